@@ -1,0 +1,1 @@
+//! A caching allocator for GPU memory.

@@ -1,0 +1,2 @@
+//! The stress program.
+fn main() {}

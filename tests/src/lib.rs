@@ -1,0 +1,1 @@
+//! Tests of Aquifer that cross crates; see `tests/`.
