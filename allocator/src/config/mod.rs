@@ -186,7 +186,9 @@ impl Config {
         Ok(config)
     }
 
-    /// Sets the options that an option string names and leaves the others as they are.
+    /// Sets the options that an option string names and leaves the others as they are. PyTorch, when its settings change
+    /// at run time, first takes back `max_split_size_mb`, `roundup_power2_divisions` and
+    /// `garbage_collection_threshold`; this does not.
     ///
     /// # Errors
     ///
