@@ -21,4 +21,4 @@ pub use driver::{
 pub use error::{Code, DeviceError, ErrorKind, Operation, Result};
 pub use event::Event;
 pub use stream::{ExternalStream, Stream};
-pub use timeline::{Tick, Timeline};
+pub use timeline::{Clock, Tick, Timeline};

@@ -1,15 +1,18 @@
 //! Vector clocks over streams: what a stream is already ordered after.
+//!
+//! This is the clock of timelines, which count recorded events; the simulator's race detector has its own, which counts
+//! operations and must not trust this one.
 
 /// For each stream, up to which tick everything is known to come before.
 ///
 /// An entry `(stream, n)` says: ordered after every tick of `stream` smaller than `n`. Absent means 0. A sorted vector:
 /// programs use few streams, and a clock is copied at each recorded event.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Clock(Vec<(u32, u64)>);
+pub struct Clock(Vec<(u32, u64)>);
 
 impl Clock {
     /// Ticks of `stream` smaller than the result come before.
-    pub(crate) fn of(&self, stream: u32) -> u64 {
+    pub fn of(&self, stream: u32) -> u64 {
         self.0.binary_search_by_key(&stream, |&(id, _)| id).map_or(0, |at| self.0[at].1)
     }
 

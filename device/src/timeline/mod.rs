@@ -30,7 +30,7 @@ use std::thread::ThreadId;
 
 use parking_lot::Mutex;
 
-pub(crate) use clock::Clock;
+pub use clock::Clock;
 pub use tick::Tick;
 
 use crate::context::{Context, PooledEvent};
@@ -168,6 +168,11 @@ impl Timeline {
         recorded.event.synchronize()?;
         self.mark_done(recorded.covers);
         self.poll(&mut self.state.lock())
+    }
+
+    /// A copy of what later work of this stream is ordered after, to be consulted where no lock may be taken.
+    pub fn clock(&self) -> Clock {
+        self.state.lock().clock.clone()
     }
 
     /// Whether everything enqueued later on this stream comes after tick `n` of `other`, as far as is known now.
