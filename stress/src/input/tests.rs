@@ -10,8 +10,8 @@ use super::*;
 
 const GPT2: &[u8] = include_bytes!("../../testdata/gpt2_fp32.trace.gz");
 const GNN: &[u8] = include_bytes!("../../testdata/gnn_random_graphs.trace.gz");
-const PREFETCH_TRACE: &[u8] = include_bytes!("../../testdata/fsdp_start.trace");
-const PREFETCH_SNAPSHOT: &[u8] = include_bytes!("../../testdata/fsdp_start.pickle.gz");
+const FSDP_TRACE: &[u8] = include_bytes!("../../testdata/fsdp_start.trace");
+const FSDP_SNAPSHOT: &[u8] = include_bytes!("../../testdata/fsdp_start.pickle.gz");
 
 fn one(name: &str, bytes: &[u8]) -> Program {
     let mut programs = read(name.as_ref(), bytes).unwrap();
@@ -149,8 +149,8 @@ proptest! {
         outer: bool,
     ) {
         let json = include_bytes!("../../testdata/fsdp_start.json.gz");
-        let rmm = gzip(to_rmm(&one("t", PREFETCH_TRACE)).as_bytes());
-        for file in [GPT2, &gzip(PREFETCH_TRACE), PREFETCH_SNAPSHOT, json, &rmm] {
+        let rmm = gzip(to_rmm(&one("t", FSDP_TRACE)).as_bytes());
+        for file in [GPT2, &gzip(FSDP_TRACE), FSDP_SNAPSHOT, json, &rmm] {
             let mut bytes = if outer { file.to_vec() } else { gunzip(file) };
             for (at, flip) in &flips {
                 let at = at.index(bytes.len());
@@ -191,8 +191,8 @@ fn as_history(program: &Program) -> Vec<Event> {
 
 #[test]
 fn a_snapshot_gives_the_program_of_its_trace() {
-    let trace = one("fsdp_start.trace", PREFETCH_TRACE);
-    let pickle = one("fsdp_start.pickle.gz", PREFETCH_SNAPSHOT);
+    let trace = one("fsdp_start.trace", FSDP_TRACE);
+    let pickle = one("fsdp_start.pickle.gz", FSDP_SNAPSHOT);
     assert_eq!(pickle.events, as_history(&trace));
     assert!(pickle.events.iter().any(|event| matches!(event, Event::RecordStream { .. })));
     assert_eq!(pickle.streams.len(), trace.streams.len());
@@ -210,6 +210,16 @@ fn errors_name_the_file() {
     assert!(fails("s", b"\x80\x02].").contains("the snapshot has no history"));
     assert!(fails("s", b"\x80\x02}.").contains("the snapshot has no history"));
     assert!(load("no such file".as_ref()).unwrap_err().to_string().starts_with("no such file: "));
+}
+
+#[test]
+fn the_last_byte_matters() {
+    let json = include_bytes!("../../testdata/fsdp_start.json.gz");
+    let rmm = gzip(to_rmm(&one("t", FSDP_TRACE)).as_bytes());
+    for file in [GPT2, FSDP_SNAPSHOT, json, &rmm] {
+        let error = read("x".as_ref(), &file[..file.len() - 1]).unwrap_err();
+        assert!(matches!(error.reason, Reason::TruncatedGzip), "{error}");
+    }
 }
 
 #[test]

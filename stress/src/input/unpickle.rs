@@ -43,6 +43,7 @@ impl<R: BufRead> Machine<R> {
     /// Runs one opcode; gives the pickle's value at its end.
     fn step(&mut self) -> Result<Option<Value>, Reason> {
         const MALFORMED: Reason = Reason::Pickle("an opcode does not fit what it is applied to");
+        const FOLLOWED: Reason = Reason::Pickle("something follows its end");
         let code = self.bytes.byte()?;
         let value = match code {
             0x80 => {
@@ -52,7 +53,10 @@ impl<R: BufRead> Machine<R> {
                 };
             }
             0x95 => return self.bytes.skip(8).map(|()| None),
-            b'.' => return self.pop().map(Some),
+            b'.' => {
+                // Reading up to the end also has the decompressor check its sums.
+                return if self.bytes.at_end()? { self.pop().map(Some) } else { Err(FOLLOWED) };
+            }
             b'(' => {
                 self.marks.push(self.stack.len());
                 return Ok(None);
@@ -158,6 +162,10 @@ impl<R: BufRead> Bytes<R> {
             [] => Err(Reason::Pickle("it ends early")),
             buffer => Ok(buffer),
         }
+    }
+
+    fn at_end(&mut self) -> Result<bool, Reason> {
+        self.content.fill_buf().map(<[u8]>::is_empty).map_err(Reason::from_read)
     }
 
     fn consume(&mut self, count: usize) {
@@ -280,7 +288,8 @@ mod tests {
             (b"\x80\x00", "p:byte 0: damaged pickle: only the protocols 2 to 5 are supported"),
             (b"]X\xff\xff\xff\xffab", "p:byte 1: damaged pickle: it ends early"),
             (b".", "p:byte 0: damaged pickle: a value is missing"),
-            (b"](Na.", "p:byte 4: damaged pickle: a value is missing"),
+            (b"](Na.", "p:byte 3: damaged pickle: an opcode does not fit what it is applied to"),
+            (b"N.N", "p:byte 1: damaged pickle: something follows its end"),
             (b"Na", "p:byte 1: damaged pickle: an opcode does not fit what it is applied to"),
             (b"}(Nu.", "p:byte 3: damaged pickle: an opcode does not fit what it is applied to"),
             (b"e", "p:byte 0: damaged pickle: a mark is missing"),
