@@ -34,7 +34,6 @@ pub(crate) struct Request {
 pub(crate) struct Granted {
     pub(crate) block: BlockId,
     pub(crate) addr: u64,
-    pub(crate) size: u64,
 }
 
 #[derive(Debug, Default)]
@@ -47,7 +46,7 @@ pub(crate) struct Core {
     pub(crate) heap: Heap,
     pub(crate) pools: PoolTable,
     /// Timelines by our own stream number.
-    timelines: Vec<Option<Arc<Timeline>>>,
+    pub(crate) timelines: Vec<Option<Arc<Timeline>>>,
     pub(crate) waiting: Vec<Waiting>,
     /// Streams that use a live block beside its own.
     pub(crate) shared: HashMap<BlockId, Vec<u32>>,
@@ -141,7 +140,7 @@ impl Core {
             self.history.note(Action::Alloc, addr, request.requested, request.slot, request.tag);
         }
         self.debug_check();
-        Granted { block: id, addr, size }
+        Granted { block: id, addr }
     }
 
     /// Gives a live block back; `on` is the stream that its memory is handed to, where that is not its own.

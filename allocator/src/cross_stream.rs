@@ -58,7 +58,8 @@ impl Allocator {
         if let Some(granted) = core.take_own(self.shell(), request) {
             return Ok(Some(granted));
         }
-        let Some(lent) = core.best_lent(request, |core, owner, after| core.is_known_done(owner, after) || after <= clock.of(owner))
+        let Some(lent) =
+            core.best_lent(request, |core, owner, after| core.is_known_done(owner, after) || after <= clock.of(owner))
         else {
             return Ok(None);
         };
@@ -70,7 +71,9 @@ impl Allocator {
     pub(crate) fn borrow_waiting(&self, request: &Request) -> Result<Option<Granted>, AllocError> {
         let core = self.shell().lock();
         let Some(own) = core.timeline(request.slot).cloned() else { return Ok(None) };
-        let Some(lender) = core.best_lent(request, |_, _, _| true).and_then(|key| core.lender(key)) else { return Ok(None) };
+        let Some(lender) = core.best_lent(request, |_, _, _| true).and_then(|key| core.lender(key)) else {
+            return Ok(None);
+        };
         drop(core);
         if let Err(error) = own.wait_for(&lender.timeline, lender.after.saturating_sub(1)) {
             if matches!(error.kind, ErrorKind::Capture | ErrorKind::InvalidUse) {

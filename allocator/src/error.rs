@@ -31,7 +31,9 @@ pub enum AllocError {
         what: &'static str,
     },
     /// The caller passed a pointer that this allocator did not give out through the raw interface, or freed it twice.
-    #[error("invalid device pointer: {ptr:#x} is not a live raw allocation of this allocator (freed twice, or foreign)")]
+    #[error(
+        "invalid device pointer: {ptr:#x} is not a live raw allocation of this allocator (freed twice, or foreign)"
+    )]
     InvalidPointer {
         /// The pointer.
         ptr: u64,

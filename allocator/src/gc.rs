@@ -46,7 +46,12 @@ impl Core {
 }
 
 /// A share of a number of bytes.
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss, reason = "a share in [0, 1] of fewer than 2^53 bytes")]
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "a share in [0, 1] of fewer than 2^53 bytes"
+)]
 pub(crate) fn share(bytes: u64, share: f64) -> u64 {
     (bytes as f64 * share) as u64
 }

@@ -12,7 +12,6 @@ use crate::error::AllocError;
 use crate::heap::{BlockId, Key, Region};
 use crate::history::Action;
 use crate::shell::Shell;
-use crate::tags::Tag;
 
 /// How an attempt to grow ended.
 pub(crate) enum Growth {
@@ -122,7 +121,7 @@ impl Core {
         if self.classes.is_oversize(region.bytes) {
             counters.oversize_segments.sub(1);
         }
-        let tag = self.segments.remove(&region.addr).unwrap_or(Tag::default());
+        let tag = self.segments.remove(&region.addr).unwrap_or_default();
         self.history.note(Action::SegmentFree, region.addr, region.bytes, region.home, tag);
     }
 

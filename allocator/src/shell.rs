@@ -81,6 +81,19 @@ impl Shell {
         core
     }
 
+    /// Applies remote frees queued before, if any: so that what is read afterwards includes them.
+    pub(crate) fn apply_remote_frees(&self) {
+        if self.remote_pending.load(Ordering::Acquire) {
+            drop(self.lock());
+        }
+    }
+
+    /// Updates counters from a slow path, under the lock.
+    pub(crate) fn counters_locked(&self, update: impl FnOnce(&Counters)) {
+        let _core = self.lock();
+        update(&self.counters);
+    }
+
     /// Gives a block back: at once if the lock is free, else through the queue. Never blocks while the allocator is open.
     #[inline]
     pub(crate) fn free(&'static self, block: BlockId, on: Option<u32>) {

@@ -47,6 +47,12 @@ pub struct SizeClasses {
     roundup: [u8; 16],
 }
 
+impl Default for SizeClasses {
+    fn default() -> SizeClasses {
+        SizeClasses::new(&Config::default())
+    }
+}
+
 impl SizeClasses {
     /// The rules for a configuration that is [valid](Config::validate).
     pub fn new(config: &Config) -> SizeClasses {

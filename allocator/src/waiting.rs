@@ -44,7 +44,11 @@ impl Core {
             }
         }
         let known = |&(slot, after): &(u32, u64)| !self.is_known_done(slot, after);
-        latest.into_iter().filter(known).filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
+        latest
+            .into_iter()
+            .filter(known)
+            .filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after)))
+            .collect()
     }
 
     /// Frees the waiting blocks that need not wait any more; `clocks` are those of their owners, where that counts.

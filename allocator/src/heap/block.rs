@@ -122,11 +122,6 @@ impl Slab {
         let numbered = (0..u32::MAX).map(BlockId).zip(&self.blocks);
         numbered.filter(|(_, block)| block.state != State::Vacant)
     }
-
-    /// The block, or `None` for a number that names none.
-    pub(crate) fn get(&self, id: BlockId) -> Option<&Block> {
-        self.blocks.get(id.index()).filter(|block| block.state != State::Vacant)
-    }
 }
 
 impl std::ops::Index<BlockId> for Slab {

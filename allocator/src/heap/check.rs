@@ -33,7 +33,8 @@ impl Heap {
             let (noted_total, noted_free) = (self.total, self.free);
             return Err(format!("H2: total {total} free {free}, noted {noted_total} {noted_free}"));
         }
-        let indexed: usize = (0..self.pools.len()).map(|pool| self.free_blocks(u16::try_from(pool).unwrap_or(0)).count()).sum();
+        let indexed: usize =
+            (0..self.pools.len()).map(|pool| self.free_blocks(u16::try_from(pool).unwrap_or(0)).count()).sum();
         if indexed != free_count { Err(format!("H4: {indexed} blocks indexed, {free_count} free")) } else { Ok(()) }
     }
 

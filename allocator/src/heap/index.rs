@@ -41,7 +41,6 @@ impl Key {
         BlockId(self.0 as u32)
     }
 
-    #[expect(clippy::cast_possible_truncation, reason = "the top 48 bits fit")]
     fn units(self) -> u64 {
         (self.0 >> 80) as u64
     }
@@ -143,8 +142,8 @@ impl FreeIndex {
     pub(crate) fn replace(&mut self, old: Key, new: Key) {
         let bin = bin_of(old.units());
         if bin == bin_of(new.units())
-            && let [only] = &mut self.bins[bin].run[..]
-            && self.bins[bin].more.is_none()
+            && let Bin { run, more: None } = &mut self.bins[bin]
+            && let [only] = &mut run[..]
         {
             debug_assert_eq!(*only, old);
             *only = new;
@@ -311,7 +310,11 @@ impl Runs {
 /// How many keys of a sorted run are smaller than `key`.
 #[inline]
 fn position(run: &[Key], key: Key) -> usize {
-    if run.len() <= 8 { run.iter().take_while(|&&other| other < key).count() } else { run.partition_point(|&other| other < key) }
+    if run.len() <= 8 {
+        run.iter().take_while(|&&other| other < key).count()
+    } else {
+        run.partition_point(|&other| other < key)
+    }
 }
 
 #[cfg(test)]

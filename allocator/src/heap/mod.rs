@@ -105,7 +105,8 @@ impl Heap {
             self.strays_forget(id);
             let block = &mut self.blocks[id];
             (block.state, block.owner, block.requested) = (State::Live, owner, requested);
-            let change = if was_split { SplitChange { count: -1, bytes: -signed(old_size) } } else { SplitChange::default() };
+            let change =
+                if was_split { SplitChange { count: -1, bytes: -signed(old_size) } } else { SplitChange::default() };
             return (id, change);
         }
         index.replace(old_key, Key::new(old_size - size, block.addr + size, id));
