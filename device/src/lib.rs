@@ -1,6 +1,7 @@
 //! GPU devices, streams, events and timelines behind one [`Driver`] trait, with a deterministic simulated GPU.
 mod driver;
 mod error;
+pub mod sim;
 
 pub use driver::{
     Access, AccessKind, Attribute, CallCounts, DeviceInfo, DevicePtr, Driver, DriverKind, HostKernel, HostPtr,
