@@ -9,6 +9,7 @@ mod device;
 mod driver;
 mod error;
 mod event;
+pub mod sim;
 mod stream;
 mod timeline;
 

@@ -1,0 +1,244 @@
+//! Graph capture: work that is recorded instead of run, and the rules of what a capture may touch.
+//!
+//! A capture has one origin stream; a stream that waits for one of its events joins it. Inside a capture order is kept
+//! with clocks of its own, so unordered accesses of one graph are found while it is captured. A graph then runs as the
+//! work was captured, one after the other on the stream it is launched on, which is one of the orders it allows.
+//!
+//! Invariant: a stream has a membership exactly while it is a member of a live capture.
+
+use std::collections::BTreeSet;
+
+use super::clock::Clock;
+use super::machine::Machine;
+use super::queue::LEGACY;
+use super::race::{Epoch, Shadow, Space};
+use super::refused::{Answer, Refused};
+use super::work::Body;
+use crate::driver::{RawGraph, RawStream};
+use crate::error::Code;
+
+/// A stream's part in a capture.
+#[derive(Debug)]
+pub(super) struct Membership {
+    pub(super) capture: u64,
+    /// What its next work is ordered after, within the capture.
+    pub(super) clock: Clock,
+    seq: u64,
+}
+
+/// A capture in progress.
+#[derive(Debug, Default)]
+pub(super) struct Capture {
+    origin: u32,
+    members: BTreeSet<u32>,
+    works: Vec<Body>,
+    invalid: bool,
+    device: Shadow,
+    host: Shadow,
+}
+
+fn unsupported(detail: impl Into<String>) -> Refused {
+    Refused::new(Code::CAPTURE_UNSUPPORTED, detail)
+}
+
+impl Machine {
+    /// Refuses work on the legacy stream while a blocking stream captures, and on a stream whose capture broke.
+    pub(super) fn capture_allows(&mut self, id: u32) -> Answer<()> {
+        if self.captures.is_empty() {
+            return Ok(());
+        }
+        if id == LEGACY {
+            let capturing = self.streams.iter_mut().filter(|(_, stream)| stream.blocking);
+            let broken: Vec<u64> = capturing.filter_map(|(_, stream)| Some(stream.capture.as_ref()?.capture)).collect();
+            for capture in &broken {
+                self.invalidate(*capture);
+            }
+            return match broken[..] {
+                [] => Ok(()),
+                _ => {
+                    Err(Refused::new(Code::CAPTURE_IMPLICIT, "the legacy stream would wait for a stream that captures"))
+                }
+            };
+        }
+        let capture = self.streams.get(id)?.capture.as_ref().map(|member| member.capture);
+        match capture.and_then(|capture| self.captures.get(&capture)) {
+            Some(Capture { invalid: true, .. }) => {
+                Err(Refused::new(Code::CAPTURE_INVALIDATED, "an earlier call broke this stream's capture"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses what would wait for a capturing stream, and breaks its capture.
+    pub(super) fn capture_forbids_wait(&mut self, id: u32) -> Answer<()> {
+        self.capture_allows(id)?;
+        if self.streams.get(id)?.capture.is_none() {
+            return Ok(());
+        }
+        self.invalidate_capture_of(id);
+        Err(unsupported("the stream captures; its work does not run, so it cannot be waited for"))
+    }
+
+    /// Refuses calls of the driver's pool on a capturing stream, and breaks its capture.
+    pub(super) fn capture_forbids_pool(&mut self, id: u32) -> Answer<()> {
+        self.capture_allows(id)?;
+        if self.streams.get(id)?.capture.is_none() {
+            return Ok(());
+        }
+        self.invalidate_capture_of(id);
+        Err(unsupported("the driver's pool cannot be used in a capture here"))
+    }
+
+    /// Refuses what would wait for the whole device while anything captures, and breaks all captures.
+    pub(super) fn capture_forbids_device_wait(&mut self) -> Answer<()> {
+        if self.captures.is_empty() {
+            return Ok(());
+        }
+        self.captures.values_mut().for_each(|capture| capture.invalid = true);
+        Err(unsupported("this waits for the device, which is not possible while a stream captures"))
+    }
+
+    fn invalidate(&mut self, capture: u64) {
+        if let Some(capture) = self.captures.get_mut(&capture) {
+            capture.invalid = true;
+        }
+    }
+
+    /// Breaks the capture that the stream is part of.
+    pub(super) fn invalidate_capture_of(&mut self, id: u32) {
+        let member = self.streams.get(id).ok().and_then(|stream| stream.capture.as_ref());
+        if let Some(capture) = member.map(|member| member.capture) {
+            self.invalidate(capture);
+        }
+    }
+
+    /// Takes a destroyed stream out of its capture, which is broken by that; without its origin it is gone.
+    pub(super) fn leave_capture(&mut self, id: u32, member: &Membership) {
+        self.invalidate(member.capture);
+        let Some(capture) = self.captures.get_mut(&member.capture) else { return };
+        capture.members.remove(&id);
+        if capture.origin == id {
+            self.dissolve(member.capture);
+        }
+    }
+
+    fn dissolve(&mut self, number: u64) -> Option<Capture> {
+        let capture = self.captures.remove(&number)?;
+        for &member in &capture.members {
+            if let Ok(stream) = self.streams.get(member) {
+                stream.capture = None;
+            }
+        }
+        Some(capture)
+    }
+
+    pub(super) fn begin_capture(&mut self, stream: RawStream) -> Answer<()> {
+        let id = self.streams.find(stream)?;
+        if id == LEGACY {
+            return Err(unsupported("the legacy default stream cannot capture"));
+        }
+        if self.streams.get(id)?.capture.is_some() {
+            return Err(unsupported("the stream captures already"));
+        }
+        self.capture_count += 1;
+        let capture = Capture { origin: id, members: BTreeSet::from([id]), ..Capture::default() };
+        self.captures.insert(self.capture_count, capture);
+        let member = Membership { capture: self.capture_count, clock: Clock::default(), seq: 0 };
+        self.streams.get(id)?.capture = Some(member);
+        Ok(())
+    }
+
+    pub(super) fn end_capture(&mut self, stream: RawStream) -> Answer<RawGraph> {
+        let id = self.streams.find(stream)?;
+        let member = self.streams.get(id)?.capture.as_ref();
+        let (number, clock) = match member {
+            Some(member) => (member.capture, member.clock.clone()),
+            None => return Err(Refused::value("the stream does not capture")),
+        };
+        if self.captures.get(&number).is_some_and(|capture| capture.origin != id) {
+            self.invalidate(number);
+            return Err(Refused::new(Code(903), "the capture began on another stream and must end there"));
+        }
+        let mut unjoined = Vec::new();
+        for (id, stream) in self.streams.iter_mut() {
+            if let Some(member) = stream.capture.as_ref().filter(|member| member.capture == number)
+                && clock.get(id) < member.seq
+            {
+                unjoined.push(stream.name.to_string());
+            }
+        }
+        let Some(capture) = self.dissolve(number) else { return Err(Refused::value("the stream does not capture")) };
+        if capture.invalid {
+            return Err(Refused::new(Code::CAPTURE_INVALIDATED, "an earlier call broke the capture; it is gone"));
+        }
+        if !unjoined.is_empty() {
+            let detail =
+                format!("{} joined the capture and did not join back; the capture is gone", unjoined.join(", "));
+            return Err(Refused::new(Code::CAPTURE_UNJOINED, detail));
+        }
+        Ok(RawGraph(self.graphs.insert(capture.works)))
+    }
+
+    /// A wait for an event that was recorded inside a capture: the stream joins it.
+    pub(super) fn wait_captured(&mut self, id: u32, capture: u64, clock: &Clock) -> Answer<()> {
+        if !self.captures.contains_key(&capture) {
+            return Err(Refused::new(Code::CAPTURED_EVENT, "the event was recorded in a capture that is over"));
+        }
+        if id == LEGACY {
+            self.invalidate(capture);
+            return Err(Refused::new(Code::CAPTURE_IMPLICIT, "the legacy default stream cannot join a capture"));
+        }
+        let stream = self.streams.get(id)?;
+        match &mut stream.capture {
+            Some(member) if member.capture == capture => member.clock.join(clock),
+            Some(member) => {
+                let other = member.capture;
+                self.invalidate(other);
+                self.invalidate(capture);
+                return Err(Refused::new(Code(902), "two captures would merge"));
+            }
+            None => {
+                stream.capture = Some(Membership { capture, clock: clock.clone(), seq: 0 });
+                if let Some(capture) = self.captures.get_mut(&capture) {
+                    capture.members.insert(id);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds work to the capture that the stream is part of. Returns the work when the stream captures nothing.
+    pub(super) fn capture_work(&mut self, id: u32, body: Body) -> Answer<Option<Body>> {
+        self.capture_allows(id)?;
+        let op = self.op_ref(Some(id), body.operation(), body.kernel());
+        let Some(member) = &mut self.streams.get(id)?.capture else { return Ok(Some(body)) };
+        if matches!(body, Body::FromTaken { .. } | Body::ToWaiting { .. }) {
+            self.invalidate_capture_of(id);
+            return Err(unsupported("copies of pageable memory cannot be captured here; use page-locked memory"));
+        }
+        member.seq += 1;
+        member.clock.raise(id, member.seq);
+        let epoch = Epoch { stream: id, seq: member.seq, op };
+        let Some(capture) = self.captures.get_mut(&member.capture) else { return Ok(Some(body)) };
+        for touch in body.touches() {
+            let shadow = if touch.space == Space::Device { &mut capture.device } else { &mut capture.host };
+            let ordered = |earlier: &Epoch| member.clock.get(earlier.stream) >= earlier.seq;
+            for conflict in shadow.access(touch.range, touch.kind, epoch, ordered) {
+                self.detector.conflict(&conflict, op);
+            }
+        }
+        capture.works.push(body);
+        Ok(None)
+    }
+
+    pub(super) fn launch_graph(&mut self, graph: RawGraph, stream: RawStream) -> Answer<()> {
+        let works = self.graphs.get(graph.0).cloned().ok_or_else(|| Refused::handle("graph", graph.0))?;
+        let id = self.streams.find(stream)?;
+        self.capture_allows(id)?;
+        works.into_iter().try_for_each(|body| self.submit(id, body).map(|_| ()))
+    }
+
+    pub(super) fn destroy_graph(&mut self, graph: RawGraph) -> Answer<()> {
+        self.graphs.remove(graph.0).map(|_| ()).ok_or_else(|| Refused::handle("graph", graph.0))
+    }
+}

@@ -1,0 +1,152 @@
+//! What a simulated device is like: capacity, speed, seed, faults.
+
+use super::fault::Fault;
+use super::parse::{self, SimConfigError};
+use super::preset::Preset;
+
+/// The largest memory that a simulated device can have, in bytes: 64 TiB.
+pub const CAPACITY_BYTES_MAX: u64 = 1 << 46;
+
+/// Configuration of a simulated device.
+///
+/// ```
+/// use aquifer_device::sim::{Preset, SimConfig};
+///
+/// let config = SimConfig::new(24 << 30).seed(7);
+/// assert_eq!(SimConfig::parse("24GiB,seed=7")?, config);
+/// assert_eq!(SimConfig::parse("rtx4090")?, SimConfig::preset(Preset::Rtx4090));
+/// # Ok::<(), aquifer_device::sim::SimConfigError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct SimConfig {
+    /// Memory of the device in bytes, 1 to [`CAPACITY_BYTES_MAX`]. All of it can be allocated.
+    pub capacity_bytes: u64,
+    /// The card whose speed the device has.
+    pub preset: Preset,
+    /// Ordinal among the devices of the process.
+    pub ordinal: u32,
+    /// Seed of everything that chance decides: durations, the order of unordered work, random faults.
+    pub seed: u64,
+    /// Whether durations vary, with occasional long stalls, so that seeds explore different interleavings.
+    pub jitter: bool,
+    /// Whether the device can map physical memory at reserved addresses.
+    pub vmm: bool,
+    /// Bytes of the device that another process holds.
+    pub other_process_bytes: u64,
+    /// Whether a violation panics in the call that finds it.
+    pub panic_on_violation: bool,
+    /// Faults to inject from the start.
+    pub faults: Vec<Fault>,
+}
+
+impl Default for SimConfig {
+    /// 80 GiB with the speed of an H100, seed 0.
+    fn default() -> Self {
+        SimConfig::preset(Preset::H100)
+    }
+}
+
+impl SimConfig {
+    /// A device with `capacity_bytes` of memory, at most [`CAPACITY_BYTES_MAX`], and the speed of an H100.
+    pub fn new(capacity_bytes: u64) -> Self {
+        SimConfig { capacity_bytes: capacity_bytes.clamp(1, CAPACITY_BYTES_MAX), ..SimConfig::default() }
+    }
+
+    /// A device with the capacity and speed of a card.
+    pub fn preset(preset: Preset) -> Self {
+        SimConfig {
+            capacity_bytes: preset.memory_bytes(),
+            preset,
+            ordinal: 0,
+            seed: 0,
+            jitter: true,
+            vmm: true,
+            other_process_bytes: 0,
+            panic_on_violation: false,
+            faults: Vec::new(),
+        }
+    }
+
+    /// Reads the part of a device string after `sim:`: `[SIZE|PRESET][,key=value]…`, where the whole may be empty.
+    ///
+    /// Sizes are bytes or take a unit (`KiB`, `MiB`, `GiB`, `TiB`, or decimal `KB`, `MB`, `GB`, `TB`).
+    ///
+    /// | key | value | meaning |
+    /// | --- | --- | --- |
+    /// | `size` | size | memory of the device, when the first part names a preset |
+    /// | `seed` | number | see [`SimConfig::seed`] |
+    /// | `jitter`, `vmm` | `on` or `off` | see the fields of the same names |
+    /// | `other` | size | bytes held by another process |
+    /// | `fault` | `CALL#N:CODE` | the Nth `CALL` fails, such as `cuMemAlloc#3:out_of_memory` or `any#17:999` |
+    /// | `fault_rate` | `[CALL:]RATE[:CODE]` | calls fail at random, such as `0.01` or `cuMemAlloc:0.05` |
+    /// | `oom_at` | size | allocations that would hold more than this fail |
+    /// | `lost_at` | number | the device is lost at this call |
+    /// | `spike` | `RATE:DURATION` | calls take longer at random, such as `0.001:5ms` (`ns`, `us`, `ms`, `s`) |
+    /// | `faults` | path | a file with one of the last five settings a line; `#` starts a comment |
+    ///
+    /// ```
+    /// use aquifer_device::sim::SimConfig;
+    ///
+    /// let config = SimConfig::parse("h100,seed=7,fault=cuMemAlloc#3:out_of_memory")?;
+    /// assert_eq!((config.capacity_bytes, config.seed, config.faults.len()), (80 << 30, 7, 1));
+    /// let error = SimConfig::parse("80GiB,sede=7").unwrap_err();
+    /// assert_eq!((error.text.as_str(), error.offset), ("sede", 6));
+    /// # Ok::<(), aquifer_device::sim::SimConfigError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When a part cannot be understood; the error names it, its place, and what was expected.
+    pub fn parse(text: &str) -> Result<SimConfig, SimConfigError> {
+        parse::config(text)
+    }
+
+    /// Sets [`SimConfig::ordinal`].
+    #[must_use]
+    pub fn ordinal(mut self, ordinal: u32) -> Self {
+        self.ordinal = ordinal;
+        self
+    }
+
+    /// Sets [`SimConfig::seed`].
+    #[must_use]
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Sets [`SimConfig::jitter`].
+    #[must_use]
+    pub fn jitter(mut self, jitter: bool) -> Self {
+        self.jitter = jitter;
+        self
+    }
+
+    /// Sets [`SimConfig::vmm`].
+    #[must_use]
+    pub fn vmm(mut self, vmm: bool) -> Self {
+        self.vmm = vmm;
+        self
+    }
+
+    /// Sets [`SimConfig::other_process_bytes`].
+    #[must_use]
+    pub fn other_process_bytes(mut self, bytes: u64) -> Self {
+        self.other_process_bytes = bytes;
+        self
+    }
+
+    /// Sets [`SimConfig::panic_on_violation`].
+    #[must_use]
+    pub fn panic_on_violation(mut self, panics: bool) -> Self {
+        self.panic_on_violation = panics;
+        self
+    }
+
+    /// Adds a fault.
+    #[must_use]
+    pub fn fault(mut self, fault: Fault) -> Self {
+        self.faults.push(fault);
+        self
+    }
+}

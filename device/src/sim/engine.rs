@@ -1,0 +1,134 @@
+//! When work runs in virtual time.
+//!
+//! A piece of work is scheduled when it is enqueued: it starts once its stream gets there and its engine is free, after a
+//! start delay, and takes what the card takes for it. Delays and durations vary with the seed, with occasional long
+//! stalls, so that seeds explore the orders that CUDA allows. As all dependencies of work are enqueued before it, its
+//! time is known at once and nothing can wait for ever.
+//!
+//! Invariant: work takes at least a nanosecond, so work that depends on other work finishes strictly later.
+
+use std::collections::VecDeque;
+
+use super::preset::Card;
+use super::rng::Rng;
+
+/// The part of the device that does a piece of work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unit {
+    /// Copies from the host, one at a time.
+    ToDevice,
+    /// Copies to the host, one at a time.
+    ToHost,
+    /// Kernels, fills and copies within the device; those of different streams overlap.
+    Compute,
+    /// Nothing: bookkeeping that takes place as the stream gets there.
+    None,
+}
+
+/// What a piece of work costs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cost {
+    pub(super) unit: Unit,
+    pub(super) bytes: u64,
+    pub(super) operations: u64,
+}
+
+/// The periods in which one copy engine is busy, in order.
+#[derive(Debug, Default)]
+struct Calendar(VecDeque<(u64, u64)>);
+
+impl Calendar {
+    /// Books `duration` at the first gap from `ready` on and returns its start.
+    fn book(&mut self, now: u64, ready: u64, duration: u64) -> u64 {
+        while self.0.front().is_some_and(|&(_, end)| end <= now) {
+            self.0.pop_front();
+        }
+        let mut start = ready;
+        let mut index = self.0.partition_point(|&(_, end)| end <= ready);
+        while let Some(&(busy, until)) = self.0.get(index) {
+            if start.saturating_add(duration) <= busy {
+                break;
+            }
+            start = start.max(until);
+            index += 1;
+        }
+        self.0.insert(index, (start, start.saturating_add(duration)));
+        start
+    }
+}
+
+/// Schedules work.
+#[derive(Debug)]
+pub(super) struct Engine {
+    card: Card,
+    jitter: bool,
+    rng: Rng,
+    to_device: Calendar,
+    to_host: Calendar,
+}
+
+impl Engine {
+    pub(super) fn new(card: Card, seed: u64, jitter: bool) -> Self {
+        let rng = Rng::new(seed, 1);
+        Engine { card, jitter, rng, to_device: Calendar::default(), to_host: Calendar::default() }
+    }
+
+    /// When work that is ready at `ready` finishes, in virtual ns.
+    pub(super) fn schedule(&mut self, now: u64, ready: u64, cost: Cost) -> u64 {
+        let link_ns = cost.bytes / self.card.link_gb_s;
+        let (delay, base) = match cost.unit {
+            Unit::None => return ready.saturating_add(1),
+            Unit::ToDevice | Unit::ToHost => (1_500, link_ns),
+            Unit::Compute => (1_000, (cost.bytes / self.card.memory_gb_s).max(cost.operations / self.card.gflops)),
+        };
+        let duration = self.vary(delay).saturating_add(self.vary(base)).max(1);
+        let duration = duration.saturating_add(self.stall());
+        let start = match cost.unit {
+            Unit::ToDevice => self.to_device.book(now, ready, duration),
+            Unit::ToHost => self.to_host.book(now, ready, duration),
+            Unit::Compute | Unit::None => ready,
+        };
+        start.saturating_add(duration)
+    }
+
+    /// A number that decides between work that finishes at the same time.
+    pub(super) fn lot(&mut self) -> u64 {
+        self.rng.next()
+    }
+
+    /// The duration itself to half as much again, the start delay to eight times.
+    fn vary(&mut self, base_ns: u64) -> u64 {
+        if !self.jitter {
+            return base_ns;
+        }
+        let most = if base_ns < 2_000 { base_ns * 7 } else { base_ns / 2 };
+        base_ns.saturating_add(self.rng.below(most))
+    }
+
+    /// Every 32nd piece of work stalls, for up to 200 µs.
+    fn stall(&mut self) -> u64 {
+        if self.jitter && self.rng.below(32) == 0 { self.rng.below(200_000) } else { 0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_calendar_fills_gaps_and_never_overlaps() {
+        let mut calendar = Calendar::default();
+        assert_eq!(calendar.book(0, 100, 50), 100);
+        assert_eq!(calendar.book(0, 0, 100), 0);
+        assert_eq!(calendar.book(0, 20, 10), 150);
+        assert_eq!(calendar.book(0, 155, 20), 160);
+        assert_eq!(calendar.book(200, 10, 5), 10);
+    }
+
+    #[test]
+    fn without_jitter_work_takes_what_the_card_takes() {
+        let mut engine = Engine::new(super::super::Preset::H100.card(), 0, false);
+        let cost = Cost { unit: Unit::ToDevice, bytes: 53_000_000, operations: 0 };
+        assert_eq!(engine.schedule(0, 0, cost), 1_001_500);
+    }
+}

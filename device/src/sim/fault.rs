@@ -1,0 +1,165 @@
+//! Faults on order: driver calls that fail, take long, or lose the device.
+//!
+//! A fault strikes before the call does anything, so a call that fails by a fault has no effect.
+
+use std::time::Duration;
+
+use super::rng::Rng;
+use crate::error::{Code, ErrorKind, Operation};
+
+/// A fault to inject.
+///
+/// Calls are counted from the moment the fault is added (for faults of a [`super::SimConfig`], from the start).
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Fault {
+    /// The `nth` call (from 1) of `operation`, or of all operations where it is `None`, fails with `code`.
+    /// A code of kind [`ErrorKind::DeviceLost`] loses the device for good.
+    Nth {
+        /// Which calls are counted; `None` counts all.
+        operation: Option<Operation>,
+        /// Which of them fails, from 1.
+        nth: u64,
+        /// What it fails with.
+        code: Code,
+    },
+    /// Calls fail at random.
+    Rate {
+        /// Which calls; `None` means all.
+        operation: Option<Operation>,
+        /// Fraction of calls that fail, 0 to 1.
+        rate: f64,
+        /// What they fail with.
+        code: Code,
+    },
+    /// Allocations that would bring the bytes held from the device above `bytes` fail with `OUT_OF_MEMORY`.
+    OutOfMemoryAt {
+        /// Most bytes that can be held, page-locked host memory not counted.
+        bytes: u64,
+    },
+    /// At the `nth` call (from 1) of all operations the device is lost: that call and all later ones fail.
+    LostAt {
+        /// Which call, from 1.
+        nth: u64,
+    },
+    /// Calls take longer at random.
+    Spike {
+        /// Fraction of calls, 0 to 1.
+        rate: f64,
+        /// Virtual time that such a call takes in addition.
+        duration: Duration,
+    },
+}
+
+/// What the faults make of one call.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Verdict {
+    pub(super) code: Option<Code>,
+    pub(super) spike_ns: u64,
+}
+
+/// The faults in force, with what they counted so far.
+#[derive(Debug)]
+pub(super) struct FaultPlan {
+    faults: Vec<(Fault, u64)>,
+    rng: Rng,
+}
+
+impl FaultPlan {
+    pub(super) fn new(faults: &[Fault], seed: u64) -> Self {
+        FaultPlan { faults: faults.iter().map(|fault| (fault.clone(), 0)).collect(), rng: Rng::new(seed, 2) }
+    }
+
+    pub(super) fn add(&mut self, fault: Fault) {
+        self.faults.push((fault, 0));
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.faults.clear();
+    }
+
+    /// The most bytes that may be held from the device.
+    pub(super) fn bytes_max(&self) -> u64 {
+        let limits = self.faults.iter().filter_map(|(fault, _)| match fault {
+            Fault::OutOfMemoryAt { bytes } => Some(*bytes),
+            _ => None,
+        });
+        limits.min().unwrap_or(u64::MAX)
+    }
+
+    /// Counts a call and tells what happens to it. Of several faults the first that was added decides the code.
+    pub(super) fn strike(&mut self, operation: Operation) -> Verdict {
+        let mut verdict = Verdict::default();
+        let rng = &mut self.rng;
+        for (fault, count) in &mut self.faults {
+            let code = match fault {
+                Fault::Nth { operation: only, nth, code } if only.is_none_or(|only| only == operation) => {
+                    *count += 1;
+                    (*count == *nth).then_some(*code)
+                }
+                Fault::Rate { operation: only, rate, code } if only.is_none_or(|only| only == operation) => {
+                    rng.chance(*rate).then_some(*code)
+                }
+                Fault::LostAt { nth } => {
+                    *count += 1;
+                    (*count == *nth).then_some(LOST)
+                }
+                Fault::Spike { rate, duration } => {
+                    if rng.chance(*rate) {
+                        let spike_ns = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+                        verdict.spike_ns = verdict.spike_ns.saturating_add(spike_ns);
+                    }
+                    None
+                }
+                _ => None,
+            };
+            verdict.code = verdict.code.or(code);
+        }
+        verdict
+    }
+}
+
+/// The code of a device that fell off: `CUDA_ERROR_ECC_UNCORRECTABLE`.
+const LOST: Code = Code(214);
+
+/// The code that random failures of `operation` have when none is given.
+pub(super) fn default_code(operation: Option<Operation>) -> Code {
+    match operation {
+        Some(Operation::Alloc | Operation::AllocAsync | Operation::CreatePhysical | Operation::HostAlloc) => {
+            Code::OUT_OF_MEMORY
+        }
+        _ => Code(999),
+    }
+}
+
+/// Whether a code means that every later call fails too.
+pub(super) fn is_sticky(code: Code) -> bool {
+    code.kind() == ErrorKind::DeviceLost
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nth_call_fails_once_and_other_operations_are_not_counted() {
+        let fault = Fault::Nth { operation: Some(Operation::Alloc), nth: 2, code: Code::OUT_OF_MEMORY };
+        let mut plan = FaultPlan::new(&[fault], 0);
+        let calls = [Operation::Alloc, Operation::Free, Operation::Alloc, Operation::Alloc];
+        let codes = calls.map(|operation| plan.strike(operation).code);
+        assert_eq!(codes, [None, None, Some(Code::OUT_OF_MEMORY), None]);
+    }
+
+    #[test]
+    fn random_faults_come_about_as_often_as_asked_and_repeat_with_the_seed() {
+        let fault = Fault::Rate { operation: None, rate: 0.1, code: Code(999) };
+        let run = |seed| {
+            let mut plan = FaultPlan::new(std::slice::from_ref(&fault), seed);
+            (0..10_000).map(|_| plan.strike(Operation::Wait).code.is_some()).collect::<Vec<_>>()
+        };
+        let failures = run(1).iter().filter(|&&failed| failed).count();
+        assert!((800..1200).contains(&failures), "{failures}");
+        assert_eq!(run(1), run(1));
+        assert_ne!(run(1), run(2));
+    }
+}

@@ -1,0 +1,150 @@
+//! Page-locked host memory: real memory, which pending copies keep alive.
+//!
+//! All reads and writes of host memory through raw pointers happen in this file. Invariant: a block's bytes are
+//! initialised and stay allocated until the last [`Arc`] of it is gone; whoever accesses them checks the range first.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use super::refused::{Answer, Refused};
+use super::violation::OpRef;
+use crate::error::Code;
+
+/// Alignment of page-locked memory in bytes.
+const PAGE: usize = 4096;
+
+/// One page-locked allocation.
+#[derive(Debug)]
+pub(super) struct HostBlock {
+    start: NonNull<u8>,
+    layout: Layout,
+    bytes: usize,
+}
+
+// SAFETY: the block owns its memory and hands out no references to it; who may touch it when is the contract of
+// `Driver`'s copy calls, as for any page-locked memory.
+unsafe impl Send for HostBlock {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for HostBlock {}
+
+impl HostBlock {
+    fn new(bytes: usize) -> Answer<HostBlock> {
+        let out_of_memory =
+            || Refused::new(Code::OUT_OF_MEMORY, format!("{bytes} bytes of page-locked memory asked for"));
+        if bytes == 0 {
+            return Err(Refused::value("0 bytes asked for"));
+        }
+        let layout = Layout::from_size_align(bytes, PAGE).map_err(|_| out_of_memory())?;
+        // SAFETY: the size is not 0.
+        let start = unsafe { alloc_zeroed(layout) };
+        let start = NonNull::new(start).ok_or_else(out_of_memory)?;
+        Ok(HostBlock { start, layout, bytes })
+    }
+
+    /// The host address of the first byte.
+    pub(super) fn address(&self) -> usize {
+        self.start.as_ptr().expose_provenance()
+    }
+
+    /// The addresses of `bytes` bytes from `offset` on.
+    pub(super) fn range(&self, offset: usize, bytes: usize) -> Range<u64> {
+        let start = self.address() as u64 + offset as u64;
+        start..start + bytes as u64
+    }
+
+    fn at(&self, offset: usize, bytes: usize) -> Option<*mut u8> {
+        let inside = offset.checked_add(bytes).is_some_and(|end| end <= self.bytes);
+        inside.then(|| self.start.as_ptr().wrapping_add(offset))
+    }
+
+    /// Reads from the block; out of range reads nothing.
+    pub(super) fn read(&self, offset: usize, into: &mut [u8]) {
+        if let Some(from) = self.at(offset, into.len()) {
+            // SAFETY: `from` and the length lie inside this live block, and `into` is the simulator's own buffer.
+            unsafe { ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+        }
+    }
+
+    /// Writes to the block; out of range writes nothing.
+    pub(super) fn write(&self, offset: usize, bytes: &[u8]) {
+        if let Some(to) = self.at(offset, bytes.len()) {
+            // SAFETY: `to` and the length lie inside this live block, and `bytes` is the simulator's own buffer.
+            unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        }
+    }
+}
+
+impl Drop for HostBlock {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` with this layout, and freed only here.
+        unsafe { dealloc(self.start.as_ptr(), self.layout) };
+    }
+}
+
+/// The live page-locked allocations by address.
+#[derive(Debug, Default)]
+pub(super) struct HostMemory {
+    blocks: BTreeMap<usize, Arc<HostBlock>>,
+    /// Freed blocks that pending copies or graphs may still hold, with who freed them.
+    gone: Vec<(Arc<HostBlock>, OpRef)>,
+}
+
+impl HostMemory {
+    pub(super) fn alloc(&mut self, bytes: usize) -> Answer<usize> {
+        let block = HostBlock::new(bytes)?;
+        let address = block.address();
+        self.blocks.insert(address, Arc::new(block));
+        Ok(address)
+    }
+
+    /// The range of the live allocation that starts at `address`.
+    pub(super) fn range(&self, address: usize) -> Answer<Range<u64>> {
+        match self.blocks.get(&address) {
+            Some(block) => Ok(block.range(0, block.bytes)),
+            None => Err(Refused::value(format!("no page-locked memory starts at {address:#x}"))),
+        }
+    }
+
+    pub(super) fn free(&mut self, address: usize, by: OpRef) {
+        self.gone.retain(|(block, _)| Arc::strong_count(block) > 1);
+        if let Some(block) = self.blocks.remove(&address) {
+            self.gone.push((block, by));
+            self.gone.retain(|(block, _)| Arc::strong_count(block) > 1);
+        }
+    }
+
+    /// The live allocation that holds all of the range, with the offset of its start in it.
+    pub(super) fn find(&self, address: usize, bytes: usize) -> Option<(&Arc<HostBlock>, usize)> {
+        let (&start, block) = self.blocks.range(..=address).next_back()?;
+        let offset = address - start;
+        block.at(offset, bytes).map(|_| (block, offset))
+    }
+
+    /// Who freed the block, if it is not live any more.
+    pub(super) fn freed(&self, block: &Arc<HostBlock>) -> Option<OpRef> {
+        self.gone.iter().find(|(gone, _)| Arc::ptr_eq(gone, block)).map(|&(_, by)| by)
+    }
+}
+
+/// Takes bytes from the caller's memory.
+///
+/// # Safety
+/// `from..from + bytes` must be readable.
+pub(super) unsafe fn take(from: *const u8, bytes: usize) -> Vec<u8> {
+    let mut taken = vec![0; bytes];
+    // SAFETY: the caller vouches for the source; the target was just made with this length.
+    unsafe { ptr::copy_nonoverlapping(from, taken.as_mut_ptr(), bytes) };
+    taken
+}
+
+/// Gives bytes to the caller's memory.
+///
+/// # Safety
+/// `to..to + bytes.len()` must be writable.
+pub(super) unsafe fn give(to: *mut u8, bytes: &[u8]) {
+    // SAFETY: the caller vouches for the target; the source is a slice.
+    unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+}

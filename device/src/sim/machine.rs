@@ -1,0 +1,243 @@
+//! The simulated device as one state machine: its parts, its virtual clock, and how work enters and leaves.
+//!
+//! Each driver call enters through [`Machine::enter`], which counts it, injects faults, lets virtual time pass and runs
+//! the work whose time has come. Work is checked when it is enqueued and takes effect when it finishes.
+//!
+//! Invariants: virtual time never goes back; pending work finishes after `now`; once `lost` is set nothing runs.
+
+use std::collections::BTreeMap;
+
+use super::address::AddressSpace;
+use super::capture::Capture;
+use super::config::SimConfig;
+use super::engine::Engine;
+use super::event::Event;
+use super::fault::{FaultPlan, is_sticky};
+use super::handle::Handles;
+use super::host::HostMemory;
+use super::memory::Memory;
+use super::preset::call_cost_ns;
+use super::queue::Streams;
+use super::race::{Detector, Space};
+use super::refused::{Answer, Refused};
+use super::violation::{OpRef, ViolationKind};
+use super::vmm::Physicals;
+use super::work::{Body, explain};
+use crate::error::{Code, Operation};
+
+/// Work that is scheduled.
+#[derive(Debug)]
+pub(super) struct Pending {
+    op: OpRef,
+    body: Body,
+}
+
+/// When scheduled work finishes; then, among work that finishes at the same time, its lot and its number.
+type Turn = (u64, u64, u64);
+
+/// Everything that changes in a simulated device.
+#[derive(Debug)]
+pub(super) struct Machine {
+    /// Virtual time in ns.
+    pub(super) now: u64,
+    /// When all work enqueued so far is done, in virtual ns.
+    pub(super) horizon: u64,
+    /// Driver calls so far.
+    pub(super) calls: u64,
+    lost: Option<Code>,
+    /// Operations numbered so far.
+    op_count: u64,
+    pub(super) capture_count: u64,
+    pub(super) faults: FaultPlan,
+    engine: Engine,
+    pub(super) memory: Memory,
+    pub(super) address: AddressSpace,
+    pub(super) physicals: Physicals,
+    pub(super) host: HostMemory,
+    pub(super) streams: Streams,
+    pub(super) events: Handles<Event>,
+    pub(super) captures: BTreeMap<u64, Capture>,
+    pub(super) graphs: Handles<Vec<Body>>,
+    pub(super) detector: Detector,
+    pending: BTreeMap<Turn, Pending>,
+}
+
+impl Machine {
+    pub(super) fn new(config: &SimConfig) -> Self {
+        // Handles of different kinds and devices differ, so that mixing them up is noticed.
+        let handles = |kind: u64| (u64::from(config.ordinal & 0xff_ffff) << 40) + (kind << 32);
+        Machine {
+            now: 0,
+            horizon: 0,
+            calls: 0,
+            lost: None,
+            op_count: 0,
+            capture_count: 0,
+            faults: FaultPlan::new(&config.faults, config.seed),
+            engine: Engine::new(config.preset.card(), config.seed, config.jitter),
+            memory: Memory::new(config.capacity_bytes, config.other_process_bytes),
+            address: AddressSpace::new(config.ordinal, config.capacity_bytes),
+            physicals: Physicals::new(handles(3)),
+            host: HostMemory::default(),
+            streams: Streams::new(handles(1)),
+            events: Handles::new(handles(2)),
+            captures: BTreeMap::new(),
+            graphs: Handles::new(handles(4)),
+            detector: Detector::default(),
+            pending: BTreeMap::new(),
+        }
+    }
+
+    /// Starts a driver call about `bytes` bytes: after this it may have effects.
+    pub(super) fn enter(&mut self, operation: Operation, bytes: u64) -> Answer<()> {
+        self.calls += 1;
+        self.check_lost()?;
+        let verdict = self.faults.strike(operation);
+        self.spend(call_cost_ns(operation, bytes).saturating_add(verdict.spike_ns));
+        self.check_lost()?;
+        match verdict.code {
+            None => Ok(()),
+            Some(code) => {
+                if is_sticky(code) {
+                    self.lose(code);
+                }
+                Err(Refused::new(code, "injected fault"))
+            }
+        }
+    }
+
+    fn check_lost(&self) -> Answer<()> {
+        match self.lost {
+            None => Ok(()),
+            Some(code) => Err(Refused::new(code, "the simulated device is lost; every call fails from now on")),
+        }
+    }
+
+    /// Loses the device. What was pending never happens.
+    fn lose(&mut self, code: Code) {
+        self.lost.get_or_insert(code);
+        self.pending.clear();
+    }
+
+    /// Lets virtual time pass, running the work whose time comes.
+    pub(super) fn spend(&mut self, ns: u64) {
+        self.run_until(self.now.saturating_add(ns));
+    }
+
+    fn run_until(&mut self, time: u64) {
+        while let Some(entry) = self.pending.first_entry() {
+            if entry.key().0 > time {
+                break;
+            }
+            let pending = entry.remove();
+            self.run(&pending);
+        }
+        self.now = self.now.max(time);
+    }
+
+    /// The host waits until `time`. Fails when the device is lost by then.
+    pub(super) fn wait_until(&mut self, time: u64) -> Answer<()> {
+        self.run_until(time);
+        self.check_lost()
+    }
+
+    /// The host waits for all work, and knows it complete.
+    pub(super) fn wait_for_all(&mut self) -> Answer<()> {
+        self.wait_until(self.horizon)?;
+        let everything = self.streams.everything();
+        self.detector.learn(&everything);
+        self.detector.forget_all();
+        Ok(())
+    }
+
+    fn run(&mut self, pending: &Pending) {
+        if let Body::PoolFree { memory } = &pending.body {
+            self.drop_allocation(memory.start, pending.op);
+            return;
+        }
+        if let Err(broken) = pending.body.run(&mut self.memory, &self.address) {
+            tracing::error!(op = %pending.op, code = broken.code.name(), "the simulated device is lost");
+            if let Some(range) = broken.undeclared {
+                let missing = "the launch did not declare that it touches this".to_owned();
+                self.detector.report(ViolationKind::Undeclared, None, pending.op, range, missing);
+            }
+            self.lose(broken.code);
+        }
+    }
+
+    /// Frees an allocation for good.
+    pub(super) fn drop_allocation(&mut self, ptr: u64, by: OpRef) {
+        if let Some(allocation) = self.address.remove_allocation(ptr, by) {
+            self.memory.destroy(allocation.store);
+        }
+    }
+
+    /// Runs the earliest pending pool free and all work before it. False when none is pending.
+    pub(super) fn wait_for_pool_free(&mut self) -> Answer<bool> {
+        let is_free = |pending: &Pending| matches!(pending.body, Body::PoolFree { .. });
+        match self.pending.iter().find(|(_, pending)| is_free(pending)) {
+            Some((&(time, ..), _)) => self.wait_until(time).map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    /// Numbers and names an operation, of a stream or of the host.
+    pub(super) fn op_ref(&mut self, stream: Option<u32>, operation: Operation, kernel: Option<&'static str>) -> OpRef {
+        self.op_count += 1;
+        let stream = stream.and_then(|id| self.streams.get(id).ok()).map(|stream| stream.name);
+        OpRef { operation: Some(operation), kernel, number: self.op_count, stream }
+    }
+
+    /// Enqueues work on a stream, or captures it. Returns when it will be done, unless it was captured.
+    pub(super) fn submit(&mut self, id: u32, body: Body) -> Answer<Option<Submitted>> {
+        match self.capture_work(id, body)? {
+            None => Ok(None),
+            Some(body) => self.enqueue(id, body).map(Some),
+        }
+    }
+
+    fn enqueue(&mut self, id: u32, mut body: Body) -> Answer<Submitted> {
+        self.streams.arrive(id);
+        let op = self.op_ref(Some(id), body.operation(), body.kernel());
+        let epoch = self.streams.step(id, op)?;
+        let cost = body.cost();
+        if let Some(part) = body.host_part()
+            && let Some(by) = self.host.freed(&part.block)
+        {
+            let range = part.block.range(part.offset, part.bytes);
+            let missing = format!("the page-locked memory was taken away by {by}");
+            self.detector.report(ViolationKind::UseAfterFree, Some(by), op, range, missing);
+            body = Body::Fault;
+        }
+        let touches = body.touches();
+        for touch in touches.iter().filter(|touch| touch.space == Space::Device) {
+            if let Err(illegal) = self.address.check(touch.range.clone()) {
+                let range = illegal.at.max(touch.range.start)..touch.range.end;
+                self.detector.report(illegal.kind, illegal.gone, op, range, explain(&illegal));
+                body = Body::Fault;
+            }
+        }
+        if !matches!(body, Body::Fault) {
+            let clock = &self.streams.get(id)?.clock;
+            for touch in touches {
+                self.detector.access(touch.space, touch.range, touch.kind, epoch, clock);
+            }
+        }
+        let now = self.now;
+        let stream = self.streams.get(id)?;
+        let finish = self.engine.schedule(now, stream.tail.max(now), cost);
+        stream.tail = finish;
+        self.horizon = self.horizon.max(finish);
+        let turn = (finish, self.engine.lot(), op.number);
+        self.pending.insert(turn, Pending { op, body });
+        Ok(Submitted { finish, op })
+    }
+}
+
+/// Work that was enqueued.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Submitted {
+    /// When it will be done, in virtual ns.
+    pub(super) finish: u64,
+    pub(super) op: OpRef,
+}

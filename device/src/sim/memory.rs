@@ -1,0 +1,330 @@
+//! Physical memory of the device: real bytes, held sparsely.
+//!
+//! A [`Store`] is one piece of physical memory. It holds bytes in pages where single bytes were written, and fills
+//! (byte value by range) where memory was set; anything else is poison. So a fill of any size costs one entry, and a
+//! device of any capacity costs the host only what programs write to it.
+//!
+//! Invariants: where a page exists it alone counts, and fills below it mean nothing. `used` is the sum of the sizes of
+//! all stores, and never exceeds the capacity.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use super::interval::IntervalMap;
+use super::refused::{Answer, Refused};
+use crate::error::Code;
+
+/// What memory reads as before anything was written to it. Recognisable, so that bugs show.
+pub(super) const POISON: u8 = 0xCD;
+
+const PAGE: u64 = 16 << 10;
+const PAGE_BYTES: usize = 16 << 10;
+
+/// A piece of a store's content.
+#[derive(Clone, Debug)]
+pub(super) enum Content {
+    Bytes(Box<[u8]>),
+    Fill(u8, u64),
+}
+
+/// One piece of physical memory with its content.
+#[derive(Debug, Default)]
+pub(super) struct Store {
+    bytes: u64,
+    pages: BTreeMap<u64, Box<[u8]>>,
+    fills: IntervalMap<u8>,
+}
+
+fn within(page: u64, range: &Range<u64>) -> (Range<u64>, Range<usize>) {
+    let start = page * PAGE;
+    let piece = range.start.max(start)..range.end.min(start + PAGE);
+    (piece.clone(), small(piece.start - start)..small(piece.end - start))
+}
+
+/// A length that is known to fit a page or a host buffer.
+fn small(bytes: u64) -> usize {
+    usize::try_from(bytes).unwrap_or(usize::MAX)
+}
+
+impl Store {
+    fn render(&self, range: Range<u64>, into: &mut [u8]) {
+        into.fill(POISON);
+        for (piece, &value) in self.fills.overlapping(range.clone()) {
+            into[small(piece.start - range.start)..small(piece.end - range.start)].fill(value);
+        }
+    }
+
+    pub(super) fn read(&self, offset: u64, into: &mut [u8]) {
+        let range = offset..offset + into.len() as u64;
+        let mut at = offset;
+        while at < range.end {
+            let (piece, inside) = within(at / PAGE, &range);
+            let target = &mut into[small(piece.start - offset)..small(piece.end - offset)];
+            match self.pages.get(&(at / PAGE)) {
+                Some(page) => target.copy_from_slice(&page[inside]),
+                None => self.render(piece.clone(), target),
+            }
+            at = piece.end;
+        }
+    }
+
+    pub(super) fn write(&mut self, offset: u64, bytes: &[u8]) {
+        let range = offset..offset + bytes.len() as u64;
+        let mut at = offset;
+        while at < range.end {
+            let index = at / PAGE;
+            let (piece, inside) = within(index, &range);
+            if !self.pages.contains_key(&index) {
+                let mut page = vec![POISON; PAGE_BYTES].into_boxed_slice();
+                self.render(index * PAGE..(index + 1) * PAGE, &mut page);
+                self.pages.insert(index, page);
+            }
+            if let Some(page) = self.pages.get_mut(&index) {
+                page[inside].copy_from_slice(&bytes[small(piece.start - offset)..small(piece.end - offset)]);
+            }
+            at = piece.end;
+        }
+    }
+
+    pub(super) fn fill(&mut self, range: Range<u64>, value: u8) {
+        if range.is_empty() {
+            return;
+        }
+        let indices: Vec<u64> =
+            self.pages.range(range.start / PAGE..=(range.end - 1) / PAGE).map(|(&i, _)| i).collect();
+        for index in indices {
+            let (piece, inside) = within(index, &range);
+            if piece.end - piece.start == PAGE {
+                self.pages.remove(&index);
+            } else if let Some(page) = self.pages.get_mut(&index) {
+                page[inside].fill(value);
+            }
+        }
+        match value {
+            POISON => self.fills.remove(range),
+            _ => self.fills.insert(range, value),
+        }
+    }
+
+    /// The content from `offset` on, up to `end` or where its kind changes.
+    fn content(&self, offset: u64, end: u64) -> Content {
+        let index = offset / PAGE;
+        let (piece, inside) = within(index, &(offset..end));
+        if let Some(page) = self.pages.get(&index) {
+            return Content::Bytes(page[inside].into());
+        }
+        let next_page = self.pages.range(index..).next().map_or(end, |(&index, _)| index * PAGE);
+        debug_assert!(next_page >= piece.end);
+        let (value, until) = self.fills.at(offset, end.min(next_page));
+        Content::Fill(value.copied().unwrap_or(POISON), until - offset)
+    }
+}
+
+/// Names a store for the life of the device.
+pub(super) type StoreId = u64;
+
+/// A contiguous part of a store, as one piece of a range of addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) store: StoreId,
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+}
+
+/// All physical memory of the device.
+#[derive(Debug)]
+pub(super) struct Memory {
+    total: u64,
+    other: u64,
+    used: u64,
+    stores: BTreeMap<StoreId, Store>,
+    next: StoreId,
+}
+
+impl Memory {
+    pub(super) fn new(total: u64, other: u64) -> Self {
+        Memory { total, other, used: 0, stores: BTreeMap::new(), next: 0 }
+    }
+
+    /// Bytes that can still be given out.
+    pub(super) fn free(&self) -> u64 {
+        self.total.saturating_sub(self.other).saturating_sub(self.used)
+    }
+
+    /// Bytes of the device.
+    pub(super) fn total(&self) -> u64 {
+        self.total
+    }
+
+    pub(super) fn set_other(&mut self, bytes: u64) {
+        self.other = bytes;
+    }
+
+    /// Takes `bytes` of memory from the device, which may hold at most `limit`.
+    pub(super) fn create(&mut self, bytes: u64, limit: u64) -> Answer<StoreId> {
+        let free = self.free().min(limit.saturating_sub(self.used));
+        if bytes > free {
+            let Memory { total, .. } = self;
+            let detail = format!("{bytes} bytes asked for, {free} of {total} free on the device");
+            return Err(Refused::new(Code::OUT_OF_MEMORY, detail));
+        }
+        self.used += bytes;
+        self.next += 1;
+        self.stores.insert(self.next, Store { bytes, ..Store::default() });
+        Ok(self.next)
+    }
+
+    /// Gives memory back to the device.
+    pub(super) fn destroy(&mut self, store: StoreId) {
+        if let Some(store) = self.stores.remove(&store) {
+            self.used -= store.bytes;
+        }
+    }
+
+    /// Reads the pieces one after the other.
+    pub(super) fn read(&self, pieces: &[Piece], mut into: &mut [u8]) {
+        for piece in pieces {
+            let (now, later) = into.split_at_mut(small(piece.bytes).min(into.len()));
+            if let Some(store) = self.stores.get(&piece.store) {
+                store.read(piece.offset, now);
+            }
+            into = later;
+        }
+    }
+
+    /// Writes the pieces one after the other.
+    pub(super) fn write(&mut self, pieces: &[Piece], mut bytes: &[u8]) {
+        for piece in pieces {
+            let (now, later) = bytes.split_at(small(piece.bytes).min(bytes.len()));
+            if let Some(store) = self.stores.get_mut(&piece.store) {
+                store.write(piece.offset, now);
+            }
+            bytes = later;
+        }
+    }
+
+    /// Fills the pieces with one byte value.
+    pub(super) fn fill(&mut self, pieces: &[Piece], value: u8) {
+        for piece in pieces {
+            if let Some(store) = self.stores.get_mut(&piece.store) {
+                store.fill(piece.offset..piece.offset + piece.bytes, value);
+            }
+        }
+    }
+
+    /// Copies pieces to pieces of the same total length, fills as fills.
+    pub(super) fn copy(&mut self, to: &[Piece], from: &[Piece]) {
+        let mut to = to.iter().copied().filter(|piece| piece.bytes > 0);
+        let mut target = to.next();
+        for source in from {
+            let mut done = 0;
+            while let Some(piece) = target
+                && done < source.bytes
+            {
+                let Some(store) = self.stores.get(&source.store) else { return };
+                let end = source.offset + source.bytes.min(done + piece.bytes);
+                let content = store.content(source.offset + done, end);
+                let Some(store) = self.stores.get_mut(&piece.store) else { return };
+                let length = match &content {
+                    Content::Bytes(bytes) => {
+                        store.write(piece.offset, bytes);
+                        bytes.len() as u64
+                    }
+                    Content::Fill(value, length) => {
+                        store.fill(piece.offset..piece.offset + length, *value);
+                        *length
+                    }
+                };
+                done += length;
+                let left = Piece { offset: piece.offset + length, bytes: piece.bytes - length, ..piece };
+                target = if left.bytes > 0 { Some(left) } else { to.next() };
+            }
+        }
+    }
+
+    /// Bytes that the content occupies on the host, roughly.
+    #[cfg(test)]
+    fn resident_bytes(&self) -> usize {
+        self.stores.values().map(|store| store.pages.len() * PAGE_BYTES + store.fills.len() * 64).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn fills_and_copies_of_fills_take_no_pages() {
+        let mut memory = Memory::new(1 << 40, 0);
+        let (a, b) = (memory.create(1 << 38, u64::MAX).unwrap(), memory.create(1 << 38, u64::MAX).unwrap());
+        let all = |store| [Piece { store, offset: 0, bytes: 1 << 38 }];
+        memory.fill(&all(a), 7);
+        memory.write(&[Piece { store: a, offset: 1 << 30, bytes: 3 }], &[1, 2, 3]);
+        memory.copy(&all(b), &all(a));
+        assert!(memory.resident_bytes() < 3 * PAGE_BYTES);
+        let mut bytes = [0; 5];
+        memory.read(&[Piece { store: b, offset: (1 << 30) - 1, bytes: 5 }], &mut bytes);
+        assert_eq!(bytes, [7, 1, 2, 3, 7]);
+        memory.fill(&all(a), 8);
+        memory.fill(&all(b), POISON);
+        assert_eq!(memory.resident_bytes(), 64);
+    }
+
+    #[test]
+    fn all_of_the_capacity_and_no_more_can_be_taken() {
+        let mut memory = Memory::new(100, 20);
+        let store = memory.create(80, u64::MAX).unwrap();
+        assert_eq!(memory.create(1, u64::MAX).unwrap_err().code, Code::OUT_OF_MEMORY);
+        memory.set_other(90);
+        assert_eq!(memory.free(), 0);
+        memory.destroy(store);
+        assert_eq!(memory.free(), 10);
+    }
+
+    proptest! {
+        #[test]
+        fn behaves_like_bytes(steps in prop::collection::vec((0u8..3, 0usize..40_000, 1usize..30_000, any::<u8>()), 1..20)) {
+            const SIZE: usize = 70_000;
+            let mut memory = Memory::new(1 << 20, 0);
+            // Two stores back one range, so that pieces are crossed as well.
+            let first = memory.create(33_000, u64::MAX).unwrap();
+            let second = memory.create(SIZE as u64 - 33_000, u64::MAX).unwrap();
+            let pieces = |offset: usize, length: usize| {
+                let (start, end, cut) = (offset as u64, (offset + length) as u64, 33_000u64);
+                let mut pieces = Vec::new();
+                if start < cut {
+                    pieces.push(Piece { store: first, offset: start, bytes: end.min(cut) - start });
+                }
+                if end > cut {
+                    pieces.push(Piece { store: second, offset: start.max(cut) - cut, bytes: end - start.max(cut) });
+                }
+                pieces
+            };
+            let mut model = vec![POISON; SIZE];
+            for (what, offset, length, value) in steps {
+                match what {
+                    0 => {
+                        memory.fill(&pieces(offset, length), value);
+                        model[offset..offset + length].fill(value);
+                    }
+                    1 => {
+                        let bytes: Vec<u8> = (0..length).map(|i| value.wrapping_add(u8::try_from(i % 251).unwrap())).collect();
+                        memory.write(&pieces(offset, length), &bytes);
+                        model[offset..offset + length].copy_from_slice(&bytes);
+                    }
+                    _ => {
+                        let length = length.min(20_000);
+                        let (from, to) = if value % 2 == 0 { (offset, 45_000) } else { (45_000, offset.min(25_000)) };
+                        let from = from.min(if value % 2 == 0 { 25_000 } else { from });
+                        memory.copy(&pieces(to, length), &pieces(from, length));
+                        model.copy_within(from..from + length, to);
+                    }
+                }
+            }
+            let mut bytes = vec![0; SIZE];
+            memory.read(&pieces(0, SIZE), &mut bytes);
+            prop_assert!(bytes == model);
+        }
+    }
+}

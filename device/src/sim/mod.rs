@@ -1,0 +1,194 @@
+//! A simulated GPU: deterministic from a seed, in virtual time, with real data and a race detector.
+//!
+//! [`SimDriver`] implements [`Driver`] without a GPU. It is for finding what real hardware hides:
+//!
+//! * **Time is virtual.** Driver calls and work cost what they cost on a real card (an order of magnitude; see
+//!   [`Preset`]); the device only makes progress as calls advance the clock. The same seed and calls give the same run.
+//! * **Order is chance.** Work that nothing orders finishes in an order that the seed picks.
+//! * **Data is real.** Copies, fills and kernels take effect when they finish. Memory that nobody wrote reads as `0xCD`.
+//!   Host memory is used for what programs write, not for what they allocate.
+//! * **Every access is checked** in program order, by happens-before between streams, events and the host: a
+//!   [`Violation`] names two operations and the missing edge, whatever the seed. The detector never changes results.
+//! * **Rules are enforced** as CUDA has them: mappings, captures, default streams, dead handles. Work that touches memory
+//!   which is not there loses the device, as on hardware.
+//! * **Faults can be ordered**: see [`Fault`].
+//!
+//! Kernels run while a lock is held: a [`crate::HostKernel`] must not call the driver. The legacy stream's implicit waits
+//! apply to work, records and waits; synchronising with it on the host covers only what was enqueued on it. Stream
+//! priorities are accepted and do not matter.
+//!
+//! ```
+//! use aquifer_device::sim::{SimConfig, SimDriver};
+//! use aquifer_device::{Driver, StreamFlags};
+//!
+//! let driver = SimDriver::new(SimConfig::parse("24GiB,seed=7")?);
+//! let (one, two) = (driver.create_stream(StreamFlags::default())?, driver.create_stream(StreamFlags::default())?);
+//! let memory = driver.alloc(1 << 20)?;
+//! driver.memset(memory, 1, 1 << 20, one)?;
+//! driver.memset(memory, 2, 1 << 20, two)?; // nothing orders it after the first
+//! let found = driver.violations();
+//! assert_eq!(found.len(), 1);
+//! println!("{}", found[0]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod address;
+mod calls;
+mod capture;
+mod clock;
+mod config;
+mod driver;
+mod engine;
+mod event;
+mod fault;
+mod handle;
+mod host;
+mod interval;
+mod machine;
+mod memory;
+mod parse;
+mod preset;
+mod queue;
+mod race;
+mod refused;
+mod rng;
+mod violation;
+mod vmm;
+mod work;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+pub use config::{CAPACITY_BYTES_MAX, SimConfig};
+pub use fault::Fault;
+pub use parse::SimConfigError;
+pub use preset::Preset;
+pub use violation::{OpRef, StreamRef, Violation, ViolationKind};
+
+use crate::driver::{DeviceInfo, DriverKind, RawStream};
+use crate::error::{Operation, Result};
+use machine::Machine;
+use preset::Card;
+use refused::Answer;
+
+#[cfg(doc)]
+use crate::driver::Driver;
+
+/// A simulated GPU. See the [module documentation](self).
+pub struct SimDriver {
+    info: DeviceInfo,
+    card: Card,
+    vmm: bool,
+    panic_on_violation: bool,
+    machine: Mutex<Machine>,
+}
+
+impl fmt::Debug for SimDriver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SimDriver").field("info", &self.info).finish_non_exhaustive()
+    }
+}
+
+impl SimDriver {
+    /// A device as `config` describes it, independent of all others.
+    pub fn new(mut config: SimConfig) -> Arc<SimDriver> {
+        config.capacity_bytes = config.capacity_bytes.clamp(1, CAPACITY_BYTES_MAX);
+        let card = config.preset.card();
+        let name = format!("Simulated {} {}", card.name, Size(config.capacity_bytes));
+        let mut info = DeviceInfo::new(DriverKind::Simulated, config.ordinal, name, config.capacity_bytes);
+        info.granularity_bytes = config.vmm.then_some(address::GRANULARITY);
+        info.priorities = (0, -5);
+        Arc::new(SimDriver {
+            info,
+            card,
+            vmm: config.vmm,
+            panic_on_violation: config.panic_on_violation,
+            machine: Mutex::new(Machine::new(&config)),
+        })
+    }
+
+    /// Virtual time since the start, in ns.
+    pub fn now_ns(&self) -> u64 {
+        self.machine.lock().now
+    }
+
+    /// Lets virtual time pass, as a host that computes does. The device makes progress.
+    pub fn advance(&self, time: Duration) {
+        self.machine.lock().spend(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+    }
+
+    /// Keeps a stream from starting later work for `time` from the end of its present work, as long work would.
+    ///
+    /// # Errors
+    /// When the stream is not live.
+    pub fn stall(&self, stream: RawStream, time: Duration) -> Result<()> {
+        let time = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let mut machine = self.machine.lock();
+        machine.stall(stream, time).map_err(|refused| refused.into_error(Operation::QueryStream))
+    }
+
+    /// The bytes that another process holds from now on.
+    pub fn set_other_process_bytes(&self, bytes: u64) {
+        self.machine.lock().memory.set_other(bytes);
+    }
+
+    /// Driver calls made so far, failed ones included.
+    pub fn calls_made(&self) -> u64 {
+        self.machine.lock().calls
+    }
+
+    /// Adds a fault; it counts calls from now on.
+    pub fn inject(&self, fault: Fault) {
+        self.machine.lock().faults.add(fault);
+    }
+
+    /// Removes all faults. A lost device stays lost.
+    pub fn clear_faults(&self) {
+        self.machine.lock().faults.clear();
+    }
+
+    /// The violations found and not taken yet, oldest first. At most 4096 are kept.
+    pub fn violations(&self) -> Vec<Violation> {
+        self.machine.lock().detector.violations().to_vec()
+    }
+
+    /// Takes the violations found, oldest first.
+    pub fn take_violations(&self) -> Vec<Violation> {
+        self.machine.lock().detector.take()
+    }
+
+    /// Makes one driver call.
+    fn call<T>(&self, operation: Operation, bytes: u64, call: impl FnOnce(&mut Machine) -> Answer<T>) -> Result<T> {
+        let mut machine = self.machine.lock();
+        let found = machine.detector.found;
+        let answer = machine.enter(operation, bytes).and_then(|()| call(&mut machine));
+        let latest = machine.detector.violations().last();
+        let violation = latest.filter(|_| machine.detector.found > found).map(ToString::to_string);
+        drop(machine);
+        self.react(violation);
+        answer.map_err(|refused| refused.into_error(operation))
+    }
+
+    /// Panics about a new violation where the configuration asks for it.
+    fn react(&self, violation: Option<String>) {
+        if let Some(violation) = violation.filter(|_| self.panic_on_violation) {
+            panic!("the simulated device found a violation: {violation}");
+        }
+    }
+}
+
+/// A size for people.
+struct Size(u64);
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
+        match units.iter().find(|(shift, _)| self.0 >= 1 << shift && self.0.is_multiple_of(1 << shift)) {
+            Some((shift, unit)) => write!(f, "{} {unit}", self.0 >> shift),
+            None => write!(f, "{} B", self.0),
+        }
+    }
+}

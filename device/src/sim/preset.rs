@@ -1,0 +1,138 @@
+//! The cards that the simulator can stand for, and what calls and work cost on them in virtual time.
+//!
+//! | figure | H100 SXM | H200 SXM | A100 SXM 80 GB | RTX 4090 | source |
+//! | --- | --- | --- | --- | --- | --- |
+//! | memory | 80 GiB | 141 GiB | 80 GiB | 24 GiB | marketed size, read as GiB; real cards give out somewhat less |
+//! | memory bandwidth | 3.35 TB/s | 4.8 TB/s | 2.039 TB/s | 1.008 TB/s | data sheets |
+//! | FP32 | 67 TFLOP/s | 67 TFLOP/s | 19.5 TFLOP/s | 82.6 TFLOP/s | data sheets |
+//! | multiprocessors | 132 | 132 | 108 | 128 | architecture white papers |
+//! | compute capability | 9.0 | 9.0 | 8.0 | 8.9 | CUDA programming guide |
+//! | host link | 53 GB/s (PCIe 5 x16) | 53 GB/s | 25 GB/s (PCIe 4 x16) | 25 GB/s | order of magnitude usable of 63 and 31.5 GB/s raw |
+//! | copy engines | 3 | 3 | 3 | 2 | `cudaDeviceProp::asyncEngineCount` as commonly reported |
+//!
+//! Costs of calls are orders of magnitude, the same for every card:
+//!
+//! * `cuMemAlloc` 66 µs: rmm issue 284 measured 100 000 `cudaMalloc` in 6649 ms. `cuMemFree` likewise. Large ones cost
+//!   more, so that 2 GiB take about 1 ms.
+//! * `cuMemCreate` 17 µs, `cuMemMap` 0.7 µs, `cuMemSetAccess` 94 µs for 2 MiB: ratios as in the table of the GMLake paper
+//!   (ASPLOS 2024), which gives them relative to `cuMemAlloc`; `cuMemUnmap` 20 µs and `cuMemRelease` 15 µs are our guess
+//!   in the same range.
+//! * Launches and asynchronous calls 2.5 µs, events and queries 0.3–0.6 µs, page-locking 0.3 ms/MiB: orders of magnitude.
+
+use crate::error::Operation;
+
+const GIB: u64 = 1 << 30;
+
+/// A card whose capacity and speed the simulated device takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Preset {
+    /// NVIDIA H100 SXM, 80 GiB.
+    H100,
+    /// NVIDIA H200 SXM, 141 GiB.
+    H200,
+    /// NVIDIA A100 SXM, 80 GiB.
+    A100,
+    /// NVIDIA GeForce RTX 4090, 24 GiB.
+    Rtx4090,
+}
+
+impl Preset {
+    /// Every preset.
+    pub const ALL: &[Preset] = &[Preset::H100, Preset::H200, Preset::A100, Preset::Rtx4090];
+
+    /// The name in device strings, such as `"h100"`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Preset::H100 => "h100",
+            Preset::H200 => "h200",
+            Preset::A100 => "a100",
+            Preset::Rtx4090 => "rtx4090",
+        }
+    }
+
+    /// The preset with the given name; case does not matter.
+    pub fn from_name(name: &str) -> Option<Preset> {
+        Preset::ALL.iter().copied().find(|preset| preset.name().eq_ignore_ascii_case(name))
+    }
+
+    /// Memory of the card in bytes.
+    pub const fn memory_bytes(self) -> u64 {
+        match self {
+            Preset::H100 | Preset::A100 => 80 * GIB,
+            Preset::H200 => 141 * GIB,
+            Preset::Rtx4090 => 24 * GIB,
+        }
+    }
+
+    pub(super) const fn card(self) -> Card {
+        match self {
+            Preset::H100 => Card::new("H100", 3350, 53, 67_000, 132, (9, 0), 3, true),
+            Preset::H200 => Card::new("H200", 4800, 53, 67_000, 132, (9, 0), 3, true),
+            Preset::A100 => Card::new("A100", 2039, 25, 19_500, 108, (8, 0), 3, true),
+            Preset::Rtx4090 => Card::new("RTX 4090", 1008, 25, 82_600, 128, (8, 9), 2, false),
+        }
+    }
+}
+
+/// What the cost model and the attributes take from a card. 1 GB/s is one byte a nanosecond.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Card {
+    pub(super) name: &'static str,
+    pub(super) memory_gb_s: u64,
+    pub(super) link_gb_s: u64,
+    pub(super) gflops: u64,
+    pub(super) multiprocessors: u64,
+    pub(super) capability: (u64, u64),
+    pub(super) copy_engines: u64,
+    pub(super) rdma: bool,
+}
+
+impl Card {
+    #[allow(clippy::too_many_arguments, reason = "a row of the table above")]
+    const fn new(
+        name: &'static str,
+        memory_gb_s: u64,
+        link_gb_s: u64,
+        gflops: u64,
+        multiprocessors: u64,
+        capability: (u64, u64),
+        copy_engines: u64,
+        rdma: bool,
+    ) -> Card {
+        Card { name, memory_gb_s, link_gb_s, gflops, multiprocessors, capability, copy_engines, rdma }
+    }
+}
+
+/// Virtual nanoseconds that the host spends in a call about `bytes` bytes.
+pub(super) fn call_cost_ns(operation: Operation, bytes: u64) -> u64 {
+    let (fixed, ns_per_mib) = match operation {
+        Operation::Alloc => (66_000, 450),
+        Operation::Free => (66_000, 200),
+        Operation::AllocAsync | Operation::FreeAsync => (2_000, 0),
+        Operation::Reserve | Operation::Unreserve => (3_000, 0),
+        Operation::CreatePhysical => (16_200, 400),
+        Operation::ReleasePhysical => (15_000, 100),
+        Operation::Map => (700, 1),
+        Operation::Unmap => (20_000, 50),
+        Operation::SetAccess => (93_500, 250),
+        Operation::HostAlloc => (50_000, 300_000),
+        Operation::HostFree => (50_000, 50_000),
+        Operation::CreateStream | Operation::DestroyStream => (10_000, 0),
+        Operation::CreateEvent | Operation::DestroyEvent => (500, 0),
+        Operation::Record | Operation::Wait => (600, 0),
+        Operation::QueryEvent | Operation::QueryStream | Operation::ElapsedTime => (300, 0),
+        Operation::SynchronizeEvent | Operation::SynchronizeStream | Operation::Synchronize => (1_000, 0),
+        Operation::MemoryInfo => (5_000, 0),
+        Operation::CopyToDevice
+        | Operation::CopyToHost
+        | Operation::CopyOnDevice
+        | Operation::Memset
+        | Operation::Launch => (2_500, 0),
+        Operation::BeginCapture | Operation::EndCapture | Operation::LaunchGraph | Operation::DestroyGraph => {
+            (10_000, 0)
+        }
+        Operation::Init | Operation::Attribute => (100, 0),
+    };
+    (bytes >> 20).saturating_mul(ns_per_mib).saturating_add(fixed)
+}

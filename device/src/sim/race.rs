@@ -1,0 +1,285 @@
+//! The race detector: happens-before by vector clocks, checked in program order when work is enqueued.
+//!
+//! Because only the order of calls counts, never virtual time, a race is found under every seed. Every stream has a
+//! clock, the host has one (`known`: what it knows to be complete; all threads together are one host), and each byte of
+//! memory remembers its last write and the reads since. An access must be ordered after the accesses it conflicts with:
+//! their operation numbers must be within the clock of its stream, or known to the host.
+//!
+//! Invariants: a cell's reads are pairwise unordered and all later than its write, so a cell holds at most one read per
+//! stream; dropping a cell that the host knows complete changes no verdict.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use super::clock::Clock;
+use super::interval::IntervalMap;
+use super::violation::{OpRef, Violation, ViolationKind};
+use crate::driver::AccessKind;
+
+/// Violations kept until somebody takes them; more of them are only counted.
+const KEPT_MAX: usize = 4096;
+
+/// An operation at its place on its stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Epoch {
+    pub(super) stream: u32,
+    pub(super) seq: u64,
+    pub(super) op: OpRef,
+}
+
+/// The accesses of a piece of memory that later ones can conflict with.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Cell {
+    write: Option<Epoch>,
+    reads: Vec<Epoch>,
+}
+
+/// Two accesses that nothing orders.
+#[derive(Debug)]
+pub(super) struct Conflict {
+    pub(super) kind: ViolationKind,
+    pub(super) first: Epoch,
+    pub(super) range: Range<u64>,
+}
+
+/// The last accesses of an address space.
+#[derive(Debug, Default)]
+pub(super) struct Shadow {
+    cells: IntervalMap<Cell>,
+    /// Cells left by the last sweep; the next one runs when there are twice as many.
+    swept: usize,
+}
+
+impl Shadow {
+    /// Notes an access and returns the earlier ones that `ordered` does not place before it.
+    pub(super) fn access(
+        &mut self,
+        range: Range<u64>,
+        kind: AccessKind,
+        epoch: Epoch,
+        ordered: impl Fn(&Epoch) -> bool,
+    ) -> Vec<Conflict> {
+        let mut conflicts = Vec::new();
+        let mut meets = |kind, first: &Epoch, range: &Range<u64>| {
+            if !ordered(first) {
+                conflicts.push(Conflict { kind, first: *first, range: range.clone() });
+            }
+        };
+        for (piece, cell) in self.cells.overlapping(range.clone()) {
+            let on_write = if kind == AccessKind::Write { ViolationKind::WriteWrite } else { ViolationKind::WriteRead };
+            cell.write.iter().for_each(|write| meets(on_write, write, &piece));
+            if kind == AccessKind::Write {
+                cell.reads.iter().for_each(|read| meets(ViolationKind::ReadWrite, read, &piece));
+            }
+        }
+        match kind {
+            AccessKind::Write => self.cells.insert(range, Cell { write: Some(epoch), reads: Vec::new() }),
+            AccessKind::Read => self.cells.update(range, |_, held| {
+                let mut cell = held.cloned().unwrap_or_default();
+                cell.reads.retain(|read| !ordered(read));
+                cell.reads.push(epoch);
+                cell
+            }),
+        }
+        conflicts
+    }
+
+    /// The accesses of `range` that `known` does not list as complete; with `writes_only`, only writes.
+    pub(super) fn pending(
+        &self,
+        range: Range<u64>,
+        writes_only: bool,
+        known: impl Fn(&Epoch) -> bool,
+    ) -> Vec<(Epoch, Range<u64>)> {
+        let mut found: Vec<(Epoch, Range<u64>)> = Vec::new();
+        for (piece, cell) in self.cells.overlapping(range) {
+            let reads = cell.reads.iter().filter(|_| !writes_only);
+            for epoch in cell.write.iter().chain(reads).filter(|epoch| !known(epoch)) {
+                if found.last().is_none_or(|(last, _)| last.op != epoch.op) {
+                    found.push((*epoch, piece.clone()));
+                }
+            }
+        }
+        found
+    }
+
+    /// Forgets the accesses of `range`.
+    pub(super) fn clear(&mut self, range: Range<u64>) {
+        self.cells.remove(range);
+    }
+
+    /// Forgets cells that are known complete, once there are enough of them to pay for the sweep.
+    fn sweep(&mut self, known: impl Fn(&Epoch) -> bool) {
+        if self.cells.len() > 2 * self.swept + 256 {
+            self.cells.retain(|cell| !cell.write.iter().chain(&cell.reads).all(&known));
+            self.swept = self.cells.len();
+        }
+    }
+}
+
+/// What the host knows, what memory remembers, and what went wrong so far.
+#[derive(Debug, Default)]
+pub(super) struct Detector {
+    /// Accesses by device address.
+    pub(super) device: Shadow,
+    /// Device-side accesses of page-locked memory, by host address.
+    pub(super) host: Shadow,
+    /// What the host knows complete: operation number by stream. Streams are never renumbered.
+    known: Vec<u64>,
+    violations: Vec<Violation>,
+    /// Pairs of operations already reported, so that one missing edge is one report.
+    reported: HashSet<(u64, u64)>,
+    /// Violations found since the start.
+    pub(super) found: u64,
+}
+
+impl Detector {
+    /// Whether the host knows that operation `seq` of `stream` is complete.
+    pub(super) fn knows(&self, stream: u32, seq: u64) -> bool {
+        self.known.get(stream as usize).is_some_and(|&known| known >= seq)
+    }
+
+    /// The host learns that everything before `clock` is complete.
+    pub(super) fn learn(&mut self, clock: &Clock) {
+        for (stream, seq) in clock.iter() {
+            let index = stream as usize;
+            if self.known.len() <= index {
+                self.known.resize(index + 1, 0);
+            }
+            self.known[index] = self.known[index].max(seq);
+        }
+    }
+
+    /// Forgets all accesses, once the host knows everything enqueued so far: nothing can conflict with it any more.
+    pub(super) fn forget_all(&mut self) {
+        self.device.cells.clear();
+        self.host.cells.clear();
+    }
+
+    /// Drops the components that order nothing beyond what the host knows.
+    pub(super) fn prune(&self, clock: &mut Clock) {
+        clock.retain(|stream, seq| !self.knows(stream, seq));
+    }
+
+    /// Checks and notes an access of `epoch`, whose stream is ordered after `clock`.
+    pub(super) fn access(&mut self, space: Space, range: Range<u64>, kind: AccessKind, epoch: Epoch, clock: &Clock) {
+        let known = &self.known;
+        let ordered = |earlier: &Epoch| {
+            clock.get(earlier.stream) >= earlier.seq
+                || known.get(earlier.stream as usize).is_some_and(|&seq| seq >= earlier.seq)
+        };
+        let shadow = match space {
+            Space::Device => &mut self.device,
+            Space::Host => &mut self.host,
+        };
+        let conflicts = shadow.access(range, kind, epoch, ordered);
+        shadow.sweep(|epoch| known.get(epoch.stream as usize).is_some_and(|&seq| seq >= epoch.seq));
+        for conflict in conflicts {
+            self.conflict(&conflict, epoch.op);
+        }
+    }
+
+    /// Reports a conflict between work of two streams.
+    pub(super) fn conflict(&mut self, conflict: &Conflict, second: OpRef) {
+        let pool_free = second.operation == Some(crate::error::Operation::FreeAsync);
+        let kind = if pool_free { ViolationKind::PendingWork } else { conflict.kind };
+        self.report(
+            kind,
+            Some(conflict.first.op),
+            second,
+            conflict.range.clone(),
+            missing_edge(&conflict.first, &second),
+        );
+    }
+
+    /// Reports work that the host does not know complete, in memory that `second` takes away or touches.
+    /// Returns what was found.
+    pub(super) fn check_known(
+        &mut self,
+        space: Space,
+        range: Range<u64>,
+        writes_only: bool,
+        kind: ViolationKind,
+        second: OpRef,
+    ) -> Vec<Epoch> {
+        let shadow = match space {
+            Space::Device => &self.device,
+            Space::Host => &self.host,
+        };
+        let pending = shadow.pending(range, writes_only, |epoch| self.knows(epoch.stream, epoch.seq));
+        for (epoch, piece) in &pending {
+            self.report(kind, Some(epoch.op), second, piece.clone(), host_has_not_waited(epoch, &second));
+        }
+        pending.into_iter().map(|(epoch, _)| epoch).collect()
+    }
+
+    /// Notes a violation, once for each pair of operations.
+    pub(super) fn report(
+        &mut self,
+        kind: ViolationKind,
+        first: Option<OpRef>,
+        second: OpRef,
+        range: Range<u64>,
+        missing: String,
+    ) {
+        if !self.reported.insert((first.map_or(0, |op| op.number), second.number)) {
+            return;
+        }
+        self.found += 1;
+        if self.violations.len() < KEPT_MAX {
+            tracing::warn!(%kind, %second, "the simulated device found a violation");
+            self.violations.push(Violation { kind, first, second, range, missing });
+        }
+    }
+
+    /// The violations not taken yet, oldest first.
+    pub(super) fn violations(&self) -> &[Violation] {
+        &self.violations
+    }
+
+    /// Takes the violations.
+    pub(super) fn take(&mut self) -> Vec<Violation> {
+        self.reported.clear();
+        std::mem::take(&mut self.violations)
+    }
+
+    /// Takes the oldest violation.
+    pub(super) fn take_first(&mut self) -> Option<Violation> {
+        (!self.violations.is_empty()).then(|| self.violations.remove(0))
+    }
+}
+
+/// Which memory an access touches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Space {
+    /// Device memory, by device address.
+    Device,
+    /// Page-locked host memory, by host address.
+    Host,
+}
+
+fn missing_edge(first: &Epoch, second: &OpRef) -> String {
+    let (Some(from), Some(to)) = (first.op.stream, second.stream) else {
+        return format!("nothing orders {second} after {}", first.op);
+    };
+    format!("no event recorded on {from} after {} was waited for by {to} before {second}", Short(&first.op))
+}
+
+/// The missing edge when the host acts on memory that work may still use.
+pub(super) fn host_has_not_waited(first: &Epoch, second: &OpRef) -> String {
+    let Some(from) = first.op.stream else { return format!("nothing orders {second} after {}", first.op) };
+    format!(
+        "the host has not waited for {} on {from} (or an event recorded after it) before {second}",
+        Short(&first.op)
+    )
+}
+
+/// An operation without its stream.
+struct Short<'a>(&'a OpRef);
+
+impl std::fmt::Display for Short<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let text = self.0.to_string();
+        f.write_str(text.rsplit_once(" on ").map_or(text.as_str(), |(short, _)| short))
+    }
+}

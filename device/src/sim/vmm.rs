@@ -1,0 +1,204 @@
+//! Memory calls: plain allocations, the driver's pool, and physical memory mapped at reserved addresses.
+//!
+//! The rules of mapping are enforced as the driver has them: one mapping a handle, whole handles, whole mappings, no
+//! access before it is given, and no waiting for work. Invariant: a piece of physical memory lives while its handle or
+//! its mapping does.
+
+use std::collections::BTreeMap;
+
+use super::handle::Handles;
+use super::machine::Machine;
+use super::memory::StoreId;
+use super::race::{Epoch, Space, host_has_not_waited};
+use super::refused::{Answer, Refused};
+use super::violation::ViolationKind;
+use super::work::Body;
+use crate::driver::{DevicePtr, RawPhysical, RawStream};
+use crate::error::{Code, Operation};
+
+/// Plain allocations take memory in multiples of this.
+const ROUNDING: u64 = 512;
+
+#[derive(Debug)]
+struct Physical {
+    bytes: u64,
+    store: StoreId,
+    mapped_at: Option<u64>,
+    released: bool,
+    /// Work that was not known complete when the memory was last unmapped.
+    unfinished: Vec<Epoch>,
+}
+
+/// Physical memory by handle, and by a number that never comes back.
+#[derive(Debug)]
+pub(super) struct Physicals {
+    handles: Handles<u64>,
+    live: BTreeMap<u64, Physical>,
+    next: u64,
+}
+
+impl Physicals {
+    pub(super) fn new(first_handle: u64) -> Self {
+        Physicals { handles: Handles::new(first_handle), live: BTreeMap::new(), next: 0 }
+    }
+
+    fn get(&mut self, handle: RawPhysical) -> Answer<(u64, &mut Physical)> {
+        let number = self.handles.get(handle.0).copied();
+        let physical = number.and_then(|number| Some((number, self.live.get_mut(&number)?)));
+        physical.ok_or_else(|| Refused::handle("physical memory", handle.0))
+    }
+}
+
+impl Machine {
+    /// Memory for an allocation; when it runs short, pending frees of the driver's pool are waited for.
+    fn create_store(&mut self, bytes: u64) -> Answer<StoreId> {
+        loop {
+            match self.memory.create(bytes, self.faults.bytes_max()) {
+                Ok(store) => return Ok(store),
+                Err(refused) if bytes > self.memory.total() => return Err(refused),
+                Err(refused) => {
+                    if !self.wait_for_pool_free()? {
+                        return Err(refused);
+                    }
+                }
+            }
+        }
+    }
+
+    fn allocate(&mut self, bytes: u64, pool: bool) -> Answer<u64> {
+        if bytes == 0 {
+            return Err(Refused::value("0 bytes asked for"));
+        }
+        let out_of_memory = || Refused::new(Code::OUT_OF_MEMORY, format!("{bytes} bytes asked for"));
+        let store = self.create_store(bytes.checked_next_multiple_of(ROUNDING).ok_or_else(out_of_memory)?)?;
+        let Some(ptr) = self.address.allocate(bytes, store, pool) else {
+            self.memory.destroy(store);
+            return Err(out_of_memory());
+        };
+        self.detector.device.clear(ptr..ptr + bytes);
+        Ok(ptr)
+    }
+
+    pub(super) fn alloc(&mut self, bytes: u64) -> Answer<DevicePtr> {
+        self.allocate(bytes, false).map(DevicePtr)
+    }
+
+    pub(super) fn free(&mut self, ptr: DevicePtr) -> Answer<()> {
+        self.address.allocation(ptr.0)?;
+        self.capture_forbids_device_wait()?;
+        self.wait_for_all()?;
+        let op = self.op_ref(None, Operation::Free, None);
+        self.drop_allocation(ptr.0, op);
+        Ok(())
+    }
+
+    pub(super) fn alloc_async(&mut self, bytes: u64, stream: RawStream) -> Answer<DevicePtr> {
+        let id = self.streams.find(stream)?;
+        self.capture_forbids_pool(id)?;
+        let ptr = self.allocate(bytes, true)?;
+        self.submit(id, Body::PoolAlloc { memory: ptr..ptr + bytes })?;
+        Ok(DevicePtr(ptr))
+    }
+
+    pub(super) fn free_async(&mut self, ptr: DevicePtr, stream: RawStream) -> Answer<()> {
+        let id = self.streams.find(stream)?;
+        let allocation = self.address.allocation(ptr.0)?;
+        if !allocation.pool {
+            return Err(Refused::value(format!(
+                "{ptr} was not allocated from the driver's pool; free it with cuMemFree"
+            )));
+        }
+        let memory = ptr.range(allocation.bytes);
+        self.capture_forbids_pool(id)?;
+        if let Some(submitted) = self.submit(id, Body::PoolFree { memory })? {
+            self.address.allocation(ptr.0)?.freed = Some(submitted.op);
+        }
+        Ok(())
+    }
+
+    pub(super) fn unreserve(&mut self, ptr: DevicePtr, bytes: u64) -> Answer<()> {
+        let op = self.op_ref(None, Operation::Unreserve, None);
+        self.address.unreserve(ptr.0, bytes, op)
+    }
+
+    pub(super) fn create_physical(&mut self, bytes: u64) -> Answer<RawPhysical> {
+        let granularity = super::address::GRANULARITY;
+        if bytes == 0 || !bytes.is_multiple_of(granularity) {
+            return Err(Refused::value(format!("{bytes} is not a positive multiple of {granularity} bytes")));
+        }
+        let store = self.memory.create(bytes, self.faults.bytes_max())?;
+        let physicals = &mut self.physicals;
+        physicals.next += 1;
+        let physical = Physical { bytes, store, mapped_at: None, released: false, unfinished: Vec::new() };
+        physicals.live.insert(physicals.next, physical);
+        Ok(RawPhysical(physicals.handles.insert(physicals.next)))
+    }
+
+    pub(super) fn release_physical(&mut self, handle: RawPhysical) -> Answer<()> {
+        let (number, physical) = self.physicals.get(handle)?;
+        physical.released = true;
+        let mapped = physical.mapped_at.is_some();
+        self.physicals.handles.remove(handle.0);
+        if !mapped {
+            self.end_physical(number);
+        }
+        Ok(())
+    }
+
+    /// Gives physical memory back that has neither handle nor mapping.
+    fn end_physical(&mut self, number: u64) {
+        let Some(physical) = self.physicals.live.remove(&number) else { return };
+        self.memory.destroy(physical.store);
+        let op = self.op_ref(None, Operation::ReleasePhysical, None);
+        for epoch in physical.unfinished {
+            if !self.detector.knows(epoch.stream, epoch.seq) {
+                let missing = host_has_not_waited(&epoch, &op);
+                self.detector.report(ViolationKind::PendingWork, Some(epoch.op), op, 0..physical.bytes, missing);
+            }
+        }
+    }
+
+    pub(super) fn map(&mut self, ptr: DevicePtr, bytes: u64, handle: RawPhysical) -> Answer<()> {
+        let (number, physical) = self.physicals.get(handle)?;
+        if physical.bytes != bytes {
+            return Err(Refused::value(format!("{bytes} bytes are not all {} bytes of the memory", physical.bytes)));
+        }
+        if let Some(at) = physical.mapped_at {
+            return Err(Refused::value(format!("the memory is already mapped at {at:#x}")));
+        }
+        self.address.check_map(ptr.0, bytes)?;
+        physical.mapped_at = Some(ptr.0);
+        self.address.map(ptr.0, bytes, number, physical.store);
+        Ok(())
+    }
+
+    pub(super) fn unmap(&mut self, ptr: DevicePtr, bytes: u64) -> Answer<()> {
+        let tiles = self.address.tiles(ptr.0, bytes)?;
+        let op = self.op_ref(None, Operation::Unmap, None);
+        for tile in tiles {
+            let Some(mapping) = self.address.unmap(tile, op) else { continue };
+            let range = tile..tile + mapping.bytes;
+            let kind = ViolationKind::PendingWork;
+            let unfinished = self.detector.check_known(Space::Device, range.clone(), false, kind, op);
+            self.detector.device.clear(range);
+            let Some(physical) = self.physicals.live.get_mut(&mapping.physical) else { continue };
+            physical.mapped_at = None;
+            if physical.released {
+                self.end_physical(mapping.physical);
+            } else {
+                physical.unfinished = unfinished;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn set_access(&mut self, ptr: DevicePtr, bytes: u64, devices: &[u32]) -> Answer<()> {
+        if devices.is_empty() {
+            return Err(Refused::value("no devices given"));
+        }
+        for tile in self.address.tiles(ptr.0, bytes)? {
+            self.address.set_access(tile, devices);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,255 @@
+//! Pieces of work: what they touch, what they cost, and what they do when their time has come.
+
+use std::cell::Cell;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::address::{AddressSpace, Illegal};
+use super::engine::{Cost, Unit};
+use super::host::HostBlock;
+use super::memory::Memory;
+use super::race::Space;
+use super::violation::ViolationKind;
+use crate::driver::{AccessKind, DevicePtr, KernelMemory, Launch};
+use crate::error::{Code, DeviceError, Operation, Result};
+
+/// A part of a page-locked block.
+#[derive(Clone, Debug)]
+pub(super) struct HostPart {
+    pub(super) block: Arc<HostBlock>,
+    pub(super) offset: usize,
+    pub(super) bytes: usize,
+}
+
+/// What a piece of work does.
+#[derive(Clone, Debug)]
+pub(super) enum Body {
+    /// Fills memory.
+    Memset { to: Range<u64>, value: u8 },
+    /// Copies within the device.
+    Copy { to: Range<u64>, from: Range<u64> },
+    /// Copies bytes that were taken from pageable memory.
+    FromTaken { to: Range<u64>, bytes: Arc<[u8]> },
+    /// Copies from page-locked memory.
+    FromHost { to: Range<u64>, from: HostPart },
+    /// Copies to page-locked memory.
+    ToHost { to: HostPart, from: Range<u64> },
+    /// Copies to pageable memory; the waiting host takes the bytes itself.
+    ToWaiting { from: Range<u64> },
+    /// Runs a kernel.
+    Kernel(Arc<Launch>),
+    /// Starts the life of pool memory on the stream.
+    PoolAlloc { memory: Range<u64> },
+    /// Ends the life of pool memory.
+    PoolFree { memory: Range<u64> },
+    /// Touches memory that is not there.
+    Fault,
+}
+
+/// An access of a piece of work.
+#[derive(Clone, Debug)]
+pub(super) struct Touch {
+    pub(super) space: Space,
+    pub(super) range: Range<u64>,
+    pub(super) kind: AccessKind,
+}
+
+impl Touch {
+    fn device(range: &Range<u64>, kind: AccessKind) -> Touch {
+        Touch { space: Space::Device, range: range.clone(), kind }
+    }
+
+    fn host(part: &HostPart, kind: AccessKind) -> Touch {
+        Touch { space: Space::Host, range: part.block.range(part.offset, part.bytes), kind }
+    }
+}
+
+impl Body {
+    /// The call that makes such work.
+    pub(super) fn operation(&self) -> Operation {
+        match self {
+            Body::Memset { .. } => Operation::Memset,
+            Body::Copy { .. } => Operation::CopyOnDevice,
+            Body::FromTaken { .. } | Body::FromHost { .. } => Operation::CopyToDevice,
+            Body::ToHost { .. } | Body::ToWaiting { .. } => Operation::CopyToHost,
+            Body::Kernel(_) | Body::Fault => Operation::Launch,
+            Body::PoolAlloc { .. } => Operation::AllocAsync,
+            Body::PoolFree { .. } => Operation::FreeAsync,
+        }
+    }
+
+    /// The kernel's name, when it is one.
+    pub(super) fn kernel(&self) -> Option<&'static str> {
+        match self {
+            Body::Kernel(launch) => Some(launch.name),
+            _ => None,
+        }
+    }
+
+    /// Everything it touches. No range is empty.
+    pub(super) fn touches(&self) -> Vec<Touch> {
+        use AccessKind::{Read, Write};
+        match self {
+            Body::Memset { to: memory, .. }
+            | Body::FromTaken { to: memory, .. }
+            | Body::PoolAlloc { memory }
+            | Body::PoolFree { memory } => vec![Touch::device(memory, Write)],
+            Body::Copy { to, from } => vec![Touch::device(from, Read), Touch::device(to, Write)],
+            Body::FromHost { to, from } => vec![Touch::host(from, Read), Touch::device(to, Write)],
+            Body::ToHost { to, from } => vec![Touch::device(from, Read), Touch::host(to, Write)],
+            Body::ToWaiting { from } => vec![Touch::device(from, Read)],
+            Body::Kernel(launch) => {
+                let accesses = launch.accesses.iter().filter(|access| access.bytes > 0);
+                accesses.map(|access| Touch::device(&access.ptr.range(access.bytes), access.kind)).collect()
+            }
+            Body::Fault => Vec::new(),
+        }
+    }
+
+    /// The page-locked memory it uses.
+    pub(super) fn host_part(&self) -> Option<&HostPart> {
+        match self {
+            Body::FromHost { from: part, .. } | Body::ToHost { to: part, .. } => Some(part),
+            _ => None,
+        }
+    }
+
+    /// What it costs on the device.
+    pub(super) fn cost(&self) -> Cost {
+        let length = |range: &Range<u64>| range.end - range.start;
+        let (unit, bytes, operations) = match self {
+            Body::Memset { to, .. } => (Unit::Compute, length(to), 0),
+            Body::Copy { to, .. } => (Unit::Compute, length(to).saturating_mul(2), 0),
+            Body::FromTaken { to, .. } | Body::FromHost { to, .. } => (Unit::ToDevice, length(to), 0),
+            Body::ToHost { from, .. } | Body::ToWaiting { from } => (Unit::ToHost, length(from), 0),
+            Body::Kernel(launch) => {
+                let bytes = launch.accesses.iter().fold(0u64, |sum, access| sum.saturating_add(access.bytes));
+                (Unit::Compute, bytes, launch.operations)
+            }
+            Body::Fault => (Unit::Compute, 0, 0),
+            Body::PoolAlloc { .. } | Body::PoolFree { .. } => (Unit::None, 0, 0),
+        };
+        Cost { unit, bytes, operations }
+    }
+
+    /// Does the work. Pool frees are the caller's business.
+    pub(super) fn run(&self, memory: &mut Memory, address: &AddressSpace) -> std::result::Result<(), Broken> {
+        match self {
+            Body::Memset { to, value } => memory.fill(&address.pieces(to.clone())?, *value),
+            Body::Copy { to, from } => memory.copy(&address.pieces(to.clone())?, &address.pieces(from.clone())?),
+            Body::FromTaken { to, bytes } => memory.write(&address.pieces(to.clone())?, bytes),
+            Body::FromHost { to, from } => {
+                let pieces = address.pieces(to.clone())?;
+                let mut bytes = vec![0; from.bytes];
+                from.block.read(from.offset, &mut bytes);
+                memory.write(&pieces, &bytes);
+            }
+            Body::ToHost { to, from } => {
+                let mut bytes = vec![0; to.bytes];
+                memory.read(&address.pieces(from.clone())?, &mut bytes);
+                to.block.write(to.offset, &bytes);
+            }
+            Body::Kernel(launch) => return run_kernel(launch, memory, address),
+            Body::Fault => return Err(Broken::new(Code::ILLEGAL_ADDRESS)),
+            Body::ToWaiting { .. } | Body::PoolAlloc { .. } | Body::PoolFree { .. } => {}
+        }
+        Ok(())
+    }
+}
+
+/// Work that failed on the device, which is lost by that.
+#[derive(Debug)]
+pub(super) struct Broken {
+    pub(super) code: Code,
+    /// The rule that a kernel broke, and where.
+    pub(super) undeclared: Option<Range<u64>>,
+}
+
+impl Broken {
+    fn new(code: Code) -> Self {
+        Broken { code, undeclared: None }
+    }
+}
+
+impl From<Illegal> for Broken {
+    fn from(_: Illegal) -> Self {
+        Broken::new(Code::ILLEGAL_ADDRESS)
+    }
+}
+
+fn run_kernel(launch: &Launch, memory: &mut Memory, address: &AddressSpace) -> std::result::Result<(), Broken> {
+    for access in launch.accesses.iter().filter(|access| access.bytes > 0) {
+        address.pieces(access.ptr.range(access.bytes))?;
+    }
+    let Some(host) = &launch.host else { return Ok(()) };
+    let mut view = View { memory, address, launch, undeclared: Cell::new(None) };
+    let outcome = host(&mut view, &launch.args);
+    if let Some((start, end)) = view.undeclared.get() {
+        return Err(Broken { code: Code::ILLEGAL_ADDRESS, undeclared: Some(start..end) });
+    }
+    outcome.map_err(|error| Broken::new(if error.is_device_lost() { error.code } else { Code::LAUNCH_FAILED }))
+}
+
+/// Device memory as a kernel sees it: only what its launch declared.
+struct View<'a> {
+    memory: &'a mut Memory,
+    address: &'a AddressSpace,
+    launch: &'a Launch,
+    /// The first undeclared access, kept even if the kernel ignores the error.
+    undeclared: Cell<Option<(u64, u64)>>,
+}
+
+impl View<'_> {
+    fn check(&self, ptr: DevicePtr, bytes: usize, write: bool) -> Result<Range<u64>> {
+        let error = |what: &str| {
+            let detail = format!("kernel {} {what} {bytes} bytes at {ptr}", self.launch.name);
+            DeviceError::new(Operation::Launch, Code::ILLEGAL_ADDRESS).with_detail(detail)
+        };
+        let end = ptr.0.checked_add(bytes as u64).ok_or_else(|| error("went past the last address with"))?;
+        let mut at = ptr.0;
+        // Each step goes to the farthest end of the declared ranges that hold `at`, so it ends.
+        while at < end {
+            let holding = self.launch.accesses.iter().filter(|access| {
+                (!write || access.kind == AccessKind::Write) && access.ptr.0 <= at && at - access.ptr.0 < access.bytes
+            });
+            match holding.map(|access| access.ptr.0.saturating_add(access.bytes)).max() {
+                Some(next) => at = next,
+                None => {
+                    self.undeclared.set(self.undeclared.get().or(Some((at, end))));
+                    return Err(error(if write { "did not declare writing" } else { "did not declare reading" }));
+                }
+            }
+        }
+        Ok(ptr.0..end)
+    }
+}
+
+impl KernelMemory for View<'_> {
+    fn read(&self, from: DevicePtr, into: &mut [u8]) -> Result<()> {
+        let range = self.check(from, into.len(), false)?;
+        let pieces = self.address.pieces(range).map_err(illegal)?;
+        self.memory.read(&pieces, into);
+        Ok(())
+    }
+
+    fn write(&mut self, to: DevicePtr, bytes: &[u8]) -> Result<()> {
+        let range = self.check(to, bytes.len(), true)?;
+        let pieces = self.address.pieces(range).map_err(illegal)?;
+        self.memory.write(&pieces, bytes);
+        Ok(())
+    }
+}
+
+fn illegal(illegal: Illegal) -> DeviceError {
+    let detail = format!("{} at {:#x}", illegal.kind, illegal.at);
+    DeviceError::new(Operation::Launch, Code::ILLEGAL_ADDRESS).with_detail(detail)
+}
+
+/// Why a range must not be touched, in words.
+pub(super) fn explain(illegal: &Illegal) -> String {
+    match (illegal.kind, illegal.gone) {
+        (_, Some(gone)) => format!("{:#x} was taken away by {gone}", illegal.at),
+        (ViolationKind::NoAccess, None) => format!("no access to the mapping at {:#x} was given yet", illegal.at),
+        (_, None) => format!("nothing is allocated at {:#x}", illegal.at),
+    }
+}
