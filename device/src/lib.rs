@@ -6,6 +6,7 @@ mod capture;
 mod context;
 mod counted;
 mod device;
+mod discovery;
 mod driver;
 mod error;
 mod event;
@@ -15,6 +16,7 @@ mod timeline;
 
 pub use capture::{Capture, Graph};
 pub use device::{Device, TimelineCounts};
+pub use discovery::{Choice, DeviceSpec, Existing, OpenError, available, best_available, count, get};
 pub use driver::{
     Access, AccessKind, Attribute, CallCounts, DeviceInfo, DevicePtr, Driver, DriverKind, HostKernel, HostPtr,
     KernelArg, KernelMemory, Launch, MemoryInfo, RawEvent, RawGraph, RawPhysical, RawStream, StreamFlags,
