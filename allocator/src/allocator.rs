@@ -293,8 +293,7 @@ impl Allocator {
 impl Core {
     pub(crate) fn new(device: Device, classes: SizeClasses, crosses_streams: bool, history: usize) -> Core {
         let mut core = Core { device: Some(device), classes, crosses_streams, ..Core::default() };
-        core.heap.add_pool(crate::size_class::PoolKind::Small, false);
-        core.heap.add_pool(crate::size_class::PoolKind::Large, false);
+        core.heap.add_pools();
         core.history.record(history, &[]);
         core
     }

@@ -48,7 +48,7 @@ impl Allocator {
             return Ok(Some(granted));
         }
         if self.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
-            self.shell().counters_locked(|counters| counters.num_oom_rejections.add(1));
+            self.shell().count(|counters| &counters.num_oom_rejections);
             return Ok(None);
         }
         let later = [
@@ -127,7 +127,7 @@ impl Allocator {
 
     fn release_and_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
         tried.released += self.release_where(Core::releasable)?;
-        self.shell().counters_locked(|counters| counters.num_alloc_retries.add(1));
+        self.shell().count(|counters| &counters.num_alloc_retries);
         self.try_grow(request, tried)
     }
 
@@ -174,7 +174,7 @@ impl Allocator {
         if !any {
             return Ok(false);
         }
-        self.shell().counters_locked(|counters| counters.num_sync_all_streams.add(1));
+        self.shell().count(|counters| &counters.num_sync_all_streams);
         for (timeline, after) in &pending {
             timeline.synchronize(after.saturating_sub(1))?;
         }

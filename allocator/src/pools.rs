@@ -12,7 +12,6 @@ use crate::allocator::Allocator;
 use crate::core::Core;
 use crate::error::AllocError;
 use crate::shell::{Shell, special};
-use crate::size_class::PoolKind;
 
 /// How a private pool behaves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -72,9 +71,8 @@ impl Core {
         let private = match unused {
             Some(at) => &mut self.pools.private[at],
             None => {
-                let small = self.heap.add_pool(PoolKind::Small, false);
-                let large = self.heap.add_pool(PoolKind::Large, false);
-                self.pools.private.push(Private { id, numbers: [small, large], options, open: true });
+                let numbers = self.heap.add_pools();
+                self.pools.private.push(Private { id, numbers, options, open: true });
                 let last = self.pools.private.len() - 1;
                 &mut self.pools.private[last]
             }

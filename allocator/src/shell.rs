@@ -19,7 +19,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::core::Core;
 use crate::heap::BlockId;
-use crate::stats::Counters;
+use crate::stats::{Counter, Counters};
 
 /// Reasons why an allocation may not take the short way, as bits of [`Shell::special`].
 pub(crate) mod special {
@@ -88,10 +88,10 @@ impl Shell {
         }
     }
 
-    /// Updates counters from a slow path, under the lock.
-    pub(crate) fn counters_locked(&self, update: impl FnOnce(&Counters)) {
+    /// Counts one more of something, from a slow path.
+    pub(crate) fn count(&self, counter: impl FnOnce(&Counters) -> &Counter) {
         let _core = self.lock();
-        update(&self.counters);
+        counter(&self.counters).add(1);
     }
 
     /// Gives a block back: at once if the lock is free, else through the queue. Never blocks while the allocator is open.

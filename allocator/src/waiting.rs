@@ -8,7 +8,7 @@ use std::sync::Arc;
 use aquifer_device::{Clock, Timeline};
 
 use crate::core::Core;
-use crate::heap::BlockId;
+use crate::heap::{BlockId, kind_of};
 use crate::shell::{Shell, special};
 
 /// A block that waits.
@@ -26,6 +26,8 @@ impl Core {
     /// Puts a freed block, used by the given streams beside its own, among the waiting ones.
     #[cold]
     pub(crate) fn free_shared(&mut self, shell: &Shell, id: BlockId, on: Option<u32>) {
+        let block = &self.heap.blocks[id];
+        shell.counters.freed_waiting(kind_of(block.pool), block.size);
         let mut streams = self.shared.remove(&id).unwrap_or_default();
         streams.extend(on.filter(|on| !streams.contains(on)));
         let uses: Vec<(u32, u64)> = streams.iter().map(|&slot| (slot, self.tick_of(slot))).collect();
@@ -63,6 +65,8 @@ impl Core {
             let free = entry.uses.iter().all(passed);
             if free {
                 // Taken now: the owner's later events cover what it is ordered after, too.
+                let block = &self.heap.blocks[entry.block];
+                shell.counters.waited(kind_of(block.pool), block.size, block.requested);
                 self.complete(shell, entry.block, owner, self.tick_of(owner));
             }
             !free
