@@ -82,6 +82,7 @@ impl Core {
         self.timelines[slot] = Some(stream.timeline().clone());
     }
 
+    #[inline]
     pub(crate) fn timeline(&self, slot: u32) -> Option<&Arc<Timeline>> {
         self.timelines.get(slot as usize)?.as_ref()
     }

@@ -37,6 +37,7 @@ pub struct PoolStats {
     pub small_pool: Stat,
 }
 
+#[inline]
 fn get(cell: &AtomicU64) -> u64 {
     cell.load(Relaxed)
 }
@@ -140,6 +141,7 @@ impl PooledCounter {
         }
     }
 
+    #[inline]
     fn current(&self) -> u64 {
         let [small, large] = &self.pools;
         get(&small.current).wrapping_add(get(&large.current))

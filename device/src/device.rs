@@ -62,6 +62,7 @@ impl Device {
     }
 
     /// Identity of the device, unique in this process.
+    #[inline]
     pub fn id(&self) -> u32 {
         self.0.context.device_id
     }

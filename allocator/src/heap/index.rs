@@ -26,12 +26,14 @@ const SUB: u64 = 1 << SUB_BITS;
 pub(crate) struct Key(u128);
 
 impl Key {
+    #[inline]
     pub(crate) fn new(size: u64, addr: u64, block: BlockId) -> Key {
         debug_assert!(size.is_multiple_of(MIN_BLOCK) && addr.is_multiple_of(MIN_BLOCK));
         Key(u128::from(size / MIN_BLOCK) << 80 | u128::from(addr / MIN_BLOCK) << 32 | u128::from(block.0))
     }
 
     /// The least key of all blocks of at least `size` bytes.
+    #[inline]
     fn at_least(size: u64) -> Key {
         Key(u128::from(size / MIN_BLOCK) << 80)
     }
@@ -44,21 +46,25 @@ impl Key {
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the low 32 bits are the block number")]
+    #[inline]
     pub(crate) fn block(self) -> BlockId {
         BlockId(self.0 as u32)
     }
 
+    #[inline]
     fn units(self) -> u64 {
         (self.0 >> 80) as u64
     }
 
     /// Size of the block in bytes.
+    #[inline]
     pub(crate) fn size(self) -> u64 {
         self.units() * MIN_BLOCK
     }
 }
 
 /// The bin of a size given in units of [`MIN_BLOCK`]: linear up to [`SUB`], then [`SUB`] bins a doubling.
+#[inline]
 fn bin_of(units: u64) -> usize {
     let bin = if units < SUB {
         units
@@ -122,7 +128,7 @@ impl FreeIndex {
     pub(crate) fn remove_at(&mut self, place: Place, key: Key) {
         match (&mut self.bins[place.bin], place.at) {
             (Bin { run, more: None }, Some(at)) => {
-                run.remove(at);
+                remove_at(run, at);
                 if run.is_empty() {
                     self.occupied[place.bin / 64] &= !(1 << (place.bin % 64));
                 }
@@ -253,7 +259,7 @@ impl Bin {
             Some(more) if key > more.firsts[0] => more.insert(key),
             _ if self.run.len() < RUN => {
                 let at = position(&self.run, key);
-                self.run.insert(at, key);
+                insert_at(&mut self.run, at, key);
             }
             _ => self.split_and_insert(key),
         }
@@ -286,7 +292,7 @@ impl Bin {
             _ => {
                 let at = position(&self.run, key);
                 debug_assert_eq!(self.run.get(at), Some(&key));
-                self.run.remove(at);
+                remove_at(&mut self.run, at);
                 self.run.is_empty() && self.refill()
             }
         }
@@ -337,7 +343,7 @@ impl Runs {
             run += usize::from(key >= self.firsts[run + 1]);
         }
         let at = position(&self.runs[run], key);
-        self.runs[run].insert(at, key);
+        insert_at(&mut self.runs[run], at, key);
     }
 
     /// Removes a key that is there; tells whether no run is left.
@@ -347,7 +353,7 @@ impl Runs {
         let keys = &mut self.runs[run];
         let at = position(keys, key);
         debug_assert_eq!(keys.get(at), Some(&key));
-        keys.remove(at);
+        remove_at(keys, at);
         match keys.first() {
             Some(&first) => self.firsts[run] = first,
             None => {
@@ -357,6 +363,35 @@ impl Runs {
         }
         self.runs.is_empty()
     }
+}
+
+/// As `Vec::insert`; the tail is mostly a few keys, for which a loop beats a call that moves memory.
+#[inline]
+fn insert_at(run: &mut Vec<Key>, at: usize, key: Key) {
+    run.push(key);
+    let tail = &mut run[at..];
+    if tail.len() > 16 {
+        tail.rotate_right(1);
+        return;
+    }
+    let mut carried = key;
+    for slot in tail {
+        std::mem::swap(slot, &mut carried);
+    }
+}
+
+/// As `Vec::remove`.
+#[inline]
+fn remove_at(run: &mut Vec<Key>, at: usize) {
+    let tail = &mut run[at..];
+    if tail.len() > 16 {
+        tail.copy_within(1.., 0);
+    } else {
+        for next in 1..tail.len() {
+            tail[next - 1] = tail[next];
+        }
+    }
+    run.pop();
 }
 
 /// How many keys of a sorted run are smaller than `key`.

@@ -155,6 +155,7 @@ impl Heap {
     }
 
     /// Cuts `size` bytes off the low end of `rest`, whose new front neighbour is `taken`.
+    #[inline]
     fn link_before(&mut self, taken: BlockId, rest: BlockId, size: u64) {
         let record = &mut self.blocks[rest];
         let (prev, region) = (record.prev, record.region);
@@ -203,6 +204,7 @@ impl Heap {
         })
     }
 
+    #[inline]
     fn index_alone(&mut self, id: BlockId) -> BlockId {
         let block = &self.blocks[id];
         let (key, owner, pool) = (Key::new(block.size, block.addr, id), block.owner as usize, usize::from(block.pool));
@@ -216,6 +218,7 @@ impl Heap {
     }
 
     /// Merges `id`, which is in no index, into its free predecessor.
+    #[inline]
     fn extend_up(&mut self, into: BlockId, id: BlockId) -> BlockId {
         let (size, next, after) = (self.blocks[id].size, self.blocks[id].next, self.blocks[id].after);
         let block = &mut self.blocks[into];
@@ -233,6 +236,7 @@ impl Heap {
     }
 
     /// Merges `id`, which is in no index, into its free successor.
+    #[inline]
     fn extend_down(&mut self, into: BlockId, id: BlockId) -> BlockId {
         let Block { addr, size, prev, after, region, .. } = self.blocks[id];
         let block = &mut self.blocks[into];
@@ -250,6 +254,7 @@ impl Heap {
     }
 
     /// Removes `next`, which is in no index, by growing its predecessor `id`, which is in none either.
+    #[inline]
     fn unlink(&mut self, next: BlockId, id: BlockId) {
         let (size, after_it, after) = (self.blocks[next].size, self.blocks[next].next, self.blocks[next].after);
         let block = &mut self.blocks[id];
@@ -262,6 +267,7 @@ impl Heap {
         self.blocks.remove(next);
     }
 
+    #[inline]
     fn unindex(&mut self, id: BlockId) {
         let block = &self.blocks[id];
         let key = Key::new(block.size, block.addr, id);
@@ -350,6 +356,7 @@ impl Heap {
         !self.strays.is_empty()
     }
 
+    #[inline]
     fn strays_note(&mut self, id: BlockId) {
         if self.blocks[id].owner != self.region(self.blocks[id].region).home {
             self.strays.insert(id);
@@ -389,16 +396,19 @@ impl Heap {
         std::iter::successors(region.first.some(), step).map(|id| (id, &self.blocks[id]))
     }
 
+    #[inline]
     pub(crate) fn region(&self, number: u32) -> &Region {
         self.regions[number as usize].as_ref().unwrap_or_else(|| unreachable!("block of a removed region"))
     }
 
+    #[inline]
     fn region_mut(&mut self, number: u32) -> &mut Region {
         self.regions[number as usize].as_mut().unwrap_or_else(|| unreachable!("block of a removed region"))
     }
 }
 
 /// Bytes of device memory as a signed difference; addresses have at most 57 bits.
+#[inline]
 fn signed(bytes: u64) -> i64 {
     bytes.cast_signed()
 }
