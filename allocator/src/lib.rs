@@ -1,1 +1,45 @@
-//! A caching allocator for GPU memory.
+//! A caching allocator for GPU memory, with PyTorch's options, statistics and snapshots.
+//!
+//! In the order in which data flows: an [`Allocator`] rounds a request ([`size_class`]) and takes a free block of the request's
+//! stream from the heap; where there is none it climbs a ladder (other streams' blocks, a new segment, release, waits,
+//! reclaimers) that ends in an [`OomReport`]. The holder gets an [`Allocation`] or a [`DeviceBuffer`].
+#![forbid(unsafe_code)]
+
+mod allocation;
+mod allocator;
+mod buffer;
+pub mod config;
+mod core;
+mod cross_stream;
+mod error;
+mod format;
+mod fragmentation;
+mod gc;
+mod heap;
+mod history;
+mod hooks;
+mod ladder;
+mod oom;
+mod pools;
+mod raw;
+mod segments;
+mod shell;
+pub mod size_class;
+mod stats;
+mod tags;
+mod waiting;
+
+pub use allocation::Allocation;
+pub use allocator::{ALIGNMENT, Allocator};
+pub use buffer::DeviceBuffer;
+pub use config::Config;
+pub use error::AllocError;
+pub use format::Bytes;
+pub use fragmentation::unusable_index;
+pub use history::Action;
+pub use hooks::{ReclaimRequest, Registration};
+pub use oom::{Advice, OomReport};
+pub use pools::{PoolOptions, PoolRoute, PrivatePool};
+pub use segments::Refusal;
+pub use stats::{PoolStats, Stat};
+pub use tags::TagScope;

@@ -1,1 +1,4 @@
 //! The stress program as a library.
+#![forbid(unsafe_code)]
+
+pub mod input;

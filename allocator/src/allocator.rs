@@ -1,0 +1,315 @@
+//! The allocator as people use it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use aquifer_device::{Device, DevicePtr, Stream};
+
+use crate::allocation::Allocation;
+use crate::config::{Config, CrossStream, TagSource};
+use crate::core::{Core, Granted, Request};
+use crate::error::AllocError;
+use crate::hooks::{Hooks, ReclaimRequest, Registration};
+use crate::oom::OomReport;
+use crate::shell::{Shell, special};
+use crate::size_class::{MIN_BLOCK, REQUEST_LIMIT, SizeClasses};
+use crate::stats::Counters;
+use crate::tags::Tag;
+
+/// The alignment that every allocation has, in bytes.
+pub const ALIGNMENT: u64 = MIN_BLOCK;
+/// The largest alignment that can be asked for, in bytes.
+const ALIGNMENT_MAX: u64 = 2 << 20;
+
+/// A caching allocator for the memory of one device. Cloning gives another handle of the same allocator.
+///
+/// Memory is handed out in the order of streams: an allocation for a stream may be used by work enqueued there from now on,
+/// and when its handle is dropped the stream's later allocations may reuse it at once, without waiting for the device.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::parse("24GiB")?));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let stream = device.create_stream()?;
+/// let buffer = allocator.alloc(100 << 20, &stream)?;
+/// stream.fill(buffer.ptr(), 0, buffer.bytes())?;
+/// drop(buffer); // legal at once: later work of the stream comes after the fill
+/// assert_eq!(allocator.allocated_bytes(), 0);
+/// assert_eq!(allocator.reserved_bytes(), 100 << 20);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Allocator(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    shell: &'static Shell,
+    device: Device,
+    config: Config,
+    classes: SizeClasses,
+    /// Bytes that may be held from the device; `u64::MAX` is no limit.
+    limit: AtomicU64,
+    hooks: Arc<Hooks>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.shell.close();
+    }
+}
+
+impl Allocator {
+    /// An allocator for `device`.
+    ///
+    /// # Errors
+    /// When the configuration contradicts itself, or the driver cannot tell the device's memory.
+    pub fn new(device: &Device, config: Config) -> Result<Allocator, AllocError> {
+        config.validate()?;
+        let ignored = config.ignored();
+        if !ignored.is_empty() {
+            let ignored: Vec<String> = ignored.iter().map(ToString::to_string).collect();
+            tracing::warn!("options without effect here: {}", ignored.join("; "));
+        }
+        let memory = device.memory_info()?;
+        let limit = config.limit_bytes(memory.total, memory.free).unwrap_or(u64::MAX);
+        let classes = SizeClasses::new(&config);
+        let crosses_streams = config.cross_stream != CrossStream::Off;
+        let mut bits = 0;
+        bits |= if config.tags == TagSource::Span { special::SPANS } else { 0 };
+        bits |= if config.no_cache { special::NO_CACHE } else { 0 };
+        let core = Core::new(device.clone(), classes.clone(), crosses_streams, config.history as usize);
+        let shell = Shell::open(core, bits);
+        let hooks = Arc::new(Hooks::default());
+        Ok(Allocator(Arc::new(Inner { shell, device: device.clone(), config, classes, limit: limit.into(), hooks })))
+    }
+
+    /// Allocates `bytes` for work on `stream`, aligned to [`ALIGNMENT`]. Zero bytes give a handle with a null pointer and no
+    /// memory.
+    ///
+    /// # Errors
+    /// [`AllocError::OutOfMemory`] with a report when everything was tried; [`AllocError::TooLarge`] from 2^60 bytes on;
+    /// a stream of another device; a failing driver.
+    #[inline]
+    pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        let inner = &*self.0;
+        if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
+            return self.alloc_odd(bytes, stream);
+        }
+        let size = inner.classes.round(bytes);
+        let pool = inner.classes.pool(size) as u16;
+        let shell = inner.shell;
+        if shell.special.load(Ordering::Relaxed) != 0 {
+            return self.alloc_specially(bytes, size, stream);
+        }
+        let mut core = shell.lock();
+        let request = Request { requested: bytes, size, pool, slot: core.slot(stream), tag: Tag::current() };
+        let granted = core.take_own(shell, &request);
+        drop(core);
+        let granted = match granted {
+            Some(granted) => granted,
+            None => self.climb(&request)?,
+        };
+        Ok(self.handle(&request, granted, granted.addr, bytes))
+    }
+
+    fn handle(&self, request: &Request, granted: Granted, addr: u64, bytes: u64) -> Allocation {
+        Allocation::new(self.0.shell, granted.block, request.slot, DevicePtr(addr), bytes)
+    }
+
+    #[cold]
+    fn alloc_odd(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        if stream.device_id() != self.0.device.id() {
+            return Err(AllocError::WrongDevice { what: "stream" });
+        }
+        if bytes >= REQUEST_LIMIT {
+            return Err(AllocError::TooLarge { requested: bytes });
+        }
+        Ok(Allocation::zero(stream.id()))
+    }
+
+    /// Allocation while blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
+    #[cold]
+    fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        let shell = self.0.shell;
+        let special = shell.special.load(Ordering::Relaxed);
+        if special & special::WAITING != 0 {
+            self.poll_waiting()?;
+        }
+        let tag = if special & special::SPANS != 0 { Tag::of_span() } else { Tag::current() };
+        let kind = self.0.classes.pool(size);
+        let mut core = shell.lock();
+        let pool = core.pools.routed().map_or(kind as u16, |private| private.numbers[kind as usize]);
+        let request = Request { requested: bytes, size, pool, slot: core.slot(stream), tag };
+        let granted = if special & special::NO_CACHE != 0 { None } else { core.take_own(shell, &request) };
+        drop(core);
+        if special & special::NO_CACHE != 0 {
+            self.release_where(Core::releasable)?;
+        }
+        let granted = match granted {
+            Some(granted) => granted,
+            None => self.climb(&request)?,
+        };
+        Ok(self.handle(&request, granted, granted.addr, bytes))
+    }
+
+    /// Allocates with a larger alignment: a power of two up to 2 MiB. The block is larger by the alignment less 512 bytes.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc`], and an alignment that is none.
+    pub fn alloc_aligned(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        if !alignment.is_power_of_two() || alignment > ALIGNMENT_MAX {
+            return Err(AllocError::InvalidAlignment { alignment });
+        }
+        if alignment <= ALIGNMENT || bytes == 0 {
+            return self.alloc(bytes, stream);
+        }
+        let padded = self.alloc(bytes.saturating_add(alignment - ALIGNMENT), stream)?;
+        let (slot, addr) = (padded.stream_id(), padded.ptr().0.next_multiple_of(alignment));
+        Ok(Allocation::new(self.0.shell, padded.into_block(), slot, DevicePtr(addr), bytes))
+    }
+
+    /// Allocates and enqueues filling the memory with zeros on `stream`.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc`]; a failing fill gives the memory back.
+    pub fn alloc_zeroed(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        let allocation = self.alloc(bytes, stream)?;
+        if bytes > 0 {
+            stream.fill(allocation.ptr(), 0, bytes)?;
+        }
+        Ok(allocation)
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// The configuration it was made with.
+    pub fn config(&self) -> &Config {
+        &self.0.config
+    }
+
+    pub(crate) fn classes(&self) -> &SizeClasses {
+        &self.0.classes
+    }
+
+    pub(crate) fn shell(&self) -> &'static Shell {
+        self.0.shell
+    }
+
+    /// The counters, after the frees that other threads queued are applied.
+    pub(crate) fn counters(&self) -> &'static Counters {
+        self.0.shell.apply_remote_frees();
+        &self.0.shell.counters
+    }
+
+    pub(crate) fn hooks(&self) -> &Arc<Hooks> {
+        &self.0.hooks
+    }
+
+    /// The limit on bytes held from the device, if there is one.
+    pub fn limit(&self) -> Option<u64> {
+        let limit = self.0.limit.load(Ordering::Relaxed);
+        (limit != u64::MAX).then_some(limit)
+    }
+
+    /// Sets or removes the limit on bytes held from the device. Memory held already is kept.
+    pub fn set_limit(&self, limit: Option<u64>) {
+        self.0.limit.store(limit.unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// Sets the limit to a share of the device's memory, in [0, 1]; 1 removes it.
+    ///
+    /// # Errors
+    /// When the fraction is out of range.
+    pub fn set_memory_fraction(&self, fraction: f64) -> Result<(), AllocError> {
+        let config = Config { per_process_memory_fraction: fraction, ..Config::default() };
+        config.validate()?;
+        let total = self.0.device.info().total_bytes;
+        self.set_limit(config.limit_bytes(total, total));
+        Ok(())
+    }
+
+    /// Registers `reclaim`, called with no lock held when a request would otherwise fail. It frees what it can and returns
+    /// how many bytes; 0 says that it has nothing. Reclaimers of higher priority are asked first.
+    pub fn register_reclaimer(
+        &self,
+        priority: i32,
+        name: &str,
+        reclaim: impl Fn(&ReclaimRequest) -> u64 + Send + Sync + 'static,
+    ) -> Registration {
+        self.0.hooks.add_reclaimer(priority, name, Arc::new(reclaim))
+    }
+
+    /// Registers `observe`, called with no lock held and the report before an out-of-memory error is returned.
+    pub fn observe_oom(&self, observe: impl Fn(&OomReport) + Send + Sync + 'static) -> Registration {
+        self.0.hooks.add_observer(Arc::new(observe))
+    }
+
+    /// Bytes in live blocks now: PyTorch's `memory_allocated()`.
+    pub fn allocated_bytes(&self) -> u64 {
+        self.counters().allocated_bytes.read().all.current
+    }
+
+    /// Bytes held from the device now: PyTorch's `memory_reserved()`.
+    pub fn reserved_bytes(&self) -> u64 {
+        self.counters().reserved_bytes.read().all.current
+    }
+
+    /// Gives every unused segment back to the device; tells how many bytes. Waits for blocks that other streams still use.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn empty_cache(&self) -> Result<u64, AllocError> {
+        self.trim_to(0)
+    }
+
+    /// Gives unused segments back to the device, the largest first, until at most `bytes` are held or none is left; tells
+    /// how many bytes went back. If cached memory does not suffice, waits for blocks that other streams still use.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn trim_to(&self, bytes: u64) -> Result<u64, AllocError> {
+        let first = self.release_where(|core| core.excess(bytes))?;
+        if self.reserved_bytes() <= bytes || !self.synchronize_waiting()? {
+            return Ok(first);
+        }
+        Ok(first + self.release_where(|core| core.excess(bytes))?)
+    }
+
+    /// Gives the unused segments of a private pool back to the device.
+    pub(crate) fn release_pool(&self, id: (u64, u64)) -> Result<u64, AllocError> {
+        self.synchronize_waiting()?;
+        self.release_where(|core| {
+            let numbers = core.pools.find(id).map_or([u16::MAX; 2], |private| private.numbers);
+            let known = numbers.into_iter().filter(|number| *number != u16::MAX);
+            known.flat_map(|number| core.whole_segments(number)).map(crate::heap::Key::block).collect()
+        })
+    }
+}
+
+impl Core {
+    pub(crate) fn new(device: Device, classes: SizeClasses, crosses_streams: bool, history: usize) -> Core {
+        let mut core = Core { device: Some(device), classes, crosses_streams, ..Core::default() };
+        core.heap.add_pool(crate::size_class::PoolKind::Small, false);
+        core.heap.add_pool(crate::size_class::PoolKind::Large, false);
+        core.history.record(history, &[]);
+        core
+    }
+
+    /// Unused segments to release, largest first, for at most `bytes` to stay reserved.
+    fn excess(&self, bytes: u64) -> Vec<crate::heap::BlockId> {
+        let mut segments = self.releasable();
+        let size = |id: &crate::heap::BlockId| self.heap.blocks[*id].size;
+        segments.sort_by_key(|id| (std::cmp::Reverse(size(id)), self.heap.blocks[*id].addr));
+        let mut left = self.reserved;
+        segments.retain(|id| {
+            let take = left > bytes;
+            left -= if take { size(id) } else { 0 };
+            take
+        });
+        segments
+    }
+}

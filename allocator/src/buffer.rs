@@ -1,0 +1,114 @@
+//! Typed device memory.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::{Bound, RangeBounds};
+use std::sync::Arc;
+
+use aquifer_device::{DevicePtr, Stream};
+
+use crate::allocation::Allocation;
+use crate::allocator::Allocator;
+use crate::error::AllocError;
+
+/// Device memory for `len` values of `T`, or a part of such a buffer.
+///
+/// Cloning and [`DeviceBuffer::slice`] share the memory: it is given back when the last handle is dropped.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let buffer: DeviceBuffer<f32> = allocator.alloc_buffer(1000, device.default_stream())?;
+/// let tail = buffer.slice(900..)?;
+/// assert_eq!((tail.len(), tail.ptr().0), (100, buffer.ptr().0 + 3600));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct DeviceBuffer<T> {
+    allocation: Arc<Allocation>,
+    start: u64,
+    len: u64,
+    element: PhantomData<fn() -> T>,
+}
+
+impl Allocator {
+    /// Allocates memory for `len` values of `T`, uninitialised.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc`], and a length whose bytes overflow.
+    pub fn alloc_buffer<T: Copy>(&self, len: u64, stream: &Stream) -> Result<DeviceBuffer<T>, AllocError> {
+        let size = size_of::<T>() as u64;
+        let bytes = len.checked_mul(size).ok_or(AllocError::LengthOverflow { len, size })?;
+        let alignment = (align_of::<T>() as u64).max(crate::ALIGNMENT);
+        let allocation = Arc::new(self.alloc_aligned(bytes, alignment, stream)?);
+        Ok(DeviceBuffer { allocation, start: 0, len, element: PhantomData })
+    }
+}
+
+impl<T: Copy> DeviceBuffer<T> {
+    /// Address of the first element.
+    pub fn ptr(&self) -> DevicePtr {
+        self.allocation.ptr().offset(self.start * size_of::<T>() as u64)
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.len * size_of::<T>() as u64
+    }
+
+    /// A part of it, sharing the memory.
+    ///
+    /// # Errors
+    /// [`AllocError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    pub fn slice(&self, range: impl RangeBounds<u64>) -> Result<DeviceBuffer<T>, AllocError> {
+        let start = match range.start_bound() {
+            Bound::Included(&start) => start,
+            Bound::Excluded(&before) => before.saturating_add(1),
+            Bound::Unbounded => 0,
+        };
+        let end = match range.end_bound() {
+            Bound::Included(&last) => last.saturating_add(1),
+            Bound::Excluded(&end) => end,
+            Bound::Unbounded => self.len,
+        };
+        if start > end || end > self.len {
+            return Err(AllocError::OutOfBounds { start, end, len: self.len });
+        }
+        Ok(DeviceBuffer { start: self.start + start, len: end - start, ..self.clone() })
+    }
+
+    /// Notes that `stream` uses the memory too; see [`Allocation::record_stream`]. Holds for the whole allocation.
+    ///
+    /// # Errors
+    /// When the stream belongs to another device.
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
+        self.allocation.record_stream(stream)
+    }
+}
+
+impl<T> Clone for DeviceBuffer<T> {
+    fn clone(&self) -> Self {
+        DeviceBuffer { allocation: self.allocation.clone(), start: self.start, len: self.len, element: PhantomData }
+    }
+}
+
+impl<T> fmt::Debug for DeviceBuffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceBuffer")
+            .field("type", &std::any::type_name::<T>())
+            .field("len", &self.len)
+            .field("allocation", &self.allocation)
+            .finish_non_exhaustive()
+    }
+}

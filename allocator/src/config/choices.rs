@@ -1,0 +1,65 @@
+//! The options that are a choice between named ways of working.
+
+use std::fmt;
+
+macro_rules! choice {
+    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $word:literal,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum $name {
+            $($(#[$variant_doc])* $variant,)*
+        }
+
+        impl $name {
+            /// Every choice, in the order of the documentation.
+            pub const ALL: &[$name] = &[$($name::$variant),*];
+
+            /// The word for it in an option string.
+            pub const fn name(self) -> &'static str {
+                match self { $($name::$variant => $word,)* }
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(self.name())
+            }
+        }
+    };
+}
+
+choice! {
+    /// Where the memory behind the heap comes from: option `backing`.
+    Backing {
+        /// Large plain driver allocations, cached and split into blocks.
+        #[default]
+        Segments = "segments",
+    }
+}
+
+choice! {
+    /// Whether a stream may take blocks that were last freed on another stream: option `cross_stream`.
+    CrossStream {
+        /// Never, as in PyTorch: each stream reuses only its own blocks.
+        Off = "off",
+        /// Those whose work is known to be done or is already ordered before the taking stream; no wait is inserted.
+        #[default]
+        Ready = "ready",
+        /// Also those that need it to wait for the other stream; such waits are inserted and counted.
+        Wait = "wait",
+    }
+}
+
+choice! {
+    /// Where the names of allocations in statistics and reports come from: option `tags`.
+    TagSource {
+        /// Allocations have no names.
+        Off = "off",
+        /// The scopes that the program opens through this crate.
+        #[default]
+        Scope = "scope",
+        /// The `tracing` span that is entered when the allocation is made.
+        Span = "span",
+    }
+}

@@ -1,0 +1,107 @@
+//! The canonical option string of a [`Config`].
+
+use std::fmt;
+
+use super::Config;
+use super::keys::Key;
+use super::values::{INTERVALS, MIB};
+
+/// The options that differ from the default, in the order of the documentation: an option string that gives this
+/// configuration again. Sizes that are not whole MiB can only be set in code; they are printed with a fraction, which
+/// option strings do not take.
+impl fmt::Display for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut separator = "";
+        for key in Key::ALL {
+            if let Some(value) = text_of(self, *key) {
+                write!(f, "{separator}{}:{value}", key.name())?;
+                separator = ",";
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The value of an option in an option string; `None` if it has its default.
+pub(super) fn text_of(config: &Config, key: Key) -> Option<String> {
+    let default = Config::default();
+    match key {
+        Key::LargeSegmentSize => differing(config.large_segment_size, default.large_segment_size).map(mib),
+        Key::MaxSplitSize => config.max_split_size.map(mib),
+        Key::MaxNonSplitRounding => config.max_non_split_rounding.map(mib),
+        Key::GarbageCollectionThreshold => {
+            differing(config.garbage_collection_threshold, default.garbage_collection_threshold).map(plain)
+        }
+        Key::RoundupPower2Divisions => {
+            differing(config.roundup_power2_divisions, default.roundup_power2_divisions).map(|all| divisions(&all))
+        }
+        Key::PerProcessMemoryFraction => {
+            differing(config.per_process_memory_fraction, default.per_process_memory_fraction).map(plain)
+        }
+        Key::ThrowOnOom => flag(config.fail_fast),
+        Key::ExpandableSegments => flag(config.expandable_segments),
+        Key::Backing => differing(config.backing, default.backing).map(plain),
+        Key::CrossStream => differing(config.cross_stream, default.cross_stream).map(plain),
+        Key::Limit => config.limit.map(mib),
+        Key::LimitFreeFraction => config.limit_free_fraction.map(plain),
+        Key::Headroom => differing(config.headroom, default.headroom).map(mib),
+        Key::History => differing(config.history, default.history).map(plain),
+        Key::Tags => differing(config.tags, default.tags).map(plain),
+        Key::NoCache => flag(config.no_cache),
+        Key::Backend | Key::ReleaseLock => None,
+        Key::ExpandableReserve
+        | Key::ExpandableReserveByClass
+        | Key::GraphCaptureReuse
+        | Key::PinnedBackgroundThreads
+        | Key::PinnedMaxRoundThreshold
+        | Key::PinnedMaxCachedSize
+        | Key::PinnedHostRegister
+        | Key::PinnedRegisterThreads
+        | Key::PinnedReserveSegment
+        | Key::PinnedFreeCatchAll => config.inert.0.get(&key).cloned(),
+    }
+}
+
+fn differing<T: PartialEq>(value: T, default: T) -> Option<T> {
+    (value != default).then_some(value)
+}
+
+fn flag(value: bool) -> Option<String> {
+    value.then(|| "True".to_owned())
+}
+
+fn plain(value: impl fmt::Display) -> String {
+    value.to_string()
+}
+
+/// Bytes in MiB: a whole number, or a decimal fraction with every digit.
+pub(super) fn mib(bytes: u64) -> String {
+    let mut text = (bytes / MIB).to_string();
+    let mut rest = bytes % MIB;
+    if rest != 0 {
+        text.push('.');
+    }
+    while rest != 0 {
+        rest *= 10;
+        text.push(char::from(b"0123456789"[(rest / MIB) as usize % 10]));
+        rest %= MIB;
+    }
+    text
+}
+
+/// One number if all intervals agree; else a list that starts at the last interval of the first run and puts `>` for
+/// the last run.
+fn divisions(all: &[u64; INTERVALS]) -> String {
+    let first_run = all.iter().take_while(|value| **value == all[0]).count();
+    if first_run == INTERVALS {
+        return all[0].to_string();
+    }
+    let last = all[INTERVALS - 1];
+    let last_run = all.iter().rev().take_while(|value| **value == last).count();
+    let mut text = String::from("[");
+    for (index, value) in all.iter().enumerate().take(INTERVALS - last_run).skip(first_run - 1) {
+        text.push_str(&format!("{}:{value},", 1_u64 << index));
+    }
+    text.push_str(&format!(">:{last}]"));
+    text
+}

@@ -1,0 +1,267 @@
+//! The allocator's options: a [`Config`] in code, or an option string as PyTorch takes it.
+//!
+//! An option string is a list of `name:value` pairs with commas between them, such as
+//! `max_split_size_mb:128,cross_stream:off`. Whitespace around names, values and punctuation is ignored; everything
+//! else is taken literally, and what is not understood is an error that points at it. If an option is given twice, the
+//! later one counts. The option strings of PyTorch work unchanged, with the ranges that PyTorch checks.
+//!
+//! All `_mb` options are whole MiB (1048576 bytes). *Inert* options are checked and then have no effect here;
+//! [`Config::ignored`] lists those that ask for something.
+//!
+//! | option | value, range | default | effect |
+//! | --- | --- | --- | --- |
+//! | `large_segment_size_mb` | MiB, > 10 | 20 | size of the segments that serve requests from 1 to 10 MiB |
+//! | `max_split_size_mb` | MiB, ≥ `large_segment_size_mb` | unlimited | blocks of at least this size are never split, and serve only requests of at least this size |
+//! | `max_non_split_rounding_mb` | MiB, ≥ `large_segment_size_mb` | as `large_segment_size_mb` | a request that must not split a block takes one that is less than this much larger |
+//! | `garbage_collection_threshold` | (0, 1) | off | share of the limit above which unused segments are released by age; needs a limit |
+//! | `roundup_power2_divisions` | power of two or 0, or a list | 0 = off | see [`Config::roundup_power2_divisions`] |
+//! | `per_process_memory_fraction` | [0, 1] | 1 = no limit | limit, as a share of the device's memory |
+//! | `throw_on_cudamalloc_oom` | `True`, `False` | `False` | [`Config::fail_fast`] |
+//! | `backing` | `segments` | `segments` | where memory comes from: [`Backing`] |
+//! | `cross_stream` | `off`, `ready`, `wait` | `ready` | reuse between streams: [`CrossStream`]; PyTorch's is `off` |
+//! | `limit_mb` | MiB, > 0 | none | limit in bytes |
+//! | `limit_free_fraction` | (0, 1] | none | limit, as a share of what is free on the device at the start |
+//! | `headroom_mb` | MiB | 0 | left free on the device for libraries |
+//! | `history` | entries, 0 to 4294967295 | 0 = off | length of the ring of trace entries |
+//! | `tags` | `off`, `scope`, `span` | `scope` | where names of allocations come from: [`TagSource`] |
+//! | `no_cache` | `True`, `False` | `False` | every allocation and free goes straight to the driver |
+//! | `backend` | `native` | `native` | nothing; `cudaMallocAsync` is an error |
+//! | `release_lock_on_cudamalloc`, `release_lock_on_hipmalloc` | `True`, `False` | | nothing: no lock is ever held during a driver call |
+//! | `expandable_segments` | `True`, `False` | `False` | inert: what it asks for comes with the paged backing |
+//! | `expandable_segments_reserve` | fraction > 0, or GiB with `G` | | inert |
+//! | `expandable_segments_reserve_by_class` | list `[class:reserve,…]` | | inert |
+//! | `graph_capture_record_stream_reuse` | `True`, `False` | `False` | inert |
+//! | `pinned_use_background_threads` | `True`, `False` | `False` | inert |
+//! | `pinned_max_round_threshold_mb` | MiB | | inert |
+//! | `pinned_max_cached_size_mb` | MiB | | inert |
+//! | `pinned_use_cuda_host_register`, `pinned_use_hip_host_register` | `True`, `False` | `False` | inert |
+//! | `pinned_num_register_threads` | power of two, 1 to 128 | 1 | inert |
+//! | `pinned_reserve_segment_size_mb` | MiB, > 0 | | inert |
+//! | `pinned_free_catch_all` | `True`, `False` | `False` | inert |
+//!
+//! Where PyTorch reads numbers by their beginning (`12abc` as 12), wraps negative ones, shifts words about when a colon
+//! is missing or warns about a reserve it cannot read, there is an error here.
+
+mod choices;
+mod display;
+mod env;
+mod error;
+mod keys;
+mod options;
+mod parse;
+mod tokens;
+mod validate;
+mod values;
+
+#[cfg(test)]
+mod tests;
+
+use std::str::FromStr;
+
+pub use choices::{Backing, CrossStream, TagSource};
+pub use error::{ConfigError, ConfigErrorKind};
+pub use options::IgnoredOption;
+
+use crate::size_class;
+use keys::Key;
+
+/// How the allocator behaves. The [module](self) lists the options and their ranges.
+///
+/// The fields may be set in code as well; the allocator calls [`Config::validate`] on what it is given.
+///
+/// ```
+/// use aquifer_allocator::config::{Config, CrossStream};
+///
+/// # fn main() -> Result<(), aquifer_allocator::config::ConfigError> {
+/// let mut config: Config = "max_split_size_mb:128, roundup_power2_divisions:[256:1,512:2,>:4]".parse()?;
+/// assert_eq!(config.max_split_size, Some(128 << 20));
+///
+/// config.apply("cross_stream:off")?;
+/// config.history = 10_000;
+/// config.validate()?;
+/// assert_eq!(config.cross_stream, CrossStream::Off);
+/// assert_eq!(
+///     config.to_string(),
+///     "max_split_size_mb:128,roundup_power2_divisions:[256:1,512:2,>:4],cross_stream:off,history:10000",
+/// );
+///
+/// let error = Config::parse("max_split_mb:128").unwrap_err();
+/// assert_eq!(error.offset(), Some(0));
+/// println!("{error}"); // … did you mean `max_split_size_mb`?
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Config {
+    /// Size in bytes of the segments that serve requests above 1 MiB and below 10 MiB; more than 10 MiB. Default
+    /// 20 MiB. Option `large_segment_size_mb`.
+    pub large_segment_size: u64,
+    /// Size in bytes from which on a block is *oversize*: never split, and given only to requests that are oversize
+    /// themselves. At least `large_segment_size`; `None`, the default, means that no block is oversize. Option
+    /// `max_split_size_mb`.
+    pub max_split_size: Option<u64>,
+    /// Bytes by which a block must be less than larger than an oversize request to serve it. At least
+    /// `large_segment_size`, which `None`, the default, stands for. Option `max_non_split_rounding_mb`.
+    pub max_non_split_rounding: Option<u64>,
+    /// Share of the limit in use above which unused segments are released by age, in (0, 1); 0, the default, is off.
+    /// Without a limit there is nothing to take a share of, and nothing is released. Option
+    /// `garbage_collection_threshold`.
+    pub garbage_collection_threshold: f64,
+    /// How many steps there are between a power of two and the next, to which requests are rounded up. Entry `i` holds
+    /// for requests of 2^i to 2^(i+1) MiB, entry 0 also for smaller and entry 15 for larger ones. Each is a power of
+    /// two, or 0 for off, the default. Requests up to 512 bytes times the entry are rounded to 512 bytes as without it.
+    ///
+    /// As in PyTorch, 1 has the same effect as 0: such requests are *not* rounded up to the power of two.
+    ///
+    /// Option `roundup_power2_divisions`: one number for all entries, or a list such as `[64:8,128:4,>:1]` with sizes
+    /// in MiB. The first entry of a list holds for smaller sizes too, `>` for all sizes above the entry before it;
+    /// entries that are passed over are 0.
+    pub roundup_power2_divisions: [u64; 16],
+    /// Limit on the bytes held from the device, as a share of all its memory, in [0, 1]; 1, the default, is no limit.
+    /// Option `per_process_memory_fraction`.
+    pub per_process_memory_fraction: f64,
+    /// Whether a request that the limit does not allow is refused at once, without releasing cached memory and trying
+    /// again. Default `false`. Option `throw_on_cudamalloc_oom`.
+    pub fail_fast: bool,
+    /// Whether segments that grow were asked for. It has no effect in this version and is among [`Config::ignored`]
+    /// when set. Default `false`. Option `expandable_segments`.
+    pub expandable_segments: bool,
+    /// Where memory comes from. Option `backing`.
+    pub backing: Backing,
+    /// Reuse of blocks between streams. Option `cross_stream`.
+    pub cross_stream: CrossStream,
+    /// Limit on the bytes held from the device, more than 0; `None`, the default, is no limit. Option `limit_mb`.
+    pub limit: Option<u64>,
+    /// Limit on the bytes held from the device, as a share of what is free there when the allocator starts, in (0, 1];
+    /// `None`, the default, is no limit. Option `limit_free_fraction`.
+    pub limit_free_fraction: Option<f64>,
+    /// Bytes that are left free on the device for libraries that allocate by themselves. Default 0. Option
+    /// `headroom_mb`.
+    pub headroom: u64,
+    /// How many trace entries are kept, the oldest giving way; 0, the default, is off. Option `history`.
+    pub history: u32,
+    /// Where names of allocations come from. Option `tags`.
+    pub tags: TagSource,
+    /// Whether every allocation and free goes straight to the driver. Default `false`. Option `no_cache`.
+    pub no_cache: bool,
+    /// The inert options that were given and ask for something, with their values.
+    pub(crate) inert: options::Inert,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            large_segment_size: size_class::LARGE_SEGMENT,
+            max_split_size: None,
+            max_non_split_rounding: None,
+            garbage_collection_threshold: 0.0,
+            roundup_power2_divisions: [0; 16],
+            per_process_memory_fraction: 1.0,
+            fail_fast: false,
+            expandable_segments: false,
+            backing: Backing::default(),
+            cross_stream: CrossStream::default(),
+            limit: None,
+            limit_free_fraction: None,
+            headroom: 0,
+            history: 0,
+            tags: TagSource::default(),
+            no_cache: false,
+            inert: options::Inert::default(),
+        }
+    }
+}
+
+impl Config {
+    /// The configuration that an option string describes; what it does not name has its default.
+    ///
+    /// # Errors
+    ///
+    /// If the string is not of the form in the [module's documentation](self), names an unknown option, or gives a
+    /// value that is out of range, alone or together with the other options. The error points at the spot.
+    pub fn parse(text: &str) -> Result<Config, ConfigError> {
+        let mut config = Config::default();
+        config.apply(text)?;
+        Ok(config)
+    }
+
+    /// Sets the options that an option string names and leaves the others as they are. PyTorch, when its settings change
+    /// at run time, first takes back `max_split_size_mb`, `roundup_power2_divisions` and
+    /// `garbage_collection_threshold`; this does not.
+    ///
+    /// # Errors
+    ///
+    /// As [`Config::parse`]; the options are checked together with those that were set before. After an error `self`
+    /// is unchanged.
+    pub fn apply(&mut self, text: &str) -> Result<(), ConfigError> {
+        let pairs = parse::parse(text)?;
+        let mut config = self.clone();
+        for pair in &pairs {
+            options::set(&mut config, pair)?;
+        }
+        config.check().map_err(|violation| violation.locate(text, &pairs))?;
+        *self = config;
+        Ok(())
+    }
+
+    /// The configuration from the environment: the option string in `AQUIFER_ALLOC_CONF`, else that in
+    /// `PYTORCH_ALLOC_CONF`, else that in `PYTORCH_CUDA_ALLOC_CONF`. The first that is set, even if empty, is the only
+    /// one read. If none is set, this is the default.
+    ///
+    /// `PYTORCH_NO_CUDA_MEMORY_CACHING`, set to anything but nothing or `0`, turns [`Config::no_cache`] on, unless the
+    /// option string says otherwise.
+    ///
+    /// # Errors
+    ///
+    /// As [`Config::parse`], or if the variable does not hold Unicode text. The error names the variable.
+    pub fn from_env() -> Result<Config, ConfigError> {
+        env::read(|name| std::env::var_os(name))
+    }
+
+    /// Checks that every field is in its range and that they fit together.
+    ///
+    /// # Errors
+    ///
+    /// The first rule that does not hold. There is no option string to point into.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        self.check().map_err(|violation| ConfigError::new(violation.kind))
+    }
+
+    /// The options that were given, ask for something other than the default, and have no effect here; in the order of
+    /// the documentation.
+    pub fn ignored(&self) -> Vec<IgnoredOption> {
+        let expandable = self.expandable_segments.then_some((Key::ExpandableSegments, "True"));
+        let mut ignored: Vec<(Key, &str)> = self.inert.0.iter().map(|(key, value)| (*key, value.as_str())).collect();
+        ignored.extend(expandable);
+        ignored.sort();
+        let describe = |(key, value): (Key, &str)| IgnoredOption {
+            key: key.name(),
+            value: value.to_owned(),
+            reason: options::reason(key),
+        };
+        ignored.into_iter().map(describe).collect()
+    }
+
+    /// The most bytes that may be held from a device with `total` bytes of memory, of which `free` are free when the
+    /// allocator starts: the smallest of the limits that are set, or `None` if none is. Shares of a byte are cut off.
+    pub fn limit_bytes(&self, total: u64, free: u64) -> Option<u64> {
+        let of_total = (self.per_process_memory_fraction < 1.0).then(|| share(total, self.per_process_memory_fraction));
+        let of_free = self.limit_free_fraction.map(|fraction| share(free, fraction));
+        [self.limit, of_total, of_free].into_iter().flatten().min()
+    }
+}
+
+/// `fraction * bytes`, cut off.
+#[expect(clippy::cast_possible_truncation, reason = "cutting off is what is wanted, and the cast saturates")]
+fn share(bytes: u64, fraction: f64) -> u64 {
+    (bytes as f64 * fraction) as u64
+}
+
+impl FromStr for Config {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Config, ConfigError> {
+        Config::parse(text)
+    }
+}

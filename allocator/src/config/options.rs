@@ -1,0 +1,151 @@
+//! What each option does to a [`Config`], and the options that are accepted and do nothing here.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Bound::{Excluded, Included};
+
+use super::error::ConfigError;
+use super::keys::Key;
+use super::parse::{Pair, Value};
+use super::values::{Reader, divisions, reserve};
+use super::{Backing, Config, CrossStream, TagSource};
+
+/// An option that was given, is valid, and has no effect here: [`Config::ignored`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct IgnoredOption {
+    /// Its name, in the canonical spelling.
+    pub key: &'static str,
+    /// Its value, without whitespace.
+    pub value: String,
+    /// Why it has no effect.
+    pub reason: &'static str,
+}
+
+impl fmt::Display for IgnoredOption {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{} ({})", self.key, self.value, self.reason)
+    }
+}
+
+/// The inert options that were given and ask for something, with their values.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Inert(pub(super) BTreeMap<Key, String>);
+
+/// Why an option that this allocator does not act on has no effect.
+pub(super) const fn reason(key: Key) -> &'static str {
+    match key {
+        Key::ExpandableSegments | Key::ExpandableReserve | Key::ExpandableReserveByClass => {
+            "mapped memory comes with the paged backing, which this version does not have"
+        }
+        Key::GraphCaptureReuse => "blocks used by several streams are not reused inside a graph capture",
+        _ => "page-locked host memory is not managed by this crate",
+    }
+}
+
+/// Sets one option.
+pub(super) fn set(config: &mut Config, pair: &Pair<'_>) -> Result<(), ConfigError> {
+    let key = pair.key;
+    let word = || Reader::word_of(pair);
+    match key {
+        Key::LargeSegmentSize => config.large_segment_size = word()?.mib()?,
+        Key::MaxSplitSize => config.max_split_size = Some(word()?.mib()?),
+        Key::MaxNonSplitRounding => config.max_non_split_rounding = Some(word()?.mib()?),
+        Key::GarbageCollectionThreshold => {
+            config.garbage_collection_threshold = word()?.fraction(Excluded(0.0), Excluded(1.0))?;
+        }
+        Key::RoundupPower2Divisions => config.roundup_power2_divisions = divisions(pair)?,
+        Key::PerProcessMemoryFraction => {
+            config.per_process_memory_fraction = word()?.fraction(Included(0.0), Included(1.0))?;
+        }
+        Key::ThrowOnOom => config.fail_fast = word()?.flag()?,
+        Key::Backend => backend(word()?)?,
+        // The heap's lock is never held across a driver call, so `True` describes what is always so.
+        Key::ReleaseLock => {
+            word()?.flag()?;
+        }
+        Key::ExpandableSegments => config.expandable_segments = word()?.flag()?,
+        Key::ExpandableReserve => {
+            reserve(word()?)?;
+            keep(config, pair);
+        }
+        Key::ExpandableReserveByClass => {
+            for entry in Reader::list_of(pair)? {
+                reserve(Reader::part(key, entry.value))?;
+            }
+            keep(config, pair);
+        }
+        Key::GraphCaptureReuse | Key::PinnedBackgroundThreads | Key::PinnedHostRegister | Key::PinnedFreeCatchAll => {
+            if word()?.flag()? {
+                keep(config, pair);
+            } else {
+                config.inert.0.remove(&key);
+            }
+        }
+        Key::PinnedMaxRoundThreshold | Key::PinnedMaxCachedSize => {
+            word()?.mib()?;
+            keep(config, pair);
+        }
+        Key::PinnedRegisterThreads => {
+            let threads = word()?.integer()?;
+            if !threads.is_power_of_two() || threads > 128 {
+                return Err(word()?.out_of_range());
+            }
+            if threads == 1 {
+                config.inert.0.remove(&key);
+            } else {
+                keep(config, pair);
+            }
+        }
+        Key::PinnedReserveSegment => {
+            if word()?.mib()? == 0 {
+                return Err(word()?.out_of_range());
+            }
+            keep(config, pair);
+        }
+        Key::Backing => config.backing = backing(word()?)?,
+        Key::CrossStream => config.cross_stream = word()?.choice(CrossStream::ALL, CrossStream::name)?,
+        Key::Limit => config.limit = Some(word()?.mib()?),
+        Key::LimitFreeFraction => {
+            config.limit_free_fraction = Some(word()?.fraction(Excluded(0.0), Included(1.0))?);
+        }
+        Key::Headroom => config.headroom = word()?.mib()?,
+        Key::History => {
+            let entries = word()?.integer()?;
+            config.history = u32::try_from(entries).or_else(|_| Err(word()?.out_of_range()))?;
+        }
+        Key::Tags => config.tags = word()?.choice(TagSource::ALL, TagSource::name)?,
+        Key::NoCache => config.no_cache = word()?.flag()?,
+    }
+    Ok(())
+}
+
+fn backend(value: Reader<'_>) -> Result<(), ConfigError> {
+    match value.text() {
+        "native" => Ok(()),
+        "cudaMallocAsync" => Err(value.unavailable(
+            "the driver's own pool is not used; leave `backend` out, or use `no_cache:True` to cache nothing here",
+        )),
+        _ => Err(value.invalid()),
+    }
+}
+
+fn backing(value: Reader<'_>) -> Result<Backing, ConfigError> {
+    match value.text() {
+        "paged" => Err(value.unavailable("use `backing:segments`, the only backing so far")),
+        _ => value.choice(Backing::ALL, Backing::name),
+    }
+}
+
+/// Remembers an option that has no effect here, so that it can be named and printed.
+fn keep(config: &mut Config, pair: &Pair<'_>) {
+    let text = match &pair.value {
+        Value::Word(word) => word.text().to_owned(),
+        Value::List(_, entries) => {
+            let entries: Vec<String> =
+                entries.iter().map(|entry| format!("{}:{}", entry.name.text(), entry.value.text())).collect();
+            format!("[{}]", entries.join(","))
+        }
+    };
+    config.inert.0.insert(pair.key, text);
+}

@@ -1,0 +1,178 @@
+//! Reading one value: numbers, sizes, fractions, choices and the two kinds of list.
+//!
+//! A value is taken as a whole or refused. Numbers are digits only: no sign, no hexadecimal, nothing after them.
+
+use std::ops::Bound;
+
+use super::error::{ConfigError, ConfigErrorKind, quoted};
+use super::keys::Key;
+use super::parse::{Entry, Pair, Value, Word};
+
+/// Bytes in a MiB, the unit of every `_mb` option.
+pub(super) const MIB: u64 = 1 << 20;
+
+/// An option's value with the option it belongs to, which messages name.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reader<'a> {
+    key: Key,
+    word: Word<'a>,
+}
+
+impl<'a> Reader<'a> {
+    /// The single word that `pair` must have as its value.
+    pub(super) fn word_of(pair: &Pair<'a>) -> Result<Reader<'a>, ConfigError> {
+        let reader = Reader { key: pair.key, word: pair.value.whole() };
+        match pair.value {
+            Value::Word(_) => Ok(reader),
+            Value::List(..) => Err(reader.invalid()),
+        }
+    }
+
+    /// The entries of the list that `pair` must have as its value.
+    pub(super) fn list_of<'p>(pair: &'p Pair<'a>) -> Result<&'p [Entry<'a>], ConfigError> {
+        match &pair.value {
+            Value::List(_, entries) => Ok(entries),
+            Value::Word(word) => Err(Reader { key: pair.key, word: *word }.invalid()),
+        }
+    }
+
+    /// A part of the value of `key`.
+    pub(super) fn part(key: Key, word: Word<'a>) -> Reader<'a> {
+        Reader { key, word }
+    }
+
+    pub(super) fn text(self) -> &'a str {
+        self.word.text()
+    }
+
+    pub(super) fn invalid(self) -> ConfigError {
+        self.invalid_expecting(self.key.expected().to_owned())
+    }
+
+    pub(super) fn invalid_expecting(self, expected: String) -> ConfigError {
+        let kind = ConfigErrorKind::InvalidValue { key: self.key.name(), value: quoted(self.text()), expected };
+        self.word.fail(kind)
+    }
+
+    pub(super) fn out_of_range(self) -> ConfigError {
+        self.out_of_range_expecting(self.key.expected().to_owned())
+    }
+
+    fn out_of_range_expecting(self, expected: String) -> ConfigError {
+        let kind = ConfigErrorKind::OutOfRange { key: self.key.name(), value: quoted(self.text()), expected };
+        self.word.fail(kind)
+    }
+
+    pub(super) fn unavailable(self, instead: &'static str) -> ConfigError {
+        self.word.fail(ConfigErrorKind::Unavailable { key: self.key.name(), value: quoted(self.text()), instead })
+    }
+
+    pub(super) fn flag(self) -> Result<bool, ConfigError> {
+        let hint = match self.text() {
+            "True" => return Ok(true),
+            "False" => return Ok(false),
+            "1" => "True",
+            "0" => "False",
+            text if ["true", "yes", "on"].iter().any(|word| text.eq_ignore_ascii_case(word)) => "True",
+            text if ["false", "no", "off"].iter().any(|word| text.eq_ignore_ascii_case(word)) => "False",
+            _ => return Err(self.invalid()),
+        };
+        Err(self.invalid_expecting(format!("{}; write `{hint}`", self.key.expected())))
+    }
+
+    pub(super) fn integer(self) -> Result<u64, ConfigError> {
+        let text = self.text();
+        if !text.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Err(self.invalid());
+        }
+        text.parse().map_err(|_| self.out_of_range())
+    }
+
+    /// A size in MiB, in bytes.
+    pub(super) fn mib(self) -> Result<u64, ConfigError> {
+        let bytes = self.integer()?.checked_mul(MIB);
+        bytes.ok_or_else(|| self.out_of_range_expecting(format!("at most {} MiB", u64::MAX / MIB)))
+    }
+
+    /// A finite number without sign inside the bounds.
+    pub(super) fn fraction(self, low: Bound<f64>, high: Bound<f64>) -> Result<f64, ConfigError> {
+        let value = decimal(self.text()).ok_or_else(|| self.invalid())?;
+        if (low, high).contains_value(value) { Ok(value) } else { Err(self.out_of_range()) }
+    }
+
+    pub(super) fn choice<T: Copy>(self, all: &[T], name: impl Fn(T) -> &'static str) -> Result<T, ConfigError> {
+        all.iter().copied().find(|choice| name(*choice) == self.text()).ok_or_else(|| self.invalid())
+    }
+}
+
+trait Bounds {
+    fn contains_value(&self, value: f64) -> bool;
+}
+
+impl Bounds for (Bound<f64>, Bound<f64>) {
+    fn contains_value(&self, value: f64) -> bool {
+        std::ops::RangeBounds::contains(self, &value)
+    }
+}
+
+/// A finite decimal number such as `0.5`, `.5`, `1` or `2e-3`.
+pub(super) fn decimal(text: &str) -> Option<f64> {
+    let starts_well = text.bytes().next().is_some_and(|byte| byte.is_ascii_digit() || byte == b'.');
+    let only_numeric = text.bytes().all(|byte| byte.is_ascii_digit() || b".eE+-".contains(&byte));
+    if !starts_well || !only_numeric {
+        return None;
+    }
+    text.parse().ok().filter(|value: &f64| value.is_finite())
+}
+
+/// The number of size intervals of `roundup_power2_divisions`: 1 MiB, 2 MiB, … 32 GiB.
+pub(super) const INTERVALS: usize = 16;
+
+/// `roundup_power2_divisions`: one number for every interval, or a list of intervals.
+///
+/// In a list, the first entry also holds for every smaller interval, `>` for every interval above that of the entry
+/// before it, and intervals that nothing covers are off.
+pub(super) fn divisions(pair: &Pair<'_>) -> Result<[u64; INTERVALS], ConfigError> {
+    let entries = match &pair.value {
+        Value::Word(word) => return Ok([power_of_two_or_zero(Reader::part(pair.key, *word))?; INTERVALS]),
+        Value::List(_, entries) => entries,
+    };
+    let mut divisions = [0; INTERVALS];
+    let mut first = true;
+    let mut last = 0;
+    for entry in entries {
+        let value = power_of_two_or_zero(Reader::part(pair.key, entry.value))?;
+        if entry.name.text() == ">" {
+            divisions.iter_mut().skip(last + 1).for_each(|slot| *slot = value);
+            continue;
+        }
+        let name = Reader::part(pair.key, entry.name);
+        let expects_interval = || "a power of two, a size in MiB, or `>` before the `:`".to_owned();
+        let interval = name.integer().map_err(|_| name.invalid_expecting(expects_interval()))?;
+        if !interval.is_power_of_two() {
+            return Err(name.invalid_expecting(expects_interval()));
+        }
+        last = (interval.ilog2() as usize).min(INTERVALS - 1);
+        if first {
+            divisions[..last].fill(value);
+            first = false;
+        }
+        divisions[last] = value;
+    }
+    Ok(divisions)
+}
+
+fn power_of_two_or_zero(reader: Reader<'_>) -> Result<u64, ConfigError> {
+    let value = reader.integer()?;
+    if value == 0 || value.is_power_of_two() { Ok(value) } else { Err(reader.out_of_range()) }
+}
+
+/// Checks how much address space to reserve: a positive fraction, or a size in GiB with `G` after it.
+pub(super) fn reserve(reader: Reader<'_>) -> Result<(), ConfigError> {
+    let number = reader.text().strip_suffix('G').unwrap_or(reader.text());
+    match decimal(number) {
+        Some(value) if value > 0.0 => Ok(()),
+        Some(_) => Err(reader.out_of_range()),
+        None => Err(reader.invalid()),
+    }
+}

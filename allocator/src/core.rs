@@ -1,0 +1,207 @@
+//! The state under the heap's lock, and the two operations that everybody pays for: taking a free block and giving one back.
+//!
+//! Nothing here calls the driver, waits, or runs foreign code.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use aquifer_device::{Device, Stream, Timeline};
+
+use crate::heap::{BlockId, Heap, SplitChange, State};
+use crate::history::{Action, History};
+use crate::pools::PoolTable;
+use crate::shell::{Shell, bury};
+use crate::size_class::{PoolKind, SizeClasses};
+use crate::tags::Tag;
+use crate::waiting::Waiting;
+
+/// A request on its way through the allocator.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Request {
+    /// Bytes the caller asked for.
+    pub(crate) requested: u64,
+    /// Bytes after rounding.
+    pub(crate) size: u64,
+    /// The pool it is served from.
+    pub(crate) pool: u16,
+    /// The stream it is for.
+    pub(crate) slot: u32,
+    pub(crate) tag: Tag,
+}
+
+/// What an allocation needs to know of its block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Granted {
+    pub(crate) block: BlockId,
+    pub(crate) addr: u64,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Core {
+    /// `None` while the shell is idle.
+    pub(crate) device: Option<Device>,
+    pub(crate) classes: SizeClasses,
+    /// Whether a free block may move between streams; if not, blocks never leave the stream of their segment.
+    pub(crate) crosses_streams: bool,
+    pub(crate) heap: Heap,
+    pub(crate) pools: PoolTable,
+    /// Timelines by our own stream number.
+    pub(crate) timelines: Vec<Option<Arc<Timeline>>>,
+    pub(crate) waiting: Vec<Waiting>,
+    /// Streams that use a live block beside its own.
+    pub(crate) shared: HashMap<BlockId, Vec<u32>>,
+    /// Live allocations of the raw interface, by address.
+    pub(crate) raw: HashMap<u64, BlockId>,
+    pub(crate) history: History,
+    /// Live blocks: the shell cannot be recycled before this is 0.
+    pub(crate) live: u64,
+    /// Bytes held from the device, and bytes that threads are about to take.
+    pub(crate) reserved: u64,
+    pub(crate) growing: u64,
+    /// Segments that back each region: address and, for the snapshot, tag of the allocation that made them.
+    pub(crate) segments: BTreeMap<u64, Tag>,
+}
+
+impl Core {
+    /// Registers a stream, and returns its number here.
+    #[inline]
+    pub(crate) fn slot(&mut self, stream: &Stream) -> u32 {
+        let slot = stream.id();
+        if !matches!(self.timelines.get(slot as usize), Some(Some(_))) {
+            self.register(stream);
+        }
+        slot
+    }
+
+    #[cold]
+    fn register(&mut self, stream: &Stream) {
+        let slot = stream.id() as usize;
+        if slot >= self.timelines.len() {
+            self.timelines.resize(slot + 1, None);
+        }
+        self.timelines[slot] = Some(stream.timeline().clone());
+    }
+
+    pub(crate) fn timeline(&self, slot: u32) -> Option<&Arc<Timeline>> {
+        self.timelines.get(slot as usize)?.as_ref()
+    }
+
+    /// The timelines beside the heap, for work on the heap that asks them.
+    pub(crate) fn timelines_and_heap(&mut self) -> (&[Option<Arc<Timeline>>], &mut Heap) {
+        (&self.timelines, &mut self.heap)
+    }
+
+    /// Notes that a stream uses a live block beside its own.
+    pub(crate) fn note_use(&mut self, id: BlockId, slot: u32) {
+        let block = &mut self.heap.blocks[id];
+        if block.owner == slot {
+            return;
+        }
+        block.shared = true;
+        let users = self.shared.entry(id).or_default();
+        if !users.contains(&slot) {
+            users.push(slot);
+        }
+    }
+
+    /// Where the stream's timeline must have got to for everything enqueued so far to be done.
+    #[inline]
+    pub(crate) fn tick_of(&self, slot: u32) -> u64 {
+        self.timeline(slot).map_or(0, |timeline| timeline.now() + 1)
+    }
+
+    /// Whether the stream's timeline is known to have got to `after`.
+    pub(crate) fn is_known_done(&self, slot: u32, after: u64) -> bool {
+        after == 0 || self.timeline(slot).is_none_or(|timeline| timeline.is_known_done(after - 1))
+    }
+
+    /// Serves a request from the free blocks that its stream may reuse at once.
+    #[inline]
+    pub(crate) fn take_own(&mut self, shell: &Shell, request: &Request) -> Option<Granted> {
+        let block = self.heap.find(&self.classes, request.pool, request.slot, request.size)?;
+        Some(self.take(shell, request, block))
+    }
+
+    /// Takes the request's bytes from a free block that the stream may use.
+    #[inline]
+    pub(crate) fn take(&mut self, shell: &Shell, request: &Request, free: BlockId) -> Granted {
+        let (id, change) = self.heap.take(&self.classes, free, request.slot, request.size, request.requested);
+        let block = &mut self.heap.blocks[id];
+        block.tag = request.tag.0;
+        let (addr, size, kind) = (block.addr, block.size, self.heap.pools[usize::from(block.pool)].kind);
+        self.live += 1;
+        let counters = &shell.counters;
+        counters.allocated(kind, size, request.requested);
+        self.split_changed(shell, kind, change);
+        if self.classes.is_oversize(size) {
+            counters.oversize_allocations.add(1);
+        }
+        if self.history.is_on() {
+            self.history.note(Action::Alloc, addr, request.requested, request.slot, request.tag);
+        }
+        self.debug_check();
+        Granted { block: id, addr }
+    }
+
+    /// Gives a live block back; `on` is the stream that its memory is handed to, where that is not its own.
+    #[inline]
+    pub(crate) fn free(&mut self, shell: &Shell, id: BlockId, on: Option<u32>) {
+        let block = &self.heap.blocks[id];
+        debug_assert_eq!(block.state, State::Live);
+        let (size, owner, shared) = (block.size, block.owner, block.shared);
+        let kind = self.heap.pools[usize::from(block.pool)].kind;
+        self.live -= 1;
+        shell.counters.freed(kind, size);
+        if self.classes.is_oversize(size) {
+            shell.counters.oversize_allocations.sub(1);
+        }
+        if self.history.is_on() {
+            let (addr, requested, tag) = (block.addr, block.requested, Tag(block.tag));
+            self.history.note(Action::FreeRequested, addr, requested, owner, tag);
+        }
+        match on.filter(|&on| on != owner) {
+            None if !shared => self.complete(shell, id, owner, self.tick_of(owner)),
+            Some(on) if !shared && self.crosses_streams => self.complete(shell, id, on, self.tick_of(on)),
+            on => self.free_shared(shell, id, on),
+        }
+    }
+
+    /// A block that was given back becomes free, reusable by `owner` at once and by others after `after`.
+    #[inline]
+    pub(crate) fn complete(&mut self, shell: &Shell, id: BlockId, owner: u32, after: u64) {
+        let block = &self.heap.blocks[id];
+        let kind = self.heap.pools[usize::from(block.pool)].kind;
+        shell.counters.completed(kind, block.size, block.requested);
+        if self.history.is_on() {
+            let (addr, requested, tag) = (block.addr, block.requested, Tag(block.tag));
+            self.history.note(Action::FreeCompleted, addr, requested, owner, tag);
+        }
+        let (_, change) = self.heap.give(id, owner, after);
+        self.split_changed(shell, kind, change);
+        self.debug_check();
+    }
+
+    #[inline]
+    pub(crate) fn split_changed(&self, shell: &Shell, kind: PoolKind, change: SplitChange) {
+        shell.counters.inactive_split.change(kind, change.count);
+        shell.counters.inactive_split_bytes.change(kind, change.bytes);
+    }
+
+    /// Checks the heap's identities, in debug builds, now and then: a whole check costs as much as there are blocks.
+    #[inline]
+    fn debug_check(&self) {
+        #[cfg(debug_assertions)]
+        if self.live.is_multiple_of(64) {
+            debug_assert_eq!(self.heap.check(), Ok(()));
+        }
+    }
+
+    /// Hands every segment to the device, to be freed when somebody next talks to it, and lets the device go.
+    pub(crate) fn bury(self) {
+        let Some(device) = self.device else { return };
+        for region in self.heap.regions() {
+            device.free_later(aquifer_device::DevicePtr(region.addr));
+        }
+        bury(device);
+    }
+}

@@ -1,0 +1,80 @@
+//! Errors of the allocator.
+
+use aquifer_device::DeviceError;
+
+use crate::config::ConfigError;
+use crate::oom::OomReport;
+
+/// Why an allocation, or another request to the allocator, failed. The allocator is as usable afterwards as before.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AllocError {
+    /// There is not enough memory, or not in one piece. The report says why and what would have made the request fit.
+    #[error("{0}")]
+    OutOfMemory(Box<OomReport>),
+    /// The caller asked for more than any device has: 2^60 bytes (1 EB) or more.
+    #[error("out of memory: tried to allocate {requested} bytes, more than 1EB memory")]
+    TooLarge {
+        /// Bytes asked for.
+        requested: u64,
+    },
+    /// The caller asked for an alignment that is not a power of two, or is larger than 2 MiB.
+    #[error("an alignment of {alignment} bytes is not a power of two up to 2 MiB")]
+    InvalidAlignment {
+        /// Alignment asked for.
+        alignment: u64,
+    },
+    /// The caller passed a stream, pool or allocation of another device or allocator.
+    #[error("the {what} belongs to another device or allocator than the one asked")]
+    WrongDevice {
+        /// What was passed.
+        what: &'static str,
+    },
+    /// The caller passed a pointer that this allocator did not give out through the raw interface, or freed it twice.
+    #[error(
+        "invalid device pointer: {ptr:#x} is not a live raw allocation of this allocator (freed twice, or foreign)"
+    )]
+    InvalidPointer {
+        /// The pointer.
+        ptr: u64,
+    },
+    /// The caller asked for a length whose size in bytes overflows.
+    #[error("{len} elements of {size} bytes are more bytes than a u64 holds")]
+    LengthOverflow {
+        /// Elements asked for.
+        len: u64,
+        /// Size of one.
+        size: u64,
+    },
+    /// The caller asked for a part of a buffer that reaches beyond its end.
+    #[error("elements {start}..{end} reach beyond a buffer of {len}")]
+    OutOfBounds {
+        /// First element asked for.
+        start: u64,
+        /// Element after the last.
+        end: u64,
+        /// Elements of the buffer.
+        len: u64,
+    },
+    /// The configuration is wrong.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// A driver call failed for another reason than lack of memory.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+impl AllocError {
+    /// Whether memory was lacking, so that freeing some may help.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, AllocError::OutOfMemory(_) | AllocError::TooLarge { .. })
+    }
+
+    /// The report of an out-of-memory error.
+    pub fn report(&self) -> Option<&OomReport> {
+        match self {
+            AllocError::OutOfMemory(report) => Some(report),
+            _ => None,
+        }
+    }
+}

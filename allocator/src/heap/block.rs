@@ -1,0 +1,147 @@
+//! Records of blocks, in a slab addressed by number.
+
+/// Number of a block in the slab.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct BlockId(pub(crate) u32);
+
+impl BlockId {
+    /// No block.
+    pub(crate) const NONE: BlockId = BlockId(u32::MAX);
+
+    fn index(self) -> usize {
+        self.0 as usize
+    }
+
+    /// The block, if it is one.
+    pub(crate) fn some(self) -> Option<BlockId> {
+        (self != BlockId::NONE).then_some(self)
+    }
+}
+
+/// What a block is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    /// The record is unused.
+    Vacant,
+    /// Somebody holds it.
+    Live,
+    /// Given back, but other streams may still use it; in no index.
+    Waiting,
+    /// In the index of its owner.
+    Free,
+}
+
+/// A piece of a region.
+#[derive(Clone, Debug)]
+pub(crate) struct Block {
+    /// First address.
+    pub(crate) addr: u64,
+    /// Length in bytes.
+    pub(crate) size: u64,
+    /// Bytes the caller asked for; meaningful while live or waiting.
+    pub(crate) requested: u64,
+    /// While free: where the owner's timeline must have got to for everybody else to use the block; 0 when it has.
+    pub(crate) after: u64,
+    /// While free: the pool's search count when it became free, for garbage collection.
+    pub(crate) age_base: u64,
+    /// Neighbours in the region, by address.
+    pub(crate) prev: BlockId,
+    pub(crate) next: BlockId,
+    pub(crate) region: u32,
+    /// While live, the stream it was allocated for; while free, the stream that may reuse it without waiting.
+    pub(crate) owner: u32,
+    /// Tag of the allocation.
+    pub(crate) tag: u32,
+    pub(crate) pool: u16,
+    pub(crate) state: State,
+    /// While live: other streams use it too, and who they are is noted elsewhere.
+    pub(crate) shared: bool,
+}
+
+impl Block {
+    const VACANT: Block = Block {
+        addr: 0,
+        size: 0,
+        requested: 0,
+        after: 0,
+        age_base: 0,
+        prev: BlockId::NONE,
+        next: BlockId::NONE,
+        region: 0,
+        owner: 0,
+        tag: 0,
+        pool: 0,
+        state: State::Vacant,
+        shared: false,
+    };
+
+    /// Whether it is a piece of a region rather than a whole one.
+    pub(crate) fn is_split(&self) -> bool {
+        self.prev != BlockId::NONE || self.next != BlockId::NONE
+    }
+}
+
+/// All blocks of a heap. A record is one cache line.
+#[derive(Debug, Default)]
+pub(crate) struct Slab {
+    blocks: Vec<Block>,
+    /// Vacant records, chained through `next`.
+    vacant: Option<BlockId>,
+}
+
+const _: () = assert!(size_of::<Block>() == 64, "a block record fills a cache line");
+
+impl Slab {
+    #[inline]
+    pub(crate) fn insert(&mut self, block: Block) -> BlockId {
+        match self.vacant {
+            Some(id) => {
+                self.vacant = self[id].next.some();
+                self[id] = block;
+                id
+            }
+            None => {
+                let id = BlockId(u32::try_from(self.blocks.len()).unwrap_or(u32::MAX));
+                // 2^32 - 1 records of 64 bytes are 256 GiB of host memory: the process is out of memory before that.
+                assert!(id != BlockId::NONE, "more than 2^32 blocks");
+                self.blocks.push(block);
+                id
+            }
+        }
+    }
+
+    #[inline]
+    pub(crate) fn remove(&mut self, id: BlockId) {
+        self[id].state = State::Vacant;
+        self[id].next = self.vacant.unwrap_or(BlockId::NONE);
+        self.vacant = Some(id);
+    }
+
+    /// Every block that is not vacant.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
+        let numbered = (0..u32::MAX).map(BlockId).zip(&self.blocks);
+        numbered.filter(|(_, block)| block.state != State::Vacant)
+    }
+}
+
+impl std::ops::Index<BlockId> for Slab {
+    type Output = Block;
+
+    #[inline]
+    fn index(&self, id: BlockId) -> &Block {
+        &self.blocks[id.index()]
+    }
+}
+
+impl std::ops::IndexMut<BlockId> for Slab {
+    #[inline]
+    fn index_mut(&mut self, id: BlockId) -> &mut Block {
+        &mut self.blocks[id.index()]
+    }
+}
+
+impl Default for Block {
+    fn default() -> Self {
+        Block::VACANT
+    }
+}

@@ -1,0 +1,55 @@
+//! The heap's identities H1–H4, checked from scratch.
+
+use super::{Block, BlockId, Heap, Key, State};
+
+impl Heap {
+    /// Recomputes every identity of the module documentation; the first that does not hold is described.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let (mut total, mut free, mut free_count) = (0, 0, 0);
+        for region in self.regions() {
+            let (mut at, mut before) = (region.addr, None::<(BlockId, &Block)>);
+            for (id, block) in self.blocks_of(region) {
+                let prev = before.map_or(BlockId::NONE, |(id, _)| id);
+                if block.addr != at || block.prev != prev || block.size == 0 || block.state == State::Vacant {
+                    return Err(format!("H1: {id:?} {block:?} does not follow {prev:?} at {at:#x}"));
+                }
+                if before.is_some_and(|(_, before)| mergeable(before, block)) {
+                    return Err(format!("H3: {prev:?} and {id:?} should be one block"));
+                }
+                if block.state == State::Free {
+                    free += block.size;
+                    free_count += 1;
+                    self.check_indexed(id, block)?;
+                }
+                at += block.size;
+                before = Some((id, block));
+            }
+            if at != region.addr + region.bytes {
+                return Err(format!("H1: region at {:#x} ends at {at:#x}", region.addr));
+            }
+            total += region.bytes;
+        }
+        if (total, free) != (self.total, self.free) {
+            let (noted_total, noted_free) = (self.total, self.free);
+            return Err(format!("H2: total {total} free {free}, noted {noted_total} {noted_free}"));
+        }
+        let indexed: usize =
+            (0..self.pools.len()).map(|pool| self.free_blocks(u16::try_from(pool).unwrap_or(0)).count()).sum();
+        if indexed != free_count { Err(format!("H4: {indexed} blocks indexed, {free_count} free")) } else { Ok(()) }
+    }
+
+    fn check_indexed(&self, id: BlockId, block: &Block) -> Result<(), String> {
+        let key = Key::new(block.size, block.addr, id);
+        let found = self.index(block.pool, block.owner).is_some_and(|index| index.before_or_at(key) == Some(key));
+        let stray = block.owner != self.region(block.region).home;
+        if !found || stray != self.strays.contains(&id) {
+            return Err(format!("H4: {id:?} {block:?} indexed: {found}, stray: {stray}"));
+        }
+        Ok(())
+    }
+}
+
+fn mergeable(left: &Block, right: &Block) -> bool {
+    let free = left.state == State::Free && right.state == State::Free;
+    free && (left.owner == right.owner || (left.after == 0 && right.after == 0))
+}

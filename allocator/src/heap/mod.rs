@@ -1,0 +1,383 @@
+//! The heap: regions tiled by blocks, and the free blocks' indexes. A pure data structure: no driver, no locks, no unsafe.
+//!
+//! Accounting identities, asserted by [`Heap::check`] in debug builds and property tests:
+//! * **H1** the blocks of a region are linked in order of address, and Σ their sizes = the region's length;
+//! * **H2** live + waiting + free = Σ region lengths, and each of the three equals its running total;
+//! * **H3** no two neighbours are mergeable: both free, with the same owner, or both done for everybody;
+//! * **H4** a block is in an index exactly if it is free, and then in the one of its pool and owner.
+//!
+//! Ownership: a free block belongs to the stream of its last use (its *owner*), which may reuse it at once. A region has a
+//! *home* stream; a free block whose owner is another one is a *stray*. Once a stray is done it goes home, so that
+//! borrowing memory across streams leaves no lasting borders between free blocks.
+
+mod block;
+mod check;
+mod index;
+
+use std::collections::BTreeSet;
+
+pub(crate) use block::{Block, BlockId, Slab, State};
+pub(crate) use index::{FreeIndex, Key};
+
+use crate::size_class::{PoolKind, SizeClasses};
+
+/// Blocks of one kind that are served from each other: the small or the large pool, or that of a private pool.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    pub(crate) kind: PoolKind,
+    /// Blocks are handed out whole.
+    pub(crate) no_split: bool,
+    /// Free blocks by owner.
+    indexes: Vec<FreeIndex>,
+    /// How often somebody searched here: the clock of garbage collection.
+    pub(crate) searches: u64,
+}
+
+/// A contiguous range of device addresses.
+#[derive(Clone, Debug)]
+pub(crate) struct Region {
+    pub(crate) addr: u64,
+    pub(crate) bytes: u64,
+    pub(crate) home: u32,
+    pub(crate) pool: u16,
+    pub(crate) first: BlockId,
+}
+
+/// How a taken block changed the count and bytes of free pieces of regions (`inactive_split`), and vice versa.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SplitChange {
+    pub(crate) count: i64,
+    pub(crate) bytes: i64,
+}
+
+/// Regions, their blocks, and the free ones' indexes.
+#[derive(Debug, Default)]
+pub(crate) struct Heap {
+    pub(crate) blocks: Slab,
+    pub(crate) pools: Vec<Pool>,
+    regions: Vec<Option<Region>>,
+    vacant_regions: Vec<u32>,
+    /// Free blocks whose owner is not their region's home.
+    strays: BTreeSet<BlockId>,
+    /// Totals of identity H2, in bytes.
+    pub(crate) total: u64,
+    pub(crate) free: u64,
+}
+
+impl Heap {
+    /// A new pool; its number.
+    pub(crate) fn add_pool(&mut self, kind: PoolKind, no_split: bool) -> u16 {
+        let id = u16::try_from(self.pools.len()).unwrap_or(u16::MAX);
+        self.pools.push(Pool { kind, no_split, indexes: Vec::new(), searches: 0 });
+        id
+    }
+
+    /// The best free block that `owner` may reuse at once and that the size rules allow: as PyTorch, the first candidate
+    /// decides.
+    #[inline]
+    pub(crate) fn find(&mut self, classes: &SizeClasses, pool: u16, owner: u32, size: u64) -> Option<BlockId> {
+        let pool = &mut self.pools[usize::from(pool)];
+        pool.searches += 1;
+        let key = pool.indexes.get(owner as usize)?.best_fit(size)?;
+        classes.fits(key.size(), size).then(|| key.block())
+    }
+
+    /// Takes `size` bytes from the low end of a free block for `owner`; the rest, where splitting is allowed, stays free
+    /// with its owner.
+    #[inline]
+    pub(crate) fn take(
+        &mut self,
+        classes: &SizeClasses,
+        id: BlockId,
+        owner: u32,
+        size: u64,
+        requested: u64,
+    ) -> (BlockId, SplitChange) {
+        let block = &self.blocks[id];
+        debug_assert!(block.state == State::Free && block.size >= size);
+        let was_split = block.is_split();
+        let (old_size, pool) = (block.size, &mut self.pools[usize::from(block.pool)]);
+        let old_key = Key::new(old_size, block.addr, id);
+        let index = &mut pool.indexes[block.owner as usize];
+        if pool.no_split || !classes.should_split(pool.kind, old_size, size) {
+            index.remove(old_key);
+            self.free -= old_size;
+            self.strays_forget(id);
+            let block = &mut self.blocks[id];
+            (block.state, block.owner, block.requested) = (State::Live, owner, requested);
+            let change =
+                if was_split { SplitChange { count: -1, bytes: -signed(old_size) } } else { SplitChange::default() };
+            return (id, change);
+        }
+        index.replace(old_key, Key::new(old_size - size, block.addr + size, id));
+        self.free -= size;
+        let taken = Block {
+            addr: block.addr,
+            size,
+            requested,
+            prev: block.prev,
+            next: id,
+            region: block.region,
+            owner,
+            pool: block.pool,
+            state: State::Live,
+            ..Block::default()
+        };
+        let taken_id = self.blocks.insert(taken);
+        self.link_before(taken_id, id, size);
+        let change = if was_split {
+            SplitChange { count: 0, bytes: -signed(size) }
+        } else {
+            SplitChange { count: 1, bytes: signed(old_size - size) }
+        };
+        (taken_id, change)
+    }
+
+    /// Cuts `size` bytes off the low end of `rest`, whose new front neighbour is `taken`.
+    fn link_before(&mut self, taken: BlockId, rest: BlockId, size: u64) {
+        let record = &mut self.blocks[rest];
+        let (prev, region) = (record.prev, record.region);
+        (record.prev, record.addr, record.size) = (taken, record.addr + size, record.size - size);
+        match prev.some() {
+            Some(prev) => self.blocks[prev].next = taken,
+            None => self.region_mut(region).first = taken,
+        }
+    }
+
+    /// Gives a live or waiting block back: `owner` may reuse it at once, everybody else once the owner's timeline got to
+    /// `after` (0: now). Merges it with its neighbours.
+    #[inline]
+    pub(crate) fn give(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
+        let block = &mut self.blocks[id];
+        debug_assert!(matches!(block.state, State::Live | State::Waiting));
+        let (size, prev, next) = (block.size, block.prev, block.next);
+        (block.state, block.owner, block.after, block.shared) = (State::Free, owner, after, false);
+        self.free += size;
+        let (merged, change) = match (self.absorbs(prev, owner, after), self.absorbs(next, owner, after)) {
+            (false, false) => (self.index_alone(id), SplitChange { count: 1, bytes: signed(size) }),
+            (true, false) => (self.extend_up(prev, id), SplitChange { count: 0, bytes: signed(size) }),
+            (false, true) => (self.extend_down(next, id), SplitChange { count: 0, bytes: signed(size) }),
+            (true, true) => {
+                self.unindex(next);
+                self.unlink(next, id);
+                (self.extend_up(prev, id), SplitChange { count: -1, bytes: signed(size) })
+            }
+        };
+        let block = &mut self.blocks[merged];
+        block.age_base = self.pools[usize::from(block.pool)].searches;
+        if block.is_split() {
+            return (merged, change);
+        }
+        // Whole regions do not count as split: take back what this block counted as before, itself included.
+        let size = signed(block.size);
+        (merged, SplitChange { count: change.count - 1, bytes: change.bytes - size })
+    }
+
+    /// Whether a neighbour is free and exactly as available as a block of `owner` and `after`.
+    #[inline]
+    fn absorbs(&self, neighbour: BlockId, owner: u32, after: u64) -> bool {
+        neighbour.some().is_some_and(|id| {
+            let block = &self.blocks[id];
+            block.state == State::Free && (block.owner == owner || (block.after == 0 && after == 0))
+        })
+    }
+
+    fn index_alone(&mut self, id: BlockId) -> BlockId {
+        let block = &self.blocks[id];
+        let (key, owner, pool) = (Key::new(block.size, block.addr, id), block.owner as usize, usize::from(block.pool));
+        let indexes = &mut self.pools[pool].indexes;
+        if owner >= indexes.len() {
+            indexes.resize_with(owner + 1, FreeIndex::default);
+        }
+        indexes[owner].insert(key);
+        self.strays_note(id);
+        id
+    }
+
+    /// Merges `id`, which is in no index, into its free predecessor.
+    fn extend_up(&mut self, into: BlockId, id: BlockId) -> BlockId {
+        let (size, next, after) = (self.blocks[id].size, self.blocks[id].next, self.blocks[id].after);
+        let block = &mut self.blocks[into];
+        let old = Key::new(block.size, block.addr, into);
+        block.size += size;
+        block.next = next;
+        block.after = block.after.max(after);
+        let new = Key::new(block.size, block.addr, into);
+        self.pools[usize::from(block.pool)].indexes[block.owner as usize].replace(old, new);
+        if let Some(next) = next.some() {
+            self.blocks[next].prev = into;
+        }
+        self.blocks.remove(id);
+        into
+    }
+
+    /// Merges `id`, which is in no index, into its free successor.
+    fn extend_down(&mut self, into: BlockId, id: BlockId) -> BlockId {
+        let Block { addr, size, prev, after, region, .. } = self.blocks[id];
+        let block = &mut self.blocks[into];
+        let old = Key::new(block.size, block.addr, into);
+        (block.addr, block.size, block.prev) = (addr, block.size + size, prev);
+        block.after = block.after.max(after);
+        let new = Key::new(block.size, block.addr, into);
+        self.pools[usize::from(block.pool)].indexes[block.owner as usize].replace(old, new);
+        match prev.some() {
+            Some(prev) => self.blocks[prev].next = into,
+            None => self.region_mut(region).first = into,
+        }
+        self.blocks.remove(id);
+        into
+    }
+
+    /// Removes `next`, which is in no index, by growing its predecessor `id`, which is in none either.
+    fn unlink(&mut self, next: BlockId, id: BlockId) {
+        let (size, after_it, after) = (self.blocks[next].size, self.blocks[next].next, self.blocks[next].after);
+        let block = &mut self.blocks[id];
+        block.size += size;
+        block.next = after_it;
+        block.after = block.after.max(after);
+        if let Some(after_it) = after_it.some() {
+            self.blocks[after_it].prev = id;
+        }
+        self.blocks.remove(next);
+    }
+
+    fn unindex(&mut self, id: BlockId) {
+        let block = &self.blocks[id];
+        let key = Key::new(block.size, block.addr, id);
+        self.pools[usize::from(block.pool)].indexes[block.owner as usize].remove(key);
+        self.strays_forget(id);
+    }
+
+    /// A live block becomes a waiting one.
+    pub(crate) fn set_waiting(&mut self, id: BlockId) {
+        debug_assert_eq!(self.blocks[id].state, State::Live);
+        self.blocks[id].state = State::Waiting;
+    }
+
+    /// A new region, one free block of `home`.
+    pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, pool: u16, home: u32) -> BlockId {
+        let region = self.vacant_regions.pop().unwrap_or_else(|| {
+            self.regions.push(None);
+            u32::try_from(self.regions.len() - 1).unwrap_or(u32::MAX)
+        });
+        let age_base = self.pools[usize::from(pool)].searches;
+        let block =
+            Block { addr, size: bytes, region, owner: home, pool, state: State::Free, age_base, ..Block::default() };
+        let first = self.blocks.insert(block);
+        self.regions[region as usize] = Some(Region { addr, bytes, home, pool, first });
+        self.total += bytes;
+        self.free += bytes;
+        self.index_alone(first)
+    }
+
+    /// Removes a region that is one free block.
+    pub(crate) fn remove_region(&mut self, id: BlockId) -> Region {
+        debug_assert!(self.blocks[id].state == State::Free && !self.blocks[id].is_split());
+        self.unindex(id);
+        let number = self.blocks[id].region;
+        self.blocks.remove(id);
+        self.vacant_regions.push(number);
+        let region = self.regions[number as usize].take();
+        let region = region.unwrap_or(Region { addr: 0, bytes: 0, home: 0, pool: 0, first: BlockId::NONE });
+        self.total -= region.bytes;
+        self.free -= region.bytes;
+        region
+    }
+
+    /// Sends strays home that are done for everybody, and merges them; tells how `inactive_split` of each pool changed.
+    pub(crate) fn send_home(&mut self, is_done: impl Fn(u32, u64) -> bool) -> Vec<(u16, SplitChange)> {
+        let done = |id: &BlockId| is_done(self.blocks[*id].owner, self.blocks[*id].after);
+        let candidates: Vec<BlockId> = self.strays.iter().copied().filter(done).collect();
+        let mut changes = Vec::new();
+        for id in candidates {
+            // An earlier one may have merged with it.
+            if !self.strays.contains(&id) {
+                continue;
+            }
+            let (was_split, size, pool) = (self.blocks[id].is_split(), self.blocks[id].size, self.blocks[id].pool);
+            self.unindex(id);
+            self.free -= size;
+            self.blocks[id].state = State::Waiting;
+            let home = self.region(self.blocks[id].region).home;
+            let before = if was_split { SplitChange { count: 1, bytes: signed(size) } } else { SplitChange::default() };
+            let (_, after) = self.give(id, home, 0);
+            let count = after.count - before.count;
+            changes.push((pool, SplitChange { count, bytes: after.bytes - before.bytes }));
+        }
+        changes
+    }
+
+    /// Makes a free block that is a whole region, and done for everybody, belong to `home`.
+    pub(crate) fn rehome(&mut self, id: BlockId, home: u32) {
+        debug_assert!(!self.blocks[id].is_split());
+        self.unindex(id);
+        let region = self.blocks[id].region;
+        self.region_mut(region).home = home;
+        let block = &mut self.blocks[id];
+        (block.owner, block.after) = (home, 0);
+        self.index_alone(id);
+    }
+
+    /// Free blocks of `owner` in a pool that are away from home.
+    pub(crate) fn strays_of(&self, pool: u16, owner: u32) -> impl Iterator<Item = BlockId> + '_ {
+        let of = move |id: &BlockId| self.blocks[*id].owner == owner && self.blocks[*id].pool == pool;
+        self.strays.iter().copied().filter(of)
+    }
+
+    /// Whether any free block is away from home.
+    pub(crate) fn has_strays(&self) -> bool {
+        !self.strays.is_empty()
+    }
+
+    fn strays_note(&mut self, id: BlockId) {
+        if self.blocks[id].owner != self.region(self.blocks[id].region).home {
+            self.strays.insert(id);
+        }
+    }
+
+    #[inline]
+    fn strays_forget(&mut self, id: BlockId) {
+        if !self.strays.is_empty() {
+            self.strays.remove(&id);
+        }
+    }
+
+    /// The free blocks of a pool that belong to `owner`.
+    pub(crate) fn index(&self, pool: u16, owner: u32) -> Option<&FreeIndex> {
+        self.pools[usize::from(pool)].indexes.get(owner as usize)
+    }
+
+    /// Streams that may own free blocks in a pool.
+    pub(crate) fn owners(&self, pool: u16) -> u32 {
+        u32::try_from(self.pools[usize::from(pool)].indexes.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Every free block of a pool, by owner and then size and address.
+    pub(crate) fn free_blocks(&self, pool: u16) -> impl Iterator<Item = Key> + '_ {
+        self.pools[usize::from(pool)].indexes.iter().flat_map(FreeIndex::iter)
+    }
+
+    /// Every region, in no particular order.
+    pub(crate) fn regions(&self) -> impl Iterator<Item = &Region> + '_ {
+        self.regions.iter().flatten()
+    }
+
+    /// The blocks of a region in order of address.
+    pub(crate) fn blocks_of(&self, region: &Region) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
+        let step = |id: &BlockId| self.blocks[*id].next.some();
+        std::iter::successors(region.first.some(), step).map(|id| (id, &self.blocks[id]))
+    }
+
+    pub(crate) fn region(&self, number: u32) -> &Region {
+        self.regions[number as usize].as_ref().unwrap_or_else(|| unreachable!("block of a removed region"))
+    }
+
+    fn region_mut(&mut self, number: u32) -> &mut Region {
+        self.regions[number as usize].as_mut().unwrap_or_else(|| unreachable!("block of a removed region"))
+    }
+}
+
+/// Bytes of device memory as a signed difference; addresses have at most 57 bits.
+fn signed(bytes: u64) -> i64 {
+    bytes.cast_signed()
+}

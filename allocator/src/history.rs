@@ -1,0 +1,101 @@
+//! History: a ring of what happened, with PyTorch's actions.
+//!
+//! It lives under the heap's lock, so that a snapshot's history and segments agree. Off by default; then it costs one branch
+//! an operation. Only entries are stored, never formatted, until somebody takes a snapshot.
+
+use std::collections::VecDeque;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::Serialize;
+
+use crate::tags::Tag;
+
+/// What happened, under PyTorch's names of trace actions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Action {
+    /// A block became live; size is the bytes asked for.
+    Alloc,
+    /// A block was given back by its holder.
+    FreeRequested,
+    /// A block became free: no stream uses it any more.
+    FreeCompleted,
+    /// A segment came from the device.
+    SegmentAlloc,
+    /// A segment went back to the device.
+    SegmentFree,
+    /// A snapshot was taken; size is the bytes active then.
+    Snapshot,
+    /// An allocation failed; the address is the device's free bytes.
+    Oom,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Entry {
+    pub(crate) action: Action,
+    pub(crate) addr: u64,
+    pub(crate) size: u64,
+    pub(crate) slot: u32,
+    pub(crate) tag: Tag,
+    pub(crate) time_us: u64,
+}
+
+/// The ring. Empty and off by default.
+#[derive(Debug, Default)]
+pub(crate) struct History {
+    capacity: usize,
+    entries: VecDeque<Entry>,
+    /// Entries that were overwritten since recording began.
+    pub(crate) overwritten: u64,
+    skipped: u32,
+}
+
+impl History {
+    /// Starts recording into a ring of `capacity` entries, or stops (0). Stopping forgets what was recorded.
+    pub(crate) fn record(&mut self, capacity: usize, skip: &[Action]) {
+        self.capacity = capacity;
+        self.skipped = skip.iter().fold(0, |bits, &action| bits | 1 << action as u32);
+        let excess = self.entries.len().saturating_sub(capacity);
+        self.entries.drain(..excess);
+        if capacity == 0 {
+            self.entries = VecDeque::new();
+            self.overwritten = 0;
+        }
+    }
+
+    /// Whether anything is recorded.
+    #[inline]
+    pub(crate) fn is_on(&self) -> bool {
+        self.capacity > 0
+    }
+
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn note(&mut self, action: Action, addr: u64, size: u64, slot: u32, tag: Tag) {
+        if self.capacity == 0 || self.skipped & (1 << action as u32) != 0 {
+            return;
+        }
+        if self.entries.len() >= self.capacity {
+            self.entries.pop_front();
+            self.overwritten += 1;
+        }
+        self.entries.push_back(Entry { action, addr, size, slot, tag, time_us: now_us() });
+    }
+
+    /// What is recorded, oldest first.
+    pub(crate) fn entries(&self) -> impl ExactSizeIterator<Item = &Entry> + '_ {
+        self.entries.iter()
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.entries.clear();
+        self.overwritten = 0;
+    }
+}
+
+/// Microseconds since 1970, as PyTorch's `time_us`.
+fn now_us() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,129 @@
+//! What others register with an allocator: reclaimers that free memory under pressure, and observers of OOM.
+//!
+//! Both run without any lock held, so they may allocate and free from the same allocator. While a thread runs reclaimers,
+//! an allocation that fails on it reports OOM instead of asking them again.
+
+use std::cell::Cell;
+use std::fmt;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::oom::OomReport;
+
+/// What a reclaimer is asked for.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct ReclaimRequest {
+    /// Bytes that the failing request needs.
+    pub bytes: u64,
+    /// Our own number of the stream it is for.
+    pub stream_id: u32,
+}
+
+type Reclaimer = Arc<dyn Fn(&ReclaimRequest) -> u64 + Send + Sync>;
+type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
+
+#[derive(Default)]
+pub(crate) struct Hooks {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    next: u64,
+    /// Number, priority, name, function; most willing first.
+    reclaimers: Vec<(u64, i32, String, Reclaimer)>,
+    observers: Vec<(u64, Observer)>,
+}
+
+impl Hooks {
+    pub(crate) fn add_reclaimer(self: &Arc<Self>, priority: i32, name: &str, reclaim: Reclaimer) -> Registration {
+        let mut state = self.state.lock();
+        let number = state.number();
+        state.reclaimers.push((number, priority, name.to_owned(), reclaim));
+        state.reclaimers.sort_by_key(|&(number, priority, ..)| (std::cmp::Reverse(priority), number));
+        Registration { hooks: self.clone(), number }
+    }
+
+    pub(crate) fn add_observer(self: &Arc<Self>, observe: Observer) -> Registration {
+        let mut state = self.state.lock();
+        let number = state.number();
+        state.observers.push((number, observe));
+        Registration { hooks: self.clone(), number }
+    }
+
+    /// The reclaimers, most willing first; none while this thread runs some already.
+    pub(crate) fn reclaimers(&self) -> Vec<(String, Reclaimer)> {
+        if RECLAIMING.get() {
+            return Vec::new();
+        }
+        let state = self.state.lock();
+        state.reclaimers.iter().map(|(_, _, name, reclaim)| (name.clone(), reclaim.clone())).collect()
+    }
+
+    pub(crate) fn notify(&self, report: &OomReport) {
+        let observers: Vec<Observer> = self.state.lock().observers.iter().map(|(_, observe)| observe.clone()).collect();
+        for observe in observers {
+            observe(report);
+        }
+    }
+}
+
+impl State {
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+}
+
+thread_local! {
+    static RECLAIMING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs a reclaimer; a panic in it ends the request that asked, not the protection against asking again.
+pub(crate) fn run(reclaim: &Reclaimer, request: &ReclaimRequest) -> u64 {
+    struct Reset;
+    impl Drop for Reset {
+        fn drop(&mut self) {
+            RECLAIMING.set(false);
+        }
+    }
+    RECLAIMING.set(true);
+    let _reset = Reset;
+    reclaim(request)
+}
+
+/// Keeps a reclaimer or observer registered until it is dropped.
+#[must_use = "dropping the registration ends it"]
+pub struct Registration {
+    hooks: Arc<Hooks>,
+    number: u64,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let mut state = self.hooks.state.lock();
+        // Taken out first and dropped after the lock: what they captured may itself talk to the allocator when dropped.
+        let reclaimer = state.reclaimers.iter().position(|&(number, ..)| number == self.number);
+        let reclaimer = reclaimer.map(|at| state.reclaimers.remove(at));
+        let observer = state.observers.iter().position(|&(number, _)| number == self.number);
+        let observer = observer.map(|at| state.observers.remove(at));
+        drop(state);
+        drop((reclaimer, observer));
+    }
+}
+
+impl fmt::Debug for Registration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Registration").field("number", &self.number).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Hooks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = self.state.lock();
+        let reclaimers: Vec<_> = state.reclaimers.iter().map(|(_, priority, name, _)| (priority, name)).collect();
+        f.debug_struct("Hooks").field("reclaimers", &reclaimers).field("observers", &state.observers.len()).finish()
+    }
+}

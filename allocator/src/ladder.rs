@@ -1,0 +1,184 @@
+//! What happens when no cached block serves a request: the out-of-memory ladder.
+//!
+//! Each rung is a function that serves the request or does not, and each that frees something is followed by another search,
+//! because what it freed may fit although no more can be had from the device. The order is PyTorch's, with rungs added:
+//!
+//! 1. blocks of other streams that are done (`cross_stream`), or with a wait where the policy says so;
+//! 2. garbage collection by age;
+//! 3. **grow**: a segment from the device;
+//! 4. private pools that lend on OOM;
+//! 5. release oversize segments, and grow;
+//! 6. wait on the host for blocks that other streams still use;
+//! 7. make the stream wait for another stream's block, unless blocks never cross streams;
+//! 8. release everything unused, and grow;
+//! 9. reclaimers by priority, each followed by a search, a release and a growth;
+//! 10. the report.
+//!
+//! No lock is held between rungs, and none across a driver call, a wait, a reclaimer or an observer.
+
+use crate::allocator::Allocator;
+use crate::config::CrossStream;
+use crate::core::{Core, Granted, Request};
+use crate::error::AllocError;
+use crate::hooks::{self, ReclaimRequest};
+use crate::oom::Tried;
+use crate::segments::{Growth, Refusal};
+
+/// What a rung came to: the request served, or not.
+type Rung = Result<Option<Granted>, AllocError>;
+
+impl Allocator {
+    /// Serves a request that no cached block of its own stream serves.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn climb(&self, request: &Request) -> Result<Granted, AllocError> {
+        let mut tried = Tried::default();
+        match self.climb_rungs(request, &mut tried)? {
+            Some(granted) => Ok(granted),
+            None => Err(self.out_of_memory(request, tried)),
+        }
+    }
+
+    fn climb_rungs(&self, request: &Request, tried: &mut Tried) -> Rung {
+        if let Some(granted) = self.cross_streams(request)? {
+            return Ok(Some(granted));
+        }
+        self.collect_garbage()?;
+        if let Some(granted) = self.try_grow(request, tried)? {
+            return Ok(Some(granted));
+        }
+        if self.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
+            self.shell().counters_locked(|counters| counters.num_oom_rejections.add(1));
+            return Ok(None);
+        }
+        let later = [
+            Self::take_lent_by_pools,
+            Self::release_oversize_and_grow,
+            Self::wait_for_pending,
+            Self::wait_for_lender,
+            Self::release_and_grow,
+            Self::reclaim,
+        ];
+        for rung in later {
+            if let Some(granted) = rung(self, request, tried)? {
+                return Ok(Some(granted));
+            }
+        }
+        Ok(None)
+    }
+
+    fn cross_streams(&self, request: &Request) -> Rung {
+        if self.config().cross_stream == CrossStream::Off {
+            return Ok(None);
+        }
+        match self.borrow(request)? {
+            None if self.config().cross_stream == CrossStream::Wait => self.borrow_waiting(request),
+            served => Ok(served),
+        }
+    }
+
+    fn try_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
+        match self.grow(request)? {
+            Growth::Grown(granted) => Ok(Some(granted)),
+            Growth::Refused(refusal) => {
+                tried.refusal = Some(refusal);
+                Ok(None)
+            }
+        }
+    }
+
+    /// Blocks of private pools that lend on OOM. A request for a private pool itself is not served from others.
+    fn take_lent_by_pools(&self, request: &Request, _: &mut Tried) -> Rung {
+        let shell = self.shell();
+        let mut core = shell.lock();
+        let Some(kind) = (request.pool < 2).then_some(usize::from(request.pool)) else { return Ok(None) };
+        let lenders = core.pools.private.iter().filter(|private| private.open && private.options.use_on_oom);
+        let pools: Vec<u16> = lenders.map(|private| private.numbers[kind]).collect();
+        let served = pools.into_iter().find_map(|pool| core.take_own(shell, &Request { pool, ..*request }));
+        Ok(served)
+    }
+
+    fn release_oversize_and_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
+        let mut sufficient = false;
+        let released = self.release_where(|core| match core.oversize_to_release(request) {
+            Some(chosen) => {
+                let least = core.classes.max_split_size().unwrap_or(0);
+                let sum: u64 = chosen.iter().map(|id| core.heap.blocks[*id].size).sum();
+                sufficient = sum >= request.size.max(least);
+                chosen
+            }
+            None => Vec::new(),
+        })?;
+        tried.released += released;
+        if sufficient { self.try_grow(request, tried) } else { Ok(None) }
+    }
+
+    fn wait_for_pending(&self, request: &Request, tried: &mut Tried) -> Rung {
+        if !self.synchronize_waiting()? {
+            return Ok(None);
+        }
+        tried.waited = true;
+        self.search_again(request)
+    }
+
+    fn wait_for_lender(&self, request: &Request, _: &mut Tried) -> Rung {
+        if self.config().cross_stream == CrossStream::Off { Ok(None) } else { self.borrow_waiting(request) }
+    }
+
+    fn release_and_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
+        tried.released += self.release_where(Core::releasable)?;
+        self.shell().counters_locked(|counters| counters.num_alloc_retries.add(1));
+        self.try_grow(request, tried)
+    }
+
+    fn reclaim(&self, request: &Request, tried: &mut Tried) -> Rung {
+        for (name, reclaim) in self.hooks().reclaimers() {
+            let freed = hooks::run(&reclaim, &ReclaimRequest { bytes: request.size, stream_id: request.slot });
+            tracing::debug!(reclaimer = %name, freed, "a reclaimer was asked for memory");
+            tried.reclaimed += freed;
+            if freed == 0 {
+                continue;
+            }
+            self.synchronize_waiting()?;
+            if let Some(granted) = self.search_again(request)? {
+                return Ok(Some(granted));
+            }
+            if let Some(granted) = self.release_and_grow(request, tried)? {
+                return Ok(Some(granted));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Another search after something may have become free.
+    fn search_again(&self, request: &Request) -> Rung {
+        if let Some(granted) = self.shell().lock().take_own(self.shell(), request) {
+            return Ok(Some(granted));
+        }
+        if self.config().cross_stream == CrossStream::Off { Ok(None) } else { self.borrow(request) }
+    }
+
+    /// Asks how far the streams got that waiting blocks depend on, and frees those that need not wait any more.
+    pub(crate) fn poll_waiting(&self) -> Result<(), AllocError> {
+        let pending = self.shell().lock().pending();
+        self.poll(&pending)?;
+        self.shell().lock().sweep_waiting(self.shell(), &[]);
+        Ok(())
+    }
+
+    /// Waits on the host for the streams that waiting blocks depend on; tells whether there were any such blocks.
+    pub(crate) fn synchronize_waiting(&self) -> Result<bool, AllocError> {
+        let core = self.shell().lock();
+        let (any, pending) = (!core.waiting.is_empty(), core.pending());
+        drop(core);
+        if !any {
+            return Ok(false);
+        }
+        self.shell().counters_locked(|counters| counters.num_sync_all_streams.add(1));
+        for (timeline, after) in &pending {
+            timeline.synchronize(after.saturating_sub(1))?;
+        }
+        self.shell().lock().sweep_waiting(self.shell(), &[]);
+        Ok(true)
+    }
+}

@@ -1,0 +1,184 @@
+//! Private pools: memory that is served apart from everybody else's, as PyTorch's `MemPool` and graph pools.
+//!
+//! The two default pools are numbers 0 (small) and 1 (large) of the heap; a private pool has two of its own. A closed pool
+//! (its handle was dropped) serves nobody; its blocks are given back to the device as they become free, at the next release.
+
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::ThreadId;
+
+use crate::allocation::Allocation;
+use crate::allocator::Allocator;
+use crate::core::Core;
+use crate::error::AllocError;
+use crate::shell::{Shell, special};
+use crate::size_class::PoolKind;
+
+/// How a private pool behaves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PoolOptions {
+    /// Other requests may take free blocks of this pool rather than fail.
+    pub use_on_oom: bool,
+    /// Blocks are handed out whole: each allocation has a segment of its own.
+    pub no_split: bool,
+}
+
+/// A private pool as the core knows it.
+#[derive(Debug)]
+pub(crate) struct Private {
+    pub(crate) id: (u64, u64),
+    /// Numbers of its small and large pool in the heap.
+    pub(crate) numbers: [u16; 2],
+    pub(crate) options: PoolOptions,
+    pub(crate) open: bool,
+}
+
+/// Private pools, and which threads allocate from them.
+#[derive(Debug, Default)]
+pub(crate) struct PoolTable {
+    pub(crate) private: Vec<Private>,
+    /// Pools that threads allocate from, innermost scope last, with a number to end the right one.
+    routes: Vec<(ThreadId, u64, (u64, u64))>,
+}
+
+/// Ids of private pools: never reused in a process, as PyTorch's `(0, n)`.
+static NEXT_POOL: AtomicU64 = AtomicU64::new(1);
+static NEXT_ROUTE: AtomicU64 = AtomicU64::new(0);
+
+impl PoolTable {
+    pub(crate) fn find(&self, id: (u64, u64)) -> Option<&Private> {
+        self.private.iter().find(|private| private.id == id)
+    }
+
+    /// The pool that the calling thread's innermost scope routes to.
+    pub(crate) fn routed(&self) -> Option<&Private> {
+        let thread = std::thread::current().id();
+        let (.., id) = self.routes.iter().rev().find(|(routed, ..)| *routed == thread)?;
+        self.find(*id)
+    }
+
+    /// The private pool that owns a heap pool; `None` for the default pools.
+    pub(crate) fn owner_of(&self, number: u16) -> Option<&Private> {
+        self.private.iter().find(|private| private.numbers.contains(&number))
+    }
+}
+
+impl Core {
+    /// A pool record; reuses the numbers of a closed pool that holds no memory any more.
+    fn add_private(&mut self, options: PoolOptions) -> (u64, u64) {
+        let id = (0, NEXT_POOL.fetch_add(1, Ordering::Relaxed));
+        let holds_memory = |private: &Private| self.heap.regions().any(|region| private.numbers.contains(&region.pool));
+        let unused = self.pools.private.iter().position(|private| !private.open && !holds_memory(private));
+        let private = match unused {
+            Some(at) => &mut self.pools.private[at],
+            None => {
+                let small = self.heap.add_pool(PoolKind::Small, false);
+                let large = self.heap.add_pool(PoolKind::Large, false);
+                self.pools.private.push(Private { id, numbers: [small, large], options, open: true });
+                let last = self.pools.private.len() - 1;
+                &mut self.pools.private[last]
+            }
+        };
+        (private.id, private.options, private.open) = (id, options, true);
+        for number in private.numbers {
+            self.heap.pools[usize::from(number)].no_split = options.no_split;
+        }
+        id
+    }
+}
+
+/// A pool of memory of its own. Dropping it releases what it caches; what is live stays valid and is released later.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config, PoolOptions};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let pool = allocator.create_pool(PoolOptions::default());
+/// let _route = pool.route_thread();
+/// let inside = allocator.alloc(1 << 20, device.default_stream())?; // from the pool
+/// # drop(inside);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct PrivatePool {
+    allocator: Allocator,
+    id: (u64, u64),
+}
+
+impl Allocator {
+    /// A new private pool.
+    pub fn create_pool(&self, options: PoolOptions) -> PrivatePool {
+        let id = self.shell().lock().add_private(options);
+        PrivatePool { allocator: self.clone(), id }
+    }
+}
+
+impl PrivatePool {
+    /// Its id, `segment_pool_id` in snapshots: `(0, n)` with n never reused in this process.
+    pub fn id(&self) -> (u64, u64) {
+        self.id
+    }
+
+    /// Allocates from this pool.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc`].
+    pub fn alloc(&self, bytes: u64, stream: &aquifer_device::Stream) -> Result<Allocation, AllocError> {
+        let _route = self.route_thread();
+        self.allocator.alloc(bytes, stream)
+    }
+
+    /// Until the result is dropped, everything that the calling thread allocates from the allocator comes from this pool.
+    /// Scopes nest; the innermost counts.
+    pub fn route_thread(&self) -> PoolRoute {
+        let number = NEXT_ROUTE.fetch_add(1, Ordering::Relaxed);
+        let shell = self.allocator.shell();
+        let mut core = shell.lock();
+        core.pools.routes.push((std::thread::current().id(), number, self.id));
+        shell.special.fetch_or(special::ROUTED, Ordering::Relaxed);
+        PoolRoute { allocator: self.allocator.clone(), number, not_send: PhantomData }
+    }
+
+    /// Gives the pool's unused segments back to the device; tells how many bytes.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn empty_cache(&self) -> Result<u64, AllocError> {
+        self.allocator.release_pool(self.id)
+    }
+}
+
+impl Drop for PrivatePool {
+    fn drop(&mut self) {
+        let mut core = self.allocator.shell().lock();
+        if let Some(private) = core.pools.private.iter_mut().find(|private| private.id == self.id) {
+            private.open = false;
+        }
+        drop(core);
+        if let Err(error) = self.allocator.release_pool(self.id) {
+            tracing::warn!(%error, "a private pool's memory could not be released; the next release tries again");
+        }
+    }
+}
+
+/// While it lives, the thread that made it allocates from a private pool.
+#[derive(Debug)]
+#[must_use = "the thread goes back to the pools it used before when this is dropped"]
+pub struct PoolRoute {
+    allocator: Allocator,
+    number: u64,
+    /// Routes belong to the thread that made them.
+    not_send: PhantomData<*const ()>,
+}
+
+impl Drop for PoolRoute {
+    fn drop(&mut self) {
+        let shell: &Shell = self.allocator.shell();
+        let mut core = shell.lock();
+        core.pools.routes.retain(|&(_, number, _)| number != self.number);
+        if core.pools.routes.is_empty() {
+            shell.special.fetch_and(!special::ROUTED, Ordering::Relaxed);
+        }
+    }
+}

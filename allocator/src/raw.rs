@@ -1,0 +1,66 @@
+//! The raw interface: pointers instead of handles, for bindings to code that knows nothing else.
+//!
+//! A map from pointer to block serves this interface alone; handles need no look-up.
+
+use aquifer_device::{DevicePtr, Stream};
+
+use crate::allocator::Allocator;
+use crate::error::AllocError;
+
+impl Allocator {
+    /// Allocates and returns the bare pointer, to be freed with [`Allocator::free_raw`]. Zero bytes give a null pointer.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc`].
+    pub fn alloc_raw(&self, bytes: u64, stream: &Stream) -> Result<DevicePtr, AllocError> {
+        let allocation = self.alloc(bytes, stream)?;
+        let ptr = allocation.ptr();
+        if bytes > 0 {
+            let mut core = self.shell().lock();
+            core.raw.insert(ptr.0, allocation.into_block());
+        }
+        Ok(ptr)
+    }
+
+    /// Frees a pointer of [`Allocator::alloc_raw`]. A null pointer is nothing.
+    ///
+    /// # Errors
+    /// [`AllocError::InvalidPointer`] for a pointer that is not live here: foreign, inside a block, or freed before.
+    pub fn free_raw(&self, ptr: DevicePtr) -> Result<(), AllocError> {
+        if ptr.0 == 0 {
+            return Ok(());
+        }
+        let mut core = self.shell().lock();
+        let block = core.raw.remove(&ptr.0).ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
+        core.free(self.shell(), block, None);
+        Ok(())
+    }
+
+    /// Notes that `stream` uses a raw allocation too, as [`crate::Allocation::record_stream`].
+    ///
+    /// # Errors
+    /// [`AllocError::InvalidPointer`] for a pointer that is not live here; a stream of another device.
+    pub fn record_stream_raw(&self, ptr: DevicePtr, stream: &Stream) -> Result<(), AllocError> {
+        if stream.device_id() != self.device().id() {
+            return Err(AllocError::WrongDevice { what: "stream" });
+        }
+        if ptr.0 == 0 {
+            return Ok(());
+        }
+        let mut core = self.shell().lock();
+        let block = *core.raw.get(&ptr.0).ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
+        let slot = core.slot(stream);
+        core.note_use(block, slot);
+        Ok(())
+    }
+
+    /// The size in bytes of a live raw allocation's block, rounding included.
+    ///
+    /// # Errors
+    /// [`AllocError::InvalidPointer`] for a pointer that is not live here.
+    pub fn size_of_raw(&self, ptr: DevicePtr) -> Result<u64, AllocError> {
+        let core = self.shell().lock();
+        let block = core.raw.get(&ptr.0).ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
+        Ok(core.heap.blocks[*block].size)
+    }
+}

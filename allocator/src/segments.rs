@@ -1,0 +1,165 @@
+//! The backing `Segments`: regions that are plain driver allocations.
+//!
+//! Growth reserves its bytes under the lock, calls the driver without it, and then adds the region. Release takes whole free
+//! regions out of the heap under the lock, so that nobody allocates from them, calls the driver without it, and puts back
+//! what could not be freed. `reserved` counts a segment until the driver took it back.
+
+use aquifer_device::DevicePtr;
+
+use crate::allocator::Allocator;
+use crate::core::{Core, Granted, Request};
+use crate::error::AllocError;
+use crate::heap::{BlockId, Key, Region};
+use crate::history::Action;
+use crate::shell::Shell;
+
+/// How an attempt to grow ended.
+pub(crate) enum Growth {
+    /// The request was served from the new segment.
+    Grown(Granted),
+    /// The device, or a limit, does not have that much.
+    Refused(Refusal),
+}
+
+/// What refused a growth.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// The device has no such piece of memory.
+    Device,
+    /// The limit on the bytes held from the device.
+    Limit,
+    /// The bytes to be left free for libraries.
+    Headroom,
+}
+
+impl Allocator {
+    /// Takes a segment for the request from the device and serves the request from it.
+    pub(crate) fn grow(&self, request: &Request) -> Result<Growth, AllocError> {
+        let bytes = self.segment_bytes(request.size);
+        if !self.has_headroom(bytes)? {
+            return Ok(Growth::Refused(Refusal::Headroom));
+        }
+        let mut core = self.shell().lock();
+        if self.limit().is_some_and(|limit| core.reserved.saturating_add(core.growing).saturating_add(bytes) > limit) {
+            return Ok(Growth::Refused(Refusal::Limit));
+        }
+        core.growing += bytes;
+        drop(core);
+        let allocated = self.device().alloc(bytes);
+        let mut core = self.shell().lock();
+        core.growing -= bytes;
+        match allocated {
+            Ok(ptr) => {
+                let first = core.add_segment(self.shell(), request, ptr.0, bytes);
+                Ok(Growth::Grown(core.take(self.shell(), request, first)))
+            }
+            Err(error) if error.is_out_of_memory() => Ok(Growth::Refused(Refusal::Device)),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Size of the segment for a request: its own size without caching, where nothing is shared.
+    pub(crate) fn segment_bytes(&self, size: u64) -> u64 {
+        if self.config().no_cache { size } else { self.classes().segment_bytes(size) }
+    }
+
+    fn has_headroom(&self, bytes: u64) -> Result<bool, AllocError> {
+        let headroom = self.config().headroom;
+        Ok(headroom == 0 || self.device().memory_info()?.free >= headroom.saturating_add(bytes))
+    }
+
+    /// Gives the segments that `choose` picks among the wholly free ones back to the device; tells how many bytes.
+    ///
+    /// The driver waits for the device before it frees a segment, so blocks that are not done may be among them.
+    pub(crate) fn release_where(&self, choose: impl FnOnce(&Core) -> Vec<BlockId>) -> Result<u64, AllocError> {
+        let mut core = self.shell().lock();
+        let chosen = choose(&core);
+        let regions: Vec<Region> = chosen.into_iter().map(|id| core.heap.remove_region(id)).collect();
+        drop(core);
+        let mut released = 0;
+        let mut regions = regions.into_iter();
+        while let Some(region) = regions.next() {
+            let freed = self.device().free(DevicePtr(region.addr));
+            let mut core = self.shell().lock();
+            if let Err(error) = freed {
+                for kept in std::iter::once(region).chain(regions) {
+                    core.heap.add_region(kept.addr, kept.bytes, kept.pool, kept.home);
+                }
+                return Err(error.into());
+            }
+            core.segment_released(self.shell(), &region);
+            released += region.bytes;
+        }
+        Ok(released)
+    }
+}
+
+impl Core {
+    fn add_segment(&mut self, shell: &Shell, request: &Request, addr: u64, bytes: u64) -> BlockId {
+        let kind = self.heap.pools[usize::from(request.pool)].kind;
+        let counters = &shell.counters;
+        self.reserved += bytes;
+        counters.segment.add(kind, 1);
+        counters.reserved_bytes.add(kind, bytes);
+        counters.num_device_alloc.add(1);
+        if self.classes.is_oversize(bytes) {
+            counters.oversize_segments.add(1);
+        }
+        self.segments.insert(addr, request.tag);
+        self.history.note(Action::SegmentAlloc, addr, bytes, request.slot, request.tag);
+        self.heap.add_region(addr, bytes, request.pool, request.slot)
+    }
+
+    fn segment_released(&mut self, shell: &Shell, region: &Region) {
+        let kind = self.heap.pools[usize::from(region.pool)].kind;
+        let counters = &shell.counters;
+        self.reserved -= region.bytes;
+        counters.segment.sub(kind, 1);
+        counters.reserved_bytes.sub(kind, region.bytes);
+        counters.num_device_free.add(1);
+        if self.classes.is_oversize(region.bytes) {
+            counters.oversize_segments.sub(1);
+        }
+        let tag = self.segments.remove(&region.addr).unwrap_or_default();
+        self.history.note(Action::SegmentFree, region.addr, region.bytes, region.home, tag);
+    }
+
+    /// Wholly free segments of the given pool.
+    pub(crate) fn whole_segments(&self, pool: u16) -> impl Iterator<Item = Key> + '_ {
+        self.heap.free_blocks(pool).filter(|key| !self.heap.blocks[key.block()].is_split())
+    }
+
+    /// Wholly free segments that nobody is promised: those of the default pools and of closed private pools.
+    pub(crate) fn releasable(&self) -> Vec<BlockId> {
+        let closed = self.pools.private.iter().filter(|private| !private.open).flat_map(|private| private.numbers);
+        let pools: Vec<u16> = [0, 1].into_iter().chain(closed).collect();
+        pools.into_iter().flat_map(|pool| self.whole_segments(pool)).map(Key::block).collect()
+    }
+
+    /// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is just large enough,
+    /// else the largest ones until their sum is; `None` if there is not that much.
+    pub(crate) fn oversize_to_release(&self, request: &Request) -> Option<Vec<BlockId>> {
+        let least = self.classes.max_split_size()?;
+        let need = request.size.max(least);
+        let index = self.heap.index(request.pool, request.slot)?;
+        let whole = |key: &Key| !self.heap.blocks[key.block()].is_split();
+        let mut at = index.best_fit(need);
+        while let Some(key) = at {
+            if whole(&key) {
+                return Some(vec![key.block()]);
+            }
+            at = index.after(key);
+        }
+        let (mut chosen, mut sum) = (Vec::new(), 0);
+        let mut at = index.last();
+        while let Some(key) = at.filter(|key| sum < need && key.size() >= least) {
+            if whole(&key) {
+                chosen.push(key.block());
+                sum += key.size();
+            }
+            at = index.before(key);
+        }
+        Some(chosen)
+    }
+}

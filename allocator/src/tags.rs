@@ -1,0 +1,117 @@
+//! Allocation tags: names that say what an allocation is for, in snapshots, history and OOM reports.
+//!
+//! Names are interned once, so a tag is a number and costs an allocation a thread-local read, and nothing while no scope is
+//! open anywhere in the process.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
+
+use parking_lot::RwLock;
+
+/// An interned name; 0 is no tag.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tag(pub(crate) u32);
+
+#[derive(Debug, Default)]
+struct Names {
+    by_name: HashMap<Arc<str>, u32>,
+    names: Vec<Arc<str>>,
+}
+
+static NAMES: LazyLock<RwLock<Names>> = LazyLock::new(RwLock::default);
+static OPEN_SCOPES: AtomicUsize = AtomicUsize::new(0);
+
+/// Different names kept; beyond this everything new is tagged [`OVERFLOW`].
+const NAMES_MAX: usize = 1 << 16;
+const OVERFLOW: &str = "(too many different tags)";
+
+thread_local! {
+    static CURRENT: Cell<Tag> = const { Cell::new(Tag(0)) };
+}
+
+impl Tag {
+    pub(crate) fn intern(name: &str) -> Tag {
+        if let Some(&number) = NAMES.read().by_name.get(name) {
+            return Tag(number);
+        }
+        let mut names = NAMES.write();
+        let name: Arc<str> = if names.names.len() < NAMES_MAX { name.into() } else { OVERFLOW.into() };
+        if let Some(&number) = names.by_name.get(&name) {
+            return Tag(number);
+        }
+        names.names.push(name.clone());
+        let number = u32::try_from(names.names.len()).unwrap_or(0);
+        names.by_name.insert(name, number);
+        Tag(number)
+    }
+
+    /// The name, or `None` for no tag.
+    pub(crate) fn name(self) -> Option<Arc<str>> {
+        let index = (self.0 as usize).checked_sub(1)?;
+        NAMES.read().names.get(index).cloned()
+    }
+
+    /// The tag of the innermost open scope of this thread.
+    #[inline]
+    pub(crate) fn current() -> Tag {
+        if OPEN_SCOPES.load(Ordering::Relaxed) == 0 { Tag::default() } else { CURRENT.get() }
+    }
+
+    /// The name of the current tracing span of this thread.
+    pub(crate) fn of_span() -> Tag {
+        tracing::Span::current().metadata().map_or_else(Tag::current, |span| Tag::intern(span.name()))
+    }
+}
+
+/// While it lives, allocations made by this thread carry its name. Scopes nest; the innermost counts.
+///
+/// ```
+/// use aquifer_allocator::TagScope;
+/// let _layer = TagScope::new("layer 3");
+/// {
+///     let _attention = TagScope::new("layer 3 attention");
+///     // allocations here are tagged "layer 3 attention"
+/// }
+/// ```
+#[derive(Debug)]
+#[must_use = "the scope ends when this is dropped"]
+pub struct TagScope {
+    outer: Tag,
+    /// Scopes belong to the thread that opened them.
+    not_send: PhantomData<*const ()>,
+}
+
+impl TagScope {
+    /// Opens a scope named `name`.
+    pub fn new(name: &str) -> TagScope {
+        OPEN_SCOPES.fetch_add(1, Ordering::Relaxed);
+        TagScope { outer: CURRENT.replace(Tag::intern(name)), not_send: PhantomData }
+    }
+}
+
+impl Drop for TagScope {
+    fn drop(&mut self) {
+        CURRENT.set(self.outer);
+        OPEN_SCOPES.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scopes_nest_and_belong_to_their_thread() {
+        let _outer = TagScope::new("outer");
+        {
+            let _inner = TagScope::new("inner");
+            assert_eq!(Tag::current().name().as_deref(), Some("inner"));
+            std::thread::spawn(|| assert_eq!(Tag::current(), Tag(0))).join().unwrap();
+        }
+        assert_eq!(Tag::current().name().as_deref(), Some("outer"));
+        assert_eq!(Tag::intern("outer"), Tag::intern("outer"));
+    }
+}

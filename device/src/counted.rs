@@ -1,0 +1,108 @@
+//! A driver that counts the calls made to another one.
+//!
+//! Every device is driven through one of these, so tests can assert how many driver calls something costs.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::driver::{
+    AccessKind, Attribute, CallCounts, DeviceInfo, DevicePtr, Driver, HostPtr, Launch, MemoryInfo, RawEvent, RawGraph,
+    RawPhysical, RawStream, StreamFlags,
+};
+use crate::error::{Operation, Result};
+
+/// Counts every call, failed ones included, and passes it on.
+#[derive(Debug)]
+pub(crate) struct Counted {
+    inner: Arc<dyn Driver>,
+    calls: Vec<AtomicU64>,
+}
+
+impl Counted {
+    pub(crate) fn new(inner: Arc<dyn Driver>) -> Self {
+        Counted { inner, calls: Operation::ALL.iter().map(|_| AtomicU64::new(0)).collect() }
+    }
+
+    pub(crate) fn counts(&self) -> CallCounts {
+        CallCounts(self.calls.iter().map(|calls| calls.load(Ordering::Relaxed)).collect())
+    }
+
+    fn on(&self, operation: Operation) -> &dyn Driver {
+        self.calls[operation as usize].fetch_add(1, Ordering::Relaxed);
+        &*self.inner
+    }
+}
+
+/// Methods that are counted under one operation and passed on unchanged.
+macro_rules! pass_on {
+    ($($operation:ident => $method:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {$(
+        fn $method(&self, $($arg: $type),*) -> Result<$result> {
+            self.on(Operation::$operation).$method($($arg),*)
+        }
+    )*};
+}
+
+impl Driver for Counted {
+    fn info(&self) -> &DeviceInfo {
+        self.inner.info()
+    }
+
+    pass_on! {
+        MemoryInfo => memory_info() -> MemoryInfo;
+        Attribute => attribute(attribute: Attribute) -> u64;
+        Alloc => alloc(bytes: u64) -> DevicePtr;
+        Free => free(ptr: DevicePtr) -> ();
+        AllocAsync => alloc_async(bytes: u64, stream: RawStream) -> DevicePtr;
+        FreeAsync => free_async(ptr: DevicePtr, stream: RawStream) -> ();
+        Reserve => reserve(bytes: u64) -> DevicePtr;
+        Unreserve => unreserve(ptr: DevicePtr, bytes: u64) -> ();
+        CreatePhysical => create_physical(bytes: u64) -> RawPhysical;
+        ReleasePhysical => release_physical(physical: RawPhysical) -> ();
+        Map => map(ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> ();
+        Unmap => unmap(ptr: DevicePtr, bytes: u64) -> ();
+        SetAccess => set_access(ptr: DevicePtr, bytes: u64, devices: &[u32]) -> ();
+        HostAlloc => host_alloc(bytes: usize) -> HostPtr;
+        HostFree => host_free(ptr: HostPtr) -> ();
+        CreateStream => create_stream(flags: StreamFlags) -> RawStream;
+        DestroyStream => destroy_stream(stream: RawStream) -> ();
+        SynchronizeStream => synchronize_stream(stream: RawStream) -> ();
+        QueryStream => query_stream(stream: RawStream) -> bool;
+        CreateEvent => create_event(timing: bool) -> RawEvent;
+        DestroyEvent => destroy_event(event: RawEvent) -> ();
+        Record => record(event: RawEvent, stream: RawStream) -> ();
+        Wait => wait(stream: RawStream, event: RawEvent) -> ();
+        QueryEvent => query_event(event: RawEvent) -> bool;
+        SynchronizeEvent => synchronize_event(event: RawEvent) -> ();
+        ElapsedTime => elapsed_ms(start: RawEvent, end: RawEvent) -> f64;
+        Synchronize => synchronize() -> ();
+        CopyOnDevice => copy_on_device(dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> ();
+        Memset => memset(ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> ();
+        BeginCapture => begin_capture(stream: RawStream) -> ();
+        EndCapture => end_capture(stream: RawStream) -> RawGraph;
+        LaunchGraph => launch_graph(graph: RawGraph, stream: RawStream) -> ();
+        DestroyGraph => destroy_graph(graph: RawGraph) -> ();
+    }
+
+    fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()> {
+        self.inner.host_access(ptr, bytes, kind)
+    }
+
+    unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about `src` is passed on unchanged.
+        unsafe { self.on(Operation::CopyToDevice).copy_to_device(dst, src, bytes, stream) }
+    }
+
+    unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about `dst` is passed on unchanged.
+        unsafe { self.on(Operation::CopyToHost).copy_to_host(dst, src, bytes, stream) }
+    }
+
+    unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about the kernel is passed on unchanged.
+        unsafe { self.on(Operation::Launch).launch(launch, stream) }
+    }
+
+    fn take_violation(&self) -> Option<String> {
+        self.inner.take_violation()
+    }
+}

@@ -1,0 +1,204 @@
+//! A device as people use it.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::thread::ThreadId;
+
+use parking_lot::Mutex;
+
+use crate::context::Context;
+use crate::driver::{CallCounts, DeviceInfo, DevicePtr, Driver, MemoryInfo, RawStream, StreamFlags};
+use crate::error::Result;
+use crate::event::Event;
+use crate::stream::{ExternalStream, Stream};
+use crate::timeline::Timeline;
+
+/// One device. Cloning gives another handle of the same device.
+///
+/// ```
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::parse("24GiB")?));
+/// assert_eq!(device.info().total_bytes, 24 << 30);
+/// let ptr = device.alloc(1 << 30)?;
+/// assert_eq!(device.memory_info()?.free, 23 << 30);
+/// device.free(ptr)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct Device(Arc<Inner>);
+
+struct Inner {
+    context: Arc<Context>,
+    default_stream: Stream,
+    /// The per-thread default stream of each thread that asked for it and still runs.
+    per_thread: Mutex<HashMap<ThreadId, Stream>>,
+}
+
+/// Events and waits that timelines cost so far; user events are not among them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TimelineCounts {
+    /// Events recorded to cover ticks.
+    pub events_recorded: u64,
+    /// Waits inserted into streams to order them after ticks.
+    pub waits_inserted: u64,
+}
+
+impl Device {
+    /// A device driven by `driver`.
+    pub fn new(driver: Arc<dyn Driver>) -> Device {
+        let context = Context::new(driver);
+        let legacy = Timeline::new(context.clone(), RawStream::LEGACY, None);
+        let default_stream = Stream::new(context.clone(), legacy, false);
+        Device(Arc::new(Inner { context, default_stream, per_thread: Mutex::default() }))
+    }
+
+    /// Facts that never change.
+    pub fn info(&self) -> &DeviceInfo {
+        self.0.context.driver.info()
+    }
+
+    /// Identity of the device, unique in this process.
+    pub fn id(&self) -> u32 {
+        self.0.context.device_id
+    }
+
+    /// Free and total memory in bytes, other processes included.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn memory_info(&self) -> Result<MemoryInfo> {
+        self.0.context.driver.memory_info()
+    }
+
+    /// The driver, for calls that have no method here. Calls through it are counted too.
+    pub fn driver(&self) -> &dyn Driver {
+        &self.0.context.driver
+    }
+
+    /// How often each driver call was made.
+    pub fn driver_calls(&self) -> CallCounts {
+        self.0.context.driver.counts()
+    }
+
+    /// What timelines cost so far.
+    pub fn timeline_counts(&self) -> TimelineCounts {
+        TimelineCounts {
+            events_recorded: self.0.context.events_recorded.load(Ordering::Relaxed),
+            waits_inserted: self.0.context.waits_inserted.load(Ordering::Relaxed),
+        }
+    }
+
+    /// The legacy default stream.
+    pub fn default_stream(&self) -> &Stream {
+        &self.0.default_stream
+    }
+
+    /// The default stream of the calling thread: one stream for each thread, as with CUDA's per-thread default stream.
+    pub fn per_thread_stream(&self) -> Stream {
+        let thread = std::thread::current().id();
+        let mut streams = self.0.per_thread.lock();
+        let new = || {
+            forget_at_exit(Arc::downgrade(&self.0));
+            let timeline = Timeline::new(self.0.context.clone(), RawStream::PER_THREAD, Some(thread));
+            Stream::new(self.0.context.clone(), timeline, false)
+        };
+        streams.entry(thread).or_insert_with(new).clone()
+    }
+
+    /// A new stream that does not synchronise with the legacy default stream.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn create_stream(&self) -> Result<Stream> {
+        self.create_stream_with(StreamFlags { non_blocking: true, priority: 0 })
+    }
+
+    /// A new stream with the given flags.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn create_stream_with(&self, flags: StreamFlags) -> Result<Stream> {
+        let context = &self.0.context;
+        let raw = context.driver.create_stream(flags)?;
+        Ok(Stream::new(context.clone(), Timeline::new(context.clone(), raw, None), true))
+    }
+
+    /// Takes part in the ordering of a stream that somebody else owns.
+    ///
+    /// # Safety
+    /// `raw` must be a live stream of this device until the guard is released or dropped, and must not be adopted twice at
+    /// a time.
+    pub unsafe fn adopt_stream(&self, raw: RawStream) -> ExternalStream {
+        let context = &self.0.context;
+        ExternalStream::new(Stream::new(context.clone(), Timeline::new(context.clone(), raw, None), false))
+    }
+
+    /// A new event; `timing` makes [`Event::elapsed_ms`] possible.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn create_event(&self, timing: bool) -> Result<Event> {
+        Event::new(self.0.context.clone(), timing)
+    }
+
+    /// Waits on the host until the device is idle.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn synchronize(&self) -> Result<()> {
+        self.0.context.driver.synchronize()
+    }
+
+    /// A plain driver allocation, cached by nothing. First frees what [`Device::free_later`] was given.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
+        self.0.context.free_orphans()?;
+        self.0.context.driver.alloc(bytes)
+    }
+
+    /// Frees a plain driver allocation. The driver waits for the device first.
+    ///
+    /// # Errors
+    /// Those of the driver; the memory is still allocated then.
+    pub fn free(&self, ptr: DevicePtr) -> Result<()> {
+        self.0.context.driver.free(ptr)
+    }
+
+    /// Frees a plain driver allocation at the next [`Device::alloc`], or when the last handle of the device is dropped.
+    /// Makes no driver call, so it is fit for destructors.
+    pub fn free_later(&self, ptr: DevicePtr) {
+        self.0.context.free_later(ptr);
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device").field("id", &self.id()).field("name", &self.info().name).finish_non_exhaustive()
+    }
+}
+
+/// Makes the device forget the calling thread's default stream when the thread exits. Its ticks stay answerable: another
+/// thread covers them with an event on the legacy stream.
+fn forget_at_exit(device: Weak<Inner>) {
+    struct AtExit(RefCell<Vec<Weak<Inner>>>);
+
+    impl Drop for AtExit {
+        fn drop(&mut self) {
+            for device in self.0.get_mut().drain(..).filter_map(|device| device.upgrade()) {
+                device.per_thread.lock().remove(&std::thread::current().id());
+            }
+        }
+    }
+
+    thread_local! {
+        static AT_EXIT: AtExit = const { AtExit(RefCell::new(Vec::new())) };
+    }
+    // Fails only while the thread is already exiting; the entry then stays, which costs its memory and nothing else.
+    let _ = AT_EXIT.try_with(|at_exit| at_exit.0.borrow_mut().push(device));
+}

@@ -1,0 +1,205 @@
+//! Finding and opening devices: by name, by ordinal, or the best there is.
+//!
+//! Nothing falls back silently: [`best_available`] tells what it chose and why, and a device that cannot be had is an error
+//! that says what there is instead.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::device::Device;
+use crate::driver::DeviceInfo;
+use crate::error::DeviceError;
+use crate::sim::{SimConfig, SimConfigError, SimDriver};
+
+/// Which device is meant, as people write it.
+///
+/// | text | device |
+/// | --- | --- |
+/// | `cuda`, `cuda:1` | a real GPU, by ordinal |
+/// | `sim`, `sim:80GiB`, `sim:81408MiB`, `sim:h100`, `sim:24GiB,seed=7` | a simulated GPU; see [`SimConfig::parse`] |
+/// | `cpu` | the host, which has no device memory to manage: it parses, and opening it says so |
+///
+/// ```
+/// use aquifer_device::DeviceSpec;
+/// let device = "sim:24GiB".parse::<DeviceSpec>()?.open()?;
+/// assert_eq!(device.info().total_bytes, 24 << 30);
+/// assert!("gpu".parse::<DeviceSpec>().is_err());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum DeviceSpec {
+    /// A real GPU, by ordinal.
+    Cuda(u32),
+    /// A simulated GPU.
+    Sim(Box<SimConfig>),
+    /// The host.
+    Cpu,
+}
+
+/// Why a device could not be named or opened.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// The text names no kind of device.
+    #[error(
+        "unknown device {text:?}; known are cuda, cuda:N, sim, sim:SIZE (such as sim:80GiB), sim:PRESET (such as sim:h100) and cpu"
+    )]
+    UnknownDevice {
+        /// The text.
+        text: String,
+    },
+    /// What follows `sim:` is wrong.
+    #[error("in {text:?}: {source}")]
+    Sim {
+        /// The whole text.
+        text: String,
+        /// What is wrong with it.
+        source: SimConfigError,
+    },
+    /// There is no device with that ordinal.
+    #[error("there is no device {ordinal}; {existing}")]
+    NoSuchDevice {
+        /// The ordinal asked for.
+        ordinal: u32,
+        /// Which exist.
+        existing: Existing,
+    },
+    /// The host has no device memory to manage.
+    #[error("cpu: the host has no device memory to manage; use sim for a simulated GPU")]
+    Host,
+    /// The driver failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+/// Names of the devices that exist, for messages.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Existing(pub Vec<String>);
+
+impl fmt::Display for Existing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() {
+            return write!(f, "{NO_GPU}");
+        }
+        write!(f, "there are: ")?;
+        for (ordinal, name) in self.0.iter().enumerate() {
+            write!(f, "{}{ordinal} ({name})", if ordinal > 0 { ", " } else { "" })?;
+        }
+        Ok(())
+    }
+}
+
+const NO_GPU: &str = "this version has no CUDA support yet, so no real GPU can be used; use sim for a simulated one";
+
+impl FromStr for DeviceSpec {
+    type Err = OpenError;
+
+    fn from_str(text: &str) -> Result<DeviceSpec, OpenError> {
+        let unknown = || OpenError::UnknownDevice { text: text.to_owned() };
+        let (kind, rest) = text.split_once(':').map_or((text, None), |(kind, rest)| (kind, Some(rest)));
+        match (kind, rest) {
+            ("cuda", None) => Ok(DeviceSpec::Cuda(0)),
+            ("cuda", Some(ordinal)) if ordinal.bytes().all(|byte| byte.is_ascii_digit()) => {
+                ordinal.parse().map(DeviceSpec::Cuda).map_err(|_| unknown())
+            }
+            ("sim", rest) => SimConfig::parse(rest.unwrap_or(""))
+                .map(|config| DeviceSpec::Sim(Box::new(config)))
+                .map_err(|source| OpenError::Sim { text: text.to_owned(), source }),
+            ("cpu", None) => Ok(DeviceSpec::Cpu),
+            _ => Err(unknown()),
+        }
+    }
+}
+
+impl DeviceSpec {
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// When there is no such device, or its driver fails.
+    pub fn open(&self) -> Result<Device, OpenError> {
+        match self {
+            DeviceSpec::Cuda(ordinal) => get(*ordinal),
+            DeviceSpec::Sim(config) => Ok(Device::new(SimDriver::new((**config).clone()))),
+            DeviceSpec::Cpu => Err(OpenError::Host),
+        }
+    }
+}
+
+/// Facts about the real GPUs of this machine that can be used.
+pub fn available() -> Vec<DeviceInfo> {
+    Vec::new()
+}
+
+/// How many real GPUs can be used.
+pub fn count() -> u32 {
+    u32::try_from(available().len()).unwrap_or(u32::MAX)
+}
+
+/// Opens a real GPU by ordinal.
+///
+/// # Errors
+/// When there is no such GPU; the error says which exist.
+pub fn get(ordinal: u32) -> Result<Device, OpenError> {
+    let existing = Existing(available().into_iter().map(|info| info.name).collect());
+    Err(OpenError::NoSuchDevice { ordinal, existing })
+}
+
+/// What [`best_available`] chose.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Choice {
+    /// The device.
+    pub device: Device,
+    /// Why it was chosen.
+    pub reason: String,
+}
+
+/// The best device there is: a real GPU if one can be used, else a simulated one of 80 GiB.
+///
+/// # Errors
+/// When the device chosen cannot be opened.
+pub fn best_available() -> Result<Choice, OpenError> {
+    match available().first() {
+        Some(info) => Ok(Choice { device: get(0)?, reason: format!("a real GPU was found: {}", info.name) }),
+        None => {
+            let device = Device::new(SimDriver::new(SimConfig::default()));
+            Ok(Choice { device, reason: NO_GPU.to_owned() })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_devices_parse() {
+        assert!(matches!("cuda".parse(), Ok(DeviceSpec::Cuda(0))));
+        assert!(matches!("cuda:1".parse(), Ok(DeviceSpec::Cuda(1))));
+        assert!(matches!("cpu".parse(), Ok(DeviceSpec::Cpu)));
+        for (text, bytes) in [("sim", 80 << 30), ("sim:80GiB", 80 << 30), ("sim:81408MiB", 81408 << 20)] {
+            let Ok(device) = text.parse::<DeviceSpec>().unwrap().open() else { panic!("{text}") };
+            assert_eq!(device.info().total_bytes, bytes, "{text}");
+        }
+        for text in ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:+1", "cuda:99999999999", "cpu:0", "sim:x", "CUDA"] {
+            assert!(text.parse::<DeviceSpec>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_had_says_what_there_is() {
+        let error = "cuda:7".parse::<DeviceSpec>().unwrap().open().unwrap_err().to_string();
+        assert!(error.contains("no device 7") && error.contains("sim"), "{error}");
+        assert!(DeviceSpec::Cpu.open().unwrap_err().to_string().contains("host"));
+        let existing = Existing(vec!["A".to_owned(), "B".to_owned()]);
+        assert_eq!(existing.to_string(), "there are: 0 (A), 1 (B)");
+    }
+
+    #[test]
+    fn the_best_device_comes_with_a_reason() {
+        let choice = best_available().unwrap();
+        assert!(!choice.reason.is_empty());
+        assert_eq!(choice.device.info().total_bytes, 80 << 30);
+    }
+}

@@ -1,0 +1,246 @@
+//! Streams as people use them.
+
+use std::sync::Arc;
+
+use crate::capture::Capture;
+use crate::context::Context;
+use crate::driver::{Access, DevicePtr, Driver, Launch, RawStream};
+use crate::error::Result;
+use crate::event::Event;
+use crate::timeline::{Tick, Timeline};
+
+/// A queue of work on one device. Cloning gives another handle of the same stream.
+///
+/// ```
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let stream = device.create_stream()?;
+/// let ptr = device.alloc(1 << 20)?;
+/// stream.fill(ptr, 7, 1 << 20)?;
+/// let mut bytes = [0; 4];
+/// stream.download_blocking(&mut bytes, ptr)?;
+/// assert_eq!(bytes, [7; 4]);
+/// device.free(ptr)?;
+/// # Ok::<(), aquifer_device::DeviceError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Stream(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    timeline: Arc<Timeline>,
+    context: Arc<Context>,
+    owned: bool,
+}
+
+impl Stream {
+    pub(crate) fn new(context: Arc<Context>, timeline: Arc<Timeline>, owned: bool) -> Stream {
+        Stream(Arc::new(Inner { timeline, context, owned }))
+    }
+
+    /// The stream's timeline, which outlives it.
+    pub fn timeline(&self) -> &Arc<Timeline> {
+        &self.0.timeline
+    }
+
+    /// Our own number of the stream: dense per device, never reused.
+    pub fn id(&self) -> u32 {
+        self.0.timeline.id()
+    }
+
+    /// Identity of the device, unique in this process.
+    pub fn device_id(&self) -> u32 {
+        self.0.context.device_id
+    }
+
+    /// The driver's handle.
+    pub fn raw(&self) -> RawStream {
+        self.0.timeline.raw()
+    }
+
+    /// The point on the timeline that stands for everything enqueued so far. No driver call.
+    pub fn tick(&self) -> Tick {
+        Tick { timeline: self.0.timeline.clone(), n: self.0.timeline.now() }
+    }
+
+    /// Whether later work of this stream is known to come after the tick. No driver call.
+    pub fn is_ordered_after(&self, tick: &Tick) -> bool {
+        self.0.timeline.is_ordered_after(&tick.timeline, tick.n)
+    }
+
+    /// Orders later work of this stream after the tick: at most one event and one wait, nothing if it is so already.
+    ///
+    /// # Errors
+    /// Those of the driver, a tick of another device, or a capture in progress.
+    pub fn wait_for(&self, tick: &Tick) -> Result<()> {
+        self.0.timeline.wait_for(&tick.timeline, tick.n)
+    }
+
+    /// Orders later work of this stream after the event's latest record.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn wait_event(&self, event: &Event) -> Result<()> {
+        event.make_wait(self)
+    }
+
+    /// Waits on the host until the stream is idle.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn synchronize(&self) -> Result<()> {
+        self.0.context.driver.synchronize_stream(self.raw())
+    }
+
+    /// Whether the stream has nothing left to do.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn is_idle(&self) -> Result<bool> {
+        self.0.context.driver.query_stream(self.raw())
+    }
+
+    /// Enqueues filling `bytes` bytes with `value`.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn fill(&self, ptr: DevicePtr, value: u8, bytes: u64) -> Result<()> {
+        self.0.context.driver.memset(ptr, value, bytes, self.raw())
+    }
+
+    /// Enqueues a copy within the device; the ranges must not overlap.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn copy(&self, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+        self.0.context.driver.copy_on_device(dst, src, bytes, self.raw())
+    }
+
+    /// Copies from host memory and waits until the bytes are on the device.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn upload_blocking(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
+        // SAFETY: `src` is readable, and borrowed until the stream was synchronised below.
+        let enqueued = unsafe { self.0.context.driver.copy_to_device(dst, src.as_ptr(), src.len(), self.raw()) };
+        self.finish_blocking(enqueued)
+    }
+
+    /// Copies to host memory and waits until the bytes are there.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn download_blocking(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
+        // SAFETY: `dst` is writable, and exclusively borrowed until the stream was synchronised below.
+        let enqueued = unsafe { self.0.context.driver.copy_to_host(dst.as_mut_ptr(), src, dst.len(), self.raw()) };
+        self.finish_blocking(enqueued)
+    }
+
+    fn finish_blocking(&self, enqueued: Result<()>) -> Result<()> {
+        enqueued?;
+        // The borrow ends at return whatever happens, so a copy may only outlive it on a device that is gone. A failed
+        // wait on a living device is retried for the whole device before it is reported.
+        self.synchronize()
+            .or_else(|error| if error.is_device_lost() { Err(error) } else { self.0.context.driver.synchronize() })
+    }
+
+    /// Enqueues a kernel.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    ///
+    /// # Safety
+    /// The kernel must touch exactly the ranges that the launch declares and be given the arguments it expects.
+    pub unsafe fn launch(&self, launch: &Launch) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.context.driver.launch(launch, self.raw()) }
+    }
+
+    /// Enqueues work that takes its modelled time, touches the given ranges and computes nothing: a stand-in for a kernel
+    /// on the simulated device, where it feeds the race detector.
+    ///
+    /// # Errors
+    /// Those of the driver; not supported on real hardware.
+    pub fn touch(&self, name: &'static str, accesses: &[Access]) -> Result<()> {
+        if self.0.context.driver.info().kind != crate::DriverKind::Simulated {
+            return Err(crate::DeviceError::new(crate::Operation::Launch, crate::Code::NOT_SUPPORTED)
+                .with_detail("`touch` runs no kernel and exists on the simulated device only"));
+        }
+        let launch = Launch {
+            name,
+            grid: [1; 3],
+            block: [1; 3],
+            shared_bytes: 0,
+            args: Vec::new(),
+            accesses: accesses.to_vec(),
+            host: None,
+            operations: 0,
+        };
+        // SAFETY: the launch has no body and no arguments; the simulated device only checks and times its ranges.
+        unsafe { self.0.context.driver.launch(&launch, self.raw()) }
+    }
+
+    /// Starts capturing the stream's work into a graph.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn begin_capture(&self) -> Result<Capture> {
+        Capture::begin(self.clone(), self.0.context.clone())
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if !self.owned {
+            return;
+        }
+        // The last event keeps every tick of the stream answerable after its handle is gone (T4).
+        if let Err(error) = self.timeline.close() {
+            tracing::debug!(%error, "a stream's last event could not be recorded");
+        }
+        if let Err(error) = self.context.driver.destroy_stream(self.timeline.raw()) {
+            tracing::warn!(%error, "a stream could not be destroyed");
+        }
+    }
+}
+
+/// A stream that somebody else owns, adopted so that ticks can be taken on it.
+///
+/// Others may enqueue on it at any time; an event recorded on it covers their work too. Release it before its owner
+/// destroys it.
+#[derive(Debug)]
+pub struct ExternalStream {
+    stream: Stream,
+    released: bool,
+}
+
+impl ExternalStream {
+    pub(crate) fn new(stream: Stream) -> ExternalStream {
+        ExternalStream { stream, released: false }
+    }
+
+    /// The adopted stream.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// Records a last event, after which the owner may destroy the stream: its ticks stay answerable.
+    ///
+    /// # Errors
+    /// Those of the driver. The stream counts as released all the same, and its uncovered ticks are then answered by
+    /// waiting for the whole device.
+    pub fn release(mut self) -> Result<()> {
+        self.released = true;
+        self.stream.timeline().close()
+    }
+}
+
+impl Drop for ExternalStream {
+    fn drop(&mut self) {
+        if !self.released
+            && let Err(error) = self.stream.timeline().close()
+        {
+            tracing::warn!(%error, "an adopted stream was dropped without release and its last event could not be recorded");
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! Vector clocks over streams: what a stream is already ordered after.
+//!
+//! This is the clock of timelines, which count recorded events; the simulator's race detector has its own, which counts
+//! operations and must not trust this one.
+
+/// For each stream, up to which tick everything is known to come before.
+///
+/// An entry `(stream, n)` says: ordered after every tick of `stream` smaller than `n`. Absent means 0. A sorted vector:
+/// programs use few streams, and a clock is copied at each recorded event.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Clock(Vec<(u32, u64)>);
+
+impl Clock {
+    /// Ticks of `stream` smaller than the result come before.
+    pub fn of(&self, stream: u32) -> u64 {
+        self.0.binary_search_by_key(&stream, |&(id, _)| id).map_or(0, |at| self.0[at].1)
+    }
+
+    /// Notes that every tick of `stream` smaller than `n` comes before.
+    pub(crate) fn raise(&mut self, stream: u32, n: u64) {
+        match self.0.binary_search_by_key(&stream, |&(id, _)| id) {
+            Ok(at) => self.0[at].1 = self.0[at].1.max(n),
+            Err(at) => self.0.insert(at, (stream, n)),
+        }
+    }
+
+    /// Notes everything that `other` knows.
+    pub(crate) fn merge(&mut self, other: &Clock) {
+        for &(stream, n) in &other.0 {
+            self.raise(stream, n);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn merging_takes_the_later_of_each_stream() {
+        let mut left = Clock::default();
+        left.raise(4, 10);
+        left.raise(1, 3);
+        left.raise(4, 7);
+        let mut right = Clock::default();
+        right.raise(1, 5);
+        right.raise(2, 1);
+        left.merge(&right);
+        assert_eq!([left.of(1), left.of(2), left.of(3), left.of(4)], [5, 1, 0, 10]);
+    }
+}

@@ -1,0 +1,52 @@
+//! A tick as people hold it.
+
+use std::sync::Arc;
+
+use super::Timeline;
+use crate::error::Result;
+
+/// A point on a stream's timeline: everything enqueued on the stream until the tick was taken.
+///
+/// Taking and holding one costs no driver call; see [`crate::Stream::tick`].
+#[derive(Clone, Debug)]
+pub struct Tick {
+    pub(crate) timeline: Arc<Timeline>,
+    pub(crate) n: u64,
+}
+
+impl Tick {
+    /// The timeline it lies on.
+    pub fn timeline(&self) -> &Arc<Timeline> {
+        &self.timeline
+    }
+
+    /// Its place there.
+    pub fn n(&self) -> u64 {
+        self.n
+    }
+
+    /// Whether the work is known to be done, asking the driver about events recorded so far. Records nothing: a tick that
+    /// no event covers is not known to be done. Use [`Tick::cover`] to make it answerable.
+    ///
+    /// # Errors
+    /// Those of the driver's event query.
+    pub fn is_done(&self) -> Result<bool> {
+        self.timeline.is_done(self.n)
+    }
+
+    /// Makes sure an event covers the tick, recording one if need be.
+    ///
+    /// # Errors
+    /// Those of the driver's event calls.
+    pub fn cover(&self) -> Result<()> {
+        self.timeline.cover(self.n)
+    }
+
+    /// Waits on the host until the work is done.
+    ///
+    /// # Errors
+    /// Those of the driver's event and synchronisation calls.
+    pub fn synchronize(&self) -> Result<()> {
+        self.timeline.synchronize(self.n)
+    }
+}

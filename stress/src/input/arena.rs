@@ -1,0 +1,156 @@
+//! The lists and dictionaries of a pickle, without what is of no use.
+
+/// Declares the strings that matter.
+macro_rules! words {
+    ($($word:ident = $text:literal,)*) => {
+        /// A string that matters.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(super) enum Word { $($word,)* }
+
+        impl Word {
+            pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+                $(if bytes == $text.as_bytes() { return Some(Self::$word); })*
+                None
+            }
+
+            pub(super) fn text(self) -> &'static str {
+                match self { $(Self::$word => $text,)* }
+            }
+        }
+    };
+}
+
+words! {
+    Segments = "segments", DeviceTraces = "device_traces",
+    Device = "device", Address = "address", Blocks = "blocks",
+    RequestedSize = "requested_size", State = "state", ActiveAllocated = "active_allocated",
+    Action = "action", Addr = "addr", Size = "size", Stream = "stream", TimeUs = "time_us",
+    PoolId = "pool_id", Frames = "frames",
+    Alloc = "alloc", FreeRequested = "free_requested", FreeCompleted = "free_completed",
+    SegmentAlloc = "segment_alloc", SegmentFree = "segment_free",
+    SegmentMap = "segment_map", SegmentUnmap = "segment_unmap",
+    Snapshot = "snapshot", Oom = "oom", Annotate = "annotate",
+}
+
+/// The longest word.
+pub(super) const LONGEST: usize = 16;
+
+/// What the machine computes with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Value {
+    /// An integer modulo 2^64.
+    Int(u64),
+    Word(Word),
+    /// Also a tuple.
+    List(u32),
+    Dict(u32),
+    /// Of no use.
+    Other,
+}
+
+#[derive(Debug, Default)]
+struct List {
+    items: Vec<Value>,
+    /// Of the identities of the items of no use, in order; 0 only without any.
+    digest: u64,
+}
+
+/// An entry of a dictionary, linked to the one set before it.
+#[derive(Debug)]
+struct Node {
+    value: Value,
+    before: u32,
+    key: Word,
+}
+
+/// Ends a dictionary's links.
+const NONE: u32 = u32::MAX;
+
+/// The lists and dictionaries of a pickle.
+///
+/// Of a dictionary it keeps the entries whose key is a word and whose value is of use, of a list the items of use, and
+/// of everything else only a digest of its identity. Indices stand for references, so that shared and cyclic ones
+/// cost nothing.
+#[derive(Debug, Default)]
+pub(super) struct Arena {
+    lists: Vec<List>,
+    dicts: Vec<u32>,
+    nodes: Vec<Node>,
+}
+
+impl Arena {
+    /// What `key` is set to.
+    pub(super) fn get(&self, dict: u32, key: Word) -> Option<Value> {
+        let mut at = self.dicts[dict as usize];
+        // A dictionary has few keys of use unless it sets the same ones over and over.
+        for _ in 0..64 {
+            let node = self.nodes.get(at as usize)?;
+            if node.key == key {
+                return Some(node.value);
+            }
+            at = node.before;
+        }
+        None
+    }
+
+    /// The items of a list that are of use. A list gives them once only: no snapshot has the same one twice.
+    pub(super) fn take(&mut self, list: u32) -> Vec<Value> {
+        std::mem::take(&mut self.lists[list as usize].items)
+    }
+
+    /// Tells lists of things of no use apart.
+    pub(super) fn digest(&self, list: u32) -> u64 {
+        self.lists[list as usize].digest
+    }
+
+    /// Whether a list is the pair (0, 0).
+    pub(super) fn is_zeros(&self, list: u32) -> bool {
+        self.lists[list as usize].items == [Value::Int(0); 2]
+    }
+
+    pub(super) fn list(&mut self, items: &[Value]) -> Option<Value> {
+        let list = Value::List(u32::try_from(self.lists.len()).ok()?);
+        self.lists.push(List::default());
+        self.append(list, items)?;
+        Some(list)
+    }
+
+    pub(super) fn append(&mut self, list: Value, items: &[Value]) -> Option<()> {
+        let Value::List(list) = list else { return None };
+        let list = &mut self.lists[list as usize];
+        for &item in items {
+            let identity = match item {
+                Value::Dict(dict) if self.dicts[dict as usize] == NONE => u64::from(dict) + 2,
+                Value::Other => 1,
+                _ => {
+                    list.items.push(item);
+                    continue;
+                }
+            };
+            list.digest = (list.digest.rotate_left(23) ^ identity).wrapping_mul(0x9e37_79b9_7f4a_7c15).max(1);
+        }
+        Some(())
+    }
+
+    pub(super) fn dict(&mut self, items: &[Value]) -> Option<Value> {
+        let dict = Value::Dict(u32::try_from(self.dicts.len()).ok()?);
+        self.dicts.push(NONE);
+        self.set(dict, items)?;
+        Some(dict)
+    }
+
+    pub(super) fn set(&mut self, dict: Value, items: &[Value]) -> Option<()> {
+        let (Value::Dict(dict), (pairs, [])) = (dict, items.as_chunks()) else { return None };
+        let head = &mut self.dicts[dict as usize];
+        for &[key, value] in pairs {
+            if let Value::Word(key) = key
+                && value != Value::Other
+            {
+                let node = u32::try_from(self.nodes.len()).ok().filter(|&node| node != NONE)?;
+                self.nodes.push(Node { value, before: *head, key });
+                *head = node;
+            }
+        }
+        Some(())
+    }
+}

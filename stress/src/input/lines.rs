@@ -1,0 +1,77 @@
+//! Lines of text, of bounded length.
+
+use std::io::BufRead;
+
+use super::error::{Fault, Location, Reason};
+
+/// The longest line in bytes; far beyond what any line of the formats needs.
+pub(super) const LONGEST: usize = 64 << 10;
+
+/// Hands out one line at a time.
+pub(super) struct Lines<R> {
+    content: R,
+    line: Vec<u8>,
+    number: u64,
+}
+
+impl<R: BufRead> Lines<R> {
+    pub(super) fn new(content: R) -> Self {
+        Self { content, line: Vec::new(), number: 0 }
+    }
+
+    /// The next line without its end, or `None` after the last.
+    pub(super) fn next(&mut self) -> Result<Option<&str>, Fault> {
+        self.line.clear();
+        self.number += 1;
+        let location = Location::Line(self.number);
+        let fault = |reason| Fault::new(location, reason);
+        loop {
+            let available = match self.content.fill_buf() {
+                Ok(available) => available,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(fault(Reason::from_read(error))),
+            };
+            let end = available.iter().position(|&byte| byte == b'\n');
+            let part = &available[..end.unwrap_or(available.len())];
+            if self.line.len() + part.len() > LONGEST {
+                return Err(fault(Reason::LineTooLong));
+            }
+            self.line.extend_from_slice(part);
+            let (used, finished) = (part.len() + usize::from(end.is_some()), available.is_empty());
+            self.content.consume(used);
+            if finished && self.line.is_empty() {
+                return Ok(None);
+            }
+            if finished || end.is_some() {
+                let line = self.line.strip_suffix(b"\r").unwrap_or(&self.line);
+                return std::str::from_utf8(line).map(Some).map_err(|_| fault(Reason::NotUtf8));
+            }
+        }
+    }
+
+    /// The place of the line handed out last.
+    pub(super) fn location(&self) -> Location {
+        Location::Line(self.number)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn splits_at_line_ends() {
+        let mut lines = Lines::new(&b"one\r\n\ntwo"[..]);
+        for expected in [Some("one"), Some(""), Some("two"), None, None] {
+            assert_eq!(lines.next().unwrap(), expected);
+        }
+    }
+
+    #[test]
+    fn bounds_the_length() {
+        let long = vec![b'a'; LONGEST + 1];
+        assert!(Lines::new(&long[1..]).next().is_ok());
+        let small_reads = std::io::BufReader::with_capacity(100, &long[..]);
+        assert!(Lines::new(small_reads).next().is_err());
+    }
+}

@@ -1,0 +1,70 @@
+//! Recorded programs: reads allocation traces, PyTorch memory snapshots and RMM logs.
+//!
+//! [`load`] looks at what a file holds, not at its name:
+//!
+//! | content | programs |
+//! |---|---|
+//! | an allocation trace (text) | one |
+//! | a PyTorch memory snapshot with history (pickle or JSON) | one per device with a history |
+//! | an RMM log (CSV) | one |
+//!
+//! Each may be compressed with gzip. Files are read as streams; memory grows with what a file holds, never
+//! with what it only claims to hold, and a damaged file gives an [`InputError`].
+
+mod arena;
+mod error;
+mod json;
+mod lines;
+mod pickle;
+mod program;
+mod rmm;
+mod snapshot;
+mod sniff;
+mod trace;
+mod unpickle;
+
+use std::fs::File;
+use std::io::{BufReader, Read};
+use std::path::Path;
+
+pub use error::{Block, InputError, Location, Reason};
+pub use program::{Event, Program};
+
+use error::Fault;
+use sniff::Format;
+
+/// Reads the programs a file holds, in order of device.
+///
+/// # Errors
+///
+/// The file cannot be read, is of no known format, or is damaged; the error names the place and the reason.
+pub fn load(path: &Path) -> Result<Vec<Program>, InputError> {
+    match File::open(path) {
+        Ok(file) => read(path, file),
+        Err(error) => Err(Fault::file(Reason::Io(error)).at(path)),
+    }
+}
+
+/// As [`load`], from bytes of any origin; `path` only names them.
+///
+/// # Errors
+///
+/// As [`load`].
+pub fn read(path: &Path, bytes: impl Read) -> Result<Vec<Program>, InputError> {
+    parse(path, bytes).map_err(|fault| fault.at(path))
+}
+
+fn parse(path: &Path, bytes: impl Read) -> Result<Vec<Program>, Fault> {
+    let (format, content) = sniff::open(path, bytes)?;
+    let content = BufReader::with_capacity(64 << 10, content);
+    let name = sniff::stem(path);
+    match format {
+        Format::Trace => Ok(vec![trace::parse(content, name)?]),
+        Format::Rmm => Ok(vec![rmm::parse(content, name)?]),
+        Format::Pickle => snapshot::programs(pickle::parse(content)?, &name),
+        Format::Json => snapshot::programs(json::parse(content)?, &name),
+    }
+}
+
+#[cfg(test)]
+mod tests;

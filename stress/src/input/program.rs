@@ -1,0 +1,228 @@
+//! A recorded program, and how one is put together.
+
+use std::collections::HashMap;
+
+use super::error::Reason;
+
+/// What a recorded program did with memory, on one device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Program {
+    /// The name from the file's header, or else of the file.
+    pub name: String,
+    /// The device's ordinal in the file.
+    pub device: u32,
+    /// The file's header: keys and values in order.
+    pub headers: Vec<(String, String)>,
+    /// What happened, in order.
+    pub events: Vec<Event>,
+    /// The number of slots; each slot holds at most one live block at a time.
+    pub slots: u32,
+    /// The file's own number of each stream. The default stream, 0, is always the first.
+    pub streams: Vec<u64>,
+    /// The most bytes that were asked for and not yet freed at any time.
+    pub peak_requested_bytes: u64,
+    /// What was skipped or assumed, a line each.
+    pub notes: Vec<String>,
+}
+
+impl Program {
+    /// The number of allocations and frees.
+    pub fn operations(&self) -> u64 {
+        let count = self.events.iter().filter(|event| matches!(event, Event::Alloc { .. } | Event::Free { .. }));
+        count.count() as u64
+    }
+}
+
+/// One thing a program did. Streams are indices into [`Program::streams`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    /// A block of `bytes` bytes is allocated for `stream`, and lives in `slot` until freed.
+    Alloc {
+        /// Where it lives; the slot is empty.
+        slot: u32,
+        /// What the program asked for; may be 0.
+        bytes: u64,
+        /// The stream it is for.
+        stream: u16,
+    },
+    /// The block in `slot` is freed, which empties the slot.
+    Free {
+        /// Where it lives.
+        slot: u32,
+    },
+    /// The block in `slot` is also used on `stream`.
+    RecordStream {
+        /// Where it lives.
+        slot: u32,
+        /// The stream that uses it.
+        stream: u16,
+    },
+    /// An iteration of the program starts.
+    Iteration(u32),
+}
+
+const _: () = assert!(size_of::<Event>() == 16);
+
+/// A live block.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Live {
+    slot: u32,
+    pub(super) bytes: u64,
+    pub(super) stream: u64,
+}
+
+/// Puts a program together from blocks that the input names by `u64` keys: IDs or addresses.
+#[derive(Debug)]
+pub(super) struct Builder {
+    program: Program,
+    live: HashMap<u64, Live>,
+    empty: Vec<u32>,
+    dense: HashMap<u64, u16>,
+    last_stream: (u64, u16),
+    live_bytes: u64,
+}
+
+impl Builder {
+    pub(super) fn new(name: String, device: u32) -> Self {
+        Self {
+            program: Program {
+                name,
+                device,
+                headers: Vec::new(),
+                events: Vec::new(),
+                slots: 0,
+                streams: vec![0],
+                peak_requested_bytes: 0,
+                notes: Vec::new(),
+            },
+            live: HashMap::new(),
+            empty: Vec::new(),
+            dense: HashMap::from([(0, 0)]),
+            last_stream: (0, 0),
+            live_bytes: 0,
+        }
+    }
+
+    pub(super) fn header(&mut self, key: &str, value: &str) -> usize {
+        if key == "name" && !value.is_empty() {
+            self.program.name = value.to_owned();
+        }
+        self.program.headers.push((key.to_owned(), value.to_owned()));
+        self.program.headers.len()
+    }
+
+    pub(super) fn live(&self, key: u64) -> Option<Live> {
+        self.live.get(&key).copied()
+    }
+
+    /// Adds an allocation, unless `key` is live: then gives `false`.
+    pub(super) fn alloc(&mut self, key: u64, bytes: u64, stream: u64) -> Result<bool, Reason> {
+        let std::collections::hash_map::Entry::Vacant(entry) = self.live.entry(key) else { return Ok(false) };
+        let slot = match self.empty.pop() {
+            Some(slot) => slot,
+            None => {
+                let slot = self.program.slots;
+                self.program.slots = slot.checked_add(1).ok_or(Reason::TooMany("live blocks"))?;
+                slot
+            }
+        };
+        entry.insert(Live { slot, bytes, stream });
+        self.live_bytes = self.live_bytes.checked_add(bytes).ok_or(Reason::TooManyBytes)?;
+        self.program.peak_requested_bytes = self.program.peak_requested_bytes.max(self.live_bytes);
+        let stream = self.dense(stream)?;
+        self.push(Event::Alloc { slot, bytes, stream })?;
+        Ok(true)
+    }
+
+    /// Adds a free, unless `key` is not live: then gives `None`.
+    pub(super) fn free(&mut self, key: u64) -> Result<Option<Live>, Reason> {
+        let Some(block) = self.live.remove(&key) else { return Ok(None) };
+        self.live_bytes -= block.bytes;
+        self.empty.push(block.slot);
+        self.push(Event::Free { slot: block.slot })?;
+        Ok(Some(block))
+    }
+
+    /// Adds a use on another stream, unless `key` is not live: then gives `false`.
+    pub(super) fn record_stream(&mut self, key: u64, stream: u64) -> Result<bool, Reason> {
+        let Some(block) = self.live(key) else { return Ok(false) };
+        let stream = self.dense(stream)?;
+        self.push(Event::RecordStream { slot: block.slot, stream })?;
+        Ok(true)
+    }
+
+    pub(super) fn iteration(&mut self, number: u32) -> Result<(), Reason> {
+        self.push(Event::Iteration(number))
+    }
+
+    /// Adds the note `count what`, unless `count` is 0.
+    pub(super) fn note(&mut self, count: u64, what: &str) {
+        if count > 0 {
+            self.program.notes.push(format!("{count} {what}"));
+        }
+    }
+
+    pub(super) fn finish(mut self) -> Program {
+        self.program.events.shrink_to_fit();
+        self.program
+    }
+
+    fn push(&mut self, event: Event) -> Result<(), Reason> {
+        if self.program.events.len() >= u32::MAX as usize {
+            return Err(Reason::TooMany("events"));
+        }
+        self.program.events.push(event);
+        Ok(())
+    }
+
+    /// The dense number of a stream; programs stay on a stream for long, so the last one is remembered.
+    fn dense(&mut self, stream: u64) -> Result<u16, Reason> {
+        if self.last_stream.0 != stream {
+            let dense = match self.dense.get(&stream) {
+                Some(&dense) => dense,
+                None => {
+                    let dense = u16::try_from(self.program.streams.len()).map_err(|_| Reason::TooManyStreams)?;
+                    self.program.streams.push(stream);
+                    self.dense.insert(stream, dense);
+                    dense
+                }
+            };
+            self.last_stream = (stream, dense);
+        }
+        Ok(self.last_stream.1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_are_used_again() {
+        let mut builder = Builder::new("p".into(), 0);
+        assert!(builder.alloc(7, 10, 0).unwrap());
+        assert!(builder.alloc(8, 20, 5).unwrap());
+        assert!(!builder.alloc(8, 20, 5).unwrap());
+        assert!(builder.free(7).unwrap().is_some());
+        assert!(builder.free(7).unwrap().is_none());
+        assert!(builder.alloc(9, 5, 0).unwrap());
+        assert!(builder.record_stream(9, 5).unwrap());
+        let program = builder.finish();
+        assert_eq!((program.slots, program.peak_requested_bytes, program.operations()), (2, 30, 4));
+        assert_eq!(program.streams, [0, 5]);
+        assert_eq!(program.events[3], Event::Alloc { slot: 0, bytes: 5, stream: 0 });
+        assert_eq!(program.events[4], Event::RecordStream { slot: 0, stream: 1 });
+    }
+
+    #[test]
+    fn limits_are_errors() {
+        let mut builder = Builder::new("p".into(), 0);
+        builder.alloc(0, u64::MAX, 0).unwrap();
+        assert!(matches!(builder.alloc(1, 1, 0), Err(Reason::TooManyBytes)));
+        let mut builder = Builder::new("p".into(), 0);
+        for stream in 0..65536 {
+            builder.alloc(stream, 1, stream).unwrap();
+        }
+        assert!(matches!(builder.alloc(65536, 1, 65536), Err(Reason::TooManyStreams)));
+    }
+}

@@ -1,0 +1,300 @@
+//! From the history in a PyTorch memory snapshot to programs.
+//!
+//! A history tells allocations and frees as the program made them, but not on which streams a block was used
+//! (`record_stream`). It shows in how a free ends: a block that other streams used is not free at once, but when a
+//! later allocation finds that those streams are done. See [`waited`].
+
+use std::collections::HashSet;
+
+use super::error::{Fault, Location, Reason};
+use super::program::{Builder, Program};
+
+/// What matters in a snapshot.
+#[derive(Debug, Default)]
+pub(super) struct Snapshot {
+    pub(super) segments: Vec<Segment>,
+    /// By device, oldest entry first.
+    pub(super) traces: Vec<Vec<Entry>>,
+}
+
+/// A segment, with what is allocated in it at the end of the history.
+#[derive(Debug)]
+pub(super) struct Segment {
+    pub(super) device: u64,
+    pub(super) stream: u64,
+    /// Address and requested bytes.
+    pub(super) allocated: Vec<(u64, u64)>,
+}
+
+/// An entry of the history.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Entry {
+    pub(super) action: Action,
+    pub(super) addr: Option<u64>,
+    pub(super) size: Option<u64>,
+    pub(super) stream: u64,
+    pub(super) time_us: u64,
+    /// Tells call stacks apart; 0 if none was recorded.
+    pub(super) frames: u64,
+    pub(super) private_pool: bool,
+}
+
+/// What an entry tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Action {
+    Alloc,
+    FreeRequested,
+    FreeCompleted,
+    /// Segments come, go, are mapped or unmapped.
+    Segment,
+    /// Known to tell nothing about allocations.
+    Remark,
+    Unknown,
+}
+
+impl Action {
+    pub(super) fn from_name(name: &[u8]) -> Self {
+        match name {
+            b"alloc" => Self::Alloc,
+            b"free_requested" => Self::FreeRequested,
+            b"free_completed" => Self::FreeCompleted,
+            b"segment_alloc" | b"segment_free" | b"segment_map" | b"segment_unmap" => Self::Segment,
+            b"snapshot" | b"oom" | b"annotate" => Self::Remark,
+            _ => Self::Unknown,
+        }
+    }
+}
+
+/// The least time from a free's request to its completion, in microseconds, that tells a wait. Without one,
+/// the two are recorded right after one another.
+const WAIT_US: u64 = 10;
+
+/// The programs of all devices with a history.
+pub(super) fn programs(snapshot: Snapshot, name: &str) -> Result<Vec<Program>, Fault> {
+    let several = snapshot.traces.iter().filter(|trace| !trace.is_empty()).count() > 1;
+    let mut programs = Vec::new();
+    for (device, trace) in (0u32..).zip(snapshot.traces) {
+        if !trace.is_empty() {
+            let name = if several { format!("{name}:{device}") } else { name.to_owned() };
+            programs.push(program(name, device, &trace, &snapshot.segments)?);
+        }
+    }
+    if programs.is_empty() { Err(Fault::file(Reason::NoHistory)) } else { Ok(programs) }
+}
+
+fn program(name: String, device: u32, trace: &[Entry], segments: &[Segment]) -> Result<Program, Fault> {
+    let mut builder = Builder::new(name, device);
+    let mut streams = Streams::of(trace);
+    let before = before(device, trace, segments)?;
+    for &(addr, size, stream) in &before {
+        builder.alloc(addr, size, stream).map_err(Fault::file)?;
+    }
+    builder.note(before.len() as u64, "blocks that the history's start found allocated; allocated first, by address");
+
+    let (mut lost_frees, mut lost_allocs, mut waits, mut private, mut unknown) = (0, 0, 0, 0, 0);
+    for (index, entry) in trace.iter().enumerate() {
+        let fault = |reason| Fault::new(Location::Entry { device, index }, reason);
+        match entry.action {
+            Action::Alloc => {
+                let (addr, size) = place(entry).map_err(fault)?;
+                lost_frees += u64::from(builder.free(addr).map_err(fault)?.is_some());
+                builder.alloc(addr, size, entry.stream).map_err(fault)?;
+                streams.allocated(entry.stream);
+                private += u64::from(entry.private_pool);
+            }
+            Action::FreeRequested => {
+                let (addr, _) = place(entry).map_err(fault)?;
+                let Some(block) = builder.live(addr) else {
+                    lost_allocs += 1;
+                    continue;
+                };
+                if waited(&trace[index..], streams.several()) {
+                    builder.record_stream(addr, streams.other(block.stream)).map_err(fault)?;
+                    waits += 1;
+                }
+                builder.free(addr).map_err(fault)?;
+            }
+            Action::FreeCompleted | Action::Segment | Action::Remark => {}
+            Action::Unknown => unknown += 1,
+        }
+    }
+    builder.note(waits, "frees that waited for another stream; the history does not tell which, so it is inferred");
+    builder.note(lost_frees, "blocks allocated again without a free in the history, freed just before");
+    builder.note(lost_allocs, "frees of blocks that are not allocated, skipped");
+    builder.note(private, "allocations of private pools, replayed in the default pool");
+    builder.note(unknown, "entries of unknown kinds, skipped");
+    Ok(builder.finish())
+}
+
+/// The address and size that every allocation and free has.
+fn place(entry: &Entry) -> Result<(u64, u64), Reason> {
+    let addr = entry.addr.ok_or(Reason::MissingField("addr"))?;
+    let size = entry.size.ok_or(Reason::MissingField("size"))?;
+    if i64::try_from(size).is_err() {
+        return Err(Reason::BadNumber { field: "size", text: size.cast_signed().to_string() });
+    }
+    Ok((addr, size))
+}
+
+/// Address, size and stream of the blocks allocated before the history begins, by address: a history keeps only
+/// its newest entries. They show as a free without an allocation, or at the end as allocated without any entry.
+fn before(device: u32, trace: &[Entry], segments: &[Segment]) -> Result<Vec<(u64, u64, u64)>, Fault> {
+    let mut seen = HashSet::new();
+    let mut before = Vec::new();
+    for (index, entry) in trace.iter().enumerate() {
+        if matches!(entry.action, Action::Alloc | Action::FreeRequested) {
+            let (addr, size) = place(entry).map_err(|reason| Fault::new(Location::Entry { device, index }, reason))?;
+            if seen.insert(addr) && entry.action == Action::FreeRequested {
+                before.push((addr, size, entry.stream));
+            }
+        }
+    }
+    for segment in segments.iter().filter(|segment| segment.device == u64::from(device)) {
+        let blocks = segment.allocated.iter().filter(|&&(address, _)| seen.insert(address));
+        before.extend(blocks.map(|&(address, size)| (address, size, segment.stream)));
+    }
+    before.sort_unstable();
+    Ok(before)
+}
+
+/// Whether the free requested by the first entry waited for another stream.
+///
+/// A free that does not wait is completed by the very next entry. One that waits is completed by a later allocation,
+/// whose entry follows the completion. When nothing else happened in between, the two look alike but for the
+/// call stacks, which are the free's in one case and the allocation's in the other, or, if none were recorded,
+/// the time that passed.
+fn waited(trace: &[Entry], several_streams: bool) -> bool {
+    let [request, completion, rest @ ..] = trace else { return true };
+    if completion.action != Action::FreeCompleted || completion.addr != request.addr {
+        return true;
+    }
+    if request.frames != 0 && completion.frames != 0 {
+        return request.frames != completion.frames;
+    }
+    let next = rest.iter().find(|entry| entry.action != Action::FreeCompleted);
+    several_streams
+        && completion.time_us.saturating_sub(request.time_us) >= WAIT_US
+        && next.is_some_and(|entry| matches!(entry.action, Action::Alloc | Action::Segment))
+}
+
+/// Which stream another one most likely is.
+struct Streams {
+    /// The side stream with the latest allocation; at first the one with the first.
+    side: Option<u64>,
+}
+
+impl Streams {
+    fn of(trace: &[Entry]) -> Self {
+        let mut allocations = trace.iter().filter(|entry| entry.action == Action::Alloc);
+        Self { side: allocations.find(|entry| entry.stream != 0).map(|entry| entry.stream) }
+    }
+
+    fn several(&self) -> bool {
+        self.side.is_some()
+    }
+
+    fn allocated(&mut self, stream: u64) {
+        if stream != 0 {
+            self.side = Some(stream);
+        }
+    }
+
+    /// Side streams hand their blocks to the default stream, and that one to the side stream at work. One that
+    /// never allocates has no number in the history, and gets 1.
+    fn other(&self, stream: u64) -> u64 {
+        if stream != 0 { 0 } else { self.side.unwrap_or(1) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::program::Event;
+    use super::*;
+
+    fn entry(action: Action, addr: u64, stream: u64, time_us: u64, frames: u64) -> Entry {
+        Entry { action, addr: Some(addr), size: Some(addr * 10), stream, time_us, frames, private_pool: false }
+    }
+
+    fn events(trace: Vec<Entry>, segments: Vec<Segment>) -> Program {
+        programs(Snapshot { segments, traces: vec![Vec::new(), trace] }, "p").unwrap().remove(0)
+    }
+
+    use Action::{Alloc, FreeCompleted, FreeRequested};
+
+    #[test]
+    fn blocks_from_before_the_history_come_first() {
+        let trace = vec![
+            entry(FreeCompleted, 9, 0, 0, 0),
+            entry(FreeRequested, 5, 7, 0, 0),
+            entry(FreeCompleted, 5, 7, 0, 0),
+            entry(Alloc, 5, 0, 0, 0),
+            entry(Alloc, 6, 0, 0, 0),
+        ];
+        let segment = |device, allocated| Segment { device, stream: 3, allocated };
+        let program = events(trace, vec![segment(1, vec![(2, 22), (6, 60)]), segment(0, vec![(1, 11)])]);
+        assert_eq!(program.device, 1);
+        assert_eq!(program.streams, [0, 3, 7]);
+        assert_eq!(
+            program.events,
+            [
+                Event::Alloc { slot: 0, bytes: 22, stream: 1 },
+                Event::Alloc { slot: 1, bytes: 50, stream: 2 },
+                Event::Free { slot: 1 },
+                Event::Alloc { slot: 1, bytes: 50, stream: 0 },
+                Event::Alloc { slot: 2, bytes: 60, stream: 0 },
+            ]
+        );
+        assert!(program.notes[0].starts_with("2 blocks"));
+    }
+
+    #[test]
+    fn late_completion_is_a_use_on_another_stream() {
+        let freed = |second: Entry, third: Entry| {
+            let start = vec![entry(Alloc, 1, 0, 0, 0), entry(Alloc, 2, 5, 0, 0), entry(FreeRequested, 1, 0, 100, 8)];
+            let program = events([start, vec![second, third]].concat(), Vec::new());
+            program.events[2] == Event::RecordStream { slot: 0, stream: 1 }
+        };
+        let alloc = entry(Alloc, 3, 0, 0, 0);
+        let completed = |time, frames| entry(FreeCompleted, 1, 0, time, frames);
+        assert!(freed(alloc, completed(0, 8)), "later");
+        assert!(!freed(completed(100, 8), alloc), "at once");
+        assert!(!freed(completed(200, 8), alloc), "at once by the call stack, though slowly");
+        assert!(freed(completed(100, 9), alloc), "by the allocation, by its call stack");
+        assert!(!freed(completed(101, 0), alloc), "at once by the time");
+        assert!(freed(completed(120, 0), alloc), "by the allocation, by the time");
+        assert!(!freed(completed(120, 0), entry(FreeRequested, 2, 5, 0, 0)), "no allocation");
+    }
+
+    #[test]
+    fn a_stream_without_allocations_gets_a_number() {
+        let trace = vec![entry(Alloc, 1, 0, 0, 0), entry(FreeRequested, 1, 0, 0, 0)];
+        let program = events(trace, Vec::new());
+        assert_eq!(program.streams, [0, 1]);
+        assert_eq!(program.events[1], Event::RecordStream { slot: 0, stream: 1 });
+    }
+
+    #[test]
+    fn gaps_are_noted_and_bad_entries_refused() {
+        let mut odd = entry(Action::Unknown, 1, 0, 0, 0);
+        odd.addr = None;
+        let mut pooled = entry(Alloc, 1, 0, 0, 0);
+        pooled.private_pool = true;
+        let program = events(
+            vec![
+                pooled,
+                odd,
+                entry(Alloc, 1, 0, 0, 0),
+                entry(FreeRequested, 1, 0, 0, 0),
+                entry(FreeCompleted, 1, 0, 0, 0),
+                entry(FreeRequested, 1, 0, 0, 0),
+            ],
+            Vec::new(),
+        );
+        assert_eq!((program.operations(), program.notes.len()), (4, 4));
+        odd.action = Alloc;
+        let fault = programs(Snapshot { segments: Vec::new(), traces: vec![vec![odd]] }, "p").unwrap_err();
+        assert_eq!(fault.at("s".as_ref()).to_string(), "s:device_traces[0][0]: the field addr is missing");
+        let fault = programs(Snapshot::default(), "p").unwrap_err();
+        assert!(fault.at("s".as_ref()).to_string().contains("_record_memory_history"));
+    }
+}

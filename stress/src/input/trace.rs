@@ -1,0 +1,143 @@
+//! Allocation traces.
+//!
+//! ```text
+//! # key: value
+//! a ID BYTES STREAM     allocation
+//! f ID STREAM           free; STREAM is the stream of the allocation
+//! r ID STREAM           the block is also used on STREAM
+//! i N                   iteration N starts
+//! ```
+
+use std::io::BufRead;
+use std::str::{FromStr, SplitAsciiWhitespace};
+
+use super::error::{Block, Fault, Reason};
+use super::lines::Lines;
+use super::program::{Builder, Program};
+
+/// The most header lines a trace may have.
+pub(super) const MOST_HEADERS: usize = 1024;
+
+pub(super) fn parse(content: impl BufRead, name: String) -> Result<Program, Fault> {
+    let mut builder = Builder::new(name, 0);
+    let mut lines = Lines::new(content);
+    while let Some(line) = lines.next()? {
+        if let Err(reason) = event(line, &mut builder) {
+            return Err(Fault::new(lines.location(), reason));
+        }
+    }
+    Ok(builder.finish())
+}
+
+fn event(line: &str, builder: &mut Builder) -> Result<(), Reason> {
+    if let Some(header) = line.strip_prefix('#') {
+        // A comment is a header without a key.
+        let (key, value) = header.split_once(':').unwrap_or(("", header));
+        if builder.header(key.trim(), value.trim()) > MOST_HEADERS {
+            return Err(Reason::TooManyHeaders);
+        }
+        return Ok(());
+    }
+    let mut fields = line.split_ascii_whitespace();
+    let Some(kind) = fields.next() else { return Ok(()) };
+    match kind {
+        "a" => {
+            let (id, bytes, stream) =
+                (number(&mut fields, "ID")?, number(&mut fields, "size")?, number(&mut fields, "stream")?);
+            end(fields)?;
+            if !builder.alloc(id, bytes, stream)? {
+                return Err(Reason::AlreadyLive(Block::Id(id)));
+            }
+        }
+        "f" => {
+            let (id, freed) = (number(&mut fields, "ID")?, number(&mut fields, "stream")?);
+            end(fields)?;
+            let block = builder.free(id)?.ok_or(Reason::NotLive(Block::Id(id)))?;
+            if block.stream != freed {
+                return Err(Reason::WrongStream { allocated: block.stream, freed });
+            }
+        }
+        "r" => {
+            let (id, stream) = (number(&mut fields, "ID")?, number(&mut fields, "stream")?);
+            end(fields)?;
+            if !builder.record_stream(id, stream)? {
+                return Err(Reason::NotLive(Block::Id(id)));
+            }
+        }
+        "i" => {
+            let iteration = number(&mut fields, "iteration")?;
+            end(fields)?;
+            builder.iteration(iteration)?;
+        }
+        _ => return Err(Reason::UnknownKind(kind.into(), "a, f, r, i or #")),
+    }
+    Ok(())
+}
+
+fn number<T: FromStr>(fields: &mut SplitAsciiWhitespace<'_>, field: &'static str) -> Result<T, Reason> {
+    let text = fields.next().ok_or(Reason::MissingField(field))?;
+    // Signs are no part of the format, though the number parser takes a plus.
+    let digits = text.bytes().all(|byte| byte.is_ascii_digit());
+    let number = if digits { text.parse().ok() } else { None };
+    number.ok_or_else(|| Reason::BadNumber { field, text: text.into() })
+}
+
+fn end(mut fields: SplitAsciiWhitespace<'_>) -> Result<(), Reason> {
+    fields.next().map_or(Ok(()), |field| Err(Reason::TrailingField(field.into())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::program::Event;
+    use super::*;
+
+    fn read(text: &str) -> Result<Program, String> {
+        parse(text.as_bytes(), "file".into()).map_err(|fault| fault.at("t".as_ref()).to_string())
+    }
+
+    #[test]
+    fn reads_every_kind_of_line() {
+        let program = read("# name: gpt\n# what: a: b\n\na 0 100 9\ni 3\nr 0 0\na 1 0 0\nf 0 9\n").unwrap();
+        assert_eq!(program.name, "gpt");
+        assert_eq!(program.headers[1], ("what".into(), "a: b".into()));
+        assert_eq!(program.streams, [0, 9]);
+        assert_eq!(
+            program.events,
+            [
+                Event::Alloc { slot: 0, bytes: 100, stream: 1 },
+                Event::Iteration(3),
+                Event::RecordStream { slot: 0, stream: 0 },
+                Event::Alloc { slot: 1, bytes: 0, stream: 0 },
+                Event::Free { slot: 0 },
+            ]
+        );
+        assert_eq!((program.operations(), program.peak_requested_bytes), (3, 100));
+        assert_eq!(read("").unwrap().name, "file");
+    }
+
+    #[test]
+    fn errors_name_line_and_reason() {
+        let long = format!("# {}", "x".repeat(70_000));
+        for (text, expected) in [
+            ("x 1", "t:1: unknown kind \"x\"; expected a, f, r, i or #"),
+            ("# k: v\na 1 2", "t:2: the field stream is missing"),
+            ("a 1 -2 0", "t:1: \"-2\" is not a valid size"),
+            ("a +1 2 0", "t:1: \"+1\" is not a valid ID"),
+            ("a 1 18446744073709551616 0", "t:1: \"18446744073709551616\" is not a valid size"),
+            ("i 4294967296", "t:1: \"4294967296\" is not a valid iteration"),
+            ("a 1 2 0 4", "t:1: unexpected \"4\" at the end of the line"),
+            ("a 1 2 0\na 1 2 0", "t:2: ID 1 is already allocated"),
+            ("f 1 0", "t:1: ID 1 is not allocated: it never was, or has been freed"),
+            ("r 1 0", "t:1: ID 1 is not allocated: it never was, or has been freed"),
+            ("a 1 2 0\nf 1 0\nf 1 0", "t:3: ID 1 is not allocated: it never was, or has been freed"),
+            ("a 1 2 3\nf 1 0", "t:2: the free names stream 0, the allocation named stream 3"),
+            ("a 1 18446744073709551615 0\na 2 1 0", "t:2: the bytes allocated exceed 64 bits"),
+            (&long, "t:1: the line is longer than 64 KiB"),
+        ] {
+            assert_eq!(read(text).unwrap_err(), expected);
+        }
+        let fault = parse(&b"a 0 1 0\n\xff"[..], String::new()).unwrap_err();
+        assert_eq!(fault.at("t".as_ref()).to_string(), "t:2: the text is not UTF-8");
+        assert!(read(&"# k: v\n".repeat(MOST_HEADERS + 1)).unwrap_err().contains("more than 1024 header lines"));
+    }
+}
