@@ -5,6 +5,7 @@
 mod capture;
 mod common;
 mod faults;
+mod happens_before;
 mod interleavings;
 mod mapping;
 mod memory;

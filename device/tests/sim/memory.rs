@@ -90,6 +90,30 @@ fn kernels_keep_to_what_they_declare_or_lose_the_device() {
 }
 
 #[test]
+fn a_kernel_that_panics_leaves_the_device_usable() {
+    let driver = device(0);
+    let (stream, memory) = (driver.stream(), driver.alloc(MIB).unwrap());
+    let host = std::sync::Arc::new(|_: &mut dyn aquifer_device::KernelMemory, _: &[_]| panic!("a kernel's mistake"));
+    driver.kernel("panics", &[(memory, 8, Write)], Some(host), stream).unwrap();
+    let waits = std::panic::AssertUnwindSafe(|| driver.synchronize());
+    assert!(std::panic::catch_unwind(waits).is_err());
+    driver.put(memory, &[1], stream).unwrap();
+    assert_eq!(driver.get(memory, 1, stream).unwrap(), [1]);
+}
+
+#[test]
+fn kernels_that_fail_lose_the_device() {
+    let driver = device(0);
+    let stream = driver.stream();
+    let host = std::sync::Arc::new(|_: &mut dyn aquifer_device::KernelMemory, _: &[_]| {
+        Err(aquifer_device::DeviceError::new(aquifer_device::Operation::Launch, Code::INVALID_VALUE))
+    });
+    driver.kernel("fails", &[], Some(host), stream).unwrap();
+    assert_eq!(code(driver.synchronize_stream(stream)), Code::LAUNCH_FAILED);
+    assert_eq!(driver.violations(), []);
+}
+
+#[test]
 fn touching_what_is_not_there_is_found_and_loses_the_device() {
     let check = |program: &dyn Fn(&SimDriver, RawStream), kind| {
         let driver = device(0);
