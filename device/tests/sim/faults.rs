@@ -124,6 +124,24 @@ fn spikes_take_virtual_time() {
 }
 
 #[test]
+fn the_host_may_touch_its_memory_once_the_device_is_lost() {
+    let driver = device(0);
+    let (stream, memory, host) = (driver.stream(), driver.alloc(MIB).unwrap(), driver.host_alloc(64).unwrap());
+    driver.download(host, memory, 64, stream);
+    driver.inject(Fault::LostAt { nth: 1 });
+    assert!(driver.synchronize().unwrap_err().is_device_lost());
+    driver.host_access(host, 64, aquifer_device::AccessKind::Write).unwrap();
+    assert_eq!(driver.violations(), []);
+}
+
+#[test]
+fn refused_requests_take_no_time_to_speak_of() {
+    let driver = device(0);
+    assert!(driver.alloc(u64::MAX).unwrap_err().is_out_of_memory());
+    assert!(driver.now_ns() < 1_000_000);
+}
+
+#[test]
 fn codes_that_mean_a_lost_device_lose_it() {
     let driver = device(0);
     driver.inject(Fault::Nth { operation: Some(Operation::Record), nth: 1, code: Code::ILLEGAL_ADDRESS });
