@@ -1,0 +1,223 @@
+//! `replay`: what a recorded program needs of memory, driver and time.
+
+use std::collections::BTreeMap;
+
+use aquifer_allocator::Bytes;
+use aquifer_device::Device;
+use comfy_table::Table;
+use serde::Serialize;
+
+use crate::cli::{ConfigArg, ReplayArgs};
+use crate::commands::{hundredths, programs, ratio};
+use crate::exit::{Failure, Outcome};
+use crate::harness::{OnOom, Player, Times};
+use crate::input::Program;
+use crate::session::Session;
+use crate::subject::{Aquifer, Refused, Subject};
+use crate::table::table;
+use crate::yardstick::Yardstick;
+
+/// A row of results. `replay --help` explains the fields.
+#[derive(Debug, Clone, Serialize)]
+#[expect(missing_docs, reason = "the help text explains them")]
+#[non_exhaustive]
+pub struct Row {
+    pub trace: String,
+    pub config: String,
+    pub device: String,
+    pub events: u64,
+    pub peak_requested_bytes: u64,
+    pub peak_allocated_bytes: u64,
+    pub peak_reserved_bytes: u64,
+    pub reserved_over_requested: Option<f64>,
+    pub ns_per_op: f64,
+    pub first_pass_ns_per_op: f64,
+    pub driver_calls: BTreeMap<&'static str, u64>,
+    pub ooms: u64,
+    pub retries: u64,
+    pub events_recorded: u64,
+    pub stream_waits: u64,
+    pub hazards: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub yardstick_ns_per_op: Option<f64>,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// When the device cannot be opened, the allocator fails, or standard output cannot be written.
+pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
+    let mut outcome = Outcome::Done;
+    let mut rows = Vec::new();
+    for file in &args.files {
+        let programs = match programs(session, file) {
+            Ok(programs) => programs,
+            Err(failure) => {
+                outcome = outcome.max(failure.outcome());
+                session.message(format_args!("error: {failure}"));
+                continue;
+            }
+        };
+        for (name, program) in &programs {
+            for config in session.configs() {
+                let row = replay(session, name, program, config, args)?;
+                outcome = outcome.max(row.outcome());
+                session.row(&row)?;
+                rows.push(row);
+            }
+        }
+    }
+    if !rows.is_empty() {
+        session.show(tabulate(&rows, args))?;
+    }
+    Ok(outcome)
+}
+
+fn replay(
+    session: &Session,
+    name: &str,
+    program: &Program,
+    config: &ConfigArg,
+    args: &ReplayArgs,
+) -> Result<Row, Failure> {
+    let device = session.open()?;
+    let mut subject = Aquifer::new(session, &device, config, program.streams.len())?;
+    let mut yardstick = args.yardstick.then(|| Yardstick::new(program.peak_requested_bytes, program.slots));
+    let (calls, timelines) = (device.driver_calls(), device.timeline_counts());
+    let (mut player, mut measure) = (Player::new(program), Player::new(program));
+    let (mut times, mut yardstick_times) = (Times::default(), Times::default());
+    let (operations, mut ooms, mut missed) = (program.operations(), 0, 0);
+    let bar = session.progress(args.repeat.into(), name);
+    for _ in 0..args.repeat {
+        let pass = player.pass(&mut subject, OnOom::Skip)?;
+        times.add(pass.elapsed, operations);
+        ooms += pass.ooms;
+        if let Some(yardstick) = &mut yardstick {
+            let pass = measure.pass(yardstick, OnOom::Skip)?;
+            yardstick_times.add(pass.elapsed, operations);
+            missed += pass.ooms;
+        }
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    if missed > 0 {
+        session.message(format_args!("warning: {name}: the yardstick counts to 2 TiB and refused {missed} requests"));
+    }
+    let peaks = peaks(session, program, config, args.repeat)?;
+    let driver_calls = device.driver_calls().since(&calls);
+    let counts = device.timeline_counts();
+    Ok(Row {
+        trace: name.to_owned(),
+        config: config.text.clone(),
+        device: session.device_text().to_owned(),
+        events: operations,
+        peak_requested_bytes: program.peak_requested_bytes,
+        peak_allocated_bytes: peaks.allocated,
+        peak_reserved_bytes: peaks.reserved,
+        reserved_over_requested: ratio(peaks.reserved, program.peak_requested_bytes),
+        ns_per_op: hundredths(times.later()),
+        first_pass_ns_per_op: hundredths(times.first()),
+        driver_calls: driver_calls.iter().map(|(operation, count)| (operation.name(), count)).collect(),
+        ooms,
+        retries: peaks.retries,
+        events_recorded: counts.events_recorded - timelines.events_recorded,
+        stream_waits: counts.waits_inserted - timelines.waits_inserted,
+        hazards: hazards(session, name, &device),
+        yardstick_ns_per_op: yardstick.map(|_| hundredths(yardstick_times.later())),
+    })
+}
+
+impl Row {
+    fn outcome(&self) -> Outcome {
+        match self {
+            Row { hazards: 1.., .. } => Outcome::Hazards,
+            Row { ooms: 1.., .. } => Outcome::OutOfMemory,
+            _ => Outcome::Done,
+        }
+    }
+}
+
+/// The greatest values of a replay.
+#[derive(Debug, Clone, Copy, Default)]
+struct Peaks {
+    allocated: u64,
+    reserved: u64,
+    retries: u64,
+}
+
+/// Plays the program again, on a device of its own, and looks at the allocator after every allocation. That is exact: both
+/// quantities rise in allocations only, and in each of them last.
+fn peaks(session: &Session, program: &Program, config: &ConfigArg, repeat: u32) -> Result<Peaks, Failure> {
+    struct Watched {
+        inner: Aquifer,
+        peaks: Peaks,
+    }
+
+    impl Subject for Watched {
+        type Handle = <Aquifer as Subject>::Handle;
+
+        fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Self::Handle, Refused> {
+            let handle = self.inner.alloc(bytes, stream);
+            self.peaks.allocated = self.peaks.allocated.max(self.inner.allocator.allocated_bytes());
+            self.peaks.reserved = self.peaks.reserved.max(self.inner.allocator.reserved_bytes());
+            handle
+        }
+
+        fn free(&mut self, handle: Self::Handle) {
+            self.inner.free(handle);
+        }
+
+        fn record_stream(&mut self, handle: &Self::Handle, stream: u16) -> Result<(), Refused> {
+            self.inner.record_stream(handle, stream)
+        }
+    }
+
+    let device = session.open()?;
+    let inner = Aquifer::new(session, &device, config, program.streams.len())?;
+    let mut watched = Watched { inner, peaks: Peaks::default() };
+    let mut player = Player::new(program);
+    for _ in 0..repeat {
+        player.pass(&mut watched, OnOom::Skip)?;
+    }
+    Ok(watched.peaks)
+}
+
+/// Counts what the race detector found and shows the beginning of it.
+fn hazards(session: &Session, name: &str, device: &Device) -> u64 {
+    const SHOWN: u64 = 3;
+    let mut count = 0;
+    while let Some(violation) = device.driver().take_violation() {
+        count += 1;
+        if count <= SHOWN {
+            session.message(format_args!("hazard: {name}: {violation}"));
+        }
+    }
+    count
+}
+
+fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
+    let mut headings = vec!["trace", "config", "requested", "reserved", "ratio", "ns/op", "first pass"];
+    headings.extend(args.yardstick.then_some(["yardstick", "times"]).into_iter().flatten());
+    headings.extend(["driver calls", "OOMs", "retries", "waits", "hazards"]);
+    let mut table = table(&headings, 2);
+    for row in rows {
+        let ratio = row.reserved_over_requested.map_or_else(String::new, |ratio| format!("{ratio:.3}"));
+        let mut cells = vec![
+            row.trace.clone(),
+            row.config.clone(),
+            Bytes(row.peak_requested_bytes).to_string(),
+            Bytes(row.peak_reserved_bytes).to_string(),
+            ratio,
+            format!("{:.1}", row.ns_per_op),
+            format!("{:.1}", row.first_pass_ns_per_op),
+        ];
+        if let Some(yardstick) = row.yardstick_ns_per_op {
+            cells.push(format!("{yardstick:.1}"));
+            cells.push(format!("{:.2}", row.ns_per_op / yardstick));
+        }
+        let calls: u64 = row.driver_calls.values().sum();
+        cells.extend([calls, row.ooms, row.retries, row.stream_waits, row.hazards].map(|count| count.to_string()));
+        table.add_row(cells);
+    }
+    table
+}
