@@ -91,8 +91,8 @@ JSON keys, per program and config:
   events_recorded, stream_waits   what ordering streams after each other cost
   hazards                   pieces of work that the simulated device found unordered; 0 unless there is a bug
   yardstick_ns_per_op       with --yardstick only
-Peaks and counts are of all passes together. Times count neither reading the file nor what a pass leaves allocated,
-which is freed after it.";
+Peaks and counts are of the first pass, hazards of all. Times count neither reading the file nor freeing what a pass leaves
+allocated.";
 
 /// Arguments of `replay`.
 #[derive(Debug, Args)]
@@ -127,7 +127,7 @@ JSON keys, per program and config:
   ratio                     that size over the most the program had asked for and not yet freed
   retries_at_fit            times that all cached memory was released to try again, on that device
 The device of --device must be a simulated one; its size is replaced. Whether a program finishes need not be monotonic in
-the size of the device: the search finds one boundary, almost always the only one.";
+the size of the device; smaller ones were tried near this boundary, not everywhere.";
 
 /// Arguments of `bench`.
 #[derive(Debug, Args)]

@@ -10,10 +10,12 @@ pub mod commands;
 pub mod exit;
 pub mod harness;
 pub mod input;
+pub mod peaks;
 pub mod random;
 pub mod session;
 pub mod subject;
 pub mod table;
+pub mod workload;
 pub mod yardstick;
 
 use clap::CommandFactory;

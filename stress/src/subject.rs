@@ -1,12 +1,11 @@
 //! What is measured: an allocator behind the few operations that recorded programs and benchmarks need.
 
 use aquifer_allocator::{AllocError, Allocation, Allocator};
-use aquifer_device::Stream;
+use aquifer_device::{Device, Stream};
 
 use crate::cli::ConfigArg;
 use crate::exit::Failure;
 use crate::session::Session;
-use aquifer_device::Device;
 
 /// An allocator under test. Streams are small numbers.
 pub trait Subject {
@@ -65,6 +64,11 @@ impl Aquifer {
             all.push(device.create_stream()?);
         }
         Ok(Aquifer { allocator: session.allocator(device, config)?, streams: all })
+    }
+
+    /// Times that all cached memory was released to try again.
+    pub fn retries(&self) -> u64 {
+        0 // until memory_stats
     }
 
     /// Another handle of the same allocator whose only stream is a new one.

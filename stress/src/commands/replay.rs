@@ -12,8 +12,9 @@ use crate::commands::{hundredths, programs, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player, Times};
 use crate::input::Program;
+use crate::peaks::peaks;
 use crate::session::Session;
-use crate::subject::{Aquifer, Refused, Subject};
+use crate::subject::{Aquifer, Subject};
 use crate::table::table;
 use crate::yardstick::Yardstick;
 
@@ -81,50 +82,71 @@ fn replay(
     args: &ReplayArgs,
 ) -> Result<Row, Failure> {
     let device = session.open()?;
-    let mut subject = Aquifer::new(session, &device, config, program.streams.len())?;
-    let mut yardstick = args.yardstick.then(|| Yardstick::new(program.peak_requested_bytes, program.slots));
-    let (calls, timelines) = (device.driver_calls(), device.timeline_counts());
-    let (mut player, mut measure) = (Player::new(program), Player::new(program));
-    let (mut times, mut yardstick_times) = (Times::default(), Times::default());
-    let (operations, mut ooms, mut missed) = (program.operations(), 0, 0);
+    let subject = Aquifer::new(session, &device, config, program.streams.len())?;
+    let mut aquifer = Timed::new(subject, program);
+    let yardstick = || Timed::new(Yardstick::new(program.peak_requested_bytes, program.slots), program);
+    let mut yardstick = args.yardstick.then(yardstick);
+    let mut in_turns = || {
+        let ooms = aquifer.pass()?;
+        let missed = yardstick.as_mut().map_or(Ok(0), Timed::pass)?;
+        Ok::<_, Failure>((ooms, missed))
+    };
+
     let bar = session.progress(args.repeat.into(), name);
-    for _ in 0..args.repeat {
-        let pass = player.pass(&mut subject, OnOom::Skip)?;
-        times.add(pass.elapsed, operations);
-        ooms += pass.ooms;
-        if let Some(yardstick) = &mut yardstick {
-            let pass = measure.pass(yardstick, OnOom::Skip)?;
-            yardstick_times.add(pass.elapsed, operations);
-            missed += pass.ooms;
-        }
+    let (calls, timelines) = (device.driver_calls(), device.timeline_counts());
+    let (ooms, missed) = in_turns()?;
+    let (calls, counts) = (device.driver_calls().since(&calls), device.timeline_counts());
+    bar.inc(1);
+    for _ in 1..args.repeat {
+        in_turns()?;
         bar.inc(1);
     }
     bar.finish_and_clear();
+
     if missed > 0 {
         session.message(format_args!("warning: {name}: the yardstick counts to 2 TiB and refused {missed} requests"));
     }
-    let peaks = peaks(session, program, config, args.repeat)?;
-    let driver_calls = device.driver_calls().since(&calls);
-    let counts = device.timeline_counts();
+    let peaks = peaks(session, program, config)?;
     Ok(Row {
         trace: name.to_owned(),
         config: config.text.clone(),
         device: session.device_text().to_owned(),
-        events: operations,
+        events: program.operations(),
         peak_requested_bytes: program.peak_requested_bytes,
         peak_allocated_bytes: peaks.allocated,
         peak_reserved_bytes: peaks.reserved,
         reserved_over_requested: ratio(peaks.reserved, program.peak_requested_bytes),
-        ns_per_op: hundredths(times.later()),
-        first_pass_ns_per_op: hundredths(times.first()),
-        driver_calls: driver_calls.iter().map(|(operation, count)| (operation.name(), count)).collect(),
+        ns_per_op: hundredths(aquifer.times.later()),
+        first_pass_ns_per_op: hundredths(aquifer.times.first()),
+        driver_calls: calls.iter().map(|(operation, count)| (operation.name(), count)).collect(),
         ooms,
         retries: peaks.retries,
         events_recorded: counts.events_recorded - timelines.events_recorded,
         stream_waits: counts.waits_inserted - timelines.waits_inserted,
         hazards: hazards(session, name, &device),
-        yardstick_ns_per_op: yardstick.map(|_| hundredths(yardstick_times.later())),
+        yardstick_ns_per_op: yardstick.map(|yardstick| hundredths(yardstick.times.later())),
     })
+}
+
+/// A subject that plays a program again and again.
+struct Timed<'a, S: Subject> {
+    subject: S,
+    player: Player<'a, S>,
+    times: Times,
+    operations: u64,
+}
+
+impl<'a, S: Subject> Timed<'a, S> {
+    fn new(subject: S, program: &'a Program) -> Self {
+        Timed { subject, player: Player::new(program), times: Times::default(), operations: program.operations() }
+    }
+
+    /// One more pass; tells how many requests were refused.
+    fn pass(&mut self) -> Result<u64, Failure> {
+        let pass = self.player.pass(&mut self.subject, OnOom::Skip)?;
+        self.times.add(pass.elapsed, self.operations);
+        Ok(pass.ooms)
+    }
 }
 
 impl Row {
@@ -135,51 +157,6 @@ impl Row {
             _ => Outcome::Done,
         }
     }
-}
-
-/// The greatest values of a replay.
-#[derive(Debug, Clone, Copy, Default)]
-struct Peaks {
-    allocated: u64,
-    reserved: u64,
-    retries: u64,
-}
-
-/// Plays the program again, on a device of its own, and looks at the allocator after every allocation. That is exact: both
-/// quantities rise in allocations only, and in each of them last.
-fn peaks(session: &Session, program: &Program, config: &ConfigArg, repeat: u32) -> Result<Peaks, Failure> {
-    struct Watched {
-        inner: Aquifer,
-        peaks: Peaks,
-    }
-
-    impl Subject for Watched {
-        type Handle = <Aquifer as Subject>::Handle;
-
-        fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Self::Handle, Refused> {
-            let handle = self.inner.alloc(bytes, stream);
-            self.peaks.allocated = self.peaks.allocated.max(self.inner.allocator.allocated_bytes());
-            self.peaks.reserved = self.peaks.reserved.max(self.inner.allocator.reserved_bytes());
-            handle
-        }
-
-        fn free(&mut self, handle: Self::Handle) {
-            self.inner.free(handle);
-        }
-
-        fn record_stream(&mut self, handle: &Self::Handle, stream: u16) -> Result<(), Refused> {
-            self.inner.record_stream(handle, stream)
-        }
-    }
-
-    let device = session.open()?;
-    let inner = Aquifer::new(session, &device, config, program.streams.len())?;
-    let mut watched = Watched { inner, peaks: Peaks::default() };
-    let mut player = Player::new(program);
-    for _ in 0..repeat {
-        player.pass(&mut watched, OnOom::Skip)?;
-    }
-    Ok(watched.peaks)
 }
 
 /// Counts what the race detector found and shows the beginning of it.
