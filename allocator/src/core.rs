@@ -13,7 +13,7 @@ use crate::pools::PoolTable;
 use crate::shell::{Shell, bury};
 use crate::size_class::{PoolKind, SizeClasses};
 use crate::tags::Tag;
-use crate::waiting::Waiting;
+use crate::waiting::WaitingList;
 
 /// A request on its way through the allocator.
 #[derive(Clone, Copy, Debug)]
@@ -47,7 +47,7 @@ pub(crate) struct Core {
     pub(crate) pools: PoolTable,
     /// Timelines by our own stream number.
     pub(crate) timelines: Vec<Option<Arc<Timeline>>>,
-    pub(crate) waiting: Vec<Waiting>,
+    pub(crate) waiting: WaitingList,
     /// Streams that use a live block beside its own.
     pub(crate) shared: HashMap<BlockId, Vec<u32>>,
     /// Live allocations of the raw interface, by address.
