@@ -137,7 +137,8 @@ impl Core {
             counters.oversize_allocations.add(1);
         }
         if self.history.is_on() {
-            self.history.note(Action::Alloc, addr, request.requested, request.slot, request.tag);
+            let pool = self.pools.history_id(request.pool);
+            self.history.note(Action::Alloc, pool, addr, request.requested, request.slot, request.tag);
         }
         self.debug_check();
         Granted { block: id, addr }
@@ -157,7 +158,8 @@ impl Core {
         }
         if self.history.is_on() {
             let (addr, requested, tag) = (block.addr, block.requested, Tag(block.tag));
-            self.history.note(Action::FreeRequested, addr, requested, owner, tag);
+            let pool = self.pools.history_id(block.pool);
+            self.history.note(Action::FreeRequested, pool, addr, requested, owner, tag);
         }
         match on.filter(|&on| on != owner) {
             None if !shared => self.complete(shell, id, owner, self.tick_of(owner)),
@@ -174,7 +176,8 @@ impl Core {
         shell.counters.completed(kind, block.size, block.requested);
         if self.history.is_on() {
             let (addr, requested, tag) = (block.addr, block.requested, Tag(block.tag));
-            self.history.note(Action::FreeCompleted, addr, requested, owner, tag);
+            let pool = self.pools.history_id(block.pool);
+            self.history.note(Action::FreeCompleted, pool, addr, requested, owner, tag);
         }
         let (_, change) = self.heap.give(id, owner, after);
         self.split_changed(shell, kind, change);
