@@ -35,6 +35,7 @@ pub struct Cli {
 
 /// Options of every command.
 #[derive(Debug, Clone, Default, Args)]
+#[command(next_help_heading = "Common options")]
 pub struct Global {
     /// Device to run on: sim, sim:SIZE, sim:PRESET (both take ,key=value settings), cuda or cuda:N.
     ///

@@ -56,9 +56,8 @@ impl Session {
 
     fn announce(&self, reason: Option<&str>) -> Result<(), Failure> {
         let name = self.open()?.info().name.clone();
-        let why =
-            reason.map_or_else(|| "as asked for with --device".to_owned(), |reason| format!("chosen because {reason}"));
-        self.message(format_args!("device {}: {name}, {why}", self.device.text));
+        let why = reason.unwrap_or("as asked for with --device");
+        self.message(format_args!("device {}: {name} ({why})", self.device.text));
         for ConfigArg { text, config } in &self.configs {
             for ignored in config.ignored() {
                 self.message(format_args!("warning: --config '{text}': without effect: {ignored}"));

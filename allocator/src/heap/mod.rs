@@ -351,9 +351,9 @@ impl Heap {
         self.strays.iter().copied().filter(of)
     }
 
-    /// Whether any free block is away from home.
-    pub(crate) fn has_strays(&self) -> bool {
-        !self.strays.is_empty()
+    /// Free blocks that are away from home.
+    pub(crate) fn strays(&self) -> impl ExactSizeIterator<Item = BlockId> + '_ {
+        self.strays.iter().copied()
     }
 
     #[inline]
