@@ -1,5 +1,7 @@
 //! The command line.
 
+mod shows;
+
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -7,6 +9,8 @@ use aquifer_allocator::Config;
 use aquifer_allocator::config::ConfigError;
 use aquifer_device::{DeviceSpec, OpenError};
 use clap::{Args, Parser, Subcommand};
+
+pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
 
 use crate::exit::CODES;
 
@@ -46,8 +50,8 @@ pub struct Global {
 
     /// Options of the allocator, as in PYTORCH_ALLOC_CONF; may be given several times to compare.
     ///
-    /// For example 'max_split_size_mb:128,cross_stream:off'; '' stands for the defaults. Replay and fit work with each
-    /// in turn, other commands take only one.
+    /// For example 'max_split_size_mb:128,cross_stream:off'; '' stands for the defaults. Replay, fit and
+    /// fragmentation work with each in turn, other commands take only one.
     #[arg(long = "config", global = true, value_name = "OPTIONS", allow_hyphen_values = true)]
     pub configs: Vec<ConfigArg>,
 
@@ -70,6 +74,12 @@ pub enum Command {
     Fit(FitArgs),
     /// Measure the speed of allocation and free.
     Bench(BenchArgs),
+    /// Fragment memory in several ways, under several policies side by side, and draw maps of it.
+    Fragmentation(FragmentationArgs),
+    /// Run out of memory in several ways, read the reports, and recover.
+    Oom(OomArgs),
+    /// See on recorded programs why memory runs out while much of it is free, and what helps; the default.
+    Demo(DemoArgs),
 }
 
 const FILES: &str = "\

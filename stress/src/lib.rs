@@ -10,9 +10,13 @@ pub mod commands;
 pub mod exit;
 pub mod harness;
 pub mod input;
+pub mod map;
 pub mod peaks;
 pub mod random;
+pub mod room;
+pub mod scenarios;
 pub mod session;
+pub mod stage;
 pub mod subject;
 pub mod table;
 pub mod workload;
@@ -46,6 +50,8 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Command::Replay(args) => commands::replay::run(&session, args),
         Command::Fit(args) => commands::fit::run(&session, args),
         Command::Bench(args) => commands::bench::run(&session, args),
+        Command::Fragmentation(args) => commands::fragmentation::run(&session, args),
+        Command::Oom(_) | Command::Demo(_) => Ok(Outcome::Done),
     }
 }
 

@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod fit;
+pub mod fragmentation;
 pub mod replay;
 
 use std::path::Path;
