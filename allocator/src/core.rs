@@ -143,7 +143,8 @@ impl Core {
             shell.counters.oversize_allocations.add(1);
         }
         if self.history.is_on() {
-            self.history.note(Action::Alloc, addr, request.requested, request.slot, request.tag);
+            let pool = self.pools.history_id(request.pool);
+            self.history.note(Action::Alloc, pool, addr, request.requested, request.slot, request.tag);
         }
         self.debug_check();
         Granted { block: id, addr }
@@ -175,7 +176,8 @@ impl Core {
     #[cold]
     fn note_free(&mut self, action: Action, id: BlockId) {
         let block = &self.heap.blocks[id];
-        self.history.note(action, block.addr, block.requested, block.owner, Tag(block.tag));
+        let pool = self.pools.history_id(block.pool);
+        self.history.note(action, pool, block.addr, block.requested, block.owner, Tag(block.tag));
     }
 
     /// A block that was given back, and is accounted for, becomes free: reusable by `owner` at once, by others after `after`.

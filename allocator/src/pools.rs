@@ -61,6 +61,13 @@ impl PoolTable {
     pub(crate) fn owner_of(&self, number: u16) -> Option<&Private> {
         self.private.iter().find(|private| private.numbers.contains(&number))
     }
+
+    /// The second half of the id of the private pool that owns a heap pool, for history; 0 for the default pools. Heap
+    /// pools are reused by later private pools, so entries cannot keep their numbers.
+    pub(crate) fn history_id(&self, number: u16) -> u32 {
+        let private = if number < 2 { None } else { self.owner_of(number) };
+        private.map_or(0, |private| u32::try_from(private.id.1).unwrap_or(u32::MAX))
+    }
 }
 
 impl Core {
