@@ -1,5 +1,7 @@
 //! The program as people run it: what it prints where, and how it ends.
 
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -187,14 +189,14 @@ fn fit_finds_a_boundary() {
 
 #[test]
 fn bench_measures_both_allocators() {
-    let rows = rows(0, &["bench", "--quick", "--filter", "00"]);
-    let names = ["churn_100", "churn_1000", "churn_10000", "churn_100000", "churn_1000000"];
+    let rows = rows(0, &["bench", "--quick", "--filter", "hot"]);
+    let names = ["hot_512b", "hot_1mib", "hot_64mib"];
     assert_eq!(rows.len(), 2 * names.len());
     for (pair, name) in rows.chunks(2).zip(names) {
         for (row, allocator) in pair.iter().zip(["aquifer", "offset-allocator"]) {
             assert_eq!(row.as_object().unwrap().len(), 5);
             assert_eq!((row["benchmark"].as_str(), row["allocator"].as_str()), (Some(name), Some(allocator)));
-            assert_eq!((bytes(row, "threads"), bytes(row, "live")), (1, name[6..].parse().unwrap()));
+            assert_eq!((bytes(row, "threads"), bytes(row, "live")), (1, 1));
             assert!(row["ns_per_pair"].as_f64().unwrap() > 0.0);
         }
     }
