@@ -94,16 +94,16 @@ impl Heap {
         let pool = &mut self.pools[usize::from(pool)];
         pool.searches += 1;
         let index = pool.indexes.get_mut(owner as usize)?;
-        let (key, place) = index.find(size)?;
+        let key = index.best_fit(size)?;
         if !classes.fits(key.size(), size) {
             return None;
         }
         let block = key.block();
         if pool.no_split || !classes.should_split(pool.kind, key.size(), size) {
-            index.remove_at(place, key);
+            index.remove(key);
             return Some(self.take_whole(block, owner, requested));
         }
-        index.shrink_at(place, key, key.without_low_end(size));
+        index.replace(key, key.without_low_end(size));
         Some(self.take_low_end(block, owner, size, requested))
     }
 
