@@ -136,7 +136,7 @@ fn trace_entries_have_pytorchs_keys() {
     let json = serde_json::to_value(rich_snapshot()).unwrap();
     let traces = json["device_traces"].as_array().unwrap();
     assert_eq!(
-        traces.iter().map(|trace| trace.as_array().unwrap().len() > 0).collect::<Vec<_>>(),
+        traces.iter().map(|trace| !trace.as_array().unwrap().is_empty()).collect::<Vec<_>>(),
         [false, false, true]
     );
     let common = "action size stream time_us compile_context user_metadata pool_id";

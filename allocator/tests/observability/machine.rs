@@ -92,11 +92,17 @@ pub(crate) struct Machine {
     held: Vec<Held>,
 }
 
+/// An allocator for a simulated device.
+pub(crate) fn allocator(config: Config, seed: u64) -> (Arc<SimDriver>, Allocator) {
+    let driver = SimDriver::new(SimConfig::new(CAPACITY).seed(seed));
+    let allocator = Allocator::new(&Device::new(driver.clone()), config).unwrap();
+    (driver, allocator)
+}
+
 impl Machine {
     pub(crate) fn new(config: Config, seed: u64) -> Machine {
-        let driver = SimDriver::new(SimConfig::new(CAPACITY).seed(seed));
-        let device = Device::new(driver.clone());
-        let allocator = Allocator::new(&device, config).unwrap();
+        let (driver, allocator) = allocator(config, seed);
+        let device = allocator.device().clone();
         let pools = (0..POOLS).map(|_| allocator.create_pool(PoolOptions::default())).collect();
         let own = (1..STREAMS).map(|_| device.create_stream().unwrap());
         let streams = std::iter::once(device.default_stream().clone()).chain(own).collect();
