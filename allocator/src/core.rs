@@ -7,14 +7,14 @@ use std::sync::Arc;
 
 use aquifer_device::{Device, Stream, Timeline};
 
-use crate::heap::{BlockId, Heap, SplitChange, State};
+use crate::heap::{BlockId, Heap, SplitChange, State, kind_of};
 use crate::history::{Action, History};
 use crate::pools::PoolTable;
 use crate::segments::Releasing;
 use crate::shell::{Shell, bury};
 use crate::size_class::{PoolKind, SizeClasses};
 use crate::tags::Tag;
-use crate::waiting::Waiting;
+use crate::waiting::WaitingList;
 
 /// A request on its way through the allocator.
 #[derive(Clone, Copy, Debug)]
@@ -48,7 +48,7 @@ pub(crate) struct Core {
     pub(crate) pools: PoolTable,
     /// Timelines by our own stream number.
     pub(crate) timelines: Vec<Option<Arc<Timeline>>>,
-    pub(crate) waiting: Vec<Waiting>,
+    pub(crate) waiting: WaitingList,
     /// Streams that use a live block beside its own.
     pub(crate) shared: HashMap<BlockId, Vec<u32>>,
     /// Live allocations of the raw interface, by address.
@@ -85,6 +85,7 @@ impl Core {
         self.timelines[slot] = Some(stream.timeline().clone());
     }
 
+    #[inline]
     pub(crate) fn timeline(&self, slot: u32) -> Option<&Arc<Timeline>> {
         self.timelines.get(slot as usize)?.as_ref()
     }
@@ -121,23 +122,28 @@ impl Core {
     /// Serves a request from the free blocks that its stream may reuse at once.
     #[inline]
     pub(crate) fn take_own(&mut self, shell: &Shell, request: &Request) -> Option<Granted> {
-        let block = self.heap.find(&self.classes, request.pool, request.slot, request.size)?;
-        Some(self.take(shell, request, block))
+        let Request { pool, slot, size, requested, .. } = *request;
+        let (block, change) = self.heap.take_best(&self.classes, pool, slot, size, requested)?;
+        Some(self.taken(shell, request, block, change))
     }
 
     /// Takes the request's bytes from a free block that the stream may use.
-    #[inline]
     pub(crate) fn take(&mut self, shell: &Shell, request: &Request, free: BlockId) -> Granted {
-        let (id, change) = self.heap.take(&self.classes, free, request.slot, request.size, request.requested);
+        let (block, change) = self.heap.take(&self.classes, free, request.slot, request.size, request.requested);
+        self.taken(shell, request, block, change)
+    }
+
+    /// Accounts for a block that became live.
+    #[inline]
+    fn taken(&mut self, shell: &Shell, request: &Request, id: BlockId, change: SplitChange) -> Granted {
         let block = &mut self.heap.blocks[id];
         block.tag = request.tag.0;
-        let (addr, size, kind) = (block.addr, block.size, self.heap.pools[usize::from(block.pool)].kind);
+        let (addr, size, kind) = (block.addr, block.size, kind_of(block.pool));
         self.live += 1;
-        let counters = &shell.counters;
-        counters.allocated(kind, size, request.requested);
+        shell.counters.allocated(kind, size, request.requested);
         self.split_changed(shell, kind, change);
         if self.classes.is_oversize(size) {
-            counters.oversize_allocations.add(1);
+            shell.counters.oversize_allocations.add(1);
         }
         if self.history.is_on() {
             let pool = self.pools.history_id(request.pool);
@@ -152,35 +158,37 @@ impl Core {
     pub(crate) fn free(&mut self, shell: &Shell, id: BlockId, on: Option<u32>) {
         let block = &self.heap.blocks[id];
         debug_assert_eq!(block.state, State::Live);
-        let (size, owner, shared) = (block.size, block.owner, block.shared);
-        let kind = self.heap.pools[usize::from(block.pool)].kind;
+        let (size, requested, owner, shared) = (block.size, block.requested, block.owner, block.shared);
+        let kind = kind_of(block.pool);
         self.live -= 1;
-        shell.counters.freed(kind, size);
         if self.classes.is_oversize(size) {
             shell.counters.oversize_allocations.sub(1);
         }
         if self.history.is_on() {
-            let (addr, requested, tag) = (block.addr, block.requested, Tag(block.tag));
-            let pool = self.pools.history_id(block.pool);
-            self.history.note(Action::FreeRequested, pool, addr, requested, owner, tag);
+            self.note_free(Action::FreeRequested, id);
         }
-        match on.filter(|&on| on != owner) {
-            None if !shared => self.complete(shell, id, owner, self.tick_of(owner)),
-            Some(on) if !shared && self.crosses_streams => self.complete(shell, id, on, self.tick_of(on)),
-            on => self.free_shared(shell, id, on),
-        }
+        let heir = match on.filter(|&on| on != owner) {
+            None if !shared => owner,
+            Some(on) if !shared && self.crosses_streams => on,
+            on => return self.free_shared(shell, id, on),
+        };
+        shell.counters.freed(kind, size, requested);
+        self.complete(shell, id, heir, self.tick_of(heir));
     }
 
-    /// A block that was given back becomes free, reusable by `owner` at once and by others after `after`.
+    #[cold]
+    fn note_free(&mut self, action: Action, id: BlockId) {
+        let block = &self.heap.blocks[id];
+        let pool = self.pools.history_id(block.pool);
+        self.history.note(action, pool, block.addr, block.requested, block.owner, Tag(block.tag));
+    }
+
+    /// A block that was given back, and is accounted for, becomes free: reusable by `owner` at once, by others after `after`.
     #[inline]
     pub(crate) fn complete(&mut self, shell: &Shell, id: BlockId, owner: u32, after: u64) {
-        let block = &self.heap.blocks[id];
-        let kind = self.heap.pools[usize::from(block.pool)].kind;
-        shell.counters.completed(kind, block.size, block.requested);
+        let kind = kind_of(self.heap.blocks[id].pool);
         if self.history.is_on() {
-            let (addr, requested, tag) = (block.addr, block.requested, Tag(block.tag));
-            let pool = self.pools.history_id(block.pool);
-            self.history.note(Action::FreeCompleted, pool, addr, requested, owner, tag);
+            self.note_free(Action::FreeCompleted, id);
         }
         let (_, change) = self.heap.give(id, owner, after);
         self.split_changed(shell, kind, change);

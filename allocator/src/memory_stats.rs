@@ -61,11 +61,11 @@ impl MemoryStats {
         MemoryStats {
             allocation: counters.allocation.read(),
             segment: counters.segment.read(),
-            active: counters.active.read(),
+            active: counters.active(),
             inactive_split: counters.inactive_split.read(),
             allocated_bytes: counters.allocated_bytes.read(),
             reserved_bytes: counters.reserved_bytes.read(),
-            active_bytes: counters.active_bytes.read(),
+            active_bytes: counters.active_bytes(),
             inactive_split_bytes: counters.inactive_split_bytes.read(),
             requested_bytes: counters.requested_bytes.read(),
             oversize_allocations: counters.oversize_allocations.read(),

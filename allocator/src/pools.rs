@@ -11,8 +11,8 @@ use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::core::Core;
 use crate::error::AllocError;
+use crate::heap::Key;
 use crate::shell::{Shell, special};
-use crate::size_class::PoolKind;
 
 /// How a private pool behaves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -79,9 +79,8 @@ impl Core {
         let private = match unused {
             Some(at) => &mut self.pools.private[at],
             None => {
-                let small = self.heap.add_pool(PoolKind::Small, false);
-                let large = self.heap.add_pool(PoolKind::Large, false);
-                self.pools.private.push(Private { id, numbers: [small, large], options, open: true });
+                let numbers = self.heap.add_pools();
+                self.pools.private.push(Private { id, numbers, options, open: true });
                 let last = self.pools.private.len() - 1;
                 &mut self.pools.private[last]
             }
@@ -147,12 +146,27 @@ impl PrivatePool {
         PoolRoute { allocator: self.allocator.clone(), number, not_send: PhantomData }
     }
 
-    /// Gives the pool's unused segments back to the device; tells how many bytes.
+    /// Gives the pool's unused segments back to the device; tells how many bytes. Waits for its blocks that other streams
+    /// still use.
     ///
     /// # Errors
     /// Those of the driver.
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
-        self.allocator.release_pool(self.id)
+        if let Some(numbers) = self.numbers() {
+            self.allocator.synchronize_pending(|pool| numbers.contains(&pool))?;
+        }
+        self.release()
+    }
+
+    fn numbers(&self) -> Option<[u16; 2]> {
+        self.allocator.shell().lock().pools.find(self.id).map(|private| private.numbers)
+    }
+
+    fn release(&self) -> Result<u64, AllocError> {
+        self.allocator.release_where(|core| {
+            let numbers = core.pools.find(self.id).map(|private| private.numbers).into_iter().flatten();
+            numbers.flat_map(|number| core.whole_segments(number)).map(Key::block).collect()
+        })
     }
 }
 
@@ -163,7 +177,7 @@ impl Drop for PrivatePool {
             private.open = false;
         }
         drop(core);
-        if let Err(error) = self.allocator.release_pool(self.id) {
+        if let Err(error) = self.release() {
             tracing::warn!(%error, "a private pool's memory could not be released; the next release tries again");
         }
     }

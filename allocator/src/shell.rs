@@ -19,7 +19,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::core::Core;
 use crate::heap::BlockId;
-use crate::stats::Counters;
+use crate::stats::{Counter, Counters};
 
 /// Reasons why an allocation may not take the short way, as bits of [`Shell::special`].
 pub(crate) mod special {
@@ -60,7 +60,9 @@ static BURIED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 impl Shell {
     /// A shell around `core`.
     pub(crate) fn open(core: Core, special: u32) -> &'static Shell {
-        drop(std::mem::take(&mut *BURIED.lock()));
+        // Taken out first: closing a device calls its driver, which must not happen under a lock.
+        let buried = std::mem::take(&mut *BURIED.lock());
+        drop(buried);
         let idle = IDLE.lock().pop();
         let shell = idle.unwrap_or_else(|| Box::leak(Box::default()));
         shell.counters.clear();
@@ -92,6 +94,13 @@ impl Shell {
     pub(crate) fn counters_locked(&self, update: impl FnOnce(&Counters)) {
         let _core = self.lock();
         update(&self.counters);
+    }
+
+    /// Counts one more of something, from a slow path.
+    pub(crate) fn count(&self, counter: impl FnOnce(&Counters) -> &Counter) {
+        self.counters_locked(|counters| {
+            counter(counters).add(1);
+        });
     }
 
     /// Gives a block back: at once if the lock is free, else through the queue. Never blocks while the allocator is open.

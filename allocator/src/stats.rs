@@ -4,7 +4,7 @@
 //! peak its own; `allocated ≤ active ≤ reserved` in bytes. A reader sees each value exactly as of some moment, and all of
 //! them as of the same moment when no call is in flight.
 //!
-//! A counter is a few plain words. Only the holder of the heap's lock writes, so an update is a load and a store, never an
+//! A counter is a few plain words. What can be derived is not counted. Only the holder of the heap's lock writes, so an update is a load and a store, never an
 //! atomic read-modify-write.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -37,127 +37,151 @@ pub struct PoolStats {
     pub small_pool: Stat,
 }
 
+#[inline]
 fn get(cell: &AtomicU64) -> u64 {
     cell.load(Relaxed)
 }
 
-/// Adds under the heap's lock: there is no other writer, so this need not be a read-modify-write.
-fn bump(cell: &AtomicU64, n: u64) {
-    cell.store(get(cell).wrapping_add(n), Relaxed);
+/// Changes a value under the heap's lock: there is no other writer, so this need not be a read-modify-write.
+#[inline]
+fn set(cell: &AtomicU64, value: u64) {
+    cell.store(value, Relaxed);
 }
 
+#[inline]
 fn raise(cell: &AtomicU64, value: u64) {
     if value > get(cell) {
-        cell.store(value, Relaxed);
+        set(cell, value);
     }
 }
 
-/// One quantity of one pool, or of both.
+/// One quantity. What was freed is derived: the sum of increases less the current value.
 #[derive(Debug, Default)]
 pub(crate) struct Counter {
+    current: AtomicU64,
     increases: AtomicU64,
-    decreases: AtomicU64,
     peak: AtomicU64,
     increases_base: AtomicU64,
     decreases_base: AtomicU64,
 }
 
 impl Counter {
+    /// Adds, and returns the new value.
     #[inline]
-    fn current(&self) -> u64 {
-        // Wrapping: a reader without the lock may catch a decrease before the increase it belongs to.
-        let current = get(&self.increases).wrapping_sub(get(&self.decreases));
-        if current.cast_signed() < 0 { 0 } else { current }
-    }
-
-    #[inline]
-    pub(crate) fn add(&self, n: u64) {
-        bump(&self.increases, n);
-        raise(&self.peak, self.current());
+    pub(crate) fn add(&self, n: u64) -> u64 {
+        let current = get(&self.current).wrapping_add(n);
+        set(&self.current, current);
+        set(&self.increases, get(&self.increases).wrapping_add(n));
+        raise(&self.peak, current);
+        current
     }
 
     #[inline]
     pub(crate) fn sub(&self, n: u64) {
-        bump(&self.decreases, n);
+        set(&self.current, get(&self.current).wrapping_sub(n));
+    }
+
+    fn decreases(&self) -> u64 {
+        get(&self.increases).wrapping_sub(get(&self.current))
     }
 
     pub(crate) fn read(&self) -> Stat {
-        let (increases, decreases) = (get(&self.increases), get(&self.decreases));
-        let current = self.current();
+        let current = get(&self.current);
         Stat {
             current,
             peak: get(&self.peak).max(current),
-            allocated: increases.wrapping_sub(get(&self.increases_base)),
-            freed: decreases.wrapping_sub(get(&self.decreases_base)),
+            allocated: get(&self.increases).wrapping_sub(get(&self.increases_base)),
+            freed: self.decreases().wrapping_sub(get(&self.decreases_base)),
         }
     }
 
     fn clear(&self) {
-        let cells = [&self.increases, &self.decreases, &self.peak, &self.increases_base, &self.decreases_base];
-        cells.into_iter().for_each(|cell| cell.store(0, Relaxed));
+        let cells = [&self.current, &self.increases, &self.peak, &self.increases_base, &self.decreases_base];
+        cells.into_iter().for_each(|cell| set(cell, 0));
     }
 
     fn reset_peak(&self) {
-        self.peak.store(self.current(), Relaxed);
+        set(&self.peak, get(&self.current));
     }
 
     fn reset_accumulated(&self) {
-        self.increases_base.store(get(&self.increases), Relaxed);
-        self.decreases_base.store(get(&self.decreases), Relaxed);
+        set(&self.increases_base, get(&self.increases));
+        set(&self.decreases_base, self.decreases());
     }
 }
 
-/// One quantity for both pools together and for each.
+/// One quantity for each pool; that of both together is the sum, except for its peak.
 #[derive(Debug, Default)]
 pub(crate) struct PooledCounter {
-    all: Counter,
     pools: [Counter; 2],
+    peak_of_all: AtomicU64,
 }
 
 impl PooledCounter {
     #[inline]
     pub(crate) fn add(&self, kind: PoolKind, n: u64) {
-        self.all.add(n);
-        self.pools[kind as usize].add(n);
+        let [small, large] = &self.pools;
+        let (own, other) = if kind == PoolKind::Small { (small, large) } else { (large, small) };
+        let current = own.add(n);
+        raise(&self.peak_of_all, current.wrapping_add(get(&other.current)));
     }
 
     #[inline]
     pub(crate) fn sub(&self, kind: PoolKind, n: u64) {
-        self.all.sub(n);
         self.pools[kind as usize].sub(n);
     }
 
     /// Adds or subtracts, by sign.
     #[inline]
     pub(crate) fn change(&self, kind: PoolKind, n: i64) {
-        match n {
-            0 => {}
-            1.. => self.add(kind, n.unsigned_abs()),
-            _ => self.sub(kind, n.unsigned_abs()),
+        if n > 0 {
+            self.add(kind, n.unsigned_abs());
+        } else if n < 0 {
+            self.sub(kind, n.unsigned_abs());
         }
+    }
+
+    #[inline]
+    fn current(&self) -> u64 {
+        let [small, large] = &self.pools;
+        get(&small.current).wrapping_add(get(&large.current))
     }
 
     pub(crate) fn read(&self) -> PoolStats {
-        PoolStats {
-            all: self.all.read(),
-            large_pool: self.pools[PoolKind::Large as usize].read(),
-            small_pool: self.pools[PoolKind::Small as usize].read(),
-        }
+        let [small_pool, large_pool] = [0, 1].map(|pool| self.pools[pool].read());
+        let current = small_pool.current.wrapping_add(large_pool.current);
+        let all = Stat {
+            current,
+            peak: get(&self.peak_of_all).max(current),
+            allocated: small_pool.allocated.wrapping_add(large_pool.allocated),
+            freed: small_pool.freed.wrapping_add(large_pool.freed),
+        };
+        PoolStats { all, large_pool, small_pool }
     }
 
-    fn each(&self) -> impl Iterator<Item = &Counter> {
-        std::iter::once(&self.all).chain(&self.pools)
+    fn clear(&self) {
+        self.pools.iter().for_each(Counter::clear);
+        set(&self.peak_of_all, 0);
+    }
+
+    fn reset_peak(&self) {
+        self.pools.iter().for_each(Counter::reset_peak);
+        set(&self.peak_of_all, self.current());
     }
 }
 
 /// Every counter of an allocator.
+///
+/// `active` is not counted but derived: it is what is allocated and what is *waiting*, which only a slow path changes. Its
+/// peak is that of allocated, unless something was waiting at the time; so that case alone is noted.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub(crate) allocation: PooledCounter,
     pub(crate) allocated_bytes: PooledCounter,
-    pub(crate) active: PooledCounter,
-    pub(crate) active_bytes: PooledCounter,
     pub(crate) requested_bytes: PooledCounter,
+    waiting: PooledCounter,
+    waiting_bytes: PooledCounter,
+    active_peaks: ActivePeaks,
     pub(crate) inactive_split: PooledCounter,
     pub(crate) inactive_split_bytes: PooledCounter,
     pub(crate) segment: PooledCounter,
@@ -175,44 +199,80 @@ pub(crate) struct Counters {
     pub(crate) cross_stream_waits: Counter,
 }
 
+/// Peaks of what is active, while anything was waiting: blocks and bytes of the small pool, the large pool, and both.
+#[derive(Debug, Default)]
+struct ActivePeaks {
+    blocks: [AtomicU64; 3],
+    bytes: [AtomicU64; 3],
+}
+
 impl Counters {
     /// A block of `size` bytes became live.
     #[inline]
     pub(crate) fn allocated(&self, kind: PoolKind, size: u64, requested: u64) {
         self.allocation.add(kind, 1);
         self.allocated_bytes.add(kind, size);
-        self.active.add(kind, 1);
-        self.active_bytes.add(kind, size);
         self.requested_bytes.add(kind, requested);
+        if self.waiting.current() != 0 {
+            self.note_active_peaks();
+        }
     }
 
-    /// A live block was given back by its holder.
+    /// A live block was given back, and is free at once.
     #[inline]
-    pub(crate) fn freed(&self, kind: PoolKind, size: u64) {
+    pub(crate) fn freed(&self, kind: PoolKind, size: u64, requested: u64) {
         self.allocation.sub(kind, 1);
         self.allocated_bytes.sub(kind, size);
-    }
-
-    /// A block given back is waited for by nobody any more.
-    #[inline]
-    pub(crate) fn completed(&self, kind: PoolKind, size: u64, requested: u64) {
-        self.active.sub(kind, 1);
-        self.active_bytes.sub(kind, size);
         self.requested_bytes.sub(kind, requested);
     }
 
-    /// Back to zero, for the next allocator in the same shell.
-    pub(crate) fn clear(&self) {
-        self.pooled().into_iter().flat_map(PooledCounter::each).chain(self.plain()).for_each(Counter::clear);
+    /// A live block was given back, and waits for other streams.
+    pub(crate) fn freed_waiting(&self, kind: PoolKind, size: u64) {
+        self.allocation.sub(kind, 1);
+        self.allocated_bytes.sub(kind, size);
+        self.waiting.add(kind, 1);
+        self.waiting_bytes.add(kind, size);
+        self.note_active_peaks();
+    }
+
+    /// A waiting block is free.
+    pub(crate) fn waited(&self, kind: PoolKind, size: u64, requested: u64) {
+        self.waiting.sub(kind, 1);
+        self.waiting_bytes.sub(kind, size);
+        self.requested_bytes.sub(kind, requested);
+    }
+
+    #[cold]
+    fn note_active_peaks(&self) {
+        let quantities = [
+            (&self.active_peaks.blocks, &self.allocation, &self.waiting),
+            (&self.active_peaks.bytes, &self.allocated_bytes, &self.waiting_bytes),
+        ];
+        for (peaks, live, waiting) in quantities {
+            let active = |pool: usize| get(&live.pools[pool].current) + get(&waiting.pools[pool].current);
+            raise(&peaks[0], active(0));
+            raise(&peaks[1], active(1));
+            raise(&peaks[2], active(0) + active(1));
+        }
+    }
+
+    /// Blocks that are live or waiting.
+    pub(crate) fn active(&self) -> PoolStats {
+        active(&self.allocation, &self.waiting, &self.active_peaks.blocks)
+    }
+
+    /// Bytes in blocks that are live or waiting.
+    pub(crate) fn active_bytes(&self) -> PoolStats {
+        active(&self.allocated_bytes, &self.waiting_bytes, &self.active_peaks.bytes)
     }
 
     fn pooled(&self) -> [&PooledCounter; 9] {
         [
             &self.allocation,
             &self.allocated_bytes,
-            &self.active,
-            &self.active_bytes,
             &self.requested_bytes,
+            &self.waiting,
+            &self.waiting_bytes,
             &self.inactive_split,
             &self.inactive_split_bytes,
             &self.segment,
@@ -235,15 +295,45 @@ impl Counters {
         ]
     }
 
+    fn each(&self) -> impl Iterator<Item = &Counter> {
+        self.pooled().into_iter().flat_map(|counter| &counter.pools).chain(self.plain())
+    }
+
+    /// Back to zero, for the next allocator in the same shell.
+    pub(crate) fn clear(&self) {
+        self.pooled().into_iter().for_each(PooledCounter::clear);
+        self.plain().into_iter().for_each(Counter::clear);
+        self.active_peaks.blocks.iter().chain(&self.active_peaks.bytes).for_each(|cell| set(cell, 0));
+    }
+
     /// Sets every peak to the current value. Needs the heap's lock.
     pub(crate) fn reset_peaks(&self) {
-        self.pooled().into_iter().flat_map(PooledCounter::each).chain(self.plain()).for_each(Counter::reset_peak);
+        self.pooled().into_iter().for_each(PooledCounter::reset_peak);
+        self.plain().into_iter().for_each(Counter::reset_peak);
+        self.active_peaks.blocks.iter().chain(&self.active_peaks.bytes).for_each(|cell| set(cell, 0));
+        self.note_active_peaks();
     }
 
     /// Starts every accumulated value from zero. Needs the heap's lock.
     pub(crate) fn reset_accumulated(&self) {
-        let all = self.pooled().into_iter().flat_map(PooledCounter::each).chain(self.plain());
-        all.for_each(Counter::reset_accumulated);
+        self.each().for_each(Counter::reset_accumulated);
+    }
+}
+
+/// Sums what is live and what is waiting. A block that starts to wait is freed in the one and allocated in the other, which
+/// is neither for the sum.
+fn active(live: &PooledCounter, waiting: &PooledCounter, peaks: &[AtomicU64; 3]) -> PoolStats {
+    let sum = |live: Stat, waiting: Stat, peak: &AtomicU64| Stat {
+        current: live.current + waiting.current,
+        peak: live.peak.max(get(peak)).max(live.current + waiting.current),
+        allocated: live.allocated,
+        freed: live.freed.wrapping_sub(waiting.allocated).wrapping_add(waiting.freed),
+    };
+    let (live, waiting) = (live.read(), waiting.read());
+    PoolStats {
+        all: sum(live.all, waiting.all, &peaks[2]),
+        large_pool: sum(live.large_pool, waiting.large_pool, &peaks[1]),
+        small_pool: sum(live.small_pool, waiting.small_pool, &peaks[0]),
     }
 }
 
@@ -273,5 +363,22 @@ mod tests {
         let stats = counter.read();
         assert_eq!((stats.all.peak, stats.small_pool.peak, stats.large_pool.peak), (4, 4, 3));
         assert_eq!(stats.all.current, 3);
+    }
+
+    #[test]
+    fn waiting_blocks_stay_active() {
+        let counters = Counters::default();
+        counters.allocated(PoolKind::Large, 100, 90);
+        counters.freed_waiting(PoolKind::Large, 100);
+        counters.allocated(PoolKind::Small, 10, 10);
+        assert_eq!(counters.active_bytes().all, Stat { current: 110, peak: 110, allocated: 110, freed: 0 });
+        assert_eq!(counters.allocated_bytes.read().all, Stat { current: 10, peak: 100, allocated: 110, freed: 100 });
+        counters.waited(PoolKind::Large, 100, 90);
+        counters.freed(PoolKind::Small, 10, 10);
+        assert_eq!(counters.active_bytes().all, Stat { current: 0, peak: 110, allocated: 110, freed: 110 });
+        assert_eq!(counters.active().all, Stat { current: 0, peak: 2, allocated: 2, freed: 2 });
+        assert_eq!(counters.requested_bytes.read().all.current, 0);
+        counters.reset_peaks();
+        assert_eq!(counters.active_bytes().all.peak, 0);
     }
 }

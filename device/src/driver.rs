@@ -3,7 +3,7 @@
 //! One object drives one device. The trait is object-safe and **handles are checked**: an implementation must answer a
 //! handle, pointer or range that is not live with a typed error (`INVALID_HANDLE` or `INVALID_VALUE`), never with
 //! undefined behaviour. As with CUDA, the value of a destroyed handle may come back for a new object, so whoever needs a
-//! lasting identity must use its own (see [`crate::StreamId`]). Only calls that take raw host pointers, or run foreign
+//! lasting identity must use its own (see [`crate::Timeline::id`]). Only calls that take raw host pointers, or run foreign
 //! code, are `unsafe`.
 //!
 //! All calls may be made from any thread. "Asynchronous" calls enqueue work on a stream and return; errors of the work
@@ -247,7 +247,9 @@ impl fmt::Debug for Launch {
     }
 }
 
-/// Everything the project asks of one GPU. See the [module documentation](self) for the contract.
+/// Everything the project asks of one GPU.
+///
+/// Handles are checked: one that is not live is answered with a typed error, never with undefined behaviour.
 ///
 /// Each method documents only what differs from the CUDA call of the same purpose ([`Operation::name`]).
 /// Every method fails with [`crate::ErrorKind::DeviceLost`] once the device is lost.

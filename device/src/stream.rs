@@ -39,16 +39,19 @@ impl Stream {
     }
 
     /// The stream's timeline, which outlives it.
+    #[inline]
     pub fn timeline(&self) -> &Arc<Timeline> {
         &self.0.timeline
     }
 
     /// Our own number of the stream: dense per device, never reused.
+    #[inline]
     pub fn id(&self) -> u32 {
         self.0.timeline.id()
     }
 
     /// Identity of the device, unique in this process.
+    #[inline]
     pub fn device_id(&self) -> u32 {
         self.0.context.device_id
     }

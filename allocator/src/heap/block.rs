@@ -8,11 +8,13 @@ impl BlockId {
     /// No block.
     pub(crate) const NONE: BlockId = BlockId(u32::MAX);
 
+    #[inline]
     fn index(self) -> usize {
         self.0 as usize
     }
 
     /// The block, if it is one.
+    #[inline]
     pub(crate) fn some(self) -> Option<BlockId> {
         (self != BlockId::NONE).then_some(self)
     }
@@ -76,6 +78,7 @@ impl Block {
     };
 
     /// Whether it is a piece of a region rather than a whole one.
+    #[inline]
     pub(crate) fn is_split(&self) -> bool {
         self.prev != BlockId::NONE || self.next != BlockId::NONE
     }

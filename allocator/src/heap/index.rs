@@ -26,32 +26,45 @@ const SUB: u64 = 1 << SUB_BITS;
 pub(crate) struct Key(u128);
 
 impl Key {
+    #[inline]
     pub(crate) fn new(size: u64, addr: u64, block: BlockId) -> Key {
         debug_assert!(size.is_multiple_of(MIN_BLOCK) && addr.is_multiple_of(MIN_BLOCK));
         Key(u128::from(size / MIN_BLOCK) << 80 | u128::from(addr / MIN_BLOCK) << 32 | u128::from(block.0))
     }
 
     /// The least key of all blocks of at least `size` bytes.
+    #[inline]
     fn at_least(size: u64) -> Key {
         Key(u128::from(size / MIN_BLOCK) << 80)
     }
 
+    /// The key of what is left when `size` bytes are cut off the block's low end.
+    #[inline]
+    pub(crate) fn without_low_end(self, size: u64) -> Key {
+        let units = u128::from(size / MIN_BLOCK);
+        Key(self.0 - (units << 80) + (units << 32))
+    }
+
     #[expect(clippy::cast_possible_truncation, reason = "the low 32 bits are the block number")]
+    #[inline]
     pub(crate) fn block(self) -> BlockId {
         BlockId(self.0 as u32)
     }
 
+    #[inline]
     fn units(self) -> u64 {
         (self.0 >> 80) as u64
     }
 
     /// Size of the block in bytes.
+    #[inline]
     pub(crate) fn size(self) -> u64 {
         self.units() * MIN_BLOCK
     }
 }
 
 /// The bin of a size given in units of [`MIN_BLOCK`]: linear up to [`SUB`], then [`SUB`] bins a doubling.
+#[inline]
 fn bin_of(units: u64) -> usize {
     let bin = if units < SUB {
         units
@@ -60,6 +73,13 @@ fn bin_of(units: u64) -> usize {
         (exponent + 1) * SUB + ((units >> exponent) - SUB)
     };
     usize::try_from(bin).unwrap_or(usize::MAX)
+}
+
+/// Where a search found a key: its bin, and its position if it is in the bin's first run. Good until the index changes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    bin: usize,
+    at: Option<usize>,
 }
 
 /// Free blocks of one pool that are reusable by one stream.
@@ -86,19 +106,56 @@ struct Runs {
 }
 
 impl FreeIndex {
-    /// The smallest block of at least `size` bytes, of those the one at the lowest address.
+    /// The smallest block of at least `size` bytes, of those the one at the lowest address; and where it stands.
     #[inline]
-    pub(crate) fn best_fit(&self, size: u64) -> Option<Key> {
+    pub(crate) fn find(&self, size: u64) -> Option<(Key, Place)> {
         let least = Key::at_least(size);
         let bin = bin_of(least.units());
-        let here = self.bins.get(bin)?.first_from(least);
-        here.or_else(|| self.first_occupied(bin + 1).and_then(|next| self.bins[next].run.first().copied()))
+        if let Some((key, at)) = self.bins.get(bin)?.first_from(least) {
+            return Some((key, Place { bin, at }));
+        }
+        let bin = self.first_occupied(bin + 1)?;
+        Some((*self.bins[bin].run.first()?, Place { bin, at: Some(0) }))
+    }
+
+    /// As [`FreeIndex::find`], the key alone.
+    pub(crate) fn best_fit(&self, size: u64) -> Option<Key> {
+        self.find(size).map(|(key, _)| key)
+    }
+
+    /// Removes the key that a search just found.
+    #[inline]
+    pub(crate) fn remove_at(&mut self, place: Place, key: Key) {
+        match (&mut self.bins[place.bin], place.at) {
+            (Bin { run, more: None }, Some(at)) => {
+                remove_at(run, at);
+                if run.is_empty() {
+                    self.occupied[place.bin / 64] &= !(1 << (place.bin % 64));
+                }
+            }
+            _ => self.remove(key),
+        }
+    }
+
+    /// Puts a smaller key in the place of the one that a search just found.
+    #[inline]
+    pub(crate) fn shrink_at(&mut self, place: Place, old: Key, new: Key) {
+        debug_assert!(new < old);
+        if let (Bin { run, more: None }, Some(at)) = (&mut self.bins[place.bin], place.at)
+            && bin_of(new.units()) == place.bin
+            && (at == 0 || run[at - 1] < new)
+        {
+            run[at] = new;
+        } else {
+            self.remove_at(place, old);
+            self.insert(new);
+        }
     }
 
     /// The first key above `key`, for walking on from a block that does not suit.
     pub(crate) fn after(&self, key: Key) -> Option<Key> {
         let bin = bin_of(key.units());
-        let here = self.bins.get(bin)?.first_from(Key(key.0 + 1));
+        let here = self.bins.get(bin)?.first_from(Key(key.0 + 1)).map(|(key, _)| key);
         here.or_else(|| self.first_occupied(bin + 1).and_then(|next| self.bins[next].run.first().copied()))
     }
 
@@ -180,13 +237,14 @@ impl FreeIndex {
 }
 
 impl Bin {
+    /// The first key not below `least`, and its position if that is in the first run.
     #[inline]
-    fn first_from(&self, least: Key) -> Option<Key> {
+    fn first_from(&self, least: Key) -> Option<(Key, Option<usize>)> {
         let at = position(&self.run, least);
         match (self.run.get(at), &self.more) {
-            (Some(&key), _) => Some(key),
+            (Some(&key), _) => Some((key, Some(at))),
             (None, None) => None,
-            (None, Some(more)) => more.first_from(least),
+            (None, Some(more)) => more.first_from(least).map(|key| (key, None)),
         }
     }
 
@@ -201,7 +259,7 @@ impl Bin {
             Some(more) if key > more.firsts[0] => more.insert(key),
             _ if self.run.len() < RUN => {
                 let at = position(&self.run, key);
-                self.run.insert(at, key);
+                insert_at(&mut self.run, at, key);
             }
             _ => self.split_and_insert(key),
         }
@@ -234,7 +292,7 @@ impl Bin {
             _ => {
                 let at = position(&self.run, key);
                 debug_assert_eq!(self.run.get(at), Some(&key));
-                self.run.remove(at);
+                remove_at(&mut self.run, at);
                 self.run.is_empty() && self.refill()
             }
         }
@@ -285,7 +343,7 @@ impl Runs {
             run += usize::from(key >= self.firsts[run + 1]);
         }
         let at = position(&self.runs[run], key);
-        self.runs[run].insert(at, key);
+        insert_at(&mut self.runs[run], at, key);
     }
 
     /// Removes a key that is there; tells whether no run is left.
@@ -295,7 +353,7 @@ impl Runs {
         let keys = &mut self.runs[run];
         let at = position(keys, key);
         debug_assert_eq!(keys.get(at), Some(&key));
-        keys.remove(at);
+        remove_at(keys, at);
         match keys.first() {
             Some(&first) => self.firsts[run] = first,
             None => {
@@ -305,6 +363,35 @@ impl Runs {
         }
         self.runs.is_empty()
     }
+}
+
+/// As `Vec::insert`; the tail is mostly a few keys, for which a loop beats a call that moves memory.
+#[inline]
+fn insert_at(run: &mut Vec<Key>, at: usize, key: Key) {
+    run.push(key);
+    let tail = &mut run[at..];
+    if tail.len() > 16 {
+        tail.rotate_right(1);
+        return;
+    }
+    let mut carried = key;
+    for slot in tail {
+        std::mem::swap(slot, &mut carried);
+    }
+}
+
+/// As `Vec::remove`.
+#[inline]
+fn remove_at(run: &mut Vec<Key>, at: usize) {
+    let tail = &mut run[at..];
+    if tail.len() > 16 {
+        tail.copy_within(1.., 0);
+    } else {
+        for next in 1..tail.len() {
+            tail[next - 1] = tail[next];
+        }
+    }
+    run.pop();
 }
 
 /// How many keys of a sorted run are smaller than `key`.
@@ -340,6 +427,10 @@ mod tests {
         Key::new(size * MIN_BLOCK, addr * MIN_BLOCK, BlockId(u32::try_from(addr % 1000).unwrap()))
     }
 
+    fn addr_of(key: Key) -> u64 {
+        u64::try_from((key.0 >> 32) & ((1 << 48) - 1)).unwrap() * MIN_BLOCK
+    }
+
     /// Few distinct sizes make long runs, many make full bitmaps.
     fn keys() -> impl Strategy<Value = Vec<(u64, u64, bool)>> {
         let size = prop_oneof![1..4u64, 1..400u64, 1..(1u64 << 40)];
@@ -356,6 +447,20 @@ mod tests {
                 let key = key(size, addr);
                 if search {
                     let least = Key::at_least(key.size());
+                    if let Some((found, place)) = index.find(key.size())
+                        && found.size() > key.size()
+                    {
+                        // Take the key's size off the low end of the block that was found, as an allocation does.
+                        let rest = Key::new(found.size() - key.size(), addr_of(found) + key.size(), found.block());
+                        if !model.contains(&rest) {
+                            model.remove(&found);
+                            model.insert(rest);
+                            index.shrink_at(place, found, rest);
+                        }
+                    } else if let Some((found, place)) = index.find(key.size()) {
+                        model.remove(&found);
+                        index.remove_at(place, found);
+                    }
                     prop_assert_eq!(index.best_fit(key.size()), model.range(least..).next().copied());
                     prop_assert_eq!(index.before(key), model.range(..key).next_back().copied());
                     prop_assert_eq!(index.after(key), model.range(Key(key.0 + 1)..).next().copied());

@@ -33,6 +33,12 @@ pub(crate) struct Pool {
     pub(crate) searches: u64,
 }
 
+/// The kind of a pool, by its number.
+#[inline]
+pub(crate) fn kind_of(pool: u16) -> PoolKind {
+    if pool.is_multiple_of(2) { PoolKind::Small } else { PoolKind::Large }
+}
+
 /// A contiguous range of device addresses.
 #[derive(Clone, Debug)]
 pub(crate) struct Region {
@@ -65,26 +71,43 @@ pub(crate) struct Heap {
 }
 
 impl Heap {
-    /// A new pool; its number.
-    pub(crate) fn add_pool(&mut self, kind: PoolKind, no_split: bool) -> u16 {
-        let id = u16::try_from(self.pools.len()).unwrap_or(u16::MAX);
-        self.pools.push(Pool { kind, no_split, indexes: Vec::new(), searches: 0 });
-        id
+    /// Two new pools, one of each kind; their numbers. Small pools have even numbers, large ones odd.
+    pub(crate) fn add_pools(&mut self) -> [u16; 2] {
+        let first = u16::try_from(self.pools.len()).unwrap_or(u16::MAX);
+        for kind in [PoolKind::Small, PoolKind::Large] {
+            self.pools.push(Pool { kind, no_split: false, indexes: Vec::new(), searches: 0 });
+        }
+        [first, first + 1]
     }
 
-    /// The best free block that `owner` may reuse at once and that the size rules allow: as PyTorch, the first candidate
-    /// decides.
+    /// Takes `size` bytes for `owner` from the best of its own free blocks that the size rules allow: as with PyTorch, the
+    /// smallest that is large enough decides.
     #[inline]
-    pub(crate) fn find(&mut self, classes: &SizeClasses, pool: u16, owner: u32, size: u64) -> Option<BlockId> {
+    pub(crate) fn take_best(
+        &mut self,
+        classes: &SizeClasses,
+        pool: u16,
+        owner: u32,
+        size: u64,
+        requested: u64,
+    ) -> Option<(BlockId, SplitChange)> {
         let pool = &mut self.pools[usize::from(pool)];
         pool.searches += 1;
-        let key = pool.indexes.get(owner as usize)?.best_fit(size)?;
-        classes.fits(key.size(), size).then(|| key.block())
+        let index = pool.indexes.get_mut(owner as usize)?;
+        let (key, place) = index.find(size)?;
+        if !classes.fits(key.size(), size) {
+            return None;
+        }
+        let block = key.block();
+        if pool.no_split || !classes.should_split(pool.kind, key.size(), size) {
+            index.remove_at(place, key);
+            return Some(self.take_whole(block, owner, requested));
+        }
+        index.shrink_at(place, key, key.without_low_end(size));
+        Some(self.take_low_end(block, owner, size, requested))
     }
 
-    /// Takes `size` bytes from the low end of a free block for `owner`; the rest, where splitting is allowed, stays free
-    /// with its owner.
-    #[inline]
+    /// Takes `size` bytes for `owner` from a given free block.
     pub(crate) fn take(
         &mut self,
         classes: &SizeClasses,
@@ -95,45 +118,44 @@ impl Heap {
     ) -> (BlockId, SplitChange) {
         let block = &self.blocks[id];
         debug_assert!(block.state == State::Free && block.size >= size);
-        let was_split = block.is_split();
-        let (old_size, pool) = (block.size, &mut self.pools[usize::from(block.pool)]);
-        let old_key = Key::new(old_size, block.addr, id);
+        let key = Key::new(block.size, block.addr, id);
+        let pool = &mut self.pools[usize::from(block.pool)];
         let index = &mut pool.indexes[block.owner as usize];
-        if pool.no_split || !classes.should_split(pool.kind, old_size, size) {
-            index.remove(old_key);
-            self.free -= old_size;
-            self.strays_forget(id);
-            let block = &mut self.blocks[id];
-            (block.state, block.owner, block.requested) = (State::Live, owner, requested);
-            let change =
-                if was_split { SplitChange { count: -1, bytes: -signed(old_size) } } else { SplitChange::default() };
-            return (id, change);
+        if pool.no_split || !classes.should_split(pool.kind, block.size, size) {
+            index.remove(key);
+            return self.take_whole(id, owner, requested);
         }
-        index.replace(old_key, Key::new(old_size - size, block.addr + size, id));
+        index.replace(key, key.without_low_end(size));
+        self.take_low_end(id, owner, size, requested)
+    }
+
+    /// A free block that is in no index any more becomes live.
+    #[inline]
+    fn take_whole(&mut self, id: BlockId, owner: u32, requested: u64) -> (BlockId, SplitChange) {
+        self.strays_forget(id);
+        let block = &mut self.blocks[id];
+        (block.state, block.owner, block.requested) = (State::Live, owner, requested);
+        self.free -= block.size;
+        let split = block.is_split();
+        (id, if split { SplitChange { count: -1, bytes: -signed(block.size) } } else { SplitChange::default() })
+    }
+
+    /// The low end of a free block becomes live; the rest, which is in the index already, stays free with its owner.
+    #[inline]
+    fn take_low_end(&mut self, rest: BlockId, owner: u32, size: u64, requested: u64) -> (BlockId, SplitChange) {
+        let Block { addr, prev, region, pool, size: whole, .. } = self.blocks[rest];
+        let was_split = self.blocks[rest].is_split();
         self.free -= size;
-        let taken = Block {
-            addr: block.addr,
-            size,
-            requested,
-            prev: block.prev,
-            next: id,
-            region: block.region,
-            owner,
-            pool: block.pool,
-            state: State::Live,
-            ..Block::default()
-        };
-        let taken_id = self.blocks.insert(taken);
-        self.link_before(taken_id, id, size);
-        let change = if was_split {
-            SplitChange { count: 0, bytes: -signed(size) }
-        } else {
-            SplitChange { count: 1, bytes: signed(old_size - size) }
-        };
-        (taken_id, change)
+        let state = State::Live;
+        let taken = Block { addr, size, requested, prev, next: rest, region, owner, pool, state, ..Block::default() };
+        let id = self.blocks.insert(taken);
+        self.link_before(id, rest, size);
+        let (count, bytes) = if was_split { (0, -signed(size)) } else { (1, signed(whole - size)) };
+        (id, SplitChange { count, bytes })
     }
 
     /// Cuts `size` bytes off the low end of `rest`, whose new front neighbour is `taken`.
+    #[inline]
     fn link_before(&mut self, taken: BlockId, rest: BlockId, size: u64) {
         let record = &mut self.blocks[rest];
         let (prev, region) = (record.prev, record.region);
@@ -182,6 +204,7 @@ impl Heap {
         })
     }
 
+    #[inline]
     fn index_alone(&mut self, id: BlockId) -> BlockId {
         let block = &self.blocks[id];
         let (key, owner, pool) = (Key::new(block.size, block.addr, id), block.owner as usize, usize::from(block.pool));
@@ -195,6 +218,7 @@ impl Heap {
     }
 
     /// Merges `id`, which is in no index, into its free predecessor.
+    #[inline]
     fn extend_up(&mut self, into: BlockId, id: BlockId) -> BlockId {
         let (size, next, after) = (self.blocks[id].size, self.blocks[id].next, self.blocks[id].after);
         let block = &mut self.blocks[into];
@@ -212,6 +236,7 @@ impl Heap {
     }
 
     /// Merges `id`, which is in no index, into its free successor.
+    #[inline]
     fn extend_down(&mut self, into: BlockId, id: BlockId) -> BlockId {
         let Block { addr, size, prev, after, region, .. } = self.blocks[id];
         let block = &mut self.blocks[into];
@@ -229,6 +254,7 @@ impl Heap {
     }
 
     /// Removes `next`, which is in no index, by growing its predecessor `id`, which is in none either.
+    #[inline]
     fn unlink(&mut self, next: BlockId, id: BlockId) {
         let (size, after_it, after) = (self.blocks[next].size, self.blocks[next].next, self.blocks[next].after);
         let block = &mut self.blocks[id];
@@ -241,6 +267,7 @@ impl Heap {
         self.blocks.remove(next);
     }
 
+    #[inline]
     fn unindex(&mut self, id: BlockId) {
         let block = &self.blocks[id];
         let key = Key::new(block.size, block.addr, id);
@@ -333,11 +360,12 @@ impl Heap {
         self.strays.iter().copied().filter(of)
     }
 
-    /// Whether any free block is away from home.
-    pub(crate) fn has_strays(&self) -> bool {
-        !self.strays.is_empty()
+    /// Free blocks that are away from home.
+    pub(crate) fn strays(&self) -> impl ExactSizeIterator<Item = BlockId> + '_ {
+        self.strays.iter().copied()
     }
 
+    #[inline]
     fn strays_note(&mut self, id: BlockId) {
         if self.blocks[id].owner != self.region(self.blocks[id].region).home {
             self.strays.insert(id);
@@ -377,16 +405,19 @@ impl Heap {
         std::iter::successors(region.first.some(), step).map(|id| (id, &self.blocks[id]))
     }
 
+    #[inline]
     pub(crate) fn region(&self, number: u32) -> &Region {
         self.regions[number as usize].as_ref().unwrap_or_else(|| unreachable!("block of a removed region"))
     }
 
+    #[inline]
     fn region_mut(&mut self, number: u32) -> &mut Region {
         self.regions[number as usize].as_mut().unwrap_or_else(|| unreachable!("block of a removed region"))
     }
 }
 
 /// Bytes of device memory as a signed difference; addresses have at most 57 bits.
+#[inline]
 fn signed(bytes: u64) -> i64 {
     bytes.cast_signed()
 }

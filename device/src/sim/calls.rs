@@ -34,6 +34,8 @@ impl Machine {
 
     pub(super) fn destroy_stream(&mut self, stream: RawStream) -> Answer<()> {
         let destroyed = self.streams.destroy(stream)?;
+        let detector = &self.detector;
+        self.streams.retain_buried(|stream, seq| !detector.knows(stream, seq));
         if let Some(member) = &destroyed.capture {
             self.leave_capture(destroyed.name.id, member);
         }

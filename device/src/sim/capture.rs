@@ -210,12 +210,15 @@ impl Machine {
     /// Adds work to the capture that the stream is part of. Returns the work when the stream captures nothing.
     pub(super) fn capture_work(&mut self, id: u32, body: Body) -> Answer<Option<Body>> {
         self.capture_allows(id)?;
-        let op = self.op_ref(Some(id), body.operation(), body.kernel());
-        let Some(member) = &mut self.streams.get(id)?.capture else { return Ok(Some(body)) };
+        if self.streams.get(id)?.capture.is_none() {
+            return Ok(Some(body));
+        }
         if matches!(body, Body::FromTaken { .. } | Body::ToWaiting { .. }) {
             self.invalidate_capture_of(id);
             return Err(unsupported("copies of pageable memory cannot be captured here; use page-locked memory"));
         }
+        let op = self.op_ref(Some(id), body.operation(), body.kernel());
+        let Some(member) = &mut self.streams.get(id)?.capture else { return Ok(Some(body)) };
         member.seq += 1;
         member.clock.raise(id, member.seq);
         let epoch = Epoch { stream: id, seq: member.seq, op };

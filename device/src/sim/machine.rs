@@ -93,7 +93,9 @@ impl Machine {
         self.calls += 1;
         self.check_lost()?;
         let verdict = self.faults.strike(operation);
-        self.spend(call_cost_ns(operation, bytes).saturating_add(verdict.spike_ns));
+        // A request for more than there is fails before it could take long.
+        let cost = call_cost_ns(operation, bytes.min(self.memory.total()));
+        self.spend(cost.saturating_add(verdict.spike_ns));
         self.check_lost()?;
         match verdict.code {
             None => Ok(()),
@@ -113,10 +115,11 @@ impl Machine {
         }
     }
 
-    /// Loses the device. What was pending never happens.
+    /// Loses the device. What was pending never happens, so nothing can meet it in memory any more.
     fn lose(&mut self, code: Code) {
         self.lost.get_or_insert(code);
         self.pending.clear();
+        self.detector.forget_all();
     }
 
     /// Lets virtual time pass, running the work whose time comes.

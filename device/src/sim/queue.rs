@@ -125,6 +125,12 @@ impl Streams {
         Ok(stream)
     }
 
+    /// Keeps of destroyed streams only what passes.
+    pub(super) fn retain_buried(&mut self, keep: impl Fn(u32, u64) -> bool) {
+        self.buried.all.retain(&keep);
+        self.buried.blocking.retain(&keep);
+    }
+
     /// A live stream by identity. Identities come from [`Streams::find`] in the same call, so they are live.
     pub(super) fn get(&mut self, id: u32) -> Answer<&mut Stream> {
         self.live.get_mut(&id).ok_or_else(|| Refused::handle("stream", u64::from(id)))

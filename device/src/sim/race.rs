@@ -259,27 +259,22 @@ pub(super) enum Space {
 }
 
 fn missing_edge(first: &Epoch, second: &OpRef) -> String {
-    let (Some(from), Some(to)) = (first.op.stream, second.stream) else {
-        return format!("nothing orders {second} after {}", first.op);
-    };
-    format!("no event recorded on {from} after {} was waited for by {to} before {second}", Short(&first.op))
+    let (before, after) = (first.op.short(), second.short());
+    match (first.op.stream, second.stream) {
+        (Some(from), Some(to)) => {
+            format!("no event recorded on {from} after {before} was waited for by {to} before {after}")
+        }
+        _ => format!("nothing orders {after} after {before}"),
+    }
 }
 
 /// The missing edge when the host acts on memory that work may still use.
 pub(super) fn host_has_not_waited(first: &Epoch, second: &OpRef) -> String {
-    let Some(from) = first.op.stream else { return format!("nothing orders {second} after {}", first.op) };
-    format!(
-        "the host has not waited for {} on {from} (or an event recorded after it) before {second}",
-        Short(&first.op)
-    )
-}
-
-/// An operation without its stream.
-struct Short<'a>(&'a OpRef);
-
-impl std::fmt::Display for Short<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let text = self.0.to_string();
-        f.write_str(text.rsplit_once(" on ").map_or(text.as_str(), |(short, _)| short))
+    let (before, after) = (first.op.short(), second.short());
+    match first.op.stream {
+        Some(from) => {
+            format!("the host has not waited for {from}, or for an event recorded on it after {before}, before {after}")
+        }
+        None => format!("nothing orders {after} after {before}"),
     }
 }

@@ -40,9 +40,19 @@ pub struct OpRef {
     pub stream: Option<StreamRef>,
 }
 
-impl fmt::Display for OpRef {
+impl OpRef {
+    /// The operation without its stream, such as `'memset #12'`.
+    pub(super) fn short(&self) -> Short<'_> {
+        Short(self)
+    }
+}
+
+/// An operation without its stream.
+pub(super) struct Short<'a>(&'a OpRef);
+
+impl fmt::Display for Short<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = match self.operation {
+        let name = match self.0.operation {
             None => "host access",
             Some(Operation::Memset) => "memset",
             Some(Operation::CopyToDevice) => "copy to device",
@@ -54,13 +64,18 @@ impl fmt::Display for OpRef {
             Some(other) => other.name(),
         };
         write!(f, "'{name}")?;
-        if let Some(kernel) = self.kernel {
+        if let Some(kernel) = self.0.kernel {
             write!(f, " {kernel}")?;
         }
-        write!(f, " #{}'", self.number)?;
+        write!(f, " #{}'", self.0.number)
+    }
+}
+
+impl fmt::Display for OpRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.stream {
-            Some(stream) => write!(f, " on {stream}"),
-            None => f.write_str(" by the host"),
+            Some(stream) => write!(f, "{} on {stream}", self.short()),
+            None => write!(f, "{} by the host", self.short()),
         }
     }
 }

@@ -88,6 +88,7 @@ impl Timeline {
     }
 
     /// Our own number of the stream: dense per device, never reused.
+    #[inline]
     pub fn id(&self) -> u32 {
         self.id
     }
@@ -98,18 +99,26 @@ impl Timeline {
     }
 
     /// Identity of the device, unique in this process.
+    #[inline]
     pub fn device_id(&self) -> u32 {
         self.context.device_id
     }
 
     /// The `n` of a tick taken now. No driver call, no lock.
+    #[inline]
     pub fn now(&self) -> u64 {
         self.count.load(Ordering::Acquire)
     }
 
     /// Whether tick `n` is already known to be done. No driver call, no lock.
+    #[inline]
     pub fn is_known_done(&self, n: u64) -> bool {
         n < self.done.load(Ordering::Acquire)
+    }
+
+    /// Ticks below this are known to be done. No driver call, no lock.
+    pub fn frontier(&self) -> u64 {
+        self.done.load(Ordering::Acquire)
     }
 
     /// Whether some event recorded so far covers tick `n`, so that waiting for it records nothing.

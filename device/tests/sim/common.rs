@@ -1,0 +1,103 @@
+//! Shorthands for programs on the simulated device.
+
+use std::sync::Arc;
+
+use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_device::{
+    Access, AccessKind, Code, DeviceError, DevicePtr, Driver, HostKernel, HostPtr, KernelArg, Launch, RawEvent,
+    RawPhysical, RawStream, Result, StreamFlags,
+};
+
+pub(crate) const MIB: u64 = 1 << 20;
+pub(crate) const GRANULE: u64 = 2 * MIB;
+
+/// A device with 1 GiB.
+pub(crate) fn device(seed: u64) -> Arc<SimDriver> {
+    SimDriver::new(SimConfig::new(1 << 30).seed(seed))
+}
+
+pub(crate) fn code<T: std::fmt::Debug>(result: Result<T>) -> Code {
+    result.map_err(|error: DeviceError| error.code).unwrap_err()
+}
+
+/// Calls that tests make often, without the ceremony.
+pub(crate) trait Short: Driver {
+    fn stream(&self) -> RawStream {
+        self.create_stream(StreamFlags { non_blocking: true, priority: 0 }).unwrap()
+    }
+
+    fn blocking_stream(&self) -> RawStream {
+        self.create_stream(StreamFlags::default()).unwrap()
+    }
+
+    fn event(&self) -> RawEvent {
+        self.create_event(false).unwrap()
+    }
+
+    /// Records a new event on `from` and makes `to` wait for it.
+    fn order(&self, from: RawStream, to: RawStream) {
+        let event = self.event();
+        self.record(event, from).unwrap();
+        self.wait(to, event).unwrap();
+        self.destroy_event(event).unwrap();
+    }
+
+    /// One granule, mapped and accessible.
+    fn mapped(&self) -> (DevicePtr, RawPhysical) {
+        let (ptr, physical) = (self.reserve(GRANULE).unwrap(), self.create_physical(GRANULE).unwrap());
+        self.map(ptr, GRANULE, physical).unwrap();
+        self.set_access(ptr, GRANULE, &[self.info().ordinal]).unwrap();
+        (ptr, physical)
+    }
+
+    /// Copies from page-locked memory.
+    fn upload(&self, dst: DevicePtr, src: HostPtr, bytes: usize, stream: RawStream) {
+        // SAFETY: page-locked memory of the simulator stays valid until its copies ran; tests leave its bytes alone.
+        unsafe { self.copy_to_device(dst, src.as_ptr(), bytes, stream) }.unwrap();
+    }
+
+    /// Copies to page-locked memory.
+    fn download(&self, dst: HostPtr, src: DevicePtr, bytes: usize, stream: RawStream) {
+        // SAFETY: as for `upload`.
+        unsafe { self.copy_to_host(dst.as_ptr(), src, bytes, stream) }.unwrap();
+    }
+
+    /// Copies from pageable memory.
+    fn put(&self, dst: DevicePtr, bytes: &[u8], stream: RawStream) -> Result<()> {
+        // SAFETY: the slice is readable, and pageable, so it is taken before the call returns.
+        unsafe { self.copy_to_device(dst, bytes.as_ptr(), bytes.len(), stream) }
+    }
+
+    /// Copies to pageable memory and returns it.
+    fn get(&self, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<Vec<u8>> {
+        let mut taken = vec![0; bytes];
+        // SAFETY: the vector is writable, and pageable, so the copy is done when the call returns.
+        unsafe { self.copy_to_host(taken.as_mut_ptr(), src, bytes, stream) }?;
+        Ok(taken)
+    }
+
+    /// A kernel over the given ranges.
+    fn kernel(
+        &self,
+        name: &'static str,
+        accesses: &[(DevicePtr, u64, AccessKind)],
+        host: Option<HostKernel>,
+        stream: RawStream,
+    ) -> Result<()> {
+        let accesses = accesses.iter().map(|&(ptr, bytes, kind)| Access { ptr, bytes, kind }).collect();
+        let launch = Launch {
+            name,
+            grid: [1, 1, 1],
+            block: [32, 1, 1],
+            shared_bytes: 0,
+            args: vec![KernelArg::U32(1)],
+            accesses,
+            host,
+            operations: 0,
+        };
+        // SAFETY: the kernels of the tests keep to what they declare, or test what happens when they do not.
+        unsafe { self.launch(&launch, stream) }
+    }
+}
+
+impl<D: Driver + ?Sized> Short for D {}

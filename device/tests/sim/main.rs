@@ -1,0 +1,13 @@
+//! The simulated device, seen from outside through the driver trait.
+
+#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+
+mod capture;
+mod common;
+mod faults;
+mod happens_before;
+mod interleavings;
+mod mapping;
+mod memory;
+mod streams;
+mod wrong_programs;
