@@ -69,7 +69,7 @@ const BENCHMARKS: [Benchmark; 10] = [
 /// Runs the command.
 ///
 /// # Errors
-/// When the device cannot be opened, the allocator fails, or standard output cannot be written.
+/// When there is nothing to measure, or standard output cannot be written.
 pub fn run(session: &Session, args: &BenchArgs) -> Result<Outcome, Failure> {
     let config = session.config()?;
     let wanted =
@@ -79,20 +79,30 @@ pub fn run(session: &Session, args: &BenchArgs) -> Result<Outcome, Failure> {
         let names: Vec<_> = BENCHMARKS.iter().map(|benchmark| benchmark.name).collect();
         return Err(Failure::Usage(format!("--filter: no benchmark is named so; there are {}", names.join(", "))));
     }
-    let mut rows = Vec::new();
+    let (mut outcome, mut rows) = (Outcome::Done, Vec::new());
     let bar = session.progress(chosen.len() as u64, "bench");
     for benchmark in chosen {
         bar.set_message(benchmark.name);
         let rounds = if args.quick { ROUNDS / 8 } else { ROUNDS };
-        for row in measure(session, config, benchmark, rounds)? {
-            session.row(&row)?;
-            rows.push(row);
+        match measure(session, config, benchmark, rounds) {
+            Ok(measured) => {
+                for row in measured {
+                    session.row(&row)?;
+                    rows.push(row);
+                }
+            }
+            Err(failure) => {
+                outcome = outcome.max(failure.outcome());
+                session.message(format_args!("error: {}: {failure}", benchmark.name));
+            }
         }
         bar.inc(1);
     }
     bar.finish_and_clear();
-    session.show(tabulate(&rows))?;
-    Ok(Outcome::Done)
+    if !rows.is_empty() {
+        session.show(tabulate(&rows))?;
+    }
+    Ok(outcome)
 }
 
 fn measure(session: &Session, config: &ConfigArg, benchmark: &Benchmark, rounds: usize) -> Result<[Row; 2], Failure> {

@@ -45,7 +45,7 @@ pub struct Row {
 /// Runs the command.
 ///
 /// # Errors
-/// When the device cannot be opened, the allocator fails, or standard output cannot be written.
+/// When standard output cannot be written.
 pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
     let mut outcome = Outcome::Done;
     let mut rows = Vec::new();
@@ -60,7 +60,14 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
         };
         for (name, program) in &programs {
             for config in session.configs() {
-                let row = replay(session, name, program, config, args)?;
+                let row = match replay(session, name, program, config, args) {
+                    Ok(row) => row,
+                    Err(failure) => {
+                        outcome = outcome.max(failure.outcome());
+                        session.message(format_args!("error: {name}: {failure}"));
+                        continue;
+                    }
+                };
                 outcome = outcome.max(row.outcome());
                 session.row(&row)?;
                 rows.push(row);
