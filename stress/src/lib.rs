@@ -1,8 +1,9 @@
 //! The stress program as a library: it replays recorded programs, measures the allocator, and makes it fail on purpose.
 //!
 //! In the order in which things happen: [`cli`] reads the command line; a [`session::Session`] knows the device, the options
-//! and where output goes; one of the [`commands`] runs; [`exit`] says how it ended. [`input`] reads recorded programs and
-//! [`harness`] plays them to an allocator, or to the [`yardstick`].
+//! and where output goes; one of the [`commands`] runs; [`exit`] says how it ended. [`input`] reads recorded programs, [`scenarios`]
+//! makes some up, and [`harness`] plays them to an allocator, or to the [`yardstick`]. [`room`] and [`map`] show the memory
+//! that they leave.
 #![forbid(unsafe_code)]
 
 pub mod cli;
@@ -11,7 +12,6 @@ pub mod exit;
 pub mod harness;
 pub mod input;
 pub mod map;
-pub mod peaks;
 pub mod random;
 pub mod room;
 pub mod scenarios;
