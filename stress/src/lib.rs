@@ -19,6 +19,7 @@ pub mod session;
 pub mod stage;
 pub mod subject;
 pub mod table;
+pub mod ways;
 pub mod workload;
 pub mod yardstick;
 
@@ -51,7 +52,8 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Command::Fit(args) => commands::fit::run(&session, args),
         Command::Bench(args) => commands::bench::run(&session, args),
         Command::Fragmentation(args) => commands::fragmentation::run(&session, args),
-        Command::Oom(_) | Command::Demo(_) => Ok(Outcome::Done),
+        Command::Oom(args) => commands::oom::run(&session, args),
+        Command::Demo(_) => Ok(Outcome::Done),
     }
 }
 

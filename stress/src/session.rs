@@ -5,7 +5,7 @@
 
 use std::fmt::Display;
 use std::io::Write;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use aquifer_allocator::Allocator;
 use aquifer_device::sim::{SimConfig, SimDriver};
@@ -85,6 +85,20 @@ impl Session {
     /// When it cannot be opened.
     pub fn open(&self) -> Result<Device, Failure> {
         Ok(self.device.spec.open()?)
+    }
+
+    /// Opens the device, with a handle of the simulator below it if it is a simulated one.
+    ///
+    /// # Errors
+    /// When it cannot be opened.
+    pub fn open_with_simulator(&self) -> Result<(Device, Option<Arc<SimDriver>>), Failure> {
+        match self.sim() {
+            Some(sim) => {
+                let driver = SimDriver::new(sim.clone());
+                Ok((Device::new(driver.clone()), Some(driver)))
+            }
+            None => Ok((self.open()?, None)),
+        }
     }
 
     /// Opens the simulated device with another capacity; the device itself if it is a real one.

@@ -2,6 +2,7 @@
 
 use aquifer_allocator::Bytes;
 use aquifer_device::Device;
+use comfy_table::{CellAlignment, Table};
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, FragmentationArgs};
@@ -64,7 +65,7 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
         session.show(format_args!("{}: {}.\n", scenario.name, scenario.summary))?;
         let policies = policies(session, &scenario)?;
         let bar = session.progress(policies.len() as u64, scenario.name);
-        let mut table = table(&COLUMNS, 1);
+        let mut table = new_table();
         let mut maps = Vec::new();
         for policy in &policies {
             let (row, map) = experiment(session, &scenario, policy)?;
@@ -193,6 +194,15 @@ fn verdict(row: &Row, room: &Room) -> String {
 /// What a policy is called in tables.
 fn name(policy: &str) -> &str {
     if policy.is_empty() { "(defaults)" } else { policy }
+}
+
+/// A table whose last column is text.
+fn new_table() -> Table {
+    let mut table = table(&COLUMNS, 1);
+    if let Some(verdict) = table.column_mut(COLUMNS.len() - 1) {
+        verdict.set_cell_alignment(CellAlignment::Left);
+    }
+    table
 }
 
 const COLUMNS: [&str; 9] =

@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod fit;
 pub mod fragmentation;
+pub mod oom;
 pub mod replay;
 
 use std::path::Path;

@@ -33,7 +33,7 @@ fn write(room: u64, mut random: Random) -> Setup {
     let mut script = Script::new(SCENARIO.name, 1);
     let filled = (room / 10 * 4).min(FILLED_MAX);
     // The model's weights.
-    script.alloc((room - filled).max(1));
+    script.alloc((room / 100 * 96).saturating_sub(filled));
     let most = filled / 100 * 92 / (TENSORS * GROWTH);
     let mut chats: Vec<Chat> = Vec::new();
     for _ in 0..ROUNDS {
