@@ -117,6 +117,7 @@ const _: () = assert!(size_of::<Bin>() == 64, "a bin fills a cache line");
 struct Runs {
     /// The first key of each run.
     firsts: Vec<Key>,
+    #[expect(clippy::vec_box, reason = "runs move within the list, and a run is 1 KiB")]
     runs: Vec<Box<Run>>,
     /// A run that was emptied, to be used again.
     spare: Option<Box<Run>>,
