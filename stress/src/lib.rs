@@ -8,6 +8,7 @@
 
 pub mod cli;
 pub mod commands;
+pub mod content;
 pub mod exit;
 pub mod harness;
 pub mod input;
@@ -23,9 +24,7 @@ pub mod ways;
 pub mod workload;
 pub mod yardstick;
 
-use clap::CommandFactory;
-
-use cli::{Cli, Command};
+use cli::{Cli, Command, DemoArgs};
 use exit::{Failure, Outcome};
 use session::Session;
 
@@ -43,17 +42,15 @@ pub fn run(cli: &Cli) -> Outcome {
 }
 
 fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
-    let Some(command) = &cli.command else {
-        return session::print(&Cli::command().render_long_help().to_string()).map(|()| Outcome::Done);
-    };
     let session = Session::new(&cli.global)?;
-    match command {
-        Command::Replay(args) => commands::replay::run(&session, args),
-        Command::Fit(args) => commands::fit::run(&session, args),
-        Command::Bench(args) => commands::bench::run(&session, args),
-        Command::Fragmentation(args) => commands::fragmentation::run(&session, args),
-        Command::Oom(args) => commands::oom::run(&session, args),
-        Command::Demo(_) => Ok(Outcome::Done),
+    match &cli.command {
+        None => commands::demo::run(&session, &DemoArgs::default()),
+        Some(Command::Replay(args)) => commands::replay::run(&session, args),
+        Some(Command::Fit(args)) => commands::fit::run(&session, args),
+        Some(Command::Bench(args)) => commands::bench::run(&session, args),
+        Some(Command::Fragmentation(args)) => commands::fragmentation::run(&session, args),
+        Some(Command::Oom(args)) => commands::oom::run(&session, args),
+        Some(Command::Demo(args)) => commands::demo::run(&session, args),
     }
 }
 

@@ -101,6 +101,15 @@ impl Session {
         }
     }
 
+    /// The same session on a simulated device of 80 GiB.
+    ///
+    /// # Errors
+    /// When there is no such device.
+    pub fn simulated(&self) -> Result<Session, Failure> {
+        let device = Some("sim:80GiB".parse()?);
+        Session::new(&Global { device, configs: self.configs.clone(), seed: self.seed, json: self.json })
+    }
+
     /// Opens the simulated device with another capacity; the device itself if it is a real one.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 //! The commands, a module each.
 
 pub mod bench;
+pub mod demo;
 pub mod fit;
 pub mod fragmentation;
 pub mod oom;

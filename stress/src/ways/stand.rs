@@ -7,6 +7,7 @@ use aquifer_device::sim::SimDriver;
 use aquifer_device::{Device, Stream};
 
 use crate::cli::ConfigArg;
+use crate::content::Filled;
 use crate::exit::Failure;
 use crate::session::Session;
 
@@ -25,11 +26,11 @@ pub struct Stand {
     written: u8,
 }
 
-/// A block that was filled with a byte.
+/// A block with known content.
 #[derive(Debug)]
 struct Marked {
-    block: Allocation,
-    byte: u8,
+    filled: Filled,
+    _block: Allocation,
 }
 
 /// A request that was expected to be refused.
@@ -45,9 +46,6 @@ pub struct Refusal {
     /// The same when it was answered.
     pub after: (u64, u64),
 }
-
-/// How much of a block is read back: so much at its start, in its middle and at its end.
-const SAMPLE: u64 = 4096;
 
 impl Stand {
     /// A device of its own, and an allocator with the session's options and those given.
@@ -88,8 +86,8 @@ impl Stand {
         let _name = TagScope::new(name);
         let block = self.allocator.alloc(bytes, &self.stream)?;
         self.written = self.written.wrapping_add(1);
-        self.stream.fill(block.ptr(), self.written, bytes)?;
-        self.marked.push(Marked { block, byte: self.written });
+        let filled = Filled::fill(block.ptr(), bytes, self.written, &self.stream)?;
+        self.marked.push(Marked { filled, _block: block });
         Ok(self.marked.len() - 1)
     }
 
@@ -136,16 +134,9 @@ impl Stand {
     /// # Errors
     /// Those of the driver.
     pub fn is_intact(&self) -> Result<bool, Failure> {
-        let mut sample = Vec::new();
-        for Marked { block, byte } in &self.marked {
-            let length = block.bytes().min(SAMPLE);
-            for from in [0, (block.bytes() - length) / 2, block.bytes() - length] {
-                sample.clear();
-                sample.resize(usize::try_from(length).unwrap_or(0), !byte);
-                self.stream.download_blocking(&mut sample, block.ptr().offset(from))?;
-                if sample.iter().any(|read| read != byte) {
-                    return Ok(false);
-                }
+        for Marked { filled, .. } in &self.marked {
+            if !filled.is_intact(&self.stream)? {
+                return Ok(false);
             }
         }
         Ok(true)
