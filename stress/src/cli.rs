@@ -16,15 +16,19 @@ use crate::exit::CODES;
 
 const EXAMPLES: &str = "\
 Examples:
+  aquifer-stress
+  aquifer-stress fragmentation --scenario kv_cache
+  aquifer-stress oom --device sim:24GiB
   aquifer-stress replay training.trace.gz
   aquifer-stress replay --device sim:24GiB snapshot.pickle
   aquifer-stress replay --config '' --config max_split_size_mb:128 *.trace.gz
   aquifer-stress fit --json training.trace.gz
   aquifer-stress bench --filter churn";
 
-/// Replays allocation traces, finds the memory they need, and measures the allocator.
+/// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments memory, runs out of it,
+/// and measures the allocator.
 ///
-/// Results go to standard output, as tables for people or, with --json, as one JSON object per line. Everything else goes
+/// Without a command it gives a demonstration. Results go to standard output, as tables for people or, with --json, as one JSON object per line. Everything else goes
 /// to standard error.
 #[derive(Debug, Parser)]
 #[command(name = "aquifer-stress", version, after_long_help = format!("{EXAMPLES}\n\n{CODES}"))]

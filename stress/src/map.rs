@@ -35,7 +35,6 @@ struct Piece {
 pub struct Map {
     pieces: Vec<Piece>,
     total: u64,
-    reserved: u64,
 }
 
 /// How maps are drawn.
@@ -163,7 +162,7 @@ impl Map {
         for (bytes, is) in [(free, Use::Device), (others, Use::Others)] {
             pieces.push(Piece { bytes, is, starts: true });
         }
-        Map { pieces, total, reserved }
+        Map { pieces, total }
     }
 
     /// Draws it: rows of cells, an enlarged part, and what the characters mean.
@@ -177,9 +176,9 @@ impl Map {
             line(&mut text, &Bytes(from).to_string(), row, style);
         }
         let mut shown = cells;
-        if let Some((from, scale)) = self.part_to_enlarge(cell) {
+        if let Some((from, scale)) = self.part_to_enlarge(cell, columns) {
             let row = self.cells(from, scale, columns);
-            let _ = writeln!(text, "enlarged, {} a character:", Bytes(scale));
+            let _ = writeln!(text, "A part of it, enlarged, {} a character:", Bytes(scale));
             line(&mut text, &Bytes(from).to_string(), &row, style);
             shown.extend(row);
         }
@@ -209,31 +208,33 @@ impl Map {
         sums.into_iter().filter(|sums| sums.iter().any(|&sum| sum > 0)).map(Cell::of).collect()
     }
 
-    /// A part where live and free blocks alternate, with the size of a cell that tells them apart; `None` where the map
-    /// does so itself.
-    fn part_to_enlarge(&self, cell: u64) -> Option<(u64, u64)> {
-        let mixed = |pair: &&[Piece]| pair[0].is != pair[1].is && !pair[1].starts;
-        let mut sizes: Vec<u64> =
-            self.pieces.windows(2).filter(mixed).flat_map(|pair| [pair[0].bytes, pair[1].bytes]).collect();
-        sizes.sort_unstable();
-        let median = sizes.get(sizes.len() / 2).copied()?;
-        let scale = 1 << (median / 2).max(1).ilog2();
-        if scale * 4 > cell {
-            return None;
-        }
-        // The first such segment in the second half.
-        let mut at = 0;
-        let mut start = 0;
+    /// The part, and the size of a cell, that shows most single blocks; `None` where the map itself shows as much.
+    fn part_to_enlarge(&self, cell: u64, columns: usize) -> Option<(u64, u64)> {
+        const PLACES: usize = 16;
+        const CHANGES_LEAST: usize = 5;
+        // Segments in which live and free memory meet.
+        let mut places = Vec::new();
+        let (mut at, mut start, mut end) = (0, 0, None);
         for pair in self.pieces.windows(2) {
             if pair[0].starts {
                 start = at;
             }
             at += pair[0].bytes;
-            if start >= self.reserved / 2 && mixed(&pair) {
-                return Some((start, scale));
+            if !pair[1].starts && pair[0].is != pair[1].is && end != Some(start) {
+                places.push(start);
+                end = Some(start);
             }
         }
-        None
+        let step = places.len().div_ceil(PLACES).max(1);
+        let scales = [4, 16, 64, 256].map(|part| 1 << (cell / part).max(1).ilog2());
+        let tried = places.into_iter().step_by(step).flat_map(|from| scales.map(|scale| (from, scale)));
+        let changes = |(from, scale): (u64, u64)| {
+            let cells = self.cells(from, scale, columns);
+            cells.windows(2).filter(|pair| pair[0] != pair[1]).count()
+        };
+        let counted = tried.map(|part| (changes(part), part)).filter(|(count, _)| *count >= CHANGES_LEAST);
+        // Of equals the first, so the coarsest.
+        counted.rev().max_by_key(|(count, _)| *count).map(|(_, part)| part)
     }
 }
 
@@ -258,8 +259,7 @@ mod tests {
         let pieces = pieces.iter().enumerate();
         let pieces: Vec<Piece> =
             pieces.map(|(index, &(bytes, is))| Piece { bytes, is, starts: index % 100 == 0 }).collect();
-        let reserved = pieces.iter().map(|piece| piece.bytes).sum();
-        Map { pieces, total, reserved }
+        Map { pieces, total }
     }
 
     #[test]
@@ -282,8 +282,8 @@ mod tests {
         let pieces: Vec<_> = (0..400).map(|i| (32, if i % 4 == 0 { Use::Live } else { Use::Free })).collect();
         let text = map(&pieces, 32 * 400).draw(PLAIN);
         assert_eq!(text.lines().next(), Some("   0 bytes |----------"), "{text}");
-        assert!(text.contains("enlarged, 16 bytes a character:\n"), "{text}");
-        assert!(text.contains("|##......##"), "{text}");
+        assert!(text.contains("enlarged, 32 bytes a character:\n"), "{text}");
+        assert!(text.contains("|#...#...#."), "{text}");
     }
 
     #[test]

@@ -201,14 +201,6 @@ impl Session {
     }
 }
 
-/// Writes text to standard output.
-///
-/// # Errors
-/// When standard output cannot be written.
-pub fn print(text: &str) -> Result<(), Failure> {
-    write_all(text.as_bytes())
-}
-
 fn write_all(bytes: &[u8]) -> Result<(), Failure> {
     let mut out = std::io::stdout().lock();
     out.write_all(bytes)?;

@@ -80,8 +80,25 @@ The exit code is 1 if a way did not go as it should.";
 
 /// Arguments of `demo`.
 #[derive(Debug, Default, Args)]
+#[command(after_long_help = DEMO_KEYS)]
 pub struct DemoArgs {
     /// Draw maps with ASCII characters only.
     #[arg(long)]
     pub ascii: bool,
 }
+
+const DEMO_KEYS: &str = "\
+The programs come with this one; each --config is one more row of the comparison. Devices are simulated: of the size of
+--device or larger where there should be plenty, and a little more than the program uses where memory should run out.
+
+JSON keys, by step; sizes are bytes:
+  replay    a program on a device with plenty, when it held most of it:
+            trace, device_bytes, peak_requested_bytes, peak_reserved_bytes, allocated_bytes,
+            unused_segment_bytes (segments with nothing live), pieces, piece_bytes (free blocks elsewhere), hazards
+  oom       the same program on a small device, until a request is refused:
+            trace, device_bytes, refused, requested_bytes, free_bytes, largest_free_bytes, error, advice,
+            blocks (live then, with known content), damaged (how many of them read differently),
+            served_again (whether the same request was served after everything was freed), hazards
+  compare   each program under each options:
+            trace, config, peak_requested_bytes, peak_reserved_bytes, reserved_over_requested, driver_allocs,
+            smallest_device_bytes, ratio, retries_at_fit (as `fit` gives them), hazards";

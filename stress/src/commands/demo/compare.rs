@@ -39,7 +39,7 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
     let mut compared = Vec::new();
     for (job, fit) in jobs.iter().zip(fit_all(session, &jobs)) {
         let fit = fit?;
-        let plenty = job.program.peak_requested_bytes.saturating_mul(4).next_multiple_of(1 << 30);
+        let plenty = job.program.peak_requested_bytes.saturating_mul(8).next_multiple_of(1 << 30);
         let device = session.open_with_capacity(plenty)?;
         let mut stage = Stage::new(session, &device, job.config, job.program.streams.len())?;
         Player::new(job.program).play(&mut stage, OnOom::Skip)?;
