@@ -20,6 +20,7 @@ pub mod session;
 pub mod stage;
 pub mod subject;
 pub mod table;
+pub mod text;
 pub mod ways;
 pub mod workload;
 pub mod yardstick;

@@ -100,7 +100,7 @@ fn every_scenario_shows_fragmentation_and_a_way_out() {
 fn one_scenario_is_drawn() {
     let args = ["fragmentation", "--device", "sim:1GiB", "--scenario", "alternating", "--ascii"];
     let text = text(&args);
-    assert!(text.contains("#.#.#.#.") || text.contains("##..##.."), "{text}");
+    assert!(text.contains("+#-.+#-.") && text.contains("...____"), "{text}");
     assert!(text.contains("fragmented: ") && text.contains("a character"), "{text}");
     assert!(!text.contains('\x1b') && !text.contains('█'), "{text}");
 }

@@ -6,7 +6,6 @@ use comfy_table::{CellAlignment, Table};
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, FragmentationArgs};
-use crate::commands::hundredths;
 use crate::commands::replay::hazards;
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
@@ -17,6 +16,7 @@ use crate::session::Session;
 use crate::stage::Stage;
 use crate::subject::{Refused, Subject};
 use crate::table::table;
+use crate::text::wrap;
 
 /// Policies for every scenario.
 const POLICIES: [&str; 5] =
@@ -62,11 +62,11 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
     let style = Style::of_stdout(args.ascii);
     let mut outcome = Outcome::Done;
     for scenario in chosen(&args.scenarios)? {
-        session.show(format_args!("{}: {}.\n", scenario.name, scenario.summary))?;
         let policies = policies(session, &scenario)?;
         let bar = session.progress(policies.len() as u64, scenario.name);
         let mut table = new_table();
         let mut maps = Vec::new();
+        let mut needs = String::new();
         for policy in &policies {
             let (row, map) = experiment(session, &scenario, policy)?;
             bar.inc(1);
@@ -75,13 +75,18 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
             }
             session.row(&row)?;
             table.add_row(cells(&row));
-            if args.maps || maps.is_empty() {
-                maps.push(format!("The device under {} in the end:\n{}\n", name(&row.policy), map.draw(style)));
+            if args.maps || row.policy.is_empty() {
+                maps.push(format!("In the end, under {}:\n{}\n", name(&row.policy), map.draw(style)));
             }
+            needs = format!(
+                "It uses up to {} at once, and its last request is for {}.",
+                Bytes(row.peak_requested_bytes),
+                Bytes(row.request_bytes)
+            );
         }
         bar.finish_and_clear();
-        session.show(table)?;
-        session.show(maps.join("\n"))?;
+        let told = format!("{}: {}. {needs}", scenario.name, scenario.summary);
+        session.show(format_args!("{}\n\n{table}\n\n{}", wrap(&told, style.width), maps.join("\n")))?;
     }
     Ok(outcome)
 }
@@ -193,7 +198,7 @@ fn verdict(row: &Row, room: &Room) -> String {
 
 /// What a policy is called in tables.
 fn name(policy: &str) -> &str {
-    if policy.is_empty() { "(defaults)" } else { policy }
+    if policy.is_empty() { "the defaults" } else { policy }
 }
 
 /// A table whose last column is text.
@@ -205,20 +210,19 @@ fn new_table() -> Table {
     table
 }
 
-const COLUMNS: [&str; 9] =
-    ["policy", "requested", "reserved", "now live", "free", "largest", "unusable", "cuMemAlloc", "one more request"];
+const COLUMNS: [&str; 8] =
+    ["policy", "reserved", "live in the end", "free", "largest piece", "unusable", "cuMemAlloc", "last request"];
 
-fn cells(row: &Row) -> [String; 9] {
+fn cells(row: &Row) -> [String; 8] {
     let bytes = |bytes| Bytes(bytes).to_string();
     [
         name(&row.policy).to_owned(),
-        bytes(row.peak_requested_bytes),
         bytes(row.peak_reserved_bytes),
         bytes(row.allocated_bytes),
         bytes(row.free_bytes),
         bytes(row.largest_free_bytes),
-        format!("{} %", hundredths(row.unusable_index * 100.0)),
+        format!("{:.1} %", row.unusable_index * 100.0),
         row.driver_allocs.to_string(),
-        format!("{}: {}", bytes(row.request_bytes), row.verdict),
+        row.verdict.clone(),
     ]
 }

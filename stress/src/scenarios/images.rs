@@ -5,7 +5,8 @@ use crate::random::Random;
 
 pub(super) const SCENARIO: Scenario = Scenario {
     name: "images",
-    summary: "trains a detector on images of varying sizes, keeping each step's features for the next ones to compare with",
+    summary: "trains a detector on images of varying sizes, keeping each step's features for the next ones to \
+              compare with; then asks for four fifths of what is free",
     streams: false,
     write,
 };
@@ -41,5 +42,5 @@ fn write(room: u64, mut random: Random) -> Setup {
             script.free(old);
         }
     }
-    script.then(share(room, 400))
+    script.then_most_of(room)
 }

@@ -8,7 +8,7 @@ use crate::random::Random;
 pub(super) const SCENARIO: Scenario = Scenario {
     name: "kv_cache",
     summary: "serves chats whose KV caches grow by concatenation, each step a larger copy of the tensor before it, and end \
-              at different lengths; then asks for room for one long prompt",
+              at different lengths; then asks for four fifths of what is free",
     streams: false,
     write,
 };
@@ -54,7 +54,7 @@ fn write(room: u64, mut random: Random) -> Setup {
     for chat in chats.into_iter().filter(|_| random.below(5) > 1) {
         script.free_all(chat.tensors);
     }
-    script.then(filled / 2)
+    script.then_most_of(room)
 }
 
 /// One step of a chat: each tensor is copied to a larger one.

@@ -59,6 +59,12 @@ impl Script {
     fn then(self, probe: u64) -> Setup {
         Setup { program: self.finish(), probe: probe.max(1), probe_stream: 0 }
     }
+
+    /// The program, followed by a request for most of what is not live at its end.
+    fn then_most_of(self, room: u64) -> Setup {
+        let free = room.saturating_sub(self.live());
+        self.then(share(free, 800))
+    }
 }
 
 /// `thousandths` of `bytes`, at least 1.

@@ -107,5 +107,5 @@ pub(super) fn findings(trace: &str, compared: &[Compared]) -> Option<String> {
 
 /// What options are called in the table.
 fn name(config: &str) -> &str {
-    if config.is_empty() { "(defaults)" } else { config }
+    if config.is_empty() { "the defaults" } else { config }
 }

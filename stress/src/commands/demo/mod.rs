@@ -13,6 +13,7 @@ use crate::exit::{Failure, Outcome};
 use crate::input::{self, Program};
 use crate::map::Style;
 use crate::session::Session;
+use crate::text::wrap;
 use play::{Exhausted, Roomy};
 use rows::Row;
 
@@ -179,35 +180,9 @@ fn policies(session: &Session) -> Result<Vec<ConfigArg>, Failure> {
     Ok(policies)
 }
 
-/// The text in lines of at most `width` characters, where words allow.
-fn wrap(text: &str, width: usize) -> String {
-    let mut lines = String::new();
-    let mut column = 0;
-    for word in text.split_whitespace() {
-        let length = word.chars().count();
-        if column > 0 && column + 1 + length > width {
-            lines.push('\n');
-            column = 0;
-        } else if column > 0 {
-            lines.push(' ');
-            column += 1;
-        }
-        lines += word;
-        column += length;
-    }
-    lines
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn text_is_wrapped_between_words() {
-        assert_eq!(wrap("one two  three", 7), "one two\nthree");
-        assert_eq!(wrap("incomprehensible", 7), "incomprehensible");
-        assert_eq!(wrap("", 7), "");
-    }
 
     #[test]
     fn recordings_are_sound() {
