@@ -1,7 +1,6 @@
 //! The comparison at the end of the demonstration.
 
 use aquifer_allocator::Bytes;
-use comfy_table::Table;
 
 use super::policies;
 use crate::commands::fit::{Job, fit_all};
@@ -39,7 +38,7 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
     let mut compared = Vec::new();
     for (job, fit) in jobs.iter().zip(fit_all(session, &jobs)) {
         let fit = fit?;
-        let plenty = job.program.peak_requested_bytes.saturating_mul(8).next_multiple_of(1 << 30);
+        let plenty = job.program.peak_requested_bytes.saturating_mul(64).next_multiple_of(1 << 30);
         let device = session.open_with_capacity(plenty)?;
         let mut stage = Stage::new(session, &device, job.config, job.program.streams.len())?;
         Player::new(job.program).play(&mut stage, OnOom::Skip)?;
@@ -59,15 +58,19 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
     Ok(compared)
 }
 
-pub(super) fn tabulate(compared: &[Compared]) -> Table {
-    let mut table =
-        table(&["recording", "options", "uses", "takes", "times", "cuMemAlloc", "smallest device", "times"], 2);
+/// A table for each recording, under its name.
+pub(super) fn tabulate(compared: &[Compared]) -> String {
+    let recordings = compared.chunk_by(|one, other| one.trace == other.trace);
+    let tables: Vec<String> = recordings.map(tabulate_one).collect();
+    tables.join("\n\n")
+}
+
+fn tabulate_one(compared: &[Compared]) -> String {
+    let mut table = table(&["options", "takes", "times", "cuMemAlloc", "fits on", "times"], 1);
     for row in compared {
         let times = |bytes| ratio(bytes, row.requested).map_or_else(String::new, |times| format!("{times:.3}"));
         table.add_row([
-            row.trace.clone(),
             name(&row.config).to_owned(),
-            Bytes(row.requested).to_string(),
             Bytes(row.reserved).to_string(),
             times(row.reserved),
             row.driver_allocs.to_string(),
@@ -75,7 +78,8 @@ pub(super) fn tabulate(compared: &[Compared]) -> Table {
             times(row.smallest_device),
         ]);
     }
-    table
+    let heading = compared.first().map(|row| format!("{} uses at most {}:\n", row.trace, Bytes(row.requested)));
+    heading.unwrap_or_default() + &table.to_string()
 }
 
 /// What the rows of a recording say.

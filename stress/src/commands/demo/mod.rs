@@ -115,11 +115,13 @@ impl Teller<'_> {
              those with a live block in them cannot be. At event {event} of {events} that is not enough:"
         ))?;
         self.session.show(format_args!("{report}\n\n{}\n", map.draw(self.style)))?;
+        let none = |count: u64| if count == 0 { "none".to_owned() } else { count.to_string() };
+        let (damaged, hazards_found) = (none(damaged as u64), none(hazards));
         self.heading("3. Nothing is lost")?;
         self.say(&format!(
-            "An error is all that happened. Of {blocks} live blocks, each filled with a byte of its own, {damaged} read \
-             differently than they were written. When the program has freed its blocks, the {} are {}. The simulated device \
-             checked every access of all streams, and found {hazards} that nothing orders.",
+            "An error is all that happened. Of {blocks} live blocks, each filled with known content before, {damaged} read \
+             differently now. When the program has freed its blocks, the {} are {}. The simulated device has checked every \
+             access, and found {hazards_found} that nothing orders.",
             Bytes(report.requested),
             if served_again { "served" } else { "STILL REFUSED" },
         ))?;
@@ -133,8 +135,8 @@ impl Teller<'_> {
             self.session.row(&Row::compare(row))?;
         }
         self.say(
-            "The same recordings under several options: what they take from a device with plenty, how often they ask it for \
-             memory, and the smallest device on which they finish.",
+            "Two recordings under several options: what each takes from a device with plenty, how often it asks the driver \
+             for memory, and the smallest device on which it fits; beside the sizes, how many times what it uses that is.",
         )?;
         self.session.show(format_args!("{}\n", compare::tabulate(&compared)))?;
         if let Some(findings) = programs.first().and_then(|program| compare::findings(&program.name, &compared)) {
