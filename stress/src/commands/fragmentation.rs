@@ -184,6 +184,9 @@ fn verdict(row: &Row, room: &Room) -> String {
         () if row.free_bytes - room.foreign < row.request_bytes => {
             format!("stuck: {free} free, {foreign} of it with other streams")
         }
+        () if row.largest_free_bytes >= row.request_bytes => {
+            format!("kept back: {free} free, largest piece {largest}, which the options keep for other requests")
+        }
         () => format!("fragmented: {free} free, largest piece {largest}"),
     };
     match (row.ooms, row.retries) {

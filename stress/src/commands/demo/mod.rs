@@ -39,9 +39,9 @@ pub fn run(session: &Session, args: &DemoArgs) -> Result<Outcome, Failure> {
     let teller = Teller { session, style: Style::of_stdout(args.ascii) };
     let programs = recordings()?;
     let Some(program) = programs.first() else { return Ok(Outcome::Done) };
-    let hazards = [teller.roomy(program)?, teller.small(program)?, teller.what_helps(&programs)?];
+    let outcome = teller.roomy(program)?.max(teller.small(program)?).max(teller.what_helps(&programs)?);
     teller.next_steps()?;
-    Ok(if hazards.iter().sum::<u64>() == 0 { Outcome::Done } else { Outcome::Hazards })
+    Ok(outcome)
 }
 
 fn recordings() -> Result<Vec<Program>, Failure> {
@@ -52,7 +52,7 @@ fn recordings() -> Result<Vec<Program>, Failure> {
     Ok(programs)
 }
 
-/// Tells the story. Each chapter gives the number of hazards that the simulated device found in it.
+/// Tells the story. Each chapter says whether it went as it should.
 struct Teller<'a> {
     session: &'a Session,
     style: Style,
@@ -68,7 +68,7 @@ impl Teller<'_> {
         self.session.show(format_args!("{text}\n{}", line.repeat(text.chars().count())))
     }
 
-    fn roomy(&self, program: &Program) -> Result<u64, Failure> {
+    fn roomy(&self, program: &Program) -> Result<Outcome, Failure> {
         let told = play::roomy(self.session, program)?;
         self.session.row(&Row::replay(program, &told))?;
         let Roomy { device_bytes, reserved, live, segments, unused, pieces, in_pieces, map, .. } = told;
@@ -95,10 +95,10 @@ impl Teller<'_> {
             Bytes(unused),
             Bytes(in_pieces)
         ))?;
-        Ok(told.hazards)
+        Ok(outcome(told.hazards))
     }
 
-    fn small(&self, program: &Program) -> Result<u64, Failure> {
+    fn small(&self, program: &Program) -> Result<Outcome, Failure> {
         let capacity = (program.peak_requested_bytes / 100 * (100 + SPARE_PERCENT)).next_multiple_of(2 << 20);
         let told = play::exhausted(self.session, program, capacity)?;
         self.session.row(&Row::oom(program, capacity, &told))?;
@@ -106,7 +106,7 @@ impl Teller<'_> {
         let size = Bytes(capacity);
         let Some(report) = report else {
             self.heading(&format!("2. On a device of {size} it just finishes"))?;
-            return Ok(hazards);
+            return Ok(outcome(hazards));
         };
         let free = report.free_in_pool + report.memory.map_or(0, |memory| memory.free);
         self.heading(&format!("2. On a device of {size} it runs out of memory while {} are free", Bytes(free)))?;
@@ -115,6 +115,7 @@ impl Teller<'_> {
              those with a live block in them cannot be. At event {event} of {events} that is not enough:"
         ))?;
         self.session.show(format_args!("{report}\n\n{}\n", map.draw(self.style)))?;
+        let unharmed = damaged == 0 && served_again;
         let none = |count: u64| if count == 0 { "none".to_owned() } else { count.to_string() };
         let (damaged, hazards_found) = (none(damaged as u64), none(hazards));
         self.heading("3. Nothing is lost")?;
@@ -125,10 +126,10 @@ impl Teller<'_> {
             Bytes(report.requested),
             if served_again { "served" } else { "STILL REFUSED" },
         ))?;
-        Ok(hazards)
+        Ok(outcome(hazards).max(if unharmed { Outcome::Done } else { Outcome::Failed }))
     }
 
-    fn what_helps(&self, programs: &[Program]) -> Result<u64, Failure> {
+    fn what_helps(&self, programs: &[Program]) -> Result<Outcome, Failure> {
         self.heading("4. What helps")?;
         let compared = compare::compare(self.session, programs)?;
         for row in &compared {
@@ -142,7 +143,7 @@ impl Teller<'_> {
         if let Some(findings) = programs.first().and_then(|program| compare::findings(&program.name, &compared)) {
             self.say(&findings)?;
         }
-        Ok(compared.iter().map(|row| row.hazards).sum())
+        Ok(outcome(compared.iter().map(|row| row.hazards).sum()))
     }
 
     fn next_steps(&self) -> Result<(), Failure> {
@@ -161,6 +162,10 @@ impl Teller<'_> {
         }
         self.session.show(text.trim_end())
     }
+}
+
+fn outcome(hazards: u64) -> Outcome {
+    if hazards == 0 { Outcome::Done } else { Outcome::Hazards }
 }
 
 /// Options that the demonstration compares: some of its own, and those that the user gave.
