@@ -13,6 +13,9 @@
 //! No timeline is locked under it: of timelines only atomic values are read there. While it is held there is no driver call,
 //! no wait, no foreign code. The list of buried devices is a leaf too, and devices are dropped outside it.
 
+#[cfg(all(test, aquifer_shuttle))]
+mod schedules;
+
 use aquifer_device::Device;
 use crossbeam::queue::SegQueue;
 

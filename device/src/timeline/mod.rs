@@ -23,6 +23,8 @@
 //! is. It is held across driver calls on events of this one stream, and two timelines are never locked at once.
 
 mod clock;
+#[cfg(all(test, aquifer_shuttle))]
+mod schedules;
 mod tick;
 
 use std::collections::VecDeque;
