@@ -2,6 +2,7 @@
 //! driver call, is a point where another thread may run. Run by `ci/schedules`.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use aquifer_device::Device;
 use aquifer_device::sim::{SimConfig, SimDriver};
@@ -11,6 +12,7 @@ use super::{IDLE, Shell};
 use crate::{Allocation, Allocator, Config};
 
 const SIZE: u64 = 4096;
+const LONG: Duration = Duration::from_secs(1);
 
 /// Explores `model` at random, and with few but well-placed switches.
 fn explore(model: impl Fn() + Send + Sync + 'static) {
@@ -175,13 +177,17 @@ fn waiting_blocks_are_free_once_their_streams_are_done_whoever_asks() {
         let [one, two] = [0; 2].map(|_| device.create_stream().unwrap());
         let block = allocator.alloc(SIZE, &one).unwrap();
         block.record_stream(&two).unwrap();
+        // The stream gets on in two steps, and the block waits for the second: a sweep between them frees nothing.
+        two.tick().cover().unwrap();
+        sim.advance(LONG);
+        sim.stall(two.raw(), LONG).unwrap();
         two.fill(block.ptr(), 1, SIZE).unwrap();
         drop(block);
         let (tick, asking) = (two.tick(), allocator.clone());
+        tick.cover().unwrap();
         join([
             thread::spawn(move || {
-                tick.cover().unwrap();
-                sim.advance(std::time::Duration::from_secs(1));
+                sim.advance(LONG * 2);
                 tick.is_done().unwrap();
             }),
             thread::spawn(move || drop(asking.alloc(SIZE, &one).unwrap())),
