@@ -1,6 +1,8 @@
 //! Models of the shell under a scheduler that explores interleavings; every access to a lock or flag of the shell, and every
 //! driver call, is a point where another thread may run. Run by `ci/schedules`.
 
+#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -4,6 +4,8 @@
 //! The simulated device judges: its race detector knows the true order of enqueued work, so an event that claims to cover
 //! work enqueued after it shows as a race of the access that relied on the claim.
 
+#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+
 use std::sync::Arc;
 use std::time::Duration;
 
