@@ -212,11 +212,13 @@ impl Core {
     }
 
     /// Hands every segment to the device, to be freed when somebody next talks to it, and lets the device go.
-    pub(crate) fn bury(self) {
-        let Some(device) = self.device else { return };
+    pub(crate) fn bury(mut self) {
+        let Some(device) = self.device.take() else { return };
         for region in self.heap.regions() {
             device.free_later(aquifer_device::DevicePtr(region.addr));
         }
+        // The device goes last: whoever closes it must not leave its driver to the timelines that this thread drops.
+        drop(self);
         bury(device);
     }
 }

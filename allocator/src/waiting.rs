@@ -6,8 +6,8 @@
 //! While blocks wait, each allocation asks how far the streams got: at most one driver query a stream. The list itself is
 //! gone through only when one of them got further than it was.
 
+use crate::sync::atomic::Ordering;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use aquifer_device::{Clock, Timeline};
 
@@ -121,7 +121,9 @@ impl Core {
     }
 
     fn sweep(&mut self, shell: &Shell, ordered: Option<(u32, &Clock)>) {
-        let WaitingList { mut blocks, .. } = std::mem::take(&mut self.waiting);
+        let WaitingList { mut blocks, streams } = std::mem::take(&mut self.waiting);
+        // Read before the blocks are looked at: what a stream reaches meanwhile then makes for another sweep.
+        let seen: Vec<(u32, u64)> = streams.iter().map(|stream| (stream.slot, self.frontier(stream.slot))).collect();
         blocks.retain(|waiting| {
             let owner = self.heap.blocks[waiting.block].owner;
             let clock = ordered.filter(|(slot, _)| *slot == owner).map(|(_, clock)| clock);
@@ -144,7 +146,7 @@ impl Core {
         let mut list = WaitingList::default();
         blocks.into_iter().for_each(|waiting| list.push(waiting));
         for stream in &mut list.streams {
-            stream.seen = self.frontier(stream.slot);
+            stream.seen = seen.iter().find(|(slot, _)| *slot == stream.slot).map_or(0, |&(_, seen)| seen);
         }
         self.waiting = list;
     }
