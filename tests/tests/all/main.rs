@@ -1,0 +1,6 @@
+//! Tests that cross crates. `CHECKLIST.md` in this package says which behaviours of PyTorch's own tests are tested where.
+//!
+//! The long run: `AQUIFER_PROGRAMS=10000 cargo test --profile long -p aquifer-tests programs -- --nocapture`.
+
+mod found;
+mod programs;
