@@ -75,16 +75,17 @@ impl Allocator {
     pub(crate) fn release_where(&self, choose: impl FnOnce(&Core) -> Vec<BlockId>) -> Result<u64, AllocError> {
         let mut core = self.shell().lock();
         let chosen = choose(&core);
-        let regions: Vec<Region> = chosen.into_iter().map(|id| core.heap.remove_region(id)).collect();
+        let order = |core: &Core, id: BlockId| (core.heap.blocks[id].owner, core.heap.blocks[id].after);
+        let regions: Vec<_> = chosen.into_iter().map(|id| (order(&core, id), core.heap.remove_region(id))).collect();
         drop(core);
         let mut released = 0;
         let mut regions = regions.into_iter();
-        while let Some(region) = regions.next() {
+        while let Some((order, region)) = regions.next() {
             let freed = self.device().free(DevicePtr(region.addr));
             let mut core = self.shell().lock();
             if let Err(error) = freed {
-                for kept in std::iter::once(region).chain(regions) {
-                    core.heap.add_region(kept.addr, kept.bytes, kept.pool, kept.home);
+                for (order, kept) in std::iter::once((order, region)).chain(regions) {
+                    core.heap.restore_region(&kept, order);
                 }
                 return Err(error.into());
             }

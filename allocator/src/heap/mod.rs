@@ -311,6 +311,14 @@ impl Heap {
         region
     }
 
+    /// Puts a removed region back, as available as its block was: by owner, and for everybody else.
+    pub(crate) fn restore_region(&mut self, region: &Region, (owner, after): (u32, u64)) {
+        let id = self.add_region(region.addr, region.bytes, region.pool, region.home);
+        self.unindex(id);
+        (self.blocks[id].owner, self.blocks[id].after) = (owner, after);
+        self.index_alone(id);
+    }
+
     /// Sends strays home that are done for everybody, and merges them; tells how `inactive_split` of each pool changed.
     pub(crate) fn send_home(&mut self, is_done: impl Fn(u32, u64) -> bool) -> Vec<(u16, SplitChange)> {
         let done = |id: &BlockId| is_done(self.blocks[*id].owner, self.blocks[*id].after);
