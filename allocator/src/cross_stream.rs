@@ -125,6 +125,13 @@ impl Core {
         (!self.is_known_done(owner, after)).then_some(after)
     }
 
+    /// The ticks that strays depend on and that are not known to be done.
+    pub(crate) fn pending_strays(&self) -> Vec<(Arc<Timeline>, u64)> {
+        let blocks = self.heap.strays().map(|id| &self.heap.blocks[id]);
+        let open = blocks.filter(|block| !self.is_known_done(block.owner, block.after));
+        open.filter_map(|block| Some((self.timeline(block.owner)?.clone(), block.after))).collect()
+    }
+
     /// Sends strays that are done home.
     pub(crate) fn settle(&mut self, shell: &crate::shell::Shell) {
         let (timelines, heap) = self.timelines_and_heap();

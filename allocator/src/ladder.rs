@@ -166,19 +166,23 @@ impl Allocator {
         Ok(())
     }
 
-    /// Waits on the host for the streams that waiting blocks depend on; tells whether there were any such blocks.
+    /// Waits on the host for the streams that waiting blocks and strays depend on, and frees and merges these; tells whether
+    /// there were any.
     pub(crate) fn synchronize_waiting(&self) -> Result<bool, AllocError> {
         let core = self.shell().lock();
-        let (any, pending) = (!core.waiting.is_empty(), core.pending());
-        drop(core);
-        if !any {
+        if core.waiting.is_empty() && !core.heap.has_strays() {
             return Ok(false);
         }
+        let mut pending = core.pending();
+        pending.extend(core.pending_strays());
+        drop(core);
         self.shell().count(|counters| &counters.num_sync_all_streams);
         for (timeline, after) in &pending {
             timeline.synchronize(after.saturating_sub(1))?;
         }
-        self.shell().lock().sweep_waiting(self.shell(), &[]);
+        let mut core = self.shell().lock();
+        core.sweep_waiting(self.shell(), &[]);
+        core.settle(self.shell());
         Ok(true)
     }
 }

@@ -359,6 +359,11 @@ impl Heap {
         self.strays.iter().copied().filter(of)
     }
 
+    /// Free blocks that are away from home.
+    pub(crate) fn strays(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.strays.iter().copied()
+    }
+
     /// Whether any free block is away from home.
     pub(crate) fn has_strays(&self) -> bool {
         !self.strays.is_empty()
