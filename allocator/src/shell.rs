@@ -60,7 +60,9 @@ static BURIED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 impl Shell {
     /// A shell around `core`.
     pub(crate) fn open(core: Core, special: u32) -> &'static Shell {
-        drop(std::mem::take(&mut *BURIED.lock()));
+        // Taken out first: closing a device calls the driver, and no lock may be held then.
+        let buried = std::mem::take(&mut *BURIED.lock());
+        drop(buried);
         let idle = IDLE.lock().pop();
         let shell = idle.unwrap_or_else(|| Box::leak(Box::default()));
         shell.counters.clear();
