@@ -86,6 +86,7 @@ impl Event {
     }
 
     pub(crate) fn make_wait(&self, stream: &Stream) -> Result<()> {
+        stream.timeline().check_owner(Operation::Wait)?;
         let latest = self.latest.lock();
         self.context.driver.wait(stream.timeline().raw(), self.raw)?;
         if let Some(record) = &*latest

@@ -189,7 +189,8 @@ impl Timeline {
     /// else at most one event recorded there and one wait here.
     ///
     /// # Errors
-    /// Those of the driver's event and wait calls. Nothing is ordered then and no clock changed.
+    /// Those of the driver's event and wait calls, or if this is another thread's default stream. Nothing is ordered then
+    /// and no clock changed.
     pub fn wait_for(&self, other: &Timeline, n: u64) -> Result<()> {
         if self.is_ordered_after(other, n) {
             return Ok(());
@@ -198,6 +199,7 @@ impl Timeline {
             return Err(DeviceError::new(Operation::Wait, Code::INVALID_VALUE)
                 .with_detail("the tick belongs to another device; wait for it on the host with `Tick::synchronize`"));
         }
+        self.check_owner(Operation::Wait)?;
         if self.state.lock().captured.is_some() {
             return Err(capture_error(Operation::Wait, "a capturing stream cannot wait for a tick from outside"));
         }
@@ -221,6 +223,7 @@ impl Timeline {
 
     /// Raises the counter, lets `record` record an event, and returns what that event covers and knows (T1, T2).
     pub(crate) fn record_with<T>(&self, record: impl FnOnce() -> Result<T>) -> Result<(T, u64, Clock)> {
+        self.check_owner(Operation::Record)?;
         let state = self.state.lock();
         let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
         record().map(|recorded| (recorded, covers, state.clock.clone()))
@@ -265,13 +268,26 @@ impl Timeline {
                 "ticks of a capturing stream order nothing outside the graph",
             ));
         }
-        let foreign = self.owner.is_some_and(|owner| owner != std::thread::current().id());
-        let on = if foreign { RawStream::LEGACY } else { self.raw };
+        let on = if self.is_foreign() { RawStream::LEGACY } else { self.raw };
         let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
         let event = self.context.record(on)?;
         let recorded = Recorded { covers, clock: state.clock.clone(), event };
         state.events.push_back(recorded.clone());
         Ok(recorded)
+    }
+
+    /// Whether this is the default stream of another thread.
+    fn is_foreign(&self) -> bool {
+        self.owner.is_some_and(|owner| owner != std::thread::current().id())
+    }
+
+    /// Refuses what the driver would do to the calling thread's default stream instead of another thread's (T4).
+    pub(crate) fn check_owner(&self, operation: Operation) -> Result<()> {
+        if self.is_foreign() {
+            return Err(DeviceError::new(operation, Code::INVALID_VALUE)
+                .with_detail("only its own thread can do this with a per-thread default stream"));
+        }
+        Ok(())
     }
 
     fn poll(&self, state: &mut State) -> Result<()> {
