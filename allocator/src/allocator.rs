@@ -273,20 +273,10 @@ impl Allocator {
     /// Those of the driver.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, AllocError> {
         let first = self.release_where(|core| core.excess(bytes))?;
-        if self.reserved_bytes() <= bytes || !self.synchronize_waiting()? {
+        if self.reserved_bytes() <= bytes || !self.synchronize_pending(|_| true)? {
             return Ok(first);
         }
         Ok(first + self.release_where(|core| core.excess(bytes))?)
-    }
-
-    /// Gives the unused segments of a private pool back to the device.
-    pub(crate) fn release_pool(&self, id: (u64, u64)) -> Result<u64, AllocError> {
-        self.synchronize_waiting()?;
-        self.release_where(|core| {
-            let numbers = core.pools.find(id).map_or([u16::MAX; 2], |private| private.numbers);
-            let known = numbers.into_iter().filter(|number| *number != u16::MAX);
-            known.flat_map(|number| core.whole_segments(number)).map(crate::heap::Key::block).collect()
-        })
     }
 }
 

@@ -13,7 +13,7 @@ use crate::pools::PoolTable;
 use crate::shell::{Shell, bury};
 use crate::size_class::{PoolKind, SizeClasses};
 use crate::tags::Tag;
-use crate::waiting::Waiting;
+use crate::waiting::WaitingList;
 
 /// A request on its way through the allocator.
 #[derive(Clone, Copy, Debug)]
@@ -47,7 +47,7 @@ pub(crate) struct Core {
     pub(crate) pools: PoolTable,
     /// Timelines by our own stream number.
     pub(crate) timelines: Vec<Option<Arc<Timeline>>>,
-    pub(crate) waiting: Vec<Waiting>,
+    pub(crate) waiting: WaitingList,
     /// Streams that use a live block beside its own.
     pub(crate) shared: HashMap<BlockId, Vec<u32>>,
     /// Live allocations of the raw interface, by address.
@@ -143,7 +143,8 @@ impl Core {
             shell.counters.oversize_allocations.add(1);
         }
         if self.history.is_on() {
-            self.history.note(Action::Alloc, addr, request.requested, request.slot, request.tag);
+            let pool = self.pools.history_id(request.pool);
+            self.history.note(Action::Alloc, pool, addr, request.requested, request.slot, request.tag);
         }
         self.debug_check();
         Granted { block: id, addr }
@@ -175,7 +176,8 @@ impl Core {
     #[cold]
     fn note_free(&mut self, action: Action, id: BlockId) {
         let block = &self.heap.blocks[id];
-        self.history.note(action, block.addr, block.requested, block.owner, Tag(block.tag));
+        let pool = self.pools.history_id(block.pool);
+        self.history.note(action, pool, block.addr, block.requested, block.owner, Tag(block.tag));
     }
 
     /// A block that was given back, and is accounted for, becomes free: reusable by `owner` at once, by others after `after`.

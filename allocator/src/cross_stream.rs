@@ -9,7 +9,7 @@
 
 use std::sync::Arc;
 
-use aquifer_device::{ErrorKind, Timeline};
+use aquifer_device::{DeviceError, ErrorKind, Timeline};
 
 use crate::allocator::Allocator;
 use crate::core::{Core, Granted, Request};
@@ -32,7 +32,7 @@ impl Allocator {
             let n = after.saturating_sub(1);
             match timeline.cover(n).and_then(|()| timeline.is_done(n)) {
                 Ok(_) => {}
-                Err(error) if matches!(error.kind, ErrorKind::Capture | ErrorKind::InvalidUse) => {
+                Err(error) if cannot_be_asked(&error) => {
                     tracing::debug!(%error, stream = timeline.id(), "a stream could not be asked how far it got");
                 }
                 Err(error) => return Err(error.into()),
@@ -46,7 +46,7 @@ impl Allocator {
         let core = self.shell().lock();
         let ticks = core.lendable(request);
         let nothing = core.best_lent(request, |_, _, _| true).is_none();
-        if nothing && ticks.is_empty() && !core.heap.has_strays() && core.waiting.is_empty() {
+        if nothing && ticks.is_empty() && core.heap.strays().len() == 0 && core.waiting.is_empty() {
             return Ok(None);
         }
         let own = core.timeline(request.slot).cloned();
@@ -55,7 +55,7 @@ impl Allocator {
         let clock = own.map(|timeline| timeline.clock()).unwrap_or_default();
         let mut core = self.shell().lock();
         core.settle(self.shell());
-        core.sweep_waiting(self.shell(), &[(request.slot, clock.clone())]);
+        core.sweep_ordered(self.shell(), request.slot, &clock);
         if let Some(granted) = core.take_own(self.shell(), request) {
             return Ok(Some(granted));
         }
@@ -77,10 +77,7 @@ impl Allocator {
         };
         drop(core);
         if let Err(error) = own.wait_for(&lender.timeline, lender.after.saturating_sub(1)) {
-            if matches!(error.kind, ErrorKind::Capture | ErrorKind::InvalidUse) {
-                return Ok(None);
-            }
-            return Err(error.into());
+            return if cannot_be_asked(&error) { Ok(None) } else { Err(error.into()) };
         }
         let clock = own.clock();
         let mut core = self.shell().lock();
@@ -99,6 +96,11 @@ impl Allocator {
         );
         Ok(Some(granted))
     }
+}
+
+/// Whether a stream just cannot be asked or waited for at present: it is captured, or gone without a last event.
+pub(crate) fn cannot_be_asked(error: &DeviceError) -> bool {
+    matches!(error.kind, ErrorKind::Capture | ErrorKind::InvalidUse)
 }
 
 impl Core {
@@ -123,13 +125,6 @@ impl Core {
         let fitting = fitting.filter(|_| owner != request.slot).map(Key::block);
         let after = fitting.chain(strays).map(|id| self.heap.blocks[id].after).max()?;
         (!self.is_known_done(owner, after)).then_some(after)
-    }
-
-    /// The ticks that strays depend on and that are not known to be done.
-    pub(crate) fn pending_strays(&self) -> Vec<(Arc<Timeline>, u64)> {
-        let blocks = self.heap.strays().map(|id| &self.heap.blocks[id]);
-        let open = blocks.filter(|block| !self.is_known_done(block.owner, block.after));
-        open.filter_map(|block| Some((self.timeline(block.owner)?.clone(), block.after))).collect()
     }
 
     /// Sends strays that are done home.

@@ -1,5 +1,13 @@
 //! Measures of fragmentation.
 
+use std::fmt;
+
+use crate::allocator::Allocator;
+use crate::core::Core;
+use crate::format::Bytes;
+use crate::heap::State;
+use crate::size_class::PoolKind;
+
 /// The share of free memory that a request of `size` bytes cannot use: 0 when every free block would serve it, 1 when none
 /// would or nothing is free.
 ///
@@ -10,4 +18,170 @@ pub fn unusable_index(free_blocks: impl Iterator<Item = u64>, size: u64) -> f64 
     let (free, usable) = free_blocks
         .fold((0, 0), |(free, usable), block| (free + block, usable + if block >= size { block } else { 0 }));
     if free == 0 { 1.0 } else { (free - usable) as f64 / free as f64 }
+}
+
+/// How fragmented an allocator's memory is, as of one moment. Sizes are bytes.
+///
+/// Free blocks count whoever owns them, and private pools' memory with the pool of its kind: it may take more than room to
+/// serve a request.
+#[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct Fragmentation {
+    /// The size that [`Fragmentation::unusable`] is for: the request after rounding.
+    pub request_bytes: u64,
+    /// Number of segments.
+    pub segments: u64,
+    /// Bytes of these segments.
+    pub reserved_bytes: u64,
+    /// Segments that are wholly free.
+    pub releasable_segments: u64,
+    /// Bytes of these.
+    pub releasable_bytes: u64,
+    /// Bytes in live blocks.
+    pub allocated_bytes: u64,
+    /// The part of them that nobody asked for: rounding, and blocks that were not split.
+    pub internal_waste: u64,
+    /// Bytes given back that other streams still use.
+    pub waiting_bytes: u64,
+    /// Number of free blocks.
+    pub free_blocks: u64,
+    /// Bytes in free blocks.
+    pub free_bytes: u64,
+    /// The largest free block.
+    pub largest_free_block: u64,
+    /// External fragmentation: the share of free bytes outside the largest free block, 0 to 1; 0 when nothing is free.
+    pub external: f64,
+    /// The share of free bytes that the request cannot use, 0 to 1: [`unusable_index`].
+    pub unusable: f64,
+    /// Free blocks by power of two, smallest first; sizes without a block are left out.
+    pub free_sizes: Vec<FreeSizes>,
+}
+
+/// Free blocks of one size range.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FreeSizes {
+    /// The smallest size of the range, a power of two; the next one is the first beyond it.
+    pub at_least: u64,
+    /// Number of blocks.
+    pub count: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+impl Allocator {
+    /// How fragmented the memory of all pools is, and how much of it a request of `request_bytes` cannot use.
+    ///
+    /// Costs a pass over all blocks under the heap's lock.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let small = allocator.alloc(600, device.default_stream())?;
+    /// let fragmentation = allocator.fragmentation(4 << 20);
+    /// assert_eq!(fragmentation.internal_waste, 1024 - 600);
+    /// assert_eq!(fragmentation.largest_free_block, (2 << 20) - 1024);
+    /// assert_eq!((fragmentation.external, fragmentation.unusable), (0.0, 1.0));
+    /// println!("{fragmentation}");
+    /// # drop(small);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn fragmentation(&self, request_bytes: u64) -> Fragmentation {
+        self.measure(request_bytes, |_| true)
+    }
+
+    /// As [`Allocator::fragmentation`], for the pools of one kind.
+    pub fn fragmentation_in(&self, kind: PoolKind, request_bytes: u64) -> Fragmentation {
+        self.measure(request_bytes, |other| other == kind)
+    }
+
+    fn measure(&self, request_bytes: u64, counts: impl Fn(PoolKind) -> bool) -> Fragmentation {
+        let request_bytes = self.classes().round_checked(request_bytes).unwrap_or(u64::MAX);
+        self.shell().lock().fragmentation(request_bytes, counts)
+    }
+}
+
+impl Core {
+    fn fragmentation(&self, request_bytes: u64, counts: impl Fn(PoolKind) -> bool) -> Fragmentation {
+        let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
+        let counts = |pool: u16| counts(self.heap.pools[usize::from(pool)].kind);
+        for region in self.heap.regions().filter(|region| counts(region.pool)) {
+            found.segments += 1;
+            found.reserved_bytes += region.bytes;
+        }
+        let mut sizes = [FreeSizes::default(); 64];
+        let mut usable = 0;
+        for (_, block) in self.heap.blocks.iter().filter(|(_, block)| counts(block.pool)) {
+            match block.state {
+                State::Live => {
+                    found.allocated_bytes += block.size;
+                    found.internal_waste += block.size.saturating_sub(block.requested);
+                }
+                State::Waiting => found.waiting_bytes += block.size,
+                State::Free => {
+                    found.free_blocks += 1;
+                    found.free_bytes += block.size;
+                    found.largest_free_block = found.largest_free_block.max(block.size);
+                    usable += if block.size >= request_bytes { block.size } else { 0 };
+                    found.releasable_segments += u64::from(!block.is_split());
+                    found.releasable_bytes += if block.is_split() { 0 } else { block.size };
+                    let log2 = block.size.max(1).ilog2();
+                    let range = &mut sizes[log2 as usize];
+                    (range.at_least, range.count, range.bytes) = (1 << log2, range.count + 1, range.bytes + block.size);
+                }
+                State::Vacant => {}
+            }
+        }
+        found.free_sizes = sizes.into_iter().filter(|range| range.count > 0).collect();
+        found.external =
+            if found.free_bytes == 0 { 0.0 } else { 1.0 - ratio(found.largest_free_block, found.free_bytes) };
+        found.unusable = if found.free_bytes == 0 { 1.0 } else { 1.0 - ratio(usable, found.free_bytes) };
+        found
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a ratio")]
+fn ratio(part: u64, whole: u64) -> f64 {
+    part as f64 / whole as f64
+}
+
+impl fmt::Display for Fragmentation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "reserved:  {} in {} segments", Bytes(self.reserved_bytes), self.segments)?;
+        writeln!(f, "           {} in {} of them wholly free", Bytes(self.releasable_bytes), self.releasable_segments)?;
+        writeln!(f, "allocated: {}, {} of it waste", Bytes(self.allocated_bytes), Bytes(self.internal_waste))?;
+        writeln!(f, "waiting:   {}", Bytes(self.waiting_bytes))?;
+        writeln!(
+            f,
+            "free:      {} in {} blocks, the largest {}",
+            Bytes(self.free_bytes),
+            self.free_blocks,
+            Bytes(self.largest_free_block)
+        )?;
+        let (external, unusable) = (self.external * 100.0, self.unusable * 100.0);
+        write!(
+            f,
+            "           {external:.1} % outside the largest, {unusable:.1} % unusable for {}",
+            Bytes(self.request_bytes)
+        )?;
+        for FreeSizes { at_least, count, bytes } in &self.free_sizes {
+            write!(f, "\n  from {:>10}: {count:>7} blocks, {:>10}", Bytes(*at_least), Bytes(*bytes))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_unusable_index_is_the_share_of_blocks_too_small() {
+        assert!((unusable_index([1, 2, 5].into_iter(), 2) - 0.125).abs() < f64::EPSILON);
+        assert!((unusable_index([1, 2, 5].into_iter(), 6) - 1.0).abs() < f64::EPSILON);
+        assert!(unusable_index([1, 2, 5].into_iter(), 0).abs() < f64::EPSILON);
+        assert!((unusable_index([].into_iter(), 0) - 1.0).abs() < f64::EPSILON);
+    }
 }

@@ -8,6 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 
+use crate::allocator::Allocator;
 use crate::tags::Tag;
 
 /// What happened, under PyTorch's names of trace actions.
@@ -38,7 +39,53 @@ pub(crate) struct Entry {
     pub(crate) size: u64,
     pub(crate) slot: u32,
     pub(crate) tag: Tag,
+    /// The private pool, as [`crate::pools::PoolTable::history_id`] numbers them; 0 is the default pools.
+    pub(crate) pool: u32,
     pub(crate) time_us: u64,
+}
+
+const _: () = assert!(size_of::<Entry>() == 40, "an entry has no room to spare");
+
+/// What [`Allocator::record_history`] records.
+///
+/// ```
+/// use aquifer_allocator::{Action, Allocator, Config, HistoryOptions};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// allocator.record_history(HistoryOptions { entries: 100_000, skip: vec![Action::FreeRequested], clear: true });
+/// drop(allocator.alloc(512, device.default_stream())?);
+/// let actions: Vec<Action> = allocator.snapshot().trace().iter().map(|entry| entry.action).collect();
+/// assert_eq!(actions, [Action::SegmentAlloc, Action::Alloc, Action::FreeCompleted]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HistoryOptions {
+    /// Entries that are kept, the oldest giving way, at 40 bytes of host memory each; 0 stops recording and forgets
+    /// everything.
+    pub entries: usize,
+    /// Actions that are not recorded.
+    pub skip: Vec<Action>,
+    /// Whether what was recorded before is forgotten.
+    pub clear: bool,
+}
+
+impl Allocator {
+    /// Starts recording history, or changes how it is recorded. Snapshots contain it.
+    ///
+    /// What was recorded before is kept, as far as there is room, unless `clear` says otherwise.
+    pub fn record_history(&self, options: HistoryOptions) {
+        let mut core = self.shell().lock();
+        if options.clear {
+            core.history.clear();
+        }
+        core.history.record(options.entries, &options.skip);
+    }
+
+    /// Stops recording history and forgets what was recorded.
+    pub fn stop_history(&self) {
+        self.shell().lock().history.record(0, &[]);
+    }
 }
 
 /// The ring. Empty and off by default.
@@ -58,6 +105,7 @@ impl History {
         self.skipped = skip.iter().fold(0, |bits, &action| bits | 1 << action as u32);
         let excess = self.entries.len().saturating_sub(capacity);
         self.entries.drain(..excess);
+        self.overwritten += excess as u64;
         if capacity == 0 {
             self.entries = VecDeque::new();
             self.overwritten = 0;
@@ -72,7 +120,7 @@ impl History {
 
     #[cold]
     #[inline(never)]
-    pub(crate) fn note(&mut self, action: Action, addr: u64, size: u64, slot: u32, tag: Tag) {
+    pub(crate) fn note(&mut self, action: Action, pool: u32, addr: u64, size: u64, slot: u32, tag: Tag) {
         if self.capacity == 0 || self.skipped & (1 << action as u32) != 0 {
             return;
         }
@@ -80,7 +128,7 @@ impl History {
             self.entries.pop_front();
             self.overwritten += 1;
         }
-        self.entries.push_back(Entry { action, addr, size, slot, tag, time_us: now_us() });
+        self.entries.push_back(Entry { action, addr, size, slot, tag, pool, time_us: now_us() });
     }
 
     /// What is recorded, oldest first.

@@ -19,6 +19,7 @@
 use crate::allocator::Allocator;
 use crate::config::CrossStream;
 use crate::core::{Core, Granted, Request};
+use crate::cross_stream::cannot_be_asked;
 use crate::error::AllocError;
 use crate::hooks::{self, ReclaimRequest};
 use crate::oom::Tried;
@@ -114,7 +115,7 @@ impl Allocator {
     }
 
     fn wait_for_pending(&self, request: &Request, tried: &mut Tried) -> Rung {
-        if !self.synchronize_waiting()? {
+        if !self.synchronize_pending(|_| true)? {
             return Ok(None);
         }
         tried.waited = true;
@@ -139,7 +140,7 @@ impl Allocator {
             if freed == 0 {
                 continue;
             }
-            self.synchronize_waiting()?;
+            self.synchronize_pending(|_| true)?;
             if let Some(granted) = self.search_again(request)? {
                 return Ok(Some(granted));
             }
@@ -160,28 +161,35 @@ impl Allocator {
 
     /// Asks how far the streams got that waiting blocks depend on, and frees those that need not wait any more.
     pub(crate) fn poll_waiting(&self) -> Result<(), AllocError> {
-        let pending = self.shell().lock().pending();
+        let pending = self.shell().lock().pending_of_all();
         self.poll(&pending)?;
-        self.shell().lock().sweep_waiting(self.shell(), &[]);
+        self.shell().lock().sweep_done(self.shell());
         Ok(())
     }
 
-    /// Waits on the host for the streams that waiting blocks and strays depend on, and frees and merges these; tells whether
-    /// there were any.
-    pub(crate) fn synchronize_waiting(&self) -> Result<bool, AllocError> {
+    /// Waits on the host for the streams that memory given back still depends on, in the pools that `of` picks, so that it
+    /// becomes free and whole; tells whether there was anything to wait for. A stream that cannot be waited for now is
+    /// passed over.
+    pub(crate) fn synchronize_pending(&self, of: impl Fn(u16) -> bool) -> Result<bool, AllocError> {
         let core = self.shell().lock();
-        if core.waiting.is_empty() && !core.heap.has_strays() {
+        let waits = !core.waiting.is_empty() || core.heap.strays().len() > 0;
+        let mut pending = core.pending(&of);
+        pending.extend(core.pending_strays(&of));
+        drop(core);
+        if !waits {
             return Ok(false);
         }
-        let mut pending = core.pending();
-        pending.extend(core.pending_strays());
-        drop(core);
-        self.shell().count(|counters| &counters.num_sync_all_streams);
+        if !pending.is_empty() {
+            self.shell().count(|counters| &counters.num_sync_all_streams);
+        }
         for (timeline, after) in &pending {
-            timeline.synchronize(after.saturating_sub(1))?;
+            match timeline.synchronize(after.saturating_sub(1)) {
+                Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
+                _ => {}
+            }
         }
         let mut core = self.shell().lock();
-        core.sweep_waiting(self.shell(), &[]);
+        core.sweep_done(self.shell());
         core.settle(self.shell());
         Ok(true)
     }

@@ -152,7 +152,8 @@ impl Allocator {
         let shell = self.shell();
         let mut core = shell.lock();
         shell.counters.num_ooms.add(1);
-        core.history.note(Action::Oom, memory.map_or(0, |memory| memory.free), request.size, request.slot, request.tag);
+        let (pool, free) = (core.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
+        core.history.note(Action::Oom, pool, free, request.size, request.slot, request.tag);
         let mut report = core.report(request, tried);
         drop(core);
         report.device = self.device().info().ordinal;

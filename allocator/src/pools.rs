@@ -11,6 +11,7 @@ use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::core::Core;
 use crate::error::AllocError;
+use crate::heap::Key;
 use crate::shell::{Shell, special};
 
 /// How a private pool behaves.
@@ -59,6 +60,13 @@ impl PoolTable {
     /// The private pool that owns a heap pool; `None` for the default pools.
     pub(crate) fn owner_of(&self, number: u16) -> Option<&Private> {
         self.private.iter().find(|private| private.numbers.contains(&number))
+    }
+
+    /// The second half of the id of the private pool that owns a heap pool, for history; 0 for the default pools. Heap
+    /// pools are reused by later private pools, so entries cannot keep their numbers.
+    pub(crate) fn history_id(&self, number: u16) -> u32 {
+        let private = if number < 2 { None } else { self.owner_of(number) };
+        private.map_or(0, |private| u32::try_from(private.id.1).unwrap_or(u32::MAX))
     }
 }
 
@@ -138,12 +146,27 @@ impl PrivatePool {
         PoolRoute { allocator: self.allocator.clone(), number, not_send: PhantomData }
     }
 
-    /// Gives the pool's unused segments back to the device; tells how many bytes.
+    /// Gives the pool's unused segments back to the device; tells how many bytes. Waits for its blocks that other streams
+    /// still use.
     ///
     /// # Errors
     /// Those of the driver.
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
-        self.allocator.release_pool(self.id)
+        if let Some(numbers) = self.numbers() {
+            self.allocator.synchronize_pending(|pool| numbers.contains(&pool))?;
+        }
+        self.release()
+    }
+
+    fn numbers(&self) -> Option<[u16; 2]> {
+        self.allocator.shell().lock().pools.find(self.id).map(|private| private.numbers)
+    }
+
+    fn release(&self) -> Result<u64, AllocError> {
+        self.allocator.release_where(|core| {
+            let numbers = core.pools.find(self.id).map(|private| private.numbers).into_iter().flatten();
+            numbers.flat_map(|number| core.whole_segments(number)).map(Key::block).collect()
+        })
     }
 }
 
@@ -154,7 +177,7 @@ impl Drop for PrivatePool {
             private.open = false;
         }
         drop(core);
-        if let Err(error) = self.allocator.release_pool(self.id) {
+        if let Err(error) = self.release() {
             tracing::warn!(%error, "a private pool's memory could not be released; the next release tries again");
         }
     }

@@ -108,7 +108,8 @@ impl Core {
             counters.oversize_segments.add(1);
         }
         self.segments.insert(addr, request.tag);
-        self.history.note(Action::SegmentAlloc, addr, bytes, request.slot, request.tag);
+        let pool = self.pools.history_id(request.pool);
+        self.history.note(Action::SegmentAlloc, pool, addr, bytes, request.slot, request.tag);
         self.heap.add_region(addr, bytes, request.pool, request.slot)
     }
 
@@ -123,7 +124,8 @@ impl Core {
             counters.oversize_segments.sub(1);
         }
         let tag = self.segments.remove(&region.addr).unwrap_or_default();
-        self.history.note(Action::SegmentFree, region.addr, region.bytes, region.home, tag);
+        let pool = self.pools.history_id(region.pool);
+        self.history.note(Action::SegmentFree, pool, region.addr, region.bytes, region.home, tag);
     }
 
     /// Wholly free segments of the given pool.

@@ -60,7 +60,7 @@ static BURIED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 impl Shell {
     /// A shell around `core`.
     pub(crate) fn open(core: Core, special: u32) -> &'static Shell {
-        // Taken out first: closing a device calls the driver, and no lock may be held then.
+        // Taken out first: closing a device calls its driver, which must not happen under a lock.
         let buried = std::mem::take(&mut *BURIED.lock());
         drop(buried);
         let idle = IDLE.lock().pop();
@@ -90,10 +90,17 @@ impl Shell {
         }
     }
 
+    /// Updates counters from a slow path, under the lock.
+    pub(crate) fn counters_locked(&self, update: impl FnOnce(&Counters)) {
+        let _core = self.lock();
+        update(&self.counters);
+    }
+
     /// Counts one more of something, from a slow path.
     pub(crate) fn count(&self, counter: impl FnOnce(&Counters) -> &Counter) {
-        let _core = self.lock();
-        counter(&self.counters).add(1);
+        self.counters_locked(|counters| {
+            counter(counters).add(1);
+        });
     }
 
     /// Gives a block back: at once if the lock is free, else through the queue. Never blocks while the allocator is open.

@@ -72,11 +72,14 @@ impl Context {
     }
 
     /// Frees what [`Context::free_later`] collected. What cannot be freed now stays collected.
-    pub(crate) fn free_orphans(&self) -> Result<()> {
+    pub(crate) fn free_orphans(&self) {
         while let Some(ptr) = self.orphans.pop() {
-            self.driver.free(ptr).inspect_err(|_| self.orphans.push(ptr))?;
+            if let Err(error) = self.driver.free(ptr) {
+                tracing::warn!(%error, %ptr, "device memory could not be freed; it will be tried again");
+                self.orphans.push(ptr);
+                return;
+            }
         }
-        Ok(())
     }
 
     fn destroy_condemned(&self) {
@@ -94,9 +97,7 @@ impl Drop for Context {
             self.condemned.push(raw);
         }
         self.destroy_condemned();
-        if let Err(error) = self.free_orphans() {
-            tracing::warn!(%error, "device memory could not be freed when its device was closed");
-        }
+        self.free_orphans();
     }
 }
 

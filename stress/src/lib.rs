@@ -1,4 +1,62 @@
-//! The stress program as a library.
+//! The stress program as a library: it replays recorded programs, measures the allocator, and makes it fail on purpose.
+//!
+//! In the order in which things happen: [`cli`] reads the command line; a [`session::Session`] knows the device, the options
+//! and where output goes; one of the [`commands`] runs; [`exit`] says how it ended. [`input`] reads recorded programs and
+//! [`harness`] plays them to an allocator, or to the [`yardstick`].
 #![forbid(unsafe_code)]
 
+pub mod cli;
+pub mod commands;
+pub mod exit;
+pub mod harness;
 pub mod input;
+pub mod peaks;
+pub mod random;
+pub mod session;
+pub mod subject;
+pub mod table;
+pub mod workload;
+pub mod yardstick;
+
+use clap::CommandFactory;
+
+use cli::{Cli, Command};
+use exit::{Failure, Outcome};
+use session::Session;
+
+/// Runs the program and tells how it ended. Failures are written to standard error.
+pub fn run(cli: &Cli) -> Outcome {
+    warn_on_stderr();
+    match dispatch(cli) {
+        Ok(outcome) => outcome,
+        Err(Failure::OutputClosed) => Outcome::Done,
+        Err(failure) => {
+            eprintln!("error: {failure}");
+            failure.outcome()
+        }
+    }
+}
+
+fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
+    let Some(command) = &cli.command else {
+        return session::print(&Cli::command().render_long_help().to_string()).map(|()| Outcome::Done);
+    };
+    let session = Session::new(&cli.global)?;
+    match command {
+        Command::Replay(args) => commands::replay::run(&session, args),
+        Command::Fit(args) => commands::fit::run(&session, args),
+        Command::Bench(args) => commands::bench::run(&session, args),
+    }
+}
+
+/// Sends the libraries' warnings to standard error.
+fn warn_on_stderr() {
+    let subscriber = tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_max_level(tracing::Level::WARN)
+        .with_target(false)
+        .without_time()
+        .finish();
+    // Set already only where the library is used by another program, which then has its own.
+    let _ = tracing::subscriber::set_global_default(subscriber);
+}

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use aquifer_allocator::{Allocation, AllocError};
+use aquifer_allocator::{AllocError, Allocation};
 use aquifer_device::{Access, AccessKind, DevicePtr, Stream, Tick};
 
 /// Bytes written and compared at either end of a block.

@@ -24,7 +24,10 @@ pub fn run<P: Strategy>(name: &str, few: u64, (first, step): (u64, u64), program
     let begin = Instant::now();
     let numbers: Vec<u64> = match number("AQUIFER_PROGRAM") {
         Some(only) => vec![only],
-        None => (0..count(few)).skip(usize::try_from(first).unwrap_or(0)).step_by(usize::try_from(step).unwrap_or(1)).collect(),
+        None => (0..count(few))
+            .skip(usize::try_from(first).unwrap_or(0))
+            .step_by(usize::try_from(step).unwrap_or(1))
+            .collect(),
     };
     for &number in &numbers {
         let mut seed = [0; 32];

@@ -360,13 +360,8 @@ impl Heap {
     }
 
     /// Free blocks that are away from home.
-    pub(crate) fn strays(&self) -> impl Iterator<Item = BlockId> + '_ {
+    pub(crate) fn strays(&self) -> impl ExactSizeIterator<Item = BlockId> + '_ {
         self.strays.iter().copied()
-    }
-
-    /// Whether any free block is away from home.
-    pub(crate) fn has_strays(&self) -> bool {
-        !self.strays.is_empty()
     }
 
     #[inline]

@@ -116,6 +116,11 @@ impl Timeline {
         n < self.done.load(Ordering::Acquire)
     }
 
+    /// Ticks below this are known to be done. No driver call, no lock.
+    pub fn frontier(&self) -> u64 {
+        self.done.load(Ordering::Acquire)
+    }
+
     /// Whether some event recorded so far covers tick `n`, so that waiting for it records nothing.
     pub fn is_covered(&self, n: u64) -> bool {
         self.is_known_done(n) || self.state.lock().events.back().is_some_and(|last| n < last.covers)

@@ -36,7 +36,8 @@ impl World {
     /// Makes a block fit to be given back: its own stream waits for uses that the allocator was not told of.
     pub(super) fn settle(&self, live: &mut Live) {
         let own = self.streams.iter().find(|stream| stream.id() == live.own);
-        let untold: Vec<_> = live.uses.iter().filter(|used| !used.recorded).map(|used| (used.stream, used.tick.clone())).collect();
+        let untold: Vec<_> =
+            live.uses.iter().filter(|used| !used.recorded).map(|used| (used.stream, used.tick.clone())).collect();
         for (user, tick) in untold {
             if own.is_some_and(|own| self.allows(own.wait_for(&tick)).is_some()) {
                 continue;

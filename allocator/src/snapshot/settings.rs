@@ -1,0 +1,60 @@
+//! The configuration as snapshots show it.
+
+use serde::ser::{SerializeMap, Serializer};
+
+use crate::config::Config;
+
+/// The configuration under the keys of PyTorch's `allocator_settings`. Sizes are bytes; -1 is unlimited.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+#[non_exhaustive]
+pub struct Settings {
+    /// The options that differ from the default, as an option string of ours.
+    #[serde(rename = "PYTORCH_CUDA_ALLOC_CONF")]
+    pub options: String,
+    /// [`Config::max_split_size`].
+    pub max_split_size: i64,
+    /// [`Config::garbage_collection_threshold`].
+    pub garbage_collection_threshold: f64,
+    /// [`Config::expandable_segments`], which has no effect in this version.
+    pub expandable_segments: bool,
+    pinned_num_register_threads: i64,
+    /// Always: no lock is held while the driver allocates.
+    pub release_lock_on_cudamalloc: bool,
+    pinned_use_cuda_host_register: bool,
+    graph_capture_record_stream_reuse: bool,
+    max_round_threshold: i64,
+    max_cached_size: i64,
+    /// [`Config::roundup_power2_divisions`], by the size in MiB that an interval starts at.
+    #[serde(serialize_with = "serialize_divisions")]
+    pub roundup_power2_divisions: [u64; 16],
+}
+
+impl Settings {
+    pub(super) fn new(config: &Config) -> Settings {
+        let ignored = config.ignored();
+        let asked = |key: &str| ignored.iter().find(|option| option.key == key).map(|option| option.value.as_str());
+        let number = |key: &str| asked(key).and_then(|value| value.parse::<i64>().ok());
+        let mib = |key: &str| number(key).map_or(-1, |mib| mib.saturating_mul(1 << 20));
+        Settings {
+            options: config.to_string(),
+            max_split_size: config.max_split_size.map_or(-1, |bytes| i64::try_from(bytes).unwrap_or(-1)),
+            garbage_collection_threshold: config.garbage_collection_threshold,
+            expandable_segments: config.expandable_segments,
+            pinned_num_register_threads: number("pinned_num_register_threads").unwrap_or(1),
+            release_lock_on_cudamalloc: true,
+            pinned_use_cuda_host_register: asked("pinned_use_cuda_host_register").is_some(),
+            graph_capture_record_stream_reuse: asked("graph_capture_record_stream_reuse").is_some(),
+            max_round_threshold: mib("pinned_max_round_threshold_mb"),
+            max_cached_size: mib("pinned_max_cached_size_mb"),
+            roundup_power2_divisions: config.roundup_power2_divisions,
+        }
+    }
+}
+
+fn serialize_divisions<S: Serializer>(divisions: &[u64; 16], serializer: S) -> Result<S::Ok, S::Error> {
+    let mut map = serializer.serialize_map(Some(divisions.len()))?;
+    for (log2, divisions) in divisions.iter().enumerate() {
+        map.serialize_entry(&(1_u64 << log2).to_string(), divisions)?;
+    }
+    map.end()
+}

@@ -1,0 +1,176 @@
+//! Taking a snapshot: everything is copied under one hold of the heap's lock, and put into form without it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use super::{Block, BlockState, Nothing, Segment, Settings, Snapshot, TraceEntry};
+use crate::allocator::Allocator;
+use crate::core::Core;
+use crate::heap::{self, Region, State};
+use crate::history::{Action, Entry};
+use crate::size_class::PoolKind;
+use crate::tags::Tag;
+
+impl Allocator {
+    /// A snapshot of the memory and, as far as it is recorded, the history. The two agree: undoing the history's entries
+    /// from the last to the first, starting from the segments, meets no contradiction.
+    ///
+    /// The heap's lock is held while blocks and entries are copied. As in PyTorch, an [`Action::Snapshot`] is recorded,
+    /// which later snapshots show.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::parse("history:1000")?)?;
+    /// let buffer = allocator.alloc((1 << 20) + 512, device.default_stream())?;
+    /// let snapshot = allocator.snapshot();
+    /// assert_eq!(snapshot.segments[0].total_size, 20 << 20);
+    /// assert_eq!(snapshot.trace().len(), 2); // segment_alloc and alloc
+    /// let json = serde_json::to_string(&snapshot)?; // opens in PyTorch's memory viewer
+    /// # drop((buffer, json));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn snapshot(&self) -> Snapshot {
+        let mut core = self.shell().lock();
+        let copied = core.copy();
+        core.history.note(Action::Snapshot, 0, 0, copied.active_bytes, 0, Tag::default());
+        drop(core);
+        let device = self.device().info().ordinal;
+        let mut names = Names::default();
+        let mut device_traces = vec![Vec::new(); device as usize];
+        device_traces.push(copied.entries.iter().map(|entry| trace_entry(entry, &mut names)).collect());
+        Snapshot {
+            entries_overwritten: copied.overwritten,
+            segments: copied.into_segments(device, &mut names),
+            device_traces,
+            allocator_settings: Settings::new(self.config()),
+            external_annotations: Nothing,
+        }
+    }
+}
+
+/// What is copied under the lock.
+struct Copied {
+    regions: Vec<Region>,
+    blocks: Vec<heap::Block>,
+    entries: Vec<Entry>,
+    overwritten: u64,
+    active_bytes: u64,
+    /// Kind and private pool of each pool of the heap, by number.
+    pools: Vec<(PoolKind, (u64, u64))>,
+    /// Tags of segments, by address.
+    tags: BTreeMap<u64, Tag>,
+}
+
+impl Core {
+    fn copy(&self) -> Copied {
+        let owner = |number: usize| {
+            let number = u16::try_from(number).unwrap_or(u16::MAX);
+            self.pools.owner_of(number).map_or((0, 0), |private| private.id)
+        };
+        Copied {
+            regions: self.heap.regions().cloned().collect(),
+            blocks: self.heap.blocks.iter().map(|(_, block)| block.clone()).collect(),
+            entries: self.history.entries().copied().collect(),
+            overwritten: self.history.overwritten,
+            active_bytes: self.heap.total - self.heap.free,
+            pools: self.heap.pools.iter().enumerate().map(|(number, pool)| (pool.kind, owner(number))).collect(),
+            tags: self.segments.clone(),
+        }
+    }
+}
+
+impl Copied {
+    /// The segments by address, with their blocks by address.
+    fn into_segments(mut self, device: u32, names: &mut Names) -> Vec<Segment> {
+        self.regions.sort_unstable_by_key(|region| region.addr);
+        self.blocks.sort_unstable_by_key(|block| block.addr);
+        let mut blocks = self.blocks.iter().peekable();
+        let mut segments = Vec::with_capacity(self.regions.len());
+        for region in &self.regions {
+            let end = region.addr + region.bytes;
+            let inside = std::iter::from_fn(|| blocks.next_if(|block| block.addr < end));
+            let blocks: Vec<Block> = inside.map(|block| snapshot_block(block, names)).collect();
+            let tag = self.tags.get(&region.addr).copied().unwrap_or_default();
+            segments.push(segment(device, region, self.pools[usize::from(region.pool)], names.of(tag), blocks));
+        }
+        segments
+    }
+}
+
+fn segment(
+    device: u32,
+    region: &Region,
+    (segment_type, segment_pool_id): (PoolKind, (u64, u64)),
+    user_metadata: Option<Arc<str>>,
+    blocks: Vec<Block>,
+) -> Segment {
+    let active = || blocks.iter().filter(|block| block.state.is_active());
+    let live = blocks.iter().filter(|block| block.state == BlockState::ActiveAllocated);
+    Segment {
+        device,
+        address: region.addr,
+        total_size: region.bytes,
+        allocated_size: live.map(|block| block.size).sum(),
+        active_size: active().map(|block| block.size).sum(),
+        requested_size: active().map(|block| block.requested_size).sum(),
+        stream: region.home,
+        segment_type,
+        segment_pool_id,
+        is_expandable: false,
+        frames: Nothing,
+        user_metadata,
+        blocks,
+    }
+}
+
+fn snapshot_block(block: &heap::Block, names: &mut Names) -> Block {
+    let state = match block.state {
+        State::Live => BlockState::ActiveAllocated,
+        State::Waiting => BlockState::ActivePendingFree,
+        State::Free | State::Vacant => BlockState::Inactive,
+    };
+    let (requested_size, tag) = if state.is_active() { (block.requested, Tag(block.tag)) } else { (0, Tag::default()) };
+    Block {
+        address: block.addr,
+        size: block.size,
+        requested_size,
+        state,
+        frames: Nothing,
+        user_metadata: names.of(tag),
+    }
+}
+
+fn trace_entry(entry: &Entry, names: &mut Names) -> TraceEntry {
+    let is_oom = entry.action == Action::Oom;
+    TraceEntry {
+        action: entry.action,
+        addr: (!is_oom).then_some(entry.addr),
+        device_free: is_oom.then_some(entry.addr),
+        size: entry.size,
+        stream: entry.slot,
+        time_us: entry.time_us,
+        compile_context: "N/A",
+        user_metadata: names.of(entry.tag).unwrap_or_else(|| names.none.clone()),
+        pool_id: (0, u64::from(entry.pool)),
+    }
+}
+
+/// Names of tags, each looked up once.
+struct Names {
+    known: HashMap<u32, Option<Arc<str>>>,
+    none: Arc<str>,
+}
+
+impl Default for Names {
+    fn default() -> Names {
+        Names { known: HashMap::new(), none: "".into() }
+    }
+}
+
+impl Names {
+    fn of(&mut self, tag: Tag) -> Option<Arc<str>> {
+        self.known.entry(tag.0).or_insert_with(|| tag.name()).clone()
+    }
+}

@@ -1,0 +1,78 @@
+//! Sums over a snapshot.
+
+use super::{BlockState, Segment, Snapshot};
+use crate::size_class::PoolKind;
+
+/// What [`MemoryStats`](crate::MemoryStats) says now, summed up from a snapshot instead.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Totals {
+    /// Both pools together.
+    pub all: PoolTotals,
+    /// Allocations above 1 MiB.
+    pub large_pool: PoolTotals,
+    /// Allocations up to 1 MiB.
+    pub small_pool: PoolTotals,
+}
+
+/// Sums over the segments of one pool, or of both.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PoolTotals {
+    /// Segments.
+    pub segment: u64,
+    /// Bytes of segments.
+    pub reserved_bytes: u64,
+    /// Live blocks.
+    pub allocation: u64,
+    /// Bytes in live blocks.
+    pub allocated_bytes: u64,
+    /// Live blocks, and those given back that other streams still use.
+    pub active: u64,
+    /// Their bytes.
+    pub active_bytes: u64,
+    /// Bytes that their holders asked for.
+    pub requested_bytes: u64,
+    /// Inactive blocks that are not whole segments.
+    pub inactive_split: u64,
+    /// Their bytes.
+    pub inactive_split_bytes: u64,
+}
+
+impl Snapshot {
+    /// Sums over all segments, by pool: what the statistics must agree with. Useful to check a program's own accounting,
+    /// and for snapshots that were kept without the statistics.
+    pub fn totals(&self) -> Totals {
+        let mut totals = Totals::default();
+        for segment in &self.segments {
+            let pool = match segment.segment_type {
+                PoolKind::Small => &mut totals.small_pool,
+                PoolKind::Large => &mut totals.large_pool,
+            };
+            pool.add(segment);
+            totals.all.add(segment);
+        }
+        totals
+    }
+}
+
+impl PoolTotals {
+    fn add(&mut self, segment: &Segment) {
+        self.segment += 1;
+        self.reserved_bytes += segment.total_size;
+        for block in &segment.blocks {
+            if block.state.is_active() {
+                self.active += 1;
+                self.active_bytes += block.size;
+                self.requested_bytes += block.requested_size;
+            } else if block.size != segment.total_size {
+                self.inactive_split += 1;
+                self.inactive_split_bytes += block.size;
+            }
+            if block.state == BlockState::ActiveAllocated {
+                self.allocation += 1;
+                self.allocated_bytes += block.size;
+            }
+        }
+    }
+}

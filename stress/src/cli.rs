@@ -1,0 +1,214 @@
+//! The command line.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use aquifer_allocator::Config;
+use aquifer_allocator::config::ConfigError;
+use aquifer_device::{DeviceSpec, OpenError};
+use clap::{Args, Parser, Subcommand};
+
+use crate::exit::CODES;
+
+const EXAMPLES: &str = "\
+Examples:
+  aquifer-stress replay training.trace.gz
+  aquifer-stress replay --device sim:24GiB snapshot.pickle
+  aquifer-stress replay --config '' --config max_split_size_mb:128 *.trace.gz
+  aquifer-stress fit --json training.trace.gz
+  aquifer-stress bench --filter churn";
+
+/// Replays allocation traces, finds the memory they need, and measures the allocator.
+///
+/// Results go to standard output, as tables for people or, with --json, as one JSON object per line. Everything else goes
+/// to standard error.
+#[derive(Debug, Parser)]
+#[command(name = "aquifer-stress", version, after_long_help = format!("{EXAMPLES}\n\n{CODES}"))]
+pub struct Cli {
+    /// What holds for every command.
+    #[command(flatten)]
+    pub global: Global,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Option<Command>,
+}
+
+/// Options of every command.
+#[derive(Debug, Clone, Default, Args)]
+#[command(next_help_heading = "Common options")]
+pub struct Global {
+    /// Device to run on: sim, sim:SIZE, sim:PRESET (both take ,key=value settings), cuda or cuda:N.
+    ///
+    /// Examples: sim:80GiB, sim:81408MiB, sim:h100, sim:24GiB,seed=7,jitter=off, cuda:0. By default a real GPU if there is
+    /// one, else sim:80GiB; the choice is reported.
+    #[arg(long, global = true, value_name = "SPEC")]
+    pub device: Option<DeviceArg>,
+
+    /// Options of the allocator, as in PYTORCH_ALLOC_CONF; may be given several times to compare.
+    ///
+    /// For example 'max_split_size_mb:128,cross_stream:off'; '' stands for the defaults. Replay and fit work with each
+    /// in turn, other commands take only one.
+    #[arg(long = "config", global = true, value_name = "OPTIONS", allow_hyphen_values = true)]
+    pub configs: Vec<ConfigArg>,
+
+    /// Seed of everything random: the simulated device (unless its SPEC has a seed=) and generated workloads.
+    #[arg(long, global = true, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+
+    /// Print one JSON object per line instead of tables.
+    #[arg(long, global = true)]
+    pub json: bool,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+#[non_exhaustive]
+pub enum Command {
+    /// Replay recorded programs: memory, fragmentation, driver calls and speed.
+    Replay(ReplayArgs),
+    /// Find the smallest device on which recorded programs finish.
+    Fit(FitArgs),
+    /// Measure the speed of allocation and free.
+    Bench(BenchArgs),
+}
+
+const FILES: &str = "\
+Files, told apart by content, each plain or gzip:
+  allocation traces (.trace), PyTorch memory snapshots with history (.pickle, .json; every device of it),
+  RMM logs (.csv)";
+
+const REPLAY_KEYS: &str = "\
+JSON keys, per program and config:
+  trace, config, device     what was replayed, with which options, where
+  events                    allocations and frees of one pass
+  peak_requested_bytes      the most the program had asked for and not yet freed
+  peak_allocated_bytes      the same after rounding
+  peak_reserved_bytes       the most that was held from the device
+  reserved_over_requested   the ratio of these peaks
+  ns_per_op                 time per event: median of the passes after the first; of the first if it is the only one
+  first_pass_ns_per_op      time per event of the first pass, which takes the memory from the device
+  driver_calls              calls of the driver by name, without setting up
+  ooms, retries             requests refused; times that all cached memory was released to try again
+  events_recorded, stream_waits   what ordering streams after each other cost
+  hazards                   pieces of work that the simulated device found unordered; 0 unless there is a bug
+  yardstick_ns_per_op       with --yardstick only
+Peaks and counts are of the first pass, hazards of all. Times count neither reading the file nor freeing what a pass leaves
+allocated.";
+
+/// Arguments of `replay`.
+#[derive(Debug, Args)]
+#[command(after_long_help = format!("{FILES}\n\n{REPLAY_KEYS}"))]
+pub struct ReplayArgs {
+    /// Recorded programs.
+    #[arg(required = true, value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+
+    /// How many times each program is run, one after the other in the same allocator.
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub repeat: u32,
+
+    /// Also time the crate offset-allocator on the same events: a bare index without accounting, locks or streams.
+    #[arg(long)]
+    pub yardstick: bool,
+}
+
+/// Arguments of `fit`.
+#[derive(Debug, Args)]
+#[command(after_long_help = format!("{FILES}\n\n{FIT_KEYS}"))]
+pub struct FitArgs {
+    /// Recorded programs.
+    #[arg(required = true, value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+}
+
+const FIT_KEYS: &str = "\
+JSON keys, per program and config:
+  trace, config             what was fitted, with which options
+  smallest_device_bytes     the size of the device: it finishes there, and fails with 2 MiB less
+  ratio                     that size over the most the program had asked for and not yet freed
+  retries_at_fit            times that all cached memory was released to try again, on that device
+The device of --device must be a simulated one; its size is replaced. Whether a program finishes need not be monotonic in
+the size of the device; smaller ones were tried near this boundary, not everywhere.";
+
+/// Arguments of `bench`.
+#[derive(Debug, Args)]
+#[command(after_long_help = BENCH_KEYS)]
+pub struct BenchArgs {
+    /// Run only benchmarks whose name contains this.
+    #[arg(long, value_name = "TEXT")]
+    pub filter: Option<String>,
+
+    /// A tenth of the work: a first impression.
+    #[arg(long)]
+    pub quick: bool,
+}
+
+const BENCH_KEYS: &str = "\
+Benchmarks; a pair is one allocation and one free:
+  hot_512b, hot_1mib, hot_64mib        a block is freed as soon as it is allocated
+  churn_100, churn_1000, churn_10000   so many live blocks of 512 B to 64 MiB (log-uniform); a random one is replaced
+  churn_100000                         the same, 512 B to 1 MiB
+  churn_1000000                        the same, 512 B to 64 KiB
+  threads2_streams2, threads4_streams4 threads on one allocator, each with a stream of its own and 100 live blocks of
+                                       512 B to 1 MiB; offset-allocator, which has no locks, has an instance per thread
+JSON keys, per benchmark and allocator (aquifer and, in turns with it, the bare index offset-allocator):
+  benchmark, allocator, ns_per_pair (of one thread, the median of several rounds), threads, live";
+
+/// A device, with the text that named it.
+#[derive(Debug, Clone)]
+pub struct DeviceArg {
+    /// As the user wrote it.
+    pub text: String,
+    /// What it means.
+    pub spec: DeviceSpec,
+}
+
+impl FromStr for DeviceArg {
+    type Err = OpenError;
+
+    fn from_str(text: &str) -> Result<DeviceArg, OpenError> {
+        let text = text.trim();
+        Ok(DeviceArg { text: text.to_owned(), spec: text.parse()? })
+    }
+}
+
+/// Options of the allocator, with the text that gave them.
+#[derive(Debug, Clone, Default)]
+pub struct ConfigArg {
+    /// As the user wrote it.
+    pub text: String,
+    /// What it means.
+    pub config: Config,
+}
+
+impl FromStr for ConfigArg {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<ConfigArg, ConfigError> {
+        let text = text.trim();
+        Ok(ConfigArg { text: text.to_owned(), config: text.parse()? })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn global_options_stand_before_or_after_the_command() {
+        for line in [
+            ["aquifer-stress", "--json", "--config", "cross_stream:off", "replay", "x"],
+            ["aquifer-stress", "replay", "--json", "--config", " cross_stream:off", "x"],
+        ] {
+            let cli = Cli::try_parse_from(line).unwrap();
+            assert!(cli.global.json);
+            assert_eq!(cli.global.configs[0].text, "cross_stream:off");
+        }
+    }
+}

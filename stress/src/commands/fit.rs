@@ -1,0 +1,183 @@
+//! `fit`: the smallest device on which a recorded program finishes.
+
+use std::num::NonZero;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use aquifer_allocator::Bytes;
+use aquifer_device::sim::CAPACITY_BYTES_MAX;
+use indicatif::ProgressBar;
+use serde::Serialize;
+
+use crate::cli::{ConfigArg, FitArgs};
+use crate::commands::{programs, ratio};
+use crate::exit::{Failure, Outcome};
+use crate::harness::{OnOom, Player};
+use crate::input::Program;
+use crate::session::Session;
+use crate::subject::Aquifer;
+use crate::table::table;
+
+/// Sizes of devices that are tried are multiples of this.
+const STEP: u64 = 2 << 20;
+/// How many sizes below a boundary are tried in vain before it is taken for the lowest.
+const LOWER_SIZES: u64 = 64;
+
+/// A row of results. `fit --help` explains the fields.
+#[derive(Debug, Clone, Serialize)]
+#[expect(missing_docs, reason = "the help text explains them")]
+#[non_exhaustive]
+pub struct Row {
+    pub trace: String,
+    pub config: String,
+    pub smallest_device_bytes: u64,
+    pub ratio: Option<f64>,
+    pub retries_at_fit: u64,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// When the device is a real one, the allocator fails, or standard output cannot be written.
+pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
+    if session.sim().is_none() {
+        let device = session.device_text();
+        return Err(Failure::Usage(format!("fit changes the size of the device, so {device} must be a simulated one")));
+    }
+    let (mut outcome, mut read) = (Outcome::Done, Vec::new());
+    for file in &args.files {
+        match programs(session, file) {
+            Ok(programs) => read.extend(programs),
+            Err(failure) => {
+                outcome = outcome.max(failure.outcome());
+                session.message(format_args!("error: {failure}"));
+            }
+        }
+    }
+    let jobs: Vec<Job<'_>> = read
+        .iter()
+        .flat_map(|(name, program)| session.configs().iter().map(move |config| Job { name, program, config }))
+        .collect();
+    let mut table = table(&["trace", "config", "requested", "smallest device", "ratio", "retries"], 2);
+    for (job, result) in jobs.iter().zip(fit_all(session, &jobs)) {
+        let row = match result {
+            Ok(row) => row,
+            Err(failure) => {
+                outcome = outcome.max(failure.outcome());
+                session.message(format_args!("error: {}: {failure}", job.name));
+                continue;
+            }
+        };
+        session.row(&row)?;
+        table.add_row([
+            row.trace,
+            row.config,
+            Bytes(job.program.peak_requested_bytes).to_string(),
+            Bytes(row.smallest_device_bytes).to_string(),
+            row.ratio.map_or_else(String::new, |ratio| format!("{ratio:.4}")),
+            row.retries_at_fit.to_string(),
+        ]);
+    }
+    if !table.is_empty() {
+        session.show(table)?;
+    }
+    Ok(outcome)
+}
+
+/// A program to fit, and with which options.
+struct Job<'a> {
+    name: &'a str,
+    program: &'a Program,
+    config: &'a ConfigArg,
+}
+
+/// Fits all, several at a time; the results are in the order of the jobs.
+fn fit_all(session: &Session, jobs: &[Job<'_>]) -> Vec<Result<Row, Failure>> {
+    let bar = session.progress(jobs.len() as u64, "fit");
+    let next = AtomicUsize::new(0);
+    let results: Vec<Mutex<Option<Result<Row, Failure>>>> = jobs.iter().map(|_| Mutex::new(None)).collect();
+    let work = || {
+        while let Some((job, result)) = {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            jobs.get(index).zip(results.get(index))
+        } {
+            let row = fit(session, job, &bar);
+            if let Ok(mut result) = result.lock() {
+                *result = Some(row);
+            }
+            bar.inc(1);
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(jobs.len());
+    std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
+    bar.finish_and_clear();
+    results.into_iter().filter_map(|result| result.into_inner().ok().flatten()).collect()
+}
+
+/// Searches for the smallest device. Whether a program finishes is not quite monotonic in the size: a larger device may let
+/// it fragment more. So what halving finds is a boundary, and lower ones are looked for near it.
+fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failure> {
+    let attempt = |bytes| {
+        bar.set_message(format!("{} {}", job.name, Bytes(bytes)));
+        attempt(session, job, bytes)
+    };
+    let peak = job.program.peak_requested_bytes;
+    // Too small for what is live at the peak.
+    let least = (peak.saturating_sub(1) / STEP * STEP).min(CAPACITY_BYTES_MAX);
+    let (mut fails, mut fit) = grow(least, attempt)?;
+    while fit.bytes - fails > STEP {
+        let middle = fails + (fit.bytes - fails) / 2 / STEP * STEP;
+        match attempt(middle)? {
+            Some(retries) => fit = Fit { bytes: middle, retries },
+            None => fails = middle,
+        }
+    }
+    // One step less is known to fail.
+    let mut steps = 2;
+    while steps <= LOWER_SIZES && fit.bytes > least + steps * STEP {
+        let bytes = fit.bytes - steps * STEP;
+        match attempt(bytes)? {
+            Some(retries) => (fit, steps) = (Fit { bytes, retries }, 1),
+            None => steps += 1,
+        }
+    }
+    Ok(Row {
+        trace: job.name.to_owned(),
+        config: job.config.text.clone(),
+        smallest_device_bytes: fit.bytes,
+        ratio: ratio(fit.bytes, peak),
+        retries_at_fit: fit.retries,
+    })
+}
+
+/// A size at which the program finishes, and how often all cached memory was released there.
+struct Fit {
+    bytes: u64,
+    retries: u64,
+}
+
+/// Sizes at which the program fails and finishes, found by growing from one at which it fails.
+fn grow(mut fails: u64, mut attempt: impl FnMut(u64) -> Result<Option<u64>, Failure>) -> Result<(u64, Fit), Failure> {
+    let mut bytes = fails + STEP;
+    while bytes <= CAPACITY_BYTES_MAX {
+        if let Some(retries) = attempt(bytes)? {
+            return Ok((fails, Fit { bytes, retries }));
+        }
+        fails = bytes;
+        // By an eighth: most programs need little more than their peak.
+        bytes += (bytes / 8).next_multiple_of(STEP);
+        if fails < CAPACITY_BYTES_MAX {
+            bytes = bytes.min(CAPACITY_BYTES_MAX);
+        }
+    }
+    let most = Bytes(CAPACITY_BYTES_MAX);
+    Err(Failure::OutOfMemory(format!("it does not finish on the largest device there is, of {most}")))
+}
+
+/// Plays the program on a device of that size; if it finishes, tells how often all cached memory was released.
+fn attempt(session: &Session, job: &Job<'_>, bytes: u64) -> Result<Option<u64>, Failure> {
+    let device = session.open_with_capacity(bytes)?;
+    let mut subject = Aquifer::new(session, &device, job.config, job.program.streams.len())?;
+    let pass = Player::new(job.program).pass(&mut subject, OnOom::Stop)?;
+    Ok((pass.ooms == 0).then_some(subject.retries()))
+}

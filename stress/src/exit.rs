@@ -1,0 +1,166 @@
+//! How the program ends: exit codes, and failures with whose fault they are.
+
+use std::fmt;
+use std::io;
+use std::process::ExitCode;
+
+use aquifer_allocator::AllocError;
+use aquifer_device::{DeviceError, OpenError};
+
+use crate::input::InputError;
+
+/// The exit codes, for `--help`.
+pub const CODES: &str = "\
+Exit codes (of several, the last in this list that applies):
+  0  done
+  3  out of memory: a request of a replayed program was refused, or no device is large enough
+  4  an input file cannot be read or is damaged; the other files were still worked on
+  1  a failure while running: a device that cannot be opened, a driver that fails, output that cannot be written
+  2  wrong use: an unknown command or option, or a bad device or option string
+  5  hazards: the simulated device's race detector found work that nothing orders";
+
+/// How the program ended. Graver ones are greater.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Outcome {
+    /// Everything was done.
+    Done,
+    /// Memory was lacking where the command needs it.
+    OutOfMemory,
+    /// An input file is damaged or cannot be read.
+    BadInput,
+    /// Something failed while running.
+    Failed,
+    /// The program was used wrongly.
+    Usage,
+    /// The race detector found hazards.
+    Hazards,
+}
+
+impl Outcome {
+    /// The exit code.
+    pub fn code(self) -> u8 {
+        match self {
+            Outcome::Done => 0,
+            Outcome::Failed => 1,
+            Outcome::Usage => 2,
+            Outcome::OutOfMemory => 3,
+            Outcome::BadInput => 4,
+            Outcome::Hazards => 5,
+        }
+    }
+}
+
+impl From<Outcome> for ExitCode {
+    fn from(outcome: Outcome) -> ExitCode {
+        outcome.code().into()
+    }
+}
+
+/// Why a command, or its work on one file, came to an end.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Failure {
+    /// The user combined options that do not go together.
+    #[error("{0}")]
+    Usage(String),
+    /// The input is damaged or cannot be read.
+    #[error(transparent)]
+    Input(#[from] InputError),
+    /// The device cannot be opened.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// Memory was lacking where the command needs it.
+    #[error("{0}")]
+    OutOfMemory(String),
+    /// The allocator or its driver failed.
+    #[error("{context}{error}")]
+    Alloc {
+        /// What was being done; ends with `: ` unless empty.
+        context: Context,
+        /// The allocator's error.
+        error: Box<AllocError>,
+    },
+    /// The driver failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// Standard output cannot be written.
+    #[error("standard output: {0}")]
+    Output(io::Error),
+    /// Nobody reads standard output any more. Not reported.
+    #[error("standard output was closed")]
+    OutputClosed,
+}
+
+/// What was being done when something failed.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub enum Context {
+    /// Nothing to tell.
+    #[default]
+    None,
+    /// An event of a program, counted from 0.
+    Event {
+        /// The program.
+        program: String,
+        /// The event's index.
+        index: usize,
+    },
+}
+
+impl fmt::Display for Context {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Context::None => Ok(()),
+            Context::Event { program, index } => write!(f, "{program}, event {index}: "),
+        }
+    }
+}
+
+impl Failure {
+    /// How the program ends for it.
+    pub fn outcome(&self) -> Outcome {
+        match self {
+            Failure::Usage(_) => Outcome::Usage,
+            Failure::Input(_) => Outcome::BadInput,
+            Failure::OutOfMemory(_) => Outcome::OutOfMemory,
+            Failure::Alloc { error, .. } if error.is_out_of_memory() => Outcome::OutOfMemory,
+            Failure::Open(_) | Failure::Alloc { .. } | Failure::Device(_) | Failure::Output(_) => Outcome::Failed,
+            Failure::OutputClosed => Outcome::Done,
+        }
+    }
+}
+
+impl From<AllocError> for Failure {
+    fn from(error: AllocError) -> Failure {
+        Failure::Alloc { context: Context::None, error: Box::new(error) }
+    }
+}
+
+impl From<io::Error> for Failure {
+    /// An error of writing to standard output.
+    fn from(error: io::Error) -> Failure {
+        match error.kind() {
+            io::ErrorKind::BrokenPipe => Failure::OutputClosed,
+            _ => Failure::Output(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_are_distinct_and_documented() {
+        let all =
+            [Outcome::Done, Outcome::OutOfMemory, Outcome::BadInput, Outcome::Failed, Outcome::Usage, Outcome::Hazards];
+        let mut position = 0;
+        for outcome in all {
+            let found = CODES.find(&format!("\n  {}  ", outcome.code()));
+            assert!(found.is_some_and(|found| found >= position), "{outcome:?} is missing, or out of order");
+            position = found.unwrap_or(position);
+        }
+        assert!(all.is_sorted());
+    }
+}

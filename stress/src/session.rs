@@ -1,0 +1,193 @@
+//! A session: the device and options that every command works with, and where its output goes.
+//!
+//! Standard output carries results only: tables, or with `--json` one object per line. Messages, warnings and progress go
+//! to standard error, progress only to a terminal.
+
+use std::fmt::Display;
+use std::io::Write;
+use std::sync::Mutex;
+
+use aquifer_allocator::Allocator;
+use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_device::{Device, DeviceSpec, DriverKind, best_available};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+
+use crate::cli::{ConfigArg, DeviceArg, Global};
+use crate::exit::Failure;
+
+/// What every command works with.
+#[derive(Debug)]
+pub struct Session {
+    device: DeviceArg,
+    configs: Vec<ConfigArg>,
+    seed: u64,
+    json: bool,
+    /// Held while a progress bar is drawn over or a row is written, so that lines never mix.
+    output: Mutex<()>,
+}
+
+impl Session {
+    /// Chooses the device and says so.
+    ///
+    /// # Errors
+    /// When there is no such device.
+    pub fn new(global: &Global) -> Result<Session, Failure> {
+        let (mut device, reason) = match &global.device {
+            Some(device) => (device.clone(), None),
+            None => {
+                let choice = best_available()?;
+                let simulated = choice.device.info().kind == DriverKind::Simulated;
+                let text =
+                    if simulated { "sim:80GiB".to_owned() } else { format!("cuda:{}", choice.device.info().ordinal) };
+                (text.parse()?, Some(choice.reason))
+            }
+        };
+        if let DeviceSpec::Sim(sim) = &mut device.spec
+            && !device.text.contains("seed=")
+        {
+            sim.seed = global.seed;
+        }
+        let configs = if global.configs.is_empty() { vec![ConfigArg::default()] } else { global.configs.clone() };
+        let session = Session { device, configs, seed: global.seed, json: global.json, output: Mutex::default() };
+        session.announce(reason.as_deref())?;
+        Ok(session)
+    }
+
+    fn announce(&self, reason: Option<&str>) -> Result<(), Failure> {
+        let name = self.open()?.info().name.clone();
+        let why = reason.unwrap_or("as asked for with --device");
+        self.message(format_args!("device {}: {name} ({why})", self.device.text));
+        for ConfigArg { text, config } in &self.configs {
+            for ignored in config.ignored() {
+                self.message(format_args!("warning: --config '{text}': without effect: {ignored}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The device as the user wrote it.
+    pub fn device_text(&self) -> &str {
+        &self.device.text
+    }
+
+    /// The configuration of the simulated device, unless the device is a real one.
+    pub fn sim(&self) -> Option<&SimConfig> {
+        match &self.device.spec {
+            DeviceSpec::Sim(sim) => Some(sim),
+            _ => None,
+        }
+    }
+
+    /// Opens the device: a fresh one for each call if it is simulated.
+    ///
+    /// # Errors
+    /// When it cannot be opened.
+    pub fn open(&self) -> Result<Device, Failure> {
+        Ok(self.device.spec.open()?)
+    }
+
+    /// Opens the simulated device with another capacity; the device itself if it is a real one.
+    ///
+    /// # Errors
+    /// When it cannot be opened.
+    pub fn open_with_capacity(&self, bytes: u64) -> Result<Device, Failure> {
+        match self.sim() {
+            Some(sim) => {
+                let mut sim = sim.clone();
+                sim.capacity_bytes = bytes;
+                Ok(Device::new(SimDriver::new(sim)))
+            }
+            None => self.open(),
+        }
+    }
+
+    /// The options to work with, in the order given; at least one.
+    pub fn configs(&self) -> &[ConfigArg] {
+        &self.configs
+    }
+
+    /// The options, for a command that takes only one.
+    ///
+    /// # Errors
+    /// When several were given.
+    pub fn config(&self) -> Result<&ConfigArg, Failure> {
+        match &self.configs[..] {
+            [config] => Ok(config),
+            several => Err(Failure::Usage(format!("this command takes one --config, not {}", several.len()))),
+        }
+    }
+
+    /// An allocator. Options without effect were reported when the session started and are not reported again.
+    ///
+    /// # Errors
+    /// Those of the allocator.
+    pub fn allocator(&self, device: &Device, config: &ConfigArg) -> Result<Allocator, Failure> {
+        let quiet = tracing::subscriber::NoSubscriber::default();
+        Ok(tracing::subscriber::with_default(quiet, || Allocator::new(device, config.config.clone()))?)
+    }
+
+    /// The seed of generated workloads.
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// Whether results are JSON rows.
+    pub fn json(&self) -> bool {
+        self.json
+    }
+
+    /// Writes a row of results if they are to be JSON.
+    ///
+    /// # Errors
+    /// When standard output cannot be written.
+    pub fn row(&self, row: &impl Serialize) -> Result<(), Failure> {
+        if !self.json {
+            return Ok(());
+        }
+        let mut line = serde_json::to_vec(row).map_err(|error| Failure::Output(error.into()))?;
+        line.push(b'\n');
+        self.write(&line)
+    }
+
+    /// Writes results for people, followed by a line end, unless they are to be JSON.
+    ///
+    /// # Errors
+    /// When standard output cannot be written.
+    pub fn show(&self, text: impl Display) -> Result<(), Failure> {
+        if self.json { Ok(()) } else { self.write(format!("{text}\n").as_bytes()) }
+    }
+
+    fn write(&self, bytes: &[u8]) -> Result<(), Failure> {
+        let _whole_lines = self.output.lock();
+        write_all(bytes)
+    }
+
+    /// Writes a message to standard error.
+    pub fn message(&self, text: impl Display) {
+        let _whole_lines = self.output.lock();
+        // Where standard error is closed there is nobody left to tell.
+        let _ = writeln!(std::io::stderr(), "{text}");
+    }
+
+    /// A progress bar on standard error, invisible where that is no terminal.
+    pub fn progress(&self, steps: u64, what: &str) -> ProgressBar {
+        let style = ProgressStyle::with_template("{prefix} {wide_bar} {pos}/{len} {msg}");
+        let bar = ProgressBar::new(steps).with_prefix(what.to_owned());
+        if let Ok(style) = style { bar.with_style(style) } else { bar }
+    }
+}
+
+/// Writes text to standard output.
+///
+/// # Errors
+/// When standard output cannot be written.
+pub fn print(text: &str) -> Result<(), Failure> {
+    write_all(text.as_bytes())
+}
+
+fn write_all(bytes: &[u8]) -> Result<(), Failure> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(bytes)?;
+    Ok(out.flush()?)
+}

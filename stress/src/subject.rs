@@ -1,0 +1,101 @@
+//! What is measured: an allocator behind the few operations that recorded programs and benchmarks need.
+
+use aquifer_allocator::{AllocError, Allocation, Allocator};
+use aquifer_device::{Device, Stream};
+
+use crate::cli::ConfigArg;
+use crate::exit::Failure;
+use crate::session::Session;
+
+/// An allocator under test. Streams are small numbers.
+pub trait Subject {
+    /// A live block. It must be given back with [`Subject::free`].
+    type Handle;
+
+    /// Allocates.
+    ///
+    /// # Errors
+    /// When memory is lacking, or the allocator fails.
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Self::Handle, Refused>;
+
+    /// Frees.
+    fn free(&mut self, handle: Self::Handle);
+
+    /// Notes that another stream uses the block.
+    ///
+    /// # Errors
+    /// When the allocator fails.
+    fn record_stream(&mut self, handle: &Self::Handle, stream: u16) -> Result<(), Refused>;
+}
+
+/// Why a request was refused.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Refused {
+    /// Memory was lacking.
+    OutOfMemory,
+    /// Something else failed.
+    Failed(Box<AllocError>),
+}
+
+impl From<AllocError> for Refused {
+    #[cold]
+    fn from(error: AllocError) -> Refused {
+        if error.is_out_of_memory() { Refused::OutOfMemory } else { Refused::Failed(Box::new(error)) }
+    }
+}
+
+/// The allocator that this program is about, with the streams of a program.
+#[derive(Debug)]
+pub struct Aquifer {
+    /// The allocator.
+    pub allocator: Allocator,
+    streams: Vec<Stream>,
+}
+
+impl Aquifer {
+    /// An allocator for `device`, with `streams` streams: stream 0 is the default stream.
+    ///
+    /// # Errors
+    /// Those of the allocator and the driver.
+    pub fn new(session: &Session, device: &Device, config: &ConfigArg, streams: usize) -> Result<Aquifer, Failure> {
+        let mut all = vec![device.default_stream().clone()];
+        for _ in 1..streams {
+            all.push(device.create_stream()?);
+        }
+        Ok(Aquifer { allocator: session.allocator(device, config)?, streams: all })
+    }
+
+    /// Times that all cached memory was released to try again.
+    pub fn retries(&self) -> u64 {
+        0 // until memory_stats
+    }
+
+    /// Another handle of the same allocator whose only stream is a new one.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn on_new_stream(&self) -> Result<Aquifer, Failure> {
+        let stream = self.allocator.device().create_stream()?;
+        Ok(Aquifer { allocator: self.allocator.clone(), streams: vec![stream] })
+    }
+}
+
+impl Subject for Aquifer {
+    type Handle = Allocation;
+
+    #[inline]
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation, Refused> {
+        Ok(self.allocator.alloc(bytes, &self.streams[usize::from(stream)])?)
+    }
+
+    #[inline]
+    fn free(&mut self, handle: Allocation) {
+        drop(handle);
+    }
+
+    #[inline]
+    fn record_stream(&mut self, handle: &Allocation, stream: u16) -> Result<(), Refused> {
+        Ok(handle.record_stream(&self.streams[usize::from(stream)])?)
+    }
+}

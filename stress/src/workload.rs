@@ -1,0 +1,136 @@
+//! Generated workloads: blocks of random sizes that are replaced at random.
+
+use crate::random::Random;
+use crate::subject::{Refused, Subject};
+
+/// From which sizes blocks are drawn: log-uniform.
+#[derive(Debug, Clone, Copy)]
+pub struct Sizes {
+    least: u64,
+    most: u64,
+}
+
+impl Sizes {
+    /// Always the same size.
+    pub const fn one(bytes: u64) -> Sizes {
+        Sizes { least: bytes, most: bytes }
+    }
+
+    /// From `least`, above 0, to `most`.
+    pub const fn between(least: u64, most: u64) -> Sizes {
+        Sizes { least, most }
+    }
+
+    /// The mean size.
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "sizes are far below 2^52, and a rounded mean would do"
+    )]
+    pub fn mean(self) -> u64 {
+        let (least, most) = (self.least as f64, self.most as f64);
+        if self.least == self.most { self.least } else { ((most - least) / (most / least).ln()) as u64 }
+    }
+
+    /// The same, with the largest sizes left out as far as needed for `live` blocks to fit in `bytes`.
+    #[must_use]
+    pub fn within(mut self, bytes: u64, live: u32) -> Sizes {
+        while self.most / 2 >= self.least && self.mean().saturating_mul(live.into()) > bytes {
+            self.most /= 2;
+        }
+        self
+    }
+
+    fn draw(self, random: &mut Random) -> u64 {
+        if self.least == self.most { self.least } else { random.size(self.least, self.most) }
+    }
+}
+
+/// What happens, drawn beforehand: the blocks at the start, and which is replaced by what.
+#[derive(Debug)]
+pub struct Script {
+    random: Random,
+    sizes: Sizes,
+    start: Vec<u64>,
+    steps: Vec<(u32, u64)>,
+}
+
+impl Script {
+    /// A workload that keeps `live` blocks live.
+    pub fn new(seed: u64, sizes: Sizes, live: u32) -> Script {
+        let mut random = Random::new(seed);
+        let start = (0..live).map(|_| sizes.draw(&mut random)).collect();
+        Script { random, sizes, start, steps: Vec::new() }
+    }
+
+    /// Draws the next round.
+    pub fn draw(&mut self, pairs: u32) {
+        let Script { random, sizes, start, steps } = self;
+        let live = u32::try_from(start.len()).unwrap_or(u32::MAX);
+        steps.clear();
+        steps.extend((0..pairs).map(|_| (random.below(live), sizes.draw(random))));
+    }
+}
+
+/// A subject and its live blocks.
+#[derive(Debug)]
+pub struct Work<S: Subject> {
+    subject: S,
+    live: Vec<Option<S::Handle>>,
+}
+
+impl<S: Subject> Work<S> {
+    /// Allocates the blocks at the start.
+    ///
+    /// # Errors
+    /// When the subject refuses.
+    pub fn start(mut subject: S, script: &Script) -> Result<Work<S>, Refused> {
+        let live = script.start.iter().map(|&bytes| subject.alloc(bytes, 0).map(Some)).collect::<Result<_, _>>()?;
+        Ok(Work { subject, live })
+    }
+
+    /// Replaces one block after the other.
+    ///
+    /// # Errors
+    /// When the subject refuses.
+    pub fn round(&mut self, script: &Script) -> Result<(), Refused> {
+        for &(victim, bytes) in &script.steps {
+            let place = &mut self.live[victim as usize];
+            if let Some(handle) = place.take() {
+                self.subject.free(handle);
+            }
+            *place = Some(self.subject.alloc(bytes, 0)?);
+        }
+        Ok(())
+    }
+
+    /// Frees all.
+    pub fn leave(mut self) {
+        self.live.into_iter().flatten().for_each(|handle| self.subject.free(handle));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_fit_the_device() {
+        let sizes = Sizes::between(512, 64 << 20);
+        assert!((5 << 20..6 << 20).contains(&sizes.mean()));
+        assert_eq!(sizes.within(1 << 40, 100).most, 64 << 20);
+        assert!(sizes.within(1 << 30, 10_000).mean() * 10_000 <= 1 << 30);
+        assert_eq!(sizes.within(0, 100).most, 512);
+        assert_eq!(Sizes::one(7).within(0, 1).mean(), 7);
+    }
+
+    #[test]
+    fn a_script_is_repeatable() {
+        let [mut one, mut two] = [7, 7].map(|seed| Script::new(seed, Sizes::between(512, 4096), 10));
+        one.draw(100);
+        two.draw(100);
+        assert_eq!((&one.start, &one.steps), (&two.start, &two.steps));
+        assert!(one.steps.iter().all(|&(victim, bytes)| victim < 10 && (512..=4096).contains(&bytes)));
+    }
+}

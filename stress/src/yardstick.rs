@@ -1,0 +1,69 @@
+//! The yardstick: the crate `offset-allocator`, a bare index over one range of numbers, without accounting, locks, streams
+//! or a device behind it. What is measured is measured beside it, in the same loop.
+
+use std::fmt;
+
+use offset_allocator::{Allocation, Allocator};
+
+use crate::subject::{Refused, Subject};
+
+/// Bytes of one of the units that the index counts in.
+const UNIT: u64 = 512;
+
+/// The yardstick as a [`Subject`].
+pub struct Yardstick(Allocator<u32>);
+
+impl fmt::Debug for Yardstick {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Yardstick").field(&self.0.storage_report()).finish()
+    }
+}
+
+impl Yardstick {
+    /// A yardstick with room to spare for `live` blocks of `bytes` bytes together: four times the bytes, as far as it can
+    /// count (2 TiB).
+    pub fn new(bytes: u64, live: u32) -> Yardstick {
+        // A block costs a node of its own and at most one for the gap behind it.
+        let nodes = live.saturating_mul(2).saturating_add(64).min(u32::MAX - 2);
+        Yardstick(Allocator::with_max_allocs(units(bytes.saturating_mul(4)).unwrap_or(u32::MAX), nodes))
+    }
+}
+
+/// Units that hold so many bytes, if they can be counted; at least one.
+fn units(bytes: u64) -> Option<u32> {
+    u32::try_from(bytes.div_ceil(UNIT).max(1)).ok()
+}
+
+impl Subject for Yardstick {
+    type Handle = Allocation<u32>;
+
+    #[inline]
+    fn alloc(&mut self, bytes: u64, _: u16) -> Result<Allocation<u32>, Refused> {
+        units(bytes).and_then(|units| self.0.allocate(units)).ok_or(Refused::OutOfMemory)
+    }
+
+    #[inline]
+    fn free(&mut self, handle: Allocation<u32>) {
+        self.0.free(handle);
+    }
+
+    #[inline]
+    fn record_stream(&mut self, _: &Allocation<u32>, _: u16) -> Result<(), Refused> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_serves_and_refuses() {
+        let mut yardstick = Yardstick::new(4 << 20, 4);
+        let blocks: Vec<_> = (0..4).map(|_| yardstick.alloc(1 << 20, 0).unwrap()).collect();
+        blocks.into_iter().for_each(|block| yardstick.free(block));
+        assert!(yardstick.alloc(0, 0).is_ok());
+        assert!(matches!(yardstick.alloc(u64::MAX, 0), Err(Refused::OutOfMemory)));
+        let _counts_to_its_limit = Yardstick::new(u64::MAX, 4);
+    }
+}
