@@ -10,6 +10,7 @@ use aquifer_device::{Device, Stream, Timeline};
 use crate::heap::{BlockId, Heap, SplitChange, State, kind_of};
 use crate::history::{Action, History};
 use crate::pools::PoolTable;
+use crate::segments::Releasing;
 use crate::shell::{Shell, bury};
 use crate::size_class::{PoolKind, SizeClasses};
 use crate::tags::Tag;
@@ -60,6 +61,8 @@ pub(crate) struct Core {
     pub(crate) growing: u64,
     /// Segments that back each region: address and, for the snapshot, tag of the allocation that made them.
     pub(crate) segments: BTreeMap<u64, Tag>,
+    /// Segments that the driver is asked to take back, by address.
+    pub(crate) releasing: BTreeMap<u64, Releasing>,
 }
 
 impl Core {

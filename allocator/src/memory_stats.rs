@@ -167,7 +167,8 @@ impl Allocator {
         let core = self.shell().lock();
         let open = core.pools.private.iter().filter(|private| private.open);
         let mut bytes: BTreeMap<(u64, u64), u64> = open.map(|private| (private.id, 0)).collect();
-        for region in core.heap.regions() {
+        let releasing = core.releasing.values().map(|releasing| &releasing.region);
+        for region in core.heap.regions().chain(releasing) {
             if let Some(private) = core.pools.owner_of(region.pool) {
                 *bytes.entry(private.id).or_default() += region.bytes;
             }

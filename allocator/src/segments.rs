@@ -2,7 +2,8 @@
 //!
 //! Growth reserves its bytes under the lock, calls the driver without it, and then adds the region. Release takes whole free
 //! regions out of the heap under the lock, so that nobody allocates from them, calls the driver without it, and puts back
-//! what could not be freed. `reserved` counts a segment until the driver took it back.
+//! what could not be freed, as available to each stream as it was. `reserved` and snapshots count a segment until the
+//! driver took it back.
 
 use aquifer_device::DevicePtr;
 
@@ -12,6 +13,15 @@ use crate::error::AllocError;
 use crate::heap::{BlockId, Key, Region};
 use crate::history::Action;
 use crate::shell::Shell;
+
+/// A region out of the heap while the driver is asked to take it back.
+#[derive(Debug)]
+pub(crate) struct Releasing {
+    pub(crate) region: Region,
+    /// Who may have its one block, as [`crate::heap::Block`] says.
+    owner: u32,
+    after: u64,
+}
 
 /// How an attempt to grow ended.
 pub(crate) enum Growth {
@@ -75,22 +85,17 @@ impl Allocator {
     pub(crate) fn release_where(&self, choose: impl FnOnce(&Core) -> Vec<BlockId>) -> Result<u64, AllocError> {
         let mut core = self.shell().lock();
         let chosen = choose(&core);
-        let order = |core: &Core, id: BlockId| (core.heap.blocks[id].owner, core.heap.blocks[id].after);
-        let regions: Vec<_> = chosen.into_iter().map(|id| (order(&core, id), core.heap.remove_region(id))).collect();
+        let segments: Vec<u64> = chosen.into_iter().map(|id| core.begin_release(id)).collect();
         drop(core);
         let mut released = 0;
-        let mut regions = regions.into_iter();
-        while let Some((order, region)) = regions.next() {
-            let freed = self.device().free(DevicePtr(region.addr));
+        for (at, &addr) in segments.iter().enumerate() {
+            let freed = self.device().free(DevicePtr(addr));
             let mut core = self.shell().lock();
             if let Err(error) = freed {
-                for (order, kept) in std::iter::once((order, region)).chain(regions) {
-                    core.heap.restore_region(&kept, order);
-                }
+                segments[at..].iter().for_each(|&addr| core.cancel_release(addr));
                 return Err(error.into());
             }
-            core.segment_released(self.shell(), &region);
-            released += region.bytes;
+            released += core.segment_released(self.shell(), addr);
         }
         Ok(released)
     }
@@ -113,7 +118,25 @@ impl Core {
         self.heap.add_region(addr, bytes, request.pool, request.slot)
     }
 
-    fn segment_released(&mut self, shell: &Shell, region: &Region) {
+    /// Takes a wholly free segment out of the heap; returns its address.
+    fn begin_release(&mut self, id: BlockId) -> u64 {
+        let block = &self.heap.blocks[id];
+        let (addr, owner, after) = (block.addr, block.owner, block.after);
+        let region = self.heap.remove_region(id);
+        self.releasing.insert(addr, Releasing { region, owner, after });
+        addr
+    }
+
+    /// The driver did not take a segment back.
+    fn cancel_release(&mut self, addr: u64) {
+        if let Some(Releasing { region, owner, after }) = self.releasing.remove(&addr) {
+            self.heap.restore_region(&region, owner, after);
+        }
+    }
+
+    /// The driver took a segment back; returns its bytes.
+    fn segment_released(&mut self, shell: &Shell, addr: u64) -> u64 {
+        let Some(Releasing { region, .. }) = self.releasing.remove(&addr) else { return 0 };
         let kind = self.heap.pools[usize::from(region.pool)].kind;
         let counters = &shell.counters;
         self.reserved -= region.bytes;
@@ -126,6 +149,7 @@ impl Core {
         let tag = self.segments.remove(&region.addr).unwrap_or_default();
         let pool = self.pools.history_id(region.pool);
         self.history.note(Action::SegmentFree, pool, region.addr, region.bytes, region.home, tag);
+        region.bytes
     }
 
     /// Wholly free segments of the given pool.

@@ -35,6 +35,7 @@ pub(crate) enum State {
 
 /// A piece of a region.
 #[derive(Clone, Debug)]
+#[repr(align(64))]
 pub(crate) struct Block {
     /// First address.
     pub(crate) addr: u64,

@@ -94,16 +94,16 @@ impl Heap {
         let pool = &mut self.pools[usize::from(pool)];
         pool.searches += 1;
         let index = pool.indexes.get_mut(owner as usize)?;
-        let (key, place) = index.find(size)?;
+        let key = index.best_fit(size)?;
         if !classes.fits(key.size(), size) {
             return None;
         }
         let block = key.block();
         if pool.no_split || !classes.should_split(pool.kind, key.size(), size) {
-            index.remove_at(place, key);
+            index.remove(key);
             return Some(self.take_whole(block, owner, requested));
         }
-        index.shrink_at(place, key, key.without_low_end(size));
+        index.replace(key, key.without_low_end(size));
         Some(self.take_low_end(block, owner, size, requested))
     }
 
@@ -311,11 +311,12 @@ impl Heap {
         region
     }
 
-    /// Puts a removed region back, as available as its block was: by owner, and for everybody else.
-    pub(crate) fn restore_region(&mut self, region: &Region, (owner, after): (u32, u64)) {
+    /// Puts a region back that was removed, as one free block of `owner`, for everybody else after `after`.
+    pub(crate) fn restore_region(&mut self, region: &Region, owner: u32, after: u64) {
         let id = self.add_region(region.addr, region.bytes, region.pool, region.home);
         self.unindex(id);
-        (self.blocks[id].owner, self.blocks[id].after) = (owner, after);
+        let block = &mut self.blocks[id];
+        (block.owner, block.after) = (owner, after);
         self.index_alone(id);
     }
 

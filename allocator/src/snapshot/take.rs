@@ -69,9 +69,19 @@ impl Core {
             let number = u16::try_from(number).unwrap_or(u16::MAX);
             self.pools.owner_of(number).map_or((0, 0), |private| private.id)
         };
+        // Segments on their way back to the device are still held: whole and free, as they were in the heap.
+        let releasing = || self.releasing.values().map(|releasing| &releasing.region);
+        let whole = |region: &Region| heap::Block {
+            addr: region.addr,
+            size: region.bytes,
+            pool: region.pool,
+            state: State::Free,
+            ..heap::Block::default()
+        };
+        let in_heap = self.heap.blocks.iter().map(|(_, block)| block.clone());
         Copied {
-            regions: self.heap.regions().cloned().collect(),
-            blocks: self.heap.blocks.iter().map(|(_, block)| block.clone()).collect(),
+            regions: self.heap.regions().chain(releasing()).cloned().collect(),
+            blocks: in_heap.chain(releasing().map(whole)).collect(),
             entries: self.history.entries().copied().collect(),
             overwritten: self.history.overwritten,
             active_bytes: self.heap.total - self.heap.free,
