@@ -89,3 +89,18 @@ fn blocks_known_to_be_done_are_lent_too() {
     drop((one, other));
     bench.assert_returned();
 }
+
+#[test]
+fn memory_that_was_lent_and_recorded_goes_back_to_the_device() {
+    let bench = Bench::new(20 * MIB, "");
+    let third = bench.device.create_stream().unwrap();
+    let low = bench.allocator.alloc(6 * MIB, &bench.stream).unwrap();
+    let lent = bench.allocator.alloc(6 * MIB, &bench.side).unwrap();
+    bench.driver.stall(bench.side.raw(), Duration::from_millis(5)).unwrap();
+    lent.record_stream(&third).unwrap();
+    drop((low, lent));
+    let whole = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
+    write_on(&bench.stream, whole.ptr(), whole.bytes());
+    drop(whole);
+    bench.assert_returned();
+}
