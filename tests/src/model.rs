@@ -39,10 +39,11 @@ pub(crate) struct Live {
 }
 
 impl Live {
-    /// Orders `stream` after the block's other uses, those that only read if `all`.
+    /// Orders `stream` after the block's other uses, those that only read if `all`. The host waits where the stream cannot:
+    /// for a stream that is gone and whose last event a fault kept from being recorded.
     pub(crate) fn order(&self, stream: &Stream, all: bool) -> aquifer_device::Result<()> {
         let others = self.uses.iter().filter(|used| used.stream != stream.id() && (all || used.writes));
-        others.map(|used| stream.wait_for(&used.tick)).collect()
+        others.map(|used| stream.wait_for(&used.tick).or_else(|_| used.tick.synchronize())).collect()
     }
 
     /// Uses all of the block on a stream, and writes `pattern` to its ends if it is a write. What is enqueued counts as a
