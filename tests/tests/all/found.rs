@@ -97,6 +97,7 @@ fn memory_that_was_lent_and_recorded_goes_back_to_the_device() {
     let low = bench.allocator.alloc(6 * MIB, &bench.stream).unwrap();
     let lent = bench.allocator.alloc(6 * MIB, &bench.side).unwrap();
     bench.driver.stall(third.raw(), Duration::from_millis(5)).unwrap();
+    bench.driver.stall(bench.side.raw(), Duration::from_millis(50)).unwrap();
     lent.record_stream(&third).unwrap();
     drop((low, lent));
     let whole = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
