@@ -19,15 +19,23 @@ pub fn count(few: u64) -> u64 {
     number("AQUIFER_PROGRAMS").unwrap_or(few)
 }
 
-/// Runs programs `first, first + step, …` below the count, drawn from `programs`; a failing one is made small and printed.
-pub fn run<P: Strategy>(name: &str, few: u64, (first, step): (u64, u64), programs: &P, run: impl Fn(P::Value)) {
+/// Runs programs `first, first + step, …` below the count, `few` by default, drawn from `programs`.
+pub fn run<P: Strategy>(name: &str, few: u64, part: (u64, usize), programs: &P, run: impl Fn(P::Value)) {
+    run_exactly(name, count(few), part, programs, run);
+}
+
+/// Runs programs `first, first + step, …` below `count`; a failing one is made small and printed.
+pub fn run_exactly<P: Strategy>(
+    name: &str,
+    count: u64,
+    (first, step): (u64, usize),
+    programs: &P,
+    run: impl Fn(P::Value),
+) {
     let begin = Instant::now();
     let numbers: Vec<u64> = match number("AQUIFER_PROGRAM") {
         Some(only) => vec![only],
-        None => (0..count(few))
-            .skip(usize::try_from(first).unwrap_or(0))
-            .step_by(usize::try_from(step).unwrap_or(1))
-            .collect(),
+        None => (first..count).step_by(step).collect(),
     };
     for &number in &numbers {
         let mut seed = [0; 32];

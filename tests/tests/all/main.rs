@@ -2,5 +2,6 @@
 //!
 //! The long run: `AQUIFER_PROGRAMS=10000 cargo test --profile long -p aquifer-tests programs -- --nocapture`.
 
+mod fault_sweep;
 mod found;
 mod programs;

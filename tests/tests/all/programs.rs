@@ -6,7 +6,7 @@ use aquifer_tests::setup::setup;
 use aquifer_tests::world::World;
 use proptest::collection::vec;
 
-fn programs(name: &str, faults: bool, part: (u64, u64)) {
+fn programs(name: &str, faults: bool, part: (u64, usize)) {
     let strategy = (setup(), vec(op(faults), 1..120));
     runner::run(name, 400, part, &strategy, |(setup, program)| World::run(&setup, &program));
 }
