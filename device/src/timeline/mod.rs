@@ -7,7 +7,8 @@
 //!
 //! Invariants (numbered as in ARCHITECTURE.md):
 //! * **T1** The counter is raised *before* the event is recorded, and the event covers the ticks below the raised value,
-//!   no more. A tick that still shows the old count was taken before the raise, so its work was enqueued before the record.
+//!   no more. A tick that still shows the old count was taken before the raise, so its work was enqueued before the
+//!   record. The last event of a destroyed stream covers all ticks: no work comes after it.
 //! * **T2** An event keeps a copy of its stream's clock at recording; a waiter merges that copy, never the stream's present
 //!   clock, and only after the driver's wait succeeded. A failed record or wait changes no clock.
 //! * **T3** Ticks are numbers, never events. Events are recycled only when complete; query, wait and recycling happen under
@@ -187,7 +188,12 @@ impl Timeline {
     /// Whether everything enqueued later on this stream comes after tick `n` of `other`, as far as is known now.
     /// Makes no driver call.
     pub fn is_ordered_after(&self, other: &Timeline, n: u64) -> bool {
-        self.id == other.id || other.is_known_done(n) || n < self.state.lock().clock.of(other.id)
+        if other.is_known_done(n) {
+            return true;
+        }
+        // Numbers of streams are those of their device.
+        let same_device = self.context.device_id == other.context.device_id;
+        same_device && (self.id == other.id || n < self.state.lock().clock.of(other.id))
     }
 
     /// Orders everything enqueued later on this stream after tick `n` of `other`: nothing if that is known already,
@@ -234,12 +240,19 @@ impl Timeline {
         record().map(|recorded| (recorded, covers, state.clock.clone()))
     }
 
-    /// Records the last event of the stream, so that all its ticks stay answerable, and closes it.
-    pub(crate) fn close(&self) -> Result<()> {
+    /// Records the last event of the stream, so that all its ticks stay answerable, and closes it. If the stream is
+    /// destroyed, so that nobody enqueues on it any more, the event covers ticks taken later, too.
+    pub(crate) fn close(&self, destroyed: bool) -> Result<()> {
         let mut state = self.state.lock();
         let last = if state.captured.is_some() { Ok(None) } else { self.record(&mut state).map(Some) };
         state.closed = true;
-        last.map(|_| ())
+        if last?.is_some()
+            && destroyed
+            && let Some(last) = state.events.back_mut()
+        {
+            last.covers = u64::MAX;
+        }
+        Ok(())
     }
 
     pub(crate) fn begin_capture(&self) {

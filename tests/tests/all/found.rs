@@ -105,3 +105,28 @@ fn memory_that_was_lent_and_recorded_goes_back_to_the_device() {
     drop(whole);
     bench.assert_returned();
 }
+
+#[test]
+fn blocks_given_back_after_their_stream_are_lent() {
+    let bench = Bench::new(20 * MIB, "");
+    let gone = bench.device.create_stream().unwrap();
+    let keeps = bench.allocator.alloc(5 * MIB, &gone).unwrap();
+    let late = bench.allocator.alloc(9 * MIB, &gone).unwrap();
+    bench.driver.stall(gone.raw(), Duration::from_millis(5)).unwrap();
+    write_on(&gone, late.ptr(), late.bytes());
+    drop(gone);
+    drop(late);
+    let lent = bench.allocator.alloc(9 * MIB, &bench.stream).unwrap();
+    write_on(&bench.stream, lent.ptr(), lent.bytes());
+    drop((keeps, lent));
+    bench.assert_returned();
+}
+
+#[test]
+fn streams_of_different_devices_are_never_ordered() {
+    let (one, other) = (Bench::new(MIB, ""), Bench::new(MIB, ""));
+    assert_eq!(one.stream.id(), other.stream.id(), "numbers are those of their device");
+    let tick = one.stream.tick();
+    assert!(!other.stream.is_ordered_after(&tick));
+    other.stream.wait_for(&tick).unwrap_err();
+}

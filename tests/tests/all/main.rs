@@ -4,4 +4,6 @@
 
 mod fault_sweep;
 mod found;
+mod named_core;
+mod named_streams;
 mod programs;
