@@ -87,6 +87,17 @@ fn program() -> Vec<Op> {
     ]
 }
 
+/// Says where a sweep is when it fails.
+struct At(Code, u64);
+
+impl Drop for At {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            println!("with {:?} at call {}", self.0, self.1);
+        }
+    }
+}
+
 /// Runs a program without a fault and counts the driver calls, then with a fault at each of them.
 fn sweep(setup: &Setup, program: &[Op]) -> u64 {
     let mut world = World::new(setup);
@@ -96,7 +107,7 @@ fn sweep(setup: &Setup, program: &[Op]) -> u64 {
     world.finish(setup.ending);
     for code in CODES {
         for nth in 1..=calls {
-            println!("{code:?} at call {nth}"); // shown when the test fails
+            let _at = At(code, nth);
             let mut world = World::new(setup);
             world.inject(nth, code);
             world.steps(program);

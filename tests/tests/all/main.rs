@@ -5,5 +5,9 @@
 mod fault_sweep;
 mod found;
 mod named_core;
+mod named_history;
+mod named_pools;
 mod named_streams;
+mod oom;
 mod programs;
+mod threads;
