@@ -42,8 +42,8 @@ impl Live {
     /// Orders `stream` after the block's other uses, those that only read if `all`. The host waits where the stream cannot:
     /// for a stream that is gone and whose last event a fault kept from being recorded.
     pub(crate) fn order(&self, stream: &Stream, all: bool) -> aquifer_device::Result<()> {
-        let others = self.uses.iter().filter(|used| used.stream != stream.id() && (all || used.writes));
-        others.map(|used| stream.wait_for(&used.tick).or_else(|_| used.tick.synchronize())).collect()
+        let mut others = self.uses.iter().filter(|used| used.stream != stream.id() && (all || used.writes));
+        others.try_for_each(|used| stream.wait_for(&used.tick).or_else(|_| used.tick.synchronize()))
     }
 
     /// Uses all of the block on a stream, and writes `pattern` to its ends if it is a write. What is enqueued counts as a
@@ -53,9 +53,8 @@ impl Live {
         let mut done = stream.touch("use", &[Access { ptr: self.ptr, bytes: self.bytes, kind }]);
         if let Some(byte) = pattern {
             self.pattern = None;
-            done = done.and_then(|()| {
-                self.ends().into_iter().map(|(ptr, bytes)| stream.fill(ptr, byte, bytes)).collect::<Result<(), _>>()
-            });
+            done =
+                done.and_then(|()| self.ends().into_iter().try_for_each(|(ptr, bytes)| stream.fill(ptr, byte, bytes)));
             self.pattern = done.is_ok().then_some(byte);
         }
         self.note(stream, pattern.is_some(), recorded);
@@ -82,9 +81,8 @@ impl Live {
         self.note(stream, false, stream.id() == self.own);
         let Some(pattern) = self.pattern else { return Ok(()) };
         for (ptr, bytes) in self.ends() {
-            let mut found = [0; ENDS as usize];
-            let found = &mut found[..usize::try_from(bytes).unwrap_or(0)];
-            stream.download_blocking(found, ptr)?;
+            let mut found = vec![0; usize::try_from(bytes).unwrap_or(0)];
+            stream.download_blocking(&mut found, ptr)?;
             let (start, end) = (self.ptr.0, self.ptr.0 + self.bytes);
             assert!(
                 found.iter().all(|&byte| byte == pattern),
