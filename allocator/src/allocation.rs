@@ -17,8 +17,8 @@ use crate::shell::Shell;
 /// dropped.
 #[must_use = "dropping the handle gives the memory back"]
 pub struct Allocation {
-    /// `None` for an allocation of zero bytes, which has no block.
-    shell: Option<&'static Shell>,
+    shell: &'static Shell,
+    /// [`BlockId::NONE`] for an allocation of zero bytes, which has none, and for a handle that was given up.
     block: BlockId,
     slot: u32,
     ptr: DevicePtr,
@@ -27,11 +27,11 @@ pub struct Allocation {
 
 impl Allocation {
     pub(crate) fn new(shell: &'static Shell, block: BlockId, slot: u32, ptr: DevicePtr, bytes: u64) -> Allocation {
-        Allocation { shell: Some(shell), block, slot, ptr, bytes }
+        Allocation { shell, block, slot, ptr, bytes }
     }
 
-    pub(crate) fn zero(slot: u32) -> Allocation {
-        Allocation { shell: None, block: BlockId::NONE, slot, ptr: DevicePtr(0), bytes: 0 }
+    pub(crate) fn zero(shell: &'static Shell, slot: u32) -> Allocation {
+        Allocation { shell, block: BlockId::NONE, slot, ptr: DevicePtr(0), bytes: 0 }
     }
 
     /// Its first address; null for zero bytes.
@@ -60,8 +60,10 @@ impl Allocation {
     /// # Errors
     /// When the stream belongs to another device.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
-        let Some(shell) = self.shell else { return Ok(()) };
-        let mut core = shell.lock();
+        if self.block == BlockId::NONE {
+            return Ok(());
+        }
+        let mut core = self.shell.lock();
         if core.device.as_ref().is_none_or(|device| device.id() != stream.device_id()) {
             return Err(AllocError::WrongDevice { what: "stream" });
         }
@@ -75,31 +77,34 @@ impl Allocation {
     ///
     /// # Errors
     /// When the stream belongs to another device. The memory is then given back as by dropping the handle.
-    pub fn drop_on(mut self, stream: &Stream) -> Result<(), AllocError> {
-        let Some(shell) = self.shell else { return Ok(()) };
-        let mut core = shell.lock();
+    pub fn drop_on(self, stream: &Stream) -> Result<(), AllocError> {
+        if self.block == BlockId::NONE {
+            return Ok(());
+        }
+        let mut core = self.shell.lock();
         if core.device.as_ref().is_none_or(|device| device.id() != stream.device_id()) {
             return Err(AllocError::WrongDevice { what: "stream" });
         }
         let on = core.slot(stream);
         drop(core);
-        self.shell = None;
-        shell.free(self.block, Some(on));
+        let shell = self.shell;
+        shell.free(self.into_block(), Some(on));
         Ok(())
     }
 
     /// Gives up the handle; the block stays live.
     pub(crate) fn into_block(mut self) -> BlockId {
-        self.shell = None;
-        self.block
+        std::mem::replace(&mut self.block, BlockId::NONE)
     }
 }
+
+const _: () = assert!(size_of::<Option<Allocation>>() == 32, "two handles fill a cache line");
 
 impl Drop for Allocation {
     #[inline]
     fn drop(&mut self) {
-        if let Some(shell) = self.shell {
-            shell.free(self.block, None);
+        if self.block != BlockId::NONE {
+            self.shell.free(self.block, None);
         }
     }
 }

@@ -125,7 +125,7 @@ impl Allocator {
         if bytes >= REQUEST_LIMIT {
             return Err(AllocError::TooLarge { requested: bytes });
         }
-        Ok(Allocation::zero(stream.id()))
+        Ok(Allocation::zero(self.0.shell, stream.id()))
     }
 
     /// Allocation while blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
@@ -291,7 +291,7 @@ impl Core {
     /// Unused segments to release, largest first, for at most `bytes` to stay reserved.
     fn excess(&self, bytes: u64) -> Vec<crate::heap::BlockId> {
         let mut segments = self.releasable();
-        let size = |id: &crate::heap::BlockId| self.heap.blocks[*id].size;
+        let size = |id: &crate::heap::BlockId| self.heap.blocks[*id].size();
         segments.sort_by_key(|id| (std::cmp::Reverse(size(id)), self.heap.blocks[*id].addr));
         let mut left = self.reserved;
         segments.retain(|id| {

@@ -136,9 +136,9 @@ impl Core {
     /// Accounts for a block that became live.
     #[inline]
     fn taken(&mut self, shell: &Shell, request: &Request, id: BlockId, change: SplitChange) -> Granted {
-        let block = &mut self.heap.blocks[id];
-        block.tag = request.tag.0;
-        let (addr, size, kind) = (block.addr, block.size, kind_of(block.pool));
+        self.heap.blocks.detail_mut(id).tag = request.tag.0;
+        let block = &self.heap.blocks[id];
+        let (addr, size, kind) = (block.addr, block.size(), kind_of(block.pool));
         self.live += 1;
         shell.counters.allocated(kind, size, request.requested);
         self.split_changed(shell, kind, change);
@@ -158,7 +158,7 @@ impl Core {
     pub(crate) fn free(&mut self, shell: &Shell, id: BlockId, on: Option<u32>) {
         let block = &self.heap.blocks[id];
         debug_assert_eq!(block.state, State::Live);
-        let (size, requested, owner, shared) = (block.size, block.requested, block.owner, block.shared);
+        let (size, owner, shared) = (block.size(), block.owner, block.shared);
         let kind = kind_of(block.pool);
         self.live -= 1;
         if self.classes.is_oversize(size) {
@@ -172,7 +172,7 @@ impl Core {
             Some(on) if !shared && self.crosses_streams => on,
             on => return self.free_shared(shell, id, on),
         };
-        shell.counters.freed(kind, size, requested);
+        shell.counters.freed(kind, size, self.heap.blocks.detail(id).requested);
         self.complete(shell, id, heir, self.tick_of(heir));
     }
 
@@ -180,7 +180,8 @@ impl Core {
     fn note_free(&mut self, action: Action, id: BlockId) {
         let block = &self.heap.blocks[id];
         let pool = self.pools.history_id(block.pool);
-        self.history.note(action, pool, block.addr, block.requested, block.owner, Tag(block.tag));
+        let detail = self.heap.blocks.detail(id);
+        self.history.note(action, pool, block.addr, detail.requested, block.owner, Tag(detail.tag));
     }
 
     /// A block that was given back, and is accounted for, becomes free: reusable by `owner` at once, by others after `after`.

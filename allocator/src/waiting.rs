@@ -64,7 +64,7 @@ impl Core {
     #[cold]
     pub(crate) fn free_shared(&mut self, shell: &Shell, id: BlockId, on: Option<u32>) {
         let block = &self.heap.blocks[id];
-        shell.counters.freed_waiting(kind_of(block.pool), block.size);
+        shell.counters.freed_waiting(kind_of(block.pool), block.size());
         let mut streams = self.shared.remove(&id).unwrap_or_default();
         streams.extend(on.filter(|on| !streams.contains(on)));
         let uses = streams.iter().map(|&slot| (slot, self.tick_of(slot))).collect();
@@ -95,8 +95,8 @@ impl Core {
 
     /// The ticks of free blocks that are away from home, of the pools that `of` picks, and not known to be done.
     pub(crate) fn pending_strays(&self, of: impl Fn(u16) -> bool) -> Pending {
-        let strays = self.heap.strays().map(|id| &self.heap.blocks[id]);
-        self.unknown(strays.filter(|block| of(block.pool)).map(|block| (block.owner, block.after)))
+        let strays = self.heap.strays().filter(|id| of(self.heap.blocks[*id].pool));
+        self.unknown(strays.map(|id| (self.heap.blocks[id].owner, self.heap.blocks.detail(id).after)))
     }
 
     fn unknown(&self, ticks: impl Iterator<Item = (u32, u64)>) -> Pending {
@@ -131,7 +131,8 @@ impl Core {
             let free = waiting.uses.iter().all(passed);
             if free {
                 let block = &self.heap.blocks[waiting.block];
-                shell.counters.waited(kind_of(block.pool), block.size, block.requested);
+                let requested = self.heap.blocks.detail(waiting.block).requested;
+                shell.counters.waited(kind_of(block.pool), block.size(), requested);
                 // The tick is taken now: the owner's later events cover what it is ordered after, too.
                 self.complete(shell, waiting.block, owner, self.tick_of(owner));
             }
@@ -156,7 +157,7 @@ impl Core {
     pub(crate) fn waiting_bytes(&self) -> Vec<(u32, u64)> {
         let mut bytes: Vec<(u32, u64)> = Vec::new();
         for waiting in &self.waiting.blocks {
-            let size = self.heap.blocks[waiting.block].size;
+            let size = self.heap.blocks[waiting.block].size();
             for &(slot, after) in &waiting.uses {
                 if self.is_known_done(slot, after) {
                     continue;

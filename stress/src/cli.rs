@@ -138,7 +138,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "TEXT")]
     pub filter: Option<String>,
 
-    /// A tenth of the work: a first impression.
+    /// Fewer rounds: a first impression.
     #[arg(long)]
     pub quick: bool,
 }

@@ -99,11 +99,9 @@ pub enum Context {
     /// Nothing to tell.
     #[default]
     None,
-    /// An event of a program, counted from 0.
+    /// An event of a program, counted from 0 without header lines.
     Event {
-        /// The program.
-        program: String,
-        /// The event's index.
+        /// Its index.
         index: usize,
     },
 }
@@ -112,7 +110,7 @@ impl fmt::Display for Context {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Context::None => Ok(()),
-            Context::Event { program, index } => write!(f, "{program}, event {index}: "),
+            Context::Event { index } => write!(f, "event {index}: "),
         }
     }
 }

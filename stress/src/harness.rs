@@ -86,7 +86,7 @@ impl<'a, S: Subject> Player<'a, S> {
                 Refused::OutOfMemory if on_oom == OnOom::Skip => {}
                 Refused::OutOfMemory => break,
                 Refused::Failed(error) => {
-                    let context = Context::Event { program: self.program.name.clone(), index };
+                    let context = Context::Event { index };
                     return Err(Failure::Alloc { context, error });
                 }
             }

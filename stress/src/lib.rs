@@ -10,7 +10,6 @@ pub mod commands;
 pub mod exit;
 pub mod harness;
 pub mod input;
-pub mod peaks;
 pub mod random;
 pub mod session;
 pub mod subject;

@@ -48,8 +48,7 @@ impl From<AllocError> for Refused {
 /// The allocator that this program is about, with the streams of a program.
 #[derive(Debug)]
 pub struct Aquifer {
-    /// The allocator.
-    pub allocator: Allocator,
+    allocator: Allocator,
     streams: Vec<Stream>,
 }
 
@@ -66,9 +65,9 @@ impl Aquifer {
         Ok(Aquifer { allocator: session.allocator(device, config)?, streams: all })
     }
 
-    /// Times that all cached memory was released to try again.
-    pub fn retries(&self) -> u64 {
-        0 // until memory_stats
+    /// The allocator.
+    pub fn allocator(&self) -> &Allocator {
+        &self.allocator
     }
 
     /// Another handle of the same allocator whose only stream is a new one.

@@ -18,7 +18,7 @@ use super::block::BlockId;
 use crate::size_class::MIN_BLOCK;
 
 /// Greatest number of keys in a run.
-const RUN: usize = 64;
+const RUN: usize = 63;
 /// Bins of one doubling, as a shift.
 const SUB_BITS: u32 = 5;
 const SUB: u64 = 1 << SUB_BITS;
@@ -75,10 +75,14 @@ impl Key {
 }
 
 /// The bin of a size given in units of [`MIN_BLOCK`]: linear up to [`SUB`], then [`SUB`] bins a doubling.
+///
+/// Round sizes are the greatest of their bin, not the least: segments have round sizes, and what is left when a little is cut
+/// off should fall into the same bin.
 #[inline]
 fn bin_of(units: u64) -> usize {
-    let exponent = (units | SUB).ilog2() - SUB_BITS;
-    let bin = u64::from(exponent) * SUB + (units >> exponent);
+    let last = units.saturating_sub(1);
+    let exponent = (last | SUB).ilog2() - SUB_BITS;
+    let bin = u64::from(exponent) * SUB + (last >> exponent);
     usize::try_from(bin).unwrap_or(usize::MAX).min(BINS - 1)
 }
 
@@ -102,7 +106,7 @@ struct Occupied {
 #[repr(align(64))]
 struct Bin {
     front: [Key; FRONT],
-    /// Greater keys; `None` while the front suffices.
+    /// Greater keys; `None` until the front did not suffice.
     rest: Option<Box<Runs>>,
 }
 
@@ -113,7 +117,17 @@ const _: () = assert!(size_of::<Bin>() == 64, "a bin fills a cache line");
 struct Runs {
     /// The first key of each run.
     firsts: Vec<Key>,
-    runs: Vec<Vec<Key>>,
+    #[expect(clippy::vec_box, reason = "runs move within the list, and a run is 1 KiB")]
+    runs: Vec<Box<Run>>,
+    /// A run that was emptied, to be used again.
+    spare: Option<Box<Run>>,
+}
+
+/// A sorted run of keys, filled up with [`Key::NONE`]; there is always one at the end.
+#[derive(Debug)]
+struct Run {
+    keys: [Key; RUN + 1],
+    len: usize,
 }
 
 impl FreeIndex {
@@ -157,19 +171,19 @@ impl FreeIndex {
 
     #[inline]
     pub(crate) fn insert(&mut self, key: Key) {
-        let bin = bin_of(key.units());
-        if bin >= self.bins.len() {
-            self.grow(bin);
+        let at = bin_of(key.units());
+        self.occupied.set(at);
+        match self.bins.get_mut(at) {
+            Some(bin) => bin.insert(key),
+            None => self.grow_and_insert(at, key),
         }
-        self.occupied.set(bin);
-        self.bins[bin].insert(key);
     }
 
     /// Removes a key that is there.
     #[inline]
     pub(crate) fn remove(&mut self, key: Key) {
         let at = bin_of(key.units());
-        let bin = &mut self.bins[at];
+        let Some(bin) = self.bins.get_mut(at) else { return };
         bin.remove(key);
         if bin.front[0] == Key::NONE {
             self.occupied.clear(at);
@@ -180,13 +194,11 @@ impl FreeIndex {
     #[inline]
     pub(crate) fn replace(&mut self, old: Key, new: Key) {
         let at = bin_of(old.units());
-        if bin_of(new.units()) == at {
-            let bin = &mut self.bins[at];
-            bin.remove(old);
-            bin.insert(new);
-        } else {
+        if bin_of(new.units()) != at {
             self.remove(old);
             self.insert(new);
+        } else if let Some(bin) = self.bins.get_mut(at) {
+            bin.replace(old, new);
         }
     }
 
@@ -194,13 +206,18 @@ impl FreeIndex {
     pub(crate) fn iter(&self) -> impl Iterator<Item = Key> + '_ {
         self.bins.iter().flat_map(|bin| {
             let front = bin.front.iter().copied().take_while(|&key| key != Key::NONE);
-            front.chain(bin.rest.iter().flat_map(|rest| rest.runs.iter().flatten().copied()))
+            front.chain(
+                bin.rest
+                    .iter()
+                    .flat_map(|rest| rest.runs.iter().flat_map(|run| run.keys.iter().take(run.len).copied())),
+            )
         })
     }
 
     #[cold]
-    fn grow(&mut self, bin: usize) {
-        self.bins.resize_with(bin + 1, Bin::default);
+    fn grow_and_insert(&mut self, at: usize, key: Key) {
+        self.bins.resize_with(at + 1, Bin::default);
+        self.bins[at].insert(key);
     }
 }
 
@@ -275,24 +292,32 @@ impl Bin {
             return self.remove_from_rest(key);
         }
         debug_assert!(self.front.contains(&key));
-        self.front = [if key <= first { second } else { first }, if key <= second { third } else { second }, Key::NONE];
-        if self.rest.is_some() {
-            self.refill();
+        let refill = if third == Key::NONE { Key::NONE } else { self.pop_rest() };
+        self.front = [if key <= first { second } else { first }, if key <= second { third } else { second }, refill];
+    }
+
+    #[inline]
+    fn replace(&mut self, old: Key, new: Key) {
+        if self.front[1] == Key::NONE {
+            debug_assert_eq!(self.front[0], old);
+            self.front[0] = new;
+        } else {
+            self.remove(old);
+            self.insert(new);
         }
     }
 
     fn remove_from_rest(&mut self, key: Key) {
-        if self.rest.as_mut().is_some_and(|rest| rest.remove(key)) {
-            self.rest = None;
+        if let Some(rest) = &mut self.rest {
+            rest.remove(key);
         }
     }
 
-    /// Moves the smallest key of the rest to the end of the front.
-    fn refill(&mut self) {
-        if let Some(&first) = self.rest.as_ref().and_then(|rest| rest.firsts.first()) {
-            self.front[FRONT - 1] = first;
-            self.remove_from_rest(first);
-        }
+    /// Takes the smallest key out of the rest; [`Key::NONE`] if there is none.
+    fn pop_rest(&mut self) -> Key {
+        let Some(first) = self.rest.as_ref().and_then(|rest| rest.firsts.first().copied()) else { return Key::NONE };
+        self.remove_from_rest(first);
+        first
     }
 }
 
@@ -300,65 +325,97 @@ impl Runs {
     /// The run that a key belongs to: the last whose first key is not greater.
     #[inline]
     fn run_of(&self, key: Key) -> usize {
-        self.firsts.partition_point(|&first| first <= key).saturating_sub(1)
+        if self.runs.len() <= 1 { 0 } else { self.firsts.partition_point(|&first| first <= key).saturating_sub(1) }
     }
 
     #[inline]
     fn first_from(&self, least: Key) -> Option<Key> {
-        let run = self.run_of(least);
-        let at = position(&self.runs[run], least);
-        self.runs[run].get(at).copied().or_else(|| self.firsts.get(run + 1).copied())
+        let at = self.run_of(least);
+        let run = self.runs.get(at)?;
+        let key = run.keys[run.position(least)];
+        if key != Key::NONE { Some(key) } else { self.firsts.get(at + 1).copied() }
     }
 
     fn last_below(&self, key: Key) -> Option<Key> {
-        let run = self.run_of(key);
-        match position(&self.runs[run], key).checked_sub(1) {
-            Some(at) => Some(self.runs[run][at]),
-            None => run.checked_sub(1).and_then(|run| self.runs[run].last().copied()),
+        let at = self.run_of(key);
+        let run = self.runs.get(at)?;
+        match run.position(key).checked_sub(1) {
+            Some(at) => Some(run.keys[at]),
+            None => self.runs[..at].last().map(|run| run.keys[run.len - 1]),
         }
     }
 
     fn insert(&mut self, key: Key) {
         if self.runs.is_empty() {
             self.firsts.push(key);
-            self.runs.push(vec![key]);
-            return;
+            self.runs.push(self.spare.take().unwrap_or_default());
         }
-        let mut run = self.run_of(key);
-        if self.runs[run].len() == RUN {
-            let upper = self.runs[run].split_off(RUN / 2);
-            self.firsts.insert(run + 1, upper[0]);
-            self.runs.insert(run + 1, upper);
-            run += usize::from(key >= self.firsts[run + 1]);
+        let mut at = self.run_of(key);
+        if self.runs[at].len == RUN {
+            let upper = self.runs[at].split(self.spare.take().unwrap_or_default());
+            self.firsts.insert(at + 1, upper.keys[0]);
+            self.runs.insert(at + 1, upper);
+            at += usize::from(key >= self.firsts[at + 1]);
         }
-        let at = position(&self.runs[run], key);
-        self.runs[run].insert(at, key);
-        self.firsts[run] = self.firsts[run].min(key);
+        self.runs[at].insert(key);
+        self.firsts[at] = self.runs[at].keys[0];
     }
 
-    /// Removes a key that is there; tells whether no run is left.
-    #[inline]
-    fn remove(&mut self, key: Key) -> bool {
-        let run = self.run_of(key);
-        let keys = &mut self.runs[run];
-        let at = position(keys, key);
-        debug_assert_eq!(keys.get(at), Some(&key));
-        keys.remove(at);
-        match keys.first() {
-            Some(&first) => self.firsts[run] = first,
-            None => {
-                self.firsts.remove(run);
-                self.runs.remove(run);
-            }
+    /// Removes a key that is there.
+    fn remove(&mut self, key: Key) {
+        let at = self.run_of(key);
+        let run = &mut self.runs[at];
+        run.remove(key);
+        self.firsts[at] = run.keys[0];
+        if run.len == 0 {
+            self.firsts.remove(at);
+            self.spare = Some(self.runs.remove(at));
         }
-        self.runs.is_empty()
     }
 }
 
-/// How many keys of a sorted run are smaller than `key`.
-#[inline]
-fn position(run: &[Key], key: Key) -> usize {
-    run.partition_point(|&other| other < key)
+impl Default for Run {
+    fn default() -> Self {
+        Run { keys: [Key::NONE; RUN + 1], len: 0 }
+    }
+}
+
+impl Run {
+    /// How many keys are smaller than `key`: a binary search of fixed length, without branches.
+    #[inline]
+    fn position(&self, key: Key) -> usize {
+        let mut at = 0;
+        for step in [32, 16, 8, 4, 2, 1] {
+            at += step * usize::from(self.keys[at + step - 1] < key);
+        }
+        at
+    }
+
+    fn insert(&mut self, key: Key) {
+        let at = self.position(key);
+        self.keys.copy_within(at..self.len, at + 1);
+        self.keys[at] = key;
+        self.len += 1;
+    }
+
+    fn remove(&mut self, key: Key) {
+        let at = self.position(key);
+        debug_assert_eq!(self.keys[at], key);
+        // The key behind the last one is always `NONE`, and moves up with the others.
+        self.keys.copy_within(at + 1..=self.len, at);
+        self.len -= 1;
+    }
+
+    /// Moves the upper half to an empty run.
+    #[cold]
+    fn split(&mut self, mut upper: Box<Run>) -> Box<Run> {
+        let half = self.len / 2;
+        upper.keys[..self.len - half].copy_from_slice(&self.keys[half..self.len]);
+        upper.len = self.len - half;
+        self.keys[half..].fill(Key::NONE);
+        self.len = half;
+        upper
+    }
 }
 
 #[cfg(test)]
@@ -377,7 +434,9 @@ mod tests {
             assert!(bin == last || bin == last + 1, "units {units}");
             last = bin;
         }
-        assert_eq!((bin_of(0), bin_of((1 << 48) - 1)), (0, BINS - 1));
+        assert_eq!((bin_of(0), bin_of(1), bin_of((1 << 48) - 1)), (0, 0, BINS - 1));
+        let mib = (1 << 20) / MIN_BLOCK;
+        assert!([2, 20, 32, 64].iter().all(|n| bin_of(n * mib) == bin_of(n * mib - 1)), "round sizes end their bins");
         assert!(bin_of((16 << 40) / MIN_BLOCK - 1) < BINS);
     }
 

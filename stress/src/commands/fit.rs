@@ -179,5 +179,5 @@ fn attempt(session: &Session, job: &Job<'_>, bytes: u64) -> Result<Option<u64>, 
     let device = session.open_with_capacity(bytes)?;
     let mut subject = Aquifer::new(session, &device, job.config, job.program.streams.len())?;
     let pass = Player::new(job.program).pass(&mut subject, OnOom::Stop)?;
-    Ok((pass.ooms == 0).then_some(subject.retries()))
+    Ok((pass.ooms == 0).then_some(subject.allocator().memory_stats().num_alloc_retries))
 }

@@ -12,7 +12,6 @@ use crate::commands::{hundredths, programs, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player, Times};
 use crate::input::Program;
-use crate::peaks::peaks;
 use crate::session::Session;
 use crate::subject::{Aquifer, Subject};
 use crate::table::table;
@@ -46,7 +45,7 @@ pub struct Row {
 /// Runs the command.
 ///
 /// # Errors
-/// When the device cannot be opened, the allocator fails, or standard output cannot be written.
+/// When standard output cannot be written.
 pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
     let mut outcome = Outcome::Done;
     let mut rows = Vec::new();
@@ -61,7 +60,14 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
         };
         for (name, program) in &programs {
             for config in session.configs() {
-                let row = replay(session, name, program, config, args)?;
+                let row = match replay(session, name, program, config, args) {
+                    Ok(row) => row,
+                    Err(failure) => {
+                        outcome = outcome.max(failure.outcome());
+                        session.message(format_args!("error: {name}: {failure}"));
+                        continue;
+                    }
+                };
                 outcome = outcome.max(row.outcome());
                 session.row(&row)?;
                 rows.push(row);
@@ -83,6 +89,7 @@ fn replay(
 ) -> Result<Row, Failure> {
     let device = session.open()?;
     let subject = Aquifer::new(session, &device, config, program.streams.len())?;
+    let allocator = subject.allocator().clone();
     let mut aquifer = Timed::new(subject, program);
     let yardstick = || Timed::new(Yardstick::new(program.peak_requested_bytes, program.slots), program);
     let mut yardstick = args.yardstick.then(yardstick);
@@ -96,6 +103,7 @@ fn replay(
     let (calls, timelines) = (device.driver_calls(), device.timeline_counts());
     let (ooms, missed) = in_turns()?;
     let (calls, counts) = (device.driver_calls().since(&calls), device.timeline_counts());
+    let stats = allocator.memory_stats();
     bar.inc(1);
     for _ in 1..args.repeat {
         in_turns()?;
@@ -106,21 +114,20 @@ fn replay(
     if missed > 0 {
         session.message(format_args!("warning: {name}: the yardstick counts to 2 TiB and refused {missed} requests"));
     }
-    let peaks = peaks(session, program, config)?;
     Ok(Row {
         trace: name.to_owned(),
         config: config.text.clone(),
         device: session.device_text().to_owned(),
         events: program.operations(),
         peak_requested_bytes: program.peak_requested_bytes,
-        peak_allocated_bytes: peaks.allocated,
-        peak_reserved_bytes: peaks.reserved,
-        reserved_over_requested: ratio(peaks.reserved, program.peak_requested_bytes),
+        peak_allocated_bytes: stats.allocated_bytes.all.peak,
+        peak_reserved_bytes: stats.reserved_bytes.all.peak,
+        reserved_over_requested: ratio(stats.reserved_bytes.all.peak, program.peak_requested_bytes),
         ns_per_op: hundredths(aquifer.times.later()),
         first_pass_ns_per_op: hundredths(aquifer.times.first()),
         driver_calls: calls.iter().map(|(operation, count)| (operation.name(), count)).collect(),
         ooms,
-        retries: peaks.retries,
+        retries: stats.num_alloc_retries,
         events_recorded: counts.events_recorded - timelines.events_recorded,
         stream_waits: counts.waits_inserted - timelines.waits_inserted,
         hazards: hazards(session, name, &device),

@@ -1,0 +1,321 @@
+//! The program as people run it: what it prints where, and how it ends.
+
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+const PYTORCH_LIKE: [&str; 4] = ["--device", "sim:192GiB", "--config", "backing:segments,cross_stream:off"];
+const REPLAY_KEYS: [&str; 16] = [
+    "trace",
+    "config",
+    "device",
+    "events",
+    "peak_requested_bytes",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "reserved_over_requested",
+    "ns_per_op",
+    "first_pass_ns_per_op",
+    "driver_calls",
+    "ooms",
+    "retries",
+    "events_recorded",
+    "stream_waits",
+    "hazards",
+];
+
+fn data(name: &str) -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata").join(name).display().to_string()
+}
+
+fn stress(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_aquifer-stress")).args(args).stdin(Stdio::null()).output().unwrap()
+}
+
+fn errors(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+/// The rows of a run that ends with `code`; nothing else may be on standard output.
+fn rows(code: i32, args: &[&str]) -> Vec<Value> {
+    let output = stress(&[args, &["--json"]].concat());
+    assert_eq!(output.status.code(), Some(code), "{}", errors(&output));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.is_empty() || text.ends_with('\n'));
+    text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"))).collect()
+}
+
+/// The keys in the order they were printed in.
+fn keys(line: &str) -> Vec<String> {
+    let row: Value = serde_json::from_str(line).unwrap();
+    let mut keys: Vec<String> = row.as_object().unwrap().keys().cloned().collect();
+    keys.sort_by_key(|key| line.find(&format!("\"{key}\":")));
+    keys
+}
+
+fn bytes(row: &Value, key: &str) -> u64 {
+    row[key].as_u64().unwrap_or_else(|| panic!("{key} in {row}"))
+}
+
+/// A file of the test's own, removed at the end.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str, content: &[u8]) -> Scratch {
+        let path = std::env::temp_dir().join(format!("aquifer-stress-{}-{name}", std::process::id()));
+        std::fs::write(&path, content).unwrap();
+        Scratch(path)
+    }
+
+    fn path(&self) -> &str {
+        self.0.to_str().unwrap()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+#[test]
+fn replay_prints_exactly_the_documented_keys() {
+    let file = data("fsdp_start.trace");
+    let output = stress(&["replay", "--json", &file]);
+    let line = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(keys(line.trim()), REPLAY_KEYS);
+    let output = stress(&["replay", "--json", "--yardstick", "--repeat", "2", &file]);
+    let line = String::from_utf8(output.stdout).unwrap();
+    let with_yardstick: Vec<&str> = REPLAY_KEYS.into_iter().chain(["yardstick_ns_per_op"]).collect();
+    assert_eq!(keys(line.trim()), with_yardstick);
+    let row: Value = serde_json::from_str(&line).unwrap();
+    assert!(row["ns_per_op"].as_f64().unwrap() > 0.0 && row["yardstick_ns_per_op"].as_f64().unwrap() > 0.0);
+    assert_eq!((row["trace"].as_str(), row["device"].as_str()), (Some("fsdp_start"), Some("sim:80GiB")));
+    assert_eq!(bytes(&row, "hazards"), 0);
+}
+
+#[test]
+fn bundled_traces_need_what_they_need_in_pytorch() {
+    // Trace, options, peaks of allocated and reserved bytes, driver allocations: PyTorch's own figures.
+    type Figures = (u64, u64, u64);
+    let figures: [(&str, [(&str, Figures); 3]); 2] = [
+        (
+            "gpt2_fp32.trace.gz",
+            [
+                ("", (29_936_449_024, 32_388_415_488, 212)),
+                (",max_split_size_mb:128", (0, 31_251_759_104, 239)),
+                (",roundup_power2_divisions:8", (0, 33_181_138_944, 214)),
+            ],
+        ),
+        (
+            "gnn_random_graphs.trace.gz",
+            [
+                ("", (21_222_508_032, 67_649_929_216, 50)),
+                (",max_split_size_mb:128", (0, 192 << 30, 0)),
+                (",roundup_power2_divisions:8", (0, 70_801_948_672, 50)),
+            ],
+        ),
+    ];
+    for (file, configs) in figures {
+        for (options, (allocated, reserved, calls)) in configs {
+            let config = format!("backing:segments,cross_stream:off{options}");
+            let file = data(file);
+            let rows = rows(0, &["replay", "--device", "sim:192GiB", "--config", &config, "--repeat", "2", &file]);
+            let [row] = &rows[..] else { panic!("{rows:?}") };
+            assert_eq!(bytes(row, "peak_reserved_bytes"), reserved, "{file} {config}");
+            assert!(allocated == 0 || bytes(row, "peak_allocated_bytes") == allocated, "{file} {config}");
+            assert!(calls == 0 || bytes(&row["driver_calls"], "cuMemAlloc") == calls, "{file} {config}");
+            assert_eq!((bytes(row, "ooms"), bytes(row, "hazards")), (0, 0));
+            assert_eq!(row["config"], Value::from(config));
+        }
+    }
+}
+
+#[test]
+fn a_snapshot_replays_as_the_trace_of_the_same_run() {
+    let files = ["fsdp_start.trace", "fsdp_start.pickle.gz", "fsdp_start.json.gz"].map(data);
+    let files: Vec<&str> = files.iter().map(String::as_str).collect();
+    let mut rows = rows(0, &[&["replay"], &PYTORCH_LIKE[..], &files].concat());
+    assert_eq!(rows.len(), 3);
+    for row in &mut rows {
+        let row = row.as_object_mut().unwrap();
+        row.retain(|key, _| !key.contains("ns_per_op"));
+    }
+    assert_eq!(rows[0], rows[1]);
+    assert_eq!(rows[0], rows[2]);
+}
+
+#[test]
+fn configs_are_compared_in_one_run_and_figures_are_repeatable() {
+    let file = data("gnn_random_graphs.trace.gz");
+    let args = ["replay", "--repeat", "1", "--config", "", "--config", "max_split_size_mb:128", &file];
+    let [one, two] = [rows(0, &args), rows(0, &args)];
+    assert_eq!(one.len(), 2);
+    assert_eq!((one[0]["config"].as_str(), one[1]["config"].as_str()), (Some(""), Some("max_split_size_mb:128")));
+    for (one, two) in one.iter().zip(&two) {
+        assert_eq!(one["ns_per_op"], one["first_pass_ns_per_op"]);
+        let figures = |row: &Value| (row["peak_reserved_bytes"].clone(), row["driver_calls"].clone());
+        assert_eq!(figures(one), figures(two));
+    }
+    let output = stress(&args);
+    assert!(String::from_utf8(output.stdout).unwrap().lines().count() > 4, "a table for people");
+}
+
+#[test]
+fn lack_of_memory_is_counted_and_has_its_own_code() {
+    let file = data("gpt2_fp32.trace.gz");
+    let rows = rows(3, &["replay", "--device", "sim:20GiB", "--repeat", "1", &file]);
+    assert!(bytes(&rows[0], "ooms") > 0 && bytes(&rows[0], "retries") >= bytes(&rows[0], "ooms"), "{rows:?}");
+    assert!(bytes(&rows[0], "peak_reserved_bytes") <= 20 << 30);
+}
+
+#[test]
+fn a_failing_driver_ends_the_replay_of_a_program_only() {
+    let file = data("fsdp_start.trace");
+    let output = stress(&["replay", "--json", "--device", "sim:80GiB,fault=cuMemAlloc#9:999", &file, &file]);
+    assert_eq!(output.status.code(), Some(1));
+    let errors = errors(&output);
+    assert_eq!(errors.matches("error: fsdp_start: event ").count(), 2, "{errors}");
+    assert!(output.stdout.is_empty());
+}
+
+#[test]
+fn fit_finds_a_boundary() {
+    let file = data("gpt2_fp32.trace.gz");
+    let row = &rows(0, &["fit", "--config", "cross_stream:off", &file])[0];
+    assert_eq!(row.as_object().unwrap().len(), 5);
+    let smallest = bytes(row, "smallest_device_bytes");
+    assert_eq!(smallest, 32_335_986_688);
+    assert!((row["ratio"].as_f64().unwrap() - 1.0807).abs() < 1e-4);
+    for (bytes, code) in [(smallest, 0), (smallest - (2 << 20), 3)] {
+        let device = format!("sim:{bytes}");
+        let args = ["replay", "--repeat", "1", "--device", &device, "--config", "cross_stream:off", &file];
+        assert_eq!(rows(code, &args).len(), 1);
+    }
+}
+
+#[test]
+fn bench_measures_both_allocators() {
+    let rows = rows(0, &["bench", "--quick", "--filter", "hot"]);
+    let names = ["hot_512b", "hot_1mib", "hot_64mib"];
+    assert_eq!(rows.len(), 2 * names.len());
+    for (pair, name) in rows.chunks(2).zip(names) {
+        for (row, allocator) in pair.iter().zip(["aquifer", "offset-allocator"]) {
+            assert_eq!(row.as_object().unwrap().len(), 5);
+            assert_eq!((row["benchmark"].as_str(), row["allocator"].as_str()), (Some(name), Some(allocator)));
+            assert_eq!((bytes(row, "threads"), bytes(row, "live")), (1, 1));
+            assert!(row["ns_per_pair"].as_f64().unwrap() > 0.0);
+        }
+    }
+}
+
+#[test]
+fn bench_measures_threads() {
+    let rows = rows(0, &["bench", "--quick", "--filter", "threads"]);
+    let threads: Vec<u64> = rows.iter().map(|row| bytes(row, "threads")).collect();
+    assert_eq!(threads, [2, 2, 4, 4]);
+}
+
+#[test]
+fn damaged_files_are_named_and_the_others_still_replayed() {
+    let gzip = std::fs::read(data("gpt2_fp32.trace.gz")).unwrap();
+    let pickle = std::fs::read(data("fsdp_start.pickle.gz")).unwrap();
+    let cases: [(&str, &[u8], &str); 8] = [
+        ("empty.trace", b"", "the file is empty"),
+        ("text.trace", b"hello\n", "not an allocation trace"),
+        ("line.trace", b"# name: x\na 0 1024 0\na 1 many 0\n", ":3: \"many\" is not a valid"),
+        ("twice.trace", b"a 0 1024 0\nf 0 0\nf 0 0\n", ":3: ID 0 is not allocated"),
+        ("huge.trace", b"a 0 18446744073709551615 0\na 1 18446744073709551615 0\n", ":2: the bytes allocated exceed"),
+        ("cut.trace.gz", &gzip[..gzip.len() / 2], "the gzip data is truncated"),
+        ("cut.pickle.gz", &pickle[..pickle.len() / 2], "the gzip data is truncated"),
+        ("snapshot.json", b"{\"segments\": [], \"device_traces\": [[{]]}", "line 1"),
+    ];
+    let good = data("fsdp_start.trace");
+    for (name, content, reason) in cases {
+        let file = Scratch::new(name, content);
+        for command in ["replay", "fit"] {
+            let output = stress(&[command, "--json", file.path(), &good]);
+            let errors = errors(&output);
+            assert_eq!(output.status.code(), Some(4), "{name}: {errors}");
+            assert!(errors.contains(file.path()) && errors.contains(reason), "{name}: {errors}");
+            assert_eq!(String::from_utf8(output.stdout).unwrap().lines().count(), 1, "{name}");
+        }
+    }
+    let output = stress(&["replay", "/no/such/file.trace"]);
+    assert_eq!(output.status.code(), Some(4));
+    assert!(errors(&output).contains("/no/such/file.trace: "));
+}
+
+#[test]
+fn requests_that_no_device_can_serve_are_ooms() {
+    let file = Scratch::new("impossible.trace", b"a 0 18446744073709551615 0\nf 0 0\na 1 0 3\nr 1 4\nf 1 3\n");
+    let rows = rows(3, &["replay", "--yardstick", file.path()]);
+    assert_eq!((bytes(&rows[0], "ooms"), bytes(&rows[0], "events")), (1, 4));
+    let output = stress(&["fit", file.path()]);
+    assert_eq!(output.status.code(), Some(3), "{}", errors(&output));
+}
+
+#[test]
+fn wrong_use_is_explained() {
+    let file = data("fsdp_start.trace");
+    let cases: [(&[&str], i32, &str); 9] = [
+        (&["replay", "--device", "sim:x", &file], 2, "presets"),
+        (&["replay", "--config", "foo:1", &file], 2, "unknown option `foo`"),
+        (&["replay", "--config", "max_split_mb:128", &file], 2, "^^^^"),
+        (&["replay"], 2, "required"),
+        (&["replay", "--repeat", "0", &file], 2, "--repeat"),
+        (&["replay", "--device", "cuda:99", &file], 1, "no device 99"),
+        (&["bench", "--config", "", "--config", ""], 2, "takes one --config"),
+        (&["bench", "--filter", "nothing"], 2, "churn_100"),
+        (&["frobnicate"], 2, "frobnicate"),
+    ];
+    for (args, code, reason) in cases {
+        let output = stress(args);
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {}", errors(&output));
+        assert!(errors(&output).contains(reason), "{args:?}: {}", errors(&output));
+        assert!(output.stdout.is_empty());
+    }
+}
+
+#[test]
+fn the_choice_of_a_device_is_reported() {
+    let file = data("fsdp_start.trace");
+    let output = stress(&["replay", "--json", &file]);
+    assert!(errors(&output).contains("device sim:80GiB: Simulated"), "{}", errors(&output));
+    let output = stress(&["replay", "--json", "--device", "sim:24GiB", &file]);
+    assert!(errors(&output).contains("as asked for"), "{}", errors(&output));
+}
+
+#[test]
+fn options_without_effect_are_reported_once() {
+    let file = data("fsdp_start.trace");
+    let output = stress(&["fit", "--config", "expandable_segments:True", &file]);
+    assert_eq!(errors(&output).matches("expandable_segments").count(), 2, "{}", errors(&output));
+}
+
+#[test]
+fn a_reader_that_leaves_is_no_error() {
+    let file = data("fsdp_start.trace");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_aquifer-stress"))
+        .args(["replay", "--json", "--config", "", "--config", "cross_stream:off", &file])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", errors(&output));
+    assert!(!errors(&output).contains("error"), "{}", errors(&output));
+}
+
+#[test]
+fn help_tells_exit_codes_and_keys() {
+    let help = |args: &[&str]| String::from_utf8(stress(args).stdout).unwrap();
+    assert!(help(&["--help"]).contains("Exit codes"));
+    assert!(help(&[]).contains("Exit codes"));
+    let replay = help(&["replay", "--help"]);
+    assert!(REPLAY_KEYS.iter().all(|key| replay.contains(key)));
+}
