@@ -88,7 +88,12 @@ impl World {
         self.driver.calls_made()
     }
 
-    /// How often each driver call was made so far.
+    /// The allocator's statistics.
+    pub fn stats(&self) -> aquifer_allocator::MemoryStats {
+        self.allocator.memory_stats()
+    }
+
+    /// The device.
     pub fn device(&self) -> &Device {
         &self.device
     }

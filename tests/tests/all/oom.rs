@@ -218,8 +218,8 @@ fn report_too_big() {
 fn report_fragmented() {
     let bench = Bench::new(20 * MIB, "");
     let mut held: Vec<_> = (0..5).map(|_| bench.allocator.alloc(4 * MIB, &bench.stream).unwrap()).collect();
-    held.remove(3);
-    held.remove(1);
+    drop(held.remove(3));
+    drop(held.remove(1));
     let report = refused(&bench, 8 * MIB);
     assert_eq!((report.largest_free, report.free_in_pool), (4 * MIB, 8 * MIB));
     assert!((report.unusable_index - 1.0).abs() < f64::EPSILON);
