@@ -45,7 +45,8 @@ impl Allocator {
     pub(crate) fn borrow(&self, request: &Request) -> Result<Option<Granted>, AllocError> {
         let core = self.shell().lock();
         let ticks = core.lendable(request);
-        if ticks.is_empty() && core.heap.strays().len() == 0 && core.waiting.is_empty() {
+        let nothing = core.best_lent(request, |_, _, _| true).is_none();
+        if nothing && ticks.is_empty() && core.heap.strays().len() == 0 && core.waiting.is_empty() {
             return Ok(None);
         }
         let own = core.timeline(request.slot).cloned();

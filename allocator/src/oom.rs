@@ -273,8 +273,10 @@ impl OomReport {
             _ => {}
         }
         let missing = self.segment.saturating_sub(from_device);
-        if let Some(held) = self.held_by_others.filter(|&held| held >= missing && missing > 0) {
-            self.advice.push(Advice::OthersHold { held, missing });
+        // Others can help where the device has too little, not where the limit does.
+        let missing_there = self.segment.saturating_sub(device_free.saturating_sub(self.headroom));
+        if let Some(held) = self.held_by_others.filter(|&held| held >= missing_there && missing_there > 0) {
+            self.advice.push(Advice::OthersHold { held, missing: missing_there });
         }
         if !fragmented {
             let largest = self.largest_tags.iter().find_map(|(tag, bytes)| Some((tag.clone()?, *bytes)));

@@ -211,7 +211,7 @@ impl Drop for Inner {
             return;
         }
         // The last event keeps every tick of the stream answerable after its handle is gone (T4).
-        if let Err(error) = self.timeline.close() {
+        if let Err(error) = self.timeline.close(true) {
             tracing::debug!(%error, "a stream's last event could not be recorded");
         }
         if let Err(error) = self.context.driver.destroy_stream(self.timeline.raw()) {
@@ -247,14 +247,14 @@ impl ExternalStream {
     /// waiting for the whole device.
     pub fn release(mut self) -> Result<()> {
         self.released = true;
-        self.stream.timeline().close()
+        self.stream.timeline().close(false)
     }
 }
 
 impl Drop for ExternalStream {
     fn drop(&mut self) {
         if !self.released
-            && let Err(error) = self.stream.timeline().close()
+            && let Err(error) = self.stream.timeline().close(false)
         {
             tracing::warn!(%error, "an adopted stream was dropped without release and its last event could not be recorded");
         }

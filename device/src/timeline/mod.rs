@@ -7,7 +7,8 @@
 //!
 //! Invariants (numbered as in ARCHITECTURE.md):
 //! * **T1** The counter is raised *before* the event is recorded, and the event covers the ticks below the raised value,
-//!   no more. A tick that still shows the old count was taken before the raise, so its work was enqueued before the record.
+//!   no more. A tick that still shows the old count was taken before the raise, so its work was enqueued before the
+//!   record. The last event of a destroyed stream covers all ticks: no work comes after it.
 //! * **T2** An event keeps a copy of its stream's clock at recording; a waiter merges that copy, never the stream's present
 //!   clock, and only after the driver's wait succeeded. A failed record or wait changes no clock.
 //! * **T3** Ticks are numbers, never events. Events are recycled only when complete; query, wait and recycling happen under
@@ -242,7 +243,8 @@ impl Timeline {
     /// else at most one event recorded there and one wait here.
     ///
     /// # Errors
-    /// Those of the driver's event and wait calls. Nothing is ordered then and no clock changed.
+    /// Those of the driver's event and wait calls, or if this is another thread's default stream. Nothing is ordered then
+    /// and no clock changed.
     pub fn wait_for(&self, other: &Timeline, n: u64) -> Result<()> {
         if self.is_ordered_after(other, n) {
             return Ok(());
@@ -284,12 +286,17 @@ impl Timeline {
         record().map(|()| Recording { covers, clock: state.clock.clone(), capture: state.capture.clone() })
     }
 
-    /// Records the last event of the stream, so that all its ticks stay answerable, and closes it.
-    pub(crate) fn close(&self) -> Result<()> {
+    /// Records the last event of the stream, so that all its ticks stay answerable, and closes it. If the stream is
+    /// destroyed, so that nobody enqueues on it any more, the event covers ticks taken later, too.
+    pub(crate) fn close(&self, destroyed: bool) -> Result<()> {
         let mut state = self.state.lock();
         let last = self.record(&mut state);
         state.closed = true;
-        last.map(|_| ())
+        last?;
+        if destroyed && let Some(last) = state.events.back_mut() {
+            last.covers = u64::MAX;
+        }
+        Ok(())
     }
 
     /// Lets `begin` begin a capture. Under the lock, so that no event is recorded into it by mistake.
