@@ -104,7 +104,7 @@ impl Allocator {
         let released = self.release_where(|core| match core.oversize_to_release(request) {
             Some(chosen) => {
                 let least = core.classes.max_split_size().unwrap_or(0);
-                let sum: u64 = chosen.iter().map(|id| core.heap.blocks[*id].size()).sum();
+                let sum: u64 = chosen.iter().map(|id| core.heap.blocks[*id].size).sum();
                 sufficient = sum >= request.size.max(least);
                 chosen
             }
@@ -171,26 +171,31 @@ impl Allocator {
     /// becomes free and whole; tells whether there was anything to wait for. A stream that cannot be waited for now is
     /// passed over.
     pub(crate) fn synchronize_pending(&self, of: impl Fn(u16) -> bool) -> Result<bool, AllocError> {
-        let core = self.shell().lock();
-        let waits = !core.waiting.is_empty() || core.heap.strays().len() > 0;
-        let mut pending = core.pending(&of);
-        pending.extend(core.pending_strays(&of));
-        drop(core);
-        if !waits {
-            return Ok(false);
-        }
-        if !pending.is_empty() {
-            self.shell().count(|counters| &counters.num_sync_all_streams);
-        }
-        for (timeline, after) in &pending {
-            match timeline.synchronize(after.saturating_sub(1)) {
-                Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
-                _ => {}
+        let mut waited = false;
+        // Twice, because a block that waited may become one away from home, with a tick of its own stream.
+        for _ in 0..2 {
+            let core = self.shell().lock();
+            let waits = !core.waiting.is_empty() || core.heap.strays().len() > 0;
+            let mut pending = core.pending(&of);
+            pending.extend(core.pending_strays(&of));
+            drop(core);
+            if !waits {
+                break;
             }
+            if !waited && !pending.is_empty() {
+                self.shell().count(|counters| &counters.num_sync_all_streams);
+            }
+            waited = true;
+            for (timeline, after) in &pending {
+                match timeline.synchronize(after.saturating_sub(1)) {
+                    Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
+                    _ => {}
+                }
+            }
+            let mut core = self.shell().lock();
+            core.sweep_done(self.shell());
+            core.settle(self.shell());
         }
-        let mut core = self.shell().lock();
-        core.sweep_done(self.shell());
-        core.settle(self.shell());
-        Ok(true)
+        Ok(waited)
     }
 }

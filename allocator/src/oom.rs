@@ -211,7 +211,7 @@ impl Core {
     fn largest_tags(&self) -> Vec<(Option<String>, u64)> {
         let mut by_tag: HashMap<u32, u64> = HashMap::new();
         for (id, block) in self.heap.blocks.iter().filter(|(_, block)| block.state == State::Live) {
-            *by_tag.entry(self.heap.blocks.detail(id).tag).or_default() += block.size();
+            *by_tag.entry(self.heap.blocks[id].tag).or_default() += block.size;
         }
         let mut tags: Vec<(u32, u64)> = by_tag.into_iter().collect();
         tags.sort_by_key(|&(tag, bytes)| (std::cmp::Reverse(bytes), tag));
@@ -273,8 +273,10 @@ impl OomReport {
             _ => {}
         }
         let missing = self.segment.saturating_sub(from_device);
-        if let Some(held) = self.held_by_others.filter(|&held| held >= missing && missing > 0) {
-            self.advice.push(Advice::OthersHold { held, missing });
+        // Others can help where the device has too little, not where the limit does.
+        let missing_there = self.segment.saturating_sub(device_free.saturating_sub(self.headroom));
+        if let Some(held) = self.held_by_others.filter(|&held| held >= missing_there && missing_there > 0) {
+            self.advice.push(Advice::OthersHold { held, missing: missing_there });
         }
         if !fragmented {
             let largest = self.largest_tags.iter().find_map(|(tag, bytes)| Some((tag.clone()?, *bytes)));

@@ -50,11 +50,11 @@ impl PoolTable {
         self.private.iter().find(|private| private.id == id)
     }
 
-    /// The pool that the calling thread's innermost scope routes to.
+    /// The pool that the calling thread's innermost scope routes to, those of closed pools passed over.
     pub(crate) fn routed(&self) -> Option<&Private> {
         let thread = std::thread::current().id();
-        let (.., id) = self.routes.iter().rev().find(|(routed, ..)| *routed == thread)?;
-        self.find(*id)
+        let mut own = self.routes.iter().rev().filter(|(routed, ..)| *routed == thread);
+        own.find_map(|(.., id)| self.find(*id).filter(|private| private.open))
     }
 
     /// The private pool that owns a heap pool; `None` for the default pools.

@@ -10,7 +10,7 @@ use aquifer_device::DevicePtr;
 use crate::allocator::Allocator;
 use crate::core::{Core, Granted, Request};
 use crate::error::AllocError;
-use crate::heap::{BLOCK_MAX, BlockId, Key, Region};
+use crate::heap::{BlockId, Key, Region};
 use crate::history::Action;
 use crate::shell::Shell;
 
@@ -47,9 +47,6 @@ impl Allocator {
     /// Takes a segment for the request from the device and serves the request from it.
     pub(crate) fn grow(&self, request: &Request) -> Result<Growth, AllocError> {
         let bytes = self.segment_bytes(request.size);
-        if bytes > BLOCK_MAX {
-            return Ok(Growth::Refused(Refusal::Device));
-        }
         if !self.has_headroom(bytes)? {
             return Ok(Growth::Refused(Refusal::Headroom));
         }
@@ -124,7 +121,7 @@ impl Core {
     /// Takes a wholly free segment out of the heap; returns its address.
     fn begin_release(&mut self, id: BlockId) -> u64 {
         let block = &self.heap.blocks[id];
-        let (addr, owner, after) = (block.addr, block.owner, self.heap.blocks.detail(id).after);
+        let (addr, owner, after) = (block.addr, block.owner, self.heap.blocks[id].after);
         let region = self.heap.remove_region(id);
         self.releasing.insert(addr, Releasing { region, owner, after });
         addr

@@ -1,1 +1,101 @@
-//! Tests of Aquifer that cross crates; see `tests/`.
+//! Tests of Aquifer that cross crates; see `tests/`. What they share is here.
+//!
+//! * [`op`] – the steps that programs are made of, and how to draw random ones;
+//! * [`setup`] – the device and the allocator that a program runs on;
+//! * [`world`] – runs a program, step by step, beside a model that knows what must hold;
+//! * [`check`] – statistics against what they can be recomputed from;
+//! * [`runner`] – runs many numbered programs.
+//!
+//! The simulated device's race detector is on in every test: the programs order everything that they do as CUDA asks for,
+//! so whatever it finds is the allocator's doing.
+#![forbid(unsafe_code)]
+#![allow(clippy::missing_panics_doc, reason = "helpers of tests panic where a test fails")]
+
+pub mod check;
+mod model;
+pub mod op;
+pub mod runner;
+pub mod setup;
+pub mod world;
+
+use std::sync::Arc;
+
+use aquifer_allocator::{Allocator, Config};
+use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_device::{Access, AccessKind, Device, DevicePtr, Driver, Stream};
+
+/// 2^10 bytes.
+pub const KIB: u64 = 1 << 10;
+/// 2^20 bytes.
+pub const MIB: u64 = 1 << 20;
+/// 2^30 bytes.
+pub const GIB: u64 = 1 << 30;
+
+/// A simulated device with an allocator, for tests of one thing.
+#[derive(Debug)]
+pub struct Bench {
+    /// The simulated driver below the device.
+    pub driver: Arc<SimDriver>,
+    /// The device.
+    pub device: Device,
+    /// The allocator.
+    pub allocator: Allocator,
+    /// A stream that does not synchronise with the legacy one.
+    pub stream: Stream,
+    /// Another one.
+    pub side: Stream,
+}
+
+impl Bench {
+    /// A device of `capacity` bytes and an allocator with the given options.
+    pub fn new(capacity: u64, options: &str) -> Bench {
+        Bench::with(capacity, Config::parse(options).unwrap_or_else(|error| panic!("{options}: {error}")))
+    }
+
+    /// A device of `capacity` bytes and an allocator with the given configuration.
+    pub fn with(capacity: u64, config: Config) -> Bench {
+        let driver = SimDriver::new(SimConfig::new(capacity));
+        let device = Device::new(driver.clone());
+        let opened = Allocator::new(&device, config).and_then(|allocator| {
+            Ok((allocator, device.create_stream()?, device.create_stream()?)) // made before any fault is injected
+        });
+        let (allocator, stream, side) = opened.unwrap_or_else(|error| panic!("{error}"));
+        Bench { driver, device, allocator, stream, side }
+    }
+
+    /// Bytes free on the device.
+    pub fn device_free(&self) -> u64 {
+        device_free(&self.driver)
+    }
+
+    /// Panics if the race detector found anything.
+    pub fn assert_no_violation(&self) {
+        assert_no_violation(&self.driver);
+    }
+
+    /// Panics unless everything is given back: nothing reserved, and the device as free as at the start.
+    pub fn assert_returned(&self) {
+        self.allocator.empty_cache().unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(self.allocator.reserved_bytes(), 0, "bytes are still reserved");
+        assert_eq!(self.device_free(), self.device.info().total_bytes, "memory is missing on the device");
+        self.assert_no_violation();
+    }
+}
+
+/// Bytes free on a device.
+pub fn device_free(driver: &SimDriver) -> u64 {
+    driver.memory_info().unwrap_or_else(|error| panic!("{error}")).free
+}
+
+/// Panics if the race detector found anything.
+pub fn assert_no_violation(driver: &SimDriver) {
+    let found = driver.violations();
+    let found: Vec<String> = found.iter().map(ToString::to_string).collect();
+    assert!(found.is_empty(), "the race detector found: {}", found.join("\n"));
+}
+
+/// Writes (in the race detector's eyes) a range on a stream.
+pub fn write_on(stream: &Stream, ptr: DevicePtr, bytes: u64) {
+    let done = stream.touch("write", &[Access { ptr, bytes, kind: AccessKind::Write }]);
+    done.unwrap_or_else(|error| panic!("{error}"));
+}

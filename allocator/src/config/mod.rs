@@ -13,7 +13,7 @@
 //! | `large_segment_size_mb` | MiB, > 10 | 20 | size of the segments that serve requests from 1 to 10 MiB |
 //! | `max_split_size_mb` | MiB, ≥ `large_segment_size_mb` | unlimited | blocks of at least this size are never split, and serve only requests of at least this size |
 //! | `max_non_split_rounding_mb` | MiB, ≥ `large_segment_size_mb` | as `large_segment_size_mb` | a request that must not split a block takes one that is less than this much larger |
-//! | `garbage_collection_threshold` | (0, 1) | off | share of the limit above which unused segments are released by age; needs a limit |
+//! | `garbage_collection_threshold` | (0, 1) | off | share of the limit above which unused segments are released by age; without a limit, share of the device's memory |
 //! | `roundup_power2_divisions` | power of two or 0, or a list | 0 = off | see [`Config::roundup_power2_divisions`] |
 //! | `per_process_memory_fraction` | [0, 1] | 1 = no limit | limit, as a share of the device's memory |
 //! | `throw_on_cudamalloc_oom` | `True`, `False` | `False` | [`Config::fail_fast`] |
@@ -105,8 +105,7 @@ pub struct Config {
     /// `large_segment_size`, which `None`, the default, stands for. Option `max_non_split_rounding_mb`.
     pub max_non_split_rounding: Option<u64>,
     /// Share of the limit in use above which unused segments are released by age, in (0, 1); 0, the default, is off.
-    /// Without a limit there is nothing to take a share of, and nothing is released. Option
-    /// `garbage_collection_threshold`.
+    /// Without a limit, unlike in PyTorch, it is a share of the device's memory. Option `garbage_collection_threshold`.
     pub garbage_collection_threshold: f64,
     /// How many steps there are between a power of two and the next, to which requests are rounded up. Entry `i` holds
     /// for requests of 2^i to 2^(i+1) MiB, entry 0 also for smaller and entry 15 for larger ones. Each is a power of

@@ -1,0 +1,175 @@
+//! Statistics against what they can be recomputed from: the snapshot, and what a program holds.
+
+use aquifer_allocator::size_class::{PoolKind, SizeClasses};
+use aquifer_allocator::snapshot::{BlockState, Segment, Snapshot};
+use aquifer_allocator::{Allocator, MemoryStats, OomReport, PoolStats, Stat};
+
+/// Sums over the segments of one pool.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Sums {
+    allocation: u64,
+    allocated_bytes: u64,
+    active: u64,
+    active_bytes: u64,
+    requested_bytes: u64,
+    inactive_split: u64,
+    inactive_split_bytes: u64,
+    segment: u64,
+    reserved_bytes: u64,
+}
+
+impl Sums {
+    fn of(segments: &mut dyn Iterator<Item = &Segment>) -> Sums {
+        let mut sums = Sums::default();
+        for segment in segments {
+            sums.segment += 1;
+            sums.reserved_bytes += segment.total_size;
+            for block in &segment.blocks {
+                let size = block.size;
+                match block.state {
+                    BlockState::ActiveAllocated => {
+                        (sums.allocation, sums.allocated_bytes) = (sums.allocation + 1, sums.allocated_bytes + size);
+                    }
+                    BlockState::Inactive if size < segment.total_size => {
+                        sums.inactive_split += 1;
+                        sums.inactive_split_bytes += size;
+                    }
+                    _ => {}
+                }
+                if block.state.is_active() {
+                    (sums.active, sums.active_bytes) = (sums.active + 1, sums.active_bytes + size);
+                    sums.requested_bytes += block.requested_size;
+                }
+            }
+        }
+        sums
+    }
+
+    fn current(stats: &MemoryStats, of: impl Fn(&PoolStats) -> Stat) -> Sums {
+        let current = |stats: &PoolStats| of(stats).current;
+        Sums {
+            allocation: current(&stats.allocation),
+            allocated_bytes: current(&stats.allocated_bytes),
+            active: current(&stats.active),
+            active_bytes: current(&stats.active_bytes),
+            requested_bytes: current(&stats.requested_bytes),
+            inactive_split: current(&stats.inactive_split),
+            inactive_split_bytes: current(&stats.inactive_split_bytes),
+            segment: current(&stats.segment),
+            reserved_bytes: current(&stats.reserved_bytes),
+        }
+    }
+}
+
+fn pooled(stats: &MemoryStats) -> [PoolStats; 9] {
+    [
+        stats.allocation,
+        stats.segment,
+        stats.active,
+        stats.inactive_split,
+        stats.allocated_bytes,
+        stats.reserved_bytes,
+        stats.active_bytes,
+        stats.inactive_split_bytes,
+        stats.requested_bytes,
+    ]
+}
+
+/// Panics unless the statistics equal those recomputed from the snapshot, agree with each other, and agree with `live`: the
+/// number of live blocks and the bytes that their holders asked for.
+pub fn statistics(allocator: &Allocator, live: (u64, u64)) {
+    let (stats, snapshot) = (allocator.memory_stats(), allocator.snapshot());
+    snapshot_is_whole(&snapshot);
+    let kind = |kind: PoolKind| snapshot.segments.iter().filter(move |segment| segment.segment_type == kind);
+    assert_eq!(Sums::current(&stats, |stats| stats.all), Sums::of(&mut snapshot.segments.iter()));
+    assert_eq!(Sums::current(&stats, |stats| stats.large_pool), Sums::of(&mut kind(PoolKind::Large)));
+    assert_eq!(Sums::current(&stats, |stats| stats.small_pool), Sums::of(&mut kind(PoolKind::Small)));
+    for PoolStats { all, large_pool, small_pool, .. } in pooled(&stats) {
+        for stat in [all, large_pool, small_pool, stats.oversize_allocations, stats.oversize_segments] {
+            assert_eq!(stat.allocated.wrapping_sub(stat.freed), stat.current, "{stat:?}");
+            assert!(stat.peak >= stat.current, "{stat:?}");
+        }
+        assert_eq!(all.current, large_pool.current + small_pool.current);
+        assert!(all.peak <= large_pool.peak + small_pool.peak && all.peak >= large_pool.peak.max(small_pool.peak));
+    }
+    let oversize = allocator.config().max_split_size.unwrap_or(u64::MAX);
+    let active = snapshot.blocks().filter(|(_, block)| block.state == BlockState::ActiveAllocated);
+    let oversize_live = active.filter(|(_, block)| block.size >= oversize).count() as u64;
+    let oversize_segments = snapshot.segments.iter().filter(|segment| segment.total_size >= oversize).count() as u64;
+    let found = (stats.oversize_allocations.current, stats.oversize_segments.current);
+    assert_eq!(found, (oversize_live, oversize_segments));
+    assert_eq!(stats.num_device_alloc - stats.num_device_free, stats.segment.all.current);
+    assert_eq!(stats.allocation.all.current, live.0, "live blocks");
+    assert!(live.1 <= stats.requested_bytes.all.current, "{} bytes are held", live.1);
+    let [requested, allocated, active, reserved] =
+        [stats.requested_bytes, stats.allocated_bytes, stats.active_bytes, stats.reserved_bytes].map(|s| s.all.current);
+    assert!(allocated <= active && requested <= active && active <= reserved, "{stats:?}");
+    assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (allocated, reserved));
+}
+
+/// Blocks tile their segments, and segments do not overlap.
+fn snapshot_is_whole(snapshot: &Snapshot) {
+    let mut end = 0;
+    for segment in &snapshot.segments {
+        assert!(end <= segment.address, "segments overlap at {:#x}", segment.address);
+        end = segment.address;
+        for block in &segment.blocks {
+            assert_eq!(block.address, end, "a gap or an overlap in the segment at {:#x}", segment.address);
+            assert!(block.size > 0 && (block.state.is_active() || block.requested_size == 0), "{block:?}");
+            assert!(block.requested_size <= block.size, "{block:?}");
+            end += block.size;
+        }
+        assert_eq!(end, segment.address + segment.total_size);
+    }
+}
+
+/// Calls what only reads and compares it with the statistics.
+pub fn readers(allocator: &Allocator) {
+    let stats = allocator.memory_stats();
+    for abbreviated in [false, true] {
+        assert!(allocator.memory_summary(abbreviated).contains("Allocated memory"));
+    }
+    let fragmentation = allocator.fragmentation(1 << 20);
+    assert_eq!(fragmentation.reserved_bytes, stats.reserved_bytes.all.current);
+    assert_eq!(fragmentation.allocated_bytes, stats.allocated_bytes.all.current);
+    let parts = fragmentation.allocated_bytes + fragmentation.waiting_bytes + fragmentation.free_bytes;
+    assert_eq!(parts, fragmentation.reserved_bytes);
+    assert!(!format!("{fragmentation} {allocator:?}").is_empty());
+    assert_eq!(stats.to_map().len(), 123);
+}
+
+/// Panics if a request was refused although what cannot be released would have left room for it.
+///
+/// What cannot be released: segments of which a part is live, and those of open private pools. By the time of the report
+/// everything that waited is free.
+pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, other: u64) {
+    let config = allocator.config();
+    if config.fail_fast {
+        return;
+    }
+    let open = allocator.reserved_by_private_pools();
+    let snapshot = allocator.snapshot();
+    let held = |segment: &&Segment| {
+        open.contains_key(&segment.segment_pool_id) || segment.blocks.iter().any(|block| block.state.is_active())
+    };
+    let pinned: u64 = snapshot.segments.iter().filter(held).map(|segment| segment.total_size).sum();
+    let device = allocator.device().info().total_bytes.saturating_sub(other + config.headroom);
+    let most = device.min(allocator.limit().unwrap_or(u64::MAX));
+    assert!(pinned.saturating_add(report.segment) > most, "refused, but {pinned} bytes pinned of {most}: {report}");
+    let default = |segment: &&Segment| segment.segment_pool_id == (0, 0);
+    let waiting = snapshot.blocks().any(|(_, block)| block.state == BlockState::ActivePendingFree);
+    assert!(!waiting, "refused while blocks wait: {report}");
+    if config.max_split_size.is_none() && report.pool.is_none() && !config.no_cache {
+        let classes = SizeClasses::new(config);
+        let rounded = classes.round(report.requested);
+        let kind = classes.pool(rounded);
+        let of_kind = snapshot.segments.iter().filter(default).filter(|segment| segment.segment_type == kind);
+        let free = |segment: &Segment| {
+            let blocks = segment.blocks.iter().filter(|block| block.state == BlockState::Inactive);
+            blocks.map(|block| block.size).max().unwrap_or(0)
+        };
+        let crosses = config.cross_stream != aquifer_allocator::config::CrossStream::Off;
+        let largest = of_kind.map(free).max().unwrap_or(0);
+        assert!(!crosses || largest < rounded, "refused, but {largest} bytes are free in one piece: {report}");
+    }
+}

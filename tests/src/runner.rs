@@ -1,0 +1,54 @@
+//! Runs many numbered programs. A program's number is its seed: it is printed when the program fails, and the same number
+//! gives the same program.
+//!
+//! * `AQUIFER_PROGRAMS=10000` sets how many programs each test draws;
+//! * `AQUIFER_PROGRAM=4711` runs only the program with that number.
+
+use std::time::Instant;
+
+use proptest::prelude::*;
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+
+fn number(name: &str) -> Option<u64> {
+    let value = std::env::var(name).ok()?;
+    Some(value.parse().unwrap_or_else(|_| panic!("{name}={value} is not a number")))
+}
+
+/// How many programs a test runs that runs `few` by default.
+pub fn count(few: u64) -> u64 {
+    number("AQUIFER_PROGRAMS").unwrap_or(few)
+}
+
+/// Runs programs `first, first + step, …` below the count, `few` by default, drawn from `programs`.
+pub fn run<P: Strategy>(name: &str, few: u64, part: (u64, usize), programs: &P, run: impl Fn(P::Value)) {
+    run_exactly(name, count(few), part, programs, run);
+}
+
+/// Runs programs `first, first + step, …` below `count`; a failing one is made small and printed.
+pub fn run_exactly<P: Strategy>(
+    name: &str,
+    count: u64,
+    (first, step): (u64, usize),
+    programs: &P,
+    run: impl Fn(P::Value),
+) {
+    let begin = Instant::now();
+    let numbers: Vec<u64> = match number("AQUIFER_PROGRAM") {
+        Some(only) => vec![only],
+        None => (first..count).step_by(step).collect(),
+    };
+    for &number in &numbers {
+        let mut seed = [0; 32];
+        seed[..8].copy_from_slice(&number.to_le_bytes());
+        let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &seed);
+        let config = Config { cases: 1, failure_persistence: None, max_shrink_iters: 4096, ..Config::default() };
+        let outcome = TestRunner::new_with_rng(config, rng).run(programs, |program| {
+            run(program);
+            Ok(())
+        });
+        if let Err(error) = outcome {
+            panic!("{name}: program {number} failed (AQUIFER_PROGRAM={number} runs it alone): {error}");
+        }
+    }
+    println!("{name}: {} programs in {:.1} s", numbers.len(), begin.elapsed().as_secs_f64());
+}

@@ -1,0 +1,73 @@
+//! The device and the allocator that a program runs on.
+
+use aquifer_allocator::Config;
+use aquifer_allocator::config::CrossStream;
+use proptest::prelude::*;
+
+use crate::MIB;
+
+/// How a program ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// Everything is freed, then the allocator is dropped.
+    FreeFirst,
+    /// The allocator is dropped while blocks are live.
+    AllocatorFirst,
+}
+
+/// What a program runs on, and how it ends.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// Memory of the device in bytes.
+    pub capacity: u64,
+    /// Seed of the simulated device: durations and the order of unordered work.
+    pub seed: u64,
+    /// The allocator's configuration.
+    pub config: Config,
+    /// How the program ends.
+    pub ending: Ending,
+}
+
+impl Setup {
+    /// A device of `capacity` bytes with seed 0, and the given options.
+    pub fn new(capacity: u64, options: &str) -> Setup {
+        let config = Config::parse(options).unwrap_or_else(|error| panic!("{options}: {error}"));
+        Setup { capacity, seed: 0, config, ending: Ending::FreeFirst }
+    }
+}
+
+fn config() -> impl Strategy<Value = Config> {
+    let cross_stream = prop::sample::select(vec![CrossStream::Off, CrossStream::Ready, CrossStream::Wait]);
+    let mib = |from: u64, to: u64| (from..to).prop_map(|mib| mib * MIB);
+    (
+        (cross_stream, prop_oneof![3 => Just(20 * MIB), 1 => mib(11, 33)]),
+        (prop::option::weighted(0.4, mib(33, 80)), prop::option::weighted(0.2, mib(33, 80))),
+        prop_oneof![3 => Just(0.0), 1 => 0.1..0.9],
+        (prop::option::weighted(0.3, mib(20, 200)), prop_oneof![4 => Just(0), 1 => mib(1, 40)]),
+        prop_oneof![4 => Just(0_u64), 1 => Just(4), 1 => Just(16)],
+        prop_oneof![4 => Just(0_u32), 1 => 1_u32..2000],
+        (prop::bool::weighted(0.1), prop::bool::weighted(0.08)),
+    )
+        .prop_map(|(streams, split, threshold, (limit, headroom), divisions, history, (fail_fast, no_cache))| {
+            let mut config = Config::default();
+            (config.cross_stream, config.large_segment_size) = streams;
+            (config.max_split_size, config.max_non_split_rounding) = split;
+            config.garbage_collection_threshold = threshold;
+            (config.limit, config.headroom) = (limit, headroom);
+            config.roundup_power2_divisions = [divisions; 16];
+            config.history = history;
+            (config.fail_fast, config.no_cache) = (fail_fast, no_cache);
+            config
+        })
+}
+
+/// Any setup.
+pub fn setup() -> impl Strategy<Value = Setup> {
+    let ending = prop_oneof![3 => Just(Ending::FreeFirst), 1 => Just(Ending::AllocatorFirst)];
+    (48_u64..260, any::<u64>(), config(), ending).prop_map(|(mib, seed, config, ending)| Setup {
+        capacity: mib * MIB,
+        seed,
+        config,
+        ending,
+    })
+}

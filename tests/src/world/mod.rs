@@ -1,0 +1,268 @@
+//! Runs a program, step by step, beside a model that knows what must hold.
+//!
+//! After every step: no live blocks overlap, the race detector is silent, the statistics agree with the blocks that are
+//! live, limit and headroom are kept, and only faults on order lead to other errors than lack of memory. At the end
+//! everything is back on the device. Blocks that are compared still hold what was last written to them.
+
+mod blocks;
+mod ending;
+
+use std::time::Duration;
+
+use aquifer_allocator::{ALIGNMENT, AllocError, Allocation, Allocator, PoolOptions, PoolRoute, PrivatePool};
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{Code, Device, DevicePtr, RawStream, Stream};
+
+use crate::model::{Blocks, Driver, Handle, Live};
+use crate::op::Op;
+use crate::setup::Setup;
+use crate::{MIB, assert_no_violation, check, device_free};
+
+/// A device, an allocator, and what a program made with them.
+#[derive(Debug)]
+pub struct World {
+    // Dropped in this order: routes and pools belong to the allocator.
+    routes: Vec<PoolRoute>,
+    pools: Vec<PrivatePool>,
+    allocator: Allocator,
+    blocks: Blocks,
+    streams: Vec<Stream>,
+    device: Device,
+    driver: Driver,
+    other: u64,
+    /// Faults may strike, or may have struck and left streams without events.
+    faulty: bool,
+    /// The device is lost: nothing works any more, but nothing breaks either.
+    lost: bool,
+    next_pattern: u8,
+    next_check: u32,
+}
+
+impl World {
+    /// A device and an allocator. Stream 0 is the legacy stream, 1 that of this thread, 2 and 3 are streams of their own.
+    pub fn new(setup: &Setup) -> World {
+        let driver = SimDriver::new(SimConfig::new(setup.capacity).seed(setup.seed));
+        let device = Device::new(driver.clone());
+        let allocator = Allocator::new(&device, setup.config.clone()).unwrap_or_else(|error| panic!("{error}"));
+        let mut streams = vec![device.default_stream().clone(), device.per_thread_stream()];
+        for _ in 0..2 {
+            streams.push(device.create_stream().unwrap_or_else(|error| panic!("{error}")));
+        }
+        World {
+            routes: Vec::new(),
+            pools: Vec::new(),
+            allocator,
+            blocks: Blocks::default(),
+            streams,
+            device,
+            driver,
+            other: 0,
+            faulty: false,
+            lost: false,
+            next_pattern: 1,
+            next_check: 0,
+        }
+    }
+
+    /// Runs a program to its end.
+    pub fn run(setup: &Setup, program: &[Op]) {
+        let mut world = World::new(setup);
+        world.steps(program);
+        world.finish(setup.ending);
+    }
+
+    /// Runs several steps.
+    pub fn steps(&mut self, program: &[Op]) {
+        program.iter().for_each(|op| self.step(op));
+    }
+
+    /// Makes the nth driver call from now fail.
+    pub fn inject(&mut self, nth: u64, code: Code) {
+        self.faulty = true;
+        self.lost |= code.kind() == aquifer_device::ErrorKind::DeviceLost;
+        self.driver.inject(Fault::Nth { operation: None, nth, code });
+    }
+
+    /// Driver calls made so far.
+    pub fn calls_made(&self) -> u64 {
+        self.driver.calls_made()
+    }
+
+    /// The allocator's statistics.
+    pub fn stats(&self) -> aquifer_allocator::MemoryStats {
+        self.allocator.memory_stats()
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Takes one step and checks what must hold.
+    pub fn step(&mut self, op: &Op) {
+        let reserved = self.allocator.reserved_bytes();
+        match *op {
+            Op::Alloc { stream, bytes, align, on_thread } => self.alloc(stream, bytes, align, on_thread),
+            Op::AllocRaw { stream, bytes } => self.alloc_raw(stream, bytes),
+            Op::AllocFrom { pool, stream, bytes } => self.alloc_from(pool, stream, bytes),
+            Op::Free { pick, how, verify } => self.free(pick, how, verify),
+            Op::FreeWrong(pick) => self.free_wrong(pick),
+            Op::Use { pick, stream, write, record } => self.touch(pick, stream, write, record),
+            Op::Wait { stream, on } => {
+                let tick = self.stream(on).tick();
+                self.judge(self.stream(stream).wait_for(&tick));
+            }
+            Op::Synchronize(stream) => self.judge(self.stream(stream).synchronize()),
+            Op::Advance(us) => self.driver.advance(Duration::from_micros(us)),
+            Op::Stall(stream, us) => {
+                let raw = self.stream(stream).raw();
+                if raw != RawStream::PER_THREAD {
+                    self.judge(self.driver.stall(raw, Duration::from_micros(us)));
+                }
+            }
+            Op::NewStream { stream, blocking } => self.replace_stream(stream, blocking),
+            Op::EmptyCache => self.judge(self.allocator.empty_cache()),
+            Op::TrimTo(mib) => self.judge(self.allocator.trim_to(mib * MIB)),
+            Op::SetLimit(mib) => self.allocator.set_limit(mib.map(|mib| mib * MIB)),
+            Op::OtherProcess(mib) => {
+                self.other = mib * MIB;
+                self.driver.set_other_process_bytes(self.other);
+            }
+            Op::CreatePool { use_on_oom, no_split } => {
+                if self.pools.len() < 3 {
+                    self.pools.push(self.allocator.create_pool(PoolOptions { use_on_oom, no_split }));
+                }
+            }
+            Op::DropPool(pick) => drop(take(&mut self.pools, pick)),
+            Op::EmptyPool(pick) => {
+                if let Some(pool) = self.pools.get(pick % self.pools.len().max(1)) {
+                    self.judge(pool.empty_cache());
+                }
+            }
+            Op::Route(pick) => {
+                if let Some(pool) = self.pools.get(pick % self.pools.len().max(1)).filter(|_| self.routes.len() < 4) {
+                    self.routes.push(pool.route_thread());
+                }
+            }
+            Op::EndRoute(pick) => drop(take(&mut self.routes, pick)),
+            Op::Fault(nth, code) => self.inject(nth, code),
+            Op::ClearFaults => self.driver.clear_faults(),
+        }
+        self.check(reserved);
+    }
+
+    fn stream(&self, pick: usize) -> &Stream {
+        &self.streams[pick % self.streams.len()]
+    }
+
+    /// Whether a call succeeded; it must have, unless a fault may have struck.
+    fn allows<T, E: std::fmt::Display>(&self, outcome: Result<T, E>) -> Option<T> {
+        outcome.map_err(|error| assert!(self.faulty, "without a fault: {error}")).ok()
+    }
+
+    fn judge<T, E: std::fmt::Display>(&self, outcome: Result<T, E>) {
+        self.allows(outcome);
+    }
+
+    fn check(&mut self, reserved_before: u64) {
+        assert_no_violation(&self.driver);
+        check::statistics(&self.allocator, self.blocks.totals());
+        let reserved = self.allocator.reserved_bytes();
+        if reserved > reserved_before {
+            let limit = self.allocator.limit();
+            assert!(limit.is_none_or(|limit| reserved <= limit), "{reserved} bytes reserved, limit {limit:?}");
+            let headroom = self.allocator.config().headroom;
+            if headroom > 0 && !self.faulty {
+                assert!(device_free(&self.driver) >= headroom, "grown into the headroom");
+            }
+        }
+        self.next_check += 1;
+        if self.next_check.is_multiple_of(16) && !self.faulty {
+            let free = device_free(&self.driver);
+            let held = self.device.info().total_bytes.saturating_sub(self.other + reserved);
+            assert_eq!(free, held, "the device and the statistics disagree on what is free");
+            check::readers(&self.allocator);
+        }
+    }
+
+    fn alloc(&mut self, stream: usize, bytes: u64, align: u32, on_thread: bool) {
+        let stream = self.stream(stream).clone();
+        let alignment = if align == 0 { ALIGNMENT } else { 1 << align };
+        let allocator = &self.allocator;
+        let alloc = || match align {
+            0 => allocator.alloc(bytes, &stream),
+            _ => allocator.alloc_aligned(bytes, alignment, &stream),
+        };
+        // Another thread cannot speak for this thread's own stream.
+        let outcome = if on_thread && stream.raw() != RawStream::PER_THREAD {
+            std::thread::scope(|scope| scope.spawn(alloc).join().unwrap_or_else(|_| panic!("the thread panicked")))
+        } else {
+            alloc()
+        };
+        if let Some(allocation) = self.served(outcome, bytes) {
+            assert!(allocation.ptr().0.is_multiple_of(alignment), "{:?} not aligned to {alignment}", allocation.ptr());
+            self.add_owned(allocation, bytes, &stream);
+        }
+    }
+
+    fn alloc_from(&mut self, pool: usize, stream: usize, bytes: u64) {
+        let stream = self.stream(stream).clone();
+        let Some(pool) = self.pools.get(pool % self.pools.len().max(1)) else { return };
+        let outcome = pool.alloc(bytes, &stream);
+        if let Some(allocation) = self.served(outcome, bytes) {
+            self.add_owned(allocation, bytes, &stream);
+        }
+    }
+
+    fn alloc_raw(&mut self, stream: usize, bytes: u64) {
+        let stream = self.stream(stream).clone();
+        let outcome = self.allocator.alloc_raw(bytes, &stream);
+        let Some(ptr) = self.served(outcome, bytes) else { return };
+        if ptr.0 != 0 {
+            let size = self.allocator.size_of_raw(ptr).unwrap_or_else(|error| panic!("{error}"));
+            assert!(size >= bytes);
+            self.add(Handle::Raw, ptr, bytes, &stream);
+        }
+    }
+
+    /// An allocation, or `None` where it was right to refuse it.
+    fn served<T>(&self, outcome: Result<T, AllocError>, bytes: u64) -> Option<T> {
+        match outcome {
+            Ok(served) => return Some(served),
+            Err(AllocError::OutOfMemory(report)) => {
+                assert!(report.requested >= bytes, "{report}");
+                assert!(!report.advice.is_empty(), "no advice: {report}");
+                assert!(report.to_string().starts_with("out of memory. Tried to allocate"), "{report}");
+                if !self.faulty {
+                    check::out_of_memory_was_right(&self.allocator, &report, self.other);
+                }
+            }
+            Err(AllocError::TooLarge { requested }) => assert!(requested >= 1 << 60),
+            Err(error) => assert!(self.faulty && matches!(error, AllocError::Device(_)), "without a fault: {error}"),
+        }
+        None
+    }
+
+    fn add_owned(&mut self, allocation: Allocation, bytes: u64, stream: &Stream) {
+        assert_eq!((allocation.bytes(), allocation.stream_id()), (bytes, stream.id()));
+        let ptr = allocation.ptr();
+        assert_eq!(ptr.0 == 0, bytes == 0);
+        self.add(Handle::Owned(allocation), ptr, bytes, stream);
+    }
+
+    /// Adds a block that was handed out; its first use is a write on its own stream.
+    fn add(&mut self, handle: Handle, ptr: DevicePtr, bytes: u64, stream: &Stream) {
+        let mut live = Live { handle, ptr, bytes, own: stream.id(), pattern: None, uses: Vec::new() };
+        live.note(stream, true, true);
+        if bytes > 0 {
+            self.next_pattern = self.next_pattern.wrapping_add(1);
+            self.judge(live.touch(stream, Some(self.next_pattern), true));
+        }
+        self.blocks.add(live);
+    }
+}
+
+/// Takes the element out that `pick` stands for.
+fn take<T>(from: &mut Vec<T>, pick: usize) -> Option<T> {
+    (!from.is_empty()).then(|| from.remove(pick % from.len()))
+}

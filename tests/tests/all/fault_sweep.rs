@@ -1,0 +1,180 @@
+//! A fault at every single driver call of a program, one after the other: the allocator stays consistent and usable, and
+//! nothing is leaked. What must hold is checked after every step, and at the end as after any program.
+
+use aquifer_device::{Code, Operation};
+use aquifer_tests::op::{FreeHow, Op, op};
+use aquifer_tests::runner;
+use aquifer_tests::setup::{Ending, Setup, setup};
+use aquifer_tests::world::World;
+use aquifer_tests::{KIB, MIB};
+use proptest::collection::vec;
+use proptest::strategy::Strategy;
+
+/// Codes that leave the device alive, and one that loses it.
+const CODES: [Code; 5] = [Code::OUT_OF_MEMORY, Code::INVALID_VALUE, Code::CAPTURE_IMPLICIT, Code(999), Code(214)];
+
+fn alloc(stream: usize, bytes: u64) -> Op {
+    Op::Alloc { stream, bytes, align: 0, on_thread: false }
+}
+
+fn free(pick: usize) -> Op {
+    Op::Free { pick, how: FreeHow::Drop, verify: false }
+}
+
+fn free_on(pick: usize, stream: usize) -> Op {
+    Op::Free { pick, how: FreeHow::DropOn(stream), verify: false }
+}
+
+fn used(pick: usize, stream: usize, record: bool) -> Op {
+    Op::Use { pick, stream, write: true, record }
+}
+
+/// A program that goes through every kind of driver call that the allocator makes: growth, events and waits between
+/// streams, `record_stream`, borrowing, private pools, destroyed streams, and every rung of the ladder up to out of memory.
+fn program() -> Vec<Op> {
+    vec![
+        alloc(2, 5 * MIB),
+        alloc(2, 5 * MIB),
+        alloc(2, 12 * MIB),
+        alloc(3, KIB),
+        used(0, 3, true),
+        used(2, 3, false),
+        Op::Stall(3, 20_000),
+        free(0),
+        alloc(2, 6 * MIB),
+        free_on(1, 3),
+        Op::Advance(30_000),
+        alloc(3, 4 * MIB),
+        free(0),
+        Op::Free { pick: 0, how: FreeHow::DropOn(0), verify: true },
+        Op::CreatePool { use_on_oom: true, no_split: false },
+        Op::CreatePool { use_on_oom: false, no_split: true },
+        Op::AllocFrom { pool: 0, stream: 2, bytes: 12 * MIB },
+        Op::AllocFrom { pool: 1, stream: 3, bytes: 700 },
+        Op::AllocRaw { stream: 2, bytes: 45 * MIB },
+        free(2),
+        free(3),
+        alloc(3, 70 * MIB),
+        alloc(2, 30 * MIB),
+        Op::NewStream { stream: 3, blocking: true },
+        used(0, 3, true),
+        used(1, 2, true),
+        Op::Stall(3, 50_000),
+        free(0),
+        free(0),
+        alloc(3, 60 * MIB),
+        alloc(0, 500 * MIB),
+        Op::EmptyPool(0),
+        Op::TrimTo(30),
+        Op::DropPool(1),
+        Op::OtherProcess(10),
+        alloc(1, 20 * MIB),
+        alloc(2, 100 * MIB),
+        Op::Alloc { stream: 3, bytes: 2 * MIB, align: 21, on_thread: true },
+        Op::Free { pick: 0, how: FreeHow::OnThread, verify: true },
+        Op::NewStream { stream: 2, blocking: false },
+        alloc(2, 8 * MIB),
+        Op::EmptyCache,
+        alloc(2, 8 * MIB),
+        Op::Stall(3, 900_000),
+        used(0, 3, true),
+        used(1, 3, true),
+        used(2, 3, true),
+        free(0),
+        free(0),
+        free(0),
+        alloc(2, 400 * MIB),
+    ]
+}
+
+/// Says where a sweep is when it fails.
+struct At(Code, u64);
+
+impl Drop for At {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            println!("with {:?} at call {}", self.0, self.1);
+        }
+    }
+}
+
+/// Runs a program without a fault and counts the driver calls, then with a fault at each of them.
+fn sweep(setup: &Setup, program: &[Op]) -> u64 {
+    let mut world = World::new(setup);
+    let before = world.calls_made();
+    world.steps(program);
+    let calls = world.calls_made() - before;
+    world.finish(setup.ending);
+    for code in CODES {
+        for nth in 1..=calls {
+            let _at = At(code, nth);
+            let mut world = World::new(setup);
+            world.inject(nth, code);
+            world.steps(program);
+            world.finish(setup.ending);
+        }
+    }
+    calls
+}
+
+fn sweep_with(options: &str) {
+    let mut setup = Setup::new(128 * MIB, options);
+    let mut calls = 0;
+    for ending in [Ending::FreeFirst, Ending::AllocatorFirst] {
+        setup.ending = ending;
+        calls = sweep(&setup, &program());
+    }
+    assert!((60..=300).contains(&calls), "{calls} calls");
+}
+
+#[test]
+fn faults_at_every_call_while_streams_lend() {
+    sweep_with("cross_stream:ready,headroom_mb:4,history:20");
+}
+
+#[test]
+fn faults_at_every_call_while_streams_wait() {
+    sweep_with("cross_stream:wait,max_split_size_mb:40,garbage_collection_threshold:0.3,limit_mb:100");
+}
+
+#[test]
+fn faults_at_every_call_while_streams_keep_to_themselves() {
+    sweep_with("cross_stream:off,max_split_size_mb:40,roundup_power2_divisions:4");
+}
+
+#[test]
+fn the_swept_program_makes_every_call_that_an_allocator_makes() {
+    let mut made = [0; Operation::ALL.len()];
+    for options in ["cross_stream:ready,headroom_mb:4", "cross_stream:wait,max_split_size_mb:40"] {
+        let mut world = World::new(&Setup::new(128 * MIB, options));
+        world.steps(&program());
+        let counts = world.device().driver_calls();
+        Operation::ALL.iter().for_each(|&operation| made[operation as usize] += counts.of(operation));
+    }
+    let needed = [
+        Operation::MemoryInfo,
+        Operation::Alloc,
+        Operation::Free,
+        Operation::CreateEvent,
+        Operation::Record,
+        Operation::Wait,
+        Operation::QueryEvent,
+        Operation::SynchronizeEvent,
+        Operation::CreateStream,
+        Operation::DestroyStream,
+    ];
+    for operation in needed {
+        assert!(made[operation as usize] > 0, "{operation} is never called");
+    }
+}
+
+#[test]
+fn faults_at_every_call_of_random_programs() {
+    let longer = runner::count(0) > 0;
+    let strategy = (setup(), vec(op(false), if longer { 100..200 } else { 20..40 }))
+        .prop_filter("the statistics of long histories", |(setup, _)| setup.config.history < 100);
+    let programs = if longer { runner::count(0).div_ceil(400) } else { 6 };
+    runner::run_exactly("fault sweep", programs, (0, 1), &strategy, |(setup, program)| {
+        sweep(&setup, &program);
+    });
+}

@@ -1,0 +1,132 @@
+//! Tests of what the random programs, the fault sweep or reading found.
+
+use std::time::Duration;
+
+use aquifer_allocator::PoolOptions;
+use aquifer_device::sim::Fault;
+use aquifer_device::{Code, Operation};
+use aquifer_tests::{Bench, MIB, write_on};
+
+/// A segment of 20 MiB of which another stream used 6 MiB in between; nothing is live any more.
+fn lent_in_between(bench: &Bench) {
+    let low = bench.allocator.alloc(6 * MIB, &bench.stream).unwrap();
+    let middle = bench.allocator.alloc(6 * MIB, &bench.stream).unwrap();
+    let place = middle.ptr();
+    drop(middle);
+    bench.stream.synchronize().unwrap();
+    let lent = bench.allocator.alloc(6 * MIB, &bench.side).unwrap();
+    assert_eq!(lent.ptr(), place);
+    write_on(&bench.side, lent.ptr(), lent.bytes());
+    bench.driver.stall(bench.side.raw(), Duration::from_millis(5)).unwrap();
+    drop((low, lent));
+}
+
+#[test]
+fn memory_that_was_lent_goes_back_to_the_device() {
+    let bench = Bench::new(64 * MIB, "");
+    lent_in_between(&bench);
+    assert_eq!(bench.allocator.empty_cache().unwrap(), 20 * MIB);
+    bench.assert_returned();
+}
+
+#[test]
+fn memory_that_was_lent_serves_a_request_for_all_of_it() {
+    let bench = Bench::new(20 * MIB, "");
+    lent_in_between(&bench);
+    let whole = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
+    write_on(&bench.stream, whole.ptr(), whole.bytes());
+    drop(whole);
+    bench.assert_returned();
+}
+
+#[test]
+fn a_segment_that_could_not_be_released_keeps_its_order() {
+    let bench = Bench::new(64 * MIB, "");
+    let block = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
+    bench.driver.stall(bench.stream.raw(), Duration::from_millis(5)).unwrap();
+    write_on(&bench.stream, block.ptr(), block.bytes());
+    drop(block);
+    bench.driver.inject(Fault::Nth { operation: Some(Operation::Free), nth: 1, code: Code(999) });
+    bench.allocator.empty_cache().unwrap_err();
+    let next = bench.allocator.alloc(20 * MIB, &bench.side).unwrap();
+    write_on(&bench.side, next.ptr(), next.bytes());
+    drop(next);
+    bench.assert_returned();
+}
+
+#[test]
+fn a_closed_pool_serves_nobody_even_if_a_route_is_left() {
+    let bench = Bench::new(64 * MIB, "");
+    let pool = bench.allocator.create_pool(PoolOptions::default());
+    let inside = pool.alloc(1000, &bench.stream).unwrap();
+    let route = pool.route_thread();
+    drop(pool);
+    let outside = bench.allocator.alloc(1000, &bench.stream).unwrap();
+    assert!(outside.ptr().0.abs_diff(inside.ptr().0) >= 2 * MIB - 1024, "served from the closed pool");
+    drop((inside, outside, route));
+    bench.assert_returned();
+}
+
+#[test]
+fn nobody_makes_another_threads_own_stream_wait() {
+    let bench = Bench::new(64 * MIB, "");
+    let theirs = std::thread::scope(|scope| scope.spawn(|| bench.device.per_thread_stream()).join().unwrap());
+    write_on(&bench.side, bench.device.alloc(1 << 20).unwrap(), 1 << 20);
+    let tick = bench.side.tick();
+    theirs.wait_for(&tick).unwrap_err();
+    assert!(!theirs.is_ordered_after(&tick));
+}
+
+#[test]
+fn blocks_known_to_be_done_are_lent_too() {
+    let bench = Bench::new(64 * MIB, "");
+    let blocks = [1, 2].map(|_| bench.allocator.alloc(10 * MIB, &bench.stream).unwrap());
+    drop(blocks);
+    bench.stream.synchronize().unwrap();
+    let one = bench.allocator.alloc(10 * MIB, &bench.side).unwrap();
+    let other = bench.allocator.alloc(10 * MIB, &bench.side).unwrap();
+    assert_eq!(bench.allocator.reserved_bytes(), 20 * MIB);
+    drop((one, other));
+    bench.assert_returned();
+}
+
+#[test]
+fn memory_that_was_lent_and_recorded_goes_back_to_the_device() {
+    let bench = Bench::new(20 * MIB, "");
+    let third = bench.device.create_stream().unwrap();
+    let low = bench.allocator.alloc(6 * MIB, &bench.stream).unwrap();
+    let lent = bench.allocator.alloc(6 * MIB, &bench.side).unwrap();
+    bench.driver.stall(third.raw(), Duration::from_millis(5)).unwrap();
+    bench.driver.stall(bench.side.raw(), Duration::from_millis(50)).unwrap();
+    lent.record_stream(&third).unwrap();
+    drop((low, lent));
+    let whole = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
+    write_on(&bench.stream, whole.ptr(), whole.bytes());
+    drop(whole);
+    bench.assert_returned();
+}
+
+#[test]
+fn blocks_given_back_after_their_stream_are_lent() {
+    let bench = Bench::new(20 * MIB, "");
+    let gone = bench.device.create_stream().unwrap();
+    let keeps = bench.allocator.alloc(5 * MIB, &gone).unwrap();
+    let late = bench.allocator.alloc(9 * MIB, &gone).unwrap();
+    bench.driver.stall(gone.raw(), Duration::from_millis(5)).unwrap();
+    write_on(&gone, late.ptr(), late.bytes());
+    drop(gone);
+    drop(late);
+    let lent = bench.allocator.alloc(9 * MIB, &bench.stream).unwrap();
+    write_on(&bench.stream, lent.ptr(), lent.bytes());
+    drop((keeps, lent));
+    bench.assert_returned();
+}
+
+#[test]
+fn streams_of_different_devices_are_never_ordered() {
+    let (one, other) = (Bench::new(MIB, ""), Bench::new(MIB, ""));
+    assert_eq!(one.stream.id(), other.stream.id(), "numbers are those of their device");
+    let tick = one.stream.tick();
+    assert!(!other.stream.is_ordered_after(&tick));
+    other.stream.wait_for(&tick).unwrap_err();
+}

@@ -1,0 +1,164 @@
+//! PyTorch's tests of snapshots and history, one by one; `CHECKLIST.md` lists them all.
+
+use std::time::Duration;
+
+use aquifer_allocator::snapshot::BlockState;
+use aquifer_allocator::{Action, Advice, HistoryOptions, PoolOptions, Snapshot, TagScope};
+use aquifer_tests::{Bench, GIB, MIB, check, write_on};
+
+fn record(bench: &Bench, entries: usize, skip: Vec<Action>) {
+    bench.allocator.record_history(HistoryOptions { entries, skip, clear: true });
+}
+
+fn actions(snapshot: &Snapshot) -> Vec<Action> {
+    snapshot.trace().iter().map(|entry| entry.action).collect()
+}
+
+#[test]
+fn item_90_memory_snapshot() {
+    let bench = Bench::new(GIB, "");
+    record(&bench, 1000, Vec::new());
+    let held = {
+        let _scope = TagScope::new("layer 3");
+        bench.allocator.alloc(311 * 411 * 4, &bench.stream).unwrap()
+    };
+    let snapshot = bench.allocator.snapshot();
+    let last = snapshot.trace().last().unwrap();
+    assert_eq!((last.action, last.addr, last.size), (Action::Alloc, Some(held.ptr().0), 311 * 411 * 4));
+    assert_eq!(&*last.user_metadata, "layer 3");
+    let (segment, block) = snapshot.blocks().next().unwrap();
+    assert_eq!((segment.total_size, segment.stream), (2 * MIB, bench.stream.id()));
+    assert_eq!((block.state, block.requested_size), (BlockState::ActiveAllocated, 311 * 411 * 4));
+    assert_eq!(block.user_metadata.as_deref(), Some("layer 3"));
+    // A block that other streams still use.
+    bench.side.wait_for(&bench.stream.tick()).unwrap();
+    bench.driver.stall(bench.side.raw(), Duration::from_millis(5)).unwrap();
+    write_on(&bench.side, held.ptr(), held.bytes());
+    held.record_stream(&bench.side).unwrap();
+    drop(held);
+    let snapshot = bench.allocator.snapshot();
+    assert_eq!(snapshot.blocks().next().unwrap().1.state, BlockState::ActivePendingFree);
+    assert_eq!(actions(&snapshot).last(), Some(&Action::FreeRequested));
+    bench.assert_returned();
+}
+
+#[test]
+fn item_92_skipped_actions_are_absent() {
+    let bench = Bench::new(GIB, "");
+    let all = [Action::Alloc, Action::FreeRequested, Action::FreeCompleted, Action::SegmentAlloc, Action::SegmentFree];
+    for skipped in all {
+        record(&bench, 1000, vec![skipped]);
+        drop(bench.allocator.alloc(MIB, &bench.stream).unwrap());
+        bench.allocator.empty_cache().unwrap();
+        let found = actions(&bench.allocator.snapshot());
+        assert!(!found.contains(&skipped), "{found:?}");
+        assert!(all.iter().all(|action| *action == skipped || found.contains(action)), "{found:?}");
+    }
+}
+
+#[test]
+fn item_93_segment_frees_and_names_are_in_the_trace() {
+    let bench = Bench::new(GIB, "");
+    record(&bench, 1000, Vec::new());
+    {
+        let _scope = TagScope::new("optimizer");
+        drop(bench.allocator.alloc(30 * MIB, &bench.stream).unwrap());
+    }
+    bench.allocator.empty_cache().unwrap();
+    let snapshot = bench.allocator.snapshot();
+    let frees: Vec<_> = snapshot.trace().iter().filter(|entry| entry.action == Action::SegmentFree).collect();
+    assert_eq!(frees.len(), 1);
+    assert_eq!((frees[0].size, &*frees[0].user_metadata), (30 * MIB, "optimizer"));
+    let requested = snapshot.trace().iter().find(|entry| entry.action == Action::FreeRequested).unwrap();
+    assert_eq!((requested.size, &*requested.user_metadata), (30 * MIB, "optimizer"));
+}
+
+#[test]
+fn item_96_and_97_the_json_is_what_viewers_read() {
+    let bench = Bench::new(GIB, "history:100");
+    let held = bench.allocator.alloc(1000, &bench.stream).unwrap();
+    bench.allocator.alloc(2 * GIB, &bench.stream).unwrap_err();
+    let json = serde_json::to_value(bench.allocator.snapshot()).unwrap();
+    for key in ["segments", "device_traces", "allocator_settings", "external_annotations"] {
+        assert!(json.get(key).is_some(), "{key}");
+    }
+    let segment = &json["segments"][0];
+    let blocks = segment["blocks"].as_array().unwrap();
+    let sum: u64 = blocks.iter().map(|block| block["size"].as_u64().unwrap()).sum();
+    assert_eq!(Some(sum), segment["total_size"].as_u64());
+    assert_eq!((&segment["segment_type"], &blocks[0]["state"]), (&"small".into(), &"active_allocated".into()));
+    let trace = json["device_traces"][0].as_array().unwrap();
+    let names: Vec<_> = trace.iter().map(|entry| entry["action"].as_str().unwrap()).collect();
+    assert_eq!(names, ["segment_alloc", "alloc", "oom"]);
+    assert!(trace[2]["device_free"].is_u64() && trace[2].get("addr").is_none());
+    drop(held);
+}
+
+#[test]
+fn item_98_summary_and_snapshot_in_every_state() {
+    let bench = Bench::new(64 * MIB, "history:5");
+    let ask = |live| {
+        check::statistics(&bench.allocator, live);
+        check::readers(&bench.allocator);
+    };
+    ask((0, 0));
+    let held = bench.allocator.alloc(MIB, &bench.stream).unwrap();
+    ask((1, MIB));
+    bench.allocator.alloc(GIB, &bench.stream).unwrap_err();
+    ask((1, MIB));
+    let pool = bench.allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() });
+    let inside = pool.alloc(700, &bench.side).unwrap();
+    ask((2, MIB + 700));
+    drop(pool);
+    drop((held, inside));
+    ask((0, 0));
+    bench.allocator.stop_history();
+    bench.allocator.empty_cache().unwrap();
+    ask((0, 0));
+    assert!(bench.allocator.memory_summary(false).contains("Out of memory: 1"));
+}
+
+#[test]
+fn the_ring_keeps_the_latest_and_stopping_forgets() {
+    let bench = Bench::new(GIB, "");
+    record(&bench, 3, Vec::new());
+    for _ in 0..10 {
+        drop(bench.allocator.alloc(1000, &bench.stream).unwrap());
+    }
+    let snapshot = bench.allocator.snapshot();
+    assert_eq!(actions(&snapshot), [Action::Alloc, Action::FreeRequested, Action::FreeCompleted]);
+    assert_eq!(snapshot.entries_overwritten, 28);
+    bench.allocator.stop_history();
+    assert!(bench.allocator.snapshot().trace().is_empty());
+}
+
+#[test]
+fn defects_1_and_2_the_report_counts_what_it_names() {
+    let bench = Bench::new(100 * MIB, "");
+    let pool = bench.allocator.create_pool(PoolOptions::default());
+    let inside = pool.alloc(40 * MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc(30 * MIB, &bench.stream).unwrap();
+    let error = bench.allocator.alloc(40 * MIB + 1, &bench.stream).unwrap_err();
+    let text = error.to_string();
+    // What was asked for, not the size of a segment; all that private pools hold, not what they cache.
+    assert!(text.contains("Tried to allocate 40.00 MiB") && text.contains("for a segment of 42.00 MiB"), "{text}");
+    let report = error.report().unwrap();
+    assert_eq!((report.requested, report.segment), (40 * MIB + 1, 42 * MIB));
+    assert_eq!((report.allocated, report.reserved_by_private_pools), (70 * MIB, 40 * MIB));
+    assert!(text.contains("70.00 MiB is allocated, 40.00 MiB belongs to private pools"), "{text}");
+    assert!(report.advice.iter().any(|advice| matches!(advice, Advice::FreeMore { .. } | Advice::OthersHold { .. })));
+    drop((inside, held, pool));
+    bench.assert_returned();
+}
+
+#[test]
+fn defect_3_inactive_blocks_show_no_stale_request() {
+    let bench = Bench::new(GIB, "");
+    let keeps = [1, 2].map(|_| bench.allocator.alloc(1000, &bench.stream).unwrap());
+    let [first, second] = keeps;
+    drop(first);
+    let snapshot = bench.allocator.snapshot();
+    let inactive = snapshot.blocks().filter(|(_, block)| block.state == BlockState::Inactive);
+    assert!(inactive.map(|(_, block)| block.requested_size).all(|requested| requested == 0));
+    drop(second);
+}

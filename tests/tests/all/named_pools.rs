@@ -1,0 +1,174 @@
+//! PyTorch's tests of private pools, one by one; `CHECKLIST.md` lists them all.
+
+use aquifer_allocator::{AllocError, Allocation, PoolOptions, PrivatePool};
+use aquifer_tests::{Bench, GIB, MIB, write_on};
+
+const LENDS: PoolOptions = PoolOptions { use_on_oom: true, no_split: false };
+
+fn pool_of(bench: &Bench, allocation: &Allocation) -> (u64, u64) {
+    let snapshot = bench.allocator.snapshot();
+    let at = allocation.ptr().0;
+    let found =
+        snapshot.segments.iter().find(|segment| (segment.address..segment.address + segment.total_size).contains(&at));
+    found.unwrap().segment_pool_id
+}
+
+fn pool(bench: &Bench) -> PrivatePool {
+    bench.allocator.create_pool(PoolOptions::default())
+}
+
+#[test]
+fn item_75_segments_of_a_pool() {
+    // Bytes, how many, and what is reserved for that many while they live; after all but the last, what stays.
+    let vectors = [
+        (512, 1, 2 * MIB, 2 * MIB),
+        (MIB, 2, 2 * MIB, 2 * MIB),
+        (MIB, 3, 4 * MIB, 2 * MIB),
+        (MIB + 512, 1, 20 * MIB, 20 * MIB),
+        (10 * MIB - 512, 3, 40 * MIB, 20 * MIB),
+        (10 * MIB + 512, 3, 36 * MIB, 12 * MIB),
+    ];
+    for (bytes, count, reserved, left) in vectors {
+        let bench = Bench::new(GIB, "");
+        let pool = pool(&bench);
+        let mut held: Vec<_> = (0..count).map(|_| pool.alloc(bytes, &bench.stream).unwrap()).collect();
+        let id = pool.id();
+        assert_eq!(bench.allocator.reserved_by_private_pools()[&id], reserved, "{bytes} × {count}");
+        assert_eq!(bench.allocator.reserved_bytes(), reserved);
+        // The result stays usable after its pool.
+        let last = held.pop().unwrap();
+        drop(held);
+        drop(pool);
+        assert_eq!(bench.allocator.reserved_bytes(), left, "{bytes} × {count}");
+        write_on(&bench.stream, last.ptr(), bytes);
+        drop(last);
+        bench.assert_returned();
+    }
+}
+
+#[test]
+fn item_79_ids_are_distinct() {
+    let bench = Bench::new(GIB, "");
+    let allocator = &bench.allocator;
+    let made = || (0..4).map(|_| allocator.create_pool(PoolOptions::default())).collect::<Vec<_>>();
+    let pools: Vec<PrivatePool> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..4).map(|_| scope.spawn(made)).collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    });
+    let mut ids: Vec<_> = pools.iter().map(PrivatePool::id).collect();
+    assert!(ids.iter().all(|id| id.0 == 0 && id.1 > 0));
+    ids.sort_unstable();
+    ids.dedup();
+    assert_eq!(ids.len(), 16);
+}
+
+#[test]
+fn item_80_pools_give_memory_back() {
+    let bench = Bench::new(GIB, "");
+    let pool = pool(&bench);
+    drop(pool.alloc(30 * MIB, &bench.stream).unwrap());
+    assert_eq!(bench.allocator.empty_cache().unwrap(), 0, "an open pool keeps what it caches");
+    assert_eq!(pool.empty_cache().unwrap(), 30 * MIB);
+    drop(pool.alloc(30 * MIB, &bench.stream).unwrap());
+    drop(pool);
+    assert_eq!(bench.allocator.reserved_bytes(), 0);
+    bench.assert_returned();
+}
+
+#[test]
+fn item_81_segments_of_pools_are_apart_and_visible() {
+    let bench = Bench::new(GIB, "");
+    let pool = pool(&bench);
+    let outside = bench.allocator.alloc(1000, &bench.stream).unwrap();
+    let inside = pool.alloc(1000, &bench.stream).unwrap();
+    assert_eq!((pool_of(&bench, &outside), pool_of(&bench, &inside)), ((0, 0), pool.id()));
+    drop((outside, inside, pool));
+    bench.assert_returned();
+}
+
+#[test]
+fn item_82_allocations_outlive_pool_and_allocator() {
+    let bench = Bench::new(GIB, "");
+    let inside = pool(&bench).alloc(30 * MIB, &bench.stream).unwrap();
+    write_on(&bench.stream, inside.ptr(), inside.bytes());
+    let Bench { driver, device, allocator, stream, side } = bench;
+    drop(allocator);
+    write_on(&stream, inside.ptr(), inside.bytes());
+    drop(inside);
+    drop((stream, side, device));
+    drop(Bench::new(MIB, ""));
+    assert_eq!(aquifer_tests::device_free(&driver), GIB);
+    aquifer_tests::assert_no_violation(&driver);
+}
+
+#[test]
+fn item_83_a_lending_pool_is_used_before_out_of_memory() {
+    let bench = Bench::new(64 * MIB, "");
+    let pool = bench.allocator.create_pool(LENDS);
+    drop(pool.alloc(40 * MIB, &bench.stream).unwrap());
+    let held = bench.allocator.alloc(40 * MIB, &bench.stream).unwrap();
+    write_on(&bench.stream, held.ptr(), held.bytes());
+    assert_eq!(pool_of(&bench, &held), pool.id());
+    drop((held, pool));
+    bench.assert_returned();
+}
+
+#[test]
+fn item_84_a_dropped_pool_lends_nothing() {
+    let bench = Bench::new(64 * MIB, "");
+    let lends = bench.allocator.create_pool(LENDS);
+    let keeps = lends.alloc(2 * MIB, &bench.stream).unwrap();
+    drop(lends);
+    let other = bench.allocator.alloc(40 * MIB, &bench.stream).unwrap();
+    // 18 MiB are free in the closed pool's segment.
+    let error = bench.allocator.alloc(15 * MIB, &bench.stream).unwrap_err();
+    assert!(matches!(error, AllocError::OutOfMemory(_)));
+    drop((keeps, other));
+    bench.assert_returned();
+}
+
+#[test]
+fn item_85_no_split() {
+    let bench = Bench::new(GIB, "");
+    let pool = bench.allocator.create_pool(PoolOptions { no_split: true, use_on_oom: false });
+    let held = [1, 2].map(|_| pool.alloc(1000, &bench.stream).unwrap());
+    assert_eq!(bench.allocator.memory_stats().segment.all.current, 2);
+    drop((held, pool));
+    bench.assert_returned();
+}
+
+#[test]
+fn item_86_routes_belong_to_their_thread() {
+    let bench = Bench::new(GIB, "");
+    let pool = pool(&bench);
+    let route = pool.route_thread();
+    let (allocator, stream) = (&bench.allocator, &bench.stream);
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| allocator.alloc(1000, stream).unwrap()).join().unwrap();
+        assert_eq!(pool_of(&bench, &other), (0, 0));
+        let inside = allocator.alloc(1000, stream).unwrap();
+        assert_eq!(pool_of(&bench, &inside), pool.id());
+        scope.spawn(|| allocator.empty_cache().unwrap()).join().unwrap();
+        write_on(stream, inside.ptr(), 1000);
+    });
+    drop(route);
+    let after = allocator.alloc(1000, stream).unwrap();
+    assert_eq!(pool_of(&bench, &after), (0, 0));
+    drop((after, pool));
+    bench.assert_returned();
+}
+
+#[test]
+fn item_87_nested_pools() {
+    let bench = Bench::new(GIB, "");
+    let (outer, inner) = (pool(&bench), pool(&bench));
+    let alloc = || pool_of(&bench, &bench.allocator.alloc(1000, &bench.stream).unwrap());
+    let outer_route = outer.route_thread();
+    {
+        let _inner_route = inner.route_thread();
+        assert_eq!(alloc(), inner.id());
+    }
+    assert_eq!(alloc(), outer.id());
+    drop(outer_route);
+    assert_eq!(alloc(), (0, 0));
+}

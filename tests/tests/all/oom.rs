@@ -1,0 +1,297 @@
+//! The out-of-memory ladder: each rung alone serves a request, and the report says what would have served it.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use aquifer_allocator::{Advice, Allocation, MemoryStats, OomReport, PoolOptions, Refusal};
+use aquifer_device::Stream;
+use aquifer_tests::{Bench, GIB, MIB, write_on};
+
+/// Allocates, uses and gives back a block; the stream is busy with it for 10 ms.
+fn busy(bench: &Bench, bytes: u64, stream: &Stream) {
+    let block = bench.allocator.alloc(bytes, stream).unwrap();
+    bench.driver.stall(stream.raw(), Duration::from_millis(10)).unwrap();
+    write_on(stream, block.ptr(), bytes);
+}
+
+fn served(bench: &Bench, bytes: u64) -> (Allocation, MemoryStats) {
+    let served = bench.allocator.alloc(bytes, &bench.stream).unwrap();
+    write_on(&bench.stream, served.ptr(), bytes);
+    bench.assert_no_violation();
+    let stats = bench.allocator.memory_stats();
+    assert_eq!(stats.num_ooms, 0);
+    (served, stats)
+}
+
+#[test]
+fn rung_blocks_of_other_streams_that_are_done() {
+    let bench = Bench::new(64 * MIB, "");
+    busy(&bench, 60 * MIB, &bench.side);
+    bench.side.synchronize().unwrap();
+    let (held, stats) = served(&bench, 60 * MIB);
+    assert_eq!((stats.cross_stream_reuses, stats.cross_stream_waits, stats.num_device_free), (1, 0, 0));
+    drop(held);
+    bench.assert_returned();
+}
+
+#[test]
+fn rung_a_wait_for_another_stream() {
+    // As a policy before growth, and otherwise as a rung before release.
+    for (options, capacity) in [("cross_stream:wait", GIB), ("", 64 * MIB)] {
+        let bench = Bench::new(capacity, options);
+        busy(&bench, 60 * MIB, &bench.side);
+        let (held, stats) = served(&bench, 60 * MIB);
+        assert_eq!((stats.cross_stream_reuses, stats.cross_stream_waits, stats.num_device_free), (1, 1, 0));
+        drop(held);
+        bench.assert_returned();
+    }
+}
+
+#[test]
+fn rung_garbage_collection() {
+    for options in ["garbage_collection_threshold:0.5", "garbage_collection_threshold:0.5,limit_mb:100"] {
+        let bench = Bench::new(100 * MIB, options);
+        drop(bench.allocator.alloc(60 * MIB, &bench.stream).unwrap());
+        let (held, stats) = served(&bench, 70 * MIB);
+        assert_eq!((stats.num_alloc_retries, stats.num_device_free), (0, 1), "{options}");
+        drop(held);
+        bench.assert_returned();
+    }
+}
+
+#[test]
+fn rung_a_lending_pool() {
+    let bench = Bench::new(64 * MIB, "");
+    let pool = bench.allocator.create_pool(PoolOptions { use_on_oom: true, no_split: false });
+    drop(pool.alloc(40 * MIB, &bench.stream).unwrap());
+    let (held, stats) = served(&bench, 40 * MIB);
+    assert_eq!((stats.num_alloc_retries, stats.num_device_free), (0, 0));
+    drop((held, pool));
+    bench.assert_returned();
+}
+
+#[test]
+fn rung_oversize_release() {
+    let bench = Bench::new(100 * MIB, "max_split_size_mb:40");
+    drop(bench.allocator.alloc(4 * MIB, &bench.stream).unwrap());
+    drop(bench.allocator.alloc(75 * MIB, &bench.stream).unwrap());
+    let (held, stats) = served(&bench, 50 * MIB);
+    assert_eq!((stats.num_alloc_retries, stats.num_device_free), (0, 1));
+    assert_eq!(stats.reserved_bytes.all.current, 70 * MIB, "only the oversize segment went back");
+    drop(held);
+    bench.assert_returned();
+}
+
+#[test]
+fn rung_waiting_blocks() {
+    let bench = Bench::new(64 * MIB, "cross_stream:off");
+    let block = bench.allocator.alloc(60 * MIB, &bench.stream).unwrap();
+    bench.side.wait_for(&bench.stream.tick()).unwrap();
+    bench.driver.stall(bench.side.raw(), Duration::from_millis(10)).unwrap();
+    write_on(&bench.side, block.ptr(), block.bytes());
+    block.record_stream(&bench.side).unwrap();
+    drop(block);
+    let (held, stats) = served(&bench, 60 * MIB);
+    assert_eq!((stats.num_sync_all_streams, stats.num_alloc_retries), (1, 0));
+    drop(held);
+    bench.assert_returned();
+}
+
+#[test]
+fn rung_release_everything() {
+    let bench = Bench::new(64 * MIB, "cross_stream:off");
+    busy(&bench, 30 * MIB, &bench.side);
+    busy(&bench, 20 * MIB, &bench.stream);
+    drop(bench.allocator.alloc(1000, &bench.side).unwrap());
+    let (held, stats) = served(&bench, 60 * MIB);
+    assert_eq!((stats.num_alloc_retries, stats.num_device_free), (1, 3));
+    drop(held);
+    bench.assert_returned();
+}
+
+#[test]
+fn rung_reclaimers() {
+    let bench = Bench::new(64 * MIB, "");
+    let cache: Arc<Mutex<Vec<Allocation>>> = Arc::default();
+    cache.lock().unwrap().push(bench.allocator.alloc(60 * MIB, &bench.side).unwrap());
+    let asked = Arc::new(Mutex::new(Vec::new()));
+    let (log, allocator, stream) = (asked.clone(), bench.allocator.clone(), bench.side.clone());
+    let reluctant = bench.allocator.register_reclaimer(-5, "reluctant", |_| panic!("asked although not needed"));
+    let (taken, log_too) = (cache.clone(), asked.clone());
+    let willing = bench.allocator.register_reclaimer(1, "cache", move |request| {
+        // It may itself allocate and free, from the same allocator.
+        let scratch = allocator.alloc(MIB, &stream).unwrap();
+        log.lock().unwrap().push(("cache", request.bytes));
+        drop(scratch);
+        taken.lock().unwrap().drain(..).map(|block| block.bytes()).sum()
+    });
+    let empty = bench.allocator.register_reclaimer(9, "empty", move |request| {
+        log_too.lock().unwrap().push(("empty", request.bytes));
+        0
+    });
+    let (held, _) = served(&bench, 50 * MIB);
+    assert_eq!(*asked.lock().unwrap(), [("empty", 50 * MIB), ("cache", 50 * MIB)]);
+    drop((held, reluctant, willing, empty));
+    bench.assert_returned();
+}
+
+#[test]
+fn a_reclaimer_whose_allocation_fails_is_not_asked_again() {
+    let bench = Bench::new(64 * MIB, "");
+    let held = bench.allocator.alloc(60 * MIB, &bench.stream).unwrap();
+    let (allocator, stream, asked) = (bench.allocator.clone(), bench.stream.clone(), Arc::new(AtomicU64::new(0)));
+    let count = asked.clone();
+    let registration = bench.allocator.register_reclaimer(0, "hungry", move |_| {
+        count.fetch_add(1, Ordering::Relaxed);
+        assert!(allocator.alloc(60 * MIB, &stream).unwrap_err().is_out_of_memory());
+        0
+    });
+    bench.allocator.alloc(60 * MIB, &bench.stream).unwrap_err();
+    assert_eq!((asked.load(Ordering::Relaxed), bench.allocator.memory_stats().num_ooms), (1, 2));
+    drop((held, registration));
+    bench.assert_returned();
+}
+
+#[test]
+fn panicking_hooks_poison_nothing() {
+    let bench = Bench::new(64 * MIB, "");
+    let held = bench.allocator.alloc(60 * MIB, &bench.stream).unwrap();
+    let alloc = || bench.allocator.alloc(60 * MIB, &bench.stream);
+    let panics = || assert!(catch_unwind(AssertUnwindSafe(alloc)).is_err());
+    let registration = bench.allocator.register_reclaimer(0, "broken", |_| panic!("a reclaimer panics"));
+    panics();
+    panics();
+    drop(registration);
+    let registration = bench.allocator.observe_oom(|_| panic!("an observer panics"));
+    panics();
+    drop(registration);
+    assert!(alloc().unwrap_err().is_out_of_memory());
+    drop(held);
+    drop(alloc().unwrap());
+    bench.assert_returned();
+}
+
+/// A refused request, after which everything but the counts of failures is as before.
+fn refused(bench: &Bench, bytes: u64) -> OomReport {
+    let before = (bench.allocator.memory_stats(), bench.allocator.snapshot());
+    let error = bench.allocator.alloc(bytes, &bench.stream).unwrap_err();
+    let text = error.to_string();
+    let report = error.report().unwrap().clone();
+    assert_eq!((report.requested, report.allocated), (bytes, before.0.allocated_bytes.all.current));
+    assert!(text.starts_with("out of memory. Tried to allocate") && text.contains("it would fit"), "{text}");
+    let after = (bench.allocator.memory_stats(), bench.allocator.snapshot());
+    assert_eq!(after.0.num_ooms, before.0.num_ooms + 1);
+    assert_eq!(after.0.allocation, before.0.allocation);
+    assert_eq!(after.0.allocated_bytes, before.0.allocated_bytes);
+    if report.released == 0 {
+        assert_eq!(
+            (after.0.reserved_bytes, after.0.inactive_split),
+            (before.0.reserved_bytes, before.0.inactive_split)
+        );
+        assert_eq!(after.1.segments, before.1.segments);
+    }
+    assert_eq!(after.0.reserved_bytes.all.current + report.released, before.0.reserved_bytes.all.current);
+    report
+}
+
+fn says(report: &OomReport, text: &str) {
+    assert!(report.to_string().contains(text), "not {text:?}: {report}");
+}
+
+#[test]
+fn report_too_big() {
+    let bench = Bench::new(64 * MIB, "");
+    let report = refused(&bench, 100 * MIB);
+    assert_eq!((report.refusal, report.segment), (Some(Refusal::Device), 100 * MIB));
+    assert_eq!(report.advice, [Advice::FreeMore { bytes: 36 * MIB, largest: None }]);
+    says(&report, "total capacity of 64.00 MiB of which 64.00 MiB is free");
+    says(&report, "after freeing 36.00 MiB more");
+    let _scope = aquifer_allocator::TagScope::new("weights");
+    let held = bench.allocator.alloc(50 * MIB, &bench.stream).unwrap();
+    says(&refused(&bench, 30 * MIB), "after freeing 16.00 MiB more; most is held by \"weights\" (50.00 MiB)");
+    drop(held);
+}
+
+#[test]
+fn report_fragmented() {
+    let bench = Bench::new(20 * MIB, "");
+    let mut held: Vec<_> = (0..5).map(|_| bench.allocator.alloc(4 * MIB, &bench.stream).unwrap()).collect();
+    drop(held.remove(3));
+    drop(held.remove(1));
+    let report = refused(&bench, 8 * MIB);
+    assert_eq!((report.largest_free, report.free_in_pool), (4 * MIB, 8 * MIB));
+    assert!((report.unusable_index - 1.0).abs() < f64::EPSILON);
+    assert!(report.advice.contains(&Advice::Fragmented { usable: 8 * MIB, pieces: 2, largest: 4 * MIB }));
+    says(&report, "8.00 MiB is free, but cached in 2 pieces of at most 4.00 MiB");
+}
+
+#[test]
+fn report_other_process() {
+    let bench = Bench::new(64 * MIB, "");
+    bench.driver.set_other_process_bytes(40 * MIB);
+    let report = refused(&bench, 50 * MIB);
+    assert_eq!(report.held_by_others, Some(40 * MIB));
+    assert!(report.advice.contains(&Advice::OthersHold { held: 40 * MIB, missing: 26 * MIB }));
+    says(&report, "40.00 MiB is held by others than this allocator");
+}
+
+#[test]
+fn report_limit() {
+    let bench = Bench::new(GIB, "limit_mb:100");
+    bench.driver.set_other_process_bytes(100 * MIB);
+    let held = bench.allocator.alloc(90 * MIB, &bench.stream).unwrap();
+    let report = refused(&bench, 20 * MIB);
+    assert_eq!((report.refusal, report.limit), (Some(Refusal::Limit), Some(100 * MIB)));
+    assert!(report.advice.contains(&Advice::RaiseLimit { to: 110 * MIB }));
+    says(&report, "100.00 MiB allowed");
+    says(&report, "with a limit of at least 110.00 MiB");
+    let blames_others = report.advice.iter().any(|advice| matches!(advice, Advice::OthersHold { .. }));
+    assert!(!blames_others, "the device has enough, so it is not for others to free: {report}");
+    bench.allocator.set_limit(Some(110 * MIB));
+    drop(bench.allocator.alloc(20 * MIB, &bench.stream).unwrap());
+    drop(held);
+}
+
+#[test]
+fn report_headroom() {
+    let bench = Bench::new(100 * MIB, "headroom_mb:30");
+    let report = refused(&bench, 80 * MIB);
+    assert_eq!((report.refusal, report.headroom), (Some(Refusal::Headroom), 30 * MIB));
+    assert!(report.advice.contains(&Advice::LowerHeadroom { to: 20 * MIB }));
+    says(&report, "refused by: the headroom of 30.00 MiB");
+    says(&report, "with a headroom of at most 20.00 MiB");
+}
+
+#[test]
+fn report_split_limit() {
+    let bench = Bench::new(GIB, "max_split_size_mb:40,limit_mb:100,throw_on_cudamalloc_oom:True");
+    drop(bench.allocator.alloc(90 * MIB, &bench.stream).unwrap());
+    let report = refused(&bench, 30 * MIB);
+    assert!(report.advice.contains(&Advice::RelaxSplitLimit { block: 90 * MIB }), "{report}");
+    says(&report, "with a larger max_split_size_mb");
+}
+
+#[test]
+fn report_private_pool() {
+    let bench = Bench::new(64 * MIB, "");
+    let pool = bench.allocator.create_pool(PoolOptions::default());
+    drop(pool.alloc(40 * MIB, &bench.stream).unwrap());
+    let report = refused(&bench, 40 * MIB);
+    assert_eq!(report.reserved_by_private_pools, 40 * MIB);
+    assert!(report.advice.contains(&Advice::PrivatePool { pool: pool.id(), block: 40 * MIB }));
+    says(&report, "40.00 MiB belongs to private pools");
+    says(&report, "were released or lent (use_on_oom): it has 40.00 MiB free");
+}
+
+#[test]
+fn report_of_a_request_that_the_limit_rejects_at_once() {
+    let bench = Bench::new(GIB, "throw_on_cudamalloc_oom:True,limit_mb:64");
+    drop(bench.allocator.alloc(40 * MIB, &bench.side).unwrap());
+    let report = refused(&bench, 50 * MIB);
+    assert_eq!((report.refusal, report.released), (Some(Refusal::Limit), 0));
+    let stats = bench.allocator.memory_stats();
+    assert_eq!((stats.num_oom_rejections, stats.num_alloc_retries), (1, 0));
+    assert_eq!(stats.reserved_bytes.all.current, 40 * MIB);
+}

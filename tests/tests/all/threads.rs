@@ -1,0 +1,135 @@
+//! Programs on several OS threads. Their interleaving is the operating system's; what must hold does not depend on it.
+
+use std::sync::mpsc;
+
+use aquifer_allocator::{Allocation, Allocator};
+use aquifer_device::{Device, Stream};
+use aquifer_tests::{Bench, GIB, KIB, MIB, check, write_on};
+
+/// Numbers that differ by thread.
+fn numbers(seed: u64) -> impl Iterator<Item = u64> {
+    std::iter::successors(Some(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1), |&x| {
+        let x = x ^ (x << 13);
+        let x = x ^ (x >> 7);
+        Some(x ^ (x << 17))
+    })
+}
+
+/// Allocates, uses and gives back on a stream of its own; passes some blocks on to be freed by others.
+fn hammer(allocator: &Allocator, stream: &Stream, seed: u64, away: &mpsc::Sender<Allocation>) {
+    let mut held: Vec<Allocation> = Vec::new();
+    for x in numbers(seed).take(1500) {
+        let bytes = if x % 10 == 0 { x % (30 * MIB) + 1 } else { x % (600 * KIB) + 1 };
+        match allocator.alloc(bytes, stream) {
+            Ok(block) => {
+                stream.fill(block.ptr(), u8::try_from(seed).unwrap(), block.bytes().min(64)).unwrap();
+                write_on(stream, block.ptr(), block.bytes());
+                held.push(block);
+            }
+            Err(error) => assert!(error.is_out_of_memory(), "{error}"),
+        }
+        if held.len() > 12 {
+            let at = usize::try_from(x >> 33).unwrap() % held.len();
+            let block = held.swap_remove(at);
+            let mut found = [0; 4];
+            match x % 8 {
+                0 => away.send(block).unwrap(),
+                1 if block.bytes() >= 64 => {
+                    stream.download_blocking(&mut found, block.ptr()).unwrap();
+                    assert_eq!(found, [u8::try_from(seed).unwrap(); 4]);
+                }
+                _ => drop(block),
+            }
+        }
+        if x % 400 == 0 {
+            allocator.empty_cache().unwrap();
+        }
+    }
+}
+
+#[test]
+fn four_threads_hammer_one_allocator() {
+    for options in ["", "cross_stream:wait", "cross_stream:off,history:100", "max_split_size_mb:20"] {
+        let bench = Bench::new(200 * MIB, options);
+        let (sender, receiver) = mpsc::channel::<Allocation>();
+        std::thread::scope(|scope| {
+            for seed in 1..=4 {
+                let (away, bench) = (sender.clone(), &bench);
+                scope.spawn(move || hammer(&bench.allocator, &bench.device.create_stream().unwrap(), seed, &away));
+            }
+            drop(sender);
+            scope.spawn(move || receiver.into_iter().for_each(drop));
+        });
+        check::statistics(&bench.allocator, (0, 0));
+        bench.assert_returned();
+    }
+}
+
+#[test]
+fn threads_with_default_streams_of_their_own_free_each_others_blocks() {
+    let bench = Bench::new(GIB, "");
+    let (sender, receiver) = mpsc::channel::<Allocation>();
+    std::thread::scope(|scope| {
+        for seed in 1..=3 {
+            let (away, bench) = (sender.clone(), &bench);
+            scope.spawn(move || hammer(&bench.allocator, &bench.device.per_thread_stream(), seed, &away));
+        }
+        drop(sender);
+        scope.spawn(move || receiver.into_iter().for_each(drop));
+    });
+    // The threads and their streams are gone; what they gave back serves this thread.
+    let held = bench.allocator.alloc(100 * MIB, &bench.device.per_thread_stream()).unwrap();
+    write_on(&bench.device.per_thread_stream(), held.ptr(), held.bytes());
+    drop(held);
+    check::statistics(&bench.allocator, (0, 0));
+    bench.assert_returned();
+}
+
+#[test]
+fn the_last_handles_go_on_other_threads() {
+    let bench = Bench::new(GIB, "");
+    let Bench { driver, device, allocator, stream, side } = bench;
+    let blocks: Vec<Allocation> = (1..200).map(|i| allocator.alloc(i * 10 * KIB, &stream).unwrap()).collect();
+    blocks.iter().for_each(|block| write_on(&stream, block.ptr(), block.bytes()));
+    let mut parts: Vec<Vec<Allocation>> = (0..4).map(|_| Vec::new()).collect();
+    blocks.into_iter().enumerate().for_each(|(i, block)| parts[i % 4].push(block));
+    std::thread::scope(|scope| {
+        scope.spawn(move || drop(allocator));
+        parts.into_iter().for_each(|part| drop(scope.spawn(move || drop(part))));
+    });
+    // Nobody holds anything: the next call to the device takes the segments back.
+    assert_eq!(held(&device), 0);
+    drop((stream, side, device));
+    drop(Bench::new(MIB, ""));
+    assert_eq!(aquifer_tests::device_free(&driver), GIB);
+    aquifer_tests::assert_no_violation(&driver);
+}
+
+/// Bytes that are held from the device after another call.
+fn held(device: &Device) -> u64 {
+    let ptr = device.alloc(512).unwrap();
+    device.free(ptr).unwrap();
+    let memory = device.memory_info().unwrap();
+    memory.total - memory.free
+}
+
+#[test]
+fn limits_hold_while_threads_grow() {
+    let bench = Bench::new(GIB, "limit_mb:64");
+    std::thread::scope(|scope| {
+        for seed in 1..=4 {
+            let bench = &bench;
+            scope.spawn(move || {
+                for x in numbers(seed).take(300) {
+                    let held = bench.allocator.alloc(x % (40 * MIB) + 1, &bench.stream);
+                    assert!(bench.allocator.reserved_bytes() <= 64 * MIB);
+                    assert!(bench.device_free() >= GIB - 64 * MIB, "the device gave more than the limit");
+                    if let Err(error) = held {
+                        assert!(error.is_out_of_memory(), "{error}");
+                    }
+                }
+            });
+        }
+    });
+    bench.assert_returned();
+}
