@@ -223,7 +223,7 @@ fn report_fragmented() {
     let report = refused(&bench, 8 * MIB);
     assert_eq!((report.largest_free, report.free_in_pool), (4 * MIB, 8 * MIB));
     assert!((report.unusable_index - 1.0).abs() < f64::EPSILON);
-    assert!(report.advice.contains(&Advice::Fragmented { usable: 8 * MIB, pieces: 2, largest: 4 * MIB }));
+    assert!(report.advice.contains(&Advice::Fragmented { on_device: 0, cached: 8 * MIB, pieces: 2, largest: 4 * MIB }));
     says(&report, "8.00 MiB is free, but cached in 2 pieces of at most 4.00 MiB");
 }
 
