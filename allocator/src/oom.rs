@@ -137,7 +137,7 @@ pub enum Advice {
         /// Bytes missing.
         missing: u64,
     },
-    /// Nothing helps here: the device, or the limit, is smaller than the request with all else freed.
+    /// Nothing helps here: the whole device is smaller than the request.
     LargerDevice {
         /// The least capacity that would do.
         bytes: u64,
@@ -286,9 +286,8 @@ impl OomReport {
         if let Some(held) = self.held_by_others.filter(|&held| held >= missing_there && missing_there > 0) {
             self.advice.push(Advice::OthersHold { held, missing: missing_there });
         }
-        let total = self.memory.map_or(u64::MAX, |memory| memory.total.saturating_sub(self.headroom));
-        if self.segment > total.min(self.limit.unwrap_or(u64::MAX)) {
-            self.advice = vec![Advice::LargerDevice { bytes: self.segment.saturating_add(self.headroom) }];
+        if self.memory.is_some_and(|memory| self.segment > memory.total) {
+            self.advice = vec![Advice::LargerDevice { bytes: self.segment }];
         } else if !fragmented {
             let largest = self.largest_tags.iter().find_map(|(tag, bytes)| Some((tag.clone()?, *bytes)));
             self.advice.push(Advice::FreeMore { bytes: missing, largest });
@@ -370,7 +369,7 @@ impl fmt::Display for Advice {
                 Bytes(*largest)
             ),
             Advice::LargerDevice { bytes } => {
-                write!(f, "only on a device, and with a limit, of at least {}", Bytes(*bytes))
+                write!(f, "only on a device of at least {}", Bytes(*bytes))
             }
             Advice::WaitFor { stream_id, bytes } => {
                 write!(
