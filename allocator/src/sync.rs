@@ -1,10 +1,10 @@
-//! The locks and atomics whose interleavings matter: those of parking_lot and `std`, or with `--cfg aquifer_shuttle`, which is
+//! The locks and atomics whose interleavings matter: the heap's lock and those of `std`, or with `--cfg aquifer_shuttle`, which is
 //! for the crate's own tests alone, counterparts that hand every interleaving to a scheduler (`ci/schedules`).
 //!
-//! Locks that are leaves, under which nothing here waits or calls out, need no counterpart and stay parking_lot's.
+//! Locks that are leaves, under which nothing here waits or calls out, need no counterpart and are parking_lot's.
 
 #[cfg(not(aquifer_shuttle))]
-pub(crate) use parking_lot::{Mutex, MutexGuard};
+pub(crate) use crate::lock::{Mutex, MutexGuard};
 #[cfg(not(aquifer_shuttle))]
 pub(crate) use std::sync::atomic;
 
