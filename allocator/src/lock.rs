@@ -28,7 +28,6 @@ pub(crate) struct ShortLock(AtomicBool);
 // the holder, turns it back. So there is one holder at a time. The acquiring swap sees everything before the releasing store.
 #[allow(unsafe_code, reason = "the one promise of this crate that the compiler cannot check")]
 unsafe impl lock_api::RawMutex for ShortLock {
-    #[expect(clippy::declare_interior_mutable_const, reason = "this is how `lock_api` asks for the initial value")]
     const INIT: ShortLock = ShortLock(AtomicBool::new(false));
 
     type Guard = GuardNoSend;

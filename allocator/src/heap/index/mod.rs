@@ -11,14 +11,15 @@
 //! Invariants:
 //! * every key is in the bin of its size; the front of a bin is sorted, filled up with [`Key::NONE`];
 //! * what a bin holds beyond its front is greater than the front, and there only while the front is full;
-//! * every run is sorted, not empty, and holds at most [`RUN`] keys;
 //! * a bin's bit is set exactly when the bin holds a key, and a word's bit when the word has one.
+
+mod runs;
+
+use runs::Runs;
 
 use super::block::BlockId;
 use crate::size_class::MIN_BLOCK;
 
-/// Greatest number of keys in a run.
-const RUN: usize = 63;
 /// Bins of one doubling, as a shift.
 const SUB_BITS: u32 = 6;
 const SUB: u64 = 1 << SUB_BITS;
@@ -112,24 +113,6 @@ struct Bin {
 
 const _: () = assert!(size_of::<Bin>() == 64, "a bin fills a cache line");
 
-/// A sorted list of keys in runs.
-#[derive(Debug, Default)]
-struct Runs {
-    /// The first key of each run.
-    firsts: Vec<Key>,
-    #[expect(clippy::vec_box, reason = "runs move within the list, and a run is 1 KiB")]
-    runs: Vec<Box<Run>>,
-    /// A run that was emptied, to be used again.
-    spare: Option<Box<Run>>,
-}
-
-/// A sorted run of keys, filled up with [`Key::NONE`]; there is always one at the end.
-#[derive(Debug)]
-struct Run {
-    keys: [Key; RUN + 1],
-    len: usize,
-}
-
 impl FreeIndex {
     /// The smallest block of at least `size` bytes, of those the one at the lowest address.
     #[inline]
@@ -206,11 +189,7 @@ impl FreeIndex {
     pub(crate) fn iter(&self) -> impl Iterator<Item = Key> + '_ {
         self.bins.iter().flat_map(|bin| {
             let front = bin.front.iter().copied().take_while(|&key| key != Key::NONE);
-            front.chain(
-                bin.rest
-                    .iter()
-                    .flat_map(|rest| rest.runs.iter().flat_map(|run| run.keys.iter().take(run.len).copied())),
-            )
+            front.chain(bin.rest.iter().flat_map(|rest| rest.iter()))
         })
     }
 
@@ -315,106 +294,7 @@ impl Bin {
 
     /// Takes the smallest key out of the rest; [`Key::NONE`] if there is none.
     fn pop_rest(&mut self) -> Key {
-        let Some(first) = self.rest.as_ref().and_then(|rest| rest.firsts.first().copied()) else { return Key::NONE };
-        self.remove_from_rest(first);
-        first
-    }
-}
-
-impl Runs {
-    /// The run that a key belongs to: the last whose first key is not greater.
-    #[inline]
-    fn run_of(&self, key: Key) -> usize {
-        if self.runs.len() <= 1 { 0 } else { self.firsts.partition_point(|&first| first <= key).saturating_sub(1) }
-    }
-
-    #[inline]
-    fn first_from(&self, least: Key) -> Option<Key> {
-        let at = self.run_of(least);
-        let run = self.runs.get(at)?;
-        let key = run.keys[run.position(least)];
-        if key != Key::NONE { Some(key) } else { self.firsts.get(at + 1).copied() }
-    }
-
-    fn last_below(&self, key: Key) -> Option<Key> {
-        let at = self.run_of(key);
-        let run = self.runs.get(at)?;
-        match run.position(key).checked_sub(1) {
-            Some(at) => Some(run.keys[at]),
-            None => self.runs[..at].last().map(|run| run.keys[run.len - 1]),
-        }
-    }
-
-    fn insert(&mut self, key: Key) {
-        if self.runs.is_empty() {
-            self.firsts.push(key);
-            self.runs.push(self.spare.take().unwrap_or_default());
-        }
-        let mut at = self.run_of(key);
-        if self.runs[at].len == RUN {
-            let upper = self.runs[at].split(self.spare.take().unwrap_or_default());
-            self.firsts.insert(at + 1, upper.keys[0]);
-            self.runs.insert(at + 1, upper);
-            at += usize::from(key >= self.firsts[at + 1]);
-        }
-        self.runs[at].insert(key);
-        self.firsts[at] = self.runs[at].keys[0];
-    }
-
-    /// Removes a key that is there.
-    fn remove(&mut self, key: Key) {
-        let at = self.run_of(key);
-        let run = &mut self.runs[at];
-        run.remove(key);
-        self.firsts[at] = run.keys[0];
-        if run.len == 0 {
-            self.firsts.remove(at);
-            self.spare = Some(self.runs.remove(at));
-        }
-    }
-}
-
-impl Default for Run {
-    fn default() -> Self {
-        Run { keys: [Key::NONE; RUN + 1], len: 0 }
-    }
-}
-
-impl Run {
-    /// How many keys are smaller than `key`: a binary search of fixed length, without branches.
-    #[inline]
-    fn position(&self, key: Key) -> usize {
-        let mut at = 0;
-        for step in [32, 16, 8, 4, 2, 1] {
-            at += step * usize::from(self.keys[at + step - 1] < key);
-        }
-        at
-    }
-
-    fn insert(&mut self, key: Key) {
-        let at = self.position(key);
-        self.keys.copy_within(at..self.len, at + 1);
-        self.keys[at] = key;
-        self.len += 1;
-    }
-
-    fn remove(&mut self, key: Key) {
-        let at = self.position(key);
-        debug_assert_eq!(self.keys[at], key);
-        // The key behind the last one is always `NONE`, and moves up with the others.
-        self.keys.copy_within(at + 1..=self.len, at);
-        self.len -= 1;
-    }
-
-    /// Moves the upper half to an empty run.
-    #[cold]
-    fn split(&mut self, mut upper: Box<Run>) -> Box<Run> {
-        let half = self.len / 2;
-        upper.keys[..self.len - half].copy_from_slice(&self.keys[half..self.len]);
-        upper.len = self.len - half;
-        self.keys[half..].fill(Key::NONE);
-        self.len = half;
-        upper
+        self.rest.as_mut().map_or(Key::NONE, |rest| rest.pop_first())
     }
 }
 

@@ -1,0 +1,147 @@
+//! The keys of a crowded bin: an ordered set in sorted runs.
+//!
+//! Invariants: every run is sorted and filled up with [`Key::NONE`]; the first run, which stands in the structure itself so
+//! that few keys cost one line to find, is empty only if it is the only one, the others never are; all runs are in order.
+
+use super::Key;
+
+/// Greatest number of keys in a run.
+const RUN: usize = 63;
+
+/// A sorted list of keys in runs.
+#[derive(Debug, Default)]
+pub(super) struct Runs {
+    first: Run,
+    /// The first key of each further run, and the runs.
+    starts: Vec<Key>,
+    #[expect(clippy::vec_box, reason = "runs move within the list, and a run is 1 KiB")]
+    more: Vec<Box<Run>>,
+}
+
+/// A sorted run of keys, filled up with [`Key::NONE`]; there is always one at the end.
+#[derive(Debug)]
+struct Run {
+    keys: [Key; RUN + 1],
+    len: usize,
+}
+
+impl Runs {
+    /// The run that a key belongs to, as an index into `more`; `None` is the first run.
+    #[inline]
+    fn run_of(&self, key: Key) -> Option<usize> {
+        if self.more.is_empty() { None } else { self.starts.partition_point(|&start| start <= key).checked_sub(1) }
+    }
+
+    /// The first key not below `least`.
+    #[inline]
+    pub(super) fn first_from(&self, least: Key) -> Option<Key> {
+        let at = self.run_of(least);
+        let run = at.map_or(&self.first, |at| &self.more[at]);
+        let key = run.keys[run.position(least)];
+        if key != Key::NONE { Some(key) } else { self.starts.get(at.map_or(0, |at| at + 1)).copied() }
+    }
+
+    pub(super) fn last_below(&self, key: Key) -> Option<Key> {
+        let runs = self.more.iter().take(self.run_of(key).map_or(0, |at| at + 1)).rev().map(|run| &**run);
+        runs.chain([&self.first]).find_map(|run| run.position(key).checked_sub(1).map(|at| run.keys[at]))
+    }
+
+    pub(super) fn insert(&mut self, key: Key) {
+        let at = self.run_of(key);
+        let run = at.map_or(&mut self.first, |at| &mut self.more[at]);
+        if run.len < RUN {
+            run.insert(key);
+            return;
+        }
+        let upper = run.split();
+        let next = at.map_or(0, |at| at + 1);
+        self.starts.insert(next, upper.keys[0]);
+        self.more.insert(next, upper);
+        self.insert(key);
+    }
+
+    /// Removes a key that is there.
+    pub(super) fn remove(&mut self, key: Key) {
+        match self.run_of(key) {
+            None => {
+                self.first.remove(key);
+                if self.first.len == 0 && !self.more.is_empty() {
+                    self.first = *self.drop_run(0);
+                }
+            }
+            Some(at) => {
+                self.more[at].remove(key);
+                self.starts[at] = self.more[at].keys[0];
+                if self.more[at].len == 0 {
+                    self.drop_run(at);
+                }
+            }
+        }
+    }
+
+    /// Takes the smallest key out; [`Key::NONE`] if there is none.
+    pub(super) fn pop_first(&mut self) -> Key {
+        let key = self.first.keys[0];
+        if key != Key::NONE {
+            self.remove(key);
+        }
+        key
+    }
+
+    /// Every key in order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = Key> + '_ {
+        let runs = std::iter::once(&self.first).chain(self.more.iter().map(|run| &**run));
+        runs.flat_map(|run| run.keys.iter().take(run.len).copied())
+    }
+
+    #[cold]
+    fn drop_run(&mut self, at: usize) -> Box<Run> {
+        self.starts.remove(at);
+        self.more.remove(at)
+    }
+}
+
+impl Default for Run {
+    fn default() -> Self {
+        Run { keys: [Key::NONE; RUN + 1], len: 0 }
+    }
+}
+
+impl Run {
+    /// How many keys are smaller than `key`: a binary search of fixed length, without branches.
+    #[inline]
+    fn position(&self, key: Key) -> usize {
+        let mut at = 0;
+        for step in [32, 16, 8, 4, 2, 1] {
+            at += step * usize::from(self.keys[at + step - 1] < key);
+        }
+        at
+    }
+
+    fn insert(&mut self, key: Key) {
+        let at = self.position(key);
+        self.keys.copy_within(at..self.len, at + 1);
+        self.keys[at] = key;
+        self.len += 1;
+    }
+
+    fn remove(&mut self, key: Key) {
+        let at = self.position(key);
+        debug_assert_eq!(self.keys[at], key);
+        // The key behind the last one is always `NONE`, and moves up with the others.
+        self.keys.copy_within(at + 1..=self.len, at);
+        self.len -= 1;
+    }
+
+    /// Moves the upper half to a run of its own.
+    #[cold]
+    fn split(&mut self) -> Box<Run> {
+        let half = self.len / 2;
+        let mut upper = Box::<Run>::default();
+        upper.keys[..self.len - half].copy_from_slice(&self.keys[half..self.len]);
+        upper.len = self.len - half;
+        self.keys[half..].fill(Key::NONE);
+        self.len = half;
+        upper
+    }
+}
