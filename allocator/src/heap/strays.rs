@@ -1,0 +1,67 @@
+//! Free blocks away from home: those whose owner is not the stream of their region.
+//!
+//! They come from memory that one stream borrowed from another. Once a stray is done for everybody it goes home and merges with
+//! its neighbours there.
+
+use super::{BlockId, Heap, SplitChange, State, signed};
+
+impl Heap {
+    /// Sends strays home that are done for everybody, and merges them; tells how `inactive_split` of each pool changed.
+    pub(crate) fn send_home(&mut self, is_done: impl Fn(u32, u64) -> bool) -> Vec<(u16, SplitChange)> {
+        let done = |id: &BlockId| is_done(self.blocks[*id].owner, self.blocks[*id].after);
+        let candidates: Vec<BlockId> = self.strays.iter().copied().filter(done).collect();
+        let mut changes = Vec::new();
+        for id in candidates {
+            // An earlier one may have merged with it.
+            if !self.strays.contains(&id) {
+                continue;
+            }
+            let (was_split, size, pool) = (self.blocks[id].is_split(), self.blocks[id].size, self.blocks[id].pool);
+            self.unindex(id);
+            self.free -= size;
+            self.blocks[id].state = State::Waiting;
+            let home = self.region(self.blocks[id].region).home;
+            let before = if was_split { SplitChange { count: 1, bytes: signed(size) } } else { SplitChange::default() };
+            let (_, after) = self.give(id, home, 0);
+            let count = after.count - before.count;
+            changes.push((pool, SplitChange { count, bytes: after.bytes - before.bytes }));
+        }
+        changes
+    }
+
+    /// Makes a free block that is a whole region, and done for everybody, belong to `home`.
+    pub(crate) fn rehome(&mut self, id: BlockId, home: u32) {
+        debug_assert!(!self.blocks[id].is_split());
+        self.unindex(id);
+        let region = self.blocks[id].region;
+        self.region_mut(region).home = home;
+        let block = &mut self.blocks[id];
+        (block.owner, block.after) = (home, 0);
+        self.index_alone(id);
+    }
+
+    /// Free blocks of `owner` in a pool that are away from home.
+    pub(crate) fn strays_of(&self, pool: u16, owner: u32) -> impl Iterator<Item = BlockId> + '_ {
+        let of = move |id: &BlockId| self.blocks[*id].owner == owner && self.blocks[*id].pool == pool;
+        self.strays.iter().copied().filter(of)
+    }
+
+    /// Free blocks that are away from home.
+    pub(crate) fn strays(&self) -> impl ExactSizeIterator<Item = BlockId> + '_ {
+        self.strays.iter().copied()
+    }
+
+    #[inline]
+    pub(super) fn strays_note(&mut self, id: BlockId) {
+        if self.blocks[id].owner != self.region(self.blocks[id].region).home {
+            self.strays.insert(id);
+        }
+    }
+
+    #[inline]
+    pub(super) fn strays_forget(&mut self, id: BlockId) {
+        if !self.strays.is_empty() {
+            self.strays.remove(&id);
+        }
+    }
+}
