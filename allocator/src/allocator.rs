@@ -96,7 +96,13 @@ impl Allocator {
         if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
             return self.alloc_odd(bytes, stream);
         }
-        let size = inner.classes.round(bytes);
+        self.alloc_rounded(bytes, inner.classes.round(bytes), stream)
+    }
+
+    /// Allocates a block of `size` bytes, a result of rounding, for a request of `bytes` that was looked at.
+    #[inline]
+    fn alloc_rounded(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        let inner = &*self.0;
         let pool = inner.classes.pool(size) as u16;
         let shell = inner.shell;
         if shell.special.load(Ordering::Relaxed) != 0 {
@@ -161,10 +167,11 @@ impl Allocator {
         if !alignment.is_power_of_two() || alignment > ALIGNMENT_MAX {
             return Err(AllocError::InvalidAlignment { alignment });
         }
-        if alignment <= ALIGNMENT || bytes == 0 {
+        let padded = bytes.saturating_add(alignment.saturating_sub(ALIGNMENT));
+        if alignment <= ALIGNMENT || bytes == 0 || padded >= REQUEST_LIMIT || stream.device_id() != self.0.device.id() {
             return self.alloc(bytes, stream);
         }
-        let padded = self.alloc(bytes.saturating_add(alignment - ALIGNMENT), stream)?;
+        let padded = self.alloc_rounded(bytes, self.0.classes.round(padded), stream)?;
         let (slot, addr) = (padded.stream_id(), padded.ptr().0.next_multiple_of(alignment));
         Ok(Allocation::new(self.0.shell, padded.into_block(), slot, DevicePtr(addr), bytes))
     }
@@ -291,7 +298,7 @@ impl Core {
     /// Unused segments to release, largest first, for at most `bytes` to stay reserved.
     fn excess(&self, bytes: u64) -> Vec<crate::heap::BlockId> {
         let mut segments = self.releasable();
-        let size = |id: &crate::heap::BlockId| self.heap.blocks[*id].size();
+        let size = |id: &crate::heap::BlockId| self.heap.blocks[*id].size;
         segments.sort_by_key(|id| (std::cmp::Reverse(size(id)), self.heap.blocks[*id].addr));
         let mut left = self.reserved;
         segments.retain(|id| {

@@ -63,6 +63,8 @@ pub(crate) struct Core {
     pub(crate) segments: BTreeMap<u64, Tag>,
     /// Segments that the driver is asked to take back, by address.
     pub(crate) releasing: BTreeMap<u64, Releasing>,
+    /// Releases begun so far.
+    pub(crate) releases: u64,
 }
 
 impl Core {
@@ -136,9 +138,9 @@ impl Core {
     /// Accounts for a block that became live.
     #[inline]
     fn taken(&mut self, shell: &Shell, request: &Request, id: BlockId, change: SplitChange) -> Granted {
-        self.heap.blocks.detail_mut(id).tag = request.tag.0;
+        self.heap.blocks[id].tag = request.tag.0;
         let block = &self.heap.blocks[id];
-        let (addr, size, kind) = (block.addr, block.size(), kind_of(block.pool));
+        let (addr, size, kind) = (block.addr, block.size, kind_of(block.pool));
         self.live += 1;
         shell.counters.allocated(kind, size, request.requested);
         self.split_changed(shell, kind, change);
@@ -158,7 +160,7 @@ impl Core {
     pub(crate) fn free(&mut self, shell: &Shell, id: BlockId, on: Option<u32>) {
         let block = &self.heap.blocks[id];
         debug_assert_eq!(block.state, State::Live);
-        let (size, owner, shared) = (block.size(), block.owner, block.shared);
+        let (size, requested, owner, shared) = (block.size, block.requested, block.owner, block.shared);
         let kind = kind_of(block.pool);
         self.live -= 1;
         if self.classes.is_oversize(size) {
@@ -172,7 +174,7 @@ impl Core {
             Some(on) if !shared && self.crosses_streams => on,
             on => return self.free_shared(shell, id, on),
         };
-        shell.counters.freed(kind, size, self.heap.blocks.detail(id).requested);
+        shell.counters.freed(kind, size, requested);
         self.complete(shell, id, heir, self.tick_of(heir));
     }
 
@@ -180,7 +182,7 @@ impl Core {
     fn note_free(&mut self, action: Action, id: BlockId) {
         let block = &self.heap.blocks[id];
         let pool = self.pools.history_id(block.pool);
-        let detail = self.heap.blocks.detail(id);
+        let detail = self.heap.blocks[id];
         self.history.note(action, pool, block.addr, detail.requested, block.owner, Tag(detail.tag));
     }
 
@@ -212,11 +214,13 @@ impl Core {
     }
 
     /// Hands every segment to the device, to be freed when somebody next talks to it, and lets the device go.
-    pub(crate) fn bury(self) {
-        let Some(device) = self.device else { return };
+    pub(crate) fn bury(mut self) {
+        let Some(device) = self.device.take() else { return };
         for region in self.heap.regions() {
             device.free_later(aquifer_device::DevicePtr(region.addr));
         }
+        // The device goes last: whoever closes it must not leave its driver to the timelines that this thread drops.
+        drop(self);
         bury(device);
     }
 }

@@ -123,7 +123,7 @@ impl Core {
         let fitting = std::iter::successors(index.best_fit(request.size), |&key| index.after(key)).take(CANDIDATES);
         let strays = self.heap.strays_of(request.pool, owner);
         let fitting = fitting.filter(|_| owner != request.slot).map(Key::block);
-        let after = fitting.chain(strays).map(|id| self.heap.blocks.detail(id).after).max()?;
+        let after = fitting.chain(strays).map(|id| self.heap.blocks[id].after).max()?;
         (!self.is_known_done(owner, after)).then_some(after)
     }
 
@@ -146,22 +146,19 @@ impl Core {
             let index = self.heap.index(request.pool, owner)?;
             let keys = std::iter::successors(index.best_fit(request.size), |&key| index.after(key));
             let fitting = keys.take(CANDIDATES).take_while(|key| self.classes.fits(key.size(), request.size));
-            fitting.into_iter().find(|key| may_use(self, owner, self.heap.blocks.detail(key.block()).after))
+            fitting.into_iter().find(|key| may_use(self, owner, self.heap.blocks[key.block()].after))
         };
         (0..self.heap.owners(request.pool)).filter(|&owner| owner != request.slot).filter_map(lent).min()
     }
 
     fn lender(&self, key: Key) -> Option<Lender> {
         let block = &self.heap.blocks[key.block()];
-        Some(Lender {
-            timeline: self.timeline(block.owner)?.clone(),
-            after: self.heap.blocks.detail(key.block()).after,
-        })
+        Some(Lender { timeline: self.timeline(block.owner)?.clone(), after: self.heap.blocks[key.block()].after })
     }
 
     fn take_lent(&mut self, shell: &crate::shell::Shell, request: &Request, id: BlockId) -> Granted {
         let block = &self.heap.blocks[id];
-        if !block.is_split() && self.is_known_done(block.owner, self.heap.blocks.detail(id).after) {
+        if !block.is_split() && self.is_known_done(block.owner, self.heap.blocks[id].after) {
             self.heap.rehome(id, request.slot);
         }
         self.take(shell, request, id)

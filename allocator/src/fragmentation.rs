@@ -116,21 +116,20 @@ impl Core {
         for (id, block) in self.heap.blocks.iter().filter(|(_, block)| counts(block.pool)) {
             match block.state {
                 State::Live => {
-                    found.allocated_bytes += block.size();
-                    found.internal_waste += block.size().saturating_sub(self.heap.blocks.detail(id).requested);
+                    found.allocated_bytes += block.size;
+                    found.internal_waste += block.size.saturating_sub(self.heap.blocks[id].requested);
                 }
-                State::Waiting => found.waiting_bytes += block.size(),
+                State::Waiting => found.waiting_bytes += block.size,
                 State::Free => {
                     found.free_blocks += 1;
-                    found.free_bytes += block.size();
-                    found.largest_free_block = found.largest_free_block.max(block.size());
-                    usable += if block.size() >= request_bytes { block.size() } else { 0 };
+                    found.free_bytes += block.size;
+                    found.largest_free_block = found.largest_free_block.max(block.size);
+                    usable += if block.size >= request_bytes { block.size } else { 0 };
                     found.releasable_segments += u64::from(!block.is_split());
-                    found.releasable_bytes += if block.is_split() { 0 } else { block.size() };
-                    let log2 = block.size().max(1).ilog2();
+                    found.releasable_bytes += if block.is_split() { 0 } else { block.size };
+                    let log2 = block.size.max(1).ilog2();
                     let range = &mut sizes[log2 as usize];
-                    (range.at_least, range.count, range.bytes) =
-                        (1 << log2, range.count + 1, range.bytes + block.size());
+                    (range.at_least, range.count, range.bytes) = (1 << log2, range.count + 1, range.bytes + block.size);
                 }
                 State::Vacant => {}
             }

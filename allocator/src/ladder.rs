@@ -104,7 +104,7 @@ impl Allocator {
         let released = self.release_where(|core| match core.oversize_to_release(request) {
             Some(chosen) => {
                 let least = core.classes.max_split_size().unwrap_or(0);
-                let sum: u64 = chosen.iter().map(|id| core.heap.blocks[*id].size()).sum();
+                let sum: u64 = chosen.iter().map(|id| core.heap.blocks[*id].size).sum();
                 sufficient = sum >= request.size.max(least);
                 chosen
             }

@@ -29,6 +29,7 @@ pub mod size_class;
 pub mod snapshot;
 mod stats;
 mod summary;
+mod sync;
 mod tags;
 mod waiting;
 

@@ -211,7 +211,7 @@ impl Core {
     fn largest_tags(&self) -> Vec<(Option<String>, u64)> {
         let mut by_tag: HashMap<u32, u64> = HashMap::new();
         for (id, block) in self.heap.blocks.iter().filter(|(_, block)| block.state == State::Live) {
-            *by_tag.entry(self.heap.blocks.detail(id).tag).or_default() += block.size();
+            *by_tag.entry(self.heap.blocks[id].tag).or_default() += block.size;
         }
         let mut tags: Vec<(u32, u64)> = by_tag.into_iter().collect();
         tags.sort_by_key(|&(tag, bytes)| (std::cmp::Reverse(bytes), tag));

@@ -61,6 +61,6 @@ impl Allocator {
     pub fn size_of_raw(&self, ptr: DevicePtr) -> Result<u64, AllocError> {
         let core = self.shell().lock();
         let block = core.raw.get(&ptr.0).ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
-        Ok(core.heap.blocks[*block].size())
+        Ok(core.heap.blocks[*block].size)
     }
 }

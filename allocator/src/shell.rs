@@ -4,22 +4,26 @@
 //! allocator by a plain `&'static Shell`: no reference count per allocation, no unsafe code, and nothing can dangle.
 //!
 //! Invariants:
-//! * a shell is recycled only when it is *closed* (no handle of the allocator is left) and no allocation is live;
+//! * a shell is recycled only when it is *closed* (no handle of the allocator is left) and no allocation is live, and once
+//!   in each life: several threads may find it so, the first empties it, and an empty core is not recycled;
 //! * whoever takes the lock first applies the remote frees queued before;
 //! * once a shell is closed, frees wait for the lock instead of queueing, so that the last one cannot be left behind.
 //!
-//! Lock order: the heap's lock is taken with no other lock held, except a timeline's never. While it is held there is no
-//! driver call, no wait, no foreign code. The list of idle shells is a leaf.
+//! Lock order: the heap's lock is taken with no other lock held, and under it only that of the list of idle shells, a leaf.
+//! No timeline is locked under it: of timelines only atomic values are read there. While it is held there is no driver call,
+//! no wait, no foreign code. The list of buried devices is a leaf too, and devices are dropped outside it.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+#[cfg(all(test, aquifer_shuttle))]
+mod schedules;
 
 use aquifer_device::Device;
 use crossbeam::queue::SegQueue;
-use parking_lot::{Mutex, MutexGuard};
 
 use crate::core::Core;
 use crate::heap::BlockId;
 use crate::stats::{Counter, Counters};
+use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use crate::sync::{Mutex, MutexGuard};
 
 /// Reasons why an allocation may not take the short way, as bits of [`Shell::special`].
 pub(crate) mod special {
@@ -52,10 +56,36 @@ pub(crate) struct Shell {
     pub(crate) counters: Counters,
 }
 
-static IDLE: Mutex<Vec<&'static Shell>> = Mutex::new(Vec::new());
+#[cfg(not(aquifer_shuttle))]
+mod lists {
+    use aquifer_device::Device;
+    use parking_lot::Mutex;
 
-/// Devices whose last handle was dropped where no driver call may be made. They are closed when the next allocator is made.
-static BURIED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
+    use super::Shell;
+
+    /// Shells between two lives.
+    pub(super) static IDLE: Mutex<Vec<&'static Shell>> = Mutex::new(Vec::new());
+
+    /// Devices whose last handle was dropped where no driver call may be made. They are closed when the next allocator is
+    /// made.
+    pub(super) static BURIED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
+}
+
+/// The same lists, empty at the start of each modelled execution: what a scheduler hands out is bound to one.
+#[cfg(aquifer_shuttle)]
+mod lists {
+    use aquifer_device::Device;
+    use parking_lot::Mutex;
+
+    use super::Shell;
+
+    shuttle::lazy_static! {
+        pub(super) static ref IDLE: Mutex<Vec<&'static Shell>> = Mutex::new(Vec::new());
+        pub(super) static ref BURIED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
+    }
+}
+
+use lists::{BURIED, IDLE};
 
 impl Shell {
     /// A shell around `core`.
@@ -112,8 +142,8 @@ impl Shell {
                     self.drain(&mut core);
                 }
                 core.free(self, block, on);
-                if core.live == 0 && self.closed.load(Ordering::SeqCst) {
-                    self.recycle(core);
+                if core.live == 0 {
+                    self.recycle_if_closed(core);
                 }
             }
             None => self.free_remotely(RemoteFree { block, on }),
@@ -123,21 +153,19 @@ impl Shell {
     #[cold]
     fn free_remotely(&'static self, free: RemoteFree) {
         self.remote.push(free);
-        self.remote_pending.store(true, Ordering::SeqCst);
-        // Either this sees that the shell closed, or `close`, which sets the flag and then locks, sees the entry.
+        // A swap, not a store, here and in `drain`: whoever clears the flag thereby sees every entry whose push had set it.
+        self.remote_pending.swap(true, Ordering::SeqCst);
+        // Either this sees that the shell closed, or `close`, which sets the flag and then drains, sees the entry.
         if self.closed.load(Ordering::SeqCst) {
             let core = self.lock();
-            let unused = core.live == 0 && core.device.is_some();
-            if unused && self.closed.load(Ordering::SeqCst) {
-                self.recycle(core);
-            }
+            self.recycle_if_closed(core);
         }
     }
 
     #[cold]
     fn drain(&self, core: &mut Core) {
         // Cleared first: an entry pushed from here on sets it again.
-        self.remote_pending.store(false, Ordering::SeqCst);
+        self.remote_pending.swap(false, Ordering::SeqCst);
         while let Some(free) = self.remote.pop() {
             core.free(self, free.block, free.on);
         }
@@ -146,8 +174,18 @@ impl Shell {
     /// The last handle of the allocator is gone.
     pub(crate) fn close(&'static self) {
         self.closed.store(true, Ordering::SeqCst);
-        let core = self.lock();
-        if core.live == 0 {
+        let mut core = self.core.lock();
+        // Whatever the flag seems to be: an entry pushed before the store above must not be left behind.
+        self.drain(&mut core);
+        self.recycle_if_closed(core);
+    }
+
+    /// Recycles the shell if it is closed and unused. A thread that closed it, or gave back its last block, may come here
+    /// after another one recycled it, and even in its next life; then it finds an empty core, or an allocator that is open
+    /// or is as done for as its own was.
+    #[inline]
+    fn recycle_if_closed(&'static self, core: MutexGuard<'_, Core>) {
+        if core.live == 0 && core.device.is_some() && self.closed.load(Ordering::SeqCst) {
             self.recycle(core);
         }
     }

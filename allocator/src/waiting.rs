@@ -6,8 +6,8 @@
 //! While blocks wait, each allocation asks how far the streams got: at most one driver query a stream. The list itself is
 //! gone through only when one of them got further than it was.
 
+use crate::sync::atomic::Ordering;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use aquifer_device::{Clock, Timeline};
 
@@ -64,7 +64,7 @@ impl Core {
     #[cold]
     pub(crate) fn free_shared(&mut self, shell: &Shell, id: BlockId, on: Option<u32>) {
         let block = &self.heap.blocks[id];
-        shell.counters.freed_waiting(kind_of(block.pool), block.size());
+        shell.counters.freed_waiting(kind_of(block.pool), block.size);
         let mut streams = self.shared.remove(&id).unwrap_or_default();
         streams.extend(on.filter(|on| !streams.contains(on)));
         let uses = streams.iter().map(|&slot| (slot, self.tick_of(slot))).collect();
@@ -96,7 +96,7 @@ impl Core {
     /// The ticks of free blocks that are away from home, of the pools that `of` picks, and not known to be done.
     pub(crate) fn pending_strays(&self, of: impl Fn(u16) -> bool) -> Pending {
         let strays = self.heap.strays().filter(|id| of(self.heap.blocks[*id].pool));
-        self.unknown(strays.map(|id| (self.heap.blocks[id].owner, self.heap.blocks.detail(id).after)))
+        self.unknown(strays.map(|id| (self.heap.blocks[id].owner, self.heap.blocks[id].after)))
     }
 
     fn unknown(&self, ticks: impl Iterator<Item = (u32, u64)>) -> Pending {
@@ -121,7 +121,9 @@ impl Core {
     }
 
     fn sweep(&mut self, shell: &Shell, ordered: Option<(u32, &Clock)>) {
-        let WaitingList { mut blocks, .. } = std::mem::take(&mut self.waiting);
+        let WaitingList { mut blocks, streams } = std::mem::take(&mut self.waiting);
+        // Read before the blocks are looked at: what a stream reaches meanwhile then makes for another sweep.
+        let seen: Vec<(u32, u64)> = streams.iter().map(|stream| (stream.slot, self.frontier(stream.slot))).collect();
         blocks.retain(|waiting| {
             let owner = self.heap.blocks[waiting.block].owner;
             let clock = ordered.filter(|(slot, _)| *slot == owner).map(|(_, clock)| clock);
@@ -131,8 +133,8 @@ impl Core {
             let free = waiting.uses.iter().all(passed);
             if free {
                 let block = &self.heap.blocks[waiting.block];
-                let requested = self.heap.blocks.detail(waiting.block).requested;
-                shell.counters.waited(kind_of(block.pool), block.size(), requested);
+                let requested = self.heap.blocks[waiting.block].requested;
+                shell.counters.waited(kind_of(block.pool), block.size, requested);
                 // The tick is taken now: the owner's later events cover what it is ordered after, too.
                 self.complete(shell, waiting.block, owner, self.tick_of(owner));
             }
@@ -144,7 +146,7 @@ impl Core {
         let mut list = WaitingList::default();
         blocks.into_iter().for_each(|waiting| list.push(waiting));
         for stream in &mut list.streams {
-            stream.seen = self.frontier(stream.slot);
+            stream.seen = seen.iter().find(|(slot, _)| *slot == stream.slot).map_or(0, |&(_, seen)| seen);
         }
         self.waiting = list;
     }
@@ -157,7 +159,7 @@ impl Core {
     pub(crate) fn waiting_bytes(&self) -> Vec<(u32, u64)> {
         let mut bytes: Vec<(u32, u64)> = Vec::new();
         for waiting in &self.waiting.blocks {
-            let size = self.heap.blocks[waiting.block].size();
+            let size = self.heap.blocks[waiting.block].size;
             for &(slot, after) in &waiting.uses {
                 if self.is_known_done(slot, after) {
                     continue;

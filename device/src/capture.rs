@@ -1,28 +1,35 @@
 //! Graph capture: a stream's work is recorded into a graph instead of being run.
 
+use std::mem;
 use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use crate::context::Context;
 use crate::driver::{Driver, RawGraph};
-use crate::error::Result;
+use crate::error::{Code, DeviceError, Operation, Result};
 use crate::stream::Stream;
+use crate::timeline::Timeline;
 
 /// A capture in progress on one stream. Dropping it ends the capture and throws the graph away.
 ///
 /// Ticks order nothing across its border (invariant T5): recording and waiting through ticks fail on the stream until the
-/// capture ends, and what its timeline learned meanwhile is forgotten.
+/// capture ends, and its timeline learns nothing meanwhile. The same goes for every stream that joins the capture by waiting
+/// for an event recorded in it.
 #[derive(Debug)]
 pub struct Capture {
     stream: Stream,
     context: Arc<Context>,
+    scope: Arc<Scope>,
     ended: bool,
 }
 
 impl Capture {
     pub(crate) fn begin(stream: Stream, context: Arc<Context>) -> Result<Capture> {
-        context.driver.begin_capture(stream.raw())?;
-        stream.timeline().begin_capture();
-        Ok(Capture { stream, context, ended: false })
+        let scope = Arc::new(Scope::default());
+        let raw = stream.timeline().usable(Operation::BeginCapture)?;
+        stream.timeline().begin_capture(&scope, || context.driver.begin_capture(raw))?;
+        Ok(Capture { stream, context, scope, ended: false })
     }
 
     /// Ends the capture and returns the graph.
@@ -35,8 +42,12 @@ impl Capture {
 
     fn finish(&mut self) -> Result<RawGraph> {
         self.ended = true;
-        let graph = self.context.driver.end_capture(self.stream.raw());
-        self.stream.timeline().end_capture();
+        let graph = match self.stream.timeline().usable(Operation::EndCapture) {
+            Ok(raw) => self.context.driver.end_capture(raw),
+            Err(error) => Err(error),
+        };
+        self.stream.timeline().end_capture(&self.scope);
+        self.scope.end().iter().for_each(|joined| joined.end_capture(&self.scope));
         graph
     }
 }
@@ -51,6 +62,37 @@ impl Drop for Capture {
     }
 }
 
+/// One capture, as its streams and the events recorded in it refer to it.
+///
+/// Its lock is a leaf, below that of a timeline.
+#[derive(Debug, Default)]
+pub(crate) struct Scope(Mutex<Members>);
+
+#[derive(Debug, Default)]
+struct Members {
+    over: bool,
+    /// Streams that joined by waiting for an event of the capture.
+    joined: Vec<Arc<Timeline>>,
+}
+
+impl Scope {
+    /// Adds a stream; false when the capture is over already.
+    pub(crate) fn join(&self, timeline: &Arc<Timeline>) -> bool {
+        let mut members = self.0.lock();
+        if !members.over {
+            members.joined.push(timeline.clone());
+        }
+        !members.over
+    }
+
+    /// Closes the scope and returns the streams that joined.
+    fn end(&self) -> Vec<Arc<Timeline>> {
+        let mut members = self.0.lock();
+        members.over = true;
+        mem::take(&mut members.joined)
+    }
+}
+
 /// A captured graph, ready to launch.
 #[derive(Debug)]
 pub struct Graph {
@@ -62,9 +104,13 @@ impl Graph {
     /// Enqueues the graph's work on a stream.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// When the stream belongs to another device, and those of the driver.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
-        self.context.driver.launch_graph(self.raw, stream.raw())
+        if stream.device_id() != self.context.device_id {
+            return Err(DeviceError::new(Operation::LaunchGraph, Code::INVALID_HANDLE)
+                .with_detail("the graph and the stream belong to different devices"));
+        }
+        self.context.driver.launch_graph(self.raw, stream.timeline().usable(Operation::LaunchGraph)?)
     }
 }
 

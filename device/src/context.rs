@@ -28,6 +28,8 @@ pub(crate) struct Context {
     orphans: SegQueue<DevicePtr>,
     pub(crate) events_recorded: AtomicU64,
     pub(crate) waits_inserted: AtomicU64,
+    /// Blocking streams that capture: what the legacy stream must keep from touching.
+    pub(crate) blocking_captures: AtomicU32,
 }
 
 static NEXT_DEVICE: AtomicU32 = AtomicU32::new(0);
@@ -43,6 +45,7 @@ impl Context {
             orphans: SegQueue::new(),
             events_recorded: AtomicU64::new(0),
             waits_inserted: AtomicU64::new(0),
+            blocking_captures: AtomicU32::new(0),
         })
     }
 

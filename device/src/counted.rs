@@ -3,13 +3,13 @@
 //! Every device is driven through one of these, so tests can assert how many driver calls something costs.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::{
     AccessKind, Attribute, CallCounts, DeviceInfo, DevicePtr, Driver, HostPtr, Launch, MemoryInfo, RawEvent, RawGraph,
     RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{Operation, Result};
+use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// Counts every call, failed ones included, and passes it on.
 #[derive(Debug)]

@@ -14,7 +14,7 @@ use crate::driver::{CallCounts, DeviceInfo, DevicePtr, Driver, MemoryInfo, RawSt
 use crate::error::Result;
 use crate::event::Event;
 use crate::stream::{ExternalStream, Stream};
-use crate::timeline::Timeline;
+use crate::timeline::{Kind, Timeline};
 
 /// One device. Cloning gives another handle of the same device.
 ///
@@ -51,7 +51,7 @@ impl Device {
     /// A device driven by `driver`.
     pub fn new(driver: Arc<dyn Driver>) -> Device {
         let context = Context::new(driver);
-        let legacy = Timeline::new(context.clone(), RawStream::LEGACY, None);
+        let legacy = Timeline::new(context.clone(), RawStream::LEGACY, Kind::Legacy, None);
         let default_stream = Stream::new(context.clone(), legacy, false);
         Device(Arc::new(Inner { context, default_stream, per_thread: Mutex::default() }))
     }
@@ -104,7 +104,7 @@ impl Device {
         let mut streams = self.0.per_thread.lock();
         let new = || {
             forget_at_exit(Arc::downgrade(&self.0));
-            let timeline = Timeline::new(self.0.context.clone(), RawStream::PER_THREAD, Some(thread));
+            let timeline = Timeline::new(self.0.context.clone(), RawStream::PER_THREAD, Kind::Blocking, Some(thread));
             Stream::new(self.0.context.clone(), timeline, false)
         };
         streams.entry(thread).or_insert_with(new).clone()
@@ -125,7 +125,8 @@ impl Device {
     pub fn create_stream_with(&self, flags: StreamFlags) -> Result<Stream> {
         let context = &self.0.context;
         let raw = context.driver.create_stream(flags)?;
-        Ok(Stream::new(context.clone(), Timeline::new(context.clone(), raw, None), true))
+        let kind = if flags.non_blocking { Kind::NonBlocking } else { Kind::Blocking };
+        Ok(Stream::new(context.clone(), Timeline::new(context.clone(), raw, kind, None), true))
     }
 
     /// Takes part in the ordering of a stream that somebody else owns.
@@ -135,7 +136,10 @@ impl Device {
     /// a time.
     pub unsafe fn adopt_stream(&self, raw: RawStream) -> ExternalStream {
         let context = &self.0.context;
-        ExternalStream::new(Stream::new(context.clone(), Timeline::new(context.clone(), raw, None), false))
+        // The handle of the per-thread default stream means the one of this thread.
+        let owner = (raw == RawStream::PER_THREAD).then(|| std::thread::current().id());
+        let timeline = Timeline::new(context.clone(), raw, Kind::of_unknown(raw), owner);
+        ExternalStream::new(Stream::new(context.clone(), timeline, false))
     }
 
     /// A new event; `timing` makes [`Event::elapsed_ms`] possible.

@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-
 use crate::context::Context;
 use crate::driver::{Driver, RawEvent};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::stream::Stream;
-use crate::timeline::Clock;
+use crate::sync::Mutex;
+use crate::timeline::Recording;
 
 /// A CUDA event. Waiting for one also teaches the waiting stream's timeline what the event covers, so that ticks before
 /// it need no event of their own.
@@ -35,8 +34,7 @@ pub struct Event {
 #[derive(Debug)]
 struct Record {
     stream: u32,
-    covers: u64,
-    clock: Clock,
+    recording: Recording,
 }
 
 impl Event {
@@ -50,15 +48,21 @@ impl Event {
     /// # Errors
     /// When the stream belongs to another device, and those of the driver. The event then keeps its earlier record.
     pub fn record(&self, stream: &Stream) -> Result<()> {
-        if stream.device_id() != self.context.device_id {
-            return Err(DeviceError::new(Operation::Record, Code::INVALID_HANDLE)
-                .with_detail("the event and the stream belong to different devices"));
-        }
+        self.check_device(stream.device_id(), Operation::Record)?;
         let timeline = stream.timeline();
+        let raw = timeline.usable(Operation::Record)?;
         let mut latest = self.latest.lock();
-        let ((), covers, clock) = timeline.record_with(|| self.context.driver.record(self.raw, timeline.raw()))?;
-        *latest = Some(Record { stream: timeline.id(), covers, clock });
+        let recording = timeline.record_with(|| self.context.driver.record(self.raw, raw))?;
+        *latest = Some(Record { stream: timeline.id(), recording });
         Ok(())
+    }
+
+    fn check_device(&self, device: u32, operation: Operation) -> Result<()> {
+        if device == self.context.device_id {
+            return Ok(());
+        }
+        Err(DeviceError::new(operation, Code::INVALID_HANDLE)
+            .with_detail("the event and the stream or event it is used with belong to different devices"))
     }
 
     /// Whether the work before the latest record is done; true for an event never recorded.
@@ -80,21 +84,29 @@ impl Event {
     /// Milliseconds from this event to `end`. Both must be made for timing, recorded and complete.
     ///
     /// # Errors
-    /// Those of the driver: not for timing or not recorded (`INVALID_HANDLE`), not complete (`NOT_READY`).
+    /// When the events belong to different devices, and those of the driver: not for timing or not recorded (`INVALID_HANDLE`), not complete (`NOT_READY`).
     pub fn elapsed_ms(&self, end: &Event) -> Result<f64> {
+        self.check_device(end.context.device_id, Operation::ElapsedTime)?;
         self.context.driver.elapsed_ms(self.raw, end.raw)
     }
 
     pub(crate) fn make_wait(&self, stream: &Stream) -> Result<()> {
-        stream.timeline().check_owner(Operation::Wait)?;
+        self.check_device(stream.device_id(), Operation::Wait)?;
+        let timeline = stream.timeline();
+        let raw = timeline.usable(Operation::Wait)?;
         let latest = self.latest.lock();
-        self.context.driver.wait(stream.timeline().raw(), self.raw)?;
-        if let Some(record) = &*latest
-            && stream.device_id() == self.context.device_id
-        {
-            stream.timeline().absorb(record.stream, record.covers, &record.clock);
+        let wait = || self.context.driver.wait(raw, self.raw);
+        match &*latest {
+            Some(Record { recording: Recording { capture: Some(scope), .. }, .. }) => {
+                timeline.join_capture(scope, wait)
+            }
+            Some(Record { stream, recording }) => {
+                wait()?;
+                timeline.absorb(*stream, recording.covers, &recording.clock);
+                Ok(())
+            }
+            None => wait(),
         }
-        Ok(())
     }
 }
 

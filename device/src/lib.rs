@@ -12,6 +12,7 @@ mod error;
 mod event;
 pub mod sim;
 mod stream;
+mod sync;
 mod timeline;
 
 pub use capture::{Capture, Graph};

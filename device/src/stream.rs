@@ -5,11 +5,14 @@ use std::sync::Arc;
 use crate::capture::Capture;
 use crate::context::Context;
 use crate::driver::{Access, DevicePtr, Driver, Launch, RawStream};
-use crate::error::Result;
+use crate::error::{Code, DeviceError, Operation, Result};
 use crate::event::Event;
 use crate::timeline::{Tick, Timeline};
 
 /// A queue of work on one device. Cloning gives another handle of the same stream.
+///
+/// A per-thread default stream ([`crate::Device::per_thread_stream`]) takes work, records and waits from its own thread only
+/// and answers other threads with an error; its ticks are for every thread.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -61,6 +64,11 @@ impl Stream {
         self.0.timeline.raw()
     }
 
+    #[inline]
+    fn usable(&self, operation: Operation) -> Result<RawStream> {
+        self.0.timeline.usable(operation)
+    }
+
     /// The point on the timeline that stands for everything enqueued so far. No driver call.
     pub fn tick(&self) -> Tick {
         Tick { timeline: self.0.timeline.clone(), n: self.0.timeline.now() }
@@ -79,10 +87,11 @@ impl Stream {
         self.0.timeline.wait_for(&tick.timeline, tick.n)
     }
 
-    /// Orders later work of this stream after the event's latest record.
+    /// Orders later work of this stream after the event's latest record. If that was recorded in a capture, the stream joins
+    /// the capture.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Those of the driver, and an event of another device.
     pub fn wait_event(&self, event: &Event) -> Result<()> {
         event.make_wait(self)
     }
@@ -92,7 +101,7 @@ impl Stream {
     /// # Errors
     /// Those of the driver.
     pub fn synchronize(&self) -> Result<()> {
-        self.0.context.driver.synchronize_stream(self.raw())
+        self.0.context.driver.synchronize_stream(self.usable(Operation::SynchronizeStream)?)
     }
 
     /// Whether the stream has nothing left to do.
@@ -100,7 +109,7 @@ impl Stream {
     /// # Errors
     /// Those of the driver.
     pub fn is_idle(&self) -> Result<bool> {
-        self.0.context.driver.query_stream(self.raw())
+        self.0.context.driver.query_stream(self.usable(Operation::QueryStream)?)
     }
 
     /// Enqueues filling `bytes` bytes with `value`.
@@ -108,7 +117,7 @@ impl Stream {
     /// # Errors
     /// Those of the driver.
     pub fn fill(&self, ptr: DevicePtr, value: u8, bytes: u64) -> Result<()> {
-        self.0.context.driver.memset(ptr, value, bytes, self.raw())
+        self.0.context.driver.memset(ptr, value, bytes, self.usable(Operation::Memset)?)
     }
 
     /// Enqueues a copy within the device; the ranges must not overlap.
@@ -116,7 +125,7 @@ impl Stream {
     /// # Errors
     /// Those of the driver.
     pub fn copy(&self, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
-        self.0.context.driver.copy_on_device(dst, src, bytes, self.raw())
+        self.0.context.driver.copy_on_device(dst, src, bytes, self.usable(Operation::CopyOnDevice)?)
     }
 
     /// Copies from host memory and waits until the bytes are on the device.
@@ -124,8 +133,9 @@ impl Stream {
     /// # Errors
     /// Those of the driver.
     pub fn upload_blocking(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
+        let raw = self.usable(Operation::CopyToDevice)?;
         // SAFETY: `src` is readable, and borrowed until the stream was synchronised below.
-        let enqueued = unsafe { self.0.context.driver.copy_to_device(dst, src.as_ptr(), src.len(), self.raw()) };
+        let enqueued = unsafe { self.0.context.driver.copy_to_device(dst, src.as_ptr(), src.len(), raw) };
         self.finish_blocking(enqueued)
     }
 
@@ -134,8 +144,9 @@ impl Stream {
     /// # Errors
     /// Those of the driver.
     pub fn download_blocking(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
+        let raw = self.usable(Operation::CopyToHost)?;
         // SAFETY: `dst` is writable, and exclusively borrowed until the stream was synchronised below.
-        let enqueued = unsafe { self.0.context.driver.copy_to_host(dst.as_mut_ptr(), src, dst.len(), self.raw()) };
+        let enqueued = unsafe { self.0.context.driver.copy_to_host(dst.as_mut_ptr(), src, dst.len(), raw) };
         self.finish_blocking(enqueued)
     }
 
@@ -155,8 +166,9 @@ impl Stream {
     /// # Safety
     /// The kernel must touch exactly the ranges that the launch declares and be given the arguments it expects.
     pub unsafe fn launch(&self, launch: &Launch) -> Result<()> {
+        let raw = self.usable(Operation::Launch)?;
         // SAFETY: passed on to the caller.
-        unsafe { self.0.context.driver.launch(launch, self.raw()) }
+        unsafe { self.0.context.driver.launch(launch, raw) }
     }
 
     /// Enqueues work that takes its modelled time, touches the given ranges and computes nothing: a stand-in for a kernel
@@ -166,7 +178,7 @@ impl Stream {
     /// Those of the driver; not supported on real hardware.
     pub fn touch(&self, name: &'static str, accesses: &[Access]) -> Result<()> {
         if self.0.context.driver.info().kind != crate::DriverKind::Simulated {
-            return Err(crate::DeviceError::new(crate::Operation::Launch, crate::Code::NOT_SUPPORTED)
+            return Err(DeviceError::new(Operation::Launch, Code::NOT_SUPPORTED)
                 .with_detail("`touch` runs no kernel and exists on the simulated device only"));
         }
         let launch = Launch {
@@ -179,8 +191,9 @@ impl Stream {
             host: None,
             operations: 0,
         };
+        let raw = self.usable(Operation::Launch)?;
         // SAFETY: the launch has no body and no arguments; the simulated device only checks and times its ranges.
-        unsafe { self.0.context.driver.launch(&launch, self.raw()) }
+        unsafe { self.0.context.driver.launch(&launch, raw) }
     }
 
     /// Starts capturing the stream's work into a graph.

@@ -10,18 +10,18 @@ impl Heap {
             let (mut at, mut before) = (region.addr, None::<(BlockId, &Block)>);
             for (id, block) in self.blocks_of(region) {
                 let prev = before.map_or(BlockId::NONE, |(id, _)| id);
-                if block.addr != at || block.prev != prev || block.size() == 0 || block.state == State::Vacant {
+                if block.addr != at || block.prev != prev || block.size == 0 || block.state == State::Vacant {
                     return Err(format!("H1: {id:?} {block:?} does not follow {prev:?} at {at:#x}"));
                 }
                 if before.is_some_and(|(before, _)| self.mergeable(before, id)) {
                     return Err(format!("H3: {prev:?} and {id:?} should be one block"));
                 }
                 if block.state == State::Free {
-                    free += block.size();
+                    free += block.size;
                     free_count += 1;
                     self.check_indexed(id, block)?;
                 }
-                at += block.size();
+                at += block.size;
                 before = Some((id, block));
             }
             if at != region.addr + region.bytes {
@@ -39,7 +39,7 @@ impl Heap {
     }
 
     fn check_indexed(&self, id: BlockId, block: &Block) -> Result<(), String> {
-        let key = Key::new(block.size(), block.addr, id);
+        let key = Key::new(block.size, block.addr, id);
         let found = self.index(block.pool, block.owner).is_some_and(|index| index.before_or_at(key) == Some(key));
         let stray = block.owner != self.region(block.region).home;
         if !found || stray != self.strays.contains(&id) {
@@ -50,7 +50,7 @@ impl Heap {
 
     fn mergeable(&self, left: BlockId, right: BlockId) -> bool {
         let free = [left, right].iter().all(|id| self.blocks[*id].state == State::Free);
-        let done = || [left, right].iter().all(|id| self.blocks.detail(*id).after == 0);
+        let done = || [left, right].iter().all(|id| self.blocks[*id].after == 0);
         free && (self.blocks[left].owner == self.blocks[right].owner || done())
     }
 }

@@ -20,10 +20,10 @@ use crate::size_class::MIN_BLOCK;
 /// Greatest number of keys in a run.
 const RUN: usize = 63;
 /// Bins of one doubling, as a shift.
-const SUB_BITS: u32 = 5;
+const SUB_BITS: u32 = 6;
 const SUB: u64 = 1 << SUB_BITS;
 /// Bins there are: blocks from 16 TiB on share the last one.
-const BINS: usize = 1024;
+const BINS: usize = 2048;
 /// Keys in the front of a bin.
 const FRONT: usize = 3;
 
@@ -98,7 +98,7 @@ pub(crate) struct FreeIndex {
 #[derive(Debug, Default)]
 struct Occupied {
     bins: [u64; BINS / 64],
-    words: u32,
+    words: u64,
 }
 
 /// Keys of blocks of similar size.
@@ -245,7 +245,7 @@ impl Occupied {
         if here != 0 {
             return Some(word * 64 + here.trailing_zeros() as usize);
         }
-        let later = self.words & (u32::MAX << 1 << word);
+        let later = self.words & (u64::MAX << 1 << word);
         let word = later.trailing_zeros() as usize;
         self.bins.get(word).map(|bits| word * 64 + bits.trailing_zeros() as usize)
     }

@@ -16,7 +16,7 @@ mod index;
 
 use std::collections::BTreeSet;
 
-pub(crate) use block::{BLOCK_MAX, Block, BlockId, Detail, Slab, State};
+pub(crate) use block::{Block, BlockId, Slab, State};
 pub(crate) use index::{FreeIndex, Key};
 
 use crate::size_class::{PoolKind, SizeClasses};
@@ -117,11 +117,11 @@ impl Heap {
         requested: u64,
     ) -> (BlockId, SplitChange) {
         let block = &self.blocks[id];
-        debug_assert!(block.state == State::Free && block.size() >= size);
-        let key = Key::new(block.size(), block.addr, id);
+        debug_assert!(block.state == State::Free && block.size >= size);
+        let key = Key::new(block.size, block.addr, id);
         let pool = &mut self.pools[usize::from(block.pool)];
         let index = &mut pool.indexes[block.owner as usize];
-        if pool.no_split || !classes.should_split(pool.kind, block.size(), size) {
+        if pool.no_split || !classes.should_split(pool.kind, block.size, size) {
             index.remove(key);
             return self.take_whole(id, owner, requested);
         }
@@ -133,23 +133,22 @@ impl Heap {
     #[inline]
     fn take_whole(&mut self, id: BlockId, owner: u32, requested: u64) -> (BlockId, SplitChange) {
         self.strays_forget(id);
-        self.blocks.detail_mut(id).requested = requested;
         let block = &mut self.blocks[id];
-        (block.state, block.owner) = (State::Live, owner);
-        self.free -= block.size();
+        (block.state, block.owner, block.requested) = (State::Live, owner, requested);
+        self.free -= block.size;
         let split = block.is_split();
-        (id, if split { SplitChange { count: -1, bytes: -signed(block.size()) } } else { SplitChange::default() })
+        (id, if split { SplitChange { count: -1, bytes: -signed(block.size) } } else { SplitChange::default() })
     }
 
     /// The low end of a free block becomes live; the rest, which is in the index already, stays free with its owner.
     #[inline]
     fn take_low_end(&mut self, rest: BlockId, owner: u32, size: u64, requested: u64) -> (BlockId, SplitChange) {
-        let Block { addr, prev, region, pool, .. } = self.blocks[rest];
-        let (whole, was_split) = (self.blocks[rest].size(), self.blocks[rest].is_split());
+        let Block { addr, prev, region, pool, size: whole, .. } = self.blocks[rest];
+        let was_split = self.blocks[rest].is_split();
         self.free -= size;
-        let taken = Block { prev, next: rest, region, owner, pool, state: State::Live, ..Block::new(addr, size) };
+        let state = State::Live;
+        let taken = Block { addr, size, requested, prev, next: rest, region, owner, pool, state, ..Block::default() };
         let id = self.blocks.insert(taken);
-        self.blocks.detail_mut(id).requested = requested;
         self.link_before(id, rest, size);
         let (count, bytes) = if was_split { (0, -signed(size)) } else { (1, signed(whole - size)) };
         (id, SplitChange { count, bytes })
@@ -160,8 +159,7 @@ impl Heap {
     fn link_before(&mut self, taken: BlockId, rest: BlockId, size: u64) {
         let record = &mut self.blocks[rest];
         let (prev, region) = (record.prev, record.region);
-        record.set_size(record.size() - size);
-        (record.prev, record.addr) = (taken, record.addr + size);
+        (record.prev, record.addr, record.size) = (taken, record.addr + size, record.size - size);
         match prev.some() {
             Some(prev) => self.blocks[prev].next = taken,
             None => self.region_mut(region).first = taken,
@@ -177,7 +175,7 @@ impl Heap {
         let block = &mut self.blocks[id];
         debug_assert!(matches!(block.state, State::Live | State::Waiting));
         let Block { prev, next, pool, .. } = *block;
-        let size = block.size();
+        let size = block.size;
         (block.state, block.owner, block.shared) = (State::Free, owner, false);
         self.free += size;
         let (into_prev, with_next, after) = self.merges(prev, next, owner, after);
@@ -192,14 +190,13 @@ impl Heap {
             }
         };
         let age_base = self.pools[usize::from(pool)].searches;
-        let detail = self.blocks.detail_mut(merged);
-        (detail.after, detail.age_base) = (after, age_base);
-        let block = &self.blocks[merged];
+        let block = &mut self.blocks[merged];
+        (block.after, block.age_base) = (after, age_base);
         if block.is_split() {
             return (merged, SplitChange { count, bytes: signed(size) });
         }
         // Whole regions do not count as split: take back what this block counted as before, itself included.
-        (merged, SplitChange { count: count - 1, bytes: signed(size) - signed(block.size()) })
+        (merged, SplitChange { count: count - 1, bytes: signed(size) - signed(block.size) })
     }
 
     /// Which neighbours a block of `owner` and `after` merges with, and the `after` of the whole. Only blocks that are
@@ -212,20 +209,19 @@ impl Heap {
             return (owned(prev), owned(next), after);
         }
         // Done for everybody: an owner's later tick counts for what merges, and then only its own blocks do.
-        let later = |id: BlockId| if owned(id) { self.blocks.detail(id).after } else { 0 };
+        let later = |id: BlockId| if owned(id) { self.blocks[id].after } else { 0 };
         let after = later(prev).max(later(next));
         if after != 0 {
             return (owned(prev), owned(next), after);
         }
-        let done = |id: BlockId| free(id) && self.blocks.detail(id).after == 0;
+        let done = |id: BlockId| free(id) && self.blocks[id].after == 0;
         (done(prev), done(next), 0)
     }
 
     #[inline]
     fn index_alone(&mut self, id: BlockId) -> BlockId {
         let block = &self.blocks[id];
-        let (key, owner, pool) =
-            (Key::new(block.size(), block.addr, id), block.owner as usize, usize::from(block.pool));
+        let (key, owner, pool) = (Key::new(block.size, block.addr, id), block.owner as usize, usize::from(block.pool));
         let indexes = &mut self.pools[pool].indexes;
         if owner >= indexes.len() {
             indexes.resize_with(owner + 1, FreeIndex::default);
@@ -238,12 +234,12 @@ impl Heap {
     /// Merges `id`, which is in no index, into its free predecessor.
     #[inline]
     fn extend_up(&mut self, into: BlockId, id: BlockId) -> BlockId {
-        let (size, next) = (self.blocks[id].size(), self.blocks[id].next);
+        let (size, next) = (self.blocks[id].size, self.blocks[id].next);
         let block = &mut self.blocks[into];
-        let old = Key::new(block.size(), block.addr, into);
-        block.set_size(block.size() + size);
+        let old = Key::new(block.size, block.addr, into);
+        block.size += size;
         block.next = next;
-        let new = Key::new(block.size(), block.addr, into);
+        let new = Key::new(block.size, block.addr, into);
         self.pools[usize::from(block.pool)].indexes[block.owner as usize].replace(old, new);
         if let Some(next) = next.some() {
             self.blocks[next].prev = into;
@@ -256,12 +252,12 @@ impl Heap {
     #[inline]
     fn extend_down(&mut self, into: BlockId, id: BlockId) -> BlockId {
         let Block { addr, prev, region, .. } = self.blocks[id];
-        let size = self.blocks[id].size();
+        let size = self.blocks[id].size;
         let block = &mut self.blocks[into];
-        let old = Key::new(block.size(), block.addr, into);
-        block.set_size(block.size() + size);
+        let old = Key::new(block.size, block.addr, into);
+        block.size += size;
         (block.addr, block.prev) = (addr, prev);
-        let new = Key::new(block.size(), block.addr, into);
+        let new = Key::new(block.size, block.addr, into);
         self.pools[usize::from(block.pool)].indexes[block.owner as usize].replace(old, new);
         match prev.some() {
             Some(prev) => self.blocks[prev].next = into,
@@ -274,9 +270,9 @@ impl Heap {
     /// Removes `next`, which is in no index, by growing its predecessor `id`, which is in none either.
     #[inline]
     fn unlink(&mut self, next: BlockId, id: BlockId) {
-        let (size, beyond) = (self.blocks[next].size(), self.blocks[next].next);
+        let (size, beyond) = (self.blocks[next].size, self.blocks[next].next);
         let block = &mut self.blocks[id];
-        block.set_size(block.size() + size);
+        block.size += size;
         block.next = beyond;
         if let Some(beyond) = beyond.some() {
             self.blocks[beyond].prev = id;
@@ -287,7 +283,7 @@ impl Heap {
     #[inline]
     fn unindex(&mut self, id: BlockId) {
         let block = &self.blocks[id];
-        let key = Key::new(block.size(), block.addr, id);
+        let key = Key::new(block.size, block.addr, id);
         self.pools[usize::from(block.pool)].indexes[block.owner as usize].remove(key);
         self.strays_forget(id);
     }
@@ -305,9 +301,9 @@ impl Heap {
             u32::try_from(self.regions.len() - 1).unwrap_or(u32::MAX)
         });
         let age_base = self.pools[usize::from(pool)].searches;
-        let block = Block { region, owner: home, pool, state: State::Free, ..Block::new(addr, bytes) };
+        let state = State::Free;
+        let block = Block { addr, size: bytes, region, owner: home, pool, state, age_base, ..Block::default() };
         let first = self.blocks.insert(block);
-        *self.blocks.detail_mut(first) = Detail { age_base, ..Detail::default() };
         self.regions[region as usize] = Some(Region { addr, bytes, home, pool, first });
         self.total += bytes;
         self.free += bytes;
@@ -332,14 +328,14 @@ impl Heap {
     pub(crate) fn restore_region(&mut self, region: &Region, owner: u32, after: u64) {
         let id = self.add_region(region.addr, region.bytes, region.pool, region.home);
         self.unindex(id);
-        self.blocks[id].owner = owner;
-        self.blocks.detail_mut(id).after = after;
+        let block = &mut self.blocks[id];
+        (block.owner, block.after) = (owner, after);
         self.index_alone(id);
     }
 
     /// Sends strays home that are done for everybody, and merges them; tells how `inactive_split` of each pool changed.
     pub(crate) fn send_home(&mut self, is_done: impl Fn(u32, u64) -> bool) -> Vec<(u16, SplitChange)> {
-        let done = |id: &BlockId| is_done(self.blocks[*id].owner, self.blocks.detail(*id).after);
+        let done = |id: &BlockId| is_done(self.blocks[*id].owner, self.blocks[*id].after);
         let candidates: Vec<BlockId> = self.strays.iter().copied().filter(done).collect();
         let mut changes = Vec::new();
         for id in candidates {
@@ -347,7 +343,7 @@ impl Heap {
             if !self.strays.contains(&id) {
                 continue;
             }
-            let (was_split, size, pool) = (self.blocks[id].is_split(), self.blocks[id].size(), self.blocks[id].pool);
+            let (was_split, size, pool) = (self.blocks[id].is_split(), self.blocks[id].size, self.blocks[id].pool);
             self.unindex(id);
             self.free -= size;
             self.blocks[id].state = State::Waiting;
@@ -366,8 +362,8 @@ impl Heap {
         self.unindex(id);
         let region = self.blocks[id].region;
         self.region_mut(region).home = home;
-        self.blocks[id].owner = home;
-        self.blocks.detail_mut(id).after = 0;
+        let block = &mut self.blocks[id];
+        (block.owner, block.after) = (home, 0);
         self.index_alone(id);
     }
 

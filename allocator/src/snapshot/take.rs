@@ -53,7 +53,7 @@ impl Allocator {
 /// What is copied under the lock.
 struct Copied {
     regions: Vec<Region>,
-    blocks: Vec<(heap::Block, heap::Detail)>,
+    blocks: Vec<heap::Block>,
     entries: Vec<Entry>,
     overwritten: u64,
     active_bytes: u64,
@@ -71,11 +71,14 @@ impl Core {
         };
         // Segments on their way back to the device are still held: whole and free, as they were in the heap.
         let releasing = || self.releasing.values().map(|releasing| &releasing.region);
-        let whole = |region: &Region| {
-            let block = heap::Block::new(region.addr, region.bytes);
-            (heap::Block { pool: region.pool, state: State::Free, ..block }, heap::Detail::default())
+        let whole = |region: &Region| heap::Block {
+            addr: region.addr,
+            size: region.bytes,
+            pool: region.pool,
+            state: State::Free,
+            ..heap::Block::default()
         };
-        let in_heap = self.heap.blocks.iter().map(|(id, block)| (*block, *self.heap.blocks.detail(id)));
+        let in_heap = self.heap.blocks.iter().map(|(_, block)| *block);
         Copied {
             regions: self.heap.regions().chain(releasing()).cloned().collect(),
             blocks: in_heap.chain(releasing().map(whole)).collect(),
@@ -92,13 +95,13 @@ impl Copied {
     /// The segments by address, with their blocks by address.
     fn into_segments(mut self, device: u32, names: &mut Names) -> Vec<Segment> {
         self.regions.sort_unstable_by_key(|region| region.addr);
-        self.blocks.sort_unstable_by_key(|(block, _)| block.addr);
+        self.blocks.sort_unstable_by_key(|block| block.addr);
         let mut blocks = self.blocks.iter().peekable();
         let mut segments = Vec::with_capacity(self.regions.len());
         for region in &self.regions {
             let end = region.addr + region.bytes;
-            let inside = std::iter::from_fn(|| blocks.next_if(|(block, _)| block.addr < end));
-            let blocks: Vec<Block> = inside.map(|(block, detail)| snapshot_block(block, detail, names)).collect();
+            let inside = std::iter::from_fn(|| blocks.next_if(|block| block.addr < end));
+            let blocks: Vec<Block> = inside.map(|block| snapshot_block(block, names)).collect();
             let tag = self.tags.get(&region.addr).copied().unwrap_or_default();
             segments.push(segment(device, region, self.pools[usize::from(region.pool)], names.of(tag), blocks));
         }
@@ -132,17 +135,16 @@ fn segment(
     }
 }
 
-fn snapshot_block(block: &heap::Block, detail: &heap::Detail, names: &mut Names) -> Block {
+fn snapshot_block(block: &heap::Block, names: &mut Names) -> Block {
     let state = match block.state {
         State::Live => BlockState::ActiveAllocated,
         State::Waiting => BlockState::ActivePendingFree,
         State::Free | State::Vacant => BlockState::Inactive,
     };
-    let (requested_size, tag) =
-        if state.is_active() { (detail.requested, Tag(detail.tag)) } else { (0, Tag::default()) };
+    let (requested_size, tag) = if state.is_active() { (block.requested, Tag(block.tag)) } else { (0, Tag::default()) };
     Block {
         address: block.addr,
-        size: block.size(),
+        size: block.size,
         requested_size,
         state,
         frames: Nothing,

@@ -13,30 +13,34 @@
 //!   clock, and only after the driver's wait succeeded. A failed record or wait changes no clock.
 //! * **T3** Ticks are numbers, never events. Events are recycled only when complete; query, wait and recycling happen under
 //!   the timeline's own lock, or while a reference keeps the event alive.
-//! * **T4** A stream's identity is our own number, never the driver's handle. A per-thread stream's ticks are covered by an
-//!   event on the legacy stream when another thread needs them, because only its owner can record on it.
-//! * **T5** While a stream is being captured nothing is recorded on it or waited for by it through ticks; ticks open at the
-//!   start stay open unless they were covered, and clock changes made during the capture are discarded.
+//! * **T4** A stream's identity is our own number on its device, never the driver's handle. A per-thread stream's handle means
+//!   another stream on every thread, so only its owner makes driver calls with it; its ticks are covered by an event on the
+//!   legacy stream when another thread needs them.
+//! * **T5** While a stream captures, or is part of a capture that it joined, nothing is recorded on it or waited for by it
+//!   through ticks, and its clock does not change. Ticks open at the start stay open unless they were covered. An event
+//!   recorded in a capture teaches nobody anything.
 //!
-//! Locks: a timeline's lock is a leaf. It is held across driver calls on events of this one stream, and two timelines are
-//! never locked at once.
+//! Locks: a timeline's lock may be taken under that of a user's [`crate::Event`], and under it only that of a capture's scope
+//! is. It is held across driver calls on events of this one stream, and two timelines are never locked at once.
 
 mod clock;
+#[cfg(all(test, aquifer_shuttle))]
+mod schedules;
 mod tick;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::ThreadId;
-
-use parking_lot::Mutex;
 
 pub use clock::Clock;
 pub use tick::Tick;
 
+use crate::capture::Scope;
 use crate::context::{Context, PooledEvent};
 use crate::driver::{Driver, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// The order of events on one stream: which ticks are done, and how to order work after them.
 ///
@@ -45,7 +49,8 @@ use crate::error::{Code, DeviceError, Operation, Result};
 pub struct Timeline {
     id: u32,
     raw: RawStream,
-    /// The only thread that can record on the stream, for a per-thread default stream.
+    kind: Kind,
+    /// The only thread that can use the stream, for a per-thread default stream.
     owner: Option<ThreadId>,
     /// Events recorded so far, or about to be: the `n` of a tick taken now.
     count: AtomicU64,
@@ -53,6 +58,24 @@ pub struct Timeline {
     done: AtomicU64,
     context: Arc<Context>,
     state: Mutex<State>,
+}
+
+/// How a stream and the legacy default stream affect each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// It is the legacy stream, which waits for every blocking stream.
+    Legacy,
+    /// They wait for each other.
+    Blocking,
+    /// They do not.
+    NonBlocking,
+}
+
+impl Kind {
+    /// The kind of a stream of which only the handle is known: one that blocks, unless it is the legacy stream itself.
+    pub(crate) fn of_unknown(raw: RawStream) -> Kind {
+        if matches!(raw, RawStream(0) | RawStream::LEGACY) { Kind::Legacy } else { Kind::Blocking }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -63,8 +86,8 @@ struct State {
     events: VecDeque<Recorded>,
     /// The stream was destroyed or released: nothing can be recorded on it.
     closed: bool,
-    /// The clock to go back to when the capture in progress ends.
-    captured: Option<Clock>,
+    /// The capture that the stream is part of.
+    capture: Option<Arc<Scope>>,
 }
 
 /// An event on a timeline. It covers every tick smaller than `covers`.
@@ -75,11 +98,21 @@ struct Recorded {
     event: Arc<PooledEvent>,
 }
 
+/// What an event recorded by a user covers and knows.
+#[derive(Debug)]
+pub(crate) struct Recording {
+    pub(crate) covers: u64,
+    pub(crate) clock: Clock,
+    /// The capture that it is a node of; it orders nothing outside.
+    pub(crate) capture: Option<Arc<Scope>>,
+}
+
 impl Timeline {
-    pub(crate) fn new(context: Arc<Context>, raw: RawStream, owner: Option<ThreadId>) -> Arc<Timeline> {
+    pub(crate) fn new(context: Arc<Context>, raw: RawStream, kind: Kind, owner: Option<ThreadId>) -> Arc<Timeline> {
         Arc::new(Timeline {
             id: context.next_stream_id(),
             raw,
+            kind,
             owner,
             count: AtomicU64::new(0),
             done: AtomicU64::new(0),
@@ -97,6 +130,18 @@ impl Timeline {
     /// The driver's handle of the stream. Not an identity: drivers reuse handles.
     pub fn raw(&self) -> RawStream {
         self.raw
+    }
+
+    /// The handle for a driver call made by this thread: not for another thread's per-thread default stream, whose handle
+    /// would mean this thread's one (T4).
+    #[inline]
+    pub(crate) fn usable(&self, operation: Operation) -> Result<RawStream> {
+        if self.is_foreign() { Err(foreign_error(operation)) } else { Ok(self.raw) }
+    }
+
+    #[inline]
+    fn is_foreign(&self) -> bool {
+        self.owner.is_some_and(|owner| owner != std::thread::current().id())
     }
 
     /// Identity of the device, unique in this process.
@@ -165,7 +210,8 @@ impl Timeline {
         let recorded = match self.covering(&mut state, n) {
             Ok(recorded) => recorded,
             Err(_) if state.closed => {
-                let reached = self.now() + 1;
+                // Raised before the device is waited for, like before a record (T1).
+                let reached = self.count.fetch_add(1, Ordering::AcqRel) + 1;
                 drop(state);
                 self.context.driver.synchronize()?;
                 self.mark_done(reached);
@@ -188,20 +234,16 @@ impl Timeline {
     /// Whether everything enqueued later on this stream comes after tick `n` of `other`, as far as is known now.
     /// Makes no driver call.
     pub fn is_ordered_after(&self, other: &Timeline, n: u64) -> bool {
-        if other.is_known_done(n) {
-            return true;
-        }
-        // Numbers of streams are those of their device.
-        let same_device = self.context.device_id == other.context.device_id;
-        same_device && (self.id == other.id || n < self.state.lock().clock.of(other.id))
+        other.is_known_done(n)
+            || (self.context.device_id == other.context.device_id
+                && (self.id == other.id || n < self.state.lock().clock.of(other.id)))
     }
 
     /// Orders everything enqueued later on this stream after tick `n` of `other`: nothing if that is known already,
     /// else at most one event recorded there and one wait here.
     ///
     /// # Errors
-    /// Those of the driver's event and wait calls, or if this is another thread's default stream. Nothing is ordered then
-    /// and no clock changed.
+    /// Those of the driver's event and wait calls. Nothing is ordered then and no clock changed.
     pub fn wait_for(&self, other: &Timeline, n: u64) -> Result<()> {
         if self.is_ordered_after(other, n) {
             return Ok(());
@@ -210,14 +252,15 @@ impl Timeline {
             return Err(DeviceError::new(Operation::Wait, Code::INVALID_VALUE)
                 .with_detail("the tick belongs to another device; wait for it on the host with `Tick::synchronize`"));
         }
-        self.check_owner(Operation::Wait)?;
-        if self.state.lock().captured.is_some() {
+        let raw = self.usable(Operation::Wait)?;
+        if self.state.lock().capture.is_some() {
             return Err(capture_error(Operation::Wait, "a capturing stream cannot wait for a tick from outside"));
         }
+        self.spare_captures(raw, Operation::Wait)?;
         let recorded = {
             let mut state = other.state.lock();
             let recorded = other.covering(&mut state, n)?;
-            self.context.driver.wait(self.raw, recorded.event.raw)?;
+            self.context.driver.wait(raw, recorded.event.raw)?;
             recorded
         };
         self.context.waits_inserted.fetch_add(1, Ordering::Relaxed);
@@ -225,46 +268,77 @@ impl Timeline {
         Ok(())
     }
 
-    /// Notes that this stream now waits for an event of `stream` that covers its ticks below `covers` (T2).
+    /// Notes that this stream now waits for an event of `stream` that covers its ticks below `covers` (T2). While the stream
+    /// captures, what waits is a node of a graph, so nothing is noted (T5).
     pub(crate) fn absorb(&self, stream: u32, covers: u64, clock: &Clock) {
         let mut state = self.state.lock();
-        state.clock.merge(clock);
-        state.clock.raise(stream, covers);
+        if state.capture.is_none() {
+            state.clock.merge(clock);
+            state.clock.raise(stream, covers);
+        }
     }
 
     /// Raises the counter, lets `record` record an event, and returns what that event covers and knows (T1, T2).
-    pub(crate) fn record_with<T>(&self, record: impl FnOnce() -> Result<T>) -> Result<(T, u64, Clock)> {
-        self.check_owner(Operation::Record)?;
+    pub(crate) fn record_with(&self, record: impl FnOnce() -> Result<()>) -> Result<Recording> {
         let state = self.state.lock();
         let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
-        record().map(|recorded| (recorded, covers, state.clock.clone()))
+        record().map(|()| Recording { covers, clock: state.clock.clone(), capture: state.capture.clone() })
     }
 
     /// Records the last event of the stream, so that all its ticks stay answerable, and closes it. If the stream is
     /// destroyed, so that nobody enqueues on it any more, the event covers ticks taken later, too.
     pub(crate) fn close(&self, destroyed: bool) -> Result<()> {
         let mut state = self.state.lock();
-        let last = if state.captured.is_some() { Ok(None) } else { self.record(&mut state).map(Some) };
+        let last = self.record(&mut state);
         state.closed = true;
-        if last?.is_some()
-            && destroyed
-            && let Some(last) = state.events.back_mut()
-        {
+        last?;
+        if let Some(last) = state.events.back_mut().filter(|_| destroyed) {
             last.covers = u64::MAX;
         }
         Ok(())
     }
 
-    pub(crate) fn begin_capture(&self) {
+    /// Lets `begin` begin a capture. Under the lock, so that no event is recorded into it by mistake.
+    pub(crate) fn begin_capture(&self, scope: &Arc<Scope>, begin: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut state = self.state.lock();
-        state.captured = Some(state.clock.clone());
+        begin()?;
+        self.enter(&mut state, scope);
+        Ok(())
     }
 
-    pub(crate) fn end_capture(&self) {
+    /// Lets `wait` make the stream wait for an event recorded in a capture, by which the stream joins the capture.
+    pub(crate) fn join_capture(self: &Arc<Self>, scope: &Arc<Scope>, wait: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut state = self.state.lock();
-        if let Some(before) = state.captured.take() {
-            state.clock = before;
+        wait()?;
+        if state.capture.is_none() && scope.join(self) {
+            self.enter(&mut state, scope);
         }
+        Ok(())
+    }
+
+    fn enter(&self, state: &mut State, scope: &Arc<Scope>) {
+        state.capture = Some(scope.clone());
+        if self.kind == Kind::Blocking {
+            self.context.blocking_captures.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    /// Ends the stream's part in a capture.
+    pub(crate) fn end_capture(&self, scope: &Arc<Scope>) {
+        let mut state = self.state.lock();
+        let ended = state.capture.take_if(|current| Arc::ptr_eq(current, scope)).is_some();
+        if ended && self.kind == Kind::Blocking {
+            self.context.blocking_captures.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+
+    /// Refuses a call on the legacy stream that would break the capture of a blocking stream (T5).
+    fn spare_captures(&self, raw: RawStream, operation: Operation) -> Result<()> {
+        let legacy = Kind::of_unknown(raw) == Kind::Legacy;
+        if legacy && self.context.blocking_captures.load(Ordering::Acquire) > 0 {
+            return Err(capture_error(operation, "this would break the capture in progress on a blocking stream"));
+        }
+        Ok(())
     }
 
     /// The oldest event that covers tick `n`; records one if there is none.
@@ -280,32 +354,19 @@ impl Timeline {
             return Err(DeviceError::new(Operation::Record, Code::INVALID_HANDLE)
                 .with_detail("the stream was destroyed or released and its last event could not be recorded"));
         }
-        if state.captured.is_some() {
+        if state.capture.is_some() {
             return Err(capture_error(
                 Operation::Record,
                 "ticks of a capturing stream order nothing outside the graph",
             ));
         }
         let on = if self.is_foreign() { RawStream::LEGACY } else { self.raw };
+        self.spare_captures(on, Operation::Record)?;
         let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
         let event = self.context.record(on)?;
         let recorded = Recorded { covers, clock: state.clock.clone(), event };
         state.events.push_back(recorded.clone());
         Ok(recorded)
-    }
-
-    /// Whether this is the default stream of another thread.
-    fn is_foreign(&self) -> bool {
-        self.owner.is_some_and(|owner| owner != std::thread::current().id())
-    }
-
-    /// Refuses what the driver would do to the calling thread's default stream instead of another thread's (T4).
-    pub(crate) fn check_owner(&self, operation: Operation) -> Result<()> {
-        if self.is_foreign() {
-            return Err(DeviceError::new(operation, Code::INVALID_VALUE)
-                .with_detail("only its own thread can do this with a per-thread default stream"));
-        }
-        Ok(())
     }
 
     fn poll(&self, state: &mut State) -> Result<()> {
@@ -326,4 +387,11 @@ impl Timeline {
 
 fn capture_error(operation: Operation, detail: &str) -> DeviceError {
     DeviceError::new(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
+}
+
+#[cold]
+fn foreign_error(operation: Operation) -> DeviceError {
+    DeviceError::new(operation, Code::INVALID_HANDLE).with_detail(
+        "a per-thread default stream can be used by its own thread alone; other threads may only use its ticks",
+    )
 }

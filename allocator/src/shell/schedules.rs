@@ -1,0 +1,227 @@
+//! Models of the shell under a scheduler that explores interleavings; every access to a lock or flag of the shell, and every
+//! driver call, is a point where another thread may run. Run by `ci/schedules`.
+
+#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use aquifer_device::Device;
+use aquifer_device::sim::{SimConfig, SimDriver};
+use shuttle::thread;
+
+use super::{IDLE, Shell};
+use crate::{Allocation, Allocator, Config};
+
+const SIZE: u64 = 4096;
+const LONG: Duration = Duration::from_secs(1);
+
+/// Explores `model` at random, and with few but well-placed switches.
+fn explore(model: impl Fn() + Send + Sync + 'static) {
+    let model = Arc::new(model);
+    let again = model.clone();
+    shuttle::check_random(move || model(), 3000);
+    shuttle::check_pct(move || again(), 1500, 3);
+}
+
+fn device() -> (Arc<SimDriver>, Device) {
+    let sim = SimDriver::new(SimConfig::new(1 << 28));
+    (sim.clone(), Device::new(sim))
+}
+
+fn open(device: &Device) -> Allocator {
+    Allocator::new(device, Config::default()).unwrap()
+}
+
+fn assert_idle_once(shell: &'static Shell) {
+    let entries = IDLE.lock().iter().filter(|idle| std::ptr::eq(**idle, shell)).count();
+    assert_eq!(entries, 1, "a shell that nobody uses is idle, once");
+    let core = shell.core.lock();
+    assert!(core.device.is_none() && core.live == 0);
+    assert!(shell.remote.is_empty(), "a free was left behind");
+}
+
+fn drop_in_thread(allocation: Allocation) -> thread::JoinHandle<()> {
+    thread::spawn(move || drop(allocation))
+}
+
+fn join(threads: impl IntoIterator<Item = thread::JoinHandle<()>>) {
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+#[test]
+fn frees_that_race_with_an_allocation_and_readers_are_all_counted() {
+    explore(|| {
+        let (_, device) = device();
+        let allocator = open(&device);
+        let stream = device.create_stream().unwrap();
+        let [one, two, kept] = [0; 3].map(|_| allocator.alloc(SIZE, &stream).unwrap());
+        let (allocating, reading) = (allocator.clone(), allocator.clone());
+        let threads = [
+            drop_in_thread(one),
+            drop_in_thread(two),
+            thread::spawn(move || drop(allocating.alloc(SIZE, &stream).unwrap())),
+            thread::spawn(move || {
+                let bytes = reading.allocated_bytes();
+                assert!((SIZE..=4 * SIZE).contains(&bytes), "{bytes}");
+            }),
+        ];
+        join(threads);
+        assert_eq!(allocator.allocated_bytes(), SIZE, "exact with no call in flight");
+        let shell = allocator.shell();
+        assert_eq!(shell.lock().live, 1);
+        drop(kept);
+        assert_eq!(allocator.allocated_bytes(), 0);
+        drop(allocator);
+        assert_idle_once(shell);
+    });
+}
+
+#[test]
+fn frees_that_race_with_each_other_and_with_the_last_handle() {
+    explore(|| {
+        let (_, device) = device();
+        let allocator = open(&device);
+        let stream = device.create_stream().unwrap();
+        let [one, two] = [0; 2].map(|_| allocator.alloc(SIZE, &stream).unwrap());
+        let shell = allocator.shell();
+        join([drop_in_thread(one), drop_in_thread(two), thread::spawn(move || drop(allocator))]);
+        assert_idle_once(shell);
+    });
+}
+
+#[test]
+fn the_last_handles_race_with_each_other_and_with_a_reader() {
+    explore(|| {
+        let (_, device) = device();
+        let allocator = open(&device);
+        let stream = device.create_stream().unwrap();
+        let last = allocator.alloc(SIZE, &stream).unwrap();
+        let shell = allocator.shell();
+        let (clone, reading) = (allocator.clone(), allocator.clone());
+        join([
+            drop_in_thread(last),
+            thread::spawn(move || drop(clone)),
+            thread::spawn(move || assert!(reading.allocated_bytes() <= SIZE)),
+            thread::spawn(move || drop(allocator)),
+        ]);
+        assert_idle_once(shell);
+    });
+}
+
+#[test]
+fn a_shell_is_not_shared_by_allocators_that_open_while_others_close() {
+    explore(|| {
+        let (_, device) = device();
+        let allocator = open(&device);
+        let stream = device.create_stream().unwrap();
+        let last = allocator.alloc(SIZE, &stream).unwrap();
+        let live = |device: &Device| {
+            let device = device.clone();
+            thread::spawn(move || {
+                let allocator = open(&device);
+                let stream = device.create_stream().unwrap();
+                let kept = allocator.alloc(SIZE, &stream).unwrap();
+                assert_eq!(allocator.allocated_bytes(), SIZE);
+                drop(allocator.alloc(SIZE, &stream).unwrap());
+                assert_eq!(allocator.allocated_bytes(), SIZE, "nobody else allocates from it");
+                drop(kept);
+                assert_eq!(allocator.allocated_bytes(), 0);
+            })
+        };
+        let threads = [live(&device), drop_in_thread(last), live(&device), thread::spawn(move || drop(allocator))];
+        join(threads);
+        let mut idle: Vec<*const Shell> = IDLE.lock().iter().map(|&shell| std::ptr::from_ref(shell)).collect();
+        let count = idle.len();
+        idle.sort_unstable();
+        idle.dedup();
+        assert_eq!(idle.len(), count, "a shell is in the list once");
+    });
+}
+
+#[test]
+fn memory_shared_by_two_streams_is_reused_without_a_race() {
+    explore(|| {
+        let (sim, device) = device();
+        let allocator = open(&device);
+        let streams = [0; 2].map(|_| device.create_stream().unwrap());
+        let work = |own: usize| {
+            let (allocator, streams) = (allocator.clone(), streams.clone());
+            thread::spawn(move || {
+                let (own, other) = (&streams[own], &streams[1 - own]);
+                for _ in 0..2 {
+                    let block = allocator.alloc(SIZE, own).unwrap();
+                    own.fill(block.ptr(), 1, SIZE).unwrap();
+                    other.wait_for(&own.tick()).unwrap();
+                    block.record_stream(other).unwrap();
+                    other.fill(block.ptr(), 2, SIZE).unwrap();
+                    drop(block);
+                }
+            })
+        };
+        join([work(0), work(1)]);
+        let found = sim.violations();
+        assert!(found.is_empty(), "{}", found[0]);
+        assert_eq!(allocator.allocated_bytes(), 0);
+        let blocks = streams.each_ref().map(|stream| allocator.alloc(SIZE, stream).unwrap());
+        for (block, stream) in blocks.iter().zip(&streams) {
+            stream.fill(block.ptr(), 3, SIZE).unwrap();
+        }
+        assert_eq!(sim.violations(), []);
+    });
+}
+
+#[test]
+fn waiting_blocks_are_free_once_their_streams_are_done_whoever_asks() {
+    explore(|| {
+        let (sim, device) = device();
+        let allocator = open(&device);
+        let [one, two] = [0; 2].map(|_| device.create_stream().unwrap());
+        let block = allocator.alloc(SIZE, &one).unwrap();
+        block.record_stream(&two).unwrap();
+        // The stream gets on in two steps, and the block waits for the second: a sweep between them frees nothing.
+        two.tick().cover().unwrap();
+        sim.advance(LONG);
+        sim.stall(two.raw(), LONG).unwrap();
+        two.fill(block.ptr(), 1, SIZE).unwrap();
+        drop(block);
+        let (tick, asking) = (two.tick(), allocator.clone());
+        tick.cover().unwrap();
+        join([
+            thread::spawn(move || {
+                sim.advance(LONG * 2);
+                tick.is_done().unwrap();
+            }),
+            thread::spawn(move || drop(asking.alloc(SIZE, &one).unwrap())),
+        ]);
+        allocator.empty_cache().unwrap();
+        assert!(allocator.shell().lock().waiting.is_empty(), "the stream is known to be done");
+    });
+}
+
+#[test]
+fn memory_handed_to_another_stream_is_freed_in_its_order() {
+    explore(|| {
+        let (sim, device) = device();
+        let allocator = open(&device);
+        let [one, two] = [0; 2].map(|_| device.create_stream().unwrap());
+        let block = allocator.alloc(SIZE, &one).unwrap();
+        one.fill(block.ptr(), 1, SIZE).unwrap();
+        two.wait_for(&one.tick()).unwrap();
+        let (giving, taking) = (two.clone(), allocator.clone());
+        join([
+            thread::spawn(move || {
+                giving.fill(block.ptr(), 2, SIZE).unwrap();
+                block.drop_on(&giving).unwrap();
+            }),
+            thread::spawn(move || {
+                let mine = taking.alloc(SIZE, &one).unwrap();
+                one.fill(mine.ptr(), 3, SIZE).unwrap();
+            }),
+            thread::spawn(move || drop(two.tick().cover())),
+        ]);
+        let found = sim.violations();
+        assert!(found.is_empty(), "{}", found[0]);
+        assert_eq!(allocator.allocated_bytes(), 0);
+    });
+}

@@ -1,0 +1,33 @@
+//! The locks and atomics whose interleavings matter: those of parking_lot and `std`, or with `--cfg aquifer_shuttle`, which is
+//! for the crate's own tests alone, counterparts that hand every interleaving to a scheduler (`ci/schedules`).
+//!
+//! Locks that are leaves, under which nothing here waits or calls out, need no counterpart and stay parking_lot's.
+
+#[cfg(not(aquifer_shuttle))]
+pub(crate) use parking_lot::Mutex;
+#[cfg(not(aquifer_shuttle))]
+pub(crate) use std::sync::atomic;
+
+#[cfg(aquifer_shuttle)]
+pub(crate) use modelled::Mutex;
+#[cfg(aquifer_shuttle)]
+pub(crate) use shuttle::sync::atomic;
+
+#[cfg(aquifer_shuttle)]
+mod modelled {
+    use shuttle::sync::{MutexGuard, PoisonError};
+
+    /// A scheduled mutex with the interface of parking_lot's.
+    #[derive(Debug, Default)]
+    pub(crate) struct Mutex<T>(shuttle::sync::Mutex<T>);
+
+    impl<T> Mutex<T> {
+        pub(crate) const fn new(value: T) -> Self {
+            Mutex(shuttle::sync::Mutex::new(value))
+        }
+
+        pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        }
+    }
+}

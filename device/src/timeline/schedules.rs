@@ -1,0 +1,271 @@
+//! Models of timelines under a scheduler that explores interleavings; every driver call and atomic access is a point where
+//! another thread may run. Run by `ci/schedules`.
+//!
+//! The simulated device judges: its race detector knows the true order of enqueued work, so an event that claims to cover
+//! work enqueued after it shows as a race of the access that relied on the claim.
+
+#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use shuttle::thread;
+
+use crate::driver::{DevicePtr, StreamFlags};
+use crate::error::ErrorKind;
+use crate::sim::{SimConfig, SimDriver};
+use crate::sync::Mutex;
+use crate::{Device, Operation, Stream, Tick};
+
+const CELL: u64 = 512;
+
+/// Explores `model` at random, and with few but well-placed switches.
+fn explore(model: impl Fn() + Send + Sync + 'static) {
+    let model = Arc::new(model);
+    let again = model.clone();
+    shuttle::check_random(move || model(), 3000);
+    shuttle::check_pct(move || again(), 1500, 3);
+}
+
+/// A device whose memory is cells of one writer each, and the cells written so far with the ticks after them.
+struct World {
+    sim: Arc<SimDriver>,
+    device: Device,
+    base: DevicePtr,
+    written: Mutex<Vec<(u64, Tick)>>,
+}
+
+impl World {
+    fn new() -> Arc<World> {
+        let sim = SimDriver::new(SimConfig::new(1 << 24));
+        let device = Device::new(sim.clone());
+        let base = device.alloc(64 * CELL).unwrap();
+        Arc::new(World { sim, device, base, written: Mutex::new(Vec::new()) })
+    }
+
+    fn stream(&self) -> Stream {
+        self.device.create_stream().unwrap()
+    }
+
+    fn fill(&self, stream: &Stream, cell: u64) {
+        stream.fill(self.base.offset(cell * CELL), 1, CELL).unwrap();
+    }
+
+    /// Writes a cell and announces the tick after it.
+    fn produce(&self, stream: &Stream, cell: u64) {
+        self.fill(stream, cell);
+        let tick = stream.tick();
+        self.written.lock().push((cell, tick));
+    }
+
+    /// Overwrites each announced cell on `stream`, if `may` says that its tick allows that.
+    fn consume(&self, stream: &Stream, mut may: impl FnMut(&Tick) -> bool) {
+        let written = self.written.lock().clone();
+        for (cell, tick) in written {
+            if may(&tick) {
+                self.fill(stream, cell);
+                self.assert_no_race();
+            }
+        }
+    }
+
+    fn assert_no_race(&self) {
+        let found = self.sim.violations();
+        assert!(found.is_empty(), "{}", found[0]);
+    }
+
+    fn pass(&self) {
+        self.sim.advance(Duration::from_secs(1));
+    }
+}
+
+fn spawn(world: &Arc<World>, run: impl FnOnce(&World) + Send + 'static) -> thread::JoinHandle<()> {
+    let world = world.clone();
+    thread::spawn(move || run(&world))
+}
+
+fn join(threads: impl IntoIterator<Item = thread::JoinHandle<()>>) {
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+#[test]
+fn t1_events_recorded_while_others_enqueue_and_take_ticks() {
+    explore(|| {
+        let world = World::new();
+        let (one, two) = (world.stream(), world.stream());
+        let (producer, recorder) = (one.clone(), one.clone());
+        join([
+            spawn(&world, move |world| (0..3).for_each(|cell| world.produce(&producer, cell))),
+            spawn(&world, move |_| (0..2).for_each(|_| recorder.tick().cover().unwrap())),
+            spawn(&world, move |world| {
+                for _ in 0..3 {
+                    world.consume(&two, |tick| two.wait_for(tick).is_ok());
+                }
+            }),
+        ]);
+        world.assert_no_race();
+    });
+}
+
+#[test]
+fn t1_covered_ticks_that_were_asked_are_done() {
+    explore(|| {
+        let world = World::new();
+        let (one, two) = (world.stream(), world.stream());
+        let (producer, asker) = (one.clone(), one.clone());
+        join([
+            spawn(&world, move |world| (0..3).for_each(|cell| world.produce(&producer, cell))),
+            spawn(&world, move |world| {
+                for _ in 0..2 {
+                    asker.tick().cover().unwrap();
+                    world.pass();
+                }
+            }),
+            spawn(&world, move |world| {
+                for _ in 0..3 {
+                    world.consume(&two, |tick| tick.is_done().unwrap());
+                }
+            }),
+        ]);
+    });
+}
+
+#[test]
+fn t1_user_events_cover_what_was_enqueued_before_them() {
+    explore(|| {
+        let world = World::new();
+        let (one, two) = (world.stream(), world.stream());
+        let (producer, recorded) = (one.clone(), one.clone());
+        join([
+            spawn(&world, move |world| (0..3).for_each(|cell| world.produce(&producer, cell))),
+            spawn(&world, move |world| {
+                let event = world.device.create_event(false).unwrap();
+                for _ in 0..2 {
+                    event.record(&recorded).unwrap();
+                    two.wait_event(&event).unwrap();
+                    world.consume(&two, |tick| two.is_ordered_after(tick));
+                }
+            }),
+        ]);
+    });
+}
+
+#[test]
+fn t1_waiting_for_the_device_in_place_of_a_lost_event() {
+    explore(|| {
+        let world = World::new();
+        let (one, two) = (world.stream(), world.stream());
+        world.produce(&one, 0);
+        let fault = crate::sim::Fault::Nth { operation: Some(Operation::Record), nth: 1, code: crate::Code(999) };
+        world.sim.inject(fault);
+        drop(one);
+        let ask = move |world: &World| world.consume(&two, |tick| tick.synchronize().is_ok());
+        let tick = world.written.lock()[0].1.clone();
+        join([spawn(&world, ask), spawn(&world, move |_| tick.synchronize().unwrap())]);
+        let written = world.written.lock().clone();
+        assert!(written.iter().all(|(_, tick)| tick.is_done().unwrap()));
+    });
+}
+
+#[test]
+fn t2_a_waiter_knows_no_more_than_its_event() {
+    explore(|| {
+        let world = World::new();
+        let (one, two, three) = (world.stream(), world.stream(), world.stream());
+        world.produce(&one, 0);
+        let first = one.tick();
+        let (second, learner) = (two.clone(), two.clone());
+        join([
+            spawn(&world, move |_| learner.wait_for(&first).unwrap()),
+            spawn(&world, move |world| {
+                let tick = second.tick();
+                three.wait_for(&tick).unwrap();
+                world.consume(&three, |tick| three.is_ordered_after(tick));
+            }),
+        ]);
+    });
+}
+
+#[test]
+fn t3_events_recycled_while_others_wait_for_them() {
+    explore(|| {
+        let world = World::new();
+        let (one, two, three) = (world.stream(), world.stream(), world.stream());
+        world.produce(&one, 0);
+        let tick = one.tick();
+        tick.cover().unwrap();
+        let consumer = three.clone();
+        let (other, rerecorder) = (tick.clone(), two.clone());
+        join([
+            spawn(&world, move |world| {
+                tick.synchronize().unwrap();
+                world.consume(&consumer, |tick| tick.is_done().unwrap());
+            }),
+            spawn(&world, move |world| {
+                world.pass();
+                other.is_done().unwrap();
+            }),
+            spawn(&world, move |world| {
+                world.produce(&rerecorder, 1);
+                rerecorder.tick().cover().unwrap();
+            }),
+        ]);
+        let calls = world.device.driver_calls();
+        assert_eq!(calls.of(Operation::DestroyEvent), 0);
+    });
+}
+
+#[test]
+fn t4_streams_destroyed_while_their_ticks_are_waited_for() {
+    explore(|| {
+        let world = World::new();
+        let (one, two) = (world.stream(), world.stream());
+        world.produce(&one, 0);
+        join([
+            spawn(&world, move |world| {
+                world.produce(&one, 1);
+                drop(one);
+                let reused = world.stream();
+                world.produce(&reused, 2);
+            }),
+            spawn(&world, move |world| {
+                for _ in 0..2 {
+                    world.consume(&two, |tick| two.wait_for(tick).is_ok());
+                }
+            }),
+        ]);
+        let written = world.written.lock().clone();
+        written.iter().for_each(|(_, tick)| tick.synchronize().unwrap());
+    });
+}
+
+#[test]
+fn t5_captures_begin_and_end_while_others_wait() {
+    explore(|| {
+        let world = World::new();
+        let one = world.device.create_stream_with(StreamFlags::default()).unwrap();
+        let two = world.stream();
+        world.produce(&one, 0);
+        let legacy = world.device.default_stream().tick();
+        join([
+            spawn(&world, move |world| {
+                let capture = one.begin_capture().unwrap();
+                world.fill(&one, 8);
+                capture.end().expect("no tick may break a capture");
+                world.produce(&one, 1);
+            }),
+            spawn(&world, move |world| {
+                for _ in 0..3 {
+                    world.consume(&two, |tick| match two.wait_for(tick) {
+                        Ok(()) => true,
+                        Err(error) => {
+                            assert_eq!(error.kind, ErrorKind::Capture, "{error}");
+                            false
+                        }
+                    });
+                }
+            }),
+        ]);
+        legacy.cover().unwrap();
+    });
+}

@@ -1,0 +1,223 @@
+//! T5: ticks order nothing across the border of a capture.
+
+use aquifer_device::{ErrorKind, Operation, StreamFlags};
+
+use crate::common::{Bench, kind};
+
+#[test]
+fn t5_ticks_open_at_the_start_stay_open_and_covered_ones_are_answered() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.stall(&one);
+    bench.fill(&one);
+    let covered = one.tick();
+    covered.cover().unwrap();
+    let open = one.tick();
+    let capture = one.begin_capture().unwrap();
+    assert_eq!(kind(open.cover()), ErrorKind::Capture);
+    assert_eq!(kind(open.synchronize()), ErrorKind::Capture);
+    assert_eq!(kind(two.wait_for(&open)), ErrorKind::Capture);
+    assert!(!open.is_done().unwrap());
+    two.wait_for(&covered).unwrap();
+    bench.pass();
+    assert!(covered.is_done().unwrap() && !open.is_done().unwrap());
+    capture.end().unwrap();
+    assert_eq!(bench.cost(), (1, 1));
+    two.wait_for(&open).unwrap();
+    assert_eq!(bench.cost(), (2, 2));
+    bench.fill(&two);
+    bench.assert_no_race();
+}
+
+#[test]
+fn t5_a_capturing_stream_waits_for_no_tick_and_the_capture_survives_the_attempt() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.stall(&two);
+    bench.fill(&two);
+    let outside = two.tick();
+    let capture = one.begin_capture().unwrap();
+    assert_eq!(kind(one.wait_for(&outside)), ErrorKind::Capture);
+    bench.fill(&one);
+    let graph = capture.end().unwrap();
+    assert_eq!(bench.cost(), (0, 0));
+    one.wait_for(&outside).unwrap();
+    graph.launch(&one).unwrap();
+    bench.assert_no_race();
+    assert_eq!(bench.cost(), (1, 1));
+}
+
+#[test]
+fn t5_ticks_taken_inside_are_ticks_of_the_stream_once_it_is_over() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    let capture = one.begin_capture().unwrap();
+    bench.fill(&one);
+    let inside = one.tick();
+    assert_eq!(kind(two.wait_for(&inside)), ErrorKind::Capture);
+    assert!(!inside.is_done().unwrap());
+    let graph = capture.end().unwrap();
+    graph.launch(&one).unwrap();
+    let after = one.tick();
+    two.wait_for(&after).unwrap();
+    bench.fill(&two);
+    bench.assert_no_race();
+    assert_eq!(bench.cost(), (1, 1));
+}
+
+#[test]
+fn t5_an_event_recorded_in_a_capture_teaches_nobody() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.stall(&one);
+    bench.fill(&one);
+    let before = one.tick();
+    let (fork, join) = (bench.device.create_event(false).unwrap(), bench.device.create_event(false).unwrap());
+    let capture = one.begin_capture().unwrap();
+    fork.record(&one).unwrap();
+    two.wait_event(&fork).unwrap();
+    assert!(!two.is_ordered_after(&before), "it waits within the graph only");
+    bench.fill(&two);
+    join.record(&two).unwrap();
+    let two_inside = two.tick();
+    one.wait_event(&join).unwrap();
+    assert!(!one.is_ordered_after(&two_inside));
+    bench.fill(&one);
+    capture.end().unwrap();
+    assert!(!two.is_ordered_after(&before));
+    two.wait_for(&before).unwrap();
+    assert_eq!(bench.cost(), (1, 1));
+    bench.fill(&two);
+    bench.assert_no_race();
+}
+
+#[test]
+fn t5_a_stream_that_joined_a_capture_is_capturing_until_its_end() {
+    let bench = Bench::new();
+    let (one, two, three) = (bench.stream(), bench.stream(), bench.stream());
+    bench.fill(&three);
+    let outside = three.tick();
+    let open = two.tick();
+    let (fork, join) = (bench.device.create_event(false).unwrap(), bench.device.create_event(false).unwrap());
+    let capture = one.begin_capture().unwrap();
+    fork.record(&one).unwrap();
+    two.wait_event(&fork).unwrap();
+    assert_eq!(kind(two.wait_for(&outside)), ErrorKind::Capture);
+    assert_eq!(kind(three.wait_for(&open)), ErrorKind::Capture);
+    assert_eq!(kind(open.cover()), ErrorKind::Capture);
+    join.record(&two).unwrap();
+    one.wait_event(&join).unwrap();
+    capture.end().expect("none of the refused calls reached the driver");
+    assert_eq!(bench.cost(), (0, 0));
+    two.wait_for(&outside).unwrap();
+    three.wait_for(&open).unwrap();
+    assert_eq!(bench.cost(), (2, 2));
+}
+
+#[test]
+fn t5_an_event_of_a_capture_that_is_over_orders_nothing() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    let before = one.tick();
+    let event = bench.device.create_event(false).unwrap();
+    let capture = one.begin_capture().unwrap();
+    event.record(&one).unwrap();
+    drop(capture);
+    assert_eq!(kind(two.wait_event(&event)), ErrorKind::Capture);
+    assert!(!two.is_ordered_after(&before));
+    two.wait_for(&before).unwrap();
+    assert_eq!(bench.cost(), (1, 1), "the stream did not get stuck in the capture");
+}
+
+#[test]
+fn t5_what_was_known_before_is_known_after() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.stall(&two);
+    bench.fill(&two);
+    let tick = two.tick();
+    one.wait_for(&tick).unwrap();
+    let clock = one.timeline().clock();
+    let capture = one.begin_capture().unwrap();
+    drop(capture);
+    assert_eq!(one.timeline().clock(), clock);
+    assert!(one.is_ordered_after(&tick));
+}
+
+#[test]
+fn t5_a_capture_that_does_not_begin_changes_nothing() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.fail_next(Operation::BeginCapture);
+    assert!(one.begin_capture().is_err());
+    two.wait_for(&one.tick()).unwrap();
+    assert_eq!(bench.cost(), (1, 1));
+    let capture = one.begin_capture().unwrap();
+    assert_eq!(kind(one.begin_capture()), ErrorKind::Capture, "it captures already");
+    assert_eq!(kind(one.tick().cover()), ErrorKind::Capture, "the first capture goes on");
+    capture.end().unwrap();
+    one.tick().cover().unwrap();
+}
+
+#[test]
+fn t5_a_capture_that_fails_to_end_is_over_for_the_timeline() {
+    let bench = Bench::new();
+    let one = bench.stream();
+    let capture = one.begin_capture().unwrap();
+    // Waiting for the device breaks every capture.
+    assert_eq!(kind(bench.device.synchronize()), ErrorKind::Capture);
+    assert_eq!(kind(capture.end()), ErrorKind::Capture);
+    one.tick().cover().unwrap();
+    assert_eq!(bench.cost(), (1, 0));
+}
+
+#[test]
+fn t5_the_legacy_stream_is_left_alone_while_a_blocking_stream_captures() {
+    let bench = Bench::new();
+    let (legacy, two) = (bench.device.default_stream().clone(), bench.stream());
+    let blocking = bench.device.create_stream_with(StreamFlags { non_blocking: false, priority: 0 }).unwrap();
+    let (tick, other) = (legacy.tick(), two.tick());
+    let capture = blocking.begin_capture().unwrap();
+    assert_eq!(kind(tick.cover()), ErrorKind::Capture);
+    assert_eq!(kind(two.wait_for(&tick)), ErrorKind::Capture);
+    assert_eq!(kind(legacy.wait_for(&other)), ErrorKind::Capture);
+    capture.end().expect("the refused calls did not break it");
+    two.wait_for(&tick).unwrap();
+    // A capture of a stream that does not block is no obstacle.
+    let capture = bench.stream().begin_capture().unwrap();
+    legacy.tick().cover().unwrap();
+    legacy.wait_for(&other).unwrap();
+    capture.end().unwrap();
+}
+
+#[test]
+fn t5_a_stream_released_while_it_captures_says_so_and_is_answered_by_the_device() {
+    let bench = Bench::new();
+    let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
+    // SAFETY: the stream lives to the end of the test, and is adopted once.
+    let external = unsafe { bench.device.adopt_stream(raw) };
+    bench.fill(external.stream());
+    let tick = external.stream().tick();
+    let capture = external.stream().begin_capture().unwrap();
+    assert_eq!(kind(external.release()), ErrorKind::Capture);
+    drop(capture);
+    assert_eq!(kind(tick.cover()), ErrorKind::InvalidUse);
+    tick.synchronize().unwrap();
+    assert!(tick.is_done().unwrap());
+}
+
+#[test]
+fn t5_a_member_dropped_during_the_capture_breaks_it_and_nothing_else() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    let event = bench.device.create_event(false).unwrap();
+    let capture = one.begin_capture().unwrap();
+    event.record(&one).unwrap();
+    two.wait_event(&event).unwrap();
+    let tick = two.tick();
+    drop(two);
+    assert_eq!(kind(capture.end()), ErrorKind::Capture);
+    assert_eq!(kind(tick.cover()), ErrorKind::InvalidUse, "its last event could not be recorded");
+    tick.synchronize().unwrap();
+    one.tick().cover().unwrap();
+}

@@ -1,0 +1,161 @@
+//! T2 when driver calls fail: a failed record or wait changes no clock, and trying again works.
+
+use aquifer_device::sim::Fault;
+use aquifer_device::{ErrorKind, Operation};
+
+use crate::common::{Bench, kind};
+
+#[test]
+fn t2_a_failed_record_changes_no_clock_and_can_be_repeated() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.stall(&one);
+    bench.fill(&one);
+    let tick = one.tick();
+    bench.fail_next(Operation::Record);
+    assert_eq!(kind(two.wait_for(&tick)), ErrorKind::Other);
+    assert!(!two.is_ordered_after(&tick));
+    assert!(!tick.timeline().is_covered(tick.n()));
+    assert_eq!(bench.cost(), (0, 0));
+    let between = one.tick();
+    two.wait_for(&tick).unwrap();
+    assert!(two.is_ordered_after(&between), "one event covers the ticks on both sides of the failure");
+    assert_eq!((bench.cost(), bench.calls(Operation::CreateEvent)), ((1, 1), 1));
+    bench.fill(&two);
+    bench.assert_no_race();
+}
+
+#[test]
+fn t2_a_failed_wait_changes_no_clock_and_its_event_serves_the_next() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.stall(&one);
+    bench.fill(&one);
+    let tick = one.tick();
+    bench.fail_next(Operation::Wait);
+    assert_eq!(kind(two.wait_for(&tick)), ErrorKind::Other);
+    assert!(!two.is_ordered_after(&tick));
+    assert_eq!(two.timeline().clock().of(one.id()), 0);
+    assert_eq!(bench.cost(), (1, 0));
+    two.wait_for(&tick).unwrap();
+    assert_eq!(bench.cost(), (1, 1));
+    bench.fill(&two);
+    bench.assert_no_race();
+}
+
+#[test]
+fn t2_an_event_that_cannot_be_created_changes_no_clock() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    let tick = one.tick();
+    bench.fail_next(Operation::CreateEvent);
+    assert_eq!(kind(two.wait_for(&tick)), ErrorKind::Other);
+    assert!(!two.is_ordered_after(&tick));
+    two.wait_for(&tick).unwrap();
+    assert_eq!(bench.cost(), (1, 1));
+}
+
+#[test]
+fn t2_a_user_event_keeps_its_earlier_record_when_recording_fails() {
+    let bench = Bench::new();
+    let (one, two, three) = (bench.stream(), bench.stream(), bench.stream());
+    let event = bench.device.create_event(false).unwrap();
+    let first = one.tick();
+    event.record(&one).unwrap();
+    let second = two.tick();
+    bench.fail_next(Operation::Record);
+    assert_eq!(kind(event.record(&two)), ErrorKind::Other);
+    bench.fail_next(Operation::Wait);
+    assert_eq!(kind(three.wait_event(&event)), ErrorKind::Other);
+    assert!(!three.is_ordered_after(&first));
+    three.wait_event(&event).unwrap();
+    assert!(three.is_ordered_after(&first) && !three.is_ordered_after(&second));
+}
+
+#[test]
+fn a_failed_query_or_host_wait_leaves_the_event_to_be_asked_again() {
+    let bench = Bench::new();
+    let stream = bench.stream();
+    bench.stall(&stream);
+    bench.fill(&stream);
+    let tick = stream.tick();
+    tick.cover().unwrap();
+    bench.fail_next(Operation::QueryEvent);
+    assert_eq!(kind(tick.is_done()), ErrorKind::Other);
+    bench.fail_next(Operation::SynchronizeEvent);
+    assert_eq!(kind(tick.synchronize()), ErrorKind::Other);
+    assert!(!tick.timeline().is_known_done(tick.n()));
+    assert!(!tick.is_done().unwrap());
+    tick.synchronize().unwrap();
+    assert!(tick.timeline().is_known_done(tick.n()));
+    assert_eq!(bench.cost(), (1, 0));
+}
+
+#[test]
+fn t3_a_failed_host_wait_recycles_nothing() {
+    let bench = Bench::new();
+    let stream = bench.stream();
+    bench.stall(&stream);
+    let tick = stream.tick();
+    bench.fail_next(Operation::SynchronizeEvent);
+    assert_eq!(kind(tick.synchronize()), ErrorKind::Other);
+    stream.tick().cover().unwrap();
+    assert_eq!(bench.calls(Operation::CreateEvent), 2, "the first is still pending");
+}
+
+#[test]
+fn t4_a_stream_whose_last_record_failed_is_answered_by_the_device() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.stall(&one);
+    bench.fill(&one);
+    let tick = one.tick();
+    bench.fail_next(Operation::Record);
+    drop(one);
+    assert_eq!(kind(two.wait_for(&tick)), ErrorKind::InvalidUse);
+    assert_eq!(kind(tick.cover()), ErrorKind::InvalidUse);
+    assert!(!tick.is_done().unwrap());
+    bench.fail_next(Operation::Synchronize);
+    assert_eq!(kind(tick.synchronize()), ErrorKind::Other);
+    assert!(!tick.is_done().unwrap());
+    tick.synchronize().unwrap();
+    assert!(tick.is_done().unwrap());
+    assert_eq!((bench.cost(), bench.calls(Operation::Synchronize)), ((0, 0), 2));
+    two.wait_for(&tick).unwrap();
+    bench.fill(&two);
+    bench.assert_no_race();
+}
+
+#[test]
+fn t4_waiting_for_the_device_answers_no_tick_taken_later() {
+    let bench = Bench::new();
+    let raw = bench.device.driver().create_stream(Default::default()).unwrap();
+    // SAFETY: the stream lives to the end of the test, and is adopted once.
+    let external = unsafe { bench.device.adopt_stream(raw) };
+    let (stream, tick) = (external.stream().clone(), external.stream().tick());
+    bench.fail_next(Operation::Record);
+    assert_eq!(kind(external.release()), ErrorKind::Other);
+    tick.synchronize().unwrap();
+    bench.fill(&stream);
+    assert!(!stream.tick().is_done().unwrap());
+}
+
+#[test]
+fn a_lost_device_answers_every_question_with_its_loss() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.stall(&one);
+    bench.fill(&one);
+    let (covered, tick) = (one.tick(), one.tick());
+    covered.cover().unwrap();
+    bench.fill(&one);
+    let open = one.tick();
+    bench.sim.inject(Fault::LostAt { nth: 1 });
+    assert_eq!(kind(two.wait_for(&open)), ErrorKind::DeviceLost);
+    assert_eq!(kind(tick.is_done()), ErrorKind::DeviceLost);
+    assert_eq!(kind(tick.synchronize()), ErrorKind::DeviceLost);
+    assert_eq!(kind(open.cover()), ErrorKind::DeviceLost);
+    assert!(!two.is_ordered_after(&tick) && !tick.timeline().is_known_done(tick.n()));
+    drop(one);
+    assert_eq!(kind(open.synchronize()), ErrorKind::DeviceLost);
+}

@@ -1,0 +1,442 @@
+//! T1 to T4 with one thread: what is paid, when events are recycled, and whose ticks are whose.
+
+use aquifer_device::{Device, ErrorKind, Operation, StreamFlags};
+
+use crate::common::{Bench, LONG, kind};
+
+#[test]
+fn a_tick_costs_no_driver_call() {
+    let bench = Bench::new();
+    let stream = bench.stream();
+    let calls = bench.device.driver_calls().total();
+    let tick = stream.tick();
+    assert!(stream.is_ordered_after(&tick), "later work of a stream comes after its own ticks");
+    assert!(!tick.is_done().unwrap(), "no event covers it, so nothing is known");
+    stream.wait_for(&tick).unwrap();
+    assert_eq!(bench.device.driver_calls().total(), calls);
+    assert_eq!(bench.cost(), (0, 0));
+}
+
+#[test]
+fn t1_one_event_covers_all_ticks_before_it_and_none_after() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.stall(&one);
+    bench.fill(&one);
+    let early = one.tick();
+    bench.fill(&one);
+    let late = one.tick();
+    two.wait_for(&late).unwrap();
+    assert_eq!(bench.cost(), (1, 1));
+    two.wait_for(&early).unwrap();
+    assert!(two.is_ordered_after(&early) && two.is_ordered_after(&late));
+    assert_eq!(bench.cost(), (1, 1));
+    bench.fill(&one);
+    let after = one.tick();
+    assert!(!two.is_ordered_after(&after));
+    assert!(after.n() > late.n());
+    two.wait_for(&after).unwrap();
+    assert_eq!(bench.cost(), (2, 2));
+    bench.fill(&two);
+    bench.assert_no_race();
+}
+
+#[test]
+fn t1_an_event_for_the_host_serves_streams_too() {
+    let bench = Bench::new();
+    let (one, two, three) = (bench.stream(), bench.stream(), bench.stream());
+    bench.stall(&one);
+    bench.fill(&one);
+    let tick = one.tick();
+    tick.cover().unwrap();
+    tick.cover().unwrap();
+    assert!(tick.timeline().is_covered(tick.n()));
+    assert_eq!(bench.cost(), (1, 0));
+    two.wait_for(&tick).unwrap();
+    three.wait_for(&tick).unwrap();
+    assert_eq!(bench.cost(), (1, 2));
+}
+
+#[test]
+fn t2_the_same_dependency_is_never_paid_twice() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.stall(&one);
+    bench.fill(&one);
+    let tick = one.tick();
+    for _ in 0..10 {
+        two.wait_for(&tick).unwrap();
+    }
+    assert_eq!(bench.cost(), (1, 1));
+    assert_eq!((bench.calls(Operation::Record), bench.calls(Operation::Wait)), (1, 1));
+    bench.fill(&two);
+    bench.assert_no_race();
+}
+
+#[test]
+fn t2_knowledge_is_transitive() {
+    let bench = Bench::new();
+    let streams = [bench.stream(), bench.stream(), bench.stream(), bench.stream()];
+    bench.stall(&streams[0]);
+    bench.fill(&streams[0]);
+    let first = streams[0].tick();
+    for pair in streams.windows(2) {
+        pair[1].wait_for(&pair[0].tick()).unwrap();
+    }
+    assert_eq!(bench.cost(), (3, 3));
+    assert!(streams[3].is_ordered_after(&first));
+    streams[3].wait_for(&first).unwrap();
+    assert_eq!(bench.cost(), (3, 3));
+    bench.fill(&streams[3]);
+    bench.assert_no_race();
+}
+
+#[test]
+fn t2_an_event_knows_what_its_stream_knew_when_it_was_recorded_and_no_more() {
+    let bench = Bench::new();
+    let (one, two, three) = (bench.stream(), bench.stream(), bench.stream());
+    bench.stall(&one);
+    bench.fill(&one);
+    let first = one.tick();
+    // Covered before the second stream learns of the first.
+    let second = two.tick();
+    second.cover().unwrap();
+    two.wait_for(&first).unwrap();
+    three.wait_for(&second).unwrap();
+    assert!(three.is_ordered_after(&second));
+    assert!(!three.is_ordered_after(&first), "the event is older than what its stream knows now");
+    three.wait_for(&first).unwrap();
+    assert_eq!(bench.cost(), (2, 3));
+    bench.fill(&three);
+    bench.assert_no_race();
+}
+
+#[test]
+fn t2_user_events_teach_as_ticks_do() {
+    let bench = Bench::new();
+    let (one, two, three) = (bench.stream(), bench.stream(), bench.stream());
+    bench.stall(&one);
+    bench.fill(&one);
+    let tick = one.tick();
+    two.wait_for(&tick).unwrap();
+    let event = bench.device.create_event(false).unwrap();
+    event.record(&two).unwrap();
+    let later = two.tick();
+    three.wait_event(&event).unwrap();
+    assert!(three.is_ordered_after(&tick));
+    assert!(!three.is_ordered_after(&later), "taken after the record");
+    assert_eq!(bench.cost(), (1, 1), "user events are not counted");
+    bench.fill(&three);
+    bench.assert_no_race();
+}
+
+#[test]
+fn t2_a_user_event_recorded_again_teaches_its_latest_record() {
+    let bench = Bench::new();
+    let (one, two, three) = (bench.stream(), bench.stream(), bench.stream());
+    let event = bench.device.create_event(false).unwrap();
+    let (first, second) = (one.tick(), two.tick());
+    event.record(&one).unwrap();
+    event.record(&two).unwrap();
+    three.wait_event(&event).unwrap();
+    assert!(!three.is_ordered_after(&first));
+    assert!(three.is_ordered_after(&second));
+}
+
+#[test]
+fn what_is_known_done_orders_every_stream_for_nothing() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.stall(&one);
+    bench.fill(&one);
+    let tick = one.tick();
+    tick.cover().unwrap();
+    assert!(!tick.is_done().unwrap());
+    bench.pass();
+    assert!(tick.is_done().unwrap());
+    assert_eq!(bench.cost(), (1, 0));
+    let queries = bench.calls(Operation::QueryEvent);
+    assert!(tick.is_done().unwrap());
+    two.wait_for(&tick).unwrap();
+    tick.cover().unwrap();
+    tick.synchronize().unwrap();
+    assert_eq!(bench.calls(Operation::QueryEvent), queries, "what is known is not asked again");
+    assert_eq!(bench.cost(), (1, 0));
+    bench.fill(&two);
+    bench.assert_no_race();
+}
+
+#[test]
+fn asking_never_records() {
+    let bench = Bench::new();
+    let stream = bench.stream();
+    bench.fill(&stream);
+    let tick = stream.tick();
+    bench.pass();
+    assert!(!tick.is_done().unwrap(), "done on the device, and nobody can know");
+    assert_eq!(bench.cost(), (0, 0));
+    tick.cover().unwrap();
+    bench.pass();
+    assert!(tick.is_done().unwrap());
+    assert_eq!(bench.cost(), (1, 0));
+}
+
+#[test]
+fn synchronize_waits_for_the_oldest_event_that_covers_the_tick() {
+    let bench = Bench::new();
+    let stream = bench.stream();
+    bench.stall(&stream);
+    bench.fill(&stream);
+    let early = stream.tick();
+    early.cover().unwrap();
+    let between = bench.sim.now_ns();
+    bench.stall(&stream);
+    bench.fill(&stream);
+    let late = stream.tick();
+    late.cover().unwrap();
+    early.synchronize().unwrap();
+    let waited = bench.sim.now_ns() - between;
+    let long = u64::try_from(LONG.as_nanos()).unwrap();
+    assert!((long / 2..long + long / 2).contains(&waited), "{waited} ns");
+    assert!(early.is_done().unwrap() && !late.is_done().unwrap());
+    late.synchronize().unwrap();
+    assert!(late.is_done().unwrap());
+    assert_eq!(bench.cost(), (2, 0));
+}
+
+#[test]
+fn synchronize_records_where_nothing_covers_the_tick() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.stall(&one);
+    bench.fill(&one);
+    let tick = one.tick();
+    tick.synchronize().unwrap();
+    assert_eq!((bench.cost(), bench.calls(Operation::SynchronizeEvent)), ((1, 0), 1));
+    tick.synchronize().unwrap();
+    assert_eq!(bench.calls(Operation::SynchronizeEvent), 1);
+    bench.fill(&two);
+    bench.assert_no_race();
+}
+
+#[test]
+fn t3_events_are_recycled_when_complete_and_not_before() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.stall(&one);
+    for _ in 0..5 {
+        one.tick().cover().unwrap();
+    }
+    assert_eq!(bench.calls(Operation::CreateEvent), 5, "none of them is complete");
+    bench.pass();
+    assert!(one.timeline().is_done(4).unwrap());
+    for _ in 0..5 {
+        two.tick().cover().unwrap();
+    }
+    assert_eq!(bench.calls(Operation::CreateEvent), 5, "all of them were recycled");
+    assert_eq!(bench.calls(Operation::DestroyEvent), 0);
+}
+
+#[test]
+fn t3_steady_use_needs_a_bounded_number_of_events() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    for _ in 0..1000 {
+        bench.fill(&one);
+        let tick = one.tick();
+        two.wait_for(&tick).unwrap();
+        bench.fill(&two);
+        let back = two.tick();
+        one.wait_for(&back).unwrap();
+        bench.pass();
+        tick.is_done().unwrap();
+        back.is_done().unwrap();
+    }
+    assert_eq!(bench.cost(), (2000, 2000));
+    assert_eq!(bench.calls(Operation::CreateEvent), 2);
+    bench.assert_no_race();
+}
+
+#[test]
+fn t3_an_event_that_is_not_complete_is_destroyed_at_a_later_call() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.stall(&one);
+    bench.fill(&one);
+    one.tick().cover().unwrap();
+    let calls = bench.device.driver_calls();
+    drop(one);
+    // The last event of the stream, and its destruction; the pending events go without a call.
+    let spent = bench.device.driver_calls().since(&calls);
+    assert_eq!(spent.of(Operation::DestroyEvent), 0);
+    assert_eq!((spent.of(Operation::Record), spent.of(Operation::DestroyStream)), (1, 1));
+    two.tick().cover().unwrap();
+    assert_eq!(bench.calls(Operation::DestroyEvent), 2);
+}
+
+#[test]
+fn t4_ticks_of_a_destroyed_stream_stay_answerable() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.stall(&one);
+    bench.fill(&one);
+    let tick = one.tick();
+    drop(one);
+    assert!(!tick.timeline().is_open());
+    assert_eq!(bench.cost(), (1, 0), "its last event");
+    assert!(!tick.is_done().unwrap());
+    two.wait_for(&tick).unwrap();
+    assert_eq!(bench.cost(), (1, 1));
+    bench.fill(&two);
+    bench.assert_no_race();
+    bench.pass();
+    assert!(tick.is_done().unwrap());
+}
+
+#[test]
+fn t4_a_new_stream_with_the_same_handle_is_another_one() {
+    let bench = Bench::new();
+    let one = bench.stream();
+    bench.stall(&one);
+    bench.fill(&one);
+    let old = one.tick();
+    let (raw, id) = (one.raw(), one.id());
+    drop(one);
+    let new = bench.stream();
+    assert_eq!(new.raw(), raw, "the driver reuses handles");
+    assert_ne!(new.id(), id);
+    assert!(!new.is_ordered_after(&old));
+    let cost = bench.cost();
+    new.wait_for(&old).unwrap();
+    assert_eq!(bench.cost(), (cost.0, cost.1 + 1));
+    bench.fill(&new);
+    bench.assert_no_race();
+    let tick = new.tick();
+    tick.cover().unwrap();
+    bench.pass();
+    assert!(old.is_done().unwrap() && tick.is_done().unwrap());
+}
+
+#[test]
+fn t4_the_handle_reused_before_the_old_ticks_are_asked() {
+    let bench = Bench::new();
+    let old = {
+        let one = bench.stream();
+        bench.fill(&one);
+        one.tick()
+    };
+    let new = bench.stream();
+    bench.stall(&new);
+    bench.fill(&new);
+    let pending = new.tick();
+    pending.cover().unwrap();
+    bench.sim.advance(LONG / 2);
+    assert!(old.is_done().unwrap(), "the work of the destroyed stream alone counts");
+    assert!(!pending.is_done().unwrap());
+    assert_ne!(bench.sim.violations(), [], "the fills are not ordered, and the test relies on nothing");
+}
+
+#[test]
+fn t4_an_adopted_stream_is_covered_until_released_and_its_ticks_after() {
+    let bench = Bench::new();
+    let driver = bench.device.driver();
+    let raw = driver.create_stream(StreamFlags { non_blocking: true, priority: 0 }).unwrap();
+    // SAFETY: live until it is released below, and adopted once.
+    let external = unsafe { bench.device.adopt_stream(raw) };
+    bench.stall(external.stream());
+    // Enqueued by the owner, behind the timeline's back.
+    driver.memset(bench.ptr, 1, 64, raw).unwrap();
+    let tick = external.stream().tick();
+    external.release().unwrap();
+    assert_eq!(bench.cost(), (1, 0));
+    driver.destroy_stream(raw).unwrap();
+    let two = bench.stream();
+    assert_eq!(two.raw(), raw);
+    two.wait_for(&tick).unwrap();
+    bench.fill(&two);
+    bench.assert_no_race();
+    assert_eq!(bench.cost(), (1, 1));
+}
+
+#[test]
+fn t4_an_adopted_stream_dropped_without_release_is_released() {
+    let bench = Bench::new();
+    let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
+    // SAFETY: live until it is dropped below, and adopted once.
+    let external = unsafe { bench.device.adopt_stream(raw) };
+    bench.fill(external.stream());
+    let tick = external.stream().tick();
+    drop(external);
+    assert!(!tick.timeline().is_open());
+    bench.pass();
+    assert!(tick.is_done().unwrap());
+}
+
+#[test]
+fn the_legacy_stream_is_ordered_through_ticks_like_any_other() {
+    let bench = Bench::new();
+    let (legacy, two) = (bench.device.default_stream().clone(), bench.stream());
+    bench.stall(&legacy);
+    bench.fill(&legacy);
+    let tick = legacy.tick();
+    assert!(!two.is_ordered_after(&tick), "a stream that does not block does not wait for it");
+    two.wait_for(&tick).unwrap();
+    bench.fill(&two);
+    legacy.wait_for(&two.tick()).unwrap();
+    bench.fill(&legacy);
+    assert_eq!(bench.cost(), (2, 2));
+    bench.assert_no_race();
+}
+
+#[test]
+fn ticks_and_events_of_another_device_are_refused() {
+    let (bench, other) = (Bench::new(), Bench::new());
+    let (here, there) = (bench.stream(), other.stream());
+    assert_eq!(here.id(), there.id(), "numbers are per device, so they say nothing across devices");
+    other.stall(&there);
+    other.fill(&there);
+    let tick = there.tick();
+    assert!(!here.is_ordered_after(&tick));
+    assert_eq!(kind(here.wait_for(&tick)), ErrorKind::InvalidUse);
+    let event = other.device.create_event(true).unwrap();
+    assert_eq!(kind(event.record(&here)), ErrorKind::InvalidUse);
+    event.record(&there).unwrap();
+    assert_eq!(kind(here.wait_event(&event)), ErrorKind::InvalidUse);
+    assert_eq!(kind(event.elapsed_ms(&bench.device.create_event(true).unwrap())), ErrorKind::InvalidUse);
+    assert_eq!((bench.cost(), other.cost()), ((0, 0), (0, 0)));
+    // The host can order them.
+    tick.synchronize().unwrap();
+    here.wait_for(&tick).unwrap();
+    assert!(here.is_ordered_after(&tick));
+}
+
+#[test]
+fn what_one_device_knows_says_nothing_about_another() {
+    let (bench, other) = (Bench::new(), Bench::new());
+    let (one, two) = (bench.stream(), bench.stream());
+    let twin = other.stream();
+    assert_eq!(one.id(), twin.id());
+    two.wait_for(&one.tick()).unwrap();
+    let foreign = twin.tick();
+    assert!(!two.is_ordered_after(&foreign), "the clock's entry is about this device's stream");
+}
+
+#[test]
+fn a_clock_is_a_copy() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    let before = two.timeline().clock();
+    two.wait_for(&one.tick()).unwrap();
+    assert_eq!(before.of(one.id()), 0);
+    assert_eq!(two.timeline().clock().of(one.id()), 1);
+}
+
+#[test]
+fn handles_of_a_device_share_what_it_costs() {
+    fn assert_shared(device: &Device, bench: &Bench) {
+        assert_eq!(device.timeline_counts(), bench.device.timeline_counts());
+    }
+    let bench = Bench::new();
+    bench.stream().tick().cover().unwrap();
+    assert_shared(&bench.device.clone(), &bench);
+}

@@ -1,0 +1,180 @@
+//! Random programs: an access that relies on `is_ordered_after` or `is_done` is never a race.
+
+use aquifer_device::{Stream, StreamFlags, Tick};
+use proptest::prelude::*;
+
+use crate::common::Bench;
+
+const CELL: u64 = 4096;
+const CELLS: usize = 3;
+
+/// One step. Numbers pick among what there is.
+#[derive(Clone, Debug)]
+enum Step {
+    /// Writes a cell on a stream; before that, if `force`, orders the stream after the last writer.
+    Write {
+        stream: usize,
+        cell: usize,
+        force: bool,
+    },
+    /// Writes a cell if its last writer's tick is done.
+    WriteIfDone {
+        stream: usize,
+        cell: usize,
+    },
+    Tick {
+        stream: usize,
+    },
+    WaitFor {
+        stream: usize,
+        tick: usize,
+    },
+    Event {
+        from: usize,
+        to: usize,
+    },
+    Cover {
+        tick: usize,
+    },
+    IsDone {
+        tick: usize,
+    },
+    Synchronize {
+        tick: usize,
+    },
+    Stall {
+        stream: usize,
+        micros: u64,
+    },
+    Pass {
+        micros: u64,
+    },
+    Replace {
+        stream: usize,
+        blocking: bool,
+    },
+    Fail {
+        wait: bool,
+    },
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let (stream, cell, tick) = (0..4_usize, 0..CELLS, any::<usize>());
+    prop_oneof![
+        8 => (stream.clone(), cell.clone(), any::<bool>()).prop_map(|(stream, cell, force)| Step::Write { stream, cell, force }),
+        4 => (stream.clone(), cell).prop_map(|(stream, cell)| Step::WriteIfDone { stream, cell }),
+        2 => stream.clone().prop_map(|stream| Step::Tick { stream }),
+        4 => (stream.clone(), tick).prop_map(|(stream, tick)| Step::WaitFor { stream, tick }),
+        2 => (stream.clone(), stream.clone()).prop_map(|(from, to)| Step::Event { from, to }),
+        2 => tick.prop_map(|tick| Step::Cover { tick }),
+        3 => tick.prop_map(|tick| Step::IsDone { tick }),
+        1 => tick.prop_map(|tick| Step::Synchronize { tick }),
+        3 => (stream.clone(), 1..200_u64).prop_map(|(stream, micros)| Step::Stall { stream, micros }),
+        2 => (1..200_u64).prop_map(|micros| Step::Pass { micros }),
+        1 => (stream, any::<bool>()).prop_map(|(stream, blocking)| Step::Replace { stream, blocking }),
+        1 => any::<bool>().prop_map(|wait| Step::Fail { wait }),
+    ]
+}
+
+struct Program {
+    bench: Bench,
+    /// The first is the legacy stream.
+    streams: Vec<Stream>,
+    ticks: Vec<Tick>,
+    /// The tick after the last write of each cell.
+    written: [Option<Tick>; CELLS],
+    relied: u64,
+}
+
+impl Program {
+    fn new(seed: u64) -> Program {
+        let bench = Bench::seeded(seed);
+        let mut streams = vec![bench.device.default_stream().clone()];
+        streams.extend((0..3).map(|_| bench.stream()));
+        Program { bench, streams, ticks: Vec::new(), written: [const { None }; CELLS], relied: 0 }
+    }
+
+    fn tick(&self, at: usize) -> Option<&Tick> {
+        self.ticks.get(at.checked_rem(self.ticks.len())?)
+    }
+
+    fn write(&mut self, stream: usize, cell: usize) {
+        let stream = &self.streams[stream];
+        stream.fill(self.bench.ptr.offset(cell as u64 * CELL), 1, CELL).unwrap();
+        self.relied += 1;
+        let tick = stream.tick();
+        self.ticks.push(tick.clone());
+        self.written[cell] = Some(tick);
+    }
+
+    fn run(&mut self, step: &Step) {
+        match *step {
+            Step::Write { stream, cell, force } => {
+                let on = &self.streams[stream];
+                let ordered = match &self.written[cell] {
+                    Some(last) if force => on.wait_for(last).is_ok(),
+                    Some(last) => on.is_ordered_after(last),
+                    None => true,
+                };
+                if ordered {
+                    self.write(stream, cell);
+                }
+            }
+            Step::WriteIfDone { stream, cell } => {
+                if self.written[cell].as_ref().is_none_or(|last| last.is_done().unwrap()) {
+                    self.write(stream, cell);
+                }
+            }
+            Step::Tick { stream } => self.ticks.push(self.streams[stream].tick()),
+            // These may fail where a fault is pending; nothing may be relied on then.
+            Step::WaitFor { stream, tick } => drop(self.tick(tick).map(|tick| self.streams[stream].wait_for(tick))),
+            Step::Event { from, to } => {
+                let event = self.bench.device.create_event(false).unwrap();
+                if event.record(&self.streams[from]).is_ok() {
+                    drop(self.streams[to].wait_event(&event));
+                }
+            }
+            Step::Cover { tick } => drop(self.tick(tick).map(Tick::cover)),
+            Step::IsDone { tick } => drop(self.tick(tick).map(|tick| tick.is_done().unwrap())),
+            Step::Synchronize { tick } => {
+                if let Some(tick) = self.tick(tick)
+                    && tick.synchronize().is_ok()
+                {
+                    assert!(tick.is_done().unwrap());
+                }
+            }
+            Step::Stall { stream, micros } => {
+                let time = std::time::Duration::from_micros(micros);
+                self.bench.sim.stall(self.streams[stream].raw(), time).unwrap();
+            }
+            Step::Pass { micros } => self.bench.sim.advance(std::time::Duration::from_micros(micros)),
+            Step::Replace { stream: 0, .. } => {}
+            Step::Replace { stream, blocking } => {
+                let flags = StreamFlags { non_blocking: !blocking, priority: 0 };
+                // The new stream first, or the other way round so that the handle is reused.
+                drop(std::mem::replace(&mut self.streams[stream], self.bench.device.default_stream().clone()));
+                self.streams[stream] = self.bench.device.create_stream_with(flags).unwrap();
+            }
+            Step::Fail { wait } => {
+                let operation = if wait { aquifer_device::Operation::Wait } else { aquifer_device::Operation::Record };
+                self.bench.fail_next(operation);
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_ticks_promise_is_never_a_race(seed in any::<u64>(), steps in prop::collection::vec(step(), 1..60)) {
+        let mut program = Program::new(seed);
+        for step in &steps {
+            program.run(step);
+            let found = program.bench.sim.violations();
+            prop_assert!(found.is_empty(), "after {step:?}: {}", found[0]);
+        }
+        let (events, waits) = program.bench.cost();
+        prop_assert!(waits <= steps.len() as u64 && events <= 2 * steps.len() as u64);
+    }
+}

@@ -1,0 +1,131 @@
+//! T3 and T4 with several threads: per-thread default streams, and events that are waited for while others recycle.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use aquifer_device::{ErrorKind, Operation};
+
+use crate::common::{Bench, MIB, kind};
+
+#[test]
+fn t4_ticks_of_a_per_thread_stream_are_covered_by_its_owner_on_it() {
+    let bench = Bench::new();
+    let (own, two) = (bench.device.per_thread_stream(), bench.stream());
+    assert_eq!(own.id(), bench.device.per_thread_stream().id());
+    bench.stall(&own);
+    bench.fill(&own);
+    two.wait_for(&own.tick()).unwrap();
+    bench.fill(&two);
+    own.wait_for(&two.tick()).unwrap();
+    bench.fill(&own);
+    bench.assert_no_race();
+    assert_eq!(bench.cost(), (2, 2));
+}
+
+#[test]
+fn t4_ticks_of_a_per_thread_stream_are_covered_by_others_through_the_legacy_stream() {
+    let bench = Bench::new();
+    let tick = thread::scope(|scope| {
+        let owner = scope.spawn(|| {
+            let own = bench.device.per_thread_stream();
+            bench.sim.stall(own.raw(), crate::common::LONG).unwrap();
+            bench.fill(&own);
+            own.tick()
+        });
+        owner.join().unwrap()
+    });
+    let two = bench.stream();
+    assert!(!tick.is_done().unwrap());
+    two.wait_for(&tick).unwrap();
+    assert_eq!(bench.cost(), (1, 1));
+    bench.fill(&two);
+    bench.assert_no_race();
+    bench.pass();
+    assert!(tick.is_done().unwrap());
+}
+
+#[test]
+fn t4_another_threads_stream_takes_no_work_no_records_and_no_waits() {
+    let bench = Bench::new();
+    let own = bench.device.per_thread_stream();
+    bench.stall(&own);
+    bench.fill(&own);
+    let two = bench.stream();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mine = bench.device.per_thread_stream();
+            assert_eq!(mine.raw(), own.raw(), "the same handle");
+            assert_ne!(mine.id(), own.id(), "another stream");
+            let calls = bench.device.driver_calls();
+            assert_eq!(kind(own.fill(bench.ptr, 1, MIB)), ErrorKind::InvalidUse);
+            assert_eq!(kind(own.synchronize()), ErrorKind::InvalidUse);
+            assert_eq!(kind(own.is_idle()), ErrorKind::InvalidUse);
+            assert_eq!(kind(own.wait_for(&two.tick())), ErrorKind::InvalidUse);
+            assert_eq!(kind(own.begin_capture()), ErrorKind::InvalidUse);
+            assert_eq!(kind(own.download_blocking(&mut [0; 4], bench.ptr)), ErrorKind::InvalidUse);
+            let made = bench.device.driver_calls().since(&calls);
+            assert_eq!(made.total(), 0, "none reached the driver: {made:?}");
+            let event = bench.device.create_event(false).unwrap();
+            assert_eq!(kind(event.record(&own)), ErrorKind::InvalidUse);
+            event.record(&two).unwrap();
+            assert_eq!(kind(own.wait_event(&event)), ErrorKind::InvalidUse);
+            mine.wait_for(&own.tick()).unwrap();
+            bench.fill(&mine);
+        });
+    });
+    bench.assert_no_race();
+}
+
+#[test]
+fn t4_a_thread_that_exits_leaves_its_ticks_answerable() {
+    let bench = Bench::new();
+    let spawn = || {
+        thread::scope(|scope| {
+            let run = || {
+                let own = bench.device.per_thread_stream();
+                bench.fill(&own);
+                (own.id(), own.tick())
+            };
+            scope.spawn(run).join().unwrap()
+        })
+    };
+    let (first_id, first) = spawn();
+    first.synchronize().unwrap();
+    let (second_id, second) = spawn();
+    assert_ne!(first_id, second_id);
+    assert!(!second.is_done().unwrap());
+    second.synchronize().unwrap();
+    assert_eq!(bench.cost(), (2, 0));
+    bench.assert_no_race();
+}
+
+#[test]
+fn t3_events_waited_for_by_some_threads_while_others_recycle() {
+    let bench = Bench::new();
+    let streams = [bench.stream(), bench.stream()];
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                for round in 0..2000 {
+                    let stream = &streams[round % 2];
+                    let tick = stream.tick();
+                    tick.synchronize().unwrap();
+                    assert!(tick.is_done().unwrap());
+                }
+                over.store(true, Ordering::Relaxed);
+            });
+        }
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                for stream in &streams {
+                    let tick = stream.tick();
+                    tick.cover().unwrap();
+                    tick.is_done().unwrap();
+                }
+            }
+        });
+    });
+    // Every event in use at a time is one created; they never grow in number with the rounds.
+    assert!(bench.calls(Operation::CreateEvent) < 500, "{}", bench.calls(Operation::CreateEvent));
+}
