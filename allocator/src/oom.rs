@@ -273,10 +273,9 @@ impl OomReport {
             _ => {}
         }
         let missing = self.segment.saturating_sub(from_device);
-        // Others can help where the device has too little, not where the limit does.
-        let missing_there = self.segment.saturating_sub(device_free.saturating_sub(self.headroom));
-        if let Some(held) = self.held_by_others.filter(|&held| held >= missing_there && missing_there > 0) {
-            self.advice.push(Advice::OthersHold { held, missing: missing_there });
+        let missing_on_device = self.segment.saturating_sub(device_free.saturating_sub(self.headroom));
+        if let Some(held) = self.held_by_others.filter(|&held| held >= missing_on_device && missing_on_device > 0) {
+            self.advice.push(Advice::OthersHold { held, missing: missing_on_device });
         }
         if !fragmented {
             let largest = self.largest_tags.iter().find_map(|(tag, bytes)| Some((tag.clone()?, *bytes)));
