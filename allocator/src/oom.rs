@@ -273,9 +273,9 @@ impl OomReport {
             _ => {}
         }
         let missing = self.segment.saturating_sub(from_device);
-        let missing_on_device = self.segment.saturating_sub(device_free.saturating_sub(self.headroom));
-        if let Some(held) = self.held_by_others.filter(|&held| held >= missing_on_device && missing_on_device > 0) {
-            self.advice.push(Advice::OthersHold { held, missing: missing_on_device });
+        let lacking = self.segment.saturating_sub(device_free.saturating_sub(self.headroom));
+        if let Some(held) = self.held_by_others.filter(|&held| held >= lacking && lacking > 0) {
+            self.advice.push(Advice::OthersHold { held, missing: lacking });
         }
         if !fragmented {
             let largest = self.largest_tags.iter().find_map(|(tag, bytes)| Some((tag.clone()?, *bytes)));
