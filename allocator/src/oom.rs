@@ -87,8 +87,10 @@ pub struct OomReport {
 pub enum Advice {
     /// The free bytes would suffice, were they contiguous.
     Fragmented {
-        /// Free bytes, cached and on the device, that may be used.
-        usable: u64,
+        /// Free bytes that may still be taken from the device.
+        on_device: u64,
+        /// Free bytes that are cached in the request's pool.
+        cached: u64,
         /// Pieces the cached ones are in.
         pieces: usize,
         /// The largest of the pieces.
@@ -134,6 +136,11 @@ pub enum Advice {
         held: u64,
         /// Bytes missing.
         missing: u64,
+    },
+    /// Nothing helps here: the whole device is smaller than the request.
+    LargerDevice {
+        /// The least capacity that would do.
+        bytes: u64,
     },
     /// Free this much more; the request does not fit beside what is live.
     FreeMore {
@@ -240,7 +247,8 @@ impl Core {
             }
         }
         advice.push(Advice::Fragmented {
-            usable: 0,
+            on_device: 0,
+            cached: free.iter().map(|key| key.size()).sum(),
             pieces: free.len(),
             largest: free.iter().map(|key| key.size()).max().unwrap_or(0),
         });
@@ -257,8 +265,8 @@ impl OomReport {
         let usable = from_device + self.free_in_pool;
         let fragmented = usable >= self.segment.min(self.requested) && self.free_in_pool > 0;
         self.advice.retain_mut(|advice| match advice {
-            Advice::Fragmented { usable: sum, .. } => {
-                *sum = usable;
+            Advice::Fragmented { on_device, .. } => {
+                *on_device = from_device;
                 fragmented
             }
             _ => true,
@@ -273,11 +281,14 @@ impl OomReport {
             _ => {}
         }
         let missing = self.segment.saturating_sub(from_device);
-        let lacking = self.segment.saturating_sub(device_free.saturating_sub(self.headroom));
-        if let Some(held) = self.held_by_others.filter(|&held| held >= lacking && lacking > 0) {
-            self.advice.push(Advice::OthersHold { held, missing: lacking });
+        // Others can help where the device has too little, not where the limit does.
+        let missing_there = self.segment.saturating_sub(device_free.saturating_sub(self.headroom));
+        if let Some(held) = self.held_by_others.filter(|&held| held >= missing_there && missing_there > 0) {
+            self.advice.push(Advice::OthersHold { held, missing: missing_there });
         }
-        if !fragmented {
+        if self.memory.is_some_and(|memory| self.segment > memory.total) {
+            self.advice = vec![Advice::LargerDevice { bytes: self.segment }];
+        } else if !fragmented {
             let largest = self.largest_tags.iter().find_map(|(tag, bytes)| Some((tag.clone()?, *bytes)));
             self.advice.push(Advice::FreeMore { bytes: missing, largest });
         }
@@ -301,11 +312,12 @@ impl fmt::Display for OomReport {
         if let Some(others) = self.held_by_others.filter(|&others| others > 0) {
             write!(f, "{} is held by others than this allocator. ", Bytes(others))?;
         }
-        write!(f, "Of the memory reserved, {} is allocated", Bytes(allocated))?;
-        if self.reserved_by_private_pools > 0 {
-            write!(f, ", {} belongs to private pools", Bytes(self.reserved_by_private_pools))?;
+        let unallocated = reserved.saturating_sub(allocated);
+        write!(f, "{} is allocated and {} is reserved but unallocated", Bytes(allocated), Bytes(unallocated))?;
+        match self.reserved_by_private_pools {
+            0 => write!(f, ".")?,
+            pools => write!(f, "; of both together, private pools hold {}.", Bytes(pools))?,
         }
-        write!(f, " and {} is reserved but unallocated.", Bytes(reserved.saturating_sub(allocated)))?;
         self.explain(f)
     }
 }
@@ -349,12 +361,16 @@ impl OomReport {
 impl fmt::Display for Advice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Advice::Fragmented { usable, pieces, largest } => write!(
+            Advice::Fragmented { on_device, cached, pieces, largest } => write!(
                 f,
-                "if free memory were in one piece: {} is free, but cached in {pieces} pieces of at most {}",
-                Bytes(*usable),
+                "if free memory were in one piece: {} is free on the device and {} cached, in {pieces} pieces of at most {}",
+                Bytes(*on_device),
+                Bytes(*cached),
                 Bytes(*largest)
             ),
+            Advice::LargerDevice { bytes } => {
+                write!(f, "only on a device of at least {}", Bytes(*bytes))
+            }
             Advice::WaitFor { stream_id, bytes } => {
                 write!(
                     f,

@@ -1,5 +1,7 @@
 //! The command line.
 
+mod shows;
+
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -8,19 +10,25 @@ use aquifer_allocator::config::ConfigError;
 use aquifer_device::{DeviceSpec, OpenError};
 use clap::{Args, Parser, Subcommand};
 
+pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
+
 use crate::exit::CODES;
 
 const EXAMPLES: &str = "\
 Examples:
+  aquifer-stress
+  aquifer-stress fragmentation --scenario kv_cache
+  aquifer-stress oom --device sim:24GiB
   aquifer-stress replay training.trace.gz
   aquifer-stress replay --device sim:24GiB snapshot.pickle
   aquifer-stress replay --config '' --config max_split_size_mb:128 *.trace.gz
   aquifer-stress fit --json training.trace.gz
   aquifer-stress bench --filter churn";
 
-/// Replays allocation traces, finds the memory they need, and measures the allocator.
+/// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments memory, runs out of it,
+/// and measures the allocator.
 ///
-/// Results go to standard output, as tables for people or, with --json, as one JSON object per line. Everything else goes
+/// Without a command it gives a demonstration. Results go to standard output, as tables for people or, with --json, as one JSON object per line. Everything else goes
 /// to standard error.
 #[derive(Debug, Parser)]
 #[command(name = "aquifer-stress", version, after_long_help = format!("{EXAMPLES}\n\n{CODES}"))]
@@ -46,8 +54,8 @@ pub struct Global {
 
     /// Options of the allocator, as in PYTORCH_ALLOC_CONF; may be given several times to compare.
     ///
-    /// For example 'max_split_size_mb:128,cross_stream:off'; '' stands for the defaults. Replay and fit work with each
-    /// in turn, other commands take only one.
+    /// For example 'max_split_size_mb:128,cross_stream:off'; '' stands for the defaults. Replay, fit and
+    /// fragmentation work with each in turn, other commands take only one.
     #[arg(long = "config", global = true, value_name = "OPTIONS", allow_hyphen_values = true)]
     pub configs: Vec<ConfigArg>,
 
@@ -70,6 +78,12 @@ pub enum Command {
     Fit(FitArgs),
     /// Measure the speed of allocation and free.
     Bench(BenchArgs),
+    /// Fragment memory in several ways, under several policies side by side, and draw maps of it.
+    Fragmentation(FragmentationArgs),
+    /// Run out of memory in several ways, read the reports, and recover.
+    Oom(OomArgs),
+    /// See on recorded programs why memory runs out while much of it is free, and what helps; the default.
+    Demo(DemoArgs),
 }
 
 const FILES: &str = "\

@@ -15,7 +15,8 @@ Exit codes (of several, the last in this list that applies):
   0  done
   3  out of memory: a request of a replayed program was refused, or no device is large enough
   4  an input file cannot be read or is damaged; the other files were still worked on
-  1  a failure while running: a device that cannot be opened, a driver that fails, output that cannot be written
+  1  a failure while running: a device that cannot be opened, a driver that fails, output that cannot be written, memory
+     that `oom` found damaged or could not get back
   2  wrong use: an unknown command or option, or a bad device or option string
   5  hazards: the simulated device's race detector found work that nothing orders";
 

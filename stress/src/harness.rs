@@ -54,7 +54,12 @@ impl<'a, S: Subject> Player<'a, S> {
         Ok(Pass { elapsed, ooms: played? })
     }
 
-    fn play(&mut self, subject: &mut S, on_oom: OnOom) -> Result<u64, Failure> {
+    /// Plays the program once and leaves its blocks allocated for as long as the player lives. Tells how many requests were
+    /// refused for lack of memory.
+    ///
+    /// # Errors
+    /// As [`Player::pass`].
+    pub fn play(&mut self, subject: &mut S, on_oom: OnOom) -> Result<u64, Failure> {
         let mut ooms = 0;
         let slots = &mut self.slots[..];
         for (index, event) in self.program.events.iter().enumerate() {

@@ -1,25 +1,31 @@
 //! The stress program as a library: it replays recorded programs, measures the allocator, and makes it fail on purpose.
 //!
 //! In the order in which things happen: [`cli`] reads the command line; a [`session::Session`] knows the device, the options
-//! and where output goes; one of the [`commands`] runs; [`exit`] says how it ended. [`input`] reads recorded programs and
-//! [`harness`] plays them to an allocator, or to the [`yardstick`].
+//! and where output goes; one of the [`commands`] runs; [`exit`] says how it ended. [`input`] reads recorded programs, [`scenarios`]
+//! makes some up, and [`harness`] plays them to an allocator, or to the [`yardstick`]. [`room`] and [`map`] show the memory
+//! that they leave.
 #![forbid(unsafe_code)]
 
 pub mod cli;
 pub mod commands;
+pub mod content;
 pub mod exit;
 pub mod harness;
 pub mod input;
+pub mod map;
 pub mod random;
+pub mod room;
+pub mod scenarios;
 pub mod session;
+pub mod stage;
 pub mod subject;
 pub mod table;
+pub mod text;
+pub mod ways;
 pub mod workload;
 pub mod yardstick;
 
-use clap::CommandFactory;
-
-use cli::{Cli, Command};
+use cli::{Cli, Command, DemoArgs};
 use exit::{Failure, Outcome};
 use session::Session;
 
@@ -37,14 +43,15 @@ pub fn run(cli: &Cli) -> Outcome {
 }
 
 fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
-    let Some(command) = &cli.command else {
-        return session::print(&Cli::command().render_long_help().to_string()).map(|()| Outcome::Done);
-    };
     let session = Session::new(&cli.global)?;
-    match command {
-        Command::Replay(args) => commands::replay::run(&session, args),
-        Command::Fit(args) => commands::fit::run(&session, args),
-        Command::Bench(args) => commands::bench::run(&session, args),
+    match &cli.command {
+        None => commands::demo::run(&session, &DemoArgs::default()),
+        Some(Command::Replay(args)) => commands::replay::run(&session, args),
+        Some(Command::Fit(args)) => commands::fit::run(&session, args),
+        Some(Command::Bench(args)) => commands::bench::run(&session, args),
+        Some(Command::Fragmentation(args)) => commands::fragmentation::run(&session, args),
+        Some(Command::Oom(args)) => commands::oom::run(&session, args),
+        Some(Command::Demo(args)) => commands::demo::run(&session, args),
     }
 }
 

@@ -5,7 +5,7 @@
 
 use std::fmt::Display;
 use std::io::Write;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use aquifer_allocator::Allocator;
 use aquifer_device::sim::{SimConfig, SimDriver};
@@ -85,6 +85,29 @@ impl Session {
     /// When it cannot be opened.
     pub fn open(&self) -> Result<Device, Failure> {
         Ok(self.device.spec.open()?)
+    }
+
+    /// Opens the device, with a handle of the simulator below it if it is a simulated one.
+    ///
+    /// # Errors
+    /// When it cannot be opened.
+    pub fn open_with_simulator(&self) -> Result<(Device, Option<Arc<SimDriver>>), Failure> {
+        match self.sim() {
+            Some(sim) => {
+                let driver = SimDriver::new(sim.clone());
+                Ok((Device::new(driver.clone()), Some(driver)))
+            }
+            None => Ok((self.open()?, None)),
+        }
+    }
+
+    /// The same session on a simulated device of 80 GiB.
+    ///
+    /// # Errors
+    /// When there is no such device.
+    pub fn simulated(&self) -> Result<Session, Failure> {
+        let device = Some("sim:80GiB".parse()?);
+        Session::new(&Global { device, configs: self.configs.clone(), seed: self.seed, json: self.json })
     }
 
     /// Opens the simulated device with another capacity; the device itself if it is a real one.
@@ -176,14 +199,6 @@ impl Session {
         let bar = ProgressBar::new(steps).with_prefix(what.to_owned());
         if let Ok(style) = style { bar.with_style(style) } else { bar }
     }
-}
-
-/// Writes text to standard output.
-///
-/// # Errors
-/// When standard output cannot be written.
-pub fn print(text: &str) -> Result<(), Failure> {
-    write_all(text.as_bytes())
 }
 
 fn write_all(bytes: &[u8]) -> Result<(), Failure> {

@@ -243,7 +243,8 @@ impl Timeline {
     /// else at most one event recorded there and one wait here.
     ///
     /// # Errors
-    /// Those of the driver's event and wait calls. Nothing is ordered then and no clock changed.
+    /// Those of the driver's event and wait calls, or if this is another thread's default stream. Nothing is ordered then
+    /// and no clock changed.
     pub fn wait_for(&self, other: &Timeline, n: u64) -> Result<()> {
         if self.is_ordered_after(other, n) {
             return Ok(());
@@ -292,7 +293,7 @@ impl Timeline {
         let last = self.record(&mut state);
         state.closed = true;
         last?;
-        if let Some(last) = state.events.back_mut().filter(|_| destroyed) {
+        if destroyed && let Some(last) = state.events.back_mut() {
             last.covers = u64::MAX;
         }
         Ok(())

@@ -85,14 +85,14 @@ pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
 }
 
 /// A program to fit, and with which options.
-struct Job<'a> {
-    name: &'a str,
-    program: &'a Program,
-    config: &'a ConfigArg,
+pub(super) struct Job<'a> {
+    pub(super) name: &'a str,
+    pub(super) program: &'a Program,
+    pub(super) config: &'a ConfigArg,
 }
 
 /// Fits all, several at a time; the results are in the order of the jobs.
-fn fit_all(session: &Session, jobs: &[Job<'_>]) -> Vec<Result<Row, Failure>> {
+pub(super) fn fit_all(session: &Session, jobs: &[Job<'_>]) -> Vec<Result<Row, Failure>> {
     let bar = session.progress(jobs.len() as u64, "fit");
     let next = AtomicUsize::new(0);
     let results: Vec<Mutex<Option<Result<Row, Failure>>>> = jobs.iter().map(|_| Mutex::new(None)).collect();

@@ -1,7 +1,10 @@
 //! The commands, a module each.
 
 pub mod bench;
+pub mod demo;
 pub mod fit;
+pub mod fragmentation;
+pub mod oom;
 pub mod replay;
 
 use std::path::Path;

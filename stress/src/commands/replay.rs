@@ -167,7 +167,7 @@ impl Row {
 }
 
 /// Counts what the race detector found and shows the beginning of it.
-fn hazards(session: &Session, name: &str, device: &Device) -> u64 {
+pub(super) fn hazards(session: &Session, name: &str, device: &Device) -> u64 {
     const SHOWN: u64 = 3;
     let mut count = 0;
     while let Some(violation) = device.driver().take_violation() {

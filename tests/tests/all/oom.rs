@@ -205,9 +205,9 @@ fn report_too_big() {
     let bench = Bench::new(64 * MIB, "");
     let report = refused(&bench, 100 * MIB);
     assert_eq!((report.refusal, report.segment), (Some(Refusal::Device), 100 * MIB));
-    assert_eq!(report.advice, [Advice::FreeMore { bytes: 36 * MIB, largest: None }]);
+    assert_eq!(report.advice, [Advice::LargerDevice { bytes: 100 * MIB }]);
     says(&report, "total capacity of 64.00 MiB of which 64.00 MiB is free");
-    says(&report, "after freeing 36.00 MiB more");
+    says(&report, "only on a device of at least 100.00 MiB");
     let _scope = aquifer_allocator::TagScope::new("weights");
     let held = bench.allocator.alloc(50 * MIB, &bench.stream).unwrap();
     says(&refused(&bench, 30 * MIB), "after freeing 16.00 MiB more; most is held by \"weights\" (50.00 MiB)");
@@ -223,8 +223,8 @@ fn report_fragmented() {
     let report = refused(&bench, 8 * MIB);
     assert_eq!((report.largest_free, report.free_in_pool), (4 * MIB, 8 * MIB));
     assert!((report.unusable_index - 1.0).abs() < f64::EPSILON);
-    assert!(report.advice.contains(&Advice::Fragmented { usable: 8 * MIB, pieces: 2, largest: 4 * MIB }));
-    says(&report, "8.00 MiB is free, but cached in 2 pieces of at most 4.00 MiB");
+    assert!(report.advice.contains(&Advice::Fragmented { on_device: 0, cached: 8 * MIB, pieces: 2, largest: 4 * MIB }));
+    says(&report, "0 bytes is free on the device and 8.00 MiB cached, in 2 pieces of at most 4.00 MiB");
 }
 
 #[test]
@@ -281,7 +281,7 @@ fn report_private_pool() {
     let report = refused(&bench, 40 * MIB);
     assert_eq!(report.reserved_by_private_pools, 40 * MIB);
     assert!(report.advice.contains(&Advice::PrivatePool { pool: pool.id(), block: 40 * MIB }));
-    says(&report, "40.00 MiB belongs to private pools");
+    says(&report, "of both together, private pools hold 40.00 MiB");
     says(&report, "were released or lent (use_on_oom): it has 40.00 MiB free");
 }
 

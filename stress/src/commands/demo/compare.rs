@@ -1,0 +1,115 @@
+//! The comparison at the end of the demonstration.
+
+use aquifer_allocator::Bytes;
+
+use super::policies;
+use crate::commands::fit::{Job, fit_all};
+use crate::commands::ratio;
+use crate::commands::replay::hazards;
+use crate::exit::Failure;
+use crate::harness::{OnOom, Player};
+use crate::input::Program;
+use crate::session::Session;
+use crate::stage::Stage;
+use crate::table::table;
+
+/// A recording under some options.
+#[derive(Debug)]
+pub(super) struct Compared {
+    pub(super) trace: String,
+    pub(super) config: String,
+    pub(super) requested: u64,
+    /// The most that it held on a device with plenty.
+    pub(super) reserved: u64,
+    pub(super) driver_allocs: u64,
+    pub(super) smallest_device: u64,
+    pub(super) retries_at_fit: u64,
+    pub(super) hazards: u64,
+    /// Whether the options keep memory for later at all.
+    caches: bool,
+}
+
+pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Compared>, Failure> {
+    let policies = policies(session)?;
+    let jobs: Vec<Job<'_>> = programs
+        .iter()
+        .flat_map(|program| policies.iter().map(move |config| Job { name: &program.name, program, config }))
+        .collect();
+    let mut compared = Vec::new();
+    for (job, fit) in jobs.iter().zip(fit_all(session, &jobs)) {
+        let fit = fit?;
+        let plenty = job.program.peak_requested_bytes.saturating_mul(64).next_multiple_of(1 << 30);
+        let device = session.open_with_capacity(plenty)?;
+        let mut stage = Stage::new(session, &device, job.config, job.program.streams.len())?;
+        Player::new(job.program).play(&mut stage, OnOom::Skip)?;
+        let stats = stage.allocator.memory_stats();
+        compared.push(Compared {
+            trace: job.name.to_owned(),
+            config: job.config.text.clone(),
+            requested: job.program.peak_requested_bytes,
+            reserved: stats.reserved_bytes.all.peak,
+            driver_allocs: stats.num_device_alloc,
+            smallest_device: fit.smallest_device_bytes,
+            retries_at_fit: fit.retries_at_fit,
+            hazards: hazards(session, job.name, &device),
+            caches: !job.config.config.no_cache,
+        });
+    }
+    Ok(compared)
+}
+
+/// A table for each recording, under its name.
+pub(super) fn tabulate(compared: &[Compared]) -> String {
+    let recordings = compared.chunk_by(|one, other| one.trace == other.trace);
+    let tables: Vec<String> = recordings.map(tabulate_one).collect();
+    tables.join("\n\n")
+}
+
+fn tabulate_one(compared: &[Compared]) -> String {
+    let mut table = table(&["options", "takes", "times", "cuMemAlloc", "fits on", "times"], 1);
+    for row in compared {
+        let times = |bytes| ratio(bytes, row.requested).map_or_else(String::new, |times| format!("{times:.3}"));
+        table.add_row([
+            name(&row.config).to_owned(),
+            Bytes(row.reserved).to_string(),
+            times(row.reserved),
+            row.driver_allocs.to_string(),
+            Bytes(row.smallest_device).to_string(),
+            times(row.smallest_device),
+        ]);
+    }
+    let heading = compared.first().map(|row| format!("{} uses at most {}:\n", row.trace, Bytes(row.requested)));
+    heading.unwrap_or_default() + &table.to_string()
+}
+
+/// What the rows of a recording say.
+pub(super) fn findings(trace: &str, compared: &[Compared]) -> Option<String> {
+    let rows = || compared.iter().filter(|row| row.trace == trace);
+    let usual = rows().find(|row| row.config.is_empty())?;
+    let best = rows().filter(|row| row.caches).min_by_key(|row| row.smallest_device)?;
+    let mut text = format!("{trace} finishes on {} with the defaults", Bytes(usual.smallest_device));
+    if best.smallest_device < usual.smallest_device {
+        text += &format!(", and on {} with {}", Bytes(best.smallest_device), best.config);
+        if best.reserved > usual.reserved {
+            text += &format!(
+                " - which, where there is plenty, takes {} instead of {}: no options are best for all",
+                Bytes(best.reserved),
+                Bytes(usual.reserved)
+            );
+        }
+    }
+    text += ".";
+    if let Some(none) = rows().find(|row| !row.caches) {
+        text += &format!(
+            " Without a cache it takes what it uses, at the price of {} driver calls instead of {}, each of which may wait \
+             for the device.",
+            none.driver_allocs, usual.driver_allocs
+        );
+    }
+    Some(text)
+}
+
+/// What options are called in the table.
+fn name(config: &str) -> &str {
+    if config.is_empty() { "the defaults" } else { config }
+}

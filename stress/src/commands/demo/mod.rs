@@ -1,0 +1,200 @@
+//! `demo`: a guided run, on recorded programs: why memory runs out while much of it is free, and what helps.
+
+mod compare;
+mod play;
+mod rows;
+
+use std::path::Path;
+
+use aquifer_allocator::Bytes;
+
+use crate::cli::{ConfigArg, DemoArgs};
+use crate::exit::{Failure, Outcome};
+use crate::input::{self, Program};
+use crate::map::Style;
+use crate::session::Session;
+use crate::text::wrap;
+use play::{Exhausted, Roomy};
+use rows::Row;
+
+/// The recorded programs that come with this one: the first is told about, all are compared.
+const RECORDINGS: [(&str, &[u8]); 2] = [
+    ("gnn_random_graphs.trace.gz", include_bytes!("../../../testdata/gnn_random_graphs.trace.gz")),
+    ("gpt2_fp32.trace.gz", include_bytes!("../../../testdata/gpt2_fp32.trace.gz")),
+];
+
+/// How much more than a program needs at most the small device has, in percent.
+const SPARE_PERCENT: u64 = 2;
+
+/// Runs the command.
+///
+/// # Errors
+/// When a device cannot be opened, the allocator fails for another reason than lack of memory, or standard output cannot be
+/// written.
+pub fn run(session: &Session, args: &DemoArgs) -> Result<Outcome, Failure> {
+    if session.sim().is_none() {
+        session.message("the demonstration needs devices of several sizes, so it uses a simulated one");
+        return run(&session.simulated()?, args);
+    }
+    let teller = Teller { session, style: Style::of_stdout(args.ascii) };
+    let programs = recordings()?;
+    let Some(program) = programs.first() else { return Ok(Outcome::Done) };
+    let outcome = teller.roomy(program)?.max(teller.small(program)?).max(teller.what_helps(&programs)?);
+    teller.next_steps()?;
+    Ok(outcome)
+}
+
+fn recordings() -> Result<Vec<Program>, Failure> {
+    let mut programs = Vec::new();
+    for (name, bytes) in RECORDINGS {
+        programs.extend(input::read(Path::new(name), bytes)?);
+    }
+    Ok(programs)
+}
+
+/// Tells the story. Each chapter says whether it went as it should.
+struct Teller<'a> {
+    session: &'a Session,
+    style: Style,
+}
+
+impl Teller<'_> {
+    fn say(&self, text: &str) -> Result<(), Failure> {
+        self.session.show(format_args!("{}\n", wrap(text, self.style.width)))
+    }
+
+    fn heading(&self, text: &str) -> Result<(), Failure> {
+        let line = if self.style.ascii { "-" } else { "─" };
+        self.session.show(format_args!("{text}\n{}", line.repeat(text.chars().count())))
+    }
+
+    fn roomy(&self, program: &Program) -> Result<Outcome, Failure> {
+        let told = play::roomy(self.session, program)?;
+        self.session.row(&Row::replay(program, &told))?;
+        let Roomy { device_bytes, reserved, live, segments, unused, pieces, in_pieces, map, .. } = told;
+        let peak = Bytes(program.peak_requested_bytes);
+        self.heading(&format!("1. A program that needs {peak} takes {}", Bytes(reserved)))?;
+        let what = program.headers.iter().find(|(key, _)| key == "what").map_or("", |(_, value)| value);
+        self.say(&format!(
+            "{} is the recording of a PyTorch program: {what}. In {} allocations and frees it never uses more than {peak} \
+             at once. Here it is replayed on a simulated device of {}. The allocator follows PyTorch's rules: it takes a \
+             segment from the device when no free block is large enough, cuts blocks from it, and keeps it.",
+            program.name,
+            program.operations(),
+            Bytes(device_bytes),
+        ))?;
+        self.say(&format!(
+            "When it held most, it held {} in {segments} segments for {} of live data:",
+            Bytes(reserved),
+            Bytes(live)
+        ))?;
+        self.session.show(format_args!("{}\n", map.draw(self.style)))?;
+        self.say(&format!(
+            "{} are segments that nobody uses; {} lie in {pieces} pieces between live blocks. Sizes change from step to \
+             step here, so a request often fits none of them, and one more segment is taken.",
+            Bytes(unused),
+            Bytes(in_pieces)
+        ))?;
+        Ok(outcome(told.hazards))
+    }
+
+    fn small(&self, program: &Program) -> Result<Outcome, Failure> {
+        let capacity = (program.peak_requested_bytes / 100 * (100 + SPARE_PERCENT)).next_multiple_of(2 << 20);
+        let told = play::exhausted(self.session, program, capacity)?;
+        self.session.row(&Row::oom(program, capacity, &told))?;
+        let Exhausted { report, event, events, map, blocks, damaged, served_again, hazards } = told;
+        let size = Bytes(capacity);
+        let Some(report) = report else {
+            self.heading(&format!("2. On a device of {size} it just finishes"))?;
+            return Ok(outcome(hazards));
+        };
+        let free = report.free_in_pool + report.memory.map_or(0, |memory| memory.free);
+        self.heading(&format!("2. On a device of {size} it runs out of memory while {} are free", Bytes(free)))?;
+        self.say(&format!(
+            "That is {SPARE_PERCENT} % more than it ever uses. Unused segments are given back when the device is full, but \
+             those with a live block in them cannot be. At event {event} of {events} that is not enough:"
+        ))?;
+        self.session.show(format_args!("{report}\n\n{}\n", map.draw(self.style)))?;
+        let unharmed = damaged == 0 && served_again;
+        let none = |count: u64| if count == 0 { "none".to_owned() } else { count.to_string() };
+        let (damaged, hazards_found) = (none(damaged as u64), none(hazards));
+        self.heading("3. Nothing is lost")?;
+        self.say(&format!(
+            "An error is all that happened. Of {blocks} live blocks, each filled with known content before, {damaged} read \
+             differently now. When the program has freed its blocks, the {} are {}. The simulated device has checked every \
+             access, and found {hazards_found} that nothing orders.",
+            Bytes(report.requested),
+            if served_again { "served" } else { "STILL REFUSED" },
+        ))?;
+        Ok(outcome(hazards).max(if unharmed { Outcome::Done } else { Outcome::Failed }))
+    }
+
+    fn what_helps(&self, programs: &[Program]) -> Result<Outcome, Failure> {
+        self.heading("4. What helps")?;
+        let compared = compare::compare(self.session, programs)?;
+        for row in &compared {
+            self.session.row(&Row::compare(row))?;
+        }
+        self.say(
+            "Two recordings under several options: what each takes from a device with plenty, how often it asks the driver \
+             for memory, and the smallest device on which it fits; beside the sizes, how many times what it uses that is.",
+        )?;
+        self.session.show(format_args!("{}\n", compare::tabulate(&compared)))?;
+        if let Some(findings) = programs.first().and_then(|program| compare::findings(&program.name, &compared)) {
+            self.say(&findings)?;
+        }
+        Ok(outcome(compared.iter().map(|row| row.hazards).sum()))
+    }
+
+    fn next_steps(&self) -> Result<(), Failure> {
+        self.heading("What to try next")?;
+        let program = if std::env::var_os("CARGO").is_some() { "cargo run --release --" } else { "aquifer-stress" };
+        let mut text = String::new();
+        for (arguments, meaning) in [
+            ("fragmentation", "five made-up programs that fragment memory, under several options"),
+            ("oom", "eight ways to run out of memory, the reports, and the ways out"),
+            ("replay snapshot.pickle", "your own program, from torch.cuda.memory._dump_snapshot()"),
+            ("fit --config '' --config max_split_size_mb:128 snapshot.pickle", "the smallest device for it"),
+            ("bench", "how fast the allocator is"),
+            ("--help", "everything else"),
+        ] {
+            text += &format!("  {program} {arguments}\n      {meaning}\n");
+        }
+        self.session.show(text.trim_end())
+    }
+}
+
+fn outcome(hazards: u64) -> Outcome {
+    if hazards == 0 { Outcome::Done } else { Outcome::Hazards }
+}
+
+/// Options that the demonstration compares: some of its own, and those that the user gave.
+fn policies(session: &Session) -> Result<Vec<ConfigArg>, Failure> {
+    const OWN: [&str; 5] = [
+        "",
+        "roundup_power2_divisions:8",
+        "garbage_collection_threshold:0.8",
+        "max_split_size_mb:128",
+        "no_cache:True",
+    ];
+    let parsed = OWN.iter().map(|text| text.parse::<ConfigArg>());
+    let mut policies = parsed.collect::<Result<Vec<_>, _>>().map_err(|error| Failure::Usage(error.to_string()))?;
+    for config in session.configs() {
+        if policies.iter().all(|policy| policy.config != config.config) {
+            policies.push(config.clone());
+        }
+    }
+    Ok(policies)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn recordings_are_sound() {
+        let programs = recordings().unwrap();
+        assert_eq!(programs.len(), RECORDINGS.len());
+        assert!(programs.iter().all(|program| program.notes.is_empty()));
+    }
+}

@@ -1,0 +1,175 @@
+//! The two replays that the demonstration tells about.
+
+use aquifer_allocator::snapshot::BlockState;
+use aquifer_allocator::{Allocation, OomReport};
+
+use crate::cli::ConfigArg;
+use crate::commands::replay::hazards;
+use crate::exit::Failure;
+use crate::harness::{OnOom, Player};
+use crate::input::{Event, Program};
+use crate::map::Map;
+use crate::session::Session;
+use crate::stage::Stage;
+use crate::subject::{Refused, Subject};
+
+/// A program on a device with plenty, at the moment when it held most of it.
+#[derive(Debug)]
+pub(super) struct Roomy {
+    pub(super) device_bytes: u64,
+    pub(super) reserved: u64,
+    pub(super) live: u64,
+    pub(super) segments: usize,
+    /// Bytes of segments without a live block.
+    pub(super) unused: u64,
+    /// Free blocks in other segments.
+    pub(super) pieces: usize,
+    /// Their bytes.
+    pub(super) in_pieces: u64,
+    pub(super) map: Map,
+    pub(super) hazards: u64,
+}
+
+/// Looks at the reserved bytes after every allocation.
+struct Watched {
+    stage: Stage,
+    allocations: usize,
+    /// The most that was reserved, and after how many allocations it was first.
+    most: (u64, usize),
+}
+
+impl Subject for Watched {
+    type Handle = Allocation;
+
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation, Refused> {
+        let allocation = self.stage.alloc(bytes, stream);
+        self.allocations += 1;
+        let reserved = self.stage.allocator.reserved_bytes();
+        if reserved > self.most.0 {
+            self.most = (reserved, self.allocations);
+        }
+        allocation
+    }
+
+    fn free(&mut self, handle: Allocation) {
+        self.stage.free(handle);
+    }
+
+    fn record_stream(&mut self, handle: &Allocation, stream: u16) -> Result<(), Refused> {
+        self.stage.record_stream(handle, stream)
+    }
+}
+
+/// The device is that of the session, or four times what the program needs if that is more.
+pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failure> {
+    let plenty = program.peak_requested_bytes.saturating_mul(4).next_multiple_of(1 << 30);
+    let device_bytes = session.sim().map_or(plenty, |sim| sim.capacity_bytes.max(plenty));
+    let streams = program.streams.len();
+    let open = || session.open_with_capacity(device_bytes);
+
+    let stage = Stage::new(session, &open()?, &ConfigArg::default(), streams)?;
+    let mut watched = Watched { stage, allocations: 0, most: (0, 0) };
+    Player::new(program).play(&mut watched, OnOom::Skip)?;
+    let (reserved, allocations) = watched.most;
+
+    // The same again, up to that allocation.
+    let begun = first(program, allocations);
+    let device = open()?;
+    let mut stage = Stage::new(session, &device, &ConfigArg::default(), streams)?;
+    let mut player = Player::new(&begun);
+    player.play(&mut stage, OnOom::Skip)?;
+    let segments = stage.allocator.snapshot().segments;
+    let is_unused = |active: u64| active == 0;
+    let free = segments.iter().filter(|segment| !is_unused(segment.active_size)).flat_map(|segment| &segment.blocks);
+    let free: Vec<u64> = free.filter(|block| block.state == BlockState::Inactive).map(|block| block.size).collect();
+    Ok(Roomy {
+        device_bytes,
+        reserved,
+        live: stage.allocator.allocated_bytes(),
+        segments: segments.len(),
+        unused: segments
+            .iter()
+            .filter(|segment| is_unused(segment.active_size))
+            .map(|segment| segment.total_size)
+            .sum(),
+        pieces: free.len(),
+        in_pieces: free.iter().sum(),
+        map: Map::of(&stage.allocator)?,
+        hazards: hazards(session, &program.name, watched.stage.allocator.device()),
+    })
+}
+
+/// The program up to and including its `count`th allocation.
+fn first(program: &Program, count: usize) -> Program {
+    let is_alloc = |(_, event): &(usize, &Event)| matches!(event, Event::Alloc { .. });
+    let last = program.events.iter().enumerate().filter(is_alloc).nth(count.saturating_sub(1));
+    let events = last.map_or(0, |(index, _)| index + 1);
+    Program { events: program.events[..events].to_vec(), ..program.clone() }
+}
+
+/// A program on a device that may be too small for it.
+#[derive(Debug)]
+pub(super) struct Exhausted {
+    /// Why it ended early, if it did.
+    pub(super) report: Option<Box<OomReport>>,
+    /// The allocation or free that was refused, counted from 1, of how many.
+    pub(super) event: u64,
+    pub(super) events: u64,
+    pub(super) map: Map,
+    /// Blocks that were live, and how many of them did not read as they were written.
+    pub(super) blocks: usize,
+    pub(super) damaged: usize,
+    /// Whether the request was served after the program had freed its blocks.
+    pub(super) served_again: bool,
+    pub(super) hazards: u64,
+}
+
+/// Plays the program until a request is refused.
+pub(super) fn exhausted(session: &Session, program: &Program, capacity: u64) -> Result<Exhausted, Failure> {
+    let device = session.open_with_capacity(capacity)?;
+    let stage = Stage::new(session, &device, &ConfigArg::default(), program.streams.len())?;
+    let mut stage = Counted { stage: stage.filling(), operations: 0 };
+    let mut player = Player::new(program);
+    player.play(&mut stage, OnOom::Stop)?;
+    let Counted { mut stage, operations } = stage;
+    let map = Map::of(&stage.allocator)?;
+    let (blocks, damaged) = stage.damaged()?;
+    drop(player);
+    let report = stage.first_oom.take();
+    let again = report.as_ref().map(|report| stage.allocator.alloc(report.requested, &stage.streams[0]));
+    let served_again = again.is_some_and(|again| again.is_ok());
+    Ok(Exhausted {
+        report,
+        event: operations,
+        events: program.operations(),
+        map,
+        blocks,
+        damaged,
+        served_again,
+        hazards: hazards(session, &program.name, &device),
+    })
+}
+
+/// Counts allocations and frees.
+struct Counted {
+    stage: Stage,
+    operations: u64,
+}
+
+impl Subject for Counted {
+    type Handle = Allocation;
+
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation, Refused> {
+        self.operations += 1;
+        self.stage.alloc(bytes, stream)
+    }
+
+    fn free(&mut self, handle: Allocation) {
+        self.operations += 1;
+        self.stage.free(handle);
+    }
+
+    fn record_stream(&mut self, handle: &Allocation, stream: u16) -> Result<(), Refused> {
+        self.stage.record_stream(handle, stream)
+    }
+}

@@ -1,0 +1,167 @@
+//! `oom`: runs out of memory in several ways, shows the reports, and recovers.
+
+use aquifer_allocator::Bytes;
+use serde::Serialize;
+
+use crate::cli::OomArgs;
+use crate::commands::replay::hazards;
+use crate::exit::{Failure, Outcome};
+use crate::session::Session;
+use crate::table::table;
+use crate::ways::{self, Stand, Way};
+
+/// A row of results. `oom --help` explains the fields.
+#[derive(Debug, Clone, Serialize)]
+#[expect(missing_docs, reason = "the help text explains them")]
+#[non_exhaustive]
+pub struct Row {
+    pub way: &'static str,
+    pub device: String,
+    pub requested_bytes: u64,
+    pub refused: bool,
+    pub error: Option<String>,
+    pub advice: Vec<String>,
+    pub recovered_by: String,
+    pub recovered: bool,
+    pub intact: bool,
+    pub usable: bool,
+    pub allocated_bytes_before: u64,
+    pub allocated_bytes_after: u64,
+    pub reserved_bytes_before: u64,
+    pub reserved_bytes_after: u64,
+    pub hazards: u64,
+}
+
+/// A way that was not gone.
+#[derive(Debug, Clone, Serialize)]
+struct Skipped {
+    way: &'static str,
+    device: String,
+    skipped: &'static str,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// When there is no such way, several configs are given, the device cannot be opened, something other than a lack of memory
+/// comes up, or standard output cannot be written.
+pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
+    if args.list {
+        return list(session);
+    }
+    let mut outcome = Outcome::Done;
+    let mut table = table(&COLUMNS, COLUMNS.len());
+    for way in chosen(&args.ways)? {
+        session.show(format_args!("{}: {}", way.name, way.summary))?;
+        let simulated = session.sim().is_some();
+        if let Some(skipped) = way.needs_simulator.filter(|_| !simulated) {
+            session.row(&Skipped { way: way.name, device: session.device_text().to_owned(), skipped })?;
+            session.show(format_args!("  skipped: {skipped}\n"))?;
+            continue;
+        }
+        let row = go(session, &way)?;
+        session.row(&row)?;
+        outcome = outcome.max(row.outcome());
+        if row.outcome() != Outcome::Done {
+            session.message(format_args!("error: {} did not go as it should", row.way));
+        }
+        table.add_row(row.cells());
+    }
+    if !table.is_empty() {
+        session.show(table)?;
+    }
+    Ok(outcome)
+}
+
+fn list(session: &Session) -> Result<Outcome, Failure> {
+    #[derive(Serialize)]
+    struct Listed {
+        way: &'static str,
+        summary: &'static str,
+    }
+    for Way { name, summary, .. } in ways::ALL {
+        session.row(&Listed { way: name, summary })?;
+        session.show(format_args!("{name:<14} {summary}"))?;
+    }
+    Ok(Outcome::Done)
+}
+
+/// The ways with these names; all if there are none.
+fn chosen(names: &[String]) -> Result<Vec<Way>, Failure> {
+    let find = |name: &String| ways::ALL.into_iter().find(|way| way.name == name);
+    let unknown = |name: &String| {
+        let known: Vec<&str> = ways::ALL.iter().map(|way| way.name).collect();
+        Failure::Usage(format!("there is no way {name:?}; there are {}", known.join(", ")))
+    };
+    match names {
+        [] => Ok(ways::ALL.to_vec()),
+        names => names.iter().map(|name| find(name).ok_or_else(|| unknown(name))).collect(),
+    }
+}
+
+fn go(session: &Session, way: &Way) -> Result<Row, Failure> {
+    let mut stand = Stand::new(session, way.options)?;
+    let options = (way.options)(stand.room);
+    if !options.is_empty() {
+        session.show(format_args!("  with {options}"))?;
+    }
+    let story = way.go(&mut stand)?;
+    let (intact, blocks) = (stand.is_intact()?, stand.blocks());
+    let report = &story.refusal.report;
+    let requested = Bytes(story.refusal.requested);
+    match report {
+        Some(report) => session.show(format_args!("\n{report}\n"))?,
+        None => session.show(format_args!("\n{requested} were asked for, and served.\n"))?,
+    }
+    let row = Row {
+        way: way.name,
+        device: session.device_text().to_owned(),
+        requested_bytes: story.refusal.requested,
+        refused: report.is_some(),
+        error: report.as_ref().map(|report| report.to_string().lines().next().unwrap_or_default().to_owned()),
+        advice: report.iter().flat_map(|report| &report.advice).map(ToString::to_string).collect(),
+        recovered_by: story.recovered_by,
+        recovered: story.recovered,
+        intact,
+        usable: stand.is_usable()?,
+        allocated_bytes_before: story.refusal.before.0,
+        allocated_bytes_after: story.refusal.after.0,
+        reserved_bytes_before: story.refusal.before.1,
+        reserved_bytes_after: story.refusal.after.1,
+        hazards: hazards(session, way.name, stand.allocator.device()),
+    };
+    let word = |good: bool, yes: &'static str, no: &'static str| if good { yes } else { no };
+    session.show(format_args!(
+        "  {} by {}\n  {} written before {}\n  everything was freed, and the allocator {}\n",
+        word(row.recovered, "recovered", "NOT recovered"),
+        row.recovered_by,
+        if blocks == 1 { "the block".to_owned() } else { format!("the {blocks} blocks") },
+        word(row.intact, "reads as it was written", "was DAMAGED"),
+        word(row.usable, "serves as before", "does NOT serve as before"),
+    ))?;
+    Ok(row)
+}
+
+const COLUMNS: [&str; 6] = ["way", "asked for", "answer", "recovered by", "written before", "afterwards"];
+
+impl Row {
+    fn outcome(&self) -> Outcome {
+        match self {
+            Row { hazards: 1.., .. } => Outcome::Hazards,
+            Row { recovered: true, intact: true, usable: true, .. } => Outcome::Done,
+            _ => Outcome::Failed,
+        }
+    }
+
+    fn cells(&self) -> [String; 6] {
+        let word = |good: bool, yes: &str, no: &str| if good { yes.to_owned() } else { no.to_owned() };
+        [
+            self.way.to_owned(),
+            Bytes(self.requested_bytes).to_string(),
+            word(self.refused, "refused", "served"),
+            word(self.recovered, &self.recovered_by, "NOT recovered"),
+            word(self.intact, "intact", "DAMAGED"),
+            word(self.usable, "usable", "NOT usable"),
+        ]
+    }
+}

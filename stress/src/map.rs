@@ -1,0 +1,295 @@
+//! A map of the device's memory, drawn with characters.
+//!
+//! Segments stand one after the other in the order of their addresses, then what the device has left, so the whole map is
+//! the whole device. A cell sums up what is in its share of the memory; an enlarged part shows single blocks.
+
+use std::fmt::Write;
+use std::io::IsTerminal;
+
+use aquifer_allocator::snapshot::{BlockState, Segment};
+use aquifer_allocator::{Allocator, Bytes};
+
+use crate::exit::Failure;
+
+/// What memory is used for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Use {
+    Live,
+    Waiting,
+    Free,
+    Device,
+    Others,
+}
+
+/// A piece of memory with one use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Piece {
+    bytes: u64,
+    is: Use,
+    /// Whether a segment starts with it.
+    starts: bool,
+}
+
+/// The memory of a device as an allocator left it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Map {
+    pieces: Vec<Piece>,
+    total: u64,
+}
+
+/// How maps are drawn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Style {
+    /// Columns of a line.
+    pub width: usize,
+    /// Whether only ASCII characters are used.
+    pub ascii: bool,
+    /// Whether the terminal shows colours.
+    pub colour: bool,
+}
+
+/// Rows of a map.
+const ROWS: usize = 8;
+/// Columns for the address at the start of a row, and for the frame.
+const MARGIN: usize = 14;
+
+impl Style {
+    /// The style that fits standard output. Colours are left out where `NO_COLOR` is set. `ascii` asks for ASCII, which is
+    /// also used where the locale says that characters are not UTF-8; where it says nothing, UTF-8 is assumed.
+    pub fn of_stdout(ascii: bool) -> Style {
+        let terminal = std::io::stdout().is_terminal();
+        let columns = comfy_table::Table::new().width().filter(|_| terminal).map_or(80, usize::from);
+        let set = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let locale = ["LC_ALL", "LC_CTYPE", "LANG"].into_iter().find_map(set);
+        let is_utf8 = |locale: String| locale.to_lowercase().replace('-', "").contains("utf8");
+        Style {
+            width: columns.clamp(MARGIN + 16, MARGIN + 128),
+            ascii: ascii || !locale.is_none_or(is_utf8),
+            colour: terminal && set("NO_COLOR").is_none(),
+        }
+    }
+}
+
+/// What a cell shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Cell {
+    Full,
+    Mostly,
+    Partly,
+    Free,
+    Waiting,
+    Device,
+    Others,
+}
+
+impl Cell {
+    /// All, with what they mean.
+    const LEGEND: [(Cell, &str); 7] = [
+        (Cell::Full, "live"),
+        (Cell::Mostly, "half or more of it live"),
+        (Cell::Partly, "less live"),
+        (Cell::Free, "free in the cache"),
+        (Cell::Waiting, "given back, still in use by a stream"),
+        (Cell::Device, "not taken from the device"),
+        (Cell::Others, "held by others"),
+    ];
+
+    fn character(self, ascii: bool) -> char {
+        let (unicode, plain) = match self {
+            Cell::Full => ('█', '#'),
+            Cell::Mostly => ('▓', '+'),
+            Cell::Partly => ('▒', '-'),
+            Cell::Free => ('░', '.'),
+            Cell::Waiting => ('≈', '~'),
+            Cell::Device => ('·', '_'),
+            Cell::Others => ('×', 'x'),
+        };
+        if ascii { plain } else { unicode }
+    }
+
+    fn colour(self) -> &'static str {
+        match self {
+            Cell::Full => "32",
+            Cell::Mostly | Cell::Partly => "33",
+            Cell::Free => "31",
+            Cell::Waiting => "35",
+            Cell::Device => "2",
+            Cell::Others => "34",
+        }
+    }
+
+    /// What stands for memory with so many bytes of each use.
+    fn of(sums: [u64; 5]) -> Cell {
+        let [live, waiting, free, device, others] = sums;
+        let held = live + waiting + free;
+        match () {
+            () if others > held && others > device => Cell::Others,
+            () if device > held => Cell::Device,
+            () if waiting > live.max(free) => Cell::Waiting,
+            () if live + waiting == 0 => Cell::Free,
+            () if free <= held / 16 => Cell::Full,
+            () if free <= held / 2 => Cell::Mostly,
+            () => Cell::Partly,
+        }
+    }
+}
+
+impl Map {
+    /// The memory of the allocator's device now.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn of(allocator: &Allocator) -> Result<Map, Failure> {
+        let memory = allocator.device().memory_info()?;
+        Ok(Map::new(&allocator.snapshot().segments, memory.free, memory.total))
+    }
+
+    fn new(segments: &[Segment], free: u64, total: u64) -> Map {
+        let mut pieces = Vec::new();
+        for segment in segments {
+            for (index, block) in segment.blocks.iter().enumerate() {
+                let is = match block.state {
+                    BlockState::ActiveAllocated => Use::Live,
+                    BlockState::ActivePendingFree => Use::Waiting,
+                    _ => Use::Free,
+                };
+                pieces.push(Piece { bytes: block.size, is, starts: index == 0 });
+            }
+        }
+        let reserved = pieces.iter().map(|piece| piece.bytes).sum();
+        let others = total.saturating_sub(free).saturating_sub(reserved);
+        for (bytes, is) in [(free, Use::Device), (others, Use::Others)] {
+            pieces.push(Piece { bytes, is, starts: true });
+        }
+        Map { pieces, total }
+    }
+
+    /// Draws it: rows of cells, an enlarged part, and what the characters mean.
+    pub fn draw(&self, style: Style) -> String {
+        let columns = style.width.saturating_sub(MARGIN).max(1);
+        let cell = self.total.div_ceil((ROWS * columns) as u64).max(1);
+        let cells = self.cells(0, cell, ROWS * columns);
+        let mut text = String::new();
+        for (index, row) in cells.chunks(columns).enumerate() {
+            let from = cell * (index * columns) as u64;
+            line(&mut text, &Bytes(from).to_string(), row, style);
+        }
+        let mut shown = cells;
+        if let Some((from, scale)) = self.part_to_enlarge(cell, columns) {
+            let row = self.cells(from, scale, columns);
+            let _ = writeln!(text, "A part of it, enlarged, {} a character:", Bytes(scale));
+            line(&mut text, &Bytes(from).to_string(), &row, style);
+            shown.extend(row);
+        }
+        let _ = write!(text, "{} a character", Bytes(cell));
+        for (cell, meaning) in Cell::LEGEND.into_iter().filter(|(cell, _)| shown.contains(cell)) {
+            let _ = write!(text, "; {} {meaning}", cell.character(style.ascii));
+        }
+        text
+    }
+
+    /// Cells for `cell` bytes each, from a place on.
+    fn cells(&self, from: u64, cell: u64, count: usize) -> Vec<Cell> {
+        let mut sums = vec![[0; 5]; count];
+        let (mut at, end) = (0, from + cell * count as u64);
+        for piece in &self.pieces {
+            let mut start = at.max(from);
+            at += piece.bytes;
+            while start < at.min(end) {
+                let index = (start - from) / cell;
+                let next = (from + (index + 1) * cell).min(at);
+                if let Some(sums) = usize::try_from(index).ok().and_then(|index| sums.get_mut(index)) {
+                    sums[piece.is as usize] += next - start;
+                }
+                start = next;
+            }
+        }
+        sums.into_iter().filter(|sums| sums.iter().any(|&sum| sum > 0)).map(Cell::of).collect()
+    }
+
+    /// The part, and the size of a cell, that shows most single blocks; `None` where the map itself shows as much.
+    fn part_to_enlarge(&self, cell: u64, columns: usize) -> Option<(u64, u64)> {
+        const PLACES: usize = 16;
+        const CHANGES_LEAST: usize = 5;
+        // Segments in which live and free memory meet.
+        let mut places = Vec::new();
+        let (mut at, mut start, mut end) = (0, 0, None);
+        for pair in self.pieces.windows(2) {
+            if pair[0].starts {
+                start = at;
+            }
+            at += pair[0].bytes;
+            if !pair[1].starts && pair[0].is != pair[1].is && end != Some(start) {
+                places.push(start);
+                end = Some(start);
+            }
+        }
+        let step = places.len().div_ceil(PLACES).max(1);
+        let scales = [4, 16, 64, 256].map(|part| 1 << (cell / part).max(1).ilog2());
+        let tried = places.into_iter().step_by(step).flat_map(|from| scales.map(|scale| (from, scale)));
+        let changes = |(from, scale): (u64, u64)| {
+            let cells = self.cells(from, scale, columns);
+            cells.windows(2).filter(|pair| pair[0] != pair[1]).count()
+        };
+        let counted = tried.map(|part| (changes(part), part)).filter(|(count, _)| *count >= CHANGES_LEAST);
+        // Of equals the first, so the coarsest.
+        counted.rev().max_by_key(|(count, _)| *count).map(|(_, part)| part)
+    }
+}
+
+fn line(text: &mut String, label: &str, cells: &[Cell], style: Style) {
+    let frame = if style.ascii { '|' } else { '▏' };
+    let _ = write!(text, "{label:>10} {frame}");
+    for run in cells.chunk_by(|one, other| one == other) {
+        let (cell, count) = (run[0], run.len());
+        let run: String = std::iter::repeat_n(cell.character(style.ascii), count).collect();
+        let _ = if style.colour { write!(text, "\x1b[{}m{run}\x1b[0m", cell.colour()) } else { write!(text, "{run}") };
+    }
+    text.push('\n');
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: Style = Style { width: MARGIN + 10, ascii: true, colour: false };
+
+    fn map(pieces: &[(u64, Use)], total: u64) -> Map {
+        let pieces = pieces.iter().enumerate();
+        let pieces: Vec<Piece> =
+            pieces.map(|(index, &(bytes, is))| Piece { bytes, is, starts: index % 100 == 0 }).collect();
+        Map { pieces, total }
+    }
+
+    #[test]
+    fn every_use_has_its_character() {
+        let all = [(80, Use::Live), (80, Use::Free), (80, Use::Waiting), (400, Use::Device), (160, Use::Others)];
+        let text = map(&all, 800).draw(PLAIN);
+        let rows: Vec<&str> = text.lines().map(|line| line.split('|').next_back().unwrap_or("")).collect();
+        assert_eq!(rows[0], "########..");
+        assert_eq!(rows[1], "......~~~~");
+        assert_eq!(rows[2], "~~~~______");
+        assert_eq!(rows[7], "xxxxxxxxxx");
+        assert!(text.ends_with(
+            "10 bytes a character; # live; . free in the cache; ~ given back, still in use by a stream; _ not taken from \
+             the device; x held by others"
+        ));
+    }
+
+    #[test]
+    fn mixed_cells_show_how_much_is_live_and_are_enlarged() {
+        let pieces: Vec<_> = (0..400).map(|i| (32, if i % 4 == 0 { Use::Live } else { Use::Free })).collect();
+        let text = map(&pieces, 32 * 400).draw(PLAIN);
+        assert_eq!(text.lines().next(), Some("   0 bytes |----------"), "{text}");
+        assert!(text.contains("enlarged, 32 bytes a character:\n"), "{text}");
+        assert!(text.contains("|#...#...#."), "{text}");
+    }
+
+    #[test]
+    fn nothing_and_too_little_are_drawn() {
+        for total in [0, 1, 7] {
+            assert!(map(&[(total, Use::Device)], total).draw(PLAIN).contains("a character"));
+        }
+    }
+}

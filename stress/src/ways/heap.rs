@@ -1,0 +1,86 @@
+//! The allocator holds it, but not so that the request could have it.
+
+use aquifer_allocator::{Bytes, PoolOptions};
+use aquifer_device::Stream;
+
+use super::{Stand, Story, Way, no_options};
+use crate::exit::Failure;
+
+pub(super) const FRAGMENTED: Way = Way {
+    name: "fragmented",
+    summary: "asks for three quarters of what is free, which is in pieces of 4 MiB",
+    needs_simulator: None,
+    options: no_options,
+    run: fragmented,
+};
+
+pub(super) const PENDING: Way = Way {
+    name: "pending",
+    summary: "asks for what was given back while a side stream, which is late, still uses it",
+    needs_simulator: None,
+    options: no_options,
+    run: pending,
+};
+
+pub(super) const PRIVATE_POOL: Way = Way {
+    name: "private_pool",
+    summary: "asks for what a private pool caches for itself",
+    needs_simulator: None,
+    options: no_options,
+    run: private_pool,
+};
+
+fn fragmented(stand: &mut Stand) -> Result<Story, Failure> {
+    const BLOCK: u64 = 4 << 20;
+    const SEGMENT: u64 = 20 << 20;
+    // Half of the device at most, and no more blocks than can be checked in a moment.
+    let fragmented = (stand.room / 2).min(16 << 30) / SEGMENT * SEGMENT;
+    stand.mark("weights", stand.room - fragmented)?;
+    for _ in 0..fragmented / BLOCK {
+        stand.mark("embeddings", BLOCK)?;
+    }
+    stand.free(|number| number % 2 == 1);
+    let refusal = stand.request(fragmented / 8 * 3)?;
+    let unharmed = stand.is_intact()?;
+    let blocks = stand.blocks() - 1;
+    stand.free(|number| number > 0);
+    let recovered = unharmed && stand.is_served(refusal.requested)?;
+    Ok(Story { refusal, recovered_by: format!("freeing the {blocks} blocks in between"), recovered })
+}
+
+fn pending(stand: &mut Stand) -> Result<Story, Failure> {
+    stand.mark("weights", stand.percent(20))?;
+    let side: Stream = stand.allocator.device().create_stream()?;
+    let bytes = stand.percent(60);
+    let buffer = stand.allocator.alloc(bytes, &stand.stream)?;
+    stand.stream.fill(buffer.ptr(), 1, bytes)?;
+    side.wait_for(&stand.stream.tick())?;
+    if let Some(simulator) = &stand.simulator {
+        simulator.stall(side.raw(), std::time::Duration::from_millis(250))?;
+    }
+    side.fill(buffer.ptr(), 2, bytes)?;
+    buffer.record_stream(&side)?;
+    drop(buffer);
+    let late = !side.is_idle()?;
+    let refusal = stand.request(bytes)?;
+    let recovered = refusal.report.is_none() || stand.is_served(bytes)?;
+    let stream = side.id();
+    let recovered_by = if late && side.is_idle()? {
+        format!("waiting for stream {stream}, which the allocator did by itself")
+    } else {
+        format!("nothing: stream {stream} was done in time, or its memory was not needed")
+    };
+    Ok(Story { refusal, recovered_by, recovered })
+}
+
+fn private_pool(stand: &mut Stand) -> Result<Story, Failure> {
+    stand.mark("weights", stand.percent(20))?;
+    let pool = stand.allocator.create_pool(PoolOptions::default());
+    let hoard = pool.alloc(stand.percent(60), &stand.stream)?;
+    stand.stream.fill(hoard.ptr(), 1, hoard.bytes())?;
+    drop(hoard);
+    let refusal = stand.request(stand.percent(50))?;
+    let released = pool.empty_cache()?;
+    let recovered = stand.is_served(refusal.requested)?;
+    Ok(Story { refusal, recovered_by: format!("the pool giving back {}", Bytes(released)), recovered })
+}

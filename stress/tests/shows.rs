@@ -1,0 +1,182 @@
+//! The commands that show things, as people run them: `fragmentation`, `oom` and `demo`.
+
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
+
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+fn stress(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_aquifer-stress")).args(args).stdin(Stdio::null()).output().unwrap()
+}
+
+/// The rows of a run that ends with `code`; nothing else may be on standard output.
+fn rows(code: i32, args: &[&str]) -> Vec<Value> {
+    let output = stress(&[args, &["--json"]].concat());
+    assert_eq!(output.status.code(), Some(code), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.is_empty() || text.ends_with('\n'));
+    text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"))).collect()
+}
+
+fn text(args: &[&str]) -> String {
+    let output = stress(args);
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn bytes(row: &Value, key: &str) -> u64 {
+    row[key].as_u64().unwrap_or_else(|| panic!("{key} in {row}"))
+}
+
+fn has_keys(row: &Value, keys: &[&str]) {
+    let found: Vec<&String> = row.as_object().unwrap().keys().collect();
+    assert_eq!(found.len(), keys.len(), "{found:?}");
+    keys.iter().for_each(|key| assert!(row.get(key).is_some(), "{key} is missing in {row}"));
+}
+
+fn row<'a>(rows: &'a [Value], scenario: &str, policy: &str) -> &'a Value {
+    rows.iter().find(|row| row["scenario"] == scenario && row["policy"] == policy).unwrap()
+}
+
+const FRAGMENTATION_KEYS: [&str; 19] = [
+    "scenario",
+    "policy",
+    "device",
+    "peak_requested_bytes",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "allocated_bytes",
+    "reserved_bytes",
+    "free_bytes",
+    "largest_free_bytes",
+    "unusable_index",
+    "request_bytes",
+    "probe_fits",
+    "ooms",
+    "retries",
+    "driver_allocs",
+    "cross_stream_reuses",
+    "hazards",
+    "verdict",
+];
+
+#[test]
+fn every_scenario_shows_fragmentation_and_a_way_out() {
+    let device = "sim:4GiB";
+    let rows = rows(0, &["fragmentation", "--device", device, "--config", "max_split_size_mb:64"]);
+    for row in &rows {
+        has_keys(row, &FRAGMENTATION_KEYS);
+        assert_eq!(row["device"], device);
+        let (requested, reserved) = (bytes(row, "peak_requested_bytes"), bytes(row, "peak_reserved_bytes"));
+        assert!(bytes(row, "allocated_bytes") <= bytes(row, "peak_allocated_bytes"), "{row}");
+        assert!(bytes(row, "peak_allocated_bytes") <= reserved && reserved <= 4 << 30, "{row}");
+        assert!(bytes(row, "largest_free_bytes") <= bytes(row, "free_bytes"), "{row}");
+        assert!((0.0..=1.0).contains(&row["unusable_index"].as_f64().unwrap()), "{row}");
+        assert_eq!(bytes(row, "hazards"), 0, "{row}");
+        if row["policy"] == "no_cache:True" {
+            assert!(row["probe_fits"] == true && row["verdict"] == "fits" && row["ooms"] == 0, "{row}");
+            assert!(reserved - requested < requested / 10, "{row}");
+        }
+        let fits = row["verdict"].as_str().unwrap().contains("fits");
+        assert_eq!(row["probe_fits"], fits, "the verdict says what happened: {row}");
+    }
+    let names = ["alternating", "sequences", "kv_cache", "images", "streams"];
+    let policies = rows.iter().filter(|row| row["policy"] == "max_split_size_mb:64").count();
+    assert_eq!(policies, names.len(), "the user's options are tried on every scenario");
+    for name in ["alternating", "kv_cache", "images"] {
+        let row = row(&rows, name, "");
+        assert_eq!(row["probe_fits"], false, "{row}");
+        assert!(bytes(row, "free_bytes") > bytes(row, "request_bytes"), "{row}");
+    }
+    assert!(bytes(row(&rows, "sequences", ""), "retries") > 0);
+    assert_eq!(row(&rows, "images", "max_split_size_mb:64")["probe_fits"], true);
+    let reserved = |policy| bytes(row(&rows, "streams", policy), "peak_reserved_bytes");
+    assert!(reserved("cross_stream:off") > reserved("") && reserved("") > reserved("cross_stream:wait"));
+    assert_eq!(row(&rows, "streams", "cross_stream:off")["probe_fits"], false);
+}
+
+#[test]
+fn one_scenario_is_drawn() {
+    let args = ["fragmentation", "--device", "sim:1GiB", "--scenario", "alternating", "--ascii"];
+    let text = text(&args);
+    assert!(text.contains("+#-.+#-.") && text.contains("...____"), "{text}");
+    assert!(text.contains("fragmented: ") && text.contains("a character"), "{text}");
+    assert!(!text.contains('\x1b') && !text.contains('█'), "{text}");
+}
+
+#[test]
+fn what_there_is_can_be_listed_and_must_be_known() {
+    for (command, option, key, count) in [("fragmentation", "--scenario", "scenario", 5), ("oom", "--way", "way", 8)] {
+        let listed = rows(0, &[command, "--list"]);
+        assert_eq!(listed.len(), count);
+        let name = listed[0][key].as_str().unwrap();
+        assert!(text(&[command, "--list"]).contains(name));
+        assert!(!rows(0, &[command, option, name, "--device", "sim:1GiB"]).is_empty());
+        assert!(rows(2, &[command, option, "nothing"]).is_empty());
+    }
+    assert!(rows(2, &["oom", "--config", "", "--config", "history:1"]).is_empty());
+}
+
+const OOM_KEYS: [&str; 15] = [
+    "way",
+    "device",
+    "requested_bytes",
+    "refused",
+    "error",
+    "advice",
+    "recovered_by",
+    "recovered",
+    "intact",
+    "usable",
+    "allocated_bytes_before",
+    "allocated_bytes_after",
+    "reserved_bytes_before",
+    "reserved_bytes_after",
+    "hazards",
+];
+
+#[test]
+fn every_way_out_of_memory_leads_back() {
+    for device in ["sim:2GiB", "sim:24GiB", "sim:80GiB,seed=3"] {
+        let rows = rows(0, &["oom", "--device", device]);
+        assert_eq!(rows.len(), 8);
+        for row in &rows {
+            has_keys(row, &OOM_KEYS);
+            for key in ["recovered", "intact", "usable"] {
+                assert_eq!(row[key], true, "{key} in {row}");
+            }
+            assert_eq!(bytes(row, "hazards"), 0, "{row}");
+            let refused = !["pending", "reclaimers"].contains(&row["way"].as_str().unwrap());
+            assert_eq!(row["refused"], refused, "{row}");
+            assert_eq!(row["error"].is_string(), refused, "{row}");
+            assert_eq!(!row["advice"].as_array().unwrap().is_empty(), refused, "{row}");
+        }
+    }
+    let text = text(&["oom", "--way", "fragmented", "--device", "sim:2GiB"]);
+    assert!(text.contains("out of memory. Tried to allocate") && text.contains("it would fit: "), "{text}");
+    assert!(text.contains("reads as it was written") && text.contains("serves as before"), "{text}");
+}
+
+#[test]
+fn the_demonstration_tells_its_story() {
+    let rows = rows(0, &["--config", "max_split_size_mb:256"]);
+    let steps: Vec<&str> = rows.iter().map(|row| row["step"].as_str().unwrap()).collect();
+    assert_eq!(steps[..2], ["replay", "oom"]);
+    assert_eq!(steps[2..], ["compare"; 12], "six options for each of two programs");
+    assert!(rows.iter().all(|row| row["hazards"] == 0));
+    let (replay, oom) = (&rows[0], &rows[1]);
+    assert!(bytes(replay, "peak_reserved_bytes") > 3 * bytes(replay, "peak_requested_bytes"), "{replay}");
+    assert!(bytes(oom, "free_bytes") > bytes(oom, "requested_bytes"), "{oom}");
+    assert!(oom["refused"] == true && oom["damaged"] == 0 && oom["served_again"] == true, "{oom}");
+    assert!(bytes(oom, "blocks") > 0 && !oom["advice"].as_array().unwrap().is_empty(), "{oom}");
+    for compared in &rows[2..] {
+        assert!(bytes(compared, "smallest_device_bytes") >= bytes(compared, "peak_requested_bytes"), "{compared}");
+    }
+    let text = text(&["demo", "--ascii"]);
+    for part in
+        ["1. A program that needs", "2. On a device of", "3. Nothing is lost", "4. What helps", "What to try next"]
+    {
+        assert!(text.contains(part), "{part}");
+    }
+}
