@@ -63,6 +63,8 @@ pub(crate) struct Core {
     pub(crate) segments: BTreeMap<u64, Tag>,
     /// Segments that the driver is asked to take back, by address.
     pub(crate) releasing: BTreeMap<u64, Releasing>,
+    /// Releases begun so far.
+    pub(crate) releases: u64,
 }
 
 impl Core {

@@ -3,7 +3,8 @@
 //! Growth reserves its bytes under the lock, calls the driver without it, and then adds the region. Release takes whole free
 //! regions out of the heap under the lock, so that nobody allocates from them, calls the driver without it, and puts back
 //! what could not be freed, as available to each stream as it was. `reserved` and snapshots count a segment until the
-//! driver took it back.
+//! driver took it back. A device may give a freed address out again before the thread that freed it has the lock: whoever
+//! gets it accounts for the release first.
 
 use aquifer_device::DevicePtr;
 
@@ -18,6 +19,8 @@ use crate::shell::Shell;
 #[derive(Debug)]
 pub(crate) struct Releasing {
     pub(crate) region: Region,
+    /// Tells it from a later one at the same address.
+    number: u64,
     /// Who may have its one block, as [`crate::heap::Block`] says.
     owner: u32,
     after: u64,
@@ -85,17 +88,18 @@ impl Allocator {
     pub(crate) fn release_where(&self, choose: impl FnOnce(&Core) -> Vec<BlockId>) -> Result<u64, AllocError> {
         let mut core = self.shell().lock();
         let chosen = choose(&core);
-        let segments: Vec<u64> = chosen.into_iter().map(|id| core.begin_release(id)).collect();
+        let segments: Vec<(u64, u64, u64)> = chosen.into_iter().map(|id| core.begin_release(id)).collect();
         drop(core);
         let mut released = 0;
-        for (at, &addr) in segments.iter().enumerate() {
+        for (at, &(addr, number, bytes)) in segments.iter().enumerate() {
             let freed = self.device().free(DevicePtr(addr));
             let mut core = self.shell().lock();
             if let Err(error) = freed {
-                segments[at..].iter().for_each(|&addr| core.cancel_release(addr));
+                segments[at..].iter().for_each(|&(addr, ..)| core.cancel_release(addr));
                 return Err(error.into());
             }
-            released += core.segment_released(self.shell(), addr);
+            core.segment_released(self.shell(), addr, number);
+            released += bytes;
         }
         Ok(released)
     }
@@ -103,6 +107,10 @@ impl Allocator {
 
 impl Core {
     fn add_segment(&mut self, shell: &Shell, request: &Request, addr: u64, bytes: u64) -> BlockId {
+        let before = self.releasing.range(..addr + bytes).rev();
+        let gone = before.take_while(|(_, releasing)| addr < releasing.region.addr + releasing.region.bytes);
+        let gone: Vec<(u64, u64)> = gone.map(|(&addr, releasing)| (addr, releasing.number)).collect();
+        gone.into_iter().for_each(|(addr, number)| self.segment_released(shell, addr, number));
         let kind = self.heap.pools[usize::from(request.pool)].kind;
         let counters = &shell.counters;
         self.reserved += bytes;
@@ -118,25 +126,30 @@ impl Core {
         self.heap.add_region(addr, bytes, request.pool, request.slot)
     }
 
-    /// Takes a wholly free segment out of the heap; returns its address.
-    fn begin_release(&mut self, id: BlockId) -> u64 {
+    /// Takes a wholly free segment out of the heap; returns its address, the number of the release, and its bytes.
+    fn begin_release(&mut self, id: BlockId) -> (u64, u64, u64) {
         let block = &self.heap.blocks[id];
         let (addr, owner, after) = (block.addr, block.owner, self.heap.blocks[id].after);
         let region = self.heap.remove_region(id);
-        self.releasing.insert(addr, Releasing { region, owner, after });
-        addr
+        self.releases += 1;
+        let (number, bytes) = (self.releases, region.bytes);
+        self.releasing.insert(addr, Releasing { region, number, owner, after });
+        (addr, number, bytes)
     }
 
     /// The driver did not take a segment back.
     fn cancel_release(&mut self, addr: u64) {
-        if let Some(Releasing { region, owner, after }) = self.releasing.remove(&addr) {
+        if let Some(Releasing { region, owner, after, .. }) = self.releasing.remove(&addr) {
             self.heap.restore_region(&region, owner, after);
         }
     }
 
-    /// The driver took a segment back; returns its bytes.
-    fn segment_released(&mut self, shell: &Shell, addr: u64) -> u64 {
-        let Some(Releasing { region, .. }) = self.releasing.remove(&addr) else { return 0 };
+    /// The driver took a segment back. Nothing if that is accounted for already.
+    fn segment_released(&mut self, shell: &Shell, addr: u64, number: u64) {
+        if self.releasing.get(&addr).is_none_or(|releasing| releasing.number != number) {
+            return;
+        }
+        let Some(Releasing { region, .. }) = self.releasing.remove(&addr) else { return };
         let kind = self.heap.pools[usize::from(region.pool)].kind;
         let counters = &shell.counters;
         self.reserved -= region.bytes;
@@ -149,7 +162,6 @@ impl Core {
         let tag = self.segments.remove(&region.addr).unwrap_or_default();
         let pool = self.pools.history_id(region.pool);
         self.history.note(Action::SegmentFree, pool, region.addr, region.bytes, region.home, tag);
-        region.bytes
     }
 
     /// Wholly free segments of the given pool.

@@ -138,11 +138,12 @@ pub fn readers(allocator: &Allocator) {
     assert_eq!(stats.to_map().len(), 123);
 }
 
-/// Panics if a request was refused although what cannot be released would have left room for it.
+/// Panics if a request for `padded` bytes, alignment included, was refused although what cannot be released would have left
+/// room for it.
 ///
 /// What cannot be released: segments of which a part is live, and those of open private pools. By the time of the report
 /// everything that waited is free.
-pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, other: u64) {
+pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded: u64, other: u64) {
     let config = allocator.config();
     if config.fail_fast {
         return;
@@ -161,7 +162,7 @@ pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, other:
     assert!(!waiting, "refused while blocks wait: {report}");
     if config.max_split_size.is_none() && report.pool.is_none() && !config.no_cache {
         let classes = SizeClasses::new(config);
-        let rounded = classes.round(report.requested);
+        let Some(rounded) = classes.round_checked(padded) else { return };
         let kind = classes.pool(rounded);
         let of_kind = snapshot.segments.iter().filter(default).filter(|segment| segment.segment_type == kind);
         let free = |segment: &Segment| {

@@ -199,7 +199,7 @@ impl World {
         } else {
             alloc()
         };
-        if let Some(allocation) = self.served(outcome, bytes) {
+        if let Some(allocation) = self.served(outcome, bytes, bytes.saturating_add(alignment - ALIGNMENT)) {
             assert!(allocation.ptr().0.is_multiple_of(alignment), "{:?} not aligned to {alignment}", allocation.ptr());
             self.add_owned(allocation, bytes, &stream);
         }
@@ -209,7 +209,7 @@ impl World {
         let stream = self.stream(stream).clone();
         let Some(pool) = self.pools.get(pool % self.pools.len().max(1)) else { return };
         let outcome = pool.alloc(bytes, &stream);
-        if let Some(allocation) = self.served(outcome, bytes) {
+        if let Some(allocation) = self.served(outcome, bytes, bytes) {
             self.add_owned(allocation, bytes, &stream);
         }
     }
@@ -217,7 +217,7 @@ impl World {
     fn alloc_raw(&mut self, stream: usize, bytes: u64) {
         let stream = self.stream(stream).clone();
         let outcome = self.allocator.alloc_raw(bytes, &stream);
-        let Some(ptr) = self.served(outcome, bytes) else { return };
+        let Some(ptr) = self.served(outcome, bytes, bytes) else { return };
         if ptr.0 != 0 {
             let size = self.allocator.size_of_raw(ptr).unwrap_or_else(|error| panic!("{error}"));
             assert!(size >= bytes);
@@ -225,8 +225,8 @@ impl World {
         }
     }
 
-    /// An allocation, or `None` where it was right to refuse it.
-    fn served<T>(&self, outcome: Result<T, AllocError>, bytes: u64) -> Option<T> {
+    /// An allocation, or `None` where it was right to refuse it; `padded` is what alignment makes of `bytes`.
+    fn served<T>(&self, outcome: Result<T, AllocError>, bytes: u64, padded: u64) -> Option<T> {
         match outcome {
             Ok(served) => return Some(served),
             Err(AllocError::OutOfMemory(report)) => {
@@ -234,7 +234,7 @@ impl World {
                 assert!(!report.advice.is_empty(), "no advice: {report}");
                 assert!(report.to_string().starts_with("out of memory. Tried to allocate"), "{report}");
                 if !self.faulty {
-                    check::out_of_memory_was_right(&self.allocator, &report, self.other);
+                    check::out_of_memory_was_right(&self.allocator, &report, padded, self.other);
                 }
             }
             Err(AllocError::TooLarge { requested }) => assert!(requested >= 1 << 60),

@@ -1,6 +1,10 @@
 //! Tests that cross crates. `CHECKLIST.md` in this package says which behaviours of PyTorch's own tests are tested where.
 //!
-//! The long run: `AQUIFER_PROGRAMS=10000 cargo test --profile long -p aquifer-tests programs -- --nocapture`.
+//! Long runs, with `cargo test --profile long -p aquifer-tests -- --nocapture` and
+//! * `AQUIFER_PROGRAMS=40000` and the filter `programs::`: as many random programs, and half as many with faults;
+//! * `AQUIFER_PROGRAMS=8000` and the filter `fault_sweep`: a fault at every driver call of 20 long random programs.
+//!
+//! A program that fails is made small and printed with its number; `AQUIFER_PROGRAM=4711` runs only that one.
 #![forbid(unsafe_code)]
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 

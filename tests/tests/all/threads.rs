@@ -133,3 +133,21 @@ fn limits_hold_while_threads_grow() {
     });
     bench.assert_returned();
 }
+
+#[test]
+fn addresses_that_are_freed_and_given_out_again_are_counted_once() {
+    let bench = Bench::new(GIB, "");
+    std::thread::scope(|scope| {
+        for seed in 1..=4 {
+            let bench = &bench;
+            scope.spawn(move || {
+                for x in numbers(seed).take(400) {
+                    drop(bench.allocator.alloc(10 * MIB + x % MIB, &bench.stream).unwrap());
+                    bench.allocator.empty_cache().unwrap();
+                }
+            });
+        }
+    });
+    check::statistics(&bench.allocator, (0, 0));
+    bench.assert_returned();
+}
