@@ -99,3 +99,9 @@ pub fn write_on(stream: &Stream, ptr: DevicePtr, bytes: u64) {
     let done = stream.touch("write", &[Access { ptr, bytes, kind: AccessKind::Write }]);
     done.unwrap_or_else(|error| panic!("{error}"));
 }
+
+/// The README's example, compiled and run as a documentation test.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+#[derive(Debug)]
+pub struct Readme;
