@@ -65,9 +65,13 @@ pub enum AllocError {
 }
 
 impl AllocError {
-    /// Whether memory was lacking, so that freeing some may help.
+    /// Whether memory was lacking, so that freeing some may help: for the request, or for a driver call on the way.
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(self, AllocError::OutOfMemory(_) | AllocError::TooLarge { .. })
+        match self {
+            AllocError::OutOfMemory(_) | AllocError::TooLarge { .. } => true,
+            AllocError::Device(error) => error.is_out_of_memory(),
+            _ => false,
+        }
     }
 
     /// The report of an out-of-memory error.

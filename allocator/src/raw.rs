@@ -10,6 +10,9 @@ use crate::error::AllocError;
 impl Allocator {
     /// Allocates and returns the bare pointer, to be freed with [`Allocator::free_raw`]. Zero bytes give a null pointer.
     ///
+    /// Free it before the last handle of the allocator goes: nobody can afterwards, and its memory and device stay in use
+    /// until the process ends.
+    ///
     /// # Errors
     /// As [`Allocator::alloc`].
     pub fn alloc_raw(&self, bytes: u64, stream: &Stream) -> Result<DevicePtr, AllocError> {
