@@ -51,6 +51,16 @@ struct Inner {
     /// Bytes that may be held from the device; `u64::MAX` is no limit.
     limit: AtomicU64,
     hooks: Arc<Hooks>,
+    /// Whether allocations carry tags at all.
+    tagged: bool,
+}
+
+impl Inner {
+    /// The tag that the thread's scopes give an allocation.
+    #[inline]
+    fn scope_tag(&self) -> Tag {
+        if self.tagged { Tag::current() } else { Tag::default() }
+    }
 }
 
 impl Drop for Inner {
@@ -81,7 +91,16 @@ impl Allocator {
         let core = Core::new(device.clone(), classes.clone(), crosses_streams, config.history as usize);
         let shell = Shell::open(core, bits);
         let hooks = Arc::new(Hooks::default());
-        Ok(Allocator(Arc::new(Inner { shell, device: device.clone(), config, classes, limit: limit.into(), hooks })))
+        let tagged = config.tags != TagSource::Off;
+        Ok(Allocator(Arc::new(Inner {
+            shell,
+            device: device.clone(),
+            config,
+            classes,
+            limit: limit.into(),
+            hooks,
+            tagged,
+        })))
     }
 
     /// Allocates `bytes` for work on `stream`, aligned to [`ALIGNMENT`]. Zero bytes give a handle with a null pointer and no
@@ -109,7 +128,7 @@ impl Allocator {
             return self.alloc_specially(bytes, size, stream);
         }
         let mut core = shell.lock();
-        let request = Request { requested: bytes, size, pool, slot: core.slot(stream), tag: Tag::current() };
+        let request = Request { requested: bytes, size, pool, slot: core.slot(stream), tag: inner.scope_tag() };
         let granted = core.take_own(shell, &request);
         drop(core);
         let granted = match granted {
@@ -142,7 +161,7 @@ impl Allocator {
         if special & special::WAITING != 0 {
             self.poll_waiting()?;
         }
-        let tag = if special & special::SPANS != 0 { Tag::of_span() } else { Tag::current() };
+        let tag = if special & special::SPANS != 0 { Tag::of_span() } else { self.0.scope_tag() };
         let kind = self.0.classes.pool(size);
         let mut core = shell.lock();
         let pool = core.pools.routed().map_or(kind as u16, |private| private.numbers[kind as usize]);

@@ -65,6 +65,9 @@ pub(crate) struct Core {
     pub(crate) releasing: BTreeMap<u64, Releasing>,
     /// Releases begun so far.
     pub(crate) releases: u64,
+    /// Operations since the heap's identities were last checked.
+    #[cfg(debug_assertions)]
+    pub(crate) unchecked: usize,
 }
 
 impl Core {
@@ -138,8 +141,8 @@ impl Core {
     /// Accounts for a block that became live.
     #[inline]
     fn taken(&mut self, shell: &Shell, request: &Request, id: BlockId, change: SplitChange) -> Granted {
-        self.heap.blocks[id].tag = request.tag.0;
-        let block = &self.heap.blocks[id];
+        let block = &mut self.heap.blocks[id];
+        block.tag = request.tag.0;
         let (addr, size, kind) = (block.addr, block.size, kind_of(block.pool));
         self.live += 1;
         shell.counters.allocated(kind, size, request.requested);
@@ -182,8 +185,7 @@ impl Core {
     fn note_free(&mut self, action: Action, id: BlockId) {
         let block = &self.heap.blocks[id];
         let pool = self.pools.history_id(block.pool);
-        let detail = self.heap.blocks[id];
-        self.history.note(action, pool, block.addr, detail.requested, block.owner, Tag(detail.tag));
+        self.history.note(action, pool, block.addr, block.requested, block.owner, Tag(block.tag));
     }
 
     /// A block that was given back, and is accounted for, becomes free: reusable by `owner` at once, by others after `after`.
@@ -204,12 +206,17 @@ impl Core {
         shell.counters.inactive_split_bytes.change(kind, change.bytes);
     }
 
-    /// Checks the heap's identities, in debug builds, now and then: a whole check costs as much as there are blocks.
+    /// Checks the heap's identities, in debug builds, now and then: a whole check costs as much as there are blocks, so as
+    /// many operations as that pass in between.
     #[inline]
-    fn debug_check(&self) {
+    fn debug_check(&mut self) {
         #[cfg(debug_assertions)]
-        if self.live.is_multiple_of(64) {
-            debug_assert_eq!(self.heap.check(), Ok(()));
+        {
+            self.unchecked += 1;
+            if self.unchecked > 64 + self.heap.blocks.records() {
+                self.unchecked = 0;
+                debug_assert_eq!(self.heap.check(), Ok(()));
+            }
         }
     }
 

@@ -153,12 +153,12 @@ impl Core {
 
     fn lender(&self, key: Key) -> Option<Lender> {
         let block = &self.heap.blocks[key.block()];
-        Some(Lender { timeline: self.timeline(block.owner)?.clone(), after: self.heap.blocks[key.block()].after })
+        Some(Lender { timeline: self.timeline(block.owner)?.clone(), after: block.after })
     }
 
     fn take_lent(&mut self, shell: &crate::shell::Shell, request: &Request, id: BlockId) -> Granted {
         let block = &self.heap.blocks[id];
-        if !block.is_split() && self.is_known_done(block.owner, self.heap.blocks[id].after) {
+        if !block.is_split() && self.is_known_done(block.owner, block.after) {
             self.heap.rehome(id, request.slot);
         }
         self.take(shell, request, id)

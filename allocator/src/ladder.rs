@@ -114,11 +114,10 @@ impl Allocator {
         if sufficient { self.try_grow(request, tried) } else { Ok(None) }
     }
 
-    fn wait_for_pending(&self, request: &Request, tried: &mut Tried) -> Rung {
+    fn wait_for_pending(&self, request: &Request, _: &mut Tried) -> Rung {
         if !self.synchronize_pending(|_| true)? {
             return Ok(None);
         }
-        tried.waited = true;
         self.search_again(request)
     }
 

@@ -24,7 +24,6 @@ pub(crate) struct Tried {
     pub(crate) refusal: Option<Refusal>,
     pub(crate) released: u64,
     pub(crate) reclaimed: u64,
-    pub(crate) waited: bool,
 }
 
 /// Why a request could not be served. All sizes are bytes.

@@ -129,7 +129,7 @@ impl Core {
     /// Takes a wholly free segment out of the heap; returns its address, the number of the release, and its bytes.
     fn begin_release(&mut self, id: BlockId) -> (u64, u64, u64) {
         let block = &self.heap.blocks[id];
-        let (addr, owner, after) = (block.addr, block.owner, self.heap.blocks[id].after);
+        let (addr, owner, after) = (block.addr, block.owner, block.after);
         let region = self.heap.remove_region(id);
         self.releases += 1;
         let (number, bytes) = (self.releases, region.bytes);

@@ -133,8 +133,7 @@ impl Core {
             let free = waiting.uses.iter().all(passed);
             if free {
                 let block = &self.heap.blocks[waiting.block];
-                let requested = self.heap.blocks[waiting.block].requested;
-                shell.counters.waited(kind_of(block.pool), block.size, requested);
+                shell.counters.waited(kind_of(block.pool), block.size, block.requested);
                 // The tick is taken now: the owner's later events cover what it is ordered after, too.
                 self.complete(shell, waiting.block, owner, self.tick_of(owner));
             }

@@ -128,6 +128,12 @@ impl Slab {
         self.vacant = Some(id);
     }
 
+    /// How many records there are, vacant ones included.
+    #[cfg(debug_assertions)]
+    pub(crate) fn records(&self) -> usize {
+        self.blocks.len()
+    }
+
     /// Every block that is not vacant.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
         let numbered = (0..u32::MAX).map(BlockId).zip(&self.blocks);

@@ -11,6 +11,7 @@
 //! borrowing memory across streams leaves no lasting borders between free blocks.
 
 mod block;
+#[cfg(any(test, debug_assertions))]
 mod check;
 mod index;
 mod strays;
@@ -355,6 +356,7 @@ impl Heap {
     }
 
     /// The blocks of a region in order of address.
+    #[cfg(any(test, debug_assertions))]
     pub(crate) fn blocks_of(&self, region: &Region) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
         let step = |id: &BlockId| self.blocks[*id].next.some();
         std::iter::successors(region.first.some(), step).map(|id| (id, &self.blocks[id]))

@@ -143,6 +143,7 @@ impl FreeIndex {
     }
 
     /// The last key not above `key`.
+    #[cfg(any(test, debug_assertions))]
     pub(crate) fn before_or_at(&self, key: Key) -> Option<Key> {
         self.before(Key(key.0.saturating_add(1)))
     }
