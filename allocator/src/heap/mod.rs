@@ -6,8 +6,8 @@
 //! * **H3** no two neighbours are mergeable: both free, with the same owner, or both done for everybody;
 //! * **H4** a block is in an index exactly if it is free, and then in the one of its pool and owner.
 //!
-//! Ownership: a free block belongs to the stream of its last use (its *owner*), which may reuse it at once. A region has a
-//! *home* stream; a free block whose owner is another one is a *stray*. Once a stray is done it goes home, so that
+//! Ownership: a heap is one stream's, its *home*. A free block belongs to the stream of its last use (its *owner*), which may
+//! reuse it at once; one whose owner is not the home is a *stray*. Once a stray is done it goes home, so that
 //! borrowing memory across streams leaves no lasting borders between free blocks.
 
 mod block;
@@ -16,7 +16,7 @@ mod check;
 mod index;
 mod strays;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 pub(crate) use block::{Block, BlockId, Slab, State};
 pub(crate) use index::{FreeIndex, Key};
@@ -29,10 +29,27 @@ pub(crate) struct Pool {
     pub(crate) kind: PoolKind,
     /// Blocks are handed out whole.
     pub(crate) no_split: bool,
-    /// Free blocks by owner.
-    indexes: Vec<FreeIndex>,
+    /// The private pool it is of, as history numbers them; 0 for the default pools.
+    pub(crate) history_id: u32,
+    /// Free blocks of the heap's home stream.
+    own: FreeIndex,
+    /// Strays, by owner.
+    away: BTreeMap<u32, FreeIndex>,
     /// How often somebody searched here: the clock of garbage collection.
     pub(crate) searches: u64,
+}
+
+impl Pool {
+    fn new(kind: PoolKind) -> Pool {
+        let (own, away) = (FreeIndex::default(), BTreeMap::new());
+        Pool { kind, no_split: false, history_id: 0, own, away, searches: 0 }
+    }
+
+    /// The index of `owner`'s free blocks.
+    #[inline]
+    fn index_mut(&mut self, home: u32, owner: u32) -> &mut FreeIndex {
+        if owner == home { &mut self.own } else { self.away.entry(owner).or_default() }
+    }
 }
 
 /// The kind of a pool, by its number.
@@ -58,9 +75,11 @@ pub(crate) struct SplitChange {
     pub(crate) bytes: i64,
 }
 
-/// Regions, their blocks, and the free ones' indexes.
+/// The regions of one stream, their blocks, and the free ones' indexes.
 #[derive(Debug, Default)]
 pub(crate) struct Heap {
+    /// The stream whose regions these are.
+    pub(crate) home: u32,
     pub(crate) blocks: Slab,
     pub(crate) pools: Vec<Pool>,
     regions: Vec<Option<Region>>,
@@ -73,29 +92,25 @@ pub(crate) struct Heap {
 }
 
 impl Heap {
-    /// Two new pools, one of each kind; their numbers. Small pools have even numbers, large ones odd.
-    pub(crate) fn add_pools(&mut self) -> [u16; 2] {
-        let first = u16::try_from(self.pools.len()).unwrap_or(u16::MAX);
-        for kind in [PoolKind::Small, PoolKind::Large] {
-            self.pools.push(Pool { kind, no_split: false, indexes: Vec::new(), searches: 0 });
-        }
-        [first, first + 1]
+    /// Two new pools, one of each kind. Small pools have even numbers, large ones odd.
+    pub(crate) fn add_pools(&mut self) {
+        self.pools.extend([PoolKind::Small, PoolKind::Large].map(Pool::new));
     }
 
-    /// Takes `size` bytes for `owner` from the best of its own free blocks that the size rules allow: as with PyTorch, the
-    /// smallest that is large enough decides.
+    /// Takes `size` bytes for the home stream from the best of its own free blocks that the size rules allow: as with
+    /// PyTorch, the smallest that is large enough decides.
     #[inline]
     pub(crate) fn take_best(
         &mut self,
         classes: &SizeClasses,
         pool: u16,
-        owner: u32,
         size: u64,
         requested: u64,
     ) -> Option<(BlockId, SplitChange)> {
+        let owner = self.home;
         let pool = &mut self.pools[usize::from(pool)];
         pool.searches += 1;
-        let index = pool.indexes.get_mut(owner as usize)?;
+        let index = &mut pool.own;
         let key = index.best_fit(size)?;
         if !classes.fits(key.size(), size) {
             return None;
@@ -122,8 +137,9 @@ impl Heap {
         debug_assert!(block.state == State::Free && block.size >= size);
         let key = Key::new(block.size, block.addr, id);
         let pool = &mut self.pools[usize::from(block.pool)];
-        let index = &mut pool.indexes[block.owner as usize];
-        if pool.no_split || !classes.should_split(pool.kind, block.size, size) {
+        let whole = pool.no_split || !classes.should_split(pool.kind, block.size, size);
+        let index = pool.index_mut(self.home, block.owner);
+        if whole {
             index.remove(key);
             return self.take_whole(id, owner, requested);
         }
@@ -223,12 +239,8 @@ impl Heap {
     #[inline]
     fn index_alone(&mut self, id: BlockId) -> BlockId {
         let block = &self.blocks[id];
-        let (key, owner, pool) = (Key::new(block.size, block.addr, id), block.owner as usize, usize::from(block.pool));
-        let indexes = &mut self.pools[pool].indexes;
-        if owner >= indexes.len() {
-            indexes.resize_with(owner + 1, FreeIndex::default);
-        }
-        indexes[owner].insert(key);
+        let (key, owner, pool) = (Key::new(block.size, block.addr, id), block.owner, usize::from(block.pool));
+        self.pools[pool].index_mut(self.home, owner).insert(key);
         self.strays_note(id);
         id
     }
@@ -242,7 +254,7 @@ impl Heap {
         block.size += size;
         block.next = next;
         let new = Key::new(block.size, block.addr, into);
-        self.pools[usize::from(block.pool)].indexes[block.owner as usize].replace(old, new);
+        self.pools[usize::from(block.pool)].index_mut(self.home, block.owner).replace(old, new);
         if let Some(next) = next.some() {
             self.blocks[next].prev = into;
         }
@@ -260,7 +272,7 @@ impl Heap {
         block.size += size;
         (block.addr, block.prev) = (addr, prev);
         let new = Key::new(block.size, block.addr, into);
-        self.pools[usize::from(block.pool)].indexes[block.owner as usize].replace(old, new);
+        self.pools[usize::from(block.pool)].index_mut(self.home, block.owner).replace(old, new);
         match prev.some() {
             Some(prev) => self.blocks[prev].next = into,
             None => self.region_mut(region).first = into,
@@ -286,7 +298,7 @@ impl Heap {
     fn unindex(&mut self, id: BlockId) {
         let block = &self.blocks[id];
         let key = Key::new(block.size, block.addr, id);
-        self.pools[usize::from(block.pool)].indexes[block.owner as usize].remove(key);
+        self.pools[usize::from(block.pool)].index_mut(self.home, block.owner).remove(key);
         self.strays_forget(id);
     }
 
@@ -296,8 +308,9 @@ impl Heap {
         self.blocks[id].state = State::Waiting;
     }
 
-    /// A new region, one free block of `home`.
-    pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, pool: u16, home: u32) -> BlockId {
+    /// A new region, one free block of the home stream.
+    pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, pool: u16) -> BlockId {
+        let home = self.home;
         let region = self.vacant_regions.pop().unwrap_or_else(|| {
             self.regions.push(None);
             u32::try_from(self.regions.len() - 1).unwrap_or(u32::MAX)
@@ -328,7 +341,7 @@ impl Heap {
 
     /// Puts a region back that was removed, as one free block of `owner`, for everybody else after `after`.
     pub(crate) fn restore_region(&mut self, region: &Region, owner: u32, after: u64) {
-        let id = self.add_region(region.addr, region.bytes, region.pool, region.home);
+        let id = self.add_region(region.addr, region.bytes, region.pool);
         self.unindex(id);
         let block = &mut self.blocks[id];
         (block.owner, block.after) = (owner, after);
@@ -337,17 +350,19 @@ impl Heap {
 
     /// The free blocks of a pool that belong to `owner`.
     pub(crate) fn index(&self, pool: u16, owner: u32) -> Option<&FreeIndex> {
-        self.pools[usize::from(pool)].indexes.get(owner as usize)
+        let pool = &self.pools[usize::from(pool)];
+        if owner == self.home { Some(&pool.own) } else { pool.away.get(&owner) }
     }
 
     /// Streams that may own free blocks in a pool.
-    pub(crate) fn owners(&self, pool: u16) -> u32 {
-        u32::try_from(self.pools[usize::from(pool)].indexes.len()).unwrap_or(u32::MAX)
+    pub(crate) fn owners(&self, pool: u16) -> impl Iterator<Item = u32> + '_ {
+        std::iter::once(self.home).chain(self.pools[usize::from(pool)].away.keys().copied())
     }
 
-    /// Every free block of a pool, by owner and then size and address.
+    /// Every free block of a pool, those of the home stream first, and of each owner by size and address.
     pub(crate) fn free_blocks(&self, pool: u16) -> impl Iterator<Item = Key> + '_ {
-        self.pools[usize::from(pool)].indexes.iter().flat_map(FreeIndex::iter)
+        let pool = &self.pools[usize::from(pool)];
+        std::iter::once(&pool.own).chain(pool.away.values()).flat_map(FreeIndex::iter)
     }
 
     /// Every region, in no particular order.
@@ -360,11 +375,6 @@ impl Heap {
     pub(crate) fn blocks_of(&self, region: &Region) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
         let step = |id: &BlockId| self.blocks[*id].next.some();
         std::iter::successors(region.first.some(), step).map(|id| (id, &self.blocks[id]))
-    }
-
-    #[inline]
-    pub(crate) fn region(&self, number: u32) -> &Region {
-        self.regions[number as usize].as_ref().unwrap_or_else(|| unreachable!("block of a removed region"))
     }
 
     #[inline]
