@@ -12,6 +12,7 @@
 //! * **Rules are enforced** as CUDA has them: mappings, captures, default streams, dead handles. Work that touches memory
 //!   which is not there loses the device, as on hardware.
 //! * **Faults can be ordered**: see [`Fault`].
+//! * **The device may lag** behind the host by a number of events: see [`Lagging`].
 //!
 //! Kernels run while a lock is held: a [`crate::HostKernel`] must not call the driver. The legacy stream's implicit waits
 //! apply to work, records and waits; synchronising with it on the host covers only what was enqueued on it. Stream
@@ -45,6 +46,7 @@ mod fault;
 mod handle;
 mod host;
 mod interval;
+mod lag;
 mod machine;
 mod memory;
 mod parse;
@@ -65,6 +67,7 @@ use parking_lot::Mutex;
 
 pub use config::{CAPACITY_BYTES_MAX, SimConfig};
 pub use fault::Fault;
+pub use lag::Lagging;
 pub use parse::SimConfigError;
 pub use preset::Preset;
 pub use violation::{OpRef, StreamRef, Violation, ViolationKind};
