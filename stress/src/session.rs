@@ -8,7 +8,7 @@ use std::io::Write;
 use std::sync::{Arc, Mutex};
 
 use aquifer_allocator::Allocator;
-use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_device::sim::{Lagging, SimConfig, SimDriver};
 use aquifer_device::{Device, DeviceSpec, DriverKind, best_available};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -98,6 +98,23 @@ impl Session {
                 Ok((Device::new(driver.clone()), Some(driver)))
             }
             None => Ok((self.open()?, None)),
+        }
+    }
+
+    /// Opens the device so that it lags behind by `lag` events, with handles of what lags and of the simulator below.
+    /// `None` for a real device, where nothing lags but the device itself.
+    ///
+    /// # Errors
+    /// When a real device is to lag.
+    pub fn open_lagging(&self, lag: u64) -> Result<Option<(Device, Arc<Lagging>, Arc<SimDriver>)>, Failure> {
+        match self.sim() {
+            Some(sim) => {
+                let driver = SimDriver::new(sim.clone());
+                let lagging = Lagging::new(driver.clone(), lag);
+                Ok(Some((Device::new(lagging.clone()), lagging, driver)))
+            }
+            None if lag == 0 => Ok(None),
+            None => Err(Failure::Usage(format!("--lag needs a simulated device, not {}", self.device.text))),
         }
     }
 
