@@ -1,5 +1,6 @@
 //! The command line.
 
+mod compare;
 mod shows;
 
 use std::path::PathBuf;
@@ -10,6 +11,7 @@ use aquifer_allocator::config::ConfigError;
 use aquifer_device::{DeviceSpec, OpenError};
 use clap::{Args, Parser, Subcommand};
 
+pub use compare::CompareArgs;
 pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
 
 use crate::exit::CODES;
@@ -23,6 +25,7 @@ Examples:
   aquifer-stress replay --device sim:24GiB snapshot.pickle
   aquifer-stress replay --config '' --config max_split_size_mb:128 *.trace.gz
   aquifer-stress fit --json training.trace.gz
+  aquifer-stress compare --pytorch pytorch.json *.trace.gz
   aquifer-stress bench --filter churn";
 
 /// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments memory, runs out of it,
@@ -54,7 +57,7 @@ pub struct Global {
 
     /// Options of the allocator, as in PYTORCH_ALLOC_CONF; may be given several times to compare.
     ///
-    /// For example 'max_split_size_mb:128,cross_stream:off'; '' stands for the defaults. Replay, fit and
+    /// For example 'max_split_size_mb:128,cross_stream:off'; '' stands for the defaults. Replay, fit, compare and
     /// fragmentation work with each in turn, other commands take only one.
     #[arg(long = "config", global = true, value_name = "OPTIONS", allow_hyphen_values = true)]
     pub configs: Vec<ConfigArg>,
@@ -76,6 +79,8 @@ pub enum Command {
     Replay(ReplayArgs),
     /// Find the smallest device on which recorded programs finish.
     Fit(FitArgs),
+    /// Replay and fit recorded programs under several options, side by side.
+    Compare(CompareArgs),
     /// Measure the speed of allocation and free.
     Bench(BenchArgs),
     /// Fragment memory in several ways, under several policies side by side, and draw maps of it.

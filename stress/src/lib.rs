@@ -49,6 +49,7 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         None => commands::demo::run(&session, &DemoArgs::default()),
         Some(Command::Replay(args)) => commands::replay::run(&session, args),
         Some(Command::Fit(args)) => commands::fit::run(&session, args),
+        Some(Command::Compare(args)) => commands::compare::run(&session, args),
         Some(Command::Bench(args)) => commands::bench::run(&session, args),
         Some(Command::Fragmentation(args)) => commands::fragmentation::run(&session, args),
         Some(Command::Oom(args)) => commands::oom::run(&session, args),

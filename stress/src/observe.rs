@@ -7,12 +7,12 @@
 use std::sync::Arc;
 
 use aquifer_allocator::{Allocation, MemoryStats};
-use aquifer_device::sim::{Lagging, SimDriver};
+use aquifer_device::sim::Lagging;
 use aquifer_device::{CallCounts, Device, Operation, TimelineCounts};
 
 use crate::cli::ConfigArg;
 use crate::exit::Failure;
-use crate::session::Session;
+use crate::session::{Lagged, Session};
 use crate::subject::{Aquifer, Refused, Subject};
 
 /// Calls that get memory, or get it to where it is needed.
@@ -47,19 +47,13 @@ pub struct Modelled {
     pub worst_alloc_ns: u64,
 }
 
-/// The simulated device below: what lags, and what counts time.
-#[derive(Debug)]
-struct Simulated {
-    lag: Arc<Lagging>,
-    driver: Arc<SimDriver>,
-}
-
 /// An allocator under observation.
 #[derive(Debug)]
 pub struct Observed {
     subject: Aquifer,
     device: Device,
-    simulated: Option<Simulated>,
+    /// The device again, if it is a simulated one.
+    simulated: Option<Lagged>,
     allocs: u64,
     driver_allocs: u64,
     worst_alloc_ns: u64,
@@ -80,10 +74,8 @@ impl Observed {
     /// # Errors
     /// Those of the allocator and the driver; a real device cannot be made to lag.
     pub fn new(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Observed, Failure> {
-        let (device, simulated) = match session.open_lagging(lag)? {
-            Some((device, lag, driver)) => (device, Some(Simulated { lag, driver })),
-            None => (session.open()?, None),
-        };
+        let simulated = session.open_lagging(lag)?;
+        let device = simulated.as_ref().map_or_else(|| session.open(), |simulated| Ok(simulated.device.clone()))?;
         let subject = Aquifer::new(session, &device, config, streams)?;
         Ok(Observed { subject, device, simulated, allocs: 0, driver_allocs: 0, worst_alloc_ns: 0 })
     }
@@ -196,7 +188,7 @@ impl Paced {
     pub fn new(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Paced, Failure> {
         let lagging = if lag > 0 { session.open_lagging(lag)? } else { None };
         let (device, lag) = match lagging {
-            Some((device, lag, _)) => (device, Some(lag)),
+            Some(lagged) => (lagged.device, Some(lagged.lag)),
             None => (session.open()?, None),
         };
         Ok(Paced { subject: Aquifer::new(session, &device, config, streams)?, lag })
