@@ -9,6 +9,7 @@ use crate::driver::{
     RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{Operation, Result};
+use crate::physical::PhysicalOptions;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// Counts every call, failed ones included, and passes it on.
@@ -56,7 +57,7 @@ impl Driver for Counted {
         FreeAsync => free_async(ptr: DevicePtr, stream: RawStream) -> ();
         Reserve => reserve(bytes: u64) -> DevicePtr;
         Unreserve => unreserve(ptr: DevicePtr, bytes: u64) -> ();
-        CreatePhysical => create_physical(bytes: u64) -> RawPhysical;
+        CreatePhysical => create_physical(bytes: u64, options: PhysicalOptions) -> RawPhysical;
         ReleasePhysical => release_physical(physical: RawPhysical) -> ();
         Map => map(ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> ();
         Unmap => unmap(ptr: DevicePtr, bytes: u64) -> ();

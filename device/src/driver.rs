@@ -14,6 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::{Operation, Result};
+use crate::physical::PhysicalOptions;
 
 /// An address in a device's virtual address space, in bytes. Zero is never a valid allocation.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
@@ -145,8 +146,10 @@ pub enum Attribute {
     VirtualMemoryManagement,
     /// 1 where the driver has a stream-ordered pool.
     MemoryPools,
-    /// 1 where physical memory can be made fit for RDMA.
+    /// 1 where physical memory can be made fit for RDMA: [`PhysicalOptions::rdma`].
     GpuDirectRdmaWithVmm,
+    /// 1 where physical memory can be exported as a file descriptor: [`PhysicalOptions::exportable`].
+    PosixFdHandles,
 }
 
 /// How a new stream behaves.
@@ -286,8 +289,9 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Gives a whole reservation back; nothing may be mapped in it.
     fn unreserve(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
 
-    /// Creates `bytes` of physical memory, a multiple of the granularity.
-    fn create_physical(&self, bytes: u64) -> Result<RawPhysical>;
+    /// Creates `bytes` of physical memory, a multiple of the granularity, with the given properties. Refuses properties
+    /// that the device does not have.
+    fn create_physical(&self, bytes: u64, options: PhysicalOptions) -> Result<RawPhysical>;
 
     /// Releases physical memory; it goes back to the device when it is not mapped any more.
     fn release_physical(&self, physical: RawPhysical) -> Result<()>;
@@ -298,7 +302,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Unmaps whole mappings that tile the range. Does not wait for work: the caller must know it is done.
     fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
 
-    /// Lets `devices` (ordinals) read and write the whole mappings that tile the range.
+    /// Lets `devices` (ordinals) read and write the whole mappings that tile the range. Devices that had access keep it.
+    /// Each mapping has its own list: a peer needs access to every new one.
     fn set_access(&self, ptr: DevicePtr, bytes: u64, devices: &[u32]) -> Result<()>;
 
     /// Allocates page-locked host memory, aligned to 4096 bytes.

@@ -10,6 +10,7 @@ mod discovery;
 mod driver;
 mod error;
 mod event;
+mod physical;
 pub mod sim;
 mod stream;
 mod sync;
@@ -24,5 +25,6 @@ pub use driver::{
 };
 pub use error::{Code, DeviceError, ErrorKind, Operation, Result};
 pub use event::Event;
+pub use physical::{HandleKind, PhysicalOptions};
 pub use stream::{ExternalStream, Stream};
 pub use timeline::{Clock, Tick, Timeline};

@@ -1,5 +1,6 @@
 //! The command line.
 
+mod compare;
 mod shows;
 
 use std::path::PathBuf;
@@ -10,6 +11,7 @@ use aquifer_allocator::config::ConfigError;
 use aquifer_device::{DeviceSpec, OpenError};
 use clap::{Args, Parser, Subcommand};
 
+pub use compare::CompareArgs;
 pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
 
 use crate::exit::CODES;
@@ -23,6 +25,7 @@ Examples:
   aquifer-stress replay --device sim:24GiB snapshot.pickle
   aquifer-stress replay --config '' --config max_split_size_mb:128 *.trace.gz
   aquifer-stress fit --json training.trace.gz
+  aquifer-stress compare --pytorch pytorch.json *.trace.gz
   aquifer-stress bench --filter churn";
 
 /// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments memory, runs out of it,
@@ -54,7 +57,7 @@ pub struct Global {
 
     /// Options of the allocator, as in PYTORCH_ALLOC_CONF; may be given several times to compare.
     ///
-    /// For example 'max_split_size_mb:128,cross_stream:off'; '' stands for the defaults. Replay, fit and
+    /// For example 'max_split_size_mb:128,cross_stream:off'; '' stands for the defaults. Replay, fit, compare and
     /// fragmentation work with each in turn, other commands take only one.
     #[arg(long = "config", global = true, value_name = "OPTIONS", allow_hyphen_values = true)]
     pub configs: Vec<ConfigArg>,
@@ -76,6 +79,8 @@ pub enum Command {
     Replay(ReplayArgs),
     /// Find the smallest device on which recorded programs finish.
     Fit(FitArgs),
+    /// Replay and fit recorded programs under several options, side by side.
+    Compare(CompareArgs),
     /// Measure the speed of allocation and free.
     Bench(BenchArgs),
     /// Fragment memory in several ways, under several policies side by side, and draw maps of it.
@@ -93,8 +98,8 @@ Files, told apart by content, each plain or gzip:
 
 const REPLAY_KEYS: &str = "\
 JSON keys, per program and config:
-  trace, config, device     what was replayed, with which options, where
-  events                    allocations and frees of one pass
+  trace, config, device, lag   what was replayed, with which options, where, how far behind the device was
+  events, allocs            allocations and frees of one pass; the allocations among them
   peak_requested_bytes      the most the program had asked for and not yet freed
   peak_allocated_bytes      the same after rounding
   peak_reserved_bytes       the most that was held from the device
@@ -102,12 +107,22 @@ JSON keys, per program and config:
   ns_per_op                 time per event: median of the passes after the first; of the first if it is the only one
   first_pass_ns_per_op      time per event of the first pass, which takes the memory from the device
   driver_calls              calls of the driver by name, without setting up
+  driver_allocs             allocations during which the driver was asked to allocate, create, map or make accessible
+  driver_time_modelled_us   time that all driver calls would take on a real device, by the simulator's model of costs
+  worst_alloc_us            the most of it within one allocation
+  stalls                    waits of the host for a device that was behind (--lag)
+  warm_driver_calls, warm_driver_allocs, warm_driver_time_modelled_us, warm_stalls
+                            the same of a later pass: their mean; null if there is only one pass
+  warm_worst_alloc_us       the greatest of the later passes
+  driver_calls_by_pass      all driver calls of each pass, the first included
   ooms, retries             requests refused; times that all cached memory was released to try again
   events_recorded, stream_waits   what ordering streams after each other cost
-  hazards                   pieces of work that the simulated device found unordered; 0 unless there is a bug
+  hazards                   pieces of work that the simulated device found unordered, and memory taken away before the
+                            device was done with it; 0 unless there is a bug
   yardstick_ns_per_op       with --yardstick only
-Peaks and counts are of the first pass, hazards of all. Times count neither reading the file nor freeing what a pass leaves
-allocated.";
+Counts and peaks are of the first pass unless said otherwise, hazards of all and of the end. Times are taken in passes of their
+own, on another device, where nothing is counted; they count neither reading the file nor freeing what a pass leaves
+allocated. Modelled times are null on a real device.";
 
 /// Arguments of `replay`.
 #[derive(Debug, Args)]
@@ -117,13 +132,27 @@ pub struct ReplayArgs {
     #[arg(required = true, value_name = "FILE")]
     pub files: Vec<PathBuf>,
 
-    /// How many times each program is run, one after the other in the same allocator.
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    pub repeat: u32,
+    /// How the programs are run.
+    #[command(flatten)]
+    pub passes: PassArgs,
 
     /// Also time the crate offset-allocator on the same events: a bare index without accounting, locks or streams.
     #[arg(long)]
     pub yardstick: bool,
+}
+
+/// How programs are run.
+#[derive(Debug, Clone, Args)]
+pub struct PassArgs {
+    /// How many times each program is run, one after the other in the same allocator.
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub repeat: u32,
+
+    /// Let the simulated device lag behind by so many events of the program: allocations, frees and uses on other streams.
+    ///
+    /// It has reached event max(the latest that the host waited for, now - N), and what was enqueued later is not done.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub lag: u64,
 }
 
 /// Arguments of `fit`.
@@ -163,10 +192,18 @@ Benchmarks; a pair is one allocation and one free:
   churn_100, churn_1000, churn_10000   so many live blocks of 512 B to 64 MiB (log-uniform); a random one is replaced
   churn_100000                         the same, 512 B to 1 MiB
   churn_1000000                        the same, 512 B to 64 KiB
-  threads2_streams2, threads4_streams4 threads on one allocator, each with a stream of its own and 100 live blocks of
-                                       512 B to 1 MiB; offset-allocator, which has no locks, has an instance per thread
+  threads1_hot, threads2_hot, threads4_hot
+                                       threads on one allocator, each with a stream of its own, on which a block of 1 MiB is
+                                       freed as soon as it is allocated; offset-allocator, which has no locks, has an
+                                       instance per thread
+  threads1_streams1, threads2_streams2, threads4_streams4
+                                       the same with 100 live blocks of 512 B to 1 MiB each
+  handover                             one thread allocates 512 B to 1 MiB, another frees, through a ring of 256 places;
+                                       offset-allocator is behind a lock
 JSON keys, per benchmark and allocator (aquifer and, in turns with it, the bare index offset-allocator):
-  benchmark, allocator, ns_per_pair (of one thread, the median of several rounds), threads, live";
+  benchmark, allocator, ns_per_pair (of one thread, the median of several rounds), threads, live,
+  rate_vs_one_thread (pairs per time of each thread over those of one thread alone, measured in turns; for handover, one
+  thread that passes blocks through the ring to itself)";
 
 /// A device, with the text that named it.
 #[derive(Debug, Clone)]

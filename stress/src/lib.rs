@@ -2,7 +2,7 @@
 //!
 //! In the order in which things happen: [`cli`] reads the command line; a [`session::Session`] knows the device, the options
 //! and where output goes; one of the [`commands`] runs; [`exit`] says how it ended. [`input`] reads recorded programs, [`scenarios`]
-//! makes some up, and [`harness`] plays them to an allocator, or to the [`yardstick`]. [`room`] and [`map`] show the memory
+//! makes some up, and [`harness`] plays them to an allocator, to one that is [`observe`]d, or to the [`yardstick`]. [`room`] and [`map`] show the memory
 //! that they leave.
 #![forbid(unsafe_code)]
 
@@ -13,6 +13,7 @@ pub mod exit;
 pub mod harness;
 pub mod input;
 pub mod map;
+pub mod observe;
 pub mod random;
 pub mod room;
 pub mod scenarios;
@@ -48,6 +49,7 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         None => commands::demo::run(&session, &DemoArgs::default()),
         Some(Command::Replay(args)) => commands::replay::run(&session, args),
         Some(Command::Fit(args)) => commands::fit::run(&session, args),
+        Some(Command::Compare(args)) => commands::compare::run(&session, args),
         Some(Command::Bench(args)) => commands::bench::run(&session, args),
         Some(Command::Fragmentation(args)) => commands::fragmentation::run(&session, args),
         Some(Command::Oom(args)) => commands::oom::run(&session, args),

@@ -8,7 +8,7 @@ use std::io::Write;
 use std::sync::{Arc, Mutex};
 
 use aquifer_allocator::Allocator;
-use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_device::sim::{Lagging, SimConfig, SimDriver};
 use aquifer_device::{Device, DeviceSpec, DriverKind, best_available};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -21,10 +21,23 @@ use crate::exit::Failure;
 pub struct Session {
     device: DeviceArg,
     configs: Vec<ConfigArg>,
+    configs_given: bool,
     seed: u64,
     json: bool,
     /// Held while a progress bar is drawn over or a row is written, so that lines never mix.
     output: Mutex<()>,
+}
+
+/// A simulated device that lags.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Lagged {
+    /// The device.
+    pub device: Device,
+    /// What makes it lag.
+    pub lag: Arc<Lagging>,
+    /// The simulator below.
+    pub driver: Arc<SimDriver>,
 }
 
 impl Session {
@@ -49,7 +62,14 @@ impl Session {
             sim.seed = global.seed;
         }
         let configs = if global.configs.is_empty() { vec![ConfigArg::default()] } else { global.configs.clone() };
-        let session = Session { device, configs, seed: global.seed, json: global.json, output: Mutex::default() };
+        let session = Session {
+            device,
+            configs,
+            configs_given: !global.configs.is_empty(),
+            seed: global.seed,
+            json: global.json,
+            output: Mutex::default(),
+        };
         session.announce(reason.as_deref())?;
         Ok(session)
     }
@@ -79,6 +99,18 @@ impl Session {
         }
     }
 
+    /// Refuses a real device for a command that changes the size of the device.
+    ///
+    /// # Errors
+    /// When the device is a real one.
+    pub fn must_be_resizable(&self, command: &str) -> Result<(), Failure> {
+        if self.sim().is_some() {
+            return Ok(());
+        }
+        let device = &self.device.text;
+        Err(Failure::Usage(format!("{command} changes the size of the device, so {device} must be a simulated one")))
+    }
+
     /// Opens the device: a fresh one for each call if it is simulated.
     ///
     /// # Errors
@@ -101,13 +133,30 @@ impl Session {
         }
     }
 
+    /// Opens the device so that it lags behind by `lag` events. `None` for a real device, where nothing but itself lags.
+    ///
+    /// # Errors
+    /// When a real device is to lag.
+    pub fn open_lagging(&self, lag: u64) -> Result<Option<Lagged>, Failure> {
+        match self.sim() {
+            Some(sim) => {
+                let driver = SimDriver::new(sim.clone());
+                let lag = Lagging::new(driver.clone(), lag);
+                Ok(Some(Lagged { device: Device::new(lag.clone()), lag, driver }))
+            }
+            None if lag == 0 => Ok(None),
+            None => Err(Failure::Usage(format!("--lag needs a simulated device, not {}", self.device.text))),
+        }
+    }
+
     /// The same session on a simulated device of 80 GiB.
     ///
     /// # Errors
     /// When there is no such device.
     pub fn simulated(&self) -> Result<Session, Failure> {
         let device = Some("sim:80GiB".parse()?);
-        Session::new(&Global { device, configs: self.configs.clone(), seed: self.seed, json: self.json })
+        let configs = if self.configs_given { self.configs.clone() } else { Vec::new() };
+        Session::new(&Global { device, configs, seed: self.seed, json: self.json })
     }
 
     /// Opens the simulated device with another capacity; the device itself if it is a real one.
@@ -128,6 +177,14 @@ impl Session {
     /// The options to work with, in the order given; at least one.
     pub fn configs(&self) -> &[ConfigArg] {
         &self.configs
+    }
+
+    /// The options that the user gave; if none, those of `usual` that this version knows.
+    pub fn configs_or(&self, usual: &[&str]) -> Vec<ConfigArg> {
+        if self.configs_given {
+            return self.configs.clone();
+        }
+        usual.iter().filter_map(|text| text.parse().ok()).collect()
     }
 
     /// The options, for a command that takes only one.

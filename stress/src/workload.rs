@@ -71,6 +71,11 @@ impl Script {
         steps.clear();
         steps.extend((0..pairs).map(|_| (random.below(live), sizes.draw(random))));
     }
+
+    /// The sizes of the round's blocks.
+    pub fn sizes(&self) -> impl Iterator<Item = u64> {
+        self.steps.iter().map(|&(_, bytes)| bytes)
+    }
 }
 
 /// A subject and its live blocks.

@@ -2,6 +2,7 @@
 //! or a device behind it. What is measured is measured beside it, in the same loop.
 
 use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use offset_allocator::{Allocation, Allocator};
 
@@ -45,6 +46,40 @@ impl Subject for Yardstick {
     #[inline]
     fn free(&mut self, handle: Allocation<u32>) {
         self.0.free(handle);
+    }
+
+    #[inline]
+    fn record_stream(&mut self, _: &Allocation<u32>, _: u16) -> Result<(), Refused> {
+        Ok(())
+    }
+}
+
+/// One yardstick for several threads, behind a lock of the standard library.
+#[derive(Debug, Clone)]
+pub struct Shared(Arc<Mutex<Yardstick>>);
+
+impl Shared {
+    /// Lets threads share the yardstick.
+    pub fn new(yardstick: Yardstick) -> Shared {
+        Shared(Arc::new(Mutex::new(yardstick)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Yardstick> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Subject for Shared {
+    type Handle = Allocation<u32>;
+
+    #[inline]
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation<u32>, Refused> {
+        self.lock().alloc(bytes, stream)
+    }
+
+    #[inline]
+    fn free(&mut self, handle: Allocation<u32>) {
+        self.lock().free(handle);
     }
 
     #[inline]

@@ -79,8 +79,8 @@ pub(super) struct Mapping {
     /// Number of the physical memory; unlike its handle, it never comes back.
     pub(super) physical: u64,
     pub(super) store: StoreId,
-    /// Ordinals of the devices that may touch it.
-    access: Vec<u32>,
+    /// Ordinals of the devices that may touch it, ascending.
+    pub(super) access: Vec<u32>,
 }
 
 /// Why a range may not be touched.
@@ -253,6 +253,11 @@ impl AddressSpace {
         Some(mapping)
     }
 
+    /// The mapping that holds `at`, with its start.
+    pub(super) fn mapping(&self, at: u64) -> Option<(u64, &Mapping)> {
+        holding(&self.mappings, at, |held| held.bytes)
+    }
+
     /// Lets devices touch the mapping that starts at `ptr`.
     pub(super) fn set_access(&mut self, ptr: u64, devices: &[u32]) {
         if let Some(mapping) = self.mappings.get_mut(&ptr) {
@@ -297,7 +302,7 @@ impl AddressSpace {
     fn walk(&self, range: Range<u64>, mut visit: impl FnMut(&Mapping, Piece)) -> Result<(), Illegal> {
         let mut at = range.start;
         while at < range.end {
-            let Some((start, mapping)) = holding(&self.mappings, at, |held| held.bytes) else {
+            let Some((start, mapping)) = self.mapping(at) else {
                 let gone = self.gone.at(at, u64::MAX).0.copied();
                 let kind = if gone.is_some() { ViolationKind::UseAfterFree } else { ViolationKind::NotAllocated };
                 return Err(Illegal { kind, at, gone });

@@ -8,11 +8,16 @@ use crate::driver::{
     RawStream, StreamFlags,
 };
 use crate::error::{Code, Operation, Result};
+use crate::physical::PhysicalOptions;
 
 impl SimDriver {
     /// Refuses mapping calls where the device is configured not to map.
     fn can_map(&self) -> Answer<()> {
         if self.vmm { Ok(()) } else { Err(Refused::new(Code::NOT_SUPPORTED, "this device cannot map memory")) }
+    }
+
+    fn can_rdma(&self) -> bool {
+        self.vmm && self.card.rdma
     }
 }
 
@@ -36,7 +41,8 @@ impl Driver for SimDriver {
                 Attribute::AsyncEngineCount => self.card.copy_engines,
                 Attribute::VirtualMemoryManagement => self.vmm.into(),
                 Attribute::MemoryPools => 1,
-                Attribute::GpuDirectRdmaWithVmm => (self.vmm && self.card.rdma).into(),
+                Attribute::GpuDirectRdmaWithVmm => self.can_rdma().into(),
+                Attribute::PosixFdHandles => self.vmm.into(),
             })
         })
     }
@@ -71,10 +77,13 @@ impl Driver for SimDriver {
         })
     }
 
-    fn create_physical(&self, bytes: u64) -> Result<RawPhysical> {
+    fn create_physical(&self, bytes: u64, options: PhysicalOptions) -> Result<RawPhysical> {
         self.call(Operation::CreatePhysical, bytes, |machine| {
             self.can_map()?;
-            machine.create_physical(bytes)
+            if options.rdma && !self.can_rdma() {
+                return Err(Refused::new(Code::NOT_SUPPORTED, "this device has no memory for RDMA"));
+            }
+            machine.create_physical(bytes, options)
         })
     }
 

@@ -12,10 +12,12 @@
 //! * **Rules are enforced** as CUDA has them: mappings, captures, default streams, dead handles. Work that touches memory
 //!   which is not there loses the device, as on hardware.
 //! * **Faults can be ordered**: see [`Fault`].
+//! * **The device may lag** behind the host by a number of events: see [`Lagging`].
 //!
 //! Kernels run while a lock is held: a [`crate::HostKernel`] must not call the driver. The legacy stream's implicit waits
 //! apply to work, records and waits; synchronising with it on the host covers only what was enqueued on it. Stream
-//! priorities are accepted and do not matter.
+//! priorities are accepted and do not matter. Devices have address spaces of their own: access that a mapping gives to
+//! others is recorded ([`SimDriver::mapped`]), but no device can reach another one's memory.
 //!
 //! ```
 //! use aquifer_device::sim::{SimConfig, SimDriver};
@@ -44,6 +46,7 @@ mod fault;
 mod handle;
 mod host;
 mod interval;
+mod lag;
 mod machine;
 mod memory;
 mod parse;
@@ -64,11 +67,13 @@ use parking_lot::Mutex;
 
 pub use config::{CAPACITY_BYTES_MAX, SimConfig};
 pub use fault::Fault;
+pub use lag::Lagging;
 pub use parse::SimConfigError;
 pub use preset::Preset;
 pub use violation::{OpRef, StreamRef, Violation, ViolationKind};
+pub use vmm::Mapped;
 
-use crate::driver::{DeviceInfo, DriverKind, RawStream};
+use crate::driver::{DeviceInfo, DevicePtr, DriverKind, RawStream};
 use crate::error::{Operation, Result};
 use machine::Machine;
 use preset::Card;
@@ -138,6 +143,16 @@ impl SimDriver {
     /// Driver calls made so far, failed ones included.
     pub fn calls_made(&self) -> u64 {
         self.machine.lock().calls
+    }
+
+    /// Virtual time that driver calls cost the host so far, in ns: without waiting for work and without injected delays.
+    pub fn time_in_calls_ns(&self) -> u64 {
+        self.machine.lock().in_calls
+    }
+
+    /// What is mapped at an address, and who may touch it. Makes no driver call.
+    pub fn mapping_at(&self, ptr: DevicePtr) -> Option<Mapped> {
+        self.machine.lock().mapping_at(ptr)
     }
 
     /// Adds a fault; it counts calls from now on.

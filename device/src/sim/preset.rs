@@ -10,14 +10,26 @@
 //! | host link | 53 GB/s (PCIe 5 x16) | 53 GB/s | 25 GB/s (PCIe 4 x16) | 25 GB/s | order of magnitude usable of 63 and 31.5 GB/s raw |
 //! | copy engines | 3 | 3 | 3 | 2 | `cudaDeviceProp::asyncEngineCount` as commonly reported |
 //!
-//! Costs of calls are orders of magnitude, the same for every card:
+//! Costs of calls are orders of magnitude, the same for every card. Those of memory, in µs; V is the table of latencies in
+//! vAttention (arXiv 2405.04437), for 2 MiB on an A100; G is the table in GMLake (ASPLOS 2024), for 2 GiB in chunks of 2 MiB,
+//! 128 MiB and 1 GiB relative to one `cuMemAlloc` of 2 GiB, which is taken as 1 ms. Both are quoted from memory. Where they
+//! differ the dearer one counts, so that what the model recommends holds where calls are slow.
 //!
-//! * `cuMemAlloc` 66 µs: rmm issue 284 measured 100 000 `cudaMalloc` in 6649 ms. `cuMemFree` likewise. Large ones cost
-//!   more, so that 2 GiB take about 1 ms.
-//! * `cuMemCreate` 17 µs, `cuMemMap` 0.7 µs, `cuMemSetAccess` 94 µs for 2 MiB: ratios as in the table of the GMLake paper
-//!   (ASPLOS 2024), which gives them relative to `cuMemAlloc`; `cuMemUnmap` 20 µs and `cuMemRelease` 15 µs are our guess
-//!   in the same range.
-//! * Launches and asynchronous calls 2.5 µs, events and queries 0.3–0.6 µs, page-locking 0.3 ms/MiB: orders of magnitude.
+//! | call | fixed | a mapping | a MiB | source |
+//! | --- | --- | --- | --- | --- |
+//! | `cuMemAlloc`, `cuMemFree` | 66 | | 0.45, 0.2 | rmm issue 284: 100 000 `cudaMalloc` in 6649 ms; growth is a guess that makes 2 GiB 1 ms |
+//! | `cuMemAddressReserve`, `cuMemAddressFree` | 2, 1 | | | V: 2 and 1 |
+//! | `cuMemCreate` | 28.2 | | 0.4 | V: 29; G: 18, 56 and 395 a call |
+//! | `cuMemMap` | 2 | | | V: 2; G: 0.7, 0.6 and 1 |
+//! | `cuMemSetAccess` | 10 | 84 | 0.25 | V: 38; G: 95, 513 and 350 a call of one mapping; the split of 94 is a guess |
+//! | `cuMemUnmap` | 4 | 30 | 0.05 | V: 34; the split and the growth are guesses |
+//! | `cuMemRelease` | 23 | | | V: 23 |
+//!
+//! That `cuMemSetAccess` and `cuMemUnmap` cost by the mapping rather than by the call follows a note in PyTorch's allocator
+//! (pull request 96995): mapping ten pieces of 2 MiB takes ten times as long as mapping one piece of 20 MiB. It gives no
+//! times, hence the guessed splits: a call over many mappings saves little.
+//!
+//! Launches and asynchronous calls 2.5 µs, events and queries 0.3–0.6 µs, page-locking 0.3 ms/MiB: orders of magnitude.
 
 use crate::error::Operation;
 
@@ -104,18 +116,19 @@ impl Card {
     }
 }
 
-/// Virtual nanoseconds that the host spends in a call about `bytes` bytes.
+/// Virtual nanoseconds that the host spends in a call about `bytes` bytes; [`mappings_cost_ns`] comes on top.
 pub(super) fn call_cost_ns(operation: Operation, bytes: u64) -> u64 {
     let (fixed, ns_per_mib) = match operation {
         Operation::Alloc => (66_000, 450),
         Operation::Free => (66_000, 200),
         Operation::AllocAsync | Operation::FreeAsync => (2_000, 0),
-        Operation::Reserve | Operation::Unreserve => (3_000, 0),
-        Operation::CreatePhysical => (16_200, 400),
-        Operation::ReleasePhysical => (15_000, 100),
-        Operation::Map => (700, 1),
-        Operation::Unmap => (20_000, 50),
-        Operation::SetAccess => (93_500, 250),
+        Operation::Reserve => (2_000, 0),
+        Operation::Unreserve => (1_000, 0),
+        Operation::CreatePhysical => (28_200, 400),
+        Operation::ReleasePhysical => (23_000, 0),
+        Operation::Map => (2_000, 0),
+        Operation::Unmap => (4_000, 50),
+        Operation::SetAccess => (10_000, 250),
         Operation::HostAlloc => (50_000, 300_000),
         Operation::HostFree => (50_000, 50_000),
         Operation::CreateStream | Operation::DestroyStream => (10_000, 0),
@@ -135,4 +148,14 @@ pub(super) fn call_cost_ns(operation: Operation, bytes: u64) -> u64 {
         Operation::Init | Operation::Attribute => (100, 0),
     };
     (bytes >> 20).saturating_mul(ns_per_mib).saturating_add(fixed)
+}
+
+/// Virtual nanoseconds that a call takes for the mappings that it covers.
+pub(super) fn mappings_cost_ns(operation: Operation, mappings: u64) -> u64 {
+    let ns_each = match operation {
+        Operation::SetAccess => 84_000,
+        Operation::Unmap => 30_000,
+        _ => 0,
+    };
+    mappings.saturating_mul(ns_each)
 }

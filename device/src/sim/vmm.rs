@@ -9,19 +9,36 @@ use std::collections::BTreeMap;
 use super::handle::Handles;
 use super::machine::Machine;
 use super::memory::StoreId;
+use super::preset::mappings_cost_ns;
 use super::race::{Epoch, Space, host_has_not_waited};
 use super::refused::{Answer, Refused};
 use super::violation::ViolationKind;
 use super::work::Body;
 use crate::driver::{DevicePtr, RawPhysical, RawStream};
 use crate::error::{Code, Operation};
+use crate::physical::PhysicalOptions;
 
 /// Plain allocations take memory in multiples of this.
 const ROUNDING: u64 = 512;
 
+/// Physical memory mapped at an address, as tests want to know it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Mapped {
+    /// Where the mapping starts.
+    pub ptr: DevicePtr,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// What the memory was created for.
+    pub options: PhysicalOptions,
+    /// Ordinals of the devices that may touch it, ascending.
+    pub devices: Vec<u32>,
+}
+
 #[derive(Debug)]
 struct Physical {
     bytes: u64,
+    options: PhysicalOptions,
     store: StoreId,
     mapped_at: Option<u64>,
     released: bool,
@@ -121,7 +138,7 @@ impl Machine {
         self.address.unreserve(ptr.0, bytes, op)
     }
 
-    pub(super) fn create_physical(&mut self, bytes: u64) -> Answer<RawPhysical> {
+    pub(super) fn create_physical(&mut self, bytes: u64, options: PhysicalOptions) -> Answer<RawPhysical> {
         let granularity = super::address::GRANULARITY;
         if bytes == 0 || !bytes.is_multiple_of(granularity) {
             return Err(Refused::value(format!("{bytes} is not a positive multiple of {granularity} bytes")));
@@ -129,7 +146,7 @@ impl Machine {
         let store = self.memory.create(bytes, self.faults.bytes_max())?;
         let physicals = &mut self.physicals;
         physicals.next += 1;
-        let physical = Physical { bytes, store, mapped_at: None, released: false, unfinished: Vec::new() };
+        let physical = Physical { bytes, options, store, mapped_at: None, released: false, unfinished: Vec::new() };
         physicals.live.insert(physicals.next, physical);
         Ok(RawPhysical(physicals.handles.insert(physicals.next)))
     }
@@ -172,8 +189,27 @@ impl Machine {
         Ok(())
     }
 
+    /// What is mapped at `ptr`.
+    pub(super) fn mapping_at(&self, ptr: DevicePtr) -> Option<Mapped> {
+        let (start, mapping) = self.address.mapping(ptr.0)?;
+        let physical = self.physicals.live.get(&mapping.physical)?;
+        Some(Mapped {
+            ptr: DevicePtr(start),
+            bytes: mapping.bytes,
+            options: physical.options,
+            devices: mapping.access.clone(),
+        })
+    }
+
+    /// Lets the time pass that a call takes for the mappings it covers, beyond its fixed cost.
+    fn spend_on_mappings(&mut self, operation: Operation, mappings: usize) -> Answer<()> {
+        let ns = mappings_cost_ns(operation, mappings as u64);
+        self.spend_in_call(ns)
+    }
+
     pub(super) fn unmap(&mut self, ptr: DevicePtr, bytes: u64) -> Answer<()> {
         let tiles = self.address.tiles(ptr.0, bytes)?;
+        self.spend_on_mappings(Operation::Unmap, tiles.len())?;
         let op = self.op_ref(None, Operation::Unmap, None);
         for tile in tiles {
             let Some(mapping) = self.address.unmap(tile, op) else { continue };
@@ -196,7 +232,9 @@ impl Machine {
         if devices.is_empty() {
             return Err(Refused::value("no devices given"));
         }
-        for tile in self.address.tiles(ptr.0, bytes)? {
+        let tiles = self.address.tiles(ptr.0, bytes)?;
+        self.spend_on_mappings(Operation::SetAccess, tiles.len())?;
+        for tile in tiles {
             self.address.set_access(tile, devices);
         }
         Ok(())

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{
-    Access, AccessKind, Code, DeviceError, DevicePtr, Driver, HostKernel, HostPtr, KernelArg, Launch, RawEvent,
-    RawPhysical, RawStream, Result, StreamFlags,
+    Access, AccessKind, Code, DeviceError, DevicePtr, Driver, HostKernel, HostPtr, KernelArg, Launch, PhysicalOptions,
+    RawEvent, RawPhysical, RawStream, Result, StreamFlags,
 };
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -44,7 +44,8 @@ pub(crate) trait Short: Driver {
 
     /// One granule, mapped and accessible.
     fn mapped(&self) -> (DevicePtr, RawPhysical) {
-        let (ptr, physical) = (self.reserve(GRANULE).unwrap(), self.create_physical(GRANULE).unwrap());
+        let (ptr, physical) =
+            (self.reserve(GRANULE).unwrap(), self.create_physical(GRANULE, PhysicalOptions::default()).unwrap());
         self.map(ptr, GRANULE, physical).unwrap();
         self.set_access(ptr, GRANULE, &[self.info().ordinal]).unwrap();
         (ptr, physical)

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Driver, ErrorKind, Operation, Result};
+use aquifer_device::{Code, Driver, ErrorKind, Operation, PhysicalOptions, Result};
 
 use crate::common::{GRANULE, MIB, Short, code, device};
 
@@ -17,7 +17,7 @@ fn program(driver: &SimDriver) -> Result<()> {
     driver.kernel("sum", &[(memory, MIB, aquifer_device::AccessKind::Read)], None, other)?;
     driver.get(memory, 8, other)?;
     driver.put(memory, &[1; 8], other)?;
-    let (address, physical) = (driver.reserve(GRANULE)?, driver.create_physical(GRANULE)?);
+    let (address, physical) = (driver.reserve(GRANULE)?, driver.create_physical(GRANULE, PhysicalOptions::default())?);
     driver.map(address, GRANULE, physical)?;
     driver.set_access(address, GRANULE, &[0])?;
     driver.copy_on_device(address, memory, MIB, other)?;
@@ -93,10 +93,10 @@ fn memory_runs_out_at_the_byte_that_was_asked_for() {
     let driver = SimDriver::new(SimConfig::parse("1GiB,oom_at=8MiB").unwrap());
     let stream = driver.stream();
     driver.alloc(2 * MIB).unwrap();
-    driver.create_physical(2 * MIB).unwrap();
+    driver.create_physical(2 * MIB, PhysicalOptions::default()).unwrap();
     driver.alloc_async(4 * MIB - 512, stream).unwrap();
     assert!(driver.alloc(513).unwrap_err().is_out_of_memory());
-    assert!(driver.create_physical(2 * MIB).unwrap_err().is_out_of_memory());
+    assert!(driver.create_physical(2 * MIB, PhysicalOptions::default()).unwrap_err().is_out_of_memory());
     driver.alloc(512).unwrap();
     driver.clear_faults();
     driver.alloc(MIB).unwrap();

@@ -7,6 +7,7 @@ mod common;
 mod faults;
 mod happens_before;
 mod interleavings;
+mod lag;
 mod mapping;
 mod memory;
 mod streams;

@@ -1,7 +1,7 @@
 //! The rules of physical memory, reservations and mappings.
 
 use aquifer_device::sim::{SimConfig, SimDriver, ViolationKind};
-use aquifer_device::{Attribute, Code, Driver, ErrorKind, RawPhysical};
+use aquifer_device::{Attribute, Code, DevicePtr, Driver, ErrorKind, HandleKind, PhysicalOptions, RawPhysical};
 
 use crate::common::{GRANULE, Short, code, device};
 
@@ -25,7 +25,7 @@ fn work_may_span_neighbouring_mappings() {
     let stream = driver.stream();
     let memory = driver.reserve(2 * GRANULE).unwrap();
     for place in [memory.offset(GRANULE), memory] {
-        driver.map(place, GRANULE, driver.create_physical(GRANULE).unwrap()).unwrap();
+        driver.map(place, GRANULE, driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap()).unwrap();
     }
     driver.set_access(memory, 2 * GRANULE, &[0]).unwrap();
     driver.put(memory.offset(GRANULE - 2), b"span", stream).unwrap();
@@ -36,7 +36,10 @@ fn work_may_span_neighbouring_mappings() {
 #[test]
 fn maps_that_break_a_rule_are_refused_and_change_nothing() {
     let driver = device(0);
-    let (memory, physical) = (driver.reserve(3 * GRANULE).unwrap(), driver.create_physical(2 * GRANULE).unwrap());
+    let (memory, physical) = (
+        driver.reserve(3 * GRANULE).unwrap(),
+        driver.create_physical(2 * GRANULE, PhysicalOptions::default()).unwrap(),
+    );
     let refused = |offset: u64, bytes, physical| code(driver.map(memory.offset(offset), bytes, physical));
     assert_eq!(refused(0, GRANULE, physical), Code::INVALID_VALUE, "not the whole handle");
     assert_eq!(refused(2 * GRANULE, 2 * GRANULE, physical), Code::INVALID_VALUE, "past the reservation");
@@ -44,7 +47,7 @@ fn maps_that_break_a_rule_are_refused_and_change_nothing() {
     assert_eq!(refused(0, GRANULE, RawPhysical(99)), Code::INVALID_HANDLE);
     driver.map(memory, 2 * GRANULE, physical).unwrap();
     assert_eq!(refused(0, 2 * GRANULE, physical), Code::INVALID_VALUE, "mapped already");
-    let other = driver.create_physical(GRANULE).unwrap();
+    let other = driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap();
     assert_eq!(refused(GRANULE, GRANULE, other), Code::INVALID_VALUE, "overlaps");
     let plain = driver.alloc(2 * GRANULE).unwrap();
     assert_eq!(code(driver.map(plain, GRANULE, other)), Code::INVALID_VALUE, "no reservation");
@@ -55,8 +58,10 @@ fn maps_that_break_a_rule_are_refused_and_change_nothing() {
 fn only_whole_mappings_are_unmapped_or_given_access() {
     let driver = device(0);
     let memory = driver.reserve(4 * GRANULE).unwrap();
-    driver.map(memory, 2 * GRANULE, driver.create_physical(2 * GRANULE).unwrap()).unwrap();
-    driver.map(memory.offset(2 * GRANULE), GRANULE, driver.create_physical(GRANULE).unwrap()).unwrap();
+    driver.map(memory, 2 * GRANULE, driver.create_physical(2 * GRANULE, PhysicalOptions::default()).unwrap()).unwrap();
+    driver
+        .map(memory.offset(2 * GRANULE), GRANULE, driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap())
+        .unwrap();
     for (offset, granules) in [(0, 1), (1, 1), (1, 2), (0, 4), (3, 1), (0, 0)] {
         let (ptr, bytes) = (memory.offset(offset * GRANULE), granules * GRANULE);
         assert_eq!(code(driver.unmap(ptr, bytes)), Code::INVALID_VALUE, "{granules} granules at {offset}");
@@ -75,7 +80,7 @@ fn new_mappings_have_no_access_until_it_is_given_to_this_device() {
     for devices in [vec![], vec![1]] {
         let driver = device(0);
         let (stream, memory) = (driver.stream(), driver.reserve(GRANULE).unwrap());
-        driver.map(memory, GRANULE, driver.create_physical(GRANULE).unwrap()).unwrap();
+        driver.map(memory, GRANULE, driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap()).unwrap();
         if !devices.is_empty() {
             driver.set_access(memory, GRANULE, &devices).unwrap();
         }
@@ -110,7 +115,7 @@ fn released_memory_lives_as_long_as_its_mapping() {
     driver.unmap(memory, GRANULE).unwrap();
     assert_eq!(free(), before + GRANULE);
     assert_eq!(driver.violations(), []);
-    assert_eq!(driver.create_physical(GRANULE).unwrap(), physical, "handles come back");
+    assert_eq!(driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap(), physical, "handles come back");
 }
 
 #[test]
@@ -120,7 +125,7 @@ fn mapping_calls_do_not_wait_for_work() {
     driver.memset(memory, 1, GRANULE, stream).unwrap();
     driver.stall(stream, std::time::Duration::from_secs(1)).unwrap();
     driver.unmap(memory, GRANULE).unwrap();
-    let other = driver.create_physical(GRANULE).unwrap();
+    let other = driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap();
     driver.map(memory, GRANULE, other).unwrap();
     driver.release_physical(other).unwrap();
     assert!(driver.now_ns() < 10_000_000);
@@ -144,11 +149,11 @@ fn addresses_are_finite_and_their_exhaustion_is_its_own_error() {
 fn physical_memory_comes_from_the_same_capacity() {
     let driver = device(0);
     driver.alloc((1 << 30) - GRANULE).unwrap();
-    let last = driver.create_physical(GRANULE).unwrap();
-    assert!(driver.create_physical(GRANULE).unwrap_err().is_out_of_memory());
+    let last = driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap();
+    assert!(driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap_err().is_out_of_memory());
     driver.release_physical(last).unwrap();
-    assert_eq!(code(driver.create_physical(GRANULE + 1)), Code::INVALID_VALUE);
-    driver.create_physical(GRANULE).unwrap();
+    assert_eq!(code(driver.create_physical(GRANULE + 1, PhysicalOptions::default())), Code::INVALID_VALUE);
+    driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap();
 }
 
 #[test]
@@ -157,5 +162,103 @@ fn devices_that_cannot_map_say_so() {
     assert_eq!(driver.info().granularity_bytes, None);
     assert_eq!(driver.attribute(Attribute::VirtualMemoryManagement).unwrap(), 0);
     assert_eq!(driver.reserve(GRANULE).unwrap_err().kind, ErrorKind::Unsupported);
-    assert_eq!(driver.create_physical(GRANULE).unwrap_err().kind, ErrorKind::Unsupported);
+    assert_eq!(driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap_err().kind, ErrorKind::Unsupported);
+}
+
+#[test]
+fn physical_memory_keeps_the_properties_it_was_created_with() {
+    let driver = device(0);
+    assert_eq!(driver.attribute(Attribute::GpuDirectRdmaWithVmm).unwrap(), 1);
+    assert_eq!(driver.attribute(Attribute::PosixFdHandles).unwrap(), 1);
+    let options = PhysicalOptions::default().rdma(true).exportable(HandleKind::PosixFd);
+    let (memory, physical) = (driver.reserve(2 * GRANULE).unwrap(), driver.create_physical(GRANULE, options).unwrap());
+    assert_eq!(driver.mapping_at(memory), None);
+    driver.map(memory, GRANULE, physical).unwrap();
+    let plain = driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap();
+    driver.map(memory.offset(GRANULE), GRANULE, plain).unwrap();
+    let found = |at| driver.mapping_at(memory.offset(at)).map(|mapped| (mapped.ptr, mapped.bytes, mapped.options));
+    assert_eq!(found(GRANULE - 1), Some((memory, GRANULE, options)));
+    assert_eq!(found(GRANULE), Some((memory.offset(GRANULE), GRANULE, PhysicalOptions::default())));
+    driver.unmap(memory, GRANULE).unwrap();
+    driver.map(memory, GRANULE, physical).unwrap();
+    assert_eq!(found(0), Some((memory, GRANULE, options)), "they move with the memory");
+    assert_eq!(driver.mapping_at(driver.alloc(GRANULE).unwrap()), None, "a plain allocation is no mapping");
+}
+
+#[test]
+fn memory_for_rdma_is_refused_where_there_is_none() {
+    let driver = SimDriver::new(SimConfig::parse("rtx4090").unwrap());
+    assert_eq!(driver.attribute(Attribute::GpuDirectRdmaWithVmm).unwrap(), 0);
+    let free = driver.memory_info().unwrap().free;
+    let refused = driver.create_physical(GRANULE, PhysicalOptions::default().rdma(true)).unwrap_err();
+    assert_eq!((refused.code, refused.kind), (Code::NOT_SUPPORTED, ErrorKind::Unsupported));
+    assert_eq!(driver.memory_info().unwrap().free, free);
+    driver.create_physical(GRANULE, PhysicalOptions::default().exportable(HandleKind::PosixFd)).unwrap();
+}
+
+#[test]
+fn each_mapping_has_its_own_list_of_devices() {
+    let driver = device(0);
+    let (stream, memory) = (driver.stream(), driver.reserve(2 * GRANULE).unwrap());
+    let new = || driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap();
+    driver.map(memory, GRANULE, new()).unwrap();
+    driver.set_access(memory, GRANULE, &[0]).unwrap();
+    let devices = |at| driver.mapping_at(memory.offset(at)).unwrap().devices;
+    assert_eq!(devices(0), [0]);
+    driver.set_access(memory, GRANULE, &[3, 1]).unwrap();
+    assert_eq!(devices(0), [0, 1, 3], "those that had access keep it");
+    driver.map(memory.offset(GRANULE), GRANULE, new()).unwrap();
+    assert_eq!(devices(GRANULE), [], "a new mapping is nobody's, beside one that peers may touch, too");
+    driver.set_access(memory.offset(GRANULE), GRANULE, &[1]).unwrap();
+    driver.memset(memory, 1, GRANULE, stream).unwrap();
+    assert_eq!(driver.violations(), []);
+    driver.memset(memory, 1, 2 * GRANULE, stream).unwrap();
+    assert_eq!(driver.violations()[0].kind, ViolationKind::NoAccess, "a peer's access is not the device's own");
+}
+
+#[test]
+fn other_devices_fault_on_memory_that_they_have_no_access_to() {
+    let [first, second] = [0, 1].map(|ordinal| SimDriver::new(SimConfig::new(1 << 30).ordinal(ordinal)));
+    let (memory, _) = first.mapped();
+    let stream = second.stream();
+    second.memset(memory, 1, 8, stream).unwrap();
+    assert_eq!(second.violations()[0].kind, ViolationKind::NotAllocated);
+    assert_eq!(code(second.synchronize()), Code::ILLEGAL_ADDRESS);
+    assert_eq!(first.violations(), []);
+}
+
+#[test]
+fn calls_cost_by_the_mappings_they_cover() {
+    let driver = device(0);
+    let cost = |call: &dyn Fn()| {
+        let before = driver.time_in_calls_ns();
+        call();
+        driver.time_in_calls_ns() - before
+    };
+    let memory = driver.reserve(20 * GRANULE).unwrap();
+    let map = |from: DevicePtr, pieces: u64, bytes: u64| {
+        for piece in 0..pieces {
+            let physical = driver.create_physical(bytes, PhysicalOptions::default()).unwrap();
+            driver.map(from.offset(piece * bytes), bytes, physical).unwrap();
+        }
+    };
+    let many = memory.offset(10 * GRANULE);
+    let created = [cost(&|| map(memory, 1, 10 * GRANULE)), cost(&|| map(many, 10, GRANULE))];
+    let access = [memory, many].map(|from| cost(&|| driver.set_access(from, 10 * GRANULE, &[0]).unwrap()));
+    let unmapped = [memory, many].map(|from| cost(&|| driver.unmap(from, 10 * GRANULE).unwrap()));
+    for [one, ten] in [created, access, unmapped] {
+        assert!((5 * one..=10 * one).contains(&ten), "one piece: {one} ns, ten pieces: {ten} ns");
+    }
+}
+
+#[test]
+fn waiting_is_not_time_in_calls() {
+    let driver = device(0);
+    let (stream, memory) = (driver.stream(), driver.alloc(GRANULE).unwrap());
+    let before = (driver.now_ns(), driver.time_in_calls_ns());
+    driver.memset(memory, 1, GRANULE, stream).unwrap();
+    driver.stall(stream, std::time::Duration::from_secs(1)).unwrap();
+    driver.free(memory).unwrap();
+    assert!(driver.now_ns() - before.0 >= 1_000_000_000);
+    assert!((50_000..1_000_000).contains(&(driver.time_in_calls_ns() - before.1)));
 }

@@ -10,7 +10,7 @@ use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, FitArgs};
-use crate::commands::{programs, ratio};
+use crate::commands::{all_programs, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
@@ -40,20 +40,9 @@ pub struct Row {
 /// # Errors
 /// When the device is a real one, the allocator fails, or standard output cannot be written.
 pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
-    if session.sim().is_none() {
-        let device = session.device_text();
-        return Err(Failure::Usage(format!("fit changes the size of the device, so {device} must be a simulated one")));
-    }
-    let (mut outcome, mut read) = (Outcome::Done, Vec::new());
-    for file in &args.files {
-        match programs(session, file) {
-            Ok(programs) => read.extend(programs),
-            Err(failure) => {
-                outcome = outcome.max(failure.outcome());
-                session.message(format_args!("error: {failure}"));
-            }
-        }
-    }
+    session.must_be_resizable("fit")?;
+    let mut outcome = Outcome::Done;
+    let read = all_programs(session, &args.files, &mut outcome);
     let jobs: Vec<Job<'_>> = read
         .iter()
         .flat_map(|(name, program)| session.configs().iter().map(move |config| Job { name, program, config }))

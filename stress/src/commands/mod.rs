@@ -1,15 +1,16 @@
 //! The commands, a module each.
 
 pub mod bench;
+pub mod compare;
 pub mod demo;
 pub mod fit;
 pub mod fragmentation;
 pub mod oom;
 pub mod replay;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use crate::exit::Failure;
+use crate::exit::{Failure, Outcome};
 use crate::input::{self, Program};
 use crate::session::Session;
 
@@ -26,6 +27,21 @@ pub fn programs(session: &Session, file: &Path) -> Result<Vec<(String, Program)>
         (name, program)
     });
     Ok(named.collect())
+}
+
+/// Reads the programs that files hold. Files that cannot be read are reported, and the others read.
+fn all_programs(session: &Session, files: &[PathBuf], outcome: &mut Outcome) -> Vec<(String, Program)> {
+    let mut all = Vec::new();
+    for file in files {
+        match programs(session, file) {
+            Ok(programs) => all.extend(programs),
+            Err(failure) => {
+                *outcome = (*outcome).max(failure.outcome());
+                session.message(format_args!("error: {failure}"));
+            }
+        }
+    }
+    all
 }
 
 /// `part / whole`, unless that is no number.

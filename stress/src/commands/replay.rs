@@ -2,18 +2,20 @@
 
 use std::collections::BTreeMap;
 
-use aquifer_allocator::Bytes;
+use aquifer_allocator::{Bytes, MemoryStats};
 use aquifer_device::Device;
 use comfy_table::Table;
+use indicatif::ProgressBar;
 use serde::Serialize;
 
-use crate::cli::{ConfigArg, ReplayArgs};
+use crate::cli::{ConfigArg, PassArgs, ReplayArgs};
 use crate::commands::{hundredths, programs, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player, Times};
 use crate::input::Program;
+use crate::observe::{Costs, Modelled, Observed, Paced};
 use crate::session::Session;
-use crate::subject::{Aquifer, Subject};
+use crate::subject::Subject;
 use crate::table::table;
 use crate::yardstick::Yardstick;
 
@@ -25,7 +27,9 @@ pub struct Row {
     pub trace: String,
     pub config: String,
     pub device: String,
+    pub lag: u64,
     pub events: u64,
+    pub allocs: u64,
     pub peak_requested_bytes: u64,
     pub peak_allocated_bytes: u64,
     pub peak_reserved_bytes: u64,
@@ -33,6 +37,16 @@ pub struct Row {
     pub ns_per_op: f64,
     pub first_pass_ns_per_op: f64,
     pub driver_calls: BTreeMap<&'static str, u64>,
+    pub driver_allocs: u64,
+    pub driver_time_modelled_us: Option<f64>,
+    pub worst_alloc_us: Option<f64>,
+    pub stalls: u64,
+    pub warm_driver_calls: Option<f64>,
+    pub warm_driver_allocs: Option<f64>,
+    pub warm_driver_time_modelled_us: Option<f64>,
+    pub warm_worst_alloc_us: Option<f64>,
+    pub warm_stalls: Option<f64>,
+    pub driver_calls_by_pass: Vec<u64>,
     pub ooms: u64,
     pub retries: u64,
     pub events_recorded: u64,
@@ -60,7 +74,7 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
         };
         for (name, program) in &programs {
             for config in session.configs() {
-                let row = match replay(session, name, program, config, args) {
+                let row = match replay(session, name, program, config, &args.passes, args.yardstick) {
                     Ok(row) => row,
                     Err(failure) => {
                         outcome = outcome.max(failure.outcome());
@@ -80,59 +94,136 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
     Ok(outcome)
 }
 
-fn replay(
+/// Replays a program twice, each time in several passes: timed, and observed.
+pub(super) fn replay(
     session: &Session,
     name: &str,
     program: &Program,
     config: &ConfigArg,
-    args: &ReplayArgs,
+    passes: &PassArgs,
+    yardstick: bool,
 ) -> Result<Row, Failure> {
-    let device = session.open()?;
-    let subject = Aquifer::new(session, &device, config, program.streams.len())?;
-    let allocator = subject.allocator().clone();
-    let mut aquifer = Timed::new(subject, program);
-    let yardstick = || Timed::new(Yardstick::new(program.peak_requested_bytes, program.slots), program);
-    let mut yardstick = args.yardstick.then(yardstick);
-    let mut in_turns = || {
-        let ooms = aquifer.pass()?;
-        let missed = yardstick.as_mut().map_or(Ok(0), Timed::pass)?;
-        Ok::<_, Failure>((ooms, missed))
-    };
-
-    let bar = session.progress(args.repeat.into(), name);
-    let (calls, timelines) = (device.driver_calls(), device.timeline_counts());
-    let (ooms, missed) = in_turns()?;
-    let (calls, counts) = (device.driver_calls().since(&calls), device.timeline_counts());
-    let stats = allocator.memory_stats();
-    bar.inc(1);
-    for _ in 1..args.repeat {
-        in_turns()?;
-        bar.inc(1);
-    }
+    let bar = session.progress(2 * u64::from(passes.repeat), name);
+    let times = time(session, name, program, config, passes, yardstick, &bar)?;
+    let observed = observe(session, name, program, config, passes, &bar)?;
     bar.finish_and_clear();
-
-    if missed > 0 {
-        session.message(format_args!("warning: {name}: the yardstick counts to 2 TiB and refused {missed} requests"));
-    }
+    let Observations { costs, stats, ooms, hazards } = observed;
+    let (first, warm) = costs.split_first().map_or((None, &[][..]), |(first, warm)| (Some(first), warm));
+    let modelled = |ns: fn(&Modelled) -> u64| first.and_then(|costs| costs.modelled.as_ref()).map(|m| us(ns(m)));
+    let warm_modelled: Vec<Modelled> = warm.iter().filter_map(|costs| costs.modelled).collect();
+    let worst = warm_modelled.iter().map(|modelled| modelled.worst_alloc_ns).max();
+    let calls = first.iter().flat_map(|costs| costs.calls.iter());
     Ok(Row {
         trace: name.to_owned(),
         config: config.text.clone(),
         device: session.device_text().to_owned(),
+        lag: passes.lag,
         events: program.operations(),
+        allocs: first.map_or(0, |costs| costs.allocs),
         peak_requested_bytes: program.peak_requested_bytes,
         peak_allocated_bytes: stats.allocated_bytes.all.peak,
         peak_reserved_bytes: stats.reserved_bytes.all.peak,
         reserved_over_requested: ratio(stats.reserved_bytes.all.peak, program.peak_requested_bytes),
-        ns_per_op: hundredths(aquifer.times.later()),
-        first_pass_ns_per_op: hundredths(aquifer.times.first()),
-        driver_calls: calls.iter().map(|(operation, count)| (operation.name(), count)).collect(),
+        ns_per_op: hundredths(times.ours.later()),
+        first_pass_ns_per_op: hundredths(times.ours.first()),
+        driver_calls: calls.map(|(operation, count)| (operation.name(), count)).collect(),
+        driver_allocs: first.map_or(0, |costs| costs.driver_allocs),
+        driver_time_modelled_us: modelled(|modelled| modelled.total_ns),
+        worst_alloc_us: modelled(|modelled| modelled.worst_alloc_ns),
+        stalls: first.map_or(0, |costs| costs.stalls),
+        warm_driver_calls: mean(warm.iter().map(|costs| costs.calls.total())),
+        warm_driver_allocs: mean(warm.iter().map(|costs| costs.driver_allocs)),
+        warm_driver_time_modelled_us: mean(warm_modelled.iter().map(|modelled| modelled.total_ns))
+            .map(|ns| hundredths(ns / 1e3)),
+        warm_worst_alloc_us: worst.map(us),
+        warm_stalls: mean(warm.iter().map(|costs| costs.stalls)),
+        driver_calls_by_pass: costs.iter().map(|costs| costs.calls.total()).collect(),
         ooms,
         retries: stats.num_alloc_retries,
-        events_recorded: counts.events_recorded - timelines.events_recorded,
-        stream_waits: counts.waits_inserted - timelines.waits_inserted,
-        hazards: hazards(session, name, &device),
-        yardstick_ns_per_op: yardstick.map(|yardstick| hundredths(yardstick.times.later())),
+        events_recorded: first.map_or(0, |costs| costs.timeline.events_recorded),
+        stream_waits: first.map_or(0, |costs| costs.timeline.waits_inserted),
+        hazards,
+        yardstick_ns_per_op: times.yardstick.map(|times| hundredths(times.later())),
     })
+}
+
+/// How long passes took.
+struct Timings {
+    ours: Times,
+    yardstick: Option<Times>,
+}
+
+fn time(
+    session: &Session,
+    name: &str,
+    program: &Program,
+    config: &ConfigArg,
+    passes: &PassArgs,
+    yardstick: bool,
+    bar: &ProgressBar,
+) -> Result<Timings, Failure> {
+    let subject = Paced::new(session, config, program.streams.len(), passes.lag)?;
+    let mut ours = Timed::new(subject, program);
+    let new_yardstick = || Timed::new(Yardstick::new(program.peak_requested_bytes, program.slots), program);
+    let mut yardstick = yardstick.then(new_yardstick);
+    let mut missed = 0;
+    for _ in 0..passes.repeat {
+        ours.pass()?;
+        missed = yardstick.as_mut().map_or(Ok(0), Timed::pass)?;
+        bar.inc(1);
+    }
+    if missed > 0 {
+        session.message(format_args!("warning: {name}: the yardstick counts to 2 TiB and refused {missed} requests"));
+    }
+    Ok(Timings { ours: ours.times, yardstick: yardstick.map(|yardstick| yardstick.times) })
+}
+
+/// What was seen of some passes: their costs; statistics and refusals of the first.
+struct Observations {
+    costs: Vec<Costs>,
+    stats: MemoryStats,
+    ooms: u64,
+    hazards: u64,
+}
+
+fn observe(
+    session: &Session,
+    name: &str,
+    program: &Program,
+    config: &ConfigArg,
+    passes: &PassArgs,
+    bar: &ProgressBar,
+) -> Result<Observations, Failure> {
+    let mut subject = Observed::new(session, config, program.streams.len(), passes.lag)?;
+    let mut player = Player::new(program);
+    let mut pass = |subject: &mut Observed| {
+        let start = subject.begin();
+        let ooms = player.pass(subject, OnOom::Skip)?.ooms;
+        bar.inc(1);
+        Ok::<_, Failure>((subject.end(&start), ooms))
+    };
+    let (first, ooms) = pass(&mut subject)?;
+    let (mut costs, stats) = (vec![first], subject.stats());
+    for _ in 1..passes.repeat {
+        costs.push(pass(&mut subject)?.0);
+    }
+    // The end of the allocator is watched, too.
+    let device = subject.device().clone();
+    drop(subject);
+    Ok(Observations { costs, stats, ooms, hazards: hazards(session, name, &device) })
+}
+
+/// The mean, unless there is nothing to take it of.
+#[expect(clippy::cast_precision_loss, reason = "counts are far below 2^52, and a rounded one would do")]
+fn mean(counts: impl ExactSizeIterator<Item = u64>) -> Option<f64> {
+    let number = counts.len();
+    (number > 0).then(|| hundredths(counts.sum::<u64>() as f64 / number as f64))
+}
+
+/// Nanoseconds as microseconds.
+#[expect(clippy::cast_precision_loss, reason = "a time for people")]
+fn us(ns: u64) -> f64 {
+    hundredths(ns as f64 / 1e3)
 }
 
 /// A subject that plays a program again and again.
@@ -157,7 +248,7 @@ impl<'a, S: Subject> Timed<'a, S> {
 }
 
 impl Row {
-    fn outcome(&self) -> Outcome {
+    pub(super) fn outcome(&self) -> Outcome {
         match self {
             Row { hazards: 1.., .. } => Outcome::Hazards,
             Row { ooms: 1.., .. } => Outcome::OutOfMemory,
@@ -182,7 +273,9 @@ pub(super) fn hazards(session: &Session, name: &str, device: &Device) -> u64 {
 fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
     let mut headings = vec!["trace", "config", "requested", "reserved", "ratio", "ns/op", "first pass"];
     headings.extend(args.yardstick.then_some(["yardstick", "times"]).into_iter().flatten());
-    headings.extend(["driver calls", "OOMs", "retries", "waits", "hazards"]);
+    headings.extend(["driver calls", "warm", "driver ms", "warm", "worst µs"]);
+    headings.extend((args.passes.lag > 0).then_some("stalls"));
+    headings.extend(["OOMs", "retries", "waits", "hazards"]);
     let mut table = table(&headings, 2);
     for row in rows {
         let ratio = row.reserved_over_requested.map_or_else(String::new, |ratio| format!("{ratio:.3}"));
@@ -199,8 +292,14 @@ fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
             cells.push(format!("{yardstick:.1}"));
             cells.push(format!("{:.2}", row.ns_per_op / yardstick));
         }
-        let calls: u64 = row.driver_calls.values().sum();
-        cells.extend([calls, row.ooms, row.retries, row.stream_waits, row.hazards].map(|count| count.to_string()));
+        let text = |number: Option<f64>, digits| number.map_or_else(String::new, |number| format!("{number:.digits$}"));
+        cells.push(row.driver_calls.values().sum::<u64>().to_string());
+        cells.push(text(row.warm_driver_calls, 1));
+        cells.push(text(row.driver_time_modelled_us.map(|us| us / 1e3), 1));
+        cells.push(text(row.warm_driver_time_modelled_us.map(|us| us / 1e3), 1));
+        cells.push(text(row.worst_alloc_us, 0));
+        cells.extend((args.passes.lag > 0).then(|| row.stalls.to_string()));
+        cells.extend([row.ooms, row.retries, row.stream_waits, row.hazards].map(|count| count.to_string()));
         table.add_row(cells);
     }
     table

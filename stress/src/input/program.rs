@@ -31,6 +31,11 @@ impl Program {
         let count = self.events.iter().filter(|event| matches!(event, Event::Alloc { .. } | Event::Free { .. }));
         count.count() as u64
     }
+
+    /// The number of allocations.
+    pub fn allocs(&self) -> u64 {
+        self.events.iter().filter(|event| matches!(event, Event::Alloc { .. })).count() as u64
+    }
 }
 
 /// One thing a program did. Streams are indices into [`Program::streams`].

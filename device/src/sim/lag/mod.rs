@@ -1,0 +1,184 @@
+//! A driver whose device lags behind the host by a number of events of a program.
+//!
+//! The simulated device is fast and a replayed program enqueues no work, so its memory is always done with. A real device
+//! lags. [`Lagging`] stands between a device and its driver and answers as if the device were behind: the program counts its
+//! events, its *now*, and the device stands at
+//!
+//! > position = max(the latest event that the host waited for, now − lag)
+//!
+//! An event (of the driver) is complete if it was recorded at or before the position; waiting for it moves the position there,
+//! and counts as a *stall* if that moved anything. Streams and the device as a whole are taken to be busy up to now. Calls
+//! that wait for the device, such as `cuMemFree`, do so here.
+//!
+//! It also watches over memory, independently of the allocator: told which addresses the program's allocations cover and
+//! when each was last used, it reports a hazard, as the race detector reports its own ([`Driver::take_violation`]), when
+//! memory is unmapped that is live or whose last use the device has not reached, when plain memory is freed that is live, and
+//! when the same address is given out twice. Releasing physical memory needs no check of its own: it is gone only once it is
+//! unmapped.
+//!
+//! Invariant: the position never goes back. The state's lock is a leaf: no call is passed on under it.
+
+mod driver;
+mod uses;
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+use crate::driver::{DevicePtr, Driver, RawEvent};
+use uses::Uses;
+
+/// Hazards kept until somebody takes them; later ones are dropped.
+const KEPT_MAX: usize = 4096;
+
+/// A driver whose device lags behind the host. See the module's documentation in `sim/lag/mod.rs`:
+/// position = max(the latest event that the host waited for, now − lag).
+///
+/// ```
+/// use aquifer_device::sim::{Lagging, SimConfig, SimDriver};
+/// use aquifer_device::Device;
+/// let lagging = Lagging::new(SimDriver::new(SimConfig::parse("24GiB")?), 2);
+/// let device = Device::new(lagging.clone());
+/// lagging.advance(); // the program's first event
+/// let tick = device.default_stream().tick();
+/// tick.cover()?; // records an event, which the device reaches two events of the program later
+/// assert!(!tick.is_done()?);
+/// tick.synchronize()?;
+/// assert_eq!((lagging.position(), lagging.stalls()), (1, 1));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Lagging {
+    inner: Arc<dyn Driver>,
+    lag: u64,
+    /// The program's events so far.
+    now: AtomicU64,
+    /// The latest event that the host waited for.
+    waited: AtomicU64,
+    stalls: AtomicU64,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// When each live event was last recorded.
+    recorded: HashMap<RawEvent, u64>,
+    /// Bytes of each plain allocation.
+    plain: HashMap<DevicePtr, u64>,
+    uses: Uses,
+    hazards: VecDeque<String>,
+}
+
+impl State {
+    fn report(&mut self, hazard: String) {
+        if self.hazards.len() < KEPT_MAX {
+            self.hazards.push_back(hazard);
+        }
+    }
+}
+
+impl fmt::Debug for Lagging {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (lag, now, position) = (self.lag, self.now(), self.position());
+        f.debug_struct("Lagging")
+            .field("lag", &lag)
+            .field("now", &now)
+            .field("position", &position)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Lagging {
+    /// Makes the device of `inner` lag behind by `lag` events.
+    pub fn new(inner: Arc<dyn Driver>, lag: u64) -> Arc<Lagging> {
+        Arc::new(Lagging {
+            inner,
+            lag,
+            now: AtomicU64::new(0),
+            waited: AtomicU64::new(0),
+            stalls: AtomicU64::new(0),
+            state: Mutex::default(),
+        })
+    }
+
+    /// The program goes on to its next event; to be called before the event takes place. Events count from 1.
+    #[inline]
+    pub fn advance(&self) {
+        // One program drives this, so a plain store will do; others only read it.
+        self.now.store(self.now.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+
+    /// The program's present event.
+    pub fn now(&self) -> u64 {
+        self.now.load(Ordering::Relaxed)
+    }
+
+    /// The event that the device has reached.
+    pub fn position(&self) -> u64 {
+        self.waited.load(Ordering::Relaxed).max(self.now().saturating_sub(self.lag))
+    }
+
+    /// How often the host waited for an event that the device had not reached.
+    pub fn stalls(&self) -> u64 {
+        self.stalls.load(Ordering::Relaxed)
+    }
+
+    /// The program got `bytes` bytes at `ptr` and uses them from now on.
+    pub fn allocated(&self, ptr: DevicePtr, bytes: u64) {
+        let mut state = self.state.lock();
+        let now = self.now();
+        if let Some(other) = state.uses.allocate(ptr.range(bytes), now) {
+            state.report(format!(
+                "{bytes} bytes at {ptr} were given out at event {now}, while those at {:#x} are live",
+                other.start
+            ));
+        }
+    }
+
+    /// The program uses the live allocation that starts at `ptr` once more.
+    pub fn used(&self, ptr: DevicePtr) {
+        self.state.lock().uses.touch(ptr.0, self.now(), true);
+    }
+
+    /// The program gives the live allocation that starts at `ptr` back; this counts as its last use.
+    pub fn freed(&self, ptr: DevicePtr) {
+        self.state.lock().uses.touch(ptr.0, self.now(), false);
+    }
+
+    fn has_reached(&self, event: u64) -> bool {
+        event <= self.position()
+    }
+
+    /// The host waits for the device to reach `event`.
+    fn wait_for(&self, event: u64) {
+        if !self.has_reached(event) {
+            self.waited.fetch_max(event, Ordering::Relaxed);
+            self.stalls.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// When the event was recorded; 0 if it never was.
+    fn recorded(&self, event: RawEvent) -> u64 {
+        self.state.lock().recorded.get(&event).copied().unwrap_or(0)
+    }
+
+    /// Memory is taken away by a call that succeeded when the device stood at `position`.
+    fn taken_away(&self, call: &str, ptr: DevicePtr, bytes: u64, position: u64) {
+        let mut state = self.state.lock();
+        let now = self.now();
+        for found in state.uses.remove(ptr.range(bytes)) {
+            let (start, bytes) = (found.range.start, found.range.end - found.range.start);
+            if found.live {
+                state.report(format!("{call} at event {now} took {bytes} bytes at {start:#x} away, which are live"));
+            } else if found.last > position {
+                let last = found.last;
+                state.report(format!(
+                    "{call} at event {now} took {bytes} bytes at {start:#x} away, last used at event {last}, but the device \
+                     had only reached event {position}"
+                ));
+            }
+        }
+    }
+}

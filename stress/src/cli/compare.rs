@@ -1,0 +1,51 @@
+//! Arguments of `compare`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::{FILES, PassArgs};
+
+/// Arguments of `compare`.
+#[derive(Debug, Args)]
+#[command(after_long_help = format!("{FILES}\n\n{COMPARE_KEYS}"))]
+pub struct CompareArgs {
+    /// Recorded programs.
+    #[arg(required = true, value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+
+    /// How the programs are run.
+    #[command(flatten)]
+    pub passes: PassArgs,
+
+    /// Also show what PyTorch's allocator needed for these programs, from a JSON file.
+    ///
+    /// The file maps a program's name to {"configs": {"default": {...}, "expandable": {...}}} with the keys options,
+    /// peak_reserved_bytes, device_allocs, ooms, and if known smallest_device_bytes and ns_per_op_torch_2_15.
+    #[arg(long, value_name = "FILE")]
+    pub pytorch: Option<PathBuf>,
+}
+
+const COMPARE_KEYS: &str = "\
+Without --config: backing:segments,cross_stream:off (as PyTorch does it), backing:segments, and backing:paged where this
+version has it.
+
+JSON keys, per program and config (\"row\": \"trace\"):
+  trace, config             what was run, with which options; \"pytorch ...\" with --pytorch
+  peak_requested_bytes      the most the program had asked for and not yet freed
+  peak_reserved_bytes, reserved_over_requested   the most that was held from the device, and the ratio
+  smallest_device_bytes, smallest_over_requested   as `fit` finds it, and the ratio; null if it fits on none
+  allocs, driver_allocs     allocations of one pass; those during which the driver was asked for memory or to map it
+  warm_driver_allocs        the mean of later passes
+  driver_time_modelled_us, warm_driver_time_modelled_us, worst_alloc_us
+                            modelled time of the driver's calls: of the first pass, of a later one, the most within one
+                            allocation of the first pass
+  ns_per_op, yardstick_ns_per_op   time per event, and that of the bare index offset-allocator, as in `replay`
+  ooms, hazards             as in `replay`
+and per config, at the end (\"row\": \"mean\"):
+  config, traces            the options, and how many programs there were
+  reserved_over_requested, smallest_over_requested, ns_per_op, times_yardstick   geometric means
+  worst_reserved_over_requested, worst_smallest_over_requested, worst_alloc_us   the greatest
+  allocs, driver_allocs, warm_driver_allocs, driver_time_modelled_us, warm_driver_time_modelled_us, ooms, hazards   totals
+Figures are null where they are not known, means and totals where they are not known for every program. Figures from --pytorch
+are the file's: its times come from the machine that made it. The device of --device must be a simulated one.";

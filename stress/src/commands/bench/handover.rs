@@ -1,0 +1,121 @@
+//! One thread allocates, another frees: blocks go from one to the other through a ring.
+
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use crossbeam::queue::ArrayQueue;
+
+use super::{Team, refused};
+use crate::exit::Failure;
+use crate::subject::{Refused, Subject};
+use crate::workload::Script;
+
+/// Blocks that may be on their way.
+pub(super) const RING: u32 = 256;
+/// How often a full or empty ring is looked at before the thread gives way to another.
+const SPINS: u32 = 64;
+
+/// A subject that allocates, one that frees unless the same does both, and the ring between them. The ring is empty between
+/// rounds.
+pub(super) struct HandOver<S: Subject> {
+    giver: S,
+    taker: Option<S>,
+    ring: ArrayQueue<S::Handle>,
+}
+
+impl<S: Subject> HandOver<S> {
+    /// Two threads.
+    pub(super) fn between(giver: S, taker: S) -> HandOver<S> {
+        HandOver { giver, taker: Some(taker), ring: ArrayQueue::new(RING as usize) }
+    }
+
+    /// One thread, which passes every block through the ring to itself.
+    pub(super) fn alone(subject: S) -> HandOver<S> {
+        HandOver { giver: subject, taker: None, ring: ArrayQueue::new(RING as usize) }
+    }
+}
+
+/// Tries until it works.
+fn insist<T>(mut attempt: impl FnMut() -> Option<T>) -> T {
+    let mut spins = 0;
+    loop {
+        if let Some(done) = attempt() {
+            return done;
+        }
+        spins += 1;
+        if spins % SPINS == 0 {
+            std::thread::yield_now();
+        } else {
+            std::hint::spin_loop();
+        }
+    }
+}
+
+/// Allocates everything and puts it into the ring, until something is refused.
+fn give<S: Subject>(giver: &mut S, ring: &ArrayQueue<S::Handle>, script: &Script) -> Result<(), Refused> {
+    for bytes in script.sizes() {
+        let mut handle = Some(giver.alloc(bytes, 0)?);
+        insist(|| match ring.push(handle.take()?) {
+            Ok(()) => Some(()),
+            Err(back) => {
+                handle = Some(back);
+                None
+            }
+        });
+    }
+    Ok(())
+}
+
+impl<S: Subject + Send> Team for HandOver<S>
+where
+    S::Handle: Send,
+{
+    fn round(&mut self, scripts: &[Script]) -> Result<Duration, Failure> {
+        let HandOver { giver, taker, ring } = self;
+        let ring = &*ring;
+        let script = &scripts[0];
+        let Some(taker) = taker else {
+            let start = Instant::now();
+            for bytes in script.sizes() {
+                let handle = giver.alloc(bytes, 0).map_err(refused)?;
+                if let Err(handle) = ring.push(handle) {
+                    giver.free(handle);
+                }
+                if let Some(handle) = ring.pop() {
+                    giver.free(handle);
+                }
+            }
+            return Ok(start.elapsed());
+        };
+        let together = Barrier::new(2);
+        let given = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let giving = scope.spawn(|| {
+                together.wait();
+                let start = Instant::now();
+                let done = give(giver, ring, script);
+                // Everything is in the ring when this is seen.
+                given.store(true, Ordering::Release);
+                done.map(|()| start)
+            });
+            together.wait();
+            loop {
+                let handle = insist(|| {
+                    let last = given.load(Ordering::Acquire);
+                    let handle = ring.pop();
+                    (handle.is_some() || last).then_some(handle)
+                });
+                match handle {
+                    Some(handle) => taker.free(handle),
+                    None => break,
+                }
+            }
+            let end = Instant::now();
+            let start = giving.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            start.map(|start| end - start).map_err(refused)
+        })
+    }
+
+    fn leave(self) {}
+}

@@ -1,0 +1,274 @@
+//! `bench`: how long pairs of an allocation and a free take, beside the yardstick.
+//!
+//! Sizes and victims are drawn before the clock starts. The allocator and the yardstick run the same pairs in turns, round
+//! by round, so that what else the machine does falls on both; medians are reported. Several threads take turns with one
+//! thread alone, too, so that their rates compare.
+
+mod crew;
+mod handover;
+
+use std::time::Duration;
+
+use aquifer_device::Device;
+use comfy_table::Table;
+use serde::Serialize;
+
+use crate::cli::{BenchArgs, ConfigArg};
+use crate::commands::hundredths;
+use crate::exit::{Failure, Outcome};
+use crate::harness::Times;
+use crate::session::Session;
+use crate::subject::{Aquifer, Refused};
+use crate::table::table;
+use crate::workload::{Script, Sizes};
+use crate::yardstick::{Shared, Yardstick};
+use crew::Crew;
+use handover::HandOver;
+
+/// Memory that a simulated device has at least, so that the allocator is measured and not the lack of memory.
+const SIMULATED_BYTES: u64 = 8 << 40;
+/// Rounds that are measured of each benchmark. Many that are shorter than a time slice of the operating system (1 ms), so that
+/// on a busy machine, too, most of them run undisturbed.
+const ROUNDS: usize = 301;
+
+/// A row of results. `bench --help` explains the fields.
+#[derive(Debug, Clone, Serialize)]
+#[expect(missing_docs, reason = "the help text explains them")]
+#[non_exhaustive]
+pub struct Row {
+    pub benchmark: &'static str,
+    pub allocator: &'static str,
+    pub ns_per_pair: f64,
+    pub threads: u32,
+    pub live: u32,
+    pub rate_vs_one_thread: f64,
+}
+
+/// What threads do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Each replaces blocks of its own.
+    Replace,
+    /// One allocates, the other frees.
+    HandOver,
+}
+
+/// What is measured.
+#[derive(Debug, Clone, Copy)]
+struct Benchmark {
+    name: &'static str,
+    kind: Kind,
+    threads: u32,
+    live: u32,
+    sizes: Sizes,
+    /// Pairs of each thread in a round.
+    pairs: u32,
+}
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+
+impl Benchmark {
+    const fn new(name: &'static str, threads: u32, live: u32, sizes: Sizes) -> Benchmark {
+        Benchmark { name, kind: Kind::Replace, threads, live, sizes, pairs: if threads > 1 { 5_000 } else { 3_000 } }
+    }
+}
+
+const BENCHMARKS: [Benchmark; 15] = [
+    Benchmark::new("hot_512b", 1, 1, Sizes::one(512)),
+    Benchmark::new("hot_1mib", 1, 1, Sizes::one(MIB)),
+    Benchmark::new("hot_64mib", 1, 1, Sizes::one(64 * MIB)),
+    Benchmark::new("churn_100", 1, 100, Sizes::between(512, 64 * MIB)),
+    Benchmark::new("churn_1000", 1, 1_000, Sizes::between(512, 64 * MIB)),
+    Benchmark::new("churn_10000", 1, 10_000, Sizes::between(512, 64 * MIB)),
+    Benchmark::new("churn_100000", 1, 100_000, Sizes::between(512, MIB)),
+    Benchmark::new("churn_1000000", 1, 1_000_000, Sizes::between(512, 64 * KIB)),
+    Benchmark::new("threads1_hot", 1, 1, Sizes::one(MIB)),
+    Benchmark::new("threads2_hot", 2, 1, Sizes::one(MIB)),
+    Benchmark::new("threads4_hot", 4, 1, Sizes::one(MIB)),
+    Benchmark::new("threads1_streams1", 1, 100, Sizes::between(512, MIB)),
+    Benchmark::new("threads2_streams2", 2, 100, Sizes::between(512, MIB)),
+    Benchmark::new("threads4_streams4", 4, 100, Sizes::between(512, MIB)),
+    Benchmark { kind: Kind::HandOver, ..Benchmark::new("handover", 2, handover::RING, Sizes::between(512, MIB)) },
+];
+
+/// Runs the command.
+///
+/// # Errors
+/// When there is nothing to measure, or standard output cannot be written.
+pub fn run(session: &Session, args: &BenchArgs) -> Result<Outcome, Failure> {
+    let config = session.config()?;
+    let wanted =
+        |benchmark: &&Benchmark| args.filter.as_ref().is_none_or(|text| benchmark.name.contains(text.as_str()));
+    let chosen: Vec<&Benchmark> = BENCHMARKS.iter().filter(wanted).collect();
+    if chosen.is_empty() {
+        let names: Vec<_> = BENCHMARKS.iter().map(|benchmark| benchmark.name).collect();
+        return Err(Failure::Usage(format!("--filter: no benchmark is named so; there are {}", names.join(", "))));
+    }
+    let (mut outcome, mut rows) = (Outcome::Done, Vec::new());
+    let bar = session.progress(chosen.len() as u64, "bench");
+    for benchmark in chosen {
+        bar.set_message(benchmark.name);
+        // Rounds of threads are longer, and each is run by one thread alone, too.
+        let rounds = if benchmark.threads > 1 { ROUNDS / 3 } else { ROUNDS };
+        let rounds = if args.quick { rounds / 8 } else { rounds };
+        match measure(session, config, benchmark, rounds) {
+            Ok(measured) => {
+                for row in measured {
+                    session.row(&row)?;
+                    rows.push(row);
+                }
+            }
+            Err(failure) => {
+                outcome = outcome.max(failure.outcome());
+                session.message(format_args!("error: {}: {failure}", benchmark.name));
+            }
+        }
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    if !rows.is_empty() {
+        session.show(tabulate(&rows))?;
+    }
+    Ok(outcome)
+}
+
+fn measure(session: &Session, config: &ConfigArg, benchmark: &Benchmark, rounds: usize) -> Result<[Row; 2], Failure> {
+    let aquifer = |device: &Device| Aquifer::new(session, device, config, 1);
+    let device = open(session)?;
+    let room = device.memory_info()?.free / u64::from(benchmark.threads);
+    let sizes = benchmark.sizes.within(room / 4, benchmark.live);
+    let mut scripts: Vec<Script> = (0..benchmark.threads)
+        .map(|thread| Script::new(session.seed() + u64::from(thread), sizes, benchmark.live))
+        .collect();
+    let bytes = sizes.mean().saturating_mul(benchmark.live.into());
+    let yardstick = || Yardstick::new(bytes, benchmark.live);
+    let several = benchmark.threads > 1;
+    let rows = match benchmark.kind {
+        Kind::Replace => {
+            let mut aquifers = vec![aquifer(&device)?];
+            for _ in 1..benchmark.threads {
+                let other = aquifers[0].on_new_stream()?;
+                aquifers.push(other);
+            }
+            let yardsticks = (0..benchmark.threads).map(|_| yardstick()).collect();
+            let mut ours = Entrant::new(Crew::new(aquifers, &scripts)?);
+            let mut theirs = Entrant::new(Crew::new(yardsticks, &scripts)?);
+            if several {
+                ours.alone = Some((Crew::new(vec![aquifer(&open(session)?)?], &scripts[..1])?, Times::default()));
+                theirs.alone = Some((Crew::new(vec![yardstick()], &scripts[..1])?, Times::default()));
+            }
+            contest(benchmark, &mut scripts, rounds, ours, theirs)?
+        }
+        Kind::HandOver => {
+            let first = aquifer(&device)?;
+            let second = first.on_new_stream()?;
+            let alone = HandOver::alone(aquifer(&open(session)?)?);
+            let mut ours = Entrant::new(HandOver::between(first, second));
+            ours.alone = Some((alone, Times::default()));
+            let shared = Shared::new(yardstick());
+            let mut theirs = Entrant::new(HandOver::between(shared.clone(), shared));
+            theirs.alone = Some((HandOver::alone(Shared::new(yardstick())), Times::default()));
+            contest(benchmark, &mut scripts, rounds, ours, theirs)?
+        }
+    };
+    Ok(rows)
+}
+
+/// Threads that work together.
+trait Team {
+    /// One round; tells the time until the last thread has finished.
+    fn round(&mut self, scripts: &[Script]) -> Result<Duration, Failure>;
+
+    /// Frees what is live.
+    fn leave(self);
+}
+
+/// A team, and one thread alone that does the same.
+struct Entrant<T> {
+    team: T,
+    times: Times,
+    alone: Option<(T, Times)>,
+}
+
+impl<T: Team> Entrant<T> {
+    fn new(team: T) -> Entrant<T> {
+        Entrant { team, times: Times::default(), alone: None }
+    }
+
+    fn round(&mut self, scripts: &[Script], pairs: u32, measured: bool) -> Result<(), Failure> {
+        let elapsed = self.team.round(scripts)?;
+        let alone = self.alone.as_mut().map(|(team, _)| team.round(&scripts[..1])).transpose()?;
+        if measured {
+            self.times.add(elapsed, pairs.into());
+            if let (Some((_, times)), Some(elapsed)) = (&mut self.alone, alone) {
+                times.add(elapsed, pairs.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// The row; frees everything.
+    fn finish(self, benchmark: &Benchmark, allocator: &'static str) -> Row {
+        let Benchmark { name, threads, live, .. } = *benchmark;
+        let ns_per_pair = self.times.median();
+        let alone = self.alone.map(|(team, times)| {
+            team.leave();
+            times.median()
+        });
+        self.team.leave();
+        let rate_vs_one_thread = hundredths(alone.unwrap_or(ns_per_pair) / ns_per_pair);
+        Row { benchmark: name, allocator, ns_per_pair: hundredths(ns_per_pair), threads, live, rate_vs_one_thread }
+    }
+}
+
+fn contest(
+    benchmark: &Benchmark,
+    scripts: &mut [Script],
+    rounds: usize,
+    mut ours: Entrant<impl Team>,
+    mut theirs: Entrant<impl Team>,
+) -> Result<[Row; 2], Failure> {
+    // Before anything is measured, about as many blocks are replaced as there are, so that freshly filled memory gets as
+    // fragmented as it will be.
+    for round in 0..=rounds {
+        let pairs = if round == 0 { benchmark.pairs.max(benchmark.live) } else { benchmark.pairs };
+        scripts.iter_mut().for_each(|script| script.draw(pairs));
+        ours.round(scripts, pairs, round > 0)?;
+        theirs.round(scripts, pairs, round > 0)?;
+    }
+    Ok([ours.finish(benchmark, "aquifer"), theirs.finish(benchmark, "offset-allocator")])
+}
+
+fn open(session: &Session) -> Result<Device, Failure> {
+    match session.sim() {
+        Some(sim) => session.open_with_capacity(sim.capacity_bytes.max(SIMULATED_BYTES)),
+        None => session.open(),
+    }
+}
+
+fn refused(refused: Refused) -> Failure {
+    match refused {
+        Refused::OutOfMemory => Failure::OutOfMemory("the device is too small for this benchmark".to_owned()),
+        Refused::Failed(error) => Failure::from(*error),
+    }
+}
+
+fn tabulate(rows: &[Row]) -> Table {
+    let headings =
+        ["benchmark", "threads", "live", "aquifer ns/pair", "offset-allocator ns/pair", "times", "rate vs 1 thread"];
+    let mut table = table(&headings, 1);
+    for rows in rows.chunks_exact(2) {
+        let (ours, theirs) = (&rows[0], &rows[1]);
+        table.add_row([
+            ours.benchmark.to_owned(),
+            ours.threads.to_string(),
+            ours.live.to_string(),
+            format!("{:.1}", ours.ns_per_pair),
+            format!("{:.1}", theirs.ns_per_pair),
+            format!("{:.2}", ours.ns_per_pair / theirs.ns_per_pair),
+            format!("{:.2}", ours.rate_vs_one_thread),
+        ]);
+    }
+    table
+}

@@ -1,0 +1,179 @@
+//! `compare`: recorded programs under several options side by side, and what PyTorch needs for them.
+
+mod pytorch;
+mod summary;
+
+use aquifer_allocator::Bytes;
+use comfy_table::Table;
+use serde::Serialize;
+
+use crate::cli::CompareArgs;
+use crate::commands::fit::{Job, fit_all};
+use crate::commands::{all_programs, ratio, replay};
+use crate::exit::{Failure, Outcome};
+use crate::input::Program;
+use crate::session::Session;
+use crate::table::table;
+use summary::{Summary, summaries};
+
+/// Options that are compared unless the user names some: PyTorch's way, memory that streams share, and mapped memory. What
+/// this version does not have is left out.
+const CONFIGS: [&str; 3] = ["backing:segments,cross_stream:off", "backing:segments", "backing:paged"];
+
+/// A program under some options, or in PyTorch. `compare --help` explains the fields.
+#[derive(Debug, Clone, Serialize)]
+struct Row {
+    trace: String,
+    config: String,
+    peak_requested_bytes: u64,
+    peak_reserved_bytes: u64,
+    reserved_over_requested: Option<f64>,
+    smallest_device_bytes: Option<u64>,
+    smallest_over_requested: Option<f64>,
+    allocs: u64,
+    driver_allocs: u64,
+    warm_driver_allocs: Option<f64>,
+    driver_time_modelled_us: Option<f64>,
+    warm_driver_time_modelled_us: Option<f64>,
+    worst_alloc_us: Option<f64>,
+    ns_per_op: Option<f64>,
+    yardstick_ns_per_op: Option<f64>,
+    ooms: u64,
+    hazards: u64,
+}
+
+/// A line of JSON.
+#[derive(Debug, Serialize)]
+#[serde(tag = "row", rename_all = "snake_case")]
+enum Line<'a> {
+    Trace(&'a Row),
+    Mean(&'a Summary),
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// When the device is a real one, PyTorch's figures cannot be read, or standard output cannot be written.
+pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
+    session.must_be_resizable("compare")?;
+    let recorded = args.pytorch.as_deref().map(pytorch::load).transpose()?.unwrap_or_default();
+    let configs = session.configs_or(&CONFIGS);
+    let mut outcome = Outcome::Done;
+    let programs = all_programs(session, &args.files, &mut outcome);
+    let jobs: Vec<Job<'_>> = programs
+        .iter()
+        .flat_map(|(name, program)| configs.iter().map(move |config| Job { name, program, config }))
+        .collect();
+    // Nothing is timed while several threads look for sizes.
+    let fits = fit_all(session, &jobs);
+    let mut rows = Vec::new();
+    for (jobs, fits) in jobs.chunks(configs.len()).zip(fits.chunks(configs.len())) {
+        for (job, fit) in jobs.iter().zip(fits) {
+            let failed = |failure: &Failure| session.message(format_args!("error: {}: {failure}", job.name));
+            let smallest = match fit {
+                Ok(row) => Some(row.smallest_device_bytes),
+                Err(failure) => {
+                    outcome = outcome.max(failure.outcome());
+                    failed(failure);
+                    None
+                }
+            };
+            match replay::replay(session, job.name, job.program, job.config, &args.passes, true) {
+                Ok(replayed) => {
+                    outcome = outcome.max(replayed.outcome());
+                    rows.push(Row::new(&replayed, job.program, smallest));
+                }
+                Err(failure) => {
+                    outcome = outcome.max(failure.outcome());
+                    failed(&failure);
+                }
+            }
+        }
+        rows.extend(jobs.first().into_iter().flat_map(|job| recorded.rows(job.name, job.program)));
+    }
+    for row in &rows {
+        session.row(&Line::Trace(row))?;
+    }
+    let means = summaries(&rows);
+    for mean in &means {
+        session.row(&Line::Mean(mean))?;
+    }
+    if !rows.is_empty() {
+        let tables = rows.chunk_by(|one, other| one.trace == other.trace).map(tabulate);
+        let tables: Vec<String> = tables.chain([summary::tabulate(&means)]).collect();
+        session.show(tables.join("\n\n"))?;
+    }
+    Ok(outcome)
+}
+
+impl Row {
+    fn new(replayed: &replay::Row, program: &Program, smallest: Option<u64>) -> Row {
+        Row {
+            trace: replayed.trace.clone(),
+            config: replayed.config.clone(),
+            peak_requested_bytes: replayed.peak_requested_bytes,
+            peak_reserved_bytes: replayed.peak_reserved_bytes,
+            reserved_over_requested: replayed.reserved_over_requested,
+            smallest_device_bytes: smallest,
+            smallest_over_requested: smallest.and_then(|bytes| ratio(bytes, program.peak_requested_bytes)),
+            allocs: replayed.allocs,
+            driver_allocs: replayed.driver_allocs,
+            warm_driver_allocs: replayed.warm_driver_allocs,
+            driver_time_modelled_us: replayed.driver_time_modelled_us,
+            warm_driver_time_modelled_us: replayed.warm_driver_time_modelled_us,
+            worst_alloc_us: replayed.worst_alloc_us,
+            ns_per_op: Some(replayed.ns_per_op),
+            yardstick_ns_per_op: replayed.yardstick_ns_per_op,
+            ooms: replayed.ooms,
+            hazards: replayed.hazards,
+        }
+    }
+}
+
+/// A number for people, if there is one.
+fn number(number: Option<f64>, digits: usize) -> String {
+    number.map_or_else(String::new, |number| format!("{number:.digits$}"))
+}
+
+/// Options for people.
+fn name(config: &str) -> &str {
+    if config.is_empty() { "the defaults" } else { config }
+}
+
+/// The rows of a program under its name.
+fn tabulate(rows: &[Row]) -> String {
+    let headings = [
+        "options",
+        "takes",
+        "times",
+        "fits on",
+        "times",
+        "driver allocs",
+        "warm",
+        "driver ms",
+        "worst µs",
+        "ns/op",
+        "index",
+    ];
+    let mut table: Table = table(&headings, 1);
+    for row in rows {
+        table.add_row([
+            name(&row.config).to_owned(),
+            Bytes(row.peak_reserved_bytes).to_string(),
+            number(row.reserved_over_requested, 3),
+            row.smallest_device_bytes.map_or_else(String::new, |bytes| Bytes(bytes).to_string()),
+            number(row.smallest_over_requested, 4),
+            row.driver_allocs.to_string(),
+            number(row.warm_driver_allocs, 1),
+            number(row.driver_time_modelled_us.map(|us| us / 1e3), 1),
+            number(row.worst_alloc_us, 0),
+            number(row.ns_per_op, 1),
+            number(row.yardstick_ns_per_op, 1),
+        ]);
+    }
+    let heading = rows.first().map(|row| {
+        let requested = Bytes(row.peak_requested_bytes);
+        format!("{}: {} allocations, uses at most {requested}\n", row.trace, row.allocs)
+    });
+    heading.unwrap_or_default() + &table.to_string()
+}

@@ -1,0 +1,72 @@
+//! Figures that PyTorch's own allocator gave for recorded programs, from a JSON file.
+//!
+//! The file maps a program's name to `configs`, and those a name to `options`, peaks, counts and times; other keys are skipped.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::Row;
+use crate::commands::ratio;
+use crate::exit::Failure;
+use crate::input::{InputError, Location, Program, Reason};
+
+/// Which of the file's configurations are shown.
+const SHOWN: [&str; 2] = ["default", "expandable"];
+
+/// The figures, by program and configuration.
+#[derive(Debug, Default, Deserialize)]
+#[serde(transparent)]
+pub(super) struct Recorded(BTreeMap<String, Measured>);
+
+#[derive(Debug, Deserialize)]
+struct Measured {
+    configs: BTreeMap<String, Figures>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Figures {
+    options: String,
+    peak_reserved_bytes: u64,
+    device_allocs: u64,
+    ooms: u64,
+    smallest_device_bytes: Option<u64>,
+    ns_per_op_torch_2_15: Option<f64>,
+}
+
+/// Reads the file.
+pub(super) fn load(path: &Path) -> Result<Recorded, Failure> {
+    let failed = |reason| InputError { path: path.to_owned(), location: Location::File, reason };
+    let text = std::fs::read(path).map_err(|error| failed(Reason::Io(error)))?;
+    Ok(serde_json::from_slice(&text).map_err(|error| failed(Reason::Json(error)))?)
+}
+
+impl Recorded {
+    /// The rows of a program; none if the file does not have it.
+    pub(super) fn rows(&self, name: &str, program: &Program) -> Vec<Row> {
+        let Some(measured) = self.0.get(name) else { return Vec::new() };
+        let shown = SHOWN.iter().filter_map(|config| measured.configs.get(*config));
+        let requested = program.peak_requested_bytes;
+        let row = |figures: &Figures| Row {
+            trace: name.to_owned(),
+            config: format!("pytorch {}", figures.options).trim_end().to_owned(),
+            peak_requested_bytes: requested,
+            peak_reserved_bytes: figures.peak_reserved_bytes,
+            reserved_over_requested: ratio(figures.peak_reserved_bytes, requested),
+            smallest_device_bytes: figures.smallest_device_bytes,
+            smallest_over_requested: figures.smallest_device_bytes.and_then(|bytes| ratio(bytes, requested)),
+            allocs: program.allocs(),
+            driver_allocs: figures.device_allocs,
+            warm_driver_allocs: None,
+            driver_time_modelled_us: None,
+            warm_driver_time_modelled_us: None,
+            worst_alloc_us: None,
+            ns_per_op: figures.ns_per_op_torch_2_15,
+            yardstick_ns_per_op: None,
+            ooms: figures.ooms,
+            hazards: 0,
+        };
+        shown.map(row).collect()
+    }
+}

@@ -1,0 +1,160 @@
+//! What all programs say together about some options.
+
+use serde::Serialize;
+
+use super::{Row, name, number};
+use crate::commands::hundredths;
+use crate::table::table;
+
+/// All programs under some options: geometric means, the worst, and totals. `compare --help` explains the fields.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(super) struct Summary {
+    config: String,
+    traces: usize,
+    reserved_over_requested: Option<f64>,
+    worst_reserved_over_requested: Option<f64>,
+    smallest_over_requested: Option<f64>,
+    worst_smallest_over_requested: Option<f64>,
+    allocs: u64,
+    driver_allocs: u64,
+    warm_driver_allocs: Option<f64>,
+    driver_time_modelled_us: Option<f64>,
+    warm_driver_time_modelled_us: Option<f64>,
+    worst_alloc_us: Option<f64>,
+    ns_per_op: Option<f64>,
+    times_yardstick: Option<f64>,
+    ooms: u64,
+    hazards: u64,
+}
+
+/// A summary for each of the options, in the order in which they first appear.
+pub(super) fn summaries(rows: &[Row]) -> Vec<Summary> {
+    let mut configs: Vec<&str> = Vec::new();
+    for row in rows {
+        if !configs.contains(&row.config.as_str()) {
+            configs.push(&row.config);
+        }
+    }
+    let of = |config| rows.iter().filter(|row| row.config == config).collect::<Vec<_>>();
+    configs.into_iter().map(|config| summarise(config, &of(config))).collect()
+}
+
+fn summarise(config: &str, rows: &[&Row]) -> Summary {
+    // A mean over some of the programs would not compare with one over all, so each figure is there for all or left out.
+    let all = |figure: fn(&Row) -> Option<f64>| rows.iter().map(|row| figure(row)).collect::<Option<Vec<f64>>>();
+    let mean = |figure| all(figure).and_then(|figures| geometric_mean(&figures));
+    let worst = |figure| all(figure).and_then(|figures| figures.into_iter().max_by(f64::total_cmp));
+    let sum = |figure| all(figure).map(|figures| hundredths(figures.iter().sum()));
+    Summary {
+        config: config.to_owned(),
+        traces: rows.len(),
+        reserved_over_requested: mean(|row| row.reserved_over_requested),
+        worst_reserved_over_requested: worst(|row| row.reserved_over_requested),
+        smallest_over_requested: mean(|row| row.smallest_over_requested),
+        worst_smallest_over_requested: worst(|row| row.smallest_over_requested),
+        allocs: rows.iter().map(|row| row.allocs).sum(),
+        driver_allocs: rows.iter().map(|row| row.driver_allocs).sum(),
+        warm_driver_allocs: sum(|row| row.warm_driver_allocs),
+        driver_time_modelled_us: sum(|row| row.driver_time_modelled_us),
+        warm_driver_time_modelled_us: sum(|row| row.warm_driver_time_modelled_us),
+        worst_alloc_us: worst(|row| row.worst_alloc_us),
+        ns_per_op: mean(|row| row.ns_per_op).map(hundredths),
+        times_yardstick: mean(|row| Some(row.ns_per_op? / row.yardstick_ns_per_op?)).map(hundredths),
+        ooms: rows.iter().map(|row| row.ooms).sum(),
+        hazards: rows.iter().map(|row| row.hazards).sum(),
+    }
+}
+
+/// The geometric mean of positive numbers.
+#[expect(clippy::cast_precision_loss, reason = "a handful of programs")]
+fn geometric_mean(figures: &[f64]) -> Option<f64> {
+    let positive = !figures.is_empty() && figures.iter().all(|&figure| figure > 0.0 && figure.is_finite());
+    positive.then(|| (figures.iter().map(|figure| figure.ln()).sum::<f64>() / figures.len() as f64).exp())
+}
+
+/// The share of the allocations in per cent.
+#[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
+fn per_cent(part: Option<f64>, whole: u64) -> String {
+    number(part.filter(|_| whole > 0).map(|part| 100.0 * part / whole as f64), 3)
+}
+
+pub(super) fn tabulate(summaries: &[Summary]) -> String {
+    let headings = [
+        "options",
+        "traces",
+        "takes",
+        "worst",
+        "fits on",
+        "worst",
+        "driver allocs %",
+        "warm %",
+        "driver ms",
+        "worst µs",
+        "ns/op",
+        "index",
+    ];
+    let mut table = table(&headings, 1);
+    for row in summaries {
+        table.add_row([
+            name(&row.config).to_owned(),
+            row.traces.to_string(),
+            number(row.reserved_over_requested, 4),
+            number(row.worst_reserved_over_requested, 3),
+            number(row.smallest_over_requested, 4),
+            number(row.worst_smallest_over_requested, 3),
+            #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
+            per_cent(Some(row.driver_allocs as f64), row.allocs),
+            per_cent(row.warm_driver_allocs, row.allocs),
+            number(row.driver_time_modelled_us.map(|us| us / 1e3), 1),
+            number(row.worst_alloc_us, 0),
+            number(row.ns_per_op, 1),
+            number(row.times_yardstick, 2),
+        ]);
+    }
+    format!("All: geometric means and the worst, totals of what the driver did, times the index\n{table}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(trace: &str, config: &str, reserved: f64, smallest: Option<f64>) -> Row {
+        Row {
+            trace: trace.into(),
+            config: config.into(),
+            peak_requested_bytes: 100,
+            peak_reserved_bytes: 200,
+            reserved_over_requested: Some(reserved),
+            smallest_device_bytes: None,
+            smallest_over_requested: smallest,
+            allocs: 1000,
+            driver_allocs: 5,
+            warm_driver_allocs: Some(0.5),
+            driver_time_modelled_us: Some(10.0),
+            warm_driver_time_modelled_us: None,
+            worst_alloc_us: Some(reserved),
+            ns_per_op: Some(40.0),
+            yardstick_ns_per_op: Some(20.0),
+            ooms: 1,
+            hazards: 0,
+        }
+    }
+
+    #[test]
+    fn each_config_has_its_means() {
+        let rows = [row("a", "x", 1.0, Some(2.0)), row("a", "y", 3.0, None), row("b", "x", 4.0, None)];
+        let [x, y] = &summaries(&rows)[..] else { panic!("two configs") };
+        assert_eq!((x.config.as_str(), x.traces, y.config.as_str(), y.traces), ("x", 2, "y", 1));
+        assert!((x.reserved_over_requested.unwrap_or_default() - 2.0).abs() < 1e-9);
+        assert_eq!((x.worst_reserved_over_requested, x.worst_alloc_us), (Some(4.0), Some(4.0)));
+        assert_eq!((x.smallest_over_requested, x.warm_driver_time_modelled_us), (None, None), "not known for all");
+        assert_eq!((x.allocs, x.driver_allocs, x.warm_driver_allocs, x.ooms), (2000, 10, Some(1.0), 2));
+        assert_eq!((x.driver_time_modelled_us, x.times_yardstick), (Some(20.0), Some(2.0)));
+        assert_eq!(per_cent(Some(10.0), 2000), "0.500");
+    }
+
+    #[test]
+    fn means_need_positive_numbers() {
+        assert_eq!((geometric_mean(&[]), geometric_mean(&[1.0, 0.0])), (None, None));
+    }
+}

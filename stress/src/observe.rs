@@ -1,0 +1,225 @@
+//! An allocator whose dealings with the driver are watched, on a device that may lag.
+//!
+//! Watching takes time, so nothing is timed here: a program is replayed once for its times and once to be observed, on
+//! devices of their own. Where the device is simulated, it lags as asked for ([`Lagging`]), which checks on the way that no
+//! memory is taken away before the device is done with it, and driver calls have a modelled time.
+
+use std::sync::Arc;
+
+use aquifer_allocator::{Allocation, MemoryStats};
+use aquifer_device::sim::Lagging;
+use aquifer_device::{CallCounts, Device, Operation, TimelineCounts};
+
+use crate::cli::ConfigArg;
+use crate::exit::Failure;
+use crate::session::{Lagged, Session};
+use crate::subject::{Aquifer, Refused, Subject};
+
+/// Calls that get memory, or get it to where it is needed.
+const TAKING: [Operation; 5] =
+    [Operation::Alloc, Operation::AllocAsync, Operation::CreatePhysical, Operation::Map, Operation::SetAccess];
+
+/// What a pass through a program cost.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Costs {
+    /// Calls of the driver.
+    pub calls: CallCounts,
+    /// Requests for memory.
+    pub allocs: u64,
+    /// Requests during which the driver was asked to allocate, create, map or make accessible.
+    pub driver_allocs: u64,
+    /// Modelled time in driver calls; `None` on a real device.
+    pub modelled: Option<Modelled>,
+    /// How often the host waited for a device that lagged.
+    pub stalls: u64,
+    /// Events recorded and waits inserted to order streams.
+    pub timeline: TimelineCounts,
+}
+
+/// Modelled time in driver calls, in ns.
+#[derive(Debug, Clone, Copy, Default)]
+#[non_exhaustive]
+pub struct Modelled {
+    /// Of all calls.
+    pub total_ns: u64,
+    /// The most within one request for memory.
+    pub worst_alloc_ns: u64,
+}
+
+/// An allocator under observation.
+#[derive(Debug)]
+pub struct Observed {
+    subject: Aquifer,
+    device: Device,
+    /// The device again, if it is a simulated one.
+    simulated: Option<Lagged>,
+    allocs: u64,
+    driver_allocs: u64,
+    worst_alloc_ns: u64,
+}
+
+/// Where the counters stood when a pass began.
+#[derive(Debug)]
+pub struct Start {
+    calls: CallCounts,
+    time_ns: u64,
+    stalls: u64,
+    timeline: TimelineCounts,
+}
+
+impl Observed {
+    /// An allocator on a fresh device, with `streams` streams. A simulated device lags by `lag` events.
+    ///
+    /// # Errors
+    /// Those of the allocator and the driver; a real device cannot be made to lag.
+    pub fn new(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Observed, Failure> {
+        let simulated = session.open_lagging(lag)?;
+        let device = simulated.as_ref().map_or_else(|| session.open(), |simulated| Ok(simulated.device.clone()))?;
+        let subject = Aquifer::new(session, &device, config, streams)?;
+        Ok(Observed { subject, device, simulated, allocs: 0, driver_allocs: 0, worst_alloc_ns: 0 })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The allocator's statistics.
+    pub fn stats(&self) -> MemoryStats {
+        self.subject.allocator().memory_stats()
+    }
+
+    /// Begins a pass.
+    pub fn begin(&mut self) -> Start {
+        (self.allocs, self.driver_allocs, self.worst_alloc_ns) = (0, 0, 0);
+        Start {
+            calls: self.device.driver_calls(),
+            time_ns: self.time_ns(),
+            stalls: self.stalls(),
+            timeline: self.device.timeline_counts(),
+        }
+    }
+
+    /// Ends the pass that began at `start`.
+    pub fn end(&self, start: &Start) -> Costs {
+        let mut timeline = self.device.timeline_counts();
+        timeline.events_recorded -= start.timeline.events_recorded;
+        timeline.waits_inserted -= start.timeline.waits_inserted;
+        Costs {
+            calls: self.device.driver_calls().since(&start.calls),
+            allocs: self.allocs,
+            driver_allocs: self.driver_allocs,
+            modelled: self
+                .simulated
+                .as_ref()
+                .map(|_| Modelled { total_ns: self.time_ns() - start.time_ns, worst_alloc_ns: self.worst_alloc_ns }),
+            stalls: self.stalls() - start.stalls,
+            timeline,
+        }
+    }
+
+    fn time_ns(&self) -> u64 {
+        self.simulated.as_ref().map_or(0, |simulated| simulated.driver.time_in_calls_ns())
+    }
+
+    fn stalls(&self) -> u64 {
+        self.simulated.as_ref().map_or(0, |simulated| simulated.lag.stalls())
+    }
+
+    fn taken(&self) -> u64 {
+        let calls = self.device.driver_calls();
+        TAKING.iter().map(|&operation| calls.of(operation)).sum()
+    }
+
+    fn lag(&self) -> Option<&Lagging> {
+        self.simulated.as_ref().map(|simulated| &*simulated.lag)
+    }
+}
+
+impl Subject for Observed {
+    type Handle = Allocation;
+
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation, Refused> {
+        if let Some(lag) = self.lag() {
+            lag.advance();
+        }
+        let (taken, time) = (self.taken(), self.time_ns());
+        let allocated = self.subject.alloc(bytes, stream);
+        self.allocs += 1;
+        self.driver_allocs += u64::from(self.taken() > taken);
+        self.worst_alloc_ns = self.worst_alloc_ns.max(self.time_ns() - time);
+        let allocation = allocated?;
+        if let Some(lag) = self.lag() {
+            lag.allocated(allocation.ptr(), allocation.bytes());
+        }
+        Ok(allocation)
+    }
+
+    fn free(&mut self, handle: Allocation) {
+        if let Some(lag) = self.lag() {
+            lag.advance();
+            lag.freed(handle.ptr());
+        }
+        self.subject.free(handle);
+    }
+
+    fn record_stream(&mut self, handle: &Allocation, stream: u16) -> Result<(), Refused> {
+        if let Some(lag) = self.lag() {
+            lag.advance();
+            lag.used(handle.ptr());
+        }
+        self.subject.record_stream(handle, stream)
+    }
+}
+
+/// An allocator that is timed on a device that lags: it only counts events.
+#[derive(Debug)]
+pub struct Paced {
+    subject: Aquifer,
+    lag: Option<Arc<Lagging>>,
+}
+
+impl Paced {
+    /// An allocator on a fresh device, with `streams` streams. Without lag it is timed on the bare device.
+    ///
+    /// # Errors
+    /// As [`Observed::new`].
+    pub fn new(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Paced, Failure> {
+        let lagging = if lag > 0 { session.open_lagging(lag)? } else { None };
+        let (device, lag) = match lagging {
+            Some(lagged) => (lagged.device, Some(lagged.lag)),
+            None => (session.open()?, None),
+        };
+        Ok(Paced { subject: Aquifer::new(session, &device, config, streams)?, lag })
+    }
+
+    #[inline]
+    fn advance(&self) {
+        if let Some(lag) = &self.lag {
+            lag.advance();
+        }
+    }
+}
+
+impl Subject for Paced {
+    type Handle = Allocation;
+
+    #[inline]
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation, Refused> {
+        self.advance();
+        self.subject.alloc(bytes, stream)
+    }
+
+    #[inline]
+    fn free(&mut self, handle: Allocation) {
+        self.advance();
+        self.subject.free(handle);
+    }
+
+    #[inline]
+    fn record_stream(&mut self, handle: &Allocation, stream: u16) -> Result<(), Refused> {
+        self.advance();
+        self.subject.record_stream(handle, stream)
+    }
+}
