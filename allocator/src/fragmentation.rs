@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::allocator::Allocator;
 use crate::format::Bytes;
-use crate::heap::{Heap, State, kind_of};
+use crate::heap::{State, kind_of};
 use crate::size_class::PoolKind;
 use crate::whole::Whole;
 
@@ -29,7 +29,7 @@ pub fn unusable_index(free_blocks: impl Iterator<Item = u64>, size: u64) -> f64 
 pub struct Fragmentation {
     /// The size that [`Fragmentation::unusable`] is for: the request after rounding.
     pub request_bytes: u64,
-    /// Number of segments.
+    /// Number of segments, or contiguous ranges of mapped memory.
     pub segments: u64,
     /// Bytes of these segments.
     pub reserved_bytes: u64,
@@ -107,9 +107,11 @@ impl Whole {
     fn fragmentation(&self, request_bytes: u64, counts: impl Fn(PoolKind) -> bool) -> Fragmentation {
         let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
         let counts = |pool: u16| counts(kind_of(pool));
-        for region in self.heaps().flat_map(Heap::regions).filter(|region| counts(region.pool)) {
-            found.segments += 1;
-            found.reserved_bytes += region.bytes;
+        for heap in self.heaps() {
+            for (_, bytes) in heap.regions().filter(|region| counts(region.pool)).flat_map(|region| heap.mapped_ranges(region)) {
+                found.segments += 1;
+                found.reserved_bytes += bytes;
+            }
         }
         let mut sizes = [FreeSizes::default(); 64];
         let mut usable = 0;
@@ -132,7 +134,7 @@ impl Whole {
                     let range = &mut sizes[log2 as usize];
                     (range.at_least, range.count, range.bytes) = (1 << log2, range.count + 1, range.bytes + block.size);
                 }
-                State::Vacant => {}
+                State::Vacant | State::Hole | State::Held | State::Filling => {}
             }
         }
         found.free_sizes = sizes.into_iter().filter(|range| range.count > 0).collect();

@@ -26,6 +26,10 @@ pub enum Action {
     SegmentAlloc,
     /// A segment went back to the device.
     SegmentFree,
+    /// Memory was mapped at these addresses.
+    SegmentMap,
+    /// Memory was unmapped from these addresses.
+    SegmentUnmap,
     /// A snapshot was taken; size is the bytes active then.
     Snapshot,
     /// An allocation failed; the address is the device's free bytes.

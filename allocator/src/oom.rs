@@ -10,7 +10,7 @@ use crate::core::Request;
 use crate::error::AllocError;
 use crate::format::Bytes;
 use crate::fragmentation::unusable_index;
-use crate::heap::{Block, Heap, State, kind_of};
+use crate::heap::{Block, State, kind_of};
 use crate::history::Action;
 use crate::segments::Refusal;
 use crate::stats::Hot;
@@ -186,9 +186,11 @@ impl Whole {
         let free: Vec<&Block> = self.free_blocks(request.pool).collect();
         let sizes = || free.iter().map(|block| block.size);
         let private = |number| self.pools.owner_of(number);
-        let regions = self.heaps().flat_map(Heap::regions);
-        let reserved_by_private_pools =
-            regions.filter(|region| private(region.pool).is_some()).map(|region| region.bytes).sum();
+        let of_private = self.heaps().flat_map(|heap| {
+            let regions = heap.regions().filter(|region| private(region.pool).is_some());
+            regions.flat_map(|region| heap.mapped_ranges(region)).map(|(_, bytes)| bytes)
+        });
+        let reserved_by_private_pools = of_private.sum();
         OomReport {
             device: 0,
             device_name: String::new(),

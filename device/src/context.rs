@@ -5,6 +5,9 @@
 //! * Dropping an event makes no driver call: events that cannot be recycled go to `condemned` and are destroyed at the
 //!   next call that may talk to the driver.
 //!
+//! * An orphan is memory that nobody but this context knows any more. It goes back to the driver at the next call that may talk
+//!   to it; what cannot go now stays an orphan.
+//!
 //! No locks of its own; the queues are lock-free, so a context can be used under any lock.
 
 use std::sync::Arc;
@@ -13,8 +16,30 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use crossbeam::queue::SegQueue;
 
 use crate::counted::Counted;
-use crate::driver::{DevicePtr, Driver, RawEvent, RawStream};
-use crate::error::Result;
+use crate::driver::{DevicePtr, Driver, RawEvent, RawPhysical, RawStream};
+use crate::error::{DeviceError, Result};
+
+/// Memory to be given back later.
+#[derive(Debug)]
+pub(crate) enum Orphan {
+    /// A plain allocation.
+    Allocation(DevicePtr),
+    /// Reserved addresses, and what is mapped there.
+    Reservation(Reservation),
+    /// Physical memory that is mapped nowhere.
+    Physical(RawPhysical),
+}
+
+/// Reserved addresses and the physical memory mapped there, as [`crate::Device::unreserve_later`] takes them.
+#[derive(Clone, Debug)]
+pub struct Reservation {
+    /// First address.
+    pub ptr: DevicePtr,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Mappings: where, how long, and what is mapped there.
+    pub mapped: Vec<(DevicePtr, u64, RawPhysical)>,
+}
 
 /// State shared by a device, its streams and their timelines.
 #[derive(Debug)]
@@ -25,7 +50,7 @@ pub(crate) struct Context {
     next_stream: AtomicU32,
     idle: SegQueue<RawEvent>,
     condemned: SegQueue<RawEvent>,
-    orphans: SegQueue<DevicePtr>,
+    orphans: SegQueue<Orphan>,
     pub(crate) events_recorded: AtomicU64,
     pub(crate) waits_inserted: AtomicU64,
     /// Blocking streams that capture: what the legacy stream must keep from touching.
@@ -69,20 +94,45 @@ impl Context {
         Ok(Arc::new(event))
     }
 
-    /// Frees a plain allocation when somebody next talks to the driver. Makes no driver call.
-    pub(crate) fn free_later(&self, ptr: DevicePtr) {
-        self.orphans.push(ptr);
+    /// Gives memory back when somebody next talks to the driver. Makes no driver call.
+    pub(crate) fn orphan(&self, orphan: Orphan) {
+        self.orphans.push(orphan);
     }
 
-    /// Frees what [`Context::free_later`] collected. What cannot be freed now stays collected.
+    /// Gives orphans back. What cannot go now stays one.
     pub(crate) fn free_orphans(&self) {
-        while let Some(ptr) = self.orphans.pop() {
-            if let Err(error) = self.driver.free(ptr) {
-                tracing::warn!(%error, %ptr, "device memory could not be freed; it will be tried again");
-                self.orphans.push(ptr);
+        while let Some(orphan) = self.orphans.pop() {
+            if let Err((error, orphan)) = self.free_orphan(orphan) {
+                tracing::warn!(%error, ?orphan, "device memory could not be freed; it will be tried again");
+                self.orphans.push(orphan);
                 return;
             }
         }
+    }
+
+    fn free_orphan(&self, orphan: Orphan) -> std::result::Result<(), (DeviceError, Orphan)> {
+        match orphan {
+            Orphan::Allocation(ptr) => self.driver.free(ptr).map_err(|error| (error, orphan)),
+            Orphan::Physical(physical) => self.driver.release_physical(physical).map_err(|error| (error, orphan)),
+            Orphan::Reservation(reservation) => self.free_reservation(reservation),
+        }
+    }
+
+    /// Unlike freeing a plain allocation, unmapping waits for nothing: so the device is waited for first.
+    fn free_reservation(&self, mut reservation: Reservation) -> std::result::Result<(), (DeviceError, Orphan)> {
+        let waited = if reservation.mapped.is_empty() { Ok(()) } else { self.driver.synchronize() };
+        let mut gone = waited;
+        while gone.is_ok()
+            && let Some(&(ptr, bytes, physical)) = reservation.mapped.last()
+        {
+            gone = self.driver.unmap(ptr, bytes);
+            if gone.is_ok() {
+                reservation.mapped.pop();
+                self.orphans.push(Orphan::Physical(physical));
+            }
+        }
+        let gone = gone.and_then(|()| self.driver.unreserve(reservation.ptr, reservation.bytes));
+        gone.map_err(|error| (error, Orphan::Reservation(reservation)))
     }
 
     fn destroy_condemned(&self) {

@@ -9,8 +9,8 @@ use std::thread::ThreadId;
 
 use parking_lot::Mutex;
 
-use crate::context::Context;
-use crate::driver::{CallCounts, DeviceInfo, DevicePtr, Driver, MemoryInfo, RawStream, StreamFlags};
+use crate::context::{Context, Orphan, Reservation};
+use crate::driver::{CallCounts, DeviceInfo, DevicePtr, Driver, MemoryInfo, RawPhysical, RawStream, StreamFlags};
 use crate::error::Result;
 use crate::event::Event;
 use crate::stream::{ExternalStream, Stream};
@@ -178,7 +178,23 @@ impl Device {
     /// Frees a plain driver allocation at the next [`Device::alloc`], or when the last handle of the device is dropped.
     /// Makes no driver call, so it is fit for destructors.
     pub fn free_later(&self, ptr: DevicePtr) {
-        self.0.context.free_later(ptr);
+        self.0.context.orphan(Orphan::Allocation(ptr));
+    }
+
+    /// Gives reserved addresses back, and the memory mapped there, at the next [`Device::alloc`] or [`Device::settle`], or when
+    /// the last handle of the device is dropped. The device is waited for then. Makes no driver call.
+    pub fn unreserve_later(&self, reservation: Reservation) {
+        self.0.context.orphan(Orphan::Reservation(reservation));
+    }
+
+    /// Releases physical memory that is mapped nowhere, as late as [`Device::unreserve_later`] does. Makes no driver call.
+    pub fn release_later(&self, physical: RawPhysical) {
+        self.0.context.orphan(Orphan::Physical(physical));
+    }
+
+    /// Gives back what was to be given back later. What cannot go back now will be tried again.
+    pub fn settle(&self) {
+        self.0.context.free_orphans();
     }
 }
 

@@ -17,6 +17,7 @@ mod sync;
 mod timeline;
 
 pub use capture::{Capture, Graph};
+pub use context::Reservation;
 pub use device::{Device, TimelineCounts};
 pub use discovery::{Choice, DeviceSpec, Existing, OpenError, available, best_available, count, get};
 pub use driver::{

@@ -31,6 +31,19 @@ pub(crate) enum State {
     Waiting,
     /// In the index of its owner.
     Free,
+    /// Addresses without memory behind them.
+    Hole,
+    /// Free memory that nobody may take, because the driver is asked to move it or to put more beside it.
+    Held,
+    /// A hole that the driver is asked to put memory behind.
+    Filling,
+}
+
+impl State {
+    /// Whether there is memory behind the block.
+    pub(crate) fn has_memory(self) -> bool {
+        !matches!(self, State::Vacant | State::Hole | State::Filling)
+    }
 }
 
 /// A piece of a region. A record is one cache line: an operation touches a block and its two neighbours, and the machine

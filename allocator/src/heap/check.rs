@@ -5,7 +5,7 @@ use super::{Block, BlockId, Heap, Key, State};
 impl Heap {
     /// Recomputes every identity of the module documentation; the first that does not hold is described.
     pub(crate) fn check(&self) -> Result<(), String> {
-        let (mut total, mut free, mut free_count) = (0, 0, 0);
+        let (mut total, mut free, mut free_count, mut holes, mut held) = (0, 0, 0, 0, 0);
         for region in self.regions() {
             let (mut at, mut before) = (region.addr, None::<(BlockId, &Block)>);
             for (id, block) in self.blocks_of(region) {
@@ -21,6 +21,14 @@ impl Heap {
                     free_count += 1;
                     self.check_indexed(id, block)?;
                 }
+                match block.state {
+                    State::Hole if self.holes.get(&block.addr) != Some(&id) => {
+                        return Err(format!("H4: {id:?} {block:?} is not among the holes"));
+                    }
+                    State::Hole | State::Filling => holes += block.size,
+                    State::Held => held += block.size,
+                    _ => {}
+                }
                 at += block.size;
                 before = Some((id, block));
             }
@@ -32,6 +40,10 @@ impl Heap {
         if (total, free) != (self.total, self.free) {
             let (noted_total, noted_free) = (self.total, self.free);
             return Err(format!("H2: total {total} free {free}, noted {noted_total} {noted_free}"));
+        }
+        if (holes, held) != (self.hole_bytes, self.held_bytes) {
+            let (noted_holes, noted_held) = (self.hole_bytes, self.held_bytes);
+            return Err(format!("H2: holes {holes} held {held}, noted {noted_holes} {noted_held}"));
         }
         let indexed: usize =
             (0..self.pools.len()).map(|pool| self.free_blocks(u16::try_from(pool).unwrap_or(0)).count()).sum();
@@ -49,7 +61,11 @@ impl Heap {
     }
 
     fn mergeable(&self, left: BlockId, right: BlockId) -> bool {
-        let free = [left, right].iter().all(|id| self.blocks[*id].state == State::Free);
+        let both = |state: State| [left, right].iter().all(|id| self.blocks[*id].state == state);
+        if both(State::Hole) {
+            return true;
+        }
+        let free = both(State::Free);
         let done = || [left, right].iter().all(|id| self.blocks[*id].after == 0);
         free && (self.blocks[left].owner == self.blocks[right].owner || done())
     }

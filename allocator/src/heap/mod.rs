@@ -2,7 +2,7 @@
 //!
 //! Accounting identities, asserted by [`Heap::check`] in debug builds and property tests:
 //! * **H1** the blocks of a region are linked in order of address, and Σ their sizes = the region's length;
-//! * **H2** live + waiting + free = Σ region lengths, and each of the three equals its running total;
+//! * **H2** live + waiting + free + holes + held = Σ region lengths, and each equals its running total;
 //! * **H3** no two neighbours are mergeable: both free, with the same owner, or both done for everybody;
 //! * **H4** a block is in an index exactly if it is free, and then in the one of its pool and owner.
 //!
@@ -13,11 +13,13 @@
 mod block;
 #[cfg(any(test, debug_assertions))]
 mod check;
+mod holes;
 mod index;
 mod strays;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+pub(crate) use holes::Granules;
 pub(crate) use block::{Block, BlockId, Slab, State};
 pub(crate) use index::{FreeIndex, Key};
 
@@ -66,6 +68,8 @@ pub(crate) struct Region {
     pub(crate) home: u32,
     pub(crate) pool: u16,
     pub(crate) first: BlockId,
+    /// Where its memory comes in granules; empty for a segment.
+    pub(crate) granules: Granules,
 }
 
 /// How a taken block changed the count and bytes of free pieces of regions (`inactive_split`), and vice versa.
@@ -86,9 +90,15 @@ pub(crate) struct Heap {
     vacant_regions: Vec<u32>,
     /// Free blocks whose owner is not their region's home.
     strays: BTreeSet<BlockId>,
+    /// Holes that are not held, by address.
+    holes: BTreeMap<u64, BlockId>,
     /// Totals of identity H2, in bytes.
     pub(crate) total: u64,
     pub(crate) free: u64,
+    /// Addresses without memory behind them, held ones included.
+    pub(crate) hole_bytes: u64,
+    /// Memory that is held.
+    pub(crate) held_bytes: u64,
 }
 
 impl Heap {
@@ -311,31 +321,44 @@ impl Heap {
     /// A new region, one free block of the home stream.
     pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, pool: u16) -> BlockId {
         let home = self.home;
-        let region = self.vacant_regions.pop().unwrap_or_else(|| {
-            self.regions.push(None);
-            u32::try_from(self.regions.len() - 1).unwrap_or(u32::MAX)
-        });
+        let region = self.add_region_record(addr, bytes, pool);
         let age_base = self.pools[usize::from(pool)].searches;
         let state = State::Free;
         let block = Block { addr, size: bytes, region, owner: home, pool, state, age_base, ..Block::default() };
         let first = self.blocks.insert(block);
-        self.regions[region as usize] = Some(Region { addr, bytes, home, pool, first });
-        self.total += bytes;
+        self.region_mut(region).first = first;
         self.free += bytes;
         self.index_alone(first)
+    }
+
+    /// A region that has no block yet; its number.
+    fn add_region_record(&mut self, addr: u64, bytes: u64, pool: u16) -> u32 {
+        let number = self.vacant_regions.pop().unwrap_or_else(|| {
+            self.regions.push(None);
+            u32::try_from(self.regions.len() - 1).unwrap_or(u32::MAX)
+        });
+        let (home, first, granules) = (self.home, BlockId::NONE, Granules::default());
+        self.regions[number as usize] = Some(Region { addr, bytes, home, pool, first, granules });
+        self.total += bytes;
+        number
     }
 
     /// Removes a region that is one free block.
     pub(crate) fn remove_region(&mut self, id: BlockId) -> Region {
         debug_assert!(self.blocks[id].state == State::Free && !self.blocks[id].is_split());
         self.unindex(id);
+        self.free -= self.blocks[id].size;
+        self.remove_region_record(id)
+    }
+
+    /// Removes the region of a block that is all of it and in no index.
+    fn remove_region_record(&mut self, id: BlockId) -> Region {
         let number = self.blocks[id].region;
         self.blocks.remove(id);
         self.vacant_regions.push(number);
         let region = self.regions[number as usize].take();
-        let region = region.unwrap_or(Region { addr: 0, bytes: 0, home: 0, pool: 0, first: BlockId::NONE });
+        let region = region.unwrap_or_else(|| unreachable!("block of a removed region"));
         self.total -= region.bytes;
-        self.free -= region.bytes;
         region
     }
 
@@ -371,10 +394,14 @@ impl Heap {
     }
 
     /// The blocks of a region in order of address.
-    #[cfg(any(test, debug_assertions))]
     pub(crate) fn blocks_of(&self, region: &Region) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
         let step = |id: &BlockId| self.blocks[*id].next.some();
         std::iter::successors(region.first.some(), step).map(|id| (id, &self.blocks[id]))
+    }
+
+    #[inline]
+    pub(crate) fn region(&self, number: u32) -> &Region {
+        self.regions[number as usize].as_ref().unwrap_or_else(|| unreachable!("block of a removed region"))
     }
 
     #[inline]

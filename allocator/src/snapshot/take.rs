@@ -50,9 +50,33 @@ impl Allocator {
     }
 }
 
+/// Contiguous memory from the device: a segment, or a mapped range of a region whose memory comes in granules.
+struct Range {
+    addr: u64,
+    bytes: u64,
+    home: u32,
+    pool: u16,
+    is_paged: bool,
+}
+
+impl Range {
+    fn of_segment(region: &Region) -> Range {
+        let Region { addr, bytes, home, pool, .. } = *region;
+        Range { addr, bytes, home, pool, is_paged: false }
+    }
+}
+
+fn ranges_of(heap: &Heap) -> impl Iterator<Item = Range> + '_ {
+    heap.regions().flat_map(|region| {
+        let Region { home, pool, .. } = *region;
+        let is_paged = region.is_paged();
+        heap.mapped_ranges(region).into_iter().map(move |(addr, bytes)| Range { addr, bytes, home, pool, is_paged })
+    })
+}
+
 /// What is copied under the lock.
 struct Copied {
-    regions: Vec<Region>,
+    ranges: Vec<Range>,
     blocks: Vec<heap::Block>,
     entries: Vec<Entry>,
     overwritten: u64,
@@ -66,7 +90,7 @@ struct Copied {
 impl Whole {
     fn copy(&self) -> Copied {
         let owner = |number: u16| self.pools.owner_of(number).map_or((0, 0), |private| private.id);
-        // Segments on their way back to the device are still held: whole and free, as they were in the heap.
+        // Segments on their way back to the device are still there: whole and free, as they were in the heap.
         let releasing = || self.releasing.values().map(|releasing| &releasing.region);
         let whole = |region: &Region| heap::Block {
             addr: region.addr,
@@ -79,11 +103,11 @@ impl Whole {
         let history = self.shell.history.lock();
         let numbers = 0..u16::try_from(2 + 2 * self.pools.private.len()).unwrap_or(u16::MAX);
         Copied {
-            regions: self.heaps().flat_map(Heap::regions).chain(releasing()).cloned().collect(),
-            blocks: in_heaps.chain(releasing().map(whole)).collect(),
+            ranges: self.heaps().flat_map(ranges_of).chain(releasing().map(Range::of_segment)).collect(),
+            blocks: in_heaps.filter(|block| block.state.has_memory()).chain(releasing().map(whole)).collect(),
             entries: history.entries().copied().collect(),
             overwritten: history.overwritten,
-            active_bytes: self.heaps().map(|heap| heap.total - heap.free).sum(),
+            active_bytes: self.heaps().map(|heap| heap.in_use()).sum(),
             pools: numbers.map(|number| (kind_of(number), owner(number))).collect(),
             tags: self.segments.clone(),
         }
@@ -93,16 +117,16 @@ impl Whole {
 impl Copied {
     /// The segments by address, with their blocks by address.
     fn into_segments(mut self, device: u32, names: &mut Names) -> Vec<Segment> {
-        self.regions.sort_unstable_by_key(|region| region.addr);
+        self.ranges.sort_unstable_by_key(|range| range.addr);
         self.blocks.sort_unstable_by_key(|block| block.addr);
         let mut blocks = self.blocks.iter().peekable();
-        let mut segments = Vec::with_capacity(self.regions.len());
-        for region in &self.regions {
-            let end = region.addr + region.bytes;
+        let mut segments = Vec::with_capacity(self.ranges.len());
+        for range in &self.ranges {
+            let end = range.addr + range.bytes;
             let inside = std::iter::from_fn(|| blocks.next_if(|block| block.addr < end));
             let blocks: Vec<Block> = inside.map(|block| snapshot_block(block, names)).collect();
-            let tag = self.tags.get(&region.addr).copied().unwrap_or_default();
-            segments.push(segment(device, region, self.pools[usize::from(region.pool)], names.of(tag), blocks));
+            let tag = self.tags.get(&range.addr).copied().unwrap_or_default();
+            segments.push(segment(device, range, self.pools[usize::from(range.pool)], names.of(tag), blocks));
         }
         segments
     }
@@ -110,7 +134,7 @@ impl Copied {
 
 fn segment(
     device: u32,
-    region: &Region,
+    range: &Range,
     (segment_type, segment_pool_id): (PoolKind, (u64, u64)),
     user_metadata: Option<Arc<str>>,
     blocks: Vec<Block>,
@@ -119,15 +143,15 @@ fn segment(
     let live = blocks.iter().filter(|block| block.state == BlockState::ActiveAllocated);
     Segment {
         device,
-        address: region.addr,
-        total_size: region.bytes,
+        address: range.addr,
+        total_size: range.bytes,
         allocated_size: live.map(|block| block.size).sum(),
         active_size: active().map(|block| block.size).sum(),
         requested_size: active().map(|block| block.requested_size).sum(),
-        stream: region.home,
+        stream: range.home,
         segment_type,
         segment_pool_id,
-        is_expandable: false,
+        is_expandable: range.is_paged,
         frames: Nothing,
         user_metadata,
         blocks,
@@ -138,7 +162,7 @@ fn snapshot_block(block: &heap::Block, names: &mut Names) -> Block {
     let state = match block.state {
         State::Live => BlockState::ActiveAllocated,
         State::Waiting => BlockState::ActivePendingFree,
-        State::Free | State::Vacant => BlockState::Inactive,
+        _ => BlockState::Inactive,
     };
     let (requested_size, tag) = if state.is_active() { (block.requested, Tag(block.tag)) } else { (0, Tag::default()) };
     Block {

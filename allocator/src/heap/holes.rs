@@ -1,0 +1,339 @@
+//! Holes: address space without memory behind it, in regions whose memory comes in granules.
+//!
+//! A hole is a block like any other, so that a region is tiled without gaps, but it is in no index. While the driver is asked to
+//! change what is behind some addresses, they are *held*: blocks of their own that nobody else takes or merges with, free
+//! memory as [`State::Held`], holes as [`State::Filling`]. Every hole starts and ends at a border between granules.
+//!
+//! *Last use*: a free block knows one tick, the latest of everything that was merged into it. Whether memory may be unmapped
+//! depends on the memory's own last use, so each granule's is noted when a block in it is given back, as a tick of the home
+//! stream. Blocks of other owners need none: they come home once they are done.
+
+use super::{Block, BlockId, Heap, Region, State};
+
+/// The granules of a region.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Granules {
+    /// Binary logarithm of a granule's size in bytes.
+    shift: u32,
+    /// For each granule, where the home stream's timeline must have got to for everybody else to use it; 0: it has.
+    last_use: Vec<u64>,
+}
+
+impl Granules {
+    fn new(bytes: u64, granule: u64) -> Granules {
+        let shift = granule.trailing_zeros();
+        Granules { shift, last_use: vec![0; usize::try_from(bytes >> shift).unwrap_or(0)] }
+    }
+
+    /// Numbers of the granules that a range touches, given relative to the region.
+    #[inline]
+    fn touched(&self, from: u64, bytes: u64) -> std::ops::Range<usize> {
+        let number = |at: u64| usize::try_from(at >> self.shift).unwrap_or(usize::MAX);
+        number(from)..number(from + bytes - 1) + 1
+    }
+}
+
+impl Region {
+    /// Whether its memory comes in granules.
+    #[inline]
+    pub(crate) fn is_paged(&self) -> bool {
+        !self.granules.last_use.is_empty()
+    }
+}
+
+impl Heap {
+    /// A new region of addresses without memory: one hole. `granule` is a power of two that divides address and length.
+    pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, pool: u16, granule: u64) {
+        let number = self.add_region_record(addr, bytes, pool);
+        let hole = Block { addr, size: bytes, region: number, owner: self.home, pool, state: State::Hole, ..Block::default() };
+        let first = self.blocks.insert(hole);
+        let region = self.region_mut(number);
+        (region.first, region.granules) = (first, Granules::new(bytes, granule));
+        self.holes.insert(addr, first);
+        self.hole_bytes += bytes;
+    }
+
+    /// Removes a region that is one hole; tells which it was.
+    pub(crate) fn remove_reservation(&mut self, hole: BlockId) -> Region {
+        debug_assert!(self.blocks[hole].state == State::Hole && !self.blocks[hole].is_split());
+        let Block { addr, size, .. } = self.blocks[hole];
+        self.holes.remove(&addr);
+        self.hole_bytes -= size;
+        self.remove_region_record(hole)
+    }
+
+    /// Notes that the memory of a block, now given back by the home stream, is used until `after`.
+    #[inline]
+    pub(crate) fn note_last_use(&mut self, id: BlockId, owner: u32, after: u64) {
+        let Block { addr, size, region, .. } = self.blocks[id];
+        let home = self.home;
+        let region = self.region_mut(region);
+        if region.is_paged() && owner == home {
+            let touched = region.granules.touched(addr - region.addr, size);
+            if let Some(ticks) = region.granules.last_use.get_mut(touched) {
+                ticks.fill(after);
+            }
+        }
+    }
+
+    /// Where the home stream's timeline must have got to for the granule at `addr`, in a free block, to be done.
+    pub(crate) fn last_use_of(&self, block: &Block, addr: u64) -> u64 {
+        let region = self.region(block.region);
+        let at = region.granules.touched(addr - region.addr, 1).start;
+        region.granules.last_use.get(at).map_or(block.after, |&tick| tick.min(block.after))
+    }
+
+    /// Every hole that is not held, by address.
+    pub(crate) fn holes(&self) -> impl DoubleEndedIterator<Item = (BlockId, &Block)> + '_ {
+        self.holes.values().map(|&id| (id, &self.blocks[id]))
+    }
+
+    /// Holds `from..to`, which lies in one free block or one hole; what is left of that on either side stays what it is.
+    pub(crate) fn hold(&mut self, id: BlockId, from: u64, to: u64) -> BlockId {
+        let block = self.blocks[id];
+        debug_assert!(block.addr <= from && from < to && to <= block.addr + block.size);
+        let held = match block.state {
+            State::Free => {
+                self.unindex(id);
+                self.free -= block.size;
+                self.held_bytes += to - from;
+                State::Held
+            }
+            _ => {
+                debug_assert_eq!(block.state, State::Hole);
+                self.holes.remove(&block.addr);
+                State::Filling
+            }
+        };
+        self.blocks[id].state = held;
+        let middle = if from > block.addr {
+            let low = self.cut(id, from - block.addr);
+            self.back(low, block.state);
+            id
+        } else {
+            id
+        };
+        let rest = block.addr + block.size - to;
+        if rest == 0 {
+            return middle;
+        }
+        let low = self.cut(middle, to - from);
+        self.back(middle, block.state);
+        low
+    }
+
+    /// A piece beside what is held goes back to what it was. Its neighbours are what they were beside it, so nothing merges.
+    fn back(&mut self, id: BlockId, state: State) {
+        let Block { addr, size, .. } = self.blocks[id];
+        self.blocks[id].state = state;
+        if state == State::Free {
+            self.free += size;
+            self.index_alone(id);
+        } else {
+            self.holes.insert(addr, id);
+        }
+    }
+
+    /// Cuts `size` bytes off the low end of a block that is in no index; returns the new block of them.
+    fn cut(&mut self, id: BlockId, size: u64) -> BlockId {
+        let block = self.blocks[id];
+        let low = self.blocks.insert(Block { size, next: id, ..block });
+        let rest = &mut self.blocks[id];
+        (rest.addr, rest.size, rest.prev) = (block.addr + size, block.size - size, low);
+        match block.prev.some() {
+            Some(prev) => self.blocks[prev].next = low,
+            None => self.region_mut(block.region).first = low,
+        }
+        low
+    }
+
+    /// What is held has memory now, or still: it becomes free and merges. Memory that was a hole is done for everybody.
+    pub(crate) fn unhold_as_free(&mut self, id: BlockId) -> BlockId {
+        let Block { state, owner, after, addr, size, region, .. } = self.blocks[id];
+        let (owner, after) = if state == State::Filling {
+            self.hole_bytes -= size;
+            let region = self.region_mut(region);
+            let touched = region.granules.touched(addr - region.addr, size);
+            if let Some(ticks) = region.granules.last_use.get_mut(touched) {
+                ticks.fill(0);
+            }
+            (self.home, 0)
+        } else {
+            debug_assert_eq!(state, State::Held);
+            self.held_bytes -= size;
+            (owner, after)
+        };
+        self.blocks[id].state = State::Waiting;
+        self.give(id, owner, after).0
+    }
+
+    /// What is held has no memory any more, or still none: it becomes a hole and merges with holes beside it.
+    pub(crate) fn unhold_as_hole(&mut self, id: BlockId) -> BlockId {
+        let Block { state, size, .. } = self.blocks[id];
+        if state == State::Held {
+            self.held_bytes -= size;
+            self.hole_bytes += size;
+        }
+        let home = self.home;
+        let block = &mut self.blocks[id];
+        (block.state, block.owner, block.after) = (State::Hole, home, 0);
+        let prev = block.prev.some().filter(|&prev| self.blocks[prev].state == State::Hole);
+        let next = self.blocks[id].next.some().filter(|&next| self.blocks[next].state == State::Hole);
+        if let Some(next) = next {
+            let at = self.blocks[next].addr;
+            self.holes.remove(&at);
+            self.absorb_next(id, next);
+        }
+        match prev {
+            Some(prev) => {
+                self.absorb_next(prev, id);
+                prev
+            }
+            None => {
+                let at = self.blocks[id].addr;
+                self.holes.insert(at, id);
+                id
+            }
+        }
+    }
+
+    /// Grows a block, in no index, by its neighbour above, which goes.
+    fn absorb_next(&mut self, id: BlockId, next: BlockId) {
+        let (size, beyond) = (self.blocks[next].size, self.blocks[next].next);
+        let block = &mut self.blocks[id];
+        block.size += size;
+        block.next = beyond;
+        if let Some(beyond) = beyond.some() {
+            self.blocks[beyond].prev = id;
+        }
+        self.blocks.remove(next);
+    }
+
+    /// The contiguous ranges of a region that have memory behind them: address and length.
+    pub(crate) fn mapped_ranges(&self, region: &Region) -> Vec<(u64, u64)> {
+        let mut ranges: Vec<(u64, u64)> = Vec::new();
+        let mapped = self.blocks_of(region).filter(|(_, block)| block.state.has_memory());
+        for (_, block) in mapped {
+            match ranges.last_mut() {
+                Some((addr, bytes)) if *addr + *bytes == block.addr => *bytes += block.size,
+                _ => ranges.push((block.addr, block.size)),
+            }
+        }
+        ranges
+    }
+
+    /// Bytes with memory behind them.
+    pub(crate) fn memory(&self) -> u64 {
+        self.total - self.hole_bytes
+    }
+
+    /// Bytes in blocks that are live or waiting.
+    pub(crate) fn in_use(&self) -> u64 {
+        self.memory() - self.free - self.held_bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::config::Config;
+    use crate::size_class::SizeClasses;
+
+    const GRANULE: u64 = 4096;
+    const BASE: u64 = 1 << 20;
+
+    fn heap(granules: u64) -> Heap {
+        let mut heap = Heap::default();
+        heap.add_pools();
+        heap.add_reservation(BASE, granules * GRANULE, 0, GRANULE);
+        heap
+    }
+
+    fn hole_at(heap: &Heap, addr: u64) -> BlockId {
+        let found = heap.holes().find(|(_, block)| block.addr <= addr && addr < block.addr + block.size);
+        found.map(|(id, _)| id).unwrap()
+    }
+
+    fn fill(heap: &mut Heap, from: u64, granules: u64) -> BlockId {
+        let at = BASE + from * GRANULE;
+        let held = heap.hold(hole_at(heap, at), at, at + granules * GRANULE);
+        heap.unhold_as_free(held)
+    }
+
+    #[test]
+    fn memory_comes_and_goes_by_granules() {
+        let mut heap = heap(8);
+        assert_eq!((heap.memory(), heap.holes().count()), (0, 1));
+        let block = fill(&mut heap, 2, 3);
+        assert_eq!((heap.memory(), heap.free, heap.holes().count()), (3 * GRANULE, 3 * GRANULE, 2));
+        assert_eq!(heap.check(), Ok(()));
+        let at = BASE + 3 * GRANULE;
+        let held = heap.hold(block, at, at + GRANULE);
+        assert_eq!((heap.free, heap.held_bytes, heap.in_use()), (2 * GRANULE, GRANULE, 0));
+        assert_eq!(heap.check(), Ok(()));
+        heap.unhold_as_hole(held);
+        assert_eq!((heap.memory(), heap.holes().count()), (2 * GRANULE, 3));
+        fill(&mut heap, 3, 1);
+        assert_eq!((heap.memory(), heap.holes().count()), (3 * GRANULE, 2));
+        assert_eq!(heap.check(), Ok(()));
+    }
+
+    #[test]
+    fn a_granule_has_a_last_use_of_its_own() {
+        let mut heap = heap(4);
+        fill(&mut heap, 0, 4);
+        let classes = SizeClasses::new(&Config::default());
+        let (one, _) = heap.take_best(&classes, 0, 2 * GRANULE, 1).unwrap();
+        let (two, _) = heap.take_best(&classes, 0, 2 * GRANULE, 1).unwrap();
+        for (id, after) in [(one, 5), (two, 9)] {
+            heap.note_last_use(id, 0, after);
+            heap.give(id, 0, after);
+        }
+        let (id, block) = heap.blocks.iter().find(|(_, block)| block.state == State::Free).unwrap();
+        assert_eq!((block.size, block.after), (4 * GRANULE, 9));
+        let last_uses: Vec<u64> = (0..4).map(|n| heap.last_use_of(block, BASE + n * GRANULE)).collect();
+        assert_eq!(last_uses, [5, 5, 9, 9]);
+        let held = heap.hold(id, BASE, BASE + GRANULE);
+        heap.unhold_as_hole(held);
+        fill(&mut heap, 0, 1);
+        let (_, block) = heap.blocks.iter().find(|(_, block)| block.state == State::Free).unwrap();
+        assert_eq!(heap.last_use_of(block, BASE), 0);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
+        #[test]
+        fn regions_stay_tiled(steps in prop::collection::vec((0..5u8, 0..16u64, 1..6u64, any::<bool>()), 1..120)) {
+            let mut heap = heap(16);
+            let classes = SizeClasses::new(&Config::default());
+            let mut live = Vec::new();
+            for (what, at, n, as_free) in steps {
+                let (from, to) = (BASE + at * GRANULE, (BASE + (at + n) * GRANULE).min(BASE + 16 * GRANULE));
+                match what {
+                    0 | 1 => {
+                        let wanted = if what == 0 { State::Hole } else { State::Free };
+                        let covers = |block: &Block| block.addr <= from && to <= block.addr + block.size;
+                        let found = heap.blocks.iter().find(|(_, block)| block.state == wanted && covers(block));
+                        if let Some((id, _)) = found {
+                            let held = heap.hold(id, from, to);
+                            prop_assert_eq!(heap.check(), Ok(()));
+                            if as_free { heap.unhold_as_free(held); } else { heap.unhold_as_hole(held); }
+                        }
+                    }
+                    2 | 3 => live.extend(heap.take_best(&classes, 0, n * 1024, n).map(|(id, _)| id)),
+                    _ if !live.is_empty() => {
+                        let id = live.swap_remove(usize::try_from(at).unwrap() % live.len());
+                        heap.note_last_use(id, 0, n);
+                        heap.give(id, 0, 1000 + n);
+                    }
+                    _ => {}
+                }
+                prop_assert_eq!(heap.check(), Ok(()));
+                let in_use: u64 = live.iter().map(|id| heap.blocks[*id].size).sum();
+                prop_assert_eq!(heap.in_use(), in_use);
+            }
+        }
+    }
+}
