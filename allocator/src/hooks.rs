@@ -21,8 +21,29 @@ pub struct ReclaimRequest {
     pub stream_id: u32,
 }
 
+/// What happens to mapped memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MappingChange {
+    /// These addresses are about to lose their memory; nobody uses them.
+    BeforeUnmap {
+        /// First address.
+        addr: u64,
+        /// Length in bytes.
+        bytes: u64,
+    },
+    /// There is memory behind these addresses now.
+    Mapped {
+        /// First address.
+        addr: u64,
+        /// Length in bytes.
+        bytes: u64,
+    },
+}
+
 type Reclaimer = Arc<dyn Fn(&ReclaimRequest) -> u64 + Send + Sync>;
 type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
+type MappingObserver = Arc<dyn Fn(&MappingChange) + Send + Sync>;
 
 #[derive(Default)]
 pub(crate) struct Hooks {
@@ -35,6 +56,7 @@ struct State {
     /// Number, priority, name, function; most willing first.
     reclaimers: Vec<(u64, i32, String, Reclaimer)>,
     observers: Vec<(u64, Observer)>,
+    mapping_observers: Vec<(u64, MappingObserver)>,
 }
 
 impl Hooks {
@@ -51,6 +73,27 @@ impl Hooks {
         let number = state.number();
         state.observers.push((number, observe));
         Registration { hooks: self.clone(), number }
+    }
+
+    pub(crate) fn add_mapping_observer(self: &Arc<Self>, observe: MappingObserver) -> Registration {
+        let mut state = self.state.lock();
+        let number = state.number();
+        state.mapping_observers.push((number, observe));
+        Registration { hooks: self.clone(), number }
+    }
+
+    pub(crate) fn about_to_unmap(&self, addr: u64, bytes: u64) {
+        self.tell(&MappingChange::BeforeUnmap { addr, bytes });
+    }
+
+    pub(crate) fn mapped(&self, addr: u64, bytes: u64) {
+        self.tell(&MappingChange::Mapped { addr, bytes });
+    }
+
+    fn tell(&self, change: &MappingChange) {
+        let observers: Vec<MappingObserver> =
+            self.state.lock().mapping_observers.iter().map(|(_, observe)| observe.clone()).collect();
+        observers.iter().for_each(|observe| observe(change));
     }
 
     /// The reclaimers, most willing first; none while this thread runs some already.
@@ -109,8 +152,10 @@ impl Drop for Registration {
         let reclaimer = reclaimer.map(|at| state.reclaimers.remove(at));
         let observer = state.observers.iter().position(|&(number, _)| number == self.number);
         let observer = observer.map(|at| state.observers.remove(at));
+        let mapping_observer = state.mapping_observers.iter().position(|&(number, _)| number == self.number);
+        let mapping_observer = mapping_observer.map(|at| state.mapping_observers.remove(at));
         drop(state);
-        drop((reclaimer, observer));
+        drop((reclaimer, observer, mapping_observer));
     }
 }
 

@@ -10,6 +10,16 @@
 
 use super::{Block, BlockId, Heap, Region, State};
 
+/// What became of a block of which a part is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Holding {
+    /// The part that is held.
+    pub(crate) id: BlockId,
+    /// What is left below and above it, as it was.
+    pub(crate) below: Option<BlockId>,
+    pub(crate) above: Option<BlockId>,
+}
+
 /// The granules of a region.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Granules {
@@ -89,37 +99,29 @@ impl Heap {
     }
 
     /// Holds `from..to`, which lies in one free block or one hole; what is left of that on either side stays what it is.
-    pub(crate) fn hold(&mut self, id: BlockId, from: u64, to: u64) -> BlockId {
+    pub(crate) fn hold(&mut self, id: BlockId, from: u64, to: u64) -> Holding {
         let block = self.blocks[id];
         debug_assert!(block.addr <= from && from < to && to <= block.addr + block.size);
-        let held = match block.state {
-            State::Free => {
-                self.unindex(id);
-                self.free -= block.size;
-                self.held_bytes += to - from;
-                State::Held
-            }
-            _ => {
-                debug_assert_eq!(block.state, State::Hole);
-                self.holes.remove(&block.addr);
-                State::Filling
-            }
+        let held = if block.state == State::Free {
+            self.unindex(id);
+            self.free -= block.size;
+            self.held_bytes += to - from;
+            State::Held
+        } else {
+            debug_assert_eq!(block.state, State::Hole);
+            self.holes.remove(&block.addr);
+            State::Filling
         };
         self.blocks[id].state = held;
-        let middle = if from > block.addr {
-            let low = self.cut(id, from - block.addr);
-            self.back(low, block.state);
-            id
+        let below = (from > block.addr).then(|| self.cut(id, from - block.addr));
+        let whole = Holding { id, below, above: None };
+        let holding = if to < block.addr + block.size {
+            Holding { id: self.cut(id, to - from), above: Some(id), ..whole }
         } else {
-            id
+            whole
         };
-        let rest = block.addr + block.size - to;
-        if rest == 0 {
-            return middle;
-        }
-        let low = self.cut(middle, to - from);
-        self.back(middle, block.state);
-        low
+        holding.below.into_iter().chain(holding.above).for_each(|id| self.back(id, block.state));
+        holding
     }
 
     /// A piece beside what is held goes back to what it was. Its neighbours are what they were beside it, so nothing merges.
@@ -259,7 +261,7 @@ mod tests {
     fn fill(heap: &mut Heap, from: u64, granules: u64) -> BlockId {
         let at = BASE + from * GRANULE;
         let held = heap.hold(hole_at(heap, at), at, at + granules * GRANULE);
-        heap.unhold_as_free(held)
+        heap.unhold_as_free(held.id)
     }
 
     #[test]
@@ -270,7 +272,7 @@ mod tests {
         assert_eq!((heap.memory(), heap.free, heap.holes().count()), (3 * GRANULE, 3 * GRANULE, 2));
         assert_eq!(heap.check(), Ok(()));
         let at = BASE + 3 * GRANULE;
-        let held = heap.hold(block, at, at + GRANULE);
+        let held = heap.hold(block, at, at + GRANULE).id;
         assert_eq!((heap.free, heap.held_bytes, heap.in_use()), (2 * GRANULE, GRANULE, 0));
         assert_eq!(heap.check(), Ok(()));
         heap.unhold_as_hole(held);
@@ -295,7 +297,7 @@ mod tests {
         assert_eq!((block.size, block.after), (4 * GRANULE, 9));
         let last_uses: Vec<u64> = (0..4).map(|n| heap.last_use_of(block, BASE + n * GRANULE)).collect();
         assert_eq!(last_uses, [5, 5, 9, 9]);
-        let held = heap.hold(id, BASE, BASE + GRANULE);
+        let held = heap.hold(id, BASE, BASE + GRANULE).id;
         heap.unhold_as_hole(held);
         fill(&mut heap, 0, 1);
         let (_, block) = heap.blocks.iter().find(|(_, block)| block.state == State::Free).unwrap();
@@ -317,7 +319,7 @@ mod tests {
                         let covers = |block: &Block| block.addr <= from && to <= block.addr + block.size;
                         let found = heap.blocks.iter().find(|(_, block)| block.state == wanted && covers(block));
                         if let Some((id, _)) = found {
-                            let held = heap.hold(id, from, to);
+                            let held = heap.hold(id, from, to).id;
                             prop_assert_eq!(heap.check(), Ok(()));
                             if as_free { heap.unhold_as_free(held); } else { heap.unhold_as_hole(held); }
                         }

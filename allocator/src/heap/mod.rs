@@ -19,7 +19,8 @@ mod strays;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-pub(crate) use holes::Granules;
+use holes::Granules;
+pub(crate) use holes::Holding;
 pub(crate) use block::{Block, BlockId, Slab, State};
 pub(crate) use index::{FreeIndex, Key};
 

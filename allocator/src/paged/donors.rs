@@ -1,0 +1,129 @@
+//! Granules that may move: those that lie wholly in free blocks and whose last use is done.
+//!
+//! The smallest free blocks give first, because they serve the fewest requests, and each from its high end, because blocks
+//! are handed out from the low one. Granules that are not known done are counted by the tick that would let them move.
+
+use std::collections::BTreeMap;
+
+use crate::core::Request;
+use crate::heap::{BlockId, Heap};
+use crate::paged::window::Window;
+use crate::whole::Whole;
+
+/// Contiguous granules of one free block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Donor {
+    /// The stream in whose arena the block is.
+    pub(crate) arena: u32,
+    pub(crate) block: BlockId,
+    pub(crate) addr: u64,
+    pub(crate) bytes: u64,
+}
+
+/// What can move, and what could.
+#[derive(Debug, Default)]
+pub(crate) struct Donors {
+    /// What was chosen: in each block from high to low.
+    pub(crate) chosen: Vec<Donor>,
+    /// Granules chosen.
+    pub(crate) granules: u64,
+    /// Granules that are not known done, by stream and by where its timeline must have got to.
+    pub(crate) not_done: BTreeMap<(u32, u64), u64>,
+}
+
+/// A free block that has room for a granule.
+struct Candidate {
+    size: u64,
+    addr: u64,
+    arena: u32,
+    block: BlockId,
+}
+
+impl Whole {
+    /// Up to `wanted` granules that may move, from pools that `from` allows, none of them in the window.
+    pub(crate) fn donors(&self, wanted: u64, window: Option<&Window>, from: impl Fn(u16) -> bool) -> Donors {
+        let mut donors = Donors::default();
+        let Some(paged) = &self.paged else { return donors };
+        if wanted == 0 {
+            return donors;
+        }
+        let window = window.map_or(0..0, |window| {
+            let granule = paged.granule;
+            window.start / granule * granule..window.end.next_multiple_of(granule)
+        });
+        for candidate in self.candidates(paged.granule, from) {
+            let heap = self.heap_of(candidate.arena);
+            self.choose_in(heap, &candidate, wanted, &window, &mut donors);
+            if donors.granules == wanted {
+                break;
+            }
+        }
+        donors
+    }
+
+    fn candidates(&self, granule: u64, from: impl Fn(u16) -> bool) -> Vec<Candidate> {
+        let mut found = Vec::new();
+        for heap in self.heaps() {
+            for pool in (0..heap.pools.len()).filter_map(|pool| u16::try_from(pool).ok()).filter(|&pool| from(pool)) {
+                for key in heap.free_blocks_from(pool, granule) {
+                    let block = &heap.blocks[key.block()];
+                    if heap.region(block.region).is_paged() {
+                        let (size, addr, block) = (block.size, block.addr, key.block());
+                        found.push(Candidate { size, addr, arena: heap.home, block });
+                    }
+                }
+            }
+        }
+        found.sort_unstable_by_key(|candidate| (candidate.size, candidate.addr));
+        found
+    }
+
+    /// Chooses from one block, high end first.
+    fn choose_in(
+        &self,
+        heap: &Heap,
+        candidate: &Candidate,
+        wanted: u64,
+        window: &std::ops::Range<u64>,
+        donors: &mut Donors,
+    ) {
+        let Some(paged) = &self.paged else { return };
+        let granule = paged.granule;
+        let block = &heap.blocks[candidate.block];
+        let mut at = (block.addr + block.size) / granule * granule;
+        let mut open: Option<Donor> = None;
+        while donors.granules < wanted && at >= block.addr + granule {
+            at -= granule;
+            let in_window = at < window.end && window.start < at + granule;
+            if in_window || paged.is_pinned(at) {
+                donors.chosen.extend(open.take());
+                continue;
+            }
+            let last_use = if block.owner == heap.home { heap.last_use_of(block, at) } else { block.after };
+            if !self.is_known_done(block.owner, last_use) {
+                *donors.not_done.entry((block.owner, last_use)).or_default() += 1;
+                donors.chosen.extend(open.take());
+                continue;
+            }
+            donors.granules += 1;
+            open = Some(match open {
+                Some(donor) => Donor { addr: at, bytes: donor.bytes + granule, ..donor },
+                None => Donor { arena: candidate.arena, block: candidate.block, addr: at, bytes: granule },
+            });
+        }
+        donors.chosen.extend(open);
+    }
+
+    /// Whether granules of a pool may serve the request: those of open private pools serve these pools alone.
+    pub(crate) fn may_donate(&self, request: &Request) -> impl Fn(u16) -> bool + 'static {
+        let closed = self.unpromised_pools();
+        let own = request.pool;
+        move |pool| pool == own || closed.contains(&pool)
+    }
+
+    /// The pools whose free memory nobody is promised: the default ones and those of closed private pools.
+    pub(crate) fn unpromised_pools(&self) -> Vec<u16> {
+        let closed = self.pools.private.iter().filter(|private| !private.open).flat_map(|private| private.numbers);
+        [0, 1].into_iter().chain(closed).collect()
+    }
+}

@@ -1,0 +1,130 @@
+//! Which granule is mapped where. Physical memory and addresses are separate resources: this is where they meet.
+
+use std::collections::BTreeMap;
+
+use aquifer_device::{Device, DevicePtr, PhysicalOptions, RawPhysical, Reservation};
+
+/// The state of the backing, under the core's lock.
+#[derive(Debug)]
+pub(crate) struct Paged {
+    /// Bytes of a granule: a power of two and a multiple of the device's granularity.
+    pub(crate) granule: u64,
+    /// How granules are created.
+    pub(crate) options: PhysicalOptions,
+    /// Ordinals of the devices that have access to every mapping: this one first, then its peers.
+    pub(crate) access: Vec<u32>,
+    /// Reserved addresses, by the first of them.
+    reservations: BTreeMap<u64, Mapped>,
+    /// Granules that are mapped nowhere.
+    pub(crate) spares: Vec<RawPhysical>,
+    /// Spare granules that operations are at work with.
+    pub(crate) in_hands: u64,
+    /// Bytes mapped for small and large pools.
+    pub(crate) mapped_bytes: [u64; 2],
+    /// What the statistics say of both; what is spare counts as large.
+    pub(crate) accounted: [u64; 2],
+    /// How often each granule's place is pinned, by address.
+    pins: BTreeMap<u64, u32>,
+    /// The most that was in use at a time, as far as it was looked at.
+    pub(crate) in_use_peak: u64,
+    /// How often the host waited so that memory could move.
+    pub(crate) stalls: u64,
+}
+
+/// A reservation, and the granule behind each of its places.
+#[derive(Debug)]
+struct Mapped {
+    bytes: u64,
+    granules: Vec<Option<RawPhysical>>,
+}
+
+impl Paged {
+    pub(crate) fn new(granule: u64, options: PhysicalOptions, ordinal: u32) -> Paged {
+        debug_assert!(granule.is_power_of_two());
+        let (reservations, pins, spares) = (BTreeMap::new(), BTreeMap::new(), Vec::new());
+        Paged {
+            granule,
+            options,
+            access: vec![ordinal],
+            reservations,
+            spares,
+            in_hands: 0,
+            mapped_bytes: [0; 2],
+            accounted: [0; 2],
+            pins,
+            in_use_peak: 0,
+            stalls: 0,
+        }
+    }
+
+    /// Granules that so many bytes take.
+    pub(crate) fn granules(&self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.granule)
+    }
+
+    pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64) {
+        let places = usize::try_from(bytes / self.granule).unwrap_or(0);
+        self.reservations.insert(addr, Mapped { bytes, granules: vec![None; places] });
+    }
+
+    pub(crate) fn remove_reservation(&mut self, addr: u64) {
+        let removed = self.reservations.remove(&addr);
+        debug_assert!(removed.is_some_and(|mapped| mapped.granules.iter().all(Option::is_none)));
+    }
+
+    /// Bytes of addresses that are reserved.
+    pub(crate) fn address_bytes(&self) -> u64 {
+        self.reservations.values().map(|mapped| mapped.bytes).sum()
+    }
+
+    fn place(&mut self, addr: u64) -> Option<&mut Option<RawPhysical>> {
+        let granule = self.granule;
+        let (base, mapped) = self.reservations.range_mut(..=addr).next_back()?;
+        mapped.granules.get_mut(usize::try_from((addr - base) / granule).ok()?)
+    }
+
+    /// Notes that a granule is mapped at `addr`.
+    pub(crate) fn put(&mut self, addr: u64, physical: RawPhysical) {
+        let place = self.place(addr);
+        debug_assert!(place.as_ref().is_some_and(|place| place.is_none()));
+        if let Some(place) = place {
+            *place = Some(physical);
+        }
+    }
+
+    /// Takes note of the granules of a mapped range as of unmapped ones, in order of address.
+    pub(crate) fn take(&mut self, addr: u64, bytes: u64) -> Vec<RawPhysical> {
+        let granule = usize::try_from(self.granule).unwrap_or(usize::MAX);
+        let taken = (addr..addr + bytes).step_by(granule).map(|at| self.place(at).and_then(Option::take));
+        let taken: Vec<RawPhysical> = taken.flatten().collect();
+        debug_assert_eq!(taken.len() as u64 * self.granule, bytes);
+        taken
+    }
+
+    /// Pins or unpins the granules of a range.
+    pub(crate) fn pin(&mut self, addr: u64, bytes: u64, pin: bool) {
+        let granule = self.granule;
+        for at in (addr / granule..(addr + bytes).div_ceil(granule)).map(|number| number * granule) {
+            let count = self.pins.entry(at).or_default();
+            *count = if pin { *count + 1 } else { count.saturating_sub(1) };
+            if *count == 0 {
+                self.pins.remove(&at);
+            }
+        }
+    }
+
+    pub(crate) fn is_pinned(&self, addr: u64) -> bool {
+        !self.pins.is_empty() && self.pins.contains_key(&addr)
+    }
+
+    /// Hands everything to the device, to be given back when somebody next talks to it.
+    pub(crate) fn bury(self, device: &Device) {
+        let granule = self.granule;
+        for (addr, Mapped { bytes, granules }) in self.reservations {
+            let places = (addr..).step_by(usize::try_from(granule).unwrap_or(usize::MAX)).zip(granules);
+            let mapped = places.filter_map(|(at, physical)| Some((DevicePtr(at), granule, physical?))).collect();
+            device.unreserve_later(Reservation { ptr: DevicePtr(addr), bytes, mapped });
+        }
+        self.spares.into_iter().for_each(|physical| device.release_later(physical));
+    }
+}

@@ -1,0 +1,85 @@
+//! Milestones: events recorded in time, so that the host knows what is done.
+//!
+//! What the host must know before it can move memory needs an event, and one recorded only then would complete only after
+//! everything queued by then. So a stream records one when much was given back since the last. At most one event is recorded for 100
+//! operations, beside a few at the start: an operation is an allocation or a free, and allocations are what is counted.
+
+use crate::allocator::Allocator;
+use crate::whole::Whole;
+use aquifer_device::Stream;
+
+/// A milestone is due when so large a share of what is reserved was given back since the last.
+const SHARE: u64 = 64;
+/// Allocations for each event, which make 100 operations with their frees.
+const SPACING: u64 = 50;
+/// Events that may be recorded before that many operations were made.
+const ADVANCE: u64 = 32;
+
+/// A stream's milestones, under its arena's lock.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Milestones {
+    /// Bytes given back so far.
+    pub(crate) freed: u64,
+    /// The next milestone is due when so many were.
+    due_at: u64,
+    /// Events recorded.
+    recorded: u64,
+}
+
+impl Default for Milestones {
+    /// None are ever due.
+    fn default() -> Milestones {
+        Milestones { freed: 0, due_at: u64::MAX, recorded: 0 }
+    }
+}
+
+impl Milestones {
+    pub(crate) fn start(&mut self) {
+        self.due_at = 0;
+    }
+
+    #[inline]
+    pub(crate) fn is_due(&self) -> bool {
+        self.freed >= self.due_at
+    }
+}
+
+impl Allocator {
+    /// Records a milestone on the stream, unless there were too many.
+    #[cold]
+    pub(crate) fn record_milestone(&self, stream: &Stream) {
+        let mut whole = self.shell().whole();
+        let slot = stream.id();
+        let apart = whole.reserved / SHARE;
+        let may_record = whole.may_record(slot);
+        let milestones = &mut whole.arena(slot).milestones;
+        // Nothing was given back since the start: nothing to learn.
+        let useful = milestones.freed > 0;
+        milestones.due_at = milestones.freed + apart.max(1);
+        if !useful || !may_record {
+            return;
+        }
+        whole.note_recorded(slot);
+        drop(whole);
+        let timeline = stream.timeline();
+        // A stream that captures, or one that is gone, records none; what is free there is then learned of in other ways.
+        if let Err(error) = timeline.cover(timeline.now()) {
+            tracing::debug!(%error, stream = slot, "no milestone could be recorded");
+        }
+    }
+}
+
+impl Whole {
+    /// Whether one more event on the stream is within what milestones may cost.
+    pub(crate) fn may_record(&mut self, slot: u32) -> bool {
+        let Some(desk) = self.try_arena(slot) else { return false };
+        let searches: u64 = desk.heap.pools.iter().map(|pool| pool.searches).sum();
+        desk.milestones.recorded <= ADVANCE + searches / SPACING
+    }
+
+    pub(crate) fn note_recorded(&mut self, slot: u32) {
+        if let Some(desk) = self.try_arena(slot) {
+            desk.milestones.recorded += 1;
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! The backing `Paged`: physical granules, mapped into large address reservations wherever contiguous memory is needed.
+//!
+//! When no free block serves a request, a *window* is chosen: a stretch of free blocks and holes that becomes a free block large
+//! enough once the fewest granules are put into its holes. Those come from *donors*, granules that lie wholly in free blocks
+//! whose last use is done, and only where these do not suffice from the device. So memory held from the device follows what is in
+//! use, and fragmentation costs addresses rather than memory.
+//!
+//! | file | idea |
+//! | --- | --- |
+//! | `granules.rs` | which granule is mapped where; spare ones; pins |
+//! | `window.rs` | the place that needs the fewest granules |
+//! | `donors.rs` | granules that may move, and ticks that would let more of them move |
+//! | `plan.rs` | a remap as a whole, decided and held under the locks |
+//! | `driver.rs` | its driver calls, made without a lock; what they came to |
+//! | `grow.rs` | from a request to a served one: plan, wait, carry out, commit |
+//! | `trim.rs` | memory and addresses back to the device |
+//! | `milestones.rs` | events recorded in time, so that the host knows what is done |
+//! | `probe.rs` | whether the device can map memory at all |
+//!
+//! Invariants, beside those of holes in the heap:
+//! * **P1** A granule is unmapped only when its last use is known done on the host, and neither pinned nor in an open private pool
+//!   (other than the request's own).
+//! * **P2** A granule is in one place: mapped in one reservation, among the spares, or in the hands of one operation.
+//! * **P3** `reserved` = mapped + spare granules + segments, at any time that no operation is in flight.
+//! * **P4** While the driver is asked to change what is behind some addresses, they are held in the heap, so that two
+//!   operations never touch the same ones. An operation that fails gives back all that it held.
+//!
+//! Locks: decisions are made under all locks; no driver call, wait or observer runs under any of them.
+
+mod donors;
+mod driver;
+mod granules;
+mod grow;
+mod milestones;
+mod plan;
+mod probe;
+mod trim;
+mod window;
+
+pub(crate) use donors::Donors;
+pub(crate) use granules::Paged;
+pub(crate) use milestones::Milestones;
+pub(crate) use probe::probe;

@@ -1,0 +1,304 @@
+//! A remap as a whole: decided, and held, under all locks.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::core::Request;
+use crate::heap::{BlockId, Holding, State, kind_of};
+use crate::history::Action;
+use crate::paged::donors::{Donor, Donors};
+use crate::paged::driver::{Done, Work};
+use crate::paged::window::{self, Window};
+use crate::segments::Refusal;
+use crate::size_class::PoolKind;
+use crate::tags::Tag;
+use crate::whole::Whole;
+
+/// Growth ahead of need: this share of what is reserved, up to so many bytes. Growing by less costs more driver calls, by more
+/// more memory; figures in ARCHITECTURE.md.
+const AHEAD_SHARE: u64 = 64;
+const AHEAD_MAX: u64 = 128 << 20;
+
+/// What a plan has to heed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Terms {
+    /// Bytes that may still be taken from the device.
+    pub(crate) buyable: u64,
+    /// Why not more, if more is refused.
+    pub(crate) refusal: Refusal,
+    /// Whether to grow ahead of need.
+    pub(crate) ahead: bool,
+}
+
+/// What a remap needs from the driver, and what is held for it.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    work: Work,
+    held: Held,
+}
+
+/// What is held while the driver is at work.
+#[derive(Debug)]
+pub(crate) struct Held {
+    /// Pieces of the window, by address.
+    window: Vec<BlockId>,
+    donors: Vec<Donor>,
+    /// Bytes that the device is asked for.
+    growing: u64,
+    /// Spare granules that take part.
+    spares: u64,
+}
+
+/// What came of planning.
+#[derive(Debug)]
+pub(crate) enum Planned {
+    /// To be carried out.
+    Ready(Plan),
+    /// No run of free blocks and holes is long enough.
+    NoAddresses,
+    /// So many granules are lacking beyond what may move and what may be had from the device.
+    Short { missing: u64, not_done: BTreeMap<(u32, u64), u64>, refusal: Refusal },
+}
+
+/// What a plan would take, before anything is held.
+#[derive(Debug)]
+pub(crate) struct Draft {
+    window: Window,
+    pub(crate) donors: Donors,
+    spares: u64,
+    pub(crate) buy: u64,
+}
+
+impl Whole {
+    /// Where the request's memory would come from: granules that are at hand, that may move, and the rest from the device.
+    pub(crate) fn draft(&mut self, request: &Request) -> Option<Draft> {
+        let in_use = self.heaps().map(crate::heap::Heap::in_use).sum::<u64>() + request.size;
+        let paged = self.paged.as_mut()?;
+        paged.in_use_peak = paged.in_use_peak.max(in_use);
+        let (granule, at_hand) = (paged.granule, paged.spares.len() as u64);
+        let window = window::cheapest(&self.arena(request.slot).heap, request.pool, request.size, granule)?;
+        let spares = window.lacks.min(at_hand);
+        let need = window.lacks - spares;
+        let donors = self.donors(need, Some(&window), self.may_donate(request));
+        let buy = need - donors.granules;
+        Some(Draft { window, donors, spares, buy })
+    }
+
+    /// Makes a draft a plan: holds everything that takes part.
+    pub(crate) fn plan(&mut self, request: &Request, draft: Draft, terms: &Terms) -> Planned {
+        let Some(paged) = &self.paged else { return Planned::NoAddresses };
+        let granule = paged.granule;
+        let buyable = terms.buyable / granule;
+        if draft.buy > buyable {
+            let (missing, not_done, refusal) = (draft.buy - buyable, draft.donors.not_done, terms.refusal);
+            return Planned::Short { missing, not_done, refusal };
+        }
+        let ahead = if draft.buy > 0 && terms.ahead { self.ahead(&draft, buyable) } else { 0 };
+        let Draft { window, donors, spares, buy } = draft;
+        let (held, fill, changed) = self.hold_window(request.slot, &window, ahead * granule);
+        let donors = self.hold_donors(request.slot, donors.chosen, &changed, window.end);
+        let growing = (buy + ahead) * granule;
+        self.growing += growing;
+        let unmap = donors.iter().map(|donor| donor.addr..donor.addr + donor.bytes).collect::<Vec<_>>();
+        let Some(paged) = self.paged.as_mut() else { return Planned::NoAddresses };
+        let unmap = unmap.into_iter().map(|range| (range.clone(), paged.take(range.start, range.end - range.start)));
+        let unmap = unmap.collect();
+        paged.in_hands += spares;
+        let at = paged.spares.len() - usize::try_from(spares).unwrap_or(0);
+        let at_hand = paged.spares.split_off(at);
+        let (options, access) = (paged.options, paged.access.clone());
+        let work = Work { granule, options, access, create: buy + ahead, unmap, spares: at_hand, fill };
+        Planned::Ready(Plan { work, held: Held { window: held, donors, growing, spares } })
+    }
+
+    /// Granules to take beyond the need, where there is room behind the window.
+    fn ahead(&self, draft: &Draft, buyable: u64) -> u64 {
+        let (Some(paged), Some(room_end)) = (&self.paged, draft.window.room) else { return 0 };
+        let granule = paged.granule;
+        let chunk = (self.reserved / AHEAD_SHARE).min(AHEAD_MAX) / granule;
+        let room = (room_end - draft.window.end.next_multiple_of(granule)) / granule;
+        let ahead = chunk.saturating_sub(draft.buy).min(room);
+        if draft.buy + ahead <= buyable { ahead } else { 0 }
+    }
+
+    /// Holds the window, and so many bytes of the hole behind it; tells what is to be filled, and what became of blocks of
+    /// which a part was held.
+    fn hold_window(
+        &mut self,
+        slot: u32,
+        window: &Window,
+        ahead: u64,
+    ) -> (Vec<BlockId>, Vec<std::ops::Range<u64>>, BTreeMap<BlockId, Holding>) {
+        let granule = self.paged.as_ref().map_or(1, |paged| paged.granule);
+        let heap = &mut self.arena(slot).heap;
+        let (mut held, mut changed) = (Vec::new(), BTreeMap::new());
+        let mut fill: Vec<std::ops::Range<u64>> = Vec::new();
+        let mut pieces = window.pieces.clone();
+        let filled_to = window.end.next_multiple_of(granule) + ahead;
+        // The hole to grow ahead in may begin where the window ends.
+        let beyond = window.pieces.last().and_then(|&id| heap.blocks[id].next.some());
+        pieces.extend(beyond.filter(|&id| ahead > 0 && heap.blocks[id].state == State::Hole));
+        for id in pieces {
+            let block = heap.blocks[id];
+            let is_hole = block.state == State::Hole;
+            let (from, to) = if is_hole {
+                (window.start / granule * granule, filled_to)
+            } else {
+                (window.start, window.end)
+            };
+            let (from, to) = (from.max(block.addr), to.min(block.addr + block.size));
+            if from >= to {
+                continue;
+            }
+            let holding = heap.hold(id, from, to);
+            held.push(holding.id);
+            changed.insert(id, holding);
+            if is_hole {
+                match fill.last_mut() {
+                    Some(last) if last.end == from => last.end = to,
+                    _ => fill.push(from..to),
+                }
+            }
+        }
+        (held, fill, changed)
+    }
+
+    /// Holds donors, from high to low in each block.
+    fn hold_donors(
+        &mut self,
+        slot: u32,
+        chosen: Vec<Donor>,
+        changed: &BTreeMap<BlockId, Holding>,
+        window_end: u64,
+    ) -> Vec<Donor> {
+        let mut donors = Vec::with_capacity(chosen.len());
+        // What is left of the block that the last donor was in.
+        let mut left: Option<(Donor, Option<BlockId>)> = None;
+        for donor in chosen {
+            let same_block = |last: &Donor| last.arena == donor.arena && last.block == donor.block;
+            let in_window = (donor.arena == slot).then(|| changed.get(&donor.block)).flatten();
+            let id = match (left.filter(|(last, _)| same_block(last)), in_window) {
+                // Parts of the window's own blocks lie below it and above it.
+                (Some((last, below)), Some(holding)) => {
+                    let crossed = last.addr >= window_end && donor.addr < window_end;
+                    if crossed { holding.below } else { below }
+                }
+                (Some((_, below)), None) => below,
+                (None, Some(holding)) => if donor.addr >= window_end { holding.above } else { holding.below },
+                (None, None) => Some(donor.block),
+            };
+            let id = id.unwrap_or_else(|| unreachable!("a donor outside of its block"));
+            let holding = self.arena(donor.arena).heap.hold(id, donor.addr, donor.addr + donor.bytes);
+            left = Some((donor, holding.below));
+            donors.push(Donor { block: holding.id, ..donor });
+        }
+        donors
+    }
+
+    /// Accounts for what the driver did, and lets go of what was held. Tells the free block that the window became, if all went
+    /// well.
+    pub(crate) fn settle_plan(&mut self, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
+        self.growing -= held.growing;
+        self.settle_donors(&held.donors, done);
+        let Some(paged) = self.paged.as_mut() else { return None };
+        let kind = kind_of(request.pool);
+        paged.in_hands -= held.spares;
+        paged.spares.extend(&done.spares);
+        for &(at, physical, _) in &done.mapped {
+            paged.put(at, physical);
+            paged.mapped_bytes[kind as usize] += paged.granule;
+        }
+        let usable = done.mapped.iter().filter(|(.., usable)| *usable).map(|&(at, ..)| at).collect();
+        let stuck = done.mapped.iter().filter(|(.., usable)| !usable).map(|&(at, ..)| at).collect();
+        let last = held.window.iter().filter_map(|&id| self.let_go(request, id, &usable, &stuck)).last();
+        if done.created > 0 {
+            self.counters().num_device_alloc.add(1);
+        }
+        if done.unmapped > 0 {
+            let moved = held.donors[..done.unmapped].iter().map(|donor| donor.bytes).sum::<u64>();
+            self.counters().remaps.add(1);
+            self.counters().moved_bytes.add(moved);
+        }
+        self.account_for_granules();
+        last.filter(|_| done.error.is_none())
+    }
+
+    fn settle_donors(&mut self, donors: &[Donor], done: &Done) {
+        let mut still_mapped = done.still_mapped.iter();
+        for (at, donor) in donors.iter().enumerate() {
+            let heap = &mut self.arena(donor.arena).heap;
+            let pool = heap.blocks[donor.block].pool;
+            if at < done.unmapped {
+                heap.unhold_as_hole(donor.block);
+                self.note_mapping(Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+                if let Some(paged) = &mut self.paged {
+                    paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
+                }
+            } else {
+                heap.unhold_as_free(donor.block);
+                let granules = still_mapped.next();
+                if let (Some(paged), Some(granules)) = (&mut self.paged, granules) {
+                    let places = (donor.addr..).step_by(usize::try_from(paged.granule).unwrap_or(usize::MAX));
+                    places.zip(granules).for_each(|(at, &physical)| paged.put(at, physical));
+                }
+            }
+        }
+    }
+
+    /// Lets go of a piece of the window; tells the free block that it is now in, if it is.
+    fn let_go(
+        &mut self,
+        request: &Request,
+        id: BlockId,
+        usable: &BTreeSet<u64>,
+        stuck: &BTreeSet<u64>,
+    ) -> Option<BlockId> {
+        let heap = &mut self.arena(request.slot).heap;
+        let block = heap.blocks[id];
+        if block.state == State::Held {
+            return Some(heap.unhold_as_free(id));
+        }
+        let range = block.addr..block.addr + block.size;
+        // Memory that can be neither accessed nor taken back: nobody gets these addresses any more.
+        if stuck.range(range.clone()).next().is_some() {
+            return None;
+        }
+        if !usable.contains(&block.addr) {
+            heap.unhold_as_hole(id);
+            return None;
+        }
+        let free = heap.unhold_as_free(id);
+        self.note_mapping(Action::SegmentMap, request.pool, request.slot, block.addr, block.size);
+        Some(free)
+    }
+
+    pub(crate) fn note_mapping(&self, action: Action, pool: u16, slot: u32, addr: u64, bytes: u64) {
+        let pool = self.pools.history_id(pool);
+        self.shell.history.lock().note(action, pool, addr, bytes, slot, Tag::default());
+    }
+
+    /// Makes `reserved` what granules and segments are (P3). What is given up counts before what is gained, so that memory
+    /// that moved between pools raises no peak.
+    pub(crate) fn account_for_granules(&mut self) {
+        let Some(paged) = &mut self.paged else { return };
+        let unmapped = (paged.spares.len() as u64 + paged.in_hands) * paged.granule;
+        let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + unmapped];
+        let before = std::mem::replace(&mut paged.accounted, now);
+        let counters = &self.shell.counters;
+        let kinds = [PoolKind::Small, PoolKind::Large];
+        for (kind, (before, now)) in kinds.into_iter().zip(before.into_iter().zip(now)) {
+            counters.reserved_bytes.sub(kind, before.saturating_sub(now));
+        }
+        for (kind, (before, now)) in kinds.into_iter().zip(before.into_iter().zip(now)) {
+            counters.reserved_bytes.add(kind, now.saturating_sub(before));
+        }
+        let (before, now): (u64, u64) = (before.iter().sum(), now.iter().sum());
+        self.reserved = self.reserved + now - before;
+    }
+}
+
+impl Plan {
+    /// Parts what the driver is asked from what is held meanwhile.
+    pub(crate) fn part(self) -> (Work, Held) {
+        (self.work, self.held)
+    }
+}

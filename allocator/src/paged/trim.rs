@@ -1,0 +1,173 @@
+//! Memory and addresses back to the device.
+
+use std::ops::Range;
+
+use aquifer_device::{DeviceError, DevicePtr, RawPhysical};
+
+use crate::allocator::Allocator;
+use crate::cross_stream::cannot_be_asked;
+use crate::error::AllocError;
+use crate::heap::{State, kind_of};
+use crate::history::Action;
+use crate::paged::donors::Donor;
+use crate::whole::Whole;
+
+/// Granules on their way back to the device.
+struct Leaving {
+    donors: Vec<Donor>,
+    ranges: Vec<(Range<u64>, Vec<RawPhysical>)>,
+    spares: Vec<RawPhysical>,
+}
+
+impl Allocator {
+    /// Gives granules that nobody uses back to the device, spare ones first, until at most `target` bytes are held from it or
+    /// none is left in the pools that `of` picks; tells how many bytes went. Those not known done stay.
+    pub(crate) fn trim_paged(&self, target: u64, of: impl Fn(u16) -> bool + Copy) -> Result<u64, AllocError> {
+        let mut whole = self.shell().whole();
+        let Some(granule) = whole.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
+        let leaving = whole.begin_trim(target, of);
+        drop(whole);
+        let Leaving { donors, ranges, spares } = leaving;
+        let (mut unmapped, mut loose, mut failed) = (0, spares, None);
+        let in_hands = loose.len() as u64;
+        for (range, granules) in &ranges {
+            self.hooks().about_to_unmap(range.start, range.end - range.start);
+            if let Err(error) = self.device().driver().unmap(DevicePtr(range.start), range.end - range.start) {
+                failed = Some(error);
+                break;
+            }
+            unmapped += 1;
+            loose.extend(granules);
+        }
+        let (released, failed) = self.release_granules(&mut loose, failed);
+        let mut whole = self.shell().whole();
+        whole.settle_trim(&donors, ranges, unmapped, in_hands, loose);
+        drop(whole);
+        let addresses = self.give_addresses_back();
+        match failed {
+            Some(error) => Err(error.into()),
+            None => addresses.map(|()| released * granule),
+        }
+    }
+
+    /// Releases granules; what cannot be stays in the list.
+    fn release_granules(&self, loose: &mut Vec<RawPhysical>, mut failed: Option<DeviceError>) -> (u64, Option<DeviceError>) {
+        let mut released = 0;
+        while failed.is_none()
+            && let Some(&physical) = loose.last()
+        {
+            match self.device().driver().release_physical(physical) {
+                Ok(()) => {
+                    loose.pop();
+                    released += 1;
+                }
+                Err(error) => failed = Some(error),
+            }
+        }
+        (released, failed)
+    }
+
+    /// Gives reservations back in which nothing is mapped.
+    fn give_addresses_back(&self) -> Result<(), AllocError> {
+        let mut whole = self.shell().whole();
+        let empty = whole.take_empty_reservations();
+        drop(whole);
+        let mut failed = Ok(());
+        for (addr, bytes) in empty {
+            if let Err(error) = self.device().driver().unreserve(DevicePtr(addr), bytes) {
+                let reservation = aquifer_device::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
+                self.device().unreserve_later(reservation);
+                failed = Err(error.into());
+            }
+        }
+        failed
+    }
+
+    /// Waits until the free memory in the pools that `of` picks is known done; tells whether any was not.
+    pub(crate) fn synchronize_free(&self, of: impl Fn(u16) -> bool) -> Result<bool, AllocError> {
+        let whole = self.shell().whole();
+        let not_done = whole.donors(u64::MAX, None, &of).not_done;
+        let mut latest = std::collections::BTreeMap::new();
+        not_done.keys().for_each(|&(slot, after)| {
+            latest.insert(slot, after);
+        });
+        let waits: Vec<_> =
+            latest.into_iter().filter_map(|(slot, after)| Some((whole.timeline(slot)?.clone(), after))).collect();
+        drop(whole);
+        for (timeline, after) in &waits {
+            match timeline.synchronize(after.saturating_sub(1)) {
+                Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
+                _ => {}
+            }
+        }
+        Ok(!waits.is_empty())
+    }
+}
+
+impl Whole {
+    fn begin_trim(&mut self, target: u64, of: impl Fn(u16) -> bool) -> Leaving {
+        let excess = self.reserved.saturating_sub(target);
+        let none = Leaving { donors: Vec::new(), ranges: Vec::new(), spares: Vec::new() };
+        let Some(paged) = &mut self.paged else { return none };
+        let granule = paged.granule;
+        let wanted = excess.div_ceil(granule);
+        let kept = paged.spares.len().saturating_sub(usize::try_from(wanted).unwrap_or(usize::MAX));
+        let spares = paged.spares.split_off(kept);
+        paged.in_hands += spares.len() as u64;
+        let chosen = self.donors(wanted - spares.len() as u64, None, of).chosen;
+        let donors = self.hold_all(chosen);
+        let Some(paged) = &mut self.paged else { return none };
+        let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
+        let ranges = donors.iter().map(|donor| (range(donor), paged.take(donor.addr, donor.bytes))).collect();
+        Leaving { donors, ranges, spares }
+    }
+
+    fn settle_trim(
+        &mut self,
+        donors: &[Donor],
+        ranges: Vec<(Range<u64>, Vec<RawPhysical>)>,
+        unmapped: usize,
+        in_hands: u64,
+        loose: Vec<RawPhysical>,
+    ) {
+        for (at, (donor, (_, granules))) in donors.iter().zip(ranges).enumerate() {
+            let heap = &mut self.arena(donor.arena).heap;
+            let pool = heap.blocks[donor.block].pool;
+            if at < unmapped {
+                heap.unhold_as_hole(donor.block);
+                self.note_mapping(Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+                self.counters().num_device_free.add(1);
+                if let Some(paged) = &mut self.paged {
+                    paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
+                }
+            } else {
+                heap.unhold_as_free(donor.block);
+                if let Some(paged) = &mut self.paged {
+                    paged.put_all(donor.addr, &granules);
+                }
+            }
+        }
+        if let Some(paged) = &mut self.paged {
+            paged.in_hands -= in_hands;
+            paged.spares.extend(loose);
+        }
+        self.account_for_granules();
+    }
+
+    /// Takes reservations that are one hole out of the heap; tells their addresses and lengths.
+    fn take_empty_reservations(&mut self) -> Vec<(u64, u64)> {
+        let mut empty = Vec::new();
+        let (core, arenas) = self.core_and_arenas();
+        for arena in arenas {
+            let whole = arena.heap.holes().filter(|(_, hole)| !hole.is_split() && hole.state == State::Hole);
+            for id in whole.map(|(id, _)| id).collect::<Vec<_>>() {
+                let region = arena.heap.remove_reservation(id);
+                if let Some(paged) = &mut core.paged {
+                    paged.remove_reservation(region.addr);
+                }
+                empty.push((region.addr, region.bytes));
+            }
+        }
+        empty
+    }
+}

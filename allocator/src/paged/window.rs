@@ -1,0 +1,183 @@
+//! The place where contiguous memory costs the fewest granules.
+//!
+//! Free blocks of the home stream and holes that lie side by side form a *run*. A window is a stretch of a run as long as
+//! the request, and what it costs is the granules that its holes lack. The best windows begin where a piece begins or end where
+//! one ends, so only those are looked at. Among equals the lowest address wins, which keeps the high ends empty.
+
+use crate::heap::{BlockId, Heap, State};
+
+/// A stretch of a run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Window {
+    pub(crate) start: u64,
+    pub(crate) end: u64,
+    /// Granules that it lacks.
+    pub(crate) lacks: u64,
+    /// The pieces that it touches, by address.
+    pub(crate) pieces: Vec<BlockId>,
+    /// The hole that its end lies in or beside, and where that hole ends: room to grow ahead.
+    pub(crate) room: Option<u64>,
+}
+
+/// A free block or a hole of a run.
+#[derive(Clone, Copy)]
+struct Piece {
+    id: BlockId,
+    start: u64,
+    end: u64,
+    is_hole: bool,
+    /// Granules of holes in the run before this piece.
+    holes_before: u64,
+}
+
+/// Pieces that lie side by side.
+struct Run {
+    granule: u64,
+    pieces: Vec<Piece>,
+}
+
+/// The cheapest window of `size` bytes in a pool's regions.
+pub(crate) fn cheapest(heap: &Heap, pool: u16, size: u64, granule: u64) -> Option<Window> {
+    let mut best: Option<(u64, u64)> = None;
+    let mut best_run = None;
+    let mut seen_to = 0;
+    for (id, hole) in heap.holes().filter(|(_, hole)| hole.pool == pool) {
+        if hole.addr < seen_to {
+            continue;
+        }
+        let run = Run::around(heap, id, granule);
+        seen_to = run.end();
+        if let Some(found) = run.cheapest(size)
+            && best.is_none_or(|best| found < best)
+        {
+            best = Some(found);
+            best_run = Some(run);
+        }
+    }
+    let ((lacks, start), run) = (best?, best_run?);
+    Some(run.window(start, start + size, lacks))
+}
+
+impl Run {
+    fn around(heap: &Heap, id: BlockId, granule: u64) -> Run {
+        let usable = |id: &BlockId| {
+            let block = &heap.blocks[*id];
+            block.state == State::Hole || block.state == State::Free && block.owner == heap.home
+        };
+        let below = std::iter::successors(Some(id), |&id| heap.blocks[id].prev.some().filter(usable));
+        let first = below.last().unwrap_or(id);
+        let mut holes_before = 0;
+        let pieces = std::iter::successors(Some(first), |&id| heap.blocks[id].next.some().filter(usable)).map(|id| {
+            let block = &heap.blocks[id];
+            let (start, end, is_hole) = (block.addr, block.addr + block.size, block.state == State::Hole);
+            let piece = Piece { id, start, end, is_hole, holes_before };
+            holes_before += if is_hole { block.size / granule } else { 0 };
+            piece
+        });
+        Run { granule, pieces: pieces.collect() }
+    }
+
+    fn start(&self) -> u64 {
+        self.pieces.first().map_or(0, |piece| piece.start)
+    }
+
+    fn end(&self) -> u64 {
+        self.pieces.last().map_or(0, |piece| piece.end)
+    }
+
+    /// The piece that the byte at `addr` is in.
+    fn piece_at(&self, addr: u64) -> Option<&Piece> {
+        self.pieces.get(self.pieces.partition_point(|piece| piece.end <= addr))
+    }
+
+    /// Granules of holes that begin before `addr`, which is in the run or at its end.
+    fn holes_to(&self, addr: u64) -> u64 {
+        let Some(piece) = self.piece_at(addr.saturating_sub(1)) else { return 0 };
+        piece.holes_before + if piece.is_hole { (addr - piece.start).div_ceil(self.granule) } else { 0 }
+    }
+
+    /// Granules of holes that end at or before `addr`.
+    fn holes_done(&self, addr: u64) -> u64 {
+        let Some(piece) = self.piece_at(addr) else { return 0 };
+        piece.holes_before + if piece.is_hole { (addr - piece.start) / self.granule } else { 0 }
+    }
+
+    /// What the cheapest window of `size` bytes lacks, and where it starts.
+    fn cheapest(&self, size: u64) -> Option<(u64, u64)> {
+        let (start, end) = (self.start(), self.end());
+        let last = end.checked_sub(size).filter(|&last| last >= start)?;
+        let edges = self.pieces.iter().flat_map(|piece| {
+            // A window in a long hole starts at its low end: growth goes upwards.
+            let ends_here = (!piece.is_hole || piece.end != end).then(|| piece.end.checked_sub(size)).flatten();
+            [Some(piece.start), ends_here].into_iter().flatten()
+        });
+        let inside = edges.filter(|&at| start <= at && at <= last);
+        inside.map(|at| (self.holes_to(at + size) - self.holes_done(at), at)).min()
+    }
+
+    fn window(&self, start: u64, end: u64, lacks: u64) -> Window {
+        let touched = self.pieces.iter().filter(|piece| piece.start < end && start < piece.end);
+        let pieces = touched.map(|piece| piece.id).collect();
+        let filled_to = end.next_multiple_of(self.granule);
+        let beyond = self.pieces.iter().find(|piece| piece.is_hole && piece.start <= filled_to && filled_to < piece.end);
+        // A window that ends in a free block has its room there.
+        let inside_hole = self.piece_at(end - 1).is_some_and(|piece| piece.is_hole);
+        let room = beyond.filter(|piece| inside_hole || piece.start == end).map(|piece| piece.end);
+        Window { start, end, lacks, pieces, room }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::size_class::SizeClasses;
+
+    const G: u64 = 4096;
+    const BASE: u64 = 1 << 20;
+
+    /// A region of a map, a letter for each granule: `.` a hole, `f` free, `l` live.
+    fn heap(map: &str) -> Heap {
+        let mut heap = Heap::default();
+        heap.add_pools();
+        heap.add_reservation(BASE, map.len() as u64 * G, 0, G);
+        let classes = SizeClasses::new(&Config::default());
+        let mut taken = Vec::new();
+        for (at, letter) in map.bytes().enumerate().filter(|(_, letter)| *letter != b'.') {
+            let addr = BASE + at as u64 * G;
+            let hole = heap.holes().find(|(_, hole)| hole.addr <= addr && addr < hole.addr + hole.size);
+            let held = heap.hold(hole.unwrap().0, addr, addr + G).id;
+            let free = heap.unhold_as_free(held);
+            let (id, _) = heap.take(&classes, free, 0, G, G);
+            taken.push((id, letter));
+        }
+        for (id, _) in taken.into_iter().filter(|(_, letter)| *letter == b'f') {
+            heap.give(id, 0, 1);
+        }
+        heap
+    }
+
+    fn found(map: &str, size: u64) -> Option<(u64, u64, bool)> {
+        let window = cheapest(&heap(map), 0, size, G)?;
+        Some(((window.start - BASE) / G, window.lacks, window.room.is_some()))
+    }
+
+    #[test]
+    fn the_cheapest_window_lacks_the_fewest_granules() {
+        assert_eq!(found("....", 2 * G), Some((0, 2, true)));
+        assert_eq!(found("f...", 2 * G), Some((0, 1, true)));
+        assert_eq!(found("l.f.", 2 * G), Some((1, 1, false)), "the lower of equals");
+        assert_eq!(found("lf.fl....", 3 * G), Some((1, 1, false)));
+        assert_eq!(found("l.ffl...", 4 * G), None);
+        assert_eq!(found("lfl", 2 * G), None);
+        assert_eq!(found("lf.ff.l.........", 4 * G), Some((1, 1, false)));
+        assert_eq!(found("lf..fffl", 4 * G), Some((3, 1, false)), "it may begin within a hole");
+    }
+
+    #[test]
+    fn a_window_may_begin_and_end_within_granules() {
+        assert_eq!(found("f...", G + 512), Some((0, 1, true)));
+        assert_eq!(found("l..f.", 512), Some((1, 1, true)));
+        assert_eq!(found("l.f", G + 512), Some((1, 1, false)));
+    }
+}
