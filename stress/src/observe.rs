@@ -223,3 +223,45 @@ impl Subject for Paced {
         self.subject.record_stream(handle, stream)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Global;
+
+    fn observed(lag: u64) -> Observed {
+        let global = Global { device: Some("sim:1GiB".parse().unwrap()), ..Global::default() };
+        let config = "backing:segments".parse().unwrap();
+        Observed::new(&Session::new(&global).unwrap(), &config, 2, lag).unwrap()
+    }
+
+    #[test]
+    fn a_pass_has_its_costs() {
+        let mut observed = observed(3);
+        let start = observed.begin();
+        let block = observed.alloc(8 << 20, 0).unwrap();
+        observed.record_stream(&block, 1).unwrap();
+        observed.free(block);
+        let first = observed.end(&start);
+        assert_eq!((first.allocs, first.driver_allocs, first.calls.of(Operation::Alloc)), (1, 1, 1));
+        let modelled = first.modelled.unwrap();
+        assert!(modelled.worst_alloc_ns >= 66_000 && modelled.total_ns >= modelled.worst_alloc_ns, "{modelled:?}");
+        let start = observed.begin();
+        let small = observed.alloc(512, 0).unwrap();
+        let other = observed.alloc(512, 0).unwrap();
+        let second = observed.end(&start);
+        assert_eq!((second.allocs, second.driver_allocs, second.stalls), (2, 1, 0));
+        [small, other].into_iter().for_each(|block| observed.free(block));
+    }
+
+    #[test]
+    fn memory_that_goes_too_early_is_reported() {
+        let mut observed = observed(100);
+        let block = observed.alloc(2 << 20, 0).unwrap();
+        let device = observed.device().clone();
+        assert_eq!(device.driver().take_violation(), None);
+        device.driver().free(block.ptr()).unwrap();
+        let found = device.driver().take_violation().unwrap();
+        assert!(found.contains("cuMemFree at event 1") && found.contains("which are live"), "{found}");
+    }
+}

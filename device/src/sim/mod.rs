@@ -175,6 +175,11 @@ impl SimDriver {
         self.machine.lock().detector.take()
     }
 
+    /// A driver call without effect: it is counted, takes its time, and fails where a fault strikes.
+    fn ask(&self, operation: Operation) -> Result<()> {
+        self.call(operation, 0, |_| Ok(()))
+    }
+
     /// Makes one driver call.
     fn call<T>(&self, operation: Operation, bytes: u64, call: impl FnOnce(&mut Machine) -> Answer<T>) -> Result<T> {
         let mut machine = self.machine.lock();

@@ -192,3 +192,25 @@ fn the_race_detector_below_is_heard() {
     driver.release_physical(physical).unwrap();
     assert_eq!(hazards(&driver), [""; 0]);
 }
+
+#[test]
+fn asking_in_vain_has_its_price() {
+    let sim = SimDriver::new(SimConfig::new(1 << 30));
+    let driver = Lagging::new(sim.clone(), 5);
+    let (stream, event) = (driver.stream(), driver.create_event(true).unwrap());
+    driver.advance();
+    driver.record(event, stream).unwrap();
+    let price = |ask: &dyn Fn()| {
+        let before = (sim.calls_made(), sim.time_in_calls_ns());
+        ask();
+        (sim.calls_made() - before.0, sim.time_in_calls_ns() - before.1)
+    };
+    let asking: [&dyn Fn(); 3] =
+        [&|| assert!(driver.query_event(event).is_ok()), &|| assert!(driver.query_stream(stream).is_ok()), &|| {
+            drop(driver.elapsed_ms(event, event))
+        }];
+    let early = asking.map(price);
+    driver.synchronize().unwrap();
+    assert_eq!(early, asking.map(price));
+    assert!(early.iter().all(|&(calls, ns)| calls == 1 && ns > 0), "{early:?}");
+}

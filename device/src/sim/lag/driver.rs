@@ -18,6 +18,14 @@ macro_rules! pass_on {
     )*};
 }
 
+impl Lagging {
+    /// Whether work is done that was enqueued at `event`, asking the simulator once the device has reached it. Asking has its
+    /// price before that, too.
+    fn answer(&self, operation: Operation, event: u64, done: impl FnOnce() -> Result<bool>) -> Result<bool> {
+        if self.has_reached(event) { done() } else { self.inner.ask(operation).map(|()| false) }
+    }
+}
+
 impl Driver for Lagging {
     fn info(&self) -> &DeviceInfo {
         self.inner.info()
@@ -95,7 +103,7 @@ impl Driver for Lagging {
     }
 
     fn query_event(&self, event: RawEvent) -> Result<bool> {
-        Ok(self.has_reached(self.recorded(event)) && self.inner.query_event(event)?)
+        self.answer(Operation::QueryEvent, self.recorded(event), || self.inner.query_event(event))
     }
 
     fn synchronize_event(&self, event: RawEvent) -> Result<()> {
@@ -107,12 +115,13 @@ impl Driver for Lagging {
         if [start, end].into_iter().all(|event| self.has_reached(self.recorded(event))) {
             return self.inner.elapsed_ms(start, end);
         }
+        self.inner.ask(Operation::ElapsedTime)?;
         Err(DeviceError::new(Operation::ElapsedTime, Code::NOT_READY)
             .with_detail("the lagging device has not reached the event"))
     }
 
     fn query_stream(&self, stream: RawStream) -> Result<bool> {
-        Ok(self.has_reached(self.now()) && self.inner.query_stream(stream)?)
+        self.answer(Operation::QueryStream, self.now(), || self.inner.query_stream(stream))
     }
 
     fn synchronize_stream(&self, stream: RawStream) -> Result<()> {

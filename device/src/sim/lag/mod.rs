@@ -1,7 +1,7 @@
-//! A driver whose device lags behind the host by a number of events of a program.
+//! A simulated device that lags behind the host by a number of events of a program.
 //!
 //! The simulated device is fast and a replayed program enqueues no work, so its memory is always done with. A real device
-//! lags. [`Lagging`] stands between a device and its driver and answers as if the device were behind: the program counts its
+//! lags. [`Lagging`] stands before the simulator and answers as if the device were behind: the program counts its
 //! events, its *now*, and the device stands at
 //!
 //! > position = max(the latest event that the host waited for, now − lag)
@@ -11,7 +11,7 @@
 //! that wait for the device, such as `cuMemFree`, do so here.
 //!
 //! It also watches over memory, independently of the allocator: told which addresses the program's allocations cover and
-//! when each was last used, it reports a hazard, as the race detector reports its own ([`Driver::take_violation`]), when
+//! when each was last used, it reports a hazard, as the race detector reports its own (`take_violation`), when
 //! memory is unmapped that is live or whose last use the device has not reached, when plain memory is freed that is live, and
 //! when the same address is given out twice. Releasing physical memory needs no check of its own: it is gone only once it is
 //! unmapped.
@@ -28,13 +28,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::driver::{DevicePtr, Driver, RawEvent};
+use super::SimDriver;
+use crate::driver::{DevicePtr, RawEvent};
 use uses::Uses;
 
 /// Hazards kept until somebody takes them; later ones are dropped.
 const KEPT_MAX: usize = 4096;
 
-/// A driver whose device lags behind the host. See the module's documentation in `sim/lag/mod.rs`:
+/// A simulated device that lags behind the host. See the module's documentation in `sim/lag/mod.rs`:
 /// position = max(the latest event that the host waited for, now − lag).
 ///
 /// ```
@@ -51,7 +52,7 @@ const KEPT_MAX: usize = 4096;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Lagging {
-    inner: Arc<dyn Driver>,
+    inner: Arc<SimDriver>,
     lag: u64,
     /// The program's events so far.
     now: AtomicU64,
@@ -92,7 +93,7 @@ impl fmt::Debug for Lagging {
 
 impl Lagging {
     /// Makes the device of `inner` lag behind by `lag` events.
-    pub fn new(inner: Arc<dyn Driver>, lag: u64) -> Arc<Lagging> {
+    pub fn new(inner: Arc<SimDriver>, lag: u64) -> Arc<Lagging> {
         Arc::new(Lagging {
             inner,
             lag,
