@@ -37,7 +37,8 @@ impl Core {
     /// Whole free segments of the large pool that are at least as old as their average.
     fn aged(&self) -> Vec<BlockId> {
         let searches = self.heap.pools[usize::from(LARGE_POOL)].searches;
-        let age = |key: &Key| searches.saturating_sub(self.heap.blocks[key.block()].age_base);
+        let region = |key: &Key| self.heap.region(self.heap.blocks[key.block()].region);
+        let age = |key: &Key| searches.saturating_sub(region(key).age_base);
         let segments: Vec<Key> = self.whole_segments(LARGE_POOL).collect();
         let total: u64 = segments.iter().map(age).sum();
         let average = total.checked_div(segments.len() as u64).unwrap_or(0);
