@@ -1,7 +1,7 @@
 //! History: a ring of what happened, with PyTorch's actions.
 //!
-//! It lives under the heap's lock, so that a snapshot's history and segments agree. Off by default; then it costs one branch
-//! an operation. Only entries are stored, never formatted, until somebody takes a snapshot.
+//! It has a lock of its own, a leaf. Entries of an arena are made under the arena's lock too, and snapshots are taken under all
+//! locks, so that a snapshot's history and segments agree. Off by default; then it costs one branch an operation. Only entries are stored, never formatted, until somebody takes a snapshot.
 
 use std::collections::VecDeque;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -75,16 +75,18 @@ impl Allocator {
     ///
     /// What was recorded before is kept, as far as there is room, unless `clear` says otherwise.
     pub fn record_history(&self, options: HistoryOptions) {
-        let mut core = self.shell().lock();
+        let mut whole = self.shell().whole();
+        let mut history = self.shell().history.lock();
         if options.clear {
-            core.history.clear();
+            history.clear();
         }
-        core.history.record(options.entries, &options.skip);
+        history.record(options.entries, &options.skip);
+        whole.record_history(history.is_on());
     }
 
     /// Stops recording history and forgets what was recorded.
     pub fn stop_history(&self) {
-        self.shell().lock().history.record(0, &[]);
+        self.record_history(HistoryOptions::default());
     }
 }
 

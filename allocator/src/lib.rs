@@ -7,6 +7,7 @@
 
 mod allocation;
 mod allocator;
+mod arena;
 mod buffer;
 pub mod config;
 mod core;
@@ -32,8 +33,11 @@ pub mod snapshot;
 mod stats;
 mod summary;
 mod sync;
+mod table;
 mod tags;
+mod tally;
 mod waiting;
+mod whole;
 
 pub use allocation::Allocation;
 pub use allocator::{ALIGNMENT, Allocator};

@@ -6,8 +6,8 @@
 //! * **H3** no two neighbours are mergeable: both free, with the same owner, or both done for everybody;
 //! * **H4** a block is in an index exactly if it is free, and then in the one of its pool and owner.
 //!
-//! Ownership: a free block belongs to the stream of its last use (its *owner*), which may reuse it at once. A region has a
-//! *home* stream; a free block whose owner is another one is a *stray*. Once a stray is done it goes home, so that
+//! Ownership: a heap is one stream's, its *home*. A free block belongs to the stream of its last use (its *owner*), which may
+//! reuse it at once; one whose owner is not the home is a *stray*. Once a stray is done it goes home, so that
 //! borrowing memory across streams leaves no lasting borders between free blocks.
 
 mod block;
@@ -17,7 +17,7 @@ mod index;
 mod moves;
 mod strays;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 pub(crate) use block::{Block, BlockId, Slab, State};
 use index::{FreeIndex, Index};
@@ -32,10 +32,33 @@ pub(crate) struct Pool {
     pub(crate) kind: PoolKind,
     /// Blocks are handed out whole.
     pub(crate) no_split: bool,
-    /// Free blocks by owner.
-    indexes: Vec<FreeIndex>,
+    /// The private pool it is of, as history numbers them; 0 for the default pools.
+    pub(crate) history_id: u32,
+    index_kind: IndexKind,
+    /// Free blocks of the heap's home stream.
+    own: FreeIndex,
+    /// Strays, by owner.
+    away: BTreeMap<u32, FreeIndex>,
     /// How often somebody searched here: the clock of garbage collection.
     pub(crate) searches: u64,
+}
+
+impl Pool {
+    fn new(kind: PoolKind, index_kind: IndexKind) -> Pool {
+        let (own, away) = (FreeIndex::new(index_kind), BTreeMap::new());
+        Pool { kind, no_split: false, history_id: 0, index_kind, own, away, searches: 0 }
+    }
+
+    /// The index of `owner`'s free blocks.
+    #[inline]
+    fn index_mut(&mut self, home: u32, owner: u32) -> &mut FreeIndex {
+        if owner == home { &mut self.own } else { self.index_away(owner) }
+    }
+
+    #[cold]
+    fn index_away(&mut self, owner: u32) -> &mut FreeIndex {
+        self.away.entry(owner).or_insert_with(|| FreeIndex::new(self.index_kind))
+    }
 }
 
 /// The kind of a pool, by its number.
@@ -63,9 +86,11 @@ pub(crate) struct SplitChange {
     pub(crate) bytes: i64,
 }
 
-/// Regions, their blocks, and the free ones' indexes.
+/// The regions of one stream, their blocks, and the free ones' indexes.
 #[derive(Debug, Default)]
 pub(crate) struct Heap {
+    /// The stream whose regions these are.
+    pub(crate) home: u32,
     pub(crate) blocks: Slab,
     pub(crate) pools: Vec<Pool>,
     index_kind: IndexKind,
@@ -85,35 +110,30 @@ impl Heap {
         Heap { index_kind, ..Heap::default() }
     }
 
-    /// Two new pools, one of each kind; their numbers. Small pools have even numbers, large ones odd.
-    pub(crate) fn add_pools(&mut self) -> [u16; 2] {
-        let first = u16::try_from(self.pools.len()).unwrap_or(u16::MAX);
-        for kind in [PoolKind::Small, PoolKind::Large] {
-            self.pools.push(Pool { kind, no_split: false, indexes: Vec::new(), searches: 0 });
-        }
-        [first, first + 1]
+    /// Two new pools, one of each kind. Small pools have even numbers, large ones odd.
+    pub(crate) fn add_pools(&mut self) {
+        let index_kind = self.index_kind;
+        self.pools.extend([PoolKind::Small, PoolKind::Large].map(|kind| Pool::new(kind, index_kind)));
     }
 
-    /// Takes `size` bytes for `owner` from the block that the index chooses among its own free ones, if the size rules allow.
+    /// Takes `size` bytes for the home stream from the block that the index chooses among its own free ones, if the size rules
+    /// allow.
     #[inline]
     pub(crate) fn take_best(
         &mut self,
         classes: &SizeClasses,
         pool: u16,
-        owner: u32,
         size: u64,
         requested: u64,
     ) -> Option<(BlockId, SplitChange)> {
+        let owner = self.home;
         let pool = &mut self.pools[usize::from(pool)];
         pool.searches += 1;
         let request = Piece { owner, size, requested };
-        let (id, whole) = match pool.indexes.get_mut(owner as usize)? {
-            FreeIndex::Exact(index) => {
-                moves::take_best(index, &mut self.blocks, classes, pool.no_split, pool.kind, request)
-            }
-            FreeIndex::Bins(index) => {
-                moves::take_best(index, &mut self.blocks, classes, pool.no_split, pool.kind, request)
-            }
+        let (blocks, no_split, kind) = (&mut self.blocks, pool.no_split, pool.kind);
+        let (id, whole) = match &mut pool.own {
+            FreeIndex::Exact(index) => moves::take_best(index, blocks, classes, no_split, kind, request),
+            FreeIndex::Bins(index) => moves::take_best(index, blocks, classes, no_split, kind, request),
         }?;
         Some((id, self.took(id, whole)))
     }
@@ -131,13 +151,10 @@ impl Heap {
         debug_assert!(block.state == State::Free && block.size >= size);
         let pool = &mut self.pools[usize::from(block.pool)];
         let request = Piece { owner, size, requested };
-        let (id, whole) = match &mut pool.indexes[block.owner as usize] {
-            FreeIndex::Exact(index) => {
-                moves::take(index, &mut self.blocks, classes, pool.no_split, pool.kind, id, request)
-            }
-            FreeIndex::Bins(index) => {
-                moves::take(index, &mut self.blocks, classes, pool.no_split, pool.kind, id, request)
-            }
+        let (no_split, kind, index) = (pool.no_split, pool.kind, pool.index_mut(self.home, block.owner));
+        let (id, whole) = match index {
+            FreeIndex::Exact(index) => moves::take(index, &mut self.blocks, classes, no_split, kind, id, request),
+            FreeIndex::Bins(index) => moves::take(index, &mut self.blocks, classes, no_split, kind, id, request),
         };
         (id, self.took(id, whole))
     }
@@ -171,17 +188,16 @@ impl Heap {
     /// Except for 0, `after` must not be less than any earlier one of the same owner: ticks of a stream only grow.
     #[inline]
     pub(crate) fn give(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
-        let after = if after == 0 { self.adopt_done(id, owner) } else { after };
+        let (after, mut change) = if after == 0 { self.adopt_done(id, owner) } else { (after, SplitChange::default()) };
         let block = &mut self.blocks[id];
         debug_assert!(matches!(block.state, State::Live | State::Waiting));
         let Block { size, prev, next, pool, .. } = *block;
         (block.state, block.owner, block.shared) = (State::Free, owner, false);
         self.free += size;
         let (with_prev, with_next) = (self.is_free_of(prev, owner), self.is_free_of(next, owner));
-        let merged = match self.pools[usize::from(pool)].indexes.get_mut(owner as usize) {
-            Some(FreeIndex::Exact(index)) => moves::join(index, &mut self.blocks, id, with_prev, with_next),
-            Some(FreeIndex::Bins(index)) => moves::join(index, &mut self.blocks, id, with_prev, with_next),
-            None => self.index_first_of(id),
+        let merged = match self.pools[usize::from(pool)].index_mut(self.home, owner) {
+            FreeIndex::Exact(index) => moves::join(index, &mut self.blocks, id, with_prev, with_next),
+            FreeIndex::Bins(index) => moves::join(index, &mut self.blocks, id, with_prev, with_next),
         };
         match (with_prev, with_next) {
             (false, false) => self.strays_note(id),
@@ -190,20 +206,21 @@ impl Heap {
         }
         let block = &mut self.blocks[merged];
         block.after = after;
-        let (count, bytes) = (1 - i64::from(with_prev) - i64::from(with_next), signed(size));
-        if block.prev != BlockId::NONE {
-            return (merged, SplitChange { count, bytes });
+        change.count += 1 - i64::from(with_prev) - i64::from(with_next);
+        change.bytes += signed(size);
+        if block.prev == BlockId::NONE {
+            let Block { size: whole, next, region, .. } = *block;
+            let searches = self.pools[usize::from(pool)].searches;
+            let region = self.region_mut(region);
+            region.first = merged;
+            if next == BlockId::NONE {
+                // Whole regions do not count as split: take back what this block counted as before, itself included.
+                change.count -= 1;
+                change.bytes -= signed(whole);
+                region.age_base = searches;
+            }
         }
-        let Block { size: whole, next, region, .. } = *block;
-        let searches = self.pools[usize::from(pool)].searches;
-        let region = self.region_mut(region);
-        region.first = merged;
-        if next != BlockId::NONE {
-            return (merged, SplitChange { count, bytes });
-        }
-        // Whole regions do not count as split: take back what this block counted as before, itself included.
-        region.age_base = searches;
-        (merged, SplitChange { count: count - 1, bytes: bytes - signed(whole) })
+        (merged, change)
     }
 
     #[inline]
@@ -211,56 +228,49 @@ impl Heap {
         self.blocks.get(id).is_some_and(|block| block.state == State::Free && block.owner == owner)
     }
 
-    /// Before a block that is done for everybody is given to `owner`: what the owner's timeline must have got to for what it
-    /// merges with to be done, too. If that is done, its neighbours that are done become the owner's, so that they merge.
+    /// Before a block that is done for everybody is given to `owner`: its neighbours that are done become the owner's, too, so
+    /// that they merge. Returns what the owner's timeline must have got to for what will merge to be done, and what changed.
     #[cold]
-    fn adopt_done(&mut self, id: BlockId, owner: u32) -> u64 {
-        let Block { prev, next, .. } = self.blocks[id];
-        let later = |id: BlockId| if self.is_free_of(id, owner) { self.blocks[id].after } else { 0 };
-        let after = later(prev).max(later(next));
-        if after != 0 {
-            return after;
-        }
-        for id in [prev, next] {
-            let Some(block) = self.blocks.get(id) else { continue };
+    fn adopt_done(&mut self, id: BlockId, owner: u32) -> (u64, SplitChange) {
+        let mut change = SplitChange::default();
+        for side in [|block: &Block| block.prev, |block: &Block| block.next] {
+            let Block { prev, next, .. } = self.blocks[id];
+            let later = |id: BlockId| if self.is_free_of(id, owner) { self.blocks[id].after } else { 0 };
+            let after = later(prev).max(later(next));
+            if after != 0 {
+                return (after, change);
+            }
+            let neighbour = side(&self.blocks[id]);
+            let Some(block) = self.blocks.get_mut(neighbour) else { continue };
             if block.state == State::Free && block.after == 0 && block.owner != owner {
-                self.unindex(id);
-                self.blocks[id].owner = owner;
-                self.index_alone(id);
+                let size = block.size;
+                self.unindex(neighbour);
+                self.free -= size;
+                self.blocks[neighbour].state = State::Waiting;
+                let (_, given) = self.give(neighbour, owner, 0);
+                // It counted as split before, as it has a neighbour.
+                change.count += given.count - 1;
+                change.bytes += given.bytes - signed(size);
             }
         }
-        0
+        let Block { prev, next, .. } = self.blocks[id];
+        let later = |id: BlockId| if self.is_free_of(id, owner) { self.blocks[id].after } else { 0 };
+        (later(prev).max(later(next)), change)
     }
 
     /// Puts a free block in the index of its owner.
     fn index_alone(&mut self, id: BlockId) {
         let Block { owner, pool, .. } = self.blocks[id];
-        match self.pools[usize::from(pool)].indexes.get_mut(owner as usize) {
-            Some(FreeIndex::Exact(index)) => index.insert(&mut self.blocks, id),
-            Some(FreeIndex::Bins(index)) => index.insert(&mut self.blocks, id),
-            None => {
-                self.index_first_of(id);
-            }
+        match self.pools[usize::from(pool)].index_mut(self.home, owner) {
+            FreeIndex::Exact(index) => index.insert(&mut self.blocks, id),
+            FreeIndex::Bins(index) => index.insert(&mut self.blocks, id),
         }
         self.strays_note(id);
     }
 
-    /// Puts a free block in the index of its owner, which has none in the pool yet.
-    #[cold]
-    fn index_first_of(&mut self, id: BlockId) -> BlockId {
-        let Block { owner, pool, .. } = self.blocks[id];
-        let (indexes, kind) = (&mut self.pools[usize::from(pool)].indexes, self.index_kind);
-        indexes.resize_with(owner as usize + 1, || FreeIndex::new(kind));
-        match &mut indexes[owner as usize] {
-            FreeIndex::Exact(index) => index.insert(&mut self.blocks, id),
-            FreeIndex::Bins(index) => index.insert(&mut self.blocks, id),
-        }
-        id
-    }
-
     fn unindex(&mut self, id: BlockId) {
         let Block { owner, pool, .. } = self.blocks[id];
-        match &mut self.pools[usize::from(pool)].indexes[owner as usize] {
+        match self.pools[usize::from(pool)].index_mut(self.home, owner) {
             FreeIndex::Exact(index) => index.remove(&mut self.blocks, id),
             FreeIndex::Bins(index) => index.remove(&mut self.blocks, id),
         }
@@ -273,8 +283,9 @@ impl Heap {
         self.blocks[id].state = State::Waiting;
     }
 
-    /// A new region, one free block of `home`.
-    pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, pool: u16, home: u32) -> BlockId {
+    /// A new region, one free block of the home stream.
+    pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, pool: u16) -> BlockId {
+        let home = self.home;
         let region = self.vacant_regions.pop().unwrap_or_else(|| {
             self.regions.push(None);
             u32::try_from(self.regions.len() - 1).unwrap_or(u32::MAX)
@@ -307,7 +318,7 @@ impl Heap {
 
     /// Puts a region back that was removed, as one free block of `owner`, for everybody else after `after`.
     pub(crate) fn restore_region(&mut self, region: &Region, owner: u32, after: u64) {
-        let id = self.add_region(region.addr, region.bytes, region.pool, region.home);
+        let id = self.add_region(region.addr, region.bytes, region.pool);
         self.unindex(id);
         let block = &mut self.blocks[id];
         (block.owner, block.after) = (owner, after);
@@ -316,19 +327,21 @@ impl Heap {
 
     /// The free blocks of a pool that belong to `owner`.
     pub(crate) fn index(&self, pool: u16, owner: u32) -> Option<IndexView<'_>> {
-        let index = self.pools[usize::from(pool)].indexes.get(owner as usize)?;
-        Some(IndexView::new(index, &self.blocks))
+        let pool = &self.pools[usize::from(pool)];
+        let index = if owner == self.home { Some(&pool.own) } else { pool.away.get(&owner) };
+        index.map(|index| IndexView::new(index, &self.blocks))
     }
 
     /// Streams that may own free blocks in a pool.
-    pub(crate) fn owners(&self, pool: u16) -> u32 {
-        u32::try_from(self.pools[usize::from(pool)].indexes.len()).unwrap_or(u32::MAX)
+    pub(crate) fn owners(&self, pool: u16) -> impl Iterator<Item = u32> + '_ {
+        std::iter::once(self.home).chain(self.pools[usize::from(pool)].away.keys().copied())
     }
 
-    /// Every free block of a pool, by owner and then in the index's order.
+    /// Every free block of a pool, those of the home stream first, and of each owner in the index's order.
     pub(crate) fn free_blocks(&self, pool: u16) -> impl Iterator<Item = Key> + '_ {
-        let indexes = &self.pools[usize::from(pool)].indexes;
-        indexes.iter().flat_map(|index| IndexView::new(index, &self.blocks).iter())
+        let pool = &self.pools[usize::from(pool)];
+        let indexes = std::iter::once(&pool.own).chain(pool.away.values());
+        indexes.flat_map(|index| IndexView::new(index, &self.blocks).iter())
     }
 
     /// Every region, in no particular order.
