@@ -22,7 +22,7 @@ use crossbeam::queue::SegQueue;
 use crossbeam::utils::CachePadded;
 
 use crate::core::{Granted, Request};
-use crate::heap::{BlockId, Heap, SplitChange, State, kind_of};
+use crate::heap::{BlockId, Heap, IndexKind, SplitChange, State, kind_of};
 use crate::history::Action;
 use crate::shell::{SharedFree, Shell};
 use crate::size_class::{PoolKind, SizeClasses};
@@ -356,7 +356,7 @@ impl Guard {
 impl Desk {
     /// Opens the arena of the stream with this timeline.
     pub(crate) fn open(&mut self, timeline: &Arc<Timeline>) {
-        self.heap.home = timeline.id();
+        self.heap = Heap::new(timeline.id(), IndexKind::Exact);
         self.device_id = timeline.device_id();
         self.timeline = Some(timeline.clone());
     }

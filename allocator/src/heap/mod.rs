@@ -104,10 +104,9 @@ pub(crate) struct Heap {
 }
 
 impl Heap {
-    /// A heap without pools and regions, whose free blocks are indexed in the given way.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for backings that can move memory"))]
-    pub(crate) fn new(index_kind: IndexKind) -> Heap {
-        Heap { index_kind, ..Heap::default() }
+    /// The heap of a stream, without pools and regions yet, whose free blocks are indexed in the given way.
+    pub(crate) fn new(home: u32, index_kind: IndexKind) -> Heap {
+        Heap { home, index_kind, ..Heap::default() }
     }
 
     /// Two new pools, one of each kind. Small pools have even numbers, large ones odd.

@@ -24,7 +24,7 @@ pub(crate) enum IndexKind {
     #[default]
     Exact,
     /// A block that is nearly the best fit: see [`Bins`].
-    #[cfg_attr(not(test), expect(dead_code, reason = "for backings that can move memory"))]
+    #[expect(dead_code, reason = "for backings that can move memory")]
     Bins,
 }
 
