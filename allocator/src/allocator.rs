@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use aquifer_device::{Device, DevicePtr, Stream};
 
 use crate::allocation::Allocation;
+use crate::arena::Arena;
 use crate::config::{Config, CrossStream, TagSource};
 use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
@@ -117,7 +118,7 @@ impl Allocator {
     pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         let inner = &*self.0;
         if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
-            return self.alloc_odd(bytes, stream);
+            return Ok(Allocation::zero(self.arena_for_zero(bytes, stream)?));
         }
         self.alloc_rounded(bytes, inner.classes.round(bytes), stream)
     }
@@ -126,36 +127,39 @@ impl Allocator {
     #[inline]
     fn alloc_rounded(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         let inner = &*self.0;
-        let pool = inner.classes.pool(size) as u16;
         let shell = inner.shell;
-        if shell.special().load(Ordering::Relaxed) != 0 {
-            return self.alloc_specially(bytes, size, stream);
-        }
-        let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
-        let mut arena = shell.enter(stream);
-        let granted = arena.take_own(&request);
-        drop(arena);
-        let granted = match granted {
-            Some(granted) => granted,
-            None => self.climb(&request)?,
+        // Slow ways return what was granted, and the handle is made in one place, which keeps it in registers.
+        let granted = if shell.special().load(Ordering::Relaxed) == 0 {
+            let pool = inner.classes.pool(size) as u16;
+            let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
+            let mut arena = shell.enter(stream);
+            let granted = arena.take_own(&request);
+            drop(arena);
+            match granted {
+                Some(granted) => granted,
+                None => self.climb(&request)?,
+            }
+        } else {
+            self.alloc_specially(bytes, size, stream)?
         };
-        Ok(handle(&request, granted))
+        Ok(Allocation::new((granted.arena, granted.block), stream.id(), DevicePtr(granted.addr), bytes))
     }
 
+    /// The arena of a request of zero bytes; refuses what is too large, or for a stream of another device.
     #[cold]
-    fn alloc_odd(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+    fn arena_for_zero(&self, bytes: u64, stream: &Stream) -> Result<&'static Arena, AllocError> {
         if stream.device_id() != self.0.device.id() {
             return Err(AllocError::WrongDevice { what: "stream" });
         }
         if bytes >= REQUEST_LIMIT {
             return Err(AllocError::TooLarge { requested: bytes });
         }
-        Ok(Allocation::zero(self.0.shell.enter(stream).arena))
+        Ok(self.0.shell.enter(stream).arena)
     }
 
     /// Allocation while blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
     #[cold]
-    fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+    fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
         let shell = self.0.shell;
         let special = shell.special().load(Ordering::Relaxed);
         if special & special::WAITING != 0 {
@@ -173,11 +177,10 @@ impl Allocator {
         if special & special::NO_CACHE != 0 {
             self.release_where(|whole| whole.releasable())?;
         }
-        let granted = match granted {
-            Some(granted) => granted,
-            None => self.climb(&request)?,
-        };
-        Ok(handle(&request, granted))
+        match granted {
+            Some(granted) => Ok(granted),
+            None => self.climb(&request),
+        }
     }
 
     /// Allocates with a larger alignment: a power of two up to 2 MiB. The block is larger by the alignment less 512 bytes.
@@ -301,11 +304,6 @@ impl Allocator {
         }
         Ok(first + self.release_where(|whole| whole.excess(bytes))?)
     }
-}
-
-#[inline]
-fn handle(request: &Request, granted: Granted) -> Allocation {
-    Allocation::new((granted.arena, granted.block), request.slot, DevicePtr(granted.addr), request.requested)
 }
 
 impl Whole {

@@ -99,16 +99,12 @@ impl Arena {
 
     #[inline]
     fn admit(&'static self, desk: MutexGuard<'static, Desk>) -> Option<Guard> {
-        let tally = if desk.writer == Writer::this_thread() {
-            Tally::Shared(self.shell)
-        } else if desk.writer == Writer::SEVERAL {
-            Tally::Own(self.shell, &self.own)
-        } else {
+        if desk.writer != Writer::this_thread() && desk.writer != Writer::SEVERAL {
             return None;
-        };
-        let mut guard = Guard { arena: self, desk, tally };
-        guard.drain_pending();
-        Some(guard)
+        }
+        let guard = Guard { arena: self, desk };
+        // Not by reference: what is passed on in registers must not be forced into memory.
+        Some(if self.has_remote_frees() { guard.drained() } else { guard })
     }
 
     /// Takes the lock for somebody who takes all of them.
@@ -121,9 +117,7 @@ impl Arena {
     }
 
     fn with_all(&'static self, desk: MutexGuard<'static, Desk>) -> Guard {
-        let mut guard = Guard { arena: self, desk, tally: Tally::Shared(self.shell) };
-        guard.set_writer(guard.desk.writer);
-        guard
+        Guard { arena: self, desk }
     }
 
     /// Looks at, or marks, a block without giving or taking any.
@@ -193,12 +187,12 @@ impl Arena {
     }
 }
 
-/// An arena whose lock is held.
+/// An arena whose lock is held. Two words, which stay in registers from where the lock is taken to where it is released: in
+/// memory, a free and an allocation each cost 20 ns more.
 #[derive(Debug)]
 pub(crate) struct Guard {
     pub(crate) arena: &'static Arena,
     desk: MutexGuard<'static, Desk>,
-    pub(crate) tally: Tally,
 }
 
 impl Deref for Guard {
@@ -221,8 +215,13 @@ impl Guard {
     /// Changes who counts where. All locks are held.
     pub(crate) fn set_writer(&mut self, writer: Writer) {
         self.desk.writer = writer;
+    }
+
+    /// Where operations count now.
+    #[inline]
+    pub(crate) fn tally(&self) -> Tally {
         let (shell, own) = (self.arena.shell, &*self.arena.own);
-        self.tally = if writer == Writer::SEVERAL { Tally::Own(shell, own) } else { Tally::Shared(shell) };
+        if self.desk.writer == Writer::SEVERAL { Tally::Own(shell, own) } else { Tally::Shared(shell) }
     }
 
     #[inline]
@@ -230,6 +229,12 @@ impl Guard {
         if self.arena.remote.pending.load(Ordering::Acquire) {
             self.drain();
         }
+    }
+
+    #[cold]
+    fn drained(mut self) -> Guard {
+        self.drain();
+        self
     }
 
     #[cold]
@@ -267,10 +272,10 @@ impl Guard {
         block.tag = request.tag.0;
         let (addr, size, kind) = (block.addr, block.size, kind_of(block.pool));
         self.desk.live += 1;
-        self.tally.allocated(kind, size, request.requested);
+        self.tally().allocated(kind, size, request.requested);
         self.split_changed(kind, change);
         if self.desk.classes.is_oversize(size) {
-            self.tally.oversize(true);
+            self.tally().oversize(true);
         }
         if self.desk.records_history {
             self.note(Action::Alloc, id);
@@ -292,7 +297,7 @@ impl Guard {
             _ => return Err(Shared),
         };
         self.given_back(id, size);
-        self.tally.freed(kind, size, requested);
+        self.tally().freed(kind, size, requested);
         self.complete(id, heir, self.desk.tick_of(heir));
         Ok(())
     }
@@ -302,7 +307,7 @@ impl Guard {
     pub(crate) fn given_back(&mut self, id: BlockId, size: u64) {
         self.desk.live -= 1;
         if self.desk.classes.is_oversize(size) {
-            self.tally.oversize(false);
+            self.tally().oversize(false);
         }
         if self.desk.records_history {
             self.note(Action::FreeRequested, id);
@@ -332,8 +337,8 @@ impl Guard {
     #[inline]
     pub(crate) fn split_changed(&self, kind: PoolKind, change: SplitChange) {
         if change != SplitChange::default() {
-            self.tally.change(Hot::Pieces, kind, change.count);
-            self.tally.change(Hot::PieceBytes, kind, change.bytes);
+            self.tally().change(Hot::Pieces, kind, change.count);
+            self.tally().change(Hot::PieceBytes, kind, change.bytes);
         }
     }
 

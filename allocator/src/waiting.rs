@@ -70,7 +70,7 @@ impl Whole {
         let block = &arena.heap.blocks[id];
         let (kind, size) = (kind_of(block.pool), block.size);
         arena.given_back(id, size);
-        arena.tally.freed(kind, size, 0);
+        arena.tally().freed(kind, size, 0);
         arena.heap.set_waiting(id);
         self.counters().waits(kind, size);
         let mut streams = self.shared.remove(&place).unwrap_or_default();
@@ -134,7 +134,7 @@ impl Whole {
                 // The tick is taken now: the owner's later events cover what it is ordered after, too.
                 let tick = self.tick_of(owner);
                 let arena = self.arena(waiting.place.arena);
-                arena.tally.change(Hot::Requested, kind, -requested);
+                arena.tally().change(Hot::Requested, kind, -requested);
                 arena.complete(waiting.place.block, owner, tick);
             }
             !free
