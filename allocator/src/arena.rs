@@ -21,9 +21,10 @@ use aquifer_device::Timeline;
 use crossbeam::queue::SegQueue;
 use crossbeam::utils::CachePadded;
 
+use crate::clock::Stamp;
 use crate::core::{Granted, Request};
-use crate::heap::{BlockId, Heap, IndexKind, SplitChange, State, kind_of};
-use crate::history::Action;
+use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange, State, kind_of};
+use crate::history::{Action, Entry};
 use crate::shell::{SharedFree, Shell};
 use crate::size_class::{PoolKind, SizeClasses};
 use crate::stats::Hot;
@@ -177,6 +178,7 @@ impl Arena {
     }
 
     /// Whether frees are queued.
+    #[inline]
     pub(crate) fn has_remote_frees(&self) -> bool {
         self.remote.pending.load(Ordering::Acquire)
     }
@@ -277,9 +279,7 @@ impl Guard {
         if self.desk.classes.is_oversize(size) {
             self.tally().oversize(true);
         }
-        if self.desk.records_history {
-            self.note(Action::Alloc, id);
-        }
+        self.note(&[Action::Alloc], id);
         self.debug_check();
         Granted { arena: self.arena, block: id, addr }
     }
@@ -296,7 +296,8 @@ impl Guard {
             Some(on) if !shared && self.desk.crosses_streams => on,
             _ => return Err(Shared),
         };
-        self.given_back(id, size);
+        self.note(&[Action::FreeRequested, Action::FreeCompleted], id);
+        self.given_back(size);
         self.tally().freed(kind, size, requested);
         self.complete(id, heir, self.desk.tick_of(heir));
         Ok(())
@@ -304,31 +305,36 @@ impl Guard {
 
     /// Accounts for a live block of `size` bytes that its holder gave back.
     #[inline]
-    pub(crate) fn given_back(&mut self, id: BlockId, size: u64) {
+    pub(crate) fn given_back(&mut self, size: u64) {
         self.desk.live -= 1;
         if self.desk.classes.is_oversize(size) {
             self.tally().oversize(false);
         }
+    }
+
+    /// Records what happened now to a live or waiting block, if history is on.
+    #[inline]
+    pub(crate) fn note(&self, actions: &[Action], id: BlockId) {
         if self.desk.records_history {
-            self.note(Action::FreeRequested, id);
+            self.note_always(actions, id);
         }
     }
 
     #[cold]
-    fn note(&mut self, action: Action, id: BlockId) {
-        let block = &self.desk.heap.blocks[id];
-        let pool = self.desk.heap.pools[usize::from(block.pool)].history_id;
+    fn note_always(&self, actions: &[Action], id: BlockId) {
+        let Block { addr, requested: size, owner: slot, tag, pool, .. } = self.desk.heap.blocks[id];
+        let pool = self.desk.heap.pools[usize::from(pool)].history_id;
         let mut history = self.arena.shell.history.lock();
-        history.note(action, pool, block.addr, block.requested, block.owner, Tag(block.tag));
+        let stamp = Stamp::now();
+        for &action in actions {
+            history.push(Entry { action, addr, size, slot, tag: Tag(tag), pool, stamp });
+        }
     }
 
     /// A block that was given back, and is accounted for, becomes free: reusable by `owner` at once, by others after `after`.
     #[inline]
     pub(crate) fn complete(&mut self, id: BlockId, owner: u32, after: u64) {
         let kind = kind_of(self.desk.heap.blocks[id].pool);
-        if self.desk.records_history {
-            self.note(Action::FreeCompleted, id);
-        }
         let (_, change) = self.desk.heap.give(id, owner, after);
         self.split_changed(kind, change);
         self.debug_check();

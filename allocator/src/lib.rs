@@ -9,6 +9,7 @@ mod allocation;
 mod allocator;
 mod arena;
 mod buffer;
+mod clock;
 pub mod config;
 mod core;
 mod cross_stream;

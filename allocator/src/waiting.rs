@@ -13,6 +13,7 @@ use aquifer_device::{Clock, Timeline};
 
 use crate::core::{Core, Place};
 use crate::heap::kind_of;
+use crate::history::Action;
 use crate::shell::special;
 use crate::stats::Hot;
 use crate::whole::Whole;
@@ -69,7 +70,8 @@ impl Whole {
         let arena = self.arena(arena);
         let block = &arena.heap.blocks[id];
         let (kind, size) = (kind_of(block.pool), block.size);
-        arena.given_back(id, size);
+        arena.note(&[Action::FreeRequested], id);
+        arena.given_back(size);
         arena.tally().freed(kind, size, 0);
         arena.heap.set_waiting(id);
         self.counters().waits(kind, size);
@@ -135,6 +137,7 @@ impl Whole {
                 let tick = self.tick_of(owner);
                 let arena = self.arena(waiting.place.arena);
                 arena.tally().change(Hot::Requested, kind, -requested);
+                arena.note(&[Action::FreeCompleted], waiting.place.block);
                 arena.complete(waiting.place.block, owner, tick);
             }
             !free
