@@ -27,6 +27,7 @@ pub struct Allocation {
 }
 
 impl Allocation {
+    #[inline]
     pub(crate) fn new((arena, block): (&'static Arena, BlockId), slot: u32, ptr: DevicePtr, bytes: u64) -> Allocation {
         Allocation { arena, block, slot, ptr, bytes }
     }

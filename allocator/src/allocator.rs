@@ -3,15 +3,17 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use aquifer_device::{Device, DevicePtr, Stream};
+use aquifer_device::{Device, DevicePtr, ErrorKind, Stream};
 
 use crate::allocation::Allocation;
-use crate::config::{Config, CrossStream, TagSource};
+use crate::arena::Arena;
+use crate::config::{Backing, Config, CrossStream, TagSource};
 use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
 use crate::history::History;
 use crate::hooks::{Hooks, ReclaimRequest, Registration};
 use crate::oom::OomReport;
+use crate::paged::{Paged, probe};
 use crate::shell::{Shell, special};
 use crate::size_class::{MIN_BLOCK, REQUEST_LIMIT, SizeClasses};
 use crate::stats::Hot;
@@ -85,12 +87,14 @@ impl Allocator {
         }
         let memory = device.memory_info()?;
         let limit = config.limit_bytes(memory.total, memory.free).unwrap_or(u64::MAX);
+        let paged = paged_state(device, &config)?;
         let classes = SizeClasses::new(&config);
+        let classes = if paged.is_some() { classes.paged() } else { classes };
         let crosses_streams = config.cross_stream != CrossStream::Off;
         let mut bits = 0;
         bits |= if config.tags == TagSource::Span { special::SPANS } else { 0 };
         bits |= if config.no_cache { special::NO_CACHE } else { 0 };
-        let core = Core { device: Some(device.clone()), classes: classes.clone(), crosses_streams, ..Core::default() };
+        let core = Core { device: Some(device.clone()), classes: classes.clone(), crosses_streams, paged, ..Core::default() };
         let mut history = History::default();
         history.record(config.history as usize, &[]);
         let shell = Shell::open(core, history, bits);
@@ -117,7 +121,7 @@ impl Allocator {
     pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         let inner = &*self.0;
         if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
-            return self.alloc_odd(bytes, stream);
+            return Ok(Allocation::zero(self.arena_for_zero(bytes, stream)?));
         }
         self.alloc_rounded(bytes, inner.classes.round(bytes), stream)
     }
@@ -126,36 +130,43 @@ impl Allocator {
     #[inline]
     fn alloc_rounded(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         let inner = &*self.0;
-        let pool = inner.classes.pool(size) as u16;
         let shell = inner.shell;
-        if shell.special().load(Ordering::Relaxed) != 0 {
-            return self.alloc_specially(bytes, size, stream);
-        }
-        let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
-        let mut arena = shell.enter(stream);
-        let granted = arena.take_own(&request);
-        drop(arena);
-        let granted = match granted {
-            Some(granted) => granted,
-            None => self.climb(&request)?,
+        // Slow ways return what was granted, and the handle is made in one place, which keeps it in registers.
+        let granted = if shell.special().load(Ordering::Relaxed) == 0 {
+            let pool = inner.classes.pool(size) as u16;
+            let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
+            let mut arena = shell.enter(stream);
+            let granted = arena.take_own(&request);
+            let milestone_is_due = arena.milestones.is_due();
+            drop(arena);
+            if milestone_is_due {
+                self.record_milestone(stream);
+            }
+            match granted {
+                Some(granted) => granted,
+                None => self.climb(&request)?,
+            }
+        } else {
+            self.alloc_specially(bytes, size, stream)?
         };
-        Ok(handle(&request, granted))
+        Ok(Allocation::new((granted.arena, granted.block), stream.id(), DevicePtr(granted.addr), bytes))
     }
 
+    /// The arena of a request of zero bytes; refuses what is too large, or for a stream of another device.
     #[cold]
-    fn alloc_odd(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+    fn arena_for_zero(&self, bytes: u64, stream: &Stream) -> Result<&'static Arena, AllocError> {
         if stream.device_id() != self.0.device.id() {
             return Err(AllocError::WrongDevice { what: "stream" });
         }
         if bytes >= REQUEST_LIMIT {
             return Err(AllocError::TooLarge { requested: bytes });
         }
-        Ok(Allocation::zero(self.0.shell.enter(stream).arena))
+        Ok(self.0.shell.enter(stream).arena)
     }
 
     /// Allocation while blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
     #[cold]
-    fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+    fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
         let shell = self.0.shell;
         let special = shell.special().load(Ordering::Relaxed);
         if special & special::WAITING != 0 {
@@ -173,11 +184,10 @@ impl Allocator {
         if special & special::NO_CACHE != 0 {
             self.release_where(|whole| whole.releasable())?;
         }
-        let granted = match granted {
-            Some(granted) => granted,
-            None => self.climb(&request)?,
-        };
-        Ok(handle(&request, granted))
+        match granted {
+            Some(granted) => Ok(granted),
+            None => self.climb(&request),
+        }
     }
 
     /// Allocates with a larger alignment: a power of two up to 2 MiB. The block is larger by the alignment less 512 bytes.
@@ -295,17 +305,52 @@ impl Allocator {
     /// # Errors
     /// Those of the driver.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, AllocError> {
-        let first = self.release_where(|whole| whole.excess(bytes))?;
-        if self.reserved_bytes() <= bytes || !self.synchronize_pending(|_| true)? {
+        let first = self.trim_done(bytes)?;
+        if self.reserved_bytes() <= bytes {
             return Ok(first);
         }
-        Ok(first + self.release_where(|whole| whole.excess(bytes))?)
+        let waited = self.synchronize_pending(|_| true)?;
+        if !self.synchronize_free(|_| true)? && !waited {
+            return Ok(first);
+        }
+        Ok(first + self.trim_done(bytes)?)
+    }
+
+    /// As [`Allocator::trim_to`], of what is known done.
+    fn trim_done(&self, bytes: u64) -> Result<u64, AllocError> {
+        let pools = self.shell().whole().unpromised_pools();
+        let segments = self.release_where(|whole| whole.excess(bytes))?;
+        Ok(segments + self.trim_paged(bytes, &|pool| pools.contains(&pool))?)
+    }
+
+    /// Whether the request's memory comes in granules. Blocks that are handed out whole have segments of their own.
+    pub(crate) fn is_paged_for(&self, request: &Request) -> bool {
+        if self.config().no_cache {
+            return false;
+        }
+        let mut whole = self.shell().whole();
+        whole.paged.is_some() && !whole.arena(request.slot).heap.pools[usize::from(request.pool)].no_split
     }
 }
 
-#[inline]
-fn handle(request: &Request, granted: Granted) -> Allocation {
-    Allocation::new((granted.arena, granted.block), request.slot, DevicePtr(granted.addr), request.requested)
+/// The state of the paged backing, if that is asked for and the device can do it.
+fn paged_state(device: &Device, config: &Config) -> Result<Option<Paged>, AllocError> {
+    if config.backing != Backing::Paged || config.no_cache {
+        return Ok(None);
+    }
+    let Some(granularity) = device.info().granularity_bytes else {
+        tracing::warn!("the device cannot map memory; memory comes in segments");
+        return Ok(None);
+    };
+    let granule = config.granule.max(granularity).next_power_of_two();
+    match probe(device, granule) {
+        Ok(options) => Ok(Some(Paged::new(granule, options, device.info().ordinal))),
+        Err(error) if error.kind == ErrorKind::DeviceLost => Err(error.into()),
+        Err(error) => {
+            tracing::warn!(%error, "the device does not map memory; memory comes in segments");
+            Ok(None)
+        }
+    }
 }
 
 impl Whole {

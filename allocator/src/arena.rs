@@ -21,9 +21,11 @@ use aquifer_device::Timeline;
 use crossbeam::queue::SegQueue;
 use crossbeam::utils::CachePadded;
 
+use crate::clock::Stamp;
 use crate::core::{Granted, Request};
-use crate::heap::{BlockId, Heap, SplitChange, State, kind_of};
-use crate::history::Action;
+use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange, State, kind_of};
+use crate::history::{Action, Entry};
+use crate::paged::Milestones;
 use crate::shell::{SharedFree, Shell};
 use crate::size_class::{PoolKind, SizeClasses};
 use crate::stats::Hot;
@@ -71,6 +73,9 @@ pub(crate) struct Desk {
     pub(crate) classes: SizeClasses,
     pub(crate) crosses_streams: bool,
     pub(crate) records_history: bool,
+    /// Whether memory comes in granules.
+    pub(crate) is_paged: bool,
+    pub(crate) milestones: Milestones,
     pub(crate) device_id: u32,
     timeline: Option<Arc<Timeline>>,
     /// Timelines of other streams that own blocks here.
@@ -99,16 +104,12 @@ impl Arena {
 
     #[inline]
     fn admit(&'static self, desk: MutexGuard<'static, Desk>) -> Option<Guard> {
-        let tally = if desk.writer == Writer::this_thread() {
-            Tally::Shared(self.shell)
-        } else if desk.writer == Writer::SEVERAL {
-            Tally::Own(self.shell, &self.own)
-        } else {
+        if desk.writer != Writer::this_thread() && desk.writer != Writer::SEVERAL {
             return None;
-        };
-        let mut guard = Guard { arena: self, desk, tally };
-        guard.drain_pending();
-        Some(guard)
+        }
+        let guard = Guard { arena: self, desk };
+        // Not by reference: what is passed on in registers must not be forced into memory.
+        Some(if self.has_remote_frees() { guard.drained() } else { guard })
     }
 
     /// Takes the lock for somebody who takes all of them.
@@ -121,9 +122,7 @@ impl Arena {
     }
 
     fn with_all(&'static self, desk: MutexGuard<'static, Desk>) -> Guard {
-        let mut guard = Guard { arena: self, desk, tally: Tally::Shared(self.shell) };
-        guard.set_writer(guard.desk.writer);
-        guard
+        Guard { arena: self, desk }
     }
 
     /// Looks at, or marks, a block without giving or taking any.
@@ -183,6 +182,7 @@ impl Arena {
     }
 
     /// Whether frees are queued.
+    #[inline]
     pub(crate) fn has_remote_frees(&self) -> bool {
         self.remote.pending.load(Ordering::Acquire)
     }
@@ -193,12 +193,12 @@ impl Arena {
     }
 }
 
-/// An arena whose lock is held.
+/// An arena whose lock is held. Two words, which stay in registers from where the lock is taken to where it is released: in
+/// memory, a free and an allocation each cost 20 ns more.
 #[derive(Debug)]
 pub(crate) struct Guard {
     pub(crate) arena: &'static Arena,
     desk: MutexGuard<'static, Desk>,
-    pub(crate) tally: Tally,
 }
 
 impl Deref for Guard {
@@ -221,8 +221,13 @@ impl Guard {
     /// Changes who counts where. All locks are held.
     pub(crate) fn set_writer(&mut self, writer: Writer) {
         self.desk.writer = writer;
+    }
+
+    /// Where operations count now.
+    #[inline]
+    pub(crate) fn tally(&self) -> Tally {
         let (shell, own) = (self.arena.shell, &*self.arena.own);
-        self.tally = if writer == Writer::SEVERAL { Tally::Own(shell, own) } else { Tally::Shared(shell) };
+        if self.desk.writer == Writer::SEVERAL { Tally::Own(shell, own) } else { Tally::Shared(shell) }
     }
 
     #[inline]
@@ -230,6 +235,12 @@ impl Guard {
         if self.arena.remote.pending.load(Ordering::Acquire) {
             self.drain();
         }
+    }
+
+    #[cold]
+    fn drained(mut self) -> Guard {
+        self.drain();
+        self
     }
 
     #[cold]
@@ -267,14 +278,12 @@ impl Guard {
         block.tag = request.tag.0;
         let (addr, size, kind) = (block.addr, block.size, kind_of(block.pool));
         self.desk.live += 1;
-        self.tally.allocated(kind, size, request.requested);
+        self.tally().allocated(kind, size, request.requested);
         self.split_changed(kind, change);
         if self.desk.classes.is_oversize(size) {
-            self.tally.oversize(true);
+            self.tally().oversize(true);
         }
-        if self.desk.records_history {
-            self.note(Action::Alloc, id);
-        }
+        self.note(&[Action::Alloc], id);
         self.debug_check();
         Granted { arena: self.arena, block: id, addr }
     }
@@ -291,49 +300,60 @@ impl Guard {
             Some(on) if !shared && self.desk.crosses_streams => on,
             _ => return Err(Shared),
         };
-        self.given_back(id, size);
-        self.tally.freed(kind, size, requested);
+        self.note(&[Action::FreeRequested, Action::FreeCompleted], id);
+        self.given_back(size);
+        self.tally().freed(kind, size, requested);
         self.complete(id, heir, self.desk.tick_of(heir));
         Ok(())
     }
 
     /// Accounts for a live block of `size` bytes that its holder gave back.
     #[inline]
-    pub(crate) fn given_back(&mut self, id: BlockId, size: u64) {
+    pub(crate) fn given_back(&mut self, size: u64) {
         self.desk.live -= 1;
+        self.desk.milestones.freed += size;
         if self.desk.classes.is_oversize(size) {
-            self.tally.oversize(false);
+            self.tally().oversize(false);
         }
+    }
+
+    /// Records what happened now to a live or waiting block, if history is on.
+    #[inline]
+    pub(crate) fn note(&self, actions: &[Action], id: BlockId) {
         if self.desk.records_history {
-            self.note(Action::FreeRequested, id);
+            self.note_always(actions, id);
         }
     }
 
     #[cold]
-    fn note(&mut self, action: Action, id: BlockId) {
-        let block = &self.desk.heap.blocks[id];
-        let pool = self.desk.heap.pools[usize::from(block.pool)].history_id;
+    fn note_always(&self, actions: &[Action], id: BlockId) {
+        let Block { addr, requested: size, owner: slot, tag, pool, .. } = self.desk.heap.blocks[id];
+        let pool = self.desk.heap.pools[usize::from(pool)].history_id;
         let mut history = self.arena.shell.history.lock();
-        history.note(action, pool, block.addr, block.requested, block.owner, Tag(block.tag));
+        let stamp = Stamp::now();
+        for &action in actions {
+            history.push(Entry { action, addr, size, slot, tag: Tag(tag), pool, stamp });
+        }
     }
 
     /// A block that was given back, and is accounted for, becomes free: reusable by `owner` at once, by others after `after`.
     #[inline]
     pub(crate) fn complete(&mut self, id: BlockId, owner: u32, after: u64) {
         let kind = kind_of(self.desk.heap.blocks[id].pool);
-        if self.desk.records_history {
-            self.note(Action::FreeCompleted, id);
+        if self.desk.is_paged {
+            self.desk.heap.note_last_use(id, owner, after);
         }
         let (_, change) = self.desk.heap.give(id, owner, after);
         self.split_changed(kind, change);
         self.debug_check();
     }
 
+    /// Pieces of segments are counted. Mapped memory has none, as in PyTorch: what is free of it can go back to the device.
     #[inline]
     pub(crate) fn split_changed(&self, kind: PoolKind, change: SplitChange) {
-        if change != SplitChange::default() {
-            self.tally.change(Hot::Pieces, kind, change.count);
-            self.tally.change(Hot::PieceBytes, kind, change.bytes);
+        if change != SplitChange::default() && !self.desk.is_paged {
+            self.tally().change(Hot::Pieces, kind, change.count);
+            self.tally().change(Hot::PieceBytes, kind, change.bytes);
         }
     }
 
@@ -355,8 +375,12 @@ impl Guard {
 
 impl Desk {
     /// Opens the arena of the stream with this timeline.
-    pub(crate) fn open(&mut self, timeline: &Arc<Timeline>) {
-        self.heap.home = timeline.id();
+    pub(crate) fn open(&mut self, timeline: &Arc<Timeline>, is_paged: bool) {
+        self.heap = Heap::new(timeline.id(), if is_paged { IndexKind::Bins } else { IndexKind::Exact });
+        self.is_paged = is_paged;
+        if is_paged {
+            self.milestones.start();
+        }
         self.device_id = timeline.device_id();
         self.timeline = Some(timeline.clone());
     }

@@ -140,7 +140,7 @@ impl Whole {
         let lent = |heap: &Heap, owner: u32| {
             let index = heap.index(request.pool, owner)?;
             let keys = std::iter::successors(index.best_fit(request.size), |&key| index.after(key));
-            let fitting = keys.take(CANDIDATES).take_while(|key| self.classes.fits(key.size(), request.size));
+            let fitting = keys.take(CANDIDATES).filter(|key| self.classes.fits(key.size(), request.size));
             fitting.into_iter().find(|key| may_use(self, owner, heap.blocks[key.block()].after))
         };
         let places = self.heaps().flat_map(|heap| {
@@ -160,7 +160,8 @@ impl Whole {
 
     fn take_lent(&mut self, request: &Request, place: Place) -> Granted {
         let block = self.block(place);
-        if !block.is_split() && self.is_known_done(block.owner, block.after) {
+        let is_segment = !block.is_split() && !self.heap_of(place.arena).region(block.region).is_paged();
+        if is_segment && self.is_known_done(block.owner, block.after) {
             let region = self.arena(place.arena).heap.remove_region(place.block);
             let own = self.arena(request.slot);
             let block = own.heap.add_region(region.addr, region.bytes, region.pool);

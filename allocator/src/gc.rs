@@ -41,7 +41,7 @@ impl Whole {
     fn aged(&mut self) -> Vec<Place> {
         self.synchronize_searches();
         let searches = self.heaps().map(|heap| heap.pools[usize::from(LARGE_POOL)].searches).max().unwrap_or(0);
-        let age = |place: &Place| searches.saturating_sub(self.block(*place).age_base);
+        let age = |place: &Place| searches.saturating_sub(self.region(*place).age_base);
         let segments: Vec<Place> = self.whole_segments(LARGE_POOL).collect();
         let total: u64 = segments.iter().map(age).sum();
         let average = total.checked_div(segments.len() as u64).unwrap_or(0);

@@ -4,11 +4,11 @@
 //! locks, so that a snapshot's history and segments agree. Off by default; then it costs one branch an operation. Only entries are stored, never formatted, until somebody takes a snapshot.
 
 use std::collections::VecDeque;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 
 use crate::allocator::Allocator;
+use crate::clock::{self, Stamp};
 use crate::tags::Tag;
 
 /// What happened, under PyTorch's names of trace actions.
@@ -45,7 +45,7 @@ pub(crate) struct Entry {
     pub(crate) tag: Tag,
     /// The private pool, as [`crate::pools::PoolTable::history_id`] numbers them; 0 is the default pools.
     pub(crate) pool: u32,
-    pub(crate) time_us: u64,
+    pub(crate) stamp: Stamp,
 }
 
 const _: () = assert!(size_of::<Entry>() == 40, "an entry has no room to spare");
@@ -102,11 +102,15 @@ pub(crate) struct History {
     /// Entries that were overwritten since recording began.
     pub(crate) overwritten: u64,
     skipped: u32,
+    latest: Stamp,
 }
 
 impl History {
     /// Starts recording into a ring of `capacity` entries, or stops (0). Stopping forgets what was recorded.
     pub(crate) fn record(&mut self, capacity: usize, skip: &[Action]) {
+        if capacity > 0 {
+            clock::prepare();
+        }
         self.capacity = capacity;
         self.skipped = skip.iter().fold(0, |bits, &action| bits | 1 << action as u32);
         let excess = self.entries.len().saturating_sub(capacity);
@@ -124,17 +128,25 @@ impl History {
         self.capacity > 0
     }
 
-    #[cold]
-    #[inline(never)]
+    /// Notes what happened now.
     pub(crate) fn note(&mut self, action: Action, pool: u32, addr: u64, size: u64, slot: u32, tag: Tag) {
-        if self.capacity == 0 || self.skipped & (1 << action as u32) != 0 {
+        self.push(Entry { action, addr, size, slot, tag, pool, stamp: Stamp::now() });
+    }
+
+    /// Adds an entry, unless its action is not recorded. Stamps that two processors took at nearly the same moment may be the
+    /// wrong way round; then the later entry has the time of the earlier one.
+    #[inline]
+    pub(crate) fn push(&mut self, mut entry: Entry) {
+        if self.capacity == 0 || self.skipped & (1 << entry.action as u32) != 0 {
             return;
         }
+        self.latest = self.latest.max(entry.stamp);
+        entry.stamp = self.latest;
         if self.entries.len() >= self.capacity {
             self.entries.pop_front();
             self.overwritten += 1;
         }
-        self.entries.push_back(Entry { action, addr, size, slot, tag, pool, time_us: now_us() });
+        self.entries.push_back(entry);
     }
 
     /// What is recorded, oldest first.
@@ -146,10 +158,4 @@ impl History {
         self.entries.clear();
         self.overwritten = 0;
     }
-}
-
-/// Microseconds since 1970, as PyTorch's `time_us`.
-fn now_us() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
 }

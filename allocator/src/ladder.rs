@@ -79,7 +79,8 @@ impl Allocator {
     }
 
     fn try_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
-        match self.grow(request)? {
+        let growth = if self.is_paged_for(request) { self.grow_paged(request)? } else { self.grow_segment(request)? };
+        match growth {
             Growth::Grown(granted) => Ok(Some(granted)),
             Growth::Refused(refusal) => {
                 tried.refusal = Some(refusal);
@@ -126,6 +127,7 @@ impl Allocator {
 
     fn release_and_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
         tried.released += self.release_where(|whole| whole.releasable())?;
+        self.synchronize_free(|_| true)?;
         self.shell().count(|counters| &counters.num_alloc_retries);
         self.try_grow(request, tried)
     }

@@ -168,6 +168,7 @@ impl PrivatePool {
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
         if let Some(numbers) = self.numbers() {
             self.allocator.synchronize_pending(|pool| numbers.contains(&pool))?;
+            self.allocator.synchronize_free(|pool| numbers.contains(&pool))?;
         }
         self.release()
     }
@@ -177,10 +178,12 @@ impl PrivatePool {
     }
 
     fn release(&self) -> Result<u64, AllocError> {
-        self.allocator.release_where(|whole| {
-            let numbers = whole.pools.find(self.id).map(|private| private.numbers).into_iter().flatten();
-            numbers.flat_map(|number| whole.whole_segments(number)).collect()
-        })
+        let numbers = self.numbers();
+        let segments = self.allocator.release_where(|whole| {
+            numbers.into_iter().flatten().flat_map(|number| whole.whole_segments(number)).collect()
+        })?;
+        let of_this = |pool: u16| numbers.is_some_and(|numbers| numbers.contains(&pool));
+        Ok(segments + self.allocator.trim_paged(0, &of_this)?)
     }
 }
 

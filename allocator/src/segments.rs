@@ -11,7 +11,7 @@ use aquifer_device::DevicePtr;
 use crate::allocator::Allocator;
 use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
-use crate::heap::{BlockId, Key, Region, kind_of};
+use crate::heap::{Block, BlockId, Key, Region, kind_of};
 use crate::history::Action;
 use crate::shell::Shell;
 use crate::whole::Whole;
@@ -45,11 +45,13 @@ pub enum Refusal {
     Limit,
     /// The bytes to be left free for libraries.
     Headroom,
+    /// The device's address space.
+    Addresses,
 }
 
 impl Allocator {
     /// Takes a segment for the request from the device and serves the request from it.
-    pub(crate) fn grow(&self, request: &Request) -> Result<Growth, AllocError> {
+    pub(crate) fn grow_segment(&self, request: &Request) -> Result<Growth, AllocError> {
         let bytes = self.segment_bytes(request.size);
         if !self.has_headroom(bytes)? {
             return Ok(Growth::Refused(Refusal::Headroom));
@@ -150,16 +152,15 @@ impl Whole {
     /// Wholly free segments of the given pool.
     pub(crate) fn whole_segments(&self, pool: u16) -> impl Iterator<Item = Place> + '_ {
         self.heaps().flat_map(move |heap| {
-            let whole = heap.free_blocks(pool).filter(|key| !heap.blocks[key.block()].is_split());
+            let is_whole = |block: &Block| !block.is_split() && !heap.region(block.region).is_paged();
+            let whole = heap.free_blocks(pool).filter(move |key| is_whole(&heap.blocks[key.block()]));
             whole.map(|key| Place { arena: heap.home, block: key.block() })
         })
     }
 
     /// Wholly free segments that nobody is promised: those of the default pools and of closed private pools.
     pub(crate) fn releasable(&self) -> Vec<Place> {
-        let closed = self.pools.private.iter().filter(|private| !private.open).flat_map(|private| private.numbers);
-        let pools: Vec<u16> = [0, 1].into_iter().chain(closed).collect();
-        pools.into_iter().flat_map(|pool| self.whole_segments(pool)).collect()
+        self.unpromised_pools().into_iter().flat_map(|pool| self.whole_segments(pool)).collect()
     }
 
     /// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is just large enough,
@@ -173,7 +174,7 @@ impl Whole {
         let place = |key: Key| Place { arena: request.slot, block: key.block() };
         let mut at = index.best_fit(need);
         while let Some(key) = at {
-            if whole(&key) {
+            if whole(&key) && key.size() >= need {
                 return Some(vec![place(key)]);
             }
             at = index.after(key);

@@ -278,8 +278,11 @@ impl Shell {
 /// driver calls are allowed again.
 fn bury(mut core: Core, desks: Vec<Desk>) {
     let Some(device) = core.device.take() else { return };
-    for region in desks.iter().flat_map(|desk| desk.heap.regions()) {
+    for region in desks.iter().flat_map(|desk| desk.heap.regions()).filter(|region| !region.is_paged()) {
         device.free_later(DevicePtr(region.addr));
+    }
+    if let Some(paged) = core.paged.take() {
+        paged.bury(&device);
     }
     // The device goes last: whoever closes it must not leave its driver to the timelines that this thread drops.
     drop((core, desks));

@@ -41,6 +41,8 @@ pub struct SizeClasses {
     /// `u64::MAX` if no block is oversize.
     max_split_size: u64,
     max_non_split_rounding: u64,
+    /// Whether a large block is split for a rest of at least [`MIN_BLOCK`], as a small one is.
+    splits_any: bool,
     /// Whether any entry of `roundup` is in force.
     rounds_up: bool,
     /// The binary logarithm of the divisions per interval; 0 where rounding up is off.
@@ -54,6 +56,12 @@ impl Default for SizeClasses {
 }
 
 impl SizeClasses {
+    /// The same for memory that can be moved: every block is split, however little is left, and none is oversize.
+    #[must_use]
+    pub fn paged(self) -> SizeClasses {
+        SizeClasses { splits_any: true, max_split_size: u64::MAX, ..self }
+    }
+
     /// The rules for a configuration that is [valid](Config::validate).
     pub fn new(config: &Config) -> SizeClasses {
         let roundup = config.roundup_power2_divisions.map(shift_of);
@@ -61,6 +69,7 @@ impl SizeClasses {
             large_segment: config.large_segment_size,
             max_split_size: config.max_split_size.unwrap_or(u64::MAX),
             max_non_split_rounding: config.max_non_split_rounding.unwrap_or(config.large_segment_size),
+            splits_any: false,
             rounds_up: roundup != [0; 16],
             roundup,
         }
@@ -123,6 +132,7 @@ impl SizeClasses {
         let rest = block_bytes.saturating_sub(rounded);
         match kind {
             PoolKind::Small => rest >= MIN_BLOCK,
+            PoolKind::Large if self.splits_any => rest >= MIN_BLOCK,
             PoolKind::Large => rounded < self.max_split_size && rest > SMALL_SIZE,
         }
     }

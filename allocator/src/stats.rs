@@ -280,6 +280,9 @@ pub(crate) struct Counters {
     pub(crate) num_device_alloc: Counter,
     pub(crate) num_device_free: Counter,
     pub(crate) num_oom_rejections: Counter,
+    /// Ours: how often memory moved, and the bytes that did.
+    pub(crate) remaps: Counter,
+    pub(crate) moved_bytes: Counter,
     /// Ours: blocks reused by another stream than the one that freed them, and those of them that cost a wait.
     pub(crate) cross_stream_reuses: Counter,
     pub(crate) cross_stream_waits: Counter,
@@ -366,7 +369,7 @@ impl Counters {
         self.hot.iter().chain([&self.waiting, &self.waiting_bytes, &self.segment, &self.reserved_bytes])
     }
 
-    fn plain(&self) -> [&Counter; 10] {
+    fn plain(&self) -> [&Counter; 12] {
         [
             &self.oversize_allocations,
             &self.oversize_segments,
@@ -376,6 +379,8 @@ impl Counters {
             &self.num_device_alloc,
             &self.num_device_free,
             &self.num_oom_rejections,
+            &self.remaps,
+            &self.moved_bytes,
             &self.cross_stream_reuses,
             &self.cross_stream_waits,
         ]

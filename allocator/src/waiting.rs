@@ -13,6 +13,7 @@ use aquifer_device::{Clock, Timeline};
 
 use crate::core::{Core, Place};
 use crate::heap::kind_of;
+use crate::history::Action;
 use crate::shell::special;
 use crate::stats::Hot;
 use crate::whole::Whole;
@@ -69,8 +70,9 @@ impl Whole {
         let arena = self.arena(arena);
         let block = &arena.heap.blocks[id];
         let (kind, size) = (kind_of(block.pool), block.size);
-        arena.given_back(id, size);
-        arena.tally.freed(kind, size, 0);
+        arena.note(&[Action::FreeRequested], id);
+        arena.given_back(size);
+        arena.tally().freed(kind, size, 0);
         arena.heap.set_waiting(id);
         self.counters().waits(kind, size);
         let mut streams = self.shared.remove(&place).unwrap_or_default();
@@ -134,7 +136,8 @@ impl Whole {
                 // The tick is taken now: the owner's later events cover what it is ordered after, too.
                 let tick = self.tick_of(owner);
                 let arena = self.arena(waiting.place.arena);
-                arena.tally.change(Hot::Requested, kind, -requested);
+                arena.tally().change(Hot::Requested, kind, -requested);
+                arena.note(&[Action::FreeCompleted], waiting.place.block);
                 arena.complete(waiting.place.block, owner, tick);
             }
             !free

@@ -8,7 +8,7 @@ use aquifer_device::Stream;
 
 use crate::arena::{Arena, Desk, Guard};
 use crate::core::{Core, Granted, Place, Request};
-use crate::heap::{Block, Heap};
+use crate::heap::{Block, Heap, Region};
 use crate::shell::{SharedFree, Shell};
 use crate::stats::Counters;
 use crate::sync::MutexGuard;
@@ -92,6 +92,18 @@ impl Whole {
         &mut self.arenas[at]
     }
 
+    /// The arena of a stream, if it has one.
+    pub(crate) fn try_arena(&mut self, slot: u32) -> Option<&mut Guard> {
+        let at = self.position(slot)?;
+        Some(&mut self.arenas[at])
+    }
+
+    /// The heap of a stream that has allocated.
+    pub(crate) fn heap_of(&self, slot: u32) -> &Heap {
+        let at = self.position(slot).unwrap_or_else(|| unreachable!("stream {slot} has no arena"));
+        &self.arenas[at].heap
+    }
+
     pub(crate) fn heaps(&self) -> impl Iterator<Item = &Heap> + '_ {
         self.arenas.iter().map(|arena| &arena.heap)
     }
@@ -107,8 +119,17 @@ impl Whole {
     }
 
     pub(crate) fn block(&self, place: Place) -> &Block {
+        &self.heap(place).blocks[place.block]
+    }
+
+    /// The region that a block is of.
+    pub(crate) fn region(&self, place: Place) -> &Region {
+        self.heap(place).region(self.block(place).region)
+    }
+
+    fn heap(&self, place: Place) -> &Heap {
         let at = self.position(place.arena).unwrap_or_else(|| unreachable!("a block without an arena"));
-        &self.arenas[at].heap.blocks[place.block]
+        &self.arenas[at].heap
     }
 
     /// Serves a request from the free blocks of its stream's arena that the stream may reuse at once.
@@ -126,7 +147,7 @@ impl Whole {
         // Nobody waits for another lock while holding this one: before it is open, nobody works in it.
         let mut guard = arena.lock_with_all();
         let desk: &mut Desk = &mut guard;
-        desk.open(stream.timeline());
+        desk.open(stream.timeline(), self.core.paged.is_some());
         desk.classes = self.core.classes.clone();
         desk.crosses_streams = self.core.crosses_streams;
         desk.records_history = shell.history.lock().is_on();

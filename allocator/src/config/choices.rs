@@ -35,6 +35,9 @@ choice! {
         /// Large plain driver allocations, cached and split into blocks.
         #[default]
         Segments = "segments",
+        /// Physical granules that are mapped wherever contiguous memory is needed, where the device can map memory; elsewhere
+        /// [`Backing::Segments`].
+        Paged = "paged",
     }
 }
 

@@ -17,7 +17,8 @@
 //! | `roundup_power2_divisions` | power of two or 0, or a list | 0 = off | see [`Config::roundup_power2_divisions`] |
 //! | `per_process_memory_fraction` | [0, 1] | 1 = no limit | limit, as a share of the device's memory |
 //! | `throw_on_cudamalloc_oom` | `True`, `False` | `False` | [`Config::fail_fast`] |
-//! | `backing` | `segments` | `segments` | where memory comes from: [`Backing`] |
+//! | `backing` | `paged`, `segments` | `paged` | where memory comes from: [`Backing`] |
+//! | `granule_mb` | a power of two, at least 2 | `2` | [`Config::granule`] |
 //! | `cross_stream` | `off`, `ready`, `wait` | `ready` | reuse between streams: [`CrossStream`]; PyTorch's is `off` |
 //! | `limit_mb` | MiB, > 0 | none | limit in bytes |
 //! | `limit_free_fraction` | (0, 1] | none | limit, as a share of what is free on the device at the start |
@@ -27,7 +28,7 @@
 //! | `no_cache` | `True`, `False` | `False` | every allocation and free goes straight to the driver |
 //! | `backend` | `native` | `native` | nothing; `cudaMallocAsync` is an error |
 //! | `release_lock_on_cudamalloc`, `release_lock_on_hipmalloc` | `True`, `False` | | nothing: no lock is ever held during a driver call |
-//! | `expandable_segments` | `True`, `False` | `False` | inert: what it asks for comes with the paged backing |
+//! | `expandable_segments` | `True`, `False` | `False` | inert: what it asks for is `backing:paged` |
 //! | `expandable_segments_reserve` | fraction > 0, or GiB with `G` | | inert |
 //! | `expandable_segments_reserve_by_class` | list `[class:reserve,…]` | | inert |
 //! | `graph_capture_record_stream_reuse` | `True`, `False` | `False` | inert |
@@ -128,6 +129,9 @@ pub struct Config {
     pub expandable_segments: bool,
     /// Where memory comes from. Option `backing`.
     pub backing: Backing,
+    /// Bytes of physical memory that are mapped as one with [`Backing::Paged`]: a power of two, at least 2 MiB, the default.
+    /// Larger granules take fewer driver calls and waste more memory. Option `granule_mb`.
+    pub granule: u64,
     /// Reuse of blocks between streams. Option `cross_stream`.
     pub cross_stream: CrossStream,
     /// Limit on the bytes held from the device, more than 0; `None`, the default, is no limit. Option `limit_mb`.
@@ -160,6 +164,7 @@ impl Default for Config {
             fail_fast: false,
             expandable_segments: false,
             backing: Backing::default(),
+            granule: 2 << 20,
             cross_stream: CrossStream::default(),
             limit: None,
             limit_free_fraction: None,

@@ -36,7 +36,7 @@ pub(crate) struct Inert(pub(super) BTreeMap<Key, String>);
 pub(super) const fn reason(key: Key) -> &'static str {
     match key {
         Key::ExpandableSegments | Key::ExpandableReserve | Key::ExpandableReserveByClass => {
-            "mapped memory comes with the paged backing, which this version does not have"
+            "what it asks for is `backing:paged`; addresses are reserved as they are needed"
         }
         Key::GraphCaptureReuse => "blocks used by several streams are not reused inside a graph capture",
         _ => "page-locked host memory is not managed by this crate",
@@ -103,7 +103,8 @@ pub(super) fn set(config: &mut Config, pair: &Pair<'_>) -> Result<(), ConfigErro
             }
             keep(config, pair);
         }
-        Key::Backing => config.backing = backing(word()?)?,
+        Key::Backing => config.backing = word()?.choice(Backing::ALL, Backing::name)?,
+        Key::Granule => config.granule = word()?.mib()?,
         Key::CrossStream => config.cross_stream = word()?.choice(CrossStream::ALL, CrossStream::name)?,
         Key::Limit => config.limit = Some(word()?.mib()?),
         Key::LimitFreeFraction => {
@@ -127,13 +128,6 @@ fn backend(value: Reader<'_>) -> Result<(), ConfigError> {
             "the driver's own pool is not used; leave `backend` out, or use `no_cache:True` to cache nothing here",
         )),
         _ => Err(value.invalid()),
-    }
-}
-
-fn backing(value: Reader<'_>) -> Result<Backing, ConfigError> {
-    match value.text() {
-        "paged" => Err(value.unavailable("use `backing:segments`, the only backing so far")),
-        _ => value.choice(Backing::ALL, Backing::name),
     }
 }
 

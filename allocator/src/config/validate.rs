@@ -7,6 +7,9 @@ use super::keys::Key;
 use super::parse::Pair;
 use crate::size_class::MIN_LARGE_ALLOC;
 
+/// The smallest granule: no device maps less.
+const GRANULE_MIN: u64 = 2 << 20;
+
 /// A rule that does not hold: which option is at fault, which other one the rule compares it with, and what to say.
 #[derive(Debug)]
 pub(super) struct Violation {
@@ -70,6 +73,9 @@ impl Config {
         }
         if !(0.0..=1.0).contains(&self.per_process_memory_fraction) {
             return Err(Violation::range(Key::PerProcessMemoryFraction, self.per_process_memory_fraction));
+        }
+        if !self.granule.is_power_of_two() || self.granule < GRANULE_MIN {
+            return Err(Violation::range(Key::Granule, format!("{} MiB", mib(self.granule))));
         }
         if self.limit == Some(0) {
             return Err(Violation::range(Key::Limit, 0));

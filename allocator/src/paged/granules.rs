@@ -92,6 +92,12 @@ impl Paged {
         }
     }
 
+    /// As [`Paged::put`], for granules side by side.
+    pub(crate) fn put_all(&mut self, addr: u64, granules: &[RawPhysical]) {
+        let places = (addr..).step_by(usize::try_from(self.granule).unwrap_or(usize::MAX));
+        places.zip(granules).for_each(|(at, &physical)| self.put(at, physical));
+    }
+
     /// Takes note of the granules of a mapped range as of unmapped ones, in order of address.
     pub(crate) fn take(&mut self, addr: u64, bytes: u64) -> Vec<RawPhysical> {
         let granule = usize::try_from(self.granule).unwrap_or(usize::MAX);

@@ -37,7 +37,6 @@ mod probe;
 mod trim;
 mod window;
 
-pub(crate) use donors::Donors;
 pub(crate) use granules::Paged;
 pub(crate) use milestones::Milestones;
 pub(crate) use probe::probe;

@@ -162,6 +162,11 @@ impl Whole {
         (held, fill, changed)
     }
 
+    /// Holds donors where there is no window.
+    pub(crate) fn hold_all(&mut self, chosen: Vec<Donor>) -> Vec<Donor> {
+        self.hold_donors(0, chosen, &BTreeMap::new(), 0)
+    }
+
     /// Holds donors, from high to low in each block.
     fn hold_donors(
         &mut self,
@@ -237,8 +242,7 @@ impl Whole {
                 heap.unhold_as_free(donor.block);
                 let granules = still_mapped.next();
                 if let (Some(paged), Some(granules)) = (&mut self.paged, granules) {
-                    let places = (donor.addr..).step_by(usize::try_from(paged.granule).unwrap_or(usize::MAX));
-                    places.zip(granules).for_each(|(at, &physical)| paged.put(at, physical));
+                    paged.put_all(donor.addr, granules);
                 }
             }
         }

@@ -22,7 +22,7 @@ struct Leaving {
 impl Allocator {
     /// Gives granules that nobody uses back to the device, spare ones first, until at most `target` bytes are held from it or
     /// none is left in the pools that `of` picks; tells how many bytes went. Those not known done stay.
-    pub(crate) fn trim_paged(&self, target: u64, of: impl Fn(u16) -> bool + Copy) -> Result<u64, AllocError> {
+    pub(crate) fn trim_paged(&self, target: u64, of: &impl Fn(u16) -> bool) -> Result<u64, AllocError> {
         let mut whole = self.shell().whole();
         let Some(granule) = whole.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
         let leaving = whole.begin_trim(target, of);
@@ -105,7 +105,7 @@ impl Allocator {
 }
 
 impl Whole {
-    fn begin_trim(&mut self, target: u64, of: impl Fn(u16) -> bool) -> Leaving {
+    fn begin_trim(&mut self, target: u64, of: &impl Fn(u16) -> bool) -> Leaving {
         let excess = self.reserved.saturating_sub(target);
         let none = Leaving { donors: Vec::new(), ranges: Vec::new(), spares: Vec::new() };
         let Some(paged) = &mut self.paged else { return none };

@@ -183,7 +183,7 @@ fn trace_entry(entry: &Entry, names: &mut Names) -> TraceEntry {
         device_free: is_oom.then_some(entry.addr),
         size: entry.size,
         stream: entry.slot,
-        time_us: entry.time_us,
+        time_us: entry.stamp.time_us(),
         compile_context: "N/A",
         user_metadata: names.of(entry.tag).unwrap_or_else(|| names.none.clone()),
         pool_id: (0, u64::from(entry.pool)),
