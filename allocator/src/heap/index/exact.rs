@@ -129,11 +129,12 @@ impl Exact {
 
 impl Index for Exact {
     #[inline]
-    fn choose(&self, blocks: &Slab, size: u64) -> Option<BlockId> {
-        self.best_fit(blocks, size)
+    fn choose(&self, _: &Slab, size: u64) -> Option<BlockId> {
+        self.first_from(Key::at_least(size)).map(Key::block)
     }
 
-    #[inline]
+    #[cold]
+    #[inline(never)]
     fn best_fit(&self, _: &Slab, size: u64) -> Option<BlockId> {
         self.first_from(Key::at_least(size)).map(Key::block)
     }
