@@ -10,8 +10,13 @@ use crate::stats::{Counter, Hot, PoolStats, Stat};
 /// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`; what goes beyond it is
 /// said so.
 ///
-/// Current values are exact whenever no call is in flight. Read beside other threads' calls, each value is exact as of some
-/// moment, but not all of the same one.
+/// Current values are exact whenever no call is in flight. Read beside other threads' calls, each stream's share of a value is
+/// exact as of some moment, but not all of the same one.
+///
+/// `reserved_bytes`, `segment` and their peaks are always exact. Other peaks are exact while one thread does all the work, on
+/// however many streams, and passes it on to another one at most 8 times between resets of peaks. With several threads at the
+/// same time they are never less than the true peak, and more by at most 32 MiB (128 blocks) for each stream and pool; peaks in
+/// bytes never exceed that of `reserved_bytes`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryStats {

@@ -46,14 +46,13 @@ pub struct PoolStats {
 }
 
 impl PoolStats {
-    /// The same, no peak being above that of `most`.
+    /// The same, no peak being above that of `most`, nor that of both pools above the sum of theirs.
     pub(crate) fn with_peaks_within(self, most: PoolStats) -> PoolStats {
-        let within = |stat: Stat, most: Stat| Stat { peak: stat.peak.min(most.peak), ..stat };
-        PoolStats {
-            all: within(self.all, most.all),
-            large_pool: within(self.large_pool, most.large_pool),
-            small_pool: within(self.small_pool, most.small_pool),
-        }
+        let within = |stat: Stat, most: u64| Stat { peak: stat.peak.min(most), ..stat };
+        let large_pool = within(self.large_pool, most.large_pool.peak);
+        let small_pool = within(self.small_pool, most.small_pool.peak);
+        let all = within(self.all, most.all.peak.min(large_pool.peak.saturating_add(small_pool.peak)));
+        PoolStats { all, large_pool, small_pool }
     }
 }
 
