@@ -193,8 +193,8 @@ impl Arena {
     }
 }
 
-/// An arena whose lock is held. Two words, which stay in registers from where the lock is taken to where it is released: in
-/// memory, a free and an allocation each cost 20 ns more.
+/// An arena whose lock is held. Two words, which stay in registers from where the lock is taken to where it is released: copying
+/// it, and handles, through memory cost about 40 ns a hot pair.
 #[derive(Debug)]
 pub(crate) struct Guard {
     pub(crate) arena: &'static Arena,

@@ -1,6 +1,6 @@
 //! The index of free blocks: exact best fit by (size, address), lowest address first.
 //!
-//! Blocks are sorted into bins, 32 a doubling of size, with a bitmap of the bins that hold anything. A bin is one cache line:
+//! Blocks are sorted into bins, 64 a doubling of size, with a bitmap of the bins that hold anything. A bin is one cache line:
 //! its three smallest keys stand in it, handled without branches, and only a bin that holds more has the others in sorted
 //! runs elsewhere. So a search touches a bitmap and mostly one line, its cost does not grow with the number of blocks as
 //! measured up to a million (`aquifer-stress bench`), and the result is that of one ordered set over all blocks.
@@ -129,11 +129,12 @@ impl Exact {
 
 impl Index for Exact {
     #[inline]
-    fn choose(&self, blocks: &Slab, size: u64) -> Option<BlockId> {
-        self.best_fit(blocks, size)
+    fn choose(&self, _: &Slab, size: u64) -> Option<BlockId> {
+        self.first_from(Key::at_least(size)).map(Key::block)
     }
 
-    #[inline]
+    #[cold]
+    #[inline(never)]
     fn best_fit(&self, _: &Slab, size: u64) -> Option<BlockId> {
         self.first_from(Key::at_least(size)).map(Key::block)
     }
