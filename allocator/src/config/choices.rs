@@ -32,12 +32,12 @@ macro_rules! choice {
 choice! {
     /// Where the memory behind the heap comes from: option `backing`.
     Backing {
-        /// Large plain driver allocations, cached and split into blocks.
-        #[default]
-        Segments = "segments",
         /// Physical granules that are mapped wherever contiguous memory is needed, where the device can map memory; elsewhere
         /// [`Backing::Segments`].
+        #[default]
         Paged = "paged",
+        /// Large plain driver allocations, cached and split into blocks.
+        Segments = "segments",
     }
 }
 

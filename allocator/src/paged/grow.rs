@@ -14,6 +14,7 @@ use crate::core::Request;
 use crate::cross_stream::cannot_be_asked;
 use crate::error::AllocError;
 use crate::paged::driver::carry_out;
+use crate::paged::milestones::Reason;
 use crate::paged::plan::{Draft, Planned, Terms};
 use crate::segments::{Growth, Refusal};
 use crate::whole::Whole;
@@ -198,7 +199,7 @@ impl Whole {
         for &(slot, after) in not_done.keys() {
             let Some(timeline) = self.timeline(slot) else { continue };
             let recorded = timeline.now();
-            let may_record = self.may_record(slot);
+            let may_record = self.may_record(slot, Reason::Question);
             // Ticks below the count are covered by an event that was recorded already.
             if after <= recorded || may_record {
                 latest.insert(slot, after);
@@ -206,7 +207,7 @@ impl Whole {
         }
         for (&slot, &after) in &latest {
             if self.timeline(slot).is_some_and(|timeline| after > timeline.now()) {
-                self.note_recorded(slot);
+                self.note_recorded(slot, Reason::Question);
             }
         }
         latest.into_iter().filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()

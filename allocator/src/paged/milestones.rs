@@ -1,8 +1,9 @@
 //! Milestones: events recorded in time, so that the host knows what is done.
 //!
 //! What the host must know before it can move memory needs an event, and one recorded only then would complete only after
-//! everything queued by then. So a stream records one when much was given back since the last. At most one event is recorded for 100
-//! operations, beside a few at the start: an operation is an allocation or a free, and allocations are what is counted.
+//! everything queued by then. So a stream records one when much was given back since the last. Others are recorded when a request
+//! needs to know. Both together are at most one event for 100 operations, beside a few at the start: an operation is an
+//! allocation or a free, and allocations are what is counted.
 
 use crate::allocator::Allocator;
 use crate::whole::Whole;
@@ -10,10 +11,19 @@ use aquifer_device::Stream;
 
 /// A milestone is due when so large a share of what is reserved was given back since the last.
 const SHARE: u64 = 64;
-/// Allocations for each event, which make 100 operations with their frees.
-const SPACING: u64 = 50;
-/// Events that may be recorded before that many operations were made.
+/// Allocations for each event of one kind. With their frees, and both kinds of events, that is one for 100 operations.
+const SPACING: u64 = 100;
+/// Events of a kind that may be recorded before that many operations were made.
 const ADVANCE: u64 = 32;
+
+/// Why an event is recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reason {
+    /// Much was given back.
+    Milestone,
+    /// A request needs to know.
+    Question,
+}
 
 /// A stream's milestones, under its arena's lock.
 #[derive(Clone, Copy, Debug)]
@@ -22,14 +32,14 @@ pub(crate) struct Milestones {
     pub(crate) freed: u64,
     /// The next milestone is due when so many were.
     due_at: u64,
-    /// Events recorded.
-    recorded: u64,
+    /// Events recorded, by reason.
+    recorded: [u64; 2],
 }
 
 impl Default for Milestones {
     /// None are ever due.
     fn default() -> Milestones {
-        Milestones { freed: 0, due_at: u64::MAX, recorded: 0 }
+        Milestones { freed: 0, due_at: u64::MAX, recorded: [0; 2] }
     }
 }
 
@@ -51,7 +61,7 @@ impl Allocator {
         let mut whole = self.shell().whole();
         let slot = stream.id();
         let apart = whole.reserved / SHARE;
-        let may_record = whole.may_record(slot);
+        let may_record = whole.may_record(slot, Reason::Milestone);
         let milestones = &mut whole.arena(slot).milestones;
         // Nothing was given back since the start: nothing to learn.
         let useful = milestones.freed > 0;
@@ -59,7 +69,7 @@ impl Allocator {
         if !useful || !may_record {
             return;
         }
-        whole.note_recorded(slot);
+        whole.note_recorded(slot, Reason::Milestone);
         drop(whole);
         let timeline = stream.timeline();
         // A stream that captures, or one that is gone, records none; what is free there is then learned of in other ways.
@@ -71,15 +81,15 @@ impl Allocator {
 
 impl Whole {
     /// Whether one more event on the stream is within what milestones may cost.
-    pub(crate) fn may_record(&mut self, slot: u32) -> bool {
+    pub(crate) fn may_record(&mut self, slot: u32, reason: Reason) -> bool {
         let Some(desk) = self.try_arena(slot) else { return false };
         let searches: u64 = desk.heap.pools.iter().map(|pool| pool.searches).sum();
-        desk.milestones.recorded <= ADVANCE + searches / SPACING
+        desk.milestones.recorded[reason as usize] <= ADVANCE + searches / SPACING
     }
 
-    pub(crate) fn note_recorded(&mut self, slot: u32) {
+    pub(crate) fn note_recorded(&mut self, slot: u32, reason: Reason) {
         if let Some(desk) = self.try_arena(slot) {
-            desk.milestones.recorded += 1;
+            desk.milestones.recorded[reason as usize] += 1;
         }
     }
 }

@@ -170,7 +170,7 @@ mod tests {
         assert_eq!(found("lf.fl....", 3 * G), Some((1, 1, false)));
         assert_eq!(found("l.ffl...", 4 * G), None);
         assert_eq!(found("lfl", 2 * G), None);
-        assert_eq!(found("lf.ff.l.........", 4 * G), Some((1, 1, false)));
+        assert_eq!(found("lf.ff.l.........", 4 * G), Some((1, 1, true)));
         assert_eq!(found("lf..fffl", 4 * G), Some((3, 1, false)), "it may begin within a hole");
     }
 
