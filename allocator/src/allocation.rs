@@ -5,9 +5,9 @@ use std::ops::Range;
 
 use aquifer_device::{DevicePtr, Stream};
 
+use crate::arena::Arena;
 use crate::error::AllocError;
 use crate::heap::BlockId;
-use crate::shell::Shell;
 
 /// A live block of device memory. Dropping it gives the memory back, on any thread, without a driver call and without
 /// waiting for the device.
@@ -17,7 +17,8 @@ use crate::shell::Shell;
 /// dropped.
 #[must_use = "dropping the handle gives the memory back"]
 pub struct Allocation {
-    shell: &'static Shell,
+    /// Where the block is.
+    arena: &'static Arena,
     /// [`BlockId::NONE`] for an allocation of zero bytes, which has none, and for a handle that was given up.
     block: BlockId,
     slot: u32,
@@ -26,12 +27,13 @@ pub struct Allocation {
 }
 
 impl Allocation {
-    pub(crate) fn new(shell: &'static Shell, block: BlockId, slot: u32, ptr: DevicePtr, bytes: u64) -> Allocation {
-        Allocation { shell, block, slot, ptr, bytes }
+    #[inline]
+    pub(crate) fn new((arena, block): (&'static Arena, BlockId), slot: u32, ptr: DevicePtr, bytes: u64) -> Allocation {
+        Allocation { arena, block, slot, ptr, bytes }
     }
 
-    pub(crate) fn zero(shell: &'static Shell, slot: u32) -> Allocation {
-        Allocation { shell, block: BlockId::NONE, slot, ptr: DevicePtr(0), bytes: 0 }
+    pub(crate) fn zero(arena: &'static Arena) -> Allocation {
+        Allocation::new((arena, BlockId::NONE), arena.slot, DevicePtr(0), 0)
     }
 
     /// Its first address; null for zero bytes.
@@ -63,12 +65,12 @@ impl Allocation {
         if self.block == BlockId::NONE {
             return Ok(());
         }
-        let mut core = self.shell.lock();
+        let mut core = self.arena.shell.core();
         if core.device.as_ref().is_none_or(|device| device.id() != stream.device_id()) {
             return Err(AllocError::WrongDevice { what: "stream" });
         }
         let slot = core.slot(stream);
-        core.note_use(self.block, slot);
+        core.note_use(self.arena, self.block, slot);
         Ok(())
     }
 
@@ -78,23 +80,26 @@ impl Allocation {
     /// # Errors
     /// When the stream belongs to another device. The memory is then given back as by dropping the handle.
     pub fn drop_on(self, stream: &Stream) -> Result<(), AllocError> {
-        if self.block == BlockId::NONE {
+        let (arena, block) = self.into_block();
+        if block == BlockId::NONE {
             return Ok(());
         }
-        let mut core = self.shell.lock();
-        if core.device.as_ref().is_none_or(|device| device.id() != stream.device_id()) {
+        let (device_id, known) = arena.look(|desk| (desk.device_id, desk.knows(stream.id())));
+        if device_id != stream.device_id() {
+            arena.free(block, None);
             return Err(AllocError::WrongDevice { what: "stream" });
         }
-        let on = core.slot(stream);
-        drop(core);
-        let shell = self.shell;
-        shell.free(self.into_block(), Some(on));
+        if !known {
+            arena.shell.core().slot(stream);
+            arena.look(|desk| desk.know(stream.timeline()));
+        }
+        arena.free(block, Some(stream.id()));
         Ok(())
     }
 
-    /// Gives up the handle; the block stays live.
-    pub(crate) fn into_block(mut self) -> BlockId {
-        std::mem::replace(&mut self.block, BlockId::NONE)
+    /// Gives up the handle; the block, if there is one, stays live.
+    pub(crate) fn into_block(mut self) -> (&'static Arena, BlockId) {
+        (self.arena, std::mem::replace(&mut self.block, BlockId::NONE))
     }
 }
 
@@ -104,7 +109,7 @@ impl Drop for Allocation {
     #[inline]
     fn drop(&mut self) {
         if self.block != BlockId::NONE {
-            self.shell.free(self.block, None);
+            self.arena.free(self.block, None);
         }
     }
 }

@@ -6,15 +6,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use aquifer_device::{Device, DevicePtr, Stream};
 
 use crate::allocation::Allocation;
+use crate::arena::Arena;
 use crate::config::{Config, CrossStream, TagSource};
-use crate::core::{Core, Granted, Request};
+use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
+use crate::history::History;
 use crate::hooks::{Hooks, ReclaimRequest, Registration};
 use crate::oom::OomReport;
 use crate::shell::{Shell, special};
 use crate::size_class::{MIN_BLOCK, REQUEST_LIMIT, SizeClasses};
-use crate::stats::Counters;
+use crate::stats::Hot;
 use crate::tags::Tag;
+use crate::whole::Whole;
 
 /// The alignment that every allocation has, in bytes.
 pub const ALIGNMENT: u64 = MIN_BLOCK;
@@ -88,8 +91,10 @@ impl Allocator {
         let mut bits = 0;
         bits |= if config.tags == TagSource::Span { special::SPANS } else { 0 };
         bits |= if config.no_cache { special::NO_CACHE } else { 0 };
-        let core = Core::new(device.clone(), classes.clone(), crosses_streams, config.history as usize);
-        let shell = Shell::open(core, bits);
+        let core = Core { device: Some(device.clone()), classes: classes.clone(), crosses_streams, ..Core::default() };
+        let mut history = History::default();
+        history.record(config.history as usize, &[]);
+        let shell = Shell::open(core, history, bits);
         let hooks = Arc::new(Hooks::default());
         let tagged = config.tags != TagSource::Off;
         Ok(Allocator(Arc::new(Inner {
@@ -113,7 +118,7 @@ impl Allocator {
     pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         let inner = &*self.0;
         if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
-            return self.alloc_odd(bytes, stream);
+            return Ok(Allocation::zero(self.arena_for_zero(bytes, stream)?));
         }
         self.alloc_rounded(bytes, inner.classes.round(bytes), stream)
     }
@@ -122,60 +127,60 @@ impl Allocator {
     #[inline]
     fn alloc_rounded(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         let inner = &*self.0;
-        let pool = inner.classes.pool(size) as u16;
         let shell = inner.shell;
-        if shell.special.load(Ordering::Relaxed) != 0 {
-            return self.alloc_specially(bytes, size, stream);
-        }
-        let mut core = shell.lock();
-        let request = Request { requested: bytes, size, pool, slot: core.slot(stream), tag: inner.scope_tag() };
-        let granted = core.take_own(shell, &request);
-        drop(core);
-        let granted = match granted {
-            Some(granted) => granted,
-            None => self.climb(&request)?,
+        // Slow ways return what was granted, and the handle is made in one place, which keeps it in registers.
+        let granted = if shell.special().load(Ordering::Relaxed) == 0 {
+            let pool = inner.classes.pool(size) as u16;
+            let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
+            let mut arena = shell.enter(stream);
+            let granted = arena.take_own(&request);
+            drop(arena);
+            match granted {
+                Some(granted) => granted,
+                None => self.climb(&request)?,
+            }
+        } else {
+            self.alloc_specially(bytes, size, stream)?
         };
-        Ok(self.handle(&request, granted, granted.addr, bytes))
+        Ok(Allocation::new((granted.arena, granted.block), stream.id(), DevicePtr(granted.addr), bytes))
     }
 
-    fn handle(&self, request: &Request, granted: Granted, addr: u64, bytes: u64) -> Allocation {
-        Allocation::new(self.0.shell, granted.block, request.slot, DevicePtr(addr), bytes)
-    }
-
+    /// The arena of a request of zero bytes; refuses what is too large, or for a stream of another device.
     #[cold]
-    fn alloc_odd(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+    fn arena_for_zero(&self, bytes: u64, stream: &Stream) -> Result<&'static Arena, AllocError> {
         if stream.device_id() != self.0.device.id() {
             return Err(AllocError::WrongDevice { what: "stream" });
         }
         if bytes >= REQUEST_LIMIT {
             return Err(AllocError::TooLarge { requested: bytes });
         }
-        Ok(Allocation::zero(self.0.shell, stream.id()))
+        Ok(self.0.shell.enter(stream).arena)
     }
 
     /// Allocation while blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
     #[cold]
-    fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+    fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
         let shell = self.0.shell;
-        let special = shell.special.load(Ordering::Relaxed);
+        let special = shell.special().load(Ordering::Relaxed);
         if special & special::WAITING != 0 {
             self.poll_waiting()?;
         }
         let tag = if special & special::SPANS != 0 { Tag::of_span() } else { self.0.scope_tag() };
         let kind = self.0.classes.pool(size);
-        let mut core = shell.lock();
-        let pool = core.pools.routed().map_or(kind as u16, |private| private.numbers[kind as usize]);
-        let request = Request { requested: bytes, size, pool, slot: core.slot(stream), tag };
-        let granted = if special & special::NO_CACHE != 0 { None } else { core.take_own(shell, &request) };
-        drop(core);
+        let routed = special & special::ROUTED != 0;
+        let private =
+            if routed { shell.core().pools.routed().map(|private| private.numbers[kind as usize]) } else { None };
+        let request = Request { requested: bytes, size, pool: private.unwrap_or(kind as u16), slot: stream.id(), tag };
+        let mut arena = shell.enter(stream);
+        let granted = if special & special::NO_CACHE != 0 { None } else { arena.take_own(&request) };
+        drop(arena);
         if special & special::NO_CACHE != 0 {
-            self.release_where(Core::releasable)?;
+            self.release_where(|whole| whole.releasable())?;
         }
-        let granted = match granted {
-            Some(granted) => granted,
-            None => self.climb(&request)?,
-        };
-        Ok(self.handle(&request, granted, granted.addr, bytes))
+        match granted {
+            Some(granted) => Ok(granted),
+            None => self.climb(&request),
+        }
     }
 
     /// Allocates with a larger alignment: a power of two up to 2 MiB. The block is larger by the alignment less 512 bytes.
@@ -192,7 +197,7 @@ impl Allocator {
         }
         let padded = self.alloc_rounded(bytes, self.0.classes.round(padded), stream)?;
         let (slot, addr) = (padded.stream_id(), padded.ptr().0.next_multiple_of(alignment));
-        Ok(Allocation::new(self.0.shell, padded.into_block(), slot, DevicePtr(addr), bytes))
+        Ok(Allocation::new(padded.into_block(), slot, DevicePtr(addr), bytes))
     }
 
     /// Allocates and enqueues filling the memory with zeros on `stream`.
@@ -223,12 +228,6 @@ impl Allocator {
 
     pub(crate) fn shell(&self) -> &'static Shell {
         self.0.shell
-    }
-
-    /// The counters, after the frees that other threads queued are applied.
-    pub(crate) fn counters(&self) -> &'static Counters {
-        self.0.shell.apply_remote_frees();
-        &self.0.shell.counters
     }
 
     pub(crate) fn hooks(&self) -> &Arc<Hooks> {
@@ -276,12 +275,13 @@ impl Allocator {
 
     /// Bytes in live blocks now: PyTorch's `memory_allocated()`.
     pub fn allocated_bytes(&self) -> u64 {
-        self.counters().allocated_bytes.read().all.current
+        self.0.shell.apply_queued_frees();
+        self.0.shell.read(Hot::Bytes).all.current
     }
 
     /// Bytes held from the device now: PyTorch's `memory_reserved()`.
     pub fn reserved_bytes(&self) -> u64 {
-        self.counters().reserved_bytes.read().all.current
+        self.0.shell.counters.reserved_bytes.read().all.current
     }
 
     /// Gives every unused segment back to the device; tells how many bytes. Waits for blocks that other streams still use.
@@ -298,31 +298,24 @@ impl Allocator {
     /// # Errors
     /// Those of the driver.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, AllocError> {
-        let first = self.release_where(|core| core.excess(bytes))?;
+        let first = self.release_where(|whole| whole.excess(bytes))?;
         if self.reserved_bytes() <= bytes || !self.synchronize_pending(|_| true)? {
             return Ok(first);
         }
-        Ok(first + self.release_where(|core| core.excess(bytes))?)
+        Ok(first + self.release_where(|whole| whole.excess(bytes))?)
     }
 }
 
-impl Core {
-    pub(crate) fn new(device: Device, classes: SizeClasses, crosses_streams: bool, history: usize) -> Core {
-        let mut core = Core { device: Some(device), classes, crosses_streams, ..Core::default() };
-        core.heap.add_pools();
-        core.history.record(history, &[]);
-        core
-    }
-
+impl Whole {
     /// Unused segments to release, largest first, for at most `bytes` to stay reserved.
-    fn excess(&self, bytes: u64) -> Vec<crate::heap::BlockId> {
+    fn excess(&self, bytes: u64) -> Vec<Place> {
         let mut segments = self.releasable();
-        let size = |id: &crate::heap::BlockId| self.heap.blocks[*id].size;
-        segments.sort_by_key(|id| (std::cmp::Reverse(size(id)), self.heap.blocks[*id].addr));
+        let size = |place: &Place| self.block(*place).size;
+        segments.sort_by_key(|place| (std::cmp::Reverse(size(place)), self.block(*place).addr));
         let mut left = self.reserved;
-        segments.retain(|id| {
+        segments.retain(|place| {
             let take = left > bytes;
-            left -= if take { size(id) } else { 0 };
+            left -= if take { size(place) } else { 0 };
             take
         });
         segments

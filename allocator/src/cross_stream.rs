@@ -4,17 +4,22 @@
 //! later work is ordered after that tick. Both are learned without waiting. Making S wait couples streams, so it is done
 //! only where the policy says so, or as a rung before OOM; it is counted and traced.
 //!
-//! This runs only when the stream's own free blocks do not serve a request, just before memory would be taken from the
-//! device. Asking whether ticks are done may record an event on a stream, at most one each time.
+//! A borrowed block stays in the arena of its region's home stream, and its handle refers to that arena; only a whole segment
+//! that is done for everybody moves to the borrower's.
+//!
+//! This runs only when the stream's own free blocks at home do not serve a request, just before memory would be taken from the
+//! device. What it has away from home serves it first. Asking whether ticks are done may record an event on a stream, at most one each time.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use aquifer_device::{DeviceError, ErrorKind, Timeline};
 
 use crate::allocator::Allocator;
-use crate::core::{Core, Granted, Request};
+use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
-use crate::heap::{BlockId, Key};
+use crate::heap::{Heap, Key, kind_of};
+use crate::whole::Whole;
 
 /// How many blocks of one owner are considered, smallest first.
 const CANDIDATES: usize = 32;
@@ -43,51 +48,53 @@ impl Allocator {
 
     /// Serves the request from blocks of other streams, and from strays of its own, without waiting.
     pub(crate) fn borrow(&self, request: &Request) -> Result<Option<Granted>, AllocError> {
-        let core = self.shell().lock();
-        let ticks = core.lendable(request);
-        let nothing = core.best_lent(request, |_, _, _| true).is_none();
-        if nothing && ticks.is_empty() && core.heap.strays().len() == 0 && core.waiting.is_empty() {
+        let mut whole = self.shell().whole();
+        if let Some((_, place)) = whole.best_lent(request, |_, owner, _| owner == request.slot) {
+            return Ok(Some(whole.take_lent(request, place)));
+        }
+        let ticks = whole.lendable(request);
+        let nothing = whole.best_lent(request, |_, _, _| true).is_none();
+        if nothing && ticks.is_empty() && !whole.has_strays() && whole.waiting.is_empty() {
             return Ok(None);
         }
-        let own = core.timeline(request.slot).cloned();
-        drop(core);
+        let own = whole.timeline(request.slot).cloned();
+        drop(whole);
         self.poll(&ticks)?;
         let clock = own.map(|timeline| timeline.clock()).unwrap_or_default();
-        let mut core = self.shell().lock();
-        core.settle(self.shell());
-        core.sweep_ordered(self.shell(), request.slot, &clock);
-        if let Some(granted) = core.take_own(self.shell(), request) {
+        let mut whole = self.shell().whole();
+        whole.settle();
+        whole.sweep_ordered(request.slot, &clock);
+        if let Some(granted) = whole.take_own(request) {
             return Ok(Some(granted));
         }
-        let Some(lent) =
-            core.best_lent(request, |core, owner, after| core.is_known_done(owner, after) || after <= clock.of(owner))
-        else {
-            return Ok(None);
-        };
-        self.shell().counters.cross_stream_reuses.add(1);
-        Ok(Some(core.take_lent(self.shell(), request, lent.block())))
+        let ordered = |core: &Core, owner, after| core.is_known_done(owner, after) || after <= clock.of(owner);
+        let Some((_, place)) = whole.best_lent(request, ordered) else { return Ok(None) };
+        if whole.block(place).owner != request.slot {
+            whole.counters().cross_stream_reuses.add(1);
+        }
+        Ok(Some(whole.take_lent(request, place)))
     }
 
     /// Serves the request from a block of another stream by making the request's stream wait for it.
     pub(crate) fn borrow_waiting(&self, request: &Request) -> Result<Option<Granted>, AllocError> {
-        let core = self.shell().lock();
-        let Some(own) = core.timeline(request.slot).cloned() else { return Ok(None) };
-        let Some(lender) = core.best_lent(request, |_, _, _| true).and_then(|key| core.lender(key)) else {
+        let whole = self.shell().whole();
+        let Some(own) = whole.timeline(request.slot).cloned() else { return Ok(None) };
+        let Some(lender) = whole.best_lent(request, |_, _, _| true).and_then(|(_, place)| whole.lender(place)) else {
             return Ok(None);
         };
-        drop(core);
+        drop(whole);
         if let Err(error) = own.wait_for(&lender.timeline, lender.after.saturating_sub(1)) {
             return if cannot_be_asked(&error) { Ok(None) } else { Err(error.into()) };
         }
         let clock = own.clock();
-        let mut core = self.shell().lock();
+        let mut whole = self.shell().whole();
         // Somebody may have taken it meanwhile; whatever is ordered now will do.
         let ordered = |core: &Core, owner, after| core.is_known_done(owner, after) || after <= clock.of(owner);
-        let Some(key) = core.best_lent(request, ordered) else { return Ok(None) };
-        self.shell().counters.cross_stream_reuses.add(1);
-        self.shell().counters.cross_stream_waits.add(1);
-        let granted = core.take_lent(self.shell(), request, key.block());
-        drop(core);
+        let Some((_, place)) = whole.best_lent(request, ordered) else { return Ok(None) };
+        whole.counters().cross_stream_reuses.add(1);
+        whole.counters().cross_stream_waits.add(1);
+        let granted = whole.take_lent(request, place);
+        drop(whole);
         tracing::debug!(
             stream = request.slot,
             waits_for = lender.timeline.id(),
@@ -103,64 +110,75 @@ pub(crate) fn cannot_be_asked(error: &DeviceError) -> bool {
     matches!(error.kind, ErrorKind::Capture | ErrorKind::InvalidUse)
 }
 
-impl Core {
+impl Whole {
     /// The ticks that would let other streams' fitting blocks, or anybody's strays, be used, where not known to be done.
     fn lendable(&self, request: &Request) -> Vec<(Arc<Timeline>, u64)> {
-        let mut ticks: Vec<(Arc<Timeline>, u64)> = Vec::new();
-        for owner in 0..self.heap.owners(request.pool) {
-            let latest = self.unknown_tick(request, owner);
-            if let (Some(after), Some(timeline)) = (latest, self.timeline(owner)) {
-                ticks.push((timeline.clone(), after));
+        let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
+        for heap in self.heaps() {
+            for owner in heap.owners(request.pool) {
+                let after = latest_tick(heap, request, owner).unwrap_or(0);
+                latest.entry(owner).and_modify(|tick| *tick = after.max(*tick)).or_insert(after);
             }
         }
-        ticks
-    }
-
-    /// The latest tick among an owner's blocks that could serve the request, if it is not known to be done. An owner's own
-    /// blocks count when they are strays: they can merge once they are done.
-    fn unknown_tick(&self, request: &Request, owner: u32) -> Option<u64> {
-        let index = self.heap.index(request.pool, owner)?;
-        let fitting = std::iter::successors(index.best_fit(request.size), |&key| index.after(key)).take(CANDIDATES);
-        let strays = self.heap.strays_of(request.pool, owner);
-        let fitting = fitting.filter(|_| owner != request.slot).map(Key::block);
-        let after = fitting.chain(strays).map(|id| self.heap.blocks[id].after).max()?;
-        (!self.is_known_done(owner, after)).then_some(after)
+        latest.retain(|&owner, after| !self.is_known_done(owner, *after));
+        latest.into_iter().filter_map(|(owner, after)| Some((self.timeline(owner)?.clone(), after))).collect()
     }
 
     /// Sends strays that are done home.
-    pub(crate) fn settle(&mut self, shell: &crate::shell::Shell) {
-        let (timelines, heap) = self.timelines_and_heap();
-        let is_done = |owner: u32, after: u64| {
-            let timeline = timelines.get(owner as usize).and_then(Option::as_ref);
-            after == 0 || timeline.is_none_or(|timeline| timeline.is_known_done(after - 1))
-        };
-        for (pool, change) in heap.send_home(is_done) {
-            let kind = self.heap.pools[usize::from(pool)].kind;
-            self.split_changed(shell, kind, change);
+    pub(crate) fn settle(&mut self) {
+        let (core, arenas) = self.core_and_arenas();
+        for arena in arenas {
+            for (pool, change) in arena.heap.send_home(|owner, after| core.is_known_done(owner, after)) {
+                arena.split_changed(kind_of(pool), change);
+            }
         }
     }
 
-    /// The best block of another stream that the request may have by size and by `may_use(core, owner, after)`.
-    fn best_lent(&self, request: &Request, may_use: impl Fn(&Core, u32, u64) -> bool) -> Option<Key> {
-        let lent = |owner: u32| {
-            let index = self.heap.index(request.pool, owner)?;
+    /// The best block that the request may have by size and by `may_use(core, owner, after)`, of those that other streams
+    /// own or that are away from home.
+    fn best_lent(&self, request: &Request, may_use: impl Fn(&Core, u32, u64) -> bool) -> Option<(Key, Place)> {
+        let lent = |heap: &Heap, owner: u32| {
+            let index = heap.index(request.pool, owner)?;
             let keys = std::iter::successors(index.best_fit(request.size), |&key| index.after(key));
-            let fitting = keys.take(CANDIDATES).take_while(|key| self.classes.fits(key.size(), request.size));
-            fitting.into_iter().find(|key| may_use(self, owner, self.heap.blocks[key.block()].after))
+            let fitting = keys.take(CANDIDATES).filter(|key| self.classes.fits(key.size(), request.size));
+            fitting.into_iter().find(|key| may_use(self, owner, heap.blocks[key.block()].after))
         };
-        (0..self.heap.owners(request.pool)).filter(|&owner| owner != request.slot).filter_map(lent).min()
+        let places = self.heaps().flat_map(|heap| {
+            let owners = heap.owners(request.pool).filter(|&owner| owner != request.slot || owner != heap.home);
+            owners.filter_map(move |owner| {
+                let key = lent(heap, owner)?;
+                Some((key, Place { arena: heap.home, block: key.block() }))
+            })
+        });
+        places.min_by_key(|&(key, _)| key)
     }
 
-    fn lender(&self, key: Key) -> Option<Lender> {
-        let block = &self.heap.blocks[key.block()];
+    fn lender(&self, place: Place) -> Option<Lender> {
+        let block = self.block(place);
         Some(Lender { timeline: self.timeline(block.owner)?.clone(), after: block.after })
     }
 
-    fn take_lent(&mut self, shell: &crate::shell::Shell, request: &Request, id: BlockId) -> Granted {
-        let block = &self.heap.blocks[id];
+    fn take_lent(&mut self, request: &Request, place: Place) -> Granted {
+        let block = self.block(place);
         if !block.is_split() && self.is_known_done(block.owner, block.after) {
-            self.heap.rehome(id, request.slot);
+            let region = self.arena(place.arena).heap.remove_region(place.block);
+            let own = self.arena(request.slot);
+            let block = own.heap.add_region(region.addr, region.bytes, region.pool);
+            return own.take(request, block);
         }
-        self.take(shell, request, id)
+        let borrower = self.timeline(request.slot).cloned();
+        let lender = self.arena(place.arena);
+        borrower.iter().for_each(|borrower| lender.know(borrower));
+        lender.take(request, place.block)
     }
+}
+
+/// The latest tick among an owner's blocks in a heap that could serve the request. The own blocks of the request's stream count
+/// when they are strays: they can merge once they are done.
+fn latest_tick(heap: &Heap, request: &Request, owner: u32) -> Option<u64> {
+    let index = heap.index(request.pool, owner)?;
+    let fitting = std::iter::successors(index.best_fit(request.size), |&key| index.after(key)).take(CANDIDATES);
+    let strays = heap.strays_of(request.pool, owner);
+    let fitting = fitting.filter(|_| owner != request.slot).map(Key::block);
+    fitting.chain(strays).map(|id| heap.blocks[id].after).max()
 }

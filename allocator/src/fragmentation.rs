@@ -3,10 +3,10 @@
 use std::fmt;
 
 use crate::allocator::Allocator;
-use crate::core::Core;
 use crate::format::Bytes;
-use crate::heap::State;
+use crate::heap::{Heap, State, kind_of};
 use crate::size_class::PoolKind;
+use crate::whole::Whole;
 
 /// The share of free memory that a request of `size` bytes cannot use: 0 when every free block would serve it, 1 when none
 /// would or nothing is free.
@@ -99,25 +99,26 @@ impl Allocator {
 
     fn measure(&self, request_bytes: u64, counts: impl Fn(PoolKind) -> bool) -> Fragmentation {
         let request_bytes = self.classes().round_checked(request_bytes).unwrap_or(u64::MAX);
-        self.shell().lock().fragmentation(request_bytes, counts)
+        self.shell().whole().fragmentation(request_bytes, counts)
     }
 }
 
-impl Core {
+impl Whole {
     fn fragmentation(&self, request_bytes: u64, counts: impl Fn(PoolKind) -> bool) -> Fragmentation {
         let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
-        let counts = |pool: u16| counts(self.heap.pools[usize::from(pool)].kind);
-        for region in self.heap.regions().filter(|region| counts(region.pool)) {
+        let counts = |pool: u16| counts(kind_of(pool));
+        for region in self.heaps().flat_map(Heap::regions).filter(|region| counts(region.pool)) {
             found.segments += 1;
             found.reserved_bytes += region.bytes;
         }
         let mut sizes = [FreeSizes::default(); 64];
         let mut usable = 0;
-        for (id, block) in self.heap.blocks.iter().filter(|(_, block)| counts(block.pool)) {
+        let blocks = self.heaps().flat_map(|heap| heap.blocks.iter());
+        for block in blocks.map(|(_, block)| block).filter(|block| counts(block.pool)) {
             match block.state {
                 State::Live => {
                     found.allocated_bytes += block.size;
-                    found.internal_waste += block.size.saturating_sub(self.heap.blocks[id].requested);
+                    found.internal_waste += block.size.saturating_sub(block.requested);
                 }
                 State::Waiting => found.waiting_bytes += block.size,
                 State::Free => {

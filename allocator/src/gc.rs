@@ -5,9 +5,9 @@
 //! least as old as the average, rather than stopping at the target, so that rounds are rare.
 
 use crate::allocator::Allocator;
-use crate::core::Core;
+use crate::core::Place;
 use crate::error::AllocError;
-use crate::heap::{BlockId, Key};
+use crate::whole::Whole;
 
 const LARGE_POOL: u16 = 1;
 
@@ -20,10 +20,10 @@ impl Allocator {
         }
         let limit = self.limit().unwrap_or(self.device().info().total_bytes);
         let threshold_bytes = share(limit, threshold);
-        let reserved = self.shell().lock().reserved;
+        let reserved = self.shell().core().reserved;
         let mut target = reserved.saturating_sub(threshold_bytes);
         while target > 0 {
-            let released = self.release_where(Core::aged)?;
+            let released = self.release_where(Whole::aged)?;
             if released == 0 {
                 break;
             }
@@ -33,15 +33,19 @@ impl Allocator {
     }
 }
 
-impl Core {
+impl Whole {
     /// Whole free segments of the large pool that are at least as old as their average.
-    fn aged(&self) -> Vec<BlockId> {
-        let searches = self.heap.pools[usize::from(LARGE_POOL)].searches;
-        let age = |key: &Key| searches.saturating_sub(self.heap.blocks[key.block()].age_base);
-        let segments: Vec<Key> = self.whole_segments(LARGE_POOL).collect();
+    ///
+    /// Age is counted in searches, by each arena for itself; here, and when a stream first allocates, all catch up with the
+    /// busiest one. So segments of streams that do nothing grow old, too.
+    fn aged(&mut self) -> Vec<Place> {
+        self.synchronize_searches();
+        let searches = self.heaps().map(|heap| heap.pools[usize::from(LARGE_POOL)].searches).max().unwrap_or(0);
+        let age = |place: &Place| searches.saturating_sub(self.region(*place).age_base);
+        let segments: Vec<Place> = self.whole_segments(LARGE_POOL).collect();
         let total: u64 = segments.iter().map(age).sum();
         let average = total.checked_div(segments.len() as u64).unwrap_or(0);
-        segments.iter().filter(|key| age(key) >= average).map(|key| key.block()).collect()
+        segments.into_iter().filter(|place| age(place) >= average).collect()
     }
 }
 

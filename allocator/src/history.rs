@@ -1,14 +1,14 @@
 //! History: a ring of what happened, with PyTorch's actions.
 //!
-//! It lives under the heap's lock, so that a snapshot's history and segments agree. Off by default; then it costs one branch
-//! an operation. Only entries are stored, never formatted, until somebody takes a snapshot.
+//! It has a lock of its own, a leaf. Entries of an arena are made under the arena's lock too, and snapshots are taken under all
+//! locks, so that a snapshot's history and segments agree. Off by default; then it costs one branch an operation. Only entries are stored, never formatted, until somebody takes a snapshot.
 
 use std::collections::VecDeque;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 
 use crate::allocator::Allocator;
+use crate::clock::{self, Stamp};
 use crate::tags::Tag;
 
 /// What happened, under PyTorch's names of trace actions.
@@ -41,7 +41,7 @@ pub(crate) struct Entry {
     pub(crate) tag: Tag,
     /// The private pool, as [`crate::pools::PoolTable::history_id`] numbers them; 0 is the default pools.
     pub(crate) pool: u32,
-    pub(crate) time_us: u64,
+    pub(crate) stamp: Stamp,
 }
 
 const _: () = assert!(size_of::<Entry>() == 40, "an entry has no room to spare");
@@ -75,16 +75,18 @@ impl Allocator {
     ///
     /// What was recorded before is kept, as far as there is room, unless `clear` says otherwise.
     pub fn record_history(&self, options: HistoryOptions) {
-        let mut core = self.shell().lock();
+        let mut whole = self.shell().whole();
+        let mut history = self.shell().history.lock();
         if options.clear {
-            core.history.clear();
+            history.clear();
         }
-        core.history.record(options.entries, &options.skip);
+        history.record(options.entries, &options.skip);
+        whole.record_history(history.is_on());
     }
 
     /// Stops recording history and forgets what was recorded.
     pub fn stop_history(&self) {
-        self.shell().lock().history.record(0, &[]);
+        self.record_history(HistoryOptions::default());
     }
 }
 
@@ -96,11 +98,15 @@ pub(crate) struct History {
     /// Entries that were overwritten since recording began.
     pub(crate) overwritten: u64,
     skipped: u32,
+    latest: Stamp,
 }
 
 impl History {
     /// Starts recording into a ring of `capacity` entries, or stops (0). Stopping forgets what was recorded.
     pub(crate) fn record(&mut self, capacity: usize, skip: &[Action]) {
+        if capacity > 0 {
+            clock::prepare();
+        }
         self.capacity = capacity;
         self.skipped = skip.iter().fold(0, |bits, &action| bits | 1 << action as u32);
         let excess = self.entries.len().saturating_sub(capacity);
@@ -118,17 +124,25 @@ impl History {
         self.capacity > 0
     }
 
-    #[cold]
-    #[inline(never)]
+    /// Notes what happened now.
     pub(crate) fn note(&mut self, action: Action, pool: u32, addr: u64, size: u64, slot: u32, tag: Tag) {
-        if self.capacity == 0 || self.skipped & (1 << action as u32) != 0 {
+        self.push(Entry { action, addr, size, slot, tag, pool, stamp: Stamp::now() });
+    }
+
+    /// Adds an entry, unless its action is not recorded. Stamps that two processors took at nearly the same moment may be the
+    /// wrong way round; then the later entry has the time of the earlier one.
+    #[inline]
+    pub(crate) fn push(&mut self, mut entry: Entry) {
+        if self.capacity == 0 || self.skipped & (1 << entry.action as u32) != 0 {
             return;
         }
+        self.latest = self.latest.max(entry.stamp);
+        entry.stamp = self.latest;
         if self.entries.len() >= self.capacity {
             self.entries.pop_front();
             self.overwritten += 1;
         }
-        self.entries.push_back(Entry { action, addr, size, slot, tag, pool, time_us: now_us() });
+        self.entries.push_back(entry);
     }
 
     /// What is recorded, oldest first.
@@ -140,10 +154,4 @@ impl History {
         self.entries.clear();
         self.overwritten = 0;
     }
-}
-
-/// Microseconds since 1970, as PyTorch's `time_us`.
-fn now_us() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
 }

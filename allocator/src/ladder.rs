@@ -18,7 +18,7 @@
 
 use crate::allocator::Allocator;
 use crate::config::CrossStream;
-use crate::core::{Core, Granted, Request};
+use crate::core::{Granted, Request};
 use crate::cross_stream::cannot_be_asked;
 use crate::error::AllocError;
 use crate::hooks::{self, ReclaimRequest};
@@ -90,21 +90,20 @@ impl Allocator {
 
     /// Blocks of private pools that lend on OOM. A request for a private pool itself is not served from others.
     fn take_lent_by_pools(&self, request: &Request, _: &mut Tried) -> Rung {
-        let shell = self.shell();
-        let mut core = shell.lock();
+        let mut whole = self.shell().whole();
         let Some(kind) = (request.pool < 2).then_some(usize::from(request.pool)) else { return Ok(None) };
-        let lenders = core.pools.private.iter().filter(|private| private.open && private.options.use_on_oom);
+        let lenders = whole.pools.private.iter().filter(|private| private.open && private.options.use_on_oom);
         let pools: Vec<u16> = lenders.map(|private| private.numbers[kind]).collect();
-        let served = pools.into_iter().find_map(|pool| core.take_own(shell, &Request { pool, ..*request }));
+        let served = pools.into_iter().find_map(|pool| whole.take_own(&Request { pool, ..*request }));
         Ok(served)
     }
 
     fn release_oversize_and_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
         let mut sufficient = false;
-        let released = self.release_where(|core| match core.oversize_to_release(request) {
+        let released = self.release_where(|whole| match whole.oversize_to_release(request) {
             Some(chosen) => {
-                let least = core.classes.max_split_size().unwrap_or(0);
-                let sum: u64 = chosen.iter().map(|id| core.heap.blocks[*id].size).sum();
+                let least = whole.classes.max_split_size().unwrap_or(0);
+                let sum: u64 = chosen.iter().map(|place| whole.block(*place).size).sum();
                 sufficient = sum >= request.size.max(least);
                 chosen
             }
@@ -126,7 +125,7 @@ impl Allocator {
     }
 
     fn release_and_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
-        tried.released += self.release_where(Core::releasable)?;
+        tried.released += self.release_where(|whole| whole.releasable())?;
         self.shell().count(|counters| &counters.num_alloc_retries);
         self.try_grow(request, tried)
     }
@@ -152,7 +151,7 @@ impl Allocator {
 
     /// Another search after something may have become free.
     fn search_again(&self, request: &Request) -> Rung {
-        if let Some(granted) = self.shell().lock().take_own(self.shell(), request) {
+        if let Some(granted) = self.shell().whole().take_own(request) {
             return Ok(Some(granted));
         }
         if self.config().cross_stream == CrossStream::Off { Ok(None) } else { self.borrow(request) }
@@ -160,9 +159,12 @@ impl Allocator {
 
     /// Asks how far the streams got that waiting blocks depend on, and frees those that need not wait any more.
     pub(crate) fn poll_waiting(&self) -> Result<(), AllocError> {
-        let pending = self.shell().lock().pending_of_all();
+        let pending = self.shell().core().pending_of_all();
         self.poll(&pending)?;
-        self.shell().lock().sweep_done(self.shell());
+        let can_sweep = self.shell().core().can_sweep();
+        if can_sweep {
+            self.shell().whole().sweep_done();
+        }
         Ok(())
     }
 
@@ -173,11 +175,11 @@ impl Allocator {
         let mut waited = false;
         // Twice, because a block that waited may become one away from home, with a tick of its own stream.
         for _ in 0..2 {
-            let core = self.shell().lock();
-            let waits = !core.waiting.is_empty() || core.heap.strays().len() > 0;
-            let mut pending = core.pending(&of);
-            pending.extend(core.pending_strays(&of));
-            drop(core);
+            let whole = self.shell().whole();
+            let waits = !whole.waiting.is_empty() || whole.has_strays();
+            let mut pending = whole.pending(&of);
+            pending.extend(whole.pending_strays(&of));
+            drop(whole);
             if !waits {
                 break;
             }
@@ -191,9 +193,9 @@ impl Allocator {
                     _ => {}
                 }
             }
-            let mut core = self.shell().lock();
-            core.sweep_done(self.shell());
-            core.settle(self.shell());
+            let mut whole = self.shell().whole();
+            whole.sweep_done();
+            whole.settle();
         }
         Ok(waited)
     }

@@ -7,7 +7,9 @@
 
 mod allocation;
 mod allocator;
+mod arena;
 mod buffer;
+mod clock;
 pub mod config;
 mod core;
 mod cross_stream;
@@ -32,8 +34,11 @@ pub mod snapshot;
 mod stats;
 mod summary;
 mod sync;
+mod table;
 mod tags;
+mod tally;
 mod waiting;
+mod whole;
 
 pub use allocation::Allocation;
 pub use allocator::{ALIGNMENT, Allocator};

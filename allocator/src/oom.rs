@@ -6,14 +6,16 @@ use std::fmt;
 use aquifer_device::MemoryInfo;
 
 use crate::allocator::Allocator;
-use crate::core::{Core, Request};
+use crate::core::Request;
 use crate::error::AllocError;
 use crate::format::Bytes;
 use crate::fragmentation::unusable_index;
-use crate::heap::{Key, State};
+use crate::heap::{Block, Heap, State, kind_of};
 use crate::history::Action;
 use crate::segments::Refusal;
+use crate::stats::Hot;
 use crate::tags::Tag;
+use crate::whole::Whole;
 
 /// How many tags and how many pieces of advice a report lists.
 const LISTED: usize = 5;
@@ -156,20 +158,20 @@ impl Allocator {
     pub(crate) fn out_of_memory(&self, request: &Request, tried: Tried) -> AllocError {
         let memory = self.device().memory_info().ok();
         let shell = self.shell();
-        let mut core = shell.lock();
+        let whole = shell.whole();
         shell.counters.num_ooms.add(1);
-        let (pool, free) = (core.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
-        core.history.note(Action::Oom, pool, free, request.size, request.slot, request.tag);
-        let mut report = core.report(request, tried);
-        drop(core);
+        let (pool, free) = (whole.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
+        shell.history.lock().note(Action::Oom, pool, free, request.size, request.slot, request.tag);
+        let mut report = whole.report(request, tried);
+        drop(whole);
         report.device = self.device().info().ordinal;
         report.device_name.clone_from(&self.device().info().name);
         report.segment = self.segment_bytes(request.size);
         report.limit = self.limit();
         report.headroom = self.config().headroom;
         report.memory = memory;
-        report.allocated = shell.counters.allocated_bytes.read().all.current;
-        report.requested_live = shell.counters.requested_bytes.read().all.current;
+        report.allocated = shell.read(Hot::Bytes).all.current;
+        report.requested_live = shell.read(Hot::Requested).all.current;
         report.held_by_others = memory.map(|memory| (memory.total - memory.free).saturating_sub(report.reserved));
         report.advise();
         tracing::debug!(requested = report.requested, reserved = report.reserved, "out of memory");
@@ -178,13 +180,13 @@ impl Allocator {
     }
 }
 
-impl Core {
+impl Whole {
     /// The part of the report that is read under the lock.
     fn report(&self, request: &Request, tried: Tried) -> OomReport {
-        let free: Vec<Key> = self.heap.free_blocks(request.pool).collect();
-        let sizes = || free.iter().map(|key| key.size());
+        let free: Vec<&Block> = self.free_blocks(request.pool).collect();
+        let sizes = || free.iter().map(|block| block.size);
         let private = |number| self.pools.owner_of(number);
-        let regions = self.heap.regions();
+        let regions = self.heaps().flat_map(Heap::regions);
         let reserved_by_private_pools =
             regions.filter(|region| private(region.pool).is_some()).map(|region| region.bytes).sum();
         OomReport {
@@ -216,8 +218,9 @@ impl Core {
 
     fn largest_tags(&self) -> Vec<(Option<String>, u64)> {
         let mut by_tag: HashMap<u32, u64> = HashMap::new();
-        for (id, block) in self.heap.blocks.iter().filter(|(_, block)| block.state == State::Live) {
-            *by_tag.entry(self.heap.blocks[id].tag).or_default() += block.size;
+        let blocks = self.heaps().flat_map(|heap| heap.blocks.iter()).map(|(_, block)| block);
+        for block in blocks.filter(|block| block.state == State::Live) {
+            *by_tag.entry(block.tag).or_default() += block.size;
         }
         let mut tags: Vec<(u32, u64)> = by_tag.into_iter().collect();
         tags.sort_by_key(|&(tag, bytes)| (std::cmp::Reverse(bytes), tag));
@@ -226,30 +229,30 @@ impl Core {
     }
 
     /// Advice that needs a look at the blocks: those that are there, but not for this request.
-    fn advice_from_blocks(&self, request: &Request, free: &[Key]) -> Vec<Advice> {
+    fn advice_from_blocks(&self, request: &Request, free: &[&Block]) -> Vec<Advice> {
         let mut advice: Vec<Advice> =
             self.waiting_bytes().into_iter().map(|(stream_id, bytes)| Advice::WaitFor { stream_id, bytes }).collect();
-        let own = |key: &&Key| self.heap.blocks[key.block()].owner == request.slot;
-        let large_enough = |key: &&Key| key.size() >= request.size;
-        if let Some(key) = free.iter().filter(own).find(large_enough) {
-            advice.push(Advice::RelaxSplitLimit { block: key.size() });
+        let own = |block: &&&Block| block.owner == request.slot;
+        let large_enough = |block: &&&Block| block.size >= request.size;
+        if let Some(block) = free.iter().filter(own).find(large_enough) {
+            advice.push(Advice::RelaxSplitLimit { block: block.size });
         }
-        let fits = |key: &&Key| self.classes.fits(key.size(), request.size);
-        if let Some(key) = free.iter().filter(|key| !own(key)).find(fits) {
-            advice.push(Advice::CrossStream { block: key.size() });
+        let fits = |block: &&&Block| self.classes.fits(block.size, request.size);
+        if let Some(block) = free.iter().filter(|block| !own(block)).find(fits) {
+            advice.push(Advice::CrossStream { block: block.size });
         }
-        let kind = self.heap.pools[usize::from(request.pool)].kind as usize;
+        let kind = kind_of(request.pool) as usize;
         for private in self.pools.private.iter().filter(|private| private.numbers[kind] != request.pool) {
-            let largest = self.heap.free_blocks(private.numbers[kind]).max();
-            if let Some(key) = largest.filter(|key| key.size() >= request.size) {
-                advice.push(Advice::PrivatePool { pool: private.id, block: key.size() });
+            let largest = self.free_blocks(private.numbers[kind]).map(|block| block.size).max();
+            if let Some(block) = largest.filter(|&size| size >= request.size) {
+                advice.push(Advice::PrivatePool { pool: private.id, block });
             }
         }
         advice.push(Advice::Fragmented {
             on_device: 0,
-            cached: free.iter().map(|key| key.size()).sum(),
+            cached: free.iter().map(|block| block.size).sum(),
             pieces: free.len(),
-            largest: free.iter().map(|key| key.size()).max().unwrap_or(0),
+            largest: free.iter().map(|block| block.size).max().unwrap_or(0),
         });
         advice
     }

@@ -9,10 +9,10 @@ use std::thread::ThreadId;
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
-use crate::core::Core;
 use crate::error::AllocError;
-use crate::heap::Key;
-use crate::shell::{Shell, special};
+use crate::heap::Heap;
+use crate::shell::special;
+use crate::whole::Whole;
 
 /// How a private pool behaves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -66,29 +66,43 @@ impl PoolTable {
     /// pools are reused by later private pools, so entries cannot keep their numbers.
     pub(crate) fn history_id(&self, number: u16) -> u32 {
         let private = if number < 2 { None } else { self.owner_of(number) };
-        private.map_or(0, |private| u32::try_from(private.id.1).unwrap_or(u32::MAX))
+        private.map_or(0, Private::history_id)
     }
 }
 
-impl Core {
+impl Private {
+    /// Tells an arena's heap what kind of pools these are.
+    pub(crate) fn set_up(&self, heap: &mut Heap) {
+        for number in self.numbers {
+            let pool = &mut heap.pools[usize::from(number)];
+            (pool.no_split, pool.history_id) = (self.options.no_split, self.history_id());
+        }
+    }
+
+    /// The second half of its id, for history.
+    fn history_id(&self) -> u32 {
+        u32::try_from(self.id.1).unwrap_or(u32::MAX)
+    }
+}
+
+impl Whole {
     /// A pool record; reuses the numbers of a closed pool that holds no memory any more.
     fn add_private(&mut self, options: PoolOptions) -> (u64, u64) {
         let id = (0, NEXT_POOL.fetch_add(1, Ordering::Relaxed));
-        let holds_memory = |private: &Private| self.heap.regions().any(|region| private.numbers.contains(&region.pool));
-        let unused = self.pools.private.iter().position(|private| !private.open && !holds_memory(private));
-        let private = match unused {
-            Some(at) => &mut self.pools.private[at],
-            None => {
-                let numbers = self.heap.add_pools();
-                self.pools.private.push(Private { id, numbers, options, open: true });
-                let last = self.pools.private.len() - 1;
-                &mut self.pools.private[last]
-            }
+        let holds_memory = |private: &Private| {
+            self.heaps().flat_map(Heap::regions).any(|region| private.numbers.contains(&region.pool))
         };
-        (private.id, private.options, private.open) = (id, options, true);
-        for number in private.numbers {
-            self.heap.pools[usize::from(number)].no_split = options.no_split;
+        let unused = self.pools.private.iter().position(|private| !private.open && !holds_memory(private));
+        let at = unused.unwrap_or(self.pools.private.len());
+        if unused.is_none() {
+            let small = u16::try_from(2 * at + 2).unwrap_or(u16::MAX - 1);
+            self.pools.private.push(Private { id, numbers: [small, small + 1], options, open: true });
+            self.arenas.iter_mut().for_each(|arena| arena.heap.add_pools());
         }
+        let private = &mut self.pools.private[at];
+        (private.id, private.options, private.open) = (id, options, true);
+        let (core, arenas) = self.core_and_arenas();
+        arenas.iter_mut().for_each(|arena| core.pools.private[at].set_up(&mut arena.heap));
         id
     }
 }
@@ -115,7 +129,7 @@ pub struct PrivatePool {
 impl Allocator {
     /// A new private pool.
     pub fn create_pool(&self, options: PoolOptions) -> PrivatePool {
-        let id = self.shell().lock().add_private(options);
+        let id = self.shell().whole().add_private(options);
         PrivatePool { allocator: self.clone(), id }
     }
 }
@@ -140,9 +154,9 @@ impl PrivatePool {
     pub fn route_thread(&self) -> PoolRoute {
         let number = NEXT_ROUTE.fetch_add(1, Ordering::Relaxed);
         let shell = self.allocator.shell();
-        let mut core = shell.lock();
+        let mut core = shell.core();
         core.pools.routes.push((std::thread::current().id(), number, self.id));
-        shell.special.fetch_or(special::ROUTED, Ordering::Relaxed);
+        shell.special().fetch_or(special::ROUTED, Ordering::Relaxed);
         PoolRoute { allocator: self.allocator.clone(), number, not_send: PhantomData }
     }
 
@@ -159,20 +173,20 @@ impl PrivatePool {
     }
 
     fn numbers(&self) -> Option<[u16; 2]> {
-        self.allocator.shell().lock().pools.find(self.id).map(|private| private.numbers)
+        self.allocator.shell().core().pools.find(self.id).map(|private| private.numbers)
     }
 
     fn release(&self) -> Result<u64, AllocError> {
-        self.allocator.release_where(|core| {
-            let numbers = core.pools.find(self.id).map(|private| private.numbers).into_iter().flatten();
-            numbers.flat_map(|number| core.whole_segments(number)).map(Key::block).collect()
+        self.allocator.release_where(|whole| {
+            let numbers = whole.pools.find(self.id).map(|private| private.numbers).into_iter().flatten();
+            numbers.flat_map(|number| whole.whole_segments(number)).collect()
         })
     }
 }
 
 impl Drop for PrivatePool {
     fn drop(&mut self) {
-        let mut core = self.allocator.shell().lock();
+        let mut core = self.allocator.shell().core();
         if let Some(private) = core.pools.private.iter_mut().find(|private| private.id == self.id) {
             private.open = false;
         }
@@ -195,11 +209,11 @@ pub struct PoolRoute {
 
 impl Drop for PoolRoute {
     fn drop(&mut self) {
-        let shell: &Shell = self.allocator.shell();
-        let mut core = shell.lock();
+        let shell = self.allocator.shell();
+        let mut core = shell.core();
         core.pools.routes.retain(|&(_, number, _)| number != self.number);
         if core.pools.routes.is_empty() {
-            shell.special.fetch_and(!special::ROUTED, Ordering::Relaxed);
+            shell.special().fetch_and(!special::ROUTED, Ordering::Relaxed);
         }
     }
 }

@@ -19,8 +19,7 @@ impl Allocator {
         let allocation = self.alloc(bytes, stream)?;
         let ptr = allocation.ptr();
         if bytes > 0 {
-            let mut core = self.shell().lock();
-            core.raw.insert(ptr.0, allocation.into_block());
+            self.shell().core().raw.insert(ptr.0, allocation.into_block());
         }
         Ok(ptr)
     }
@@ -33,9 +32,9 @@ impl Allocator {
         if ptr.0 == 0 {
             return Ok(());
         }
-        let mut core = self.shell().lock();
-        let block = core.raw.remove(&ptr.0).ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
-        core.free(self.shell(), block, None);
+        let removed = self.shell().core().raw.remove(&ptr.0);
+        let (arena, block) = removed.ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
+        arena.free(block, None);
         Ok(())
     }
 
@@ -50,10 +49,10 @@ impl Allocator {
         if ptr.0 == 0 {
             return Ok(());
         }
-        let mut core = self.shell().lock();
-        let block = *core.raw.get(&ptr.0).ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
+        let mut core = self.shell().core();
+        let (arena, block) = *core.raw.get(&ptr.0).ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
         let slot = core.slot(stream);
-        core.note_use(block, slot);
+        core.note_use(arena, block, slot);
         Ok(())
     }
 
@@ -62,8 +61,8 @@ impl Allocator {
     /// # Errors
     /// [`AllocError::InvalidPointer`] for a pointer that is not live here.
     pub fn size_of_raw(&self, ptr: DevicePtr) -> Result<u64, AllocError> {
-        let core = self.shell().lock();
-        let block = core.raw.get(&ptr.0).ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
-        Ok(core.heap.blocks[*block].size)
+        let core = self.shell().core();
+        let (arena, block) = *core.raw.get(&ptr.0).ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
+        Ok(arena.look(|desk| desk.heap.blocks[block].size))
     }
 }

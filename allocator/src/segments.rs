@@ -9,11 +9,12 @@
 use aquifer_device::DevicePtr;
 
 use crate::allocator::Allocator;
-use crate::core::{Core, Granted, Request};
+use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
-use crate::heap::{BlockId, Key, Region};
+use crate::heap::{BlockId, Key, Region, kind_of};
 use crate::history::Action;
 use crate::shell::Shell;
+use crate::whole::Whole;
 
 /// A region out of the heap while the driver is asked to take it back.
 #[derive(Debug)]
@@ -53,19 +54,19 @@ impl Allocator {
         if !self.has_headroom(bytes)? {
             return Ok(Growth::Refused(Refusal::Headroom));
         }
-        let mut core = self.shell().lock();
+        let mut core = self.shell().core();
         if self.limit().is_some_and(|limit| core.reserved.saturating_add(core.growing).saturating_add(bytes) > limit) {
             return Ok(Growth::Refused(Refusal::Limit));
         }
         core.growing += bytes;
         drop(core);
         let allocated = self.device().alloc(bytes);
-        let mut core = self.shell().lock();
-        core.growing -= bytes;
+        let mut whole = self.shell().whole();
+        whole.growing -= bytes;
         match allocated {
             Ok(ptr) => {
-                let first = core.add_segment(self.shell(), request, ptr.0, bytes);
-                Ok(Growth::Grown(core.take(self.shell(), request, first)))
+                let first = whole.add_segment(request, ptr.0, bytes);
+                Ok(Growth::Grown(whole.arena(request.slot).take(request, first)))
             }
             Err(error) if error.is_out_of_memory() => Ok(Growth::Refused(Refusal::Device)),
             Err(error) => Err(error.into()),
@@ -85,33 +86,34 @@ impl Allocator {
     /// Gives the segments that `choose` picks among the wholly free ones back to the device; tells how many bytes.
     ///
     /// The driver waits for the device before it frees a segment, so blocks that are not done may be among them.
-    pub(crate) fn release_where(&self, choose: impl FnOnce(&Core) -> Vec<BlockId>) -> Result<u64, AllocError> {
-        let mut core = self.shell().lock();
-        let chosen = choose(&core);
-        let segments: Vec<(u64, u64, u64)> = chosen.into_iter().map(|id| core.begin_release(id)).collect();
-        drop(core);
+    pub(crate) fn release_where(&self, choose: impl FnOnce(&mut Whole) -> Vec<Place>) -> Result<u64, AllocError> {
+        let mut whole = self.shell().whole();
+        let chosen = choose(&mut whole);
+        let segments: Vec<(u64, u64, u64)> = chosen.into_iter().map(|place| whole.begin_release(place)).collect();
+        drop(whole);
         let mut released = 0;
         for (at, &(addr, number, bytes)) in segments.iter().enumerate() {
             let freed = self.device().free(DevicePtr(addr));
-            let mut core = self.shell().lock();
             if let Err(error) = freed {
-                segments[at..].iter().for_each(|&(addr, ..)| core.cancel_release(addr));
+                let mut whole = self.shell().whole();
+                segments[at..].iter().for_each(|&(addr, ..)| whole.cancel_release(addr));
                 return Err(error.into());
             }
-            core.segment_released(self.shell(), addr, number);
+            self.shell().core().segment_released(self.shell(), addr, number);
             released += bytes;
         }
         Ok(released)
     }
 }
 
-impl Core {
-    fn add_segment(&mut self, shell: &Shell, request: &Request, addr: u64, bytes: u64) -> BlockId {
+impl Whole {
+    fn add_segment(&mut self, request: &Request, addr: u64, bytes: u64) -> BlockId {
+        let shell = self.shell;
         let before = self.releasing.range(..addr + bytes).rev();
         let gone = before.take_while(|(_, releasing)| addr < releasing.region.addr + releasing.region.bytes);
         let gone: Vec<(u64, u64)> = gone.map(|(&addr, releasing)| (addr, releasing.number)).collect();
         gone.into_iter().for_each(|(addr, number)| self.segment_released(shell, addr, number));
-        let kind = self.heap.pools[usize::from(request.pool)].kind;
+        let kind = kind_of(request.pool);
         let counters = &shell.counters;
         self.reserved += bytes;
         counters.segment.add(kind, 1);
@@ -122,15 +124,16 @@ impl Core {
         }
         self.segments.insert(addr, request.tag);
         let pool = self.pools.history_id(request.pool);
-        self.history.note(Action::SegmentAlloc, pool, addr, bytes, request.slot, request.tag);
-        self.heap.add_region(addr, bytes, request.pool, request.slot)
+        shell.history.lock().note(Action::SegmentAlloc, pool, addr, bytes, request.slot, request.tag);
+        self.arena(request.slot).heap.add_region(addr, bytes, request.pool)
     }
 
     /// Takes a wholly free segment out of the heap; returns its address, the number of the release, and its bytes.
-    fn begin_release(&mut self, id: BlockId) -> (u64, u64, u64) {
-        let block = &self.heap.blocks[id];
+    fn begin_release(&mut self, place: Place) -> (u64, u64, u64) {
+        let heap = &mut self.arena(place.arena).heap;
+        let block = &heap.blocks[place.block];
         let (addr, owner, after) = (block.addr, block.owner, block.after);
-        let region = self.heap.remove_region(id);
+        let region = heap.remove_region(place.block);
         self.releases += 1;
         let (number, bytes) = (self.releases, region.bytes);
         self.releasing.insert(addr, Releasing { region, number, owner, after });
@@ -140,17 +143,62 @@ impl Core {
     /// The driver did not take a segment back.
     fn cancel_release(&mut self, addr: u64) {
         if let Some(Releasing { region, owner, after, .. }) = self.releasing.remove(&addr) {
-            self.heap.restore_region(&region, owner, after);
+            self.arena(region.home).heap.restore_region(&region, owner, after);
         }
     }
 
+    /// Wholly free segments of the given pool.
+    pub(crate) fn whole_segments(&self, pool: u16) -> impl Iterator<Item = Place> + '_ {
+        self.heaps().flat_map(move |heap| {
+            let whole = heap.free_blocks(pool).filter(|key| !heap.blocks[key.block()].is_split());
+            whole.map(|key| Place { arena: heap.home, block: key.block() })
+        })
+    }
+
+    /// Wholly free segments that nobody is promised: those of the default pools and of closed private pools.
+    pub(crate) fn releasable(&self) -> Vec<Place> {
+        let closed = self.pools.private.iter().filter(|private| !private.open).flat_map(|private| private.numbers);
+        let pools: Vec<u16> = [0, 1].into_iter().chain(closed).collect();
+        pools.into_iter().flat_map(|pool| self.whole_segments(pool)).collect()
+    }
+
+    /// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is just large enough,
+    /// else the largest ones until their sum is; `None` if there is not that much.
+    pub(crate) fn oversize_to_release(&mut self, request: &Request) -> Option<Vec<Place>> {
+        let least = self.classes.max_split_size()?;
+        let need = request.size.max(least);
+        let heap = &self.arena(request.slot).heap;
+        let index = heap.index(request.pool, request.slot)?;
+        let whole = |key: &Key| !heap.blocks[key.block()].is_split();
+        let place = |key: Key| Place { arena: request.slot, block: key.block() };
+        let mut at = index.best_fit(need);
+        while let Some(key) = at {
+            if whole(&key) && key.size() >= need {
+                return Some(vec![place(key)]);
+            }
+            at = index.after(key);
+        }
+        let (mut chosen, mut sum) = (Vec::new(), 0);
+        let mut at = index.last();
+        while let Some(key) = at.filter(|key| sum < need && key.size() >= least) {
+            if whole(&key) {
+                chosen.push(place(key));
+                sum += key.size();
+            }
+            at = index.before(key);
+        }
+        Some(chosen)
+    }
+}
+
+impl Core {
     /// The driver took a segment back. Nothing if that is accounted for already.
     fn segment_released(&mut self, shell: &Shell, addr: u64, number: u64) {
         if self.releasing.get(&addr).is_none_or(|releasing| releasing.number != number) {
             return;
         }
         let Some(Releasing { region, .. }) = self.releasing.remove(&addr) else { return };
-        let kind = self.heap.pools[usize::from(region.pool)].kind;
+        let kind = kind_of(region.pool);
         let counters = &shell.counters;
         self.reserved -= region.bytes;
         counters.segment.sub(kind, 1);
@@ -161,44 +209,6 @@ impl Core {
         }
         let tag = self.segments.remove(&region.addr).unwrap_or_default();
         let pool = self.pools.history_id(region.pool);
-        self.history.note(Action::SegmentFree, pool, region.addr, region.bytes, region.home, tag);
-    }
-
-    /// Wholly free segments of the given pool.
-    pub(crate) fn whole_segments(&self, pool: u16) -> impl Iterator<Item = Key> + '_ {
-        self.heap.free_blocks(pool).filter(|key| !self.heap.blocks[key.block()].is_split())
-    }
-
-    /// Wholly free segments that nobody is promised: those of the default pools and of closed private pools.
-    pub(crate) fn releasable(&self) -> Vec<BlockId> {
-        let closed = self.pools.private.iter().filter(|private| !private.open).flat_map(|private| private.numbers);
-        let pools: Vec<u16> = [0, 1].into_iter().chain(closed).collect();
-        pools.into_iter().flat_map(|pool| self.whole_segments(pool)).map(Key::block).collect()
-    }
-
-    /// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is just large enough,
-    /// else the largest ones until their sum is; `None` if there is not that much.
-    pub(crate) fn oversize_to_release(&self, request: &Request) -> Option<Vec<BlockId>> {
-        let least = self.classes.max_split_size()?;
-        let need = request.size.max(least);
-        let index = self.heap.index(request.pool, request.slot)?;
-        let whole = |key: &Key| !self.heap.blocks[key.block()].is_split();
-        let mut at = index.best_fit(need);
-        while let Some(key) = at {
-            if whole(&key) {
-                return Some(vec![key.block()]);
-            }
-            at = index.after(key);
-        }
-        let (mut chosen, mut sum) = (Vec::new(), 0);
-        let mut at = index.last();
-        while let Some(key) = at.filter(|key| sum < need && key.size() >= least) {
-            if whole(&key) {
-                chosen.push(key.block());
-                sum += key.size();
-            }
-            at = index.before(key);
-        }
-        Some(chosen)
+        shell.history.lock().note(Action::SegmentFree, pool, region.addr, region.bytes, region.home, tag);
     }
 }

@@ -4,8 +4,16 @@
 //! peak its own; `allocated ≤ active ≤ reserved` in bytes. A reader sees each value exactly as of some moment, and all of
 //! them as of the same moment when no call is in flight.
 //!
-//! A counter is a few plain words. What can be derived is not counted. Only the holder of the heap's lock writes, so an update is a load and a store, never an
-//! atomic read-modify-write.
+//! A counter is a few plain words. What can be derived is not counted.
+//!
+//! Who writes: what slow paths count, the holder of the core's lock. What every operation counts ([`Hot`]) has two places:
+//! these counters, while one thread does all the work (`shell.rs` says which), and those of each arena
+//! (`tally.rs`) once several do. A value is the sum of all places. So an update is always a load and a store, never an
+//! atomic read-modify-write, and threads on different streams write to different cache lines.
+//!
+//! Peaks of sums are exact in the first case. In the second an arena *publishes* here how far its values may rise before
+//! it has to say more, so that the peak of what is published is at least the true one, and more than that by at most
+//! 2 × [`Hot::credit`] for each arena and pool.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -37,6 +45,17 @@ pub struct PoolStats {
     pub small_pool: Stat,
 }
 
+impl PoolStats {
+    /// The same, no peak being above that of `most`, nor that of both pools above the sum of theirs.
+    pub(crate) fn with_peaks_within(self, most: PoolStats) -> PoolStats {
+        let within = |stat: Stat, most: u64| Stat { peak: stat.peak.min(most), ..stat };
+        let large_pool = within(self.large_pool, most.large_pool.peak);
+        let small_pool = within(self.small_pool, most.small_pool.peak);
+        let all = within(self.all, most.all.peak.min(large_pool.peak.saturating_add(small_pool.peak)));
+        PoolStats { all, large_pool, small_pool }
+    }
+}
+
 #[inline]
 fn get(cell: &AtomicU64) -> u64 {
     cell.load(Relaxed)
@@ -66,14 +85,20 @@ pub(crate) struct Counter {
 }
 
 impl Counter {
-    /// Adds, and returns the new value.
     #[inline]
-    pub(crate) fn add(&self, n: u64) -> u64 {
+    pub(crate) fn add(&self, n: u64) {
+        self.add_beside(n, 0);
+    }
+
+    /// Adds, where others have `beside`; returns the sum.
+    #[inline]
+    fn add_beside(&self, n: u64, beside: u64) -> u64 {
         let current = get(&self.current).wrapping_add(n);
         set(&self.current, current);
         set(&self.increases, get(&self.increases).wrapping_add(n));
-        raise(&self.peak, current);
-        current
+        let sum = current.wrapping_add(beside);
+        raise(&self.peak, sum);
+        sum
     }
 
     #[inline]
@@ -81,17 +106,20 @@ impl Counter {
         set(&self.current, get(&self.current).wrapping_sub(n));
     }
 
-    fn decreases(&self) -> u64 {
-        get(&self.increases).wrapping_sub(get(&self.current))
+    pub(crate) fn read(&self) -> Stat {
+        self.read_with(Sum::default())
     }
 
-    pub(crate) fn read(&self) -> Stat {
-        let current = get(&self.current);
+    /// Its values, with what others have.
+    fn read_with(&self, others: Sum) -> Stat {
+        let current = get(&self.current).wrapping_add(others.current);
+        let increases = get(&self.increases).wrapping_add(others.increases);
+        let decreases = increases.wrapping_sub(current);
         Stat {
             current,
             peak: get(&self.peak).max(current),
-            allocated: get(&self.increases).wrapping_sub(get(&self.increases_base)),
-            freed: self.decreases().wrapping_sub(get(&self.decreases_base)),
+            allocated: increases.wrapping_sub(get(&self.increases_base)),
+            freed: decreases.wrapping_sub(get(&self.decreases_base)),
         }
     }
 
@@ -100,30 +128,39 @@ impl Counter {
         cells.into_iter().for_each(|cell| set(cell, 0));
     }
 
-    fn reset_peak(&self) {
-        set(&self.peak, get(&self.current));
+    fn reset_peak(&self, beside: u64) {
+        set(&self.peak, get(&self.current).wrapping_add(beside));
     }
 
-    fn reset_accumulated(&self) {
-        set(&self.increases_base, get(&self.increases));
-        set(&self.decreases_base, self.decreases());
+    fn reset_accumulated(&self, others: Sum) {
+        let increases = get(&self.increases).wrapping_add(others.increases);
+        set(&self.increases_base, increases);
+        set(&self.decreases_base, increases.wrapping_sub(get(&self.current).wrapping_add(others.current)));
     }
+}
+
+/// What other places have of a quantity.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Sum {
+    pub(crate) current: u64,
+    pub(crate) increases: u64,
 }
 
 /// One quantity for each pool; that of both together is the sum, except for its peak.
 #[derive(Debug, Default)]
 pub(crate) struct PooledCounter {
     pools: [Counter; 2],
+    /// What arenas published, by pool: an upper bound of what they have, and exact while one thread does all the work.
+    published: [AtomicU64; 2],
     peak_of_all: AtomicU64,
 }
 
 impl PooledCounter {
     #[inline]
     pub(crate) fn add(&self, kind: PoolKind, n: u64) {
-        let [small, large] = &self.pools;
-        let (own, other) = if kind == PoolKind::Small { (small, large) } else { (large, small) };
-        let current = own.add(n);
-        raise(&self.peak_of_all, current.wrapping_add(get(&other.current)));
+        let (own, other) = (kind as usize, 1 - kind as usize);
+        let sum = self.pools[own].add_beside(n, get(&self.published[own]));
+        raise(&self.peak_of_all, sum.wrapping_add(self.bound(other)));
     }
 
     #[inline]
@@ -141,14 +178,33 @@ impl PooledCounter {
         }
     }
 
+    /// The current value of a pool, or a little more.
     #[inline]
-    fn current(&self) -> u64 {
-        let [small, large] = &self.pools;
-        get(&small.current).wrapping_add(get(&large.current))
+    fn bound(&self, pool: usize) -> u64 {
+        get(&self.pools[pool].current).wrapping_add(get(&self.published[pool]))
+    }
+
+    /// What an arena published changes. Needs the lock of those who publish.
+    pub(crate) fn publish(&self, kind: PoolKind, change: u64) {
+        let (own, other) = (kind as usize, 1 - kind as usize);
+        set(&self.published[own], get(&self.published[own]).wrapping_add(change));
+        let bound = self.bound(own);
+        raise(&self.pools[own].peak, bound);
+        raise(&self.peak_of_all, bound.wrapping_add(self.bound(other)));
+    }
+
+    #[inline]
+    fn is_zero(&self) -> bool {
+        get(&self.pools[0].current) | get(&self.pools[1].current) == 0
     }
 
     pub(crate) fn read(&self) -> PoolStats {
-        let [small_pool, large_pool] = [0, 1].map(|pool| self.pools[pool].read());
+        self.read_with([Sum::default(); 2])
+    }
+
+    /// Its values, with what others have of each pool.
+    pub(crate) fn read_with(&self, others: [Sum; 2]) -> PoolStats {
+        let [small_pool, large_pool] = [0, 1].map(|pool| self.pools[pool].read_with(others[pool]));
         let current = small_pool.current.wrapping_add(large_pool.current);
         let all = Stat {
             current,
@@ -161,12 +217,45 @@ impl PooledCounter {
 
     fn clear(&self) {
         self.pools.iter().for_each(Counter::clear);
-        set(&self.peak_of_all, 0);
+        self.published.iter().chain([&self.peak_of_all]).for_each(|cell| set(cell, 0));
     }
 
     fn reset_peak(&self) {
-        self.pools.iter().for_each(Counter::reset_peak);
-        set(&self.peak_of_all, self.current());
+        for (pool, published) in self.pools.iter().zip(&self.published) {
+            pool.reset_peak(get(published));
+        }
+        set(&self.peak_of_all, self.bound(0).wrapping_add(self.bound(1)));
+    }
+
+    fn reset_accumulated(&self, others: [Sum; 2]) {
+        self.pools.iter().zip(others).for_each(|(pool, others)| pool.reset_accumulated(others));
+    }
+}
+
+/// A quantity that every allocation and free may change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Hot {
+    /// Live blocks.
+    Blocks,
+    /// Bytes in them.
+    Bytes,
+    /// Bytes asked for.
+    Requested,
+    /// Free pieces of segments that are in use, and their bytes.
+    Pieces,
+    PieceBytes,
+}
+
+impl Hot {
+    pub(crate) const ALL: [Hot; 5] = [Hot::Blocks, Hot::Bytes, Hot::Requested, Hot::Pieces, Hot::PieceBytes];
+
+    /// How far an arena's value may move without a word, one way or the other.
+    #[inline]
+    pub(crate) fn credit(self) -> u64 {
+        match self {
+            Hot::Blocks | Hot::Pieces => 64,
+            Hot::Bytes | Hot::Requested | Hot::PieceBytes => 16 << 20,
+        }
     }
 }
 
@@ -176,14 +265,11 @@ impl PooledCounter {
 /// peak is that of allocated, unless something was waiting at the time; so that case alone is noted.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
-    pub(crate) allocation: PooledCounter,
-    pub(crate) allocated_bytes: PooledCounter,
-    pub(crate) requested_bytes: PooledCounter,
+    /// By [`Hot`].
+    hot: [PooledCounter; 5],
     waiting: PooledCounter,
     waiting_bytes: PooledCounter,
     active_peaks: ActivePeaks,
-    pub(crate) inactive_split: PooledCounter,
-    pub(crate) inactive_split_bytes: PooledCounter,
     pub(crate) segment: PooledCounter,
     pub(crate) reserved_bytes: PooledCounter,
     pub(crate) oversize_allocations: Counter,
@@ -207,13 +293,18 @@ struct ActivePeaks {
 }
 
 impl Counters {
+    #[inline]
+    pub(crate) fn hot(&self, quantity: Hot) -> &PooledCounter {
+        &self.hot[quantity as usize]
+    }
+
     /// A block of `size` bytes became live.
     #[inline]
     pub(crate) fn allocated(&self, kind: PoolKind, size: u64, requested: u64) {
-        self.allocation.add(kind, 1);
-        self.allocated_bytes.add(kind, size);
-        self.requested_bytes.add(kind, requested);
-        if self.waiting.current() != 0 {
+        self.hot(Hot::Blocks).add(kind, 1);
+        self.hot(Hot::Bytes).add(kind, size);
+        self.hot(Hot::Requested).add(kind, requested);
+        if !self.waiting.is_zero() {
             self.note_active_peaks();
         }
     }
@@ -221,63 +312,58 @@ impl Counters {
     /// A live block was given back, and is free at once.
     #[inline]
     pub(crate) fn freed(&self, kind: PoolKind, size: u64, requested: u64) {
-        self.allocation.sub(kind, 1);
-        self.allocated_bytes.sub(kind, size);
-        self.requested_bytes.sub(kind, requested);
+        self.hot(Hot::Blocks).sub(kind, 1);
+        self.hot(Hot::Bytes).sub(kind, size);
+        self.hot(Hot::Requested).sub(kind, requested);
     }
 
-    /// A live block was given back, and waits for other streams.
-    pub(crate) fn freed_waiting(&self, kind: PoolKind, size: u64) {
-        self.allocation.sub(kind, 1);
-        self.allocated_bytes.sub(kind, size);
+    /// A block that is not live any more waits for other streams.
+    pub(crate) fn waits(&self, kind: PoolKind, size: u64) {
         self.waiting.add(kind, 1);
         self.waiting_bytes.add(kind, size);
         self.note_active_peaks();
     }
 
     /// A waiting block is free.
-    pub(crate) fn waited(&self, kind: PoolKind, size: u64, requested: u64) {
+    pub(crate) fn waited(&self, kind: PoolKind, size: u64) {
         self.waiting.sub(kind, 1);
         self.waiting_bytes.sub(kind, size);
-        self.requested_bytes.sub(kind, requested);
+    }
+
+    /// An arena has published more, or less. Needs the lock of those who publish.
+    pub(crate) fn published(&self, quantity: Hot, kind: PoolKind, change: u64) {
+        self.hot(quantity).publish(kind, change);
+        if !self.waiting.is_zero() {
+            self.note_active_peaks();
+        }
     }
 
     #[cold]
     fn note_active_peaks(&self) {
         let quantities = [
-            (&self.active_peaks.blocks, &self.allocation, &self.waiting),
-            (&self.active_peaks.bytes, &self.allocated_bytes, &self.waiting_bytes),
+            (&self.active_peaks.blocks, self.hot(Hot::Blocks), &self.waiting),
+            (&self.active_peaks.bytes, self.hot(Hot::Bytes), &self.waiting_bytes),
         ];
         for (peaks, live, waiting) in quantities {
-            let active = |pool: usize| get(&live.pools[pool].current) + get(&waiting.pools[pool].current);
+            let active = |pool: usize| live.bound(pool).wrapping_add(waiting.bound(pool));
             raise(&peaks[0], active(0));
             raise(&peaks[1], active(1));
-            raise(&peaks[2], active(0) + active(1));
+            raise(&peaks[2], active(0).wrapping_add(active(1)));
         }
     }
 
-    /// Blocks that are live or waiting.
-    pub(crate) fn active(&self) -> PoolStats {
-        active(&self.allocation, &self.waiting, &self.active_peaks.blocks)
+    /// Blocks that are live or waiting, given those that are live.
+    pub(crate) fn active(&self, live: PoolStats) -> PoolStats {
+        active(live, self.waiting.read(), &self.active_peaks.blocks)
     }
 
-    /// Bytes in blocks that are live or waiting.
-    pub(crate) fn active_bytes(&self) -> PoolStats {
-        active(&self.allocated_bytes, &self.waiting_bytes, &self.active_peaks.bytes)
+    /// Bytes in blocks that are live or waiting, given those in live ones.
+    pub(crate) fn active_bytes(&self, live: PoolStats) -> PoolStats {
+        active(live, self.waiting_bytes.read(), &self.active_peaks.bytes)
     }
 
-    fn pooled(&self) -> [&PooledCounter; 9] {
-        [
-            &self.allocation,
-            &self.allocated_bytes,
-            &self.requested_bytes,
-            &self.waiting,
-            &self.waiting_bytes,
-            &self.inactive_split,
-            &self.inactive_split_bytes,
-            &self.segment,
-            &self.reserved_bytes,
-        ]
+    fn pooled(&self) -> impl Iterator<Item = &PooledCounter> {
+        self.hot.iter().chain([&self.waiting, &self.waiting_bytes, &self.segment, &self.reserved_bytes])
     }
 
     fn plain(&self) -> [&Counter; 10] {
@@ -295,41 +381,42 @@ impl Counters {
         ]
     }
 
-    fn each(&self) -> impl Iterator<Item = &Counter> {
-        self.pooled().into_iter().flat_map(|counter| &counter.pools).chain(self.plain())
+    fn active_peaks(&self) -> impl Iterator<Item = &AtomicU64> {
+        self.active_peaks.blocks.iter().chain(&self.active_peaks.bytes)
     }
 
     /// Back to zero, for the next allocator in the same shell.
     pub(crate) fn clear(&self) {
-        self.pooled().into_iter().for_each(PooledCounter::clear);
+        self.pooled().for_each(PooledCounter::clear);
         self.plain().into_iter().for_each(Counter::clear);
-        self.active_peaks.blocks.iter().chain(&self.active_peaks.bytes).for_each(|cell| set(cell, 0));
+        self.active_peaks().for_each(|cell| set(cell, 0));
     }
 
-    /// Sets every peak to the current value. Needs the heap's lock.
+    /// Sets every peak to the current value. Needs every lock, and what arenas published to be exact.
     pub(crate) fn reset_peaks(&self) {
-        self.pooled().into_iter().for_each(PooledCounter::reset_peak);
-        self.plain().into_iter().for_each(Counter::reset_peak);
-        self.active_peaks.blocks.iter().chain(&self.active_peaks.bytes).for_each(|cell| set(cell, 0));
+        self.pooled().for_each(PooledCounter::reset_peak);
+        self.plain().into_iter().for_each(|counter| counter.reset_peak(0));
+        self.active_peaks().for_each(|cell| set(cell, 0));
         self.note_active_peaks();
     }
 
-    /// Starts every accumulated value from zero. Needs the heap's lock.
-    pub(crate) fn reset_accumulated(&self) {
-        self.each().for_each(Counter::reset_accumulated);
+    /// Starts every accumulated value from zero. Needs every lock; `others` tells what arenas have.
+    pub(crate) fn reset_accumulated(&self, others: impl Fn(Hot) -> [Sum; 2]) {
+        self.pooled().for_each(|counter| counter.reset_accumulated([Sum::default(); 2]));
+        Hot::ALL.into_iter().for_each(|quantity| self.hot(quantity).reset_accumulated(others(quantity)));
+        self.plain().into_iter().for_each(|counter| counter.reset_accumulated(Sum::default()));
     }
 }
 
 /// Sums what is live and what is waiting. A block that starts to wait is freed in the one and allocated in the other, which
 /// is neither for the sum.
-fn active(live: &PooledCounter, waiting: &PooledCounter, peaks: &[AtomicU64; 3]) -> PoolStats {
+fn active(live: PoolStats, waiting: PoolStats, peaks: &[AtomicU64; 3]) -> PoolStats {
     let sum = |live: Stat, waiting: Stat, peak: &AtomicU64| Stat {
         current: live.current + waiting.current,
         peak: live.peak.max(get(peak)).max(live.current + waiting.current),
         allocated: live.allocated,
         freed: live.freed.wrapping_sub(waiting.allocated).wrapping_add(waiting.freed),
     };
-    let (live, waiting) = (live.read(), waiting.read());
     PoolStats {
         all: sum(live.all, waiting.all, &peaks[2]),
         large_pool: sum(live.large_pool, waiting.large_pool, &peaks[1]),
@@ -348,8 +435,8 @@ mod tests {
         counter.sub(3);
         counter.add(1);
         assert_eq!(counter.read(), Stat { current: 3, peak: 5, allocated: 6, freed: 3 });
-        counter.reset_peak();
-        counter.reset_accumulated();
+        counter.reset_peak(0);
+        counter.reset_accumulated(Sum::default());
         counter.sub(1);
         assert_eq!(counter.read(), Stat { current: 2, peak: 3, allocated: 0, freed: 1 });
     }
@@ -368,17 +455,21 @@ mod tests {
     #[test]
     fn waiting_blocks_stay_active() {
         let counters = Counters::default();
+        let (live, requested) = (|| counters.hot(Hot::Bytes).read(), || counters.hot(Hot::Requested).read());
         counters.allocated(PoolKind::Large, 100, 90);
-        counters.freed_waiting(PoolKind::Large, 100);
+        counters.freed(PoolKind::Large, 100, 0);
+        counters.waits(PoolKind::Large, 100);
         counters.allocated(PoolKind::Small, 10, 10);
-        assert_eq!(counters.active_bytes().all, Stat { current: 110, peak: 110, allocated: 110, freed: 0 });
-        assert_eq!(counters.allocated_bytes.read().all, Stat { current: 10, peak: 100, allocated: 110, freed: 100 });
-        counters.waited(PoolKind::Large, 100, 90);
+        assert_eq!(counters.active_bytes(live()).all, Stat { current: 110, peak: 110, allocated: 110, freed: 0 });
+        assert_eq!(live().all, Stat { current: 10, peak: 100, allocated: 110, freed: 100 });
+        counters.waited(PoolKind::Large, 100);
+        counters.hot(Hot::Requested).sub(PoolKind::Large, 90);
         counters.freed(PoolKind::Small, 10, 10);
-        assert_eq!(counters.active_bytes().all, Stat { current: 0, peak: 110, allocated: 110, freed: 110 });
-        assert_eq!(counters.active().all, Stat { current: 0, peak: 2, allocated: 2, freed: 2 });
-        assert_eq!(counters.requested_bytes.read().all.current, 0);
+        assert_eq!(counters.active_bytes(live()).all, Stat { current: 0, peak: 110, allocated: 110, freed: 110 });
+        let blocks = counters.active(counters.hot(Hot::Blocks).read()).all;
+        assert_eq!(blocks, Stat { current: 0, peak: 2, allocated: 2, freed: 2 });
+        assert_eq!(requested().all.current, 0);
         counters.reset_peaks();
-        assert_eq!(counters.active_bytes().all.peak, 0);
+        assert_eq!(counters.active_bytes(live()).all.peak, 0);
     }
 }

@@ -11,9 +11,12 @@ use std::sync::Arc;
 
 use aquifer_device::{Clock, Timeline};
 
-use crate::core::Core;
-use crate::heap::{BlockId, kind_of};
-use crate::shell::{Shell, special};
+use crate::core::{Core, Place};
+use crate::heap::kind_of;
+use crate::history::Action;
+use crate::shell::special;
+use crate::stats::Hot;
+use crate::whole::Whole;
 
 /// The blocks that wait, and the streams they wait for.
 #[derive(Debug, Default)]
@@ -25,7 +28,7 @@ pub(crate) struct WaitingList {
 /// A block that waits.
 #[derive(Debug)]
 struct Waiting {
-    block: BlockId,
+    place: Place,
     /// Streams that used it, and where their timelines must have got to.
     uses: Vec<(u32, u64)>,
 }
@@ -59,25 +62,31 @@ impl WaitingList {
     }
 }
 
-impl Core {
-    /// Puts a freed block, used by other streams beside its own, among the waiting ones.
+impl Whole {
+    /// Puts a live block that is given back, used by other streams beside its own, among the waiting ones.
     #[cold]
-    pub(crate) fn free_shared(&mut self, shell: &Shell, id: BlockId, on: Option<u32>) {
-        let block = &self.heap.blocks[id];
-        shell.counters.freed_waiting(kind_of(block.pool), block.size);
-        let mut streams = self.shared.remove(&id).unwrap_or_default();
+    pub(crate) fn free_shared(&mut self, place: Place, on: Option<u32>) {
+        let Place { arena, block: id } = place;
+        let arena = self.arena(arena);
+        let block = &arena.heap.blocks[id];
+        let (kind, size) = (kind_of(block.pool), block.size);
+        arena.note(&[Action::FreeRequested], id);
+        arena.given_back(size);
+        arena.tally().freed(kind, size, 0);
+        arena.heap.set_waiting(id);
+        self.counters().waits(kind, size);
+        let mut streams = self.shared.remove(&place).unwrap_or_default();
         streams.extend(on.filter(|on| !streams.contains(on)));
         let uses = streams.iter().map(|&slot| (slot, self.tick_of(slot))).collect();
-        self.heap.set_waiting(id);
-        self.waiting.push(Waiting { block: id, uses });
-        shell.special.fetch_or(special::WAITING, Ordering::Relaxed);
+        self.waiting.push(Waiting { place, uses });
+        self.shell.special().fetch_or(special::WAITING, Ordering::Relaxed);
     }
 
     /// The latest tick of each stream that waiting blocks, of the pools that `of` picks, depend on; those known to be done
     /// are left out.
     pub(crate) fn pending(&self, of: impl Fn(u16) -> bool) -> Pending {
         let mut latest: Vec<(u32, u64)> = Vec::new();
-        for waiting in self.waiting.blocks.iter().filter(|waiting| of(self.heap.blocks[waiting.block].pool)) {
+        for waiting in self.waiting.blocks.iter().filter(|waiting| of(self.block(waiting.place).pool)) {
             for &(slot, after) in &waiting.uses {
                 match latest.iter_mut().find(|(other, _)| *other == slot) {
                     Some((_, tick)) => *tick = after.max(*tick),
@@ -88,59 +97,53 @@ impl Core {
         self.unknown(latest.into_iter())
     }
 
-    /// As [`Core::pending`] for all pools, without going through the blocks.
-    pub(crate) fn pending_of_all(&self) -> Pending {
-        self.unknown(self.waiting.streams.iter().map(|stream| (stream.slot, stream.latest)))
-    }
-
     /// The ticks of free blocks that are away from home, of the pools that `of` picks, and not known to be done.
     pub(crate) fn pending_strays(&self, of: impl Fn(u16) -> bool) -> Pending {
-        let strays = self.heap.strays().filter(|id| of(self.heap.blocks[*id].pool));
-        self.unknown(strays.map(|id| (self.heap.blocks[id].owner, self.heap.blocks[id].after)))
-    }
-
-    fn unknown(&self, ticks: impl Iterator<Item = (u32, u64)>) -> Pending {
-        let unknown = ticks.filter(|&(slot, after)| !self.is_known_done(slot, after));
-        unknown.filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
+        let strays = self.heaps().flat_map(|heap| heap.strays().map(|id| &heap.blocks[id]));
+        self.unknown(strays.filter(|block| of(block.pool)).map(|block| (block.owner, block.after)))
     }
 
     /// Frees the waiting blocks that need not wait any more, if any stream got further since the last time.
-    pub(crate) fn sweep_done(&mut self, shell: &Shell) {
-        let advanced = |stream: &WaitedFor| self.frontier(stream.slot) > stream.seen;
-        if self.waiting.streams.iter().any(advanced) {
-            self.sweep(shell, None);
+    pub(crate) fn sweep_done(&mut self) {
+        if self.can_sweep() {
+            self.sweep(None);
         }
     }
 
     /// Frees the waiting blocks that need not wait any more, among them those of the stream `owner` whose later work, which
     /// is ordered after what its clock says, comes after every use.
-    pub(crate) fn sweep_ordered(&mut self, shell: &Shell, owner: u32, clock: &Clock) {
+    pub(crate) fn sweep_ordered(&mut self, owner: u32, clock: &Clock) {
         if !self.waiting.is_empty() {
-            self.sweep(shell, Some((owner, clock)));
+            self.sweep(Some((owner, clock)));
         }
     }
 
-    fn sweep(&mut self, shell: &Shell, ordered: Option<(u32, &Clock)>) {
+    fn sweep(&mut self, ordered: Option<(u32, &Clock)>) {
         let WaitingList { mut blocks, streams } = std::mem::take(&mut self.waiting);
         // Read before the blocks are looked at: what a stream reaches meanwhile then makes for another sweep.
         let seen: Vec<(u32, u64)> = streams.iter().map(|stream| (stream.slot, self.frontier(stream.slot))).collect();
         blocks.retain(|waiting| {
-            let owner = self.heap.blocks[waiting.block].owner;
+            let owner = self.block(waiting.place).owner;
             let clock = ordered.filter(|(slot, _)| *slot == owner).map(|(_, clock)| clock);
             let passed = |&(slot, after): &(u32, u64)| {
                 self.is_known_done(slot, after) || slot == owner || clock.is_some_and(|clock| after <= clock.of(slot))
             };
             let free = waiting.uses.iter().all(passed);
             if free {
-                let block = &self.heap.blocks[waiting.block];
-                shell.counters.waited(kind_of(block.pool), block.size, block.requested);
+                let (block, counters) = (self.block(waiting.place), self.counters());
+                let (kind, requested) = (kind_of(block.pool), block.requested.cast_signed());
+                counters.waited(kind, block.size);
                 // The tick is taken now: the owner's later events cover what it is ordered after, too.
-                self.complete(shell, waiting.block, owner, self.tick_of(owner));
+                let tick = self.tick_of(owner);
+                let arena = self.arena(waiting.place.arena);
+                arena.tally().change(Hot::Requested, kind, -requested);
+                arena.note(&[Action::FreeCompleted], waiting.place.block);
+                arena.complete(waiting.place.block, owner, tick);
             }
             !free
         });
         if blocks.is_empty() {
-            shell.special.fetch_and(!special::WAITING, Ordering::Relaxed);
+            self.shell.special().fetch_and(!special::WAITING, Ordering::Relaxed);
         }
         let mut list = WaitingList::default();
         blocks.into_iter().for_each(|waiting| list.push(waiting));
@@ -150,15 +153,11 @@ impl Core {
         self.waiting = list;
     }
 
-    fn frontier(&self, slot: u32) -> u64 {
-        self.timeline(slot).map_or(0, |timeline| timeline.frontier())
-    }
-
     /// Bytes waiting, by stream waited for.
     pub(crate) fn waiting_bytes(&self) -> Vec<(u32, u64)> {
         let mut bytes: Vec<(u32, u64)> = Vec::new();
         for waiting in &self.waiting.blocks {
-            let size = self.heap.blocks[waiting.block].size;
+            let size = self.block(waiting.place).size;
             for &(slot, after) in &waiting.uses {
                 if self.is_known_done(slot, after) {
                     continue;
@@ -170,5 +169,26 @@ impl Core {
             }
         }
         bytes
+    }
+}
+
+impl Core {
+    /// As [`Whole::pending`] for all pools, without going through the blocks.
+    pub(crate) fn pending_of_all(&self) -> Pending {
+        self.unknown(self.waiting.streams.iter().map(|stream| (stream.slot, stream.latest)))
+    }
+
+    /// Whether a stream that blocks wait for got further since the list was last gone through.
+    pub(crate) fn can_sweep(&self) -> bool {
+        self.waiting.streams.iter().any(|stream| self.frontier(stream.slot) > stream.seen)
+    }
+
+    fn unknown(&self, ticks: impl Iterator<Item = (u32, u64)>) -> Pending {
+        let unknown = ticks.filter(|&(slot, after)| !self.is_known_done(slot, after));
+        unknown.filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
+    }
+
+    fn frontier(&self, slot: u32) -> u64 {
+        self.timeline(slot).map_or(0, |timeline| timeline.frontier())
     }
 }

@@ -47,11 +47,12 @@ pub(crate) struct Block {
     pub(crate) requested: u64,
     /// While free: where the owner's timeline must have got to for everybody else to use the block; 0 when it has.
     pub(crate) after: u64,
-    /// While free: the pool's search count when it became free, for garbage collection.
-    pub(crate) age_base: u64,
     /// Neighbours in the region, by address.
     pub(crate) prev: BlockId,
     pub(crate) next: BlockId,
+    /// While free: neighbours in its bin, for an index that keeps lists.
+    pub(crate) bin_prev: BlockId,
+    pub(crate) bin_next: BlockId,
     pub(crate) region: u32,
     /// While live, the stream it was allocated for; while free, the stream that may reuse it without waiting.
     pub(crate) owner: u32,
@@ -81,9 +82,10 @@ impl Default for Block {
             size: 0,
             requested: 0,
             after: 0,
-            age_base: 0,
             prev: BlockId::NONE,
             next: BlockId::NONE,
+            bin_prev: BlockId::NONE,
+            bin_next: BlockId::NONE,
             region: 0,
             owner: 0,
             tag: 0,
@@ -95,37 +97,61 @@ impl Default for Block {
 }
 
 /// All blocks of a heap.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Slab {
     blocks: Vec<Block>,
-    /// Vacant records, chained through `next`.
-    vacant: Option<BlockId>,
+    /// The first vacant record; they are chained through `next`.
+    vacant: BlockId,
+}
+
+impl Default for Slab {
+    fn default() -> Self {
+        Slab { blocks: Vec::new(), vacant: BlockId::NONE }
+    }
 }
 
 impl Slab {
     #[inline]
     pub(crate) fn insert(&mut self, block: Block) -> BlockId {
-        match self.vacant {
-            Some(id) => {
-                self.vacant = self[id].next.some();
-                self[id] = block;
-                id
-            }
-            None => {
-                let id = BlockId(u32::try_from(self.blocks.len()).unwrap_or(u32::MAX));
-                // 2^32 - 1 records of 64 bytes are 256 GiB of host memory: the process is out of memory before that.
-                assert!(id != BlockId::NONE, "more than 2^32 blocks");
-                self.blocks.push(block);
-                id
-            }
+        if self.vacant == BlockId::NONE {
+            self.grow();
         }
+        let id = self.vacant;
+        let record = &mut self[id];
+        let next = record.next;
+        // Straight into its place: a record that is put together elsewhere and moved in wide words stalls the machine.
+        *record = block;
+        self.vacant = next;
+        id
+    }
+
+    /// Makes a vacant record where there is none.
+    #[cold]
+    fn grow(&mut self) {
+        let id = BlockId(u32::try_from(self.blocks.len()).unwrap_or(u32::MAX));
+        // 2^32 - 1 records of 64 bytes are 256 GiB of host memory: the process is out of memory before that.
+        assert!(id != BlockId::NONE, "more than 2^32 blocks");
+        self.blocks.push(Block::default());
+        self.vacant = id;
     }
 
     #[inline]
     pub(crate) fn remove(&mut self, id: BlockId) {
-        self[id].state = State::Vacant;
-        self[id].next = self.vacant.unwrap_or(BlockId::NONE);
-        self.vacant = Some(id);
+        let vacant = self.vacant;
+        let record = &mut self[id];
+        (record.state, record.next) = (State::Vacant, vacant);
+        self.vacant = id;
+    }
+
+    /// The record of a block, if it is one and not [`BlockId::NONE`].
+    #[inline]
+    pub(crate) fn get(&self, id: BlockId) -> Option<&Block> {
+        self.blocks.get(id.index())
+    }
+
+    #[inline]
+    pub(crate) fn get_mut(&mut self, id: BlockId) -> Option<&mut Block> {
+        self.blocks.get_mut(id.index())
     }
 
     /// How many records there are, vacant ones included.

@@ -1,6 +1,6 @@
 //! The heap's identities H1–H4, checked from scratch.
 
-use super::{Block, BlockId, Heap, Key, State};
+use super::{Block, BlockId, Heap, State};
 
 impl Heap {
     /// Recomputes every identity of the module documentation; the first that does not hold is described.
@@ -39,9 +39,8 @@ impl Heap {
     }
 
     fn check_indexed(&self, id: BlockId, block: &Block) -> Result<(), String> {
-        let key = Key::new(block.size, block.addr, id);
-        let found = self.index(block.pool, block.owner).is_some_and(|index| index.before_or_at(key) == Some(key));
-        let stray = block.owner != self.region(block.region).home;
+        let found = self.index(block.pool, block.owner).is_some_and(|index| index.contains(id));
+        let stray = block.owner != self.home;
         if !found || stray != self.strays.contains(&id) {
             return Err(format!("H4: {id:?} {block:?} indexed: {found}, stray: {stray}"));
         }

@@ -6,20 +6,23 @@
 //! * **H3** no two neighbours are mergeable: both free, with the same owner, or both done for everybody;
 //! * **H4** a block is in an index exactly if it is free, and then in the one of its pool and owner.
 //!
-//! Ownership: a free block belongs to the stream of its last use (its *owner*), which may reuse it at once. A region has a
-//! *home* stream; a free block whose owner is another one is a *stray*. Once a stray is done it goes home, so that
+//! Ownership: a heap is one stream's, its *home*. A free block belongs to the stream of its last use (its *owner*), which may
+//! reuse it at once; one whose owner is not the home is a *stray*. Once a stray is done it goes home, so that
 //! borrowing memory across streams leaves no lasting borders between free blocks.
 
 mod block;
 #[cfg(any(test, debug_assertions))]
 mod check;
 mod index;
+mod moves;
 mod strays;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 pub(crate) use block::{Block, BlockId, Slab, State};
-pub(crate) use index::{FreeIndex, Key};
+use index::{FreeIndex, Index};
+pub(crate) use index::{IndexKind, IndexView, Key};
+use moves::Piece;
 
 use crate::size_class::{PoolKind, SizeClasses};
 
@@ -29,10 +32,33 @@ pub(crate) struct Pool {
     pub(crate) kind: PoolKind,
     /// Blocks are handed out whole.
     pub(crate) no_split: bool,
-    /// Free blocks by owner.
-    indexes: Vec<FreeIndex>,
+    /// The private pool it is of, as history numbers them; 0 for the default pools.
+    pub(crate) history_id: u32,
+    index_kind: IndexKind,
+    /// Free blocks of the heap's home stream.
+    own: FreeIndex,
+    /// Strays, by owner.
+    away: BTreeMap<u32, FreeIndex>,
     /// How often somebody searched here: the clock of garbage collection.
     pub(crate) searches: u64,
+}
+
+impl Pool {
+    fn new(kind: PoolKind, index_kind: IndexKind) -> Pool {
+        let (own, away) = (FreeIndex::new(index_kind), BTreeMap::new());
+        Pool { kind, no_split: false, history_id: 0, index_kind, own, away, searches: 0 }
+    }
+
+    /// The index of `owner`'s free blocks.
+    #[inline]
+    fn index_mut(&mut self, home: u32, owner: u32) -> &mut FreeIndex {
+        if owner == home { &mut self.own } else { self.index_away(owner) }
+    }
+
+    #[cold]
+    fn index_away(&mut self, owner: u32) -> &mut FreeIndex {
+        self.away.entry(owner).or_insert_with(|| FreeIndex::new(self.index_kind))
+    }
 }
 
 /// The kind of a pool, by its number.
@@ -49,6 +75,8 @@ pub(crate) struct Region {
     pub(crate) home: u32,
     pub(crate) pool: u16,
     pub(crate) first: BlockId,
+    /// The pool's search count when the region became one free block, for garbage collection.
+    pub(crate) age_base: u64,
 }
 
 /// How a taken block changed the count and bytes of free pieces of regions (`inactive_split`), and vice versa.
@@ -58,11 +86,14 @@ pub(crate) struct SplitChange {
     pub(crate) bytes: i64,
 }
 
-/// Regions, their blocks, and the free ones' indexes.
+/// The regions of one stream, their blocks, and the free ones' indexes.
 #[derive(Debug, Default)]
 pub(crate) struct Heap {
+    /// The stream whose regions these are.
+    pub(crate) home: u32,
     pub(crate) blocks: Slab,
     pub(crate) pools: Vec<Pool>,
+    index_kind: IndexKind,
     regions: Vec<Option<Region>>,
     vacant_regions: Vec<u32>,
     /// Free blocks whose owner is not their region's home.
@@ -73,40 +104,37 @@ pub(crate) struct Heap {
 }
 
 impl Heap {
-    /// Two new pools, one of each kind; their numbers. Small pools have even numbers, large ones odd.
-    pub(crate) fn add_pools(&mut self) -> [u16; 2] {
-        let first = u16::try_from(self.pools.len()).unwrap_or(u16::MAX);
-        for kind in [PoolKind::Small, PoolKind::Large] {
-            self.pools.push(Pool { kind, no_split: false, indexes: Vec::new(), searches: 0 });
-        }
-        [first, first + 1]
+    /// The heap of a stream, without pools and regions yet, whose free blocks are indexed in the given way.
+    pub(crate) fn new(home: u32, index_kind: IndexKind) -> Heap {
+        Heap { home, index_kind, ..Heap::default() }
     }
 
-    /// Takes `size` bytes for `owner` from the best of its own free blocks that the size rules allow: as with PyTorch, the
-    /// smallest that is large enough decides.
+    /// Two new pools, one of each kind. Small pools have even numbers, large ones odd.
+    pub(crate) fn add_pools(&mut self) {
+        let index_kind = self.index_kind;
+        self.pools.extend([PoolKind::Small, PoolKind::Large].map(|kind| Pool::new(kind, index_kind)));
+    }
+
+    /// Takes `size` bytes for the home stream from the block that the index chooses among its own free ones, if the size rules
+    /// allow.
     #[inline]
     pub(crate) fn take_best(
         &mut self,
         classes: &SizeClasses,
         pool: u16,
-        owner: u32,
         size: u64,
         requested: u64,
     ) -> Option<(BlockId, SplitChange)> {
+        let owner = self.home;
         let pool = &mut self.pools[usize::from(pool)];
         pool.searches += 1;
-        let index = pool.indexes.get_mut(owner as usize)?;
-        let key = index.best_fit(size)?;
-        if !classes.fits(key.size(), size) {
-            return None;
-        }
-        let block = key.block();
-        if pool.no_split || !classes.should_split(pool.kind, key.size(), size) {
-            index.remove(key);
-            return Some(self.take_whole(block, owner, requested));
-        }
-        index.replace(key, key.without_low_end(size));
-        Some(self.take_low_end(block, owner, size, requested))
+        let request = Piece { owner, size, requested };
+        let (blocks, no_split, kind) = (&mut self.blocks, pool.no_split, pool.kind);
+        let (id, whole) = match &mut pool.own {
+            FreeIndex::Exact(index) => moves::take_best(index, blocks, classes, no_split, kind, request),
+            FreeIndex::Bins(index) => moves::take_best(index, blocks, classes, no_split, kind, request),
+        }?;
+        Some((id, self.took(id, whole)))
     }
 
     /// Takes `size` bytes for `owner` from a given free block.
@@ -120,51 +148,36 @@ impl Heap {
     ) -> (BlockId, SplitChange) {
         let block = &self.blocks[id];
         debug_assert!(block.state == State::Free && block.size >= size);
-        let key = Key::new(block.size, block.addr, id);
         let pool = &mut self.pools[usize::from(block.pool)];
-        let index = &mut pool.indexes[block.owner as usize];
-        if pool.no_split || !classes.should_split(pool.kind, block.size, size) {
-            index.remove(key);
-            return self.take_whole(id, owner, requested);
-        }
-        index.replace(key, key.without_low_end(size));
-        self.take_low_end(id, owner, size, requested)
+        let request = Piece { owner, size, requested };
+        let (no_split, kind, index) = (pool.no_split, pool.kind, pool.index_mut(self.home, block.owner));
+        let (id, whole) = match index {
+            FreeIndex::Exact(index) => moves::take(index, &mut self.blocks, classes, no_split, kind, id, request),
+            FreeIndex::Bins(index) => moves::take(index, &mut self.blocks, classes, no_split, kind, id, request),
+        };
+        (id, self.took(id, whole))
     }
 
-    /// A free block that is in no index any more becomes live.
+    /// A block became live that was free, or part of a free block of `whole` bytes.
     #[inline]
-    fn take_whole(&mut self, id: BlockId, owner: u32, requested: u64) -> (BlockId, SplitChange) {
-        self.strays_forget(id);
-        let block = &mut self.blocks[id];
-        (block.state, block.owner, block.requested) = (State::Live, owner, requested);
-        self.free -= block.size;
-        let split = block.is_split();
-        (id, if split { SplitChange { count: -1, bytes: -signed(block.size) } } else { SplitChange::default() })
-    }
-
-    /// The low end of a free block becomes live; the rest, which is in the index already, stays free with its owner.
-    #[inline]
-    fn take_low_end(&mut self, rest: BlockId, owner: u32, size: u64, requested: u64) -> (BlockId, SplitChange) {
-        let Block { addr, prev, region, pool, size: whole, .. } = self.blocks[rest];
-        let was_split = self.blocks[rest].is_split();
+    fn took(&mut self, id: BlockId, whole: u64) -> SplitChange {
+        let Block { size, prev, next, region, .. } = self.blocks[id];
         self.free -= size;
-        let state = State::Live;
-        let taken = Block { addr, size, requested, prev, next: rest, region, owner, pool, state, ..Block::default() };
-        let id = self.blocks.insert(taken);
-        self.link_before(id, rest, size);
-        let (count, bytes) = if was_split { (0, -signed(size)) } else { (1, signed(whole - size)) };
-        (id, SplitChange { count, bytes })
-    }
-
-    /// Cuts `size` bytes off the low end of `rest`, whose new front neighbour is `taken`.
-    #[inline]
-    fn link_before(&mut self, taken: BlockId, rest: BlockId, size: u64) {
-        let record = &mut self.blocks[rest];
-        let (prev, region) = (record.prev, record.region);
-        (record.prev, record.addr, record.size) = (taken, record.addr + size, record.size - size);
-        match prev.some() {
-            Some(prev) => self.blocks[prev].next = taken,
-            None => self.region_mut(region).first = taken,
+        let is_part = size != whole;
+        if !is_part {
+            self.strays_forget(id);
+        }
+        let bytes = signed(size);
+        if prev != BlockId::NONE {
+            return SplitChange { count: -i64::from(!is_part), bytes: -bytes };
+        }
+        // The first block of its region.
+        self.region_mut(region).first = id;
+        let whole_region = if is_part { self.blocks[next].next } else { next } == BlockId::NONE;
+        match (whole_region, is_part) {
+            (false, _) => SplitChange { count: -i64::from(!is_part), bytes: -bytes },
+            (true, true) => SplitChange { count: 1, bytes: signed(whole) - bytes },
+            (true, false) => SplitChange::default(),
         }
     }
 
@@ -174,119 +187,92 @@ impl Heap {
     /// Except for 0, `after` must not be less than any earlier one of the same owner: ticks of a stream only grow.
     #[inline]
     pub(crate) fn give(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
+        let (after, mut change) = if after == 0 { self.adopt_done(id, owner) } else { (after, SplitChange::default()) };
         let block = &mut self.blocks[id];
         debug_assert!(matches!(block.state, State::Live | State::Waiting));
-        let Block { prev, next, pool, .. } = *block;
-        let size = block.size;
+        let Block { size, prev, next, pool, .. } = *block;
         (block.state, block.owner, block.shared) = (State::Free, owner, false);
         self.free += size;
-        let (into_prev, with_next, after) = self.merges(prev, next, owner, after);
-        let (merged, count) = match (into_prev, with_next) {
-            (false, false) => (self.index_alone(id), 1),
-            (true, false) => (self.extend_up(prev, id), 0),
-            (false, true) => (self.extend_down(next, id), 0),
-            (true, true) => {
-                self.unindex(next);
-                self.unlink(next, id);
-                (self.extend_up(prev, id), -1)
-            }
+        let (with_prev, with_next) = (self.is_free_of(prev, owner), self.is_free_of(next, owner));
+        let merged = match self.pools[usize::from(pool)].index_mut(self.home, owner) {
+            FreeIndex::Exact(index) => moves::join(index, &mut self.blocks, id, with_prev, with_next),
+            FreeIndex::Bins(index) => moves::join(index, &mut self.blocks, id, with_prev, with_next),
         };
-        let age_base = self.pools[usize::from(pool)].searches;
+        match (with_prev, with_next) {
+            (false, false) => self.strays_note(id),
+            (true, true) => self.strays_forget(next),
+            _ => {}
+        }
         let block = &mut self.blocks[merged];
-        (block.after, block.age_base) = (after, age_base);
-        if block.is_split() {
-            return (merged, SplitChange { count, bytes: signed(size) });
+        block.after = after;
+        change.count += 1 - i64::from(with_prev) - i64::from(with_next);
+        change.bytes += signed(size);
+        if block.prev == BlockId::NONE {
+            let Block { size: whole, next, region, .. } = *block;
+            let searches = self.pools[usize::from(pool)].searches;
+            let region = self.region_mut(region);
+            region.first = merged;
+            if next == BlockId::NONE {
+                // Whole regions do not count as split: take back what this block counted as before, itself included.
+                change.count -= 1;
+                change.bytes -= signed(whole);
+                region.age_base = searches;
+            }
         }
-        // Whole regions do not count as split: take back what this block counted as before, itself included.
-        (merged, SplitChange { count: count - 1, bytes: signed(size) - signed(block.size) })
-    }
-
-    /// Which neighbours a block of `owner` and `after` merges with, and the `after` of the whole. Only blocks that are
-    /// exactly as available as each other merge: of one owner, or all of them done for everybody.
-    #[inline]
-    fn merges(&self, prev: BlockId, next: BlockId, owner: u32, after: u64) -> (bool, bool, u64) {
-        let free = |id: BlockId| id != BlockId::NONE && self.blocks[id].state == State::Free;
-        let owned = |id: BlockId| free(id) && self.blocks[id].owner == owner;
-        if after != 0 {
-            return (owned(prev), owned(next), after);
-        }
-        // Done for everybody: an owner's later tick counts for what merges, and then only its own blocks do.
-        let later = |id: BlockId| if owned(id) { self.blocks[id].after } else { 0 };
-        let after = later(prev).max(later(next));
-        if after != 0 {
-            return (owned(prev), owned(next), after);
-        }
-        let done = |id: BlockId| free(id) && self.blocks[id].after == 0;
-        (done(prev), done(next), 0)
+        (merged, change)
     }
 
     #[inline]
-    fn index_alone(&mut self, id: BlockId) -> BlockId {
-        let block = &self.blocks[id];
-        let (key, owner, pool) = (Key::new(block.size, block.addr, id), block.owner as usize, usize::from(block.pool));
-        let indexes = &mut self.pools[pool].indexes;
-        if owner >= indexes.len() {
-            indexes.resize_with(owner + 1, FreeIndex::default);
+    fn is_free_of(&self, id: BlockId, owner: u32) -> bool {
+        self.blocks.get(id).is_some_and(|block| block.state == State::Free && block.owner == owner)
+    }
+
+    /// Before a block that is done for everybody is given to `owner`: its neighbours that are done become the owner's, too, so
+    /// that they merge. Returns what the owner's timeline must have got to for what will merge to be done, and what changed.
+    #[cold]
+    fn adopt_done(&mut self, id: BlockId, owner: u32) -> (u64, SplitChange) {
+        let mut change = SplitChange::default();
+        for side in [|block: &Block| block.prev, |block: &Block| block.next] {
+            let Block { prev, next, .. } = self.blocks[id];
+            let later = |id: BlockId| if self.is_free_of(id, owner) { self.blocks[id].after } else { 0 };
+            let after = later(prev).max(later(next));
+            if after != 0 {
+                return (after, change);
+            }
+            let neighbour = side(&self.blocks[id]);
+            let Some(block) = self.blocks.get_mut(neighbour) else { continue };
+            if block.state == State::Free && block.after == 0 && block.owner != owner {
+                let size = block.size;
+                self.unindex(neighbour);
+                self.free -= size;
+                self.blocks[neighbour].state = State::Waiting;
+                let (_, given) = self.give(neighbour, owner, 0);
+                // It counted as split before, as it has a neighbour.
+                change.count += given.count - 1;
+                change.bytes += given.bytes - signed(size);
+            }
         }
-        indexes[owner].insert(key);
+        let Block { prev, next, .. } = self.blocks[id];
+        let later = |id: BlockId| if self.is_free_of(id, owner) { self.blocks[id].after } else { 0 };
+        (later(prev).max(later(next)), change)
+    }
+
+    /// Puts a free block in the index of its owner.
+    fn index_alone(&mut self, id: BlockId) {
+        let Block { owner, pool, .. } = self.blocks[id];
+        match self.pools[usize::from(pool)].index_mut(self.home, owner) {
+            FreeIndex::Exact(index) => index.insert(&mut self.blocks, id),
+            FreeIndex::Bins(index) => index.insert(&mut self.blocks, id),
+        }
         self.strays_note(id);
-        id
     }
 
-    /// Merges `id`, which is in no index, into its free predecessor.
-    #[inline]
-    fn extend_up(&mut self, into: BlockId, id: BlockId) -> BlockId {
-        let (size, next) = (self.blocks[id].size, self.blocks[id].next);
-        let block = &mut self.blocks[into];
-        let old = Key::new(block.size, block.addr, into);
-        block.size += size;
-        block.next = next;
-        let new = Key::new(block.size, block.addr, into);
-        self.pools[usize::from(block.pool)].indexes[block.owner as usize].replace(old, new);
-        if let Some(next) = next.some() {
-            self.blocks[next].prev = into;
-        }
-        self.blocks.remove(id);
-        into
-    }
-
-    /// Merges `id`, which is in no index, into its free successor.
-    #[inline]
-    fn extend_down(&mut self, into: BlockId, id: BlockId) -> BlockId {
-        let Block { addr, prev, region, .. } = self.blocks[id];
-        let size = self.blocks[id].size;
-        let block = &mut self.blocks[into];
-        let old = Key::new(block.size, block.addr, into);
-        block.size += size;
-        (block.addr, block.prev) = (addr, prev);
-        let new = Key::new(block.size, block.addr, into);
-        self.pools[usize::from(block.pool)].indexes[block.owner as usize].replace(old, new);
-        match prev.some() {
-            Some(prev) => self.blocks[prev].next = into,
-            None => self.region_mut(region).first = into,
-        }
-        self.blocks.remove(id);
-        into
-    }
-
-    /// Removes `next`, which is in no index, by growing its predecessor `id`, which is in none either.
-    #[inline]
-    fn unlink(&mut self, next: BlockId, id: BlockId) {
-        let (size, beyond) = (self.blocks[next].size, self.blocks[next].next);
-        let block = &mut self.blocks[id];
-        block.size += size;
-        block.next = beyond;
-        if let Some(beyond) = beyond.some() {
-            self.blocks[beyond].prev = id;
-        }
-        self.blocks.remove(next);
-    }
-
-    #[inline]
     fn unindex(&mut self, id: BlockId) {
-        let block = &self.blocks[id];
-        let key = Key::new(block.size, block.addr, id);
-        self.pools[usize::from(block.pool)].indexes[block.owner as usize].remove(key);
+        let Block { owner, pool, .. } = self.blocks[id];
+        match self.pools[usize::from(pool)].index_mut(self.home, owner) {
+            FreeIndex::Exact(index) => index.remove(&mut self.blocks, id),
+            FreeIndex::Bins(index) => index.remove(&mut self.blocks, id),
+        }
         self.strays_forget(id);
     }
 
@@ -296,20 +282,22 @@ impl Heap {
         self.blocks[id].state = State::Waiting;
     }
 
-    /// A new region, one free block of `home`.
-    pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, pool: u16, home: u32) -> BlockId {
+    /// A new region, one free block of the home stream.
+    pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, pool: u16) -> BlockId {
+        let home = self.home;
         let region = self.vacant_regions.pop().unwrap_or_else(|| {
             self.regions.push(None);
             u32::try_from(self.regions.len() - 1).unwrap_or(u32::MAX)
         });
         let age_base = self.pools[usize::from(pool)].searches;
         let state = State::Free;
-        let block = Block { addr, size: bytes, region, owner: home, pool, state, age_base, ..Block::default() };
+        let block = Block { addr, size: bytes, region, owner: home, pool, state, ..Block::default() };
         let first = self.blocks.insert(block);
-        self.regions[region as usize] = Some(Region { addr, bytes, home, pool, first });
+        self.regions[region as usize] = Some(Region { addr, bytes, home, pool, first, age_base });
         self.total += bytes;
         self.free += bytes;
-        self.index_alone(first)
+        self.index_alone(first);
+        first
     }
 
     /// Removes a region that is one free block.
@@ -320,7 +308,8 @@ impl Heap {
         self.blocks.remove(id);
         self.vacant_regions.push(number);
         let region = self.regions[number as usize].take();
-        let region = region.unwrap_or(Region { addr: 0, bytes: 0, home: 0, pool: 0, first: BlockId::NONE });
+        let region =
+            region.unwrap_or(Region { addr: 0, bytes: 0, home: 0, pool: 0, first: BlockId::NONE, age_base: 0 });
         self.total -= region.bytes;
         self.free -= region.bytes;
         region
@@ -328,7 +317,7 @@ impl Heap {
 
     /// Puts a region back that was removed, as one free block of `owner`, for everybody else after `after`.
     pub(crate) fn restore_region(&mut self, region: &Region, owner: u32, after: u64) {
-        let id = self.add_region(region.addr, region.bytes, region.pool, region.home);
+        let id = self.add_region(region.addr, region.bytes, region.pool);
         self.unindex(id);
         let block = &mut self.blocks[id];
         (block.owner, block.after) = (owner, after);
@@ -336,18 +325,22 @@ impl Heap {
     }
 
     /// The free blocks of a pool that belong to `owner`.
-    pub(crate) fn index(&self, pool: u16, owner: u32) -> Option<&FreeIndex> {
-        self.pools[usize::from(pool)].indexes.get(owner as usize)
+    pub(crate) fn index(&self, pool: u16, owner: u32) -> Option<IndexView<'_>> {
+        let pool = &self.pools[usize::from(pool)];
+        let index = if owner == self.home { Some(&pool.own) } else { pool.away.get(&owner) };
+        index.map(|index| IndexView::new(index, &self.blocks))
     }
 
     /// Streams that may own free blocks in a pool.
-    pub(crate) fn owners(&self, pool: u16) -> u32 {
-        u32::try_from(self.pools[usize::from(pool)].indexes.len()).unwrap_or(u32::MAX)
+    pub(crate) fn owners(&self, pool: u16) -> impl Iterator<Item = u32> + '_ {
+        std::iter::once(self.home).chain(self.pools[usize::from(pool)].away.keys().copied())
     }
 
-    /// Every free block of a pool, by owner and then size and address.
+    /// Every free block of a pool, those of the home stream first, and of each owner in the index's order.
     pub(crate) fn free_blocks(&self, pool: u16) -> impl Iterator<Item = Key> + '_ {
-        self.pools[usize::from(pool)].indexes.iter().flat_map(FreeIndex::iter)
+        let pool = &self.pools[usize::from(pool)];
+        let indexes = std::iter::once(&pool.own).chain(pool.away.values());
+        indexes.flat_map(|index| IndexView::new(index, &self.blocks).iter())
     }
 
     /// Every region, in no particular order.

@@ -1,4 +1,4 @@
-//! Free blocks away from home: those whose owner is not the stream of their region.
+//! Free blocks away from home: those whose owner is not the stream of their heap.
 //!
 //! They come from memory that one stream borrowed from another. Once a stray is done for everybody it goes home and merges with
 //! its neighbours there.
@@ -20,24 +20,12 @@ impl Heap {
             self.unindex(id);
             self.free -= size;
             self.blocks[id].state = State::Waiting;
-            let home = self.region(self.blocks[id].region).home;
             let before = if was_split { SplitChange { count: 1, bytes: signed(size) } } else { SplitChange::default() };
-            let (_, after) = self.give(id, home, 0);
+            let (_, after) = self.give(id, self.home, 0);
             let count = after.count - before.count;
             changes.push((pool, SplitChange { count, bytes: after.bytes - before.bytes }));
         }
         changes
-    }
-
-    /// Makes a free block that is a whole region, and done for everybody, belong to `home`.
-    pub(crate) fn rehome(&mut self, id: BlockId, home: u32) {
-        debug_assert!(!self.blocks[id].is_split());
-        self.unindex(id);
-        let region = self.blocks[id].region;
-        self.region_mut(region).home = home;
-        let block = &mut self.blocks[id];
-        (block.owner, block.after) = (home, 0);
-        self.index_alone(id);
     }
 
     /// Free blocks of `owner` in a pool that are away from home.
@@ -53,7 +41,7 @@ impl Heap {
 
     #[inline]
     pub(super) fn strays_note(&mut self, id: BlockId) {
-        if self.blocks[id].owner != self.region(self.blocks[id].region).home {
+        if self.blocks[id].owner != self.home {
             self.strays.insert(id);
         }
     }

@@ -1,4 +1,4 @@
-//! Models of the shell under a scheduler that explores interleavings; every access to a lock or flag of the shell, and every
+//! Models of the shell and its arenas under a scheduler that explores interleavings; every access to their locks and flags, and every
 //! driver call, is a point where another thread may run. Run by `ci/schedules`.
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
@@ -37,8 +37,9 @@ fn assert_idle_once(shell: &'static Shell) {
     let entries = IDLE.lock().iter().filter(|idle| std::ptr::eq(**idle, shell)).count();
     assert_eq!(entries, 1, "a shell that nobody uses is idle, once");
     let core = shell.core.lock();
-    assert!(core.device.is_none() && core.live == 0);
-    assert!(shell.remote.is_empty(), "a free was left behind");
+    assert!(core.device.is_none() && core.arenas.is_empty());
+    assert!(shell.arenas.iter().all(crate::arena::Arena::is_empty), "a free was left behind");
+    assert!(shell.shared_frees.is_empty(), "a shared free was left behind");
 }
 
 fn drop_in_thread(allocation: Allocation) -> thread::JoinHandle<()> {
@@ -69,7 +70,7 @@ fn frees_that_race_with_an_allocation_and_readers_are_all_counted() {
         join(threads);
         assert_eq!(allocator.allocated_bytes(), SIZE, "exact with no call in flight");
         let shell = allocator.shell();
-        assert_eq!(shell.lock().live, 1);
+        assert_eq!(shell.whole().live(), 1);
         drop(kept);
         assert_eq!(allocator.allocated_bytes(), 0);
         drop(allocator);
@@ -195,7 +196,7 @@ fn waiting_blocks_are_free_once_their_streams_are_done_whoever_asks() {
             thread::spawn(move || drop(asking.alloc(SIZE, &one).unwrap())),
         ]);
         allocator.empty_cache().unwrap();
-        assert!(allocator.shell().lock().waiting.is_empty(), "the stream is known to be done");
+        assert!(allocator.shell().core().waiting.is_empty(), "the stream is known to be done");
     });
 }
 
@@ -222,6 +223,85 @@ fn memory_handed_to_another_stream_is_freed_in_its_order() {
         ]);
         let found = sim.violations();
         assert!(found.is_empty(), "{}", found[0]);
+        assert_eq!(allocator.allocated_bytes(), 0);
+    });
+}
+
+#[test]
+fn streams_that_allocate_for_the_first_time_at_once_get_an_arena_each() {
+    explore(|| {
+        let (_, device) = device();
+        let allocator = open(&device);
+        let [one, two] = [0; 2].map(|_| device.create_stream().unwrap());
+        let threads = [one.clone(), one, two].map(|stream| {
+            let allocator = allocator.clone();
+            thread::spawn(move || {
+                let kept = allocator.alloc(SIZE, &stream).unwrap();
+                drop(allocator.alloc(SIZE, &stream).unwrap());
+                drop(kept);
+            })
+        });
+        join(threads);
+        let shell = allocator.shell();
+        assert_eq!(shell.core().arenas.len(), 2);
+        let stats = allocator.memory_stats();
+        let count = stats.allocation.all;
+        assert_eq!((count.current, count.allocated, count.freed), (0, 6, 6));
+        // A stream that borrowed from the other leaves strays: they count as pieces, until they go home.
+        let snapshot = allocator.snapshot();
+        let pieces = snapshot.segments.iter().filter(|segment| segment.blocks.len() > 1);
+        let pieces: u64 = pieces.map(|segment| segment.blocks.len() as u64).sum();
+        assert_eq!(stats.inactive_split.all.current, pieces, "counted as they are");
+        drop(allocator);
+        assert_idle_once(shell);
+    });
+}
+
+#[test]
+fn blocks_that_other_streams_use_and_the_last_handle() {
+    explore(|| {
+        let (_, device) = device();
+        let allocator = open(&device);
+        let [one, two] = [0; 2].map(|_| device.create_stream().unwrap());
+        let blocks = [0; 2].map(|_| allocator.alloc(SIZE, &one).unwrap());
+        blocks.iter().for_each(|block| block.record_stream(&two).unwrap());
+        let shell = allocator.shell();
+        let other = allocator.alloc(SIZE, &two).unwrap();
+        let [first, second] = blocks.map(drop_in_thread);
+        join([first, second, drop_in_thread(other), thread::spawn(move || drop(allocator))]);
+        assert_idle_once(shell);
+    });
+}
+
+#[test]
+fn counters_hold_while_arenas_begin_to_count_for_themselves() {
+    explore(|| {
+        let (_, device) = device();
+        let allocator = open(&device);
+        let streams = [0; 2].map(|_| device.create_stream().unwrap());
+        // As after many changes of thread: the next one makes arenas count for themselves.
+        let kept = streams.each_ref().map(|stream| allocator.alloc(SIZE, stream).unwrap());
+        allocator.shell().core().handovers = u32::MAX - 8;
+        let work = |stream: usize| {
+            let (allocator, stream) = (allocator.clone(), streams[stream].clone());
+            thread::spawn(move || {
+                let block = allocator.alloc(SIZE, &stream).unwrap();
+                drop(allocator.alloc(SIZE, &stream).unwrap());
+                drop(block);
+            })
+        };
+        let resetting = allocator.clone();
+        let reset = thread::spawn(move || resetting.reset_peak_memory_stats());
+        let [one, two] = kept;
+        join([work(0), work(1), drop_in_thread(one), reset]);
+        let stats = allocator.memory_stats();
+        assert_eq!((stats.allocation.all.current, stats.allocated_bytes.all.current), (1, SIZE));
+        assert_eq!((stats.allocation.all.allocated, stats.allocation.all.freed), (6, 5));
+        assert!(stats.allocation.all.peak <= 6 + 4 * 64 * 2, "{}", stats.allocation.all.peak);
+        assert!(stats.allocated_bytes.all.peak <= stats.reserved_bytes.all.peak);
+        allocator.reset_peak_memory_stats();
+        assert_eq!(allocator.memory_stats().allocation.all.peak, 1, "exact again");
+        drop(two);
         assert_eq!(allocator.allocated_bytes(), 0);
     });
 }

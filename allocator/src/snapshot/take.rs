@@ -1,21 +1,21 @@
-//! Taking a snapshot: everything is copied under one hold of the heap's lock, and put into form without it.
+//! Taking a snapshot: everything is copied under one hold of all locks, and put into form without it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::{Block, BlockState, Nothing, Segment, Settings, Snapshot, TraceEntry};
 use crate::allocator::Allocator;
-use crate::core::Core;
-use crate::heap::{self, Region, State};
+use crate::heap::{self, Heap, Region, State, kind_of};
 use crate::history::{Action, Entry};
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
+use crate::whole::Whole;
 
 impl Allocator {
     /// A snapshot of the memory and, as far as it is recorded, the history. The two agree: undoing the history's entries
     /// from the last to the first, starting from the segments, meets no contradiction.
     ///
-    /// The heap's lock is held while blocks and entries are copied. As in PyTorch, an [`Action::Snapshot`] is recorded,
+    /// All locks are held while blocks and entries are copied. As in PyTorch, an [`Action::Snapshot`] is recorded,
     /// which later snapshots show.
     ///
     /// ```
@@ -32,10 +32,10 @@ impl Allocator {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn snapshot(&self) -> Snapshot {
-        let mut core = self.shell().lock();
-        let copied = core.copy();
-        core.history.note(Action::Snapshot, 0, 0, copied.active_bytes, 0, Tag::default());
-        drop(core);
+        let whole = self.shell().whole();
+        let copied = whole.copy();
+        self.shell().history.lock().note(Action::Snapshot, 0, 0, copied.active_bytes, 0, Tag::default());
+        drop(whole);
         let device = self.device().info().ordinal;
         let mut names = Names::default();
         let mut device_traces = vec![Vec::new(); device as usize];
@@ -63,12 +63,9 @@ struct Copied {
     tags: BTreeMap<u64, Tag>,
 }
 
-impl Core {
+impl Whole {
     fn copy(&self) -> Copied {
-        let owner = |number: usize| {
-            let number = u16::try_from(number).unwrap_or(u16::MAX);
-            self.pools.owner_of(number).map_or((0, 0), |private| private.id)
-        };
+        let owner = |number: u16| self.pools.owner_of(number).map_or((0, 0), |private| private.id);
         // Segments on their way back to the device are still held: whole and free, as they were in the heap.
         let releasing = || self.releasing.values().map(|releasing| &releasing.region);
         let whole = |region: &Region| heap::Block {
@@ -78,14 +75,16 @@ impl Core {
             state: State::Free,
             ..heap::Block::default()
         };
-        let in_heap = self.heap.blocks.iter().map(|(_, block)| *block);
+        let in_heaps = self.heaps().flat_map(|heap| heap.blocks.iter()).map(|(_, block)| *block);
+        let history = self.shell.history.lock();
+        let numbers = 0..u16::try_from(2 + 2 * self.pools.private.len()).unwrap_or(u16::MAX);
         Copied {
-            regions: self.heap.regions().chain(releasing()).cloned().collect(),
-            blocks: in_heap.chain(releasing().map(whole)).collect(),
-            entries: self.history.entries().copied().collect(),
-            overwritten: self.history.overwritten,
-            active_bytes: self.heap.total - self.heap.free,
-            pools: self.heap.pools.iter().enumerate().map(|(number, pool)| (pool.kind, owner(number))).collect(),
+            regions: self.heaps().flat_map(Heap::regions).chain(releasing()).cloned().collect(),
+            blocks: in_heaps.chain(releasing().map(whole)).collect(),
+            entries: history.entries().copied().collect(),
+            overwritten: history.overwritten,
+            active_bytes: self.heaps().map(|heap| heap.total - heap.free).sum(),
+            pools: numbers.map(|number| (kind_of(number), owner(number))).collect(),
             tags: self.segments.clone(),
         }
     }
@@ -160,7 +159,7 @@ fn trace_entry(entry: &Entry, names: &mut Names) -> TraceEntry {
         device_free: is_oom.then_some(entry.addr),
         size: entry.size,
         stream: entry.slot,
-        time_us: entry.time_us,
+        time_us: entry.stamp.time_us(),
         compile_context: "N/A",
         user_metadata: names.of(entry.tag).unwrap_or_else(|| names.none.clone()),
         pool_id: (0, u64::from(entry.pool)),

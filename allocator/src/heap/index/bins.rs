@@ -1,0 +1,272 @@
+//! The index that is fast: bins of similar sizes, each a list through its blocks' own records, last in first out.
+//!
+//! Putting a block in and taking it out cost the same however many blocks there are: a bit, a head, and the links of at most
+//! two other blocks. A block whose size changes within its bin stays where it is, which is what cutting a little off a large
+//! block, or merging a little into it, mostly does.
+//!
+//! What is promised of the block that is chosen for a request:
+//! * there is one whenever any block is large enough;
+//! * bins are so narrow ([`super::sizes`]) that all blocks of one differ by at most 1/64. A request looks at the first
+//!   [`CANDIDATES`] blocks of the bin of its own size, takes the first that is large enough, and else any block of the next bin
+//!   that holds one, all of which are. So the block is at most 1/64 larger than the best fit, unless the best fit hides
+//!   behind [`CANDIDATES`] others of the request's own bin that are too small, or one of them is a hair larger.
+//!
+//! Invariants:
+//! * a block is in the list of the bin of its size; its links name its neighbours there, [`BlockId::NONE`] at both ends;
+//! * a bin's bit is set exactly when its list is not empty.
+
+use super::Index;
+use super::key::Key;
+use super::sizes::{Occupied, bin_of};
+use crate::heap::block::{BlockId, Slab};
+
+/// How many blocks of a request's own bin, where some may be too small, are looked at before the next bin's are.
+const CANDIDATES: usize = 4;
+
+#[derive(Debug, Default)]
+pub(in crate::heap) struct Bins {
+    /// The first block of each bin; as many as are needed for the largest block so far.
+    heads: Vec<BlockId>,
+    occupied: Occupied,
+}
+
+impl Bins {
+    /// The first block in the order of [`Bins::after`] of at least `size` bytes.
+    #[cold]
+    pub(super) fn first_fit(&self, blocks: &Slab, size: u64) -> Option<BlockId> {
+        let bin = bin_of(size);
+        let own = self.list(blocks, bin).find(|&id| blocks[id].size >= size);
+        own.or_else(|| self.first_from(bin + 1))
+    }
+
+    /// The block after another one, bins in ascending order of their sizes.
+    pub(super) fn after(&self, blocks: &Slab, id: BlockId) -> Option<BlockId> {
+        let block = &blocks[id];
+        block.bin_next.some().or_else(|| self.first_from(bin_of(block.size) + 1))
+    }
+
+    /// The block after another one, bins in descending order of their sizes.
+    pub(super) fn before(&self, blocks: &Slab, id: BlockId) -> Option<BlockId> {
+        let block = &blocks[id];
+        block.bin_next.some().or_else(|| self.last_below(bin_of(block.size)))
+    }
+
+    /// The first block in the order of [`Bins::before`].
+    pub(super) fn last(&self) -> Option<BlockId> {
+        self.last_below(self.heads.len())
+    }
+
+    /// Every block, in the order of [`Bins::after`].
+    pub(super) fn iter<'a>(&'a self, blocks: &'a Slab) -> impl Iterator<Item = BlockId> + 'a {
+        (0..self.heads.len()).flat_map(move |bin| self.list(blocks, bin))
+    }
+
+    /// Whether a free block is in its list, judged by its neighbours there.
+    #[cfg(any(test, debug_assertions))]
+    pub(super) fn contains(&self, blocks: &Slab, id: BlockId) -> bool {
+        let block = &blocks[id];
+        let bin = bin_of(block.size);
+        let before = match block.bin_prev.some() {
+            Some(prev) => blocks[prev].bin_next == id && bin_of(blocks[prev].size) == bin,
+            None => self.heads.get(bin) == Some(&id) && self.occupied.first_from(bin) == Some(bin),
+        };
+        before
+            && block.bin_next.some().is_none_or(|next| blocks[next].bin_prev == id && bin_of(blocks[next].size) == bin)
+    }
+
+    fn list<'a>(&'a self, blocks: &'a Slab, bin: usize) -> impl Iterator<Item = BlockId> + 'a {
+        let head = self.heads.get(bin).and_then(|head| head.some());
+        std::iter::successors(head, |&id| blocks[id].bin_next.some())
+    }
+
+    fn first_from(&self, bin: usize) -> Option<BlockId> {
+        self.heads.get(self.occupied.first_from(bin)?).copied()
+    }
+
+    fn last_below(&self, bin: usize) -> Option<BlockId> {
+        self.heads[..bin].iter().rev().find_map(|head| head.some())
+    }
+
+    /// Takes out a block whose size is or was `size`.
+    #[inline]
+    fn unlink(&mut self, blocks: &mut Slab, id: BlockId, size: u64) {
+        let (prev, next) = (blocks[id].bin_prev, blocks[id].bin_next);
+        if let Some(next) = blocks.get_mut(next) {
+            next.bin_prev = prev;
+        }
+        if let Some(prev) = blocks.get_mut(prev) {
+            prev.bin_next = next;
+            return;
+        }
+        let bin = bin_of(size);
+        if let Some(head) = self.heads.get_mut(bin) {
+            *head = next;
+        }
+        if next == BlockId::NONE {
+            self.occupied.clear(bin);
+        }
+    }
+
+    #[inline(never)]
+    fn move_to_its_bin(&mut self, blocks: &mut Slab, id: BlockId, old_size: u64) {
+        self.unlink(blocks, id, old_size);
+        self.insert(blocks, id);
+    }
+
+    #[cold]
+    fn grow_and_insert(&mut self, blocks: &mut Slab, id: BlockId, bin: usize) {
+        self.heads.resize(bin + 1, BlockId::NONE);
+        self.insert(blocks, id);
+    }
+}
+
+impl Index for Bins {
+    #[inline]
+    fn choose(&self, blocks: &Slab, size: u64) -> Option<BlockId> {
+        let bin = bin_of(size);
+        let mut at = *self.heads.get(bin)?;
+        for _ in 0..CANDIDATES {
+            let Some(block) = blocks.get(at) else { break };
+            if block.size >= size {
+                return Some(at);
+            }
+            at = block.bin_next;
+        }
+        match self.occupied.first_from(bin + 1) {
+            Some(bin) => self.heads.get(bin).copied(),
+            None => self.first_fit(blocks, size),
+        }
+    }
+
+    #[cold]
+    fn best_fit(&self, blocks: &Slab, size: u64) -> Option<BlockId> {
+        let smallest = |bin: usize| {
+            self.list(blocks, bin).map(|id| Key::of(id, &blocks[id])).filter(|key| key.size() >= size).min()
+        };
+        let bin = bin_of(size);
+        let best = smallest(bin).or_else(|| smallest(self.occupied.first_from(bin + 1)?));
+        best.map(Key::block)
+    }
+
+    #[inline]
+    fn insert(&mut self, blocks: &mut Slab, id: BlockId) {
+        let block = &mut blocks[id];
+        let bin = bin_of(block.size);
+        let Some(head) = self.heads.get_mut(bin) else { return self.grow_and_insert(blocks, id, bin) };
+        let next = std::mem::replace(head, id);
+        (block.bin_prev, block.bin_next) = (BlockId::NONE, next);
+        match blocks.get_mut(next) {
+            Some(next) => next.bin_prev = id,
+            None => self.occupied.set(bin),
+        }
+    }
+
+    #[inline]
+    fn remove(&mut self, blocks: &mut Slab, id: BlockId) {
+        self.unlink(blocks, id, blocks[id].size);
+    }
+
+    #[inline]
+    fn changed(&mut self, blocks: &mut Slab, id: BlockId, old_size: u64, _: u64) {
+        if bin_of(blocks[id].size) != bin_of(old_size) {
+            self.move_to_its_bin(blocks, id, old_size);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::heap::block::Block;
+    use crate::size_class::MIN_BLOCK;
+
+    /// What happens to the nth of the blocks there are, or to a new one.
+    #[derive(Clone, Debug)]
+    enum Step {
+        Insert { size: u64 },
+        Remove { nth: usize },
+        Resize { nth: usize, size: u64 },
+        Take { size: u64 },
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let units = || prop_oneof![1..4_u64, 60..400_u64, 1000..1100_u64, 1..(1_u64 << 36)];
+        let size = move || units().prop_map(|units| units * MIN_BLOCK);
+        let step = prop_oneof![
+            3 => size().prop_map(|size| Step::Insert { size }),
+            1 => any::<usize>().prop_map(|nth| Step::Remove { nth }),
+            1 => (any::<usize>(), size()).prop_map(|(nth, size)| Step::Resize { nth, size }),
+            2 => size().prop_map(|size| Step::Take { size }),
+        ];
+        prop::collection::vec(step, 0..600)
+    }
+
+    /// What is promised of the block that is chosen.
+    fn check_choice(bins: &Bins, blocks: &Slab, model: &BTreeSet<BlockId>, size: u64) -> Result<(), TestCaseError> {
+        let fitting = model.iter().map(|&id| blocks[id].size).filter(|&other| other >= size);
+        let Some(chosen) = bins.choose(blocks, size) else {
+            prop_assert_eq!(fitting.min(), None, "there is one whenever any is large enough");
+            return Ok(());
+        };
+        prop_assert!(model.contains(&chosen) && blocks[chosen].size >= size);
+        let chosen = bin_of(blocks[chosen].size);
+        let next = fitting.clone().map(bin_of).filter(|&bin| bin > bin_of(size)).min();
+        prop_assert!(chosen == bin_of(size) || Some(chosen) == next);
+        let best = bins.best_fit(blocks, size).map(|id| blocks[id].size);
+        prop_assert_eq!(best, fitting.clone().min());
+        let in_order = std::iter::successors(bins.first_fit(blocks, size), |&id| bins.after(blocks, id));
+        let walked = in_order.filter(|&id| blocks[id].size >= size).count();
+        prop_assert_eq!(walked, fitting.count(), "a walk misses no block");
+        Ok(())
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
+        #[test]
+        fn lists_hold_what_was_put_in(steps in steps()) {
+            let (mut bins, mut blocks, mut model) = (Bins::default(), Slab::default(), BTreeSet::new());
+            let nth = |model: &BTreeSet<BlockId>, nth: usize| model.iter().nth(nth % model.len().max(1)).copied();
+            for step in steps {
+                match step {
+                    Step::Insert { size } => {
+                        let id = blocks.insert(Block { size, ..Block::default() });
+                        bins.insert(&mut blocks, id);
+                        model.insert(id);
+                    }
+                    Step::Remove { nth: at } => {
+                        if let Some(id) = nth(&model, at) {
+                            bins.remove(&mut blocks, id);
+                            model.remove(&id);
+                            blocks.remove(id);
+                        }
+                    }
+                    Step::Resize { nth: at, size } => {
+                        if let Some(id) = nth(&model, at) {
+                            let old = std::mem::replace(&mut blocks[id].size, size);
+                            bins.changed(&mut blocks, id, old, 0);
+                        }
+                    }
+                    Step::Take { size } => {
+                        check_choice(&bins, &blocks, &model, size)?;
+                        if let Some(id) = bins.choose(&blocks, size) {
+                            bins.remove(&mut blocks, id);
+                            model.remove(&id);
+                            blocks.remove(id);
+                        }
+                    }
+                }
+                prop_assert!(model.iter().all(|&id| bins.contains(&blocks, id)));
+            }
+            let held: Vec<BlockId> = bins.iter(&blocks).collect();
+            prop_assert_eq!(held.len(), model.len());
+            prop_assert_eq!(held.into_iter().collect::<BTreeSet<_>>(), model.clone());
+            let down: Vec<usize> = std::iter::successors(bins.last(), |&id| bins.before(&blocks, id))
+                .map(|id| bin_of(blocks[id].size)).collect();
+            prop_assert!(down.len() == model.len() && down.is_sorted_by(|a, b| a >= b));
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! Bins of sizes, and which of them hold anything.
+
+use crate::size_class::MIN_BLOCK;
+
+/// Bins of one doubling, as a shift.
+pub(super) const SUB_BITS: u32 = 6;
+const SUB: u64 = 1 << SUB_BITS;
+/// Bins there are: blocks from 16 TiB on share the last one.
+pub(super) const BINS: usize = 2048;
+
+/// The bin of a size, not 0: one for each multiple of [`MIN_BLOCK`] up to [`SUB`] of them, then [`SUB`] bins a doubling. All sizes of
+/// a bin are smaller than all of the next one.
+///
+/// Round sizes are the greatest of their bin, not the least: segments have round sizes, and what is left when a little is cut
+/// off should fall into the same bin.
+#[inline]
+pub(super) fn bin_of(size: u64) -> usize {
+    let last = size.wrapping_sub(1) / MIN_BLOCK;
+    let exponent = (last | SUB).ilog2() - SUB_BITS;
+    let bin = u64::from(exponent) * SUB + (last >> exponent);
+    usize::try_from(bin).unwrap_or(usize::MAX).min(BINS - 1)
+}
+
+/// Which bins hold anything: a bit for each, and one for each word of those.
+#[derive(Debug, Default)]
+pub(super) struct Occupied {
+    bins: [u64; BINS / 64],
+    words: u64,
+}
+
+impl Occupied {
+    #[inline]
+    pub(super) fn set(&mut self, bin: usize) {
+        self.bins[bin / 64] |= 1 << (bin % 64);
+        self.words |= 1 << (bin / 64);
+    }
+
+    #[inline]
+    pub(super) fn clear(&mut self, bin: usize) {
+        let word = &mut self.bins[bin / 64];
+        *word &= !(1 << (bin % 64));
+        if *word == 0 {
+            self.words &= !(1 << (bin / 64));
+        }
+    }
+
+    /// The first bin from `from` on that holds anything.
+    #[inline]
+    pub(super) fn first_from(&self, from: usize) -> Option<usize> {
+        let word = from / 64;
+        let here = self.bins.get(word)? & (u64::MAX << (from % 64));
+        if here != 0 {
+            return Some(word * 64 + here.trailing_zeros() as usize);
+        }
+        let later = self.words & (u64::MAX << 1 << word);
+        let word = later.trailing_zeros() as usize;
+        self.bins.get(word).map(|bits| word * 64 + bits.trailing_zeros() as usize)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bins_are_contiguous_and_ordered() {
+        let mut last = bin_of(MIN_BLOCK);
+        for units in 2..100_000 {
+            let bin = bin_of(units * MIN_BLOCK);
+            assert!(bin == last || bin == last + 1, "units {units}");
+            last = bin;
+        }
+        assert_eq!((bin_of(MIN_BLOCK), bin_of(u64::MAX)), (0, BINS - 1));
+        let mib = 1 << 20;
+        assert!([2, 20, 32, 64].iter().all(|n| bin_of(n * mib) == bin_of(n * mib - 1)), "round sizes end their bins");
+        assert!(bin_of((16 << 40) - 1) < BINS);
+    }
+
+    #[test]
+    fn a_bin_is_at_most_a_64th_of_its_sizes_wide() {
+        let mut least = 1_u64;
+        for units in 1..1_u64 << 20 {
+            if bin_of(units * MIN_BLOCK) != bin_of(least * MIN_BLOCK) {
+                least = units;
+            }
+            assert!((units - least) << SUB_BITS <= least, "{least} and {units} share a bin");
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Peaks over all streams: exact with one thread, and within the documented bound with several.
+
+#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+
+use std::sync::Barrier;
+
+use aquifer_allocator::{Allocator, Config};
+use aquifer_device::Device;
+use aquifer_device::sim::{SimConfig, SimDriver};
+
+const MIB: u64 = 1 << 20;
+/// Two credits of 16 MiB for each stream and pool, as `MemoryStats` says.
+const BOUND: u64 = 32 * MIB;
+
+fn open() -> (Device, Allocator) {
+    let device = Device::new(SimDriver::new(SimConfig::new(64 << 30)));
+    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    (device, allocator)
+}
+
+#[test]
+fn one_thread_on_many_streams_has_exact_peaks() {
+    let (device, allocator) = open();
+    let streams: Vec<_> = (0..5).map(|_| device.create_stream().unwrap()).collect();
+    let (mut held, mut bytes, mut peak, mut blocks) = (Vec::new(), 0, 0, 0);
+    for step in 0_u64..2000 {
+        let stream = &streams[usize::try_from(step * 7 % 5).unwrap()];
+        let size = (step * 37 % 4000 + 1) * 512;
+        held.push(allocator.alloc(size, stream).unwrap());
+        bytes += size;
+        (peak, blocks) = (peak.max(bytes), blocks.max(held.len() as u64));
+        if step % 3 != 0 {
+            let gone = held.swap_remove(usize::try_from(step * 31).unwrap() % held.len());
+            bytes -= gone.bytes();
+        }
+        let stats = allocator.memory_stats();
+        assert_eq!((stats.requested_bytes.all.current, stats.requested_bytes.all.peak), (bytes, peak));
+        assert_eq!((stats.allocation.all.current, stats.allocation.all.peak), (held.len() as u64, blocks));
+    }
+    allocator.reset_peak_memory_stats();
+    assert_eq!(allocator.memory_stats().requested_bytes.all.peak, bytes);
+}
+
+#[test]
+fn work_that_passes_to_another_thread_once_has_exact_peaks() {
+    let (device, allocator) = open();
+    let stream = device.create_stream().unwrap();
+    let first = allocator.alloc(100 * MIB, &stream).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| drop((first, allocator.alloc(50 * MIB, &stream).unwrap())));
+    });
+    let peak = allocator.memory_stats().allocated_bytes.all;
+    assert_eq!((peak.current, peak.peak), (0, 150 * MIB));
+}
+
+#[test]
+fn two_threads_have_peaks_within_the_bound() {
+    let (device, allocator) = open();
+    let streams = [0; 2].map(|_| device.create_stream().unwrap());
+    // At each barrier, both threads hold all they have: the true peak is known.
+    let together = Barrier::new(2);
+    let each = 400 * MIB;
+    std::thread::scope(|scope| {
+        for stream in &streams {
+            let (allocator, together) = (&allocator, &together);
+            scope.spawn(move || {
+                for round in 0..20 {
+                    together.wait();
+                    let size = (round % 4 + 1) * 5 * MIB;
+                    let held: Vec<_> = (0..each / size).map(|_| allocator.alloc(size, stream).unwrap()).collect();
+                    together.wait();
+                    drop(held);
+                }
+            });
+        }
+    });
+    let stats = allocator.memory_stats();
+    let allocated = stats.allocated_bytes.all;
+    assert_eq!((allocated.current, allocated.allocated), (0, allocated.freed));
+    let truth = 2 * each;
+    assert!((truth..=truth + 2 * BOUND).contains(&allocated.peak), "{} of {truth}", allocated.peak);
+    assert!(allocated.peak <= stats.reserved_bytes.all.peak);
+    // Counting is exact again after a reset.
+    allocator.reset_peak_memory_stats();
+    drop(streams.each_ref().map(|stream| allocator.alloc(30 * MIB, stream).unwrap()));
+    assert_eq!(allocator.memory_stats().allocated_bytes.all.peak, 60 * MIB);
+}
+
+#[test]
+fn an_allocation_of_one_stream_freed_by_other_threads_is_counted_once() {
+    let (device, allocator) = open();
+    let stream = device.create_stream().unwrap();
+    let (sender, receiver) = std::sync::mpsc::sync_channel(64);
+    std::thread::scope(|scope| {
+        scope.spawn(move || receiver.iter().for_each(drop));
+        for _ in 0..20_000 {
+            sender.send(allocator.alloc(2 * MIB, &stream).unwrap()).unwrap();
+        }
+        drop(sender);
+    });
+    let stats = allocator.memory_stats();
+    assert_eq!((stats.allocation.all.current, stats.allocation.all.allocated), (0, 20_000));
+    assert_eq!((stats.allocated_bytes.all.current, stats.inactive_split.all.current), (0, 0));
+    assert_eq!(allocator.empty_cache().unwrap(), stats.reserved_bytes.all.current);
+}

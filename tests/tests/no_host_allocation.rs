@@ -1,0 +1,63 @@
+//! After warm-up an allocation and a free allocate no host memory. A test program of its own, because it counts what its
+//! process allocates.
+
+use std::error::Error;
+
+use allocation_counter::measure;
+use aquifer_allocator::{AllocError, Allocation, Allocator, Config};
+use aquifer_device::{DeviceSpec, Stream};
+
+/// Sizes of both pools, in an order that splits and merges blocks and moves them between bins.
+fn sizes() -> impl Iterator<Item = u64> {
+    let mut state = 1_u64;
+    std::iter::repeat_with(move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (512 << ((state >> 33) % 14)) + (state >> 40) % 512
+    })
+}
+
+/// Replaces each of the live blocks by one of another size, several times over.
+fn churn(
+    allocator: &Allocator,
+    stream: &Stream,
+    live: &mut [Option<Allocation>],
+    rounds: usize,
+) -> Result<(), AllocError> {
+    let mut sizes = sizes();
+    for round in 0..rounds {
+        for at in 0..live.len() {
+            let place = &mut live[(at * 7 + round) % 251];
+            drop(place.take());
+            *place = sizes.next().map(|bytes| allocator.alloc(bytes, stream)).transpose()?;
+        }
+    }
+    Ok(())
+}
+
+fn allocations_of(options: &str) -> Result<u64, Box<dyn Error>> {
+    let device = "sim:24GiB".parse::<DeviceSpec>()?.open()?;
+    let allocator = Allocator::new(&device, Config::parse(options)?)?;
+    let stream = device.create_stream()?;
+    let mut live: Vec<Option<Allocation>> = (0..251).map(|_| None).collect();
+    // The same program again needs no more records, bins and segments than the first time.
+    churn(&allocator, &stream, &mut live, 40)?;
+    live.iter_mut().for_each(|place| *place = None);
+    let before = allocator.memory_stats().allocation.all.allocated;
+    let mut done = Ok(());
+    let info = measure(|| {
+        done = churn(&allocator, &stream, &mut live, 40);
+        live.iter_mut().for_each(|place| *place = None);
+    });
+    done?;
+    let during = allocator.memory_stats().allocation.all.allocated - before;
+    assert_eq!(during, 40 * 251, "every request was served");
+    Ok(info.count_total)
+}
+
+#[test]
+fn operations_allocate_no_host_memory_after_warm_up() {
+    assert_eq!(measure(|| drop(std::hint::black_box(Box::new(1)))).count_total, 1, "it does count");
+    for options in ["", "cross_stream:off", "history:1000"] {
+        assert_eq!(allocations_of(options).unwrap(), 0, "with {options:?}");
+    }
+}
