@@ -17,7 +17,7 @@
 //! Kernels run while a lock is held: a [`crate::HostKernel`] must not call the driver. The legacy stream's implicit waits
 //! apply to work, records and waits; synchronising with it on the host covers only what was enqueued on it. Stream
 //! priorities are accepted and do not matter. Devices have address spaces of their own: access that a mapping gives to
-//! others is recorded ([`SimDriver::mapped`]), but no device can reach another one's memory.
+//! others is recorded ([`SimDriver::mapping_at`]), but no device can reach another one's memory.
 //!
 //! ```
 //! use aquifer_device::sim::{SimConfig, SimDriver};
