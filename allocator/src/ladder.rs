@@ -79,7 +79,10 @@ impl Allocator {
     }
 
     fn try_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
-        let growth = if self.is_paged_for(request) { self.grow_paged(request)? } else { self.grow_segment(request)? };
+        let growth = match self.paged_granule_for(request) {
+            Some(_) => self.grow_paged(request)?,
+            None => self.grow_segment(request)?,
+        };
         match growth {
             Growth::Grown(granted) => Ok(Some(granted)),
             Growth::Refused(refusal) => {

@@ -72,6 +72,11 @@ impl Paged {
         debug_assert!(removed.is_some_and(|mapped| mapped.granules.iter().all(Option::is_none)));
     }
 
+    /// Bytes held from the device that are mapped nowhere.
+    pub(crate) fn unmapped_bytes(&self) -> u64 {
+        (self.spares.len() as u64 + self.in_hands) * self.granule
+    }
+
     /// Bytes of addresses that are reserved.
     pub(crate) fn address_bytes(&self) -> u64 {
         self.reservations.values().map(|mapped| mapped.bytes).sum()

@@ -284,8 +284,7 @@ impl Whole {
     /// that moved between pools raises no peak.
     pub(crate) fn account_for_granules(&mut self) {
         let Some(paged) = &mut self.paged else { return };
-        let unmapped = (paged.spares.len() as u64 + paged.in_hands) * paged.granule;
-        let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + unmapped];
+        let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.unmapped_bytes()];
         let before = std::mem::replace(&mut paged.accounted, now);
         let counters = &self.shell.counters;
         let kinds = [PoolKind::Small, PoolKind::Large];
