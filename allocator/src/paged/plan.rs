@@ -13,8 +13,8 @@ use crate::size_class::PoolKind;
 use crate::tags::Tag;
 use crate::whole::Whole;
 
-/// Growth ahead of need: this share of what is reserved, up to so many bytes. Growing by less costs more driver calls, by more
-/// more memory; figures in ARCHITECTURE.md.
+/// How far memory is taken ahead of need, where there is room behind the window: this share of what is reserved, up to so many
+/// bytes. Less costs more driver calls; more costs memory where it is bought. Figures in ARCHITECTURE.md.
 const AHEAD_SHARE: u64 = 64;
 const AHEAD_MAX: u64 = 128 << 20;
 
@@ -65,7 +65,10 @@ pub(crate) struct Draft {
     window: Window,
     pub(crate) donors: Donors,
     spares: u64,
+    /// Granules that have to come from the device.
     pub(crate) buy: u64,
+    /// Granules that the donors give beyond the need.
+    ahead: u64,
 }
 
 impl Whole {
@@ -78,9 +81,21 @@ impl Whole {
         let window = window::cheapest(&self.arena(request.slot).heap, request.pool, request.size, granule)?;
         let spares = window.lacks.min(at_hand);
         let need = window.lacks - spares;
-        let donors = self.donors(need, Some(&window), self.may_donate(request));
-        let buy = need - donors.granules;
-        Some(Draft { window, donors, spares, buy })
+        let reach = self.reach(&window);
+        // What moves ahead of need serves the next requests of its kind. At most half of what could move does.
+        let wanted = if need > 0 { need + 2 * reach } else { 0 };
+        let mut donors = self.donors(wanted, Some(&window), self.may_donate(request));
+        let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
+        donors.truncate(need + ahead, granule);
+        let buy = need.saturating_sub(donors.granules);
+        Some(Draft { window, donors, spares, buy, ahead })
+    }
+
+    /// Granules that may be put behind a window, ahead of need.
+    fn reach(&self, window: &Window) -> u64 {
+        let (Some(paged), Some(room_end)) = (&self.paged, window.room) else { return 0 };
+        let room = (room_end - window.end.next_multiple_of(paged.granule)) / paged.granule;
+        ((self.reserved / AHEAD_SHARE).min(AHEAD_MAX) / paged.granule).min(room)
     }
 
     /// Makes a draft a plan: holds everything that takes part.
@@ -92,11 +107,12 @@ impl Whole {
             let (missing, not_done, refusal) = (draft.buy - buyable, draft.donors.not_done, terms.refusal);
             return Planned::Short { missing, not_done, refusal };
         }
-        let ahead = if draft.buy > 0 && terms.ahead { self.ahead(&draft, buyable) } else { 0 };
-        let Draft { window, donors, spares, buy } = draft;
-        let (held, fill, changed) = self.hold_window(request.slot, &window, ahead * granule);
+        let bought_ahead = if draft.buy > 0 && terms.ahead { self.bought_ahead(&draft, buyable) } else { 0 };
+        let Draft { window, donors, spares, buy, ahead } = draft;
+        let (held, fill, changed) = self.hold_window(request.slot, &window, (ahead + bought_ahead) * granule);
         let donors = self.hold_donors(request.slot, donors.chosen, &changed, window.end);
-        let growing = (buy + ahead) * granule;
+        let create = buy + bought_ahead;
+        let growing = create * granule;
         self.growing += growing;
         let unmap = donors.iter().map(|donor| donor.addr..donor.addr + donor.bytes).collect::<Vec<_>>();
         let Some(paged) = self.paged.as_mut() else { return Planned::NoAddresses };
@@ -106,17 +122,13 @@ impl Whole {
         let at = paged.spares.len() - usize::try_from(spares).unwrap_or(0);
         let at_hand = paged.spares.split_off(at);
         let (options, access) = (paged.options, paged.access.clone());
-        let work = Work { granule, options, access, create: buy + ahead, unmap, spares: at_hand, fill };
+        let work = Work { granule, options, access, create, unmap, spares: at_hand, fill };
         Planned::Ready(Plan { work, held: Held { window: held, donors, growing, spares } })
     }
 
-    /// Granules to take beyond the need, where there is room behind the window.
-    fn ahead(&self, draft: &Draft, buyable: u64) -> u64 {
-        let (Some(paged), Some(room_end)) = (&self.paged, draft.window.room) else { return 0 };
-        let granule = paged.granule;
-        let chunk = (self.reserved / AHEAD_SHARE).min(AHEAD_MAX) / granule;
-        let room = (room_end - draft.window.end.next_multiple_of(granule)) / granule;
-        let ahead = chunk.saturating_sub(draft.buy).min(room);
+    /// Granules to take from the device beyond the need.
+    fn bought_ahead(&self, draft: &Draft, buyable: u64) -> u64 {
+        let ahead = self.reach(&draft.window).saturating_sub(draft.buy);
         if draft.buy + ahead <= buyable { ahead } else { 0 }
     }
 
