@@ -35,7 +35,7 @@ pub struct Fragmentation {
     pub segments: u64,
     /// Bytes held from the device: these segments, and what is spare.
     pub reserved_bytes: u64,
-    /// Bytes held from the device that are mapped nowhere; they count for the large pool.
+    /// Bytes held from the device that are not mapped for use; they count for the large pool.
     pub spare_bytes: u64,
     /// Segments that are wholly free.
     pub releasable_segments: u64,
@@ -118,7 +118,7 @@ impl Whole {
             }
         }
         if let Some(paged) = self.paged.as_ref().filter(|_| counts(LARGE_POOL)) {
-            found.spare_bytes = paged.unmapped_bytes();
+            found.spare_bytes = paged.spare_bytes();
             found.reserved_bytes += found.spare_bytes;
         }
         let mut sizes = [FreeSizes::default(); 64];

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use aquifer_device::{Device, DevicePtr, PhysicalOptions, RawPhysical, Reservation};
 
+use crate::heap::BlockId;
+
 /// The state of the backing, under the core's lock.
 #[derive(Debug)]
 pub(crate) struct Paged {
@@ -17,6 +19,8 @@ pub(crate) struct Paged {
     reservations: BTreeMap<u64, Mapped>,
     /// Granules that are mapped nowhere.
     pub(crate) spares: Vec<RawPhysical>,
+    /// Mappings that can be neither used nor, so far, taken back.
+    pub(crate) stuck: Vec<Stuck>,
     /// Spare granules that operations are at work with.
     pub(crate) in_hands: u64,
     /// Bytes mapped for small and large pools.
@@ -29,6 +33,16 @@ pub(crate) struct Paged {
     pub(crate) in_use_peak: u64,
     /// How often the host waited so that memory could move.
     pub(crate) stalls: u64,
+}
+
+/// Addresses that stay held because some of them are mapped without access, and the driver did not unmap them.
+#[derive(Debug)]
+pub(crate) struct Stuck {
+    /// The stream in whose arena they are held.
+    pub(crate) arena: u32,
+    pub(crate) block: BlockId,
+    /// What is mapped there.
+    pub(crate) granules: Vec<u64>,
 }
 
 /// A reservation, and the granule behind each of its places.
@@ -48,6 +62,7 @@ impl Paged {
             access: vec![ordinal],
             reservations,
             spares,
+            stuck: Vec::new(),
             in_hands: 0,
             mapped_bytes: [0; 2],
             accounted: [0; 2],
@@ -72,9 +87,10 @@ impl Paged {
         debug_assert!(removed.is_some_and(|mapped| mapped.granules.iter().all(Option::is_none)));
     }
 
-    /// Bytes held from the device that are mapped nowhere.
-    pub(crate) fn unmapped_bytes(&self) -> u64 {
-        (self.spares.len() as u64 + self.in_hands) * self.granule
+    /// Bytes held from the device that are not behind usable addresses.
+    pub(crate) fn spare_bytes(&self) -> u64 {
+        let stuck: usize = self.stuck.iter().map(|stuck| stuck.granules.len()).sum();
+        (self.spares.len() as u64 + self.in_hands + stuck as u64) * self.granule
     }
 
     /// Bytes of addresses that are reserved.

@@ -7,6 +7,7 @@ use crate::heap::{BlockId, Holding, State, kind_of};
 use crate::history::Action;
 use crate::paged::donors::{Donor, Donors};
 use crate::paged::driver::{Done, Work};
+use crate::paged::granules::Stuck;
 use crate::paged::window::{self, Window};
 use crate::segments::Refusal;
 use crate::size_class::PoolKind;
@@ -220,9 +221,9 @@ impl Whole {
         let kind = kind_of(request.pool);
         paged.in_hands -= held.spares;
         paged.spares.extend(&done.spares);
-        for &(at, physical, _) in &done.mapped {
+        for &(at, physical, usable) in &done.mapped {
             paged.put(at, physical);
-            paged.mapped_bytes[kind as usize] += paged.granule;
+            paged.mapped_bytes[kind as usize] += if usable { paged.granule } else { 0 };
         }
         let usable = done.mapped.iter().filter(|(.., usable)| *usable).map(|&(at, ..)| at).collect();
         let stuck = done.mapped.iter().filter(|(.., usable)| !usable).map(|&(at, ..)| at).collect();
@@ -274,8 +275,12 @@ impl Whole {
             return Some(heap.unhold_as_free(id));
         }
         let range = block.addr..block.addr + block.size;
-        // Memory that can be neither accessed nor taken back: nobody gets these addresses any more.
-        if stuck.range(range.clone()).next().is_some() {
+        // Mapped without access, and not taken back: nobody gets these addresses before they are.
+        let granules: Vec<u64> = stuck.range(range).copied().collect();
+        if !granules.is_empty() {
+            if let Some(paged) = &mut self.paged {
+                paged.stuck.push(Stuck { arena: request.slot, block: id, granules });
+            }
             return None;
         }
         if !usable.contains(&block.addr) {
@@ -296,7 +301,7 @@ impl Whole {
     /// that moved between pools raises no peak.
     pub(crate) fn account_for_granules(&mut self) {
         let Some(paged) = &mut self.paged else { return };
-        let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.unmapped_bytes()];
+        let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.spare_bytes()];
         let before = std::mem::replace(&mut paged.accounted, now);
         let counters = &self.shell.counters;
         let kinds = [PoolKind::Small, PoolKind::Large];
