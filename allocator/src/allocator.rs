@@ -94,7 +94,8 @@ impl Allocator {
         let mut bits = 0;
         bits |= if config.tags == TagSource::Span { special::SPANS } else { 0 };
         bits |= if config.no_cache { special::NO_CACHE } else { 0 };
-        let core = Core { device: Some(device.clone()), classes: classes.clone(), crosses_streams, paged, ..Core::default() };
+        let core =
+            Core { device: Some(device.clone()), classes: classes.clone(), crosses_streams, paged, ..Core::default() };
         let mut history = History::default();
         history.record(config.history as usize, &[]);
         let shell = Shell::open(core, history, bits);

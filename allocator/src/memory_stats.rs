@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 
 use crate::allocator::Allocator;
-use crate::heap::Heap;
 use crate::shell::Shell;
 use crate::stats::{Counter, Hot, PoolStats, Stat};
 
@@ -186,10 +185,15 @@ impl Allocator {
         let whole = self.shell().whole();
         let open = whole.pools.private.iter().filter(|private| private.open);
         let mut bytes: BTreeMap<(u64, u64), u64> = open.map(|private| (private.id, 0)).collect();
-        let releasing = whole.releasing.values().map(|releasing| &releasing.region);
-        for region in whole.heaps().flat_map(Heap::regions).chain(releasing) {
-            if let Some(private) = whole.pools.owner_of(region.pool) {
-                *bytes.entry(private.id).or_default() += region.bytes;
+        let releasing = whole.releasing.values().map(|releasing| (releasing.region.pool, releasing.region.bytes));
+        let held = whole.heaps().flat_map(|heap| {
+            let ranges =
+                heap.regions().flat_map(|region| heap.mapped_ranges(region).into_iter().map(|range| (region, range)));
+            ranges.map(|(region, (_, bytes))| (region.pool, bytes))
+        });
+        for (pool, held) in held.chain(releasing) {
+            if let Some(private) = whole.pools.owner_of(pool) {
+                *bytes.entry(private.id).or_default() += held;
             }
         }
         bytes

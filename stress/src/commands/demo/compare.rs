@@ -2,7 +2,7 @@
 
 use aquifer_allocator::Bytes;
 
-use super::policies;
+use super::{SEGMENTS, policies};
 use crate::commands::fit::{Job, fit_all};
 use crate::commands::ratio;
 use crate::commands::replay::hazards;
@@ -85,11 +85,11 @@ fn tabulate_one(compared: &[Compared]) -> String {
 /// What the rows of a recording say.
 pub(super) fn findings(trace: &str, compared: &[Compared]) -> Option<String> {
     let rows = || compared.iter().filter(|row| row.trace == trace);
-    let usual = rows().find(|row| row.config.is_empty())?;
+    let usual = rows().find(|row| row.config == SEGMENTS)?;
     let best = rows().filter(|row| row.caches).min_by_key(|row| row.smallest_device)?;
-    let mut text = format!("{trace} finishes on {} with the defaults", Bytes(usual.smallest_device));
+    let mut text = format!("{trace} finishes on {} with {SEGMENTS}", Bytes(usual.smallest_device));
     if best.smallest_device < usual.smallest_device {
-        text += &format!(", and on {} with {}", Bytes(best.smallest_device), best.config);
+        text += &format!(", and on {} with {}", Bytes(best.smallest_device), name(&best.config));
         if best.reserved > usual.reserved {
             text += &format!(
                 " - which, where there is plenty, takes {} instead of {}: no options are best for all",

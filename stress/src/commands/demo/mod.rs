@@ -23,6 +23,9 @@ const RECORDINGS: [(&str, &[u8]); 2] = [
     ("gpt2_fp32.trace.gz", include_bytes!("../../../testdata/gpt2_fp32.trace.gz")),
 ];
 
+/// Memory that stays where it is, as PyTorch's by default.
+const SEGMENTS: &str = "backing:segments";
+
 /// How much more than a program needs at most the small device has, in percent.
 const SPARE_PERCENT: u64 = 2;
 
@@ -77,7 +80,7 @@ impl Teller<'_> {
         let what = program.headers.iter().find(|(key, _)| key == "what").map_or("", |(_, value)| value);
         self.say(&format!(
             "{} is the recording of a PyTorch program: {what}. In {} allocations and frees it never uses more than {peak} \
-             at once. Here it is replayed on a simulated device of {}. The allocator follows PyTorch's rules: it takes a \
+             at once. Here it is replayed on a simulated device of {}. With {SEGMENTS} the allocator follows PyTorch's rules: it takes a \
              segment from the device when no free block is large enough, cuts blocks from it, and keeps it.",
             program.name,
             program.operations(),
@@ -168,14 +171,19 @@ fn outcome(hazards: u64) -> Outcome {
     if hazards == 0 { Outcome::Done } else { Outcome::Hazards }
 }
 
+/// The options that the story is told with.
+fn segments() -> Result<ConfigArg, Failure> {
+    SEGMENTS.parse().map_err(|error: <ConfigArg as std::str::FromStr>::Err| Failure::Usage(error.to_string()))
+}
+
 /// Options that the demonstration compares: some of its own, and those that the user gave.
 fn policies(session: &Session) -> Result<Vec<ConfigArg>, Failure> {
     const OWN: [&str; 5] = [
-        "",
-        "roundup_power2_divisions:8",
-        "garbage_collection_threshold:0.8",
-        "max_split_size_mb:128",
+        SEGMENTS,
+        "backing:segments,roundup_power2_divisions:8",
+        "backing:segments,max_split_size_mb:128",
         "no_cache:True",
+        "",
     ];
     let parsed = OWN.iter().map(|text| text.parse::<ConfigArg>());
     let mut policies = parsed.collect::<Result<Vec<_>, _>>().map_err(|error| Failure::Usage(error.to_string()))?;

@@ -3,7 +3,7 @@
 use aquifer_allocator::snapshot::BlockState;
 use aquifer_allocator::{Allocation, OomReport};
 
-use crate::cli::ConfigArg;
+use super::segments;
 use crate::commands::replay::hazards;
 use crate::exit::Failure;
 use crate::harness::{OnOom, Player};
@@ -67,7 +67,7 @@ pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failu
     let streams = program.streams.len();
     let open = || session.open_with_capacity(device_bytes);
 
-    let stage = Stage::new(session, &open()?, &ConfigArg::default(), streams)?;
+    let stage = Stage::new(session, &open()?, &segments()?, streams)?;
     let mut watched = Watched { stage, allocations: 0, most: (0, 0) };
     Player::new(program).play(&mut watched, OnOom::Skip)?;
     let (reserved, allocations) = watched.most;
@@ -75,7 +75,7 @@ pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failu
     // The same again, up to that allocation.
     let begun = first(program, allocations);
     let device = open()?;
-    let mut stage = Stage::new(session, &device, &ConfigArg::default(), streams)?;
+    let mut stage = Stage::new(session, &device, &segments()?, streams)?;
     let mut player = Player::new(&begun);
     player.play(&mut stage, OnOom::Skip)?;
     let segments = stage.allocator.snapshot().segments;
@@ -127,7 +127,7 @@ pub(super) struct Exhausted {
 /// Plays the program until a request is refused.
 pub(super) fn exhausted(session: &Session, program: &Program, capacity: u64) -> Result<Exhausted, Failure> {
     let device = session.open_with_capacity(capacity)?;
-    let stage = Stage::new(session, &device, &ConfigArg::default(), program.streams.len())?;
+    let stage = Stage::new(session, &device, &segments()?, program.streams.len())?;
     let mut stage = Counted { stage: stage.filling(), operations: 0 };
     let mut player = Player::new(program);
     player.play(&mut stage, OnOom::Stop)?;
