@@ -187,9 +187,8 @@ impl Allocator {
         let mut bytes: BTreeMap<(u64, u64), u64> = open.map(|private| (private.id, 0)).collect();
         let releasing = whole.releasing.values().map(|releasing| (releasing.region.pool, releasing.region.bytes));
         let held = whole.heaps().flat_map(|heap| {
-            let ranges =
-                heap.regions().flat_map(|region| heap.mapped_ranges(region).into_iter().map(|range| (region, range)));
-            ranges.map(|(region, (_, bytes))| (region.pool, bytes))
+            let of_region = |region| heap.mapped_ranges(region).iter().map(|(_, bytes)| bytes).sum::<u64>();
+            heap.regions().map(move |region| (region.pool, of_region(region))).filter(|&(_, bytes)| bytes > 0)
         });
         for (pool, held) in held.chain(releasing) {
             if let Some(private) = whole.pools.owner_of(pool) {
