@@ -303,7 +303,8 @@ impl Guard {
         self.note(&[Action::FreeRequested, Action::FreeCompleted], id);
         self.given_back(size);
         self.tally().freed(kind, size, requested);
-        self.complete(id, heir, self.desk.tick_of(heir));
+        let tick = self.desk.tick_of(heir);
+        self.complete(id, heir, tick, tick);
         Ok(())
     }
 
@@ -336,12 +337,13 @@ impl Guard {
         }
     }
 
-    /// A block that was given back, and is accounted for, becomes free: reusable by `owner` at once, by others after `after`.
+    /// A block that was given back, and is accounted for, becomes free: reusable by `owner` at once, by others after `after`. Its
+    /// memory itself was used until `last_use`.
     #[inline]
-    pub(crate) fn complete(&mut self, id: BlockId, owner: u32, after: u64) {
+    pub(crate) fn complete(&mut self, id: BlockId, owner: u32, after: u64, last_use: u64) {
         let kind = kind_of(self.desk.heap.blocks[id].pool);
         if self.desk.is_paged {
-            self.desk.heap.note_last_use(id, owner, after);
+            self.desk.heap.note_last_use(id, owner, last_use);
         }
         let (_, change) = self.desk.heap.give(id, owner, after);
         self.split_changed(kind, change);

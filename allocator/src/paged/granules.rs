@@ -29,6 +29,8 @@ pub(crate) struct Paged {
     pub(crate) in_use_peak: u64,
     /// How often the host waited so that memory could move.
     pub(crate) stalls: u64,
+    /// How often a stream was made to wait rather than memory taken.
+    pub(crate) orders: u64,
 }
 
 /// A reservation, and the granule behind each of its places.
@@ -54,6 +56,7 @@ impl Paged {
             pins,
             in_use_peak: 0,
             stalls: 0,
+            orders: 0,
         }
     }
 

@@ -69,12 +69,16 @@ pub(crate) struct Draft {
     pub(crate) buy: u64,
     /// Granules that the donors give beyond the need.
     ahead: u64,
+    /// Bytes that other streams still use, by the tick that is in the way.
+    pub(crate) awaited: BTreeMap<(u32, u64), u64>,
 }
 
 impl Whole {
     /// Where the request's memory would come from: granules that are at hand, that may move, and the rest from the device.
     pub(crate) fn draft(&mut self, request: &Request) -> Option<Draft> {
-        let in_use = self.heaps().map(crate::heap::Heap::in_use).sum::<u64>() + request.size;
+        // What waits is in nobody's use: it could be had by waiting.
+        let (waiting, awaited) = self.awaited();
+        let in_use = self.heaps().map(crate::heap::Heap::in_use).sum::<u64>() + request.size - waiting;
         let paged = self.paged.as_mut()?;
         paged.in_use_peak = paged.in_use_peak.max(in_use);
         let (granule, at_hand) = (paged.granule, paged.spares.len() as u64);
@@ -88,7 +92,7 @@ impl Whole {
         let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
         donors.truncate(need + ahead, granule);
         let buy = need.saturating_sub(donors.granules);
-        Some(Draft { window, donors, spares, buy, ahead })
+        Some(Draft { window, donors, spares, buy, ahead, awaited })
     }
 
     /// Granules that may be put behind a window, ahead of need.
@@ -108,7 +112,7 @@ impl Whole {
             return Planned::Short { missing, not_done, refusal };
         }
         let bought_ahead = if draft.buy > 0 && terms.ahead { self.bought_ahead(&draft, buyable) } else { 0 };
-        let Draft { window, donors, spares, buy, ahead } = draft;
+        let Draft { window, donors, spares, buy, ahead, .. } = draft;
         let (held, fill, changed) = self.hold_window(request.slot, &window, (ahead + bought_ahead) * granule);
         let donors = self.hold_donors(request.slot, donors.chosen, &changed, window.end);
         let create = buy + bought_ahead;
