@@ -1,8 +1,8 @@
 //! From a request to a served one: a draft, waits where they pay, a plan, its driver calls, and the accounts.
 //!
 //! When the host must learn how far streams got, it asks first, which waits for nothing. Where growth would exceed what is in use
-//! by more than a share, there are two ways to wait instead, each within a budget: a stream is made to wait for other streams' uses
-//! of its own blocks, which stalls only that stream; or the host waits, which stalls the program. Where memory would be refused
+//! by more than a share, there are two ways to wait instead, each within a budget: the request's stream is made to wait for
+//! other streams, whose memory or whose uses of its own it then gets, which stalls only that stream; or the host waits, which stalls the program. Where memory would be refused
 //! otherwise, the host waits in any case.
 
 use std::collections::BTreeMap;
@@ -25,14 +25,14 @@ use crate::whole::Whole;
 /// Waiting is considered where reserved memory would exceed the peak in use by more than this share.
 const SLACK_SHARE: u64 = 128;
 /// The host waits for at most one allocation in so many,
-const STALL_SPACING: u64 = 1000;
+const STALL_SPACING: u64 = 800;
 /// and for a few at the start: the more, the more memory that saves. This many for a tiny share,
 const STALL_ADVANCE: u64 = 2;
 /// and up to as many more for a quarter of the peak in use.
 const STALL_MORE: u64 = 6;
 /// What is waited for is enough for more than one request: this share of what is reserved, or what the request lacks.
-const STALL_SHARE: u64 = 64;
-/// Streams are made to wait for the uses of their own blocks for one allocation in so many, and a few at the start.
+const STALL_SHARE: u64 = 32;
+/// Streams are made to wait for others for one allocation in so many, and a few at the start.
 const ORDER_SPACING: u64 = 32;
 const ORDER_ADVANCE: u64 = 8;
 /// How often a request is planned anew, at most; others may take what it waited for.
@@ -56,8 +56,10 @@ enum Next {
     Finished(Result<Growth, AllocError>),
     /// Learn, without waiting, how far these streams got.
     Ask(Pending),
-    /// Make the request's stream wait for these.
+    /// Make the request's stream wait for these uses of its own memory.
     Order(Pending),
+    /// Make it wait for another stream's memory.
+    Borrow,
     /// Wait for this on the host.
     Wait(Arc<Timeline>, u64),
     Reserve,
@@ -76,6 +78,10 @@ impl Allocator {
                     self.poll(&ticks)?;
                 }
                 Next::Order(uses) => leave.order = self.order_after(request, &uses)?,
+                Next::Borrow => match self.borrow_waiting(request)? {
+                    Some(granted) => return Ok(Growth::Grown(granted)),
+                    None => leave.order = false,
+                },
                 Next::Wait(timeline, after) => {
                     if !self.stall_for(&timeline, after)? {
                         return Ok(Growth::Refused(Refusal::Device));
@@ -111,8 +117,8 @@ impl Allocator {
             }
             if let Some(excess) = whole.over_peak(&draft) {
                 let may_order = leave.order && self.config().cross_stream != CrossStream::Off;
-                if let Some(uses) = may_order.then(|| whole.worth_ordering(request)).flatten() {
-                    return Ok(Next::Order(uses));
+                if let Some(order) = may_order.then(|| whole.worth_ordering(request)).flatten() {
+                    return Ok(order);
                 }
                 if let Some((timeline, after)) = whole.worth_stalling(&draft, excess) {
                     return Ok(Next::Wait(timeline, after));
@@ -271,20 +277,26 @@ impl Whole {
         grown.checked_sub(paged.in_use_peak).filter(|&excess| excess > paged.in_use_peak / SLACK_SHARE)
     }
 
-    /// The uses by other streams of a block of the request's own stream that would serve it, if such waits are few.
-    fn worth_ordering(&mut self, request: &Request) -> Option<Pending> {
-        let uses = self.uses_of_own(request)?;
+    /// What the request's stream should wait for, if such waits are few: the uses of a block of its own, or another stream's
+    /// free block.
+    fn worth_ordering(&mut self, request: &Request) -> Option<Next> {
+        let own = self.uses_of_own(request);
+        let ticks = own.clone().or_else(|| Some(vec![self.tick_of_lender(request)?]))?;
         let searches = self.searches();
         let few = self.paged.as_ref()?.orders < ORDER_ADVANCE + searches / ORDER_SPACING;
         let known = |whole: &mut Whole, &(slot, after): &(u32, u64)| {
             whole.is_covered(slot, after) || whole.may_record(slot, Reason::Question)
         };
-        if !few || !uses.iter().all(|tick| known(self, tick)) {
+        if !few || !ticks.iter().all(|tick| known(self, tick)) {
             return None;
         }
-        self.note_questions(&uses);
+        self.note_questions(&ticks);
         self.paged.as_mut()?.orders += 1;
-        uses.into_iter().map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
+        if own.is_none() {
+            return Some(Next::Borrow);
+        }
+        let uses = ticks.into_iter().map(|(slot, after)| Some((self.timeline(slot)?.clone(), after)));
+        Some(Next::Order(uses.collect::<Option<_>>()?))
     }
 
     /// What the host should wait for rather than let reserved memory exceed what is in use by so much, if such stalls are few.
