@@ -25,7 +25,7 @@ use crate::whole::Whole;
 /// Waiting is considered where reserved memory would exceed the peak in use by more than this share.
 const SLACK_SHARE: u64 = 128;
 /// The host waits for at most one allocation in so many,
-const STALL_SPACING: u64 = 800;
+const STALL_SPACING: u64 = 600;
 /// and for a few at the start: the more, the more memory that saves. This many for a tiny share,
 const STALL_ADVANCE: u64 = 2;
 /// and up to as many more for a quarter of the peak in use.
