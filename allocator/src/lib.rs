@@ -49,7 +49,7 @@ pub use error::AllocError;
 pub use format::Bytes;
 pub use fragmentation::{Fragmentation, FreeSizes, unusable_index};
 pub use history::{Action, HistoryOptions};
-pub use hooks::{ReclaimRequest, Registration};
+pub use hooks::{MappingChange, ReclaimRequest, Registration};
 pub use memory_stats::MemoryStats;
 pub use oom::{Advice, OomReport};
 pub use pools::{PoolOptions, PoolRoute, PrivatePool};

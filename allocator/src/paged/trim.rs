@@ -10,6 +10,7 @@ use crate::error::AllocError;
 use crate::heap::{State, kind_of};
 use crate::history::Action;
 use crate::paged::donors::Donor;
+use crate::paged::driver::unmap_range;
 use crate::whole::Whole;
 
 /// Granules on their way back to the device.
@@ -31,8 +32,7 @@ impl Allocator {
         let (mut unmapped, mut loose, mut failed) = (0, spares, None);
         let in_hands = loose.len() as u64;
         for (range, granules) in &ranges {
-            self.hooks().about_to_unmap(range.start, range.end - range.start);
-            if let Err(error) = self.device().driver().unmap(DevicePtr(range.start), range.end - range.start) {
+            if let Err(error) = unmap_range(self.device(), self.hooks(), range) {
                 failed = Some(error);
                 break;
             }
@@ -51,7 +51,11 @@ impl Allocator {
     }
 
     /// Releases granules; what cannot be stays in the list.
-    fn release_granules(&self, loose: &mut Vec<RawPhysical>, mut failed: Option<DeviceError>) -> (u64, Option<DeviceError>) {
+    fn release_granules(
+        &self,
+        loose: &mut Vec<RawPhysical>,
+        mut failed: Option<DeviceError>,
+    ) -> (u64, Option<DeviceError>) {
         let mut released = 0;
         while failed.is_none()
             && let Some(&physical) = loose.last()
