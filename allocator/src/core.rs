@@ -9,7 +9,7 @@ use aquifer_device::{Device, Stream, Timeline};
 
 use crate::arena::Arena;
 use crate::heap::BlockId;
-use crate::paged::Paged;
+use crate::paged::{Paged, Pins};
 use crate::pools::PoolTable;
 use crate::segments::Releasing;
 use crate::size_class::SizeClasses;
@@ -75,6 +75,8 @@ pub(crate) struct Core {
     pub(crate) releasing: BTreeMap<u64, Releasing>,
     /// Releases begun so far.
     pub(crate) releases: u64,
+    /// Memory that stays where it is.
+    pub(crate) pins: Pins,
     /// Where memory comes in granules.
     pub(crate) paged: Option<Paged>,
 }

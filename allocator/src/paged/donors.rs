@@ -95,7 +95,7 @@ impl Whole {
         while donors.granules < wanted && at >= block.addr + granule {
             at -= granule;
             let in_window = at < window.end && window.start < at + granule;
-            if in_window || paged.is_pinned(at) {
+            if in_window || self.pins.contains(at) {
                 donors.chosen.extend(open.take());
                 continue;
             }

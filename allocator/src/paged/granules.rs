@@ -23,8 +23,6 @@ pub(crate) struct Paged {
     pub(crate) mapped_bytes: [u64; 2],
     /// What the statistics say of both; what is spare counts as large.
     pub(crate) accounted: [u64; 2],
-    /// How often each granule's place is pinned, by address.
-    pins: BTreeMap<u64, u32>,
     /// The most that was in use at a time, as far as it was looked at.
     pub(crate) in_use_peak: u64,
     /// How often the host waited so that memory could move.
@@ -41,7 +39,7 @@ struct Mapped {
 impl Paged {
     pub(crate) fn new(granule: u64, options: PhysicalOptions, ordinal: u32) -> Paged {
         debug_assert!(granule.is_power_of_two());
-        let (reservations, pins, spares) = (BTreeMap::new(), BTreeMap::new(), Vec::new());
+        let (reservations, spares) = (BTreeMap::new(), Vec::new());
         Paged {
             granule,
             options,
@@ -51,7 +49,6 @@ impl Paged {
             in_hands: 0,
             mapped_bytes: [0; 2],
             accounted: [0; 2],
-            pins,
             in_use_peak: 0,
             stalls: 0,
         }
@@ -105,22 +102,6 @@ impl Paged {
         let taken: Vec<RawPhysical> = taken.flatten().collect();
         debug_assert_eq!(taken.len() as u64 * self.granule, bytes);
         taken
-    }
-
-    /// Pins or unpins the granules of a range.
-    pub(crate) fn pin(&mut self, addr: u64, bytes: u64, pin: bool) {
-        let granule = self.granule;
-        for at in (addr / granule..(addr + bytes).div_ceil(granule)).map(|number| number * granule) {
-            let count = self.pins.entry(at).or_default();
-            *count = if pin { *count + 1 } else { count.saturating_sub(1) };
-            if *count == 0 {
-                self.pins.remove(&at);
-            }
-        }
-    }
-
-    pub(crate) fn is_pinned(&self, addr: u64) -> bool {
-        !self.pins.is_empty() && self.pins.contains_key(&addr)
     }
 
     /// Hands everything to the device, to be given back when somebody next talks to it.

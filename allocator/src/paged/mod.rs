@@ -7,7 +7,7 @@
 //!
 //! | file | idea |
 //! | --- | --- |
-//! | `granules.rs` | which granule is mapped where; spare ones; pins |
+//! | `granules.rs` | which granule is mapped where; spare ones |
 //! | `window.rs` | the place that needs the fewest granules |
 //! | `donors.rs` | granules that may move, and ticks that would let more of them move |
 //! | `plan.rs` | a remap as a whole, decided and held under the locks |
@@ -15,6 +15,7 @@
 //! | `grow.rs` | from a request to a served one: plan, wait, carry out, commit |
 //! | `trim.rs` | memory and addresses back to the device |
 //! | `milestones.rs` | events recorded in time, so that the host knows what is done |
+//! | `pin.rs` | memory that stays where it is, because others know its address |
 //! | `probe.rs` | whether the device can map memory at all |
 //!
 //! Invariants, beside those of holes in the heap:
@@ -32,6 +33,7 @@ mod driver;
 mod granules;
 mod grow;
 mod milestones;
+mod pin;
 mod plan;
 mod probe;
 mod trim;
@@ -39,4 +41,6 @@ mod window;
 
 pub(crate) use granules::Paged;
 pub(crate) use milestones::Milestones;
+pub use pin::PinnedMapping;
+pub(crate) use pin::Pins;
 pub(crate) use probe::probe;
