@@ -56,6 +56,12 @@ pub enum AllocError {
         /// Elements of the buffer.
         len: u64,
     },
+    /// The device, or the backing in use, cannot do what the caller asked for.
+    #[error("not supported here: this needs {what}")]
+    Unsupported {
+        /// What is missing.
+        what: &'static str,
+    },
     /// The configuration is wrong.
     #[error(transparent)]
     Config(#[from] ConfigError),

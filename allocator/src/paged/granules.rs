@@ -1,8 +1,11 @@
 //! Which granule is mapped where. Physical memory and addresses are separate resources: this is where they meet.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use aquifer_device::{Device, DevicePtr, PhysicalOptions, RawPhysical, Reservation};
+
+use crate::size_class::PoolKind;
 
 /// The state of the backing, under the core's lock.
 #[derive(Debug)]
@@ -29,11 +32,35 @@ pub(crate) struct Paged {
     pub(crate) stalls: u64,
 }
 
+/// What reserved addresses are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// A region of a heap.
+    Heap,
+}
+
 /// A reservation, and the granule behind each of its places.
 #[derive(Debug)]
 struct Mapped {
     bytes: u64,
+    purpose: Purpose,
+    /// What its memory counts as.
+    kind: PoolKind,
+    /// Bytes of each of its granules.
+    granule: u64,
     granules: Vec<Option<RawPhysical>>,
+}
+
+impl Mapped {
+    fn place(&self, offset: u64) -> usize {
+        usize::try_from(offset / self.granule).unwrap_or(usize::MAX)
+    }
+
+    /// Every place, by address, in a reservation that starts at `base`.
+    fn places(&self, base: u64) -> impl Iterator<Item = (u64, Option<RawPhysical>)> + '_ {
+        let step = usize::try_from(self.granule).unwrap_or(usize::MAX);
+        (base..).step_by(step).zip(self.granules.iter().copied())
+    }
 }
 
 impl Paged {
@@ -59,9 +86,10 @@ impl Paged {
         bytes.div_ceil(self.granule)
     }
 
-    pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64) {
-        let places = usize::try_from(bytes / self.granule).unwrap_or(0);
-        self.reservations.insert(addr, Mapped { bytes, granules: vec![None; places] });
+    pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, kind: PoolKind, purpose: Purpose) {
+        let granule = self.granule;
+        let places = usize::try_from(bytes / granule).unwrap_or(0);
+        self.reservations.insert(addr, Mapped { bytes, purpose, kind, granule, granules: vec![None; places] });
     }
 
     pub(crate) fn remove_reservation(&mut self, addr: u64) {
@@ -75,9 +103,9 @@ impl Paged {
     }
 
     fn place(&mut self, addr: u64) -> Option<&mut Option<RawPhysical>> {
-        let granule = self.granule;
         let (base, mapped) = self.reservations.range_mut(..=addr).next_back()?;
-        mapped.granules.get_mut(usize::try_from((addr - base) / granule).ok()?)
+        let place = mapped.place(addr - base);
+        mapped.granules.get_mut(place)
     }
 
     /// Notes that a granule is mapped at `addr`.
@@ -104,13 +132,29 @@ impl Paged {
         taken
     }
 
+    /// The contiguous ranges that have memory, by address.
+    pub(crate) fn mapped_ranges(&self) -> Vec<Range<u64>> {
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        for (&base, mapped) in &self.reservations {
+            // Two reservations may lie side by side, but what is done to mappings is done to one of them at a time.
+            let first = ranges.len();
+            for (at, _) in mapped.places(base).filter(|(_, physical)| physical.is_some()) {
+                match ranges[first..].last_mut() {
+                    Some(last) if last.end == at => last.end += mapped.granule,
+                    _ => ranges.push(at..at + mapped.granule),
+                }
+            }
+        }
+        ranges
+    }
+
     /// Hands everything to the device, to be given back when somebody next talks to it.
     pub(crate) fn bury(self, device: &Device) {
-        let granule = self.granule;
-        for (addr, Mapped { bytes, granules }) in self.reservations {
-            let places = (addr..).step_by(usize::try_from(granule).unwrap_or(usize::MAX)).zip(granules);
-            let mapped = places.filter_map(|(at, physical)| Some((DevicePtr(at), granule, physical?))).collect();
-            device.unreserve_later(Reservation { ptr: DevicePtr(addr), bytes, mapped });
+        for (addr, reserved) in self.reservations {
+            let places = reserved.places(addr);
+            let mapped =
+                places.filter_map(|(at, physical)| Some((DevicePtr(at), reserved.granule, physical?))).collect();
+            device.unreserve_later(Reservation { ptr: DevicePtr(addr), bytes: reserved.bytes, mapped });
         }
         self.spares.into_iter().for_each(|physical| device.release_later(physical));
     }

@@ -13,7 +13,9 @@ use crate::allocator::Allocator;
 use crate::core::Request;
 use crate::cross_stream::cannot_be_asked;
 use crate::error::AllocError;
+use crate::heap::kind_of;
 use crate::paged::driver::carry_out;
+use crate::paged::granules::Purpose;
 use crate::paged::milestones::Reason;
 use crate::paged::plan::{Draft, Planned, Terms};
 use crate::segments::{Growth, Refusal};
@@ -78,6 +80,7 @@ impl Allocator {
 
     fn step(&self, request: &Request, leave: &mut Leave) -> Result<Next, AllocError> {
         let buyable = if leave.create { self.buyable()? } else { (0, Refusal::Device) };
+        let _gate = self.gate().shared();
         let mut whole = self.shell().whole();
         // Somebody may have given something back meanwhile.
         if let Some(granted) = whole.take_own(request) {
@@ -159,7 +162,7 @@ impl Allocator {
                 Ok(ptr) => {
                     let mut whole = self.shell().whole();
                     if let Some(paged) = &mut whole.paged {
-                        paged.add_reservation(ptr.0, bytes);
+                        paged.add_reservation(ptr.0, bytes, kind_of(request.pool), Purpose::Heap);
                     }
                     whole.arena(request.slot).heap.add_reservation(ptr.0, bytes, request.pool, granule);
                     return Ok(true);

@@ -13,8 +13,10 @@
 //! | `plan.rs` | a remap as a whole, decided and held under the locks |
 //! | `driver.rs` | its driver calls, made without a lock; what they came to |
 //! | `grow.rs` | from a request to a served one: plan, wait, carry out, commit |
+//! | `gate.rs` | who may change mappings at a time |
 //! | `trim.rs` | memory and addresses back to the device |
 //! | `milestones.rs` | events recorded in time, so that the host knows what is done |
+//! | `peers.rs` | access of other devices |
 //! | `pin.rs` | memory that stays where it is, because others know its address |
 //! | `probe.rs` | whether the device can map memory at all |
 //!
@@ -26,19 +28,23 @@
 //! * **P4** While the driver is asked to change what is behind some addresses, they are held in the heap, so that two
 //!   operations never touch the same ones. An operation that fails gives back all that it held.
 //!
-//! Locks: decisions are made under all locks; no driver call, wait or observer runs under any of them.
+//! Locks: decisions are made under all locks; no driver call, wait or observer runs under any of them, but under the gate, which
+//! comes before them.
 
 mod donors;
 mod driver;
+mod gate;
 mod granules;
 mod grow;
 mod milestones;
+mod peers;
 mod pin;
 mod plan;
 mod probe;
 mod trim;
 mod window;
 
+pub(crate) use gate::Gate;
 pub(crate) use granules::Paged;
 pub(crate) use milestones::Milestones;
 pub use pin::PinnedMapping;
