@@ -27,8 +27,7 @@ mod of_threads {
 
     impl RwLock {
         pub(crate) fn read(&self) -> RwLockReadGuard<'_> {
-            // Whoever holds it already must get it again, though somebody waits to be alone.
-            self.0.read_recursive()
+            self.0.read()
         }
 
         pub(crate) fn write(&self) -> RwLockWriteGuard<'_> {

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use crate::core::Request;
 use crate::heap::{BlockId, Heap};
+use crate::paged::apart::POOL;
 use crate::paged::window::Window;
 use crate::whole::Whole;
 
@@ -46,6 +47,9 @@ impl Whole {
         let Some(paged) = &self.paged else { return donors };
         if wanted == 0 {
             return donors;
+        }
+        if from(POOL) {
+            self.add_retired(&mut donors.not_done);
         }
         let window = window.map_or(0..0, |window| {
             let granule = paged.granule;

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use aquifer_device::{Device, DevicePtr, PhysicalOptions, RawPhysical, Reservation};
 
+use crate::paged::apart::{Owned, Retired};
 use crate::size_class::PoolKind;
 
 /// The state of the backing, under the core's lock.
@@ -18,6 +19,10 @@ pub(crate) struct Paged {
     pub(crate) access: Vec<u32>,
     /// Reserved addresses, by the first of them.
     reservations: BTreeMap<u64, Mapped>,
+    /// Owners of reservations outside of heaps, by the first address.
+    pub(crate) owned: BTreeMap<u64, Owned>,
+    /// Memory that such owners gave up.
+    pub(crate) retired: Vec<Retired>,
     /// Granules that are mapped nowhere.
     pub(crate) spares: Vec<RawPhysical>,
     /// Spare granules that operations are at work with.
@@ -37,6 +42,10 @@ pub(crate) struct Paged {
 pub(crate) enum Purpose {
     /// A region of a heap.
     Heap,
+    /// A [`crate::Growable`].
+    Growable,
+    /// A [`crate::Exportable`]: its memory is of no use to others.
+    Exportable,
 }
 
 /// A reservation, and the granule behind each of its places.
@@ -72,6 +81,8 @@ impl Paged {
             options,
             access: vec![ordinal],
             reservations,
+            owned: BTreeMap::new(),
+            retired: Vec::new(),
             spares,
             in_hands: 0,
             mapped_bytes: [0; 2],
@@ -87,14 +98,22 @@ impl Paged {
     }
 
     pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, kind: PoolKind, purpose: Purpose) {
-        let granule = self.granule;
+        // What is exported is one granule, however large, so that there is one handle to export.
+        let granule = if purpose == Purpose::Exportable { bytes } else { self.granule };
         let places = usize::try_from(bytes / granule).unwrap_or(0);
         self.reservations.insert(addr, Mapped { bytes, purpose, kind, granule, granules: vec![None; places] });
     }
 
-    pub(crate) fn remove_reservation(&mut self, addr: u64) {
+    /// Forgets a reservation; tells its length.
+    pub(crate) fn remove_reservation(&mut self, addr: u64) -> u64 {
         let removed = self.reservations.remove(&addr);
-        debug_assert!(removed.is_some_and(|mapped| mapped.granules.iter().all(Option::is_none)));
+        debug_assert!(removed.as_ref().is_some_and(|mapped| mapped.granules.iter().all(Option::is_none)));
+        removed.map_or(0, |mapped| mapped.bytes)
+    }
+
+    /// What the reservation that starts at `addr` is for.
+    pub(crate) fn purpose_of(&self, addr: u64) -> Option<Purpose> {
+        self.reservations.get(&addr).map(|mapped| mapped.purpose)
     }
 
     /// Bytes of addresses that are reserved.
@@ -125,10 +144,11 @@ impl Paged {
 
     /// Takes note of the granules of a mapped range as of unmapped ones, in order of address.
     pub(crate) fn take(&mut self, addr: u64, bytes: u64) -> Vec<RawPhysical> {
-        let granule = usize::try_from(self.granule).unwrap_or(usize::MAX);
-        let taken = (addr..addr + bytes).step_by(granule).map(|at| self.place(at).and_then(Option::take));
-        let taken: Vec<RawPhysical> = taken.flatten().collect();
-        debug_assert_eq!(taken.len() as u64 * self.granule, bytes);
+        let Some((&base, mapped)) = self.reservations.range_mut(..=addr).next_back() else { return Vec::new() };
+        let (from, to) = (mapped.place(addr - base), mapped.place(addr + bytes - base));
+        let places = mapped.granules.get_mut(from..to);
+        let taken: Vec<RawPhysical> = places.into_iter().flatten().filter_map(Option::take).collect();
+        debug_assert_eq!(taken.len() as u64 * mapped.granule, bytes);
         taken
     }
 
@@ -146,6 +166,15 @@ impl Paged {
             }
         }
         ranges
+    }
+
+    /// Reservations outside of heaps that have memory: where, how many bytes from there on, and what their owners have of it.
+    pub(crate) fn apart(&self) -> impl Iterator<Item = (u64, u64, Owned)> + '_ {
+        self.reservations.iter().filter_map(|(&base, mapped)| {
+            let owned = *self.owned.get(&base)?;
+            let granules = mapped.granules.iter().rposition(Option::is_some)? + 1;
+            Some((base, granules as u64 * mapped.granule, owned))
+        })
     }
 
     /// Hands everything to the device, to be given back when somebody next talks to it.

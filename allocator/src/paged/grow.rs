@@ -55,6 +55,7 @@ impl Allocator {
     pub(crate) fn grow_paged(&self, request: &Request) -> Result<Growth, AllocError> {
         let mut leave = Leave { ask: true, create: true, ahead: true };
         for _ in 0..ROUNDS {
+            self.recycle_retired()?;
             match self.step(request, &mut leave)? {
                 Next::Finished(growth) => return growth,
                 Next::Ask(ticks) => {
@@ -123,7 +124,7 @@ impl Allocator {
     }
 
     /// Bytes that may still be taken from the device, and what would refuse more.
-    fn buyable(&self) -> Result<(u64, Refusal), AllocError> {
+    pub(crate) fn buyable(&self) -> Result<(u64, Refusal), AllocError> {
         let headroom = self.config().headroom;
         let by_headroom = if headroom == 0 {
             u64::MAX

@@ -17,6 +17,8 @@
 //! | `trim.rs` | memory and addresses back to the device |
 //! | `milestones.rs` | events recorded in time, so that the host knows what is done |
 //! | `peers.rs` | access of other devices |
+//! | `apart.rs` | memory outside of heaps, and what becomes of it |
+//! | `exportable.rs` | memory that other processes can have a handle of |
 //! | `pin.rs` | memory that stays where it is, because others know its address |
 //! | `probe.rs` | whether the device can map memory at all |
 //!
@@ -31,8 +33,10 @@
 //! Locks: decisions are made under all locks; no driver call, wait or observer runs under any of them, but under the gate, which
 //! comes before them.
 
+mod apart;
 mod donors;
 mod driver;
+mod exportable;
 mod gate;
 mod granules;
 mod grow;
@@ -44,6 +48,8 @@ mod probe;
 mod trim;
 mod window;
 
+pub(crate) use apart::{Owned, POOL};
+pub use exportable::Exportable;
 pub(crate) use gate::Gate;
 pub(crate) use granules::Paged;
 pub(crate) use milestones::Milestones;

@@ -71,7 +71,7 @@ pub(crate) struct Draft {
 impl Whole {
     /// Where the request's memory would come from: granules that are at hand, that may move, and the rest from the device.
     pub(crate) fn draft(&mut self, request: &Request) -> Option<Draft> {
-        let in_use = self.heaps().map(crate::heap::Heap::in_use).sum::<u64>() + request.size;
+        let in_use = self.in_use() + request.size;
         let paged = self.paged.as_mut()?;
         paged.in_use_peak = paged.in_use_peak.max(in_use);
         let (granule, at_hand) = (paged.granule, paged.spares.len() as u64);

@@ -24,6 +24,7 @@ impl Allocator {
     /// Gives granules that nobody uses back to the device, spare ones first, until at most `target` bytes are held from it or
     /// none is left in the pools that `of` picks; tells how many bytes went. Those not known done stay.
     pub(crate) fn trim_paged(&self, target: u64, of: &impl Fn(u16) -> bool) -> Result<u64, AllocError> {
+        let recycled = self.recycle_retired()?;
         let _gate = self.gate().shared();
         let mut whole = self.shell().whole();
         let Some(granule) = whole.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
@@ -47,7 +48,7 @@ impl Allocator {
         let addresses = self.give_addresses_back();
         match failed {
             Some(error) => Err(error.into()),
-            None => addresses.map(|()| released * granule),
+            None => addresses.map(|()| recycled + released * granule),
         }
     }
 
