@@ -56,6 +56,14 @@ pub enum AllocError {
         /// Elements of the buffer.
         len: u64,
     },
+    /// The caller asked a growable buffer to be larger than the addresses that it reserved.
+    #[error("{requested} bytes are more than the {capacity} that addresses were reserved for")]
+    BeyondCapacity {
+        /// Bytes asked for.
+        requested: u64,
+        /// Bytes that it can have.
+        capacity: u64,
+    },
     /// The device, or the backing in use, cannot do what the caller asked for.
     #[error("not supported here: this needs {what}")]
     Unsupported {

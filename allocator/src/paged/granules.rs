@@ -152,20 +152,40 @@ impl Paged {
         taken
     }
 
-    /// The contiguous ranges that have memory, by address.
+    /// The contiguous ranges that have memory, by address. What is done to mappings is done to one reservation at a time, so
+    /// ranges of two that lie side by side are apart.
     pub(crate) fn mapped_ranges(&self) -> Vec<Range<u64>> {
-        let mut ranges: Vec<Range<u64>> = Vec::new();
-        for (&base, mapped) in &self.reservations {
-            // Two reservations may lie side by side, but what is done to mappings is done to one of them at a time.
-            let first = ranges.len();
-            for (at, _) in mapped.places(base).filter(|(_, physical)| physical.is_some()) {
-                match ranges[first..].last_mut() {
-                    Some(last) if last.end == at => last.end += mapped.granule,
-                    _ => ranges.push(at..at + mapped.granule),
-                }
+        let all = |(&base, mapped): (&u64, &Mapped)| base..base + mapped.bytes;
+        self.reservations.iter().flat_map(|entry| self.mapped_within(&all(entry))).collect()
+    }
+
+    /// The contiguous parts of a range, within a reservation, that have memory.
+    pub(crate) fn mapped_within(&self, range: &Range<u64>) -> Vec<Range<u64>> {
+        self.runs(range, true)
+    }
+
+    /// The contiguous parts of a range, within a reservation, that have none.
+    pub(crate) fn unmapped_within(&self, range: &Range<u64>) -> Vec<Range<u64>> {
+        self.runs(range, false)
+    }
+
+    fn runs(&self, range: &Range<u64>, mapped: bool) -> Vec<Range<u64>> {
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        if range.is_empty() {
+            return runs;
+        }
+        let Some((&base, reserved)) = self.reservations.range(..=range.start).next_back() else { return runs };
+        let step = usize::try_from(reserved.granule).unwrap_or(usize::MAX);
+        let places = reserved.place(range.start - base)..reserved.place(range.end - base);
+        let granules = reserved.granules.get(places).unwrap_or_default();
+        let places = (range.start..).step_by(step).zip(granules);
+        for (at, _) in places.filter(|(_, physical)| physical.is_some() == mapped) {
+            match runs.last_mut() {
+                Some(last) if last.end == at => last.end += reserved.granule,
+                _ => runs.push(at..at + reserved.granule),
             }
         }
-        ranges
+        runs
     }
 
     /// Reservations outside of heaps that have memory: where, how many bytes from there on, and what their owners have of it.

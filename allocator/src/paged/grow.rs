@@ -26,7 +26,7 @@ const SLACK_SHARE: u64 = 128;
 /// as long as it waited for at most one allocation in so many.
 const STALL_SPACING: u64 = 1000;
 /// How often a request is planned anew, at most; others may take what it waited for.
-const ROUNDS: u32 = 64;
+pub(crate) const ROUNDS: u32 = 64;
 
 /// What is still allowed for a request.
 #[derive(Clone, Copy, Debug)]
@@ -138,7 +138,7 @@ impl Allocator {
     }
 
     /// Waits on the host; tells whether that could be done.
-    fn stall_for(&self, timeline: &Timeline, after: u64) -> Result<bool, AllocError> {
+    pub(crate) fn stall_for(&self, timeline: &Timeline, after: u64) -> Result<bool, AllocError> {
         tracing::debug!(stream = timeline.id(), "the host waits so that memory can move");
         if let Some(paged) = &mut self.shell().core().paged {
             paged.stalls += 1;
@@ -198,7 +198,7 @@ fn refused(error: Option<DeviceError>, at_creation: bool, leave: &mut Leave) -> 
 
 impl Whole {
     /// Where the streams may be asked how far they got: at the latest tick for which an event was recorded or may be now.
-    fn askable(&mut self, not_done: &BTreeMap<(u32, u64), u64>) -> Vec<(Arc<Timeline>, u64)> {
+    pub(crate) fn askable(&mut self, not_done: &BTreeMap<(u32, u64), u64>) -> Vec<(Arc<Timeline>, u64)> {
         let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
         for &(slot, after) in not_done.keys() {
             let Some(timeline) = self.timeline(slot) else { continue };
@@ -232,7 +232,7 @@ impl Whole {
 
     /// The earliest tick of a stream by which so many granules are done, on that stream alone; if there is none, the latest of
     /// the stream that has most.
-    fn first_enough(&self, not_done: &BTreeMap<(u32, u64), u64>, granules: u64) -> Option<(Arc<Timeline>, u64)> {
+    pub(crate) fn first_enough(&self, not_done: &BTreeMap<(u32, u64), u64>, granules: u64) -> Option<(Arc<Timeline>, u64)> {
         let mut sums: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
         for (&(slot, after), &count) in not_done {
             let (sum, latest) = sums.entry(slot).or_default();

@@ -18,6 +18,7 @@
 //! | `milestones.rs` | events recorded in time, so that the host knows what is done |
 //! | `peers.rs` | access of other devices |
 //! | `apart.rs` | memory outside of heaps, and what becomes of it |
+//! | `growable.rs` | memory that grows where it is |
 //! | `exportable.rs` | memory that other processes can have a handle of |
 //! | `pin.rs` | memory that stays where it is, because others know its address |
 //! | `probe.rs` | whether the device can map memory at all |
@@ -40,6 +41,7 @@ mod exportable;
 mod gate;
 mod granules;
 mod grow;
+mod growable;
 mod milestones;
 mod peers;
 mod pin;
@@ -52,6 +54,7 @@ pub(crate) use apart::{Owned, POOL};
 pub use exportable::Exportable;
 pub(crate) use gate::Gate;
 pub(crate) use granules::Paged;
+pub use growable::Growable;
 pub(crate) use milestones::Milestones;
 pub use pin::PinnedMapping;
 pub(crate) use pin::Pins;
