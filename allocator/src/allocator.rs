@@ -167,11 +167,14 @@ impl Allocator {
         Ok(self.0.shell.enter(stream).arena)
     }
 
-    /// Allocation while blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
+    /// Allocation while the allocator sleeps, blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
     #[cold]
     fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
         let shell = self.0.shell;
         let special = shell.special().load(Ordering::Relaxed);
+        if special & special::ASLEEP != 0 {
+            return Err(AllocError::Asleep);
+        }
         if special & special::WAITING != 0 {
             self.poll_waiting()?;
         }

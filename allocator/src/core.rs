@@ -121,6 +121,11 @@ impl Core {
         }
     }
 
+    /// Whether mapped memory was given back until the allocator wakes up.
+    pub(crate) fn is_asleep(&self) -> bool {
+        self.paged.as_ref().is_some_and(|paged| paged.absent.is_some())
+    }
+
     /// Where the stream's timeline must have got to for everything enqueued so far to be done.
     #[inline]
     pub(crate) fn tick_of(&self, slot: u32) -> u64 {

@@ -64,6 +64,15 @@ pub enum AllocError {
         /// Bytes that it can have.
         capacity: u64,
     },
+    /// The caller asked for memory while the allocator sleeps; see [`crate::Allocator::sleep`].
+    #[error("the allocator is asleep: its memory was given back to the device until `wake`")]
+    Asleep,
+    /// There is not enough host memory for what is to be saved there.
+    #[error("out of host memory: {bytes} bytes of device memory were to be saved")]
+    OutOfHostMemory {
+        /// Bytes that were to be saved.
+        bytes: u64,
+    },
     /// The device, or the backing in use, cannot do what the caller asked for.
     #[error("not supported here: this needs {what}")]
     Unsupported {

@@ -52,7 +52,7 @@ pub use history::{Action, HistoryOptions};
 pub use hooks::{MappingChange, ReclaimRequest, Registration};
 pub use memory_stats::MemoryStats;
 pub use oom::{Advice, OomReport};
-pub use paged::{Exportable, Growable, PinnedMapping};
+pub use paged::{Contents, Exportable, Growable, PinnedMapping};
 pub use pools::{PoolOptions, PoolRoute, PrivatePool};
 pub use segments::Refusal;
 pub use snapshot::Snapshot;

@@ -240,7 +240,8 @@ impl Whole {
 impl Core {
     /// Where in the list there is retired memory that is done; addresses go last.
     fn recyclable(&self) -> Option<usize> {
-        let retired = &self.paged.as_ref()?.retired;
+        // While the allocator sleeps there is nothing behind the addresses.
+        let retired = &self.paged.as_ref().filter(|paged| paged.absent.is_none())?.retired;
         let is_done = |one: &Retired| one.uses.iter().all(|&(slot, after)| self.is_known_done(slot, after));
         let is_last = |one: &Retired| !one.whole || retired.iter().filter(|other| other.base == one.base).count() == 1;
         retired.iter().position(|one| is_done(one) && is_last(one))

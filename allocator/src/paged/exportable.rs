@@ -127,6 +127,9 @@ impl Allocator {
         }
         let _gate = self.gate().shared();
         let mut core = self.shell().core();
+        if core.is_asleep() {
+            return Err(AllocError::Asleep);
+        }
         core.growing += request.size;
         let access = core.paged.as_ref().map(|paged| paged.access.clone()).unwrap_or_default();
         drop(core);

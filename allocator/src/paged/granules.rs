@@ -6,6 +6,8 @@ use std::ops::Range;
 use aquifer_device::{Device, DevicePtr, PhysicalOptions, RawPhysical, Reservation};
 
 use crate::paged::apart::{Owned, Retired};
+use crate::paged::pin::Pins;
+use crate::paged::sleep::Absent;
 use crate::size_class::PoolKind;
 
 /// The state of the backing, under the core's lock.
@@ -23,6 +25,8 @@ pub(crate) struct Paged {
     pub(crate) owned: BTreeMap<u64, Owned>,
     /// Memory that such owners gave up.
     pub(crate) retired: Vec<Retired>,
+    /// What has no memory while the allocator sleeps; `None` while it is awake.
+    pub(crate) absent: Option<Vec<Absent>>,
     /// Granules that are mapped nowhere.
     pub(crate) spares: Vec<RawPhysical>,
     /// Spare granules that operations are at work with.
@@ -83,6 +87,7 @@ impl Paged {
             reservations,
             owned: BTreeMap::new(),
             retired: Vec::new(),
+            absent: None,
             spares,
             in_hands: 0,
             mapped_bytes: [0; 2],
@@ -161,15 +166,25 @@ impl Paged {
 
     /// The contiguous parts of a range, within a reservation, that have memory.
     pub(crate) fn mapped_within(&self, range: &Range<u64>) -> Vec<Range<u64>> {
-        self.runs(range, true)
+        self.runs(range, |_, physical| physical.is_some())
     }
 
     /// The contiguous parts of a range, within a reservation, that have none.
     pub(crate) fn unmapped_within(&self, range: &Range<u64>) -> Vec<Range<u64>> {
-        self.runs(range, false)
+        self.runs(range, |_, physical| physical.is_none())
     }
 
-    fn runs(&self, range: &Range<u64>, mapped: bool) -> Vec<Range<u64>> {
+    /// The contiguous ranges that have memory and may lose it for a while, and what that counts as.
+    pub(crate) fn not_pinned(&self, pins: &Pins) -> Vec<(Range<u64>, PoolKind)> {
+        let of_others = self.reservations.iter().filter(|(_, mapped)| mapped.purpose != Purpose::Exportable);
+        let ranges = of_others.flat_map(|(&base, mapped)| {
+            let runs = self.runs(&(base..base + mapped.bytes), |at, physical| physical.is_some() && !pins.contains(at));
+            runs.into_iter().map(|range| (range, mapped.kind))
+        });
+        ranges.collect()
+    }
+
+    fn runs(&self, range: &Range<u64>, pick: impl Fn(u64, Option<RawPhysical>) -> bool) -> Vec<Range<u64>> {
         let mut runs: Vec<Range<u64>> = Vec::new();
         if range.is_empty() {
             return runs;
@@ -179,7 +194,7 @@ impl Paged {
         let places = reserved.place(range.start - base)..reserved.place(range.end - base);
         let granules = reserved.granules.get(places).unwrap_or_default();
         let places = (range.start..).step_by(step).zip(granules);
-        for (at, _) in places.filter(|(_, physical)| physical.is_some() == mapped) {
+        for (at, _) in places.filter(|&(at, &physical)| pick(at, physical)) {
             match runs.last_mut() {
                 Some(last) if last.end == at => last.end += reserved.granule,
                 _ => runs.push(at..at + reserved.granule),
@@ -198,7 +213,12 @@ impl Paged {
     }
 
     /// Hands everything to the device, to be given back when somebody next talks to it.
-    pub(crate) fn bury(self, device: &Device) {
+    pub(crate) fn bury(mut self, device: &Device) {
+        for absent in self.absent.take().into_iter().flatten() {
+            let (mapped, loose) = absent.granules.split_at(absent.mapped);
+            self.put_all(absent.range.start, mapped);
+            loose.iter().for_each(|&physical| device.release_later(physical));
+        }
         for (addr, reserved) in self.reservations {
             let places = reserved.places(addr);
             let mapped =

@@ -83,6 +83,9 @@ impl Allocator {
         let buyable = if leave.create { self.buyable()? } else { (0, Refusal::Device) };
         let _gate = self.gate().shared();
         let mut whole = self.shell().whole();
+        if whole.is_asleep() {
+            return Err(AllocError::Asleep);
+        }
         // Somebody may have given something back meanwhile.
         if let Some(granted) = whole.take_own(request) {
             return Ok(Next::Finished(Ok(Growth::Grown(granted))));

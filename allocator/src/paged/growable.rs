@@ -128,6 +128,9 @@ impl Allocator {
         let (buyable, refusal) = self.buyable()?;
         let _gate = self.gate().shared();
         let mut whole = self.shell().whole();
+        if whole.is_asleep() {
+            return Err(AllocError::Asleep);
+        }
         let Some(paged) = &whole.paged else { return Ok(Next::Finished(Err(Refusal::Device))) };
         let (granule, at_hand) = (paged.granule, paged.spares.len() as u64);
         let fill = paged.unmapped_within(range);

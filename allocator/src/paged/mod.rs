@@ -21,6 +21,7 @@
 //! | `growable.rs` | memory that grows where it is |
 //! | `exportable.rs` | memory that other processes can have a handle of |
 //! | `pin.rs` | memory that stays where it is, because others know its address |
+//! | `sleep.rs` | all memory away, and back, behind the same addresses |
 //! | `probe.rs` | whether the device can map memory at all |
 //!
 //! Invariants, beside those of holes in the heap:
@@ -47,6 +48,7 @@ mod peers;
 mod pin;
 mod plan;
 mod probe;
+mod sleep;
 mod trim;
 mod window;
 
@@ -57,5 +59,6 @@ pub(crate) use granules::Paged;
 pub use growable::Growable;
 pub(crate) use milestones::Milestones;
 pub use pin::PinnedMapping;
+pub use sleep::Contents;
 pub(crate) use pin::Pins;
 pub(crate) use probe::probe;

@@ -28,6 +28,9 @@ impl Allocator {
         let _gate = self.gate().shared();
         let mut whole = self.shell().whole();
         let Some(granule) = whole.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
+        if whole.is_asleep() {
+            return Ok(recycled);
+        }
         let leaving = whole.begin_trim(target, of);
         drop(whole);
         let Leaving { donors, ranges, spares } = leaving;
