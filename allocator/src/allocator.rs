@@ -13,7 +13,7 @@ use crate::error::AllocError;
 use crate::history::History;
 use crate::hooks::{Hooks, ReclaimRequest, Registration};
 use crate::oom::OomReport;
-use crate::paged::{Paged, probe};
+use crate::paged::{Gate, Paged, probe};
 use crate::shell::{Shell, special};
 use crate::size_class::{MIN_BLOCK, REQUEST_LIMIT, SizeClasses};
 use crate::stats::Hot;
@@ -55,6 +55,8 @@ struct Inner {
     /// Bytes that may be held from the device; `u64::MAX` is no limit.
     limit: AtomicU64,
     hooks: Arc<Hooks>,
+    /// Who may change mappings.
+    gate: Gate,
     /// Whether allocations carry tags at all.
     tagged: bool,
 }
@@ -107,6 +109,7 @@ impl Allocator {
             classes,
             limit: limit.into(),
             hooks,
+            gate: Gate::default(),
             tagged,
         })))
     }
@@ -164,11 +167,14 @@ impl Allocator {
         Ok(self.0.shell.enter(stream).arena)
     }
 
-    /// Allocation while blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
+    /// Allocation while the allocator sleeps, blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
     #[cold]
     fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
         let shell = self.0.shell;
         let special = shell.special().load(Ordering::Relaxed);
+        if special & special::ASLEEP != 0 {
+            return Err(AllocError::Asleep);
+        }
         if special & special::WAITING != 0 {
             self.poll_waiting()?;
         }
@@ -235,6 +241,10 @@ impl Allocator {
 
     pub(crate) fn shell(&self) -> &'static Shell {
         self.0.shell
+    }
+
+    pub(crate) fn gate(&self) -> &Gate {
+        &self.0.gate
     }
 
     pub(crate) fn hooks(&self) -> &Arc<Hooks> {

@@ -15,7 +15,9 @@ use crate::config::CrossStream;
 use crate::core::Request;
 use crate::cross_stream::cannot_be_asked;
 use crate::error::AllocError;
+use crate::heap::kind_of;
 use crate::paged::driver::carry_out;
+use crate::paged::granules::Purpose;
 use crate::paged::milestones::Reason;
 use crate::paged::plan::{Draft, Planned, Terms};
 use crate::segments::{Growth, Refusal};
@@ -36,7 +38,7 @@ const STALL_SHARE: u64 = 32;
 const ORDER_SPACING: u64 = 32;
 const ORDER_ADVANCE: u64 = 8;
 /// How often a request is planned anew, at most; others may take what it waited for.
-const ROUNDS: u32 = 64;
+pub(crate) const ROUNDS: u32 = 64;
 
 /// What is still allowed for a request.
 #[derive(Clone, Copy, Debug)]
@@ -71,6 +73,7 @@ impl Allocator {
     pub(crate) fn grow_paged(&self, request: &Request) -> Result<Growth, AllocError> {
         let mut leave = Leave { ask: true, order: true, create: true, ahead: true };
         for _ in 0..ROUNDS {
+            self.recycle_retired()?;
             match self.step(request, &mut leave)? {
                 Next::Finished(growth) => return growth,
                 Next::Ask(ticks) => {
@@ -102,7 +105,11 @@ impl Allocator {
 
     fn step(&self, request: &Request, leave: &mut Leave) -> Result<Next, AllocError> {
         let buyable = if leave.create { self.buyable()? } else { (0, Refusal::Device) };
+        let _gate = self.gate().shared();
         let mut whole = self.shell().whole();
+        if whole.is_asleep() {
+            return Err(AllocError::Asleep);
+        }
         // Somebody may have given something back meanwhile.
         if let Some(granted) = whole.take_own(request) {
             return Ok(Next::Finished(Ok(Growth::Grown(granted))));
@@ -150,7 +157,7 @@ impl Allocator {
     }
 
     /// Bytes that may still be taken from the device, and what would refuse more.
-    fn buyable(&self) -> Result<(u64, Refusal), AllocError> {
+    pub(crate) fn buyable(&self) -> Result<(u64, Refusal), AllocError> {
         let headroom = self.config().headroom;
         let by_headroom = if headroom == 0 {
             u64::MAX
@@ -184,7 +191,7 @@ impl Allocator {
     }
 
     /// Waits on the host; tells whether that could be done.
-    fn stall_for(&self, timeline: &Timeline, after: u64) -> Result<bool, AllocError> {
+    pub(crate) fn stall_for(&self, timeline: &Timeline, after: u64) -> Result<bool, AllocError> {
         tracing::debug!(stream = timeline.id(), "the host waits so that memory can move");
         if let Some(paged) = &mut self.shell().core().paged {
             paged.stalls += 1;
@@ -209,7 +216,7 @@ impl Allocator {
                 Ok(ptr) => {
                     let mut whole = self.shell().whole();
                     if let Some(paged) = &mut whole.paged {
-                        paged.add_reservation(ptr.0, bytes);
+                        paged.add_reservation(ptr.0, bytes, kind_of(request.pool), Purpose::Heap);
                     }
                     whole.arena(request.slot).heap.add_reservation(ptr.0, bytes, request.pool, granule);
                     return Ok(true);
@@ -244,7 +251,7 @@ fn refused(error: Option<DeviceError>, at_creation: bool, leave: &mut Leave) -> 
 
 impl Whole {
     /// Where the streams may be asked how far they got: at the latest tick for which an event was recorded or may be now.
-    fn askable(&mut self, not_done: &BTreeMap<(u32, u64), u64>) -> Pending {
+    pub(crate) fn askable(&mut self, not_done: &BTreeMap<(u32, u64), u64>) -> Pending {
         let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
         for &(slot, after) in not_done.keys() {
             if self.is_covered(slot, after) || self.may_record(slot, Reason::Question) {
@@ -321,7 +328,7 @@ impl Whole {
 
     /// The earliest tick of a stream by which so many granules are done, on that stream alone; if there is none, the latest of
     /// the stream that has most.
-    fn first_enough(&self, not_done: &BTreeMap<(u32, u64), u64>, granules: u64) -> Option<(Arc<Timeline>, u64)> {
+    pub(crate) fn first_enough(&self, not_done: &BTreeMap<(u32, u64), u64>, granules: u64) -> Option<(Arc<Timeline>, u64)> {
         let mut sums: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
         for (&(slot, after), &count) in not_done {
             let (sum, latest) = sums.entry(slot).or_default();
