@@ -333,13 +333,13 @@ impl Allocator {
         Ok(segments + self.trim_paged(bytes, &|pool| pools.contains(&pool))?)
     }
 
-    /// Whether the request's memory comes in granules. Blocks that are handed out whole have segments of their own.
-    pub(crate) fn is_paged_for(&self, request: &Request) -> bool {
-        if self.config().no_cache {
-            return false;
-        }
+    /// The size of the granules that the request's memory comes in; `None` if it comes in segments. Blocks that are handed out
+    /// whole have segments of their own.
+    pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
         let mut whole = self.shell().whole();
-        whole.paged.is_some() && !whole.arena(request.slot).heap.pools[usize::from(request.pool)].no_split
+        let granule = whole.paged.as_ref()?.granule;
+        let handed_out_whole = whole.arena(request.slot).heap.pools[usize::from(request.pool)].no_split;
+        (!handed_out_whole).then_some(granule)
     }
 }
 

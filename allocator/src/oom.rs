@@ -166,7 +166,7 @@ impl Allocator {
         drop(whole);
         report.device = self.device().info().ordinal;
         report.device_name.clone_from(&self.device().info().name);
-        report.segment = self.segment_bytes(request.size);
+        report.segment = self.growth_bytes(request);
         report.limit = self.limit();
         report.headroom = self.config().headroom;
         report.memory = memory;

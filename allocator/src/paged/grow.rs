@@ -203,13 +203,17 @@ impl Allocator {
         }
     }
 
-    /// Reserves addresses for the request's pool: as much as the device has memory, less where that is refused.
+    /// Reserves addresses for the request's pool: a quarter of what is left of four times the device's memory, less for small
+    /// requests and where that is refused. So the first reservation has room for all memory, and there is always some for
+    /// another one, however many streams and pools hold on to theirs.
     fn reserve_addresses(&self, request: &Request) -> Result<bool, AllocError> {
-        let Some(granule) = self.shell().core().paged.as_ref().map(|paged| paged.granule) else { return Ok(false) };
-        let total = self.device().info().total_bytes;
+        let held = self.shell().core().paged.as_ref().map(|paged| (paged.granule, paged.address_bytes()));
+        let Some((granule, held)) = held else { return Ok(false) };
+        let left = self.device().info().total_bytes.saturating_mul(4).saturating_sub(held);
         let least = request.size.next_multiple_of(granule) + granule;
-        let share = if request.size <= crate::size_class::SMALL_SIZE { 16 } else { 1 };
-        let mut bytes = (total / share).next_multiple_of(granule).max(least);
+        let share = if request.size <= crate::size_class::SMALL_SIZE { 64 } else { 4 };
+        let mut bytes = (left / share).next_multiple_of(granule).max(least);
+        let mut gave_back = false;
         self.device().settle();
         loop {
             match self.device().driver().reserve(bytes) {
@@ -222,8 +226,11 @@ impl Allocator {
                     return Ok(true);
                 }
                 Err(error) if error.kind == aquifer_device::ErrorKind::OutOfAddresses || error.is_out_of_memory() => {
-                    if bytes == least {
+                    if bytes == least && std::mem::replace(&mut gave_back, true) {
                         return Ok(false);
+                    }
+                    if bytes == least {
+                        self.give_addresses_back()?;
                     }
                     bytes = (bytes / 4).next_multiple_of(granule).max(least);
                 }

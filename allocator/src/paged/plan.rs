@@ -7,6 +7,7 @@ use crate::heap::{BlockId, Holding, State, kind_of};
 use crate::history::Action;
 use crate::paged::donors::{Donor, Donors};
 use crate::paged::driver::{Done, Work};
+use crate::paged::granules::Stuck;
 use crate::paged::window::{self, Window};
 use crate::segments::Refusal;
 use crate::size_class::PoolKind;
@@ -78,7 +79,7 @@ impl Whole {
     pub(crate) fn draft(&mut self, request: &Request) -> Option<Draft> {
         // What waits is in nobody's use: it could be had by waiting.
         let (waiting, awaited) = self.awaited();
-        let in_use = self.in_use() + request.size - waiting;
+        let in_use = (self.in_use() + request.size).saturating_sub(waiting);
         let paged = self.paged.as_mut()?;
         paged.in_use_peak = paged.in_use_peak.max(in_use);
         let (granule, at_hand) = (paged.granule, paged.spares.len() as u64);
@@ -229,6 +230,11 @@ impl Whole {
     /// well.
     pub(crate) fn settle_plan(&mut self, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
         self.settle_work(&held.donors, (held.spares, held.create), request.pool, done);
+        // What is mapped without access is of no use to a pool.
+        let stuck = done.mapped.iter().filter(|(.., usable)| !usable).count() as u64;
+        if let Some(paged) = self.paged.as_mut() {
+            paged.mapped_bytes[kind_of(request.pool) as usize] -= stuck * paged.granule;
+        }
         let usable = done.mapped.iter().filter(|(.., usable)| *usable).map(|&(at, ..)| at).collect();
         let stuck = done.mapped.iter().filter(|(.., usable)| !usable).map(|&(at, ..)| at).collect();
         let last = held.window.iter().filter_map(|&id| self.let_go(request, id, &usable, &stuck)).last();
@@ -294,8 +300,12 @@ impl Whole {
             return Some(heap.unhold_as_free(id));
         }
         let range = block.addr..block.addr + block.size;
-        // Memory that can be neither accessed nor taken back: nobody gets these addresses any more.
-        if stuck.range(range.clone()).next().is_some() {
+        // Mapped without access, and not taken back: nobody gets these addresses before they are.
+        let granules: Vec<u64> = stuck.range(range).copied().collect();
+        if !granules.is_empty() {
+            if let Some(paged) = &mut self.paged {
+                paged.stuck.push(Stuck { arena: request.slot, block: id, granules });
+            }
             return None;
         }
         if !usable.contains(&block.addr) {
@@ -316,8 +326,7 @@ impl Whole {
     /// that moved between pools raises no peak.
     pub(crate) fn account_for_granules(&mut self) {
         let Some(paged) = &mut self.paged else { return };
-        let unmapped = (paged.spares.len() as u64 + paged.in_hands) * paged.granule;
-        let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + unmapped];
+        let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.spare_bytes()];
         let before = std::mem::replace(&mut paged.accounted, now);
         let counters = &self.shell.counters;
         let kinds = [PoolKind::Small, PoolKind::Large];
