@@ -137,7 +137,7 @@ impl Allocator {
             let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
             let mut arena = shell.enter(stream);
             let granted = arena.take_own(&request);
-            let milestone_is_due = arena.milestones.is_due();
+            let milestone_is_due = arena.milestones.is_due(|| arena.heap.searches());
             drop(arena);
             if milestone_is_due {
                 self.record_milestone(stream);

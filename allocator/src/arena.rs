@@ -303,7 +303,13 @@ impl Guard {
         self.note(&[Action::FreeRequested, Action::FreeCompleted], id);
         self.given_back(size);
         self.tally().freed(kind, size, requested);
-        self.complete(id, heir, self.desk.tick_of(heir));
+        let after = self.desk.tick_of(heir);
+        if self.desk.is_paged && heir == self.desk.heap.home && owner == heir {
+            self.desk.heap.give_to_rest(id, after);
+            self.debug_check();
+        } else {
+            self.complete(id, heir, after);
+        }
         Ok(())
     }
 
@@ -365,7 +371,7 @@ impl Guard {
         {
             let desk = &mut *self.desk;
             desk.unchecked += 1;
-            if desk.unchecked > 64 + desk.heap.blocks.records() {
+            if desk.unchecked > 64 + desk.heap.blocks.records_count() {
                 desk.unchecked = 0;
                 debug_assert_eq!(desk.heap.check(), Ok(()));
             }

@@ -30,8 +30,10 @@ pub(crate) enum Reason {
 pub(crate) struct Milestones {
     /// Bytes given back so far.
     pub(crate) freed: u64,
-    /// The next milestone is due when so many were.
+    /// The next milestone is due when so many were,
     due_at: u64,
+    /// and not before so many searches.
+    not_before: u64,
     /// Events recorded, by reason.
     recorded: [u64; 2],
 }
@@ -39,7 +41,7 @@ pub(crate) struct Milestones {
 impl Default for Milestones {
     /// None are ever due.
     fn default() -> Milestones {
-        Milestones { freed: 0, due_at: u64::MAX, recorded: [0; 2] }
+        Milestones { freed: 0, due_at: u64::MAX, not_before: 0, recorded: [0; 2] }
     }
 }
 
@@ -48,9 +50,15 @@ impl Milestones {
         self.due_at = 0;
     }
 
+    /// Whether to see to a milestone, after so many searches. Most operations stop at the first comparison.
     #[inline]
-    pub(crate) fn is_due(&self) -> bool {
-        self.freed >= self.due_at
+    pub(crate) fn is_due(&self, searches: impl FnOnce() -> u64) -> bool {
+        self.freed >= self.due_at && searches() >= self.not_before
+    }
+
+    /// How many searches there must have been for one more event of a kind.
+    fn searches_for(&self, reason: Reason) -> u64 {
+        self.recorded[reason as usize].saturating_sub(ADVANCE) * SPACING
     }
 }
 
@@ -83,13 +91,14 @@ impl Whole {
     /// Whether one more event on the stream is within what milestones may cost.
     pub(crate) fn may_record(&mut self, slot: u32, reason: Reason) -> bool {
         let Some(desk) = self.try_arena(slot) else { return false };
-        let searches: u64 = desk.heap.pools.iter().map(|pool| pool.searches).sum();
-        desk.milestones.recorded[reason as usize] <= ADVANCE + searches / SPACING
+        desk.heap.searches() >= desk.milestones.searches_for(reason)
     }
 
     pub(crate) fn note_recorded(&mut self, slot: u32, reason: Reason) {
         if let Some(desk) = self.try_arena(slot) {
             desk.milestones.recorded[reason as usize] += 1;
+            // Small heaps give a milestone's bytes back with every operation, and must not come to see to it with each.
+            desk.milestones.not_before = desk.milestones.searches_for(Reason::Milestone);
         }
     }
 }
