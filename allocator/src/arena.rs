@@ -131,7 +131,9 @@ impl Arena {
     }
 
     /// Gives a block back: at once if the lock is free, else through the queue. Never blocks while the allocator is open.
-    #[inline]
+    ///
+    /// Not inlined, so that of a handle only these words are read, in registers.
+    #[inline(never)]
     pub(crate) fn free(&'static self, block: BlockId, on: Option<u32>) {
         match self.desk.try_lock() {
             Some(desk) => match self.admit(desk) {

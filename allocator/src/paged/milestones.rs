@@ -5,7 +5,7 @@
 //! needs to know. Both together are at most one event for 100 operations, beside a few at the start: an operation is an
 //! allocation or a free, and allocations are what is counted.
 
-use crate::allocator::Allocator;
+use crate::arena::{Desk, Guard};
 use crate::whole::Whole;
 use aquifer_device::Stream;
 
@@ -62,43 +62,60 @@ impl Milestones {
     }
 }
 
-impl Allocator {
-    /// Records a milestone on the stream, unless there were too many.
+impl Guard {
+    /// Whether to record a milestone now. It is then taken for recorded.
+    #[inline]
+    pub(crate) fn is_milestone_due(&mut self) -> bool {
+        self.milestones.is_due(|| self.heap.searches()) && self.begin_milestone()
+    }
+
     #[cold]
-    pub(crate) fn record_milestone(&self, stream: &Stream) {
-        let mut whole = self.shell().whole();
-        let slot = stream.id();
-        let apart = whole.reserved / SHARE;
-        let may_record = whole.may_record(slot, Reason::Milestone);
-        let milestones = &mut whole.arena(slot).milestones;
+    fn begin_milestone(&mut self) -> bool {
+        let apart = self.arena.shell.counters.reserved_bytes.read().all.current / SHARE;
+        let may_record = self.may_record(Reason::Milestone);
+        let milestones = &mut self.milestones;
         // Nothing was given back since the start: nothing to learn.
         let useful = milestones.freed > 0;
         milestones.due_at = milestones.freed + apart.max(1);
-        if !useful || !may_record {
-            return;
+        if useful && may_record {
+            self.note_recorded(Reason::Milestone);
         }
-        whole.note_recorded(slot, Reason::Milestone);
-        drop(whole);
-        let timeline = stream.timeline();
-        // A stream that captures, or one that is gone, records none; what is free there is then learned of in other ways.
-        if let Err(error) = timeline.cover(timeline.now()) {
-            tracing::debug!(%error, stream = slot, "no milestone could be recorded");
-        }
+        useful && may_record
+    }
+}
+
+/// Records a milestone on the stream.
+#[cold]
+pub(crate) fn record_milestone(stream: &Stream) {
+    let timeline = stream.timeline();
+    // A stream that captures, or one that is gone, records none; what is free there is then learned of in other ways.
+    if let Err(error) = timeline.cover(timeline.now()) {
+        tracing::debug!(%error, stream = stream.id(), "no milestone could be recorded");
+    }
+}
+
+impl Desk {
+    /// Whether one more event on the stream is within what milestones may cost.
+    fn may_record(&self, reason: Reason) -> bool {
+        self.heap.searches() >= self.milestones.searches_for(reason)
+    }
+
+    fn note_recorded(&mut self, reason: Reason) {
+        self.milestones.recorded[reason as usize] += 1;
+        // Small heaps give a milestone's bytes back with every operation, and must not come to see to it with each.
+        self.milestones.not_before = self.milestones.searches_for(Reason::Milestone);
     }
 }
 
 impl Whole {
     /// Whether one more event on the stream is within what milestones may cost.
     pub(crate) fn may_record(&mut self, slot: u32, reason: Reason) -> bool {
-        let Some(desk) = self.try_arena(slot) else { return false };
-        desk.heap.searches() >= desk.milestones.searches_for(reason)
+        self.try_arena(slot).is_some_and(|arena| arena.may_record(reason))
     }
 
     pub(crate) fn note_recorded(&mut self, slot: u32, reason: Reason) {
-        if let Some(desk) = self.try_arena(slot) {
-            desk.milestones.recorded[reason as usize] += 1;
-            // Small heaps give a milestone's bytes back with every operation, and must not come to see to it with each.
-            desk.milestones.not_before = desk.milestones.searches_for(Reason::Milestone);
+        if let Some(arena) = self.try_arena(slot) {
+            arena.note_recorded(reason);
         }
     }
 }

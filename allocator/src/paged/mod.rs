@@ -38,5 +38,5 @@ mod trim;
 mod window;
 
 pub(crate) use granules::Paged;
-pub(crate) use milestones::Milestones;
+pub(crate) use milestones::{Milestones, record_milestone};
 pub(crate) use probe::probe;
