@@ -131,7 +131,9 @@ impl Arena {
     }
 
     /// Gives a block back: at once if the lock is free, else through the queue. Never blocks while the allocator is open.
-    #[inline]
+    ///
+    /// Not inlined, so that of a handle only these words are read, in registers.
+    #[inline(never)]
     pub(crate) fn free(&'static self, block: BlockId, on: Option<u32>) {
         match self.desk.try_lock() {
             Some(desk) => match self.admit(desk) {
@@ -303,8 +305,13 @@ impl Guard {
         self.note(&[Action::FreeRequested, Action::FreeCompleted], id);
         self.given_back(size);
         self.tally().freed(kind, size, requested);
-        let tick = self.desk.tick_of(heir);
-        self.complete(id, heir, tick, tick);
+        let after = self.desk.tick_of(heir);
+        if self.desk.is_paged && heir == self.desk.heap.home && owner == heir {
+            self.desk.heap.give_to_rest(id, after);
+            self.debug_check();
+        } else {
+            self.complete(id, heir, after, after);
+        }
         Ok(())
     }
 
@@ -367,7 +374,7 @@ impl Guard {
         {
             let desk = &mut *self.desk;
             desk.unchecked += 1;
-            if desk.unchecked > 64 + desk.heap.blocks.records() {
+            if desk.unchecked > 64 + desk.heap.blocks.records_count() {
                 desk.unchecked = 0;
                 debug_assert_eq!(desk.heap.check(), Ok(()));
             }

@@ -160,7 +160,8 @@ impl Whole {
     /// Wholly free segments of the given pool that are not pinned.
     pub(crate) fn whole_segments(&self, pool: u16) -> impl Iterator<Item = Place> + '_ {
         self.heaps().flat_map(move |heap| {
-            let whole = heap.free_blocks(pool).filter(move |key| self.is_whole_segment(heap, &heap.blocks[key.block()]));
+            let whole =
+                heap.free_blocks(pool).filter(move |key| self.is_whole_segment(heap, &heap.blocks[key.block()]));
             whole.map(|key| Place { arena: heap.home, block: key.block() })
         })
     }

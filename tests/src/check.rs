@@ -176,7 +176,10 @@ pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded
     let most = device.min(allocator.limit().unwrap_or(u64::MAX));
     // What is left of a limit or a device beside whole granules is of no use.
     let useless = granule(allocator).map_or(0, |granule| granule - 1);
-    assert!(pinned.saturating_add(report.segment + useless) > most, "refused, but {pinned} bytes pinned of {most}: {report}");
+    assert!(
+        pinned.saturating_add(report.segment + useless) > most,
+        "refused, but {pinned} bytes pinned of {most}: {report}"
+    );
     let default = |segment: &&Segment| segment.segment_pool_id == (0, 0);
     let waiting = snapshot.blocks().any(|(_, block)| block.state == BlockState::ActivePendingFree);
     assert!(!waiting, "refused while blocks wait: {report}");
@@ -200,7 +203,8 @@ fn pinned_bytes(segment: &Segment, is_open: bool, allocator: &Allocator) -> u64 
     let mut active = segment.blocks.iter().filter(|block| block.state.is_active()).peekable();
     match granule(allocator).filter(|_| segment.is_expandable && !is_open) {
         Some(granule) => {
-            let touched = active.flat_map(|block| block.address / granule..(block.address + block.size).div_ceil(granule));
+            let touched =
+                active.flat_map(|block| block.address / granule..(block.address + block.size).div_ceil(granule));
             touched.collect::<BTreeSet<u64>>().len() as u64 * granule
         }
         None if is_open || active.peek().is_some() => segment.total_size,

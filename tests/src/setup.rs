@@ -48,18 +48,20 @@ fn config(backing: Backing) -> impl Strategy<Value = Config> {
         prop_oneof![4 => Just(0_u32), 1 => 1_u32..2000],
         (prop::bool::weighted(0.1), prop::bool::weighted(0.08)),
     )
-        .prop_map(move |(streams, split, threshold, (limit, headroom), divisions, history, (fail_fast, no_cache))| {
-            let mut config = Config::default();
-            config.backing = backing;
-            (config.cross_stream, config.large_segment_size) = streams;
-            (config.max_split_size, config.max_non_split_rounding) = split;
-            config.garbage_collection_threshold = threshold;
-            (config.limit, config.headroom) = (limit, headroom);
-            config.roundup_power2_divisions = [divisions; 16];
-            config.history = history;
-            (config.fail_fast, config.no_cache) = (fail_fast, no_cache);
-            config
-        })
+        .prop_map(
+            move |(streams, split, threshold, (limit, headroom), divisions, history, (fail_fast, no_cache))| {
+                let mut config = Config::default();
+                config.backing = backing;
+                (config.cross_stream, config.large_segment_size) = streams;
+                (config.max_split_size, config.max_non_split_rounding) = split;
+                config.garbage_collection_threshold = threshold;
+                (config.limit, config.headroom) = (limit, headroom);
+                config.roundup_power2_divisions = [divisions; 16];
+                config.history = history;
+                (config.fail_fast, config.no_cache) = (fail_fast, no_cache);
+                config
+            },
+        )
 }
 
 /// Any setup with memory from the given backing.

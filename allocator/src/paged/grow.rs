@@ -159,11 +159,8 @@ impl Allocator {
     /// Bytes that may still be taken from the device, and what would refuse more.
     pub(crate) fn buyable(&self) -> Result<(u64, Refusal), AllocError> {
         let headroom = self.config().headroom;
-        let by_headroom = if headroom == 0 {
-            u64::MAX
-        } else {
-            self.device().memory_info()?.free.saturating_sub(headroom)
-        };
+        let by_headroom =
+            if headroom == 0 { u64::MAX } else { self.device().memory_info()?.free.saturating_sub(headroom) };
         let core = self.shell().core();
         let held = core.reserved.saturating_add(core.growing);
         let by_limit = self.limit().map_or(u64::MAX, |limit| limit.saturating_sub(held));
@@ -182,7 +179,11 @@ impl Allocator {
                 Err(error) => return Err(error.into()),
             }
         }
-        tracing::debug!(stream = request.slot, bytes = request.size, "a stream was made to wait for the uses of its own memory");
+        tracing::debug!(
+            stream = request.slot,
+            bytes = request.size,
+            "a stream was made to wait for the uses of its own memory"
+        );
         let clock = own.clock();
         let mut whole = self.shell().whole();
         whole.counters().cross_stream_waits.add(1);
@@ -335,7 +336,11 @@ impl Whole {
 
     /// The earliest tick of a stream by which so many granules are done, on that stream alone; if there is none, the latest of
     /// the stream that has most.
-    pub(crate) fn first_enough(&self, not_done: &BTreeMap<(u32, u64), u64>, granules: u64) -> Option<(Arc<Timeline>, u64)> {
+    pub(crate) fn first_enough(
+        &self,
+        not_done: &BTreeMap<(u32, u64), u64>,
+        granules: u64,
+    ) -> Option<(Arc<Timeline>, u64)> {
         let mut sums: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
         for (&(slot, after), &count) in not_done {
             let (sum, latest) = sums.entry(slot).or_default();

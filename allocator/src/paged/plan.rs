@@ -123,13 +123,7 @@ impl Whole {
 
     /// What the driver is asked: to unmap donors that are held, and to fill these ranges with their granules, so many spare ones
     /// and so many new ones.
-    pub(crate) fn work(
-        &mut self,
-        donors: &[Donor],
-        spares: u64,
-        create: u64,
-        fill: Vec<std::ops::Range<u64>>,
-    ) -> Work {
+    pub(crate) fn work(&mut self, donors: &[Donor], spares: u64, create: u64, fill: Vec<std::ops::Range<u64>>) -> Work {
         let Some(paged) = self.paged.as_mut() else { return Work::default() };
         let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
         let unmap = donors.iter().map(|donor| (range(donor), paged.take(donor.addr, donor.bytes))).collect();
@@ -167,11 +161,8 @@ impl Whole {
         for id in pieces {
             let block = heap.blocks[id];
             let is_hole = block.state == State::Hole;
-            let (from, to) = if is_hole {
-                (window.start / granule * granule, filled_to)
-            } else {
-                (window.start, window.end)
-            };
+            let (from, to) =
+                if is_hole { (window.start / granule * granule, filled_to) } else { (window.start, window.end) };
             let (from, to) = (from.max(block.addr), to.min(block.addr + block.size));
             if from >= to {
                 continue;
@@ -215,7 +206,13 @@ impl Whole {
                     if crossed { holding.below } else { below }
                 }
                 (Some((_, below)), None) => below,
-                (None, Some(holding)) => if donor.addr >= window_end { holding.above } else { holding.below },
+                (None, Some(holding)) => {
+                    if donor.addr >= window_end {
+                        holding.above
+                    } else {
+                        holding.below
+                    }
+                }
                 (None, None) => Some(donor.block),
             };
             let id = id.unwrap_or_else(|| unreachable!("a donor outside of its block"));

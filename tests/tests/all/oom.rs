@@ -51,7 +51,9 @@ fn rung_a_wait_for_another_stream() {
 
 #[test]
 fn rung_garbage_collection() {
-    for options in ["", ",limit_mb:100"].map(|limit| format!("backing:segments,garbage_collection_threshold:0.5{limit}")) {
+    for options in
+        ["", ",limit_mb:100"].map(|limit| format!("backing:segments,garbage_collection_threshold:0.5{limit}"))
+    {
         let bench = Bench::new(100 * MIB, &options);
         drop(bench.allocator.alloc(60 * MIB, &bench.stream).unwrap());
         let (held, stats) = served(&bench, 70 * MIB);
