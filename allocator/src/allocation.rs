@@ -97,6 +97,11 @@ impl Allocation {
         Ok(())
     }
 
+    /// Where its block is, if it has one.
+    pub(crate) fn place(&self) -> Option<(&'static Arena, BlockId)> {
+        Some((self.arena, self.block.some()?))
+    }
+
     /// Gives up the handle; the block, if there is one, stays live.
     pub(crate) fn into_block(mut self) -> (&'static Arena, BlockId) {
         (self.arena, std::mem::replace(&mut self.block, BlockId::NONE))

@@ -9,7 +9,7 @@ use aquifer_device::{Device, Stream, Timeline};
 
 use crate::arena::Arena;
 use crate::heap::BlockId;
-use crate::paged::Paged;
+use crate::paged::{Paged, Pins};
 use crate::pools::PoolTable;
 use crate::segments::Releasing;
 use crate::size_class::SizeClasses;
@@ -75,6 +75,8 @@ pub(crate) struct Core {
     pub(crate) releasing: BTreeMap<u64, Releasing>,
     /// Releases begun so far.
     pub(crate) releases: u64,
+    /// Memory that stays where it is.
+    pub(crate) pins: Pins,
     /// Where memory comes in granules.
     pub(crate) paged: Option<Paged>,
 }
@@ -117,6 +119,11 @@ impl Core {
                 users.push(slot);
             }
         }
+    }
+
+    /// Whether mapped memory was given back until the allocator wakes up.
+    pub(crate) fn is_asleep(&self) -> bool {
+        self.paged.as_ref().is_some_and(|paged| paged.absent.is_some())
     }
 
     /// Where the stream's timeline must have got to for everything enqueued so far to be done.

@@ -56,6 +56,29 @@ pub enum AllocError {
         /// Elements of the buffer.
         len: u64,
     },
+    /// The caller asked a growable buffer to be larger than the addresses that it reserved.
+    #[error("{requested} bytes are more than the {capacity} that addresses were reserved for")]
+    BeyondCapacity {
+        /// Bytes asked for.
+        requested: u64,
+        /// Bytes that it can have.
+        capacity: u64,
+    },
+    /// The caller asked for memory while the allocator sleeps; see [`crate::Allocator::sleep`].
+    #[error("the allocator is asleep: its memory was given back to the device until `wake`")]
+    Asleep,
+    /// There is not enough host memory for what is to be saved there.
+    #[error("out of host memory: {bytes} bytes of device memory were to be saved")]
+    OutOfHostMemory {
+        /// Bytes that were to be saved.
+        bytes: u64,
+    },
+    /// The device, or the backing in use, cannot do what the caller asked for.
+    #[error("not supported here: this needs {what}")]
+    Unsupported {
+        /// What is missing.
+        what: &'static str,
+    },
     /// The configuration is wrong.
     #[error(transparent)]
     Config(#[from] ConfigError),

@@ -1,7 +1,7 @@
-//! What others register with an allocator: reclaimers that free memory under pressure, and observers of OOM.
+//! What others register with an allocator: reclaimers that free memory under pressure, and observers of OOM and of mappings.
 //!
-//! Both run without any lock held, so they may allocate and free from the same allocator. While a thread runs reclaimers,
-//! an allocation that fails on it reports OOM instead of asking them again.
+//! They run without any lock of the heap held, so they may free from the same allocator, and reclaimers and observers of OOM may
+//! allocate. While a thread runs reclaimers, an allocation that fails on it reports OOM instead of asking them again.
 
 use std::cell::Cell;
 use std::fmt;
@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use crate::allocator::Allocator;
 use crate::oom::OomReport;
 
 /// What a reclaimer is asked for.
@@ -21,18 +22,19 @@ pub struct ReclaimRequest {
     pub stream_id: u32,
 }
 
-/// What happens to mapped memory.
+/// What happens to the memory behind addresses, as observers of [`Allocator::observe_mappings`] are told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MappingChange {
-    /// These addresses are about to lose their memory; nobody uses them.
+    /// These addresses are about to lose their memory; nobody uses them. If the driver then refuses, [`MappingChange::Mapped`]
+    /// says that they still have it.
     BeforeUnmap {
         /// First address.
         addr: u64,
         /// Length in bytes.
         bytes: u64,
     },
-    /// There is memory behind these addresses now.
+    /// There is memory behind these addresses, which the device and its peers can access.
     Mapped {
         /// First address.
         addr: u64,
@@ -44,6 +46,41 @@ pub enum MappingChange {
 type Reclaimer = Arc<dyn Fn(&ReclaimRequest) -> u64 + Send + Sync>;
 type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
 type MappingObserver = Arc<dyn Fn(&MappingChange) + Send + Sync>;
+
+impl Allocator {
+    /// Registers `observe`, told about memory that is about to be unmapped and memory that was mapped: by growth, by moving
+    /// memory, by giving it back, by [`crate::Growable`], and by [`Allocator::sleep`] and [`Allocator::wake`]. It is for parties that
+    /// keep tables of mapped memory, such as network libraries that register it. Segments are not told about, nor is what goes
+    /// when the allocator itself ends.
+    ///
+    /// It runs with no lock of the heap held, on the thread that needs the change, so it delays that thread, and it may free. It
+    /// must not allocate, which could make it run again without end, nor call what waits for changes of mappings to end:
+    /// [`Allocator::sleep`], [`Allocator::wake`] and [`Allocator::enable_peer_access`].
+    ///
+    /// ```
+    /// use std::sync::{Arc, Mutex};
+    /// use aquifer_allocator::{Allocator, Config, MappingChange};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let mapped = Arc::new(Mutex::new(0));
+    /// let seen = mapped.clone();
+    /// let registration = allocator.observe_mappings(move |change| match *change {
+    ///     MappingChange::Mapped { bytes, .. } => *seen.lock().unwrap() += bytes,
+    ///     MappingChange::BeforeUnmap { bytes, .. } => *seen.lock().unwrap() -= bytes,
+    ///     _ => {}
+    /// });
+    /// drop(allocator.alloc(100 << 20, device.default_stream())?);
+    /// assert_eq!(*mapped.lock().unwrap(), 100 << 20);
+    /// allocator.empty_cache()?;
+    /// assert_eq!(*mapped.lock().unwrap(), 0);
+    /// drop(registration); // not told any more
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn observe_mappings(&self, observe: impl Fn(&MappingChange) + Send + Sync + 'static) -> Registration {
+        self.hooks().add_mapping_observer(Arc::new(observe))
+    }
+}
 
 #[derive(Default)]
 pub(crate) struct Hooks {

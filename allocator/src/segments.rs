@@ -11,7 +11,7 @@ use aquifer_device::DevicePtr;
 use crate::allocator::Allocator;
 use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
-use crate::heap::{Block, BlockId, Key, Region, kind_of};
+use crate::heap::{Block, BlockId, Heap, Key, Region, kind_of};
 use crate::history::Action;
 use crate::shell::Shell;
 use crate::whole::Whole;
@@ -157,13 +157,18 @@ impl Whole {
         }
     }
 
-    /// Wholly free segments of the given pool.
+    /// Wholly free segments of the given pool that are not pinned.
     pub(crate) fn whole_segments(&self, pool: u16) -> impl Iterator<Item = Place> + '_ {
         self.heaps().flat_map(move |heap| {
-            let is_whole = |block: &Block| !block.is_split() && !heap.region(block.region).is_paged();
-            let whole = heap.free_blocks(pool).filter(move |key| is_whole(&heap.blocks[key.block()]));
+            let whole =
+                heap.free_blocks(pool).filter(move |key| self.is_whole_segment(heap, &heap.blocks[key.block()]));
             whole.map(|key| Place { arena: heap.home, block: key.block() })
         })
+    }
+
+    /// Whether a free block is a whole segment that may go back to the device.
+    fn is_whole_segment(&self, heap: &Heap, block: &Block) -> bool {
+        !block.is_split() && !heap.region(block.region).is_paged() && !self.pins.contains(block.addr)
     }
 
     /// Wholly free segments that nobody is promised: those of the default pools and of closed private pools.
@@ -173,12 +178,12 @@ impl Whole {
 
     /// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is just large enough,
     /// else the largest ones until their sum is; `None` if there is not that much.
-    pub(crate) fn oversize_to_release(&mut self, request: &Request) -> Option<Vec<Place>> {
+    pub(crate) fn oversize_to_release(&self, request: &Request) -> Option<Vec<Place>> {
         let least = self.classes.max_split_size()?;
         let need = request.size.max(least);
-        let heap = &self.arena(request.slot).heap;
+        let heap = self.heap_of(request.slot);
         let index = heap.index(request.pool, request.slot)?;
-        let whole = |key: &Key| !heap.blocks[key.block()].is_split();
+        let whole = |key: &Key| self.is_whole_segment(heap, &heap.blocks[key.block()]);
         let place = |key: Key| Place { arena: request.slot, block: key.block() };
         let mut at = index.best_fit(need);
         while let Some(key) = at {

@@ -42,6 +42,8 @@ pub(crate) mod special {
     pub(crate) const SPANS: u32 = 4;
     /// Nothing is cached: every allocation goes to the driver.
     pub(crate) const NO_CACHE: u32 = 8;
+    /// Mapped memory was given back for a while, and nothing is allocated.
+    pub(crate) const ASLEEP: u32 = 16;
 }
 
 /// A free of a block that other streams use too: it needs the core.

@@ -9,13 +9,38 @@ pub(crate) use crate::lock::{Mutex, MutexGuard};
 pub(crate) use std::sync::atomic;
 
 #[cfg(aquifer_shuttle)]
-pub(crate) use modelled::{Mutex, MutexGuard};
+pub(crate) use modelled::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 #[cfg(aquifer_shuttle)]
 pub(crate) use shuttle::sync::atomic;
+
+#[cfg(not(aquifer_shuttle))]
+pub(crate) use of_threads::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+#[cfg(not(aquifer_shuttle))]
+mod of_threads {
+    pub(crate) type RwLockReadGuard<'a> = parking_lot::RwLockReadGuard<'a, ()>;
+    pub(crate) type RwLockWriteGuard<'a> = parking_lot::RwLockWriteGuard<'a, ()>;
+
+    /// A lock of nothing but time.
+    #[derive(Debug, Default)]
+    pub(crate) struct RwLock(parking_lot::RwLock<()>);
+
+    impl RwLock {
+        pub(crate) fn read(&self) -> RwLockReadGuard<'_> {
+            self.0.read()
+        }
+
+        pub(crate) fn write(&self) -> RwLockWriteGuard<'_> {
+            self.0.write()
+        }
+    }
+}
 
 #[cfg(aquifer_shuttle)]
 mod modelled {
     pub(crate) use shuttle::sync::MutexGuard;
+    pub(crate) type RwLockReadGuard<'a> = shuttle::sync::RwLockReadGuard<'a, ()>;
+    pub(crate) type RwLockWriteGuard<'a> = shuttle::sync::RwLockWriteGuard<'a, ()>;
     use shuttle::sync::{PoisonError, TryLockError};
 
     /// A scheduled mutex with the interface of parking_lot's.
@@ -33,6 +58,20 @@ mod modelled {
                 Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
                 Err(TryLockError::WouldBlock) => None,
             }
+        }
+    }
+
+    /// A scheduled lock of nothing but time.
+    #[derive(Debug, Default)]
+    pub(crate) struct RwLock(shuttle::sync::RwLock<()>);
+
+    impl RwLock {
+        pub(crate) fn read(&self) -> RwLockReadGuard<'_> {
+            self.0.read().unwrap_or_else(PoisonError::into_inner)
+        }
+
+        pub(crate) fn write(&self) -> RwLockWriteGuard<'_> {
+            self.0.write().unwrap_or_else(PoisonError::into_inner)
         }
     }
 }

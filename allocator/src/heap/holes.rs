@@ -73,7 +73,8 @@ impl Heap {
         self.remove_region_record(hole)
     }
 
-    /// Notes that the memory of a block, now given back by the home stream, is used until `after`.
+    /// Notes that the memory of a block, now given back by the home stream, is used until `after`. Blocks that had to wait
+    /// come later than others that were used for longer.
     #[inline]
     pub(crate) fn note_last_use(&mut self, id: BlockId, owner: u32, after: u64) {
         let Block { addr, size, region, .. } = self.blocks[id];
@@ -82,7 +83,7 @@ impl Heap {
         if region.is_paged() && owner == home {
             let touched = region.granules.touched(addr - region.addr, size);
             if let Some(ticks) = region.granules.last_use.get_mut(touched) {
-                ticks.fill(after);
+                ticks.iter_mut().for_each(|tick| *tick = after.max(*tick));
             }
         }
     }

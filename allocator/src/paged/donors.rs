@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use crate::core::Request;
 use crate::heap::{BlockId, Heap};
+use crate::paged::apart::POOL;
 use crate::paged::window::Window;
 use crate::whole::Whole;
 
@@ -64,6 +65,9 @@ impl Whole {
         if wanted == 0 {
             return donors;
         }
+        if from(POOL) {
+            self.add_retired(&mut donors.not_done);
+        }
         let window = window.map_or(0..0, |window| {
             let granule = paged.granule;
             window.start / granule * granule..window.end.next_multiple_of(granule)
@@ -111,7 +115,7 @@ impl Whole {
         while donors.granules < wanted && at >= block.addr + granule {
             at -= granule;
             let in_window = at < window.end && window.start < at + granule;
-            if in_window || paged.is_pinned(at) {
+            if in_window || self.pins.contains(at) {
                 donors.chosen.extend(open.take());
                 continue;
             }

@@ -86,12 +86,18 @@ fn unmap(
     done: &mut Done,
 ) -> Result<(), DeviceError> {
     for (range, granules) in ranges {
-        hooks.about_to_unmap(range.start, range.end - range.start);
-        device.driver().unmap(DevicePtr(range.start), range.end - range.start)?;
+        unmap_range(device, hooks, range)?;
         done.unmapped += 1;
         done.spares.extend(granules);
     }
     Ok(())
+}
+
+/// Unmaps a range that is done with, and tells the observers: before, and again if the memory stays after all.
+pub(crate) fn unmap_range(device: &Device, hooks: &Hooks, range: &Range<u64>) -> Result<(), DeviceError> {
+    let bytes = range.end - range.start;
+    hooks.about_to_unmap(range.start, bytes);
+    device.driver().unmap(DevicePtr(range.start), bytes).inspect_err(|_| hooks.mapped(range.start, bytes))
 }
 
 fn map(device: &Device, hooks: &Hooks, work: &Work, done: &mut Done) -> Result<(), DeviceError> {

@@ -1,10 +1,15 @@
 //! Which granule is mapped where. Physical memory and addresses are separate resources: this is where they meet.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use aquifer_device::{Device, DevicePtr, PhysicalOptions, RawPhysical, Reservation};
 
 use crate::heap::BlockId;
+use crate::paged::apart::{Owned, Retired};
+use crate::paged::pin::Pins;
+use crate::paged::sleep::Absent;
+use crate::size_class::PoolKind;
 
 /// The state of the backing, under the core's lock.
 #[derive(Debug)]
@@ -17,6 +22,12 @@ pub(crate) struct Paged {
     pub(crate) access: Vec<u32>,
     /// Reserved addresses, by the first of them.
     reservations: BTreeMap<u64, Mapped>,
+    /// Owners of reservations outside of heaps, by the first address.
+    pub(crate) owned: BTreeMap<u64, Owned>,
+    /// Memory that such owners gave up.
+    pub(crate) retired: Vec<Retired>,
+    /// What has no memory while the allocator sleeps; `None` while it is awake.
+    pub(crate) absent: Option<Vec<Absent>>,
     /// Granules that are mapped nowhere.
     pub(crate) spares: Vec<RawPhysical>,
     /// Mappings that can be neither used nor, so far, taken back.
@@ -27,12 +38,23 @@ pub(crate) struct Paged {
     pub(crate) mapped_bytes: [u64; 2],
     /// What the statistics say of both; what is spare counts as large.
     pub(crate) accounted: [u64; 2],
-    /// How often each granule's place is pinned, by address.
-    pins: BTreeMap<u64, u32>,
     /// The most that was in use at a time, as far as it was looked at.
     pub(crate) in_use_peak: u64,
     /// How often the host waited so that memory could move.
     pub(crate) stalls: u64,
+    /// How often a stream was made to wait rather than memory taken.
+    pub(crate) orders: u64,
+}
+
+/// What reserved addresses are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// A region of a heap.
+    Heap,
+    /// A [`crate::Growable`].
+    Growable,
+    /// A [`crate::Exportable`]: its memory is of no use to others.
+    Exportable,
 }
 
 /// Addresses that stay held because some of them are mapped without access, and the driver did not unmap them.
@@ -49,42 +71,66 @@ pub(crate) struct Stuck {
 #[derive(Debug)]
 struct Mapped {
     bytes: u64,
+    purpose: Purpose,
+    /// What its memory counts as.
+    kind: PoolKind,
+    /// Bytes of each of its granules.
+    granule: u64,
     granules: Vec<Option<RawPhysical>>,
+}
+
+impl Mapped {
+    fn place(&self, offset: u64) -> usize {
+        usize::try_from(offset / self.granule).unwrap_or(usize::MAX)
+    }
+
+    /// Every place, by address, in a reservation that starts at `base`.
+    fn places(&self, base: u64) -> impl Iterator<Item = (u64, Option<RawPhysical>)> + '_ {
+        let step = usize::try_from(self.granule).unwrap_or(usize::MAX);
+        (base..).step_by(step).zip(self.granules.iter().copied())
+    }
 }
 
 impl Paged {
     pub(crate) fn new(granule: u64, options: PhysicalOptions, ordinal: u32) -> Paged {
         debug_assert!(granule.is_power_of_two());
-        let (reservations, pins, spares) = (BTreeMap::new(), BTreeMap::new(), Vec::new());
+        let (reservations, spares) = (BTreeMap::new(), Vec::new());
         Paged {
             granule,
             options,
             access: vec![ordinal],
             reservations,
+            owned: BTreeMap::new(),
+            retired: Vec::new(),
+            absent: None,
             spares,
             stuck: Vec::new(),
             in_hands: 0,
             mapped_bytes: [0; 2],
             accounted: [0; 2],
-            pins,
             in_use_peak: 0,
             stalls: 0,
+            orders: 0,
         }
     }
 
-    /// Granules that so many bytes take.
-    pub(crate) fn granules(&self, bytes: u64) -> u64 {
-        bytes.div_ceil(self.granule)
+    pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, kind: PoolKind, purpose: Purpose) {
+        // What is exported is one granule, however large, so that there is one handle to export.
+        let granule = if purpose == Purpose::Exportable { bytes } else { self.granule };
+        let places = usize::try_from(bytes / granule).unwrap_or(0);
+        self.reservations.insert(addr, Mapped { bytes, purpose, kind, granule, granules: vec![None; places] });
     }
 
-    pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64) {
-        let places = usize::try_from(bytes / self.granule).unwrap_or(0);
-        self.reservations.insert(addr, Mapped { bytes, granules: vec![None; places] });
-    }
-
-    pub(crate) fn remove_reservation(&mut self, addr: u64) {
+    /// Forgets a reservation; tells its length.
+    pub(crate) fn remove_reservation(&mut self, addr: u64) -> u64 {
         let removed = self.reservations.remove(&addr);
-        debug_assert!(removed.is_some_and(|mapped| mapped.granules.iter().all(Option::is_none)));
+        debug_assert!(removed.as_ref().is_some_and(|mapped| mapped.granules.iter().all(Option::is_none)));
+        removed.map_or(0, |mapped| mapped.bytes)
+    }
+
+    /// What the reservation that starts at `addr` is for.
+    pub(crate) fn purpose_of(&self, addr: u64) -> Option<Purpose> {
+        self.reservations.get(&addr).map(|mapped| mapped.purpose)
     }
 
     /// Bytes held from the device that are not behind usable addresses.
@@ -99,9 +145,9 @@ impl Paged {
     }
 
     fn place(&mut self, addr: u64) -> Option<&mut Option<RawPhysical>> {
-        let granule = self.granule;
         let (base, mapped) = self.reservations.range_mut(..=addr).next_back()?;
-        mapped.granules.get_mut(usize::try_from((addr - base) / granule).ok()?)
+        let place = mapped.place(addr - base);
+        mapped.granules.get_mut(place)
     }
 
     /// Notes that a granule is mapped at `addr`.
@@ -121,36 +167,81 @@ impl Paged {
 
     /// Takes note of the granules of a mapped range as of unmapped ones, in order of address.
     pub(crate) fn take(&mut self, addr: u64, bytes: u64) -> Vec<RawPhysical> {
-        let granule = usize::try_from(self.granule).unwrap_or(usize::MAX);
-        let taken = (addr..addr + bytes).step_by(granule).map(|at| self.place(at).and_then(Option::take));
-        let taken: Vec<RawPhysical> = taken.flatten().collect();
-        debug_assert_eq!(taken.len() as u64 * self.granule, bytes);
+        let Some((&base, mapped)) = self.reservations.range_mut(..=addr).next_back() else { return Vec::new() };
+        let (from, to) = (mapped.place(addr - base), mapped.place(addr + bytes - base));
+        let places = mapped.granules.get_mut(from..to);
+        let taken: Vec<RawPhysical> = places.into_iter().flatten().filter_map(Option::take).collect();
+        debug_assert_eq!(taken.len() as u64 * mapped.granule, bytes);
         taken
     }
 
-    /// Pins or unpins the granules of a range.
-    pub(crate) fn pin(&mut self, addr: u64, bytes: u64, pin: bool) {
-        let granule = self.granule;
-        for at in (addr / granule..(addr + bytes).div_ceil(granule)).map(|number| number * granule) {
-            let count = self.pins.entry(at).or_default();
-            *count = if pin { *count + 1 } else { count.saturating_sub(1) };
-            if *count == 0 {
-                self.pins.remove(&at);
-            }
-        }
+    /// The contiguous ranges that have memory, by address. What is done to mappings is done to one reservation at a time, so
+    /// ranges of two that lie side by side are apart.
+    pub(crate) fn mapped_ranges(&self) -> Vec<Range<u64>> {
+        let all = |(&base, mapped): (&u64, &Mapped)| base..base + mapped.bytes;
+        self.reservations.iter().flat_map(|entry| self.mapped_within(&all(entry))).collect()
     }
 
-    pub(crate) fn is_pinned(&self, addr: u64) -> bool {
-        !self.pins.is_empty() && self.pins.contains_key(&addr)
+    /// The contiguous parts of a range, within a reservation, that have memory.
+    pub(crate) fn mapped_within(&self, range: &Range<u64>) -> Vec<Range<u64>> {
+        self.runs(range, |_, physical| physical.is_some())
+    }
+
+    /// The contiguous parts of a range, within a reservation, that have none.
+    pub(crate) fn unmapped_within(&self, range: &Range<u64>) -> Vec<Range<u64>> {
+        self.runs(range, |_, physical| physical.is_none())
+    }
+
+    /// The contiguous ranges that have memory and may lose it for a while, and what that counts as.
+    pub(crate) fn not_pinned(&self, pins: &Pins) -> Vec<(Range<u64>, PoolKind)> {
+        let of_others = self.reservations.iter().filter(|(_, mapped)| mapped.purpose != Purpose::Exportable);
+        let ranges = of_others.flat_map(|(&base, mapped)| {
+            let runs = self.runs(&(base..base + mapped.bytes), |at, physical| physical.is_some() && !pins.contains(at));
+            runs.into_iter().map(|range| (range, mapped.kind))
+        });
+        ranges.collect()
+    }
+
+    fn runs(&self, range: &Range<u64>, pick: impl Fn(u64, Option<RawPhysical>) -> bool) -> Vec<Range<u64>> {
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        if range.is_empty() {
+            return runs;
+        }
+        let Some((&base, reserved)) = self.reservations.range(..=range.start).next_back() else { return runs };
+        let step = usize::try_from(reserved.granule).unwrap_or(usize::MAX);
+        let places = reserved.place(range.start - base)..reserved.place(range.end - base);
+        let granules = reserved.granules.get(places).unwrap_or_default();
+        let places = (range.start..).step_by(step).zip(granules);
+        for (at, _) in places.filter(|&(at, &physical)| pick(at, physical)) {
+            match runs.last_mut() {
+                Some(last) if last.end == at => last.end += reserved.granule,
+                _ => runs.push(at..at + reserved.granule),
+            }
+        }
+        runs
+    }
+
+    /// Reservations outside of heaps that have memory: where, how many bytes from there on, and what their owners have of it.
+    pub(crate) fn apart(&self) -> impl Iterator<Item = (u64, u64, Owned)> + '_ {
+        self.reservations.iter().filter_map(|(&base, mapped)| {
+            let owned = *self.owned.get(&base)?;
+            let granules = mapped.granules.iter().rposition(Option::is_some)? + 1;
+            Some((base, granules as u64 * mapped.granule, owned))
+        })
     }
 
     /// Hands everything to the device, to be given back when somebody next talks to it.
-    pub(crate) fn bury(self, device: &Device) {
-        let granule = self.granule;
-        for (addr, Mapped { bytes, granules }) in self.reservations {
-            let places = (addr..).step_by(usize::try_from(granule).unwrap_or(usize::MAX)).zip(granules);
-            let mapped = places.filter_map(|(at, physical)| Some((DevicePtr(at), granule, physical?))).collect();
-            device.unreserve_later(Reservation { ptr: DevicePtr(addr), bytes, mapped });
+    pub(crate) fn bury(mut self, device: &Device) {
+        for absent in self.absent.take().into_iter().flatten() {
+            let (mapped, loose) = absent.granules.split_at(absent.mapped);
+            self.put_all(absent.range.start, mapped);
+            loose.iter().for_each(|&physical| device.release_later(physical));
+        }
+        for (addr, reserved) in self.reservations {
+            let places = reserved.places(addr);
+            let mapped =
+                places.filter_map(|(at, physical)| Some((DevicePtr(at), reserved.granule, physical?))).collect();
+            device.unreserve_later(Reservation { ptr: DevicePtr(addr), bytes: reserved.bytes, mapped });
         }
         self.spares.into_iter().for_each(|physical| device.release_later(physical));
     }

@@ -7,14 +7,21 @@
 //!
 //! | file | idea |
 //! | --- | --- |
-//! | `granules.rs` | which granule is mapped where; spare ones; pins |
+//! | `granules.rs` | which granule is mapped where; spare ones |
 //! | `window.rs` | the place that needs the fewest granules |
 //! | `donors.rs` | granules that may move, and ticks that would let more of them move |
 //! | `plan.rs` | a remap as a whole, decided and held under the locks |
 //! | `driver.rs` | its driver calls, made without a lock; what they came to |
 //! | `grow.rs` | from a request to a served one: plan, wait, carry out, commit |
+//! | `gate.rs` | who may change mappings at a time |
 //! | `trim.rs` | memory and addresses back to the device |
 //! | `milestones.rs` | events recorded in time, so that the host knows what is done |
+//! | `peers.rs` | access of other devices |
+//! | `apart.rs` | memory outside of heaps, and what becomes of it |
+//! | `growable.rs` | memory that grows where it is |
+//! | `exportable.rs` | memory that other processes can have a handle of |
+//! | `pin.rs` | memory that stays where it is, because others know its address |
+//! | `sleep.rs` | all memory away, and back, behind the same addresses |
 //! | `probe.rs` | whether the device can map memory at all |
 //!
 //! Invariants, beside those of holes in the heap:
@@ -25,18 +32,33 @@
 //! * **P4** While the driver is asked to change what is behind some addresses, they are held in the heap, so that two
 //!   operations never touch the same ones. An operation that fails gives back all that it held.
 //!
-//! Locks: decisions are made under all locks; no driver call, wait or observer runs under any of them.
+//! Locks: decisions are made under all locks; no driver call, wait or observer runs under any of them, but under the gate, which
+//! comes before them.
 
+mod apart;
 mod donors;
 mod driver;
+mod exportable;
+mod gate;
 mod granules;
 mod grow;
+mod growable;
 mod milestones;
+mod peers;
+mod pin;
 mod plan;
 mod probe;
+mod sleep;
 mod trim;
 mod window;
 
+pub(crate) use apart::{Owned, POOL};
+pub use exportable::Exportable;
+pub(crate) use gate::Gate;
 pub(crate) use granules::Paged;
-pub(crate) use milestones::Milestones;
+pub use growable::Growable;
+pub(crate) use milestones::{Milestones, record_milestone};
+pub use pin::PinnedMapping;
+pub(crate) use pin::Pins;
 pub(crate) use probe::probe;
+pub use sleep::Contents;

@@ -43,8 +43,8 @@ pub(crate) struct Held {
     /// Pieces of the window, by address.
     window: Vec<BlockId>,
     donors: Vec<Donor>,
-    /// Bytes that the device is asked for.
-    growing: u64,
+    /// Granules that the device is asked for.
+    create: u64,
     /// Spare granules that take part.
     spares: u64,
 }
@@ -70,12 +70,16 @@ pub(crate) struct Draft {
     pub(crate) buy: u64,
     /// Granules that the donors give beyond the need.
     ahead: u64,
+    /// Bytes that other streams still use, by the tick that is in the way.
+    pub(crate) awaited: BTreeMap<(u32, u64), u64>,
 }
 
 impl Whole {
     /// Where the request's memory would come from: granules that are at hand, that may move, and the rest from the device.
     pub(crate) fn draft(&mut self, request: &Request) -> Option<Draft> {
-        let in_use = self.heaps().map(crate::heap::Heap::in_use).sum::<u64>() + request.size;
+        // What waits is in nobody's use: it could be had by waiting.
+        let (waiting, awaited) = self.awaited();
+        let in_use = (self.in_use() + request.size).saturating_sub(waiting);
         let paged = self.paged.as_mut()?;
         paged.in_use_peak = paged.in_use_peak.max(in_use);
         let (granule, at_hand) = (paged.granule, paged.spares.len() as u64);
@@ -89,7 +93,7 @@ impl Whole {
         let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
         donors.truncate(need + ahead, granule);
         let buy = need.saturating_sub(donors.granules);
-        Some(Draft { window, donors, spares, buy, ahead })
+        Some(Draft { window, donors, spares, buy, ahead, awaited })
     }
 
     /// Granules that may be put behind a window, ahead of need.
@@ -109,22 +113,26 @@ impl Whole {
             return Planned::Short { missing, not_done, refusal };
         }
         let bought_ahead = if draft.buy > 0 && terms.ahead { self.bought_ahead(&draft, buyable) } else { 0 };
-        let Draft { window, donors, spares, buy, ahead } = draft;
+        let Draft { window, donors, spares, buy, ahead, .. } = draft;
         let (held, fill, changed) = self.hold_window(request.slot, &window, (ahead + bought_ahead) * granule);
         let donors = self.hold_donors(request.slot, donors.chosen, &changed, window.end);
         let create = buy + bought_ahead;
-        let growing = create * granule;
-        self.growing += growing;
-        let unmap = donors.iter().map(|donor| donor.addr..donor.addr + donor.bytes).collect::<Vec<_>>();
-        let Some(paged) = self.paged.as_mut() else { return Planned::NoAddresses };
-        let unmap = unmap.into_iter().map(|range| (range.clone(), paged.take(range.start, range.end - range.start)));
-        let unmap = unmap.collect();
+        let work = self.work(&donors, spares, create, fill);
+        Planned::Ready(Plan { work, held: Held { window: held, donors, create, spares } })
+    }
+
+    /// What the driver is asked: to unmap donors that are held, and to fill these ranges with their granules, so many spare ones
+    /// and so many new ones.
+    pub(crate) fn work(&mut self, donors: &[Donor], spares: u64, create: u64, fill: Vec<std::ops::Range<u64>>) -> Work {
+        let Some(paged) = self.paged.as_mut() else { return Work::default() };
+        let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
+        let unmap = donors.iter().map(|donor| (range(donor), paged.take(donor.addr, donor.bytes))).collect();
         paged.in_hands += spares;
         let at = paged.spares.len() - usize::try_from(spares).unwrap_or(0);
         let at_hand = paged.spares.split_off(at);
-        let (options, access) = (paged.options, paged.access.clone());
-        let work = Work { granule, options, access, create, unmap, spares: at_hand, fill };
-        Planned::Ready(Plan { work, held: Held { window: held, donors, growing, spares } })
+        let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
+        self.growing += create * granule;
+        Work { granule, options, access, create, unmap, spares: at_hand, fill }
     }
 
     /// Granules to take from the device beyond the need.
@@ -218,29 +226,40 @@ impl Whole {
     /// Accounts for what the driver did, and lets go of what was held. Tells the free block that the window became, if all went
     /// well.
     pub(crate) fn settle_plan(&mut self, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
-        self.growing -= held.growing;
-        self.settle_donors(&held.donors, done);
-        let Some(paged) = self.paged.as_mut() else { return None };
-        let kind = kind_of(request.pool);
-        paged.in_hands -= held.spares;
-        paged.spares.extend(&done.spares);
-        for &(at, physical, usable) in &done.mapped {
-            paged.put(at, physical);
-            paged.mapped_bytes[kind as usize] += if usable { paged.granule } else { 0 };
+        self.settle_work(&held.donors, (held.spares, held.create), request.pool, done);
+        // What is mapped without access is of no use to a pool.
+        let stuck = done.mapped.iter().filter(|(.., usable)| !usable).count() as u64;
+        if let Some(paged) = self.paged.as_mut() {
+            paged.mapped_bytes[kind_of(request.pool) as usize] -= stuck * paged.granule;
         }
         let usable = done.mapped.iter().filter(|(.., usable)| *usable).map(|&(at, ..)| at).collect();
         let stuck = done.mapped.iter().filter(|(.., usable)| !usable).map(|&(at, ..)| at).collect();
         let last = held.window.iter().filter_map(|&id| self.let_go(request, id, &usable, &stuck)).last();
+        self.account_for_granules();
+        last.filter(|_| done.error.is_none())
+    }
+
+    /// Accounts for what the driver did with donors, spare granules and new ones, so many of which it was asked to take or
+    /// create for a pool.
+    pub(crate) fn settle_work(&mut self, donors: &[Donor], (spares, create): (u64, u64), pool: u16, done: &Done) {
+        self.settle_donors(donors, done);
+        let Some(paged) = self.paged.as_mut() else { return };
+        let (kind, granule) = (kind_of(pool), paged.granule);
+        paged.in_hands -= spares;
+        paged.spares.extend(&done.spares);
+        for &(at, physical, _) in &done.mapped {
+            paged.put(at, physical);
+            paged.mapped_bytes[kind as usize] += granule;
+        }
+        self.growing -= create * granule;
         if done.created > 0 {
             self.counters().num_device_alloc.add(1);
         }
         if done.unmapped > 0 {
-            let moved = held.donors[..done.unmapped].iter().map(|donor| donor.bytes).sum::<u64>();
+            let moved = donors[..done.unmapped].iter().map(|donor| donor.bytes).sum::<u64>();
             self.counters().remaps.add(1);
             self.counters().moved_bytes.add(moved);
         }
-        self.account_for_granules();
-        last.filter(|_| done.error.is_none())
     }
 
     fn settle_donors(&mut self, donors: &[Donor], done: &Done) {

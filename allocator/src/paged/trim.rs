@@ -10,6 +10,7 @@ use crate::error::AllocError;
 use crate::heap::{State, kind_of};
 use crate::history::Action;
 use crate::paged::donors::Donor;
+use crate::paged::driver::unmap_range;
 use crate::whole::Whole;
 
 /// Granules on their way back to the device.
@@ -23,17 +24,21 @@ impl Allocator {
     /// Gives granules that nobody uses back to the device, spare ones first, until at most `target` bytes are held from it or
     /// none is left in the pools that `of` picks; tells how many bytes went. Those not known done stay.
     pub(crate) fn trim_paged(&self, target: u64, of: &impl Fn(u16) -> bool) -> Result<u64, AllocError> {
+        let recycled = self.recycle_retired()?;
         self.take_stuck_back()?;
+        let _gate = self.gate().shared();
         let mut whole = self.shell().whole();
         let Some(granule) = whole.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
+        if whole.is_asleep() {
+            return Ok(recycled);
+        }
         let leaving = whole.begin_trim(target, of);
         drop(whole);
         let Leaving { donors, ranges, spares } = leaving;
         let (mut unmapped, mut loose, mut failed) = (0, spares, None);
         let in_hands = loose.len() as u64;
         for (range, granules) in &ranges {
-            self.hooks().about_to_unmap(range.start, range.end - range.start);
-            if let Err(error) = self.device().driver().unmap(DevicePtr(range.start), range.end - range.start) {
+            if let Err(error) = unmap_range(self.device(), self.hooks(), range) {
                 failed = Some(error);
                 break;
             }
@@ -47,7 +52,7 @@ impl Allocator {
         let addresses = self.give_addresses_back();
         match failed {
             Some(error) => Err(error.into()),
-            None => addresses.map(|()| released * granule),
+            None => addresses.map(|()| recycled + released * granule),
         }
     }
 

@@ -32,6 +32,8 @@ pub struct SimConfig {
     pub jitter: bool,
     /// Whether the device can map physical memory at reserved addresses.
     pub vmm: bool,
+    /// Whether its physical memory can be exported as handles, where it can map memory.
+    pub export: bool,
     /// Bytes of the device that another process holds.
     pub other_process_bytes: u64,
     /// Whether a violation panics in the call that finds it.
@@ -62,6 +64,7 @@ impl SimConfig {
             seed: 0,
             jitter: true,
             vmm: true,
+            export: true,
             other_process_bytes: 0,
             panic_on_violation: false,
             faults: Vec::new(),
@@ -76,7 +79,7 @@ impl SimConfig {
     /// | --- | --- | --- |
     /// | `size` | size | memory of the device, when the first part names a preset |
     /// | `seed` | number | see [`SimConfig::seed`] |
-    /// | `jitter`, `vmm` | `on` or `off` | see the fields of the same names |
+    /// | `jitter`, `vmm`, `export` | `on` or `off` | see the fields of the same names |
     /// | `other` | size | bytes held by another process |
     /// | `fault` | `CALL#N:CODE` | the Nth `CALL` fails, such as `cuMemAlloc#3:out_of_memory` or `any#17:999` |
     /// | `fault_rate` | `[CALL:]RATE[:CODE]` | calls fail at random, such as `0.01` or `cuMemAlloc:0.05` |
@@ -126,6 +129,13 @@ impl SimConfig {
     #[must_use]
     pub fn vmm(mut self, vmm: bool) -> Self {
         self.vmm = vmm;
+        self
+    }
+
+    /// Sets [`SimConfig::export`].
+    #[must_use]
+    pub fn export(mut self, export: bool) -> Self {
+        self.export = export;
         self
     }
 

@@ -42,7 +42,7 @@ impl Driver for SimDriver {
                 Attribute::VirtualMemoryManagement => self.vmm.into(),
                 Attribute::MemoryPools => 1,
                 Attribute::GpuDirectRdmaWithVmm => self.can_rdma().into(),
-                Attribute::PosixFdHandles => self.vmm.into(),
+                Attribute::PosixFdHandles => self.export.into(),
             })
         })
     }
@@ -82,6 +82,9 @@ impl Driver for SimDriver {
             self.can_map()?;
             if options.rdma && !self.can_rdma() {
                 return Err(Refused::new(Code::NOT_SUPPORTED, "this device has no memory for RDMA"));
+            }
+            if options.exportable.is_some() && !self.export {
+                return Err(Refused::new(Code::NOT_SUPPORTED, "this device has no memory that can be exported"));
             }
             machine.create_physical(bytes, options)
         })

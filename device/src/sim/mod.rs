@@ -87,6 +87,7 @@ pub struct SimDriver {
     info: DeviceInfo,
     card: Card,
     vmm: bool,
+    export: bool,
     panic_on_violation: bool,
     machine: Mutex<Machine>,
 }
@@ -110,6 +111,7 @@ impl SimDriver {
             info,
             card,
             vmm: config.vmm,
+            export: config.vmm && config.export,
             panic_on_violation: config.panic_on_violation,
             machine: Mutex::new(Machine::new(&config)),
         })

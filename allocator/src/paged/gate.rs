@@ -1,0 +1,22 @@
+//! The gate: operations that change a few mappings pass it together, those that concern all of them alone.
+//!
+//! Whoever remaps holds it from deciding to accounting, across the driver's calls, so that whoever needs all mappings at once
+//! finds none of them in the hands of others. It comes before every other lock, and nothing waits for the device while it is
+//! shared.
+
+use crate::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+#[derive(Debug, Default)]
+pub(crate) struct Gate(RwLock);
+
+impl Gate {
+    /// For an operation on mappings that it has to itself.
+    pub(crate) fn shared(&self) -> RwLockReadGuard<'_> {
+        self.0.read()
+    }
+
+    /// For an operation on all mappings.
+    pub(crate) fn exclusive(&self) -> RwLockWriteGuard<'_> {
+        self.0.write()
+    }
+}

@@ -1,0 +1,149 @@
+//! Exportable memory: physical memory of its own that goes back once it is done, on every backing, and after every failure.
+#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use aquifer_allocator::{AllocError, Allocator, Config};
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{Code, Device, HandleKind, Operation, PhysicalOptions};
+
+const MIB: u64 = 1 << 20;
+const FD: HandleKind = HandleKind::PosixFd;
+
+fn setup(options: &str) -> (Arc<SimDriver>, Device, Allocator) {
+    let driver = SimDriver::new(SimConfig::new(128 * MIB));
+    let device = Device::new(driver.clone());
+    let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+    (driver, device, allocator)
+}
+
+#[test]
+fn it_is_one_piece_of_physical_memory_created_for_export() {
+    let (driver, device, allocator) = setup("");
+    allocator.enable_peer_access(2).unwrap();
+    let shared = allocator.alloc_exportable(5 * MIB, FD, device.default_stream()).unwrap();
+    let mapped = driver.mapping_at(shared.ptr()).unwrap();
+    assert_eq!((mapped.ptr, mapped.bytes, mapped.devices), (shared.ptr(), 6 * MIB, vec![0, 2]));
+    assert_eq!(mapped.options, PhysicalOptions::default().rdma(mapped.options.rdma).exportable(FD));
+    assert!(shared.handle().is_some());
+    assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (6 * MIB, 6 * MIB));
+    let segment = &allocator.snapshot().segments[0];
+    assert_eq!((segment.address, segment.total_size, segment.active_size), (shared.ptr().0, 6 * MIB, 6 * MIB));
+    allocator.enable_peer_access(1).unwrap();
+    assert_eq!(driver.mapping_at(shared.ptr()).unwrap().devices, [0, 1, 2]);
+}
+
+#[test]
+fn it_goes_back_once_the_streams_that_used_it_are_done() {
+    let (driver, device, allocator) = setup("");
+    let (stream, side) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let mut shared = allocator.alloc_exportable(40 * MIB, FD, &stream).unwrap();
+    let ptr = shared.ptr();
+    driver.stall(side.raw(), Duration::from_secs(1)).unwrap();
+    side.wait_for(&stream.tick()).unwrap();
+    shared.record_stream(&side).unwrap();
+    side.fill(ptr, 1, 40 * MIB).unwrap();
+    let calls = driver.calls_made();
+    drop(shared);
+    assert_eq!(driver.calls_made(), calls, "dropping it makes no driver call");
+    assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 40 * MIB));
+    let other = allocator.alloc(80 * MIB, &stream).unwrap();
+    assert!(driver.mapping_at(ptr).is_some(), "its last use is not done");
+    // Only its memory makes room for this.
+    let more = allocator.alloc(20 * MIB, &stream).unwrap();
+    assert!(driver.mapping_at(ptr).is_none());
+    assert_eq!(allocator.reserved_bytes(), 100 * MIB);
+    drop((other, more));
+    allocator.empty_cache().unwrap();
+    assert_eq!((allocator.reserved_bytes(), device.memory_info().unwrap().free), (0, 128 * MIB));
+    assert_eq!(driver.violations(), []);
+}
+
+#[test]
+fn it_makes_room_like_any_other_request() {
+    let (driver, device, allocator) = setup("limit_mb:100");
+    let stream = device.default_stream();
+    drop(allocator.alloc(90 * MIB, stream).unwrap());
+    let shared = allocator.alloc_exportable(60 * MIB, FD, stream).unwrap();
+    assert!(allocator.reserved_bytes() <= 100 * MIB);
+    let error = allocator.alloc_exportable(50 * MIB, FD, stream).unwrap_err();
+    assert_eq!(error.report().unwrap().requested, 50 * MIB);
+    let held = std::sync::Mutex::new(Some(shared));
+    let _reclaimer =
+        allocator.register_reclaimer(0, "drop it", move |_| held.lock().unwrap().take().map_or(0, |old| old.bytes()));
+    drop(allocator.alloc_exportable(50 * MIB, FD, stream).unwrap());
+    assert_eq!(driver.violations(), []);
+}
+
+#[test]
+fn a_device_without_handles_says_what_is_missing() {
+    let device = Device::new(SimDriver::new(SimConfig::new(128 * MIB).export(false)));
+    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let error = allocator.alloc_exportable(MIB, FD, device.default_stream()).unwrap_err();
+    assert!(matches!(error, AllocError::Unsupported { what } if what.contains("POSIX file descriptors")), "{error}");
+    assert_eq!(allocator.reserved_bytes(), 0);
+}
+
+#[test]
+fn segments_give_it_one_of_its_own() {
+    let (driver, device, allocator) = setup("backing:segments");
+    let stream = device.default_stream();
+    let shared = allocator.alloc_exportable(5 * MIB, FD, stream).unwrap();
+    let beside = allocator.alloc(5 * MIB, stream).unwrap();
+    assert_eq!((shared.handle(), allocator.snapshot().segments.len()), (None, 2));
+    drop(shared);
+    allocator.empty_cache().unwrap();
+    assert_eq!(allocator.snapshot().segments.len(), 1);
+    drop(beside);
+    assert!(allocator.alloc_exportable(0, FD, stream).unwrap().range().is_empty());
+    assert_eq!(driver.violations(), []);
+}
+
+#[test]
+fn it_outlives_every_other_handle_of_the_allocator() {
+    let (driver, device, allocator) = setup("");
+    let shared = allocator.alloc_exportable(5 * MIB, FD, device.default_stream()).unwrap();
+    let ptr = shared.ptr();
+    drop(allocator);
+    device.settle();
+    assert!(driver.mapping_at(ptr).is_some());
+    drop(shared);
+    device.settle();
+    assert_eq!(device.memory_info().unwrap().free, 128 * MIB);
+}
+
+#[test]
+fn every_failing_call_is_rolled_back() {
+    let operations = [
+        Operation::Attribute,
+        Operation::CreatePhysical,
+        Operation::Reserve,
+        Operation::Map,
+        Operation::SetAccess,
+        Operation::Unmap,
+        Operation::ReleasePhysical,
+        Operation::Unreserve,
+    ];
+    for (operation, code) in
+        operations.into_iter().flat_map(|operation| [(operation, Code(999)), (operation, Code::OUT_OF_MEMORY)])
+    {
+        let (driver, device, allocator) = setup("");
+        let stream = device.default_stream();
+        driver.inject(Fault::Nth { operation: Some(operation), nth: 1, code });
+        let first = allocator.alloc_exportable(30 * MIB, FD, stream);
+        let at_first = first.is_err();
+        drop(first);
+        let emptied = allocator.empty_cache();
+        driver.clear_faults();
+        assert_eq!((allocator.allocated_bytes(), allocator.limit()), (0, None), "{operation:?}");
+        let second = allocator.alloc_exportable(90 * MIB, FD, stream).unwrap();
+        assert_eq!(allocator.allocated_bytes(), 90 * MIB, "{operation:?} {at_first} {emptied:?}");
+        drop(second);
+        allocator.empty_cache().unwrap();
+        device.settle();
+        let left = (allocator.reserved_bytes(), device.memory_info().unwrap().free);
+        assert_eq!(left, (0, 128 * MIB), "{operation:?} {code:?}");
+        assert_eq!(driver.violations(), []);
+    }
+}

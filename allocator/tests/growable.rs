@@ -1,0 +1,292 @@
+//! Growable memory: one address, memory as needed, nothing reused before it is done, nothing lost in a failure.
+#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use aquifer_allocator::{AllocError, Allocator, Config, Growable};
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{Code, Device, DevicePtr, Operation, Stream};
+use proptest::prelude::*;
+
+const MIB: u64 = 1 << 20;
+const CAPACITY: u64 = 128 * MIB;
+
+struct Setup {
+    driver: Arc<SimDriver>,
+    device: Device,
+    allocator: Allocator,
+    stream: Stream,
+    side: Stream,
+}
+
+fn setup(options: &str) -> Setup {
+    let driver = SimDriver::new(SimConfig::new(CAPACITY));
+    let device = Device::new(driver.clone());
+    let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+    let (stream, side) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    Setup { driver, device, allocator, stream, side }
+}
+
+impl Setup {
+    fn growable(&self, capacity: u64) -> Growable {
+        self.allocator.growable(capacity, &self.stream).unwrap()
+    }
+
+    fn assert_returned(&self) {
+        self.allocator.empty_cache().unwrap();
+        self.device.settle();
+        assert_eq!((self.allocator.allocated_bytes(), self.allocator.reserved_bytes()), (0, 0));
+        assert_eq!(self.device.memory_info().unwrap().free, CAPACITY);
+        assert_eq!(self.driver.violations(), []);
+    }
+}
+
+fn read(stream: &Stream, ptr: DevicePtr) -> u8 {
+    let mut byte = [0];
+    stream.download_blocking(&mut byte, ptr).unwrap();
+    byte[0]
+}
+
+#[test]
+fn it_grows_in_place_and_keeps_its_contents() {
+    let setup = setup("");
+    let Setup { allocator, stream, .. } = &setup;
+    let mut cache = setup.growable(200 * MIB);
+    assert_eq!((cache.bytes(), allocator.reserved_bytes()), (0, 0));
+    let ptr = cache.ptr();
+    cache.grow_to(3 * MIB, stream).unwrap();
+    stream.fill(ptr, 7, 3 * MIB).unwrap();
+    for mib in [4, 9, 60, 100] {
+        cache.grow_to(mib * MIB, stream).unwrap();
+        let last = ptr.offset(mib * MIB - 1);
+        stream.fill(last, 9, 1).unwrap();
+        assert_eq!((cache.ptr(), read(stream, ptr), read(stream, last)), (ptr, 7, 9));
+        assert_eq!((cache.range(), cache.capacity()), (ptr.0..ptr.0 + mib * MIB, 200 * MIB));
+        assert_eq!(allocator.allocated_bytes(), mib.next_multiple_of(2) * MIB);
+        assert_eq!(allocator.reserved_bytes(), allocator.allocated_bytes());
+    }
+    cache.grow_to(5 * MIB, stream).unwrap(); // it is larger
+    assert_eq!(cache.bytes(), 100 * MIB);
+    let stats = allocator.memory_stats();
+    assert_eq!((stats.allocation.all.current, stats.requested_bytes.all.current), (1, 100 * MIB));
+    let snapshot = allocator.snapshot();
+    assert_eq!((snapshot.segments.len(), snapshot.segments[0].total_size), (1, 100 * MIB));
+    assert_eq!((snapshot.segments[0].address, snapshot.segments[0].active_size), (ptr.0, 100 * MIB));
+    drop(cache);
+    setup.assert_returned();
+}
+
+#[test]
+fn what_it_gives_up_serves_others_once_it_is_done() {
+    let setup = setup("");
+    let Setup { driver, allocator, stream, side, .. } = &setup;
+    let mut cache = setup.growable(CAPACITY);
+    cache.grow_to(120 * MIB, stream).unwrap();
+    driver.stall(side.raw(), Duration::from_secs(1)).unwrap();
+    side.wait_for(&stream.tick()).unwrap();
+    side.fill(cache.ptr(), 1, 120 * MIB).unwrap();
+    let calls = driver.calls_made();
+    cache.shrink_to(20 * MIB, side).unwrap();
+    assert_eq!(driver.calls_made(), calls, "shrinking makes no driver call");
+    assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (20 * MIB, 120 * MIB));
+    let small = allocator.alloc(6 * MIB, stream).unwrap();
+    assert!(driver.mapping_at(cache.ptr().offset(100 * MIB)).is_some(), "its last use is not done");
+    let large = allocator.alloc(90 * MIB, stream).unwrap(); // waits
+    stream.fill(large.ptr(), 2, 90 * MIB).unwrap();
+    assert!(driver.now_ns() >= 1_000_000_000);
+    assert_eq!(read(stream, cache.ptr()), 1);
+    drop((small, large, cache));
+    setup.assert_returned();
+}
+
+#[test]
+fn growing_again_takes_back_what_was_not_recycled() {
+    let setup = setup("");
+    let Setup { driver, allocator, stream, side, .. } = &setup;
+    let mut cache = setup.growable(CAPACITY);
+    cache.grow_to(100 * MIB, stream).unwrap();
+    stream.fill(cache.ptr(), 5, 100 * MIB).unwrap();
+    cache.shrink_to(MIB, stream).unwrap();
+    let calls = driver.calls_made();
+    cache.grow_to(50 * MIB, stream).unwrap();
+    assert_eq!(driver.calls_made(), calls, "nothing to ask the driver on the same stream");
+    assert_eq!(allocator.reserved_bytes(), 100 * MIB);
+    // Another stream waits for the last use, on the device.
+    cache.grow_to(100 * MIB, side).unwrap();
+    side.fill(cache.ptr().offset(60 * MIB), 6, MIB).unwrap();
+    side.synchronize().unwrap();
+    drop(cache);
+    setup.assert_returned();
+}
+
+#[test]
+fn it_takes_free_granules_before_it_buys() {
+    let setup = setup("");
+    let Setup { device, allocator, stream, .. } = &setup;
+    drop(allocator.alloc(100 * MIB, stream).unwrap());
+    let created = device.driver_calls().of(Operation::CreatePhysical);
+    let mut cache = setup.growable(CAPACITY);
+    cache.grow_to(100 * MIB, stream).unwrap();
+    assert_eq!(device.driver_calls().of(Operation::CreatePhysical), created);
+    assert_eq!(allocator.reserved_bytes(), 100 * MIB);
+    cache.shrink_to(0, stream).unwrap();
+    stream.synchronize().unwrap();
+    let block = allocator.alloc(100 * MIB, stream).unwrap();
+    assert_eq!(device.driver_calls().of(Operation::CreatePhysical), created);
+    drop((block, cache));
+    setup.assert_returned();
+}
+
+#[test]
+fn the_limit_holds_and_growth_makes_room() {
+    let setup = setup("limit_mb:64");
+    let Setup { allocator, stream, .. } = &setup;
+    let held = Arc::new(std::sync::Mutex::new(Some(allocator.alloc(30 * MIB, stream).unwrap())));
+    let mut cache = setup.growable(CAPACITY);
+    cache.grow_to(20 * MIB, stream).unwrap();
+    let error = cache.grow_to(50 * MIB, stream).unwrap_err();
+    assert_eq!(error.report().unwrap().limit, Some(64 * MIB));
+    assert_eq!((cache.bytes(), allocator.allocated_bytes()), (20 * MIB, 50 * MIB));
+    let freed = held.clone();
+    let _reclaimer =
+        allocator.register_reclaimer(0, "drop it", move |_| freed.lock().unwrap().take().map_or(0, |old| old.bytes()));
+    cache.grow_to(50 * MIB, stream).unwrap();
+    assert!(allocator.reserved_bytes() <= 64 * MIB);
+    assert!(matches!(cache.grow_to(CAPACITY + 1, stream), Err(AllocError::BeyondCapacity { .. })));
+    drop(cache);
+    setup.assert_returned();
+}
+
+#[test]
+fn it_is_refused_where_it_cannot_be() {
+    let Setup { allocator, stream, device, .. } = &setup("backing:segments");
+    assert!(matches!(allocator.growable(MIB, stream), Err(AllocError::Unsupported { .. })));
+    let Setup { allocator, .. } = &setup("");
+    assert!(matches!(allocator.growable(MIB, stream), Err(AllocError::WrongDevice { .. })));
+    let own = allocator.device().default_stream();
+    assert!(matches!(allocator.growable(1 << 60, own), Err(AllocError::TooLarge { .. })));
+    assert!(matches!(
+        allocator.growable(MIB, own).unwrap().grow_to(MIB, device.default_stream()),
+        Err(AllocError::WrongDevice { .. })
+    ));
+}
+
+#[test]
+fn every_failing_call_leaves_it_as_it_was() {
+    let operations =
+        [Operation::CreatePhysical, Operation::Map, Operation::SetAccess, Operation::Unmap, Operation::ReleasePhysical];
+    let codes = [Code(999), Code::OUT_OF_MEMORY];
+    for (operation, code, nth) in operations
+        .into_iter()
+        .flat_map(|operation| codes.map(|code| (operation, code)))
+        .flat_map(|(operation, code)| [1, 2, 7].map(|nth| (operation, code, nth)))
+    {
+        let setup = setup("");
+        let Setup { driver, allocator, stream, .. } = &setup;
+        let mut cache = setup.growable(CAPACITY);
+        cache.grow_to(10 * MIB, stream).unwrap();
+        stream.fill(cache.ptr(), 3, 10 * MIB).unwrap();
+        let blocks: Vec<_> = (0..8).map(|_| allocator.alloc(12 * MIB, stream).unwrap()).collect();
+        drop(blocks);
+        stream.synchronize().unwrap();
+        driver.inject(Fault::Nth { operation: Some(operation), nth, code });
+        driver.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 3, code });
+        let grown = cache.grow_to(100 * MIB, stream);
+        let bytes = if grown.is_ok() { 100 * MIB } else { 10 * MIB };
+        assert_eq!((cache.bytes(), allocator.allocated_bytes()), (bytes, bytes), "{operation:?} {code:?} {nth}");
+        driver.clear_faults();
+        cache.grow_to(90 * MIB, stream).unwrap();
+        assert_eq!(read(stream, cache.ptr()), 3);
+        stream.fill(cache.ptr(), 4, cache.bytes()).unwrap();
+        cache.shrink_to(3 * MIB, stream).unwrap();
+        drop(cache);
+        setup.assert_returned();
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Grow(usize, u64, bool),
+    Shrink(usize, u64, bool),
+    Alloc(u64, bool),
+    Free(usize),
+    Replace(usize),
+    Stall(bool),
+    Trim(u64),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let mib = || 0..61_u64;
+    prop_oneof![
+        4 => (0..3_usize, mib(), any::<bool>()).prop_map(|(which, mib, side)| Step::Grow(which, mib, side)),
+        3 => (0..3_usize, mib(), any::<bool>()).prop_map(|(which, mib, side)| Step::Shrink(which, mib, side)),
+        4 => (1..40_u64, any::<bool>()).prop_map(|(mib, side)| Step::Alloc(mib, side)),
+        3 => any::<usize>().prop_map(Step::Free),
+        1 => (0..3_usize).prop_map(Step::Replace),
+        1 => any::<bool>().prop_map(Step::Stall),
+        1 => mib().prop_map(Step::Trim),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+    /// Growables and blocks share memory on two streams: nobody meets another's work, and the sums are right.
+    #[test]
+    fn programs(steps in prop::collection::vec(step(), 1..80), faults in prop::option::weighted(0.3, 0.005..0.05_f64)) {
+        let setup = setup("");
+        let Setup { driver, allocator, stream, side, .. } = &setup;
+        if let Some(rate) = faults {
+            for operation in [Operation::CreatePhysical, Operation::Map, Operation::SetAccess] {
+                driver.inject(Fault::Rate { operation: Some(operation), rate, code: Code(999) });
+            }
+        }
+        let mut caches: Vec<Growable> = (0..3).map(|_| setup.growable(60 * MIB)).collect();
+        let mut blocks = Vec::new();
+        let pick = |is_side: bool| if is_side { side } else { stream };
+        let order = |user: &Stream| {
+            user.wait_for(&stream.tick()).unwrap();
+            user.wait_for(&side.tick()).unwrap();
+        };
+        for step in steps {
+            match step {
+                Step::Grow(which, mib, is_side) => {
+                    let user = pick(is_side);
+                    let _ = caches[which].grow_to(mib * MIB, user);
+                    order(user);
+                    if caches[which].bytes() > 0 {
+                        user.fill(caches[which].ptr(), 1, caches[which].bytes()).unwrap();
+                    }
+                }
+                Step::Shrink(which, mib, is_side) => {
+                    caches[which].shrink_to(mib * MIB, pick(is_side)).unwrap();
+                }
+                Step::Alloc(mib, is_side) => {
+                    if let Ok(block) = allocator.alloc(mib * MIB, pick(is_side)) {
+                        pick(is_side).fill(block.ptr(), 2, block.bytes()).unwrap();
+                        blocks.push(block);
+                    }
+                }
+                Step::Free(which) if !blocks.is_empty() => drop(blocks.swap_remove(which % blocks.len())),
+                Step::Free(_) => {}
+                Step::Replace(which) => match allocator.growable(60 * MIB, stream) {
+                    Ok(cache) => caches[which] = cache,
+                    Err(error) => prop_assert!(matches!(error, AllocError::Device(error) if error.operation == Operation::Reserve)),
+                },
+                Step::Stall(is_side) => driver.stall(pick(is_side).raw(), Duration::from_millis(1)).unwrap(),
+                Step::Trim(mib) => {
+                    let _ = allocator.trim_to(mib * MIB);
+                }
+            }
+            let grown: u64 = caches.iter().map(|cache| cache.bytes().next_multiple_of(2 * MIB)).sum();
+            let held: u64 = blocks.iter().map(|block| block.bytes()).sum();
+            prop_assert_eq!(allocator.allocated_bytes(), grown + held);
+            let reserved: u64 = allocator.snapshot().segments.iter().map(|segment| segment.total_size).sum();
+            prop_assert!(reserved <= allocator.reserved_bytes() && allocator.reserved_bytes() <= CAPACITY);
+            prop_assert_eq!(driver.violations(), []);
+        }
+        driver.clear_faults();
+        drop((caches, blocks));
+        setup.assert_returned();
+    }
+}

@@ -1,0 +1,102 @@
+//! Observers of mappings see every change in time, and what they saw adds up to what is mapped.
+#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+
+use aquifer_allocator::{Allocator, Config, MappingChange, Registration};
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{Code, Device, DevicePtr, Operation};
+
+const MIB: u64 = 1 << 20;
+const GRANULE: u64 = 2 * MIB;
+
+struct Setup {
+    driver: Arc<SimDriver>,
+    device: Device,
+    allocator: Allocator,
+    /// Granules that have memory, as the observer was told.
+    told: Arc<Mutex<BTreeSet<u64>>>,
+    registration: Option<Registration>,
+}
+
+fn setup() -> Setup {
+    let driver = SimDriver::new(SimConfig::new(256 * MIB));
+    let device = Device::new(driver.clone());
+    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let told = Arc::new(Mutex::new(BTreeSet::new()));
+    let (seen, below) = (told.clone(), driver.clone());
+    let registration = allocator.observe_mappings(move |change| {
+        let mut seen = seen.lock().unwrap();
+        let granules = |addr: u64, bytes: u64| (addr..addr + bytes).step_by(usize::try_from(GRANULE).unwrap());
+        match *change {
+            MappingChange::BeforeUnmap { addr, bytes } => granules(addr, bytes).for_each(|at| {
+                assert!(seen.remove(&at), "{at:#x} was not mapped");
+                assert!(below.mapping_at(DevicePtr(at)).is_some(), "{at:#x} is unmapped already");
+            }),
+            MappingChange::Mapped { addr, bytes } => granules(addr, bytes).for_each(|at| {
+                assert!(seen.insert(at), "{at:#x} was mapped already");
+                assert_eq!(below.mapping_at(DevicePtr(at)).unwrap().devices, [0], "{at:#x} cannot be accessed yet");
+            }),
+            _ => unreachable!(),
+        }
+    });
+    Setup { driver, device, allocator, told, registration: Some(registration) }
+}
+
+impl Setup {
+    fn told_bytes(&self) -> u64 {
+        self.told.lock().unwrap().len() as u64 * GRANULE
+    }
+
+    /// Live and free blocks in turn, so that something larger must move memory.
+    fn fragment(&self) -> Vec<aquifer_allocator::Allocation> {
+        let stream = self.device.default_stream();
+        let blocks: Vec<_> = (0..24).map(|_| self.allocator.alloc(10 * MIB, stream).unwrap()).collect();
+        blocks.into_iter().enumerate().filter(|(at, _)| at % 2 == 0).map(|(_, block)| block).collect()
+    }
+}
+
+#[test]
+fn growth_remaps_and_trims_are_told() {
+    let setup = setup();
+    let live = setup.fragment();
+    assert_eq!(setup.told_bytes(), setup.allocator.reserved_bytes());
+    let moved = setup.allocator.alloc(90 * MIB, setup.device.default_stream()).unwrap();
+    assert_eq!(setup.told_bytes(), setup.allocator.reserved_bytes());
+    assert!(setup.allocator.memory_stats().remaps > 0);
+    drop((live, moved));
+    setup.allocator.empty_cache().unwrap();
+    assert_eq!((setup.told_bytes(), setup.allocator.reserved_bytes()), (0, 0));
+    assert_eq!(setup.driver.violations(), []);
+}
+
+#[test]
+fn memory_that_the_driver_did_not_unmap_is_told_again() {
+    let setup = setup();
+    drop(setup.fragment());
+    setup.driver.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 1, code: Code(999) });
+    setup.allocator.empty_cache().unwrap_err();
+    assert_eq!(setup.told_bytes(), 240 * MIB);
+    setup.allocator.empty_cache().unwrap();
+    assert_eq!(setup.told_bytes(), 0);
+}
+
+#[test]
+fn an_observer_may_free() {
+    let setup = setup();
+    let held = Mutex::new(setup.fragment());
+    let (live, first) = (held.lock().unwrap().len() as u64, setup.told_bytes());
+    let _registration = setup.allocator.observe_mappings(move |_| drop(held.lock().unwrap().pop()));
+    drop(setup.allocator.alloc(90 * MIB, setup.device.default_stream()).unwrap());
+    assert!(setup.told_bytes() >= first && setup.allocator.allocated_bytes() < live * 10 * MIB);
+    assert_eq!(setup.driver.violations(), []);
+}
+
+#[test]
+fn nobody_is_told_after_the_end_of_a_registration() {
+    let mut setup = setup();
+    setup.registration = None;
+    let _live = setup.fragment();
+    assert_eq!(setup.told_bytes(), 0);
+}

@@ -1,0 +1,119 @@
+//! Peers: access to every mapping, present and future, whatever moves or fails meanwhile.
+#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
+
+use std::sync::Arc;
+use std::thread;
+
+use aquifer_allocator::{AllocError, Allocation, Allocator, Config};
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{Code, Device, DevicePtr, Operation};
+
+const MIB: u64 = 1 << 20;
+
+fn setup(options: &str) -> (Arc<SimDriver>, Device, Allocator) {
+    let driver = SimDriver::new(SimConfig::new(256 * MIB));
+    let device = Device::new(driver.clone());
+    let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+    (driver, device, allocator)
+}
+
+/// The devices that may touch all granules of the allocator's segments.
+fn everybody_inside(driver: &SimDriver, allocator: &Allocator) -> Vec<Vec<u32>> {
+    let segments = allocator.snapshot().segments;
+    let granules =
+        segments.iter().flat_map(|segment| (0..segment.total_size).step_by(2 << 20).map(|at| segment.address + at));
+    granules.map(|at| driver.mapping_at(DevicePtr(at)).unwrap().devices).collect()
+}
+
+/// Live blocks with free ones in between.
+fn fragments(allocator: &Allocator) -> Vec<Allocation> {
+    let stream = allocator.device().default_stream();
+    let blocks: Vec<_> = (0..20).map(|_| allocator.alloc(10 * MIB, stream).unwrap()).collect();
+    blocks.into_iter().enumerate().filter(|(at, _)| at % 2 == 0).map(|(_, block)| block).collect()
+}
+
+#[test]
+fn all_mappings_are_accessible_now_and_later() {
+    let (driver, device, allocator) = setup("");
+    let live = fragments(&allocator);
+    allocator.enable_peer_access(3).unwrap();
+    assert!(everybody_inside(&driver, &allocator).iter().all(|devices| *devices == [0, 3]));
+    let moved = allocator.alloc(80 * MIB, device.default_stream()).unwrap();
+    assert!(allocator.memory_stats().remaps > 0);
+    allocator.enable_peer_access(1).unwrap();
+    drop(live);
+    allocator.empty_cache().unwrap();
+    let grown = allocator.alloc(100 * MIB, device.default_stream()).unwrap();
+    assert!(everybody_inside(&driver, &allocator).iter().all(|devices| *devices == [0, 1, 3]));
+    let calls = driver.calls_made();
+    for ordinal in [0, 1, 3] {
+        allocator.enable_peer_access(ordinal).unwrap();
+    }
+    assert_eq!(driver.calls_made(), calls, "again is nothing");
+    drop((moved, grown));
+}
+
+#[test]
+fn a_failure_leaves_it_off_and_can_be_tried_again() {
+    let (driver, device, allocator) = setup("");
+    let live = fragments(&allocator);
+    driver.inject(Fault::Nth { operation: Some(Operation::SetAccess), nth: 1, code: Code(217) });
+    assert!(matches!(allocator.enable_peer_access(1), Err(AllocError::Device(_))));
+    drop(live);
+    allocator.empty_cache().unwrap();
+    let block = allocator.alloc(MIB, device.default_stream()).unwrap();
+    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, [0]);
+    allocator.enable_peer_access(1).unwrap();
+    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, [0, 1]);
+}
+
+#[test]
+fn an_unreachable_peer_is_found_out_before_anything_is_mapped() {
+    let (driver, device, allocator) = setup("");
+    let free = device.memory_info().unwrap().free;
+    driver.inject(Fault::Nth { operation: Some(Operation::SetAccess), nth: 1, code: Code(217) });
+    assert!(
+        matches!(allocator.enable_peer_access(1), Err(AllocError::Device(error)) if error.operation == Operation::SetAccess)
+    );
+    assert_eq!(device.memory_info().unwrap().free, free);
+    allocator.enable_peer_access(1).unwrap();
+    let block = allocator.alloc(MIB, device.default_stream()).unwrap();
+    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, [0, 1]);
+}
+
+#[test]
+fn segments_have_no_peers() {
+    let (_, _, allocator) = setup("backing:segments");
+    assert!(matches!(allocator.enable_peer_access(1), Err(AllocError::Unsupported { .. })));
+}
+
+#[test]
+fn remaps_meanwhile_are_not_missed() {
+    for round in 0..20 {
+        let (driver, device, allocator) = setup("");
+        let streams: Vec<_> = (0..2).map(|_| device.create_stream().unwrap()).collect();
+        thread::scope(|scope| {
+            for stream in &streams {
+                let allocator = &allocator;
+                scope.spawn(move || {
+                    let mut held = Vec::new();
+                    for step in 0..60_u64 {
+                        held.extend(allocator.alloc((1 + (step * 7 + round) % 23) * MIB, stream));
+                        if step % 3 == 0 {
+                            drop(held.remove(0));
+                        }
+                        if held.len() > 8 {
+                            drop(held.swap_remove(3));
+                            drop(held.pop());
+                        }
+                    }
+                });
+            }
+            scope.spawn(|| allocator.enable_peer_access(1).unwrap());
+        });
+        let all = allocator.alloc(64 * MIB, &streams[0]).unwrap();
+        assert!(everybody_inside(&driver, &allocator).iter().all(|devices| *devices == [0, 1]), "round {round}");
+        drop(all);
+        assert_eq!(driver.violations(), []);
+    }
+}

@@ -1,0 +1,307 @@
+//! Sleep and wake: memory goes and comes back, addresses and contents stay, and no failure loses anything.
+#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
+
+use std::sync::Arc;
+use std::thread;
+
+use aquifer_allocator::{AllocError, Allocation, Allocator, Config, Contents, Growable, PoolOptions};
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{Code, Device, DevicePtr, ErrorKind, HandleKind, Operation, Stream};
+
+const MIB: u64 = 1 << 20;
+const CAPACITY: u64 = 256 * MIB;
+
+struct Setup {
+    driver: Arc<SimDriver>,
+    device: Device,
+    allocator: Allocator,
+    stream: Stream,
+    /// Live allocations of many sizes, each filled with its number.
+    live: Vec<Allocation>,
+    cache: Growable,
+}
+
+fn setup() -> Setup {
+    let driver = SimDriver::new(SimConfig::new(CAPACITY));
+    let device = Device::new(driver.clone());
+    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let (stream, side) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let mut live = Vec::new();
+    for (at, bytes) in [512, 70_000, MIB, 3 * MIB, 2 * MIB + 512, 1000].into_iter().enumerate() {
+        let stream = if at % 2 == 0 { &stream } else { &side };
+        drop(allocator.alloc(bytes * 2, stream).unwrap());
+        let block = allocator.alloc(bytes, stream).unwrap();
+        stream.fill(block.ptr(), u8::try_from(at).unwrap(), bytes).unwrap();
+        live.push(block);
+    }
+    let mut cache = allocator.growable(64 * MIB, &stream).unwrap();
+    cache.grow_to(3 * MIB, &stream).unwrap();
+    stream.fill(cache.ptr(), 99, 3 * MIB).unwrap();
+    Setup { driver, device, allocator, stream, live, cache }
+}
+
+impl Setup {
+    fn byte(&self, ptr: DevicePtr) -> u8 {
+        let mut byte = [0];
+        self.stream.download_blocking(&mut byte, ptr).unwrap();
+        byte[0]
+    }
+
+    fn assert_contents(&self) {
+        self.device.synchronize().unwrap();
+        for (at, block) in self.live.iter().enumerate() {
+            let ends = [block.ptr(), block.ptr().offset(block.bytes() - 1)].map(|ptr| self.byte(ptr));
+            assert_eq!(ends, [u8::try_from(at).unwrap(); 2], "block {at}");
+        }
+        assert_eq!(self.byte(self.cache.ptr().offset(3 * MIB - 1)), 99);
+    }
+
+    fn device_free(&self) -> u64 {
+        self.device.memory_info().unwrap().free
+    }
+
+    /// Everything works as ever, and everything goes back.
+    fn assert_usable_and_returned(mut self) {
+        self.cache.grow_to(30 * MIB, &self.stream).unwrap();
+        let more = self.allocator.alloc(100 * MIB, &self.stream).unwrap();
+        self.stream.fill(more.ptr(), 1, more.bytes()).unwrap();
+        let Setup { driver, device, allocator, .. } = self;
+        drop((more, self.live, self.cache));
+        allocator.empty_cache().unwrap();
+        device.settle();
+        assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 0));
+        assert_eq!(device.memory_info().unwrap().free, CAPACITY);
+        assert_eq!(driver.violations(), []);
+    }
+}
+
+#[test]
+fn contents_and_addresses_survive() {
+    let setup = setup();
+    let pointers: Vec<_> = setup.live.iter().map(Allocation::ptr).collect();
+    let (allocated, in_use) = (setup.allocator.allocated_bytes(), setup.allocator.memory_stats().allocation);
+    let given = setup.allocator.sleep(Contents::SaveToHost).unwrap();
+    assert!(given >= allocated && setup.allocator.is_asleep());
+    assert_eq!((setup.allocator.reserved_bytes(), setup.device_free()), (0, CAPACITY));
+    assert_eq!(setup.allocator.allocated_bytes(), allocated);
+    assert!(pointers.iter().all(|&ptr| setup.driver.mapping_at(ptr).is_none()));
+    assert_eq!(setup.allocator.sleep(Contents::Discard).unwrap(), 0, "asleep already");
+    setup.allocator.wake().unwrap();
+    setup.allocator.wake().unwrap();
+    assert!(!setup.allocator.is_asleep());
+    assert_eq!((setup.allocator.reserved_bytes(), CAPACITY - setup.device_free()), (given, given));
+    assert_eq!(setup.allocator.memory_stats().allocation.all.current, in_use.all.current);
+    setup.assert_contents();
+    setup.assert_usable_and_returned();
+}
+
+#[test]
+fn discarded_contents_are_not_saved() {
+    let setup = setup();
+    let copies = |setup: &Setup| setup.device.driver_calls().of(Operation::CopyToHost);
+    let before = copies(&setup);
+    setup.allocator.sleep(Contents::Discard).unwrap();
+    setup.allocator.wake().unwrap();
+    assert_eq!(copies(&setup), before);
+    let block = &setup.live[4];
+    assert_eq!(setup.byte(block.ptr()), 0xCD, "nobody wrote it since");
+    setup.stream.fill(block.ptr(), 5, block.bytes()).unwrap();
+    assert_eq!(setup.byte(block.ptr()), 5);
+    setup.assert_usable_and_returned();
+}
+
+#[test]
+fn asleep_it_takes_memory_back_but_gives_none() {
+    let mut setup = setup();
+    let exported = |setup: &Setup| setup.allocator.alloc_exportable(MIB, HandleKind::PosixFd, &setup.stream).map(drop);
+    setup.allocator.sleep(Contents::SaveToHost).unwrap();
+    for bytes in [1, 100 * MIB] {
+        assert!(matches!(setup.allocator.alloc(bytes, &setup.stream), Err(AllocError::Asleep)));
+    }
+    assert!(matches!(exported(&setup), Err(AllocError::Asleep)));
+    assert!(matches!(setup.cache.grow_to(50 * MIB, &setup.stream), Err(AllocError::Asleep)));
+    assert!(setup.allocator.alloc(0, &setup.stream).is_ok());
+    let allocated = setup.allocator.allocated_bytes();
+    let last = setup.live.pop().unwrap();
+    drop(last);
+    assert!(setup.allocator.allocated_bytes() < allocated);
+    setup.cache.shrink_to(3 * MIB - 1, &setup.stream).unwrap();
+    assert_eq!(setup.allocator.empty_cache().unwrap(), 0);
+    setup.allocator.wake().unwrap();
+    exported(&setup).unwrap();
+    setup.cache.grow_to(3 * MIB, &setup.stream).unwrap();
+    setup.assert_contents();
+    setup.assert_usable_and_returned();
+}
+
+#[test]
+fn without_memory_it_stays_asleep_and_can_be_woken_later() {
+    let setup = setup();
+    setup.allocator.sleep(Contents::SaveToHost).unwrap();
+    setup.driver.set_other_process_bytes(CAPACITY - 8 * MIB);
+    for _ in 0..2 {
+        let error = setup.allocator.wake().unwrap_err();
+        assert!(error.is_out_of_memory() && setup.allocator.is_asleep());
+        assert_eq!((setup.allocator.reserved_bytes(), setup.device_free()), (0, 8 * MIB));
+    }
+    setup.driver.set_other_process_bytes(0);
+    setup.allocator.wake().unwrap();
+    setup.assert_contents();
+    setup.assert_usable_and_returned();
+}
+
+#[test]
+fn what_others_know_stays() {
+    let setup = setup();
+    let Setup { allocator, device, stream, .. } = &setup;
+    let pin = allocator.pin_mapping(&setup.live[3]).unwrap();
+    let shared = allocator.alloc_exportable(5 * MIB, HandleKind::PosixFd, stream).unwrap();
+    let pool = allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() });
+    let segment = pool.alloc(MIB, stream).unwrap();
+    allocator.sleep(Contents::Discard).unwrap();
+    let stay = pin.range().end - pin.range().start + 6 * MIB + 2 * MIB;
+    assert_eq!((allocator.reserved_bytes(), CAPACITY - setup.device_free()), (stay, stay));
+    assert_eq!(setup.byte(setup.live[3].ptr()), 3);
+    stream.fill(shared.ptr(), 1, 5 * MIB).unwrap();
+    stream.fill(segment.ptr(), 1, MIB).unwrap();
+    device.synchronize().unwrap();
+    allocator.wake().unwrap();
+    drop((pin, shared, segment, pool));
+    setup.assert_usable_and_returned();
+}
+
+#[test]
+fn peers_and_observers_see_it_come_back() {
+    let setup = setup();
+    let Setup { allocator, driver, .. } = &setup;
+    let told = Arc::new(std::sync::Mutex::new(0_i64));
+    let sum = told.clone();
+    let _registration = allocator.observe_mappings(move |change| {
+        *sum.lock().unwrap() += match *change {
+            aquifer_allocator::MappingChange::Mapped { bytes, .. } => bytes.cast_signed(),
+            aquifer_allocator::MappingChange::BeforeUnmap { bytes, .. } => -bytes.cast_signed(),
+            _ => 0,
+        }
+    });
+    let reserved = allocator.reserved_bytes().cast_signed();
+    allocator.sleep(Contents::SaveToHost).unwrap();
+    assert_eq!(*told.lock().unwrap(), -reserved);
+    allocator.enable_peer_access(1).unwrap();
+    allocator.wake().unwrap();
+    assert_eq!(*told.lock().unwrap(), allocator.reserved_bytes().cast_signed() - reserved);
+    for ptr in setup.live.iter().map(Allocation::ptr).chain([setup.cache.ptr()]) {
+        assert_eq!(driver.mapping_at(ptr).unwrap().devices, [0, 1]);
+    }
+    setup.assert_contents();
+}
+
+#[test]
+fn segments_do_not_sleep() {
+    let device = Device::new(SimDriver::new(SimConfig::new(CAPACITY)));
+    let allocator = Allocator::new(&device, Config::parse("backing:segments").unwrap()).unwrap();
+    assert!(matches!(allocator.sleep(Contents::Discard), Err(AllocError::Unsupported { .. })));
+    allocator.wake().unwrap();
+    assert!(!allocator.is_asleep());
+}
+
+#[test]
+fn the_allocator_may_end_asleep() {
+    for fault in [None, Some(Operation::Map), Some(Operation::SetAccess), Some(Operation::CopyToDevice)] {
+        let setup = setup();
+        setup.allocator.sleep(Contents::SaveToHost).unwrap();
+        if let Some(operation) = fault {
+            setup.driver.inject(Fault::Nth { operation: Some(operation), nth: 2, code: Code(999) });
+            setup.allocator.wake().unwrap_err();
+            assert!(setup.allocator.is_asleep());
+        }
+        let Setup { driver, device, allocator, stream, live, cache } = setup;
+        drop((allocator, live, cache, stream));
+        device.settle();
+        assert_eq!(device.memory_info().unwrap().free, CAPACITY, "{fault:?}");
+        assert_eq!(driver.violations(), []);
+    }
+}
+
+/// A fault at every single driver call of falling asleep and of waking up, and at two of them.
+#[test]
+fn no_failing_call_loses_anything() {
+    let falls_asleep = |setup: &Setup| setup.allocator.sleep(Contents::SaveToHost).map(drop);
+    let wakes = |setup: &Setup| setup.allocator.wake();
+    let (mut asleep, mut undone, mut woken) = (0, 0, 0);
+    for (code, second) in [(Code(999), 0), (Code::OUT_OF_MEMORY, 0), (Code(999), 1), (Code(999), 3)] {
+        for nth in 1.. {
+            let setup = setup();
+            let first_call = setup.driver.calls_made();
+            let inject = |nth| setup.driver.inject(Fault::Nth { operation: None, nth, code });
+            inject(nth);
+            if second > 0 {
+                inject(nth + second);
+            }
+            let mut results = vec![falls_asleep(&setup)];
+            match (results[0].is_err(), setup.allocator.is_asleep()) {
+                (true, true) => asleep += 1,
+                (true, false) => undone += 1,
+                (false, is_asleep) => {
+                    assert!(is_asleep);
+                    results.push(wakes(&setup));
+                    woken += u32::from(results[1].is_err());
+                }
+            }
+            assert_eq!(setup.allocator.memory_stats().allocated_bytes.all.current, setup.allocator.allocated_bytes());
+            let last_call = setup.driver.calls_made() - first_call;
+            setup.driver.clear_faults();
+            let held = CAPACITY - setup.device_free();
+            assert!(setup.allocator.reserved_bytes() >= held, "call {nth}: {results:?}");
+            setup.allocator.wake().unwrap();
+            setup.assert_contents();
+            setup.assert_usable_and_returned();
+            if nth > last_call {
+                break;
+            }
+        }
+    }
+    assert!(asleep > 0 && undone > 10 && woken > 10, "{asleep} {undone} {woken}");
+}
+
+#[test]
+fn a_lost_device_is_an_error() {
+    let setup = setup();
+    setup.driver.inject(Fault::LostAt { nth: 40 });
+    let error =
+        (0..40).find_map(|_| setup.allocator.sleep(Contents::SaveToHost).and_then(|_| setup.allocator.wake()).err());
+    assert!(matches!(error, Some(AllocError::Device(error)) if error.kind == ErrorKind::DeviceLost));
+}
+
+#[test]
+fn threads_meanwhile_are_served_or_told() {
+    let setup = setup();
+    let Setup { allocator, device, .. } = &setup;
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            let stream = device.create_stream().unwrap();
+            scope.spawn(move || {
+                let mut held = Vec::new();
+                for step in 0..400_u64 {
+                    match allocator.alloc((1 + step % 13) * 700_000, &stream) {
+                        Ok(block) => held.push(block),
+                        Err(AllocError::Asleep) => thread::yield_now(),
+                        Err(error) => panic!("{error}"),
+                    }
+                    if held.len() > 6 {
+                        drop(held.swap_remove(2));
+                    }
+                    if step % 50 == 0 {
+                        allocator.empty_cache().unwrap();
+                    }
+                }
+            });
+        }
+        scope.spawn(|| {
+            for contents in [Contents::SaveToHost, Contents::Discard].repeat(15) {
+                allocator.sleep(contents).unwrap();
+                allocator.wake().unwrap();
+            }
+        });
+    });
+    setup.assert_usable_and_returned();
+}
