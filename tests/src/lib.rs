@@ -92,8 +92,18 @@ impl Bench {
         self.allocator.empty_cache().unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(self.allocator.reserved_bytes(), 0, "bytes are still reserved");
         assert_eq!(self.device_free(), self.device.info().total_bytes, "memory is missing on the device");
+        assert_no_reservation(&self.driver);
         self.assert_no_violation();
     }
+}
+
+/// Panics unless all of the device's addresses can be reserved: four times its memory.
+pub fn assert_no_reservation(driver: &SimDriver) {
+    let info = driver.info();
+    let Some(granularity) = info.granularity_bytes else { return };
+    let bytes = 4 * info.total_bytes.next_multiple_of(granularity);
+    let ptr = driver.reserve(bytes).unwrap_or_else(|error| panic!("addresses are missing: {error}"));
+    driver.unreserve(ptr, bytes).unwrap_or_else(|error| panic!("{error}"));
 }
 
 /// Bytes free on a device.

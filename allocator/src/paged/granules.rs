@@ -139,6 +139,11 @@ impl Paged {
         (self.spares.len() as u64 + self.in_hands + stuck as u64) * self.granule
     }
 
+    /// How often addresses were reserved, and not given back.
+    pub(crate) fn reservations(&self) -> u64 {
+        self.reservations.len() as u64
+    }
+
     /// Bytes of addresses that are reserved.
     pub(crate) fn address_bytes(&self) -> u64 {
         self.reservations.values().map(|mapped| mapped.bytes).sum()

@@ -204,16 +204,21 @@ impl Allocator {
         }
     }
 
-    /// Reserves addresses for the request's pool: a quarter of what is left of four times the device's memory, less for small
-    /// requests and where that is refused. So the first reservation has room for all memory, and there is always some for
-    /// another one, however many streams and pools hold on to theirs.
+    /// Reserves addresses for the request's pool. There are four times as many as the device has memory. The first reservation
+    /// has room for all memory; each takes a smaller share of what is left, so that the hundredth stream or pool that holds on
+    /// to one still leaves an eighth of all memory's worth. Small requests take less, as does everybody where that is refused.
     fn reserve_addresses(&self, request: &Request) -> Result<bool, AllocError> {
-        let held = self.shell().core().paged.as_ref().map(|paged| (paged.granule, paged.address_bytes()));
-        let Some((granule, held)) = held else { return Ok(false) };
+        let held = self
+            .shell()
+            .core()
+            .paged
+            .as_ref()
+            .map(|paged| (paged.granule, paged.reservations(), paged.address_bytes()));
+        let Some((granule, count, held)) = held else { return Ok(false) };
         let left = self.device().info().total_bytes.saturating_mul(4).saturating_sub(held);
         let least = request.size.next_multiple_of(granule) + granule;
-        let share = if request.size <= crate::size_class::SMALL_SIZE { 64 } else { 4 };
-        let mut bytes = (left / share).next_multiple_of(granule).max(least);
+        let smaller = if request.size <= crate::size_class::SMALL_SIZE { 16 } else { 1 };
+        let mut bytes = (left / (4 + count) / smaller).next_multiple_of(granule).max(least);
         let mut gave_back = false;
         self.device().settle();
         loop {

@@ -6,7 +6,7 @@ use super::World;
 use crate::model::Handle;
 use crate::op::FreeHow;
 use crate::setup::Ending;
-use crate::{assert_no_violation, device_free};
+use crate::{assert_no_reservation, assert_no_violation, device_free};
 
 impl World {
     /// Ends the program: takes faults back, frees what is live, and checks that the allocator still works and that all
@@ -76,5 +76,6 @@ impl World {
         assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 0), "memory is not given back");
         let (free, total) = (device_free(&self.driver), self.device.info().total_bytes);
         assert_eq!(free, total, "memory is missing on the device");
+        assert_no_reservation(&self.driver);
     }
 }

@@ -15,5 +15,8 @@ mod named_history;
 mod named_pools;
 mod named_streams;
 mod oom;
+mod paged;
+mod paged_defects;
+mod paged_lag;
 mod programs;
 mod threads;

@@ -15,7 +15,7 @@ fn used_on_side(bench: &Bench, ptr: DevicePtr, bytes: u64) {
 
 #[test]
 fn item_19_out_of_memory_waits_for_recorded_streams() {
-    let bench = Bench::new(100 * MIB, "cross_stream:off");
+    let bench = Bench::new(100 * MIB, "cross_stream:off,backing:segments");
     let held = bench.allocator.alloc(60 * MIB, &bench.stream).unwrap();
     used_on_side(&bench, held.ptr(), held.bytes());
     held.record_stream(&bench.side).unwrap();
@@ -30,7 +30,7 @@ fn item_19_out_of_memory_waits_for_recorded_streams() {
 
 #[test]
 fn item_26_record_stream() {
-    for options in ["cross_stream:off", "cross_stream:ready"] {
+    for options in ["cross_stream:off,backing:segments", "cross_stream:ready,backing:segments"] {
         let bench = Bench::new(GIB, options);
         let held = bench.allocator.alloc(40 * MIB, &bench.stream).unwrap();
         let place = held.ptr();
@@ -51,7 +51,7 @@ fn item_26_record_stream() {
 
 #[test]
 fn item_27_record_stream_on_a_part() {
-    let bench = Bench::new(GIB, "");
+    let bench = Bench::new(GIB, "backing:segments");
     let whole: DeviceBuffer<f32> = bench.allocator.alloc_buffer(10 << 20, &bench.stream).unwrap();
     let place = whole.ptr();
     let part = whole.slice(5 << 20..).unwrap();

@@ -88,7 +88,7 @@ fn rung_oversize_release() {
 
 #[test]
 fn rung_waiting_blocks() {
-    let bench = Bench::new(64 * MIB, "cross_stream:off");
+    let bench = Bench::new(64 * MIB, "cross_stream:off,backing:segments");
     let block = bench.allocator.alloc(60 * MIB, &bench.stream).unwrap();
     bench.side.wait_for(&bench.stream.tick()).unwrap();
     bench.driver.stall(bench.side.raw(), Duration::from_millis(10)).unwrap();

@@ -1,0 +1,252 @@
+//! The paged backing: limits, pools, trimming, snapshots, addresses, teardown.
+
+use std::time::Duration;
+
+use aquifer_allocator::snapshot::Segment;
+use aquifer_allocator::{Action, Allocation, Allocator, Config, PoolOptions, Refusal};
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{Code, Device, Driver, Operation, Stream};
+use aquifer_tests::{Bench, GIB, MIB, assert_no_reservation, assert_no_violation, check, device_free, write_on};
+
+fn bench(capacity: u64, options: &str) -> Bench {
+    Bench::new(capacity, &format!("backing:paged,granule_mb:2{options}"))
+}
+
+fn block(bench: &Bench, mib: u64) -> Allocation {
+    let block = bench.allocator.alloc(mib * MIB, &bench.stream).unwrap();
+    write_on(&bench.stream, block.ptr(), block.bytes());
+    block
+}
+
+/// Live blocks of 4 MiB, `mib` in all, after as much was given back in between them.
+fn comb(bench: &Bench, mib: u64) -> Vec<Allocation> {
+    let blocks: Vec<Allocation> = (0..mib / 2).map(|_| block(bench, 4)).collect();
+    blocks.into_iter().enumerate().filter_map(|(at, block)| (at % 2 == 0).then_some(block)).collect()
+}
+
+fn of_pool(bench: &Bench, id: (u64, u64)) -> Vec<Segment> {
+    let segments = bench.allocator.snapshot().segments;
+    segments.into_iter().filter(|segment| segment.segment_pool_id == id).collect()
+}
+
+#[test]
+fn memory_moves_rather_than_exceed_a_limit_or_the_headroom() {
+    for (capacity, options, refusal) in [
+        (GIB, ",limit_mb:64", Refusal::Limit),
+        (80 * MIB, ",headroom_mb:16", Refusal::Headroom),
+        (64 * MIB, "", Refusal::Device),
+    ] {
+        let bench = bench(capacity, options);
+        let held = comb(&bench, 32);
+        assert_eq!(bench.allocator.reserved_bytes(), 64 * MIB, "{options}");
+        let whole = block(&bench, 32);
+        let stats = bench.allocator.memory_stats();
+        // One of the pieces stays where it is.
+        assert_eq!((stats.reserved_bytes.all.peak, stats.moved_bytes), (64 * MIB, 28 * MIB), "{options}");
+        let error = bench.allocator.alloc(2 * MIB, &bench.stream).unwrap_err();
+        assert_eq!(error.report().unwrap().refusal, Some(refusal), "{error}");
+        drop((held, whole));
+        bench.assert_returned();
+    }
+}
+
+#[test]
+fn free_memory_of_an_open_pool_stays_where_it_is() {
+    let bench = bench(64 * MIB, "");
+    let pool = bench.allocator.create_pool(PoolOptions::default());
+    let inside = pool.alloc(2 * MIB, &bench.stream).unwrap();
+    drop(pool.alloc(30 * MIB, &bench.stream).unwrap());
+    bench.stream.synchronize().unwrap();
+    let before = of_pool(&bench, pool.id());
+    bench.allocator.empty_cache().unwrap();
+    bench.allocator.trim_to(0).unwrap();
+    assert!(bench.allocator.alloc(40 * MIB, &bench.stream).unwrap_err().is_out_of_memory());
+    assert_eq!(of_pool(&bench, pool.id()), before, "moved, trimmed or lent");
+    // Its own requests may have it moved, and itself trimmed.
+    assert_eq!(pool.empty_cache().unwrap(), 30 * MIB);
+    drop(pool.alloc(30 * MIB, &bench.stream).unwrap());
+    drop(pool);
+    let outside = block(&bench, 60);
+    assert_eq!(of_pool(&bench, (0, 0)).len(), 1);
+    drop((inside, outside));
+    bench.assert_returned();
+}
+
+#[test]
+fn free_memory_of_a_closed_pool_moves() {
+    let bench = bench(64 * MIB, "");
+    let pool = bench.allocator.create_pool(PoolOptions::default());
+    let inside = pool.alloc(2 * MIB, &bench.stream).unwrap();
+    let large = pool.alloc(30 * MIB, &bench.stream).unwrap();
+    bench.driver.stall(bench.stream.raw(), Duration::from_millis(10)).unwrap();
+    write_on(&bench.stream, large.ptr(), large.bytes());
+    drop(large);
+    // Not known done when the pool is closed, so it could not be released then.
+    drop(pool);
+    assert_eq!(bench.allocator.reserved_bytes(), 32 * MIB);
+    let outside = block(&bench, 60);
+    assert_eq!(of_pool(&bench, (0, 0)).iter().map(|segment| segment.active_size).sum::<u64>(), 60 * MIB);
+    assert!(bench.allocator.memory_stats().moved_bytes > 0);
+    drop((inside, outside));
+    bench.assert_returned();
+}
+
+#[test]
+fn trimming_takes_what_is_free_and_no_more() {
+    let bench = bench(GIB, "");
+    let [first, second, third] = [(); 3].map(|()| block(&bench, 8));
+    let rest = block(&bench, 8);
+    drop((second, rest));
+    assert_eq!(bench.allocator.trim_to(24 * MIB).unwrap(), 8 * MIB);
+    assert_eq!(bench.allocator.trim_to(24 * MIB).unwrap(), 0);
+    assert_eq!((bench.allocator.reserved_bytes(), GIB - bench.device_free()), (24 * MIB, 24 * MIB));
+    assert_eq!(bench.allocator.empty_cache().unwrap(), 8 * MIB);
+    assert_eq!(bench.allocator.reserved_bytes(), 16 * MIB);
+    drop((first, third));
+    bench.assert_returned();
+}
+
+#[test]
+fn a_snapshot_has_a_segment_for_each_mapped_range() {
+    let bench = bench(GIB, ",history:100");
+    let [first, second, third] = [(); 3].map(|()| block(&bench, 8));
+    let (gap, stream) = (second.ptr().0, bench.stream.id());
+    assert_eq!(bench.allocator.snapshot().segments.len(), 1, "contiguous");
+    drop(second);
+    bench.allocator.empty_cache().unwrap();
+    let snapshot = bench.allocator.snapshot();
+    let found: Vec<_> = snapshot.segments.iter().map(|segment| (segment.address, segment.total_size)).collect();
+    assert_eq!(found, [(first.ptr().0, 8 * MIB), (third.ptr().0, 8 * MIB)]);
+    assert!(snapshot.segments.iter().all(|segment| segment.is_expandable && segment.stream == stream));
+    let of = |action| snapshot.trace().iter().filter(move |entry| entry.action == action);
+    assert_eq!(
+        of(Action::SegmentUnmap).map(|entry| (entry.addr, entry.size)).collect::<Vec<_>>(),
+        [(Some(gap), 8 * MIB)]
+    );
+    assert_eq!(of(Action::SegmentMap).map(|entry| entry.size).sum::<u64>(), 24 * MIB);
+    assert_eq!(of(Action::SegmentAlloc).count() + of(Action::SegmentFree).count(), 0);
+    drop((first, third));
+    bench.assert_returned();
+}
+
+#[test]
+fn without_addresses_a_request_is_refused_and_says_so() {
+    let bench = bench(64 * MIB, "");
+    let held = block(&bench, 8);
+    let mut taken = Vec::new();
+    let mut bytes = 256 * MIB;
+    while bytes >= 2 * MIB {
+        match bench.driver.reserve(bytes) {
+            Ok(ptr) => taken.push((ptr, bytes)),
+            Err(_) => bytes /= 2,
+        }
+    }
+    let error = bench.allocator.alloc(8 * MIB, &bench.side).unwrap_err();
+    assert_eq!(error.report().unwrap().refusal, Some(Refusal::Addresses), "{error}");
+    check::statistics(&bench.allocator, (1, 8 * MIB));
+    taken.into_iter().for_each(|(ptr, bytes)| bench.driver.unreserve(ptr, bytes).unwrap());
+    let other = bench.allocator.alloc(8 * MIB, &bench.side).unwrap();
+    write_on(&bench.side, other.ptr(), other.bytes());
+    drop((held, other));
+    bench.assert_returned();
+}
+
+#[test]
+fn many_streams_and_pools_find_addresses() {
+    let bench = bench(512 * MIB, "");
+    let streams: Vec<Stream> = (0..20).map(|_| bench.device.create_stream().unwrap()).collect();
+    let alloc = |stream: &Stream, bytes| {
+        let block = bench.allocator.alloc(bytes, stream).unwrap();
+        write_on(stream, block.ptr(), bytes);
+        block
+    };
+    // Every stream holds on to a little in both of its pools, and then each has most of the device in turn.
+    let keeps: Vec<_> = streams.iter().flat_map(|stream| [1000, MIB + 512].map(|bytes| alloc(stream, bytes))).collect();
+    check::statistics(&bench.allocator, (40, 20 * (MIB + 1512)));
+    for stream in &streams {
+        drop(alloc(stream, 400 * MIB));
+    }
+    drop(keeps);
+    bench.assert_returned();
+}
+
+#[test]
+fn a_device_that_cannot_map_memory_has_segments() {
+    let driver = SimDriver::new(SimConfig::new(GIB).vmm(false));
+    let device = Device::new(driver.clone());
+    let allocator = Allocator::new(&device, Config::parse("backing:paged").unwrap()).unwrap();
+    let stream = device.create_stream().unwrap();
+    let held = allocator.alloc(5 * MIB, &stream).unwrap();
+    write_on(&stream, held.ptr(), held.bytes());
+    assert!(allocator.snapshot().segments.iter().all(|segment| !segment.is_expandable));
+    assert_eq!((allocator.memory_stats().segment.all.current, allocator.reserved_bytes()), (1, 20 * MIB));
+    drop(held);
+    assert_eq!(allocator.empty_cache().unwrap(), 20 * MIB);
+    assert_no_violation(&driver);
+}
+
+#[test]
+fn a_driver_that_does_not_map_has_segments_and_a_lost_one_is_an_error() {
+    let operations =
+        [Operation::CreatePhysical, Operation::Reserve, Operation::Map, Operation::SetAccess, Operation::Unmap];
+    for operation in operations {
+        let open = |code| {
+            let driver = SimDriver::new(SimConfig::new(GIB));
+            let device = Device::new(driver.clone());
+            driver.inject(Fault::Nth { operation: Some(operation), nth: 1, code });
+            (Allocator::new(&device, Config::default()), device, driver)
+        };
+        let (allocator, device, driver) = open(Code::INVALID_VALUE);
+        let allocator = allocator.unwrap();
+        let held = allocator.alloc(5 * MIB, device.default_stream()).unwrap();
+        write_on(device.default_stream(), held.ptr(), held.bytes());
+        assert!(!allocator.snapshot().segments[0].is_expandable, "{operation}");
+        drop(held);
+        allocator.empty_cache().unwrap();
+        drop(allocator);
+        assert_no_violation(&driver);
+        open(Code(214)).0.unwrap_err();
+    }
+}
+
+#[test]
+fn what_is_live_or_cached_at_the_end_goes_back() {
+    let driver = SimDriver::new(SimConfig::new(GIB));
+    let device = Device::new(driver.clone());
+    let allocator = Allocator::new(&device, Config::parse("backing:paged,granule_mb:2").unwrap()).unwrap();
+    let (stream, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let alloc = |bytes, stream: &Stream| {
+        let block = allocator.alloc(bytes, stream).unwrap();
+        write_on(stream, block.ptr(), bytes);
+        block
+    };
+    let live = [alloc(5 * MIB, &stream), alloc(1000, &other)];
+    driver.stall(stream.raw(), Duration::from_millis(20)).unwrap();
+    drop([alloc(30 * MIB, &stream), alloc(9 * MIB, &other)]);
+    drop(allocator);
+    // Still valid, and the device's to take back only once they are gone.
+    write_on(&stream, live[0].ptr(), 5 * MIB);
+    drop(live);
+    // The next call that takes memory takes back what was left.
+    let ptr = device.alloc(512).unwrap();
+    device.free(ptr).unwrap();
+    assert_eq!(device_free(&driver), GIB);
+    assert_no_reservation(&driver);
+    assert_no_violation(&driver);
+}
+
+#[test]
+fn a_mapping_that_is_stuck_is_taken_back_later() {
+    let bench = bench(GIB, "");
+    let held = block(&bench, 8);
+    for (operation, nth) in [(Operation::SetAccess, 1), (Operation::Unmap, 2)] {
+        bench.driver.inject(Fault::Nth { operation: Some(operation), nth, code: Code(999) });
+    }
+    bench.allocator.alloc(16 * MIB, &bench.side).unwrap_err();
+    bench.driver.clear_faults();
+    check::statistics(&bench.allocator, (1, 8 * MIB));
+    let other = bench.allocator.alloc(16 * MIB, &bench.side).unwrap();
+    write_on(&bench.side, other.ptr(), other.bytes());
+    drop((held, other));
+    bench.assert_returned();
+}

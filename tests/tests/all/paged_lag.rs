@@ -1,0 +1,136 @@
+//! Memory that moves while devices are at work: a thousand seeds with the race detector, and devices that lag.
+
+use std::sync::Arc;
+
+use aquifer_allocator::{Allocation, Allocator, Config};
+use aquifer_device::sim::{Lagging, SimConfig, SimDriver};
+use aquifer_device::{Device, Operation, Stream};
+use aquifer_tests::{GIB, KIB, MIB, assert_no_violation, check, write_on};
+
+/// Numbers that differ by seed.
+fn numbers(seed: u64) -> impl Iterator<Item = u64> {
+    std::iter::successors(Some(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1), |&x| {
+        let x = x ^ (x << 13);
+        let x = x ^ (x >> 7);
+        Some(x ^ (x << 17))
+    })
+}
+
+/// Says which seed failed.
+struct Seed(u64);
+
+impl Drop for Seed {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            println!("with seed {}", self.0);
+        }
+    }
+}
+
+/// A program on three streams that holds up to ten blocks of up to 12 MiB on a device of 64 MiB, and has work enqueued on each
+/// when it gives it back, some on another stream. Returns bytes that moved.
+fn crowded(seed: u64) -> u64 {
+    let driver = SimDriver::new(SimConfig::new(64 * MIB).seed(seed));
+    let device = Device::new(driver.clone());
+    let policy = ["off", "ready", "wait"][usize::try_from(seed % 3).unwrap()];
+    let options = format!("backing:paged,granule_mb:2,cross_stream:{policy}");
+    let allocator = Allocator::new(&device, Config::parse(&options).unwrap()).unwrap();
+    let streams: Vec<Stream> = (0..3).map(|_| device.create_stream().unwrap()).collect();
+    let mut held: Vec<(Allocation, usize)> = Vec::new();
+    for x in numbers(seed).take(60) {
+        let at = usize::try_from(x >> 40).unwrap();
+        let own = at % 3;
+        if x % 3 == 0 || held.len() > 10 {
+            if held.is_empty() {
+                continue;
+            }
+            let (block, own) = held.swap_remove(at % held.len());
+            write_on(&streams[own], block.ptr(), block.bytes());
+            if x % 4 == 0 {
+                let other = &streams[(own + 1) % 3];
+                other.wait_for(&streams[own].tick()).unwrap();
+                block.record_stream(other).unwrap();
+                write_on(other, block.ptr(), block.bytes());
+            }
+            continue;
+        }
+        let bytes = if x % 5 == 0 { x % (900 * KIB) } else { x % (12 * MIB) } + 1;
+        if let Ok(block) = allocator.alloc(bytes, &streams[own]) {
+            write_on(&streams[own], block.ptr(), bytes);
+            held.push((block, own));
+        }
+    }
+    assert_no_violation(&driver);
+    let moved = allocator.memory_stats().moved_bytes;
+    let live = held.iter().fold((0, 0), |(count, bytes), (block, _)| (count + 1, bytes + block.bytes()));
+    check::statistics(&allocator, live);
+    drop(held);
+    allocator.empty_cache().unwrap();
+    assert_eq!(allocator.reserved_bytes(), 0);
+    assert_no_violation(&driver);
+    moved
+}
+
+#[test]
+fn memory_moves_without_a_race_under_1000_seeds() {
+    let mut moved = 0;
+    let mut programs = 0;
+    for seed in 0..1000 {
+        let _seed = Seed(seed);
+        let bytes = crowded(seed);
+        moved += bytes;
+        programs += u64::from(bytes > 0);
+    }
+    println!("{programs} of 1000 programs moved memory, {} MiB in all", moved / MIB);
+    assert!(programs > 500, "only {programs} programs moved memory");
+}
+
+/// Runs a program on a device that lags by 1000 events; returns its driver and allocator, and how many operations it made.
+fn lagging(seed: u64) -> (Arc<Lagging>, Device, Allocator, u64) {
+    let driver = Lagging::new(SimDriver::new(SimConfig::new(GIB).seed(seed)), 1000);
+    let device = Device::new(driver.clone());
+    let allocator = Allocator::new(&device, Config::parse("backing:paged,granule_mb:2").unwrap()).unwrap();
+    let streams: Vec<Stream> = (0..2).map(|_| device.create_stream().unwrap()).collect();
+    let mut held: Vec<Allocation> = Vec::new();
+    let mut operations = 0;
+    for x in numbers(seed + 1).take(20_000) {
+        driver.advance();
+        let at = usize::try_from(x >> 40).unwrap();
+        operations += 1;
+        if held.len() > 20 && (x % 2 == 0 || held.len() > 60) {
+            let block = held.swap_remove(at % held.len());
+            driver.freed(block.ptr());
+            continue;
+        }
+        let bytes = if x % 3 == 0 { x % (900 * KIB) } else { x % (12 * MIB) } + 1;
+        if let Ok(block) = allocator.alloc(bytes, &streams[at % 2]) {
+            driver.allocated(block.ptr(), bytes);
+            held.push(block);
+        }
+    }
+    (driver, device, allocator, operations)
+}
+
+#[test]
+fn on_a_device_that_lags_nothing_is_unmapped_early_and_events_are_few() {
+    for seed in 0..4 {
+        let _seed = Seed(seed);
+        let (driver, device, allocator, operations) = lagging(seed);
+        let hazards: Vec<String> = std::iter::from_fn(|| aquifer_device::Driver::take_violation(&*driver)).collect();
+        assert_eq!(hazards, Vec::<String>::new());
+        let recorded = device.driver_calls().of(Operation::Record);
+        let (stats, stalls) = (allocator.memory_stats(), driver.stalls());
+        println!(
+            "seed {seed}: {operations} operations, {recorded} events, {stalls} stalls, {} waits, {} MiB moved, {} MiB reserved for {} MiB",
+            stats.cross_stream_waits,
+            stats.moved_bytes / MIB,
+            stats.reserved_bytes.all.peak / MIB,
+            stats.allocated_bytes.all.peak / MIB,
+        );
+        // One for each hundred operations, 32 for each of two reasons on each of two streams at the start, and one where a
+        // stream was made to wait for the other.
+        let waits = stats.cross_stream_waits;
+        assert!(recorded <= operations / 100 + 4 * 33 + waits, "{recorded} events, {waits} for waits");
+        assert!(stats.moved_bytes > 0);
+    }
+}
