@@ -166,8 +166,7 @@ impl Whole {
         Some(Leaving { retired, purpose, granules })
     }
 
-    /// Accounts for what became of retired memory. Tells granules, with their bytes, that serve nobody else, and addresses that
-    /// serve nobody any more.
+    /// Accounts for what became of retired memory; tells what serves nobody any more.
     fn settle_recycling(
         &mut self,
         leaving: Leaving,
