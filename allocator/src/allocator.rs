@@ -10,10 +10,11 @@ use crate::arena::Arena;
 use crate::config::{Backing, Config, CrossStream, TagSource};
 use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
+use crate::heap::BlockId;
 use crate::history::History;
 use crate::hooks::{Hooks, ReclaimRequest, Registration};
 use crate::oom::OomReport;
-use crate::paged::{Gate, Paged, probe};
+use crate::paged::{Gate, Paged, probe, record_milestone};
 use crate::shell::{Shell, special};
 use crate::size_class::{MIN_BLOCK, REQUEST_LIMIT, SizeClasses};
 use crate::stats::Hot;
@@ -96,7 +97,8 @@ impl Allocator {
         let mut bits = 0;
         bits |= if config.tags == TagSource::Span { special::SPANS } else { 0 };
         bits |= if config.no_cache { special::NO_CACHE } else { 0 };
-        let core = Core { device: Some(device.clone()), classes: classes.clone(), crosses_streams, paged, ..Core::default() };
+        let core =
+            Core { device: Some(device.clone()), classes: classes.clone(), crosses_streams, paged, ..Core::default() };
         let mut history = History::default();
         history.record(config.history as usize, &[]);
         let shell = Shell::open(core, history, bits);
@@ -122,29 +124,62 @@ impl Allocator {
     /// a stream of another device; a failing driver.
     #[inline]
     pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        // What the short way finds comes back in two registers, and the handle is put together where the caller wants it:
+        // a handle, or a result with one, that is copied right after it was written makes the machine wait.
+        let mut searched = false;
+        if let Some(arena) = self.0.shell.arenas.get(stream.id()) {
+            let (block, found) = self.take_cached(arena, bytes, stream);
+            if block != BlockId::NONE {
+                return Ok(Allocation::new((arena, block), stream.id(), DevicePtr(found), bytes));
+            }
+            searched = found != 0;
+        }
+        self.alloc_the_long_way(bytes, stream, searched)
+    }
+
+    /// Takes a free block that the stream may reuse at once: its number and address. If there is none,
+    /// [`BlockId::NONE`] and whether it was searched for.
+    #[inline(never)]
+    fn take_cached(&self, arena: &'static Arena, bytes: u64, stream: &Stream) -> (BlockId, u64) {
+        let inner = &*self.0;
+        let special = inner.shell.special().load(Ordering::Relaxed) != 0;
+        if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() || special {
+            return (BlockId::NONE, 0);
+        }
+        let Some(mut arena) = arena.enter() else { return (BlockId::NONE, 0) };
+        let size = inner.classes.round(bytes);
+        let pool = inner.classes.pool(size) as u16;
+        let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
+        let granted = arena.take_own(&request);
+        let milestone_is_due = arena.is_milestone_due();
+        drop(arena);
+        if milestone_is_due {
+            record_milestone(stream);
+        }
+        granted.map_or((BlockId::NONE, 1), |granted| (granted.block, granted.addr))
+    }
+
+    /// Allocates where the short way does not lead: zero bytes, a first allocation, a request that no free block serves,
+    /// anything special.
+    #[cold]
+    #[inline(never)]
+    fn alloc_the_long_way(&self, bytes: u64, stream: &Stream, searched: bool) -> Result<Allocation, AllocError> {
         let inner = &*self.0;
         if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
             return Ok(Allocation::zero(self.arena_for_zero(bytes, stream)?));
         }
-        self.alloc_rounded(bytes, inner.classes.round(bytes), stream)
+        self.alloc_rounded(bytes, inner.classes.round(bytes), stream, searched)
     }
 
-    /// Allocates a block of `size` bytes, a result of rounding, for a request of `bytes` that was looked at.
-    #[inline]
-    fn alloc_rounded(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+    /// Allocates a block of `size` bytes, a result of rounding, for a request of `bytes` that was looked at, and perhaps
+    /// searched for in vain.
+    fn alloc_rounded(&self, bytes: u64, size: u64, stream: &Stream, searched: bool) -> Result<Allocation, AllocError> {
         let inner = &*self.0;
         let shell = inner.shell;
-        // Slow ways return what was granted, and the handle is made in one place, which keeps it in registers.
         let granted = if shell.special().load(Ordering::Relaxed) == 0 {
             let pool = inner.classes.pool(size) as u16;
             let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
-            let mut arena = shell.enter(stream);
-            let granted = arena.take_own(&request);
-            let milestone_is_due = arena.milestones.is_due();
-            drop(arena);
-            if milestone_is_due {
-                self.record_milestone(stream);
-            }
+            let granted = if searched { None } else { shell.enter(stream).take_own(&request) };
             match granted {
                 Some(granted) => granted,
                 None => self.climb(&request)?,
@@ -208,7 +243,7 @@ impl Allocator {
         if alignment <= ALIGNMENT || bytes == 0 || padded >= REQUEST_LIMIT || stream.device_id() != self.0.device.id() {
             return self.alloc(bytes, stream);
         }
-        let padded = self.alloc_rounded(bytes, self.0.classes.round(padded), stream)?;
+        let padded = self.alloc_rounded(bytes, self.0.classes.round(padded), stream, false)?;
         let (slot, addr) = (padded.stream_id(), padded.ptr().0.next_multiple_of(alignment));
         Ok(Allocation::new(padded.into_block(), slot, DevicePtr(addr), bytes))
     }
@@ -333,13 +368,13 @@ impl Allocator {
         Ok(segments + self.trim_paged(bytes, &|pool| pools.contains(&pool))?)
     }
 
-    /// Whether the request's memory comes in granules. Blocks that are handed out whole have segments of their own.
-    pub(crate) fn is_paged_for(&self, request: &Request) -> bool {
-        if self.config().no_cache {
-            return false;
-        }
+    /// The size of the granules that the request's memory comes in; `None` if it comes in segments. Blocks that are handed out
+    /// whole have segments of their own.
+    pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
         let mut whole = self.shell().whole();
-        whole.paged.is_some() && !whole.arena(request.slot).heap.pools[usize::from(request.pool)].no_split
+        let granule = whole.paged.as_ref()?.granule;
+        let handed_out_whole = whole.arena(request.slot).heap.pools[usize::from(request.pool)].no_split;
+        (!handed_out_whole).then_some(granule)
     }
 }
 

@@ -131,7 +131,9 @@ impl Arena {
     }
 
     /// Gives a block back: at once if the lock is free, else through the queue. Never blocks while the allocator is open.
-    #[inline]
+    ///
+    /// Not inlined, so that of a handle only these words are read, in registers.
+    #[inline(never)]
     pub(crate) fn free(&'static self, block: BlockId, on: Option<u32>) {
         match self.desk.try_lock() {
             Some(desk) => match self.admit(desk) {
@@ -303,7 +305,13 @@ impl Guard {
         self.note(&[Action::FreeRequested, Action::FreeCompleted], id);
         self.given_back(size);
         self.tally().freed(kind, size, requested);
-        self.complete(id, heir, self.desk.tick_of(heir));
+        let after = self.desk.tick_of(heir);
+        if self.desk.is_paged && heir == self.desk.heap.home && owner == heir {
+            self.desk.heap.give_to_rest(id, after);
+            self.debug_check();
+        } else {
+            self.complete(id, heir, after, after);
+        }
         Ok(())
     }
 
@@ -336,12 +344,13 @@ impl Guard {
         }
     }
 
-    /// A block that was given back, and is accounted for, becomes free: reusable by `owner` at once, by others after `after`.
+    /// A block that was given back, and is accounted for, becomes free: reusable by `owner` at once, by others after `after`. Its
+    /// memory itself was used until `last_use`.
     #[inline]
-    pub(crate) fn complete(&mut self, id: BlockId, owner: u32, after: u64) {
+    pub(crate) fn complete(&mut self, id: BlockId, owner: u32, after: u64, last_use: u64) {
         let kind = kind_of(self.desk.heap.blocks[id].pool);
         if self.desk.is_paged {
-            self.desk.heap.note_last_use(id, owner, after);
+            self.desk.heap.note_last_use(id, owner, last_use);
         }
         let (_, change) = self.desk.heap.give(id, owner, after);
         self.split_changed(kind, change);
@@ -365,7 +374,7 @@ impl Guard {
         {
             let desk = &mut *self.desk;
             desk.unchecked += 1;
-            if desk.unchecked > 64 + desk.heap.blocks.records() {
+            if desk.unchecked > 64 + desk.heap.blocks.records_count() {
                 desk.unchecked = 0;
                 debug_assert_eq!(desk.heap.check(), Ok(()));
             }

@@ -153,6 +153,13 @@ impl Whole {
         places.min_by_key(|&(key, _)| key)
     }
 
+    /// The stream that owns the block that would serve the request best, and the tick that it would have to be waited for.
+    pub(crate) fn tick_of_lender(&self, request: &Request) -> Option<(u32, u64)> {
+        let (_, place) = self.best_lent(request, |_, _, _| true)?;
+        let block = self.block(place);
+        Some((block.owner, block.after))
+    }
+
     fn lender(&self, place: Place) -> Option<Lender> {
         let block = self.block(place);
         Some(Lender { timeline: self.timeline(block.owner)?.clone(), after: block.after })

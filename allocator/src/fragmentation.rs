@@ -8,6 +8,8 @@ use crate::heap::{State, kind_of};
 use crate::size_class::PoolKind;
 use crate::whole::Whole;
 
+const LARGE_POOL: u16 = 1;
+
 /// The share of free memory that a request of `size` bytes cannot use: 0 when every free block would serve it, 1 when none
 /// would or nothing is free.
 ///
@@ -31,8 +33,10 @@ pub struct Fragmentation {
     pub request_bytes: u64,
     /// Number of segments, or contiguous ranges of mapped memory.
     pub segments: u64,
-    /// Bytes of these segments.
+    /// Bytes held from the device: these segments, and what is spare.
     pub reserved_bytes: u64,
+    /// Bytes held from the device that are not mapped for use; they count for the large pool.
+    pub spare_bytes: u64,
     /// Segments that are wholly free.
     pub releasable_segments: u64,
     /// Bytes of these.
@@ -108,10 +112,16 @@ impl Whole {
         let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
         let counts = |pool: u16| counts(kind_of(pool));
         for heap in self.heaps() {
-            for (_, bytes) in heap.regions().filter(|region| counts(region.pool)).flat_map(|region| heap.mapped_ranges(region)) {
+            for (_, bytes) in
+                heap.regions().filter(|region| counts(region.pool)).flat_map(|region| heap.mapped_ranges(region))
+            {
                 found.segments += 1;
                 found.reserved_bytes += bytes;
             }
+        }
+        if let Some(paged) = self.paged.as_ref().filter(|_| counts(LARGE_POOL)) {
+            found.spare_bytes = paged.spare_bytes();
+            found.reserved_bytes += found.spare_bytes;
         }
         let mut sizes = [FreeSizes::default(); 64];
         let mut usable = 0;

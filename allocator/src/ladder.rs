@@ -10,7 +10,7 @@
 //! 5. release oversize segments, and grow;
 //! 6. wait on the host for blocks that other streams still use;
 //! 7. make the stream wait for another stream's block, unless blocks never cross streams;
-//! 8. release everything unused, and grow;
+//! 8. release everything unused, mapped memory where it stands in the way, and grow;
 //! 9. reclaimers by priority, each followed by a search, a release and a growth;
 //! 10. the report.
 //!
@@ -79,7 +79,10 @@ impl Allocator {
     }
 
     fn try_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
-        let growth = if self.is_paged_for(request) { self.grow_paged(request)? } else { self.grow_segment(request)? };
+        let growth = match self.paged_granule_for(request) {
+            Some(_) => self.grow_paged(request)?,
+            None => self.grow_segment(request)?,
+        };
         match growth {
             Growth::Grown(granted) => Ok(Some(granted)),
             Growth::Refused(refusal) => {
@@ -128,8 +131,18 @@ impl Allocator {
     fn release_and_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
         tried.released += self.release_where(|whole| whole.releasable())?;
         self.synchronize_free(|_| true)?;
+        tried.released += self.release_granules_for(request, tried)?;
         self.shell().count(|counters| &counters.num_alloc_retries);
         self.try_grow(request, tried)
+    }
+
+    /// Granules move by themselves, but not into segments, and those that are mapped keep addresses from others.
+    fn release_granules_for(&self, request: &Request, tried: &Tried) -> Result<u64, AllocError> {
+        if self.paged_granule_for(request).is_some() && tried.refusal != Some(Refusal::Addresses) {
+            return Ok(0);
+        }
+        let pools = self.shell().whole().unpromised_pools();
+        self.trim_paged(0, &|pool| pools.contains(&pool))
     }
 
     fn reclaim(&self, request: &Request, tried: &mut Tried) -> Rung {

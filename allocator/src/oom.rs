@@ -166,7 +166,7 @@ impl Allocator {
         drop(whole);
         report.device = self.device().info().ordinal;
         report.device_name.clone_from(&self.device().info().name);
-        report.segment = self.segment_bytes(request.size);
+        report.segment = self.growth_bytes(request);
         report.limit = self.limit();
         report.headroom = self.config().headroom;
         report.memory = memory;
@@ -345,7 +345,9 @@ impl OomReport {
                     Bytes(self.segment)
                 )?;
             }
-            Some(Refusal::Addresses) => write!(f, "\n  refused by: the device's address space, for {}", Bytes(self.segment))?,
+            Some(Refusal::Addresses) => {
+                write!(f, "\n  refused by: the device's address space, for {}", Bytes(self.segment))?
+            }
             Some(Refusal::Device) => write!(f, "\n  refused by: the device, for a segment of {}", Bytes(self.segment))?,
             None => {}
         }

@@ -80,6 +80,14 @@ impl Allocator {
         if self.config().no_cache { size } else { self.classes().segment_bytes(size) }
     }
 
+    /// Bytes that the device must give for a request that nothing cached helps to serve.
+    pub(crate) fn growth_bytes(&self, request: &Request) -> u64 {
+        match self.paged_granule_for(request) {
+            Some(granule) => request.size.next_multiple_of(granule),
+            None => self.segment_bytes(request.size),
+        }
+    }
+
     fn has_headroom(&self, bytes: u64) -> Result<bool, AllocError> {
         let headroom = self.config().headroom;
         Ok(headroom == 0 || self.device().memory_info()?.free >= headroom.saturating_add(bytes))
@@ -152,7 +160,8 @@ impl Whole {
     /// Wholly free segments of the given pool that are not pinned.
     pub(crate) fn whole_segments(&self, pool: u16) -> impl Iterator<Item = Place> + '_ {
         self.heaps().flat_map(move |heap| {
-            let whole = heap.free_blocks(pool).filter(move |key| self.is_whole_segment(heap, &heap.blocks[key.block()]));
+            let whole =
+                heap.free_blocks(pool).filter(move |key| self.is_whole_segment(heap, &heap.blocks[key.block()]));
             whole.map(|key| Place { arena: heap.home, block: key.block() })
         })
     }

@@ -7,11 +7,12 @@
 //! gone through only when one of them got further than it was.
 
 use crate::sync::atomic::Ordering;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use aquifer_device::{Clock, Timeline};
 
-use crate::core::{Core, Place};
+use crate::core::{Core, Place, Request};
 use crate::heap::kind_of;
 use crate::history::Action;
 use crate::shell::special;
@@ -31,6 +32,8 @@ struct Waiting {
     place: Place,
     /// Streams that used it, and where their timelines must have got to.
     uses: Vec<(u32, u64)>,
+    /// Where its owner's timeline must have got to for the owner's own use to be done.
+    own_use: u64,
 }
 
 /// A stream that blocks wait for.
@@ -78,7 +81,8 @@ impl Whole {
         let mut streams = self.shared.remove(&place).unwrap_or_default();
         streams.extend(on.filter(|on| !streams.contains(on)));
         let uses = streams.iter().map(|&slot| (slot, self.tick_of(slot))).collect();
-        self.waiting.push(Waiting { place, uses });
+        let own_use = self.tick_of(self.block(place).owner);
+        self.waiting.push(Waiting { place, uses, own_use });
         self.shell.special().fetch_or(special::WAITING, Ordering::Relaxed);
     }
 
@@ -135,10 +139,12 @@ impl Whole {
                 counters.waited(kind, block.size);
                 // The tick is taken now: the owner's later events cover what it is ordered after, too.
                 let tick = self.tick_of(owner);
+                let done = waiting.uses.iter().all(|&(slot, after)| slot == owner || self.is_known_done(slot, after));
+                let last_use = if done { waiting.own_use } else { tick };
                 let arena = self.arena(waiting.place.arena);
                 arena.tally().change(Hot::Requested, kind, -requested);
                 arena.note(&[Action::FreeCompleted], waiting.place.block);
-                arena.complete(waiting.place.block, owner, tick);
+                arena.complete(waiting.place.block, owner, tick, last_use);
             }
             !free
         });
@@ -151,6 +157,29 @@ impl Whole {
             stream.seen = seen.iter().find(|(slot, _)| *slot == stream.slot).map_or(0, |&(_, seen)| seen);
         }
         self.waiting = list;
+    }
+
+    /// The other streams' uses that keep a block of the request's own stream from serving it: of the smallest such block.
+    pub(crate) fn uses_of_own(&self, request: &Request) -> Option<Vec<(u32, u64)>> {
+        let serves = |waiting: &&Waiting| {
+            let block = self.block(waiting.place);
+            let own = waiting.place.arena == request.slot && block.owner == request.slot && block.pool == request.pool;
+            own && block.size >= request.size
+        };
+        let best = self.waiting.blocks.iter().filter(serves).min_by_key(|waiting| self.block(waiting.place).size)?;
+        Some(best.uses.iter().copied().filter(|&(slot, _)| slot != request.slot).collect())
+    }
+
+    /// Bytes that waiting blocks hold, and by tick those of them that the tick, not known done, is in the way of.
+    pub(crate) fn awaited(&self) -> (u64, BTreeMap<(u32, u64), u64>) {
+        let (mut held, mut awaited) = (0, BTreeMap::new());
+        for waiting in &self.waiting.blocks {
+            let size = self.block(waiting.place).size;
+            held += size;
+            let not_done = waiting.uses.iter().filter(|&&(slot, after)| !self.is_known_done(slot, after));
+            not_done.for_each(|&tick| *awaited.entry(tick).or_default() += size);
+        }
+        (held, awaited)
     }
 
     /// Bytes waiting, by stream waited for.

@@ -58,13 +58,20 @@ impl Whole {
         if self.shell.take_shared_pending() {
             self.drain_shared();
         }
+        self.merge_resting();
         self
+    }
+
+    /// Merges the blocks that rest: who holds every lock sees none.
+    fn merge_resting(&mut self) {
+        self.arenas.iter_mut().for_each(|arena| arena.heap.merge_resting());
     }
 
     /// Applies every free that is queued, whatever the flags say.
     pub(crate) fn drain(&mut self) {
         self.arenas.iter_mut().for_each(Guard::drain);
         self.drain_shared();
+        self.merge_resting();
     }
 
     fn drain_shared(&mut self) {

@@ -172,6 +172,11 @@ impl PooledEvent {
         Ok(complete)
     }
 
+    /// Notes that the event completed, as one did that was recorded after it on the same stream.
+    pub(crate) fn note_complete(&self) {
+        self.complete.store(true, Ordering::Release);
+    }
+
     /// Waits on the host until the event completed.
     pub(crate) fn synchronize(&self) -> Result<()> {
         if !self.complete.load(Ordering::Acquire) {

@@ -1,10 +1,21 @@
 //! Statistics against what they can be recomputed from: the snapshot, and what a program holds.
 
+use std::collections::BTreeSet;
+
+use aquifer_allocator::config::Backing;
 use aquifer_allocator::size_class::{PoolKind, SizeClasses};
 use aquifer_allocator::snapshot::{BlockState, Segment, Snapshot};
 use aquifer_allocator::{Allocator, MemoryStats, OomReport, PoolStats, Stat};
 
-/// Sums over the segments of one pool.
+/// The size of the granules that memory comes in; `None` if it comes in segments.
+pub fn granule(allocator: &Allocator) -> Option<u64> {
+    let config = allocator.config();
+    let granularity = allocator.device().info().granularity_bytes?;
+    let is_paged = config.backing == Backing::Paged && !config.no_cache;
+    is_paged.then(|| config.granule.max(granularity).next_power_of_two())
+}
+
+/// Sums over the segments of one pool. As in PyTorch, mapped memory is in no segment, and its free pieces are not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Sums {
     allocation: u64,
@@ -22,7 +33,8 @@ impl Sums {
     fn of(segments: &mut dyn Iterator<Item = &Segment>) -> Sums {
         let mut sums = Sums::default();
         for segment in segments {
-            sums.segment += 1;
+            let is_segment = !segment.is_expandable;
+            sums.segment += u64::from(is_segment);
             sums.reserved_bytes += segment.total_size;
             for block in &segment.blocks {
                 let size = block.size;
@@ -30,7 +42,7 @@ impl Sums {
                     BlockState::ActiveAllocated => {
                         (sums.allocation, sums.allocated_bytes) = (sums.allocation + 1, sums.allocated_bytes + size);
                     }
-                    BlockState::Inactive if size < segment.total_size => {
+                    BlockState::Inactive if is_segment && size < segment.total_size => {
                         sums.inactive_split += 1;
                         sums.inactive_split_bytes += size;
                     }
@@ -81,8 +93,10 @@ pub fn statistics(allocator: &Allocator, live: (u64, u64)) {
     let (stats, snapshot) = (allocator.memory_stats(), allocator.snapshot());
     snapshot_is_whole(&snapshot);
     let kind = |kind: PoolKind| snapshot.segments.iter().filter(move |segment| segment.segment_type == kind);
-    assert_eq!(Sums::current(&stats, |stats| stats.all), Sums::of(&mut snapshot.segments.iter()));
-    assert_eq!(Sums::current(&stats, |stats| stats.large_pool), Sums::of(&mut kind(PoolKind::Large)));
+    let spare = allocator.fragmentation(0).spare_bytes;
+    let with_spare = |sums: Sums| Sums { reserved_bytes: sums.reserved_bytes + spare, ..sums };
+    assert_eq!(Sums::current(&stats, |stats| stats.all), with_spare(Sums::of(&mut snapshot.segments.iter())));
+    assert_eq!(Sums::current(&stats, |stats| stats.large_pool), with_spare(Sums::of(&mut kind(PoolKind::Large))));
     assert_eq!(Sums::current(&stats, |stats| stats.small_pool), Sums::of(&mut kind(PoolKind::Small)));
     for PoolStats { all, large_pool, small_pool, .. } in pooled(&stats) {
         for stat in [all, large_pool, small_pool, stats.oversize_allocations, stats.oversize_segments] {
@@ -92,13 +106,18 @@ pub fn statistics(allocator: &Allocator, live: (u64, u64)) {
         assert_eq!(all.current, large_pool.current + small_pool.current);
         assert!(all.peak <= large_pool.peak + small_pool.peak && all.peak >= large_pool.peak.max(small_pool.peak));
     }
-    let oversize = allocator.config().max_split_size.unwrap_or(u64::MAX);
+    let granule = granule(allocator);
+    // No block that can be mapped elsewhere is oversize.
+    let oversize = allocator.config().max_split_size.filter(|_| granule.is_none()).unwrap_or(u64::MAX);
     let active = snapshot.blocks().filter(|(_, block)| block.state == BlockState::ActiveAllocated);
     let oversize_live = active.filter(|(_, block)| block.size >= oversize).count() as u64;
     let oversize_segments = snapshot.segments.iter().filter(|segment| segment.total_size >= oversize).count() as u64;
     let found = (stats.oversize_allocations.current, stats.oversize_segments.current);
     assert_eq!(found, (oversize_live, oversize_segments));
-    assert_eq!(stats.num_device_alloc - stats.num_device_free, stats.segment.all.current);
+    match granule {
+        Some(granule) => assert!(spare.is_multiple_of(granule)),
+        None => assert_eq!(stats.num_device_alloc - stats.num_device_free, stats.segment.all.current),
+    }
     assert_eq!(stats.allocation.all.current, live.0, "live blocks");
     assert!(live.1 <= stats.requested_bytes.all.current, "{} bytes are held", live.1);
     let [requested, allocated, active, reserved] =
@@ -133,7 +152,8 @@ pub fn readers(allocator: &Allocator) {
     assert_eq!(fragmentation.reserved_bytes, stats.reserved_bytes.all.current);
     assert_eq!(fragmentation.allocated_bytes, stats.allocated_bytes.all.current);
     let parts = fragmentation.allocated_bytes + fragmentation.waiting_bytes + fragmentation.free_bytes;
-    assert_eq!(parts, fragmentation.reserved_bytes);
+    assert_eq!(parts + fragmentation.spare_bytes, fragmentation.reserved_bytes);
+    assert_eq!(fragmentation.segments, allocator.snapshot().segments.len() as u64);
     assert!(!format!("{fragmentation} {allocator:?}").is_empty());
     assert_eq!(stats.to_map().len(), 123);
 }
@@ -141,8 +161,8 @@ pub fn readers(allocator: &Allocator) {
 /// Panics if a request for `padded` bytes, alignment included, was refused although what cannot be released would have left
 /// room for it.
 ///
-/// What cannot be released: segments of which a part is live, and those of open private pools. By the time of the report
-/// everything that waited is free.
+/// What cannot be released: segments and granules of which a part is live, and those of open private pools. By the time of the
+/// report everything that waited is free.
 pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded: u64, other: u64) {
     let config = allocator.config();
     if config.fail_fast {
@@ -150,13 +170,16 @@ pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded
     }
     let open = allocator.reserved_by_private_pools();
     let snapshot = allocator.snapshot();
-    let held = |segment: &&Segment| {
-        open.contains_key(&segment.segment_pool_id) || segment.blocks.iter().any(|block| block.state.is_active())
-    };
-    let pinned: u64 = snapshot.segments.iter().filter(held).map(|segment| segment.total_size).sum();
+    let is_open = |segment: &Segment| open.contains_key(&segment.segment_pool_id);
+    let pinned: u64 = snapshot.segments.iter().map(|segment| pinned_bytes(segment, is_open(segment), allocator)).sum();
     let device = allocator.device().info().total_bytes.saturating_sub(other + config.headroom);
     let most = device.min(allocator.limit().unwrap_or(u64::MAX));
-    assert!(pinned.saturating_add(report.segment) > most, "refused, but {pinned} bytes pinned of {most}: {report}");
+    // What is left of a limit or a device beside whole granules is of no use.
+    let useless = granule(allocator).map_or(0, |granule| granule - 1);
+    assert!(
+        pinned.saturating_add(report.segment + useless) > most,
+        "refused, but {pinned} bytes pinned of {most}: {report}"
+    );
     let default = |segment: &&Segment| segment.segment_pool_id == (0, 0);
     let waiting = snapshot.blocks().any(|(_, block)| block.state == BlockState::ActivePendingFree);
     assert!(!waiting, "refused while blocks wait: {report}");
@@ -172,5 +195,19 @@ pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded
         let crosses = config.cross_stream != aquifer_allocator::config::CrossStream::Off;
         let largest = of_kind.map(free).max().unwrap_or(0);
         assert!(!crosses || largest < rounded, "refused, but {largest} bytes are free in one piece: {report}");
+    }
+}
+
+/// The part of a segment that can be neither released nor moved.
+fn pinned_bytes(segment: &Segment, is_open: bool, allocator: &Allocator) -> u64 {
+    let mut active = segment.blocks.iter().filter(|block| block.state.is_active()).peekable();
+    match granule(allocator).filter(|_| segment.is_expandable && !is_open) {
+        Some(granule) => {
+            let touched =
+                active.flat_map(|block| block.address / granule..(block.address + block.size).div_ceil(granule));
+            touched.collect::<BTreeSet<u64>>().len() as u64 * granule
+        }
+        None if is_open || active.peek().is_some() => segment.total_size,
+        None => 0,
     }
 }

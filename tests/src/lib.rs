@@ -20,6 +20,7 @@ pub mod world;
 
 use std::sync::Arc;
 
+use aquifer_allocator::config::Backing;
 use aquifer_allocator::{Allocator, Config};
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Access, AccessKind, Device, DevicePtr, Driver, Stream};
@@ -30,6 +31,14 @@ pub const KIB: u64 = 1 << 10;
 pub const MIB: u64 = 1 << 20;
 /// 2^30 bytes.
 pub const GIB: u64 = 1 << 30;
+
+/// What memory may come from.
+pub const BACKINGS: [Backing; 2] = [Backing::Paged, Backing::Segments];
+
+/// An option string that also picks the backing.
+pub fn on(backing: Backing, options: &str) -> String {
+    if options.is_empty() { format!("backing:{backing}") } else { format!("{options},backing:{backing}") }
+}
 
 /// A simulated device with an allocator, for tests of one thing.
 #[derive(Debug)]
@@ -50,6 +59,11 @@ impl Bench {
     /// A device of `capacity` bytes and an allocator with the given options.
     pub fn new(capacity: u64, options: &str) -> Bench {
         Bench::with(capacity, Config::parse(options).unwrap_or_else(|error| panic!("{options}: {error}")))
+    }
+
+    /// As [`Bench::new`], once for each backing: for what must hold wherever memory comes from.
+    pub fn on_both(capacity: u64, options: &str) -> impl Iterator<Item = Bench> {
+        BACKINGS.into_iter().map(move |backing| Bench::new(capacity, &on(backing, options)))
     }
 
     /// A device of `capacity` bytes and an allocator with the given configuration.

@@ -1,7 +1,7 @@
 //! The device and the allocator that a program runs on.
 
 use aquifer_allocator::Config;
-use aquifer_allocator::config::CrossStream;
+use aquifer_allocator::config::{Backing, CrossStream};
 use proptest::prelude::*;
 
 use crate::MIB;
@@ -36,7 +36,7 @@ impl Setup {
     }
 }
 
-fn config() -> impl Strategy<Value = Config> {
+fn config(backing: Backing) -> impl Strategy<Value = Config> {
     let cross_stream = prop::sample::select(vec![CrossStream::Off, CrossStream::Ready, CrossStream::Wait]);
     let mib = |from: u64, to: u64| (from..to).prop_map(|mib| mib * MIB);
     (
@@ -48,23 +48,26 @@ fn config() -> impl Strategy<Value = Config> {
         prop_oneof![4 => Just(0_u32), 1 => 1_u32..2000],
         (prop::bool::weighted(0.1), prop::bool::weighted(0.08)),
     )
-        .prop_map(|(streams, split, threshold, (limit, headroom), divisions, history, (fail_fast, no_cache))| {
-            let mut config = Config::default();
-            (config.cross_stream, config.large_segment_size) = streams;
-            (config.max_split_size, config.max_non_split_rounding) = split;
-            config.garbage_collection_threshold = threshold;
-            (config.limit, config.headroom) = (limit, headroom);
-            config.roundup_power2_divisions = [divisions; 16];
-            config.history = history;
-            (config.fail_fast, config.no_cache) = (fail_fast, no_cache);
-            config
-        })
+        .prop_map(
+            move |(streams, split, threshold, (limit, headroom), divisions, history, (fail_fast, no_cache))| {
+                let mut config = Config::default();
+                config.backing = backing;
+                (config.cross_stream, config.large_segment_size) = streams;
+                (config.max_split_size, config.max_non_split_rounding) = split;
+                config.garbage_collection_threshold = threshold;
+                (config.limit, config.headroom) = (limit, headroom);
+                config.roundup_power2_divisions = [divisions; 16];
+                config.history = history;
+                (config.fail_fast, config.no_cache) = (fail_fast, no_cache);
+                config
+            },
+        )
 }
 
-/// Any setup.
-pub fn setup() -> impl Strategy<Value = Setup> {
+/// Any setup with memory from the given backing.
+pub fn setup(backing: Backing) -> impl Strategy<Value = Setup> {
     let ending = prop_oneof![3 => Just(Ending::FreeFirst), 1 => Just(Ending::AllocatorFirst)];
-    (48_u64..260, any::<u64>(), config(), ending).prop_map(|(mib, seed, config, ending)| Setup {
+    (48_u64..260, any::<u64>(), config(backing), ending).prop_map(|(mib, seed, config, ending)| Setup {
         capacity: mib * MIB,
         seed,
         config,

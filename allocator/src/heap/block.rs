@@ -1,5 +1,7 @@
 //! Records of blocks, in a slab addressed by number.
 
+use std::ops::{Index, IndexMut};
+
 /// Number of a block in the slab.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct BlockId(pub(crate) u32);
@@ -17,6 +19,12 @@ impl BlockId {
     #[inline]
     pub(crate) fn some(self) -> Option<BlockId> {
         (self != BlockId::NONE).then_some(self)
+    }
+}
+
+impl Default for BlockId {
+    fn default() -> BlockId {
+        BlockId::NONE
     }
 }
 
@@ -110,32 +118,35 @@ impl Default for Block {
 }
 
 /// All blocks of a heap.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Slab {
     blocks: Vec<Block>,
     /// The first vacant record; they are chained through `next`.
     vacant: BlockId,
 }
 
-impl Default for Slab {
-    fn default() -> Self {
-        Slab { blocks: Vec::new(), vacant: BlockId::NONE }
-    }
-}
-
 impl Slab {
-    #[inline]
     pub(crate) fn insert(&mut self, block: Block) -> BlockId {
+        self.records_and_a_vacant_one().insert(block)
+    }
+
+    pub(crate) fn remove(&mut self, id: BlockId) {
+        self.records().remove(id);
+    }
+
+    /// The records, for an operation that inserts none.
+    #[inline]
+    pub(super) fn records(&mut self) -> Records<'_> {
+        Records { blocks: &mut self.blocks, vacant: &mut self.vacant }
+    }
+
+    /// The records, for an operation that inserts one at most.
+    #[inline]
+    pub(super) fn records_and_a_vacant_one(&mut self) -> Records<'_> {
         if self.vacant == BlockId::NONE {
             self.grow();
         }
-        let id = self.vacant;
-        let record = &mut self[id];
-        let next = record.next;
-        // Straight into its place: a record that is put together elsewhere and moved in wide words stalls the machine.
-        *record = block;
-        self.vacant = next;
-        id
+        self.records()
     }
 
     /// Makes a vacant record where there is none.
@@ -145,14 +156,6 @@ impl Slab {
         // 2^32 - 1 records of 64 bytes are 256 GiB of host memory: the process is out of memory before that.
         assert!(id != BlockId::NONE, "more than 2^32 blocks");
         self.blocks.push(Block::default());
-        self.vacant = id;
-    }
-
-    #[inline]
-    pub(crate) fn remove(&mut self, id: BlockId) {
-        let vacant = self.vacant;
-        let record = &mut self[id];
-        (record.state, record.next) = (State::Vacant, vacant);
         self.vacant = id;
     }
 
@@ -169,7 +172,7 @@ impl Slab {
 
     /// How many records there are, vacant ones included.
     #[cfg(debug_assertions)]
-    pub(crate) fn records(&self) -> usize {
+    pub(crate) fn records_count(&self) -> usize {
         self.blocks.len()
     }
 
@@ -180,7 +183,7 @@ impl Slab {
     }
 }
 
-impl std::ops::Index<BlockId> for Slab {
+impl Index<BlockId> for Slab {
     type Output = Block;
 
     #[inline]
@@ -189,7 +192,63 @@ impl std::ops::Index<BlockId> for Slab {
     }
 }
 
-impl std::ops::IndexMut<BlockId> for Slab {
+impl IndexMut<BlockId> for Slab {
+    #[inline]
+    fn index_mut(&mut self, id: BlockId) -> &mut Block {
+        &mut self.blocks[id.index()]
+    }
+}
+
+/// The records of a slab while one operation works on them. None are made meanwhile, so where they are and how many stays in
+/// registers instead of being read again after each store.
+#[derive(Debug)]
+pub(super) struct Records<'a> {
+    blocks: &'a mut [Block],
+    vacant: &'a mut BlockId,
+}
+
+impl Records<'_> {
+    /// Uses a vacant record, which there is.
+    #[inline]
+    pub(super) fn insert(&mut self, block: Block) -> BlockId {
+        let id = *self.vacant;
+        let record = &mut self.blocks[id.index()];
+        let next = record.next;
+        // Straight into its place: a record that is put together elsewhere and moved in wide words stalls the machine.
+        *record = block;
+        *self.vacant = next;
+        id
+    }
+
+    #[inline]
+    pub(super) fn remove(&mut self, id: BlockId) {
+        let record = &mut self.blocks[id.index()];
+        (record.state, record.next) = (State::Vacant, *self.vacant);
+        *self.vacant = id;
+    }
+
+    /// The record of a block, if it is one and not [`BlockId::NONE`].
+    #[inline]
+    pub(super) fn get(&self, id: BlockId) -> Option<&Block> {
+        self.blocks.get(id.index())
+    }
+
+    #[inline]
+    pub(super) fn get_mut(&mut self, id: BlockId) -> Option<&mut Block> {
+        self.blocks.get_mut(id.index())
+    }
+}
+
+impl Index<BlockId> for Records<'_> {
+    type Output = Block;
+
+    #[inline]
+    fn index(&self, id: BlockId) -> &Block {
+        &self.blocks[id.index()]
+    }
+}
+
+impl IndexMut<BlockId> for Records<'_> {
     #[inline]
     fn index_mut(&mut self, id: BlockId) -> &mut Block {
         &mut self.blocks[id.index()]

@@ -55,7 +55,8 @@ impl Heap {
     /// A new region of addresses without memory: one hole. `granule` is a power of two that divides address and length.
     pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, pool: u16, granule: u64) {
         let number = self.add_region_record(addr, bytes, pool);
-        let hole = Block { addr, size: bytes, region: number, owner: self.home, pool, state: State::Hole, ..Block::default() };
+        let hole =
+            Block { addr, size: bytes, region: number, owner: self.home, pool, state: State::Hole, ..Block::default() };
         let first = self.blocks.insert(hole);
         let region = self.region_mut(number);
         (region.first, region.granules) = (first, Granules::new(bytes, granule));
@@ -72,7 +73,8 @@ impl Heap {
         self.remove_region_record(hole)
     }
 
-    /// Notes that the memory of a block, now given back by the home stream, is used until `after`.
+    /// Notes that the memory of a block, now given back by the home stream, is used until `after`. Blocks that had to wait
+    /// come later than others that were used for longer.
     #[inline]
     pub(crate) fn note_last_use(&mut self, id: BlockId, owner: u32, after: u64) {
         let Block { addr, size, region, .. } = self.blocks[id];
@@ -81,7 +83,7 @@ impl Heap {
         if region.is_paged() && owner == home {
             let touched = region.granules.touched(addr - region.addr, size);
             if let Some(ticks) = region.granules.last_use.get_mut(touched) {
-                ticks.fill(after);
+                ticks.iter_mut().for_each(|tick| *tick = after.max(*tick));
             }
         }
     }

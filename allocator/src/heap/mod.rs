@@ -16,16 +16,17 @@ mod check;
 mod holes;
 mod index;
 mod moves;
+mod resting;
 mod strays;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+pub(crate) use block::{Block, BlockId, Slab, State};
 use holes::Granules;
 pub(crate) use holes::Holding;
-pub(crate) use block::{Block, BlockId, Slab, State};
-use index::{FreeIndex, Index};
+use index::{Bins, Exact, FreeIndex, Index};
 pub(crate) use index::{IndexKind, IndexView, Key};
-use moves::Piece;
+use moves::{Joined, Piece, Rules, Taken};
 
 use crate::size_class::{PoolKind, SizeClasses};
 
@@ -84,7 +85,8 @@ pub(crate) struct Region {
     pub(crate) age_base: u64,
 }
 
-/// How a taken block changed the count and bytes of free pieces of regions (`inactive_split`), and vice versa.
+/// How a taken block changed the count and bytes of free pieces of regions (`inactive_split`), and vice versa. They are counted
+/// with [`IndexKind::Exact`], for segments, alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SplitChange {
     pub(crate) count: i64,
@@ -105,6 +107,8 @@ pub(crate) struct Heap {
     strays: BTreeSet<BlockId>,
     /// Holes that are not held, by address.
     holes: BTreeMap<u64, BlockId>,
+    /// A block that was given back and is yet to be merged.
+    resting: BlockId,
     /// Totals of identity H2, in bytes.
     pub(crate) total: u64,
     pub(crate) free: u64,
@@ -136,16 +140,27 @@ impl Heap {
         size: u64,
         requested: u64,
     ) -> Option<(BlockId, SplitChange)> {
-        let owner = self.home;
-        let pool = &mut self.pools[usize::from(pool)];
-        pool.searches += 1;
-        let request = Piece { owner, size, requested };
-        let (blocks, no_split, kind) = (&mut self.blocks, pool.no_split, pool.kind);
-        let (id, whole) = match &mut pool.own {
-            FreeIndex::Exact(index) => moves::take_best(index, blocks, classes, no_split, kind, request),
-            FreeIndex::Bins(index) => moves::take_best(index, blocks, classes, no_split, kind, request),
-        }?;
-        Some((id, self.took(id, whole)))
+        let record = &mut self.pools[usize::from(pool)];
+        record.searches += 1;
+        if self.resting != BlockId::NONE
+            && let Some(id) = self.take_resting(pool, size, requested)
+        {
+            return Some((id, SplitChange::default()));
+        }
+        let piece = Piece { owner: self.home, size, requested };
+        let record = &mut self.pools[usize::from(pool)];
+        let rules = Rules { classes, kind: record.kind, no_split: record.no_split };
+        let mut blocks = self.blocks.records_and_a_vacant_one();
+        match &mut record.own {
+            FreeIndex::Exact(index) => {
+                let taken = moves::take_best(index, &mut blocks, rules, piece)?;
+                Some((taken.id, self.took::<Exact>(&taken)))
+            }
+            FreeIndex::Bins(index) => {
+                let taken = moves::take_best(index, &mut blocks, rules, piece)?;
+                Some((taken.id, self.took::<Bins>(&taken)))
+            }
+        }
     }
 
     /// Takes `size` bytes for `owner` from a given free block.
@@ -157,37 +172,44 @@ impl Heap {
         size: u64,
         requested: u64,
     ) -> (BlockId, SplitChange) {
-        let block = &self.blocks[id];
-        debug_assert!(block.state == State::Free && block.size >= size);
-        let pool = &mut self.pools[usize::from(block.pool)];
-        let request = Piece { owner, size, requested };
-        let (no_split, kind, index) = (pool.no_split, pool.kind, pool.index_mut(self.home, block.owner));
-        let (id, whole) = match index {
-            FreeIndex::Exact(index) => moves::take(index, &mut self.blocks, classes, no_split, kind, id, request),
-            FreeIndex::Bins(index) => moves::take(index, &mut self.blocks, classes, no_split, kind, id, request),
-        };
-        (id, self.took(id, whole))
+        let Block { addr, size: whole, owner: from, pool, state, .. } = self.blocks[id];
+        debug_assert!(state == State::Free && whole >= size);
+        let record = &mut self.pools[usize::from(pool)];
+        let piece = Piece { owner, size, requested };
+        let rules = Rules { classes, kind: record.kind, no_split: record.no_split };
+        let mut blocks = self.blocks.records_and_a_vacant_one();
+        match record.index_mut(self.home, from) {
+            FreeIndex::Exact(index) => {
+                let taken = moves::take(index, &mut blocks, rules, id, Exact::place(id, whole, addr), piece);
+                (taken.id, self.took::<Exact>(&taken))
+            }
+            FreeIndex::Bins(index) => {
+                let taken = moves::take(index, &mut blocks, rules, id, Bins::place(id, whole, addr), piece);
+                (taken.id, self.took::<Bins>(&taken))
+            }
+        }
     }
 
-    /// A block became live that was free, or part of a free block of `whole` bytes.
+    /// A block became live that was free, or part of a free one.
     #[inline]
-    fn took(&mut self, id: BlockId, whole: u64) -> SplitChange {
-        let Block { size, prev, next, region, .. } = self.blocks[id];
+    fn took<I: Index>(&mut self, taken: &Taken) -> SplitChange {
+        let &Taken { id, size, whole, prev, next, region } = taken;
         self.free -= size;
         let is_part = size != whole;
         if !is_part {
             self.strays_forget(id);
         }
-        let bytes = signed(size);
-        if prev != BlockId::NONE {
-            return SplitChange { count: -i64::from(!is_part), bytes: -bytes };
+        if prev == BlockId::NONE {
+            self.region_mut(region).first = id;
         }
-        // The first block of its region.
-        self.region_mut(region).first = id;
-        let whole_region = if is_part { self.blocks[next].next } else { next } == BlockId::NONE;
+        if !I::COUNTS_PIECES {
+            return SplitChange::default();
+        }
+        let whole_region = prev == BlockId::NONE
+            && if is_part { self.blocks[next].next == BlockId::NONE } else { next == BlockId::NONE };
         match (whole_region, is_part) {
-            (false, _) => SplitChange { count: -i64::from(!is_part), bytes: -bytes },
-            (true, true) => SplitChange { count: 1, bytes: signed(whole) - bytes },
+            (false, _) => SplitChange { count: -i64::from(!is_part), bytes: -signed(size) },
+            (true, true) => SplitChange { count: 1, bytes: signed(whole) - signed(size) },
             (true, false) => SplitChange::default(),
         }
     }
@@ -198,39 +220,66 @@ impl Heap {
     /// Except for 0, `after` must not be less than any earlier one of the same owner: ticks of a stream only grow.
     #[inline]
     pub(crate) fn give(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
-        let (after, mut change) = if after == 0 { self.adopt_done(id, owner) } else { (after, SplitChange::default()) };
-        let block = &mut self.blocks[id];
-        debug_assert!(matches!(block.state, State::Live | State::Waiting));
-        let Block { size, prev, next, pool, .. } = *block;
-        (block.state, block.owner, block.shared) = (State::Free, owner, false);
-        self.free += size;
-        let (with_prev, with_next) = (self.is_free_of(prev, owner), self.is_free_of(next, owner));
-        let merged = match self.pools[usize::from(pool)].index_mut(self.home, owner) {
-            FreeIndex::Exact(index) => moves::join(index, &mut self.blocks, id, with_prev, with_next),
-            FreeIndex::Bins(index) => moves::join(index, &mut self.blocks, id, with_prev, with_next),
-        };
+        if after == 0 {
+            return self.give_done(id, owner);
+        }
+        self.give_used(id, owner, after)
+    }
+
+    /// As [`Heap::give`], of a block that is done for everybody.
+    #[cold]
+    fn give_done(&mut self, id: BlockId, owner: u32) -> (BlockId, SplitChange) {
+        let (after, adopted) = self.adopt_done(id, owner);
+        let (id, change) = self.give_used(id, owner, after);
+        (id, SplitChange { count: change.count + adopted.count, bytes: change.bytes + adopted.bytes })
+    }
+
+    #[inline]
+    fn give_used(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
+        let pool = usize::from(self.blocks[id].pool);
+        debug_assert!(matches!(self.blocks[id].state, State::Live | State::Waiting));
+        let mut blocks = self.blocks.records();
+        match self.pools[pool].index_mut(self.home, owner) {
+            FreeIndex::Exact(index) => {
+                let joined = moves::join(index, &mut blocks, id, owner, after);
+                (joined.id, self.gave::<Exact>(&joined, pool))
+            }
+            FreeIndex::Bins(index) => {
+                let joined = moves::join(index, &mut blocks, id, owner, after);
+                (joined.id, self.gave::<Bins>(&joined, pool))
+            }
+        }
+    }
+
+    /// A block became free, and was joined with free neighbours.
+    #[inline]
+    fn gave<I: Index>(&mut self, joined: &Joined, pool: usize) -> SplitChange {
+        let &Joined { id, given, whole, with_prev, with_next, prev, next, region } = joined;
+        self.free += given;
         match (with_prev, with_next) {
-            (false, false) => self.strays_note(id),
-            (true, true) => self.strays_forget(next),
+            (false, None) => self.strays_note(id),
+            (true, Some(gone)) => self.strays_forget(gone),
             _ => {}
         }
-        let block = &mut self.blocks[merged];
-        block.after = after;
-        change.count += 1 - i64::from(with_prev) - i64::from(with_next);
-        change.bytes += signed(size);
-        if block.prev == BlockId::NONE {
-            let Block { size: whole, next, region, .. } = *block;
-            let searches = self.pools[usize::from(pool)].searches;
+        let is_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
+        if prev == BlockId::NONE {
+            let searches = self.pools[pool].searches;
             let region = self.region_mut(region);
-            region.first = merged;
-            if next == BlockId::NONE {
-                // Whole regions do not count as split: take back what this block counted as before, itself included.
-                change.count -= 1;
-                change.bytes -= signed(whole);
+            region.first = id;
+            if is_whole_region {
                 region.age_base = searches;
             }
         }
-        (merged, change)
+        if !I::COUNTS_PIECES {
+            return SplitChange::default();
+        }
+        let count = 1 - i64::from(with_prev) - i64::from(with_next.is_some());
+        if is_whole_region {
+            // Whole regions do not count as split: take back what this block counted as before, itself included.
+            SplitChange { count: count - 1, bytes: signed(given) - signed(whole) }
+        } else {
+            SplitChange { count, bytes: signed(given) }
+        }
     }
 
     #[inline]
@@ -271,18 +320,20 @@ impl Heap {
     /// Puts a free block in the index of its owner.
     fn index_alone(&mut self, id: BlockId) {
         let Block { owner, pool, .. } = self.blocks[id];
+        let mut blocks = self.blocks.records();
         match self.pools[usize::from(pool)].index_mut(self.home, owner) {
-            FreeIndex::Exact(index) => index.insert(&mut self.blocks, id),
-            FreeIndex::Bins(index) => index.insert(&mut self.blocks, id),
+            FreeIndex::Exact(index) => index.insert(&mut blocks, id),
+            FreeIndex::Bins(index) => index.insert(&mut blocks, id),
         }
         self.strays_note(id);
     }
 
     fn unindex(&mut self, id: BlockId) {
-        let Block { owner, pool, .. } = self.blocks[id];
+        let Block { addr, size, owner, pool, .. } = self.blocks[id];
+        let mut blocks = self.blocks.records();
         match self.pools[usize::from(pool)].index_mut(self.home, owner) {
-            FreeIndex::Exact(index) => index.remove(&mut self.blocks, id),
-            FreeIndex::Bins(index) => index.remove(&mut self.blocks, id),
+            FreeIndex::Exact(index) => index.remove(&mut blocks, id, Exact::place(id, size, addr)),
+            FreeIndex::Bins(index) => index.remove(&mut blocks, id, Bins::place(id, size, addr)),
         }
         self.strays_forget(id);
     }
@@ -372,6 +423,12 @@ impl Heap {
         let views = self.owners(pool).filter_map(move |owner| self.index(pool, owner));
         let keys = views.flat_map(move |view| std::iter::successors(view.best_fit(size), move |&key| view.after(key)));
         keys.filter(move |key| self.blocks[key.block()].size >= size)
+    }
+
+    /// How often somebody searched here.
+    #[inline]
+    pub(crate) fn searches(&self) -> u64 {
+        self.pools.iter().map(|pool| pool.searches).sum()
     }
 
     /// Every region, in no particular order.

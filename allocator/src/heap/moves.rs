@@ -1,9 +1,9 @@
 //! What an allocation and a free do to the records of blocks and to one index: cut a block, join neighbours.
 //!
 //! They are written once for both kinds of index and compiled for each, so that a kind is looked up once an operation. The
-//! running totals and what is known of regions are [`super::Heap`]'s.
+//! running totals and what is known of regions are [`super::Heap`]'s; what it needs for them is returned, not read again.
 
-use super::block::{Block, BlockId, Slab, State};
+use super::block::{Block, BlockId, Records, State};
 use super::index::Index;
 use crate::size_class::{PoolKind, SizeClasses};
 
@@ -17,48 +17,81 @@ pub(super) struct Piece {
     pub(super) requested: u64,
 }
 
-/// Takes a piece from the block that the index chooses, if the size rules allow. Returns it and the size the block had.
-#[inline]
-pub(super) fn take_best(
-    index: &mut impl Index,
-    blocks: &mut Slab,
-    classes: &SizeClasses,
-    no_split: bool,
-    kind: PoolKind,
-    piece: Piece,
-) -> Option<(BlockId, u64)> {
-    let mut id = index.choose(blocks, piece.size)?;
-    if !classes.fits(blocks[id].size, piece.size) {
-        // As with PyTorch, the smallest that is large enough decides.
-        id = index.best_fit(blocks, piece.size).filter(|&id| classes.fits(blocks[id].size, piece.size))?;
-    }
-    Some(take(index, blocks, classes, no_split, kind, id, piece))
+/// How free blocks of a pool are cut.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rules<'a> {
+    pub(super) classes: &'a SizeClasses,
+    pub(super) kind: PoolKind,
+    pub(super) no_split: bool,
 }
 
-/// Takes a piece from a given free block, whole or by cutting it off. Returns it and the size the block had.
+/// A block that was taken.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Taken {
+    pub(super) id: BlockId,
+    /// Its size, and that of the free block that it was, or was part of.
+    pub(super) size: u64,
+    pub(super) whole: u64,
+    pub(super) prev: BlockId,
+    pub(super) next: BlockId,
+    pub(super) region: u32,
+}
+
+/// A free block, and what became of a block that was given back.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Joined {
+    pub(super) id: BlockId,
+    /// Bytes that were given back, and that the free block has now.
+    pub(super) given: u64,
+    pub(super) whole: u64,
+    /// Whether it was joined with its neighbours; the upper one is gone if both.
+    pub(super) with_prev: bool,
+    pub(super) with_next: Option<BlockId>,
+    pub(super) prev: BlockId,
+    pub(super) next: BlockId,
+    pub(super) region: u32,
+}
+
+/// Takes a piece from the block that the index chooses, if the size rules allow.
 #[inline]
-pub(super) fn take(
-    index: &mut impl Index,
-    blocks: &mut Slab,
-    classes: &SizeClasses,
-    no_split: bool,
-    kind: PoolKind,
-    id: BlockId,
+pub(super) fn take_best<I: Index>(
+    index: &mut I,
+    blocks: &mut Records<'_>,
+    rules: Rules<'_>,
     piece: Piece,
-) -> (BlockId, u64) {
-    let whole = blocks[id].size;
-    if !no_split && classes.should_split(kind, whole, piece.size) {
-        return (cut(index, blocks, id, piece), whole);
+) -> Option<Taken> {
+    let (mut id, mut place) = index.choose(blocks, piece.size)?;
+    if !rules.classes.fits(blocks[id].size, piece.size) {
+        // As with PyTorch, the smallest that is large enough decides.
+        (id, place) =
+            index.best_fit(blocks, piece.size).filter(|&(id, _)| rules.classes.fits(blocks[id].size, piece.size))?;
     }
-    index.remove(blocks, id);
+    Some(take(index, blocks, rules, id, place, piece))
+}
+
+/// Takes a piece from a given free block, whole or by cutting it off.
+#[inline]
+pub(super) fn take<I: Index>(
+    index: &mut I,
+    blocks: &mut Records<'_>,
+    rules: Rules<'_>,
+    id: BlockId,
+    place: I::Place,
+    piece: Piece,
+) -> Taken {
+    let whole = blocks[id].size;
+    if !rules.no_split && rules.classes.should_split(rules.kind, whole, piece.size) {
+        return cut(index, blocks, id, place, piece);
+    }
+    index.remove(blocks, id, place);
     let block = &mut blocks[id];
     (block.state, block.owner, block.requested) = (State::Live, piece.owner, piece.requested);
-    (id, whole)
+    Taken { id, size: whole, whole, prev: block.prev, next: block.next, region: block.region }
 }
 
 /// Cuts a piece off the low end of a free block. The rest stays free, and its owner's.
 #[inline]
-fn cut(index: &mut impl Index, blocks: &mut Slab, rest: BlockId, piece: Piece) -> BlockId {
+fn cut<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, place: I::Place, piece: Piece) -> Taken {
     let Piece { owner, size, requested } = piece;
     let Block { addr, size: whole, prev, region, pool, .. } = blocks[rest];
     let state = State::Live;
@@ -79,60 +112,58 @@ fn cut(index: &mut impl Index, blocks: &mut Slab, rest: BlockId, piece: Piece) -
     if let Some(prev) = blocks.get_mut(prev) {
         prev.next = taken;
     }
-    index.changed(blocks, rest, whole, addr);
-    taken
+    index.changed(blocks, rest, place);
+    Taken { id: taken, size, whole, prev, next: rest, region }
 }
 
-/// Joins a free block that is in no index with its neighbours in `index`, as said, or puts it there by itself. Returns the
-/// block that it is then part of.
+/// Makes a block free that is in no index and puts it into `index`, joined with its neighbours there: those that are free and
+/// have the same owner.
 #[inline]
-pub(super) fn join(
-    index: &mut impl Index,
-    blocks: &mut Slab,
-    id: BlockId,
-    with_prev: bool,
-    with_next: bool,
-) -> BlockId {
-    let Block { addr, size, prev, next, .. } = blocks[id];
-    match (with_prev, with_next) {
-        (false, false) => {
+pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, owner: u32, after: u64) -> Joined {
+    let Block { addr, size: given, prev, next, region, .. } = blocks[id];
+    let is_free = |block: &&Block| block.state == State::Free && block.owner == owner;
+    let below = blocks.get(prev).filter(is_free).map(|block| block.size);
+    let above = blocks.get(next).filter(is_free).map(|block| (block.size, block.next));
+    let (with_prev, with_next) = (below.is_some(), above.map(|_| next));
+    let joined = Joined { id, given, whole: given, with_prev, with_next, prev, next, region };
+    match (below, above) {
+        (None, None) => {
+            let block = &mut blocks[id];
+            (block.state, block.owner, block.shared, block.after) = (State::Free, owner, false, after);
             index.insert(blocks, id);
-            id
+            joined
         }
-        (true, false) => {
-            blocks.remove(id);
-            extend_up(index, blocks, prev, size, next)
-        }
-        (false, true) => {
+        (None, Some((above, beyond))) => {
             blocks.remove(id);
             let into = &mut blocks[next];
-            let (old_size, old_addr) = (into.size, into.addr);
-            (into.addr, into.size, into.prev) = (addr, old_size + size, prev);
+            let place = I::place(next, above, into.addr);
+            (into.addr, into.size, into.prev, into.after) = (addr, above + given, prev, after);
             if let Some(prev) = blocks.get_mut(prev) {
                 prev.next = next;
             }
-            index.changed(blocks, next, old_size, old_addr);
-            next
+            index.changed(blocks, next, place);
+            Joined { id: next, whole: above + given, next: beyond, ..joined }
         }
-        (true, true) => {
-            index.remove(blocks, next);
-            let Block { size: next_size, next: beyond, .. } = blocks[next];
-            blocks.remove(next);
+        (Some(below), above) => {
+            let (whole, beyond) = match above {
+                Some((above, beyond)) => {
+                    let place = I::place(next, above, blocks[next].addr);
+                    index.remove(blocks, next, place);
+                    blocks.remove(next);
+                    (below + given + above, beyond)
+                }
+                None => (below + given, next),
+            };
             blocks.remove(id);
-            extend_up(index, blocks, prev, size + next_size, beyond)
+            let into = &mut blocks[prev];
+            let place = I::place(prev, below, into.addr);
+            (into.size, into.next, into.after) = (whole, beyond, after);
+            let before = into.prev;
+            if let Some(beyond) = blocks.get_mut(beyond) {
+                beyond.prev = prev;
+            }
+            index.changed(blocks, prev, place);
+            Joined { id: prev, whole, prev: before, next: beyond, ..joined }
         }
     }
-}
-
-/// A free block grows upwards by `size` bytes; `next` is its neighbour then.
-#[inline]
-fn extend_up(index: &mut impl Index, blocks: &mut Slab, into: BlockId, size: u64, next: BlockId) -> BlockId {
-    let block = &mut blocks[into];
-    let (old_size, addr) = (block.size, block.addr);
-    (block.size, block.next) = (old_size + size, next);
-    if let Some(next) = blocks.get_mut(next) {
-        next.prev = into;
-    }
-    index.changed(blocks, into, old_size, addr);
-    into
 }

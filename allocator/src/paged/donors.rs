@@ -1,7 +1,7 @@
 //! Granules that may move: those that lie wholly in free blocks and whose last use is done.
 //!
-//! The smallest free blocks give first, because they serve the fewest requests, and each from its high end, because blocks
-//! are handed out from the low one. Granules that are not known done are counted by the tick that would let them move.
+//! The highest addresses give first, so that what is in use gathers at the low ones and steady programs find their memory where
+//! they left it. Granules that are not known done are counted by the tick that would let them move.
 
 use std::collections::BTreeMap;
 
@@ -32,9 +32,26 @@ pub(crate) struct Donors {
     pub(crate) not_done: BTreeMap<(u32, u64), u64>,
 }
 
+impl Donors {
+    /// Leaves the first `granules` of them.
+    pub(crate) fn truncate(&mut self, granules: u64, granule: u64) {
+        while self.granules > granules
+            && let Some(last) = self.chosen.last_mut()
+        {
+            let surplus = ((self.granules - granules) * granule).min(last.bytes);
+            // The low end was chosen last.
+            last.addr += surplus;
+            last.bytes -= surplus;
+            self.granules -= surplus / granule;
+            if last.bytes == 0 {
+                self.chosen.pop();
+            }
+        }
+    }
+}
+
 /// A free block that has room for a granule.
 struct Candidate {
-    size: u64,
     addr: u64,
     arena: u32,
     block: BlockId,
@@ -72,13 +89,12 @@ impl Whole {
                 for key in heap.free_blocks_from(pool, granule) {
                     let block = &heap.blocks[key.block()];
                     if heap.region(block.region).is_paged() {
-                        let (size, addr, block) = (block.size, block.addr, key.block());
-                        found.push(Candidate { size, addr, arena: heap.home, block });
+                        found.push(Candidate { addr: block.addr, arena: heap.home, block: key.block() });
                     }
                 }
             }
         }
-        found.sort_unstable_by_key(|candidate| (candidate.size, candidate.addr));
+        found.sort_unstable_by_key(|candidate| std::cmp::Reverse(candidate.addr));
         found
     }
 

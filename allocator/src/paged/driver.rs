@@ -130,7 +130,7 @@ fn unmap_again(device: &Device, granule: u64, first: usize, done: &mut Done) {
         match device.driver().unmap(DevicePtr(at), granule) {
             Ok(()) => done.spares.push(physical),
             Err(error) => {
-                tracing::warn!(%error, at, "a mapping without access could not be taken back; its addresses stay unused");
+                tracing::warn!(%error, at, "a mapping without access could not be taken back; its addresses stay unused until it is");
                 done.mapped.push((at, physical, false));
             }
         }

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use aquifer_device::{Device, DevicePtr, PhysicalOptions, RawPhysical, Reservation};
 
+use crate::heap::BlockId;
 use crate::paged::apart::{Owned, Retired};
 use crate::paged::pin::Pins;
 use crate::paged::sleep::Absent;
@@ -29,6 +30,8 @@ pub(crate) struct Paged {
     pub(crate) absent: Option<Vec<Absent>>,
     /// Granules that are mapped nowhere.
     pub(crate) spares: Vec<RawPhysical>,
+    /// Mappings that can be neither used nor, so far, taken back.
+    pub(crate) stuck: Vec<Stuck>,
     /// Spare granules that operations are at work with.
     pub(crate) in_hands: u64,
     /// Bytes mapped for small and large pools.
@@ -39,6 +42,8 @@ pub(crate) struct Paged {
     pub(crate) in_use_peak: u64,
     /// How often the host waited so that memory could move.
     pub(crate) stalls: u64,
+    /// How often a stream was made to wait rather than memory taken.
+    pub(crate) orders: u64,
 }
 
 /// What reserved addresses are for.
@@ -50,6 +55,16 @@ pub(crate) enum Purpose {
     Growable,
     /// A [`crate::Exportable`]: its memory is of no use to others.
     Exportable,
+}
+
+/// Addresses that stay held because some of them are mapped without access, and the driver did not unmap them.
+#[derive(Debug)]
+pub(crate) struct Stuck {
+    /// The stream in whose arena they are held.
+    pub(crate) arena: u32,
+    pub(crate) block: BlockId,
+    /// What is mapped there.
+    pub(crate) granules: Vec<u64>,
 }
 
 /// A reservation, and the granule behind each of its places.
@@ -89,17 +104,14 @@ impl Paged {
             retired: Vec::new(),
             absent: None,
             spares,
+            stuck: Vec::new(),
             in_hands: 0,
             mapped_bytes: [0; 2],
             accounted: [0; 2],
             in_use_peak: 0,
             stalls: 0,
+            orders: 0,
         }
-    }
-
-    /// Granules that so many bytes take.
-    pub(crate) fn granules(&self, bytes: u64) -> u64 {
-        bytes.div_ceil(self.granule)
     }
 
     pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, kind: PoolKind, purpose: Purpose) {
@@ -119,6 +131,12 @@ impl Paged {
     /// What the reservation that starts at `addr` is for.
     pub(crate) fn purpose_of(&self, addr: u64) -> Option<Purpose> {
         self.reservations.get(&addr).map(|mapped| mapped.purpose)
+    }
+
+    /// Bytes held from the device that are not behind usable addresses.
+    pub(crate) fn spare_bytes(&self) -> u64 {
+        let stuck: usize = self.stuck.iter().map(|stuck| stuck.granules.len()).sum();
+        (self.spares.len() as u64 + self.in_hands + stuck as u64) * self.granule
     }
 
     /// Bytes of addresses that are reserved.

@@ -1,8 +1,9 @@
 //! From a request to a served one: a draft, waits where they pay, a plan, its driver calls, and the accounts.
 //!
-//! When the host must learn how far streams got, it asks first, which waits for nothing. Really waiting stalls the program: it
-//! is done where memory would be refused otherwise, and where growth would exceed what is in use by more than a share, as
-//! long as stalls stay within their budget.
+//! When the host must learn how far streams got, it asks first, which waits for nothing. Where growth would exceed what is in use
+//! by more than a share, there are two ways to wait instead, each within a budget: the request's stream is made to wait for
+//! other streams, whose memory or whose uses of its own it then gets, which stalls only that stream; or the host waits, which stalls the program. Where memory would be refused
+//! otherwise, the host waits in any case.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use std::sync::Arc;
 use aquifer_device::{DeviceError, Timeline};
 
 use crate::allocator::Allocator;
+use crate::config::CrossStream;
 use crate::core::Request;
 use crate::cross_stream::cannot_be_asked;
 use crate::error::AllocError;
@@ -19,12 +21,22 @@ use crate::paged::granules::Purpose;
 use crate::paged::milestones::Reason;
 use crate::paged::plan::{Draft, Planned, Terms};
 use crate::segments::{Growth, Refusal};
+use crate::waiting::Pending;
 use crate::whole::Whole;
 
-/// The host waits rather than let reserved memory exceed the peak in use by more than this share,
+/// Waiting is considered where reserved memory would exceed the peak in use by more than this share.
 const SLACK_SHARE: u64 = 128;
-/// as long as it waited for at most one allocation in so many.
-const STALL_SPACING: u64 = 1000;
+/// The host waits for at most one allocation in so many,
+const STALL_SPACING: u64 = 600;
+/// and for a few at the start: the more, the more memory that saves. This many for a tiny share,
+const STALL_ADVANCE: u64 = 2;
+/// and up to as many more for a quarter of the peak in use.
+const STALL_MORE: u64 = 6;
+/// What is waited for is enough for more than one request: this share of what is reserved, or what the request lacks.
+const STALL_SHARE: u64 = 32;
+/// Streams are made to wait for others for one allocation in so many, and a few at the start.
+const ORDER_SPACING: u64 = 32;
+const ORDER_ADVANCE: u64 = 8;
 /// How often a request is planned anew, at most; others may take what it waited for.
 pub(crate) const ROUNDS: u32 = 64;
 
@@ -33,6 +45,8 @@ pub(crate) const ROUNDS: u32 = 64;
 struct Leave {
     /// Ask the streams how far they got.
     ask: bool,
+    /// Make the request's stream wait for others.
+    order: bool,
     /// Take memory from the device.
     create: bool,
     /// And more than the request needs.
@@ -43,8 +57,12 @@ struct Leave {
 enum Next {
     Finished(Result<Growth, AllocError>),
     /// Learn, without waiting, how far these streams got.
-    Ask(Vec<(Arc<Timeline>, u64)>),
-    /// Wait for this.
+    Ask(Pending),
+    /// Make the request's stream wait for these uses of its own memory.
+    Order(Pending),
+    /// Make it wait for another stream's memory.
+    Borrow,
+    /// Wait for this on the host.
     Wait(Arc<Timeline>, u64),
     Reserve,
     Again,
@@ -53,7 +71,7 @@ enum Next {
 impl Allocator {
     /// Serves the request from memory that moves, or that comes from the device.
     pub(crate) fn grow_paged(&self, request: &Request) -> Result<Growth, AllocError> {
-        let mut leave = Leave { ask: true, create: true, ahead: true };
+        let mut leave = Leave { ask: true, order: true, create: true, ahead: true };
         for _ in 0..ROUNDS {
             self.recycle_retired()?;
             match self.step(request, &mut leave)? {
@@ -62,10 +80,16 @@ impl Allocator {
                     leave.ask = false;
                     self.poll(&ticks)?;
                 }
+                Next::Order(uses) => leave.order = self.order_after(request, &uses)?,
+                Next::Borrow => match self.borrow_waiting(request)? {
+                    Some(granted) => return Ok(Growth::Grown(granted)),
+                    None => leave.order = false,
+                },
                 Next::Wait(timeline, after) => {
                     if !self.stall_for(&timeline, after)? {
                         return Ok(Growth::Refused(Refusal::Device));
                     }
+                    self.poll_waiting()?;
                     leave.ask = true;
                 }
                 Next::Reserve => {
@@ -98,8 +122,14 @@ impl Allocator {
                     return Ok(Next::Ask(ticks));
                 }
             }
-            if let Some((timeline, after)) = whole.worth_waiting(&draft) {
-                return Ok(Next::Wait(timeline, after));
+            if let Some(excess) = whole.over_peak(&draft) {
+                let may_order = leave.order && self.config().cross_stream != CrossStream::Off;
+                if let Some(order) = may_order.then(|| whole.worth_ordering(request)).flatten() {
+                    return Ok(order);
+                }
+                if let Some((timeline, after)) = whole.worth_stalling(&draft, excess) {
+                    return Ok(Next::Wait(timeline, after));
+                }
             }
         }
         let (buyable, refusal) = buyable;
@@ -129,15 +159,36 @@ impl Allocator {
     /// Bytes that may still be taken from the device, and what would refuse more.
     pub(crate) fn buyable(&self) -> Result<(u64, Refusal), AllocError> {
         let headroom = self.config().headroom;
-        let by_headroom = if headroom == 0 {
-            u64::MAX
-        } else {
-            self.device().memory_info()?.free.saturating_sub(headroom)
-        };
+        let by_headroom =
+            if headroom == 0 { u64::MAX } else { self.device().memory_info()?.free.saturating_sub(headroom) };
         let core = self.shell().core();
         let held = core.reserved.saturating_add(core.growing);
         let by_limit = self.limit().map_or(u64::MAX, |limit| limit.saturating_sub(held));
         Ok(if by_headroom < by_limit { (by_headroom, Refusal::Headroom) } else { (by_limit, Refusal::Limit) })
+    }
+
+    /// Makes the request's stream wait for other streams' uses of its own blocks, which are free to it then. Tells whether that
+    /// could be done.
+    fn order_after(&self, request: &Request, uses: &Pending) -> Result<bool, AllocError> {
+        let own = self.shell().core().timeline(request.slot).cloned();
+        let Some(own) = own else { return Ok(false) };
+        for (timeline, after) in uses {
+            match own.wait_for(timeline, after.saturating_sub(1)) {
+                Ok(()) => {}
+                Err(error) if cannot_be_asked(&error) => return Ok(false),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        tracing::debug!(
+            stream = request.slot,
+            bytes = request.size,
+            "a stream was made to wait for the uses of its own memory"
+        );
+        let clock = own.clock();
+        let mut whole = self.shell().whole();
+        whole.counters().cross_stream_waits.add(1);
+        whole.sweep_ordered(request.slot, &clock);
+        Ok(true)
     }
 
     /// Waits on the host; tells whether that could be done.
@@ -153,13 +204,17 @@ impl Allocator {
         }
     }
 
-    /// Reserves addresses for the request's pool: as much as the device has memory, less where that is refused.
+    /// Reserves addresses for the request's pool: a quarter of what is left of four times the device's memory, less for small
+    /// requests and where that is refused. So the first reservation has room for all memory, and there is always some for
+    /// another one, however many streams and pools hold on to theirs.
     fn reserve_addresses(&self, request: &Request) -> Result<bool, AllocError> {
-        let Some(granule) = self.shell().core().paged.as_ref().map(|paged| paged.granule) else { return Ok(false) };
-        let total = self.device().info().total_bytes;
+        let held = self.shell().core().paged.as_ref().map(|paged| (paged.granule, paged.address_bytes()));
+        let Some((granule, held)) = held else { return Ok(false) };
+        let left = self.device().info().total_bytes.saturating_mul(4).saturating_sub(held);
         let least = request.size.next_multiple_of(granule) + granule;
-        let share = if request.size <= crate::size_class::SMALL_SIZE { 16 } else { 1 };
-        let mut bytes = (total / share).next_multiple_of(granule).max(least);
+        let share = if request.size <= crate::size_class::SMALL_SIZE { 64 } else { 4 };
+        let mut bytes = (left / share).next_multiple_of(granule).max(least);
+        let mut gave_back = false;
         self.device().settle();
         loop {
             match self.device().driver().reserve(bytes) {
@@ -172,8 +227,11 @@ impl Allocator {
                     return Ok(true);
                 }
                 Err(error) if error.kind == aquifer_device::ErrorKind::OutOfAddresses || error.is_out_of_memory() => {
-                    if bytes == least {
+                    if bytes == least && std::mem::replace(&mut gave_back, true) {
                         return Ok(false);
+                    }
+                    if bytes == least {
+                        self.give_addresses_back()?;
                     }
                     bytes = (bytes / 4).next_multiple_of(granule).max(least);
                 }
@@ -201,41 +259,88 @@ fn refused(error: Option<DeviceError>, at_creation: bool, leave: &mut Leave) -> 
 
 impl Whole {
     /// Where the streams may be asked how far they got: at the latest tick for which an event was recorded or may be now.
-    pub(crate) fn askable(&mut self, not_done: &BTreeMap<(u32, u64), u64>) -> Vec<(Arc<Timeline>, u64)> {
+    pub(crate) fn askable(&mut self, not_done: &BTreeMap<(u32, u64), u64>) -> Pending {
         let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
         for &(slot, after) in not_done.keys() {
-            let Some(timeline) = self.timeline(slot) else { continue };
-            let recorded = timeline.now();
-            let may_record = self.may_record(slot, Reason::Question);
-            // Ticks below the count are covered by an event that was recorded already.
-            if after <= recorded || may_record {
+            if self.is_covered(slot, after) || self.may_record(slot, Reason::Question) {
                 latest.insert(slot, after);
             }
         }
-        for (&slot, &after) in &latest {
-            if self.timeline(slot).is_some_and(|timeline| after > timeline.now()) {
+        let ticks: Vec<(u32, u64)> = latest.into_iter().collect();
+        self.note_questions(&ticks);
+        ticks.into_iter().filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
+    }
+
+    /// Whether an event was recorded that covers the ticks below a count.
+    fn is_covered(&self, slot: u32, after: u64) -> bool {
+        self.timeline(slot).is_some_and(|timeline| after <= timeline.now())
+    }
+
+    /// Counts the events that asking at these ticks, or waiting for them, will record.
+    fn note_questions(&mut self, ticks: &[(u32, u64)]) {
+        for &(slot, after) in ticks {
+            if !self.is_covered(slot, after) {
                 self.note_recorded(slot, Reason::Question);
             }
         }
-        latest.into_iter().filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
     }
 
-    /// What to wait for rather than grow: where growth would exceed the peak in use by too much, and stalls are few.
-    fn worth_waiting(&self, draft: &Draft) -> Option<(Arc<Timeline>, u64)> {
+    /// Bytes by which growth would exceed the peak in use, if that is too much.
+    fn over_peak(&self, draft: &Draft) -> Option<u64> {
         let paged = self.paged.as_ref()?;
-        let searches: u64 = self.heaps().flat_map(|heap| &heap.pools).map(|pool| pool.searches).sum();
-        let within_budget = (paged.stalls + 1).saturating_mul(STALL_SPACING) <= searches;
         let grown = self.reserved + self.growing + draft.buy * paged.granule;
-        let tolerated = paged.in_use_peak + paged.in_use_peak / SLACK_SHARE;
-        if !within_budget || grown <= tolerated {
+        grown.checked_sub(paged.in_use_peak).filter(|&excess| excess > paged.in_use_peak / SLACK_SHARE)
+    }
+
+    /// What the request's stream should wait for, if such waits are few: the uses of a block of its own, or another stream's
+    /// free block.
+    fn worth_ordering(&mut self, request: &Request) -> Option<Next> {
+        let own = self.uses_of_own(request);
+        let ticks = own.clone().or_else(|| Some(vec![self.tick_of_lender(request)?]))?;
+        let searches = self.searches();
+        let few = self.paged.as_ref()?.orders < ORDER_ADVANCE + searches / ORDER_SPACING;
+        let known = |whole: &mut Whole, &(slot, after): &(u32, u64)| {
+            whole.is_covered(slot, after) || whole.may_record(slot, Reason::Question)
+        };
+        if !few || !ticks.iter().all(|tick| known(self, tick)) {
             return None;
         }
-        self.first_enough(&draft.donors.not_done, draft.buy)
+        self.note_questions(&ticks);
+        self.paged.as_mut()?.orders += 1;
+        if own.is_none() {
+            return Some(Next::Borrow);
+        }
+        let uses = ticks.into_iter().map(|(slot, after)| Some((self.timeline(slot)?.clone(), after)));
+        Some(Next::Order(uses.collect::<Option<_>>()?))
+    }
+
+    /// What the host should wait for rather than let reserved memory exceed what is in use by so much, if such stalls are few.
+    fn worth_stalling(&self, draft: &Draft, excess: u64) -> Option<(Arc<Timeline>, u64)> {
+        let paged = self.paged.as_ref()?;
+        let quarter = (paged.in_use_peak / 4).max(1);
+        let more = excess.min(quarter).saturating_mul(STALL_MORE) / quarter;
+        if paged.stalls >= STALL_ADVANCE + more + self.searches() / STALL_SPACING {
+            return None;
+        }
+        let mut not_done = draft.donors.not_done.clone();
+        for (&tick, &bytes) in &draft.awaited {
+            *not_done.entry(tick).or_default() += bytes / paged.granule;
+        }
+        self.first_enough(&not_done, draft.buy.max(self.reserved / STALL_SHARE / paged.granule))
+    }
+
+    /// Allocations so far, on all streams.
+    fn searches(&self) -> u64 {
+        self.heaps().flat_map(|heap| &heap.pools).map(|pool| pool.searches).sum()
     }
 
     /// The earliest tick of a stream by which so many granules are done, on that stream alone; if there is none, the latest of
     /// the stream that has most.
-    pub(crate) fn first_enough(&self, not_done: &BTreeMap<(u32, u64), u64>, granules: u64) -> Option<(Arc<Timeline>, u64)> {
+    pub(crate) fn first_enough(
+        &self,
+        not_done: &BTreeMap<(u32, u64), u64>,
+        granules: u64,
+    ) -> Option<(Arc<Timeline>, u64)> {
         let mut sums: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
         for (&(slot, after), &count) in not_done {
             let (sum, latest) = sums.entry(slot).or_default();

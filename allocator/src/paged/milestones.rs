@@ -5,7 +5,7 @@
 //! needs to know. Both together are at most one event for 100 operations, beside a few at the start: an operation is an
 //! allocation or a free, and allocations are what is counted.
 
-use crate::allocator::Allocator;
+use crate::arena::{Desk, Guard};
 use crate::whole::Whole;
 use aquifer_device::Stream;
 
@@ -30,8 +30,10 @@ pub(crate) enum Reason {
 pub(crate) struct Milestones {
     /// Bytes given back so far.
     pub(crate) freed: u64,
-    /// The next milestone is due when so many were.
+    /// The next milestone is due when so many were,
     due_at: u64,
+    /// and not before so many searches.
+    not_before: u64,
     /// Events recorded, by reason.
     recorded: [u64; 2],
 }
@@ -39,7 +41,7 @@ pub(crate) struct Milestones {
 impl Default for Milestones {
     /// None are ever due.
     fn default() -> Milestones {
-        Milestones { freed: 0, due_at: u64::MAX, recorded: [0; 2] }
+        Milestones { freed: 0, due_at: u64::MAX, not_before: 0, recorded: [0; 2] }
     }
 }
 
@@ -48,48 +50,72 @@ impl Milestones {
         self.due_at = 0;
     }
 
+    /// Whether to see to a milestone, after so many searches. Most operations stop at the first comparison.
     #[inline]
-    pub(crate) fn is_due(&self) -> bool {
-        self.freed >= self.due_at
+    pub(crate) fn is_due(&self, searches: impl FnOnce() -> u64) -> bool {
+        self.freed >= self.due_at && searches() >= self.not_before
+    }
+
+    /// How many searches there must have been for one more event of a kind.
+    fn searches_for(&self, reason: Reason) -> u64 {
+        self.recorded[reason as usize].saturating_sub(ADVANCE) * SPACING
     }
 }
 
-impl Allocator {
-    /// Records a milestone on the stream, unless there were too many.
+impl Guard {
+    /// Whether to record a milestone now. It is then taken for recorded.
+    #[inline]
+    pub(crate) fn is_milestone_due(&mut self) -> bool {
+        self.milestones.is_due(|| self.heap.searches()) && self.begin_milestone()
+    }
+
     #[cold]
-    pub(crate) fn record_milestone(&self, stream: &Stream) {
-        let mut whole = self.shell().whole();
-        let slot = stream.id();
-        let apart = whole.reserved / SHARE;
-        let may_record = whole.may_record(slot, Reason::Milestone);
-        let milestones = &mut whole.arena(slot).milestones;
+    fn begin_milestone(&mut self) -> bool {
+        let apart = self.arena.shell.counters.reserved_bytes.read().all.current / SHARE;
+        let may_record = self.may_record(Reason::Milestone);
+        let milestones = &mut self.milestones;
         // Nothing was given back since the start: nothing to learn.
         let useful = milestones.freed > 0;
         milestones.due_at = milestones.freed + apart.max(1);
-        if !useful || !may_record {
-            return;
+        if useful && may_record {
+            self.note_recorded(Reason::Milestone);
         }
-        whole.note_recorded(slot, Reason::Milestone);
-        drop(whole);
-        let timeline = stream.timeline();
-        // A stream that captures, or one that is gone, records none; what is free there is then learned of in other ways.
-        if let Err(error) = timeline.cover(timeline.now()) {
-            tracing::debug!(%error, stream = slot, "no milestone could be recorded");
-        }
+        useful && may_record
+    }
+}
+
+/// Records a milestone on the stream.
+#[cold]
+pub(crate) fn record_milestone(stream: &Stream) {
+    let timeline = stream.timeline();
+    // A stream that captures, or one that is gone, records none; what is free there is then learned of in other ways.
+    if let Err(error) = timeline.cover(timeline.now()) {
+        tracing::debug!(%error, stream = stream.id(), "no milestone could be recorded");
+    }
+}
+
+impl Desk {
+    /// Whether one more event on the stream is within what milestones may cost.
+    fn may_record(&self, reason: Reason) -> bool {
+        self.heap.searches() >= self.milestones.searches_for(reason)
+    }
+
+    fn note_recorded(&mut self, reason: Reason) {
+        self.milestones.recorded[reason as usize] += 1;
+        // Small heaps give a milestone's bytes back with every operation, and must not come to see to it with each.
+        self.milestones.not_before = self.milestones.searches_for(Reason::Milestone);
     }
 }
 
 impl Whole {
     /// Whether one more event on the stream is within what milestones may cost.
     pub(crate) fn may_record(&mut self, slot: u32, reason: Reason) -> bool {
-        let Some(desk) = self.try_arena(slot) else { return false };
-        let searches: u64 = desk.heap.pools.iter().map(|pool| pool.searches).sum();
-        desk.milestones.recorded[reason as usize] <= ADVANCE + searches / SPACING
+        self.try_arena(slot).is_some_and(|arena| arena.may_record(reason))
     }
 
     pub(crate) fn note_recorded(&mut self, slot: u32, reason: Reason) {
-        if let Some(desk) = self.try_arena(slot) {
-            desk.milestones.recorded[reason as usize] += 1;
+        if let Some(arena) = self.try_arena(slot) {
+            arena.note_recorded(reason);
         }
     }
 }

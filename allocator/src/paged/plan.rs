@@ -7,14 +7,15 @@ use crate::heap::{BlockId, Holding, State, kind_of};
 use crate::history::Action;
 use crate::paged::donors::{Donor, Donors};
 use crate::paged::driver::{Done, Work};
+use crate::paged::granules::Stuck;
 use crate::paged::window::{self, Window};
 use crate::segments::Refusal;
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
 use crate::whole::Whole;
 
-/// Growth ahead of need: this share of what is reserved, up to so many bytes. Growing by less costs more driver calls, by more
-/// more memory; figures in ARCHITECTURE.md.
+/// How far memory is taken ahead of need, where there is room behind the window: this share of what is reserved, up to so many
+/// bytes. Less costs more driver calls; more costs memory where it is bought. Figures in ARCHITECTURE.md.
 const AHEAD_SHARE: u64 = 64;
 const AHEAD_MAX: u64 = 128 << 20;
 
@@ -65,22 +66,41 @@ pub(crate) struct Draft {
     window: Window,
     pub(crate) donors: Donors,
     spares: u64,
+    /// Granules that have to come from the device.
     pub(crate) buy: u64,
+    /// Granules that the donors give beyond the need.
+    ahead: u64,
+    /// Bytes that other streams still use, by the tick that is in the way.
+    pub(crate) awaited: BTreeMap<(u32, u64), u64>,
 }
 
 impl Whole {
     /// Where the request's memory would come from: granules that are at hand, that may move, and the rest from the device.
     pub(crate) fn draft(&mut self, request: &Request) -> Option<Draft> {
-        let in_use = self.in_use() + request.size;
+        // What waits is in nobody's use: it could be had by waiting.
+        let (waiting, awaited) = self.awaited();
+        let in_use = (self.in_use() + request.size).saturating_sub(waiting);
         let paged = self.paged.as_mut()?;
         paged.in_use_peak = paged.in_use_peak.max(in_use);
         let (granule, at_hand) = (paged.granule, paged.spares.len() as u64);
         let window = window::cheapest(&self.arena(request.slot).heap, request.pool, request.size, granule)?;
         let spares = window.lacks.min(at_hand);
         let need = window.lacks - spares;
-        let donors = self.donors(need, Some(&window), self.may_donate(request));
-        let buy = need - donors.granules;
-        Some(Draft { window, donors, spares, buy })
+        let reach = self.reach(&window);
+        // What moves ahead of need serves the next requests of its kind. At most half of what could move does.
+        let wanted = if need > 0 { need + 2 * reach } else { 0 };
+        let mut donors = self.donors(wanted, Some(&window), self.may_donate(request));
+        let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
+        donors.truncate(need + ahead, granule);
+        let buy = need.saturating_sub(donors.granules);
+        Some(Draft { window, donors, spares, buy, ahead, awaited })
+    }
+
+    /// Granules that may be put behind a window, ahead of need.
+    fn reach(&self, window: &Window) -> u64 {
+        let (Some(paged), Some(room_end)) = (&self.paged, window.room) else { return 0 };
+        let room = (room_end - window.end.next_multiple_of(paged.granule)) / paged.granule;
+        ((self.reserved / AHEAD_SHARE).min(AHEAD_MAX) / paged.granule).min(room)
     }
 
     /// Makes a draft a plan: holds everything that takes part.
@@ -92,24 +112,18 @@ impl Whole {
             let (missing, not_done, refusal) = (draft.buy - buyable, draft.donors.not_done, terms.refusal);
             return Planned::Short { missing, not_done, refusal };
         }
-        let ahead = if draft.buy > 0 && terms.ahead { self.ahead(&draft, buyable) } else { 0 };
-        let Draft { window, donors, spares, buy } = draft;
-        let (held, fill, changed) = self.hold_window(request.slot, &window, ahead * granule);
+        let bought_ahead = if draft.buy > 0 && terms.ahead { self.bought_ahead(&draft, buyable) } else { 0 };
+        let Draft { window, donors, spares, buy, ahead, .. } = draft;
+        let (held, fill, changed) = self.hold_window(request.slot, &window, (ahead + bought_ahead) * granule);
         let donors = self.hold_donors(request.slot, donors.chosen, &changed, window.end);
-        let create = buy + ahead;
+        let create = buy + bought_ahead;
         let work = self.work(&donors, spares, create, fill);
         Planned::Ready(Plan { work, held: Held { window: held, donors, create, spares } })
     }
 
     /// What the driver is asked: to unmap donors that are held, and to fill these ranges with their granules, so many spare ones
     /// and so many new ones.
-    pub(crate) fn work(
-        &mut self,
-        donors: &[Donor],
-        spares: u64,
-        create: u64,
-        fill: Vec<std::ops::Range<u64>>,
-    ) -> Work {
+    pub(crate) fn work(&mut self, donors: &[Donor], spares: u64, create: u64, fill: Vec<std::ops::Range<u64>>) -> Work {
         let Some(paged) = self.paged.as_mut() else { return Work::default() };
         let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
         let unmap = donors.iter().map(|donor| (range(donor), paged.take(donor.addr, donor.bytes))).collect();
@@ -121,13 +135,9 @@ impl Whole {
         Work { granule, options, access, create, unmap, spares: at_hand, fill }
     }
 
-    /// Granules to take beyond the need, where there is room behind the window.
-    fn ahead(&self, draft: &Draft, buyable: u64) -> u64 {
-        let (Some(paged), Some(room_end)) = (&self.paged, draft.window.room) else { return 0 };
-        let granule = paged.granule;
-        let chunk = (self.reserved / AHEAD_SHARE).min(AHEAD_MAX) / granule;
-        let room = (room_end - draft.window.end.next_multiple_of(granule)) / granule;
-        let ahead = chunk.saturating_sub(draft.buy).min(room);
+    /// Granules to take from the device beyond the need.
+    fn bought_ahead(&self, draft: &Draft, buyable: u64) -> u64 {
+        let ahead = self.reach(&draft.window).saturating_sub(draft.buy);
         if draft.buy + ahead <= buyable { ahead } else { 0 }
     }
 
@@ -151,11 +161,8 @@ impl Whole {
         for id in pieces {
             let block = heap.blocks[id];
             let is_hole = block.state == State::Hole;
-            let (from, to) = if is_hole {
-                (window.start / granule * granule, filled_to)
-            } else {
-                (window.start, window.end)
-            };
+            let (from, to) =
+                if is_hole { (window.start / granule * granule, filled_to) } else { (window.start, window.end) };
             let (from, to) = (from.max(block.addr), to.min(block.addr + block.size));
             if from >= to {
                 continue;
@@ -199,7 +206,13 @@ impl Whole {
                     if crossed { holding.below } else { below }
                 }
                 (Some((_, below)), None) => below,
-                (None, Some(holding)) => if donor.addr >= window_end { holding.above } else { holding.below },
+                (None, Some(holding)) => {
+                    if donor.addr >= window_end {
+                        holding.above
+                    } else {
+                        holding.below
+                    }
+                }
                 (None, None) => Some(donor.block),
             };
             let id = id.unwrap_or_else(|| unreachable!("a donor outside of its block"));
@@ -214,6 +227,11 @@ impl Whole {
     /// well.
     pub(crate) fn settle_plan(&mut self, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
         self.settle_work(&held.donors, (held.spares, held.create), request.pool, done);
+        // What is mapped without access is of no use to a pool.
+        let stuck = done.mapped.iter().filter(|(.., usable)| !usable).count() as u64;
+        if let Some(paged) = self.paged.as_mut() {
+            paged.mapped_bytes[kind_of(request.pool) as usize] -= stuck * paged.granule;
+        }
         let usable = done.mapped.iter().filter(|(.., usable)| *usable).map(|&(at, ..)| at).collect();
         let stuck = done.mapped.iter().filter(|(.., usable)| !usable).map(|&(at, ..)| at).collect();
         let last = held.window.iter().filter_map(|&id| self.let_go(request, id, &usable, &stuck)).last();
@@ -279,8 +297,12 @@ impl Whole {
             return Some(heap.unhold_as_free(id));
         }
         let range = block.addr..block.addr + block.size;
-        // Memory that can be neither accessed nor taken back: nobody gets these addresses any more.
-        if stuck.range(range.clone()).next().is_some() {
+        // Mapped without access, and not taken back: nobody gets these addresses before they are.
+        let granules: Vec<u64> = stuck.range(range).copied().collect();
+        if !granules.is_empty() {
+            if let Some(paged) = &mut self.paged {
+                paged.stuck.push(Stuck { arena: request.slot, block: id, granules });
+            }
             return None;
         }
         if !usable.contains(&block.addr) {
@@ -301,8 +323,7 @@ impl Whole {
     /// that moved between pools raises no peak.
     pub(crate) fn account_for_granules(&mut self) {
         let Some(paged) = &mut self.paged else { return };
-        let unmapped = (paged.spares.len() as u64 + paged.in_hands) * paged.granule;
-        let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + unmapped];
+        let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.spare_bytes()];
         let before = std::mem::replace(&mut paged.accounted, now);
         let counters = &self.shell.counters;
         let kinds = [PoolKind::Small, PoolKind::Large];

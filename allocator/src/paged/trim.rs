@@ -25,6 +25,7 @@ impl Allocator {
     /// none is left in the pools that `of` picks; tells how many bytes went. Those not known done stay.
     pub(crate) fn trim_paged(&self, target: u64, of: &impl Fn(u16) -> bool) -> Result<u64, AllocError> {
         let recycled = self.recycle_retired()?;
+        self.take_stuck_back()?;
         let _gate = self.gate().shared();
         let mut whole = self.shell().whole();
         let Some(granule) = whole.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
@@ -55,6 +56,43 @@ impl Allocator {
         }
     }
 
+    /// Takes mappings back that the driver would not when they failed.
+    fn take_stuck_back(&self) -> Result<(), AllocError> {
+        loop {
+            let mut whole = self.shell().whole();
+            let Some(paged) = &mut whole.paged else { return Ok(()) };
+            let (Some(mut stuck), granule) = (paged.stuck.pop(), paged.granule) else { return Ok(()) };
+            // In the hands of this call from here on; the record of what is mapped there stays until it is not.
+            let in_hands = stuck.granules.len() as u64;
+            paged.in_hands += in_hands;
+            drop(whole);
+            let (mut unmapped, mut failed) = (Vec::new(), None);
+            while failed.is_none()
+                && let Some(&at) = stuck.granules.last()
+            {
+                failed = self.device().driver().unmap(DevicePtr(at), granule).err();
+                if failed.is_none() {
+                    unmapped.extend(stuck.granules.pop());
+                }
+            }
+            let mut whole = self.shell().whole();
+            if let Some(paged) = &mut whole.paged {
+                paged.in_hands -= in_hands;
+                let loose: Vec<RawPhysical> = unmapped.into_iter().flat_map(|at| paged.take(at, granule)).collect();
+                paged.spares.extend(loose);
+            }
+            if stuck.granules.is_empty() {
+                whole.arena(stuck.arena).heap.unhold_as_hole(stuck.block);
+            } else if let Some(paged) = &mut whole.paged {
+                paged.stuck.push(stuck);
+            }
+            whole.account_for_granules();
+            if let Some(error) = failed {
+                return Err(error.into());
+            }
+        }
+    }
+
     /// Releases granules; what cannot be stays in the list.
     fn release_granules(
         &self,
@@ -77,7 +115,7 @@ impl Allocator {
     }
 
     /// Gives reservations back in which nothing is mapped.
-    fn give_addresses_back(&self) -> Result<(), AllocError> {
+    pub(crate) fn give_addresses_back(&self) -> Result<(), AllocError> {
         let mut whole = self.shell().whole();
         let empty = whole.take_empty_reservations();
         drop(whole);

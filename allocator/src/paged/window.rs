@@ -119,7 +119,8 @@ impl Run {
         let touched = self.pieces.iter().filter(|piece| piece.start < end && start < piece.end);
         let pieces = touched.map(|piece| piece.id).collect();
         let filled_to = end.next_multiple_of(self.granule);
-        let beyond = self.pieces.iter().find(|piece| piece.is_hole && piece.start <= filled_to && filled_to < piece.end);
+        let beyond =
+            self.pieces.iter().find(|piece| piece.is_hole && piece.start <= filled_to && filled_to < piece.end);
         // A window that ends in a free block has its room there.
         let inside_hole = self.piece_at(end - 1).is_some_and(|piece| piece.is_hole);
         let room = beyond.filter(|piece| inside_hole || piece.start == end).map(|piece| piece.end);

@@ -7,7 +7,7 @@ use super::{Block, BlockState, Nothing, Segment, Settings, Snapshot, TraceEntry}
 use crate::allocator::Allocator;
 use crate::heap::{self, Heap, Region, State, kind_of};
 use crate::history::{Action, Entry};
-use crate::paged::{POOL, Owned};
+use crate::paged::{Owned, POOL};
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
 use crate::whole::Whole;
@@ -115,12 +115,23 @@ impl Whole {
             let parts = [block(0, owned.size, State::Live), block(owned.size, mapped, State::Free)];
             parts.into_iter().filter(|block| block.size > 0)
         });
-        let of_apart = |(addr, bytes, owned): (u64, u64, Owned)| Range { addr, bytes, home: owned.slot, pool: POOL, is_paged: true };
+        let of_apart = |(addr, bytes, owned): (u64, u64, Owned)| Range {
+            addr,
+            bytes,
+            home: owned.slot,
+            pool: POOL,
+            is_paged: true,
+        };
         let in_heaps = self.heaps().flat_map(|heap| heap.blocks.iter()).map(|(_, block)| *block);
         let history = self.shell.history.lock();
         let numbers = 0..u16::try_from(2 + 2 * self.pools.private.len()).unwrap_or(u16::MAX);
         Copied {
-            ranges: self.heaps().flat_map(ranges_of).chain(releasing().map(Range::of_segment)).chain(apart().map(of_apart)).collect(),
+            ranges: self
+                .heaps()
+                .flat_map(ranges_of)
+                .chain(releasing().map(Range::of_segment))
+                .chain(apart().map(of_apart))
+                .collect(),
             blocks: in_heaps
                 .filter(|block| block.state.has_memory())
                 .chain(releasing().map(whole))

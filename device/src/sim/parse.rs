@@ -32,7 +32,8 @@ impl std::fmt::Display for In<'_> {
 
 type Result<T> = std::result::Result<T, SimConfigError>;
 
-const KEYS: &str = "one of the keys size, seed, jitter, vmm, export, other, fault, fault_rate, oom_at, lost_at, spike, faults";
+const KEYS: &str =
+    "one of the keys size, seed, jitter, vmm, export, other, fault, fault_rate, oom_at, lost_at, spike, faults";
 const SIZE: &str = "a size from 1 byte to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
 
 /// A piece of the text and where it starts.
@@ -267,7 +268,8 @@ mod tests {
         assert_eq!(capacity("h200"), 141 << 30);
         assert_eq!(capacity("a100,size=40GiB"), 40 << 30);
         let full =
-            config("h100,seed=7,jitter=off,vmm=off,export=off,other=20GiB,oom_at=60GiB,lost_at=100,spike=0.001:5ms").unwrap();
+            config("h100,seed=7,jitter=off,vmm=off,export=off,other=20GiB,oom_at=60GiB,lost_at=100,spike=0.001:5ms")
+                .unwrap();
         assert_eq!((full.seed, full.jitter, full.vmm), (7, false, false));
         assert_eq!((full.export, full.other_process_bytes), (false, 20 << 30));
         assert_eq!(full.faults[2], Fault::Spike { rate: 0.001, duration: Duration::from_millis(5) });

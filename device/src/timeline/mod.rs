@@ -60,6 +60,9 @@ pub struct Timeline {
     state: Mutex<State>,
 }
 
+/// Events of a stream, not known complete, from which on it is asked whether they are.
+const EVENTS_KEPT: usize = 64;
+
 /// How a stream and the legacy default stream affect each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -193,7 +196,27 @@ impl Timeline {
     /// # Errors
     /// Those of the driver's event calls; a closed or capturing stream cannot record.
     pub fn cover(&self, n: u64) -> Result<()> {
-        if self.is_known_done(n) { Ok(()) } else { self.covering(&mut self.state.lock(), n).map(|_| ()) }
+        if self.is_known_done(n) {
+            return Ok(());
+        }
+        let mut state = self.state.lock();
+        self.covering(&mut state, n)?;
+        self.forget_old(&mut state)
+    }
+
+    /// Lets the older half of the events go if there are many and it is complete: milestones must not pile up on a stream of
+    /// which nobody asks how far it got. One query for all of them.
+    fn forget_old(&self, state: &mut State) -> Result<()> {
+        let half = state.events.len() / 2;
+        if half < EVENTS_KEPT / 2 {
+            return Ok(());
+        }
+        let newest = &state.events[half];
+        if newest.event.query()? {
+            self.mark_done(newest.covers);
+            state.events.drain(..=half).for_each(|older| older.event.note_complete());
+        }
+        Ok(())
     }
 
     /// Waits on the host until tick `n` is done, recording an event if none covers it.
@@ -344,7 +367,8 @@ impl Timeline {
 
     /// The oldest event that covers tick `n`; records one if there is none.
     fn covering(&self, state: &mut State, n: u64) -> Result<Recorded> {
-        match state.events.iter().find(|recorded| n < recorded.covers) {
+        let first = state.events.partition_point(|recorded| recorded.covers <= n);
+        match state.events.get(first) {
             Some(recorded) => Ok(recorded.clone()),
             None => self.record(state),
         }

@@ -440,3 +440,18 @@ fn handles_of_a_device_share_what_it_costs() {
     bench.stream().tick().cover().unwrap();
     assert_shared(&bench.device.clone(), &bench);
 }
+
+#[test]
+fn t3_milestones_do_not_pile_up() {
+    let bench = Bench::new();
+    let stream = bench.stream();
+    for _ in 0..1000 {
+        bench.fill(&stream);
+        stream.tick().cover().unwrap();
+        bench.pass();
+    }
+    assert_eq!(bench.cost().0, 1000);
+    assert!(bench.calls(Operation::CreateEvent) <= 128, "{} events", bench.calls(Operation::CreateEvent));
+    assert!(bench.calls(Operation::QueryEvent) <= 1000 / 32, "one answer tells of many events");
+    assert!(stream.timeline().frontier() >= 900);
+}

@@ -23,7 +23,7 @@ fn lent_in_between(bench: &Bench) {
 
 #[test]
 fn memory_that_was_lent_goes_back_to_the_device() {
-    let bench = Bench::new(64 * MIB, "");
+    let bench = Bench::new(64 * MIB, "backing:segments");
     lent_in_between(&bench);
     assert_eq!(bench.allocator.empty_cache().unwrap(), 20 * MIB);
     bench.assert_returned();
@@ -31,7 +31,7 @@ fn memory_that_was_lent_goes_back_to_the_device() {
 
 #[test]
 fn memory_that_was_lent_serves_a_request_for_all_of_it() {
-    let bench = Bench::new(20 * MIB, "");
+    let bench = Bench::new(20 * MIB, "backing:segments");
     lent_in_between(&bench);
     let whole = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
     write_on(&bench.stream, whole.ptr(), whole.bytes());
@@ -41,7 +41,7 @@ fn memory_that_was_lent_serves_a_request_for_all_of_it() {
 
 #[test]
 fn a_segment_that_could_not_be_released_keeps_its_order() {
-    let bench = Bench::new(64 * MIB, "");
+    let bench = Bench::new(64 * MIB, "backing:segments");
     let block = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
     bench.driver.stall(bench.stream.raw(), Duration::from_millis(5)).unwrap();
     write_on(&bench.stream, block.ptr(), block.bytes());

@@ -114,7 +114,7 @@ fn item_06_out_of_memory() {
 
 #[test]
 fn item_07_out_of_memory_retry() {
-    let bench = Bench::new(100 * MIB, "");
+    let bench = Bench::new(100 * MIB, "backing:segments");
     drop(bench.allocator.alloc(60 * MIB, &bench.stream).unwrap());
     drop([20, 21].map(|mib| bench.allocator.alloc(mib * MIB, &bench.stream).unwrap()));
     assert_eq!(bench.allocator.memory_stats().num_alloc_retries, 0);
@@ -269,7 +269,7 @@ fn item_23_asking_makes_no_driver_call() {
 
 #[test]
 fn item_24_empty_cache_keeps_segments_in_use() {
-    let bench = Bench::new(GIB, "");
+    let bench = Bench::new(GIB, "backing:segments");
     let small = bench.allocator.alloc(512, &bench.stream).unwrap();
     let large = bench.allocator.alloc(2 * MIB, &bench.stream).unwrap();
     drop([30, 40].map(|mib| bench.allocator.alloc(mib * MIB, &bench.stream).unwrap()));

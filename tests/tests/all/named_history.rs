@@ -44,7 +44,7 @@ fn item_90_memory_snapshot() {
 
 #[test]
 fn item_92_skipped_actions_are_absent() {
-    let bench = Bench::new(GIB, "");
+    let bench = Bench::new(GIB, "backing:segments");
     let all = [Action::Alloc, Action::FreeRequested, Action::FreeCompleted, Action::SegmentAlloc, Action::SegmentFree];
     for skipped in all {
         record(&bench, 1000, vec![skipped]);
@@ -58,7 +58,7 @@ fn item_92_skipped_actions_are_absent() {
 
 #[test]
 fn item_93_segment_frees_and_names_are_in_the_trace() {
-    let bench = Bench::new(GIB, "");
+    let bench = Bench::new(GIB, "backing:segments");
     record(&bench, 1000, Vec::new());
     {
         let _scope = TagScope::new("optimizer");
@@ -75,7 +75,7 @@ fn item_93_segment_frees_and_names_are_in_the_trace() {
 
 #[test]
 fn item_96_and_97_the_json_is_what_viewers_read() {
-    let bench = Bench::new(GIB, "history:100");
+    let bench = Bench::new(GIB, "history:100,backing:segments");
     let held = bench.allocator.alloc(1000, &bench.stream).unwrap();
     bench.allocator.alloc(2 * GIB, &bench.stream).unwrap_err();
     let json = serde_json::to_value(bench.allocator.snapshot()).unwrap();
@@ -134,7 +134,7 @@ fn the_ring_keeps_the_latest_and_stopping_forgets() {
 
 #[test]
 fn defects_1_and_2_the_report_counts_what_it_names() {
-    let bench = Bench::new(100 * MIB, "");
+    let bench = Bench::new(100 * MIB, "backing:segments");
     let pool = bench.allocator.create_pool(PoolOptions::default());
     let inside = pool.alloc(40 * MIB, &bench.stream).unwrap();
     let held = bench.allocator.alloc(30 * MIB, &bench.stream).unwrap();

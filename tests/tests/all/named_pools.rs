@@ -29,7 +29,7 @@ fn item_75_segments_of_a_pool() {
         (10 * MIB + 512, 3, 36 * MIB, 12 * MIB),
     ];
     for (bytes, count, reserved, left) in vectors {
-        let bench = Bench::new(GIB, "");
+        let bench = Bench::new(GIB, "backing:segments");
         let pool = pool(&bench);
         let mut held: Vec<_> = (0..count).map(|_| pool.alloc(bytes, &bench.stream).unwrap()).collect();
         let id = pool.id();
@@ -64,7 +64,7 @@ fn item_79_ids_are_distinct() {
 
 #[test]
 fn item_80_pools_give_memory_back() {
-    let bench = Bench::new(GIB, "");
+    let bench = Bench::new(GIB, "backing:segments");
     let pool = pool(&bench);
     drop(pool.alloc(30 * MIB, &bench.stream).unwrap());
     assert_eq!(bench.allocator.empty_cache().unwrap(), 0, "an open pool keeps what it caches");
@@ -115,7 +115,7 @@ fn item_83_a_lending_pool_is_used_before_out_of_memory() {
 
 #[test]
 fn item_84_a_dropped_pool_lends_nothing() {
-    let bench = Bench::new(64 * MIB, "");
+    let bench = Bench::new(64 * MIB, "backing:segments");
     let lends = bench.allocator.create_pool(LENDS);
     let keeps = lends.alloc(2 * MIB, &bench.stream).unwrap();
     drop(lends);

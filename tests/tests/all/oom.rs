@@ -39,7 +39,7 @@ fn rung_blocks_of_other_streams_that_are_done() {
 #[test]
 fn rung_a_wait_for_another_stream() {
     // As a policy before growth, and otherwise as a rung before release.
-    for (options, capacity) in [("cross_stream:wait", GIB), ("", 64 * MIB)] {
+    for (options, capacity) in [("cross_stream:wait,backing:segments", GIB), ("backing:segments", 64 * MIB)] {
         let bench = Bench::new(capacity, options);
         busy(&bench, 60 * MIB, &bench.side);
         let (held, stats) = served(&bench, 60 * MIB);
@@ -51,8 +51,10 @@ fn rung_a_wait_for_another_stream() {
 
 #[test]
 fn rung_garbage_collection() {
-    for options in ["garbage_collection_threshold:0.5", "garbage_collection_threshold:0.5,limit_mb:100"] {
-        let bench = Bench::new(100 * MIB, options);
+    for options in
+        ["", ",limit_mb:100"].map(|limit| format!("backing:segments,garbage_collection_threshold:0.5{limit}"))
+    {
+        let bench = Bench::new(100 * MIB, &options);
         drop(bench.allocator.alloc(60 * MIB, &bench.stream).unwrap());
         let (held, stats) = served(&bench, 70 * MIB);
         assert_eq!((stats.num_alloc_retries, stats.num_device_free), (0, 1), "{options}");
@@ -74,7 +76,7 @@ fn rung_a_lending_pool() {
 
 #[test]
 fn rung_oversize_release() {
-    let bench = Bench::new(100 * MIB, "max_split_size_mb:40");
+    let bench = Bench::new(100 * MIB, "max_split_size_mb:40,backing:segments");
     drop(bench.allocator.alloc(4 * MIB, &bench.stream).unwrap());
     drop(bench.allocator.alloc(75 * MIB, &bench.stream).unwrap());
     let (held, stats) = served(&bench, 50 * MIB);
@@ -101,7 +103,7 @@ fn rung_waiting_blocks() {
 
 #[test]
 fn rung_release_everything() {
-    let bench = Bench::new(64 * MIB, "cross_stream:off");
+    let bench = Bench::new(64 * MIB, "cross_stream:off,backing:segments");
     busy(&bench, 30 * MIB, &bench.side);
     busy(&bench, 20 * MIB, &bench.stream);
     drop(bench.allocator.alloc(1000, &bench.side).unwrap());
@@ -216,7 +218,7 @@ fn report_too_big() {
 
 #[test]
 fn report_fragmented() {
-    let bench = Bench::new(20 * MIB, "");
+    let bench = Bench::new(20 * MIB, "backing:segments");
     let mut held: Vec<_> = (0..5).map(|_| bench.allocator.alloc(4 * MIB, &bench.stream).unwrap()).collect();
     drop(held.remove(3));
     drop(held.remove(1));
@@ -266,7 +268,7 @@ fn report_headroom() {
 
 #[test]
 fn report_split_limit() {
-    let bench = Bench::new(GIB, "max_split_size_mb:40,limit_mb:100,throw_on_cudamalloc_oom:True");
+    let bench = Bench::new(GIB, "max_split_size_mb:40,limit_mb:100,throw_on_cudamalloc_oom:True,backing:segments");
     drop(bench.allocator.alloc(90 * MIB, &bench.stream).unwrap());
     let report = refused(&bench, 30 * MIB);
     assert!(report.advice.contains(&Advice::RelaxSplitLimit { block: 90 * MIB }), "{report}");
@@ -287,7 +289,7 @@ fn report_private_pool() {
 
 #[test]
 fn report_of_a_request_that_the_limit_rejects_at_once() {
-    let bench = Bench::new(GIB, "throw_on_cudamalloc_oom:True,limit_mb:64");
+    let bench = Bench::new(GIB, "throw_on_cudamalloc_oom:True,limit_mb:64,backing:segments");
     drop(bench.allocator.alloc(40 * MIB, &bench.side).unwrap());
     let report = refused(&bench, 50 * MIB);
     assert_eq!((report.refusal, report.released), (Some(Refusal::Limit), 0));

@@ -2,37 +2,51 @@
 
 use std::cell::RefCell;
 
+use aquifer_allocator::config::Backing;
+use aquifer_tests::BACKINGS;
 use aquifer_tests::op::op;
 use aquifer_tests::runner;
 use aquifer_tests::setup::setup;
 use aquifer_tests::world::World;
 use proptest::collection::vec;
 
-fn programs(name: &str, faults: bool, part: (u64, usize)) {
-    let strategy = (setup(), vec(op(faults), 1..120));
-    runner::run(name, 1000, part, &strategy, |(setup, program)| World::run(&setup, &program));
+fn programs(backing: Backing, faults: bool, part: (u64, usize)) {
+    let strategy = (setup(backing), vec(op(faults), 1..120));
+    let name = format!("programs on {backing}{}", if faults { " with faults" } else { "" });
+    runner::run(&name, 1000, part, &strategy, |(setup, program)| World::run(&setup, &program));
 }
 
 #[test]
-fn programs_with_even_numbers() {
-    programs("programs, even", false, (0, 2));
+fn programs_on_paged() {
+    programs(Backing::Paged, false, (0, 1));
 }
 
 #[test]
-fn programs_with_odd_numbers() {
-    programs("programs, odd", false, (1, 2));
+fn programs_on_segments() {
+    programs(Backing::Segments, false, (0, 1));
 }
 
 #[test]
-fn programs_with_faults() {
-    programs("programs with faults", true, (0, 2));
+fn programs_on_paged_with_faults() {
+    programs(Backing::Paged, true, (0, 2));
+}
+
+#[test]
+fn programs_on_segments_with_faults() {
+    programs(Backing::Segments, true, (0, 2));
 }
 
 #[test]
 fn programs_reach_every_rung() {
-    let strategy = (setup(), vec(op(false), 60..120));
+    for backing in BACKINGS {
+        reach_every_rung(backing);
+    }
+}
+
+fn reach_every_rung(backing: Backing) {
+    let strategy = (setup(backing), vec(op(false), 60..120));
     let sums = RefCell::new([0; 8]);
-    runner::run_exactly("programs that count", 150, (0, 1), &strategy, |(setup, program)| {
+    runner::run_exactly(&format!("programs that count on {backing}"), 150, (0, 1), &strategy, |(setup, program)| {
         let mut world = World::new(&setup);
         world.steps(&program);
         let stats = world.stats();
@@ -44,7 +58,8 @@ fn programs_reach_every_rung() {
             stats.num_oom_rejections,
             stats.cross_stream_reuses,
             stats.cross_stream_waits,
-            stats.oversize_segments.allocated,
+            // What only one of them has.
+            if backing == Backing::Paged { stats.remaps } else { stats.oversize_segments.allocated },
         ];
         sums.borrow_mut().iter_mut().zip(reached).for_each(|(sum, n)| *sum += n);
         world.finish(setup.ending);

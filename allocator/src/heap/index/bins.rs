@@ -18,7 +18,7 @@
 use super::Index;
 use super::key::Key;
 use super::sizes::{Occupied, bin_of};
-use crate::heap::block::{BlockId, Slab};
+use crate::heap::block::{Block, BlockId, Records, Slab};
 
 /// How many blocks of a request's own bin, where some may be too small, are looked at before the next bin's are.
 const CANDIDATES: usize = 4;
@@ -74,9 +74,20 @@ impl Bins {
             && block.bin_next.some().is_none_or(|next| blocks[next].bin_prev == id && bin_of(blocks[next].size) == bin)
     }
 
-    fn list<'a>(&'a self, blocks: &'a Slab, bin: usize) -> impl Iterator<Item = BlockId> + 'a {
+    /// Blocks of one bin, in order.
+    fn list<'a>(
+        &'a self,
+        blocks: &'a impl std::ops::Index<BlockId, Output = Block>,
+        bin: usize,
+    ) -> impl Iterator<Item = BlockId> + 'a {
         let head = self.heads.get(bin).and_then(|head| head.some());
         std::iter::successors(head, |&id| blocks[id].bin_next.some())
+    }
+
+    /// A block of the bin that is large enough.
+    #[cold]
+    fn any_of(&self, blocks: &Records<'_>, bin: usize, size: u64) -> Option<(BlockId, usize)> {
+        self.list(blocks, bin).find(|&id| blocks[id].size >= size).map(|id| (id, bin))
     }
 
     fn first_from(&self, bin: usize) -> Option<BlockId> {
@@ -87,9 +98,9 @@ impl Bins {
         self.heads[..bin].iter().rev().find_map(|head| head.some())
     }
 
-    /// Takes out a block whose size is or was `size`.
+    /// Takes a block out of its bin.
     #[inline]
-    fn unlink(&mut self, blocks: &mut Slab, id: BlockId, size: u64) {
+    fn unlink(&mut self, blocks: &mut Records<'_>, id: BlockId, bin: usize) {
         let (prev, next) = (blocks[id].bin_prev, blocks[id].bin_next);
         if let Some(next) = blocks.get_mut(next) {
             next.bin_prev = prev;
@@ -98,7 +109,6 @@ impl Bins {
             prev.bin_next = next;
             return;
         }
-        let bin = bin_of(size);
         if let Some(head) = self.heads.get_mut(bin) {
             *head = next;
         }
@@ -107,53 +117,14 @@ impl Bins {
         }
     }
 
-    #[inline(never)]
-    fn move_to_its_bin(&mut self, blocks: &mut Slab, id: BlockId, old_size: u64) {
-        self.unlink(blocks, id, old_size);
-        self.insert(blocks, id);
-    }
-
-    #[cold]
-    fn grow_and_insert(&mut self, blocks: &mut Slab, id: BlockId, bin: usize) {
-        self.heads.resize(bin + 1, BlockId::NONE);
-        self.insert(blocks, id);
-    }
-}
-
-impl Index for Bins {
+    /// Puts a block into a bin.
     #[inline]
-    fn choose(&self, blocks: &Slab, size: u64) -> Option<BlockId> {
-        let bin = bin_of(size);
-        let mut at = *self.heads.get(bin)?;
-        for _ in 0..CANDIDATES {
-            let Some(block) = blocks.get(at) else { break };
-            if block.size >= size {
-                return Some(at);
-            }
-            at = block.bin_next;
+    fn link(&mut self, blocks: &mut Records<'_>, id: BlockId, bin: usize) {
+        if bin >= self.heads.len() {
+            self.grow(bin);
         }
-        match self.occupied.first_from(bin + 1) {
-            Some(bin) => self.heads.get(bin).copied(),
-            None => self.first_fit(blocks, size),
-        }
-    }
-
-    #[cold]
-    fn best_fit(&self, blocks: &Slab, size: u64) -> Option<BlockId> {
-        let smallest = |bin: usize| {
-            self.list(blocks, bin).map(|id| Key::of(id, &blocks[id])).filter(|key| key.size() >= size).min()
-        };
-        let bin = bin_of(size);
-        let best = smallest(bin).or_else(|| smallest(self.occupied.first_from(bin + 1)?));
-        best.map(Key::block)
-    }
-
-    #[inline]
-    fn insert(&mut self, blocks: &mut Slab, id: BlockId) {
+        let next = std::mem::replace(&mut self.heads[bin], id);
         let block = &mut blocks[id];
-        let bin = bin_of(block.size);
-        let Some(head) = self.heads.get_mut(bin) else { return self.grow_and_insert(blocks, id, bin) };
-        let next = std::mem::replace(head, id);
         (block.bin_prev, block.bin_next) = (BlockId::NONE, next);
         match blocks.get_mut(next) {
             Some(next) => next.bin_prev = id,
@@ -161,15 +132,65 @@ impl Index for Bins {
         }
     }
 
+    #[cold]
+    fn grow(&mut self, bin: usize) {
+        self.heads.resize(bin + 1, BlockId::NONE);
+    }
+}
+
+impl Index for Bins {
+    /// The bin.
+    type Place = usize;
+    const COUNTS_PIECES: bool = false;
+
     #[inline]
-    fn remove(&mut self, blocks: &mut Slab, id: BlockId) {
-        self.unlink(blocks, id, blocks[id].size);
+    fn choose(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, usize)> {
+        let bin = bin_of(size);
+        let mut at = *self.heads.get(bin)?;
+        for _ in 0..CANDIDATES {
+            let Some(block) = blocks.get(at) else { break };
+            if block.size >= size {
+                return Some((at, bin));
+            }
+            at = block.bin_next;
+        }
+        match self.occupied.first_from(bin + 1) {
+            Some(bin) => self.heads.get(bin).map(|&head| (head, bin)),
+            None => self.any_of(blocks, bin, size),
+        }
+    }
+
+    #[cold]
+    fn best_fit(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, usize)> {
+        let smallest = |bin: usize| {
+            self.list(blocks, bin).map(|id| Key::of(id, &blocks[id])).filter(|key| key.size() >= size).min()
+        };
+        let bin = bin_of(size);
+        let best = smallest(bin).or_else(|| smallest(self.occupied.first_from(bin + 1)?));
+        best.map(|key| (key.block(), bin_of(key.size())))
     }
 
     #[inline]
-    fn changed(&mut self, blocks: &mut Slab, id: BlockId, old_size: u64, _: u64) {
-        if bin_of(blocks[id].size) != bin_of(old_size) {
-            self.move_to_its_bin(blocks, id, old_size);
+    fn place(_: BlockId, size: u64, _: u64) -> usize {
+        bin_of(size)
+    }
+
+    #[inline]
+    fn insert(&mut self, blocks: &mut Records<'_>, id: BlockId) {
+        self.link(blocks, id, bin_of(blocks[id].size));
+    }
+
+    #[inline]
+    fn remove(&mut self, blocks: &mut Records<'_>, id: BlockId, place: usize) {
+        self.unlink(blocks, id, place);
+    }
+
+    #[inline]
+    fn changed(&mut self, blocks: &mut Records<'_>, id: BlockId, place: usize) {
+        let bin = bin_of(blocks[id].size);
+        if bin != place {
+            self.unlink(blocks, id, place);
+            self.link(blocks, id, bin);
         }
     }
 }
@@ -181,7 +202,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::heap::block::Block;
     use crate::size_class::MIN_BLOCK;
 
     /// What happens to the nth of the blocks there are, or to a new one.
@@ -206,17 +226,20 @@ mod tests {
     }
 
     /// What is promised of the block that is chosen.
-    fn check_choice(bins: &Bins, blocks: &Slab, model: &BTreeSet<BlockId>, size: u64) -> Result<(), TestCaseError> {
-        let fitting = model.iter().map(|&id| blocks[id].size).filter(|&other| other >= size);
-        let Some(chosen) = bins.choose(blocks, size) else {
+    fn check_choice(bins: &Bins, blocks: &mut Slab, model: &BTreeSet<BlockId>, size: u64) -> Result<(), TestCaseError> {
+        let sizes: Vec<u64> = model.iter().map(|&id| blocks[id].size).collect();
+        let fitting = sizes.into_iter().filter(|&other| other >= size);
+        let Some((chosen, place)) = bins.choose(&blocks.records(), size) else {
             prop_assert_eq!(fitting.min(), None, "there is one whenever any is large enough");
             return Ok(());
         };
         prop_assert!(model.contains(&chosen) && blocks[chosen].size >= size);
         let chosen = bin_of(blocks[chosen].size);
+        prop_assert_eq!(chosen, place);
         let next = fitting.clone().map(bin_of).filter(|&bin| bin > bin_of(size)).min();
         prop_assert!(chosen == bin_of(size) || Some(chosen) == next);
-        let best = bins.best_fit(blocks, size).map(|id| blocks[id].size);
+        let best = bins.best_fit(&blocks.records(), size).map(|(id, _)| id);
+        let best = best.map(|id| blocks[id].size);
         prop_assert_eq!(best, fitting.clone().min());
         let in_order = std::iter::successors(bins.first_fit(blocks, size), |&id| bins.after(blocks, id));
         let walked = in_order.filter(|&id| blocks[id].size >= size).count();
@@ -234,12 +257,13 @@ mod tests {
                 match step {
                     Step::Insert { size } => {
                         let id = blocks.insert(Block { size, ..Block::default() });
-                        bins.insert(&mut blocks, id);
+                        bins.insert(&mut blocks.records(), id);
                         model.insert(id);
                     }
                     Step::Remove { nth: at } => {
                         if let Some(id) = nth(&model, at) {
-                            bins.remove(&mut blocks, id);
+                            let place = bin_of(blocks[id].size);
+                            bins.remove(&mut blocks.records(), id, place);
                             model.remove(&id);
                             blocks.remove(id);
                         }
@@ -247,13 +271,13 @@ mod tests {
                     Step::Resize { nth: at, size } => {
                         if let Some(id) = nth(&model, at) {
                             let old = std::mem::replace(&mut blocks[id].size, size);
-                            bins.changed(&mut blocks, id, old, 0);
+                            bins.changed(&mut blocks.records(), id, bin_of(old));
                         }
                     }
                     Step::Take { size } => {
-                        check_choice(&bins, &blocks, &model, size)?;
-                        if let Some(id) = bins.choose(&blocks, size) {
-                            bins.remove(&mut blocks, id);
+                        check_choice(&bins, &mut blocks, &model, size)?;
+                        if let Some((id, place)) = bins.choose(&blocks.records(), size) {
+                            bins.remove(&mut blocks.records(), id, place);
                             model.remove(&id);
                             blocks.remove(id);
                         }

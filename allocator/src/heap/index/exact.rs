@@ -20,7 +20,7 @@ use runs::Runs;
 use super::Index;
 use super::key::Key;
 use super::sizes::{Occupied, bin_of};
-use crate::heap::block::{BlockId, Slab};
+use crate::heap::block::{BlockId, Records};
 
 /// Keys in the front of a bin.
 const FRONT: usize = 3;
@@ -128,30 +128,39 @@ impl Exact {
 }
 
 impl Index for Exact {
+    /// The key.
+    type Place = Key;
+    const COUNTS_PIECES: bool = true;
+
     #[inline]
-    fn choose(&self, _: &Slab, size: u64) -> Option<BlockId> {
-        self.first_from(Key::at_least(size)).map(Key::block)
+    fn choose(&self, _: &Records<'_>, size: u64) -> Option<(BlockId, Key)> {
+        self.first_from(Key::at_least(size)).map(|key| (key.block(), key))
     }
 
     #[cold]
     #[inline(never)]
-    fn best_fit(&self, _: &Slab, size: u64) -> Option<BlockId> {
-        self.first_from(Key::at_least(size)).map(Key::block)
+    fn best_fit(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, Key)> {
+        self.choose(blocks, size)
     }
 
     #[inline]
-    fn insert(&mut self, blocks: &mut Slab, id: BlockId) {
+    fn place(id: BlockId, size: u64, addr: u64) -> Key {
+        Key::new(size, addr, id)
+    }
+
+    #[inline]
+    fn insert(&mut self, blocks: &mut Records<'_>, id: BlockId) {
         self.insert_key(Key::of(id, &blocks[id]));
     }
 
     #[inline]
-    fn remove(&mut self, blocks: &mut Slab, id: BlockId) {
-        self.remove_key(Key::of(id, &blocks[id]));
+    fn remove(&mut self, _: &mut Records<'_>, _: BlockId, place: Key) {
+        self.remove_key(place);
     }
 
     #[inline]
-    fn changed(&mut self, blocks: &mut Slab, id: BlockId, old_size: u64, old_addr: u64) {
-        self.replace(Key::new(old_size, old_addr, id), Key::of(id, &blocks[id]));
+    fn changed(&mut self, blocks: &mut Records<'_>, id: BlockId, place: Key) {
+        self.replace(place, Key::of(id, &blocks[id]));
     }
 }
 

@@ -11,11 +11,11 @@ mod exact;
 mod key;
 mod sizes;
 
-use bins::Bins;
-use exact::Exact;
+pub(super) use bins::Bins;
+pub(super) use exact::Exact;
 pub(crate) use key::Key;
 
-use super::block::{BlockId, Slab};
+use super::block::{BlockId, Records, Slab};
 
 /// How the free blocks of a heap are ordered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,22 +41,30 @@ pub(crate) struct IndexView<'a> {
     blocks: &'a Slab,
 }
 
-/// What allocations and frees do with an index. It is told of a change after that was made in the block's record.
+/// What allocations and frees do with an index.
 pub(super) trait Index {
+    /// Where a block is in the index.
+    type Place: Copy;
+    /// Whether memory comes in segments, whose free pieces are counted.
+    const COUNTS_PIECES: bool;
+
     /// The block to serve a request of `size` bytes from, if any is large enough.
-    fn choose(&self, blocks: &Slab, size: u64) -> Option<BlockId>;
+    fn choose(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, Self::Place)>;
 
     /// The smallest block of at least `size` bytes, of those the one at the lowest address.
-    fn best_fit(&self, blocks: &Slab, size: u64) -> Option<BlockId>;
+    fn best_fit(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, Self::Place)>;
+
+    /// Where a block of this size and at this address would be.
+    fn place(id: BlockId, size: u64, addr: u64) -> Self::Place;
 
     /// Puts a free block in.
-    fn insert(&mut self, blocks: &mut Slab, id: BlockId);
+    fn insert(&mut self, blocks: &mut Records<'_>, id: BlockId);
 
-    /// Takes out a block that is in it.
-    fn remove(&mut self, blocks: &mut Slab, id: BlockId);
+    /// Takes a block out that is in it.
+    fn remove(&mut self, blocks: &mut Records<'_>, id: BlockId, place: Self::Place);
 
-    /// A block that is in it had another size and address.
-    fn changed(&mut self, blocks: &mut Slab, id: BlockId, old_size: u64, old_addr: u64);
+    /// A block that is in it was at `place` before its record changed.
+    fn changed(&mut self, blocks: &mut Records<'_>, id: BlockId, place: Self::Place);
 }
 
 impl FreeIndex {
