@@ -194,9 +194,10 @@ impl Paged {
 
     /// The contiguous ranges that have memory and may lose it for a while, and what that counts as.
     pub(crate) fn not_pinned(&self, pins: &Pins) -> Vec<(Range<u64>, PoolKind)> {
-        let of_others = self.reservations.iter().filter(|(_, mapped)| mapped.purpose != Purpose::Exportable);
-        let ranges = of_others.flat_map(|(&base, mapped)| {
-            let runs = self.runs(&(base..base + mapped.bytes), |at, physical| physical.is_some() && !pins.contains(at));
+        let may_sleep = self.reservations.iter().filter(|(_, mapped)| mapped.purpose != Purpose::Exportable);
+        let ranges = may_sleep.flat_map(|(&base, mapped)| {
+            let stays = |at| pins.contains(at) || self.stuck.iter().any(|stuck| stuck.granules.contains(&at));
+            let runs = self.runs(&(base..base + mapped.bytes), |at, physical| physical.is_some() && !stays(at));
             runs.into_iter().map(|range| (range, mapped.kind))
         });
         ranges.collect()
