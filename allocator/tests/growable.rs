@@ -90,8 +90,8 @@ fn what_it_gives_up_serves_others_once_it_is_done() {
     cache.shrink_to(20 * MIB, side).unwrap();
     assert_eq!(driver.calls_made(), calls, "shrinking makes no driver call");
     assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (20 * MIB, 120 * MIB));
-    let small = allocator.alloc(6 * MIB, stream).unwrap();
     assert!(driver.mapping_at(cache.ptr().offset(100 * MIB)).is_some(), "its last use is not done");
+    let small = allocator.alloc(6 * MIB, stream).unwrap();
     let large = allocator.alloc(90 * MIB, stream).unwrap(); // waits
     stream.fill(large.ptr(), 2, 90 * MIB).unwrap();
     assert!(driver.now_ns() >= 1_000_000_000);
@@ -156,6 +156,15 @@ fn the_limit_holds_and_growth_makes_room() {
     assert!(matches!(cache.grow_to(CAPACITY + 1, stream), Err(AllocError::BeyondCapacity { .. })));
     drop(cache);
     setup.assert_returned();
+}
+
+#[test]
+fn a_stream_that_never_allocated_gets_a_report() {
+    let setup = setup("limit_mb:20");
+    let mut cache = setup.growable(CAPACITY);
+    let error = cache.grow_to(30 * MIB, &setup.side).unwrap_err();
+    assert_eq!(error.report().unwrap().stream_id, setup.side.id());
+    assert_eq!((cache.bytes(), setup.allocator.reserved_bytes()), (0, 0));
 }
 
 #[test]
