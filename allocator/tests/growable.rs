@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, Config, Growable};
+use aquifer_allocator::{AllocError, Allocator, Config, Growable, TagScope};
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{Code, Device, DevicePtr, Operation, Stream};
 use proptest::prelude::*;
@@ -143,10 +143,14 @@ fn the_limit_holds_and_growth_makes_room() {
     let setup = setup("limit_mb:64");
     let Setup { allocator, stream, .. } = &setup;
     let held = Arc::new(std::sync::Mutex::new(Some(allocator.alloc(30 * MIB, stream).unwrap())));
+    let scope = TagScope::new("keys and values");
     let mut cache = setup.growable(CAPACITY);
+    drop(scope);
     cache.grow_to(20 * MIB, stream).unwrap();
     let error = cache.grow_to(50 * MIB, stream).unwrap_err();
-    assert_eq!(error.report().unwrap().limit, Some(64 * MIB));
+    let report = error.report().unwrap();
+    assert_eq!((report.limit, report.requested), (Some(64 * MIB), 30 * MIB));
+    assert!(report.largest_tags.contains(&(Some("keys and values".to_owned()), 20 * MIB)));
     assert_eq!((cache.bytes(), allocator.allocated_bytes()), (20 * MIB, 50 * MIB));
     let freed = held.clone();
     let _reclaimer =
