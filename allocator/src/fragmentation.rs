@@ -37,6 +37,12 @@ pub struct Fragmentation {
     pub reserved_bytes: u64,
     /// Bytes held from the device that are not mapped for use; they count for the large pool.
     pub spare_bytes: u64,
+    /// Bytes of addresses that are reserved for memory to be mapped at, whether any is or not.
+    pub address_bytes: u64,
+    /// Number of contiguous ranges of such addresses without memory.
+    pub address_holes: u64,
+    /// The longest of them: a request that it does not hold needs addresses elsewhere.
+    pub largest_address_hole: u64,
     /// Segments, or mapped ranges, that are wholly free.
     pub releasable_segments: u64,
     /// Bytes that can go back to the device: those of wholly free segments, and granules that lie in free blocks.
@@ -118,6 +124,12 @@ impl Whole {
                 found.segments += 1;
                 found.reserved_bytes += bytes;
             }
+            let paged = heap.regions().filter(|region| region.is_paged() && counts(region.pool));
+            found.address_bytes += paged.map(|region| region.bytes).sum::<u64>();
+            for (_, hole) in heap.holes().filter(|(_, hole)| counts(hole.pool)) {
+                found.address_holes += 1;
+                found.largest_address_hole = found.largest_address_hole.max(hole.size);
+            }
         }
         if let Some(paged) = self.paged.as_ref().filter(|_| counts(LARGE_POOL)) {
             found.spare_bytes = paged.spare_bytes();
@@ -196,6 +208,11 @@ impl fmt::Display for Fragmentation {
             "           {external:.1} % outside the largest, {unusable:.1} % unusable for {}",
             Bytes(self.request_bytes)
         )?;
+        if self.address_bytes > 0 {
+            let (holes, largest) = (self.address_holes, Bytes(self.largest_address_hole));
+            let all = Bytes(self.address_bytes);
+            write!(f, "\naddresses: {all}, without memory in {holes} holes, the largest {largest}")?;
+        }
         for FreeSizes { at_least, count, bytes } in &self.free_sizes {
             write!(f, "\n  from {:>10}: {count:>7} blocks, {:>10}", Bytes(*at_least), Bytes(*bytes))?;
         }

@@ -57,8 +57,8 @@ pub struct MemoryStats {
     pub max_split_size: Option<u64>,
     /// How often granules moved to where contiguous memory was needed. Not in PyTorch.
     pub remaps: u64,
-    /// Bytes that moved. Not in PyTorch.
-    pub moved_bytes: u64,
+    /// How many granules that were. Not in PyTorch.
+    pub granules_moved: u64,
     /// How often a stream reused a block that another one had given back. Not in PyTorch.
     pub cross_stream_reuses: u64,
     /// How many of these made the stream wait. Not in PyTorch.
@@ -93,7 +93,7 @@ impl MemoryStats {
             num_oom_rejections: events(&counters.num_oom_rejections),
             max_split_size,
             remaps: events(&counters.remaps),
-            moved_bytes: events(&counters.moved_bytes),
+            granules_moved: events(&counters.granules_moved),
             cross_stream_reuses: events(&counters.cross_stream_reuses),
             cross_stream_waits: events(&counters.cross_stream_waits),
         }

@@ -224,6 +224,9 @@ impl Whole {
         for block in blocks.filter(|block| block.state == State::Live) {
             *by_tag.entry(block.tag).or_default() += block.size;
         }
+        for owned in self.paged.iter().flat_map(|paged| paged.owned.values()).filter(|owned| owned.size > 0) {
+            *by_tag.entry(owned.tag.0).or_default() += owned.size;
+        }
         let mut tags: Vec<(u32, u64)> = by_tag.into_iter().collect();
         tags.sort_by_key(|&(tag, bytes)| (std::cmp::Reverse(bytes), tag));
         tags.truncate(LISTED);

@@ -282,7 +282,7 @@ pub(crate) struct Counters {
     pub(crate) num_oom_rejections: Counter,
     /// Ours: how often memory moved, and the bytes that did.
     pub(crate) remaps: Counter,
-    pub(crate) moved_bytes: Counter,
+    pub(crate) granules_moved: Counter,
     /// Ours: blocks reused by another stream than the one that freed them, and those of them that cost a wait.
     pub(crate) cross_stream_reuses: Counter,
     pub(crate) cross_stream_waits: Counter,
@@ -380,7 +380,7 @@ impl Counters {
             &self.num_device_free,
             &self.num_oom_rejections,
             &self.remaps,
-            &self.moved_bytes,
+            &self.granules_moved,
             &self.cross_stream_reuses,
             &self.cross_stream_waits,
         ]

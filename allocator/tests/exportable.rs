@@ -48,8 +48,8 @@ fn it_goes_back_once_the_streams_that_used_it_are_done() {
     drop(shared);
     assert_eq!(driver.calls_made(), calls, "dropping it makes no driver call");
     assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 40 * MIB));
-    let other = allocator.alloc(80 * MIB, &stream).unwrap();
     assert!(driver.mapping_at(ptr).is_some(), "its last use is not done");
+    let other = allocator.alloc(80 * MIB, &stream).unwrap();
     // Only its memory makes room for this.
     let more = allocator.alloc(20 * MIB, &stream).unwrap();
     assert!(driver.mapping_at(ptr).is_none());

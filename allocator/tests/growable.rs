@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, Config, Growable};
+use aquifer_allocator::{AllocError, Allocator, Config, Growable, TagScope};
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{Code, Device, DevicePtr, Operation, Stream};
 use proptest::prelude::*;
@@ -90,8 +90,8 @@ fn what_it_gives_up_serves_others_once_it_is_done() {
     cache.shrink_to(20 * MIB, side).unwrap();
     assert_eq!(driver.calls_made(), calls, "shrinking makes no driver call");
     assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (20 * MIB, 120 * MIB));
-    let small = allocator.alloc(6 * MIB, stream).unwrap();
     assert!(driver.mapping_at(cache.ptr().offset(100 * MIB)).is_some(), "its last use is not done");
+    let small = allocator.alloc(6 * MIB, stream).unwrap();
     let large = allocator.alloc(90 * MIB, stream).unwrap(); // waits
     stream.fill(large.ptr(), 2, 90 * MIB).unwrap();
     assert!(driver.now_ns() >= 1_000_000_000);
@@ -143,10 +143,14 @@ fn the_limit_holds_and_growth_makes_room() {
     let setup = setup("limit_mb:64");
     let Setup { allocator, stream, .. } = &setup;
     let held = Arc::new(std::sync::Mutex::new(Some(allocator.alloc(30 * MIB, stream).unwrap())));
+    let scope = TagScope::new("keys and values");
     let mut cache = setup.growable(CAPACITY);
+    drop(scope);
     cache.grow_to(20 * MIB, stream).unwrap();
     let error = cache.grow_to(50 * MIB, stream).unwrap_err();
-    assert_eq!(error.report().unwrap().limit, Some(64 * MIB));
+    let report = error.report().unwrap();
+    assert_eq!((report.limit, report.requested), (Some(64 * MIB), 30 * MIB));
+    assert!(report.largest_tags.contains(&(Some("keys and values".to_owned()), 20 * MIB)));
     assert_eq!((cache.bytes(), allocator.allocated_bytes()), (20 * MIB, 50 * MIB));
     let freed = held.clone();
     let _reclaimer =
@@ -156,6 +160,15 @@ fn the_limit_holds_and_growth_makes_room() {
     assert!(matches!(cache.grow_to(CAPACITY + 1, stream), Err(AllocError::BeyondCapacity { .. })));
     drop(cache);
     setup.assert_returned();
+}
+
+#[test]
+fn a_stream_that_never_allocated_gets_a_report() {
+    let setup = setup("limit_mb:20");
+    let mut cache = setup.growable(CAPACITY);
+    let error = cache.grow_to(30 * MIB, &setup.side).unwrap_err();
+    assert_eq!(error.report().unwrap().stream_id, setup.side.id());
+    assert_eq!((cache.bytes(), setup.allocator.reserved_bytes()), (0, 0));
 }
 
 #[test]

@@ -111,6 +111,7 @@ JSON keys, per program and config:
   driver_time_modelled_us   time that all driver calls would take on a real device, by the simulator's model of costs
   worst_alloc_us            the most of it within one allocation
   stalls                    waits of the host for a device that was behind (--lag)
+  remaps, granules_moved    how often memory was moved to where contiguous addresses were needed; pieces that moved
   warm_driver_calls, warm_driver_allocs, warm_driver_time_modelled_us, warm_stalls
                             the same of a later pass: their mean; null if there is only one pass
   warm_worst_alloc_us       the greatest of the later passes

@@ -8,7 +8,7 @@ use std::process::{Command, Output, Stdio};
 use serde_json::Value;
 
 const PYTORCH_LIKE: [&str; 4] = ["--device", "sim:192GiB", "--config", "backing:segments,cross_stream:off"];
-const REPLAY_KEYS: [&str; 28] = [
+const REPLAY_KEYS: [&str; 30] = [
     "trace",
     "config",
     "device",
@@ -26,6 +26,8 @@ const REPLAY_KEYS: [&str; 28] = [
     "driver_time_modelled_us",
     "worst_alloc_us",
     "stalls",
+    "remaps",
+    "granules_moved",
     "warm_driver_calls",
     "warm_driver_allocs",
     "warm_driver_time_modelled_us",

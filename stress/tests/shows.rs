@@ -169,21 +169,27 @@ fn every_way_out_of_memory_leads_back() {
 fn the_demonstration_tells_its_story() {
     let rows = rows(0, &["--config", "backing:segments,max_split_size_mb:256"]);
     let steps: Vec<&str> = rows.iter().map(|row| row["step"].as_str().unwrap()).collect();
-    assert_eq!(steps[..2], ["replay", "oom"]);
-    assert_eq!(steps[2..], ["compare"; 12], "six options for each of two programs");
+    assert_eq!(steps[..3], ["replay", "oom", "remap"]);
+    assert_eq!(steps[3..], ["compare"; 14], "seven options for each of two programs");
     assert!(rows.iter().all(|row| row["hazards"] == 0));
-    let (replay, oom) = (&rows[0], &rows[1]);
+    let (replay, oom, remap) = (&rows[0], &rows[1], &rows[2]);
     assert!(bytes(replay, "peak_reserved_bytes") > 3 * bytes(replay, "peak_requested_bytes"), "{replay}");
     assert!(bytes(oom, "free_bytes") > bytes(oom, "requested_bytes"), "{oom}");
     assert!(oom["refused"] == true && oom["damaged"] == 0 && oom["served_again"] == true, "{oom}");
     assert!(bytes(oom, "blocks") > 0 && !oom["advice"].as_array().unwrap().is_empty(), "{oom}");
-    for compared in &rows[2..] {
+    assert!(remap["refused"] == false && remap["damaged"] == 0 && bytes(remap, "remaps") > 0, "{remap}");
+    assert_eq!(bytes(remap, "device_bytes"), bytes(oom, "device_bytes"), "where segments run out");
+    for compared in &rows[3..] {
         assert!(bytes(compared, "smallest_device_bytes") >= bytes(compared, "peak_requested_bytes"), "{compared}");
     }
     let text = text(&["demo", "--ascii"]);
-    for part in
-        ["1. A program that needs", "2. On a device of", "3. Nothing is lost", "4. What helps", "What to try next"]
-    {
+    for part in [
+        "1. A program that needs",
+        "2. On a device of",
+        "3. Nothing is lost",
+        "4. With memory that moves",
+        "5. What helps",
+    ] {
         assert!(text.contains(part), "{part}");
     }
 }

@@ -115,9 +115,9 @@ impl Allocator {
             drop(whole);
             let failed = self.unmap_leaving(&leaving);
             let mut whole = self.shell().whole();
-            let (freed, addresses) = whole.settle_recycling(leaving, failed.is_none());
+            let Freed { granules, addresses } = whole.settle_recycling(leaving, failed.is_none());
             drop(whole);
-            released += self.release_freed(freed);
+            released += self.release_freed(granules);
             if let Some(error) = failed {
                 return Err(error.into());
             }
@@ -148,6 +148,14 @@ impl Allocator {
     }
 }
 
+/// What serves nobody any more.
+#[derive(Default)]
+struct Freed {
+    /// Granules of no use to others, with their bytes.
+    granules: Vec<(RawPhysical, u64)>,
+    addresses: Option<(DevicePtr, u64)>,
+}
+
 /// Retired memory that the driver is asked to unmap.
 struct Leaving {
     retired: Retired,
@@ -166,24 +174,19 @@ impl Whole {
         Some(Leaving { retired, purpose, granules })
     }
 
-    /// Accounts for what became of retired memory. Tells granules, with their bytes, that serve nobody else, and addresses that
-    /// serve nobody any more.
-    fn settle_recycling(
-        &mut self,
-        leaving: Leaving,
-        unmapped: bool,
-    ) -> (Vec<(RawPhysical, u64)>, Option<(DevicePtr, u64)>) {
+    /// Accounts for what became of retired memory; tells what serves nobody any more.
+    fn settle_recycling(&mut self, leaving: Leaving, unmapped: bool) -> Freed {
         let Leaving { retired, purpose, granules } = leaving;
-        let Some(paged) = &mut self.paged else { return Default::default() };
+        let Some(paged) = &mut self.paged else { return Freed::default() };
         let Range { start, end } = retired.range;
         if !unmapped {
             paged.put_all(start, &granules);
             paged.retired.push(retired);
-            return Default::default();
+            return Freed::default();
         }
         paged.mapped_bytes[PoolKind::Large as usize] -= end - start;
         let slot = paged.owned.get(&retired.base).map_or(0, |owned| owned.slot);
-        let freed = if purpose == Purpose::Exportable {
+        let granules = if purpose == Purpose::Exportable {
             granules.into_iter().map(|physical| (physical, end - start)).collect()
         } else {
             paged.spares.extend(granules);
@@ -197,7 +200,7 @@ impl Whole {
             self.note_mapping(Action::SegmentUnmap, POOL, slot, start, end - start);
         }
         self.account_for_granules();
-        (freed, addresses)
+        Freed { granules, addresses }
     }
 
     /// Adds retired granules to those that ticks keep from moving, by tick.

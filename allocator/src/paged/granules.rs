@@ -199,9 +199,10 @@ impl Paged {
 
     /// The contiguous ranges that have memory and may lose it for a while, and what that counts as.
     pub(crate) fn not_pinned(&self, pins: &Pins) -> Vec<(Range<u64>, PoolKind)> {
-        let of_others = self.reservations.iter().filter(|(_, mapped)| mapped.purpose != Purpose::Exportable);
-        let ranges = of_others.flat_map(|(&base, mapped)| {
-            let runs = self.runs(&(base..base + mapped.bytes), |at, physical| physical.is_some() && !pins.contains(at));
+        let may_sleep = self.reservations.iter().filter(|(_, mapped)| mapped.purpose != Purpose::Exportable);
+        let ranges = may_sleep.flat_map(|(&base, mapped)| {
+            let stays = |at| pins.contains(at) || self.stuck.iter().any(|stuck| stuck.granules.contains(&at));
+            let runs = self.runs(&(base..base + mapped.bytes), |at, physical| physical.is_some() && !stays(at));
             runs.into_iter().map(|range| (range, mapped.kind))
         });
         ranges.collect()
@@ -226,12 +227,19 @@ impl Paged {
         runs
     }
 
-    /// Reservations outside of heaps that have memory: where, how many bytes from there on, and what their owners have of it.
-    pub(crate) fn apart(&self) -> impl Iterator<Item = (u64, u64, Owned)> + '_ {
-        self.reservations.iter().filter_map(|(&base, mapped)| {
-            let owned = *self.owned.get(&base)?;
-            let granules = mapped.granules.iter().rposition(Option::is_some)? + 1;
-            Some((base, granules as u64 * mapped.granule, owned))
+    /// Contiguous memory outside of heaps, and what its owner has of it, from its first address on. What an owner has counts as
+    /// memory while it is absent, too.
+    pub(crate) fn apart(&self) -> impl Iterator<Item = (Range<u64>, Owned)> + '_ {
+        self.owned.iter().flat_map(|(&base, owned)| {
+            let end = base + self.reservations.get(&base).map_or(0, |mapped| mapped.bytes);
+            let mut ranges = vec![(base..base + owned.size, *owned)];
+            for beyond in self.mapped_within(&(base + owned.size..end)) {
+                match ranges.last_mut() {
+                    Some((last, _)) if last.end == beyond.start => last.end = beyond.end,
+                    _ => ranges.push((beyond, Owned { size: 0, ..*owned })),
+                }
+            }
+            ranges.into_iter().filter(|(range, _)| !range.is_empty())
         })
     }
 

@@ -27,10 +27,12 @@
 //! Invariants, beside those of holes in the heap:
 //! * **P1** A granule is unmapped only when its last use is known done on the host, and neither pinned nor in an open private pool
 //!   (other than the request's own).
-//! * **P2** A granule is in one place: mapped in one reservation, among the spares, or in the hands of one operation.
+//! * **P2** A granule is in one place: mapped in one reservation, among the spares, or in the hands of one operation. While the
+//!   allocator sleeps, nothing is mapped but what others know, and all other operations on mappings wait or are refused.
 //! * **P3** `reserved` = mapped + spare granules + segments, at any time that no operation is in flight.
 //! * **P4** While the driver is asked to change what is behind some addresses, they are held in the heap, so that two
-//!   operations never touch the same ones. An operation that fails gives back all that it held.
+//!   operations never touch the same ones. An operation that fails gives back all that it held. Memory apart from heaps has one
+//!   owner, until it is retired and then recycled by one operation that is alone.
 //!
 //! Locks: decisions are made under all locks; no driver call, wait or observer runs under any of them, but under the gate, which
 //! comes before them.

@@ -258,7 +258,7 @@ impl Whole {
         if done.unmapped > 0 {
             let moved = donors[..done.unmapped].iter().map(|donor| donor.bytes).sum::<u64>();
             self.counters().remaps.add(1);
-            self.counters().moved_bytes.add(moved);
+            self.counters().granules_moved.add(moved / granule);
         }
     }
 

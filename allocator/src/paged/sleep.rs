@@ -95,8 +95,8 @@ impl Allocator {
         })
     }
 
-    /// Ends [`Allocator::sleep`]: gets memory for everything that was there and has not been dropped with all around it, and
-    /// restores contents. The limit is not asked: what was held before is held again. Awake already, this is nothing.
+    /// Ends [`Allocator::sleep`]: gets memory for everything that was there, what was dropped meanwhile included, and restores
+    /// contents. The limit is not asked: what was held before is held again. Awake already, this is nothing.
     ///
     /// # Errors
     /// Those of the driver, such as lack of memory, in which case everything taken so far goes back to the device. The allocator

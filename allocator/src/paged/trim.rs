@@ -58,6 +58,7 @@ impl Allocator {
 
     /// Takes mappings back that the driver would not when they failed.
     fn take_stuck_back(&self) -> Result<(), AllocError> {
+        let _gate = self.gate().shared();
         loop {
             let mut whole = self.shell().whole();
             let Some(paged) = &mut whole.paged else { return Ok(()) };

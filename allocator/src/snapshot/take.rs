@@ -101,10 +101,11 @@ impl Whole {
             ..heap::Block::default()
         };
         let apart = || self.paged.iter().flat_map(|paged| paged.apart());
-        let blocks_apart = apart().flat_map(|(addr, mapped, owned)| {
-            let block = |from: u64, to: u64, state: State| heap::Block {
-                addr: addr + from,
-                size: to - from,
+        let blocks_apart = apart().flat_map(|(range, owned)| {
+            let border = range.start + owned.size;
+            let block = |range: std::ops::Range<u64>, state: State| heap::Block {
+                addr: range.start,
+                size: range.end - range.start,
                 requested: owned.requested,
                 tag: owned.tag.0,
                 owner: owned.slot,
@@ -112,12 +113,12 @@ impl Whole {
                 state,
                 ..heap::Block::default()
             };
-            let parts = [block(0, owned.size, State::Live), block(owned.size, mapped, State::Free)];
+            let parts = [block(range.start..border, State::Live), block(border..range.end, State::Free)];
             parts.into_iter().filter(|block| block.size > 0)
         });
-        let of_apart = |(addr, bytes, owned): (u64, u64, Owned)| Range {
-            addr,
-            bytes,
+        let of_apart = |(range, owned): (std::ops::Range<u64>, Owned)| Range {
+            addr: range.start,
+            bytes: range.end - range.start,
             home: owned.slot,
             pool: POOL,
             is_paged: true,

@@ -186,6 +186,15 @@ fn physical_memory_keeps_the_properties_it_was_created_with() {
 }
 
 #[test]
+fn memory_for_export_is_refused_where_there_is_none() {
+    let driver = SimDriver::new(SimConfig::parse("h100,export=off").unwrap());
+    assert_eq!(driver.attribute(Attribute::PosixFdHandles).unwrap(), 0);
+    let options = PhysicalOptions::default().exportable(HandleKind::PosixFd);
+    assert_eq!(driver.create_physical(GRANULE, options).unwrap_err().kind, ErrorKind::Unsupported);
+    driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap();
+}
+
+#[test]
 fn memory_for_rdma_is_refused_where_there_is_none() {
     let driver = SimDriver::new(SimConfig::parse("rtx4090").unwrap());
     assert_eq!(driver.attribute(Attribute::GpuDirectRdmaWithVmm).unwrap(), 0);

@@ -99,6 +99,9 @@ JSON keys, by step; sizes are bytes:
             trace, device_bytes, refused, requested_bytes, free_bytes, largest_free_bytes, error, advice,
             blocks (live then, with known content), damaged (how many of them read differently),
             served_again (whether the same request was served after everything was freed), hazards
+  remap     the same program on that device with the default options:
+            trace, device_bytes, refused, peak_reserved_bytes, reserved_over_requested, remaps (how often memory moved),
+            granules_moved (pieces that did), damaged (live blocks that read differently half-way), hazards
   compare   each program under each options:
             trace, config, peak_requested_bytes, peak_reserved_bytes, reserved_over_requested, driver_allocs,
             smallest_device_bytes, ratio, retries_at_fit (as `fit` gives them), hazards";

@@ -41,6 +41,8 @@ pub struct Row {
     pub driver_time_modelled_us: Option<f64>,
     pub worst_alloc_us: Option<f64>,
     pub stalls: u64,
+    pub remaps: u64,
+    pub granules_moved: u64,
     pub warm_driver_calls: Option<f64>,
     pub warm_driver_allocs: Option<f64>,
     pub warm_driver_time_modelled_us: Option<f64>,
@@ -131,6 +133,8 @@ pub(super) fn replay(
         driver_time_modelled_us: modelled(|modelled| modelled.total_ns),
         worst_alloc_us: modelled(|modelled| modelled.worst_alloc_ns),
         stalls: first.map_or(0, |costs| costs.stalls),
+        remaps: stats.remaps,
+        granules_moved: stats.granules_moved,
         warm_driver_calls: mean(warm.iter().map(|costs| costs.calls.total())),
         warm_driver_allocs: mean(warm.iter().map(|costs| costs.driver_allocs)),
         warm_driver_time_modelled_us: mean(warm_modelled.iter().map(|modelled| modelled.total_ns))

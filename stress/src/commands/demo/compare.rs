@@ -66,7 +66,7 @@ pub(super) fn tabulate(compared: &[Compared]) -> String {
 }
 
 fn tabulate_one(compared: &[Compared]) -> String {
-    let mut table = table(&["options", "takes", "times", "cuMemAlloc", "fits on", "times"], 1);
+    let mut table = table(&["options", "takes", "times", "growths", "fits on", "times"], 1);
     for row in compared {
         let times = |bytes| ratio(bytes, row.requested).map_or_else(String::new, |times| format!("{times:.3}"));
         table.add_row([
@@ -85,24 +85,22 @@ fn tabulate_one(compared: &[Compared]) -> String {
 /// What the rows of a recording say.
 pub(super) fn findings(trace: &str, compared: &[Compared]) -> Option<String> {
     let rows = || compared.iter().filter(|row| row.trace == trace);
-    let usual = rows().find(|row| row.config == SEGMENTS)?;
-    let best = rows().filter(|row| row.caches).min_by_key(|row| row.smallest_device)?;
-    let mut text = format!("{trace} finishes on {} with {SEGMENTS}", Bytes(usual.smallest_device));
-    if best.smallest_device < usual.smallest_device {
-        text += &format!(", and on {} with {}", Bytes(best.smallest_device), name(&best.config));
-        if best.reserved > usual.reserved {
-            text += &format!(
-                " - which, where there is plenty, takes {} instead of {}: no options are best for all",
-                Bytes(best.reserved),
-                Bytes(usual.reserved)
-            );
-        }
-    }
-    text += ".";
+    let usual = rows().find(|row| row.config.is_empty())?;
+    let segments = rows().filter(|row| row.caches && row.config.starts_with(SEGMENTS));
+    let best = segments.min_by_key(|row| row.smallest_device)?;
+    let mut text = format!(
+        "{trace} finishes on {} with the defaults. The best of these options for segments is {}: {}, and where there is plenty, it \
+         takes {} instead of {}.",
+        Bytes(usual.smallest_device),
+        best.config,
+        Bytes(best.smallest_device),
+        Bytes(best.reserved),
+        Bytes(usual.reserved)
+    );
     if let Some(none) = rows().find(|row| !row.caches) {
         text += &format!(
-            " Without a cache it takes what it uses, at the price of {} driver calls instead of {}, each of which may wait \
-             for the device.",
+            " Without a cache it takes what it uses, at the price of asking the driver for memory {} times instead of {}, and \
+             of waiting for the device each time that some goes back.",
             none.driver_allocs, usual.driver_allocs
         );
     }

@@ -1,9 +1,11 @@
-//! The two replays that the demonstration tells about.
+//! The replays that the demonstration tells about.
 
+use aquifer_allocator::config::Backing;
 use aquifer_allocator::snapshot::BlockState;
-use aquifer_allocator::{Allocation, OomReport};
+use aquifer_allocator::{Allocation, Config, OomReport};
 
-use super::segments;
+use super::SEGMENTS;
+use crate::cli::ConfigArg;
 use crate::commands::replay::hazards;
 use crate::exit::Failure;
 use crate::harness::{OnOom, Player};
@@ -67,7 +69,7 @@ pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failu
     let streams = program.streams.len();
     let open = || session.open_with_capacity(device_bytes);
 
-    let stage = Stage::new(session, &open()?, &segments()?, streams)?;
+    let stage = Stage::new(session, &open()?, &classical(), streams)?;
     let mut watched = Watched { stage, allocations: 0, most: (0, 0) };
     Player::new(program).play(&mut watched, OnOom::Skip)?;
     let (reserved, allocations) = watched.most;
@@ -75,7 +77,7 @@ pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failu
     // The same again, up to that allocation.
     let begun = first(program, allocations);
     let device = open()?;
-    let mut stage = Stage::new(session, &device, &segments()?, streams)?;
+    let mut stage = Stage::new(session, &device, &classical(), streams)?;
     let mut player = Player::new(&begun);
     player.play(&mut stage, OnOom::Skip)?;
     let segments = stage.allocator.snapshot().segments;
@@ -97,6 +99,13 @@ pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failu
         map: Map::of(&stage.allocator)?,
         hazards: hazards(session, &program.name, watched.stage.allocator.device()),
     })
+}
+
+/// The options under which the allocator follows PyTorch's rules.
+fn classical() -> ConfigArg {
+    let mut config = Config::default();
+    config.backing = Backing::Segments;
+    ConfigArg { text: SEGMENTS.to_owned(), config }
 }
 
 /// The program up to and including its `count`th allocation.
@@ -127,7 +136,7 @@ pub(super) struct Exhausted {
 /// Plays the program until a request is refused.
 pub(super) fn exhausted(session: &Session, program: &Program, capacity: u64) -> Result<Exhausted, Failure> {
     let device = session.open_with_capacity(capacity)?;
-    let stage = Stage::new(session, &device, &segments()?, program.streams.len())?;
+    let stage = Stage::new(session, &device, &classical(), program.streams.len())?;
     let mut stage = Counted { stage: stage.filling(), operations: 0 };
     let mut player = Player::new(program);
     player.play(&mut stage, OnOom::Stop)?;
@@ -146,6 +155,42 @@ pub(super) fn exhausted(session: &Session, program: &Program, capacity: u64) -> 
         blocks,
         damaged,
         served_again,
+        hazards: hazards(session, &program.name, &device),
+    })
+}
+
+/// A program whose memory moves to where it is needed.
+#[derive(Debug)]
+pub(super) struct Moving {
+    /// Why it ended early, if it did.
+    pub(super) report: Option<Box<OomReport>>,
+    pub(super) reserved: u64,
+    pub(super) remaps: u64,
+    pub(super) granules_moved: u64,
+    pub(super) damaged: usize,
+    pub(super) hazards: u64,
+}
+
+/// Plays the program with the default options, until a request is refused or it ends. Blocks have known contents; those that are
+/// live after half of it are looked at then.
+pub(super) fn moving(session: &Session, program: &Program, capacity: u64) -> Result<Moving, Failure> {
+    let device = session.open_with_capacity(capacity)?;
+    let stage = Stage::new(session, &device, &ConfigArg::default(), program.streams.len())?;
+    let mut stage = stage.filling();
+    let allocations = program.events.iter().filter(|event| matches!(event, Event::Alloc { .. })).count();
+    let half = first(program, allocations / 2);
+    let mut player = Player::new(&half);
+    player.play(&mut stage, OnOom::Stop)?;
+    let (_, damaged) = stage.damaged()?;
+    drop(player);
+    Player::new(program).play(&mut stage, OnOom::Stop)?;
+    let stats = stage.allocator.memory_stats();
+    Ok(Moving {
+        report: stage.first_oom.take(),
+        reserved: stats.reserved_bytes.all.peak,
+        remaps: stats.remaps,
+        granules_moved: stats.granules_moved,
+        damaged,
         hazards: hazards(session, &program.name, &device),
     })
 }

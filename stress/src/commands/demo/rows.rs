@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::compare::Compared;
-use super::play::{Exhausted, Roomy};
+use super::play::{Exhausted, Moving, Roomy};
 use crate::commands::ratio;
 use crate::input::Program;
 
@@ -34,6 +34,17 @@ pub(super) enum Row<'a> {
         blocks: usize,
         damaged: usize,
         served_again: bool,
+        hazards: u64,
+    },
+    Remap {
+        trace: &'a str,
+        device_bytes: u64,
+        refused: bool,
+        peak_reserved_bytes: u64,
+        reserved_over_requested: Option<f64>,
+        remaps: u64,
+        granules_moved: u64,
+        damaged: usize,
         hazards: u64,
     },
     Compare {
@@ -81,6 +92,20 @@ impl<'a> Row<'a> {
             damaged: exhausted.damaged,
             served_again: exhausted.served_again,
             hazards: exhausted.hazards,
+        }
+    }
+
+    pub(super) fn remap(program: &'a Program, device_bytes: u64, moving: &Moving) -> Row<'a> {
+        Row::Remap {
+            trace: &program.name,
+            device_bytes,
+            refused: moving.report.is_some(),
+            peak_reserved_bytes: moving.reserved,
+            reserved_over_requested: ratio(moving.reserved, program.peak_requested_bytes),
+            remaps: moving.remaps,
+            granules_moved: moving.granules_moved,
+            damaged: moving.damaged,
+            hazards: moving.hazards,
         }
     }
 

@@ -1,0 +1,115 @@
+//! Everything that changes mappings at the same time, on several threads: sums agree at the end, and nobody met another's work.
+#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use aquifer_allocator::{AllocError, Allocator, Config, Contents, MappingChange};
+use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_device::{Device, HandleKind, Stream};
+
+const MIB: u64 = 1 << 20;
+const CAPACITY: u64 = 192 * MIB;
+
+/// Whether a request was served; it may only fail for these reasons.
+fn served<T>(result: Result<T, AllocError>) -> Option<T> {
+    match result {
+        Ok(served) => Some(served),
+        Err(AllocError::Asleep) => None,
+        Err(error) if error.is_out_of_memory() => None,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+fn blocks(allocator: &Allocator, stream: &Stream, seed: u64) {
+    let mut held = Vec::new();
+    for step in 0..150 {
+        if let Some(block) = served(allocator.alloc((1 + (step * seed) % 17) * 900_000, stream)) {
+            let pin = (step % 10 == 0).then(|| allocator.pin_mapping(&block).unwrap());
+            held.push((block, pin));
+        }
+        if held.len() > 5 {
+            drop(held.swap_remove(1));
+        }
+        if step % 40 == seed {
+            allocator.empty_cache().unwrap();
+        }
+    }
+}
+
+fn growables(allocator: &Allocator, stream: &Stream) {
+    for round in 0..6 {
+        let mut cache = allocator.growable(48 * MIB, stream).unwrap();
+        for step in 0..20 {
+            served(cache.grow_to((step * 7 + round) % 40 * MIB, stream));
+            cache.shrink_to((step * 5) % 30 * MIB, stream).unwrap();
+        }
+    }
+}
+
+fn exports(allocator: &Allocator, stream: &Stream) {
+    let mut held = Vec::new();
+    for step in 0..60 {
+        held.extend(served(allocator.alloc_exportable((1 + step % 9) * MIB, HandleKind::PosixFd, stream)));
+        if held.len() > 3 {
+            drop(held.swap_remove(0));
+        }
+    }
+}
+
+fn sleeps(allocator: &Allocator) {
+    for (ordinal, contents) in (1..).zip([Contents::SaveToHost, Contents::Discard].repeat(4)) {
+        allocator.sleep(contents).unwrap();
+        thread::yield_now();
+        // Others may have taken the memory: exportable memory is not given up.
+        while let Err(error) = allocator.wake() {
+            assert!(error.is_out_of_memory(), "{error}");
+            thread::yield_now();
+        }
+        allocator.enable_peer_access(ordinal).unwrap();
+    }
+}
+
+#[test]
+fn everything_at_once() {
+    for seed in 0..4 {
+        let driver = SimDriver::new(SimConfig::new(CAPACITY).seed(seed));
+        let device = Device::new(driver.clone());
+        let allocator = Allocator::new(&device, Config::default()).unwrap();
+        let told = Arc::new(Mutex::new(BTreeSet::new()));
+        let seen = told.clone();
+        let _registration = allocator.observe_mappings(move |change| {
+            let mut seen = seen.lock().unwrap();
+            let granules = |addr: u64, bytes: u64| (addr..addr + bytes).step_by(2 << 20);
+            match *change {
+                MappingChange::Mapped { addr, bytes } => granules(addr, bytes).for_each(|at| assert!(seen.insert(at))),
+                MappingChange::BeforeUnmap { addr, bytes } => {
+                    granules(addr, bytes).for_each(|at| assert!(seen.remove(&at)));
+                }
+                _ => unreachable!(),
+            }
+        });
+        let streams: Vec<Stream> = (0..4).map(|_| device.create_stream().unwrap()).collect();
+        thread::scope(|scope| {
+            scope.spawn(|| blocks(&allocator, &streams[0], 5));
+            scope.spawn(|| blocks(&allocator, &streams[1], 11));
+            scope.spawn(|| growables(&allocator, &streams[2]));
+            scope.spawn(|| exports(&allocator, &streams[3]));
+            scope.spawn(|| sleeps(&allocator));
+        });
+        assert_eq!(allocator.allocated_bytes(), 0);
+        assert_eq!(told.lock().unwrap().len() as u64 * 2 * MIB, allocator.reserved_bytes() - spare(&allocator));
+        allocator.empty_cache().unwrap();
+        device.settle();
+        assert_eq!((allocator.reserved_bytes(), told.lock().unwrap().len()), (0, 0));
+        assert_eq!(device.memory_info().unwrap().free, CAPACITY);
+        assert_eq!(driver.violations(), []);
+    }
+}
+
+/// Bytes held that are mapped nowhere.
+fn spare(allocator: &Allocator) -> u64 {
+    let mapped: u64 = allocator.snapshot().segments.iter().map(|segment| segment.total_size).sum();
+    allocator.reserved_bytes() - mapped
+}
