@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::allocator::Allocator;
 use crate::format::Bytes;
-use crate::heap::{State, kind_of};
+use crate::heap::{Block, BlockId, Heap, State, kind_of};
 use crate::size_class::PoolKind;
 use crate::whole::Whole;
 
@@ -43,9 +43,9 @@ pub struct Fragmentation {
     pub address_holes: u64,
     /// The longest of them: a request that it does not hold needs addresses elsewhere.
     pub largest_address_hole: u64,
-    /// Segments that are wholly free.
+    /// Segments, or mapped ranges, that are wholly free.
     pub releasable_segments: u64,
-    /// Bytes of these.
+    /// Bytes that can go back to the device: those of wholly free segments, and granules that lie in free blocks.
     pub releasable_bytes: u64,
     /// Bytes in live blocks.
     pub allocated_bytes: u64,
@@ -137,8 +137,8 @@ impl Whole {
         }
         let mut sizes = [FreeSizes::default(); 64];
         let mut usable = 0;
-        let blocks = self.heaps().flat_map(|heap| heap.blocks.iter());
-        for block in blocks.map(|(_, block)| block).filter(|block| counts(block.pool)) {
+        let blocks = self.heaps().flat_map(|heap| heap.blocks.iter().map(move |(_, block)| (heap, block)));
+        for (heap, block) in blocks.filter(|(_, block)| counts(block.pool)) {
             match block.state {
                 State::Live => {
                     found.allocated_bytes += block.size;
@@ -150,8 +150,9 @@ impl Whole {
                     found.free_bytes += block.size;
                     found.largest_free_block = found.largest_free_block.max(block.size);
                     usable += if block.size >= request_bytes { block.size } else { 0 };
-                    found.releasable_segments += u64::from(!block.is_split());
-                    found.releasable_bytes += if block.is_split() { 0 } else { block.size };
+                    let (whole, bytes) = self.releasable_part(heap, block);
+                    found.releasable_segments += u64::from(whole);
+                    found.releasable_bytes += bytes;
                     let log2 = block.size.max(1).ilog2();
                     let range = &mut sizes[log2 as usize];
                     (range.at_least, range.count, range.bytes) = (1 << log2, range.count + 1, range.bytes + block.size);
@@ -164,6 +165,22 @@ impl Whole {
             if found.free_bytes == 0 { 0.0 } else { 1.0 - ratio(found.largest_free_block, found.free_bytes) };
         found.unusable = if found.free_bytes == 0 { 1.0 } else { 1.0 - ratio(usable, found.free_bytes) };
         found
+    }
+}
+
+impl Whole {
+    /// Whether a free block is all of its segment or mapped range, and how many of its bytes can go back to the device.
+    fn releasable_part(&self, heap: &Heap, block: &Block) -> (bool, u64) {
+        match &self.paged {
+            Some(paged) if heap.region(block.region).is_paged() => {
+                let has_memory = |id: BlockId| id.some().is_some_and(|id| heap.blocks[id].state.has_memory());
+                let end = (block.addr + block.size) / paged.granule;
+                let granules = end.saturating_sub(block.addr.div_ceil(paged.granule));
+                (!has_memory(block.prev) && !has_memory(block.next), granules * paged.granule)
+            }
+            _ if block.is_split() => (false, 0),
+            _ => (true, block.size),
+        }
     }
 }
 

@@ -60,7 +60,7 @@ const _: () = assert!(size_of::<Entry>() == 40, "an entry has no room to spare")
 /// allocator.record_history(HistoryOptions { entries: 100_000, skip: vec![Action::FreeRequested], clear: true });
 /// drop(allocator.alloc(512, device.default_stream())?);
 /// let actions: Vec<Action> = allocator.snapshot().trace().iter().map(|entry| entry.action).collect();
-/// assert_eq!(actions, [Action::SegmentAlloc, Action::Alloc, Action::FreeCompleted]);
+/// assert_eq!(actions, [Action::SegmentMap, Action::Alloc, Action::FreeCompleted]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

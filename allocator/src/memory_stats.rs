@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 
 use crate::allocator::Allocator;
-use crate::heap::Heap;
 use crate::shell::Shell;
 use crate::stats::{Counter, Hot, PoolStats, Stat};
 
@@ -186,10 +185,14 @@ impl Allocator {
         let whole = self.shell().whole();
         let open = whole.pools.private.iter().filter(|private| private.open);
         let mut bytes: BTreeMap<(u64, u64), u64> = open.map(|private| (private.id, 0)).collect();
-        let releasing = whole.releasing.values().map(|releasing| &releasing.region);
-        for region in whole.heaps().flat_map(Heap::regions).chain(releasing) {
-            if let Some(private) = whole.pools.owner_of(region.pool) {
-                *bytes.entry(private.id).or_default() += region.bytes;
+        let releasing = whole.releasing.values().map(|releasing| (releasing.region.pool, releasing.region.bytes));
+        let held = whole.heaps().flat_map(|heap| {
+            let of_region = |region| heap.mapped_ranges(region).iter().map(|(_, bytes)| bytes).sum::<u64>();
+            heap.regions().map(move |region| (region.pool, of_region(region))).filter(|&(_, bytes)| bytes > 0)
+        });
+        for (pool, held) in held.chain(releasing) {
+            if let Some(private) = whole.pools.owner_of(pool) {
+                *bytes.entry(private.id).or_default() += held;
             }
         }
         bytes

@@ -10,7 +10,7 @@ use aquifer_device::{Code, Device, Operation};
 fn setup() -> (std::sync::Arc<SimDriver>, Device, Allocator) {
     let driver = SimDriver::new(SimConfig::new(1 << 30));
     let device = Device::new(driver.clone());
-    let allocator = Allocator::new(&device, Config::parse("history:100").unwrap()).unwrap();
+    let allocator = Allocator::new(&device, Config::parse("history:100,backing:segments").unwrap()).unwrap();
     // As while another thread captures a graph: refused, without waiting for the device.
     driver.inject(Fault::Nth { operation: Some(Operation::Free), nth: 1, code: Code::CAPTURE_IMPLICIT });
     (driver, device, allocator)

@@ -185,7 +185,7 @@ fn driver_time_is_modelled_for_first_and_later_passes() {
     let file = data("gpt2_fp32.trace.gz");
     let row = |args: &[&str]| rows(0, &[&["replay", "--device", "sim:192GiB", &file], args].concat()).remove(0);
     let number = |row: &Value, key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key} in {row}"));
-    let one = row(&["--repeat", "1", "--config", "cross_stream:off"]);
+    let one = row(&["--repeat", "1", "--config", "backing:segments,cross_stream:off"]);
     let allocations = bytes(&one["driver_calls"], "cuMemAlloc");
     assert_eq!(bytes(&one, "driver_allocs"), allocations, "each took one segment");
     assert_eq!(bytes(&one, "allocs") * 2, bytes(&one, "events"));
@@ -197,7 +197,7 @@ fn driver_time_is_modelled_for_first_and_later_passes() {
         assert!(one[key].is_null(), "{key} in {one}");
     }
     let calls = |row: &Value| row["driver_calls"].as_object().unwrap().values().filter_map(Value::as_u64).sum::<u64>();
-    let warm = row(&["--repeat", "3", "--config", "cross_stream:off"]);
+    let warm = row(&["--repeat", "3", "--config", "backing:segments,cross_stream:off"]);
     assert_eq!(warm["driver_calls_by_pass"], serde_json::json!([calls(&warm), 0, 0]));
     assert_eq!((number(&warm, "warm_driver_calls"), number(&warm, "warm_worst_alloc_us")), (0.0, 0.0));
     let uncached = row(&["--repeat", "3", "--config", "no_cache:True"]);
@@ -213,7 +213,11 @@ fn driver_time_is_modelled_for_first_and_later_passes() {
 fn a_device_may_lag() {
     let file = Scratch::new("two.trace", b"a 0 30000000 0\nr 0 1\nf 0 0\na 1 30000000 0\nf 1 0\n");
     let row = |lag: &str, device: &str, code| {
-        rows(code, &["replay", "--repeat", "2", "--lag", lag, "--device", device, file.path()]).remove(0)
+        rows(
+            code,
+            &["replay", "--repeat", "2", "--lag", lag, "--device", device, "--config", "backing:segments", file.path()],
+        )
+        .remove(0)
     };
     // The second block needs the memory of the first, which another stream used: room for one block alone.
     for (lag, stalls) in [("0", 0), ("1000", 1)] {
@@ -239,7 +243,7 @@ fn lack_of_memory_is_counted_and_has_its_own_code() {
 #[test]
 fn a_failing_driver_ends_the_replay_of_a_program_only() {
     let file = data("fsdp_start.trace");
-    let output = stress(&["replay", "--json", "--device", "sim:80GiB,fault=cuMemAlloc#9:999", &file, &file]);
+    let output = stress(&["replay", "--json", "--device", "sim:80GiB,fault=any#99:999", &file, &file]);
     assert_eq!(output.status.code(), Some(1));
     let errors = errors(&output);
     assert_eq!(errors.matches("error: fsdp_start: event ").count(), 2, "{errors}");
@@ -248,15 +252,16 @@ fn a_failing_driver_ends_the_replay_of_a_program_only() {
 
 #[test]
 fn fit_finds_a_boundary() {
+    const SEGMENTS: &str = "backing:segments,cross_stream:off";
     let file = data("gpt2_fp32.trace.gz");
-    let row = &rows(0, &["fit", "--config", "cross_stream:off", &file])[0];
+    let row = &rows(0, &["fit", "--config", SEGMENTS, &file])[0];
     assert_eq!(row.as_object().unwrap().len(), 5);
     let smallest = bytes(row, "smallest_device_bytes");
     assert_eq!(smallest, 32_335_986_688);
     assert!((row["ratio"].as_f64().unwrap() - 1.0807).abs() < 1e-4);
     for (bytes, code) in [(smallest, 0), (smallest - (2 << 20), 3)] {
         let device = format!("sim:{bytes}");
-        let args = ["replay", "--repeat", "1", "--device", &device, "--config", "cross_stream:off", &file];
+        let args = ["replay", "--repeat", "1", "--device", &device, "--config", SEGMENTS, &file];
         assert_eq!(rows(code, &args).len(), 1);
     }
 }

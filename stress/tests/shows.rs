@@ -64,7 +64,7 @@ const FRAGMENTATION_KEYS: [&str; 19] = [
 #[test]
 fn every_scenario_shows_fragmentation_and_a_way_out() {
     let device = "sim:4GiB";
-    let rows = rows(0, &["fragmentation", "--device", device, "--config", "max_split_size_mb:64"]);
+    let rows = rows(0, &["fragmentation", "--device", device, "--config", "backing:segments,max_split_size_mb:64"]);
     for row in &rows {
         has_keys(row, &FRAGMENTATION_KEYS);
         assert_eq!(row["device"], device);
@@ -82,18 +82,25 @@ fn every_scenario_shows_fragmentation_and_a_way_out() {
         assert_eq!(row["probe_fits"], fits, "the verdict says what happened: {row}");
     }
     let names = ["alternating", "sequences", "kv_cache", "images", "streams"];
-    let policies = rows.iter().filter(|row| row["policy"] == "max_split_size_mb:64").count();
+    let policies = rows.iter().filter(|row| row["policy"] == "backing:segments,max_split_size_mb:64").count();
     assert_eq!(policies, names.len(), "the user's options are tried on every scenario");
     for name in ["alternating", "kv_cache", "images"] {
-        let row = row(&rows, name, "");
-        assert_eq!(row["probe_fits"], false, "{row}");
-        assert!(bytes(row, "free_bytes") > bytes(row, "request_bytes"), "{row}");
+        let segments = row(&rows, name, "backing:segments");
+        assert_eq!(segments["probe_fits"], false, "{segments}");
+        assert!(bytes(segments, "free_bytes") > bytes(segments, "request_bytes"), "{segments}");
     }
-    assert!(bytes(row(&rows, "sequences", ""), "retries") > 0);
-    assert_eq!(row(&rows, "images", "max_split_size_mb:64")["probe_fits"], true);
+    // Memory that moves is a way out of all of them.
+    for name in names {
+        let paged = row(&rows, name, "");
+        assert!(paged["probe_fits"] == true && bytes(paged, "ooms") == 0, "{paged}");
+    }
+    assert!(bytes(row(&rows, "sequences", "backing:segments"), "retries") > 0);
+    assert_eq!(row(&rows, "images", "backing:segments,max_split_size_mb:64")["probe_fits"], true);
     let reserved = |policy| bytes(row(&rows, "streams", policy), "peak_reserved_bytes");
-    assert!(reserved("cross_stream:off") > reserved("") && reserved("") > reserved("cross_stream:wait"));
-    assert_eq!(row(&rows, "streams", "cross_stream:off")["probe_fits"], false);
+    let [off, ready, wait] =
+        ["backing:segments,cross_stream:off", "backing:segments", "backing:segments,cross_stream:wait"];
+    assert!(reserved(off) > reserved(ready) && reserved(ready) > reserved(wait));
+    assert_eq!(row(&rows, "streams", off)["probe_fits"], false);
 }
 
 #[test]
@@ -160,7 +167,7 @@ fn every_way_out_of_memory_leads_back() {
 
 #[test]
 fn the_demonstration_tells_its_story() {
-    let rows = rows(0, &["--config", "max_split_size_mb:256"]);
+    let rows = rows(0, &["--config", "backing:segments,max_split_size_mb:256"]);
     let steps: Vec<&str> = rows.iter().map(|row| row["step"].as_str().unwrap()).collect();
     assert_eq!(steps[..3], ["replay", "oom", "remap"]);
     assert_eq!(steps[3..], ["compare"; 14], "seven options for each of two programs");
@@ -176,9 +183,13 @@ fn the_demonstration_tells_its_story() {
         assert!(bytes(compared, "smallest_device_bytes") >= bytes(compared, "peak_requested_bytes"), "{compared}");
     }
     let text = text(&["demo", "--ascii"]);
-    for part in
-        ["1. A program that needs", "2. On a device of", "3. Nothing is lost", "4. With memory that moves", "5. What helps"]
-    {
+    for part in [
+        "1. A program that needs",
+        "2. On a device of",
+        "3. Nothing is lost",
+        "4. With memory that moves",
+        "5. What helps",
+    ] {
         assert!(text.contains(part), "{part}");
     }
 }

@@ -40,8 +40,11 @@ pub struct PoolTotals {
 }
 
 impl Snapshot {
-    /// Sums over all segments, by pool: what the statistics must agree with. Useful to check a program's own accounting,
+    /// Sums over all segments, by pool: what the statistics must agree with, except that [`spare`] memory is in no segment.
+    /// Useful to check a program's own accounting,
     /// and for snapshots that were kept without the statistics.
+    ///
+    /// [`spare`]: crate::Fragmentation::spare_bytes
     pub fn totals(&self) -> Totals {
         let mut totals = Totals::default();
         for segment in &self.segments {
@@ -58,14 +61,16 @@ impl Snapshot {
 
 impl PoolTotals {
     fn add(&mut self, segment: &Segment) {
-        self.segment += 1;
+        // As in the statistics, and PyTorch's: mapped memory is in no segment, and its free pieces are not counted.
+        let is_segment = !segment.is_expandable;
+        self.segment += u64::from(is_segment);
         self.reserved_bytes += segment.total_size;
         for block in &segment.blocks {
             if block.state.is_active() {
                 self.active += 1;
                 self.active_bytes += block.size;
                 self.requested_bytes += block.requested_size;
-            } else if block.size != segment.total_size {
+            } else if is_segment && block.size != segment.total_size {
                 self.inactive_split += 1;
                 self.inactive_split_bytes += block.size;
             }

@@ -65,14 +65,18 @@ fn statistics_have_the_123_keys() {
 #[test]
 fn the_split_limit_is_a_number_of_bytes() {
     assert_eq!(allocator("", 0).1.memory_stats().to_map()["max_split_size"], -1);
-    assert_eq!(allocator("max_split_size_mb:40", 0).1.memory_stats().to_map()["max_split_size"], 40 << 20);
+    assert_eq!(
+        allocator("backing:segments,max_split_size_mb:40", 0).1.memory_stats().to_map()["max_split_size"],
+        40 << 20
+    );
 }
 
 /// A snapshot with every state of a block and every action.
-fn rich_snapshot() -> Snapshot {
+fn rich_snapshot(is_paged: bool) -> Snapshot {
     let driver = SimDriver::new(SimConfig::new(1 << 30).ordinal(2));
     let device = Device::new(driver.clone());
-    let allocator = Allocator::new(&device, Config::parse("history:1000").unwrap()).unwrap();
+    let options = if is_paged { "history:1000" } else { "history:1000,backing:segments" };
+    let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
     let (stream, other) = (device.default_stream(), device.create_stream().unwrap());
     let pool = allocator.create_pool(PoolOptions::default());
     drop(allocator.alloc(40 << 20, stream).unwrap());
@@ -94,7 +98,11 @@ fn rich_snapshot() -> Snapshot {
 
 #[test]
 fn snapshots_have_pytorchs_keys() {
-    let json = serde_json::to_value(rich_snapshot()).unwrap();
+    [false, true].into_iter().for_each(snapshots_have_keys);
+}
+
+fn snapshots_have_keys(is_paged: bool) {
+    let json = serde_json::to_value(rich_snapshot(is_paged)).unwrap();
     let top = ["segments", "device_traces", "allocator_settings", "external_annotations"];
     assert_eq!(keys(&json), sorted(top));
     assert_eq!(json["external_annotations"], json!([]));
@@ -108,7 +116,7 @@ fn snapshots_have_pytorchs_keys() {
         let tag = segment.get("user_metadata").map(|_| "user_metadata");
         assert_eq!(keys(segment), sorted(segment_keys.split_whitespace().chain(tag)));
         assert_eq!((&segment["device"], &segment["frames"]), (&json!(2), &json!([])));
-        assert_eq!(segment["is_expandable"], json!(false));
+        assert_eq!(segment["is_expandable"], json!(is_paged));
         assert_eq!(segment["segment_pool_id"].as_array().unwrap().len(), 2);
         types.insert(segment["segment_type"].as_str().unwrap());
         for block in segment["blocks"].as_array().unwrap() {
@@ -124,7 +132,7 @@ fn snapshots_have_pytorchs_keys() {
 
 #[test]
 fn keys_come_in_pytorchs_order() {
-    let text = serde_json::to_string(&rich_snapshot()).unwrap();
+    let text = serde_json::to_string(&rich_snapshot(false)).unwrap();
     let mut at = 0;
     for key in ["segments", "device", "address", "total_size", "blocks", "device_traces", "action", "addr", "time_us"] {
         at += text[at..].find(&format!("\"{key}\":")).unwrap_or_else(|| panic!("{key} is not in its place"));
@@ -133,14 +141,20 @@ fn keys_come_in_pytorchs_order() {
 
 #[test]
 fn trace_entries_have_pytorchs_keys() {
-    let json = serde_json::to_value(rich_snapshot()).unwrap();
+    trace_entries_have_keys(false, ["segment_alloc", "segment_free"]);
+    trace_entries_have_keys(true, ["segment_map", "segment_unmap"]);
+}
+
+fn trace_entries_have_keys(is_paged: bool, of_segments: [&str; 2]) {
+    let json = serde_json::to_value(rich_snapshot(is_paged)).unwrap();
     let traces = json["device_traces"].as_array().unwrap();
     assert_eq!(
         traces.iter().map(|trace| !trace.as_array().unwrap().is_empty()).collect::<Vec<_>>(),
         [false, false, true]
     );
     let common = "action size stream time_us compile_context user_metadata pool_id";
-    for action in ["alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "snapshot", "oom"] {
+    let of_blocks = ["alloc", "free_requested", "free_completed", "snapshot", "oom"];
+    for action in of_blocks.into_iter().chain(of_segments) {
         let entry = entry(&json, action);
         let place = if action == "oom" { "device_free" } else { "addr" };
         assert_eq!(keys(entry), sorted(common.split(' ').chain([place])), "{action}");
@@ -153,7 +167,7 @@ fn trace_entries_have_pytorchs_keys() {
 
 #[test]
 fn names_appear_in_entries_segments_and_blocks() {
-    let snapshot = rich_snapshot();
+    let snapshot = rich_snapshot(false);
     let named: Vec<_> = snapshot.trace().iter().filter(|entry| &*entry.user_metadata == "weights").collect();
     assert_eq!(named.len(), 2, "segment_alloc and alloc");
     let (segment, block) = snapshot.blocks().find(|(_, block)| block.requested_size == 3000).unwrap();

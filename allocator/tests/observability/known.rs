@@ -1,4 +1,4 @@
-//! Known programs: sizes, statistics and actions as PyTorch has them.
+//! Known programs on segments: sizes, statistics and actions as PyTorch has them.
 
 use std::time::Duration;
 
@@ -12,7 +12,8 @@ use Action::{Alloc, FreeCompleted, FreeRequested, Oom, SegmentAlloc, SegmentFree
 fn setup(options: &str) -> (std::sync::Arc<SimDriver>, Device, Allocator) {
     let driver = SimDriver::new(SimConfig::new(1 << 30));
     let device = Device::new(driver.clone());
-    let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+    let options = format!("backing:segments,{options}");
+    let allocator = Allocator::new(&device, Config::parse(options.trim_end_matches(',')).unwrap()).unwrap();
     (driver, device, allocator)
 }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use aquifer_allocator::config::Backing;
 use aquifer_allocator::{Allocation, Allocator, Config, PoolOptions, PrivatePool};
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, Stream};
@@ -74,7 +75,11 @@ pub(crate) fn configs() -> impl Strategy<Value = Config> {
         "no_cache:True",
         "large_segment_size_mb:64,headroom_mb:32",
     ]);
-    options.prop_map(|options| Config::parse(options).unwrap())
+    (options, prop::sample::select(Backing::ALL)).prop_map(|(options, backing)| {
+        let mut config = Config::parse(options).unwrap();
+        config.backing = backing;
+        config
+    })
 }
 
 /// An allocation, and the streams that use it beside its own.

@@ -31,22 +31,26 @@ fn check_stats(stats: &MemoryStats, snapshot: &Snapshot) -> Result<(), TestCaseE
     Ok(())
 }
 
-fn check_fragmentation(allocator: &Allocator, stats: &MemoryStats) -> Result<(), TestCaseError> {
+fn check_fragmentation(allocator: &Allocator, stats: &MemoryStats, snapshot: &Snapshot) -> Result<(), TestCaseError> {
     let fragmentation = allocator.fragmentation(3 << 20);
     let current = |stats: &PoolStats| stats.all.current;
     prop_assert_eq!(fragmentation.reserved_bytes, current(&stats.reserved_bytes));
-    prop_assert_eq!(fragmentation.segments, current(&stats.segment));
+    prop_assert_eq!(fragmentation.spare_bytes, 0, "without a fault nothing is spare");
+    let segments = snapshot.segments.iter();
+    prop_assert_eq!(fragmentation.segments, segments.clone().count() as u64);
+    prop_assert_eq!(segments.clone().filter(|segment| !segment.is_expandable).count() as u64, current(&stats.segment));
     prop_assert_eq!(fragmentation.allocated_bytes, current(&stats.allocated_bytes));
     prop_assert_eq!(
         fragmentation.allocated_bytes + fragmentation.waiting_bytes,
         current(&stats.active_bytes),
         "waiting"
     );
-    prop_assert_eq!(
-        fragmentation.free_bytes - fragmentation.releasable_bytes,
-        current(&stats.inactive_split_bytes),
-        "split"
-    );
+    if segments.clone().all(|segment| !segment.is_expandable) {
+        let split = fragmentation.free_bytes - fragmentation.releasable_bytes;
+        prop_assert_eq!(split, current(&stats.inactive_split_bytes), "split");
+    }
+    let whole = segments.filter(|segment| segment.active_size == 0 && segment.blocks.len() == 1);
+    prop_assert_eq!(fragmentation.releasable_segments, whole.count() as u64);
     let sizes = &fragmentation.free_sizes;
     prop_assert_eq!(sizes.iter().map(|range| range.bytes).sum::<u64>(), fragmentation.free_bytes);
     prop_assert_eq!(sizes.iter().map(|range| range.count).sum::<u64>(), fragmentation.free_blocks);
@@ -75,7 +79,7 @@ fn run(machine: &mut Machine, steps: &[Step]) -> Result<(), TestCaseError> {
         check_segments(&snapshot).map_err(TestCaseError::fail)?;
         check_history(&snapshot).map_err(TestCaseError::fail)?;
         check_stats(&stats, &snapshot)?;
-        check_fragmentation(&machine.allocator, &stats)?;
+        check_fragmentation(&machine.allocator, &stats, &snapshot)?;
         for (seen, (current, peak)) in seen.iter_mut().zip(peaks(&stats)) {
             *seen = current.max(*seen);
             prop_assert_eq!(*seen, peak, "a peak after {:?}", step);

@@ -12,11 +12,12 @@ struct Active {
     free_requested: bool,
 }
 
-/// A segment while history is undone.
+/// A segment, or a part of a mapped range, while history is undone.
 #[derive(Debug)]
 struct Held {
     bytes: u64,
     pool: (u64, u64),
+    is_mapped: bool,
 }
 
 /// What is there before the entries undone so far.
@@ -30,7 +31,8 @@ impl Before {
     fn of(snapshot: &Snapshot) -> Before {
         let mut before = Before::default();
         for segment in &snapshot.segments {
-            let held = Held { bytes: segment.total_size, pool: segment.segment_pool_id };
+            let (bytes, pool) = (segment.total_size, segment.segment_pool_id);
+            let held = Held { bytes, pool, is_mapped: segment.is_expandable };
             before.segments.insert(segment.address, held);
         }
         for (_, block) in snapshot.blocks().filter(|(_, block)| block.state.is_active()) {
@@ -40,19 +42,61 @@ impl Before {
         before
     }
 
-    /// The segment around an address.
+    /// The segment or mapped part around an address.
     fn segment_of(&self, addr: u64) -> Option<(u64, &Held)> {
         let (&start, held) = self.segments.range(..=addr).next_back()?;
         (addr < start + held.bytes).then_some((start, held))
+    }
+
+    /// Whether a range lies in a segment of the pool, or in mapped parts side by side.
+    fn check_inside(&self, addr: u64, bytes: u64, pool: (u64, u64)) -> Result<(), String> {
+        let mut at = addr;
+        loop {
+            let (start, held) = self.segment_of(at).ok_or("no segment around it, or it reaches beyond")?;
+            check(held.pool == pool, "in a segment of another pool")?;
+            at = start + held.bytes;
+            if addr + bytes <= at {
+                return Ok(());
+            }
+            check(held.is_mapped, "reaches beyond its segment")?;
+        }
+    }
+
+    /// Takes a range out of the mapped parts.
+    fn unmap(&mut self, addr: u64, bytes: u64, pool: (u64, u64)) -> Result<(), String> {
+        self.check_inside(addr, bytes, pool)?;
+        let end = addr + bytes;
+        for at in [addr, end] {
+            let Some((start, &Held { bytes, pool, is_mapped })) = self.segment_of(at) else { continue };
+            if start < at {
+                self.segments.insert(start, Held { bytes: at - start, pool, is_mapped });
+                self.segments.insert(at, Held { bytes: start + bytes - at, pool, is_mapped });
+            }
+        }
+        let parts: Vec<u64> = self.segments.range(addr..end).map(|(&start, _)| start).collect();
+        for part in parts {
+            let removed = self.segments.remove(&part);
+            check(removed.is_some_and(|held| held.is_mapped), "a segment")?;
+        }
+        check(self.blocks.range(addr..end).next().is_none(), "there are blocks in it")?;
+        let below = self.blocks.range(..addr).next_back();
+        check(below.is_none_or(|(start, below)| start + below.requested <= addr), "a block reaches into it")
+    }
+
+    /// Adds memory that was given up.
+    fn add(&mut self, entry: &TraceEntry, is_mapped: bool) -> Result<(), String> {
+        let addr = entry.addr.unwrap_or_default();
+        check(self.segment_of(addr).is_none(), "it is there")?;
+        check(self.segments.range(addr..addr + entry.size).next().is_none(), "overlaps another")?;
+        self.segments.insert(addr, Held { bytes: entry.size, pool: entry.pool_id, is_mapped });
+        Ok(())
     }
 
     fn undo(&mut self, entry: &TraceEntry) -> Result<(), String> {
         let addr = entry.addr.unwrap_or_default();
         match entry.action {
             Action::FreeCompleted => {
-                let (start, held) = self.segment_of(addr).ok_or("no segment around it")?;
-                check(addr + entry.size <= start + held.bytes, "reaches beyond its segment")?;
-                check(held.pool == entry.pool_id, "in a segment of another pool")?;
+                self.check_inside(addr, entry.size, entry.pool_id)?;
                 let below = self.blocks.range(..=addr).next_back();
                 check(below.is_none_or(|(start, below)| start + below.requested <= addr), "overlaps the one below")?;
                 let above = self.blocks.range(addr..).next();
@@ -69,19 +113,16 @@ impl Before {
                 let block = self.blocks.remove(&addr).ok_or("no such block")?;
                 check(!block.free_requested, "it was given back before")?;
                 check(block.requested == entry.size, "of another size")?;
-                let (_, held) = self.segment_of(addr).ok_or("no segment around it")?;
-                check(held.pool == entry.pool_id, "in a segment of another pool")?;
+                self.check_inside(addr, entry.size, entry.pool_id)?;
             }
             Action::SegmentAlloc => {
                 let held = self.segments.remove(&addr).ok_or("no such segment")?;
-                check((held.bytes, held.pool) == (entry.size, entry.pool_id), "another segment")?;
+                check(!held.is_mapped && (held.bytes, held.pool) == (entry.size, entry.pool_id), "another segment")?;
                 check(self.blocks.range(addr..addr + held.bytes).next().is_none(), "there are blocks in it")?;
             }
-            Action::SegmentFree => {
-                check(self.segment_of(addr).is_none(), "it is there")?;
-                check(self.segments.range(addr..addr + entry.size).next().is_none(), "overlaps another")?;
-                self.segments.insert(addr, Held { bytes: entry.size, pool: entry.pool_id });
-            }
+            Action::SegmentFree => self.add(entry, false)?,
+            Action::SegmentMap => self.unmap(addr, entry.size, entry.pool_id)?,
+            Action::SegmentUnmap => self.add(entry, true)?,
             Action::Snapshot => {
                 check(addr == 0, "with an address")?;
             }

@@ -18,12 +18,22 @@ use crate::subject::{Refused, Subject};
 use crate::table::table;
 use crate::text::wrap;
 
+/// The classical way: memory that stays where it is.
+const SEGMENTS: &str = "backing:segments";
+
 /// Policies for every scenario.
-const POLICIES: [&str; 5] =
-    ["", "max_split_size_mb:128", "roundup_power2_divisions:8", "garbage_collection_threshold:0.8", "no_cache:True"];
+const POLICIES: [&str; 6] = [
+    SEGMENTS,
+    "backing:segments,max_split_size_mb:128",
+    "backing:segments,roundup_power2_divisions:8",
+    "backing:segments,garbage_collection_threshold:0.8",
+    "no_cache:True",
+    "",
+];
 
 /// Policies for scenarios with several streams.
-const STREAM_POLICIES: [&str; 4] = ["cross_stream:off", "", "cross_stream:wait", "no_cache:True"];
+const STREAM_POLICIES: [&str; 5] =
+    ["backing:segments,cross_stream:off", SEGMENTS, "backing:segments,cross_stream:wait", "no_cache:True", ""];
 
 /// A row of results. `fragmentation --help` explains the fields.
 #[derive(Debug, Clone, Serialize)]
@@ -75,7 +85,7 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
             }
             session.row(&row)?;
             table.add_row(cells(&row));
-            if args.maps || row.policy.is_empty() {
+            if args.maps || row.policy == SEGMENTS {
                 maps.push(format!("In the end, under {}:\n{}\n", name(&row.policy), map.draw(style)));
             }
             needs = format!(

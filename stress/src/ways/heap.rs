@@ -10,7 +10,7 @@ pub(super) const FRAGMENTED: Way = Way {
     name: "fragmented",
     summary: "asks for three quarters of what is free, which is in pieces of 4 MiB",
     needs_simulator: None,
-    options: no_options,
+    options: |_| "backing:segments".to_owned(),
     run: fragmented,
 };
 

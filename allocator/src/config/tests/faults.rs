@@ -62,11 +62,11 @@ fn a_message_shows_the_spot() {
          ^",
     );
     assert_eq!(
-        shown("backing:paged"),
-        "`backing:paged` is not available in this version; use `backing:segments`, the only backing so far \
-         (at byte 8)\n  \
-         backing:paged\n          \
-         ^^^^^",
+        shown("backend:cudaMallocAsync"),
+        "`backend:cudaMallocAsync` is not available in this version; the driver's own pool is not used; leave `backend` out, or \
+         use `no_cache:True` to cache nothing here (at byte 8)\n  \
+         backend:cudaMallocAsync\n          \
+         ^^^^^^^^^^^^^^^",
     );
 }
 
@@ -198,9 +198,7 @@ fn values_of_the_wrong_form() {
         assert!(matches!(fault(text).kind(), Kind::InvalidValue { .. }), "{text}");
         assert_eq!(blamed(text), under);
     }
-    for text in ["backend:cudaMallocAsync", "backing:paged"] {
-        assert!(matches!(fault(text).kind(), Kind::Unavailable { .. }));
-    }
+    assert!(matches!(fault("backend:cudaMallocAsync").kind(), Kind::Unavailable { .. }));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use aquifer_allocator::Bytes;
 
-use super::policies;
+use super::{SEGMENTS, policies};
 use crate::commands::fit::{Job, fit_all};
 use crate::commands::ratio;
 use crate::commands::replay::hazards;
@@ -86,7 +86,7 @@ fn tabulate_one(compared: &[Compared]) -> String {
 pub(super) fn findings(trace: &str, compared: &[Compared]) -> Option<String> {
     let rows = || compared.iter().filter(|row| row.trace == trace);
     let usual = rows().find(|row| row.config.is_empty())?;
-    let segments = rows().filter(|row| row.caches && row.config.starts_with("backing:segments"));
+    let segments = rows().filter(|row| row.caches && row.config.starts_with(SEGMENTS));
     let best = segments.min_by_key(|row| row.smallest_device)?;
     let mut text = format!(
         "{trace} finishes on {} with the defaults. The best of these options for segments is {}: {}, and where there is plenty, it \

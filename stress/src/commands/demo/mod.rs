@@ -23,6 +23,9 @@ const RECORDINGS: [(&str, &[u8]); 2] = [
     ("gpt2_fp32.trace.gz", include_bytes!("../../../testdata/gpt2_fp32.trace.gz")),
 ];
 
+/// Memory that stays where it is, as PyTorch's by default.
+const SEGMENTS: &str = "backing:segments";
+
 /// How much more than a program needs at most the small device has, in percent.
 const SPARE_PERCENT: u64 = 2;
 

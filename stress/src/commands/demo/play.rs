@@ -1,9 +1,10 @@
 //! The replays that the demonstration tells about.
 
-use aquifer_allocator::snapshot::BlockState;
 use aquifer_allocator::config::Backing;
+use aquifer_allocator::snapshot::BlockState;
 use aquifer_allocator::{Allocation, Config, OomReport};
 
+use super::SEGMENTS;
 use crate::cli::ConfigArg;
 use crate::commands::replay::hazards;
 use crate::exit::Failure;
@@ -102,8 +103,9 @@ pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failu
 
 /// The options under which the allocator follows PyTorch's rules.
 fn classical() -> ConfigArg {
-    let config = Config { backing: Backing::Segments, ..Config::default() };
-    ConfigArg { text: config.to_string(), config }
+    let mut config = Config::default();
+    config.backing = Backing::Segments;
+    ConfigArg { text: SEGMENTS.to_owned(), config }
 }
 
 /// The program up to and including its `count`th allocation.
