@@ -89,7 +89,11 @@ impl Tally {
         let (Tally::Shared(shell) | Tally::Own(shell, _)) = self;
         let _publishing = shell.publishing.lock();
         let counter = &shell.counters.oversize_allocations;
-        if live { counter.add(1) } else { counter.sub(1) }
+        if live {
+            counter.add(1);
+        } else {
+            counter.sub(1);
+        }
     }
 }
 

@@ -50,6 +50,10 @@ impl Heap {
     fn merge(&mut self, id: BlockId) {
         let (home, after) = (self.home, self.blocks[id].after);
         self.note_last_use(id, home, after);
-        self.give(id, home, after);
+        if after == 0 {
+            self.give(id, home, 0);
+        } else {
+            self.give_used(id, home, after);
+        }
     }
 }
