@@ -63,7 +63,7 @@ impl Tally {
     }
 
     /// A live block is not live any more; `requested` is 0 if it is still used.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn freed(self, kind: PoolKind, size: u64, requested: u64) {
         match self {
             Tally::Shared(shell) => shell.counters.freed(kind, size, requested),

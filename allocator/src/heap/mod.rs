@@ -232,7 +232,6 @@ impl Heap {
     }
 
     /// As [`Heap::give`], of a block that is not done for everybody.
-    #[inline(always)]
     fn give_used(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
         let pool = usize::from(self.blocks[id].pool);
         debug_assert!(matches!(self.blocks[id].state, State::Live | State::Waiting));
@@ -250,7 +249,7 @@ impl Heap {
     }
 
     /// A block became free, and was joined with free neighbours.
-    #[inline]
+    #[inline(always)]
     fn gave<I: Index>(&mut self, joined: &Joined, pool: usize) -> SplitChange {
         let &Joined { id, given, whole, with_prev, with_next, prev, next, region } = joined;
         self.free += given;

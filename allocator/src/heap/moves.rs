@@ -124,7 +124,7 @@ fn cut<I: Index>(
 
 /// Makes a block free that is in no index and puts it into `index`, joined with its neighbours there: those that are free and
 /// have the same owner.
-#[inline]
+#[inline(always)]
 pub(super) fn join<I: Index>(
     index: &mut I,
     blocks: &mut Records<'_>,
