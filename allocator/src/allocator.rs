@@ -10,10 +10,10 @@ use crate::arena::Arena;
 use crate::config::{Backing, Config, CrossStream, TagSource};
 use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
+use crate::heap::BlockId;
 use crate::history::History;
 use crate::hooks::{Hooks, ReclaimRequest, Registration};
 use crate::oom::OomReport;
-use crate::heap::BlockId;
 use crate::paged::{Paged, probe, record_milestone};
 use crate::shell::{Shell, special};
 use crate::size_class::{MIN_BLOCK, REQUEST_LIMIT, SizeClasses};
@@ -95,7 +95,8 @@ impl Allocator {
         let mut bits = 0;
         bits |= if config.tags == TagSource::Span { special::SPANS } else { 0 };
         bits |= if config.no_cache { special::NO_CACHE } else { 0 };
-        let core = Core { device: Some(device.clone()), classes: classes.clone(), crosses_streams, paged, ..Core::default() };
+        let core =
+            Core { device: Some(device.clone()), classes: classes.clone(), crosses_streams, paged, ..Core::default() };
         let mut history = History::default();
         history.record(config.history as usize, &[]);
         let shell = Shell::open(core, history, bits);
@@ -169,13 +170,7 @@ impl Allocator {
 
     /// Allocates a block of `size` bytes, a result of rounding, for a request of `bytes` that was looked at, and perhaps
     /// searched for in vain.
-    fn alloc_rounded(
-        &self,
-        bytes: u64,
-        size: u64,
-        stream: &Stream,
-        searched: bool,
-    ) -> Result<Allocation, AllocError> {
+    fn alloc_rounded(&self, bytes: u64, size: u64, stream: &Stream, searched: bool) -> Result<Allocation, AllocError> {
         let inner = &*self.0;
         let shell = inner.shell;
         let granted = if shell.special().load(Ordering::Relaxed) == 0 {

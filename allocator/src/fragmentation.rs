@@ -108,7 +108,9 @@ impl Whole {
         let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
         let counts = |pool: u16| counts(kind_of(pool));
         for heap in self.heaps() {
-            for (_, bytes) in heap.regions().filter(|region| counts(region.pool)).flat_map(|region| heap.mapped_ranges(region)) {
+            for (_, bytes) in
+                heap.regions().filter(|region| counts(region.pool)).flat_map(|region| heap.mapped_ranges(region))
+            {
                 found.segments += 1;
                 found.reserved_bytes += bytes;
             }

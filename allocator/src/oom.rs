@@ -345,7 +345,9 @@ impl OomReport {
                     Bytes(self.segment)
                 )?;
             }
-            Some(Refusal::Addresses) => write!(f, "\n  refused by: the device's address space, for {}", Bytes(self.segment))?,
+            Some(Refusal::Addresses) => {
+                write!(f, "\n  refused by: the device's address space, for {}", Bytes(self.segment))?
+            }
             Some(Refusal::Device) => write!(f, "\n  refused by: the device, for a segment of {}", Bytes(self.segment))?,
             None => {}
         }

@@ -223,8 +223,7 @@ impl PooledCounter {
     /// Its values, with what others have of each pool.
     pub(crate) fn read_with(&self, others: [Sum; 2]) -> PoolStats {
         let published = self.published.each_ref().map(get);
-        let [small_pool, large_pool] =
-            [0, 1].map(|pool| self.pools[pool].read_with(others[pool], published[pool]));
+        let [small_pool, large_pool] = [0, 1].map(|pool| self.pools[pool].read_with(others[pool], published[pool]));
         let current = small_pool.current.wrapping_add(large_pool.current);
         let all = Stat {
             current,

@@ -55,7 +55,8 @@ impl Heap {
     /// A new region of addresses without memory: one hole. `granule` is a power of two that divides address and length.
     pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, pool: u16, granule: u64) {
         let number = self.add_region_record(addr, bytes, pool);
-        let hole = Block { addr, size: bytes, region: number, owner: self.home, pool, state: State::Hole, ..Block::default() };
+        let hole =
+            Block { addr, size: bytes, region: number, owner: self.home, pool, state: State::Hole, ..Block::default() };
         let first = self.blocks.insert(hole);
         let region = self.region_mut(number);
         (region.first, region.granules) = (first, Granules::new(bytes, granule));

@@ -21,9 +21,9 @@ mod strays;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+pub(crate) use block::{Block, BlockId, Slab, State};
 use holes::Granules;
 pub(crate) use holes::Holding;
-pub(crate) use block::{Block, BlockId, Slab, State};
 use index::{Bins, Exact, FreeIndex, Index};
 pub(crate) use index::{IndexKind, IndexView, Key};
 use moves::{Joined, Piece, Rules, Taken};

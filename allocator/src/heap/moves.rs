@@ -91,13 +91,7 @@ pub(super) fn take<I: Index>(
 
 /// Cuts a piece off the low end of a free block. The rest stays free, and its owner's.
 #[inline]
-fn cut<I: Index>(
-    index: &mut I,
-    blocks: &mut Records<'_>,
-    rest: BlockId,
-    place: I::Place,
-    piece: Piece,
-) -> Taken {
+fn cut<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, place: I::Place, piece: Piece) -> Taken {
     let Piece { owner, size, requested } = piece;
     let Block { addr, size: whole, prev, region, pool, .. } = blocks[rest];
     let state = State::Live;
@@ -125,13 +119,7 @@ fn cut<I: Index>(
 /// Makes a block free that is in no index and puts it into `index`, joined with its neighbours there: those that are free and
 /// have the same owner.
 #[inline(always)]
-pub(super) fn join<I: Index>(
-    index: &mut I,
-    blocks: &mut Records<'_>,
-    id: BlockId,
-    owner: u32,
-    after: u64,
-) -> Joined {
+pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, owner: u32, after: u64) -> Joined {
     let Block { addr, size: given, prev, next, region, .. } = blocks[id];
     let is_free = |block: &&Block| block.state == State::Free && block.owner == owner;
     let below = blocks.get(prev).filter(is_free).map(|block| block.size);

@@ -122,11 +122,8 @@ impl Allocator {
     /// Bytes that may still be taken from the device, and what would refuse more.
     fn buyable(&self) -> Result<(u64, Refusal), AllocError> {
         let headroom = self.config().headroom;
-        let by_headroom = if headroom == 0 {
-            u64::MAX
-        } else {
-            self.device().memory_info()?.free.saturating_sub(headroom)
-        };
+        let by_headroom =
+            if headroom == 0 { u64::MAX } else { self.device().memory_info()?.free.saturating_sub(headroom) };
         let core = self.shell().core();
         let held = core.reserved.saturating_add(core.growing);
         let by_limit = self.limit().map_or(u64::MAX, |limit| limit.saturating_sub(held));

@@ -73,9 +73,7 @@ impl Guard {
     #[inline]
     pub(crate) fn is_milestone_due(&mut self) -> bool {
         let milestones = &self.milestones;
-        milestones.freed >= milestones.due_at
-            && milestones.searches >= milestones.not_before
-            && self.begin_milestone()
+        milestones.freed >= milestones.due_at && milestones.searches >= milestones.not_before && self.begin_milestone()
     }
 
     #[cold]

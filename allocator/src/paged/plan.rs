@@ -140,11 +140,8 @@ impl Whole {
         for id in pieces {
             let block = heap.blocks[id];
             let is_hole = block.state == State::Hole;
-            let (from, to) = if is_hole {
-                (window.start / granule * granule, filled_to)
-            } else {
-                (window.start, window.end)
-            };
+            let (from, to) =
+                if is_hole { (window.start / granule * granule, filled_to) } else { (window.start, window.end) };
             let (from, to) = (from.max(block.addr), to.min(block.addr + block.size));
             if from >= to {
                 continue;
@@ -188,7 +185,13 @@ impl Whole {
                     if crossed { holding.below } else { below }
                 }
                 (Some((_, below)), None) => below,
-                (None, Some(holding)) => if donor.addr >= window_end { holding.above } else { holding.below },
+                (None, Some(holding)) => {
+                    if donor.addr >= window_end {
+                        holding.above
+                    } else {
+                        holding.below
+                    }
+                }
                 (None, None) => Some(donor.block),
             };
             let id = id.unwrap_or_else(|| unreachable!("a donor outside of its block"));

@@ -51,7 +51,11 @@ impl Allocator {
     }
 
     /// Releases granules; what cannot be stays in the list.
-    fn release_granules(&self, loose: &mut Vec<RawPhysical>, mut failed: Option<DeviceError>) -> (u64, Option<DeviceError>) {
+    fn release_granules(
+        &self,
+        loose: &mut Vec<RawPhysical>,
+        mut failed: Option<DeviceError>,
+    ) -> (u64, Option<DeviceError>) {
         let mut released = 0;
         while failed.is_none()
             && let Some(&physical) = loose.last()
