@@ -150,7 +150,7 @@ impl Allocator {
         let size = inner.classes.round(bytes);
         let pool = inner.classes.pool(size) as u16;
         let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
-        let granted = arena.take_own(&request);
+        let granted = arena.take_own_hot(&request);
         let milestone_is_due = arena.is_milestone_due();
         drop(arena);
         if milestone_is_due {

@@ -74,31 +74,35 @@ fn raise(cell: &AtomicU64, value: u64) {
     }
 }
 
+/// As [`raise`], of values that may be negative.
+#[inline]
+fn raise_signed(cell: &AtomicU64, value: u64) {
+    if value.cast_signed() > get(cell).cast_signed() {
+        set(cell, value);
+    }
+}
+
 /// One quantity. What was freed is derived: the sum of increases less the current value.
 #[derive(Debug, Default)]
 pub(crate) struct Counter {
     current: AtomicU64,
     increases: AtomicU64,
+    /// The greatest sum of `current` and what others published, less what they have published now: so that an addition has
+    /// to look at no more than these two.
     peak: AtomicU64,
     increases_base: AtomicU64,
     decreases_base: AtomicU64,
 }
 
 impl Counter {
+    /// Adds, and returns the value then.
     #[inline]
-    pub(crate) fn add(&self, n: u64) {
-        self.add_beside(n, 0);
-    }
-
-    /// Adds, where others have `beside`; returns the sum.
-    #[inline]
-    fn add_beside(&self, n: u64, beside: u64) -> u64 {
+    pub(crate) fn add(&self, n: u64) -> u64 {
         let current = get(&self.current).wrapping_add(n);
         set(&self.current, current);
         set(&self.increases, get(&self.increases).wrapping_add(n));
-        let sum = current.wrapping_add(beside);
-        raise(&self.peak, sum);
-        sum
+        raise_signed(&self.peak, current);
+        current
     }
 
     #[inline]
@@ -107,17 +111,17 @@ impl Counter {
     }
 
     pub(crate) fn read(&self) -> Stat {
-        self.read_with(Sum::default())
+        self.read_with(Sum::default(), 0)
     }
 
-    /// Its values, with what others have.
-    fn read_with(&self, others: Sum) -> Stat {
+    /// Its values, with what others have and what they published.
+    fn read_with(&self, others: Sum, published: u64) -> Stat {
         let current = get(&self.current).wrapping_add(others.current);
         let increases = get(&self.increases).wrapping_add(others.increases);
         let decreases = increases.wrapping_sub(current);
         Stat {
             current,
-            peak: get(&self.peak).max(current),
+            peak: get(&self.peak).wrapping_add(published).max(current),
             allocated: increases.wrapping_sub(get(&self.increases_base)),
             freed: decreases.wrapping_sub(get(&self.decreases_base)),
         }
@@ -128,8 +132,8 @@ impl Counter {
         cells.into_iter().for_each(|cell| set(cell, 0));
     }
 
-    fn reset_peak(&self, beside: u64) {
-        set(&self.peak, get(&self.current).wrapping_add(beside));
+    fn reset_peak(&self) {
+        set(&self.peak, get(&self.current));
     }
 
     fn reset_accumulated(&self, others: Sum) {
@@ -152,6 +156,7 @@ pub(crate) struct PooledCounter {
     pools: [Counter; 2],
     /// What arenas published, by pool: an upper bound of what they have, and exact while one thread does all the work.
     published: [AtomicU64; 2],
+    /// As the peak of a pool, less what is published of both.
     peak_of_all: AtomicU64,
 }
 
@@ -159,8 +164,8 @@ impl PooledCounter {
     #[inline]
     pub(crate) fn add(&self, kind: PoolKind, n: u64) {
         let (own, other) = (kind as usize, 1 - kind as usize);
-        let sum = self.pools[own].add_beside(n, get(&self.published[own]));
-        raise(&self.peak_of_all, sum.wrapping_add(self.bound(other)));
+        let current = self.pools[own].add(n);
+        raise_signed(&self.peak_of_all, current.wrapping_add(get(&self.pools[other].current)));
     }
 
     #[inline]
@@ -186,11 +191,24 @@ impl PooledCounter {
 
     /// What an arena published changes. Needs the lock of those who publish.
     pub(crate) fn publish(&self, kind: PoolKind, change: u64) {
-        let (own, other) = (kind as usize, 1 - kind as usize);
-        set(&self.published[own], get(&self.published[own]).wrapping_add(change));
-        let bound = self.bound(own);
-        raise(&self.pools[own].peak, bound);
-        raise(&self.peak_of_all, bound.wrapping_add(self.bound(other)));
+        let pool = &self.pools[kind as usize];
+        let published = &self.published[kind as usize];
+        let publish = || set(published, get(published).wrapping_add(change));
+        // Peaks are kept less what is published. Whoever reads meanwhile finds them too high rather than too low.
+        if change.cast_signed() > 0 {
+            publish();
+        }
+        set(&pool.peak, get(&pool.peak).wrapping_sub(change));
+        set(&self.peak_of_all, get(&self.peak_of_all).wrapping_sub(change));
+        if change.cast_signed() <= 0 {
+            publish();
+        }
+        raise_signed(&pool.peak, get(&pool.current));
+        raise_signed(&self.peak_of_all, self.current_of_all());
+    }
+
+    fn current_of_all(&self) -> u64 {
+        get(&self.pools[0].current).wrapping_add(get(&self.pools[1].current))
     }
 
     #[inline]
@@ -204,11 +222,12 @@ impl PooledCounter {
 
     /// Its values, with what others have of each pool.
     pub(crate) fn read_with(&self, others: [Sum; 2]) -> PoolStats {
-        let [small_pool, large_pool] = [0, 1].map(|pool| self.pools[pool].read_with(others[pool]));
+        let published = self.published.each_ref().map(get);
+        let [small_pool, large_pool] = [0, 1].map(|pool| self.pools[pool].read_with(others[pool], published[pool]));
         let current = small_pool.current.wrapping_add(large_pool.current);
         let all = Stat {
             current,
-            peak: get(&self.peak_of_all).max(current),
+            peak: get(&self.peak_of_all).wrapping_add(published[0]).wrapping_add(published[1]).max(current),
             allocated: small_pool.allocated.wrapping_add(large_pool.allocated),
             freed: small_pool.freed.wrapping_add(large_pool.freed),
         };
@@ -221,10 +240,8 @@ impl PooledCounter {
     }
 
     fn reset_peak(&self) {
-        for (pool, published) in self.pools.iter().zip(&self.published) {
-            pool.reset_peak(get(published));
-        }
-        set(&self.peak_of_all, self.bound(0).wrapping_add(self.bound(1)));
+        self.pools.iter().for_each(Counter::reset_peak);
+        set(&self.peak_of_all, self.current_of_all());
     }
 
     fn reset_accumulated(&self, others: [Sum; 2]) {
@@ -400,7 +417,7 @@ impl Counters {
     /// Sets every peak to the current value. Needs every lock, and what arenas published to be exact.
     pub(crate) fn reset_peaks(&self) {
         self.pooled().for_each(PooledCounter::reset_peak);
-        self.plain().into_iter().for_each(|counter| counter.reset_peak(0));
+        self.plain().into_iter().for_each(Counter::reset_peak);
         self.active_peaks().for_each(|cell| set(cell, 0));
         self.note_active_peaks();
     }
@@ -440,7 +457,7 @@ mod tests {
         counter.sub(3);
         counter.add(1);
         assert_eq!(counter.read(), Stat { current: 3, peak: 5, allocated: 6, freed: 3 });
-        counter.reset_peak(0);
+        counter.reset_peak();
         counter.reset_accumulated(Sum::default());
         counter.sub(1);
         assert_eq!(counter.read(), Stat { current: 2, peak: 3, allocated: 0, freed: 1 });

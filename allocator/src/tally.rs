@@ -63,7 +63,7 @@ impl Tally {
     }
 
     /// A live block is not live any more; `requested` is 0 if it is still used.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn freed(self, kind: PoolKind, size: u64, requested: u64) {
         match self {
             Tally::Shared(shell) => shell.counters.freed(kind, size, requested),
@@ -89,7 +89,11 @@ impl Tally {
         let (Tally::Shared(shell) | Tally::Own(shell, _)) = self;
         let _publishing = shell.publishing.lock();
         let counter = &shell.counters.oversize_allocations;
-        if live { counter.add(1) } else { counter.sub(1) }
+        if live {
+            counter.add(1);
+        } else {
+            counter.sub(1);
+        }
     }
 }
 

@@ -132,7 +132,7 @@ impl Heap {
 
     /// Takes `size` bytes for the home stream from the block that the index chooses among its own free ones, if the size rules
     /// allow.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn take_best(
         &mut self,
         classes: &SizeClasses,
@@ -218,12 +218,9 @@ impl Heap {
     /// `after` (0: now). Merges it with its neighbours.
     ///
     /// Except for 0, `after` must not be less than any earlier one of the same owner: ticks of a stream only grow.
-    #[inline]
+    #[inline(never)]
     pub(crate) fn give(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
-        if after == 0 {
-            return self.give_done(id, owner);
-        }
-        self.give_used(id, owner, after)
+        if after == 0 { self.give_done(id, owner) } else { self.give_used(id, owner, after) }
     }
 
     /// As [`Heap::give`], of a block that is done for everybody.
@@ -234,7 +231,7 @@ impl Heap {
         (id, SplitChange { count: change.count + adopted.count, bytes: change.bytes + adopted.bytes })
     }
 
-    #[inline]
+    /// As [`Heap::give`], of a block that is not done for everybody.
     fn give_used(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
         let pool = usize::from(self.blocks[id].pool);
         debug_assert!(matches!(self.blocks[id].state, State::Live | State::Waiting));
@@ -252,7 +249,7 @@ impl Heap {
     }
 
     /// A block became free, and was joined with free neighbours.
-    #[inline]
+    #[inline(always)]
     fn gave<I: Index>(&mut self, joined: &Joined, pool: usize) -> SplitChange {
         let &Joined { id, given, whole, with_prev, with_next, prev, next, region } = joined;
         self.free += given;
@@ -423,12 +420,6 @@ impl Heap {
         let views = self.owners(pool).filter_map(move |owner| self.index(pool, owner));
         let keys = views.flat_map(move |view| std::iter::successors(view.best_fit(size), move |&key| view.after(key)));
         keys.filter(move |key| self.blocks[key.block()].size >= size)
-    }
-
-    /// How often somebody searched here.
-    #[inline]
-    pub(crate) fn searches(&self) -> u64 {
-        self.pools.iter().map(|pool| pool.searches).sum()
     }
 
     /// Every region, in no particular order.

@@ -118,7 +118,7 @@ fn cut<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, place: 
 
 /// Makes a block free that is in no index and puts it into `index`, joined with its neighbours there: those that are free and
 /// have the same owner.
-#[inline]
+#[inline(always)]
 pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, owner: u32, after: u64) -> Joined {
     let Block { addr, size: given, prev, next, region, .. } = blocks[id];
     let is_free = |block: &&Block| block.state == State::Free && block.owner == owner;

@@ -7,7 +7,8 @@
 //! A resting block is [`State::Waiting`], and counts as one in the identities. It has no part in them that others see: whoever
 //! holds every lock merges it first. Heaps that are to decide exactly as PyTorch's do let none rest.
 
-use super::{BlockId, Heap, IndexKind, State};
+use super::index::{Bins, FreeIndex};
+use super::{BlockId, Heap, IndexKind, State, moves};
 
 impl Heap {
     /// Gives a live block of the home stream back, as [`Heap::give`] does, now or before anybody notices. The block that rested
@@ -50,6 +51,15 @@ impl Heap {
     fn merge(&mut self, id: BlockId) {
         let (home, after) = (self.home, self.blocks[id].after);
         self.note_last_use(id, home, after);
-        self.give(id, home, after);
+        let pool = usize::from(self.blocks[id].pool);
+        match &mut self.pools[pool].own {
+            FreeIndex::Bins(index) if after != 0 => {
+                let joined = moves::join(index, &mut self.blocks.records(), id, home, after);
+                self.gave::<Bins>(&joined, pool);
+            }
+            _ => {
+                self.give(id, home, after);
+            }
+        }
     }
 }

@@ -5,7 +5,7 @@
 //! needs to know. Both together are at most one event for 100 operations, beside a few at the start: an operation is an
 //! allocation or a free, and allocations are what is counted.
 
-use crate::arena::{Desk, Guard};
+use crate::arena::Guard;
 use crate::whole::Whole;
 use aquifer_device::Stream;
 
@@ -28,8 +28,9 @@ pub(crate) enum Reason {
 /// A stream's milestones, under its arena's lock.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Milestones {
-    /// Bytes given back so far.
+    /// Bytes given back, and searches made, so far.
     pub(crate) freed: u64,
+    pub(crate) searches: u64,
     /// The next milestone is due when so many were,
     due_at: u64,
     /// and not before so many searches.
@@ -41,7 +42,7 @@ pub(crate) struct Milestones {
 impl Default for Milestones {
     /// None are ever due.
     fn default() -> Milestones {
-        Milestones { freed: 0, due_at: u64::MAX, not_before: 0, recorded: [0; 2] }
+        Milestones { freed: 0, searches: 0, due_at: u64::MAX, not_before: 0, recorded: [0; 2] }
     }
 }
 
@@ -50,10 +51,15 @@ impl Milestones {
         self.due_at = 0;
     }
 
-    /// Whether to see to a milestone, after so many searches. Most operations stop at the first comparison.
-    #[inline]
-    pub(crate) fn is_due(&self, searches: impl FnOnce() -> u64) -> bool {
-        self.freed >= self.due_at && searches() >= self.not_before
+    /// Whether one more event of a kind is within what milestones may cost.
+    fn may_record(&self, reason: Reason) -> bool {
+        self.searches >= self.searches_for(reason)
+    }
+
+    fn note_recorded(&mut self, reason: Reason) {
+        self.recorded[reason as usize] += 1;
+        // Small heaps give a milestone's bytes back with every operation, and must not come to see to it with each.
+        self.not_before = self.searches_for(Reason::Milestone);
     }
 
     /// How many searches there must have been for one more event of a kind.
@@ -66,19 +72,20 @@ impl Guard {
     /// Whether to record a milestone now. It is then taken for recorded.
     #[inline]
     pub(crate) fn is_milestone_due(&mut self) -> bool {
-        self.milestones.is_due(|| self.heap.searches()) && self.begin_milestone()
+        let milestones = &self.milestones;
+        milestones.freed >= milestones.due_at && milestones.searches >= milestones.not_before && self.begin_milestone()
     }
 
     #[cold]
     fn begin_milestone(&mut self) -> bool {
         let apart = self.arena.shell.counters.reserved_bytes.read().all.current / SHARE;
-        let may_record = self.may_record(Reason::Milestone);
         let milestones = &mut self.milestones;
+        let may_record = milestones.may_record(Reason::Milestone);
         // Nothing was given back since the start: nothing to learn.
         let useful = milestones.freed > 0;
         milestones.due_at = milestones.freed + apart.max(1);
         if useful && may_record {
-            self.note_recorded(Reason::Milestone);
+            milestones.note_recorded(Reason::Milestone);
         }
         useful && may_record
     }
@@ -94,28 +101,15 @@ pub(crate) fn record_milestone(stream: &Stream) {
     }
 }
 
-impl Desk {
-    /// Whether one more event on the stream is within what milestones may cost.
-    fn may_record(&self, reason: Reason) -> bool {
-        self.heap.searches() >= self.milestones.searches_for(reason)
-    }
-
-    fn note_recorded(&mut self, reason: Reason) {
-        self.milestones.recorded[reason as usize] += 1;
-        // Small heaps give a milestone's bytes back with every operation, and must not come to see to it with each.
-        self.milestones.not_before = self.milestones.searches_for(Reason::Milestone);
-    }
-}
-
 impl Whole {
     /// Whether one more event on the stream is within what milestones may cost.
     pub(crate) fn may_record(&mut self, slot: u32, reason: Reason) -> bool {
-        self.try_arena(slot).is_some_and(|arena| arena.may_record(reason))
+        self.try_arena(slot).is_some_and(|arena| arena.milestones.may_record(reason))
     }
 
     pub(crate) fn note_recorded(&mut self, slot: u32, reason: Reason) {
         if let Some(arena) = self.try_arena(slot) {
-            arena.note_recorded(reason);
+            arena.milestones.note_recorded(reason);
         }
     }
 }

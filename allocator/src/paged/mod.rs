@@ -50,6 +50,8 @@ mod peers;
 mod pin;
 mod plan;
 mod probe;
+#[cfg(all(test, aquifer_shuttle))]
+mod schedules;
 mod sleep;
 mod trim;
 mod window;

@@ -4,7 +4,7 @@
 //! the request, and what it costs is the granules that its holes lack. The best windows begin where a piece begins or end where
 //! one ends, so only those are looked at. Among equals the lowest address wins, which keeps the high ends empty.
 
-use crate::heap::{BlockId, Heap, State};
+use crate::heap::{Block, BlockId, Heap, State};
 
 /// A stretch of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,8 +45,15 @@ pub(crate) fn cheapest(heap: &Heap, pool: u16, size: u64, granule: u64) -> Optio
         if hole.addr < seen_to {
             continue;
         }
-        let run = Run::around(heap, id, granule);
-        seen_to = run.end();
+        let extent = Extent::around(heap, id);
+        seen_to = extent.end;
+        // There may be thousands of runs, and most are too short, or would lack too much even with all their free memory in
+        // the window. Of equals the first counts.
+        let lacks_at_least = size.saturating_sub(extent.free).div_ceil(granule);
+        if extent.end - extent.start < size || best.is_some_and(|(lacks, _)| lacks_at_least >= lacks) {
+            continue;
+        }
+        let run = Run::of(heap, &extent, granule);
         if let Some(found) = run.cheapest(size)
             && best.is_none_or(|best| found < best)
         {
@@ -58,16 +65,43 @@ pub(crate) fn cheapest(heap: &Heap, pool: u16, size: u64, granule: u64) -> Optio
     Some(run.window(start, start + size, lacks))
 }
 
+/// Where a run lies.
+struct Extent {
+    first: BlockId,
+    start: u64,
+    end: u64,
+    /// Bytes of its free blocks.
+    free: u64,
+}
+
+/// Whether a block is a piece of a run.
+fn is_piece(heap: &Heap, block: &Block) -> bool {
+    block.state == State::Hole || block.state == State::Free && block.owner == heap.home
+}
+
+impl Extent {
+    fn around(heap: &Heap, id: BlockId) -> Extent {
+        let hole = &heap.blocks[id];
+        let (mut first, mut start, mut below) = (id, hole.addr, hole.prev);
+        let (mut end, mut above, mut free) = (hole.addr + hole.size, hole.next, 0);
+        let free_bytes = |block: &Block| if block.state == State::Free { block.size } else { 0 };
+        while let Some(block) = heap.blocks.get(below).filter(|block| is_piece(heap, block)) {
+            (first, start, below) = (below, block.addr, block.prev);
+            free += free_bytes(block);
+        }
+        while let Some(block) = heap.blocks.get(above).filter(|block| is_piece(heap, block)) {
+            (end, above) = (end + block.size, block.next);
+            free += free_bytes(block);
+        }
+        Extent { first, start, end, free }
+    }
+}
+
 impl Run {
-    fn around(heap: &Heap, id: BlockId, granule: u64) -> Run {
-        let usable = |id: &BlockId| {
-            let block = &heap.blocks[*id];
-            block.state == State::Hole || block.state == State::Free && block.owner == heap.home
-        };
-        let below = std::iter::successors(Some(id), |&id| heap.blocks[id].prev.some().filter(usable));
-        let first = below.last().unwrap_or(id);
+    fn of(heap: &Heap, extent: &Extent, granule: u64) -> Run {
+        let next = |&id: &BlockId| heap.blocks[id].next.some().filter(|&id| is_piece(heap, &heap.blocks[id]));
         let mut holes_before = 0;
-        let pieces = std::iter::successors(Some(first), |&id| heap.blocks[id].next.some().filter(usable)).map(|id| {
+        let pieces = std::iter::successors(Some(extent.first), next).map(|id| {
             let block = &heap.blocks[id];
             let (start, end, is_hole) = (block.addr, block.addr + block.size, block.state == State::Hole);
             let piece = Piece { id, start, end, is_hole, holes_before };

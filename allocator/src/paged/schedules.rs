@@ -1,0 +1,104 @@
+//! Models of what changes mappings on several threads, under a scheduler that explores interleavings. Run by `ci/schedules`.
+
+#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+
+use std::sync::Arc;
+
+use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_device::{Device, Stream};
+use shuttle::thread;
+
+use crate::{AllocError, Allocator, Config, Contents};
+
+const MIB: u64 = 1 << 20;
+const CAPACITY: u64 = 64 * MIB;
+
+struct Setup {
+    sim: Arc<SimDriver>,
+    allocator: Allocator,
+    streams: [Stream; 2],
+}
+
+/// Explores `model` at random, and with few but well-placed switches. Afterwards everything is given back.
+fn explore(model: impl Fn(&Setup) + Send + Sync + 'static) {
+    let run = move || {
+        let sim = SimDriver::new(SimConfig::new(CAPACITY));
+        let device = Device::new(sim.clone());
+        let allocator = Allocator::new(&device, Config::default()).unwrap();
+        let streams = [0; 2].map(|_| device.create_stream().unwrap());
+        let setup = Setup { sim, allocator, streams };
+        model(&setup);
+        let Setup { sim, allocator, .. } = setup;
+        assert_eq!(allocator.allocated_bytes(), 0);
+        allocator.empty_cache().unwrap();
+        assert_eq!(allocator.reserved_bytes(), 0);
+        assert_eq!(device.memory_info().unwrap().free, CAPACITY);
+        assert_eq!(sim.violations(), []);
+    };
+    let run = Arc::new(run);
+    let again = run.clone();
+    shuttle::check_random(move || run(), 500);
+    shuttle::check_pct(move || again(), 300, 3);
+}
+
+#[test]
+fn no_mapping_is_missed_by_a_peer() {
+    explore(|setup| {
+        let threads = setup.streams.clone().map(|stream| {
+            let allocator = setup.allocator.clone();
+            thread::spawn(move || allocator.alloc(3 * MIB, &stream).unwrap())
+        });
+        let allocator = setup.allocator.clone();
+        let peer = thread::spawn(move || allocator.enable_peer_access(1).unwrap());
+        let blocks = threads.map(|thread| thread.join().unwrap());
+        peer.join().unwrap();
+        for block in &blocks {
+            assert_eq!(setup.sim.mapping_at(block.ptr()).unwrap().devices, [0, 1]);
+        }
+    });
+}
+
+#[test]
+fn allocation_is_served_or_told_while_another_thread_sleeps_and_wakes() {
+    explore(|setup| {
+        let stream = setup.streams[0].clone();
+        let held = setup.allocator.alloc(3 * MIB, &stream).unwrap();
+        let (allocating, sleeping) = (setup.allocator.clone(), setup.allocator.clone());
+        let alloc = thread::spawn(move || match allocating.alloc(5 * MIB, &stream) {
+            Ok(block) => Some(block),
+            Err(AllocError::Asleep) => None,
+            Err(error) => panic!("{error}"),
+        });
+        let sleep = thread::spawn(move || {
+            sleeping.sleep(Contents::Discard).unwrap();
+            sleeping.wake().unwrap();
+        });
+        let block = alloc.join().unwrap();
+        sleep.join().unwrap();
+        for block in block.iter().chain([&held]) {
+            assert!(setup.sim.mapping_at(block.ptr()).is_some());
+            setup.streams[0].fill(block.ptr(), 1, block.bytes()).unwrap();
+        }
+    });
+}
+
+#[test]
+fn memory_given_up_is_recycled_once() {
+    explore(|setup| {
+        let [one, two] = setup.streams.clone();
+        let mut cache = setup.allocator.growable(48 * MIB, &one).unwrap();
+        cache.grow_to(40 * MIB, &one).unwrap();
+        cache.shrink_to(20 * MIB, &one).unwrap();
+        let growing = setup.allocator.clone();
+        let threads = [
+            thread::spawn(move || drop(cache)),
+            // Neither fits beside the other without what was given up.
+            thread::spawn(move || drop(growing.alloc(30 * MIB, &one).unwrap())),
+        ];
+        let trimming = setup.allocator.clone();
+        let trim = thread::spawn(move || trimming.trim_to(10 * MIB).unwrap());
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        trim.join().unwrap();
+        drop(setup.allocator.alloc(50 * MIB, &two).unwrap());
+    });
+}
