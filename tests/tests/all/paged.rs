@@ -41,8 +41,9 @@ fn memory_moves_rather_than_exceed_a_limit_or_the_headroom() {
         assert_eq!(bench.allocator.reserved_bytes(), 64 * MIB, "{options}");
         let whole = block(&bench, 32);
         let stats = bench.allocator.memory_stats();
-        // One of the pieces stays where it is.
-        assert_eq!((stats.reserved_bytes.all.peak, stats.granules_moved), (64 * MIB, 14), "{options}");
+        assert_eq!(stats.reserved_bytes.all.peak, 64 * MIB, "{options}");
+        // One of the pieces may stay where it is.
+        assert!((14..=16).contains(&stats.granules_moved), "{options}: {stats:?}");
         let error = bench.allocator.alloc(2 * MIB, &bench.stream).unwrap_err();
         assert_eq!(error.report().unwrap().refusal, Some(refusal), "{error}");
         drop((held, whole));

@@ -86,11 +86,12 @@ fn memory_moves_without_a_race_under_1000_seeds() {
 }
 
 /// Runs a program on a device that lags by 1000 events; returns its driver and allocator, and how many operations it made.
-fn lagging(seed: u64) -> (Arc<Lagging>, Device, Allocator, u64) {
+fn lagging(seed: u64, count: u64, policy: &str) -> (Arc<Lagging>, Device, Allocator, u64) {
     let driver = Lagging::new(SimDriver::new(SimConfig::new(GIB).seed(seed)), 1000);
     let device = Device::new(driver.clone());
-    let allocator = Allocator::new(&device, Config::parse("backing:paged,granule_mb:2").unwrap()).unwrap();
-    let streams: Vec<Stream> = (0..2).map(|_| device.create_stream().unwrap()).collect();
+    let options = format!("backing:paged,granule_mb:2,cross_stream:{policy}");
+    let allocator = Allocator::new(&device, Config::parse(&options).unwrap()).unwrap();
+    let streams: Vec<Stream> = (0..count).map(|_| device.create_stream().unwrap()).collect();
     let mut held: Vec<Allocation> = Vec::new();
     let mut operations = 0;
     for x in numbers(seed + 1).take(20_000) {
@@ -103,7 +104,7 @@ fn lagging(seed: u64) -> (Arc<Lagging>, Device, Allocator, u64) {
             continue;
         }
         let bytes = if x % 3 == 0 { x % (900 * KIB) } else { x % (12 * MIB) } + 1;
-        if let Ok(block) = allocator.alloc(bytes, &streams[at % 2]) {
+        if let Ok(block) = allocator.alloc(bytes, &streams[at % streams.len()]) {
             driver.allocated(block.ptr(), bytes);
             held.push(block);
         }
@@ -113,24 +114,28 @@ fn lagging(seed: u64) -> (Arc<Lagging>, Device, Allocator, u64) {
 
 #[test]
 fn on_a_device_that_lags_nothing_is_unmapped_early_and_events_are_few() {
-    for seed in 0..4 {
-        let _seed = Seed(seed);
-        let (driver, device, allocator, operations) = lagging(seed);
-        let hazards: Vec<String> = std::iter::from_fn(|| aquifer_device::Driver::take_violation(&*driver)).collect();
-        assert_eq!(hazards, Vec::<String>::new());
-        let recorded = device.driver_calls().of(Operation::Record);
-        let (stats, stalls) = (allocator.memory_stats(), driver.stalls());
-        println!(
-            "seed {seed}: {operations} operations, {recorded} events, {stalls} stalls, {} waits, {} granules moved, {} MiB reserved for {} MiB",
-            stats.cross_stream_waits,
-            stats.granules_moved,
-            stats.reserved_bytes.all.peak / MIB,
-            stats.allocated_bytes.all.peak / MIB,
-        );
-        // One for each hundred operations, 32 for each of two reasons on each of two streams at the start, and one where a
-        // stream was made to wait for the other.
-        let waits = stats.cross_stream_waits;
-        assert!(recorded <= operations / 100 + 4 * 33 + waits, "{recorded} events, {waits} for waits");
-        assert!(stats.granules_moved > 0);
+    // Where streams lend each other memory, they record events for waits, too: those are not milestones.
+    for (streams, policy, spacing) in [(1, "ready", 100), (2, "off", 100), (2, "ready", 40)] {
+        for seed in 0..2 {
+            let _seed = Seed(seed);
+            let (driver, device, allocator, operations) = lagging(seed, streams, policy);
+            let hazards: Vec<String> =
+                std::iter::from_fn(|| aquifer_device::Driver::take_violation(&*driver)).collect();
+            assert_eq!(hazards, Vec::<String>::new());
+            let recorded = device.driver_calls().of(Operation::Record);
+            let stats = allocator.memory_stats();
+            println!(
+                "{streams} streams, {policy}, seed {seed}: {operations} operations, {recorded} events, {} stalls, {} waits, \
+                 {} granules moved, {} MiB reserved for {} MiB",
+                driver.stalls(),
+                stats.cross_stream_waits,
+                stats.granules_moved,
+                stats.reserved_bytes.all.peak / MIB,
+                stats.allocated_bytes.all.peak / MIB,
+            );
+            // Beside the advance: 32 events for each of two reasons on each stream at the start.
+            assert!(recorded <= operations / spacing + 2 * 33 * streams, "{recorded} events");
+            assert!(stats.granules_moved > 0);
+        }
     }
 }
