@@ -117,6 +117,8 @@ impl Allocator {
 
     /// Gives reservations back in which nothing is mapped.
     pub(crate) fn give_addresses_back(&self) -> Result<(), AllocError> {
+        // Those that could not go back before, too.
+        self.device().settle();
         let mut whole = self.shell().whole();
         let empty = whole.take_empty_reservations();
         drop(whole);

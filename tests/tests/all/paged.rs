@@ -251,3 +251,13 @@ fn a_mapping_that_is_stuck_is_taken_back_later() {
     drop((held, other));
     bench.assert_returned();
 }
+
+#[test]
+fn addresses_that_could_not_go_back_go_later() {
+    let bench = bench(GIB, "");
+    drop(block(&bench, 8));
+    bench.driver.inject(Fault::Nth { operation: Some(Operation::Unreserve), nth: 1, code: Code(999) });
+    bench.allocator.empty_cache().unwrap_err();
+    assert_eq!(bench.allocator.reserved_bytes(), 0, "the memory went back all the same");
+    bench.assert_returned();
+}
