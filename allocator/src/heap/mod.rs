@@ -109,6 +109,8 @@ pub(crate) struct Heap {
     holes: BTreeMap<u64, BlockId>,
     /// A block that was given back and is yet to be merged.
     resting: BlockId,
+    /// Bytes that rested and were taken again.
+    pub(crate) retaken: u64,
     /// Totals of identity H2, in bytes.
     pub(crate) total: u64,
     pub(crate) free: u64,

@@ -41,6 +41,7 @@ impl Heap {
         let block = &mut self.blocks[id];
         if block.size == size && block.pool == pool {
             (block.state, block.requested) = (State::Live, requested);
+            self.retaken += size;
             return Some(id);
         }
         self.merge(id);

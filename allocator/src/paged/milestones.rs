@@ -73,17 +73,26 @@ impl Guard {
     #[inline]
     pub(crate) fn is_milestone_due(&mut self) -> bool {
         let milestones = &self.milestones;
-        milestones.freed >= milestones.due_at && milestones.searches >= milestones.not_before && self.begin_milestone()
+        self.given_back_for_good() >= milestones.due_at
+            && milestones.searches >= milestones.not_before
+            && self.begin_milestone()
+    }
+
+    /// Bytes given back so far, but for those that the next request took again as they were.
+    #[inline]
+    fn given_back_for_good(&self) -> u64 {
+        self.milestones.freed - self.heap.retaken
     }
 
     #[cold]
     fn begin_milestone(&mut self) -> bool {
         let apart = self.arena.shell.counters.reserved_bytes.read().all.current / SHARE;
+        let freed = self.given_back_for_good();
         let milestones = &mut self.milestones;
         let may_record = milestones.may_record(Reason::Milestone);
         // Nothing was given back since the start: nothing to learn.
-        let useful = milestones.freed > 0;
-        milestones.due_at = milestones.freed + apart.max(1);
+        let useful = freed > 0;
+        milestones.due_at = freed + apart.max(1);
         if useful && may_record {
             milestones.note_recorded(Reason::Milestone);
         }
