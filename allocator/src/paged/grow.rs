@@ -24,8 +24,10 @@ use crate::segments::{Growth, Refusal};
 use crate::waiting::Pending;
 use crate::whole::Whole;
 
-/// Waiting is considered where reserved memory would exceed the peak in use by more than this share.
+/// Waiting is considered where reserved memory would exceed the peak in use by more than this share, and by more than so many
+/// bytes: for less it is not worth it.
 const SLACK_SHARE: u64 = 128;
+const SLACK_LEAST: u64 = 32 << 20;
 /// The host waits for at most one allocation in so many,
 const STALL_SPACING: u64 = 600;
 /// and for a few at the start: the more, the more memory that saves. This many for a tiny share,
@@ -294,7 +296,7 @@ impl Whole {
     fn over_peak(&self, draft: &Draft) -> Option<u64> {
         let paged = self.paged.as_ref()?;
         let grown = self.reserved + self.growing + draft.buy * paged.granule;
-        grown.checked_sub(paged.in_use_peak).filter(|&excess| excess > paged.in_use_peak / SLACK_SHARE)
+        grown.checked_sub(paged.in_use_peak).filter(|&excess| excess > (paged.in_use_peak / SLACK_SHARE).max(SLACK_LEAST))
     }
 
     /// What the request's stream should wait for, if such waits are few: the uses of a block of its own, or another stream's
