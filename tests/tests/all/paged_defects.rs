@@ -25,7 +25,7 @@ fn pytorch_123548_and_193400_a_split_limit_makes_nothing_grow() {
         // Sizes around the limit, which change from step to step.
         held.push(block(&bench, (20 + step * 7 % 31) * MIB));
         if held.len() > 3 {
-            held.remove(0);
+            drop(held.remove(0));
         }
     }
     let stats = bench.allocator.memory_stats();
