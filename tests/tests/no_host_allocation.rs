@@ -39,9 +39,15 @@ fn allocations_of(options: &str) -> Result<u64, Box<dyn Error>> {
     let allocator = Allocator::new(&device, Config::parse(options)?)?;
     let stream = device.create_stream()?;
     let mut live: Vec<Option<Allocation>> = (0..251).map(|_| None).collect();
-    // The same program again needs no more records, bins and segments than the first time.
-    churn(&allocator, &stream, &mut live, 40)?;
-    live.iter_mut().for_each(|place| *place = None);
+    // The same program again needs no more records, bins and memory, once its memory is where it needs it.
+    let mut moved = None;
+    for _ in 0..10 {
+        churn(&allocator, &stream, &mut live, 40)?;
+        live.iter_mut().for_each(|place| *place = None);
+        if moved.replace(allocator.memory_stats().remaps) == Some(allocator.memory_stats().remaps) {
+            break;
+        }
+    }
     let before = allocator.memory_stats().allocation.all.allocated;
     let mut done = Ok(());
     let info = measure(|| {
@@ -57,7 +63,7 @@ fn allocations_of(options: &str) -> Result<u64, Box<dyn Error>> {
 #[test]
 fn operations_allocate_no_host_memory_after_warm_up() {
     assert_eq!(measure(|| drop(std::hint::black_box(Box::new(1)))).count_total, 1, "it does count");
-    for options in ["", "cross_stream:off", "history:1000"] {
+    for options in ["", "cross_stream:off", "history:1000", "backing:segments"] {
         assert_eq!(allocations_of(options).unwrap(), 0, "with {options:?}");
     }
 }
