@@ -296,7 +296,9 @@ impl Whole {
     fn over_peak(&self, draft: &Draft) -> Option<u64> {
         let paged = self.paged.as_ref()?;
         let grown = self.reserved + self.growing + draft.buy * paged.granule;
-        grown.checked_sub(paged.in_use_peak).filter(|&excess| excess > (paged.in_use_peak / SLACK_SHARE).max(SLACK_LEAST))
+        grown
+            .checked_sub(paged.in_use_peak)
+            .filter(|&excess| excess > (paged.in_use_peak / SLACK_SHARE).max(SLACK_LEAST))
     }
 
     /// What the request's stream should wait for, if such waits are few: the uses of a block of its own, or another stream's

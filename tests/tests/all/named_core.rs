@@ -2,10 +2,10 @@
 
 use std::sync::{Arc, Mutex};
 
-use aquifer_allocator::{AllocError, Allocator, Config, OomReport};
+use aquifer_allocator::{AllocError, Config, OomReport};
 use aquifer_device::sim::{SimConfig, SimDriver};
-use aquifer_device::{Code, Device, Driver};
-use aquifer_tests::{Bench, GIB, KIB, MIB, check, device_free, write_on};
+use aquifer_device::{Code, Device};
+use aquifer_tests::{Bench, GIB, KIB, MIB, check, write_on};
 
 #[test]
 fn item_01_memory_allocation() {
@@ -277,22 +277,4 @@ fn item_24_empty_cache_keeps_segments_in_use() {
     assert_eq!(bench.allocator.reserved_bytes(), 22 * MIB);
     drop((small, large));
     bench.assert_returned();
-}
-
-#[test]
-fn item_25_any_order_of_teardown() {
-    let driver = SimDriver::new(SimConfig::new(GIB));
-    let device = Device::new(driver.clone());
-    let allocator = Allocator::new(&device, Config::default()).unwrap();
-    let held = [1, 30].map(|mib| allocator.alloc(mib * MIB, device.default_stream()).unwrap());
-    write_on(device.default_stream(), held[1].ptr(), 30 * MIB);
-    drop(allocator);
-    drop(device);
-    let calls = driver.calls_made();
-    std::thread::spawn(move || drop(held)).join().unwrap();
-    assert_eq!(driver.calls_made(), calls, "dropping a handle made a driver call");
-    // Closing the device is left to the next allocator of the process.
-    drop(Bench::new(MIB, ""));
-    assert_eq!(device_free(&driver), driver.memory_info().unwrap().total);
-    aquifer_tests::assert_no_violation(&driver);
 }

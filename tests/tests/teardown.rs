@@ -1,0 +1,27 @@
+//! The end of an allocator and its device. A test program of its own, because what is left to do is done by whoever makes the next
+//! allocator in the process.
+
+use aquifer_allocator::{Allocator, Config};
+use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_device::{Device, Driver};
+use aquifer_tests::{Bench, GIB, MIB, device_free, write_on};
+
+#[test]
+fn item_25_any_order_of_teardown() {
+    for options in ["", "backing:segments"] {
+        let driver = SimDriver::new(SimConfig::new(GIB));
+        let device = Device::new(driver.clone());
+        let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+        let held = [1, 30].map(|mib| allocator.alloc(mib * MIB, device.default_stream()).unwrap());
+        write_on(device.default_stream(), held[1].ptr(), 30 * MIB);
+        drop(allocator);
+        drop(device);
+        let calls = driver.calls_made();
+        std::thread::spawn(move || drop(held)).join().unwrap();
+        assert_eq!(driver.calls_made(), calls, "dropping a handle made a driver call");
+        // Closing the device is left to the next allocator of the process.
+        drop(Bench::new(64 * MIB, ""));
+        assert_eq!(device_free(&driver), driver.memory_info().unwrap().total);
+        aquifer_tests::assert_no_violation(&driver);
+    }
+}
