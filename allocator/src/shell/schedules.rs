@@ -231,7 +231,8 @@ fn memory_handed_to_another_stream_is_freed_in_its_order() {
 fn streams_that_allocate_for_the_first_time_at_once_get_an_arena_each() {
     explore(|| {
         let (_, device) = device();
-        let allocator = open(&device);
+        // Pieces are counted in segments alone.
+        let allocator = Allocator::new(&device, "backing:segments".parse::<Config>().unwrap()).unwrap();
         let [one, two] = [0; 2].map(|_| device.create_stream().unwrap());
         let threads = [one.clone(), one, two].map(|stream| {
             let allocator = allocator.clone();
