@@ -76,6 +76,8 @@ pub(crate) struct Desk {
     /// Whether memory comes in granules.
     pub(crate) is_paged: bool,
     pub(crate) milestones: Milestones,
+    /// How often the stream was served from what it has away from home.
+    pub(crate) borrows: u64,
     pub(crate) device_id: u32,
     timeline: Option<Arc<Timeline>>,
     /// Timelines of other streams that own blocks here.

@@ -69,6 +69,8 @@ pub(crate) struct Core {
     /// Bytes held from the device, and bytes that threads are about to take.
     pub(crate) reserved: u64,
     pub(crate) growing: u64,
+    /// Bytes taken from the device by streams that could have borrowed.
+    pub(crate) unborrowed: u64,
     /// Segments that back each region: address and, for the snapshot, tag of the allocation that made them.
     pub(crate) segments: BTreeMap<u64, Tag>,
     /// Segments that the driver is asked to take back, by address.

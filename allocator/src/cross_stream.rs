@@ -8,7 +8,7 @@
 //! that is done for everybody moves to the borrower's.
 //!
 //! This runs only when the stream's own free blocks at home do not serve a request, just before memory would be taken from the
-//! device. What it has away from home serves it first. Asking whether ticks are done may record an event on a stream, at most one each time.
+//! device, and not for a stream that does so all the time, while memory of its own costs little. What it has away from home serves it first. Asking whether ticks are done may record an event on a stream, at most one each time.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,6 +23,12 @@ use crate::whole::Whole;
 
 /// How many blocks of one owner are considered, smallest first.
 const CANDIDATES: usize = 32;
+/// A stream that borrows for more than one allocation in so many, and a few at the start, gets memory of its own instead,
+const BORROW_SPACING: u64 = 16;
+const BORROW_ADVANCE: u64 = 8;
+/// as long as all such memory is at most this share of what is reserved, or so many bytes.
+const OWN_SHARE: u64 = 128;
+const OWN_LEAST: u64 = 32 << 20;
 
 /// A block of another stream that would serve a request, if waited for.
 struct Lender {
@@ -44,6 +50,21 @@ impl Allocator {
             }
         }
         Ok(())
+    }
+
+    /// Whether a request gets memory of its own although its stream might borrow. Borrowing takes all locks each time, so a
+    /// stream that keeps borrowing should not have to.
+    pub(crate) fn grows_rather(&self, request: &Request) -> bool {
+        let bytes = self.growth_bytes(request);
+        let mut whole = self.shell().whole();
+        let often = whole.try_arena(request.slot).is_some_and(|arena| {
+            let searches: u64 = arena.heap.pools.iter().map(|pool| pool.searches).sum();
+            arena.borrows >= BORROW_ADVANCE + searches / BORROW_SPACING
+        });
+        let sum = whole.unborrowed.saturating_add(bytes);
+        let grows = often && sum <= (whole.reserved / OWN_SHARE).max(OWN_LEAST);
+        whole.unborrowed += if grows { bytes } else { 0 };
+        grows
     }
 
     /// Serves the request from blocks of other streams, and from strays of its own, without waiting.
@@ -166,6 +187,7 @@ impl Whole {
     }
 
     fn take_lent(&mut self, request: &Request, place: Place) -> Granted {
+        self.arena(request.slot).borrows += 1;
         let block = self.block(place);
         let is_segment = !block.is_split() && !self.heap_of(place.arena).region(block.region).is_paged();
         if is_segment && self.is_known_done(block.owner, block.after) {

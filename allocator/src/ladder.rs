@@ -69,7 +69,7 @@ impl Allocator {
     }
 
     fn cross_streams(&self, request: &Request) -> Rung {
-        if self.config().cross_stream == CrossStream::Off {
+        if self.config().cross_stream == CrossStream::Off || self.grows_rather(request) {
             return Ok(None);
         }
         match self.borrow(request)? {

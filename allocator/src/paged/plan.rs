@@ -19,6 +19,12 @@ use crate::whole::Whole;
 const AHEAD_SHARE: u64 = 64;
 const AHEAD_MAX: u64 = 128 << 20;
 
+/// A program is unsettled that makes memory move for more than one allocation in so many, and so many at the start. It may have
+/// this share more than was in use at the peak.
+const UNSETTLED_SPACING: u64 = 1024;
+const UNSETTLED_ADVANCE: u64 = 1024;
+const UNSETTLED_SHARE: u64 = 32;
+
 /// What a plan has to heed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms {
@@ -87,6 +93,10 @@ impl Whole {
         let spares = window.lacks.min(at_hand);
         let need = window.lacks - spares;
         let reach = self.reach(&window);
+        if need > 0 && self.rather_buys(need) {
+            let (donors, awaited) = (Donors::default(), BTreeMap::new());
+            return Some(Draft { window, donors, spares, buy: need, ahead: 0, awaited });
+        }
         // What moves ahead of need serves the next requests of its kind. At most half of what could move does.
         let wanted = if need > 0 { need + 2 * reach } else { 0 };
         let mut donors = self.donors(wanted, Some(&window), self.may_donate(request));
@@ -94,6 +104,16 @@ impl Whole {
         donors.truncate(need + ahead, granule);
         let buy = need.saturating_sub(donors.granules);
         Some(Draft { window, donors, spares, buy, ahead, awaited })
+    }
+
+    /// Whether a request gets so many granules from the device although some might move: programs that never settle would move
+    /// memory for ever. They get a share more of it.
+    fn rather_buys(&self, granules: u64) -> bool {
+        let Some(paged) = &self.paged else { return false };
+        let searches: u64 = self.heaps().flat_map(|heap| &heap.pools).map(|pool| pool.searches).sum();
+        let often = self.counters().remaps.read().current > UNSETTLED_ADVANCE + searches / UNSETTLED_SPACING;
+        let grown = self.reserved + self.growing + granules * paged.granule;
+        often && grown <= paged.in_use_peak + paged.in_use_peak / UNSETTLED_SHARE
     }
 
     /// Granules that may be put behind a window, ahead of need.
