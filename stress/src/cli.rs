@@ -178,7 +178,7 @@ the size of the device; smaller ones were tried near this boundary, not everywhe
 #[derive(Debug, Args)]
 #[command(after_long_help = BENCH_KEYS)]
 pub struct BenchArgs {
-    /// Run only benchmarks whose name contains this.
+    /// Run only the benchmark of this name, or those whose names contain it.
     #[arg(long, value_name = "TEXT")]
     pub filter: Option<String>,
 

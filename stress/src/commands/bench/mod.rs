@@ -98,9 +98,7 @@ const BENCHMARKS: [Benchmark; 15] = [
 /// When there is nothing to measure, or standard output cannot be written.
 pub fn run(session: &Session, args: &BenchArgs) -> Result<Outcome, Failure> {
     let config = session.config()?;
-    let wanted =
-        |benchmark: &&Benchmark| args.filter.as_ref().is_none_or(|text| benchmark.name.contains(text.as_str()));
-    let chosen: Vec<&Benchmark> = BENCHMARKS.iter().filter(wanted).collect();
+    let chosen = chosen(args.filter.as_deref().unwrap_or_default());
     if chosen.is_empty() {
         let names: Vec<_> = BENCHMARKS.iter().map(|benchmark| benchmark.name).collect();
         return Err(Failure::Usage(format!("--filter: no benchmark is named so; there are {}", names.join(", "))));
@@ -219,6 +217,14 @@ impl<T: Team> Entrant<T> {
         self.team.leave();
         let rate_vs_one_thread = hundredths(alone.unwrap_or(ns_per_pair) / ns_per_pair);
         Row { benchmark: name, allocator, ns_per_pair: hundredths(ns_per_pair), threads, live, rate_vs_one_thread }
+    }
+}
+
+/// The benchmark of this name, or those whose names contain it.
+fn chosen(filter: &str) -> Vec<&'static Benchmark> {
+    match BENCHMARKS.iter().find(|benchmark| benchmark.name == filter) {
+        Some(benchmark) => vec![benchmark],
+        None => BENCHMARKS.iter().filter(|benchmark| benchmark.name.contains(filter)).collect(),
     }
 }
 
