@@ -1,6 +1,6 @@
 //! Which granule is mapped where. Physical memory and addresses are separate resources: this is where they meet.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use aquifer_device::{Device, DevicePtr, PhysicalOptions, RawPhysical, Reservation};
@@ -22,6 +22,8 @@ pub(crate) struct Paged {
     pub(crate) access: Vec<u32>,
     /// Reserved addresses, by the first of them.
     reservations: BTreeMap<u64, Mapped>,
+    /// Places that granules moved away from, by address.
+    left: BTreeSet<u64>,
     /// Owners of reservations outside of heaps, by the first address.
     pub(crate) owned: BTreeMap<u64, Owned>,
     /// Memory that such owners gave up.
@@ -94,12 +96,13 @@ impl Mapped {
 impl Paged {
     pub(crate) fn new(granule: u64, options: PhysicalOptions, ordinal: u32) -> Paged {
         debug_assert!(granule.is_power_of_two());
-        let (reservations, spares) = (BTreeMap::new(), Vec::new());
+        let (reservations, left, spares) = (BTreeMap::new(), BTreeSet::new(), Vec::new());
         Paged {
             granule,
             options,
             access: vec![ordinal],
             reservations,
+            left,
             owned: BTreeMap::new(),
             retired: Vec::new(),
             absent: None,
@@ -125,7 +128,9 @@ impl Paged {
     pub(crate) fn remove_reservation(&mut self, addr: u64) -> u64 {
         let removed = self.reservations.remove(&addr);
         debug_assert!(removed.as_ref().is_some_and(|mapped| mapped.granules.iter().all(Option::is_none)));
-        removed.map_or(0, |mapped| mapped.bytes)
+        let bytes = removed.map_or(0, |mapped| mapped.bytes);
+        self.left.retain(|&left| left < addr || left >= addr + bytes);
+        bytes
     }
 
     /// What the reservation that starts at `addr` is for.
@@ -153,6 +158,17 @@ impl Paged {
         let (base, mapped) = self.reservations.range_mut(..=addr).next_back()?;
         let place = mapped.place(addr - base);
         mapped.granules.get_mut(place)
+    }
+
+    /// Notes that the granules of a range moved elsewhere.
+    pub(crate) fn leave(&mut self, range: Range<u64>) {
+        let step = usize::try_from(self.granule).unwrap_or(usize::MAX);
+        self.left.extend(range.step_by(step));
+    }
+
+    /// Whether granules moved away from any place in a range.
+    pub(crate) fn was_left(&self, range: Range<u64>) -> bool {
+        range.start < range.end && self.left.range(range).next().is_some()
     }
 
     /// Notes that a granule is mapped at `addr`.

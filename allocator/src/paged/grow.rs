@@ -116,7 +116,7 @@ impl Allocator {
         if let Some(granted) = whole.take_own(request) {
             return Ok(Next::Finished(Ok(Growth::Grown(granted))));
         }
-        let Some(draft) = whole.draft(request) else { return Ok(Next::Reserve) };
+        let Some(draft) = whole.draft(request, buyable.0) else { return Ok(Next::Reserve) };
         if draft.buy > 0 {
             if leave.ask && !draft.donors.not_done.is_empty() {
                 let ticks = whole.askable(&draft.donors.not_done);
@@ -124,7 +124,7 @@ impl Allocator {
                     return Ok(Next::Ask(ticks));
                 }
             }
-            if let Some(excess) = whole.over_peak(&draft) {
+            if !draft.rather_bought && let Some(excess) = whole.over_peak(&draft) {
                 let may_order = leave.order && self.config().cross_stream != CrossStream::Off;
                 if let Some(order) = may_order.then(|| whole.worth_ordering(request)).flatten() {
                     return Ok(order);

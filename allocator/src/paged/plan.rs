@@ -15,9 +15,14 @@ use crate::tags::Tag;
 use crate::whole::Whole;
 
 /// How far memory is taken ahead of need, where there is room behind the window: this share of what is reserved, up to so many
-/// bytes. Less costs more driver calls; more costs memory where it is bought. Figures in ARCHITECTURE.md.
+/// bytes bought or moved. Less costs more driver calls; more costs memory where it is bought. Figures in ARCHITECTURE.md.
 const AHEAD_SHARE: u64 = 64;
 const AHEAD_MAX: u64 = 128 << 20;
+const MOVED_AHEAD_MAX: u64 = 32 << 20;
+
+/// What would go back to where granules moved away from is bought instead, as long as no more than this share of the peak in use is
+/// held beyond it: so programs that repeat themselves stop moving memory to and fro.
+const UNDO_SHARE: u64 = 128;
 
 /// A program is unsettled that makes memory move for more than one allocation in so many, and so many at the start. It may have
 /// this share more than was in use at the peak.
@@ -74,6 +79,8 @@ pub(crate) struct Draft {
     spares: u64,
     /// Granules that have to come from the device.
     pub(crate) buy: u64,
+    /// Whether they do although granules might move.
+    pub(crate) rather_bought: bool,
     /// Granules that the donors give beyond the need.
     ahead: u64,
     /// Bytes that other streams still use, by the tick that is in the way.
@@ -81,8 +88,9 @@ pub(crate) struct Draft {
 }
 
 impl Whole {
-    /// Where the request's memory would come from: granules that are at hand, that may move, and the rest from the device.
-    pub(crate) fn draft(&mut self, request: &Request) -> Option<Draft> {
+    /// Where the request's memory would come from: granules that are at hand, that may move, and the rest from the device, which
+    /// gives so many bytes.
+    pub(crate) fn draft(&mut self, request: &Request, buyable: u64) -> Option<Draft> {
         // What waits is in nobody's use: it could be had by waiting.
         let (waiting, awaited) = self.awaited();
         let in_use = (self.in_use() + request.size).saturating_sub(waiting);
@@ -92,35 +100,41 @@ impl Whole {
         let window = window::cheapest(&self.arena(request.slot).heap, request.pool, request.size, granule)?;
         let spares = window.lacks.min(at_hand);
         let need = window.lacks - spares;
-        let reach = self.reach(&window);
-        if need > 0 && self.rather_buys(need) {
+        if need > 0 && need <= buyable / granule && self.rather_buys(request.slot, &window, need) {
             let (donors, awaited) = (Donors::default(), BTreeMap::new());
-            return Some(Draft { window, donors, spares, buy: need, ahead: 0, awaited });
+            return Some(Draft { window, donors, spares, buy: need, rather_bought: true, ahead: 0, awaited });
         }
+        let reach = self.reach(&window, MOVED_AHEAD_MAX);
         // What moves ahead of need serves the next requests of its kind. At most half of what could move does.
         let wanted = if need > 0 { need + 2 * reach } else { 0 };
         let mut donors = self.donors(wanted, Some(&window), self.may_donate(request));
         let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
         donors.truncate(need + ahead, granule);
         let buy = need.saturating_sub(donors.granules);
-        Some(Draft { window, donors, spares, buy, ahead, awaited })
+        Some(Draft { window, donors, spares, buy, rather_bought: false, ahead, awaited })
     }
 
-    /// Whether a request gets so many granules from the device although some might move: programs that never settle would move
-    /// memory for ever. They get a share more of it.
-    fn rather_buys(&self, granules: u64) -> bool {
+    /// Whether a request gets so many granules from the device although some might move: where an earlier move would be undone,
+    /// and in programs that never settle and would move memory for ever.
+    fn rather_buys(&self, slot: u32, window: &Window, granules: u64) -> bool {
         let Some(paged) = &self.paged else { return false };
+        let heap = self.heap_of(slot);
+        let holes = window.pieces.iter().map(|&id| &heap.blocks[id]).filter(|block| block.state == State::Hole);
+        let (start, end) = (window.start / paged.granule * paged.granule, window.end);
+        let mut lacking = holes.map(|hole| hole.addr.max(start)..(hole.addr + hole.size).min(end));
+        let undoes = lacking.any(|range| paged.was_left(range));
         let searches: u64 = self.heaps().flat_map(|heap| &heap.pools).map(|pool| pool.searches).sum();
         let often = self.counters().remaps.read().current > UNSETTLED_ADVANCE + searches / UNSETTLED_SPACING;
         let grown = self.reserved + self.growing + granules * paged.granule;
-        often && grown <= paged.in_use_peak + paged.in_use_peak / UNSETTLED_SHARE
+        let within = |share| grown <= paged.in_use_peak + paged.in_use_peak / share;
+        undoes && within(UNDO_SHARE) || often && within(UNSETTLED_SHARE)
     }
 
     /// Granules that may be put behind a window, ahead of need.
-    fn reach(&self, window: &Window) -> u64 {
+    fn reach(&self, window: &Window, most: u64) -> u64 {
         let (Some(paged), Some(room_end)) = (&self.paged, window.room) else { return 0 };
         let room = (room_end - window.end.next_multiple_of(paged.granule)) / paged.granule;
-        ((self.reserved / AHEAD_SHARE).min(AHEAD_MAX) / paged.granule).min(room)
+        ((self.reserved / AHEAD_SHARE).min(most) / paged.granule).min(room)
     }
 
     /// Makes a draft a plan: holds everything that takes part.
@@ -132,7 +146,8 @@ impl Whole {
             let (missing, not_done, refusal) = (draft.buy - buyable, draft.donors.not_done, terms.refusal);
             return Planned::Short { missing, not_done, refusal };
         }
-        let bought_ahead = if draft.buy > 0 && terms.ahead { self.bought_ahead(&draft, buyable) } else { 0 };
+        let more = draft.buy > 0 && terms.ahead && !draft.rather_bought;
+        let bought_ahead = if more { self.bought_ahead(&draft, buyable) } else { 0 };
         let Draft { window, donors, spares, buy, ahead, .. } = draft;
         let (held, fill, changed) = self.hold_window(request.slot, &window, (ahead + bought_ahead) * granule);
         let donors = self.hold_donors(request.slot, donors.chosen, &changed, window.end);
@@ -157,7 +172,7 @@ impl Whole {
 
     /// Granules to take from the device beyond the need.
     fn bought_ahead(&self, draft: &Draft, buyable: u64) -> u64 {
-        let ahead = self.reach(&draft.window).saturating_sub(draft.buy);
+        let ahead = self.reach(&draft.window, AHEAD_MAX).saturating_sub(draft.buy);
         if draft.buy + ahead <= buyable { ahead } else { 0 }
     }
 
@@ -292,6 +307,7 @@ impl Whole {
                 self.note_mapping(Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
                 if let Some(paged) = &mut self.paged {
                     paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
+                    paged.leave(donor.addr..donor.addr + donor.bytes);
                 }
             } else {
                 heap.unhold_as_free(donor.block);
