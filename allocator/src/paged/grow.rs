@@ -124,7 +124,9 @@ impl Allocator {
                     return Ok(Next::Ask(ticks));
                 }
             }
-            if !draft.rather_bought && let Some(excess) = whole.over_peak(&draft) {
+            if !draft.rather_bought
+                && let Some(excess) = whole.over_peak(&draft)
+            {
                 let may_order = leave.order && self.config().cross_stream != CrossStream::Off;
                 if let Some(order) = may_order.then(|| whole.worth_ordering(request)).flatten() {
                     return Ok(order);

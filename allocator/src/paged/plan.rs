@@ -18,7 +18,6 @@ use crate::whole::Whole;
 /// bytes bought or moved. Less costs more driver calls; more costs memory where it is bought. Figures in ARCHITECTURE.md.
 const AHEAD_SHARE: u64 = 64;
 const AHEAD_MAX: u64 = 128 << 20;
-const MOVED_AHEAD_MAX: u64 = 32 << 20;
 
 /// What would go back to where granules moved away from is bought instead, as long as no more than this share of the peak in use is
 /// held beyond it: so programs that repeat themselves stop moving memory to and fro.
@@ -104,7 +103,7 @@ impl Whole {
             let (donors, awaited) = (Donors::default(), BTreeMap::new());
             return Some(Draft { window, donors, spares, buy: need, rather_bought: true, ahead: 0, awaited });
         }
-        let reach = self.reach(&window, MOVED_AHEAD_MAX);
+        let reach = self.reach(&window);
         // What moves ahead of need serves the next requests of its kind. At most half of what could move does.
         let wanted = if need > 0 { need + 2 * reach } else { 0 };
         let mut donors = self.donors(wanted, Some(&window), self.may_donate(request));
@@ -131,10 +130,10 @@ impl Whole {
     }
 
     /// Granules that may be put behind a window, ahead of need.
-    fn reach(&self, window: &Window, most: u64) -> u64 {
+    fn reach(&self, window: &Window) -> u64 {
         let (Some(paged), Some(room_end)) = (&self.paged, window.room) else { return 0 };
         let room = (room_end - window.end.next_multiple_of(paged.granule)) / paged.granule;
-        ((self.reserved / AHEAD_SHARE).min(most) / paged.granule).min(room)
+        ((self.reserved / AHEAD_SHARE).min(AHEAD_MAX) / paged.granule).min(room)
     }
 
     /// Makes a draft a plan: holds everything that takes part.
@@ -172,7 +171,7 @@ impl Whole {
 
     /// Granules to take from the device beyond the need.
     fn bought_ahead(&self, draft: &Draft, buyable: u64) -> u64 {
-        let ahead = self.reach(&draft.window, AHEAD_MAX).saturating_sub(draft.buy);
+        let ahead = self.reach(&draft.window).saturating_sub(draft.buy);
         if draft.buy + ahead <= buyable { ahead } else { 0 }
     }
 
