@@ -102,10 +102,15 @@ impl Context {
         self.orphans.push(orphan);
     }
 
+    /// Whether a stream captures.
+    pub(crate) fn is_capturing(&self) -> bool {
+        self.captures.load(Ordering::Acquire) > 0
+    }
+
     /// Gives orphans back. What cannot go now stays one; while a stream captures that is all of them, because the device is waited
     /// for, which would break the capture.
     pub(crate) fn free_orphans(&self) {
-        if self.captures.load(Ordering::Acquire) > 0 {
+        if self.is_capturing() {
             return;
         }
         while let Some(orphan) = self.orphans.pop() {

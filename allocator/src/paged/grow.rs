@@ -49,6 +49,8 @@ struct Leave {
     ask: bool,
     /// Make the request's stream wait for others.
     order: bool,
+    /// Wait on the host rather than grow.
+    stall: bool,
     /// Take memory from the device.
     create: bool,
     /// And more than the request needs.
@@ -73,7 +75,9 @@ enum Next {
 impl Allocator {
     /// Serves the request from memory that moves, or that comes from the device.
     pub(crate) fn grow_paged(&self, request: &Request) -> Result<Growth, AllocError> {
-        let mut leave = Leave { ask: true, order: true, create: true, ahead: true };
+        // While a stream captures nothing is waited for that could be done without.
+        let may_wait = !self.device().is_capturing();
+        let mut leave = Leave { ask: true, order: may_wait, stall: may_wait, create: true, ahead: true };
         for _ in 0..ROUNDS {
             self.recycle_retired()?;
             match self.step(request, &mut leave)? {
@@ -88,11 +92,12 @@ impl Allocator {
                     None => leave.order = false,
                 },
                 Next::Wait(timeline, after) => {
-                    if !self.stall_for(&timeline, after)? {
+                    if self.stall_for(&timeline, after)? {
+                        self.poll_waiting()?;
+                        leave.ask = true;
+                    } else if !std::mem::take(&mut leave.stall) {
                         return Ok(Growth::Refused(Refusal::Device));
                     }
-                    self.poll_waiting()?;
-                    leave.ask = true;
                 }
                 Next::Reserve => {
                     if !self.reserve_addresses(request)? {
@@ -135,7 +140,7 @@ impl Allocator {
                 if let Some(order) = may_order.then(|| whole.worth_ordering(request)).flatten() {
                     return Ok(order);
                 }
-                if let Some((timeline, after)) = whole.worth_stalling(&draft, excess) {
+                if let Some((timeline, after)) = leave.stall.then(|| whole.worth_stalling(&draft, excess)).flatten() {
                     return Ok(Next::Wait(timeline, after));
                 }
             }

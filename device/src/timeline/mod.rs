@@ -233,7 +233,7 @@ impl Timeline {
         let recorded = match self.covering(&mut state, n) {
             Ok(recorded) => recorded,
             Err(_) if state.closed => {
-                if self.context.captures.load(Ordering::Acquire) > 0 {
+                if self.context.is_capturing() {
                     return Err(capture_error(
                         Operation::Synchronize,
                         "the stream is gone, so the device would be waited for, which breaks the capture in progress",

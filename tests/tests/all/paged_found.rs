@@ -148,6 +148,37 @@ fn what_an_allocator_left_breaks_no_capture() {
 }
 
 #[test]
+fn memory_that_a_capture_keeps_back_is_not_waited_for() {
+    let bench = Bench::new(GIB, "");
+    let used = bench.allocator.alloc(100 * MIB, &bench.side).unwrap();
+    write_on(&bench.side, used.ptr(), used.bytes());
+    drop(used);
+    let capture = bench.side.begin_capture().unwrap();
+    // More than is in use would be held, and the host might wait for what is free, were it not for the capture.
+    let other = block(&bench, 200);
+    drop(capture.end().unwrap());
+    drop(other);
+    bench.assert_returned();
+}
+
+#[test]
+fn memory_is_given_back_beside_a_mapping_that_is_stuck() {
+    let bench = Bench::new(GIB, "");
+    let rest = block(&bench, 8);
+    let fault = |operation, nth| Fault::Nth { operation: Some(operation), nth, code: Code(999) };
+    bench.driver.inject(fault(Operation::SetAccess, 1));
+    bench.driver.inject(fault(Operation::Unmap, 2));
+    bench.allocator.alloc(16 * MIB, &bench.side).unwrap_err();
+    bench.driver.clear_faults();
+    // The first mapping that is taken back is the stuck one, which stays stuck.
+    bench.driver.inject(fault(Operation::Unmap, 1));
+    bench.allocator.empty_cache().unwrap_err();
+    assert_eq!(bench.allocator.reserved_bytes(), 10 * MIB, "the stuck one is held beside what is live");
+    drop(rest);
+    bench.assert_returned();
+}
+
+#[test]
 fn memory_pinned_while_the_allocator_falls_asleep_stays() {
     let driver = SimDriver::new(SimConfig::new(GIB));
     let device = Device::new(driver.clone());
