@@ -384,11 +384,16 @@ fn paged_state(device: &Device, config: &Config) -> Result<Option<Paged>, AllocE
     if config.backing != Backing::Paged || config.no_cache {
         return Ok(None);
     }
+    let total = device.info().total_bytes;
     let Some(granularity) = device.info().granularity_bytes else {
         tracing::warn!("the device cannot map memory; memory comes in segments");
         return Ok(None);
     };
-    let granule = config.granule.max(granularity).next_power_of_two();
+    let Some(granule) = config.granule.max(granularity).checked_next_power_of_two().filter(|&bytes| bytes <= total)
+    else {
+        tracing::warn!("the device has less memory than one granule; memory comes in segments");
+        return Ok(None);
+    };
     match probe(device, granule) {
         Ok(options) => Ok(Some(Paged::new(granule, options, device.info().ordinal))),
         Err(error) if error.kind == ErrorKind::DeviceLost => Err(error.into()),

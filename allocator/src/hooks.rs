@@ -5,6 +5,7 @@
 
 use std::cell::Cell;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -54,8 +55,10 @@ impl Allocator {
     /// when the allocator itself ends.
     ///
     /// It runs with no lock of the heap held, on the thread that needs the change, so it delays that thread, and it may free. It
-    /// must not allocate, which could make it run again without end, nor call what waits for changes of mappings to end:
-    /// [`Allocator::sleep`], [`Allocator::wake`] and [`Allocator::enable_peer_access`].
+    /// must not allocate, which could make it run again without end, nor call what changes mappings or waits for such changes to
+    /// end: [`Allocator::empty_cache`], [`Allocator::trim_to`], [`Allocator::pin_mapping`], [`Allocator::sleep`], [`Allocator::wake`],
+    /// [`Allocator::enable_peer_access`], and dropping a [`crate::PrivatePool`]. A panic in it is logged, and stays there: the
+    /// change takes place all the same.
     ///
     /// ```
     /// use std::sync::{Arc, Mutex};
@@ -130,7 +133,12 @@ impl Hooks {
     fn tell(&self, change: &MappingChange) {
         let observers: Vec<MappingObserver> =
             self.state.lock().mapping_observers.iter().map(|(_, observe)| observe.clone()).collect();
-        observers.iter().for_each(|observe| observe(change));
+        for observe in observers {
+            // What the driver is in the middle of must come to its end, or memory would be lost.
+            if catch_unwind(AssertUnwindSafe(|| observe(change))).is_err() {
+                tracing::error!(?change, "an observer of mappings panicked; it is passed over");
+            }
+        }
     }
 
     /// The reclaimers, most willing first; none while this thread runs some already.

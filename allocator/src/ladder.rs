@@ -12,7 +12,8 @@
 //! 7. make the stream wait for another stream's block, unless blocks never cross streams;
 //! 8. release everything unused, mapped memory where it stands in the way, and grow;
 //! 9. reclaimers by priority, each followed by a search, a release and a growth;
-//! 10. the report.
+//! 10. wait for memory that is in the hands of other threads, and grow;
+//! 11. the report.
 //!
 //! No lock is held between rungs, and none across a driver call, a wait, a reclaimer or an observer.
 
@@ -59,6 +60,7 @@ impl Allocator {
             Self::wait_for_lender,
             Self::release_and_grow,
             Self::reclaim,
+            Self::wait_for_others,
         ];
         for rung in later {
             if let Some(granted) = rung(self, request, tried)? {
@@ -162,6 +164,19 @@ impl Allocator {
             }
         }
         Ok(None)
+    }
+
+    /// Memory that other threads move, or give back, is in nobody's heap meanwhile, nor on the device. The search that found none
+    /// may have been during such an operation, so it is worth another one after those have ended.
+    fn wait_for_others(&self, request: &Request, tried: &mut Tried) -> Rung {
+        if self.paged_granule_for(request).is_none() {
+            return Ok(None);
+        }
+        self.gate().wait();
+        if let Some(granted) = self.search_again(request)? {
+            return Ok(Some(granted));
+        }
+        self.try_grow(request, tried)
     }
 
     /// Another search after something may have become free.

@@ -109,6 +109,9 @@ impl Whole {
 
 /// A pool of memory of its own. Dropping it releases what it caches; what is live stays valid and is released later.
 ///
+/// Where memory is mapped, what is free in the pool stays where it is until [`PrivatePool::empty_cache`] is called or the pool
+/// is dropped: a graph that was captured with it may use it whenever it is launched. So keep the pool as long as its graphs.
+///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, PoolOptions};
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};

@@ -55,6 +55,8 @@ pub(crate) struct Context {
     pub(crate) waits_inserted: AtomicU64,
     /// Blocking streams that capture: what the legacy stream must keep from touching.
     pub(crate) blocking_captures: AtomicU32,
+    /// Streams that capture, those included: while there are any, nothing may wait for the device.
+    pub(crate) captures: AtomicU32,
 }
 
 static NEXT_DEVICE: AtomicU32 = AtomicU32::new(0);
@@ -71,6 +73,7 @@ impl Context {
             events_recorded: AtomicU64::new(0),
             waits_inserted: AtomicU64::new(0),
             blocking_captures: AtomicU32::new(0),
+            captures: AtomicU32::new(0),
         })
     }
 
@@ -99,8 +102,17 @@ impl Context {
         self.orphans.push(orphan);
     }
 
-    /// Gives orphans back. What cannot go now stays one.
+    /// Whether a stream captures.
+    pub(crate) fn is_capturing(&self) -> bool {
+        self.captures.load(Ordering::Acquire) > 0
+    }
+
+    /// Gives orphans back. What cannot go now stays one; while a stream captures that is all of them, because the device is waited
+    /// for, which would break the capture.
     pub(crate) fn free_orphans(&self) {
+        if self.is_capturing() {
+            return;
+        }
         while let Some(orphan) = self.orphans.pop() {
             if let Err((error, orphan)) = self.free_orphan(orphan) {
                 tracing::warn!(%error, ?orphan, "device memory could not be freed; it will be tried again");

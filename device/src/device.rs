@@ -192,6 +192,11 @@ impl Device {
         self.0.context.orphan(Orphan::Physical(physical));
     }
 
+    /// Whether any of its streams captures; what waits for the device would break that.
+    pub fn is_capturing(&self) -> bool {
+        self.0.context.is_capturing()
+    }
+
     /// Gives back what was to be given back later. What cannot go back now will be tried again.
     pub fn settle(&self) {
         self.0.context.free_orphans();

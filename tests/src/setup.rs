@@ -26,13 +26,15 @@ pub struct Setup {
     pub config: Config,
     /// How the program ends.
     pub ending: Ending,
+    /// How many steps of the program the device lags behind; 0 for a device that works in virtual time alone.
+    pub lag: u64,
 }
 
 impl Setup {
     /// A device of `capacity` bytes with seed 0, and the given options.
     pub fn new(capacity: u64, options: &str) -> Setup {
         let config = Config::parse(options).unwrap_or_else(|error| panic!("{options}: {error}"));
-        Setup { capacity, seed: 0, config, ending: Ending::FreeFirst }
+        Setup { capacity, seed: 0, config, ending: Ending::FreeFirst, lag: 0 }
     }
 }
 
@@ -72,5 +74,11 @@ pub fn setup(backing: Backing) -> impl Strategy<Value = Setup> {
         seed,
         config,
         ending,
+        lag: 0,
     })
+}
+
+/// As [`setup`], with a device that lags behind the program.
+pub fn lagging(backing: Backing) -> impl Strategy<Value = Setup> {
+    (setup(backing), 1_u64..60).prop_map(|(setup, lag)| Setup { lag, ..setup })
 }

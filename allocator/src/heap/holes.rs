@@ -306,6 +306,39 @@ mod tests {
         assert_eq!(heap.last_use_of(block, BASE), 0);
     }
 
+    #[test]
+    fn what_was_held_is_not_done_before_what_it_merges_with() {
+        let mut heap = heap(4);
+        fill(&mut heap, 0, 4);
+        let classes = SizeClasses::new(&Config::default());
+        let [one, two] = [(); 2].map(|()| heap.take_best(&classes, 0, 2 * GRANULE, 1).unwrap().0);
+        heap.give(one, 0, 5);
+        let held = heap.hold(one, BASE, BASE + 2 * GRANULE).id;
+        // Used for longer, and given back while the other is in the hands of the driver.
+        heap.note_last_use(two, 0, 9);
+        heap.give(two, 0, 9);
+        let whole = heap.unhold_as_free(held);
+        let block = &heap.blocks[whole];
+        assert_eq!((block.size, block.after), (4 * GRANULE, 9));
+        assert_eq!(heap.last_use_of(block, BASE + 2 * GRANULE), 9);
+    }
+
+    #[test]
+    fn what_rested_is_not_done_before_what_it_merges_with() {
+        let mut heap = Heap::new(0, super::super::IndexKind::Bins);
+        heap.add_pools();
+        heap.add_reservation(BASE, 4 * GRANULE, 0, GRANULE);
+        fill(&mut heap, 0, 4);
+        let classes = SizeClasses::new(&Config::default());
+        let [one, two] = [(); 2].map(|()| heap.take_best(&classes, 0, 2 * GRANULE, 1).unwrap().0);
+        heap.give_to_rest(one, 5);
+        // As memory that was lent comes back, by a way on which nothing rests.
+        heap.give(two, 0, 9);
+        heap.merge_resting();
+        let (_, block) = heap.blocks.iter().find(|(_, block)| block.state == State::Free).unwrap();
+        assert_eq!((block.size, block.after), (4 * GRANULE, 9));
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
         #[test]

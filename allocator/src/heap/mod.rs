@@ -217,9 +217,7 @@ impl Heap {
     }
 
     /// Gives a live or waiting block back: `owner` may reuse it at once, everybody else once the owner's timeline got to
-    /// `after` (0: now). Merges it with its neighbours.
-    ///
-    /// Except for 0, `after` must not be less than any earlier one of the same owner: ticks of a stream only grow.
+    /// `after` (0: now). Merges it with its neighbours; what comes of that is done when the last of them is.
     #[inline(never)]
     pub(crate) fn give(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
         if after == 0 { self.give_done(id, owner) } else { self.give_used(id, owner, after) }
@@ -228,12 +226,12 @@ impl Heap {
     /// As [`Heap::give`], of a block that is done for everybody.
     #[cold]
     fn give_done(&mut self, id: BlockId, owner: u32) -> (BlockId, SplitChange) {
-        let (after, adopted) = self.adopt_done(id, owner);
-        let (id, change) = self.give_used(id, owner, after);
+        let adopted = self.adopt_done(id, owner);
+        let (id, change) = self.give_used(id, owner, 0);
         (id, SplitChange { count: change.count + adopted.count, bytes: change.bytes + adopted.bytes })
     }
 
-    /// As [`Heap::give`], of a block that is not done for everybody.
+    /// As [`Heap::give`], of a block whose neighbours need no look.
     fn give_used(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
         let pool = usize::from(self.blocks[id].pool);
         debug_assert!(matches!(self.blocks[id].state, State::Live | State::Waiting));
@@ -287,16 +285,15 @@ impl Heap {
     }
 
     /// Before a block that is done for everybody is given to `owner`: its neighbours that are done become the owner's, too, so
-    /// that they merge. Returns what the owner's timeline must have got to for what will merge to be done, and what changed.
+    /// that they merge, unless what comes of it is not done. Returns what changed.
     #[cold]
-    fn adopt_done(&mut self, id: BlockId, owner: u32) -> (u64, SplitChange) {
+    fn adopt_done(&mut self, id: BlockId, owner: u32) -> SplitChange {
         let mut change = SplitChange::default();
         for side in [|block: &Block| block.prev, |block: &Block| block.next] {
             let Block { prev, next, .. } = self.blocks[id];
-            let later = |id: BlockId| if self.is_free_of(id, owner) { self.blocks[id].after } else { 0 };
-            let after = later(prev).max(later(next));
-            if after != 0 {
-                return (after, change);
+            let is_used = |id: BlockId| self.is_free_of(id, owner) && self.blocks[id].after != 0;
+            if is_used(prev) || is_used(next) {
+                return change;
             }
             let neighbour = side(&self.blocks[id]);
             let Some(block) = self.blocks.get_mut(neighbour) else { continue };
@@ -311,9 +308,7 @@ impl Heap {
                 change.bytes += given.bytes - signed(size);
             }
         }
-        let Block { prev, next, .. } = self.blocks[id];
-        let later = |id: BlockId| if self.is_free_of(id, owner) { self.blocks[id].after } else { 0 };
-        (later(prev).max(later(next)), change)
+        change
     }
 
     /// Puts a free block in the index of its owner.

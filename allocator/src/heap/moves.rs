@@ -117,13 +117,14 @@ fn cut<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, place: 
 }
 
 /// Makes a block free that is in no index and puts it into `index`, joined with its neighbours there: those that are free and
-/// have the same owner.
+/// have the same owner. The latest tick of what is joined counts for all of it: blocks do not come back in the order of their
+/// ticks, because some were held or rested meanwhile.
 #[inline(always)]
 pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, owner: u32, after: u64) -> Joined {
     let Block { addr, size: given, prev, next, region, .. } = blocks[id];
     let is_free = |block: &&Block| block.state == State::Free && block.owner == owner;
-    let below = blocks.get(prev).filter(is_free).map(|block| block.size);
-    let above = blocks.get(next).filter(is_free).map(|block| (block.size, block.next));
+    let below = blocks.get(prev).filter(is_free).map(|block| (block.size, block.after));
+    let above = blocks.get(next).filter(is_free).map(|block| (block.size, block.next, block.after));
     let (with_prev, with_next) = (below.is_some(), above.map(|_| next));
     let joined = Joined { id, given, whole: given, with_prev, with_next, prev, next, region };
     match (below, above) {
@@ -133,26 +134,27 @@ pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockI
             index.insert(blocks, id);
             joined
         }
-        (None, Some((above, beyond))) => {
+        (None, Some((above, beyond, later))) => {
             blocks.remove(id);
             let into = &mut blocks[next];
             let place = I::place(next, above, into.addr);
-            (into.addr, into.size, into.prev, into.after) = (addr, above + given, prev, after);
+            (into.addr, into.size, into.prev, into.after) = (addr, above + given, prev, after.max(later));
             if let Some(prev) = blocks.get_mut(prev) {
                 prev.next = next;
             }
             index.changed(blocks, next, place);
             Joined { id: next, whole: above + given, next: beyond, ..joined }
         }
-        (Some(below), above) => {
-            let (whole, beyond) = match above {
-                Some((above, beyond)) => {
+        (Some((below, earlier)), above) => {
+            let after = after.max(earlier);
+            let (whole, beyond, after) = match above {
+                Some((above, beyond, later)) => {
                     let place = I::place(next, above, blocks[next].addr);
                     index.remove(blocks, next, place);
                     blocks.remove(next);
-                    (below + given + above, beyond)
+                    (below + given + above, beyond, after.max(later))
                 }
-                None => (below + given, next),
+                None => (below + given, next, after),
             };
             blocks.remove(id);
             let into = &mut blocks[prev];

@@ -83,7 +83,14 @@ impl Allocator {
             });
             match freed {
                 Some(freed) => tried.reclaimed += freed,
-                None => return Err(self.out_of_memory(request, tried)),
+                None => {
+                    // Memory in the hands of other threads was on no list when it was looked for.
+                    self.gate().wait();
+                    return attempt()?.map_err(|refusal| {
+                        tried.refusal = Some(refusal);
+                        self.out_of_memory(request, tried)
+                    });
+                }
             }
         }
     }

@@ -5,7 +5,6 @@
 
 use std::collections::BTreeMap;
 
-use crate::core::Request;
 use crate::heap::{BlockId, Heap};
 use crate::paged::apart::POOL;
 use crate::paged::window::Window;
@@ -134,11 +133,11 @@ impl Whole {
         donors.chosen.extend(open);
     }
 
-    /// Whether granules of a pool may serve the request: those of open private pools serve these pools alone.
-    pub(crate) fn may_donate(&self, request: &Request) -> impl Fn(u16) -> bool + 'static {
-        let closed = self.unpromised_pools();
-        let own = request.pool;
-        move |pool| pool == own || closed.contains(&pool)
+    /// Whether granules of a pool may move. Those of an open private pool do not, not even for the pool's own requests: a graph
+    /// that was captured there uses its memory again whenever it is launched, and we do not see it.
+    pub(crate) fn may_donate(&self) -> impl Fn(u16) -> bool + 'static {
+        let unpromised = self.unpromised_pools();
+        move |pool| unpromised.contains(&pool)
     }
 
     /// The pools whose free memory nobody is promised: the default ones and those of closed private pools.

@@ -121,14 +121,15 @@ impl Allocator {
         request: &Request,
         options: PhysicalOptions,
     ) -> Result<Result<(DevicePtr, RawPhysical), Refusal>, AllocError> {
-        let (buyable, refusal) = self.buyable()?;
-        if request.size > buyable {
-            return Ok(Err(refusal));
-        }
+        let headroom = self.beyond_headroom()?;
         let _gate = self.gate().shared();
         let mut core = self.shell().core();
         if core.is_asleep() {
             return Err(AllocError::Asleep);
+        }
+        let (buyable, refusal) = self.buyable(&core, headroom);
+        if request.size > buyable {
+            return Ok(Err(refusal));
         }
         core.growing += request.size;
         let access = core.paged.as_ref().map(|paged| paged.access.clone()).unwrap_or_default();

@@ -15,6 +15,11 @@ impl Gate {
         self.0.read()
     }
 
+    /// Waits until the operations that are on their way now have ended.
+    pub(crate) fn wait(&self) {
+        drop(self.0.write());
+    }
+
     /// For an operation on all mappings.
     pub(crate) fn exclusive(&self) -> RwLockWriteGuard<'_> {
         self.0.write()

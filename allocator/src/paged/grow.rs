@@ -12,7 +12,7 @@ use aquifer_device::{DeviceError, Timeline};
 
 use crate::allocator::Allocator;
 use crate::config::CrossStream;
-use crate::core::Request;
+use crate::core::{Core, Request};
 use crate::cross_stream::cannot_be_asked;
 use crate::error::AllocError;
 use crate::heap::kind_of;
@@ -49,6 +49,8 @@ struct Leave {
     ask: bool,
     /// Make the request's stream wait for others.
     order: bool,
+    /// Wait on the host rather than grow.
+    stall: bool,
     /// Take memory from the device.
     create: bool,
     /// And more than the request needs.
@@ -73,7 +75,9 @@ enum Next {
 impl Allocator {
     /// Serves the request from memory that moves, or that comes from the device.
     pub(crate) fn grow_paged(&self, request: &Request) -> Result<Growth, AllocError> {
-        let mut leave = Leave { ask: true, order: true, create: true, ahead: true };
+        // While a stream captures nothing is waited for that could be done without.
+        let may_wait = !self.device().is_capturing();
+        let mut leave = Leave { ask: true, order: may_wait, stall: may_wait, create: true, ahead: true };
         for _ in 0..ROUNDS {
             self.recycle_retired()?;
             match self.step(request, &mut leave)? {
@@ -88,11 +92,12 @@ impl Allocator {
                     None => leave.order = false,
                 },
                 Next::Wait(timeline, after) => {
-                    if !self.stall_for(&timeline, after)? {
+                    if self.stall_for(&timeline, after)? {
+                        self.poll_waiting()?;
+                        leave.ask = true;
+                    } else if !std::mem::take(&mut leave.stall) {
                         return Ok(Growth::Refused(Refusal::Device));
                     }
-                    self.poll_waiting()?;
-                    leave.ask = true;
                 }
                 Next::Reserve => {
                     if !self.reserve_addresses(request)? {
@@ -106,7 +111,7 @@ impl Allocator {
     }
 
     fn step(&self, request: &Request, leave: &mut Leave) -> Result<Next, AllocError> {
-        let buyable = if leave.create { self.buyable()? } else { (0, Refusal::Device) };
+        let headroom = if leave.create { self.beyond_headroom()? } else { 0 };
         let _gate = self.gate().shared();
         let mut whole = self.shell().whole();
         if whole.is_asleep() {
@@ -115,6 +120,12 @@ impl Allocator {
         // Somebody may have given something back meanwhile.
         if let Some(granted) = whole.take_own(request) {
             return Ok(Next::Finished(Ok(Growth::Grown(granted))));
+        }
+        let buyable = if leave.create { self.buyable(&whole, headroom) } else { (0, Refusal::Device) };
+        if request.size > self.device().info().total_bytes {
+            // No addresses are worth taking for it.
+            let refusal = if buyable.0 < request.size { buyable.1 } else { Refusal::Device };
+            return Ok(Next::Finished(Ok(Growth::Refused(refusal))));
         }
         let Some(draft) = whole.draft(request, buyable.0) else { return Ok(Next::Reserve) };
         if draft.buy > 0 {
@@ -131,7 +142,7 @@ impl Allocator {
                 if let Some(order) = may_order.then(|| whole.worth_ordering(request)).flatten() {
                     return Ok(order);
                 }
-                if let Some((timeline, after)) = whole.worth_stalling(&draft, excess) {
+                if let Some((timeline, after)) = leave.stall.then(|| whole.worth_stalling(&draft, excess)).flatten() {
                     return Ok(Next::Wait(timeline, after));
                 }
             }
@@ -160,15 +171,21 @@ impl Allocator {
         }
     }
 
-    /// Bytes that may still be taken from the device, and what would refuse more.
-    pub(crate) fn buyable(&self) -> Result<(u64, Refusal), AllocError> {
+    /// Bytes free on the device beyond the headroom.
+    pub(crate) fn beyond_headroom(&self) -> Result<u64, AllocError> {
         let headroom = self.config().headroom;
-        let by_headroom =
-            if headroom == 0 { u64::MAX } else { self.device().memory_info()?.free.saturating_sub(headroom) };
-        let core = self.shell().core();
+        if headroom == 0 {
+            return Ok(u64::MAX);
+        }
+        Ok(self.device().memory_info()?.free.saturating_sub(headroom))
+    }
+
+    /// Bytes that may still be taken from the device, of which so many are free beyond the headroom, and what would refuse more.
+    /// To be asked under the lock under which `growing` is raised, so that threads that grow together keep the limit.
+    pub(crate) fn buyable(&self, core: &Core, beyond_headroom: u64) -> (u64, Refusal) {
         let held = core.reserved.saturating_add(core.growing);
         let by_limit = self.limit().map_or(u64::MAX, |limit| limit.saturating_sub(held));
-        Ok(if by_headroom < by_limit { (by_headroom, Refusal::Headroom) } else { (by_limit, Refusal::Limit) })
+        if beyond_headroom < by_limit { (beyond_headroom, Refusal::Headroom) } else { (by_limit, Refusal::Limit) }
     }
 
     /// Makes the request's stream wait for other streams' uses of its own blocks, which are free to it then. Tells whether that

@@ -61,6 +61,7 @@ enum Next {
     Ask(Vec<(Arc<Timeline>, u64)>),
     /// Wait for this.
     Wait(Arc<Timeline>, u64),
+    Again,
 }
 
 impl Allocator {
@@ -119,24 +120,30 @@ impl Allocator {
                     }
                     may_ask = true;
                 }
+                Next::Again => {}
             }
         }
         Ok(Err(Refusal::Device))
     }
 
     fn fill_step(&self, request: &Request, base: u64, range: &Range<u64>, may_ask: bool) -> Result<Next, AllocError> {
-        let (buyable, refusal) = self.buyable()?;
+        let headroom = self.beyond_headroom()?;
         let _gate = self.gate().shared();
         let mut whole = self.shell().whole();
         if whole.is_asleep() {
             return Err(AllocError::Asleep);
         }
+        let (buyable, refusal) = self.buyable(&whole, headroom);
         let Some(paged) = &whole.paged else { return Ok(Next::Finished(Err(Refusal::Device))) };
+        if paged.retired.iter().any(|retired| retired.base == base && retired.range.start < range.end) {
+            // It was in the hands of whoever recycles when it was looked for, and could not be unmapped.
+            return Ok(Next::Again);
+        }
         let (granule, at_hand) = (paged.granule, paged.spares.len() as u64);
         let fill = paged.unmapped_within(range);
         let lacks = fill.iter().map(|range| range.end - range.start).sum::<u64>() / granule;
         let spares = lacks.min(at_hand);
-        let donors = whole.donors(lacks - spares, None, whole.may_donate(request));
+        let donors = whole.donors(lacks - spares, None, whole.may_donate());
         let buy = lacks - spares - donors.granules;
         if buy > 0 && may_ask {
             let ticks = whole.askable(&donors.not_done);

@@ -25,8 +25,8 @@
 //! | `probe.rs` | whether the device can map memory at all |
 //!
 //! Invariants, beside those of holes in the heap:
-//! * **P1** A granule is unmapped only when its last use is known done on the host, and neither pinned nor in an open private pool
-//!   (other than the request's own).
+//! * **P1** A granule is unmapped only when its last use is known done on the host, and neither pinned nor in an open private pool,
+//!   unless the pool itself is trimmed: a graph may use what is free there.
 //! * **P2** A granule is in one place: mapped in one reservation, among the spares, or in the hands of one operation. While the
 //!   allocator sleeps, nothing is mapped but what others know, and all other operations on mappings wait or are refused.
 //! * **P3** `reserved` = mapped + spare granules + segments, at any time that no operation is in flight.

@@ -73,14 +73,19 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::WrongDevice`] for an allocation of another allocator.
+    /// [`AllocError::WrongDevice`] for an allocation of another allocator; [`AllocError::Asleep`] while there is no memory.
     pub fn pin_mapping(&self, allocation: &Allocation) -> Result<PinnedMapping, AllocError> {
+        // Not while the allocator falls asleep, which looks at what is pinned once.
+        let _gate = self.gate().shared();
         let mut core = self.shell().core();
         let Some((arena, block)) = allocation.place() else {
             return Ok(PinnedMapping { allocator: self.clone(), range: 0..0, pinned: Pinned::Nothing });
         };
         if !std::ptr::eq(arena.shell, self.shell()) {
             return Err(AllocError::WrongDevice { what: "allocation" });
+        }
+        if core.is_asleep() {
+            return Err(AllocError::Asleep);
         }
         let segment = arena.look(|desk| {
             let region = desk.heap.region(desk.heap.blocks[block].region);

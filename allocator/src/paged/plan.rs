@@ -106,7 +106,7 @@ impl Whole {
         let reach = self.reach(&window);
         // What moves ahead of need serves the next requests of its kind. At most half of what could move does.
         let wanted = if need > 0 { need + 2 * reach } else { 0 };
-        let mut donors = self.donors(wanted, Some(&window), self.may_donate(request));
+        let mut donors = self.donors(wanted, Some(&window), self.may_donate());
         let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
         donors.truncate(need + ahead, granule);
         let buy = need.saturating_sub(donors.granules);

@@ -4,8 +4,8 @@
 
 use std::sync::Arc;
 
-use aquifer_device::sim::{SimConfig, SimDriver};
-use aquifer_device::{Device, Stream};
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{Code, Device, Operation, Stream};
 use shuttle::thread;
 
 use crate::{AllocError, Allocator, Config, Contents};
@@ -103,5 +103,59 @@ fn memory_given_up_is_recycled_once() {
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         trim.join().unwrap();
         drop(setup.allocator.alloc(50 * MIB, &two).unwrap());
+    });
+}
+
+#[test]
+fn threads_that_grow_together_keep_the_limit() {
+    explore(|setup| {
+        let limit = 30 * MIB;
+        setup.allocator.set_limit(Some(limit));
+        let threads = setup.streams.clone().map(|stream| {
+            let allocator = setup.allocator.clone();
+            thread::spawn(move || match allocator.alloc(20 * MIB, &stream) {
+                Ok(block) => Some(block),
+                Err(error) if error.is_out_of_memory() => None,
+                Err(error) => panic!("{error}"),
+            })
+        });
+        let blocks = threads.map(|thread| thread.join().unwrap());
+        assert!(blocks.iter().any(Option::is_some));
+        assert!(setup.allocator.memory_stats().reserved_bytes.all.peak <= limit);
+    });
+}
+
+#[test]
+fn memory_in_the_hands_of_another_thread_is_waited_for() {
+    explore(|setup| {
+        let [one, _] = setup.streams.clone();
+        drop(setup.allocator.alloc(40 * MIB, &one).unwrap());
+        let (trimming, growing) = (setup.allocator.clone(), setup.allocator.clone());
+        let threads = [
+            thread::spawn(move || assert!(trimming.trim_to(0).unwrap() <= 40 * MIB)),
+            thread::spawn(move || drop(growing.alloc(50 * MIB, &one).unwrap())),
+        ];
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+    });
+}
+
+#[test]
+fn memory_that_could_not_be_recycled_is_not_grown_into() {
+    explore(|setup| {
+        let [one, two] = setup.streams.clone();
+        let mut cache = setup.allocator.growable(48 * MIB, &one).unwrap();
+        cache.grow_to(8 * MIB, &one).unwrap();
+        cache.shrink_to(4 * MIB, &one).unwrap();
+        setup.sim.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 1, code: Code(999) });
+        let other = setup.allocator.clone();
+        // It recycles what was given up, which fails once.
+        let recycling = thread::spawn(move || drop(other.alloc(10 * MIB, &two)));
+        let grown = cache.grow_to(8 * MIB, &one);
+        recycling.join().unwrap();
+        setup.sim.clear_faults();
+        setup.allocator.empty_cache().unwrap();
+        if grown.is_ok() {
+            assert!(setup.sim.mapping_at(cache.ptr().offset(6 * MIB)).is_some());
+        }
     });
 }

@@ -25,7 +25,7 @@ impl Allocator {
     /// none is left in the pools that `of` picks; tells how many bytes went. Those not known done stay.
     pub(crate) fn trim_paged(&self, target: u64, of: &impl Fn(u16) -> bool) -> Result<u64, AllocError> {
         let recycled = self.recycle_retired()?;
-        self.take_stuck_back()?;
+        let stuck = self.take_stuck_back();
         let _gate = self.gate().shared();
         let mut whole = self.shell().whole();
         let Some(granule) = whole.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
@@ -52,7 +52,7 @@ impl Allocator {
         let addresses = self.give_addresses_back();
         match failed {
             Some(error) => Err(error.into()),
-            None => addresses.map(|()| recycled + released * granule),
+            None => stuck.and(addresses).map(|()| recycled + released * granule),
         }
     }
 

@@ -233,6 +233,12 @@ impl Timeline {
         let recorded = match self.covering(&mut state, n) {
             Ok(recorded) => recorded,
             Err(_) if state.closed => {
+                if self.context.is_capturing() {
+                    return Err(capture_error(
+                        Operation::Synchronize,
+                        "the stream is gone, so the device would be waited for, which breaks the capture in progress",
+                    ));
+                }
                 // Raised before the device is waited for, like before a record (T1).
                 let reached = self.count.fetch_add(1, Ordering::AcqRel) + 1;
                 drop(state);
@@ -342,6 +348,7 @@ impl Timeline {
 
     fn enter(&self, state: &mut State, scope: &Arc<Scope>) {
         state.capture = Some(scope.clone());
+        self.context.captures.fetch_add(1, Ordering::AcqRel);
         if self.kind == Kind::Blocking {
             self.context.blocking_captures.fetch_add(1, Ordering::AcqRel);
         }
@@ -351,6 +358,9 @@ impl Timeline {
     pub(crate) fn end_capture(&self, scope: &Arc<Scope>) {
         let mut state = self.state.lock();
         let ended = state.capture.take_if(|current| Arc::ptr_eq(current, scope)).is_some();
+        if ended {
+            self.context.captures.fetch_sub(1, Ordering::AcqRel);
+        }
         if ended && self.kind == Kind::Blocking {
             self.context.blocking_captures.fetch_sub(1, Ordering::AcqRel);
         }

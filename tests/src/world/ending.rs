@@ -6,7 +6,7 @@ use super::World;
 use crate::model::Handle;
 use crate::op::FreeHow;
 use crate::setup::Ending;
-use crate::{assert_no_reservation, assert_no_violation, device_free};
+use crate::{assert_no_reservation, device_free};
 
 impl World {
     /// Ends the program: takes faults back, frees what is live, and checks that the allocator still works and that all
@@ -40,6 +40,7 @@ impl World {
         blocks.iter_mut().for_each(|live| self.settle(live));
         let (raw, owned): (Vec<_>, Vec<_>) = blocks.into_iter().partition(|live| matches!(live.handle, Handle::Raw));
         for live in raw {
+            self.note_use(&live, true);
             self.allocator.free_raw(live.ptr).unwrap_or_else(|error| panic!("{error}"));
         }
         self.pools.clear();
@@ -51,7 +52,9 @@ impl World {
                 live.order(&reader, true).unwrap_or_else(|error| panic!("{error}"));
                 live.verify(&reader).unwrap_or_else(|error| panic!("{error}"));
             }
-            assert_no_violation(&self.driver);
+            self.note_use(&live, true);
+            drop(live);
+            self.assert_no_hazard();
         }
         // The device takes the old allocator's memory back when somebody next allocates from it.
         self.assert_usable(&self.allocator);
@@ -72,7 +75,7 @@ impl World {
     }
 
     fn assert_returned(&self, allocator: &Allocator) {
-        assert_no_violation(&self.driver);
+        self.assert_no_hazard();
         assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 0), "memory is not given back");
         let (free, total) = (device_free(&self.driver), self.device.info().total_bytes);
         assert_eq!(free, total, "memory is missing on the device");

@@ -7,11 +7,12 @@
 mod blocks;
 mod ending;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_allocator::{ALIGNMENT, AllocError, Allocation, Allocator, PoolOptions, PoolRoute, PrivatePool};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Device, DevicePtr, RawStream, Stream};
+use aquifer_device::sim::{Fault, Lagging, SimConfig, SimDriver};
+use aquifer_device::{Code, Device, DevicePtr, Driver as _, RawStream, Stream};
 
 use crate::model::{Blocks, Driver, Handle, Live};
 use crate::op::Op;
@@ -29,6 +30,8 @@ pub struct World {
     streams: Vec<Stream>,
     device: Device,
     driver: Driver,
+    /// Stands before the driver if the device lags.
+    lagging: Option<Arc<Lagging>>,
     other: u64,
     /// Faults may strike, or may have struck and left streams without events.
     faulty: bool,
@@ -42,7 +45,11 @@ impl World {
     /// A device and an allocator. Stream 0 is the legacy stream, 1 that of this thread, 2 and 3 are streams of their own.
     pub fn new(setup: &Setup) -> World {
         let driver = SimDriver::new(SimConfig::new(setup.capacity).seed(setup.seed));
-        let device = Device::new(driver.clone());
+        let lagging = (setup.lag > 0).then(|| Lagging::new(driver.clone(), setup.lag));
+        let device = match &lagging {
+            Some(lagging) => Device::new(lagging.clone()),
+            None => Device::new(driver.clone()),
+        };
         let allocator = Allocator::new(&device, setup.config.clone()).unwrap_or_else(|error| panic!("{error}"));
         let mut streams = vec![device.default_stream().clone(), device.per_thread_stream()];
         for _ in 0..2 {
@@ -56,6 +63,7 @@ impl World {
             streams,
             device,
             driver,
+            lagging,
             other: 0,
             faulty: false,
             lost: false,
@@ -101,6 +109,7 @@ impl World {
     /// Takes one step and checks what must hold.
     pub fn step(&mut self, op: &Op) {
         let reserved = self.allocator.reserved_bytes();
+        self.lagging.iter().for_each(|lagging| lagging.advance());
         match *op {
             Op::Alloc { stream, bytes, align, on_thread } => self.alloc(stream, bytes, align, on_thread),
             Op::AllocRaw { stream, bytes } => self.alloc_raw(stream, bytes),
@@ -165,7 +174,7 @@ impl World {
     }
 
     fn check(&mut self, reserved_before: u64) {
-        assert_no_violation(&self.driver);
+        self.assert_no_hazard();
         check::statistics(&self.allocator, self.blocks.totals());
         let reserved = self.allocator.reserved_bytes();
         if reserved > reserved_before {
@@ -182,6 +191,20 @@ impl World {
             let held = self.device.info().total_bytes.saturating_sub(self.other + reserved);
             assert_eq!(free, held, "the device and the statistics disagree on what is free");
             check::readers(&self.allocator);
+        }
+    }
+
+    /// Panics if the race detector found anything, or who watches over the memory of a device that lags.
+    fn assert_no_hazard(&self) {
+        assert_no_violation(&self.driver);
+        let hazard = self.lagging.as_ref().and_then(|lagging| lagging.take_violation());
+        assert_eq!(hazard, None, "found on a device that lags");
+    }
+
+    /// Notes that the memory of a live block was used, for the last time if it is given back now.
+    fn note_use(&self, live: &Live, is_last: bool) {
+        if let Some(lagging) = self.lagging.as_ref().filter(|_| live.bytes > 0) {
+            if is_last { lagging.freed(live.ptr) } else { lagging.used(live.ptr) }
         }
     }
 
@@ -255,6 +278,7 @@ impl World {
         let mut live = Live { handle, ptr, bytes, own: stream.id(), pattern: None, uses: Vec::new() };
         live.note(stream, true, true);
         if bytes > 0 {
+            self.lagging.iter().for_each(|lagging| lagging.allocated(ptr, bytes));
             self.next_pattern = self.next_pattern.wrapping_add(1);
             self.judge(live.touch(stream, Some(self.next_pattern), true));
         }

@@ -18,6 +18,8 @@ mod named_streams;
 mod oom;
 mod paged;
 mod paged_defects;
+mod paged_found;
 mod paged_lag;
 mod programs;
+mod steady;
 mod threads;

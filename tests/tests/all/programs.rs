@@ -6,7 +6,7 @@ use aquifer_allocator::config::Backing;
 use aquifer_tests::BACKINGS;
 use aquifer_tests::op::op;
 use aquifer_tests::runner;
-use aquifer_tests::setup::setup;
+use aquifer_tests::setup::{lagging, setup};
 use aquifer_tests::world::World;
 use proptest::collection::vec;
 
@@ -34,6 +34,17 @@ fn programs_on_paged_with_faults() {
 #[test]
 fn programs_on_segments_with_faults() {
     programs(Backing::Segments, true, (0, 2));
+}
+
+#[test]
+fn programs_on_devices_that_lag() {
+    for backing in BACKINGS {
+        for faults in [false, true] {
+            let strategy = (lagging(backing), vec(op(faults), 1..120));
+            let name = format!("programs on {backing} that lags{}", if faults { " with faults" } else { "" });
+            runner::run(&name, 500, (0, 2), &strategy, |(setup, program)| World::run(&setup, &program));
+        }
+    }
 }
 
 #[test]

@@ -1,0 +1,94 @@
+//! Where memory cannot be mapped it comes in segments, and one warning says so and why.
+
+#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+
+use std::fmt::Debug;
+use std::sync::{Arc, Mutex};
+
+use aquifer_allocator::{Allocator, Config};
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{Code, Device, Operation};
+use tracing::field::{Field, Visit};
+use tracing::span;
+use tracing::{Event, Level, Metadata, Subscriber};
+
+/// Keeps the warnings and errors that it is told.
+#[derive(Clone, Default)]
+struct Warnings(Arc<Mutex<Vec<String>>>);
+
+struct Text(String);
+
+impl Visit for Text {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        self.0 += &format!("{}={value:?} ", field.name());
+    }
+}
+
+impl Subscriber for Warnings {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= Level::WARN
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut text = Text(String::new());
+        event.record(&mut text);
+        self.0.lock().unwrap().push(text.0);
+    }
+
+    fn enter(&self, _: &span::Id) {}
+
+    fn exit(&self, _: &span::Id) {}
+}
+
+/// What is logged while an allocator is made on a device, and used a little, and where its memory came from.
+fn warnings(device: &Device, options: &str) -> (Vec<String>, bool) {
+    let warnings = Warnings::default();
+    let is_mapped = tracing::subscriber::with_default(warnings.clone(), || {
+        let allocator = Allocator::new(device, Config::parse(options).unwrap()).unwrap();
+        let stream = device.create_stream().unwrap();
+        let blocks = [1000, 3 << 20, 30 << 20].map(|bytes| allocator.alloc(bytes, &stream).unwrap());
+        let is_mapped = allocator.snapshot().segments.iter().any(|segment| segment.is_expandable);
+        drop(blocks);
+        allocator.empty_cache().unwrap();
+        is_mapped
+    });
+    let found = warnings.0.lock().unwrap().clone();
+    (found, is_mapped)
+}
+
+#[test]
+fn falling_back_to_segments_is_told_once_and_why() {
+    let device = |config: SimConfig| Device::new(SimDriver::new(config));
+    let failing = |operation| {
+        let driver = SimDriver::new(SimConfig::new(1 << 30));
+        let device = Device::new(driver.clone());
+        driver.inject(Fault::Nth { operation: Some(operation), nth: 1, code: Code::INVALID_VALUE });
+        device
+    };
+    for (device, options, why) in [
+        (device(SimConfig::new(1 << 30).vmm(false)), "", "cannot map memory"),
+        (failing(Operation::Map), "", "cuMemMap"),
+        (failing(Operation::SetAccess), "", "cuMemSetAccess"),
+        (device(SimConfig::new(1 << 30)), "granule_mb:2048", "less memory than one granule"),
+    ] {
+        let (found, is_mapped) = warnings(&device, options);
+        assert!(!is_mapped);
+        assert!(found.len() == 1 && found[0].contains(why) && found[0].contains("segments"), "{why}: {found:?}");
+    }
+}
+
+#[test]
+fn nothing_is_told_where_memory_is_mapped_or_segments_were_asked_for() {
+    for (options, expected) in [("", true), ("backing:segments", false)] {
+        let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
+        assert_eq!(warnings(&device, options), (Vec::new(), expected), "{options:?}");
+    }
+}

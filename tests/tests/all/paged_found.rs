@@ -1,0 +1,197 @@
+//! Tests of what reading the paged backing found.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use aquifer_allocator::{Allocation, Allocator, Config, MappingChange, PoolOptions, Refusal};
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{Code, Device, Operation};
+use aquifer_tests::{Bench, GIB, MIB, assert_no_violation, check, write_on};
+
+fn block(bench: &Bench, mib: u64) -> Allocation {
+    let block = bench.allocator.alloc(mib * MIB, &bench.stream).unwrap();
+    write_on(&bench.stream, block.ptr(), block.bytes());
+    block
+}
+
+#[test]
+fn memory_given_back_beside_what_could_not_be_unmapped_keeps_its_order() {
+    let bench = Bench::new(GIB, "");
+    let (done, used) = (block(&bench, 8), block(&bench, 8));
+    bench.stream.synchronize().unwrap();
+    bench.stream.tick().cover().unwrap();
+    drop(done);
+    bench.stream.synchronize().unwrap();
+    let late = Mutex::new(Some(used));
+    let (stream, driver) = (bench.stream.clone(), bench.driver.clone());
+    // While one block is on its way back to the device, its neighbour is used and given back; and then it stays after all.
+    let registration = bench.allocator.observe_mappings(move |change| {
+        if let (MappingChange::BeforeUnmap { .. }, Some(late)) = (change, late.lock().unwrap().take()) {
+            stream.tick().cover().unwrap();
+            driver.stall(stream.raw(), Duration::from_millis(10)).unwrap();
+            write_on(&stream, late.ptr(), late.bytes());
+        }
+    });
+    bench.driver.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 1, code: Code(999) });
+    bench.allocator.empty_cache().unwrap_err();
+    drop(registration);
+    let other = bench.allocator.alloc(16 * MIB, &bench.side).unwrap();
+    write_on(&bench.side, other.ptr(), other.bytes());
+    drop(other);
+    bench.assert_returned();
+}
+
+#[test]
+fn memory_of_a_pool_stays_where_a_graph_uses_it() {
+    let bench = Bench::new(GIB, "");
+    let pool = bench.allocator.create_pool(PoolOptions::default());
+    let capture = bench.stream.begin_capture().unwrap();
+    let (inside, beside) = (pool.alloc(20 * MIB, &bench.stream).unwrap(), pool.alloc(2 * MIB, &bench.stream).unwrap());
+    write_on(&bench.stream, inside.ptr(), inside.bytes());
+    drop(inside);
+    let graph = capture.end().unwrap();
+    bench.stream.synchronize().unwrap();
+    // Another graph of the pool needs more than there is in one piece.
+    drop(pool.alloc(30 * MIB, &bench.stream).unwrap());
+    graph.launch(&bench.stream).unwrap();
+    bench.stream.synchronize().unwrap();
+    bench.assert_no_violation();
+    drop((graph, beside, pool));
+    bench.assert_returned();
+}
+
+#[test]
+fn an_observer_that_panics_loses_no_memory() {
+    for unmap in [false, true] {
+        let bench = Bench::new(64 * MIB, "");
+        let held = block(&bench, 8);
+        let apart = block(&bench, 24);
+        let beside = block(&bench, 2);
+        drop(apart);
+        bench.stream.synchronize().unwrap();
+        let registration = bench.allocator.observe_mappings(move |change| {
+            assert!(unmap != matches!(change, MappingChange::BeforeUnmap { .. }), "an observer panics");
+        });
+        let whole = block(&bench, 40);
+        drop(registration);
+        check::statistics(&bench.allocator, (3, 50 * MIB));
+        drop((held, whole, beside));
+        bench.assert_returned();
+    }
+}
+
+#[test]
+fn requests_beyond_the_device_take_no_addresses() {
+    for (limit, refusal) in [(None, Refusal::Device), (Some(32 * MIB), Refusal::Limit)] {
+        let bench = Bench::new(64 * MIB, "");
+        bench.allocator.set_limit(limit);
+        for bytes in [65 * MIB, 300 * MIB, 1 << 40, (1 << 60) - 1] {
+            let error = bench.allocator.alloc(bytes, &bench.stream).unwrap_err();
+            assert_eq!(error.report().unwrap().refusal, Some(refusal), "{bytes}: {error}");
+            assert_eq!(bench.device.driver_calls().of(Operation::Reserve), 1, "the probe alone reserves addresses");
+        }
+        bench.assert_returned();
+    }
+}
+
+#[test]
+fn granules_larger_than_the_device_are_none() {
+    for (capacity, options) in [(GIB, "granule_mb:8796093022208"), (GIB, "granule_mb:2048"), (3 * MIB, "granule_mb:4")]
+    {
+        let bench = Bench::new(capacity, options);
+        let held = bench.allocator.alloc(1000, &bench.stream).unwrap();
+        write_on(&bench.stream, held.ptr(), 1000);
+        drop(held);
+        bench.allocator.empty_cache().unwrap();
+        bench.assert_no_violation();
+    }
+}
+
+#[test]
+fn devices_of_odd_sizes_are_used_up_to_the_last_granule() {
+    for capacity in [2 * MIB, 2 * MIB + 1, 5 * MIB, 63 * MIB + 511] {
+        let bench = Bench::new(capacity, "");
+        let mut held = Vec::new();
+        while let Ok(block) = bench.allocator.alloc(MIB + 512, &bench.stream) {
+            write_on(&bench.stream, block.ptr(), block.bytes());
+            held.push(block);
+        }
+        assert_eq!(bench.allocator.reserved_bytes(), capacity / (2 * MIB) * 2 * MIB, "of {capacity}");
+        drop(held);
+        bench.allocator.empty_cache().unwrap();
+        bench.assert_no_violation();
+    }
+}
+
+#[test]
+fn a_limit_below_a_granule_refuses_and_no_more() {
+    let bench = Bench::new(GIB, "");
+    bench.allocator.set_limit(Some(MIB));
+    let error = bench.allocator.alloc(512, &bench.stream).unwrap_err();
+    assert_eq!(error.report().unwrap().refusal, Some(Refusal::Limit), "{error}");
+    assert_eq!(bench.allocator.reserved_bytes(), 0);
+    bench.allocator.set_limit(None);
+    drop(block(&bench, 1));
+    bench.assert_returned();
+}
+
+#[test]
+fn what_an_allocator_left_breaks_no_capture() {
+    let bench = Bench::new(GIB, "");
+    let before = Allocator::new(&bench.device, Config::default()).unwrap();
+    drop(before.alloc(8 * MIB, &bench.side).unwrap());
+    drop(before);
+    let capture = bench.stream.begin_capture().unwrap();
+    drop(bench.allocator.alloc(8 * MIB, &bench.side).unwrap());
+    drop(capture.end().unwrap());
+    bench.assert_returned();
+}
+
+#[test]
+fn memory_that_a_capture_keeps_back_is_not_waited_for() {
+    let bench = Bench::new(GIB, "");
+    let used = bench.allocator.alloc(100 * MIB, &bench.side).unwrap();
+    write_on(&bench.side, used.ptr(), used.bytes());
+    drop(used);
+    let capture = bench.side.begin_capture().unwrap();
+    // More than is in use would be held, and the host might wait for what is free, were it not for the capture.
+    let other = block(&bench, 200);
+    drop(capture.end().unwrap());
+    drop(other);
+    bench.assert_returned();
+}
+
+#[test]
+fn memory_is_given_back_beside_a_mapping_that_is_stuck() {
+    let bench = Bench::new(GIB, "");
+    let rest = block(&bench, 8);
+    let fault = |operation, nth| Fault::Nth { operation: Some(operation), nth, code: Code(999) };
+    bench.driver.inject(fault(Operation::SetAccess, 1));
+    bench.driver.inject(fault(Operation::Unmap, 2));
+    bench.allocator.alloc(16 * MIB, &bench.side).unwrap_err();
+    bench.driver.clear_faults();
+    // The first mapping that is taken back is the stuck one, which stays stuck.
+    bench.driver.inject(fault(Operation::Unmap, 1));
+    bench.allocator.empty_cache().unwrap_err();
+    assert_eq!(bench.allocator.reserved_bytes(), 10 * MIB, "the stuck one is held beside what is live");
+    drop(rest);
+    bench.assert_returned();
+}
+
+#[test]
+fn memory_pinned_while_the_allocator_falls_asleep_stays() {
+    let driver = SimDriver::new(SimConfig::new(GIB));
+    let device = Device::new(driver.clone());
+    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let stream = device.create_stream().unwrap();
+    let held = Arc::new(allocator.alloc(8 * MIB, &stream).unwrap());
+    allocator.sleep(aquifer_allocator::Contents::Discard).unwrap();
+    let asleep = allocator.pin_mapping(&held).unwrap_err();
+    assert!(matches!(asleep, aquifer_allocator::AllocError::Asleep), "{asleep}");
+    allocator.wake().unwrap();
+    let pinned = allocator.pin_mapping(&held).unwrap();
+    assert_eq!(allocator.sleep(aquifer_allocator::Contents::Discard).unwrap(), 0);
+    allocator.wake().unwrap();
+    drop((pinned, held));
+    assert_no_violation(&driver);
+}

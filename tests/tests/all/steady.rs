@@ -1,0 +1,68 @@
+//! Programs whose iterations repeat hardly change mappings after the first ones.
+
+use std::path::{Path, PathBuf};
+
+use aquifer_allocator::{Allocation, Allocator, Config};
+use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_device::{Device, Operation, Stream};
+use aquifer_stress::input::{self, Event, Program};
+use aquifer_tests::{GIB, assert_no_violation};
+
+/// Plays a program once; returns the mapping calls of each iteration, what comes before the first one included as one.
+fn mapping_calls(program: &Program) -> Vec<u64> {
+    let driver = SimDriver::new(SimConfig::new(80 * GIB));
+    let device = Device::new(driver.clone());
+    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let streams: Vec<Stream> = program.streams.iter().map(|_| device.create_stream().unwrap()).collect();
+    let mut slots: Vec<Option<Allocation>> = (0..program.slots).map(|_| None).collect();
+    let calls = || {
+        let calls = device.driver_calls();
+        [Operation::CreatePhysical, Operation::Map, Operation::Unmap, Operation::SetAccess].map(|one| calls.of(one))
+    };
+    let (mut counts, mut before) = (Vec::new(), calls().iter().sum::<u64>());
+    let mut count = |counts: &mut Vec<u64>| {
+        let now = calls().iter().sum::<u64>();
+        counts.push(now - std::mem::replace(&mut before, now));
+    };
+    for event in &program.events {
+        match *event {
+            Event::Alloc { slot, bytes, stream } => {
+                slots[slot as usize] = Some(allocator.alloc(bytes, &streams[usize::from(stream)]).unwrap());
+            }
+            Event::Free { slot } => slots[slot as usize] = None,
+            Event::RecordStream { slot, stream } => {
+                let block = slots[slot as usize].as_ref().unwrap();
+                block.record_stream(&streams[usize::from(stream)]).unwrap();
+            }
+            Event::Iteration(_) => count(&mut counts),
+        }
+    }
+    count(&mut counts);
+    assert_no_violation(&driver);
+    counts
+}
+
+/// Mapping calls after the second iteration, the last one aside, for 1000 of those up to there.
+fn calls_when_steady(path: &Path) -> u64 {
+    let programs = input::load(path).unwrap_or_else(|error| panic!("{error}"));
+    let counts = mapping_calls(&programs[0]);
+    println!("{}: mapping calls by iteration {counts:?}", programs[0].name);
+    assert!(counts.len() > 4, "too few iterations: {counts:?}");
+    let (first, steady) = counts[..counts.len() - 1].split_at(3);
+    1000 * steady.iter().sum::<u64>() / first.iter().sum::<u64>()
+}
+
+#[test]
+fn a_program_that_repeats_hardly_maps() {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../stress/testdata/gpt2_fp32.trace.gz");
+    let calls = calls_when_steady(&path);
+    assert!(calls <= 30, "{calls} of 1000 mapping calls are made when it is steady");
+}
+
+#[test]
+#[ignore = "for programs of your own: AQUIFER_TRACES=FILE:FILE"]
+fn programs_of_your_own_hardly_map() {
+    let paths = std::env::var("AQUIFER_TRACES").unwrap();
+    let calls: Vec<u64> = std::env::split_paths(&paths).map(|path| calls_when_steady(&path)).collect();
+    assert!(calls.iter().all(|&calls| calls <= 30), "of 1000 mapping calls: {calls:?}");
+}
