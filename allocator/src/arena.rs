@@ -21,10 +21,9 @@ use aquifer_device::Timeline;
 use crossbeam::queue::SegQueue;
 use crossbeam::utils::CachePadded;
 
-use crate::clock::Stamp;
 use crate::core::{Granted, Request};
 use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange, State, kind_of};
-use crate::history::{Action, Entry};
+use crate::history::{Action, Actions, Subject};
 use crate::paged::Milestones;
 use crate::shell::{SharedFree, Shell};
 use crate::size_class::{PoolKind, SizeClasses};
@@ -293,7 +292,7 @@ impl Guard {
         if self.desk.classes.is_oversize(size) {
             self.tally().oversize(true);
         }
-        self.note(&[Action::Alloc], id);
+        self.note(Action::Alloc, id);
         self.debug_check();
         Granted { arena: self.arena, block: id, addr }
     }
@@ -310,7 +309,7 @@ impl Guard {
             Some(on) if !shared && self.desk.crosses_streams => on,
             _ => return Err(Shared),
         };
-        self.note(&[Action::FreeRequested, Action::FreeCompleted], id);
+        self.note(Actions::FREE, id);
         self.given_back(size);
         self.tally().freed(kind, size, requested);
         let after = self.desk.tick_of(heir);
@@ -335,21 +334,17 @@ impl Guard {
 
     /// Records what happened now to a live or waiting block, if history is on.
     #[inline]
-    pub(crate) fn note(&self, actions: &[Action], id: BlockId) {
+    pub(crate) fn note(&self, actions: impl Into<Actions>, id: BlockId) {
         if self.desk.records_history {
-            self.note_always(actions, id);
+            self.note_always(actions.into(), id);
         }
     }
 
-    #[cold]
-    fn note_always(&self, actions: &[Action], id: BlockId) {
-        let Block { addr, requested: size, owner: slot, tag, pool, .. } = self.desk.heap.blocks[id];
+    #[inline(never)]
+    fn note_always(&self, actions: Actions, id: BlockId) {
+        let &Block { addr, requested: size, owner: slot, tag, pool, .. } = &self.desk.heap.blocks[id];
         let pool = self.desk.heap.pools[usize::from(pool)].history_id;
-        let mut history = self.arena.shell.history.lock();
-        let stamp = Stamp::now();
-        for &action in actions {
-            history.push(Entry { action, addr, size, slot, tag: Tag(tag), pool, stamp });
-        }
+        self.arena.shell.history.lock().note(actions, Subject { addr, size, slot, tag: Tag(tag), pool });
     }
 
     /// A block that was given back, and is accounted for, becomes free: reusable by `owner` at once, by others after `after`. Its

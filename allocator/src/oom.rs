@@ -11,7 +11,7 @@ use crate::error::AllocError;
 use crate::format::Bytes;
 use crate::fragmentation::unusable_index;
 use crate::heap::{Block, State, kind_of};
-use crate::history::Action;
+use crate::history::{Action, Subject};
 use crate::segments::Refusal;
 use crate::stats::Hot;
 use crate::tags::Tag;
@@ -161,7 +161,8 @@ impl Allocator {
         let whole = shell.whole();
         shell.counters.num_ooms.add(1);
         let (pool, free) = (whole.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
-        shell.history.lock().note(Action::Oom, pool, free, request.size, request.slot, request.tag);
+        let subject = Subject { addr: free, size: request.size, slot: request.slot, tag: request.tag, pool };
+        shell.history.lock().note(Action::Oom, subject);
         let mut report = whole.report(request, tried);
         drop(whole);
         report.device = self.device().info().ordinal;

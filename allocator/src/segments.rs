@@ -12,7 +12,7 @@ use crate::allocator::Allocator;
 use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
 use crate::heap::{Block, BlockId, Heap, Key, Region, kind_of};
-use crate::history::Action;
+use crate::history::{Action, Subject};
 use crate::shell::Shell;
 use crate::whole::Whole;
 
@@ -134,7 +134,8 @@ impl Whole {
         }
         self.segments.insert(addr, request.tag);
         let pool = self.pools.history_id(request.pool);
-        shell.history.lock().note(Action::SegmentAlloc, pool, addr, bytes, request.slot, request.tag);
+        let subject = Subject { addr, size: bytes, slot: request.slot, tag: request.tag, pool };
+        shell.history.lock().note(Action::SegmentAlloc, subject);
         self.arena(request.slot).heap.add_region(addr, bytes, request.pool)
     }
 
@@ -223,6 +224,7 @@ impl Core {
         }
         let tag = self.segments.remove(&region.addr).unwrap_or_default();
         let pool = self.pools.history_id(region.pool);
-        shell.history.lock().note(Action::SegmentFree, pool, region.addr, region.bytes, region.home, tag);
+        let subject = Subject { addr: region.addr, size: region.bytes, slot: region.home, tag, pool };
+        shell.history.lock().note(Action::SegmentFree, subject);
     }
 }

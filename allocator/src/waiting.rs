@@ -73,7 +73,7 @@ impl Whole {
         let arena = self.arena(arena);
         let block = &arena.heap.blocks[id];
         let (kind, size) = (kind_of(block.pool), block.size);
-        arena.note(&[Action::FreeRequested], id);
+        arena.note(Action::FreeRequested, id);
         arena.given_back(size);
         arena.tally().freed(kind, size, 0);
         arena.heap.set_waiting(id);
@@ -143,7 +143,7 @@ impl Whole {
                 let last_use = if done { waiting.own_use } else { tick };
                 let arena = self.arena(waiting.place.arena);
                 arena.tally().change(Hot::Requested, kind, -requested);
-                arena.note(&[Action::FreeCompleted], waiting.place.block);
+                arena.note(Action::FreeCompleted, waiting.place.block);
                 arena.complete(waiting.place.block, owner, tick, last_use);
             }
             !free

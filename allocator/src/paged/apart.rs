@@ -13,7 +13,7 @@ use aquifer_device::{DeviceError, DevicePtr, RawPhysical, Reservation, Stream};
 use crate::allocator::Allocator;
 use crate::core::{Core, Request};
 use crate::error::AllocError;
-use crate::history::Action;
+use crate::history::{Action, Actions, Subject};
 use crate::hooks::{self, ReclaimRequest};
 use crate::oom::Tried;
 use crate::paged::driver::unmap_range;
@@ -234,15 +234,15 @@ impl Whole {
         let before = *owned;
         (owned.size, owned.requested) = (size, requested);
         let tally = Tally::Shared(self.shell);
+        let subject = |size| Subject { addr: base, size, slot: before.slot, tag: before.tag, pool: 0 };
         let mut history = self.shell.history.lock();
         if before.size > 0 {
             tally.freed(PoolKind::Large, before.size, before.requested);
-            history.note(Action::FreeRequested, 0, base, before.requested, before.slot, before.tag);
-            history.note(Action::FreeCompleted, 0, base, before.requested, before.slot, before.tag);
+            history.note(Actions::FREE, subject(before.requested));
         }
         if size > 0 {
             tally.allocated(PoolKind::Large, size, requested);
-            history.note(Action::Alloc, 0, base, requested, before.slot, before.tag);
+            history.note(Action::Alloc, subject(requested));
         }
     }
 }

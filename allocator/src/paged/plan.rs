@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::core::Request;
 use crate::heap::{BlockId, Holding, State, kind_of};
-use crate::history::Action;
+use crate::history::{Action, Subject};
 use crate::paged::donors::{Donor, Donors};
 use crate::paged::driver::{Done, Work};
 use crate::paged::granules::Stuck;
@@ -351,7 +351,8 @@ impl Whole {
 
     pub(crate) fn note_mapping(&self, action: Action, pool: u16, slot: u32, addr: u64, bytes: u64) {
         let pool = self.pools.history_id(pool);
-        self.shell.history.lock().note(action, pool, addr, bytes, slot, Tag::default());
+        let subject = Subject { addr, size: bytes, slot, tag: Tag::default(), pool };
+        self.shell.history.lock().note(action, subject);
     }
 
     /// Makes `reserved` what granules and segments are (P3). What is given up counts before what is gained, so that memory

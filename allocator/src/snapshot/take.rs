@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{Block, BlockState, Nothing, Segment, Settings, Snapshot, TraceEntry};
 use crate::allocator::Allocator;
 use crate::heap::{self, Heap, Region, State, kind_of};
-use crate::history::{Action, Entry};
+use crate::history::{Action, Entry, Subject};
 use crate::paged::{Owned, POOL};
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
@@ -35,7 +35,7 @@ impl Allocator {
     pub fn snapshot(&self) -> Snapshot {
         let whole = self.shell().whole();
         let copied = whole.copy();
-        self.shell().history.lock().note(Action::Snapshot, 0, 0, copied.active_bytes, 0, Tag::default());
+        self.shell().history.lock().note(Action::Snapshot, Subject { size: copied.active_bytes, ..Subject::default() });
         drop(whole);
         let device = self.device().info().ordinal;
         let mut names = Names::default();
@@ -138,8 +138,8 @@ impl Whole {
                 .chain(releasing().map(whole))
                 .chain(blocks_apart)
                 .collect(),
-            entries: history.entries().copied().collect(),
-            overwritten: history.overwritten,
+            entries: history.entries().collect(),
+            overwritten: history.overwritten(),
             active_bytes: self.in_use(),
             pools: numbers.map(|number| (kind_of(number), owner(number))).collect(),
             tags: self.segments.clone(),
@@ -209,17 +209,18 @@ fn snapshot_block(block: &heap::Block, names: &mut Names) -> Block {
 }
 
 fn trace_entry(entry: &Entry, names: &mut Names) -> TraceEntry {
+    let Subject { addr, size, slot, tag, pool } = entry.subject;
     let is_oom = entry.action == Action::Oom;
     TraceEntry {
         action: entry.action,
-        addr: (!is_oom).then_some(entry.addr),
-        device_free: is_oom.then_some(entry.addr),
-        size: entry.size,
-        stream: entry.slot,
+        addr: (!is_oom).then_some(addr),
+        device_free: is_oom.then_some(addr),
+        size,
+        stream: slot,
         time_us: entry.stamp.time_us(),
         compile_context: "N/A",
-        user_metadata: names.of(entry.tag).unwrap_or_else(|| names.none.clone()),
-        pool_id: (0, u64::from(entry.pool)),
+        user_metadata: names.of(tag).unwrap_or_else(|| names.none.clone()),
+        pool_id: (0, u64::from(pool)),
     }
 }
 

@@ -1,4 +1,4 @@
-//! The device's address space: plain allocations, reservations, and mappings in them.
+//! The device's address space: plain allocations, and reservations with the mappings in them.
 //!
 //! Plain allocations start at multiples of 2 MiB in a zone of their own, at the lowest address that is free; so do
 //! reservations in theirs. What is live here is what the *program* may use: a range freed on a stream is marked at the
@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::interval::IntervalMap;
+use super::mappings::{Mapping, Mappings};
 use super::memory::{Piece, StoreId};
 use super::refused::{Answer, Refused};
 use super::violation::{OpRef, ViolationKind};
@@ -72,17 +73,6 @@ pub(super) struct Allocation {
     pub(super) freed: Option<OpRef>,
 }
 
-/// Physical memory mapped at an address.
-#[derive(Debug)]
-pub(super) struct Mapping {
-    pub(super) bytes: u64,
-    /// Number of the physical memory; unlike its handle, it never comes back.
-    pub(super) physical: u64,
-    pub(super) store: StoreId,
-    /// Ordinals of the devices that may touch it, ascending.
-    pub(super) access: Vec<u32>,
-}
-
 /// Why a range may not be touched.
 #[derive(Debug)]
 pub(super) struct Illegal {
@@ -100,9 +90,8 @@ pub(super) struct AddressSpace {
     reserved: Zone,
     reservable: u64,
     allocations: BTreeMap<u64, Allocation>,
-    reservations: BTreeMap<u64, u64>,
-    mappings: BTreeMap<u64, Mapping>,
-    /// Who freed or unmapped what is not there any more.
+    mappings: Mappings,
+    /// Who last freed or unmapped what was at an address. It counts where nothing is now.
     gone: IntervalMap<OpRef>,
 }
 
@@ -122,8 +111,7 @@ impl AddressSpace {
             reserved: Zone::new(RESERVED_BASE + device),
             reservable: capacity.next_multiple_of(GRANULARITY) * 4,
             allocations: BTreeMap::new(),
-            reservations: BTreeMap::new(),
-            mappings: BTreeMap::new(),
+            mappings: Mappings::new(),
             gone: IntervalMap::default(),
         }
     }
@@ -141,7 +129,7 @@ impl AddressSpace {
         let detail = match self.allocations.get(&ptr) {
             Some(Allocation { freed: None, .. }) => String::new(),
             Some(Allocation { freed: Some(op), .. }) => format!("{ptr:#x} was already freed by {op}"),
-            None => match (holding(&self.allocations, ptr, |held| held.bytes), self.gone.at(ptr, u64::MAX).0) {
+            None => match (holding(&self.allocations, ptr, |held| held.bytes), self.gone_at(ptr)) {
                 (Some((start, _)), _) => format!("{ptr:#x} lies inside the allocation at {start:#x}; pass its start"),
                 (None, Some(op)) => format!("{ptr:#x} was already freed by {op}"),
                 (None, None) => format!("{ptr:#x} is not an allocation of this device"),
@@ -175,26 +163,26 @@ impl AddressSpace {
         }
         let ptr = self.reserved.take(bytes).ok_or_else(|| out(self.reservable))?;
         self.reservable -= bytes;
-        self.reservations.insert(ptr, bytes);
+        self.mappings.reserve(ptr, bytes);
         self.gone.remove(ptr..ptr + bytes);
         Ok(ptr)
     }
 
     /// Gives a whole reservation back.
     pub(super) fn unreserve(&mut self, ptr: u64, bytes: u64, by: OpRef) -> Answer<()> {
-        match self.reservations.get(&ptr) {
-            Some(&held) if held == bytes => {}
+        match self.mappings.reserved_at(ptr) {
+            Some(held) if held == bytes => {}
             Some(held) => {
                 return Err(Refused::value(format!("the reservation at {ptr:#x} has {held} bytes, not {bytes}")));
             }
             None => return Err(Refused::value(format!("no reservation starts at {ptr:#x}"))),
         }
-        if let Some((mapped, _)) = self.mappings.range(ptr..ptr + bytes).next() {
+        if let Some(mapped) = self.mappings.first_in(ptr) {
             return Err(Refused::value(format!(
                 "memory is still mapped at {mapped:#x} in the reservation at {ptr:#x}"
             )));
         }
-        self.reservations.remove(&ptr);
+        self.mappings.unreserve(ptr);
         self.reserved.give(ptr, bytes);
         self.reservable += bytes;
         self.gone.insert(ptr..ptr + bytes, by);
@@ -202,18 +190,17 @@ impl AddressSpace {
     }
 
     /// Checks that a mapping of `bytes` fits at `ptr`.
-    pub(super) fn check_map(&self, ptr: u64, bytes: u64) -> Answer<()> {
+    pub(super) fn check_map(&mut self, ptr: u64, bytes: u64) -> Answer<()> {
         if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) || !ptr.is_multiple_of(GRANULARITY) {
             return Err(Refused::value(format!("{ptr:#x} and {bytes} bytes are not multiples of {GRANULARITY}")));
         }
-        match holding(&self.reservations, ptr, |&held| held) {
-            Some((start, &held)) if bytes <= held - (ptr - start) => {}
+        match self.mappings.reserved_from(ptr) {
+            Some(left) if bytes <= left => {}
             Some(_) => return Err(Refused::value(format!("{bytes} bytes at {ptr:#x} reach past their reservation"))),
             None => return Err(Refused::value(format!("{ptr:#x} lies in no reservation"))),
         }
-        let overlaps = self.mappings.range(..ptr + bytes).next_back().filter(|(start, held)| *start + held.bytes > ptr);
-        match overlaps {
-            Some((start, _)) => {
+        match self.mappings.last_within(ptr, bytes) {
+            Some(Mapping { start, .. }) => {
                 Err(Refused::value(format!("{ptr:#x} and {bytes} bytes overlap the mapping at {start:#x}")))
             }
             None => Ok(()),
@@ -222,23 +209,22 @@ impl AddressSpace {
 
     /// Adds a mapping that [`AddressSpace::check_map`] allowed. Nobody may touch it yet.
     pub(super) fn map(&mut self, ptr: u64, bytes: u64, physical: u64, store: StoreId) {
-        self.gone.remove(ptr..ptr + bytes);
-        self.mappings.insert(ptr, Mapping { bytes, physical, store, access: Vec::new() });
+        self.mappings.map(ptr, bytes, physical, store);
     }
 
-    /// Checks that whole mappings tile the range, and returns their addresses.
-    pub(super) fn tiles(&self, ptr: u64, bytes: u64) -> Answer<Vec<u64>> {
+    /// Checks that whole mappings tile the range, and counts them.
+    pub(super) fn count_tiles(&self, ptr: u64, bytes: u64) -> Answer<u64> {
         let end = ptr.checked_add(bytes).filter(|_| bytes > 0);
         let end = end.ok_or_else(|| Refused::value(format!("{bytes} bytes at {ptr:#x} are no range")))?;
-        let (mut at, mut tiles) = (ptr, Vec::new());
+        let (mut at, mut tiles) = (ptr, 0);
         while at < end {
-            let Some(mapping) = self.mappings.get(&at) else {
+            let Some(mapping) = self.mappings.starting_at(at) else {
                 return Err(Refused::value(format!(
                     "no mapping starts at {at:#x}: whole mappings must tile the range"
                 )));
             };
-            tiles.push(at);
-            at += mapping.bytes;
+            tiles += 1;
+            at = mapping.end();
         }
         if at != end {
             return Err(Refused::value(format!("the range ends at {end:#x}, inside a mapping that ends at {at:#x}")));
@@ -246,25 +232,41 @@ impl AddressSpace {
         Ok(tiles)
     }
 
-    /// Removes the mapping that starts at `ptr`.
-    pub(super) fn unmap(&mut self, ptr: u64, by: OpRef) -> Option<Mapping> {
-        let mapping = self.mappings.remove(&ptr)?;
-        self.gone.insert(ptr..ptr + mapping.bytes, by);
-        Some(mapping)
+    /// Removes the mapping that starts at `ptr`; [`AddressSpace::unmapped`] is to be told.
+    pub(super) fn unmap(&mut self, ptr: u64) -> Option<Mapping> {
+        self.mappings.unmap(ptr)
     }
 
-    /// The mapping that holds `at`, with its start.
-    pub(super) fn mapping(&self, at: u64) -> Option<(u64, &Mapping)> {
-        holding(&self.mappings, at, |held| held.bytes)
+    /// Notes that all mappings of a range were removed.
+    pub(super) fn unmapped(&mut self, range: Range<u64>, by: OpRef) {
+        self.gone.insert(range, by);
     }
 
-    /// Lets devices touch the mapping that starts at `ptr`.
-    pub(super) fn set_access(&mut self, ptr: u64, devices: &[u32]) {
-        if let Some(mapping) = self.mappings.get_mut(&ptr) {
-            mapping.access.extend(devices);
-            mapping.access.sort_unstable();
-            mapping.access.dedup();
+    /// The mapping that holds `at`.
+    pub(super) fn mapping(&self, at: u64) -> Option<&Mapping> {
+        self.mappings.at(at)
+    }
+
+    /// Ordinals of the devices that may touch a mapping, ascending.
+    pub(super) fn access_to(&self, mapping: &Mapping) -> &[u32] {
+        self.mappings.access_to(mapping)
+    }
+
+    /// Lets devices touch the mappings that tile a range.
+    pub(super) fn set_access(&mut self, range: Range<u64>, devices: &[u32]) {
+        let mut at = range.start;
+        while at < range.end
+            && let Some(mapping) = self.mappings.starting_at(at)
+        {
+            let end = mapping.end();
+            self.mappings.give_access(at, devices);
+            at = end;
         }
+    }
+
+    /// Who took away what was at an address, if nothing is mapped there now.
+    fn gone_at(&self, at: u64) -> Option<&OpRef> {
+        if self.mappings.at(at).is_some() { None } else { self.gone.at(at, u64::MAX).0 }
     }
 
     /// Checks that the program may touch a range now.
@@ -302,16 +304,16 @@ impl AddressSpace {
     fn walk(&self, range: Range<u64>, mut visit: impl FnMut(&Mapping, Piece)) -> Result<(), Illegal> {
         let mut at = range.start;
         while at < range.end {
-            let Some((start, mapping)) = self.mapping(at) else {
-                let gone = self.gone.at(at, u64::MAX).0.copied();
+            let Some(mapping) = self.mapping(at) else {
+                let gone = self.gone_at(at).copied();
                 let kind = if gone.is_some() { ViolationKind::UseAfterFree } else { ViolationKind::NotAllocated };
                 return Err(Illegal { kind, at, gone });
             };
-            if !mapping.access.contains(&self.ordinal) {
+            if !self.access_to(mapping).contains(&self.ordinal) {
                 return Err(Illegal { kind: ViolationKind::NoAccess, at, gone: None });
             }
-            let end = range.end.min(start + mapping.bytes);
-            visit(mapping, Piece { store: mapping.store, offset: at - start, bytes: end - at });
+            let end = range.end.min(mapping.end());
+            visit(mapping, Piece { store: mapping.store, offset: at - mapping.start, bytes: end - at });
             at = end;
         }
         Ok(())

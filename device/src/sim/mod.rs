@@ -48,6 +48,7 @@ mod host;
 mod interval;
 mod lag;
 mod machine;
+mod mappings;
 mod memory;
 mod parse;
 mod preset;

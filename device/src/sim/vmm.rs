@@ -4,8 +4,6 @@
 //! access before it is given, and no waiting for work. Invariant: a piece of physical memory lives while its handle or
 //! its mapping does.
 
-use std::collections::BTreeMap;
-
 use super::handle::Handles;
 use super::machine::Machine;
 use super::memory::StoreId;
@@ -46,22 +44,21 @@ struct Physical {
     unfinished: Vec<Epoch>,
 }
 
-/// Physical memory by handle, and by a number that never comes back.
+/// Physical memory by handle, and by a number of our own that it keeps until it is gone.
 #[derive(Debug)]
 pub(super) struct Physicals {
     handles: Handles<u64>,
-    live: BTreeMap<u64, Physical>,
-    next: u64,
+    live: Handles<Physical>,
 }
 
 impl Physicals {
     pub(super) fn new(first_handle: u64) -> Self {
-        Physicals { handles: Handles::new(first_handle), live: BTreeMap::new(), next: 0 }
+        Physicals { handles: Handles::new(first_handle), live: Handles::new(0) }
     }
 
     fn get(&mut self, handle: RawPhysical) -> Answer<(u64, &mut Physical)> {
         let number = self.handles.get(handle.0).copied();
-        let physical = number.and_then(|number| Some((number, self.live.get_mut(&number)?)));
+        let physical = number.and_then(|number| Some((number, self.live.get_mut(number)?)));
         physical.ok_or_else(|| Refused::handle("physical memory", handle.0))
     }
 }
@@ -145,10 +142,9 @@ impl Machine {
         }
         let store = self.memory.create(bytes, self.faults.bytes_max())?;
         let physicals = &mut self.physicals;
-        physicals.next += 1;
         let physical = Physical { bytes, options, store, mapped_at: None, released: false, unfinished: Vec::new() };
-        physicals.live.insert(physicals.next, physical);
-        Ok(RawPhysical(physicals.handles.insert(physicals.next)))
+        let number = physicals.live.insert(physical);
+        Ok(RawPhysical(physicals.handles.insert(number)))
     }
 
     pub(super) fn release_physical(&mut self, handle: RawPhysical) -> Answer<()> {
@@ -164,7 +160,7 @@ impl Machine {
 
     /// Gives physical memory back that has neither handle nor mapping.
     fn end_physical(&mut self, number: u64) {
-        let Some(physical) = self.physicals.live.remove(&number) else { return };
+        let Some(physical) = self.physicals.live.remove(number) else { return };
         self.memory.destroy(physical.store);
         let op = self.op_ref(None, Operation::ReleasePhysical, None);
         for epoch in physical.unfinished {
@@ -191,33 +187,37 @@ impl Machine {
 
     /// What is mapped at `ptr`.
     pub(super) fn mapping_at(&self, ptr: DevicePtr) -> Option<Mapped> {
-        let (start, mapping) = self.address.mapping(ptr.0)?;
-        let physical = self.physicals.live.get(&mapping.physical)?;
+        let mapping = self.address.mapping(ptr.0)?;
+        let physical = self.physicals.live.get(mapping.physical)?;
         Some(Mapped {
-            ptr: DevicePtr(start),
+            ptr: DevicePtr(mapping.start),
             bytes: mapping.bytes,
             options: physical.options,
-            devices: mapping.access.clone(),
+            devices: self.address.access_to(mapping).to_vec(),
         })
     }
 
     /// Lets the time pass that a call takes for the mappings it covers, beyond its fixed cost.
-    fn spend_on_mappings(&mut self, operation: Operation, mappings: usize) -> Answer<()> {
-        let ns = mappings_cost_ns(operation, mappings as u64);
+    fn spend_on_mappings(&mut self, operation: Operation, mappings: u64) -> Answer<()> {
+        let ns = mappings_cost_ns(operation, mappings);
         self.spend_in_call(ns)
     }
 
     pub(super) fn unmap(&mut self, ptr: DevicePtr, bytes: u64) -> Answer<()> {
-        let tiles = self.address.tiles(ptr.0, bytes)?;
-        self.spend_on_mappings(Operation::Unmap, tiles.len())?;
+        let tiles = self.address.count_tiles(ptr.0, bytes)?;
+        self.spend_on_mappings(Operation::Unmap, tiles)?;
         let op = self.op_ref(None, Operation::Unmap, None);
-        for tile in tiles {
-            let Some(mapping) = self.address.unmap(tile, op) else { continue };
-            let range = tile..tile + mapping.bytes;
+        let all = ptr.range(bytes);
+        let mut at = all.start;
+        while at < all.end
+            && let Some(mapping) = self.address.unmap(at)
+        {
+            let range = at..mapping.end();
+            at = range.end;
             let kind = ViolationKind::PendingWork;
             let unfinished = self.detector.check_known(Space::Device, range.clone(), false, kind, op);
             self.detector.device.clear(range);
-            let Some(physical) = self.physicals.live.get_mut(&mapping.physical) else { continue };
+            let Some(physical) = self.physicals.live.get_mut(mapping.physical) else { continue };
             physical.mapped_at = None;
             if physical.released {
                 self.end_physical(mapping.physical);
@@ -225,6 +225,7 @@ impl Machine {
                 physical.unfinished = unfinished;
             }
         }
+        self.address.unmapped(all, op);
         Ok(())
     }
 
@@ -232,11 +233,9 @@ impl Machine {
         if devices.is_empty() {
             return Err(Refused::value("no devices given"));
         }
-        let tiles = self.address.tiles(ptr.0, bytes)?;
-        self.spend_on_mappings(Operation::SetAccess, tiles.len())?;
-        for tile in tiles {
-            self.address.set_access(tile, devices);
-        }
+        let tiles = self.address.count_tiles(ptr.0, bytes)?;
+        self.spend_on_mappings(Operation::SetAccess, tiles)?;
+        self.address.set_access(ptr.range(bytes), devices);
         Ok(())
     }
 }
