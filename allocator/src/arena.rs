@@ -312,8 +312,10 @@ impl Guard {
         self.tally().freed(kind, size, requested);
         let after = self.desk.tick_of(heir);
         if heir == self.desk.heap.home && owner == heir {
-            let change = self.desk.heap.give_to_rest(id, after);
-            self.split_changed(kind, change);
+            self.desk.heap.give_to_rest(id, after);
+            if !self.desk.is_paged {
+                self.split_changed(kind, self.desk.heap.pieces_given(id));
+            }
             self.debug_check();
         } else {
             self.complete(id, heir, after, after);

@@ -17,15 +17,16 @@ use crate::size_class::SizeClasses;
 
 impl Heap {
     /// Gives a live block of the home stream back, as [`Heap::give`] does, now or before anybody notices. The block that rested
-    /// is merged.
+    /// is merged. Where pieces are counted, [`Heap::pieces_given`] tells how their count changes.
     #[inline]
-    pub(crate) fn give_to_rest(&mut self, id: BlockId, after: u64) -> SplitChange {
-        self.merge_resting();
-        self.resting = id;
+    pub(crate) fn give_to_rest(&mut self, id: BlockId, after: u64) {
+        let rested = std::mem::replace(&mut self.resting, id);
         let block = &mut self.blocks[id];
         debug_assert!(block.state == State::Live && block.owner == self.home);
         (block.state, block.after) = (State::Waiting, after);
-        if self.index_kind == IndexKind::Exact { self.pieces_given(id) } else { SplitChange::default() }
+        if rested != BlockId::NONE {
+            self.merge(rested);
+        }
     }
 
     /// Merges the block that rests, if one does.
@@ -38,7 +39,7 @@ impl Heap {
     }
 
     /// Takes the block that rests, if it is what a request gets; merges it if not.
-    #[inline]
+    #[inline(always)]
     pub(super) fn take_resting(
         &mut self,
         classes: &SizeClasses,
@@ -65,6 +66,7 @@ impl Heap {
     }
 
     /// Whether best fit for the resting block's size would give this very block; then how taking it changes the count of pieces.
+    #[inline(never)]
     fn best_is(&self, classes: &SizeClasses, id: BlockId) -> Option<SplitChange> {
         let Block { addr, size, prev, next, pool, .. } = self.blocks[id];
         if self.is_free_of(prev, self.home) {
@@ -97,7 +99,8 @@ impl Heap {
     }
 
     /// How giving a block of the home stream back changes the count of pieces, merged with its neighbours.
-    fn pieces_given(&self, id: BlockId) -> SplitChange {
+    #[inline(never)]
+    pub(crate) fn pieces_given(&self, id: BlockId) -> SplitChange {
         let Block { size, prev, next, .. } = self.blocks[id];
         let [below, above] = [prev, next].map(|id| self.is_free_of(id, self.home).then(|| &self.blocks[id]));
         let ends_region = below.map_or(prev, |below| below.prev) == BlockId::NONE
@@ -152,7 +155,9 @@ mod tests {
             for pool in [0, 1] {
                 heap.pools[usize::from(pool)].no_split = no_split;
                 let bytes = [2, 20][usize::from(pool)] * MIB;
-                (0..3).for_each(|at| drop(heap.add_region((1 + u64::from(pool) * 8 + at) << 30, bytes, pool)));
+                for at in 0..3 {
+                    heap.add_region((1 + u64::from(pool) * 8 + at) << 30, bytes, pool);
+                }
             }
             Counted { heap, count: 0, bytes: 0 }
         }
@@ -187,8 +192,8 @@ mod tests {
                     live.extend(one.zip(other).map(|((_, one), (_, other))| (one, other)));
                 } else {
                     let (one, other) = live.swap_remove(which % live.len());
-                    let change = rests.heap.give_to_rest(one, after);
-                    rests.note(change);
+                    rests.heap.give_to_rest(one, after);
+                    rests.note(rests.heap.pieces_given(one));
                     let (_, change) = merges.heap.give(other, 0, after);
                     merges.note(change);
                 }
