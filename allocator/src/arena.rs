@@ -313,8 +313,11 @@ impl Guard {
         self.given_back(size);
         self.tally().freed(kind, size, requested);
         let after = self.desk.tick_of(heir);
-        if self.desk.is_paged && heir == self.desk.heap.home && owner == heir {
+        if heir == self.desk.heap.home && owner == heir {
             self.desk.heap.give_to_rest(id, after);
+            if !self.desk.is_paged {
+                self.split_changed(kind, self.desk.heap.pieces_given(id));
+            }
             self.debug_check();
         } else {
             self.complete(id, heir, after, after);
@@ -351,6 +354,8 @@ impl Guard {
     /// memory itself was used until `last_use`.
     #[inline]
     pub(crate) fn complete(&mut self, id: BlockId, owner: u32, after: u64, last_use: u64) {
+        // The block may be a neighbour of the one that rests, whose pieces were counted without it.
+        self.desk.heap.merge_resting();
         let kind = kind_of(self.desk.heap.blocks[id].pool);
         if self.desk.is_paged {
             self.desk.heap.note_last_use(id, owner, last_use);

@@ -142,15 +142,14 @@ impl Heap {
         size: u64,
         requested: u64,
     ) -> Option<(BlockId, SplitChange)> {
-        let record = &mut self.pools[usize::from(pool)];
-        record.searches += 1;
         if self.resting != BlockId::NONE
-            && let Some(id) = self.take_resting(pool, size, requested)
+            && let Some(taken) = self.take_resting(classes, pool, size, requested)
         {
-            return Some((id, SplitChange::default()));
+            return Some(taken);
         }
         let piece = Piece { owner: self.home, size, requested };
         let record = &mut self.pools[usize::from(pool)];
+        record.searches += 1;
         let rules = Rules { classes, kind: record.kind, no_split: record.no_split };
         let mut blocks = self.blocks.records_and_a_vacant_one();
         match &mut record.own {

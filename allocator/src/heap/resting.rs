@@ -4,18 +4,22 @@
 //! for exactly this size and from the same pool, gets it as it is, and nothing is cut, joined or indexed. Any other operation
 //! merges it first, so that one block rests at most, and all of the heap's decisions but this one are made as if none did.
 //!
+//! With [`IndexKind::Exact`] that decision, too, is the one that best fit makes: the request gets the block only if, merged with its
+//! free neighbours, it would be the smallest that is large enough, at the lowest address, and cutting it would leave these
+//! neighbours as they are. That costs a search, and saves putting it into the index and taking it out again.
+//!
 //! A resting block is [`State::Waiting`], and counts as one in the identities. It has no part in them that others see: whoever
-//! holds every lock merges it first. Heaps that are to decide exactly as PyTorch's do let none rest.
+//! holds every lock merges it first. Pieces of regions count as if it were merged.
 
-use super::index::{Bins, FreeIndex};
-use super::{BlockId, Heap, IndexKind, State, moves};
+use super::index::{Bins, Exact, FreeIndex, Index, Key};
+use super::{Block, BlockId, Heap, IndexKind, SplitChange, State, moves, signed};
+use crate::size_class::SizeClasses;
 
 impl Heap {
     /// Gives a live block of the home stream back, as [`Heap::give`] does, now or before anybody notices. The block that rested
-    /// is merged.
+    /// is merged. Where pieces are counted, [`Heap::pieces_given`] tells how their count changes.
     #[inline]
     pub(crate) fn give_to_rest(&mut self, id: BlockId, after: u64) {
-        debug_assert!(self.index_kind == IndexKind::Bins);
         let rested = std::mem::replace(&mut self.resting, id);
         let block = &mut self.blocks[id];
         debug_assert!(block.state == State::Live && block.owner == self.home);
@@ -34,18 +38,80 @@ impl Heap {
         }
     }
 
-    /// Takes the block that rests, if it is what a request needs; merges it if not.
-    #[inline]
-    pub(super) fn take_resting(&mut self, pool: u16, size: u64, requested: u64) -> Option<BlockId> {
+    /// Takes the block that rests, if it is what a request gets; merges it if not.
+    #[inline(always)]
+    pub(super) fn take_resting(
+        &mut self,
+        classes: &SizeClasses,
+        pool: u16,
+        size: u64,
+        requested: u64,
+    ) -> Option<(BlockId, SplitChange)> {
         let id = std::mem::take(&mut self.resting);
-        let block = &mut self.blocks[id];
-        if block.size == size && block.pool == pool {
+        let block = &self.blocks[id];
+        let change = match self.index_kind {
+            _ if block.size != size || block.pool != pool => None,
+            IndexKind::Bins => Some(SplitChange::default()),
+            IndexKind::Exact => self.best_is(classes, id),
+        };
+        if let Some(change) = change {
+            let block = &mut self.blocks[id];
             (block.state, block.requested) = (State::Live, requested);
+            self.pools[usize::from(pool)].searches += 1;
             self.retaken += size;
-            return Some(id);
+            return Some((id, change));
         }
         self.merge(id);
         None
+    }
+
+    /// Whether best fit for the resting block's size would give this very block; then how taking it changes the count of pieces.
+    #[inline(never)]
+    fn best_is(&self, classes: &SizeClasses, id: BlockId) -> Option<SplitChange> {
+        let Block { addr, size, prev, next, pool, .. } = self.blocks[id];
+        if self.is_free_of(prev, self.home) {
+            return None;
+        }
+        let pool = &self.pools[usize::from(pool)];
+        let FreeIndex::Exact(index) = &pool.own else { return None };
+        let above = self.is_free_of(next, self.home).then(|| &self.blocks[next]);
+        let whole = size + above.map_or(0, |above| above.size);
+        let cut_off = above.is_none() || !pool.no_split && classes.should_split(pool.kind, whole, size);
+        if !cut_off || !classes.fits(whole, size) {
+            return None;
+        }
+        let mut best = index.best_from(size);
+        if let Some(above) = above
+            && best.is_some_and(|best| best.block() == next)
+        {
+            best = index.after(Exact::place(next, above.size, above.addr));
+        }
+        if best.is_some_and(|best| best < Key::new(whole, addr, id)) {
+            return None;
+        }
+        let beyond = above.map_or(next, |above| above.next);
+        let whole_region = prev == BlockId::NONE && beyond == BlockId::NONE;
+        Some(match (whole_region, above.is_some()) {
+            (false, is_part) => SplitChange { count: -i64::from(!is_part), bytes: -signed(size) },
+            (true, true) => SplitChange { count: 1, bytes: signed(whole) - signed(size) },
+            (true, false) => SplitChange::default(),
+        })
+    }
+
+    /// How giving a block of the home stream back changes the count of pieces, merged with its neighbours.
+    #[inline(never)]
+    pub(crate) fn pieces_given(&self, id: BlockId) -> SplitChange {
+        let Block { size, prev, next, .. } = self.blocks[id];
+        let [below, above] = [prev, next].map(|id| self.is_free_of(id, self.home).then(|| &self.blocks[id]));
+        let ends_region = below.map_or(prev, |below| below.prev) == BlockId::NONE
+            && above.map_or(next, |above| above.next) == BlockId::NONE;
+        let count = 1 - i64::from(below.is_some()) - i64::from(above.is_some());
+        if ends_region {
+            let neighbours = [below, above].into_iter().flatten().map(|block| block.size).sum::<u64>();
+            SplitChange { count: count - 1, bytes: -signed(neighbours) }
+        } else {
+            SplitChange { count, bytes: signed(size) }
+        }
     }
 
     #[inline(never)]
@@ -59,7 +125,89 @@ impl Heap {
                 self.gave::<Bins>(&joined, pool);
             }
             _ => {
+                // Pieces were counted when it came to rest.
                 self.give(id, home, after);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::config::Config;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A heap of three segments in each pool, and the pieces that were counted.
+    struct Counted {
+        heap: Heap,
+        count: i64,
+        bytes: i64,
+    }
+
+    impl Counted {
+        fn new(no_split: bool) -> Counted {
+            let mut heap = Heap::new(0, IndexKind::Exact);
+            heap.add_pools();
+            for pool in [0, 1] {
+                heap.pools[usize::from(pool)].no_split = no_split;
+                let bytes = [2, 20][usize::from(pool)] * MIB;
+                for at in 0..3 {
+                    heap.add_region((1 + u64::from(pool) * 8 + at) << 30, bytes, pool);
+                }
+            }
+            Counted { heap, count: 0, bytes: 0 }
+        }
+
+        fn note(&mut self, change: SplitChange) {
+            (self.count, self.bytes) = (self.count + change.count, self.bytes + change.bytes);
+        }
+
+        fn take(&mut self, classes: &SizeClasses, pool: u16, size: u64) -> Option<(u64, BlockId)> {
+            let (id, change) = self.heap.take_best(classes, pool, size, size)?;
+            self.note(change);
+            Some((self.heap.blocks[id].addr, id))
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+        #[test]
+        fn best_fit_decides_as_if_no_block_rested(
+            steps in prop::collection::vec((any::<bool>(), 0..2u16, 1..5u64, 0..64usize), 1..150),
+            options in prop::sample::select(vec!["", "max_split_size_mb:20", "large_segment_size_mb:32"]),
+            no_split in any::<bool>(),
+        ) {
+            let classes = SizeClasses::new(&Config::parse(options).unwrap());
+            let (mut rests, mut merges) = (Counted::new(no_split), Counted::new(no_split));
+            let mut live = Vec::new();
+            for (after, (take, pool, units, which)) in (1..).zip(steps) {
+                if take || live.is_empty() {
+                    let size = if pool == 0 { units * 4096 } else { units * 2 * MIB };
+                    let (one, other) = (rests.take(&classes, pool, size), merges.take(&classes, pool, size));
+                    prop_assert_eq!(one.map(|(addr, _)| addr), other.map(|(addr, _)| addr));
+                    live.extend(one.zip(other).map(|((_, one), (_, other))| (one, other)));
+                } else {
+                    let (one, other) = live.swap_remove(which % live.len());
+                    rests.heap.give_to_rest(one, after);
+                    rests.note(rests.heap.pieces_given(one));
+                    let (_, change) = merges.heap.give(other, 0, after);
+                    merges.note(change);
+                }
+                prop_assert_eq!((rests.count, rests.bytes), (merges.count, merges.bytes));
+                prop_assert_eq!(rests.heap.check(), Ok(()));
+            }
+            rests.heap.merge_resting();
+            prop_assert_eq!(rests.heap.check(), Ok(()));
+            let ages = |heap: &Heap| heap.regions().map(|region| region.age_base).collect::<Vec<_>>();
+            let whole = |heap: &Heap| heap.regions().map(|region| !heap.blocks[region.first].is_split()).collect::<Vec<_>>();
+            prop_assert_eq!(whole(&rests.heap), whole(&merges.heap));
+            prop_assert_eq!(rests.heap.free, merges.heap.free);
+            if live.is_empty() {
+                prop_assert_eq!(ages(&rests.heap), ages(&merges.heap));
             }
         }
     }

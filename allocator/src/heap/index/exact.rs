@@ -45,8 +45,14 @@ struct Bin {
 const _: () = assert!(size_of::<Bin>() == 64, "a bin fills a cache line");
 
 impl Exact {
+    /// The key of the smallest block of at least `size` bytes, of those the one at the lowest address.
+    #[inline]
+    pub(in crate::heap) fn best_from(&self, size: u64) -> Option<Key> {
+        self.first_from(Key::at_least(size))
+    }
+
     /// The first key above `key`, for walking on from a block that does not suit.
-    pub(super) fn after(&self, key: Key) -> Option<Key> {
+    pub(in crate::heap) fn after(&self, key: Key) -> Option<Key> {
         self.first_from(Key(key.0 + 1))
     }
 
