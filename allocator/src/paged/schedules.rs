@@ -143,6 +143,7 @@ fn memory_that_could_not_be_recycled_is_not_grown_into() {
         let mut cache = setup.allocator.growable(48 * MIB, &one).unwrap();
         cache.grow_to(8 * MIB, &one).unwrap();
         cache.shrink_to(4 * MIB, &one).unwrap();
+        one.tick().synchronize().unwrap();
         setup.sim.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 1, code: Code(999) });
         let other = setup.allocator.clone();
         // It recycles what was given up, which fails once.
