@@ -15,7 +15,7 @@ impl World {
         if live.bytes > 0 && self.allows(live.order(&stream, write)).is_some() {
             self.next_pattern = self.next_pattern.wrapping_add(1);
             let is_own = stream.id() == live.own;
-            self.note_use(&live, false);
+            self.lagging.iter().for_each(|lagging| lagging.used(live.ptr));
             self.judge(live.touch(&stream, write.then_some(self.next_pattern), is_own));
             // A stream that is gone cannot be made to wait before the block is given back.
             if !is_own && (record || !self.is_live(live.own)) {
@@ -25,7 +25,7 @@ impl World {
         self.blocks.0.push(live);
     }
 
-    fn is_live(&self, stream: u32) -> bool {
+    pub(super) fn is_live(&self, stream: u32) -> bool {
         self.streams.iter().any(|live| live.id() == stream)
     }
 
@@ -64,7 +64,7 @@ impl World {
             _ => None,
         };
         let on = on.filter(|on| self.allows(live.order(on, true)).is_some());
-        self.note_use(&live, true);
+        self.note_end(&live);
         match (live.handle, on) {
             (Handle::Raw, _) => self.allocator.free_raw(live.ptr).unwrap_or_else(|error| panic!("{error}")),
             (Handle::Owned(handle), Some(on)) => handle.drop_on(&on).unwrap_or_else(|error| panic!("{error}")),

@@ -40,7 +40,7 @@ impl World {
         blocks.iter_mut().for_each(|live| self.settle(live));
         let (raw, owned): (Vec<_>, Vec<_>) = blocks.into_iter().partition(|live| matches!(live.handle, Handle::Raw));
         for live in raw {
-            self.note_use(&live, true);
+            self.note_end(&live);
             self.allocator.free_raw(live.ptr).unwrap_or_else(|error| panic!("{error}"));
         }
         self.pools.clear();
@@ -52,7 +52,7 @@ impl World {
                 live.order(&reader, true).unwrap_or_else(|error| panic!("{error}"));
                 live.verify(&reader).unwrap_or_else(|error| panic!("{error}"));
             }
-            self.note_use(&live, true);
+            self.note_end(&live);
             drop(live);
             self.assert_no_hazard();
         }

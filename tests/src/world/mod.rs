@@ -201,10 +201,10 @@ impl World {
         assert_eq!(hazard, None, "found on a device that lags");
     }
 
-    /// Notes that the memory of a live block was used, for the last time if it is given back now.
-    fn note_use(&self, live: &Live, is_last: bool) {
+    /// Notes that a live block is given back now, up to which its own stream may use it.
+    fn note_end(&self, live: &Live) {
         if let Some(lagging) = self.lagging.as_ref().filter(|_| live.bytes > 0) {
-            if is_last { lagging.freed(live.ptr) } else { lagging.used(live.ptr) }
+            if self.is_live(live.own) { lagging.freed(live.ptr) } else { lagging.given_back(live.ptr) }
         }
     }
 

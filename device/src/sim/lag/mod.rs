@@ -148,6 +148,12 @@ impl Lagging {
         self.state.lock().uses.touch(ptr.0, self.now(), false);
     }
 
+    /// The program gives the live allocation that starts at `ptr` back, and used it before for the last time: its stream is
+    /// gone, for instance.
+    pub fn given_back(&self, ptr: DevicePtr) {
+        self.state.lock().uses.touch(ptr.0, 0, false);
+    }
+
     fn has_reached(&self, event: u64) -> bool {
         event <= self.position()
     }

@@ -28,10 +28,10 @@ impl Uses {
         overlapped.map(|found| found.range)
     }
 
-    /// Notes a use of the live allocation that starts at `start`; with `live` false it is its last.
+    /// Notes a use of the live allocation that starts at `start`, 0 for none; with `live` false there is none after it.
     pub(super) fn touch(&mut self, start: u64, now: u64, live: bool) {
         if let Some(found) = self.0.get_mut(&start).filter(|found| found.live) {
-            (found.last, found.live) = (now, live);
+            (found.last, found.live) = (found.last.max(now), live);
         }
     }
 
