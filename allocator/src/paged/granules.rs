@@ -42,6 +42,8 @@ pub(crate) struct Paged {
     pub(crate) accounted: [u64; 2],
     /// The most that was in use at a time, as far as it was looked at.
     pub(crate) in_use_peak: u64,
+    /// The count of allocations when that was.
+    pub(crate) peak_at: u64,
     /// How often the host waited so that memory could move.
     pub(crate) stalls: u64,
     /// How often a stream was made to wait rather than memory taken.
@@ -112,6 +114,7 @@ impl Paged {
             mapped_bytes: [0; 2],
             accounted: [0; 2],
             in_use_peak: 0,
+            peak_at: 0,
             stalls: 0,
             orders: 0,
         }

@@ -55,6 +55,8 @@ struct Leave {
     create: bool,
     /// And more than the request needs.
     ahead: bool,
+    /// And where other granules might move instead.
+    rather: bool,
 }
 
 /// What to do next.
@@ -77,7 +79,7 @@ impl Allocator {
     pub(crate) fn grow_paged(&self, request: &Request) -> Result<Growth, AllocError> {
         // While a stream captures nothing is waited for that could be done without.
         let may_wait = !self.device().is_capturing();
-        let mut leave = Leave { ask: true, order: may_wait, stall: may_wait, create: true, ahead: true };
+        let mut leave = Leave { ask: true, order: may_wait, stall: may_wait, create: true, ahead: true, rather: true };
         for _ in 0..ROUNDS {
             self.recycle_retired()?;
             match self.step(request, &mut leave)? {
@@ -127,7 +129,8 @@ impl Allocator {
             let refusal = if buyable.0 < request.size { buyable.1 } else { Refusal::Device };
             return Ok(Next::Finished(Ok(Growth::Refused(refusal))));
         }
-        let Some(draft) = whole.draft(request, buyable.0) else { return Ok(Next::Reserve) };
+        let rather_buyable = if leave.rather { buyable.0 } else { 0 };
+        let Some(draft) = whole.draft(request, rather_buyable) else { return Ok(Next::Reserve) };
         if draft.buy > 0 {
             if leave.ask && !draft.donors.not_done.is_empty() {
                 let ticks = whole.askable(&draft.donors.not_done);
@@ -149,6 +152,7 @@ impl Allocator {
         }
         let (buyable, refusal) = buyable;
         let terms = Terms { buyable, refusal, ahead: leave.ahead };
+        let rather_bought = draft.rather_bought;
         match whole.plan(request, draft, &terms) {
             Planned::Ready(plan) => {
                 drop(whole);
@@ -161,7 +165,7 @@ impl Allocator {
                     return Ok(Next::Finished(Ok(Growth::Grown(granted))));
                 }
                 drop(whole);
-                Ok(refused(done.error, done.at_creation, leave))
+                Ok(refused(done.error, done.at_creation, rather_bought, leave))
             }
             Planned::NoAddresses => Ok(Next::Reserve),
             Planned::Short { missing, not_done, refusal } => Ok(match whole.first_enough(&not_done, missing) {
@@ -268,9 +272,13 @@ impl Allocator {
 }
 
 /// What follows from a plan that did not come off.
-fn refused(error: Option<DeviceError>, at_creation: bool, leave: &mut Leave) -> Next {
+fn refused(error: Option<DeviceError>, at_creation: bool, rather_bought: bool, leave: &mut Leave) -> Next {
     match error {
         Some(error) if !error.is_out_of_memory() => Next::Finished(Err(error.into())),
+        Some(_) if at_creation && rather_bought => {
+            leave.rather = false;
+            Next::Again
+        }
         Some(_) if at_creation && leave.ahead => {
             leave.ahead = false;
             Next::Again
@@ -358,7 +366,7 @@ impl Whole {
     }
 
     /// Allocations so far, on all streams.
-    fn searches(&self) -> u64 {
+    pub(crate) fn searches(&self) -> u64 {
         self.heaps().flat_map(|heap| &heap.pools).map(|pool| pool.searches).sum()
     }
 

@@ -19,8 +19,9 @@ use crate::whole::Whole;
 const AHEAD_SHARE: u64 = 64;
 const AHEAD_MAX: u64 = 128 << 20;
 
-/// What would go back to where granules moved away from is bought instead, as long as no more than this share of the peak in use is
-/// held beyond it: so programs that repeat themselves stop moving memory to and fro.
+/// What would go back to where granules moved away from is bought instead, and so is everything once the peak in use has not risen
+/// for half as long as it took to reach it, as long as no more than this share of that peak is held beyond it: so programs that repeat
+/// themselves stop moving memory to and fro.
 const UNDO_SHARE: u64 = 128;
 
 /// A program is unsettled that makes memory move for more than one allocation in so many, and so many at the start. It may have
@@ -87,19 +88,22 @@ pub(crate) struct Draft {
 }
 
 impl Whole {
-    /// Where the request's memory would come from: granules that are at hand, that may move, and the rest from the device, which
-    /// gives so many bytes.
-    pub(crate) fn draft(&mut self, request: &Request, buyable: u64) -> Option<Draft> {
+    /// Where the request's memory would come from: granules that are at hand, that may move, and the rest from the device. Up to
+    /// `rather` bytes may be bought where granules might move.
+    pub(crate) fn draft(&mut self, request: &Request, rather: u64) -> Option<Draft> {
         // What waits is in nobody's use: it could be had by waiting.
         let (waiting, awaited) = self.awaited();
         let in_use = (self.in_use() + request.size).saturating_sub(waiting);
+        let searches = self.searches();
         let paged = self.paged.as_mut()?;
-        paged.in_use_peak = paged.in_use_peak.max(in_use);
+        if in_use > paged.in_use_peak {
+            (paged.in_use_peak, paged.peak_at) = (in_use, searches);
+        }
         let (granule, at_hand) = (paged.granule, paged.spares.len() as u64);
         let window = window::cheapest(&self.arena(request.slot).heap, request.pool, request.size, granule)?;
         let spares = window.lacks.min(at_hand);
         let need = window.lacks - spares;
-        if need > 0 && need <= buyable / granule && self.rather_buys(request.slot, &window, need) {
+        if need > 0 && need <= rather / granule && self.rather_buys(request.slot, &window, need) {
             let (donors, awaited) = (Donors::default(), BTreeMap::new());
             return Some(Draft { window, donors, spares, buy: need, rather_bought: true, ahead: 0, awaited });
         }
@@ -113,8 +117,8 @@ impl Whole {
         Some(Draft { window, donors, spares, buy, rather_bought: false, ahead, awaited })
     }
 
-    /// Whether a request gets so many granules from the device although some might move: where an earlier move would be undone,
-    /// and in programs that never settle and would move memory for ever.
+    /// Whether a request gets so many granules from the device although some might move: where an earlier move would be undone, in
+    /// programs that repeat themselves, and in those that never settle and would move memory for ever.
     fn rather_buys(&self, slot: u32, window: &Window, granules: u64) -> bool {
         let Some(paged) = &self.paged else { return false };
         let heap = self.heap_of(slot);
@@ -122,11 +126,12 @@ impl Whole {
         let (start, end) = (window.start / paged.granule * paged.granule, window.end);
         let mut lacking = holes.map(|hole| hole.addr.max(start)..(hole.addr + hole.size).min(end));
         let undoes = lacking.any(|range| paged.was_left(range));
-        let searches: u64 = self.heaps().flat_map(|heap| &heap.pools).map(|pool| pool.searches).sum();
+        let searches = self.searches();
+        let repeats = searches > paged.peak_at + paged.peak_at / 2;
         let often = self.counters().remaps.read().current > UNSETTLED_ADVANCE + searches / UNSETTLED_SPACING;
         let grown = self.reserved + self.growing + granules * paged.granule;
         let within = |share| grown <= paged.in_use_peak + paged.in_use_peak / share;
-        undoes && within(UNDO_SHARE) || often && within(UNSETTLED_SHARE)
+        (undoes || repeats) && within(UNDO_SHARE) || often && within(UNSETTLED_SHARE)
     }
 
     /// Granules that may be put behind a window, ahead of need.
