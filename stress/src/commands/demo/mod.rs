@@ -178,7 +178,7 @@ impl Teller<'_> {
             ("fragmentation", "five made-up programs that fragment memory, under several options"),
             ("oom", "eight ways to run out of memory, the reports, and the ways out"),
             ("replay snapshot.pickle", "your own program, from torch.cuda.memory._dump_snapshot()"),
-            ("fit --config '' --config max_split_size_mb:128 snapshot.pickle", "the smallest device for it"),
+            ("fit --config '' --config backing:segments snapshot.pickle", "the smallest device for it"),
             ("bench", "how fast the allocator is"),
             ("--help", "everything else"),
         ] {
