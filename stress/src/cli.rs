@@ -13,7 +13,7 @@ use aquifer_device::{DeviceSpec, OpenError};
 use clap::{Args, Parser, Subcommand};
 
 pub use compare::CompareArgs;
-pub use hardware::CallsArgs;
+pub use hardware::{CallsArgs, SoakArgs};
 pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
 
 use crate::exit::CODES;
@@ -29,7 +29,8 @@ Examples:
   aquifer-stress fit --json training.trace.gz
   aquifer-stress compare --pytorch pytorch.json *.trace.gz
   aquifer-stress bench --filter churn
-  aquifer-stress calls --device sim:a100";
+  aquifer-stress calls --device sim:a100
+  aquifer-stress soak --minutes 5 --threads 4";
 
 /// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments memory, runs out of it,
 /// and measures the allocator.
@@ -88,6 +89,8 @@ pub enum Command {
     Bench(BenchArgs),
     /// Measure what driver calls cost on the device.
     Calls(CallsArgs),
+    /// Put memory under load: allocate, write patterns, hand on, copy, verify and free, from many threads.
+    Soak(SoakArgs),
     /// Fragment memory in several ways, under several policies side by side, and draw maps of it.
     Fragmentation(FragmentationArgs),
     /// Run out of memory in several ways, read the reports, and recover.

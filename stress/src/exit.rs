@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use aquifer_allocator::AllocError;
 use aquifer_device::{DeviceError, OpenError};
+use aquifer_kernels::KernelError;
 
 use crate::input::InputError;
 
@@ -16,7 +17,7 @@ Exit codes (of several, the last in this list that applies):
   3  out of memory: a request of a replayed program was refused, or no device is large enough
   4  an input file cannot be read or is damaged; the other files were still worked on
   1  a failure while running: a device that cannot be opened, a driver that fails, output that cannot be written, memory
-     that `oom` found damaged or could not get back
+     that `oom` or `soak` found damaged or could not get back
   2  wrong use: an unknown command or option, or a bad device or option string
   5  hazards: the simulated device's race detector found work that nothing orders";
 
@@ -85,6 +86,9 @@ pub enum Failure {
     /// The driver failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// A kernel could not be launched.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
     /// Standard output cannot be written.
     #[error("standard output: {0}")]
     Output(io::Error),
@@ -124,7 +128,9 @@ impl Failure {
             Failure::Input(_) => Outcome::BadInput,
             Failure::OutOfMemory(_) => Outcome::OutOfMemory,
             Failure::Alloc { error, .. } if error.is_out_of_memory() => Outcome::OutOfMemory,
-            Failure::Open(_) | Failure::Alloc { .. } | Failure::Device(_) | Failure::Output(_) => Outcome::Failed,
+            Failure::Open(_) | Failure::Alloc { .. } | Failure::Device(_) | Failure::Kernel(_) | Failure::Output(_) => {
+                Outcome::Failed
+            }
             Failure::OutputClosed => Outcome::Done,
         }
     }

@@ -19,6 +19,7 @@ pub mod random;
 pub mod room;
 pub mod scenarios;
 pub mod session;
+pub mod soak;
 pub mod stage;
 pub mod subject;
 pub mod table;
@@ -55,6 +56,7 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(Command::Calls(args)) => commands::calls::run(&session, args),
         Some(Command::Fragmentation(args)) => commands::fragmentation::run(&session, args),
         Some(Command::Oom(args)) => commands::oom::run(&session, args),
+        Some(Command::Soak(args)) => commands::soak::run(&session, args),
         Some(Command::Demo(args)) => commands::demo::run(&session, args),
     }
 }

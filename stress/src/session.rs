@@ -119,6 +119,17 @@ impl Session {
         Ok(self.device.spec.open()?)
     }
 
+    /// Opens the device with another seed, which is nothing to a real one.
+    ///
+    /// # Errors
+    /// When it cannot be opened.
+    pub fn open_with_seed(&self, seed: u64) -> Result<Device, Failure> {
+        match self.sim() {
+            Some(sim) => Ok(Device::new(SimDriver::new(sim.clone().seed(seed)))),
+            None => self.open(),
+        }
+    }
+
     /// Opens the device, with a handle of the simulator below it if it is a simulated one.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! Arguments of the commands that put a device to the test: `calls`.
+//! Arguments of the commands that put a device to the test: `calls` and `soak`.
 
 use clap::Args;
 
@@ -22,3 +22,60 @@ JSON keys, per call and size:
   rounds                    how often it was made
   median_us, p95_us         time of a call: the median, and what 95 % of them stay below
   modelled                  whether the times are the simulator's model, or were taken";
+
+/// Arguments of `soak`.
+#[derive(Debug, Args)]
+#[command(after_long_help = SOAK_KEYS)]
+pub struct SoakArgs {
+    /// Stop after so many minutes (a fraction will do).
+    #[arg(long, value_name = "N", value_parser = minutes)]
+    pub minutes: Option<f64>,
+
+    /// Operations for each seed, of all threads together. By default 20000, or no end if --minutes is given.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub ops: Option<u64>,
+
+    /// Threads.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub threads: u16,
+
+    /// Streams, which all threads share; the default stream is one of them.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub streams: u16,
+
+    /// How many seeds, counted from --seed, one after the other, each with a fresh allocator.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    pub seeds: u64,
+
+    /// Memory to use, in MiB. By default half of what is free, but 24 MiB at most on a simulated device.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub limit_mb: Option<u64>,
+}
+
+fn minutes(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(minutes) if (0.0..=1e6).contains(&minutes) && minutes > 0.0 => Ok(minutes),
+        _ => Err("not a number of minutes above 0 and up to 1000000".to_owned()),
+    }
+}
+
+const SOAK_KEYS: &str = "\
+Each operation does one of these to a block, on any of the streams: allocate it and write a pattern, compare it and free it or keep
+it, write another pattern, copy it elsewhere and back with a wipe between, hand it to another thread, read it back to the host. Or
+it keeps a stream busy, or gives cached memory back. When memory runs out a part of what is held is compared and freed. Each
+word of a pattern depends on its address and on the operation that wrote it.
+
+JSON keys:
+  device, config, seed, seeds, threads, streams, limit_bytes   what was run, where, with how much memory
+  operations, allocs        what was done; blocks allocated
+  ooms                      requests refused for lack of memory
+  bytes_written, bytes_verified, blocks_verified   patterns written by the device, and compared
+  copies, handed_over       copies between blocks; blocks that went to another thread
+  releases                  times that cached memory was given back
+  peak_reserved_bytes       the most that was held from the device
+  mismatches                blocks that did not read as they were written, each told on standard error with its seed and
+                            operation; 0 unless there is a bug
+  not_given_back_bytes      what could not be given back in the end; 0 unless there is a bug
+  hazards                   pieces of work that the simulated device found unordered; 0 unless there is a bug
+  seconds, operations_per_s, gb_per_s   time, and rates: patterns written and compared
+One thread on a simulated device does the same for the same seed, always. The exit code is 1 if there are mismatches.";

@@ -1,0 +1,184 @@
+//! `soak`: memory under load, verified by the device itself.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use aquifer_allocator::{Allocator, Bytes};
+use aquifer_device::Device;
+use serde::Serialize;
+
+use crate::cli::SoakArgs;
+use crate::commands::hundredths;
+use crate::commands::replay::hazards;
+use crate::exit::{Failure, Outcome};
+use crate::session::Session;
+use crate::soak::{self, Plan, Tally};
+
+/// Memory of a soak on a simulated device, where every byte of a pattern is written by the host.
+const SIMULATED_LIMIT: u64 = 24 << 20;
+/// Operations if neither they nor a time were asked for.
+const OPERATIONS: u64 = 20_000;
+
+/// The result. `soak --help` explains the fields.
+#[derive(Debug, Clone, Serialize)]
+#[expect(missing_docs, reason = "the help text explains them")]
+#[non_exhaustive]
+pub struct Row {
+    pub device: String,
+    pub config: String,
+    pub seed: u64,
+    pub seeds: u64,
+    pub threads: u16,
+    pub streams: u16,
+    pub limit_bytes: u64,
+    pub operations: u64,
+    pub allocs: u64,
+    pub ooms: u64,
+    pub bytes_written: u64,
+    pub bytes_verified: u64,
+    pub blocks_verified: u64,
+    pub copies: u64,
+    pub handed_over: u64,
+    pub releases: u64,
+    pub peak_reserved_bytes: u64,
+    pub mismatches: u64,
+    pub not_given_back_bytes: u64,
+    pub hazards: u64,
+    pub seconds: f64,
+    pub operations_per_s: f64,
+    pub gb_per_s: f64,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// When several configs are given, the device cannot be opened, something fails for another reason than lack of memory, or standard
+/// output cannot be written.
+pub fn run(session: &Session, args: &SoakArgs) -> Result<Outcome, Failure> {
+    session.config()?;
+    let start = Instant::now();
+    // A time beyond what the clock can count is no end.
+    let until = args.minutes.and_then(|minutes| start.checked_add(Duration::from_secs_f64(minutes * 60.0)));
+    let operations = args.ops.or(args.minutes.is_none().then_some(OPERATIONS));
+    let mut sum = Sum::default();
+    let bar = session.progress(args.seeds, "soak");
+    while sum.seeds < args.seeds && until.is_none_or(|until| Instant::now() < until) {
+        let seed = session.seed().wrapping_add(sum.seeds);
+        one(session, args, seed, operations, until, &mut sum)?;
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    for mismatch in &sum.tally.mismatches {
+        session.message(format_args!("mismatch: {mismatch}"));
+    }
+    let row = row(session, args, &sum, start.elapsed())?;
+    session.row(&row)?;
+    session.show(&row)?;
+    Ok(match row {
+        Row { hazards: 1.., .. } => Outcome::Hazards,
+        Row { mismatches: 0, not_given_back_bytes: 0, .. } => Outcome::Done,
+        _ => Outcome::Failed,
+    })
+}
+
+/// What all seeds came to.
+#[derive(Debug, Default)]
+struct Sum {
+    seeds: u64,
+    tally: Tally,
+    limit: u64,
+    kept: u64,
+    hazards: u64,
+}
+
+/// Soaks a fresh allocator; on a fresh device if it is a simulated one.
+fn one(
+    session: &Session,
+    args: &SoakArgs,
+    seed: u64,
+    operations: Option<u64>,
+    until: Option<Instant>,
+    sum: &mut Sum,
+) -> Result<(), Failure> {
+    let (device, config) = (session.open_with_seed(seed)?, session.config()?);
+    let allocator = session.allocator(&device, config)?;
+    let limit = limit(session, args, &device, &allocator)?;
+    let plan = Plan { seed, threads: args.threads, streams: args.streams, limit, operations, until };
+    let tally = soak::run(&allocator, &plan).inspect_err(|_| session.message(format_args!("seed {seed}:")))?;
+    sum.tally.add(tally);
+    allocator.empty_cache()?;
+    sum.kept += allocator.reserved_bytes();
+    drop(allocator);
+    sum.hazards += hazards(session, &format!("seed {seed}"), &device);
+    (sum.limit, sum.seeds) = (limit, sum.seeds + 1);
+    Ok(())
+}
+
+/// How much memory to use: what was asked for, or what the options say, or half of what is free, and little on a simulated device.
+fn limit(session: &Session, args: &SoakArgs, device: &Device, allocator: &Allocator) -> Result<u64, Failure> {
+    if let Some(limit) = args.limit_mb.map(|mib| mib.saturating_mul(1 << 20)).or(allocator.limit()) {
+        return Ok(limit);
+    }
+    let half = device.memory_info()?.free / 2;
+    Ok(if session.sim().is_some() { half.min(SIMULATED_LIMIT) } else { half })
+}
+
+#[expect(clippy::cast_precision_loss, reason = "rates for people")]
+fn row(session: &Session, args: &SoakArgs, sum: &Sum, elapsed: Duration) -> Result<Row, Failure> {
+    let Sum { seeds, ref tally, limit, kept, hazards } = *sum;
+    let seconds = elapsed.as_secs_f64();
+    let bytes = tally.bytes_written.saturating_add(tally.bytes_verified);
+    Ok(Row {
+        device: session.device_text().to_owned(),
+        config: session.config()?.text.clone(),
+        seed: session.seed(),
+        seeds,
+        threads: args.threads,
+        streams: args.streams,
+        limit_bytes: limit,
+        operations: tally.operations,
+        allocs: tally.allocs,
+        ooms: tally.ooms,
+        bytes_written: tally.bytes_written,
+        bytes_verified: tally.bytes_verified,
+        blocks_verified: tally.blocks_verified,
+        copies: tally.copies,
+        handed_over: tally.handed_over,
+        releases: tally.releases,
+        peak_reserved_bytes: tally.peak_reserved_bytes,
+        mismatches: tally.mismatches.len() as u64,
+        not_given_back_bytes: kept,
+        hazards,
+        seconds: hundredths(seconds),
+        operations_per_s: hundredths(tally.operations as f64 / seconds),
+        gb_per_s: hundredths(bytes as f64 / seconds / 1e9),
+    })
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let last_seed = self.seed.wrapping_add(self.seeds.saturating_sub(1));
+        writeln!(f, "{} operations in {:.1} s ({:.0}/s)", self.operations, self.seconds, self.operations_per_s)?;
+        writeln!(
+            f,
+            "  seeds          {} to {last_seed}, {} threads, {} streams",
+            self.seed, self.threads, self.streams
+        )?;
+        writeln!(f, "  memory         {} at most, of {}", Bytes(self.peak_reserved_bytes), Bytes(self.limit_bytes))?;
+        writeln!(
+            f,
+            "  blocks         {} allocated, {} compared, {} copies, {} to other threads",
+            self.allocs, self.blocks_verified, self.copies, self.handed_over
+        )?;
+        writeln!(
+            f,
+            "  patterns       {} written, {} compared, {:.2} GB/s",
+            Bytes(self.bytes_written),
+            Bytes(self.bytes_verified),
+            self.gb_per_s
+        )?;
+        writeln!(f, "  out of memory  {} times survived; cached memory given back {} times", self.ooms, self.releases)?;
+        let kept = Bytes(self.not_given_back_bytes);
+        write!(f, "  mismatches     {}; hazards {}; not given back {kept}", self.mismatches, self.hazards)
+    }
+}

@@ -1,0 +1,258 @@
+//! One thread of a soak.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use aquifer_allocator::{AllocError, DeviceBuffer, Turn};
+use aquifer_device::{AccessKind, Stream};
+use aquifer_kernels::{Kernels, pattern_bytes};
+use crossbeam::channel::Receiver;
+
+use super::Shared;
+use super::block::{Block, Findings};
+use super::tally::{Mismatch, Tally};
+use crate::exit::Failure;
+use crate::random::Random;
+
+/// Blocks that are written and read by the host itself are at most this large, in bytes.
+const HOST_MOST: u64 = 64 << 10;
+
+/// A thread's blocks and counts.
+pub(super) struct Worker<'a> {
+    shared: &'a Shared<'a>,
+    number: usize,
+    random: Random,
+    inbox: Receiver<Block>,
+    held: Vec<Block>,
+    /// By stream.
+    findings: Vec<Findings>,
+    tally: Tally,
+}
+
+impl<'a> Worker<'a> {
+    pub(super) fn new(shared: &'a Shared<'a>, number: usize, inbox: Receiver<Block>) -> Result<Worker<'a>, Failure> {
+        let findings = |stream: &Stream| {
+            let buffer = shared.allocator.alloc_buffer(Kernels::FINDINGS_LEN, stream)?;
+            Findings::new(buffer, &shared.kernels, stream)
+        };
+        Ok(Worker {
+            shared,
+            number,
+            random: Random::new(shared.plan.seed.wrapping_add(number as u64 * 0x9e37)),
+            inbox,
+            held: Vec::new(),
+            findings: shared.streams.iter().map(findings).collect::<Result<_, _>>()?,
+            tally: Tally::default(),
+        })
+    }
+
+    /// Works until it is time to stop, or something fails.
+    pub(super) fn run(&mut self) -> Result<(), Failure> {
+        while let Some(operation) = self.shared.next() {
+            self.held.extend(self.inbox.try_iter());
+            if let Err(failure) = self.step(operation) {
+                self.shared.failed.store(true, Ordering::Relaxed);
+                return Err(failure);
+            }
+            self.tally.operations += 1;
+        }
+        Ok(())
+    }
+
+    /// Compares and frees what is left.
+    pub(super) fn finish(mut self) -> Result<Tally, Failure> {
+        self.held.extend(self.inbox.try_iter());
+        let last = self.shared.begun.load(Ordering::Relaxed);
+        while let Some(block) = self.held.pop() {
+            self.compare(&block, last)?;
+        }
+        (0..self.findings.len()).try_for_each(|stream| self.look(stream))?;
+        Ok(self.tally)
+    }
+
+    fn step(&mut self, operation: u64) -> Result<(), Failure> {
+        let choice = self.random.below(100);
+        if choice < 45 || self.held.is_empty() {
+            return self.allocate(operation);
+        }
+        let at = self.random.below(u32::try_from(self.held.len()).unwrap_or(u32::MAX)) as usize;
+        match choice {
+            45..65 => {
+                let block = self.held.swap_remove(at);
+                self.compare(&block, operation)
+            }
+            65..75 => {
+                let block = self.held.swap_remove(at);
+                let compared = self.compare(&block, operation);
+                self.held.push(block);
+                compared
+            }
+            75..84 => self.rewrite(at, operation),
+            84..90 => self.send_there_and_back(at),
+            90..94 => self.hand_over(at),
+            94..97 => self.read_back(at, operation),
+            97..99 => {
+                let time = Duration::from_micros(self.random.below(200).into());
+                Ok(self.shared.kernels.spin(&self.shared.streams[self.any_stream()], time)?)
+            }
+            _ => self.release(),
+        }
+    }
+
+    fn any_stream(&mut self) -> usize {
+        self.random.below(u32::try_from(self.shared.streams.len()).unwrap_or(u32::MAX)) as usize
+    }
+
+    /// Most requests are small; some are so large that memory runs out.
+    fn any_size(&mut self) -> u64 {
+        let limit = self.shared.plan.limit;
+        match self.random.below(50) {
+            0 => self.random.size((limit / 16).max(1), (limit / 3).max(2)),
+            _ => self.random.size(1, (limit / 16).max(2)),
+        }
+    }
+
+    /// A buffer, unless memory is lacking; then some of what is held is compared and freed.
+    fn buffer(&mut self, bytes: u64, stream: usize, operation: u64) -> Result<Option<DeviceBuffer<u8>>, Failure> {
+        match self.shared.allocator.alloc_buffer(bytes, &self.shared.streams[stream]) {
+            Ok(buffer) => {
+                self.tally.allocs += 1;
+                Ok(Some(buffer))
+            }
+            Err(AllocError::OutOfMemory(_)) => {
+                self.tally.ooms += 1;
+                let kept = self.held.len() * 2 / 3;
+                for block in self.held.split_off(kept) {
+                    self.compare(&block, operation)?;
+                }
+                Ok(None)
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn allocate(&mut self, operation: u64) -> Result<(), Failure> {
+        let (stream, bytes) = (self.any_stream(), self.any_size());
+        let Some(buffer) = self.buffer(bytes, stream, operation)? else { return Ok(()) };
+        let mut block = Block { buffer, pattern: self.random.bits(), written_by: operation };
+        // Now and then the first use is on another stream.
+        let writer = if self.random.below(4) == 0 { self.any_stream() } else { stream };
+        let stream = &self.shared.streams[writer];
+        if bytes <= HOST_MOST && self.random.below(8) == 0 {
+            let mut content = vec![0; usize::try_from(bytes).unwrap_or(0)];
+            pattern_bytes(block.buffer.ptr(), block.pattern, &mut content);
+            let _turn = Turn::take(stream, &[(block.buffer.storage(), AccessKind::Write)])?;
+            stream.upload_blocking(block.buffer.ptr(), &content)?;
+        } else {
+            self.shared.kernels.pattern_write(stream, &mut block.buffer, block.pattern)?;
+        }
+        self.tally.bytes_written += bytes;
+        self.held.push(block);
+        Ok(())
+    }
+
+    /// Writes a block anew, so that what was in it is stale.
+    fn rewrite(&mut self, at: usize, operation: u64) -> Result<(), Failure> {
+        let (stream, pattern) = (self.any_stream(), self.random.bits());
+        let block = &mut self.held[at];
+        self.shared.kernels.pattern_write(&self.shared.streams[stream], &mut block.buffer, pattern)?;
+        (block.pattern, block.written_by) = (pattern, operation);
+        self.tally.bytes_written += block.buffer.bytes();
+        Ok(())
+    }
+
+    /// Copies a block elsewhere, wipes it, and copies it back, on three streams.
+    fn send_there_and_back(&mut self, at: usize) -> Result<(), Failure> {
+        let [there, wipe, back] = [(); 3].map(|()| self.any_stream());
+        let written_by = self.held[at].written_by;
+        let bytes = self.held[at].buffer.bytes();
+        let block = self.held.swap_remove(at);
+        let elsewhere = self.buffer(bytes, there, written_by);
+        self.held.push(block);
+        let Some(elsewhere) = elsewhere? else { return Ok(()) };
+        let Some(block) = self.held.last_mut() else { return Ok(()) };
+        let shared = self.shared;
+        copy(&shared.streams[there], &elsewhere, &block.buffer)?;
+        shared.kernels.fill(&shared.streams[wipe], &mut block.buffer, 0u8)?;
+        copy(&shared.streams[back], &block.buffer, &elsewhere)?;
+        self.tally.copies += 2;
+        Ok(())
+    }
+
+    fn hand_over(&mut self, at: usize) -> Result<(), Failure> {
+        let to = self.random.below(u32::try_from(self.shared.outboxes.len()).unwrap_or(u32::MAX)) as usize;
+        // Inboxes live until all blocks are freed.
+        if self.shared.outboxes[to].send(self.held.swap_remove(at)).is_ok() {
+            self.tally.handed_over += u64::from(to != self.number);
+        }
+        Ok(())
+    }
+
+    /// Compares a small block on the host; frees it.
+    fn read_back(&mut self, at: usize, operation: u64) -> Result<(), Failure> {
+        let block = self.held.swap_remove(at);
+        let (ptr, bytes) = (block.buffer.ptr(), block.buffer.bytes());
+        if bytes > HOST_MOST {
+            return self.compare(&block, operation);
+        }
+        let stream = &self.shared.streams[self.any_stream()];
+        let (mut is, mut should) =
+            (vec![0; usize::try_from(bytes).unwrap_or(0)], vec![0; usize::try_from(bytes).unwrap_or(0)]);
+        {
+            let _turn = Turn::take(stream, &[(block.buffer.storage(), AccessKind::Read)])?;
+            stream.download_blocking(&mut is, ptr)?;
+        }
+        pattern_bytes(ptr, block.pattern, &mut should);
+        self.tally.blocks_verified += 1;
+        self.tally.bytes_verified += bytes;
+        if let Some(first) = is.iter().zip(&should).position(|(is, should)| is != should) {
+            let words = is.chunks(8).zip(should.chunks(8)).filter(|(is, should)| is != should).count() as u64;
+            let (seed, thread, written_by) = (self.shared.plan.seed, self.number, block.written_by);
+            let first = ptr.offset(first as u64);
+            self.tally.mismatches.push(Mismatch { seed, thread, operation, written_by, ptr, bytes, words, first });
+        }
+        Ok(())
+    }
+
+    /// Gives cached memory back, all of it or half.
+    fn release(&mut self) -> Result<(), Failure> {
+        self.tally.releases += 1;
+        let allocator = self.shared.allocator;
+        Ok(match self.random.below(2) {
+            0 => allocator.empty_cache().map(|_| ())?,
+            _ => allocator.trim_to(allocator.reserved_bytes() / 2).map(|_| ())?,
+        })
+    }
+
+    fn compare(&mut self, block: &Block, operation: u64) -> Result<(), Failure> {
+        let stream = self.any_stream();
+        let shared = self.shared;
+        let full = self.findings[stream].compare(&shared.kernels, &shared.streams[stream], block, operation)?;
+        self.tally.blocks_verified += 1;
+        self.tally.bytes_verified += block.buffer.bytes();
+        if full { self.look(stream) } else { Ok(()) }
+    }
+
+    fn look(&mut self, stream: usize) -> Result<(), Failure> {
+        let shared = self.shared;
+        if let Some((found, compared)) = self.findings[stream].look(&shared.kernels, &shared.streams[stream])? {
+            self.tally.mismatches.push(Mismatch {
+                seed: shared.plan.seed,
+                thread: self.number,
+                operation: compared.operation,
+                written_by: compared.written_by,
+                ptr: compared.ptr,
+                bytes: compared.bytes,
+                words: found.words,
+                first: found.first,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Enqueues a copy of all of `src`.
+fn copy(stream: &Stream, dst: &DeviceBuffer<u8>, src: &DeviceBuffer<u8>) -> Result<(), Failure> {
+    let _turn = Turn::take(stream, &[(src.storage(), AccessKind::Read), (dst.storage(), AccessKind::Write)])?;
+    Ok(stream.copy(dst.ptr(), src.ptr(), src.bytes())?)
+}
