@@ -65,6 +65,11 @@ impl Stream {
         self.0.timeline.raw()
     }
 
+    /// The driver of its device.
+    pub(crate) fn driver(&self) -> &dyn Driver {
+        &self.0.context.driver
+    }
+
     #[inline]
     fn usable(&self, operation: Operation) -> Result<RawStream> {
         self.0.timeline.usable(operation)
@@ -248,15 +253,21 @@ impl ExternalStream {
     /// Those of the driver. The stream counts as released all the same, and its uncovered ticks are then answered by
     /// waiting for the whole device.
     pub fn release(mut self) -> Result<()> {
+        self.let_go()
+    }
+
+    fn let_go(&mut self) -> Result<()> {
         self.released = true;
-        self.stream.timeline().close(false)
+        let closed = self.stream.timeline().close(false);
+        self.stream.driver().release_stream(self.stream.raw());
+        closed
     }
 }
 
 impl Drop for ExternalStream {
     fn drop(&mut self) {
         if !self.released
-            && let Err(error) = self.stream.timeline().close(false)
+            && let Err(error) = self.let_go()
         {
             tracing::warn!(%error, "an adopted stream was dropped without release and its last event could not be recorded");
         }
