@@ -1,6 +1,7 @@
 //! The command line.
 
 mod compare;
+mod hardware;
 mod shows;
 
 use std::path::PathBuf;
@@ -12,6 +13,7 @@ use aquifer_device::{DeviceSpec, OpenError};
 use clap::{Args, Parser, Subcommand};
 
 pub use compare::CompareArgs;
+pub use hardware::CallsArgs;
 pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
 
 use crate::exit::CODES;
@@ -26,7 +28,8 @@ Examples:
   aquifer-stress replay --config '' --config max_split_size_mb:128 *.trace.gz
   aquifer-stress fit --json training.trace.gz
   aquifer-stress compare --pytorch pytorch.json *.trace.gz
-  aquifer-stress bench --filter churn";
+  aquifer-stress bench --filter churn
+  aquifer-stress calls --device sim:a100";
 
 /// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments memory, runs out of it,
 /// and measures the allocator.
@@ -83,6 +86,8 @@ pub enum Command {
     Compare(CompareArgs),
     /// Measure the speed of allocation and free.
     Bench(BenchArgs),
+    /// Measure what driver calls cost on the device.
+    Calls(CallsArgs),
     /// Fragment memory in several ways, under several policies side by side, and draw maps of it.
     Fragmentation(FragmentationArgs),
     /// Run out of memory in several ways, read the reports, and recover.
