@@ -157,9 +157,9 @@ impl Device {
     /// Waits on the host until the device is idle.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// When a stream captures, and those of the driver.
     pub fn synchronize(&self) -> Result<()> {
-        self.0.context.driver.synchronize()
+        self.0.context.synchronize()
     }
 
     /// A plain driver allocation, cached by nothing. First frees what [`Device::free_later`] was given.

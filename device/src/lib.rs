@@ -21,7 +21,7 @@ mod sync;
 mod timeline;
 mod unavailable;
 
-pub use capture::{Capture, Graph};
+pub use capture::{AnnouncedCapture, Capture, Graph};
 pub use context::Reservation;
 pub use copies::{Copy2d, CopyPart, Place};
 pub use device::{Device, TimelineCounts};

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::capture::Capture;
+use crate::capture::{AnnouncedCapture, Capture};
 use crate::context::Context;
 use crate::driver::{DevicePtr, Driver, DriverKind, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
@@ -214,6 +214,20 @@ impl Stream {
     /// Those of the driver.
     pub fn begin_capture(&self) -> Result<Capture> {
         Capture::begin(self.clone(), self.0.context.clone())
+    }
+
+    /// Makes a capture known that somebody else began on this stream, such as cudarc's `CudaStream::begin_capture`. Until the
+    /// result is dropped, which should be once the capture ended, the stream is treated as one that captures.
+    ///
+    /// # Errors
+    /// When the stream does not capture, its capture is known already, and those of the driver.
+    pub fn announce_capture(&self) -> Result<AnnouncedCapture> {
+        AnnouncedCapture::announce(self.clone(), &self.0.context)
+    }
+
+    /// Whether the stream is known to capture, or to have joined a capture. No driver call.
+    pub fn is_capturing(&self) -> bool {
+        self.0.timeline.is_capturing()
     }
 }
 
