@@ -5,7 +5,7 @@
 //! * Dropping an event makes no driver call: events that cannot be recycled go to `condemned` and are destroyed at the
 //!   next call that may talk to the driver.
 //!
-//! * An orphan is memory that nobody but this context knows any more. It goes back to the driver at the next call that may talk
+//! * An orphan is memory, or a module of kernels, that nobody but this context knows any more. It goes back to the driver at the next call that may talk
 //!   to it; what cannot go now stays an orphan.
 //!
 //! No locks of its own; the queues are lock-free, so a context can be used under any lock.
@@ -16,10 +16,10 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use crossbeam::queue::SegQueue;
 
 use crate::counted::Counted;
-use crate::driver::{DevicePtr, Driver, RawEvent, RawPhysical, RawStream};
+use crate::driver::{DevicePtr, Driver, RawEvent, RawModule, RawPhysical, RawStream};
 use crate::error::{DeviceError, Result};
 
-/// Memory to be given back later.
+/// What is to be given back later.
 #[derive(Debug)]
 pub(crate) enum Orphan {
     /// A plain allocation.
@@ -28,6 +28,8 @@ pub(crate) enum Orphan {
     Reservation(Reservation),
     /// Physical memory that is mapped nowhere.
     Physical(RawPhysical),
+    /// A module whose kernels may still run.
+    Module(RawModule),
 }
 
 /// Reserved addresses and the physical memory mapped there, as [`crate::Device::unreserve_later`] takes them.
@@ -127,6 +129,12 @@ impl Context {
             Orphan::Allocation(ptr) => self.driver.free(ptr).map_err(|error| (error, orphan)),
             Orphan::Physical(physical) => self.driver.release_physical(physical).map_err(|error| (error, orphan)),
             Orphan::Reservation(reservation) => self.free_reservation(reservation),
+            // Unloading waits for nothing, so the device is waited for first.
+            Orphan::Module(module) => self
+                .driver
+                .synchronize()
+                .and_then(|()| self.driver.unload_module(module))
+                .map_err(|error| (error, orphan)),
         }
     }
 

@@ -4,11 +4,13 @@
 
 use std::sync::Arc;
 
+use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
-    AccessKind, Attribute, CallCounts, DeviceInfo, DevicePtr, Driver, HostPtr, Launch, MemoryInfo, RawEvent, RawGraph,
-    RawPhysical, RawStream, StreamFlags,
+    Attribute, CallCounts, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent,
+    RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{Operation, Result};
+use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
@@ -82,6 +84,14 @@ impl Driver for Counted {
         EndCapture => end_capture(stream: RawStream) -> RawGraph;
         LaunchGraph => launch_graph(graph: RawGraph, stream: RawStream) -> ();
         DestroyGraph => destroy_graph(graph: RawGraph) -> ();
+        HostUnregister => host_unregister(ptr: HostPtr) -> ();
+        LoadModule => load_module(ptx: &str) -> RawModule;
+        UnloadModule => unload_module(module: RawModule) -> ();
+        CaptureStatus => capture_status(stream: RawStream) -> CaptureStatus;
+        StreamId => stream_id(stream: RawStream) -> Option<u64>;
+        PoolUsage => pool_usage() -> PoolUsage;
+        TrimPool => trim_pool(keep: u64) -> ();
+        CanAccessPeer => can_access_peer(peer: u32) -> bool;
     }
 
     fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()> {
@@ -96,6 +106,21 @@ impl Driver for Counted {
     unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()> {
         // SAFETY: the caller's promise about `dst` is passed on unchanged.
         unsafe { self.on(Operation::CopyToHost).copy_to_host(dst, src, bytes, stream) }
+    }
+
+    unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
+        // SAFETY: the caller's promise about the memory is passed on unchanged.
+        unsafe { self.on(Operation::HostRegister).host_register(ptr, bytes) }
+    }
+
+    unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about host memory is passed on unchanged.
+        unsafe { self.on(Operation::Copy2d).copy_2d(copy, stream) }
+    }
+
+    unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about host memory is passed on unchanged.
+        unsafe { self.on(Operation::CopyBatch).copy_batch(copies, stream) }
     }
 
     unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {

@@ -10,7 +10,9 @@ use std::thread::ThreadId;
 use parking_lot::Mutex;
 
 use crate::context::{Context, Orphan, Reservation};
-use crate::driver::{CallCounts, DeviceInfo, DevicePtr, Driver, MemoryInfo, RawPhysical, RawStream, StreamFlags};
+use crate::driver::{
+    CallCounts, DeviceInfo, DevicePtr, Driver, MemoryInfo, RawModule, RawPhysical, RawStream, StreamFlags,
+};
 use crate::error::Result;
 use crate::event::Event;
 use crate::stream::{ExternalStream, Stream};
@@ -190,6 +192,12 @@ impl Device {
     /// Releases physical memory that is mapped nowhere, as late as [`Device::unreserve_later`] does. Makes no driver call.
     pub fn release_later(&self, physical: RawPhysical) {
         self.0.context.orphan(Orphan::Physical(physical));
+    }
+
+    /// Unloads a module of kernels as late as [`Device::unreserve_later`] gives memory back; the device is waited for then. Makes
+    /// no driver call.
+    pub fn unload_later(&self, module: RawModule) {
+        self.0.context.orphan(Orphan::Module(module));
     }
 
     /// Whether any of its streams captures; what waits for the device would break that.

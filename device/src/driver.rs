@@ -11,9 +11,10 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
 
+use crate::copies::{Copy2d, CopyPart};
 use crate::error::{Operation, Result};
+use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
 
 /// An address in a device's virtual address space, in bytes. Zero is never a valid allocation.
@@ -76,6 +77,8 @@ raw_handles! {
     RawPhysical,
     /// A captured graph, by the driver's handle.
     RawGraph,
+    /// A loaded module of kernels, by the driver's handle.
+    RawModule,
 }
 
 impl RawStream {
@@ -112,12 +115,26 @@ pub struct DeviceInfo {
     pub granularity_bytes: Option<u64>,
     /// Least and greatest stream priority, numerically: greatest priority is the lower number, as with CUDA.
     pub priorities: (i32, i32),
+    /// What its code may be compiled for, major and minor number.
+    pub compute_capability: (u32, u32),
+    /// The newest CUDA version that the driver knows, major and minor number; `None` for the simulated device.
+    pub driver_version: Option<(u32, u32)>,
 }
 
 impl DeviceInfo {
-    /// Facts of a device that cannot map memory and has one stream priority; set the other fields as they apply.
+    /// Facts of a device that cannot map memory, has one stream priority and compute capability 0.0; set the other fields
+    /// as they apply.
     pub fn new(kind: DriverKind, ordinal: u32, name: impl Into<String>, total_bytes: u64) -> Self {
-        DeviceInfo { kind, ordinal, name: name.into(), total_bytes, granularity_bytes: None, priorities: (0, 0) }
+        DeviceInfo {
+            kind,
+            ordinal,
+            name: name.into(),
+            total_bytes,
+            granularity_bytes: None,
+            priorities: (0, 0),
+            compute_capability: (0, 0),
+            driver_version: None,
+        }
     }
 }
 
@@ -128,6 +145,31 @@ pub struct MemoryInfo {
     pub free: u64,
     /// Bytes of the device.
     pub total: u64,
+}
+
+/// What the driver's stream-ordered pool holds, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PoolUsage {
+    /// In use.
+    pub used: u64,
+    /// Most that was in use at a time.
+    pub used_peak: u64,
+    /// Held from the device.
+    pub reserved: u64,
+    /// Most that was held at a time.
+    pub reserved_peak: u64,
+}
+
+/// Whether a stream's work is recorded into a graph now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum CaptureStatus {
+    /// It runs.
+    None,
+    /// It is recorded.
+    Active,
+    /// It was recorded, until a call broke the capture, which still has to be ended.
+    Invalidated,
 }
 
 /// A number a device can be asked for.
@@ -150,6 +192,8 @@ pub enum Attribute {
     GpuDirectRdmaWithVmm,
     /// 1 where physical memory can be exported as a file descriptor: [`PhysicalOptions::exportable`].
     PosixFdHandles,
+    /// 1 where one call enqueues many copies: [`Driver::copy_batch`].
+    BatchedCopies,
 }
 
 /// How a new stream behaves.
@@ -159,95 +203,6 @@ pub struct StreamFlags {
     pub non_blocking: bool,
     /// Numerically lower is more urgent; clamped to the device's range.
     pub priority: i32,
-}
-
-/// What somebody does to memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum AccessKind {
-    /// Reads it.
-    Read,
-    /// Writes it, or reads and writes it.
-    Write,
-}
-
-/// A range of device memory that a kernel touches.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Access {
-    /// First byte.
-    pub ptr: DevicePtr,
-    /// Length in bytes.
-    pub bytes: u64,
-    /// What the kernel does to it.
-    pub kind: AccessKind,
-}
-
-/// An argument of a kernel.
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
-pub enum KernelArg {
-    /// A device address.
-    Ptr(DevicePtr),
-    /// A 32-bit unsigned integer.
-    U32(u32),
-    /// A 64-bit unsigned integer.
-    U64(u64),
-    /// A 32-bit float.
-    F32(f32),
-    /// A 64-bit float.
-    F64(f64),
-}
-
-/// Device memory as a kernel's host implementation sees it, on the simulated device.
-///
-/// Reading or writing outside the ranges that the launch declared is a fault of the kernel.
-pub trait KernelMemory {
-    /// Reads `into.len()` bytes at `from`.
-    ///
-    /// # Errors
-    /// When the range was not declared as accessed, or is not mapped.
-    fn read(&self, from: DevicePtr, into: &mut [u8]) -> Result<()>;
-
-    /// Writes `bytes` at `to`.
-    ///
-    /// # Errors
-    /// When the range was not declared as written, or is not mapped.
-    fn write(&mut self, to: DevicePtr, bytes: &[u8]) -> Result<()>;
-}
-
-/// What a kernel computes, as the simulated device runs it.
-pub type HostKernel = Arc<dyn Fn(&mut dyn KernelMemory, &[KernelArg]) -> Result<()> + Send + Sync>;
-
-/// One kernel launch: how it is named, shaped and fed, what it touches, and what it computes.
-#[derive(Clone)]
-pub struct Launch {
-    /// Name of the kernel, as in its module.
-    pub name: &'static str,
-    /// Blocks of the grid, x y z.
-    pub grid: [u32; 3],
-    /// Threads of a block, x y z.
-    pub block: [u32; 3],
-    /// Dynamic shared memory in bytes.
-    pub shared_bytes: u32,
-    /// Arguments in order.
-    pub args: Vec<KernelArg>,
-    /// Every range of device memory that the kernel reads or writes.
-    pub accesses: Vec<Access>,
-    /// Run by the simulated device; `None` for a kernel that only takes time and touches its ranges.
-    pub host: Option<HostKernel>,
-    /// Arithmetic operations it performs, for the simulated device's cost model; 0 where memory bounds it.
-    pub operations: u64,
-}
-
-impl fmt::Debug for Launch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Launch")
-            .field("name", &self.name)
-            .field("grid", &self.grid)
-            .field("block", &self.block)
-            .field("args", &self.args)
-            .field("accesses", &self.accesses)
-            .finish_non_exhaustive()
-    }
 }
 
 /// Everything the project asks of one GPU.
@@ -315,6 +270,16 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Tells that the host touches page-locked memory now. The simulator checks it; nothing on CUDA.
     fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()>;
 
+    /// Page-locks memory that the caller allocated, any part of which copies may name from then on.
+    ///
+    /// # Safety
+    /// `ptr..ptr + bytes` must stay readable and writable until it is unregistered.
+    unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr>;
+
+    /// Undoes [`Driver::host_register`]; the memory is its owner's again. The caller must know that the work which uses it is
+    /// done; this waits for such work all the same, so that it never meets memory which is gone.
+    fn host_unregister(&self, ptr: HostPtr) -> Result<()>;
+
     /// Creates a stream.
     fn create_stream(&self, flags: StreamFlags) -> Result<RawStream>;
 
@@ -366,8 +331,27 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Enqueues a copy within the device; the ranges must not overlap.
     fn copy_on_device(&self, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> Result<()>;
 
+    /// Enqueues copying `height` rows; neither side's rows may overlap the other's.
+    ///
+    /// # Safety
+    /// Host memory that the copy reads must stay unwritten, and that which it writes untouched, until it is done.
+    unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()>;
+
+    /// Enqueues many copies with one call. Nothing orders them among themselves: none may write what another touches.
+    /// Not supported where [`Attribute::BatchedCopies`] is 0, and in captures.
+    ///
+    /// # Safety
+    /// Host memory that the copies read must stay unwritten, and that which they write untouched, until they are done.
+    unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()>;
+
     /// Enqueues filling a range with a byte.
     fn memset(&self, ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> Result<()>;
+
+    /// Loads kernels from PTX text, compiled for the device by the driver.
+    fn load_module(&self, ptx: &str) -> Result<RawModule>;
+
+    /// Unloads a module. Does not wait for work: the caller must know that its kernels are done.
+    fn unload_module(&self, module: RawModule) -> Result<()>;
 
     /// Enqueues a kernel.
     ///
@@ -377,6 +361,21 @@ pub trait Driver: fmt::Debug + Send + Sync {
 
     /// Starts capturing the stream's work into a graph instead of running it.
     fn begin_capture(&self, stream: RawStream) -> Result<()>;
+
+    /// Whether the stream captures. Legal at any time; breaks no capture.
+    fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus>;
+
+    /// What the driver calls the stream, unique for its whole life unlike the handle; `None` where it does not tell.
+    fn stream_id(&self, stream: RawStream) -> Result<Option<u64>>;
+
+    /// What the driver's stream-ordered pool holds.
+    fn pool_usage(&self) -> Result<PoolUsage>;
+
+    /// Makes the driver's stream-ordered pool give unused memory back to the device, down to `keep` bytes.
+    fn trim_pool(&self, keep: u64) -> Result<()>;
+
+    /// Whether [`Driver::set_access`] may let the device with the ordinal `peer` touch this one's memory.
+    fn can_access_peer(&self, peer: u32) -> Result<bool>;
 
     /// Ends the capture and returns the graph, ready to launch.
     fn end_capture(&self, stream: RawStream) -> Result<RawGraph>;

@@ -111,6 +111,28 @@ operations! {
     DestroyGraph = "cuGraphDestroy",
     /// Reading a device attribute.
     Attribute = "cuDeviceGetAttribute",
+    /// Loading a module of kernels.
+    LoadModule = "cuModuleLoadData",
+    /// Unloading a module of kernels.
+    UnloadModule = "cuModuleUnload",
+    /// Page-locking memory that somebody else allocated.
+    HostRegister = "cuMemHostRegister",
+    /// Undoing that.
+    HostUnregister = "cuMemHostUnregister",
+    /// Asynchronous copy of rows.
+    Copy2d = "cuMemcpy2DAsync",
+    /// Many asynchronous copies at once.
+    CopyBatch = "cuMemcpyBatchAsync",
+    /// Asking whether a stream captures.
+    CaptureStatus = "cuStreamGetCaptureInfo",
+    /// Asking for a stream's identity.
+    StreamId = "cuStreamGetId",
+    /// What the driver's stream-ordered pool holds.
+    PoolUsage = "cuMemPoolGetAttribute",
+    /// Making the driver's stream-ordered pool give memory back.
+    TrimPool = "cuMemPoolTrimTo",
+    /// Asking whether a device can reach another one's memory.
+    CanAccessPeer = "cuDeviceCanAccessPeer",
 }
 
 impl fmt::Display for Operation {

@@ -4,12 +4,14 @@
 //! [`Event`]s and [`Tick`]s order streams after each other. Errors of any of these are [`DeviceError`]s.
 mod capture;
 mod context;
+mod copies;
 mod counted;
 mod device;
 mod discovery;
 mod driver;
 mod error;
 mod event;
+mod launch;
 mod physical;
 pub mod sim;
 mod stream;
@@ -18,14 +20,16 @@ mod timeline;
 
 pub use capture::{Capture, Graph};
 pub use context::Reservation;
+pub use copies::{Copy2d, CopyPart, Place};
 pub use device::{Device, TimelineCounts};
 pub use discovery::{Choice, DeviceSpec, Existing, OpenError, available, best_available, count, get};
 pub use driver::{
-    Access, AccessKind, Attribute, CallCounts, DeviceInfo, DevicePtr, Driver, DriverKind, HostKernel, HostPtr,
-    KernelArg, KernelMemory, Launch, MemoryInfo, RawEvent, RawGraph, RawPhysical, RawStream, StreamFlags,
+    Attribute, CallCounts, CaptureStatus, DeviceInfo, DevicePtr, Driver, DriverKind, HostPtr, MemoryInfo, PoolUsage,
+    RawEvent, RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
 };
 pub use error::{Code, DeviceError, ErrorKind, Operation, Result};
 pub use event::Event;
+pub use launch::{Access, AccessKind, HostKernel, KernelArg, KernelMemory, Launch};
 pub use physical::{HandleKind, PhysicalOptions};
 pub use stream::{ExternalStream, Stream};
 pub use timeline::{Clock, Tick, Timeline};

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use crate::capture::Capture;
 use crate::context::Context;
-use crate::driver::{Access, DevicePtr, Driver, Launch, RawStream};
+use crate::driver::{DevicePtr, Driver, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::event::Event;
+use crate::launch::{Access, Launch};
 use crate::timeline::{Tick, Timeline};
 
 /// A queue of work on one device. Cloning gives another handle of the same stream.
@@ -183,6 +184,7 @@ impl Stream {
         }
         let launch = Launch {
             name,
+            module: None,
             grid: [1; 3],
             block: [1; 3],
             shared_bytes: 0,

@@ -6,9 +6,10 @@ use super::machine::Machine;
 use super::race::Space;
 use super::refused::{Answer, Refused};
 use super::violation::{OpRef, ViolationKind};
-use super::work::{Body, HostPart};
-use crate::driver::{AccessKind, DevicePtr, HostPtr, Launch, RawStream, StreamFlags};
+use super::work::{Body, End, HostPart};
+use crate::driver::{DevicePtr, HostPtr, RawStream, StreamFlags};
 use crate::error::{Code, Operation};
+use crate::launch::{AccessKind, Launch};
 
 /// Host memory copies at about this rate when pageable memory is staged; order of magnitude of one core.
 const STAGING_BYTES_PER_NS: u64 = 10;
@@ -20,7 +21,7 @@ const BLOCK_THREADS_MAX: u64 = 1024;
 const SHARED_BYTES_MAX: u32 = 227 << 10;
 
 /// The end of a range of device addresses.
-fn range(ptr: DevicePtr, bytes: u64) -> Answer<std::ops::Range<u64>> {
+pub(super) fn range(ptr: DevicePtr, bytes: u64) -> Answer<std::ops::Range<u64>> {
     match ptr.0.checked_add(bytes) {
         Some(end) if ptr.0 != 0 => Ok(ptr.0..end),
         _ => Err(Refused::value(format!("{bytes} bytes at {ptr} are no range of device memory"))),
@@ -79,7 +80,7 @@ impl Machine {
     }
 
     /// The page-locked memory that holds all of a host range.
-    fn page_locked(&self, address: usize, bytes: usize) -> Option<HostPart> {
+    pub(super) fn page_locked(&self, address: usize, bytes: usize) -> Option<HostPart> {
         let (block, offset) = self.host.find(address, bytes)?;
         Some(HostPart { block: Arc::clone(block), offset, bytes })
     }
@@ -102,7 +103,8 @@ impl Machine {
             return Err(Refused::value("the source is null"));
         }
         if let Some(from) = self.page_locked(address, bytes) {
-            return self.submit(id, Body::FromHost { to, from }).map(|_| ());
+            let body = Body::copy(Operation::CopyToDevice, End::Device(to), End::Host(from));
+            return self.submit(id, body).map(|_| ());
         }
         if self.streams.get(id)?.capture.is_none() {
             self.spend(bytes as u64 / STAGING_BYTES_PER_NS);
@@ -128,7 +130,8 @@ impl Machine {
             return Err(Refused::value("the destination is null"));
         }
         if let Some(to) = self.page_locked(address, bytes) {
-            return self.submit(id, Body::ToHost { to, from }).map(|_| ());
+            let body = Body::copy(Operation::CopyToHost, End::Host(to), End::Device(from));
+            return self.submit(id, body).map(|_| ());
         }
         let Some(submitted) = self.submit(id, Body::ToWaiting { from: from.clone() })? else { return Ok(()) };
         self.wait_until(submitted.finish)?;
@@ -156,7 +159,8 @@ impl Machine {
         if to.start < from.end && from.start < to.end {
             return Err(Refused::value(format!("{bytes} bytes at {dst} and at {src} overlap")));
         }
-        self.submit(id, Body::Copy { to, from }).map(|_| ())
+        let body = Body::copy(Operation::CopyOnDevice, End::Device(to), End::Device(from));
+        self.submit(id, body).map(|_| ())
     }
 
     pub(super) fn memset(&mut self, ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> Answer<()> {
@@ -178,6 +182,7 @@ impl Machine {
         if launch.shared_bytes > SHARED_BYTES_MAX {
             return Err(Refused::value(format!("{} bytes of shared memory asked for", launch.shared_bytes)));
         }
+        self.find_kernel(launch)?;
         for access in launch.accesses.iter().filter(|access| access.bytes > 0) {
             range(access.ptr, access.bytes)?;
         }
@@ -185,12 +190,23 @@ impl Machine {
     }
 
     pub(super) fn host_free(&mut self, ptr: HostPtr) -> Answer<()> {
-        let range = self.host.range(ptr.0)?;
+        let range = self.host.allocated(ptr.0)?;
         let op = self.op_ref(None, Operation::HostFree, None);
         self.detector.check_known(Space::Host, range.clone(), false, ViolationKind::PendingWork, op);
         self.detector.host.clear(range);
         self.host.free(ptr.0, op);
         Ok(())
+    }
+
+    /// Work that uses the memory is waited for: the memory is the caller's, and may be gone after this.
+    pub(super) fn host_unregister(&mut self, ptr: HostPtr) -> Answer<()> {
+        let range = self.host.registered(ptr.0)?;
+        let op = self.op_ref(None, Operation::HostUnregister, None);
+        self.detector.check_known(Space::Host, range.clone(), false, ViolationKind::PendingWork, op);
+        let waited = self.wait_until(self.horizon);
+        self.detector.host.clear(range);
+        self.host.free(ptr.0, op);
+        waited
     }
 
     /// The host touches page-locked memory. Other memory has no entries, so nothing is found there.

@@ -14,7 +14,7 @@ use super::queue::LEGACY;
 use super::race::{Epoch, Shadow, Space};
 use super::refused::{Answer, Refused};
 use super::work::Body;
-use crate::driver::{RawGraph, RawStream};
+use crate::driver::{CaptureStatus, RawGraph, RawStream};
 use crate::error::Code;
 
 /// A stream's part in a capture.
@@ -135,6 +135,21 @@ impl Machine {
             }
         }
         Some(capture)
+    }
+
+    /// Whether the stream captures. Breaks nothing.
+    pub(super) fn capture_status(&mut self, stream: RawStream) -> Answer<CaptureStatus> {
+        let id = self.streams.find(stream)?;
+        if id == LEGACY && self.streams.iter_mut().any(|(_, stream)| stream.blocking && stream.capture.is_some()) {
+            let detail = "a blocking stream captures, so the legacy stream cannot be asked";
+            return Err(Refused::new(Code::CAPTURE_IMPLICIT, detail));
+        }
+        let number = self.streams.get(id)?.capture.as_ref().map(|member| member.capture);
+        Ok(match number.and_then(|number| self.captures.get(&number)) {
+            None => CaptureStatus::None,
+            Some(Capture { invalid: true, .. }) => CaptureStatus::Invalidated,
+            Some(_) => CaptureStatus::Active,
+        })
     }
 
     pub(super) fn begin_capture(&mut self, stream: RawStream) -> Answer<()> {

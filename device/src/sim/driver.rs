@@ -3,11 +3,13 @@
 use super::SimDriver;
 use super::host;
 use super::refused::{Answer, Refused};
+use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
-    AccessKind, Attribute, DeviceInfo, DevicePtr, Driver, HostPtr, Launch, MemoryInfo, RawEvent, RawGraph, RawPhysical,
-    RawStream, StreamFlags,
+    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent, RawGraph,
+    RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{Code, Operation, Result};
+use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
 
 impl SimDriver {
@@ -43,6 +45,7 @@ impl Driver for SimDriver {
                 Attribute::MemoryPools => 1,
                 Attribute::GpuDirectRdmaWithVmm => self.can_rdma().into(),
                 Attribute::PosixFdHandles => self.export.into(),
+                Attribute::BatchedCopies => 1,
             })
         })
     }
@@ -138,6 +141,14 @@ impl Driver for SimDriver {
         Ok(())
     }
 
+    unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
+        self.call(Operation::HostRegister, bytes as u64, |machine| machine.host.register(ptr, bytes).map(HostPtr))
+    }
+
+    fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
+        self.call(Operation::HostUnregister, 0, |machine| machine.host_unregister(ptr))
+    }
+
     fn create_stream(&self, flags: StreamFlags) -> Result<RawStream> {
         self.call(Operation::CreateStream, 0, |machine| Ok(machine.create_stream(flags)))
     }
@@ -206,8 +217,24 @@ impl Driver for SimDriver {
         self.call(Operation::CopyOnDevice, 0, |machine| machine.copy_on_device(dst, src, bytes, stream))
     }
 
+    unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
+        self.call(Operation::Copy2d, 0, |machine| machine.copy_2d(copy, stream))
+    }
+
+    unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()> {
+        self.call(Operation::CopyBatch, 0, |machine| machine.copy_batch(copies, stream))
+    }
+
     fn memset(&self, ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> Result<()> {
         self.call(Operation::Memset, 0, |machine| machine.memset(ptr, value, bytes, stream))
+    }
+
+    fn load_module(&self, ptx: &str) -> Result<RawModule> {
+        self.call(Operation::LoadModule, 0, |machine| machine.load_module(ptx, self.card.capability))
+    }
+
+    fn unload_module(&self, module: RawModule) -> Result<()> {
+        self.call(Operation::UnloadModule, 0, |machine| machine.unload_module(module))
     }
 
     unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
@@ -216,6 +243,27 @@ impl Driver for SimDriver {
 
     fn begin_capture(&self, stream: RawStream) -> Result<()> {
         self.call(Operation::BeginCapture, 0, |machine| machine.begin_capture(stream))
+    }
+
+    fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus> {
+        self.call(Operation::CaptureStatus, 0, |machine| machine.capture_status(stream))
+    }
+
+    fn stream_id(&self, stream: RawStream) -> Result<Option<u64>> {
+        self.call(Operation::StreamId, 0, |machine| machine.streams.find(stream).map(|id| Some(id.into())))
+    }
+
+    fn pool_usage(&self) -> Result<PoolUsage> {
+        self.call(Operation::PoolUsage, 0, |machine| Ok(machine.pool))
+    }
+
+    fn trim_pool(&self, _keep: u64) -> Result<()> {
+        // The simulated pool keeps nothing that is not in use.
+        self.call(Operation::TrimPool, 0, |_| Ok(()))
+    }
+
+    fn can_access_peer(&self, peer: u32) -> Result<bool> {
+        self.call(Operation::CanAccessPeer, 0, |_| Ok(peer != self.info.ordinal))
     }
 
     fn end_capture(&self, stream: RawStream) -> Result<RawGraph> {

@@ -1,7 +1,10 @@
-//! Page-locked host memory: real memory, which pending copies keep alive.
+//! Page-locked host memory: real memory of the simulator's own, which pending copies keep alive, or memory of the caller's that
+//! was registered.
 //!
 //! All reads and writes of host memory through raw pointers happen in this file. Invariant: a block's bytes are
-//! initialised and stay allocated until the last [`Arc`] of it is gone; whoever accesses them checks the range first.
+//! initialised and stay allocated until the last [`Arc`] of it is gone; whoever accesses them checks the range first. A registered
+//! block's bytes are there until it is unregistered, and nobody accesses them after that: pending work was run then, and later
+//! work finds the block in `gone`.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::BTreeMap;
@@ -16,15 +19,19 @@ use crate::error::Code;
 /// Alignment of page-locked memory in bytes.
 const PAGE: usize = 4096;
 
-/// One page-locked allocation.
+const ALREADY_REGISTERED: Code = Code(712);
+const NOT_REGISTERED: Code = Code(713);
+
+/// One page-locked piece of memory.
 #[derive(Debug)]
 pub(super) struct HostBlock {
     start: NonNull<u8>,
-    layout: Layout,
+    /// How it was allocated; `None` for registered memory.
+    layout: Option<Layout>,
     bytes: usize,
 }
 
-// SAFETY: the block owns its memory and hands out no references to it; who may touch it when is the contract of
+// SAFETY: the block hands out no references to its memory; who may touch it when is the contract of
 // `Driver`'s copy calls, as for any page-locked memory.
 unsafe impl Send for HostBlock {}
 // SAFETY: as for `Send`.
@@ -41,7 +48,12 @@ impl HostBlock {
         // SAFETY: the size is not 0.
         let start = unsafe { alloc_zeroed(layout) };
         let start = NonNull::new(start).ok_or_else(out_of_memory)?;
-        Ok(HostBlock { start, layout, bytes })
+        Ok(HostBlock { start, layout: Some(layout), bytes })
+    }
+
+    /// The caller's memory, which must outlive every access.
+    fn registered(start: NonNull<u8>, bytes: usize) -> HostBlock {
+        HostBlock { start, layout: None, bytes }
     }
 
     /// The host address of the first byte.
@@ -79,12 +91,14 @@ impl HostBlock {
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new` with this layout, and freed only here.
-        unsafe { dealloc(self.start.as_ptr(), self.layout) };
+        if let Some(layout) = self.layout {
+            // SAFETY: allocated in `new` with this layout, and freed only here.
+            unsafe { dealloc(self.start.as_ptr(), layout) };
+        }
     }
 }
 
-/// The live page-locked allocations by address.
+/// The live page-locked memory by address.
 #[derive(Debug, Default)]
 pub(super) struct HostMemory {
     blocks: BTreeMap<usize, Arc<HostBlock>>,
@@ -100,11 +114,35 @@ impl HostMemory {
         Ok(address)
     }
 
+    /// Page-locks the caller's memory, which must stay there until it is unregistered.
+    pub(super) fn register(&mut self, start: *mut u8, bytes: usize) -> Answer<usize> {
+        let address = start.expose_provenance();
+        let end = address.checked_add(bytes);
+        let (Some(start), Some(end), true) = (NonNull::new(start), end, bytes > 0) else {
+            return Err(Refused::value(format!("{bytes} bytes at {address:#x} are no host memory")));
+        };
+        let before = self.blocks.range(..end).next_back();
+        if let Some((&other, _)) = before.filter(|(start, block)| **start + block.bytes > address) {
+            let detail = format!("the memory at {other:#x} is page-locked already");
+            return Err(Refused::new(ALREADY_REGISTERED, detail));
+        }
+        self.blocks.insert(address, Arc::new(HostBlock::registered(start, bytes)));
+        Ok(address)
+    }
+
     /// The range of the live allocation that starts at `address`.
-    pub(super) fn range(&self, address: usize) -> Answer<Range<u64>> {
-        match self.blocks.get(&address) {
+    pub(super) fn allocated(&self, address: usize) -> Answer<Range<u64>> {
+        match self.blocks.get(&address).filter(|block| block.layout.is_some()) {
             Some(block) => Ok(block.range(0, block.bytes)),
-            None => Err(Refused::value(format!("no page-locked memory starts at {address:#x}"))),
+            None => Err(Refused::value(format!("no page-locked allocation starts at {address:#x}"))),
+        }
+    }
+
+    /// The range of the registered memory that starts at `address`.
+    pub(super) fn registered(&self, address: usize) -> Answer<Range<u64>> {
+        match self.blocks.get(&address).filter(|block| block.layout.is_none()) {
+            Some(block) => Ok(block.range(0, block.bytes)),
+            None => Err(Refused::new(NOT_REGISTERED, format!("no registered memory starts at {address:#x}"))),
         }
     }
 

@@ -16,13 +16,15 @@ use super::fault::{FaultPlan, is_sticky};
 use super::handle::Handles;
 use super::host::HostMemory;
 use super::memory::Memory;
+use super::module::Module;
 use super::preset::call_cost_ns;
 use super::queue::Streams;
 use super::race::{Detector, Space};
 use super::refused::{Answer, Refused};
 use super::violation::{OpRef, ViolationKind};
 use super::vmm::Physicals;
-use super::work::{Body, explain};
+use super::work::{Body, HostPart, explain};
+use crate::driver::PoolUsage;
 use crate::error::{Code, Operation};
 
 /// Work that is scheduled.
@@ -60,6 +62,9 @@ pub(super) struct Machine {
     pub(super) events: Handles<Event>,
     pub(super) captures: BTreeMap<u64, Capture>,
     pub(super) graphs: Handles<Vec<Body>>,
+    pub(super) modules: Handles<Module>,
+    /// What the driver's pool holds. It gives memory back at once, so all that it holds is in use.
+    pub(super) pool: PoolUsage,
     pub(super) detector: Detector,
     pending: BTreeMap<Turn, Pending>,
 }
@@ -86,6 +91,8 @@ impl Machine {
             events: Handles::new(handles(2)),
             captures: BTreeMap::new(),
             graphs: Handles::new(handles(4)),
+            modules: Handles::new(handles(5)),
+            pool: PoolUsage::default(),
             detector: Detector::default(),
             pending: BTreeMap::new(),
         }
@@ -182,7 +189,16 @@ impl Machine {
     pub(super) fn drop_allocation(&mut self, ptr: u64, by: OpRef) {
         if let Some(allocation) = self.address.remove_allocation(ptr, by) {
             self.memory.destroy(allocation.store);
+            if allocation.pool {
+                self.pool_holds(self.pool.used.saturating_sub(allocation.bytes));
+            }
         }
+    }
+
+    /// Notes what the driver's pool holds now.
+    pub(super) fn pool_holds(&mut self, bytes: u64) {
+        let peak = self.pool.used_peak.max(bytes);
+        self.pool = PoolUsage { used: bytes, used_peak: peak, reserved: bytes, reserved_peak: peak };
     }
 
     /// Runs the earliest pending pool free and all work before it. False when none is pending.
@@ -214,12 +230,15 @@ impl Machine {
         let op = self.op_ref(Some(id), body.operation(), body.kernel());
         let epoch = self.streams.step(id, op)?;
         let cost = body.cost();
-        if let Some(part) = body.host_part()
-            && let Some(by) = self.host.freed(&part.block)
-        {
+        let freed = |part: &&HostPart| self.host.freed(&part.block).is_some();
+        if let Some(part) = body.host_parts().into_iter().find(freed) {
+            let by = self.host.freed(&part.block);
             let range = part.block.range(part.offset, part.bytes);
-            let missing = format!("the page-locked memory was taken away by {by}");
-            self.detector.report(ViolationKind::UseAfterFree, Some(by), op, range, missing);
+            let missing = match by {
+                Some(by) => format!("the page-locked memory was taken away by {by}"),
+                None => "the page-locked memory is gone".to_owned(),
+            };
+            self.detector.report(ViolationKind::UseAfterFree, by, op, range, missing);
             body = Body::Fault;
         }
         let touches = body.touches();

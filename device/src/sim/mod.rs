@@ -39,6 +39,7 @@ mod calls;
 mod capture;
 mod clock;
 mod config;
+mod copies;
 mod driver;
 mod engine;
 mod event;
@@ -51,6 +52,7 @@ mod lag;
 mod machine;
 mod mappings;
 mod memory;
+mod module;
 mod parse;
 mod preset;
 mod queue;
@@ -110,6 +112,7 @@ impl SimDriver {
         let mut info = DeviceInfo::new(DriverKind::Simulated, config.ordinal, name, config.capacity_bytes);
         info.granularity_bytes = config.vmm.then_some(address::GRANULARITY);
         info.priorities = (0, -5);
+        info.compute_capability = (small(card.capability.0), small(card.capability.1));
         Arc::new(SimDriver {
             info,
             card,
@@ -203,6 +206,11 @@ impl SimDriver {
             panic!("the simulated device found a violation: {violation}");
         }
     }
+}
+
+/// A number of a card's table, which is small.
+fn small(number: u64) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
 }
 
 /// A size for people.

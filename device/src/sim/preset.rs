@@ -29,7 +29,8 @@
 //! (pull request 96995): mapping ten pieces of 2 MiB takes ten times as long as mapping one piece of 20 MiB. It gives no
 //! times, hence the guessed splits: a call over many mappings saves little.
 //!
-//! Launches and asynchronous calls 2.5 µs, events and queries 0.3–0.6 µs, page-locking 0.3 ms/MiB: orders of magnitude.
+//! Launches and asynchronous calls 2.5 µs, events and queries 0.3–0.6 µs, page-locking 0.3 ms/MiB, loading a module 1 ms:
+//! orders of magnitude.
 
 use crate::error::Operation;
 
@@ -140,12 +141,20 @@ pub(super) fn call_cost_ns(operation: Operation, bytes: u64) -> u64 {
         Operation::CopyToDevice
         | Operation::CopyToHost
         | Operation::CopyOnDevice
+        | Operation::Copy2d
+        | Operation::CopyBatch
         | Operation::Memset
         | Operation::Launch => (2_500, 0),
         Operation::BeginCapture | Operation::EndCapture | Operation::LaunchGraph | Operation::DestroyGraph => {
             (10_000, 0)
         }
-        Operation::Init | Operation::Attribute => (100, 0),
+        Operation::LoadModule => (1_000_000, 0),
+        Operation::UnloadModule => (100_000, 0),
+        Operation::HostRegister => (50_000, 100_000),
+        Operation::HostUnregister => (50_000, 20_000),
+        Operation::CaptureStatus | Operation::StreamId => (100, 0),
+        Operation::PoolUsage | Operation::TrimPool => (1_000, 0),
+        Operation::Init | Operation::Attribute | Operation::CanAccessPeer => (100, 0),
     };
     (bytes >> 20).saturating_mul(ns_per_mib).saturating_add(fixed)
 }

@@ -14,7 +14,7 @@ use std::ops::Range;
 use super::clock::Clock;
 use super::interval::IntervalMap;
 use super::violation::{OpRef, Violation, ViolationKind};
-use crate::driver::AccessKind;
+use crate::launch::AccessKind;
 
 /// Violations kept until somebody takes them; more of them are only counted.
 const KEPT_MAX: usize = 4096;

@@ -110,6 +110,7 @@ impl Machine {
         let id = self.streams.find(stream)?;
         self.capture_forbids_pool(id)?;
         let ptr = self.allocate(bytes, true)?;
+        self.pool_holds(self.pool.used.saturating_add(bytes));
         self.submit(id, Body::PoolAlloc { memory: ptr..ptr + bytes })?;
         Ok(DevicePtr(ptr))
     }

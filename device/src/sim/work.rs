@@ -10,8 +10,9 @@ use super::host::HostBlock;
 use super::memory::Memory;
 use super::race::Space;
 use super::violation::ViolationKind;
-use crate::driver::{AccessKind, DevicePtr, KernelMemory, Launch};
+use crate::driver::DevicePtr;
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::launch::{AccessKind, KernelMemory, Launch};
 
 /// A part of a page-locked block.
 #[derive(Clone, Debug)]
@@ -21,19 +22,72 @@ pub(super) struct HostPart {
     pub(super) bytes: usize,
 }
 
+/// One end of a copy.
+#[derive(Clone, Debug)]
+pub(super) enum End {
+    Device(Range<u64>),
+    Host(HostPart),
+}
+
+impl End {
+    pub(super) fn is_host(&self) -> bool {
+        matches!(self, End::Host(_))
+    }
+
+    /// Its addresses, on the host or the device.
+    pub(super) fn range(&self) -> Range<u64> {
+        match self {
+            End::Device(range) => range.clone(),
+            End::Host(part) => part.block.range(part.offset, part.bytes),
+        }
+    }
+
+    fn touch(&self, kind: AccessKind) -> Touch {
+        let space = if self.is_host() { Space::Host } else { Space::Device };
+        Touch { space, range: self.range(), kind }
+    }
+}
+
+/// One copy; many can be one piece of work.
+#[derive(Clone, Debug)]
+pub(super) struct Part {
+    pub(super) to: End,
+    pub(super) from: End,
+}
+
+impl Part {
+    fn run(&self, memory: &mut Memory, address: &AddressSpace) -> std::result::Result<(), Broken> {
+        match (&self.to, &self.from) {
+            (End::Device(to), End::Device(from)) => {
+                memory.copy(&address.pieces(to.clone())?, &address.pieces(from.clone())?);
+            }
+            (End::Device(to), End::Host(from)) => {
+                let pieces = address.pieces(to.clone())?;
+                let mut bytes = vec![0; from.bytes];
+                from.block.read(from.offset, &mut bytes);
+                memory.write(&pieces, &bytes);
+            }
+            (End::Host(to), End::Device(from)) => {
+                let mut bytes = vec![0; to.bytes];
+                memory.read(&address.pieces(from.clone())?, &mut bytes);
+                to.block.write(to.offset, &bytes);
+            }
+            // Refused when it is asked for.
+            (End::Host(_), End::Host(_)) => {}
+        }
+        Ok(())
+    }
+}
+
 /// What a piece of work does.
 #[derive(Clone, Debug)]
 pub(super) enum Body {
     /// Fills memory.
     Memset { to: Range<u64>, value: u8 },
-    /// Copies within the device.
-    Copy { to: Range<u64>, from: Range<u64> },
+    /// Copies one range, rows, or many ranges.
+    Copy { operation: Operation, parts: Arc<[Part]> },
     /// Copies bytes that were taken from pageable memory.
     FromTaken { to: Range<u64>, bytes: Arc<[u8]> },
-    /// Copies from page-locked memory.
-    FromHost { to: Range<u64>, from: HostPart },
-    /// Copies to page-locked memory.
-    ToHost { to: HostPart, from: Range<u64> },
     /// Copies to pageable memory; the waiting host takes the bytes itself.
     ToWaiting { from: Range<u64> },
     /// Runs a kernel.
@@ -58,20 +112,21 @@ impl Touch {
     fn device(range: &Range<u64>, kind: AccessKind) -> Touch {
         Touch { space: Space::Device, range: range.clone(), kind }
     }
-
-    fn host(part: &HostPart, kind: AccessKind) -> Touch {
-        Touch { space: Space::Host, range: part.block.range(part.offset, part.bytes), kind }
-    }
 }
 
 impl Body {
+    /// One copy.
+    pub(super) fn copy(operation: Operation, to: End, from: End) -> Body {
+        Body::Copy { operation, parts: [Part { to, from }].into() }
+    }
+
     /// The call that makes such work.
     pub(super) fn operation(&self) -> Operation {
         match self {
             Body::Memset { .. } => Operation::Memset,
-            Body::Copy { .. } => Operation::CopyOnDevice,
-            Body::FromTaken { .. } | Body::FromHost { .. } => Operation::CopyToDevice,
-            Body::ToHost { .. } | Body::ToWaiting { .. } => Operation::CopyToHost,
+            Body::Copy { operation, .. } => *operation,
+            Body::FromTaken { .. } => Operation::CopyToDevice,
+            Body::ToWaiting { .. } => Operation::CopyToHost,
             Body::Kernel(_) | Body::Fault => Operation::Launch,
             Body::PoolAlloc { .. } => Operation::AllocAsync,
             Body::PoolFree { .. } => Operation::FreeAsync,
@@ -94,9 +149,9 @@ impl Body {
             | Body::FromTaken { to: memory, .. }
             | Body::PoolAlloc { memory }
             | Body::PoolFree { memory } => vec![Touch::device(memory, Write)],
-            Body::Copy { to, from } => vec![Touch::device(from, Read), Touch::device(to, Write)],
-            Body::FromHost { to, from } => vec![Touch::host(from, Read), Touch::device(to, Write)],
-            Body::ToHost { to, from } => vec![Touch::device(from, Read), Touch::host(to, Write)],
+            Body::Copy { parts, .. } => {
+                parts.iter().flat_map(|part| [part.from.touch(Read), part.to.touch(Write)]).collect()
+            }
             Body::ToWaiting { from } => vec![Touch::device(from, Read)],
             Body::Kernel(launch) => {
                 let accesses = launch.accesses.iter().filter(|access| access.bytes > 0);
@@ -107,10 +162,13 @@ impl Body {
     }
 
     /// The page-locked memory it uses.
-    pub(super) fn host_part(&self) -> Option<&HostPart> {
+    pub(super) fn host_parts(&self) -> Vec<&HostPart> {
         match self {
-            Body::FromHost { from: part, .. } | Body::ToHost { to: part, .. } => Some(part),
-            _ => None,
+            Body::Copy { parts, .. } => {
+                let ends = parts.iter().flat_map(|part| [&part.to, &part.from]);
+                ends.filter_map(|end| if let End::Host(part) = end { Some(part) } else { None }).collect()
+            }
+            _ => Vec::new(),
         }
     }
 
@@ -119,9 +177,18 @@ impl Body {
         let length = |range: &Range<u64>| range.end - range.start;
         let (unit, bytes, operations) = match self {
             Body::Memset { to, .. } => (Unit::Compute, length(to), 0),
-            Body::Copy { to, .. } => (Unit::Compute, length(to).saturating_mul(2), 0),
-            Body::FromTaken { to, .. } | Body::FromHost { to, .. } => (Unit::ToDevice, length(to), 0),
-            Body::ToHost { from, .. } | Body::ToWaiting { from } => (Unit::ToHost, length(from), 0),
+            Body::FromTaken { to, .. } => (Unit::ToDevice, length(to), 0),
+            Body::ToWaiting { from } => (Unit::ToHost, length(from), 0),
+            Body::Copy { parts, .. } => {
+                let bytes = parts.iter().fold(0u64, |sum, part| sum.saturating_add(length(&part.to.range())));
+                let to_host = parts.iter().any(|part| part.to.is_host());
+                let from_host = parts.iter().any(|part| part.from.is_host());
+                match (from_host, to_host) {
+                    (true, _) => (Unit::ToDevice, bytes, 0),
+                    (false, true) => (Unit::ToHost, bytes, 0),
+                    (false, false) => (Unit::Compute, bytes.saturating_mul(2), 0),
+                }
+            }
             Body::Kernel(launch) => {
                 let bytes = launch.accesses.iter().fold(0u64, |sum, access| sum.saturating_add(access.bytes));
                 (Unit::Compute, bytes, launch.operations)
@@ -136,19 +203,8 @@ impl Body {
     pub(super) fn run(&self, memory: &mut Memory, address: &AddressSpace) -> std::result::Result<(), Broken> {
         match self {
             Body::Memset { to, value } => memory.fill(&address.pieces(to.clone())?, *value),
-            Body::Copy { to, from } => memory.copy(&address.pieces(to.clone())?, &address.pieces(from.clone())?),
             Body::FromTaken { to, bytes } => memory.write(&address.pieces(to.clone())?, bytes),
-            Body::FromHost { to, from } => {
-                let pieces = address.pieces(to.clone())?;
-                let mut bytes = vec![0; from.bytes];
-                from.block.read(from.offset, &mut bytes);
-                memory.write(&pieces, &bytes);
-            }
-            Body::ToHost { to, from } => {
-                let mut bytes = vec![0; to.bytes];
-                memory.read(&address.pieces(from.clone())?, &mut bytes);
-                to.block.write(to.offset, &bytes);
-            }
+            Body::Copy { parts, .. } => return parts.iter().try_for_each(|part| part.run(memory, address)),
             Body::Kernel(launch) => return run_kernel(launch, memory, address),
             Body::Fault => return Err(Broken::new(Code::ILLEGAL_ADDRESS)),
             Body::ToWaiting { .. } | Body::PoolAlloc { .. } | Body::PoolFree { .. } => {}

@@ -87,6 +87,7 @@ pub(crate) trait Short: Driver {
     ) -> Result<()> {
         let accesses = accesses.iter().map(|&(ptr, bytes, kind)| Access { ptr, bytes, kind }).collect();
         let launch = Launch {
+            module: None,
             name,
             grid: [1, 1, 1],
             block: [32, 1, 1],

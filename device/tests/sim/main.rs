@@ -4,6 +4,7 @@
 
 mod capture;
 mod common;
+mod copies;
 mod faults;
 mod happens_before;
 mod interleavings;

@@ -2,11 +2,13 @@
 //! everything is passed on.
 
 use super::Lagging;
+use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
-    AccessKind, Attribute, DeviceInfo, DevicePtr, Driver, HostPtr, Launch, MemoryInfo, RawEvent, RawGraph, RawPhysical,
-    RawStream, StreamFlags,
+    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent, RawGraph,
+    RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
 
 /// Methods that are passed on unchanged.
@@ -53,6 +55,13 @@ impl Driver for Lagging {
         end_capture(stream: RawStream) -> RawGraph;
         launch_graph(graph: RawGraph, stream: RawStream) -> ();
         destroy_graph(graph: RawGraph) -> ();
+        load_module(ptx: &str) -> RawModule;
+        unload_module(module: RawModule) -> ();
+        capture_status(stream: RawStream) -> CaptureStatus;
+        stream_id(stream: RawStream) -> Option<u64>;
+        pool_usage() -> PoolUsage;
+        trim_pool(keep: u64) -> ();
+        can_access_peer(peer: u32) -> bool;
     }
 
     fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
@@ -142,6 +151,26 @@ impl Driver for Lagging {
     unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()> {
         // SAFETY: the caller's promise about `dst` is passed on unchanged.
         unsafe { self.inner.copy_to_host(dst, src, bytes, stream) }
+    }
+
+    unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
+        // SAFETY: the caller's promise about the memory is passed on unchanged.
+        unsafe { self.inner.host_register(ptr, bytes) }
+    }
+
+    fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
+        self.wait_for(self.now());
+        self.inner.host_unregister(ptr)
+    }
+
+    unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about host memory is passed on unchanged.
+        unsafe { self.inner.copy_2d(copy, stream) }
+    }
+
+    unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about host memory is passed on unchanged.
+        unsafe { self.inner.copy_batch(copies, stream) }
     }
 
     unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {

@@ -1,0 +1,98 @@
+//! What a kernel is told, what it touches, and what it computes where there is no GPU.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::driver::{DevicePtr, RawModule};
+use crate::error::Result;
+
+/// What somebody does to memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum AccessKind {
+    /// Reads it.
+    Read,
+    /// Writes it, or reads and writes it.
+    Write,
+}
+
+/// A range of device memory that a kernel touches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Access {
+    /// First byte.
+    pub ptr: DevicePtr,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// What the kernel does to it.
+    pub kind: AccessKind,
+}
+
+/// An argument of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum KernelArg {
+    /// A device address.
+    Ptr(DevicePtr),
+    /// A 32-bit unsigned integer.
+    U32(u32),
+    /// A 64-bit unsigned integer.
+    U64(u64),
+    /// A 32-bit float.
+    F32(f32),
+    /// A 64-bit float.
+    F64(f64),
+}
+
+/// Device memory as a kernel's host implementation sees it, on the simulated device.
+///
+/// Reading or writing outside the ranges that the launch declared is a fault of the kernel.
+pub trait KernelMemory {
+    /// Reads `into.len()` bytes at `from`.
+    ///
+    /// # Errors
+    /// When the range was not declared as accessed, or is not mapped.
+    fn read(&self, from: DevicePtr, into: &mut [u8]) -> Result<()>;
+
+    /// Writes `bytes` at `to`.
+    ///
+    /// # Errors
+    /// When the range was not declared as written, or is not mapped.
+    fn write(&mut self, to: DevicePtr, bytes: &[u8]) -> Result<()>;
+}
+
+/// What a kernel computes, as the simulated device runs it.
+pub type HostKernel = Arc<dyn Fn(&mut dyn KernelMemory, &[KernelArg]) -> Result<()> + Send + Sync>;
+
+/// One kernel launch: how it is named, shaped and fed, what it touches, and what it computes.
+#[derive(Clone)]
+pub struct Launch {
+    /// Name of the kernel, as in its module.
+    pub name: &'static str,
+    /// The module that holds its device code. `None` where there is none, which only the simulated device runs.
+    pub module: Option<RawModule>,
+    /// Blocks of the grid, x y z.
+    pub grid: [u32; 3],
+    /// Threads of a block, x y z.
+    pub block: [u32; 3],
+    /// Dynamic shared memory in bytes.
+    pub shared_bytes: u32,
+    /// Arguments in order.
+    pub args: Vec<KernelArg>,
+    /// Every range of device memory that the kernel reads or writes.
+    pub accesses: Vec<Access>,
+    /// Run by the simulated device; `None` for a kernel that only takes time and touches its ranges.
+    pub host: Option<HostKernel>,
+    /// Arithmetic operations it performs, for the simulated device's cost model; 0 where memory bounds it.
+    pub operations: u64,
+}
+
+impl fmt::Debug for Launch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Launch")
+            .field("name", &self.name)
+            .field("grid", &self.grid)
+            .field("block", &self.block)
+            .field("args", &self.args)
+            .field("accesses", &self.accesses)
+            .finish_non_exhaustive()
+    }
+}

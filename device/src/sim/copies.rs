@@ -1,0 +1,108 @@
+//! Copies of rows, and many copies at once: each is one piece of work that touches many ranges.
+
+use std::ops::Range;
+
+use super::calls::range;
+use super::machine::Machine;
+use super::refused::{Answer, Refused};
+use super::work::{Body, End, Part};
+use crate::copies::{Copy2d, CopyPart, Place};
+use crate::driver::RawStream;
+use crate::error::{Code, Operation};
+
+/// The place `bytes` bytes further on.
+fn further(place: Place, bytes: u64) -> Option<Place> {
+    Some(match place {
+        Place::Device(mut ptr) => {
+            ptr.0 = ptr.0.checked_add(bytes)?;
+            Place::Device(ptr)
+        }
+        Place::Host(mut ptr) => {
+            ptr.0 = ptr.0.checked_add(usize::try_from(bytes).ok()?)?;
+            Place::Host(ptr)
+        }
+    })
+}
+
+impl Machine {
+    pub(super) fn copy_2d(&mut self, copy: &Copy2d, stream: RawStream) -> Answer<()> {
+        let id = self.streams.find(stream)?;
+        let Copy2d { dst, dst_pitch, src, src_pitch, width, height } = *copy;
+        if dst_pitch < width || src_pitch < width {
+            return Err(Refused::value(format!("rows of {width} bytes at pitches of {dst_pitch} and {src_pitch}")));
+        }
+        if width == 0 || height == 0 {
+            return Ok(());
+        }
+        let too_long = || Refused::value(format!("{height} rows of {width} bytes are more than the device holds"));
+        // One end is on the device, where its rows do not overlap.
+        let bytes = width.checked_mul(height).filter(|&bytes| bytes <= self.memory.total()).ok_or_else(too_long)?;
+        let parts = if dst_pitch == width && src_pitch == width {
+            vec![self.part(dst, src, bytes)?]
+        } else {
+            let row = |row: u64| {
+                let dst = row.checked_mul(dst_pitch).and_then(|offset| further(dst, offset)).ok_or_else(too_long)?;
+                let src = row.checked_mul(src_pitch).and_then(|offset| further(src, offset)).ok_or_else(too_long)?;
+                self.part(dst, src, width)
+            };
+            (0..height).map(row).collect::<Answer<_>>()?
+        };
+        self.submit_parts(id, Operation::Copy2d, parts)
+    }
+
+    pub(super) fn copy_batch(&mut self, copies: &[CopyPart], stream: RawStream) -> Answer<()> {
+        let id = self.streams.find(stream)?;
+        if self.streams.get(id)?.capture.is_some() {
+            self.invalidate_capture_of(id);
+            return Err(Refused::new(Code::CAPTURE_UNSUPPORTED, "copies in a batch cannot be captured"));
+        }
+        let copies = copies.iter().filter(|copy| copy.bytes > 0);
+        let parts = copies.map(|copy| self.part(copy.dst, copy.src, copy.bytes)).collect::<Answer<Vec<_>>>()?;
+        if parts.is_empty() { Ok(()) } else { self.submit_parts(id, Operation::CopyBatch, parts) }
+    }
+
+    fn submit_parts(&mut self, id: u32, operation: Operation, parts: Vec<Part>) -> Answer<()> {
+        refuse_overlap(&parts)?;
+        self.submit(id, Body::Copy { operation, parts: parts.into() }).map(|_| ())
+    }
+
+    fn part(&self, dst: Place, src: Place, bytes: u64) -> Answer<Part> {
+        if matches!((dst, src), (Place::Host(_), Place::Host(_))) {
+            return Err(Refused::value("both ends of a copy are on the host"));
+        }
+        Ok(Part { to: self.end(dst, bytes)?, from: self.end(src, bytes)? })
+    }
+
+    fn end(&self, place: Place, bytes: u64) -> Answer<End> {
+        match place {
+            Place::Device(ptr) => range(ptr, bytes).map(End::Device),
+            Place::Host(ptr) => {
+                let part = usize::try_from(bytes).ok().and_then(|bytes| self.page_locked(ptr.0, bytes));
+                let detail = || format!("{bytes} bytes at {:#x} are not page-locked memory of this device", ptr.0);
+                part.map(End::Host).ok_or_else(|| Refused::value(detail()))
+            }
+        }
+    }
+}
+
+/// Refuses copies of which one writes what another touches, itself included.
+fn refuse_overlap(parts: &[Part]) -> Answer<()> {
+    let spaced = |end: &End, writes: bool| (end.is_host(), end.range(), writes);
+    let mut touched: Vec<(bool, Range<u64>, bool)> =
+        parts.iter().flat_map(|part| [spaced(&part.to, true), spaced(&part.from, false)]).collect();
+    touched.sort_unstable_by_key(|(host, range, _)| (*host, range.start));
+    // The ends of what was read and written before, of one space.
+    let mut ends = (false, 0, 0);
+    for (host, range, writes) in touched {
+        if ends.0 != host {
+            ends = (host, 0, 0);
+        }
+        let against = if writes { ends.1.max(ends.2) } else { ends.2 };
+        if range.start < against {
+            return Err(Refused::value(format!("a copy writes what another touches, at {:#x}", range.start)));
+        }
+        let end = if writes { &mut ends.2 } else { &mut ends.1 };
+        *end = range.end.max(*end);
+    }
+    Ok(())
+}
