@@ -210,12 +210,12 @@ abi! {
         Ok(())
     }
 
-    /// Whether one device could reach another one's memory: none can here.
+    /// Whether mappings of one device's memory may be made accessible to another one.
     4000 cuDeviceCanAccessPeer(call, can: Out<'_, i32>, device: i32, peer: i32) {
         let life = call.device(device)?.life();
-        call.device(peer)?;
+        let peer = call.device(peer)?.ordinal;
         life.count("cuDeviceCanAccessPeer");
-        needed(can)?.write(0);
+        needed(can)?.write(life.sim.can_access_peer(peer).map_err(code)?.into());
         Ok(())
     }
 }

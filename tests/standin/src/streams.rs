@@ -8,50 +8,30 @@ use parking_lot::Mutex;
 
 use crate::abi::{Answer, Handle, Out, abi, check_flags, code, needed};
 use crate::process::Life;
-use crate::thread;
 
 const NON_BLOCKING: u32 = 1;
 
-/// What CUDA can tell about a stream.
+/// What a stream was created with.
 #[derive(Clone, Copy, Debug, Default)]
 struct Facts {
     flags: u32,
     priority: i32,
-    /// Never reused, unlike the handle.
-    id: u64,
 }
 
-/// The streams that were created.
+/// The streams that were created and are live.
 #[derive(Debug, Default)]
-pub(crate) struct StreamTable(Mutex<Streams>);
-
-#[derive(Debug, Default)]
-struct Streams {
-    live: HashMap<Handle, Facts>,
-    created: u64,
-}
-
-/// Identities of default streams: the legacy one's, and from there on those of threads. Created streams count from 1.
-const LEGACY_ID: u64 = 1 << 62;
+pub(crate) struct StreamTable(Mutex<HashMap<Handle, Facts>>);
 
 impl StreamTable {
-    fn add(&self, handle: Handle, flags: u32, priority: i32) {
-        let mut streams = self.0.lock();
-        streams.created += 1;
-        let id = streams.created;
-        streams.live.insert(handle, Facts { flags, priority, id });
-    }
-
-    /// How many streams are live, default ones not counted.
+    /// How many there are.
     pub(crate) fn len(&self) -> usize {
-        self.0.lock().live.len()
+        self.0.lock().len()
     }
 
     fn facts(&self, handle: Handle) -> Answer<Facts> {
         match handle {
-            0 | 1 => Ok(Facts { id: LEGACY_ID, ..Facts::default() }),
-            2 => Ok(Facts { id: LEGACY_ID + thread::number(), ..Facts::default() }),
-            _ => self.0.lock().live.get(&handle).copied().ok_or(Code::INVALID_HANDLE),
+            0..=2 => Ok(Facts::default()),
+            _ => self.0.lock().get(&handle).copied().ok_or(Code::INVALID_HANDLE),
         }
     }
 }
@@ -63,7 +43,7 @@ fn create(life: &Life, out: Out<'_, Handle>, flags: u32, priority: i32) -> Answe
     let priority = priority.clamp(greatest, least);
     let stream = StreamFlags { non_blocking: flags & NON_BLOCKING != 0, priority };
     let stream = life.sim.create_stream(stream).map_err(code)?;
-    life.streams.add(stream.0, flags, priority);
+    life.streams.0.lock().insert(stream.0, Facts { flags, priority });
     out.write(stream.0);
     Ok(())
 }
@@ -88,7 +68,7 @@ abi! {
     4000 cuStreamDestroy_v2(call, stream: Handle) {
         let life = call.life()?;
         life.sim.destroy_stream(RawStream(stream)).map_err(code)?;
-        life.streams.0.lock().live.remove(&stream);
+        life.streams.0.lock().remove(&stream);
         life.forget_capture(stream);
         Ok(())
     }
@@ -124,7 +104,9 @@ abi! {
 
     /// A number of the stream that never comes back.
     12000 cuStreamGetId(call, stream: Handle, id: Out<'_, u64>) {
-        needed(id)?.write(call.life()?.streams.facts(stream)?.id);
+        let life = call.life()?;
+        let out = needed(id)?;
+        out.write(life.sim.stream_id(RawStream(stream)).map_err(code)?.ok_or(Code::NOT_SUPPORTED)?);
         Ok(())
     }
 
