@@ -24,6 +24,9 @@ pub(crate) type Out<'a, T> = Option<&'a mut MaybeUninit<T>>;
 /// Where an argument comes from. A C caller passes a pointer; null means none.
 pub(crate) type In<'a, T> = Option<&'a T>;
 
+/// A value that a call replaces.
+pub(crate) type InOut<'a, T> = Option<&'a mut T>;
+
 /// A pointer to an object of the driver, which callers only pass around.
 pub(crate) type Handle = u64;
 
@@ -180,10 +183,8 @@ pub(crate) unsafe fn write_text(buffer: *mut c_char, capacity: usize, text: &str
     if buffer.is_null() || capacity == 0 {
         return;
     }
-    let bytes = &text.as_bytes()[..text.len().min(capacity - 1)];
-    let buffer = buffer.cast::<u8>();
-    // SAFETY: `bytes` is shorter than the buffer, which the caller vouches for.
-    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), buffer, bytes.len()) };
-    // SAFETY: `bytes` is shorter than the buffer, so this is inside of it.
-    unsafe { *buffer.add(bytes.len()) = 0 };
+    let mut bytes = text.as_bytes()[..text.len().min(capacity - 1)].to_vec();
+    bytes.push(0);
+    // SAFETY: there are at most as many bytes as the buffer has, which the caller vouches for.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), buffer.cast(), bytes.len()) };
 }

@@ -17,13 +17,12 @@
 //! CUDA looks at all captures of the process, this library at those of the same device, so that tests in parallel do not
 //! disturb each other. Calls that wait for a stream which captures, or for its device, fail in any mode.
 
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::{self, ThreadId};
 
 use aquifer_device::{CaptureStatus, Code, Driver as _, RawStream};
 use parking_lot::Mutex;
 
-use crate::abi::{Answer, CAPTURE_WRONG_THREAD, Handle, In, Out, abi, code, needed, offer};
+use crate::abi::{Answer, CAPTURE_WRONG_THREAD, Handle, InOut, Out, abi, code, needed, offer};
 use crate::process::Life;
 use crate::thread as own;
 
@@ -201,11 +200,10 @@ abi! {
     }
 
     /// Changes the calling thread's mode, and gives back the one it had.
-    10010 cuThreadExchangeStreamCaptureMode(call, mode: In<'_, AtomicU32>) {
+    10010 cuThreadExchangeStreamCaptureMode(call, mode: InOut<'_, u32>) {
         call.process()?;
         let mode = needed(mode)?;
-        let new = Mode::parse(mode.load(Ordering::Relaxed))?;
-        mode.store(own::exchange_mode(new) as u32, Ordering::Relaxed);
+        *mode = own::exchange_mode(Mode::parse(*mode)?) as u32;
         Ok(())
     }
 }

@@ -20,8 +20,8 @@ const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 /// The device there is by default.
 const DEFAULT_DEVICE: &str = "24GiB";
 
-/// The version claimed by default: 12.8, that of the bindings which this workspace is built with.
-const DEFAULT_VERSION: u32 = 12080;
+/// The version claimed by default: 13.0, the one that brought the newest function here.
+pub(crate) const DEFAULT_VERSION: u32 = 13000;
 
 /// The environment, read once.
 #[derive(Clone, Debug)]

@@ -1,10 +1,11 @@
 //! The driver's stream-ordered pool: each device has one, which gives memory back as soon as it is not in use.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use aquifer_device::{Code, Driver as _, PoolUsage};
 
-use crate::abi::{Answer, Handle, In, Out, abi, code, needed};
+use crate::abi::{Answer, Call, Handle, In, Out, abi, code, needed};
 use crate::process::{Device, Life};
 
 /// The handle of device 0's pool; the next device's is the next number.
@@ -15,19 +16,19 @@ const RELEASE_THRESHOLD: u32 = 4;
 /// Settings of a pool. They are kept, and change nothing: this pool reuses no memory.
 #[derive(Debug)]
 pub(crate) struct PoolSettings {
-    /// Whether memory is reused after events, opportunistically, and by inserting waits: 1 or 0, by attribute from 1.
-    reuse: [AtomicU64; 3],
+    /// Whether memory is reused after events, opportunistically, and by inserting waits, by attribute from 1.
+    reuse: [AtomicBool; 3],
     release_threshold: AtomicU64,
 }
 
 impl Default for PoolSettings {
     fn default() -> Self {
-        PoolSettings { reuse: [const { AtomicU64::new(1) }; 3], release_threshold: AtomicU64::new(0) }
+        PoolSettings { reuse: [const { AtomicBool::new(true) }; 3], release_threshold: AtomicU64::new(0) }
     }
 }
 
 impl PoolSettings {
-    fn reuse(&self, attribute: u32) -> Option<&AtomicU64> {
+    fn reuse(&self, attribute: u32) -> Option<&AtomicBool> {
         self.reuse.get(usize::try_from(attribute).ok()?.checked_sub(1)?)
     }
 }
@@ -38,7 +39,7 @@ fn handle(ordinal: u32) -> Handle {
 }
 
 /// The device of a pool.
-fn owner(call: &crate::abi::Call, pool: Handle) -> Answer<std::sync::Arc<Device>> {
+fn owner(call: &Call, pool: Handle) -> Answer<Arc<Device>> {
     let ordinal = pool.checked_sub(FIRST).and_then(|ordinal| i32::try_from(ordinal).ok());
     call.device(ordinal.ok_or(Code::INVALID_VALUE)?).map_err(|_| Code::INVALID_VALUE)
 }
@@ -74,7 +75,7 @@ abi! {
 
     /// Sets the current pool of a device to the one that it has.
     11020 cuDeviceSetMemPool(call, device: i32, pool: Handle) {
-        check(pool, &*call.device(device)?.life())
+        check(pool, &call.device(device)?.life())
     }
 
     /// A setting of the pool (32 bits for those of reuse), or how much it holds (64 bits).
@@ -85,7 +86,7 @@ abi! {
             return Err(Code::INVALID_VALUE);
         }
         if let Some(setting) = life.pool.reuse(attribute) {
-            let setting = setting.load(Ordering::Relaxed) as i32;
+            let setting = i32::from(setting.load(Ordering::Relaxed));
             // SAFETY: not null, and for these attributes the caller vouches for an `int`.
             unsafe { value.cast::<i32>().write(setting) };
             return Ok(());
@@ -108,7 +109,7 @@ abi! {
         if let Some(setting) = life.pool.reuse(attribute) {
             // SAFETY: not null, and for these attributes the caller vouches for an `int`.
             let new = unsafe { value.cast::<i32>().read() };
-            setting.store(u64::from(new != 0), Ordering::Relaxed);
+            setting.store(new != 0, Ordering::Relaxed);
             return Ok(());
         }
         match attribute {
