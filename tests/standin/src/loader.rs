@@ -153,7 +153,7 @@ fn load_library(path: &Path) -> Result<&'static Library, String> {
 /// An error with its causes.
 #[cfg(target_os = "linux")]
 fn described(error: libloading::Error) -> String {
-    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    let causes = std::iter::successors(error.source(), |&cause| cause.source());
     causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }
 
