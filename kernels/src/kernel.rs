@@ -1,0 +1,174 @@
+//! A kernel's declaration: everything about it that is said once.
+//!
+//! The name and the parameters are those of its device code. From arguments alone a declaration tells which ranges are read and
+//! written, how the launch is shaped, and what it costs; and it computes the same as the device code, on
+//! [`KernelMemory`]. So a driver that is given a name and arguments knows as much as the program that launched.
+
+use std::fmt;
+use std::sync::Arc;
+
+use aquifer_device::{Access, HostKernel, KernelArg, KernelMemory, Launch, Result};
+
+use crate::args::{Args, Param, Ranges};
+use crate::module::Module;
+
+/// Threads of a block, unless a kernel says otherwise.
+pub(crate) const THREADS: u32 = 256;
+
+/// Blocks that a grid-stride kernel starts for each multiprocessor: what keeps 2048 threads of it busy.
+const BLOCKS_PER_PROCESSOR: u64 = 2048 / THREADS as u64;
+
+/// The grid and the blocks of a launch, in blocks and threads along x, y and z.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Shape {
+    /// Blocks of the grid.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub block: [u32; 3],
+}
+
+impl Shape {
+    pub(crate) const fn new(grid: [u32; 3], block: [u32; 3]) -> Shape {
+        Shape { grid, block }
+    }
+
+    /// Threads that take one of `pieces` each and go on by the size of the grid, which keeps `processors` busy.
+    pub(crate) fn strided(pieces: u64, processors: u32) -> Shape {
+        let most = u64::from(processors.max(1)).saturating_mul(BLOCKS_PER_PROCESSOR);
+        let blocks = pieces.div_ceil(u64::from(THREADS)).clamp(1, most);
+        Shape::new([u32::try_from(blocks).unwrap_or(u32::MAX), 1, 1], [THREADS, 1, 1])
+    }
+}
+
+/// What a family of kernels has in common; a value of it is one launch's arguments.
+pub(crate) trait Work: Sized {
+    const PARAMS: &'static [Param];
+
+    fn parse(args: &mut Args<'_>) -> Result<Self>;
+
+    /// The ranges it touches, all of whose arithmetic is checked.
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>>;
+
+    fn shape(&self, processors: u32) -> Shape;
+
+    /// Arithmetic operations, where those and not memory bound it.
+    fn operations(&self) -> u64 {
+        0
+    }
+
+    /// Time that it takes whatever the device, in ns.
+    fn busy_ns(&self) -> u64 {
+        0
+    }
+
+    /// What it computes. Its ranges were computed before, so their arithmetic does not overflow.
+    fn run(&self, memory: &mut dyn KernelMemory) -> Result<()>;
+}
+
+/// What can be told from arguments.
+#[derive(Debug)]
+struct Plan {
+    accesses: Vec<Access>,
+    shape: Shape,
+    operations: u64,
+    busy_ns: u64,
+}
+
+type PlanOf = fn(&str, &[KernelArg], u32) -> Result<Plan>;
+type RunOf = fn(&str, &mut dyn KernelMemory, &[KernelArg]) -> Result<()>;
+
+/// One kernel of the set.
+pub struct Kernel {
+    /// Its name in the module.
+    pub name: &'static str,
+    /// The module that holds its device code.
+    pub module: Module,
+    /// Its parameters, in order.
+    pub params: &'static [Param],
+    plan: PlanOf,
+    run: RunOf,
+}
+
+impl Kernel {
+    pub(crate) const fn of<W: Work>(name: &'static str, module: Module) -> Kernel {
+        Kernel { name, module, params: W::PARAMS, plan: plan::<W>, run: run::<W> }
+    }
+
+    /// Every range that a launch with these arguments reads or writes; empty ones are left out.
+    ///
+    /// # Errors
+    /// When the arguments are not those that the kernel declares, or contradict each other.
+    pub fn accesses(&self, args: &[KernelArg]) -> Result<Vec<Access>> {
+        Ok((self.plan)(self.name, args, 1)?.accesses)
+    }
+
+    /// The grid and blocks for these arguments on a device with so many multiprocessors.
+    ///
+    /// # Errors
+    /// As [`Kernel::accesses`].
+    pub fn shape(&self, args: &[KernelArg], processors: u32) -> Result<Shape> {
+        Ok((self.plan)(self.name, args, processors)?.shape)
+    }
+
+    /// Arithmetic operations of a launch; 0 where memory bounds it, and for arguments that it does not take.
+    pub fn operations(&self, args: &[KernelArg]) -> u64 {
+        (self.plan)(self.name, args, 1).map_or(0, |plan| plan.operations)
+    }
+
+    /// Nanoseconds that a launch takes at least, whatever the device; 0 for arguments that it does not take.
+    pub fn busy_ns(&self, args: &[KernelArg]) -> u64 {
+        (self.plan)(self.name, args, 1).map_or(0, |plan| plan.busy_ns)
+    }
+
+    /// Computes on the host what the device code computes, bit for bit where the kernel's documentation says no less.
+    ///
+    /// # Errors
+    /// As [`Kernel::accesses`], and those of the memory.
+    pub fn run(&self, memory: &mut dyn KernelMemory, args: &[KernelArg]) -> Result<()> {
+        (self.run)(self.name, memory, args)
+    }
+
+    /// The host implementation as a launch carries it.
+    pub fn host(&'static self) -> HostKernel {
+        Arc::new(|memory, args| self.run(memory, args))
+    }
+
+    /// A launch with these arguments, with its host implementation, without a module.
+    ///
+    /// # Errors
+    /// As [`Kernel::accesses`].
+    pub fn launch(&'static self, args: Vec<KernelArg>, processors: u32) -> Result<Launch> {
+        let Plan { accesses, shape, operations, .. } = (self.plan)(self.name, &args, processors)?;
+        Ok(Launch {
+            name: self.name,
+            module: None,
+            grid: shape.grid,
+            block: shape.block,
+            shared_bytes: 0,
+            args,
+            accesses,
+            host: Some(self.host()),
+            operations,
+        })
+    }
+}
+
+impl fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Kernel { name, module, params, .. } = self;
+        f.debug_struct("Kernel").field("name", name).field("module", module).field("params", params).finish_non_exhaustive()
+    }
+}
+
+fn plan<W: Work>(name: &str, args: &[KernelArg], processors: u32) -> Result<Plan> {
+    let work = W::parse(&mut Args::checked(name, W::PARAMS, args)?)?;
+    let accesses = work.accesses(Ranges::of(name))?;
+    Ok(Plan { accesses, shape: work.shape(processors), operations: work.operations(), busy_ns: work.busy_ns() })
+}
+
+fn run<W: Work>(name: &str, memory: &mut dyn KernelMemory, args: &[KernelArg]) -> Result<()> {
+    let work = W::parse(&mut Args::checked(name, W::PARAMS, args)?)?;
+    work.accesses(Ranges::of(name))?;
+    work.run(memory)
+}
