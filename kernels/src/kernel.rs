@@ -157,7 +157,11 @@ impl Kernel {
 impl fmt::Debug for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Kernel { name, module, params, .. } = self;
-        f.debug_struct("Kernel").field("name", name).field("module", module).field("params", params).finish_non_exhaustive()
+        f.debug_struct("Kernel")
+            .field("name", name)
+            .field("module", module)
+            .field("params", params)
+            .finish_non_exhaustive()
     }
 }
 

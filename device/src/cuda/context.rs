@@ -52,7 +52,7 @@ enum Owner {
 impl Core {
     /// The primary context of a device.
     pub(super) fn primary(installation: Installation, ordinal: u32) -> Result<Arc<Core>> {
-        let device = installation.device(ordinal)?;
+        let device = installation.device(Operation::Init, ordinal)?;
         let mut context = ptr::null_mut();
         // SAFETY: the handle outlives the call (F1).
         let code = unsafe { (installation.functions.cuDevicePrimaryCtxRetain)(&raw mut context, device) };

@@ -115,11 +115,6 @@ impl CudaDriver {
     }
 
     fn open_in(installation: Installation, ordinal: u32) -> Result<Arc<CudaDriver>> {
-        let count = installation.count()?;
-        if ordinal >= count {
-            let detail = format!("there is no GPU {ordinal}; the driver shows {count}, from 0");
-            return Err(DeviceError::new(Operation::Init, Code::INVALID_DEVICE).with_detail(detail));
-        }
         Self::new(Core::primary(installation, ordinal)?, ordinal)
     }
 

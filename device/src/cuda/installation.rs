@@ -61,13 +61,21 @@ impl Installation {
     }
 
     /// The driver's number of the GPU with the given ordinal.
-    pub(super) fn device(&self, ordinal: u32) -> Result<CUdevice> {
-        let no_such = || DeviceError::new(Operation::Init, Code::INVALID_DEVICE);
-        let ordinal = c_int::try_from(ordinal).map_err(|_| no_such())?;
+    pub(super) fn device(&self, operation: Operation, ordinal: u32) -> Result<CUdevice> {
         let mut device = 0;
-        // SAFETY: the number outlives the call (F1).
-        check(Operation::Init, unsafe { (self.functions.cuDeviceGet)(&raw mut device, ordinal) })?;
-        Ok(device)
+        let code = match c_int::try_from(ordinal) {
+            // SAFETY: the number outlives the call (F1).
+            Ok(ordinal) => unsafe { (self.functions.cuDeviceGet)(&raw mut device, ordinal) },
+            Err(_) => Code::INVALID_DEVICE.0,
+        };
+        match check(operation, code) {
+            Ok(()) => Ok(device),
+            Err(error) if error.code == Code::INVALID_DEVICE => {
+                let detail = format!("there is no GPU {ordinal}; the driver shows {}, from 0", self.count()?);
+                Err(error.with_detail(detail))
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// An attribute of a GPU; 0 for one that the driver does not know.
@@ -84,7 +92,7 @@ impl Installation {
 
     /// Facts about a GPU that can be had without opening it: all but its stream priorities.
     pub(super) fn info(&self, ordinal: u32) -> Result<DeviceInfo> {
-        let device = self.device(ordinal)?;
+        let device = self.device(Operation::Init, ordinal)?;
         let mut info = DeviceInfo::new(DriverKind::Cuda, ordinal, self.name(device)?, self.total_bytes(device)?);
         let number = |attribute| self.attribute(device, attribute).map(|value| u32::try_from(value).unwrap_or(0));
         info.compute_capability = (

@@ -204,10 +204,7 @@ impl CudaDriver {
     pub(super) fn can_access_peer(&self, peer: u32) -> Result<bool> {
         let operation = Operation::CanAccessPeer;
         let ask = self.optional(operation, self.core.functions().cuDeviceCanAccessPeer)?;
-        let peer =
-            self.core.installation.device(peer).map_err(|error| {
-                DeviceError::new(operation, error.code).with_detail(format!("there is no GPU {peer}"))
-            })?;
+        let peer = self.core.installation.device(operation, peer)?;
         let mut can: c_int = 0;
         // SAFETY: the number outlives the call (F1).
         check(operation, unsafe { ask(&raw mut can, self.core.device, peer) })?;

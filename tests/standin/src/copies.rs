@@ -63,7 +63,11 @@ impl Side {
             }
             DEVICE | UNIFIED => {
                 let address = self.device.checked_add(offset as u64).ok_or(Code::INVALID_VALUE)?;
-                Ok(Start::Known(if self.kind == DEVICE { Place::Device(DevicePtr(address)) } else { place(life, address) }))
+                Ok(Start::Known(if self.kind == DEVICE {
+                    Place::Device(DevicePtr(address))
+                } else {
+                    place(life, address)
+                }))
             }
             ARRAY => Err(Code::NOT_SUPPORTED),
             _ => Err(Code::INVALID_VALUE),
@@ -157,7 +161,8 @@ impl Batch<'_> {
     /// # Safety
     /// As [`aquifer_device::Driver::copy_batch`].
     unsafe fn enqueue(&self, life: &Life, stream: Handle) -> Answer {
-        let orders = self.attributes.iter().all(|attributes| (1..=3).contains(&attributes.order) && attributes.flags <= 1);
+        let orders =
+            self.attributes.iter().all(|attributes| (1..=3).contains(&attributes.order) && attributes.flags <= 1);
         let rising = self.firsts.first() == Some(&0) && self.firsts.is_sorted_by(|a, b| a < b);
         let inside = self.firsts.last().is_some_and(|&last| last < self.sizes.len());
         // The documentation excludes the legacy stream.
@@ -166,7 +171,11 @@ impl Batch<'_> {
         }
         let ends = self.dsts.iter().zip(self.srcs).zip(self.sizes);
         let copies: Vec<CopyPart> = ends
-            .map(|((&dst, &src), &bytes)| CopyPart { dst: place(life, dst), src: place(life, src), bytes: bytes as u64 })
+            .map(|((&dst, &src), &bytes)| CopyPart {
+                dst: place(life, dst),
+                src: place(life, src),
+                bytes: bytes as u64,
+            })
             .collect();
         // SAFETY: passed on to the caller.
         unsafe { life.sim.copy_batch(&copies, RawStream(stream)) }.map_err(code)
