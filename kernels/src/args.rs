@@ -54,7 +54,8 @@ impl Param {
 
 /// Why arguments cannot be launched with.
 pub(crate) fn refuse(kernel: &str, detail: impl AsRef<str>) -> DeviceError {
-    DeviceError::new(Operation::Launch, Code::INVALID_VALUE).with_detail(format!("kernel {kernel}: {}", detail.as_ref()))
+    DeviceError::new(Operation::Launch, Code::INVALID_VALUE)
+        .with_detail(format!("kernel {kernel}: {}", detail.as_ref()))
 }
 
 /// Arguments, taken one after the other.
@@ -115,7 +116,10 @@ impl<'a> Ranges<'a> {
     pub(crate) fn add(mut self, kind: AccessKind, ptr: DevicePtr, count: u64, size: u64) -> Result<Self> {
         let bytes = count.checked_mul(size).filter(|&bytes| ptr.0.checked_add(bytes).is_some());
         let Some(bytes) = bytes else {
-            return Err(refuse(self.kernel, format!("{count} elements of {size} bytes at {ptr} go past the last address")));
+            return Err(refuse(
+                self.kernel,
+                format!("{count} elements of {size} bytes at {ptr} go past the last address"),
+            ));
         };
         if bytes > 0 {
             self.accesses.push(Access { ptr, bytes, kind });
