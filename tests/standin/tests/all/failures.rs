@@ -37,7 +37,7 @@ fn faults_of_the_simulated_device_strike() {
     assert_eq!([alloc(), alloc(), alloc()], [0, 2, 0]);
     let create = || call!(cuStreamCreate(&mut null_mut(), 0));
     assert_eq!([create(), create()], [999, 0]);
-    card.device.inject("fault_rate=1:2").unwrap();
+    card.device.inject("fault_rate=any:1:2").unwrap();
     assert_eq!(alloc(), 2);
     card.device.clear_faults();
     assert_eq!(alloc(), 0);

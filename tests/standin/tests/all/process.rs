@@ -61,7 +61,7 @@ fn calls_before_the_start_are_refused() {
 fn there_may_be_no_device() {
     in_process("there_may_be_no_device", &[("AQUIFER_STANDIN_DEVICES", "none")], || {
         standin();
-        assert_eq!([call!(cuInit(0)), refused(CudaContext::device_count())], [100, 3]);
+        assert_eq!([call!(cuInit(0)), refused(CudaContext::device_count())], [100, 100]);
         assert_eq!(refused(CudaContext::new(0)), 100);
     });
 }
@@ -155,7 +155,10 @@ fn no_file_of_the_driver_s_name_is_made() {
     let program = env::current_exe().unwrap();
     for folder in program.ancestors().skip(1).take(2) {
         let names = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
-        let taken: Vec<_> = names.filter(|name| name.starts_with("libcuda") || name.starts_with("nvcuda")).collect();
+        let driver = |name: &String| ["libcuda", "nvcuda", "libnvcuda"].iter().any(|start| name.starts_with(start));
+        // Rust's own libraries, such as that of the crate cudarc, are no shared ones.
+        let shared = |name: &String| [".so", ".dll", ".dylib"].iter().any(|end| name.contains(end));
+        let taken: Vec<_> = names.filter(|name| driver(name) && shared(name)).collect();
         assert!(taken.is_empty(), "{} has {taken:?}: cargo lets programs find libraries there", folder.display());
     }
 }
