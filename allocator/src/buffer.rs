@@ -7,13 +7,14 @@ use std::sync::Arc;
 
 use aquifer_device::{DevicePtr, Stream};
 
-use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::error::AllocError;
+use crate::storage::Storage;
 
 /// Device memory for `len` values of `T`, or a part of such a buffer.
 ///
-/// Cloning and [`DeviceBuffer::slice`] share the memory: it is given back when the last handle is dropped.
+/// Cloning and [`DeviceBuffer::slice`] share the memory, by its [`Storage`]: it is given back when the last handle is dropped.
+/// Any stream may use it that takes its turn: see [`crate::Turn`].
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
@@ -26,7 +27,7 @@ use crate::error::AllocError;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct DeviceBuffer<T> {
-    allocation: Arc<Allocation>,
+    storage: Arc<Storage>,
     start: u64,
     len: u64,
     element: PhantomData<fn() -> T>,
@@ -41,15 +42,15 @@ impl Allocator {
         let size = size_of::<T>() as u64;
         let bytes = len.checked_mul(size).ok_or(AllocError::LengthOverflow { len, size })?;
         let alignment = (align_of::<T>() as u64).max(crate::ALIGNMENT);
-        let allocation = Arc::new(self.alloc_aligned(bytes, alignment, stream)?);
-        Ok(DeviceBuffer { allocation, start: 0, len, element: PhantomData })
+        let storage = Arc::new(Storage::new(self.alloc_aligned(bytes, alignment, stream)?, stream));
+        Ok(DeviceBuffer { storage, start: 0, len, element: PhantomData })
     }
 }
 
 impl<T: Copy> DeviceBuffer<T> {
     /// Address of the first element.
     pub fn ptr(&self) -> DevicePtr {
-        self.allocation.ptr().offset(self.start * size_of::<T>() as u64)
+        self.storage.allocation().ptr().offset(self.start * size_of::<T>() as u64)
     }
 
     /// Number of elements.
@@ -88,18 +89,24 @@ impl<T: Copy> DeviceBuffer<T> {
         Ok(DeviceBuffer { start: self.start + start, len: end - start, ..self.clone() })
     }
 
-    /// Notes that `stream` uses the memory too; see [`Allocation::record_stream`]. Holds for the whole allocation.
+    /// The memory it is a part of, which knows who uses it.
+    pub fn storage(&self) -> &Arc<Storage> {
+        &self.storage
+    }
+
+    /// Notes that `stream` uses the memory too; see [`crate::Allocation::record_stream`]. Holds for the whole allocation. Not
+    /// needed for streams that take their turns.
     ///
     /// # Errors
     /// When the stream belongs to another device.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
-        self.allocation.record_stream(stream)
+        self.storage.allocation().record_stream(stream)
     }
 }
 
 impl<T> Clone for DeviceBuffer<T> {
     fn clone(&self) -> Self {
-        DeviceBuffer { allocation: self.allocation.clone(), start: self.start, len: self.len, element: PhantomData }
+        DeviceBuffer { storage: self.storage.clone(), start: self.start, len: self.len, element: PhantomData }
     }
 }
 
@@ -108,7 +115,7 @@ impl<T> fmt::Debug for DeviceBuffer<T> {
         f.debug_struct("DeviceBuffer")
             .field("type", &std::any::type_name::<T>())
             .field("len", &self.len)
-            .field("allocation", &self.allocation)
+            .field("allocation", self.storage.allocation())
             .finish_non_exhaustive()
     }
 }

@@ -83,6 +83,8 @@ pub struct Launch {
     pub host: Option<HostKernel>,
     /// Arithmetic operations it performs, for the simulated device's cost model; 0 where memory bounds it.
     pub operations: u64,
+    /// Time that it takes at least, in ns, whatever it does and whatever the card; for the simulated device. 0 for most kernels.
+    pub busy_ns: u64,
 }
 
 impl fmt::Debug for Launch {

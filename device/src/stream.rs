@@ -202,6 +202,7 @@ impl Stream {
             accesses: accesses.to_vec(),
             host: None,
             operations: 0,
+            busy_ns: 0,
         };
         let raw = self.usable(Operation::Launch)?;
         // SAFETY: the launch has no body and no arguments; the simulated device only checks and times its ranges.

@@ -3,15 +3,22 @@
 //! The kernel fills bytes: the byte at address `a` becomes byte `a mod 8` of a pattern of 8 bytes. A value whose size divides 8,
 //! repeated, is such a pattern wherever a multiple of its size begins; so one kernel serves all dtypes.
 
-use aquifer_device::{Access, DevicePtr, KernelMemory, Result};
+use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 
 use crate::args::{Args, Param, Ranges};
+use crate::dtype::Element;
+use crate::error::KernelError;
 use crate::host::{self, CHUNK};
-use crate::kernel::{Shape, Work};
+use crate::kernel::{Kernel, Shape, Variant, Work};
+use crate::kernels::Kernels;
+use crate::module::Module;
+use crate::operand::Target;
+
+pub(crate) const FILL: Kernel = Kernel::of::<Fill>("fill", Module::Bytes, Variant::Any);
 
 /// Arguments: first byte, length in bytes, pattern.
 #[derive(Debug)]
-pub(crate) struct Fill {
+struct Fill {
     to: DevicePtr,
     bytes: u64,
     pattern: u64,
@@ -33,9 +40,40 @@ impl Work for Fill {
     }
 
     fn run(&self, memory: &mut dyn KernelMemory) -> Result<()> {
-        let first = (self.to.0 % 8) as u32;
-        let pattern = self.pattern.rotate_right(8 * first).to_le_bytes();
-        let longest: Vec<u8> = pattern.iter().copied().cycle().take(CHUNK).collect();
-        host::chunks(self.bytes, CHUNK, |at, len| memory.write(self.to.offset(at), &longest[..len]))
+        let first = self.to.0.to_le_bytes()[0] % 8;
+        let pattern = self.pattern.rotate_right(8 * u32::from(first)).to_le_bytes();
+        let filled: Vec<u8> = pattern.into_iter().cycle().take(CHUNK.min(host::small(self.bytes))).collect();
+        host::chunks(self.bytes, |at, len| memory.write(self.to.offset(at), &filled[..len]))
+    }
+}
+
+/// The value repeated until it fills 8 bytes.
+fn pattern<T: Element>(value: T) -> u64 {
+    let mut bytes = [0; 8];
+    for each in bytes.chunks_exact_mut(size_of::<T>()) {
+        value.write(each);
+    }
+    u64::from_le_bytes(bytes)
+}
+
+impl Kernels {
+    /// Enqueues setting every element of `to` to `value`.
+    ///
+    /// # Errors
+    /// Another dtype than the value's, and what every operation checks ([`Kernels`]).
+    pub fn fill<'a, T: Element>(
+        &'a self,
+        stream: &'a Stream,
+        to: impl Into<Target<'a>>,
+        value: T,
+    ) -> Result<(), KernelError> {
+        let check = self.check("fill", stream)?;
+        let to = check.writes("to", to)?;
+        check.dtype(&to, T::DTYPE)?;
+        if to.operand.is_empty() {
+            return Ok(());
+        }
+        let args = vec![to.arg(), KernelArg::U64(to.operand.bytes()), KernelArg::U64(pattern(value))];
+        self.turn(stream, check.kernel, &[], &[&to])?.launch(&FILL, args)
     }
 }

@@ -7,9 +7,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use aquifer_device::{Access, HostKernel, KernelArg, KernelMemory, Launch, Result};
+use aquifer_device::{Access, HostKernel, KernelArg, KernelMemory, Launch, RawModule, Result};
 
 use crate::args::{Args, Param, Ranges};
+use crate::dtype::DType;
 use crate::module::Module;
 
 /// Threads of a block, unless a kernel says otherwise.
@@ -75,10 +76,24 @@ struct Plan {
     busy_ns: u64,
 }
 
+/// Which kernel of an operation it is: what its operands are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Variant {
+    /// The only one.
+    Any,
+    /// For operands of this dtype.
+    Of(DType),
+    /// From the first dtype to the second.
+    FromTo(DType, DType),
+    /// For elements of so many bytes.
+    Bytes(u64),
+}
+
 type PlanOf = fn(&str, &[KernelArg], u32) -> Result<Plan>;
 type RunOf = fn(&str, &mut dyn KernelMemory, &[KernelArg]) -> Result<()>;
 
 /// One kernel of the set.
+#[derive(Clone, Copy)]
 pub struct Kernel {
     /// Its name in the module.
     pub name: &'static str,
@@ -86,13 +101,14 @@ pub struct Kernel {
     pub module: Module,
     /// Its parameters, in order.
     pub params: &'static [Param],
+    pub(crate) variant: Variant,
     plan: PlanOf,
     run: RunOf,
 }
 
 impl Kernel {
-    pub(crate) const fn of<W: Work>(name: &'static str, module: Module) -> Kernel {
-        Kernel { name, module, params: W::PARAMS, plan: plan::<W>, run: run::<W> }
+    pub(crate) const fn of<W: Work>(name: &'static str, module: Module, variant: Variant) -> Kernel {
+        Kernel { name, module, variant, params: W::PARAMS, plan: plan::<W>, run: run::<W> }
     }
 
     /// Every range that a launch with these arguments reads or writes; empty ones are left out.
@@ -121,7 +137,8 @@ impl Kernel {
         (self.plan)(self.name, args, 1).map_or(0, |plan| plan.busy_ns)
     }
 
-    /// Computes on the host what the device code computes, bit for bit where the kernel's documentation says no less.
+    /// Computes on the host what the device code computes: the same bits, except that a NaN which arithmetic makes may be another
+    /// NaN.
     ///
     /// # Errors
     /// As [`Kernel::accesses`], and those of the memory.
@@ -134,15 +151,16 @@ impl Kernel {
         Arc::new(|memory, args| self.run(memory, args))
     }
 
-    /// A launch with these arguments, with its host implementation, without a module.
+    /// A launch with these arguments on a device with so many multiprocessors, with the host implementation. `module` is the
+    /// kernel's own, as the device's driver loaded it; only the simulated device does without.
     ///
     /// # Errors
     /// As [`Kernel::accesses`].
-    pub fn launch(&'static self, args: Vec<KernelArg>, processors: u32) -> Result<Launch> {
-        let Plan { accesses, shape, operations, .. } = (self.plan)(self.name, &args, processors)?;
+    pub fn launch(&'static self, module: Option<RawModule>, args: Vec<KernelArg>, processors: u32) -> Result<Launch> {
+        let Plan { accesses, shape, operations, busy_ns } = (self.plan)(self.name, &args, processors)?;
         Ok(Launch {
             name: self.name,
-            module: None,
+            module,
             grid: shape.grid,
             block: shape.block,
             shared_bytes: 0,
@@ -150,6 +168,7 @@ impl Kernel {
             accesses,
             host: Some(self.host()),
             operations,
+            busy_ns,
         })
     }
 }

@@ -1,11 +1,52 @@
-//! The list of all kernels.
+//! The list of all kernels, put together from what the files of the operations declare.
 
-use crate::fill::Fill;
 use crate::kernel::Kernel;
-use crate::module::Module;
+use crate::{add, axpy, cast, checksum, fill, matmul, pattern, reduce, spin, strided, transpose};
+
+const PARTS: &[&[Kernel]] = &[
+    &[fill::FILL],
+    &[pattern::WRITE, pattern::VERIFY],
+    &[checksum::CHECKSUM],
+    axpy::KERNELS,
+    add::KERNELS,
+    cast::KERNELS,
+    reduce::SUMS,
+    reduce::FINISHES,
+    transpose::KERNELS,
+    strided::GATHERS,
+    strided::SCATTERS,
+    matmul::KERNELS,
+    &[spin::SPIN],
+];
+
+static ALL: [Kernel; count()] = all();
 
 /// Every kernel of the set.
-pub static KERNELS: &[Kernel] = &[Kernel::of::<Fill>("fill", Module::Bytes)];
+pub static KERNELS: &[Kernel] = &ALL;
+
+const fn count() -> usize {
+    let (mut total, mut part) = (0, 0);
+    while part < PARTS.len() {
+        total += PARTS[part].len();
+        part += 1;
+    }
+    total
+}
+
+const fn all() -> [Kernel; count()] {
+    let mut all = [PARTS[0][0]; count()];
+    let (mut at, mut part) = (0, 0);
+    while part < PARTS.len() {
+        let mut index = 0;
+        while index < PARTS[part].len() {
+            all[at] = PARTS[part][index];
+            at += 1;
+            index += 1;
+        }
+        part += 1;
+    }
+    all
+}
 
 /// The kernel with the given name.
 ///

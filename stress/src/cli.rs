@@ -126,6 +126,9 @@ JSON keys, per program and config:
   hazards                   pieces of work that the simulated device found unordered, and memory taken away before the
                             device was done with it; 0 unless there is a bug
   yardstick_ns_per_op       with --yardstick only
+  pool_ns_per_op, pool_peak_reserved_bytes, pool_ooms
+                            with --driver-pool only: time per event, the most that the pool held from the device, and what
+                            it refused in the last pass
 Counts and peaks are of the first pass unless said otherwise, hazards of all and of the end. Times are taken in passes of their
 own, on another device, where nothing is counted; they count neither reading the file nor freeing what a pass leaves
 allocated. Modelled times are null on a real device.";
@@ -145,6 +148,10 @@ pub struct ReplayArgs {
     /// Also time the crate offset-allocator on the same events: a bare index without accounting, locks or streams.
     #[arg(long)]
     pub yardstick: bool,
+
+    /// Also play the events to the driver's own stream-ordered pool (cuMemAllocAsync), on the same device.
+    #[arg(long)]
+    pub driver_pool: bool,
 }
 
 /// How programs are run.

@@ -9,6 +9,7 @@
 pub mod cli;
 pub mod commands;
 pub mod content;
+pub mod driver_pool;
 pub mod exit;
 pub mod harness;
 pub mod input;

@@ -31,6 +31,8 @@ pub(super) struct Cost {
     pub(super) unit: Unit,
     pub(super) bytes: u64,
     pub(super) operations: u64,
+    /// What it takes at least.
+    pub(super) busy_ns: u64,
 }
 
 /// The periods in which one copy engine is busy, in order.
@@ -79,7 +81,7 @@ impl Engine {
         let (delay, base) = match cost.unit {
             Unit::None => return ready.saturating_add(1),
             Unit::ToDevice | Unit::ToHost => (1_500, link_ns),
-            Unit::Compute => (1_000, (cost.bytes / self.card.memory_gb_s).max(cost.operations / self.card.gflops)),
+            Unit::Compute => (1_000, self.compute_ns(cost)),
         };
         let duration = self.vary(delay).saturating_add(self.vary(base)).max(1);
         let duration = duration.saturating_add(self.stall());
@@ -89,6 +91,10 @@ impl Engine {
             Unit::Compute | Unit::None => ready,
         };
         start.saturating_add(duration)
+    }
+
+    fn compute_ns(&self, cost: Cost) -> u64 {
+        (cost.bytes / self.card.memory_gb_s).max(cost.operations / self.card.gflops).max(cost.busy_ns)
     }
 
     /// A number that decides between work that finishes at the same time.
@@ -128,7 +134,7 @@ mod tests {
     #[test]
     fn without_jitter_work_takes_what_the_card_takes() {
         let mut engine = Engine::new(super::super::Preset::H100.card(), 0, false);
-        let cost = Cost { unit: Unit::ToDevice, bytes: 53_000_000, operations: 0 };
+        let cost = Cost { unit: Unit::ToDevice, bytes: 53_000_000, operations: 0, busy_ns: 0 };
         assert_eq!(engine.schedule(0, 0, cost), 1_001_500);
     }
 }

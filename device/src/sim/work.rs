@@ -196,7 +196,8 @@ impl Body {
             Body::Fault => (Unit::Compute, 0, 0),
             Body::PoolAlloc { .. } | Body::PoolFree { .. } => (Unit::None, 0, 0),
         };
-        Cost { unit, bytes, operations }
+        let busy_ns = if let Body::Kernel(launch) = self { launch.busy_ns } else { 0 };
+        Cost { unit, bytes, operations, busy_ns }
     }
 
     /// Does the work. Pool frees are the caller's business.

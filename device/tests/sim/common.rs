@@ -96,6 +96,7 @@ pub(crate) trait Short: Driver {
             accesses,
             host,
             operations: 0,
+            busy_ns: 0,
         };
         // SAFETY: the kernels of the tests keep to what they declare, or test what happens when they do not.
         unsafe { self.launch(&launch, stream) }

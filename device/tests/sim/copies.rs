@@ -181,6 +181,7 @@ fn modules_hold_the_kernels_that_their_text_declares() {
             accesses,
             host: None,
             operations: 0,
+            busy_ns: 0,
         };
         // SAFETY: the kernel computes nothing.
         unsafe { driver.launch(&launch, stream) }

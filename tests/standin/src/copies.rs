@@ -63,11 +63,8 @@ impl Side {
             }
             DEVICE | UNIFIED => {
                 let address = self.device.checked_add(offset as u64).ok_or(Code::INVALID_VALUE)?;
-                Ok(Start::Known(if self.kind == DEVICE {
-                    Place::Device(DevicePtr(address))
-                } else {
-                    place(life, address)
-                }))
+                let place = if self.kind == DEVICE { Ok(Place::Device(DevicePtr(address))) } else { place(life, address) };
+                place.map(Start::Known)
             }
             ARRAY => Err(Code::NOT_SUPPORTED),
             _ => Err(Code::INVALID_VALUE),
@@ -75,12 +72,18 @@ impl Side {
     }
 }
 
-/// What an address of the one space of host and device means: page-locked memory, or else the device's.
-fn place(life: &Life, address: u64) -> Place {
-    match usize::try_from(address).ok().filter(|&address| life.pinned.holding(address).is_some()) {
-        Some(address) => Place::Host(HostPtr(address)),
-        None => Place::Device(DevicePtr(address)),
+/// Host addresses end here: the user half of a 47-bit address space. Those of most simulated devices begin above.
+const HOST_END: u64 = 1 << 47;
+
+/// What an address of the one space of host and device means. Pageable memory is refused, and with it an address of device 0
+/// where nothing is any more, which looks the same.
+fn place(life: &Life, address: u64) -> Answer<Place> {
+    if let Some(address) = usize::try_from(address).ok().filter(|&address| life.pinned.holding(address).is_some()) {
+        return Ok(Place::Host(HostPtr(address)));
     }
+    let ptr = DevicePtr(address);
+    let known = || life.sim.allocation_at(ptr).is_some() || life.sim.mapping_at(ptr).is_some();
+    if address >= HOST_END || known() { Ok(Place::Device(ptr)) } else { Err(Code::NOT_SUPPORTED) }
 }
 
 impl Life {
@@ -161,8 +164,7 @@ impl Batch<'_> {
     /// # Safety
     /// As [`aquifer_device::Driver::copy_batch`].
     unsafe fn enqueue(&self, life: &Life, stream: Handle) -> Answer {
-        let orders =
-            self.attributes.iter().all(|attributes| (1..=3).contains(&attributes.order) && attributes.flags <= 1);
+        let orders = self.attributes.iter().all(|attributes| (1..=3).contains(&attributes.order) && attributes.flags <= 1);
         let rising = self.firsts.first() == Some(&0) && self.firsts.is_sorted_by(|a, b| a < b);
         let inside = self.firsts.last().is_some_and(|&last| last < self.sizes.len());
         // The documentation excludes the legacy stream.
@@ -170,13 +172,10 @@ impl Batch<'_> {
             return Err(Code::INVALID_VALUE);
         }
         let ends = self.dsts.iter().zip(self.srcs).zip(self.sizes);
-        let copies: Vec<CopyPart> = ends
-            .map(|((&dst, &src), &bytes)| CopyPart {
-                dst: place(life, dst),
-                src: place(life, src),
-                bytes: bytes as u64,
-            })
-            .collect();
+        let part = |((&dst, &src), &bytes): ((&u64, &u64), &usize)| {
+            Ok(CopyPart { dst: place(life, dst)?, src: place(life, src)?, bytes: bytes as u64 })
+        };
+        let copies = ends.map(part).collect::<Answer<Vec<_>>>()?;
         // SAFETY: passed on to the caller.
         unsafe { life.sim.copy_batch(&copies, RawStream(stream)) }.map_err(code)
     }

@@ -39,6 +39,7 @@ impl Life {
                 })
             })),
             operations: 0,
+            busy_ns: 0,
         };
         // SAFETY: the kernel writes exactly the range that it declares, and takes no arguments.
         unsafe { self.sim.launch(&launch, RawStream(stream)) }.map_err(code)

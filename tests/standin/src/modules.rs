@@ -123,8 +123,8 @@ impl Life {
         }
         // SAFETY: passed on to the caller; the text's parameters have the declared sizes.
         let args = unsafe { arguments(kernel, params) }?;
-        let mut launch = kernel.launch(args, 1).map_err(code)?;
-        launch.module = Some(RawModule(module));
+        // How many multiprocessors there are only matters to the shape, which is the caller's.
+        let mut launch = kernel.launch(Some(RawModule(module)), args, 1).map_err(code)?;
         (launch.grid, launch.block, launch.shared_bytes) = (shape.grid, shape.block, shape.shared_bytes);
         // SAFETY: the declaration names what its host implementation touches, and the arguments are of its types.
         unsafe { self.sim.launch(&launch, RawStream(shape.stream)) }.map_err(code)

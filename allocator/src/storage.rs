@@ -1,0 +1,102 @@
+//! What the handles of a typed buffer share: a live block, and the ticks of the work that uses it.
+//!
+//! Invariants:
+//! * work that writes comes after all work noted before it; work that reads comes after the last that writes;
+//! * the block's first tick is that of its own stream when it was handed out: what the memory was used for before came before;
+//! * every stream but the block's own that uses it was recorded with the allocation before its first use, so that giving the
+//!   block back waits for it.
+//!
+//! Lock order: storages by address, then the locks of the allocator and of timelines.
+
+use std::fmt;
+
+use aquifer_device::{AccessKind, Stream, Tick};
+use parking_lot::Mutex;
+
+use crate::allocation::Allocation;
+use crate::error::AllocError;
+
+/// Device memory that several handles share. It knows the ticks of the work that uses it, and so can order later work after
+/// that: see [`crate::Turn`].
+pub struct Storage {
+    allocation: Allocation,
+    device_id: u32,
+    pub(crate) uses: Mutex<Uses>,
+}
+
+/// What uses the memory.
+#[derive(Debug)]
+pub(crate) struct Uses {
+    /// The last work that writes; what came before it, came before this.
+    written: Tick,
+    /// The last work of each stream that reads what was written.
+    read: Vec<Tick>,
+    /// Streams that are recorded with the allocation.
+    recorded: Vec<u32>,
+}
+
+impl Storage {
+    /// The memory just handed out for `stream`.
+    pub(crate) fn new(allocation: Allocation, stream: &Stream) -> Storage {
+        let uses = Uses { written: stream.tick(), read: Vec::new(), recorded: vec![stream.id()] };
+        Storage { allocation, device_id: stream.device_id(), uses: Mutex::new(uses) }
+    }
+
+    /// The block.
+    pub fn allocation(&self) -> &Allocation {
+        &self.allocation
+    }
+
+    /// Identity of the device that the memory is on.
+    pub fn device_id(&self) -> u32 {
+        self.device_id
+    }
+
+    /// What must be done before work that does this with the memory: for reading the last work that writes, for writing the
+    /// work that reads, too.
+    pub fn ticks_before(&self, kind: AccessKind) -> Vec<Tick> {
+        let uses = self.uses.lock();
+        uses.before(kind).cloned().collect()
+    }
+}
+
+impl Uses {
+    fn before(&self, kind: AccessKind) -> impl Iterator<Item = &Tick> {
+        let readers = if kind == AccessKind::Write { self.read.as_slice() } else { &[] };
+        std::iter::once(&self.written).chain(readers)
+    }
+
+    /// Orders later work of `stream` after what must come before an access.
+    pub(crate) fn order(
+        &mut self,
+        allocation: &Allocation,
+        stream: &Stream,
+        kind: AccessKind,
+    ) -> Result<(), AllocError> {
+        for tick in self.before(kind) {
+            stream.wait_for(tick)?;
+        }
+        if !self.recorded.contains(&stream.id()) {
+            allocation.record_stream(stream)?;
+            self.recorded.push(stream.id());
+        }
+        Ok(())
+    }
+
+    /// Notes work that was enqueued on `stream` until now.
+    pub(crate) fn note(&mut self, stream: &Stream, kind: AccessKind) {
+        if kind == AccessKind::Write {
+            self.read.clear();
+            self.written = stream.tick();
+        } else {
+            self.read.retain(|tick| tick.timeline().id() != stream.id());
+            self.read.push(stream.tick());
+        }
+    }
+}
+
+impl fmt::Debug for Storage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Storage").field("allocation", &self.allocation).finish_non_exhaustive()
+    }
+}

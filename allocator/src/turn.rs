@@ -1,0 +1,79 @@
+//! A stream's turn with buffers: what orders work of different streams on the same memory.
+
+use aquifer_device::{AccessKind, Stream};
+use parking_lot::MutexGuard;
+
+use crate::error::AllocError;
+use crate::storage::{Storage, Uses};
+
+/// A stream's turn with some memory.
+///
+/// Taking it orders what the stream does from now on after all work that must come before: where it reads, after the last work
+/// that wrote; where it writes, after all work. While it is held nobody else gets a turn with the same memory. When it is dropped, what
+/// was enqueued on the stream until then is noted, so that later turns come after it, and the memory is not reused before.
+///
+/// Order costs at most an event and a wait for each stream that must be waited for, and nothing where the streams are ordered
+/// already. Parts of one buffer count as all of it. Hold turns for the time it takes to enqueue, on one thread one at a time: a
+/// second turn with the same memory waits for ever.
+///
+/// What bypasses turns, such as [`Stream::fill`] with a bare address, is ordered by nobody. Inside a capture a stream can
+/// take turns with memory that it is ordered after already; what a launched graph does is noted by a turn around the launch.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
+/// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let (one, two) = (device.create_stream()?, device.create_stream()?);
+/// let buffer: DeviceBuffer<u8> = allocator.alloc_buffer(1 << 20, &one)?;
+/// {
+///     let _turn = Turn::take(&one, &[(buffer.storage(), AccessKind::Write)])?;
+///     one.fill(buffer.ptr(), 7, buffer.bytes())?;
+/// }
+/// let mut bytes = vec![0; 1 << 20];
+/// {
+///     let _turn = Turn::take(&two, &[(buffer.storage(), AccessKind::Read)])?;
+///     two.download_blocking(&mut bytes, buffer.ptr())?;
+/// }
+/// assert!(bytes.iter().all(|&byte| byte == 7) && device.driver().take_violation().is_none());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "the turn ends when it is dropped"]
+pub struct Turn<'a> {
+    stream: &'a Stream,
+    held: Vec<(MutexGuard<'a, Uses>, AccessKind)>,
+}
+
+impl<'a> Turn<'a> {
+    /// Waits until nobody has a turn with any of the memory, and orders the stream's later work. Memory may be listed several
+    /// times.
+    ///
+    /// # Errors
+    /// When memory belongs to another device than the stream; those of the driver; when the stream captures and is not ordered
+    /// already. No work is noted then.
+    pub fn take(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<Turn<'a>, AllocError> {
+        let mut wanted: Vec<_> = memory.iter().filter(|(storage, _)| storage.allocation().bytes() > 0).copied().collect();
+        // In one order for all, so that turns do not wait for each other in a circle; writing before reading, so that it counts.
+        wanted.sort_unstable_by_key(|&(storage, kind)| (std::ptr::from_ref(storage), std::cmp::Reverse(kind)));
+        wanted.dedup_by_key(|(storage, _)| std::ptr::from_ref(*storage));
+        if wanted.iter().any(|(storage, _)| storage.device_id() != stream.device_id()) {
+            return Err(AllocError::WrongDevice { what: "buffer" });
+        }
+        let mut guards = Vec::with_capacity(wanted.len());
+        for (storage, kind) in wanted {
+            let mut uses = storage.uses.lock();
+            uses.order(storage.allocation(), stream, kind)?;
+            guards.push((uses, kind));
+        }
+        Ok(Turn { stream, held: guards })
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        for (uses, kind) in &mut self.held {
+            uses.note(self.stream, *kind);
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! `cast`: conversion between dtypes, element by element.
+//!
+//! | from | to | becomes |
+//! | --- | --- | --- |
+//! | anything | float | the nearest value, ties to even, rounded once; infinite where that is too large; any NaN the canonical one |
+//! | float | integer | the value towards zero, held within the integer's range; NaN becomes 0 |
+//! | integer | integer | the low bits |
+//!
+//! These are the rules of Rust's `as`, with the bits of NaN fixed. They are the same on every architecture: what older ones have no
+//! instructions for ([`DType::missing_on`]) is done with bits, at no cost that shows, as memory bounds it.
+
+use std::marker::PhantomData;
+
+use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
+use half::{bf16, f16};
+
+use crate::args::{Args, Param, Ranges};
+use crate::convert::convert;
+use crate::dtype::{DType, Element};
+use crate::error::{Fault, KernelError};
+use crate::host;
+use crate::kernel::{Kernel, Shape, Variant, Work};
+use crate::kernels::Kernels;
+use crate::module::Module;
+use crate::operand::{Operand, Target};
+
+macro_rules! casts {
+    ($($from:ident to $($to:ident)*;)*) => {
+        pub(crate) const KERNELS: &[Kernel] = &[$($(
+            Kernel::of::<Cast<$from, $to>>(
+                concat!("cast_", stringify!($from), "_", stringify!($to)),
+                Module::Cast,
+                Variant::FromTo(<$from>::DTYPE, <$to>::DTYPE),
+            ),
+        )*)*];
+    };
+}
+
+casts! {
+    u8 to i32 u32 i64 u64 f16 bf16 f32 f64;
+    i32 to u8 u32 i64 u64 f16 bf16 f32 f64;
+    u32 to u8 i32 i64 u64 f16 bf16 f32 f64;
+    i64 to u8 i32 u32 u64 f16 bf16 f32 f64;
+    u64 to u8 i32 u32 i64 f16 bf16 f32 f64;
+    f16 to u8 i32 u32 i64 u64 bf16 f32 f64;
+    bf16 to u8 i32 u32 i64 u64 f16 f32 f64;
+    f32 to u8 i32 u32 i64 u64 f16 bf16 f64;
+    f64 to u8 i32 u32 i64 u64 f16 bf16 f32;
+}
+
+/// Arguments: output, input, elements.
+#[derive(Debug)]
+struct Cast<S, D> {
+    to: DevicePtr,
+    from: DevicePtr,
+    len: u64,
+    elements: PhantomData<(S, D)>,
+}
+
+impl<S: Element, D: Element> Work for Cast<S, D> {
+    const PARAMS: &'static [Param] = &[Param::Ptr, Param::Ptr, Param::U64];
+
+    fn parse(args: &mut Args<'_>) -> Result<Self> {
+        Ok(Cast { to: args.ptr()?, from: args.ptr()?, len: args.u64()?, elements: PhantomData })
+    }
+
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>> {
+        Ok(ranges.write(self.to, self.len, D::DTYPE.bytes())?.read(self.from, self.len, S::DTYPE.bytes())?.done())
+    }
+
+    fn shape(&self, processors: u32) -> Shape {
+        let larger = S::DTYPE.bytes().max(D::DTYPE.bytes());
+        Shape::strided(self.len.div_ceil(16 / larger), processors)
+    }
+
+    fn run(&self, memory: &mut dyn KernelMemory) -> Result<()> {
+        host::chunks(self.len, |at, len| {
+            let from = host::read::<S>(memory, self.from, at, len)?;
+            let to: Vec<D> = from.into_iter().map(convert).collect();
+            host::write(memory, self.to, at, &to)
+        })
+    }
+}
+
+impl Kernels {
+    /// Enqueues converting every element of `from` to the dtype of `to`, by the rules of Rust's `as`: to floats the nearest value,
+    /// from floats to integers towards zero and held within the range, integers to integers by their low bits.
+    ///
+    /// # Errors
+    /// Operands of different lengths, or of the same dtype ([`Stream::copy`] is for that); overlap, and what every operation checks
+    /// ([`Kernels`]).
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_kernels::Kernels;
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let (kernels, stream) = (Kernels::load(&device)?, device.create_stream()?);
+    /// let mut floats: DeviceBuffer<f32> = allocator.alloc_buffer(100, &stream)?;
+    /// let mut bytes: DeviceBuffer<u8> = allocator.alloc_buffer(100, &stream)?;
+    /// kernels.fill(&stream, &mut floats, 300.7f32)?;
+    /// kernels.cast(&stream, &floats, &mut bytes)?;
+    /// let mut first = [0];
+    /// stream.download_blocking(&mut first, bytes.ptr())?;
+    /// assert_eq!(first, [255]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn cast<'a>(
+        &'a self,
+        stream: &'a Stream,
+        from: impl Into<Operand<'a>>,
+        to: impl Into<Target<'a>>,
+    ) -> Result<(), KernelError> {
+        let check = self.check("cast", stream)?;
+        let (from, to) = (check.reads("from", from)?, check.writes("to", to)?);
+        let variant = Variant::FromTo(from.dtype(), to.dtype());
+        let kernel = KERNELS.iter().find(|kernel| kernel.variant == variant);
+        let others = || DType::ALL.iter().copied().filter(|&dtype| dtype != from.dtype()).collect();
+        let kernel = kernel.ok_or_else(|| check.fault(&to, Fault::DType { expected: others() }))?;
+        check.len(&to, from.len())?;
+        check.apart(&to, &[&from])?;
+        if from.operand.is_empty() {
+            return Ok(());
+        }
+        let args = vec![to.arg(), from.arg(), KernelArg::U64(from.len())];
+        self.turn(stream, check.kernel, &[&from], &[&to])?.launch(kernel, args)
+    }
+}

@@ -1,0 +1,104 @@
+//! `checksum`: 64 bits that tell memory's contents, wherever it lies and in whatever order it is read.
+//!
+//! The memory's bytes are words of 8 bytes, counted from its first byte, little-endian, the last one filled up with zeros. With the
+//! output function `mix` and the constant `γ` of splitmix64 (see [`crate::pattern_word`]) the checksum is
+//!
+//! ```text
+//! mix(bytes) + Σ mix(word_i + (i + 1) · γ)      modulo 2^64
+//! ```
+//!
+//! Addition commutes, so it is exact however the work is divided. `mix` is a bijection, so that contents which differ in one word
+//! never have the same checksum; others have it once in 2^64 times, as far as `mix` is random. It is no protection against intent.
+
+use aquifer_allocator::DeviceBuffer;
+use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
+
+use crate::args::{Args, Param, Ranges};
+use crate::error::KernelError;
+use crate::host;
+use crate::kernel::{Kernel, Shape, Variant, Work};
+use crate::kernels::Kernels;
+use crate::module::Module;
+use crate::operand::Operand;
+use crate::pattern::{GAMMA, mix};
+
+pub(crate) const CHECKSUM: Kernel = Kernel::of::<Checksum>("checksum", Module::Bytes, Variant::Any);
+
+/// Arguments: first byte, length in bytes, and where the checksum is added.
+#[derive(Debug)]
+struct Checksum {
+    from: DevicePtr,
+    bytes: u64,
+    result: DevicePtr,
+}
+
+impl Work for Checksum {
+    const PARAMS: &'static [Param] = &[Param::Ptr, Param::U64, Param::Ptr];
+
+    fn parse(args: &mut Args<'_>) -> Result<Self> {
+        Ok(Checksum { from: args.ptr()?, bytes: args.u64()?, result: args.ptr()? })
+    }
+
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>> {
+        Ok(ranges.read(self.from, self.bytes, 1)?.write(self.result, 1, 8)?.done())
+    }
+
+    fn shape(&self, processors: u32) -> Shape {
+        Shape::strided(self.bytes / 16, processors)
+    }
+
+    fn run(&self, memory: &mut dyn KernelMemory) -> Result<()> {
+        let mut sum = mix(self.bytes);
+        host::chunks(self.bytes, |at, len| {
+            let mut bytes = vec![0; len];
+            memory.read(self.from.offset(at), &mut bytes)?;
+            // Pieces are of whole words, but for the last.
+            sum = sum.wrapping_add(words(&bytes, at / 8));
+            Ok(())
+        })?;
+        let before: Vec<u64> = host::read(memory, self.result, 0, 1)?;
+        host::write(memory, self.result, 0, &[before[0].wrapping_add(sum)])
+    }
+}
+
+/// The terms of the words in `bytes`, the first of which has the index `first`.
+fn words(bytes: &[u8], first: u64) -> u64 {
+    let mut state = first.wrapping_mul(GAMMA);
+    let mut sum = 0u64;
+    for piece in bytes.chunks(8) {
+        let mut word = [0; 8];
+        word[..piece.len()].copy_from_slice(piece);
+        state = state.wrapping_add(GAMMA);
+        sum = sum.wrapping_add(mix(u64::from_le_bytes(word).wrapping_add(state)));
+    }
+    sum
+}
+
+/// The checksum of bytes on the host: what [`Kernels::checksum`] computes of the same bytes on a device.
+pub fn checksum_of(bytes: &[u8]) -> u64 {
+    mix(bytes.len() as u64).wrapping_add(words(bytes, 0))
+}
+
+impl Kernels {
+    /// Enqueues computing the checksum of all bytes of `from` ([`checksum_of`] is the same on the host) into `to`, one `u64`.
+    ///
+    /// Memory may begin and end anywhere and be of any dtype; where it begins at a multiple of 16 this is fastest.
+    ///
+    /// # Errors
+    /// A `to` that is not one element, or lies in `from`, and what every operation checks ([`Kernels`]).
+    pub fn checksum<'a>(
+        &'a self,
+        stream: &'a Stream,
+        from: impl Into<Operand<'a>>,
+        to: &'a mut DeviceBuffer<u64>,
+    ) -> Result<(), KernelError> {
+        let check = self.check("checksum", stream)?;
+        let (from, to) = (check.reads("from", from)?, check.writes("to", to)?);
+        check.len(&to, 1)?;
+        check.apart(&to, &[&from])?;
+        let args = vec![from.arg(), KernelArg::U64(from.operand.bytes()), to.arg()];
+        let turn = self.turn(stream, check.kernel, &[&from], &[&to])?;
+        turn.stream().fill(to.operand.ptr(), 0, to.operand.bytes())?;
+        turn.launch(&CHECKSUM, args)
+    }
+}

@@ -1,0 +1,153 @@
+//! What elements are: dtypes, and the Rust types that have one.
+
+use std::fmt;
+
+use half::{bf16, f16};
+
+use crate::convert::Number;
+
+macro_rules! bytes_of {
+    ($type:ty) => {
+        impl Bytes for $type {
+            fn read(bytes: &[u8]) -> Self {
+                let mut own = [0; size_of::<Self>()];
+                own.copy_from_slice(bytes);
+                Self::from_le_bytes(own)
+            }
+
+            fn write(&self, bytes: &mut [u8]) {
+                bytes.copy_from_slice(&self.to_le_bytes());
+            }
+        }
+    };
+}
+
+// No dtype of its own: the bits of one with elements of this size.
+bytes_of!(u16);
+
+macro_rules! dtypes {
+    ($($(#[$doc:meta])* $variant:ident = $name:literal: $type:ty,)*) => {
+        /// The type of the elements of a buffer.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[non_exhaustive]
+        pub enum DType {
+            $($(#[$doc])* $variant,)*
+        }
+
+        impl DType {
+            /// Every dtype.
+            pub const ALL: &[DType] = &[$(DType::$variant),*];
+
+            /// Its name, such as `"bf16"`.
+            pub const fn name(self) -> &'static str {
+                match self { $(DType::$variant => $name,)* }
+            }
+
+            /// Size of an element in bytes, which is also its alignment.
+            pub const fn bytes(self) -> u64 {
+                match self { $(DType::$variant => size_of::<$type>() as u64,)* }
+            }
+
+            /// Whether elements are floats.
+            pub const fn is_float(self) -> bool {
+                match self { $(DType::$variant => <$type as Number>::IS_FLOAT,)* }
+            }
+        }
+
+        $(
+            impl Sealed for $type {}
+
+            impl Element for $type {
+                const DTYPE: DType = DType::$variant;
+            }
+
+            bytes_of!($type);
+        )*
+    };
+}
+
+dtypes! {
+    /// 8-bit unsigned integers.
+    U8 = "u8": u8,
+    /// 32-bit signed integers.
+    I32 = "i32": i32,
+    /// 32-bit unsigned integers.
+    U32 = "u32": u32,
+    /// 64-bit signed integers.
+    I64 = "i64": i64,
+    /// 64-bit unsigned integers.
+    U64 = "u64": u64,
+    /// IEEE 754 binary16: 5 bits of exponent, 10 of mantissa.
+    F16 = "f16": f16,
+    /// The upper half of an `f32`: 8 bits of exponent, 7 of mantissa.
+    BF16 = "bf16": bf16,
+    /// IEEE 754 binary32.
+    F32 = "f32": f32,
+    /// IEEE 754 binary64.
+    F64 = "f64": f64,
+}
+
+impl DType {
+    /// The dtype with the given name.
+    pub fn from_name(name: &str) -> Option<DType> {
+        DType::ALL.iter().copied().find(|dtype| dtype.name() == name)
+    }
+
+    /// What devices of a compute capability (major, minor) have no instructions for; `None` where nothing is missing.
+    ///
+    /// Source: the instruction tables of the PTX ISA (`fma`, `cvt`). The kernels of this crate need none of what is missing: they
+    /// compute `f16` and `bf16` as `f32`, and convert `bf16` by its bits.
+    ///
+    /// ```
+    /// use aquifer_kernels::DType;
+    /// assert_eq!(DType::BF16.missing_on((8, 0)), None);
+    /// assert!(DType::BF16.missing_on((7, 5)).is_some() && !DType::BF16.is_native_on((7, 5)));
+    /// ```
+    pub const fn missing_on(self, capability: (u32, u32)) -> Option<&'static str> {
+        let number = 10 * capability.0 + capability.1;
+        match self {
+            DType::F16 if number < 53 => Some("arithmetic on f16, which compute capability 5.3 brought"),
+            DType::BF16 if number < 80 => {
+                Some("arithmetic on bf16 and conversion to it, which compute capability 8.0 brought")
+            }
+            DType::BF16 if number < 90 => Some(
+                "addition of bf16 and its conversion to and from f64 and integers, which compute capability 9.0 brought",
+            ),
+            _ => None,
+        }
+    }
+
+    /// Whether devices of a compute capability (major, minor) multiply, add and convert this dtype with instructions of their own,
+    /// as far as machine learning needs it: `f16` from 5.3, `bf16` from 8.0 on.
+    pub const fn is_native_on(self, capability: (u32, u32)) -> bool {
+        let number = 10 * capability.0 + capability.1;
+        match self {
+            DType::F16 => number >= 53,
+            DType::BF16 => number >= 80,
+            _ => true,
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A Rust type that has a dtype: the integers and floats that [`DType`] lists, those of 16 bits being those of the crate `half`.
+///
+/// Sealed: the kernels know these and no others.
+#[allow(private_bounds, reason = "the bounds are what this crate needs and what seals the trait")]
+pub trait Element: Number + Bytes + Sealed + Copy + fmt::Debug + PartialEq + Send + Sync + 'static {
+    /// Its dtype.
+    const DTYPE: DType;
+}
+
+pub(crate) trait Sealed {}
+
+/// Elements as devices hold them: little-endian.
+pub(crate) trait Bytes: Copy {
+    fn read(bytes: &[u8]) -> Self;
+    fn write(&self, bytes: &mut [u8]);
+}

@@ -1,0 +1,145 @@
+//! Why a kernel was not launched.
+
+use std::fmt;
+
+use aquifer_allocator::AllocError;
+use aquifer_device::{DeviceError, DevicePtr};
+
+use crate::dtype::DType;
+
+/// Why a kernel was not launched, or the kernels not loaded. Nothing was enqueued, except where a kernel is one of several steps and
+/// the driver refused a later one; nothing is undefined then but the contents of what was to be written.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum KernelError {
+    /// The caller passed memory that the kernel cannot work on.
+    #[error(transparent)]
+    Operand(#[from] Box<OperandError>),
+    /// The caller passed a number that the kernel cannot work with.
+    #[error("kernel {kernel}: {argument} {reason}")]
+    Argument {
+        /// The kernel.
+        kernel: &'static str,
+        /// The argument's name.
+        argument: &'static str,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The caller passed a stream of another device than the kernels were loaded on.
+    #[error("kernel {kernel}: the stream belongs to device #{stream}, the kernels were loaded on device #{kernels}")]
+    WrongStream {
+        /// The kernel.
+        kernel: &'static str,
+        /// Identity of the stream's device.
+        stream: u32,
+        /// Identity of the kernels' device.
+        kernels: u32,
+    },
+    /// The device is older than what the device code was compiled for. Use a newer one.
+    #[error(
+        "{device} has compute capability {}.{}; the kernels need {}.{} or later",
+        capability.0, capability.1, needs.0, needs.1
+    )]
+    TooOld {
+        /// Name of the device.
+        device: String,
+        /// What it has, major and minor number.
+        capability: (u32, u32),
+        /// What is needed.
+        needs: (u32, u32),
+    },
+    /// The streams that used the memory before could not be ordered before this launch.
+    #[error("kernel {kernel}: {source}")]
+    Order {
+        /// The kernel.
+        kernel: &'static str,
+        /// Why not.
+        source: AllocError,
+    },
+    /// A driver call failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+/// Memory that a kernel cannot work on, and why.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("kernel {kernel}: `{operand}`, {len} elements of {dtype} on device #{device}, {fault}")]
+#[non_exhaustive]
+pub struct OperandError {
+    /// The kernel.
+    pub kernel: &'static str,
+    /// The operand's name.
+    pub operand: &'static str,
+    /// Identity of the device that it is on.
+    pub device: u32,
+    /// Its dtype.
+    pub dtype: DType,
+    /// Its elements.
+    pub len: u64,
+    /// What is wrong with it.
+    pub fault: Fault,
+}
+
+/// What is wrong with an operand.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Fault {
+    /// It is on another device than the kernels were loaded on. Copy it there first.
+    WrongDevice {
+        /// Identity of the kernels' device.
+        kernels: u32,
+    },
+    /// Its dtype is none that the kernel takes here, given the other operands. Cast it first.
+    DType {
+        /// What it could be.
+        expected: Vec<DType>,
+    },
+    /// Its length does not fit the other operands.
+    Len {
+        /// Elements it should have.
+        expected: u64,
+    },
+    /// It has fewer elements than the layout reaches for.
+    TooShort {
+        /// Elements it should have at least.
+        needed: u64,
+    },
+    /// Its first address is not a multiple of an element's size.
+    Misaligned {
+        /// The address.
+        ptr: DevicePtr,
+    },
+    /// Its bytes are not a whole number of elements.
+    Ragged {
+        /// Its bytes.
+        bytes: u64,
+    },
+    /// It is written, and shares memory with an operand that it must not share any with.
+    Overlap {
+        /// The other operand.
+        other: &'static str,
+    },
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Fault::WrongDevice { kernels } => {
+                write!(f, "is needed on device #{kernels}, where the kernels were loaded")
+            }
+            Fault::DType { expected } => {
+                f.write_str("must be of ")?;
+                for (index, dtype) in expected.iter().enumerate() {
+                    let between = if index == 0 { "" } else { " or " };
+                    write!(f, "{between}{dtype}")?;
+                }
+                Ok(())
+            }
+            Fault::Len { expected } => write!(f, "must have {expected} elements"),
+            Fault::TooShort { needed } => write!(f, "must have {needed} elements at least, for its layout"),
+            Fault::Misaligned { ptr } => write!(f, "starts at {ptr}, which is no multiple of an element's size"),
+            Fault::Ragged { bytes } => write!(f, "has {bytes} bytes, which is no whole number of elements"),
+            Fault::Overlap { other } => write!(f, "is written and shares memory with `{other}`"),
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! The kernels, loaded on a device: what checks operands and launches.
+//!
+//! Every operation goes the same way: operands are checked ([`Check`]), the stream takes its turn with their memory, and the
+//! declared kernels are launched. Operations are in files of their own, each with its declaration and its method.
+
+use std::fmt;
+use std::sync::Arc;
+
+use aquifer_allocator::Turn;
+use aquifer_device::{AccessKind, Attribute, Device, DriverKind, KernelArg, RawModule, Stream};
+
+use crate::dtype::DType;
+use crate::error::{Fault, KernelError, OperandError};
+use crate::kernel::{Kernel, Variant};
+use crate::module::Module;
+use crate::operand::{Operand, Target};
+
+/// What the device code was compiled for.
+const NEEDS: (u32, u32) = (7, 5);
+
+/// The kernel set, loaded on one device. Cloning gives another handle of it.
+///
+/// Methods enqueue on a stream and return. They check device, dtype, length, alignment and overlap first, and order the stream
+/// after what other streams did with the same buffers, by the ticks that these carry: so buffers may go from stream to stream
+/// without further ado. What is empty is checked and not launched.
+///
+/// On the simulated device the host implementations run, on real data.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_kernels::Kernels;
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let kernels = Kernels::load(&device)?;
+///
+/// let (one, two) = (device.create_stream()?, device.create_stream()?);
+/// let mut x: DeviceBuffer<f32> = allocator.alloc_buffer(1000, &one)?;
+/// let mut y: DeviceBuffer<f32> = allocator.alloc_buffer(1000, &two)?;
+/// kernels.fill(&one, &mut x, 2.0f32)?;
+/// kernels.fill(&two, &mut y, 1.0f32)?;
+/// kernels.axpy(&two, 3.0, &x, &mut y)?; // waits for stream `one`
+///
+/// let mut bytes = [0; 4];
+/// two.download_blocking(&mut bytes, y.ptr())?;
+/// assert_eq!(f32::from_le_bytes(bytes), 7.0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct Kernels(Arc<Inner>);
+
+struct Inner {
+    device: Device,
+    /// By [`Module`].
+    modules: Vec<RawModule>,
+    processors: u32,
+}
+
+impl Kernels {
+    /// Loads the modules. The driver compiles them for the device, which takes a while the first time on a machine. Not while a
+    /// stream captures.
+    ///
+    /// # Errors
+    /// A device that is too old, and those of the driver.
+    pub fn load(device: &Device) -> Result<Kernels, KernelError> {
+        let capability = device.info().compute_capability;
+        if capability < NEEDS {
+            return Err(KernelError::TooOld { device: device.info().name.clone(), capability, needs: NEEDS });
+        }
+        let processors = device.driver().attribute(Attribute::MultiprocessorCount)?;
+        let processors = u32::try_from(processors).unwrap_or(u32::MAX);
+        let mut inner = Inner { device: device.clone(), modules: Vec::with_capacity(Module::ALL.len()), processors };
+        for module in Module::ALL {
+            inner.modules.push(device.driver().load_module(module.ptx())?);
+        }
+        Ok(Kernels(Arc::new(inner)))
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// Checks for a launch of `kernel` on `stream`.
+    pub(crate) fn check(&self, kernel: &'static str, stream: &Stream) -> Result<Check, KernelError> {
+        let device = self.0.device.id();
+        if stream.device_id() != device {
+            return Err(KernelError::WrongStream { kernel, stream: stream.device_id(), kernels: device });
+        }
+        Ok(Check { kernel, device })
+    }
+
+    /// Takes a stream's turn with the memory of operands. A stream's work is noted when it is dropped.
+    pub(crate) fn turn<'a>(
+        &'a self,
+        stream: &'a Stream,
+        kernel: &'static str,
+        reads: &[&Named<'a>],
+        writes: &[&Named<'a>],
+    ) -> Result<Enqueue<'a>, KernelError> {
+        let read = reads.iter().map(|named| (named.operand.storage(), AccessKind::Read));
+        let written = writes.iter().map(|named| (named.operand.storage(), AccessKind::Write));
+        let memory: Vec<_> = read.chain(written).collect();
+        let turn = Turn::take(stream, &memory).map_err(|source| KernelError::Order { kernel, source })?;
+        Ok(Enqueue { kernels: &self.0, stream, _turn: turn })
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        for module in self.modules.drain(..) {
+            self.device.unload_later(module);
+        }
+    }
+}
+
+impl fmt::Debug for Kernels {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Kernels").field("device", &self.0.device).finish_non_exhaustive()
+    }
+}
+
+/// A stream in its turn: launches go through here.
+pub(crate) struct Enqueue<'a> {
+    kernels: &'a Inner,
+    stream: &'a Stream,
+    _turn: Turn<'a>,
+}
+
+impl Enqueue<'_> {
+    /// Launches a kernel with the arguments that it declares.
+    pub(crate) fn launch(&self, kernel: &'static Kernel, args: Vec<KernelArg>) -> Result<(), KernelError> {
+        let module = self.kernels.modules[kernel.module as usize];
+        let mut launch = kernel.launch(Some(module), args, self.kernels.processors)?;
+        if self.kernels.device.info().kind != DriverKind::Simulated {
+            launch.host = None;
+        }
+        // SAFETY: the declaration was checked against the device code's parameters by the tests of this crate, and computes the
+        // ranges that the code touches from the arguments; the operands that those came from were checked to hold them.
+        #[allow(unsafe_code, reason = "launching is a promise, and here is where this crate makes it")]
+        unsafe { self.stream.launch(&launch) }?;
+        Ok(())
+    }
+
+    pub(crate) fn stream(&self) -> &Stream {
+        self.stream
+    }
+}
+
+/// An operand under its name.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Named<'a> {
+    pub(crate) name: &'static str,
+    pub(crate) operand: Operand<'a>,
+}
+
+impl Named<'_> {
+    pub(crate) fn arg(&self) -> KernelArg {
+        KernelArg::Ptr(self.operand.ptr())
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.operand.len()
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.operand.dtype()
+    }
+}
+
+/// What operands of one kernel are checked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Check {
+    pub(crate) kernel: &'static str,
+    device: u32,
+}
+
+impl Check {
+    /// An operand that is read: on the kernels' device, of whole elements, aligned.
+    pub(crate) fn reads<'a>(
+        &self,
+        name: &'static str,
+        operand: impl Into<Operand<'a>>,
+    ) -> Result<Named<'a>, KernelError> {
+        let named = Named { name, operand: operand.into() };
+        let (ptr, bytes, size) = (named.operand.ptr(), named.operand.bytes(), named.dtype().bytes());
+        if named.operand.storage().device_id() != self.device {
+            return Err(self.fault(&named, Fault::WrongDevice { kernels: self.device }));
+        }
+        if bytes % size != 0 {
+            return Err(self.fault(&named, Fault::Ragged { bytes }));
+        }
+        if ptr.0 % size != 0 {
+            return Err(self.fault(&named, Fault::Misaligned { ptr }));
+        }
+        Ok(named)
+    }
+
+    /// An operand that is written.
+    pub(crate) fn writes<'a>(
+        &self,
+        name: &'static str,
+        target: impl Into<Target<'a>>,
+    ) -> Result<Named<'a>, KernelError> {
+        self.reads(name, target.into().operand())
+    }
+
+    pub(crate) fn fault(&self, named: &Named<'_>, fault: Fault) -> KernelError {
+        let operand = named.operand;
+        KernelError::Operand(Box::new(OperandError {
+            kernel: self.kernel,
+            operand: named.name,
+            device: operand.storage().device_id(),
+            dtype: operand.dtype(),
+            len: operand.len(),
+            fault,
+        }))
+    }
+
+    pub(crate) fn argument(&self, argument: &'static str, reason: impl Into<String>) -> KernelError {
+        KernelError::Argument { kernel: self.kernel, argument, reason: reason.into() }
+    }
+
+    pub(crate) fn len(&self, named: &Named<'_>, expected: u64) -> Result<(), KernelError> {
+        if named.len() == expected { Ok(()) } else { Err(self.fault(named, Fault::Len { expected })) }
+    }
+
+    pub(crate) fn dtype(&self, named: &Named<'_>, expected: DType) -> Result<(), KernelError> {
+        if named.dtype() == expected {
+            return Ok(());
+        }
+        Err(self.fault(named, Fault::DType { expected: vec![expected] }))
+    }
+
+    /// The kernel for this operand's dtype among those of an operation.
+    pub(crate) fn kernel(&self, kernels: &'static [Kernel], named: &Named<'_>) -> Result<&'static Kernel, KernelError> {
+        let found = kernels.iter().find(|kernel| kernel.variant == Variant::Of(named.dtype()));
+        found.ok_or_else(|| {
+            let dtypes = kernels.iter().filter_map(|kernel| match kernel.variant {
+                Variant::Of(dtype) => Some(dtype),
+                _ => None,
+            });
+            self.fault(named, Fault::DType { expected: dtypes.collect() })
+        })
+    }
+
+    /// The kernel for elements of this operand's size among those of an operation.
+    pub(crate) fn sized(&self, kernels: &'static [Kernel], named: &Named<'_>) -> Result<&'static Kernel, KernelError> {
+        let size = named.dtype().bytes();
+        let found = kernels.iter().find(|kernel| kernel.variant == Variant::Bytes(size));
+        found.ok_or_else(|| self.fault(named, Fault::DType { expected: DType::ALL.to_vec() }))
+    }
+
+    pub(crate) fn at_least(&self, named: &Named<'_>, needed: u64) -> Result<(), KernelError> {
+        if named.len() >= needed { Ok(()) } else { Err(self.fault(named, Fault::TooShort { needed })) }
+    }
+
+    /// The product of extents.
+    pub(crate) fn product(&self, argument: &'static str, extents: &[u64]) -> Result<u64, KernelError> {
+        let product = extents.iter().try_fold(1u64, |product, &extent| product.checked_mul(extent));
+        product.ok_or_else(|| self.argument(argument, "have a product beyond 64 bits"))
+    }
+
+    /// What is written shares nothing with any of the others.
+    pub(crate) fn apart(&self, written: &Named<'_>, others: &[&Named<'_>]) -> Result<(), KernelError> {
+        match others.iter().find(|other| written.operand.overlaps(&other.operand)) {
+            Some(other) => Err(self.fault(written, Fault::Overlap { other: other.name })),
+            None => Ok(()),
+        }
+    }
+
+    /// What is written shares nothing with any of the others, or is one of them.
+    pub(crate) fn apart_or_same(&self, written: &Named<'_>, others: &[&Named<'_>]) -> Result<(), KernelError> {
+        let others: Vec<_> = others.iter().filter(|other| !written.operand.is_same(&other.operand)).copied().collect();
+        self.apart(written, &others)
+    }
+}
