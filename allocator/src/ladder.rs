@@ -34,6 +34,7 @@ impl Allocator {
     #[cold]
     #[inline(never)]
     pub(crate) fn climb(&self, request: &Request) -> Result<Granted, AllocError> {
+        self.refuse_unannounced_capture(request.slot)?;
         let mut tried = Tried::default();
         match self.climb_rungs(request, &mut tried)? {
             Some(granted) => Ok(granted),

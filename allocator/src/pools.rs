@@ -143,6 +143,11 @@ impl PrivatePool {
         self.id
     }
 
+    /// Whether it is a pool of this allocator.
+    pub(crate) fn belongs_to(&self, allocator: &Allocator) -> bool {
+        std::ptr::eq(self.allocator.shell(), allocator.shell())
+    }
+
     /// Allocates from this pool.
     ///
     /// # Errors

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use crate::context::Context;
-use crate::driver::{Driver, RawGraph};
+use crate::driver::{CaptureStatus, Driver, RawGraph};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::stream::Stream;
 use crate::timeline::Timeline;
@@ -59,6 +59,38 @@ impl Drop for Capture {
         {
             drop(Graph { raw, context: self.context.clone() });
         }
+    }
+}
+
+/// A capture that somebody else began on a stream of ours and will end, made known: while this lives, the stream is treated as if
+/// [`Stream::begin_capture`] had been called. Drop it once the capture ended.
+#[derive(Debug)]
+#[must_use = "the capture is taken as over when this is dropped"]
+pub struct AnnouncedCapture {
+    stream: Stream,
+    scope: Arc<Scope>,
+}
+
+impl AnnouncedCapture {
+    pub(crate) fn announce(stream: Stream, context: &Context) -> Result<AnnouncedCapture> {
+        let operation = Operation::CaptureStatus;
+        let scope = Arc::new(Scope::default());
+        let raw = stream.timeline().usable(operation)?;
+        stream.timeline().begin_capture(&scope, || match context.driver.capture_status(raw)? {
+            CaptureStatus::Active => Ok(()),
+            CaptureStatus::Invalidated => Err(DeviceError::new(operation, Code::CAPTURE_INVALIDATED)
+                .with_detail("an earlier call broke the capture that is announced")),
+            CaptureStatus::None => Err(DeviceError::new(operation, Code::INVALID_VALUE)
+                .with_detail("the stream does not capture: announce a capture after it began")),
+        })?;
+        Ok(AnnouncedCapture { stream, scope })
+    }
+}
+
+impl Drop for AnnouncedCapture {
+    fn drop(&mut self) {
+        self.stream.timeline().end_capture(&self.scope);
+        self.scope.end().iter().for_each(|joined| joined.end_capture(&self.scope));
     }
 }
 

@@ -17,7 +17,7 @@ use crossbeam::queue::SegQueue;
 
 use crate::counted::Counted;
 use crate::driver::{DevicePtr, Driver, RawEvent, RawModule, RawPhysical, RawStream};
-use crate::error::{DeviceError, Result};
+use crate::error::{Code, DeviceError, Operation, Result};
 
 /// What is to be given back later.
 #[derive(Debug)]
@@ -107,6 +107,15 @@ impl Context {
     /// Whether a stream captures.
     pub(crate) fn is_capturing(&self) -> bool {
         self.captures.load(Ordering::Acquire) > 0
+    }
+
+    /// Waits on the host until the device is idle; refused while a stream captures, because that would break the capture.
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        if self.is_capturing() {
+            return Err(DeviceError::new(Operation::Synchronize, Code::CAPTURE_UNSUPPORTED)
+                .with_detail("the device cannot be waited for while one of its streams captures"));
+        }
+        self.driver.synchronize()
     }
 
     /// Gives orphans back. What cannot go now stays one; while a stream captures that is all of them, because the device is waited

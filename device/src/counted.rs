@@ -2,6 +2,7 @@
 //!
 //! Every device is driven through one of these, so tests can assert how many driver calls something costs.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use crate::copies::{Copy2d, CopyPart};
@@ -48,6 +49,19 @@ macro_rules! pass_on {
 impl Driver for Counted {
     fn info(&self) -> &DeviceInfo {
         self.inner.info()
+    }
+
+    fn as_any(&self) -> Option<&dyn Any> {
+        self.inner.as_any()
+    }
+
+    unsafe fn adopt_stream(&self, stream: RawStream) {
+        // SAFETY: the caller's promise about the stream is passed on unchanged.
+        unsafe { self.inner.adopt_stream(stream) }
+    }
+
+    fn release_stream(&self, stream: RawStream) {
+        self.inner.release_stream(stream);
     }
 
     pass_on! {

@@ -140,6 +140,8 @@ impl Device {
         let context = &self.0.context;
         // The handle of the per-thread default stream means the one of this thread.
         let owner = (raw == RawStream::PER_THREAD).then(|| std::thread::current().id());
+        // SAFETY: passed on to the caller.
+        unsafe { context.driver.adopt_stream(raw) };
         let timeline = Timeline::new(context.clone(), raw, Kind::of_unknown(raw), owner);
         ExternalStream::new(Stream::new(context.clone(), timeline, false))
     }
@@ -155,9 +157,9 @@ impl Device {
     /// Waits on the host until the device is idle.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// When a stream captures, and those of the driver.
     pub fn synchronize(&self) -> Result<()> {
-        self.0.context.driver.synchronize()
+        self.0.context.synchronize()
     }
 
     /// A plain driver allocation, cached by nothing. First frees what [`Device::free_later`] was given.

@@ -10,6 +10,7 @@ use crate::device::Device;
 use crate::driver::DeviceInfo;
 use crate::error::DeviceError;
 use crate::sim::{SimConfig, SimConfigError, SimDriver};
+use crate::unavailable::Unavailable;
 
 /// Which device is meant, as people write it.
 ///
@@ -57,14 +58,19 @@ pub enum OpenError {
         /// What is wrong with it.
         source: SimConfigError,
     },
-    /// There is no device with that ordinal.
-    #[error("there is no device {ordinal}; {existing}")]
+    /// There are real GPUs, but none with that ordinal.
+    #[error("there is no GPU {ordinal}; {existing}{}", Visible(visible))]
     NoSuchDevice {
         /// The ordinal asked for.
         ordinal: u32,
         /// Which exist.
         existing: Existing,
+        /// Value of `CUDA_VISIBLE_DEVICES`, if it is set: it may hide some.
+        visible: Option<String>,
     },
+    /// No real GPU can be used at all.
+    #[error("no real GPU can be used: {0}")]
+    Unavailable(#[from] Unavailable),
     /// The host has no device memory to manage.
     #[error("cpu: the host has no device memory to manage; use sim for a simulated GPU")]
     Host,
@@ -80,7 +86,7 @@ pub struct Existing(pub Vec<String>);
 impl fmt::Display for Existing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0.is_empty() {
-            return write!(f, "{NO_GPU}");
+            return write!(f, "there are none");
         }
         write!(f, "there are: ")?;
         for (ordinal, name) in self.0.iter().enumerate() {
@@ -90,7 +96,40 @@ impl fmt::Display for Existing {
     }
 }
 
-const NO_GPU: &str = "this version has no CUDA support yet, so no real GPU can be used; use sim for a simulated one";
+struct Visible<'a>(&'a Option<String>);
+
+impl fmt::Display for Visible<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(value) => write!(f, " (CUDA_VISIBLE_DEVICES is {value:?})"),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(all(feature = "cuda", target_pointer_width = "64"))]
+use crate::cuda;
+
+/// What stands for CUDA where the program was built without.
+#[cfg(not(all(feature = "cuda", target_pointer_width = "64")))]
+mod cuda {
+    use crate::device::Device;
+    use crate::driver::DeviceInfo;
+    use crate::error::Result;
+    use crate::unavailable::Unavailable;
+
+    pub(super) fn devices() -> Result<Vec<DeviceInfo>, Unavailable> {
+        Err(Unavailable::NotBuilt)
+    }
+
+    pub(super) fn open(_ordinal: u32) -> Result<Device> {
+        Err(Unavailable::NotBuilt.into())
+    }
+
+    pub(super) fn visible_devices() -> Option<String> {
+        None
+    }
+}
 
 impl FromStr for DeviceSpec {
     type Err = OpenError;
@@ -126,9 +165,17 @@ impl DeviceSpec {
     }
 }
 
-/// Facts about the real GPUs of this machine that can be used.
+/// Facts about the real GPUs that can be used, or why none can. No GPU is opened for it, so their stream priorities are not told.
+///
+/// # Errors
+/// When there is no driver, it does not work, or it shows no GPU.
+pub fn gpus() -> Result<Vec<DeviceInfo>, Unavailable> {
+    cuda::devices()
+}
+
+/// Facts about the real GPUs that can be used; [`gpus`] tells why there are none.
 pub fn available() -> Vec<DeviceInfo> {
-    Vec::new()
+    gpus().unwrap_or_default()
 }
 
 /// How many real GPUs can be used.
@@ -139,10 +186,14 @@ pub fn count() -> u32 {
 /// Opens a real GPU by ordinal.
 ///
 /// # Errors
-/// When there is no such GPU; the error says which exist.
+/// When no GPU can be used, and why; when there is none with this ordinal, and which exist; and when it cannot be opened.
 pub fn get(ordinal: u32) -> Result<Device, OpenError> {
-    let existing = Existing(available().into_iter().map(|info| info.name).collect());
-    Err(OpenError::NoSuchDevice { ordinal, existing })
+    let gpus = gpus()?;
+    if gpus.iter().any(|info| info.ordinal == ordinal) {
+        return Ok(cuda::open(ordinal)?);
+    }
+    let existing = Existing(gpus.into_iter().map(|info| info.name).collect());
+    Err(OpenError::NoSuchDevice { ordinal, existing, visible: cuda::visible_devices() })
 }
 
 /// What [`best_available`] chose.
@@ -155,18 +206,24 @@ pub struct Choice {
     pub reason: String,
 }
 
-/// The best device there is: a real GPU if one can be used, else a simulated one of 80 GiB.
+/// The best device there is: of the real GPUs that can be used the one with most memory, else a simulated one of 80 GiB.
 ///
 /// # Errors
 /// When the device chosen cannot be opened.
 pub fn best_available() -> Result<Choice, OpenError> {
-    match available().first() {
-        Some(info) => Ok(Choice { device: get(0)?, reason: format!("a real GPU was found: {}", info.name) }),
-        None => {
+    let gpus = match gpus() {
+        Ok(gpus) => gpus,
+        Err(unavailable) => {
             let device = Device::new(SimDriver::new(SimConfig::default()));
-            Ok(Choice { device, reason: NO_GPU.to_owned() })
+            return Ok(Choice { device, reason: format!("no real GPU can be used: {unavailable}") });
         }
-    }
+    };
+    // The first of the largest ones.
+    let best = gpus.iter().reduce(|best, other| if other.total_bytes > best.total_bytes { other } else { best });
+    let Some(best) = best else { return Err(Unavailable::NoDevice.into()) };
+    let others = if gpus.len() > 1 { format!(", which has the most memory of {}", gpus.len()) } else { String::new() };
+    let reason = format!("a real GPU was found: {}{others}", best.name);
+    Ok(Choice { device: get(best.ordinal)?, reason })
 }
 
 #[cfg(test)]
@@ -189,17 +246,26 @@ mod tests {
 
     #[test]
     fn what_cannot_be_had_says_what_there_is() {
-        let error = "cuda:7".parse::<DeviceSpec>().unwrap().open().unwrap_err().to_string();
-        assert!(error.contains("no device 7") && error.contains("sim"), "{error}");
-        assert!(DeviceSpec::Cpu.open().unwrap_err().to_string().contains("host"));
         let existing = Existing(vec!["A".to_owned(), "B".to_owned()]);
         assert_eq!(existing.to_string(), "there are: 0 (A), 1 (B)");
+        assert_eq!(Existing::default().to_string(), "there are none");
+        let error = OpenError::NoSuchDevice { ordinal: 7, existing, visible: Some("3,4".to_owned()) };
+        assert_eq!(error.to_string(), "there is no GPU 7; there are: 0 (A), 1 (B) (CUDA_VISIBLE_DEVICES is \"3,4\")");
+        assert!(DeviceSpec::Cpu.open().unwrap_err().to_string().contains("host"));
+        let error = "cuda:4000000000".parse::<DeviceSpec>().unwrap().open().unwrap_err();
+        assert!(matches!(error, OpenError::NoSuchDevice { .. } | OpenError::Unavailable(_)), "{error}");
+        assert_eq!(count() == 0, gpus().is_err());
     }
 
     #[test]
     fn the_best_device_comes_with_a_reason() {
         let choice = best_available().unwrap();
-        assert!(!choice.reason.is_empty());
-        assert_eq!(choice.device.info().total_bytes, 80 << 30);
+        match gpus() {
+            Ok(_) => assert!(choice.reason.contains(&choice.device.info().name), "{}", choice.reason),
+            Err(unavailable) => {
+                assert!(choice.reason.contains(&unavailable.to_string()), "{}", choice.reason);
+                assert_eq!(choice.device.info().total_bytes, 80 << 30);
+            }
+        }
     }
 }

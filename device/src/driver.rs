@@ -9,6 +9,7 @@
 //! All calls may be made from any thread. "Asynchronous" calls enqueue work on a stream and return; errors of the work
 //! itself surface at later calls, as with CUDA.
 
+use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 
@@ -219,6 +220,11 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Facts that never change. Makes no driver call.
     fn info(&self) -> &DeviceInfo;
 
+    /// The implementation itself, where its own methods are for everybody.
+    fn as_any(&self) -> Option<&dyn Any> {
+        None
+    }
+
     /// Free and total memory.
     fn memory_info(&self) -> Result<MemoryInfo>;
 
@@ -285,6 +291,16 @@ pub trait Driver: fmt::Debug + Send + Sync {
 
     /// Destroys a stream. Its pending work still runs.
     fn destroy_stream(&self, stream: RawStream) -> Result<()>;
+
+    /// Lets calls name a stream that somebody else owns, until [`Driver::release_stream`]. Fails at nothing: what is wrong with the
+    /// stream shows when it is used.
+    ///
+    /// # Safety
+    /// The stream must stay alive until it is released.
+    unsafe fn adopt_stream(&self, _stream: RawStream) {}
+
+    /// Ends what [`Driver::adopt_stream`] began. A stream that was not adopted is left as it is.
+    fn release_stream(&self, _stream: RawStream) {}
 
     /// Waits on the host until the stream is idle.
     fn synchronize_stream(&self, stream: RawStream) -> Result<()>;

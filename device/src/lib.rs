@@ -6,6 +6,8 @@ mod capture;
 mod context;
 mod copies;
 mod counted;
+#[cfg(all(feature = "cuda", target_pointer_width = "64"))]
+pub mod cuda;
 mod device;
 mod discovery;
 mod driver;
@@ -17,12 +19,13 @@ pub mod sim;
 mod stream;
 mod sync;
 mod timeline;
+mod unavailable;
 
-pub use capture::{Capture, Graph};
+pub use capture::{AnnouncedCapture, Capture, Graph};
 pub use context::Reservation;
 pub use copies::{Copy2d, CopyPart, Place};
 pub use device::{Device, TimelineCounts};
-pub use discovery::{Choice, DeviceSpec, Existing, OpenError, available, best_available, count, get};
+pub use discovery::{Choice, DeviceSpec, Existing, OpenError, available, best_available, count, get, gpus};
 pub use driver::{
     Attribute, CallCounts, CaptureStatus, DeviceInfo, DevicePtr, Driver, DriverKind, HostPtr, MemoryInfo, PoolUsage,
     RawEvent, RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
@@ -33,3 +36,4 @@ pub use launch::{Access, AccessKind, HostKernel, KernelArg, KernelMemory, Launch
 pub use physical::{HandleKind, PhysicalOptions};
 pub use stream::{ExternalStream, Stream};
 pub use timeline::{Clock, Tick, Timeline};
+pub use unavailable::Unavailable;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::capture::Capture;
+use crate::capture::{AnnouncedCapture, Capture};
 use crate::context::Context;
 use crate::driver::{DevicePtr, Driver, DriverKind, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
@@ -63,6 +63,11 @@ impl Stream {
     /// The driver's handle.
     pub fn raw(&self) -> RawStream {
         self.0.timeline.raw()
+    }
+
+    /// The driver of its device.
+    pub(crate) fn driver(&self) -> &dyn Driver {
+        &self.0.context.driver
     }
 
     #[inline]
@@ -211,6 +216,20 @@ impl Stream {
     pub fn begin_capture(&self) -> Result<Capture> {
         Capture::begin(self.clone(), self.0.context.clone())
     }
+
+    /// Makes a capture known that somebody else began on this stream, such as cudarc's `CudaStream::begin_capture`. Until the
+    /// result is dropped, which should be once the capture ended, the stream is treated as one that captures.
+    ///
+    /// # Errors
+    /// When the stream does not capture, its capture is known already, and those of the driver.
+    pub fn announce_capture(&self) -> Result<AnnouncedCapture> {
+        AnnouncedCapture::announce(self.clone(), &self.0.context)
+    }
+
+    /// Whether the stream is known to capture, or to have joined a capture. No driver call.
+    pub fn is_capturing(&self) -> bool {
+        self.0.timeline.is_capturing()
+    }
 }
 
 impl Drop for Inner {
@@ -254,15 +273,21 @@ impl ExternalStream {
     /// Those of the driver. The stream counts as released all the same, and its uncovered ticks are then answered by
     /// waiting for the whole device.
     pub fn release(mut self) -> Result<()> {
+        self.let_go()
+    }
+
+    fn let_go(&mut self) -> Result<()> {
         self.released = true;
-        self.stream.timeline().close(false)
+        let closed = self.stream.timeline().close(false);
+        self.stream.driver().release_stream(self.stream.raw());
+        closed
     }
 }
 
 impl Drop for ExternalStream {
     fn drop(&mut self) {
         if !self.released
-            && let Err(error) = self.stream.timeline().close(false)
+            && let Err(error) = self.let_go()
         {
             tracing::warn!(%error, "an adopted stream was dropped without release and its last event could not be recorded");
         }

@@ -141,6 +141,12 @@ impl AddressSpace {
         }
     }
 
+    /// The range of the allocation that holds `at` and was not freed.
+    pub(super) fn allocation_at(&self, at: u64) -> Option<Range<u64>> {
+        let (start, held) = holding(&self.allocations, at, |held| held.bytes)?;
+        held.freed.is_none().then(|| start..start + held.bytes)
+    }
+
     /// Removes the allocation at `ptr` for good.
     pub(super) fn remove_allocation(&mut self, ptr: u64, by: OpRef) -> Option<Allocation> {
         let allocation = self.allocations.remove(&ptr)?;

@@ -104,6 +104,11 @@ impl Machine {
         }
     }
 
+    /// Whether a live capture was broken.
+    pub(super) fn is_broken(&self, capture: u64) -> bool {
+        self.captures.get(&capture).is_some_and(|capture| capture.invalid)
+    }
+
     /// Breaks the capture that the stream is part of.
     pub(super) fn invalidate_capture_of(&mut self, id: u32) {
         let member = self.streams.get(id).ok().and_then(|stream| stream.capture.as_ref());

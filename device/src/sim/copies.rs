@@ -1,12 +1,10 @@
 //! Copies of rows, and many copies at once: each is one piece of work that touches many ranges.
 
-use std::ops::Range;
-
 use super::calls::range;
 use super::machine::Machine;
 use super::refused::{Answer, Refused};
 use super::work::{Body, End, Part};
-use crate::copies::{Copy2d, CopyPart, Place};
+use crate::copies::{Copy2d, CopyPart, Place, Touched, first_overlap};
 use crate::driver::RawStream;
 use crate::error::{Code, Operation};
 
@@ -87,22 +85,10 @@ impl Machine {
 
 /// Refuses copies of which one writes what another touches, itself included.
 fn refuse_overlap(parts: &[Part]) -> Answer<()> {
-    let spaced = |end: &End, writes: bool| (end.is_host(), end.range(), writes);
-    let mut touched: Vec<(bool, Range<u64>, bool)> =
-        parts.iter().flat_map(|part| [spaced(&part.to, true), spaced(&part.from, false)]).collect();
-    touched.sort_unstable_by_key(|(host, range, _)| (*host, range.start));
-    // The ends of what was read and written before, of one space.
-    let mut ends = (false, 0, 0);
-    for (host, range, writes) in touched {
-        if ends.0 != host {
-            ends = (host, 0, 0);
-        }
-        let against = if writes { ends.1.max(ends.2) } else { ends.2 };
-        if range.start < against {
-            return Err(Refused::value(format!("a copy writes what another touches, at {:#x}", range.start)));
-        }
-        let end = if writes { &mut ends.2 } else { &mut ends.1 };
-        *end = range.end.max(*end);
+    let touched = |end: &End, writes| Touched { host: end.is_host(), range: end.range(), writes };
+    let touched = parts.iter().flat_map(|part| [touched(&part.to, true), touched(&part.from, false)]);
+    match first_overlap(touched.collect()) {
+        None => Ok(()),
+        Some(at) => Err(Refused::value(format!("a copy writes what another touches, at {at:#x}"))),
     }
-    Ok(())
 }

@@ -156,6 +156,11 @@ impl Memory {
         self.total
     }
 
+    /// Bytes held by this program.
+    pub(super) fn used(&self) -> u64 {
+        self.used
+    }
+
     pub(super) fn set_other(&mut self, bytes: u64) {
         self.other = bytes;
     }

@@ -46,6 +46,7 @@ mod event;
 mod fault;
 mod handle;
 mod host;
+mod inspect;
 mod interval;
 mod lag;
 mod machine;
@@ -70,6 +71,7 @@ use parking_lot::Mutex;
 
 pub use config::{CAPACITY_BYTES_MAX, SimConfig};
 pub use fault::Fault;
+pub use inspect::CaptureRef;
 pub use lag::Lagging;
 pub use parse::SimConfigError;
 pub use preset::Preset;

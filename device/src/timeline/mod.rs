@@ -37,7 +37,7 @@ pub use tick::Tick;
 
 use crate::capture::Scope;
 use crate::context::{Context, PooledEvent};
-use crate::driver::{Driver, RawStream};
+use crate::driver::{CaptureStatus, Driver, DriverKind, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicU64, Ordering};
@@ -233,16 +233,10 @@ impl Timeline {
         let recorded = match self.covering(&mut state, n) {
             Ok(recorded) => recorded,
             Err(_) if state.closed => {
-                if self.context.is_capturing() {
-                    return Err(capture_error(
-                        Operation::Synchronize,
-                        "the stream is gone, so the device would be waited for, which breaks the capture in progress",
-                    ));
-                }
                 // Raised before the device is waited for, like before a record (T1).
                 let reached = self.count.fetch_add(1, Ordering::AcqRel) + 1;
                 drop(state);
-                self.context.driver.synchronize()?;
+                self.context.synchronize()?;
                 self.mark_done(reached);
                 return Ok(());
             }
@@ -287,6 +281,7 @@ impl Timeline {
             return Err(capture_error(Operation::Wait, "a capturing stream cannot wait for a tick from outside"));
         }
         self.spare_captures(raw, Operation::Wait)?;
+        self.refuse_unannounced_capture()?;
         let recorded = {
             let mut state = other.state.lock();
             let recorded = other.covering(&mut state, n)?;
@@ -328,9 +323,43 @@ impl Timeline {
         Ok(())
     }
 
+    /// Whether the stream is known to be part of a capture. No driver call.
+    pub(crate) fn is_capturing(&self) -> bool {
+        self.state.lock().capture.is_some()
+    }
+
+    /// Refuses to go on while the stream captures and nobody said so: for slow paths, where a capture that somebody else began would
+    /// be broken, or its graph be given memory that others reuse. Asks the driver, on devices where others can begin one.
+    ///
+    /// # Errors
+    /// When the stream captures unannounced, and those of the driver.
+    pub fn refuse_unannounced_capture(&self) -> Result<()> {
+        self.refuse_unannounced(&self.state.lock())
+    }
+
+    fn refuse_unannounced(&self, state: &State) -> Result<()> {
+        let others_capture = self.context.driver.info().kind == DriverKind::Cuda;
+        // The legacy stream never captures, another thread's stream cannot be asked about, and a handle that is gone is no stream.
+        if !others_capture || self.kind == Kind::Legacy || self.is_foreign() || state.closed || state.capture.is_some()
+        {
+            return Ok(());
+        }
+        match self.context.driver.capture_status(self.raw)? {
+            CaptureStatus::None => Ok(()),
+            _ => Err(capture_error(
+                Operation::CaptureStatus,
+                "somebody else captures the stream and did not say so; announce it with `Stream::announce_capture` or \
+                 `Allocator::capture` when it begins",
+            )),
+        }
+    }
+
     /// Lets `begin` begin a capture. Under the lock, so that no event is recorded into it by mistake.
     pub(crate) fn begin_capture(&self, scope: &Arc<Scope>, begin: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut state = self.state.lock();
+        if state.capture.is_some() {
+            return Err(capture_error(Operation::BeginCapture, "the stream captures already"));
+        }
         begin()?;
         self.enter(&mut state, scope);
         Ok(())
@@ -395,6 +424,7 @@ impl Timeline {
                 "ticks of a capturing stream order nothing outside the graph",
             ));
         }
+        self.refuse_unannounced(state)?;
         let on = if self.is_foreign() { RawStream::LEGACY } else { self.raw };
         self.spare_captures(on, Operation::Record)?;
         let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;

@@ -162,10 +162,14 @@ fn t5_a_capture_that_does_not_begin_changes_nothing() {
 #[test]
 fn t5_a_capture_that_fails_to_end_is_over_for_the_timeline() {
     let bench = Bench::new();
-    let one = bench.stream();
+    let (one, two) = (bench.stream(), bench.stream());
+    let (event, memory) = (bench.device.create_event(false).unwrap(), bench.device.alloc(512).unwrap());
     let capture = one.begin_capture().unwrap();
-    // Waiting for the device breaks every capture.
-    assert_eq!(kind(bench.device.synchronize()), ErrorKind::Capture);
+    // Work of a stream that joined and does not join back breaks it.
+    event.record(&one).unwrap();
+    two.wait_event(&event).unwrap();
+    two.fill(memory, 0, 512).unwrap();
+    assert_eq!(kind(bench.device.synchronize()), ErrorKind::Capture, "and what would break it earlier is refused");
     assert_eq!(kind(capture.end()), ErrorKind::Capture);
     one.tick().cover().unwrap();
     assert_eq!(bench.cost(), (1, 0));

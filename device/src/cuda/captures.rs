@@ -1,0 +1,172 @@
+//! Graph capture, and refusing what would break one.
+//!
+//! Captures begin in the relaxed mode. In the others, a potentially unsafe call of anybody's on this thread, or in the whole
+//! process, would break the capture, and it would have to end on the thread on which it began, so that a
+//! [`crate::Capture`] could not be dropped on another one. The calls made here are relaxed anyway.
+
+use std::ffi::c_uint;
+use std::ptr;
+
+use cudarc::driver::sys::{CUgraph, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus as Status};
+
+use super::context::Core;
+use super::driver::CudaDriver;
+use super::handles::{Kind, Object};
+use super::installation::check;
+use super::memory::bad_value;
+use super::raw::{handle, pointer};
+use super::streams::{LiveStream, is_legacy};
+use crate::driver::{CaptureStatus, RawGraph, RawStream};
+use crate::error::{Code, DeviceError, Operation, Result};
+
+/// Graphs, made executable.
+#[derive(Debug)]
+pub(super) enum Graphs {}
+
+impl Kind for Graphs {
+    const NAME: &'static str = "graph";
+    const DESTROY: Operation = Operation::DestroyGraph;
+    type Extra = ();
+
+    unsafe fn destroy(core: &Core, raw: u64) -> u32 {
+        match core.functions().cuGraphExecDestroy {
+            // SAFETY: the caller vouches for the graph (F1).
+            Some(destroy) => unsafe { destroy(pointer(raw)) },
+            // Nothing was created then.
+            None => 0,
+        }
+    }
+}
+
+fn refuse(operation: Operation, detail: impl Into<String>) -> DeviceError {
+    DeviceError::new(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
+}
+
+impl CudaDriver {
+    fn status(&self, operation: Operation, stream: CUstream) -> Result<CaptureStatus> {
+        let functions = self.core.functions();
+        let _current = self.core.enter(operation)?;
+        let mut status: c_uint = 0;
+        let code = match functions.cuStreamGetCaptureInfo_v2 {
+            Some(ask) => {
+                let (id, graph, dependencies, count) =
+                    (ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+                // SAFETY: the number outlives the call, the stream lives (H1, F1), and what is null is not asked for.
+                unsafe { ask(stream, &raw mut status, id, graph, dependencies, count) }
+            }
+            // SAFETY: the number outlives the call, and the stream lives (H1, F1).
+            None => unsafe { (functions.cuStreamIsCapturing)(stream, &raw mut status) },
+        };
+        check(operation, code)?;
+        Ok(match status {
+            status if status == Status::CU_STREAM_CAPTURE_STATUS_NONE as c_uint => CaptureStatus::None,
+            status if status == Status::CU_STREAM_CAPTURE_STATUS_ACTIVE as c_uint => CaptureStatus::Active,
+            _ => CaptureStatus::Invalidated,
+        })
+    }
+
+    pub(super) fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus> {
+        let stream = self.stream(Operation::CaptureStatus, stream)?;
+        self.status(Operation::CaptureStatus, stream.raw)
+    }
+
+    /// Refuses a call that would break the stream's capture, or not do what it promises, because of `reason`.
+    pub(super) fn forbid_capture(&self, operation: Operation, stream: &LiveStream, reason: &str) -> Result<()> {
+        match self.status(operation, stream.raw)? {
+            CaptureStatus::None => Ok(()),
+            CaptureStatus::Active => Err(refuse(operation, format!("the stream captures: {reason}"))),
+            CaptureStatus::Invalidated => Err(DeviceError::new(operation, Code::CAPTURE_INVALIDATED)
+                .with_detail("an earlier call broke the stream's capture, which must be ended first")),
+        }
+    }
+
+    /// Refuses a call that waits for the whole device while one of its streams is known to capture.
+    pub(super) fn forbid_device_wait(&self, operation: Operation) -> Result<()> {
+        if self.captures.lock().is_empty() {
+            return Ok(());
+        }
+        Err(refuse(operation, "this waits for the device, which is not possible while a stream captures"))
+    }
+
+    pub(super) fn synchronize(&self) -> Result<()> {
+        let operation = Operation::Synchronize;
+        self.forbid_device_wait(operation)?;
+        let _current = self.core.enter_relaxed(operation)?;
+        // SAFETY: the context is current (C1, F1).
+        check(operation, unsafe { (self.core.functions().cuCtxSynchronize)() })
+    }
+
+    pub(super) fn begin_capture(&self, stream: RawStream) -> Result<()> {
+        let operation = Operation::BeginCapture;
+        let functions = self.core.functions();
+        let begin = self.optional(operation, functions.cuStreamBeginCapture_v2)?;
+        self.optional(operation, functions.cuStreamEndCapture)?;
+        self.optional(operation, functions.cuGraphInstantiateWithFlags)?;
+        let live = self.stream(operation, stream)?;
+        if is_legacy(stream) {
+            return Err(refuse(operation, "the legacy default stream cannot capture"));
+        }
+        self.forbid_capture(operation, &live, "it cannot begin another capture")?;
+        let _current = self.core.enter(operation)?;
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
+        // SAFETY: the stream lives (H1, F1).
+        check(operation, unsafe { begin(live.raw, mode) })?;
+        self.captures.lock().insert(stream.0);
+        Ok(())
+    }
+
+    pub(super) fn end_capture(&self, stream: RawStream) -> Result<RawGraph> {
+        let operation = Operation::EndCapture;
+        let end = self.optional(operation, self.core.functions().cuStreamEndCapture)?;
+        let live = self.stream(operation, stream)?;
+        if self.status(operation, live.raw)? == CaptureStatus::None {
+            self.captures.lock().remove(&stream.0);
+            return Err(bad_value(operation, "the stream does not capture"));
+        }
+        let _current = self.core.enter(operation)?;
+        let mut graph: CUgraph = ptr::null_mut();
+        // SAFETY: the handle outlives the call, and the stream lives (H1, F1).
+        let ended = check(operation, unsafe { end(live.raw, &raw mut graph) });
+        // A capture that failed to end as it should has mostly ended all the same.
+        if ended.is_ok() || matches!(self.status(operation, live.raw), Ok(CaptureStatus::None)) {
+            self.captures.lock().remove(&stream.0);
+        }
+        ended?;
+        if graph.is_null() {
+            return Err(DeviceError::new(operation, Code::CAPTURE_INVALIDATED)
+                .with_detail("an earlier call broke the capture; it is gone"));
+        }
+        self.instantiate(graph)
+    }
+
+    /// Makes a captured graph executable. What was captured is not needed after that.
+    fn instantiate(&self, graph: CUgraph) -> Result<RawGraph> {
+        let operation = Operation::EndCapture;
+        let functions = self.core.functions();
+        let instantiate = self.optional(operation, functions.cuGraphInstantiateWithFlags)?;
+        let _current = self.core.enter_relaxed(operation)?;
+        let mut executable = ptr::null_mut();
+        // SAFETY: the handle outlives the call, and the graph was just captured (F1); 0 asks for nothing special.
+        let made = check(operation, unsafe { instantiate(&raw mut executable, graph, 0) });
+        if let Some(destroy) = functions.cuGraphDestroy {
+            // SAFETY: the graph was just captured and nobody else knows it (F1).
+            if let Err(error) = check(Operation::DestroyGraph, unsafe { destroy(graph) }) {
+                tracing::debug!(%error, "what a graph was made from could not be destroyed");
+            }
+        }
+        made.map_err(|error| error.with_detail("the captured graph could not be made executable"))?;
+        let raw = handle(executable);
+        // SAFETY: just created, and nobody else knows it.
+        self.graphs.insert(raw, unsafe { Object::new(&self.core, raw, ()) });
+        Ok(RawGraph(raw))
+    }
+
+    pub(super) fn launch_graph(&self, graph: RawGraph, stream: RawStream) -> Result<()> {
+        let operation = Operation::LaunchGraph;
+        let launch = self.optional(operation, self.core.functions().cuGraphLaunch)?;
+        let (graph, stream) = (self.graphs.find(operation, graph.0)?, self.stream(operation, stream)?);
+        let _current = self.core.enter(operation)?;
+        // SAFETY: graph and stream live (H1, F1).
+        check(operation, unsafe { launch(pointer(graph.raw()), stream.raw) })
+    }
+}

@@ -1,0 +1,179 @@
+//! The context in which calls are made: whose it is, and how it becomes the calling thread's for the length of a call.
+//!
+//! Every call makes the context current on its thread first, because the driver looks there for it, and leaves the thread as it was
+//! found: other libraries in the process (the CUDA runtime, cudarc, another device of this crate) keep what is current in
+//! mind. Where the context is current already, which is asked each time because anybody may change it, this is one cheap call.
+//!
+//! Calls that the driver calls *potentially unsafe* during a capture (allocation, freeing, mapping, queries, modules) are made in the
+//! relaxed capture mode, so that they neither fail nor break a capture that somebody began in another mode, on this or another
+//! thread.
+//!
+//! Invariant C1: the context lives as long as [`Core`]: it is retained by it, or held by cudarc's object.
+
+use std::ffi::{c_int, c_uint};
+use std::marker::PhantomData;
+use std::ptr;
+use std::sync::Arc;
+
+use cudarc::driver::CudaContext;
+use cudarc::driver::sys::{CUcontext, CUdevice, CUstreamCaptureMode};
+
+use super::functions::Functions;
+use super::installation::{Installation, check};
+use crate::error::{DeviceError, Operation, Result};
+
+/// The driver's functions and the context to call them in.
+#[derive(Debug)]
+pub(super) struct Core {
+    pub(super) installation: Installation,
+    pub(super) device: CUdevice,
+    context: Context,
+    owner: Owner,
+}
+
+/// A context's handle. It is used from every thread, as the driver allows.
+#[derive(Clone, Copy, Debug)]
+struct Context(CUcontext);
+
+// SAFETY: a handle is a number to everybody but the driver, which takes it on every thread.
+unsafe impl Send for Context {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Context {}
+
+/// Who keeps the context alive.
+#[derive(Debug)]
+enum Owner {
+    /// The device's primary context, retained here.
+    Retained,
+    /// The caller's.
+    Shared(Arc<CudaContext>),
+}
+
+impl Core {
+    /// The primary context of a device.
+    pub(super) fn primary(installation: Installation, ordinal: u32) -> Result<Arc<Core>> {
+        let device = installation.device(Operation::Init, ordinal)?;
+        let mut context = ptr::null_mut();
+        // SAFETY: the handle outlives the call (F1).
+        let code = unsafe { (installation.functions.cuDevicePrimaryCtxRetain)(&raw mut context, device) };
+        check(Operation::Init, code)
+            .map_err(|error| error.with_detail(format!("the context of GPU {ordinal} could not be made")))?;
+        Ok(Arc::new(Core { installation, device, context: Context(context), owner: Owner::Retained }))
+    }
+
+    /// The caller's context.
+    pub(super) fn shared(installation: Installation, context: Arc<CudaContext>) -> Arc<Core> {
+        let device = context.cu_device();
+        Arc::new(Core { installation, device, context: Context(context.cu_ctx()), owner: Owner::Shared(context) })
+    }
+
+    /// cudarc's object of the context, if it was made from one.
+    pub(super) fn given(&self) -> Option<&Arc<CudaContext>> {
+        match &self.owner {
+            Owner::Retained => None,
+            Owner::Shared(context) => Some(context),
+        }
+    }
+
+    /// Whether a context of cudarc's is this one.
+    pub(super) fn is(&self, context: &CudaContext) -> bool {
+        context.cu_ctx() == self.context.0
+    }
+
+    /// The driver's functions.
+    pub(super) fn functions(&self) -> &'static Functions {
+        self.installation.functions
+    }
+
+    /// Makes the context current until the result is dropped.
+    pub(super) fn enter(&self, operation: Operation) -> Result<Current<'_>> {
+        let mut current = ptr::null_mut();
+        // SAFETY: the handle outlives the call (F1).
+        let code = unsafe { (self.functions().cuCtxGetCurrent)(&raw mut current) };
+        check(operation, code).map_err(|error| error.with_detail("the thread's context could not be asked"))?;
+        let pushed = current != self.context.0;
+        if pushed {
+            // SAFETY: the context is alive (C1, F1).
+            let code = unsafe { (self.functions().cuCtxPushCurrent_v2)(self.context.0) };
+            check(operation, code).map_err(|error| error.with_detail("the context could not be made current"))?;
+        }
+        Ok(Current { core: self, pushed, of_this_thread: PhantomData })
+    }
+
+    /// Makes the context current and lets the thread's calls pass beside captures, until the result is dropped.
+    pub(super) fn enter_relaxed(&self, operation: Operation) -> Result<Relaxed<'_>> {
+        let current = self.enter(operation)?;
+        let mode = self.exchange_mode(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint);
+        let before = mode.map_err(|code| {
+            DeviceError::new(operation, crate::Code(code)).with_detail("the thread's capture mode could not be set")
+        })?;
+        Ok(Relaxed { current, before })
+    }
+
+    /// Sets the thread's capture mode and tells what it was.
+    fn exchange_mode(&self, mut mode: c_uint) -> Result<c_uint, u32> {
+        // SAFETY: the number outlives the call (F1).
+        match unsafe { (self.functions().cuThreadExchangeStreamCaptureMode)(&raw mut mode) } {
+            0 => Ok(mode),
+            code => Err(code),
+        }
+    }
+
+    /// Least and greatest stream priority.
+    pub(super) fn priorities(&self) -> Result<(i32, i32)> {
+        let _current = self.enter(Operation::Init)?;
+        let (mut least, mut greatest): (c_int, c_int) = (0, 0);
+        // SAFETY: the numbers outlive the call (F1).
+        let code = unsafe { (self.functions().cuCtxGetStreamPriorityRange)(&raw mut least, &raw mut greatest) };
+        check(Operation::Init, code)?;
+        Ok((least, greatest))
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        if matches!(self.owner, Owner::Retained) {
+            // SAFETY: retained once in `primary`, and nothing uses it any more (C1, F1).
+            let code = unsafe { (self.functions().cuDevicePrimaryCtxRelease_v2)(self.device) };
+            if let Err(error) = check(Operation::Init, code) {
+                tracing::debug!(%error, "a primary context could not be released");
+            }
+        }
+    }
+}
+
+/// While it lives, the context is current on the thread that made it.
+#[derive(Debug)]
+pub(super) struct Current<'a> {
+    core: &'a Core,
+    pushed: bool,
+    of_this_thread: PhantomData<*const ()>,
+}
+
+impl Drop for Current<'_> {
+    fn drop(&mut self) {
+        if self.pushed {
+            let mut popped = ptr::null_mut();
+            // SAFETY: the handle outlives the call, and the context on top is the one that was pushed (F1).
+            let code = unsafe { (self.core.functions().cuCtxPopCurrent_v2)(&raw mut popped) };
+            if let Err(error) = check(Operation::Init, code) {
+                tracing::debug!(%error, "the thread's earlier context could not be restored");
+            }
+        }
+    }
+}
+
+/// While it lives, the context is current on the thread that made it, and the thread is in the relaxed capture mode.
+#[derive(Debug)]
+pub(super) struct Relaxed<'a> {
+    current: Current<'a>,
+    before: c_uint,
+}
+
+impl Drop for Relaxed<'_> {
+    fn drop(&mut self) {
+        if let Err(code) = self.current.core.exchange_mode(self.before) {
+            tracing::debug!(code, "the thread's capture mode could not be restored");
+        }
+    }
+}

@@ -1,0 +1,228 @@
+//! The driver's objects that are live: what makes handles checked.
+//!
+//! The driver itself does not check them: a dead handle is a dangling pointer to it. So a call finds its objects here first, and
+//! holds on to them until it returns.
+//!
+//! Invariant H1: a handle in a table is live, and stays live as long as somebody holds what the table gave for it. An
+//! object that is destroyed while calls with it are in flight on other threads leaves the table at once and is destroyed
+//! when the last of them returns.
+//!
+//! Locks: a table's are leaves, never held across a driver call.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::Arc;
+
+use parking_lot::RwLock;
+
+use super::context::Core;
+use crate::error::{Code, DeviceError, Operation, Result};
+
+/// Parts of a table, each with a lock of its own, so that threads with objects of their own rarely meet. A power of two.
+const SHARDS: usize = 16;
+
+/// Live objects of one kind by handle.
+pub(super) struct Handles<T> {
+    shards: [Shard<T>; SHARDS],
+}
+
+type Shard<T> = RwLock<HashMap<u64, Arc<T>, BuildHasherDefault<Mix>>>;
+
+impl<T> Default for Handles<T> {
+    fn default() -> Self {
+        Handles { shards: Default::default() }
+    }
+}
+
+impl<T> fmt::Debug for Handles<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set()
+            .entries(self.shards.iter().flat_map(|shard| shard.read().keys().copied().collect::<Vec<_>>()))
+            .finish()
+    }
+}
+
+impl<T> Handles<T> {
+    fn shard(&self, handle: u64) -> &Shard<T> {
+        // Handles are pointers or counters: both differ above the lowest bits.
+        let mixed = mix(handle) >> 60;
+        &self.shards[usize::try_from(mixed).unwrap_or(0) % SHARDS]
+    }
+
+    /// The object, if it is live.
+    pub(super) fn get(&self, handle: u64) -> Option<Arc<T>> {
+        self.shard(handle).read().get(&handle).cloned()
+    }
+
+    /// Adds an object. One that has the handle already was destroyed without a word, since the driver gives handles of live
+    /// objects to no others; its entry is replaced.
+    pub(super) fn insert(&self, handle: u64, object: T) -> Arc<T> {
+        let object = Arc::new(object);
+        let before = self.shard(handle).write().insert(handle, object.clone());
+        drop(before);
+        object
+    }
+
+    /// Takes an object out if `matches` says so: it is not live any more for calls to come.
+    pub(super) fn take_if(&self, handle: u64, matches: impl FnOnce(&T) -> bool) -> Option<Arc<T>> {
+        let mut shard = self.shard(handle).write();
+        shard.get(&handle).is_some_and(|object| matches(object)).then(|| shard.remove(&handle)).flatten()
+    }
+
+    /// Takes an object out.
+    pub(super) fn take(&self, handle: u64) -> Option<Arc<T>> {
+        self.take_if(handle, |_| true)
+    }
+}
+
+/// A hasher of one `u64`.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Mix(u64);
+
+/// Spreads a number over all bits (Fibonacci hashing: the golden ratio as a fraction of 2^64).
+const fn mix(value: u64) -> u64 {
+    value.wrapping_mul(0x9E37_79B9_7F4A_7C15)
+}
+
+impl Hasher for Mix {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write_u64(&mut self, value: u64) {
+        // The table's own bits are the lowest and the highest seven; the product's best are in the middle.
+        self.0 = mix(value).rotate_left(26);
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.write_u64(self.0 ^ u64::from(byte));
+        }
+    }
+}
+
+/// What kind of object a handle is of, and how it is destroyed.
+pub(super) trait Kind: fmt::Debug + Send + Sync {
+    /// What it is called in messages.
+    const NAME: &'static str;
+    /// The call that destroys one.
+    const DESTROY: Operation;
+    /// What is known about it beside its handle.
+    type Extra: fmt::Debug + Send + Sync;
+
+    /// Takes back what was lent out of it; false while somebody still has it, so that it must not be destroyed.
+    fn release(_extra: &mut Self::Extra) -> bool {
+        true
+    }
+
+    /// Calls the driver to destroy it and returns the result.
+    ///
+    /// # Safety
+    /// `raw` must be a live object of this kind that nobody uses any more, and its context current.
+    unsafe fn destroy(core: &Core, raw: u64) -> u32;
+}
+
+/// An object of the driver's that is destroyed when this is dropped.
+#[derive(Debug)]
+pub(super) struct Object<K: Kind> {
+    core: Arc<Core>,
+    /// 0 once it is destroyed.
+    raw: u64,
+    pub(super) extra: K::Extra,
+}
+
+impl<K: Kind> Object<K> {
+    /// Takes over an object.
+    ///
+    /// # Safety
+    /// `raw` must be a live object of this kind in this context that nobody else destroys.
+    pub(super) unsafe fn new(core: &Arc<Core>, raw: u64, extra: K::Extra) -> Object<K> {
+        Object { core: core.clone(), raw, extra }
+    }
+
+    /// Its handle.
+    pub(super) fn raw(&self) -> u64 {
+        self.raw
+    }
+
+    /// Destroys it now. It is still there after an error.
+    pub(super) fn destroy(&mut self) -> Result<()> {
+        let _current = self.core.enter_relaxed(K::DESTROY)?;
+        // SAFETY: the object is alive (H1), this is its only reference, and the context is current.
+        let code = unsafe { K::destroy(&self.core, self.raw) };
+        super::installation::check(K::DESTROY, code)?;
+        self.raw = 0;
+        Ok(())
+    }
+}
+
+impl<K: Kind> Drop for Object<K> {
+    fn drop(&mut self) {
+        // What somebody still has is left to the end of the context.
+        if self.raw != 0
+            && K::release(&mut self.extra)
+            && let Err(error) = self.destroy()
+        {
+            tracing::debug!(%error, "{} {:#x} could not be destroyed", K::NAME, self.raw);
+        }
+    }
+}
+
+impl<K: Kind> Handles<Object<K>> {
+    /// The live object with this handle.
+    pub(super) fn find(&self, operation: Operation, handle: u64) -> Result<Arc<Object<K>>> {
+        self.get(handle).ok_or_else(|| dead(operation, K::NAME, handle))
+    }
+
+    /// Destroys an object, or has the last call with it do so. It stays live if the driver refuses.
+    pub(super) fn destroy(&self, handle: u64) -> Result<()> {
+        let object = self.take(handle).ok_or_else(|| dead(K::DESTROY, K::NAME, handle))?;
+        // In use on another thread: the last user's drop destroys it (H1).
+        let Ok(mut object) = Arc::try_unwrap(object) else { return Ok(()) };
+        let destroyed = object.destroy();
+        if destroyed.is_err() {
+            self.insert(handle, object);
+        }
+        destroyed
+    }
+}
+
+/// A handle that is not live.
+#[cold]
+pub(super) fn dead(operation: Operation, name: &str, handle: u64) -> DeviceError {
+    DeviceError::new(operation, Code::INVALID_HANDLE)
+        .with_detail(format!("{name} {handle:#x} is not live: never created here, or destroyed"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn objects_live_until_their_last_user_is_done() {
+        let handles = Handles::default();
+        for handle in 0..1000 {
+            handles.insert(handle * 8, handle);
+        }
+        let held = handles.get(80).unwrap();
+        assert_eq!(handles.take(80).as_deref(), Some(&10));
+        assert_eq!((*held, handles.get(80)), (10, None));
+        drop(held);
+        handles.insert(80, 10);
+        assert_eq!(handles.take_if(80, |&object| object == 9), None);
+        assert!((0..1000).all(|handle| handles.get(handle * 8).as_deref() == Some(&handle)));
+    }
+
+    #[test]
+    fn handles_spread_over_the_shards() {
+        for step in [1, 8, 64, 4096, 0x20_0000] {
+            let handles = Handles::default();
+            for handle in 0..1600_u64 {
+                handles.insert(0x7f00_0000_0000 + handle * step, ());
+            }
+            let fullest = handles.shards.iter().map(|shard| shard.read().len()).max();
+            assert!(fullest.unwrap() < 200, "{step}: {fullest:?} of 1600 in one of {SHARDS}");
+        }
+    }
+}

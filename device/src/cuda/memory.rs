@@ -1,0 +1,264 @@
+//! Plain device memory, the driver's stream-ordered pool, and page-locked host memory.
+
+use std::ffi::{c_uint, c_void};
+use std::ptr;
+
+use cudarc::driver::sys::{CUmemPool_attribute as PoolAttr, CUmemoryPool, CUpointer_attribute as PointerAttr};
+
+use super::driver::CudaDriver;
+use super::installation::check;
+use super::raw::{handle, pointer, size};
+use super::streams::is_legacy;
+use crate::driver::{DevicePtr, HostPtr, MemoryInfo, PoolUsage, RawStream};
+use crate::error::{Code, DeviceError, Operation, Result};
+
+/// `CU_MEMHOSTALLOC_PORTABLE` and `CU_MEMHOSTREGISTER_PORTABLE`: page-locked for every context. Never write-combined, which
+/// would make reading it back many times slower.
+const PORTABLE: c_uint = 1;
+
+/// `CU_MEMORYTYPE_DEVICE`, as the driver tells it of a pointer.
+const DEVICE_MEMORY: u64 = 2;
+
+const NOT_REGISTERED: Code = Code(713);
+
+/// Which call gave device memory out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Source {
+    Plain,
+    Pool,
+}
+
+/// How host memory became page-locked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Locked {
+    Allocated,
+    Registered,
+}
+
+/// A bad argument.
+#[cold]
+pub(super) fn bad_value(operation: Operation, detail: impl Into<String>) -> DeviceError {
+    DeviceError::new(operation, Code::INVALID_VALUE).with_detail(detail)
+}
+
+impl CudaDriver {
+    pub(super) fn memory_info(&self) -> Result<MemoryInfo> {
+        let operation = Operation::MemoryInfo;
+        let _current = self.core.enter_relaxed(operation)?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the numbers outlive the call (F1).
+        check(operation, unsafe { (self.core.functions().cuMemGetInfo_v2)(&raw mut free, &raw mut total) })?;
+        Ok(MemoryInfo { free: free as u64, total: total as u64 })
+    }
+
+    pub(super) fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
+        let operation = Operation::Alloc;
+        let _current = self.core.enter_relaxed(operation)?;
+        let mut ptr = 0;
+        // SAFETY: the address outlives the call (F1).
+        let code = unsafe { (self.core.functions().cuMemAlloc_v2)(&raw mut ptr, size(bytes)) };
+        check(operation, code).map_err(|error| error.with_detail(format!("{bytes} bytes asked for")))?;
+        self.memory.insert(ptr, bytes, Source::Plain);
+        Ok(DevicePtr(ptr))
+    }
+
+    pub(super) fn free(&self, ptr: DevicePtr) -> Result<()> {
+        let operation = Operation::Free;
+        self.forbid_device_wait(operation)?;
+        // Out of the table first: the driver may give the address to another thread as soon as it is free.
+        let taken = self.memory.take_if(ptr.0, |_| true);
+        let (bytes, source) =
+            taken.ok_or_else(|| bad_value(operation, format!("no live allocation starts at {ptr}")))?;
+        let freed = self.free_raw(ptr.0);
+        if freed.is_err() {
+            self.memory.insert(ptr.0, bytes, source);
+        }
+        freed
+    }
+
+    /// Frees memory that the table does not know any more.
+    pub(super) fn free_raw(&self, ptr: u64) -> Result<()> {
+        let _current = self.core.enter_relaxed(Operation::Free)?;
+        // SAFETY: it was allocated and not freed (F1).
+        check(Operation::Free, unsafe { (self.core.functions().cuMemFree_v2)(ptr) })
+    }
+
+    pub(super) fn alloc_async(&self, bytes: u64, stream: RawStream) -> Result<DevicePtr> {
+        let operation = Operation::AllocAsync;
+        let alloc = self.optional(operation, self.core.functions().cuMemAllocAsync)?;
+        let stream = self.stream(operation, stream)?;
+        self.forbid_capture(operation, &stream, "the driver's pool cannot be used in a capture here")?;
+        let _current = self.core.enter_relaxed(operation)?;
+        let mut ptr = 0;
+        // SAFETY: the address outlives the call, and the stream lives (H1, F1).
+        let code = unsafe { alloc(&raw mut ptr, size(bytes), stream.raw) };
+        check(operation, code).map_err(|error| error.with_detail(format!("{bytes} bytes asked for")))?;
+        self.memory.insert(ptr, bytes, Source::Pool);
+        Ok(DevicePtr(ptr))
+    }
+
+    pub(super) fn free_async(&self, ptr: DevicePtr, stream: RawStream) -> Result<()> {
+        let operation = Operation::FreeAsync;
+        let free = self.optional(operation, self.core.functions().cuMemFreeAsync)?;
+        let stream = self.stream(operation, stream)?;
+        self.forbid_capture(operation, &stream, "the driver's pool cannot be used in a capture here")?;
+        let taken = self.memory.take_if(ptr.0, |source| source == Source::Pool);
+        let no_such = || bad_value(operation, format!("no live allocation of the driver's pool starts at {ptr}"));
+        let (bytes, source) = taken.ok_or_else(no_such)?;
+        let freed = self.core.enter_relaxed(operation).and_then(|_current| {
+            // SAFETY: the memory is live (it was in the table), and so is the stream (H1, F1).
+            check(operation, unsafe { free(ptr.0, stream.raw) })
+        });
+        if freed.is_err() {
+            self.memory.insert(ptr.0, bytes, source);
+        }
+        freed
+    }
+
+    fn pool(&self, operation: Operation) -> Result<CUmemoryPool> {
+        let find = self.optional(operation, self.core.functions().cuDeviceGetDefaultMemPool)?;
+        let mut pool = ptr::null_mut();
+        // SAFETY: the handle outlives the call (F1).
+        check(operation, unsafe { find(&raw mut pool, self.core.device) })?;
+        Ok(pool)
+    }
+
+    pub(super) fn pool_usage(&self) -> Result<PoolUsage> {
+        let operation = Operation::PoolUsage;
+        let ask = self.optional(operation, self.core.functions().cuMemPoolGetAttribute)?;
+        let _current = self.core.enter_relaxed(operation)?;
+        let pool = self.pool(operation)?;
+        let number = |attribute: PoolAttr| -> Result<u64> {
+            let mut value = 0_u64;
+            // SAFETY: the number outlives the call, and these attributes have 64 bits (F1).
+            check(operation, unsafe { ask(pool, attribute as c_uint, (&raw mut value).cast()) })?;
+            Ok(value)
+        };
+        Ok(PoolUsage {
+            used: number(PoolAttr::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
+            used_peak: number(PoolAttr::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
+            reserved: number(PoolAttr::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?,
+            reserved_peak: number(PoolAttr::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)?,
+        })
+    }
+
+    pub(super) fn trim_pool(&self, keep: u64) -> Result<()> {
+        let operation = Operation::TrimPool;
+        let trim = self.optional(operation, self.core.functions().cuMemPoolTrimTo)?;
+        let _current = self.core.enter_relaxed(operation)?;
+        let pool = self.pool(operation)?;
+        // SAFETY: the pool is the device's own, which always lives (F1).
+        check(operation, unsafe { trim(pool, size(keep)) })
+    }
+
+    /// Refuses a range that is not all live device memory, so that the driver cannot take it for the host's.
+    pub(super) fn check_memory(&self, operation: Operation, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        if self.memory.hold(ptr.0, bytes) || self.mapped.hold(ptr.0, bytes) || self.driver_holds(operation, ptr, bytes)
+        {
+            return Ok(());
+        }
+        Err(bad_value(operation, format!("{bytes} bytes at {ptr} are not all live device memory")))
+    }
+
+    /// Whether the driver says that memory which was not allocated here is one piece of device memory.
+    fn driver_holds(&self, operation: Operation, ptr: DevicePtr, bytes: u64) -> bool {
+        let Some(ask) = self.core.functions().cuPointerGetAttribute else { return false };
+        let Ok(_current) = self.core.enter_relaxed(operation) else { return false };
+        let number = |attribute: PointerAttr| {
+            let mut value = 0_u64;
+            // SAFETY: the number outlives the call; these attributes have at most 64 bits, and smaller ones set the lowest,
+            // because the machines that CUDA runs on are little-endian. Any address may be asked about (F1).
+            let code = unsafe { ask((&raw mut value).cast::<c_void>(), attribute as c_uint, ptr.0) };
+            (code == 0).then_some(value)
+        };
+        let in_range = || {
+            let start = number(PointerAttr::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)?;
+            let end = start.checked_add(number(PointerAttr::CU_POINTER_ATTRIBUTE_RANGE_SIZE)?)?;
+            Some(ptr.0.checked_add(bytes)? <= end)
+        };
+        number(PointerAttr::CU_POINTER_ATTRIBUTE_MEMORY_TYPE) == Some(DEVICE_MEMORY) && in_range() == Some(true)
+    }
+
+    pub(super) fn host_alloc(&self, bytes: usize) -> Result<HostPtr> {
+        let operation = Operation::HostAlloc;
+        let _current = self.core.enter_relaxed(operation)?;
+        let mut start = ptr::null_mut();
+        // SAFETY: the address outlives the call (F1).
+        let code = unsafe { (self.core.functions().cuMemHostAlloc)(&raw mut start, bytes, PORTABLE) };
+        let detail = || format!("{bytes} bytes of page-locked memory asked for");
+        check(operation, code).map_err(|error| error.with_detail(detail()))?;
+        let start = start.expose_provenance();
+        self.host.insert(start as u64, bytes as u64, Locked::Allocated);
+        Ok(HostPtr(start))
+    }
+
+    pub(super) fn host_free(&self, ptr: HostPtr) -> Result<()> {
+        let operation = Operation::HostFree;
+        let taken = self.host.take_if(ptr.0 as u64, |locked| locked == Locked::Allocated);
+        let no_such = || bad_value(operation, format!("no page-locked allocation starts at {:#x}", ptr.0));
+        let (bytes, locked) = taken.ok_or_else(no_such)?;
+        let freed = self.host_free_raw(ptr.0 as u64);
+        if freed.is_err() {
+            self.host.insert(ptr.0 as u64, bytes, locked);
+        }
+        freed
+    }
+
+    /// Frees page-locked memory that the table does not know any more.
+    pub(super) fn host_free_raw(&self, start: u64) -> Result<()> {
+        let _current = self.core.enter_relaxed(Operation::HostFree)?;
+        // SAFETY: it was allocated and not freed (F1).
+        check(Operation::HostFree, unsafe { (self.core.functions().cuMemFreeHost)(pointer(start)) })
+    }
+
+    /// Page-locks the caller's memory.
+    ///
+    /// # Safety
+    /// As for [`crate::Driver::host_register`].
+    pub(super) unsafe fn host_register(&self, start: *mut u8, bytes: usize) -> Result<HostPtr> {
+        let operation = Operation::HostRegister;
+        let register = self.optional(operation, self.core.functions().cuMemHostRegister_v2)?;
+        let _current = self.core.enter_relaxed(operation)?;
+        // SAFETY: the caller vouches for the memory (F1).
+        check(operation, unsafe { register(start.cast(), bytes, PORTABLE) })?;
+        let address = handle(start);
+        self.host.insert(address, bytes as u64, Locked::Registered);
+        Ok(HostPtr(size(address)))
+    }
+
+    /// Waits for the device first: pending work must not meet memory that its owner takes back.
+    pub(super) fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
+        let operation = Operation::HostUnregister;
+        self.optional(operation, self.core.functions().cuMemHostUnregister)?;
+        self.forbid_device_wait(operation)?;
+        let taken = self.host.take_if(ptr.0 as u64, |locked| locked == Locked::Registered);
+        let no_such = || {
+            DeviceError::new(operation, NOT_REGISTERED)
+                .with_detail(format!("no registered memory starts at {:#x}", ptr.0))
+        };
+        let (bytes, locked) = taken.ok_or_else(no_such)?;
+        let done = self.synchronize().and_then(|()| self.host_unregister_raw(ptr.0 as u64));
+        if done.is_err() {
+            self.host.insert(ptr.0 as u64, bytes, locked);
+        }
+        done
+    }
+
+    /// Unregisters memory that the table does not know any more.
+    pub(super) fn host_unregister_raw(&self, start: u64) -> Result<()> {
+        let operation = Operation::HostUnregister;
+        let unregister = self.optional(operation, self.core.functions().cuMemHostUnregister)?;
+        let _current = self.core.enter_relaxed(operation)?;
+        // SAFETY: it was registered and not unregistered (F1).
+        check(operation, unsafe { unregister(pointer(start)) })
+    }
+
+    /// Refuses a copy to or from the legacy stream where the driver takes none.
+    pub(super) fn refuse_legacy(&self, operation: Operation, stream: RawStream) -> Result<()> {
+        if !is_legacy(stream) {
+            return Ok(());
+        }
+        Err(DeviceError::new(operation, Code::NOT_SUPPORTED)
+            .with_detail("the driver takes no batches on the legacy default stream; use another stream"))
+    }
+}

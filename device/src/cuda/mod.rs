@@ -1,0 +1,50 @@
+//! Real GPUs through NVIDIA's CUDA driver, which is loaded when it is first asked for.
+//!
+//! Building needs no toolkit and running no more than the display driver; without it, everything here answers with an error that
+//! says what is missing. [`CudaDriver`] implements [`Driver`](crate::Driver); [`open`], [`device_of`], [`context_of`], [`adopt`]
+//! and [`stream_of`] hand devices and streams to and from cudarc.
+//!
+//! * **Loading**: `library` finds the driver, `functions` its functions by name, `installation` starts it and asks it for GPUs.
+//!   A function that is missing turns its capability off, or is an error before anything is called.
+//! * **Calling**: `context` makes the context current for the length of a call. `handles` and `ranges` know what is alive, because
+//!   the driver does not check what it is given.
+//! * **Families of calls**: `memory`, `mappings`, `streams`, `events`, `copies`, `modules`, `captures`.
+//!
+//! Errors carry the driver's raw code. An error of work that failed on the GPU surfaces at a later call and is of kind
+//! [`DeviceLost`](crate::ErrorKind::DeviceLost): the context takes no calls any more, whoever makes them.
+//!
+//! Unsafe code calls the driver (invariants F1 in `functions`, C1 in `context`, H1 in `handles`) and passes promises on.
+
+mod captures;
+mod context;
+mod copies;
+mod driver;
+mod events;
+mod functions;
+mod handles;
+mod installation;
+mod interop;
+mod library;
+mod mappings;
+mod memory;
+mod modules;
+mod ranges;
+mod raw;
+mod shapes;
+mod streams;
+
+pub use driver::CudaDriver;
+pub use interop::{Adopted, adopt, context_of, device_of, open, stream_of};
+
+use crate::driver::DeviceInfo;
+use crate::unavailable::Unavailable;
+use installation::Installation;
+pub(crate) use installation::visible_devices;
+
+/// Facts about the GPUs that the driver shows, none of which is opened for it: their stream priorities stay unasked.
+pub(crate) fn devices() -> Result<Vec<DeviceInfo>, Unavailable> {
+    let installation = Installation::find()?;
+    let failed = |error: crate::DeviceError| Unavailable::Failed { code: error.code };
+    let count = installation.count().map_err(failed)?;
+    (0..count).map(|ordinal| installation.info(ordinal)).collect::<Result<_, _>>().map_err(failed)
+}

@@ -1,0 +1,221 @@
+//! Modules of kernels and their launches.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_uint, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use cudarc::driver::sys::{CUfunction, CUfunction_attribute as FunctionAttr};
+use parking_lot::RwLock;
+
+use super::context::Core;
+use super::driver::CudaDriver;
+use super::handles::{Kind, Object};
+use super::installation::check;
+use super::memory::bad_value;
+use super::raw::{handle, pointer};
+use crate::driver::{RawModule, RawStream};
+use crate::error::{Code, DeviceError, Operation, Result};
+use crate::launch::{KernelArg, Launch};
+
+/// Most arguments of a kernel, which are laid out on the stack.
+const ARGS_MAX: usize = 64;
+
+/// Dynamic shared memory that a kernel may use without being told beforehand, in bytes.
+const SHARED_BYTES_PLAIN: u32 = 48 << 10;
+
+const INVALID_PTX: Code = Code(218);
+
+#[derive(Debug)]
+pub(super) enum Modules {}
+
+impl Kind for Modules {
+    const NAME: &'static str = "module";
+    const DESTROY: Operation = Operation::UnloadModule;
+    type Extra = Kernels;
+
+    unsafe fn destroy(core: &Core, raw: u64) -> u32 {
+        // SAFETY: the caller vouches for the module (F1).
+        unsafe { (core.functions().cuModuleUnload)(pointer(raw)) }
+    }
+}
+
+/// The kernels of a module that were launched so far, by name. They live as long as the module.
+#[derive(Debug, Default)]
+pub(super) struct Kernels(RwLock<HashMap<&'static str, Kernel>>);
+
+#[derive(Debug)]
+struct Kernel {
+    raw: u64,
+    /// Most dynamic shared memory that it was allowed so far.
+    shared_bytes: AtomicU32,
+}
+
+impl CudaDriver {
+    pub(super) fn load_module(&self, ptx: &str) -> Result<RawModule> {
+        let operation = Operation::LoadModule;
+        let text = CString::new(ptx)
+            .map_err(|_| DeviceError::new(operation, INVALID_PTX).with_detail("the PTX text has a zero byte in it"))?;
+        let _current = self.core.enter_relaxed(operation)?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: handle and text outlive the call, and the text ends with a zero byte (F1).
+        let code = unsafe { (self.core.functions().cuModuleLoadData)(&raw mut raw, text.as_ptr().cast()) };
+        check(operation, code).map_err(|error| self.explain(error))?;
+        let raw = handle(raw);
+        // SAFETY: just created, and nobody else knows it.
+        self.modules.insert(raw, unsafe { Object::new(&self.core, raw, Kernels::default()) });
+        Ok(RawModule(raw))
+    }
+
+    /// Says whose fault it is that PTX was refused.
+    fn explain(&self, error: DeviceError) -> DeviceError {
+        let ((major, minor), (device_major, device_minor)) =
+            (self.core.installation.version, self.info.compute_capability);
+        let detail = match error.code.0 {
+            222 => format!(
+                "the PTX text is newer than this driver, which supports CUDA {major}.{minor}; install a newer one"
+            ),
+            209 => format!(
+                "the PTX text is for newer GPUs than this one, of compute capability {device_major}.{device_minor}"
+            ),
+            218 => "the text is no PTX that the driver can compile".to_owned(),
+            221 => "the driver's PTX compiler is missing; install the driver again".to_owned(),
+            _ => return error,
+        };
+        error.with_detail(detail)
+    }
+
+    /// Enqueues a kernel.
+    ///
+    /// # Safety
+    /// As for [`crate::Driver::launch`].
+    pub(super) unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
+        let operation = Operation::Launch;
+        let stream = self.stream(operation, stream)?;
+        let Some(module) = launch.module else {
+            return Err(DeviceError::new(operation, Code::NOT_SUPPORTED)
+                .with_detail(format!("kernel {} has no device code: only the simulated device runs it", launch.name)));
+        };
+        let module = self.modules.find(operation, module.0)?;
+        let kernel: CUfunction = pointer(self.kernel(&module, launch)?);
+        let mut cells = cells(&launch.args)?;
+        let mut arguments = cells.each_mut().map(|cell| ptr::from_mut(cell).cast::<c_void>());
+        let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) = (launch.grid, launch.block);
+        let (shared, arguments, extra) = (launch.shared_bytes, arguments.as_mut_ptr(), ptr::null_mut());
+        let _current = self.core.enter(operation)?;
+        let call = self.core.functions().cuLaunchKernel;
+        // SAFETY: module and stream live, and with the module its kernel (H1, F1); the arguments outlive the call, in which
+        // they are copied; the caller vouches that they are those that the kernel expects.
+        let code = unsafe {
+            call(kernel, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream.raw, arguments, extra)
+        };
+        check(operation, code).map_err(|error| error.with_detail(format!("kernel {}", launch.name)))
+    }
+
+    /// The kernel that is to be launched, looked up in the module at its first launch.
+    fn kernel(&self, module: &Object<Modules>, launch: &Launch) -> Result<u64> {
+        if let Some(kernel) = module.extra.0.read().get(launch.name)
+            && launch.shared_bytes <= kernel.shared_bytes.load(Ordering::Relaxed)
+        {
+            return Ok(kernel.raw);
+        }
+        let mut kernels = module.extra.0.write();
+        if !kernels.contains_key(launch.name) {
+            let raw = self.look_up(module, launch.name)?;
+            kernels.insert(launch.name, Kernel { raw, shared_bytes: AtomicU32::new(SHARED_BYTES_PLAIN) });
+        }
+        let Some(kernel) = kernels.get(launch.name) else { return Err(bad_value(Operation::Launch, launch.name)) };
+        if launch.shared_bytes > kernel.shared_bytes.load(Ordering::Relaxed) {
+            self.allow_shared(kernel, launch)?;
+        }
+        Ok(kernel.raw)
+    }
+
+    fn look_up(&self, module: &Object<Modules>, name: &str) -> Result<u64> {
+        let operation = Operation::Launch;
+        let no_such = |code| DeviceError::new(operation, code).with_detail(format!("the module has no kernel {name}"));
+        let c_name = CString::new(name).map_err(|_| no_such(Code(500)))?;
+        let _current = self.core.enter_relaxed(operation)?;
+        let mut raw = ptr::null_mut();
+        let call = self.core.functions().cuModuleGetFunction;
+        // SAFETY: handle and name outlive the call, and the module lives (H1, F1).
+        let code = unsafe { call(&raw mut raw, pointer(module.raw()), c_name.as_ptr()) };
+        check(operation, code).map_err(|error| if error.code == Code(500) { no_such(error.code) } else { error })?;
+        Ok(handle(raw))
+    }
+
+    /// Lets a kernel use more dynamic shared memory than what every kernel may.
+    fn allow_shared(&self, kernel: &Kernel, launch: &Launch) -> Result<()> {
+        let operation = Operation::Launch;
+        let set = self.optional(operation, self.core.functions().cuFuncSetAttribute)?;
+        let asked = || format!("kernel {} with {} bytes of shared memory", launch.name, launch.shared_bytes);
+        let bytes = i32::try_from(launch.shared_bytes).map_err(|_| bad_value(operation, asked()))?;
+        let _current = self.core.enter_relaxed(operation)?;
+        let attribute = FunctionAttr::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as c_uint;
+        // SAFETY: the kernel lives with its module (H1, F1).
+        let code = unsafe { set(pointer(kernel.raw), attribute, bytes) };
+        check(operation, code).map_err(|error| error.with_detail(asked()))?;
+        kernel.shared_bytes.store(launch.shared_bytes, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// One argument in memory, where its type may be read: its bytes from the start.
+#[derive(Clone, Copy)]
+#[repr(C, align(8))]
+struct Cell([u8; 8]);
+
+impl Cell {
+    fn new(arg: &KernelArg) -> Cell {
+        let mut cell = Cell([0; 8]);
+        match *arg {
+            KernelArg::Ptr(ptr) => cell.0 = ptr.0.to_ne_bytes(),
+            KernelArg::U64(value) => cell.0 = value.to_ne_bytes(),
+            KernelArg::F64(value) => cell.0 = value.to_ne_bytes(),
+            KernelArg::U32(value) => cell.0[..4].copy_from_slice(&value.to_ne_bytes()),
+            KernelArg::F32(value) => cell.0[..4].copy_from_slice(&value.to_ne_bytes()),
+        }
+        cell
+    }
+}
+
+/// Arguments of a kernel, in order; the cells behind them are empty.
+fn cells(args: &[KernelArg]) -> Result<[Cell; ARGS_MAX]> {
+    let mut cells = [Cell([0; 8]); ARGS_MAX];
+    if args.len() > ARGS_MAX {
+        let detail = format!("{} arguments; a kernel takes at most {ARGS_MAX}", args.len());
+        return Err(bad_value(Operation::Launch, detail));
+    }
+    cells.iter_mut().zip(args).for_each(|(cell, arg)| *cell = Cell::new(arg));
+    Ok(cells)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::DevicePtr;
+
+    #[test]
+    fn arguments_are_packed_at_the_start_of_their_cells() {
+        let args = [
+            KernelArg::Ptr(DevicePtr(0x1122_3344_5566_7788)),
+            KernelArg::U32(7),
+            KernelArg::U64(u64::MAX - 1),
+            KernelArg::F32(1.5),
+            KernelArg::F64(-2.25),
+        ];
+        let cells = cells(&args).unwrap();
+        let first = |index: usize| <[u8; 4]>::try_from(&cells[index].0[..4]).unwrap();
+        assert_eq!(u64::from_ne_bytes(cells[0].0), 0x1122_3344_5566_7788);
+        assert_eq!(u32::from_ne_bytes(first(1)), 7);
+        assert_eq!(u64::from_ne_bytes(cells[2].0), u64::MAX - 1);
+        assert_eq!(f32::from_ne_bytes(first(3)), 1.5);
+        assert_eq!(f64::from_ne_bytes(cells[4].0), -2.25);
+    }
+
+    #[test]
+    fn too_many_arguments_are_refused() {
+        let error = cells(&[KernelArg::U32(0); ARGS_MAX + 1]).err().unwrap();
+        assert_eq!(error.code, Code::INVALID_VALUE);
+    }
+}

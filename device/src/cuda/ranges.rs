@@ -1,0 +1,128 @@
+//! Live ranges of memory by address: what makes pointers checked.
+//!
+//! With a unified address space the driver would take an address of the host's for one of the device's, so a call that is safe
+//! must know what it is given.
+//!
+//! Locks: those here are leaves, never held across a driver call.
+
+use std::collections::BTreeMap;
+
+use parking_lot::RwLock;
+
+/// Disjoint ranges of addresses, each with what is known about it.
+#[derive(Debug)]
+pub(super) struct Ranges<K>(RwLock<BTreeMap<u64, Entry<K>>>);
+
+#[derive(Debug)]
+struct Entry<K> {
+    bytes: u64,
+    kind: K,
+}
+
+impl<K> Default for Ranges<K> {
+    fn default() -> Self {
+        Ranges(RwLock::default())
+    }
+}
+
+impl<K: Copy> Ranges<K> {
+    /// Adds a range that the driver just gave out.
+    pub(super) fn insert(&self, start: u64, bytes: u64, kind: K) {
+        self.0.write().insert(start, Entry { bytes, kind });
+    }
+
+    /// Takes the range out that starts at `start` if `matches` says so, and tells how long it was.
+    pub(super) fn take_if(&self, start: u64, matches: impl FnOnce(K) -> bool) -> Option<(u64, K)> {
+        let mut ranges = self.0.write();
+        ranges.get(&start).filter(|entry| matches(entry.kind))?;
+        ranges.remove(&start).map(|entry| (entry.bytes, entry.kind))
+    }
+
+    /// Whether ranges without a gap between them hold all of `start..start + bytes`.
+    pub(super) fn hold(&self, start: u64, bytes: u64) -> bool {
+        let Some(end) = start.checked_add(bytes) else { return false };
+        let ranges = self.0.read();
+        let mut at = start;
+        let first = ranges.range(..=start).next_back().map(|(&start, entry)| (start, entry));
+        let later = ranges.range(start..).map(|(&start, entry)| (start, entry)).filter(|(from, _)| *from > start);
+        for (from, entry) in first.into_iter().chain(later) {
+            if from > at || at >= end {
+                break;
+            }
+            at = at.max(from.saturating_add(entry.bytes));
+        }
+        at >= end
+    }
+
+    /// Takes everything out, highest addresses first.
+    pub(super) fn drain(&self) -> Vec<(u64, u64, K)> {
+        let ranges = std::mem::take(&mut *self.0.write());
+        ranges.into_iter().rev().map(|(start, entry)| (start, entry.bytes, entry.kind)).collect()
+    }
+
+    /// Whether a range starts inside `start..start + bytes`.
+    pub(super) fn any_in(&self, start: u64, bytes: u64) -> bool {
+        self.0.read().range(start..start.saturating_add(bytes)).next().is_some()
+    }
+
+    /// The ranges that tile `start..start + bytes`; `None` where whole ranges do not.
+    pub(super) fn tiling(&self, start: u64, bytes: u64) -> Option<Vec<(u64, u64, K)>> {
+        let end = start.checked_add(bytes).filter(|&end| end > start)?;
+        let ranges = self.0.read();
+        let mut at = start;
+        let mut tiles = Vec::new();
+        for (&from, entry) in ranges.range(start..end) {
+            if from != at {
+                return None;
+            }
+            tiles.push((from, entry.bytes, entry.kind));
+            at = from.saturating_add(entry.bytes);
+        }
+        (at == end).then_some(tiles)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ranges() -> Ranges<char> {
+        let ranges = Ranges::default();
+        for (start, bytes, kind) in [(10, 10, 'a'), (20, 5, 'b'), (30, 10, 'c')] {
+            ranges.insert(start, bytes, kind);
+        }
+        ranges
+    }
+
+    #[test]
+    fn what_is_held_has_no_gap() {
+        let ranges = ranges();
+        for (start, bytes) in [(10, 10), (10, 15), (12, 1), (19, 2), (24, 1), (30, 10), (39, 1), (12, 0)] {
+            assert!(ranges.hold(start, bytes), "{bytes} at {start}");
+        }
+        for (start, bytes) in [(9, 1), (9, 2), (10, 16), (24, 2), (25, 1), (25, 6), (40, 1), (10, 30), (10, u64::MAX)] {
+            assert!(!ranges.hold(start, bytes), "{bytes} at {start}");
+        }
+    }
+
+    #[test]
+    fn whole_ranges_tile() {
+        let ranges = ranges();
+        assert_eq!(ranges.tiling(10, 15), Some(vec![(10, 10, 'a'), (20, 5, 'b')]));
+        assert_eq!(ranges.tiling(30, 10), Some(vec![(30, 10, 'c')]));
+        for (start, bytes) in [(10, 14), (11, 9), (10, 20), (10, 30), (50, 1), (10, 0), (20, u64::MAX)] {
+            assert_eq!(ranges.tiling(start, bytes), None, "{bytes} at {start}");
+        }
+    }
+
+    #[test]
+    fn what_is_taken_is_gone() {
+        let ranges = ranges();
+        assert_eq!(ranges.take_if(10, |kind| kind == 'b'), None);
+        assert_eq!(ranges.take_if(11, |_| true), None);
+        assert_eq!(ranges.take_if(10, |kind| kind == 'a'), Some((10, 'a')));
+        assert!(!ranges.hold(10, 1) && ranges.any_in(10, 11) && !ranges.any_in(10, 10));
+        assert_eq!(ranges.drain(), [(30, 10, 'c'), (20, 5, 'b')]);
+        assert!(!ranges.any_in(0, u64::MAX));
+    }
+}

@@ -1,0 +1,50 @@
+//! What drivers and tests built on the simulated device may ask it, or do to it, without making a driver call: nothing is
+//! counted, no time passes and no fault strikes.
+
+use std::ops::Range;
+
+use super::SimDriver;
+use crate::driver::{DevicePtr, RawGraph, RawStream};
+
+/// The capture that a stream is part of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CaptureRef {
+    /// Number of the capture on its device, from 1, never reused.
+    pub number: u64,
+    /// An earlier call broke it; it can only be ended.
+    pub broken: bool,
+}
+
+impl SimDriver {
+    /// The plain or pool allocation that holds an address and was not freed by the program.
+    pub fn allocation_at(&self, ptr: DevicePtr) -> Option<Range<u64>> {
+        self.machine.lock().address.allocation_at(ptr.0)
+    }
+
+    /// Bytes of the device that this program holds: allocations, the driver's pool, and physical memory.
+    pub fn held_bytes(&self) -> u64 {
+        self.machine.lock().memory.used()
+    }
+
+    /// The capture that the stream is part of, if it is.
+    pub fn capture_of(&self, stream: RawStream) -> Option<CaptureRef> {
+        let mut machine = self.machine.lock();
+        let id = machine.streams.find(stream).ok()?;
+        let number = machine.streams.get(id).ok()?.capture.as_ref()?.capture;
+        Some(CaptureRef { number, broken: machine.is_broken(number) })
+    }
+
+    /// Breaks the capture that the stream is part of, as a call does that is not allowed meanwhile.
+    pub fn break_capture(&self, stream: RawStream) {
+        let mut machine = self.machine.lock();
+        if let Ok(id) = machine.streams.find(stream) {
+            machine.invalidate_capture_of(id);
+        }
+    }
+
+    /// How many pieces of work a live graph holds.
+    pub fn graph_len(&self, graph: RawGraph) -> Option<usize> {
+        self.machine.lock().graphs.get(graph.0).map(Vec::len)
+    }
+}

@@ -1,0 +1,147 @@
+//! Captures: what breaks one is refused before it reaches the driver, and the calls around it leave it alone.
+
+use aquifer_device::{CaptureStatus, Code, Driver, ErrorKind, PhysicalOptions, RawStream, Result};
+
+use crate::bench::{Bench, MIB, code, kind, standin};
+
+#[test]
+fn a_graph_runs_what_was_captured() {
+    let bench = Bench::new();
+    let (driver, stream) = (&*bench.driver, bench.stream());
+    let memory = driver.alloc(4096).unwrap();
+    driver.begin_capture(stream).unwrap();
+    assert_eq!(driver.capture_status(stream).unwrap(), CaptureStatus::Active);
+    driver.memset(memory, 5, 4096, stream).unwrap();
+    let graph = driver.end_capture(stream).unwrap();
+    assert_eq!(driver.capture_status(stream).unwrap(), CaptureStatus::None);
+    bench.upload(memory, &[0; 4096], stream).unwrap();
+    for _ in 0..2 {
+        driver.launch_graph(graph, stream).unwrap();
+        assert_eq!(bench.download(memory, 4096, stream).unwrap(), [5; 4096]);
+    }
+    driver.destroy_graph(graph).unwrap();
+    assert_eq!(code(driver.launch_graph(graph, stream)), Code::INVALID_HANDLE);
+    bench.assert_no_violation();
+}
+
+#[test]
+fn what_would_break_a_capture_is_refused_and_does_not() {
+    let bench = Bench::new();
+    let (driver, stream) = (&*bench.driver, bench.stream());
+    let memory = driver.alloc(4096).unwrap();
+    let pool = driver.alloc_async(4096, stream).unwrap();
+    let mut registered = vec![0_u8; 4096];
+    // SAFETY: the memory outlives its registration.
+    let host = unsafe { driver.host_register(registered.as_mut_ptr(), 4096) }.unwrap();
+    driver.synchronize().unwrap();
+    driver.begin_capture(stream).unwrap();
+    let breaks = |result: Result<()>| assert_eq!(kind(result), ErrorKind::Capture);
+    breaks(driver.synchronize());
+    breaks(driver.synchronize_stream(stream));
+    breaks(driver.query_stream(stream).map(drop));
+    breaks(driver.free(memory));
+    breaks(driver.alloc_async(4096, stream).map(drop));
+    breaks(driver.free_async(pool, stream));
+    breaks(driver.host_unregister(host));
+    breaks(driver.begin_capture(stream));
+    breaks(bench.upload(memory, &[1; 16], stream));
+    breaks(bench.download(memory, 16, stream).map(drop));
+    // SAFETY: refused before anything is copied.
+    breaks(unsafe { driver.copy_batch(&[], stream) });
+    let graph = driver.end_capture(stream).unwrap();
+    driver.destroy_graph(graph).unwrap();
+    driver.host_unregister(host).unwrap();
+    driver.free(memory).unwrap();
+    driver.free_async(pool, stream).unwrap();
+    driver.synchronize().unwrap();
+    assert_eq!(bench.used(), 0);
+}
+
+#[test]
+fn calls_that_captures_in_other_modes_forbid_are_made_beside_them() {
+    use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+    let bench = Bench::new();
+    let driver = &*bench.driver;
+    let context = cudarc::driver::CudaContext::new(bench.device.ordinal() as usize).unwrap();
+    let (theirs, other) = (context.new_stream().unwrap(), bench.stream());
+    let event = driver.create_event(false).unwrap();
+    driver.record(event, other).unwrap();
+    // The strictest mode: in it, every thread's potentially unsafe calls fail and break the capture.
+    theirs.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
+    let memory = driver.alloc(4 * MIB).unwrap();
+    let (start, physical) =
+        (driver.reserve(4 * MIB).unwrap(), driver.create_physical(2 * MIB, PhysicalOptions::default()).unwrap());
+    driver.map(start, 2 * MIB, physical).unwrap();
+    driver.set_access(start, 2 * MIB, &[driver.info().ordinal]).unwrap();
+    driver.query_event(event).unwrap();
+    driver.synchronize_event(event).unwrap();
+    driver.synchronize_stream(other).unwrap();
+    driver.memory_info().unwrap();
+    let pinned = driver.host_alloc(4096).unwrap();
+    driver.host_free(pinned).unwrap();
+    driver.unmap(start, 2 * MIB).unwrap();
+    // The thread's own mode is as it was: cudarc's allocation would still break the capture, and ours did not.
+    assert!(theirs.capture_status().is_ok());
+    let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    theirs.end_capture(flags).expect("the capture was not broken");
+    driver.free(memory).unwrap();
+}
+
+#[test]
+fn a_capture_ends_where_it_cannot_be_a_graph() {
+    let bench = Bench::new();
+    let driver = &*bench.driver;
+    let (one, two) = (bench.stream(), bench.stream());
+    let (event, memory) = (driver.create_event(false).unwrap(), driver.alloc(4096).unwrap());
+    assert_eq!(code(driver.end_capture(one)), Code::INVALID_VALUE);
+    driver.begin_capture(one).unwrap();
+    driver.record(event, one).unwrap();
+    driver.wait(two, event).unwrap();
+    driver.memset(memory, 1, 4096, two).unwrap();
+    assert_eq!(code(driver.end_capture(one)), Code::CAPTURE_UNJOINED);
+    driver.synchronize().expect("no stream captures any more");
+    driver.synchronize_stream(two).unwrap();
+}
+
+#[test]
+fn a_broken_capture_is_told_and_can_be_ended() {
+    let bench = Bench::new();
+    let driver = &*bench.driver;
+    let (one, two) = (bench.stream(), bench.stream());
+    let event = driver.create_event(false).unwrap();
+    driver.begin_capture(one).unwrap();
+    driver.record(event, one).unwrap();
+    driver.wait(two, event).unwrap();
+    driver.destroy_stream(two).unwrap();
+    assert_eq!(driver.capture_status(one).unwrap(), CaptureStatus::Invalidated);
+    assert_eq!(code(driver.synchronize_stream(one)), Code::CAPTURE_INVALIDATED);
+    assert_eq!(code(driver.end_capture(one)), Code::CAPTURE_INVALIDATED);
+    assert_eq!(driver.capture_status(one).unwrap(), CaptureStatus::None);
+    driver.synchronize().unwrap();
+}
+
+#[test]
+fn the_legacy_stream_captures_nothing_and_a_destroyed_one_nothing_any_more() {
+    let bench = Bench::new();
+    let driver = &*bench.driver;
+    for legacy in [RawStream(0), RawStream::LEGACY] {
+        assert_eq!(kind(driver.begin_capture(legacy)), ErrorKind::Capture);
+    }
+    let stream = bench.stream();
+    driver.begin_capture(stream).unwrap();
+    driver.destroy_stream(stream).unwrap();
+    driver.synchronize().expect("what captured is gone");
+}
+
+#[test]
+fn a_graph_that_cannot_be_made_executable_leaves_nothing() {
+    let bench = Bench::new();
+    let (driver, stream) = (&*bench.driver, bench.stream());
+    driver.begin_capture(stream).unwrap();
+    standin().fail("cuGraphInstantiateWithFlags", 1, Code::OUT_OF_MEMORY).unwrap();
+    assert_eq!(kind(driver.end_capture(stream)), ErrorKind::OutOfMemory);
+    assert_eq!(driver.capture_status(stream).unwrap(), CaptureStatus::None);
+    driver.begin_capture(stream).unwrap();
+    let graph = driver.end_capture(stream).unwrap();
+    driver.destroy_graph(graph).unwrap();
+}

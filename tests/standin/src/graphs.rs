@@ -1,0 +1,140 @@
+//! Graphs: the result of a capture, and executables made from it. Each of them keeps the captured work alive.
+
+use std::collections::HashMap;
+
+use aquifer_device::{Code, Driver as _, RawGraph, RawStream};
+use parking_lot::Mutex;
+
+use crate::abi::{Answer, Handle, In, Out, abi, code, needed};
+use crate::process::Life;
+
+/// First handle of graphs and executables.
+const FIRST: Handle = 0x6A_0000_0000_0000;
+
+/// All flags of an instantiation: free memory on launch, upload, launch from the device, node priorities.
+const FLAGS: u64 = 0xf;
+/// An executable that the device launches by itself.
+const DEVICE_LAUNCH: u64 = 4;
+
+/// What a handle stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Graph,
+    Executable,
+}
+
+/// The live graphs and executables, by handle. The lock is held while the simulated device destroys work.
+#[derive(Debug, Default)]
+pub(crate) struct Graphs(Mutex<Table>);
+
+#[derive(Debug, Default)]
+struct Table {
+    live: HashMap<Handle, (Kind, RawGraph)>,
+    created: u64,
+}
+
+impl Table {
+    fn add(&mut self, kind: Kind, work: RawGraph) -> Handle {
+        self.created += 1;
+        let handle = FIRST + self.created;
+        self.live.insert(handle, (kind, work));
+        handle
+    }
+
+    fn get(&self, handle: Handle, kind: Kind) -> Answer<RawGraph> {
+        let found = self.live.get(&handle).filter(|(known, _)| *known == kind);
+        found.map(|&(_, work)| work).ok_or(Code::INVALID_HANDLE)
+    }
+}
+
+impl Graphs {
+    /// A new graph of captured work.
+    pub(crate) fn add(&self, work: RawGraph) -> Handle {
+        self.0.lock().add(Kind::Graph, work)
+    }
+
+    fn work(&self, handle: Handle, kind: Kind) -> Answer<RawGraph> {
+        self.0.lock().get(handle, kind)
+    }
+}
+
+impl Life {
+    fn instantiate(&self, out: Out<'_, Handle>, graph: Handle) -> Answer {
+        let out = needed(out)?;
+        let mut table = self.graphs.0.lock();
+        let work = table.get(graph, Kind::Graph)?;
+        out.write(table.add(Kind::Executable, work));
+        Ok(())
+    }
+
+    /// Destroys a graph or an executable, and the work with the last of them.
+    fn destroy(&self, handle: Handle, kind: Kind) -> Answer {
+        let mut table = self.graphs.0.lock();
+        let work = table.get(handle, kind)?;
+        let others = table.live.iter().filter(|(other, (_, held))| **other != handle && *held == work).count();
+        if others == 0 {
+            self.sim.destroy_graph(work).map_err(code)?;
+        }
+        table.live.remove(&handle);
+        Ok(())
+    }
+}
+
+abi! {
+    /// Makes an executable from a graph. One for launches by the device is refused.
+    11040 cuGraphInstantiateWithFlags(call, executable: Out<'_, Handle>, graph: Handle, flags: u64) {
+        let life = call.life()?;
+        if flags & !FLAGS != 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        if flags & DEVICE_LAUNCH != 0 {
+            // Freeing memory on launch excludes it; beside that it is not supported here.
+            return Err(if flags & 1 != 0 { Code::INVALID_VALUE } else { Code::NOT_SUPPORTED });
+        }
+        life.instantiate(executable, graph)
+    }
+
+    /// An older shape of `cuGraphInstantiateWithFlags`; nothing is ever logged.
+    11000 cuGraphInstantiate_v2(
+        call, executable: Out<'_, Handle>, graph: Handle, _node: Out<'_, Handle>, _log: Out<'_, u8>, _capacity: usize,
+    ) {
+        call.life()?.instantiate(executable, graph)
+    }
+
+    /// Enqueues the work of an executable.
+    10000 cuGraphLaunch(call, executable: Handle, stream: Handle) {
+        let life = call.life()?;
+        let work = life.graphs.work(executable, Kind::Executable)?;
+        life.sim.launch_graph(work, RawStream(stream)).map_err(code)
+    }
+
+    /// Does nothing: an executable has nothing to upload here.
+    11010 cuGraphUpload(call, executable: Handle, stream: Handle) {
+        let life = call.life()?;
+        life.graphs.work(executable, Kind::Executable)?;
+        life.sim.stream_id(RawStream(stream)).map_err(code)?;
+        Ok(())
+    }
+
+    /// Destroys an executable. Its launches still run.
+    10000 cuGraphExecDestroy(call, executable: Handle) {
+        call.life()?.destroy(executable, Kind::Executable)
+    }
+
+    /// Destroys a graph. Executables made from it stay.
+    10000 cuGraphDestroy(call, graph: Handle) {
+        call.life()?.destroy(graph, Kind::Graph)
+    }
+
+    /// How many nodes a graph has. Their handles cannot be had.
+    10000 cuGraphGetNodes(call, graph: Handle, nodes: In<'_, Handle>, count: Out<'_, usize>) {
+        let life = call.life()?;
+        let work = life.graphs.work(graph, Kind::Graph)?;
+        let out = needed(count)?;
+        if nodes.is_some() {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        out.write(life.sim.graph_len(work).ok_or(Code::INVALID_HANDLE)?);
+        Ok(())
+    }
+}

@@ -1,0 +1,111 @@
+//! Page-locked host memory: allocated here, or the caller's own and registered.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+
+use aquifer_device::{Code, Driver as _, HostPtr};
+use parking_lot::Mutex;
+
+use crate::abi::{Answer, Out, abi, check_flags, code, needed};
+use crate::process::Life;
+
+/// Portable, mapped, write-combined.
+const ALLOC_FLAGS: u32 = 7;
+/// Portable, mapped, I/O memory, read-only.
+const REGISTER_FLAGS: u32 = 0xf;
+/// Memory of another device, which is not there to be registered.
+const IO_MEMORY: u32 = 4;
+
+/// A piece of page-locked memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Block {
+    pub(crate) start: usize,
+    pub(crate) bytes: usize,
+    flags: u32,
+}
+
+/// The page-locked memory by address.
+#[derive(Debug, Default)]
+pub(crate) struct Pinned(Mutex<BTreeMap<usize, Block>>);
+
+impl Pinned {
+    /// Bytes that are page-locked.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.0.lock().values().map(|block| block.bytes as u64).sum()
+    }
+
+    /// The piece that holds an address.
+    pub(crate) fn holding(&self, address: usize) -> Option<Block> {
+        let blocks = self.0.lock();
+        let (_, block) = blocks.range(..=address).next_back()?;
+        (address - block.start < block.bytes).then_some(*block)
+    }
+
+    fn add(&self, start: usize, bytes: usize, flags: u32) {
+        self.0.lock().insert(start, Block { start, bytes, flags });
+    }
+
+    fn remove(&self, start: usize) {
+        self.0.lock().remove(&start);
+    }
+}
+
+impl Life {
+    fn host_alloc(&self, out: Out<'_, usize>, bytes: usize, flags: u32) -> Answer {
+        check_flags(flags, ALLOC_FLAGS)?;
+        let out = needed(out)?;
+        let ptr = self.sim.host_alloc(bytes).map_err(code)?;
+        self.pinned.add(ptr.0, bytes, flags);
+        out.write(ptr.0);
+        Ok(())
+    }
+}
+
+abi! {
+    /// Allocates page-locked memory. All of it is cached and of this device alone, whatever the flags ask for.
+    2020 cuMemHostAlloc(call, ptr: Out<'_, usize>, bytes: usize, flags: u32) {
+        call.guarded_life()?.host_alloc(ptr, bytes, flags)
+    }
+
+    /// Allocates page-locked memory.
+    3020 cuMemAllocHost_v2(call, ptr: Out<'_, usize>, bytes: usize) {
+        call.guarded_life()?.host_alloc(ptr, bytes, 0)
+    }
+
+    /// Frees page-locked memory.
+    2000 cuMemFreeHost(call, ptr: usize) {
+        let life = call.guarded_life()?;
+        life.sim.host_free(HostPtr(ptr)).map_err(code)?;
+        life.pinned.remove(ptr);
+        Ok(())
+    }
+
+    /// Page-locks the caller's memory.
+    6050 cuMemHostRegister_v2(call, ptr: *mut c_void, bytes: usize, flags: u32) {
+        let life = call.guarded_life()?;
+        check_flags(flags, REGISTER_FLAGS)?;
+        if flags & IO_MEMORY != 0 {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        // SAFETY: the caller vouches for the memory until it is unregistered.
+        let registered = unsafe { life.sim.host_register(ptr.cast(), bytes) }.map_err(code)?;
+        life.pinned.add(registered.0, bytes, flags);
+        Ok(())
+    }
+
+    /// Undoes `cuMemHostRegister_v2`.
+    4000 cuMemHostUnregister(call, ptr: usize) {
+        let life = call.guarded_life()?;
+        life.sim.host_unregister(HostPtr(ptr)).map_err(code)?;
+        life.pinned.remove(ptr);
+        Ok(())
+    }
+
+    /// The flags that the memory was allocated or registered with.
+    2030 cuMemHostGetFlags(call, flags: Out<'_, u32>, ptr: usize) {
+        let life = call.life()?;
+        let out = needed(flags)?;
+        out.write(life.pinned.holding(ptr).ok_or(Code::INVALID_VALUE)?.flags);
+        Ok(())
+    }
+}
