@@ -1,17 +1,47 @@
 //! The device that a test runs on, and what the test does to it behind the allocator's back.
 //!
-//! The same tests can run on several drivers behind one interface; here is the simulated device itself.
+//! The same tests run on several drivers. The environment variable `AQUIFER_TEST_DRIVER` says which:
 //!
+//! | value | driver | control over the device |
+//! | --- | --- | --- |
+//! | `sim`, or none | the simulated device itself | all |
+//! | `standin` | the CUDA driver, on the simulated device that [`aquifer_standin`] puts behind CUDA's C ABI | all but lag |
+//! | `cuda` | the CUDA driver on the first real GPU | its memory is rationed, calls fail on order; no race detector |
 
+mod hardware;
 mod simulated;
+mod standin;
 
 use std::fmt;
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use aquifer_device::sim::{Fault, Lagging, SimConfig};
 use aquifer_device::{Device, Driver, Result, Stream};
+
+/// The variable that says which driver tests run on.
+pub const DRIVER: &str = "AQUIFER_TEST_DRIVER";
+
+/// Which driver tests run on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Simulated,
+    Standin,
+    Hardware,
+}
+
+impl Kind {
+    fn chosen() -> Kind {
+        static CHOSEN: OnceLock<Kind> = OnceLock::new();
+        *CHOSEN.get_or_init(|| match std::env::var(DRIVER).as_deref() {
+            Err(_) | Ok("sim") => Kind::Simulated,
+            Ok("standin") => Kind::Standin,
+            Ok("cuda") => Kind::Hardware,
+            Ok(other) => panic!("{DRIVER}={other}; known are sim, standin and cuda"),
+        })
+    }
+}
 
 /// What a test does to a device, or asks of it, that no program can.
 trait Controls: fmt::Debug + Send + Sync {
@@ -48,10 +78,24 @@ impl Subject {
 
     /// A device of its own that is like `config`.
     pub fn open(config: &SimConfig) -> Subject {
-        simulated::open(config)
+        match Kind::chosen() {
+            Kind::Simulated => simulated::open(config),
+            Kind::Standin => standin::open(config),
+            Kind::Hardware => hardware::open(config),
+        }
     }
 
-    /// A device that lags behind the program, which is a matter of the simulation alone.
+    /// Whether tests run on the simulated device itself, whose time they can read and which they can make lag.
+    pub fn is_simulated() -> bool {
+        Kind::chosen() == Kind::Simulated
+    }
+
+    /// Whether the devices of tests have a race detector, can be stalled at will, and lack what they are said to lack.
+    pub fn is_steered() -> bool {
+        Kind::chosen() != Kind::Hardware
+    }
+
+    /// A device that lags behind the program, which only the simulated device itself can be made to.
     pub fn lagging(config: &SimConfig, lag: u64) -> (Subject, Arc<Lagging>) {
         simulated::lagging(config, lag)
     }

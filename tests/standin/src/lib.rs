@@ -42,9 +42,11 @@ mod pointers;
 mod pools;
 mod process;
 mod ptx;
+mod rationed;
 mod streams;
 mod thread;
 mod vmm;
 
 pub use control::{Mapped, Number};
 pub use loader::{LoadError, Refused, Standin, StandinDevice, load};
+pub use rationed::Rationed;

@@ -7,7 +7,7 @@ use aquifer_tests::op::{FreeHow, Op, op};
 use aquifer_tests::runner;
 use aquifer_tests::setup::{Ending, Setup, setup};
 use aquifer_tests::world::World;
-use aquifer_tests::{BACKINGS, KIB, MIB, on};
+use aquifer_tests::{BACKINGS, KIB, MIB, Subject, on};
 use proptest::collection::vec;
 use proptest::strategy::Strategy;
 
@@ -190,7 +190,8 @@ fn random_programs_on(backing: Backing) {
     let longer = runner::count(0) > 0;
     let strategy = (setup(backing), vec(op(false), if longer { 100..200 } else { 20..40 }))
         .prop_filter("the statistics of long histories", |(setup, _)| setup.config.history < 100);
-    let programs = if longer { runner::count(0).div_ceil(400) } else { 6 };
+    let few = if Subject::is_simulated() { 6 } else { 2 };
+    let programs = if longer { runner::count(0).div_ceil(400) } else { few };
     runner::run_exactly(&format!("fault sweep on {backing}"), programs, (0, 1), &strategy, |(setup, program)| {
         sweep(&setup, &program);
     });

@@ -87,7 +87,7 @@ fn item_96_and_97_the_json_is_what_viewers_read() {
     let sum: u64 = blocks.iter().map(|block| block["size"].as_u64().unwrap()).sum();
     assert_eq!(Some(sum), segment["total_size"].as_u64());
     assert_eq!((&segment["segment_type"], &blocks[0]["state"]), (&"small".into(), &"active_allocated".into()));
-    let trace = json["device_traces"][0].as_array().unwrap();
+    let trace = json["device_traces"][bench.device.info().ordinal as usize].as_array().unwrap();
     let names: Vec<_> = trace.iter().map(|entry| entry["action"].as_str().unwrap()).collect();
     assert_eq!(names, ["segment_alloc", "alloc", "oom"]);
     assert!(trace[2]["device_free"].is_u64() && trace[2].get("addr").is_none());

@@ -96,7 +96,10 @@ fn launches_are_checked() {
     arguments[1] = (&raw mut bytes).cast();
     assert_eq!(launch(fill, 64 << 10, &mut arguments), 1, "more shared memory than it may have");
     let most = Attr::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    assert_eq!([call!(cuFuncSetAttribute(fill, most, 64 << 10)), call!(cuFuncSetAttribute(fill, most, 1 << 20))], [0, 1]);
+    assert_eq!(
+        [call!(cuFuncSetAttribute(fill, most, 64 << 10)), call!(cuFuncSetAttribute(fill, most, 1 << 20))],
+        [0, 1]
+    );
     assert_eq!(launch(fill, 64 << 10, &mut arguments), 0);
     let mut value = 0;
     assert_eq!((call!(cuFuncGetAttribute(&mut value, most, fill)), value), (0, 64 << 10));

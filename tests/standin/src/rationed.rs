@@ -1,0 +1,340 @@
+//! A driver that gives out less memory than its device has, and whose calls fail on order.
+//!
+//! It counts what plain allocations and physical memory take, and answers as a device of that size would. A fault strikes before
+//! the call does anything.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use aquifer_device::sim::{Fault, SimConfig};
+use aquifer_device::{
+    AccessKind, Attribute, CaptureStatus, Code, Copy2d, CopyPart, DeviceError, DeviceInfo, DevicePtr, Driver,
+    ErrorKind, HostPtr, Launch, MemoryInfo, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule,
+    RawPhysical, RawStream, Result, StreamFlags,
+};
+use parking_lot::Mutex;
+
+/// Plain allocations take whole pieces of this many bytes from the ration.
+const ROUNDING: u64 = 512;
+
+/// A driver whose memory is rationed.
+///
+/// ```
+/// use aquifer_device::sim::{SimConfig, SimDriver};
+/// use aquifer_device::Driver;
+/// use aquifer_standin::Rationed;
+/// let large = SimDriver::new(SimConfig::new(1 << 30));
+/// let small = Rationed::new(large, &SimConfig::new(4 << 20));
+/// let taken = small.alloc(3 << 20)?;
+/// assert!(small.alloc(2 << 20).unwrap_err().is_out_of_memory());
+/// small.free(taken)?;
+/// assert_eq!(small.memory_info()?.free, 4 << 20);
+/// # Ok::<(), aquifer_device::DeviceError>(())
+/// ```
+#[derive(Debug)]
+pub struct Rationed {
+    gpu: Arc<dyn Driver>,
+    info: DeviceInfo,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    plain: HashMap<DevicePtr, u64>,
+    physical: HashMap<RawPhysical, Physical>,
+    mapped: HashMap<DevicePtr, RawPhysical>,
+    used: u64,
+    reserved: u64,
+    other: u64,
+    calls: u64,
+    /// Faults, and the calls that each has counted.
+    faults: Vec<(Fault, u64)>,
+    lost: Option<Code>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Physical {
+    bytes: u64,
+    mappings: u64,
+    released: bool,
+}
+
+impl Rationed {
+    /// The ration, and what the device cannot do, are those of `config`.
+    pub fn new(gpu: Arc<dyn Driver>, config: &SimConfig) -> Rationed {
+        let mut info = gpu.info().clone();
+        info.total_bytes = config.capacity_bytes;
+        info.granularity_bytes = info.granularity_bytes.filter(|_| config.vmm);
+        let other = config.other_process_bytes;
+        Rationed { gpu, info, state: Mutex::new(State { other, faults: faults(config), ..State::default() }) }
+    }
+
+    /// The driver below, which knows no ration.
+    pub fn below(&self) -> &dyn Driver {
+        &*self.gpu
+    }
+
+    /// Adds a fault, which counts calls from now on. Rates and spikes have no effect here.
+    pub fn inject(&self, fault: Fault) {
+        self.state.lock().faults.push((fault, 0));
+    }
+
+    /// Removes all faults. A lost device stays lost.
+    pub fn clear_faults(&self) {
+        self.state.lock().faults.clear();
+    }
+
+    /// Calls so far, failed ones included.
+    pub fn calls_made(&self) -> u64 {
+        self.state.lock().calls
+    }
+
+    /// The part of the ration that is somebody else's from now on, in bytes.
+    pub fn set_other_process_bytes(&self, bytes: u64) {
+        self.state.lock().other = bytes;
+    }
+
+    /// A call begins: it is counted, and fails where a fault strikes.
+    fn enter(&self, operation: Operation) -> Result<&dyn Driver> {
+        match self.state.lock().strike(operation) {
+            None => Ok(&*self.gpu),
+            Some(code) => Err(DeviceError::new(operation, code).with_detail("injected fault")),
+        }
+    }
+
+    fn free(&self, state: &State) -> u64 {
+        self.info.total_bytes.saturating_sub(state.other).saturating_sub(state.used)
+    }
+
+    /// Takes memory from the ration, makes the call, and gives it back if that fails.
+    fn take<T>(&self, operation: Operation, bytes: u64, call: impl FnOnce(&dyn Driver) -> Result<T>) -> Result<T> {
+        let gpu = self.enter(operation)?;
+        let mut state = self.state.lock();
+        let limit = state.faults.iter().filter_map(|(fault, _)| match fault {
+            Fault::OutOfMemoryAt { bytes } => Some(bytes.saturating_sub(state.used)),
+            _ => None,
+        });
+        if bytes > self.free(&state).min(limit.min().unwrap_or(u64::MAX)) {
+            return Err(DeviceError::new(operation, Code::OUT_OF_MEMORY).with_detail("beyond the ration"));
+        }
+        state.used += bytes;
+        drop(state);
+        call(gpu).inspect_err(|_| self.state.lock().used -= bytes)
+    }
+}
+
+/// The faults of a configuration, none of which has counted a call.
+fn faults(config: &SimConfig) -> Vec<(Fault, u64)> {
+    config.faults.iter().map(|fault| (fault.clone(), 0)).collect()
+}
+
+impl State {
+    fn strike(&mut self, operation: Operation) -> Option<Code> {
+        self.calls += 1;
+        if self.lost.is_some() {
+            return self.lost;
+        }
+        let mut struck = None;
+        for (fault, counted) in &mut self.faults {
+            let (concerned, nth, code) = match *fault {
+                Fault::Nth { operation: None, nth, code } => (true, nth, code),
+                Fault::Nth { operation: Some(only), nth, code } => (only == operation, nth, code),
+                Fault::LostAt { nth } => (true, nth, Code(999)),
+                _ => continue,
+            };
+            *counted += u64::from(concerned);
+            if concerned && *counted == nth {
+                let lost = matches!(fault, Fault::LostAt { .. }) || code.kind() == ErrorKind::DeviceLost;
+                // The code of a lost device, as far as any will do.
+                struck = Some(if lost && code.kind() != ErrorKind::DeviceLost { Code::LAUNCH_FAILED } else { code });
+                self.lost = struck.filter(|_| lost);
+            }
+        }
+        struck
+    }
+
+    /// Physical memory goes when it is released and mapped nowhere.
+    fn settle(&mut self, physical: RawPhysical) {
+        if let Some(&Physical { bytes, mappings: 0, released: true }) = self.physical.get(&physical) {
+            self.physical.remove(&physical);
+            self.used -= bytes;
+        }
+    }
+}
+
+/// Methods that only enter and are passed on.
+macro_rules! pass_on {
+    ($($operation:ident => $method:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {$(
+        fn $method(&self, $($arg: $type),*) -> Result<$result> {
+            self.enter(Operation::$operation)?.$method($($arg),*)
+        }
+    )*};
+}
+
+impl Driver for Rationed {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    pass_on! {
+        Attribute => attribute(attribute: Attribute) -> u64;
+        CreateStream => create_stream(flags: StreamFlags) -> RawStream;
+        DestroyStream => destroy_stream(stream: RawStream) -> ();
+        SynchronizeStream => synchronize_stream(stream: RawStream) -> ();
+        QueryStream => query_stream(stream: RawStream) -> bool;
+        CreateEvent => create_event(timing: bool) -> RawEvent;
+        DestroyEvent => destroy_event(event: RawEvent) -> ();
+        Record => record(event: RawEvent, stream: RawStream) -> ();
+        Wait => wait(stream: RawStream, event: RawEvent) -> ();
+        QueryEvent => query_event(event: RawEvent) -> bool;
+        SynchronizeEvent => synchronize_event(event: RawEvent) -> ();
+        ElapsedTime => elapsed_ms(start: RawEvent, end: RawEvent) -> f64;
+        Synchronize => synchronize() -> ();
+        CopyOnDevice => copy_on_device(dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> ();
+        Memset => memset(ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> ();
+        BeginCapture => begin_capture(stream: RawStream) -> ();
+        EndCapture => end_capture(stream: RawStream) -> RawGraph;
+        LaunchGraph => launch_graph(graph: RawGraph, stream: RawStream) -> ();
+        DestroyGraph => destroy_graph(graph: RawGraph) -> ();
+        HostAlloc => host_alloc(bytes: usize) -> HostPtr;
+        HostFree => host_free(ptr: HostPtr) -> ();
+        HostUnregister => host_unregister(ptr: HostPtr) -> ();
+        LoadModule => load_module(ptx: &str) -> RawModule;
+        UnloadModule => unload_module(module: RawModule) -> ();
+        CaptureStatus => capture_status(stream: RawStream) -> CaptureStatus;
+        StreamId => stream_id(stream: RawStream) -> Option<u64>;
+        PoolUsage => pool_usage() -> PoolUsage;
+        TrimPool => trim_pool(keep: u64) -> ();
+        CanAccessPeer => can_access_peer(peer: u32) -> bool;
+        SetAccess => set_access(ptr: DevicePtr, bytes: u64, devices: &[u32]) -> ();
+    }
+
+    fn memory_info(&self) -> Result<MemoryInfo> {
+        self.enter(Operation::MemoryInfo)?;
+        let free = self.free(&self.state.lock());
+        Ok(MemoryInfo { free, total: self.info.total_bytes })
+    }
+
+    fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
+        let taken = bytes.checked_next_multiple_of(ROUNDING).unwrap_or(u64::MAX);
+        let ptr = self.take(Operation::Alloc, taken, |gpu| gpu.alloc(bytes))?;
+        self.state.lock().plain.insert(ptr, taken);
+        Ok(ptr)
+    }
+
+    fn free(&self, ptr: DevicePtr) -> Result<()> {
+        self.enter(Operation::Free)?.free(ptr)?;
+        let mut state = self.state.lock();
+        state.used -= state.plain.remove(&ptr).unwrap_or(0);
+        Ok(())
+    }
+
+    fn alloc_async(&self, bytes: u64, stream: RawStream) -> Result<DevicePtr> {
+        let taken = bytes.checked_next_multiple_of(ROUNDING).unwrap_or(u64::MAX);
+        let ptr = self.take(Operation::AllocAsync, taken, |gpu| gpu.alloc_async(bytes, stream))?;
+        self.state.lock().plain.insert(ptr, taken);
+        Ok(ptr)
+    }
+
+    fn free_async(&self, ptr: DevicePtr, stream: RawStream) -> Result<()> {
+        self.enter(Operation::FreeAsync)?.free_async(ptr, stream)?;
+        let mut state = self.state.lock();
+        state.used -= state.plain.remove(&ptr).unwrap_or(0);
+        Ok(())
+    }
+
+    fn reserve(&self, bytes: u64) -> Result<DevicePtr> {
+        let gpu = self.enter(Operation::Reserve)?;
+        let most = 4 * self.info.total_bytes.next_multiple_of(self.info.granularity_bytes.unwrap_or(1));
+        let mut state = self.state.lock();
+        if bytes > most.saturating_sub(state.reserved) {
+            let error = DeviceError::new(Operation::Reserve, Code::OUT_OF_MEMORY);
+            return Err(error.with_kind(ErrorKind::OutOfAddresses));
+        }
+        let ptr = gpu.reserve(bytes)?;
+        state.reserved += bytes;
+        Ok(ptr)
+    }
+
+    fn unreserve(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        self.enter(Operation::Unreserve)?.unreserve(ptr, bytes)?;
+        self.state.lock().reserved -= bytes;
+        Ok(())
+    }
+
+    fn create_physical(&self, bytes: u64, options: PhysicalOptions) -> Result<RawPhysical> {
+        let create = |gpu: &dyn Driver| gpu.create_physical(bytes, options);
+        let physical = self.take(Operation::CreatePhysical, bytes, create)?;
+        self.state.lock().physical.insert(physical, Physical { bytes, mappings: 0, released: false });
+        Ok(physical)
+    }
+
+    fn release_physical(&self, physical: RawPhysical) -> Result<()> {
+        self.enter(Operation::ReleasePhysical)?.release_physical(physical)?;
+        let mut state = self.state.lock();
+        if let Some(known) = state.physical.get_mut(&physical) {
+            known.released = true;
+        }
+        state.settle(physical);
+        Ok(())
+    }
+
+    fn map(&self, ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> Result<()> {
+        self.enter(Operation::Map)?.map(ptr, bytes, physical)?;
+        let mut state = self.state.lock();
+        state.mapped.insert(ptr, physical);
+        if let Some(known) = state.physical.get_mut(&physical) {
+            known.mappings += 1;
+        }
+        Ok(())
+    }
+
+    fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        self.enter(Operation::Unmap)?.unmap(ptr, bytes)?;
+        let mut state = self.state.lock();
+        let gone: Vec<_> =
+            state.mapped.iter().filter(|(at, _)| ptr.range(bytes).contains(&at.0)).map(|(&at, _)| at).collect();
+        for at in gone {
+            let Some(physical) = state.mapped.remove(&at) else { continue };
+            if let Some(known) = state.physical.get_mut(&physical) {
+                known.mappings -= 1;
+            }
+            state.settle(physical);
+        }
+        Ok(())
+    }
+
+    fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()> {
+        self.gpu.host_access(ptr, bytes, kind)
+    }
+
+    unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about `src` is passed on unchanged.
+        unsafe { self.enter(Operation::CopyToDevice)?.copy_to_device(dst, src, bytes, stream) }
+    }
+
+    unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about `dst` is passed on unchanged.
+        unsafe { self.enter(Operation::CopyToHost)?.copy_to_host(dst, src, bytes, stream) }
+    }
+
+    unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
+        // SAFETY: the caller's promise about the memory is passed on unchanged.
+        unsafe { self.enter(Operation::HostRegister)?.host_register(ptr, bytes) }
+    }
+
+    unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about host memory is passed on unchanged.
+        unsafe { self.enter(Operation::Copy2d)?.copy_2d(copy, stream) }
+    }
+
+    unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about host memory is passed on unchanged.
+        unsafe { self.enter(Operation::CopyBatch)?.copy_batch(copies, stream) }
+    }
+
+    unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about the kernel is passed on unchanged.
+        unsafe { self.enter(Operation::Launch)?.launch(launch, stream) }
+    }
+}

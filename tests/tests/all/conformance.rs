@@ -1,0 +1,56 @@
+//! These tests again, on other drivers: the whole program is run as a child with `AQUIFER_TEST_DRIVER` set.
+
+use std::io::Write;
+use std::process::Command;
+
+use aquifer_tests::subject::DRIVER;
+
+/// Runs every test but these on a driver.
+fn run_on(driver: &str) {
+    let program = std::env::current_exe().unwrap();
+    let child = Command::new(program).args(["--skip", "conformance::"]).env(DRIVER, driver).output().unwrap();
+    let text = String::from_utf8_lossy(&child.stdout);
+    assert!(child.status.success(), "{text}\n{}", String::from_utf8_lossy(&child.stderr));
+    let summary = text.lines().find(|line| line.starts_with("test result")).unwrap_or_default();
+    say(&format!("on {driver}: {summary}"));
+}
+
+/// Says something that is seen even if the test passes.
+fn say(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
+
+/// Whether this is the program that runs the others.
+fn is_first() -> bool {
+    std::env::var_os(DRIVER).is_none()
+}
+
+#[test]
+fn the_same_tests_pass_on_the_cuda_driver_over_the_standin() {
+    match aquifer_standin::load() {
+        _ if !is_first() => {}
+        Ok(_) => run_on("standin"),
+        Err(error) => say(&format!("skipped: {error}")),
+    }
+}
+
+#[test]
+fn the_same_tests_pass_on_the_cuda_driver_over_a_gpu() {
+    // Asked in a process of its own: in this one the stand-in may have taken the driver's place.
+    if !is_first() {
+        return;
+    }
+    let program = std::env::current_exe().unwrap();
+    let asked =
+        Command::new(program).args(["--exact", "conformance::a_gpu_can_be_used", "--ignored"]).output().unwrap();
+    match asked.status.success() {
+        true => run_on("cuda"),
+        false => say("skipped: no GPU, so these tests did not run on one"),
+    }
+}
+
+#[test]
+#[ignore = "asked by the test of the same tests on a GPU"]
+fn a_gpu_can_be_used() {
+    drop(aquifer_device::get(0).unwrap());
+}
