@@ -63,7 +63,8 @@ impl Side {
             }
             DEVICE | UNIFIED => {
                 let address = self.device.checked_add(offset as u64).ok_or(Code::INVALID_VALUE)?;
-                let place = if self.kind == DEVICE { Ok(Place::Device(DevicePtr(address))) } else { place(life, address) };
+                let place =
+                    if self.kind == DEVICE { Ok(Place::Device(DevicePtr(address))) } else { place(life, address) };
                 place.map(Start::Known)
             }
             ARRAY => Err(Code::NOT_SUPPORTED),
@@ -164,7 +165,8 @@ impl Batch<'_> {
     /// # Safety
     /// As [`aquifer_device::Driver::copy_batch`].
     unsafe fn enqueue(&self, life: &Life, stream: Handle) -> Answer {
-        let orders = self.attributes.iter().all(|attributes| (1..=3).contains(&attributes.order) && attributes.flags <= 1);
+        let orders =
+            self.attributes.iter().all(|attributes| (1..=3).contains(&attributes.order) && attributes.flags <= 1);
         let rising = self.firsts.first() == Some(&0) && self.firsts.is_sorted_by(|a, b| a < b);
         let inside = self.firsts.last().is_some_and(|&last| last < self.sizes.len());
         // The documentation excludes the legacy stream.

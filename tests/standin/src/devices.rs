@@ -15,28 +15,28 @@ const ATTRIBUTE_MAX: i32 = 144;
 ///
 /// Source: the table of technical specifications in the CUDA C++ programming guide.
 const FIXED: &[(i32, i32)] = &[
-    (1, 1024),                // threads of a block
-    (2, 1024),                // extents of a block
+    (1, 1024), // threads of a block
+    (2, 1024), // extents of a block
     (3, 1024),
     (4, 64),
-    (5, i32::MAX),            // extents of a grid
+    (5, i32::MAX), // extents of a grid
     (6, 65535),
     (7, 65535),
-    (8, 48 << 10),            // shared memory of a block
-    (9, 64 << 10),            // constant memory
-    (10, 32),                 // threads of a warp
-    (11, i32::MAX),           // pitch of a copy
-    (12, 65536),              // registers of a block
-    (14, 512),                // alignment of textures
-    (15, 1),                  // copies beside kernels
-    (31, 1),                  // kernels beside kernels
-    (39, 2048),               // threads of a multiprocessor
-    (41, 1),                  // one address space for host and devices
-    (78, 1),                  // stream priorities
-    (82, 65536),              // registers of a multiprocessor
-    (91, 0),                  // registered host memory has a device address of its own
-    (97, 227 << 10),          // shared memory of a block that asks for it
-    (99, 1),                  // host memory can be registered
+    (8, 48 << 10),   // shared memory of a block
+    (9, 64 << 10),   // constant memory
+    (10, 32),        // threads of a warp
+    (11, i32::MAX),  // pitch of a copy
+    (12, 65536),     // registers of a block
+    (14, 512),       // alignment of textures
+    (15, 1),         // copies beside kernels
+    (31, 1),         // kernels beside kernels
+    (39, 2048),      // threads of a multiprocessor
+    (41, 1),         // one address space for host and devices
+    (78, 1),         // stream priorities
+    (82, 65536),     // registers of a multiprocessor
+    (91, 0),         // registered host memory has a device address of its own
+    (97, 227 << 10), // shared memory of a block that asks for it
+    (99, 1),         // host memory can be registered
 ];
 
 /// Attributes that the simulated device knows.
@@ -92,13 +92,7 @@ enum Missing {
     TooNew,
 }
 
-fn proc_address(
-    symbol: &str,
-    out: Out<'_, *mut c_void>,
-    version: i32,
-    flags: u64,
-    status: Out<'_, u32>,
-) -> Answer {
+fn proc_address(symbol: &str, out: Out<'_, *mut c_void>, version: i32, flags: u64, status: Out<'_, u32>) -> Answer {
     let out = needed(out)?;
     // 1 asks for the legacy stream where none is named, which is what all functions here do.
     if flags > 1 {

@@ -95,7 +95,8 @@ mod tests {
     use super::*;
 
     fn read(variables: &[(&str, &str)]) -> Result<Environment, String> {
-        let find = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned());
+        let find =
+            |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned());
         Environment::from(find)
     }
 

@@ -59,9 +59,10 @@ struct Paths<'a>(&'a [PathBuf]);
 
 impl fmt::Display for Paths<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().enumerate().try_for_each(|(place, path)| {
-            write!(f, "{}{}", if place > 0 { ", " } else { "" }, path.display())
-        })
+        self.0
+            .iter()
+            .enumerate()
+            .try_for_each(|(place, path)| write!(f, "{}{}", if place > 0 { ", " } else { "" }, path.display()))
     }
 }
 
@@ -138,7 +139,8 @@ fn find() -> Result<PathBuf, LoadError> {
     }
     let program = std::env::current_exe().unwrap_or_default();
     let folders = program.ancestors().skip(1).take(2);
-    let searched: Vec<PathBuf> = folders.flat_map(|folder| [folder.join(FILE), folder.join("deps").join(FILE)]).collect();
+    let searched: Vec<PathBuf> =
+        folders.flat_map(|folder| [folder.join(FILE), folder.join("deps").join(FILE)]).collect();
     let found = searched.iter().find(|path| path.is_file()).cloned();
     found.ok_or(LoadError::Missing { name: FILE.to_owned(), searched })
 }
@@ -449,10 +451,7 @@ fn text_argument(what: &'static str, text: &str) -> Result<CString, Refused> {
 }
 
 /// The result of a control function, which it stores if it succeeds.
-fn out<T: Default>(
-    what: &'static str,
-    call: impl FnOnce(Option<&mut MaybeUninit<T>>) -> u32,
-) -> Result<T, Refused> {
+fn out<T: Default>(what: &'static str, call: impl FnOnce(Option<&mut MaybeUninit<T>>) -> u32) -> Result<T, Refused> {
     let mut result = MaybeUninit::new(T::default());
     answer(what, call(Some(&mut result)))?;
     // SAFETY: initialised above.

@@ -13,7 +13,7 @@ use aquifer_kernels::Kernel;
 use parking_lot::Mutex;
 
 use crate::abi::{
-    Answer, Call, Handle, In, INVALID_PTX, LAUNCH_OUT_OF_RESOURCES, NO_BINARY_FOR_GPU, NOT_FOUND, Out,
+    Answer, Call, Handle, INVALID_PTX, In, LAUNCH_OUT_OF_RESOURCES, NO_BINARY_FOR_GPU, NOT_FOUND, Out,
     UNSUPPORTED_PTX_VERSION, abi, code, needed, string,
 };
 use crate::process::{Life, Process};

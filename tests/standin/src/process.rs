@@ -55,9 +55,11 @@ impl Process {
 
     fn new(environment: Result<Environment, String>) -> Process {
         let process = Process {
-            orders: environment.as_ref().ok().filter(|environment| !environment.orders.is_empty()).map(|environment| {
-                Mutex::new(Orders::new(environment.orders.clone()))
-            }),
+            orders: environment
+                .as_ref()
+                .ok()
+                .filter(|environment| !environment.orders.is_empty())
+                .map(|environment| Mutex::new(Orders::new(environment.orders.clone()))),
             started: AtomicBool::new(false),
             devices: RwLock::default(),
             contexts: RwLock::default(),

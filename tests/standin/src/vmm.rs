@@ -53,7 +53,11 @@ const READ_WRITE: u32 = 3;
 impl Properties {
     /// The device that the memory is to be on.
     fn ordinal(&self) -> Answer<i32> {
-        if self.kind == PINNED && self.location.kind == ON_DEVICE { Ok(self.location.id) } else { Err(Code::INVALID_VALUE) }
+        if self.kind == PINNED && self.location.kind == ON_DEVICE {
+            Ok(self.location.id)
+        } else {
+            Err(Code::INVALID_VALUE)
+        }
     }
 
     fn options(&self) -> Answer<PhysicalOptions> {
