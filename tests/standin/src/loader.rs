@@ -163,13 +163,12 @@ fn described(error: libloading::Error) -> String {
 #[cfg(target_os = "linux")]
 fn without(path: &Path, symbols: &[&str]) -> Result<PathBuf, String> {
     let mut image = std::fs::read(path).map_err(|error| error.to_string())?;
-    for symbol in symbols {
-        let name = [b"\0", symbol.as_bytes(), b"\0"].concat();
-        let mut from = 0;
-        while let Some(at) = image[from..].windows(name.len()).position(|window| window == name) {
-            image[from + at + 1] = b'-';
-            from += at + name.len() - 1;
+    let mut start = 0;
+    while let Some(length) = image[start..].iter().position(|&byte| byte == 0) {
+        if symbols.iter().any(|symbol| symbol.as_bytes() == &image[start..start + length]) {
+            image[start] = b'-';
         }
+        start += length + 1;
     }
     let copy = std::env::temp_dir().join(format!("aquifer-standin-{}.so", std::process::id()));
     std::fs::write(&copy, image).map_err(|error| format!("{}: {error}", copy.display()))?;
