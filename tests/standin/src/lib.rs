@@ -43,6 +43,7 @@ mod pools;
 mod process;
 mod ptx;
 mod streams;
+mod text;
 mod thread;
 mod vmm;
 

@@ -9,11 +9,13 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use aquifer_device::Code;
+use aquifer_device::sim::{Fault, SimConfig};
 use libloading::Library;
 
 use crate::control::{Buffer, Mapped, Number, PROTOCOL, SEPARATOR};
 use crate::environment::Environment;
 use crate::exports;
+use crate::text;
 
 /// Names the library where it is not beside the test.
 const LIBRARY: &str = "AQUIFER_STANDIN_LIBRARY";
@@ -263,6 +265,15 @@ impl Standin {
         Ok(StandinDevice { standin: self, ordinal, removed_on_drop: true })
     }
 
+    /// As [`Standin::add_device`], with a device like `config`. Its ordinal is not that of the configuration.
+    ///
+    /// # Errors
+    /// When the device would panic on violations, which no panic could tell beyond the library, or there are too many devices.
+    pub fn add_device_like(&'static self, config: &SimConfig) -> Result<StandinDevice, Refused> {
+        let unsaid = "text cannot say this configuration";
+        self.add_device(&text::config(config).ok_or_else(|| unsupported("standin_add_device", unsaid))?)
+    }
+
     /// A device of the environment, by ordinal. It stays when the result is dropped.
     pub fn device(&'static self, ordinal: u32) -> StandinDevice {
         StandinDevice { standin: self, ordinal, removed_on_drop: false }
@@ -337,6 +348,15 @@ impl StandinDevice {
             unsafe { (self.functions().standin_inject)(self.ordinal, faults.as_ptr(), text) }
         })
         .map(|_| ())
+    }
+
+    /// As [`StandinDevice::inject`].
+    ///
+    /// # Errors
+    /// When text cannot say it: a fault that is newer than this crate.
+    pub fn inject_fault(&self, fault: &Fault) -> Result<(), Refused> {
+        let unsaid = || unsupported("standin_inject", "text cannot say this fault");
+        self.inject(&text::fault(fault).ok_or_else(unsaid)?)
     }
 
     /// Removes all faults. A lost device stays lost.
@@ -435,6 +455,10 @@ impl StandinDevice {
 
 fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+fn unsupported(what: &'static str, text: &str) -> Refused {
+    Refused { what, code: Code::NOT_SUPPORTED, text: text.to_owned() }
 }
 
 /// The outcome of a control function.
