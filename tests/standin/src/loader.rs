@@ -1,6 +1,5 @@
 //! Loading the stand-in into a test, and steering it without unsafe code.
 
-use std::error::Error as _;
 use std::ffi::{CString, c_char};
 use std::fmt;
 use std::mem::MaybeUninit;
@@ -13,7 +12,9 @@ use aquifer_device::sim::{Fault, SimConfig};
 use libloading::Library;
 
 use crate::control::{Buffer, Mapped, Number, PROTOCOL, SEPARATOR};
+#[cfg(target_os = "linux")]
 use crate::environment::Environment;
+#[cfg(target_os = "linux")]
 use crate::exports;
 use crate::text;
 
@@ -157,6 +158,7 @@ fn load_library(path: &Path) -> Result<&'static Library, String> {
 /// An error with its causes.
 #[cfg(target_os = "linux")]
 fn described(error: libloading::Error) -> String {
+    use std::error::Error as _;
     let causes = std::iter::successors(error.source(), |&cause| cause.source());
     causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }

@@ -162,6 +162,8 @@ fn rows_are_copied_from_pageable_and_page_locked_memory() {
     let mut narrow = rows(host, ptr);
     narrow.dstPitch = 6;
     assert_eq!(call!(cuMemcpy2D_v2(&narrow)), 1, "a row does not fit into the pitch");
+    let tall = CUDA_MEMCPY2D { Height: usize::MAX, ..rows(data.as_ptr(), ptr) };
+    assert_eq!(call!(cuMemcpy2D_v2(&tall)), 1, "rows without end");
     narrow = CUDA_MEMCPY2D { dstMemoryType: CUmemorytype::CU_MEMORYTYPE_ARRAY, ..rows(host, ptr) };
     assert_eq!([call!(cuMemcpy2D_v2(&narrow)), call!(cuMemcpy2D_v2(std::ptr::null()))], [801, 1]);
     card.assert_no_violation();
