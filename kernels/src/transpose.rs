@@ -56,6 +56,9 @@ impl<T: Bytes> Work for Transpose<T> {
     fn run(&self, memory: &mut dyn KernelMemory) -> Result<()> {
         // In tiles, so that neither side is touched element by element.
         const SIDE: u64 = 128;
+        if self.columns == 0 {
+            return Ok(());
+        }
         for row in (0..self.rows).step_by(SIDE as usize) {
             for column in (0..self.columns).step_by(SIDE as usize) {
                 let (down, across) = (SIDE.min(self.rows - row), SIDE.min(self.columns - column));
