@@ -123,10 +123,8 @@ impl Oracle<bf16> for f64 {
     }
 }
 
-trait Nan {
-    const CANONICAL: Option<Self>
-    where
-        Self: Sized;
+trait Nan: Sized {
+    const CANONICAL: Option<Self>;
 
     fn is_nan_of(self) -> bool;
 }

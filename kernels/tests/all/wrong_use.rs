@@ -214,11 +214,15 @@ fn old_devices_are_told_apart() {
     }
 }
 
+fn nth(operation: Operation, nth: u64, code: Code) -> Failing {
+    Failing::Nth { operation: Some(operation), nth, code }
+}
+
 #[test]
 fn a_driver_that_fails_leaves_everything_usable() {
     let sim = SimDriver::new(SimConfig::new(64 << 20));
     // The third module cannot be loaded; the others are unloaded.
-    sim.inject(Failing::nth(Operation::LoadModule, 3, Code::OUT_OF_MEMORY));
+    sim.inject(nth(Operation::LoadModule, 3, Code::OUT_OF_MEMORY));
     let device = Device::new(sim.clone());
     let failed = Kernels::load(&device).unwrap_err();
     assert!(matches!(&failed, KernelError::Device(error) if error.is_out_of_memory()), "{failed}");
@@ -229,7 +233,7 @@ fn a_driver_that_fails_leaves_everything_usable() {
     let other = bench.device.create_stream().unwrap();
     let mut memory = bench.upload(&[1u8; 100]);
     for operation in [Operation::Record, Operation::Wait, Operation::Launch] {
-        sim.inject(Failing::nth(operation, 1, Code(999)));
+        sim.inject(nth(operation, 1, Code(999)));
         let failed = bench.kernels.fill(&other, &mut memory, 2u8).unwrap_err();
         assert!(failed.to_string().contains(operation.name()), "{failed}");
     }
