@@ -54,6 +54,11 @@ fn precise(from: &[f64]) -> (f64, f64, f64) {
     (high, low, magnitude)
 }
 
+/// The bits of a number; NaN, which infinities make, has none of its own.
+fn number(value: f32) -> Option<u32> {
+    (!value.is_nan()).then_some(value.to_bits())
+}
+
 fn modest() -> impl Strategy<Value = Vec<f64>> {
     lens().prop_flat_map(|len| {
         let number = (-1f64..1.0, -30i32..30).prop_map(|(mantissa, exponent)| mantissa * 2f64.powi(exponent));
@@ -91,13 +96,13 @@ proptest! {
 
         let singles: Vec<f32> = values.iter().map(|&x| x as f32).collect();
         let wide: Vec<f64> = singles.iter().map(|&x| x.into()).collect();
-        prop_assert_eq!(sum::<f32, f32>(&bench, &singles, shift).to_bits(), (by_the_book(&wide, 4) as f32).to_bits());
+        prop_assert_eq!(number(sum::<f32, f32>(&bench, &singles, shift)), number(by_the_book(&wide, 4) as f32));
         let halves: Vec<f16> = values.iter().map(|&x| f16::from_f64(x)).collect();
         let wide: Vec<f64> = halves.iter().map(|&x| x.into()).collect();
-        prop_assert_eq!(sum::<f16, f32>(&bench, &halves, shift).to_bits(), (by_the_book(&wide, 2) as f32).to_bits());
+        prop_assert_eq!(number(sum::<f16, f32>(&bench, &halves, shift)), number(by_the_book(&wide, 2) as f32));
         let brains: Vec<bf16> = values.iter().map(|&x| bf16::from_f64(x)).collect();
         let wide: Vec<f64> = brains.iter().map(|&x| x.into()).collect();
-        prop_assert_eq!(sum::<bf16, f32>(&bench, &brains, shift).to_bits(), (by_the_book(&wide, 2) as f32).to_bits());
+        prop_assert_eq!(number(sum::<bf16, f32>(&bench, &brains, shift)), number(by_the_book(&wide, 2) as f32));
     }
 }
 
