@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::capture::Capture;
 use crate::context::Context;
-use crate::driver::{DevicePtr, Driver, RawStream};
+use crate::driver::{DevicePtr, Driver, DriverKind, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::event::Event;
 use crate::launch::{Access, Launch};
@@ -172,13 +172,18 @@ impl Stream {
         unsafe { self.0.context.driver.launch(launch, raw) }
     }
 
+    /// Whether the stream is one of a simulated device, which computes nothing that nobody asks for: see [`Stream::touch`].
+    pub fn is_simulated(&self) -> bool {
+        self.0.context.driver.info().kind == DriverKind::Simulated
+    }
+
     /// Enqueues work that takes its modelled time, touches the given ranges and computes nothing: a stand-in for a kernel
     /// on the simulated device, where it feeds the race detector.
     ///
     /// # Errors
     /// Those of the driver; not supported on real hardware.
     pub fn touch(&self, name: &'static str, accesses: &[Access]) -> Result<()> {
-        if self.0.context.driver.info().kind != crate::DriverKind::Simulated {
+        if !self.is_simulated() {
             return Err(DeviceError::new(Operation::Launch, Code::NOT_SUPPORTED)
                 .with_detail("`touch` runs no kernel and exists on the simulated device only"));
         }

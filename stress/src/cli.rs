@@ -1,6 +1,7 @@
 //! The command line.
 
 mod compare;
+mod hardware;
 mod shows;
 
 use std::path::PathBuf;
@@ -12,6 +13,7 @@ use aquifer_device::{DeviceSpec, OpenError};
 use clap::{Args, Parser, Subcommand};
 
 pub use compare::CompareArgs;
+pub use hardware::CallsArgs;
 pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
 
 use crate::exit::CODES;
@@ -26,7 +28,8 @@ Examples:
   aquifer-stress replay --config '' --config max_split_size_mb:128 *.trace.gz
   aquifer-stress fit --json training.trace.gz
   aquifer-stress compare --pytorch pytorch.json *.trace.gz
-  aquifer-stress bench --filter churn";
+  aquifer-stress bench --filter churn
+  aquifer-stress calls --device sim:a100";
 
 /// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments memory, runs out of it,
 /// and measures the allocator.
@@ -83,6 +86,8 @@ pub enum Command {
     Compare(CompareArgs),
     /// Measure the speed of allocation and free.
     Bench(BenchArgs),
+    /// Measure what driver calls cost on the device.
+    Calls(CallsArgs),
     /// Fragment memory in several ways, under several policies side by side, and draw maps of it.
     Fragmentation(FragmentationArgs),
     /// Run out of memory in several ways, read the reports, and recover.
@@ -121,6 +126,9 @@ JSON keys, per program and config:
   hazards                   pieces of work that the simulated device found unordered, and memory taken away before the
                             device was done with it; 0 unless there is a bug
   yardstick_ns_per_op       with --yardstick only
+  pool_ns_per_op, pool_peak_reserved_bytes, pool_ooms
+                            with --driver-pool only: time per event, the most that the pool held from the device, and what
+                            it refused in the last pass
 Counts and peaks are of the first pass unless said otherwise, hazards of all and of the end. Times are taken in passes of their
 own, on another device, where nothing is counted; they count neither reading the file nor freeing what a pass leaves
 allocated. Modelled times are null on a real device.";
@@ -140,6 +148,10 @@ pub struct ReplayArgs {
     /// Also time the crate offset-allocator on the same events: a bare index without accounting, locks or streams.
     #[arg(long)]
     pub yardstick: bool,
+
+    /// Also play the events to the driver's own stream-ordered pool (cuMemAllocAsync), on the same device.
+    #[arg(long)]
+    pub driver_pool: bool,
 }
 
 /// How programs are run.

@@ -77,7 +77,7 @@ impl<'a, S: Subject> Player<'a, S> {
                     }
                     continue;
                 }
-                Event::RecordStream { slot, stream } => match &slots[slot as usize] {
+                Event::RecordStream { slot, stream } => match &mut slots[slot as usize] {
                     Some(handle) => match subject.record_stream(handle, stream) {
                         Ok(()) => continue,
                         Err(refused) => refused,

@@ -9,6 +9,7 @@
 pub mod cli;
 pub mod commands;
 pub mod content;
+pub mod driver_pool;
 pub mod exit;
 pub mod harness;
 pub mod input;
@@ -51,6 +52,7 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(Command::Fit(args)) => commands::fit::run(&session, args),
         Some(Command::Compare(args)) => commands::compare::run(&session, args),
         Some(Command::Bench(args)) => commands::bench::run(&session, args),
+        Some(Command::Calls(args)) => commands::calls::run(&session, args),
         Some(Command::Fragmentation(args)) => commands::fragmentation::run(&session, args),
         Some(Command::Oom(args)) => commands::oom::run(&session, args),
         Some(Command::Demo(args)) => commands::demo::run(&session, args),

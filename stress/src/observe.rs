@@ -164,7 +164,7 @@ impl Subject for Observed {
         self.subject.free(handle);
     }
 
-    fn record_stream(&mut self, handle: &Allocation, stream: u16) -> Result<(), Refused> {
+    fn record_stream(&mut self, handle: &mut Allocation, stream: u16) -> Result<(), Refused> {
         if let Some(lag) = self.lag() {
             lag.advance();
             lag.used(handle.ptr());
@@ -218,7 +218,7 @@ impl Subject for Paced {
     }
 
     #[inline]
-    fn record_stream(&mut self, handle: &Allocation, stream: u16) -> Result<(), Refused> {
+    fn record_stream(&mut self, handle: &mut Allocation, stream: u16) -> Result<(), Refused> {
         self.advance();
         self.subject.record_stream(handle, stream)
     }
@@ -239,8 +239,8 @@ mod tests {
     fn a_pass_has_its_costs() {
         let mut observed = observed(3);
         let start = observed.begin();
-        let block = observed.alloc(8 << 20, 0).unwrap();
-        observed.record_stream(&block, 1).unwrap();
+        let mut block = observed.alloc(8 << 20, 0).unwrap();
+        observed.record_stream(&mut block, 1).unwrap();
         observed.free(block);
         let first = observed.end(&start);
         assert_eq!((first.allocs, first.driver_allocs, first.calls.of(Operation::Alloc)), (1, 1, 1));

@@ -112,7 +112,7 @@ impl Subject for Stage {
         drop(handle);
     }
 
-    fn record_stream(&mut self, handle: &Allocation, stream: u16) -> Result<(), Refused> {
+    fn record_stream(&mut self, handle: &mut Allocation, stream: u16) -> Result<(), Refused> {
         Ok(handle.record_stream(&self.streams[usize::from(stream)])?)
     }
 }

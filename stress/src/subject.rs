@@ -25,7 +25,7 @@ pub trait Subject {
     ///
     /// # Errors
     /// When the allocator fails.
-    fn record_stream(&mut self, handle: &Self::Handle, stream: u16) -> Result<(), Refused>;
+    fn record_stream(&mut self, handle: &mut Self::Handle, stream: u16) -> Result<(), Refused>;
 }
 
 /// Why a request was refused.
@@ -94,7 +94,7 @@ impl Subject for Aquifer {
     }
 
     #[inline]
-    fn record_stream(&mut self, handle: &Allocation, stream: u16) -> Result<(), Refused> {
+    fn record_stream(&mut self, handle: &mut Allocation, stream: u16) -> Result<(), Refused> {
         Ok(handle.record_stream(&self.streams[usize::from(stream)])?)
     }
 }

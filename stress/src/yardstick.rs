@@ -49,7 +49,7 @@ impl Subject for Yardstick {
     }
 
     #[inline]
-    fn record_stream(&mut self, _: &Allocation<u32>, _: u16) -> Result<(), Refused> {
+    fn record_stream(&mut self, _: &mut Allocation<u32>, _: u16) -> Result<(), Refused> {
         Ok(())
     }
 }
@@ -83,7 +83,7 @@ impl Subject for Shared {
     }
 
     #[inline]
-    fn record_stream(&mut self, _: &Allocation<u32>, _: u16) -> Result<(), Refused> {
+    fn record_stream(&mut self, _: &mut Allocation<u32>, _: u16) -> Result<(), Refused> {
         Ok(())
     }
 }

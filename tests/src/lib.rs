@@ -4,7 +4,8 @@
 //! * [`setup`] – the device and the allocator that a program runs on;
 //! * [`world`] – runs a program, step by step, beside a model that knows what must hold;
 //! * [`check`] – statistics against what they can be recomputed from;
-//! * [`runner`] – runs many numbered programs.
+//! * [`runner`] – runs many numbered programs;
+//! * [`subject`] – the device under test, and control over it.
 //!
 //! The simulated device's race detector is on in every test: the programs order everything that they do as CUDA asks for,
 //! so whatever it finds is the allocator's doing.
@@ -16,14 +17,14 @@ mod model;
 pub mod op;
 pub mod runner;
 pub mod setup;
+pub mod subject;
 pub mod world;
-
-use std::sync::Arc;
 
 use aquifer_allocator::config::Backing;
 use aquifer_allocator::{Allocator, Config};
-use aquifer_device::sim::{SimConfig, SimDriver};
-use aquifer_device::{Access, AccessKind, Device, DevicePtr, Driver, Stream};
+use aquifer_device::{Device, DevicePtr, Stream};
+
+pub use subject::Subject;
 
 /// 2^10 bytes.
 pub const KIB: u64 = 1 << 10;
@@ -40,11 +41,11 @@ pub fn on(backing: Backing, options: &str) -> String {
     if options.is_empty() { format!("backing:{backing}") } else { format!("{options},backing:{backing}") }
 }
 
-/// A simulated device with an allocator, for tests of one thing.
+/// A device with an allocator, for tests of one thing.
 #[derive(Debug)]
 pub struct Bench {
-    /// The simulated driver below the device.
-    pub driver: Arc<SimDriver>,
+    /// The driver below the device, and control over it.
+    pub driver: Subject,
     /// The device.
     pub device: Device,
     /// The allocator.
@@ -68,8 +69,8 @@ impl Bench {
 
     /// A device of `capacity` bytes and an allocator with the given configuration.
     pub fn with(capacity: u64, config: Config) -> Bench {
-        let driver = SimDriver::new(SimConfig::new(capacity));
-        let device = Device::new(driver.clone());
+        let driver = Subject::new(capacity);
+        let device = driver.device();
         let opened = Allocator::new(&device, config).and_then(|allocator| {
             Ok((allocator, device.create_stream()?, device.create_stream()?)) // made before any fault is injected
         });
@@ -79,12 +80,12 @@ impl Bench {
 
     /// Bytes free on the device.
     pub fn device_free(&self) -> u64 {
-        device_free(&self.driver)
+        self.driver.free()
     }
 
     /// Panics if the race detector found anything.
     pub fn assert_no_violation(&self) {
-        assert_no_violation(&self.driver);
+        self.driver.assert_no_violation();
     }
 
     /// Panics unless everything is given back: nothing reserved, and the device as free as at the start.
@@ -92,35 +93,14 @@ impl Bench {
         self.allocator.empty_cache().unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(self.allocator.reserved_bytes(), 0, "bytes are still reserved");
         assert_eq!(self.device_free(), self.device.info().total_bytes, "memory is missing on the device");
-        assert_no_reservation(&self.driver);
+        self.driver.assert_no_reservation();
         self.assert_no_violation();
     }
 }
 
-/// Panics unless all of the device's addresses can be reserved: four times its memory.
-pub fn assert_no_reservation(driver: &SimDriver) {
-    let info = driver.info();
-    let Some(granularity) = info.granularity_bytes else { return };
-    let bytes = 4 * info.total_bytes.next_multiple_of(granularity);
-    let ptr = driver.reserve(bytes).unwrap_or_else(|error| panic!("addresses are missing: {error}"));
-    driver.unreserve(ptr, bytes).unwrap_or_else(|error| panic!("{error}"));
-}
-
-/// Bytes free on a device.
-pub fn device_free(driver: &SimDriver) -> u64 {
-    driver.memory_info().unwrap_or_else(|error| panic!("{error}")).free
-}
-
-/// Panics if the race detector found anything.
-pub fn assert_no_violation(driver: &SimDriver) {
-    let found = driver.violations();
-    let found: Vec<String> = found.iter().map(ToString::to_string).collect();
-    assert!(found.is_empty(), "the race detector found: {}", found.join("\n"));
-}
-
-/// Writes (in the race detector's eyes) a range on a stream.
+/// Writes a range on a stream.
 pub fn write_on(stream: &Stream, ptr: DevicePtr, bytes: u64) {
-    let done = stream.touch("write", &[Access { ptr, bytes, kind: AccessKind::Write }]);
+    let done = stream.fill(ptr, 0x77, bytes);
     done.unwrap_or_else(|error| panic!("{error}"));
 }
 

@@ -1,11 +1,9 @@
 //! What a program knows of its live blocks: where they are, what they contain, and which work uses them.
 
-use std::sync::Arc;
-
 use aquifer_allocator::{AllocError, Allocation};
 use aquifer_device::{Access, AccessKind, DevicePtr, Stream, Tick};
 
-/// Bytes written and compared at either end of a block.
+/// Bytes compared at either end of a block.
 const ENDS: u64 = 64;
 
 /// How a block is held.
@@ -33,7 +31,7 @@ pub(crate) struct Live {
     pub(crate) bytes: u64,
     /// The stream it was allocated for.
     pub(crate) own: u32,
-    /// What its ends contain, if that is known.
+    /// What it contains, if that is known.
     pub(crate) pattern: Option<u8>,
     pub(crate) uses: Vec<Use>,
 }
@@ -46,19 +44,30 @@ impl Live {
         others.try_for_each(|used| stream.wait_for(&used.tick).or_else(|_| used.tick.synchronize()))
     }
 
-    /// Uses all of the block on a stream, and writes `pattern` to its ends if it is a write. What is enqueued counts as a
+    /// Uses the block on a stream, and fills it with `pattern` if it is a write. What is enqueued counts as a
     /// use even if a later call fails.
     pub(crate) fn touch(&mut self, stream: &Stream, pattern: Option<u8>, recorded: bool) -> aquifer_device::Result<()> {
-        let kind = if pattern.is_some() { AccessKind::Write } else { AccessKind::Read };
-        let mut done = stream.touch("use", &[Access { ptr: self.ptr, bytes: self.bytes, kind }]);
-        if let Some(byte) = pattern {
-            self.pattern = None;
-            done =
-                done.and_then(|()| self.ends().into_iter().try_for_each(|(ptr, bytes)| stream.fill(ptr, byte, bytes)));
-            self.pattern = done.is_ok().then_some(byte);
-        }
+        let done = match pattern {
+            Some(byte) => {
+                let done = stream.fill(self.ptr, byte, self.bytes);
+                self.pattern = done.is_ok().then_some(byte);
+                done
+            }
+            None => self.read(stream),
+        };
         self.note(stream, pattern.is_some(), recorded);
         done
+    }
+
+    /// Reads all of the block where nothing needs to be done with it, else its ends, which the host waits for.
+    fn read(&self, stream: &Stream) -> aquifer_device::Result<()> {
+        let Live { ptr, bytes, .. } = *self;
+        if stream.is_simulated() {
+            return stream.touch("read", &[Access { ptr, bytes, kind: AccessKind::Read }]);
+        }
+        self.ends().into_iter().try_for_each(|(ptr, bytes)| {
+            stream.download_blocking(&mut vec![0; usize::try_from(bytes).unwrap_or(0)], ptr)
+        })
     }
 
     pub(crate) fn note(&mut self, stream: &Stream, writes: bool, recorded: bool) {
@@ -136,6 +145,3 @@ impl Blocks {
         held.fold((0, 0), |(count, bytes), live| (count + 1, bytes + live.bytes))
     }
 }
-
-/// The driver below a device, shared so that it outlives it.
-pub(crate) type Driver = Arc<aquifer_device::sim::SimDriver>;

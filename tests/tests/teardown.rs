@@ -2,15 +2,14 @@
 //! allocator in the process.
 
 use aquifer_allocator::{Allocator, Config};
-use aquifer_device::sim::{SimConfig, SimDriver};
-use aquifer_device::{Device, Driver};
-use aquifer_tests::{Bench, GIB, MIB, device_free, write_on};
+
+use aquifer_tests::{Bench, GIB, MIB, Subject, write_on};
 
 #[test]
 fn item_25_any_order_of_teardown() {
     for options in ["", "backing:segments"] {
-        let driver = SimDriver::new(SimConfig::new(GIB));
-        let device = Device::new(driver.clone());
+        let driver = Subject::new(GIB);
+        let device = driver.device();
         let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
         let held = [1, 30].map(|mib| allocator.alloc(mib * MIB, device.default_stream()).unwrap());
         write_on(device.default_stream(), held[1].ptr(), 30 * MIB);
@@ -21,7 +20,7 @@ fn item_25_any_order_of_teardown() {
         assert_eq!(driver.calls_made(), calls, "dropping a handle made a driver call");
         // Closing the device is left to the next allocator of the process.
         drop(Bench::new(64 * MIB, ""));
-        assert_eq!(device_free(&driver), driver.memory_info().unwrap().total);
-        aquifer_tests::assert_no_violation(&driver);
+        assert_eq!(driver.free(), driver.memory_info().unwrap().total);
+        driver.assert_no_violation();
     }
 }

@@ -1,5 +1,7 @@
 //! What a simulated device is like: capacity, speed, seed, faults.
 
+use std::fmt;
+
 use super::fault::Fault;
 use super::parse::{self, SimConfigError};
 use super::preset::Preset;
@@ -40,6 +42,17 @@ pub struct SimConfig {
     pub panic_on_violation: bool,
     /// Faults to inject from the start.
     pub faults: Vec<Fault>,
+}
+
+/// As [`SimConfig::parse`] reads it. What has no text is left out: [`SimConfig::ordinal`] and [`SimConfig::panic_on_violation`].
+impl fmt::Display for SimConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let switch = |on: bool| if on { "on" } else { "off" };
+        write!(f, "{},size={},seed={}", self.preset.name(), self.capacity_bytes, self.seed)?;
+        write!(f, ",jitter={},vmm={},export={}", switch(self.jitter), switch(self.vmm), switch(self.export))?;
+        write!(f, ",other={}", self.other_process_bytes)?;
+        self.faults.iter().try_for_each(|fault| write!(f, ",{fault}"))
+    }
 }
 
 impl Default for SimConfig {

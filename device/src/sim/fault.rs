@@ -2,6 +2,7 @@
 //!
 //! A fault strikes before the call does anything, so a call that fails by a fault has no effect.
 
+use std::fmt;
 use std::time::Duration;
 
 use super::rng::Rng;
@@ -49,6 +50,20 @@ pub enum Fault {
         /// Virtual time that such a call takes in addition.
         duration: Duration,
     },
+}
+
+/// As [`super::SimConfig::parse`] reads it.
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = |operation: &Option<Operation>| operation.map_or("any", Operation::name);
+        match self {
+            Fault::Nth { operation, nth, code } => write!(f, "fault={}#{nth}:{}", name(operation), code.0),
+            Fault::Rate { operation, rate, code } => write!(f, "fault_rate={}:{rate}:{}", name(operation), code.0),
+            Fault::OutOfMemoryAt { bytes } => write!(f, "oom_at={bytes}"),
+            Fault::LostAt { nth } => write!(f, "lost_at={nth}"),
+            Fault::Spike { rate, duration } => write!(f, "spike={rate}:{}ns", duration.as_nanos()),
+        }
+    }
 }
 
 /// What the faults make of one call.

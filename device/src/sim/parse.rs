@@ -287,6 +287,16 @@ mod tests {
     }
 
     #[test]
+    fn what_is_written_reads_the_same() {
+        let text = "a100,size=40GiB,seed=7,jitter=off,vmm=off,export=off,other=20GiB,fault=cuMemMap#17:999,fault=any#1:2,\
+                    fault_rate=any:0.25:1,fault_rate=cuMemMap:0.001:205,oom_at=60GiB,lost_at=100,spike=0.001:5ms";
+        for text in ["", "24GiB", text] {
+            let read = config(text).unwrap();
+            assert_eq!(config(&read.to_string()).unwrap(), read, "{text}");
+        }
+    }
+
+    #[test]
     fn refusals_name_text_and_place() {
         assert_eq!(refused("h1000"), ("h1000".into(), 0));
         assert_eq!(refused("0"), ("0".into(), 0));

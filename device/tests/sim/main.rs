@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
+mod adopted;
 mod capture;
 mod common;
 mod copies;

@@ -1,6 +1,7 @@
 //! The commands, a module each.
 
 pub mod bench;
+pub mod calls;
 pub mod compare;
 pub mod demo;
 pub mod fit;

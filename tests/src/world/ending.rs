@@ -6,7 +6,6 @@ use super::World;
 use crate::model::Handle;
 use crate::op::FreeHow;
 use crate::setup::Ending;
-use crate::{assert_no_reservation, device_free};
 
 impl World {
     /// Ends the program: takes faults back, frees what is live, and checks that the allocator still works and that all
@@ -77,8 +76,8 @@ impl World {
     fn assert_returned(&self, allocator: &Allocator) {
         self.assert_no_hazard();
         assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 0), "memory is not given back");
-        let (free, total) = (device_free(&self.driver), self.device.info().total_bytes);
+        let (free, total) = (self.driver.free(), self.device.info().total_bytes);
         assert_eq!(free, total, "memory is missing on the device");
-        assert_no_reservation(&self.driver);
+        self.driver.assert_no_reservation();
     }
 }

@@ -11,13 +11,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_allocator::{ALIGNMENT, AllocError, Allocation, Allocator, PoolOptions, PoolRoute, PrivatePool};
-use aquifer_device::sim::{Fault, Lagging, SimConfig, SimDriver};
+use aquifer_device::sim::{Fault, Lagging, SimConfig};
 use aquifer_device::{Code, Device, DevicePtr, Driver as _, RawStream, Stream};
 
-use crate::model::{Blocks, Driver, Handle, Live};
+use crate::model::{Blocks, Handle, Live};
 use crate::op::Op;
 use crate::setup::Setup;
-use crate::{MIB, assert_no_violation, check, device_free};
+use crate::{MIB, Subject, check};
 
 /// A device, an allocator, and what a program made with them.
 #[derive(Debug)]
@@ -29,7 +29,7 @@ pub struct World {
     blocks: Blocks,
     streams: Vec<Stream>,
     device: Device,
-    driver: Driver,
+    driver: Subject,
     /// Stands before the driver if the device lags.
     lagging: Option<Arc<Lagging>>,
     other: u64,
@@ -44,12 +44,15 @@ pub struct World {
 impl World {
     /// A device and an allocator. Stream 0 is the legacy stream, 1 that of this thread, 2 and 3 are streams of their own.
     pub fn new(setup: &Setup) -> World {
-        let driver = SimDriver::new(SimConfig::new(setup.capacity).seed(setup.seed));
-        let lagging = (setup.lag > 0).then(|| Lagging::new(driver.clone(), setup.lag));
-        let device = match &lagging {
-            Some(lagging) => Device::new(lagging.clone()),
-            None => Device::new(driver.clone()),
+        let config = SimConfig::new(setup.capacity).seed(setup.seed);
+        let (driver, lagging) = match setup.lag {
+            0 => (Subject::open(&config), None),
+            lag => {
+                let (driver, lagging) = Subject::lagging(&config, lag);
+                (driver, Some(lagging))
+            }
         };
+        let device = driver.device();
         let allocator = Allocator::new(&device, setup.config.clone()).unwrap_or_else(|error| panic!("{error}"));
         let mut streams = vec![device.default_stream().clone(), device.per_thread_stream()];
         for _ in 0..2 {
@@ -124,9 +127,9 @@ impl World {
             Op::Synchronize(stream) => self.judge(self.stream(stream).synchronize()),
             Op::Advance(us) => self.driver.advance(Duration::from_micros(us)),
             Op::Stall(stream, us) => {
-                let raw = self.stream(stream).raw();
-                if raw != RawStream::PER_THREAD {
-                    self.judge(self.driver.stall(raw, Duration::from_micros(us)));
+                let stream = self.stream(stream);
+                if stream.raw() != RawStream::PER_THREAD {
+                    self.judge(self.driver.stall(stream, Duration::from_micros(us)));
                 }
             }
             Op::NewStream { stream, blocking } => self.replace_stream(stream, blocking),
@@ -182,12 +185,12 @@ impl World {
             assert!(limit.is_none_or(|limit| reserved <= limit), "{reserved} bytes reserved, limit {limit:?}");
             let headroom = self.allocator.config().headroom;
             if headroom > 0 && !self.faulty {
-                assert!(device_free(&self.driver) >= headroom, "grown into the headroom");
+                assert!(self.driver.free() >= headroom, "grown into the headroom");
             }
         }
         self.next_check += 1;
         if self.next_check.is_multiple_of(16) && !self.faulty {
-            let free = device_free(&self.driver);
+            let free = self.driver.free();
             let held = self.device.info().total_bytes.saturating_sub(self.other + reserved);
             assert_eq!(free, held, "the device and the statistics disagree on what is free");
             check::readers(&self.allocator);
@@ -196,7 +199,7 @@ impl World {
 
     /// Panics if the race detector found anything, or who watches over the memory of a device that lags.
     fn assert_no_hazard(&self) {
-        assert_no_violation(&self.driver);
+        self.driver.assert_no_violation();
         let hazard = self.lagging.as_ref().and_then(|lagging| lagging.take_violation());
         assert_eq!(hazard, None, "found on a device that lags");
     }

@@ -17,7 +17,7 @@ fn lent_in_between(bench: &Bench) {
     let lent = bench.allocator.alloc(6 * MIB, &bench.side).unwrap();
     assert_eq!(lent.ptr(), place);
     write_on(&bench.side, lent.ptr(), lent.bytes());
-    bench.driver.stall(bench.side.raw(), Duration::from_millis(5)).unwrap();
+    bench.driver.stall(&bench.side, Duration::from_millis(5)).unwrap();
     drop((low, lent));
 }
 
@@ -43,7 +43,7 @@ fn memory_that_was_lent_serves_a_request_for_all_of_it() {
 fn a_segment_that_could_not_be_released_keeps_its_order() {
     let bench = Bench::new(64 * MIB, "backing:segments");
     let block = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
-    bench.driver.stall(bench.stream.raw(), Duration::from_millis(5)).unwrap();
+    bench.driver.stall(&bench.stream, Duration::from_millis(5)).unwrap();
     write_on(&bench.stream, block.ptr(), block.bytes());
     drop(block);
     bench.driver.inject(Fault::Nth { operation: Some(Operation::Free), nth: 1, code: Code(999) });
@@ -96,8 +96,8 @@ fn memory_that_was_lent_and_recorded_goes_back_to_the_device() {
     let third = bench.device.create_stream().unwrap();
     let low = bench.allocator.alloc(6 * MIB, &bench.stream).unwrap();
     let lent = bench.allocator.alloc(6 * MIB, &bench.side).unwrap();
-    bench.driver.stall(third.raw(), Duration::from_millis(5)).unwrap();
-    bench.driver.stall(bench.side.raw(), Duration::from_millis(50)).unwrap();
+    bench.driver.stall(&third, Duration::from_millis(5)).unwrap();
+    bench.driver.stall(&bench.side, Duration::from_millis(50)).unwrap();
     lent.record_stream(&third).unwrap();
     drop((low, lent));
     let whole = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
@@ -112,7 +112,7 @@ fn blocks_given_back_after_their_stream_are_lent() {
     let gone = bench.device.create_stream().unwrap();
     let keeps = bench.allocator.alloc(5 * MIB, &gone).unwrap();
     let late = bench.allocator.alloc(9 * MIB, &gone).unwrap();
-    bench.driver.stall(gone.raw(), Duration::from_millis(5)).unwrap();
+    bench.driver.stall(&gone, Duration::from_millis(5)).unwrap();
     write_on(&gone, late.ptr(), late.bytes());
     drop(gone);
     drop(late);

@@ -23,3 +23,4 @@ mod paged_lag;
 mod programs;
 mod steady;
 mod threads;
+mod timeline;

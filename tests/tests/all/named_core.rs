@@ -3,9 +3,9 @@
 use std::sync::{Arc, Mutex};
 
 use aquifer_allocator::{AllocError, Config, OomReport};
-use aquifer_device::sim::{SimConfig, SimDriver};
-use aquifer_device::{Code, Device};
-use aquifer_tests::{Bench, GIB, KIB, MIB, check, write_on};
+
+use aquifer_device::Code;
+use aquifer_tests::{Bench, GIB, KIB, MIB, Subject, check, write_on};
 
 #[test]
 fn item_01_memory_allocation() {
@@ -164,8 +164,8 @@ fn item_10_memory_fraction_setting() {
 #[test]
 fn item_11_errors_name_their_code() {
     assert_eq!((Code::OUT_OF_MEMORY.0, Code::OUT_OF_MEMORY.name()), (2, "CUDA_ERROR_OUT_OF_MEMORY"));
-    let driver = SimDriver::new(SimConfig::new(MIB));
-    let error = Device::new(driver).alloc(GIB).unwrap_err();
+    let driver = Subject::new(MIB);
+    let error = driver.device().alloc(GIB).unwrap_err();
     assert!(error.is_out_of_memory() && error.to_string().contains("CUDA_ERROR_OUT_OF_MEMORY"), "{error}");
 }
 

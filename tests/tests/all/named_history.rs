@@ -32,7 +32,7 @@ fn item_90_memory_snapshot() {
     assert_eq!(block.user_metadata.as_deref(), Some("layer 3"));
     // A block that other streams still use.
     bench.side.wait_for(&bench.stream.tick()).unwrap();
-    bench.driver.stall(bench.side.raw(), Duration::from_millis(5)).unwrap();
+    bench.driver.stall(&bench.side, Duration::from_millis(5)).unwrap();
     write_on(&bench.side, held.ptr(), held.bytes());
     held.record_stream(&bench.side).unwrap();
     drop(held);

@@ -97,8 +97,8 @@ fn item_82_allocations_outlive_pool_and_allocator() {
     drop(inside);
     drop((stream, side, device));
     drop(Bench::new(MIB, ""));
-    assert_eq!(aquifer_tests::device_free(&driver), GIB);
-    aquifer_tests::assert_no_violation(&driver);
+    assert_eq!(driver.free(), GIB);
+    driver.assert_no_violation();
 }
 
 #[test]

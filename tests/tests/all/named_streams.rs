@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use aquifer_allocator::DeviceBuffer;
-use aquifer_device::{Code, DevicePtr, Driver, StreamFlags};
+use aquifer_device::{Code, DevicePtr, StreamFlags};
 use aquifer_tests::{Bench, GIB, MIB, write_on};
 
 /// Uses a block on the side stream, which is busy for 10 ms, and records that.
 fn used_on_side(bench: &Bench, ptr: DevicePtr, bytes: u64) {
     bench.side.wait_for(&bench.stream.tick()).unwrap();
-    bench.driver.stall(bench.side.raw(), Duration::from_millis(10)).unwrap();
+    bench.driver.stall(&bench.side, Duration::from_millis(10)).unwrap();
     write_on(&bench.side, ptr, bytes);
 }
 
@@ -72,7 +72,7 @@ fn item_30_streams() {
     assert_ne!(bench.stream.id(), bench.side.id());
     let held = bench.allocator.alloc(MIB, &bench.stream).unwrap();
     write_on(&bench.stream, held.ptr(), MIB);
-    bench.driver.stall(bench.stream.raw(), Duration::from_millis(1)).unwrap();
+    bench.driver.stall(&bench.stream, Duration::from_millis(1)).unwrap();
     write_on(&bench.stream, held.ptr(), MIB);
     assert!(!bench.stream.is_idle().unwrap());
     bench.stream.synchronize().unwrap();
@@ -84,7 +84,7 @@ fn item_32_events() {
     let bench = Bench::new(GIB, "");
     let [begin, end] = [(); 2].map(|()| bench.device.create_event(true).unwrap());
     begin.record(&bench.stream).unwrap();
-    bench.driver.stall(bench.stream.raw(), Duration::from_millis(5)).unwrap();
+    bench.driver.stall(&bench.stream, Duration::from_millis(5)).unwrap();
     end.record(&bench.stream).unwrap();
     assert!(!end.is_complete().unwrap());
     end.synchronize().unwrap();
@@ -100,7 +100,7 @@ fn item_33_events_elapsed_time_errors() {
     bench.stream.synchronize().unwrap();
     assert_eq!(timed.elapsed_ms(&plain).unwrap_err().code, Code::INVALID_HANDLE);
     assert_eq!(timed.elapsed_ms(&never).unwrap_err().code, Code::INVALID_HANDLE);
-    bench.driver.stall(bench.stream.raw(), Duration::from_millis(5)).unwrap();
+    bench.driver.stall(&bench.stream, Duration::from_millis(5)).unwrap();
     never.record(&bench.stream).unwrap();
     assert_eq!(timed.elapsed_ms(&never).unwrap_err().code, Code::NOT_READY);
 }
@@ -122,7 +122,7 @@ fn item_37_stream_priorities() {
 fn item_38_events_wait() {
     let bench = Bench::new(GIB, "");
     let held = bench.allocator.alloc(MIB, &bench.stream).unwrap();
-    bench.driver.stall(bench.stream.raw(), Duration::from_millis(5)).unwrap();
+    bench.driver.stall(&bench.stream, Duration::from_millis(5)).unwrap();
     bench.stream.fill(held.ptr(), 7, MIB).unwrap();
     let tick = bench.stream.tick();
     let event = bench.device.create_event(false).unwrap();

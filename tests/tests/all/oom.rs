@@ -12,7 +12,7 @@ use aquifer_tests::{Bench, GIB, MIB, write_on};
 /// Allocates, uses and gives back a block; the stream is busy with it for 10 ms.
 fn busy(bench: &Bench, bytes: u64, stream: &Stream) {
     let block = bench.allocator.alloc(bytes, stream).unwrap();
-    bench.driver.stall(stream.raw(), Duration::from_millis(10)).unwrap();
+    bench.driver.stall(stream, Duration::from_millis(10)).unwrap();
     write_on(stream, block.ptr(), bytes);
 }
 
@@ -91,7 +91,7 @@ fn rung_waiting_blocks() {
     let bench = Bench::new(64 * MIB, "cross_stream:off,backing:segments");
     let block = bench.allocator.alloc(60 * MIB, &bench.stream).unwrap();
     bench.side.wait_for(&bench.stream.tick()).unwrap();
-    bench.driver.stall(bench.side.raw(), Duration::from_millis(10)).unwrap();
+    bench.driver.stall(&bench.side, Duration::from_millis(10)).unwrap();
     write_on(&bench.side, block.ptr(), block.bytes());
     block.record_stream(&bench.side).unwrap();
     drop(block);

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use aquifer_allocator::snapshot::Segment;
 use aquifer_allocator::{Action, Allocation, Allocator, Config, PoolOptions, Refusal};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Device, Driver, Operation, Stream};
-use aquifer_tests::{Bench, GIB, MIB, assert_no_reservation, assert_no_violation, check, device_free, write_on};
+use aquifer_device::sim::{Fault, SimConfig};
+use aquifer_device::{Code, Operation, Stream};
+use aquifer_tests::{Bench, GIB, MIB, Subject, check, write_on};
 
 fn bench(capacity: u64, options: &str) -> Bench {
     Bench::new(capacity, &format!("backing:paged,granule_mb:2{options}"))
@@ -79,7 +79,7 @@ fn free_memory_of_a_closed_pool_moves() {
     let pool = bench.allocator.create_pool(PoolOptions::default());
     let inside = pool.alloc(2 * MIB, &bench.stream).unwrap();
     let large = pool.alloc(30 * MIB, &bench.stream).unwrap();
-    bench.driver.stall(bench.stream.raw(), Duration::from_millis(10)).unwrap();
+    bench.driver.stall(&bench.stream, Duration::from_millis(10)).unwrap();
     write_on(&bench.stream, large.ptr(), large.bytes());
     drop(large);
     // Not known done when the pool is closed, so it could not be released then.
@@ -173,8 +173,8 @@ fn many_streams_and_pools_find_addresses() {
 
 #[test]
 fn a_device_that_cannot_map_memory_has_segments() {
-    let driver = SimDriver::new(SimConfig::new(GIB).vmm(false));
-    let device = Device::new(driver.clone());
+    let driver = Subject::open(&SimConfig::new(GIB).vmm(false));
+    let device = driver.device();
     let allocator = Allocator::new(&device, Config::parse("backing:paged").unwrap()).unwrap();
     let stream = device.create_stream().unwrap();
     let held = allocator.alloc(5 * MIB, &stream).unwrap();
@@ -183,7 +183,7 @@ fn a_device_that_cannot_map_memory_has_segments() {
     assert_eq!((allocator.memory_stats().segment.all.current, allocator.reserved_bytes()), (1, 20 * MIB));
     drop(held);
     assert_eq!(allocator.empty_cache().unwrap(), 20 * MIB);
-    assert_no_violation(&driver);
+    driver.assert_no_violation();
 }
 
 #[test]
@@ -192,8 +192,8 @@ fn a_driver_that_does_not_map_has_segments_and_a_lost_one_is_an_error() {
         [Operation::CreatePhysical, Operation::Reserve, Operation::Map, Operation::SetAccess, Operation::Unmap];
     for operation in operations {
         let open = |code| {
-            let driver = SimDriver::new(SimConfig::new(GIB));
-            let device = Device::new(driver.clone());
+            let driver = Subject::new(GIB);
+            let device = driver.device();
             driver.inject(Fault::Nth { operation: Some(operation), nth: 1, code });
             (Allocator::new(&device, Config::default()), device, driver)
         };
@@ -205,15 +205,15 @@ fn a_driver_that_does_not_map_has_segments_and_a_lost_one_is_an_error() {
         drop(held);
         allocator.empty_cache().unwrap();
         drop(allocator);
-        assert_no_violation(&driver);
+        driver.assert_no_violation();
         open(Code(214)).0.unwrap_err();
     }
 }
 
 #[test]
 fn what_is_live_or_cached_at_the_end_goes_back() {
-    let driver = SimDriver::new(SimConfig::new(GIB));
-    let device = Device::new(driver.clone());
+    let driver = Subject::new(GIB);
+    let device = driver.device();
     let allocator = Allocator::new(&device, Config::parse("backing:paged,granule_mb:2").unwrap()).unwrap();
     let (stream, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     let alloc = |bytes, stream: &Stream| {
@@ -222,7 +222,7 @@ fn what_is_live_or_cached_at_the_end_goes_back() {
         block
     };
     let live = [alloc(5 * MIB, &stream), alloc(1000, &other)];
-    driver.stall(stream.raw(), Duration::from_millis(20)).unwrap();
+    driver.stall(&stream, Duration::from_millis(20)).unwrap();
     drop([alloc(30 * MIB, &stream), alloc(9 * MIB, &other)]);
     drop(allocator);
     // Still valid, and the device's to take back only once they are gone.
@@ -231,9 +231,9 @@ fn what_is_live_or_cached_at_the_end_goes_back() {
     // The next call that takes memory takes back what was left.
     let ptr = device.alloc(512).unwrap();
     device.free(ptr).unwrap();
-    assert_eq!(device_free(&driver), GIB);
-    assert_no_reservation(&driver);
-    assert_no_violation(&driver);
+    assert_eq!(driver.free(), GIB);
+    driver.assert_no_reservation();
+    driver.assert_no_violation();
 }
 
 #[test]

@@ -130,7 +130,7 @@ fn pytorch_189504_what_becomes_free_during_the_wait_is_found() {
     for bench in Bench::on_both(24 * MIB, "cross_stream:off,granule_mb:2") {
         let held = block(&bench, 20 * MIB);
         bench.side.wait_for(&bench.stream.tick()).unwrap();
-        bench.driver.stall(bench.side.raw(), Duration::from_millis(10)).unwrap();
+        bench.driver.stall(&bench.side, Duration::from_millis(10)).unwrap();
         write_on(&bench.side, held.ptr(), held.bytes());
         held.record_stream(&bench.side).unwrap();
         drop(held);

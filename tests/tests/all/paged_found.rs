@@ -4,9 +4,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use aquifer_allocator::{Allocation, Allocator, Config, MappingChange, PoolOptions, Refusal};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Device, Operation};
-use aquifer_tests::{Bench, GIB, MIB, assert_no_violation, check, write_on};
+use aquifer_device::sim::Fault;
+use aquifer_device::{Code, Operation};
+use aquifer_tests::{Bench, GIB, MIB, Subject, check, write_on};
 
 fn block(bench: &Bench, mib: u64) -> Allocation {
     let block = bench.allocator.alloc(mib * MIB, &bench.stream).unwrap();
@@ -28,7 +28,7 @@ fn memory_given_back_beside_what_could_not_be_unmapped_keeps_its_order() {
     let registration = bench.allocator.observe_mappings(move |change| {
         if let (MappingChange::BeforeUnmap { .. }, Some(late)) = (change, late.lock().unwrap().take()) {
             stream.tick().cover().unwrap();
-            driver.stall(stream.raw(), Duration::from_millis(10)).unwrap();
+            driver.stall(&stream, Duration::from_millis(10)).unwrap();
             write_on(&stream, late.ptr(), late.bytes());
         }
     });
@@ -180,8 +180,8 @@ fn memory_is_given_back_beside_a_mapping_that_is_stuck() {
 
 #[test]
 fn memory_pinned_while_the_allocator_falls_asleep_stays() {
-    let driver = SimDriver::new(SimConfig::new(GIB));
-    let device = Device::new(driver.clone());
+    let driver = Subject::new(GIB);
+    let device = driver.device();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let stream = device.create_stream().unwrap();
     let held = Arc::new(allocator.alloc(8 * MIB, &stream).unwrap());
@@ -193,5 +193,5 @@ fn memory_pinned_while_the_allocator_falls_asleep_stays() {
     assert_eq!(allocator.sleep(aquifer_allocator::Contents::Discard).unwrap(), 0);
     allocator.wake().unwrap();
     drop((pinned, held));
-    assert_no_violation(&driver);
+    driver.assert_no_violation();
 }

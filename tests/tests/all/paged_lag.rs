@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use aquifer_allocator::{Allocation, Allocator, Config};
-use aquifer_device::sim::{Lagging, SimConfig, SimDriver};
+use aquifer_device::sim::{Lagging, SimConfig};
 use aquifer_device::{Device, Operation, Stream};
-use aquifer_tests::{GIB, KIB, MIB, assert_no_violation, check, write_on};
+use aquifer_tests::{GIB, KIB, MIB, Subject, check, write_on};
 
 /// Numbers that differ by seed.
 fn numbers(seed: u64) -> impl Iterator<Item = u64> {
@@ -30,8 +30,8 @@ impl Drop for Seed {
 /// A program on three streams that holds up to ten blocks of up to 12 MiB on a device of 64 MiB, and has work enqueued on each
 /// when it gives it back, some on another stream. Returns how many granules moved.
 fn crowded(seed: u64) -> u64 {
-    let driver = SimDriver::new(SimConfig::new(64 * MIB).seed(seed));
-    let device = Device::new(driver.clone());
+    let driver = Subject::open(&SimConfig::new(64 * MIB).seed(seed));
+    let device = driver.device();
     let policy = ["off", "ready", "wait"][usize::try_from(seed % 3).unwrap()];
     let options = format!("backing:paged,granule_mb:2,cross_stream:{policy}");
     let allocator = Allocator::new(&device, Config::parse(&options).unwrap()).unwrap();
@@ -60,14 +60,14 @@ fn crowded(seed: u64) -> u64 {
             held.push((block, own));
         }
     }
-    assert_no_violation(&driver);
+    driver.assert_no_violation();
     let moved = allocator.memory_stats().granules_moved;
     let live = held.iter().fold((0, 0), |(count, bytes), (block, _)| (count + 1, bytes + block.bytes()));
     check::statistics(&allocator, live);
     drop(held);
     allocator.empty_cache().unwrap();
     assert_eq!(allocator.reserved_bytes(), 0);
-    assert_no_violation(&driver);
+    driver.assert_no_violation();
     moved
 }
 
@@ -87,8 +87,8 @@ fn memory_moves_without_a_race_under_1000_seeds() {
 
 /// Runs a program on a device that lags by 1000 events; returns its driver and allocator, and how many operations it made.
 fn lagging(seed: u64, count: u64, policy: &str) -> (Arc<Lagging>, Device, Allocator, u64) {
-    let driver = Lagging::new(SimDriver::new(SimConfig::new(GIB).seed(seed)), 1000);
-    let device = Device::new(driver.clone());
+    let (subject, driver) = Subject::lagging(&SimConfig::new(GIB).seed(seed), 1000);
+    let device = subject.device();
     let options = format!("backing:paged,granule_mb:2,cross_stream:{policy}");
     let allocator = Allocator::new(&device, Config::parse(&options).unwrap()).unwrap();
     let streams: Vec<Stream> = (0..count).map(|_| device.create_stream().unwrap()).collect();

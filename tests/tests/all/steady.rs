@@ -3,15 +3,15 @@
 use std::path::{Path, PathBuf};
 
 use aquifer_allocator::{Allocation, Allocator, Config};
-use aquifer_device::sim::{SimConfig, SimDriver};
-use aquifer_device::{Device, Operation, Stream};
+
+use aquifer_device::{Operation, Stream};
 use aquifer_stress::input::{self, Event, Program};
-use aquifer_tests::{GIB, assert_no_violation};
+use aquifer_tests::{GIB, Subject};
 
 /// Plays a program once; returns the mapping calls of each iteration, what comes before the first one included as one.
 fn mapping_calls(program: &Program) -> Vec<u64> {
-    let driver = SimDriver::new(SimConfig::new(80 * GIB));
-    let device = Device::new(driver.clone());
+    let driver = Subject::new(80 * GIB);
+    let device = driver.device();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let streams: Vec<Stream> = program.streams.iter().map(|_| device.create_stream().unwrap()).collect();
     let mut slots: Vec<Option<Allocation>> = (0..program.slots).map(|_| None).collect();
@@ -38,7 +38,7 @@ fn mapping_calls(program: &Program) -> Vec<u64> {
         }
     }
     count(&mut counts);
-    assert_no_violation(&driver);
+    driver.assert_no_violation();
     counts
 }
 

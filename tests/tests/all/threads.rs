@@ -22,8 +22,7 @@ fn hammer(allocator: &Allocator, stream: &Stream, seed: u64, away: &mpsc::Sender
         let bytes = if x % 10 == 0 { x % (30 * MIB) + 1 } else { x % (600 * KIB) + 1 };
         match allocator.alloc(bytes, stream) {
             Ok(block) => {
-                stream.fill(block.ptr(), u8::try_from(seed).unwrap(), block.bytes().min(64)).unwrap();
-                write_on(stream, block.ptr(), block.bytes());
+                stream.fill(block.ptr(), u8::try_from(seed).unwrap(), block.bytes()).unwrap();
                 held.push(block);
             }
             Err(error) => assert!(error.is_out_of_memory(), "{error}"),
@@ -101,8 +100,8 @@ fn the_last_handles_go_on_other_threads() {
     assert_eq!(held(&device), 0);
     drop((stream, side, device));
     drop(Bench::new(MIB, ""));
-    assert_eq!(aquifer_tests::device_free(&driver), GIB);
-    aquifer_tests::assert_no_violation(&driver);
+    assert_eq!(driver.free(), GIB);
+    driver.assert_no_violation();
 }
 
 /// Bytes that are held from the device after another call.

@@ -67,6 +67,7 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
     // Nothing is timed while several threads look for sizes.
     let fits = fit_all(session, &jobs);
     let mut rows = Vec::new();
+    let beside = replay::Beside { yardstick: true, ..Default::default() };
     for (jobs, fits) in jobs.chunks(configs.len()).zip(fits.chunks(configs.len())) {
         for (job, fit) in jobs.iter().zip(fits) {
             let failed = |failure: &Failure| session.message(format_args!("error: {}: {failure}", job.name));
@@ -78,7 +79,7 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
                     None
                 }
             };
-            match replay::replay(session, job.name, job.program, job.config, &args.passes, true) {
+            match replay::replay(session, job.name, job.program, job.config, &args.passes, beside) {
                 Ok(replayed) => {
                     outcome = outcome.max(replayed.outcome());
                     rows.push(Row::new(&replayed, job.program, smallest));

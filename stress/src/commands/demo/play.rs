@@ -57,7 +57,7 @@ impl Subject for Watched {
         self.stage.free(handle);
     }
 
-    fn record_stream(&mut self, handle: &Allocation, stream: u16) -> Result<(), Refused> {
+    fn record_stream(&mut self, handle: &mut Allocation, stream: u16) -> Result<(), Refused> {
         self.stage.record_stream(handle, stream)
     }
 }
@@ -214,7 +214,7 @@ impl Subject for Counted {
         self.stage.free(handle);
     }
 
-    fn record_stream(&mut self, handle: &Allocation, stream: u16) -> Result<(), Refused> {
+    fn record_stream(&mut self, handle: &mut Allocation, stream: u16) -> Result<(), Refused> {
         self.stage.record_stream(handle, stream)
     }
 }

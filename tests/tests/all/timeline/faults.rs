@@ -3,7 +3,7 @@
 use aquifer_device::sim::Fault;
 use aquifer_device::{ErrorKind, Operation};
 
-use crate::common::{Bench, kind};
+use super::common::{Bench, kind};
 
 #[test]
 fn t2_a_failed_record_changes_no_clock_and_can_be_repeated() {
@@ -127,20 +127,6 @@ fn t4_a_stream_whose_last_record_failed_is_answered_by_the_device() {
 }
 
 #[test]
-fn t4_waiting_for_the_device_answers_no_tick_taken_later() {
-    let bench = Bench::new();
-    let raw = bench.device.driver().create_stream(Default::default()).unwrap();
-    // SAFETY: the stream lives to the end of the test, and is adopted once.
-    let external = unsafe { bench.device.adopt_stream(raw) };
-    let (stream, tick) = (external.stream().clone(), external.stream().tick());
-    bench.fail_next(Operation::Record);
-    assert_eq!(kind(external.release()), ErrorKind::Other);
-    tick.synchronize().unwrap();
-    bench.fill(&stream);
-    assert!(!stream.tick().is_done().unwrap());
-}
-
-#[test]
 fn a_lost_device_answers_every_question_with_its_loss() {
     let bench = Bench::new();
     let (one, two) = (bench.stream(), bench.stream());
@@ -150,7 +136,7 @@ fn a_lost_device_answers_every_question_with_its_loss() {
     covered.cover().unwrap();
     bench.fill(&one);
     let open = one.tick();
-    bench.sim.inject(Fault::LostAt { nth: 1 });
+    bench.subject.inject(Fault::LostAt { nth: 1 });
     assert_eq!(kind(two.wait_for(&open)), ErrorKind::DeviceLost);
     assert_eq!(kind(tick.is_done()), ErrorKind::DeviceLost);
     assert_eq!(kind(tick.synchronize()), ErrorKind::DeviceLost);

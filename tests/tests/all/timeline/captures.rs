@@ -2,7 +2,7 @@
 
 use aquifer_device::{ErrorKind, Operation, StreamFlags};
 
-use crate::common::{Bench, kind};
+use super::common::{Bench, kind};
 
 #[test]
 fn t5_ticks_open_at_the_start_stay_open_and_covered_ones_are_answered() {
@@ -188,22 +188,6 @@ fn t5_the_legacy_stream_is_left_alone_while_a_blocking_stream_captures() {
     legacy.tick().cover().unwrap();
     legacy.wait_for(&other).unwrap();
     capture.end().unwrap();
-}
-
-#[test]
-fn t5_a_stream_released_while_it_captures_says_so_and_is_answered_by_the_device() {
-    let bench = Bench::new();
-    let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
-    // SAFETY: the stream lives to the end of the test, and is adopted once.
-    let external = unsafe { bench.device.adopt_stream(raw) };
-    bench.fill(external.stream());
-    let tick = external.stream().tick();
-    let capture = external.stream().begin_capture().unwrap();
-    assert_eq!(kind(external.release()), ErrorKind::Capture);
-    drop(capture);
-    assert_eq!(kind(tick.cover()), ErrorKind::InvalidUse);
-    tick.synchronize().unwrap();
-    assert!(tick.is_done().unwrap());
 }
 
 #[test]

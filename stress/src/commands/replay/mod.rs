@@ -1,5 +1,7 @@
 //! `replay`: what a recorded program needs of memory, driver and time.
 
+mod timing;
+
 use std::collections::BTreeMap;
 
 use aquifer_allocator::{Bytes, MemoryStats};
@@ -11,13 +13,14 @@ use serde::Serialize;
 use crate::cli::{ConfigArg, PassArgs, ReplayArgs};
 use crate::commands::{hundredths, programs, ratio};
 use crate::exit::{Failure, Outcome};
-use crate::harness::{OnOom, Player, Times};
+use crate::harness::{OnOom, Player};
 use crate::input::Program;
-use crate::observe::{Costs, Modelled, Observed, Paced};
+use crate::observe::{Costs, Modelled, Observed};
 use crate::session::Session;
-use crate::subject::Subject;
 use crate::table::table;
-use crate::yardstick::Yardstick;
+use timing::time;
+
+pub(crate) use timing::Beside;
 
 /// A row of results. `replay --help` explains the fields.
 #[derive(Debug, Clone, Serialize)]
@@ -56,6 +59,12 @@ pub struct Row {
     pub hazards: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub yardstick_ns_per_op: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pool_ns_per_op: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pool_peak_reserved_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pool_ooms: Option<u64>,
 }
 
 /// Runs the command.
@@ -63,6 +72,7 @@ pub struct Row {
 /// # Errors
 /// When standard output cannot be written.
 pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
+    let beside = Beside { yardstick: args.yardstick, driver_pool: args.driver_pool };
     let mut outcome = Outcome::Done;
     let mut rows = Vec::new();
     for file in &args.files {
@@ -76,7 +86,7 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
         };
         for (name, program) in &programs {
             for config in session.configs() {
-                let row = match replay(session, name, program, config, &args.passes, args.yardstick) {
+                let row = match replay(session, name, program, config, &args.passes, beside) {
                     Ok(row) => row,
                     Err(failure) => {
                         outcome = outcome.max(failure.outcome());
@@ -103,10 +113,10 @@ pub(super) fn replay(
     program: &Program,
     config: &ConfigArg,
     passes: &PassArgs,
-    yardstick: bool,
+    beside: Beside,
 ) -> Result<Row, Failure> {
     let bar = session.progress(2 * u64::from(passes.repeat), name);
-    let times = time(session, name, program, config, passes, yardstick, &bar)?;
+    let times = time(session, name, program, config, passes, beside, &bar)?;
     let observed = observe(session, name, program, config, passes, &bar)?;
     bar.finish_and_clear();
     let Observations { costs, stats, ooms, hazards } = observed;
@@ -148,38 +158,10 @@ pub(super) fn replay(
         stream_waits: first.map_or(0, |costs| costs.timeline.waits_inserted),
         hazards,
         yardstick_ns_per_op: times.yardstick.map(|times| hundredths(times.later())),
+        pool_ns_per_op: times.driver_pool.as_ref().map(|pool| hundredths(pool.times.later())),
+        pool_peak_reserved_bytes: times.driver_pool.as_ref().map(|pool| pool.usage.reserved_peak),
+        pool_ooms: times.driver_pool.map(|pool| pool.ooms),
     })
-}
-
-/// How long passes took.
-struct Timings {
-    ours: Times,
-    yardstick: Option<Times>,
-}
-
-fn time(
-    session: &Session,
-    name: &str,
-    program: &Program,
-    config: &ConfigArg,
-    passes: &PassArgs,
-    yardstick: bool,
-    bar: &ProgressBar,
-) -> Result<Timings, Failure> {
-    let subject = Paced::new(session, config, program.streams.len(), passes.lag)?;
-    let mut ours = Timed::new(subject, program);
-    let new_yardstick = || Timed::new(Yardstick::new(program.peak_requested_bytes, program.slots), program);
-    let mut yardstick = yardstick.then(new_yardstick);
-    let mut missed = 0;
-    for _ in 0..passes.repeat {
-        ours.pass()?;
-        missed = yardstick.as_mut().map_or(Ok(0), Timed::pass)?;
-        bar.inc(1);
-    }
-    if missed > 0 {
-        session.message(format_args!("warning: {name}: the yardstick counts to 2 TiB and refused {missed} requests"));
-    }
-    Ok(Timings { ours: ours.times, yardstick: yardstick.map(|yardstick| yardstick.times) })
 }
 
 /// What was seen of some passes: their costs; statistics and refusals of the first.
@@ -230,27 +212,6 @@ fn us(ns: u64) -> f64 {
     hundredths(ns as f64 / 1e3)
 }
 
-/// A subject that plays a program again and again.
-struct Timed<'a, S: Subject> {
-    subject: S,
-    player: Player<'a, S>,
-    times: Times,
-    operations: u64,
-}
-
-impl<'a, S: Subject> Timed<'a, S> {
-    fn new(subject: S, program: &'a Program) -> Self {
-        Timed { subject, player: Player::new(program), times: Times::default(), operations: program.operations() }
-    }
-
-    /// One more pass; tells how many requests were refused.
-    fn pass(&mut self) -> Result<u64, Failure> {
-        let pass = self.player.pass(&mut self.subject, OnOom::Skip)?;
-        self.times.add(pass.elapsed, self.operations);
-        Ok(pass.ooms)
-    }
-}
-
 impl Row {
     pub(super) fn outcome(&self) -> Outcome {
         match self {
@@ -277,6 +238,7 @@ pub(super) fn hazards(session: &Session, name: &str, device: &Device) -> u64 {
 fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
     let mut headings = vec!["trace", "config", "requested", "reserved", "ratio", "ns/op", "first pass"];
     headings.extend(args.yardstick.then_some(["yardstick", "times"]).into_iter().flatten());
+    headings.extend(args.driver_pool.then_some(["driver's pool", "its reserved"]).into_iter().flatten());
     headings.extend(["driver calls", "warm", "driver ms", "warm", "worst µs"]);
     headings.extend((args.passes.lag > 0).then_some("stalls"));
     headings.extend(["OOMs", "retries", "waits", "hazards"]);
@@ -295,6 +257,9 @@ fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
         if let Some(yardstick) = row.yardstick_ns_per_op {
             cells.push(format!("{yardstick:.1}"));
             cells.push(format!("{:.2}", row.ns_per_op / yardstick));
+        }
+        if let (Some(ns), Some(bytes)) = (row.pool_ns_per_op, row.pool_peak_reserved_bytes) {
+            cells.extend([format!("{ns:.1}"), Bytes(bytes).to_string()]);
         }
         let text = |number: Option<f64>, digits| number.map_or_else(String::new, |number| format!("{number:.digits$}"));
         cells.push(row.driver_calls.values().sum::<u64>().to_string());

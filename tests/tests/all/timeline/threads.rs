@@ -5,7 +5,7 @@ use std::thread;
 
 use aquifer_device::{ErrorKind, Operation};
 
-use crate::common::{Bench, MIB, kind};
+use super::common::{Bench, MIB, kind};
 
 #[test]
 fn t4_ticks_of_a_per_thread_stream_are_covered_by_its_owner_on_it() {
@@ -28,7 +28,7 @@ fn t4_ticks_of_a_per_thread_stream_are_covered_by_others_through_the_legacy_stre
     let tick = thread::scope(|scope| {
         let owner = scope.spawn(|| {
             let own = bench.device.per_thread_stream();
-            bench.sim.stall(own.raw(), crate::common::LONG).unwrap();
+            bench.subject.stall(&own, super::common::LONG).unwrap();
             bench.fill(&own);
             own.tick()
         });

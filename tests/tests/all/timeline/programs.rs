@@ -3,7 +3,7 @@
 use aquifer_device::{Stream, StreamFlags, Tick};
 use proptest::prelude::*;
 
-use crate::common::Bench;
+use super::common::Bench;
 
 const CELL: u64 = 4096;
 const CELLS: usize = 3;
@@ -145,9 +145,9 @@ impl Program {
             }
             Step::Stall { stream, micros } => {
                 let time = std::time::Duration::from_micros(micros);
-                self.bench.sim.stall(self.streams[stream].raw(), time).unwrap();
+                self.bench.subject.stall(&self.streams[stream], time).unwrap();
             }
-            Step::Pass { micros } => self.bench.sim.advance(std::time::Duration::from_micros(micros)),
+            Step::Pass { micros } => self.bench.subject.advance(std::time::Duration::from_micros(micros)),
             Step::Replace { stream: 0, .. } => {}
             Step::Replace { stream, blocking } => {
                 let flags = StreamFlags { non_blocking: !blocking, priority: 0 };
@@ -171,7 +171,7 @@ proptest! {
         let mut program = Program::new(seed);
         for step in &steps {
             program.run(step);
-            let found = program.bench.sim.violations();
+            let found = program.bench.subject.violations();
             prop_assert!(found.is_empty(), "after {step:?}: {}", found[0]);
         }
         let (events, waits) = program.bench.cost();

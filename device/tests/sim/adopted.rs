@@ -1,0 +1,105 @@
+//! Streams that somebody else owns, adopted by a device (T4).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use aquifer_device::sim::{Fault, SimDriver};
+use aquifer_device::{Code, Device, DevicePtr, ErrorKind, Operation, Result, Stream, StreamFlags};
+
+use crate::common::{MIB, device};
+
+struct Bench {
+    driver: Arc<SimDriver>,
+    device: Device,
+    /// Memory that everybody fills.
+    ptr: DevicePtr,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        let driver = device(1);
+        let device = Device::new(driver.clone());
+        let ptr = device.alloc(MIB).unwrap();
+        Bench { driver, device, ptr }
+    }
+}
+
+fn fill(stream: &Stream, ptr: DevicePtr) {
+    stream.fill(ptr, 1, MIB).unwrap();
+}
+
+/// Events recorded and waits inserted so far.
+fn cost(device: &Device) -> (u64, u64) {
+    let counts = device.timeline_counts();
+    (counts.events_recorded, counts.waits_inserted)
+}
+
+fn kind<T: std::fmt::Debug>(result: Result<T>) -> ErrorKind {
+    result.unwrap_err().kind
+}
+
+#[test]
+fn t5_a_stream_released_while_it_captures_says_so_and_is_answered_by_the_device() {
+    let bench = Bench::new();
+    let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
+    // SAFETY: the stream lives to the end of the test, and is adopted once.
+    let external = unsafe { bench.device.adopt_stream(raw) };
+    fill(external.stream(), bench.ptr);
+    let tick = external.stream().tick();
+    let capture = external.stream().begin_capture().unwrap();
+    assert_eq!(kind(external.release()), ErrorKind::Capture);
+    drop(capture);
+    assert_eq!(kind(tick.cover()), ErrorKind::InvalidUse);
+    tick.synchronize().unwrap();
+    assert!(tick.is_done().unwrap());
+}
+
+#[test]
+fn t4_waiting_for_the_device_answers_no_tick_taken_later() {
+    let bench = Bench::new();
+    let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
+    // SAFETY: the stream lives to the end of the test, and is adopted once.
+    let external = unsafe { bench.device.adopt_stream(raw) };
+    let (stream, tick) = (external.stream().clone(), external.stream().tick());
+    bench.driver.inject(Fault::Nth { operation: Some(Operation::Record), nth: 1, code: Code(999) });
+    assert_eq!(kind(external.release()), ErrorKind::Other);
+    tick.synchronize().unwrap();
+    fill(&stream, bench.ptr);
+    assert!(!stream.tick().is_done().unwrap());
+}
+
+#[test]
+fn t4_an_adopted_stream_is_covered_until_released_and_its_ticks_after() {
+    let bench = Bench::new();
+    let driver = bench.device.driver();
+    let raw = driver.create_stream(StreamFlags { non_blocking: true, priority: 0 }).unwrap();
+    // SAFETY: live until it is released below, and adopted once.
+    let external = unsafe { bench.device.adopt_stream(raw) };
+    bench.driver.stall(raw, Duration::from_secs(1)).unwrap();
+    // Enqueued by the owner, behind the timeline's back.
+    driver.memset(bench.ptr, 1, 64, raw).unwrap();
+    let tick = external.stream().tick();
+    external.release().unwrap();
+    assert_eq!(cost(&bench.device), (1, 0));
+    driver.destroy_stream(raw).unwrap();
+    let two = bench.device.create_stream().unwrap();
+    assert_eq!(two.raw(), raw);
+    two.wait_for(&tick).unwrap();
+    fill(&two, bench.ptr);
+    assert_eq!(bench.driver.violations(), []);
+    assert_eq!(cost(&bench.device), (1, 1));
+}
+
+#[test]
+fn t4_an_adopted_stream_dropped_without_release_is_released() {
+    let bench = Bench::new();
+    let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
+    // SAFETY: live until it is dropped below, and adopted once.
+    let external = unsafe { bench.device.adopt_stream(raw) };
+    fill(external.stream(), bench.ptr);
+    let tick = external.stream().tick();
+    drop(external);
+    assert!(!tick.timeline().is_open());
+    bench.driver.advance(Duration::from_secs(10));
+    assert!(tick.is_done().unwrap());
+}

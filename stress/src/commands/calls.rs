@@ -1,0 +1,284 @@
+//! `calls`: what driver calls cost on this device.
+//!
+//! On a real device they are timed; on a simulated one the simulator's model of costs is read, so both can be laid side by side.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use aquifer_allocator::Bytes;
+use aquifer_device::sim::SimDriver;
+use aquifer_device::{
+    Device, DeviceError, DevicePtr, Driver, ErrorKind, Operation, PhysicalOptions, RawPhysical, StreamFlags,
+};
+use serde::Serialize;
+
+use crate::cli::CallsArgs;
+use crate::commands::hundredths;
+use crate::exit::{Failure, Outcome};
+use crate::session::Session;
+use crate::table::table;
+
+const MIB: u64 = 1 << 20;
+
+/// Sizes that memory is taken in, in bytes.
+const SIZES: [u64; 5] = [2 * MIB, 20 * MIB, 128 * MIB, 512 * MIB, 2048 * MIB];
+
+/// Mappings of one granule that one call covers.
+const MAPPINGS: [u64; 3] = [1, 8, 64];
+
+/// A row of results. `calls --help` explains the fields.
+#[derive(Debug, Clone, Serialize)]
+#[expect(missing_docs, reason = "the help text explains them")]
+#[non_exhaustive]
+pub struct Row {
+    pub device: String,
+    pub call: &'static str,
+    pub bytes: u64,
+    pub mappings: u64,
+    pub rounds: u32,
+    pub median_us: f64,
+    pub p95_us: f64,
+    pub modelled: bool,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// When the device cannot be opened, a call fails for another reason than lack of memory, or standard output cannot be written.
+pub fn run(session: &Session, args: &CallsArgs) -> Result<Outcome, Failure> {
+    let (device, simulated) = session.open_with_simulator()?;
+    let mut meter = Meter { device, simulated, times: Vec::new() };
+    for round in 0..args.rounds.saturating_add(1) {
+        // The first round warms the driver up.
+        if round == 1 {
+            meter.times.clear();
+        }
+        meter.plain_memory()?;
+        meter.mapped_memory()?;
+        meter.mappings()?;
+        meter.order()?;
+    }
+    let mut table = table(&["call", "bytes", "mappings", "median µs", "95 % below µs"], 5);
+    for row in meter.rows(session) {
+        session.row(&row)?;
+        let bytes = if row.bytes > 0 { Bytes(row.bytes).to_string() } else { String::new() };
+        let mappings = if row.mappings > 0 { row.mappings.to_string() } else { String::new() };
+        let times = [row.median_us, row.p95_us].map(|us| format!("{us:.2}"));
+        table.add_row([row.call.to_owned(), bytes, mappings].into_iter().chain(times));
+    }
+    session.show(table)?;
+    Ok(Outcome::Done)
+}
+
+/// What a call was made about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Key {
+    operation: Operation,
+    bytes: u64,
+    mappings: u64,
+}
+
+/// Times calls.
+struct Meter {
+    device: Device,
+    simulated: Option<Arc<SimDriver>>,
+    /// In the order in which they were first made.
+    times: Vec<(Key, Vec<u64>)>,
+}
+
+impl Meter {
+    /// Makes a call and notes how long it took.
+    fn time<T>(
+        &mut self,
+        operation: Operation,
+        bytes: u64,
+        mappings: u64,
+        call: impl FnOnce(&dyn Driver) -> Result<T, DeviceError>,
+    ) -> Result<T, DeviceError> {
+        let modelled = self.simulated.as_ref().map(|driver| driver.time_in_calls_ns());
+        let start = Instant::now();
+        let answer = call(self.device.driver())?;
+        let elapsed = match (&self.simulated, modelled) {
+            (Some(driver), Some(before)) => driver.time_in_calls_ns() - before,
+            _ => u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX),
+        };
+        let key = Key { operation, bytes, mappings };
+        match self.times.iter_mut().find(|(known, _)| *known == key) {
+            Some((_, times)) => times.push(elapsed),
+            None => self.times.push((key, vec![elapsed])),
+        }
+        Ok(answer)
+    }
+
+    /// Plain allocations, and those of the driver's pool, which a first one fills.
+    fn plain_memory(&mut self) -> Result<(), DeviceError> {
+        let stream = self.device.default_stream().raw();
+        for bytes in SIZES {
+            let Some(ptr) = enough(self.time(Operation::Alloc, bytes, 0, |driver| driver.alloc(bytes)))? else { break };
+            self.time(Operation::Free, bytes, 0, |driver| driver.free(ptr))?;
+            match self.time(Operation::AllocAsync, bytes, 0, |driver| driver.alloc_async(bytes, stream)) {
+                Ok(ptr) => self.time(Operation::FreeAsync, bytes, 0, |driver| driver.free_async(ptr, stream))?,
+                Err(error) if matches!(error.kind, ErrorKind::Unsupported | ErrorKind::OutOfMemory) => {}
+                Err(error) => return Err(error),
+            }
+            self.device.synchronize()?;
+        }
+        Ok(())
+    }
+
+    /// One piece of physical memory of each size.
+    fn mapped_memory(&mut self) -> Result<(), DeviceError> {
+        let Some(granularity) = self.device.info().granularity_bytes else { return Ok(()) };
+        for bytes in SIZES.map(|bytes| bytes.next_multiple_of(granularity)) {
+            let ptr = self.time(Operation::Reserve, bytes, 0, |driver| driver.reserve(bytes))?;
+            let create = |driver: &dyn Driver| driver.create_physical(bytes, PhysicalOptions::default());
+            let outcome = match enough(self.time(Operation::CreatePhysical, bytes, 0, create)) {
+                Ok(Some(physical)) => self.map_one(ptr, bytes, physical).map(|()| true),
+                Ok(None) => Ok(false),
+                Err(error) => Err(error),
+            };
+            self.time(Operation::Unreserve, bytes, 0, |driver| driver.unreserve(ptr, bytes))?;
+            if !outcome? {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn map_one(&mut self, ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> Result<(), DeviceError> {
+        let ordinal = self.device.info().ordinal;
+        let mapped = self.time(Operation::Map, bytes, 1, |driver| driver.map(ptr, bytes, physical));
+        let used = mapped.and_then(|()| {
+            let accessible =
+                self.time(Operation::SetAccess, bytes, 1, |driver| driver.set_access(ptr, bytes, &[ordinal]));
+            accessible.and(self.time(Operation::Unmap, bytes, 1, |driver| driver.unmap(ptr, bytes)))
+        });
+        used.and(self.time(Operation::ReleasePhysical, bytes, 0, |driver| driver.release_physical(physical)))
+    }
+
+    /// One call over many mappings of a granule each.
+    fn mappings(&mut self) -> Result<(), DeviceError> {
+        let Some(granule) = self.device.info().granularity_bytes else { return Ok(()) };
+        let most = MAPPINGS.into_iter().max().unwrap_or(1);
+        let ptr = self.device.driver().reserve(most * granule)?;
+        let mut pieces = Vec::new();
+        let outcome = MAPPINGS.into_iter().try_for_each(|count| self.map_many(ptr, granule, count, &mut pieces));
+        let driver = self.device.driver();
+        let released = pieces.into_iter().try_for_each(|piece| driver.release_physical(piece));
+        outcome.and(released).and(driver.unreserve(ptr, most * granule))
+    }
+
+    fn map_many(
+        &mut self,
+        ptr: DevicePtr,
+        granule: u64,
+        count: u64,
+        pieces: &mut Vec<RawPhysical>,
+    ) -> Result<(), DeviceError> {
+        let (ordinal, bytes) = (self.device.info().ordinal, count * granule);
+        while (pieces.len() as u64) < count {
+            pieces.push(self.device.driver().create_physical(granule, PhysicalOptions::default())?);
+        }
+        let mut mapped = 0;
+        let outcome = (ptr.0..ptr.0 + bytes)
+            .step_by(usize::try_from(granule).unwrap_or(usize::MAX))
+            .zip(pieces)
+            .try_for_each(|(at, piece)| {
+                self.device.driver().map(DevicePtr(at), granule, *piece)?;
+                mapped += granule;
+                Ok(())
+            });
+        let accessible = outcome.and_then(|()| {
+            self.time(Operation::SetAccess, bytes, count, |driver| driver.set_access(ptr, bytes, &[ordinal]))
+        });
+        if mapped == bytes {
+            return accessible.and(self.time(Operation::Unmap, bytes, count, |driver| driver.unmap(ptr, bytes)));
+        }
+        let undone = if mapped > 0 { self.device.driver().unmap(ptr, mapped) } else { Ok(()) };
+        accessible.and(undone)
+    }
+
+    /// Streams and events.
+    fn order(&mut self) -> Result<(), DeviceError> {
+        let flags = StreamFlags { non_blocking: true, priority: 0 };
+        let one = self.time(Operation::CreateStream, 0, 0, |driver| driver.create_stream(flags))?;
+        let two = self.device.default_stream().raw();
+        let event = self.time(Operation::CreateEvent, 0, 0, |driver| driver.create_event(false))?;
+        let outcome = self
+            .time(Operation::Record, 0, 0, |driver| driver.record(event, one))
+            .and_then(|()| self.time(Operation::Wait, 0, 0, |driver| driver.wait(two, event)))
+            .and_then(|()| self.time(Operation::QueryEvent, 0, 0, |driver| driver.query_event(event)).map(|_| ()))
+            .and_then(|()| self.time(Operation::SynchronizeEvent, 0, 0, |driver| driver.synchronize_event(event)))
+            .and_then(|()| self.time(Operation::MemoryInfo, 0, 0, |driver| driver.memory_info()).map(|_| ()));
+        let destroyed = self.time(Operation::DestroyEvent, 0, 0, |driver| driver.destroy_event(event));
+        outcome.and(destroyed).and(self.time(Operation::DestroyStream, 0, 0, |driver| driver.destroy_stream(one)))
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "times for people")]
+    fn rows(&self, session: &Session) -> Vec<Row> {
+        let row = |(key, times): &(Key, Vec<u64>)| {
+            let mut sorted = times.clone();
+            sorted.sort_unstable();
+            let at = |share: usize| {
+                sorted.get((sorted.len() - 1) * share / 100).map_or(0.0, |&ns| hundredths(ns as f64 / 1e3))
+            };
+            Row {
+                device: session.device_text().to_owned(),
+                call: key.operation.name(),
+                bytes: key.bytes,
+                mappings: key.mappings,
+                rounds: u32::try_from(sorted.len()).unwrap_or(u32::MAX),
+                median_us: at(50),
+                p95_us: at(95),
+                modelled: self.simulated.is_some(),
+            }
+        };
+        self.times.iter().map(row).collect()
+    }
+}
+
+/// Nothing where memory is lacking.
+fn enough<T>(answer: Result<T, DeviceError>) -> Result<Option<T>, DeviceError> {
+    match answer {
+        Ok(answer) => Ok(Some(answer)),
+        Err(error) if error.is_out_of_memory() => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Global;
+
+    fn meter(device: &str) -> Meter {
+        let global = Global { device: Some(device.parse().unwrap()), ..Global::default() };
+        let (device, simulated) = Session::new(&global).unwrap().open_with_simulator().unwrap();
+        Meter { device, simulated, times: Vec::new() }
+    }
+
+    #[test]
+    fn a_simulated_device_tells_its_model() {
+        let mut meter = meter("sim:24GiB");
+        meter.mappings().unwrap();
+        let time = |mappings| meter.times.iter().find(|(key, _)| key.mappings == mappings).unwrap().1[0];
+        // 10 µs a call, 84 for each mapping, 0.25 for each MiB.
+        assert_eq!((time(1), time(8)), (94_500, 10_000 + 8 * 84_500));
+        let free = meter.device.memory_info().unwrap();
+        assert_eq!(free.free, free.total);
+    }
+
+    #[test]
+    fn sizes_that_the_device_does_not_have_are_left_out_and_nothing_leaks() {
+        let mut meter = meter("sim:300MiB");
+        meter.plain_memory().unwrap();
+        meter.mapped_memory().unwrap();
+        meter.order().unwrap();
+        let largest = meter.times.iter().map(|(key, _)| key.bytes).max();
+        assert_eq!(largest, Some(512 * MIB), "its addresses are reserved, and no memory is there for it");
+        let allocated = meter.times.iter().filter(|(key, _)| key.operation == Operation::Alloc).count();
+        assert_eq!(allocated, 3);
+        let free = meter.device.memory_info().unwrap();
+        assert_eq!(free.free, free.total);
+    }
+}

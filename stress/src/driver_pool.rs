@@ -1,0 +1,115 @@
+//! The driver's own stream-ordered pool (`cuMemAllocAsync`) behind the operations of recorded programs: what a program has
+//! that leaves its memory to the driver.
+//!
+//! It is used as frameworks use it: its release threshold stays as it is, so unused memory may go back to the device whenever
+//! the host waits, and a block that another stream uses is freed on its own stream after that use.
+
+use aquifer_device::{Device, DeviceError, DevicePtr, PoolUsage, Stream, Tick};
+
+use crate::exit::Failure;
+use crate::subject::{Refused, Subject};
+
+/// The pool as a [`Subject`], with the streams of a program.
+#[derive(Debug)]
+pub struct DriverPool {
+    device: Device,
+    streams: Vec<Stream>,
+    /// The first free that failed; every later call reports it.
+    failed: Option<DeviceError>,
+}
+
+/// A live block.
+#[derive(Debug)]
+pub struct Block {
+    ptr: DevicePtr,
+    stream: u16,
+    /// Uses by other streams.
+    uses: Vec<Tick>,
+}
+
+impl DriverPool {
+    /// The pool of a device, and `streams` streams: stream 0 is the default stream.
+    ///
+    /// # Errors
+    /// Those of the driver; not supported where it has no pool.
+    pub fn new(device: Device, streams: usize) -> Result<DriverPool, Failure> {
+        let mut all = vec![device.default_stream().clone()];
+        for _ in 1..streams {
+            all.push(device.create_stream()?);
+        }
+        device.driver().pool_usage()?;
+        Ok(DriverPool { device, streams: all, failed: None })
+    }
+
+    /// What the pool holds.
+    ///
+    /// # Errors
+    /// Those of the driver, and of a free that failed before.
+    pub fn usage(&self) -> Result<PoolUsage, Failure> {
+        match &self.failed {
+            Some(error) => Err(error.clone().into()),
+            None => Ok(self.device.driver().pool_usage()?),
+        }
+    }
+}
+
+impl Subject for DriverPool {
+    type Handle = Block;
+
+    #[inline]
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Block, Refused> {
+        let raw = self.streams[usize::from(stream)].raw();
+        // The driver has no allocation of 0 bytes.
+        match self.device.driver().alloc_async(bytes.max(1), raw) {
+            Ok(ptr) => Ok(Block { ptr, stream, uses: Vec::new() }),
+            Err(error) if error.is_out_of_memory() => Err(Refused::OutOfMemory),
+            Err(error) => Err(Refused::Failed(Box::new(error.into()))),
+        }
+    }
+
+    #[inline]
+    fn free(&mut self, block: Block) {
+        let stream = &self.streams[usize::from(block.stream)];
+        let ordered = block.uses.iter().try_for_each(|tick| stream.wait_for(tick));
+        if let Err(error) = ordered.and_then(|()| self.device.driver().free_async(block.ptr, stream.raw())) {
+            self.failed.get_or_insert(error);
+        }
+    }
+
+    #[inline]
+    fn record_stream(&mut self, block: &mut Block, stream: u16) -> Result<(), Refused> {
+        block.uses.push(self.streams[usize::from(stream)].tick());
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_go_back_after_the_last_use() {
+        let device = "sim:1GiB".parse::<aquifer_device::DeviceSpec>().unwrap().open().unwrap();
+        let mut pool = DriverPool::new(device.clone(), 2).unwrap();
+        let mut block = pool.alloc(3 << 20, 1).unwrap();
+        let empty = pool.alloc(0, 0).unwrap();
+        pool.record_stream(&mut block, 0).unwrap();
+        assert!(matches!(pool.alloc(2 << 30, 0), Err(Refused::OutOfMemory)));
+        pool.free(block);
+        pool.free(empty);
+        device.synchronize().unwrap();
+        let usage = pool.usage().unwrap();
+        assert_eq!((usage.used, usage.used_peak), (0, (3 << 20) + 1));
+        assert_eq!(device.driver().take_violation(), None);
+    }
+
+    #[test]
+    fn a_free_that_fails_is_reported() {
+        let device =
+            "sim:1GiB,fault=cuMemFreeAsync#1:999".parse::<aquifer_device::DeviceSpec>().unwrap().open().unwrap();
+        let mut pool = DriverPool::new(device, 1).unwrap();
+        let block = pool.alloc(512, 0).unwrap();
+        pool.free(block);
+        assert!(pool.usage().is_err());
+    }
+}

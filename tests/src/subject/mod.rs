@@ -1,0 +1,134 @@
+//! The device that a test runs on, and what the test does to it behind the allocator's back.
+//!
+//! The same tests can run on several drivers behind one interface; here is the simulated device itself.
+//!
+
+mod simulated;
+
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
+use std::time::Duration;
+
+use aquifer_device::sim::{Fault, Lagging, SimConfig};
+use aquifer_device::{Device, Driver, Result, Stream};
+
+/// What a test does to a device, or asks of it, that no program can.
+trait Controls: fmt::Debug + Send + Sync {
+    /// What the race detector found so far.
+    fn violations(&self) -> Vec<String>;
+    /// Adds a fault, which counts calls from now on.
+    fn inject(&self, fault: Fault);
+    /// Removes all faults. A lost device stays lost.
+    fn clear_faults(&self);
+    /// Calls that reached the device, failed ones included.
+    fn calls_made(&self) -> u64;
+    /// The time by the device's clock, in ns.
+    fn now_ns(&self) -> u64;
+    /// Lets time pass, as a host that computes does.
+    fn advance(&self, time: Duration);
+    /// Keeps a stream busy for so long from the end of its present work.
+    fn stall(&self, stream: &Stream, time: Duration) -> Result<()>;
+    /// Another process holds so many bytes of the device from now on.
+    fn set_other_process_bytes(&self, bytes: u64);
+}
+
+/// A device under test: its driver, which outlives every [`Device`] made of it, and control over it.
+#[derive(Clone, Debug)]
+pub struct Subject {
+    driver: Arc<dyn Driver>,
+    controls: Arc<dyn Controls>,
+}
+
+impl Subject {
+    /// A device of its own, with so many bytes of memory.
+    pub fn new(capacity: u64) -> Subject {
+        Subject::open(&SimConfig::new(capacity))
+    }
+
+    /// A device of its own that is like `config`.
+    pub fn open(config: &SimConfig) -> Subject {
+        simulated::open(config)
+    }
+
+    /// A device that lags behind the program, which is a matter of the simulation alone.
+    pub fn lagging(config: &SimConfig, lag: u64) -> (Subject, Arc<Lagging>) {
+        simulated::lagging(config, lag)
+    }
+
+    /// A handle of the device with a timeline of its own.
+    pub fn device(&self) -> Device {
+        Device::new(self.driver.clone())
+    }
+
+    /// Bytes free on the device.
+    pub fn free(&self) -> u64 {
+        self.driver.memory_info().unwrap_or_else(|error| panic!("{error}")).free
+    }
+
+    /// What the race detector found so far.
+    pub fn violations(&self) -> Vec<String> {
+        self.controls.violations()
+    }
+
+    /// Panics if the race detector found anything.
+    pub fn assert_no_violation(&self) {
+        let found = self.violations();
+        assert!(found.is_empty(), "the race detector found: {}", found.join("\n"));
+    }
+
+    /// Panics unless all of the device's addresses can be reserved: four times its memory.
+    pub fn assert_no_reservation(&self) {
+        let info = self.driver.info();
+        let Some(granularity) = info.granularity_bytes else { return };
+        let bytes = 4 * info.total_bytes.next_multiple_of(granularity);
+        let ptr = self.driver.reserve(bytes).unwrap_or_else(|error| panic!("addresses are missing: {error}"));
+        self.driver.unreserve(ptr, bytes).unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    /// Adds a fault, which counts calls from now on.
+    pub fn inject(&self, fault: Fault) {
+        self.controls.inject(fault);
+    }
+
+    /// Removes all faults. A lost device stays lost.
+    pub fn clear_faults(&self) {
+        self.controls.clear_faults();
+    }
+
+    /// Calls that reached the device, failed ones included.
+    pub fn calls_made(&self) -> u64 {
+        self.controls.calls_made()
+    }
+
+    /// The time by the device's clock, in ns.
+    pub fn now_ns(&self) -> u64 {
+        self.controls.now_ns()
+    }
+
+    /// Lets time pass, as a host that computes does. The device makes progress.
+    pub fn advance(&self, time: Duration) {
+        self.controls.advance(time);
+    }
+
+    /// Keeps a stream busy for `time` from the end of its present work, as long work would.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn stall(&self, stream: &Stream, time: Duration) -> Result<()> {
+        self.controls.stall(stream, time)
+    }
+
+    /// The bytes that another process holds from now on.
+    pub fn set_other_process_bytes(&self, bytes: u64) {
+        self.controls.set_other_process_bytes(bytes);
+    }
+}
+
+impl Deref for Subject {
+    type Target = dyn Driver;
+
+    fn deref(&self) -> &(dyn Driver + 'static) {
+        &*self.driver
+    }
+}

@@ -1,0 +1,72 @@
+//! A device with control over it at hand.
+
+use std::time::Duration;
+
+use aquifer_device::sim::{Fault, SimConfig};
+use aquifer_device::{Code, Device, DevicePtr, ErrorKind, Operation, Result, Stream};
+use aquifer_tests::Subject;
+
+pub(super) const MIB: u64 = 1 << 20;
+/// Longer than any work in these tests.
+pub(super) const LONG: Duration = Duration::from_secs(1);
+
+pub(super) struct Bench {
+    pub(super) subject: Subject,
+    pub(super) device: Device,
+    /// Memory that everybody fills.
+    pub(super) ptr: DevicePtr,
+}
+
+impl Bench {
+    pub(super) fn new() -> Bench {
+        Bench::seeded(1)
+    }
+
+    pub(super) fn seeded(seed: u64) -> Bench {
+        let subject = Subject::open(&SimConfig::new(1 << 30).seed(seed));
+        let device = subject.device();
+        let ptr = device.alloc(MIB).unwrap();
+        Bench { subject, device, ptr }
+    }
+
+    pub(super) fn stream(&self) -> Stream {
+        self.device.create_stream().unwrap()
+    }
+
+    /// Writes the shared memory on a stream.
+    pub(super) fn fill(&self, stream: &Stream) {
+        stream.fill(self.ptr, 1, MIB).unwrap();
+    }
+
+    /// Keeps the work enqueued next on a stream pending until time is made to pass.
+    pub(super) fn stall(&self, stream: &Stream) {
+        self.subject.stall(stream, LONG).unwrap();
+    }
+
+    pub(super) fn pass(&self) {
+        self.subject.advance(LONG * 10);
+    }
+
+    /// Events recorded and waits inserted so far.
+    pub(super) fn cost(&self) -> (u64, u64) {
+        let counts = self.device.timeline_counts();
+        (counts.events_recorded, counts.waits_inserted)
+    }
+
+    pub(super) fn calls(&self, operation: Operation) -> u64 {
+        self.device.driver_calls().of(operation)
+    }
+
+    /// Lets the next call of `operation` fail once.
+    pub(super) fn fail_next(&self, operation: Operation) {
+        self.subject.inject(Fault::Nth { operation: Some(operation), nth: 1, code: Code(999) });
+    }
+
+    pub(super) fn assert_no_race(&self) {
+        self.subject.assert_no_violation();
+    }
+}
+
+pub(super) fn kind<T: std::fmt::Debug>(result: Result<T>) -> ErrorKind {
+    result.unwrap_err().kind
+}
