@@ -72,7 +72,8 @@ fn a_launch_declares_what_it_touches() {
     }
     let found = card.device.violations();
     assert!(found.len() == 1 && found[0].contains("kernel fill"), "{found:?}");
-    bytes = 2 * MIB as u64;
+    let mut too_many = 2 * MIB as u64;
+    arguments[1] = (&raw mut too_many).cast();
     assert_eq!(launch(fill, 0, &mut arguments), 0);
     assert_eq!(call!(cuCtxSynchronize()), 700, "past the end of the allocation");
 }
