@@ -53,7 +53,8 @@ impl<'a> Turn<'a> {
     /// When memory belongs to another device than the stream; those of the driver; when the stream captures and is not ordered
     /// already. No work is noted then.
     pub fn take(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<Turn<'a>, AllocError> {
-        let mut wanted: Vec<_> = memory.iter().filter(|(storage, _)| storage.allocation().bytes() > 0).copied().collect();
+        let mut wanted: Vec<_> =
+            memory.iter().filter(|(storage, _)| storage.allocation().bytes() > 0).copied().collect();
         // In one order for all, so that turns do not wait for each other in a circle; writing before reading, so that it counts.
         wanted.sort_unstable_by_key(|&(storage, kind)| (std::ptr::from_ref(storage), std::cmp::Reverse(kind)));
         wanted.dedup_by_key(|(storage, _)| std::ptr::from_ref(*storage));

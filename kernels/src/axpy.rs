@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use crate::args::{Args, Param, Ranges};
 use crate::arithmetic::Float;
 use crate::convert::convert;
-use crate::dtype::{DType, Element};
+use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::host;
 use crate::kernel::{Kernel, Shape, Variant, Work};

@@ -193,6 +193,7 @@ floats! {
 }
 
 #[cfg(test)]
+#[allow(clippy::cast_possible_truncation, reason = "the language's conversions are the oracle")]
 mod tests {
     use proptest::prelude::*;
 

@@ -100,7 +100,7 @@ impl DType {
     ///
     /// ```
     /// use aquifer_kernels::DType;
-    /// assert_eq!(DType::BF16.missing_on((8, 0)), None);
+    /// assert_eq!(DType::BF16.missing_on((9, 0)), None);
     /// assert!(DType::BF16.missing_on((7, 5)).is_some() && !DType::BF16.is_native_on((7, 5)));
     /// ```
     pub const fn missing_on(self, capability: (u32, u32)) -> Option<&'static str> {

@@ -9,7 +9,7 @@
 //!    `s = 128, 64, …, 1`.
 //! 2. One block adds the blocks' sums: thread `t` those of blocks `t`, `t + 256`, …, then the same tree.
 //!
-//! So at most `d = ⌈n / (1024 B)⌉ + 22` additions lie between an element and the result, and with `u = 2^-53`
+//! So at most `d = ⌈n / (512 B)⌉ + 22` additions (half the first term, unless elements are of 8 bytes) lie between an element and the result, and with `u = 2^-53`
 //!
 //! ```text
 //! |sum - exact| ≤ d · u / (1 - d · u) · Σ |x|
@@ -195,8 +195,8 @@ impl Kernels {
     /// `i64` for signed and of `u64` for unsigned integers.
     ///
     /// The result depends on the elements alone: not on the device, nor on the run. Floats are accumulated as `f64` and rounded
-    /// once at the end: what comes out is within `d · 2^-53 · Σ|x|` of the exact sum, `d` being `n / 2^20 + 23` for `n` elements
-    /// and 23 more for short input, and within 2^-24 of itself where it is rounded to `f32`. Integers wrap. The sum of nothing is
+    /// once at the end: the sum of `n` elements is within `d / (1 - d) · Σ|x|` of the exact one with `d = (n / 2^19 + 31) · 2^-53`, and
+    /// then within 2^-24 of itself where it is rounded to `f32`. Integers wrap. The sum of nothing is
     /// 0.
     ///
     /// `scratch` needs [`Kernels::SUM_SCRATCH_LEN`] elements. Sums that share it wait for each other.

@@ -6,7 +6,7 @@ use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream}
 
 use crate::args::{Args, Param, Ranges, refuse};
 use crate::dtype::Bytes;
-use crate::error::{Fault, KernelError};
+use crate::error::KernelError;
 use crate::host;
 use crate::kernel::{Kernel, Shape, Variant, Work};
 use crate::kernels::Kernels;

@@ -55,15 +55,18 @@ impl<T: Bytes> Work for Transpose<T> {
 
     fn run(&self, memory: &mut dyn KernelMemory) -> Result<()> {
         // In tiles, so that neither side is touched element by element.
-        const SIDE: u64 = 128;
-        for row in (0..self.rows).step_by(SIDE as usize) {
-            for column in (0..self.columns).step_by(SIDE as usize) {
-                let (down, across) = (SIDE.min(self.rows - row), SIDE.min(self.columns - column));
-                let mut tile = Vec::with_capacity(SIDE as usize);
-                for line in row..row + down {
-                    tile.push(host::read::<T>(memory, self.from, line * self.columns + column, host::small(across))?);
+        const SIDE: usize = 128;
+        if self.columns == 0 {
+            return Ok(());
+        }
+        for row in (0..self.rows).step_by(SIDE) {
+            for column in (0..self.columns).step_by(SIDE) {
+                let across = SIDE.min(host::small(self.columns - column));
+                let mut tile = Vec::with_capacity(SIDE);
+                for line in (row..self.rows).take(SIDE) {
+                    tile.push(host::read::<T>(memory, self.from, line * self.columns + column, across)?);
                 }
-                for line in 0..host::small(across) {
+                for line in 0..across {
                     let elements: Vec<T> = tile.iter().map(|row| row[line]).collect();
                     host::write(memory, self.to, (column + line as u64) * self.rows + row, &elements)?;
                 }

@@ -8,6 +8,7 @@ mod common;
 mod copies;
 mod faults;
 mod happens_before;
+mod inspect;
 mod interleavings;
 mod lag;
 mod mapping;

@@ -49,21 +49,26 @@ enum Start {
 }
 
 impl Side {
-    fn start(&self, life: &Life, width: usize) -> Answer<Start> {
+    /// Where it starts. What it spans from there does not overflow.
+    fn start(&self, life: &Life, width: usize, height: usize) -> Answer<Start> {
         let offset = self.y.checked_mul(self.pitch).and_then(|rows| rows.checked_add(self.x));
         let offset = offset.ok_or(Code::INVALID_VALUE)?;
+        let span = height.checked_mul(self.pitch).ok_or(Code::INVALID_VALUE)?;
         if self.x.checked_add(width).is_none_or(|end| end > self.pitch) {
             return Err(Code::INVALID_VALUE);
         }
         match self.kind {
             HOST => {
                 let address = self.host.checked_add(offset).filter(|_| self.host != 0).ok_or(Code::INVALID_VALUE)?;
+                address.checked_add(span).ok_or(Code::INVALID_VALUE)?;
                 let pinned = life.pinned.holding(address).is_some();
                 Ok(if pinned { Start::Known(Place::Host(HostPtr(address))) } else { Start::Pageable(address) })
             }
             DEVICE | UNIFIED => {
                 let address = self.device.checked_add(offset as u64).ok_or(Code::INVALID_VALUE)?;
-                let place = if self.kind == DEVICE { Ok(Place::Device(DevicePtr(address))) } else { place(life, address) };
+                address.checked_add(span as u64).ok_or(Code::INVALID_VALUE)?;
+                let place =
+                    if self.kind == DEVICE { Ok(Place::Device(DevicePtr(address))) } else { place(life, address) };
                 place.map(Start::Known)
             }
             ARRAY => Err(Code::NOT_SUPPORTED),
@@ -116,7 +121,7 @@ impl Life {
     /// Rows on the host must be readable or writable, as for the other copies.
     unsafe fn rows(&self, rows: &Rows, stream: Handle) -> Answer {
         let Rows { src, dst, width, height } = *rows;
-        let (from, to) = (src.start(self, width)?, dst.start(self, width)?);
+        let (from, to) = (src.start(self, width, height)?, dst.start(self, width, height)?);
         match (to, from) {
             (Start::Known(to), Start::Known(from)) => {
                 let (dst_pitch, src_pitch) = (dst.pitch as u64, src.pitch as u64);
@@ -164,7 +169,8 @@ impl Batch<'_> {
     /// # Safety
     /// As [`aquifer_device::Driver::copy_batch`].
     unsafe fn enqueue(&self, life: &Life, stream: Handle) -> Answer {
-        let orders = self.attributes.iter().all(|attributes| (1..=3).contains(&attributes.order) && attributes.flags <= 1);
+        let orders =
+            self.attributes.iter().all(|attributes| (1..=3).contains(&attributes.order) && attributes.flags <= 1);
         let rising = self.firsts.first() == Some(&0) && self.firsts.is_sorted_by(|a, b| a < b);
         let inside = self.firsts.last().is_some_and(|&last| last < self.sizes.len());
         // The documentation excludes the legacy stream.

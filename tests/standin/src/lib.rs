@@ -15,11 +15,10 @@
 //!
 //! The two are built from the same source and share no state: each has its own copy of every static.
 //!
-//! In the order in which calls go: [`abi`] declares functions · [`process`] and [`thread`] know devices and contexts · each
-//! family of functions has a file · [`ptx`] reads modules · [`control`] steers · [`environment`] and [`fail`] set things up and
-//! make them fail · [`loader`] is for tests.
+//! In the order in which calls go: `abi` declares functions · `process` and `thread` know devices and contexts · each family of
+//! functions has a file · `ptx` reads modules · `control` steers · `environment` and `fail` set things up and make them fail ·
+//! `loader` is for tests.
 #![cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "the library can only be loaded on Linux"))]
-#![allow(clippy::doc_markdown, reason = "names of CUDA")]
 
 mod abi;
 mod capture;
@@ -43,6 +42,7 @@ mod pools;
 mod process;
 mod ptx;
 mod streams;
+mod text;
 mod thread;
 mod vmm;
 

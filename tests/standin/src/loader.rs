@@ -1,6 +1,5 @@
 //! Loading the stand-in into a test, and steering it without unsafe code.
 
-use std::error::Error as _;
 use std::ffi::{CString, c_char};
 use std::fmt;
 use std::mem::MaybeUninit;
@@ -9,11 +8,15 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use aquifer_device::Code;
+use aquifer_device::sim::{Fault, SimConfig};
 use libloading::Library;
 
 use crate::control::{Buffer, Mapped, Number, PROTOCOL, SEPARATOR};
+#[cfg(target_os = "linux")]
 use crate::environment::Environment;
+#[cfg(target_os = "linux")]
 use crate::exports;
+use crate::text;
 
 /// Names the library where it is not beside the test.
 const LIBRARY: &str = "AQUIFER_STANDIN_LIBRARY";
@@ -155,6 +158,7 @@ fn load_library(path: &Path) -> Result<&'static Library, String> {
 /// An error with its causes.
 #[cfg(target_os = "linux")]
 fn described(error: libloading::Error) -> String {
+    use std::error::Error as _;
     let causes = std::iter::successors(error.source(), |&cause| cause.source());
     causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }
@@ -163,13 +167,12 @@ fn described(error: libloading::Error) -> String {
 #[cfg(target_os = "linux")]
 fn without(path: &Path, symbols: &[&str]) -> Result<PathBuf, String> {
     let mut image = std::fs::read(path).map_err(|error| error.to_string())?;
-    for symbol in symbols {
-        let name = [b"\0", symbol.as_bytes(), b"\0"].concat();
-        let mut from = 0;
-        while let Some(at) = image[from..].windows(name.len()).position(|window| window == name) {
-            image[from + at + 1] = b'-';
-            from += at + name.len() - 1;
+    let mut start = 0;
+    while let Some(length) = image[start..].iter().position(|&byte| byte == 0) {
+        if symbols.iter().any(|symbol| symbol.as_bytes() == &image[start..start + length]) {
+            image[start] = b'-';
         }
+        start += length + 1;
     }
     let copy = std::env::temp_dir().join(format!("aquifer-standin-{}.so", std::process::id()));
     std::fs::write(&copy, image).map_err(|error| format!("{}: {error}", copy.display()))?;
@@ -264,6 +267,15 @@ impl Standin {
         Ok(StandinDevice { standin: self, ordinal, removed_on_drop: true })
     }
 
+    /// As [`Standin::add_device`], with a device like `config`. Its ordinal is not that of the configuration.
+    ///
+    /// # Errors
+    /// When the device would panic on violations, which no panic could tell beyond the library, or there are too many devices.
+    pub fn add_device_like(&'static self, config: &SimConfig) -> Result<StandinDevice, Refused> {
+        let unsaid = "text cannot say this configuration";
+        self.add_device(&text::config(config).ok_or_else(|| unsupported("standin_add_device", unsaid))?)
+    }
+
     /// A device of the environment, by ordinal. It stays when the result is dropped.
     pub fn device(&'static self, ordinal: u32) -> StandinDevice {
         StandinDevice { standin: self, ordinal, removed_on_drop: false }
@@ -338,6 +350,15 @@ impl StandinDevice {
             unsafe { (self.functions().standin_inject)(self.ordinal, faults.as_ptr(), text) }
         })
         .map(|_| ())
+    }
+
+    /// As [`StandinDevice::inject`].
+    ///
+    /// # Errors
+    /// When text cannot say it: a fault that is newer than this crate.
+    pub fn inject_fault(&self, fault: &Fault) -> Result<(), Refused> {
+        let unsaid = || unsupported("standin_inject", "text cannot say this fault");
+        self.inject(&text::fault(fault).ok_or_else(unsaid)?)
     }
 
     /// Removes all faults. A lost device stays lost.
@@ -436,6 +457,10 @@ impl StandinDevice {
 
 fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+fn unsupported(what: &'static str, text: &str) -> Refused {
+    Refused { what, code: Code::NOT_SUPPORTED, text: text.to_owned() }
 }
 
 /// The outcome of a control function.

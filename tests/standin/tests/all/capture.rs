@@ -4,7 +4,9 @@ use std::ptr::null_mut;
 use std::sync::mpsc;
 use std::thread;
 
-use cudarc::driver::sys::{CUgraphInstantiate_flags as Flags, CUstream, CUstreamCaptureMode as Mode, CUstreamCaptureStatus};
+use cudarc::driver::sys::{
+    CUgraphInstantiate_flags as Flags, CUstream, CUstreamCaptureMode as Mode, CUstreamCaptureStatus,
+};
 
 use crate::support::{Card, MIB, call};
 

@@ -10,7 +10,7 @@ use cudarc::driver::sys::{
 use crate::support::{Card, MIB, call, refused};
 
 fn pattern(bytes: usize) -> Vec<u8> {
-    (0..bytes).map(|at| (at % 251) as u8).collect()
+    (0..=250).cycle().take(bytes).collect()
 }
 
 /// Page-locked memory from the driver, as an address.
@@ -162,6 +162,8 @@ fn rows_are_copied_from_pageable_and_page_locked_memory() {
     let mut narrow = rows(host, ptr);
     narrow.dstPitch = 6;
     assert_eq!(call!(cuMemcpy2D_v2(&narrow)), 1, "a row does not fit into the pitch");
+    let tall = CUDA_MEMCPY2D { Height: usize::MAX, ..rows(data.as_ptr(), ptr) };
+    assert_eq!(call!(cuMemcpy2D_v2(&tall)), 1, "rows without end");
     narrow = CUDA_MEMCPY2D { dstMemoryType: CUmemorytype::CU_MEMORYTYPE_ARRAY, ..rows(host, ptr) };
     assert_eq!([call!(cuMemcpy2D_v2(&narrow)), call!(cuMemcpy2D_v2(std::ptr::null()))], [801, 1]);
     card.assert_no_violation();
@@ -196,17 +198,19 @@ fn a_batch_is_many_copies() {
     unsafe { host.copy_from(pattern(4096).as_ptr(), 4096) };
     let from = host.addr() as u64;
     let copies = [(ptr, from, 100), (ptr + 4096, from + 100, 200), (from + 1000, ptr + 8192, 50)];
-    assert_eq!(call!(cuMemsetD8_v2(ptr + 8192, 77, 50)), 0);
+    assert_eq!(call!(cuMemsetD8Async(ptr + 8192, 77, 50, stream)), 0);
     assert_eq!(batch(&copies, 0, stream), 0);
     assert_eq!(call!(cuCtxSynchronize()), 0);
     assert_eq!(card.read(ptr, 100), pattern(100));
     assert_eq!(card.read(ptr + 4096, 200), pattern(300)[100..]);
     // SAFETY: the memory has 4096 bytes, and nothing writes it any more.
-    assert_eq!(unsafe { host.add(1000).read() }, 77);
+    let back = unsafe { std::slice::from_raw_parts(host, 4096) };
+    assert_eq!(back[1000..1050], [77; 50]);
     assert_eq!(batch(&copies, 1, stream), 1, "attributes must begin with the first copy");
     assert_eq!(batch(&copies, 0, null_mut()), 1, "not on the legacy stream");
     assert_eq!(batch(&[], 0, stream), 1);
-    let pageable = [(ptr, pattern(8).as_ptr().addr() as u64, 8)];
+    let data = pattern(8);
+    let pageable = [(ptr, data.as_ptr().addr() as u64, 8)];
     assert_eq!(batch(&pageable, 0, stream), 801, "not from pageable memory here");
     assert_eq!(refused(card.context.synchronize()), 0);
     card.assert_no_violation();

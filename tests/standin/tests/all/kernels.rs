@@ -72,7 +72,8 @@ fn a_launch_declares_what_it_touches() {
     }
     let found = card.device.violations();
     assert!(found.len() == 1 && found[0].contains("kernel fill"), "{found:?}");
-    bytes = 2 * MIB as u64;
+    let mut too_many = 2 * MIB as u64;
+    arguments[1] = (&raw mut too_many).cast();
     assert_eq!(launch(fill, 0, &mut arguments), 0);
     assert_eq!(call!(cuCtxSynchronize()), 700, "past the end of the allocation");
 }
@@ -96,7 +97,10 @@ fn launches_are_checked() {
     arguments[1] = (&raw mut bytes).cast();
     assert_eq!(launch(fill, 64 << 10, &mut arguments), 1, "more shared memory than it may have");
     let most = Attr::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    assert_eq!([call!(cuFuncSetAttribute(fill, most, 64 << 10)), call!(cuFuncSetAttribute(fill, most, 1 << 20))], [0, 1]);
+    assert_eq!(
+        [call!(cuFuncSetAttribute(fill, most, 64 << 10)), call!(cuFuncSetAttribute(fill, most, 1 << 20))],
+        [0, 1]
+    );
     assert_eq!(launch(fill, 64 << 10, &mut arguments), 0);
     let mut value = 0;
     assert_eq!((call!(cuFuncGetAttribute(&mut value, most, fill)), value), (0, 64 << 10));

@@ -20,7 +20,10 @@ fn streams_have_flags_priorities_and_identities() {
     let mut stream = null_mut();
     assert_eq!(call!(cuStreamCreateWithPriority(&mut stream, NON_BLOCKING, -100)), 0);
     let (mut flags, mut priority, mut id) = (9, 9, 9);
-    assert_eq!([call!(cuStreamGetFlags(stream, &mut flags)), call!(cuStreamGetPriority(stream, &mut priority))], [0, 0]);
+    assert_eq!(
+        [call!(cuStreamGetFlags(stream, &mut flags)), call!(cuStreamGetPriority(stream, &mut priority))],
+        [0, 0]
+    );
     assert_eq!((flags, priority), (NON_BLOCKING, -5));
     assert_eq!(call!(cuStreamGetId(stream, &mut id)), 0);
     assert_eq!((call!(cuStreamDestroy_v2(stream)), card.device.number(Number::Streams)), (0, 0));

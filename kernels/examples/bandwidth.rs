@@ -1,0 +1,125 @@
+//! How fast the kernels that memory bounds are, against the driver's own copy on the same device.
+//!
+//! ```text
+//! cargo run --release -p aquifer-kernels --example bandwidth -- cuda:0 [MiB of each operand, 1024 unless told]
+//! ```
+//!
+//! Of each it prints the bytes read and written in a second, from the best of ten runs timed by events, and what that is of the
+//! copy's. On a simulated device the times are those of its model and tell nothing about the kernels.
+
+use std::error::Error;
+
+use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
+use aquifer_device::{AccessKind, Device, DeviceSpec, Stream};
+use aquifer_kernels::{KernelError, Kernels, Strided};
+use half::{bf16, f16};
+
+const RUNS: usize = 10;
+
+struct Bench {
+    device: Device,
+    stream: Stream,
+    copy_gb_s: f64,
+}
+
+impl Bench {
+    /// Times `work`, which reads and writes so many bytes in all.
+    fn time(
+        &mut self,
+        name: &str,
+        bytes: u64,
+        work: &mut dyn FnMut(&Stream) -> Result<(), KernelError>,
+    ) -> Result<(), Box<dyn Error>> {
+        let (start, end) = (self.device.create_event(true)?, self.device.create_event(true)?);
+        work(&self.stream)?;
+        let mut best = f64::INFINITY;
+        for _ in 0..RUNS {
+            start.record(&self.stream)?;
+            work(&self.stream)?;
+            end.record(&self.stream)?;
+            end.synchronize()?;
+            best = best.min(start.elapsed_ms(&end)?);
+        }
+        let gb_s = bytes as f64 / best / 1e6;
+        if self.copy_gb_s == 0.0 {
+            self.copy_gb_s = gb_s;
+        }
+        println!("{name:<28} {best:>9.3} ms {gb_s:>9.1} GB/s {:>6.1} % of the copy", 100.0 * gb_s / self.copy_gb_s);
+        Ok(())
+    }
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mut args = std::env::args().skip(1);
+    let device = args.next().unwrap_or_else(|| "sim".into()).parse::<DeviceSpec>()?.open()?;
+    let bytes = args.next().map_or(Ok(1024), |mib| mib.parse::<u64>())? << 20;
+    let allocator = Allocator::new(&device, Config::default())?;
+    let kernels = Kernels::load(&device)?;
+    let stream = device.create_stream()?;
+    println!("{}: operands of {} MiB", device.info().name, bytes >> 20);
+
+    let mut a: DeviceBuffer<u8> = allocator.alloc_buffer(bytes, &stream)?;
+    let mut b: DeviceBuffer<u8> = allocator.alloc_buffer(bytes, &stream)?;
+    let mut c: DeviceBuffer<f32> = allocator.alloc_buffer(bytes / 4, &stream)?;
+    let mut words: DeviceBuffer<u64> = allocator.alloc_buffer(Kernels::FINDINGS_LEN, &stream)?;
+    let mut sum: DeviceBuffer<u64> = allocator.alloc_buffer(1, &stream)?;
+    let mut scratch: DeviceBuffer<u64> = allocator.alloc_buffer(Kernels::SUM_SCRATCH_LEN, &stream)?;
+    kernels.fill(&stream, &mut a, 1u8)?;
+    kernels.fill(&stream, &mut b, 1u8)?;
+    kernels.fill(&stream, &mut c, 1f32)?;
+
+    let mut bench = Bench { device, stream, copy_gb_s: 0.0 };
+    bench.time("copy by the driver", 2 * bytes, &mut |stream| {
+        let turn = Turn::take(stream, &[(a.storage(), AccessKind::Read), (b.storage(), AccessKind::Write)]);
+        let _turn = turn.map_err(|source| KernelError::Order { kernel: "copy", source })?;
+        Ok(stream.copy(b.ptr(), a.ptr(), bytes)?)
+    })?;
+    bench.time("fill", bytes, &mut |stream| kernels.fill(stream, &mut a, 7u8))?;
+    bench.time("pattern_write", bytes, &mut |stream| kernels.pattern_write(stream, &mut a, 1))?;
+    bench.time("pattern_verify", bytes, &mut |stream| kernels.pattern_verify(stream, &a, 1, &mut words))?;
+    bench.time("checksum", bytes, &mut |stream| kernels.checksum(stream, &a, &mut sum))?;
+    bench.time("checksum, misaligned", bytes, &mut |stream| {
+        kernels.checksum(stream, &a.slice(1..).map_err(order)?, &mut sum)
+    })?;
+
+    let len = bytes / 4;
+    let (x, mut y): (DeviceBuffer<f32>, DeviceBuffer<f32>) =
+        (allocator.alloc_buffer(len, &bench.stream)?, allocator.alloc_buffer(len, &bench.stream)?);
+    kernels.fill(&bench.stream, &mut x.clone(), 0.5f32)?;
+    kernels.fill(&bench.stream, &mut y, 0.5f32)?;
+    bench.time("axpy f32", 3 * bytes, &mut |stream| kernels.axpy(stream, 1.5, &x, &mut y))?;
+    bench.time("add f32", 3 * bytes, &mut |stream| kernels.add(stream, &x, &c.clone(), &mut y))?;
+    let mut total: DeviceBuffer<f32> = allocator.alloc_buffer(1, &bench.stream)?;
+    bench.time("reduce_sum f32", bytes, &mut |stream| kernels.reduce_sum(stream, &x, &mut scratch, &mut total))?;
+
+    let mut halves: DeviceBuffer<f16> = allocator.alloc_buffer(len, &bench.stream)?;
+    let mut brains: DeviceBuffer<bf16> = allocator.alloc_buffer(len, &bench.stream)?;
+    bench.time("cast f32 to f16", bytes + bytes / 2, &mut |stream| kernels.cast(stream, &x, &mut halves))?;
+    bench.time("cast f32 to bf16", bytes + bytes / 2, &mut |stream| kernels.cast(stream, &x, &mut brains))?;
+    bench.time("cast bf16 to f32", bytes + bytes / 2, &mut |stream| kernels.cast(stream, &brains, &mut y))?;
+    bench.time("cast f16 to bf16", bytes, &mut |stream| kernels.cast(stream, &halves, &mut brains))?;
+
+    let columns = 1 << 12;
+    let rows = len / columns;
+    let bytes = 4 * rows * columns;
+    let (from, mut to) = (x.slice(..rows * columns)?, y.slice(..rows * columns)?);
+    bench.time("transpose f32", 2 * bytes, &mut |stream| kernels.transpose(stream, &from, &mut to, rows, columns))?;
+    let (from, mut to) = (halves.slice(..rows * columns)?, brains.slice(..rows * columns)?);
+    let mut to_halves: DeviceBuffer<f16> = allocator.alloc_buffer(to.len(), &bench.stream)?;
+    bench
+        .time("transpose f16", bytes, &mut |stream| kernels.transpose(stream, &from, &mut to_halves, rows, columns))?;
+    kernels.fill(&bench.stream, &mut to, bf16::ONE)?;
+    let half_rows = Strided::new(&[rows, columns / 2], &[columns, 1]).ok_or("a layout that overflows")?;
+    let mut dense = y.slice(..half_rows.len())?;
+    bench.time("gather f32, half of each row", bytes, &mut |stream| {
+        kernels.gather(stream, &x, &half_rows, &mut dense)
+    })?;
+    bench.time("scatter f32, half of each row", bytes, &mut |stream| {
+        kernels.scatter(stream, &dense, &mut c, &half_rows)
+    })?;
+    Ok(())
+}
+
+fn order(source: aquifer_allocator::AllocError) -> KernelError {
+    KernelError::Order { kernel: "checksum", source }
+}

@@ -1,0 +1,170 @@
+//! A device with everything loaded, and memory with guards around it.
+
+use std::fmt::Debug;
+
+use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
+use aquifer_device::{AccessKind, Device, DeviceSpec, DriverKind, Stream};
+use aquifer_kernels::{Element, Kernels};
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+pub(crate) struct Bench {
+    pub(crate) device: Device,
+    pub(crate) allocator: Allocator,
+    pub(crate) kernels: Kernels,
+    pub(crate) stream: Stream,
+}
+
+/// Elements that have bytes.
+pub(crate) trait Plain: Element {
+    fn bytes(self) -> Vec<u8>;
+    fn of(bytes: &[u8]) -> Self;
+    /// Any value, the awkward ones often.
+    fn any() -> BoxedStrategy<Self>;
+}
+
+macro_rules! plain {
+    ($($type:ty: $any:expr;)*) => {$(
+        impl Plain for $type {
+            fn bytes(self) -> Vec<u8> {
+                self.to_le_bytes().to_vec()
+            }
+
+            fn of(bytes: &[u8]) -> Self {
+                Self::from_le_bytes(bytes.try_into().unwrap())
+            }
+
+            fn any() -> BoxedStrategy<Self> {
+                $any.boxed()
+            }
+        }
+    )*};
+}
+
+plain! {
+    u8: any::<u8>();
+    i32: any::<i32>().prop_flat_map(|value| (0u32..32).prop_map(move |shift| value >> shift));
+    u32: any::<u32>().prop_flat_map(|value| (0u32..32).prop_map(move |shift| value >> shift));
+    i64: any::<i64>().prop_flat_map(|value| (0u32..64).prop_map(move |shift| value >> shift));
+    u64: any::<u64>().prop_flat_map(|value| (0u32..64).prop_map(move |shift| value >> shift));
+    f16: any::<u16>().prop_map(f16::from_bits);
+    bf16: any::<u16>().prop_map(bf16::from_bits);
+    f32: prop_oneof![
+        any::<u32>().prop_map(f32::from_bits),
+        any::<u16>().prop_map(|bits| f16::from_bits(bits).to_f32()),
+        any::<i32>().prop_map(|value| value as f32),
+        (any::<u16>(), 0u32..3).prop_map(|(high, low)| f32::from_bits((u32::from(high) << 16) + 0x7FFF + low)),
+    ];
+    f64: prop_oneof![
+        any::<u64>().prop_map(f64::from_bits),
+        any::<u32>().prop_map(|bits| f64::from(f32::from_bits(bits))),
+        any::<i64>().prop_map(|value| value as f64),
+        any::<u16>().prop_map(|bits| f16::from_bits(bits).to_f64().next_up()),
+    ];
+}
+
+/// The byte that guards consist of.
+const GUARD: u8 = 0xA5;
+/// Elements of guard behind memory, and in front of it at least.
+const GUARDS: u64 = 8;
+
+/// Memory between guards.
+pub(crate) struct Guarded<T: Plain> {
+    whole: DeviceBuffer<T>,
+    pub(crate) part: DeviceBuffer<T>,
+    start: u64,
+}
+
+impl Bench {
+    pub(crate) fn new() -> Bench {
+        let spec = std::env::var("AQUIFER_TEST_DEVICE").unwrap_or_else(|_| "sim:2GiB".to_owned());
+        Bench::on(spec.parse::<DeviceSpec>().unwrap().open().unwrap())
+    }
+
+    pub(crate) fn on(device: Device) -> Bench {
+        let allocator = Allocator::new(&device, Config::default()).unwrap();
+        let kernels = Kernels::load(&device).unwrap();
+        let stream = device.create_stream().unwrap();
+        Bench { device, allocator, kernels, stream }
+    }
+
+    pub(crate) fn is_simulated(&self) -> bool {
+        self.device.info().kind == DriverKind::Simulated
+    }
+
+    pub(crate) fn alloc<T: Copy>(&self, len: u64) -> DeviceBuffer<T> {
+        self.allocator.alloc_buffer(len, &self.stream).unwrap()
+    }
+
+    /// Elements in memory of their own.
+    pub(crate) fn upload<T: Plain>(&self, elements: &[T]) -> DeviceBuffer<T> {
+        let buffer = self.alloc(elements.len() as u64);
+        self.put(&buffer, elements);
+        buffer
+    }
+
+    /// Elements between guards, `shift` elements after where memory begins.
+    pub(crate) fn guarded<T: Plain>(&self, elements: &[T], shift: u64) -> Guarded<T> {
+        let (len, start) = (elements.len() as u64, GUARDS + shift);
+        let whole = self.alloc::<T>(start + len + GUARDS);
+        let guard = T::of(&vec![GUARD; size_of::<T>()]);
+        self.put(&whole, &vec![guard; whole.len() as usize]);
+        let part = whole.slice(start..start + len).unwrap();
+        self.put(&part, elements);
+        Guarded { whole, part, start }
+    }
+
+    /// What lies between the guards, which must be whole.
+    pub(crate) fn between<T: Plain>(&self, guarded: &Guarded<T>) -> Vec<T> {
+        let all = self.download_bytes(&guarded.whole);
+        let (start, len) = (guarded.start as usize * size_of::<T>(), guarded.part.bytes() as usize);
+        let outside = all[..start].iter().chain(&all[start + len..]);
+        assert!(outside.copied().all(|byte| byte == GUARD), "memory beside the operand was written");
+        all[start..start + len].chunks_exact(size_of::<T>()).map(T::of).collect()
+    }
+
+    pub(crate) fn put<T: Plain>(&self, buffer: &DeviceBuffer<T>, elements: &[T]) {
+        let bytes: Vec<u8> = elements.iter().flat_map(|&element| element.bytes()).collect();
+        let _turn = Turn::take(&self.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
+        self.stream.upload_blocking(buffer.ptr(), &bytes).unwrap();
+    }
+
+    pub(crate) fn download<T: Plain>(&self, buffer: &DeviceBuffer<T>) -> Vec<T> {
+        self.download_bytes(buffer).chunks_exact(size_of::<T>()).map(T::of).collect()
+    }
+
+    pub(crate) fn download_bytes<T: Copy>(&self, buffer: &DeviceBuffer<T>) -> Vec<u8> {
+        let mut bytes = vec![0; buffer.bytes() as usize];
+        let _turn = Turn::take(&self.stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
+        self.stream.download_blocking(&mut bytes, buffer.ptr()).unwrap();
+        bytes
+    }
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            assert_eq!(self.device.driver().take_violation(), None);
+        }
+    }
+}
+
+/// How long operands are: nothing, one, odd ones, and more than a block or a piece of host work takes.
+pub(crate) fn lens() -> impl Strategy<Value = usize> {
+    prop_oneof![3 => 0usize..70, 2 => 1000usize..1100, 1 => 65_500usize..65_600]
+}
+
+/// Elements of some length, of which a few are arbitrary and repeated.
+pub(crate) fn elements<T: Plain>(len: usize) -> impl Strategy<Value = Vec<T>> {
+    proptest::collection::vec(T::any(), 1..97).prop_map(move |some| some.into_iter().cycle().take(len).collect())
+}
+
+/// Whether results agree: NaN with any other NaN, else bit for bit.
+#[track_caller]
+pub(crate) fn assert_agree<T: Plain + Debug>(is: &[T], should: &[T], is_nan: impl Fn(T) -> bool) {
+    assert_eq!(is.len(), should.len());
+    for (index, (&is, &should)) in is.iter().zip(should).enumerate() {
+        let agrees = is.bytes() == should.bytes() || (is_nan(is) && is_nan(should));
+        assert!(agrees, "element {index} is {is:?} and should be {should:?}");
+    }
+}

@@ -1,0 +1,131 @@
+//! `transpose`, `gather`, `scatter`.
+
+use aquifer_kernels::Strided;
+use half::f16;
+use proptest::prelude::*;
+
+use crate::bench::{Bench, Plain, assert_agree};
+
+/// Elements all different as far as their bits allow.
+fn numbered<T: Plain>(len: usize) -> Vec<T> {
+    (0..len as u64)
+        .map(|index| T::of(&(index.wrapping_mul(0x9E37_79B9) >> 3).to_le_bytes()[..size_of::<T>()]))
+        .collect()
+}
+
+fn check_transpose<T: Plain>(bench: &Bench, rows: usize, columns: usize, shift: u64) {
+    let from: Vec<T> = numbered(rows * columns);
+    let (memory, mut to) = (bench.guarded(&from, shift), bench.guarded(&from, shift / 2));
+    let (r, c) = (rows as u64, columns as u64);
+    bench.kernels.transpose(&bench.stream, &memory.part, &mut to.part, r, c).unwrap();
+    let should: Vec<T> =
+        (0..columns).flat_map(|c| (0..rows).map(move |r| (r, c))).map(|(r, c)| from[r * columns + c]).collect();
+    assert_agree(&bench.between(&to), &should, |_| false);
+    assert_agree(&bench.between(&memory), &from, |_| false);
+}
+
+/// The places of a layout's elements in order, by going through its dimensions as loops do.
+fn places(extents: &[u64], strides: &[u64]) -> Vec<usize> {
+    match (extents, strides) {
+        ([extent, inner @ ..], [stride, along @ ..]) => {
+            let below = places(inner, along);
+            (0..*extent).flat_map(|i| below.iter().map(move |at| at + (i * stride) as usize)).collect()
+        }
+        _ => vec![0],
+    }
+}
+
+fn check_strided<T: Plain>(bench: &Bench, extents: &[u64], strides: &[u64], shift: u64) {
+    let layout = Strided::new(extents, strides).unwrap();
+    let places = places(extents, strides);
+    assert_eq!(layout.len(), places.len() as u64);
+    let reach = places.iter().max().map_or(0, |last| last + 1);
+    assert_eq!(layout.reach(), reach as u64);
+    let strided: Vec<T> = numbered(reach);
+    let (from, mut to) =
+        (bench.guarded(&strided, shift), bench.guarded(&vec![strided_zero::<T>(); places.len()], shift / 2));
+    bench.kernels.gather(&bench.stream, &from.part, &layout, &mut to.part).unwrap();
+    let should: Vec<T> = places.iter().map(|&at| strided[at]).collect();
+    assert_agree(&bench.between(&to), &should, |_| false);
+    if !layout.is_distinct() {
+        return;
+    }
+    let mut back = bench.guarded(&vec![strided_zero::<T>(); reach], shift);
+    bench.kernels.scatter(&bench.stream, &to.part, &mut back.part, &layout).unwrap();
+    let mut should = vec![strided_zero::<T>(); reach];
+    places.iter().for_each(|&at| should[at] = strided[at]);
+    assert_agree(&bench.between(&back), &should, |_| false);
+}
+
+fn strided_zero<T: Plain>() -> T {
+    T::of(&vec![0; size_of::<T>()])
+}
+
+/// Extents, and strides of which some leave gaps, in any order of dimensions; or any strides at all.
+fn layouts() -> impl Strategy<Value = (Vec<u64>, Vec<u64>)> {
+    let distinct = proptest::collection::vec((0u64..9, 0u64..4), 0..=4).prop_flat_map(|dimensions| {
+        let mut stride = 1;
+        let both: Vec<(u64, u64)> = dimensions
+            .into_iter()
+            .map(|(extent, gap)| {
+                let own = stride + gap;
+                stride = own * extent.max(1);
+                (extent, own)
+            })
+            .collect();
+        Just(both).prop_shuffle().prop_map(|both| both.into_iter().unzip())
+    });
+    let any = proptest::collection::vec((0u64..6, 0u64..20), 0..=4).prop_map(|both| both.into_iter().unzip());
+    prop_oneof![3 => distinct, 1 => any]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn rows_become_columns(rows in 0usize..140, columns in 0usize..140, shift in 0u64..8) {
+        let bench = Bench::new();
+        check_transpose::<u8>(&bench, rows, columns, shift);
+        check_transpose::<f16>(&bench, rows, columns, shift);
+        check_transpose::<f32>(&bench, rows, columns, shift);
+        check_transpose::<f64>(&bench, rows, columns, shift);
+    }
+
+    #[test]
+    fn elements_go_where_layouts_say((extents, strides) in layouts(), shift in 0u64..8) {
+        let bench = Bench::new();
+        check_strided::<u8>(&bench, &extents, &strides, shift);
+        check_strided::<f16>(&bench, &extents, &strides, shift);
+        check_strided::<i32>(&bench, &extents, &strides, shift);
+        check_strided::<i64>(&bench, &extents, &strides, shift);
+    }
+
+    #[test]
+    fn distinct_layouts_have_no_place_twice((extents, strides) in layouts()) {
+        let layout = Strided::new(&extents, &strides).unwrap();
+        let mut all = places(&extents, &strides);
+        all.sort_unstable();
+        let twice = all.windows(2).any(|pair| pair[0] == pair[1]);
+        prop_assert!(!(layout.is_distinct() && twice), "{:?}", layout);
+    }
+}
+
+#[test]
+fn long_rows_and_many_tiles() {
+    let bench = Bench::new();
+    check_transpose::<u32>(&bench, 3, 70_001, 1);
+    check_transpose::<u64>(&bench, 1025, 257, 0);
+    check_strided::<f32>(&bench, &[2, 70_001], &[70_010, 1], 0);
+    check_strided::<f32>(&bench, &[70_001, 2], &[2, 1], 1);
+}
+
+#[test]
+fn layouts_that_overflow_are_none() {
+    assert_eq!(Strided::new(&[u64::MAX, 2], &[1, 1]), None);
+    assert_eq!(Strided::new(&[3], &[u64::MAX / 2 + 1]), None);
+    assert_eq!(Strided::new(&[1, 1], &[1]), None);
+    let scalar = Strided::new(&[], &[]).unwrap();
+    assert_eq!((scalar.len(), scalar.reach(), scalar.is_distinct()), (1, 1, true));
+    assert!(!Strided::new(&[2], &[0]).unwrap().is_distinct());
+    assert!(!Strided::new(&[2, 3], &[2, 1]).unwrap().is_distinct());
+}

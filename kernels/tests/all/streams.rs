@@ -1,0 +1,227 @@
+//! Buffers that go from stream to stream: the results are those of the program's order, and the race detector is silent.
+
+use std::time::Duration;
+
+use aquifer_allocator::{DeviceBuffer, Turn};
+use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_device::{AccessKind, Device, Operation, Stream};
+use aquifer_kernels::{KernelError, Kernels};
+use proptest::prelude::*;
+
+use crate::bench::Bench;
+
+const LEN: u64 = 3000;
+
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Fill(usize, i32),
+    /// The first becomes the sum of the others.
+    Add(usize, usize, usize),
+    /// Half of the first becomes the sum of halves of the other, at different places.
+    Halves(usize, usize),
+    Spin(u64),
+    /// Gives the buffer back and takes another one, for this stream.
+    Renew(usize),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let buffer = || 0..BUFFERS;
+    prop_oneof![
+        (buffer(), any::<i32>()).prop_map(|(to, value)| Step::Fill(to, value)),
+        (buffer(), buffer(), buffer()).prop_map(|(to, a, b)| Step::Add(to, a, b)),
+        (buffer(), buffer()).prop_map(|(to, from)| Step::Halves(to, from)),
+        (0u64..100_000).prop_map(Step::Spin),
+        buffer().prop_map(Step::Renew),
+    ]
+}
+
+const BUFFERS: usize = 4;
+const STREAMS: usize = 3;
+
+fn enqueue(bench: &Bench, stream: &Stream, buffers: &mut [DeviceBuffer<i32>], model: &mut [Vec<i32>], step: Step) {
+    let kernels = &bench.kernels;
+    match step {
+        Step::Fill(to, value) => {
+            kernels.fill(stream, &mut buffers[to], value).unwrap();
+            model[to].fill(value);
+        }
+        Step::Add(to, a, b) => {
+            let (left, right) = (buffers[a].clone(), buffers[b].clone());
+            kernels.add(stream, &left, &right, &mut buffers[to]).unwrap();
+            model[to] = model[a].iter().zip(&model[b]).map(|(a, b)| a.wrapping_add(*b)).collect();
+        }
+        Step::Halves(to, from) => {
+            let half = LEN / 2;
+            let (left, right) = (buffers[from].slice(..half).unwrap(), buffers[from].slice(half..).unwrap());
+            let mut target = buffers[to].slice(half..).unwrap();
+            kernels.add(stream, &left, &right, &mut target).unwrap();
+            let (low, high) = model[from].split_at(half as usize);
+            let sums: Vec<i32> = low.iter().zip(high).map(|(a, b)| a.wrapping_add(*b)).collect();
+            model[to][half as usize..].copy_from_slice(&sums);
+        }
+        Step::Spin(ns) => kernels.spin(stream, Duration::from_nanos(ns)).unwrap(),
+        Step::Renew(which) => {
+            buffers[which] = bench.allocator.alloc_buffer(LEN, stream).unwrap();
+            kernels.fill(stream, &mut buffers[which], 1i32).unwrap();
+            model[which].fill(1);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn programs_on_several_streams_give_what_their_order_says(
+        steps in proptest::collection::vec((step(), 0..STREAMS), 1..60),
+        seed in any::<u64>(),
+    ) {
+        let bench = match std::env::var_os("AQUIFER_TEST_DEVICE") {
+            Some(_) => Bench::new(),
+            None => Bench::on(Device::new(SimDriver::new(SimConfig::new(64 << 20).seed(seed)))),
+        };
+        let streams: Vec<Stream> = (0..STREAMS).map(|_| bench.device.create_stream().unwrap()).collect();
+        let mut buffers: Vec<DeviceBuffer<i32>> = (0..BUFFERS).map(|_| bench.upload(&vec![1; LEN as usize])).collect();
+        let mut model = vec![vec![1; LEN as usize]; BUFFERS];
+        for (step, stream) in steps {
+            enqueue(&bench, &streams[stream], &mut buffers, &mut model, step);
+        }
+        for (buffer, should) in buffers.iter().zip(&model) {
+            prop_assert_eq!(&bench.download(buffer), should);
+        }
+        prop_assert_eq!(bench.device.driver().take_violation(), None);
+    }
+}
+
+#[test]
+fn threads_share_buffers() {
+    let bench = Bench::new();
+    let buffers: Vec<DeviceBuffer<u32>> = (0..3).map(|_| bench.upload(&[0; 1000])).collect();
+    let ones = bench.upload(&[1u32; 1000]);
+    std::thread::scope(|scope| {
+        for thread in 0..4usize {
+            let (bench, buffers, ones) = (&bench, &buffers, &ones);
+            scope.spawn(move || {
+                let stream = bench.device.create_stream().unwrap();
+                for round in 0..50 {
+                    // In and out are one: each launch adds one, in whatever order they come.
+                    let buffer = &buffers[(thread + round) % buffers.len()];
+                    bench.kernels.add(&stream, buffer, ones, &mut buffer.clone()).unwrap();
+                }
+            });
+        }
+    });
+    let sums: Vec<u32> = buffers.iter().map(|buffer| bench.download(buffer)[999]).collect();
+    assert_eq!(sums.iter().sum::<u32>(), 200, "{sums:?}");
+}
+
+#[test]
+fn memory_given_back_is_not_reused_before_other_streams_are_done() {
+    let bench = Bench::new();
+    let other = bench.device.create_stream().unwrap();
+    let mut findings = bench.upload(&[0u64; 2]);
+    for round in 0..20 {
+        let mut memory: DeviceBuffer<u8> = bench.alloc(1 << 20);
+        bench.kernels.pattern_write(&bench.stream, &mut memory, round).unwrap();
+        bench.kernels.spin(&other, Duration::from_micros(200)).unwrap();
+        bench.kernels.pattern_verify(&other, &memory, round, &mut findings).unwrap();
+        // Given back at once, and taken again by the next round, while the other stream still spins.
+    }
+    assert_eq!(bench.kernels.mismatches(&bench.stream, &findings).unwrap(), None);
+}
+
+#[test]
+fn order_costs_nothing_on_one_stream_and_once_for_a_dependency() {
+    let bench = Bench::new();
+    let other = bench.device.create_stream().unwrap();
+    let (mut x, mut y) = (bench.upload(&[1f32; 100]), bench.upload(&[1f32; 100]));
+    let before = bench.device.timeline_counts();
+    for _ in 0..10 {
+        bench.kernels.axpy(&bench.stream, 2.0, &x, &mut y).unwrap();
+    }
+    assert_eq!(bench.device.timeline_counts(), before);
+    for _ in 0..10 {
+        bench.kernels.axpy(&other, 2.0, &x, &mut y).unwrap();
+    }
+    let after = bench.device.timeline_counts();
+    assert_eq!(after.events_recorded - before.events_recorded, 1);
+    assert_eq!(after.waits_inserted - before.waits_inserted, 1);
+    // What another stream reads may be read without waiting for it, and not written.
+    let calls = bench.device.driver_calls();
+    let mut z = bench.upload(&[1f32; 100]);
+    bench.kernels.add(&bench.stream, &x, &x.clone(), &mut z).unwrap();
+    assert_eq!(bench.device.driver_calls().since(&calls).of(Operation::Wait), 0);
+    bench.kernels.fill(&bench.stream, &mut x, 0f32).unwrap();
+    assert_eq!(bench.device.driver_calls().since(&calls).of(Operation::Wait), 1);
+}
+
+#[test]
+fn what_bypasses_turns_is_found_by_the_detector() {
+    let bench = Bench::new();
+    if !bench.is_simulated() {
+        return;
+    }
+    let other = bench.device.create_stream().unwrap();
+    let mut memory = bench.alloc::<u8>(1000);
+    bench.kernels.pattern_write(&bench.stream, &mut memory, 1).unwrap();
+    other.fill(memory.ptr(), 0, 1000).unwrap();
+    let found = bench.device.driver().take_violation().unwrap();
+    assert!(found.contains("pattern_write"), "{found}");
+    while bench.device.driver().take_violation().is_some() {}
+}
+
+#[test]
+fn graphs_are_captured_and_replayed() {
+    let bench = Bench::new();
+    let (x, mut y) = (bench.upload(&[1i32; 100]), bench.upload(&[0i32; 100]));
+    let capture = bench.stream.begin_capture().unwrap();
+    bench.kernels.add(&bench.stream, &x, &y.clone(), &mut y).unwrap();
+    let graph = capture.end().unwrap();
+    for _ in 0..3 {
+        let turn = Turn::take(&bench.stream, &[(x.storage(), AccessKind::Read), (y.storage(), AccessKind::Write)]);
+        let _turn = turn.unwrap();
+        graph.launch(&bench.stream).unwrap();
+    }
+    assert_eq!(bench.download(&y), [3; 100]);
+}
+
+#[test]
+fn a_capture_takes_no_memory_that_its_stream_is_not_ordered_after() {
+    let bench = Bench::new();
+    let other = bench.device.create_stream().unwrap();
+    let mut memory = bench.alloc::<u8>(1000);
+    bench.kernels.fill(&other, &mut memory, 1u8).unwrap();
+    let capture = bench.stream.begin_capture().unwrap();
+    let refused = bench.kernels.fill(&bench.stream, &mut memory, 2u8);
+    assert!(matches!(refused, Err(KernelError::Order { kernel: "fill", .. })), "{refused:?}");
+    drop(capture.end().unwrap());
+    bench.kernels.fill(&bench.stream, &mut memory, 3u8).unwrap();
+    assert_eq!(bench.download(&memory), [3; 1000]);
+}
+
+#[test]
+fn spinning_takes_its_time() {
+    let bench = Bench::new();
+    let (start, end) = (bench.device.create_event(true).unwrap(), bench.device.create_event(true).unwrap());
+    start.record(&bench.stream).unwrap();
+    bench.kernels.spin(&bench.stream, Duration::from_millis(3)).unwrap();
+    end.record(&bench.stream).unwrap();
+    end.synchronize().unwrap();
+    let ms = start.elapsed_ms(&end).unwrap();
+    assert!((3.0..6.0).contains(&ms), "{ms}");
+}
+
+#[test]
+fn modules_are_loaded_once_and_go_with_the_last_handle() {
+    let bench = Bench::new();
+    let (device, modules) = (bench.device.clone(), aquifer_kernels::Module::ALL.len() as u64);
+    let before = device.driver_calls();
+    let kernels = Kernels::load(&device).unwrap();
+    let again = kernels.clone();
+    again.spin(&bench.stream, Duration::ZERO).unwrap();
+    drop(kernels);
+    drop(again);
+    device.settle();
+    let calls = device.driver_calls().since(&before);
+    assert_eq!((calls.of(Operation::LoadModule), calls.of(Operation::UnloadModule)), (modules, modules));
+}
