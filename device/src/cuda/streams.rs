@@ -181,13 +181,13 @@ impl CudaDriver {
         drop(back);
     }
 
-    /// Lets calls name a stream that somebody else owns.
+    /// Lets calls name a stream that somebody else owns. One that is ours, or kept alive already, needs no other entry.
     pub(super) fn adopt(&self, stream: RawStream, keep: Option<Arc<CudaStream>>) {
         if is_default(stream) {
             return;
         }
-        let ours = self.streams.get(stream.0).is_some_and(|entry| matches!(*entry, Entry::Owned(_)));
-        if ours {
+        let known = self.streams.get(stream.0);
+        if known.is_some_and(|entry| !matches!(*entry, Entry::Adopted(Adopted { keep: None, .. }))) {
             return;
         }
         let id = if cfg!(debug_assertions) { self.identity(Operation::StreamId, pointer(stream.0)) } else { Ok(None) };

@@ -25,7 +25,7 @@ fn both_backings_serve_reuse_and_give_back() {
             let mut found = [0; 512];
             two.download_blocking(&mut found, blocks[3].ptr()).unwrap();
             assert_eq!(found, [u8::try_from(round).unwrap(); 512]);
-            blocks[3].record_stream(&two);
+            blocks[3].record_stream(&two).unwrap();
         }
         assert!(allocator.reserved_bytes() >= 25 * MIB);
         allocator.empty_cache().unwrap();
@@ -46,7 +46,7 @@ fn running_out_of_memory_is_a_report() {
     let error = allocator.alloc(200 * MIB, &stream).unwrap_err();
     assert!(matches!(error, AllocError::OutOfMemory(_)), "{error}");
     drop(held);
-    allocator.alloc(200 * MIB, &stream).unwrap();
+    drop(allocator.alloc(200 * MIB, &stream).unwrap());
     gpu.assert_no_violation();
 }
 
@@ -71,7 +71,7 @@ fn work(gpu: &Gpu) -> Result<(), AllocError> {
     let block = allocator.alloc(5 * MIB, &one)?;
     one.fill(block.ptr(), 1, 5 * MIB)?;
     two.wait_for(&one.tick())?;
-    block.record_stream(&two);
+    block.record_stream(&two)?;
     drop(block);
     let small = allocator.alloc(1000, &two)?;
     let large = allocator.alloc(30 * MIB, &two)?;

@@ -41,7 +41,7 @@ fn an_unannounced_capture_is_noticed_before_it_is_broken() {
     assert!(is_capture_error(&error), "{error}");
     assert!(theirs.end_capture(FLAGS).is_ok(), "none of this broke it");
     tick.cover().unwrap();
-    allocator.alloc(MIB, &stream).unwrap();
+    drop(allocator.alloc(MIB, &stream).unwrap());
 }
 
 #[test]

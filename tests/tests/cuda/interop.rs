@@ -180,6 +180,7 @@ fn memory_is_given_up_on_threads_without_a_context() {
     })
     .join()
     .unwrap();
+    gpu.device.settle();
     let info = gpu.device.memory_info().unwrap();
     assert_eq!(info.free, info.total);
     let Gpu { device, standin } = gpu;

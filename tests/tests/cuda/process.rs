@@ -53,10 +53,14 @@ fn without_a_driver_the_error_says_what_to_install() {
 
 #[test]
 fn a_driver_that_is_too_old_is_named_with_what_is_needed() {
-    in_process("a_driver_that_is_too_old_is_named_with_what_is_needed", &[("AQUIFER_STANDIN_VERSION", "11020")], || {
-        standin();
-        assert_eq!(unavailable(), Unavailable::TooOld { supported: (11, 2), needed: (11, 4) });
-    });
+    in_process(
+        "a_driver_that_is_too_old_is_named_with_what_is_needed",
+        &[("AQUIFER_STANDIN_VERSION", "11020")],
+        || {
+            standin();
+            assert_eq!(unavailable(), Unavailable::TooOld { supported: (11, 2), needed: (11, 4) });
+        },
+    );
 }
 
 #[test]
