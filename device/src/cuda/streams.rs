@@ -159,7 +159,7 @@ impl CudaDriver {
         }
         let owned = self.streams.take_if(stream.0, |entry| matches!(entry, Entry::Owned(_)));
         let entry = owned.ok_or_else(|| dead(operation, Streams::NAME, stream.0))?;
-        self.captures.lock().remove(&stream.0);
+        self.captures.lock().remove(&(stream.0, None));
         // In use on another thread: the last user's drop destroys it (H1).
         let Ok(Entry::Owned(mut object)) = Arc::try_unwrap(entry) else { return Ok(()) };
         if !Streams::release(&mut object.extra) {
