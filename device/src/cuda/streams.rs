@@ -143,6 +143,8 @@ impl CudaDriver {
         let code = unsafe { (self.core.functions().cuStreamCreateWithPriority)(&raw mut raw, non_blocking, priority) };
         check(Operation::CreateStream, code)?;
         let raw = handle(raw);
+        // An adopted stream that had this handle was destroyed by its owner.
+        self.release(RawStream(raw));
         // SAFETY: just created, and nobody else knows it.
         let object = unsafe { Object::new(&self.core, raw, Lent::default()) };
         self.streams.insert(raw, Entry::Owned(object));
@@ -190,6 +192,8 @@ impl CudaDriver {
         if known.is_some_and(|entry| !matches!(*entry, Entry::Adopted(Adopted { keep: None, .. }))) {
             return;
         }
+        // What an owner destroyed without releasing it.
+        self.release(stream);
         let id = if cfg!(debug_assertions) { self.identity(Operation::StreamId, pointer(stream.0)) } else { Ok(None) };
         let adopted = Adopted { id: id.unwrap_or(None), keep };
         self.streams.insert(stream.0, Entry::Adopted(adopted));
