@@ -6,6 +6,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+#[cfg(all(feature = "cuda", target_pointer_width = "64"))]
+use crate::cuda;
 use crate::device::Device;
 use crate::driver::DeviceInfo;
 use crate::error::DeviceError;
@@ -106,9 +108,6 @@ impl fmt::Display for Visible<'_> {
         }
     }
 }
-
-#[cfg(all(feature = "cuda", target_pointer_width = "64"))]
-use crate::cuda;
 
 /// What stands for CUDA where the program was built without.
 #[cfg(not(all(feature = "cuda", target_pointer_width = "64")))]

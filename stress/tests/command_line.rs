@@ -445,7 +445,7 @@ fn wrong_use_is_explained() {
         (&["replay", "--config", "max_split_mb:128", &file], 2, "^^^^"),
         (&["replay"], 2, "required"),
         (&["replay", "--repeat", "0", &file], 2, "--repeat"),
-        (&["replay", "--device", "cuda:99", &file], 1, "no device 99"),
+        (&["replay", "--device", "cuda:99", &file], 1, "GPU"),
         (&["bench", "--config", "", "--config", ""], 2, "takes one --config"),
         (&["bench", "--filter", "nothing"], 2, "churn_100"),
         (&["frobnicate"], 2, "frobnicate"),

@@ -1,6 +1,6 @@
 //! Whether the device can map memory at all.
 
-use aquifer_device::{Attribute, Device, DeviceError, PhysicalOptions, RawPhysical};
+use aquifer_device::{Attribute, Device, DeviceError, PhysicalOptions, RawPhysical, Reservation};
 
 /// How granules of `granule` bytes are created on the device; or why they cannot be. Maps one and takes it back. A device that
 /// is just full is taken to be able.
@@ -13,7 +13,7 @@ pub(crate) fn probe(device: &Device, granule: u64) -> Result<PhysicalOptions, De
     }
 }
 
-/// Maps a granule for these devices and takes it back.
+/// Maps a granule for these devices and takes it back; what cannot be taken back now goes back later.
 pub(crate) fn try_mapping(
     device: &Device,
     granule: u64,
@@ -21,21 +21,36 @@ pub(crate) fn try_mapping(
     devices: &[u32],
 ) -> Result<(), DeviceError> {
     let physical = device.driver().create_physical(granule, options)?;
-    let mapped = map_one(device, granule, physical, devices);
-    if device.driver().release_physical(physical).is_err() {
+    let mut still_mapped = false;
+    let outcome = map_one(device, granule, physical, devices, &mut still_mapped);
+    if !still_mapped && device.driver().release_physical(physical).is_err() {
         device.release_later(physical);
     }
-    mapped
+    outcome
 }
 
-fn map_one(device: &Device, granule: u64, physical: RawPhysical, devices: &[u32]) -> Result<(), DeviceError> {
+fn map_one(
+    device: &Device,
+    granule: u64,
+    physical: RawPhysical,
+    devices: &[u32],
+    still_mapped: &mut bool,
+) -> Result<(), DeviceError> {
     let driver = device.driver();
     let ptr = driver.reserve(granule)?;
+    let mut reservation = Reservation { ptr, bytes: granule, mapped: Vec::new() };
     let mapped = driver.map(ptr, granule, physical).and_then(|()| {
         let accessed = driver.set_access(ptr, granule, devices);
         let unmapped = driver.unmap(ptr, granule);
+        if unmapped.is_err() {
+            *still_mapped = true;
+            reservation.mapped.push((ptr, granule, physical));
+        }
         accessed.and(unmapped)
     });
-    let unreserved = driver.unreserve(ptr, granule);
+    let unreserved = if *still_mapped { Ok(()) } else { driver.unreserve(ptr, granule) };
+    if *still_mapped || unreserved.is_err() {
+        device.unreserve_later(reservation);
+    }
     mapped.and(unreserved)
 }

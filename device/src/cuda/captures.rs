@@ -6,6 +6,7 @@
 
 use std::ffi::c_uint;
 use std::ptr;
+use std::thread::{self, ThreadId};
 
 use cudarc::driver::sys::{CUgraph, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus as Status};
 
@@ -36,6 +37,11 @@ impl Kind for Graphs {
             None => 0,
         }
     }
+}
+
+/// Which stream a handle means on this thread.
+fn which(stream: RawStream) -> (u64, Option<ThreadId>) {
+    (stream.0, (stream == RawStream::PER_THREAD).then(|| thread::current().id()))
 }
 
 fn refuse(operation: Operation, detail: impl Into<String>) -> DeviceError {
@@ -111,7 +117,7 @@ impl CudaDriver {
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
         // SAFETY: the stream lives (H1, F1).
         check(operation, unsafe { begin(live.raw, mode) })?;
-        self.captures.lock().insert(stream.0);
+        self.captures.lock().insert(which(stream));
         Ok(())
     }
 
@@ -120,7 +126,7 @@ impl CudaDriver {
         let end = self.optional(operation, self.core.functions().cuStreamEndCapture)?;
         let live = self.stream(operation, stream)?;
         if self.status(operation, live.raw)? == CaptureStatus::None {
-            self.captures.lock().remove(&stream.0);
+            self.captures.lock().remove(&which(stream));
             return Err(bad_value(operation, "the stream does not capture"));
         }
         let _current = self.core.enter(operation)?;
@@ -129,7 +135,7 @@ impl CudaDriver {
         let ended = check(operation, unsafe { end(live.raw, &raw mut graph) });
         // A capture that failed to end as it should has mostly ended all the same.
         if ended.is_ok() || matches!(self.status(operation, live.raw), Ok(CaptureStatus::None)) {
-            self.captures.lock().remove(&stream.0);
+            self.captures.lock().remove(&which(stream));
         }
         ended?;
         if graph.is_null() {

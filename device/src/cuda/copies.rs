@@ -15,9 +15,10 @@ use super::functions::Functions;
 use super::installation::check;
 use super::memory::bad_value;
 use super::raw::{pointer, size};
+use super::rows::touched_rows;
 use super::shapes::CopyAttributes;
 use super::streams::LiveStream;
-use crate::copies::{Copy2d, CopyPart, Place, Touched, first_overlap, touched_rows};
+use crate::copies::{Copy2d, CopyPart, Place, Touched, first_overlap};
 use crate::driver::{DevicePtr, RawStream};
 use crate::error::{Operation, Result};
 

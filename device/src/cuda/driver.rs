@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::collections::HashSet;
 use std::sync::{Arc, OnceLock};
+use std::thread::ThreadId;
 
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::CUdevice_attribute as Attr;
@@ -53,8 +54,8 @@ pub struct CudaDriver {
     pub(super) mapped: Ranges<()>,
     /// Held while mappings change.
     pub(super) rules: Mutex<()>,
-    /// Streams on which a capture was begun here and not ended.
-    pub(super) captures: Mutex<HashSet<u64>>,
+    /// Streams on which a capture was begun here and not ended; with the thread, where the handle means one for each.
+    pub(super) captures: Mutex<HashSet<(u64, Option<ThreadId>)>>,
     /// cudarc's object of the context, once somebody asked for it.
     pub(super) cudarc: OnceLock<Arc<CudaContext>>,
 }

@@ -55,13 +55,14 @@ impl<T> Handles<T> {
         self.shard(handle).read().get(&handle).cloned()
     }
 
-    /// Adds an object. One that has the handle already was destroyed without a word, since the driver gives handles of live
-    /// objects to no others; its entry is replaced.
-    pub(super) fn insert(&self, handle: u64, object: T) -> Arc<T> {
-        let object = Arc::new(object);
-        let before = self.shard(handle).write().insert(handle, object.clone());
-        drop(before);
-        object
+    /// Adds an object. One that has the handle already was destroyed by somebody else, since the driver gives handles of live
+    /// objects to no others: its entry is forgotten, for dropping it would destroy the new one.
+    pub(super) fn insert(&self, handle: u64, object: T) {
+        let before = self.shard(handle).write().insert(handle, Arc::new(object));
+        if before.is_some() {
+            tracing::warn!("an object of this device, {handle:#x}, was destroyed by somebody else");
+            std::mem::forget(before);
+        }
     }
 
     /// Takes an object out if `matches` says so: it is not live any more for calls to come.

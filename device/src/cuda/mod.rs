@@ -30,6 +30,7 @@ mod memory;
 mod modules;
 mod ranges;
 mod raw;
+mod rows;
 mod shapes;
 mod streams;
 

@@ -143,6 +143,8 @@ impl CudaDriver {
         let code = unsafe { (self.core.functions().cuStreamCreateWithPriority)(&raw mut raw, non_blocking, priority) };
         check(Operation::CreateStream, code)?;
         let raw = handle(raw);
+        // An adopted stream that had this handle was destroyed by its owner.
+        self.release(RawStream(raw));
         // SAFETY: just created, and nobody else knows it.
         let object = unsafe { Object::new(&self.core, raw, Lent::default()) };
         self.streams.insert(raw, Entry::Owned(object));
@@ -159,7 +161,7 @@ impl CudaDriver {
         }
         let owned = self.streams.take_if(stream.0, |entry| matches!(entry, Entry::Owned(_)));
         let entry = owned.ok_or_else(|| dead(operation, Streams::NAME, stream.0))?;
-        self.captures.lock().remove(&stream.0);
+        self.captures.lock().remove(&(stream.0, None));
         // In use on another thread: the last user's drop destroys it (H1).
         let Ok(Entry::Owned(mut object)) = Arc::try_unwrap(entry) else { return Ok(()) };
         if !Streams::release(&mut object.extra) {
@@ -181,15 +183,17 @@ impl CudaDriver {
         drop(back);
     }
 
-    /// Lets calls name a stream that somebody else owns.
+    /// Lets calls name a stream that somebody else owns. One that is ours, or kept alive already, needs no other entry.
     pub(super) fn adopt(&self, stream: RawStream, keep: Option<Arc<CudaStream>>) {
         if is_default(stream) {
             return;
         }
-        let ours = self.streams.get(stream.0).is_some_and(|entry| matches!(*entry, Entry::Owned(_)));
-        if ours {
+        let known = self.streams.get(stream.0);
+        if known.is_some_and(|entry| !matches!(*entry, Entry::Adopted(Adopted { keep: None, .. }))) {
             return;
         }
+        // What an owner destroyed without releasing it.
+        self.release(stream);
         let id = if cfg!(debug_assertions) { self.identity(Operation::StreamId, pointer(stream.0)) } else { Ok(None) };
         let adopted = Adopted { id: id.unwrap_or(None), keep };
         self.streams.insert(stream.0, Entry::Adopted(adopted));

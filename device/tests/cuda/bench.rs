@@ -84,6 +84,7 @@ pub(crate) fn fill(module: Option<RawModule>, ptr: DevicePtr, bytes: u64, patter
         accesses: vec![Access { ptr, bytes, kind: AccessKind::Write }],
         host: None,
         operations: 0,
+        busy_ns: 0,
     }
 }
 

@@ -145,3 +145,20 @@ fn a_graph_that_cannot_be_made_executable_leaves_nothing() {
     let graph = driver.end_capture(stream).unwrap();
     driver.destroy_graph(graph).unwrap();
 }
+
+#[test]
+fn threads_capture_on_their_own_default_streams() {
+    let bench = Bench::new();
+    let (driver, stream) = (&*bench.driver, RawStream::PER_THREAD);
+    driver.begin_capture(stream).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            assert_eq!(driver.capture_status(stream).unwrap(), CaptureStatus::None);
+            driver.begin_capture(stream).unwrap();
+            driver.end_capture(stream).unwrap();
+        });
+    });
+    assert_eq!(kind(driver.synchronize()), ErrorKind::Capture, "the first thread still captures");
+    driver.end_capture(stream).unwrap();
+    driver.synchronize().unwrap();
+}

@@ -183,7 +183,7 @@ fn copies_of_rows_and_batches_are_checked_before_they_are_made() {
     let (driver, stream) = (&*bench.driver, bench.stream());
     let (memory, pinned) = (driver.alloc(4096).unwrap(), driver.host_alloc(4096).unwrap());
     let (device, host) = (Place::Device(memory), Place::Host(pinned));
-    let pageable = vec![0_u8; 64];
+    let pageable = [0_u8; 64];
     let wild = Place::Host(HostPtr(pageable.as_ptr() as usize));
     let rows = Copy2d { dst: device, dst_pitch: 64, src: host, src_pitch: 64, width: 64, height: 8 };
     let wrong = [

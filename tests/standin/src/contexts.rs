@@ -64,6 +64,9 @@ abi! {
 
     /// Counts one user of the primary context less. The last one ends it.
     11000 cuDevicePrimaryCtxRelease_v2(call, device: i32) {
+        if Process::get().release_ghost(device) {
+            return Ok(());
+        }
         let device = call.device(device)?;
         let primary = &device.primary;
         let mut retained = primary.retained.lock();

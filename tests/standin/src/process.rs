@@ -7,7 +7,7 @@
 //! Devices of the environment are counted by `cuDeviceGetCount`. Those that a test adds come after them and are not counted,
 //! so that tests in parallel do not see each other's; they are opened by ordinal like any other.
 //!
-//! Locks, in the order in which they may be held together: devices · a device's life · contexts · a life's tables. None is held
+//! Locks, in the order in which they may be held together: devices · ghosts · a device's life · contexts · a life's tables. None is held
 //! across a call of the simulated device, but the one on modules and graphs where that is said.
 
 use std::collections::BTreeMap;
@@ -41,6 +41,9 @@ pub(crate) struct Process {
     orders: Option<Mutex<Orders>>,
     started: AtomicBool,
     devices: RwLock<Vec<Option<Arc<Device>>>>,
+    /// Removed devices whose primary context somebody still retains, and how often. Their ordinals are not used again until it
+    /// is released, which would else release another device's.
+    ghosts: Mutex<BTreeMap<u32, u32>>,
     contexts: RwLock<BTreeMap<Handle, Arc<Context>>>,
     next_context: AtomicU64,
 }
@@ -62,6 +65,7 @@ impl Process {
                 .map(|environment| Mutex::new(Orders::new(environment.orders.clone()))),
             started: AtomicBool::new(false),
             devices: RwLock::default(),
+            ghosts: Mutex::default(),
             contexts: RwLock::default(),
             next_context: AtomicU64::new(FIRST_CONTEXT),
             environment,
@@ -113,7 +117,10 @@ impl Process {
     /// Adds a device at the lowest ordinal that is free, behind those of the environment. `None` when there are too many.
     pub(crate) fn add_device(&self, config: SimConfig) -> Option<u32> {
         let mut devices = self.devices.write();
-        let place = match devices.iter().position(Option::is_none) {
+        let ghosts = self.ghosts.lock();
+        let is_ghost = |place| u32::try_from(place).is_ok_and(|ordinal| ghosts.contains_key(&ordinal));
+        let mut places = devices.iter().enumerate();
+        let place = match places.position(|(place, device)| device.is_none() && !is_ghost(place)) {
             Some(place) => place,
             None if devices.len() < DEVICES_MAX => {
                 devices.push(None);
@@ -143,7 +150,22 @@ impl Process {
             !belongs
         });
         drop(contexts);
-        drop(device);
+        let retained = *device.primary.retained.lock();
+        if retained > 0 {
+            self.ghosts.lock().insert(ordinal, retained);
+        }
+        true
+    }
+
+    /// Releases the primary context of a removed device once. False when there is no such device.
+    pub(crate) fn release_ghost(&self, ordinal: i32) -> bool {
+        let Ok(ordinal) = u32::try_from(ordinal) else { return false };
+        let mut ghosts = self.ghosts.lock();
+        let Some(retained) = ghosts.get_mut(&ordinal) else { return false };
+        *retained -= 1;
+        if *retained == 0 {
+            ghosts.remove(&ordinal);
+        }
         true
     }
 

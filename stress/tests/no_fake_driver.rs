@@ -1,0 +1,35 @@
+//! The program never takes the tests' stand-in driver for a GPU, although its library lies in the same target folder and cargo
+//! puts that folder on the library path.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// Files of a folder and its folder `deps`.
+fn files(folder: &Path) -> Vec<String> {
+    let folders = [folder.to_path_buf(), folder.join("deps")];
+    let entries = folders.iter().filter_map(|folder| folder.read_dir().ok()).flatten().flatten();
+    entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+}
+
+#[test]
+fn the_program_does_not_find_the_stand_in_driver() {
+    let program = Path::new(env!("CARGO_BIN_EXE_aquifer-stress"));
+    let folder = program.parent().expect("it lies in a folder");
+    let files = files(folder);
+    // Elsewhere the library has another name.
+    if cfg!(target_os = "linux") {
+        assert!(files.iter().any(|name| name == "libaquifer_standin.so"), "the stand-in was built");
+    }
+    assert!(!files.iter().any(|name| name.starts_with("libcuda") || name.starts_with("nvcuda")), "{files:?}");
+    let path = std::env::join_paths([folder, &folder.join("deps")]).expect("paths without colons");
+    let output = Command::new(program)
+        .args(["demo", "--device", "cuda:0"])
+        .env("LD_LIBRARY_PATH", path)
+        .stdin(Stdio::null())
+        .output()
+        .expect("the program runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    // On a machine with a GPU that is what it finds.
+    assert!(!said.to_lowercase().contains("simulated") || said.contains("use sim for a simulated GPU"), "{said}");
+    assert!(output.status.success() || said.contains("no real GPU can be used: "), "{said}");
+}

@@ -1,0 +1,116 @@
+//! Captures that cudarc begins: announced they are as good as our own, unannounced they are noticed where it matters.
+
+use std::sync::Arc;
+
+use aquifer_allocator::{AllocError, Allocator, Config, PoolOptions};
+use aquifer_device::{Code, ErrorKind, cuda};
+use cudarc::driver::CudaStream;
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+
+use crate::support::{Gpu, MIB, kind};
+
+const MODE: CUstreamCaptureMode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+const FLAGS: CUgraphInstantiate_flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+
+/// A stream of cudarc's, adopted.
+fn adopted(gpu: &Gpu) -> (Arc<CudaStream>, cuda::Adopted) {
+    let theirs = gpu.context().new_stream().unwrap();
+    (theirs.clone(), cuda::adopt(&gpu.device, theirs).unwrap())
+}
+
+fn allocator(gpu: &Gpu) -> Allocator {
+    Allocator::new(&gpu.device, Config::default()).unwrap()
+}
+
+fn is_capture_error(error: &AllocError) -> bool {
+    matches!(error, AllocError::Device(error) if error.kind == ErrorKind::Capture)
+}
+
+#[test]
+fn an_unannounced_capture_is_noticed_before_it_is_broken() {
+    let gpu = Gpu::new();
+    let (theirs, stream) = adopted(&gpu);
+    let (allocator, other) = (allocator(&gpu), gpu.device.create_stream().unwrap());
+    let (tick, elsewhere) = (stream.tick(), other.tick());
+    theirs.begin_capture(MODE).unwrap();
+    let noticed = tick.cover().unwrap_err();
+    assert!(noticed.kind == ErrorKind::Capture && noticed.to_string().contains("announce"), "{noticed}");
+    assert_eq!(kind(stream.wait_for(&elsewhere)), ErrorKind::Capture);
+    assert_eq!(kind(stream.synchronize()), ErrorKind::Capture);
+    let error = allocator.alloc(MIB, &stream).unwrap_err();
+    assert!(is_capture_error(&error), "{error}");
+    assert!(theirs.end_capture(FLAGS).is_ok(), "none of this broke it");
+    tick.cover().unwrap();
+    drop(allocator.alloc(MIB, &stream).unwrap());
+}
+
+#[test]
+fn a_capture_that_is_announced_allocates_from_its_pool() {
+    let gpu = Gpu::new();
+    let (theirs, stream) = adopted(&gpu);
+    let allocator = allocator(&gpu);
+    let pool = allocator.create_pool(PoolOptions::default());
+    let outside = allocator.alloc(MIB, &stream).unwrap();
+    drop(outside);
+    theirs.begin_capture(MODE).unwrap();
+    let route = allocator.capture(&stream, &pool).unwrap();
+    assert!(stream.is_capturing() && gpu.device.is_capturing());
+    assert_eq!(kind(gpu.device.synchronize()), ErrorKind::Capture);
+    assert_eq!(kind(stream.tick().cover()), ErrorKind::Capture);
+    let inside = allocator.alloc(MIB, &stream).unwrap();
+    let ptr = inside.ptr();
+    stream.fill(ptr, 9, MIB).unwrap();
+    drop(inside);
+    drop(route);
+    let graph = theirs.end_capture(FLAGS).unwrap().expect("a graph");
+    assert!(!stream.is_capturing() && !gpu.device.is_capturing());
+    // What others allocate now is not the graph's memory, so launching it overwrites nothing.
+    let others: Vec<_> = (0..8).map(|_| allocator.alloc(MIB, &stream).unwrap()).collect();
+    assert!(others.iter().all(|other| other.ptr().0.abs_diff(ptr.0) >= MIB));
+    graph.launch().unwrap();
+    let mut bytes = [0; 4];
+    stream.download_blocking(&mut bytes, ptr).unwrap();
+    assert_eq!(bytes, [9; 4]);
+    gpu.assert_no_violation();
+}
+
+#[test]
+fn what_cannot_be_announced_is_refused() {
+    let (gpu, other) = (Gpu::new(), Gpu::new());
+    let (theirs, stream) = adopted(&gpu);
+    let (allocator, foreign) = (allocator(&gpu), allocator(&other));
+    let pool = allocator.create_pool(PoolOptions::default());
+    let error = allocator.capture(&stream, &pool).unwrap_err();
+    let AllocError::Device(error) = error else { panic!("{error}") };
+    assert!(error.code == Code::INVALID_VALUE && error.to_string().contains("does not capture"), "{error}");
+    assert!(matches!(foreign.capture(&stream, &pool), Err(AllocError::WrongDevice { what: "stream" })));
+    let elsewhere = other.device.create_stream().unwrap();
+    assert!(matches!(foreign.capture(&elsewhere, &pool), Err(AllocError::WrongDevice { what: "pool" })));
+    theirs.begin_capture(MODE).unwrap();
+    let announced = stream.announce_capture().unwrap();
+    assert_eq!(kind(stream.announce_capture()), ErrorKind::Capture, "it is known already");
+    let route = allocator.capture(&stream, &pool).unwrap();
+    drop(route);
+    assert!(stream.is_capturing(), "it was announced by somebody else");
+    drop(announced);
+    theirs.end_capture(FLAGS).unwrap();
+}
+
+#[test]
+fn a_capture_of_our_own_has_a_route_too() {
+    let gpu = Gpu::new();
+    let (allocator, stream) = (allocator(&gpu), gpu.device.create_stream().unwrap());
+    let pool = allocator.create_pool(PoolOptions::default());
+    let capture = stream.begin_capture().unwrap();
+    let route = allocator.capture(&stream, &pool).unwrap();
+    let scratch = allocator.alloc(MIB, &stream).unwrap();
+    stream.fill(scratch.ptr(), 5, MIB).unwrap();
+    let ptr = scratch.ptr();
+    drop((scratch, route));
+    let graph = capture.end().unwrap();
+    graph.launch(&stream).unwrap();
+    let mut bytes = [0; 4];
+    stream.download_blocking(&mut bytes, ptr).unwrap();
+    assert_eq!(bytes, [5; 4]);
+    gpu.assert_no_violation();
+}

@@ -1,0 +1,165 @@
+//! What concerns a whole process: no driver, an old one, a stub, no GPU, several. Each of these tests runs itself in a process of
+//! its own, in an environment of its own.
+
+use std::env;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::process::Command;
+
+use aquifer_device::{
+    Code, DeviceSpec, DriverKind, ErrorKind, OpenError, Unavailable, available, best_available, count, cuda, get, gpus,
+};
+
+use crate::support::standin;
+
+const CHILD: &str = "AQUIFER_CUDA_TEST_CHILD";
+
+/// Runs `body` in a process of its own, where `variables` are set: the test `name` again.
+fn in_process(name: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
+    if env::var(CHILD).as_deref() == Ok(name) {
+        return body();
+    }
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", &format!("process::{name}"), "--nocapture"]).env(CHILD, name);
+    let output = command.envs(variables.iter().copied()).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
+
+/// Why no GPU can be used, and that everybody hears of it.
+fn unavailable() -> Unavailable {
+    let why = gpus().unwrap_err();
+    assert_eq!((available(), count()), (Vec::new(), 0));
+    let error = cuda::open(0).unwrap_err();
+    assert!(error.kind == ErrorKind::Unavailable && error.to_string().contains(&why.to_string()), "{error}");
+    assert!(matches!(get(0), Err(OpenError::Unavailable(same)) if same == why));
+    let choice = best_available().unwrap();
+    assert_eq!(choice.device.info().kind, DriverKind::Simulated);
+    assert!(choice.reason.contains(&why.to_string()), "{}", choice.reason);
+    assert!(why.to_string().contains("sim"), "{why}");
+    why
+}
+
+#[test]
+fn without_a_driver_the_error_says_what_to_install() {
+    in_process("without_a_driver_the_error_says_what_to_install", &[], || match gpus() {
+        Err(Unavailable::NoDriver { .. }) => {
+            let said = unavailable().to_string();
+            assert!(said.contains("libcuda.so.1: ") && said.contains("Install NVIDIA's display driver"), "{said}");
+        }
+        other => eprintln!("skipped: this machine has a driver: {other:?}"),
+    });
+}
+
+#[test]
+fn a_driver_that_is_too_old_is_named_with_what_is_needed() {
+    in_process(
+        "a_driver_that_is_too_old_is_named_with_what_is_needed",
+        &[("AQUIFER_STANDIN_VERSION", "11020")],
+        || {
+            standin();
+            assert_eq!(unavailable(), Unavailable::TooOld { supported: (11, 2), needed: (11, 4) });
+        },
+    );
+}
+
+#[test]
+fn the_oldest_driver_that_will_do_opens() {
+    in_process("the_oldest_driver_that_will_do_opens", &[("AQUIFER_STANDIN_VERSION", "11040")], || {
+        standin();
+        let device = get(0).unwrap();
+        assert_eq!(device.info().driver_version, Some((11, 4)));
+        assert_eq!(device.driver().attribute(aquifer_device::Attribute::BatchedCopies).unwrap(), 0);
+        assert_eq!(device.driver().stream_id(device.create_stream().unwrap().raw()).unwrap(), None);
+    });
+}
+
+#[test]
+fn a_broken_driver_is_named_with_what_it_lacks() {
+    let variables = [("AQUIFER_STANDIN_WITHOUT", "cuEventQuery")];
+    in_process("a_broken_driver_is_named_with_what_it_lacks", &variables, || {
+        standin();
+        assert_eq!(unavailable(), Unavailable::MissingSymbol { symbol: "cuEventQuery", version: Some((13, 0)) });
+    });
+}
+
+#[test]
+fn a_machine_without_a_gpu_says_so() {
+    in_process("a_machine_without_a_gpu_says_so", &[("AQUIFER_STANDIN_DEVICES", "none")], || {
+        standin();
+        assert_eq!(unavailable(), Unavailable::NoDevice);
+    });
+}
+
+#[test]
+fn hidden_gpus_are_told_with_the_variable_that_hides_them() {
+    in_process("hidden_gpus_are_told_with_the_variable_that_hides_them", &[("CUDA_VISIBLE_DEVICES", "-1")], || {
+        standin();
+        assert_eq!(unavailable(), Unavailable::Hidden { value: "-1".to_owned() });
+    });
+}
+
+#[test]
+fn a_stub_is_told_from_a_driver() {
+    in_process("a_stub_is_told_from_a_driver", &[], || {
+        let standin = standin();
+        standin.fail("cuInit", 1, Code(34)).unwrap();
+        assert_eq!(gpus(), Err(Unavailable::Stub));
+        standin.fail("cuInit", 1, Code(803)).unwrap();
+        let said = gpus().unwrap_err().to_string();
+        assert!(said.contains("SYSTEM_DRIVER_MISMATCH") && said.contains("restart the machine"), "{said}");
+        standin.fail("cuDriverGetVersion", 1, Code(999)).unwrap();
+        assert_eq!(gpus(), Err(Unavailable::Failed { code: Code(999) }));
+        standin.fail("cuDeviceGetCount", 1, Code(3)).unwrap();
+        assert_eq!(gpus(), Err(Unavailable::Failed { code: Code(3) }));
+        // Nothing of this is kept.
+        assert_eq!(count(), 1);
+    });
+}
+
+#[test]
+fn a_context_that_cannot_be_made_is_an_error_of_the_device() {
+    in_process("a_context_that_cannot_be_made_is_an_error_of_the_device", &[], || {
+        standin().fail("cuDevicePrimaryCtxRetain", 1, Code::OUT_OF_MEMORY).unwrap();
+        let Err(OpenError::Device(error)) = get(0) else { panic!("it was made") };
+        assert!(error.is_out_of_memory() && error.to_string().contains("GPU 0"), "{error}");
+        get(0).unwrap();
+    });
+}
+
+#[test]
+fn gpus_are_found_by_ordinal_and_the_largest_is_the_best() {
+    let variables = [("AQUIFER_STANDIN_DEVICES", "8GiB;rtx4090;16GiB"), ("CUDA_VISIBLE_DEVICES", "0,1,2")];
+    in_process("gpus_are_found_by_ordinal_and_the_largest_is_the_best", &variables, || {
+        standin();
+        assert_eq!(count(), 3);
+        let found = available();
+        assert!(found.iter().all(|info| info.kind == DriverKind::Cuda && info.compute_capability.0 >= 7));
+        assert!(found.iter().map(|info| info.ordinal).eq(0..3));
+        let device = "cuda:2".parse::<DeviceSpec>().unwrap().open().unwrap();
+        assert_eq!((device.info().total_bytes, device.info().ordinal), (16 << 30, 2));
+        let choice = best_available().unwrap();
+        assert_eq!(choice.device.info().ordinal, 1);
+        assert!(choice.reason.contains("4090") && choice.reason.contains("most memory of 3"), "{}", choice.reason);
+        let said = "cuda:7".parse::<DeviceSpec>().unwrap().open().unwrap_err().to_string();
+        assert!(said.contains("no GPU 7") && said.contains("2 (") && said.contains("CUDA_VISIBLE_DEVICES"), "{said}");
+    });
+}
+
+/// A driver as the system finds it: by name, on the library path.
+#[test]
+fn the_driver_is_found_on_the_library_path() {
+    const NAME: &str = "the_driver_is_found_on_the_library_path";
+    if env::var(CHILD).as_deref() == Ok(NAME) {
+        return in_process(NAME, &[], || assert_eq!(count(), 1, "{:?}", gpus()));
+    }
+    let folder = env::temp_dir().join(format!("aquifer-driver-{}", std::process::id()));
+    fs::create_dir_all(&folder).unwrap();
+    for name in ["libcuda.so.1", "libcuda.so"] {
+        let link = folder.join(name);
+        symlink(standin().path(), &link).unwrap();
+        in_process(NAME, &[("LD_LIBRARY_PATH", folder.to_str().unwrap())], || unreachable!("in the child alone"));
+        fs::remove_file(link).unwrap();
+    }
+    fs::remove_dir(folder).unwrap();
+}
