@@ -1,0 +1,123 @@
+//! Streams take turns with buffers: what is ordered, what is not, and what fails.
+#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
+
+use std::sync::Arc;
+
+use aquifer_allocator::{AllocError, Allocator, Config, DeviceBuffer, Turn};
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{AccessKind, Code, Device, Operation, Stream};
+
+struct Bench {
+    sim: Arc<SimDriver>,
+    device: Device,
+    allocator: Allocator,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        let sim = SimDriver::new(SimConfig::new(64 << 20));
+        let device = Device::new(sim.clone());
+        let allocator = Allocator::new(&device, Config::default()).unwrap();
+        Bench { sim, device, allocator }
+    }
+
+    fn streams(&self) -> [Stream; 2] {
+        [self.device.create_stream().unwrap(), self.device.create_stream().unwrap()]
+    }
+
+    fn alloc(&self, stream: &Stream) -> DeviceBuffer<u8> {
+        self.allocator.alloc_buffer(1 << 16, stream).unwrap()
+    }
+}
+
+fn write(stream: &Stream, buffer: &DeviceBuffer<u8>, value: u8) -> Result<(), AllocError> {
+    let _turn = Turn::take(stream, &[(buffer.storage(), AccessKind::Write)])?;
+    Ok(stream.fill(buffer.ptr(), value, buffer.bytes())?)
+}
+
+#[test]
+fn readers_wait_for_the_writer_and_not_for_each_other() {
+    let bench = Bench::new();
+    let [one, two] = bench.streams();
+    let (buffer, mut bytes) = (bench.alloc(&one), [0; 16]);
+    write(&one, &buffer, 7).unwrap();
+    let waits = || bench.device.timeline_counts().waits_inserted;
+    let before = waits();
+    for (stream, expected) in [(&two, 1), (&one, 1), (&two, 1)] {
+        let _turn = Turn::take(stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
+        stream.download_blocking(&mut bytes, buffer.ptr()).unwrap();
+        assert_eq!((bytes, waits() - before), ([7; 16], expected));
+    }
+    let own = |kind| buffer.storage().ticks_before(kind).iter().map(|tick| tick.timeline().id()).collect::<Vec<_>>();
+    assert_eq!(own(AccessKind::Read), [one.id()]);
+    assert_eq!(own(AccessKind::Write), [one.id(), one.id(), two.id()]);
+    write(&two, &buffer, 8).unwrap();
+    assert_eq!(own(AccessKind::Write), [two.id()]);
+    assert!(bench.sim.take_violations().is_empty());
+}
+
+#[test]
+fn writing_counts_where_memory_is_listed_twice() {
+    let bench = Bench::new();
+    let [one, two] = bench.streams();
+    let buffer = bench.alloc(&one);
+    let part = buffer.slice(100..200).unwrap();
+    for kinds in [[AccessKind::Read, AccessKind::Write], [AccessKind::Write, AccessKind::Read]] {
+        drop(Turn::take(&two, &[(buffer.storage(), kinds[0]), (part.storage(), kinds[1])]).unwrap());
+        let ticks = buffer.storage().ticks_before(AccessKind::Read);
+        assert_eq!(ticks.iter().map(|tick| tick.timeline().id()).collect::<Vec<_>>(), [two.id()]);
+        write(&one, &buffer, 1).unwrap();
+    }
+}
+
+#[test]
+fn another_device_is_refused_and_empty_buffers_need_no_order() {
+    let (bench, elsewhere) = (Bench::new(), Bench::new());
+    let ([here, _], [there, _]) = (bench.streams(), elsewhere.streams());
+    let buffer = elsewhere.alloc(&there);
+    assert!(matches!(write(&here, &buffer, 1), Err(AllocError::WrongDevice { what: "buffer" })));
+    let [_, other] = bench.streams();
+    let empty: DeviceBuffer<u8> = bench.allocator.alloc_buffer(0, &here).unwrap();
+    let before = bench.device.driver_calls();
+    drop(Turn::take(&other, &[(empty.storage(), AccessKind::Write)]).unwrap());
+    assert_eq!(bench.device.driver_calls().since(&before).total(), 0);
+}
+
+#[test]
+fn a_turn_that_could_not_be_taken_leaves_no_trace() {
+    let bench = Bench::new();
+    let [one, two] = bench.streams();
+    let (first, second) = (bench.alloc(&one), bench.alloc(&one));
+    write(&one, &first, 1).unwrap();
+    write(&one, &second, 1).unwrap();
+    for operation in [Operation::Record, Operation::Wait] {
+        bench.sim.inject(Fault::Nth { operation: Some(operation), nth: 1, code: Code(999) });
+        let both = [(first.storage().as_ref(), AccessKind::Write), (second.storage().as_ref(), AccessKind::Write)];
+        assert!(matches!(Turn::take(&two, &both), Err(AllocError::Device(_))));
+        for buffer in [&first, &second] {
+            let ticks = buffer.storage().ticks_before(AccessKind::Write);
+            assert_eq!(ticks.iter().map(|tick| tick.timeline().id()).collect::<Vec<_>>(), [one.id()]);
+        }
+    }
+    write(&two, &first, 2).unwrap();
+    assert!(bench.sim.take_violations().is_empty());
+}
+
+#[test]
+fn turns_in_any_order_never_wait_in_a_circle() {
+    let bench = Bench::new();
+    let [one, two] = bench.streams();
+    let (first, second) = (bench.alloc(&one), bench.alloc(&one));
+    std::thread::scope(|scope| {
+        for (stream, [a, b]) in [(&one, [&first, &second]), (&two, [&second, &first])] {
+            scope.spawn(move || {
+                for _ in 0..500 {
+                    let both = [(a.storage().as_ref(), AccessKind::Read), (b.storage().as_ref(), AccessKind::Write)];
+                    let _turn = Turn::take(stream, &both).unwrap();
+                    stream.copy(b.ptr(), a.ptr(), a.bytes()).unwrap();
+                }
+            });
+        }
+    });
+    assert!(bench.sim.take_violations().is_empty());
+}
