@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::PoolOptions;
-use aquifer_device::sim::Fault;
+use aquifer_allocator::{Allocator, Config, PoolOptions};
+use aquifer_device::sim::{Fault, SimConfig};
 use aquifer_device::{Code, Operation};
-use aquifer_tests::{Bench, MIB, write_on};
+use aquifer_tests::{BACKINGS, Bench, GIB, MIB, Subject, on, write_on};
 
 /// A segment of 20 MiB of which another stream used 6 MiB in between; nothing is live any more.
 fn lent_in_between(bench: &Bench) {
@@ -129,4 +129,31 @@ fn streams_of_different_devices_are_never_ordered() {
     let tick = one.stream.tick();
     assert!(!other.stream.is_ordered_after(&tick));
     other.stream.wait_for(&tick).unwrap_err();
+}
+
+/// Keys of free blocks had room for 57 bits of address; above, blocks of one size were taken for blocks of another.
+#[test]
+fn memory_at_the_highest_addresses_serves_as_any() {
+    for backing in BACKINGS {
+        for ordinal in [63, 64, 100, 4000] {
+            let driver = Subject::open(&SimConfig::new(GIB).ordinal(ordinal));
+            let device = driver.device();
+            let allocator = Allocator::new(&device, Config::parse(&on(backing, "")).unwrap()).unwrap();
+            let (one, two) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+            let [lent, above] = [100, 1].map(|blocks| allocator.alloc(blocks * 512, &one).unwrap());
+            drop(lent);
+            one.synchronize().unwrap();
+            // One unit larger than what is free, which is not large enough.
+            let larger = allocator.alloc(101 * 512, &two).unwrap();
+            let (got, taken) = (larger.ptr().range(larger.bytes()), above.ptr().range(above.bytes()));
+            assert!(got.end <= taken.start || taken.end <= got.start, "{got:x?} and {taken:x?}");
+            let fitting = allocator.alloc(100 * 512, &two).unwrap();
+            write_on(&two, fitting.ptr(), fitting.bytes());
+            assert!(allocator.memory_stats().cross_stream_reuses > 0, "{backing}, ordinal {ordinal}");
+            drop([larger, fitting, above]);
+            allocator.empty_cache().unwrap();
+            assert_eq!(driver.free(), GIB);
+            driver.assert_no_violation();
+        }
+    }
 }

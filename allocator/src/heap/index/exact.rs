@@ -252,7 +252,7 @@ mod tests {
     }
 
     fn addr_of(key: Key) -> u64 {
-        u64::try_from((key.0 >> 32) & ((1 << 48) - 1)).unwrap() * MIN_BLOCK
+        u64::try_from((key.0 >> 32) & ((1 << 55) - 1)).unwrap() * MIN_BLOCK
     }
 
     /// Few distinct sizes make long runs, many make full bitmaps.

@@ -5,18 +5,27 @@ use crate::size_class::MIN_BLOCK;
 
 /// A free block: its size, then its address; the block's number rides along.
 ///
-/// From the top: 48 bits of size and 48 bits of address, both in units of [`MIN_BLOCK`], and 32 bits of block number.
+/// From the top: 41 bits of size and 55 bits of address, both in units of [`MIN_BLOCK`], and 32 bits of block number. That is
+/// any address, and sizes below 2^50 bytes: no device holds more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key(pub(super) u128);
+
+/// Where the address begins.
+const ADDRESS: u32 = 32;
+/// Where the size begins.
+const SIZE: u32 = ADDRESS + u64::BITS - MIN_BLOCK.ilog2();
 
 impl Key {
     /// No block; greater than the key of any.
     pub(super) const NONE: Key = Key(u128::MAX);
 
+    /// Above all sizes that a key can hold, in bytes.
+    const SIZES_END: u64 = MIN_BLOCK << (u128::BITS - SIZE);
+
     #[inline]
     pub(crate) fn new(size: u64, addr: u64, block: BlockId) -> Key {
-        debug_assert!(size.is_multiple_of(MIN_BLOCK) && addr.is_multiple_of(MIN_BLOCK));
-        Key(u128::from(size / MIN_BLOCK) << 80 | u128::from(addr / MIN_BLOCK) << 32 | u128::from(block.0))
+        debug_assert!(size.is_multiple_of(MIN_BLOCK) && addr.is_multiple_of(MIN_BLOCK) && size < Self::SIZES_END);
+        Key(u128::from(size / MIN_BLOCK) << SIZE | u128::from(addr / MIN_BLOCK) << ADDRESS | u128::from(block.0))
     }
 
     #[inline]
@@ -27,7 +36,7 @@ impl Key {
     /// The least key of all blocks of at least `size` bytes.
     #[inline]
     pub(super) fn at_least(size: u64) -> Key {
-        Key(u128::from(size / MIN_BLOCK) << 80)
+        if size < Self::SIZES_END { Key(u128::from(size / MIN_BLOCK) << SIZE) } else { Key::NONE }
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the low 32 bits are the block number")]
@@ -38,12 +47,31 @@ impl Key {
 
     #[inline]
     pub(super) fn units(self) -> u64 {
-        (self.0 >> 80) as u64
+        (self.0 >> SIZE) as u64
     }
 
     /// Size of the block in bytes.
     #[inline]
     pub(crate) fn size(self) -> u64 {
         self.units() * MIN_BLOCK
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_then_addresses_decide_wherever_memory_is() {
+        let high = u64::MAX - MIN_BLOCK + 1;
+        for addr in [0, 1 << 57, 3 << 58, high] {
+            let (small, large) = (Key::new(MIN_BLOCK, addr, BlockId(7)), Key::new(2 * MIN_BLOCK, 0, BlockId(7)));
+            assert!(small < large && small >= Key::at_least(MIN_BLOCK) && small < Key::at_least(2 * MIN_BLOCK));
+            assert_eq!((small.size(), small.block()), (MIN_BLOCK, BlockId(7)));
+        }
+        assert!(Key::new(MIN_BLOCK, 1 << 57, BlockId(0)) < Key::new(MIN_BLOCK, high, BlockId(0)));
+        for size in [1 << 50, 1 << 57, 1 << 60] {
+            assert_eq!(Key::at_least(size), Key::NONE, "no block is that large");
+        }
     }
 }
