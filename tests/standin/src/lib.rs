@@ -17,7 +17,7 @@
 //!
 //! In the order in which calls go: `abi` declares functions · `process` and `thread` know devices and contexts · each family of
 //! functions has a file · `ptx` reads modules · `control` steers · `environment` and `fail` set things up and make them fail ·
-//! `loader` is for tests.
+//! `loader` and `steering` are for tests.
 #![cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "the library can only be loaded on Linux"))]
 
 mod abi;
@@ -41,10 +41,12 @@ mod pointers;
 mod pools;
 mod process;
 mod ptx;
+mod steering;
 mod streams;
 mod text;
 mod thread;
 mod vmm;
 
 pub use control::{Mapped, Number};
-pub use loader::{LoadError, Refused, Standin, StandinDevice, load};
+pub use loader::{LoadError, Refused, Standin, load};
+pub use steering::StandinDevice;

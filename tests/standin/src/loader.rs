@@ -1,21 +1,21 @@
-//! Loading the stand-in into a test, and steering it without unsafe code.
+//! Loading the stand-in into a test, so that it is used without unsafe code.
 
-use std::ffi::{CString, c_char};
+use std::ffi::c_char;
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-use std::time::Duration;
 
 use aquifer_device::Code;
-use aquifer_device::sim::{Fault, SimConfig};
+use aquifer_device::sim::SimConfig;
 use libloading::Library;
 
-use crate::control::{Buffer, Mapped, Number, PROTOCOL, SEPARATOR};
+use crate::control::{Buffer, Mapped, PROTOCOL};
 #[cfg(target_os = "linux")]
 use crate::environment::Environment;
 #[cfg(target_os = "linux")]
 use crate::exports;
+use crate::steering::{StandinDevice, answer, out, text_argument, unsupported, with_text};
 use crate::text;
 
 /// Names the library where it is not beside the test.
@@ -23,9 +23,6 @@ const LIBRARY: &str = "AQUIFER_STANDIN_LIBRARY";
 
 #[cfg(target_os = "linux")]
 const FILE: &str = "libaquifer_standin.so";
-
-/// Room for text at first.
-const TEXT_BYTES: usize = 4096;
 
 /// Why the stand-in could not be loaded.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -85,7 +82,7 @@ pub struct Refused {
 /// The loaded stand-in.
 pub struct Standin {
     path: PathBuf,
-    functions: Functions,
+    pub(crate) functions: Functions,
 }
 
 impl fmt::Debug for Standin {
@@ -183,8 +180,8 @@ fn without(path: &Path, symbols: &[&str]) -> Result<PathBuf, String> {
 macro_rules! functions {
     ($($name:ident($($type:ty),*);)*) => {
         #[allow(clippy::type_complexity, reason = "the signatures of the functions in `control.rs`")]
-        struct Functions {
-            $($name: unsafe extern "C" fn($($type),*) -> u32,)*
+        pub(crate) struct Functions {
+            $(pub(crate) $name: unsafe extern "C" fn($($type),*) -> u32,)*
         }
 
         impl Functions {
@@ -205,7 +202,7 @@ macro_rules! functions {
     };
 }
 
-type Text<'a> = Option<&'a mut Buffer>;
+pub(crate) type Text<'a> = Option<&'a mut Buffer>;
 type Result32<'a> = Option<&'a mut MaybeUninit<u32>>;
 type Result64<'a> = Option<&'a mut MaybeUninit<u64>>;
 
@@ -308,193 +305,5 @@ impl Standin {
             unsafe { (self.functions.standin_orders_left)(left, clear.then_some(&0)) }
         });
         left.unwrap_or(0)
-    }
-}
-
-/// A device of the stand-in, for a test to steer.
-#[derive(Debug)]
-pub struct StandinDevice {
-    standin: &'static Standin,
-    ordinal: u32,
-    removed_on_drop: bool,
-}
-
-impl Drop for StandinDevice {
-    fn drop(&mut self) {
-        if self.removed_on_drop {
-            // SAFETY: takes no pointers.
-            unsafe { (self.standin.functions.standin_remove_device)(self.ordinal) };
-        }
-    }
-}
-
-impl StandinDevice {
-    /// Its ordinal, by which CUDA programs open it.
-    pub fn ordinal(&self) -> u32 {
-        self.ordinal
-    }
-
-    fn functions(&self) -> &'static Functions {
-        &self.standin.functions
-    }
-
-    /// Adds faults, as settings of a simulated device: `fault=cuMemAlloc#3:out_of_memory,lost_at=9`. They count calls from now
-    /// on, and end with the contexts of the device.
-    ///
-    /// # Errors
-    /// When they cannot be understood.
-    pub fn inject(&self, faults: &str) -> Result<(), Refused> {
-        let faults = text_argument("standin_inject", faults)?;
-        with_text("standin_inject", |text| {
-            // SAFETY: text and buffer are valid during the call.
-            unsafe { (self.functions().standin_inject)(self.ordinal, faults.as_ptr(), text) }
-        })
-        .map(|_| ())
-    }
-
-    /// As [`StandinDevice::inject`].
-    ///
-    /// # Errors
-    /// When text cannot say it: a fault that is newer than this crate.
-    pub fn inject_fault(&self, fault: &Fault) -> Result<(), Refused> {
-        let unsaid = || unsupported("standin_inject", "text cannot say this fault");
-        self.inject(&text::fault(fault).ok_or_else(unsaid)?)
-    }
-
-    /// Removes all faults. A lost device stays lost.
-    pub fn clear_faults(&self) {
-        // SAFETY: takes no pointers.
-        self.must("standin_clear_faults", unsafe { (self.functions().standin_clear_faults)(self.ordinal) });
-    }
-
-    /// What the race detector found and nobody took, oldest first.
-    pub fn violations(&self) -> Vec<String> {
-        self.found(false)
-    }
-
-    /// Takes what the race detector found, oldest first.
-    pub fn take_violations(&self) -> Vec<String> {
-        self.found(true)
-    }
-
-    fn found(&self, take: bool) -> Vec<String> {
-        let found = with_text("standin_violations", |text| {
-            // SAFETY: the buffer is valid during the call.
-            unsafe { (self.functions().standin_violations)(self.ordinal, take.into(), text) }
-        });
-        let found = self.expect(found);
-        found.split(SEPARATOR).filter(|text| !text.is_empty()).map(str::to_owned).collect()
-    }
-
-    /// Lets virtual time pass, as a host that computes does.
-    pub fn advance(&self, time: Duration) {
-        // SAFETY: takes no pointers.
-        self.must("standin_advance", unsafe { (self.functions().standin_advance)(self.ordinal, nanoseconds(time)) });
-    }
-
-    /// Keeps a stream, by the driver's handle, from starting later work for `time` from the end of its present work.
-    ///
-    /// # Errors
-    /// When the stream is not live.
-    pub fn stall(&self, stream: u64, time: Duration) -> Result<(), Refused> {
-        // SAFETY: takes no pointers.
-        answer("standin_stall", unsafe { (self.functions().standin_stall)(self.ordinal, stream, nanoseconds(time)) })
-    }
-
-    /// The bytes that another process holds from now on.
-    pub fn set_other_process_bytes(&self, bytes: u64) {
-        let set = self.functions().standin_set_other_process_bytes;
-        // SAFETY: takes no pointers.
-        self.must("standin_set_other_process_bytes", unsafe { set(self.ordinal, bytes) });
-    }
-
-    /// A number that only the simulated device knows.
-    pub fn number(&self, which: Number) -> u64 {
-        let number = out("standin_number", |number: Option<&mut MaybeUninit<u64>>| {
-            // SAFETY: the pointer is valid during the call.
-            unsafe { (self.functions().standin_number)(self.ordinal, which as u32, number) }
-        });
-        self.expect(number)
-    }
-
-    /// How often a function of the CUDA driver, by symbol such as `cuMemAlloc_v2`, got as far as this device.
-    ///
-    /// # Errors
-    /// When there is no such function.
-    pub fn calls(&self, function: &str) -> Result<u64, Refused> {
-        let function = text_argument("standin_calls", function)?;
-        out("standin_calls", |calls: Option<&mut MaybeUninit<u64>>| {
-            // SAFETY: the pointers are valid during the call.
-            unsafe { (self.functions().standin_calls)(self.ordinal, function.as_ptr(), calls) }
-        })
-    }
-
-    /// What is mapped at an address.
-    pub fn mapping_at(&self, ptr: u64) -> Option<Mapped> {
-        let mapped = out("standin_mapping", |mapped: Option<&mut MaybeUninit<Mapped>>| {
-            // SAFETY: the pointer is valid during the call.
-            unsafe { (self.functions().standin_mapping)(self.ordinal, ptr, mapped) }
-        });
-        mapped.ok()
-    }
-
-    /// Tells the race detector that the host touches page-locked memory now, which CUDA cannot be told.
-    pub fn host_access(&self, ptr: usize, bytes: usize, writes: bool) {
-        let tell = self.functions().standin_host_access;
-        // SAFETY: takes no pointers; the address is only looked up.
-        self.must("standin_host_access", unsafe { tell(self.ordinal, ptr, bytes, writes.into()) });
-    }
-
-    /// Panics where a function fails that only a device which is gone can fail.
-    fn must(&self, what: &'static str, code: u32) {
-        self.expect(answer(what, code));
-    }
-
-    fn expect<T>(&self, outcome: Result<T, Refused>) -> T {
-        outcome.unwrap_or_else(|refused| panic!("device {} of the stand-in: {refused}", self.ordinal))
-    }
-}
-
-fn nanoseconds(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
-}
-
-fn unsupported(what: &'static str, text: &str) -> Refused {
-    Refused { what, code: Code::NOT_SUPPORTED, text: text.to_owned() }
-}
-
-/// The outcome of a control function.
-fn answer(what: &'static str, code: u32) -> Result<(), Refused> {
-    match code {
-        0 => Ok(()),
-        code => Err(Refused { what, code: Code(code), text: String::new() }),
-    }
-}
-
-fn text_argument(what: &'static str, text: &str) -> Result<CString, Refused> {
-    CString::new(text).map_err(|error| Refused { what, code: Code::INVALID_VALUE, text: error.to_string() })
-}
-
-/// The result of a control function, which it stores if it succeeds.
-fn out<T: Default>(what: &'static str, call: impl FnOnce(Option<&mut MaybeUninit<T>>) -> u32) -> Result<T, Refused> {
-    let mut result = MaybeUninit::new(T::default());
-    answer(what, call(Some(&mut result)))?;
-    // SAFETY: initialised above.
-    Ok(unsafe { result.assume_init() })
-}
-
-/// Calls a control function with room for text, again with more while it says that there was too little.
-fn with_text(what: &'static str, mut call: impl FnMut(Text<'_>) -> u32) -> Result<String, Refused> {
-    let mut room = vec![0_u8; TEXT_BYTES];
-    loop {
-        let mut buffer = Buffer { start: room.as_mut_ptr().cast(), capacity: room.len(), length: 0 };
-        let code = call(Some(&mut buffer));
-        let length = buffer.length;
-        if length < room.len() {
-            room.truncate(length);
-            let text = String::from_utf8_lossy(&room).into_owned();
-            return answer(what, code).map(|()| text.clone()).map_err(|refused| Refused { text, ..refused });
-        }
-        room = vec![0; length + 1];
     }
 }

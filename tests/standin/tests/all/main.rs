@@ -24,6 +24,8 @@ mod streams;
 #[cfg(target_os = "linux")]
 mod support;
 #[cfg(target_os = "linux")]
+mod threads;
+#[cfg(target_os = "linux")]
 mod vmm;
 
 #[cfg(not(target_os = "linux"))]
