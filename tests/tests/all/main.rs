@@ -22,6 +22,7 @@ mod paged_defects;
 mod paged_found;
 mod paged_lag;
 mod programs;
+mod soak;
 mod steady;
 mod threads;
 mod timeline;
