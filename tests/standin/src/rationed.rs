@@ -1,9 +1,11 @@
 //! A driver that gives out less memory than its device has, and whose calls fail on order.
 //!
 //! It counts what plain allocations and physical memory take, and answers as a device of that size would. A fault strikes before
-//! the call does anything.
+//! the call does anything. What changes the ration is called under the state's lock, so that a handle or address that the driver
+//! gives out again at once is not taken for the old one.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use aquifer_device::sim::{Fault, SimConfig};
@@ -102,24 +104,46 @@ impl Rationed {
         }
     }
 
-    fn free(&self, state: &State) -> u64 {
+    /// Bytes of the ration that are left.
+    fn left(&self, state: &State) -> u64 {
         self.info.total_bytes.saturating_sub(state.other).saturating_sub(state.used)
     }
 
-    /// Takes memory from the ration, makes the call, and gives it back if that fails.
-    fn take<T>(&self, operation: Operation, bytes: u64, call: impl FnOnce(&dyn Driver) -> Result<T>) -> Result<T> {
-        let gpu = self.enter(operation)?;
+    /// Takes memory from the ration if the call gives it, and notes what it gave.
+    fn take<T: Copy>(
+        &self,
+        operation: Operation,
+        bytes: u64,
+        call: impl FnOnce(&dyn Driver) -> Result<T>,
+        note: impl FnOnce(&mut State, T),
+    ) -> Result<T> {
+        let below = self.enter(operation)?;
         let mut state = self.state.lock();
         let limit = state.faults.iter().filter_map(|(fault, _)| match fault {
             Fault::OutOfMemoryAt { bytes } => Some(bytes.saturating_sub(state.used)),
             _ => None,
         });
-        if bytes > self.free(&state).min(limit.min().unwrap_or(u64::MAX)) {
+        if bytes > self.left(&state).min(limit.min().unwrap_or(u64::MAX)) {
             return Err(DeviceError::new(operation, Code::OUT_OF_MEMORY).with_detail("beyond the ration"));
         }
+        let given = call(below)?;
         state.used += bytes;
-        drop(state);
-        call(gpu).inspect_err(|_| self.state.lock().used -= bytes)
+        note(&mut state, given);
+        Ok(given)
+    }
+
+    /// Makes a call that gives memory back, and notes it.
+    fn give(
+        &self,
+        operation: Operation,
+        call: impl FnOnce(&dyn Driver) -> Result<()>,
+        note: impl FnOnce(&mut State),
+    ) -> Result<()> {
+        let below = self.enter(operation)?;
+        let mut state = self.state.lock();
+        call(below)?;
+        note(&mut state);
+        Ok(())
     }
 }
 
@@ -151,6 +175,15 @@ impl State {
             }
         }
         struck
+    }
+
+    /// A plain allocation is gone.
+    fn forget(&mut self, ptr: DevicePtr) {
+        self.used -= self.plain.remove(&ptr).unwrap_or(0);
+    }
+
+    fn mapped_within(&self, range: Range<u64>) -> Vec<DevicePtr> {
+        self.mapped.keys().filter(|at| range.contains(&at.0)).copied().collect()
     }
 
     /// Physical memory goes when it is released and mapped nowhere.
@@ -211,97 +244,106 @@ impl Driver for Rationed {
 
     fn memory_info(&self) -> Result<MemoryInfo> {
         self.enter(Operation::MemoryInfo)?;
-        let free = self.free(&self.state.lock());
+        let free = self.left(&self.state.lock());
         Ok(MemoryInfo { free, total: self.info.total_bytes })
     }
 
     fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
         let taken = bytes.checked_next_multiple_of(ROUNDING).unwrap_or(u64::MAX);
-        let ptr = self.take(Operation::Alloc, taken, |gpu| gpu.alloc(bytes))?;
-        self.state.lock().plain.insert(ptr, taken);
-        Ok(ptr)
+        self.take(
+            Operation::Alloc,
+            taken,
+            |below| below.alloc(bytes),
+            |state, ptr| {
+                state.plain.insert(ptr, taken);
+            },
+        )
     }
 
     fn free(&self, ptr: DevicePtr) -> Result<()> {
-        self.enter(Operation::Free)?.free(ptr)?;
-        let mut state = self.state.lock();
-        state.used -= state.plain.remove(&ptr).unwrap_or(0);
-        Ok(())
+        self.give(Operation::Free, |below| below.free(ptr), |state| state.forget(ptr))
     }
 
     fn alloc_async(&self, bytes: u64, stream: RawStream) -> Result<DevicePtr> {
         let taken = bytes.checked_next_multiple_of(ROUNDING).unwrap_or(u64::MAX);
-        let ptr = self.take(Operation::AllocAsync, taken, |gpu| gpu.alloc_async(bytes, stream))?;
-        self.state.lock().plain.insert(ptr, taken);
-        Ok(ptr)
+        self.take(
+            Operation::AllocAsync,
+            taken,
+            |below| below.alloc_async(bytes, stream),
+            |state, ptr| {
+                state.plain.insert(ptr, taken);
+            },
+        )
     }
 
     fn free_async(&self, ptr: DevicePtr, stream: RawStream) -> Result<()> {
-        self.enter(Operation::FreeAsync)?.free_async(ptr, stream)?;
-        let mut state = self.state.lock();
-        state.used -= state.plain.remove(&ptr).unwrap_or(0);
-        Ok(())
+        self.give(Operation::FreeAsync, |below| below.free_async(ptr, stream), |state| state.forget(ptr))
     }
 
     fn reserve(&self, bytes: u64) -> Result<DevicePtr> {
-        let gpu = self.enter(Operation::Reserve)?;
+        let below = self.enter(Operation::Reserve)?;
         let most = 4 * self.info.total_bytes.next_multiple_of(self.info.granularity_bytes.unwrap_or(1));
         let mut state = self.state.lock();
         if bytes > most.saturating_sub(state.reserved) {
             let error = DeviceError::new(Operation::Reserve, Code::OUT_OF_MEMORY);
             return Err(error.with_kind(ErrorKind::OutOfAddresses));
         }
-        let ptr = gpu.reserve(bytes)?;
+        let ptr = below.reserve(bytes)?;
         state.reserved += bytes;
         Ok(ptr)
     }
 
     fn unreserve(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
-        self.enter(Operation::Unreserve)?.unreserve(ptr, bytes)?;
-        self.state.lock().reserved -= bytes;
-        Ok(())
+        self.give(Operation::Unreserve, |below| below.unreserve(ptr, bytes), |state| state.reserved -= bytes)
     }
 
     fn create_physical(&self, bytes: u64, options: PhysicalOptions) -> Result<RawPhysical> {
-        let create = |gpu: &dyn Driver| gpu.create_physical(bytes, options);
-        let physical = self.take(Operation::CreatePhysical, bytes, create)?;
-        self.state.lock().physical.insert(physical, Physical { bytes, mappings: 0, released: false });
-        Ok(physical)
+        let create = |below: &dyn Driver| below.create_physical(bytes, options);
+        self.take(Operation::CreatePhysical, bytes, create, |state, physical| {
+            state.physical.insert(physical, Physical { bytes, mappings: 0, released: false });
+        })
     }
 
     fn release_physical(&self, physical: RawPhysical) -> Result<()> {
-        self.enter(Operation::ReleasePhysical)?.release_physical(physical)?;
-        let mut state = self.state.lock();
-        if let Some(known) = state.physical.get_mut(&physical) {
-            known.released = true;
-        }
-        state.settle(physical);
-        Ok(())
+        self.give(
+            Operation::ReleasePhysical,
+            |below| below.release_physical(physical),
+            |state| {
+                if let Some(known) = state.physical.get_mut(&physical) {
+                    known.released = true;
+                }
+                state.settle(physical);
+            },
+        )
     }
 
     fn map(&self, ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> Result<()> {
-        self.enter(Operation::Map)?.map(ptr, bytes, physical)?;
-        let mut state = self.state.lock();
-        state.mapped.insert(ptr, physical);
-        if let Some(known) = state.physical.get_mut(&physical) {
-            known.mappings += 1;
-        }
-        Ok(())
+        self.give(
+            Operation::Map,
+            |below| below.map(ptr, bytes, physical),
+            |state| {
+                state.mapped.insert(ptr, physical);
+                if let Some(known) = state.physical.get_mut(&physical) {
+                    known.mappings += 1;
+                }
+            },
+        )
     }
 
     fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
-        self.enter(Operation::Unmap)?.unmap(ptr, bytes)?;
-        let mut state = self.state.lock();
-        let gone: Vec<_> =
-            state.mapped.iter().filter(|(at, _)| ptr.range(bytes).contains(&at.0)).map(|(&at, _)| at).collect();
-        for at in gone {
-            let Some(physical) = state.mapped.remove(&at) else { continue };
-            if let Some(known) = state.physical.get_mut(&physical) {
-                known.mappings -= 1;
-            }
-            state.settle(physical);
-        }
-        Ok(())
+        self.give(
+            Operation::Unmap,
+            |below| below.unmap(ptr, bytes),
+            |state| {
+                for at in state.mapped_within(ptr.range(bytes)) {
+                    let Some(physical) = state.mapped.remove(&at) else { continue };
+                    if let Some(known) = state.physical.get_mut(&physical) {
+                        known.mappings -= 1;
+                    }
+                    state.settle(physical);
+                }
+            },
+        )
     }
 
     fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()> {
