@@ -31,16 +31,8 @@ pub struct Row {
     pub threads: u16,
     pub streams: u16,
     pub limit_bytes: u64,
-    pub operations: u64,
-    pub allocs: u64,
-    pub ooms: u64,
-    pub bytes_written: u64,
-    pub bytes_verified: u64,
-    pub blocks_verified: u64,
-    pub copies: u64,
-    pub handed_over: u64,
-    pub releases: u64,
-    pub peak_reserved_bytes: u64,
+    #[serde(flatten)]
+    pub tally: Tally,
     pub mismatches: u64,
     pub not_given_back_bytes: u64,
     pub hazards: u64,
@@ -136,16 +128,7 @@ fn row(session: &Session, args: &SoakArgs, sum: &Sum, elapsed: Duration) -> Resu
         threads: args.threads,
         streams: args.streams,
         limit_bytes: limit,
-        operations: tally.operations,
-        allocs: tally.allocs,
-        ooms: tally.ooms,
-        bytes_written: tally.bytes_written,
-        bytes_verified: tally.bytes_verified,
-        blocks_verified: tally.blocks_verified,
-        copies: tally.copies,
-        handed_over: tally.handed_over,
-        releases: tally.releases,
-        peak_reserved_bytes: tally.peak_reserved_bytes,
+        tally: tally.clone(),
         mismatches: tally.mismatches.len() as u64,
         not_given_back_bytes: kept,
         hazards,
@@ -157,27 +140,32 @@ fn row(session: &Session, args: &SoakArgs, sum: &Sum, elapsed: Duration) -> Resu
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let tally = &self.tally;
         let last_seed = self.seed.wrapping_add(self.seeds.saturating_sub(1));
-        writeln!(f, "{} operations in {:.1} s ({:.0}/s)", self.operations, self.seconds, self.operations_per_s)?;
+        writeln!(f, "{} operations in {:.1} s ({:.0}/s)", tally.operations, self.seconds, self.operations_per_s)?;
         writeln!(
             f,
             "  seeds          {} to {last_seed}, {} threads, {} streams",
             self.seed, self.threads, self.streams
         )?;
-        writeln!(f, "  memory         {} at most, of {}", Bytes(self.peak_reserved_bytes), Bytes(self.limit_bytes))?;
+        writeln!(f, "  memory         {} at most, of {}", Bytes(tally.peak_reserved_bytes), Bytes(self.limit_bytes))?;
         writeln!(
             f,
             "  blocks         {} allocated, {} compared, {} copies, {} to other threads",
-            self.allocs, self.blocks_verified, self.copies, self.handed_over
+            tally.allocs, tally.blocks_verified, tally.copies, tally.handed_over
         )?;
         writeln!(
             f,
             "  patterns       {} written, {} compared, {:.2} GB/s",
-            Bytes(self.bytes_written),
-            Bytes(self.bytes_verified),
+            Bytes(tally.bytes_written),
+            Bytes(tally.bytes_verified),
             self.gb_per_s
         )?;
-        writeln!(f, "  out of memory  {} times survived; cached memory given back {} times", self.ooms, self.releases)?;
+        writeln!(
+            f,
+            "  out of memory  {} times survived; cached memory given back {} times",
+            tally.ooms, tally.releases
+        )?;
         let kept = Bytes(self.not_given_back_bytes);
         write!(f, "  mismatches     {}; hazards {}; not given back {kept}", self.mismatches, self.hazards)
     }

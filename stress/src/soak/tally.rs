@@ -3,9 +3,10 @@
 use std::fmt;
 
 use aquifer_device::DevicePtr;
+use serde::Serialize;
 
 /// Counts of a soak.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Tally {
     /// Operations.
@@ -29,6 +30,7 @@ pub struct Tally {
     /// The most that was held from the device, in bytes.
     pub peak_reserved_bytes: u64,
     /// What did not read as it was written.
+    #[serde(skip)]
     pub mismatches: Vec<Mismatch>,
 }
 
