@@ -140,7 +140,13 @@ impl Process {
         if place < self.device_count() {
             return false;
         }
-        let Some(device) = self.devices.write().get_mut(place).and_then(Option::take) else { return false };
+        // Held to the end: the next device with this ordinal must not meet what is left of this one.
+        let mut devices = self.devices.write();
+        let Some(device) = devices.get_mut(place).and_then(Option::take) else { return false };
+        let retained = *device.primary.retained.lock();
+        if retained > 0 {
+            self.ghosts.lock().insert(ordinal, retained);
+        }
         let mut contexts = self.contexts.write();
         contexts.retain(|_, context| {
             let belongs = context.ordinal == ordinal;
@@ -149,11 +155,6 @@ impl Process {
             }
             !belongs
         });
-        drop(contexts);
-        let retained = *device.primary.retained.lock();
-        if retained > 0 {
-            self.ghosts.lock().insert(ordinal, retained);
-        }
         true
     }
 

@@ -66,3 +66,17 @@ fn a_thread_s_end_may_still_call_the_driver() {
     .unwrap();
     assert_eq!(card.device.number(Number::HeldBytes), 0);
 }
+
+/// A device that was being removed once took the context of the next one with its ordinal with it.
+#[test]
+fn devices_come_and_go_beside_each_other() {
+    let come_and_go = || {
+        for _ in 0..1000 {
+            let card = Card::new();
+            let ptr = card.alloc(4096);
+            assert_eq!(call!(cuMemFree_v2(ptr)), 0);
+        }
+    };
+    let threads: Vec<_> = (0..THREADS).map(|_| thread::spawn(come_and_go)).collect();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
