@@ -152,7 +152,7 @@ pub struct ReplayArgs {
     #[arg(long)]
     pub yardstick: bool,
 
-    /// Also play the events to the driver's own stream-ordered pool (cuMemAllocAsync), on the same device.
+    /// Also play the events to the driver's own stream-ordered pool (cuMemAllocAsync), on the same device, after the allocator.
     #[arg(long)]
     pub driver_pool: bool,
 }

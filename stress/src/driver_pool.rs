@@ -51,6 +51,15 @@ impl DriverPool {
             None => Ok(self.device.driver().pool_usage()?),
         }
     }
+
+    /// Gives what the pool does not use back to the device.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn give_back(&self) -> Result<(), Failure> {
+        self.device.synchronize()?;
+        Ok(self.device.driver().trim_pool(0)?)
+    }
 }
 
 impl Subject for DriverPool {

@@ -194,6 +194,15 @@ impl Paced {
         Ok(Paced { subject: Aquifer::new(session, &device, config, streams)?, lag })
     }
 
+    /// Gives what nobody uses back to the device, for others to have.
+    ///
+    /// # Errors
+    /// Those of the allocator.
+    pub fn give_back(&self) -> Result<(), Failure> {
+        self.subject.allocator().empty_cache()?;
+        Ok(())
+    }
+
     #[inline]
     fn advance(&self) {
         if let Some(lag) = &self.lag {

@@ -149,6 +149,32 @@ fn bundled_traces_need_what_they_need_in_pytorch() {
 }
 
 #[test]
+fn the_driver_s_pool_plays_the_same_program() {
+    let trace = data("gpt2_fp32.trace.gz");
+    let row = &rows(0, &["--device", "sim:40GiB", "replay", "--repeat", "2", "--driver-pool", &trace])[0];
+    // The pool rounds nothing up, and the simulated one keeps nothing that is not in use.
+    assert_eq!((&row["pool_peak_reserved_bytes"], &row["pool_ooms"]), (&row["peak_requested_bytes"], &0.into()));
+    assert!(row["pool_ns_per_op"].as_f64().unwrap() > 0.0);
+}
+
+#[test]
+fn a_soak_tells_what_it_did_and_a_table_of_calls_what_they_cost() {
+    let soak = &rows(0, &["--device", "sim:1GiB", "soak", "--ops", "500", "--seeds", "2", "--threads", "2"])[0];
+    assert_eq!((&soak["operations"], &soak["seeds"], &soak["mismatches"]), (&1000.into(), &2.into(), &0.into()));
+    assert_eq!((&soak["not_given_back_bytes"], &soak["hazards"]), (&0.into(), &0.into()));
+    assert!(soak["blocks_verified"].as_u64().unwrap() > 100, "{soak}");
+    let calls = rows(0, &["--device", "sim:24GiB", "calls", "--rounds", "2"]);
+    let create = |row: &&Value| row["call"] == "cuMemCreate" && row["bytes"] == 2 << 20;
+    let create = calls.iter().find(create).unwrap();
+    assert_eq!((create["median_us"].as_f64(), &create["modelled"]), (Some(29.0), &true.into()));
+    for wrong in
+        [["soak", "--minutes", "0"], ["soak", "--ops", "0"], ["soak", "--threads", "0"], ["calls", "--rounds", "0"]]
+    {
+        assert_eq!(stress(&wrong).status.code(), Some(2), "{wrong:?}");
+    }
+}
+
+#[test]
 fn a_snapshot_replays_as_the_trace_of_the_same_run() {
     let files = ["fsdp_start.trace", "fsdp_start.pickle.gz", "fsdp_start.json.gz"].map(data);
     let files: Vec<&str> = files.iter().map(String::as_str).collect();

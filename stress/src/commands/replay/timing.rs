@@ -1,4 +1,5 @@
-//! The passes that are timed, in turns with what is timed beside them.
+//! The passes that are timed: in turns with those of the yardstick, and before those of the driver's pool, which would else share the
+//! device's memory with what the allocator holds.
 
 use aquifer_device::PoolUsage;
 use indicatif::ProgressBar;
@@ -13,12 +14,12 @@ use crate::session::Session;
 use crate::subject::Subject;
 use crate::yardstick::Yardstick;
 
-/// What else plays the program, in turns with the allocator.
+/// What else plays the program.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Beside {
     /// The bare index.
     pub(crate) yardstick: bool,
-    /// The driver's own pool, on a device of its own if it is a simulated one.
+    /// The driver's own pool.
     pub(crate) driver_pool: bool,
 }
 
@@ -50,26 +51,31 @@ pub(super) fn time(
     let mut ours = Timed::new(Paced::new(session, config, streams, passes.lag)?, program);
     let new_yardstick = || Timed::new(Yardstick::new(program.peak_requested_bytes, program.slots), program);
     let mut yardstick = beside.yardstick.then(new_yardstick);
-    let new_pool = || Ok::<_, Failure>(Timed::new(DriverPool::new(session.open()?, streams)?, program));
-    let mut pool = beside.driver_pool.then(new_pool).transpose()?;
-    let (mut missed, mut ooms) = (0, 0);
+    let mut missed = 0;
     for _ in 0..passes.repeat {
         ours.pass()?;
         missed = yardstick.as_mut().map_or(Ok(0), Timed::pass)?;
-        ooms = pool.as_mut().map_or(Ok(0), Timed::pass)?;
         bar.inc(1);
     }
     if missed > 0 {
         session.message(format_args!("warning: {name}: the yardstick counts to 2 TiB and refused {missed} requests"));
     }
-    let pooled = |pool: Timed<'_, DriverPool>| {
-        Ok::<_, Failure>(Pooled { usage: pool.subject.usage()?, times: pool.times, ooms })
-    };
-    Ok(Timings {
-        ours: ours.times,
-        yardstick: yardstick.map(|yardstick| yardstick.times),
-        driver_pool: pool.map(pooled).transpose()?,
-    })
+    let times = ours.times.clone();
+    ours.subject.give_back()?;
+    drop(ours);
+    let driver_pool = beside.driver_pool.then(|| time_pool(session, program, passes)).transpose()?;
+    Ok(Timings { ours: times, yardstick: yardstick.map(|yardstick| yardstick.times), driver_pool })
+}
+
+fn time_pool(session: &Session, program: &Program, passes: &PassArgs) -> Result<Pooled, Failure> {
+    let mut pool = Timed::new(DriverPool::new(session.open()?, program.streams.len())?, program);
+    let mut ooms = 0;
+    for _ in 0..passes.repeat {
+        ooms = pool.pass()?;
+    }
+    let usage = pool.subject.usage()?;
+    pool.subject.give_back()?;
+    Ok(Pooled { usage, times: pool.times, ooms })
 }
 
 /// A subject that plays a program again and again.
