@@ -5,8 +5,8 @@
 //! * Dropping an event makes no driver call: events that cannot be recycled go to `condemned` and are destroyed at the
 //!   next call that may talk to the driver.
 //!
-//! * An orphan is memory, or a module of kernels, that nobody but this context knows any more. It goes back to the driver at the next call that may talk
-//!   to it; what cannot go now stays an orphan.
+//! * An orphan is memory, or a module of kernels, that nobody but this context knows any more. It goes back to the driver at
+//!   the next call that may talk to it; what cannot go now stays an orphan.
 //!
 //! No locks of its own; the queues are lock-free, so a context can be used under any lock.
 

@@ -90,8 +90,8 @@ impl Subject {
         Kind::chosen() == Kind::Simulated
     }
 
-    /// Whether the devices of tests have a race detector, can be stalled at will, and lack what they are said to lack.
-    pub fn is_steered() -> bool {
+    /// Whether a race detector watches over the devices of tests.
+    pub fn has_race_detector() -> bool {
         Kind::chosen() != Kind::Hardware
     }
 

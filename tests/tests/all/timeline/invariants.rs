@@ -1,6 +1,7 @@
 //! T1 to T4 with one thread: what is paid, when events are recycled, and whose ticks are whose.
 
 use aquifer_device::{Device, ErrorKind, Operation};
+use aquifer_tests::Subject;
 
 use super::common::{Bench, LONG, kind};
 
@@ -333,7 +334,8 @@ fn t4_the_handle_reused_before_the_old_ticks_are_asked() {
     bench.subject.advance(LONG / 2);
     assert!(old.is_done().unwrap(), "the work of the destroyed stream alone counts");
     assert!(!pending.is_done().unwrap());
-    assert!(!bench.subject.violations().is_empty(), "the fills are not ordered, and the test relies on nothing");
+    let raced = !bench.subject.violations().is_empty();
+    assert!(raced || !Subject::has_race_detector(), "the fills are not ordered, and the test relies on nothing");
 }
 
 #[test]
