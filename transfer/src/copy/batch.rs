@@ -144,15 +144,16 @@ impl TransferBatch {
         self.transfer.check_device("buffer", from.storage().device_id())?;
         let len = host_len::<T>(from.len())?;
         let bytes = len * size_of::<T>();
+        if bytes == 0 {
+            return Ok(Downloaded { offset: 0, len, element: PhantomData });
+        }
         let adjacent = self.downloads.last().is_some_and(|last| last.ends_at(from.ptr(), from.storage()));
         let offset = if adjacent { self.downloaded } else { self.downloaded.next_multiple_of(PACKED_ALIGNMENT) };
         let overflow = TransferError::LengthOverflow { len: from.len(), size: size_of::<T>() as u64 };
         let end = offset.checked_add(bytes).ok_or(overflow)?;
-        if bytes > 0 {
-            let piece = Piece { storage: from.storage().clone(), ptr: from.ptr(), buffer: 0, offset, bytes };
-            add(&mut self.downloads, piece);
-            self.downloaded = end;
-        }
+        let piece = Piece { storage: from.storage().clone(), ptr: from.ptr(), buffer: 0, offset, bytes };
+        add(&mut self.downloads, piece);
+        self.downloaded = end;
         Ok(Downloaded { offset, len, element: PhantomData })
     }
 
