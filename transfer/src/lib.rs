@@ -6,5 +6,6 @@ mod pinned;
 
 pub use error::TransferError;
 pub use pinned::{
-    HostMemoryStats, PinnedBuffer, PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, SlabSource, TimeStat,
+    HostMemoryStats, PinnedBuffer, PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, Returned, SlabSource,
+    TimeStat,
 };

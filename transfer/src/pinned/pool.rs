@@ -16,7 +16,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use aquifer_device::{Device, DeviceError, Tick};
+use aquifer_device::{Device, Tick};
 use parking_lot::Mutex;
 
 use super::class::{self, PAGE, SLAB};
@@ -78,8 +78,8 @@ impl PinnedConfig {
 #[derive(Clone)]
 pub struct PinnedPool(Arc<Inner>);
 
-pub(crate) struct Inner {
-    pub(crate) device: Device,
+pub(super) struct Inner {
+    pub(super) device: Device,
     source: SlabSource,
     state: Mutex<State>,
 }
@@ -105,9 +105,9 @@ enum Plan {
 
 /// A block that was handed out.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Block {
-    pub(crate) id: BlockId,
-    pub(crate) start: usize,
+pub(super) struct Block {
+    pub(super) id: BlockId,
+    pub(super) start: usize,
 }
 
 /// Growth that the pool likes to have in hand, as a part of what it holds, and at most.
@@ -137,7 +137,7 @@ impl PinnedPool {
         &self.0.device
     }
 
-    pub(crate) fn inner(&self) -> &Arc<Inner> {
+    pub(super) fn inner(&self) -> &Arc<Inner> {
         &self.0
     }
 
@@ -203,7 +203,7 @@ impl fmt::Debug for Inner {
 impl Inner {
     /// A block of at least `bytes` bytes, not 0, that nobody uses and no copy is in flight for.
     #[inline]
-    pub(crate) fn take(&self, bytes: usize) -> Result<Block, TransferError> {
+    pub(super) fn take(&self, bytes: usize) -> Result<Block, TransferError> {
         let too_long = || TransferError::LengthOverflow { len: bytes as u64, size: 1 };
         let class = class::round_up(bytes).ok_or_else(too_long)?;
         if let Some(block) = self.state.lock().take(class, false) {
@@ -229,7 +229,7 @@ impl Inner {
             if let Some(block) = self.state.lock().take(class, true) {
                 return Ok(block);
             }
-            if self.make_room(class, refusal.is_some())? {
+            if self.make_room(class, refusal.is_some()) {
                 refusal = match self.grow(class, &sizes[1..])? {
                     Ok(block) => return Ok(block),
                     Err(refusal) => refusal,
@@ -243,7 +243,7 @@ impl Inner {
 
     /// Gets a slab of the first of these lengths that the limit and the system allow. If none is, the inner error is what the system
     /// said, or `None` if it was not asked.
-    fn grow(&self, class: usize, sizes: &[usize]) -> Result<Result<Block, Option<DeviceError>>, TransferError> {
+    fn grow(&self, class: usize, sizes: &[usize]) -> Result<Result<Block, Option<TransferError>>, TransferError> {
         let mut refusal = None;
         for &bytes in sizes {
             if !self.state.lock().begin_growth(bytes) {
@@ -256,16 +256,22 @@ impl Inner {
             match memory {
                 Ok(memory) => return Ok(Ok(state.add(memory, bytes, class, begun.elapsed()))),
                 Err(error) if error.is_out_of_memory() => refusal = Some(error),
-                Err(error) => return Err(error.into()),
+                Err(error) => return Err(error),
             }
         }
         Ok(Err(refusal))
     }
 
     /// Gives unused slabs back so that one for `class` can come; all of them if the system refused it. Whether any went.
-    fn make_room(&self, class: usize, system: bool) -> Result<bool, TransferError> {
+    fn make_room(&self, class: usize, system: bool) -> bool {
         let excess = if system { usize::MAX } else { self.state.lock().excess(class) };
-        Ok(self.release(excess)? > 0)
+        match self.release(excess) {
+            Ok(released) => released > 0,
+            Err(error) => {
+                tracing::warn!(%error, "unused page-locked memory could not be given back");
+                true
+            }
+        }
     }
 
     /// Gives unused slabs of `bytes` bytes or a little more back, as far as there are any. Returns how many bytes went.
@@ -333,7 +339,7 @@ impl Inner {
     }
 
     /// The host waits until the tick is done; counted if it was not.
-    pub(crate) fn wait_for(&self, tick: &Tick) -> Result<(), TransferError> {
+    pub(super) fn wait_for(&self, tick: &Tick) -> Result<(), TransferError> {
         if tick.is_done()? {
             return Ok(());
         }
@@ -345,17 +351,17 @@ impl Inner {
 
     /// Takes a block back that copies may be in flight for. Makes no driver call and waits for nothing.
     #[inline]
-    pub(crate) fn give(&self, block: BlockId, ticks: Vec<Tick>) {
+    pub(super) fn give(&self, block: BlockId, ticks: Vec<Tick>) {
         self.state.lock().give(block, ticks);
     }
 
     /// Bytes held from the system.
-    pub(crate) fn reserved(&self) -> usize {
+    pub(super) fn reserved(&self) -> usize {
         let state = self.state.lock();
         state.slabs.reserved() + state.moving
     }
 
-    fn out_of_pinned(&self, class: usize, source: Option<DeviceError>) -> TransferError {
+    fn out_of_pinned(&self, class: usize, source: Option<TransferError>) -> TransferError {
         let mut state = self.state.lock();
         state.stats.num_ooms += 1;
         TransferError::OutOfPinned {
@@ -363,7 +369,7 @@ impl Inner {
             reserved: (state.slabs.reserved() + state.moving) as u64,
             free: state.slabs.unused() as u64,
             limit: state.limit,
-            source,
+            source: source.map(Box::new),
         }
     }
 }
