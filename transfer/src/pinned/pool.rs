@@ -12,6 +12,7 @@
 //!
 //! The pool's lock is a leaf: it is never held across a driver call, a wait, or a timeline's lock.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,7 +24,7 @@ use super::class::{self, PAGE, SLAB};
 use super::slabs::{BlockId, Slabs};
 use super::source::{SlabMemory, SlabSource};
 use super::stats::HostMemoryStats;
-use super::waiting::Waiting;
+use super::waiting::{Front, Waiting};
 use crate::error::TransferError;
 
 /// How a pool of page-locked memory behaves.
@@ -214,8 +215,8 @@ impl Inner {
 
     #[cold]
     fn take_slowly(&self, class: usize) -> Result<Block, TransferError> {
-        // What the driver cannot tell now is not done; if the device is lost, growth says so.
-        let _ = self.poll();
+        // What the driver cannot tell now is not done.
+        self.poll().or_else(unless_lost)?;
         let plan = self.state.lock().plan(class);
         let sizes = match plan {
             Plan::Taken(block) => return Ok(block),
@@ -229,7 +230,7 @@ impl Inner {
             if let Some(block) = self.state.lock().take(class, true) {
                 return Ok(block);
             }
-            if self.make_room(class, refusal.is_some()) {
+            if self.make_room(class, refusal.is_some())? {
                 refusal = match self.grow(class, &sizes[1..])? {
                     Ok(block) => return Ok(block),
                     Err(refusal) => refusal,
@@ -263,15 +264,11 @@ impl Inner {
     }
 
     /// Gives unused slabs back so that one for `class` can come; all of them if the system refused it. Whether any went.
-    fn make_room(&self, class: usize, system: bool) -> bool {
+    fn make_room(&self, class: usize, system: bool) -> Result<bool, TransferError> {
+        let before = self.reserved();
         let excess = if system { usize::MAX } else { self.state.lock().excess(class) };
-        match self.release(excess) {
-            Ok(released) => released > 0,
-            Err(error) => {
-                tracing::warn!(%error, "unused page-locked memory could not be given back");
-                true
-            }
-        }
+        self.release(excess).map(drop).or_else(unless_lost)?;
+        Ok(self.reserved() < before)
     }
 
     /// Gives unused slabs of `bytes` bytes or a little more back, as far as there are any. Returns how many bytes went.
@@ -303,28 +300,34 @@ impl Inner {
         failure.map_or(Ok(released), |error| Err(error.into()))
     }
 
-    /// Asks the driver how far the streams got that blocks wait for, one question for each.
+    /// Asks the driver how far the streams got that blocks wait for, and makes available what is done: one question for each stream,
+    /// again where a block then waits for another one.
     fn poll(&self) -> Result<(), TransferError> {
-        let fronts = {
-            let mut state = self.state.lock();
-            state.reap();
-            state.waiting.fronts()
-        };
-        let mut outcome = Ok(());
-        for front in &fronts {
-            // A tick that no event covers would never be known to be done.
-            let asked = front.tick.cover().and_then(|()| front.tick.is_done());
-            outcome = outcome.and(asked.map(drop));
-        }
-        if !fronts.is_empty() {
-            self.state.lock().reap();
+        let (mut outcome, mut asked) = (Ok(()), BTreeSet::new());
+        let mut fronts = self.fronts();
+        while !fronts.is_empty() {
+            for front in &fronts {
+                // A tick that no event covers would never be known to be done.
+                let answer = front.tick.cover().and_then(|()| front.tick.is_done());
+                outcome = outcome.and(answer.map(drop));
+            }
+            asked.extend(fronts.iter().map(Front::place));
+            fronts = self.fronts();
+            fronts.retain(|front| !asked.contains(&front.place()));
         }
         outcome.map_err(TransferError::from)
     }
 
+    /// What blocks wait for, after those that are known to be done became available.
+    fn fronts(&self) -> Vec<Front> {
+        let mut state = self.state.lock();
+        state.reap();
+        state.waiting.fronts()
+    }
+
     /// Waits until a block that waits is done with the tick that is before it now. Whether there was one.
     fn wait_for_one(&self) -> Result<bool, TransferError> {
-        let fronts = self.state.lock().waiting.fronts();
+        let fronts = self.fronts();
         let mut failure = None;
         for front in fronts {
             match self.wait_for(&front.tick) {
@@ -372,6 +375,15 @@ impl Inner {
             source: source.map(Box::new),
         }
     }
+}
+
+/// Lets a failure pass that concerns nothing but cached memory: the request may be served all the same.
+fn unless_lost(error: TransferError) -> Result<(), TransferError> {
+    if error.is_device_lost() {
+        return Err(error);
+    }
+    tracing::warn!(%error, "cached page-locked memory could not be asked for or given back");
+    Ok(())
 }
 
 impl State {

@@ -69,7 +69,7 @@ pub struct TimeStat {
 
 impl HostMemoryStats {
     /// The 28 entries of PyTorch's dictionary, by its keys.
-    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
         macro_rules! entries {
             ($($stat:ident { $($part:ident)* })*) => {
                 [$($((concat!(stringify!($stat), ".", stringify!($part)), self.$stat.$part),)*)*]

@@ -127,6 +127,9 @@ impl PinnedMemory {
     /// The memory's turn: orders what `stream` does from now on after the copies that must come before one that does `kind` with
     /// the memory (it reads in an upload, and writes in a download). While the turn is held nobody else gets one.
     ///
+    /// The tick that is noted when the turn ends is one that no event covers yet. Whoever enqueued covers it after that
+    /// ([`Tick::cover`]), so that it is known to be done without more events; the pool covers it only when it needs the memory.
+    ///
     /// Waits for claims that conflict to end. Whoever holds locks that the claim's holder may need, such as turns with device
     /// memory, calls [`PinnedMemory::wait_unclaimed`] before it takes them.
     ///

@@ -34,8 +34,15 @@ struct Entry {
 /// A tick that the first block of a queue waits for.
 #[derive(Debug)]
 pub(super) struct Front {
-    pub(super) number: u64,
+    number: u64,
     pub(super) tick: Tick,
+}
+
+impl Front {
+    /// The stream, and the place on its timeline.
+    pub(super) fn place(&self) -> (u32, u64) {
+        (self.tick.timeline().id(), self.tick.n())
+    }
 }
 
 impl Waiting {
