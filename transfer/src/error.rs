@@ -81,6 +81,12 @@ pub enum TransferError {
         /// Elements that there is room for.
         to: u64,
     },
+    /// The caller passed a region that cannot be copied.
+    #[error("the region cannot be copied: {reason}")]
+    Region {
+        /// What is wrong with it.
+        reason: &'static str,
+    },
     /// The caller passed memory or a stream of another device.
     #[error("the {what} belongs to device #{is}, and this needs one of device #{needed}")]
     WrongDevice {
@@ -94,6 +100,9 @@ pub enum TransferError {
     /// The transfer was cancelled before it was complete. What it wrote so far is there, the rest is as it was.
     #[error("the transfer was cancelled")]
     Cancelled,
+    /// The caller polled a transfer again after it had given its result.
+    #[error("the transfer gave its result already")]
+    AlreadyTaken,
     /// Code that the caller passed panicked on a thread of the runtime.
     #[error("{what} panicked: {message}")]
     Panicked {
