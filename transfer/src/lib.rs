@@ -24,6 +24,7 @@ pub use counters::{Counters, Direction, Traffic};
 pub use error::TransferError;
 pub use pending::{OnStreams, Pending};
 pub use pinned::{
-    HostMemoryStats, PinnedBuffer, PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, SlabSource, TimeStat,
+    HostMemoryStats, PinnedBuffer, PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, Returned, SlabSource,
+    TimeStat,
 };
 pub use runtime::{Transfer, TransferConfig};
