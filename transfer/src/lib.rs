@@ -2,5 +2,9 @@
 #![deny(unsafe_code)]
 
 mod error;
+mod pinned;
 
 pub use error::TransferError;
+pub use pinned::{
+    HostMemoryStats, PinnedBuffer, PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, SlabSource, TimeStat,
+};
