@@ -15,7 +15,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-use super::config::Sizes;
+use super::config::{PAGE, Sizes};
 use crate::error::TransferError;
 
 /// Which way the bytes go.
@@ -57,7 +57,7 @@ pub(super) struct Hand<J, C> {
 #[derive(Debug)]
 pub(super) struct Flight<C, T> {
     id: JobId,
-    way: Way,
+    pub(super) way: Way,
     lane: u32,
     range: Range<u64>,
     chunk: C,
@@ -373,7 +373,10 @@ impl<J: Clone, C, T> Ring<J, C, T> {
             }
             Err(error) if error.is_device_lost() => self.lose(error, after),
             Err(_) if self.chunks + self.growing > 0 => self.target = self.chunks + self.growing,
-            Err(_) if self.chunk_bytes >= 2 * CHUNK_BYTES_LEAST => self.chunk_bytes /= 2,
+            Err(_) if self.chunk_bytes >= 2 * CHUNK_BYTES_LEAST => {
+                self.chunk_bytes = self.chunk_bytes / 2 / PAGE * PAGE;
+                self.target = self.sizes.map_or(1, |sizes| sizes.chunks);
+            }
             Err(error) => self.fail_all(&error, after),
         }
     }
@@ -381,7 +384,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     fn sent(&mut self, hand: Hand<J, C>, tick: T, after: &mut After<J, C>) {
         let Hand { id, work, range, chunk } = hand;
         drop(work);
-        let Some(entry) = self.jobs.get_mut(&id) else { return after.surplus.push(chunk) };
+        let Some(entry) = self.jobs.get_mut(&id) else { return self.discard(chunk, after) };
         entry.hands -= 1;
         let (way, lane) = (entry.order.way, entry.order.lane);
         if way == Way::Up {
@@ -467,18 +470,17 @@ impl<J: Clone, C, T> Ring<J, C, T> {
 
     /// The device is gone: all jobs fail, and no chunk is used again.
     fn lose(&mut self, error: TransferError, after: &mut After<J, C>) {
-        if self.lost.is_some() {
-            return;
+        if self.lost.is_none() {
+            self.turns.clear();
+            let idle = std::mem::take(&mut self.free);
+            let used = std::mem::take(&mut self.flying).into_iter().chain(std::mem::take(&mut self.arrived));
+            let chunks: Vec<C> = idle.into_iter().chain(used.map(|flight| flight.chunk)).collect();
+            chunks.into_iter().for_each(|chunk| self.discard(chunk, after));
+            for entry in self.jobs.values_mut() {
+                entry.failed.get_or_insert_with(|| error.clone());
+            }
+            self.lost = Some(error);
         }
-        self.turns.clear();
-        let idle = std::mem::take(&mut self.free);
-        let used = std::mem::take(&mut self.flying).into_iter().chain(std::mem::take(&mut self.arrived));
-        let chunks: Vec<C> = idle.into_iter().chain(used.map(|flight| flight.chunk)).collect();
-        chunks.into_iter().for_each(|chunk| self.discard(chunk, after));
-        for entry in self.jobs.values_mut() {
-            entry.failed.get_or_insert_with(|| error.clone());
-        }
-        self.lost = Some(error);
         for id in self.jobs.keys().copied().collect::<Vec<_>>() {
             self.end_if_done(id, after);
         }
