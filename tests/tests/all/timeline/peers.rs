@@ -269,10 +269,10 @@ fn threads_on_two_devices_pass_memory_back_and_forth() {
     use std::sync::mpsc::sync_channel;
     for seed in 0..4 {
         let pair = Pair::seeded(seed);
-        let [(to_second, second), (to_first, first)] = [sync_channel(1), sync_channel(1)];
+        let ((to_second, second), (to_first, first)) = (sync_channel(1), sync_channel(1));
         std::thread::scope(|scope| {
-            scope.spawn(|| {
-                let to_second = to_second;
+            let pair = &pair;
+            scope.spawn(move || {
                 for value in 0..50_u8 {
                     pair.streams[0].fill(pair.memory[0], value, MIB).unwrap();
                     to_second.send((value, pair.streams[0].tick())).unwrap();
