@@ -3,6 +3,7 @@
 //! Invariants:
 //! * work that writes comes after all work noted before it; work that reads comes after the last that writes;
 //! * the block's first tick is that of its own stream when it was handed out: what the memory was used for before came before;
+//! * what is claimed ([`crate::Claim`]) is used by nobody else in a way that conflicts;
 //! * every stream but the block's own that uses it was recorded with the allocation before its first use, so that giving the
 //!   block back waits for it.
 //!
@@ -11,7 +12,7 @@
 use std::fmt;
 
 use aquifer_device::{AccessKind, Stream, Tick};
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use crate::allocation::Allocation;
 use crate::error::AllocError;
@@ -22,6 +23,8 @@ pub struct Storage {
     allocation: Allocation,
     device_id: u32,
     pub(crate) uses: Mutex<Uses>,
+    /// Told when a claim ends.
+    pub(crate) unclaimed: Condvar,
 }
 
 /// What uses the memory.
@@ -33,13 +36,23 @@ pub(crate) struct Uses {
     read: Vec<Tick>,
     /// Streams that are recorded with the allocation.
     recorded: Vec<u32>,
+    /// Claims for reading that hold.
+    claimed_to_read: u32,
+    /// Whether a claim for writing holds.
+    claimed_to_write: bool,
 }
 
 impl Storage {
     /// The memory just handed out for `stream`.
     pub(crate) fn new(allocation: Allocation, stream: &Stream) -> Storage {
-        let uses = Uses { written: stream.tick(), read: Vec::new(), recorded: vec![stream.id()] };
-        Storage { allocation, device_id: stream.device_id(), uses: Mutex::new(uses) }
+        let uses = Uses {
+            written: stream.tick(),
+            read: Vec::new(),
+            recorded: vec![stream.id()],
+            claimed_to_read: 0,
+            claimed_to_write: false,
+        };
+        Storage { allocation, device_id: stream.device_id(), uses: Mutex::new(uses), unclaimed: Condvar::new() }
     }
 
     /// The block.
@@ -53,14 +66,36 @@ impl Storage {
     }
 
     /// What must be done before work that does this with the memory: for reading the last work that writes, for writing the
-    /// work that reads, too.
+    /// work that reads, too. Waits for claims that conflict to end.
     pub fn ticks_before(&self, kind: AccessKind) -> Vec<Tick> {
-        let uses = self.uses.lock();
+        let mut uses = self.uses.lock();
+        while uses.is_claimed_against(kind) {
+            self.unclaimed.wait(&mut uses);
+        }
         uses.before(kind).cloned().collect()
     }
 }
 
 impl Uses {
+    /// Whether a claim holds that conflicts with such an access.
+    pub(crate) fn is_claimed_against(&self, kind: AccessKind) -> bool {
+        self.claimed_to_write || (kind == AccessKind::Write && self.claimed_to_read > 0)
+    }
+
+    pub(crate) fn claim(&mut self, kind: AccessKind) {
+        match kind {
+            AccessKind::Read => self.claimed_to_read += 1,
+            AccessKind::Write => self.claimed_to_write = true,
+        }
+    }
+
+    pub(crate) fn unclaim(&mut self, kind: AccessKind) {
+        match kind {
+            AccessKind::Read => self.claimed_to_read -= 1,
+            AccessKind::Write => self.claimed_to_write = false,
+        }
+    }
+
     fn before(&self, kind: AccessKind) -> impl Iterator<Item = &Tick> {
         let readers = if kind == AccessKind::Write { self.read.as_slice() } else { &[] };
         std::iter::once(&self.written).chain(readers)

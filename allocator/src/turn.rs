@@ -46,8 +46,8 @@ pub struct Turn<'a> {
 }
 
 impl<'a> Turn<'a> {
-    /// Waits until nobody has a turn with any of the memory, and orders the stream's later work. Memory may be listed several
-    /// times.
+    /// Waits until nobody has a turn with any of the memory, or a [`crate::Claim`] that conflicts, and orders the stream's later work.
+    /// Memory may be listed several times.
     ///
     /// # Errors
     /// When memory belongs to another device than the stream; those of the driver; when the stream captures and is not ordered
@@ -61,13 +61,45 @@ impl<'a> Turn<'a> {
         if wanted.iter().any(|(storage, _)| storage.device_id() != stream.device_id()) {
             return Err(AllocError::WrongDevice { what: "buffer" });
         }
-        let mut guards = Vec::with_capacity(wanted.len());
-        for (storage, kind) in wanted {
-            let mut uses = storage.uses.lock();
-            uses.order(storage.allocation(), stream, kind)?;
-            guards.push((uses, kind));
+        let mut turn = Turn { stream, held: Vec::new() };
+        let mut held = lock_unclaimed(&wanted);
+        for ((storage, kind), uses) in wanted.iter().zip(&mut held) {
+            uses.order(storage.allocation(), stream, *kind)?;
         }
-        Ok(Turn { stream, held: guards })
+        turn.held.extend(held.into_iter().zip(wanted.iter().map(|&(_, kind)| kind)));
+        Ok(turn)
+    }
+
+    /// A turn with memory that the caller has claimed.
+    pub(crate) fn claimed(stream: &'a Stream, storage: &'a Storage, kind: AccessKind) -> Result<Turn<'a>, AllocError> {
+        if storage.device_id() != stream.device_id() {
+            return Err(AllocError::WrongDevice { what: "buffer" });
+        }
+        let mut uses = storage.uses.lock();
+        uses.order(storage.allocation(), stream, kind)?;
+        Ok(Turn { stream, held: vec![(uses, kind)] })
+    }
+}
+
+/// Locks all, in the given order, once none is claimed against. While it waits for the end of a claim it holds no lock: the threads
+/// that end claims may need any.
+fn lock_unclaimed<'a>(wanted: &[(&'a Storage, AccessKind)]) -> Vec<MutexGuard<'a, Uses>> {
+    loop {
+        let mut held = Vec::with_capacity(wanted.len());
+        let claimed = wanted.iter().find(|(storage, kind)| {
+            let uses = storage.uses.lock();
+            let claimed = uses.is_claimed_against(*kind);
+            held.push(uses);
+            claimed
+        });
+        let Some((storage, kind)) = claimed else { return held };
+        let last = held.pop();
+        drop(held);
+        if let Some(mut uses) = last
+            && uses.is_claimed_against(*kind)
+        {
+            storage.unclaimed.wait(&mut uses);
+        }
     }
 }
 

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use crate::capture::{AnnouncedCapture, Capture};
 use crate::context::Context;
+use crate::copies::{Copy2d, CopyPart};
 use crate::device::Device;
-use crate::driver::{DevicePtr, Driver, DriverKind, RawStream};
+use crate::driver::{DevicePtr, Driver, DriverKind, HostPtr, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::event::Event;
 use crate::launch::{Access, Launch};
@@ -139,6 +140,58 @@ impl Stream {
     /// Those of the driver.
     pub fn copy(&self, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
         self.0.context.driver.copy_on_device(dst, src, bytes, self.usable(Operation::CopyOnDevice)?)
+    }
+
+    /// Enqueues a copy from page-locked host memory. From other memory the bytes are taken before this returns.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    ///
+    /// # Safety
+    /// `src..src + bytes` must be readable, and stay so and unwritten until the copy is done.
+    pub unsafe fn upload(&self, dst: DevicePtr, src: HostPtr, bytes: usize) -> Result<()> {
+        let raw = self.usable(Operation::CopyToDevice)?;
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.context.driver.copy_to_device(dst, src.as_ptr(), bytes, raw) }
+    }
+
+    /// Enqueues a copy to page-locked host memory. Into other memory this returns when the bytes are there.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    ///
+    /// # Safety
+    /// `dst..dst + bytes` must be writable, and stay so and untouched until the copy is done.
+    pub unsafe fn download(&self, dst: HostPtr, src: DevicePtr, bytes: usize) -> Result<()> {
+        let raw = self.usable(Operation::CopyToHost)?;
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.context.driver.copy_to_host(dst.as_ptr(), src, bytes, raw) }
+    }
+
+    /// Enqueues copying rows.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    ///
+    /// # Safety
+    /// As [`Driver::copy_2d`].
+    pub unsafe fn copy_2d(&self, copy: &Copy2d) -> Result<()> {
+        let raw = self.usable(Operation::Copy2d)?;
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.context.driver.copy_2d(copy, raw) }
+    }
+
+    /// Enqueues many copies with one call, where the device has that: [`crate::Attribute::BatchedCopies`].
+    ///
+    /// # Errors
+    /// Those of the driver.
+    ///
+    /// # Safety
+    /// As [`Driver::copy_batch`].
+    pub unsafe fn copy_batch(&self, copies: &[CopyPart]) -> Result<()> {
+        let raw = self.usable(Operation::CopyBatch)?;
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.context.driver.copy_batch(copies, raw) }
     }
 
     /// Enqueues a copy from the memory of another device of the same kind, whether or not the two can access each other's. Order

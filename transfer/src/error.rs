@@ -1,0 +1,178 @@
+//! Errors of the transfer runtime.
+
+use std::sync::Arc;
+
+use aquifer_allocator::AllocError;
+use aquifer_device::DeviceError;
+use aquifer_kernels::KernelError;
+
+/// Why a transfer, or another request to the runtime, failed. The runtime is as usable afterwards as before.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TransferError {
+    /// Page-locked host memory ran out, by the pool's limit or the system's. Free some, raise the limit, or ask for memory that
+    /// may be pageable.
+    #[error(
+        "out of page-locked host memory: {requested} bytes asked for, {reserved} held of a limit of {}, {free} of them unused",
+        limit.map_or("none".to_owned(), |limit| limit.to_string())
+    )]
+    OutOfPinned {
+        /// Bytes asked for, after rounding.
+        requested: u64,
+        /// Bytes that the pool holds.
+        reserved: u64,
+        /// Bytes of these that nobody uses, in pieces that do not serve the request.
+        free: u64,
+        /// Most that the pool may hold.
+        limit: Option<u64>,
+        /// What the driver or the system said, where it refused.
+        source: Option<Box<TransferError>>,
+    },
+    /// The system has no memory, page-locked or not.
+    #[error("{bytes} bytes of host memory could not be had: {source}")]
+    OutOfHostMemory {
+        /// Bytes asked for.
+        bytes: u64,
+        /// What the system said.
+        source: Arc<std::io::Error>,
+    },
+    /// The caller asked to page-lock memory of which a page is locked already. Use the buffer that holds it, or memory that
+    /// starts and ends at a page.
+    #[error("{bytes} bytes at {address:#x} are page-locked already, or share a page with memory that is: {source}")]
+    AlreadyPinned {
+        /// Where the memory starts.
+        address: u64,
+        /// Its length.
+        bytes: u64,
+        /// What the driver said.
+        source: DeviceError,
+    },
+    /// The caller asked for a length whose size in bytes overflows.
+    #[error("{len} elements of {size} bytes are more bytes than this machine can address")]
+    LengthOverflow {
+        /// Elements asked for.
+        len: u64,
+        /// Size of one.
+        size: u64,
+    },
+    /// The caller asked for a part of a buffer that reaches beyond its end.
+    #[error("elements {start}..{end} reach beyond a buffer of {len}")]
+    OutOfBounds {
+        /// First element asked for.
+        start: u64,
+        /// Element after the last.
+        end: u64,
+        /// Elements of the buffer.
+        len: u64,
+    },
+    /// The caller asked for bytes as another type, of which they are no whole number of aligned values.
+    #[error("{bytes} bytes at this address are no whole number of aligned {to}")]
+    BadCast {
+        /// Bytes there are.
+        bytes: u64,
+        /// Name of the type.
+        to: &'static str,
+    },
+    /// The caller passed two ends of different lengths.
+    #[error("a copy from {from} elements to {to}: both ends must have the same length")]
+    LengthMismatch {
+        /// Elements to copy.
+        from: u64,
+        /// Elements that there is room for.
+        to: u64,
+    },
+    /// The caller passed a region that cannot be copied.
+    #[error("the region cannot be copied: {reason}")]
+    Region {
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// The caller passed memory or a stream of another device.
+    #[error("the {what} belongs to device #{is}, and this needs one of device #{needed}")]
+    WrongDevice {
+        /// What was passed.
+        what: &'static str,
+        /// Identity of its device.
+        is: u32,
+        /// Identity of the device that was needed.
+        needed: u32,
+    },
+    /// The transfer was cancelled before it was complete. What it wrote so far is there, the rest is as it was.
+    #[error("the transfer was cancelled")]
+    Cancelled,
+    /// The caller polled a transfer again after it had given its result.
+    #[error("the transfer gave its result already")]
+    AlreadyTaken,
+    /// Code that the caller passed panicked on a thread of the runtime.
+    #[error("{what} panicked: {message}")]
+    Panicked {
+        /// Whose code it was.
+        what: &'static str,
+        /// What the panic said.
+        message: String,
+    },
+    /// The system refused to start a thread.
+    #[error("a thread for {what} could not be started: {source}")]
+    Thread {
+        /// What the thread is for.
+        what: &'static str,
+        /// What the system said.
+        source: Arc<std::io::Error>,
+    },
+    /// A file could not be read.
+    #[error("{path}: {source}")]
+    File {
+        /// The file.
+        path: String,
+        /// What the system said.
+        source: Arc<std::io::Error>,
+    },
+    /// The caller asked for a part of a file that reaches beyond its end.
+    #[error("{path} has {len} bytes: {bytes} from {offset} on reach beyond its end")]
+    FileTooShort {
+        /// The file.
+        path: String,
+        /// Its length in bytes.
+        len: u64,
+        /// Where the part begins.
+        offset: u64,
+        /// Length of the part.
+        bytes: u64,
+    },
+    /// The device, or the driver, cannot do what the caller asked for.
+    #[error("not supported here: this needs {what}")]
+    Unsupported {
+        /// What is missing.
+        what: &'static str,
+    },
+    /// Device memory could not be had, or not be used by the stream.
+    #[error(transparent)]
+    Alloc(#[from] AllocError),
+    /// A kernel could not be launched.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    /// A driver call failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+impl TransferError {
+    /// Whether memory was lacking, on the host or on the device, so that freeing some may help.
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. } => true,
+            TransferError::Alloc(error) => error.is_out_of_memory(),
+            TransferError::Device(error) => error.is_out_of_memory(),
+            _ => false,
+        }
+    }
+
+    /// Whether the device is gone, so that nothing on it will ever complete.
+    pub fn is_device_lost(&self) -> bool {
+        match self {
+            TransferError::Alloc(AllocError::Device(error)) | TransferError::Device(error) => error.is_device_lost(),
+            TransferError::Kernel(KernelError::Device(error)) => error.is_device_lost(),
+            _ => false,
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Staging: how memory that is not page-locked, and files, get to the device and back.
+//!
+//! A few chunks of page-locked memory form a ring. Threads fill chunks ahead of the copy engine, or store what it fetched, while it works
+//! on others, so it need not wait for the host; transfers take turns by the chunk, so a small one is not stuck behind a large one.
+//!
+//! In the order in which data flows: `ends` is where bytes come from and go to, `work` what is done with a piece of a transfer, `ring` who
+//! does what next, `floor` how threads share that, `crew` the threads; `tune` chooses the sizes. `virtual_crew` plays the same ring on a
+//! simulated device in virtual time, to prove that the copy engine is kept busy. `file` is for files.
+//!
+//! A transfer ends in one way, whatever fails: by its [`Job`] being settled, with nobody touching its host end from then on. Errors of a
+//! source, a target or the driver fail the transfer they strike; chunks go on to others. When the device is lost all transfers fail.
+
+mod config;
+mod crew;
+mod ends;
+mod file;
+mod floor;
+mod ring;
+mod stats;
+mod sync;
+#[cfg(test)]
+mod tests;
+mod tune;
+mod virtual_crew;
+mod work;
+
+use std::fmt;
+use std::sync::Arc;
+
+use aquifer_allocator::Claim;
+use aquifer_device::{DevicePtr, Stream};
+
+pub use config::{DirectIo, StagingConfig};
+pub(crate) use ends::{HostSource, HostTarget};
+pub use file::FileReport;
+pub(crate) use file::FileSource;
+pub use stats::StagingStats;
+pub use virtual_crew::{ScheduleReport, VirtualSchedule};
+
+use crate::error::TransferError;
+use crate::job::Job;
+use crate::pinned::PinnedPool;
+use crew::Crew;
+use work::{HostEnd, Work};
+
+/// The staging ring of a runtime. Nothing is page-locked and no thread runs before its first use. When it is dropped, the transfers under
+/// way complete, and then its threads end and its memory goes back to the pool.
+pub(crate) struct Staging {
+    crew: Arc<Crew>,
+    config: StagingConfig,
+}
+
+impl Staging {
+    /// A ring of memory of `pool`.
+    pub(crate) fn new(pool: &PinnedPool, config: StagingConfig) -> Staging {
+        Staging { crew: Crew::new(pool, config), config }
+    }
+
+    /// How the ring was asked to be.
+    pub(crate) fn config(&self) -> &StagingConfig {
+        &self.config
+    }
+
+    /// Copies all of `source` to `ptr`, in the claimed memory, by copies on `stream`. Returns at once.
+    ///
+    /// The claim is for writing, and ends when the last copy is enqueued.
+    ///
+    /// # Errors
+    /// Memory of another device than the stream's or that is too short, a stream that captures, a device that is lost. What goes wrong
+    /// later is the job's.
+    pub(crate) fn upload(
+        &self,
+        source: Arc<dyn HostSource>,
+        to: Claim,
+        ptr: DevicePtr,
+        stream: &Stream,
+    ) -> Result<Arc<Job>, TransferError> {
+        self.begin(Work::new(HostEnd::Source(source), to, ptr, stream)?)
+    }
+
+    /// Copies from `ptr`, in the claimed memory, until `target` is full, by copies on `stream`. Returns at once.
+    ///
+    /// The claim is for reading, and ends when the bytes are in the target.
+    ///
+    /// # Errors
+    /// As [`Staging::upload`].
+    pub(crate) fn download(
+        &self,
+        from: Claim,
+        ptr: DevicePtr,
+        target: Arc<dyn HostTarget>,
+        stream: &Stream,
+    ) -> Result<Arc<Job>, TransferError> {
+        self.begin(Work::new(HostEnd::Target(target), from, ptr, stream)?)
+    }
+
+    fn begin(&self, work: Work) -> Result<Arc<Job>, TransferError> {
+        let job = work.job().clone();
+        if work.bytes() == 0 {
+            work.end(Ok(()));
+        } else {
+            self.crew.submit(work)?;
+        }
+        Ok(job)
+    }
+
+    /// What the ring is made of, and what it did.
+    pub(crate) fn stats(&self) -> StagingStats {
+        StagingStats::of(&self.crew)
+    }
+}
+
+impl Drop for Staging {
+    /// Waits for nothing: this may be the last handle, dropped by a thread of the ring.
+    fn drop(&mut self) {
+        self.crew.floor.close();
+    }
+}
+
+impl fmt::Debug for Staging {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Staging").field("stats", &self.stats()).finish_non_exhaustive()
+    }
+}
