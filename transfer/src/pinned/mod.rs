@@ -11,6 +11,8 @@ mod class;
 mod memory;
 mod pool;
 mod register;
+#[cfg(all(test, aquifer_shuttle))]
+mod schedules;
 mod slabs;
 mod slices;
 mod source;

@@ -18,7 +18,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_device::{Device, Tick};
-use parking_lot::Mutex;
 
 use super::class::{self, PAGE, SLAB};
 use super::slabs::{BlockId, Slabs};
@@ -26,6 +25,7 @@ use super::source::{SlabMemory, SlabSource};
 use super::stats::HostMemoryStats;
 use super::waiting::{Front, Waiting};
 use crate::error::TransferError;
+use crate::sync::Mutex;
 
 /// How a pool of page-locked memory behaves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

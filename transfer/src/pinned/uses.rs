@@ -10,10 +10,10 @@
 use std::sync::Arc;
 
 use aquifer_device::{AccessKind, Code, DeviceError, Operation, Stream, Tick};
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::memory::PinnedMemory;
 use crate::error::TransferError;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// What copies use some memory.
 #[derive(Debug, Default)]
@@ -71,7 +71,7 @@ impl Uses {
     fn lock_unclaimed(&self, kind: AccessKind) -> MutexGuard<'_, Noted> {
         let mut noted = self.noted.lock();
         while noted.is_claimed_against(kind) {
-            self.unclaimed.wait(&mut noted);
+            noted = self.unclaimed.wait(noted);
         }
         noted
     }
