@@ -16,6 +16,7 @@ mod schedules;
 mod slabs;
 mod slices;
 mod source;
+mod staged;
 mod stats;
 #[cfg(test)]
 mod tests;
@@ -23,10 +24,10 @@ mod uses;
 mod waiting;
 
 pub use buffer::PinnedBuffer;
-pub(crate) use memory::{HostPart, PinnedMemory};
+pub(crate) use memory::HostPart;
 pub use pool::{PinnedConfig, PinnedPool};
 pub use register::Returned;
 pub use slices::{PinnedSlice, PinnedSliceMut};
 pub use source::SlabSource;
 pub use stats::{HostMemoryStats, TimeStat};
-pub(crate) use uses::{HostClaim, HostTurn};
+pub(crate) use uses::HostTurn;

@@ -134,28 +134,29 @@ fn a_buffer_that_several_threads_upload_is_written_after_all_of_them() {
 }
 
 #[test]
-fn the_host_comes_after_the_work_of_a_claim() {
+fn the_host_and_copies_come_after_the_work_of_claims() {
     explore(|| {
         let world = World::new(1 << 30);
         let mut buffer = world.pool.alloc_zeroed::<u8>(BYTES).unwrap();
-        let claim = buffer.as_slice().part().memory.claim(AccessKind::Read);
-        let other = buffer.as_slice().part().memory.claim(AccessKind::Read);
-        let threads = [(claim, 0), (other, 1)].map(|(claim, place)| {
-            spawn(&world, move |world| {
-                let stream = world.device.create_stream().unwrap();
-                let turn = claim.turn(&stream).unwrap();
-                // SAFETY: the claim keeps the host and other writers away until the copy is noted.
-                #[allow(unsafe_code, reason = "raw driver copies, as the runtime makes them")]
-                unsafe {
-                    let to = world.memory.offset(place * BYTES as u64);
-                    stream.upload(to, claim.memory().ptr(), BYTES).unwrap()
-                };
-                drop(turn);
+        let sources = [(); 2].map(|()| buffer.as_slice().part().into_source().unwrap());
+        let readers = sources.map(|source| {
+            spawn(&world, move |_| {
+                let mut bytes = [1; 8];
+                source.read(0, &mut bytes).unwrap();
+                assert_eq!(bytes, [0; 8], "not before the reading is over");
             })
         });
         buffer.write().unwrap().fill(1);
-        join(threads);
+        let target = buffer.as_slice_mut().part().into_target().unwrap();
+        let writer = spawn(&world, move |_| target.write(8, &[2; 8]).unwrap());
+        let stream = world.device.create_stream().unwrap();
+        world.upload(buffer.as_slice().part(), 0, &stream);
+        assert_eq!(buffer.read().unwrap()[6..10], [1, 1, 2, 2]);
+        join(readers.into_iter().chain([writer]));
         drop(buffer);
+        let mut bytes = [0; 10];
+        stream.download_blocking(&mut bytes, world.memory).unwrap();
+        assert_eq!(bytes[6..], [1, 1, 2, 2]);
         world.check_over();
     });
 }
