@@ -28,6 +28,14 @@ use crate::error::TransferError;
 use crate::sync::Mutex;
 
 /// How a pool of page-locked memory behaves.
+///
+/// ```
+/// use std::num::NonZeroUsize;
+/// use aquifer_transfer::{PinnedConfig, SlabSource};
+/// let threads = NonZeroUsize::new(8).unwrap();
+/// let config = PinnedConfig::default().limit_bytes(16 << 30).slabs(SlabSource::Registered { threads });
+/// assert_eq!(config.limit_bytes, Some(16 << 30));
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PinnedConfig {
@@ -116,10 +124,10 @@ const GROWTH_PART: usize = 8;
 const GROWTH_MOST: usize = 32 << 20;
 
 impl PinnedPool {
-    /// A pool for copies to and from `device`. Takes nothing from the system yet.
+    /// A pool for copies to and from `device`. Takes nothing from the system yet, and makes no driver call.
     ///
     /// # Errors
-    /// [`TransferError::Unsupported`] when the configuration asks for something that is not there.
+    /// None today; a configuration that cannot work is refused here.
     pub fn new(device: &Device, config: PinnedConfig) -> Result<PinnedPool, TransferError> {
         let PinnedConfig { limit_bytes: limit, slabs: source } = config;
         let state = State {
