@@ -1,13 +1,14 @@
 //! Page-locked host memory.
 //!
 //! In the order in which data flows: a [`PinnedPool`] rounds a request (`class`) and takes an unused block of its slabs
-//! (`slabs`), or gets more from the system (`source`). Its holder is a [`PinnedBuffer`], whose views ([`PinnedSlice`],
+//! (`slabs`), or gets more from the system (`ladder`, `source`). Its holder is a [`PinnedBuffer`], whose views ([`PinnedSlice`],
 //! [`PinnedSliceMut`]) copies take; the memory below (`memory`) knows the ticks of those copies
 //! (`uses`), and goes back to the pool with them
 //! (`waiting`).
 
 mod buffer;
 mod class;
+mod ladder;
 mod memory;
 mod pool;
 mod register;
@@ -17,6 +18,7 @@ mod slabs;
 mod slices;
 mod source;
 mod staged;
+mod state;
 mod stats;
 #[cfg(test)]
 mod tests;

@@ -200,6 +200,8 @@ fn lengths_and_alignments() {
     assert_eq!(aligned.slice(2..).unwrap().as_bytes().slice(8191..).unwrap().read().unwrap(), [1]);
     let error = bench.pool.alloc::<u64>(usize::MAX / 4).unwrap_err();
     assert!(matches!(error, TransferError::LengthOverflow { size: 8, .. }), "{error}");
+    let error = bench.pool.alloc::<u8>(1 << 62).unwrap_err();
+    assert!(error.is_out_of_memory(), "{error}");
     drop((small, aligned, empty));
     bench.check_over();
 }
