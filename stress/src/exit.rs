@@ -93,6 +93,14 @@ pub enum Failure {
     /// A transfer failed.
     #[error(transparent)]
     Transfer(#[from] TransferError),
+    /// A file that is needed for a while could not be written.
+    #[error("{}: {source}", path.display())]
+    Temporary {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
     /// Standard output cannot be written.
     #[error("standard output: {0}")]
     Output(io::Error),
@@ -138,6 +146,7 @@ impl Failure {
             | Failure::Device(_)
             | Failure::Kernel(_)
             | Failure::Transfer(_)
+            | Failure::Temporary { .. }
             | Failure::Output(_) => Outcome::Failed,
             Failure::OutputClosed => Outcome::Done,
         }

@@ -29,3 +29,4 @@ pub use pinned::{
     TimeStat,
 };
 pub use runtime::{Transfer, TransferConfig};
+pub use staging::{DirectIo, FileReport, ScheduleReport, StagingConfig, StagingStats, VirtualSchedule};
