@@ -25,8 +25,27 @@ pub enum TransferError {
         free: u64,
         /// Most that the pool may hold.
         limit: Option<u64>,
-        /// What the driver said, where it refused.
-        source: Option<DeviceError>,
+        /// What the driver or the system said, where it refused.
+        source: Option<Box<TransferError>>,
+    },
+    /// The system has no memory, page-locked or not.
+    #[error("{bytes} bytes of host memory could not be had: {source}")]
+    OutOfHostMemory {
+        /// Bytes asked for.
+        bytes: u64,
+        /// What the system said.
+        source: Arc<std::io::Error>,
+    },
+    /// The caller asked to page-lock memory of which a page is locked already. Use the buffer that holds it, or memory that
+    /// starts and ends at a page.
+    #[error("{bytes} bytes at {address:#x} are page-locked already, or share a page with memory that is: {source}")]
+    AlreadyPinned {
+        /// Where the memory starts.
+        address: u64,
+        /// Its length.
+        bytes: u64,
+        /// What the driver said.
+        source: DeviceError,
     },
     /// The caller asked for a length whose size in bytes overflows.
     #[error("{len} elements of {size} bytes are more bytes than this machine can address")]
@@ -62,6 +81,12 @@ pub enum TransferError {
         /// Elements that there is room for.
         to: u64,
     },
+    /// The caller passed a region that cannot be copied.
+    #[error("the region cannot be copied: {reason}")]
+    Region {
+        /// What is wrong with it.
+        reason: &'static str,
+    },
     /// The caller passed memory or a stream of another device.
     #[error("the {what} belongs to device #{is}, and this needs one of device #{needed}")]
     WrongDevice {
@@ -75,6 +100,9 @@ pub enum TransferError {
     /// The transfer was cancelled before it was complete. What it wrote so far is there, the rest is as it was.
     #[error("the transfer was cancelled")]
     Cancelled,
+    /// The caller polled a transfer again after it had given its result.
+    #[error("the transfer gave its result already")]
+    AlreadyTaken,
     /// Code that the caller passed panicked on a thread of the runtime.
     #[error("{what} panicked: {message}")]
     Panicked {
@@ -99,6 +127,18 @@ pub enum TransferError {
         /// What the system said.
         source: Arc<std::io::Error>,
     },
+    /// The caller asked for a part of a file that reaches beyond its end.
+    #[error("{path} has {len} bytes: {bytes} from {offset} on reach beyond its end")]
+    FileTooShort {
+        /// The file.
+        path: String,
+        /// Its length in bytes.
+        len: u64,
+        /// Where the part begins.
+        offset: u64,
+        /// Length of the part.
+        bytes: u64,
+    },
     /// The device, or the driver, cannot do what the caller asked for.
     #[error("not supported here: this needs {what}")]
     Unsupported {
@@ -120,7 +160,7 @@ impl TransferError {
     /// Whether memory was lacking, on the host or on the device, so that freeing some may help.
     pub fn is_out_of_memory(&self) -> bool {
         match self {
-            TransferError::OutOfPinned { .. } => true,
+            TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. } => true,
             TransferError::Alloc(error) => error.is_out_of_memory(),
             TransferError::Device(error) => error.is_out_of_memory(),
             _ => false,

@@ -86,13 +86,24 @@ impl World {
         if let Some(staging) = self.staging.take() {
             let crew = staging.crew.clone();
             drop(staging);
-            crew.floor.join();
-            drop(crew);
+            gone(crew);
         }
         let _ = self.device.synchronize();
         let stats = self.pool.stats();
-        let held = stats.iter().find(|(name, _)| name.starts_with("allocated_bytes") && name.ends_with("current"));
-        assert_eq!(held.map(|(_, bytes)| bytes), Some(0), "{stats:?}");
+        assert_eq!(stats.active_bytes.current, 0, "{stats:?}");
+    }
+}
+
+/// Waits until the threads of a ring, which is closed, have ended and let go of it.
+fn gone(crew: Arc<Crew>) {
+    crew.floor.join();
+    let crew = {
+        let weak = Arc::downgrade(&crew);
+        drop(crew);
+        weak
+    };
+    while crew.upgrade().is_some() {
+        std::thread::yield_now();
     }
 }
 
@@ -326,8 +337,7 @@ fn transfers_under_way_complete_when_the_ring_is_dropped() {
         stream.download_blocking(&mut bytes, buffers[index].ptr()).unwrap();
         assert_eq!(bytes, content(500_000, index));
     }
-    crew.floor.join();
-    drop(crew);
+    gone(crew);
     world.end();
 }
 
@@ -357,8 +367,7 @@ fn the_last_handle_may_be_dropped_by_a_thread_of_the_ring() {
     *held = Some(staging);
     drop(held);
     settled(&job).unwrap();
-    crew.floor.join();
-    drop(crew);
+    gone(crew);
     world.end();
 }
 

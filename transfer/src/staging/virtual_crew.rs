@@ -317,17 +317,17 @@ impl Play<'_> {
                 worker.at = now + nanoseconds(self.schedule.call);
                 self.complete(Done::Waited(flight, Ok(())));
             }
-            Doing::Copying(piece, Way::Up) => self.send(index, piece, Way::Up),
+            Doing::Copying(piece, Way::Up) => self.send(index, piece, Way::Up)?,
             Doing::Copying(piece, Way::Down) => self.complete(Done::Landed(piece)),
             Doing::Nothing => match self.ring.next() {
-                Some(task) => self.begin(index, task),
+                Some(task) => self.begin(index, task)?,
                 None => return Ok(false),
             },
         }
         Ok(true)
     }
 
-    fn begin(&mut self, index: usize, task: Task<Arc<Work>, Chunk, Tick>) {
+    fn begin(&mut self, index: usize, task: Task<Arc<Work>, Chunk, Tick>) -> Result<(), TransferError> {
         match task {
             Task::Tune => self.complete(Done::Tuned(self.sizes)),
             Task::Grow(bytes) => {
@@ -335,7 +335,7 @@ impl Play<'_> {
                 self.workers[index].at = self.now();
                 self.complete(Done::Grown(grown));
             }
-            Task::Fetch(piece) => self.send(index, piece, Way::Down),
+            Task::Fetch(piece) => self.send(index, piece, Way::Down)?,
             Task::Fill(mut piece) => match fill(&mut piece) {
                 Ok(()) => self.copying(index, piece, Way::Up),
                 Err(error) => self.complete(Done::Failed(piece, error)),
@@ -346,6 +346,7 @@ impl Play<'_> {
             },
             Task::Wait(flight) => self.workers[index].doing = Doing::Waiting(flight),
         }
+        Ok(())
     }
 
     fn copying(&mut self, index: usize, piece: Piece, way: Way) {
@@ -354,12 +355,15 @@ impl Play<'_> {
     }
 
     /// Enqueues a piece's copy. The calls take what the schedule says, and nobody else makes one meanwhile.
-    fn send(&mut self, index: usize, mut piece: Piece, way: Way) {
+    fn send(&mut self, index: usize, mut piece: Piece, way: Way) -> Result<(), TransferError> {
         let (start, calls) = (self.now(), self.stage.sim.calls_made());
         let sent = send(&mut piece, way);
         let calls = self.stage.sim.calls_made() - calls;
         let end = start + calls * nanoseconds(self.schedule.call);
-        self.stage.sim.advance(Duration::from_nanos(end.saturating_sub(self.now())));
+        while self.now() < end {
+            self.stage.sim.advance(Duration::from_nanos((end - self.now()).min(GLANCE_NS)));
+            self.look()?;
+        }
         self.workers[index].at = self.now();
         match sent {
             Ok(tick) => {
@@ -368,6 +372,7 @@ impl Play<'_> {
             }
             Err(error) => self.complete(Done::Failed(piece, error)),
         }
+        Ok(())
     }
 
     fn complete(&mut self, done: Done<Arc<Work>, Chunk, Tick>) {

@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use aquifer_allocator::Claim;
-use aquifer_device::{AccessKind, Code, DeviceError, DevicePtr, Operation, Stream, Tick};
+use aquifer_device::{AccessKind, Code, DeviceError, DevicePtr, Operation, RawStream, Stream, Tick};
 use parking_lot::Mutex;
 
 use super::config::PAGE;
@@ -52,6 +52,10 @@ impl Work {
             return Err(TransferError::WrongDevice { what: "stream", is, needed });
         }
         refuse_capture(stream)?;
+        if stream.raw() == RawStream::PER_THREAD {
+            let what = "a stream that other threads can use, too: staged copies are enqueued by threads of the runtime";
+            return Err(TransferError::Unsupported { what });
+        }
         let work =
             Work { host, claim, ptr, stream: stream.clone(), job: Job::new(), last: Mutex::new(None) };
         work.check_bounds()?;
@@ -136,7 +140,10 @@ pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
     let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     enqueue(work, range.start, chunk, bytes, way)?;
     let tick = work.stream.tick();
-    tick.cover()?;
+    // Without an event the tick is still answerable, at the cost of waiting for later work, too.
+    if let Err(error) = tick.cover() {
+        tracing::debug!(%error, "no event could be recorded after a staged copy");
+    }
     work.note(&tick);
     if let HostEnd::Source(source) = &work.host {
         source.sent(bytes as u64, starved);
