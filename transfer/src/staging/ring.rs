@@ -213,6 +213,14 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         self.jobs.is_empty()
     }
 
+    /// Takes all chunks out that nobody has in hand.
+    pub(super) fn strip(&mut self) -> Vec<C> {
+        let used = std::mem::take(&mut self.flying).into_iter().chain(std::mem::take(&mut self.arrived));
+        let chunks: Vec<C> = self.free.drain(..).chain(used.map(|flight| flight.chunk)).collect();
+        self.chunks -= chunks.len();
+        chunks
+    }
+
     /// Takes a job in. Tries for missing chunks again.
     ///
     /// # Errors
@@ -472,10 +480,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     fn lose(&mut self, error: TransferError, after: &mut After<J, C>) {
         if self.lost.is_none() {
             self.turns.clear();
-            let idle = std::mem::take(&mut self.free);
-            let used = std::mem::take(&mut self.flying).into_iter().chain(std::mem::take(&mut self.arrived));
-            let chunks: Vec<C> = idle.into_iter().chain(used.map(|flight| flight.chunk)).collect();
-            chunks.into_iter().for_each(|chunk| self.discard(chunk, after));
+            after.surplus.extend(self.strip());
             for entry in self.jobs.values_mut() {
                 entry.failed.get_or_insert_with(|| error.clone());
             }

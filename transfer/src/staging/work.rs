@@ -133,9 +133,7 @@ pub(super) fn fill(piece: &mut Piece) -> Result<(), TransferError> {
 /// Enqueues the copy of a filled chunk to the device, or of the device's bytes into a chunk. The tick after it is covered by an event.
 pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
     let Hand { work, range, chunk, .. } = piece;
-    if way == Way::Down {
-        work.check_wanted()?;
-    }
+    work.check_wanted()?;
     let starved = work.is_storage() && work.is_caught_up()?;
     let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     enqueue(work, range.start, chunk, bytes, way)?;
