@@ -21,10 +21,10 @@ use crate::streams::Streams;
 pub struct TransferConfig {
     /// Page-locked memory.
     pub pinned: PinnedConfig,
-    /// The ring that ordinary memory and files go through.
-    pub staging: StagingConfig,
     /// Streams a direction, at least 1. Transfers take turns on them, so that a small one need not wait for a large one.
     pub streams: usize,
+    /// The ring that ordinary memory and files go through.
+    pub staging: StagingConfig,
     /// Priority of these streams, numerically: lower is more urgent. Clamped to what the device has.
     pub priority: i32,
 }
@@ -32,8 +32,12 @@ pub struct TransferConfig {
 impl Default for TransferConfig {
     /// Two streams a direction, as urgent as the device allows: a copy that a kernel waits for should not wait itself.
     fn default() -> Self {
-        let (pinned, staging) = (PinnedConfig::default(), StagingConfig::default());
-        TransferConfig { pinned, staging, streams: 2, priority: i32::MIN }
+        TransferConfig {
+            pinned: PinnedConfig::default(),
+            streams: 2,
+            staging: StagingConfig::default(),
+            priority: i32::MIN,
+        }
     }
 }
 

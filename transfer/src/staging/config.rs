@@ -135,11 +135,10 @@ mod tests {
     fn what_is_asked_for_counts_within_bounds() {
         let config = StagingConfig::default();
         assert_eq!(config.sizes(CHOSEN), CHOSEN);
-        assert_eq!(config.chunk_bytes(5000).chunks(0).threads(1000).sizes(CHOSEN), Sizes {
-            chunk_bytes: 8192,
-            chunks: 1,
-            threads: 64
-        });
+        assert_eq!(
+            config.chunk_bytes(5000).chunks(0).threads(1000).sizes(CHOSEN),
+            Sizes { chunk_bytes: 8192, chunks: 1, threads: 64 }
+        );
         assert_eq!(config.chunk_bytes(0).sizes(CHOSEN).chunk_bytes, 4096);
         assert_eq!(config.chunk_bytes(usize::MAX).bytes_max(usize::MAX).sizes(CHOSEN).chunk_bytes, 512 << 20);
     }

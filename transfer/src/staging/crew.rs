@@ -45,7 +45,11 @@ impl Crew {
     }
 
     /// Reads a source or writes a target, and notes the time that took.
-    fn copy(&self, piece: &mut Piece, step: impl FnOnce(&mut Piece) -> Result<(), TransferError>) -> Result<(), TransferError> {
+    fn copy(
+        &self,
+        piece: &mut Piece,
+        step: impl FnOnce(&mut Piece) -> Result<(), TransferError>,
+    ) -> Result<(), TransferError> {
         let time = if piece.work.is_storage() { &self.tally.storage_ns } else { &self.tally.copy_ns };
         timed(time, || step(piece))
     }

@@ -13,16 +13,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use aquifer_allocator::DeviceBuffer;
 use parking_lot::Mutex;
 
 use super::config::{DirectIo, PAGE};
 use super::crew::nanoseconds;
 use super::ends::HostSource;
-use crate::copy::check_lengths;
 use crate::error::TransferError;
-use crate::pending::Pending;
-use crate::runtime::Transfer;
 
 /// How a file got to the device. Times are of the host's clock, on simulated devices too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -51,47 +47,6 @@ impl FileReport {
     /// Whether storage was what limited the transfer: the device waited for it most of the time.
     pub fn is_storage_bound(&self) -> bool {
         self.waited_share() > 0.5
-    }
-}
-
-impl Transfer {
-    /// Copies `length` bytes of a file, from `offset` on, to the device, through the staging ring: several threads read while the device copies.
-    /// Returns at once. What comes with the result tells whether the link or the storage was what limited it.
-    ///
-    /// Whether the system's cache of files is passed by is [`crate::StagingConfig::direct_io`]. The file must not change meanwhile.
-    ///
-    /// ```
-    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
-    /// use aquifer_transfer::Transfer;
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
-    /// let path = std::env::temp_dir().join(format!("aquifer-read-file-{}", std::process::id()));
-    /// std::fs::write(&path, [1, 2, 3, 4, 5])?;
-    ///
-    /// let stream = device.create_stream()?;
-    /// let mut buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(3, &stream)?;
-    /// let report = transfer.read_file_to_device(&path, 1, 3, &mut buffer)?.wait()?;
-    /// assert_eq!((report.bytes, transfer.to_vec(&buffer)?.wait()?), (3, vec![2, 3, 4]));
-    /// # std::fs::remove_file(path)?;
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`TransferError::File`] for a file that is not there or not to be read, or that is a directory; [`TransferError::FileTooShort`];
-    /// a buffer of another length; as [`Transfer::to_device`].
-    pub fn read_file_to_device(
-        &self,
-        path: impl AsRef<Path>,
-        offset: u64,
-        length: u64,
-        to: &mut DeviceBuffer<u8>,
-    ) -> Result<Pending<FileReport>, TransferError> {
-        check_lengths(length, to.len())?;
-        let source = FileSource::open(path.as_ref(), offset, length, self.staging().config().direct_io)?;
-        let progress = source.progress().clone();
-        let (_, pending) = self.stage_upload(Arc::new(source), to)?;
-        Ok(pending.map(move |()| progress.report()))
     }
 }
 
@@ -306,9 +261,10 @@ impl Direct {
         if number < MEASURED_READS {
             return !number.is_multiple_of(2);
         }
-        let [cached, direct] = self.speeds.each_ref().map(|(bytes, ns)| {
-            bytes.load(Ordering::Relaxed) as f64 / ns.load(Ordering::Relaxed).max(1) as f64
-        });
+        let [cached, direct] = self
+            .speeds
+            .each_ref()
+            .map(|(bytes, ns)| bytes.load(Ordering::Relaxed) as f64 / ns.load(Ordering::Relaxed).max(1) as f64);
         direct > cached
     }
 

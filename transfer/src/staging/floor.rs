@@ -8,8 +8,8 @@
 
 use super::config::Sizes;
 use super::ring::{After, Done, Order, Ring, Task};
-use crate::error::TransferError;
 use super::sync::{Condvar, Mutex, MutexGuard};
+use crate::error::TransferError;
 
 /// What the threads of a floor can do.
 pub(super) trait Hands<J, C, T> {

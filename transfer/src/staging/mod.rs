@@ -33,6 +33,7 @@ use aquifer_device::{DevicePtr, Stream};
 pub use config::{DirectIo, StagingConfig};
 pub(crate) use ends::{HostSource, HostTarget};
 pub use file::FileReport;
+pub(crate) use file::FileSource;
 pub use stats::StagingStats;
 pub use virtual_crew::{ScheduleReport, VirtualSchedule};
 

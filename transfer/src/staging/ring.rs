@@ -493,9 +493,8 @@ impl<J: Clone, C, T> Ring<J, C, T> {
 
     /// Ends a job once nobody has it in hand and it failed or all of it is done.
     fn end_if_done(&mut self, id: JobId, after: &mut After<J, C>) {
-        let is_done = |entry: &Entry<J>| {
-            entry.hands == 0 && (entry.failed.is_some() || (entry.open == 0 && entry.is_begun()))
-        };
+        let is_done =
+            |entry: &Entry<J>| entry.hands == 0 && (entry.failed.is_some() || (entry.open == 0 && entry.is_begun()));
         if self.jobs.get(&id).is_some_and(is_done)
             && let Some(entry) = self.jobs.remove(&id)
         {

@@ -233,8 +233,12 @@ enum Step {
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let bytes = prop_oneof![1..100u64, Just(4 * PAGE as u64), 1..40 * PAGE as u64];
-    let submit = (any::<bool>(), bytes, 0..PAGE as u64, 0..3u32)
-        .prop_map(|(up, bytes, phase, lane)| Step::Submit { up, bytes, phase, lane });
+    let submit = (any::<bool>(), bytes, 0..PAGE as u64, 0..3u32).prop_map(|(up, bytes, phase, lane)| Step::Submit {
+        up,
+        bytes,
+        phase,
+        lane,
+    });
     let step = prop_oneof![
         2 => submit,
         12 => Just(Step::Take),

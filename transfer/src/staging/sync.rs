@@ -1,10 +1,10 @@
 //! The lock and the condition that threads of the ring meet at: those of parking_lot, or with `--cfg aquifer_shuttle`, which is for the
 //! crate's own tests alone, counterparts that hand every interleaving to a scheduler (`ci/schedules`).
 
-#[cfg(not(aquifer_shuttle))]
-pub(super) use of_threads::{Condvar, Mutex, MutexGuard};
 #[cfg(aquifer_shuttle)]
 pub(super) use modelled::{Condvar, Mutex, MutexGuard};
+#[cfg(not(aquifer_shuttle))]
+pub(super) use of_threads::{Condvar, Mutex, MutexGuard};
 
 #[cfg(not(aquifer_shuttle))]
 mod of_threads {

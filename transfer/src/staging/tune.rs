@@ -36,7 +36,11 @@ pub(super) fn plan(speeds: Speeds, cores: usize) -> Sizes {
         let bounded = value.clamp(least as f64, most as f64);
         // What is not a number is bounded by nothing.
         let bounded = if bounded.is_finite() { bounded } else { least as f64 };
-        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "it lies between two numbers of this type")]
+        #[allow(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "it lies between two numbers of this type"
+        )]
         let whole = bounded as usize;
         whole
     };
@@ -93,9 +97,9 @@ fn measure_copy(to: &mut [u8]) -> f64 {
 fn measure_link(device: &Device, sample: &mut PinnedBuffer<u8>, stream: &Stream) -> Result<f64, TransferError> {
     // From the driver's own pool: a plain allocation would wait for the device.
     let ptr = device.driver().alloc_async(sample.bytes() as u64, stream.raw())?;
-    let measured = (0..3).map(|_| time_upload(device, sample, ptr, stream)).try_fold(0.0_f64, |best, speed| {
-        speed.map(|speed| best.max(speed))
-    });
+    let measured = (0..3)
+        .map(|_| time_upload(device, sample, ptr, stream))
+        .try_fold(0.0_f64, |best, speed| speed.map(|speed| best.max(speed)));
     let freed: Result<(), DeviceError> = device.driver().free_async(ptr, stream.raw());
     let best = measured?;
     freed?;

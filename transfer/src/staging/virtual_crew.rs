@@ -122,7 +122,16 @@ impl VirtualSchedule {
         let mut ring = Ring::new();
         ring.submit(work.order())?;
         let workers = (0..sizes.threads).map(|_| Worker { at: 0, doing: Doing::Nothing }).collect();
-        let mut play = Play { schedule: self, sizes, stage: &stage, ring, workers, sent: VecDeque::new(), arrivals: Vec::new(), ended: None };
+        let mut play = Play {
+            schedule: self,
+            sizes,
+            stage: &stage,
+            ring,
+            workers,
+            sent: VecDeque::new(),
+            arrivals: Vec::new(),
+            ended: None,
+        };
         let start = stage.sim.now_ns();
         let busy_before = stage.busy_ns(way);
         play.run()?;

@@ -56,8 +56,7 @@ impl Work {
             let what = "a stream that other threads can use, too: staged copies are enqueued by threads of the runtime";
             return Err(TransferError::Unsupported { what });
         }
-        let work =
-            Work { host, claim, ptr, stream: stream.clone(), job: Job::new(), last: Mutex::new(None) };
+        let work = Work { host, claim, ptr, stream: stream.clone(), job: Job::new(), last: Mutex::new(None) };
         work.check_bounds()?;
         Ok(work)
     }
