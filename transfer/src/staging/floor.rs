@@ -7,8 +7,9 @@
 //! Tasks are done without the lock; it is a leaf: nothing else is locked, and no driver called, under it.
 
 use super::config::Sizes;
-use super::ring::{After, Done, Order, Ring, Task};
+use super::ring::Ring;
 use super::sync::{Condvar, Mutex, MutexGuard};
+use super::task::{After, Done, Order, Task};
 use crate::error::TransferError;
 
 /// What the threads of a floor can do.

@@ -12,7 +12,7 @@ use shuttle::sync::atomic::{AtomicUsize, Ordering};
 use shuttle::thread;
 
 use super::super::config::PAGE;
-use super::super::ring::Way;
+use super::super::task::Way;
 use super::*;
 
 /// Explores `model` at random, and with few but well-placed switches.

@@ -180,7 +180,7 @@ impl<F: Fn(u64) -> Result<(), TransferError> + Send + Sync> HostTarget for Odd<F
 }
 
 fn content(bytes: usize, seed: usize) -> Vec<u8> {
-    (0..bytes).map(|index| ((index + seed).wrapping_mul(0x9E37_79B1) >> 11) as u8).collect()
+    (seed..seed + bytes).map(|index| (index.wrapping_mul(0x9E37_79B1) >> 11).to_le_bytes()[0]).collect()
 }
 
 fn sim() -> SimConfig {
@@ -197,7 +197,7 @@ proptest! {
         shape in (1..5usize, 1..4usize, 1..5usize),
     ) {
         let (pages, chunks, threads) = shape;
-        let config = StagingConfig::default().chunk_bytes(pages * 32 << 10).chunks(chunks).threads(threads);
+        let config = StagingConfig::default().chunk_bytes((pages * 32) << 10).chunks(chunks).threads(threads);
         let world = World::with(sim().seed(seed), config);
         std::thread::scope(|scope| {
             for (index, &bytes) in sizes.iter().enumerate() {

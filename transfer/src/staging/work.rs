@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 
 use super::config::PAGE;
 use super::ends::{HostSource, HostTarget};
-use super::ring::{Flight, Hand, Order, Way};
+use super::task::{Flight, Hand, Order, Way};
 use crate::error::TransferError;
 use crate::job::Job;
 use crate::pinned::PinnedBuffer;
