@@ -8,8 +8,8 @@
 
 use super::config::Sizes;
 use super::ring::{After, Done, Order, Ring, Task};
-use super::sync::{Condvar, Mutex, MutexGuard};
 use crate::error::TransferError;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// What the threads of a floor can do.
 pub(super) trait Hands<J, C, T> {

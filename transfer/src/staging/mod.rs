@@ -17,7 +17,6 @@ mod file;
 mod floor;
 mod ring;
 mod stats;
-mod sync;
 #[cfg(test)]
 mod tests;
 mod tune;
