@@ -145,7 +145,7 @@ impl Transfer {
 
     /// What threads of the ring enqueue on: not a stream that captures, nor one that only its own thread may use.
     fn staging_stream(&self, direction: Direction) -> Result<&Stream, TransferError> {
-        let stream = self.stream(direction);
+        let stream = self.stream_for_threads(direction);
         self.refuse_capture(stream)?;
         Ok(stream)
     }
