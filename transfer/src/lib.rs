@@ -17,6 +17,7 @@ mod pinned;
 mod runtime;
 mod staging;
 mod streams;
+mod sync;
 mod waiter;
 
 pub use copy::{BatchResults, Downloaded, Region, Route, Scope, TransferBatch};

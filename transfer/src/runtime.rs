@@ -225,6 +225,8 @@ impl Transfer {
         work: impl FnOnce() -> Result<(), DeviceError>,
     ) -> Result<Tick, TransferError> {
         self.refuse_capture(stream)?;
+        // Before any turn: the threads that end claims may need one.
+        host.iter().for_each(|(part, kind)| part.memory.wait_unclaimed(*kind));
         let turn = Turn::take(stream, device)?;
         let turns = host_turns(host, stream)?;
         let worked = work();
