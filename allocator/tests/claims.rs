@@ -86,7 +86,8 @@ fn a_turn_that_waits_for_a_claim_holds_no_other_memory() {
     let claim = Claim::take(claimed.storage(), AccessKind::Write);
     thread::scope(|scope| {
         let both = scope.spawn(|| {
-            let memory = [(free.storage().as_ref(), AccessKind::Write), (claimed.storage().as_ref(), AccessKind::Write)];
+            let memory =
+                [(free.storage().as_ref(), AccessKind::Write), (claimed.storage().as_ref(), AccessKind::Write)];
             let _turn = Turn::take(&two, &memory).unwrap();
         });
         // The thread that is to end the claim needs the other memory first. Were that held, neither could go on.

@@ -3,8 +3,11 @@
 use std::sync::Arc;
 
 use aquifer_allocator::AllocError;
-use aquifer_device::DeviceError;
+use aquifer_device::{DeviceError, Unavailable};
 use aquifer_kernels::KernelError;
+
+use crate::placement::NoDevice;
+use crate::tensor::LayoutError;
 
 /// Why a transfer, or another request to the runtime, failed. The runtime is as usable afterwards as before.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -97,6 +100,15 @@ pub enum TransferError {
         /// What is missing.
         what: &'static str,
     },
+    /// No device serves what the caller needs. The report says why, device by device.
+    #[error(transparent)]
+    NoDevice(#[from] Box<NoDevice>),
+    /// No real GPU can be used at all. Open a simulated one instead, or allow the host.
+    #[error("no real GPU can be used: {0}")]
+    NoGpu(Unavailable),
+    /// The caller asked for a layout, or a view, that cannot be.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
     /// Device memory could not be had, or not be used by the stream.
     #[error(transparent)]
     Alloc(#[from] AllocError),

@@ -2,5 +2,11 @@
 #![deny(unsafe_code)]
 
 mod error;
+mod placement;
+mod tensor;
+mod timer;
 
 pub use error::TransferError;
+pub use placement::{Candidate, Chosen, Fallback, NoDevice, Placement, Refused, Verdict};
+pub use tensor::{Layout, LayoutError, MAX_DIMENSIONS};
+pub use timer::{Timer, Timing};
