@@ -79,7 +79,7 @@ fn an_allocator_s_cache_counts_as_free_and_its_limit_counts() {
 fn a_device_that_fails_is_passed_over_and_named() {
     let driver = SimDriver::new(SimConfig::parse("80GiB").unwrap());
     let devices = [Device::new(driver.clone()), open("8GiB")];
-    driver.inject(Fault::Nth { operation: Some(Operation::MemoryInfo), nth: 1, code: Code::UNKNOWN });
+    driver.inject(Fault::Nth { operation: Some(Operation::MemoryInfo), nth: 1, code: Code::ILLEGAL_ADDRESS });
     let chosen = Placement::new().bytes(1).choose(&devices).unwrap();
     assert_eq!(chosen.index(), Some(1));
     assert!(chosen.to_string().contains("did not tell its free memory"), "{chosen}");

@@ -169,12 +169,6 @@ fn apply(view: &View, layout: Layout, model: Model) -> Result<(Layout, Model), T
     }
 }
 
-impl From<LayoutError> for TestCaseError {
-    fn from(error: LayoutError) -> Self {
-        TestCaseError::fail(error.to_string())
-    }
-}
-
 fn check(layout: &Layout, model: &Model) -> TestCaseResult {
     prop_assert_eq!(layout.shape(), &model.shape[..]);
     prop_assert_eq!(&places(layout), &model.places);
