@@ -99,6 +99,15 @@ impl Context {
         Ok(Arc::new(event))
     }
 
+    /// Makes a stream wait for an event, of this or another device.
+    pub(crate) fn wait(&self, stream: RawStream, owner: &Context, event: RawEvent) -> Result<()> {
+        if self.device_id == owner.device_id {
+            self.driver.wait(stream, event)
+        } else {
+            self.driver.wait_peer(stream, &owner.driver, event)
+        }
+    }
+
     /// Gives memory back when somebody next talks to the driver. Makes no driver call.
     pub(crate) fn orphan(&self, orphan: Orphan) {
         self.orphans.push(orphan);

@@ -112,6 +112,21 @@ impl Driver for Counted {
         self.inner.host_access(ptr, bytes, kind)
     }
 
+    fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
+        self.on(Operation::Wait).wait_peer(stream, peer, event)
+    }
+
+    fn copy_peer(
+        &self,
+        dst: DevicePtr,
+        peer: &dyn Driver,
+        src: DevicePtr,
+        bytes: u64,
+        stream: RawStream,
+    ) -> Result<()> {
+        self.on(Operation::CopyPeer).copy_peer(dst, peer, src, bytes, stream)
+    }
+
     unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
         // SAFETY: the caller's promise about `src` is passed on unchanged.
         unsafe { self.on(Operation::CopyToDevice).copy_to_device(dst, src, bytes, stream) }

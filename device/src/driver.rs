@@ -220,7 +220,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Facts that never change. Makes no driver call.
     fn info(&self) -> &DeviceInfo;
 
-    /// The implementation itself, where its own methods are for everybody.
+    /// The driver that makes the calls, where its own methods are for everybody. One that passes calls on answers for the one
+    /// below, so that devices find each other through it: [`Driver::copy_peer`].
     fn as_any(&self) -> Option<&dyn Any> {
         None
     }
@@ -320,10 +321,14 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Makes later work of `stream` wait for the event's latest record. An event never recorded orders nothing.
     fn wait(&self, stream: RawStream, event: RawEvent) -> Result<()>;
 
+    /// Makes later work of `stream` wait for the latest record of an event of another device, which must be of the same kind. An
+    /// event never recorded orders nothing. One that was recorded in a capture must not be passed.
+    fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()>;
+
     /// Whether the event's latest record completed. True for an event never recorded.
     fn query_event(&self, event: RawEvent) -> Result<bool>;
 
-    /// Waits on the host for the event's latest record.
+    /// Waits on the host for the event's latest record. The thread sleeps meanwhile; it does not spin.
     fn synchronize_event(&self, event: RawEvent) -> Result<()>;
 
     /// Milliseconds between the latest records of two timing events.
@@ -346,6 +351,14 @@ pub trait Driver: fmt::Debug + Send + Sync {
 
     /// Enqueues a copy within the device; the ranges must not overlap.
     fn copy_on_device(&self, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> Result<()>;
+
+    /// Enqueues a copy from the memory of another device, which must be of the same kind, into this one's. Works whether or not
+    /// the devices can access each other's memory; where they cannot, the driver goes through the host. Not supported in
+    /// captures.
+    ///
+    /// Nothing on the peer waits for the copy, freeing the source neither: order that after it with [`Driver::wait_peer`].
+    fn copy_peer(&self, dst: DevicePtr, peer: &dyn Driver, src: DevicePtr, bytes: u64, stream: RawStream)
+    -> Result<()>;
 
     /// Enqueues copying `height` rows; neither side's rows may overlap the other's.
     ///

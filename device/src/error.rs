@@ -97,6 +97,8 @@ operations! {
     CopyToHost = "cuMemcpyDtoHAsync",
     /// Asynchronous copy within the device.
     CopyOnDevice = "cuMemcpyDtoDAsync",
+    /// Asynchronous copy from another device's memory.
+    CopyPeer = "cuMemcpyPeerAsync",
     /// Asynchronous fill with a byte.
     Memset = "cuMemsetD8Async",
     /// Kernel launch.

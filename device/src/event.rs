@@ -7,7 +7,7 @@ use crate::driver::{Driver, RawEvent};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::stream::Stream;
 use crate::sync::Mutex;
-use crate::timeline::Recording;
+use crate::timeline::{Recording, Timeline};
 
 /// A CUDA event. Waiting for one also teaches the waiting stream's timeline what the event covers, so that ticks before
 /// it need no event of their own.
@@ -33,7 +33,7 @@ pub struct Event {
 /// What the latest record of an event covers.
 #[derive(Debug)]
 struct Record {
-    stream: u32,
+    timeline: Arc<Timeline>,
     recording: Recording,
 }
 
@@ -53,7 +53,7 @@ impl Event {
         let raw = timeline.usable(Operation::Record)?;
         let mut latest = self.latest.lock();
         let recording = timeline.record_with(|| self.context.driver.record(self.raw, raw))?;
-        *latest = Some(Record { stream: timeline.id(), recording });
+        *latest = Some(Record { timeline: timeline.clone(), recording });
         Ok(())
     }
 
@@ -91,18 +91,23 @@ impl Event {
     }
 
     pub(crate) fn make_wait(&self, stream: &Stream) -> Result<()> {
-        self.check_device(stream.device_id(), Operation::Wait)?;
         let timeline = stream.timeline();
         let raw = timeline.usable(Operation::Wait)?;
         let latest = self.latest.lock();
-        let wait = || self.context.driver.wait(raw, self.raw);
+        let wait = || stream.context().wait(raw, &self.context, self.raw);
         match &*latest {
+            Some(Record { recording: Recording { capture: Some(_), .. }, .. })
+                if stream.device_id() != self.context.device_id =>
+            {
+                Err(DeviceError::new(Operation::Wait, Code::CAPTURED_EVENT)
+                    .with_detail("the event was recorded in a capture, which streams of other devices cannot join"))
+            }
             Some(Record { recording: Recording { capture: Some(scope), .. }, .. }) => {
                 timeline.join_capture(scope, wait)
             }
-            Some(Record { stream, recording }) => {
+            Some(Record { timeline: recorded, recording }) => {
                 wait()?;
-                timeline.absorb(*stream, recording.covers, &recording.clock);
+                timeline.absorb(recorded, recording.covers, &recording.clock);
                 Ok(())
             }
             None => wait(),

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use crate::capture::{AnnouncedCapture, Capture};
 use crate::context::Context;
-use crate::driver::{DevicePtr, Driver, DriverKind, RawStream};
+use crate::copies::{Copy2d, CopyPart};
+use crate::device::Device;
+use crate::driver::{DevicePtr, Driver, DriverKind, HostPtr, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::event::Event;
 use crate::launch::{Access, Launch};
@@ -65,6 +67,11 @@ impl Stream {
         self.0.timeline.raw()
     }
 
+    /// What it shares with the other streams of its device.
+    pub(crate) fn context(&self) -> &Context {
+        &self.0.context
+    }
+
     /// The driver of its device.
     pub(crate) fn driver(&self) -> &dyn Driver {
         &self.0.context.driver
@@ -85,19 +92,20 @@ impl Stream {
         self.0.timeline.is_ordered_after(&tick.timeline, tick.n)
     }
 
-    /// Orders later work of this stream after the tick: at most one event and one wait, nothing if it is so already.
+    /// Orders later work of this stream after the tick: at most one event and one wait, nothing if it is so already. The tick
+    /// may be of another device of the same kind.
     ///
     /// # Errors
-    /// Those of the driver, a tick of another device, or a capture in progress.
+    /// Those of the driver, a tick of a device of another kind, or a capture in progress.
     pub fn wait_for(&self, tick: &Tick) -> Result<()> {
         self.0.timeline.wait_for(&tick.timeline, tick.n)
     }
 
     /// Orders later work of this stream after the event's latest record. If that was recorded in a capture, the stream joins
-    /// the capture.
+    /// the capture. The event may be of another device of the same kind, if it was not recorded in a capture.
     ///
     /// # Errors
-    /// Those of the driver, and an event of another device.
+    /// Those of the driver, and an event of another device that does not fit.
     pub fn wait_event(&self, event: &Event) -> Result<()> {
         event.make_wait(self)
     }
@@ -132,6 +140,85 @@ impl Stream {
     /// Those of the driver.
     pub fn copy(&self, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
         self.0.context.driver.copy_on_device(dst, src, bytes, self.usable(Operation::CopyOnDevice)?)
+    }
+
+    /// Enqueues a copy from page-locked host memory. From other memory the bytes are taken before this returns.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    ///
+    /// # Safety
+    /// `src..src + bytes` must be readable, and stay so and unwritten until the copy is done.
+    pub unsafe fn upload(&self, dst: DevicePtr, src: HostPtr, bytes: usize) -> Result<()> {
+        let raw = self.usable(Operation::CopyToDevice)?;
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.context.driver.copy_to_device(dst, src.as_ptr(), bytes, raw) }
+    }
+
+    /// Enqueues a copy to page-locked host memory. Into other memory this returns when the bytes are there.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    ///
+    /// # Safety
+    /// `dst..dst + bytes` must be writable, and stay so and untouched until the copy is done.
+    pub unsafe fn download(&self, dst: HostPtr, src: DevicePtr, bytes: usize) -> Result<()> {
+        let raw = self.usable(Operation::CopyToHost)?;
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.context.driver.copy_to_host(dst.as_ptr(), src, bytes, raw) }
+    }
+
+    /// Enqueues copying rows.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    ///
+    /// # Safety
+    /// As [`Driver::copy_2d`].
+    pub unsafe fn copy_2d(&self, copy: &Copy2d) -> Result<()> {
+        let raw = self.usable(Operation::Copy2d)?;
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.context.driver.copy_2d(copy, raw) }
+    }
+
+    /// Enqueues many copies with one call, where the device has that: [`crate::Attribute::BatchedCopies`].
+    ///
+    /// # Errors
+    /// Those of the driver.
+    ///
+    /// # Safety
+    /// As [`Driver::copy_batch`].
+    pub unsafe fn copy_batch(&self, copies: &[CopyPart]) -> Result<()> {
+        let raw = self.usable(Operation::CopyBatch)?;
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.context.driver.copy_batch(copies, raw) }
+    }
+
+    /// Enqueues a copy from the memory of another device of the same kind, whether or not the two can access each other's. Order
+    /// this stream after what wrote the source, and what overwrites or frees the source after this stream, with
+    /// [`Stream::wait_for`]: ticks cross devices.
+    ///
+    /// ```
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let [one, two] = [0, 1].map(|ordinal| Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal))));
+    /// let (producer, consumer) = (one.create_stream()?, two.create_stream()?);
+    /// let (src, dst) = (one.alloc(1 << 20)?, two.alloc(1 << 20)?);
+    /// producer.fill(src, 7, 1 << 20)?;
+    /// consumer.wait_for(&producer.tick())?; // before the source is read
+    /// consumer.copy_from_peer(dst, &one, src, 1 << 20)?;
+    /// producer.wait_for(&consumer.tick())?; // before the source is used again
+    /// producer.fill(src, 8, 1 << 20)?;
+    /// let mut bytes = [0; 4];
+    /// consumer.download_blocking(&mut bytes, dst)?;
+    /// assert_eq!(bytes, [7; 4]);
+    /// assert!(one.driver().take_violation().is_none() && two.driver().take_violation().is_none());
+    /// # Ok::<(), aquifer_device::DeviceError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of the driver: a device of another kind, ranges that are not live memory of their devices, a capture in progress.
+    pub fn copy_from_peer(&self, dst: DevicePtr, peer: &Device, src: DevicePtr, bytes: u64) -> Result<()> {
+        self.0.context.driver.copy_peer(dst, peer.driver(), src, bytes, self.usable(Operation::CopyPeer)?)
     }
 
     /// Copies from host memory and waits until the bytes are on the device.

@@ -80,6 +80,11 @@ impl Core {
         context.cu_ctx() == self.context.0
     }
 
+    /// The context's handle, for calls that name it. It lives as long as this.
+    pub(super) fn handle(&self) -> CUcontext {
+        self.context.0
+    }
+
     /// The driver's functions.
     pub(super) fn functions(&self) -> &'static Functions {
         self.installation.functions

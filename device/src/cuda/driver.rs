@@ -18,6 +18,7 @@ use super::installation::Installation;
 use super::mappings::Physicals;
 use super::memory::{Locked, Source};
 use super::modules::Modules;
+use super::peers::Peers;
 use super::ranges::Ranges;
 use super::streams::{Entry, Streams};
 use crate::copies::{Copy2d, CopyPart};
@@ -56,6 +57,8 @@ pub struct CudaDriver {
     pub(super) rules: Mutex<()>,
     /// Streams on which a capture was begun here and not ended; with the thread, where the handle means one for each.
     pub(super) captures: Mutex<HashSet<(u64, Option<ThreadId>)>>,
+    /// Devices whose memory this one was allowed to reach directly, if it can.
+    pub(super) peers: Peers,
     /// cudarc's object of the context, once somebody asked for it.
     pub(super) cudarc: OnceLock<Arc<CudaContext>>,
 }
@@ -94,6 +97,7 @@ impl CudaDriver {
             mapped: Ranges::default(),
             rules: Mutex::default(),
             captures: Mutex::default(),
+            peers: Peers::default(),
             cudarc: OnceLock::new(),
         }))
     }
@@ -298,6 +302,10 @@ impl Driver for CudaDriver {
         self.wait(stream, event)
     }
 
+    fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
+        self.wait_peer(stream, peer, event)
+    }
+
     fn query_event(&self, event: RawEvent) -> Result<bool> {
         self.query_event(event)
     }
@@ -326,6 +334,17 @@ impl Driver for CudaDriver {
 
     fn copy_on_device(&self, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> Result<()> {
         self.copy_on_device(dst, src, bytes, stream)
+    }
+
+    fn copy_peer(
+        &self,
+        dst: DevicePtr,
+        peer: &dyn Driver,
+        src: DevicePtr,
+        bytes: u64,
+        stream: RawStream,
+    ) -> Result<()> {
+        self.copy_peer(dst, peer, src, bytes, stream)
     }
 
     unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {

@@ -1,4 +1,5 @@
-//! Events.
+//! Events. A host that waits for one sleeps: all are made with `CU_EVENT_BLOCKING_SYNC`, for waiting threads must not take the
+//! processor from those that feed the GPU.
 
 use std::ptr;
 use std::sync::Arc;
@@ -12,6 +13,8 @@ use super::streams::done;
 use crate::driver::{RawEvent, RawStream};
 use crate::error::{Operation, Result};
 
+/// `CU_EVENT_BLOCKING_SYNC`.
+const BLOCKING_SYNC: u32 = 1;
 /// `CU_EVENT_DISABLE_TIMING`.
 const DISABLE_TIMING: u32 = 2;
 
@@ -30,14 +33,14 @@ impl Kind for Events {
 }
 
 impl CudaDriver {
-    fn event(&self, operation: Operation, event: RawEvent) -> Result<Arc<Object<Events>>> {
+    pub(super) fn event(&self, operation: Operation, event: RawEvent) -> Result<Arc<Object<Events>>> {
         self.events.find(operation, event.0)
     }
 
     pub(super) fn create_event(&self, timing: bool) -> Result<RawEvent> {
         let _current = self.core.enter_relaxed(Operation::CreateEvent)?;
         let mut raw = ptr::null_mut();
-        let flags = if timing { 0 } else { DISABLE_TIMING };
+        let flags = BLOCKING_SYNC | if timing { 0 } else { DISABLE_TIMING };
         // SAFETY: the handle outlives the call (F1).
         check(Operation::CreateEvent, unsafe { (self.core.functions().cuEventCreate)(&raw mut raw, flags) })?;
         let raw = handle(raw);

@@ -146,6 +146,8 @@ functions! {
         cuMemHostRegister_v2(*mut c_void, usize, c_uint);
         cuMemHostUnregister(*mut c_void);
         cuMemcpy2DAsync_v2(*const CUDA_MEMCPY2D, CUstream);
+        cuMemcpyPeerAsync(CUdeviceptr, CUcontext, CUdeviceptr, CUcontext, usize, CUstream);
+        cuCtxEnablePeerAccess(CUcontext, c_uint);
         cuMemcpyBatchAsync(
             *mut CUdeviceptr, *mut CUdeviceptr, *mut usize, usize, *mut CopyAttributes, *mut usize, usize, *mut usize,
             CUstream,

@@ -8,7 +8,7 @@
 //!   A function that is missing turns its capability off, or is an error before anything is called.
 //! * **Calling**: `context` makes the context current for the length of a call. `handles` and `ranges` know what is alive, because
 //!   the driver does not check what it is given.
-//! * **Families of calls**: `memory`, `mappings`, `streams`, `events`, `copies`, `modules`, `captures`.
+//! * **Families of calls**: `memory`, `mappings`, `streams`, `events`, `copies`, `peers`, `modules`, `captures`.
 //!
 //! Errors carry the driver's raw code. An error of work that failed on the GPU surfaces at a later call and is of kind
 //! [`DeviceLost`](crate::ErrorKind::DeviceLost): the context takes no calls any more, whoever makes them.
@@ -28,6 +28,7 @@ mod library;
 mod mappings;
 mod memory;
 mod modules;
+mod peers;
 mod ranges;
 mod raw;
 mod rows;

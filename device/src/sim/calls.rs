@@ -36,7 +36,7 @@ impl Machine {
     pub(super) fn destroy_stream(&mut self, stream: RawStream) -> Answer<()> {
         let destroyed = self.streams.destroy(stream)?;
         let detector = &self.detector;
-        self.streams.retain_buried(|stream, seq| !detector.knows(stream, seq));
+        self.streams.retain_buried(|stream, seq| !detector.known.knows(stream, seq));
         if let Some(member) = &destroyed.capture {
             self.leave_capture(destroyed.name.id, member);
         }
@@ -59,7 +59,7 @@ impl Machine {
         self.capture_forbids_wait(id)?;
         let tail = self.streams.get(id)?.tail;
         self.wait_until(tail)?;
-        self.detector.learn(&self.streams.get(id)?.clock);
+        self.detector.known.learn(&self.streams.get(id)?.clock);
         Ok(())
     }
 
@@ -70,7 +70,7 @@ impl Machine {
         if stream.tail > self.now {
             return Ok(false);
         }
-        self.detector.learn(&stream.clock);
+        self.detector.known.learn(&stream.clock);
         Ok(true)
     }
 
@@ -135,7 +135,7 @@ impl Machine {
         }
         let Some(submitted) = self.submit(id, Body::ToWaiting { from: from.clone() })? else { return Ok(()) };
         self.wait_until(submitted.finish)?;
-        self.detector.learn(&self.streams.get(id)?.clock);
+        self.detector.known.learn(&self.streams.get(id)?.clock);
         let gone = |_| Refused::new(Code::ILLEGAL_ADDRESS, "the source was unmapped while it was copied");
         let pieces = self.address.pieces(from).map_err(gone)?;
         let mut taken = vec![0; bytes];
@@ -144,8 +144,10 @@ impl Machine {
         Ok(())
     }
 
+    /// Copies within the device, as `operation` asked for.
     pub(super) fn copy_on_device(
         &mut self,
+        operation: Operation,
         dst: DevicePtr,
         src: DevicePtr,
         bytes: u64,
@@ -159,7 +161,7 @@ impl Machine {
         if to.start < from.end && from.start < to.end {
             return Err(Refused::value(format!("{bytes} bytes at {dst} and at {src} overlap")));
         }
-        let body = Body::copy(Operation::CopyOnDevice, End::Device(to), End::Device(from));
+        let body = Body::copy(operation, End::Device(to), End::Device(from));
         self.submit(id, body).map(|_| ())
     }
 

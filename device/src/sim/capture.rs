@@ -8,7 +8,7 @@
 
 use std::collections::BTreeSet;
 
-use super::clock::Clock;
+use super::clock::{Clock, StreamKey};
 use super::machine::Machine;
 use super::queue::LEGACY;
 use super::race::{Epoch, Shadow, Space};
@@ -180,9 +180,10 @@ impl Machine {
             return Err(Refused::new(Code(903), "the capture began on another stream and must end there"));
         }
         let mut unjoined = Vec::new();
+        let device = self.detector.known.device;
         for (id, stream) in self.streams.iter_mut() {
             if let Some(member) = stream.capture.as_ref().filter(|member| member.capture == number)
-                && clock.get(id) < member.seq
+                && clock.get(StreamKey { device, stream: id }) < member.seq
             {
                 unjoined.push(stream.name.to_string());
             }
@@ -233,15 +234,23 @@ impl Machine {
         if self.streams.get(id)?.capture.is_none() {
             return Ok(Some(body));
         }
-        if matches!(body, Body::FromTaken { .. } | Body::ToWaiting { .. }) {
+        let refused = match body {
+            Body::FromTaken { .. } | Body::ToWaiting { .. } => {
+                Some("copies of pageable memory cannot be captured here; use page-locked memory")
+            }
+            Body::FromPeer { .. } => Some("copies between devices cannot be captured here"),
+            _ => None,
+        };
+        if let Some(detail) = refused {
             self.invalidate_capture_of(id);
-            return Err(unsupported("copies of pageable memory cannot be captured here; use page-locked memory"));
+            return Err(unsupported(detail));
         }
         let op = self.op_ref(Some(id), body.operation(), body.kernel());
+        let key = self.streams.key(id);
         let Some(member) = &mut self.streams.get(id)?.capture else { return Ok(Some(body)) };
         member.seq += 1;
-        member.clock.raise(id, member.seq);
-        let epoch = Epoch { stream: id, seq: member.seq, op };
+        member.clock.raise(key, member.seq);
+        let epoch = Epoch { stream: key, seq: member.seq, op };
         let Some(capture) = self.captures.get_mut(&member.capture) else { return Ok(Some(body)) };
         for touch in body.touches() {
             let shadow = if touch.space == Space::Device { &mut capture.device } else { &mut capture.host };

@@ -1,5 +1,7 @@
 //! [`Driver`] for the simulated device: each call names its operation and delegates.
 
+use std::any::Any;
+
 use super::SimDriver;
 use super::host;
 use super::refused::{Answer, Refused};
@@ -26,6 +28,10 @@ impl SimDriver {
 impl Driver for SimDriver {
     fn info(&self) -> &DeviceInfo {
         &self.info
+    }
+
+    fn as_any(&self) -> Option<&dyn Any> {
+        Some(self)
     }
 
     fn memory_info(&self) -> Result<MemoryInfo> {
@@ -181,6 +187,10 @@ impl Driver for SimDriver {
         self.call(Operation::Wait, 0, |machine| machine.wait(stream, event))
     }
 
+    fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
+        self.wait_for_event_of(peer, stream, event)
+    }
+
     fn query_event(&self, event: RawEvent) -> Result<bool> {
         self.call(Operation::QueryEvent, 0, |machine| machine.query_event(event))
     }
@@ -214,7 +224,20 @@ impl Driver for SimDriver {
     }
 
     fn copy_on_device(&self, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> Result<()> {
-        self.call(Operation::CopyOnDevice, 0, |machine| machine.copy_on_device(dst, src, bytes, stream))
+        self.call(Operation::CopyOnDevice, 0, |machine| {
+            machine.copy_on_device(Operation::CopyOnDevice, dst, src, bytes, stream)
+        })
+    }
+
+    fn copy_peer(
+        &self,
+        dst: DevicePtr,
+        peer: &dyn Driver,
+        src: DevicePtr,
+        bytes: u64,
+        stream: RawStream,
+    ) -> Result<()> {
+        self.copy_from(peer, dst, src, bytes, stream)
     }
 
     unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {

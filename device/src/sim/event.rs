@@ -29,7 +29,7 @@ pub(super) enum Record {
 #[derive(Debug)]
 pub(super) struct Event {
     timing: bool,
-    record: Record,
+    pub(super) record: Record,
 }
 
 impl Machine {
@@ -41,7 +41,7 @@ impl Machine {
         self.events.remove(event.0).map(|_| ()).ok_or_else(|| Refused::handle("event", event.0))
     }
 
-    fn event(&self, event: RawEvent) -> Answer<&Event> {
+    pub(super) fn event(&self, event: RawEvent) -> Answer<&Event> {
         self.events.get(event.0).ok_or_else(|| Refused::handle("event", event.0))
     }
 
@@ -105,14 +105,14 @@ impl Machine {
         if at > self.now {
             return Ok(false);
         }
-        self.detector.learn(&clock);
+        self.detector.known.learn(&clock);
         Ok(true)
     }
 
     pub(super) fn synchronize_event(&mut self, event: RawEvent) -> Answer<()> {
         let Some((at, clock)) = self.reached(event)? else { return Ok(()) };
         self.wait_until(at)?;
-        self.detector.learn(&clock);
+        self.detector.known.learn(&clock);
         Ok(())
     }
 

@@ -49,6 +49,8 @@ pub(super) struct Machine {
     /// Virtual ns that driver calls cost the host so far, without waits and without injected delays.
     pub(super) in_calls: u64,
     lost: Option<Code>,
+    /// Ordinal of the device.
+    pub(super) ordinal: u32,
     /// Operations numbered so far.
     op_count: u64,
     pub(super) capture_count: u64,
@@ -73,12 +75,14 @@ impl Machine {
     pub(super) fn new(config: &SimConfig) -> Self {
         // Handles of different kinds and devices differ, so that mixing them up is noticed.
         let handles = |kind: u64| (u64::from(config.ordinal & 0xff_ffff) << 40) + (kind << 32);
+        let detector = Detector::new();
         Machine {
             now: 0,
             horizon: 0,
             calls: 0,
             in_calls: 0,
             lost: None,
+            ordinal: config.ordinal,
             op_count: 0,
             capture_count: 0,
             faults: FaultPlan::new(&config.faults, config.seed),
@@ -87,13 +91,13 @@ impl Machine {
             address: AddressSpace::new(config.ordinal, config.capacity_bytes),
             physicals: Physicals::new(handles(3)),
             host: HostMemory::default(),
-            streams: Streams::new(handles(1)),
+            streams: Streams::new(detector.known.device, handles(1)),
             events: Handles::new(handles(2)),
             captures: BTreeMap::new(),
             graphs: Handles::new(handles(4)),
             modules: Handles::new(handles(5)),
             pool: PoolUsage::default(),
-            detector: Detector::default(),
+            detector,
             pending: BTreeMap::new(),
         }
     }
@@ -125,7 +129,7 @@ impl Machine {
         self.check_lost()
     }
 
-    fn check_lost(&self) -> Answer<()> {
+    pub(super) fn check_lost(&self) -> Answer<()> {
         match self.lost {
             None => Ok(()),
             Some(code) => Err(Refused::new(code, "the simulated device is lost; every call fails from now on")),
@@ -136,7 +140,7 @@ impl Machine {
     fn lose(&mut self, code: Code) {
         self.lost.get_or_insert(code);
         self.pending.clear();
-        self.detector.forget_all();
+        self.detector.end();
     }
 
     /// Lets virtual time pass, running the work whose time comes.
@@ -165,8 +169,8 @@ impl Machine {
     pub(super) fn wait_for_all(&mut self) -> Answer<()> {
         self.wait_until(self.horizon)?;
         let everything = self.streams.everything();
-        self.detector.learn(&everything);
-        self.detector.forget_all();
+        self.detector.known.learn(&everything);
+        self.detector.forget_own();
         Ok(())
     }
 
@@ -214,7 +218,7 @@ impl Machine {
     pub(super) fn op_ref(&mut self, stream: Option<u32>, operation: Operation, kernel: Option<&'static str>) -> OpRef {
         self.op_count += 1;
         let stream = stream.and_then(|id| self.streams.get(id).ok()).map(|stream| stream.name);
-        OpRef { operation: Some(operation), kernel, number: self.op_count, stream }
+        OpRef { operation: Some(operation), kernel, number: self.op_count, stream, peer: None }
     }
 
     /// Enqueues work on a stream, or captures it. Returns when it will be done, unless it was captured.

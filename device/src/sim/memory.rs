@@ -27,6 +27,15 @@ pub(super) enum Content {
     Fill(u8, u64),
 }
 
+impl Content {
+    fn bytes(&self) -> u64 {
+        match self {
+            Content::Bytes(bytes) => bytes.len() as u64,
+            Content::Fill(_, bytes) => *bytes,
+        }
+    }
+}
+
 /// One piece of physical memory with its content.
 #[derive(Debug, Default)]
 pub(super) struct Store {
@@ -243,6 +252,45 @@ impl Memory {
                 done += length;
                 let left = Piece { offset: piece.offset + length, bytes: piece.bytes - length, ..piece };
                 target = if left.bytes > 0 { Some(left) } else { to.next() };
+            }
+        }
+    }
+
+    /// What is in the pieces, one after the other, fills as fills.
+    pub(super) fn contents(&self, pieces: &[Piece]) -> Vec<Content> {
+        let mut contents = Vec::new();
+        for piece in pieces {
+            let Some(store) = self.stores.get(&piece.store) else { continue };
+            let (mut at, end) = (piece.offset, piece.offset + piece.bytes);
+            while at < end {
+                let content = store.content(at, end);
+                at += content.bytes();
+                contents.push(content);
+            }
+        }
+        contents
+    }
+
+    /// Puts contents into pieces of the same total length.
+    pub(super) fn put(&mut self, pieces: &[Piece], contents: &[Content]) {
+        let mut pieces = pieces.iter().copied();
+        let mut left = Piece { store: 0, offset: 0, bytes: 0 };
+        for content in contents {
+            let mut done = 0;
+            while done < content.bytes() {
+                if left.bytes == 0 {
+                    let Some(next) = pieces.next() else { return };
+                    left = next;
+                }
+                let bytes = left.bytes.min(content.bytes() - done);
+                if let Some(store) = self.stores.get_mut(&left.store) {
+                    match content {
+                        Content::Bytes(all) => store.write(left.offset, &all[small(done)..small(done + bytes)]),
+                        Content::Fill(value, _) => store.fill(left.offset..left.offset + bytes, *value),
+                    }
+                }
+                left = Piece { offset: left.offset + bytes, bytes: left.bytes - bytes, ..left };
+                done += bytes;
             }
         }
     }

@@ -48,12 +48,14 @@ mod handle;
 mod host;
 mod inspect;
 mod interval;
+mod known;
 mod lag;
 mod machine;
 mod mappings;
 mod memory;
 mod module;
 mod parse;
+mod peer;
 mod preset;
 mod queue;
 mod race;
@@ -190,9 +192,14 @@ impl SimDriver {
 
     /// Makes one driver call.
     fn call<T>(&self, operation: Operation, bytes: u64, call: impl FnOnce(&mut Machine) -> Answer<T>) -> Result<T> {
+        self.step(operation, |machine| machine.enter(operation, bytes).and_then(|()| call(machine)))
+    }
+
+    /// Makes one step of a driver call, which takes several where two devices take part.
+    fn step<T>(&self, operation: Operation, step: impl FnOnce(&mut Machine) -> Answer<T>) -> Result<T> {
         let mut machine = self.machine.lock();
         let found = machine.detector.found;
-        let answer = machine.enter(operation, bytes).and_then(|()| call(&mut machine));
+        let answer = step(&mut machine);
         let latest = machine.detector.violations().last();
         let violation = latest.filter(|_| machine.detector.found > found).map(ToString::to_string);
         drop(machine);

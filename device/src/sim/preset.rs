@@ -141,6 +141,7 @@ pub(super) fn call_cost_ns(operation: Operation, bytes: u64) -> u64 {
         Operation::CopyToDevice
         | Operation::CopyToHost
         | Operation::CopyOnDevice
+        | Operation::CopyPeer
         | Operation::Copy2d
         | Operation::CopyBatch
         | Operation::Memset

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::thread::{self, ThreadId};
 
 use super::capture::Membership;
-use super::clock::Clock;
+use super::clock::{Clock, StreamKey};
 use super::handle::Handles;
 use super::race::Epoch;
 use super::refused::{Answer, Refused};
@@ -47,6 +47,8 @@ struct Buried {
 /// The streams of a device.
 #[derive(Debug)]
 pub(super) struct Streams {
+    /// Number of the device.
+    device: u32,
     live: BTreeMap<u32, Stream>,
     handles: Handles<u32>,
     per_thread: HashMap<ThreadId, u32>,
@@ -57,8 +59,9 @@ pub(super) struct Streams {
 }
 
 impl Streams {
-    pub(super) fn new(first_handle: u64) -> Self {
+    pub(super) fn new(device: u32, first_handle: u64) -> Self {
         let mut streams = Streams {
+            device,
             live: BTreeMap::new(),
             handles: Handles::new(first_handle),
             per_thread: HashMap::new(),
@@ -126,7 +129,7 @@ impl Streams {
     }
 
     /// Keeps of destroyed streams only what passes.
-    pub(super) fn retain_buried(&mut self, keep: impl Fn(u32, u64) -> bool) {
+    pub(super) fn retain_buried(&mut self, keep: impl Fn(StreamKey, u64) -> bool) {
         self.buried.all.retain(&keep);
         self.buried.blocking.retain(&keep);
     }
@@ -134,6 +137,11 @@ impl Streams {
     /// A live stream by identity. Identities come from [`Streams::find`] in the same call, so they are live.
     pub(super) fn get(&mut self, id: u32) -> Answer<&mut Stream> {
         self.live.get_mut(&id).ok_or_else(|| Refused::handle("stream", u64::from(id)))
+    }
+
+    /// A stream of this device, as clocks name it.
+    pub(super) fn key(&self, id: u32) -> StreamKey {
+        StreamKey { device: self.device, stream: id }
     }
 
     /// All live streams.
@@ -173,10 +181,11 @@ impl Streams {
 
     /// Adds an operation to the stream: its place there.
     pub(super) fn step(&mut self, id: u32, op: OpRef) -> Answer<Epoch> {
+        let key = self.key(id);
         let stream = self.get(id)?;
         stream.seq += 1;
-        stream.clock.raise(id, stream.seq);
-        Ok(Epoch { stream: id, seq: stream.seq, op })
+        stream.clock.raise(key, stream.seq);
+        Ok(Epoch { stream: key, seq: stream.seq, op })
     }
 
     /// Everything that was enqueued so far, on destroyed streams too, which are forgotten.

@@ -1,18 +1,20 @@
 //! The race detector: happens-before by vector clocks, checked in program order when work is enqueued.
 //!
 //! Because only the order of calls counts, never virtual time, a race is found under every seed. Every stream has a
-//! clock, the host has one (`known`: what it knows to be complete; all threads together are one host), and each byte of
-//! memory remembers its last write and the reads since. An access must be ordered after the accesses it conflicts with:
-//! their operation numbers must be within the clock of its stream, or known to the host.
+//! clock, the host has one (`known.rs`), and each byte of memory remembers its last write and the reads since. An access must be
+//! ordered after the accesses it conflicts with: their operation numbers must be within the clock of its stream, or known to
+//! the host. Work of another device that reads memory of this one is noted here, with the clock that it has there.
 //!
 //! Invariants: a cell's reads are pairwise unordered and all later than its write, so a cell holds at most one read per
-//! stream; dropping a cell that the host knows complete changes no verdict.
+//! stream; dropping a cell that the host knows complete changes no verdict; `foreign` is set while a cell may hold an access
+//! of another device.
 
 use std::collections::HashSet;
 use std::ops::Range;
 
-use super::clock::Clock;
+use super::clock::{Clock, StreamKey};
 use super::interval::IntervalMap;
+use super::known::Known;
 use super::violation::{OpRef, Violation, ViolationKind};
 use crate::launch::AccessKind;
 
@@ -22,7 +24,7 @@ const KEPT_MAX: usize = 4096;
 /// An operation at its place on its stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Epoch {
-    pub(super) stream: u32,
+    pub(super) stream: StreamKey,
     pub(super) seq: u64,
     pub(super) op: OpRef,
 }
@@ -32,6 +34,12 @@ pub(super) struct Epoch {
 struct Cell {
     write: Option<Epoch>,
     reads: Vec<Epoch>,
+}
+
+impl Cell {
+    fn epochs(&self) -> impl Iterator<Item = &Epoch> {
+        self.write.iter().chain(&self.reads)
+    }
 }
 
 /// Two accesses that nothing orders.
@@ -111,69 +119,87 @@ impl Shadow {
     /// Forgets cells that are known complete, once there are enough of them to pay for the sweep.
     fn sweep(&mut self, known: impl Fn(&Epoch) -> bool) {
         if self.cells.len() > 2 * self.swept + 256 {
-            self.cells.retain(|cell| !cell.write.iter().chain(&cell.reads).all(&known));
+            self.cells.retain(|cell| !cell.epochs().all(&known));
             self.swept = self.cells.len();
         }
     }
 }
 
 /// What the host knows, what memory remembers, and what went wrong so far.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Detector {
     /// Accesses by device address.
     pub(super) device: Shadow,
     /// Device-side accesses of page-locked memory, by host address.
     pub(super) host: Shadow,
-    /// What the host knows complete: operation number by stream. Streams are never renumbered.
-    known: Vec<u64>,
+    /// What the host knows complete.
+    pub(super) known: Known,
+    /// Whether work of another device may be among the accesses.
+    foreign: bool,
     violations: Vec<Violation>,
     /// Pairs of operations already reported, so that one missing edge is one report.
-    reported: HashSet<(u64, u64)>,
+    reported: HashSet<(Option<OpKey>, OpKey)>,
     /// Violations found since the start.
     pub(super) found: u64,
 }
 
-impl Detector {
-    /// Whether the host knows that operation `seq` of `stream` is complete.
-    pub(super) fn knows(&self, stream: u32, seq: u64) -> bool {
-        self.known.get(stream as usize).is_some_and(|&known| known >= seq)
-    }
+/// An operation among those of several devices: ordinal of another device, and number.
+type OpKey = (Option<u32>, u64);
 
-    /// The host learns that everything before `clock` is complete.
-    pub(super) fn learn(&mut self, clock: &Clock) {
-        for (stream, seq) in clock.iter() {
-            let index = stream as usize;
-            if self.known.len() <= index {
-                self.known.resize(index + 1, 0);
-            }
-            self.known[index] = self.known[index].max(seq);
+fn key(op: &OpRef) -> OpKey {
+    (op.peer, op.number)
+}
+
+impl Detector {
+    pub(super) fn new() -> Self {
+        Detector {
+            device: Shadow::default(),
+            host: Shadow::default(),
+            known: Known::new(),
+            foreign: false,
+            violations: Vec::new(),
+            reported: HashSet::new(),
+            found: 0,
         }
     }
 
-    /// Forgets all accesses, once the host knows everything enqueued so far: nothing can conflict with it any more.
-    pub(super) fn forget_all(&mut self) {
+    /// The device is lost: what was pending never happens, so nothing can meet it in memory any more.
+    pub(super) fn end(&mut self) {
+        self.known.end();
         self.device.cells.clear();
         self.host.cells.clear();
     }
 
+    /// Forgets the accesses of this device's own work, once the host knows all of it complete: nothing can conflict with it
+    /// any more. Work of other devices stays until it is known complete, too.
+    pub(super) fn forget_own(&mut self) {
+        self.host.cells.clear();
+        if self.foreign {
+            let known = &self.known;
+            self.device.cells.retain(|cell| cell.epochs().any(|epoch| !known.knows(epoch.stream, epoch.seq)));
+            self.foreign = self.device.cells.len() > 0;
+        } else {
+            self.device.cells.clear();
+        }
+    }
+
     /// Drops the components that order nothing beyond what the host knows.
     pub(super) fn prune(&self, clock: &mut Clock) {
-        clock.retain(|stream, seq| !self.knows(stream, seq));
+        clock.retain(|stream, seq| !self.known.knows(stream, seq));
     }
 
     /// Checks and notes an access of `epoch`, whose stream is ordered after `clock`.
     pub(super) fn access(&mut self, space: Space, range: Range<u64>, kind: AccessKind, epoch: Epoch, clock: &Clock) {
         let known = &self.known;
-        let ordered = |earlier: &Epoch| {
-            clock.get(earlier.stream) >= earlier.seq
-                || known.get(earlier.stream as usize).is_some_and(|&seq| seq >= earlier.seq)
-        };
+        self.foreign |= epoch.stream.device != known.device;
+        let ordered =
+            |earlier: &Epoch| clock.get(earlier.stream) >= earlier.seq || known.knows(earlier.stream, earlier.seq);
         let shadow = match space {
             Space::Device => &mut self.device,
             Space::Host => &mut self.host,
         };
         let conflicts = shadow.access(range, kind, epoch, ordered);
-        shadow.sweep(|epoch| known.get(epoch.stream as usize).is_some_and(|&seq| seq >= epoch.seq));
+        shadow.sweep(|epoch| known.knows(epoch.stream, epoch.seq));
         for conflict in conflicts {
             self.conflict(&conflict, epoch.op);
         }
@@ -206,7 +232,7 @@ impl Detector {
             Space::Device => &self.device,
             Space::Host => &self.host,
         };
-        let pending = shadow.pending(range, writes_only, |epoch| self.knows(epoch.stream, epoch.seq));
+        let pending = shadow.pending(range, writes_only, |epoch| self.known.knows(epoch.stream, epoch.seq));
         for (epoch, piece) in &pending {
             self.report(kind, Some(epoch.op), second, piece.clone(), host_has_not_waited(epoch, &second));
         }
@@ -222,7 +248,7 @@ impl Detector {
         range: Range<u64>,
         missing: String,
     ) {
-        if !self.reported.insert((first.map_or(0, |op| op.number), second.number)) {
+        if !self.reported.insert((first.as_ref().map(key), key(&second))) {
             return;
         }
         self.found += 1;
@@ -261,7 +287,8 @@ pub(super) enum Space {
 fn missing_edge(first: &Epoch, second: &OpRef) -> String {
     let (before, after) = (first.op.short(), second.short());
     match (first.op.stream, second.stream) {
-        (Some(from), Some(to)) => {
+        (Some(_), Some(_)) => {
+            let (from, to) = (first.op.place(), second.place());
             format!("no event recorded on {from} after {before} was waited for by {to} before {after}")
         }
         _ => format!("nothing orders {after} after {before}"),
@@ -272,7 +299,8 @@ fn missing_edge(first: &Epoch, second: &OpRef) -> String {
 pub(super) fn host_has_not_waited(first: &Epoch, second: &OpRef) -> String {
     let (before, after) = (first.op.short(), second.short());
     match first.op.stream {
-        Some(from) => {
+        Some(_) => {
+            let from = first.op.place();
             format!("the host has not waited for {from}, or for an event recorded on it after {before}, before {after}")
         }
         None => format!("nothing orders {after} after {before}"),

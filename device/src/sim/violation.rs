@@ -38,12 +38,32 @@ pub struct OpRef {
     pub number: u64,
     /// The stream it was enqueued on; `None` for what the host did.
     pub stream: Option<StreamRef>,
+    /// Ordinal of the device whose operation it is; `None` for one of the device that reports it.
+    pub peer: Option<u32>,
 }
 
 impl OpRef {
     /// The operation without its stream, such as `'memset #12'`.
     pub(super) fn short(&self) -> Short<'_> {
         Short(self)
+    }
+
+    /// The stream it was enqueued on, or the host.
+    pub(super) fn place(&self) -> Place<'_> {
+        Place(self)
+    }
+}
+
+/// Where an operation took place.
+pub(super) struct Place<'a>(&'a OpRef);
+
+impl fmt::Display for Place<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.stream {
+            Some(stream) => write!(f, "{stream}")?,
+            None => f.write_str("the host")?,
+        }
+        self.0.peer.map_or(Ok(()), |peer| write!(f, " of device {peer}"))
     }
 }
 
@@ -58,6 +78,7 @@ impl fmt::Display for Short<'_> {
             Some(Operation::CopyToDevice) => "copy to device",
             Some(Operation::CopyToHost) => "copy to host",
             Some(Operation::CopyOnDevice) => "copy on device",
+            Some(Operation::CopyPeer) => "copy from a peer",
             Some(Operation::Launch) => "kernel",
             Some(Operation::AllocAsync) => "pool allocation",
             Some(Operation::FreeAsync) => "pool free",
@@ -74,7 +95,7 @@ impl fmt::Display for Short<'_> {
 impl fmt::Display for OpRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.stream {
-            Some(stream) => write!(f, "{} on {stream}", self.short()),
+            Some(_) => write!(f, "{} on {}", self.short(), self.place()),
             None => write!(f, "{} by the host", self.short()),
         }
     }

@@ -98,10 +98,12 @@ impl Machine {
     }
 
     pub(super) fn free(&mut self, ptr: DevicePtr) -> Answer<()> {
-        self.address.allocation(ptr.0)?;
+        let range = ptr.range(self.address.allocation(ptr.0)?.bytes);
         self.capture_forbids_device_wait()?;
         self.wait_for_all()?;
         let op = self.op_ref(None, Operation::Free, None);
+        // Work of other devices was not waited for.
+        self.detector.check_known(Space::Device, range, false, ViolationKind::PendingWork, op);
         self.drop_allocation(ptr.0, op);
         Ok(())
     }
@@ -165,7 +167,7 @@ impl Machine {
         self.memory.destroy(physical.store);
         let op = self.op_ref(None, Operation::ReleasePhysical, None);
         for epoch in physical.unfinished {
-            if !self.detector.knows(epoch.stream, epoch.seq) {
+            if !self.detector.known.knows(epoch.stream, epoch.seq) {
                 let missing = host_has_not_waited(&epoch, &op);
                 self.detector.report(ViolationKind::PendingWork, Some(epoch.op), op, 0..physical.bytes, missing);
             }

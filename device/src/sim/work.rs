@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::address::{AddressSpace, Illegal};
 use super::engine::{Cost, Unit};
 use super::host::HostBlock;
-use super::memory::Memory;
+use super::memory::{Content, Memory};
 use super::race::Space;
 use super::violation::ViolationKind;
 use crate::driver::DevicePtr;
@@ -88,6 +88,8 @@ pub(super) enum Body {
     Copy { operation: Operation, parts: Arc<[Part]> },
     /// Copies bytes that were taken from pageable memory.
     FromTaken { to: Range<u64>, bytes: Arc<[u8]> },
+    /// Copies what was in a peer's memory; nothing, if the source was not there.
+    FromPeer { to: Range<u64>, contents: Option<Arc<[Content]>> },
     /// Copies to pageable memory; the waiting host takes the bytes itself.
     ToWaiting { from: Range<u64> },
     /// Runs a kernel.
@@ -126,6 +128,7 @@ impl Body {
             Body::Memset { .. } => Operation::Memset,
             Body::Copy { operation, .. } => *operation,
             Body::FromTaken { .. } => Operation::CopyToDevice,
+            Body::FromPeer { .. } => Operation::CopyPeer,
             Body::ToWaiting { .. } => Operation::CopyToHost,
             Body::Kernel(_) | Body::Fault => Operation::Launch,
             Body::PoolAlloc { .. } => Operation::AllocAsync,
@@ -147,6 +150,7 @@ impl Body {
         match self {
             Body::Memset { to: memory, .. }
             | Body::FromTaken { to: memory, .. }
+            | Body::FromPeer { to: memory, .. }
             | Body::PoolAlloc { memory }
             | Body::PoolFree { memory } => vec![Touch::device(memory, Write)],
             Body::Copy { parts, .. } => {
@@ -177,7 +181,7 @@ impl Body {
         let length = |range: &Range<u64>| range.end - range.start;
         let (unit, bytes, operations) = match self {
             Body::Memset { to, .. } => (Unit::Compute, length(to), 0),
-            Body::FromTaken { to, .. } => (Unit::ToDevice, length(to), 0),
+            Body::FromTaken { to, .. } | Body::FromPeer { to, .. } => (Unit::ToDevice, length(to), 0),
             Body::ToWaiting { from } => (Unit::ToHost, length(from), 0),
             Body::Copy { parts, .. } => {
                 let bytes = parts.iter().fold(0u64, |sum, part| sum.saturating_add(length(&part.to.range())));
@@ -205,6 +209,10 @@ impl Body {
         match self {
             Body::Memset { to, value } => memory.fill(&address.pieces(to.clone())?, *value),
             Body::FromTaken { to, bytes } => memory.write(&address.pieces(to.clone())?, bytes),
+            Body::FromPeer { to, contents } => {
+                let contents = contents.as_ref().ok_or(Broken::new(Code::ILLEGAL_ADDRESS))?;
+                memory.put(&address.pieces(to.clone())?, contents);
+            }
             Body::Copy { parts, .. } => return parts.iter().try_for_each(|part| part.run(memory, address)),
             Body::Kernel(launch) => return run_kernel(launch, memory, address),
             Body::Fault => return Err(Broken::new(Code::ILLEGAL_ADDRESS)),

@@ -10,7 +10,8 @@
 //!   no more. A tick that still shows the old count was taken before the raise, so its work was enqueued before the
 //!   record. The last event of a destroyed stream covers all ticks: no work comes after it.
 //! * **T2** An event keeps a copy of its stream's clock at recording; a waiter merges that copy, never the stream's present
-//!   clock, and only after the driver's wait succeeded. A failed record or wait changes no clock.
+//!   clock, and only after the driver's wait succeeded. A failed record or wait changes no clock. A waiter on another device
+//!   notes what the event covers, and no more: clocks tell of one device.
 //! * **T3** Ticks are numbers, never events. Events are recycled only when complete; query, wait and recycling happen under
 //!   the timeline's own lock, or while a reference keeps the event alive.
 //! * **T4** A stream's identity is our own number on its device, never the driver's handle. A per-thread stream's handle means
@@ -24,6 +25,7 @@
 //! is. It is held across driver calls on events of this one stream, and two timelines are never locked at once.
 
 mod clock;
+mod peers;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 mod tick;
@@ -41,6 +43,7 @@ use crate::driver::{CaptureStatus, Driver, DriverKind, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicU64, Ordering};
+use peers::Peers;
 
 /// The order of events on one stream: which ticks are done, and how to order work after them.
 ///
@@ -85,6 +88,8 @@ impl Kind {
 struct State {
     /// What later work of this stream is ordered after.
     clock: Clock,
+    /// The same, of streams of other devices.
+    peers: Peers,
     /// Recorded events not yet known complete, oldest first.
     events: VecDeque<Recorded>,
     /// The stream was destroyed or released: nothing can be recorded on it.
@@ -258,23 +263,36 @@ impl Timeline {
     /// Makes no driver call.
     pub fn is_ordered_after(&self, other: &Timeline, n: u64) -> bool {
         other.is_known_done(n)
-            || (self.context.device_id == other.context.device_id
-                && (self.id == other.id || n < self.state.lock().clock.of(other.id)))
+            || if self.is_on_device_of(other) {
+                self.id == other.id || n < self.state.lock().clock.of(other.id)
+            } else {
+                n < self.state.lock().peers.of(other.place())
+            }
     }
 
-    /// Orders everything enqueued later on this stream after tick `n` of `other`: nothing if that is known already,
-    /// else at most one event recorded there and one wait here.
+    fn is_on_device_of(&self, other: &Timeline) -> bool {
+        self.context.device_id == other.context.device_id
+    }
+
+    /// The stream among those of all devices.
+    fn place(&self) -> (u32, u32) {
+        (self.context.device_id, self.id)
+    }
+
+    /// Orders everything enqueued later on this stream after tick `n` of `other`, which may be of another device: nothing if
+    /// that is known already, else at most one event recorded there and one wait here.
     ///
     /// # Errors
-    /// Those of the driver's event and wait calls, or if this is another thread's default stream. Nothing is ordered then
-    /// and no clock changed.
+    /// Those of the driver's event and wait calls, if this is another thread's default stream, or if the devices are of
+    /// different kinds. Nothing is ordered then and no clock changed.
     pub fn wait_for(&self, other: &Timeline, n: u64) -> Result<()> {
         if self.is_ordered_after(other, n) {
             return Ok(());
         }
-        if self.context.device_id != other.context.device_id {
-            return Err(DeviceError::new(Operation::Wait, Code::INVALID_VALUE)
-                .with_detail("the tick belongs to another device; wait for it on the host with `Tick::synchronize`"));
+        if self.context.driver.info().kind != other.context.driver.info().kind {
+            return Err(DeviceError::new(Operation::Wait, Code::INVALID_VALUE).with_detail(
+                "the tick belongs to a device of another kind; wait for it on the host with `Tick::synchronize`",
+            ));
         }
         let raw = self.usable(Operation::Wait)?;
         if self.state.lock().capture.is_some() {
@@ -285,21 +303,26 @@ impl Timeline {
         let recorded = {
             let mut state = other.state.lock();
             let recorded = other.covering(&mut state, n)?;
-            self.context.driver.wait(raw, recorded.event.raw)?;
+            self.context.wait(raw, &other.context, recorded.event.raw)?;
             recorded
         };
         self.context.waits_inserted.fetch_add(1, Ordering::Relaxed);
-        self.absorb(other.id, recorded.covers, &recorded.clock);
+        self.absorb(other, recorded.covers, &recorded.clock);
         Ok(())
     }
 
-    /// Notes that this stream now waits for an event of `stream` that covers its ticks below `covers` (T2). While the stream
+    /// Notes that this stream now waits for an event of `other` that covers its ticks below `covers` (T2). While the stream
     /// captures, what waits is a node of a graph, so nothing is noted (T5).
-    pub(crate) fn absorb(&self, stream: u32, covers: u64, clock: &Clock) {
+    pub(crate) fn absorb(&self, other: &Timeline, covers: u64, clock: &Clock) {
         let mut state = self.state.lock();
-        if state.capture.is_none() {
+        if state.capture.is_some() {
+            return;
+        }
+        if self.is_on_device_of(other) {
             state.clock.merge(clock);
-            state.clock.raise(stream, covers);
+            state.clock.raise(other.id, covers);
+        } else {
+            state.peers.raise(other.place(), covers);
         }
     }
 

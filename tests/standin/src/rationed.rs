@@ -4,6 +4,7 @@
 //! the call does anything. What changes the ration is called under the state's lock, so that a handle or address that the driver
 //! gives out again at once is not taken for the old one.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -207,6 +208,25 @@ macro_rules! pass_on {
 impl Driver for Rationed {
     fn info(&self) -> &DeviceInfo {
         &self.info
+    }
+
+    fn as_any(&self) -> Option<&dyn Any> {
+        self.gpu.as_any()
+    }
+
+    fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
+        self.enter(Operation::Wait)?.wait_peer(stream, peer, event)
+    }
+
+    fn copy_peer(
+        &self,
+        dst: DevicePtr,
+        peer: &dyn Driver,
+        src: DevicePtr,
+        bytes: u64,
+        stream: RawStream,
+    ) -> Result<()> {
+        self.enter(Operation::CopyPeer)?.copy_peer(dst, peer, src, bytes, stream)
     }
 
     pass_on! {

@@ -1,6 +1,8 @@
 //! [`Driver`] for a device that lags: calls about order are answered by the position, memory that goes is checked, and
 //! everything is passed on.
 
+use std::any::Any;
+
 use super::Lagging;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
@@ -31,6 +33,26 @@ impl Lagging {
 impl Driver for Lagging {
     fn info(&self) -> &DeviceInfo {
         self.inner.info()
+    }
+
+    fn as_any(&self) -> Option<&dyn Any> {
+        self.inner.as_any()
+    }
+
+    /// The simulator answers at once, whatever the peer's position is: what lags is what the host is told.
+    fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
+        self.inner.wait_peer(stream, peer, event)
+    }
+
+    fn copy_peer(
+        &self,
+        dst: DevicePtr,
+        peer: &dyn Driver,
+        src: DevicePtr,
+        bytes: u64,
+        stream: RawStream,
+    ) -> Result<()> {
+        self.inner.copy_peer(dst, peer, src, bytes, stream)
     }
 
     pass_on! {

@@ -1,0 +1,132 @@
+//! What the host knows complete: all threads of the program together are one host, which learns from one device what it
+//! needs to know about another.
+//!
+//! Every device has a [`Ledger`] of its own work. Devices that met share theirs: a clock names streams of a device only where its
+//! ledger is at hand, so that what the host learns by waiting on one device counts on all of them at once.
+//!
+//! Locks: a ledger's is a leaf. It is the only lock of one device that is taken under another one's.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use parking_lot::Mutex;
+
+use super::clock::{Clock, StreamKey};
+
+/// Devices numbered so far.
+static DEVICES: AtomicU32 = AtomicU32::new(0);
+
+/// What the host knows of one device's work.
+#[derive(Debug, Default)]
+struct Ledger(Mutex<Entries>);
+
+#[derive(Debug, Default)]
+struct Entries {
+    /// Operation number by stream, up to which all is complete. Streams are never renumbered.
+    complete: Vec<u64>,
+    /// The device is lost or gone: what did not happen yet never will.
+    over: bool,
+}
+
+impl Ledger {
+    fn knows(&self, stream: u32, seq: u64) -> bool {
+        let entries = self.0.lock();
+        entries.over || entries.complete.get(stream as usize).is_some_and(|&complete| complete >= seq)
+    }
+
+    fn raise(&self, stream: u32, seq: u64) {
+        let complete = &mut self.0.lock().complete;
+        let index = stream as usize;
+        if complete.len() <= index {
+            complete.resize(index + 1, 0);
+        }
+        complete[index] = complete[index].max(seq);
+    }
+}
+
+/// What the host knows, as far as one device can tell.
+#[derive(Debug)]
+pub(super) struct Known {
+    /// Number of the device, never reused in this process.
+    pub(super) device: u32,
+    own: Arc<Ledger>,
+    peers: Peers,
+}
+
+/// The ledgers of devices by number.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Peers(BTreeMap<u32, Arc<Ledger>>);
+
+impl Known {
+    /// Nothing, of a device with a new number.
+    pub(super) fn new() -> Self {
+        let device = DEVICES.fetch_add(1, Ordering::Relaxed);
+        Known { device, own: Arc::default(), peers: Peers::default() }
+    }
+
+    fn ledger(&self, device: u32) -> Option<&Ledger> {
+        if device == self.device { Some(&self.own) } else { self.peers.0.get(&device).map(|ledger| &**ledger) }
+    }
+
+    /// Whether the host knows that operation `seq` of a stream is complete.
+    pub(super) fn knows(&self, stream: StreamKey, seq: u64) -> bool {
+        self.ledger(stream.device).is_some_and(|ledger| ledger.knows(stream.stream, seq))
+    }
+
+    /// The host learns that everything before `clock` is complete.
+    pub(super) fn learn(&self, clock: &Clock) {
+        for (stream, seq) in clock.iter() {
+            if let Some(ledger) = self.ledger(stream.device) {
+                ledger.raise(stream.stream, seq);
+            }
+        }
+    }
+
+    /// The device is lost or gone. Everybody may take its work as complete, for what is left of it never happens.
+    pub(super) fn end(&self) {
+        self.own.0.lock().over = true;
+    }
+
+    /// The ledgers of this device and of all that it met, for another one that is to meet them.
+    pub(super) fn all(&self) -> Peers {
+        let mut all = self.peers.clone();
+        all.0.insert(self.device, self.own.clone());
+        all
+    }
+
+    /// Meets devices, so that clocks may name their streams here.
+    pub(super) fn meet(&mut self, devices: Peers) {
+        let others = devices.0.into_iter().filter(|&(device, _)| device != self.device);
+        self.peers.0.extend(others);
+    }
+}
+
+impl Drop for Known {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_that_met_learn_of_each_other_and_of_those_met_before() {
+        let (mut one, mut two, mut three) = (Known::new(), Known::new(), Known::new());
+        let on_one = StreamKey { device: one.device, stream: 4 };
+        let mut clock = Clock::default();
+        clock.raise(on_one, 7);
+        two.meet(one.all());
+        three.meet(two.all());
+        one.meet(three.all());
+        three.learn(&clock);
+        for known in [&one, &two, &three] {
+            assert!(known.knows(on_one, 7) && !known.knows(on_one, 8));
+        }
+        drop(one);
+        assert!(two.knows(on_one, 8) && three.knows(on_one, u64::MAX));
+        assert!(!three.knows(StreamKey { device: two.device, stream: 0 }, 1));
+    }
+}
