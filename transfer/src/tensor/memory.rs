@@ -19,7 +19,7 @@ use crate::runtime::Transfer;
 #[derive(Clone, Debug)]
 pub(crate) enum Memory {
     Host(HostMemory),
-    Pinned(PinnedMemory),
+    Pinned(PinnedHost),
     Device(DeviceMemory),
 }
 
@@ -29,7 +29,7 @@ pub(crate) struct HostMemory(Arc<dyn Lends>);
 
 /// Page-locked host memory. Nobody writes it any more, except for the copy that fills it.
 #[derive(Clone, Debug)]
-pub(crate) struct PinnedMemory {
+pub(crate) struct PinnedHost {
     pub(crate) buffer: Arc<PinnedBuffer<u8>>,
     pub(crate) pool: PinnedPool,
 }

@@ -1,0 +1,54 @@
+//! Reading elements back on the host.
+
+use bytemuck::cast_slice;
+
+use super::memory::{Memory, Scalar};
+use super::pack::pack_on_host;
+use super::{Place, Tensor};
+use crate::copy::host_len;
+use crate::error::TransferError;
+
+impl Tensor {
+    /// The elements in row-major order. Waits on the host for the copy from a device, which is counted as a synchronisation.
+    ///
+    /// # Errors
+    /// A tensor of another dtype, and as [`Tensor::to`].
+    pub fn to_vec_blocking<T: Scalar>(&self) -> Result<Vec<T>, TransferError> {
+        self.check_dtype(T::DTYPE)?;
+        let host = self.to(Place::Host)?.wait()?;
+        let len = host_len::<T>(host.len())?;
+        let mut elements = bytemuck::allocation::try_zeroed_vec::<T>(len)
+            .map_err(|()| TransferError::OutOfHostMemory { bytes: self.bytes() })?;
+        pack_on_host(host.memory.read()?, &host.layout, size_of::<T>(), bytemuck::cast_slice_mut(&mut elements));
+        Ok(elements)
+    }
+
+    /// The element of a tensor that has one. Waits on the host, as [`Tensor::to_vec_blocking`] does: in a loop this keeps the device from
+    /// working ahead.
+    ///
+    /// # Errors
+    /// A tensor of another number of elements or another dtype, and as [`Tensor::to`].
+    pub fn item_blocking<T: Scalar>(&self) -> Result<T, TransferError> {
+        match self.to_vec_blocking::<T>()?[..] {
+            [item] => Ok(item),
+            _ => Err(TransferError::NotOneElement { shape: self.shape().to_vec() }),
+        }
+    }
+
+    /// The elements of a contiguous tensor in host memory, without a copy. Page-locked memory that a copy is still filling is waited for.
+    ///
+    /// # Errors
+    /// A tensor on a device ([`Tensor::to_host`] brings it), of another dtype, or that is not contiguous.
+    pub fn as_slice<T: Scalar>(&self) -> Result<&[T], TransferError> {
+        self.check_dtype(T::DTYPE)?;
+        if matches!(self.memory, Memory::Device(_)) {
+            return Err(TransferError::NotOnHost { place: self.place().to_string() });
+        }
+        if !self.is_contiguous() {
+            return Err(self.not_contiguous());
+        }
+        let first = host_len::<T>(self.first())?;
+        let elements: &[T] = cast_slice(self.memory.read()?);
+        Ok(&elements[first..first + host_len::<T>(self.len())?])
+    }
+}
