@@ -5,18 +5,20 @@
 //! * Dropping an event makes no driver call: events that cannot be recycled go to `condemned` and are destroyed at the
 //!   next call that may talk to the driver.
 //!
-//! * An orphan is memory, or a module of kernels, that nobody but this context knows any more. It goes back to the driver at
+//! * An orphan is memory of the device or the host, or a module of kernels, that nobody but this context knows any more. It goes back to the driver at
 //!   the next call that may talk to it; what cannot go now stays an orphan.
 //!
 //! No locks of its own; the queues are lock-free, so a context can be used under any lock.
 
+use std::any::Any;
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use crossbeam::queue::SegQueue;
 
 use crate::counted::Counted;
-use crate::driver::{DevicePtr, Driver, RawEvent, RawModule, RawPhysical, RawStream};
+use crate::driver::{DevicePtr, Driver, HostPtr, RawEvent, RawModule, RawPhysical, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 
 /// What is to be given back later.
@@ -30,6 +32,10 @@ pub(crate) enum Orphan {
     Physical(RawPhysical),
     /// A module whose kernels may still run.
     Module(RawModule),
+    /// Page-locked memory that copies may still use.
+    Host(HostPtr),
+    /// Registered memory that copies may still use, and its owner, which is only dropped once it is not registered any more.
+    Registered(HostPtr, ManuallyDrop<Box<dyn Any + Send>>),
 }
 
 /// Reserved addresses and the physical memory mapped there, as [`crate::Device::unreserve_later`] takes them.
@@ -135,7 +141,7 @@ impl Context {
         }
         while let Some(orphan) = self.orphans.pop() {
             if let Err((error, orphan)) = self.free_orphan(orphan) {
-                tracing::warn!(%error, ?orphan, "device memory could not be freed; it will be tried again");
+                tracing::warn!(%error, ?orphan, "memory could not be freed; it will be tried again");
                 self.orphans.push(orphan);
                 return;
             }
@@ -147,12 +153,23 @@ impl Context {
             Orphan::Allocation(ptr) => self.driver.free(ptr).map_err(|error| (error, orphan)),
             Orphan::Physical(physical) => self.driver.release_physical(physical).map_err(|error| (error, orphan)),
             Orphan::Reservation(reservation) => self.free_reservation(reservation),
-            // Unloading waits for nothing, so the device is waited for first.
+            // Neither unloading nor freeing page-locked memory waits for anything, so the device is waited for first.
             Orphan::Module(module) => self
                 .driver
                 .synchronize()
                 .and_then(|()| self.driver.unload_module(module))
                 .map_err(|error| (error, orphan)),
+            Orphan::Host(ptr) => {
+                self.driver.synchronize().and_then(|()| self.driver.host_free(ptr)).map_err(|error| (error, orphan))
+            }
+            Orphan::Registered(ptr, owner) => {
+                let done = self.driver.synchronize().and_then(|()| self.driver.host_unregister(ptr));
+                match done {
+                    Ok(()) => drop(ManuallyDrop::into_inner(owner)),
+                    Err(error) => return Err((error, Orphan::Registered(ptr, owner))),
+                }
+                Ok(())
+            }
         }
     }
 

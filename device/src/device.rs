@@ -1,8 +1,10 @@
 //! A device as people use it.
 
+use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
@@ -11,7 +13,7 @@ use parking_lot::Mutex;
 
 use crate::context::{Context, Orphan, Reservation};
 use crate::driver::{
-    CallCounts, DeviceInfo, DevicePtr, Driver, MemoryInfo, RawModule, RawPhysical, RawStream, StreamFlags,
+    CallCounts, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::Result;
 use crate::event::Event;
@@ -200,6 +202,19 @@ impl Device {
     /// no driver call.
     pub fn unload_later(&self, module: RawModule) {
         self.0.context.orphan(Orphan::Module(module));
+    }
+
+    /// Frees page-locked memory that [`Driver::host_alloc`] gave, as late as [`Device::unreserve_later`] gives memory back; the device
+    /// is waited for then. Makes no driver call.
+    pub fn host_free_later(&self, ptr: HostPtr) {
+        self.0.context.orphan(Orphan::Host(ptr));
+    }
+
+    /// Undoes [`Driver::host_register`] as late as [`Device::unreserve_later`] gives memory back, and drops the `owner` of the memory
+    /// then, which keeps it readable and writable until then. The device is waited for. If that never succeeds, as on a lost
+    /// device, the owner is leaked: the device may still write there. Makes no driver call.
+    pub fn host_unregister_later(&self, ptr: HostPtr, owner: Box<dyn Any + Send>) {
+        self.0.context.orphan(Orphan::Registered(ptr, ManuallyDrop::new(owner)));
     }
 
     /// Whether any of its streams captures; what waits for the device would break that.

@@ -49,6 +49,14 @@ pub enum TransferError {
         /// Elements of the buffer.
         len: u64,
     },
+    /// The caller asked for bytes as another type, of which they are no whole number of aligned values.
+    #[error("{bytes} bytes at this address are no whole number of aligned {to}")]
+    BadCast {
+        /// Bytes there are.
+        bytes: u64,
+        /// Name of the type.
+        to: &'static str,
+    },
     /// The caller passed two ends of different lengths.
     #[error("a copy from {from} elements to {to}: both ends must have the same length")]
     LengthMismatch {

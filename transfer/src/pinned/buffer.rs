@@ -1,0 +1,184 @@
+//! Page-locked buffers as people hold them.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::RangeBounds;
+use std::sync::Arc;
+
+use bytemuck::Pod;
+
+use super::memory::PinnedMemory;
+use super::pool::PinnedPool;
+use super::slices::{PinnedSlice, PinnedSliceMut};
+use crate::error::TransferError;
+
+/// Page-locked host memory for `len` values of `T`, with one owner.
+///
+/// # While a copy is in flight
+/// A copy that does not block takes a view of the buffer, returns, and goes on. The view's borrow ends at return, so the buffer
+/// can be named again. What then keeps the host and the device apart is that the buffer knows the copies that use it:
+///
+/// * [`PinnedBuffer::read`] waits for copies *into* the buffer; uploads from it go on;
+/// * [`PinnedBuffer::write`] waits for all copies.
+///
+/// They *wait, visibly*: they say so here, they return a `Result`, and [`crate::HostMemoryStats::num_waits`] counts them; ask
+/// [`PinnedBuffer::is_idle`] first where waiting is unwanted. The other choice, a borrow that lasts as long as the copy, rests on
+/// the destructor of a guard, and a guard that is leaked runs none.
+///
+/// While the `&[T]` or `&mut [T]` is alive, the borrow checker refuses copies that would conflict: a download needs
+/// `&mut` of the buffer, and so does `write`.
+///
+/// Dropping the buffer is free: the memory goes back to its pool with the copies it knows, and is not handed out before they are done.
+/// Forgetting it leaks memory and nothing else.
+///
+/// ```
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_transfer::{PinnedConfig, PinnedPool};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let pool = PinnedPool::new(&device, PinnedConfig::default())?;
+/// let mut buffer = pool.alloc_zeroed::<u32>(8)?;
+/// buffer.write()?[3] = 7;
+/// assert_eq!(buffer.slice(2..5)?.read()?, [0, 7, 0]);
+/// # Ok::<(), aquifer_transfer::TransferError>(())
+/// ```
+pub struct PinnedBuffer<T> {
+    memory: Arc<PinnedMemory>,
+    len: usize,
+    element: PhantomData<T>,
+}
+
+impl PinnedPool {
+    /// Page-locked memory for `len` values of `T`, at a multiple of 512 bytes, or of 4096 from 32 KiB on. What is in it is left
+    /// over from earlier use. Makes no driver call while the pool has unused memory of that size.
+    ///
+    /// # Errors
+    /// [`TransferError::OutOfPinned`], also when the driver refuses more; [`TransferError::LengthOverflow`]; those of the driver.
+    pub fn alloc<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
+        let memory = PinnedMemory::alloc(self, bytes_of::<T>(len)?, align_of::<T>())?;
+        Ok(PinnedBuffer::new(memory, len))
+    }
+
+    /// As [`PinnedPool::alloc`], every byte being zero.
+    ///
+    /// # Errors
+    /// As [`PinnedPool::alloc`].
+    pub fn alloc_zeroed<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
+        let mut buffer = self.alloc::<T>(len)?;
+        bytemuck::fill_zeroes(buffer.write()?);
+        Ok(buffer)
+    }
+
+    /// As [`PinnedPool::alloc`], holding a copy of `values`.
+    ///
+    /// # Errors
+    /// As [`PinnedPool::alloc`].
+    pub fn alloc_from<T: Pod>(&self, values: &[T]) -> Result<PinnedBuffer<T>, TransferError> {
+        let mut buffer = self.alloc::<T>(values.len())?;
+        buffer.write()?.copy_from_slice(values);
+        Ok(buffer)
+    }
+}
+
+/// The bytes of `len` values.
+pub(super) fn bytes_of<T>(len: usize) -> Result<usize, TransferError> {
+    let size = size_of::<T>();
+    let overflow = TransferError::LengthOverflow { len: len as u64, size: size as u64 };
+    len.checked_mul(size).filter(|&bytes| isize::try_from(bytes).is_ok()).ok_or(overflow)
+}
+
+impl<T: Pod> PinnedBuffer<T> {
+    /// The memory must hold `len` values.
+    pub(super) fn new(memory: Arc<PinnedMemory>, len: usize) -> Self {
+        PinnedBuffer { memory, len, element: PhantomData }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.len * size_of::<T>()
+    }
+
+    /// Whether the memory is page-locked, as it is unless the caller let it be pageable.
+    pub fn is_pinned(&self) -> bool {
+        self.memory.is_pinned()
+    }
+
+    /// Whether no copy is in flight, so that neither [`PinnedBuffer::read`] nor [`PinnedBuffer::write`] would wait.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn is_idle(&self) -> Result<bool, TransferError> {
+        self.memory.is_idle()
+    }
+
+    /// The values, after waiting on the host for copies into the buffer.
+    ///
+    /// # Errors
+    /// Those of the driver: what a lost device was to write will never be there.
+    pub fn read(&self) -> Result<&[T], TransferError> {
+        self.as_slice().read()
+    }
+
+    /// The values, to be changed, after waiting on the host for all copies that use the buffer.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn write(&mut self) -> Result<&mut [T], TransferError> {
+        self.as_slice_mut().into_write()
+    }
+
+    /// All of it, to be copied from.
+    pub fn as_slice(&self) -> PinnedSlice<'_, T> {
+        PinnedSlice::new(&self.memory, self.len)
+    }
+
+    /// All of it, to be copied into.
+    pub fn as_slice_mut(&mut self) -> PinnedSliceMut<'_, T> {
+        PinnedSliceMut::new(&self.memory, self.len)
+    }
+
+    /// A part, to be copied from.
+    ///
+    /// # Errors
+    /// [`TransferError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<PinnedSlice<'_, T>, TransferError> {
+        self.as_slice().slice(range)
+    }
+
+    /// A part, to be copied into.
+    ///
+    /// # Errors
+    /// [`TransferError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<PinnedSliceMut<'_, T>, TransferError> {
+        self.as_slice_mut().into_slice(range)
+    }
+
+    /// Its bytes, to be copied from.
+    pub fn as_bytes(&self) -> PinnedSlice<'_, u8> {
+        self.as_slice().as_bytes()
+    }
+
+    /// Its bytes, to be copied into.
+    pub fn as_bytes_mut(&mut self) -> PinnedSliceMut<'_, u8> {
+        self.as_slice_mut().into_bytes()
+    }
+}
+
+impl<T> fmt::Debug for PinnedBuffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PinnedBuffer")
+            .field("type", &std::any::type_name::<T>())
+            .field("len", &self.len)
+            .field("memory", &self.memory)
+            .finish_non_exhaustive()
+    }
+}

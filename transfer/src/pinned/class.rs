@@ -1,0 +1,70 @@
+//! Size classes: eight for each doubling, so that a block is less than an eighth larger than what was asked for.
+//!
+//! Up to 4 KiB classes are multiples of 512 bytes. Those from 32 KiB on are whole pages, those from 16 MiB on multiples of 2 MiB.
+
+/// The least block, and what all blocks are multiples of, in bytes.
+pub(crate) const UNIT: usize = 512;
+/// A page in bytes: what slabs, and blocks of at least [`PAGED`] bytes, are aligned to.
+pub(crate) const PAGE: usize = 4096;
+/// Classes from this many bytes on are multiples of a page.
+pub(crate) const PAGED: usize = 8 * PAGE;
+/// What slabs are multiples of, in bytes, where the limit lets them.
+pub(crate) const SLAB: usize = 2 << 20;
+
+/// The smallest class of at least `bytes` bytes; `None` when it cannot be addressed.
+pub(crate) fn round_up(bytes: usize) -> Option<usize> {
+    bytes.max(1).checked_next_multiple_of(step(bytes)).filter(|&class| isize::try_from(class).is_ok())
+}
+
+/// The distance between the classes around `bytes`.
+fn step(bytes: usize) -> usize {
+    let doubling = bytes.saturating_sub(1).max(PAGE).ilog2();
+    (1 << doubling) / 8
+}
+
+/// Number of a class, from 0, without gaps.
+pub(crate) fn index(class: usize) -> usize {
+    if class <= PAGE {
+        return class / UNIT - 1;
+    }
+    let doubling = (class - 1).ilog2();
+    let within = (class - (1 << doubling)) / step(class) - 1;
+    8 * (doubling - PAGE.ilog2() + 1) as usize + within
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_class_wastes_less_than_an_eighth() {
+        let sizes =
+            (1..100_000).chain((17..46).flat_map(|bit| [(1 << bit) - 1, 1 << bit, (1 << bit) + 1, (3 << bit) / 2 + 1]));
+        for bytes in sizes {
+            let class = round_up(bytes).unwrap();
+            assert_eq!((round_up(class), class % UNIT), (Some(class), 0), "{bytes}");
+            assert!(class >= bytes && class - bytes < UNIT.max(bytes / 8 + 1), "{bytes} in {class}");
+            assert!(class < PAGED || class.is_multiple_of(PAGE), "{class}");
+            assert!(class < 16 << 20 || class.is_multiple_of(SLAB), "{class}");
+        }
+    }
+
+    #[test]
+    fn classes_are_numbered_without_gaps() {
+        let mut class = UNIT;
+        for number in 0..200 {
+            assert_eq!(index(class), number, "{class}");
+            class = round_up(class + 1).unwrap();
+        }
+    }
+
+    #[test]
+    fn sizes_people_complained_about() {
+        assert_eq!(round_up(129 * (1 << 20) + (1 << 19)), Some(144 << 20));
+        assert_eq!(round_up(10 * 1024 * 4), Some(40_960));
+        assert_eq!(round_up(80_000_000), Some(80 << 20));
+        assert_eq!(round_up(5_000_000_000), Some(5 << 30));
+        assert_eq!(round_up(0), Some(UNIT));
+        assert_eq!(round_up(usize::MAX), None);
+    }
+}

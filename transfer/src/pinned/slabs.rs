@@ -1,0 +1,360 @@
+//! Slabs of page-locked memory and the blocks that tile them: a pure data structure without a driver, locks or waits.
+//!
+//! Invariants, which [`Slabs::check`] asserts:
+//! * the blocks of a slab lie side by side and add up to its length;
+//! * every block is a multiple of 512 bytes; blocks of paged slabs are multiples of a page, and so is every address there;
+//! * a live block is exactly as large as the class that was asked for;
+//! * no two neighbours are free: they merge at once. A *resting* block is one that nobody uses but that is kept as it is for the next
+//!   request of its class; it merges when a request finds nothing that fits, or memory is to go back;
+//! * `reserved = Σ slabs`.
+//!
+//! A block found in the index is the smallest that fits, and of these the one at the lowest address. What is left of it stays free.
+
+use std::collections::BTreeSet;
+
+use super::class::{self, PAGED};
+
+/// A block: its place in the records.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct BlockId(u32);
+
+/// What is carved from a slab.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Grain {
+    /// Blocks of less than 32 KiB.
+    Fine,
+    /// Larger ones, all of them whole pages.
+    Paged,
+}
+
+impl Grain {
+    pub(crate) fn of(class: usize) -> Grain {
+        if class < PAGED { Grain::Fine } else { Grain::Paged }
+    }
+}
+
+/// A slab that is free as a whole, and larger than this, is not split for requests smaller than an eighth of it, unless the caller
+/// says so.
+const GUARDED: usize = 32 << 20;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Somebody's.
+    Live,
+    /// Nobody's, but the device may still use it.
+    Waiting,
+    /// Unused, and kept for its class.
+    Resting,
+    /// Unused.
+    Free,
+    /// The record is not in use.
+    Vacant,
+}
+
+#[derive(Clone, Debug)]
+struct Block {
+    slab: u32,
+    start: usize,
+    bytes: usize,
+    before: Option<u32>,
+    after: Option<u32>,
+    state: State,
+}
+
+#[derive(Debug)]
+struct Slab<M> {
+    start: usize,
+    bytes: usize,
+    grain: Grain,
+    memory: M,
+}
+
+/// A slab that left.
+#[derive(Debug)]
+pub(crate) struct Removed<M> {
+    pub(crate) start: usize,
+    pub(crate) bytes: usize,
+    pub(crate) grain: Grain,
+    pub(crate) memory: M,
+}
+
+type Index = BTreeSet<(usize, usize, u32)>;
+
+/// The slabs; `M` is what holds the memory of one.
+#[derive(Debug)]
+pub(crate) struct Slabs<M> {
+    slabs: Vec<Option<Slab<M>>>,
+    blocks: Vec<Block>,
+    vacant: Vec<u32>,
+    /// Resting blocks by class, the latest last.
+    resting: Vec<Vec<u32>>,
+    rests: usize,
+    /// Free blocks by (size, address, record), of fine and of paged slabs: parts of a slab, and slabs that are free as a whole.
+    parts: [Index; 2],
+    whole: [Index; 2],
+    reserved: usize,
+}
+
+impl<M> Default for Slabs<M> {
+    fn default() -> Self {
+        Slabs {
+            slabs: Vec::new(),
+            blocks: Vec::new(),
+            vacant: Vec::new(),
+            resting: Vec::new(),
+            rests: 0,
+            parts: [Index::new(), Index::new()],
+            whole: [Index::new(), Index::new()],
+            reserved: 0,
+        }
+    }
+}
+
+impl<M> Slabs<M> {
+    /// Bytes of all slabs.
+    pub(crate) fn reserved(&self) -> usize {
+        self.reserved
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.slabs.iter().flatten().count()
+    }
+
+    pub(crate) fn start(&self, block: BlockId) -> usize {
+        self.block(block.0).start
+    }
+
+    pub(crate) fn bytes(&self, block: BlockId) -> usize {
+        self.block(block.0).bytes
+    }
+
+    /// A block of exactly this class, out of unused memory. With `any`, large slabs are split for small requests, too.
+    #[inline]
+    pub(crate) fn take(&mut self, class: usize, any: bool) -> Option<BlockId> {
+        if let Some(block) = self.resting.get_mut(class::index(class)).and_then(Vec::pop) {
+            self.rests -= 1;
+            self.block_mut(block).state = State::Live;
+            return Some(BlockId(block));
+        }
+        self.take_free(class, any)
+    }
+
+    fn take_free(&mut self, class: usize, any: bool) -> Option<BlockId> {
+        let found = self.find(class, any).or_else(|| {
+            self.merge_resting();
+            self.find(class, any)
+        })?;
+        Some(self.carve(found, class))
+    }
+
+    /// The free block that serves the class best.
+    fn find(&self, class: usize, any: bool) -> Option<u32> {
+        let grain = Grain::of(class) as usize;
+        let best = |index: &Index| index.range((class, 0, 0)..).next().copied();
+        let whole = best(&self.whole[grain]);
+        let may_split = |bytes: usize| any || bytes <= GUARDED || class >= bytes / 8;
+        match (whole, best(&self.parts[grain])) {
+            (Some((bytes, _, block)), _) if bytes == class => Some(block),
+            (_, Some((_, _, block))) => Some(block),
+            (Some((bytes, _, block)), None) => may_split(bytes).then_some(block),
+            (None, None) => None,
+        }
+    }
+
+    /// Makes the first `class` bytes of a free block a live one.
+    fn carve(&mut self, block: u32, class: usize) -> BlockId {
+        self.unlist(block);
+        let Block { slab, start, bytes, after, .. } = *self.block(block);
+        if bytes > class {
+            let rest = Block {
+                slab,
+                start: start + class,
+                bytes: bytes - class,
+                before: Some(block),
+                after,
+                state: State::Free,
+            };
+            let rest = self.new_record(rest);
+            if let Some(after) = after {
+                self.block_mut(after).before = Some(rest);
+            }
+            let block = self.block_mut(block);
+            (block.bytes, block.after) = (class, Some(rest));
+            self.list(rest);
+        }
+        self.block_mut(block).state = State::Live;
+        BlockId(block)
+    }
+
+    /// A live block is nobody's any more and the device is done with it.
+    #[inline]
+    pub(crate) fn rest(&mut self, block: BlockId) {
+        debug_assert!(matches!(self.block(block.0).state, State::Live | State::Waiting));
+        let record = self.block_mut(block.0);
+        record.state = State::Resting;
+        let class = class::index(record.bytes);
+        if self.resting.len() <= class {
+            self.resting.resize_with(class + 1, Vec::new);
+        }
+        self.resting[class].push(block.0);
+        self.rests += 1;
+    }
+
+    /// A live block is nobody's any more, but the device may still use it. Ends with [`Slabs::rest`].
+    pub(crate) fn wait(&mut self, block: BlockId) {
+        debug_assert_eq!(self.block(block.0).state, State::Live);
+        self.block_mut(block.0).state = State::Waiting;
+    }
+
+    /// Lets all resting blocks merge with what is free around them.
+    pub(crate) fn merge_resting(&mut self) {
+        if self.rests == 0 {
+            return;
+        }
+        self.rests = 0;
+        for class in 0..self.resting.len() {
+            while let Some(block) = self.resting[class].pop() {
+                self.free(block);
+            }
+        }
+    }
+
+    fn free(&mut self, block: u32) {
+        let Block { before, after, .. } = *self.block(block);
+        self.block_mut(block).state = State::Free;
+        if let Some(after) = after.filter(|&after| self.block(after).state == State::Free) {
+            self.unlist(after);
+            self.absorb(block, after);
+        }
+        let mut merged = block;
+        if let Some(before) = before.filter(|&before| self.block(before).state == State::Free) {
+            self.unlist(before);
+            self.absorb(before, block);
+            merged = before;
+        }
+        self.list(merged);
+    }
+
+    /// Makes the right one of two free neighbours a part of the left one.
+    fn absorb(&mut self, left: u32, right: u32) {
+        let Block { bytes, after, .. } = *self.block(right);
+        let grown = self.block_mut(left);
+        grown.bytes += bytes;
+        grown.after = after;
+        if let Some(after) = after {
+            self.block_mut(after).before = Some(left);
+        }
+        self.block_mut(right).state = State::Vacant;
+        self.vacant.push(right);
+    }
+
+    /// Adds a slab, of which `class` bytes are live at once.
+    pub(crate) fn add(&mut self, start: usize, bytes: usize, class: usize, memory: M) -> BlockId {
+        let block = self.insert(Removed { start, bytes, grain: Grain::of(class), memory });
+        self.carve(block, class)
+    }
+
+    /// Puts a slab back that was removed.
+    pub(crate) fn put_back(&mut self, removed: Removed<M>) {
+        self.insert(removed);
+    }
+
+    fn insert(&mut self, slab: Removed<M>) -> u32 {
+        let Removed { start, bytes, grain, memory } = slab;
+        let vacant = self.slabs.iter().position(Option::is_none).unwrap_or(self.slabs.len());
+        let slab = Some(Slab { start, bytes, grain, memory });
+        match self.slabs.get_mut(vacant) {
+            Some(place) => *place = slab,
+            None => self.slabs.push(slab),
+        }
+        self.reserved += bytes;
+        let slab = number(vacant);
+        let block = self.new_record(Block { slab, start, bytes, before: None, after: None, state: State::Free });
+        self.list(block);
+        block
+    }
+
+    /// Removes slabs of which nothing is in use, the largest first, until at least `bytes` bytes are gone or none is left.
+    pub(crate) fn remove_unused(&mut self, bytes: usize) -> Vec<Removed<M>> {
+        self.merge_resting();
+        let mut removed = Vec::new();
+        let mut left = bytes;
+        while left > 0 {
+            let largest = self.whole.iter().filter_map(|index| index.last().copied()).max();
+            let Some((_, _, block)) = largest else { break };
+            self.unlist(block);
+            let slab = std::mem::replace(&mut self.block_mut(block).slab, u32::MAX);
+            self.block_mut(block).state = State::Vacant;
+            self.vacant.push(block);
+            let Some(Slab { start, bytes, grain, memory }) = self.slabs[slab as usize].take() else { break };
+            self.reserved -= bytes;
+            left = left.saturating_sub(bytes);
+            removed.push(Removed { start, bytes, grain, memory });
+        }
+        removed
+    }
+
+    /// All slabs, whatever is in them.
+    pub(crate) fn drain(&mut self) -> impl Iterator<Item = M> {
+        std::mem::take(self).slabs.into_iter().flatten().map(|slab| slab.memory)
+    }
+
+    /// Bytes that nobody uses.
+    pub(crate) fn unused(&self) -> usize {
+        let unused = |block: &&Block| matches!(block.state, State::Resting | State::Free);
+        self.blocks.iter().filter(unused).map(|block| block.bytes).sum()
+    }
+
+    fn new_record(&mut self, block: Block) -> u32 {
+        if let Some(vacant) = self.vacant.pop() {
+            *self.block_mut(vacant) = block;
+            return vacant;
+        }
+        self.blocks.push(block);
+        number(self.blocks.len() - 1)
+    }
+
+    fn list(&mut self, block: u32) {
+        let key = self.key(block);
+        self.index_of(block).insert(key);
+    }
+
+    fn unlist(&mut self, block: u32) {
+        let key = self.key(block);
+        let listed = self.index_of(block).remove(&key);
+        debug_assert!(listed, "free block {block} is not in its index");
+    }
+
+    fn key(&self, block: u32) -> (usize, usize, u32) {
+        let Block { bytes, start, .. } = *self.block(block);
+        (bytes, start, block)
+    }
+
+    fn index_of(&mut self, block: u32) -> &mut Index {
+        let Block { slab, before, after, .. } = *self.block(block);
+        let grain = self.slabs[slab as usize].as_ref().map_or(Grain::Paged, |slab| slab.grain);
+        let indexes = if before.is_none() && after.is_none() { &mut self.whole } else { &mut self.parts };
+        &mut indexes[grain as usize]
+    }
+
+    #[inline]
+    fn block(&self, block: u32) -> &Block {
+        &self.blocks[block as usize]
+    }
+
+    #[inline]
+    fn block_mut(&mut self, block: u32) -> &mut Block {
+        &mut self.blocks[block as usize]
+    }
+}
+
+/// A place in a vector of records, of which there are far fewer than 2^32: each stands for at least 512 bytes of locked memory,
+/// or for a slab.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "2^32 records would take 2 TiB of page-locked memory in the smallest blocks"
+)]
+fn number(place: usize) -> u32 {
+    debug_assert!(u32::try_from(place).is_ok());
+    place as u32
+}
