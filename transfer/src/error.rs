@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use aquifer_allocator::AllocError;
 use aquifer_device::{DeviceError, Unavailable};
-use aquifer_kernels::KernelError;
+use aquifer_kernels::{ConvertError, DType, KernelError};
 
 use crate::placement::NoDevice;
-use crate::tensor::LayoutError;
+use crate::tensor::{LayoutError, OperandsError};
 
 /// Why a transfer, or another request to the runtime, failed. The runtime is as usable afterwards as before.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -65,6 +65,12 @@ pub enum TransferError {
         /// Elements that there is room for.
         to: u64,
     },
+    /// The caller passed a region that cannot be copied.
+    #[error("the region cannot be copied: {reason}")]
+    Region {
+        /// What is wrong with it.
+        reason: &'static str,
+    },
     /// The caller passed memory or a stream of another device.
     #[error("the {what} belongs to device #{is}, and this needs one of device #{needed}")]
     WrongDevice {
@@ -78,6 +84,9 @@ pub enum TransferError {
     /// The transfer was cancelled before it was complete. What it wrote so far is there, the rest is as it was.
     #[error("the transfer was cancelled")]
     Cancelled,
+    /// The caller polled a transfer again after it had given its result.
+    #[error("the transfer gave its result already")]
+    AlreadyTaken,
     /// Code that the caller passed panicked on a thread of the runtime.
     #[error("{what} panicked: {message}")]
     Panicked {
@@ -117,6 +126,68 @@ pub enum TransferError {
     /// The caller asked for a layout, or a view, that cannot be.
     #[error(transparent)]
     Layout(#[from] LayoutError),
+    /// The caller passed operands that do not go together. All of them are named.
+    #[error(transparent)]
+    Operands(#[from] Box<OperandsError>),
+    /// The caller asked for elements of another dtype than the tensor has. Convert it first.
+    #[error("the tensor is of {is}, not of {needed}")]
+    WrongDType {
+        /// What it is.
+        is: DType,
+        /// What was asked for.
+        needed: DType,
+    },
+    /// The caller named a dtype that this version does not know.
+    #[error("there are no tensors of {name:?}")]
+    NoDType {
+        /// The name.
+        name: String,
+    },
+    /// The device has no instructions for the dtype, which the caller said it must have. Use another dtype or device.
+    #[error("{device} does not compute with {dtype} natively: it lacks {missing}")]
+    NotNative {
+        /// The dtype.
+        dtype: DType,
+        /// Name of the device.
+        device: String,
+        /// What is missing.
+        missing: &'static str,
+    },
+    /// The caller asked for device memory of a tensor that is elsewhere. Move it first.
+    #[error("the tensor is on {place}, not on a device; move it with `Tensor::to`")]
+    NotOnDevice {
+        /// Where it is.
+        place: String,
+    },
+    /// The caller asked for host memory of a tensor that is on a device. Bring it first.
+    #[error("the tensor is on {place}, not on the host; bring it with `Tensor::to_host`")]
+    NotOnHost {
+        /// Where it is.
+        place: String,
+    },
+    /// The caller asked for one piece of memory of a tensor that is not one.
+    #[error("a tensor of {shape:?} with strides {strides:?} is not contiguous; make it so with `Tensor::contiguous`")]
+    NotContiguous {
+        /// Its extents.
+        shape: Vec<u64>,
+        /// Its strides.
+        strides: Vec<u64>,
+    },
+    /// The caller asked for the element of a tensor that has not one.
+    #[error("a tensor of {shape:?} has not one element")]
+    NotOneElement {
+        /// Its extents.
+        shape: Vec<u64>,
+    },
+    /// There is not enough host memory.
+    #[error("out of host memory: {bytes} bytes were asked for")]
+    OutOfHostMemory {
+        /// Bytes asked for.
+        bytes: u64,
+    },
+    /// Elements could not be converted.
+    #[error(transparent)]
+    Convert(#[from] ConvertError),
     /// Device memory could not be had, or not be used by the stream.
     #[error(transparent)]
     Alloc(#[from] AllocError),
@@ -132,7 +203,7 @@ impl TransferError {
     /// Whether memory was lacking, on the host or on the device, so that freeing some may help.
     pub fn is_out_of_memory(&self) -> bool {
         match self {
-            TransferError::OutOfPinned { .. } => true,
+            TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. } => true,
             TransferError::Alloc(error) => error.is_out_of_memory(),
             TransferError::Device(error) => error.is_out_of_memory(),
             _ => false,

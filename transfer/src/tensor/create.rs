@@ -201,6 +201,11 @@ pub(super) fn host_bytes(layout: &Layout, dtype: DType) -> Result<usize, Transfe
     bytes.ok_or(TransferError::LengthOverflow { len: layout.len(), size: dtype.bytes() })
 }
 
+/// How many elements of a dtype, as the host counts them.
+pub(super) fn host_len(len: u64, dtype: DType) -> Result<usize, TransferError> {
+    usize::try_from(len).map_err(|_| TransferError::LengthOverflow { len, size: dtype.bytes() })
+}
+
 fn zeroed_host(dtype: DType, len: u64) -> Result<HostMemory, TransferError> {
     filled_host(dtype, len, |_| Ok(()))
 }
@@ -211,7 +216,6 @@ pub(super) fn filled_host(
     len: u64,
     fill: impl FnOnce(&mut [u8]) -> Result<(), TransferError>,
 ) -> Result<HostMemory, TransferError> {
-    let overflow = TransferError::LengthOverflow { len, size: dtype.bytes() };
-    let count = usize::try_from(len).map_err(|_| overflow)?;
-    HostMemory::filled(dtype, count, fill)?.ok_or(TransferError::OutOfHostMemory { bytes: len.saturating_mul(dtype.bytes()) })
+    let bytes = len.saturating_mul(dtype.bytes());
+    HostMemory::filled(dtype, host_len(len, dtype)?, fill)?.ok_or(TransferError::OutOfHostMemory { bytes })
 }

@@ -2,10 +2,9 @@
 //!
 //! * [`Layout`] says where elements lie, and `views` makes others of it;
 //! * `memory` holds them, in a [`Place`]; all views share it;
-//! * `create` makes tensors, `transport` moves and converts them, `pack` collects what has gaps, `between` goes from device to device;
+//! * `create` makes tensors, `transport` moves and converts them, `pack` collects what has gaps;
 //! * `read` gives elements back to the host, `operations` computes on a device.
 
-mod between;
 mod create;
 mod error;
 mod layout;
@@ -29,7 +28,7 @@ pub use layout::{Layout, MAX_DIMENSIONS};
 pub use layout_error::LayoutError;
 pub(crate) use memory::{DeviceMemory, Memory};
 pub use memory::Scalar;
-pub use place::{Place, Route};
+pub use place::Place;
 pub use transport::To;
 
 use crate::error::TransferError;

@@ -1,4 +1,4 @@
-//! Where tensors are, and the ways between.
+//! Where tensors are.
 
 use std::fmt;
 
@@ -75,17 +75,6 @@ impl Place {
             _ => false,
         }
     }
-
-    /// The way that bytes go from here to there.
-    pub fn route_to(&self, wanted: &Place) -> Route {
-        match (self, wanted) {
-            _ if self.serves_as(wanted) => Route::Same,
-            (Place::Device(from), Place::Device(to)) => Route::between(from.device(), to.device()),
-            (Place::Device(_), _) => Route::Download,
-            (_, Place::Device(_)) => Route::Upload,
-            _ => Route::OnHost,
-        }
-    }
 }
 
 /// `cpu`, `pinned cpu`, `cuda:0` or `sim:0`.
@@ -104,37 +93,4 @@ pub(crate) fn device_name(device: &Device) -> String {
     let info = device.info();
     let kind = if info.kind == DriverKind::Cuda { "cuda" } else { "sim" };
     format!("{kind}:{}", info.ordinal)
-}
-
-/// The way that bytes go from one place to another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Route {
-    /// None: they are there.
-    Same,
-    /// A copy by the processor.
-    OnHost,
-    /// From the host to a device.
-    Upload,
-    /// From a device to the host.
-    Download,
-    /// From one device to another one, directly.
-    Peer,
-    /// From one device to another one through the host, as they cannot reach each other.
-    ViaHost,
-}
-
-impl Route {
-    /// How bytes go between two devices.
-    pub(crate) fn between(from: &Device, to: &Device) -> Route {
-        let same_kind = from.info().kind == to.info().kind;
-        let reachable = same_kind && to.driver().can_access_peer(from.info().ordinal).unwrap_or(false);
-        if from.id() == to.id() {
-            Route::Same
-        } else if reachable {
-            Route::Peer
-        } else {
-            Route::ViaHost
-        }
-    }
 }

@@ -1,11 +1,9 @@
 //! Reading elements back on the host.
 
-use bytemuck::cast_slice;
-
+use super::create::host_len;
 use super::memory::{Memory, Scalar};
 use super::pack::pack_on_host;
 use super::{Place, Tensor};
-use crate::copy::host_len;
 use crate::error::TransferError;
 
 impl Tensor {
@@ -16,7 +14,7 @@ impl Tensor {
     pub fn to_vec_blocking<T: Scalar>(&self) -> Result<Vec<T>, TransferError> {
         self.check_dtype(T::DTYPE)?;
         let host = self.to(Place::Host)?.wait()?;
-        let len = host_len::<T>(host.len())?;
+        let len = host_len(host.len(), T::DTYPE)?;
         let mut elements = bytemuck::allocation::try_zeroed_vec::<T>(len)
             .map_err(|()| TransferError::OutOfHostMemory { bytes: self.bytes() })?;
         pack_on_host(host.memory.read()?, &host.layout, size_of::<T>(), bytemuck::cast_slice_mut(&mut elements));
@@ -47,8 +45,9 @@ impl Tensor {
         if !self.is_contiguous() {
             return Err(self.not_contiguous());
         }
-        let first = host_len::<T>(self.first())?;
-        let elements: &[T] = cast_slice(self.memory.read()?);
-        Ok(&elements[first..first + host_len::<T>(self.len())?])
+        let first = host_len(self.first(), T::DTYPE)?;
+        let elements: &[T] = bytemuck::try_cast_slice(self.memory.read()?)
+            .map_err(|_| TransferError::Unsupported { what: "host memory that is aligned for its elements" })?;
+        Ok(&elements[first..first + host_len(self.len(), T::DTYPE)?])
     }
 }

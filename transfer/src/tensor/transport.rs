@@ -334,11 +334,11 @@ impl Tensor {
         let crossing = if dtype.bytes() < self.dtype.bytes() { dtype } else { self.dtype };
         let (layout, from) = self.send_from(own, &own.transfer, crossing, &here)?;
         let mut buffer: DeviceBuffer<u8> = to.allocator().alloc_buffer(from.bytes(), &there)?;
-        let copied = to.on(&there)?.copy_from_peer(&own.transfer.on(&here)?, &from, &mut buffer)?;
+        let copied = to.on(&there)?.copy_from_peer(&from, &own.transfer.on(&here)?, &mut buffer)?;
         let buffer = if crossing == dtype { buffer } else { cast(to, &buffer, crossing, dtype, &there)? };
         let tensor = Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: to.clone() }), dtype, layout)?;
         if crossing == dtype {
-            return Ok(copied.map(|()| tensor));
+            return Ok(copied.map(|_| tensor));
         }
         Ok(Pending::enqueued(to.shared(), to.covered_tick(&there), tensor))
     }
