@@ -26,3 +26,4 @@ mod soak;
 mod steady;
 mod threads;
 mod timeline;
+mod transfers;

@@ -1,0 +1,66 @@
+//! Transfers: random programs beside a model, faults, and named tests.
+
+mod pains;
+mod programs;
+
+use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+use aquifer_device::sim::SimConfig;
+use aquifer_device::{Device, Stream};
+use aquifer_tests::{MIB, Subject};
+use aquifer_transfer::Transfer;
+
+/// A device with a transfer runtime.
+struct Bench {
+    driver: Subject,
+    device: Device,
+    transfer: Transfer,
+    stream: Stream,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        Bench::seeded(0)
+    }
+
+    fn seeded(seed: u64) -> Bench {
+        let driver = Subject::open(&SimConfig::new(256 * MIB).seed(seed));
+        let device = driver.device();
+        let allocator = Allocator::new(&device, Config::default()).unwrap();
+        let (transfer, stream) = (Transfer::new(&allocator).unwrap(), device.create_stream().unwrap());
+        Bench { driver, device, transfer, stream }
+    }
+
+    fn alloc(&self, len: u64) -> DeviceBuffer<u8> {
+        self.transfer.allocator().alloc_buffer(len, &self.stream).unwrap()
+    }
+
+    /// Gives everything back, and panics if something is missing or was touched out of order.
+    fn finish(self) {
+        let allocator = self.transfer.allocator().clone();
+        let pinned = self.transfer.pinned().clone();
+        drop(self.transfer);
+        self.device.synchronize().unwrap();
+        pinned.empty_cache().unwrap();
+        let stats = pinned.stats();
+        assert_eq!(
+            (stats.active_bytes.current, stats.allocated_bytes.current),
+            (0, 0),
+            "page-locked memory is missing"
+        );
+        allocator.empty_cache().unwrap();
+        assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 0), "device memory is missing");
+        self.driver.assert_no_violation();
+    }
+}
+
+/// Bytes that differ from place to place.
+fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_le_bytes()[3]
+    };
+    (0..len).map(|_| next()).collect()
+}

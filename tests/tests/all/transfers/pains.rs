@@ -1,0 +1,165 @@
+//! What goes wrong with transfers elsewhere, and cannot here; each test is named after a report of it (the number is PyTorch's).
+
+use aquifer_allocator::Turn;
+use aquifer_device::AccessKind;
+use aquifer_transfer::{PinnedBuffer, TransferError};
+
+use super::{Bench, pattern};
+
+/// A copy to the host was read before it had arrived.
+#[test]
+fn to_host_never_gives_garbage_86264_137951_42539() {
+    let bench = Bench::new();
+    let bytes = pattern(1, 1 << 20);
+    let buffer = bench.transfer.to_device(bytes.clone(), &bench.stream).unwrap().wait().unwrap();
+    let mut host: PinnedBuffer<u8> = bench.transfer.pinned().alloc_zeroed(1 << 20).unwrap();
+    // Nobody waits for it, and the host reads at once.
+    drop(bench.transfer.download(&buffer, &mut host).unwrap());
+    assert_eq!(host.read().unwrap(), bytes);
+    drop((buffer, host));
+    bench.finish();
+}
+
+/// A page-locked buffer was filled again, or given to somebody else, while a copy from it was in flight.
+#[test]
+fn page_locked_memory_in_flight_is_neither_written_nor_reused_130785() {
+    let bench = Bench::new();
+    let mut buffers = Vec::new();
+    let mut host = bench.transfer.pinned().alloc::<u8>(1 << 20).unwrap();
+    for round in 0..4 {
+        let mut buffer = bench.alloc(1 << 20);
+        host.write().unwrap().fill(round);
+        drop(bench.transfer.upload(&host, &mut buffer).unwrap());
+        if round == 2 {
+            // Dropped in flight, and asked for again.
+            drop(std::mem::replace(&mut host, bench.transfer.pinned().alloc::<u8>(1 << 20).unwrap()));
+        }
+        buffers.push(buffer);
+    }
+    for (round, buffer) in buffers.iter().enumerate() {
+        let back = bench.transfer.to_vec(buffer).unwrap().wait().unwrap();
+        assert!(back.iter().all(|&byte| usize::from(byte) == round), "round {round}");
+    }
+    drop((buffers, host));
+    bench.finish();
+}
+
+/// A copy that was asked not to block did so, because the memory was pageable, and nobody said so.
+#[test]
+fn nothing_synchronises_silently() {
+    let bench = Bench::new();
+    let host = bench.transfer.pinned().alloc_from(&pattern(3, 1 << 20)).unwrap();
+    let mut buffer = bench.alloc(1 << 20);
+    bench.driver.stall(&bench.stream, std::time::Duration::from_millis(50)).unwrap();
+    let before = bench.transfer.counters().synchronisations;
+    let on = bench.transfer.on(&bench.stream).unwrap();
+    let pending = on.upload(&host, &mut buffer).unwrap();
+    if aquifer_tests::Subject::is_simulated() {
+        assert!(!pending.is_done().unwrap(), "the stream is busy, so whoever is back already did not wait for it");
+    }
+    assert_eq!(bench.transfer.counters().synchronisations, before);
+    pending.wait().unwrap();
+    // What does wait is counted.
+    bench.transfer.item(&buffer, 7).unwrap();
+    assert!(bench.transfer.counters().synchronisations > before);
+    drop((host, buffer));
+    bench.finish();
+}
+
+/// A request for a little more than 128 MiB took 256.
+#[test]
+fn page_locked_sizes_are_not_rounded_to_powers_of_two_150517() {
+    let bench = Bench::new();
+    let asked = (129 << 20) + (1 << 19);
+    let buffer = bench.transfer.pinned().alloc::<u8>(asked).unwrap();
+    let held = bench.transfer.pinned().stats().allocated_bytes.current;
+    assert!((asked as u64..=144 << 20).contains(&held), "{held}");
+    drop(buffer);
+    bench.finish();
+}
+
+/// Memory and streams of two devices were mixed up, and the error named neither.
+#[test]
+fn errors_name_both_devices() {
+    let (one, two) = (Bench::new(), Bench::new());
+    let host = one.transfer.pinned().alloc_from(&[1u8; 64]).unwrap();
+    let mut buffer = two.alloc(64);
+    for error in [
+        one.transfer.upload(&host, &mut buffer).unwrap_err(),
+        two.transfer.upload(&host, &mut buffer).unwrap_err(),
+        one.transfer.on(&two.stream).unwrap_err(),
+        one.transfer.to_host(&buffer).unwrap_err(),
+    ] {
+        let TransferError::WrongDevice { is, needed, .. } = error else { panic!("{error}") };
+        let mut named = [is, needed];
+        named.sort_unstable();
+        let mut both = [one.device.id(), two.device.id()];
+        both.sort_unstable();
+        assert_eq!(named, both);
+    }
+    drop((host, buffer));
+    one.finish();
+    two.finish();
+}
+
+/// A copy overtook the kernel that wrote what it copies, as each was on a stream of its own.
+#[test]
+fn copies_come_after_the_work_that_wrote_their_source() {
+    let bench = Bench::new();
+    let mut buffer = bench.alloc(1 << 16);
+    let kernels = bench.transfer.kernels().unwrap();
+    for round in 0..20u8 {
+        kernels.spin(&bench.stream, std::time::Duration::from_micros(50)).unwrap();
+        kernels.fill(&bench.stream, &mut buffer, round).unwrap();
+        let back = bench.transfer.to_host(&buffer).unwrap().wait().unwrap();
+        assert!(back.read().unwrap().iter().all(|&byte| byte == round));
+    }
+    // And the other way round: work comes after the copy that brings its input.
+    let host = bench.transfer.pinned().alloc_from(&[42u8; 1 << 16]).unwrap();
+    drop(bench.transfer.upload(&host, &mut buffer).unwrap());
+    {
+        let _turn = Turn::take(&bench.stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
+        let mut bytes = [0; 4];
+        bench.stream.download_blocking(&mut bytes, buffer.ptr()).unwrap();
+        assert_eq!(bytes, [42; 4]);
+    }
+    drop((buffer, host));
+    bench.finish();
+}
+
+/// Copies of pageable memory in a captured graph read memory that was gone when the graph ran.
+#[test]
+fn transfers_on_a_capturing_stream_are_refused_and_the_capture_goes_on() {
+    let bench = Bench::new();
+    let host = bench.transfer.pinned().alloc_from(&[1u8; 64]).unwrap();
+    let mut buffer = bench.alloc(64);
+    let on = bench.transfer.on(&bench.stream).unwrap();
+    let capture = bench.stream.begin_capture().unwrap();
+    assert!(on.upload(&host, &mut buffer).is_err());
+    assert!(on.to_vec(&buffer).is_err());
+    assert!(on.upload_from(vec![1u8; 64], &mut buffer).is_err());
+    drop(capture.end().unwrap());
+    on.upload(&host, &mut buffer).unwrap().wait().unwrap();
+    drop((host, buffer, on));
+    bench.finish();
+}
+
+/// A lost device left those hanging who waited.
+#[test]
+fn a_lost_device_wakes_everybody_with_the_error() {
+    use aquifer_device::sim::Fault;
+    use aquifer_device::{Code, Operation};
+    let bench = Bench::new();
+    let buffer = bench.alloc(1 << 20);
+    let mut waiting = Vec::new();
+    bench.driver.inject(Fault::Nth { operation: Some(Operation::SynchronizeEvent), nth: 1, code: Code(719) });
+    for _ in 0..4 {
+        let pending = bench.transfer.to_host(&buffer).unwrap();
+        waiting.push(std::thread::spawn(move || pollster::block_on(pending)));
+    }
+    let results: Vec<_> = waiting.into_iter().map(|thread| thread.join().unwrap()).collect();
+    // Some may have been done before the device was lost.
+    for error in results.into_iter().filter_map(Result::err) {
+        assert!(error.is_device_lost(), "{error}");
+    }
+}

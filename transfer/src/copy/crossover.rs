@@ -1,0 +1,105 @@
+//! Up to which size one call for many copies pays, measured on the device.
+//!
+//! A batch saves a call for each copy; on some devices and drivers large copies take longer in one. So both ways are timed at first use, by
+//! events on a transfer stream, with sizes of 4 KiB to 256 KiB.
+
+use aquifer_allocator::{DeviceBuffer, Turn};
+use aquifer_device::{AccessKind, Attribute, CopyPart, DeviceError, HostPtr, Place};
+
+use crate::copy::batch::enqueue_parts;
+use crate::counters::Direction;
+use crate::error::TransferError;
+use crate::pinned::{PinnedBuffer, PinnedSlice};
+use crate::runtime::Transfer;
+
+/// Sizes that are tried, in bytes, by rising order.
+const SIZES: [u64; 4] = [4 << 10, 16 << 10, 64 << 10, 256 << 10];
+/// Copies of each size.
+const COPIES: u64 = 16;
+/// Measurements of each way, of which the shortest counts.
+const ROUNDS: u32 = 3;
+
+impl Transfer {
+    /// Copies of less than so many bytes go to the driver together when they are part of a batch: `None` where the driver has no such
+    /// call, `u64::MAX` where it pays at all sizes. Measured at the first call, which takes some milliseconds and 4 MiB of memory at either
+    /// end, and waits for the device; without memory to measure with, the call is not used until there is some.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn batch_calls_pay_below(&self) -> Result<Option<u64>, TransferError> {
+        let mut known = self.inner.crossover.lock();
+        if let Some(crossover) = *known {
+            return Ok(crossover);
+        }
+        if self.device().driver().attribute(Attribute::BatchedCopies)? == 0 {
+            *known = Some(None);
+            return Ok(None);
+        }
+        match self.measure() {
+            Ok(crossover) => {
+                *known = Some(Some(crossover));
+                Ok(Some(crossover))
+            }
+            Err(error) if error.is_out_of_memory() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn measure(&self) -> Result<u64, TransferError> {
+        let largest = SIZES[SIZES.len() - 1];
+        let stream = self.stream(Direction::Upload);
+        let host: PinnedBuffer<u8> = self.pinned().alloc((COPIES * largest) as usize)?;
+        let device: DeviceBuffer<u8> = self.allocator().alloc_buffer(COPIES * largest, stream)?;
+        for size in SIZES {
+            // Gaps of a line keep the copies apart, so that no driver makes one of them.
+            let copies: Vec<CopyPart> = (0..COPIES)
+                .map(|number| CopyPart {
+                    dst: Place::Device(device.ptr().offset(number * size)),
+                    src: Place::Host(HostPtr(PinnedSlice::from(&host).part().ptr.0 + (number * size) as usize)),
+                    bytes: size - 64,
+                })
+                .collect();
+            let batched = self.time(&host, &device, &copies, &[])?;
+            let single = self.time(&host, &device, &[], &copies)?;
+            if batched > single {
+                return Ok(size);
+            }
+        }
+        Ok(u64::MAX)
+    }
+
+    /// Milliseconds that copies take, some with one call, the others with one each.
+    fn time(
+        &self,
+        host: &PinnedBuffer<u8>,
+        device: &DeviceBuffer<u8>,
+        batched: &[CopyPart],
+        single: &[CopyPart],
+    ) -> Result<f64, TransferError> {
+        let stream = self.stream(Direction::Upload);
+        let mut least = f64::INFINITY;
+        for _ in 0..ROUNDS {
+            let (start, end) = (self.device().create_event(true)?, self.device().create_event(true)?);
+            {
+                let _turn = Turn::take(stream, &[(device.storage(), AccessKind::Write)])?;
+            }
+            stream.synchronize()?;
+            self.enqueue(
+                stream,
+                &[(device.storage(), AccessKind::Write)],
+                &[(PinnedSlice::from(host).part(), AccessKind::Read)],
+                || -> Result<(), DeviceError> {
+                    start.record(stream)?;
+                    // SAFETY: the copies lie in `host`, which the pool keeps until the tick is done that its turn leaves; the host does
+                    // not write it before (N1, N2).
+                    #[allow(unsafe_code, reason = "the driver gets addresses; what keeps them good is above")]
+                    unsafe { enqueue_parts(stream, batched, single) }?;
+                    end.record(stream)
+                },
+            )?;
+            end.synchronize()?;
+            least = least.min(start.elapsed_ms(&end)?);
+        }
+        Ok(least)
+    }
+}

@@ -1,0 +1,183 @@
+//! Host memory as the staging ring reads and writes it.
+//!
+//! Invariant **N3**: the ring reads a source and writes a target only between the making of a job and its settling, and no two threads
+//! write the same bytes of a target.
+
+use std::marker::PhantomData;
+
+use bytemuck::Pod;
+use parking_lot::RwLock;
+
+use crate::copy::batch::bytes_of;
+use crate::error::TransferError;
+use crate::staging::{HostSource, HostTarget};
+
+/// Memory that the transfer owns, and that lends a slice.
+pub(crate) struct Owned<T, S> {
+    source: S,
+    element: PhantomData<fn() -> T>,
+}
+
+impl<T, S> Owned<T, S> {
+    pub(crate) fn new(source: S) -> Self {
+        Owned { source, element: PhantomData }
+    }
+}
+
+impl<T: Pod + Send + Sync, S: AsRef<[T]> + Send + Sync> HostSource for Owned<T, S> {
+    fn bytes(&self) -> u64 {
+        size_of_val(self.source.as_ref()) as u64
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
+        let bytes = bytes_of(self.source.as_ref());
+        let part = part(offset, into.len(), bytes.len())?;
+        into.copy_from_slice(&bytes[part]);
+        Ok(())
+    }
+}
+
+/// A `Vec` that bytes land in.
+pub(crate) struct Landing<T> {
+    /// Taken once the job is settled. Writers hold it shared.
+    memory: RwLock<Option<Vec<T>>>,
+    target: Raw,
+}
+
+/// A range of host memory that is somebody else's.
+struct Raw {
+    ptr: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: a range is no more than two numbers; what may be done there, and when, its users say (N3).
+#[allow(unsafe_code, reason = "threads of the runtime copy for others")]
+unsafe impl Send for Raw {}
+
+// SAFETY: as above.
+#[allow(unsafe_code, reason = "threads of the runtime copy for others")]
+unsafe impl Sync for Raw {}
+
+impl Raw {
+    fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError> {
+        let part = part(offset, from.len(), self.bytes)?;
+        // SAFETY: the part lies within the range, of memory that is live and that nobody else touches there now (N3).
+        #[allow(unsafe_code, reason = "several threads write disjoint parts of one memory")]
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.wrapping_add(part.start), part.len()) }.copy_from_slice(from);
+        Ok(())
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
+        let part = part(offset, into.len(), self.bytes)?;
+        // SAFETY: the part lies within the range, of memory that is live and that nobody writes now (N3).
+        #[allow(unsafe_code, reason = "threads of the runtime read what the caller lends")]
+        let from = unsafe { std::slice::from_raw_parts(self.ptr.wrapping_add(part.start), part.len()) };
+        into.copy_from_slice(from);
+        Ok(())
+    }
+}
+
+/// The part of a memory of `len` bytes that begins at `offset`.
+fn part(offset: u64, bytes: usize, len: usize) -> Result<std::ops::Range<usize>, TransferError> {
+    let start = usize::try_from(offset).unwrap_or(usize::MAX);
+    match start.checked_add(bytes).filter(|&end| end <= len) {
+        Some(end) => Ok(start..end),
+        None => {
+            Err(TransferError::OutOfBounds { start: offset, end: offset.saturating_add(bytes as u64), len: len as u64 })
+        }
+    }
+}
+
+impl<T: Pod + Send + Sync> Landing<T> {
+    pub(crate) fn new(mut memory: Vec<T>) -> Self {
+        let target = Raw { ptr: memory.as_mut_ptr().cast(), bytes: size_of_val(memory.as_slice()) };
+        Landing { memory: RwLock::new(Some(memory)), target }
+    }
+
+    /// The memory, with what landed in it. Later writes are refused.
+    pub(crate) fn take(&self) -> Result<Vec<T>, TransferError> {
+        self.memory.write().take().ok_or(TransferError::AlreadyTaken)
+    }
+}
+
+impl<T: Pod + Send + Sync> HostTarget for Landing<T> {
+    fn bytes(&self) -> u64 {
+        self.target.bytes as u64
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError> {
+        let memory = self.memory.read();
+        if memory.is_none() {
+            return Err(TransferError::AlreadyTaken);
+        }
+        self.target.write(offset, from)
+    }
+}
+
+/// Memory that somebody lends until the job is settled.
+pub(crate) struct Lent(Raw);
+
+impl Lent {
+    /// Memory to read.
+    ///
+    /// # Safety
+    /// It must stay as it is until every job that has it is settled.
+    #[allow(unsafe_code, reason = "whoever lends must wait")]
+    pub(crate) unsafe fn to_read<T: Pod + Send + Sync>(memory: &[T]) -> Lent {
+        Lent(Raw { ptr: memory.as_ptr().cast_mut().cast(), bytes: size_of_val(memory) })
+    }
+
+    /// Memory to write.
+    ///
+    /// # Safety
+    /// It must stay live, and untouched by others, until every job that has it is settled.
+    #[allow(unsafe_code, reason = "whoever lends must wait")]
+    pub(crate) unsafe fn to_write<T: Pod + Send + Sync>(memory: &mut [T]) -> Lent {
+        Lent(Raw { ptr: memory.as_mut_ptr().cast(), bytes: size_of_val(memory) })
+    }
+}
+
+impl HostSource for Lent {
+    fn bytes(&self) -> u64 {
+        self.0.bytes as u64
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
+        self.0.read(offset, into)
+    }
+}
+
+impl HostTarget for Lent {
+    fn bytes(&self) -> u64 {
+        self.0.bytes as u64
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError> {
+        self.0.write(offset, from)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
+
+    use super::*;
+
+    #[test]
+    fn what_lands_is_there_when_it_is_taken() {
+        let landing = Landing::new(vec![0u32; 4]);
+        landing.write(4, &7u32.to_le_bytes()).unwrap();
+        assert!(landing.write(13, &[0; 4]).is_err() && landing.write(u64::MAX, &[0]).is_err());
+        assert_eq!(landing.take().unwrap(), [0, 7, 0, 0]);
+        assert!(landing.take().is_err() && landing.write(0, &[1]).is_err());
+    }
+
+    #[test]
+    fn sources_give_the_bytes_asked_for() {
+        let owned = Owned::<u16, _>::new(vec![1u16, 2, 3]);
+        let mut bytes = [0; 4];
+        owned.read(2, &mut bytes).unwrap();
+        assert_eq!((bytes, owned.bytes()), ([2, 0, 3, 0], 6));
+        assert!(owned.read(4, &mut bytes).is_err());
+    }
+}

@@ -1,0 +1,391 @@
+//! Copies of regions: elements with gaps between them, in any number of dimensions.
+//!
+//! A region is brought into the form that drivers copy in one call, rows at a pitch, and a call is made for each index of the dimensions
+//! that remain.
+#![allow(single_use_lifetimes, reason = "a lifetime in an argument's `impl Trait` must have a name")]
+
+use aquifer_allocator::DeviceBuffer;
+use aquifer_device::{AccessKind, Copy2d, DeviceError, Place, Stream};
+use bytemuck::Pod;
+
+use crate::counters::Direction;
+use crate::error::TransferError;
+use crate::pending::Pending;
+use crate::pinned::{HostPart, PinnedSlice, PinnedSliceMut};
+use crate::runtime::Transfer;
+
+/// Which elements are copied: for each dimension its extent, and its stride in elements at either end.
+///
+/// The element with index `(i, j, …)` lies `i · strides[0] + j · strides[1] + …` elements from the start of its end. A stride of 0 in
+/// `from` repeats elements.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_transfer::{Region, Transfer};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
+/// let stream = device.create_stream()?;
+/// let host = transfer.pinned().alloc_from(&[1u32, 2, 3, 4, 5, 6])?;
+/// // The rows of a 2 × 3 matrix become the columns of a 3 × 2 one.
+/// let mut transposed: DeviceBuffer<u32> = transfer.allocator().alloc_buffer(6, &stream)?;
+/// let region = Region { extents: &[2, 3], from_strides: &[3, 1], to_strides: &[1, 2] };
+/// let _ = transfer.upload_region(&host, &mut transposed, &region)?;
+/// assert_eq!(transfer.to_vec(&transposed)?.wait()?, [1, 4, 2, 5, 3, 6]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Region<'a> {
+    /// How many elements in each dimension.
+    pub extents: &'a [u64],
+    /// From an element to the next in each dimension, where they are read.
+    pub from_strides: &'a [u64],
+    /// From an element to the next in each dimension, where they are written. No two elements may lie at one place.
+    pub to_strides: &'a [u64],
+}
+
+/// One dimension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Dimension {
+    extent: u64,
+    from: u64,
+    to: u64,
+}
+
+/// A region as driver calls copy it. All numbers are in elements.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Plan {
+    width: u64,
+    height: u64,
+    from_pitch: u64,
+    to_pitch: u64,
+    /// A call is made for each index of these.
+    outer: Vec<Dimension>,
+    /// Elements that are reached at either end, from the first on.
+    from_reach: u64,
+    to_reach: u64,
+    elements: u64,
+}
+
+impl Region<'_> {
+    /// `None` where there is nothing to copy.
+    fn plan(&self) -> Result<Option<Plan>, TransferError> {
+        let wrong = |reason| TransferError::Region { reason };
+        if self.extents.len() != self.from_strides.len() || self.extents.len() != self.to_strides.len() {
+            return Err(wrong("it must have a stride for each extent, at both ends"));
+        }
+        if self.extents.contains(&0) {
+            return Ok(None);
+        }
+        let strides = self.from_strides.iter().zip(self.to_strides);
+        let all = self.extents.iter().zip(strides).map(|(&extent, (&from, &to))| Dimension { extent, from, to });
+        let mut dimensions: Vec<_> = all.filter(|dimension| dimension.extent > 1).collect();
+        let overflow = || wrong("its numbers are too large");
+        let elements =
+            dimensions.iter().try_fold(1u64, |all, next| all.checked_mul(next.extent)).ok_or_else(overflow)?;
+        let reach = |stride: fn(&Dimension) -> u64| {
+            dimensions
+                .iter()
+                .try_fold(1u64, |reach, next| reach.checked_add((next.extent - 1).checked_mul(stride(next))?))
+        };
+        let from_reach = reach(|dimension| dimension.from).ok_or_else(overflow)?;
+        let to_reach = reach(|dimension| dimension.to).ok_or_else(overflow)?;
+        // Which index belongs to which dimension does not matter, so the one with the smallest steps becomes the innermost.
+        dimensions.sort_by_key(|dimension| (std::cmp::Reverse(dimension.to), std::cmp::Reverse(dimension.from)));
+        if !is_distinct(&dimensions) {
+            return Err(wrong("two of its elements lie, or may lie, at one place where they are written"));
+        }
+        let mut dimensions = merged(dimensions);
+        let width = match dimensions.last() {
+            Some(&Dimension { extent, from: 1, to: 1 }) => {
+                dimensions.pop();
+                extent
+            }
+            _ => 1,
+        };
+        // Rows may neither overlap nor repeat.
+        let is_pitch = |dimension: &Dimension| dimension.from >= width && dimension.to >= width;
+        let rows = dimensions.iter().enumerate().filter(|(_, dimension)| is_pitch(dimension));
+        let rows = rows.max_by_key(|(_, dimension)| dimension.extent).map(|(index, _)| index);
+        let rows = rows.map_or(Dimension { extent: 1, from: width, to: width }, |index| dimensions.remove(index));
+        Ok(Some(Plan {
+            width,
+            height: rows.extent,
+            from_pitch: rows.from,
+            to_pitch: rows.to,
+            outer: dimensions,
+            from_reach,
+            to_reach,
+            elements,
+        }))
+    }
+}
+
+/// Whether no two elements are written at one place, told from dimensions by falling stride: each step must pass over all that the steps
+/// of smaller dimensions reach. Rarer layouts that are distinct all the same are refused.
+fn is_distinct(dimensions: &[Dimension]) -> bool {
+    let mut reach = 1;
+    dimensions.iter().rev().all(|dimension| {
+        let passes = dimension.to >= reach;
+        reach += (dimension.extent - 1) * dimension.to;
+        passes
+    })
+}
+
+/// Neighbours become one dimension where the outer one goes on where the inner one ends, at both ends.
+fn merged(dimensions: Vec<Dimension>) -> Vec<Dimension> {
+    let mut merged: Vec<Dimension> = Vec::with_capacity(dimensions.len());
+    for next in dimensions {
+        match merged.last_mut() {
+            Some(outer)
+                if next.from.checked_mul(next.extent) == Some(outer.from)
+                    && next.to.checked_mul(next.extent) == Some(outer.to) =>
+            {
+                *outer = Dimension { extent: outer.extent * next.extent, ..next };
+            }
+            _ => merged.push(next),
+        }
+    }
+    merged
+}
+
+impl Plan {
+    /// Calls `copy` with where each piece starts, in elements, at either end.
+    fn pieces(&self, mut copy: impl FnMut(u64, u64) -> Result<(), DeviceError>) -> Result<(), DeviceError> {
+        let mut index = vec![0; self.outer.len()];
+        loop {
+            let place = |stride: fn(&Dimension) -> u64| -> u64 {
+                self.outer.iter().zip(&index).map(|(dimension, index)| stride(dimension) * index).sum()
+            };
+            copy(place(|dimension| dimension.from), place(|dimension| dimension.to))?;
+            let Some(turned) = (0..index.len()).rev().find(|&at| index[at] + 1 < self.outer[at].extent) else {
+                return Ok(());
+            };
+            index[turned] += 1;
+            index[turned + 1..].fill(0);
+        }
+    }
+
+    /// Enqueues all pieces.
+    ///
+    /// # Safety
+    /// What the region reaches from `from` and `to` on must be memory as [`aquifer_device::Driver::copy_2d`] asks for.
+    #[allow(unsafe_code, reason = "passed on from the driver")]
+    unsafe fn enqueue(&self, stream: &Stream, from: Place, to: Place, size: u64) -> Result<(), DeviceError> {
+        self.pieces(|from_at, to_at| {
+            let copy = Copy2d {
+                dst: further(to, to_at * size),
+                dst_pitch: self.to_pitch * size,
+                src: further(from, from_at * size),
+                src_pitch: self.from_pitch * size,
+                width: self.width * size,
+                height: self.height,
+            };
+            // SAFETY: passed on to the caller; the piece lies within what the region reaches.
+            unsafe { stream.copy_2d(&copy) }
+        })
+    }
+
+    fn check_reach(&self, from_len: u64, to_len: u64) -> Result<(), TransferError> {
+        let fits = |reach: u64, len: u64| {
+            if reach <= len { Ok(()) } else { Err(TransferError::OutOfBounds { start: 0, end: reach, len }) }
+        };
+        fits(self.from_reach, from_len)?;
+        fits(self.to_reach, to_len)
+    }
+}
+
+/// The place `bytes` on, within memory that was checked.
+fn further(place: Place, bytes: u64) -> Place {
+    match place {
+        Place::Device(ptr) => Place::Device(ptr.offset(bytes)),
+        Place::Host(mut ptr) => {
+            ptr.0 += usize::try_from(bytes).unwrap_or(usize::MAX);
+            Place::Host(ptr)
+        }
+    }
+}
+
+impl Transfer {
+    /// Enqueues copying a region from page-locked memory, and returns. One driver call copies two dimensions at once, three where the
+    /// innermost are dense; each index of further ones is a call of its own.
+    ///
+    /// # Errors
+    /// A region that reaches beyond either end or writes a place twice, memory that is not page-locked; else as [`Transfer::upload`].
+    pub fn upload_region<'a, T: Pod>(
+        &self,
+        from: impl Into<PinnedSlice<'a, T>>,
+        to: &mut DeviceBuffer<T>,
+        region: &Region<'_>,
+    ) -> Result<Pending<()>, TransferError> {
+        let from = from.into();
+        let part = self.pinned_part(from.part())?;
+        self.check_device("buffer", to.storage().device_id())?;
+        let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
+        plan.check_reach(from.len() as u64, to.len())?;
+        let stream = self.stream(Direction::Upload);
+        let (src, dst, size) = (Place::Host(part.ptr), Place::Device(to.ptr()), size_of::<T>() as u64);
+        let tick = self.enqueue(stream, &[(to.storage(), AccessKind::Write)], &[(part, AccessKind::Read)], || {
+            // SAFETY: as for `Transfer::upload` (N1, N2); the region was checked to lie within both ends.
+            #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
+            unsafe {
+                plan.enqueue(stream, src, dst, size)
+            }
+        })?;
+        self.shared().tally.count(Direction::Upload, plan.elements * size);
+        Ok(Pending::enqueued(self.shared(), tick, ()))
+    }
+
+    /// Enqueues copying a region to page-locked memory, and returns; see [`Transfer::upload_region`]. What lies between stays.
+    ///
+    /// # Errors
+    /// As [`Transfer::upload_region`].
+    pub fn download_region<'a, T: Pod>(
+        &self,
+        from: &DeviceBuffer<T>,
+        to: impl Into<PinnedSliceMut<'a, T>>,
+        region: &Region<'_>,
+    ) -> Result<Pending<()>, TransferError> {
+        let to = to.into();
+        let part = self.pinned_part(to.part())?;
+        self.check_device("buffer", from.storage().device_id())?;
+        let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
+        plan.check_reach(from.len(), to.len() as u64)?;
+        let stream = self.stream(Direction::Download);
+        let (src, dst, size) = (Place::Device(from.ptr()), Place::Host(part.ptr), size_of::<T>() as u64);
+        let tick = self.enqueue(stream, &[(from.storage(), AccessKind::Read)], &[(part, AccessKind::Write)], || {
+            // SAFETY: as for `Transfer::download` (N1, N2); the region was checked to lie within both ends.
+            #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
+            unsafe {
+                plan.enqueue(stream, src, dst, size)
+            }
+        })?;
+        self.shared().tally.count(Direction::Download, plan.elements * size);
+        Ok(Pending::enqueued(self.shared(), tick, ()))
+    }
+
+    /// Enqueues copying a region within the device, and returns; see [`Transfer::upload_region`].
+    ///
+    /// # Errors
+    /// A region that reaches beyond either end or writes a place twice; else as [`Transfer::copy`].
+    pub fn copy_region<T: Copy>(
+        &self,
+        from: &DeviceBuffer<T>,
+        to: &mut DeviceBuffer<T>,
+        region: &Region<'_>,
+    ) -> Result<Pending<()>, TransferError> {
+        self.check_device("buffer", from.storage().device_id())?;
+        self.check_device("buffer", to.storage().device_id())?;
+        let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
+        plan.check_reach(from.len(), to.len())?;
+        let stream = self.stream(Direction::OnDevice);
+        let (src, dst, size) = (Place::Device(from.ptr()), Place::Device(to.ptr()), size_of::<T>() as u64);
+        let memory = [(from.storage().as_ref(), AccessKind::Read), (to.storage().as_ref(), AccessKind::Write)];
+        let tick = self.enqueue(stream, &memory, &[], || {
+            // SAFETY: no host memory is touched.
+            #[allow(unsafe_code, reason = "the driver's call is unsafe for host memory, of which there is none")]
+            unsafe {
+                plan.enqueue(stream, src, dst, size)
+            }
+        })?;
+        self.shared().tally.count(Direction::OnDevice, plan.elements * size);
+        Ok(Pending::enqueued(self.shared(), tick, ()))
+    }
+
+    /// Memory that drivers copy rows of: page-locked, and of this device.
+    fn pinned_part<'a>(&self, part: HostPart<'a>) -> Result<HostPart<'a>, TransferError> {
+        self.check_device("page-locked memory", part.memory.device_id())?;
+        if part.memory.is_pinned() { Ok(part) } else { Err(TransferError::Unsupported { what: "page-locked memory" }) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn plan(extents: &[u64], from_strides: &[u64], to_strides: &[u64]) -> Option<Plan> {
+        Region { extents, from_strides, to_strides }.plan().unwrap()
+    }
+
+    #[test]
+    fn dense_dimensions_become_one_row() {
+        let plan = plan(&[2, 3, 4], &[12, 4, 1], &[12, 4, 1]).unwrap();
+        assert_eq!((plan.width, plan.height, plan.outer.len()), (24, 1, 0));
+    }
+
+    #[test]
+    fn a_block_of_a_volume_is_rows_and_one_outer_dimension() {
+        let plan = plan(&[2, 3, 4], &[100, 10, 1], &[12, 4, 1]).unwrap();
+        assert_eq!((plan.width, plan.height, plan.from_pitch, plan.to_pitch), (4, 3, 10, 4));
+        assert_eq!((plan.outer.len(), plan.from_reach, plan.to_reach), (1, 124, 24));
+    }
+
+    #[test]
+    fn what_would_be_written_twice_or_has_no_strides_is_refused() {
+        for (extents, from, to) in [
+            (&[2u64, 2][..], &[2u64, 1][..], &[0u64, 1][..]),
+            (&[2, 3], &[3, 1], &[2, 1]),
+            (&[2], &[1, 1], &[1]),
+            (&[u64::MAX, 3], &[1, 1], &[3, 1]),
+        ] {
+            assert!(
+                Region { extents, from_strides: from, to_strides: to }.plan().is_err(),
+                "{extents:?} {from:?} {to:?}"
+            );
+        }
+        assert_eq!(plan(&[3, 0], &[1, 1], &[1, 1]), None);
+    }
+
+    proptest! {
+        /// Every element goes where its index says, once.
+        #[test]
+        fn plans_copy_each_element_once(
+            extents in proptest::collection::vec(1u64..5, 0..5),
+            order in any::<u64>(),
+            gaps in proptest::collection::vec(0u64..3, 5),
+            repeat in any::<u8>(),
+        ) {
+            let mut dims: Vec<usize> = (0..extents.len()).collect();
+            dims.sort_by_key(|&dim| order.rotate_left(u32::try_from(dim).unwrap() * 7) % 97);
+            let mut to_strides = vec![0; extents.len()];
+            let mut step = 1;
+            for &dim in dims.iter().rev() {
+                to_strides[dim] = step + gaps[dim];
+                step = to_strides[dim] * extents[dim];
+            }
+            let mut from_strides = vec![0; extents.len()];
+            step = 1;
+            for dim in (0..extents.len()).rev() {
+                from_strides[dim] = if repeat >> dim & 1 == 1 { 0 } else { step };
+                step *= extents[dim];
+            }
+            let plan = plan(&extents, &from_strides, &to_strides).unwrap();
+            let mut expected = std::collections::BTreeMap::new();
+            for number in 0..extents.iter().product::<u64>() {
+                let (mut rest, mut from, mut to) = (number, 0, 0);
+                for dim in (0..extents.len()).rev() {
+                    let index = rest % extents[dim];
+                    rest /= extents[dim];
+                    from += index * from_strides[dim];
+                    to += index * to_strides[dim];
+                }
+                expected.insert(to, from);
+            }
+            let mut copied = std::collections::BTreeMap::new();
+            plan.pieces(|from, to| {
+                for row in 0..plan.height {
+                    for column in 0..plan.width {
+                        let before = copied.insert(to + row * plan.to_pitch + column, from + row * plan.from_pitch + column);
+                        assert_eq!(before, None);
+                    }
+                }
+                Ok(())
+            }).unwrap();
+            prop_assert_eq!(copied, expected);
+        }
+    }
+}

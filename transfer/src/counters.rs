@@ -1,0 +1,120 @@
+//! What transfers cost so far, and how much of their time was used for something else.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Which way bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Direction {
+    /// From the host to the device.
+    Upload,
+    /// From the device to the host.
+    Download,
+    /// Within a device, or between devices.
+    OnDevice,
+}
+
+/// Copies in one direction.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Traffic {
+    /// Transfers that were asked for.
+    pub copies: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// What a [`crate::Transfer`] did so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct Counters {
+    /// From the host to the device.
+    pub uploads: Traffic,
+    /// From the device to the host.
+    pub downloads: Traffic,
+    /// Within the device, or from other devices.
+    pub on_device: Traffic,
+    /// How often a thread waited on the host for the device, in a call that says so.
+    pub synchronisations: u64,
+    /// How long threads waited so.
+    pub time_waited: Duration,
+    /// For transfers that were waited for: from the call that began each to when it was known done, added up.
+    pub time_in_flight: Duration,
+}
+
+impl Counters {
+    /// The share of their time that waited-for transfers ran beside other work of the caller: 1 − waited / in flight. `None` before any
+    /// was waited for. In time of the host's clock, on simulated devices too.
+    pub fn overlap(&self) -> Option<f64> {
+        let flight = self.time_in_flight.as_secs_f64();
+        (flight > 0.0).then(|| (1.0 - self.time_waited.as_secs_f64() / flight).clamp(0.0, 1.0))
+    }
+}
+
+/// The counters as they are kept.
+#[derive(Debug, Default)]
+pub(crate) struct Tally {
+    copies: [AtomicU64; 3],
+    bytes: [AtomicU64; 3],
+    synchronisations: AtomicU64,
+    waited_ns: AtomicU64,
+    flight_ns: AtomicU64,
+}
+
+impl Tally {
+    pub(crate) fn count(&self, direction: Direction, bytes: u64) {
+        self.copies[direction as usize].fetch_add(1, Ordering::Relaxed);
+        self.bytes[direction as usize].fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// A thread waits in `wait` for what began at `started`.
+    pub(crate) fn waiting<R>(&self, started: Instant, wait: impl FnOnce() -> R) -> R {
+        let from = Instant::now();
+        let result = wait();
+        let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        self.synchronisations.fetch_add(1, Ordering::Relaxed);
+        self.waited_ns.fetch_add(ns(from.elapsed()), Ordering::Relaxed);
+        self.flight_ns.fetch_add(ns(started.elapsed()), Ordering::Relaxed);
+        result
+    }
+
+    pub(crate) fn read(&self) -> Counters {
+        let traffic = |direction: Direction| Traffic {
+            copies: self.copies[direction as usize].load(Ordering::Relaxed),
+            bytes: self.bytes[direction as usize].load(Ordering::Relaxed),
+        };
+        Counters {
+            uploads: traffic(Direction::Upload),
+            downloads: traffic(Direction::Download),
+            on_device: traffic(Direction::OnDevice),
+            synchronisations: self.synchronisations.load(Ordering::Relaxed),
+            time_waited: Duration::from_nanos(self.waited_ns.load(Ordering::Relaxed)),
+            time_in_flight: Duration::from_nanos(self.flight_ns.load(Ordering::Relaxed)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn overlap_is_the_share_that_was_not_waited() {
+        assert_eq!(Counters::default().overlap(), None);
+        let ms = Duration::from_millis;
+        let counters = Counters { time_waited: ms(25), time_in_flight: ms(100), ..Counters::default() };
+        assert!((counters.overlap().unwrap_or(0.0) - 0.75).abs() < 1e-9);
+    }
+
+    #[test]
+    fn what_is_counted_is_read() {
+        let tally = Tally::default();
+        tally.count(Direction::Download, 7);
+        tally.waiting(Instant::now(), || {});
+        let counters = tally.read();
+        assert_eq!(counters.downloads, Traffic { copies: 1, bytes: 7 });
+        assert_eq!((counters.uploads, counters.synchronisations), (Traffic::default(), 1));
+        assert!(counters.time_in_flight >= counters.time_waited);
+    }
+}

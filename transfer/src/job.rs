@@ -1,0 +1,102 @@
+//! Long transfers: what threads of the runtime still work on, and what others know of it.
+//!
+//! Invariants: a job that is settled stays so; whoever waits is told. Its lock is a leaf; wakers run without it.
+
+use std::mem;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Waker;
+
+use aquifer_device::Tick;
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use crate::error::TransferError;
+use crate::waiter::wake;
+
+/// A transfer that threads of the runtime work on.
+#[derive(Debug, Default)]
+pub(crate) struct Job {
+    state: Mutex<State>,
+    changed: Condvar,
+    cancelled: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    progress: Progress,
+    /// Told at the next change.
+    wakers: Vec<Waker>,
+}
+
+/// How far a job is.
+#[derive(Clone, Debug, Default)]
+pub(crate) enum Progress {
+    /// Threads work on it.
+    #[default]
+    Working,
+    /// All its work is enqueued; the tick covers it.
+    Enqueued(Tick),
+    /// It is complete, or failed.
+    Finished(Result<(), TransferError>),
+}
+
+impl Job {
+    pub(crate) fn new() -> Arc<Job> {
+        Arc::default()
+    }
+
+    /// All its work is enqueued, and what remains is the tick's. Nothing is claimed for it any more.
+    pub(crate) fn enqueued(&self, tick: Tick) {
+        self.settle(Progress::Enqueued(tick));
+    }
+
+    /// It is complete, or failed. The first that is said of it holds.
+    pub(crate) fn finish(&self, result: Result<(), TransferError>) {
+        self.settle(Progress::Finished(result));
+    }
+
+    fn settle(&self, progress: Progress) {
+        let mut state = self.state.lock();
+        if !matches!(state.progress, Progress::Working) {
+            return;
+        }
+        state.progress = progress;
+        let wakers = mem::take(&mut state.wakers);
+        drop(state);
+        self.changed.notify_all();
+        wakers.into_iter().for_each(wake);
+    }
+
+    /// Asks that what has not begun is left out.
+    pub(crate) fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Release);
+    }
+
+    /// Whether that was asked.
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Acquire)
+    }
+
+    /// How far it is.
+    pub(crate) fn progress(&self) -> Progress {
+        self.state.lock().progress.clone()
+    }
+
+    /// How far it is; while threads work on it, `waker` is told of the next change.
+    pub(crate) fn poll(&self, waker: &Waker) -> Progress {
+        let mut state = self.state.lock();
+        if matches!(state.progress, Progress::Working) && !state.wakers.iter().any(|known| known.will_wake(waker)) {
+            state.wakers.push(waker.clone());
+        }
+        state.progress.clone()
+    }
+
+    /// Waits until no thread works on it any more.
+    pub(crate) fn wait(&self) -> Progress {
+        let mut state: MutexGuard<'_, State> = self.state.lock();
+        while matches!(state.progress, Progress::Working) {
+            self.changed.wait(&mut state);
+        }
+        state.progress.clone()
+    }
+}

@@ -1,0 +1,337 @@
+//! Transfers that were begun.
+//!
+//! Soundness rests on nothing here: memory that is in flight is owned by this crate, or carries the ticks of what uses it, whatever
+//! happens to a [`Pending`]. Dropping one lets the transfer go on, forgetting one forgets what it owns.
+
+use std::fmt;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Instant;
+
+use aquifer_device::{Stream, Tick};
+
+use crate::counters::Tally;
+use crate::error::TransferError;
+use crate::job::{Job, Progress};
+use crate::waiter::{Signal, Waiter};
+
+/// What transfers of one runtime share.
+#[derive(Debug, Default)]
+pub(crate) struct Shared {
+    pub(crate) waiter: Arc<Waiter>,
+    pub(crate) tally: Tally,
+}
+
+/// A transfer that was begun, and what it gives when it is complete.
+///
+/// It can be waited for ([`Pending::wait`]), asked ([`Pending::is_done`]), awaited in any executor, or chained to a stream without
+/// waiting for the device ([`Pending::then`]). If it is dropped, the transfer goes on all the same; the memory it uses stays until then.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_transfer::Transfer;
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
+/// let stream = device.create_stream()?;
+///
+/// let pending = transfer.to_device(vec![1.0f32, 2.0, 3.0], &stream)?; // returns at once
+/// let buffer: DeviceBuffer<f32> = pending.wait()?;
+/// let back = pollster::block_on(transfer.to_vec(&buffer)?)?;
+/// assert_eq!(back, [1.0, 2.0, 3.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[must_use = "what the transfer gives is lost; it goes on all the same"]
+pub struct Pending<T> {
+    steps: Vec<Step>,
+    value: Value<T>,
+    /// The tick that this task asked to be woken about, by its step.
+    signal: Option<Arc<Signal>>,
+    shared: Arc<Shared>,
+    started: Instant,
+}
+
+/// What must be done before the transfer is complete.
+#[derive(Clone, Debug)]
+enum Step {
+    Tick(Tick),
+    Job(Arc<Job>),
+}
+
+/// What the transfer gives.
+enum Value<T> {
+    Here(T),
+    Later(Box<dyn FnOnce() -> Result<T, TransferError> + Send>),
+    Taken,
+}
+
+impl<T> Value<T> {
+    fn take(&mut self) -> Result<T, TransferError> {
+        match std::mem::replace(self, Value::Taken) {
+            Value::Here(value) => Ok(value),
+            Value::Later(make) => make(),
+            Value::Taken => Err(TransferError::AlreadyTaken),
+        }
+    }
+}
+
+impl<T> Pending<T> {
+    /// What is complete already.
+    pub(crate) fn ready(shared: &Arc<Shared>, value: T) -> Pending<T> {
+        Pending::of(shared, Vec::new(), Value::Here(value))
+    }
+
+    /// Work that was enqueued until the tick.
+    pub(crate) fn enqueued(shared: &Arc<Shared>, tick: Tick, value: T) -> Pending<T> {
+        Pending::of(shared, vec![Step::Tick(tick)], Value::Here(value))
+    }
+
+    /// Work that was enqueued until all of the ticks.
+    pub(crate) fn enqueued_all(shared: &Arc<Shared>, ticks: Vec<Tick>, value: T) -> Pending<T> {
+        Pending::of(shared, ticks.into_iter().map(Step::Tick).collect(), Value::Here(value))
+    }
+
+    /// Work of a thread of the runtime, whose result is taken when it is complete.
+    pub(crate) fn job(
+        shared: &Arc<Shared>,
+        job: Arc<Job>,
+        value: impl FnOnce() -> Result<T, TransferError> + Send + 'static,
+    ) -> Pending<T> {
+        Pending::of(shared, vec![Step::Job(job)], Value::Later(Box::new(value)))
+    }
+
+    fn of(shared: &Arc<Shared>, steps: Vec<Step>, value: Value<T>) -> Pending<T> {
+        Pending { steps, value, signal: None, shared: shared.clone(), started: Instant::now() }
+    }
+
+    /// Waits on the host until the transfer is complete. Counted as a synchronisation if it was not complete before.
+    ///
+    /// # Errors
+    /// Those of the transfer, and of the driver; a lost device is one of them.
+    pub fn wait(mut self) -> Result<T, TransferError> {
+        if !self.is_done()? {
+            let Pending { steps, shared, started, .. } = &self;
+            shared.tally.waiting(*started, || steps.iter().try_for_each(Step::wait))?;
+        }
+        self.finish()
+    }
+
+    /// Whether the transfer is complete, failed ones included: [`Pending::wait`] does not wait then. Asks the driver.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn is_done(&self) -> Result<bool, TransferError> {
+        for step in &self.steps {
+            if !step.is_done()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Goes on with what the transfer gives as soon as it is enqueued: orders later work of `stream` after it, without waiting for the
+    /// device, and calls `next`. Waits on the host where threads are still enqueuing.
+    ///
+    /// What is given must not be read by the host in `next`, which would have to wait. Device memory needs no more than this; page-locked
+    /// memory waits by itself when it is read.
+    ///
+    /// # Errors
+    /// Those of the transfer so far, and of the driver. The transfer goes on.
+    pub fn then<R>(mut self, stream: &Stream, next: impl FnOnce(&Stream, T) -> R) -> Result<R, TransferError>
+    where
+        T: OnStreams,
+    {
+        for step in &self.steps {
+            if let Some(tick) = step.enqueued()? {
+                stream.wait_for(&tick)?;
+            }
+        }
+        Ok(next(stream, self.value.take()?))
+    }
+
+    /// Makes something else of what the transfer gives, when that is taken.
+    pub fn map<R>(self, change: impl FnOnce(T) -> R + Send + 'static) -> Pending<R>
+    where
+        T: Send + 'static,
+    {
+        self.and_then(move |value| Ok(change(value)))
+    }
+
+    /// Makes something else of what the transfer gives, when that is taken, which may fail.
+    pub(crate) fn and_then<R>(
+        mut self,
+        change: impl FnOnce(T) -> Result<R, TransferError> + Send + 'static,
+    ) -> Pending<R>
+    where
+        T: Send + 'static,
+    {
+        let mut value = std::mem::replace(&mut self.value, Value::Taken);
+        let value = Value::Later(Box::new(move || value.take().and_then(change)));
+        let steps = std::mem::take(&mut self.steps);
+        Pending { steps, value, signal: None, shared: self.shared.clone(), started: self.started }
+    }
+
+    /// What two transfers give, when both are complete.
+    pub fn join<U>(mut self, mut other: Pending<U>) -> Pending<(T, U)>
+    where
+        T: Send + 'static,
+        U: Send + 'static,
+    {
+        let mut values =
+            (std::mem::replace(&mut self.value, Value::Taken), std::mem::replace(&mut other.value, Value::Taken));
+        let mut steps = std::mem::take(&mut self.steps);
+        steps.append(&mut other.steps);
+        let value = Value::Later(Box::new(move || Ok((values.0.take()?, values.1.take()?))));
+        let started = self.started.min(other.started);
+        Pending { steps, value, signal: None, shared: self.shared.clone(), started }
+    }
+
+    /// What all transfers give, in their order, when all are complete. `None` if there are none.
+    pub fn all(pendings: impl IntoIterator<Item = Pending<T>>) -> Option<Pending<Vec<T>>>
+    where
+        T: Send + 'static,
+    {
+        let mut pendings = pendings.into_iter();
+        let first = pendings.next()?;
+        let mut values = Vec::new();
+        let (mut steps, shared, started) = (Vec::new(), first.shared.clone(), first.started);
+        for mut pending in std::iter::once(first).chain(pendings) {
+            steps.append(&mut pending.steps);
+            values.push(std::mem::replace(&mut pending.value, Value::Taken));
+        }
+        let value = Value::Later(Box::new(move || values.iter_mut().map(Value::take).collect()));
+        Some(Pending { steps, value, signal: None, shared, started })
+    }
+
+    /// Gives the transfer up: what threads of the runtime have not begun is left out, and what was enqueued goes on. What it would have
+    /// given is dropped.
+    pub fn cancel(self) {
+        for step in &self.steps {
+            if let Step::Job(job) = step {
+                job.cancel();
+            }
+        }
+    }
+
+    /// What the complete transfer gives.
+    fn finish(&mut self) -> Result<T, TransferError> {
+        self.steps.iter().try_for_each(Step::result)?;
+        self.value.take()
+    }
+
+    /// Drops steps that are done, until one is not; then `waker` is told when that changes.
+    fn poll_steps(&mut self, waker: &Waker) -> Poll<Result<(), TransferError>> {
+        while let Some(step) = self.steps.first().cloned() {
+            let tick = match step {
+                Step::Tick(tick) => Some(tick),
+                Step::Job(job) => match job.poll(waker) {
+                    Progress::Working => return Poll::Pending,
+                    Progress::Enqueued(tick) => Some(tick),
+                    Progress::Finished(result) => {
+                        result?;
+                        None
+                    }
+                },
+            };
+            if let Some(tick) = tick {
+                if self.signal.is_none() {
+                    if tick.is_done()? {
+                        self.steps.remove(0);
+                        continue;
+                    }
+                    self.signal = Some(self.shared.waiter.watch(tick)?);
+                }
+                match self.signal.as_ref().map(|signal| signal.poll(waker)) {
+                    Some(Poll::Pending) => return Poll::Pending,
+                    Some(Poll::Ready(result)) => result?,
+                    None => {}
+                }
+            }
+            self.signal = None;
+            self.steps.remove(0);
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl Step {
+    fn is_done(&self) -> Result<bool, TransferError> {
+        Ok(match self {
+            Step::Tick(tick) => tick.is_done()?,
+            Step::Job(job) => match job.progress() {
+                Progress::Working => false,
+                Progress::Enqueued(tick) => tick.is_done()?,
+                Progress::Finished(_) => true,
+            },
+        })
+    }
+
+    fn wait(&self) -> Result<(), TransferError> {
+        match self {
+            Step::Tick(tick) => Ok(tick.synchronize()?),
+            Step::Job(job) => match job.wait() {
+                Progress::Working => Ok(()),
+                Progress::Enqueued(tick) => Ok(tick.synchronize()?),
+                Progress::Finished(result) => result,
+            },
+        }
+    }
+
+    /// The tick to come after, once everything is enqueued.
+    fn enqueued(&self) -> Result<Option<Tick>, TransferError> {
+        match self {
+            Step::Tick(tick) => Ok(Some(tick.clone())),
+            Step::Job(job) => match job.wait() {
+                Progress::Working => Ok(None),
+                Progress::Enqueued(tick) => Ok(Some(tick)),
+                Progress::Finished(result) => result.map(|()| None),
+            },
+        }
+    }
+
+    /// How a step ended that is done.
+    fn result(&self) -> Result<(), TransferError> {
+        match self {
+            Step::Tick(_) => Ok(()),
+            Step::Job(job) => match job.progress() {
+                Progress::Finished(result) => result,
+                Progress::Working | Progress::Enqueued(_) => Ok(()),
+            },
+        }
+    }
+}
+
+/// What streams can go on with before a transfer is complete: device memory, which carries its ticks, and what is built of it.
+pub trait OnStreams {}
+
+impl OnStreams for () {}
+
+impl<T> OnStreams for aquifer_allocator::DeviceBuffer<T> {}
+
+impl<T: OnStreams> OnStreams for Vec<T> {}
+
+impl<T: OnStreams, U: OnStreams> OnStreams for (T, U) {}
+
+/// Woken by a thread of the runtime that sleeps until the device is done; nothing polls.
+impl<T> Future for Pending<T> {
+    type Output = Result<T, TransferError>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let pending = self.get_mut();
+        match pending.poll_steps(context.waker()) {
+            Poll::Pending => Poll::Pending,
+            Poll::Ready(Ok(())) => Poll::Ready(pending.value.take()),
+            Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
+        }
+    }
+}
+
+/// Nothing in it is pinned by being polled.
+impl<T> Unpin for Pending<T> {}
+
+impl<T> fmt::Debug for Pending<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pending").field("steps", &self.steps).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,238 @@
+//! The runtime of one device: what people copy with.
+
+use std::fmt;
+use std::sync::Arc;
+
+use aquifer_allocator::{Allocator, Storage, Turn};
+use aquifer_device::{AccessKind, Code, Device, DeviceError, DriverKind, Operation, Stream, Tick};
+use aquifer_kernels::Kernels;
+use parking_lot::Mutex;
+
+use crate::counters::{Counters, Direction};
+use crate::error::TransferError;
+use crate::pending::Shared;
+use crate::pinned::{HostPart, HostTurn, PinnedConfig, PinnedPool};
+use crate::staging::Staging;
+use crate::streams::Streams;
+
+/// How a [`Transfer`] is made.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct TransferConfig {
+    /// Page-locked memory.
+    pub pinned: PinnedConfig,
+    /// Streams a direction, at least 1. Transfers take turns on them, so that a small one need not wait for a large one.
+    pub streams: usize,
+    /// Priority of these streams, numerically: lower is more urgent. Clamped to what the device has.
+    pub priority: i32,
+}
+
+impl Default for TransferConfig {
+    /// Two streams a direction, as urgent as the device allows: a copy that a kernel waits for should not wait itself.
+    fn default() -> Self {
+        TransferConfig { pinned: PinnedConfig::default(), streams: 2, priority: i32::MIN }
+    }
+}
+
+/// Copies between the host and one device, and within it. Cloning gives another handle.
+///
+/// Copies run on streams of their own, or on the caller's ([`Transfer::on`]), and return before they are done. Buffers carry the ticks
+/// of what uses them, so every stream that takes its turn with one ([`aquifer_allocator::Turn`], the kernels of `aquifer-kernels`, other
+/// transfers) is ordered after them without further ado, and host memory that is in flight cannot be touched: see
+/// [`crate::PinnedBuffer`]. What waits for the device on the host says so in its name or its documentation, and is counted
+/// ([`Transfer::counters`]).
+///
+/// Streams that capture a graph are refused: what a graph does is not done when the call returns, and may be done often.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_kernels::Kernels;
+/// use aquifer_transfer::Transfer;
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let transfer = Transfer::new(&allocator)?;
+/// let (kernels, stream) = (Kernels::load(&device)?, device.create_stream()?);
+///
+/// let mut host = transfer.pinned().alloc::<f32>(1000)?;
+/// host.write()?.fill(2.0);
+/// let mut x: DeviceBuffer<f32> = allocator.alloc_buffer(1000, &stream)?;
+/// let mut y: DeviceBuffer<f32> = allocator.alloc_buffer(1000, &stream)?;
+/// let _ = transfer.upload(&host, &mut x)?;     // returns at once
+/// kernels.fill(&stream, &mut y, 1.0f32)?;      // runs beside it
+/// kernels.axpy(&stream, 3.0, &x, &mut y)?;     // ordered after it
+/// let result = transfer.to_host(&y)?.wait()?;  // waits on the host
+/// assert_eq!(result.read()?[999], 7.0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct Transfer {
+    pub(crate) inner: Arc<Inner>,
+    /// What copies run on instead of streams of the runtime.
+    stream: Option<Stream>,
+}
+
+pub(crate) struct Inner {
+    pub(crate) allocator: Allocator,
+    pub(crate) pinned: PinnedPool,
+    streams: Streams,
+    kernels: Mutex<Option<Kernels>>,
+    /// Up to which size batched copies pay, once it was measured; `None` inside where the driver has none.
+    pub(crate) crossover: Mutex<Option<Option<u64>>>,
+    pub(crate) shared: Arc<Shared>,
+    staging: Staging,
+}
+
+impl Transfer {
+    /// A runtime for the allocator's device.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn new(allocator: &Allocator) -> Result<Transfer, TransferError> {
+        Transfer::with_config(allocator, TransferConfig::default())
+    }
+
+    /// A runtime for the allocator's device, made as `config` says. Nothing is page-locked, and no thread started, before it is needed.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn with_config(allocator: &Allocator, config: TransferConfig) -> Result<Transfer, TransferError> {
+        let device = allocator.device();
+        let pinned = PinnedPool::new(device, config.pinned)?;
+        let inner = Inner {
+            allocator: allocator.clone(),
+            pinned: pinned.clone(),
+            streams: Streams::new(device, config.streams, config.priority)?,
+            kernels: Mutex::new(None),
+            crossover: Mutex::new(None),
+            shared: Arc::default(),
+            staging: Staging::new(&pinned),
+        };
+        Ok(Transfer { inner: Arc::new(inner), stream: None })
+    }
+
+    /// The same runtime with copies running on `stream`, in order with the rest of the caller's work there.
+    ///
+    /// # Errors
+    /// A stream of another device.
+    pub fn on(&self, stream: &Stream) -> Result<Transfer, TransferError> {
+        self.check_stream(stream)?;
+        Ok(Transfer { inner: self.inner.clone(), stream: Some(stream.clone()) })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        self.inner.allocator.device()
+    }
+
+    /// The allocator of device memory.
+    pub fn allocator(&self) -> &Allocator {
+        &self.inner.allocator
+    }
+
+    /// Page-locked memory for copies of this device.
+    pub fn pinned(&self) -> &PinnedPool {
+        &self.inner.pinned
+    }
+
+    /// The kernels on this device, loaded at the first call.
+    ///
+    /// # Errors
+    /// As [`Kernels::load`].
+    pub fn kernels(&self) -> Result<Kernels, TransferError> {
+        let mut kernels = self.inner.kernels.lock();
+        if let Some(kernels) = &*kernels {
+            return Ok(kernels.clone());
+        }
+        let loaded = Kernels::load(self.device())?;
+        *kernels = Some(loaded.clone());
+        Ok(loaded)
+    }
+
+    /// What copies in this direction run on: the caller's stream, or the one whose turn it is.
+    pub fn stream(&self, direction: Direction) -> &Stream {
+        self.stream.as_ref().unwrap_or_else(|| self.inner.streams.next(direction))
+    }
+
+    /// What was done so far, by all handles of this runtime.
+    pub fn counters(&self) -> Counters {
+        self.inner.shared.tally.read()
+    }
+
+    /// The ring that ordinary memory goes through.
+    pub(crate) fn staging(&self) -> &Staging {
+        &self.inner.staging
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.inner.shared
+    }
+
+    pub(crate) fn check_stream(&self, stream: &Stream) -> Result<(), TransferError> {
+        self.check_device("stream", stream.device_id())
+    }
+
+    pub(crate) fn check_device(&self, what: &'static str, is: u32) -> Result<(), TransferError> {
+        let needed = self.device().id();
+        if is == needed { Ok(()) } else { Err(TransferError::WrongDevice { what, is, needed }) }
+    }
+
+    pub(crate) fn refuse_capture(&self, stream: &Stream) -> Result<(), TransferError> {
+        if !stream.is_capturing() {
+            return Ok(());
+        }
+        let detail =
+            "transfers cannot be captured into a graph: copy before or after, or capture the driver's own calls";
+        Err(DeviceError::new(Operation::CopyToDevice, Code::CAPTURE_UNSUPPORTED).with_detail(detail).into())
+    }
+
+    /// A tick that covers the stream's work so far, which the host can ask about without waiting for what comes later.
+    pub(crate) fn covered_tick(&self, stream: &Stream) -> Tick {
+        let tick = stream.tick();
+        // Without an event the tick is still answerable, at the cost of waiting for later work, too.
+        if let Err(error) = tick.cover() {
+            tracing::debug!(%error, "no event could be recorded after a copy");
+        }
+        tick
+    }
+
+    /// Enqueues work on a stream, in its turn with the memory that the work uses: after this the memory carries the tick.
+    ///
+    /// An error of `work` is given back, but the memory counts as used all the same: nobody knows what the driver began.
+    pub(crate) fn enqueue(
+        &self,
+        stream: &Stream,
+        device: &[(&Storage, AccessKind)],
+        host: &[(HostPart<'_>, AccessKind)],
+        work: impl FnOnce() -> Result<(), DeviceError>,
+    ) -> Result<Tick, TransferError> {
+        self.refuse_capture(stream)?;
+        let turn = Turn::take(stream, device)?;
+        let turns = host_turns(host, stream)?;
+        let worked = work();
+        drop(turns);
+        drop(turn);
+        worked?;
+        Ok(self.covered_tick(stream))
+    }
+
+    /// Whether the device is simulated.
+    pub fn is_simulated(&self) -> bool {
+        self.device().info().kind == DriverKind::Simulated
+    }
+}
+
+/// A stream's turns with host memory, in one order for all, so that turns do not wait for each other in a circle.
+fn host_turns<'a>(host: &[(HostPart<'a>, AccessKind)], stream: &'a Stream) -> Result<Vec<HostTurn<'a>>, TransferError> {
+    let mut wanted: Vec<_> = host.iter().map(|&(part, kind)| (part.memory, kind)).collect();
+    // Writing before reading, so that it counts where memory is listed twice.
+    wanted.sort_unstable_by_key(|&(memory, kind)| (Arc::as_ptr(memory), std::cmp::Reverse(kind)));
+    wanted.dedup_by_key(|(memory, _)| Arc::as_ptr(memory));
+    wanted.into_iter().map(|(memory, kind)| memory.turn(stream, kind)).collect()
+}
+
+impl fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Transfer").field("device", self.device()).field("stream", &self.stream).finish_non_exhaustive()
+    }
+}
