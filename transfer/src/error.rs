@@ -6,6 +6,7 @@ use aquifer_allocator::AllocError;
 use aquifer_device::{DeviceError, Unavailable};
 use aquifer_kernels::{ConvertError, DType, KernelError};
 
+use crate::params::{CheckpointError, Stray, Strays};
 use crate::placement::NoDevice;
 use crate::tensor::{LayoutError, OperandsError};
 
@@ -188,6 +189,25 @@ pub enum TransferError {
     /// Elements could not be converted.
     #[error(transparent)]
     Convert(#[from] ConvertError),
+    /// The caller named a parameter as it cannot be named, or one that is not there.
+    #[error("parameter {name:?} {problem}")]
+    ParamName {
+        /// The name.
+        name: String,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+    /// Parameters are not where all should be. Move the whole set.
+    #[error("not all parameters are on {place}: {}", Strays(strays))]
+    LeftBehind {
+        /// Where they should be.
+        place: String,
+        /// Those that are elsewhere.
+        strays: Vec<Stray>,
+    },
+    /// A file of tensors is not what it should be.
+    #[error(transparent)]
+    Checkpoint(#[from] Box<CheckpointError>),
     /// Device memory could not be had, or not be used by the stream.
     #[error(transparent)]
     Alloc(#[from] AllocError),

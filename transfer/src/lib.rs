@@ -12,6 +12,7 @@ mod copy;
 mod counters;
 mod error;
 mod job;
+mod params;
 mod pending;
 mod pinned;
 mod placement;
@@ -25,6 +26,10 @@ mod waiter;
 pub use copy::{BatchResults, Downloaded, Region, Route, Scope, TransferBatch};
 pub use counters::{Counters, Direction, Traffic};
 pub use error::TransferError;
+pub use params::{
+    Checkpoint, CheckpointError, CheckpointFault, Load, OtherDTypes, Param, ParamKind, ParamSet, Progress, Relocate, Stray,
+    TensorEntry,
+};
 pub use pending::{OnStreams, Pending};
 pub use pinned::{
     HostMemoryStats, PinnedBuffer, PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, SlabSource, TimeStat,

@@ -61,8 +61,7 @@ impl Tensor {
         let layout = Layout::row_major(shape)?;
         check_len(&layout, buffer.len())?;
         let bytes = buffer.cast().ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?;
-        let memory = Memory::Device(DeviceMemory { buffer: bytes, transfer: transfer.clone() });
-        Tensor::new(memory, T::DTYPE, layout)
+        Tensor::on_device(bytes, transfer, T::DTYPE, layout)
     }
 
     /// A tensor whose elements are undefined until they are written: on a device whatever was there, on the host zeros or whatever was
@@ -211,7 +210,7 @@ fn zeroed_host(dtype: DType, len: u64) -> Result<HostMemory, TransferError> {
 }
 
 /// Host memory for elements, written by `fill`.
-pub(super) fn filled_host(
+pub(crate) fn filled_host(
     dtype: DType,
     len: u64,
     fill: impl FnOnce(&mut [u8]) -> Result<(), TransferError>,

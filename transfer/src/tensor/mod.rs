@@ -5,6 +5,7 @@
 //! * `create` makes tensors, `transport` moves and converts them, `pack` collects what has gaps;
 //! * `read` gives elements back to the host, `operations` computes on a device.
 
+mod converted;
 mod create;
 mod error;
 mod layout;
@@ -26,13 +27,16 @@ use aquifer_kernels::DType;
 pub use error::{OperandInfo, OperandsError};
 pub use layout::{Layout, MAX_DIMENSIONS};
 pub use layout_error::LayoutError;
-pub(crate) use memory::{DeviceMemory, Memory};
+pub(crate) use converted::Converted;
+pub(crate) use create::filled_host;
+pub(crate) use memory::{DeviceMemory, HostMemory, Memory, PinnedHost};
 pub use memory::Scalar;
 pub use place::Place;
 pub use transport::To;
 
 use crate::error::TransferError;
 use crate::pending::OnStreams;
+use crate::runtime::Transfer;
 
 /// Elements of one dtype in a shape, in host memory, page-locked host memory or the memory of a device.
 ///
@@ -80,6 +84,21 @@ impl Tensor {
             return Err(LayoutError::StorageTooShort { shape, needed: layout.end(), has }.into());
         }
         Ok(Tensor { memory, dtype, layout })
+    }
+
+    /// A tensor of device memory that nobody else has.
+    pub(crate) fn on_device(
+        buffer: DeviceBuffer<u8>,
+        transfer: &Transfer,
+        dtype: DType,
+        layout: Layout,
+    ) -> Result<Tensor, TransferError> {
+        Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: transfer.clone() }), dtype, layout)
+    }
+
+    /// Whether both are the same part of the same memory.
+    pub(crate) fn is_tied_to(&self, other: &Tensor) -> bool {
+        (self.dtype, self.layout) == (other.dtype, other.layout) && self.shares_memory_with(other)
     }
 
     /// Where it is.

@@ -10,7 +10,7 @@ use aquifer_kernels::{DType, Kernels, Operand, Target};
 
 use super::create::bytes_of;
 use super::layout::Layout;
-use super::memory::{DeviceMemory, Memory, Scalar};
+use super::memory::{Memory, Scalar};
 use super::pack::pack_on_device;
 use super::{OperandsError, Tensor};
 use crate::error::TransferError;
@@ -170,8 +170,7 @@ impl<'a> Operands<'a> {
 }
 
 fn of_result(transfer: &Transfer, buffer: DeviceBuffer<u8>, dtype: DType, shape: &[u64]) -> Result<Tensor, TransferError> {
-    let memory = Memory::Device(DeviceMemory { buffer, transfer: transfer.clone() });
-    Tensor::new(memory, dtype, Layout::row_major(shape)?)
+    Tensor::on_device(buffer, transfer, dtype, Layout::row_major(shape)?)
 }
 
 /// As [`Kernels::reduce_sum`] says.

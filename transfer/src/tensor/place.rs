@@ -66,6 +66,11 @@ impl Place {
         }
     }
 
+    /// Whether both are the same kind of host memory, or the same device.
+    pub fn is_same(&self, other: &Place) -> bool {
+        self.serves_as(other) && other.serves_as(self)
+    }
+
     /// Whether what is here is there already. Page-locked memory is host memory, too; the other way round a copy is needed.
     pub fn serves_as(&self, wanted: &Place) -> bool {
         match (self, wanted) {

@@ -33,6 +33,15 @@ impl Tensor {
         }
     }
 
+    /// The bytes of a contiguous tensor in host memory.
+    pub(crate) fn host_bytes(&self) -> Result<&[u8], TransferError> {
+        if !self.is_contiguous() {
+            return Err(self.not_contiguous());
+        }
+        let (first, len) = (host_len(self.first(), self.dtype)?, host_len(self.len(), self.dtype)?);
+        Ok(&self.memory.read()?[first * self.size()..(first + len) * self.size()])
+    }
+
     /// The elements of a contiguous tensor in host memory, without a copy. Page-locked memory that a copy is still filling is waited for.
     ///
     /// # Errors

@@ -14,6 +14,7 @@ use aquifer_allocator::DeviceBuffer;
 use aquifer_device::Stream;
 use aquifer_kernels::{DType, Operand, Target, convert_host};
 
+use super::converted::Converted;
 use super::create::{bytes_of, filled_host, host_bytes};
 use super::layout::Layout;
 use super::memory::{DeviceMemory, HostMemory, HostPart, Memory, PinnedHost, by_dtype};
@@ -242,6 +243,11 @@ impl Tensor {
                 Ok((self.upload_rows(own, to, buffer)?, true))
             }
             (Memory::Host(own), Some(range)) => Ok((to.upload_from::<u8, HostPart>(own.part(range), buffer)?, false)),
+            (Memory::Host(own), None) if buffer.bytes() > PINNED_AT_ONCE && sent.first.is_some() => {
+                let range = self.byte_range(self.first(), sent.count);
+                let source = Converted::new(own.part(range), self.dtype, crossing);
+                Ok((to.stage_upload(Arc::new(source), buffer)?.1, false))
+            }
             _ if buffer.bytes() <= PINNED_AT_ONCE => {
                 let mut staged = to.pinned().alloc::<u8>(host_bytes(&sent.dense()?, crossing)?)?;
                 self.write_sent(sent, crossing, staged.write()?)?;
@@ -341,6 +347,14 @@ impl Tensor {
             return Ok(copied.map(|_| tensor));
         }
         Ok(Pending::enqueued(to.shared(), to.covered_tick(&there), tensor))
+    }
+
+    /// The elements of a tensor on the host as they are sent, and where they lie then.
+    pub(crate) fn elements_as(&self, dtype: DType) -> Result<(Vec<u8>, Layout), TransferError> {
+        let sent = self.sent()?;
+        let mut elements = vec![0; host_bytes(&sent.dense()?, dtype)?];
+        self.write_sent(&sent, dtype, &mut elements)?;
+        Ok((elements, sent.layout))
     }
 
     /// How the elements are sent: as they lie if there are no gaps between them, else packed.
