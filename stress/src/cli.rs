@@ -3,6 +3,7 @@
 mod compare;
 mod hardware;
 mod shows;
+mod transfer;
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -15,6 +16,7 @@ use clap::{Args, Parser, Subcommand};
 pub use compare::CompareArgs;
 pub use hardware::{CallsArgs, SoakArgs};
 pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
+pub use transfer::{Part, TransferArgs};
 
 use crate::exit::CODES;
 
@@ -30,6 +32,7 @@ Examples:
   aquifer-stress compare --pytorch pytorch.json *.trace.gz
   aquifer-stress bench --filter churn
   aquifer-stress calls --device sim:a100
+  aquifer-stress transfer --device sim:h100 --max-mb 16
   aquifer-stress soak --minutes 5 --threads 4";
 
 /// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments memory, runs out of it,
@@ -89,6 +92,8 @@ pub enum Command {
     Bench(BenchArgs),
     /// Measure what driver calls cost on the device.
     Calls(CallsArgs),
+    /// Measure copies between host and device, by every way there is.
+    Transfer(TransferArgs),
     /// Put memory under load: allocate, write patterns, hand on, copy, verify and free, from many threads.
     Soak(SoakArgs),
     /// Fragment memory in several ways, under several policies side by side, and draw maps of it.

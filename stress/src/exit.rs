@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use aquifer_allocator::AllocError;
 use aquifer_device::{DeviceError, OpenError};
 use aquifer_kernels::KernelError;
+use aquifer_transfer::TransferError;
 
 use crate::input::InputError;
 
@@ -89,6 +90,17 @@ pub enum Failure {
     /// A kernel could not be launched.
     #[error(transparent)]
     Kernel(#[from] KernelError),
+    /// A transfer failed.
+    #[error(transparent)]
+    Transfer(#[from] TransferError),
+    /// A file that is needed for a while could not be written.
+    #[error("{}: {source}", path.display())]
+    Temporary {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
     /// Standard output cannot be written.
     #[error("standard output: {0}")]
     Output(io::Error),
@@ -128,9 +140,14 @@ impl Failure {
             Failure::Input(_) => Outcome::BadInput,
             Failure::OutOfMemory(_) => Outcome::OutOfMemory,
             Failure::Alloc { error, .. } if error.is_out_of_memory() => Outcome::OutOfMemory,
-            Failure::Open(_) | Failure::Alloc { .. } | Failure::Device(_) | Failure::Kernel(_) | Failure::Output(_) => {
-                Outcome::Failed
-            }
+            Failure::Transfer(error) if error.is_out_of_memory() => Outcome::OutOfMemory,
+            Failure::Open(_)
+            | Failure::Alloc { .. }
+            | Failure::Device(_)
+            | Failure::Kernel(_)
+            | Failure::Transfer(_)
+            | Failure::Temporary { .. }
+            | Failure::Output(_) => Outcome::Failed,
             Failure::OutputClosed => Outcome::Done,
         }
     }

@@ -57,6 +57,7 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(Command::Fragmentation(args)) => commands::fragmentation::run(&session, args),
         Some(Command::Oom(args)) => commands::oom::run(&session, args),
         Some(Command::Soak(args)) => commands::soak::run(&session, args),
+        Some(Command::Transfer(args)) => commands::transfer::run(&session, args),
         Some(Command::Demo(args)) => commands::demo::run(&session, args),
     }
 }

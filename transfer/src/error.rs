@@ -29,8 +29,27 @@ pub enum TransferError {
         free: u64,
         /// Most that the pool may hold.
         limit: Option<u64>,
-        /// What the driver said, where it refused.
-        source: Option<DeviceError>,
+        /// What the driver or the system said, where it refused.
+        source: Option<Box<TransferError>>,
+    },
+    /// The system has no memory, page-locked or not.
+    #[error("{bytes} bytes of host memory could not be had: {source}")]
+    OutOfHostMemory {
+        /// Bytes asked for.
+        bytes: u64,
+        /// What the system said.
+        source: Arc<std::io::Error>,
+    },
+    /// The caller asked to page-lock memory of which a page is locked already. Use the buffer that holds it, or memory that
+    /// starts and ends at a page.
+    #[error("{bytes} bytes at {address:#x} are page-locked already, or share a page with memory that is: {source}")]
+    AlreadyPinned {
+        /// Where the memory starts.
+        address: u64,
+        /// Its length.
+        bytes: u64,
+        /// What the driver said.
+        source: DeviceError,
     },
     /// The caller asked for a length whose size in bytes overflows.
     #[error("{len} elements of {size} bytes are more bytes than this machine can address")]

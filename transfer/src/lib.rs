@@ -32,7 +32,8 @@ pub use params::{
 };
 pub use pending::{OnStreams, Pending};
 pub use pinned::{
-    HostMemoryStats, PinnedBuffer, PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, SlabSource, TimeStat,
+    HostMemoryStats, PinnedBuffer, PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, Returned, SlabSource,
+    TimeStat,
 };
 pub use placement::{Candidate, Chosen, Fallback, NoDevice, Placement, Refused, Verdict};
 pub use runtime::{Transfer, TransferConfig};

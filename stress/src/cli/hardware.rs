@@ -71,6 +71,7 @@ JSON keys:
   ooms                      requests refused for lack of memory
   bytes_written, bytes_verified, blocks_verified   patterns written by the device, and compared
   copies, handed_over       copies between blocks; blocks that went to another thread
+  uploads, downloads        blocks that the host wrote, and compared, by transfers that were not waited for at once
   releases                  times that cached memory was given back
   peak_reserved_bytes       the most that was held from the device
   mismatches                blocks that did not read as they were written, each told on standard error with its seed and

@@ -9,6 +9,7 @@ pub mod fragmentation;
 pub mod oom;
 pub mod replay;
 pub mod soak;
+pub mod transfer;
 
 use std::path::{Path, PathBuf};
 

@@ -154,6 +154,7 @@ impl fmt::Display for Row {
             "  blocks         {} allocated, {} compared, {} copies, {} to other threads",
             tally.allocs, tally.blocks_verified, tally.copies, tally.handed_over
         )?;
+        writeln!(f, "  host           {} blocks written by it, {} compared", tally.uploads, tally.downloads)?;
         writeln!(
             f,
             "  patterns       {} written, {} compared, {:.2} GB/s",

@@ -6,6 +6,8 @@
 //! of what happens to a block is on another stream than what happened before; the order is what buffers see to
 //! ([`aquifer_allocator::Turn`]).
 //!
+//! What is small is also written by the host, and read by it, through transfers that are still in flight when the next operations begin.
+//!
 //! One thread on a simulated device does the same for the same seed, always. Several threads take turns as the system lets them.
 
 mod block;
@@ -19,6 +21,7 @@ use std::time::Instant;
 use aquifer_allocator::Allocator;
 use aquifer_device::Stream;
 use aquifer_kernels::Kernels;
+use aquifer_transfer::Transfer;
 use crossbeam::channel::{self, Sender};
 
 use crate::exit::Failure;
@@ -49,6 +52,7 @@ pub struct Plan {
 struct Shared<'a> {
     plan: &'a Plan,
     allocator: &'a Allocator,
+    transfer: Transfer,
     kernels: Kernels,
     streams: Vec<Stream>,
     /// Where blocks go that another worker is to go on with.
@@ -85,6 +89,7 @@ pub fn run(allocator: &Allocator, plan: &Plan) -> Result<Tally, Failure> {
     let shared = Shared {
         plan,
         allocator,
+        transfer: Transfer::new(allocator)?,
         kernels: Kernels::load(device)?,
         streams,
         outboxes,
@@ -128,7 +133,14 @@ mod tests {
             for threads in [1, 3] {
                 let (tally, allocator) = soaked(seed, threads, options);
                 assert_eq!((tally.operations, &tally.mismatches[..]), (600, &[][..]), "seed {seed}, {options}");
-                assert!(tally.ooms > 0 && tally.blocks_verified > 100 && tally.copies > 0, "{tally:?}");
+                assert!(
+                    tally.ooms > 0
+                        && tally.blocks_verified > 100
+                        && tally.copies > 0
+                        && tally.uploads > 0
+                        && tally.downloads > 0,
+                    "{tally:?}"
+                );
                 assert!(tally.peak_reserved_bytes <= 16 << 20);
                 assert_eq!(allocator.allocated_bytes(), 0);
                 allocator.empty_cache().unwrap();

@@ -23,6 +23,10 @@ pub struct Tally {
     pub blocks_verified: u64,
     /// Copies between blocks.
     pub copies: u64,
+    /// Blocks that the host wrote.
+    pub uploads: u64,
+    /// Blocks that the host compared.
+    pub downloads: u64,
     /// Blocks that another thread went on with.
     pub handed_over: u64,
     /// Times that cached memory was given back.
@@ -44,6 +48,8 @@ impl Tally {
         self.bytes_verified += other.bytes_verified;
         self.blocks_verified += other.blocks_verified;
         self.copies += other.copies;
+        self.uploads += other.uploads;
+        self.downloads += other.downloads;
         self.handed_over += other.handed_over;
         self.releases += other.releases;
         self.peak_reserved_bytes = self.peak_reserved_bytes.max(other.peak_reserved_bytes);

@@ -1,21 +1,26 @@
 //! One thread of a soak.
 
+use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use aquifer_allocator::{AllocError, DeviceBuffer, Turn};
 use aquifer_device::{AccessKind, Stream};
 use aquifer_kernels::{Kernels, pattern_bytes};
+use aquifer_transfer::{Pending, PinnedBuffer};
 use crossbeam::channel::Receiver;
 
 use super::Shared;
-use super::block::{Block, Findings};
+use super::block::{Block, Compared, Findings};
 use super::tally::{Mismatch, Tally};
 use crate::exit::Failure;
 use crate::random::Random;
 
 /// Blocks that are written and read by the host itself are at most this large, in bytes.
 const HOST_MOST: u64 = 64 << 10;
+
+/// Downloads that may be in flight.
+const ARRIVING_MOST: usize = 4;
 
 /// A thread's blocks and counts.
 pub(super) struct Worker<'a> {
@@ -26,6 +31,8 @@ pub(super) struct Worker<'a> {
     held: Vec<Block>,
     /// By stream.
     findings: Vec<Findings>,
+    /// Blocks on their way to the host, which are compared there.
+    arriving: VecDeque<(Pending<PinnedBuffer<u8>>, Compared, u64)>,
     tally: Tally,
 }
 
@@ -42,6 +49,7 @@ impl<'a> Worker<'a> {
             inbox,
             held: Vec::new(),
             findings: shared.streams.iter().map(findings).collect::<Result<_, _>>()?,
+            arriving: VecDeque::new(),
             tally: Tally::default(),
         })
     }
@@ -66,6 +74,7 @@ impl<'a> Worker<'a> {
         while let Some(block) = self.held.pop() {
             self.compare(&block, last)?;
         }
+        self.receive(0)?;
         (0..self.findings.len()).try_for_each(|stream| self.look(stream))?;
         Ok(self.tally)
     }
@@ -139,10 +148,11 @@ impl<'a> Worker<'a> {
         let writer = if self.random.below(4) == 0 { self.any_stream() } else { stream };
         let stream = &self.shared.streams[writer];
         if bytes <= HOST_MOST && self.random.below(8) == 0 {
-            let mut content = vec![0; usize::try_from(bytes).unwrap_or(0)];
-            pattern_bytes(block.buffer.ptr(), block.pattern, &mut content);
-            let _turn = Turn::take(stream, &[(block.buffer.storage(), AccessKind::Write)])?;
-            stream.upload_blocking(block.buffer.ptr(), &content)?;
+            let mut content = self.shared.transfer.pinned().alloc(usize::try_from(bytes).unwrap_or(0))?;
+            pattern_bytes(block.buffer.ptr(), block.pattern, content.write()?);
+            // Neither the copy nor its source is waited for.
+            drop(self.shared.transfer.upload(&content, &mut block.buffer)?);
+            self.tally.uploads += 1;
         } else {
             self.shared.kernels.pattern_write(stream, &mut block.buffer, block.pattern)?;
         }
@@ -188,28 +198,45 @@ impl<'a> Worker<'a> {
         Ok(())
     }
 
-    /// Compares a small block on the host; frees it.
+    /// Sends a small block to the host, to be compared there; frees it.
     fn read_back(&mut self, at: usize, operation: u64) -> Result<(), Failure> {
         let block = self.held.swap_remove(at);
         let (ptr, bytes) = (block.buffer.ptr(), block.buffer.bytes());
         if bytes > HOST_MOST {
             return self.compare(&block, operation);
         }
-        let stream = &self.shared.streams[self.any_stream()];
-        let (mut is, mut should) =
-            (vec![0; usize::try_from(bytes).unwrap_or(0)], vec![0; usize::try_from(bytes).unwrap_or(0)]);
+        // On a stream of transfers, or on any other.
+        let transfer = &self.shared.transfer;
+        let arriving = if self.random.below(2) == 0 {
+            transfer.to_host(&block.buffer)?
+        } else {
+            let stream = &self.shared.streams[self.any_stream()];
+            self.shared.transfer.on(stream)?.to_host(&block.buffer)?
+        };
+        let compared = Compared { operation, written_by: block.written_by, ptr, bytes };
+        self.arriving.push_back((arriving, compared, block.pattern));
+        self.receive(ARRIVING_MOST)
+    }
+
+    /// Waits for what arrives at the host and compares it, until at most `left` blocks are in flight.
+    fn receive(&mut self, left: usize) -> Result<(), Failure> {
+        while self.arriving.len() > left
+            && let Some((arriving, compared, pattern)) = self.arriving.pop_front()
         {
-            let _turn = Turn::take(stream, &[(block.buffer.storage(), AccessKind::Read)])?;
-            stream.download_blocking(&mut is, ptr)?;
-        }
-        pattern_bytes(ptr, block.pattern, &mut should);
-        self.tally.blocks_verified += 1;
-        self.tally.bytes_verified += bytes;
-        if let Some(first) = is.iter().zip(&should).position(|(is, should)| is != should) {
-            let words = is.chunks(8).zip(should.chunks(8)).filter(|(is, should)| is != should).count() as u64;
-            let (seed, thread, written_by) = (self.shared.plan.seed, self.number, block.written_by);
-            let first = ptr.offset(first as u64);
-            self.tally.mismatches.push(Mismatch { seed, thread, operation, written_by, ptr, bytes, words, first });
+            let host = arriving.wait()?;
+            let is = host.read()?;
+            let mut should = vec![0; is.len()];
+            let Compared { operation, written_by, ptr, bytes } = compared;
+            pattern_bytes(ptr, pattern, &mut should);
+            self.tally.downloads += 1;
+            self.tally.blocks_verified += 1;
+            self.tally.bytes_verified += bytes;
+            if let Some(first) = is.iter().zip(&should).position(|(is, should)| is != should) {
+                let words = is.chunks(8).zip(should.chunks(8)).filter(|(is, should)| is != should).count() as u64;
+                let (seed, thread) = (self.shared.plan.seed, self.number);
+                let first = ptr.offset(first as u64);
+                self.tally.mismatches.push(Mismatch { seed, thread, operation, written_by, ptr, bytes, words, first });
+            }
         }
         Ok(())
     }

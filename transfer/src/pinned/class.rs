@@ -3,16 +3,16 @@
 //! Up to 4 KiB classes are multiples of 512 bytes. Those from 32 KiB on are whole pages, those from 16 MiB on multiples of 2 MiB.
 
 /// The least block, and what all blocks are multiples of, in bytes.
-pub(crate) const UNIT: usize = 512;
+pub(super) const UNIT: usize = 512;
 /// A page in bytes: what slabs, and blocks of at least [`PAGED`] bytes, are aligned to.
-pub(crate) const PAGE: usize = 4096;
+pub(super) const PAGE: usize = 4096;
 /// Classes from this many bytes on are multiples of a page.
-pub(crate) const PAGED: usize = 8 * PAGE;
+pub(super) const PAGED: usize = 8 * PAGE;
 /// What slabs are multiples of, in bytes, where the limit lets them.
-pub(crate) const SLAB: usize = 2 << 20;
+pub(super) const SLAB: usize = 2 << 20;
 
 /// The smallest class of at least `bytes` bytes; `None` when it cannot be addressed.
-pub(crate) fn round_up(bytes: usize) -> Option<usize> {
+pub(super) fn round_up(bytes: usize) -> Option<usize> {
     bytes.max(1).checked_next_multiple_of(step(bytes)).filter(|&class| isize::try_from(class).is_ok())
 }
 
@@ -23,7 +23,7 @@ fn step(bytes: usize) -> usize {
 }
 
 /// Number of a class, from 0, without gaps.
-pub(crate) fn index(class: usize) -> usize {
+pub(super) fn index(class: usize) -> usize {
     if class <= PAGE {
         return class / UNIT - 1;
     }

@@ -1,23 +1,26 @@
-//! Host memory that copies use, with the ticks of those copies.
+//! Host memory that copies use.
 //!
 //! Invariants:
-//! * a copy into the memory comes after all copies noted before it; a copy out of it after the last one into it;
-//! * whoever enqueues a copy holds the memory's turn, which notes the stream's tick when it ends, whether the copy was enqueued
-//!   or not: the call may return with an error after the driver took the copy;
+//! * its bytes are initialised, and stay where they are until the last `Arc` is gone and no copy uses them;
 //! * the host touches the bytes only after it waited for the copies that conflict, and while it does, borrows keep new ones
 //!   away ([`super::PinnedBuffer`]);
-//! * the memory goes back to its pool with its ticks, when the last `Arc` is dropped.
+//! * memory of a pool goes back there with the ticks of its copies; memory that was registered goes to the device, which drops it
+//!   when it is not registered any more.
 //!
 //! Lock order: device memory ([`aquifer_allocator::Turn`]), host memory by address, the pool, timelines.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-use aquifer_device::{AccessKind, Code, DeviceError, HostPtr, Operation, Stream, Tick};
-use parking_lot::{Mutex, MutexGuard};
+use aquifer_device::{AccessKind, HostPtr};
+use memmap2::MmapMut;
+use parking_lot::Mutex;
 
 use super::class::UNIT;
 use super::pool::{Block, Inner, PinnedPool};
+use super::register::Owner;
+use super::uses::Uses;
 use crate::error::TransferError;
 
 /// A piece of host memory.
@@ -26,25 +29,19 @@ pub(crate) struct PinnedMemory {
     ptr: HostPtr,
     bytes: usize,
     origin: Origin,
-    uses: Mutex<Uses>,
+    uses: Uses,
 }
 
-/// Where the memory goes back to.
-#[derive(Debug)]
-enum Origin {
-    /// There is none: no bytes.
+/// Where the memory is from, and goes back to.
+pub(super) enum Origin {
+    /// There are no bytes.
     Nowhere,
     /// A block of the pool.
     Pool(Block),
-}
-
-/// What copies use the memory.
-#[derive(Debug, Default)]
-struct Uses {
-    /// The last copy into it; those before it came before it.
-    written: Option<Tick>,
-    /// The last copy out of it on each stream, since then.
-    read: Vec<Tick>,
+    /// The caller's, page-locked. `None` once it was given back.
+    Registered(Mutex<Option<Owner>>),
+    /// Not page-locked. Drivers are done with such memory when a copy call returns, so it needs no more care than any other.
+    Pageable { _map: MmapMut },
 }
 
 /// A part of host memory, as copies take it.
@@ -57,22 +54,25 @@ pub(crate) struct HostPart<'a> {
 
 impl PinnedMemory {
     /// Page-locked memory of the pool for `bytes` bytes, at a multiple of `alignment`.
-    pub(crate) fn alloc(pool: &PinnedPool, bytes: usize, alignment: usize) -> Result<Arc<PinnedMemory>, TransferError> {
-        let pool = pool.inner();
+    pub(super) fn alloc(pool: &PinnedPool, bytes: usize, alignment: usize) -> Result<Arc<PinnedMemory>, TransferError> {
         if bytes == 0 {
-            let nowhere = HostPtr(alignment.max(UNIT));
-            return Ok(Self::new(pool, nowhere, 0, Origin::Nowhere));
+            return Ok(Self::empty(pool, alignment));
         }
         // Blocks start at multiples of UNIT; more than that takes room to move.
         let room = alignment.saturating_sub(UNIT);
         let too_long = TransferError::LengthOverflow { len: bytes as u64, size: 1 };
-        let block = pool.take(bytes.checked_add(room).ok_or(too_long)?)?;
+        let block = pool.inner().take(bytes.checked_add(room).ok_or(too_long)?)?;
         let ptr = HostPtr(block.start.next_multiple_of(alignment));
         Ok(Self::new(pool, ptr, bytes, Origin::Pool(block)))
     }
 
-    fn new(pool: &Arc<Inner>, ptr: HostPtr, bytes: usize, origin: Origin) -> Arc<PinnedMemory> {
-        Arc::new(PinnedMemory { pool: pool.clone(), ptr, bytes, origin, uses: Mutex::default() })
+    /// No bytes, at an address that is aligned.
+    pub(super) fn empty(pool: &PinnedPool, alignment: usize) -> Arc<PinnedMemory> {
+        Self::new(pool, HostPtr(alignment.max(UNIT)), 0, Origin::Nowhere)
+    }
+
+    pub(super) fn new(pool: &PinnedPool, ptr: HostPtr, bytes: usize, origin: Origin) -> Arc<PinnedMemory> {
+        Arc::new(PinnedMemory { pool: pool.inner().clone(), ptr, bytes, origin, uses: Uses::default() })
     }
 
     /// The first byte.
@@ -87,65 +87,52 @@ impl PinnedMemory {
 
     /// Whether it is page-locked, so that copies need not be staged.
     pub(crate) fn is_pinned(&self) -> bool {
-        true
+        !matches!(self.origin, Origin::Pageable { .. })
     }
 
-    /// Whether no copy is in flight. Asks the driver if that is not known.
+    /// Whether no copy is in flight, nor to come. Asks the driver if that is not known.
     pub(crate) fn is_idle(&self) -> Result<bool, TransferError> {
-        for tick in self.uses.lock().before(AccessKind::Write) {
-            if !tick.is_done()? {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+        self.uses.are_over()
+    }
+
+    pub(super) fn uses(&self) -> &Uses {
+        &self.uses
     }
 
     /// Waits until the host may do this with all of the memory, and says that it does it now with a part.
     ///
-    /// The lock is not held meanwhile, so copies that do not conflict can be enqueued.
-    pub(crate) fn touch(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<(), TransferError> {
-        let ticks: Vec<Tick> = {
-            let mut uses = self.uses.lock();
-            uses.forget_done();
-            uses.before(kind).cloned().collect()
-        };
-        for tick in &ticks {
+    /// No lock is held meanwhile, so copies that do not conflict can be enqueued.
+    pub(super) fn touch(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<(), TransferError> {
+        for tick in &self.uses.before(kind) {
             self.pool.wait_for(tick)?;
         }
-        self.pool.device.driver().host_access(ptr, bytes, kind)?;
+        if bytes > 0 && self.is_pinned() {
+            self.pool.device.driver().host_access(ptr, bytes, kind)?;
+        }
         Ok(())
     }
 
-    /// The memory's turn: orders what `stream` does from now on after the copies that must come before one that does `kind` with
-    /// the memory (it reads in an upload, and writes in a download). While the turn is held nobody else gets one.
-    ///
-    /// # Errors
-    /// When the stream is another device's, or captures: a graph could run when the memory is somebody else's; those of the driver.
-    pub(crate) fn turn<'a>(&'a self, stream: &'a Stream, kind: AccessKind) -> Result<HostTurn<'a>, TransferError> {
-        if stream.device_id() != self.device_id() {
-            let (is, needed) = (self.device_id(), stream.device_id());
-            return Err(TransferError::WrongDevice { what: "page-locked memory", is, needed });
+    /// The caller's own memory, no longer page-locked; `None` if it is not that. Copies that use it must be over.
+    pub(super) fn unregister(&self) -> Result<Option<Box<dyn Any + Send>>, TransferError> {
+        let Origin::Registered(owner) = &self.origin else { return Ok(None) };
+        let mut owner = owner.lock();
+        if owner.is_some() {
+            self.pool.device.driver().host_unregister(self.ptr)?;
         }
-        if stream.is_capturing() {
-            let error = DeviceError::new(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED);
-            return Err(error
-                .with_detail(
-                    "a graph may run when this page-locked memory is somebody else's; copy outside of the capture",
-                )
-                .into());
-        }
-        let uses = self.uses.lock();
-        for tick in uses.before(kind) {
-            stream.wait_for(tick)?;
-        }
-        Ok(HostTurn { stream, kind, uses })
+        Ok(owner.take().map(Owner::into_memory))
     }
 }
 
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
-        if let Origin::Pool(block) = self.origin {
-            self.pool.give(block.id, self.uses.get_mut().take());
+        match &mut self.origin {
+            Origin::Pool(block) => self.pool.give(block.id, self.uses.take()),
+            Origin::Registered(owner) => {
+                if let Some(owner) = owner.get_mut().take() {
+                    self.pool.device.host_unregister_later(self.ptr, owner.into_memory());
+                }
+            }
+            Origin::Nowhere | Origin::Pageable { .. } => {}
         }
     }
 }
@@ -155,55 +142,7 @@ impl fmt::Debug for PinnedMemory {
         f.debug_struct("PinnedMemory")
             .field("ptr", &self.ptr)
             .field("bytes", &self.bytes)
-            .field("origin", &self.origin)
+            .field("pinned", &self.is_pinned())
             .finish_non_exhaustive()
-    }
-}
-
-impl Uses {
-    /// The copies that must be done before one that does this with the memory, or before the host does.
-    fn before(&self, kind: AccessKind) -> impl Iterator<Item = &Tick> {
-        let readers = if kind == AccessKind::Write { self.read.as_slice() } else { &[] };
-        self.written.iter().chain(readers)
-    }
-
-    fn note(&mut self, stream: &Stream, kind: AccessKind) {
-        if kind == AccessKind::Write {
-            self.read.clear();
-            self.written = Some(stream.tick());
-        } else {
-            self.read.retain(|tick| tick.timeline().id() != stream.id() && !is_known_done(tick));
-            self.read.push(stream.tick());
-        }
-    }
-
-    fn forget_done(&mut self) {
-        self.written.take_if(|tick| is_known_done(tick));
-        self.read.retain(|tick| !is_known_done(tick));
-    }
-
-    fn take(&mut self) -> Vec<Tick> {
-        let mut ticks = std::mem::take(&mut self.read);
-        ticks.extend(self.written.take());
-        ticks
-    }
-}
-
-fn is_known_done(tick: &Tick) -> bool {
-    tick.timeline().is_known_done(tick.n())
-}
-
-/// A stream's turn with host memory, as [`aquifer_allocator::Turn`] is with device memory. Hold it for the time it takes to enqueue.
-#[derive(Debug)]
-#[must_use = "the turn ends when it is dropped"]
-pub(crate) struct HostTurn<'a> {
-    stream: &'a Stream,
-    kind: AccessKind,
-    uses: MutexGuard<'a, Uses>,
-}
-
-impl Drop for HostTurn<'_> {
-    fn drop(&mut self) {
-        self.uses.note(self.stream, self.kind);
     }
 }

@@ -12,18 +12,19 @@
 //!
 //! The pool's lock is a leaf: it is never held across a driver call, a wait, or a timeline's lock.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use aquifer_device::{Device, DeviceError, Tick};
+use aquifer_device::{Device, Tick};
 use parking_lot::Mutex;
 
 use super::class::{self, PAGE, SLAB};
 use super::slabs::{BlockId, Slabs};
 use super::source::{SlabMemory, SlabSource};
 use super::stats::HostMemoryStats;
-use super::waiting::Waiting;
+use super::waiting::{Front, Waiting};
 use crate::error::TransferError;
 
 /// How a pool of page-locked memory behaves.
@@ -78,8 +79,8 @@ impl PinnedConfig {
 #[derive(Clone)]
 pub struct PinnedPool(Arc<Inner>);
 
-pub(crate) struct Inner {
-    pub(crate) device: Device,
+pub(super) struct Inner {
+    pub(super) device: Device,
     source: SlabSource,
     state: Mutex<State>,
 }
@@ -105,9 +106,9 @@ enum Plan {
 
 /// A block that was handed out.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Block {
-    pub(crate) id: BlockId,
-    pub(crate) start: usize,
+pub(super) struct Block {
+    pub(super) id: BlockId,
+    pub(super) start: usize,
 }
 
 /// Growth that the pool likes to have in hand, as a part of what it holds, and at most.
@@ -137,7 +138,7 @@ impl PinnedPool {
         &self.0.device
     }
 
-    pub(crate) fn inner(&self) -> &Arc<Inner> {
+    pub(super) fn inner(&self) -> &Arc<Inner> {
         &self.0
     }
 
@@ -203,7 +204,7 @@ impl fmt::Debug for Inner {
 impl Inner {
     /// A block of at least `bytes` bytes, not 0, that nobody uses and no copy is in flight for.
     #[inline]
-    pub(crate) fn take(&self, bytes: usize) -> Result<Block, TransferError> {
+    pub(super) fn take(&self, bytes: usize) -> Result<Block, TransferError> {
         let too_long = || TransferError::LengthOverflow { len: bytes as u64, size: 1 };
         let class = class::round_up(bytes).ok_or_else(too_long)?;
         if let Some(block) = self.state.lock().take(class, false) {
@@ -214,8 +215,8 @@ impl Inner {
 
     #[cold]
     fn take_slowly(&self, class: usize) -> Result<Block, TransferError> {
-        // What the driver cannot tell now is not done; if the device is lost, growth says so.
-        let _ = self.poll();
+        // What the driver cannot tell now is not done.
+        self.poll().or_else(unless_lost)?;
         let plan = self.state.lock().plan(class);
         let sizes = match plan {
             Plan::Taken(block) => return Ok(block),
@@ -243,7 +244,7 @@ impl Inner {
 
     /// Gets a slab of the first of these lengths that the limit and the system allow. If none is, the inner error is what the system
     /// said, or `None` if it was not asked.
-    fn grow(&self, class: usize, sizes: &[usize]) -> Result<Result<Block, Option<DeviceError>>, TransferError> {
+    fn grow(&self, class: usize, sizes: &[usize]) -> Result<Result<Block, Option<TransferError>>, TransferError> {
         let mut refusal = None;
         for &bytes in sizes {
             if !self.state.lock().begin_growth(bytes) {
@@ -256,7 +257,7 @@ impl Inner {
             match memory {
                 Ok(memory) => return Ok(Ok(state.add(memory, bytes, class, begun.elapsed()))),
                 Err(error) if error.is_out_of_memory() => refusal = Some(error),
-                Err(error) => return Err(error.into()),
+                Err(error) => return Err(error),
             }
         }
         Ok(Err(refusal))
@@ -264,8 +265,10 @@ impl Inner {
 
     /// Gives unused slabs back so that one for `class` can come; all of them if the system refused it. Whether any went.
     fn make_room(&self, class: usize, system: bool) -> Result<bool, TransferError> {
+        let before = self.reserved();
         let excess = if system { usize::MAX } else { self.state.lock().excess(class) };
-        Ok(self.release(excess)? > 0)
+        self.release(excess).map(drop).or_else(unless_lost)?;
+        Ok(self.reserved() < before)
     }
 
     /// Gives unused slabs of `bytes` bytes or a little more back, as far as there are any. Returns how many bytes went.
@@ -297,28 +300,34 @@ impl Inner {
         failure.map_or(Ok(released), |error| Err(error.into()))
     }
 
-    /// Asks the driver how far the streams got that blocks wait for, one question for each.
+    /// Asks the driver how far the streams got that blocks wait for, and makes available what is done: one question for each stream,
+    /// again where a block then waits for another one.
     fn poll(&self) -> Result<(), TransferError> {
-        let fronts = {
-            let mut state = self.state.lock();
-            state.reap();
-            state.waiting.fronts()
-        };
-        let mut outcome = Ok(());
-        for front in &fronts {
-            // A tick that no event covers would never be known to be done.
-            let asked = front.tick.cover().and_then(|()| front.tick.is_done());
-            outcome = outcome.and(asked.map(drop));
-        }
-        if !fronts.is_empty() {
-            self.state.lock().reap();
+        let (mut outcome, mut asked) = (Ok(()), BTreeSet::new());
+        let mut fronts = self.fronts();
+        while !fronts.is_empty() {
+            for front in &fronts {
+                // A tick that no event covers would never be known to be done.
+                let answer = front.tick.cover().and_then(|()| front.tick.is_done());
+                outcome = outcome.and(answer.map(drop));
+            }
+            asked.extend(fronts.iter().map(Front::place));
+            fronts = self.fronts();
+            fronts.retain(|front| !asked.contains(&front.place()));
         }
         outcome.map_err(TransferError::from)
     }
 
+    /// What blocks wait for, after those that are known to be done became available.
+    fn fronts(&self) -> Vec<Front> {
+        let mut state = self.state.lock();
+        state.reap();
+        state.waiting.fronts()
+    }
+
     /// Waits until a block that waits is done with the tick that is before it now. Whether there was one.
     fn wait_for_one(&self) -> Result<bool, TransferError> {
-        let fronts = self.state.lock().waiting.fronts();
+        let fronts = self.fronts();
         let mut failure = None;
         for front in fronts {
             match self.wait_for(&front.tick) {
@@ -333,7 +342,7 @@ impl Inner {
     }
 
     /// The host waits until the tick is done; counted if it was not.
-    pub(crate) fn wait_for(&self, tick: &Tick) -> Result<(), TransferError> {
+    pub(super) fn wait_for(&self, tick: &Tick) -> Result<(), TransferError> {
         if tick.is_done()? {
             return Ok(());
         }
@@ -345,17 +354,17 @@ impl Inner {
 
     /// Takes a block back that copies may be in flight for. Makes no driver call and waits for nothing.
     #[inline]
-    pub(crate) fn give(&self, block: BlockId, ticks: Vec<Tick>) {
+    pub(super) fn give(&self, block: BlockId, ticks: Vec<Tick>) {
         self.state.lock().give(block, ticks);
     }
 
     /// Bytes held from the system.
-    pub(crate) fn reserved(&self) -> usize {
+    pub(super) fn reserved(&self) -> usize {
         let state = self.state.lock();
         state.slabs.reserved() + state.moving
     }
 
-    fn out_of_pinned(&self, class: usize, source: Option<DeviceError>) -> TransferError {
+    fn out_of_pinned(&self, class: usize, source: Option<TransferError>) -> TransferError {
         let mut state = self.state.lock();
         state.stats.num_ooms += 1;
         TransferError::OutOfPinned {
@@ -363,9 +372,18 @@ impl Inner {
             reserved: (state.slabs.reserved() + state.moving) as u64,
             free: state.slabs.unused() as u64,
             limit: state.limit,
-            source,
+            source: source.map(Box::new),
         }
     }
+}
+
+/// Lets a failure pass that concerns nothing but cached memory: the request may be served all the same.
+fn unless_lost(error: TransferError) -> Result<(), TransferError> {
+    if error.is_device_lost() {
+        return Err(error);
+    }
+    tracing::warn!(%error, "cached page-locked memory could not be asked for or given back");
+    Ok(())
 }
 
 impl State {

@@ -10,17 +10,20 @@
 //!
 //! A block found in the index is the smallest that fits, and of these the one at the lowest address. What is left of it stays free.
 
+#[cfg(test)]
+mod check;
+
 use std::collections::BTreeSet;
 
 use super::class::{self, PAGED};
 
 /// A block: its place in the records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct BlockId(u32);
+pub(super) struct BlockId(u32);
 
 /// What is carved from a slab.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Grain {
+pub(super) enum Grain {
     /// Blocks of less than 32 KiB.
     Fine,
     /// Larger ones, all of them whole pages.
@@ -28,7 +31,7 @@ pub(crate) enum Grain {
 }
 
 impl Grain {
-    pub(crate) fn of(class: usize) -> Grain {
+    pub(super) fn of(class: usize) -> Grain {
         if class < PAGED { Grain::Fine } else { Grain::Paged }
     }
 }
@@ -71,18 +74,18 @@ struct Slab<M> {
 
 /// A slab that left.
 #[derive(Debug)]
-pub(crate) struct Removed<M> {
-    pub(crate) start: usize,
-    pub(crate) bytes: usize,
-    pub(crate) grain: Grain,
-    pub(crate) memory: M,
+pub(super) struct Removed<M> {
+    pub(super) start: usize,
+    pub(super) bytes: usize,
+    pub(super) grain: Grain,
+    pub(super) memory: M,
 }
 
 type Index = BTreeSet<(usize, usize, u32)>;
 
 /// The slabs; `M` is what holds the memory of one.
 #[derive(Debug)]
-pub(crate) struct Slabs<M> {
+pub(super) struct Slabs<M> {
     slabs: Vec<Option<Slab<M>>>,
     blocks: Vec<Block>,
     vacant: Vec<u32>,
@@ -112,25 +115,21 @@ impl<M> Default for Slabs<M> {
 
 impl<M> Slabs<M> {
     /// Bytes of all slabs.
-    pub(crate) fn reserved(&self) -> usize {
+    pub(super) fn reserved(&self) -> usize {
         self.reserved
     }
 
-    pub(crate) fn len(&self) -> usize {
-        self.slabs.iter().flatten().count()
-    }
-
-    pub(crate) fn start(&self, block: BlockId) -> usize {
+    pub(super) fn start(&self, block: BlockId) -> usize {
         self.block(block.0).start
     }
 
-    pub(crate) fn bytes(&self, block: BlockId) -> usize {
+    pub(super) fn bytes(&self, block: BlockId) -> usize {
         self.block(block.0).bytes
     }
 
     /// A block of exactly this class, out of unused memory. With `any`, large slabs are split for small requests, too.
     #[inline]
-    pub(crate) fn take(&mut self, class: usize, any: bool) -> Option<BlockId> {
+    pub(super) fn take(&mut self, class: usize, any: bool) -> Option<BlockId> {
         if let Some(block) = self.resting.get_mut(class::index(class)).and_then(Vec::pop) {
             self.rests -= 1;
             self.block_mut(block).state = State::Live;
@@ -188,7 +187,7 @@ impl<M> Slabs<M> {
 
     /// A live block is nobody's any more and the device is done with it.
     #[inline]
-    pub(crate) fn rest(&mut self, block: BlockId) {
+    pub(super) fn rest(&mut self, block: BlockId) {
         debug_assert!(matches!(self.block(block.0).state, State::Live | State::Waiting));
         let record = self.block_mut(block.0);
         record.state = State::Resting;
@@ -201,13 +200,13 @@ impl<M> Slabs<M> {
     }
 
     /// A live block is nobody's any more, but the device may still use it. Ends with [`Slabs::rest`].
-    pub(crate) fn wait(&mut self, block: BlockId) {
+    pub(super) fn wait(&mut self, block: BlockId) {
         debug_assert_eq!(self.block(block.0).state, State::Live);
         self.block_mut(block.0).state = State::Waiting;
     }
 
     /// Lets all resting blocks merge with what is free around them.
-    pub(crate) fn merge_resting(&mut self) {
+    pub(super) fn merge_resting(&mut self) {
         if self.rests == 0 {
             return;
         }
@@ -249,13 +248,13 @@ impl<M> Slabs<M> {
     }
 
     /// Adds a slab, of which `class` bytes are live at once.
-    pub(crate) fn add(&mut self, start: usize, bytes: usize, class: usize, memory: M) -> BlockId {
+    pub(super) fn add(&mut self, start: usize, bytes: usize, class: usize, memory: M) -> BlockId {
         let block = self.insert(Removed { start, bytes, grain: Grain::of(class), memory });
         self.carve(block, class)
     }
 
     /// Puts a slab back that was removed.
-    pub(crate) fn put_back(&mut self, removed: Removed<M>) {
+    pub(super) fn put_back(&mut self, removed: Removed<M>) {
         self.insert(removed);
     }
 
@@ -275,7 +274,7 @@ impl<M> Slabs<M> {
     }
 
     /// Removes slabs of which nothing is in use, the largest first, until at least `bytes` bytes are gone or none is left.
-    pub(crate) fn remove_unused(&mut self, bytes: usize) -> Vec<Removed<M>> {
+    pub(super) fn remove_unused(&mut self, bytes: usize) -> Vec<Removed<M>> {
         self.merge_resting();
         let mut removed = Vec::new();
         let mut left = bytes;
@@ -295,12 +294,12 @@ impl<M> Slabs<M> {
     }
 
     /// All slabs, whatever is in them.
-    pub(crate) fn drain(&mut self) -> impl Iterator<Item = M> {
+    pub(super) fn drain(&mut self) -> impl Iterator<Item = M> {
         std::mem::take(self).slabs.into_iter().flatten().map(|slab| slab.memory)
     }
 
     /// Bytes that nobody uses.
-    pub(crate) fn unused(&self) -> usize {
+    pub(super) fn unused(&self) -> usize {
         let unused = |block: &&Block| matches!(block.state, State::Resting | State::Free);
         self.blocks.iter().filter(unused).map(|block| block.bytes).sum()
     }

@@ -1,42 +1,138 @@
 //! Where slabs come from, and how they go back.
 
-use aquifer_device::{Device, HostPtr, Result};
+use std::any::Any;
+use std::num::NonZeroUsize;
+use std::thread;
+
+use aquifer_device::{Device, DeviceError, HostPtr};
+use memmap2::MmapMut;
+
+use super::class::PAGE;
+use crate::error::TransferError;
 
 /// Where the slabs of a pool come from.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SlabSource {
-    /// The driver allocates them (`cuMemHostAlloc`).
+    /// The driver allocates them (`cuMemHostAlloc`), on one thread.
     #[default]
     DriverAlloc,
+    /// They are ordinary memory, in huge pages where the system has them, that threads touch in parallel and that is then
+    /// page-locked (`cuMemHostRegister`). Large slabs come faster, since most of the time goes into clearing pages. Giving one back
+    /// waits for the device. As PyTorch's `pinned_use_cuda_host_register` and `pinned_num_register_threads`.
+    Registered {
+        /// How many threads touch a slab, of which each gets 16 MiB or more.
+        threads: NonZeroUsize,
+    },
 }
 
-/// What holds the memory of a slab. Dropping it leaks the memory: it must be released.
+/// The least that is worth a thread, in bytes.
+const THREAD_PART: usize = 16 << 20;
+/// What huge pages are aligned to, in bytes.
+const HUGE: usize = 2 << 20;
+
+/// What holds the memory of a slab. Dropping it gives nothing back: it must be released.
 #[derive(Debug)]
-pub(crate) struct SlabMemory {
+pub(super) struct SlabMemory {
     ptr: HostPtr,
+    /// The memory, where it is not the driver's. Leaked rather than unmapped while it is registered.
+    map: Option<Box<MmapMut>>,
 }
 
 impl SlabMemory {
-    /// `bytes` bytes of page-locked memory that starts at a page.
-    pub(crate) fn obtain(source: &SlabSource, device: &Device, bytes: usize) -> Result<SlabMemory> {
+    /// `bytes` bytes of page-locked memory that starts at a page. All of it is initialised.
+    pub(super) fn obtain(source: &SlabSource, device: &Device, bytes: usize) -> Result<SlabMemory, TransferError> {
         match source {
-            SlabSource::DriverAlloc => Ok(SlabMemory { ptr: device.driver().host_alloc(bytes)? }),
+            SlabSource::DriverAlloc => Ok(SlabMemory { ptr: device.driver().host_alloc(bytes)?, map: None }),
+            SlabSource::Registered { threads } => Self::register(device, bytes, *threads),
         }
     }
 
+    #[allow(unsafe_code, reason = "the driver is given memory by its address")]
+    fn register(device: &Device, bytes: usize, threads: NonZeroUsize) -> Result<SlabMemory, TransferError> {
+        let no_memory =
+            |source: std::io::Error| TransferError::OutOfHostMemory { bytes: bytes as u64, source: source.into() };
+        // Room to start at a huge page. What is left over is never touched, so no memory is behind it.
+        let room = if bytes >= HUGE { HUGE } else { 0 };
+        let length = bytes.checked_add(room).ok_or_else(|| no_memory(std::io::ErrorKind::OutOfMemory.into()))?;
+        let mut map = Box::new(MmapMut::map_anon(length).map_err(no_memory)?);
+        #[cfg(target_os = "linux")]
+        if room > 0
+            && let Err(error) = map.advise(memmap2::Advice::HugePage)
+        {
+            tracing::debug!(%error, "no huge pages for page-locked memory");
+        }
+        let start = map.as_ptr().expose_provenance();
+        let offset = if room > 0 { start.next_multiple_of(HUGE) - start } else { 0 };
+        let slab = &mut map[offset..offset + bytes];
+        touch(slab, threads);
+        // SAFETY: the memory stays mapped until it is unregistered: `release` and `release_later` see to that, and dropping
+        // this before does not unmap it.
+        let ptr = unsafe { device.driver().host_register(slab.as_mut_ptr(), bytes)? };
+        Ok(SlabMemory { ptr, map: Some(map) })
+    }
+
     /// The first address.
-    pub(crate) fn start(&self) -> usize {
+    pub(super) fn start(&self) -> usize {
         self.ptr.0
     }
 
     /// Gives the memory back. No copy may be in flight for it.
-    pub(crate) fn release(&mut self, device: &Device) -> Result<()> {
-        device.driver().host_free(self.ptr)
+    pub(super) fn release(&mut self, device: &Device) -> Result<(), DeviceError> {
+        if self.map.is_none() {
+            return device.driver().host_free(self.ptr);
+        }
+        device.driver().host_unregister(self.ptr)?;
+        self.map = None;
+        Ok(())
     }
 
     /// Gives the memory back some time after the device is done with it. Makes no driver call.
-    pub(crate) fn release_later(self, device: &Device) {
-        device.host_free_later(self.ptr);
+    pub(super) fn release_later(mut self, device: &Device) {
+        match self.map.take() {
+            None => device.host_free_later(self.ptr),
+            Some(map) => device.host_unregister_later(self.ptr, map as Box<dyn Any + Send>),
+        }
+    }
+}
+
+impl Drop for SlabMemory {
+    fn drop(&mut self) {
+        // Still registered, so the device may know its address.
+        std::mem::forget(self.map.take());
+    }
+}
+
+/// Writes to every page, which makes the system provide it, in parallel where that is worth threads. One that does not start leaves its part to
+/// the driver, which is slower and nothing else.
+fn touch(slab: &mut [u8], threads: NonZeroUsize) {
+    let threads = threads.get().min(slab.len() / THREAD_PART).max(1);
+    let part = slab.len().div_ceil(threads).next_multiple_of(HUGE);
+    let touch_pages = |part: &mut [u8]| part.chunks_mut(PAGE).for_each(|page| page[0] = 0);
+    thread::scope(|scope| {
+        let mut parts = slab.chunks_mut(part);
+        let own = parts.next();
+        for part in parts {
+            let started =
+                thread::Builder::new().name("aquifer-touch".to_owned()).spawn_scoped(scope, move || touch_pages(part));
+            if let Err(error) = started {
+                tracing::debug!(%error, "no thread to touch page-locked memory");
+            }
+        }
+        own.map(touch_pages);
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_page_is_written_by_any_number_of_threads() {
+        for (bytes, threads) in [(1, 1), (PAGE, 4), (3 * THREAD_PART + PAGE, 2), (5 * THREAD_PART, 64)] {
+            let mut slab = vec![1; bytes];
+            touch(&mut slab, NonZeroUsize::new(threads).unwrap());
+            assert!(slab.chunks(PAGE).all(|page| page[0] == 0 && page[1..].iter().all(|&byte| byte == 1)));
+        }
     }
 }

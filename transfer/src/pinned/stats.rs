@@ -69,7 +69,7 @@ pub struct TimeStat {
 
 impl HostMemoryStats {
     /// The 28 entries of PyTorch's dictionary, by its keys.
-    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
         macro_rules! entries {
             ($($stat:ident { $($part:ident)* })*) => {
                 [$($((concat!(stringify!($stat), ".", stringify!($part)), self.$stat.$part),)*)*]
@@ -87,13 +87,13 @@ impl HostMemoryStats {
         parts.into_iter().chain(plain)
     }
 
-    pub(crate) fn reset_peaks(&mut self) {
+    pub(super) fn reset_peaks(&mut self) {
         for stat in self.stats_mut() {
             stat.peak = stat.current;
         }
     }
 
-    pub(crate) fn reset_accumulated(&mut self) {
+    pub(super) fn reset_accumulated(&mut self) {
         for stat in self.stats_mut() {
             (stat.allocated, stat.freed) = (0, 0);
         }
@@ -107,20 +107,20 @@ impl HostMemoryStats {
 
     /// A block of `bytes` bytes is in use.
     #[inline]
-    pub(crate) fn activate(&mut self, bytes: usize) {
+    pub(super) fn activate(&mut self, bytes: usize) {
         add(&mut self.active_requests, 1);
         add(&mut self.active_bytes, bytes as u64);
     }
 
     /// It is not any more.
     #[inline]
-    pub(crate) fn deactivate(&mut self, bytes: usize) {
+    pub(super) fn deactivate(&mut self, bytes: usize) {
         sub(&mut self.active_requests, 1);
         sub(&mut self.active_bytes, bytes as u64);
     }
 
     /// A slab came, after the system took `time`.
-    pub(crate) fn gained(&mut self, bytes: usize, time: Duration) {
+    pub(super) fn gained(&mut self, bytes: usize, time: Duration) {
         add(&mut self.allocations, 1);
         add(&mut self.allocated_bytes, bytes as u64);
         self.num_host_alloc += 1;
@@ -128,7 +128,7 @@ impl HostMemoryStats {
     }
 
     /// A slab went.
-    pub(crate) fn lost(&mut self, bytes: usize, time: Duration) {
+    pub(super) fn lost(&mut self, bytes: usize, time: Duration) {
         sub(&mut self.allocations, 1);
         sub(&mut self.allocated_bytes, bytes as u64);
         self.num_host_free += 1;
@@ -136,7 +136,7 @@ impl HostMemoryStats {
     }
 
     /// The host waited for the device.
-    pub(crate) fn waited(&mut self, time: Duration) {
+    pub(super) fn waited(&mut self, time: Duration) {
         self.num_waits += 1;
         self.wait_time.note(time);
     }

@@ -15,7 +15,7 @@ use super::slabs::BlockId;
 
 /// The blocks that wait.
 #[derive(Debug, Default)]
-pub(crate) struct Waiting {
+pub(super) struct Waiting {
     /// By the number of the stream: all are of one device.
     queues: BTreeMap<u32, BTreeMap<(u64, BlockId), Entry>>,
     blocks: usize,
@@ -33,18 +33,25 @@ struct Entry {
 
 /// A tick that the first block of a queue waits for.
 #[derive(Debug)]
-pub(crate) struct Front {
-    pub(crate) number: u64,
-    pub(crate) tick: Tick,
+pub(super) struct Front {
+    number: u64,
+    pub(super) tick: Tick,
+}
+
+impl Front {
+    /// The stream, and the place on its timeline.
+    pub(super) fn place(&self) -> (u32, u64) {
+        (self.tick.timeline().id(), self.tick.n())
+    }
 }
 
 impl Waiting {
-    pub(crate) fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.blocks == 0
     }
 
     /// Lets a block wait until all ticks are done. Returns `false` if they are known to be already, and keeps nothing then.
-    pub(crate) fn insert(&mut self, block: BlockId, ticks: Vec<Tick>) -> bool {
+    pub(super) fn insert(&mut self, block: BlockId, ticks: Vec<Tick>) -> bool {
         let number = self.next;
         self.next += 1;
         let waits = self.enqueue(block, ticks, number);
@@ -65,7 +72,7 @@ impl Waiting {
     }
 
     /// Takes out the blocks whose ticks are all known to be done.
-    pub(crate) fn reap(&mut self) -> Vec<BlockId> {
+    pub(super) fn reap(&mut self) -> Vec<BlockId> {
         let mut done = Vec::new();
         let mut onward = Vec::new();
         self.queues.retain(|_, queue| {
@@ -85,7 +92,7 @@ impl Waiting {
     }
 
     /// For each stream that is waited for, the tick that must be done first; in the order in which the blocks were given back.
-    pub(crate) fn fronts(&self) -> Vec<Front> {
+    pub(super) fn fronts(&self) -> Vec<Front> {
         let first = |queue: &BTreeMap<_, Entry>| {
             queue.first_key_value().map(|(_, entry)| Front { number: entry.number, tick: entry.tick.clone() })
         };

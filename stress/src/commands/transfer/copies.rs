@@ -1,0 +1,169 @@
+//! Bandwidth and latency of every way to copy.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use aquifer_allocator::{Bytes, DeviceBuffer, Turn};
+use aquifer_device::AccessKind;
+use aquifer_transfer::{PinnedBuffer, Region};
+use serde::Serialize;
+
+use super::meter::{Meter, rate};
+use crate::commands::hundredths;
+use crate::exit::Failure;
+use crate::session::Session;
+use crate::table::table;
+
+/// Rows of the method `rows`, in bytes.
+const ROW: u64 = 4 << 10;
+
+/// A row of results. `transfer --help` explains the fields.
+#[derive(Debug, Clone, Serialize)]
+struct Row {
+    part: &'static str,
+    device: String,
+    modelled: bool,
+    direction: &'static str,
+    method: &'static str,
+    bytes: u64,
+    us: f64,
+    gb_per_s: f64,
+    of_driver_pinned: Option<f64>,
+}
+
+/// What is copied at one size.
+struct Ends {
+    bytes: u64,
+    /// Twice as long as what is copied, for rows with gaps.
+    pinned: PinnedBuffer<u8>,
+    ordinary: Vec<u8>,
+    shared: Arc<[u8]>,
+    buffer: DeviceBuffer<u8>,
+    other: DeviceBuffer<u8>,
+    file: Option<Temporary>,
+}
+
+type Method = (&'static str, &'static str, fn(&Meter, &mut Ends) -> Result<(), Failure>);
+
+/// The first of a direction is what the others are compared with.
+const METHODS: &[Method] = &[
+    ("upload", "driver pinned", |meter, ends| {
+        let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Write)])?;
+        let from = ends.pinned.slice(..ends.ordinary.len())?.read()?;
+        Ok(meter.stream.upload_blocking(ends.buffer.ptr(), from)?)
+    }),
+    ("upload", "driver pageable", |meter, ends| {
+        let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Write)])?;
+        Ok(meter.stream.upload_blocking(ends.buffer.ptr(), &ends.ordinary)?)
+    }),
+    ("upload", "pinned", |meter, ends| {
+        let from = ends.pinned.slice(..ends.ordinary.len())?;
+        Ok(meter.transfer.upload(from, &mut ends.buffer)?.wait()?)
+    }),
+    ("upload", "staged", |meter, ends| Ok(meter.transfer.upload_from(ends.shared.clone(), &mut ends.buffer)?.wait()?)),
+    ("upload", "rows", |meter, ends| {
+        let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
+        Ok(meter.transfer.upload_region(&ends.pinned, &mut ends.buffer, &region)?.wait()?)
+    }),
+    ("upload", "file", |meter, ends| {
+        let Some(file) = &ends.file else { return Ok(()) };
+        meter.transfer.read_file_to_device(&file.0, 0, &mut ends.buffer)?.wait()?;
+        Ok(())
+    }),
+    ("download", "driver pinned", |meter, ends| {
+        let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Read)])?;
+        let mut to = ends.pinned.slice_mut(..ends.ordinary.len())?;
+        Ok(meter.stream.download_blocking(to.write()?, ends.buffer.ptr())?)
+    }),
+    ("download", "driver pageable", |meter, ends| {
+        let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Read)])?;
+        Ok(meter.stream.download_blocking(&mut ends.ordinary, ends.buffer.ptr())?)
+    }),
+    ("download", "pinned", |meter, ends| {
+        let to = ends.pinned.slice_mut(..ends.ordinary.len())?;
+        Ok(meter.transfer.download(&ends.buffer, to)?.wait()?)
+    }),
+    ("download", "staged", |meter, ends| Ok(meter.transfer.download_blocking(&ends.buffer, &mut ends.ordinary)?)),
+    ("download", "rows", |meter, ends| {
+        let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
+        Ok(meter.transfer.download_region(&ends.buffer, &mut ends.pinned, &region)?.wait()?)
+    }),
+    ("on device", "copy", |meter, ends| Ok(meter.transfer.copy(&ends.buffer, &mut ends.other)?.wait()?)),
+];
+
+/// What a simulated device does not charge for: the work of the host.
+const HOST_METHODS: [&str; 2] = ["staged", "file"];
+
+pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
+    let mut table = table(&["direction", "method", "size", "µs", "GB/s", "of driver pinned"], 2);
+    for bytes in meter.sizes() {
+        let mut ends = Ends::new(meter, bytes)?;
+        let mut yardstick = ("", 0.0);
+        for &(direction, method, copy) in METHODS {
+            if meter.is_modelled() && HOST_METHODS.contains(&method) {
+                continue;
+            }
+            let ns = meter.time(|| copy(meter, &mut ends))?;
+            let speed = rate(bytes, ns);
+            if method == "driver pinned" {
+                yardstick = (direction, speed);
+            }
+            let compared = yardstick.0 == direction && method != "driver pinned" && yardstick.1 > 0.0;
+            let row = Row {
+                part: "copies",
+                device: meter.device.clone(),
+                modelled: meter.is_modelled(),
+                direction,
+                method,
+                bytes,
+                us: hundredths(ns / 1e3),
+                gb_per_s: hundredths(speed),
+                of_driver_pinned: compared.then(|| hundredths(speed / yardstick.1)),
+            };
+            session.row(&row)?;
+            let share = row.of_driver_pinned.map_or(String::new(), |share| format!("{share:.2}"));
+            let numbers = [format!("{:.1}", row.us), format!("{:.2}", row.gb_per_s), share];
+            table.add_row([direction.to_owned(), method.to_owned(), Bytes(bytes).to_string()].into_iter().chain(numbers));
+        }
+    }
+    session.show(table)
+}
+
+impl Ends {
+    fn new(meter: &Meter, bytes: u64) -> Result<Ends, Failure> {
+        let len = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let ordinary: Vec<u8> = (0..len).map(|index| (index % 251) as u8).collect();
+        let file = if meter.is_modelled() { None } else { Some(Temporary::new(&ordinary)?) };
+        Ok(Ends {
+            bytes,
+            pinned: meter.pinned(2 * bytes)?,
+            shared: ordinary.as_slice().into(),
+            ordinary,
+            buffer: meter.buffer(bytes)?,
+            other: meter.buffer(bytes)?,
+            file,
+        })
+    }
+}
+
+/// A file that is gone when it is dropped.
+struct Temporary(PathBuf);
+
+impl Temporary {
+    fn new(content: &[u8]) -> Result<Temporary, Failure> {
+        let path = std::env::temp_dir().join(format!("aquifer-stress-{}-{}", std::process::id(), content.len()));
+        let wrong = |source| Failure::Temporary { path: path.clone(), source };
+        let mut file = std::fs::File::create_new(&path).map_err(wrong)?;
+        let own = Temporary(path.clone());
+        file.write_all(content).and_then(|()| file.sync_all()).map_err(wrong)?;
+        Ok(own)
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        // It was ours, and if it cannot be removed the system will, or nobody minds.
+        let _ = std::fs::remove_file(&self.0);
+    }
+}

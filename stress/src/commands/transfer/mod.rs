@@ -1,0 +1,39 @@
+//! `transfer`: what copies between host and device cost, by every way there is.
+
+mod copies;
+mod meter;
+mod overlap;
+mod schedule;
+mod small;
+
+use crate::cli::{Part, TransferArgs};
+use crate::exit::{Failure, Outcome};
+use crate::session::Session;
+use meter::Meter;
+
+/// Runs the command.
+///
+/// # Errors
+/// When the device cannot be opened or fails, lacks memory for the smallest copies, or standard output cannot be written.
+pub fn run(session: &Session, args: &TransferArgs) -> Result<Outcome, Failure> {
+    let wanted = |part: Part| args.only.is_empty() || args.only.contains(&part);
+    let meter = Meter::new(session, args)?;
+    let mut damaged = false;
+    if wanted(Part::Copies) {
+        copies::run(session, &meter)?;
+    }
+    if wanted(Part::Small) {
+        small::run(session, &meter)?;
+    }
+    if wanted(Part::Overlap) {
+        overlap::run(session, &meter)?;
+    }
+    if wanted(Part::Schedule) {
+        damaged |= !schedule::run(session)?;
+    }
+    Ok(match meter.hazards(session) {
+        0 if damaged => Outcome::Failed,
+        0 => Outcome::Done,
+        _ => Outcome::Hazards,
+    })
+}

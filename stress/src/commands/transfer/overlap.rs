@@ -1,0 +1,99 @@
+//! Copies beside kernels, and beside copies in the other direction.
+
+use std::time::Duration;
+
+use aquifer_allocator::Bytes;
+use aquifer_transfer::Pending;
+use serde::Serialize;
+
+use super::meter::Meter;
+use crate::commands::hundredths;
+use crate::exit::Failure;
+use crate::session::Session;
+use crate::table::table;
+
+/// A row of results. `transfer --help` explains the fields.
+#[derive(Debug, Clone, Serialize)]
+struct Row {
+    part: &'static str,
+    device: String,
+    modelled: bool,
+    what: &'static str,
+    bytes: u64,
+    first_ms: f64,
+    second_ms: f64,
+    together_ms: f64,
+    overlap: f64,
+}
+
+/// The part of the shorter that took no time of its own.
+fn overlap(first: f64, second: f64, together: f64) -> f64 {
+    ((first + second - together) / first.min(second)).clamp(0.0, 1.0)
+}
+
+pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
+    let bytes = meter.largest();
+    let (from, mut to) = (meter.pinned(bytes)?, meter.pinned(bytes)?);
+    let (mut target, source) = (meter.buffer(bytes)?, meter.buffer(bytes)?);
+    let kernels = meter.transfer.kernels()?;
+    let transfer = &meter.transfer;
+
+    let up = meter.time(|| Ok(transfer.upload(&from, &mut target)?.wait()?))?;
+    let down = meter.time(|| Ok(transfer.download(&source, &mut to)?.wait()?))?;
+    let busy = Duration::from_nanos(up.max(down) as u64);
+    let kernel = meter.time(|| {
+        kernels.spin(&meter.stream, busy)?;
+        Ok(meter.stream.synchronize()?)
+    })?;
+
+    let beside_up = meter.time(|| {
+        kernels.spin(&meter.stream, busy)?;
+        transfer.upload(&from, &mut target)?.wait()?;
+        Ok(meter.stream.synchronize()?)
+    })?;
+    let beside_down = meter.time(|| {
+        kernels.spin(&meter.stream, busy)?;
+        transfer.download(&source, &mut to)?.wait()?;
+        Ok(meter.stream.synchronize()?)
+    })?;
+    let both = meter.time(|| {
+        let up = transfer.upload(&from, &mut target)?;
+        let down = transfer.download(&source, &mut to)?;
+        Ok(Pending::join(up, down).wait().map(drop)?)
+    })?;
+
+    let mut table = table(&["what", "size", "first, ms", "second, ms", "together, ms", "overlap"], 1);
+    for (what, first, second, together) in [
+        ("kernel and upload", kernel, up, beside_up),
+        ("kernel and download", kernel, down, beside_down),
+        ("upload and download", up, down, both),
+    ] {
+        let row = Row {
+            part: "overlap",
+            device: meter.device.clone(),
+            modelled: meter.is_modelled(),
+            what,
+            bytes,
+            first_ms: hundredths(first / 1e6),
+            second_ms: hundredths(second / 1e6),
+            together_ms: hundredths(together / 1e6),
+            overlap: hundredths(overlap(first, second, together)),
+        };
+        session.row(&row)?;
+        let times = [row.first_ms, row.second_ms, row.together_ms, row.overlap].map(|number| format!("{number:.2}"));
+        table.add_row([what.to_owned(), Bytes(bytes).to_string()].into_iter().chain(times));
+    }
+    session.show(table)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::overlap;
+
+    #[test]
+    fn overlap_is_the_share_of_the_shorter_that_took_no_time() {
+        assert!((overlap(10.0, 4.0, 10.0) - 1.0).abs() < 1e-9);
+        assert!((overlap(10.0, 4.0, 12.0) - 0.5).abs() < 1e-9);
+        assert!(overlap(10.0, 4.0, 15.0).abs() < 1e-9);
+    }
+}

@@ -1,0 +1,104 @@
+//! Many small copies: one call each, and together.
+
+use aquifer_allocator::{Bytes, DeviceBuffer};
+use serde::Serialize;
+
+use super::meter::Meter;
+use crate::commands::hundredths;
+use crate::exit::Failure;
+use crate::session::Session;
+use crate::table::table;
+
+/// Sizes of the copies, in bytes.
+const SIZES: [u64; 5] = [256, 4 << 10, 16 << 10, 64 << 10, 256 << 10];
+
+/// Copies that are made together.
+const COPIES: usize = 64;
+
+/// A row of results. `transfer --help` explains the fields.
+#[derive(Debug, Clone, Serialize)]
+struct Row {
+    part: &'static str,
+    device: String,
+    modelled: bool,
+    direction: &'static str,
+    bytes: u64,
+    copies: usize,
+    single_us: f64,
+    batched_us: f64,
+    speedup: f64,
+    batch_calls_pay_below: Option<u64>,
+}
+
+pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
+    let pay_below = meter.transfer.batch_calls_pay_below()?;
+    let mut table = table(&["direction", "size", "copies", "one call each, µs", "together, µs", "speedup"], 1);
+    let sizes = SIZES.into_iter().filter(|&bytes| bytes * COPIES as u64 <= meter.largest().max(SIZES[0] * COPIES as u64));
+    for bytes in sizes {
+        let buffers = (0..COPIES).map(|_| meter.buffer(bytes)).collect::<Result<Vec<_>, _>>()?;
+        for (direction, times) in [("upload", uploads(meter, buffers.clone())?), ("download", downloads(meter, &buffers)?)] {
+            let [single, batched] = times.map(|ns| ns / COPIES as f64 / 1e3);
+            let row = Row {
+                part: "small",
+                device: meter.device.clone(),
+                modelled: meter.is_modelled(),
+                direction,
+                bytes,
+                copies: COPIES,
+                single_us: hundredths(single),
+                batched_us: hundredths(batched),
+                speedup: hundredths(single / batched),
+                batch_calls_pay_below: pay_below,
+            };
+            session.row(&row)?;
+            let numbers = [row.single_us, row.batched_us, row.speedup].map(|number| format!("{number:.2}"));
+            table.add_row(
+                [direction.to_owned(), Bytes(bytes).to_string(), COPIES.to_string()].into_iter().chain(numbers),
+            );
+        }
+    }
+    session.show(table)
+}
+
+/// Nanoseconds of all copies: one call each from page-locked memory, and packed together from ordinary memory.
+fn uploads(meter: &Meter, mut buffers: Vec<DeviceBuffer<u8>>) -> Result<[f64; 2], Failure> {
+    let Some(len) = buffers.first().map(DeviceBuffer::len) else { return Ok([0.0; 2]) };
+    let (pinned, ordinary) = (meter.pinned(len)?, vec![1u8; usize::try_from(len).unwrap_or(0)]);
+    let single = meter.time(|| {
+        let mut last = None;
+        for buffer in &mut buffers {
+            last = Some(meter.transfer.upload(&pinned, buffer)?);
+        }
+        Ok(last.map_or(Ok(()), aquifer_transfer::Pending::wait)?)
+    })?;
+    let batched = meter.time(|| {
+        let mut batch = meter.transfer.batch();
+        for buffer in &mut buffers {
+            batch.upload(&ordinary, buffer)?;
+        }
+        batch.run()?.wait()?;
+        Ok(())
+    })?;
+    Ok([single, batched])
+}
+
+fn downloads(meter: &Meter, buffers: &[DeviceBuffer<u8>]) -> Result<[f64; 2], Failure> {
+    let Some(len) = buffers.first().map(DeviceBuffer::len) else { return Ok([0.0; 2]) };
+    let mut pinned = buffers.iter().map(|_| meter.pinned(len)).collect::<Result<Vec<_>, _>>()?;
+    let single = meter.time(|| {
+        let mut last = None;
+        for (buffer, pinned) in buffers.iter().zip(&mut pinned) {
+            last = Some(meter.transfer.download(buffer, pinned)?);
+        }
+        Ok(last.map_or(Ok(()), aquifer_transfer::Pending::wait)?)
+    })?;
+    let batched = meter.time(|| {
+        let mut batch = meter.transfer.batch();
+        for buffer in buffers {
+            batch.download(buffer)?;
+        }
+        batch.run()?.wait()?;
+        Ok(())
+    })?;
+    Ok([single, batched])
+}

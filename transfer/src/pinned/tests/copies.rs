@@ -1,0 +1,223 @@
+//! Buffers while copies use them.
+
+use std::thread;
+
+use super::*;
+
+#[test]
+fn what_is_uploaded_comes_back() {
+    let bench = Bench::new(PinnedConfig::default());
+    let down = bench.device.create_stream().unwrap();
+    let values: Vec<u32> = (0..1024).collect();
+    let source = bench.pool.alloc_from(&values).unwrap();
+    let mut target = bench.pool.alloc_zeroed::<u32>(1024).unwrap();
+    bench.upload(&source).unwrap();
+    down.wait_for(&bench.stream.tick()).unwrap();
+    download(target.as_slice_mut().part(), bench.memory, &down, &bench.device).unwrap();
+    assert!(!target.is_idle().unwrap());
+    assert_eq!(target.read().unwrap(), values);
+    assert!(target.is_idle().unwrap());
+    assert_eq!(bench.pool.stats().num_waits, 1);
+    drop((source, target));
+    bench.check_over();
+}
+
+/// PyTorch's test_caching_pinned_memory.
+#[test]
+fn memory_comes_back_at_once_when_idle_and_not_while_a_copy_is_in_flight() {
+    let bench = Bench::new(PinnedConfig::default());
+    let buffer = bench.pool.alloc::<u8>(1 << 20).unwrap();
+    let first = address(&buffer);
+    drop(buffer);
+    let buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
+    assert_eq!(address(&buffer), first, "idle memory is reused");
+    bench.upload(&buffer).unwrap();
+    assert_eq!(bench.calls_in(|| drop(buffer)).total(), 0, "dropping makes no driver call");
+    let other = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
+    assert_ne!(address(&other), first, "a copy is in flight");
+    bench.stream.synchronize().unwrap();
+    let again = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
+    assert_eq!(address(&again), first, "the copy is done");
+    drop((other, again));
+    bench.check_over();
+}
+
+#[test]
+fn a_hot_pair_makes_no_driver_call() {
+    let bench = Bench::new(PinnedConfig::default());
+    drop(bench.pool.alloc::<u8>(100_000).unwrap());
+    let calls = bench.calls_in(|| (0..100).for_each(|_| drop(bench.pool.alloc::<u8>(100_000).unwrap())));
+    assert_eq!(calls.total(), 0);
+    bench.check_over();
+}
+
+#[test]
+fn writing_waits_for_uploads_and_reading_does_not() {
+    let bench = Bench::new(PinnedConfig::default());
+    let mut buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
+    bench.upload(&buffer).unwrap();
+    assert_eq!(buffer.read().unwrap()[5], 0);
+    assert_eq!(bench.pool.stats().num_waits, 0);
+    buffer.write().unwrap().fill(9);
+    assert_eq!(bench.pool.stats().num_waits, 1);
+    let mut bytes = [1; 4];
+    bench.stream.download_blocking(&mut bytes, bench.memory).unwrap();
+    assert_eq!(bytes, [0; 4]);
+    drop(buffer);
+    bench.check_over();
+}
+
+#[test]
+fn a_download_comes_after_uploads_on_other_streams_from_the_same_memory() {
+    let bench = Bench::new(PinnedConfig::default());
+    let streams: Vec<_> = (0..3).map(|_| bench.device.create_stream().unwrap()).collect();
+    let mut buffer = bench.pool.alloc_from(&vec![3_u8; 1 << 20]).unwrap();
+    for (place, stream) in streams.iter().enumerate() {
+        let to = bench.memory.offset((1 + place as u64) << 20);
+        upload(buffer.as_slice().part(), to, stream, &bench.device).unwrap();
+    }
+    bench.stream.fill(bench.memory, 5, 1 << 20).unwrap();
+    bench.download(&mut buffer).unwrap();
+    assert!(buffer.read().unwrap().iter().all(|&byte| byte == 5));
+    let mut bytes = vec![0; 3 << 20];
+    bench.stream.download_blocking(&mut bytes, bench.memory.offset(1 << 20)).unwrap();
+    assert!(bytes.iter().all(|&byte| byte == 3));
+    drop(buffer);
+    bench.check_over();
+}
+
+#[test]
+fn asking_the_driver_ends_while_streams_are_busy() {
+    let bench = Bench::new(PinnedConfig::default());
+    let other = bench.device.create_stream().unwrap();
+    let [quick, slow, slower] = [(); 3].map(|()| bench.pool.alloc_zeroed::<u8>(16 << 20).unwrap());
+    let (here, there) = (bench.memory, bench.memory.offset(32 << 20));
+    upload(quick.slice(..1).unwrap().part(), there, &other, &bench.device).unwrap();
+    for _ in 0..50 {
+        upload(slow.as_slice().part(), here, &bench.stream, &bench.device).unwrap();
+        upload(slower.as_slice().part(), there, &other, &bench.device).unwrap();
+    }
+    drop((quick, slow, slower));
+    let reserved = bench.pool.stats().allocated_bytes.current;
+    while bench.pool.stats().active_requests.current == 3 {
+        bench.pool.trim_to(reserved).unwrap();
+    }
+    assert_eq!(bench.pool.stats().active_requests.current, 2);
+    bench.check_over();
+}
+
+#[test]
+fn memory_of_another_device_and_captures_are_refused() {
+    let (bench, other) = (Bench::new(PinnedConfig::default()), Bench::new(PinnedConfig::default()));
+    let buffer = bench.pool.alloc::<u8>(10).unwrap();
+    let part = buffer.as_slice().part();
+    let wrong = part.memory.turn(&other.stream, AccessKind::Read).unwrap_err();
+    assert!(matches!(wrong, TransferError::WrongDevice { .. }), "{wrong}");
+    let capture = bench.stream.begin_capture().unwrap();
+    let refused = part.memory.turn(&bench.stream, AccessKind::Read).unwrap_err();
+    assert!(refused.to_string().contains("capture"), "{refused}");
+    drop(capture);
+    part.memory.turn(&bench.stream, AccessKind::Read).map(drop).unwrap();
+}
+
+#[test]
+fn the_pool_outlives_its_handles_and_leaves_its_memory_to_the_device() {
+    let bench = Bench::new(PinnedConfig::default());
+    let buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
+    bench.upload(&buffer).unwrap();
+    let Bench { sim, device, pool, stream, memory: _ } = bench;
+    drop(pool);
+    let calls = device.driver_calls();
+    drop(buffer);
+    assert_eq!(device.driver_calls().since(&calls).total(), 0, "no driver call in a destructor");
+    device.settle();
+    assert_eq!(device.driver_calls().since(&calls).of(Operation::HostFree), 1);
+    drop(stream);
+    assert_eq!(sim.take_violations(), []);
+}
+
+#[test]
+fn a_claim_keeps_the_host_and_conflicting_copies_away_until_its_work_is_enqueued() {
+    let bench = Bench::new(PinnedConfig::default());
+    bench.stream.fill(bench.memory, 8, 1 << 20).unwrap();
+    let mut buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
+    let part = buffer.as_slice_mut().part();
+    let (ptr, claim) = (part.ptr, part.memory.claim(AccessKind::Write));
+    assert!(!buffer.is_idle().unwrap());
+    thread::scope(|scope| {
+        let (device, memory, stream) = (&bench.device, bench.memory, &bench.stream);
+        scope.spawn(move || {
+            for quarter in 0..4_usize {
+                let _turn = claim.turn(stream).unwrap();
+                let from = memory.offset((quarter << 18) as u64);
+                raw_download(ptr.0 + (quarter << 18), from, 1 << 18, stream, device).unwrap();
+            }
+            assert_eq!(claim.memory().ptr(), ptr);
+        });
+        assert!(buffer.read().unwrap().iter().all(|&byte| byte == 8));
+    });
+    drop(buffer);
+    bench.check_over();
+}
+
+#[test]
+fn claims_for_reading_go_together() {
+    let bench = Bench::new(PinnedConfig::default());
+    let buffer = bench.pool.alloc_zeroed::<u8>(1000).unwrap();
+    let memory = buffer.as_slice().part().memory;
+    let (one, two) = (memory.claim(AccessKind::Read), memory.claim(AccessKind::Read));
+    memory.wait_unclaimed(AccessKind::Read);
+    bench.upload(&buffer).unwrap();
+    assert_eq!(buffer.read().unwrap()[0], 0);
+    drop(buffer);
+    assert_eq!(bench.pool.stats().active_requests.current, 1, "claims keep the memory");
+    drop((one, two));
+    bench.check_over();
+}
+
+/// No bytes, bytes that start anywhere, and elements of any alignment.
+#[test]
+fn lengths_and_alignments() {
+    #[derive(Clone, Copy)]
+    #[repr(C, align(8192))]
+    struct Aligned([u8; 8192]);
+    #[allow(unsafe_code, reason = "a plain type of unusual alignment")]
+    // SAFETY: bytes without padding, all of which may have any value.
+    unsafe impl bytemuck::Zeroable for Aligned {}
+    #[allow(unsafe_code, reason = "a plain type of unusual alignment")]
+    // SAFETY: as above.
+    unsafe impl Pod for Aligned {}
+
+    let bench = Bench::new(PinnedConfig::default());
+    let mut empty = bench.pool.alloc::<u64>(0).unwrap();
+    assert!(empty.is_empty() && empty.read().unwrap().is_empty() && empty.write().unwrap().is_empty());
+    assert_eq!(bench.pool.alloc::<()>(1_000).unwrap().read().unwrap().len(), 1_000);
+    let small = bench.pool.alloc::<u8>(1).unwrap();
+    let mut aligned = bench.pool.alloc_zeroed::<Aligned>(3).unwrap();
+    assert!(aligned.as_slice().part().ptr.0.is_multiple_of(8192));
+    aligned.write().unwrap()[2].0[8191] = 1;
+    assert_eq!(aligned.slice(2..).unwrap().as_bytes().slice(8191..).unwrap().read().unwrap(), [1]);
+    let error = bench.pool.alloc::<u64>(usize::MAX / 4).unwrap_err();
+    assert!(matches!(error, TransferError::LengthOverflow { size: 8, .. }), "{error}");
+    drop((small, aligned, empty));
+    bench.check_over();
+}
+
+#[test]
+fn views_stay_inside_and_casts_are_checked() {
+    let bench = Bench::new(PinnedConfig::default());
+    let mut buffer = bench.pool.alloc_from(&[1_u16, 2, 3, 4, 5]).unwrap();
+    #[allow(clippy::reversed_empty_ranges, reason = "that is what is refused")]
+    let reversed = buffer.slice(3..2);
+    for refused in [buffer.slice(2..6), buffer.slice(..=5), reversed, buffer.slice(6..)] {
+        assert!(matches!(refused.unwrap_err(), TransferError::OutOfBounds { len: 5, .. }));
+    }
+    assert!(buffer.as_slice_mut().split_at(6).is_err());
+    assert!(buffer.as_slice().cast::<u32>().is_err(), "10 bytes are no whole number of u32");
+    assert!(buffer.slice(1..).unwrap().cast::<u32>().is_err(), "not aligned");
+    assert!(buffer.slice(1..).unwrap().cast::<()>().is_err());
+    assert_eq!(buffer.slice(2..4).unwrap().cast::<[u16; 2]>().unwrap().read().unwrap(), [[3, 4]]);
+    buffer.slice_mut(..2).unwrap().cast::<u32>().unwrap().write().unwrap()[0] = 0;
+    assert_eq!(buffer.read().unwrap(), [0, 0, 3, 4, 5]);
+    assert_eq!(buffer.as_bytes_mut().bytes(), 10);
+}

@@ -1,0 +1,215 @@
+//! What copies use a piece of host memory: ticks, turns and claims, as [`aquifer_allocator::Turn`] and
+//! [`aquifer_allocator::Claim`] are for device memory.
+//!
+//! Invariants:
+//! * a copy into the memory comes after all copies noted before it; a copy out of it after the last one into it;
+//! * whoever enqueues a copy holds the memory's turn, which notes the stream's tick when it ends, whether the copy was enqueued
+//!   or not: the call may return with an error after the driver took the copy;
+//! * what is claimed is used by nobody else in a way that conflicts.
+
+use std::sync::Arc;
+
+use aquifer_device::{AccessKind, Code, DeviceError, Operation, Stream, Tick};
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::memory::PinnedMemory;
+use crate::error::TransferError;
+
+/// What copies use some memory.
+#[derive(Debug, Default)]
+pub(super) struct Uses {
+    noted: Mutex<Noted>,
+    /// Told when a claim ends.
+    unclaimed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Noted {
+    /// The last copy into it; those before it came before it.
+    written: Option<Tick>,
+    /// The last copy out of it on each stream, since then.
+    read: Vec<Tick>,
+    claimed_to_read: u32,
+    claimed_to_write: bool,
+}
+
+impl Uses {
+    /// The copies that must be done before one that does this with the memory, or before the host does. Waits for claims that
+    /// conflict to end.
+    pub(super) fn before(&self, kind: AccessKind) -> Vec<Tick> {
+        let mut noted = self.lock_unclaimed(kind);
+        noted.forget_done();
+        noted.before(kind).cloned().collect()
+    }
+
+    /// All copies that use the memory, for who is the last to know of it.
+    pub(super) fn take(&mut self) -> Vec<Tick> {
+        let noted = self.noted.get_mut();
+        let mut ticks = std::mem::take(&mut noted.read);
+        ticks.extend(noted.written.take());
+        ticks
+    }
+
+    /// Whether nothing uses the memory, nor is going to. Asks the driver about copies that are not known to be done.
+    pub(super) fn are_over(&self) -> Result<bool, TransferError> {
+        let ticks: Vec<Tick> = {
+            let mut noted = self.noted.lock();
+            if noted.claimed_to_read > 0 || noted.claimed_to_write {
+                return Ok(false);
+            }
+            noted.forget_done();
+            noted.before(AccessKind::Write).cloned().collect()
+        };
+        for tick in ticks {
+            if !tick.is_done()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn lock_unclaimed(&self, kind: AccessKind) -> MutexGuard<'_, Noted> {
+        let mut noted = self.noted.lock();
+        while noted.is_claimed_against(kind) {
+            self.unclaimed.wait(&mut noted);
+        }
+        noted
+    }
+}
+
+impl Noted {
+    fn before(&self, kind: AccessKind) -> impl Iterator<Item = &Tick> {
+        let readers = if kind == AccessKind::Write { self.read.as_slice() } else { &[] };
+        self.written.iter().chain(readers)
+    }
+
+    fn is_claimed_against(&self, kind: AccessKind) -> bool {
+        self.claimed_to_write || (kind == AccessKind::Write && self.claimed_to_read > 0)
+    }
+
+    fn note(&mut self, stream: &Stream, kind: AccessKind) {
+        if kind == AccessKind::Write {
+            self.read.clear();
+            self.written = Some(stream.tick());
+        } else {
+            self.read.retain(|tick| tick.timeline().id() != stream.id() && !is_known_done(tick));
+            self.read.push(stream.tick());
+        }
+    }
+
+    fn forget_done(&mut self) {
+        self.written.take_if(|tick| is_known_done(tick));
+        self.read.retain(|tick| !is_known_done(tick));
+    }
+}
+
+fn is_known_done(tick: &Tick) -> bool {
+    tick.timeline().is_known_done(tick.n())
+}
+
+/// A stream's turn with host memory: what is enqueued on the stream while it is held comes after the copies that must come before.
+/// Hold it for the time it takes to enqueue.
+#[derive(Debug)]
+#[must_use = "the turn ends when it is dropped"]
+pub(crate) struct HostTurn<'a> {
+    stream: &'a Stream,
+    kind: AccessKind,
+    noted: MutexGuard<'a, Noted>,
+}
+
+impl Drop for HostTurn<'_> {
+    fn drop(&mut self) {
+        self.noted.note(self.stream, self.kind);
+    }
+}
+
+impl PinnedMemory {
+    /// The memory's turn: orders what `stream` does from now on after the copies that must come before one that does `kind` with
+    /// the memory (it reads in an upload, and writes in a download). While the turn is held nobody else gets one.
+    ///
+    /// The tick that is noted when the turn ends is one that no event covers yet. Whoever enqueued covers it after that
+    /// ([`Tick::cover`]), so that it is known to be done without more events; the pool covers it only when it needs the memory.
+    ///
+    /// Waits for claims that conflict to end. Whoever holds locks that the claim's holder may need, such as turns with device
+    /// memory, calls [`PinnedMemory::wait_unclaimed`] before it takes them.
+    ///
+    /// # Errors
+    /// When the stream is another device's, or captures: a graph could run when the memory is somebody else's; those of the driver.
+    pub(crate) fn turn<'a>(&'a self, stream: &'a Stream, kind: AccessKind) -> Result<HostTurn<'a>, TransferError> {
+        self.turn_with(self.uses().lock_unclaimed(kind), stream, kind)
+    }
+
+    fn turn_with<'a>(
+        &self,
+        noted: MutexGuard<'a, Noted>,
+        stream: &'a Stream,
+        kind: AccessKind,
+    ) -> Result<HostTurn<'a>, TransferError> {
+        if stream.device_id() != self.device_id() {
+            let (is, needed) = (self.device_id(), stream.device_id());
+            return Err(TransferError::WrongDevice { what: "page-locked memory", is, needed });
+        }
+        if stream.is_capturing() {
+            return Err(capture_error().into());
+        }
+        for tick in noted.before(kind) {
+            stream.wait_for(tick)?;
+        }
+        Ok(HostTurn { stream, kind, noted })
+    }
+
+    /// Waits until no claim holds that conflicts with such a use. The caller's borrow of the buffer keeps new ones away.
+    pub(crate) fn wait_unclaimed(&self, kind: AccessKind) {
+        drop(self.uses().lock_unclaimed(kind));
+    }
+
+    /// Claims the memory for copies that are still to be enqueued, or that threads make: see [`HostClaim`].
+    pub(crate) fn claim(self: &Arc<Self>, kind: AccessKind) -> HostClaim {
+        let mut noted = self.uses().lock_unclaimed(kind);
+        match kind {
+            AccessKind::Read => noted.claimed_to_read += 1,
+            AccessKind::Write => noted.claimed_to_write = true,
+        }
+        HostClaim { memory: self.clone(), kind }
+    }
+}
+
+fn capture_error() -> DeviceError {
+    DeviceError::new(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED)
+        .with_detail("a graph may run when this page-locked memory is somebody else's; copy outside of the capture")
+}
+
+/// Host memory claimed for work that is still to be enqueued, perhaps by other threads. Until it is dropped, turns, claims and
+/// uses of the host that conflict wait. It keeps the memory alive.
+#[derive(Debug)]
+#[must_use = "the claim ends when it is dropped"]
+pub(crate) struct HostClaim {
+    memory: Arc<PinnedMemory>,
+    kind: AccessKind,
+}
+
+impl HostClaim {
+    pub(crate) fn memory(&self) -> &Arc<PinnedMemory> {
+        &self.memory
+    }
+
+    /// A stream's turn, for work that the claim is about.
+    ///
+    /// # Errors
+    /// As [`PinnedMemory::turn`].
+    pub(crate) fn turn<'a>(&'a self, stream: &'a Stream) -> Result<HostTurn<'a>, TransferError> {
+        self.memory.turn_with(self.memory.uses().noted.lock(), stream, self.kind)
+    }
+}
+
+impl Drop for HostClaim {
+    fn drop(&mut self) {
+        let uses = self.memory.uses();
+        let mut noted = uses.noted.lock();
+        match self.kind {
+            AccessKind::Read => noted.claimed_to_read -= 1,
+            AccessKind::Write => noted.claimed_to_write = false,
+        }
+        uses.unclaimed.notify_all();
+    }
+}
