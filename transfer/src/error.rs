@@ -199,12 +199,6 @@ pub enum TransferError {
         /// Its extents.
         shape: Vec<u64>,
     },
-    /// There is not enough host memory.
-    #[error("out of host memory: {bytes} bytes were asked for")]
-    OutOfHostMemory {
-        /// Bytes asked for.
-        bytes: u64,
-    },
     /// Elements could not be converted.
     #[error(transparent)]
     Convert(#[from] ConvertError),

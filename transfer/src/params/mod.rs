@@ -16,3 +16,6 @@ pub use load::{Load, OtherDTypes};
 pub(crate) use param_set::Strays;
 pub use param_set::{Param, ParamKind, ParamSet, Stray};
 pub use relocate::{Progress, Relocate};
+
+#[cfg(test)]
+mod tests;

@@ -205,6 +205,11 @@ pub(super) fn host_len(len: u64, dtype: DType) -> Result<usize, TransferError> {
     usize::try_from(len).map_err(|_| TransferError::LengthOverflow { len, size: dtype.bytes() })
 }
 
+pub(super) fn out_of_host_memory(bytes: u64) -> TransferError {
+    let source = std::sync::Arc::new(std::io::ErrorKind::OutOfMemory.into());
+    TransferError::OutOfHostMemory { bytes, source }
+}
+
 fn zeroed_host(dtype: DType, len: u64) -> Result<HostMemory, TransferError> {
     filled_host(dtype, len, |_| Ok(()))
 }
@@ -216,5 +221,5 @@ pub(crate) fn filled_host(
     fill: impl FnOnce(&mut [u8]) -> Result<(), TransferError>,
 ) -> Result<HostMemory, TransferError> {
     let bytes = len.saturating_mul(dtype.bytes());
-    HostMemory::filled(dtype, host_len(len, dtype)?, fill)?.ok_or(TransferError::OutOfHostMemory { bytes })
+    HostMemory::filled(dtype, host_len(len, dtype)?, fill)?.ok_or_else(|| out_of_host_memory(bytes))
 }

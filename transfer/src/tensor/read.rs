@@ -1,6 +1,6 @@
 //! Reading elements back on the host.
 
-use super::create::host_len;
+use super::create::{host_len, out_of_host_memory};
 use super::memory::{Memory, Scalar};
 use super::pack::pack_on_host;
 use super::{Place, Tensor};
@@ -16,7 +16,7 @@ impl Tensor {
         let host = self.to(Place::Host)?.wait()?;
         let len = host_len(host.len(), T::DTYPE)?;
         let mut elements = bytemuck::allocation::try_zeroed_vec::<T>(len)
-            .map_err(|()| TransferError::OutOfHostMemory { bytes: self.bytes() })?;
+            .map_err(|()| out_of_host_memory(self.bytes()))?;
         pack_on_host(host.memory.read()?, &host.layout, size_of::<T>(), bytemuck::cast_slice_mut(&mut elements));
         Ok(elements)
     }
