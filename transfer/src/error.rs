@@ -210,6 +210,12 @@ pub enum TransferError {
         /// What is wrong with it.
         problem: &'static str,
     },
+    /// The source of batches that the caller gave failed.
+    #[error("the source of batches failed: {source}")]
+    Source {
+        /// What it said.
+        source: Arc<dyn std::error::Error + Send + Sync>,
+    },
     /// Parameters are not where all should be. Move the whole set.
     #[error("not all parameters are on {place}: {}", Strays(strays))]
     LeftBehind {

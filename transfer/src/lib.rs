@@ -16,7 +16,9 @@ mod params;
 mod pending;
 mod pinned;
 mod placement;
+mod prefetch;
 mod runtime;
+mod spill;
 mod staging;
 mod streams;
 mod tensor;
@@ -36,7 +38,9 @@ pub use pinned::{
     TimeStat,
 };
 pub use placement::{Candidate, Chosen, Fallback, NoDevice, Placement, Refused, Verdict};
+pub use prefetch::{Batch, Prefetcher};
 pub use runtime::{Transfer, TransferConfig};
+pub use spill::{Access, SpillStats, Spillable, Spiller};
 pub use tensor::{
     Layout, LayoutError, MAX_DIMENSIONS, OperandInfo, OperandsError, Place, Scalar, Tensor, To,
 };

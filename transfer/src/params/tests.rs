@@ -107,6 +107,7 @@ fn a_set_moves_coalesced_and_in_order() {
     let transfer = transfer();
     let (mut set, host) = (model(), model());
     let copies = |transfer: &Transfer| transfer.device().driver_calls().of(Operation::CopyToDevice);
+    transfer.batch_calls_pay_below().unwrap(); // measures, by copies
     let before = copies(&transfer);
     let mut seen = Vec::new();
     let total = set.bytes();
