@@ -174,6 +174,8 @@ const CODES: &[(u32, &str, ErrorKind)] = &[
     (700, "CUDA_ERROR_ILLEGAL_ADDRESS", ErrorKind::DeviceLost),
     (701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", ErrorKind::InvalidUse),
     (702, "CUDA_ERROR_LAUNCH_TIMEOUT", ErrorKind::DeviceLost),
+    (704, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", ErrorKind::InvalidUse),
+    (705, "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED", ErrorKind::InvalidUse),
     (709, "CUDA_ERROR_CONTEXT_IS_DESTROYED", ErrorKind::DeviceLost),
     (710, "CUDA_ERROR_ASSERT", ErrorKind::DeviceLost),
     (712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", ErrorKind::InvalidUse),

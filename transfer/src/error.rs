@@ -131,6 +131,18 @@ pub enum TransferError {
         /// What the system said.
         source: Arc<std::io::Error>,
     },
+    /// The caller asked for a part of a file that reaches beyond its end.
+    #[error("{path} has {len} bytes: {bytes} from {offset} on reach beyond its end")]
+    FileTooShort {
+        /// The file.
+        path: String,
+        /// Its length in bytes.
+        len: u64,
+        /// Where the part begins.
+        offset: u64,
+        /// Length of the part.
+        bytes: u64,
+    },
     /// The device, or the driver, cannot do what the caller asked for.
     #[error("not supported here: this needs {what}")]
     Unsupported {

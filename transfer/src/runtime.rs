@@ -12,7 +12,7 @@ use crate::counters::{Counters, Direction};
 use crate::error::TransferError;
 use crate::pending::Shared;
 use crate::pinned::{HostPart, HostTurn, PinnedConfig, PinnedPool};
-use crate::staging::Staging;
+use crate::staging::{Staging, StagingConfig, StagingStats};
 use crate::streams::Streams;
 
 /// How a [`Transfer`] is made.
@@ -23,6 +23,8 @@ pub struct TransferConfig {
     pub pinned: PinnedConfig,
     /// Streams a direction, at least 1. Transfers take turns on them, so that a small one need not wait for a large one.
     pub streams: usize,
+    /// The ring that ordinary memory goes through.
+    pub staging: StagingConfig,
     /// Priority of these streams, numerically: lower is more urgent. Clamped to what the device has.
     pub priority: i32,
 }
@@ -30,7 +32,12 @@ pub struct TransferConfig {
 impl Default for TransferConfig {
     /// Two streams a direction, as urgent as the device allows: a copy that a kernel waits for should not wait itself.
     fn default() -> Self {
-        TransferConfig { pinned: PinnedConfig::default(), streams: 2, priority: i32::MIN }
+        TransferConfig {
+            pinned: PinnedConfig::default(),
+            streams: 2,
+            staging: StagingConfig::default(),
+            priority: i32::MIN,
+        }
     }
 }
 
@@ -106,7 +113,7 @@ impl Transfer {
             kernels: Mutex::new(None),
             crossover: Mutex::new(None),
             shared: Arc::default(),
-            staging: Staging::new(&pinned),
+            staging: Staging::new(&pinned, config.staging),
         };
         Ok(Transfer { inner: Arc::new(inner), stream: None })
     }
@@ -162,6 +169,11 @@ impl Transfer {
     /// The ring that ordinary memory goes through.
     pub(crate) fn staging(&self) -> &Staging {
         &self.inner.staging
+    }
+
+    /// What the ring that ordinary memory goes through is made of, and what it did.
+    pub fn staging_stats(&self) -> StagingStats {
+        self.inner.staging.stats()
     }
 
     pub(crate) fn shared(&self) -> &Arc<Shared> {

@@ -14,7 +14,7 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Deref;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use aquifer_allocator::{DeviceBuffer, Registration};
@@ -67,13 +67,9 @@ struct Entry {
     spiller: Arc<Inner>,
     priority: i32,
     last_used: AtomicU64,
-    state: Mutex<State>,
-}
-
-struct State {
-    home: Home,
-    /// How many accesses there are.
-    users: usize,
+    home: Mutex<Home>,
+    /// How many accesses there are. Raised under the lock.
+    users: AtomicUsize,
 }
 
 enum Home {
@@ -142,7 +138,8 @@ impl Spiller {
             spiller: self.inner.clone(),
             priority,
             last_used: AtomicU64::new(self.inner.now()),
-            state: Mutex::new(State { home: Home::Device(bytes), users: 0 }),
+            home: Mutex::new(Home::Device(bytes)),
+            users: AtomicUsize::new(0),
         });
         let mut entries = self.inner.entries.lock();
         // Forgets those that are gone, at a cost that is shared by those that came since.
@@ -168,7 +165,7 @@ impl Spiller {
             ..SpillStats::default()
         };
         for entry in self.inner.entries() {
-            match &entry.state.lock().home {
+            match &*entry.home.lock() {
                 Home::Device(buffer) => stats.device_bytes += buffer.bytes(),
                 Home::Host(buffer) => stats.host_bytes += buffer.bytes() as u64,
             }
@@ -217,9 +214,10 @@ impl Entry {
     /// Moves the contents to the host, if nobody uses them; tells how much device memory was given up.
     fn spill(&self) -> Result<u64, TransferError> {
         // Whoever has the lock brings the contents back, or is this very thread.
-        let Some(mut state) = self.state.try_lock() else { return Ok(0) };
-        let State { home: Home::Device(buffer), users: 0 } = &*state else { return Ok(0) };
-        if Arc::strong_count(buffer.storage()) > 1 {
+        let Some(mut home) = self.home.try_lock() else { return Ok(0) };
+        let Home::Device(buffer) = &*home else { return Ok(0) };
+        // Users have a handle, too, but a caller may have forgotten one.
+        if self.users.load(Ordering::Acquire) > 0 || Arc::strong_count(buffer.storage()) > 1 {
             return Ok(0);
         }
         let freed = buffer.storage().allocation().bytes();
@@ -229,7 +227,7 @@ impl Entry {
         let mut host = transfer.pinned().alloc::<u8>(len)?;
         // Whoever reads the memory waits for the copy, and so does the block that is given up.
         drop(transfer.download(buffer, &mut host)?);
-        state.home = Home::Host(host);
+        *home = Home::Host(host);
         self.spiller.spills.fetch_add(1, Ordering::Relaxed);
         Ok(freed)
     }
@@ -238,21 +236,19 @@ impl Entry {
     fn access(&self, stream: &Stream) -> Result<DeviceBuffer<u8>, TransferError> {
         let transfer = &self.spiller.transfer;
         transfer.check_stream(stream)?;
-        let mut state = self.state.lock();
-        let buffer = match &state.home {
+        let mut home = self.home.lock();
+        let buffer = match &*home {
             Home::Device(buffer) => buffer.clone(),
             Home::Host(host) => {
                 let mut buffer = transfer.allocator().alloc_buffer(host.bytes() as u64, stream)?;
                 drop(transfer.upload(host, &mut buffer)?);
                 self.spiller.returns.fetch_add(1, Ordering::Relaxed);
+                // The host memory goes back to its pool with the tick of the copy.
+                *home = Home::Device(buffer.clone());
                 buffer
             }
         };
-        if matches!(state.home, Home::Host(_)) {
-            // The host memory goes back to its pool with the tick of the copy.
-            state.home = Home::Device(buffer.clone());
-        }
-        state.users += 1;
+        self.users.fetch_add(1, Ordering::AcqRel);
         Ok(buffer)
     }
 }
@@ -276,7 +272,7 @@ impl<T: Pod + Send + Sync> Spillable<T> {
 impl<T> Spillable<T> {
     /// Whether it is on the device. It may change at any time while nobody uses it.
     pub fn is_on_device(&self) -> bool {
-        matches!(self.entry.state.lock().home, Home::Device(_))
+        matches!(*self.entry.home.lock(), Home::Device(_))
     }
 
     /// Moves it to the host now, unless it is in use or there already; tells how many bytes of device memory it gave up.
@@ -294,7 +290,7 @@ struct InUse<'a>(&'a Entry);
 impl Drop for InUse<'_> {
     fn drop(&mut self) {
         self.0.last_used.store(self.0.spiller.now(), Ordering::Relaxed);
-        self.0.state.lock().users -= 1;
+        self.0.users.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -327,7 +323,7 @@ impl fmt::Debug for Spiller {
 
 impl<T> fmt::Debug for Spillable<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let on_device = self.entry.state.try_lock().map(|state| matches!(state.home, Home::Device(_)));
+        let on_device = self.entry.home.try_lock().map(|home| matches!(*home, Home::Device(_)));
         f.debug_struct("Spillable").field("priority", &self.entry.priority).field("on_device", &on_device).finish_non_exhaustive()
     }
 }

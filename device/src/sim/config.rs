@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::fault::Fault;
 use super::parse::{self, SimConfigError};
-use super::preset::Preset;
+use super::preset::{Card, Preset};
 
 /// The largest memory that a simulated device can have, in bytes: 64 TiB.
 pub const CAPACITY_BYTES_MAX: u64 = 1 << 46;
@@ -26,6 +26,8 @@ pub struct SimConfig {
     pub capacity_bytes: u64,
     /// The card whose speed the device has.
     pub preset: Preset,
+    /// Speed of the link to the host, each way, in GB/s (bytes a virtual ns); `None` for that of the card.
+    pub link_gb_s: Option<u64>,
     /// Ordinal among the devices of the process.
     pub ordinal: u32,
     /// Seed of everything that chance decides: durations, the order of unordered work, random faults.
@@ -51,6 +53,9 @@ impl fmt::Display for SimConfig {
         write!(f, "{},size={},seed={}", self.preset.name(), self.capacity_bytes, self.seed)?;
         write!(f, ",jitter={},vmm={},export={}", switch(self.jitter), switch(self.vmm), switch(self.export))?;
         write!(f, ",other={}", self.other_process_bytes)?;
+        if let Some(gb_s) = self.link_gb_s {
+            write!(f, ",link={gb_s}")?;
+        }
         self.faults.iter().try_for_each(|fault| write!(f, ",{fault}"))
     }
 }
@@ -73,6 +78,7 @@ impl SimConfig {
         SimConfig {
             capacity_bytes: preset.memory_bytes(),
             preset,
+            link_gb_s: None,
             ordinal: 0,
             seed: 0,
             jitter: true,
@@ -93,6 +99,7 @@ impl SimConfig {
     /// | `size` | size | memory of the device, when the first part names a preset |
     /// | `seed` | number | see [`SimConfig::seed`] |
     /// | `jitter`, `vmm`, `export` | `on` or `off` | see the fields of the same names |
+    /// | `link` | number | see [`SimConfig::link_gb_s`] |
     /// | `other` | size | bytes held by another process |
     /// | `fault` | `CALL#N:CODE` | the Nth `CALL` fails, such as `cuMemAlloc#3:out_of_memory` or `any#17:999` |
     /// | `fault_rate` | `[CALL:]RATE[:CODE]` | calls fail at random, such as `0.01` or `cuMemAlloc:0.05` |
@@ -122,6 +129,19 @@ impl SimConfig {
     pub fn ordinal(mut self, ordinal: u32) -> Self {
         self.ordinal = ordinal;
         self
+    }
+
+    /// Sets [`SimConfig::link_gb_s`]. 0 counts as 1.
+    #[must_use]
+    pub fn link_gb_s(mut self, gb_s: u64) -> Self {
+        self.link_gb_s = Some(gb_s.max(1));
+        self
+    }
+
+    /// The card, as far as nothing else was asked for.
+    pub(super) fn card(&self) -> Card {
+        let card = self.preset.card();
+        Card { link_gb_s: self.link_gb_s.map_or(card.link_gb_s, |gb_s| gb_s.max(1)), ..card }
     }
 
     /// Sets [`SimConfig::seed`].

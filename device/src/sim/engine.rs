@@ -15,7 +15,7 @@ use super::rng::Rng;
 /// The part of the device that does a piece of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unit {
-    /// Copies from the host, one at a time.
+    /// Copies from the host or a peer, one at a time.
     ToDevice,
     /// Copies to the host, one at a time.
     ToHost,
@@ -33,6 +33,35 @@ pub(super) struct Cost {
     pub(super) operations: u64,
     /// What it takes at least.
     pub(super) busy_ns: u64,
+}
+
+/// For how long each part of a simulated device was booked, in virtual ns since the start.
+///
+/// Work is booked when it is enqueued, for the whole time from its start to its end, start delay included: once all work is done,
+/// these are the times that the parts were busy. What a part was idle in between is the time that passed less these.
+///
+/// ```
+/// use aquifer_device::sim::{SimConfig, SimDriver};
+/// use aquifer_device::{Device, Driver};
+/// let driver = SimDriver::new(SimConfig::parse("h100,link=25,jitter=off")?);
+/// let device = Device::new(driver.clone());
+/// let (stream, memory) = (device.create_stream()?, device.alloc(25_000_000)?);
+/// stream.upload_blocking(memory, &vec![1; 25_000_000])?;
+/// let engines = driver.engines();
+/// assert_eq!(engines.to_device_busy_ns, 1_500 + 1_000_000); // a millisecond after a start delay
+/// assert!(engines.to_device_busy_ns < driver.now_ns() && engines.to_host_busy_ns == 0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct EngineTimes {
+    /// The copy engine that copies to the device, from the host or a peer: one piece of work at a time.
+    pub to_device_busy_ns: u64,
+    /// The copy engine that copies to the host: one piece of work at a time.
+    pub to_host_busy_ns: u64,
+    /// Kernels, fills and copies within the device, added up. Those of different streams overlap, so this may be more than
+    /// the time that passed.
+    pub compute_busy_ns: u64,
 }
 
 /// The periods in which one copy engine is busy, in order.
@@ -67,12 +96,14 @@ pub(super) struct Engine {
     rng: Rng,
     to_device: Calendar,
     to_host: Calendar,
+    pub(super) times: EngineTimes,
 }
 
 impl Engine {
     pub(super) fn new(card: Card, seed: u64, jitter: bool) -> Self {
         let rng = Rng::new(seed, 1);
-        Engine { card, jitter, rng, to_device: Calendar::default(), to_host: Calendar::default() }
+        let (to_device, to_host) = (Calendar::default(), Calendar::default());
+        Engine { card, jitter, rng, to_device, to_host, times: EngineTimes::default() }
     }
 
     /// When work that is ready at `ready` finishes, in virtual ns.
@@ -90,6 +121,13 @@ impl Engine {
             Unit::ToHost => self.to_host.book(now, ready, duration),
             Unit::Compute | Unit::None => ready,
         };
+        let EngineTimes { to_device_busy_ns, to_host_busy_ns, compute_busy_ns } = &mut self.times;
+        let booked = match cost.unit {
+            Unit::ToDevice => to_device_busy_ns,
+            Unit::ToHost => to_host_busy_ns,
+            Unit::Compute | Unit::None => compute_busy_ns,
+        };
+        *booked = booked.saturating_add(duration);
         start.saturating_add(duration)
     }
 
@@ -136,5 +174,12 @@ mod tests {
         let mut engine = Engine::new(super::super::Preset::H100.card(), 0, false);
         let cost = Cost { unit: Unit::ToDevice, bytes: 53_000_000, operations: 0, busy_ns: 0 };
         assert_eq!(engine.schedule(0, 0, cost), 1_001_500);
+        let half = Cost { unit: Unit::ToHost, bytes: 26_500_000, ..cost };
+        assert_eq!(engine.schedule(0, 700, half), 502_200);
+        let kernel = Cost { unit: Unit::Compute, busy_ns: 7_000, ..cost };
+        engine.schedule(0, 0, Cost { bytes: 0, ..kernel });
+        engine.schedule(0, 0, Cost { unit: Unit::None, ..kernel });
+        let EngineTimes { to_device_busy_ns, to_host_busy_ns, compute_busy_ns } = engine.times;
+        assert_eq!((to_device_busy_ns, to_host_busy_ns, compute_busy_ns), (1_001_500, 501_500, 8_000));
     }
 }

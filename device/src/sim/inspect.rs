@@ -4,7 +4,8 @@
 use std::ops::Range;
 
 use super::SimDriver;
-use crate::driver::{DevicePtr, RawGraph, RawStream};
+use super::engine::EngineTimes;
+use crate::driver::{DevicePtr, RawEvent, RawGraph, RawStream};
 
 /// The capture that a stream is part of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +21,16 @@ impl SimDriver {
     /// The plain or pool allocation that holds an address and was not freed by the program.
     pub fn allocation_at(&self, ptr: DevicePtr) -> Option<Range<u64>> {
         self.machine.lock().address.allocation_at(ptr.0)
+    }
+
+    /// For how long copy engines and compute were booked so far.
+    pub fn engines(&self) -> EngineTimes {
+        self.machine.lock().engine.times
+    }
+
+    /// Whether an event of this device has this handle.
+    pub fn is_event(&self, event: RawEvent) -> bool {
+        self.machine.lock().events.get(event.0).is_some()
     }
 
     /// Bytes of the device that this program holds: allocations, the driver's pool, and physical memory.

@@ -16,8 +16,12 @@
 //!
 //! Kernels run while a lock is held: a [`crate::HostKernel`] must not call the driver. The legacy stream's implicit waits
 //! apply to work, records and waits; synchronising with it on the host covers only what was enqueued on it. Stream
-//! priorities are accepted and do not matter. Devices have address spaces of their own: access that a mapping gives to
-//! others is recorded ([`SimDriver::mapping_at`]), but no device can reach another one's memory.
+//! priorities are accepted and do not matter.
+//!
+//! Devices have address spaces and virtual clocks of their own. They wait for each other's events ([`Driver::wait_peer`]) and copy
+//! from each other's memory ([`Driver::copy_peer`]); the race detectors work together, and each reports what is wrong in its
+//! device's memory. Access that a mapping gives to others is recorded ([`SimDriver::mapping_at`]), but no kernel can reach
+//! another device's memory.
 //!
 //! ```
 //! use aquifer_device::sim::{SimConfig, SimDriver};
@@ -72,6 +76,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 pub use config::{CAPACITY_BYTES_MAX, SimConfig};
+pub use engine::EngineTimes;
 pub use fault::Fault;
 pub use inspect::CaptureRef;
 pub use lag::Lagging;
@@ -109,7 +114,7 @@ impl SimDriver {
     /// A device as `config` describes it, independent of all others.
     pub fn new(mut config: SimConfig) -> Arc<SimDriver> {
         config.capacity_bytes = config.capacity_bytes.clamp(1, CAPACITY_BYTES_MAX);
-        let card = config.preset.card();
+        let card = config.card();
         let name = format!("Simulated {} {}", card.name, Size(config.capacity_bytes));
         let mut info = DeviceInfo::new(DriverKind::Simulated, config.ordinal, name, config.capacity_bytes);
         info.granularity_bytes = config.vmm.then_some(address::GRANULARITY);

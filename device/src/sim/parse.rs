@@ -33,7 +33,7 @@ impl std::fmt::Display for In<'_> {
 type Result<T> = std::result::Result<T, SimConfigError>;
 
 const KEYS: &str =
-    "one of the keys size, seed, jitter, vmm, export, other, fault, fault_rate, oom_at, lost_at, spike, faults";
+    "one of the keys size, seed, jitter, vmm, export, link, other, fault, fault_rate, oom_at, lost_at, spike, faults";
 const SIZE: &str = "a size from 1 byte to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
 
 /// A piece of the text and where it starts.
@@ -180,6 +180,7 @@ fn setting(config: &mut SimConfig, key: Part<'_>, value: Part<'_>) -> Result<()>
         "jitter" => config.jitter = value.switch()?,
         "vmm" => config.vmm = value.switch()?,
         "export" => config.export = value.switch()?,
+        "link" => config.link_gb_s = Some(value.number(1)?),
         "other" => config.other_process_bytes = value.size(0)?,
         "faults" => file(config, value)?,
         _ => match fault(key, value)? {
@@ -288,7 +289,7 @@ mod tests {
 
     #[test]
     fn what_is_written_reads_the_same() {
-        let text = "a100,size=40GiB,seed=7,jitter=off,vmm=off,export=off,other=20GiB,fault=cuMemMap#17:999,fault=any#1:2,\
+        let text = "a100,size=40GiB,seed=7,jitter=off,vmm=off,export=off,link=55,other=20GiB,fault=cuMemMap#17:999,fault=any#1:2,\
                     fault_rate=any:0.25:1,fault_rate=cuMemMap:0.001:205,oom_at=60GiB,lost_at=100,spike=0.001:5ms";
         for text in ["", "24GiB", text] {
             let read = config(text).unwrap();
@@ -305,6 +306,7 @@ mod tests {
         assert_eq!(refused("99999999999999999999GiB"), ("99999999999999999999GiB".into(), 0));
         assert_eq!(refused("h100,seed"), ("seed".into(), 5));
         assert_eq!(refused("h100,fault=cuMemMagic#1:2"), ("cuMemMagic".into(), 11));
+        assert_eq!(refused("h100,link=0"), ("0".into(), 10));
         assert_eq!(refused("h100,fault=any#0:2"), ("0".into(), 15));
         assert_eq!(refused("h100,fault_rate=1.5"), ("1.5".into(), 16));
         assert_eq!(refused("h100,faults=/no/such/file"), ("/no/such/file".into(), 12));

@@ -7,8 +7,12 @@
 //! | FP32 | 67 TFLOP/s | 67 TFLOP/s | 19.5 TFLOP/s | 82.6 TFLOP/s | data sheets |
 //! | multiprocessors | 132 | 132 | 108 | 128 | architecture white papers |
 //! | compute capability | 9.0 | 9.0 | 8.0 | 8.9 | CUDA programming guide |
-//! | host link | 53 GB/s (PCIe 5 x16) | 53 GB/s | 25 GB/s (PCIe 4 x16) | 25 GB/s | order of magnitude usable of 63 and 31.5 GB/s raw |
+//! | host link | 53 GB/s (PCIe 5 x16) | 53 GB/s | 25 GB/s (PCIe 4 x16) | 25 GB/s | usable of 63 and 31.5 GB/s raw, each way; see below |
 //! | copy engines | 3 | 3 | 3 | 2 | `cudaDeviceProp::asyncEngineCount` as commonly reported |
+//!
+//! Of a PCIe 4 x16 link 22.5 to 26.6 GB/s are reported for page-locked memory (cuda-oxide issue 976: 22.5–23.9 to and 25.4–26.6
+//! from an RTX 4090; spark-rapids-jni issue 4593: 26.35 from the device), of PCIe 5 x16 about twice that, 50 to 55 GB/s.
+//! [`super::SimConfig::link_gb_s`] sets another speed.
 //!
 //! Costs of calls are orders of magnitude, the same for every card. Those of memory, in µs; V is the table of latencies in
 //! vAttention (arXiv 2405.04437), for 2 MiB on an A100; G is the table in GMLake (ASPLOS 2024), for 2 GiB in chunks of 2 MiB,

@@ -13,5 +13,7 @@ mod interleavings;
 mod lag;
 mod mapping;
 mod memory;
+mod peer_order;
+mod peers;
 mod streams;
 mod wrong_programs;

@@ -207,13 +207,23 @@ abi! {
         call.life()?.sim.synchronize().map_err(code)
     }
 
-    /// Refused: no device reaches another one's memory here.
+    /// Lets the current context reach the plain memory of another device's. Noted for the whole device, and nothing else: copies
+    /// between devices work without it.
     4000 cuCtxEnablePeerAccess(call, peer: Handle, flags: u32) {
         check_flags(flags, 0)?;
-        call.process()?.context(peer)?;
-        call.life()?;
-        Err(PEER_ACCESS_UNSUPPORTED)
+        let (peer, life) = (call.process()?.context(peer)?.life()?, call.life()?);
+        if peer.ordinal == life.ordinal {
+            return Err(Code::INVALID_DEVICE);
+        }
+        if life.peers.lock().insert(peer.ordinal) { Ok(()) } else { Err(PEER_ACCESS_ALREADY_ENABLED) }
+    }
+
+    /// Takes that back.
+    4000 cuCtxDisablePeerAccess(call, peer: Handle) {
+        let (peer, life) = (call.process()?.context(peer)?.life()?, call.life()?);
+        if life.peers.lock().remove(&peer.ordinal) { Ok(()) } else { Err(PEER_ACCESS_NOT_ENABLED) }
     }
 }
 
-const PEER_ACCESS_UNSUPPORTED: Code = Code(217);
+const PEER_ACCESS_ALREADY_ENABLED: Code = Code(704);
+const PEER_ACCESS_NOT_ENABLED: Code = Code(705);

@@ -1,6 +1,7 @@
 //! Copies: between host and device, within a device, of rows, and in batches.
 
 use std::ffi::c_void;
+use std::sync::Arc;
 
 use aquifer_device::{Code, Copy2d, CopyPart, DevicePtr, Driver as _, HostPtr, Place, RawStream};
 
@@ -208,9 +209,9 @@ unsafe fn batch<'a>(
     Ok(Batch { dsts, srcs, sizes, attributes, firsts })
 }
 
-/// The device of a context.
-fn ordinal(context: Handle) -> Answer<u32> {
-    Process::get().context(context).map(|context| context.ordinal)
+/// What a context stands for.
+fn life_of(context: Handle) -> Answer<Arc<Life>> {
+    Process::get().context(context)?.life()
 }
 
 abi! {
@@ -254,13 +255,15 @@ abi! {
         call.life()?.on_device(dst, src, bytes, LEGACY)
     }
 
-    /// Enqueues a copy between contexts. Those of different devices do not reach each other here.
+    /// Enqueues a copy between contexts, on a stream of the device that the copy goes to.
     4000 cuMemcpyPeerAsync(call, dst: u64, to: Handle, src: u64, from: Handle, bytes: usize, stream: Handle) {
         let life = call.life()?;
-        if ordinal(to)? != life.ordinal || ordinal(from)? != life.ordinal {
+        let (to, from) = (life_of(to)?, life_of(from)?);
+        if !Arc::ptr_eq(&to, &life) {
             return Err(Code::NOT_SUPPORTED);
         }
-        life.on_device(dst, src, bytes, stream)
+        let (dst, src) = (DevicePtr(dst), DevicePtr(src));
+        life.sim.copy_peer(dst, &*from.sim, src, bytes as u64, RawStream(stream)).map_err(code)
     }
 
     /// Enqueues a copy of rows.

@@ -10,7 +10,7 @@
 //! Locks, in the order in which they may be held together: devices · ghosts · a device's life · contexts · a life's tables. None is held
 //! across a call of the simulated device, but the one on modules and graphs where that is said.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 
@@ -112,6 +112,13 @@ impl Process {
     pub(crate) fn device(&self, ordinal: i32) -> Option<Arc<Device>> {
         let place = usize::try_from(ordinal).ok()?;
         self.devices.read().get(place)?.clone()
+    }
+
+    /// The present lives of all devices but one, as far as they have begun.
+    pub(crate) fn others(&self, life: &Arc<Life>) -> impl Iterator<Item = Arc<Life>> {
+        let devices: Vec<_> = self.devices.read().iter().flatten().cloned().collect();
+        let own = life.ordinal;
+        devices.into_iter().filter(move |device| device.ordinal != own).filter_map(|device| device.present_life())
     }
 
     /// Adds a device at the lowest ordinal that is free, behind those of the environment. `None` when there are too many.
@@ -230,6 +237,12 @@ impl Device {
         self.state.lock().life.clone()
     }
 
+    /// The life that a context has begun and not ended.
+    fn present_life(&self) -> Option<Arc<Life>> {
+        let state = self.state.lock();
+        (state.contexts > 0).then(|| state.life.clone())
+    }
+
     /// Makes a context active. The first one begins a life.
     pub(crate) fn activate(&self, context: &Context) {
         let mut state = self.state.lock();
@@ -314,6 +327,8 @@ pub(crate) struct Life {
     pub(crate) modules: Modules,
     pub(crate) pinned: Pinned,
     pub(crate) pool: PoolSettings,
+    /// Devices whose memory it was allowed to reach.
+    pub(crate) peers: Mutex<BTreeSet<u32>>,
     /// How often each function got as far as this device.
     calls: Mutex<BTreeMap<&'static str, u64>>,
 }
@@ -329,6 +344,7 @@ impl Life {
             modules: Modules::default(),
             pinned: Pinned::default(),
             pool: PoolSettings::default(),
+            peers: Mutex::default(),
             calls: Mutex::default(),
         })
     }

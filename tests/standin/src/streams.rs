@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use aquifer_device::{Code, Driver as _, RawStream, StreamFlags};
+use aquifer_device::{Code, Driver as _, RawEvent, RawStream, StreamFlags};
 use parking_lot::Mutex;
 
 use crate::abi::{Answer, Handle, Out, abi, check_flags, code, needed};
@@ -83,11 +83,18 @@ abi! {
         ready(call.guarded_life()?.sim.query_stream(RawStream(stream)).map_err(code)?)
     }
 
-    /// Makes later work of the stream wait for an event.
+    /// Makes later work of the stream wait for an event, which may be another device's.
     3020 cuStreamWaitEvent(call, stream: Handle, event: Handle, flags: u32) {
         let life = call.life()?;
         check_flags(flags, 0)?;
-        life.sim.wait(RawStream(stream), aquifer_device::RawEvent(event)).map_err(code)
+        let (stream, event) = (RawStream(stream), RawEvent(event));
+        let others = || Ok::<_, Code>(call.process()?.others(&life).find(|other| other.sim.is_event(event)));
+        let peer = if life.sim.is_event(event) { None } else { others()? };
+        let waited = match peer {
+            Some(peer) => life.sim.wait_peer(stream, &*peer.sim, event),
+            None => life.sim.wait(stream, event),
+        };
+        waited.map_err(code)
     }
 
     /// The priority that the stream has.

@@ -4,6 +4,7 @@
 //! * `region`: the same with gaps, in as many dimensions as needed;
 //! * `peer`: between devices;
 //! * `owned`: memory of any kind that goes in or comes out whole;
+//! * `file`: files straight to the device;
 //! * `scope`: borrowed memory, waiting until it is done;
 //! * `batch`: many small copies as one, where that pays (`crossover`).
 //!
@@ -12,6 +13,7 @@
 mod batch;
 mod crossover;
 mod direct;
+mod file;
 mod memory;
 mod owned;
 mod peer;

@@ -1,36 +1,73 @@
-//! Ordinary host memory on its way to the device and back, through page-locked chunks.
+//! Staging: how memory that is not page-locked, and files, get to the device and back.
+//!
+//! A few chunks of page-locked memory form a ring. Threads fill chunks ahead of the copy engine, or store what it fetched, while it works
+//! on others, so it need not wait for the host; transfers take turns by the chunk, so a small one is not stuck behind a large one.
+//!
+//! In the order in which data flows: `ends` is where bytes come from and go to, `work` what is done with a piece of a transfer, `ring` who
+//! does what next, `floor` how threads share that, `crew` the threads; `tune` chooses the sizes. `virtual_crew` plays the same ring on a
+//! simulated device in virtual time, to prove that the copy engine is kept busy. `file` is for files.
+//!
+//! A transfer ends in one way, whatever fails: by its [`Job`] being settled, with nobody touching its host end from then on. Errors of a
+//! source, a target or the driver fail the transfer they strike; chunks go on to others. When the device is lost all transfers fail.
 
+mod config;
+mod crew;
+mod ends;
+mod file;
+mod floor;
+mod ring;
+mod stats;
+mod sync;
+#[cfg(test)]
+mod tests;
+mod tune;
+mod virtual_crew;
+mod work;
+
+use std::fmt;
 use std::sync::Arc;
 
 use aquifer_allocator::Claim;
-use aquifer_device::{AccessKind, DevicePtr, Stream, Tick};
+use aquifer_device::{DevicePtr, Stream};
+
+pub use config::{DirectIo, StagingConfig};
+pub(crate) use ends::{HostSource, HostTarget};
+pub use file::FileReport;
+pub(crate) use file::FileSource;
+pub use stats::StagingStats;
+pub use virtual_crew::{ScheduleReport, VirtualSchedule};
 
 use crate::error::TransferError;
 use crate::job::Job;
-use crate::pinned::{PinnedBuffer, PinnedPool, PinnedSlice, PinnedSliceMut};
+use crate::pinned::PinnedPool;
+use crew::Crew;
+use work::{HostEnd, Work};
 
-/// Where bytes come from.
-pub(crate) trait HostSource: Send + Sync {
-    fn bytes(&self) -> u64;
-    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError>;
+/// The staging ring of a runtime. Nothing is page-locked and no thread runs before its first use. When it is dropped, the transfers under
+/// way complete, and then its threads end and its memory goes back to the pool.
+pub(crate) struct Staging {
+    crew: Arc<Crew>,
+    config: StagingConfig,
 }
-
-/// Where bytes go.
-pub(crate) trait HostTarget: Send + Sync {
-    fn bytes(&self) -> u64;
-    fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError>;
-}
-
-const CHUNK: usize = 128 << 10;
-
-/// Chunks that bytes pass through.
-pub(crate) struct Staging(PinnedPool);
 
 impl Staging {
-    pub(crate) fn new(pool: &PinnedPool) -> Staging {
-        Staging(pool.clone())
+    /// A ring of memory of `pool`.
+    pub(crate) fn new(pool: &PinnedPool, config: StagingConfig) -> Staging {
+        Staging { crew: Crew::new(pool, config), config }
     }
 
+    /// How the ring was asked to be.
+    pub(crate) fn config(&self) -> &StagingConfig {
+        &self.config
+    }
+
+    /// Copies all of `source` to `ptr`, in the claimed memory, by copies on `stream`. Returns at once.
+    ///
+    /// The claim is for writing, and ends when the last copy is enqueued.
+    ///
+    /// # Errors
+    /// Memory of another device than the stream's or that is too short, a stream that captures, a device that is lost. What goes wrong
+    /// later is the job's.
     pub(crate) fn upload(
         &self,
         source: Arc<dyn HostSource>,
@@ -38,31 +75,15 @@ impl Staging {
         ptr: DevicePtr,
         stream: &Stream,
     ) -> Result<Arc<Job>, TransferError> {
-        let mut chunks = [self.0.alloc::<u8>(CHUNK)?, self.0.alloc::<u8>(CHUNK)?];
-        let (bytes, mut at) = (source.bytes(), 0);
-        for number in 0.. {
-            let len = usize::try_from(bytes - at).unwrap_or(CHUNK).min(CHUNK);
-            if len == 0 {
-                break;
-            }
-            let chunk: &mut PinnedBuffer<u8> = &mut chunks[number % 2];
-            source.read(at, &mut chunk.write()?[..len])?;
-            let part = PinnedSlice::from(&*chunk).part();
-            let device = to.turn(stream)?;
-            let host = part.memory.turn(stream, AccessKind::Read)?;
-            // SAFETY: the chunk is kept by its pool until the tick is done that its turn leaves, and not written before.
-            #[allow(unsafe_code, reason = "the driver gets an address")]
-            let copied = unsafe { stream.upload(ptr.offset(at), part.ptr, len) };
-            drop((device, host));
-            copied?;
-            at += len as u64;
-        }
-        drop(to);
-        let job = Job::new();
-        job.enqueued(covered(stream));
-        Ok(job)
+        self.begin(Work::new(HostEnd::Source(source), to, ptr, stream)?)
     }
 
+    /// Copies from `ptr`, in the claimed memory, until `target` is full, by copies on `stream`. Returns at once.
+    ///
+    /// The claim is for reading, and ends when the bytes are in the target.
+    ///
+    /// # Errors
+    /// As [`Staging::upload`].
     pub(crate) fn download(
         &self,
         from: Claim,
@@ -70,32 +91,34 @@ impl Staging {
         target: Arc<dyn HostTarget>,
         stream: &Stream,
     ) -> Result<Arc<Job>, TransferError> {
-        let mut chunk = self.0.alloc::<u8>(CHUNK)?;
-        let (bytes, mut at) = (target.bytes(), 0);
-        while at < bytes {
-            let len = usize::try_from(bytes - at).unwrap_or(CHUNK).min(CHUNK);
-            let part = PinnedSliceMut::from(&mut chunk).part();
-            let device = from.turn(stream)?;
-            let host = part.memory.turn(stream, AccessKind::Write)?;
-            // SAFETY: the chunk is kept by its pool until the tick is done that its turn leaves, and not touched before.
-            #[allow(unsafe_code, reason = "the driver gets an address")]
-            let copied = unsafe { stream.download(part.ptr, ptr.offset(at), len) };
-            drop((device, host));
-            copied?;
-            target.write(at, &chunk.read()?[..len])?;
-            at += len as u64;
+        self.begin(Work::new(HostEnd::Target(target), from, ptr, stream)?)
+    }
+
+    fn begin(&self, work: Work) -> Result<Arc<Job>, TransferError> {
+        let job = work.job().clone();
+        if work.bytes() == 0 {
+            work.end(Ok(()));
+        } else {
+            self.crew.submit(work)?;
         }
-        drop(from);
-        let job = Job::new();
-        job.finish(Ok(()));
         Ok(job)
+    }
+
+    /// What the ring is made of, and what it did.
+    pub(crate) fn stats(&self) -> StagingStats {
+        StagingStats::of(&self.crew)
     }
 }
 
-fn covered(stream: &Stream) -> Tick {
-    let tick = stream.tick();
-    if let Err(error) = tick.cover() {
-        tracing::debug!(%error, "no event could be recorded after a copy");
+impl Drop for Staging {
+    /// Waits for nothing: this may be the last handle, dropped by a thread of the ring.
+    fn drop(&mut self) {
+        self.crew.floor.close();
     }
-    tick
+}
+
+impl fmt::Debug for Staging {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Staging").field("stats", &self.stats()).finish_non_exhaustive()
+    }
 }

@@ -61,7 +61,9 @@ const METHODS: &[Method] = &[
         let from = ends.pinned.slice(..ends.ordinary.len())?;
         Ok(meter.transfer.upload(from, &mut ends.buffer)?.wait()?)
     }),
-    ("upload", "staged", |meter, ends| Ok(meter.transfer.upload_from(ends.shared.clone(), &mut ends.buffer)?.wait()?)),
+    ("upload", "staged", |meter, ends| {
+        Ok(meter.transfer.upload_from(ends.shared.clone(), &mut ends.buffer)?.wait()?)
+    }),
     ("upload", "rows", |meter, ends| {
         let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
         Ok(meter.transfer.upload_region(&ends.pinned, &mut ends.buffer, &region)?.wait()?)
@@ -124,7 +126,9 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
             session.row(&row)?;
             let share = row.of_driver_pinned.map_or(String::new(), |share| format!("{share:.2}"));
             let numbers = [format!("{:.1}", row.us), format!("{:.2}", row.gb_per_s), share];
-            table.add_row([direction.to_owned(), method.to_owned(), Bytes(bytes).to_string()].into_iter().chain(numbers));
+            table.add_row(
+                [direction.to_owned(), method.to_owned(), Bytes(bytes).to_string()].into_iter().chain(numbers),
+            );
         }
     }
     session.show(table)

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use aquifer_allocator::DeviceBuffer;
-use aquifer_device::sim::SimDriver;
 use aquifer_device::Stream;
+use aquifer_device::sim::SimDriver;
 use aquifer_transfer::{PinnedBuffer, Transfer};
 
 use crate::cli::TransferArgs;
@@ -50,8 +50,9 @@ impl Meter {
 
     /// Sizes to be copied, in bytes.
     pub(super) fn sizes(&self) -> Vec<u64> {
-        let mut sizes: Vec<u64> =
-            std::iter::successors(Some(LEAST), |size| size.checked_mul(16)).take_while(|&size| size <= self.most).collect();
+        let mut sizes: Vec<u64> = std::iter::successors(Some(LEAST), |size| size.checked_mul(16))
+            .take_while(|&size| size <= self.most)
+            .collect();
         if sizes.last().is_none_or(|&last| last < self.most) && self.most >= LEAST {
             sizes.push(self.most / LEAST * LEAST);
         }

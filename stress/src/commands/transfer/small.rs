@@ -33,10 +33,13 @@ struct Row {
 pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
     let pay_below = meter.transfer.batch_calls_pay_below()?;
     let mut table = table(&["direction", "size", "copies", "one call each, µs", "together, µs", "speedup"], 1);
-    let sizes = SIZES.into_iter().filter(|&bytes| bytes * COPIES as u64 <= meter.largest().max(SIZES[0] * COPIES as u64));
+    let sizes =
+        SIZES.into_iter().filter(|&bytes| bytes * COPIES as u64 <= meter.largest().max(SIZES[0] * COPIES as u64));
     for bytes in sizes {
         let buffers = (0..COPIES).map(|_| meter.buffer(bytes)).collect::<Result<Vec<_>, _>>()?;
-        for (direction, times) in [("upload", uploads(meter, buffers.clone())?), ("download", downloads(meter, &buffers)?)] {
+        for (direction, times) in
+            [("upload", uploads(meter, buffers.clone())?), ("download", downloads(meter, &buffers)?)]
+        {
             let [single, batched] = times.map(|ns| ns / COPIES as f64 / 1e3);
             let row = Row {
                 part: "small",

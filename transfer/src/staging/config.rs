@@ -1,0 +1,157 @@
+//! How large the ring is.
+
+/// What host memory is cut at, in bytes.
+pub(super) const PAGE: usize = 4096;
+
+/// Sizes of the staging ring, which ordinary memory and files go through. What is `None` is chosen at the ring's first use, from how fast one
+/// thread copies and how fast the link to the device is.
+///
+/// ```
+/// use aquifer_transfer::StagingConfig;
+/// let config = StagingConfig::default().chunk_bytes(2 << 20).chunks(4).threads(2);
+/// assert_eq!((config.chunk_bytes, config.bytes_max), (Some(2 << 20), 128 << 20));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StagingConfig {
+    /// Bytes of a chunk, taken as a multiple of 4096 from 4 KiB to 1 GiB. Chosen: 1 to 16 MiB.
+    pub chunk_bytes: Option<usize>,
+    /// Chunks, 1 to 1024. Chosen: 3 to 12.
+    pub chunks: Option<usize>,
+    /// Threads that copy, 1 to 64. Chosen: 1 to 8, and no more than there are cores.
+    pub threads: Option<usize>,
+    /// Most page-locked memory that the ring takes, in bytes: there are fewer chunks than asked for, and below two of them smaller
+    /// ones, rather than more memory. At least 4096 bytes are taken.
+    pub bytes_max: usize,
+    /// Whether files are read past the system's cache of them.
+    pub direct_io: DirectIo,
+}
+
+/// Whether [`crate::Transfer::read_file_to_device`] reads past the system's cache of files (`O_DIRECT`), where the system and the file
+/// system can do that; where they cannot, and at the unaligned ends of what is read, files are read through the cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DirectIo {
+    /// Through the cache: fastest for what is in it.
+    Never,
+    /// Past the cache: fast local storage gives more so, and the cache keeps what it has.
+    Always,
+    /// The first pieces of a file are read both ways in turn, and the rest in the way that was faster. Less than 64 MiB are read through
+    /// the cache.
+    #[default]
+    Measured,
+}
+
+impl Default for StagingConfig {
+    /// Everything is chosen; at most 128 MiB are page-locked.
+    fn default() -> Self {
+        StagingConfig {
+            chunk_bytes: None,
+            chunks: None,
+            threads: None,
+            bytes_max: 128 << 20,
+            direct_io: DirectIo::default(),
+        }
+    }
+}
+
+impl StagingConfig {
+    /// Sets [`StagingConfig::chunk_bytes`].
+    #[must_use]
+    pub fn chunk_bytes(mut self, bytes: usize) -> Self {
+        self.chunk_bytes = Some(bytes);
+        self
+    }
+
+    /// Sets [`StagingConfig::chunks`].
+    #[must_use]
+    pub fn chunks(mut self, chunks: usize) -> Self {
+        self.chunks = Some(chunks);
+        self
+    }
+
+    /// Sets [`StagingConfig::threads`].
+    #[must_use]
+    pub fn threads(mut self, threads: usize) -> Self {
+        self.threads = Some(threads);
+        self
+    }
+
+    /// Sets [`StagingConfig::bytes_max`].
+    #[must_use]
+    pub fn bytes_max(mut self, bytes: usize) -> Self {
+        self.bytes_max = bytes;
+        self
+    }
+
+    /// Sets [`StagingConfig::direct_io`].
+    #[must_use]
+    pub fn direct_io(mut self, direct_io: DirectIo) -> Self {
+        self.direct_io = direct_io;
+        self
+    }
+
+    /// Whether nothing is left to choose.
+    pub(super) fn is_fixed(&self) -> bool {
+        self.chunk_bytes.is_some() && self.chunks.is_some() && self.threads.is_some()
+    }
+
+    /// The sizes of a ring: what is asked for, else what was `chosen`, within bounds.
+    pub(super) fn sizes(&self, chosen: Sizes) -> Sizes {
+        let most = (self.bytes_max / PAGE * PAGE).clamp(PAGE, CHUNK_BYTES_MAX);
+        let asked = self.chunk_bytes.unwrap_or(chosen.chunk_bytes).clamp(PAGE, CHUNK_BYTES_MAX).next_multiple_of(PAGE);
+        let chunks = self.chunks.unwrap_or(chosen.chunks).clamp(1, 1024);
+        // Two chunks rather than one that is twice as large: else nothing overlaps.
+        let fair = if chunks == 1 { most } else { (most / 2 / PAGE * PAGE).max(PAGE) };
+        let chunk_bytes = asked.min(fair);
+        Sizes {
+            chunk_bytes,
+            chunks: chunks.min((self.bytes_max / chunk_bytes).max(1)),
+            threads: self.threads.unwrap_or(chosen.threads).clamp(1, 64),
+        }
+    }
+}
+
+const CHUNK_BYTES_MAX: usize = 1 << 30;
+
+/// What the ring is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Sizes {
+    /// A multiple of [`PAGE`].
+    pub(super) chunk_bytes: usize,
+    /// At least 1.
+    pub(super) chunks: usize,
+    /// At least 1.
+    pub(super) threads: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHOSEN: Sizes = Sizes { chunk_bytes: 4 << 20, chunks: 8, threads: 4 };
+
+    #[test]
+    fn what_is_asked_for_counts_within_bounds() {
+        let config = StagingConfig::default();
+        assert_eq!(config.sizes(CHOSEN), CHOSEN);
+        assert_eq!(
+            config.chunk_bytes(5000).chunks(0).threads(1000).sizes(CHOSEN),
+            Sizes { chunk_bytes: 8192, chunks: 1, threads: 64 }
+        );
+        assert_eq!(config.chunk_bytes(0).sizes(CHOSEN).chunk_bytes, 4096);
+        assert_eq!(config.chunk_bytes(usize::MAX).bytes_max(usize::MAX).sizes(CHOSEN).chunk_bytes, 512 << 20);
+    }
+
+    #[test]
+    fn the_ring_takes_no_more_memory_than_it_may() {
+        for bytes_max in [0, 1, 4096, 10_000, 1 << 20, 9 << 20, 40 << 20] {
+            for chunks in [1, 2, 8] {
+                let sizes = StagingConfig::default().bytes_max(bytes_max).chunks(chunks).sizes(CHOSEN);
+                assert!(sizes.chunk_bytes * sizes.chunks <= bytes_max.max(4096), "{bytes_max}: {sizes:?}");
+                assert!(sizes.chunk_bytes.is_multiple_of(4096) && sizes.chunks >= 1, "{bytes_max}: {sizes:?}");
+            }
+        }
+        assert_eq!(StagingConfig::default().bytes_max(9 << 20).sizes(CHOSEN).chunks, 2);
+    }
+}

@@ -1,0 +1,133 @@
+//! The threads that work on a ring: how its tasks are done with page-locked memory and a device.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use aquifer_device::Tick;
+
+use super::config::StagingConfig;
+use super::floor::{Floor, Hands};
+use super::ring::{After, Done, Task, Way};
+use super::tune;
+use super::work::{Chunk, Piece, Work, fill, guarded, land, send};
+use crate::error::TransferError;
+use crate::pinned::PinnedPool;
+
+/// A ring with its threads. Each thread keeps it alive.
+pub(super) struct Crew {
+    pool: PinnedPool,
+    config: StagingConfig,
+    pub(super) floor: Floor<Arc<Work>, Chunk, Tick>,
+    pub(super) tally: Tally,
+}
+
+/// What the threads did so far.
+#[derive(Debug, Default)]
+pub(super) struct Tally {
+    pub(super) uploaded: AtomicU64,
+    pub(super) downloaded: AtomicU64,
+    pub(super) copy_ns: AtomicU64,
+    pub(super) storage_ns: AtomicU64,
+    pub(super) chunk_wait_ns: AtomicU64,
+    pub(super) arrival_wait_ns: AtomicU64,
+}
+
+impl Crew {
+    pub(super) fn new(pool: &PinnedPool, config: StagingConfig) -> Arc<Crew> {
+        Arc::new(Crew { pool: pool.clone(), config, floor: Floor::new(), tally: Tally::default() })
+    }
+
+    /// Takes a job in.
+    pub(super) fn submit(self: &Arc<Self>, work: Work) -> Result<(), TransferError> {
+        self.floor.submit(work.order(), self)
+    }
+
+    /// Reads a source or writes a target, and notes the time that took.
+    fn copy(
+        &self,
+        piece: &mut Piece,
+        step: impl FnOnce(&mut Piece) -> Result<(), TransferError>,
+    ) -> Result<(), TransferError> {
+        let time = if piece.work.is_storage() { &self.tally.storage_ns } else { &self.tally.copy_ns };
+        timed(time, || step(piece))
+    }
+
+    fn fill(&self, piece: &mut Piece) -> Result<Tick, TransferError> {
+        self.copy(piece, fill)?;
+        self.send(piece, Way::Up)
+    }
+
+    fn send(&self, piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
+        let tick = send(piece, way)?;
+        let bytes = if way == Way::Up { &self.tally.uploaded } else { &self.tally.downloaded };
+        bytes.fetch_add(piece.range.end - piece.range.start, Ordering::Relaxed);
+        Ok(tick)
+    }
+}
+
+impl Hands<Arc<Work>, Chunk, Tick> for Arc<Crew> {
+    fn perform(&self, task: Task<Arc<Work>, Chunk, Tick>) -> Done<Arc<Work>, Chunk, Tick> {
+        match task {
+            Task::Tune => Done::Tuned(self.config.sizes(tune::choose(&self.config, &self.pool))),
+            Task::Grow(bytes) => Done::Grown(guarded(DRIVER, || self.pool.alloc(bytes))),
+            Task::Fill(mut piece) => match guarded(DRIVER, || self.fill(&mut piece)) {
+                Ok(tick) => Done::Sent(piece, tick),
+                Err(error) => Done::Failed(piece, error),
+            },
+            Task::Fetch(mut piece) => match guarded(DRIVER, || self.send(&mut piece, Way::Down)) {
+                Ok(tick) => Done::Sent(piece, tick),
+                Err(error) => Done::Failed(piece, error),
+            },
+            Task::Land(mut piece) => match guarded(DRIVER, || self.copy(&mut piece, |piece| land(piece))) {
+                Ok(()) => Done::Landed(piece),
+                Err(error) => Done::Failed(piece, error),
+            },
+            Task::Wait(flight) => {
+                let Tally { chunk_wait_ns, arrival_wait_ns, .. } = &self.tally;
+                let time = if flight.way == Way::Up { chunk_wait_ns } else { arrival_wait_ns };
+                let waited = timed(time, || guarded(DRIVER, || Ok(flight.tick.synchronize()?)));
+                Done::Waited(flight, waited)
+            }
+        }
+    }
+
+    fn settle(&self, after: After<Arc<Work>, Chunk>) {
+        for (work, result) in after.ended {
+            // Nobody has the job in hand any more, so this is the last of it. Who waits for it may run code of others.
+            if let Some(work) = Arc::into_inner(work)
+                && let Err(error) = guarded("who waited for a transfer", || {
+                    work.end(result);
+                    Ok(())
+                })
+            {
+                tracing::error!(%error, "a waker failed");
+            }
+        }
+        drop(after.surplus);
+    }
+
+    fn hire(&self) -> Result<(), TransferError> {
+        let crew = self.clone();
+        let started = thread::Builder::new().name("aquifer-staging".to_owned()).spawn(move || crew.floor.work(&crew));
+        match started {
+            Ok(_) => Ok(()),
+            Err(error) => Err(TransferError::Thread { what: "staged transfers", source: Arc::new(error) }),
+        }
+    }
+}
+
+/// Whose code it is that panics outside of sources and targets.
+const DRIVER: &str = "the driver of the device";
+
+fn timed<R>(total_ns: &AtomicU64, call: impl FnOnce() -> R) -> R {
+    let start = Instant::now();
+    let result = call();
+    total_ns.fetch_add(nanoseconds(start.elapsed()), Ordering::Relaxed);
+    result
+}
+
+pub(super) fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}

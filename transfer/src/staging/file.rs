@@ -1,0 +1,287 @@
+//! Files as sources of staged uploads.
+//!
+//! A file is read by several threads at a time, each at its own place, so that storage with a queue is kept busy. Whether reading past the
+//! system's cache is faster depends on the storage and on what is in the cache, so it is measured while the file is read.
+//!
+//! `O_DIRECT` (open(2) of Linux) wants offset, length and address at multiples of the storage's block size, for which a page stands
+//! here. What does not lie so, and what the file system refuses, is read through the cache.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::config::{DirectIo, PAGE};
+use super::crew::nanoseconds;
+use super::ends::HostSource;
+use crate::error::TransferError;
+
+/// How a file got to the device. Times are of the host's clock, on simulated devices too.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FileReport {
+    /// Bytes that were read.
+    pub bytes: u64,
+    /// Bytes of these that were read past the system's cache of files.
+    pub direct_bytes: u64,
+    /// From the call to when the last copy to the device was enqueued.
+    pub elapsed: Duration,
+    /// Time in reads, added up over threads.
+    pub time_reading: Duration,
+    /// How long the device had nothing of this file to copy because it had not been read yet. An estimate: where a copy was done before the
+    /// next one was enqueued, the time between their enqueuing counts, less what the copy takes at 55 GB/s.
+    pub device_waited: Duration,
+}
+
+impl FileReport {
+    /// The share of the time that the device waited for the file, 0 to 1.
+    pub fn waited_share(&self) -> f64 {
+        let elapsed = self.elapsed.as_secs_f64();
+        if elapsed > 0.0 { (self.device_waited.as_secs_f64() / elapsed).clamp(0.0, 1.0) } else { 0.0 }
+    }
+
+    /// Whether storage was what limited the transfer: the device waited for it most of the time.
+    pub fn is_storage_bound(&self) -> bool {
+        self.waited_share() > 0.5
+    }
+}
+
+/// A part of a file.
+#[derive(Debug)]
+pub(crate) struct FileSource {
+    path: String,
+    file: File,
+    direct: Option<Direct>,
+    offset: u64,
+    bytes: u64,
+    progress: Arc<Progress>,
+}
+
+/// What is known of reading the file so far.
+#[derive(Debug)]
+pub(crate) struct Progress {
+    bytes: u64,
+    begun: Instant,
+    read_ns: AtomicU64,
+    direct_bytes: AtomicU64,
+    sent: Mutex<Sent>,
+}
+
+/// What the device was given so far.
+#[derive(Debug, Default)]
+struct Sent {
+    /// When the last copy was enqueued, in ns since the beginning.
+    at_ns: u64,
+    /// What that copy takes at least.
+    takes_ns: u64,
+    waited_ns: u64,
+}
+
+/// Speed of the fastest link that is reckoned with, in bytes a ns.
+const LINK_MAX: u64 = 55;
+
+impl Progress {
+    /// The report, once the transfer is complete.
+    pub(crate) fn report(&self) -> FileReport {
+        let sent = self.sent.lock();
+        FileReport {
+            bytes: self.bytes,
+            direct_bytes: self.direct_bytes.load(Ordering::Relaxed),
+            elapsed: Duration::from_nanos(sent.at_ns),
+            time_reading: Duration::from_nanos(self.read_ns.load(Ordering::Relaxed)),
+            device_waited: Duration::from_nanos(sent.waited_ns),
+        }
+    }
+}
+
+impl FileSource {
+    /// `bytes` bytes of a file, from `offset` on.
+    ///
+    /// # Errors
+    /// A file that is not there, not to be read, no file (a directory, a pipe), or too short.
+    pub(crate) fn open(path: &Path, offset: u64, bytes: u64, direct: DirectIo) -> Result<FileSource, TransferError> {
+        let name = path.display().to_string();
+        let failed = |source: io::Error| TransferError::File { path: name.clone(), source: Arc::new(source) };
+        let file = File::open(path).map_err(failed)?;
+        let metadata = file.metadata().map_err(failed)?;
+        if metadata.is_dir() {
+            return Err(failed(io::ErrorKind::IsADirectory.into()));
+        }
+        if !metadata.is_file() {
+            return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "this is not a file of a fixed length")));
+        }
+        let len = metadata.len();
+        if offset.checked_add(bytes).is_none_or(|end| end > len) {
+            return Err(TransferError::FileTooShort { path: name, len, offset, bytes });
+        }
+        let progress = Progress {
+            bytes,
+            begun: Instant::now(),
+            read_ns: AtomicU64::new(0),
+            direct_bytes: AtomicU64::new(0),
+            sent: Mutex::default(),
+        };
+        let direct = Direct::open(path, bytes, direct);
+        Ok(FileSource { path: name, file, direct, offset, bytes, progress: Arc::new(progress) })
+    }
+
+    /// What is known of it, to be asked when it is gone.
+    pub(crate) fn progress(&self) -> &Arc<Progress> {
+        &self.progress
+    }
+
+    /// Reads past the cache what can be read so, and returns how much that was.
+    fn read_direct(&self, offset: u64, into: &mut [u8]) -> usize {
+        let Some(direct) = self.direct.as_ref().filter(|direct| direct.is_next()) else { return 0 };
+        let aligned = offset.is_multiple_of(PAGE as u64) && into.as_ptr().addr().is_multiple_of(PAGE);
+        let whole = if aligned { into.len() / PAGE * PAGE } else { 0 };
+        let (read, refused) = read_at(&direct.file, &mut into[..whole], offset);
+        if let Some(error) = refused {
+            // The other way reads the rest, and finds out whether the file is at fault.
+            tracing::debug!(path = self.path, %error, "reading past the cache of files failed");
+            direct.refused.store(true, Ordering::Relaxed);
+        }
+        self.progress.direct_bytes.fetch_add(read as u64, Ordering::Relaxed);
+        read
+    }
+}
+
+impl HostSource for FileSource {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
+        let start = Instant::now();
+        let offset = self.offset + offset;
+        let direct = self.read_direct(offset, into);
+        let (_, refused) = read_at(&self.file, &mut into[direct..], offset + direct as u64);
+        let ns = nanoseconds(start.elapsed());
+        self.progress.read_ns.fetch_add(ns, Ordering::Relaxed);
+        if let Some(speeds) = &self.direct {
+            speeds.note(direct > 0, into.len() as u64, ns);
+        }
+        match refused {
+            None => Ok(()),
+            Some(error) => Err(TransferError::File { path: self.path.clone(), source: Arc::new(error) }),
+        }
+    }
+
+    fn phase(&self) -> u64 {
+        self.offset % PAGE as u64
+    }
+
+    fn is_storage(&self) -> bool {
+        true
+    }
+
+    fn sent(&self, bytes: u64, starved: bool) {
+        let now = nanoseconds(self.progress.begun.elapsed());
+        let mut sent = self.progress.sent.lock();
+        if starved {
+            sent.waited_ns += now.saturating_sub(sent.at_ns + sent.takes_ns);
+        }
+        (sent.at_ns, sent.takes_ns) = (now, bytes / LINK_MAX);
+    }
+}
+
+/// Reads all of `into` at `offset`. Returns how much was read, and why no more.
+fn read_at(file: &File, into: &mut [u8], offset: u64) -> (usize, Option<io::Error>) {
+    let mut read = 0;
+    while read < into.len() {
+        match read_some(file, &mut into[read..], offset + read as u64) {
+            Ok(0) => return (read, Some(io::ErrorKind::UnexpectedEof.into())),
+            Ok(more) => read += more,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return (read, Some(error)),
+        }
+    }
+    (read, None)
+}
+
+#[cfg(unix)]
+fn read_some(file: &File, into: &mut [u8], offset: u64) -> io::Result<usize> {
+    std::os::unix::fs::FileExt::read_at(file, into, offset)
+}
+
+#[cfg(windows)]
+fn read_some(file: &File, into: &mut [u8], offset: u64) -> io::Result<usize> {
+    std::os::windows::fs::FileExt::seek_read(file, into, offset)
+}
+
+/// A file opened past the cache, and how fast it is read so and otherwise.
+#[derive(Debug)]
+struct Direct {
+    file: File,
+    /// Whether the ways are to be compared.
+    measured: bool,
+    refused: AtomicBool,
+    reads: AtomicU64,
+    /// Bytes and ns of reads through the cache, and past it.
+    speeds: [(AtomicU64, AtomicU64); 2],
+}
+
+/// The first reads, which go through the cache and past it in turn.
+const MEASURED_READS: u64 = 8;
+
+/// The shortest part of a file that is worth measuring, in bytes.
+const MEASURED_BYTES: u64 = 64 << 20;
+
+impl Direct {
+    fn open(path: &Path, bytes: u64, wanted: DirectIo) -> Option<Direct> {
+        let measured = match wanted {
+            DirectIo::Never => return None,
+            DirectIo::Always => false,
+            DirectIo::Measured if bytes < MEASURED_BYTES => return None,
+            DirectIo::Measured => true,
+        };
+        let file = open_direct(path).ok()?;
+        Some(Direct {
+            file,
+            measured,
+            refused: AtomicBool::new(false),
+            reads: AtomicU64::new(0),
+            speeds: Default::default(),
+        })
+    }
+
+    /// Whether the next read should go past the cache.
+    fn is_next(&self) -> bool {
+        let number = self.reads.fetch_add(1, Ordering::Relaxed);
+        if self.refused.load(Ordering::Relaxed) {
+            return false;
+        }
+        if !self.measured {
+            return true;
+        }
+        if number < MEASURED_READS {
+            return !number.is_multiple_of(2);
+        }
+        let [cached, direct] = self
+            .speeds
+            .each_ref()
+            .map(|(bytes, ns)| bytes.load(Ordering::Relaxed) as f64 / ns.load(Ordering::Relaxed).max(1) as f64);
+        direct > cached
+    }
+
+    fn note(&self, direct: bool, bytes: u64, ns: u64) {
+        let (all_bytes, all_ns) = &self.speeds[usize::from(direct)];
+        all_bytes.fetch_add(bytes, Ordering::Relaxed);
+        all_ns.fetch_add(ns, Ordering::Relaxed);
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn open_direct(path: &Path) -> io::Result<File> {
+    use std::os::unix::fs::OpenOptionsExt;
+    File::options().read(true).custom_flags(libc::O_DIRECT).open(path)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn open_direct(_path: &Path) -> io::Result<File> {
+    Err(io::ErrorKind::Unsupported.into())
+}

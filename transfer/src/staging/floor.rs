@@ -1,0 +1,158 @@
+//! How threads share a ring: who takes which task, who sleeps, who is woken, when threads start and end.
+//!
+//! Threads start when there is a task that nobody is free for, up to a bound, and sleep when there is none. Whenever the lock is
+//! released while there is a task, somebody who sleeps is woken or somebody new comes, who does the same in turn: so no task is left
+//! lying and no crowd wakes up for one. Threads end once the floor is closed and all jobs have ended.
+//!
+//! Tasks are done without the lock; it is a leaf: nothing else is locked, and no driver called, under it.
+
+use super::config::Sizes;
+use super::ring::{After, Done, Order, Ring, Task};
+use super::sync::{Condvar, Mutex, MutexGuard};
+use crate::error::TransferError;
+
+/// What the threads of a floor can do.
+pub(super) trait Hands<J, C, T> {
+    /// Does a task. Must not panic: who panics keeps what it was given, and a job would never end.
+    fn perform(&self, task: Task<J, C, T>) -> Done<J, C, T>;
+
+    /// Ends jobs, and lets go of chunks.
+    fn settle(&self, after: After<J, C>);
+
+    /// Starts a thread that calls [`Floor::work`].
+    fn hire(&self) -> Result<(), TransferError>;
+}
+
+/// A ring and the threads that work on it.
+#[derive(Debug)]
+pub(super) struct Floor<J, C, T> {
+    state: Mutex<State<J, C, T>>,
+    /// Told of a task, or that threads may end.
+    call: Condvar,
+}
+
+#[derive(Debug)]
+struct State<J, C, T> {
+    ring: Ring<J, C, T>,
+    /// Threads that run or are about to start.
+    threads: usize,
+    /// Threads that wait for a task.
+    asleep: usize,
+    /// Most threads, once one more could not be started.
+    threads_max: Option<usize>,
+    closed: bool,
+}
+
+/// What a floor is made of now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Staff {
+    pub(super) sizes: Option<Sizes>,
+    pub(super) chunks: usize,
+    pub(super) chunk_bytes: usize,
+    pub(super) threads: usize,
+}
+
+impl<J: Clone, C, T> Floor<J, C, T> {
+    pub(super) fn new() -> Self {
+        let state = State { ring: Ring::new(), threads: 0, asleep: 0, threads_max: None, closed: false };
+        Floor { state: Mutex::new(state), call: Condvar::default() }
+    }
+
+    /// Takes a job in.
+    ///
+    /// # Errors
+    /// That of a device that is lost. When no thread can be started at all, the job fails with that.
+    pub(super) fn submit(&self, order: Order<J>, hands: &impl Hands<J, C, T>) -> Result<(), TransferError> {
+        let mut state = self.state.lock();
+        state.ring.submit(order)?;
+        self.release(state, hands);
+        Ok(())
+    }
+
+    /// Lets threads end when all jobs have.
+    pub(super) fn close(&self) {
+        self.state.lock().closed = true;
+        self.call.notify_all();
+    }
+
+    pub(super) fn staff(&self) -> Staff {
+        let state = self.state.lock();
+        let (chunks, chunk_bytes) = state.ring.chunks();
+        Staff { sizes: state.ring.sizes(), chunks, chunk_bytes, threads: state.threads }
+    }
+
+    /// What a thread of the floor does, until it ends.
+    pub(super) fn work(&self, hands: &impl Hands<J, C, T>) {
+        let mut state = self.state.lock();
+        loop {
+            if let Some(task) = state.ring.next() {
+                self.release(state, hands);
+                let done = hands.perform(task);
+                state = self.state.lock();
+                let after = state.ring.complete(done);
+                if !after.is_empty() {
+                    self.release(state, hands);
+                    hands.settle(after);
+                    state = self.state.lock();
+                }
+            } else if state.closed && state.ring.is_idle() {
+                break;
+            } else {
+                state.asleep += 1;
+                state = self.call.wait(state);
+                state.asleep -= 1;
+            }
+        }
+        state.threads -= 1;
+        drop(state);
+        self.call.notify_all();
+    }
+
+    /// Releases the lock. If there is a task, somebody is called for it; those who wait for the end are told of it.
+    fn release(&self, mut state: MutexGuard<'_, State<J, C, T>>, hands: &impl Hands<J, C, T>) {
+        let ends = state.closed && state.ring.is_idle();
+        if ends {
+            self.call.notify_all();
+        }
+        if !state.ring.has_task() {
+            return;
+        }
+        if state.asleep > 0 {
+            self.call.notify_one();
+            return;
+        }
+        let bound = state.ring.sizes().map_or(1, |sizes| sizes.threads);
+        if state.threads >= state.threads_max.unwrap_or(bound).min(bound) {
+            return;
+        }
+        state.threads += 1;
+        drop(state);
+        if let Err(error) = hands.hire() {
+            self.not_hired(&error, hands);
+        }
+    }
+
+    /// Makes do with the threads that there are; without any, the jobs fail, and the next one tries again.
+    fn not_hired(&self, error: &TransferError, hands: &impl Hands<J, C, T>) {
+        let mut after = After::default();
+        let mut state = self.state.lock();
+        state.threads -= 1;
+        if state.threads == 0 {
+            state.threads_max = None;
+            state.ring.fail_all(error, &mut after);
+        } else {
+            state.threads_max = Some(state.threads);
+        }
+        drop(state);
+        hands.settle(after);
+    }
+
+    /// Waits until no thread is left, as is so at some time after [`Floor::close`].
+    #[cfg(test)]
+    pub(super) fn join(&self) {
+        let mut state = self.state.lock();
+        while state.threads > 0 {
+            state = self.call.wait(state);
+        }
+    }
+}

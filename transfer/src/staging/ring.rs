@@ -1,0 +1,503 @@
+//! The ring as a pure state machine: which piece of which job goes through which chunk, and what is to be done next.
+//!
+//! A job is one transfer. It is cut into pieces of at most a chunk, and each piece goes through a chunk of page-locked memory: an
+//! upload fills the chunk and sends it to the device, a download fetches into the chunk and lands what arrived. [`Ring::next`]
+//! hands out the next task, and whoever did it takes it back to [`Ring::complete`]. Nothing here calls a driver, waits or locks, so
+//! threads (`crew`) and virtual workers (`virtual_crew`) drive the same ring.
+//!
+//! Invariants:
+//! * a chunk is in one place: free, in the hands of one task, flying (a copy on the device uses it), or arrived (it holds bytes that
+//!   are to land). It moves by value, so nobody can have it twice, and [`Ring::complete`] takes back what a task was given;
+//! * every byte of a job that does not fail is begun once, in order, and a job ends once, when no task has it in its hands;
+//! * jobs take turns by the piece: while a job waits for a chunk and holds less than its share, every other job begins at most one piece;
+//! * at most one task waits for each lane (a stream): what is behind on the same lane is not done earlier.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+
+use super::config::{PAGE, Sizes};
+use crate::error::TransferError;
+
+/// Which way the bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Way {
+    /// To the device.
+    Up,
+    /// To the host.
+    Down,
+}
+
+/// A job as it is handed in. `J` is what tasks need to know about it.
+#[derive(Debug)]
+pub(super) struct Order<J> {
+    pub(super) work: J,
+    pub(super) way: Way,
+    /// Length, not 0.
+    pub(super) bytes: u64,
+    /// How far behind a page boundary of its host end it begins, in bytes: its first piece is so much shorter, so that the others
+    /// begin at page boundaries.
+    pub(super) phase: u64,
+    /// The stream that its copies are enqueued on.
+    pub(super) lane: u32,
+}
+
+/// Number of a job; never reused.
+type JobId = u64;
+
+/// A piece in somebody's hands: part of a job, and the chunk that it goes through.
+#[derive(Debug)]
+pub(super) struct Hand<J, C> {
+    id: JobId,
+    pub(super) work: J,
+    pub(super) range: Range<u64>,
+    pub(super) chunk: C,
+}
+
+/// A chunk that a copy uses, until `tick`.
+#[derive(Debug)]
+pub(super) struct Flight<C, T> {
+    id: JobId,
+    pub(super) way: Way,
+    lane: u32,
+    range: Range<u64>,
+    chunk: C,
+    pub(super) tick: T,
+}
+
+/// What is to be done.
+#[derive(Debug)]
+pub(super) enum Task<J, C, T> {
+    /// Find out how large the ring should be.
+    Tune,
+    /// Get a chunk of so many bytes.
+    Grow(usize),
+    /// Fill the chunk from the source and enqueue its copy to the device.
+    Fill(Hand<J, C>),
+    /// Enqueue the copy from the device into the chunk.
+    Fetch(Hand<J, C>),
+    /// Store the chunk's bytes in the target.
+    Land(Hand<J, C>),
+    /// Wait until the copy that uses the chunk is done.
+    Wait(Flight<C, T>),
+}
+
+/// What was done.
+#[derive(Debug)]
+pub(super) enum Done<J, C, T> {
+    /// Of [`Task::Tune`].
+    Tuned(Sizes),
+    /// Of [`Task::Grow`].
+    Grown(Result<C, TransferError>),
+    /// Of [`Task::Fill`] and [`Task::Fetch`]: the copy is enqueued.
+    Sent(Hand<J, C>, T),
+    /// Of [`Task::Land`].
+    Landed(Hand<J, C>),
+    /// Of those that had a piece in hand. The chunk can be used again by whoever first makes sure that nothing uses it.
+    Failed(Hand<J, C>, TransferError),
+    /// Of [`Task::Wait`].
+    Waited(Flight<C, T>, Result<(), TransferError>),
+}
+
+/// What has to be done about a change, without a lock.
+#[derive(Debug)]
+pub(super) struct After<J, C> {
+    /// Jobs that ended: nobody has them in hand any more. An upload that ended well is enqueued; a download has landed.
+    pub(super) ended: Vec<(J, Result<(), TransferError>)>,
+    /// Chunks that the ring has no use for.
+    pub(super) surplus: Vec<C>,
+}
+
+impl<J, C> Default for After<J, C> {
+    fn default() -> Self {
+        After { ended: Vec::new(), surplus: Vec::new() }
+    }
+}
+
+impl<J, C> After<J, C> {
+    pub(super) fn is_empty(&self) -> bool {
+        self.ended.is_empty() && self.surplus.is_empty()
+    }
+}
+
+#[derive(Debug)]
+struct Entry<J> {
+    order: Order<J>,
+    /// Bytes that were begun.
+    begun: u64,
+    /// Pieces begun and neither sent (uploads) nor landed (downloads).
+    open: usize,
+    /// Pieces in hands.
+    hands: usize,
+    /// Chunks that it holds: in hands, flying or arrived.
+    held: usize,
+    failed: Option<TransferError>,
+}
+
+impl<J> Entry<J> {
+    fn is_begun(&self) -> bool {
+        self.begun == self.order.bytes
+    }
+}
+
+/// The staging ring. See the module's documentation.
+#[derive(Debug)]
+pub(super) struct Ring<J, C, T> {
+    sizes: Option<Sizes>,
+    tuning: bool,
+    /// Bytes of the chunks that there are, or of those to be had next.
+    chunk_bytes: usize,
+    /// Chunks that there are.
+    chunks: usize,
+    /// Chunks that somebody is getting.
+    growing: usize,
+    /// Chunks that there should be, as far as they could be had.
+    target: usize,
+    free: Vec<C>,
+    flying: VecDeque<Flight<C, T>>,
+    arrived: VecDeque<Flight<C, T>>,
+    jobs: BTreeMap<JobId, Entry<J>>,
+    next_job: JobId,
+    /// Jobs with pieces that were not begun, in the order of their turns.
+    turns: VecDeque<JobId>,
+    /// Lanes that somebody waits for.
+    watched: Vec<u32>,
+    /// Why nothing goes any more.
+    lost: Option<TransferError>,
+}
+
+/// What can be done now; [`Step::Wait`] names a flight.
+enum Step {
+    Tune,
+    Land,
+    Begin,
+    Grow,
+    Wait(usize),
+}
+
+/// The smallest chunk that the ring settles for where memory is short, in bytes.
+const CHUNK_BYTES_LEAST: usize = 64 << 10;
+
+impl<J: Clone, C, T> Ring<J, C, T> {
+    /// A ring without chunks; its sizes are asked for by the first task.
+    pub(super) fn new() -> Self {
+        Ring {
+            sizes: None,
+            tuning: false,
+            chunk_bytes: 0,
+            chunks: 0,
+            growing: 0,
+            target: 0,
+            free: Vec::new(),
+            flying: VecDeque::new(),
+            arrived: VecDeque::new(),
+            jobs: BTreeMap::new(),
+            next_job: 0,
+            turns: VecDeque::new(),
+            watched: Vec::new(),
+            lost: None,
+        }
+    }
+
+    /// What the ring was tuned to; `None` before its first use.
+    pub(super) fn sizes(&self) -> Option<Sizes> {
+        self.sizes
+    }
+
+    /// Chunks that there are, and the size of each in bytes.
+    pub(super) fn chunks(&self) -> (usize, usize) {
+        (self.chunks, self.chunk_bytes)
+    }
+
+    /// Whether no job is under way.
+    pub(super) fn is_idle(&self) -> bool {
+        self.jobs.is_empty()
+    }
+
+    /// Takes a job in. Tries for missing chunks again.
+    ///
+    /// # Errors
+    /// That of the device's loss.
+    pub(super) fn submit(&mut self, order: Order<J>) -> Result<(), TransferError> {
+        if let Some(error) = &self.lost {
+            return Err(error.clone());
+        }
+        let id = self.next_job;
+        self.next_job += 1;
+        self.jobs.insert(id, Entry { order, begun: 0, open: 0, hands: 0, held: 0, failed: None });
+        self.turns.push_back(id);
+        self.aim();
+        Ok(())
+    }
+
+    /// Aims at what the ring was tuned to.
+    fn aim(&mut self) {
+        if let Some(sizes) = self.sizes {
+            self.target = sizes.chunks;
+            if self.chunks + self.growing == 0 {
+                self.chunk_bytes = sizes.chunk_bytes;
+            }
+        }
+    }
+
+    /// Whether [`Ring::next`] has a task.
+    pub(super) fn has_task(&self) -> bool {
+        self.step().is_some()
+    }
+
+    /// The next task, if there is one before another completes or a job comes.
+    pub(super) fn next(&mut self) -> Option<Task<J, C, T>> {
+        match self.step()? {
+            Step::Tune => {
+                self.tuning = true;
+                Some(Task::Tune)
+            }
+            Step::Land => self.land(),
+            Step::Begin => self.begin(),
+            Step::Grow => {
+                self.growing += 1;
+                Some(Task::Grow(self.chunk_bytes))
+            }
+            Step::Wait(index) => {
+                let flight = self.flying.remove(index)?;
+                self.watched.push(flight.lane);
+                Some(Task::Wait(flight))
+            }
+        }
+    }
+
+    /// What gives chunks back comes first; a chunk is waited for only where somebody needs it or what it fetched.
+    fn step(&self) -> Option<Step> {
+        if self.sizes.is_none() {
+            return (!self.tuning && !self.jobs.is_empty()).then_some(Step::Tune);
+        }
+        if !self.arrived.is_empty() {
+            return Some(Step::Land);
+        }
+        let wanting = !self.turns.is_empty();
+        if wanting && !self.free.is_empty() {
+            return Some(Step::Begin);
+        }
+        if wanting && self.chunks + self.growing < self.target && self.growing < self.pieces_not_begun(self.growing + 1)
+        {
+            return Some(Step::Grow);
+        }
+        let is_needed = |flight: &Flight<C, T>| wanting || (flight.way == Way::Down && self.is_alive(flight.id));
+        let first = self.flying.iter().position(|flight| is_needed(flight) && !self.watched.contains(&flight.lane));
+        first.map(Step::Wait)
+    }
+
+    /// The number of pieces that were not begun, counted up to `enough`.
+    fn pieces_not_begun(&self, enough: usize) -> usize {
+        let chunk_bytes = self.chunk_bytes.max(1) as u64;
+        let mut pieces = 0;
+        for entry in self.turns.iter().filter_map(|id| self.jobs.get(id)) {
+            if pieces >= enough {
+                break;
+            }
+            let of_this = (entry.order.bytes - entry.begun).div_ceil(chunk_bytes);
+            pieces = pieces.saturating_add(usize::try_from(of_this).unwrap_or(usize::MAX));
+        }
+        pieces
+    }
+
+    fn is_alive(&self, id: JobId) -> bool {
+        self.jobs.get(&id).is_some_and(|entry| entry.failed.is_none())
+    }
+
+    fn land(&mut self) -> Option<Task<J, C, T>> {
+        let Flight { id, range, chunk, .. } = self.arrived.pop_front()?;
+        // Only pieces of jobs that live arrive, and those of a job that fails are taken out.
+        let entry = self.jobs.get_mut(&id)?;
+        entry.hands += 1;
+        Some(Task::Land(Hand { id, work: entry.order.work.clone(), range, chunk }))
+    }
+
+    /// Begins a piece of the job whose turn it is. A job holds at most its share of the chunks, rounded up, so with a chunk free some
+    /// job is below its share.
+    fn begin(&mut self) -> Option<Task<J, C, T>> {
+        let share = self.target.div_ceil(self.turns.len().max(1));
+        let below = |id: &JobId| self.jobs.get(id).is_some_and(|entry| entry.held < share);
+        let turn = self.turns.iter().position(below)?;
+        let id = self.turns.remove(turn)?;
+        let entry = self.jobs.get_mut(&id)?;
+        let chunk = self.free.pop()?;
+        let start = entry.begun;
+        let shorter = if start == 0 { entry.order.phase } else { 0 };
+        let most = (self.chunk_bytes as u64).saturating_sub(shorter).max(1);
+        entry.begun = start.saturating_add(most).min(entry.order.bytes);
+        entry.open += 1;
+        entry.hands += 1;
+        entry.held += 1;
+        let hand = Hand { id, work: entry.order.work.clone(), range: start..entry.begun, chunk };
+        if !entry.is_begun() {
+            self.turns.push_back(id);
+        }
+        Some(if entry.order.way == Way::Up { Task::Fill(hand) } else { Task::Fetch(hand) })
+    }
+
+    /// Takes a task back.
+    pub(super) fn complete(&mut self, done: Done<J, C, T>) -> After<J, C> {
+        let mut after = After::default();
+        match done {
+            Done::Tuned(sizes) => {
+                self.tuning = false;
+                self.sizes = Some(sizes);
+                self.aim();
+            }
+            Done::Grown(grown) => self.grown(grown, &mut after),
+            Done::Sent(hand, tick) => self.sent(hand, tick, &mut after),
+            Done::Landed(hand) => {
+                self.put_down(&hand, true);
+                self.recycle(hand.id, hand.chunk, &mut after);
+                // The job's copy of `work` goes first, so that who ends it has the last one.
+                drop(hand.work);
+                self.end_if_done(hand.id, &mut after);
+            }
+            Done::Failed(hand, error) => {
+                self.put_down(&hand, false);
+                self.recycle(hand.id, hand.chunk, &mut after);
+                drop(hand.work);
+                self.fail(hand.id, error, &mut after);
+            }
+            Done::Waited(flight, waited) => self.waited(flight, waited, &mut after),
+        }
+        after
+    }
+
+    fn grown(&mut self, grown: Result<C, TransferError>, after: &mut After<J, C>) {
+        self.growing -= 1;
+        match grown {
+            Ok(chunk) => {
+                self.chunks += 1;
+                self.keep(chunk, after);
+            }
+            Err(error) if error.is_device_lost() => self.lose(error, after),
+            Err(_) if self.chunks + self.growing > 0 => self.target = self.chunks + self.growing,
+            Err(_) if self.chunk_bytes >= 2 * CHUNK_BYTES_LEAST => {
+                self.chunk_bytes = self.chunk_bytes / 2 / PAGE * PAGE;
+                self.target = self.sizes.map_or(1, |sizes| sizes.chunks);
+            }
+            Err(error) => self.fail_all(&error, after),
+        }
+    }
+
+    fn sent(&mut self, hand: Hand<J, C>, tick: T, after: &mut After<J, C>) {
+        let Hand { id, work, range, chunk } = hand;
+        drop(work);
+        let Some(entry) = self.jobs.get_mut(&id) else { return self.discard(chunk, after) };
+        entry.hands -= 1;
+        let (way, lane) = (entry.order.way, entry.order.lane);
+        if way == Way::Up {
+            entry.open -= 1;
+        }
+        if self.lost.is_some() {
+            self.discard(chunk, after);
+        } else {
+            self.flying.push_back(Flight { id, way, lane, range, chunk, tick });
+        }
+        self.end_if_done(id, after);
+    }
+
+    fn waited(&mut self, flight: Flight<C, T>, waited: Result<(), TransferError>, after: &mut After<J, C>) {
+        self.watched.retain(|&lane| lane != flight.lane);
+        let id = flight.id;
+        match waited {
+            Ok(()) if flight.way == Way::Down && self.is_alive(id) && self.lost.is_none() => {
+                self.arrived.push_back(flight);
+            }
+            Ok(()) => self.recycle(id, flight.chunk, after),
+            Err(error) => {
+                self.recycle(id, flight.chunk, after);
+                if error.is_device_lost() {
+                    self.lose(error, after);
+                } else if flight.way == Way::Down {
+                    self.fail(id, error, after);
+                }
+                // What an upload's copy still does to its chunk is waited for again by whoever fills it next.
+            }
+        }
+    }
+
+    /// Notes that a piece is in nobody's hands any more.
+    fn put_down(&mut self, hand: &Hand<J, C>, landed: bool) {
+        if let Some(entry) = self.jobs.get_mut(&hand.id) {
+            entry.hands -= 1;
+            entry.open -= usize::from(landed);
+        }
+    }
+
+    /// Takes a chunk back that a job held.
+    fn recycle(&mut self, id: JobId, chunk: C, after: &mut After<J, C>) {
+        if let Some(entry) = self.jobs.get_mut(&id) {
+            entry.held -= 1;
+        }
+        self.keep(chunk, after);
+    }
+
+    fn keep(&mut self, chunk: C, after: &mut After<J, C>) {
+        if self.lost.is_some() { self.discard(chunk, after) } else { self.free.push(chunk) }
+    }
+
+    fn discard(&mut self, chunk: C, after: &mut After<J, C>) {
+        self.chunks -= 1;
+        after.surplus.push(chunk);
+    }
+
+    /// Fails a job: nothing of it is begun any more, and it ends when nobody has it in hand.
+    fn fail(&mut self, id: JobId, error: TransferError, after: &mut After<J, C>) {
+        if error.is_device_lost() {
+            return self.lose(error, after);
+        }
+        if let Some(entry) = self.jobs.get_mut(&id) {
+            entry.failed.get_or_insert(error);
+        }
+        self.turns.retain(|&turn| turn != id);
+        let (of_it, others) = std::mem::take(&mut self.arrived).into_iter().partition(|flight| flight.id == id);
+        self.arrived = others;
+        let of_it: VecDeque<Flight<C, T>> = of_it;
+        for flight in of_it {
+            self.recycle(id, flight.chunk, after);
+        }
+        self.end_if_done(id, after);
+    }
+
+    /// Fails all jobs.
+    pub(super) fn fail_all(&mut self, error: &TransferError, after: &mut After<J, C>) {
+        for id in self.jobs.keys().copied().collect::<Vec<_>>() {
+            self.fail(id, error.clone(), after);
+        }
+    }
+
+    /// The device is gone: all jobs fail, and no chunk is used again.
+    fn lose(&mut self, error: TransferError, after: &mut After<J, C>) {
+        if self.lost.is_none() {
+            self.turns.clear();
+            let idle = std::mem::take(&mut self.free);
+            let used = std::mem::take(&mut self.flying).into_iter().chain(std::mem::take(&mut self.arrived));
+            let chunks: Vec<C> = idle.into_iter().chain(used.map(|flight| flight.chunk)).collect();
+            chunks.into_iter().for_each(|chunk| self.discard(chunk, after));
+            for entry in self.jobs.values_mut() {
+                entry.failed.get_or_insert_with(|| error.clone());
+            }
+            self.lost = Some(error);
+        }
+        for id in self.jobs.keys().copied().collect::<Vec<_>>() {
+            self.end_if_done(id, after);
+        }
+    }
+
+    /// Ends a job once nobody has it in hand and it failed or all of it is done.
+    fn end_if_done(&mut self, id: JobId, after: &mut After<J, C>) {
+        let is_done =
+            |entry: &Entry<J>| entry.hands == 0 && (entry.failed.is_some() || (entry.open == 0 && entry.is_begun()));
+        if self.jobs.get(&id).is_some_and(is_done)
+            && let Some(entry) = self.jobs.remove(&id)
+        {
+            after.ended.push((entry.order.work, entry.failed.map_or(Ok(()), Err)));
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "ring_tests.rs"]
+mod tests;

@@ -1,0 +1,383 @@
+//! The ring against a model: any order of tasks, failures, cancellations and losses.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use aquifer_device::{Code, DeviceError, Operation};
+use proptest::prelude::*;
+
+use super::*;
+
+const SIZES: Sizes = Sizes { chunk_bytes: 4 * PAGE, chunks: 3, threads: 2 };
+
+type TestTask = Task<u32, u64, u64>;
+
+fn order(job: u32, way: Way, bytes: u64) -> Order<u32> {
+    Order { work: job, way, bytes, phase: 0, lane: job }
+}
+
+fn lost() -> TransferError {
+    TransferError::Device(DeviceError::new(Operation::SynchronizeEvent, Code(214)))
+}
+
+/// What the model knows of a job.
+#[derive(Debug)]
+struct Known {
+    way: Way,
+    bytes: u64,
+    begun: u64,
+    /// Pieces that are through: sent for uploads, landed for downloads.
+    through: Vec<Range<u64>>,
+    in_hands: usize,
+    /// Pieces of others begun since this job, with something left and less than its share, last began one.
+    passed: BTreeMap<u32, usize>,
+    ended: Option<Result<(), TransferError>>,
+    failed: bool,
+}
+
+/// A ring, what is out of it, and what ought to be so.
+#[derive(Default)]
+struct Model {
+    ring: Option<Ring<u32, u64, u64>>,
+    out: Vec<TestTask>,
+    jobs: BTreeMap<u32, Known>,
+    made: u64,
+    /// Chunks given up by the ring.
+    surplus: BTreeSet<u64>,
+    ticks: u64,
+    lost: bool,
+}
+
+impl Model {
+    fn ring(&mut self) -> &mut Ring<u32, u64, u64> {
+        self.ring.get_or_insert_with(Ring::new)
+    }
+
+    fn submit(&mut self, way: Way, bytes: u64, phase: u64, lane: u32) {
+        let job = u32::try_from(self.jobs.len()).unwrap();
+        let submitted = self.ring().submit(Order { work: job, way, bytes, phase, lane });
+        assert_eq!(submitted.is_err(), self.lost);
+        let known = Known {
+            way,
+            bytes,
+            begun: 0,
+            through: Vec::new(),
+            in_hands: 0,
+            passed: BTreeMap::new(),
+            ended: submitted.err().map(Err),
+            failed: self.lost,
+        };
+        self.jobs.insert(job, known);
+    }
+
+    fn take(&mut self) -> bool {
+        let had = self.ring().has_task();
+        let waiting = self.waiting();
+        let Some(task) = self.ring().next() else {
+            assert!(!had);
+            return false;
+        };
+        assert!(had);
+        match &task {
+            Task::Fill(hand) | Task::Fetch(hand) => self.begun(hand.work, hand.range.clone(), &waiting),
+            Task::Land(hand) => self.known(hand.work).in_hands += 1,
+            Task::Wait(flight) => {
+                let lane = flight.lane;
+                let same = |task: &TestTask| matches!(task, Task::Wait(other) if other.lane == lane);
+                assert!(!self.out.iter().any(same), "two wait for one lane");
+            }
+            Task::Tune | Task::Grow(_) => {}
+        }
+        self.out.push(task);
+        self.check();
+        true
+    }
+
+    /// Jobs that have something left to begin and hold less than their share.
+    fn waiting(&mut self) -> Vec<u32> {
+        let ring = self.ring();
+        let share = ring.target.div_ceil(ring.turns.len().max(1));
+        let entries = ring.turns.iter().map(|id| &ring.jobs[id]);
+        entries.filter(|entry| entry.held < share).map(|entry| entry.order.work).collect()
+    }
+
+    fn begun(&mut self, job: u32, range: Range<u64>, waiting: &[u32]) {
+        assert!(waiting.contains(&job), "more than its share");
+        for &other in waiting.iter().filter(|&&other| other != job) {
+            let passed = self.known(other).passed.entry(job).or_default();
+            *passed += 1;
+            assert!(*passed <= 1, "job {other} was passed twice by {job}");
+        }
+        let waits_not: Vec<u32> = self.jobs.keys().copied().filter(|other| !waiting.contains(other)).collect();
+        waits_not.iter().for_each(|&other| self.known(other).passed.clear());
+        let known = self.known(job);
+        known.passed.clear();
+        assert_eq!(known.begun, range.start);
+        assert!(range.end <= known.bytes && !range.is_empty() && known.ended.is_none());
+        known.begun = range.end;
+        known.in_hands += 1;
+    }
+
+    fn known(&mut self, job: u32) -> &mut Known {
+        self.jobs.get_mut(&job).unwrap()
+    }
+
+    /// Gives the task at `index` back, done or failed.
+    fn give(&mut self, index: usize, error: Option<TransferError>) {
+        let task = self.out.remove(index);
+        self.lost |= error.as_ref().is_some_and(TransferError::is_device_lost);
+        let done = match (task, error) {
+            (Task::Tune, _) => Done::Tuned(SIZES),
+            (Task::Grow(_), Some(error)) => Done::Grown(Err(error)),
+            (Task::Grow(_), None) => {
+                self.made += 1;
+                Done::Grown(Ok(self.made))
+            }
+            (Task::Wait(flight), None) => Done::Waited(flight, Ok(())),
+            (Task::Wait(flight), Some(error)) => {
+                let job = u32::try_from(flight.id).unwrap();
+                self.known(job).failed |= flight.way == Way::Down;
+                Done::Waited(flight, Err(error))
+            }
+            (Task::Fill(hand) | Task::Fetch(hand) | Task::Land(hand), Some(error)) => {
+                let known = self.known(hand.work);
+                known.in_hands -= 1;
+                known.failed = true;
+                Done::Failed(hand, error)
+            }
+            (Task::Fill(hand) | Task::Fetch(hand), None) => {
+                self.ticks += 1;
+                let (range, known) = (hand.range.clone(), self.known(hand.work));
+                known.in_hands -= 1;
+                if known.way == Way::Up {
+                    known.through.push(range);
+                }
+                Done::Sent(hand, self.ticks)
+            }
+            (Task::Land(hand), None) => {
+                let (range, known) = (hand.range.clone(), self.known(hand.work));
+                known.in_hands -= 1;
+                known.through.push(range);
+                Done::Landed(hand)
+            }
+        };
+        let after = self.ring().complete(done);
+        self.surplus.extend(after.surplus);
+        for (job, result) in after.ended {
+            self.ended(job, result);
+        }
+        self.check();
+    }
+
+    fn ended(&mut self, job: u32, result: Result<(), TransferError>) {
+        let lost = self.lost;
+        let no_memory = self.ring().chunks == 0;
+        let known = self.known(job);
+        assert!(known.ended.is_none() && known.in_hands == 0, "job {job} ended twice or in hands");
+        assert_eq!(result.is_err(), known.failed || (result.is_err() && (lost || no_memory)), "job {job}: {result:?}");
+        if result.is_ok() {
+            known.through.sort_by_key(|range| range.start);
+            let mut at = 0;
+            for range in &known.through {
+                assert_eq!(range.start, at, "bytes of job {job} twice or not at all");
+                at = range.end;
+            }
+            assert_eq!(at, known.bytes);
+        }
+        known.ended = Some(result);
+    }
+
+    /// Every chunk is in one place.
+    fn check(&mut self) {
+        let mut places: Vec<u64> = self.surplus.iter().copied().collect();
+        for task in &self.out {
+            match task {
+                Task::Fill(hand) | Task::Fetch(hand) | Task::Land(hand) => places.push(hand.chunk),
+                Task::Wait(flight) => places.push(flight.chunk),
+                Task::Tune | Task::Grow(_) => {}
+            }
+        }
+        let growing = self.out.iter().filter(|task| matches!(task, Task::Grow(_))).count();
+        let (made, given_up) = (self.made, self.surplus.len());
+        let ring = self.ring();
+        places.extend(ring.free.iter().chain(ring.flying.iter().chain(&ring.arrived).map(|flight| &flight.chunk)));
+        places.sort_unstable();
+        assert_eq!(places, (1..=made).collect::<Vec<_>>());
+        assert_eq!(ring.chunks, usize::try_from(made).unwrap() - given_up);
+        assert_eq!(ring.growing, growing);
+        assert!(ring.chunks + growing <= SIZES.chunks);
+    }
+
+    /// Does all that is left, without failures: nothing is stuck.
+    fn drain(&mut self) {
+        let mut steps = 0;
+        while self.take() || !self.out.is_empty() {
+            if !self.out.is_empty() {
+                self.give(0, None);
+            }
+            steps += 1;
+            assert!(steps < 100_000, "the ring goes on for ever");
+        }
+        assert!(self.ring().is_idle(), "{:?}", self.jobs);
+        assert!(self.jobs.values().all(|known| known.ended.is_some()));
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Submit { up: bool, bytes: u64, phase: u64, lane: u32 },
+    Take,
+    Give(prop::sample::Index),
+    Fail(prop::sample::Index),
+    Lose(prop::sample::Index),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let bytes = prop_oneof![1..100u64, Just(4 * PAGE as u64), 1..40 * PAGE as u64];
+    let submit = (any::<bool>(), bytes, 0..PAGE as u64, 0..3u32).prop_map(|(up, bytes, phase, lane)| Step::Submit {
+        up,
+        bytes,
+        phase,
+        lane,
+    });
+    let step = prop_oneof![
+        2 => submit,
+        12 => Just(Step::Take),
+        12 => any::<prop::sample::Index>().prop_map(Step::Give),
+        2 => any::<prop::sample::Index>().prop_map(Step::Fail),
+    ];
+    let lose = prop::option::weighted(0.2, any::<prop::sample::Index>());
+    (prop::collection::vec(step, 1..150), lose).prop_map(|(mut steps, lose)| {
+        if let Some(index) = lose {
+            let at = index.index(steps.len());
+            steps.insert(at, Step::Lose(index));
+        }
+        steps
+    })
+}
+
+proptest! {
+    #[test]
+    fn every_byte_goes_once_and_no_chunk_is_lost(steps in steps()) {
+        let mut model = Model::default();
+        for step in steps {
+            match step {
+                Step::Submit { up, bytes, phase, lane } => {
+                    model.submit(if up { Way::Up } else { Way::Down }, bytes, phase, lane);
+                }
+                Step::Take => drop(model.take()),
+                Step::Give(index) if !model.out.is_empty() => model.give(index.index(model.out.len()), None),
+                Step::Fail(index) if !model.out.is_empty() => {
+                    model.give(index.index(model.out.len()), Some(TransferError::Cancelled));
+                }
+                Step::Lose(index) if !model.out.is_empty() => {
+                    let index = index.index(model.out.len());
+                    // Tuning cannot fail.
+                    if !matches!(model.out[index], Task::Tune) {
+                        model.give(index, Some(lost()));
+                    }
+                }
+                _ => {}
+            }
+        }
+        model.drain();
+    }
+}
+
+/// Does tasks in order until there are none, and returns the jobs of the pieces begun.
+fn begun(ring: &mut Ring<u32, u64, u64>) -> Vec<u32> {
+    let (mut begun, mut made) = (Vec::new(), 0);
+    while let Some(task) = ring.next() {
+        let done = match task {
+            Task::Tune => Done::Tuned(SIZES),
+            Task::Grow(_) => {
+                made += 1;
+                Done::Grown(Ok(made))
+            }
+            Task::Fill(hand) | Task::Fetch(hand) => {
+                begun.push(hand.work);
+                Done::Sent(hand, 0)
+            }
+            Task::Land(hand) => Done::Landed(hand),
+            Task::Wait(flight) => Done::Waited(flight, Ok(())),
+        };
+        ring.complete(done);
+    }
+    begun
+}
+
+#[test]
+fn a_small_job_is_not_stuck_behind_a_large_one() {
+    let mut ring = Ring::new();
+    ring.submit(order(0, Way::Up, 1000 * PAGE as u64)).unwrap();
+    ring.submit(order(1, Way::Down, 1)).unwrap();
+    ring.submit(order(2, Way::Up, 5 * PAGE as u64)).unwrap();
+    let begun = begun(&mut ring);
+    assert_eq!(begun[..5], [0, 1, 2, 0, 2]);
+    assert_eq!(begun.len(), 250 + 1 + 2);
+}
+
+#[test]
+fn pieces_end_at_page_boundaries_of_the_source() {
+    let mut ring: Ring<u32, u64, u64> = Ring::new();
+    ring.submit(Order { phase: 100, ..order(0, Way::Up, 30_000) }).unwrap();
+    ring.complete(Done::Tuned(SIZES));
+    for chunk in 0..2 {
+        let Some(Task::Grow(bytes)) = ring.next() else { panic!("a chunk is to be had first") };
+        assert_eq!(bytes, 16_384);
+        ring.complete(Done::Grown(Ok(chunk)));
+        let Some(Task::Fill(hand)) = ring.next() else { panic!("a piece is to be begun") };
+        assert_eq!(hand.range, [0..16_284, 16_284..30_000][usize::try_from(chunk).unwrap()]);
+    }
+}
+
+#[test]
+fn where_memory_is_short_there_are_fewer_chunks_then_smaller_ones_then_an_error() {
+    let short = || TransferError::OutOfPinned { requested: 0, reserved: 0, free: 0, limit: None, source: None };
+    let mut ring: Ring<u32, u64, u64> = Ring::new();
+    ring.submit(order(0, Way::Up, 1 << 30)).unwrap();
+    ring.complete(Done::Tuned(Sizes { chunk_bytes: 256 << 10, ..SIZES }));
+    for bytes in [256 << 10, 128 << 10, 64 << 10] {
+        assert!(matches!(ring.next(), Some(Task::Grow(asked)) if asked == bytes));
+        assert!(ring.next().is_some_and(|task| matches!(task, Task::Grow(_))), "others try meanwhile");
+        assert!(ring.complete(Done::Grown(Err(short()))).is_empty());
+        let after = ring.complete(Done::Grown(Err(short())));
+        assert_eq!(after.ended.len(), usize::from(bytes == 64 << 10));
+    }
+    assert!(ring.is_idle());
+
+    // The next job tries again, and makes do with what there is.
+    ring.submit(order(1, Way::Up, 1 << 30)).unwrap();
+    assert!(matches!(ring.next(), Some(Task::Grow(bytes)) if bytes == 256 << 10));
+    ring.complete(Done::Grown(Ok(7)));
+    assert!(matches!(ring.next(), Some(Task::Fill(_))));
+    assert!(matches!(ring.next(), Some(Task::Grow(_))));
+    ring.complete(Done::Grown(Err(short())));
+    assert!(ring.next().is_none(), "one chunk is all there is");
+}
+
+#[test]
+fn a_cancelled_download_gives_up_what_arrived() {
+    let mut ring: Ring<u32, u64, u64> = Ring::new();
+    ring.submit(order(0, Way::Down, 1 << 20)).unwrap();
+    ring.complete(Done::Tuned(SIZES));
+    for chunk in 0..3 {
+        assert!(matches!(ring.next(), Some(Task::Grow(_))));
+        ring.complete(Done::Grown(Ok(chunk)));
+        let Some(Task::Fetch(hand)) = ring.next() else { panic!("a piece is to be begun") };
+        ring.complete(Done::Sent(hand, chunk));
+    }
+    for _ in 0..2 {
+        let Some(Task::Wait(flight)) = ring.next() else { panic!("nothing but waiting is left") };
+        assert!(ring.next().is_none(), "one waits for a lane");
+        ring.complete(Done::Waited(flight, Ok(())));
+        if ring.arrived.len() == 1 && ring.flying.len() == 2 {
+            let Some(Task::Land(hand)) = ring.next() else { panic!("what arrived is to land") };
+            let after = ring.complete(Done::Failed(hand, TransferError::Cancelled));
+            assert!(matches!(after.ended[..], [(0, Err(TransferError::Cancelled))]));
+            break;
+        }
+    }
+    assert!(ring.is_idle() && ring.next().is_none(), "nobody waits for what nobody wants");
+    ring.submit(order(1, Way::Down, 1)).unwrap();
+    assert!(matches!(ring.next(), Some(Task::Fetch(_))));
+}

@@ -1,0 +1,177 @@
+//! How large a ring should be, from how fast a thread copies and how fast the link is.
+
+use std::hint::black_box;
+use std::thread;
+use std::time::Instant;
+
+use aquifer_device::{Device, DeviceError, DevicePtr, Stream};
+
+use super::config::{Sizes, StagingConfig};
+use crate::error::TransferError;
+use crate::pinned::{PinnedBuffer, PinnedPool};
+
+/// What the sizes depend on, in GB/s: bytes a ns.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Speeds {
+    /// What one thread copies in host memory.
+    pub(super) copy: f64,
+    /// What the link to the device carries, each way.
+    pub(super) link: f64,
+}
+
+impl Speeds {
+    /// What is taken where nothing can be measured: the order of magnitude of one core, and a PCIe 5 link with 16 lanes.
+    pub(super) const ASSUMED: Speeds = Speeds { copy: 10.0, link: 55.0 };
+}
+
+/// Time for which the link should have work in one chunk, in ns: an order of magnitude more than the calls about a chunk take.
+const CHUNK_NS: f64 = 100_000.0;
+
+/// The sizes for such speeds, on so many cores.
+///
+/// Threads: enough that together they copy a quarter more than the link carries. Chunks: one for each thread to work on, and three
+/// that the link works on. Bytes: those that the link carries in [`CHUNK_NS`], as a power of two from 1 to 16 MiB.
+pub(super) fn plan(speeds: Speeds, cores: usize) -> Sizes {
+    let whole = |value: f64, least: usize, most: usize| {
+        let bounded = value.clamp(least as f64, most as f64);
+        // What is not a number is bounded by nothing.
+        let bounded = if bounded.is_finite() { bounded } else { least as f64 };
+        #[allow(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "it lies between two numbers of this type"
+        )]
+        let whole = bounded as usize;
+        whole
+    };
+    let threads = whole((1.25 * speeds.link / speeds.copy).ceil(), 1, cores.clamp(1, 8));
+    let bytes = whole(speeds.link * CHUNK_NS, 1 << 20, 16 << 20);
+    let power = if bytes.is_power_of_two() { bytes } else { bytes.next_power_of_two() / 2 };
+    Sizes { chunk_bytes: power, chunks: (threads + 3).clamp(3, 12), threads }
+}
+
+/// The sizes that suit the device. Measures where there is something to be measured, which takes a few milliseconds: not on a
+/// simulated device, nor on one that captures, where it would break the capture, nor where nothing is left to choose.
+pub(super) fn choose(config: &StagingConfig, pool: &PinnedPool) -> Sizes {
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let device = pool.device();
+    let simulated = device.default_stream().is_simulated();
+    let speeds = if config.is_fixed() || simulated || device.is_capturing() {
+        Speeds::ASSUMED
+    } else {
+        measure(pool).unwrap_or_else(|error| {
+            tracing::debug!(%error, "the speed of staged copies could not be measured");
+            Speeds::ASSUMED
+        })
+    };
+    let sizes = plan(speeds, cores);
+    tracing::debug!(?speeds, ?sizes, "staging was tuned");
+    sizes
+}
+
+/// Bytes that are copied to measure a speed.
+const SAMPLE: usize = 4 << 20;
+
+/// Measures on memory of its own and a stream of its own, so that no work of the caller is waited for.
+fn measure(pool: &PinnedPool) -> Result<Speeds, TransferError> {
+    let mut sample = pool.alloc::<u8>(SAMPLE)?;
+    let copy = measure_copy(sample.write()?);
+    let stream = pool.device().create_stream()?;
+    let link = measure_link(pool.device(), &mut sample, &stream)?;
+    Ok(Speeds { copy, link })
+}
+
+/// The best of a few copies: others that use the machine make a copy slower, never faster.
+fn measure_copy(to: &mut [u8]) -> f64 {
+    let from = vec![1; to.len()];
+    let mut best = 0.0_f64;
+    for _ in 0..4 {
+        let start = Instant::now();
+        to.copy_from_slice(black_box(&from));
+        black_box(&mut *to);
+        best = best.max(to.len() as f64 / start.elapsed().as_nanos().max(1) as f64);
+    }
+    best
+}
+
+fn measure_link(device: &Device, sample: &mut PinnedBuffer<u8>, stream: &Stream) -> Result<f64, TransferError> {
+    // From the driver's own pool: a plain allocation would wait for the device.
+    let ptr = device.driver().alloc_async(sample.bytes() as u64, stream.raw())?;
+    let measured = (0..3)
+        .map(|_| time_upload(device, sample, ptr, stream))
+        .try_fold(0.0_f64, |best, speed| speed.map(|speed| best.max(speed)));
+    let freed: Result<(), DeviceError> = device.driver().free_async(ptr, stream.raw());
+    let best = measured?;
+    freed?;
+    Ok(best)
+}
+
+#[allow(unsafe_code, reason = "a copy goes on after the call")]
+fn time_upload(
+    device: &Device,
+    sample: &mut PinnedBuffer<u8>,
+    ptr: DevicePtr,
+    stream: &Stream,
+) -> Result<f64, TransferError> {
+    let (start, end) = (device.create_event(true)?, device.create_event(true)?);
+    let part = sample.as_slice().part();
+    {
+        let _turn = part.memory.turn(stream, aquifer_device::AccessKind::Read)?;
+        start.record(stream)?;
+        // SAFETY: the memory's turn notes the copy, and until that is done nobody writes the memory, nor is it given away.
+        unsafe { stream.upload(ptr, part.ptr, part.bytes) }?;
+        end.record(stream)?;
+    }
+    end.synchronize()?;
+    let ns = f64::from(start.elapsed_ms(&end)?) * 1e6;
+    Ok(part.bytes as f64 / ns.max(1.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use aquifer_device::sim::{SimConfig, SimDriver};
+
+    use super::*;
+    use crate::pinned::PinnedConfig;
+
+    #[test]
+    fn sizes_follow_the_link_and_stay_within_bounds() {
+        let plan_for = |copy, link| plan(Speeds { copy, link }, 64);
+        assert_eq!(plan_for(10.0, 25.0), Sizes { chunk_bytes: 2 << 20, chunks: 7, threads: 4 });
+        assert_eq!(plan_for(10.0, 55.0), Sizes { chunk_bytes: 4 << 20, chunks: 10, threads: 7 });
+        assert_eq!(plan_for(100.0, 10.0), Sizes { chunk_bytes: 1 << 20, chunks: 4, threads: 1 });
+        assert_eq!(plan(Speeds { copy: 10.0, link: 55.0 }, 2), Sizes { chunk_bytes: 4 << 20, chunks: 5, threads: 2 });
+        for odd in [0.0, f64::NAN, f64::INFINITY, -1.0] {
+            for sizes in [plan_for(odd, 25.0), plan_for(10.0, odd), plan_for(odd, odd)] {
+                assert!((1..=8).contains(&sizes.threads) && (3..=12).contains(&sizes.chunks), "{odd}: {sizes:?}");
+                assert!((1 << 20..=16 << 20).contains(&sizes.chunk_bytes), "{odd}: {sizes:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn measuring_tells_the_link_of_a_device_and_leaves_nothing_behind() {
+        let sim = SimDriver::new(SimConfig::default().link_gb_s(20).jitter(false));
+        let device = Device::new(sim.clone());
+        let pool = PinnedPool::new(&device, PinnedConfig::default()).unwrap();
+        let speeds = measure(&pool).unwrap();
+        assert!((19.0..=20.0).contains(&speeds.link), "{speeds:?}");
+        assert!(speeds.copy > 0.0);
+        device.synchronize().unwrap();
+        assert_eq!(device.memory_info().unwrap().free, device.info().total_bytes);
+        assert!(device.driver().take_violation().is_none());
+    }
+
+    #[test]
+    fn a_device_that_captures_is_not_measured() {
+        let device = Device::new(SimDriver::new(SimConfig::default()));
+        let pool = PinnedPool::new(&device, PinnedConfig::default()).unwrap();
+        let capture = device.create_stream().unwrap();
+        let capture = capture.begin_capture().unwrap();
+        let calls = device.driver_calls();
+        let sizes = choose(&StagingConfig::default(), &pool);
+        assert_eq!(device.driver_calls().since(&calls).total(), 0);
+        assert_eq!(sizes.chunk_bytes, 4 << 20);
+        capture.end().unwrap();
+    }
+}

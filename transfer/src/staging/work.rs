@@ -1,0 +1,236 @@
+//! What a job is made of, and the steps that its pieces go through.
+//!
+//! Each step is one function, which threads (`crew`) and virtual workers (`virtual_crew`) call alike.
+
+use std::any::Any;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use aquifer_allocator::Claim;
+use aquifer_device::{AccessKind, Code, DeviceError, DevicePtr, Operation, Stream, Tick};
+use parking_lot::Mutex;
+
+use super::config::PAGE;
+use super::ends::{HostSource, HostTarget};
+use super::ring::{Flight, Hand, Order, Way};
+use crate::error::TransferError;
+use crate::job::Job;
+use crate::pinned::PinnedBuffer;
+
+/// A chunk of the ring.
+pub(super) type Chunk = PinnedBuffer<u8>;
+/// A piece of a job, and the chunk that it goes through.
+pub(super) type Piece = Hand<Arc<Work>, Chunk>;
+/// A chunk that a copy uses.
+pub(super) type InFlight = Flight<Chunk, Tick>;
+
+/// A staged transfer.
+pub(super) struct Work {
+    host: HostEnd,
+    claim: Claim,
+    ptr: DevicePtr,
+    stream: Stream,
+    job: Arc<Job>,
+    /// The tick after the latest of its copies.
+    last: Mutex<Option<Tick>>,
+}
+
+pub(super) enum HostEnd {
+    Source(Arc<dyn HostSource>),
+    Target(Arc<dyn HostTarget>),
+}
+
+impl Work {
+    /// A transfer between host memory and what lies at `ptr` in the claimed memory.
+    ///
+    /// # Errors
+    /// When memory and stream are of different devices, or the memory is too short.
+    pub(super) fn new(host: HostEnd, claim: Claim, ptr: DevicePtr, stream: &Stream) -> Result<Work, TransferError> {
+        let (is, needed) = (stream.device_id(), claim.storage().device_id());
+        if is != needed {
+            return Err(TransferError::WrongDevice { what: "stream", is, needed });
+        }
+        refuse_capture(stream)?;
+        let work = Work { host, claim, ptr, stream: stream.clone(), job: Job::new(), last: Mutex::new(None) };
+        work.check_bounds()?;
+        Ok(work)
+    }
+
+    fn check_bounds(&self) -> Result<(), TransferError> {
+        let allocation = self.claim.storage().allocation();
+        let (start, len) = (self.ptr.0.wrapping_sub(allocation.ptr().0), allocation.bytes());
+        match start.checked_add(self.bytes()) {
+            Some(end) if end <= len || self.bytes() == 0 => Ok(()),
+            end => Err(TransferError::OutOfBounds { start, end: end.unwrap_or(u64::MAX), len }),
+        }
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        match &self.host {
+            HostEnd::Source(source) => source.bytes(),
+            HostEnd::Target(target) => target.bytes(),
+        }
+    }
+
+    pub(super) fn job(&self) -> &Arc<Job> {
+        &self.job
+    }
+
+    /// As the ring takes it.
+    pub(super) fn order(self) -> Order<Arc<Work>> {
+        let (way, phase) = match &self.host {
+            HostEnd::Source(source) => (Way::Up, source.phase() % PAGE as u64),
+            HostEnd::Target(_) => (Way::Down, 0),
+        };
+        Order { way, bytes: self.bytes(), phase, lane: self.stream.id(), work: Arc::new(self) }
+    }
+
+    /// Ends the job. The claim, and what the job holds of its host end, are gone before anybody is told.
+    pub(super) fn end(self, result: Result<(), TransferError>) {
+        let Work { host, claim, stream, job, last, .. } = self;
+        let upload = matches!(host, HostEnd::Source(_));
+        drop(claim);
+        // What a source does when it is dropped is the caller's, and may panic.
+        let dropped = guarded("a source or target that was dropped", || {
+            drop(host);
+            Ok(())
+        });
+        match result.and(dropped) {
+            Ok(()) if upload => job.enqueued(last.into_inner().unwrap_or_else(|| stream.tick())),
+            result => job.finish(result),
+        }
+    }
+
+    /// Whether reading the source waits for storage.
+    pub(super) fn is_storage(&self) -> bool {
+        matches!(&self.host, HostEnd::Source(source) if source.is_storage())
+    }
+
+    fn check_wanted(&self) -> Result<(), TransferError> {
+        if self.job.is_cancelled() { Err(TransferError::Cancelled) } else { Ok(()) }
+    }
+}
+
+/// Fills a chunk with its piece of the source.
+pub(super) fn fill(piece: &mut Piece) -> Result<(), TransferError> {
+    let Hand { work, range, chunk, .. } = piece;
+    work.check_wanted()?;
+    let into = chunk.write()?;
+    match &work.host {
+        HostEnd::Source(source) => {
+            guarded("the source of a transfer", || source.read(range.start, part_mut(into, range.end - range.start)?))
+        }
+        HostEnd::Target(_) => Ok(()),
+    }
+}
+
+/// Enqueues the copy of a filled chunk to the device, or of the device's bytes into a chunk. The tick after it is covered by an event.
+pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
+    let Hand { work, range, chunk, .. } = piece;
+    if way == Way::Down {
+        work.check_wanted()?;
+    }
+    let starved = work.is_storage() && work.is_caught_up()?;
+    let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+    enqueue(work, range.start, chunk, bytes, way)?;
+    let tick = work.stream.tick();
+    tick.cover()?;
+    work.note(&tick);
+    if let HostEnd::Source(source) = &work.host {
+        source.sent(bytes as u64, starved);
+    }
+    Ok(tick)
+}
+
+#[allow(unsafe_code, reason = "a copy goes on after the call")]
+fn enqueue(work: &Work, offset: u64, chunk: &mut Chunk, bytes: usize, way: Way) -> Result<(), TransferError> {
+    refuse_capture(&work.stream)?;
+    let ptr = work.ptr.offset(offset);
+    let _turn = work.claim.turn(&work.stream)?;
+    match way {
+        Way::Up => {
+            let part = chunk.slice(..bytes)?.part();
+            let _turn = part.memory.turn(&work.stream, AccessKind::Read)?;
+            // SAFETY: the memory's turn notes the copy, and until that is done nobody writes the memory, nor is it given away.
+            unsafe { work.stream.upload(ptr, part.ptr, part.bytes) }?;
+        }
+        Way::Down => {
+            let part = chunk.slice_mut(..bytes)?.part();
+            let _turn = part.memory.turn(&work.stream, AccessKind::Write)?;
+            // SAFETY: the memory's turn notes the copy, and until that is done nobody touches the memory, nor is it given away.
+            unsafe { work.stream.download(part.ptr, ptr, part.bytes) }?;
+        }
+    }
+    Ok(())
+}
+
+/// Stores what arrived in a chunk in the target.
+pub(super) fn land(piece: &Piece) -> Result<(), TransferError> {
+    let Hand { work, range, chunk, .. } = piece;
+    work.check_wanted()?;
+    let from = chunk.read()?;
+    match &work.host {
+        HostEnd::Target(target) => {
+            guarded("the target of a transfer", || target.write(range.start, part(from, range.end - range.start)?))
+        }
+        HostEnd::Source(_) => Ok(()),
+    }
+}
+
+impl Work {
+    /// Whether the copies enqueued so far are done.
+    fn is_caught_up(&self) -> Result<bool, TransferError> {
+        let last = self.last.lock().clone();
+        last.map_or(Ok(true), |tick| Ok(tick.is_done()?))
+    }
+
+    fn note(&self, tick: &Tick) {
+        let mut last = self.last.lock();
+        if last.as_ref().is_none_or(|last| last.n() < tick.n()) {
+            *last = Some(tick.clone());
+        }
+    }
+}
+
+impl fmt::Debug for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Work").field("ptr", &self.ptr).field("bytes", &self.bytes()).finish_non_exhaustive()
+    }
+}
+
+fn part(chunk: &[u8], bytes: u64) -> Result<&[u8], TransferError> {
+    let len = chunk.len() as u64;
+    let end = usize::try_from(bytes).ok();
+    end.and_then(|end| chunk.get(..end)).ok_or(TransferError::OutOfBounds { start: 0, end: bytes, len })
+}
+
+fn part_mut(chunk: &mut [u8], bytes: u64) -> Result<&mut [u8], TransferError> {
+    let len = chunk.len() as u64;
+    let end = usize::try_from(bytes).ok();
+    end.and_then(|end| chunk.get_mut(..end)).ok_or(TransferError::OutOfBounds { start: 0, end: bytes, len })
+}
+
+/// Copies of chunks must not become part of a graph, which would run them again when the chunks are others'.
+pub(super) fn refuse_capture(stream: &Stream) -> Result<(), TransferError> {
+    if !stream.is_capturing() {
+        return Ok(());
+    }
+    let error = DeviceError::new(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED);
+    Err(error.with_detail("staged copies cannot be captured into a graph: copy outside of the capture").into())
+}
+
+/// Calls code that may panic.
+pub(super) fn guarded<R>(
+    what: &'static str,
+    call: impl FnOnce() -> Result<R, TransferError>,
+) -> Result<R, TransferError> {
+    // What the code leaves behind when it panics is not looked at: the job fails, and a chunk's bytes are written before they are used.
+    catch_unwind(AssertUnwindSafe(call))
+        .unwrap_or_else(|panic| Err(TransferError::Panicked { what, message: message(panic.as_ref()) }))
+}
+
+fn message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+}
