@@ -29,8 +29,8 @@ pub use copy::{BatchResults, Downloaded, Region, Route, Scope, TransferBatch};
 pub use counters::{Counters, Direction, Traffic};
 pub use error::TransferError;
 pub use params::{
-    Checkpoint, CheckpointError, CheckpointFault, Load, OtherDTypes, Param, ParamKind, ParamSet, Progress, Relocate, Stray,
-    TensorEntry,
+    Checkpoint, CheckpointError, CheckpointFault, Load, OtherDTypes, Param, ParamKind, ParamSet, Progress, Relocate,
+    Stray, TensorEntry,
 };
 pub use pending::{OnStreams, Pending};
 pub use pinned::{
@@ -40,9 +40,7 @@ pub use pinned::{
 pub use placement::{Candidate, Chosen, Fallback, NoDevice, Placement, Refused, Verdict};
 pub use prefetch::{Batch, Prefetcher};
 pub use runtime::{Transfer, TransferConfig};
-pub use staging::{DirectIo, FileReport, ScheduleReport, StagingConfig, StagingStats, VirtualSchedule};
 pub use spill::{Access, SpillStats, Spillable, Spiller};
-pub use tensor::{
-    Layout, LayoutError, MAX_DIMENSIONS, OperandInfo, OperandsError, Place, Scalar, Tensor, To,
-};
+pub use staging::{DirectIo, FileReport, ScheduleReport, StagingConfig, StagingStats, VirtualSchedule};
+pub use tensor::{Layout, LayoutError, MAX_DIMENSIONS, OperandInfo, OperandsError, Place, Scalar, Tensor, To};
 pub use timer::{Timer, Timing};

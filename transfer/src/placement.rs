@@ -71,7 +71,8 @@ impl From<&Allocator> for Candidate {
 }
 
 impl Candidate {
-    fn free(&self) -> Result<u64, TransferError> {
+    /// Bytes that could be allocated, if they were in one piece.
+    pub(crate) fn free(&self) -> Result<u64, TransferError> {
         let on_device = self.device.memory_info()?.free;
         let Some(allocator) = &self.allocator else { return Ok(on_device) };
         let (allocated, reserved) = (allocator.allocated_bytes(), allocator.reserved_bytes());

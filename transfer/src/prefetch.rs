@@ -185,7 +185,12 @@ impl<B: Batch> Prefetcher<B> {
     ///
     /// # Errors
     /// As [`Prefetcher::new`].
-    pub fn try_new<S, E>(source: S, transfer: &Transfer, stream: &Stream, ahead: usize) -> Result<Prefetcher<B>, TransferError>
+    pub fn try_new<S, E>(
+        source: S,
+        transfer: &Transfer,
+        stream: &Stream,
+        ahead: usize,
+    ) -> Result<Prefetcher<B>, TransferError>
     where
         S: IntoIterator<Item = Result<B, E>>,
         S::IntoIter: Send + 'static,
@@ -290,7 +295,10 @@ impl<B: Batch> Drop for Prefetcher<B> {
 
 impl<B: Batch> fmt::Debug for Prefetcher<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Prefetcher").field("stream", &self.stream).field("starved", &self.starved).finish_non_exhaustive()
+        f.debug_struct("Prefetcher")
+            .field("stream", &self.stream)
+            .field("starved", &self.starved)
+            .finish_non_exhaustive()
     }
 }
 
@@ -362,7 +370,8 @@ impl Whereabouts {
 
 fn panicked(panic: &(dyn std::any::Any + Send)) -> TransferError {
     let text = panic.downcast_ref::<&str>().copied().map(str::to_owned);
-    let message = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without words".to_owned());
+    let message =
+        text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without words".to_owned());
     TransferError::Panicked { what: "the source of batches", message }
 }
 

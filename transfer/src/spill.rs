@@ -24,6 +24,7 @@ use parking_lot::Mutex;
 
 use crate::error::TransferError;
 use crate::pinned::PinnedBuffer;
+use crate::placement::Candidate;
 use crate::runtime::Transfer;
 
 /// Spills buffers of one device when its allocator runs out of memory. Cloning gives another handle; with the last one, spilling ends, and buffers
@@ -50,7 +51,7 @@ use crate::runtime::Transfer;
 #[derive(Clone)]
 pub struct Spiller {
     inner: Arc<Inner>,
-    _registrations: Arc<[Registration; 2]>,
+    _registrations: Arc<[Registration; 3]>,
 }
 
 struct Inner {
@@ -106,8 +107,9 @@ pub struct Access<'a, T> {
 }
 
 impl Spiller {
-    /// A spiller for the runtime's device and allocator, which is asked before reclaimers of lower priority. If what it frees then does not
-    /// serve, because it is in pieces, it is asked again after all other reclaimers, and spills all it can.
+    /// A spiller for the runtime's device and allocator, which is asked before reclaimers of lower priority, and spills what is lacking. If that
+    /// does not serve, because it is in pieces, it is asked again after all other reclaimers: for as much as was requested, and then for all
+    /// it can spill.
     pub fn new(transfer: &Transfer, priority: i32) -> Spiller {
         let inner = Arc::new(Inner {
             transfer: transfer.clone(),
@@ -118,10 +120,16 @@ impl Spiller {
         });
         let allocator = transfer.allocator();
         // Not owned by what it is registered with, which it owns itself.
-        let (asked, last) = (Arc::downgrade(&inner), Arc::downgrade(&inner));
+        let registered = |priority, name, bytes: fn(&Inner, u64) -> u64| {
+            let spiller = Arc::downgrade(&inner);
+            allocator.register_reclaimer(priority, name, move |request| {
+                spiller.upgrade().map_or(0, |spiller| spiller.spill(bytes(&spiller, request.bytes)))
+            })
+        };
         let registrations = [
-            allocator.register_reclaimer(priority, "spill", move |request| spill_of(&asked, request.bytes)),
-            allocator.register_reclaimer(i32::MIN, "spill all", move |_| spill_of(&last, u64::MAX)),
+            registered(priority, "spill what is lacking", Inner::lacking),
+            registered(i32::MIN, "spill as much as was requested", |_, requested| requested),
+            registered(i32::MIN, "spill all", |_, _| u64::MAX),
         ];
         Spiller { inner, _registrations: Arc::new(registrations) }
     }
@@ -131,7 +139,11 @@ impl Spiller {
     ///
     /// # Errors
     /// A buffer of another device.
-    pub fn add<T: Pod + Send + Sync>(&self, buffer: DeviceBuffer<T>, priority: i32) -> Result<Spillable<T>, TransferError> {
+    pub fn add<T: Pod + Send + Sync>(
+        &self,
+        buffer: DeviceBuffer<T>,
+        priority: i32,
+    ) -> Result<Spillable<T>, TransferError> {
         self.inner.transfer.check_device("buffer", buffer.storage().device_id())?;
         let bytes = buffer.cast().ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?;
         let entry = Arc::new(Entry {
@@ -174,10 +186,6 @@ impl Spiller {
     }
 }
 
-fn spill_of(spiller: &Weak<Inner>, bytes: u64) -> u64 {
-    spiller.upgrade().map_or(0, |spiller| spiller.spill(bytes))
-}
-
 impl Inner {
     fn now(&self) -> u64 {
         self.clock.fetch_add(1, Ordering::Relaxed)
@@ -185,6 +193,12 @@ impl Inner {
 
     fn entries(&self) -> Vec<Arc<Entry>> {
         self.entries.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// What a request lacks beside what is free, in however many pieces.
+    fn lacking(&self, requested: u64) -> u64 {
+        let free = Candidate::from(self.transfer.allocator()).free().unwrap_or(0);
+        requested.saturating_sub(free).max(1)
     }
 
     fn spill(&self, bytes: u64) -> u64 {
@@ -263,7 +277,9 @@ impl<T: Pod + Send + Sync> Spillable<T> {
         let bytes = self.entry.access(stream)?;
         // Counted from here on, so that a failure below is undone by its end.
         let guard = InUse(&self.entry);
-        let buffer = bytes.cast().ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })?;
+        let buffer = bytes
+            .cast()
+            .ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })?;
         std::mem::forget(guard);
         Ok(Access { entry: &self.entry, buffer })
     }
@@ -324,7 +340,10 @@ impl fmt::Debug for Spiller {
 impl<T> fmt::Debug for Spillable<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let on_device = self.entry.home.try_lock().map(|home| matches!(*home, Home::Device(_)));
-        f.debug_struct("Spillable").field("priority", &self.entry.priority).field("on_device", &on_device).finish_non_exhaustive()
+        f.debug_struct("Spillable")
+            .field("priority", &self.entry.priority)
+            .field("on_device", &on_device)
+            .finish_non_exhaustive()
     }
 }
 

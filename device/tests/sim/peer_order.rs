@@ -62,12 +62,32 @@ impl Model {
 
 #[derive(Clone, Debug)]
 enum Step {
-    Fill { at: (usize, usize), from: u64, length: u64, value: u8 },
-    Read { at: (usize, usize), from: u64, length: u64 },
-    Copy { at: (usize, usize), dst: u64, src: u64, length: u64 },
-    Record { event: usize, at: (usize, usize) },
+    Fill {
+        at: (usize, usize),
+        from: u64,
+        length: u64,
+        value: u8,
+    },
+    Read {
+        at: (usize, usize),
+        from: u64,
+        length: u64,
+    },
+    Copy {
+        at: (usize, usize),
+        dst: u64,
+        src: u64,
+        length: u64,
+    },
+    Record {
+        event: usize,
+        at: (usize, usize),
+    },
     /// The event may be of the other device.
-    Wait { event: (usize, usize), at: (usize, usize) },
+    Wait {
+        event: (usize, usize),
+        at: (usize, usize),
+    },
     SynchronizeStream((usize, usize)),
     SynchronizeEvent((usize, usize)),
     Synchronize(usize),

@@ -110,7 +110,10 @@ impl fmt::Display for CheckpointFault {
                 "tensor {tensor:?} is of dtype {dtype}, which tensors here do not have; leave it out or load it as bytes"
             ),
             CheckpointFault::Shape { tensor, shape } => {
-                write!(f, "tensor {tensor:?} of {shape:?} has more than {MAX_DIMENSIONS} dimensions or too many elements")
+                write!(
+                    f,
+                    "tensor {tensor:?} of {shape:?} has more than {MAX_DIMENSIONS} dimensions or too many elements"
+                )
             }
             CheckpointFault::Name { tensor } => write!(f, "tensor {tensor:?} has an empty part in its name"),
             CheckpointFault::Duplicate { tensor, other } => write!(f, "tensor {tensor:?} is in {other}, too"),

@@ -104,22 +104,38 @@ impl Checkpoint {
         let wanted = self.wanted(&how)?;
         let bytes_total = wanted.iter().map(|wanted| wanted.entry.bytes).sum();
         let mut loading = Loading { set: ParamSet::new(), on_way: VecDeque::new(), bytes_done: 0, bytes_total };
-        let mut small = match &place {
+        match self.load_all(&wanted, &place, &mut loading, &mut how) {
+            Ok(()) => Ok(loading.set),
+            Err(error) => {
+                loading.abandon();
+                Err(error)
+            }
+        }
+    }
+
+    fn load_all<'a>(
+        &'a self,
+        wanted: &[Wanted<'a>],
+        place: &Place,
+        loading: &mut Loading<'a>,
+        how: &mut Load<'_>,
+    ) -> Result<(), TransferError> {
+        let mut small = match place {
             Place::Device(transfer) => Some(Small::new(transfer)?),
             _ => None,
         };
-        for wanted in &wanted {
+        for wanted in wanted {
             let to_device = small.as_mut().map(|small| self.begin(wanted, small)).transpose()?;
-            let step = to_device.map_or_else(|| self.load_to_host(wanted, &place).map(Step::Here), Ok)?;
+            let step = to_device.map_or_else(|| self.load_to_host(wanted, place).map(Step::Here), Ok)?;
             loading.on_way.push_back((wanted.entry, step));
             if small.as_ref().is_some_and(|small| small.bytes >= BATCH_BYTES) {
                 loading.send(&mut small)?;
             }
-            while loading.on_way.len() > IN_FLIGHT && loading.finish_oldest(&mut how)? {}
+            while loading.on_way.len() > IN_FLIGHT && loading.finish_oldest(how)? {}
         }
         loading.send(&mut small)?;
-        while loading.finish_oldest(&mut how)? {}
-        Ok(loading.set)
+        while loading.finish_oldest(how)? {}
+        Ok(())
     }
 
     /// What is to be loaded, checked before anything is.
@@ -143,7 +159,8 @@ impl Checkpoint {
                 return Err(fault(self.path_of(entry), CheckpointFault::DType { tensor, dtype }));
             }
         };
-        let too_large = |_| fault(self.path_of(entry), CheckpointFault::Shape { tensor: entry.name.clone(), shape: shape.clone() });
+        let too_large =
+            |_| fault(self.path_of(entry), CheckpointFault::Shape { tensor: entry.name.clone(), shape: shape.clone() });
         let layout = Layout::row_major(&shape).map_err(too_large)?;
         Ok(Wanted { entry, stored, dtype, layout })
     }
@@ -314,6 +331,15 @@ impl Loading<'_> {
             tell(&Progress { name: &entry.name, bytes_done: self.bytes_done, bytes_total: self.bytes_total });
         }
         Ok(true)
+    }
+
+    /// Ends what is on its way.
+    fn abandon(self) {
+        for (_, step) in self.on_way {
+            if let Step::OnWay(pending) = step {
+                pending.abandon();
+            }
+        }
     }
 
     /// Sends the batch; what is in it is on its way then.

@@ -108,7 +108,13 @@ impl ParamSet {
         let (mut bytes_done, bytes_total) = (0, self.bytes());
         for (param, at) in self.iter().zip(tensors) {
             if let Some(pending) = waiting[at].take() {
-                made[at] = Some(pending.wait()?);
+                match pending.wait() {
+                    Ok(moved) => made[at] = Some(moved),
+                    Err(error) => {
+                        waiting.into_iter().flatten().for_each(Pending::abandon);
+                        return Err(error);
+                    }
+                }
             }
             all.extend(made[at].clone());
             bytes_done += param.tensor.bytes();
@@ -120,45 +126,82 @@ impl ParamSet {
         Ok(())
     }
 
-    /// Begins moving every tensor. Gives what is on its way, and which of that each parameter becomes.
+    /// Begins moving every tensor. Gives which of what is on its way each parameter becomes, and that. Where something fails, what was begun
+    /// is over when this returns.
     fn begin(&self, place: &Place, how: &Relocate<'_>) -> Result<(Vec<usize>, Vec<Pending<Tensor>>), TransferError> {
-        let mut small = match place {
-            Place::Device(transfer) => Some(Small::new(transfer, how.stream.as_ref())?),
-            _ => None,
-        };
-        let mut begun: Vec<(&Tensor, Begun)> = Vec::new();
-        let mut which = Vec::with_capacity(self.len());
-        for param in self.iter() {
-            let tied = begun.iter().position(|(tensor, _)| tensor.is_tied_to(&param.tensor));
-            if let Some(tied) = tied {
-                which.push(tied);
-                continue;
+        let mut moving = Moving { begun: Vec::new(), which: Vec::with_capacity(self.len()), small: None };
+        let begun = self.iter().try_for_each(|param| moving.add(&param.tensor, place, how));
+        let small = moving.small.take();
+        let batch = begun.and_then(|()| small.map_or(Ok(None), Small::run));
+        let batch = match batch {
+            Ok(batch) => batch,
+            Err(error) => {
+                moving.abandon();
+                return Err(error);
             }
-            let dtype = how.dtype.filter(|dtype| dtype.is_float() == param.tensor.dtype().is_float());
-            let dtype = dtype.unwrap_or(param.tensor.dtype());
-            let batched = match &mut small {
-                Some(small) => small.add(&param.tensor, dtype)?,
-                None => None,
-            };
-            let one = match batched {
-                Some(tensor) => Begun::Batched(tensor),
-                None => {
-                    let to = To::new().dtype(dtype);
-                    let to = how.stream.iter().fold(to, |to, stream| to.stream(stream));
-                    Begun::Alone(param.tensor.to_with(place, to)?)
-                }
-            };
-            which.push(begun.len());
-            begun.push((&param.tensor, one));
-        }
-        let batch = small.map(Small::run).transpose()?.flatten();
-        let pendings = begun.into_iter().map(|(_, begun)| match (begun, &batch) {
+        };
+        let pendings = moving.begun.into_iter().map(|(_, begun)| match (begun, &batch) {
             (Begun::Alone(pending), _) => pending,
             (Begun::Batched(tensor), Some(batch)) => batch.with(tensor),
             (Begun::Batched(tensor), None) => Pending::ready(&std::sync::Arc::default(), tensor),
         });
-        Ok((which, pendings.collect()))
+        Ok((moving.which, pendings.collect()))
     }
+}
+
+/// A set of which some tensors are on their way.
+struct Moving<'a> {
+    begun: Vec<(&'a Tensor, Begun)>,
+    /// Which of them each parameter becomes.
+    which: Vec<usize>,
+    /// The small ones, once there are some.
+    small: Option<Small>,
+}
+
+impl<'a> Moving<'a> {
+    fn add(&mut self, tensor: &'a Tensor, place: &Place, how: &Relocate<'_>) -> Result<(), TransferError> {
+        if let Some(tied) = self.begun.iter().position(|(other, _)| other.is_tied_to(tensor)) {
+            self.which.push(tied);
+            return Ok(());
+        }
+        let dtype = how.dtype.filter(|dtype| dtype.is_float() == tensor.dtype().is_float());
+        let dtype = dtype.unwrap_or(tensor.dtype());
+        let batched = match place {
+            Place::Device(transfer) if is_small(tensor, dtype) => {
+                let small = match &mut self.small {
+                    Some(small) => small,
+                    none => none.insert(Small::new(transfer, how.stream.as_ref())?),
+                };
+                Some(small.add(tensor, dtype)?)
+            }
+            _ => None,
+        };
+        let begun = match batched {
+            Some(tensor) => Begun::Batched(tensor),
+            None => {
+                let to = To::new().dtype(dtype);
+                let to = how.stream.iter().fold(to, |to, stream| to.stream(stream));
+                Begun::Alone(tensor.to_with(place, to)?)
+            }
+        };
+        self.which.push(self.begun.len());
+        self.begun.push((tensor, begun));
+        Ok(())
+    }
+
+    fn abandon(self) {
+        for (_, begun) in self.begun {
+            if let Begun::Alone(pending) = begun {
+                pending.abandon();
+            }
+        }
+    }
+}
+
+/// Whether a tensor is sent together with others: one on the host of few bytes, before and after conversion.
+fn is_small(tensor: &Tensor, dtype: DType) -> bool {
+    let largest = tensor.bytes().max(tensor.len().saturating_mul(dtype.bytes()));
+    tensor.place().is_host() && largest <= SMALL_BYTES
 }
 
 /// A tensor on its way.
@@ -172,7 +215,6 @@ struct Small {
     transfer: Transfer,
     stream: Stream,
     batch: TransferBatch,
-    any: bool,
 }
 
 /// The work that a batch was enqueued as.
@@ -191,27 +233,19 @@ impl Small {
     fn new(transfer: &Transfer, stream: Option<&Stream>) -> Result<Small, TransferError> {
         let stream = stream.unwrap_or_else(|| transfer.stream(Direction::Upload)).clone();
         let batch = transfer.on(&stream)?.batch();
-        Ok(Small { transfer: transfer.clone(), stream, batch, any: false })
+        Ok(Small { transfer: transfer.clone(), stream, batch })
     }
 
-    /// Adds a tensor, if it is small and on the host, and gives what it becomes.
-    fn add(&mut self, tensor: &Tensor, dtype: DType) -> Result<Option<Tensor>, TransferError> {
-        let largest = tensor.bytes().max(tensor.len().saturating_mul(dtype.bytes()));
-        if !tensor.place().is_host() || largest > SMALL_BYTES {
-            return Ok(None);
-        }
+    /// Adds a tensor, and gives what it becomes.
+    fn add(&mut self, tensor: &Tensor, dtype: DType) -> Result<Tensor, TransferError> {
         let (elements, layout) = tensor.elements_as(dtype)?;
         let mut buffer = self.transfer.allocator().alloc_buffer::<u8>(elements.len() as u64, &self.stream)?;
         self.batch.upload(&elements, &mut buffer)?;
-        self.any = true;
-        Ok(Some(Tensor::on_device(buffer, &self.transfer, dtype, layout)?))
+        Tensor::on_device(buffer, &self.transfer, dtype, layout)
     }
 
-    /// Sends them, if there are any.
+    /// Sends them.
     fn run(self) -> Result<Option<Enqueued>, TransferError> {
-        if !self.any {
-            return Ok(None);
-        }
         // Dropped, the batch goes on; its stream's tick stands for it.
         drop(self.batch.run()?);
         Ok(Some(Enqueued { tick: self.transfer.covered_tick(&self.stream), transfer: self.transfer }))

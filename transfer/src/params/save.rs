@@ -21,7 +21,8 @@ impl ParamSet {
     pub fn save_blocking(&self, path: impl AsRef<Path>) -> Result<(), TransferError> {
         let path = path.as_ref();
         let part = PathBuf::from(format!("{}.part-{}", path.display(), std::process::id()));
-        let written = self.write(&part).and_then(|()| std::fs::rename(&part, path).map_err(|error| file_error(path, error)));
+        let written =
+            self.write(&part).and_then(|()| std::fs::rename(&part, path).map_err(|error| file_error(path, error)));
         if written.is_err() {
             // Nothing can be done where it cannot be removed, and the first error is the one to tell.
             let _ = std::fs::remove_file(&part);
@@ -33,7 +34,8 @@ impl ParamSet {
         let failed = |error| file_error(path, error);
         // Larger elements first, so that all are aligned, then by name: as the reference implementation has it.
         let mut params: Vec<&Param> = self.iter().collect();
-        params.sort_by(|a, b| b.tensor.dtype().bytes().cmp(&a.tensor.dtype().bytes()).then_with(|| a.name.cmp(&b.name)));
+        params
+            .sort_by(|a, b| b.tensor.dtype().bytes().cmp(&a.tensor.dtype().bytes()).then_with(|| a.name.cmp(&b.name)));
         let header = header(&params)?;
         let mut file = BufWriter::new(File::create(path).map_err(failed)?);
         file.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;

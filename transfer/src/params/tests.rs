@@ -138,7 +138,12 @@ fn dtypes_of_weights_change_and_counters_stay() {
     let mut set = model();
     set.move_with_blocking(&transfer, Relocate::new().dtype(DType::BF16)).unwrap();
     for param in set.iter() {
-        assert_eq!(param.tensor.dtype(), if param.name == "steps" { DType::I64 } else { DType::BF16 }, "{}", param.name);
+        assert_eq!(
+            param.tensor.dtype(),
+            if param.name == "steps" { DType::I64 } else { DType::BF16 },
+            "{}",
+            param.name
+        );
     }
     assert_eq!(set.get("steps").unwrap().item_blocking::<i64>().unwrap(), 123_456_789_012);
     let weight: Vec<bf16> = set.get("head.weight").unwrap().to_vec_blocking().unwrap();
@@ -167,7 +172,10 @@ fn what_was_left_behind_is_reported() {
     set.insert("added.later", Tensor::scalar(1.0f32).unwrap()).unwrap();
     let error = set.check_all_on(&transfer).unwrap_err();
     assert_eq!(error.to_string(), "not all parameters are on sim:0: added.later (4 bytes on cpu)");
-    assert_eq!(set.bytes_by_place().iter().map(|(place, bytes)| (place.to_string(), *bytes)).next_back(), Some(("cpu".to_owned(), 4)));
+    assert_eq!(
+        set.bytes_by_place().iter().map(|(place, bytes)| (place.to_string(), *bytes)).next_back(),
+        Some(("cpu".to_owned(), 4))
+    );
 }
 
 /// Whatever fails, the set is where it was, whole, and what was made is given back.
@@ -316,11 +324,13 @@ fn dtypes_that_tensors_here_do_not_have_are_named_or_bytes() {
     let checkpoint = Checkpoint::open(&path).unwrap();
     let error = checkpoint.load_blocking(&transfer, Load::new()).unwrap_err().to_string();
     assert!(error.contains("\"mask\" is of dtype BOOL"), "{error}");
-    let error = checkpoint.load_blocking(&transfer, Load::new().filter(|entry| entry.name == "q")).unwrap_err().to_string();
+    let error =
+        checkpoint.load_blocking(&transfer, Load::new().filter(|entry| entry.name == "q")).unwrap_err().to_string();
     assert!(error.contains("\"q\" is of dtype F8_E4M3"), "{error}");
     let how = Load::new().others(OtherDTypes::AsBytes).dtype(DType::I64);
     let loaded = checkpoint.load_blocking(&transfer, how).unwrap();
-    let found: Vec<_> = loaded.iter().map(|param| (param.name.as_str(), param.tensor.dtype(), param.tensor.shape())).collect();
+    let found: Vec<_> =
+        loaded.iter().map(|param| (param.name.as_str(), param.tensor.dtype(), param.tensor.shape())).collect();
     assert_eq!(
         found,
         [("mask", DType::U8, &[3][..]), ("q", DType::U8, &[5]), ("s", DType::U8, &[2, 2]), ("x", DType::F32, &[1])]
@@ -342,9 +352,21 @@ fn broken_files_are_typed_errors() {
         (raw_file("[]", &[]), "describes no tensors"),
         (raw_file(r#"{"a":{"dtype":"F33","shape":[2],"data_offsets":[0,8]}}"#, &[0; 8]), "F33"),
         (raw_file(r#"{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#, &[0; 8]), "describes no tensors"),
-        (raw_file(r#"{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[6],"data_offsets":[2,8]}}"#, &[0; 8]), "describes no tensors"),
-        (raw_file(r#"{"a":{"dtype":"U8","shape":[18446744073709551615,2],"data_offsets":[0,8]}}"#, &[0; 8]), "describes no tensors"),
-        (raw_file(r#"{"a":{"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]}}"#, &[0; 1]), "more than 8 dimensions"),
+        (
+            raw_file(
+                r#"{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[6],"data_offsets":[2,8]}}"#,
+                &[0; 8],
+            ),
+            "describes no tensors",
+        ),
+        (
+            raw_file(r#"{"a":{"dtype":"U8","shape":[18446744073709551615,2],"data_offsets":[0,8]}}"#, &[0; 8]),
+            "describes no tensors",
+        ),
+        (
+            raw_file(r#"{"a":{"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]}}"#, &[0; 1]),
+            "more than 8 dimensions",
+        ),
         (raw_file(r#"{"a..b":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}"#, &[0; 1]), "empty part"),
     ];
     for (bytes, expected) in cases {

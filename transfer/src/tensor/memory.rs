@@ -169,15 +169,42 @@ impl fmt::Debug for HostMemory {
 macro_rules! by_dtype {
     ($dtype:expr, $type:ident => $body:expr) => {
         match $dtype {
-            DType::U8 => { type $type = u8; $body }
-            DType::I32 => { type $type = i32; $body }
-            DType::U32 => { type $type = u32; $body }
-            DType::I64 => { type $type = i64; $body }
-            DType::U64 => { type $type = u64; $body }
-            DType::F16 => { type $type = half::f16; $body }
-            DType::BF16 => { type $type = half::bf16; $body }
-            DType::F32 => { type $type = f32; $body }
-            DType::F64 => { type $type = f64; $body }
+            DType::U8 => {
+                type $type = u8;
+                $body
+            }
+            DType::I32 => {
+                type $type = i32;
+                $body
+            }
+            DType::U32 => {
+                type $type = u32;
+                $body
+            }
+            DType::I64 => {
+                type $type = i64;
+                $body
+            }
+            DType::U64 => {
+                type $type = u64;
+                $body
+            }
+            DType::F16 => {
+                type $type = half::f16;
+                $body
+            }
+            DType::BF16 => {
+                type $type = half::bf16;
+                $body
+            }
+            DType::F32 => {
+                type $type = f32;
+                $body
+            }
+            DType::F64 => {
+                type $type = f64;
+                $body
+            }
             other => return Err(crate::error::TransferError::NoDType { name: other.name().to_owned() }),
         }
     };

@@ -2,11 +2,12 @@
 //!
 //! * [`Layout`] says where elements lie, and `views` makes others of it;
 //! * `memory` holds them, in a [`Place`]; all views share it;
-//! * `create` makes tensors, `transport` moves and converts them, `pack` collects what has gaps;
+//! * `create` makes tensors, `transport` moves and converts them, by way of `crossing` between memories, `pack` collects what has gaps;
 //! * `read` gives elements back to the host, `operations` computes on a device.
 
 mod converted;
 mod create;
+mod crossing;
 mod error;
 mod layout;
 mod layout_error;
@@ -15,6 +16,7 @@ mod operations;
 mod pack;
 mod place;
 mod read;
+mod to;
 mod transport;
 mod views;
 
@@ -24,15 +26,15 @@ use std::ops::Range;
 use aquifer_allocator::DeviceBuffer;
 use aquifer_kernels::DType;
 
+pub(crate) use converted::Converted;
+pub(crate) use create::filled_host;
 pub use error::{OperandInfo, OperandsError};
 pub use layout::{Layout, MAX_DIMENSIONS};
 pub use layout_error::LayoutError;
-pub(crate) use converted::Converted;
-pub(crate) use create::filled_host;
-pub(crate) use memory::{DeviceMemory, HostMemory, Memory, PinnedHost};
 pub use memory::Scalar;
+pub(crate) use memory::{DeviceMemory, HostMemory, Memory, PinnedHost};
 pub use place::Place;
-pub use transport::To;
+pub use to::To;
 
 use crate::error::TransferError;
 use crate::pending::OnStreams;

@@ -55,7 +55,12 @@ impl Tensor {
         let (y, x) = (self.dense(transfer, stream)?, x.dense(transfer, stream)?);
         let mut to = operands.result(transfer, self.dtype, self.shape())?;
         let _copied = transfer.on(stream)?.copy(&y, &mut to)?;
-        transfer.kernels()?.axpy(stream, a, Operand::of_bytes(&x, self.dtype), Target::of_bytes(&mut to, self.dtype))?;
+        transfer.kernels()?.axpy(
+            stream,
+            a,
+            Operand::of_bytes(&x, self.dtype),
+            Target::of_bytes(&mut to, self.dtype),
+        )?;
         of_result(transfer, to, self.dtype, self.shape())
     }
 
@@ -156,7 +161,9 @@ impl<'a> Operands<'a> {
         if shapes.all(|shape| Some(shape) == first) {
             return Ok(());
         }
-        Err(self.refuse("operands must have one shape; repeat elements with `Tensor::broadcast` where that is meant").into())
+        Err(self
+            .refuse("operands must have one shape; repeat elements with `Tensor::broadcast` where that is meant")
+            .into())
     }
 
     fn refuse(&self, reason: impl Into<String>) -> Box<OperandsError> {
@@ -169,7 +176,12 @@ impl<'a> Operands<'a> {
     }
 }
 
-fn of_result(transfer: &Transfer, buffer: DeviceBuffer<u8>, dtype: DType, shape: &[u64]) -> Result<Tensor, TransferError> {
+fn of_result(
+    transfer: &Transfer,
+    buffer: DeviceBuffer<u8>,
+    dtype: DType,
+    shape: &[u64],
+) -> Result<Tensor, TransferError> {
     Tensor::on_device(buffer, transfer, dtype, Layout::row_major(shape)?)
 }
 

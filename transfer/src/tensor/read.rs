@@ -15,8 +15,8 @@ impl Tensor {
         self.check_dtype(T::DTYPE)?;
         let host = self.to(Place::Host)?.wait()?;
         let len = host_len(host.len(), T::DTYPE)?;
-        let mut elements = bytemuck::allocation::try_zeroed_vec::<T>(len)
-            .map_err(|()| out_of_host_memory(self.bytes()))?;
+        let mut elements =
+            bytemuck::allocation::try_zeroed_vec::<T>(len).map_err(|()| out_of_host_memory(self.bytes()))?;
         pack_on_host(host.memory.read()?, &host.layout, size_of::<T>(), bytemuck::cast_slice_mut(&mut elements));
         Ok(elements)
     }

@@ -8,9 +8,9 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 
 use super::*;
+use crate::copy::Route;
 use crate::placement::Fallback;
 use crate::runtime::Transfer;
-use crate::copy::Route;
 
 struct Stand {
     device: Device,
@@ -133,12 +133,9 @@ fn dtypes_are_converted_where_fewer_bytes_cross() {
         let counters = stand.transfer.counters();
         (counters.uploads.bytes, counters.downloads.bytes)
     };
-    for (dtype, up, down) in [
-        (DType::F16, 2048, 2048),
-        (DType::U8, 1024, 1024),
-        (DType::F64, 4096, 4096),
-        (DType::I32, 4096, 4096),
-    ] {
+    for (dtype, up, down) in
+        [(DType::F16, 2048, 2048), (DType::U8, 1024, 1024), (DType::F64, 4096, 4096), (DType::I32, 4096, 4096)]
+    {
         let before = crossed();
         let there = floats.to_with(&stand.transfer, To::new().dtype(dtype)).unwrap().wait().unwrap();
         assert_eq!((there.dtype(), crossed().0 - before.0), (dtype, up), "f32 up to {dtype}");
@@ -245,7 +242,7 @@ fn operations_compute_what_they_say() {
 fn like_constructors_inherit_place_and_dtype() {
     let stand = stand();
     for place in [Place::Host, Place::from(stand.transfer.pinned()), Place::from(&stand.transfer)] {
-        let tensor = Tensor::full(&place, &[3, 2], half::bf16::from_f32(2.0)).unwrap();
+        let tensor = Tensor::full(&place, &[3, 2], bf16::from_f32(2.0)).unwrap();
         assert!(bytes(&tensor).chunks(2).all(|two| two == bf16::from_f32(2.0).to_le_bytes()));
         for like in [tensor.zeros_like(), tensor.ones_like(), tensor.empty_like(), tensor.full_like(bf16::ONE)] {
             let like = like.unwrap();
@@ -284,7 +281,12 @@ fn the_host_takes_over_only_where_the_caller_wrote_it() {
     let error = host.to(&stand.transfer).unwrap_err();
     assert!(error.is_out_of_memory(), "{error}");
     let to = To::new().dtype(DType::BF16).fallback(Fallback::Host);
-    let here = Tensor::zeros(Place::Host, DType::F32, &[64 << 20]).unwrap().to_with(&stand.transfer, to).unwrap().wait().unwrap();
+    let here = Tensor::zeros(Place::Host, DType::F32, &[64 << 20])
+        .unwrap()
+        .to_with(&stand.transfer, to)
+        .unwrap()
+        .wait()
+        .unwrap();
     assert!(here.place().is_host() && here.dtype() == DType::BF16);
     // What is no lack of memory is never hidden.
     let to = To::new().fallback(Fallback::Host).stream(stand_with(SimConfig::default()).device.default_stream());
