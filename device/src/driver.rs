@@ -268,7 +268,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Each mapping has its own list: a peer needs access to every new one.
     fn set_access(&self, ptr: DevicePtr, bytes: u64, devices: &[u32]) -> Result<()>;
 
-    /// Allocates page-locked host memory, aligned to 4096 bytes.
+    /// Allocates page-locked host memory, aligned to 4096 bytes. Its bytes are unspecified, but initialised: the system never hands out
+    /// pages without contents.
     fn host_alloc(&self, bytes: usize) -> Result<HostPtr>;
 
     /// Frees page-locked host memory. Does not wait for work: the caller must know it is done.

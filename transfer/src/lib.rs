@@ -21,6 +21,7 @@ mod runtime;
 mod spill;
 mod staging;
 mod streams;
+mod sync;
 mod tensor;
 mod timer;
 mod waiter;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use aquifer_allocator::{Allocator, Storage, Turn};
-use aquifer_device::{AccessKind, Code, Device, DeviceError, DriverKind, Operation, Stream, Tick};
+use aquifer_device::{AccessKind, Code, Device, DeviceError, DriverKind, Operation, RawStream, Stream, Tick};
 use aquifer_kernels::Kernels;
 use parking_lot::Mutex;
 
@@ -23,7 +23,7 @@ pub struct TransferConfig {
     pub pinned: PinnedConfig,
     /// Streams a direction, at least 1. Transfers take turns on them, so that a small one need not wait for a large one.
     pub streams: usize,
-    /// The ring that ordinary memory goes through.
+    /// The ring that ordinary memory and files go through.
     pub staging: StagingConfig,
     /// Priority of these streams, numerically: lower is more urgent. Clamped to what the device has.
     pub priority: i32,
@@ -161,19 +161,25 @@ impl Transfer {
         self.stream.as_ref().unwrap_or_else(|| self.inner.streams.next(direction))
     }
 
+    /// As [`Transfer::stream`], for work that threads of the runtime enqueue: a stream that only its own thread may use is left out.
+    pub(crate) fn stream_for_threads(&self, direction: Direction) -> &Stream {
+        let for_all = self.stream.as_ref().filter(|stream| stream.raw() != RawStream::PER_THREAD);
+        for_all.unwrap_or_else(|| self.inner.streams.next(direction))
+    }
+
     /// What was done so far, by all handles of this runtime.
     pub fn counters(&self) -> Counters {
         self.inner.shared.tally.read()
     }
 
+    /// What the ring is made of that ordinary memory and files go through, and what it did so far.
+    pub fn staging_stats(&self) -> StagingStats {
+        self.inner.staging.stats()
+    }
+
     /// The ring that ordinary memory goes through.
     pub(crate) fn staging(&self) -> &Staging {
         &self.inner.staging
-    }
-
-    /// What the ring that ordinary memory goes through is made of, and what it did.
-    pub fn staging_stats(&self) -> StagingStats {
-        self.inner.staging.stats()
     }
 
     pub(crate) fn shared(&self) -> &Arc<Shared> {
@@ -219,6 +225,8 @@ impl Transfer {
         work: impl FnOnce() -> Result<(), DeviceError>,
     ) -> Result<Tick, TransferError> {
         self.refuse_capture(stream)?;
+        // Before any turn: the threads that end claims may need one.
+        host.iter().for_each(|(part, kind)| part.memory.wait_unclaimed(*kind));
         let turn = Turn::take(stream, device)?;
         let turns = host_turns(host, stream)?;
         let worked = work();

@@ -370,7 +370,12 @@ mod tests {
                         let length = length.min(20_000);
                         let (from, to) = if value % 2 == 0 { (offset, 45_000) } else { (45_000, offset.min(25_000)) };
                         let from = from.min(if value % 2 == 0 { 25_000 } else { from });
-                        memory.copy(&pieces(to, length), &pieces(from, length));
+                        if value % 4 < 2 {
+                            memory.copy(&pieces(to, length), &pieces(from, length));
+                        } else {
+                            let contents = memory.contents(&pieces(from, length));
+                            memory.put(&pieces(to, length), &contents);
+                        }
                         model.copy_within(from..from + length, to);
                     }
                 }

@@ -10,6 +10,7 @@ mod calls;
 mod captures;
 mod faults;
 mod missing;
+mod peers;
 mod refused;
 mod streams;
 mod threads;

@@ -88,6 +88,10 @@ fn without_what_is_not_needed_its_capability_is_off() {
         ("cuMemCreate", |bench| bench.driver.create_physical(2 * MIB, PhysicalOptions::default()).map(drop)),
         ("cuMemSetAccess", |bench| bench.driver.reserve(2 * MIB).map(drop)),
         ("cuDeviceCanAccessPeer", |bench| bench.driver.can_access_peer(0).map(drop)),
+        ("cuMemcpyPeerAsync", |bench| {
+            let memory = bench.driver.alloc(4096)?;
+            bench.driver.copy_peer(memory, &*bench.driver, memory.offset(64), 64, bench.stream())
+        }),
         ("cuMemHostRegister_v2", registered),
         ("cuMemHostUnregister", registered),
         ("cuMemcpy2DAsync_v2", rows),

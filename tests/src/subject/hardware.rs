@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use aquifer_device::cuda::CudaDriver;
 use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{Result, Stream};
+use aquifer_device::{DevicePtr, Result, Stream};
 
-use super::{Controls, Subject};
+use super::{Controls, Mapped, Subject};
 use aquifer_standin::Rationed;
 
 /// Memory that keeps a stream busy by being filled, in bytes.
@@ -65,5 +65,10 @@ impl Controls for OnHardware {
 
     fn set_other_process_bytes(&self, bytes: u64) {
         self.driver.set_other_process_bytes(bytes);
+    }
+
+    fn mapping_at(&self, ptr: DevicePtr) -> Option<Mapped> {
+        let (ptr, mapped) = self.driver.mapping_at(ptr)?;
+        Some(Mapped { ptr, bytes: mapped.bytes, options: mapped.options, devices: mapped.devices })
     }
 }

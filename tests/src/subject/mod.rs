@@ -13,12 +13,12 @@ mod simulated;
 mod standin;
 
 use std::fmt;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use aquifer_device::sim::{Fault, Lagging, SimConfig};
-use aquifer_device::{Device, Driver, Result, Stream};
+use aquifer_device::{Device, DevicePtr, Driver, PhysicalOptions, Result, Stream};
 
 /// The variable that says which driver tests run on.
 pub const DRIVER: &str = "AQUIFER_TEST_DRIVER";
@@ -61,6 +61,21 @@ trait Controls: fmt::Debug + Send + Sync {
     fn stall(&self, stream: &Stream, time: Duration) -> Result<()>;
     /// Another process holds so many bytes of the device from now on.
     fn set_other_process_bytes(&self, bytes: u64);
+    /// What is mapped at an address.
+    fn mapping_at(&self, ptr: DevicePtr) -> Option<Mapped>;
+}
+
+/// Memory mapped at an address.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mapped {
+    /// Where the mapping starts.
+    pub ptr: DevicePtr,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// What the memory was created for.
+    pub options: PhysicalOptions,
+    /// Ordinals of the devices that may touch it, ascending.
+    pub devices: Vec<u32>,
 }
 
 /// A device under test: its driver, which outlives every [`Device`] made of it, and control over it.
@@ -98,6 +113,20 @@ impl Subject {
     /// A device that lags behind the program, which only the simulated device itself can be made to.
     pub fn lagging(config: &SimConfig, lag: u64) -> (Subject, Arc<Lagging>) {
         simulated::lagging(config, lag)
+    }
+
+    /// Other devices that can be given access to this one's memory, with ordinals above 0 and of their own. None on a GPU:
+    /// tests count on one.
+    pub fn peers(count: u32) -> Vec<Subject> {
+        match Kind::chosen() {
+            Kind::Hardware => Vec::new(),
+            _ => (1..=count).map(|ordinal| Subject::open(&SimConfig::new(1 << 20).ordinal(ordinal))).collect(),
+        }
+    }
+
+    /// Its ordinal among the devices of its kind.
+    pub fn ordinal(&self) -> u32 {
+        self.driver.info().ordinal
     }
 
     /// A handle of the device with a timeline of its own.
@@ -161,6 +190,20 @@ impl Subject {
     /// Those of the driver.
     pub fn stall(&self, stream: &Stream, time: Duration) -> Result<()> {
         self.controls.stall(stream, time)
+    }
+
+    /// What is mapped at an address.
+    pub fn mapping_at(&self, ptr: DevicePtr) -> Option<Mapped> {
+        self.controls.mapping_at(ptr)
+    }
+
+    /// Whether all of a range is mapped.
+    pub fn is_mapped(&self, range: Range<u64>) -> bool {
+        let mut at = range.start;
+        while let Some(mapped) = (at < range.end).then(|| self.mapping_at(DevicePtr(at))).flatten() {
+            at = mapped.ptr.0 + mapped.bytes;
+        }
+        at >= range.end
     }
 
     /// The bytes that another process holds from now on.

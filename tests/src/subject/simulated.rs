@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_device::sim::{Fault, Lagging, SimConfig, SimDriver};
-use aquifer_device::{Driver, Result, Stream};
+use aquifer_device::{DevicePtr, Driver, Result, Stream};
 
-use super::{Controls, Subject};
+use super::{Controls, Mapped, Subject};
 
 pub(super) fn open(config: &SimConfig) -> Subject {
     let driver = SimDriver::new(config.clone());
@@ -51,5 +51,10 @@ impl Controls for SimDriver {
 
     fn set_other_process_bytes(&self, bytes: u64) {
         SimDriver::set_other_process_bytes(self, bytes);
+    }
+
+    fn mapping_at(&self, ptr: DevicePtr) -> Option<Mapped> {
+        let mapped = SimDriver::mapping_at(self, ptr)?;
+        Some(Mapped { ptr: mapped.ptr, bytes: mapped.bytes, options: mapped.options, devices: mapped.devices })
     }
 }

@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use aquifer_device::cuda::CudaDriver;
 use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{DeviceError, Operation, Result, Stream};
+use aquifer_device::{DeviceError, DevicePtr, HandleKind, Operation, PhysicalOptions, Result, Stream};
 use aquifer_standin::{Number, StandinDevice};
 use parking_lot::Mutex;
 
-use super::{Controls, Subject};
+use super::{Controls, Mapped, Subject};
 
 /// Devices that are removed when neither a driver nor a test has them any more.
 static DEVICES: Mutex<Vec<(Weak<CudaDriver>, Arc<StandinDevice>)>> = Mutex::new(Vec::new());
@@ -64,5 +64,13 @@ impl Controls for OnStandin {
 
     fn set_other_process_bytes(&self, bytes: u64) {
         self.0.set_other_process_bytes(bytes);
+    }
+
+    fn mapping_at(&self, ptr: DevicePtr) -> Option<Mapped> {
+        let mapped = self.0.mapping_at(ptr.0)?;
+        let options = PhysicalOptions::default().rdma(mapped.rdma);
+        let options = if mapped.exportable { options.exportable(HandleKind::PosixFd) } else { options };
+        let devices = (0..u64::BITS).filter(|ordinal| mapped.devices >> ordinal & 1 == 1).collect();
+        Some(Mapped { ptr: DevicePtr(mapped.ptr), bytes: mapped.bytes, options, devices })
     }
 }

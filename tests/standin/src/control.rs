@@ -6,6 +6,7 @@
 use std::ffi::c_char;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use aquifer_device::sim::SimConfig;
@@ -17,7 +18,7 @@ use crate::fail::{self, Order};
 use crate::process::{Device, Process};
 
 /// Changes whenever these functions do, so that a loader does not talk to another version's library.
-pub(crate) const PROTOCOL: u32 = 1;
+pub(crate) const PROTOCOL: u32 = 2;
 
 /// Separates entries of a list in text.
 pub(crate) const SEPARATOR: char = '\u{1e}';
@@ -41,10 +42,14 @@ pub enum Number {
     Streams = 5,
     /// How often the primary context is retained.
     Retained = 6,
+    /// Devices whose plain memory the device was allowed to reach.
+    Peers = 7,
+    /// Events created so far for which a waiting host would spin, not sleep.
+    SpinningEvents = 8,
 }
 
 impl Number {
-    const ALL: [Number; 7] = [
+    const ALL: [Number; 9] = [
         Number::CallsMade,
         Number::NowNs,
         Number::InCallsNs,
@@ -52,6 +57,8 @@ impl Number {
         Number::PinnedBytes,
         Number::Streams,
         Number::Retained,
+        Number::Peers,
+        Number::SpinningEvents,
     ];
 
     fn of(self, device: &Device) -> u64 {
@@ -64,6 +71,8 @@ impl Number {
             Number::PinnedBytes => life.pinned.bytes(),
             Number::Streams => life.streams.len() as u64,
             Number::Retained => (*device.primary.retained.lock()).into(),
+            Number::Peers => life.peers.lock().len() as u64,
+            Number::SpinningEvents => life.spinning_events.load(Ordering::Relaxed),
         }
     }
 }

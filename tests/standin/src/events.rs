@@ -1,5 +1,7 @@
 //! Events.
 
+use std::sync::atomic::Ordering;
+
 use aquifer_device::{Code, Driver as _, RawEvent, RawStream};
 
 use crate::abi::{Answer, Handle, Out, abi, check_flags, code, needed};
@@ -28,6 +30,7 @@ abi! {
             return Err(Code::NOT_SUPPORTED);
         }
         out.write(life.sim.create_event(flags & DISABLE_TIMING == 0).map_err(code)?.0);
+        life.spinning_events.fetch_add((flags & BLOCKING_SYNC == 0).into(), Ordering::Relaxed);
         Ok(())
     }
 

@@ -50,5 +50,5 @@ mod vmm;
 
 pub use control::{Mapped, Number};
 pub use loader::{LoadError, Refused, Standin, load};
-pub use rationed::Rationed;
+pub use rationed::{Rationed, RationedMapping};
 pub use steering::StandinDevice;

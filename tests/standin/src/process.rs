@@ -329,6 +329,8 @@ pub(crate) struct Life {
     pub(crate) pool: PoolSettings,
     /// Devices whose memory it was allowed to reach.
     pub(crate) peers: Mutex<BTreeSet<u32>>,
+    /// Events created so far for which a waiting host would spin.
+    pub(crate) spinning_events: AtomicU64,
     /// How often each function got as far as this device.
     calls: Mutex<BTreeMap<&'static str, u64>>,
 }
@@ -345,6 +347,7 @@ impl Life {
             pinned: Pinned::default(),
             pool: PoolSettings::default(),
             peers: Mutex::default(),
+            spinning_events: AtomicU64::new(0),
             calls: Mutex::default(),
         })
     }

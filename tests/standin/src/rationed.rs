@@ -5,7 +5,7 @@
 //! gives out again at once is not taken for the old one.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -45,7 +45,7 @@ pub struct Rationed {
 struct State {
     plain: HashMap<DevicePtr, u64>,
     physical: HashMap<RawPhysical, Physical>,
-    mapped: HashMap<DevicePtr, RawPhysical>,
+    mapped: BTreeMap<DevicePtr, RationedMapping>,
     used: u64,
     reserved: u64,
     other: u64,
@@ -55,9 +55,23 @@ struct State {
     lost: Option<Code>,
 }
 
+/// A mapping of rationed memory.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RationedMapping {
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// What the memory was created for.
+    pub options: PhysicalOptions,
+    /// Ordinals of the devices that were given access, ascending.
+    pub devices: Vec<u32>,
+    physical: RawPhysical,
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Physical {
     bytes: u64,
+    options: PhysicalOptions,
     mappings: u64,
     released: bool,
 }
@@ -90,6 +104,13 @@ impl Rationed {
     /// Calls so far, failed ones included.
     pub fn calls_made(&self) -> u64 {
         self.state.lock().calls
+    }
+
+    /// The mapping that holds an address, and where it starts.
+    pub fn mapping_at(&self, ptr: DevicePtr) -> Option<(DevicePtr, RationedMapping)> {
+        let state = self.state.lock();
+        let (&start, mapping) = state.mapped.range(..=ptr).next_back()?;
+        start.range(mapping.bytes).contains(&ptr.0).then(|| (start, mapping.clone()))
     }
 
     /// The part of the ration that is somebody else's from now on, in bytes.
@@ -133,7 +154,7 @@ impl Rationed {
         Ok(given)
     }
 
-    /// Makes a call that gives memory back, and notes it.
+    /// Makes a call that gives memory back, or changes what is known about it, and notes it.
     fn give(
         &self,
         operation: Operation,
@@ -184,12 +205,12 @@ impl State {
     }
 
     fn mapped_within(&self, range: Range<u64>) -> Vec<DevicePtr> {
-        self.mapped.keys().filter(|at| range.contains(&at.0)).copied().collect()
+        self.mapped.range(DevicePtr(range.start)..DevicePtr(range.end)).map(|(&at, _)| at).collect()
     }
 
     /// Physical memory goes when it is released and mapped nowhere.
     fn settle(&mut self, physical: RawPhysical) {
-        if let Some(&Physical { bytes, mappings: 0, released: true }) = self.physical.get(&physical) {
+        if let Some(&Physical { bytes, mappings: 0, released: true, .. }) = self.physical.get(&physical) {
             self.physical.remove(&physical);
             self.used -= bytes;
         }
@@ -259,7 +280,6 @@ impl Driver for Rationed {
         PoolUsage => pool_usage() -> PoolUsage;
         TrimPool => trim_pool(keep: u64) -> ();
         CanAccessPeer => can_access_peer(peer: u32) -> bool;
-        SetAccess => set_access(ptr: DevicePtr, bytes: u64, devices: &[u32]) -> ();
     }
 
     fn memory_info(&self) -> Result<MemoryInfo> {
@@ -320,7 +340,7 @@ impl Driver for Rationed {
     fn create_physical(&self, bytes: u64, options: PhysicalOptions) -> Result<RawPhysical> {
         let create = |below: &dyn Driver| below.create_physical(bytes, options);
         self.take(Operation::CreatePhysical, bytes, create, |state, physical| {
-            state.physical.insert(physical, Physical { bytes, mappings: 0, released: false });
+            state.physical.insert(physical, Physical { bytes, options, mappings: 0, released: false });
         })
     }
 
@@ -342,10 +362,10 @@ impl Driver for Rationed {
             Operation::Map,
             |below| below.map(ptr, bytes, physical),
             |state| {
-                state.mapped.insert(ptr, physical);
-                if let Some(known) = state.physical.get_mut(&physical) {
-                    known.mappings += 1;
-                }
+                let Some(known) = state.physical.get_mut(&physical) else { return };
+                known.mappings += 1;
+                let options = known.options;
+                state.mapped.insert(ptr, RationedMapping { bytes, options, devices: Vec::new(), physical });
             },
         )
     }
@@ -356,11 +376,26 @@ impl Driver for Rationed {
             |below| below.unmap(ptr, bytes),
             |state| {
                 for at in state.mapped_within(ptr.range(bytes)) {
-                    let Some(physical) = state.mapped.remove(&at) else { continue };
+                    let Some(RationedMapping { physical, .. }) = state.mapped.remove(&at) else { continue };
                     if let Some(known) = state.physical.get_mut(&physical) {
                         known.mappings -= 1;
                     }
                     state.settle(physical);
+                }
+            },
+        )
+    }
+
+    fn set_access(&self, ptr: DevicePtr, bytes: u64, devices: &[u32]) -> Result<()> {
+        self.give(
+            Operation::SetAccess,
+            |below| below.set_access(ptr, bytes, devices),
+            |state| {
+                for at in state.mapped_within(ptr.range(bytes)) {
+                    let Some(mapping) = state.mapped.get_mut(&at) else { continue };
+                    mapping.devices.extend(devices);
+                    mapping.devices.sort_unstable();
+                    mapping.devices.dedup();
                 }
             },
         )

@@ -5,25 +5,7 @@ use aquifer_device::sim::{Fault, SimConfig};
 
 /// A configuration. `None` for one that text cannot say. The ordinal is not part of it.
 pub(crate) fn config(config: &SimConfig) -> Option<String> {
-    if config.panic_on_violation {
-        return None;
-    }
-    let on = |on: bool| if on { "on" } else { "off" };
-    let mut text = format!(
-        "{},size={},seed={},jitter={},vmm={},export={},other={}",
-        config.preset.name(),
-        config.capacity_bytes,
-        config.seed,
-        on(config.jitter),
-        on(config.vmm),
-        on(config.export),
-        config.other_process_bytes
-    );
-    for each in &config.faults {
-        text += ",";
-        text += &fault(each)?;
-    }
-    Some(text)
+    (!config.panic_on_violation).then(|| config.to_string())
 }
 
 /// A fault. `None` for one that text cannot say.
@@ -57,7 +39,7 @@ mod tests {
             Fault::Spike { rate: 0.001, duration: Duration::from_micros(5) },
         ];
         let full = SimConfig::preset(Preset::Rtx4090).seed(7).jitter(false).vmm(false).export(false);
-        let full = faults.into_iter().fold(full.other_process_bytes(1 << 20), SimConfig::fault);
+        let full = faults.into_iter().fold(full.other_process_bytes(1 << 20).link_gb_s(55), SimConfig::fault);
         for whole in [SimConfig::default(), SimConfig::new(123_456_789), full] {
             assert_eq!(SimConfig::parse(&config(&whole).unwrap()), Ok(whole));
         }

@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 
+mod allocator;
 mod conformance;
 mod fault_sweep;
 mod found;

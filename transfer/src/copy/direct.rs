@@ -17,8 +17,8 @@ impl Transfer {
     /// once; writing to it waits until the copy is done.
     ///
     /// # Errors
-    /// Ends of different lengths or devices, a stream that captures, and those of the driver. Where `from` is memory that could not be
-    /// page-locked ([`crate::PinnedPool::alloc_or_pageable`]) the driver takes the bytes before this returns, and may wait.
+    /// Ends of different lengths or devices, a stream that captures, and those of the driver. Memory that could not be page-locked
+    /// ([`crate::PinnedPool::alloc_or_pageable`]) is staged.
     pub fn upload<'a, T: Pod>(
         &self,
         from: impl Into<PinnedSlice<'a, T>>,
@@ -31,6 +31,9 @@ impl Transfer {
         self.check_device("buffer", to.storage().device_id())?;
         if part.bytes == 0 {
             return Ok(Pending::ready(self.shared(), ()));
+        }
+        if !part.memory.is_pinned() {
+            return Ok(self.stage_upload(part.into_source()?, to)?.1);
         }
         let stream = self.stream(Direction::Upload);
         let (ptr, bytes) = (to.ptr(), part.bytes);
@@ -50,7 +53,7 @@ impl Transfer {
     /// done.
     ///
     /// # Errors
-    /// As [`Transfer::upload`]; where `to` is memory that could not be page-locked, this returns when the bytes are there.
+    /// As [`Transfer::upload`].
     pub fn download<'a, T: Pod>(
         &self,
         from: &DeviceBuffer<T>,
@@ -63,6 +66,10 @@ impl Transfer {
         self.check_device("buffer", from.storage().device_id())?;
         if part.bytes == 0 {
             return Ok(Pending::ready(self.shared(), ()));
+        }
+        if !part.memory.is_pinned() {
+            let job = self.stage_download(from, part.into_target()?)?;
+            return Ok(Pending::job(self.shared(), job, || Ok(())));
         }
         let stream = self.stream(Direction::Download);
         let (ptr, bytes) = (from.ptr(), part.bytes);

@@ -118,7 +118,7 @@ impl Transfer {
     }
 
     /// Leaves the copy to the staging ring. The memory is claimed when this returns.
-    pub(crate) fn stage_upload<T: Pod + Send + Sync>(
+    pub(crate) fn stage_upload<T: Pod>(
         &self,
         source: Arc<dyn HostSource>,
         to: &mut DeviceBuffer<T>,
@@ -131,7 +131,7 @@ impl Transfer {
     }
 
     /// Leaves a copy to the host to the staging ring. The memory is claimed when this returns.
-    pub(crate) fn stage_download<T: Pod + Send + Sync>(
+    pub(crate) fn stage_download<T: Pod>(
         &self,
         from: &DeviceBuffer<T>,
         target: Arc<dyn HostTarget>,
@@ -145,7 +145,7 @@ impl Transfer {
 
     /// What threads of the ring enqueue on: not a stream that captures, nor one that only its own thread may use.
     fn staging_stream(&self, direction: Direction) -> Result<&Stream, TransferError> {
-        let stream = self.stream(direction);
+        let stream = self.stream_for_threads(direction);
         self.refuse_capture(stream)?;
         Ok(stream)
     }

@@ -18,8 +18,10 @@ use memmap2::MmapMut;
 use parking_lot::Mutex;
 
 use super::class::UNIT;
-use super::pool::{Block, Inner, PinnedPool};
+use super::ladder::Inner;
+use super::pool::PinnedPool;
 use super::register::Owner;
+use super::state::Block;
 use super::uses::Uses;
 use crate::error::TransferError;
 

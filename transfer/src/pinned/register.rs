@@ -53,9 +53,10 @@ impl PinnedPool {
     /// Page-locks the caller's memory where it is, without a copy. [`PinnedBuffer::into_vec`] gives it back. A `Box<[T]>` becomes a `Vec`
     /// at no cost. It counts towards no limit and no statistic of the pool.
     ///
-    /// Locking takes time for each page, about as much as copying it once or twice, and giving up a buffer makes the driver wait for the
-    /// device: it pays for memory that is copied often, or is too large to exist twice. The system locks whole pages, so two
-    /// small pieces in one page cannot both be registered.
+    /// Locking takes time for each page, and unlocking makes the driver wait for the device: this is for memory that is copied often, or is
+    /// too large to exist twice. The system locks whole pages, so two small pieces in one page cannot both be registered. A buffer that is
+    /// dropped leaves its memory to the device, which drops it at its next [`aquifer_device::Device::alloc`] or
+    /// [`aquifer_device::Device::settle`].
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};

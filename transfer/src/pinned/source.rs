@@ -18,8 +18,9 @@ pub enum SlabSource {
     #[default]
     DriverAlloc,
     /// They are ordinary memory, in huge pages where the system has them, that threads touch in parallel and that is then
-    /// page-locked (`cuMemHostRegister`). Large slabs come faster, since most of the time goes into clearing pages. Giving one back
-    /// waits for the device. As PyTorch's `pinned_use_cuda_host_register` and `pinned_num_register_threads`.
+    /// page-locked (`cuMemHostRegister`): so the system clears pages on several cores, and locks few large ones. Giving a slab back
+    /// waits for the device. As PyTorch's `pinned_use_cuda_host_register` and `pinned_num_register_threads`, of which it says that 8
+    /// threads served best.
     Registered {
         /// How many threads touch a slab, of which each gets 16 MiB or more.
         threads: NonZeroUsize,

@@ -10,10 +10,10 @@
 use std::sync::Arc;
 
 use aquifer_device::{AccessKind, Code, DeviceError, Operation, Stream, Tick};
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::memory::PinnedMemory;
 use crate::error::TransferError;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// What copies use some memory.
 #[derive(Debug, Default)]
@@ -71,7 +71,7 @@ impl Uses {
     fn lock_unclaimed(&self, kind: AccessKind) -> MutexGuard<'_, Noted> {
         let mut noted = self.noted.lock();
         while noted.is_claimed_against(kind) {
-            self.unclaimed.wait(&mut noted);
+            noted = self.unclaimed.wait(noted);
         }
         noted
     }
@@ -136,15 +136,6 @@ impl PinnedMemory {
     /// # Errors
     /// When the stream is another device's, or captures: a graph could run when the memory is somebody else's; those of the driver.
     pub(crate) fn turn<'a>(&'a self, stream: &'a Stream, kind: AccessKind) -> Result<HostTurn<'a>, TransferError> {
-        self.turn_with(self.uses().lock_unclaimed(kind), stream, kind)
-    }
-
-    fn turn_with<'a>(
-        &self,
-        noted: MutexGuard<'a, Noted>,
-        stream: &'a Stream,
-        kind: AccessKind,
-    ) -> Result<HostTurn<'a>, TransferError> {
         if stream.device_id() != self.device_id() {
             let (is, needed) = (self.device_id(), stream.device_id());
             return Err(TransferError::WrongDevice { what: "page-locked memory", is, needed });
@@ -152,6 +143,7 @@ impl PinnedMemory {
         if stream.is_capturing() {
             return Err(capture_error().into());
         }
+        let noted = self.uses().lock_unclaimed(kind);
         for tick in noted.before(kind) {
             stream.wait_for(tick)?;
         }
@@ -163,7 +155,7 @@ impl PinnedMemory {
         drop(self.uses().lock_unclaimed(kind));
     }
 
-    /// Claims the memory for copies that are still to be enqueued, or that threads make: see [`HostClaim`].
+    /// Claims the memory for threads that read or write it.
     pub(crate) fn claim(self: &Arc<Self>, kind: AccessKind) -> HostClaim {
         let mut noted = self.uses().lock_unclaimed(kind);
         match kind {
@@ -179,8 +171,8 @@ fn capture_error() -> DeviceError {
         .with_detail("a graph may run when this page-locked memory is somebody else's; copy outside of the capture")
 }
 
-/// Host memory claimed for work that is still to be enqueued, perhaps by other threads. Until it is dropped, turns, claims and
-/// uses of the host that conflict wait. It keeps the memory alive.
+/// Host memory claimed for threads that read it, or write it. Until it is dropped, turns, other claims and uses by the caller that
+/// conflict wait. It keeps the memory alive.
 #[derive(Debug)]
 #[must_use = "the claim ends when it is dropped"]
 pub(crate) struct HostClaim {
@@ -191,14 +183,6 @@ pub(crate) struct HostClaim {
 impl HostClaim {
     pub(crate) fn memory(&self) -> &Arc<PinnedMemory> {
         &self.memory
-    }
-
-    /// A stream's turn, for work that the claim is about.
-    ///
-    /// # Errors
-    /// As [`PinnedMemory::turn`].
-    pub(crate) fn turn<'a>(&'a self, stream: &'a Stream) -> Result<HostTurn<'a>, TransferError> {
-        self.memory.turn_with(self.memory.uses().noted.lock(), stream, self.kind)
     }
 }
 

@@ -9,7 +9,7 @@ use aquifer_device::Tick;
 
 use super::config::StagingConfig;
 use super::floor::{Floor, Hands};
-use super::ring::{After, Done, Task, Way};
+use super::task::{After, Done, Task, Way};
 use super::tune;
 use super::work::{Chunk, Piece, Work, fill, guarded, land, send};
 use crate::error::TransferError;

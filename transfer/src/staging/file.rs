@@ -285,3 +285,66 @@ fn open_direct(path: &Path) -> io::Result<File> {
 fn open_direct(_path: &Path) -> io::Result<File> {
     Err(io::ErrorKind::Unsupported.into())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn direct(measured: bool) -> Direct {
+        Direct {
+            file: File::open(std::env::current_exe().unwrap()).unwrap(),
+            measured,
+            refused: AtomicBool::new(false),
+            reads: AtomicU64::new(0),
+            speeds: Default::default(),
+        }
+    }
+
+    #[test]
+    fn both_ways_are_tried_in_turn_and_the_faster_one_is_kept() {
+        for direct_ns in [500, 2000] {
+            let ways = direct(true);
+            for number in 0..MEASURED_READS {
+                let past = ways.is_next();
+                assert_eq!(past, number % 2 == 1);
+                ways.note(past, 1000, if past { direct_ns } else { 1000 });
+            }
+            assert_eq!([ways.is_next(), ways.is_next()], [direct_ns < 1000; 2]);
+            ways.refused.store(true, Ordering::Relaxed);
+            assert!(!ways.is_next());
+        }
+        let always = direct(false);
+        assert!(always.is_next() && always.is_next());
+    }
+
+    #[test]
+    fn reads_past_the_cache_fill_in_what_they_cannot_read() {
+        let path = std::env::current_exe().unwrap();
+        let whole = std::fs::read(&path).unwrap();
+        let source = FileSource::open(&path, 0, whole.len() as u64, DirectIo::Always).unwrap();
+        let mut memory = vec![0; 4 * PAGE + 100];
+        for (skew, offset) in [(0, 0), (0, PAGE), (1, PAGE), (0, 17), (0, whole.len() - memory.len())] {
+            memory.fill(0);
+            let start = memory.as_ptr().addr().next_multiple_of(PAGE) - memory.as_ptr().addr() + skew;
+            let into = &mut memory[start..start + 2 * PAGE + 50];
+            source.read(offset as u64, into).unwrap();
+            assert!(into == &whole[offset..offset + into.len()], "{skew} {offset}");
+        }
+        assert!(source.progress().report().direct_bytes <= 4 * PAGE as u64);
+        assert!(source.read(whole.len() as u64, &mut memory).is_err());
+    }
+
+    #[test]
+    fn time_without_a_copy_counts_as_waited() {
+        let progress = Progress {
+            bytes: 1,
+            begun: Instant::now(),
+            read_ns: AtomicU64::new(0),
+            direct_bytes: AtomicU64::new(0),
+            sent: Mutex::new(Sent { at_ns: 1000, takes_ns: 0, waited_ns: 600 }),
+        };
+        let report = progress.report();
+        assert!(report.is_storage_bound() && (report.waited_share() - 0.6).abs() < 1e-9);
+        assert!(!FileReport::default().is_storage_bound());
+    }
+}

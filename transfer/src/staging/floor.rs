@@ -2,13 +2,14 @@
 //!
 //! Threads start when there is a task that nobody is free for, up to a bound, and sleep when there is none. Whenever the lock is
 //! released while there is a task, somebody who sleeps is woken or somebody new comes, who does the same in turn: so no task is left
-//! lying and no crowd wakes up for one. Threads end once the floor is closed and all jobs have ended.
+//! lying and no crowd wakes up for one. Threads end once the floor is closed and all jobs have ended; the last one lets the chunks go.
 //!
 //! Tasks are done without the lock; it is a leaf: nothing else is locked, and no driver called, under it.
 
 use super::config::Sizes;
-use super::ring::{After, Done, Order, Ring, Task};
+use super::ring::Ring;
 use super::sync::{Condvar, Mutex, MutexGuard};
+use super::task::{After, Done, Order, Task};
 use crate::error::TransferError;
 
 /// What the threads of a floor can do.
@@ -103,6 +104,12 @@ impl<J: Clone, C, T> Floor<J, C, T> {
                 state.asleep -= 1;
             }
         }
+        if state.threads == 1 {
+            let chunks = state.ring.strip();
+            drop(state);
+            drop(chunks);
+            state = self.state.lock();
+        }
         state.threads -= 1;
         drop(state);
         self.call.notify_all();
@@ -147,7 +154,7 @@ impl<J: Clone, C, T> Floor<J, C, T> {
         hands.settle(after);
     }
 
-    /// Waits until no thread is left, as is so at some time after [`Floor::close`].
+    /// Waits until no thread is left, nor a chunk, as is so at some time after [`Floor::close`].
     #[cfg(test)]
     pub(super) fn join(&self) {
         let mut state = self.state.lock();
@@ -156,3 +163,7 @@ impl<J: Clone, C, T> Floor<J, C, T> {
         }
     }
 }
+
+#[cfg(all(test, aquifer_shuttle))]
+#[path = "schedules.rs"]
+mod schedules;

@@ -4,8 +4,9 @@
 //! on others, so it need not wait for the host; transfers take turns by the chunk, so a small one is not stuck behind a large one.
 //!
 //! In the order in which data flows: `ends` is where bytes come from and go to, `work` what is done with a piece of a transfer, `ring` who
-//! does what next, `floor` how threads share that, `crew` the threads; `tune` chooses the sizes. `virtual_crew` plays the same ring on a
-//! simulated device in virtual time, to prove that the copy engine is kept busy. `file` is for files.
+//! does what next (in the words of `task`), `floor` how threads share that, `crew` the threads; `tune` chooses the sizes. `schedule` plays
+//! the same ring with a `virtual_crew` on a simulated device in virtual time, to prove that the copy engine is kept busy. `file` is for
+//! files.
 //!
 //! A transfer ends in one way, whatever fails: by its [`Job`] being settled, with nobody touching its host end from then on. Errors of a
 //! source, a target or the driver fail the transfer they strike; chunks go on to others. When the device is lost all transfers fail.
@@ -16,8 +17,10 @@ mod ends;
 mod file;
 mod floor;
 mod ring;
+mod schedule;
 mod stats;
 mod sync;
+mod task;
 #[cfg(test)]
 mod tests;
 mod tune;
@@ -34,8 +37,8 @@ pub use config::{DirectIo, StagingConfig};
 pub(crate) use ends::{HostSource, HostTarget};
 pub use file::FileReport;
 pub(crate) use file::FileSource;
+pub use schedule::{ScheduleReport, VirtualSchedule};
 pub use stats::StagingStats;
-pub use virtual_crew::{ScheduleReport, VirtualSchedule};
 
 use crate::error::TransferError;
 use crate::job::Job;

@@ -13,111 +13,10 @@
 //! * at most one task waits for each lane (a stream): what is behind on the same lane is not done earlier.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::ops::Range;
 
 use super::config::{PAGE, Sizes};
+use super::task::{After, Done, Flight, Hand, JobId, Order, Task, Way};
 use crate::error::TransferError;
-
-/// Which way the bytes go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Way {
-    /// To the device.
-    Up,
-    /// To the host.
-    Down,
-}
-
-/// A job as it is handed in. `J` is what tasks need to know about it.
-#[derive(Debug)]
-pub(super) struct Order<J> {
-    pub(super) work: J,
-    pub(super) way: Way,
-    /// Length, not 0.
-    pub(super) bytes: u64,
-    /// How far behind a page boundary of its host end it begins, in bytes: its first piece is so much shorter, so that the others
-    /// begin at page boundaries.
-    pub(super) phase: u64,
-    /// The stream that its copies are enqueued on.
-    pub(super) lane: u32,
-}
-
-/// Number of a job; never reused.
-type JobId = u64;
-
-/// A piece in somebody's hands: part of a job, and the chunk that it goes through.
-#[derive(Debug)]
-pub(super) struct Hand<J, C> {
-    id: JobId,
-    pub(super) work: J,
-    pub(super) range: Range<u64>,
-    pub(super) chunk: C,
-}
-
-/// A chunk that a copy uses, until `tick`.
-#[derive(Debug)]
-pub(super) struct Flight<C, T> {
-    id: JobId,
-    pub(super) way: Way,
-    lane: u32,
-    range: Range<u64>,
-    chunk: C,
-    pub(super) tick: T,
-}
-
-/// What is to be done.
-#[derive(Debug)]
-pub(super) enum Task<J, C, T> {
-    /// Find out how large the ring should be.
-    Tune,
-    /// Get a chunk of so many bytes.
-    Grow(usize),
-    /// Fill the chunk from the source and enqueue its copy to the device.
-    Fill(Hand<J, C>),
-    /// Enqueue the copy from the device into the chunk.
-    Fetch(Hand<J, C>),
-    /// Store the chunk's bytes in the target.
-    Land(Hand<J, C>),
-    /// Wait until the copy that uses the chunk is done.
-    Wait(Flight<C, T>),
-}
-
-/// What was done.
-#[derive(Debug)]
-pub(super) enum Done<J, C, T> {
-    /// Of [`Task::Tune`].
-    Tuned(Sizes),
-    /// Of [`Task::Grow`].
-    Grown(Result<C, TransferError>),
-    /// Of [`Task::Fill`] and [`Task::Fetch`]: the copy is enqueued.
-    Sent(Hand<J, C>, T),
-    /// Of [`Task::Land`].
-    Landed(Hand<J, C>),
-    /// Of those that had a piece in hand. The chunk can be used again by whoever first makes sure that nothing uses it.
-    Failed(Hand<J, C>, TransferError),
-    /// Of [`Task::Wait`].
-    Waited(Flight<C, T>, Result<(), TransferError>),
-}
-
-/// What has to be done about a change, without a lock.
-#[derive(Debug)]
-pub(super) struct After<J, C> {
-    /// Jobs that ended: nobody has them in hand any more. An upload that ended well is enqueued; a download has landed.
-    pub(super) ended: Vec<(J, Result<(), TransferError>)>,
-    /// Chunks that the ring has no use for.
-    pub(super) surplus: Vec<C>,
-}
-
-impl<J, C> Default for After<J, C> {
-    fn default() -> Self {
-        After { ended: Vec::new(), surplus: Vec::new() }
-    }
-}
-
-impl<J, C> After<J, C> {
-    pub(super) fn is_empty(&self) -> bool {
-        self.ended.is_empty() && self.surplus.is_empty()
-    }
-}
 
 #[derive(Debug)]
 struct Entry<J> {
@@ -211,6 +110,14 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     /// Whether no job is under way.
     pub(super) fn is_idle(&self) -> bool {
         self.jobs.is_empty()
+    }
+
+    /// Takes all chunks out that nobody has in hand.
+    pub(super) fn strip(&mut self) -> Vec<C> {
+        let used = std::mem::take(&mut self.flying).into_iter().chain(std::mem::take(&mut self.arrived));
+        let chunks: Vec<C> = self.free.drain(..).chain(used.map(|flight| flight.chunk)).collect();
+        self.chunks -= chunks.len();
+        chunks
     }
 
     /// Takes a job in. Tries for missing chunks again.
@@ -472,10 +379,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     fn lose(&mut self, error: TransferError, after: &mut After<J, C>) {
         if self.lost.is_none() {
             self.turns.clear();
-            let idle = std::mem::take(&mut self.free);
-            let used = std::mem::take(&mut self.flying).into_iter().chain(std::mem::take(&mut self.arrived));
-            let chunks: Vec<C> = idle.into_iter().chain(used.map(|flight| flight.chunk)).collect();
-            chunks.into_iter().for_each(|chunk| self.discard(chunk, after));
+            after.surplus.extend(self.strip());
             for entry in self.jobs.values_mut() {
                 entry.failed.get_or_insert_with(|| error.clone());
             }

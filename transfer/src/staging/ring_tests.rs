@@ -1,6 +1,7 @@
 //! The ring against a model: any order of tasks, failures, cancellations and losses.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use aquifer_device::{Code, DeviceError, Operation};
 use proptest::prelude::*;

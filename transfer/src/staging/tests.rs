@@ -1,6 +1,8 @@
 //! The ring with real threads on a simulated device.
 
+use std::io::ErrorKind;
 use std::sync::mpsc;
+use std::time::Duration;
 
 use aquifer_allocator::{Allocator, Config, DeviceBuffer};
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
@@ -11,6 +13,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::job::Progress;
 use crate::pinned::PinnedConfig;
+use crate::runtime::{Transfer, TransferConfig};
 
 const SMALL: StagingConfig = StagingConfig {
     chunk_bytes: Some(64 << 10),
@@ -87,22 +90,23 @@ impl World {
     /// Ends the staging; then no thread is left, no race was seen, and nothing is page-locked for anybody.
     fn end(mut self) {
         self.close();
+        self.device.synchronize().unwrap();
+        self.pool.empty_cache().unwrap();
+        let stats = self.pool.stats();
+        assert_eq!((stats.active_bytes.current, stats.allocated_bytes.current), (0, 0), "{stats:?}");
         if let Some(violation) = self.sim.take_violations().first() {
             panic!("{violation}");
         }
     }
 
+    /// Ends the staging, and waits for its threads.
     fn close(&mut self) {
         if let Some(staging) = self.staging.take() {
             let crew = staging.crew.clone();
             drop(staging);
             crew.floor.join();
-            drop(crew);
+            assert_eq!(crew.floor.staff().chunks, 0);
         }
-        let _ = self.device.synchronize();
-        let stats = self.pool.stats();
-        let held = stats.iter().find(|(name, _)| name.starts_with("allocated_bytes") && name.ends_with("current"));
-        assert_eq!(held.map(|(_, bytes)| bytes), Some(0), "{stats:?}");
     }
 }
 
@@ -176,7 +180,7 @@ impl<F: Fn(u64) -> Result<(), TransferError> + Send + Sync> HostTarget for Odd<F
 }
 
 fn content(bytes: usize, seed: usize) -> Vec<u8> {
-    (0..bytes).map(|index| ((index + seed).wrapping_mul(0x9E37_79B1) >> 11) as u8).collect()
+    (seed..seed + bytes).map(|index| (index.wrapping_mul(0x9E37_79B1) >> 11).to_le_bytes()[0]).collect()
 }
 
 fn sim() -> SimConfig {
@@ -193,7 +197,7 @@ proptest! {
         shape in (1..5usize, 1..4usize, 1..5usize),
     ) {
         let (pages, chunks, threads) = shape;
-        let config = StagingConfig::default().chunk_bytes(pages * 32 << 10).chunks(chunks).threads(threads);
+        let config = StagingConfig::default().chunk_bytes((pages * 32) << 10).chunks(chunks).threads(threads);
         let world = World::with(sim().seed(seed), config);
         std::thread::scope(|scope| {
             for (index, &bytes) in sizes.iter().enumerate() {
@@ -337,7 +341,6 @@ fn transfers_under_way_complete_when_the_ring_is_dropped() {
         assert_eq!(bytes, content(500_000, index));
     }
     crew.floor.join();
-    drop(crew);
     world.end();
 }
 
@@ -368,7 +371,6 @@ fn the_last_handle_may_be_dropped_by_a_thread_of_the_ring() {
     drop(held);
     settled(&job).unwrap();
     crew.floor.join();
-    drop(crew);
     world.end();
 }
 
@@ -402,4 +404,105 @@ fn where_no_memory_can_be_page_locked_the_job_says_so() {
     world.pool.set_limit(None);
     world.round_trip(&content(300_000, 0)).unwrap();
     world.end();
+}
+
+/// A runtime on a device of its own.
+fn runtime(config: StagingConfig) -> (Arc<SimDriver>, Transfer) {
+    let sim = SimDriver::new(sim());
+    let allocator = Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap();
+    let config = TransferConfig { staging: config, ..TransferConfig::default() };
+    (sim, Transfer::with_config(&allocator, config).unwrap())
+}
+
+/// A file that is gone when this is.
+struct TempFile(std::path::PathBuf);
+
+impl TempFile {
+    fn new(name: &str, content: &[u8]) -> TempFile {
+        let path = std::env::temp_dir().join(format!("aquifer-staging-{name}-{}", std::process::id()));
+        std::fs::write(&path, content).unwrap();
+        TempFile(path)
+    }
+}
+
+impl Drop for TempFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+#[test]
+fn files_arrive_intact_from_any_offset_through_the_cache_and_past_it() {
+    let content = content(700_000, 4);
+    let file = TempFile::new("offsets", &content);
+    for direct in [DirectIo::Never, DirectIo::Always, DirectIo::Measured] {
+        let (sim, transfer) = runtime(SMALL.direct_io(direct));
+        let stream = transfer.device().create_stream().unwrap();
+        for (offset, len) in [(0, 700_000), (4096, 65_536), (4095, 300_001), (699_999, 1), (10, 4096), (700_000, 0)] {
+            let mut buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(len as u64, &stream).unwrap();
+            let pending = transfer.read_file_to_device(&file.0, offset as u64, &mut buffer).unwrap();
+            let report = pending.wait().unwrap();
+            assert_eq!(report.bytes, len as u64);
+            assert!((0.0..=1.0).contains(&report.waited_share()) && report.direct_bytes <= report.bytes, "{report:?}");
+            assert!(direct == DirectIo::Always || report.direct_bytes == 0, "{report:?}");
+            let bytes = transfer.to_vec(&buffer).unwrap().wait().unwrap();
+            assert!(bytes == content[offset..offset + len], "{direct:?}: {len} bytes from {offset}");
+        }
+        assert!(transfer.staging_stats().time_reading > Duration::ZERO);
+        assert!(sim.violations().is_empty());
+    }
+}
+
+#[test]
+fn what_is_wrong_with_a_file_is_said_at_the_call() {
+    let file = TempFile::new("wrong", &[7; 100]);
+    let (_, transfer) = runtime(SMALL);
+    let stream = transfer.device().create_stream().unwrap();
+    let mut buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(50, &stream).unwrap();
+    let kind = |result: Result<_, TransferError>| match result.map(drop) {
+        Err(TransferError::File { source, path }) => {
+            assert!(!path.is_empty());
+            source.kind()
+        }
+        other => panic!("{other:?}"),
+    };
+    let missing = file.0.with_extension("missing");
+    assert_eq!(kind(transfer.read_file_to_device(&missing, 0, &mut buffer)), ErrorKind::NotFound);
+    let directory = std::env::temp_dir();
+    assert_eq!(kind(transfer.read_file_to_device(directory, 0, &mut buffer)), ErrorKind::IsADirectory);
+    for offset in [51, 100, 101, u64::MAX] {
+        let error = transfer.read_file_to_device(&file.0, offset, &mut buffer).map(drop).unwrap_err();
+        assert!(matches!(error, TransferError::FileTooShort { len: 100, bytes: 50, .. }), "{error}");
+    }
+    transfer.read_file_to_device(&file.0, 50, &mut buffer).unwrap().wait().unwrap();
+}
+
+#[test]
+fn a_file_that_shrinks_while_it_is_read_fails_its_transfer() {
+    let file = TempFile::new("shrinks", &[7; 200_000]);
+    let (_, transfer) = runtime(SMALL);
+    let stream = transfer.device().create_stream().unwrap();
+    let mut buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(200_000, &stream).unwrap();
+    let source = FileSource::open(&file.0, 0, 200_000, DirectIo::Always).unwrap();
+    std::fs::write(&file.0, [7; 1000]).unwrap();
+    let (_, pending) = transfer.stage_upload(Arc::new(source), &mut buffer).unwrap();
+    match pending.wait() {
+        Err(TransferError::File { source, .. }) => assert_eq!(source.kind(), ErrorKind::UnexpectedEof),
+        other => panic!("{other:?}"),
+    }
+    transfer.upload_blocking(&[1; 200_000], &mut buffer).unwrap();
+}
+
+#[test]
+fn a_stream_of_one_thread_is_left_to_it() {
+    let (sim, transfer) = runtime(SMALL);
+    let own = transfer.device().per_thread_stream();
+    let buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(300_000, &own).unwrap();
+    let claim = Claim::take(buffer.storage(), AccessKind::Write);
+    let refused = transfer.staging().upload(Memory::new(vec![1; 300_000]), claim, buffer.ptr(), &own);
+    assert!(matches!(refused, Err(TransferError::Unsupported { .. })));
+    let content = content(300_000, 8);
+    let pending = transfer.on(&own).unwrap().to_device(content.clone(), &own).unwrap();
+    let back = transfer.on(&own).unwrap().to_vec(&pending.wait().unwrap()).unwrap().wait().unwrap();
+    assert!(back == content && sim.violations().is_empty());
 }

@@ -8,12 +8,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use aquifer_allocator::Claim;
-use aquifer_device::{AccessKind, Code, DeviceError, DevicePtr, Operation, Stream, Tick};
+use aquifer_device::{AccessKind, Code, DeviceError, DevicePtr, Operation, RawStream, Stream, Tick};
 use parking_lot::Mutex;
 
 use super::config::PAGE;
 use super::ends::{HostSource, HostTarget};
-use super::ring::{Flight, Hand, Order, Way};
+use super::task::{Flight, Hand, Order, Way};
 use crate::error::TransferError;
 use crate::job::Job;
 use crate::pinned::PinnedBuffer;
@@ -52,6 +52,10 @@ impl Work {
             return Err(TransferError::WrongDevice { what: "stream", is, needed });
         }
         refuse_capture(stream)?;
+        if stream.raw() == RawStream::PER_THREAD {
+            let what = "a stream that other threads can use, too: staged copies are enqueued by threads of the runtime";
+            return Err(TransferError::Unsupported { what });
+        }
         let work = Work { host, claim, ptr, stream: stream.clone(), job: Job::new(), last: Mutex::new(None) };
         work.check_bounds()?;
         Ok(work)
@@ -128,14 +132,15 @@ pub(super) fn fill(piece: &mut Piece) -> Result<(), TransferError> {
 /// Enqueues the copy of a filled chunk to the device, or of the device's bytes into a chunk. The tick after it is covered by an event.
 pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
     let Hand { work, range, chunk, .. } = piece;
-    if way == Way::Down {
-        work.check_wanted()?;
-    }
+    work.check_wanted()?;
     let starved = work.is_storage() && work.is_caught_up()?;
     let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     enqueue(work, range.start, chunk, bytes, way)?;
     let tick = work.stream.tick();
-    tick.cover()?;
+    // Without an event the tick is still answerable, at the cost of waiting for later work, too.
+    if let Err(error) = tick.cover() {
+        tracing::debug!(%error, "no event could be recorded after a staged copy");
+    }
     work.note(&tick);
     if let HostEnd::Source(source) = &work.host {
         source.sent(bytes as u64, starved);

@@ -140,5 +140,4 @@ fn peers_get_access_that_is_noted() {
     assert_eq!(call!(cuMemSetAccess(ptr, GRANULE, both.as_ptr(), 2)), 0);
     let devices = one.device.mapping_at(ptr).unwrap().devices;
     assert_eq!(devices, 1 << one.device.ordinal() | 1 << two.device.ordinal());
-    assert_eq!(call!(cuCtxEnablePeerAccess(two.context.cu_ctx(), 0)), 217, "plain allocations are another matter");
 }

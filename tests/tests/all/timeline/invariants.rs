@@ -355,25 +355,15 @@ fn the_legacy_stream_is_ordered_through_ticks_like_any_other() {
 }
 
 #[test]
-fn ticks_and_events_of_another_device_are_refused() {
+fn events_are_recorded_and_compared_on_their_own_device() {
     let (bench, other) = (Bench::new(), Bench::new());
     let (here, there) = (bench.stream(), other.stream());
     assert_eq!(here.id(), there.id(), "numbers are per device, so they say nothing across devices");
-    other.stall(&there);
-    other.fill(&there);
-    let tick = there.tick();
-    assert!(!here.is_ordered_after(&tick));
-    assert_eq!(kind(here.wait_for(&tick)), ErrorKind::InvalidUse);
     let event = other.device.create_event(true).unwrap();
     assert_eq!(kind(event.record(&here)), ErrorKind::InvalidUse);
     event.record(&there).unwrap();
-    assert_eq!(kind(here.wait_event(&event)), ErrorKind::InvalidUse);
     assert_eq!(kind(event.elapsed_ms(&bench.device.create_event(true).unwrap())), ErrorKind::InvalidUse);
     assert_eq!((bench.cost(), other.cost()), ((0, 0), (0, 0)));
-    // The host can order them.
-    tick.synchronize().unwrap();
-    here.wait_for(&tick).unwrap();
-    assert!(here.is_ordered_after(&tick));
 }
 
 #[test]

@@ -5,5 +5,6 @@ mod captures;
 mod common;
 mod faults;
 mod invariants;
+mod peers;
 mod programs;
 mod threads;

@@ -137,25 +137,26 @@ fn the_pool_outlives_its_handles_and_leaves_its_memory_to_the_device() {
 }
 
 #[test]
-fn a_claim_keeps_the_host_and_conflicting_copies_away_until_its_work_is_enqueued() {
+fn a_claim_keeps_the_host_and_conflicting_copies_away_until_its_work_is_done() {
     let bench = Bench::new(PinnedConfig::default());
-    bench.stream.fill(bench.memory, 8, 1 << 20).unwrap();
     let mut buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
-    let part = buffer.as_slice_mut().part();
-    let (ptr, claim) = (part.ptr, part.memory.claim(AccessKind::Write));
+    bench.upload(&buffer).unwrap();
+    let target = buffer.as_slice_mut().part().into_target().unwrap();
+    assert_eq!(bench.pool.stats().num_waits, 1, "the upload was waited for");
     assert!(!buffer.is_idle().unwrap());
     thread::scope(|scope| {
-        let (device, memory, stream) = (&bench.device, bench.memory, &bench.stream);
         scope.spawn(move || {
-            for quarter in 0..4_usize {
-                let _turn = claim.turn(stream).unwrap();
-                let from = memory.offset((quarter << 18) as u64);
-                raw_download(ptr.0 + (quarter << 18), from, 1 << 18, stream, device).unwrap();
+            for quarter in 0..4 {
+                target.write(quarter << 18, &[8; 1 << 18]).unwrap();
             }
-            assert_eq!(claim.memory().ptr(), ptr);
+            assert!(target.write(3 << 18, &[8; (1 << 18) + 1]).is_err(), "beyond the end");
         });
+        bench.upload(&buffer).unwrap();
         assert!(buffer.read().unwrap().iter().all(|&byte| byte == 8));
     });
+    let mut bytes = vec![0; 1 << 20];
+    bench.stream.download_blocking(&mut bytes, bench.memory).unwrap();
+    assert!(bytes.iter().all(|&byte| byte == 8));
     drop(buffer);
     bench.check_over();
 }
@@ -199,6 +200,8 @@ fn lengths_and_alignments() {
     assert_eq!(aligned.slice(2..).unwrap().as_bytes().slice(8191..).unwrap().read().unwrap(), [1]);
     let error = bench.pool.alloc::<u64>(usize::MAX / 4).unwrap_err();
     assert!(matches!(error, TransferError::LengthOverflow { size: 8, .. }), "{error}");
+    let error = bench.pool.alloc::<u8>(1 << 62).unwrap_err();
+    assert!(error.is_out_of_memory(), "{error}");
     drop((small, aligned, empty));
     bench.check_over();
 }

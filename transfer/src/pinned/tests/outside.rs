@@ -2,11 +2,12 @@
 
 use std::num::NonZeroUsize;
 
+use aquifer_allocator::{Allocator, Config};
 use aquifer_device::sim::Fault;
 use aquifer_device::{Code, Operation};
 
 use super::*;
-use crate::SlabSource;
+use crate::{SlabSource, Transfer};
 
 fn failing(operation: Operation, code: Code) -> Fault {
     Fault::Rate { operation: Some(operation), rate: 1.0, code }
@@ -128,4 +129,24 @@ fn a_slab_that_cannot_be_registered_is_gone() {
     assert_eq!(bench.pool.stats().allocated_bytes.current, 2 << 20, "it stays in the pool");
     bench.sim.clear_faults();
     bench.check_over();
+}
+
+#[test]
+fn pageable_buffers_are_staged_and_waited_for() {
+    let bench = Bench::new(PinnedConfig::default());
+    let allocator = Allocator::new(&bench.device, Config::default()).unwrap();
+    let transfer = Transfer::new(&allocator).unwrap();
+    let pool = PinnedPool::new(&bench.device, PinnedConfig::default().limit_bytes(0)).unwrap();
+    let values: Vec<u32> = (0..1 << 20).collect();
+    let mut host = pool.alloc_or_pageable::<u32>(1 << 20).unwrap();
+    host.write().unwrap().copy_from_slice(&values);
+    let mut device = allocator.alloc_buffer(1 << 19, &bench.stream).unwrap();
+    let pending = transfer.upload(host.slice(7..7 + (1 << 19)).unwrap(), &mut device).unwrap();
+    host.write().unwrap().fill(0);
+    pending.wait().unwrap();
+    let pending = transfer.download(&device, host.slice_mut(1 << 19..).unwrap()).unwrap();
+    assert_eq!(host.slice(1 << 19..).unwrap().read().unwrap(), &values[7..7 + (1 << 19)]);
+    assert!(host.slice(..1 << 19).unwrap().read().unwrap().iter().all(|&value| value == 0));
+    pending.wait().unwrap();
+    assert_eq!(bench.sim.take_violations(), []);
 }

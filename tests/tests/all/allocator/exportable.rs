@@ -1,19 +1,17 @@
 //! Exportable memory: physical memory of its own that goes back once it is done, on every backing, and after every failure.
-#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_allocator::{AllocError, Allocator, Config};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::sim::{Fault, SimConfig};
 use aquifer_device::{Code, Device, HandleKind, Operation, PhysicalOptions};
+use aquifer_tests::{MIB, Subject};
 
-const MIB: u64 = 1 << 20;
 const FD: HandleKind = HandleKind::PosixFd;
 
-fn setup(options: &str) -> (Arc<SimDriver>, Device, Allocator) {
-    let driver = SimDriver::new(SimConfig::new(128 * MIB));
-    let device = Device::new(driver.clone());
+fn setup(options: &str) -> (Subject, Device, Allocator) {
+    let driver = Subject::new(128 * MIB);
+    let device = driver.device();
     let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
     (driver, device, allocator)
 }
@@ -21,17 +19,26 @@ fn setup(options: &str) -> (Arc<SimDriver>, Device, Allocator) {
 #[test]
 fn it_is_one_piece_of_physical_memory_created_for_export() {
     let (driver, device, allocator) = setup("");
-    allocator.enable_peer_access(2).unwrap();
+    let peers = Subject::peers(2);
+    let with = |peers: &[Subject]| {
+        let mut devices: Vec<_> = [&driver].into_iter().chain(peers).map(Subject::ordinal).collect();
+        devices.sort_unstable();
+        devices
+    };
+    peers.iter().skip(1).for_each(|peer| allocator.enable_peer_access(peer.ordinal()).unwrap());
     let shared = allocator.alloc_exportable(5 * MIB, FD, device.default_stream()).unwrap();
     let mapped = driver.mapping_at(shared.ptr()).unwrap();
-    assert_eq!((mapped.ptr, mapped.bytes, mapped.devices), (shared.ptr(), 6 * MIB, vec![0, 2]));
+    assert_eq!(
+        (mapped.ptr, mapped.bytes, mapped.devices),
+        (shared.ptr(), 6 * MIB, with(peers.get(1..).unwrap_or_default()))
+    );
     assert_eq!(mapped.options, PhysicalOptions::default().rdma(mapped.options.rdma).exportable(FD));
     assert!(shared.handle().is_some());
     assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (6 * MIB, 6 * MIB));
     let segment = &allocator.snapshot().segments[0];
     assert_eq!((segment.address, segment.total_size, segment.active_size), (shared.ptr().0, 6 * MIB, 6 * MIB));
-    allocator.enable_peer_access(1).unwrap();
-    assert_eq!(driver.mapping_at(shared.ptr()).unwrap().devices, [0, 1, 2]);
+    peers.iter().for_each(|peer| allocator.enable_peer_access(peer.ordinal()).unwrap());
+    assert_eq!(driver.mapping_at(shared.ptr()).unwrap().devices, with(&peers));
 }
 
 #[test]
@@ -40,7 +47,7 @@ fn it_goes_back_once_the_streams_that_used_it_are_done() {
     let (stream, side) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     let mut shared = allocator.alloc_exportable(40 * MIB, FD, &stream).unwrap();
     let ptr = shared.ptr();
-    driver.stall(side.raw(), Duration::from_secs(1)).unwrap();
+    driver.stall(&side, Duration::from_secs(1)).unwrap();
     side.wait_for(&stream.tick()).unwrap();
     shared.record_stream(&side).unwrap();
     side.fill(ptr, 1, 40 * MIB).unwrap();
@@ -57,7 +64,7 @@ fn it_goes_back_once_the_streams_that_used_it_are_done() {
     drop((other, more));
     allocator.empty_cache().unwrap();
     assert_eq!((allocator.reserved_bytes(), device.memory_info().unwrap().free), (0, 128 * MIB));
-    assert_eq!(driver.violations(), []);
+    driver.assert_no_violation();
 }
 
 #[test]
@@ -73,12 +80,12 @@ fn it_makes_room_like_any_other_request() {
     let _reclaimer =
         allocator.register_reclaimer(0, "drop it", move |_| held.lock().unwrap().take().map_or(0, |old| old.bytes()));
     drop(allocator.alloc_exportable(50 * MIB, FD, stream).unwrap());
-    assert_eq!(driver.violations(), []);
+    driver.assert_no_violation();
 }
 
 #[test]
 fn a_device_without_handles_says_what_is_missing() {
-    let device = Device::new(SimDriver::new(SimConfig::new(128 * MIB).export(false)));
+    let device = Subject::open(&SimConfig::new(128 * MIB).export(false)).device();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let error = allocator.alloc_exportable(MIB, FD, device.default_stream()).unwrap_err();
     assert!(matches!(error, AllocError::Unsupported { what } if what.contains("POSIX file descriptors")), "{error}");
@@ -97,7 +104,7 @@ fn segments_give_it_one_of_its_own() {
     assert_eq!(allocator.snapshot().segments.len(), 1);
     drop(beside);
     assert!(allocator.alloc_exportable(0, FD, stream).unwrap().range().is_empty());
-    assert_eq!(driver.violations(), []);
+    driver.assert_no_violation();
 }
 
 #[test]
@@ -144,6 +151,6 @@ fn every_failing_call_is_rolled_back() {
         device.settle();
         let left = (allocator.reserved_bytes(), device.memory_info().unwrap().free);
         assert_eq!(left, (0, 128 * MIB), "{operation:?} {code:?}");
-        assert_eq!(driver.violations(), []);
+        driver.assert_no_violation();
     }
 }

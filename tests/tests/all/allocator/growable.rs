@@ -1,19 +1,18 @@
 //! Growable memory: one address, memory as needed, nothing reused before it is done, nothing lost in a failure.
-#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_allocator::{AllocError, Allocator, Config, Growable, TagScope};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::sim::Fault;
 use aquifer_device::{Code, Device, DevicePtr, Operation, Stream};
+use aquifer_tests::{MIB, Subject};
 use proptest::prelude::*;
 
-const MIB: u64 = 1 << 20;
 const CAPACITY: u64 = 128 * MIB;
 
 struct Setup {
-    driver: Arc<SimDriver>,
+    driver: Subject,
     device: Device,
     allocator: Allocator,
     stream: Stream,
@@ -21,8 +20,8 @@ struct Setup {
 }
 
 fn setup(options: &str) -> Setup {
-    let driver = SimDriver::new(SimConfig::new(CAPACITY));
-    let device = Device::new(driver.clone());
+    let driver = Subject::new(CAPACITY);
+    let device = driver.device();
     let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
     let (stream, side) = (device.create_stream().unwrap(), device.create_stream().unwrap());
     Setup { driver, device, allocator, stream, side }
@@ -38,7 +37,7 @@ impl Setup {
         self.device.settle();
         assert_eq!((self.allocator.allocated_bytes(), self.allocator.reserved_bytes()), (0, 0));
         assert_eq!(self.device.memory_info().unwrap().free, CAPACITY);
-        assert_eq!(self.driver.violations(), []);
+        self.driver.assert_no_violation();
     }
 }
 
@@ -83,7 +82,7 @@ fn what_it_gives_up_serves_others_once_it_is_done() {
     let Setup { driver, allocator, stream, side, .. } = &setup;
     let mut cache = setup.growable(CAPACITY);
     cache.grow_to(120 * MIB, stream).unwrap();
-    driver.stall(side.raw(), Duration::from_secs(1)).unwrap();
+    driver.stall(&side, Duration::from_secs(1)).unwrap();
     side.wait_for(&stream.tick()).unwrap();
     side.fill(cache.ptr(), 1, 120 * MIB).unwrap();
     let calls = driver.calls_made();
@@ -286,7 +285,7 @@ proptest! {
                     Ok(cache) => caches[which] = cache,
                     Err(error) => prop_assert!(matches!(error, AllocError::Device(error) if error.operation == Operation::Reserve)),
                 },
-                Step::Stall(is_side) => driver.stall(pick(is_side).raw(), Duration::from_millis(1)).unwrap(),
+                Step::Stall(is_side) => driver.stall(pick(is_side), Duration::from_millis(1)).unwrap(),
                 Step::Trim(mib) => {
                     let _ = allocator.trim_to(mib * MIB);
                 }
@@ -296,7 +295,7 @@ proptest! {
             prop_assert_eq!(allocator.allocated_bytes(), grown + held);
             let reserved: u64 = allocator.snapshot().segments.iter().map(|segment| segment.total_size).sum();
             prop_assert!(reserved <= allocator.reserved_bytes() && allocator.reserved_bytes() <= CAPACITY);
-            prop_assert_eq!(driver.violations(), []);
+            prop_assert!(driver.violations().is_empty());
         }
         driver.clear_faults();
         drop((caches, blocks));

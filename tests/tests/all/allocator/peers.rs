@@ -1,24 +1,29 @@
-//! Peers: access to every mapping, present and future, whatever moves or fails meanwhile.
-#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
+//! Peers: access to every mapping, present and future, whatever moves or fails meanwhile. On one GPU there are none, and nothing to
+//! test.
 
-use std::sync::Arc;
 use std::thread;
 
 use aquifer_allocator::{AllocError, Allocation, Allocator, Config};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::sim::Fault;
 use aquifer_device::{Code, Device, DevicePtr, Operation};
+use aquifer_tests::{MIB, Subject};
 
-const MIB: u64 = 1 << 20;
-
-fn setup(options: &str) -> (Arc<SimDriver>, Device, Allocator) {
-    let driver = SimDriver::new(SimConfig::new(256 * MIB));
-    let device = Device::new(driver.clone());
+fn setup(options: &str) -> (Subject, Device, Allocator) {
+    let driver = Subject::new(256 * MIB);
+    let device = driver.device();
     let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
     (driver, device, allocator)
 }
 
+/// Ordinals of devices, ascending.
+fn ordinals<'a, I: IntoIterator<Item = &'a Subject>>(devices: I) -> Vec<u32> {
+    let mut ordinals: Vec<_> = devices.into_iter().map(Subject::ordinal).collect();
+    ordinals.sort_unstable();
+    ordinals
+}
+
 /// The devices that may touch all granules of the allocator's segments.
-fn everybody_inside(driver: &SimDriver, allocator: &Allocator) -> Vec<Vec<u32>> {
+fn everybody_inside(driver: &Subject, allocator: &Allocator) -> Vec<Vec<u32>> {
     let segments = allocator.snapshot().segments;
     let granules =
         segments.iter().flat_map(|segment| (0..segment.total_size).step_by(2 << 20).map(|at| segment.address + at));
@@ -35,18 +40,22 @@ fn fragments(allocator: &Allocator) -> Vec<Allocation> {
 #[test]
 fn all_mappings_are_accessible_now_and_later() {
     let (driver, device, allocator) = setup("");
+    let peers = Subject::peers(2);
+    let [first, second] = &peers[..] else { return };
     let live = fragments(&allocator);
-    allocator.enable_peer_access(3).unwrap();
-    assert!(everybody_inside(&driver, &allocator).iter().all(|devices| *devices == [0, 3]));
+    allocator.enable_peer_access(first.ordinal()).unwrap();
+    let both = ordinals([&driver, first]);
+    assert!(everybody_inside(&driver, &allocator).iter().all(|devices| *devices == both));
     let moved = allocator.alloc(80 * MIB, device.default_stream()).unwrap();
     assert!(allocator.memory_stats().remaps > 0);
-    allocator.enable_peer_access(1).unwrap();
+    allocator.enable_peer_access(second.ordinal()).unwrap();
     drop(live);
     allocator.empty_cache().unwrap();
     let grown = allocator.alloc(100 * MIB, device.default_stream()).unwrap();
-    assert!(everybody_inside(&driver, &allocator).iter().all(|devices| *devices == [0, 1, 3]));
+    let all = ordinals([&driver, first, second]);
+    assert!(everybody_inside(&driver, &allocator).iter().all(|devices| *devices == all));
     let calls = driver.calls_made();
-    for ordinal in [0, 1, 3] {
+    for ordinal in all {
         allocator.enable_peer_access(ordinal).unwrap();
     }
     assert_eq!(driver.calls_made(), calls, "again is nothing");
@@ -56,29 +65,33 @@ fn all_mappings_are_accessible_now_and_later() {
 #[test]
 fn a_failure_leaves_it_off_and_can_be_tried_again() {
     let (driver, device, allocator) = setup("");
+    let peers = Subject::peers(1);
+    let [peer] = &peers[..] else { return };
     let live = fragments(&allocator);
     driver.inject(Fault::Nth { operation: Some(Operation::SetAccess), nth: 1, code: Code(217) });
-    assert!(matches!(allocator.enable_peer_access(1), Err(AllocError::Device(_))));
+    assert!(matches!(allocator.enable_peer_access(peer.ordinal()), Err(AllocError::Device(_))));
     drop(live);
     allocator.empty_cache().unwrap();
     let block = allocator.alloc(MIB, device.default_stream()).unwrap();
-    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, [0]);
-    allocator.enable_peer_access(1).unwrap();
-    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, [0, 1]);
+    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, [driver.ordinal()]);
+    allocator.enable_peer_access(peer.ordinal()).unwrap();
+    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, ordinals([&driver, peer]));
 }
 
 #[test]
 fn an_unreachable_peer_is_found_out_before_anything_is_mapped() {
     let (driver, device, allocator) = setup("");
+    let peers = Subject::peers(1);
+    let [peer] = &peers[..] else { return };
     let free = device.memory_info().unwrap().free;
     driver.inject(Fault::Nth { operation: Some(Operation::SetAccess), nth: 1, code: Code(217) });
     assert!(
-        matches!(allocator.enable_peer_access(1), Err(AllocError::Device(error)) if error.operation == Operation::SetAccess)
+        matches!(allocator.enable_peer_access(peer.ordinal()), Err(AllocError::Device(error)) if error.operation == Operation::SetAccess)
     );
     assert_eq!(device.memory_info().unwrap().free, free);
-    allocator.enable_peer_access(1).unwrap();
+    allocator.enable_peer_access(peer.ordinal()).unwrap();
     let block = allocator.alloc(MIB, device.default_stream()).unwrap();
-    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, [0, 1]);
+    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, ordinals([&driver, peer]));
 }
 
 #[test]
@@ -89,6 +102,8 @@ fn segments_have_no_peers() {
 
 #[test]
 fn remaps_meanwhile_are_not_missed() {
+    let peers = Subject::peers(1);
+    let [peer] = &peers[..] else { return };
     for round in 0..20 {
         let (driver, device, allocator) = setup("");
         let streams: Vec<_> = (0..2).map(|_| device.create_stream().unwrap()).collect();
@@ -109,11 +124,11 @@ fn remaps_meanwhile_are_not_missed() {
                     }
                 });
             }
-            scope.spawn(|| allocator.enable_peer_access(1).unwrap());
+            scope.spawn(|| allocator.enable_peer_access(peer.ordinal()).unwrap());
         });
-        let all = allocator.alloc(64 * MIB, &streams[0]).unwrap();
-        assert!(everybody_inside(&driver, &allocator).iter().all(|devices| *devices == [0, 1]), "round {round}");
+        let (all, both) = (allocator.alloc(64 * MIB, &streams[0]).unwrap(), ordinals([&driver, peer]));
+        assert!(everybody_inside(&driver, &allocator).iter().all(|devices| *devices == both), "round {round}");
         drop(all);
-        assert_eq!(driver.violations(), []);
+        driver.assert_no_violation();
     }
 }

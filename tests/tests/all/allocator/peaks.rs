@@ -1,19 +1,16 @@
 //! Peaks over all streams: exact with one thread, and within the documented bound with several.
 
-#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
-
 use std::sync::Barrier;
 
 use aquifer_allocator::{Allocator, Config};
 use aquifer_device::Device;
-use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_tests::{MIB, Subject};
 
-const MIB: u64 = 1 << 20;
 /// Two credits of 16 MiB for each stream and pool, as `MemoryStats` says.
 const BOUND: u64 = 32 * MIB;
 
 fn open() -> (Device, Allocator) {
-    let device = Device::new(SimDriver::new(SimConfig::new(64 << 30)));
+    let device = Subject::new(64 << 30).device();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     (device, allocator)
 }

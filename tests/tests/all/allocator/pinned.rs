@@ -1,27 +1,18 @@
 //! What is pinned stays where it is: it is not moved, trimmed or released, whatever becomes of the allocation.
-#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
-
-use std::sync::Arc;
 
 use aquifer_allocator::{AllocError, Allocation, Allocator, Config};
-use aquifer_device::sim::{SimConfig, SimDriver};
-use aquifer_device::{Device, DevicePtr};
+use aquifer_device::Device;
+use aquifer_tests::{MIB, Subject};
 
-const MIB: u64 = 1 << 20;
-
-fn setup(options: &str) -> (Arc<SimDriver>, Device, Allocator) {
-    let driver = SimDriver::new(SimConfig::new(128 * MIB));
-    let device = Device::new(driver.clone());
+fn setup(options: &str) -> (Subject, Device, Allocator) {
+    let driver = Subject::new(128 * MIB);
+    let device = driver.device();
     let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
     (driver, device, allocator)
 }
 
 fn alloc(allocator: &Allocator, bytes: u64) -> Result<Allocation, AllocError> {
     allocator.alloc(bytes, allocator.device().default_stream())
-}
-
-fn is_mapped(driver: &SimDriver, range: std::ops::Range<u64>) -> bool {
-    range.step_by(2 << 20).all(|at| driver.mapping_at(DevicePtr(at)).is_some())
 }
 
 #[test]
@@ -33,13 +24,13 @@ fn pinned_granules_do_not_move() {
     drop(freed);
     // 68 MiB are free, but only 8 of them may move or come from the device.
     assert!(alloc(&allocator, 40 * MIB).unwrap_err().is_out_of_memory());
-    assert!(pins.iter().all(|pin| is_mapped(&driver, pin.range())));
+    assert!(pins.iter().all(|pin| driver.is_mapped(pin.range())));
     assert_eq!(allocator.memory_stats().remaps, 0);
     drop(pins);
     let moved = alloc(&allocator, 40 * MIB).unwrap();
     assert!(allocator.memory_stats().remaps > 0);
     drop((live, moved));
-    assert_eq!(driver.violations(), []);
+    driver.assert_no_violation();
 }
 
 #[test]
@@ -53,7 +44,7 @@ fn pinned_granules_are_not_trimmed_but_handed_out_again() {
     drop(pin); // `again` still pins them
     allocator.empty_cache().unwrap();
     assert_eq!(allocator.reserved_bytes(), 10 * MIB);
-    assert!(is_mapped(&driver, again.range()));
+    assert!(driver.is_mapped(again.range()));
     assert_eq!(alloc(&allocator, 9 * MIB).unwrap().ptr(), ptr);
     drop(again);
     allocator.empty_cache().unwrap();
@@ -77,7 +68,7 @@ fn a_pinned_segment_is_not_released() {
         assert_eq!(allocator.reserved_bytes(), 40 * MIB, "{options}");
         drop(pin);
         drop(alloc(&allocator, 100 * MIB).unwrap());
-        assert_eq!(driver.violations(), []);
+        driver.assert_no_violation();
     }
 }
 
@@ -92,9 +83,9 @@ fn a_pin_keeps_the_allocator_open_and_is_refused_to_strangers() {
     let pin = allocator.pin_mapping(&block).unwrap();
     drop((block, nothing, allocator));
     device.settle();
-    assert!(is_mapped(&driver, pin.range()));
+    assert!(driver.is_mapped(pin.range()));
     let range = pin.range();
     drop(pin);
     device.settle();
-    assert!(!is_mapped(&driver, range));
+    assert!(!driver.is_mapped(range));
 }

@@ -1,22 +1,20 @@
 //! Streams take turns with buffers: what is ordered, what is not, and what fails.
-#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
-
-use std::sync::Arc;
 
 use aquifer_allocator::{AllocError, Allocator, Config, DeviceBuffer, Turn};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::sim::Fault;
 use aquifer_device::{AccessKind, Code, Device, Operation, Stream};
+use aquifer_tests::Subject;
 
 struct Bench {
-    sim: Arc<SimDriver>,
+    sim: Subject,
     device: Device,
     allocator: Allocator,
 }
 
 impl Bench {
     fn new() -> Bench {
-        let sim = SimDriver::new(SimConfig::new(64 << 20));
-        let device = Device::new(sim.clone());
+        let sim = Subject::new(64 << 20);
+        let device = sim.device();
         let allocator = Allocator::new(&device, Config::default()).unwrap();
         Bench { sim, device, allocator }
     }
@@ -53,7 +51,7 @@ fn readers_wait_for_the_writer_and_not_for_each_other() {
     assert_eq!(own(AccessKind::Write), [one.id(), one.id(), two.id()]);
     write(&two, &buffer, 8).unwrap();
     assert_eq!(own(AccessKind::Write), [two.id()]);
-    assert!(bench.sim.take_violations().is_empty());
+    bench.sim.assert_no_violation();
 }
 
 #[test]
@@ -100,7 +98,7 @@ fn a_turn_that_could_not_be_taken_leaves_no_trace() {
         }
     }
     write(&two, &first, 2).unwrap();
-    assert!(bench.sim.take_violations().is_empty());
+    bench.sim.assert_no_violation();
 }
 
 #[test]
@@ -119,5 +117,5 @@ fn turns_in_any_order_never_wait_in_a_circle() {
             });
         }
     });
-    assert!(bench.sim.take_violations().is_empty());
+    bench.sim.assert_no_violation();
 }

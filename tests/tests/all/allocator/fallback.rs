@@ -1,13 +1,12 @@
 //! Where memory cannot be mapped it comes in segments, and one warning says so and why.
 
-#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
-
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex};
 
 use aquifer_allocator::{Allocator, Config};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::sim::{Fault, SimConfig};
 use aquifer_device::{Code, Device, Operation};
+use aquifer_tests::Subject;
 use tracing::field::{Field, Visit};
 use tracing::span;
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -66,10 +65,10 @@ fn warnings(device: &Device, options: &str) -> (Vec<String>, bool) {
 
 #[test]
 fn falling_back_to_segments_is_told_once_and_why() {
-    let device = |config: SimConfig| Device::new(SimDriver::new(config));
+    let device = |config: SimConfig| Subject::open(&config).device();
     let failing = |operation| {
-        let driver = SimDriver::new(SimConfig::new(1 << 30));
-        let device = Device::new(driver.clone());
+        let driver = Subject::new(1 << 30);
+        let device = driver.device();
         driver.inject(Fault::Nth { operation: Some(operation), nth: 1, code: Code::INVALID_VALUE });
         device
     };
@@ -88,7 +87,7 @@ fn falling_back_to_segments_is_told_once_and_why() {
 #[test]
 fn nothing_is_told_where_memory_is_mapped_or_segments_were_asked_for() {
     for (options, expected) in [("", true), ("backing:segments", false)] {
-        let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
+        let device = Subject::new(1 << 30).device();
         assert_eq!(warnings(&device, options), (Vec::new(), expected), "{options:?}");
     }
 }

@@ -1,18 +1,17 @@
 //! Observers of mappings see every change in time, and what they saw adds up to what is mapped.
-#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use aquifer_allocator::{Allocator, Config, MappingChange, Registration};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::sim::Fault;
 use aquifer_device::{Code, Device, DevicePtr, Operation};
+use aquifer_tests::{MIB, Subject};
 
-const MIB: u64 = 1 << 20;
 const GRANULE: u64 = 2 * MIB;
 
 struct Setup {
-    driver: Arc<SimDriver>,
+    driver: Subject,
     device: Device,
     allocator: Allocator,
     /// Granules that have memory, as the observer was told.
@@ -21,8 +20,8 @@ struct Setup {
 }
 
 fn setup() -> Setup {
-    let driver = SimDriver::new(SimConfig::new(256 * MIB));
-    let device = Device::new(driver.clone());
+    let driver = Subject::new(256 * MIB);
+    let device = driver.device();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let told = Arc::new(Mutex::new(BTreeSet::new()));
     let (seen, below) = (told.clone(), driver.clone());
@@ -36,7 +35,11 @@ fn setup() -> Setup {
             }),
             MappingChange::Mapped { addr, bytes } => granules(addr, bytes).for_each(|at| {
                 assert!(seen.insert(at), "{at:#x} was mapped already");
-                assert_eq!(below.mapping_at(DevicePtr(at)).unwrap().devices, [0], "{at:#x} cannot be accessed yet");
+                assert_eq!(
+                    below.mapping_at(DevicePtr(at)).unwrap().devices,
+                    [below.ordinal()],
+                    "{at:#x} cannot be accessed yet"
+                );
             }),
             _ => unreachable!(),
         }
@@ -68,7 +71,7 @@ fn growth_remaps_and_trims_are_told() {
     drop((live, moved));
     setup.allocator.empty_cache().unwrap();
     assert_eq!((setup.told_bytes(), setup.allocator.reserved_bytes()), (0, 0));
-    assert_eq!(setup.driver.violations(), []);
+    setup.driver.assert_no_violation();
 }
 
 #[test]
@@ -90,7 +93,7 @@ fn an_observer_may_free() {
     let _registration = setup.allocator.observe_mappings(move |_| drop(held.lock().unwrap().pop()));
     drop(setup.allocator.alloc(90 * MIB, setup.device.default_stream()).unwrap());
     assert!(setup.told_bytes() >= first && setup.allocator.allocated_bytes() < live * 10 * MIB);
-    assert_eq!(setup.driver.violations(), []);
+    setup.driver.assert_no_violation();
 }
 
 #[test]

@@ -1,0 +1,14 @@
+//! The allocator, one subject a file: memory that others know, memory that grows in place or sleeps, turns with buffers, peaks, and
+//! what happens where the driver refuses.
+
+mod exportable;
+mod failed_release;
+mod fallback;
+mod growable;
+mod mapped_together;
+mod mappings;
+mod peaks;
+mod peers;
+mod pinned;
+mod sleep;
+mod turns;

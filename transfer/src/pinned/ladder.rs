@@ -1,0 +1,221 @@
+//! How a request is met: unused memory first, then growth, then what it takes when neither serves.
+//!
+//! A request climbs rungs, each of which may end it: an unused block; blocks that the device turns out to be done with; a new slab; a
+//! large unused slab that would rather be kept whole; a new slab after unused ones went back; a block that the host
+//! waits for. The last of them ends in [`TransferError::OutOfPinned`].
+//!
+//! Invariants:
+//! * a block is handed out only when every tick that it carries is known to be done on the host; one whose ticks
+//!   cannot be answered, because the device is lost, never is;
+//! * the pool's lock is a leaf: it is never held across a driver call, a wait, or a timeline's lock;
+//! * what a call that fails had taken in hand is in its place again when it returns.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::time::Instant;
+
+use aquifer_device::{Device, Tick};
+
+use super::class;
+use super::pool::PinnedConfig;
+use super::slabs::BlockId;
+use super::source::{SlabMemory, SlabSource};
+use super::state::{Block, Plan, State};
+use super::waiting::Front;
+use crate::error::TransferError;
+use crate::sync::Mutex;
+
+/// What all handles of a pool share.
+pub(super) struct Inner {
+    pub(super) device: Device,
+    source: SlabSource,
+    pub(super) state: Mutex<State>,
+}
+
+impl Inner {
+    pub(super) fn new(device: &Device, config: PinnedConfig) -> Inner {
+        let PinnedConfig { limit_bytes, slabs } = config;
+        Inner { device: device.clone(), source: slabs, state: Mutex::new(State::new(limit_bytes)) }
+    }
+
+    /// A block of at least `bytes` bytes, not 0, that nobody uses and no copy is in flight for.
+    #[inline]
+    pub(super) fn take(&self, bytes: usize) -> Result<Block, TransferError> {
+        let too_long = || TransferError::LengthOverflow { len: bytes as u64, size: 1 };
+        let class = class::round_up(bytes).ok_or_else(too_long)?;
+        if let Some(block) = self.state.lock().take(class, false) {
+            return Ok(block);
+        }
+        self.take_slowly(class)
+    }
+
+    #[cold]
+    fn take_slowly(&self, class: usize) -> Result<Block, TransferError> {
+        // What the driver cannot tell now is not done.
+        self.poll().or_else(unless_lost)?;
+        let plan = self.state.lock().plan(class);
+        let sizes = match plan {
+            Plan::Taken(block) => return Ok(block),
+            Plan::Grow(sizes) => sizes,
+        };
+        let mut refusal = match self.grow(class, &sizes)? {
+            Ok(block) => return Ok(block),
+            Err(refusal) => refusal,
+        };
+        loop {
+            if let Some(block) = self.state.lock().take(class, true) {
+                return Ok(block);
+            }
+            if self.make_room(class, refusal.is_some())? {
+                refusal = match self.grow(class, &sizes[1..])? {
+                    Ok(block) => return Ok(block),
+                    Err(refusal) => refusal,
+                };
+            }
+            if !self.wait_for_one()? {
+                return Err(self.out_of_pinned(class, refusal));
+            }
+        }
+    }
+
+    /// Gets a slab of the first of these lengths that the limit and the system allow. If none is, the inner error is what the system
+    /// said, or `None` if it was not asked.
+    fn grow(&self, class: usize, sizes: &[usize]) -> Result<Result<Block, Option<TransferError>>, TransferError> {
+        let mut refusal = None;
+        for &bytes in sizes {
+            if !self.state.lock().begin_growth(bytes) {
+                continue;
+            }
+            let begun = Instant::now();
+            let memory = SlabMemory::obtain(&self.source, &self.device, bytes);
+            let mut state = self.state.lock();
+            let error = match memory {
+                Ok(memory) => return Ok(Ok(state.add(memory, bytes, class, begun.elapsed()))),
+                Err(error) => error,
+            };
+            state.moving -= bytes;
+            if !error.is_out_of_memory() {
+                return Err(error);
+            }
+            refusal = Some(error);
+        }
+        Ok(Err(refusal))
+    }
+
+    /// Gives unused slabs back so that one for `class` can come; all of them if the system refused it. Whether any went.
+    fn make_room(&self, class: usize, system: bool) -> Result<bool, TransferError> {
+        let excess = if system { usize::MAX } else { self.state.lock().excess(class) };
+        self.release(excess).map(|released| released > 0).or_else(|error| unless_lost(error).map(|()| true))
+    }
+
+    /// Gives unused slabs of `bytes` bytes or a little more back, as far as there are any. Returns how many bytes went.
+    pub(super) fn release(&self, bytes: usize) -> Result<usize, TransferError> {
+        let removed = self.state.lock().begin_release(bytes);
+        let (mut released, mut failure) = (0, None);
+        for mut slab in removed {
+            let begun = Instant::now();
+            // After a failure the rest stays, rather than that each of them fails in turn.
+            let gone =
+                failure.is_none() && slab.memory.release(&self.device).map_err(|error| failure = Some(error)).is_ok();
+            released += if gone { slab.bytes } else { 0 };
+            self.state.lock().end_release(slab, gone, begun.elapsed());
+        }
+        failure.map_or(Ok(released), |error| Err(error.into()))
+    }
+
+    /// Asks the driver how far the streams got that blocks wait for, and makes available what is done: one question for each stream,
+    /// again where a block then waits for another one.
+    pub(super) fn poll(&self) -> Result<(), TransferError> {
+        let (mut outcome, mut asked) = (Ok(()), BTreeSet::new());
+        let mut fronts = self.state.lock().fronts();
+        while !fronts.is_empty() {
+            for front in &fronts {
+                // A tick that no event covers would never be known to be done.
+                let answer = front.tick.cover().and_then(|()| front.tick.is_done());
+                outcome = outcome.and(answer.map(drop));
+            }
+            asked.extend(fronts.iter().map(Front::place));
+            fronts = self.state.lock().fronts();
+            fronts.retain(|front| !asked.contains(&front.place()));
+        }
+        outcome.map_err(TransferError::from)
+    }
+
+    /// Waits until a block that waits is done with the tick that is before it now. Whether there was one.
+    fn wait_for_one(&self) -> Result<bool, TransferError> {
+        let fronts = self.state.lock().fronts();
+        let mut failure = None;
+        for front in fronts {
+            match self.wait_for(&front.tick) {
+                Ok(()) => {
+                    self.state.lock().reap();
+                    return Ok(true);
+                }
+                Err(error) => failure = Some(error),
+            }
+        }
+        failure.map_or(Ok(false), Err)
+    }
+
+    /// The host waits until the tick is done; counted if it was not.
+    pub(super) fn wait_for(&self, tick: &Tick) -> Result<(), TransferError> {
+        if tick.is_done()? {
+            return Ok(());
+        }
+        let begun = Instant::now();
+        let waited = tick.synchronize();
+        self.state.lock().stats.waited(begun.elapsed());
+        Ok(waited?)
+    }
+
+    /// Takes a block back that copies may be in flight for. Makes no driver call and waits for nothing.
+    #[inline]
+    pub(super) fn give(&self, block: BlockId, ticks: Vec<Tick>) {
+        self.state.lock().give(block, ticks);
+    }
+
+    /// Bytes held from the system.
+    pub(super) fn reserved(&self) -> usize {
+        self.state.lock().reserved()
+    }
+
+    fn out_of_pinned(&self, class: usize, source: Option<TransferError>) -> TransferError {
+        let mut state = self.state.lock();
+        state.stats.num_ooms += 1;
+        TransferError::OutOfPinned {
+            requested: class as u64,
+            reserved: state.reserved() as u64,
+            free: state.slabs.unused() as u64,
+            limit: state.limit,
+            source: source.map(Box::new),
+        }
+    }
+}
+
+/// Lets a failure pass that concerns nothing but cached memory: the request may be served all the same.
+fn unless_lost(error: TransferError) -> Result<(), TransferError> {
+    if error.is_device_lost() {
+        return Err(error);
+    }
+    tracing::warn!(%error, "cached page-locked memory could not be asked for or given back");
+    Ok(())
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PinnedPool")
+            .field("device", &self.device.id())
+            .field("source", &self.source)
+            .field("reserved", &self.reserved())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Inner {
+    /// Copies may still be in flight, and driver calls and waits have no place here: the device takes the memory.
+    fn drop(&mut self) {
+        for memory in self.state.get_mut().slabs.drain() {
+            memory.release_later(&self.device);
+        }
+    }
+}

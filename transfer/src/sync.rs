@@ -1,0 +1,71 @@
+//! The locks whose interleavings matter: those of parking_lot, or with `--cfg aquifer_shuttle`, which is for the crate's own tests
+//! alone, counterparts that hand every interleaving to a scheduler (`ci/schedules`).
+//!
+//! Locks that are leaves, under which nothing here waits or calls out, need no counterpart and are parking_lot's.
+
+#[cfg(not(aquifer_shuttle))]
+pub(crate) use of_threads::Condvar;
+#[cfg(not(aquifer_shuttle))]
+pub(crate) use parking_lot::{Mutex, MutexGuard};
+
+#[cfg(aquifer_shuttle)]
+pub(crate) use modelled::{Condvar, Mutex, MutexGuard};
+
+#[cfg(not(aquifer_shuttle))]
+mod of_threads {
+    use parking_lot::MutexGuard;
+
+    /// What threads wait for.
+    #[derive(Debug, Default)]
+    pub(crate) struct Condvar(parking_lot::Condvar);
+
+    impl Condvar {
+        /// Waits without the lock until somebody notifies, or for no reason.
+        pub(crate) fn wait<'a, T>(&self, mut guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+            self.0.wait(&mut guard);
+            guard
+        }
+
+        pub(crate) fn notify_all(&self) {
+            self.0.notify_all();
+        }
+    }
+}
+
+#[cfg(aquifer_shuttle)]
+mod modelled {
+    pub(crate) use shuttle::sync::MutexGuard;
+    use shuttle::sync::PoisonError;
+
+    /// A scheduled mutex with the interface of parking_lot's.
+    #[derive(Debug, Default)]
+    pub(crate) struct Mutex<T>(shuttle::sync::Mutex<T>);
+
+    impl<T> Mutex<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Mutex(shuttle::sync::Mutex::new(value))
+        }
+
+        pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        }
+
+        pub(crate) fn get_mut(&mut self) -> &mut T {
+            self.0.get_mut().unwrap_or_else(PoisonError::into_inner)
+        }
+    }
+
+    /// A scheduled condition variable.
+    #[derive(Debug, Default)]
+    pub(crate) struct Condvar(shuttle::sync::Condvar);
+
+    impl Condvar {
+        pub(crate) fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+            self.0.wait(guard).unwrap_or_else(PoisonError::into_inner)
+        }
+
+        pub(crate) fn notify_all(&self) {
+            self.0.notify_all();
+        }
+    }
+}

@@ -1,0 +1,11 @@
+//! Values of a buffer that was dropped, whose memory may be somebody else's.
+
+use aquifer_transfer::{PinnedBuffer, TransferError};
+
+fn wrong(host: PinnedBuffer<u8>) -> Result<u8, TransferError> {
+    let values = host.read()?;
+    drop(host);
+    Ok(values[0])
+}
+
+fn main() {}

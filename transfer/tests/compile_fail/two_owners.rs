@@ -1,0 +1,9 @@
+//! A second owner, who could write while the first reads.
+
+use aquifer_transfer::PinnedBuffer;
+
+fn wrong(host: &PinnedBuffer<u8>) -> PinnedBuffer<u8> {
+    host.clone()
+}
+
+fn main() {}
