@@ -15,7 +15,7 @@ use aquifer_kernels::DType;
 use super::checkpoint::{Checkpoint, TensorEntry, fault, file_error};
 use super::checkpoint_error::CheckpointFault;
 use super::param_set::ParamSet;
-use super::relocate::{Progress, SMALL_BYTES};
+use super::relocate::{Progress, SMALL_BYTES, Tell};
 use crate::copy::TransferBatch;
 use crate::counters::Direction;
 use crate::error::TransferError;
@@ -42,14 +42,17 @@ pub enum OtherDTypes {
     AsBytes,
 }
 
+/// Tells which tensors are wanted.
+type Filter<'a> = Box<dyn Fn(&TensorEntry) -> bool + 'a>;
+
 /// Which tensors are loaded, and how.
 #[derive(Default)]
 #[must_use = "nothing is loaded before it is given to `Checkpoint::load_blocking`"]
 pub struct Load<'a> {
-    filter: Option<Box<dyn Fn(&TensorEntry) -> bool + 'a>>,
+    filter: Option<Filter<'a>>,
     dtype: Option<DType>,
     others: OtherDTypes,
-    progress: Option<Box<dyn FnMut(&Progress<'_>) + 'a>>,
+    progress: Option<Tell<'a>>,
 }
 
 impl<'a> Load<'a> {

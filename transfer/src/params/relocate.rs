@@ -31,13 +31,16 @@ pub struct Progress<'a> {
     pub bytes_total: u64,
 }
 
+/// What is told of progress.
+pub(super) type Tell<'a> = Box<dyn FnMut(&Progress<'_>) + 'a>;
+
 /// How a set is moved.
 #[derive(Default)]
 #[must_use = "nothing moves before it is given to `ParamSet::move_with_blocking`"]
 pub struct Relocate<'a> {
     dtype: Option<DType>,
     stream: Option<Stream>,
-    progress: Option<Box<dyn FnMut(&Progress<'_>) + 'a>>,
+    progress: Option<Tell<'a>>,
 }
 
 impl<'a> Relocate<'a> {

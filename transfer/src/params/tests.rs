@@ -28,8 +28,8 @@ fn quiet(transfer: &Transfer) {
     assert_eq!(transfer.device().driver().take_violation(), None);
 }
 
-fn floats(len: usize, seed: u32) -> Vec<f32> {
-    (0..len).map(|n| (n as u32).wrapping_mul(2_654_435_761).wrapping_add(seed) as f32 / 1e6).collect()
+fn floats(len: u32, seed: u32) -> Vec<f32> {
+    (0..len).map(|n| n.wrapping_mul(2_654_435_761).wrapping_add(seed) as f32 / 1e6).collect()
 }
 
 fn model() -> ParamSet {

@@ -261,7 +261,7 @@ proptest! {
     ) {
         let stand = stand(SimConfig::default().seed(seed));
         let items: Vec<Result<Vec<u32>, String>> = sizes.iter().enumerate()
-            .map(|(n, &len)| if errors.contains(&n) { Err(n.to_string()) } else { Ok(vec![n as u32; len]) }).collect();
+            .map(|(n, &len)| if errors.contains(&n) { Err(n.to_string()) } else { Ok(vec![u32::try_from(n).unwrap(); len]) }).collect();
         let expected = items.clone();
         let mut prefetcher = Prefetcher::try_new(items, &stand.transfer, &stand.stream, ahead).unwrap();
         let mut kept = Vec::new();

@@ -43,7 +43,10 @@ impl Tensor {
         Tensor::new(Memory::Host(HostMemory::of::<T, S>(owner)), T::DTYPE, layout)
     }
 
-    /// A scalar.
+    /// A tensor of one element and no dimension.
+    ///
+    /// # Errors
+    /// None that is known; as [`Tensor::from_vec`].
     pub fn scalar<T: Scalar>(value: T) -> Result<Tensor, TransferError> {
         Tensor::from_vec(vec![value], &[])
     }

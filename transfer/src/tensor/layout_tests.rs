@@ -154,7 +154,7 @@ fn apply(view: &View, layout: Layout, model: Model) -> Result<(Layout, Model), T
         View::Reshape(split) => {
             // All in one, or two halves.
             let len = layout.len();
-            let to = if len % 2 == 0 && split % 2 == 0 { vec![2, len / 2] } else { vec![len] };
+            let to = if len.is_multiple_of(2) && split.is_multiple_of(2) { vec![2, len / 2] } else { vec![len] };
             match layout.reshape(&to) {
                 Ok(reshaped) => Ok((reshaped, Model { shape: to, ..model })),
                 Err(error) => {
@@ -210,11 +210,10 @@ proptest! {
         shape in prop::collection::vec(any::<u64>(), 0..10), strides in prop::collection::vec(any::<u64>(), 0..10),
         offset in any::<u64>(),
     ) {
-        for layout in [Layout::row_major(&shape), Layout::column_major(&shape), Layout::strided(&shape, &strides, offset)] {
-            if let Ok(layout) = layout {
-                let _ = (layout.len(), layout.span(), layout.end(), layout.merged(), layout.is_contiguous());
-                let _ = (layout.reshape(&[layout.len()]), layout.unsqueeze(0), layout.broadcast(&shape));
-            }
+        let layouts = [Layout::row_major(&shape), Layout::column_major(&shape), Layout::strided(&shape, &strides, offset)];
+        for layout in layouts.into_iter().flatten() {
+            let _ = (layout.len(), layout.span(), layout.end(), layout.merged(), layout.is_contiguous());
+            let _ = (layout.reshape(&[layout.len()]), layout.unsqueeze(0), layout.broadcast(&shape));
         }
     }
 }
