@@ -89,6 +89,20 @@ impl<T: Copy> DeviceBuffer<T> {
         Ok(DeviceBuffer { start: self.start + start, len: end - start, ..self.clone() })
     }
 
+    /// The same memory as elements of another type; `None` where it is not a whole number of them, or does not begin at a multiple of
+    /// their alignment. Its bytes stay as they are.
+    pub fn cast<U: Copy>(&self) -> Option<DeviceBuffer<U>> {
+        let (size, start) = (size_of::<U>() as u64, self.start * size_of::<T>() as u64);
+        let whole = size > 0 && start.is_multiple_of(size) && self.bytes().is_multiple_of(size);
+        let aligned = self.ptr().0.is_multiple_of(align_of::<U>() as u64);
+        (whole && aligned).then(|| DeviceBuffer {
+            storage: self.storage.clone(),
+            start: start / size,
+            len: self.bytes() / size,
+            element: PhantomData,
+        })
+    }
+
     /// The memory it is a part of, which knows who uses it.
     pub fn storage(&self) -> &Arc<Storage> {
         &self.storage

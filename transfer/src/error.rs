@@ -3,8 +3,12 @@
 use std::sync::Arc;
 
 use aquifer_allocator::AllocError;
-use aquifer_device::DeviceError;
-use aquifer_kernels::KernelError;
+use aquifer_device::{DeviceError, Unavailable};
+use aquifer_kernels::{ConvertError, DType, KernelError};
+
+use crate::params::{CheckpointError, Stray, Strays};
+use crate::placement::NoDevice;
+use crate::tensor::{LayoutError, OperandsError};
 
 /// Why a transfer, or another request to the runtime, failed. The runtime is as usable afterwards as before.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -145,6 +149,96 @@ pub enum TransferError {
         /// What is missing.
         what: &'static str,
     },
+    /// No device serves what the caller needs. The report says why, device by device.
+    #[error(transparent)]
+    NoDevice(#[from] Box<NoDevice>),
+    /// No real GPU can be used at all. Open a simulated one instead, or allow the host.
+    #[error("no real GPU can be used: {0}")]
+    NoGpu(Unavailable),
+    /// The caller asked for a layout, or a view, that cannot be.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// The caller passed operands that do not go together. All of them are named.
+    #[error(transparent)]
+    Operands(#[from] Box<OperandsError>),
+    /// The caller asked for elements of another dtype than the tensor has. Convert it first.
+    #[error("the tensor is of {is}, not of {needed}")]
+    WrongDType {
+        /// What it is.
+        is: DType,
+        /// What was asked for.
+        needed: DType,
+    },
+    /// The caller named a dtype that this version does not know.
+    #[error("there are no tensors of {name:?}")]
+    NoDType {
+        /// The name.
+        name: String,
+    },
+    /// The device has no instructions for the dtype, which the caller said it must have. Use another dtype or device.
+    #[error("{device} does not compute with {dtype} natively: it lacks {missing}")]
+    NotNative {
+        /// The dtype.
+        dtype: DType,
+        /// Name of the device.
+        device: String,
+        /// What is missing.
+        missing: &'static str,
+    },
+    /// The caller asked for device memory of a tensor that is elsewhere. Move it first.
+    #[error("the tensor is on {place}, not on a device; move it with `Tensor::to`")]
+    NotOnDevice {
+        /// Where it is.
+        place: String,
+    },
+    /// The caller asked for host memory of a tensor that is on a device. Bring it first.
+    #[error("the tensor is on {place}, not on the host; bring it with `Tensor::to_host`")]
+    NotOnHost {
+        /// Where it is.
+        place: String,
+    },
+    /// The caller asked for one piece of memory of a tensor that is not one.
+    #[error("a tensor of {shape:?} with strides {strides:?} is not contiguous; make it so with `Tensor::contiguous`")]
+    NotContiguous {
+        /// Its extents.
+        shape: Vec<u64>,
+        /// Its strides.
+        strides: Vec<u64>,
+    },
+    /// The caller asked for the element of a tensor that has not one.
+    #[error("a tensor of {shape:?} has not one element")]
+    NotOneElement {
+        /// Its extents.
+        shape: Vec<u64>,
+    },
+    /// Elements could not be converted.
+    #[error(transparent)]
+    Convert(#[from] ConvertError),
+    /// The caller named a parameter as it cannot be named, or one that is not there.
+    #[error("parameter {name:?} {problem}")]
+    ParamName {
+        /// The name.
+        name: String,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+    /// The source of batches that the caller gave failed.
+    #[error("the source of batches failed: {source}")]
+    Source {
+        /// What it said.
+        source: Arc<dyn std::error::Error + Send + Sync>,
+    },
+    /// Parameters are not where all should be. Move the whole set.
+    #[error("not all parameters are on {place}: {}", Strays(strays))]
+    LeftBehind {
+        /// Where they should be.
+        place: String,
+        /// Those that are elsewhere.
+        strays: Vec<Stray>,
+    },
+    /// A file of tensors is not what it should be.
+    #[error(transparent)]
+    Checkpoint(#[from] Box<CheckpointError>),
     /// Device memory could not be had, or not be used by the stream.
     #[error(transparent)]
     Alloc(#[from] AllocError),

@@ -12,21 +12,36 @@ mod copy;
 mod counters;
 mod error;
 mod job;
+mod params;
 mod pending;
 mod pinned;
+mod placement;
+mod prefetch;
 mod runtime;
+mod spill;
 mod staging;
 mod streams;
 mod sync;
+mod tensor;
+mod timer;
 mod waiter;
 
 pub use copy::{BatchResults, Downloaded, Region, Route, Scope, TransferBatch};
 pub use counters::{Counters, Direction, Traffic};
 pub use error::TransferError;
+pub use params::{
+    Checkpoint, CheckpointError, CheckpointFault, Load, OtherDTypes, Param, ParamKind, ParamSet, Progress, Relocate,
+    Stray, TensorEntry,
+};
 pub use pending::{OnStreams, Pending};
 pub use pinned::{
     HostMemoryStats, PinnedBuffer, PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, Returned, SlabSource,
     TimeStat,
 };
+pub use placement::{Candidate, Chosen, Fallback, NoDevice, Placement, Refused, Verdict};
+pub use prefetch::{Batch, Prefetcher};
 pub use runtime::{Transfer, TransferConfig};
+pub use spill::{Access, SpillStats, Spillable, Spiller};
 pub use staging::{DirectIo, FileReport, ScheduleReport, StagingConfig, StagingStats, VirtualSchedule};
+pub use tensor::{Layout, LayoutError, MAX_DIMENSIONS, OperandInfo, OperandsError, Place, Scalar, Tensor, To};
+pub use timer::{Timer, Timing};

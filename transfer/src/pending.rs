@@ -214,6 +214,16 @@ impl<T> Pending<T> {
         }
     }
 
+    /// Gives the transfer up and waits until no thread works on it any more, so that what it used is given back.
+    pub(crate) fn abandon(self) {
+        for step in &self.steps {
+            if let Step::Job(job) = step {
+                job.cancel();
+                job.wait();
+            }
+        }
+    }
+
     /// What the complete transfer gives.
     fn finish(&mut self) -> Result<T, TransferError> {
         self.steps.iter().try_for_each(Step::result)?;

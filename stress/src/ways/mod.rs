@@ -6,6 +6,7 @@
 mod device;
 mod heap;
 mod rules;
+mod spill;
 mod stand;
 
 use crate::exit::Failure;
@@ -39,7 +40,7 @@ pub struct Story {
 }
 
 /// All ways, in the order in which they are best read.
-pub const ALL: [Way; 8] = [
+pub const ALL: [Way; 9] = [
     device::TOO_BIG,
     heap::FRAGMENTED,
     device::OTHER_PROCESS,
@@ -48,6 +49,7 @@ pub const ALL: [Way; 8] = [
     rules::HEADROOM,
     heap::PRIVATE_POOL,
     rules::RECLAIMERS,
+    spill::SPILL,
 ];
 
 impl Way {

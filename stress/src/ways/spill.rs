@@ -1,0 +1,55 @@
+//! There is not enough on the device, but some of what is there can go to the host.
+
+use aquifer_allocator::Bytes;
+use aquifer_transfer::{Spillable, Spiller, Transfer};
+
+use super::{Stand, Story, Way, no_options};
+use crate::exit::Failure;
+
+pub(super) const SPILL: Way = Way {
+    name: "spill",
+    summary: "asks for more than is free beside caches; is refused, and served once a spiller may move them to the host",
+    needs_simulator: None,
+    options: no_options,
+    run: spill,
+};
+
+/// Caches that can be spilled.
+const CACHES: u64 = 8;
+/// The largest of them: what is spilled takes host memory, of which there is less than a device has.
+const CACHE_MAX: u64 = 32 << 20;
+
+fn spill(stand: &mut Stand) -> Result<Story, Failure> {
+    let transfer = Transfer::new(&stand.allocator)?;
+    let bytes = (stand.room / 4 / CACHES).min(CACHE_MAX) / (2 << 20) * (2 << 20);
+    let bytes = bytes.max(2 << 20);
+    // What the runtime needs for itself, and the edges of granules.
+    let spare = stand.percent(2).max(16 << 20);
+    stand.mark("weights", stand.room.saturating_sub(CACHES * bytes + spare))?;
+    let mut caches = Vec::new();
+    for number in 0..CACHES {
+        let contents = vec![content(number); usize::try_from(bytes).unwrap_or(usize::MAX)];
+        caches.push(transfer.to_device(contents, &stand.stream)?.wait()?);
+    }
+    let wanted = CACHES / 4 * 3 * bytes + spare;
+    let refusal = stand.request(wanted)?;
+    let spiller = Spiller::new(&transfer, 0);
+    let caches: Vec<Spillable<u8>> = caches.into_iter().map(|cache| spiller.add(cache, 0)).collect::<Result<_, _>>()?;
+    let served = stand.is_served(wanted)?;
+    let spilled = spiller.stats().host_bytes;
+    let mut unharmed = true;
+    for (number, cache) in (0..).zip(&caches) {
+        let mut contents = vec![0; usize::try_from(bytes).unwrap_or(usize::MAX)];
+        transfer.download_blocking(&cache.access(&stand.stream)?, &mut contents)?;
+        unharmed &= contents.iter().all(|&byte| byte == content(number));
+    }
+    let returns = spiller.stats().returns;
+    let recovered = refusal.report.is_some() && served && unharmed;
+    let recovered_by = format!("spilling {} to the host, of which {returns} caches came back", Bytes(spilled));
+    Ok(Story { refusal, recovered_by, recovered })
+}
+
+/// What a cache holds.
+fn content(number: u64) -> u8 {
+    u8::try_from(number % 251).unwrap_or(u8::MAX).wrapping_add(3)
+}

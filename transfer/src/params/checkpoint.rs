@@ -1,0 +1,283 @@
+//! Files of tensors in the safetensors format, of which only the headers were read.
+//!
+//! A file is 8 bytes with the length of its header, little-endian, the header in JSON, and the tensors one after the other
+//! (<https://github.com/huggingface/safetensors#format>). Large models come as several files beside an index `model.safetensors.index.json`
+//! that names the file of each tensor. Nothing in a file is believed: what does not fit together is an error.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use aquifer_kernels::DType;
+use safetensors::Dtype;
+use safetensors::tensor::Metadata;
+
+use super::checkpoint_error::{CheckpointError, CheckpointFault};
+use crate::error::TransferError;
+use crate::tensor::Layout;
+
+/// The longest header, in bytes: that of the reference implementation.
+pub(super) const HEADER_MAX: u64 = 100_000_000;
+
+const INDEX: &str = "model.safetensors.index.json";
+
+/// Tensors in one or several safetensors files. Opening reads headers alone; [`Checkpoint::load_blocking`] brings the tensors.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_transfer::{Checkpoint, Load, ParamSet, Tensor, Transfer};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
+/// let path = std::env::temp_dir().join(format!("aquifer-doc-{}.safetensors", std::process::id()));
+///
+/// let mut model = ParamSet::new();
+/// model.insert("embed.weight", Tensor::from_vec(vec![1.0f32, 2.0], &[2])?)?;
+/// model.save_blocking(&path)?;
+///
+/// let checkpoint = Checkpoint::open(&path)?;
+/// assert_eq!(checkpoint.bytes(), 8);
+/// let loaded = checkpoint.load_blocking(&transfer, Load::new())?;
+/// assert_eq!(loaded.get("embed.weight").unwrap().to_vec_blocking::<f32>()?, [1.0, 2.0]);
+/// # std::fs::remove_file(&path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Checkpoint {
+    pub(super) shards: Vec<Shard>,
+    pub(super) entries: Vec<TensorEntry>,
+}
+
+/// One file.
+#[derive(Debug)]
+pub(super) struct Shard {
+    pub(super) path: PathBuf,
+    pub(super) file: File,
+    pub(super) bytes: u64,
+    /// The whole file, if it is mapped.
+    pub(super) map: Option<Arc<memmap2::Mmap>>,
+}
+
+/// A tensor in a file.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct TensorEntry {
+    /// Its name.
+    pub name: String,
+    /// The dtype's name in the file, such as `"BF16"`.
+    pub file_dtype: String,
+    /// Its dtype; `None` where it is one that tensors here do not have.
+    pub dtype: Option<DType>,
+    /// Its extents, outermost first.
+    pub shape: Vec<u64>,
+    /// Its bytes in the file.
+    pub bytes: u64,
+    /// Which file it is in.
+    pub(super) shard: usize,
+    /// Where in the file.
+    pub(super) offset: u64,
+    /// Bytes of an element of a dtype that is not known here; 0 where that is no whole number.
+    pub(super) element_bytes: u64,
+}
+
+impl Checkpoint {
+    /// Opens a safetensors file, an index of several, or a directory that has an index, or else such files.
+    ///
+    /// # Errors
+    /// [`TransferError::File`] where a file cannot be read, [`TransferError::Checkpoint`] where it is not what it should be.
+    pub fn open(path: impl AsRef<Path>) -> Result<Checkpoint, TransferError> {
+        open(path.as_ref())
+    }
+
+    /// As [`Checkpoint::open`], mapping the files instead of reading them later. On the host tensors then share the mappings, which costs no
+    /// memory before they are read; to a device this saves a copy where the system has the files in memory.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    ///
+    /// # Safety
+    /// The files must not be changed or cut short, by any process, while the checkpoint or a tensor loaded from it to the host exists: tensors would
+    /// change under their readers' eyes, and reading beyond the end of a file ends the process.
+    #[allow(unsafe_code, reason = "nobody but the caller knows who else writes the files")]
+    pub unsafe fn open_mapped(path: impl AsRef<Path>) -> Result<Checkpoint, TransferError> {
+        let mut checkpoint = open(path.as_ref())?;
+        for shard in &mut checkpoint.shards {
+            // SAFETY: the caller promises that nobody changes the file while it is mapped.
+            let map = unsafe { memmap2::Mmap::map(&shard.file) }.map_err(|error| file_error(&shard.path, error))?;
+            if map.len() as u64 != shard.bytes {
+                return Err(fault(&shard.path, CheckpointFault::Changed));
+            }
+            shard.map = Some(Arc::new(map));
+        }
+        Ok(checkpoint)
+    }
+
+    /// The tensors, file by file in the order in which they lie there.
+    pub fn entries(&self) -> &[TensorEntry] {
+        &self.entries
+    }
+
+    /// Bytes of all tensors.
+    pub fn bytes(&self) -> u64 {
+        self.entries.iter().map(|entry| entry.bytes).sum()
+    }
+
+    /// The file that a tensor is in.
+    pub(super) fn path_of(&self, entry: &TensorEntry) -> &Path {
+        self.shards.get(entry.shard).map_or(Path::new(""), |shard| &shard.path)
+    }
+}
+
+fn open(path: &Path) -> Result<Checkpoint, TransferError> {
+    let metadata = std::fs::metadata(path).map_err(|error| file_error(path, error))?;
+    if metadata.is_dir() {
+        return open_directory(path);
+    }
+    if path.extension().is_some_and(|extension| extension == "json") {
+        return open_index(path);
+    }
+    open_shards(vec![path.to_owned()])
+}
+
+fn open_directory(path: &Path) -> Result<Checkpoint, TransferError> {
+    let index = path.join(INDEX);
+    if index.is_file() {
+        return open_index(&index);
+    }
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(path).map_err(|error| file_error(path, error))? {
+        let file = entry.map_err(|error| file_error(path, error))?.path();
+        if file.extension().is_some_and(|extension| extension == "safetensors") {
+            files.push(file);
+        }
+    }
+    files.sort();
+    if files.is_empty() { Err(fault(path, CheckpointFault::NoFiles)) } else { open_shards(files) }
+}
+
+fn open_index(path: &Path) -> Result<Checkpoint, TransferError> {
+    let bytes = std::fs::read(path).map_err(|error| file_error(path, error))?;
+    let wrong = |problem: String| fault(path, CheckpointFault::Index { problem });
+    let index: serde_json::Value = serde_json::from_slice(&bytes).map_err(|error| wrong(error.to_string()))?;
+    let map = index.get("weight_map").and_then(serde_json::Value::as_object);
+    let map = map.ok_or_else(|| wrong("it has no object \"weight_map\"".to_owned()))?;
+    let mut file_of: BTreeMap<&str, &str> = BTreeMap::new();
+    for (tensor, file) in map {
+        let file = file.as_str().ok_or_else(|| wrong(format!("{tensor:?} is in no file")))?;
+        // A plain name: an index must not lead out of its directory.
+        let plain = Path::new(file).file_name().is_some_and(|name| name == file) && !file.contains(['/', '\\']);
+        if !plain {
+            return Err(fault(path, CheckpointFault::ForeignFile { file: file.to_owned() }));
+        }
+        file_of.insert(tensor, file);
+    }
+    let files: BTreeSet<&str> = file_of.values().copied().collect();
+    let directory = path.parent().unwrap_or(Path::new(""));
+    let checkpoint = open_shards(files.into_iter().map(|file| directory.join(file)).collect())?;
+    let present: HashMap<&str, &Path> =
+        checkpoint.entries.iter().map(|entry| (entry.name.as_str(), checkpoint.path_of(entry))).collect();
+    for (tensor, file) in file_of {
+        if present.get(tensor).and_then(|path| path.file_name()).is_none_or(|name| name != file) {
+            let (tensor, file) = (tensor.to_owned(), file.to_owned());
+            return Err(fault(path, CheckpointFault::Missing { tensor, file }));
+        }
+    }
+    Ok(checkpoint)
+}
+
+fn open_shards(paths: Vec<PathBuf>) -> Result<Checkpoint, TransferError> {
+    let mut checkpoint = Checkpoint { shards: Vec::with_capacity(paths.len()), entries: Vec::new() };
+    let mut shard_of: HashMap<String, usize> = HashMap::new();
+    for (number, path) in paths.into_iter().enumerate() {
+        let (shard, entries) = open_shard(path, number)?;
+        for entry in &entries {
+            if let Some(other) = shard_of.insert(entry.name.clone(), number) {
+                let other = checkpoint.shards.get(other).unwrap_or(&shard).path.display().to_string();
+                return Err(fault(&shard.path, CheckpointFault::Duplicate { tensor: entry.name.clone(), other }));
+            }
+        }
+        checkpoint.shards.push(shard);
+        checkpoint.entries.extend(entries);
+    }
+    Ok(checkpoint)
+}
+
+fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, Vec<TensorEntry>), TransferError> {
+    let mut file = File::open(&path).map_err(|error| file_error(&path, error))?;
+    let bytes = file.metadata().map_err(|error| file_error(&path, error))?.len();
+    let (metadata, start) = read_header(&mut file, &path, bytes)?;
+    let needed = start.saturating_add(metadata.data_len() as u64);
+    if needed != bytes {
+        return Err(fault(&path, CheckpointFault::Length { needed, has: bytes }));
+    }
+    let mut entries = Vec::new();
+    for name in metadata.offset_keys() {
+        let Some(info) = metadata.info(&name) else { continue };
+        let shape: Vec<u64> = info.shape.iter().map(|&extent| extent as u64).collect();
+        if Layout::row_major(&shape).is_err() {
+            return Err(fault(&path, CheckpointFault::Shape { tensor: name, shape }));
+        }
+        if name.split('.').any(str::is_empty) {
+            return Err(fault(&path, CheckpointFault::Name { tensor: name }));
+        }
+        let bits = info.dtype.bitsize() as u64;
+        entries.push(TensorEntry {
+            name,
+            file_dtype: format!("{:?}", info.dtype),
+            dtype: dtype_of(info.dtype),
+            shape,
+            bytes: (info.data_offsets.1 - info.data_offsets.0) as u64,
+            shard: number,
+            offset: start + info.data_offsets.0 as u64,
+            element_bytes: if bits.is_multiple_of(8) { bits / 8 } else { 0 },
+        });
+    }
+    Ok((Shard { path, file, bytes, map: None }, entries))
+}
+
+/// The header, and where the tensors begin.
+fn read_header(file: &mut File, path: &Path, bytes: u64) -> Result<(Metadata, u64), TransferError> {
+    if bytes < 8 {
+        return Err(fault(path, CheckpointFault::Truncated { needed: 8, has: bytes }));
+    }
+    let mut length = [0; 8];
+    file.read_exact(&mut length).map_err(|error| file_error(path, error))?;
+    let length = u64::from_le_bytes(length);
+    if length > HEADER_MAX {
+        return Err(fault(path, CheckpointFault::HeaderTooLong { bytes: length }));
+    }
+    if bytes - 8 < length {
+        return Err(fault(path, CheckpointFault::Truncated { needed: 8 + length, has: bytes }));
+    }
+    let mut header = vec![0; usize::try_from(length).unwrap_or(usize::MAX)];
+    file.read_exact(&mut header).map_err(|error| file_error(path, error))?;
+    // Deserialising checks that tensors are as long as their shapes say and lie one after the other.
+    let metadata = serde_json::from_slice(&header)
+        .map_err(|error| fault(path, CheckpointFault::Header { problem: error.to_string() }))?;
+    Ok((metadata, 8 + length))
+}
+
+fn dtype_of(dtype: Dtype) -> Option<DType> {
+    Some(match dtype {
+        Dtype::U8 => DType::U8,
+        Dtype::I32 => DType::I32,
+        Dtype::U32 => DType::U32,
+        Dtype::I64 => DType::I64,
+        Dtype::U64 => DType::U64,
+        Dtype::F16 => DType::F16,
+        Dtype::BF16 => DType::BF16,
+        Dtype::F32 => DType::F32,
+        Dtype::F64 => DType::F64,
+        _ => return None,
+    })
+}
+
+pub(super) fn fault(path: &Path, fault: CheckpointFault) -> TransferError {
+    TransferError::Checkpoint(Box::new(CheckpointError { path: path.display().to_string(), fault }))
+}
+
+pub(super) fn file_error(path: &Path, error: std::io::Error) -> TransferError {
+    TransferError::File { path: path.display().to_string(), source: Arc::new(error) }
+}

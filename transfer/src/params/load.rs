@@ -1,0 +1,385 @@
+//! Bringing the tensors of files to a place.
+//!
+//! To a device, large tensors go through the staging ring, whose threads read and convert ahead of the copy engine; small ones are read by the
+//! caller and sent together. A few tensors are on their way at a time, so that host memory and what conversion needs on the device are
+//! bounded. Where something fails, nothing is kept.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use aquifer_kernels::DType;
+
+use super::checkpoint::{Checkpoint, TensorEntry, fault, file_error};
+use super::checkpoint_error::CheckpointFault;
+use super::param_set::ParamSet;
+use super::relocate::{Progress, SMALL_BYTES, Tell};
+use crate::copy::TransferBatch;
+use crate::counters::Direction;
+use crate::error::TransferError;
+use crate::pending::Pending;
+use crate::runtime::Transfer;
+use crate::staging::HostSource;
+use crate::tensor::{Converted, HostMemory, Layout, Memory, PinnedHost, Place, Tensor, To, filled_host};
+
+/// Tensors that are on their way at a time.
+const IN_FLIGHT: usize = 8;
+
+/// Small tensors are sent when there are so many bytes of them.
+const BATCH_BYTES: u64 = 4 << 20;
+
+/// What becomes of tensors whose dtype tensors here do not have, such as `BOOL`, `I8` or `F8_E4M3`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum OtherDTypes {
+    /// An error that names the tensor and its dtype.
+    #[default]
+    Refuse,
+    /// They are loaded as [`DType::U8`], bit by bit: with the same shape where an element is a byte, else with another dimension for the bytes of
+    /// an element. Those of less than a byte are still refused.
+    AsBytes,
+}
+
+/// Tells which tensors are wanted.
+type Filter<'a> = Box<dyn Fn(&TensorEntry) -> bool + 'a>;
+
+/// Which tensors are loaded, and how.
+#[derive(Default)]
+#[must_use = "nothing is loaded before it is given to `Checkpoint::load_blocking`"]
+pub struct Load<'a> {
+    filter: Option<Filter<'a>>,
+    dtype: Option<DType>,
+    others: OtherDTypes,
+    progress: Option<Tell<'a>>,
+}
+
+impl<'a> Load<'a> {
+    /// All tensors, as they are.
+    pub fn new() -> Load<'a> {
+        Load::default()
+    }
+
+    /// Those that `keep` says. The others are not read.
+    pub fn filter(self, keep: impl Fn(&TensorEntry) -> bool + 'a) -> Load<'a> {
+        Load { filter: Some(Box::new(keep)), ..self }
+    }
+
+    /// Converts tensors of floats to another dtype of floats, or those of integers to one of integers. Others stay as they are.
+    pub fn dtype(self, dtype: DType) -> Load<'a> {
+        Load { dtype: Some(dtype), ..self }
+    }
+
+    /// What becomes of tensors of dtypes that are not known here.
+    pub fn others(self, others: OtherDTypes) -> Load<'a> {
+        Load { others, ..self }
+    }
+
+    /// Is told of every tensor that is complete.
+    pub fn progress(self, tell: impl FnMut(&Progress<'_>) + 'a) -> Load<'a> {
+        Load { progress: Some(Box::new(tell)), ..self }
+    }
+}
+
+impl fmt::Debug for Load<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Load").field("dtype", &self.dtype).field("others", &self.others).finish_non_exhaustive()
+    }
+}
+
+/// A tensor to load.
+struct Wanted<'a> {
+    entry: &'a TensorEntry,
+    /// What the bytes in the file are taken for.
+    stored: DType,
+    dtype: DType,
+    layout: Layout,
+}
+
+impl Checkpoint {
+    /// Loads tensors to a place, and waits on the host until they are there, as a set in the order of the files. All or nothing.
+    ///
+    /// # Errors
+    /// Tensors of dtypes that are not known here, files that cannot be read, when memory runs out, and those of the driver.
+    pub fn load_blocking(&self, place: impl Into<Place>, mut how: Load<'_>) -> Result<ParamSet, TransferError> {
+        let place = place.into();
+        let wanted = self.wanted(&how)?;
+        let bytes_total = wanted.iter().map(|wanted| wanted.entry.bytes).sum();
+        let mut loading = Loading { set: ParamSet::new(), on_way: VecDeque::new(), bytes_done: 0, bytes_total };
+        match self.load_all(&wanted, &place, &mut loading, &mut how) {
+            Ok(()) => Ok(loading.set),
+            Err(error) => {
+                loading.abandon();
+                Err(error)
+            }
+        }
+    }
+
+    fn load_all<'a>(
+        &'a self,
+        wanted: &[Wanted<'a>],
+        place: &Place,
+        loading: &mut Loading<'a>,
+        how: &mut Load<'_>,
+    ) -> Result<(), TransferError> {
+        let mut small = match place {
+            Place::Device(transfer) => Some(Small::new(transfer)?),
+            _ => None,
+        };
+        for wanted in wanted {
+            let to_device = small.as_mut().map(|small| self.begin(wanted, small)).transpose()?;
+            let step = to_device.map_or_else(|| self.load_to_host(wanted, place).map(Step::Here), Ok)?;
+            loading.on_way.push_back((wanted.entry, step));
+            if small.as_ref().is_some_and(|small| small.bytes >= BATCH_BYTES) {
+                loading.send(&mut small)?;
+            }
+            while loading.on_way.len() > IN_FLIGHT && loading.finish_oldest(how)? {}
+        }
+        loading.send(&mut small)?;
+        while loading.finish_oldest(how)? {}
+        Ok(())
+    }
+
+    /// What is to be loaded, checked before anything is.
+    fn wanted(&self, how: &Load<'_>) -> Result<Vec<Wanted<'_>>, TransferError> {
+        let chosen = self.entries.iter().filter(|entry| how.filter.as_ref().is_none_or(|keep| keep(entry)));
+        chosen.map(|entry| self.want(entry, how)).collect()
+    }
+
+    fn want<'a>(&'a self, entry: &'a TensorEntry, how: &Load<'_>) -> Result<Wanted<'a>, TransferError> {
+        let (stored, dtype, shape) = match (entry.dtype, how.others) {
+            (Some(stored), _) => {
+                let dtype = how.dtype.filter(|dtype| dtype.is_float() == stored.is_float()).unwrap_or(stored);
+                (stored, dtype, entry.shape.clone())
+            }
+            (None, OtherDTypes::AsBytes) if entry.element_bytes > 0 => {
+                let bytes = Some(entry.element_bytes).filter(|&bytes| bytes > 1);
+                (DType::U8, DType::U8, entry.shape.iter().copied().chain(bytes).collect())
+            }
+            (None, _) => {
+                let (tensor, dtype) = (entry.name.clone(), entry.file_dtype.clone());
+                return Err(fault(self.path_of(entry), CheckpointFault::DType { tensor, dtype }));
+            }
+        };
+        let too_large =
+            |_| fault(self.path_of(entry), CheckpointFault::Shape { tensor: entry.name.clone(), shape: shape.clone() });
+        let layout = Layout::row_major(&shape).map_err(too_large)?;
+        Ok(Wanted { entry, stored, dtype, layout })
+    }
+
+    /// Begins bringing a tensor to a device.
+    fn begin(&self, wanted: &Wanted<'_>, small: &mut Small) -> Result<Step, TransferError> {
+        let (stored, dtype, layout) = (wanted.stored, wanted.dtype, wanted.layout);
+        let largest = wanted.entry.bytes.max(layout.len().saturating_mul(dtype.bytes()));
+        if largest <= SMALL_BYTES {
+            let source = self.source(wanted.entry, stored, dtype)?;
+            let mut elements = vec![0; usize::try_from(source.bytes()).unwrap_or(usize::MAX)];
+            source.read(0, &mut elements)?;
+            return Ok(Step::InBatch(small.add(&elements, dtype, layout)?));
+        }
+        let crossing = if dtype.bytes() < stored.bytes() { dtype } else { stored };
+        let source = self.source(wanted.entry, stored, crossing)?;
+        let transfer = small.transfer.clone();
+        let stream = transfer.stream(Direction::Upload).clone();
+        let mut buffer = transfer.allocator().alloc_buffer::<u8>(source.bytes(), &stream)?;
+        let (_, uploaded) = transfer.on(&stream)?.stage_upload(source, &mut buffer)?;
+        Ok(Step::OnWay(uploaded.and_then(move |()| {
+            let tensor = Tensor::on_device(buffer, &transfer, crossing, layout)?;
+            // What is cast is enqueued, and carries its ticks.
+            tensor.to_with(&transfer, To::new().dtype(dtype).stream(&stream))?.then(&stream, |_, tensor| tensor)
+        })))
+    }
+
+    fn load_to_host(&self, wanted: &Wanted<'_>, place: &Place) -> Result<Tensor, TransferError> {
+        let (entry, dtype) = (wanted.entry, wanted.dtype);
+        let memory = match (place, self.shared(wanted)) {
+            (Place::Pinned(pool), _) => {
+                let source = self.source(entry, wanted.stored, dtype)?;
+                let len = usize::try_from(source.bytes())
+                    .map_err(|_| TransferError::LengthOverflow { len: source.bytes(), size: 1 })?;
+                let mut buffer = pool.alloc::<u8>(len)?;
+                source.read(0, buffer.write()?)?;
+                Memory::Pinned(PinnedHost { buffer: Arc::new(buffer), pool: pool.clone() })
+            }
+            (_, Some(shared)) => Memory::Host(shared),
+            (_, None) => {
+                let source = self.source(entry, wanted.stored, dtype)?;
+                Memory::Host(filled_host(dtype, wanted.layout.len(), |to| source.read(0, to))?)
+            }
+        };
+        Tensor::new(memory, dtype, wanted.layout)
+    }
+
+    /// The mapping's own memory, where the file is mapped and the tensor lies there as it should.
+    fn shared(&self, wanted: &Wanted<'_>) -> Option<HostMemory> {
+        let map = self.shards.get(wanted.entry.shard)?.map.as_ref()?;
+        let range = wanted.entry.range()?;
+        let address = map.get(range.clone())?.as_ptr().addr() as u64;
+        let usable = wanted.stored == wanted.dtype && address.is_multiple_of(wanted.dtype.bytes());
+        usable.then(|| HostMemory::of::<u8, _>(Mapped { map: map.clone(), range }))
+    }
+
+    /// The elements of a tensor, converted as they are read.
+    fn source(&self, entry: &TensorEntry, stored: DType, dtype: DType) -> Result<Arc<dyn HostSource>, TransferError> {
+        let changed = || fault(self.path_of(entry), CheckpointFault::Changed);
+        let shard = self.shards.get(entry.shard).ok_or_else(changed)?;
+        match (&shard.map, entry.range()) {
+            (Some(map), Some(range)) => {
+                let mapped = HostMemory::of::<u8, _>(Mapped { map: map.clone(), range });
+                let all = 0..mapped.bytes().len();
+                Ok(converted(mapped.part(all), stored, dtype))
+            }
+            _ => {
+                let file = shard.file.try_clone().map_err(|error| file_error(&shard.path, error))?;
+                let part = FilePart { file, path: shard.path.clone(), offset: entry.offset, bytes: entry.bytes };
+                Ok(converted(part, stored, dtype))
+            }
+        }
+    }
+}
+
+fn converted(source: impl HostSource + 'static, from: DType, to: DType) -> Arc<dyn HostSource> {
+    if from == to { Arc::new(source) } else { Arc::new(Converted::new(source, from, to)) }
+}
+
+impl TensorEntry {
+    /// Where it lies in a mapping of its file.
+    fn range(&self) -> Option<std::ops::Range<usize>> {
+        let start = usize::try_from(self.offset).ok()?;
+        Some(start..start.checked_add(usize::try_from(self.bytes).ok()?)?)
+    }
+}
+
+/// A part of a mapped file.
+struct Mapped {
+    map: Arc<memmap2::Mmap>,
+    range: std::ops::Range<usize>,
+}
+
+impl AsRef<[u8]> for Mapped {
+    fn as_ref(&self) -> &[u8] {
+        self.map.get(self.range.clone()).unwrap_or_default()
+    }
+}
+
+/// A part of a file, read where it is needed.
+struct FilePart {
+    file: File,
+    path: PathBuf,
+    offset: u64,
+    bytes: u64,
+}
+
+impl HostSource for FilePart {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
+        read_exact_at(&self.file, self.offset + offset, into).map_err(|error| file_error(&self.path, error))
+    }
+}
+
+#[cfg(unix)]
+fn read_exact_at(file: &File, offset: u64, into: &mut [u8]) -> std::io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, into, offset)
+}
+
+#[cfg(windows)]
+fn read_exact_at(file: &File, mut offset: u64, mut into: &mut [u8]) -> std::io::Result<()> {
+    while !into.is_empty() {
+        let read = std::os::windows::fs::FileExt::seek_read(file, into, offset)?;
+        if read == 0 {
+            return Err(std::io::ErrorKind::UnexpectedEof.into());
+        }
+        into = &mut into[read..];
+        offset += read as u64;
+    }
+    Ok(())
+}
+
+/// A tensor that was begun.
+enum Step {
+    Here(Tensor),
+    OnWay(Pending<Tensor>),
+    /// Part of the batch that is being made.
+    InBatch(Tensor),
+}
+
+/// Loading in progress.
+struct Loading<'a> {
+    set: ParamSet,
+    /// In the order of the files.
+    on_way: VecDeque<(&'a TensorEntry, Step)>,
+    bytes_done: u64,
+    bytes_total: u64,
+}
+
+impl Loading<'_> {
+    /// Waits for the oldest tensor; tells whether there may be more to wait for. One in a batch that is not sent is not waited for.
+    fn finish_oldest(&mut self, how: &mut Load<'_>) -> Result<bool, TransferError> {
+        let Some((entry, step)) = self.on_way.pop_front() else { return Ok(false) };
+        let tensor = match step {
+            Step::Here(tensor) => tensor,
+            Step::OnWay(pending) => pending.wait()?,
+            Step::InBatch(_) => {
+                self.on_way.push_front((entry, step));
+                return Ok(false);
+            }
+        };
+        self.set.insert(entry.name.clone(), tensor)?;
+        self.bytes_done += entry.bytes;
+        if let Some(tell) = &mut how.progress {
+            tell(&Progress { name: &entry.name, bytes_done: self.bytes_done, bytes_total: self.bytes_total });
+        }
+        Ok(true)
+    }
+
+    /// Ends what is on its way.
+    fn abandon(self) {
+        for (_, step) in self.on_way {
+            if let Step::OnWay(pending) = step {
+                pending.abandon();
+            }
+        }
+    }
+
+    /// Sends the batch; what is in it is on its way then.
+    fn send(&mut self, small: &mut Option<Small>) -> Result<(), TransferError> {
+        let Some(small) = small.as_mut().filter(|small| small.bytes > 0) else { return Ok(()) };
+        let next = Small::new(&small.transfer)?;
+        let sent = std::mem::replace(small, next);
+        drop(sent.batch.run()?);
+        let tick = sent.transfer.covered_tick(&sent.stream);
+        for (_, step) in &mut self.on_way {
+            if let Step::InBatch(tensor) = step {
+                *step = Step::OnWay(Pending::enqueued(sent.transfer.shared(), tick.clone(), tensor.clone()));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Small tensors that are sent together.
+struct Small {
+    transfer: Transfer,
+    stream: aquifer_device::Stream,
+    batch: TransferBatch,
+    bytes: u64,
+}
+
+impl Small {
+    fn new(transfer: &Transfer) -> Result<Small, TransferError> {
+        let stream = transfer.stream(Direction::Upload).clone();
+        Ok(Small { batch: transfer.on(&stream)?.batch(), transfer: transfer.clone(), stream, bytes: 0 })
+    }
+
+    fn add(&mut self, elements: &[u8], dtype: DType, layout: Layout) -> Result<Tensor, TransferError> {
+        let mut buffer = self.transfer.allocator().alloc_buffer::<u8>(elements.len() as u64, &self.stream)?;
+        self.batch.upload(elements, &mut buffer)?;
+        // Tensors without elements count too, so that their batch is sent.
+        self.bytes += (elements.len() as u64).max(1);
+        Tensor::on_device(buffer, &self.transfer, dtype, layout)
+    }
+}

@@ -1,0 +1,21 @@
+//! Parameters of models: named tensors that move together, and the files that they come from.
+//!
+//! * [`ParamSet`] holds them, `relocate` moves all or none;
+//! * [`Checkpoint`] reads the headers of safetensors files, `load` brings their tensors to a place, `save` writes such files.
+
+mod checkpoint;
+mod checkpoint_error;
+mod load;
+mod param_set;
+mod relocate;
+mod save;
+
+pub use checkpoint::{Checkpoint, TensorEntry};
+pub use checkpoint_error::{CheckpointError, CheckpointFault};
+pub use load::{Load, OtherDTypes};
+pub(crate) use param_set::Strays;
+pub use param_set::{Param, ParamKind, ParamSet, Stray};
+pub use relocate::{Progress, Relocate};
+
+#[cfg(test)]
+mod tests;

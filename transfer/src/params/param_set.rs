@@ -1,0 +1,209 @@
+//! Named tensors of a model.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use crate::error::TransferError;
+use crate::tensor::{Place, Tensor};
+
+/// What a named tensor is to a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ParamKind {
+    /// It is learned.
+    Parameter,
+    /// It belongs to the model's state and is not learned, such as a running mean.
+    Buffer,
+}
+
+/// A named tensor.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Param {
+    /// Its name, with a dot between the names of what it is part of: `"encoder.0.weight"`.
+    pub name: String,
+    /// What it is.
+    pub kind: ParamKind,
+    /// Its elements.
+    pub tensor: Tensor,
+}
+
+/// A tensor that is not where the others are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Stray {
+    /// Its name.
+    pub name: String,
+    /// Where it is.
+    pub place: String,
+    /// Its bytes.
+    pub bytes: u64,
+}
+
+/// The named parameters and buffers of a model, in the order in which they were put in. Names are unique.
+///
+/// Cloning shares the tensors' memory.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_transfer::{ParamSet, Place, Tensor, Transfer};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
+///
+/// let mut model = ParamSet::new();
+/// model.insert("linear.weight", Tensor::from_vec(vec![1.0f32; 6], &[2, 3])?)?;
+/// model.insert("linear.bias", Tensor::from_vec(vec![0.0f32; 2], &[2])?)?;
+/// model.move_blocking(&transfer)?; // all or none
+/// assert!(model.strays(&transfer).is_empty());
+///
+/// model.insert("head.weight", Tensor::from_vec(vec![1.0f32; 2], &[2])?)?;
+/// let error = model.check_all_on(&transfer).unwrap_err().to_string();
+/// assert!(error.contains("head.weight (8 bytes on cpu)"), "{error}");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Default)]
+pub struct ParamSet {
+    params: Vec<Param>,
+    by_name: HashMap<String, usize>,
+}
+
+impl ParamSet {
+    /// An empty set.
+    pub fn new() -> ParamSet {
+        ParamSet::default()
+    }
+
+    /// Puts a parameter in.
+    ///
+    /// # Errors
+    /// A name that is there already, or that is empty or has an empty part between its dots. The set is as it was then.
+    pub fn insert(&mut self, name: impl Into<String>, tensor: Tensor) -> Result<(), TransferError> {
+        self.insert_as(name, tensor, ParamKind::Parameter)
+    }
+
+    /// Puts a buffer in.
+    ///
+    /// # Errors
+    /// As [`ParamSet::insert`].
+    pub fn insert_buffer(&mut self, name: impl Into<String>, tensor: Tensor) -> Result<(), TransferError> {
+        self.insert_as(name, tensor, ParamKind::Buffer)
+    }
+
+    fn insert_as(&mut self, name: impl Into<String>, tensor: Tensor, kind: ParamKind) -> Result<(), TransferError> {
+        let name = name.into();
+        if name.split('.').any(str::is_empty) {
+            return Err(TransferError::ParamName { name, problem: "has an empty part" });
+        }
+        if self.by_name.contains_key(&name) {
+            return Err(TransferError::ParamName { name, problem: "is there already" });
+        }
+        self.by_name.insert(name.clone(), self.params.len());
+        self.params.push(Param { name, kind, tensor });
+        Ok(())
+    }
+
+    /// A tensor by name.
+    pub fn get(&self, name: &str) -> Option<&Tensor> {
+        self.by_name.get(name).and_then(|&at| self.params.get(at)).map(|param| &param.tensor)
+    }
+
+    /// Puts another tensor in the place of one, which it gives back. It may be of any dtype, shape and place.
+    ///
+    /// # Errors
+    /// A name that is not there.
+    pub fn replace(&mut self, name: &str, tensor: Tensor) -> Result<Tensor, TransferError> {
+        let found = self.by_name.get(name).and_then(|&at| self.params.get_mut(at));
+        let param = found.ok_or_else(|| TransferError::ParamName { name: name.to_owned(), problem: "is not there" })?;
+        Ok(std::mem::replace(&mut param.tensor, tensor))
+    }
+
+    /// Parameters and buffers, in their order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Param> {
+        self.params.iter()
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.params.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.params.is_empty()
+    }
+
+    /// Bytes of all elements. Those of tied parameters, which share memory, count for each.
+    pub fn bytes(&self) -> u64 {
+        self.params.iter().map(|param| param.tensor.bytes()).sum()
+    }
+
+    /// Bytes of all elements by place, in the order of the first parameter of each.
+    pub fn bytes_by_place(&self) -> Vec<(Place, u64)> {
+        let mut places: Vec<(Place, u64)> = Vec::new();
+        for param in &self.params {
+            let place = param.tensor.place();
+            let known = places.iter_mut().find(|(known, _)| known.is_same(&place));
+            match known {
+                Some((_, bytes)) => *bytes += param.tensor.bytes(),
+                None => places.push((place, param.tensor.bytes())),
+            }
+        }
+        places
+    }
+
+    /// What is not in a place.
+    pub fn strays(&self, place: impl Into<Place>) -> Vec<Stray> {
+        let place = place.into();
+        let elsewhere = self.params.iter().filter(|param| !param.tensor.place().serves_as(&place));
+        let stray = |param: &Param| Stray {
+            name: param.name.clone(),
+            place: param.tensor.place().to_string(),
+            bytes: param.tensor.bytes(),
+        };
+        elsewhere.map(stray).collect()
+    }
+
+    /// Checks that nothing was left behind in another place.
+    ///
+    /// # Errors
+    /// [`TransferError::LeftBehind`], which lists what was.
+    pub fn check_all_on(&self, place: impl Into<Place>) -> Result<(), TransferError> {
+        let place = place.into();
+        let strays = self.strays(&place);
+        if strays.is_empty() {
+            return Ok(());
+        }
+        Err(TransferError::LeftBehind { place: place.to_string(), strays })
+    }
+
+    /// A set of the same names and kinds with other tensors, one for each.
+    pub(crate) fn with_tensors(&self, tensors: Vec<Tensor>) -> ParamSet {
+        debug_assert_eq!(tensors.len(), self.params.len());
+        let with = |(param, tensor): (&Param, Tensor)| Param { name: param.name.clone(), kind: param.kind, tensor };
+        ParamSet { params: self.params.iter().zip(tensors).map(with).collect(), by_name: self.by_name.clone() }
+    }
+}
+
+impl fmt::Debug for ParamSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(self.params.iter().map(|param| (&param.name, &param.tensor))).finish()
+    }
+}
+
+/// Strays as messages list them: the first ones.
+pub(crate) struct Strays<'a>(pub(crate) &'a [Stray]);
+
+impl fmt::Display for Strays<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const LISTED: usize = 10;
+        for (position, stray) in self.0.iter().take(LISTED).enumerate() {
+            let between = if position > 0 { ", " } else { "" };
+            write!(f, "{between}{} ({} bytes on {})", stray.name, stray.bytes, stray.place)?;
+        }
+        match self.0.len().saturating_sub(LISTED) {
+            0 => Ok(()),
+            more => write!(f, " and {more} more"),
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! Moving a set: all of it or nothing.
+//!
+//! New tensors are made beside the old ones, and take their places when every copy is complete. So a failure on the way changes nothing, and
+//! what was made until then is given back. Small tensors go to a device as one batch.
+
+use std::fmt;
+
+use aquifer_device::Stream;
+use aquifer_kernels::DType;
+
+use super::param_set::ParamSet;
+use crate::copy::TransferBatch;
+use crate::counters::Direction;
+use crate::error::TransferError;
+use crate::pending::{OnStreams, Pending};
+use crate::runtime::Transfer;
+use crate::tensor::{Place, Tensor, To};
+
+/// Tensors of at most so many bytes are sent together with others.
+pub(super) const SMALL_BYTES: u64 = 64 << 10;
+
+/// How far moving or loading tensors got. One that is complete.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Progress<'a> {
+    /// Name of the tensor that is complete.
+    pub name: &'a str,
+    /// Bytes of all tensors that are complete, as they were before conversion.
+    pub bytes_done: u64,
+    /// Bytes of all tensors.
+    pub bytes_total: u64,
+}
+
+/// What is told of progress.
+pub(super) type Tell<'a> = Box<dyn FnMut(&Progress<'_>) + 'a>;
+
+/// How a set is moved.
+#[derive(Default)]
+#[must_use = "nothing moves before it is given to `ParamSet::move_with_blocking`"]
+pub struct Relocate<'a> {
+    dtype: Option<DType>,
+    stream: Option<Stream>,
+    progress: Option<Tell<'a>>,
+}
+
+impl<'a> Relocate<'a> {
+    /// The same dtypes, on streams of the runtime.
+    pub fn new() -> Relocate<'a> {
+        Relocate::default()
+    }
+
+    /// Converts tensors of floats to another dtype of floats, or those of integers to one of integers. Others stay as they are: a counter is no
+    /// weight.
+    pub fn dtype(self, dtype: DType) -> Relocate<'a> {
+        Relocate { dtype: Some(dtype), ..self }
+    }
+
+    /// The stream that copies run on, and that device memory is allocated for.
+    pub fn stream(self, stream: &Stream) -> Relocate<'a> {
+        Relocate { stream: Some(stream.clone()), ..self }
+    }
+
+    /// Is told of every tensor that is complete, in their order.
+    pub fn progress(self, tell: impl FnMut(&Progress<'_>) + 'a) -> Relocate<'a> {
+        Relocate { progress: Some(Box::new(tell)), ..self }
+    }
+}
+
+impl fmt::Debug for Relocate<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Relocate").field("dtype", &self.dtype).field("stream", &self.stream).finish_non_exhaustive()
+    }
+}
+
+/// What is made of tensors is on its way like they are.
+impl OnStreams for ParamSet {}
+
+impl ParamSet {
+    /// The set in another place. This one stays where it is until it is dropped or replaced. Tied parameters, which are the same part of the same
+    /// memory, stay tied; what is in the place already is shared.
+    ///
+    /// # Errors
+    /// As [`Tensor::to`]. What was made until then is given back.
+    pub fn to(&self, place: impl Into<Place>) -> Result<Pending<ParamSet>, TransferError> {
+        let (tensors, pendings) = self.begin(&place.into(), &Relocate::new())?;
+        let set = self.clone();
+        let Some(all) = Pending::all(pendings) else {
+            return Ok(Pending::ready(&std::sync::Arc::default(), set));
+        };
+        Ok(all.map(move |made| set.with_tensors(tensors.into_iter().map(|at| made[at].clone()).collect())))
+    }
+
+    /// Moves the set to another place, and waits on the host until it is there. All or nothing: where something fails, every tensor is
+    /// where it was.
+    ///
+    /// # Errors
+    /// As [`Tensor::to`].
+    pub fn move_blocking(&mut self, place: impl Into<Place>) -> Result<(), TransferError> {
+        self.move_with_blocking(place, Relocate::new())
+    }
+
+    /// Moves the set as `how` says; see [`ParamSet::move_blocking`].
+    ///
+    /// # Errors
+    /// As [`Tensor::to_with`].
+    pub fn move_with_blocking(&mut self, place: impl Into<Place>, mut how: Relocate<'_>) -> Result<(), TransferError> {
+        let (tensors, pendings) = self.begin(&place.into(), &how)?;
+        let mut waiting: Vec<Option<Pending<Tensor>>> = pendings.into_iter().map(Some).collect();
+        let mut made: Vec<Option<Tensor>> = vec![None; waiting.len()];
+        let mut all = Vec::with_capacity(tensors.len());
+        let (mut bytes_done, bytes_total) = (0, self.bytes());
+        for (param, at) in self.iter().zip(tensors) {
+            if let Some(pending) = waiting[at].take() {
+                match pending.wait() {
+                    Ok(moved) => made[at] = Some(moved),
+                    Err(error) => {
+                        waiting.into_iter().flatten().for_each(Pending::abandon);
+                        return Err(error);
+                    }
+                }
+            }
+            all.extend(made[at].clone());
+            bytes_done += param.tensor.bytes();
+            if let Some(tell) = &mut how.progress {
+                tell(&Progress { name: &param.name, bytes_done, bytes_total });
+            }
+        }
+        *self = self.with_tensors(all);
+        Ok(())
+    }
+
+    /// Begins moving every tensor. Gives which of what is on its way each parameter becomes, and that. Where something fails, what was begun
+    /// is over when this returns.
+    fn begin(&self, place: &Place, how: &Relocate<'_>) -> Result<(Vec<usize>, Vec<Pending<Tensor>>), TransferError> {
+        let mut moving = Moving { begun: Vec::new(), which: Vec::with_capacity(self.len()), small: None };
+        let begun = self.iter().try_for_each(|param| moving.add(&param.tensor, place, how));
+        let small = moving.small.take();
+        let batch = begun.and_then(|()| small.map_or(Ok(None), Small::run));
+        let batch = match batch {
+            Ok(batch) => batch,
+            Err(error) => {
+                moving.abandon();
+                return Err(error);
+            }
+        };
+        let pendings = moving.begun.into_iter().map(|(_, begun)| match (begun, &batch) {
+            (Begun::Alone(pending), _) => pending,
+            (Begun::Batched(tensor), Some(batch)) => batch.with(tensor),
+            (Begun::Batched(tensor), None) => Pending::ready(&std::sync::Arc::default(), tensor),
+        });
+        Ok((moving.which, pendings.collect()))
+    }
+}
+
+/// A set of which some tensors are on their way.
+struct Moving<'a> {
+    begun: Vec<(&'a Tensor, Begun)>,
+    /// Which of them each parameter becomes.
+    which: Vec<usize>,
+    /// The small ones, once there are some.
+    small: Option<Small>,
+}
+
+impl<'a> Moving<'a> {
+    fn add(&mut self, tensor: &'a Tensor, place: &Place, how: &Relocate<'_>) -> Result<(), TransferError> {
+        if let Some(tied) = self.begun.iter().position(|(other, _)| other.is_tied_to(tensor)) {
+            self.which.push(tied);
+            return Ok(());
+        }
+        let dtype = how.dtype.filter(|dtype| dtype.is_float() == tensor.dtype().is_float());
+        let dtype = dtype.unwrap_or(tensor.dtype());
+        let batched = match place {
+            Place::Device(transfer) if is_small(tensor, dtype) => {
+                let small = match &mut self.small {
+                    Some(small) => small,
+                    none => none.insert(Small::new(transfer, how.stream.as_ref())?),
+                };
+                Some(small.add(tensor, dtype)?)
+            }
+            _ => None,
+        };
+        let begun = match batched {
+            Some(tensor) => Begun::Batched(tensor),
+            None => {
+                let to = To::new().dtype(dtype);
+                let to = how.stream.iter().fold(to, |to, stream| to.stream(stream));
+                Begun::Alone(tensor.to_with(place, to)?)
+            }
+        };
+        self.which.push(self.begun.len());
+        self.begun.push((tensor, begun));
+        Ok(())
+    }
+
+    fn abandon(self) {
+        for (_, begun) in self.begun {
+            if let Begun::Alone(pending) = begun {
+                pending.abandon();
+            }
+        }
+    }
+}
+
+/// Whether a tensor is sent together with others: one on the host of few bytes, before and after conversion.
+fn is_small(tensor: &Tensor, dtype: DType) -> bool {
+    let largest = tensor.bytes().max(tensor.len().saturating_mul(dtype.bytes()));
+    tensor.place().is_host() && largest <= SMALL_BYTES
+}
+
+/// A tensor on its way.
+enum Begun {
+    Alone(Pending<Tensor>),
+    Batched(Tensor),
+}
+
+/// Small tensors from the host, sent together.
+struct Small {
+    transfer: Transfer,
+    stream: Stream,
+    batch: TransferBatch,
+}
+
+/// The work that a batch was enqueued as.
+struct Enqueued {
+    transfer: Transfer,
+    tick: aquifer_device::Tick,
+}
+
+impl Enqueued {
+    fn with(&self, tensor: Tensor) -> Pending<Tensor> {
+        Pending::enqueued(self.transfer.shared(), self.tick.clone(), tensor)
+    }
+}
+
+impl Small {
+    fn new(transfer: &Transfer, stream: Option<&Stream>) -> Result<Small, TransferError> {
+        let stream = stream.unwrap_or_else(|| transfer.stream(Direction::Upload)).clone();
+        let batch = transfer.on(&stream)?.batch();
+        Ok(Small { transfer: transfer.clone(), stream, batch })
+    }
+
+    /// Adds a tensor, and gives what it becomes.
+    fn add(&mut self, tensor: &Tensor, dtype: DType) -> Result<Tensor, TransferError> {
+        let (elements, layout) = tensor.elements_as(dtype)?;
+        let mut buffer = self.transfer.allocator().alloc_buffer::<u8>(elements.len() as u64, &self.stream)?;
+        self.batch.upload(&elements, &mut buffer)?;
+        Tensor::on_device(buffer, &self.transfer, dtype, layout)
+    }
+
+    /// Sends them.
+    fn run(self) -> Result<Option<Enqueued>, TransferError> {
+        // Dropped, the batch goes on; its stream's tick stands for it.
+        drop(self.batch.run()?);
+        Ok(Some(Enqueued { tick: self.transfer.covered_tick(&self.stream), transfer: self.transfer }))
+    }
+}

@@ -1,0 +1,432 @@
+//! Sets that move, and files that are what they should be, or not.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use aquifer_allocator::{Allocator, Config};
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{Code, Device, Operation};
+use aquifer_kernels::DType;
+use half::bf16;
+use proptest::prelude::*;
+
+use super::*;
+use crate::error::TransferError;
+use crate::runtime::Transfer;
+use crate::tensor::{Place, Tensor};
+
+fn transfer_of(config: SimConfig) -> Transfer {
+    let device = Device::new(SimDriver::new(config));
+    Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap()
+}
+
+fn transfer() -> Transfer {
+    transfer_of(SimConfig::default().jitter(false))
+}
+
+fn quiet(transfer: &Transfer) {
+    assert_eq!(transfer.device().driver().take_violation(), None);
+}
+
+fn floats(len: u32, seed: u32) -> Vec<f32> {
+    (0..len).map(|n| n.wrapping_mul(2_654_435_761).wrapping_add(seed) as f32 / 1e6).collect()
+}
+
+fn model() -> ParamSet {
+    let mut set = ParamSet::new();
+    for layer in 0..20 {
+        let weight = Tensor::from_vec(floats(64 * 64, layer), &[64, 64]).unwrap();
+        set.insert(format!("layers.{layer}.weight"), weight).unwrap();
+        set.insert(format!("layers.{layer}.bias"), Tensor::from_vec(floats(64, layer + 100), &[64]).unwrap()).unwrap();
+    }
+    set.insert("head.weight", Tensor::from_vec(floats(300_000, 7), &[300, 1000]).unwrap()).unwrap();
+    set.insert("head.scale", Tensor::scalar(2.5f64).unwrap()).unwrap();
+    set.insert("none", Tensor::zeros(Place::Host, DType::F32, &[0, 4]).unwrap()).unwrap();
+    set.insert_buffer("steps", Tensor::from_vec(vec![123_456_789_012i64], &[1]).unwrap()).unwrap();
+    set
+}
+
+fn elements(tensor: &Tensor) -> Vec<f64> {
+    tensor.to_dtype(DType::F64).unwrap().wait().unwrap().to_vec_blocking().unwrap()
+}
+
+fn assert_same(a: &ParamSet, b: &ParamSet) {
+    assert_eq!(a.len(), b.len());
+    for param in a.iter() {
+        let other = b.get(&param.name).unwrap();
+        assert_eq!((other.dtype(), other.shape()), (param.tensor.dtype(), param.tensor.shape()), "{}", param.name);
+        assert_eq!(elements(other), elements(&param.tensor), "{}", param.name);
+    }
+}
+
+/// A directory that goes when the test ends.
+struct Directory(PathBuf);
+
+impl Directory {
+    fn new() -> Directory {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("aquifer-params-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Directory(path)
+    }
+
+    fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
+        let path = self.0.join(name);
+        std::fs::write(&path, bytes).unwrap();
+        path
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A file with a header as it is given.
+fn raw_file(header: &str, data: &[u8]) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
+}
+
+#[test]
+fn names_are_unique_and_whole() {
+    let mut set = ParamSet::new();
+    let one = Tensor::scalar(1u8).unwrap();
+    set.insert("a.b", one.clone()).unwrap();
+    for name in ["a.b", "", "a.", ".b", "a..b"] {
+        assert!(matches!(set.insert(name, one.clone()), Err(TransferError::ParamName { .. })), "{name:?}");
+    }
+    assert_eq!((set.len(), set.bytes()), (1, 1));
+    assert!(set.replace("x", one.clone()).is_err());
+    assert!(set.replace("a.b", Tensor::scalar(2u8).unwrap()).unwrap().shares_memory_with(&one));
+}
+
+#[test]
+fn a_set_moves_coalesced_and_in_order() {
+    let transfer = transfer();
+    let (mut set, host) = (model(), model());
+    let copies = |transfer: &Transfer| transfer.device().driver_calls().of(Operation::CopyToDevice);
+    transfer.batch_calls_pay_below().unwrap(); // measures, by copies
+    let before = copies(&transfer);
+    let mut seen = Vec::new();
+    let total = set.bytes();
+    set.move_with_blocking(
+        &transfer,
+        Relocate::new().progress(|progress| {
+            seen.push((progress.name.to_owned(), progress.bytes_done));
+            assert_eq!(progress.bytes_total, total);
+        }),
+    )
+    .unwrap();
+    let names: Vec<String> = host.iter().map(|param| param.name.clone()).collect();
+    assert_eq!(seen.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>(), names);
+    assert!(seen.is_sorted_by_key(|(_, done)| *done) && seen.last().unwrap().1 == total);
+    // 42 small tensors as one batch, the large one by itself in pieces.
+    assert!(copies(&transfer) - before < 30, "{}", copies(&transfer) - before);
+    assert_same(&host, &set);
+    set.check_all_on(&transfer).unwrap();
+    assert_eq!(set.bytes_by_place().len(), 1);
+    let back = set.to(Place::Host).unwrap().wait().unwrap();
+    assert_same(&host, &back);
+    quiet(&transfer);
+}
+
+#[test]
+fn dtypes_of_weights_change_and_counters_stay() {
+    let transfer = transfer();
+    let mut set = model();
+    set.move_with_blocking(&transfer, Relocate::new().dtype(DType::BF16)).unwrap();
+    for param in set.iter() {
+        assert_eq!(
+            param.tensor.dtype(),
+            if param.name == "steps" { DType::I64 } else { DType::BF16 },
+            "{}",
+            param.name
+        );
+    }
+    assert_eq!(set.get("steps").unwrap().item_blocking::<i64>().unwrap(), 123_456_789_012);
+    let weight: Vec<bf16> = set.get("head.weight").unwrap().to_vec_blocking().unwrap();
+    let expected: Vec<bf16> = floats(300_000, 7).into_iter().map(bf16::from_f32).collect();
+    assert!(weight == expected);
+    quiet(&transfer);
+}
+
+#[test]
+fn tied_parameters_stay_tied() {
+    let transfer = transfer();
+    let mut set = ParamSet::new();
+    let shared = Tensor::from_vec(floats(100_000, 1), &[100_000]).unwrap();
+    set.insert("embed", shared.clone()).unwrap();
+    set.insert("head", shared).unwrap();
+    set.move_blocking(&transfer).unwrap();
+    assert!(set.get("embed").unwrap().shares_memory_with(set.get("head").unwrap()));
+    assert_eq!(transfer.allocator().allocated_bytes(), 400_000u64.next_multiple_of(512));
+}
+
+#[test]
+fn what_was_left_behind_is_reported() {
+    let transfer = transfer();
+    let mut set = model();
+    set.move_blocking(&transfer).unwrap();
+    set.insert("added.later", Tensor::scalar(1.0f32).unwrap()).unwrap();
+    let error = set.check_all_on(&transfer).unwrap_err();
+    assert_eq!(error.to_string(), "not all parameters are on sim:0: added.later (4 bytes on cpu)");
+    assert_eq!(
+        set.bytes_by_place().iter().map(|(place, bytes)| (place.to_string(), *bytes)).next_back(),
+        Some(("cpu".to_owned(), 4))
+    );
+}
+
+/// Whatever fails, the set is where it was, whole, and what was made is given back.
+#[test]
+fn moving_is_all_or_nothing() {
+    let mut failed = 0;
+    for call in (1..60).chain([80, 120]) {
+        let driver = SimDriver::new(SimConfig::default().jitter(false));
+        let device = Device::new(driver.clone());
+        let allocator = Allocator::new(&device, Config::default()).unwrap();
+        let transfer = Transfer::new(&allocator).unwrap();
+        let (mut set, host) = (model(), model());
+        driver.inject(Fault::Nth { operation: None, nth: call, code: Code::OUT_OF_MEMORY });
+        let moved = set.move_with_blocking(&transfer, Relocate::new().dtype(DType::F64));
+        driver.clear_faults();
+        if moved.is_err() {
+            failed += 1;
+            assert!(set.strays(Place::Host).is_empty(), "call {call}");
+            assert_same(&host, &set);
+            device.synchronize().unwrap();
+            assert_eq!(allocator.allocated_bytes(), 0, "call {call}");
+        }
+        drop(moved);
+        set.move_blocking(&transfer).unwrap();
+        assert!(set.strays(&transfer).is_empty());
+        quiet(&transfer);
+    }
+    assert!(failed > 5, "{failed}");
+}
+
+#[test]
+fn a_set_too_large_stays_where_it_is() {
+    let transfer = transfer_of(SimConfig::parse("32MiB").unwrap());
+    let mut set = ParamSet::new();
+    for layer in 0..5 {
+        set.insert(format!("layer{layer}"), Tensor::from_vec(floats(2 << 20, layer), &[2 << 20]).unwrap()).unwrap();
+    }
+    let error = set.move_blocking(&transfer).unwrap_err();
+    assert!(error.is_out_of_memory() && set.strays(Place::Host).is_empty(), "{error}");
+    transfer.device().synchronize().unwrap();
+    assert_eq!(transfer.allocator().allocated_bytes(), 0);
+}
+
+#[test]
+fn files_come_back_as_they_were_saved() {
+    let (directory, transfer) = (Directory::new(), transfer());
+    let (set, path) = (model(), directory.0.join("model.safetensors"));
+    let there = set.to(&transfer).unwrap().wait().unwrap();
+    there.save_blocking(&path).unwrap();
+    // What the reference implementation makes of it.
+    let bytes = std::fs::read(&path).unwrap();
+    let reference = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(reference.len(), set.len());
+    let bias = reference.tensor("layers.3.bias").unwrap();
+    assert_eq!(bias.data(), bytemuck::cast_slice::<f32, u8>(&floats(64, 103)));
+    // SAFETY: nobody but this test knows the file.
+    #[allow(unsafe_code, reason = "the test is about mapped files, too")]
+    let mapped = unsafe { Checkpoint::open_mapped(&path) }.unwrap();
+    for checkpoint in [Checkpoint::open(&path).unwrap(), Checkpoint::open(&directory.0).unwrap(), mapped] {
+        assert_eq!(checkpoint.bytes(), set.bytes());
+        for place in [Place::Host, Place::from(transfer.pinned()), Place::from(&transfer)] {
+            let loaded = checkpoint.load_blocking(&place, Load::new()).unwrap();
+            assert!(loaded.strays(&place).is_empty());
+            assert_same(&set, &loaded);
+        }
+    }
+    quiet(&transfer);
+    assert_eq!(std::fs::read_dir(&directory.0).unwrap().count(), 1, "nothing else is left there");
+}
+
+#[test]
+fn parts_are_loaded_and_converted_on_the_way_with_progress() {
+    let (directory, transfer) = (Directory::new(), transfer());
+    let path = directory.0.join("model.safetensors");
+    model().save_blocking(&path).unwrap();
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    for (dtype, crossed) in [(DType::BF16, 600_000), (DType::F64, 1_200_000)] {
+        let before = transfer.counters().uploads.bytes;
+        let mut seen = Vec::new();
+        let how = Load::new()
+            .filter(|entry| entry.name.starts_with("head.weight") || entry.name == "steps")
+            .dtype(dtype)
+            .progress(|progress| seen.push((progress.name.to_owned(), progress.bytes_done, progress.bytes_total)));
+        let loaded = checkpoint.load_blocking(&transfer, how).unwrap();
+        assert_eq!(loaded.len(), 2);
+        assert_eq!(loaded.get("steps").unwrap().dtype(), DType::I64);
+        let expected: Vec<f64> = match dtype {
+            DType::F64 => floats(300_000, 7).into_iter().map(f64::from).collect(),
+            _ => floats(300_000, 7).into_iter().map(|float| bf16::from_f32(float).to_f64()).collect(),
+        };
+        assert!(elements(loaded.get("head.weight").unwrap()) == expected);
+        assert_eq!(transfer.counters().uploads.bytes - before, crossed + 8, "{dtype}: the narrower one crosses");
+        seen.sort_by_key(|&(_, done, _)| done);
+        assert_eq!(seen.last().map(|&(_, done, total)| (done, total)), Some((1_200_008, 1_200_008)));
+    }
+    quiet(&transfer);
+}
+
+#[test]
+fn shards_are_found_by_their_index() {
+    let (directory, transfer) = (Directory::new(), transfer());
+    let all = model();
+    let mut shards = [ParamSet::new(), ParamSet::new()];
+    let mut map = serde_json::Map::new();
+    for (number, param) in all.iter().enumerate() {
+        shards[number % 2].insert(param.name.clone(), param.tensor.clone()).unwrap();
+        map.insert(param.name.clone(), format!("part{}.safetensors", number % 2).into());
+    }
+    for (number, shard) in shards.iter().enumerate() {
+        shard.save_blocking(directory.0.join(format!("part{number}.safetensors"))).unwrap();
+    }
+    let index = |map: &serde_json::Map<String, serde_json::Value>| {
+        let text = serde_json::json!({ "metadata": {}, "weight_map": map }).to_string();
+        directory.file("model.safetensors.index.json", text.as_bytes())
+    };
+    let path = index(&map);
+    for path in [&directory.0, &path] {
+        assert_same(&all, &Checkpoint::open(path).unwrap().load_blocking(&transfer, Load::new()).unwrap());
+    }
+    let wrong = [
+        ("none", "part1.safetensors", "is not in part1.safetensors"),
+        ("steps", "../secret.safetensors", "no file beside it"),
+        ("steps", "/etc/passwd", "no file beside it"),
+        ("steps", "..", "no file beside it"),
+        ("more", "part0.safetensors", "\"more\" is not in part0.safetensors"),
+    ];
+    for (tensor, file, expected) in wrong {
+        let mut map = map.clone();
+        map.insert(tensor.to_owned(), file.into());
+        let error = Checkpoint::open(index(&map)).unwrap_err().to_string();
+        assert!(error.contains(expected), "{expected:?}: {error}");
+    }
+    directory.file("model.safetensors.index.json", b"[1]");
+    assert!(Checkpoint::open(&directory.0).unwrap_err().to_string().contains("weight_map"));
+    // Two files with one name in them, without an index.
+    std::fs::remove_file(&path).unwrap();
+    std::fs::copy(directory.0.join("part0.safetensors"), directory.0.join("part2.safetensors")).unwrap();
+    assert!(Checkpoint::open(&directory.0).unwrap_err().to_string().contains("is in"));
+}
+
+#[test]
+fn dtypes_that_tensors_here_do_not_have_are_named_or_bytes() {
+    let (directory, transfer) = (Directory::new(), transfer());
+    let header = r#"{"mask":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]},"q":{"dtype":"F8_E4M3","shape":[5],"data_offsets":[3,8]},"s":{"dtype":"I16","shape":[2],"data_offsets":[8,12]},"x":{"dtype":"F32","shape":[1],"data_offsets":[12,16]}}"#;
+    let path = directory.file("m.safetensors", &raw_file(header, &[1; 16]));
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let error = checkpoint.load_blocking(&transfer, Load::new()).unwrap_err().to_string();
+    assert!(error.contains("\"mask\" is of dtype BOOL"), "{error}");
+    let error =
+        checkpoint.load_blocking(&transfer, Load::new().filter(|entry| entry.name == "q")).unwrap_err().to_string();
+    assert!(error.contains("\"q\" is of dtype F8_E4M3"), "{error}");
+    let how = Load::new().others(OtherDTypes::AsBytes).dtype(DType::I64);
+    let loaded = checkpoint.load_blocking(&transfer, how).unwrap();
+    let found: Vec<_> =
+        loaded.iter().map(|param| (param.name.as_str(), param.tensor.dtype(), param.tensor.shape())).collect();
+    assert_eq!(
+        found,
+        [("mask", DType::U8, &[3][..]), ("q", DType::U8, &[5]), ("s", DType::U8, &[2, 2]), ("x", DType::F32, &[1])]
+    );
+}
+
+#[test]
+fn broken_files_are_typed_errors() {
+    let directory = Directory::new();
+    let good = r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
+    let cases: [(Vec<u8>, &str); 14] = [
+        (vec![], "ends in its header: 0 bytes"),
+        (vec![1, 2, 3], "ends in its header: 3 bytes"),
+        (100u64.to_le_bytes().to_vec(), "8 bytes of at least 108"),
+        (u64::MAX.to_le_bytes().to_vec(), "more than the 100000000"),
+        (raw_file(good, &[0; 7]), "bytes, the file is"),
+        (raw_file(good, &[0; 9]), "bytes, the file is"),
+        (raw_file("{", &[]), "describes no tensors"),
+        (raw_file("[]", &[]), "describes no tensors"),
+        (raw_file(r#"{"a":{"dtype":"F33","shape":[2],"data_offsets":[0,8]}}"#, &[0; 8]), "F33"),
+        (raw_file(r#"{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#, &[0; 8]), "describes no tensors"),
+        (
+            raw_file(
+                r#"{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[6],"data_offsets":[2,8]}}"#,
+                &[0; 8],
+            ),
+            "describes no tensors",
+        ),
+        (
+            raw_file(r#"{"a":{"dtype":"U8","shape":[18446744073709551615,2],"data_offsets":[0,8]}}"#, &[0; 8]),
+            "describes no tensors",
+        ),
+        (
+            raw_file(r#"{"a":{"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]}}"#, &[0; 1]),
+            "more than 8 dimensions",
+        ),
+        (raw_file(r#"{"a..b":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}"#, &[0; 1]), "empty part"),
+    ];
+    for (bytes, expected) in cases {
+        let error = Checkpoint::open(directory.file("m.safetensors", &bytes)).unwrap_err();
+        assert!(matches!(error, TransferError::Checkpoint(_)), "{error}");
+        assert!(error.to_string().contains(expected), "{expected:?}: {error}");
+    }
+    assert!(matches!(Checkpoint::open(directory.0.join("none")), Err(TransferError::File { .. })));
+    let empty = Directory::new();
+    assert!(Checkpoint::open(&empty.0).unwrap_err().to_string().contains("no .safetensors file"));
+    assert!(matches!(model().save_blocking(Path::new("/proc/none/x")), Err(TransferError::File { .. })));
+}
+
+/// A file that is cut short after it was opened is an error of reading, and nothing is kept.
+#[test]
+fn a_file_that_shrinks_is_an_error() {
+    let (directory, transfer) = (Directory::new(), transfer());
+    let path = directory.0.join("m.safetensors");
+    model().save_blocking(&path).unwrap();
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let bytes = std::fs::read(&path).unwrap();
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(bytes.len() as u64 - 1000).unwrap();
+    for place in [Place::Host, Place::from(&transfer)] {
+        assert!(matches!(checkpoint.load_blocking(&place, Load::new()), Err(TransferError::File { .. })));
+    }
+    transfer.device().synchronize().unwrap();
+    assert_eq!(transfer.allocator().allocated_bytes(), 0);
+    std::fs::write(&path, &bytes).unwrap();
+    assert_same(&model(), &checkpoint.load_blocking(&transfer, Load::new()).unwrap());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    /// No file panics: it loads, or is a typed error.
+    #[test]
+    fn mutated_files_load_or_are_refused(
+        changes in prop::collection::vec((0usize..300, any::<u8>()), 0..4), cut in prop::option::of(0usize..300),
+        insert in prop::option::of((0usize..200, "[0-9\\[\\]{}\",:-]{1,6}")),
+    ) {
+        let directory = Directory::new();
+        let header = r#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},"b.c":{"dtype":"BF16","shape":[],"data_offsets":[24,26]},"d":{"dtype":"U8","shape":[0],"data_offsets":[26,26]}}"#;
+        let mut header = header.to_owned();
+        if let Some((at, text)) = insert {
+            header.insert_str(at.min(header.len()), &text);
+        }
+        let mut bytes = raw_file(&header, &[7; 26]);
+        for (at, byte) in changes {
+            let len = bytes.len();
+            bytes[at % len] = byte;
+        }
+        bytes.truncate(cut.unwrap_or(usize::MAX));
+        let path = directory.file("m.safetensors", &bytes);
+        let loaded = Checkpoint::open(&path).and_then(|checkpoint| {
+            let entries = checkpoint.entries().len();
+            Ok((entries, checkpoint.load_blocking(Place::Host, Load::new().others(OtherDTypes::AsBytes))?))
+        });
+        match loaded {
+            Ok((entries, set)) => prop_assert_eq!(entries, set.len()),
+            Err(error) => prop_assert!(matches!(error, TransferError::Checkpoint(_)), "{}", error),
+        }
+    }
+}

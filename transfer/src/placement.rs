@@ -1,0 +1,388 @@
+//! Which device something goes to: chosen by what it needs, and told with reasons.
+//!
+//! Nothing is chosen silently. What was not chosen says why not, and the host is chosen only where the caller wrote down that it may be
+//! ([`Fallback::Host`]).
+
+use std::fmt;
+
+use aquifer_allocator::{Allocator, Bytes};
+use aquifer_device::{Device, DeviceInfo, DriverKind, get, gpus};
+use aquifer_kernels::DType;
+
+use crate::error::TransferError;
+
+/// What happens where no device serves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Fallback {
+    /// An error that says why.
+    #[default]
+    Error,
+    /// The host is used instead, and said to be.
+    Host,
+}
+
+/// What something needs of a device.
+///
+/// ```
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_kernels::DType;
+/// use aquifer_transfer::{Fallback, Placement};
+/// let open = |text: &str| Ok::<_, aquifer_device::sim::SimConfigError>(Device::new(SimDriver::new(SimConfig::parse(text)?)));
+/// let devices = [open("8GiB")?, open("80GiB")?];
+///
+/// let choice = Placement::new().bytes(20 << 30).native(DType::BF16).choose(&devices)?;
+/// assert_eq!(choice.index(), Some(1));
+/// println!("{choice}"); // what was chosen and why, and why the other was not
+///
+/// let too_much = Placement::new().bytes(200 << 30);
+/// assert!(too_much.choose(&devices).is_err());
+/// assert_eq!(too_much.fallback(Fallback::Host).choose(&devices)?.index(), None); // the host, as it says
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+#[must_use = "nothing is chosen before `choose` is called"]
+pub struct Placement {
+    bytes: u64,
+    capability: (u32, u32),
+    driver: Option<(u32, u32)>,
+    native: Vec<DType>,
+    fallback: Fallback,
+}
+
+/// A device that may be chosen, and the memory it would have.
+#[derive(Clone, Debug)]
+pub struct Candidate {
+    device: Device,
+    /// What the allocator holds and nobody uses, and what it may still take.
+    allocator: Option<Allocator>,
+}
+
+impl From<&Device> for Candidate {
+    fn from(device: &Device) -> Candidate {
+        Candidate { device: device.clone(), allocator: None }
+    }
+}
+
+/// With an allocator, what it holds unused counts as free, and its limit counts.
+impl From<&Allocator> for Candidate {
+    fn from(allocator: &Allocator) -> Candidate {
+        Candidate { device: allocator.device().clone(), allocator: Some(allocator.clone()) }
+    }
+}
+
+impl Candidate {
+    /// Bytes that could be allocated, if they were in one piece.
+    pub(crate) fn free(&self) -> Result<u64, TransferError> {
+        let on_device = self.device.memory_info()?.free;
+        let Some(allocator) = &self.allocator else { return Ok(on_device) };
+        let (allocated, reserved) = (allocator.allocated_bytes(), allocator.reserved_bytes());
+        let growth = allocator.limit().map_or(on_device, |limit| on_device.min(limit.saturating_sub(reserved)));
+        Ok(growth.saturating_add(reserved.saturating_sub(allocated)))
+    }
+}
+
+/// What came of one device.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Verdict {
+    /// Facts about the device.
+    pub info: DeviceInfo,
+    /// Bytes that could be allocated there, if it told.
+    pub free: Option<u64>,
+    /// Why it cannot be chosen; empty if it can.
+    pub refusals: Vec<Refused>,
+}
+
+/// Why a device does not serve.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Refused {
+    /// It has too little free memory.
+    Memory {
+        /// Bytes needed.
+        needed: u64,
+        /// Bytes free.
+        free: u64,
+    },
+    /// Its compute capability is too low.
+    Capability {
+        /// What is needed, major and minor number.
+        needed: (u32, u32),
+        /// What it has.
+        has: (u32, u32),
+    },
+    /// It lacks instructions for a dtype.
+    DType {
+        /// The dtype.
+        dtype: DType,
+        /// What is missing.
+        missing: &'static str,
+    },
+    /// Its driver is too old. Install a newer one.
+    Driver {
+        /// The CUDA version that it must know, major and minor number.
+        needed: (u32, u32),
+        /// What it knows.
+        has: (u32, u32),
+    },
+    /// It could not be opened, or asked.
+    Failed(String),
+}
+
+/// What was chosen, and why. Its `Display` tells both, for every device.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Chosen {
+    device: Option<(usize, Device)>,
+    needed: u64,
+    /// What came of each device, in the order in which they were given.
+    pub verdicts: Vec<Verdict>,
+}
+
+/// No device serves. Says why, device by device; free memory, ask for less, or allow [`Fallback::Host`].
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("no device serves: {}", Verdicts(verdicts, None))]
+#[non_exhaustive]
+pub struct NoDevice {
+    /// What came of each device, in the order in which they were given.
+    pub verdicts: Vec<Verdict>,
+}
+
+impl Placement {
+    /// Something that needs nothing in particular, and must not be on the host.
+    pub fn new() -> Placement {
+        Placement::default()
+    }
+
+    /// Bytes of device memory that it needs.
+    pub fn bytes(self, bytes: u64) -> Placement {
+        Placement { bytes, ..self }
+    }
+
+    /// The least compute capability, major and minor number.
+    pub fn capability(self, capability: (u32, u32)) -> Placement {
+        Placement { capability, ..self }
+    }
+
+    /// The oldest CUDA version that the driver must know, major and minor number. Simulated devices have no driver that could be too old.
+    pub fn driver(self, version: (u32, u32)) -> Placement {
+        Placement { driver: Some(version), ..self }
+    }
+
+    /// A dtype that the device must compute with instructions of its own, as [`DType::is_native_on`] tells.
+    pub fn native(mut self, dtype: DType) -> Placement {
+        self.native.push(dtype);
+        self
+    }
+
+    /// What happens where no device serves.
+    pub fn fallback(self, fallback: Fallback) -> Placement {
+        Placement { fallback, ..self }
+    }
+
+    /// Chooses among devices that are open, or their allocators: of those that serve the one with most free memory; of several the first.
+    ///
+    /// # Errors
+    /// [`TransferError::NoDevice`] when none serves, unless the host may be used instead.
+    pub fn choose<'a, C>(&self, candidates: &'a [C]) -> Result<Chosen, TransferError>
+    where
+        &'a C: Into<Candidate>,
+    {
+        let candidates: Vec<Candidate> = candidates.iter().map(Into::into).collect();
+        let verdicts: Vec<Verdict> = candidates.iter().map(|candidate| self.judge(candidate)).collect();
+        let most = most_free(&verdicts);
+        self.decide(verdicts, most.map(|index| (index, candidates[index].device.clone())))
+    }
+
+    /// Chooses among the real GPUs of this machine, which it opens for that one after the other. Where there is none at all the error, or
+    /// the choice of the host, says why.
+    ///
+    /// # Errors
+    /// As [`Placement::choose`], and [`TransferError::NoGpu`].
+    pub fn choose_gpu(&self) -> Result<Chosen, TransferError> {
+        let infos = match gpus() {
+            Ok(infos) => infos,
+            Err(unavailable) if self.fallback == Fallback::Host => {
+                tracing::info!(%unavailable, "no real GPU can be used; the host was chosen, as the caller allowed");
+                return Ok(Chosen { device: None, needed: self.bytes, verdicts: Vec::new() });
+            }
+            Err(unavailable) => return Err(TransferError::NoGpu(unavailable)),
+        };
+        let opened: Vec<_> = infos.iter().map(|info| get(info.ordinal)).collect();
+        let judge = |(info, opened): (&DeviceInfo, &Result<Device, _>)| match opened {
+            Ok(device) => self.judge(&device.into()),
+            Err(error) => {
+                let refusals = vec![Refused::Failed(format!("{error}"))];
+                Verdict { info: info.clone(), free: None, refusals }
+            }
+        };
+        let verdicts: Vec<Verdict> = infos.iter().zip(&opened).map(judge).collect();
+        let most = most_free(&verdicts);
+        let device = most.and_then(|index| opened[index].as_ref().ok().map(|device| (index, device.clone())));
+        self.decide(verdicts, device)
+    }
+
+    /// Spreads parts over devices so that their free memory stays as even as can be: each part, the largest first, goes to the device that
+    /// serves and has most memory left. Tells the index of each part's device, in the order of the parts. [`Placement::bytes`] is
+    /// what each device needs to have free beside.
+    ///
+    /// # Errors
+    /// [`TransferError::NoDevice`] when some part fits nowhere. Parts are never put on the host.
+    pub fn spread<'a, C>(&self, candidates: &'a [C], parts: &[u64]) -> Result<Vec<usize>, TransferError>
+    where
+        &'a C: Into<Candidate>,
+    {
+        let verdicts: Vec<Verdict> = candidates.iter().map(|candidate| self.judge(&candidate.into())).collect();
+        let left = |verdict: &Verdict| {
+            let free = verdict.free.filter(|_| verdict.refusals.is_empty())?;
+            Some(free.saturating_sub(self.bytes))
+        };
+        let mut left: Vec<Option<u64>> = verdicts.iter().map(left).collect();
+        let mut places = vec![0; parts.len()];
+        let mut largest_first: Vec<usize> = (0..parts.len()).collect();
+        largest_first.sort_by_key(|&part| std::cmp::Reverse(parts[part]));
+        for part in largest_first {
+            let fits = |&(_, left): &(usize, u64)| left >= parts[part];
+            let most = left.iter().enumerate().filter_map(|(index, left)| Some((index, (*left)?))).filter(fits);
+            let Some((index, free)) = most.max_by_key(|&(index, free)| (free, std::cmp::Reverse(index))) else {
+                return Err(TransferError::NoDevice(Box::new(NoDevice {
+                    verdicts: lacking(verdicts, &left, parts[part]),
+                })));
+            };
+            left[index] = Some(free - parts[part]);
+            places[part] = index;
+        }
+        Ok(places)
+    }
+
+    fn decide(&self, verdicts: Vec<Verdict>, device: Option<(usize, Device)>) -> Result<Chosen, TransferError> {
+        if device.is_none() && self.fallback == Fallback::Error {
+            return Err(TransferError::NoDevice(Box::new(NoDevice { verdicts })));
+        }
+        let chosen = Chosen { device, needed: self.bytes, verdicts };
+        tracing::info!(%chosen, "a place was chosen");
+        Ok(chosen)
+    }
+
+    fn judge(&self, candidate: &Candidate) -> Verdict {
+        self.judge_by(candidate.device.info().clone(), candidate.free())
+    }
+
+    fn judge_by(&self, info: DeviceInfo, free: Result<u64, TransferError>) -> Verdict {
+        let has = info.compute_capability;
+        let mut refusals = Vec::new();
+        if has < self.capability {
+            refusals.push(Refused::Capability { needed: self.capability, has });
+        }
+        let missing = self.native.iter().filter(|dtype| !dtype.is_native_on(has));
+        refusals.extend(missing.filter_map(|&dtype| Some(Refused::DType { dtype, missing: dtype.missing_on(has)? })));
+        if let (Some(needed), Some(has)) = (self.driver, info.driver_version)
+            && has < needed
+        {
+            refusals.push(Refused::Driver { needed, has });
+        }
+        match &free {
+            Ok(free) if *free < self.bytes => refusals.push(Refused::Memory { needed: self.bytes, free: *free }),
+            Ok(_) => {}
+            Err(error) => refusals.push(Refused::Failed(format!("it did not tell its free memory: {error}"))),
+        }
+        Verdict { info, free: free.ok(), refusals }
+    }
+}
+
+/// The first of those with most free memory that serve.
+fn most_free(verdicts: &[Verdict]) -> Option<usize> {
+    let serve = verdicts.iter().enumerate().filter(|(_, verdict)| verdict.refusals.is_empty());
+    serve.max_by_key(|(index, verdict)| (verdict.free, std::cmp::Reverse(*index))).map(|(index, _)| index)
+}
+
+/// Verdicts on a part that fits nowhere, with what the parts placed before it left.
+fn lacking(mut verdicts: Vec<Verdict>, left: &[Option<u64>], needed: u64) -> Vec<Verdict> {
+    for (verdict, left) in verdicts.iter_mut().zip(left) {
+        if let Some(free) = *left {
+            verdict.refusals.push(Refused::Memory { needed, free });
+        }
+    }
+    verdicts
+}
+
+impl Chosen {
+    /// The device; `None` where the host was chosen.
+    pub fn device(&self) -> Option<&Device> {
+        self.device.as_ref().map(|(_, device)| device)
+    }
+
+    /// The device's place among those given; `None` where the host was chosen.
+    pub fn index(&self) -> Option<usize> {
+        self.device.as_ref().map(|&(index, _)| index)
+    }
+}
+
+impl fmt::Display for Chosen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.device {
+            Some((index, device)) => {
+                let free = self.verdicts.get(*index).and_then(|verdict| verdict.free).unwrap_or(0);
+                let needed = Bytes(self.needed);
+                write!(
+                    f,
+                    "chosen: {}, which has {} free of those that serve the most, for {needed}",
+                    name(device.info()),
+                    Bytes(free)
+                )?;
+            }
+            None if self.verdicts.is_empty() => f.write_str("chosen: the host, as there is no device")?,
+            None => f.write_str("chosen: the host, as no device serves")?,
+        }
+        if self.verdicts.len() > usize::from(self.device.is_some()) {
+            write!(f, "; {}", Verdicts(&self.verdicts, self.index()))?;
+        }
+        Ok(())
+    }
+}
+
+/// What came of devices, but for one.
+struct Verdicts<'a>(&'a [Verdict], Option<usize>);
+
+impl fmt::Display for Verdicts<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() {
+            return f.write_str("none was given");
+        }
+        let others = self.0.iter().enumerate().filter(|(index, _)| Some(*index) != self.1);
+        for (position, (_, verdict)) in others.enumerate() {
+            write!(f, "{}{}: ", if position > 0 { "; " } else { "" }, name(&verdict.info))?;
+            if verdict.refusals.is_empty() {
+                write!(f, "would serve, with {} free", Bytes(verdict.free.unwrap_or(0)))?;
+            }
+            for (position, refused) in verdict.refusals.iter().enumerate() {
+                write!(f, "{}{refused}", if position > 0 { ", " } else { "" })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn name(info: &DeviceInfo) -> String {
+    let kind = if info.kind == DriverKind::Cuda { "cuda" } else { "sim" };
+    format!("{kind}:{} ({})", info.ordinal, info.name)
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Refused::Memory { needed, free } => write!(f, "has {} free of the {} needed", Bytes(*free), Bytes(*needed)),
+            Refused::Capability { needed, has } => {
+                write!(f, "has compute capability {}.{}, {}.{} is needed", has.0, has.1, needed.0, needed.1)
+            }
+            Refused::DType { dtype, missing } => write!(f, "cannot compute {dtype} natively: it lacks {missing}"),
+            Refused::Driver { needed, has } => {
+                write!(f, "has a driver for CUDA {}.{}, {}.{} is needed", has.0, has.1, needed.0, needed.1)
+            }
+            Refused::Failed(what) => f.write_str(what),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,379 @@
+//! Batches that are on the device before they are needed.
+//!
+//! A thread takes batches from a source on the host and enqueues their copies on a stream of its own, a few ahead of the consumer. The
+//! consumer's stream is ordered after each copy without waiting on the host. Memory is bounded by slots, one for each batch ahead and one for
+//! the batch in use: before the thread sends another batch, it waits until the device is done with the one whose slot it takes. So neither a
+//! fast source nor a host that runs ahead of the device makes memory grow.
+//!
+//! Batches, errors and panics of the source arrive in its order. When the prefetcher is dropped, the thread ends as soon as the source gives back
+//! control; it is waited for unless it is in the source, which may take any time.
+
+use std::error::Error;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use aquifer_allocator::DeviceBuffer;
+use aquifer_device::{Stream, Tick};
+use bytemuck::Pod;
+use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
+use parking_lot::{Condvar, Mutex};
+
+use crate::counters::Direction;
+use crate::error::TransferError;
+use crate::pending::{OnStreams, Pending};
+use crate::pinned::PinnedBuffer;
+use crate::runtime::Transfer;
+use crate::tensor::Tensor;
+
+/// What goes to a device as one: a [`Tensor`], a `Vec` of numbers, page-locked memory, or tuples, arrays and `Option`s of these. Structs send
+/// their fields and join what is pending.
+///
+/// ```
+/// use aquifer_transfer::{Batch, OnStreams, Pending, Tensor, Transfer, TransferError};
+/// struct Sample<T> {
+///     image: T,
+///     label: T,
+/// }
+/// impl OnStreams for Sample<Tensor> {}
+/// impl Batch for Sample<Tensor> {
+///     type OnDevice = Sample<Tensor>;
+///     fn send(self, to: &Transfer) -> Result<Pending<Sample<Tensor>>, TransferError> {
+///         let both = (self.image, self.label).send(to)?;
+///         Ok(both.map(|(image, label)| Sample { image, label }))
+///     }
+/// }
+/// ```
+pub trait Batch: Send + 'static {
+    /// What it is on the device.
+    type OnDevice: OnStreams + Send + 'static;
+
+    /// Enqueues the copies on the runtime's stream.
+    ///
+    /// # Errors
+    /// As [`Tensor::to`].
+    fn send(self, to: &Transfer) -> Result<Pending<Self::OnDevice>, TransferError>;
+}
+
+impl Batch for Tensor {
+    type OnDevice = Tensor;
+
+    fn send(self, to: &Transfer) -> Result<Pending<Tensor>, TransferError> {
+        self.to(to)
+    }
+}
+
+impl<T: Pod + Send + Sync> Batch for Vec<T> {
+    type OnDevice = DeviceBuffer<T>;
+
+    fn send(self, to: &Transfer) -> Result<Pending<DeviceBuffer<T>>, TransferError> {
+        to.to_device(self, to.stream(Direction::Upload))
+    }
+}
+
+impl<T: Pod + Send + Sync> Batch for PinnedBuffer<T> {
+    type OnDevice = DeviceBuffer<T>;
+
+    fn send(self, to: &Transfer) -> Result<Pending<DeviceBuffer<T>>, TransferError> {
+        to.pinned_to_device(&self, to.stream(Direction::Upload))
+    }
+}
+
+impl<A: Batch, B: Batch> Batch for (A, B) {
+    type OnDevice = (A::OnDevice, B::OnDevice);
+
+    fn send(self, to: &Transfer) -> Result<Pending<Self::OnDevice>, TransferError> {
+        Ok(self.0.send(to)?.join(self.1.send(to)?))
+    }
+}
+
+impl<T: OnStreams, U: OnStreams, V: OnStreams> OnStreams for (T, U, V) {}
+
+impl<A: Batch, B: Batch, C: Batch> Batch for (A, B, C) {
+    type OnDevice = (A::OnDevice, B::OnDevice, C::OnDevice);
+
+    fn send(self, to: &Transfer) -> Result<Pending<Self::OnDevice>, TransferError> {
+        Ok(((self.0, self.1), self.2).send(to)?.map(|((a, b), c)| (a, b, c)))
+    }
+}
+
+impl<B: Batch, const N: usize> Batch for [B; N] {
+    type OnDevice = Vec<B::OnDevice>;
+
+    fn send(self, to: &Transfer) -> Result<Pending<Self::OnDevice>, TransferError> {
+        let pendings = self.into_iter().map(|batch| batch.send(to)).collect::<Result<Vec<_>, _>>()?;
+        Ok(Pending::all(pendings).unwrap_or_else(|| Pending::ready(to.shared(), Vec::new())))
+    }
+}
+
+impl<T: OnStreams> OnStreams for Option<T> {}
+
+impl<B: Batch> Batch for Option<B> {
+    type OnDevice = Option<B::OnDevice>;
+
+    fn send(self, to: &Transfer) -> Result<Pending<Self::OnDevice>, TransferError> {
+        match self {
+            Some(batch) => Ok(batch.send(to)?.map(Some)),
+            None => Ok(Pending::ready(to.shared(), None)),
+        }
+    }
+}
+
+/// Brings batches to a device ahead of their use. An iterator of batches on the device; see the module's documentation of what is bounded.
+///
+/// Each batch is to be used on the stream that the prefetcher was made for, by work enqueued before the next one is asked for; other streams
+/// that use it must be waited for by that stream.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_transfer::{Prefetcher, Tensor, Transfer, TransferError};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
+/// let stream = device.create_stream()?;
+///
+/// let pool = transfer.pinned().clone();
+/// let loader = (0..10).map(move |n| Tensor::full(&pool, &[1000], n as f32));
+/// let mut sums = Vec::new();
+/// for batch in Prefetcher::try_new(loader, &transfer, &stream, 2)? {
+///     sums.push(batch?.sum(&stream)?);
+/// }
+/// assert_eq!((sums.len(), sums[9].item_blocking::<f32>()?), (10, 9000.0));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Prefetcher<B: Batch> {
+    batches: Option<Receiver<Result<Pending<B::OnDevice>, TransferError>>>,
+    /// Ticks after which slots are free again.
+    slots: Option<Sender<Tick>>,
+    stream: Stream,
+    /// Whether the consumer has a batch, and with it a slot.
+    holds_slot: bool,
+    starved: u64,
+    worker: Option<(JoinHandle<()>, Arc<Whereabouts>)>,
+}
+
+/// Where the thread is.
+#[derive(Default)]
+struct Whereabouts {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum State {
+    #[default]
+    Working,
+    InSource,
+    Ended,
+}
+
+impl<B: Batch> Prefetcher<B> {
+    /// Begins to bring batches to the runtime's device, `ahead` (at least 1) of them before they are asked for, for use on `stream`.
+    ///
+    /// # Errors
+    /// A stream of another device, and when a stream or a thread cannot be had.
+    pub fn new<S>(source: S, transfer: &Transfer, stream: &Stream, ahead: usize) -> Result<Prefetcher<B>, TransferError>
+    where
+        S: IntoIterator<Item = B>,
+        S::IntoIter: Send + 'static,
+    {
+        Prefetcher::begin(source.into_iter().map(Ok), transfer, stream, ahead)
+    }
+
+    /// The same for a source that may fail. After an error the source is asked on.
+    ///
+    /// # Errors
+    /// As [`Prefetcher::new`].
+    pub fn try_new<S, E>(
+        source: S,
+        transfer: &Transfer,
+        stream: &Stream,
+        ahead: usize,
+    ) -> Result<Prefetcher<B>, TransferError>
+    where
+        S: IntoIterator<Item = Result<B, E>>,
+        S::IntoIter: Send + 'static,
+        E: Into<Box<dyn Error + Send + Sync>> + 'static,
+    {
+        let failed = |error: E| TransferError::Source { source: Arc::from(error.into()) };
+        Prefetcher::begin(source.into_iter().map(move |item| item.map_err(failed)), transfer, stream, ahead)
+    }
+
+    fn begin(
+        source: impl Iterator<Item = Result<B, TransferError>> + Send + 'static,
+        transfer: &Transfer,
+        stream: &Stream,
+        ahead: usize,
+    ) -> Result<Prefetcher<B>, TransferError> {
+        transfer.check_stream(stream)?;
+        let ahead = ahead.max(1);
+        let own = transfer.device().create_stream()?;
+        let (send_batch, batches) = bounded(ahead);
+        let (slots, take_slot) = unbounded();
+        // What the stream did until now is done before anything it does with a batch.
+        for _ in 0..=ahead {
+            let _ = slots.send(own.tick());
+        }
+        let at = Arc::new(Whereabouts::default());
+        let worker = Worker { transfer: transfer.on(&own)?, slots: take_slot, batches: send_batch, at: at.clone() };
+        let thread = std::thread::Builder::new().name("aquifer-prefetch".to_owned()).spawn(move || worker.run(source));
+        let thread = thread.map_err(|source| TransferError::Thread { what: "prefetching", source: source.into() })?;
+        Ok(Prefetcher {
+            batches: Some(batches),
+            slots: Some(slots),
+            stream: stream.clone(),
+            holds_slot: false,
+            starved: 0,
+            worker: Some((thread, at)),
+        })
+    }
+
+    /// How often a batch was asked for that was not on its way yet: the source is slower than what uses its batches.
+    pub fn starved(&self) -> u64 {
+        self.starved
+    }
+
+    /// Gives the slot of the batch in use back: free once the stream is done with what is enqueued by now.
+    fn give_slot_back(&mut self) {
+        if !std::mem::take(&mut self.holds_slot) {
+            return;
+        }
+        let tick = self.stream.tick();
+        // Without an event here the thread records one later, and waits for more than it must.
+        if let Err(error) = tick.cover() {
+            tracing::debug!(%error, "no event could be recorded after the use of a batch");
+        }
+        if let Some(slots) = &self.slots {
+            // The thread may have ended.
+            let _ = slots.send(tick);
+        }
+    }
+}
+
+impl<B: Batch> Iterator for Prefetcher<B> {
+    type Item = Result<B::OnDevice, TransferError>;
+
+    /// The next batch, after whose copy the stream is ordered. Waits on the host only while none is on its way.
+    fn next(&mut self) -> Option<Self::Item> {
+        self.give_slot_back();
+        let batches = self.batches.as_ref()?;
+        let received = match batches.try_recv() {
+            Err(TryRecvError::Empty) => {
+                self.starved += 1;
+                batches.recv().ok()
+            }
+            received => received.ok(),
+        };
+        match received? {
+            Ok(pending) => {
+                self.holds_slot = true;
+                Some(pending.then(&self.stream, |_, batch| batch))
+            }
+            Err(error) => Some(Err(error)),
+        }
+    }
+}
+
+impl<B: Batch> Drop for Prefetcher<B> {
+    fn drop(&mut self) {
+        // Wakes the thread wherever it waits for this side.
+        self.batches = None;
+        self.slots = None;
+        let Some((thread, at)) = self.worker.take() else { return };
+        let mut state = at.state.lock();
+        while *state == State::Working {
+            at.changed.wait(&mut state);
+        }
+        let ended = *state == State::Ended;
+        drop(state);
+        if ended && thread.join().is_err() {
+            tracing::error!("the prefetching thread panicked");
+        }
+    }
+}
+
+impl<B: Batch> fmt::Debug for Prefetcher<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Prefetcher")
+            .field("stream", &self.stream)
+            .field("starved", &self.starved)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What the thread works with.
+struct Worker<B: Batch> {
+    transfer: Transfer,
+    slots: Receiver<Tick>,
+    batches: Sender<Result<Pending<B::OnDevice>, TransferError>>,
+    at: Arc<Whereabouts>,
+}
+
+impl<B: Batch> Worker<B> {
+    fn run(self, source: impl Iterator<Item = Result<B, TransferError>>) {
+        let at = self.at.clone();
+        if catch_unwind(AssertUnwindSafe(move || self.work(source))).is_err() {
+            tracing::error!("a prefetching thread panicked outside its source");
+        }
+        at.set(State::Ended);
+    }
+
+    fn work(self, source: impl Iterator<Item = Result<B, TransferError>>) {
+        let mut source = Some(source);
+        while let Some(item) = self.ask(&mut source) {
+            let sent = item.and_then(|batch| self.send(batch));
+            let Some(sent) = sent.transpose() else { break };
+            let over = match &sent {
+                Err(error) => error.is_device_lost() || matches!(error, TransferError::Panicked { .. }),
+                Ok(_) => false,
+            };
+            if self.batches.send(sent).is_err() || over {
+                break;
+            }
+        }
+        // The source is the caller's code, and so is its end.
+        self.at.set(State::InSource);
+        let ended = catch_unwind(AssertUnwindSafe(move || drop(source)));
+        self.at.set(State::Working);
+        if let Err(panic) = ended {
+            let _ = self.batches.try_send(Err(panicked(panic.as_ref())));
+        }
+    }
+
+    /// The source's next item. A panic is the last.
+    fn ask(
+        &self,
+        source: &mut Option<impl Iterator<Item = Result<B, TransferError>>>,
+    ) -> Option<Result<B, TransferError>> {
+        self.at.set(State::InSource);
+        let item = catch_unwind(AssertUnwindSafe(|| source.as_mut()?.next()));
+        self.at.set(State::Working);
+        item.unwrap_or_else(|panic| Some(Err(panicked(panic.as_ref()))))
+    }
+
+    /// Waits for a slot and sends a batch; nothing if the prefetcher is gone.
+    fn send(&self, batch: B) -> Result<Option<Pending<B::OnDevice>>, TransferError> {
+        let Ok(free_after) = self.slots.recv() else { return Ok(None) };
+        free_after.synchronize()?;
+        let sent = catch_unwind(AssertUnwindSafe(|| batch.send(&self.transfer)));
+        sent.unwrap_or_else(|panic| Err(panicked(panic.as_ref()))).map(Some)
+    }
+}
+
+impl Whereabouts {
+    fn set(&self, state: State) {
+        *self.state.lock() = state;
+        self.changed.notify_all();
+    }
+}
+
+fn panicked(panic: &(dyn std::any::Any + Send)) -> TransferError {
+    let text = panic.downcast_ref::<&str>().copied().map(str::to_owned);
+    let message =
+        text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without words".to_owned());
+    TransferError::Panicked { what: "the source of batches", message }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,290 @@
+//! Batches in order, bounded, and gone when they should be.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use aquifer_allocator::{Allocator, Config};
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{Code, Device};
+use aquifer_kernels::Kernels;
+use proptest::prelude::*;
+
+use super::*;
+
+struct Stand {
+    driver: Arc<SimDriver>,
+    device: Device,
+    transfer: Transfer,
+    stream: Stream,
+    kernels: Kernels,
+}
+
+fn stand(config: SimConfig) -> Stand {
+    let driver = SimDriver::new(config);
+    let device = Device::new(driver.clone());
+    let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
+    let (stream, kernels) = (device.create_stream().unwrap(), transfer.kernels().unwrap());
+    Stand { driver, device, transfer, stream, kernels }
+}
+
+/// Page-locked memory in use, that of the staging ring left out.
+fn pinned_bytes(transfer: &Transfer) -> u64 {
+    transfer.pinned().empty_cache().unwrap();
+    let ring = transfer.staging_stats();
+    transfer.pinned().stats().active_bytes.current - ring.chunks * ring.chunk_bytes
+}
+
+impl Stand {
+    /// Nothing raced, and all memory came back.
+    fn settled(self) {
+        self.device.synchronize().unwrap();
+        assert_eq!(self.device.driver().take_violation(), None);
+        assert_eq!(self.transfer.allocator().allocated_bytes(), 0);
+        assert_eq!(pinned_bytes(&self.transfer), 0);
+    }
+}
+
+fn steady() -> SimConfig {
+    SimConfig::default().jitter(false)
+}
+
+#[test]
+fn batches_arrive_in_order_and_intact() {
+    let stand = stand(SimConfig::default().seed(3));
+    let source = (0..50u32).map(|n| (vec![n; 3000], Some(vec![n + 1; 10]), [vec![n as f32; 5], vec![0.5f32]]));
+    let mut count = 0;
+    for (n, batch) in (0u32..).zip(Prefetcher::new(source, &stand.transfer, &stand.stream, 3).unwrap()) {
+        let (a, b, c) = batch.unwrap();
+        assert_eq!(stand.transfer.to_vec(&a).unwrap().wait().unwrap(), vec![n; 3000]);
+        assert_eq!(stand.transfer.to_vec(&b.unwrap()).unwrap().wait().unwrap(), vec![n + 1; 10]);
+        assert_eq!(stand.transfer.to_vec(&c[0]).unwrap().wait().unwrap(), vec![n as f32; 5]);
+        count += 1;
+    }
+    assert_eq!(count, 50);
+    stand.settled();
+}
+
+/// However far the host runs ahead of the device, and however fast the source is, there are never more batches than ahead and in use.
+#[test]
+fn memory_is_bounded_though_the_host_runs_ahead() {
+    let stand = stand(steady());
+    let bytes = 4 << 20;
+    let source = (0..40u8).map(move |n| vec![n; bytes]);
+    for batch in Prefetcher::new(source, &stand.transfer, &stand.stream, 2).unwrap() {
+        let mut batch = batch.unwrap();
+        stand.kernels.spin(&stand.stream, Duration::from_millis(20)).unwrap();
+        stand.kernels.fill(&stand.stream, &mut batch, 1u8).unwrap();
+    }
+    let peak = stand.transfer.allocator().memory_stats().to_map()["allocated_bytes.all.peak"];
+    assert!(peak <= 3 * bytes as i64, "{peak}");
+    let reserved = stand.transfer.allocator().memory_stats().to_map()["reserved_bytes.all.peak"];
+    assert!(reserved <= 4 * bytes as i64 + (2 << 20), "{reserved}");
+    stand.settled();
+}
+
+#[test]
+fn errors_and_panics_of_the_source_arrive_in_its_order() {
+    let stand = stand(steady());
+    let source = (0..10u32).map(|n| match n {
+        3 | 5 => Err(format!("no batch {n}")),
+        8 => panic!("broken at {n}"),
+        n => Ok(vec![n; 100]),
+    });
+    let prefetcher = Prefetcher::try_new(source, &stand.transfer, &stand.stream, 2).unwrap();
+    let texts: Vec<String> = prefetcher
+        .map(|batch| match batch {
+            Ok(batch) => stand.transfer.item(&batch, 7).unwrap().to_string(),
+            Err(error) => error.to_string(),
+        })
+        .collect();
+    let failed = |n: u32| format!("the source of batches failed: no batch {n}");
+    assert_eq!(
+        texts,
+        ["0", "1", "2", &failed(3), "4", &failed(5), "6", "7", "the source of batches panicked: broken at 8"]
+    );
+    stand.settled();
+}
+
+#[test]
+fn a_source_that_is_slower_than_its_user_is_noticed() {
+    let stand = stand(steady());
+    let (give, take) = bounded::<Vec<u8>>(0);
+    let mut prefetcher = Prefetcher::new(take, &stand.transfer, &stand.stream, 2).unwrap();
+    let feeder = std::thread::spawn(move || {
+        for n in 0..3 {
+            give.send(vec![n; 10]).unwrap();
+        }
+    });
+    assert_eq!(prefetcher.by_ref().map(Result::unwrap).count(), 3);
+    feeder.join().unwrap();
+    assert!(prefetcher.starved() >= 1);
+    drop(prefetcher);
+    stand.settled();
+}
+
+/// A source that counts what it made and what of it is gone.
+struct Counted {
+    left: u32,
+    dropped: Arc<AtomicU64>,
+}
+
+impl Iterator for Counted {
+    type Item = Vec<u32>;
+
+    fn next(&mut self) -> Option<Vec<u32>> {
+        self.left = self.left.checked_sub(1)?;
+        Some(vec![self.left; 20_000])
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.dropped.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn it_can_be_dropped_at_any_point() {
+    for taken in [0usize, 1, 2, 5, 19, 20] {
+        let stand = stand(SimConfig::default().seed(taken as u64));
+        let dropped = Arc::new(AtomicU64::new(0));
+        let source = Counted { left: 20, dropped: dropped.clone() };
+        let mut prefetcher = Prefetcher::new(source, &stand.transfer, &stand.stream, 3).unwrap();
+        for _ in 0..taken {
+            let mut batch = prefetcher.next().unwrap().unwrap();
+            stand.kernels.fill(&stand.stream, &mut batch, 1u32).unwrap();
+        }
+        drop(prefetcher);
+        // The thread may still be on its way out of the source; what it holds goes with it.
+        while dropped.load(Ordering::SeqCst) == 0 || Arc::strong_count(&dropped) > 1 {
+            std::thread::yield_now();
+        }
+        stand.device.synchronize().unwrap();
+        assert_eq!(stand.device.driver().take_violation(), None);
+    }
+}
+
+/// A source that never gives back control does not keep the drop from returning.
+#[test]
+fn a_source_that_hangs_keeps_nobody() {
+    let stand = stand(steady());
+    let (give, take) = unbounded::<Vec<u8>>();
+    give.send(vec![1; 10]).unwrap();
+    let mut prefetcher = Prefetcher::new(take, &stand.transfer, &stand.stream, 1).unwrap();
+    assert!(prefetcher.next().unwrap().is_ok());
+    drop(prefetcher); // while the thread waits in `take` for what never comes
+    drop(give);
+}
+
+#[test]
+fn a_lost_device_ends_it_with_the_error() {
+    for call in [1, 5, 20, 60] {
+        let stand = stand(steady());
+        let mut prefetcher =
+            Prefetcher::new((0..1000u32).map(|n| vec![n; 100]), &stand.transfer, &stand.stream, 2).unwrap();
+        stand.driver.inject(Fault::LostAt { nth: call });
+        let lost = prefetcher.by_ref().find_map(Result::err);
+        assert!(lost.is_some_and(|error| error.is_device_lost()), "call {call}");
+        assert!(prefetcher.by_ref().take(10).all(|batch| batch.is_err()));
+    }
+}
+
+#[test]
+fn a_failed_copy_loses_its_batch_alone() {
+    let stand = stand(steady());
+    let mut prefetcher = Prefetcher::new((0..30u32).map(|n| vec![n; 100]), &stand.transfer, &stand.stream, 1).unwrap();
+    let mut seen = Vec::new();
+    let first = prefetcher.next().unwrap().unwrap();
+    seen.push(stand.transfer.item(&first, 0).unwrap());
+    stand.driver.inject(Fault::Nth {
+        operation: Some(aquifer_device::Operation::CopyToDevice),
+        nth: 1,
+        code: Code::OUT_OF_MEMORY,
+    });
+    let mut failed = 0;
+    for batch in prefetcher {
+        match batch {
+            Ok(batch) => seen.push(stand.transfer.item(&batch, 0).unwrap()),
+            Err(error) => {
+                assert!(error.is_out_of_memory(), "{error}");
+                failed += 1;
+            }
+        }
+    }
+    assert!(failed <= 1 && seen.len() + failed == 30, "{failed} {seen:?}");
+    assert!(seen.is_sorted());
+    drop(first);
+    stand.settled();
+}
+
+/// Steps take as long as the longer of computing and copying, and 5 % more at most.
+#[test]
+fn copies_hide_behind_computing_and_the_other_way_round() {
+    for (compute, bytes) in [(Duration::from_millis(3), 32 << 20), (Duration::from_micros(200), 32 << 20)] {
+        let stand = stand(steady());
+        let steps = 12;
+        let pool = stand.transfer.pinned().clone();
+        // The source has its batches ready, as a loader with threads of its own has.
+        let ready: Vec<PinnedBuffer<u8>> = (0..steps).map(|_| pool.alloc(bytes).unwrap()).collect();
+        let copy_ns = {
+            let timer = crate::timer::Timer::start(&stand.device, &stand.stream).unwrap();
+            let mut to = stand.transfer.allocator().alloc_buffer::<u8>(bytes as u64, &stand.stream).unwrap();
+            drop(stand.transfer.on(&stand.stream).unwrap().upload(&ready[0], &mut to).unwrap());
+            timer.stop(&stand.stream).unwrap().wait().unwrap().as_nanos()
+        };
+        let begun = stand.driver.now_ns();
+        for batch in Prefetcher::new(ready, &stand.transfer, &stand.stream, 2).unwrap() {
+            let _batch = batch.unwrap();
+            stand.kernels.spin(&stand.stream, compute).unwrap();
+        }
+        stand.stream.synchronize().unwrap();
+        let taken = u128::from(stand.driver.now_ns() - begun);
+        let longer = compute.as_nanos().max(copy_ns);
+        // The first copy and the last computation have nothing to hide behind.
+        let ends = compute.as_nanos().min(copy_ns);
+        assert!(
+            taken <= (longer * steps as u128 + ends) * 105 / 100,
+            "{taken} ns, {longer} ns a step, compute {compute:?}"
+        );
+        stand.settled();
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Whatever the sizes, the depth, what fails and when it is dropped: batches are right, nothing races, nothing stays.
+    #[test]
+    fn random_loops_deliver_what_the_source_made(
+        sizes in prop::collection::vec(0usize..6000, 0..12), ahead in 0usize..4, seed in 0u64..1000,
+        taken in 0usize..14, errors in prop::collection::vec(0usize..12, 0..3), held in any::<bool>(),
+    ) {
+        let stand = stand(SimConfig::default().seed(seed));
+        let items: Vec<Result<Vec<u32>, String>> = sizes.iter().enumerate()
+            .map(|(n, &len)| if errors.contains(&n) { Err(n.to_string()) } else { Ok(vec![u32::try_from(n).unwrap(); len]) }).collect();
+        let expected = items.clone();
+        let mut prefetcher = Prefetcher::try_new(items, &stand.transfer, &stand.stream, ahead).unwrap();
+        let mut kept = Vec::new();
+        for (n, item) in expected.iter().take(taken).enumerate() {
+            match (prefetcher.next().unwrap(), item) {
+                (Ok(batch), Ok(item)) => {
+                    prop_assert_eq!(&stand.transfer.to_vec(&batch).unwrap().wait().unwrap(), item);
+                    if held && n % 2 == 0 {
+                        kept.push((batch, item));
+                    }
+                }
+                (Err(error), Err(text)) => prop_assert!(error.to_string().ends_with(text.as_str())),
+                (got, item) => prop_assert!(false, "{n}: {got:?} {item:?}"),
+            }
+        }
+        if taken >= expected.len() {
+            prop_assert!(prefetcher.next().is_none());
+        }
+        drop(prefetcher);
+        for (batch, item) in kept {
+            prop_assert_eq!(&stand.transfer.to_vec(&batch).unwrap().wait().unwrap(), item);
+        }
+        stand.device.synchronize().unwrap();
+        prop_assert_eq!(stand.device.driver().take_violation(), None);
+    }
+}

@@ -1,0 +1,357 @@
+//! Spilling: buffers that go to page-locked host memory when the device runs out, and come back when they are used.
+//!
+//! A [`Spiller`] is asked by the allocator's out-of-memory ladder. It spills those buffers that nobody uses, of lower priority first, and among
+//! equals the one unused for longest.
+//!
+//! Invariants:
+//! * the contents are in exactly one place, on the device or on the host; that changes under the buffer's own lock, after the copy was enqueued,
+//!   and not where something failed;
+//! * what is spilled has no other handle, so that giving it up frees its memory; its block waits for the copy by its ticks.
+//!
+//! Lock order: a buffer's lock may be held while device memory is asked for, which may ask the spiller, on this or another thread; so the
+//! spiller only tries buffers' locks, and passes over those that are taken. The list's lock is a leaf.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Deref;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+
+use aquifer_allocator::{DeviceBuffer, Registration};
+use aquifer_device::Stream;
+use bytemuck::Pod;
+use parking_lot::Mutex;
+
+use crate::error::TransferError;
+use crate::pinned::PinnedBuffer;
+use crate::placement::Candidate;
+use crate::runtime::Transfer;
+
+/// Spills buffers of one device when its allocator runs out of memory. Cloning gives another handle; with the last one, spilling ends, and buffers
+/// stay where they are.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_transfer::{Spiller, Transfer};
+/// let device = Device::new(SimDriver::new(SimConfig::parse("64MiB")?));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let transfer = Transfer::new(&allocator)?;
+/// let stream = device.create_stream()?;
+///
+/// let spiller = Spiller::new(&transfer, 0);
+/// let cache = spiller.add(transfer.to_device(vec![7u8; 40 << 20], &stream)?.wait()?, 0)?;
+/// let activations = allocator.alloc(40 << 20, &stream)?; // does not fit beside the cache, which makes room
+/// assert!(!cache.is_on_device());
+/// drop(activations);
+/// let access = cache.access(&stream)?; // comes back
+/// assert_eq!(transfer.item(&access, 12345)?, 7);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct Spiller {
+    inner: Arc<Inner>,
+    _registrations: Arc<[Registration; 3]>,
+}
+
+struct Inner {
+    transfer: Transfer,
+    entries: Mutex<Vec<Weak<Entry>>>,
+    /// Counts uses, so that they can be told apart by age.
+    clock: AtomicU64,
+    spills: AtomicU64,
+    returns: AtomicU64,
+}
+
+/// A buffer, wherever it is.
+struct Entry {
+    spiller: Arc<Inner>,
+    priority: i32,
+    last_used: AtomicU64,
+    home: Mutex<Home>,
+    /// How many accesses there are. Raised under the lock.
+    users: AtomicUsize,
+}
+
+enum Home {
+    Device(DeviceBuffer<u8>),
+    Host(PinnedBuffer<u8>),
+}
+
+/// What a spiller did, and what it could do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SpillStats {
+    /// Bytes on the device.
+    pub device_bytes: u64,
+    /// Bytes on the host.
+    pub host_bytes: u64,
+    /// How often a buffer went to the host.
+    pub spills: u64,
+    /// How often one came back.
+    pub returns: u64,
+}
+
+/// Device memory that may be on the host while nobody uses it.
+pub struct Spillable<T> {
+    entry: Arc<Entry>,
+    element: PhantomData<fn() -> T>,
+}
+
+/// A spillable buffer in use: device memory that stays there until this is dropped. Work is enqueued with turns, as ever; when this is dropped, it need
+/// not be done.
+#[must_use = "the memory may go again once this is dropped"]
+pub struct Access<'a, T> {
+    entry: &'a Entry,
+    buffer: DeviceBuffer<T>,
+}
+
+impl Spiller {
+    /// A spiller for the runtime's device and allocator, which is asked before reclaimers of lower priority, and spills what is lacking. If that
+    /// does not serve, because it is in pieces, it is asked again after all other reclaimers: for as much as was requested, and then for all
+    /// it can spill.
+    pub fn new(transfer: &Transfer, priority: i32) -> Spiller {
+        let inner = Arc::new(Inner {
+            transfer: transfer.clone(),
+            entries: Mutex::default(),
+            clock: AtomicU64::new(0),
+            spills: AtomicU64::new(0),
+            returns: AtomicU64::new(0),
+        });
+        let allocator = transfer.allocator();
+        // Not owned by what it is registered with, which it owns itself.
+        let registered = |priority, name, bytes: fn(&Inner, u64) -> u64| {
+            let spiller = Arc::downgrade(&inner);
+            allocator.register_reclaimer(priority, name, move |request| {
+                spiller.upgrade().map_or(0, |spiller| spiller.spill(bytes(&spiller, request.bytes)))
+            })
+        };
+        let registrations = [
+            registered(priority, "spill what is lacking", Inner::lacking),
+            registered(i32::MIN, "spill as much as was requested", |_, requested| requested),
+            registered(i32::MIN, "spill all", |_, _| u64::MAX),
+        ];
+        Spiller { inner, _registrations: Arc::new(registrations) }
+    }
+
+    /// Takes a buffer over. Of several that could go, one of lower `priority` goes first. While other handles of the buffer's memory exist, it stays
+    /// on the device.
+    ///
+    /// # Errors
+    /// A buffer of another device.
+    pub fn add<T: Pod + Send + Sync>(
+        &self,
+        buffer: DeviceBuffer<T>,
+        priority: i32,
+    ) -> Result<Spillable<T>, TransferError> {
+        self.inner.transfer.check_device("buffer", buffer.storage().device_id())?;
+        let bytes = buffer.cast().ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?;
+        let entry = Arc::new(Entry {
+            spiller: self.inner.clone(),
+            priority,
+            last_used: AtomicU64::new(self.inner.now()),
+            home: Mutex::new(Home::Device(bytes)),
+            users: AtomicUsize::new(0),
+        });
+        let mut entries = self.inner.entries.lock();
+        // Forgets those that are gone, at a cost that is shared by those that came since.
+        if entries.len() == entries.capacity() {
+            entries.retain(|entry| entry.strong_count() > 0);
+        }
+        entries.push(Arc::downgrade(&entry));
+        drop(entries);
+        Ok(Spillable { entry, element: PhantomData })
+    }
+
+    /// Spills buffers that nobody uses until `bytes` of device memory are given up or there are no more; tells how many were. Their memory is free
+    /// once their copies are done.
+    pub fn spill(&self, bytes: u64) -> u64 {
+        self.inner.spill(bytes)
+    }
+
+    /// What it did so far, and where its buffers are. Waits for buffers that are on their way.
+    pub fn stats(&self) -> SpillStats {
+        let mut stats = SpillStats {
+            spills: self.inner.spills.load(Ordering::Relaxed),
+            returns: self.inner.returns.load(Ordering::Relaxed),
+            ..SpillStats::default()
+        };
+        for entry in self.inner.entries() {
+            match &*entry.home.lock() {
+                Home::Device(buffer) => stats.device_bytes += buffer.bytes(),
+                Home::Host(buffer) => stats.host_bytes += buffer.bytes() as u64,
+            }
+        }
+        stats
+    }
+}
+
+impl Inner {
+    fn now(&self) -> u64 {
+        self.clock.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn entries(&self) -> Vec<Arc<Entry>> {
+        self.entries.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// What a request lacks beside what is free, in however many pieces.
+    fn lacking(&self, requested: u64) -> u64 {
+        let free = Candidate::from(self.transfer.allocator()).free().unwrap_or(0);
+        requested.saturating_sub(free).max(1)
+    }
+
+    fn spill(&self, bytes: u64) -> u64 {
+        let mut entries = self.entries();
+        entries.sort_by_key(|entry| (entry.priority, entry.last_used.load(Ordering::Relaxed)));
+        let mut freed = 0u64;
+        for entry in entries {
+            if freed >= bytes {
+                break;
+            }
+            match entry.spill() {
+                Ok(spilled) => freed += spilled,
+                Err(error) => {
+                    tracing::debug!(%error, "a buffer could not be spilled and stays on the device");
+                    // Without host memory others cannot go either.
+                    if error.is_out_of_memory() || error.is_device_lost() {
+                        break;
+                    }
+                }
+            }
+        }
+        freed
+    }
+}
+
+impl Entry {
+    /// Moves the contents to the host, if nobody uses them; tells how much device memory was given up.
+    fn spill(&self) -> Result<u64, TransferError> {
+        // Whoever has the lock brings the contents back, or is this very thread.
+        let Some(mut home) = self.home.try_lock() else { return Ok(0) };
+        let Home::Device(buffer) = &*home else { return Ok(0) };
+        // Users have a handle, too, but a caller may have forgotten one.
+        if self.users.load(Ordering::Acquire) > 0 || Arc::strong_count(buffer.storage()) > 1 {
+            return Ok(0);
+        }
+        let freed = buffer.storage().allocation().bytes();
+        let transfer = &self.spiller.transfer;
+        let len = usize::try_from(buffer.bytes())
+            .map_err(|_| TransferError::LengthOverflow { len: buffer.bytes(), size: 1 })?;
+        let mut host = transfer.pinned().alloc::<u8>(len)?;
+        // Whoever reads the memory waits for the copy, and so does the block that is given up.
+        drop(transfer.download(buffer, &mut host)?);
+        *home = Home::Host(host);
+        self.spiller.spills.fetch_add(1, Ordering::Relaxed);
+        Ok(freed)
+    }
+
+    /// Brings the contents to the device, if they are not there, and counts a user.
+    fn access(&self, stream: &Stream) -> Result<DeviceBuffer<u8>, TransferError> {
+        let transfer = &self.spiller.transfer;
+        transfer.check_stream(stream)?;
+        let mut home = self.home.lock();
+        let buffer = match &*home {
+            Home::Device(buffer) => buffer.clone(),
+            Home::Host(host) => {
+                let mut buffer = transfer.allocator().alloc_buffer(host.bytes() as u64, stream)?;
+                drop(transfer.upload(host, &mut buffer)?);
+                self.spiller.returns.fetch_add(1, Ordering::Relaxed);
+                // The host memory goes back to its pool with the tick of the copy.
+                *home = Home::Device(buffer.clone());
+                buffer
+            }
+        };
+        self.users.fetch_add(1, Ordering::AcqRel);
+        Ok(buffer)
+    }
+}
+
+impl<T: Pod + Send + Sync> Spillable<T> {
+    /// The device memory, brought back if it was spilled. While the result exists, it stays there. What is enqueued with turns comes after
+    /// the copy; the host does not wait. Memory is allocated for `stream`.
+    ///
+    /// # Errors
+    /// When device memory runs out, though others were spilled; a stream of another device; those of the driver. The contents are where they were.
+    pub fn access(&self, stream: &Stream) -> Result<Access<'_, T>, TransferError> {
+        let bytes = self.entry.access(stream)?;
+        // Counted from here on, so that a failure below is undone by its end.
+        let guard = InUse(&self.entry);
+        let buffer = bytes
+            .cast()
+            .ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })?;
+        std::mem::forget(guard);
+        Ok(Access { entry: &self.entry, buffer })
+    }
+}
+
+impl<T> Spillable<T> {
+    /// Whether it is on the device. It may change at any time while nobody uses it.
+    pub fn is_on_device(&self) -> bool {
+        matches!(*self.entry.home.lock(), Home::Device(_))
+    }
+
+    /// Moves it to the host now, unless it is in use or there already; tells how many bytes of device memory it gave up.
+    ///
+    /// # Errors
+    /// When page-locked memory runs out, and those of the driver. The contents are on the device then.
+    pub fn spill(&self) -> Result<u64, TransferError> {
+        self.entry.spill()
+    }
+}
+
+/// Counts a user as long as it exists.
+struct InUse<'a>(&'a Entry);
+
+impl Drop for InUse<'_> {
+    fn drop(&mut self) {
+        self.0.last_used.store(self.0.spiller.now(), Ordering::Relaxed);
+        self.0.users.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+impl<T> Drop for Access<'_, T> {
+    fn drop(&mut self) {
+        drop(InUse(self.entry));
+    }
+}
+
+impl<T> Deref for Access<'_, T> {
+    type Target = DeviceBuffer<T>;
+
+    fn deref(&self) -> &DeviceBuffer<T> {
+        &self.buffer
+    }
+}
+
+impl<T> Access<'_, T> {
+    /// The buffer, to be written.
+    pub fn buffer_mut(&mut self) -> &mut DeviceBuffer<T> {
+        &mut self.buffer
+    }
+}
+
+impl fmt::Debug for Spiller {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Spiller").field("transfer", &self.inner.transfer).finish_non_exhaustive()
+    }
+}
+
+impl<T> fmt::Debug for Spillable<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let on_device = self.entry.home.try_lock().map(|home| matches!(*home, Home::Device(_)));
+        f.debug_struct("Spillable")
+            .field("priority", &self.entry.priority)
+            .field("on_device", &on_device)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<T> fmt::Debug for Access<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Access").field(&self.buffer).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,92 @@
+//! Sources for the staging ring whose elements are converted while its threads read them.
+
+use aquifer_kernels::{DType, convert_host};
+
+use super::memory::HostPart;
+use crate::error::TransferError;
+use crate::staging::HostSource;
+
+/// The elements of another source, converted.
+pub(crate) struct Converted<S> {
+    source: S,
+    from: DType,
+    to: DType,
+}
+
+impl<S: HostSource> Converted<S> {
+    pub(crate) fn new(source: S, from: DType, to: DType) -> Converted<S> {
+        Converted { source, from, to }
+    }
+}
+
+impl<S: HostSource> HostSource for Converted<S> {
+    fn bytes(&self) -> u64 {
+        self.source.bytes() / self.from.bytes() * self.to.bytes()
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
+        let size = self.to.bytes();
+        // Whole elements around what is asked for.
+        let (first, end) = (offset / size, (offset + into.len() as u64).div_ceil(size));
+        let mut elements = vec![0; count((end - first) * self.from.bytes())];
+        self.source.read(first * self.from.bytes(), &mut elements)?;
+        let before = count(offset - first * size);
+        if before == 0 && (into.len() as u64).is_multiple_of(size) {
+            return Ok(convert_host(&elements, self.from, into, self.to)?);
+        }
+        let mut whole = vec![0; count((end - first) * size)];
+        convert_host(&elements, self.from, &mut whole, self.to)?;
+        into.copy_from_slice(&whole[before..before + into.len()]);
+        Ok(())
+    }
+}
+
+/// Bytes of a part of memory that a thread was asked for.
+fn count(bytes: u64) -> usize {
+    usize::try_from(bytes).unwrap_or(usize::MAX)
+}
+
+impl HostSource for HostPart {
+    fn bytes(&self) -> u64 {
+        self.as_ref().len() as u64
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
+        let bytes = self.as_ref();
+        let start = count(offset);
+        let part = start.checked_add(into.len()).and_then(|end| bytes.get(start..end));
+        let beyond = || TransferError::OutOfBounds {
+            start: offset,
+            end: offset.saturating_add(into.len() as u64),
+            len: bytes.len() as u64,
+        };
+        into.copy_from_slice(part.ok_or_else(beyond)?);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::memory::HostMemory;
+    use super::*;
+
+    #[test]
+    fn any_part_is_the_part_of_all_converted() {
+        let floats: Vec<f32> = (0..20).map(|n| n as f32 * 1.5).collect();
+        let memory = HostMemory::of::<f32, _>(floats.clone());
+        for to in [DType::F16, DType::U8, DType::F64] {
+            let mut all = vec![0; 20 * count(to.bytes())];
+            convert_host(bytemuck::cast_slice(&floats), DType::F32, &mut all, to).unwrap();
+            let source = Converted::new(memory.part(0..80), DType::F32, to);
+            assert_eq!(source.bytes(), all.len() as u64);
+            for start in 0..all.len() {
+                for end in start..=all.len() {
+                    let mut part = vec![0; end - start];
+                    source.read(start as u64, &mut part).unwrap();
+                    assert_eq!(part, all[start..end]);
+                }
+            }
+            assert!(source.read(all.len() as u64, &mut [0]).is_err());
+        }
+    }
+}

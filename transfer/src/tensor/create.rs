@@ -1,0 +1,228 @@
+//! Making tensors.
+
+use aquifer_allocator::{DeviceBuffer, Turn};
+use aquifer_device::AccessKind;
+use aquifer_kernels::{DType, Target};
+
+use super::layout::Layout;
+use super::memory::{DeviceMemory, HostMemory, Memory, PinnedHost, Scalar, by_dtype};
+use super::place::Place;
+use super::{LayoutError, Tensor};
+use crate::counters::Direction;
+use crate::error::TransferError;
+use crate::runtime::Transfer;
+
+impl Tensor {
+    /// A tensor of the elements of a slice, which are copied, in row-major order.
+    ///
+    /// # Errors
+    /// A shape of another number of elements.
+    pub fn from_slice<T: Scalar>(elements: &[T], shape: &[u64]) -> Result<Tensor, TransferError> {
+        Tensor::from_vec(elements.to_vec(), shape)
+    }
+
+    /// A tensor of the elements of a `Vec`, which it takes over, in row-major order.
+    ///
+    /// # Errors
+    /// A shape of another number of elements.
+    pub fn from_vec<T: Scalar>(elements: Vec<T>, shape: &[u64]) -> Result<Tensor, TransferError> {
+        Tensor::from_owner(elements, shape)
+    }
+
+    /// A tensor of the elements that some owner lends, such as a `Box<[T]>`, an `Arc<[T]>` or a memory map, which it takes over and must lend the same
+    /// elements each time.
+    ///
+    /// # Errors
+    /// A shape of another number of elements.
+    pub fn from_owner<T: Scalar, S>(owner: S, shape: &[u64]) -> Result<Tensor, TransferError>
+    where
+        S: AsRef<[T]> + Send + Sync + 'static,
+    {
+        let layout = Layout::row_major(shape)?;
+        check_len(&layout, owner.as_ref().len() as u64)?;
+        Tensor::new(Memory::Host(HostMemory::of::<T, S>(owner)), T::DTYPE, layout)
+    }
+
+    /// A tensor of one element and no dimension.
+    ///
+    /// # Errors
+    /// None that is known; as [`Tensor::from_vec`].
+    pub fn scalar<T: Scalar>(value: T) -> Result<Tensor, TransferError> {
+        Tensor::from_vec(vec![value], &[])
+    }
+
+    /// A tensor of device memory, which it shares, in row-major order.
+    ///
+    /// # Errors
+    /// A shape of another number of elements, and memory of another device than the runtime's.
+    pub fn from_buffer<T: Scalar>(
+        buffer: &DeviceBuffer<T>,
+        shape: &[u64],
+        transfer: &Transfer,
+    ) -> Result<Tensor, TransferError> {
+        transfer.check_device("buffer", buffer.storage().device_id())?;
+        let layout = Layout::row_major(shape)?;
+        check_len(&layout, buffer.len())?;
+        let bytes = buffer.cast().ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?;
+        Tensor::on_device(bytes, transfer, T::DTYPE, layout)
+    }
+
+    /// A tensor whose elements are undefined until they are written: on a device whatever was there, on the host zeros or whatever was
+    /// there.
+    ///
+    /// # Errors
+    /// When memory runs out, a shape that is too large, and those of the driver.
+    pub fn empty(place: impl Into<Place>, dtype: DType, shape: &[u64]) -> Result<Tensor, TransferError> {
+        let layout = Layout::row_major(shape)?;
+        let bytes = bytes_of(&layout, dtype)?;
+        let memory = match place.into() {
+            Place::Host => Memory::Host(zeroed_host(dtype, layout.len())?),
+            Place::Pinned(pool) => {
+                let buffer = pool.alloc::<u8>(host_bytes(&layout, dtype)?)?;
+                Memory::Pinned(PinnedHost { buffer: buffer.into(), pool })
+            }
+            Place::Device(transfer) => {
+                let stream = transfer.stream(Direction::OnDevice).clone();
+                Memory::Device(DeviceMemory { buffer: transfer.allocator().alloc_buffer(bytes, &stream)?, transfer })
+            }
+        };
+        Tensor::new(memory, dtype, layout)
+    }
+
+    /// A tensor of zeros. On a device they are enqueued to be written.
+    ///
+    /// # Errors
+    /// As [`Tensor::empty`].
+    pub fn zeros(place: impl Into<Place>, dtype: DType, shape: &[u64]) -> Result<Tensor, TransferError> {
+        match place.into() {
+            Place::Pinned(pool) => {
+                let layout = Layout::row_major(shape)?;
+                let buffer = pool.alloc_zeroed::<u8>(host_bytes(&layout, dtype)?)?;
+                Tensor::new(Memory::Pinned(PinnedHost { buffer: buffer.into(), pool }), dtype, layout)
+            }
+            place => {
+                let tensor = Tensor::empty(place, dtype, shape)?;
+                if let Memory::Device(memory) = &tensor.memory
+                    && !tensor.is_empty()
+                {
+                    let stream = memory.transfer.stream(Direction::OnDevice);
+                    let _turn = Turn::take(stream, &[(memory.buffer.storage(), AccessKind::Write)])?;
+                    stream.fill(memory.buffer.ptr(), 0, memory.buffer.bytes())?;
+                }
+                Ok(tensor)
+            }
+        }
+    }
+
+    /// A tensor of which every element is `value`. On a device they are enqueued to be written.
+    ///
+    /// # Errors
+    /// As [`Tensor::empty`], and those of [`aquifer_kernels::Kernels::fill`].
+    pub fn full<T: Scalar>(place: impl Into<Place>, shape: &[u64], value: T) -> Result<Tensor, TransferError> {
+        let layout = Layout::row_major(shape)?;
+        let memory = match place.into() {
+            Place::Host => {
+                let element = bytemuck::bytes_of(&value);
+                Memory::Host(filled_host(T::DTYPE, layout.len(), |bytes| {
+                    bytes.chunks_exact_mut(size_of::<T>()).for_each(|to| to.copy_from_slice(element));
+                    Ok(())
+                })?)
+            }
+            Place::Pinned(pool) => {
+                let mut buffer = pool.alloc::<u8>(host_bytes(&layout, T::DTYPE)?)?;
+                let element = bytemuck::bytes_of(&value);
+                buffer.write()?.chunks_exact_mut(size_of::<T>()).for_each(|to| to.copy_from_slice(element));
+                Memory::Pinned(PinnedHost { buffer: buffer.into(), pool })
+            }
+            Place::Device(transfer) => {
+                let stream = transfer.stream(Direction::OnDevice).clone();
+                let mut buffer: DeviceBuffer<u8> =
+                    transfer.allocator().alloc_buffer(bytes_of(&layout, T::DTYPE)?, &stream)?;
+                transfer.kernels()?.fill(&stream, Target::of_bytes(&mut buffer, T::DTYPE), value)?;
+                Memory::Device(DeviceMemory { buffer, transfer })
+            }
+        };
+        Tensor::new(memory, T::DTYPE, layout)
+    }
+
+    /// [`Tensor::empty`] in the place, with the dtype and shape of this one.
+    ///
+    /// # Errors
+    /// As [`Tensor::empty`].
+    pub fn empty_like(&self) -> Result<Tensor, TransferError> {
+        Tensor::empty(self.place(), self.dtype, self.shape())
+    }
+
+    /// [`Tensor::zeros`] in the place, with the dtype and shape of this one.
+    ///
+    /// # Errors
+    /// As [`Tensor::zeros`].
+    pub fn zeros_like(&self) -> Result<Tensor, TransferError> {
+        Tensor::zeros(self.place(), self.dtype, self.shape())
+    }
+
+    /// A tensor of ones in the place, with the dtype and shape of this one.
+    ///
+    /// # Errors
+    /// As [`Tensor::full`].
+    pub fn ones_like(&self) -> Result<Tensor, TransferError> {
+        by_dtype!(self.dtype, T => {
+            let mut value = [0; size_of::<T>()];
+            // Every dtype holds a one exactly.
+            aquifer_kernels::convert_host(&[1], DType::U8, &mut value, self.dtype)?;
+            Tensor::full(self.place(), self.shape(), bytemuck::pod_read_unaligned::<T>(&value))
+        })
+    }
+
+    /// [`Tensor::full`] in the place and with the shape of this one.
+    ///
+    /// # Errors
+    /// A value of another dtype than this one's, and as [`Tensor::full`].
+    pub fn full_like<T: Scalar>(&self, value: T) -> Result<Tensor, TransferError> {
+        self.check_dtype(T::DTYPE)?;
+        Tensor::full(self.place(), self.shape(), value)
+    }
+}
+
+fn check_len(layout: &Layout, has: u64) -> Result<(), TransferError> {
+    if layout.len() == has {
+        return Ok(());
+    }
+    Err(LayoutError::OtherLength { from: vec![has], to: layout.shape().to_vec() }.into())
+}
+
+/// Size of a layout's elements in bytes.
+pub(super) fn bytes_of(layout: &Layout, dtype: DType) -> Result<u64, TransferError> {
+    let (len, size) = (layout.len(), dtype.bytes());
+    len.checked_mul(size).ok_or(TransferError::LengthOverflow { len, size })
+}
+
+/// The same on the host.
+pub(super) fn host_bytes(layout: &Layout, dtype: DType) -> Result<usize, TransferError> {
+    let bytes = usize::try_from(bytes_of(layout, dtype)?).ok().filter(|&bytes| isize::try_from(bytes).is_ok());
+    bytes.ok_or(TransferError::LengthOverflow { len: layout.len(), size: dtype.bytes() })
+}
+
+/// How many elements of a dtype, as the host counts them.
+pub(super) fn host_len(len: u64, dtype: DType) -> Result<usize, TransferError> {
+    usize::try_from(len).map_err(|_| TransferError::LengthOverflow { len, size: dtype.bytes() })
+}
+
+pub(super) fn out_of_host_memory(bytes: u64) -> TransferError {
+    let source = std::sync::Arc::new(std::io::ErrorKind::OutOfMemory.into());
+    TransferError::OutOfHostMemory { bytes, source }
+}
+
+fn zeroed_host(dtype: DType, len: u64) -> Result<HostMemory, TransferError> {
+    filled_host(dtype, len, |_| Ok(()))
+}
+
+/// Host memory for elements, written by `fill`.
+pub(crate) fn filled_host(
+    dtype: DType,
+    len: u64,
+    fill: impl FnOnce(&mut [u8]) -> Result<(), TransferError>,
+) -> Result<HostMemory, TransferError> {
+    let bytes = len.saturating_mul(dtype.bytes());
+    HostMemory::filled(dtype, host_len(len, dtype)?, fill)?.ok_or_else(|| out_of_host_memory(bytes))
+}

@@ -1,0 +1,216 @@
+//! Tensors between the host and devices, and between devices: what crosses, as what, and by which copies. The rules are `transport`'s.
+
+use std::sync::Arc;
+
+use aquifer_allocator::DeviceBuffer;
+use aquifer_device::Stream;
+use aquifer_kernels::{DType, Operand, Target};
+
+use super::Tensor;
+use super::converted::Converted;
+use super::create::{bytes_of, filled_host, host_bytes};
+use super::layout::Layout;
+use super::memory::{DeviceMemory, HostMemory, HostPart, Memory, PinnedHost, by_dtype};
+use super::pack::pack_on_device;
+use super::place::Place;
+use super::transport::Sent;
+use crate::copy::Region;
+use crate::counters::Direction;
+use crate::error::TransferError;
+use crate::pending::Pending;
+use crate::runtime::Transfer;
+
+/// Converted or packed elements of at most so many bytes are written to page-locked memory at once; more go through ordinary memory and
+/// the staging ring, so that no large piece is page-locked for one use.
+const PINNED_AT_ONCE: u64 = 4 << 20;
+
+/// Rows of at least so many bytes are left to the copy engine, which takes a transaction for each.
+const LONG_ROW: u64 = 512;
+
+impl Tensor {
+    pub(super) fn upload(&self, to: &Transfer, dtype: DType) -> Result<Pending<Tensor>, TransferError> {
+        let stream = to.stream(Direction::Upload).clone();
+        let to = to.on(&stream)?;
+        let crossing = if dtype.bytes() < self.dtype.bytes() { dtype } else { self.dtype };
+        let sent = self.sent()?;
+        let mut buffer: DeviceBuffer<u8> = to.allocator().alloc_buffer(bytes_of(&sent.dense()?, crossing)?, &stream)?;
+        let (uploaded, enqueued) = self.upload_sent(&to, &sent, crossing, &mut buffer)?;
+        let layout = sent.layout;
+        let finish = move |to: Transfer, stream: Stream, buffer: DeviceBuffer<u8>| {
+            let buffer = if crossing == dtype { buffer } else { cast(&to, &buffer, crossing, dtype, &stream)? };
+            Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: to }), dtype, layout)
+        };
+        if crossing != dtype && enqueued {
+            let tensor = finish(to.clone(), stream.clone(), buffer)?;
+            return Ok(Pending::enqueued(to.shared(), to.covered_tick(&stream), tensor));
+        }
+        Ok(uploaded.and_then(move |()| finish(to, stream, buffer)))
+    }
+
+    /// Uploads what is sent, as elements of `crossing`; tells whether all of it is enqueued.
+    fn upload_sent(
+        &self,
+        to: &Transfer,
+        sent: &Sent,
+        crossing: DType,
+        buffer: &mut DeviceBuffer<u8>,
+    ) -> Result<(Pending<()>, bool), TransferError> {
+        let as_it_lies = sent.first.filter(|_| crossing == self.dtype).map(|first| self.byte_range(first, sent.count));
+        match (&self.memory, as_it_lies) {
+            (Memory::Pinned(own), Some(range)) if own.pool.device().id() == to.device().id() => {
+                Ok((to.upload(own.buffer.slice(range)?, buffer)?, true))
+            }
+            (Memory::Pinned(own), None) if self.has_long_rows() && crossing == self.dtype && own.serves(to) => {
+                Ok((self.upload_rows(own, to, buffer)?, true))
+            }
+            (Memory::Host(own), Some(range)) => Ok((to.upload_from::<u8, HostPart>(own.part(range), buffer)?, false)),
+            (Memory::Host(own), None) if buffer.bytes() > PINNED_AT_ONCE && sent.first.is_some() => {
+                let range = self.byte_range(self.first(), sent.count);
+                let source = Converted::new(own.part(range), self.dtype, crossing);
+                Ok((to.stage_upload(Arc::new(source), buffer)?.1, false))
+            }
+            _ if buffer.bytes() <= PINNED_AT_ONCE => {
+                let mut staged = to.pinned().alloc::<u8>(host_bytes(&sent.dense()?, crossing)?)?;
+                self.write_sent(sent, crossing, staged.write()?)?;
+                Ok((to.upload(&staged, buffer)?, true))
+            }
+            _ => {
+                let memory = filled_host(crossing, sent.count, |bytes| self.write_sent(sent, crossing, bytes))?;
+                let all = 0..memory.bytes().len();
+                Ok((to.upload_from::<u8, HostPart>(memory.part(all), buffer)?, false))
+            }
+        }
+    }
+
+    /// Whether the innermost elements are next to each other, and many, so that copying rows pays.
+    fn has_long_rows(&self) -> bool {
+        let merged = self.layout.merged();
+        let innermost = merged.dimensions().next_back();
+        merged.rank() <= 3
+            && innermost.is_some_and(|(extent, stride)| stride == 1 && extent * self.dtype.bytes() >= LONG_ROW)
+    }
+
+    fn upload_rows(
+        &self,
+        own: &PinnedHost,
+        to: &Transfer,
+        buffer: &mut DeviceBuffer<u8>,
+    ) -> Result<Pending<()>, TransferError> {
+        let size = self.dtype.bytes();
+        let merged = self.layout.merged();
+        let dense = Layout::row_major(merged.shape())?;
+        // In bytes, of which elements are the innermost dimension.
+        let in_bytes = |strides: &[u64]| strides.iter().map(|stride| stride * size).chain([1]).collect::<Vec<u64>>();
+        let extents: Vec<u64> = merged.shape().iter().copied().chain([size]).collect();
+        let (from_strides, to_strides) = (in_bytes(merged.strides()), in_bytes(dense.strides()));
+        let region = Region { extents: &extents, from_strides: &from_strides, to_strides: &to_strides };
+        let from = own.buffer.slice(self.byte_range(merged.offset(), merged.span()))?;
+        to.upload_region(from, buffer, &region)
+    }
+
+    pub(super) fn download(
+        &self,
+        own: &DeviceMemory,
+        from: &Transfer,
+        place: &Place,
+        dtype: DType,
+    ) -> Result<Pending<Tensor>, TransferError> {
+        let stream = from.stream(Direction::Download).clone();
+        let from = from.on(&stream)?;
+        let crossing = if dtype.bytes() < self.dtype.bytes() { dtype } else { self.dtype };
+        let (layout, buffer) = self.send_from(own, &from, crossing, &stream)?;
+        let landed = match place {
+            Place::Pinned(pool) if pool.device().id() == from.device().id() => {
+                let len = usize::try_from(buffer.bytes())
+                    .map_err(|_| TransferError::LengthOverflow { len: buffer.bytes(), size: 1 })?;
+                let (mut host, pool) = (pool.alloc::<u8>(len)?, pool.clone());
+                let downloaded = from.download(&buffer, &mut host)?;
+                downloaded.map(move |()| Memory::Pinned(PinnedHost { buffer: Arc::new(host), pool }))
+            }
+            _ => by_dtype!(crossing, T => {
+                let typed = buffer.cast::<T>();
+                let typed = typed.ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })?;
+                from.to_vec(&typed)?.map(|elements| Memory::Host(HostMemory::of::<T, Vec<T>>(elements)))
+            }),
+        };
+        let place = place.clone();
+        Ok(landed.and_then(move |memory| {
+            let tensor = Tensor::new(memory, crossing, layout)?;
+            if dtype == crossing && tensor.place().serves_as(&place) {
+                return Ok(tensor);
+            }
+            tensor.convey(&place, dtype, None)?.wait()
+        }))
+    }
+
+    /// The elements in memory of their device that holds nothing else, as elements of `crossing`.
+    fn send_from(
+        &self,
+        own: &DeviceMemory,
+        transfer: &Transfer,
+        crossing: DType,
+        stream: &Stream,
+    ) -> Result<(Layout, DeviceBuffer<u8>), TransferError> {
+        let sent = self.sent()?;
+        let buffer = match sent.first {
+            Some(first) => own.elements(self.dtype, first, sent.count)?,
+            None => pack_on_device(own, transfer, self.dtype, &self.layout, stream)?,
+        };
+        let buffer =
+            if crossing == self.dtype { buffer } else { cast(transfer, &buffer, self.dtype, crossing, stream)? };
+        Ok((sent.layout, buffer))
+    }
+
+    pub(super) fn cast_on_device(
+        &self,
+        own: &DeviceMemory,
+        transfer: &Transfer,
+        dtype: DType,
+    ) -> Result<Pending<Tensor>, TransferError> {
+        let stream = transfer.stream(Direction::OnDevice).clone();
+        let (layout, buffer) = self.send_from(own, transfer, dtype, &stream)?;
+        let tensor = Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: transfer.clone() }), dtype, layout)?;
+        Ok(Pending::enqueued(transfer.shared(), transfer.covered_tick(&stream), tensor))
+    }
+
+    pub(super) fn to_peer(
+        &self,
+        own: &DeviceMemory,
+        to: &Transfer,
+        dtype: DType,
+    ) -> Result<Pending<Tensor>, TransferError> {
+        let (here, there) = (own.transfer.stream(Direction::OnDevice).clone(), to.stream(Direction::OnDevice).clone());
+        let crossing = if dtype.bytes() < self.dtype.bytes() { dtype } else { self.dtype };
+        let (layout, from) = self.send_from(own, &own.transfer, crossing, &here)?;
+        let mut buffer: DeviceBuffer<u8> = to.allocator().alloc_buffer(from.bytes(), &there)?;
+        let copied = to.on(&there)?.copy_from_peer(&from, &own.transfer.on(&here)?, &mut buffer)?;
+        let buffer = if crossing == dtype { buffer } else { cast(to, &buffer, crossing, dtype, &there)? };
+        let tensor = Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: to.clone() }), dtype, layout)?;
+        if crossing == dtype {
+            return Ok(copied.map(|_| tensor));
+        }
+        Ok(Pending::enqueued(to.shared(), to.covered_tick(&there), tensor))
+    }
+}
+
+impl PinnedHost {
+    /// Whether the copy engine of the runtime's device can read it.
+    fn serves(&self, transfer: &Transfer) -> bool {
+        self.buffer.is_pinned() && self.pool.device().id() == transfer.device().id()
+    }
+}
+
+/// Enqueues converting elements to new memory, allocated for `stream`.
+fn cast(
+    transfer: &Transfer,
+    from: &DeviceBuffer<u8>,
+    from_dtype: DType,
+    to_dtype: DType,
+    stream: &Stream,
+) -> Result<DeviceBuffer<u8>, TransferError> {
+    let count = from.bytes() / from_dtype.bytes();
+    let mut to: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(count.saturating_mul(to_dtype.bytes()), stream)?;
+    let kernels = transfer.kernels()?;
+    kernels.cast(stream, Operand::of_bytes(from, from_dtype), Target::of_bytes(&mut to, to_dtype))?;
+    Ok(to)
+}

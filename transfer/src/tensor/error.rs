@@ -1,0 +1,61 @@
+//! Errors about several operands: each is named with what it is.
+
+use std::fmt;
+
+use aquifer_kernels::DType;
+
+use super::Tensor;
+
+/// What an operand of an operation is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OperandInfo {
+    /// Its name in the operation.
+    pub name: &'static str,
+    /// Where it is: `cpu`, `pinned cpu`, `cuda:0`, `sim:0`.
+    pub place: String,
+    /// Its dtype.
+    pub dtype: DType,
+    /// Its extents, outermost first.
+    pub shape: Vec<u64>,
+}
+
+/// Operands that an operation cannot take together: the caller passed tensors on different devices, or of dtypes or shapes that do not
+/// fit. Nothing was enqueued.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{operation}: {reason}; {}", Listed(operands))]
+#[non_exhaustive]
+pub struct OperandsError {
+    /// The operation.
+    pub operation: &'static str,
+    /// What is wrong, and what to do.
+    pub reason: String,
+    /// All operands.
+    pub operands: Vec<OperandInfo>,
+}
+
+impl OperandsError {
+    pub(crate) fn new(
+        operation: &'static str,
+        operands: &[(&'static str, &Tensor)],
+        reason: impl Into<String>,
+    ) -> Box<OperandsError> {
+        let info = |&(name, tensor): &(&'static str, &Tensor)| {
+            let (place, shape) = (tensor.place().to_string(), tensor.shape().to_vec());
+            OperandInfo { name, place, dtype: tensor.dtype(), shape }
+        };
+        Box::new(OperandsError { operation, reason: reason.into(), operands: operands.iter().map(info).collect() })
+    }
+}
+
+struct Listed<'a>(&'a [OperandInfo]);
+
+impl fmt::Display for Listed<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (position, operand) in self.0.iter().enumerate() {
+            let between = if position > 0 { ", " } else { "" };
+            write!(f, "{between}{}: {} {:?} on {}", operand.name, operand.dtype, operand.shape, operand.place)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,219 @@
+//! Where the elements of a tensor lie: shape, strides and offset, all in elements.
+//!
+//! Invariant: no number that follows from a layout overflows 64 bits: neither how many elements it has, even with its empty dimensions
+//! counted as 1, nor the place of its last one. So views of a layout need no checks of their own, except for what callers pass.
+
+use std::fmt;
+
+use super::layout_error::LayoutError;
+
+/// Dimensions that a layout has at most.
+pub const MAX_DIMENSIONS: usize = 8;
+
+/// Where the elements of a tensor lie in its storage: up to [`MAX_DIMENSIONS`] dimensions, outermost first, each with an extent and a
+/// stride in elements, and the place of the first element. A stride of 0 repeats elements.
+///
+/// ```
+/// use aquifer_transfer::Layout;
+/// let matrix = Layout::row_major(&[2, 3])?;
+/// assert_eq!((matrix.strides(), matrix.len()), (&[3, 1][..], 6));
+/// let transposed = matrix.transpose(0, 1)?;
+/// assert_eq!((transposed.shape(), transposed.strides()), (&[3, 2][..], &[1, 3][..]));
+/// assert!(transposed.is_column_major() && !transposed.is_contiguous());
+/// assert_eq!(transposed.place(&[2, 1]), Some(5));
+/// # Ok::<(), aquifer_transfer::LayoutError>(())
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Layout {
+    rank: usize,
+    /// Beyond the rank 0, so that equality is that of the dimensions.
+    extents: [u64; MAX_DIMENSIONS],
+    strides: [u64; MAX_DIMENSIONS],
+    offset: u64,
+}
+
+impl Layout {
+    /// Dense elements from the start of the storage on, the last dimension's next to each other: as C, PyTorch and NumPy have it.
+    ///
+    /// # Errors
+    /// More than [`MAX_DIMENSIONS`] dimensions, and more elements than 64 bits count.
+    pub fn row_major(shape: &[u64]) -> Result<Layout, LayoutError> {
+        let mut strides = [0; MAX_DIMENSIONS];
+        let mut stride = 1u64;
+        for dimension in (0..shape.len().min(MAX_DIMENSIONS)).rev() {
+            strides[dimension] = stride;
+            stride = stride.checked_mul(shape[dimension].max(1)).ok_or_else(|| too_large(shape))?;
+        }
+        Layout::strided(shape, strides.get(..shape.len()).unwrap_or(&strides), 0)
+    }
+
+    /// Dense elements from the start of the storage on, the first dimension's next to each other: as Fortran and BLAS have it.
+    ///
+    /// # Errors
+    /// As [`Layout::row_major`].
+    pub fn column_major(shape: &[u64]) -> Result<Layout, LayoutError> {
+        let mut strides = [0; MAX_DIMENSIONS];
+        let mut stride = 1u64;
+        for (dimension, &extent) in shape.iter().take(MAX_DIMENSIONS).enumerate() {
+            strides[dimension] = stride;
+            stride = stride.checked_mul(extent.max(1)).ok_or_else(|| too_large(shape))?;
+        }
+        Layout::strided(shape, strides.get(..shape.len()).unwrap_or(&strides), 0)
+    }
+
+    /// Elements at any places.
+    ///
+    /// # Errors
+    /// More than [`MAX_DIMENSIONS`] dimensions, another number of strides than of extents, and numbers that overflow 64 bits.
+    pub fn strided(shape: &[u64], strides: &[u64], offset: u64) -> Result<Layout, LayoutError> {
+        if shape.len() > MAX_DIMENSIONS {
+            return Err(LayoutError::TooManyDimensions { shape: shape.to_vec() });
+        }
+        if shape.len() != strides.len() {
+            return Err(LayoutError::StrideCount { shape: shape.to_vec(), strides: strides.to_vec() });
+        }
+        let mut layout =
+            Layout { rank: shape.len(), extents: [0; MAX_DIMENSIONS], strides: [0; MAX_DIMENSIONS], offset };
+        layout.extents[..shape.len()].copy_from_slice(shape);
+        layout.strides[..shape.len()].copy_from_slice(strides);
+        layout.checked().ok_or_else(|| too_large(shape))
+    }
+
+    /// The layout, if no number of it overflows.
+    fn checked(self) -> Option<Layout> {
+        self.shape().iter().try_fold(1u64, |len, &extent| len.checked_mul(extent.max(1)))?;
+        let mut reach = self.offset.checked_add(1)?;
+        for (&extent, stride) in self.shape().iter().zip(self.strides()) {
+            reach = reach.checked_add(extent.saturating_sub(1).checked_mul(*stride)?)?;
+        }
+        Some(self)
+    }
+
+    /// Extents, outermost first. Empty for a scalar.
+    pub fn shape(&self) -> &[u64] {
+        &self.extents[..self.rank]
+    }
+
+    /// Strides in elements, outermost first.
+    pub fn strides(&self) -> &[u64] {
+        &self.strides[..self.rank]
+    }
+
+    /// The place of the first element in the storage, in elements.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// How many dimensions it has: 0 for a scalar.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// How many elements it has: 1 for a scalar.
+    pub fn len(&self) -> u64 {
+        self.shape().iter().product()
+    }
+
+    /// Whether it has no element.
+    pub fn is_empty(&self) -> bool {
+        self.shape().contains(&0)
+    }
+
+    /// How many elements lie from its first to its last one, gaps and both included; 0 if there are none.
+    pub fn span(&self) -> u64 {
+        if self.is_empty() {
+            return 0;
+        }
+        1 + self.dimensions().map(|(extent, stride)| (extent - 1) * stride).sum::<u64>()
+    }
+
+    /// The place after its last element, which a storage must have: offset and span.
+    pub fn end(&self) -> u64 {
+        if self.is_empty() { 0 } else { self.offset + self.span() }
+    }
+
+    /// The place of an element in the storage; `None` where there is none with these indices.
+    pub fn place(&self, indices: &[u64]) -> Option<u64> {
+        let within =
+            indices.len() == self.rank && indices.iter().zip(self.shape()).all(|(index, extent)| index < extent);
+        within.then(|| {
+            self.offset + indices.iter().zip(self.strides()).map(|(index, stride)| index * stride).sum::<u64>()
+        })
+    }
+
+    /// Whether its elements lie next to each other in row-major order, so that they can be copied as one piece. Layouts without
+    /// elements, or with one, always do.
+    pub fn is_contiguous(&self) -> bool {
+        self.is_dense((0..self.rank).rev())
+    }
+
+    /// Whether its elements lie next to each other in column-major order.
+    pub fn is_column_major(&self) -> bool {
+        self.is_dense(0..self.rank)
+    }
+
+    /// Whether dimensions, innermost first, tile the memory.
+    fn is_dense(&self, innermost_first: impl Iterator<Item = usize>) -> bool {
+        let mut expected = 1;
+        self.is_empty()
+            || innermost_first.filter(|&dimension| self.extents[dimension] > 1).all(|dimension| {
+                let dense = self.strides[dimension] == expected;
+                expected *= self.extents[dimension];
+                dense
+            })
+    }
+
+    /// Extents with their strides.
+    pub(crate) fn dimensions(&self) -> impl DoubleEndedIterator<Item = (u64, u64)> + '_ {
+        self.shape().iter().copied().zip(self.strides().iter().copied())
+    }
+
+    /// The same elements in fewer dimensions: those of extent 1 are left out, neighbours that are one in memory become one.
+    pub(crate) fn merged(&self) -> Layout {
+        let mut merged =
+            Layout { rank: 0, extents: [0; MAX_DIMENSIONS], strides: [0; MAX_DIMENSIONS], offset: self.offset };
+        if self.is_empty() {
+            return Layout { rank: 1, ..merged };
+        }
+        for (extent, stride) in self.dimensions().filter(|&(extent, _)| extent > 1) {
+            let outer =
+                merged.rank.checked_sub(1).filter(|&outer| extent.checked_mul(stride) == Some(merged.strides[outer]));
+            let at = outer.unwrap_or(merged.rank);
+            merged.extents[at] = if outer.is_some() { merged.extents[at] * extent } else { extent };
+            merged.strides[at] = stride;
+            merged.rank = at + 1;
+        }
+        merged
+    }
+
+    /// The same elements from another place on, in storage that has fewer before them.
+    pub(crate) fn at(self, offset: u64) -> Layout {
+        debug_assert!(offset <= self.offset, "what does not overflow stays so only where the offset shrinks");
+        Layout { offset, ..self }
+    }
+
+    /// A layout with dimensions of this one's, which so needs no check. `dimensions` has at most as many as there may be.
+    pub(super) fn with_dimensions(&self, offset: u64, dimensions: impl IntoIterator<Item = (u64, u64)>) -> Layout {
+        let mut layout = Layout { rank: 0, extents: [0; MAX_DIMENSIONS], strides: [0; MAX_DIMENSIONS], offset };
+        for (extent, stride) in dimensions {
+            layout.extents[layout.rank] = extent;
+            layout.strides[layout.rank] = stride;
+            layout.rank += 1;
+        }
+        layout
+    }
+}
+
+fn too_large(shape: &[u64]) -> LayoutError {
+    LayoutError::TooLarge { shape: shape.to_vec() }
+}
+
+impl fmt::Debug for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Layout")
+            .field("shape", &self.shape())
+            .field("strides", &self.strides())
+            .field("offset", &self.offset)
+            .finish()
+    }
+}

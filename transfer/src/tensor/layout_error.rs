@@ -1,0 +1,114 @@
+//! Why a layout cannot be.
+
+use std::fmt;
+
+/// Why a layout, or a view of one, cannot be: the caller asked for dimensions that it does not have. Extents are outermost first.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LayoutError {
+    /// More dimensions than a layout may have.
+    #[error("{shape:?} has {} dimensions, {} is the most there may be; reshape it first", shape.len(), super::layout::MAX_DIMENSIONS)]
+    TooManyDimensions {
+        /// The extents.
+        shape: Vec<u64>,
+    },
+    /// Not one stride for each dimension.
+    #[error("{} strides, {strides:?}, were given for the {} dimensions of {shape:?}", strides.len(), shape.len())]
+    StrideCount {
+        /// The extents.
+        shape: Vec<u64>,
+        /// The strides.
+        strides: Vec<u64>,
+    },
+    /// Elements, or their places, that 64 bits cannot count.
+    #[error("{shape:?} has more elements, or places of elements, than 64 bits count")]
+    TooLarge {
+        /// The extents.
+        shape: Vec<u64>,
+    },
+    /// A dimension that is not there.
+    #[error("{shape:?} has no dimension {dimension}, only {}", Dimensions(shape.len()))]
+    NoSuchDimension {
+        /// The extents.
+        shape: Vec<u64>,
+        /// The dimension asked for, the outermost being 0.
+        dimension: usize,
+    },
+    /// Indices beyond a dimension's end.
+    #[error("indices {start}..{end} reach beyond dimension {dimension} of {shape:?}")]
+    OutOfRange {
+        /// The extents.
+        shape: Vec<u64>,
+        /// The dimension, the outermost being 0.
+        dimension: usize,
+        /// First index asked for.
+        start: u64,
+        /// Index after the last.
+        end: u64,
+    },
+    /// An order of dimensions that does not name each of them once.
+    #[error("{order:?} does not name each dimension of {shape:?} once")]
+    NotAnOrder {
+        /// The extents.
+        shape: Vec<u64>,
+        /// The dimensions in the order asked for.
+        order: Vec<usize>,
+    },
+    /// A dimension to be left out that has not one index.
+    #[error("dimension {dimension} of {shape:?} has not one index, and cannot be left out; select an index of it")]
+    NotOne {
+        /// The extents.
+        shape: Vec<u64>,
+        /// The dimension, the outermost being 0.
+        dimension: usize,
+    },
+    /// A shape of another number of elements.
+    #[error("{from:?} has another number of elements than {to:?}")]
+    OtherLength {
+        /// The extents there are.
+        from: Vec<u64>,
+        /// The extents asked for.
+        to: Vec<u64>,
+    },
+    /// A shape that needs elements at other places: make the tensor contiguous first, which copies it.
+    #[error("{from:?} with strides {strides:?} cannot become {to:?} without a copy; make it contiguous first")]
+    NeedsCopy {
+        /// The extents there are.
+        from: Vec<u64>,
+        /// Their strides.
+        strides: Vec<u64>,
+        /// The extents asked for.
+        to: Vec<u64>,
+    },
+    /// A shape that repeating elements does not lead to.
+    #[error("{from:?} cannot be repeated to {to:?}: from the last on, extents must be equal, or 1 or missing before")]
+    NotBroadcast {
+        /// The extents there are.
+        from: Vec<u64>,
+        /// The extents asked for.
+        to: Vec<u64>,
+    },
+    /// Storage that ends before the last element.
+    #[error("a layout of {shape:?} needs {needed} elements, the storage has {has}")]
+    StorageTooShort {
+        /// The extents.
+        shape: Vec<u64>,
+        /// Elements needed, from the storage's start on.
+        needed: u64,
+        /// Elements there are.
+        has: u64,
+    },
+}
+
+/// The numbers of so many dimensions, for messages.
+struct Dimensions(usize);
+
+impl fmt::Display for Dimensions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            0 => f.write_str("a single element"),
+            1 => f.write_str("dimension 0"),
+            rank => write!(f, "dimensions 0 to {}", rank - 1),
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! What holds the elements of tensors: bytes on the host, page-locked or not, or on a device. Shared by all views.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use aquifer_allocator::DeviceBuffer;
+use aquifer_device::Device;
+use aquifer_kernels::{DType, Element};
+use bytemuck::Pod;
+use half::{bf16, f16};
+
+use super::place::Place;
+use crate::error::TransferError;
+use crate::pinned::{PinnedBuffer, PinnedPool};
+use crate::runtime::Transfer;
+
+/// Memory that tensors share.
+#[derive(Clone, Debug)]
+pub(crate) enum Memory {
+    Host(HostMemory),
+    Pinned(PinnedHost),
+    Device(DeviceMemory),
+}
+
+/// Host memory that nobody writes any more.
+#[derive(Clone)]
+pub(crate) struct HostMemory(Arc<dyn Lends>);
+
+/// Page-locked host memory. Nobody writes it any more, except for the copy that fills it.
+#[derive(Clone, Debug)]
+pub(crate) struct PinnedHost {
+    pub(crate) buffer: Arc<PinnedBuffer<u8>>,
+    pub(crate) pool: PinnedPool,
+}
+
+/// Device memory, and what copies to and from it.
+#[derive(Clone, Debug)]
+pub(crate) struct DeviceMemory {
+    pub(crate) buffer: DeviceBuffer<u8>,
+    pub(crate) transfer: Transfer,
+}
+
+/// What owns host memory and lends its bytes.
+trait Lends: Send + Sync {
+    fn lend(&self) -> &[u8];
+}
+
+/// Anything that lends elements.
+struct Elements<T, S> {
+    owner: S,
+    element: std::marker::PhantomData<fn() -> T>,
+}
+
+impl<T: Pod, S: AsRef<[T]> + Send + Sync> Lends for Elements<T, S> {
+    fn lend(&self) -> &[u8] {
+        bytemuck::cast_slice(self.owner.as_ref())
+    }
+}
+
+impl HostMemory {
+    /// The memory of whatever lends elements.
+    pub(crate) fn of<T: Pod, S: AsRef<[T]> + Send + Sync + 'static>(owner: S) -> HostMemory {
+        HostMemory(Arc::new(Elements { owner, element: std::marker::PhantomData }))
+    }
+
+    /// `len` elements of a dtype with all bits 0, written by `fill`; `None` if there is no memory for them.
+    pub(crate) fn filled<E>(
+        dtype: DType,
+        len: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<Option<HostMemory>, E> {
+        macro_rules! by_size {
+            ($type:ty) => {{
+                let Ok(mut elements) = bytemuck::allocation::try_zeroed_vec::<$type>(len) else { return Ok(None) };
+                fill(bytemuck::cast_slice_mut(&mut elements))?;
+                Ok(Some(HostMemory::of::<$type, _>(elements)))
+            }};
+        }
+        match dtype.bytes() {
+            1 => by_size!(u8),
+            2 => by_size!(u16),
+            4 => by_size!(u32),
+            _ => by_size!(u64),
+        }
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        self.0.lend()
+    }
+
+    /// A part of it, kept alive by the part.
+    pub(crate) fn part(&self, range: Range<usize>) -> HostPart {
+        debug_assert!(range.end <= self.bytes().len());
+        HostPart { memory: self.clone(), range }
+    }
+}
+
+/// A part of shared host memory.
+pub(crate) struct HostPart {
+    memory: HostMemory,
+    range: Range<usize>,
+}
+
+impl AsRef<[u8]> for HostPart {
+    fn as_ref(&self) -> &[u8] {
+        self.memory.bytes().get(self.range.clone()).unwrap_or_default()
+    }
+}
+
+impl Memory {
+    /// Where it is.
+    pub(crate) fn place(&self) -> Place {
+        match self {
+            Memory::Host(_) => Place::Host,
+            Memory::Pinned(memory) => Place::Pinned(memory.pool.clone()),
+            Memory::Device(memory) => Place::Device(memory.transfer.clone()),
+        }
+    }
+
+    /// Its size in bytes.
+    pub(crate) fn len(&self) -> u64 {
+        match self {
+            Memory::Host(memory) => memory.bytes().len() as u64,
+            Memory::Pinned(memory) => memory.buffer.bytes() as u64,
+            Memory::Device(memory) => memory.buffer.bytes(),
+        }
+    }
+
+    /// The bytes of host memory. Waits for the copy that fills page-locked memory.
+    pub(crate) fn read(&self) -> Result<&[u8], TransferError> {
+        match self {
+            Memory::Host(memory) => Ok(memory.bytes()),
+            Memory::Pinned(memory) => memory.buffer.read(),
+            Memory::Device(_) => Err(TransferError::Unsupported { what: "memory of the host" }),
+        }
+    }
+
+    /// Whether both are the same memory.
+    pub(crate) fn is_same(&self, other: &Memory) -> bool {
+        match (self, other) {
+            (Memory::Host(own), Memory::Host(other)) => Arc::ptr_eq(&own.0, &other.0),
+            (Memory::Pinned(own), Memory::Pinned(other)) => Arc::ptr_eq(&own.buffer, &other.buffer),
+            (Memory::Device(own), Memory::Device(other)) => Arc::ptr_eq(own.buffer.storage(), other.buffer.storage()),
+            _ => false,
+        }
+    }
+}
+
+impl DeviceMemory {
+    pub(crate) fn device(&self) -> &Device {
+        self.transfer.device()
+    }
+
+    /// The part that elements `start..start + len` of a dtype lie in.
+    pub(crate) fn elements(&self, dtype: DType, start: u64, len: u64) -> Result<DeviceBuffer<u8>, TransferError> {
+        let size = dtype.bytes();
+        Ok(self.buffer.slice(start * size..(start + len) * size)?)
+    }
+}
+
+impl fmt::Debug for HostMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostMemory").field("bytes", &self.bytes().len()).finish()
+    }
+}
+
+/// Calls a generic function with the Rust type of a dtype.
+macro_rules! by_dtype {
+    ($dtype:expr, $type:ident => $body:expr) => {
+        match $dtype {
+            DType::U8 => {
+                type $type = u8;
+                $body
+            }
+            DType::I32 => {
+                type $type = i32;
+                $body
+            }
+            DType::U32 => {
+                type $type = u32;
+                $body
+            }
+            DType::I64 => {
+                type $type = i64;
+                $body
+            }
+            DType::U64 => {
+                type $type = u64;
+                $body
+            }
+            DType::F16 => {
+                type $type = half::f16;
+                $body
+            }
+            DType::BF16 => {
+                type $type = half::bf16;
+                $body
+            }
+            DType::F32 => {
+                type $type = f32;
+                $body
+            }
+            DType::F64 => {
+                type $type = f64;
+                $body
+            }
+            other => return Err(crate::error::TransferError::NoDType { name: other.name().to_owned() }),
+        }
+    };
+}
+pub(crate) use by_dtype;
+
+/// Elements that tensors hold: the dtypes of the kernels, which plain bytes can be.
+pub trait Scalar: Element + Pod {}
+
+macro_rules! scalars {
+    ($($type:ty)*) => { $(impl Scalar for $type {})* };
+}
+
+scalars!(u8 i32 u32 i64 u64 f16 bf16 f32 f64);

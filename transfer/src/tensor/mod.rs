@@ -1,0 +1,269 @@
+//! Tensors: elements of one dtype, somewhere, with nothing silent about where.
+//!
+//! * [`Layout`] says where elements lie, and `views` makes others of it;
+//! * `memory` holds them, in a [`Place`]; all views share it;
+//! * `create` makes tensors, `transport` moves and converts them, by way of `crossing` between memories, `pack` collects what has gaps;
+//! * `read` gives elements back to the host, `operations` computes on a device.
+
+mod converted;
+mod create;
+mod crossing;
+mod error;
+mod layout;
+mod layout_error;
+mod memory;
+mod operations;
+mod pack;
+mod place;
+mod read;
+mod to;
+mod transport;
+mod views;
+
+use std::fmt;
+use std::ops::Range;
+
+use aquifer_allocator::DeviceBuffer;
+use aquifer_kernels::DType;
+
+pub(crate) use converted::Converted;
+pub(crate) use create::filled_host;
+pub use error::{OperandInfo, OperandsError};
+pub use layout::{Layout, MAX_DIMENSIONS};
+pub use layout_error::LayoutError;
+pub use memory::Scalar;
+pub(crate) use memory::{DeviceMemory, HostMemory, Memory, PinnedHost};
+pub use place::Place;
+pub use to::To;
+
+use crate::error::TransferError;
+use crate::pending::OnStreams;
+use crate::runtime::Transfer;
+
+/// Elements of one dtype in a shape, in host memory, page-locked host memory or the memory of a device.
+///
+/// Cloning and views share the memory; none of its methods changes elements that another tensor shares, except where it says so.
+/// Where a tensor is never changes: [`Tensor::to`] gives another one. Operations on tensors in different places, of different dtypes or of shapes that do not fit
+/// are errors that name every operand.
+///
+/// What is done on a device is enqueued, and later work on any stream is ordered after it by the ticks that the memory carries. What
+/// waits on the host says so in its name.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_kernels::DType;
+/// use aquifer_transfer::{Tensor, Transfer};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
+/// let stream = device.create_stream()?;
+///
+/// let host = Tensor::from_vec(vec![1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3])?;
+/// let x = host.to(&transfer)?.wait()?;
+/// let sums = x.add(&x, &stream)?;
+/// assert_eq!(sums.transpose(0, 1)?.to_vec_blocking::<f32>()?, [2.0, 8.0, 4.0, 10.0, 6.0, 12.0]);
+///
+/// let error = x.add(&host, &stream).unwrap_err().to_string();
+/// assert!(error.contains("a: f32 [2, 3] on sim:0") && error.contains("b: f32 [2, 3] on cpu"), "{error}");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct Tensor {
+    pub(crate) memory: Memory,
+    pub(crate) dtype: DType,
+    pub(crate) layout: Layout,
+}
+
+/// Device memory carries its ticks; page-locked memory waits by itself when it is read.
+impl OnStreams for Tensor {}
+
+impl Tensor {
+    /// A tensor of memory that must hold the layout.
+    pub(crate) fn new(memory: Memory, dtype: DType, layout: Layout) -> Result<Tensor, TransferError> {
+        let has = memory.len() / dtype.bytes();
+        if layout.end() > has {
+            let shape = layout.shape().to_vec();
+            return Err(LayoutError::StorageTooShort { shape, needed: layout.end(), has }.into());
+        }
+        Ok(Tensor { memory, dtype, layout })
+    }
+
+    /// A tensor of device memory that nobody else has.
+    pub(crate) fn on_device(
+        buffer: DeviceBuffer<u8>,
+        transfer: &Transfer,
+        dtype: DType,
+        layout: Layout,
+    ) -> Result<Tensor, TransferError> {
+        Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: transfer.clone() }), dtype, layout)
+    }
+
+    /// Whether both are the same part of the same memory.
+    pub(crate) fn is_tied_to(&self, other: &Tensor) -> bool {
+        (self.dtype, self.layout) == (other.dtype, other.layout) && self.shares_memory_with(other)
+    }
+
+    /// Where it is.
+    pub fn place(&self) -> Place {
+        self.memory.place()
+    }
+
+    /// The dtype of its elements.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Where its elements lie in its memory.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Extents, outermost first. Empty for a scalar.
+    pub fn shape(&self) -> &[u64] {
+        self.layout.shape()
+    }
+
+    /// Strides in elements, outermost first.
+    pub fn strides(&self) -> &[u64] {
+        self.layout.strides()
+    }
+
+    /// How many elements it has.
+    pub fn len(&self) -> u64 {
+        self.layout.len()
+    }
+
+    /// Whether it has no element.
+    pub fn is_empty(&self) -> bool {
+        self.layout.is_empty()
+    }
+
+    /// Size of its elements in bytes, repeated ones counted as often.
+    pub fn bytes(&self) -> u64 {
+        self.len().saturating_mul(self.dtype.bytes())
+    }
+
+    /// Whether its elements lie next to each other in row-major order.
+    pub fn is_contiguous(&self) -> bool {
+        self.layout.is_contiguous()
+    }
+
+    /// Whether both share their memory, be it different parts of it.
+    pub fn shares_memory_with(&self, other: &Tensor) -> bool {
+        self.memory.is_same(&other.memory)
+    }
+
+    /// The device memory of its elements, typed and sharing it, for kernels and copies of one's own.
+    ///
+    /// # Errors
+    /// A tensor on the host, of another dtype, or that is not contiguous.
+    pub fn device_buffer<T: Scalar>(&self) -> Result<DeviceBuffer<T>, TransferError> {
+        self.check_dtype(T::DTYPE)?;
+        let Memory::Device(memory) = &self.memory else {
+            return Err(TransferError::NotOnDevice { place: self.place().to_string() });
+        };
+        if !self.is_contiguous() {
+            return Err(self.not_contiguous());
+        }
+        let bytes = memory.elements(self.dtype, self.first(), self.len())?;
+        bytes.cast().ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })
+    }
+
+    /// The indices `range` of a dimension, sharing the memory.
+    ///
+    /// # Errors
+    /// As [`Layout::narrow`].
+    pub fn narrow(&self, dimension: usize, range: Range<u64>) -> Result<Tensor, TransferError> {
+        Ok(self.view(self.layout.narrow(dimension, range)?))
+    }
+
+    /// One index of a dimension, which is left out, sharing the memory.
+    ///
+    /// # Errors
+    /// As [`Layout::select`].
+    pub fn select(&self, dimension: usize, index: u64) -> Result<Tensor, TransferError> {
+        Ok(self.view(self.layout.select(dimension, index)?))
+    }
+
+    /// The dimensions in another order, sharing the memory.
+    ///
+    /// # Errors
+    /// As [`Layout::permute`].
+    pub fn permute(&self, order: &[usize]) -> Result<Tensor, TransferError> {
+        Ok(self.view(self.layout.permute(order)?))
+    }
+
+    /// Two dimensions exchanged, sharing the memory.
+    ///
+    /// # Errors
+    /// As [`Layout::transpose`].
+    pub fn transpose(&self, a: usize, b: usize) -> Result<Tensor, TransferError> {
+        Ok(self.view(self.layout.transpose(a, b)?))
+    }
+
+    /// A dimension of extent 1 left out, sharing the memory.
+    ///
+    /// # Errors
+    /// As [`Layout::squeeze`].
+    pub fn squeeze(&self, dimension: usize) -> Result<Tensor, TransferError> {
+        Ok(self.view(self.layout.squeeze(dimension)?))
+    }
+
+    /// A dimension of extent 1 put in, sharing the memory.
+    ///
+    /// # Errors
+    /// As [`Layout::unsqueeze`].
+    pub fn unsqueeze(&self, dimension: usize) -> Result<Tensor, TransferError> {
+        Ok(self.view(self.layout.unsqueeze(dimension)?))
+    }
+
+    /// Another shape with the same elements in the same order, sharing the memory.
+    ///
+    /// # Errors
+    /// As [`Layout::reshape`]: never copies.
+    pub fn reshape(&self, shape: &[u64]) -> Result<Tensor, TransferError> {
+        Ok(self.view(self.layout.reshape(shape)?))
+    }
+
+    /// A larger shape that repeats elements, sharing the memory.
+    ///
+    /// # Errors
+    /// As [`Layout::broadcast`].
+    pub fn broadcast(&self, shape: &[u64]) -> Result<Tensor, TransferError> {
+        Ok(self.view(self.layout.broadcast(shape)?))
+    }
+
+    /// The same memory with a layout that is within the present one.
+    pub(crate) fn view(&self, layout: Layout) -> Tensor {
+        Tensor { memory: self.memory.clone(), dtype: self.dtype, layout }
+    }
+
+    /// The first element that the layout reaches; 0 where it has none.
+    pub(crate) fn first(&self) -> u64 {
+        if self.is_empty() { 0 } else { self.layout.offset() }
+    }
+
+    pub(crate) fn check_dtype(&self, needed: DType) -> Result<(), TransferError> {
+        if self.dtype == needed { Ok(()) } else { Err(TransferError::WrongDType { is: self.dtype, needed }) }
+    }
+
+    pub(crate) fn not_contiguous(&self) -> TransferError {
+        TransferError::NotContiguous { shape: self.shape().to_vec(), strides: self.strides().to_vec() }
+    }
+}
+
+/// Dtype, shape, strides where they are not the dense ones, and place.
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tensor({} {:?}", self.dtype, self.shape())?;
+        if !self.is_contiguous() {
+            write!(f, " strides {:?}", self.strides())?;
+        }
+        write!(f, " on {})", self.place())
+    }
+}
+
+#[cfg(test)]
+mod layout_tests;
+#[cfg(test)]
+mod tests;

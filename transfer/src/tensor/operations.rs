@@ -1,0 +1,196 @@
+//! Operations of the kernels on tensors.
+//!
+//! Operands must be on one device and of one dtype, and their shapes must fit as they are: nothing is moved, converted or repeated unless
+//! the caller does it ([`Tensor::to`], [`Tensor::to_dtype`], [`Tensor::broadcast`]). Errors name every operand. Results are new memory on
+//! the operands' device, allocated for the stream that computes them. Operands that are not contiguous are made so first, on the device.
+
+use aquifer_allocator::DeviceBuffer;
+use aquifer_device::Stream;
+use aquifer_kernels::{DType, Kernels, Operand, Target};
+
+use super::create::bytes_of;
+use super::layout::Layout;
+use super::memory::{Memory, Scalar};
+use super::pack::pack_on_device;
+use super::{OperandsError, Tensor};
+use crate::error::TransferError;
+use crate::runtime::Transfer;
+
+/// Operands of an operation, by name.
+struct Operands<'a> {
+    operation: &'static str,
+    tensors: &'a [(&'static str, &'a Tensor)],
+    stream: &'a Stream,
+}
+
+impl Tensor {
+    /// Enqueues the sum of both, element by element: integers wrap, floats are rounded once.
+    ///
+    /// # Errors
+    /// Operands in different places, not on a device, of different dtypes or shapes; and those of [`Kernels::add`].
+    pub fn add(&self, other: &Tensor, stream: &Stream) -> Result<Tensor, TransferError> {
+        let operands = Operands { operation: "add", tensors: &[("a", self), ("b", other)], stream };
+        let transfer = operands.check()?;
+        operands.same_shape()?;
+        let (a, b) = (self.dense(transfer, stream)?, other.dense(transfer, stream)?);
+        let mut to = operands.result(transfer, self.dtype, self.shape())?;
+        let dtype = self.dtype;
+        transfer.kernels()?.add(
+            stream,
+            Operand::of_bytes(&a, dtype),
+            Operand::of_bytes(&b, dtype),
+            Target::of_bytes(&mut to, dtype),
+        )?;
+        of_result(transfer, to, dtype, self.shape())
+    }
+
+    /// Enqueues `a · x` added to this tensor, as a new one. Floats only; rounded as [`Kernels::axpy`] does.
+    ///
+    /// # Errors
+    /// Operands in different places, not on a device, of different dtypes or shapes; and those of [`Kernels::axpy`].
+    pub fn add_scaled(&self, a: f64, x: &Tensor, stream: &Stream) -> Result<Tensor, TransferError> {
+        let operands = Operands { operation: "add_scaled", tensors: &[("y", self), ("x", x)], stream };
+        let transfer = operands.check()?;
+        operands.same_shape()?;
+        let (y, x) = (self.dense(transfer, stream)?, x.dense(transfer, stream)?);
+        let mut to = operands.result(transfer, self.dtype, self.shape())?;
+        let _copied = transfer.on(stream)?.copy(&y, &mut to)?;
+        transfer.kernels()?.axpy(
+            stream,
+            a,
+            Operand::of_bytes(&x, self.dtype),
+            Target::of_bytes(&mut to, self.dtype),
+        )?;
+        of_result(transfer, to, self.dtype, self.shape())
+    }
+
+    /// Enqueues the matrix product: `[m, k]` by `[k, n]` gives `[m, n]`. Dtypes and rounding are those of [`Kernels::matmul`].
+    ///
+    /// # Errors
+    /// Operands in different places, not on a device, of different dtypes, or of shapes that do not fit; and those of
+    /// [`Kernels::matmul`].
+    pub fn matmul(&self, other: &Tensor, stream: &Stream) -> Result<Tensor, TransferError> {
+        let operands = Operands { operation: "matmul", tensors: &[("a", self), ("b", other)], stream };
+        let transfer = operands.check()?;
+        let (&[m, k], &[rows, n]) = (self.shape(), other.shape()) else {
+            return Err(operands.refuse("needs two matrices").into());
+        };
+        if k != rows {
+            return Err(operands.refuse(format!("a has {k} columns and b {rows} rows, which must be as many")).into());
+        }
+        let (a, b) = (self.dense(transfer, stream)?, other.dense(transfer, stream)?);
+        let mut to = operands.result(transfer, self.dtype, &[m, n])?;
+        let dtype = self.dtype;
+        transfer.kernels()?.matmul(
+            stream,
+            Operand::of_bytes(&a, dtype),
+            Operand::of_bytes(&b, dtype),
+            Target::of_bytes(&mut to, dtype),
+            [m, k, n],
+        )?;
+        of_result(transfer, to, dtype, &[m, n])
+    }
+
+    /// Enqueues the sum of all elements, as a scalar tensor: `f32` for floats up to that, `f64`, `i64` or `u64`, as [`Kernels::reduce_sum`]
+    /// has it. Repeated elements count as often.
+    ///
+    /// # Errors
+    /// An operand that is not on a device, and those of [`Kernels::reduce_sum`].
+    pub fn sum(&self, stream: &Stream) -> Result<Tensor, TransferError> {
+        let operands = Operands { operation: "sum", tensors: &[("a", self)], stream };
+        let transfer = operands.check()?;
+        let from = self.dense(transfer, stream)?;
+        let dtype = dtype_of_sum(self.dtype);
+        let mut scratch: DeviceBuffer<u64> = transfer.allocator().alloc_buffer(Kernels::SUM_SCRATCH_LEN, stream)?;
+        let mut to = operands.result(transfer, dtype, &[])?;
+        transfer.kernels()?.reduce_sum(
+            stream,
+            Operand::of_bytes(&from, self.dtype),
+            &mut scratch,
+            Target::of_bytes(&mut to, dtype),
+        )?;
+        of_result(transfer, to, dtype, &[])
+    }
+
+    /// Enqueues setting every element to `value`, for all tensors that share the memory. Later work on any stream comes after it.
+    ///
+    /// # Errors
+    /// A tensor that is not on a device, of another dtype, or not contiguous; and those of [`Kernels::fill`].
+    pub fn fill_shared<T: Scalar>(&mut self, value: T, stream: &Stream) -> Result<(), TransferError> {
+        let operands = Operands { operation: "fill_shared", tensors: &[("a", self)], stream };
+        let transfer = operands.check()?;
+        let mut buffer = self.device_buffer::<T>()?;
+        Ok(transfer.kernels()?.fill(stream, &mut buffer, value)?)
+    }
+
+    /// The elements, contiguous: shared where they are, else collected in new memory.
+    fn dense(&self, transfer: &Transfer, stream: &Stream) -> Result<DeviceBuffer<u8>, TransferError> {
+        match &self.memory {
+            Memory::Device(memory) if self.is_contiguous() => memory.elements(self.dtype, self.first(), self.len()),
+            Memory::Device(memory) => pack_on_device(memory, transfer, self.dtype, &self.layout, stream),
+            _ => Err(TransferError::NotOnDevice { place: self.place().to_string() }),
+        }
+    }
+}
+
+impl<'a> Operands<'a> {
+    /// Checks that all are on one device, of which the stream must be one, and of one dtype.
+    fn check(&self) -> Result<&'a Transfer, TransferError> {
+        let device = |tensor: &'a Tensor| match &tensor.memory {
+            Memory::Device(memory) => Some(&memory.transfer),
+            _ => None,
+        };
+        let mut devices = self.tensors.iter().map(|(_, tensor)| device(tensor));
+        let Some(first) = self.tensors.first() else { return Err(self.refuse("has no operand").into()) };
+        let Some(transfer) = devices.next().flatten() else {
+            return Err(self.refuse("computes on devices; move operands there with `Tensor::to`").into());
+        };
+        if !devices.all(|other| other.is_some_and(|other| other.device().id() == transfer.device().id())) {
+            return Err(self.refuse("operands must be on one device; move them with `Tensor::to`").into());
+        }
+        if self.tensors.iter().any(|(_, tensor)| tensor.dtype() != first.1.dtype()) {
+            return Err(self.refuse("operands must be of one dtype; convert them with `Tensor::to_dtype`").into());
+        }
+        transfer.check_stream(self.stream)?;
+        Ok(transfer)
+    }
+
+    fn same_shape(&self) -> Result<(), TransferError> {
+        let mut shapes = self.tensors.iter().map(|(_, tensor)| tensor.shape());
+        let first = shapes.next();
+        if shapes.all(|shape| Some(shape) == first) {
+            return Ok(());
+        }
+        Err(self
+            .refuse("operands must have one shape; repeat elements with `Tensor::broadcast` where that is meant")
+            .into())
+    }
+
+    fn refuse(&self, reason: impl Into<String>) -> Box<OperandsError> {
+        OperandsError::new(self.operation, self.tensors, reason)
+    }
+
+    /// Memory for a result.
+    fn result(&self, transfer: &Transfer, dtype: DType, shape: &[u64]) -> Result<DeviceBuffer<u8>, TransferError> {
+        Ok(transfer.allocator().alloc_buffer(bytes_of(&Layout::row_major(shape)?, dtype)?, self.stream)?)
+    }
+}
+
+fn of_result(
+    transfer: &Transfer,
+    buffer: DeviceBuffer<u8>,
+    dtype: DType,
+    shape: &[u64],
+) -> Result<Tensor, TransferError> {
+    Tensor::on_device(buffer, transfer, dtype, Layout::row_major(shape)?)
+}
+
+/// As [`Kernels::reduce_sum`] says.
+fn dtype_of_sum(dtype: DType) -> DType {
+    match dtype {
+        DType::F64 => DType::F64,
+        DType::I32 | DType::I64 => DType::I64,
+        DType::U8 | DType::U32 | DType::U64 => DType::U64,
+        _ => DType::F32,
+    }
+}

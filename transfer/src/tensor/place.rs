@@ -1,0 +1,101 @@
+//! Where tensors are.
+
+use std::fmt;
+
+use aquifer_device::{Device, DriverKind};
+
+use crate::pinned::PinnedPool;
+use crate::runtime::Transfer;
+
+/// Where a tensor is, or goes.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_transfer::{Place, Transfer};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
+/// assert_eq!(Place::from(&transfer).to_string(), "sim:0");
+/// assert!(Place::Host.is_host() && Place::from(transfer.pinned()).is_host());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub enum Place {
+    /// Ordinary host memory.
+    Host,
+    /// Page-locked host memory of a pool, for copies to and from its device.
+    Pinned(PinnedPool),
+    /// Memory of a device. What is copied there runs on the stream of the [`Transfer`], if it has one ([`Transfer::on`]).
+    Device(Transfer),
+}
+
+impl From<&Transfer> for Place {
+    fn from(transfer: &Transfer) -> Place {
+        Place::Device(transfer.clone())
+    }
+}
+
+impl From<&PinnedPool> for Place {
+    fn from(pool: &PinnedPool) -> Place {
+        Place::Pinned(pool.clone())
+    }
+}
+
+impl From<&Place> for Place {
+    fn from(place: &Place) -> Place {
+        place.clone()
+    }
+}
+
+impl Place {
+    /// Whether it is on the host, page-locked or not.
+    pub fn is_host(&self) -> bool {
+        !matches!(self, Place::Device(_))
+    }
+
+    /// Whether it is page-locked host memory.
+    pub fn is_pinned(&self) -> bool {
+        matches!(self, Place::Pinned(_))
+    }
+
+    /// The device, if it is on one.
+    pub fn device(&self) -> Option<&Device> {
+        match self {
+            Place::Device(transfer) => Some(transfer.device()),
+            _ => None,
+        }
+    }
+
+    /// Whether both are the same kind of host memory, or the same device.
+    pub fn is_same(&self, other: &Place) -> bool {
+        self.serves_as(other) && other.serves_as(self)
+    }
+
+    /// Whether what is here is there already. Page-locked memory is host memory, too; the other way round a copy is needed.
+    pub fn serves_as(&self, wanted: &Place) -> bool {
+        match (self, wanted) {
+            (Place::Device(own), Place::Device(wanted)) => own.device().id() == wanted.device().id(),
+            (Place::Pinned(own), Place::Pinned(wanted)) => own.device().id() == wanted.device().id(),
+            (own, Place::Host) => own.is_host(),
+            _ => false,
+        }
+    }
+}
+
+/// `cpu`, `pinned cpu`, `cuda:0` or `sim:0`.
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Host => f.write_str("cpu"),
+            Place::Pinned(_) => f.write_str("pinned cpu"),
+            Place::Device(transfer) => f.write_str(&device_name(transfer.device())),
+        }
+    }
+}
+
+/// A device's name in messages. Simulated devices that share an ordinal are told apart by the device's identity.
+pub(crate) fn device_name(device: &Device) -> String {
+    let info = device.info();
+    let kind = if info.kind == DriverKind::Cuda { "cuda" } else { "sim" };
+    format!("{kind}:{}", info.ordinal)
+}

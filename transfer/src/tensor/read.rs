@@ -1,0 +1,62 @@
+//! Reading elements back on the host.
+
+use super::create::{host_len, out_of_host_memory};
+use super::memory::{Memory, Scalar};
+use super::pack::pack_on_host;
+use super::{Place, Tensor};
+use crate::error::TransferError;
+
+impl Tensor {
+    /// The elements in row-major order. Waits on the host for the copy from a device, which is counted as a synchronisation.
+    ///
+    /// # Errors
+    /// A tensor of another dtype, and as [`Tensor::to`].
+    pub fn to_vec_blocking<T: Scalar>(&self) -> Result<Vec<T>, TransferError> {
+        self.check_dtype(T::DTYPE)?;
+        let host = self.to(Place::Host)?.wait()?;
+        let len = host_len(host.len(), T::DTYPE)?;
+        let mut elements =
+            bytemuck::allocation::try_zeroed_vec::<T>(len).map_err(|()| out_of_host_memory(self.bytes()))?;
+        pack_on_host(host.memory.read()?, &host.layout, size_of::<T>(), bytemuck::cast_slice_mut(&mut elements));
+        Ok(elements)
+    }
+
+    /// The element of a tensor that has one. Waits on the host, as [`Tensor::to_vec_blocking`] does: in a loop this keeps the device from
+    /// working ahead.
+    ///
+    /// # Errors
+    /// A tensor of another number of elements or another dtype, and as [`Tensor::to`].
+    pub fn item_blocking<T: Scalar>(&self) -> Result<T, TransferError> {
+        match self.to_vec_blocking::<T>()?[..] {
+            [item] => Ok(item),
+            _ => Err(TransferError::NotOneElement { shape: self.shape().to_vec() }),
+        }
+    }
+
+    /// The bytes of a contiguous tensor in host memory.
+    pub(crate) fn host_bytes(&self) -> Result<&[u8], TransferError> {
+        if !self.is_contiguous() {
+            return Err(self.not_contiguous());
+        }
+        let (first, len) = (host_len(self.first(), self.dtype)?, host_len(self.len(), self.dtype)?);
+        Ok(&self.memory.read()?[first * self.size()..(first + len) * self.size()])
+    }
+
+    /// The elements of a contiguous tensor in host memory, without a copy. Page-locked memory that a copy is still filling is waited for.
+    ///
+    /// # Errors
+    /// A tensor on a device ([`Tensor::to_host`] brings it), of another dtype, or that is not contiguous.
+    pub fn as_slice<T: Scalar>(&self) -> Result<&[T], TransferError> {
+        self.check_dtype(T::DTYPE)?;
+        if matches!(self.memory, Memory::Device(_)) {
+            return Err(TransferError::NotOnHost { place: self.place().to_string() });
+        }
+        if !self.is_contiguous() {
+            return Err(self.not_contiguous());
+        }
+        let first = host_len(self.first(), T::DTYPE)?;
+        let elements: &[T] = bytemuck::try_cast_slice(self.memory.read()?)
+            .map_err(|_| TransferError::Unsupported { what: "host memory that is aligned for its elements" })?;
+        Ok(&elements[first..first + host_len(self.len(), T::DTYPE)?])
+    }
+}

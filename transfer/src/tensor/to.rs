@@ -1,0 +1,79 @@
+//! What becomes of a tensor on its way.
+
+use aquifer_device::Stream;
+use aquifer_kernels::DType;
+
+use super::place::Place;
+use crate::error::TransferError;
+use crate::placement::Fallback;
+
+/// What a tensor becomes on the way: dtype, stream, and what happens where memory runs out.
+///
+/// ```
+/// use aquifer_kernels::DType;
+/// use aquifer_transfer::{Fallback, To};
+/// let to = To::new().dtype(DType::BF16).fallback(Fallback::Host);
+/// # let _ = to;
+/// ```
+#[derive(Clone, Debug, Default)]
+#[must_use = "nothing moves before it is given to `Tensor::to_with`"]
+pub struct To {
+    pub(super) dtype: Option<DType>,
+    pub(super) stream: Option<Stream>,
+    native: bool,
+    pub(super) fallback: Fallback,
+}
+
+impl To {
+    /// The same dtype, on streams of the runtime, and an error where memory runs out.
+    pub fn new() -> To {
+        To::default()
+    }
+
+    /// Another dtype, by the rules of [`aquifer_kernels::Kernels::cast`].
+    pub fn dtype(self, dtype: DType) -> To {
+        To { dtype: Some(dtype), ..self }
+    }
+
+    /// The stream that the copy runs on, in order with the rest of its work, and that device memory is allocated for.
+    pub fn stream(self, stream: &Stream) -> To {
+        To { stream: Some(stream.clone()), ..self }
+    }
+
+    /// Refuses a device that does not compute with the dtype by instructions of its own, and says what it lacks.
+    pub fn native(self) -> To {
+        To { native: true, ..self }
+    }
+
+    /// What happens where the device has no memory for it. With [`Fallback::Host`] the result is on the host, as [`Tensor::place`] says.
+    pub fn fallback(self, fallback: Fallback) -> To {
+        To { fallback, ..self }
+    }
+
+    /// Checks that the device has instructions for the dtype, if it must.
+    pub(super) fn check_native(&self, place: &Place, dtype: DType) -> Result<(), TransferError> {
+        let Some(device) = place.device().filter(|_| self.native) else { return Ok(()) };
+        let info = device.info();
+        lacking(dtype, info.compute_capability)
+            .map_or(Ok(()), |missing| Err(TransferError::NotNative { dtype, device: info.name.clone(), missing }))
+    }
+}
+
+/// What devices of a compute capability lack to compute with a dtype natively.
+fn lacking(dtype: DType, capability: (u32, u32)) -> Option<&'static str> {
+    dtype.missing_on(capability).filter(|_| !dtype.is_native_on(capability))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_architecture_lacks_is_said() {
+        assert_eq!(lacking(DType::BF16, (8, 0)), None);
+        assert!(lacking(DType::BF16, (7, 5)).is_some_and(|missing| missing.contains("bf16")));
+        assert!(lacking(DType::F16, (5, 2)).is_some_and(|missing| missing.contains("f16")));
+        let error = TransferError::NotNative { dtype: DType::BF16, device: "T4".to_owned(), missing: "x" };
+        assert_eq!(error.to_string(), "T4 does not compute with bf16 natively: it lacks x");
+    }
+}

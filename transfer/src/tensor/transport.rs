@@ -1,0 +1,222 @@
+//! Tensors go from place to place, and from dtype to dtype on the way.
+//!
+//! Rules, in this order:
+//! * nothing is copied unless place or dtype change;
+//! * elements without gaps between them are sent as they lie, and keep their strides; those with gaps become dense where they are, so
+//!   that gaps are not sent. From page-locked memory with long rows the copy engine leaves the gaps out;
+//! * between host and device, dtypes are converted where fewer bytes cross: to a smaller one before, to a larger one after. Of the same
+//!   size, or within a device, the device converts;
+//! * what the device does after an upload that threads still work on is enqueued when the result is taken.
+
+use std::sync::Arc;
+
+use aquifer_device::Stream;
+use aquifer_kernels::{DType, convert_host};
+
+use super::Tensor;
+use super::create::{filled_host, host_bytes};
+use super::layout::Layout;
+use super::memory::{DeviceMemory, Memory, PinnedHost};
+use super::pack::{pack_on_device, pack_on_host};
+use super::place::Place;
+use super::to::To;
+use crate::counters::Direction;
+use crate::error::TransferError;
+use crate::pending::{Pending, Shared};
+use crate::pinned::PinnedPool;
+use crate::placement::Fallback;
+use crate::runtime::Transfer;
+
+/// The elements of a tensor as they are sent.
+pub(super) struct Sent {
+    /// Place of the first in the tensor's memory, if they are sent as they lie; `None` if they are packed.
+    pub(super) first: Option<u64>,
+    /// How many.
+    pub(super) count: u64,
+    /// Where they lie then.
+    pub(super) layout: Layout,
+}
+
+impl Tensor {
+    /// The tensor in another place. Returns before it is there: what a device holds can be used by streams at once, as the memory carries its
+    /// ticks. Shares the memory where it is in the place already; page-locked memory is host memory, too.
+    ///
+    /// # Errors
+    /// When memory runs out, and those of the drivers.
+    pub fn to(&self, place: impl Into<Place>) -> Result<Pending<Tensor>, TransferError> {
+        self.to_with(place, To::new())
+    }
+
+    /// The tensor in host memory; see [`Tensor::to`]. The result cannot be read before it is complete, as there is none before.
+    ///
+    /// # Errors
+    /// As [`Tensor::to`].
+    pub fn to_host(&self) -> Result<Pending<Tensor>, TransferError> {
+        self.to(Place::Host)
+    }
+
+    /// The tensor in page-locked host memory, from where copies to the pool's device are fastest; see [`Tensor::to`]. From host memory this
+    /// is a copy by the calling thread: pin what is sent often, or make it there.
+    ///
+    /// # Errors
+    /// As [`Tensor::to`].
+    pub fn pin(&self, pool: &PinnedPool) -> Result<Pending<Tensor>, TransferError> {
+        self.to(pool)
+    }
+
+    /// The tensor with elements of another dtype, where it is. Shares the memory if they are of it already.
+    ///
+    /// # Errors
+    /// As [`Tensor::to`].
+    pub fn to_dtype(&self, dtype: DType) -> Result<Pending<Tensor>, TransferError> {
+        self.to_with(self.place(), To::new().dtype(dtype))
+    }
+
+    /// The tensor in a place, as `to` says; see [`Tensor::to`].
+    ///
+    /// # Errors
+    /// A stream of another device than those that take part, a dtype that the device lacks instructions for if it must have them, and as
+    /// [`Tensor::to`].
+    pub fn to_with(&self, place: impl Into<Place>, to: To) -> Result<Pending<Tensor>, TransferError> {
+        let (place, dtype) = (place.into(), to.dtype.unwrap_or(self.dtype));
+        to.check_native(&place, dtype)?;
+        let conveyed = self.convey(&place, dtype, to.stream.as_ref());
+        match conveyed {
+            Err(error) if error.is_out_of_memory() && to.fallback == Fallback::Host && !place.is_host() => {
+                tracing::warn!(%error, %place, "the device has no memory for a tensor; it goes to the host, as the caller allowed");
+                self.convey(&Place::Host, dtype, None)
+            }
+            conveyed => conveyed,
+        }
+    }
+
+    /// The tensor with its elements next to each other in row-major order, where it is; shares the memory if they are already. On a device the
+    /// copy is enqueued.
+    ///
+    /// # Errors
+    /// When memory runs out, and those of the driver.
+    pub fn contiguous(&self) -> Result<Tensor, TransferError> {
+        if self.is_contiguous() {
+            return Ok(self.clone());
+        }
+        let memory = match &self.memory {
+            Memory::Device(memory) => {
+                let stream = memory.transfer.stream(Direction::OnDevice);
+                let buffer = pack_on_device(memory, &memory.transfer, self.dtype, &self.layout, stream)?;
+                Memory::Device(DeviceMemory { buffer, transfer: memory.transfer.clone() })
+            }
+            Memory::Pinned(own) => {
+                let mut buffer = own.pool.alloc::<u8>(host_bytes(&self.layout, self.dtype)?)?;
+                pack_on_host(self.memory.read()?, &self.layout, self.size(), buffer.write()?);
+                Memory::Pinned(PinnedHost { buffer: Arc::new(buffer), pool: own.pool.clone() })
+            }
+            Memory::Host(own) => Memory::Host(filled_host(self.dtype, self.len(), |to| {
+                pack_on_host(own.bytes(), &self.layout, self.size(), to);
+                Ok(())
+            })?),
+        };
+        Tensor::new(memory, self.dtype, Layout::row_major(self.shape())?)
+    }
+
+    /// The memory and what it becomes, if anything.
+    pub(super) fn convey(
+        &self,
+        place: &Place,
+        dtype: DType,
+        stream: Option<&Stream>,
+    ) -> Result<Pending<Tensor>, TransferError> {
+        if dtype == self.dtype && self.memory.place().serves_as(place) {
+            return Ok(Pending::ready(&self.shared_with(place), self.clone()));
+        }
+        match (&self.memory, place) {
+            (Memory::Device(own), Place::Device(wanted)) if own.device().id() == wanted.device().id() => {
+                self.cast_on_device(own, &on(wanted, stream)?, dtype)
+            }
+            (Memory::Device(own), Place::Device(wanted)) => self.to_peer(own, &on(wanted, stream)?, dtype),
+            (Memory::Device(own), place) => self.download(own, &on(&own.transfer, stream)?, place, dtype),
+            (_, Place::Device(wanted)) => self.upload(&on(wanted, stream)?, dtype),
+            // A host's copy by its own hands needs no stream, and to the host page-locked memory stays what it is.
+            (Memory::Pinned(own), Place::Host) => self.convert_to(&Place::Pinned(own.pool.clone()), dtype),
+            (_, place) => self.convert_to(place, dtype),
+        }
+    }
+
+    fn convert_to(&self, place: &Place, dtype: DType) -> Result<Pending<Tensor>, TransferError> {
+        let sent = self.sent()?;
+        let memory = match place {
+            Place::Pinned(pool) => {
+                let mut buffer = pool.alloc::<u8>(host_bytes(&sent.dense()?, dtype)?)?;
+                self.write_sent(&sent, dtype, buffer.write()?)?;
+                Memory::Pinned(PinnedHost { buffer: Arc::new(buffer), pool: pool.clone() })
+            }
+            _ => Memory::Host(filled_host(dtype, sent.count, |to| self.write_sent(&sent, dtype, to))?),
+        };
+        Ok(Pending::ready(&self.shared_with(place), Tensor::new(memory, dtype, sent.layout)?))
+    }
+
+    /// The elements of a tensor on the host as they are sent, and where they lie then.
+    pub(crate) fn elements_as(&self, dtype: DType) -> Result<(Vec<u8>, Layout), TransferError> {
+        let sent = self.sent()?;
+        let mut elements = vec![0; host_bytes(&sent.dense()?, dtype)?];
+        self.write_sent(&sent, dtype, &mut elements)?;
+        Ok((elements, sent.layout))
+    }
+
+    /// How the elements are sent: as they lie if there are no gaps between them, else packed.
+    pub(super) fn sent(&self) -> Result<Sent, TransferError> {
+        let (span, len) = (self.layout.span(), self.layout.len());
+        if span > len {
+            return Ok(Sent { first: None, count: len, layout: Layout::row_major(self.shape())? });
+        }
+        Ok(Sent { first: Some(self.first()), count: span, layout: self.layout.at(0) })
+    }
+
+    /// Writes what is sent as elements of `dtype`. Waits for the copy that fills page-locked memory.
+    pub(super) fn write_sent(&self, sent: &Sent, dtype: DType, to: &mut [u8]) -> Result<(), TransferError> {
+        let from = self.memory.read()?;
+        match sent.first {
+            Some(first) => convert_host(&from[self.byte_range(first, sent.count)], self.dtype, to, dtype)?,
+            None if dtype == self.dtype => pack_on_host(from, &self.layout, self.size(), to),
+            None => {
+                let packed = filled_host(self.dtype, sent.count, |packed| {
+                    pack_on_host(from, &self.layout, self.size(), packed);
+                    Ok(())
+                })?;
+                convert_host(packed.bytes(), self.dtype, to, dtype)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The bytes of some elements in host memory.
+    pub(super) fn byte_range(&self, first: u64, count: u64) -> std::ops::Range<usize> {
+        let byte =
+            |element: u64| usize::try_from(element).map_or(usize::MAX, |element| element.saturating_mul(self.size()));
+        byte(first)..byte(first.saturating_add(count))
+    }
+
+    pub(super) fn size(&self) -> usize {
+        usize::try_from(self.dtype.bytes()).unwrap_or(usize::MAX)
+    }
+
+    /// What pendings of a way between two places share: that of a runtime, if one takes part.
+    fn shared_with(&self, place: &Place) -> Arc<Shared> {
+        match (&self.memory, place) {
+            (_, Place::Device(transfer)) => transfer.shared().clone(),
+            (Memory::Device(own), _) => own.transfer.shared().clone(),
+            _ => Arc::default(),
+        }
+    }
+}
+
+impl Sent {
+    /// The layout of as many elements next to each other.
+    pub(super) fn dense(&self) -> Result<Layout, TransferError> {
+        Ok(Layout::row_major(&[self.count])?)
+    }
+}
+
+/// The runtime with the caller's stream, if there is one.
+fn on(transfer: &Transfer, stream: Option<&Stream>) -> Result<Transfer, TransferError> {
+    stream.map_or_else(|| Ok(transfer.clone()), |stream| transfer.on(stream))
+}

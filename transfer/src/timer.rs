@@ -1,0 +1,143 @@
+//! Timing of work on a stream, by the device's own clock.
+//!
+//! Host clocks around calls that enqueue measure how long enqueuing takes. Here nothing waits unless it is asked to, by name: what was
+//! measured is known once the device is there ([`Timing::elapsed`]), or is waited for ([`Timing::wait`]).
+
+use std::time::Duration;
+
+use aquifer_device::{Device, Event, Stream};
+
+use crate::error::TransferError;
+
+/// A measurement that was started on a stream.
+///
+/// It measures from the point where the stream gets to what was enqueued after the start, to the point where it is done with what was
+/// enqueued before the stop: waits for other streams in between included, work before and the host's time not. The resolution is about
+/// 0.5 µs. What runs for the first time is slower (kernels are loaded, caches filled): measure after a warm-up.
+///
+/// ```
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_transfer::Timer;
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let stream = device.create_stream()?;
+/// let ptr = device.alloc(64 << 20)?;
+///
+/// let timer = Timer::start(&device, &stream)?;
+/// stream.fill(ptr, 0, 64 << 20)?;
+/// let timing = timer.stop(&stream)?;
+/// assert_eq!(timing.elapsed()?, None); // the device is not there yet
+/// assert!(timing.wait()?.as_micros() > 0); // waits for it
+/// # device.free(ptr)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "nothing is measured unless it is stopped"]
+pub struct Timer {
+    start: Event,
+    stop: Event,
+}
+
+impl Timer {
+    /// Starts at the end of what is enqueued on the stream. Does not wait.
+    ///
+    /// # Errors
+    /// A stream of another device, and those of the driver.
+    pub fn start(device: &Device, stream: &Stream) -> Result<Timer, TransferError> {
+        let (start, stop) = (device.create_event(true)?, device.create_event(true)?);
+        start.record(stream)?;
+        Ok(Timer { start, stop })
+    }
+
+    /// Stops at the end of what is enqueued on the stream by now, which may be another one. Does not wait.
+    ///
+    /// # Errors
+    /// A stream of another device, and those of the driver.
+    pub fn stop(self, stream: &Stream) -> Result<Timing, TransferError> {
+        self.stop.record(stream)?;
+        Ok(Timing { start: self.start, stop: self.stop })
+    }
+}
+
+/// A measurement that was stopped. It is known once the device is done with what was measured.
+#[derive(Debug)]
+#[must_use = "this is what was measured"]
+pub struct Timing {
+    start: Event,
+    stop: Event,
+}
+
+impl Timing {
+    /// How long the work took; `None` while the device is not done. Does not wait.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn elapsed(&self) -> Result<Option<Duration>, TransferError> {
+        if !self.start.is_complete()? || !self.stop.is_complete()? {
+            return Ok(None);
+        }
+        self.measured().map(Some)
+    }
+
+    /// Waits on the host until the device is done, and tells how long the work took.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn wait(self) -> Result<Duration, TransferError> {
+        // Both, as a measurement may stop on a stream that is ahead of the one it started on.
+        self.start.synchronize()?;
+        self.stop.synchronize()?;
+        self.measured()
+    }
+
+    fn measured(&self) -> Result<Duration, TransferError> {
+        let milliseconds = self.start.elapsed_ms(&self.stop)?;
+        // Negative where the stop's stream was ahead: nothing was measured then.
+        Ok(Duration::try_from_secs_f64(milliseconds / 1e3).unwrap_or_default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_kernels::Kernels;
+
+    use super::*;
+
+    #[test]
+    fn the_device_s_time_is_measured_and_nothing_waits_unasked() {
+        let device = Device::new(SimDriver::new(SimConfig::default().jitter(false)));
+        let (stream, kernels) = (device.create_stream().unwrap(), Kernels::load(&device).unwrap());
+        kernels.spin(&stream, Duration::from_millis(50)).unwrap(); // before: not measured
+        let calls = device.driver_calls();
+        let timer = Timer::start(&device, &stream).unwrap();
+        kernels.spin(&stream, Duration::from_millis(3)).unwrap();
+        let timing = timer.stop(&stream).unwrap();
+        assert_eq!(timing.elapsed().unwrap(), None);
+        let waits = |calls: &aquifer_device::CallCounts| {
+            calls.of(aquifer_device::Operation::SynchronizeEvent)
+                + calls.of(aquifer_device::Operation::SynchronizeStream)
+        };
+        assert_eq!(waits(&device.driver_calls().since(&calls)), 0);
+        let taken = timing.wait().unwrap();
+        assert!((Duration::from_millis(3)..Duration::from_micros(3100)).contains(&taken), "{taken:?}");
+    }
+
+    #[test]
+    fn a_stop_ahead_of_its_start_measures_nothing() {
+        let device = Device::new(SimDriver::new(SimConfig::default()));
+        let (one, two, kernels) =
+            (device.create_stream().unwrap(), device.create_stream().unwrap(), Kernels::load(&device).unwrap());
+        kernels.spin(&one, Duration::from_millis(5)).unwrap();
+        let timing = Timer::start(&device, &one).unwrap().stop(&two).unwrap();
+        assert_eq!(timing.wait().unwrap(), Duration::ZERO);
+    }
+
+    #[test]
+    fn streams_of_other_devices_are_refused() {
+        let device = Device::new(SimDriver::new(SimConfig::default()));
+        let other = Device::new(SimDriver::new(SimConfig::default()));
+        assert!(matches!(Timer::start(&device, other.default_stream()), Err(TransferError::Device(_))));
+        let timer = Timer::start(&device, device.default_stream()).unwrap();
+        assert!(timer.stop(other.default_stream()).is_err());
+    }
+}
