@@ -40,7 +40,8 @@ fn spill(stand: &mut Stand) -> Result<Story, Failure> {
     let mut unharmed = true;
     for (number, cache) in (0..).zip(&caches) {
         let mut contents = vec![0; usize::try_from(bytes).unwrap_or(usize::MAX)];
-        transfer.download_blocking(&cache.access(&stand.stream)?, &mut contents)?;
+        let access = cache.access(&stand.stream)?;
+        transfer.download_blocking(&access, &mut contents)?;
         unharmed &= contents.iter().all(|&byte| byte == content(number));
     }
     let returns = spiller.stats().returns;
