@@ -188,6 +188,7 @@ fn moving_is_all_or_nothing() {
         let allocator = Allocator::new(&device, Config::default()).unwrap();
         let transfer = Transfer::new(&allocator).unwrap();
         let (mut set, host) = (model(), model());
+        transfer.batch_calls_pay_below().unwrap(); // measures, and does without memory
         driver.inject(Fault::Nth { operation: None, nth: call, code: Code::OUT_OF_MEMORY });
         let moved = set.move_with_blocking(&transfer, Relocate::new().dtype(DType::F64));
         driver.clear_faults();

@@ -45,7 +45,7 @@ impl To {
         To { native: true, ..self }
     }
 
-    /// What happens where the device has no memory for it. With [`Fallback::Host`] the result is on the host, as [`Tensor::place`] says.
+    /// What happens where the device has no memory for it. With [`Fallback::Host`] the result is on the host, as [`crate::Tensor::place`] says.
     pub fn fallback(self, fallback: Fallback) -> To {
         To { fallback, ..self }
     }
