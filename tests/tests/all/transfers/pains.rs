@@ -163,3 +163,31 @@ fn a_lost_device_wakes_everybody_with_the_error() {
         assert!(error.is_device_lost(), "{error}");
     }
 }
+
+/// A copy between devices was ordered after the work of one of them alone.
+#[test]
+fn copies_between_devices_are_ordered_on_both() {
+    let (one, two) = (Bench::new(), Bench::new());
+    let kernels = [one.transfer.kernels().unwrap(), two.transfer.kernels().unwrap()];
+    let (mut source, mut target) = (one.alloc(1 << 20), two.alloc(1 << 20));
+    for round in 0..8u8 {
+        // The source is written by a stream that is busy, and again right after; nobody waits on the host.
+        kernels[0].spin(&one.stream, std::time::Duration::from_micros(100)).unwrap();
+        kernels[0].fill(&one.stream, &mut source, round).unwrap();
+        kernels[1].fill(&two.stream, &mut target, 0xEE).unwrap();
+        drop(two.transfer.copy_from_peer(&source, &one.transfer, &mut target).unwrap());
+        kernels[0].fill(&one.stream, &mut source, 0xAA).unwrap();
+        let back = two.transfer.to_vec(&target).unwrap().wait().unwrap();
+        assert!(back.iter().all(|&byte| byte == round), "round {round}");
+    }
+    // The source goes back to its allocator while it may still be read.
+    drop(two.transfer.copy_from_peer(&source, &one.transfer, &mut target).unwrap());
+    drop(source);
+    let mut again = one.alloc(1 << 20);
+    kernels[0].fill(&one.stream, &mut again, 0x55).unwrap();
+    let back = two.transfer.to_vec(&target).unwrap().wait().unwrap();
+    assert!(back.iter().all(|&byte| byte == 0xAA));
+    drop((again, target, kernels));
+    one.finish();
+    two.finish();
+}
