@@ -4,18 +4,19 @@
 //! Locks that are leaves, under which nothing here waits or calls out, need no counterpart and stay parking_lot's.
 
 #[cfg(not(aquifer_shuttle))]
-pub(crate) use parking_lot::Mutex;
+pub(crate) use parking_lot::{Mutex, MutexGuard};
 #[cfg(not(aquifer_shuttle))]
 pub(crate) use std::sync::atomic;
 
 #[cfg(aquifer_shuttle)]
-pub(crate) use modelled::Mutex;
+pub(crate) use modelled::{Mutex, MutexGuard};
 #[cfg(aquifer_shuttle)]
 pub(crate) use shuttle::sync::atomic;
 
 #[cfg(aquifer_shuttle)]
 mod modelled {
-    use shuttle::sync::{MutexGuard, PoisonError};
+    pub(crate) use shuttle::sync::MutexGuard;
+    use shuttle::sync::PoisonError;
 
     /// A scheduled mutex with the interface of parking_lot's.
     #[derive(Debug, Default)]

@@ -26,6 +26,10 @@ mod of_threads {
             guard
         }
 
+        pub(crate) fn notify_one(&self) {
+            self.0.notify_one();
+        }
+
         pub(crate) fn notify_all(&self) {
             self.0.notify_all();
         }
@@ -62,6 +66,10 @@ mod modelled {
     impl Condvar {
         pub(crate) fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
             self.0.wait(guard).unwrap_or_else(PoisonError::into_inner)
+        }
+
+        pub(crate) fn notify_one(&self) {
+            self.0.notify_one();
         }
 
         pub(crate) fn notify_all(&self) {

@@ -1,5 +1,7 @@
 //! What page-locked memory costs, measured: `cargo test --release -p aquifer-transfer --test pinned_cost -- --ignored --nocapture`.
 
+#![allow(clippy::unwrap_used, reason = "a failed call fails the measurement")]
+
 use std::hint::black_box;
 use std::num::NonZeroUsize;
 use std::thread;

@@ -41,8 +41,8 @@ use crate::capture::Scope;
 use crate::context::{Context, PooledEvent};
 use crate::driver::{CaptureStatus, Driver, DriverKind, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
-use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{Mutex, MutexGuard};
 use peers::Peers;
 
 /// The order of events on one stream: which ticks are done, and how to order work after them.
@@ -201,12 +201,19 @@ impl Timeline {
     /// # Errors
     /// Those of the driver's event calls; a closed or capturing stream cannot record.
     pub fn cover(&self, n: u64) -> Result<()> {
-        if self.is_known_done(n) {
-            return Ok(());
-        }
-        let mut state = self.state.lock();
+        let Some(mut state) = self.lock_unless_done(n) else { return Ok(()) };
         self.covering(&mut state, n)?;
         self.forget_old(&mut state)
+    }
+
+    /// The lock, unless tick `n` is known to be done. Asked under the lock, too: another thread may learn it, and let the event go that
+    /// covers the tick, while this one waits. On a closed stream no other event could take its place.
+    fn lock_unless_done(&self, n: u64) -> Option<MutexGuard<'_, State>> {
+        if self.is_known_done(n) {
+            return None;
+        }
+        let state = self.state.lock();
+        (!self.is_known_done(n)).then_some(state)
     }
 
     /// Lets the older half of the events go if there are many and it is complete: milestones must not pile up on a stream of
@@ -231,10 +238,7 @@ impl Timeline {
     /// # Errors
     /// Those of the driver's event and synchronisation calls.
     pub fn synchronize(&self, n: u64) -> Result<()> {
-        if self.is_known_done(n) {
-            return Ok(());
-        }
-        let mut state = self.state.lock();
+        let Some(mut state) = self.lock_unless_done(n) else { return Ok(()) };
         let recorded = match self.covering(&mut state, n) {
             Ok(recorded) => recorded,
             Err(_) if state.closed => {
@@ -301,7 +305,7 @@ impl Timeline {
         self.spare_captures(raw, Operation::Wait)?;
         self.refuse_unannounced_capture()?;
         let recorded = {
-            let mut state = other.state.lock();
+            let Some(mut state) = other.lock_unless_done(n) else { return Ok(()) };
             let recorded = other.covering(&mut state, n)?;
             self.context.wait(raw, &other.context, recorded.event.raw)?;
             recorded

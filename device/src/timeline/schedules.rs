@@ -269,3 +269,29 @@ fn t5_captures_begin_and_end_while_others_wait() {
         legacy.cover().unwrap();
     });
 }
+
+#[test]
+fn t4_ticks_of_a_destroyed_stream_are_answered_whoever_else_asks() {
+    explore(|| {
+        let world = World::new();
+        let (gone, other) = (world.stream(), world.stream());
+        world.produce(&gone, 0);
+        let tick = gone.tick();
+        drop(gone);
+        world.pass();
+        let asks: [fn(&Tick, &Stream); 4] = [
+            |tick, _| assert!(tick.is_done().unwrap()),
+            |tick, _| tick.cover().unwrap(),
+            |tick, _| tick.synchronize().unwrap(),
+            |tick, stream| stream.wait_for(tick).unwrap(),
+        ];
+        let before = world.device.driver_calls();
+        join(asks.map(|ask| {
+            let (tick, stream) = (tick.clone(), other.clone());
+            spawn(&world, move |_| ask(&tick, &stream))
+        }));
+        let calls = world.device.driver_calls().since(&before);
+        assert_eq!((calls.of(Operation::Synchronize), calls.of(Operation::Record)), (0, 0), "the last event answers");
+        world.assert_no_race();
+    });
+}

@@ -64,5 +64,5 @@ overlap:
 schedule:
   direction, link_gb_s, copy_gb_s, call_us   the modelled link, host and driver
   chunk_bytes, chunks, workers               the ring, as it tunes itself
-  gb_per_s, idle_share, stalls               bandwidth; share of the steady state in which the link was idle; late copies
+  gb_per_s, idle_share, stalls               of the steady state: bandwidth, share in which the link was idle, late copies
   intact                                     whether every byte arrived";

@@ -1,8 +1,8 @@
 //! Host memory that copies use.
 //!
 //! Invariants:
-//! * its bytes are initialised, and stay where they are until the last `Arc` is gone and no copy uses them;
-//! * the host touches the bytes only after it waited for the copies that conflict, and while it does, borrows keep new ones
+//! * **N1** its bytes are initialised, and stay where they are until the last `Arc` is gone and no copy uses them;
+//! * **N2** the host touches the bytes only after it waited for the copies that conflict, and while it does, borrows keep new ones
 //!   away ([`super::PinnedBuffer`]);
 //! * memory of a pool goes back there with the ticks of its copies; memory that was registered goes to the device, which drops it
 //!   when it is not registered any more.

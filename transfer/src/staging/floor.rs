@@ -8,9 +8,9 @@
 
 use super::config::Sizes;
 use super::ring::Ring;
-use super::sync::{Condvar, Mutex, MutexGuard};
 use super::task::{After, Done, Order, Task};
 use crate::error::TransferError;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// What the threads of a floor can do.
 pub(super) trait Hands<J, C, T> {

@@ -19,7 +19,6 @@ mod floor;
 mod ring;
 mod schedule;
 mod stats;
-mod sync;
 mod task;
 #[cfg(test)]
 mod tests;

@@ -27,7 +27,7 @@ use crate::pinned::{PinnedConfig, PinnedPool};
 ///
 /// ```
 /// use aquifer_transfer::{Direction, VirtualSchedule};
-/// let report = VirtualSchedule::new(Direction::Upload, 25).run()?;
+/// let report = VirtualSchedule::new(Direction::Upload, 25).bytes(64 << 20).run()?;
 /// assert!(report.intact && report.idle_share <= 0.1, "{report:?}");
 /// # Ok::<(), aquifer_transfer::TransferError>(())
 /// ```

@@ -4,7 +4,6 @@ use aquifer_allocator::Bytes;
 use aquifer_transfer::{Direction, VirtualSchedule};
 use serde::Serialize;
 
-use super::meter::rate;
 use crate::commands::hundredths;
 use crate::exit::Failure;
 use crate::session::Session;
@@ -55,7 +54,7 @@ pub(super) fn run(session: &Session) -> Result<bool, Failure> {
                 chunk_bytes: report.chunk_bytes,
                 chunks: report.chunks,
                 workers: report.workers,
-                gb_per_s: hundredths(rate(report.bytes, report.total_ns as f64)),
+                gb_per_s: hundredths(link as f64 * (1.0 - report.idle_share)),
                 idle_share: (report.idle_share * 1e4).round() / 1e4,
                 stalls: report.stalls,
                 intact: report.intact,

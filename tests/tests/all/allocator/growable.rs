@@ -82,7 +82,7 @@ fn what_it_gives_up_serves_others_once_it_is_done() {
     let Setup { driver, allocator, stream, side, .. } = &setup;
     let mut cache = setup.growable(CAPACITY);
     cache.grow_to(120 * MIB, stream).unwrap();
-    driver.stall(&side, Duration::from_secs(1)).unwrap();
+    driver.stall(side, Duration::from_secs(1)).unwrap();
     side.wait_for(&stream.tick()).unwrap();
     side.fill(cache.ptr(), 1, 120 * MIB).unwrap();
     let calls = driver.calls_made();

@@ -230,20 +230,33 @@ fn the_allocator_may_end_asleep() {
     }
 }
 
+/// A second fault beside that at the nth call of all.
+#[derive(Clone, Copy)]
+enum Second {
+    None,
+    /// So many calls later.
+    After(u64),
+    /// At the first call that maps memory: what was given up cannot come back.
+    AtMap,
+}
+
 /// A fault at every single driver call of falling asleep and of waking up, and at two of them.
 #[test]
 fn no_failing_call_loses_anything() {
     let falls_asleep = |setup: &Setup| setup.allocator.sleep(Contents::SaveToHost).map(drop);
     let wakes = |setup: &Setup| setup.allocator.wake();
     let (mut asleep, mut undone, mut woken) = (0, 0, 0);
-    for (code, second) in [(Code(999), 0), (Code::OUT_OF_MEMORY, 0), (Code(999), 1), (Code(999), 3)] {
+    let seconds = [Second::None, Second::After(1), Second::After(3), Second::AtMap].map(|second| (Code(999), second));
+    for (code, second) in seconds.into_iter().chain([(Code::OUT_OF_MEMORY, Second::None)]) {
         for nth in 1.. {
             let setup = setup();
             let first_call = setup.driver.calls_made();
-            let inject = |nth| setup.driver.inject(Fault::Nth { operation: None, nth, code });
-            inject(nth);
-            if second > 0 {
-                inject(nth + second);
+            let inject = |operation, nth| setup.driver.inject(Fault::Nth { operation, nth, code });
+            inject(None, nth);
+            match second {
+                Second::None => {}
+                Second::After(calls) => inject(None, nth + calls),
+                Second::AtMap => inject(Some(Operation::Map), 1),
             }
             let mut results = vec![falls_asleep(&setup)];
             match (results[0].is_err(), setup.allocator.is_asleep()) {
