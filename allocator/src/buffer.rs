@@ -91,6 +91,18 @@ impl<T: Copy> DeviceBuffer<T> {
 
     /// The same memory as elements of another type; `None` where it is not a whole number of them, or does not begin at a multiple of
     /// their alignment. Its bytes stay as they are.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let bytes: DeviceBuffer<u8> = allocator.alloc_buffer(12, device.default_stream())?;
+    /// let words = bytes.slice(4..)?.cast::<u32>().unwrap();
+    /// assert_eq!((words.len(), words.ptr().0), (2, bytes.ptr().0 + 4));
+    /// assert!(bytes.cast::<u64>().is_none() && bytes.slice(1..5)?.cast::<u32>().is_none());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn cast<U: Copy>(&self) -> Option<DeviceBuffer<U>> {
         let (size, start) = (size_of::<U>() as u64, self.start * size_of::<T>() as u64);
         let whole = size > 0 && start.is_multiple_of(size) && self.bytes().is_multiple_of(size);
