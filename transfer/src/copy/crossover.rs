@@ -7,6 +7,7 @@ use aquifer_allocator::{DeviceBuffer, Turn};
 use aquifer_device::{AccessKind, Attribute, CopyPart, DeviceError, HostPtr, Place};
 
 use crate::copy::batch::enqueue_parts;
+use crate::copy::owned::host_len;
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::pinned::{PinnedBuffer, PinnedSlice};
@@ -48,14 +49,15 @@ impl Transfer {
     fn measure(&self) -> Result<u64, TransferError> {
         let largest = SIZES[SIZES.len() - 1];
         let stream = self.stream(Direction::Upload);
-        let host: PinnedBuffer<u8> = self.pinned().alloc((COPIES * largest) as usize)?;
+        let host: PinnedBuffer<u8> = self.pinned().alloc(host_len::<u8>(COPIES * largest)?)?;
         let device: DeviceBuffer<u8> = self.allocator().alloc_buffer(COPIES * largest, stream)?;
+        let start = PinnedSlice::from(&host).part().ptr.0;
         for size in SIZES {
             // Gaps of a line keep the copies apart, so that no driver makes one of them.
             let copies: Vec<CopyPart> = (0..COPIES)
                 .map(|number| CopyPart {
                     dst: Place::Device(device.ptr().offset(number * size)),
-                    src: Place::Host(HostPtr(PinnedSlice::from(&host).part().ptr.0 + (number * size) as usize)),
+                    src: Place::Host(HostPtr(start + usize::try_from(number * size).unwrap_or(0))),
                     bytes: size - 64,
                 })
                 .collect();

@@ -159,8 +159,6 @@ impl HostTarget for Lent {
 
 #[cfg(test)]
 mod tests {
-    #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
-
     use super::*;
 
     #[test]

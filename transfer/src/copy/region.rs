@@ -301,8 +301,6 @@ impl Transfer {
 
 #[cfg(test)]
 mod tests {
-    #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
-
     use proptest::prelude::*;
 
     use super::*;

@@ -66,7 +66,12 @@ impl Transfer {
         let begun = scope.begun.into_inner();
         // First of all nobody touches borrowed memory any more, whatever else fails.
         begun.iter().filter_map(|begun| begun.job.as_ref()).for_each(|job| drop(job.wait()));
-        let finished = begun.into_iter().map(|begun| (begun.finish)()).fold(Ok(()), |all, one| all.and(one));
+        let mut finished = Ok(());
+        for begun in begun {
+            // All are waited for, whatever came of the others.
+            let one = (begun.finish)();
+            finished = finished.and(one);
+        }
         match worked {
             Ok(result) => result.and_then(|result| finished.map(|()| result)),
             Err(panic) => resume_unwind(panic),

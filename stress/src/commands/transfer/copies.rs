@@ -137,7 +137,7 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
 impl Ends {
     fn new(meter: &Meter, bytes: u64) -> Result<Ends, Failure> {
         let len = usize::try_from(bytes).unwrap_or(usize::MAX);
-        let ordinary: Vec<u8> = (0..len).map(|index| (index % 251) as u8).collect();
+        let ordinary: Vec<u8> = (0..=250u8).cycle().take(len).collect();
         let file = if meter.is_modelled() { None } else { Some(Temporary::new(&ordinary)?) };
         Ok(Ends {
             bytes,

@@ -40,7 +40,7 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
 
     let up = meter.time(|| Ok(transfer.upload(&from, &mut target)?.wait()?))?;
     let down = meter.time(|| Ok(transfer.download(&source, &mut to)?.wait()?))?;
-    let busy = Duration::from_nanos(up.max(down) as u64);
+    let busy = Duration::from_secs_f64(up.max(down) / 1e9);
     let kernel = meter.time(|| {
         kernels.spin(&meter.stream, busy)?;
         Ok(meter.stream.synchronize()?)

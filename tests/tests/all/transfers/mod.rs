@@ -1,5 +1,6 @@
 //! Transfers: random programs beside a model, faults, and named tests.
 
+mod op;
 mod pains;
 mod programs;
 
@@ -57,6 +58,11 @@ impl Bench {
         assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 0), "device memory is missing");
         self.driver.assert_no_violation();
     }
+}
+
+/// A length in the host's memory.
+fn host(len: u64) -> usize {
+    usize::try_from(len).unwrap()
 }
 
 /// Bytes that differ from place to place.

@@ -154,8 +154,11 @@ fn a_lost_device_wakes_everybody_with_the_error() {
     let mut waiting = Vec::new();
     bench.driver.inject(Fault::Nth { operation: Some(Operation::SynchronizeEvent), nth: 1, code: Code(719) });
     for _ in 0..4 {
-        let pending = bench.transfer.to_host(&buffer).unwrap();
-        waiting.push(std::thread::spawn(move || pollster::block_on(pending)));
+        match bench.transfer.to_host(&buffer) {
+            Ok(pending) => waiting.push(std::thread::spawn(move || pollster::block_on(pending))),
+            // Those that came before were quick to lose it.
+            Err(error) => assert!(error.is_device_lost(), "{error}"),
+        }
     }
     let results: Vec<_> = waiting.into_iter().map(|thread| thread.join().unwrap()).collect();
     // Some may have been done before the device was lost.
@@ -174,9 +177,9 @@ fn copies_between_devices_are_ordered_on_both() {
         // The source is written by a stream that is busy, and again right after; nobody waits on the host.
         kernels[0].spin(&one.stream, std::time::Duration::from_micros(100)).unwrap();
         kernels[0].fill(&one.stream, &mut source, round).unwrap();
-        kernels[1].fill(&two.stream, &mut target, 0xEE).unwrap();
+        kernels[1].fill(&two.stream, &mut target, 0xEEu8).unwrap();
         drop(two.transfer.copy_from_peer(&source, &one.transfer, &mut target).unwrap());
-        kernels[0].fill(&one.stream, &mut source, 0xAA).unwrap();
+        kernels[0].fill(&one.stream, &mut source, 0xAAu8).unwrap();
         let back = two.transfer.to_vec(&target).unwrap().wait().unwrap();
         assert!(back.iter().all(|&byte| byte == round), "round {round}");
     }
@@ -184,7 +187,7 @@ fn copies_between_devices_are_ordered_on_both() {
     drop(two.transfer.copy_from_peer(&source, &one.transfer, &mut target).unwrap());
     drop(source);
     let mut again = one.alloc(1 << 20);
-    kernels[0].fill(&one.stream, &mut again, 0x55).unwrap();
+    kernels[0].fill(&one.stream, &mut again, 0x55u8).unwrap();
     let back = two.transfer.to_vec(&target).unwrap().wait().unwrap();
     assert!(back.iter().all(|&byte| byte == 0xAA));
     drop((again, target, kernels));

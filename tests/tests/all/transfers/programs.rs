@@ -7,109 +7,15 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use aquifer_allocator::DeviceBuffer;
+use aquifer_device::Stream;
 use aquifer_device::sim::Fault;
-use aquifer_device::{Code, Operation, Stream};
 use aquifer_tests::runner;
 use aquifer_transfer::{Direction, Pending, PinnedBuffer, Region, TransferError};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use super::{Bench, pattern};
-
-/// Lengths of buffers: none, small, and larger than what the calling thread copies by itself.
-const LENGTHS: [usize; 5] = [0, 1, 1000, 70_000, 300_000];
-
-/// A step. Numbers pick among what there is.
-#[derive(Clone, Debug)]
-enum Op {
-    NewDevice(usize),
-    NewPinned(usize, u64),
-    DropDevice(usize),
-    DropPinned(usize),
-    Write(usize, u64),
-    Read(usize),
-    Upload { pinned: usize, device: usize, on: Option<usize> },
-    Download { device: usize, pinned: usize, on: Option<usize> },
-    Copy { from: usize, to: usize },
-    Fill { device: usize, value: u8 },
-    FromVec { device: usize, seed: u64 },
-    ToDevice { length: usize, seed: u64, then: bool },
-    ToVec(usize),
-    ToHost(usize),
-    Rows { pinned: usize, device: usize, width: u64 },
-    Batch { devices: Vec<usize>, seed: u64 },
-    Scope { device: usize, seed: u64, panics: bool },
-    Panics(usize),
-    Finish { pending: usize, how: How },
-    Check(usize),
-    Trim,
-    Fault { operation: Operation, nth: u64, code: Code },
-}
-
-#[derive(Clone, Copy, Debug)]
-enum How {
-    Wait,
-    Await,
-    Poll,
-    Drop,
-    Forget,
-    Cancel,
-}
-
-fn op(faults: bool) -> impl Strategy<Value = Op> {
-    let pick = 0usize..100;
-    let on = prop_oneof![2 => Just(None), 1 => (0usize..2).prop_map(Some)];
-    let how = prop_oneof![
-        Just(How::Wait),
-        Just(How::Await),
-        Just(How::Poll),
-        Just(How::Drop),
-        Just(How::Forget),
-        Just(How::Cancel)
-    ];
-    let failing = prop_oneof![
-        Just(Operation::CopyToDevice),
-        Just(Operation::CopyToHost),
-        Just(Operation::CopyOnDevice),
-        Just(Operation::Copy2d),
-        Just(Operation::CopyBatch),
-        Just(Operation::HostAlloc),
-        Just(Operation::HostFree),
-        Just(Operation::Record),
-        Just(Operation::Wait),
-        Just(Operation::QueryEvent),
-        Just(Operation::SynchronizeEvent),
-        Just(Operation::Alloc),
-        Just(Operation::Map),
-    ];
-    // Codes that leave the device alive.
-    let code = prop_oneof![Just(Code::OUT_OF_MEMORY), Just(Code::INVALID_VALUE), Just(Code(999))];
-    let steps = prop_oneof![
-        3 => (0usize..5).prop_map(Op::NewDevice),
-        3 => (0usize..5, any::<u64>()).prop_map(|(length, seed)| Op::NewPinned(length, seed)),
-        1 => pick.clone().prop_map(Op::DropDevice),
-        1 => pick.clone().prop_map(Op::DropPinned),
-        2 => (pick.clone(), any::<u64>()).prop_map(|(pinned, seed)| Op::Write(pinned, seed)),
-        2 => pick.clone().prop_map(Op::Read),
-        6 => (pick.clone(), pick.clone(), on.clone()).prop_map(|(pinned, device, on)| Op::Upload { pinned, device, on }),
-        6 => (pick.clone(), pick.clone(), on).prop_map(|(pinned, device, on)| Op::Download { device, pinned, on }),
-        3 => (pick.clone(), pick.clone()).prop_map(|(from, to)| Op::Copy { from, to }),
-        1 => (pick.clone(), any::<u8>()).prop_map(|(device, value)| Op::Fill { device, value }),
-        4 => (pick.clone(), any::<u64>()).prop_map(|(device, seed)| Op::FromVec { device, seed }),
-        2 => (0usize..5, any::<u64>(), any::<bool>()).prop_map(|(length, seed, then)| Op::ToDevice { length, seed, then }),
-        4 => pick.clone().prop_map(Op::ToVec),
-        2 => pick.clone().prop_map(Op::ToHost),
-        2 => (pick.clone(), pick.clone(), 1u64..40).prop_map(|(pinned, device, width)| Op::Rows { pinned, device, width }),
-        2 => (vec(pick.clone(), 1..8), any::<u64>()).prop_map(|(devices, seed)| Op::Batch { devices, seed }),
-        2 => (pick.clone(), any::<u64>(), any::<bool>()).prop_map(|(device, seed, panics)| Op::Scope { device, seed, panics }),
-        1 => pick.clone().prop_map(Op::Panics),
-        8 => (pick.clone(), how).prop_map(|(pending, how)| Op::Finish { pending, how }),
-        2 => pick.prop_map(Op::Check),
-        1 => Just(Op::Trim),
-    ];
-    let fault = (failing, 1u64..6, code).prop_map(|(operation, nth, code)| Op::Fault { operation, nth, code });
-    if faults { prop_oneof![50 => steps, 1 => fault].boxed() } else { steps.boxed() }
-}
+use super::op::{How, LENGTHS, Op, op};
+use super::{Bench, host, pattern};
 
 /// What a buffer holds; `None` where an error left that open.
 type Content = Option<Vec<u8>>;
@@ -183,7 +89,7 @@ impl World {
     /// A device buffer and a page-locked one of the same length.
     fn pair(&self, device: usize, pinned: usize) -> Option<(usize, usize)> {
         let device = pick(&self.devices, device)?;
-        let len = self.devices[device].0.len() as usize;
+        let len = host(self.devices[device].0.len());
         let fitting: Vec<usize> = (0..self.pinned.len()).filter(|&index| self.pinned[index].0.len() == len).collect();
         Some((device, *fitting.get(pinned % fitting.len().max(1))?))
     }
@@ -259,13 +165,13 @@ impl World {
                 let Some(device) = pick(&self.devices, device) else { return };
                 let (buffer, content) = &mut self.devices[device];
                 let begun = self.bench.transfer.fill(buffer, value);
-                *content = begun.is_ok().then(|| vec![value; buffer.len() as usize]);
+                *content = begun.is_ok().then(|| vec![value; host(buffer.len())]);
                 self.begin(begun.map(Begun::Nothing));
             }
             Op::FromVec { device, seed } => {
                 let Some(device) = pick(&self.devices, device) else { return };
                 let (buffer, content) = &mut self.devices[device];
-                let bytes = pattern(seed, buffer.len() as usize);
+                let bytes = pattern(seed, host(buffer.len()));
                 let begun = self.bench.transfer.upload_from(bytes.clone(), buffer);
                 // Threads may still meet a fault, or be told that it was cancelled: known once it was waited for.
                 *content = (begun.is_ok() && !self.faults).then_some(bytes);
@@ -301,9 +207,9 @@ impl World {
             Op::Panics(device) => {
                 let Some(device) = pick(&self.devices, device) else { return };
                 let (buffer, content) = &mut self.devices[device];
-                let begun = self.bench.transfer.upload_from(Panicking(buffer.len() as usize), buffer);
+                let begun = self.bench.transfer.upload_from(Panicking(host(buffer.len())), buffer);
                 let small = buffer.len() <= 256 << 10;
-                *content = (small && begun.is_ok()).then(|| vec![7; buffer.len() as usize]);
+                *content = (small && begun.is_ok()).then(|| vec![7; host(buffer.len())]);
                 if let Some(begun) = self.done(begun) {
                     match begun.wait() {
                         Ok(()) => assert!(small || self.faults),
@@ -389,7 +295,7 @@ impl World {
         *content = match (begun.is_ok(), content.take(), bytes) {
             (true, Some(mut content), Some(bytes)) => {
                 for row in 0..height {
-                    let range = (row * pitch) as usize..(row * pitch + width) as usize;
+                    let range = host(row * pitch)..host(row * pitch + width);
                     content[range.clone()].copy_from_slice(&bytes[range]);
                 }
                 Some(content)
@@ -410,12 +316,12 @@ impl World {
             let (buffer, content) = &mut self.devices[device];
             let len = buffer.len().min(3000);
             let mut head = buffer.slice(..len).unwrap();
-            let bytes = pattern(seed.wrapping_add(number as u64), len as usize);
+            let bytes = pattern(seed.wrapping_add(number as u64), host(len));
             failed |= self.bench.transfer.device().info().total_bytes == 0;
             match batch.upload(&bytes, &mut head) {
                 Ok(()) => {
                     if let Some(content) = content {
-                        content[..len as usize].copy_from_slice(&bytes);
+                        content[..host(len)].copy_from_slice(&bytes);
                     }
                 }
                 Err(error) => {
@@ -447,7 +353,7 @@ impl World {
     fn scope(&mut self, device: usize, seed: u64, panics: bool) {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &mut self.devices[device];
-        let input = pattern(seed, buffer.len() as usize);
+        let input = pattern(seed, host(buffer.len()));
         let mut output = vec![0; input.len()];
         let transfer = &self.bench.transfer;
         let scoped = catch_unwind(AssertUnwindSafe(|| {

@@ -1,0 +1,71 @@
+//! `transfer` as people run it.
+
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
+
+use std::process::Command;
+
+use serde_json::Value;
+
+fn rows(args: &[&str]) -> Vec<Value> {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_aquifer-stress"));
+    let output =
+        command.args(["--json", "--device", "sim:1GiB,jitter=off", "transfer", "--rounds", "1"]).args(args).output();
+    let output = output.unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn number(row: &Value, key: &str) -> f64 {
+    row[key].as_f64().unwrap_or_else(|| panic!("{key} of {row}"))
+}
+
+#[test]
+fn copies_are_measured_by_every_way_and_page_locked_ones_are_as_fast_as_the_driver_s() {
+    let rows = rows(&["--only", "copies", "--max-mb", "16"]);
+    let of = |direction: &str, method: &str| {
+        let found = rows.iter().rfind(|row| row["direction"] == direction && row["method"] == method);
+        found.unwrap_or_else(|| panic!("{direction} {method} is missing")).clone()
+    };
+    for direction in ["upload", "download"] {
+        assert_eq!(of(direction, "pinned")["bytes"], 16 << 20);
+        assert!(number(&of(direction, "pinned"), "of_driver_pinned") >= 0.99, "{}", of(direction, "pinned"));
+        assert!(number(&of(direction, "driver pageable"), "gb_per_s") > 0.0);
+        assert!(number(&of(direction, "rows"), "gb_per_s") > 0.0);
+    }
+    assert!(number(&of("on device", "copy"), "gb_per_s") > number(&of("upload", "pinned"), "gb_per_s"));
+    assert!(rows.iter().all(|row| row["modelled"] == true));
+}
+
+#[test]
+fn batches_of_small_copies_save_calls() {
+    let rows = rows(&["--only", "small", "--max-mb", "1"]);
+    let small: Vec<&Value> = rows.iter().filter(|row| row["bytes"] == 4096).collect();
+    assert_eq!(small.len(), 2);
+    assert!(small.iter().all(|row| number(row, "speedup") >= 5.0), "{small:?}");
+}
+
+#[test]
+fn copies_overlap_with_kernels_and_each_other() {
+    let rows = rows(&["--only", "overlap", "--max-mb", "16"]);
+    assert_eq!(rows.len(), 3);
+    assert!(rows.iter().all(|row| number(row, "overlap") >= 0.9), "{rows:?}");
+}
+
+#[test]
+fn the_ring_leaves_the_link_idle_for_at_most_a_tenth() {
+    let rows = rows(&["--only", "schedule"]);
+    assert_eq!(rows.len(), 4);
+    for row in &rows {
+        assert!(number(row, "idle_share") <= 0.1 && row["intact"] == true, "{row}");
+    }
+}
+
+#[test]
+fn wrong_arguments_are_refused() {
+    for args in [["transfer", "--max-mb", "0"], ["transfer", "--rounds", "0"], ["transfer", "--only", "all"]] {
+        let output = Command::new(env!("CARGO_BIN_EXE_aquifer-stress")).args(args).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+        assert!(output.stdout.is_empty());
+    }
+}
