@@ -147,7 +147,7 @@ const OOM_KEYS: [&str; 15] = [
 fn every_way_out_of_memory_leads_back() {
     for device in ["sim:2GiB", "sim:24GiB", "sim:80GiB,seed=3"] {
         let rows = rows(0, &["oom", "--device", device]);
-        assert_eq!(rows.len(), 8);
+        assert_eq!(rows.len(), 9);
         for row in &rows {
             has_keys(row, &OOM_KEYS);
             for key in ["recovered", "intact", "usable"] {
