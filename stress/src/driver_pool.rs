@@ -4,6 +4,7 @@
 //! It is used as frameworks use it: its release threshold stays as it is, so unused memory may go back to the device whenever
 //! the host waits, and a block that another stream uses is freed on its own stream after that use.
 
+use aquifer_allocator::AllocError;
 use aquifer_device::{Device, DeviceError, DevicePtr, PoolUsage, Stream, Tick};
 
 use crate::exit::Failure;
@@ -72,7 +73,7 @@ impl Subject for DriverPool {
         match self.device.driver().alloc_async(bytes.max(1), raw) {
             Ok(ptr) => Ok(Block { ptr, stream, uses: Vec::new() }),
             Err(error) if error.is_out_of_memory() => Err(Refused::OutOfMemory),
-            Err(error) => Err(Refused::Failed(Box::new(error.into()))),
+            Err(error) => Err(Refused::Failed(Box::new(AllocError::from(error).into()))),
         }
     }
 

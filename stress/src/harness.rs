@@ -92,7 +92,10 @@ impl<'a, S: Subject> Player<'a, S> {
                 Refused::OutOfMemory => break,
                 Refused::Failed(error) => {
                     let context = Context::Event { index };
-                    return Err(Failure::Alloc { context, error });
+                    return Err(match *error {
+                        Failure::Alloc { error, .. } => Failure::Alloc { context, error },
+                        other => other,
+                    });
                 }
             }
         }

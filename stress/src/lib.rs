@@ -13,6 +13,7 @@ pub mod driver_pool;
 pub mod exit;
 pub mod harness;
 pub mod input;
+pub mod inputs;
 pub mod map;
 pub mod observe;
 pub mod random;

@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use aquifer_allocator::{Allocation, Allocator, OomReport};
-use aquifer_device::{Access, AccessKind, Device, DeviceError, DriverKind, Stream};
+use aquifer_allocator::{Allocator, DeviceBuffer, OomReport};
+use aquifer_device::{Access, AccessKind, Device, DriverKind, Stream};
 
 use crate::cli::ConfigArg;
 use crate::content::Filled;
 use crate::exit::Failure;
+use crate::inputs::Inputs;
 use crate::session::Session;
 use crate::subject::{Refused, Subject};
 
@@ -30,6 +31,8 @@ pub struct Stage {
 enum Work {
     /// They write to it.
     Touch,
+    /// They write to it, or it is an input of the program, which the host fills.
+    Feed(Box<Inputs>),
     /// They fill it with a byte, known while it is live: what is live, by address, and the last byte.
     Fill(BTreeMap<u64, Filled>, u8),
 }
@@ -53,6 +56,26 @@ impl Stage {
         Stage { work: Work::Fill(BTreeMap::new(), 0), ..self }
     }
 
+    /// The same, but some blocks are inputs, which the host fills by transfers and reads back.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn fed(self) -> Result<Stage, Failure> {
+        let inputs = Inputs::new(&self.allocator)?;
+        Ok(Stage { work: Work::Feed(Box::new(inputs)), ..self })
+    }
+
+    /// How many inputs there were, and how many of those that were freed did not come back as they went.
+    ///
+    /// # Errors
+    /// Those of transfers that are still under way.
+    pub fn inputs(&mut self) -> Result<(u64, u64), Failure> {
+        match &mut self.work {
+            Work::Feed(inputs) => Ok(inputs.finish()?),
+            _ => Ok((0, 0)),
+        }
+    }
+
     /// How many live blocks there are with known content, and how many of them do not read as they were written.
     ///
     /// # Errors
@@ -70,10 +93,16 @@ impl Stage {
         Ok((live.len(), damaged))
     }
 
-    fn work_on(&mut self, allocation: &Allocation, stream: u16) -> Result<(), DeviceError> {
+    fn work_on(&mut self, block: &mut DeviceBuffer<u8>, stream: u16) -> Result<(), Failure> {
         let stream = &self.streams[usize::from(stream)];
-        let (ptr, bytes) = (allocation.ptr(), allocation.bytes());
+        let (ptr, bytes) = (block.ptr(), block.bytes());
         if bytes == 0 {
+            return Ok(());
+        }
+        let simulated = self.allocator.device().info().kind == DriverKind::Simulated;
+        if let Work::Feed(inputs) = &mut self.work
+            && inputs.fill(block, stream)?
+        {
             return Ok(());
         }
         match &mut self.work {
@@ -82,37 +111,46 @@ impl Stage {
                 live.insert(ptr.0, Filled::fill(ptr, bytes, *last, stream)?);
             }
             // Takes its time on the device, and none on the host to keep the bytes.
-            Work::Touch if self.allocator.device().info().kind == DriverKind::Simulated => {
+            Work::Touch | Work::Feed(_) if simulated => {
                 stream.touch("work", &[Access { ptr, bytes, kind: AccessKind::Write }])?;
             }
-            Work::Touch => stream.fill(ptr, 0, bytes)?,
+            Work::Touch | Work::Feed(_) => stream.fill(ptr, 0, bytes)?,
         }
         Ok(())
     }
 }
 
 impl Subject for Stage {
-    type Handle = Allocation;
+    /// A block, and the number of its stream.
+    type Handle = (DeviceBuffer<u8>, u16);
 
-    fn alloc(&mut self, bytes: u64, number: u16) -> Result<Allocation, Refused> {
+    fn alloc(&mut self, bytes: u64, number: u16) -> Result<Self::Handle, Refused> {
         let stream = &self.streams[usize::from(number)];
-        let allocation = self.allocator.alloc(bytes, stream).inspect_err(|error| {
+        let mut block = self.allocator.alloc_buffer(bytes, stream).inspect_err(|error| {
             if let (None, Some(report)) = (&self.first_oom, error.report()) {
                 self.first_oom = Some(Box::new(report.clone()));
             }
         })?;
-        self.work_on(&allocation, number).map_err(|error| Refused::Failed(Box::new(error.into())))?;
-        Ok(allocation)
-    }
-
-    fn free(&mut self, handle: Allocation) {
-        if let Work::Fill(live, _) = &mut self.work {
-            live.remove(&handle.ptr().0);
+        match self.work_on(&mut block, number) {
+            Ok(()) => Ok((block, number)),
+            Err(failure) => Err(Refused::Failed(Box::new(failure))),
         }
-        drop(handle);
     }
 
-    fn record_stream(&mut self, handle: &mut Allocation, stream: u16) -> Result<(), Refused> {
-        Ok(handle.record_stream(&self.streams[usize::from(stream)])?)
+    fn free(&mut self, (block, number): Self::Handle) {
+        match &mut self.work {
+            Work::Touch => {}
+            Work::Fill(live, _) => drop(live.remove(&block.ptr().0)),
+            Work::Feed(inputs) => {
+                // What could not be read back is not compared; the next call of the device says why.
+                if let Err(error) = inputs.read_back(&block, &self.streams[usize::from(number)]) {
+                    tracing::warn!(%error, "an input could not be read back");
+                }
+            }
+        }
+    }
+
+    fn record_stream(&mut self, (block, _): &mut Self::Handle, stream: u16) -> Result<(), Refused> {
+        Ok(block.record_stream(&self.streams[usize::from(stream)])?)
     }
 }

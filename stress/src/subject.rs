@@ -35,13 +35,13 @@ pub enum Refused {
     /// Memory was lacking.
     OutOfMemory,
     /// Something else failed.
-    Failed(Box<AllocError>),
+    Failed(Box<Failure>),
 }
 
 impl From<AllocError> for Refused {
     #[cold]
     fn from(error: AllocError) -> Refused {
-        if error.is_out_of_memory() { Refused::OutOfMemory } else { Refused::Failed(Box::new(error)) }
+        if error.is_out_of_memory() { Refused::OutOfMemory } else { Refused::Failed(Box::new(error.into())) }
     }
 }
 

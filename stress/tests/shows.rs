@@ -39,7 +39,7 @@ fn row<'a>(rows: &'a [Value], scenario: &str, policy: &str) -> &'a Value {
     rows.iter().find(|row| row["scenario"] == scenario && row["policy"] == policy).unwrap()
 }
 
-const FRAGMENTATION_KEYS: [&str; 19] = [
+const FRAGMENTATION_KEYS: [&str; 21] = [
     "scenario",
     "policy",
     "device",
@@ -57,6 +57,8 @@ const FRAGMENTATION_KEYS: [&str; 19] = [
     "retries",
     "driver_allocs",
     "cross_stream_reuses",
+    "inputs",
+    "inputs_damaged",
     "hazards",
     "verdict",
 ];
@@ -114,7 +116,7 @@ fn one_scenario_is_drawn() {
 
 #[test]
 fn what_there_is_can_be_listed_and_must_be_known() {
-    for (command, option, key, count) in [("fragmentation", "--scenario", "scenario", 5), ("oom", "--way", "way", 8)] {
+    for (command, option, key, count) in [("fragmentation", "--scenario", "scenario", 5), ("oom", "--way", "way", 9)] {
         let listed = rows(0, &[command, "--list"]);
         assert_eq!(listed.len(), count);
         let name = listed[0][key].as_str().unwrap();

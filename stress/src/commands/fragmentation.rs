@@ -57,6 +57,8 @@ pub struct Row {
     pub retries: u64,
     pub driver_allocs: u64,
     pub cross_stream_reuses: u64,
+    pub inputs: u64,
+    pub inputs_damaged: u64,
     pub hazards: u64,
     pub verdict: String,
 }
@@ -80,6 +82,9 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
         for policy in &policies {
             let (row, map) = experiment(session, &scenario, policy)?;
             bar.inc(1);
+            if row.inputs_damaged > 0 {
+                outcome = outcome.max(Outcome::Failed);
+            }
             if row.hazards > 0 {
                 outcome = Outcome::Hazards;
             }
@@ -144,7 +149,7 @@ fn policies(session: &Session, scenario: &Scenario) -> Result<Vec<ConfigArg>, Fa
 fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Result<(Row, Map), Failure> {
     let device: Device = session.open()?;
     let setup = scenario.setup(device.memory_info()?.free, session.seed());
-    let mut stage = Stage::new(session, &device, policy, setup.program.streams.len())?;
+    let mut stage = Stage::new(session, &device, policy, setup.program.streams.len())?.fed()?;
     let mut player = Player::new(&setup.program);
     let ooms = player.play(&mut stage, OnOom::Skip)?;
 
@@ -157,9 +162,10 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
             true
         }
         Err(Refused::OutOfMemory) => false,
-        Err(Refused::Failed(error)) => return Err((*error).into()),
+        Err(Refused::Failed(error)) => return Err(*error),
     };
     let after = stage.allocator.memory_stats();
+    let (inputs, inputs_damaged) = stage.inputs()?;
     let mut row = Row {
         scenario: scenario.name,
         policy: policy.text.clone(),
@@ -178,6 +184,8 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
         retries: after.num_alloc_retries,
         driver_allocs: after.num_device_alloc,
         cross_stream_reuses: after.cross_stream_reuses,
+        inputs,
+        inputs_damaged,
         hazards: hazards(session, scenario.name, &device),
         verdict: String::new(),
     };

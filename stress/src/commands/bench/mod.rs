@@ -256,7 +256,7 @@ fn open(session: &Session) -> Result<Device, Failure> {
 fn refused(refused: Refused) -> Failure {
     match refused {
         Refused::OutOfMemory => Failure::OutOfMemory("the device is too small for this benchmark".to_owned()),
-        Refused::Failed(error) => Failure::from(*error),
+        Refused::Failed(error) => *error,
     }
 }
 

@@ -2,7 +2,7 @@
 
 use aquifer_allocator::config::Backing;
 use aquifer_allocator::snapshot::BlockState;
-use aquifer_allocator::{Allocation, Config, OomReport};
+use aquifer_allocator::{Config, OomReport};
 
 use super::SEGMENTS;
 use crate::cli::ConfigArg;
@@ -41,9 +41,9 @@ struct Watched {
 }
 
 impl Subject for Watched {
-    type Handle = Allocation;
+    type Handle = <Stage as Subject>::Handle;
 
-    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation, Refused> {
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Self::Handle, Refused> {
         let allocation = self.stage.alloc(bytes, stream);
         self.allocations += 1;
         let reserved = self.stage.allocator.reserved_bytes();
@@ -53,11 +53,11 @@ impl Subject for Watched {
         allocation
     }
 
-    fn free(&mut self, handle: Allocation) {
+    fn free(&mut self, handle: Self::Handle) {
         self.stage.free(handle);
     }
 
-    fn record_stream(&mut self, handle: &mut Allocation, stream: u16) -> Result<(), Refused> {
+    fn record_stream(&mut self, handle: &mut Self::Handle, stream: u16) -> Result<(), Refused> {
         self.stage.record_stream(handle, stream)
     }
 }
@@ -202,19 +202,19 @@ struct Counted {
 }
 
 impl Subject for Counted {
-    type Handle = Allocation;
+    type Handle = <Stage as Subject>::Handle;
 
-    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation, Refused> {
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Self::Handle, Refused> {
         self.operations += 1;
         self.stage.alloc(bytes, stream)
     }
 
-    fn free(&mut self, handle: Allocation) {
+    fn free(&mut self, handle: Self::Handle) {
         self.operations += 1;
         self.stage.free(handle);
     }
 
-    fn record_stream(&mut self, handle: &mut Allocation, stream: u16) -> Result<(), Refused> {
+    fn record_stream(&mut self, handle: &mut Self::Handle, stream: u16) -> Result<(), Refused> {
         self.stage.record_stream(handle, stream)
     }
 }
