@@ -44,7 +44,7 @@ impl Bench {
         let waiting = std::time::Instant::now();
         // Threads of the ring give their chunks back when they end, which nobody waits for.
         pinned.empty_cache().unwrap();
-        while pinned.stats().active_bytes.current > 0 && waiting.elapsed() < std::time::Duration::from_secs(10) {
+        while pinned.stats().allocated_bytes.current > 0 && waiting.elapsed() < std::time::Duration::from_secs(10) {
             std::thread::yield_now();
             pinned.empty_cache().unwrap();
         }
