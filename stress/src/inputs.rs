@@ -1,18 +1,18 @@
-//! Inputs of a program: blocks that the host fills by transfers, and reads back when they are freed.
+//! Inputs of a program: blocks whose head the host fills by transfers, and reads back when they are freed.
 //!
 //! Copies run on the block's own stream, so that no block waits for another stream because of them, and neither they nor their page-locked
 //! memory are waited for when they are begun.
 
 use std::collections::{BTreeMap, VecDeque};
 
-use aquifer_allocator::{Allocator, DeviceBuffer};
+use aquifer_allocator::{AllocError, Allocator, DeviceBuffer};
 use aquifer_device::Stream;
 use aquifer_transfer::{Pending, PinnedBuffer, Transfer, TransferError};
 
 /// Of so many blocks one is an input.
 const EVERY: u64 = 8;
-/// Larger blocks are none: a simulated device keeps what is written to it.
-const MOST: u64 = 64 << 10;
+/// Bytes at its start that the host fills: a simulated device keeps what is written to it, so blocks of gigabytes are not filled whole.
+const HEAD_MOST: u64 = 64 << 10;
 /// Blocks that may be on their way back.
 const ARRIVING_MOST: usize = 8;
 
@@ -38,31 +38,35 @@ impl Inputs {
         Ok(Inputs { transfer: Transfer::new(allocator)?, blocks: 0, live, arriving, written: 0, damaged: 0 })
     }
 
-    /// Fills a new block if it is an input; tells whether it is one.
+    /// Fills the head of a new block if the block is an input.
     ///
     /// # Errors
     /// Those of the transfer.
-    pub fn fill(&mut self, block: &mut DeviceBuffer<u8>, stream: &Stream) -> Result<bool, TransferError> {
+    pub fn fill(&mut self, block: &DeviceBuffer<u8>, stream: &Stream) -> Result<(), TransferError> {
+        if block.is_empty() {
+            return Ok(());
+        }
         self.blocks += 1;
-        if !self.blocks.is_multiple_of(EVERY) || block.is_empty() || block.bytes() > MOST {
-            return Ok(false);
+        if !self.blocks.is_multiple_of(EVERY) {
+            return Ok(());
         }
         let byte = u8::try_from(self.written % 251).unwrap_or(0);
-        let mut host = self.transfer.pinned().alloc::<u8>(usize::try_from(block.len()).unwrap_or(0))?;
+        let mut head = head(block)?;
+        let mut host = self.transfer.pinned().alloc::<u8>(usize::try_from(head.len()).unwrap_or(0))?;
         host.write()?.fill(byte);
-        drop(self.transfer.on(stream)?.upload(&host, block)?);
+        drop(self.transfer.on(stream)?.upload(&host, &mut head)?);
         self.live.insert(block.ptr().0, byte);
         self.written += 1;
-        Ok(true)
+        Ok(())
     }
 
-    /// Begins to read a block back that is about to be freed, if it is an input.
+    /// Begins to read a block's head back that is about to be freed, if the block is an input.
     ///
     /// # Errors
     /// Those of the transfer.
     pub fn read_back(&mut self, block: &DeviceBuffer<u8>, stream: &Stream) -> Result<(), TransferError> {
         if let Some(byte) = self.live.remove(&block.ptr().0) {
-            self.arriving.push_back((self.transfer.on(stream)?.to_host(block)?, byte));
+            self.arriving.push_back((self.transfer.on(stream)?.to_host(&head(block)?)?, byte));
         }
         self.receive(ARRIVING_MOST)
     }
@@ -88,6 +92,11 @@ impl Inputs {
     }
 }
 
+/// The part of a block that the host fills.
+fn head(block: &DeviceBuffer<u8>) -> Result<DeviceBuffer<u8>, AllocError> {
+    block.slice(..block.len().min(HEAD_MOST))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -102,9 +111,9 @@ mod tests {
         let stream = device.create_stream().unwrap();
         let mut inputs = Inputs::new(&allocator).unwrap();
         for number in 1..=100u64 {
-            let mut block = allocator.alloc_buffer(number * 100, &stream).unwrap();
-            let is_input = inputs.fill(&mut block, &stream).unwrap();
-            assert_eq!(is_input, number % EVERY == 0);
+            // Some smaller than a head, some larger.
+            let block = allocator.alloc_buffer(number * 1000, &stream).unwrap();
+            inputs.fill(&block, &stream).unwrap();
             if number == 80 {
                 stream.fill(block.ptr(), 0xFF, 1).unwrap();
             }

@@ -31,7 +31,7 @@ pub struct Stage {
 enum Work {
     /// They write to it.
     Touch,
-    /// They write to it, or it is an input of the program, which the host fills.
+    /// They write to it, and the host fills the head of some of them, which are inputs.
     Feed(Box<Inputs>),
     /// They fill it with a byte, known while it is live: what is live, by address, and the last byte.
     Fill(BTreeMap<u64, Filled>, u8),
@@ -56,7 +56,7 @@ impl Stage {
         Stage { work: Work::Fill(BTreeMap::new(), 0), ..self }
     }
 
-    /// The same, but some blocks are inputs, which the host fills by transfers and reads back.
+    /// The same, but some blocks are inputs, whose head the host fills by transfers and reads back.
     ///
     /// # Errors
     /// Those of the driver.
@@ -93,18 +93,13 @@ impl Stage {
         Ok((live.len(), damaged))
     }
 
-    fn work_on(&mut self, block: &mut DeviceBuffer<u8>, stream: u16) -> Result<(), Failure> {
+    fn work_on(&mut self, block: &DeviceBuffer<u8>, stream: u16) -> Result<(), Failure> {
         let stream = &self.streams[usize::from(stream)];
         let (ptr, bytes) = (block.ptr(), block.bytes());
         if bytes == 0 {
             return Ok(());
         }
         let simulated = self.allocator.device().info().kind == DriverKind::Simulated;
-        if let Work::Feed(inputs) = &mut self.work
-            && inputs.fill(block, stream)?
-        {
-            return Ok(());
-        }
         match &mut self.work {
             Work::Fill(live, last) => {
                 *last = last.wrapping_add(1);
@@ -116,6 +111,9 @@ impl Stage {
             }
             Work::Touch | Work::Feed(_) => stream.fill(ptr, 0, bytes)?,
         }
+        if let Work::Feed(inputs) = &mut self.work {
+            inputs.fill(block, stream)?;
+        }
         Ok(())
     }
 }
@@ -126,12 +124,12 @@ impl Subject for Stage {
 
     fn alloc(&mut self, bytes: u64, number: u16) -> Result<Self::Handle, Refused> {
         let stream = &self.streams[usize::from(number)];
-        let mut block = self.allocator.alloc_buffer(bytes, stream).inspect_err(|error| {
+        let block = self.allocator.alloc_buffer(bytes, stream).inspect_err(|error| {
             if let (None, Some(report)) = (&self.first_oom, error.report()) {
                 self.first_oom = Some(Box::new(report.clone()));
             }
         })?;
-        match self.work_on(&mut block, number) {
+        match self.work_on(&block, number) {
             Ok(()) => Ok((block, number)),
             Err(failure) => Err(Refused::Failed(Box::new(failure))),
         }

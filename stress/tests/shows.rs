@@ -76,6 +76,7 @@ fn every_scenario_shows_fragmentation_and_a_way_out() {
         assert!(bytes(row, "largest_free_bytes") <= bytes(row, "free_bytes"), "{row}");
         assert!((0.0..=1.0).contains(&row["unusable_index"].as_f64().unwrap()), "{row}");
         assert_eq!(bytes(row, "hazards"), 0, "{row}");
+        assert!(bytes(row, "inputs") > 0 && bytes(row, "inputs_damaged") == 0, "{row}");
         if row["policy"] == "no_cache:True" {
             assert!(row["probe_fits"] == true && row["verdict"] == "fits" && row["ooms"] == 0, "{row}");
             assert!(reserved - requested < requested / 10, "{row}");

@@ -42,7 +42,7 @@ JSON keys, per scenario and policy:
   retries                   times that all cached memory was released to try again
   driver_allocs             times that memory was taken from the device
   cross_stream_reuses       times that a stream reused memory that another one had freed
-  inputs, inputs_damaged    small blocks that the host filled by transfers; those of them that did not come back as they went
+  inputs, inputs_damaged    blocks whose head the host filled by transfers; those of them that did not come back as they went
   hazards                   pieces of work that the simulated device found unordered; 0 unless there is a bug
   verdict                   the same in words";
 
