@@ -265,13 +265,23 @@ impl<T> Pending<T> {
     }
 }
 
+/// Whether a tick is done. Where recording an event after the work failed, none covers it, and the answer would be no for ever: so one is
+/// recorded now.
+fn is_done(tick: &Tick) -> Result<bool, TransferError> {
+    if tick.is_done()? {
+        return Ok(true);
+    }
+    tick.cover()?;
+    Ok(tick.is_done()?)
+}
+
 impl Step {
     fn is_done(&self) -> Result<bool, TransferError> {
         Ok(match self {
-            Step::Tick(tick) => tick.is_done()?,
+            Step::Tick(tick) => is_done(tick)?,
             Step::Job(job) => match job.progress() {
                 Progress::Working => false,
-                Progress::Enqueued(tick) => tick.is_done()?,
+                Progress::Enqueued(tick) => is_done(&tick)?,
                 Progress::Finished(_) => true,
             },
         })

@@ -3,6 +3,8 @@
 mod op;
 mod pains;
 mod programs;
+mod spills;
+mod world;
 
 use aquifer_allocator::{Allocator, Config, DeviceBuffer};
 use aquifer_device::sim::SimConfig;

@@ -30,6 +30,11 @@ pub(super) enum Op {
     Panics(usize),
     Finish { pending: usize, how: How },
     Check(usize),
+    Keep(usize),
+    Spill(usize),
+    Pressure,
+    Access { index: usize, seed: Option<u64>, stream: usize },
+    DropSpillable(usize),
     Trim,
     Fault { operation: Operation, nth: u64, code: Code },
 }
@@ -92,7 +97,13 @@ pub(super) fn op(faults: bool) -> impl Strategy<Value = Op> {
         2 => (pick.clone(), any::<u64>(), any::<bool>()).prop_map(|(device, seed, panics)| Op::Scope { device, seed, panics }),
         1 => pick.clone().prop_map(Op::Panics),
         8 => (pick.clone(), how).prop_map(|(pending, how)| Op::Finish { pending, how }),
-        2 => pick.prop_map(Op::Check),
+        2 => pick.clone().prop_map(Op::Check),
+        2 => pick.clone().prop_map(Op::Keep),
+        2 => pick.clone().prop_map(Op::Spill),
+        1 => Just(Op::Pressure),
+        4 => (pick.clone(), any::<Option<u64>>(), 0usize..2)
+            .prop_map(|(index, seed, stream)| Op::Access { index, seed, stream }),
+        1 => pick.prop_map(Op::DropSpillable),
         1 => Just(Op::Trim),
     ];
     let fault = (failing, 1u64..6, code).prop_map(|(operation, nth, code)| Op::Fault { operation, nth, code });

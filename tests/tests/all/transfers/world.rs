@@ -1,0 +1,441 @@
+//! Programs of transfers beside a model of what every buffer holds.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use aquifer_allocator::DeviceBuffer;
+use aquifer_device::Stream;
+use aquifer_device::sim::Fault;
+use aquifer_transfer::{Pending, PinnedBuffer, Region, Spillable, Spiller, TransferError};
+
+use super::op::{How, LENGTHS, Op};
+use super::{Bench, host, pattern};
+
+/// What a buffer holds; `None` where an error left that open.
+pub(super) type Content = Option<Vec<u8>>;
+
+/// A transfer that nobody waited for yet, and what it must give.
+pub(super) enum Begun {
+    Nothing(Pending<()>),
+    Bytes(Pending<Vec<u8>>, Content),
+    Host(Pending<PinnedBuffer<u8>>, Content),
+}
+
+pub(super) struct World {
+    pub(super) bench: Bench,
+    pub(super) streams: [Stream; 2],
+    pub(super) devices: Vec<(DeviceBuffer<u8>, Content)>,
+    pub(super) spiller: Spiller,
+    pub(super) spillable: Vec<(Spillable<u8>, Content)>,
+    pinned: Vec<(PinnedBuffer<u8>, Content)>,
+    begun: VecDeque<Begun>,
+    /// Forgotten transfers keep what they own.
+    forgotten: bool,
+    pub(super) faults: bool,
+}
+
+/// Something that lends no slice, but panics.
+struct Panicking(usize);
+
+impl AsRef<[u8]> for Panicking {
+    fn as_ref(&self) -> &[u8] {
+        // The calling thread may look at it; threads of the runtime have names.
+        match std::thread::current().name() {
+            Some(name) if name.starts_with("aquifer") => panic!("the source panics"),
+            _ => &[7; 300_000][..self.0],
+        }
+    }
+}
+
+impl World {
+    pub(super) fn new(seed: u64, faults: bool) -> World {
+        let bench = Bench::seeded(seed);
+        let streams = [bench.device.create_stream().unwrap(), bench.device.create_stream().unwrap()];
+        // Loaded, and measured, before anything fails.
+        bench.transfer.kernels().unwrap();
+        bench.transfer.batch_calls_pay_below().unwrap();
+        let spiller = Spiller::new(&bench.transfer, 0);
+        let mut world = World {
+            bench,
+            streams,
+            devices: Vec::new(),
+            spiller,
+            spillable: Vec::new(),
+            pinned: Vec::new(),
+            begun: VecDeque::new(),
+            forgotten: false,
+            faults,
+        };
+        for length in 0..LENGTHS.len() {
+            world.step(&Op::NewDevice(length));
+            world.step(&Op::NewPinned(length, 1));
+        }
+        world
+    }
+
+    /// Whether an operation took place. Without faults it must.
+    pub(super) fn done<T>(&self, result: Result<T, TransferError>) -> Option<T> {
+        match result {
+            Ok(value) => Some(value),
+            Err(error) if self.faults => {
+                assert!(!error.is_device_lost(), "{error}");
+                None
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// A device buffer and a page-locked one of the same length.
+    fn pair(&self, device: usize, pinned: usize) -> Option<(usize, usize)> {
+        let device = pick(&self.devices, device)?;
+        let len = host(self.devices[device].0.len());
+        let fitting: Vec<usize> = (0..self.pinned.len()).filter(|&index| self.pinned[index].0.len() == len).collect();
+        Some((device, *fitting.get(pinned % fitting.len().max(1))?))
+    }
+
+    pub(super) fn step(&mut self, op: &Op) {
+        match op.clone() {
+            Op::NewDevice(length) => {
+                let alloc = self.bench.transfer.allocator().alloc_buffer(LENGTHS[length] as u64, &self.streams[0]);
+                if let Some(buffer) = self.done(alloc.map_err(TransferError::from)) {
+                    let content = (LENGTHS[length] == 0).then(Vec::new);
+                    self.devices.push((buffer, content));
+                }
+            }
+            Op::NewPinned(length, seed) => {
+                let bytes = pattern(seed, LENGTHS[length]);
+                if let Some(buffer) = self.done(self.bench.transfer.pinned().alloc_from(&bytes)) {
+                    self.pinned.push((buffer, Some(bytes)));
+                }
+            }
+            Op::DropDevice(index) => {
+                if let Some(index) = pick(&self.devices, index) {
+                    self.devices.swap_remove(index);
+                }
+            }
+            Op::DropPinned(index) => {
+                if let Some(index) = pick(&self.pinned, index) {
+                    self.pinned.swap_remove(index);
+                }
+            }
+            Op::Write(index, seed) => {
+                let Some(index) = pick(&self.pinned, index) else { return };
+                let (buffer, content) = &mut self.pinned[index];
+                let bytes = pattern(seed, buffer.len());
+                let written = buffer.write().map(|memory| memory.copy_from_slice(&bytes));
+                *content = if written.is_ok() { Some(bytes) } else { content.take() };
+                self.done(written);
+            }
+            Op::Read(index) => {
+                let Some(index) = pick(&self.pinned, index) else { return };
+                let (buffer, content) = &self.pinned[index];
+                if let (Some(bytes), Some(content)) = (self.done(buffer.read()), content) {
+                    assert!(bytes == content, "page-locked memory {index} differs");
+                }
+            }
+            Op::Upload { pinned, device, on } => {
+                let Some((device, pinned)) = self.pair(device, pinned) else { return };
+                let transfer = self.on(on);
+                let ((buffer, content), (source, bytes)) = (&mut self.devices[device], &self.pinned[pinned]);
+                let begun = transfer.upload(source, buffer);
+                *content = begun.is_ok().then(|| bytes.clone()).flatten();
+                self.begin(begun.map(Begun::Nothing));
+            }
+            Op::Download { device, pinned, on } => {
+                let Some((device, pinned)) = self.pair(device, pinned) else { return };
+                let transfer = self.on(on);
+                let ((buffer, bytes), (target, content)) = (&self.devices[device], &mut self.pinned[pinned]);
+                let begun = transfer.download(buffer, target);
+                *content = begun.is_ok().then(|| bytes.clone()).flatten();
+                self.begin(begun.map(Begun::Nothing));
+            }
+            Op::Copy { from, to } => {
+                let (Some(from), Some(to)) = (pick(&self.devices, from), pick(&self.devices, to)) else { return };
+                let (source, bytes) = self.devices[from].clone();
+                let (target, content) = &mut self.devices[to];
+                if from == to || source.len() != target.len() {
+                    return;
+                }
+                let begun = self.bench.transfer.copy(&source, target);
+                *content = begun.is_ok().then_some(bytes).flatten();
+                self.begin(begun.map(Begun::Nothing));
+            }
+            Op::Fill { device, value } => {
+                let Some(device) = pick(&self.devices, device) else { return };
+                let (buffer, content) = &mut self.devices[device];
+                let begun = self.bench.transfer.fill(buffer, value);
+                *content = begun.is_ok().then(|| vec![value; host(buffer.len())]);
+                self.begin(begun.map(Begun::Nothing));
+            }
+            Op::FromVec { device, seed } => {
+                let Some(device) = pick(&self.devices, device) else { return };
+                let (buffer, content) = &mut self.devices[device];
+                let bytes = pattern(seed, host(buffer.len()));
+                let begun = self.bench.transfer.upload_from(bytes.clone(), buffer);
+                // Threads may still meet a fault, or be told that it was cancelled: known once it was waited for.
+                *content = (begun.is_ok() && !self.faults).then_some(bytes);
+                self.begin(begun.map(Begun::Nothing));
+            }
+            Op::ToDevice { length, seed, then } => {
+                let bytes = pattern(seed, LENGTHS[length]);
+                let begun = self.bench.transfer.to_device(bytes.clone(), &self.streams[0]);
+                let stream = &self.streams[1];
+                let given =
+                    begun.and_then(|begun| if then { begun.then(stream, |_, buffer| buffer) } else { begun.wait() });
+                if let Some(buffer) = self.done(given) {
+                    self.devices.push((buffer, (!self.faults || !then).then_some(bytes)));
+                }
+            }
+            Op::ToVec(device) => {
+                let Some(device) = pick(&self.devices, device) else { return };
+                let (buffer, content) = &self.devices[device];
+                let content = content.clone();
+                let begun = self.bench.transfer.to_vec(buffer);
+                self.begin(begun.map(|begun| Begun::Bytes(begun, content)));
+            }
+            Op::ToHost(device) => {
+                let Some(device) = pick(&self.devices, device) else { return };
+                let (buffer, content) = &self.devices[device];
+                let content = content.clone();
+                let begun = self.bench.transfer.to_host(buffer);
+                self.begin(begun.map(|begun| Begun::Host(begun, content)));
+            }
+            Op::Rows { pinned, device, width } => self.rows(pinned, device, width),
+            Op::Batch { devices, seed } => self.batch(&devices, seed),
+            Op::Scope { device, seed, panics } => self.scope(device, seed, panics),
+            Op::Panics(device) => {
+                let Some(device) = pick(&self.devices, device) else { return };
+                let (buffer, content) = &mut self.devices[device];
+                let begun = self.bench.transfer.upload_from(Panicking(host(buffer.len())), buffer);
+                let small = buffer.len() <= 256 << 10;
+                *content = (small && begun.is_ok()).then(|| vec![7; host(buffer.len())]);
+                if let Some(begun) = self.done(begun) {
+                    match begun.wait() {
+                        Ok(()) => assert!(small || self.faults),
+                        Err(TransferError::Panicked { message, .. }) => assert!(message.contains("the source panics")),
+                        Err(error) => assert!(self.faults, "{error}"),
+                    }
+                }
+            }
+            Op::Finish { pending, how } => {
+                let Some(index) = (!self.begun.is_empty()).then(|| pending % self.begun.len()) else { return };
+                if let Some(begun) = self.begun.remove(index) {
+                    self.end(begun, how);
+                }
+            }
+            Op::Check(device) => {
+                if let Some(device) = pick(&self.devices, device) {
+                    self.check(device);
+                }
+            }
+            Op::Keep(device) => self.keep(device),
+            Op::Spill(index) => self.spill(index),
+            Op::Pressure => self.pressure(),
+            Op::Access { index, seed, stream } => self.access(index, seed, stream),
+            Op::DropSpillable(index) => {
+                if let Some(index) = pick(&self.spillable, index) {
+                    self.spillable.swap_remove(index);
+                }
+            }
+            Op::Trim => {
+                let trimmed = self.bench.transfer.pinned().trim_to(0);
+                self.done(trimmed);
+            }
+            Op::Fault { operation, nth, code } => {
+                self.bench.driver.inject(Fault::Nth { operation: Some(operation), nth, code })
+            }
+        }
+    }
+
+    fn on(&self, on: Option<usize>) -> aquifer_transfer::Transfer {
+        match on {
+            Some(stream) => self.bench.transfer.on(&self.streams[stream]).unwrap(),
+            None => self.bench.transfer.clone(),
+        }
+    }
+
+    pub(super) fn begin(&mut self, begun: Result<Begun, TransferError>) {
+        if let Some(begun) = self.done(begun) {
+            self.begun.push_back(begun);
+        }
+    }
+
+    fn end(&mut self, begun: Begun, how: How) {
+        match (begun, how) {
+            (Begun::Nothing(pending), How::Cancel) => {
+                // What of a long upload was left out, nobody knows.
+                pending.cancel();
+                self.devices.iter_mut().for_each(|(buffer, content)| {
+                    if buffer.len() > 256 << 10 {
+                        *content = None;
+                    }
+                });
+            }
+            (Begun::Bytes(pending, _), How::Cancel) => pending.cancel(),
+            (Begun::Host(pending, _), How::Cancel) => pending.cancel(),
+            (begun, How::Drop) => drop(begun),
+            (begun, How::Forget) => {
+                self.forgotten |= matches!(begun, Begun::Host(..) | Begun::Bytes(..));
+                std::mem::forget(begun);
+            }
+            (Begun::Nothing(pending), how) => {
+                self.done(finish(pending, how));
+            }
+            (Begun::Bytes(pending, content), how) => {
+                let bytes = self.done(finish(pending, how));
+                assert!(!differ(bytes.as_deref(), &content), "what came to the host differs");
+            }
+            (Begun::Host(pending, content), how) => {
+                let Some(buffer) = self.done(finish(pending, how)) else { return };
+                assert!(!differ(self.done(buffer.read()), &content), "what came to page-locked memory differs");
+            }
+        }
+    }
+
+    /// Every other byte of rows, from page-locked memory.
+    fn rows(&mut self, pinned: usize, device: usize, width: u64) {
+        let Some((device, pinned)) = self.pair(device, pinned) else { return };
+        let ((buffer, content), (source, bytes)) = (&mut self.devices[device], &self.pinned[pinned]);
+        let (pitch, len) = (2 * width, buffer.len());
+        let height = len / pitch;
+        let region = Region { extents: &[height, width], from_strides: &[pitch, 1], to_strides: &[pitch, 1] };
+        let begun = self.bench.transfer.upload_region(source, buffer, &region);
+        *content = match (begun.is_ok(), content.take(), bytes) {
+            (true, Some(mut content), Some(bytes)) => {
+                for row in 0..height {
+                    let range = host(row * pitch)..host(row * pitch + width);
+                    content[range.clone()].copy_from_slice(&bytes[range]);
+                }
+                Some(content)
+            }
+            _ => None,
+        };
+        self.begin(begun.map(Begun::Nothing));
+    }
+
+    /// Uploads the heads of some buffers together, and reads all of them back.
+    fn batch(&mut self, devices: &[usize], seed: u64) {
+        let mut batch = self.bench.transfer.batch();
+        let mut expected = Vec::new();
+        let mut failed = false;
+        let mut touched = Vec::new();
+        for (number, &device) in devices.iter().enumerate() {
+            let Some(device) = pick(&self.devices, device) else { return };
+            let (buffer, content) = &mut self.devices[device];
+            let len = buffer.len().min(3000);
+            let mut head = buffer.slice(..len).unwrap();
+            let bytes = pattern(seed.wrapping_add(number as u64), host(len));
+            failed |= self.bench.transfer.device().info().total_bytes == 0;
+            match batch.upload(&bytes, &mut head) {
+                Ok(()) => {
+                    if let Some(content) = content {
+                        content[..host(len)].copy_from_slice(&bytes);
+                    }
+                }
+                Err(error) => {
+                    assert!(self.faults, "{error}");
+                    failed = true;
+                }
+            }
+            touched.push(device);
+        }
+        for &device in &touched {
+            let len = self.devices[device].0.len().min(3000);
+            let head = self.devices[device].0.slice(..len).unwrap();
+            expected.push((batch.download(&head).unwrap(), device));
+        }
+        let results = batch.run().and_then(Pending::wait);
+        failed |= results.is_err();
+        if failed {
+            touched.iter().for_each(|&device| self.devices[device].1 = None);
+        }
+        let Some(results) = self.done(results) else { return };
+        for (download, device) in expected {
+            let Some(bytes) = self.done(results.read(&download)) else { continue };
+            let content = self.devices[device].1.as_ref().map(|content| content[..bytes.len()].to_vec());
+            assert!(!differ(Some(&bytes), &content), "what a batch brought back differs");
+        }
+    }
+
+    /// Copies borrowed memory there and back; the scope may panic after it began.
+    fn scope(&mut self, device: usize, seed: u64, panics: bool) {
+        let Some(device) = pick(&self.devices, device) else { return };
+        let (buffer, content) = &mut self.devices[device];
+        let input = pattern(seed, host(buffer.len()));
+        let mut output = vec![0; input.len()];
+        let transfer = &self.bench.transfer;
+        let scoped = catch_unwind(AssertUnwindSafe(|| {
+            transfer.scope(|scope| {
+                scope.upload(&input, buffer)?;
+                scope.download(buffer, &mut output)?;
+                assert!(!panics, "as asked");
+                Ok(())
+            })
+        }));
+        *content = match &scoped {
+            Ok(Ok(())) => Some(input.clone()),
+            _ if !self.faults => Some(input.clone()),
+            _ => None,
+        };
+        match scoped {
+            Ok(result) => {
+                if self.done(result).is_some() {
+                    assert!(!panics && input == output, "what a scope brought back differs");
+                }
+            }
+            Err(_) => assert!(panics),
+        }
+    }
+
+    fn check(&mut self, device: usize) {
+        let (buffer, content) = &self.devices[device];
+        let bytes = self.done(self.bench.transfer.to_vec(buffer).and_then(Pending::wait));
+        assert!(!differ(bytes.as_deref(), content), "device memory {device} differs");
+    }
+
+    pub(super) fn finish(mut self) {
+        self.bench.driver.clear_faults();
+        self.faults = false;
+        while let Some(begun) = self.begun.pop_front() {
+            match begun {
+                // A fault may have met them earlier.
+                Begun::Nothing(pending) => drop(pending.wait()),
+                Begun::Bytes(pending, _) => drop(pending.wait()),
+                Begun::Host(pending, _) => drop(pending.wait()),
+            }
+        }
+        (0..self.devices.len()).for_each(|device| self.check(device));
+        self.check_spillable();
+        let counters = self.bench.transfer.counters();
+        assert!(counters.uploads.bytes >= counters.uploads.copies / 2 || counters.uploads.copies < 1000);
+        let World { bench, devices, pinned, spiller, spillable, forgotten, .. } = self;
+        drop((devices, pinned, spillable, spiller));
+        if forgotten {
+            bench.driver.assert_no_violation();
+        } else {
+            bench.finish();
+        }
+    }
+}
+
+pub(super) fn pick<T>(all: &[T], index: usize) -> Option<usize> {
+    (!all.is_empty()).then(|| index % all.len())
+}
+
+/// Whether both are known and are not the same.
+pub(super) fn differ(bytes: Option<&[u8]>, content: &Content) -> bool {
+    matches!((bytes, content), (Some(bytes), Some(content)) if bytes != content)
+}
+
+fn finish<T>(pending: Pending<T>, how: How) -> Result<T, TransferError> {
+    match how {
+        How::Await => pollster::block_on(pending),
+        How::Poll => {
+            while !pending.is_done()? {
+                std::thread::yield_now();
+            }
+            pending.wait()
+        }
+        _ => pending.wait(),
+    }
+}
