@@ -2,6 +2,7 @@
 
 mod op;
 mod pains;
+mod peers;
 mod programs;
 mod spills;
 mod world;

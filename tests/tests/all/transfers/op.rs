@@ -35,6 +35,10 @@ pub(super) enum Op {
     Pressure,
     Access { index: usize, seed: Option<u64>, stream: usize },
     DropSpillable(usize),
+    ToPeer(usize),
+    FromPeer { peer: usize, device: usize },
+    CheckPeer(usize),
+    DropPeer(usize),
     Trim,
     Fault { operation: Operation, nth: u64, code: Code },
 }
@@ -103,7 +107,11 @@ pub(super) fn op(faults: bool) -> impl Strategy<Value = Op> {
         1 => Just(Op::Pressure),
         4 => (pick.clone(), any::<Option<u64>>(), 0usize..2)
             .prop_map(|(index, seed, stream)| Op::Access { index, seed, stream }),
-        1 => pick.prop_map(Op::DropSpillable),
+        1 => pick.clone().prop_map(Op::DropSpillable),
+        2 => pick.clone().prop_map(Op::ToPeer),
+        2 => (pick.clone(), pick.clone()).prop_map(|(peer, device)| Op::FromPeer { peer, device }),
+        1 => pick.clone().prop_map(Op::CheckPeer),
+        1 => pick.prop_map(Op::DropPeer),
         1 => Just(Op::Trim),
     ];
     let fault = (failing, 1u64..6, code).prop_map(|(operation, nth, code)| Op::Fault { operation, nth, code });

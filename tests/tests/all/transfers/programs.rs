@@ -1,7 +1,8 @@
 //! Random programs of transfers.
 //!
 //! Buffers carry the ticks of what uses them, so a program that makes its calls from one thread must see their effects in the order of the
-//! calls, on whatever streams they run, whatever it drops, forgets, cancels or never waits for, and wherever its buffers are spilled.
+//! calls, on whatever streams they run, whatever it drops, forgets, cancels or never waits for, wherever its buffers are spilled, and whichever
+//! device they are on.
 
 use aquifer_device::sim::Fault;
 use aquifer_device::{Code, Operation};

@@ -25,6 +25,9 @@ pub(super) struct World {
     pub(super) bench: Bench,
     pub(super) streams: [Stream; 2],
     pub(super) devices: Vec<(DeviceBuffer<u8>, Content)>,
+    /// Another device, and buffers there.
+    pub(super) peer: Bench,
+    pub(super) on_peer: Vec<(DeviceBuffer<u8>, Content)>,
     pub(super) spiller: Spiller,
     pub(super) spillable: Vec<(Spillable<u8>, Content)>,
     pinned: Vec<(PinnedBuffer<u8>, Content)>,
@@ -59,6 +62,8 @@ impl World {
             bench,
             streams,
             devices: Vec::new(),
+            peer: Bench::seeded(seed.wrapping_add(1)),
+            on_peer: Vec::new(),
             spiller,
             spillable: Vec::new(),
             pinned: Vec::new(),
@@ -237,6 +242,18 @@ impl World {
                     self.spillable.swap_remove(index);
                 }
             }
+            Op::ToPeer(device) => self.to_peer(device),
+            Op::FromPeer { peer, device } => self.from_peer(peer, device),
+            Op::CheckPeer(index) => {
+                if let Some(index) = pick(&self.on_peer, index) {
+                    self.check_peer(index);
+                }
+            }
+            Op::DropPeer(index) => {
+                if let Some(index) = pick(&self.on_peer, index) {
+                    self.on_peer.swap_remove(index);
+                }
+            }
             Op::Trim => {
                 let trimmed = self.bench.transfer.pinned().trim_to(0);
                 self.done(trimmed);
@@ -406,14 +423,17 @@ impl World {
         }
         (0..self.devices.len()).for_each(|device| self.check(device));
         self.check_spillable();
+        (0..self.on_peer.len()).for_each(|index| self.check_peer(index));
         let counters = self.bench.transfer.counters();
         assert!(counters.uploads.bytes >= counters.uploads.copies / 2 || counters.uploads.copies < 1000);
-        let World { bench, devices, pinned, spiller, spillable, forgotten, .. } = self;
-        drop((devices, pinned, spillable, spiller));
+        let World { bench, devices, pinned, peer, on_peer, spiller, spillable, forgotten, .. } = self;
+        drop((devices, pinned, on_peer, spillable, spiller));
         if forgotten {
             bench.driver.assert_no_violation();
+            peer.driver.assert_no_violation();
         } else {
             bench.finish();
+            peer.finish();
         }
     }
 }
