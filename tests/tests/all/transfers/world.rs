@@ -280,13 +280,8 @@ impl World {
     fn end(&mut self, begun: Begun, how: How) {
         match (begun, how) {
             (Begun::Nothing(pending), How::Cancel) => {
-                // What of a long upload was left out, nobody knows.
                 pending.cancel();
-                self.devices.iter_mut().for_each(|(buffer, content)| {
-                    if buffer.len() > 256 << 10 {
-                        *content = None;
-                    }
-                });
+                self.forget_long();
             }
             (Begun::Bytes(pending, _), How::Cancel) => pending.cancel(),
             (Begun::Host(pending, _), How::Cancel) => pending.cancel(),
@@ -306,6 +301,20 @@ impl World {
                 let Some(buffer) = self.done(finish(pending, how)) else { return };
                 assert!(!differ(self.done(buffer.read()), &content), "what came to page-locked memory differs");
             }
+        }
+    }
+
+    /// What of a long upload was left out, and what was copied from there, nobody knows.
+    fn forget_long(&mut self) {
+        let begun = self.begun.iter_mut().filter_map(|begun| match begun {
+            Begun::Nothing(_) => None,
+            Begun::Bytes(_, content) | Begun::Host(_, content) => Some(content),
+        });
+        let device = self.devices.iter_mut().chain(&mut self.on_peer).map(|(_, content)| content);
+        let spillable = self.spillable.iter_mut().map(|(_, content)| content);
+        let pinned = self.pinned.iter_mut().map(|(_, content)| content);
+        for content in device.chain(spillable).chain(pinned).chain(begun) {
+            *content = content.take().filter(|bytes| bytes.len() <= 256 << 10);
         }
     }
 
