@@ -8,6 +8,7 @@ use aquifer_device::{Device, DevicePtr, PhysicalOptions, RawPhysical, Reservatio
 use crate::heap::BlockId;
 use crate::paged::apart::{Owned, Retired};
 use crate::paged::pin::Pins;
+use crate::paged::recurrence::Recurrence;
 use crate::paged::sleep::Absent;
 use crate::size_class::PoolKind;
 
@@ -44,6 +45,8 @@ pub(crate) struct Paged {
     pub(crate) in_use_peak: u64,
     /// The count of allocations when that was.
     pub(crate) peak_at: u64,
+    /// Where in the program memory had to move.
+    pub(crate) recurrence: Recurrence,
     /// How often the host waited so that memory could move.
     pub(crate) stalls: u64,
     /// How often a stream was made to wait rather than memory taken.
@@ -115,6 +118,7 @@ impl Paged {
             accounted: [0; 2],
             in_use_peak: 0,
             peak_at: 0,
+            recurrence: Recurrence::default(),
             stalls: 0,
             orders: 0,
         }

@@ -11,6 +11,7 @@
 //! | `window.rs` | the place that needs the fewest granules |
 //! | `donors.rs` | granules that may move, and ticks that would let more of them move |
 //! | `plan.rs` | a remap as a whole, decided and held under the locks |
+//! | `recurrence.rs` | whether a program comes back to where memory moved |
 //! | `driver.rs` | its driver calls, made without a lock; what they came to |
 //! | `grow.rs` | from a request to a served one: plan, wait, carry out, commit |
 //! | `gate.rs` | who may change mappings at a time |
@@ -50,6 +51,7 @@ mod peers;
 mod pin;
 mod plan;
 mod probe;
+mod recurrence;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 mod sleep;

@@ -8,6 +8,7 @@ use crate::history::{Action, Subject};
 use crate::paged::donors::{Donor, Donors};
 use crate::paged::driver::{Done, Work};
 use crate::paged::granules::Stuck;
+use crate::paged::recurrence::Point;
 use crate::paged::window::{self, Window};
 use crate::segments::Refusal;
 use crate::size_class::PoolKind;
@@ -23,6 +24,8 @@ const AHEAD_MAX: u64 = 128 << 20;
 /// for half as long as it took to reach it, as long as no more than this share of that peak is held beyond it: so programs that repeat
 /// themselves stop moving memory to and fro.
 const UNDO_SHARE: u64 = 128;
+/// The same, where memory would move at a point of the program where it moved before.
+const RECUR_SHARE: u64 = 64;
 
 /// A program is unsettled that makes memory move for more than one allocation in so many, and so many at the start. It may have
 /// this share more than was in use at the peak.
@@ -75,6 +78,7 @@ pub(crate) enum Planned {
 #[derive(Debug)]
 pub(crate) struct Draft {
     window: Window,
+    point: Point,
     pub(crate) donors: Donors,
     spares: u64,
     /// Granules that have to come from the device.
@@ -94,6 +98,7 @@ impl Whole {
         // What waits is in nobody's use: it could be had by waiting.
         let (waiting, awaited) = self.awaited();
         let in_use = (self.in_use() + request.size).saturating_sub(waiting);
+        let point = Point { requested: request.size, in_use };
         let searches = self.searches();
         let paged = self.paged.as_mut()?;
         if in_use > paged.in_use_peak {
@@ -103,9 +108,9 @@ impl Whole {
         let window = window::cheapest(&self.arena(request.slot).heap, request.pool, request.size, granule)?;
         let spares = window.lacks.min(at_hand);
         let need = window.lacks - spares;
-        if need > 0 && need <= rather / granule && self.rather_buys(request.slot, &window, need) {
+        if need > 0 && need <= rather / granule && self.rather_buys(request.slot, &window, need, point) {
             let (donors, awaited) = (Donors::default(), BTreeMap::new());
-            return Some(Draft { window, donors, spares, buy: need, rather_bought: true, ahead: 0, awaited });
+            return Some(Draft { window, point, donors, spares, buy: need, rather_bought: true, ahead: 0, awaited });
         }
         let reach = self.reach(&window);
         // What moves ahead of need serves the next requests of its kind. At most half of what could move does.
@@ -114,12 +119,12 @@ impl Whole {
         let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
         donors.truncate(need + ahead, granule);
         let buy = need.saturating_sub(donors.granules);
-        Some(Draft { window, donors, spares, buy, rather_bought: false, ahead, awaited })
+        Some(Draft { window, point, donors, spares, buy, rather_bought: false, ahead, awaited })
     }
 
     /// Whether a request gets so many granules from the device although some might move: where an earlier move would be undone, in
     /// programs that repeat themselves, and in those that never settle and would move memory for ever.
-    fn rather_buys(&self, slot: u32, window: &Window, granules: u64) -> bool {
+    fn rather_buys(&self, slot: u32, window: &Window, granules: u64, point: Point) -> bool {
         let Some(paged) = &self.paged else { return false };
         let heap = self.heap_of(slot);
         let holes = window.pieces.iter().map(|&id| &heap.blocks[id]).filter(|block| block.state == State::Hole);
@@ -131,7 +136,9 @@ impl Whole {
         let often = self.counters().remaps.read().current > UNSETTLED_ADVANCE + searches / UNSETTLED_SPACING;
         let grown = self.reserved + self.growing + granules * paged.granule;
         let within = |share| grown <= paged.in_use_peak + paged.in_use_peak / share;
-        (undoes || repeats) && within(UNDO_SHARE) || often && within(UNSETTLED_SHARE)
+        (undoes || repeats) && within(UNDO_SHARE)
+            || repeats && paged.recurrence.is_known(point) && within(RECUR_SHARE)
+            || often && within(UNSETTLED_SHARE)
     }
 
     /// Granules that may be put behind a window, ahead of need.
@@ -152,7 +159,10 @@ impl Whole {
         }
         let more = draft.buy > 0 && terms.ahead && !draft.rather_bought;
         let bought_ahead = if more { self.bought_ahead(&draft, buyable) } else { 0 };
-        let Draft { window, donors, spares, buy, ahead, .. } = draft;
+        let Draft { window, point, donors, spares, buy, ahead, .. } = draft;
+        if buy > 0 || !donors.chosen.is_empty() {
+            self.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(point));
+        }
         let (held, fill, changed) = self.hold_window(request.slot, &window, (ahead + bought_ahead) * granule);
         let donors = self.hold_donors(request.slot, donors.chosen, &changed, window.end);
         let create = buy + bought_ahead;
