@@ -212,7 +212,8 @@ impl Core {
         self.waiting.streams.iter().any(|stream| self.frontier(stream.slot) > stream.seen)
     }
 
-    fn unknown(&self, ticks: impl Iterator<Item = (u32, u64)>) -> Pending {
+    /// Those of some ticks that are not known to be done.
+    pub(crate) fn unknown(&self, ticks: impl Iterator<Item = (u32, u64)>) -> Pending {
         let unknown = ticks.filter(|&(slot, after)| !self.is_known_done(slot, after));
         unknown.filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
     }
