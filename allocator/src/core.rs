@@ -40,7 +40,7 @@ pub(crate) struct Granted {
 }
 
 /// A block, and the stream in whose arena it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Place {
     pub(crate) arena: u32,
     pub(crate) block: BlockId,
@@ -63,7 +63,7 @@ pub(crate) struct Core {
     pub(crate) timelines: Vec<Option<Arc<Timeline>>>,
     pub(crate) waiting: WaitingList,
     /// Streams that use a live block beside its own.
-    pub(crate) shared: HashMap<Place, Vec<u32>>,
+    pub(crate) shared: BTreeMap<Place, Vec<u32>>,
     /// Live allocations of the raw interface, by address.
     pub(crate) raw: HashMap<u64, (&'static Arena, BlockId)>,
     /// Bytes held from the device, and bytes that threads are about to take.

@@ -17,7 +17,7 @@ use aquifer_device::{Clock, DeviceError, ErrorKind, Timeline};
 use crate::allocator::Allocator;
 use crate::core::{Granted, Place, Request};
 use crate::error::AllocError;
-use crate::heap::{IndexView, Key, kind_of};
+use crate::heap::{Heap, IndexView, Key, kind_of};
 use crate::waiting::Pending;
 use crate::whole::Whole;
 
@@ -141,13 +141,13 @@ impl Whole {
         let (mut fits, mut latest) = (false, Latest::default());
         for heap in self.heaps() {
             for (owner, index) in heap.indexes(request.pool).filter(|&(owner, _)| owner != request.slot) {
-                // No block's tick is later than the stream's own one now.
-                let now = self.tick_of(owner);
+                let Some(first) = index.best_fit(request.size) else { continue };
                 let mut tick = 0;
-                for key in candidates(index, request) {
+                for key in candidates(index, first) {
                     fits |= self.classes.fits(key.size(), request.size);
                     tick = heap.blocks[key.block()].after.max(tick);
-                    if fits && tick >= now {
+                    // No block's tick is later than its owner's one now.
+                    if fits && tick >= self.tick_of(owner) {
                         break;
                     }
                 }
@@ -170,20 +170,14 @@ impl Whole {
         }
     }
 
-    /// The best block that the request may have by size, of those that the owners are asked about by `until`, which says up to
-    /// which tick an owner's blocks may have been used, and that are other streams' or away from home.
-    fn best_lent(&self, request: &Request, until: impl Fn(u32) -> Option<u64>) -> Option<Place> {
-        let mut best: Option<(Key, Place)> = None;
+    /// The best block by size of those that other streams own or that are away from home, and that their owners, as `until` says,
+    /// may have used until a certain tick at most.
+    fn best_lent(&self, request: &Request, until: impl Fn(u32) -> u64) -> Option<Place> {
+        let mut best = None;
         for heap in self.heaps() {
             for (owner, index) in heap.indexes(request.pool) {
-                let at_home = owner == request.slot && owner == heap.home;
-                let Some(until) = until(owner).filter(|_| !at_home) else { continue };
-                let serves = |key: &Key| {
-                    self.classes.fits(key.size(), request.size) && heap.blocks[key.block()].after <= until
-                };
-                let found = candidates(index, request).find(serves);
-                if let Some(key) = found.filter(|key| best.is_none_or(|(least, _)| *key < least)) {
-                    best = Some((key, Place { arena: heap.home, block: key.block() }));
+                if owner != request.slot || owner != heap.home {
+                    best = better(best, self.best_in(heap, index, request, || until(owner)));
                 }
             }
         }
@@ -192,20 +186,39 @@ impl Whole {
 
     /// The best of the blocks that the request's own stream has away from home.
     fn best_stray(&self, request: &Request) -> Option<Place> {
-        if !self.has_strays() {
-            return None;
+        let mut best = None;
+        for heap in self.heaps().filter(|heap| heap.home != request.slot && heap.strays().len() > 0) {
+            if let Some(index) = heap.index(request.pool, request.slot) {
+                best = better(best, self.best_in(heap, index, request, || u64::MAX));
+            }
         }
-        self.best_lent(request, |owner| (owner == request.slot).then_some(u64::MAX))
+        best.map(|(_, place)| place)
     }
 
     /// The best of the blocks that are done, or that come before the later work of a stream with this clock.
     fn best_ordered(&self, request: &Request, clock: &Clock) -> Option<Place> {
-        self.best_lent(request, |owner| Some(self.done_until(owner).max(clock.of(owner))))
+        self.best_lent(request, |owner| self.done_until(owner).max(clock.of(owner)))
     }
 
     /// The best of all blocks, if they were waited for.
     fn best_of_any(&self, request: &Request) -> Option<Place> {
-        self.best_lent(request, |_| Some(u64::MAX))
+        self.best_lent(request, |_| u64::MAX)
+    }
+
+    /// The first block of an owner that the request may have by size and that was used until this tick at most. Asks for the tick
+    /// only if some block is large enough.
+    fn best_in(
+        &self,
+        heap: &Heap,
+        index: IndexView<'_>,
+        request: &Request,
+        until: impl FnOnce() -> u64,
+    ) -> Option<(Key, Place)> {
+        let first = index.best_fit(request.size)?;
+        let until = until();
+        let serves = |key: &Key| self.classes.fits(key.size(), request.size) && heap.blocks[key.block()].after <= until;
+        let key = candidates(index, first).find(serves)?;
+        Some((key, Place { arena: heap.home, block: key.block() }))
     }
 
     /// The stream that owns the block that would serve the request best, and the tick that it would have to be waited for.
@@ -236,9 +249,17 @@ impl Whole {
     }
 }
 
-/// The blocks of an index that are considered for a request: the first ones that may be large enough.
-fn candidates<'a>(index: IndexView<'a>, request: &Request) -> impl Iterator<Item = Key> + 'a {
-    std::iter::successors(index.best_fit(request.size), move |&key| index.after(key)).take(CANDIDATES)
+/// The blocks of an index that are considered for a request: the first one that is large enough, and those after it.
+fn candidates(index: IndexView<'_>, first: Key) -> impl Iterator<Item = Key> + '_ {
+    std::iter::successors(Some(first), move |&key| index.after(key)).take(CANDIDATES)
+}
+
+/// The better of two blocks, if there are any.
+fn better(one: Option<(Key, Place)>, other: Option<(Key, Place)>) -> Option<(Key, Place)> {
+    match (one, other) {
+        (Some(one), Some(other)) => Some(if one.0 < other.0 { one } else { other }),
+        (one, other) => one.or(other),
+    }
 }
 
 /// The latest of some ticks of each stream, by ascending stream.
@@ -246,7 +267,11 @@ fn candidates<'a>(index: IndexView<'a>, request: &Request) -> impl Iterator<Item
 struct Latest(Vec<(u32, u64)>);
 
 impl Latest {
+    /// Notes a tick; 0 is none.
     fn raise(&mut self, slot: u32, after: u64) {
+        if after == 0 {
+            return;
+        }
         match self.0.binary_search_by_key(&slot, |&(other, _)| other) {
             Ok(at) => self.0[at].1 = self.0[at].1.max(after),
             Err(at) => self.0.insert(at, (slot, after)),
