@@ -278,3 +278,27 @@ impl Latest {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::heap::BlockId;
+
+    #[test]
+    fn the_latest_tick_of_each_stream_counts() {
+        let mut latest = Latest::default();
+        for (slot, after) in [(7, 2), (3, 5), (7, 9), (4, 0), (3, 1)] {
+            latest.raise(slot, after);
+        }
+        assert_eq!(latest.0, [(3, 5), (7, 9)]);
+    }
+
+    #[test]
+    fn the_smaller_block_is_better_and_any_is_better_than_none() {
+        let at = |size, addr| Some((Key::new(size, addr, BlockId(0)), Place { arena: 0, block: BlockId(0) }));
+        assert_eq!(better(at(1024, 0), at(512, 4096)), at(512, 4096));
+        assert_eq!(better(at(512, 0), at(512, 4096)), at(512, 0));
+        assert_eq!((better(None, at(512, 0)), better(at(512, 0), None)), (at(512, 0), at(512, 0)));
+        assert_eq!(better(None, None), None);
+    }
+}
