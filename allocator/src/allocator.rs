@@ -368,14 +368,9 @@ impl Allocator {
         Ok(segments + self.trim_paged(bytes, &|pool| pools.contains(&pool))?)
     }
 
-    /// The size of the granules that the request's memory comes in; `None` if it comes in segments. Blocks that are handed out
-    /// whole have segments of their own.
+    /// As [`Core::paged_granule_for`]. The stream may have no arena: not every request is for a block of one.
     pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
-        // The stream may have no arena: not every request is for a block of one.
-        let core = self.shell().core();
-        let granule = core.paged.as_ref()?.granule;
-        let handed_out_whole = core.pools.owner_of(request.pool).is_some_and(|private| private.options.no_split);
-        (!handed_out_whole).then_some(granule)
+        self.shell().core().paged_granule_for(request)
     }
 }
 

@@ -40,7 +40,7 @@ pub(crate) struct Granted {
 }
 
 /// A block, and the stream in whose arena it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Place {
     pub(crate) arena: u32,
     pub(crate) block: BlockId,
@@ -63,7 +63,7 @@ pub(crate) struct Core {
     pub(crate) timelines: Vec<Option<Arc<Timeline>>>,
     pub(crate) waiting: WaitingList,
     /// Streams that use a live block beside its own.
-    pub(crate) shared: HashMap<Place, Vec<u32>>,
+    pub(crate) shared: BTreeMap<Place, Vec<u32>>,
     /// Live allocations of the raw interface, by address.
     pub(crate) raw: HashMap<u64, (&'static Arena, BlockId)>,
     /// Bytes held from the device, and bytes that threads are about to take.
@@ -136,6 +136,19 @@ impl Core {
 
     /// Whether the stream's timeline is known to have got to `after`.
     pub(crate) fn is_known_done(&self, slot: u32, after: u64) -> bool {
-        after == 0 || self.timeline(slot).is_none_or(|timeline| timeline.is_known_done(after - 1))
+        after <= self.done_until(slot)
+    }
+
+    /// Where the stream's timeline is known to have got to, at least. A stream that never came here has nothing to do.
+    pub(crate) fn done_until(&self, slot: u32) -> u64 {
+        self.timeline(slot).map_or(u64::MAX, |timeline| timeline.frontier())
+    }
+
+    /// The size of the granules that the request's memory comes in; `None` if it comes in segments. Blocks that are handed out
+    /// whole have segments of their own.
+    pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
+        let granule = self.paged.as_ref()?.granule;
+        let handed_out_whole = self.pools.owner_of(request.pool).is_some_and(|private| private.options.no_split);
+        (!handed_out_whole).then_some(granule)
     }
 }

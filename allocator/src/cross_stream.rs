@@ -10,15 +10,15 @@
 //! This runs only when the stream's own free blocks at home do not serve a request, just before memory would be taken from the
 //! device, and not for a stream that does so all the time, while memory of its own costs little. What it has away from home serves it first. Asking whether ticks are done may record an event on a stream, at most one each time.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use aquifer_device::{DeviceError, ErrorKind, Timeline};
+use aquifer_device::{Clock, DeviceError, ErrorKind, Timeline};
 
 use crate::allocator::Allocator;
-use crate::core::{Core, Granted, Place, Request};
+use crate::core::{Granted, Place, Request};
 use crate::error::AllocError;
-use crate::heap::{Heap, Key, kind_of};
+use crate::heap::{Heap, IndexView, Key, kind_of};
+use crate::waiting::Pending;
 use crate::whole::Whole;
 
 /// How many blocks of one owner are considered, smallest first.
@@ -34,6 +34,14 @@ const OWN_LEAST: u64 = 32 << 20;
 struct Lender {
     timeline: Arc<Timeline>,
     after: u64,
+}
+
+/// What other streams have for a request.
+struct Lendable {
+    /// Whether a block is large enough, done or not.
+    fits: bool,
+    /// The ticks that would let such blocks, or anybody's strays, be used, where not known to be done.
+    ticks: Pending,
 }
 
 impl Allocator {
@@ -54,28 +62,28 @@ impl Allocator {
 
     /// Whether a request gets memory of its own although its stream might borrow. Borrowing takes all locks each time, so a
     /// stream that keeps borrowing should not have to.
-    pub(crate) fn grows_rather(&self, request: &Request) -> bool {
-        let bytes = self.growth_bytes(request);
-        let mut whole = self.shell().whole();
+    pub(crate) fn grows_rather(&self, whole: &mut Whole, request: &Request) -> bool {
         let often = whole.try_arena(request.slot).is_some_and(|arena| {
             let searches: u64 = arena.heap.pools.iter().map(|pool| pool.searches).sum();
             arena.borrows >= BORROW_ADVANCE + searches / BORROW_SPACING
         });
+        if !often {
+            return false;
+        }
+        let bytes = self.growth_bytes(whole, request);
         let sum = whole.unborrowed.saturating_add(bytes);
-        let grows = often && sum <= (whole.reserved / OWN_SHARE).max(OWN_LEAST);
+        let grows = sum <= (whole.reserved / OWN_SHARE).max(OWN_LEAST);
         whole.unborrowed += if grows { bytes } else { 0 };
         grows
     }
 
-    /// Serves the request from blocks of other streams, and from strays of its own, without waiting.
-    pub(crate) fn borrow(&self, request: &Request) -> Result<Option<Granted>, AllocError> {
-        let mut whole = self.shell().whole();
-        if let Some((_, place)) = whole.best_lent(request, |_, owner, _| owner == request.slot) {
+    /// Serves the request from blocks of other streams, and from strays of its own, without waiting. Lets go of the locks.
+    pub(crate) fn borrow(&self, request: &Request, mut whole: Whole) -> Result<Option<Granted>, AllocError> {
+        if let Some(place) = whole.best_stray(request) {
             return Ok(Some(whole.take_lent(request, place)));
         }
-        let ticks = whole.lendable(request);
-        let nothing = whole.best_lent(request, |_, _, _| true).is_none();
-        if nothing && ticks.is_empty() && !whole.has_strays() && whole.waiting.is_empty() {
+        let Lendable { fits, ticks } = whole.lendable(request);
+        if !fits && ticks.is_empty() && !whole.has_strays() && whole.waiting.is_empty() {
             return Ok(None);
         }
         let own = whole.timeline(request.slot).cloned();
@@ -88,8 +96,7 @@ impl Allocator {
         if let Some(granted) = whole.take_own(request) {
             return Ok(Some(granted));
         }
-        let ordered = |core: &Core, owner, after| core.is_known_done(owner, after) || after <= clock.of(owner);
-        let Some((_, place)) = whole.best_lent(request, ordered) else { return Ok(None) };
+        let Some(place) = whole.best_ordered(request, &clock) else { return Ok(None) };
         if whole.block(place).owner != request.slot {
             whole.counters().cross_stream_reuses.add(1);
         }
@@ -100,9 +107,7 @@ impl Allocator {
     pub(crate) fn borrow_waiting(&self, request: &Request) -> Result<Option<Granted>, AllocError> {
         let whole = self.shell().whole();
         let Some(own) = whole.timeline(request.slot).cloned() else { return Ok(None) };
-        let Some(lender) = whole.best_lent(request, |_, _, _| true).and_then(|(_, place)| whole.lender(place)) else {
-            return Ok(None);
-        };
+        let Some(lender) = whole.best_of_any(request).and_then(|place| whole.lender(place)) else { return Ok(None) };
         drop(whole);
         if let Err(error) = own.wait_for(&lender.timeline, lender.after.saturating_sub(1)) {
             return if cannot_be_asked(&error) { Ok(None) } else { Err(error.into()) };
@@ -110,8 +115,7 @@ impl Allocator {
         let clock = own.clock();
         let mut whole = self.shell().whole();
         // Somebody may have taken it meanwhile; whatever is ordered now will do.
-        let ordered = |core: &Core, owner, after| core.is_known_done(owner, after) || after <= clock.of(owner);
-        let Some((_, place)) = whole.best_lent(request, ordered) else { return Ok(None) };
+        let Some(place) = whole.best_ordered(request, &clock) else { return Ok(None) };
         whole.counters().cross_stream_reuses.add(1);
         whole.counters().cross_stream_waits.add(1);
         let granted = whole.take_lent(request, place);
@@ -132,17 +136,28 @@ pub(crate) fn cannot_be_asked(error: &DeviceError) -> bool {
 }
 
 impl Whole {
-    /// The ticks that would let other streams' fitting blocks, or anybody's strays, be used, where not known to be done.
-    fn lendable(&self, request: &Request) -> Vec<(Arc<Timeline>, u64)> {
-        let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
+    /// What other streams, in any heap, have for the request.
+    fn lendable(&self, request: &Request) -> Lendable {
+        let (mut fits, mut latest) = (false, Latest::default());
         for heap in self.heaps() {
-            for owner in heap.owners(request.pool) {
-                let after = latest_tick(heap, request, owner).unwrap_or(0);
-                latest.entry(owner).and_modify(|tick| *tick = after.max(*tick)).or_insert(after);
+            for (owner, index) in heap.indexes(request.pool).filter(|&(owner, _)| owner != request.slot) {
+                let Some(first) = index.best_fit(request.size) else { continue };
+                let mut tick = 0;
+                for key in candidates(index, first) {
+                    fits |= self.classes.fits(key.size(), request.size);
+                    tick = heap.blocks[key.block()].after.max(tick);
+                    // No block's tick is later than its owner's one now.
+                    if fits && tick >= self.tick_of(owner) {
+                        break;
+                    }
+                }
+                latest.raise(owner, tick);
             }
+            // They can merge once they are done.
+            let strays = heap.strays().map(|id| &heap.blocks[id]).filter(|block| block.pool == request.pool);
+            strays.for_each(|block| latest.raise(block.owner, block.after));
         }
-        latest.retain(|&owner, after| !self.is_known_done(owner, *after));
-        latest.into_iter().filter_map(|(owner, after)| Some((self.timeline(owner)?.clone(), after))).collect()
+        Lendable { fits, ticks: self.unknown(latest.0.into_iter()) }
     }
 
     /// Sends strays that are done home.
@@ -155,29 +170,60 @@ impl Whole {
         }
     }
 
-    /// The best block that the request may have by size and by `may_use(core, owner, after)`, of those that other streams
-    /// own or that are away from home.
-    fn best_lent(&self, request: &Request, may_use: impl Fn(&Core, u32, u64) -> bool) -> Option<(Key, Place)> {
-        let lent = |heap: &Heap, owner: u32| {
-            let index = heap.index(request.pool, owner)?;
-            let keys = std::iter::successors(index.best_fit(request.size), |&key| index.after(key));
-            let fitting = keys.take(CANDIDATES).filter(|key| self.classes.fits(key.size(), request.size));
-            fitting.into_iter().find(|key| may_use(self, owner, heap.blocks[key.block()].after))
-        };
-        let places = self.heaps().flat_map(|heap| {
-            let owners = heap.owners(request.pool).filter(|&owner| owner != request.slot || owner != heap.home);
-            owners.filter_map(move |owner| {
-                let key = lent(heap, owner)?;
-                Some((key, Place { arena: heap.home, block: key.block() }))
-            })
-        });
-        places.min_by_key(|&(key, _)| key)
+    /// The best block by size of those that other streams own or that are away from home, and that their owners, as `until` says,
+    /// may have used until a certain tick at most.
+    fn best_lent(&self, request: &Request, until: impl Fn(u32) -> u64) -> Option<Place> {
+        let mut best = None;
+        for heap in self.heaps() {
+            for (owner, index) in heap.indexes(request.pool) {
+                if owner != request.slot || owner != heap.home {
+                    best = better(best, self.best_in(heap, index, request, || until(owner)));
+                }
+            }
+        }
+        best.map(|(_, place)| place)
+    }
+
+    /// The best of the blocks that the request's own stream has away from home.
+    fn best_stray(&self, request: &Request) -> Option<Place> {
+        let mut best = None;
+        for heap in self.heaps().filter(|heap| heap.home != request.slot && heap.strays().len() > 0) {
+            if let Some(index) = heap.index(request.pool, request.slot) {
+                best = better(best, self.best_in(heap, index, request, || u64::MAX));
+            }
+        }
+        best.map(|(_, place)| place)
+    }
+
+    /// The best of the blocks that are done, or that come before the later work of a stream with this clock.
+    fn best_ordered(&self, request: &Request, clock: &Clock) -> Option<Place> {
+        self.best_lent(request, |owner| self.done_until(owner).max(clock.of(owner)))
+    }
+
+    /// The best of all blocks, if they were waited for.
+    fn best_of_any(&self, request: &Request) -> Option<Place> {
+        self.best_lent(request, |_| u64::MAX)
+    }
+
+    /// The first block of an owner that the request may have by size and that was used until this tick at most. Asks for the tick
+    /// only if some block is large enough.
+    fn best_in(
+        &self,
+        heap: &Heap,
+        index: IndexView<'_>,
+        request: &Request,
+        until: impl FnOnce() -> u64,
+    ) -> Option<(Key, Place)> {
+        let first = index.best_fit(request.size)?;
+        let until = until();
+        let serves = |key: &Key| self.classes.fits(key.size(), request.size) && heap.blocks[key.block()].after <= until;
+        let key = candidates(index, first).find(serves)?;
+        Some((key, Place { arena: heap.home, block: key.block() }))
     }
 
     /// The stream that owns the block that would serve the request best, and the tick that it would have to be waited for.
     pub(crate) fn tick_of_lender(&self, request: &Request) -> Option<(u32, u64)> {
-        let (_, place) = self.best_lent(request, |_, _, _| true)?;
-        let block = self.block(place);
+        let block = self.block(self.best_of_any(request)?);
         Some((block.owner, block.after))
     }
 
@@ -203,12 +249,56 @@ impl Whole {
     }
 }
 
-/// The latest tick among an owner's blocks in a heap that could serve the request. The own blocks of the request's stream count
-/// when they are strays: they can merge once they are done.
-fn latest_tick(heap: &Heap, request: &Request, owner: u32) -> Option<u64> {
-    let index = heap.index(request.pool, owner)?;
-    let fitting = std::iter::successors(index.best_fit(request.size), |&key| index.after(key)).take(CANDIDATES);
-    let strays = heap.strays_of(request.pool, owner);
-    let fitting = fitting.filter(|_| owner != request.slot).map(Key::block);
-    fitting.chain(strays).map(|id| heap.blocks[id].after).max()
+/// The blocks of an index that are considered for a request: the first one that is large enough, and those after it.
+fn candidates(index: IndexView<'_>, first: Key) -> impl Iterator<Item = Key> + '_ {
+    std::iter::successors(Some(first), move |&key| index.after(key)).take(CANDIDATES)
+}
+
+/// The better of two blocks, if there are any.
+fn better(one: Option<(Key, Place)>, other: Option<(Key, Place)>) -> Option<(Key, Place)> {
+    match (one, other) {
+        (Some(one), Some(other)) => Some(if one.0 < other.0 { one } else { other }),
+        (one, other) => one.or(other),
+    }
+}
+
+/// The latest of some ticks of each stream, by ascending stream.
+#[derive(Debug, Default)]
+struct Latest(Vec<(u32, u64)>);
+
+impl Latest {
+    /// Notes a tick; 0 is none.
+    fn raise(&mut self, slot: u32, after: u64) {
+        if after == 0 {
+            return;
+        }
+        match self.0.binary_search_by_key(&slot, |&(other, _)| other) {
+            Ok(at) => self.0[at].1 = self.0[at].1.max(after),
+            Err(at) => self.0.insert(at, (slot, after)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::heap::BlockId;
+
+    #[test]
+    fn the_latest_tick_of_each_stream_counts() {
+        let mut latest = Latest::default();
+        for (slot, after) in [(7, 2), (3, 5), (7, 9), (4, 0), (3, 1)] {
+            latest.raise(slot, after);
+        }
+        assert_eq!(latest.0, [(3, 5), (7, 9)]);
+    }
+
+    #[test]
+    fn the_smaller_block_is_better_and_any_is_better_than_none() {
+        let at = |size, addr| Some((Key::new(size, addr, BlockId(0)), Place { arena: 0, block: BlockId(0) }));
+        assert_eq!(better(at(1024, 0), at(512, 4096)), at(512, 4096));
+        assert_eq!(better(at(512, 0), at(512, 4096)), at(512, 0));
+        assert_eq!((better(None, at(512, 0)), better(at(512, 0), None)), (at(512, 0), at(512, 0)));
+        assert_eq!(better(None, None), None);
+    }
 }

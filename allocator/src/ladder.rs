@@ -72,10 +72,14 @@ impl Allocator {
     }
 
     fn cross_streams(&self, request: &Request) -> Rung {
-        if self.config().cross_stream == CrossStream::Off || self.grows_rather(request) {
+        if self.config().cross_stream == CrossStream::Off {
             return Ok(None);
         }
-        match self.borrow(request)? {
+        let mut whole = self.shell().whole();
+        if self.grows_rather(&mut whole, request) {
+            return Ok(None);
+        }
+        match self.borrow(request, whole)? {
             None if self.config().cross_stream == CrossStream::Wait => self.borrow_waiting(request),
             served => Ok(served),
         }
@@ -182,10 +186,11 @@ impl Allocator {
 
     /// Another search after something may have become free.
     fn search_again(&self, request: &Request) -> Rung {
-        if let Some(granted) = self.shell().whole().take_own(request) {
+        let mut whole = self.shell().whole();
+        if let Some(granted) = whole.take_own(request) {
             return Ok(Some(granted));
         }
-        if self.config().cross_stream == CrossStream::Off { Ok(None) } else { self.borrow(request) }
+        if self.config().cross_stream == CrossStream::Off { Ok(None) } else { self.borrow(request, whole) }
     }
 
     /// Asks how far the streams got that waiting blocks depend on, and frees those that need not wait any more.

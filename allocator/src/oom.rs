@@ -164,10 +164,10 @@ impl Allocator {
         let subject = Subject { addr: free, size: request.size, slot: request.slot, tag: request.tag, pool };
         shell.history.lock().note(Action::Oom, subject);
         let mut report = whole.report(request, tried);
+        report.segment = self.growth_bytes(&whole, request);
         drop(whole);
         report.device = self.device().info().ordinal;
         report.device_name.clone_from(&self.device().info().name);
-        report.segment = self.growth_bytes(request);
         report.limit = self.limit();
         report.headroom = self.config().headroom;
         report.memory = memory;

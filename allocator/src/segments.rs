@@ -81,8 +81,8 @@ impl Allocator {
     }
 
     /// Bytes that the device must give for a request that nothing cached helps to serve.
-    pub(crate) fn growth_bytes(&self, request: &Request) -> u64 {
-        match self.paged_granule_for(request) {
+    pub(crate) fn growth_bytes(&self, core: &Core, request: &Request) -> u64 {
+        match core.paged_granule_for(request) {
             Some(granule) => request.size.next_multiple_of(granule),
             None => self.segment_bytes(request.size),
         }

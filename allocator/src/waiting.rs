@@ -55,13 +55,27 @@ impl WaitingList {
     }
 
     fn push(&mut self, waiting: Waiting) {
-        for &(slot, after) in &waiting.uses {
-            match self.streams.iter_mut().find(|stream| stream.slot == slot) {
+        waiting.wait_for(&mut self.streams);
+        self.blocks.push(waiting);
+    }
+
+    /// After the list was gone through: streams are waited for as the blocks that are left need it.
+    fn wait_anew(&mut self) {
+        self.streams.iter_mut().for_each(|stream| stream.latest = 0);
+        self.blocks.iter().for_each(|waiting| waiting.wait_for(&mut self.streams));
+        self.streams.retain(|stream| stream.latest > 0);
+    }
+}
+
+impl Waiting {
+    /// Notes that its streams are waited for.
+    fn wait_for(&self, streams: &mut Vec<WaitedFor>) {
+        for &(slot, after) in &self.uses {
+            match streams.iter_mut().find(|stream| stream.slot == slot) {
                 Some(stream) => stream.latest = stream.latest.max(after),
-                None => self.streams.push(WaitedFor { slot, latest: after, seen: 0 }),
+                None => streams.push(WaitedFor { slot, latest: after, seen: 0 }),
             }
         }
-        self.blocks.push(waiting);
     }
 }
 
@@ -123,10 +137,10 @@ impl Whole {
     }
 
     fn sweep(&mut self, ordered: Option<(u32, &Clock)>) {
-        let WaitingList { mut blocks, streams } = std::mem::take(&mut self.waiting);
+        let mut list = std::mem::take(&mut self.waiting);
         // Read before the blocks are looked at: what a stream reaches meanwhile then makes for another sweep.
-        let seen: Vec<(u32, u64)> = streams.iter().map(|stream| (stream.slot, self.frontier(stream.slot))).collect();
-        blocks.retain(|waiting| {
+        list.streams.iter_mut().for_each(|stream| stream.seen = self.frontier(stream.slot));
+        list.blocks.retain(|waiting| {
             let owner = self.block(waiting.place).owner;
             let clock = ordered.filter(|(slot, _)| *slot == owner).map(|(_, clock)| clock);
             let passed = |&(slot, after): &(u32, u64)| {
@@ -148,14 +162,10 @@ impl Whole {
             }
             !free
         });
-        if blocks.is_empty() {
+        if list.blocks.is_empty() {
             self.shell.special().fetch_and(!special::WAITING, Ordering::Relaxed);
         }
-        let mut list = WaitingList::default();
-        blocks.into_iter().for_each(|waiting| list.push(waiting));
-        for stream in &mut list.streams {
-            stream.seen = seen.iter().find(|(slot, _)| *slot == stream.slot).map_or(0, |&(_, seen)| seen);
-        }
+        list.wait_anew();
         self.waiting = list;
     }
 
@@ -212,7 +222,8 @@ impl Core {
         self.waiting.streams.iter().any(|stream| self.frontier(stream.slot) > stream.seen)
     }
 
-    fn unknown(&self, ticks: impl Iterator<Item = (u32, u64)>) -> Pending {
+    /// Those of some ticks that are not known to be done.
+    pub(crate) fn unknown(&self, ticks: impl Iterator<Item = (u32, u64)>) -> Pending {
         let unknown = ticks.filter(|&(slot, after)| !self.is_known_done(slot, after));
         unknown.filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
     }

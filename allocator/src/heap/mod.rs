@@ -400,6 +400,14 @@ impl Heap {
         index.map(|index| IndexView::new(index, &self.blocks))
     }
 
+    /// The free blocks of a pool by owner, those of the home stream first.
+    pub(crate) fn indexes(&self, pool: u16) -> impl Iterator<Item = (u32, IndexView<'_>)> + '_ {
+        let pool = &self.pools[usize::from(pool)];
+        let away = pool.away.iter().map(|(&owner, index)| (owner, index));
+        let all = std::iter::once((self.home, &pool.own)).chain(away);
+        all.map(|(owner, index)| (owner, IndexView::new(index, &self.blocks)))
+    }
+
     /// Streams that may own free blocks in a pool.
     pub(crate) fn owners(&self, pool: u16) -> impl Iterator<Item = u32> + '_ {
         std::iter::once(self.home).chain(self.pools[usize::from(pool)].away.keys().copied())

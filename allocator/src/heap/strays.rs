@@ -28,12 +28,6 @@ impl Heap {
         changes
     }
 
-    /// Free blocks of `owner` in a pool that are away from home.
-    pub(crate) fn strays_of(&self, pool: u16, owner: u32) -> impl Iterator<Item = BlockId> + '_ {
-        let of = move |id: &BlockId| self.blocks[*id].owner == owner && self.blocks[*id].pool == pool;
-        self.strays.iter().copied().filter(of)
-    }
-
     /// Free blocks that are away from home.
     pub(crate) fn strays(&self) -> impl ExactSizeIterator<Item = BlockId> + '_ {
         self.strays.iter().copied()
