@@ -43,6 +43,26 @@ impl Granules {
     }
 }
 
+/// The last uses of a free block's granules.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LastUses<'a> {
+    /// Of the region.
+    start: u64,
+    shift: u32,
+    /// Those of the region's granules; none where the block's own tick counts for all of it.
+    ticks: &'a [u64],
+    latest: u64,
+}
+
+impl LastUses<'_> {
+    /// Where the owner's timeline must have got to for the granule at `addr` to be done.
+    #[inline]
+    pub(crate) fn at(&self, addr: u64) -> u64 {
+        let number = usize::try_from((addr - self.start) >> self.shift).unwrap_or(usize::MAX);
+        self.ticks.get(number).map_or(self.latest, |&tick| tick.min(self.latest))
+    }
+}
+
 impl Region {
     /// Whether its memory comes in granules.
     #[inline]
@@ -88,11 +108,11 @@ impl Heap {
         }
     }
 
-    /// Where the home stream's timeline must have got to for the granule at `addr`, in a free block, to be done.
-    pub(crate) fn last_use_of(&self, block: &Block, addr: u64) -> u64 {
+    /// Where the owner's timeline must have got to for each granule of a free block to be done.
+    pub(crate) fn last_uses_of(&self, block: &Block) -> LastUses<'_> {
         let region = self.region(block.region);
-        let at = region.granules.touched(addr - region.addr, 1).start;
-        region.granules.last_use.get(at).map_or(block.after, |&tick| tick.min(block.after))
+        let ticks = if block.owner == self.home { &region.granules.last_use[..] } else { &[] };
+        LastUses { start: region.addr, shift: region.granules.shift, ticks, latest: block.after }
     }
 
     /// Every hole that is not held, by address.
@@ -297,13 +317,13 @@ mod tests {
         }
         let (id, block) = heap.blocks.iter().find(|(_, block)| block.state == State::Free).unwrap();
         assert_eq!((block.size, block.after), (4 * GRANULE, 9));
-        let last_uses: Vec<u64> = (0..4).map(|n| heap.last_use_of(block, BASE + n * GRANULE)).collect();
+        let last_uses: Vec<u64> = (0..4).map(|n| heap.last_uses_of(block).at(BASE + n * GRANULE)).collect();
         assert_eq!(last_uses, [5, 5, 9, 9]);
         let held = heap.hold(id, BASE, BASE + GRANULE).id;
         heap.unhold_as_hole(held);
         fill(&mut heap, 0, 1);
         let (_, block) = heap.blocks.iter().find(|(_, block)| block.state == State::Free).unwrap();
-        assert_eq!(heap.last_use_of(block, BASE), 0);
+        assert_eq!(heap.last_uses_of(block).at(BASE), 0);
     }
 
     #[test]
@@ -320,7 +340,7 @@ mod tests {
         let whole = heap.unhold_as_free(held);
         let block = &heap.blocks[whole];
         assert_eq!((block.size, block.after), (4 * GRANULE, 9));
-        assert_eq!(heap.last_use_of(block, BASE + 2 * GRANULE), 9);
+        assert_eq!(heap.last_uses_of(block).at(BASE + 2 * GRANULE), 9);
     }
 
     #[test]

@@ -49,6 +49,22 @@ impl Donors {
     }
 }
 
+/// Where a timeline must have got to for some granules of a block to be done.
+struct Asked {
+    after: u64,
+    done: bool,
+    /// How many of them were found not to be.
+    granules: u64,
+}
+
+impl Asked {
+    fn note(&self, owner: u32, not_done: &mut BTreeMap<(u32, u64), u64>) {
+        if self.granules > 0 {
+            *not_done.entry((owner, self.after)).or_default() += self.granules;
+        }
+    }
+}
+
 /// A free block that has room for a granule.
 struct Candidate {
     addr: u64,
@@ -109,18 +125,24 @@ impl Whole {
         let Some(paged) = &self.paged else { return };
         let granule = paged.granule;
         let block = &heap.blocks[candidate.block];
+        let last_uses = heap.last_uses_of(block);
         let mut at = (block.addr + block.size) / granule * granule;
         let mut open: Option<Donor> = None;
+        // Granules side by side mostly have one last use: each is asked about once.
+        let mut asked = Asked { after: 0, done: true, granules: 0 };
         while donors.granules < wanted && at >= block.addr + granule {
             at -= granule;
-            let in_window = at < window.end && window.start < at + granule;
-            if in_window || self.pins.contains(at) {
+            if window.contains(&at) || self.pins.contains(at) {
                 donors.chosen.extend(open.take());
                 continue;
             }
-            let last_use = if block.owner == heap.home { heap.last_use_of(block, at) } else { block.after };
-            if !self.is_known_done(block.owner, last_use) {
-                *donors.not_done.entry((block.owner, last_use)).or_default() += 1;
+            let after = last_uses.at(at);
+            if after != asked.after {
+                asked.note(block.owner, &mut donors.not_done);
+                asked = Asked { after, done: self.is_known_done(block.owner, after), granules: 0 };
+            }
+            if !asked.done {
+                asked.granules += 1;
                 donors.chosen.extend(open.take());
                 continue;
             }
@@ -130,6 +152,7 @@ impl Whole {
                 None => Donor { arena: candidate.arena, block: candidate.block, addr: at, bytes: granule },
             });
         }
+        asked.note(block.owner, &mut donors.not_done);
         donors.chosen.extend(open);
     }
 
