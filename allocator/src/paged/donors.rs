@@ -49,22 +49,6 @@ impl Donors {
     }
 }
 
-/// Where a timeline must have got to for some granules of a block to be done.
-struct Asked {
-    after: u64,
-    done: bool,
-    /// How many of them were found not to be.
-    granules: u64,
-}
-
-impl Asked {
-    fn note(&self, owner: u32, not_done: &mut BTreeMap<(u32, u64), u64>) {
-        if self.granules > 0 {
-            *not_done.entry((owner, self.after)).or_default() += self.granules;
-        }
-    }
-}
-
 /// A free block that has room for a granule.
 struct Candidate {
     addr: u64,
@@ -126,33 +110,33 @@ impl Whole {
         let granule = paged.granule;
         let block = &heap.blocks[candidate.block];
         let last_uses = heap.last_uses_of(block);
+        let low = block.addr.next_multiple_of(granule);
         let mut at = (block.addr + block.size) / granule * granule;
         let mut open: Option<Donor> = None;
-        // Granules side by side mostly have one last use: each is asked about once.
-        let mut asked = Asked { after: 0, done: true, granules: 0 };
-        while donors.granules < wanted && at >= block.addr + granule {
-            at -= granule;
-            if window.contains(&at) || self.pins.contains(at) {
+        while donors.granules < wanted && at > low {
+            let highest = at - granule;
+            if window.contains(&highest) || self.pins.contains(highest) {
+                at = highest;
                 donors.chosen.extend(open.take());
                 continue;
             }
-            let after = last_uses.at(at);
-            if after != asked.after {
-                asked.note(block.owner, &mut donors.not_done);
-                asked = Asked { after, done: self.is_known_done(block.owner, after), granules: 0 };
-            }
-            if !asked.done {
-                asked.granules += 1;
+            // Granules side by side mostly have one last use, and are taken or left together.
+            let stays_below = self.pins.highest_within(low..at).map_or(low, |pinned| pinned + granule);
+            let floor = if window.end <= highest { stays_below.max(window.end) } else { stays_below };
+            let (after, from) = last_uses.highest_run(&(floor..at));
+            let granules = (at - from) / granule;
+            if !self.is_known_done(block.owner, after) {
+                *donors.not_done.entry((block.owner, after)).or_default() += granules;
                 donors.chosen.extend(open.take());
+                at = from;
                 continue;
             }
-            donors.granules += 1;
-            open = Some(match open {
-                Some(donor) => Donor { addr: at, bytes: donor.bytes + granule, ..donor },
-                None => Donor { arena: candidate.arena, block: candidate.block, addr: at, bytes: granule },
-            });
+            let taken = granules.min(wanted - donors.granules);
+            donors.granules += taken;
+            at -= taken * granule;
+            let bytes = taken * granule + open.map_or(0, |donor| donor.bytes);
+            open = Some(Donor { arena: candidate.arena, block: candidate.block, addr: at, bytes });
         }
-        asked.note(block.owner, &mut donors.not_done);
         donors.chosen.extend(open);
     }
 

@@ -171,8 +171,7 @@ impl Paged {
 
     /// Whether granules moved away from any place that a range touches.
     pub(crate) fn was_left(&self, range: &Range<u64>) -> bool {
-        range.start < range.end
-            && self.touched(range).is_some_and(|(mapped, touched)| mapped.places.was_left(touched))
+        range.start < range.end && self.touched(range).is_some_and(|(mapped, touched)| mapped.places.was_left(touched))
     }
 
     /// Notes that granules are mapped side by side from `addr` on.

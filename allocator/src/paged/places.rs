@@ -102,9 +102,10 @@ mod tests {
         places.put(2, &granules(&[3, 4, 5, 6]));
         assert_eq!(places.take(4..7), granules(&[5, 6, 1]));
         assert_eq!(places.all().flatten().collect::<Vec<_>>(), granules(&[3, 4, 2]));
-        assert_eq!(places.of(3..10).map(|behind| behind.is_some()).collect::<Vec<_>>(), [
-            true, false, false, false, true, false, false
-        ]);
+        assert_eq!(
+            places.of(3..10).map(|behind| behind.is_some()).collect::<Vec<_>>(),
+            [true, false, false, false, true, false, false]
+        );
         assert_eq!(places.take(9..10), []);
     }
 

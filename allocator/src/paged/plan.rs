@@ -323,13 +323,7 @@ impl Whole {
     }
 
     /// Lets go of a piece of the window; tells the free block that it is now in, if it is.
-    fn let_go(
-        &mut self,
-        request: &Request,
-        id: BlockId,
-        usable: &[&Filled],
-        stuck: &[&Filled],
-    ) -> Option<BlockId> {
+    fn let_go(&mut self, request: &Request, id: BlockId, usable: &[&Filled], stuck: &[&Filled]) -> Option<BlockId> {
         let heap = &mut self.arena(request.slot).heap;
         let block = heap.blocks[id];
         if block.state == State::Held {

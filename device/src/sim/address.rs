@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::interval::IntervalMap;
-use super::mappings::{Mapping, Mappings};
+use super::mappings::{Mapping, Mappings, NoRoom};
 use super::memory::{Piece, StoreId};
 use super::refused::{Answer, Refused};
 use super::violation::{OpRef, ViolationKind};
@@ -200,20 +200,13 @@ impl AddressSpace {
         if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) || !ptr.is_multiple_of(GRANULARITY) {
             return Err(Refused::value(format!("{ptr:#x} and {bytes} bytes are not multiples of {GRANULARITY}")));
         }
-        match self.mappings.reserved_from(ptr) {
-            Some(left) if bytes <= left => {}
-            Some(_) => return Err(Refused::value(format!("{bytes} bytes at {ptr:#x} reach past their reservation"))),
-            None => return Err(Refused::value(format!("{ptr:#x} lies in no reservation"))),
-        }
-        match self.mappings.last_within(ptr, bytes) {
-            Some(Mapping { start, .. }) => {
-                Err(Refused::value(format!("{ptr:#x} and {bytes} bytes overlap the mapping at {start:#x}")))
-            }
-            None => {
-                self.mappings.map(ptr, bytes, physical, store);
-                Ok(())
-            }
-        }
+        self.mappings.map(ptr, bytes, physical, store).map_err(|no_room| {
+            Refused::value(match no_room {
+                NoRoom::Unreserved => format!("{ptr:#x} lies in no reservation"),
+                NoRoom::PastEnd => format!("{bytes} bytes at {ptr:#x} reach past their reservation"),
+                NoRoom::Overlaps(start) => format!("{ptr:#x} and {bytes} bytes overlap the mapping at {start:#x}"),
+            })
+        })
     }
 
     /// Where physical memory is mapped, by its number.

@@ -42,6 +42,7 @@ struct Reservation {
 
 impl Reservation {
     /// The places of a range that lies in it.
+    #[inline]
     fn places(&mut self, start: u64, bytes: u64) -> &mut [u32] {
         let place = |at: u64| usize::try_from((at - self.start) / GRANULARITY).unwrap_or(usize::MAX);
         let places = place(start)..place(start + bytes);
@@ -94,12 +95,6 @@ impl Mappings {
         self.reservations[..self.reservations_to(at)].last()
     }
 
-    #[inline]
-    fn reservation_mut(&mut self, at: u64) -> Option<&mut Reservation> {
-        let to = self.reservations_to(at);
-        self.reservations[..to].last_mut()
-    }
-
     /// How many reservations start at `at` or before.
     #[inline]
     fn reservations_to(&self, at: u64) -> usize {
@@ -109,12 +104,6 @@ impl Mappings {
     /// Bytes of the reservation that starts there.
     pub(super) fn reserved_at(&self, start: u64) -> Option<u64> {
         self.reservation(start).filter(|reservation| reservation.start == start).map(|reservation| reservation.bytes)
-    }
-
-    /// How many bytes there are from `at` to the end of the reservation that it lies in.
-    pub(super) fn reserved_from(&self, at: u64) -> Option<u64> {
-        let reservation = self.reservation(at)?;
-        reservation.bytes.checked_sub(at - reservation.start).filter(|&left| left > 0)
     }
 
     /// Whether anything is mapped in the reservation that starts there; the lowest such address.
@@ -158,25 +147,30 @@ impl Mappings {
         })
     }
 
-    /// The last of the mappings that overlap a range, which lies in one reservation.
-    pub(super) fn last_within(&mut self, start: u64, bytes: u64) -> Option<&Mapping> {
-        let places = self.reservation_mut(start)?.places(start, bytes);
-        let number = places.iter().rev().copied().find(|&number| number != NONE)?;
-        self.of(u64::from(number) - 1)
-    }
-
-    /// Adds a mapping of physical memory that is mapped nowhere, where nothing is mapped. No device may touch it yet.
-    pub(super) fn map(&mut self, start: u64, bytes: u64, physical: u64, store: StoreId) {
-        let Some(reservation) = self.reservation_mut(start) else { return };
+    /// Adds a mapping of physical memory that is mapped nowhere, if there is room for it. No device may touch it yet.
+    pub(super) fn map(&mut self, start: u64, bytes: u64, physical: u64, store: StoreId) -> Result<(), NoRoom> {
+        let to = self.reservations_to(start);
+        let Some(reservation) = self.reservations[..to].last_mut() else { return Err(NoRoom::Unreserved) };
+        match reservation.bytes.checked_sub(start - reservation.start) {
+            None | Some(0) => return Err(NoRoom::Unreserved),
+            Some(left) if left < bytes => return Err(NoRoom::PastEnd),
+            Some(_) => {}
+        }
+        let places = reservation.places(start, bytes);
+        if let Some(number) = places.iter().rev().copied().find(|&number| number != NONE) {
+            let other = self.mapped.get(number as usize - 1).and_then(Option::as_ref);
+            return Err(NoRoom::Overlaps(other.map_or(start, |mapping| mapping.start)));
+        }
         // As much memory as that would be 2^53 bytes of a device, which has 2^48 at most.
         let number = u32::try_from(physical + 1).unwrap_or_else(|_| unreachable!("more than 2^32 mappings"));
-        reservation.places(start, bytes).fill(number);
+        set(places, number);
         reservation.mapped += 1;
         let number = number as usize;
         if self.mapped.len() < number {
             self.mapped.resize(number, None);
         }
         self.mapped[number - 1] = Some(Mapping { start, bytes, store, access: 0 });
+        Ok(())
     }
 
     /// Removes the mapping that starts at `start`; tells the number of its memory.
@@ -185,7 +179,7 @@ impl Mappings {
         let reservation = self.reservations[..to].last_mut()?;
         let number = reservation.number_at(start)?;
         let mapping = self.mapped.get_mut(number)?.take_if(|mapping| mapping.start == start)?;
-        reservation.places(start, mapping.bytes).fill(NONE);
+        set(reservation.places(start, mapping.bytes), NONE);
         reservation.mapped -= 1;
         Some((number as u64, mapping))
     }
@@ -200,33 +194,59 @@ impl Mappings {
         let mut at = range.start;
         // Mappings side by side mostly had the same access before.
         let mut known = None;
-        while at < range.end
-            && let Some(number) = self.number_at(at)
-            && let Some(&Mapping { access: before, .. }) = self.mapped.get(number).and_then(Option::as_ref)
-        {
-            let after = match known {
-                Some((from, to)) if from == before => to,
-                _ => self.with_access(before, devices),
-            };
-            known = Some((before, after));
-            let Some(mapping) = self.mapped[number].as_mut() else { return };
-            mapping.access = after;
-            at = mapping.end();
+        while at < range.end {
+            let to = self.reservations_to(at);
+            let Some(reservation) = self.reservations[..to].last() else { return };
+            let end = range.end.min(reservation.start + reservation.bytes);
+            if end <= at {
+                return;
+            }
+            while at < end {
+                let mapping = reservation.number_at(at).and_then(|number| self.mapped.get_mut(number)?.as_mut());
+                let Some(mapping) = mapping else { return };
+                let after = match known {
+                    Some((before, after)) if before == mapping.access => after,
+                    _ => with_access(&mut self.access, mapping.access, devices),
+                };
+                known = Some((mapping.access, after));
+                mapping.access = after;
+                at = mapping.end();
+            }
         }
     }
+}
 
-    /// The set of these devices and those of another set.
-    fn with_access(&mut self, before: u32, devices: &[u32]) -> u32 {
-        let before = self.access.get(before as usize).map_or(&[][..], Vec::as_slice);
-        let mut set = [before, devices].concat();
-        set.sort_unstable();
-        set.dedup();
-        let number = self.access.iter().position(|known| *known == set).unwrap_or_else(|| {
-            self.access.push(set);
-            self.access.len() - 1
-        });
-        u32::try_from(number).unwrap_or_else(|_| unreachable!("more than 2^32 sets of devices"))
+/// Why memory cannot be mapped somewhere.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum NoRoom {
+    /// The range starts in no reservation.
+    Unreserved,
+    /// It does not end in the same one.
+    PastEnd,
+    /// It overlaps a mapping, the last of which starts there.
+    Overlaps(u64),
+}
+
+/// Puts a number in places: mostly one, for which a fill that is made for many is slow.
+#[inline]
+fn set(places: &mut [u32], number: u32) {
+    match places {
+        [place] => *place = number,
+        places => places.fill(number),
     }
+}
+
+/// The set of these devices and those of another set.
+fn with_access(sets: &mut Vec<Vec<u32>>, before: u32, devices: &[u32]) -> u32 {
+    let before = sets.get(before as usize).map_or(&[][..], Vec::as_slice);
+    let mut set = [before, devices].concat();
+    set.sort_unstable();
+    set.dedup();
+    let number = sets.iter().position(|known| *known == set).unwrap_or_else(|| {
+        sets.push(set);
+        sets.len() - 1
+    });
+    u32::try_from(number).unwrap_or_else(|_| unreachable!("more than 2^32 sets of devices"))
 }
 
 #[cfg(test)]
@@ -240,8 +260,8 @@ mod tests {
         let mut mappings = Mappings::new();
         mappings.reserve(10 * G, 8 * G);
         mappings.reserve(18 * G, 2 * G);
-        mappings.map(12 * G, 3 * G, 7, 70);
-        mappings.map(18 * G, G, 0, 80);
+        mappings.map(12 * G, 3 * G, 7, 70).unwrap();
+        mappings.map(18 * G, G, 0, 80).unwrap();
         let store_at = |mappings: &Mappings, at| mappings.at(at).map(|mapping| mapping.store);
         assert_eq!([12 * G, 13 * G + 5, 15 * G - 1].map(|at| store_at(&mappings, at)), [Some(70); 3]);
         assert_eq!([0, 11 * G, 12 * G - 1, 15 * G, 20 * G, u64::MAX].map(|at| store_at(&mappings, at)), [None; 6]);
@@ -249,18 +269,16 @@ mod tests {
         let starts = [0, 1, 7, 8].map(|number| mappings.of(number).map(|mapping| mapping.start));
         assert_eq!(starts, [Some(18 * G), None, Some(12 * G), None]);
         assert!(mappings.tiles(13 * G).next().is_none() && mappings.unmap(13 * G).is_none());
-        assert_eq!(
-            [10, 17, 18, 20].map(|at| mappings.reserved_from(at * G)),
-            [Some(8 * G), Some(G), Some(2 * G), None]
-        );
-        assert_eq!(mappings.last_within(10 * G, 8 * G).unwrap().end(), 15 * G);
-        assert!(mappings.last_within(15 * G, 3 * G).is_none());
+        let mut map = |at, granules| mappings.map(at * G, granules * G, 9, 90);
+        assert_eq!([9, 20, 21].map(|at| map(at, 1)), [const { Err(NoRoom::Unreserved) }; 3]);
+        assert_eq!([map(17, 2), map(18, 3)], [const { Err(NoRoom::PastEnd) }; 2]);
+        assert_eq!([map(11, 2), map(14, 1), map(10, 8)], [const { Err(NoRoom::Overlaps(12 * G)) }; 3]);
         assert_eq!((mappings.first_in(10 * G), mappings.reserved_at(18 * G)), (Some(12 * G), Some(2 * G)));
         let (number, mapping) = mappings.unmap(12 * G).unwrap();
         assert_eq!((number, mapping.bytes, mappings.of(7).is_some()), (7, 3 * G, false));
         assert_eq!((store_at(&mappings, 13 * G), mappings.first_in(10 * G)), (None, None));
         mappings.unreserve(10 * G);
-        assert_eq!((mappings.reserved_from(10 * G), store_at(&mappings, 18 * G)), (None, Some(80)));
+        assert_eq!((mappings.reserved_at(10 * G), store_at(&mappings, 18 * G)), (None, Some(80)));
     }
 
     #[test]
@@ -268,20 +286,24 @@ mod tests {
         let mut mappings = Mappings::new();
         mappings.reserve(6 * G, 2 * G);
         mappings.reserve(0, 6 * G);
-        mappings.map(2 * G, 3 * G, 4, 40);
-        mappings.map(5 * G, G, 1, 10);
-        mappings.map(6 * G, G, 0, 0);
-        let tiles = |at| mappings.tiles(at * G).map(|(number, mapping)| (number, mapping.end() / G)).collect::<Vec<_>>();
+        for (start, end, number) in [(2, 5, 4), (5, 6, 1), (6, 7, 0)] {
+            mappings.map(start * G, (end - start) * G, number, number).unwrap();
+        }
+        let tiles =
+            |at| mappings.tiles(at * G).map(|(number, mapping)| (number, mapping.end() / G)).collect::<Vec<_>>();
         assert_eq!(tiles(2), [(4, 5), (1, 6), (0, 7)]);
         assert_eq!(tiles(5), [(1, 6), (0, 7)]);
-        assert_eq!([3, 7, 8].map(tiles), [[]; 3]);
+        assert_eq!([3, 7, 8].map(|at| tiles(at).len()), [0; 3]);
+        mappings.give_access(2 * G..7 * G, &[3]);
+        let devices = [2, 5, 6].map(|at| mappings.access_to(mappings.at(at * G).unwrap()).to_vec());
+        assert_eq!(devices, [[3]; 3], "access crosses borders of reservations");
     }
 
     #[test]
     fn access_adds_up() {
         let mut mappings = Mappings::new();
         mappings.reserve(0, 4 * G);
-        (0..3).for_each(|at| mappings.map(at * G, G, at, at));
+        (0..3).for_each(|at| mappings.map(at * G, G, at, at).unwrap());
         let devices = |mappings: &Mappings, at: u64| mappings.access_to(mappings.at(at * G).unwrap()).to_vec();
         mappings.give_access(0..2 * G, &[2]);
         assert_eq!((devices(&mappings, 0), devices(&mappings, 1), devices(&mappings, 2)), (vec![2], vec![2], vec![]));
@@ -293,7 +315,7 @@ mod tests {
         );
         assert_eq!(mappings.access.len(), 3);
         mappings.unmap(G);
-        mappings.map(G, G, 9, 9);
+        mappings.map(G, G, 9, 9).unwrap();
         assert_eq!(devices(&mappings, 1), [], "access goes with the mapping");
     }
 }

@@ -302,7 +302,9 @@ impl Memory {
                 let bytes = left.bytes.min(content.bytes() - done);
                 if let Some(store) = self.stores.get_mut(left.store) {
                     match content {
-                        Content::Bytes(all) => store.to_write().write(left.offset, &all[small(done)..small(done + bytes)]),
+                        Content::Bytes(all) => {
+                            store.to_write().write(left.offset, &all[small(done)..small(done + bytes)])
+                        }
                         Content::Fill(value, _) => store.to_write().fill(left.offset..left.offset + bytes, *value),
                     }
                 }
