@@ -8,6 +8,8 @@
 //! depends on the memory's own last use, so each granule's is noted when a block in it is given back, as a tick of the home
 //! stream. Blocks of other owners need none: they come home once they are done.
 
+use std::ops::Range;
+
 use super::{Block, BlockId, Heap, Region, State};
 
 /// What became of a block of which a part is held.
@@ -37,9 +39,35 @@ impl Granules {
 
     /// Numbers of the granules that a range touches, given relative to the region.
     #[inline]
-    fn touched(&self, from: u64, bytes: u64) -> std::ops::Range<usize> {
+    fn touched(&self, from: u64, bytes: u64) -> Range<usize> {
         let number = |at: u64| usize::try_from(at >> self.shift).unwrap_or(usize::MAX);
         number(from)..number(from + bytes - 1) + 1
+    }
+}
+
+/// The last uses of a free block's granules.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LastUses<'a> {
+    /// Of the region.
+    start: u64,
+    shift: u32,
+    /// Those of the region's granules; none where the block's own tick counts for all of it.
+    ticks: &'a [u64],
+    latest: u64,
+}
+
+impl LastUses<'_> {
+    /// Granules of the range that lie at its high end and have one last use: where the owner's timeline must have got to for
+    /// them to be done, and where the lowest of them begins.
+    pub(crate) fn highest_run(&self, range: &Range<u64>) -> (u64, u64) {
+        let number = |at: u64| usize::try_from((at - self.start) >> self.shift).unwrap_or(usize::MAX);
+        let Some(ticks) = self.ticks.get(number(range.start)..number(range.end)) else {
+            return (self.latest, range.start);
+        };
+        let mut last_uses = ticks.iter().rev().map(|&tick| tick.min(self.latest));
+        let Some(last_use) = last_uses.next() else { return (self.latest, range.start) };
+        let more = last_uses.take_while(|&other| other == last_use).count() as u64;
+        (last_use, range.end - ((more + 1) << self.shift))
     }
 }
 
@@ -88,11 +116,11 @@ impl Heap {
         }
     }
 
-    /// Where the home stream's timeline must have got to for the granule at `addr`, in a free block, to be done.
-    pub(crate) fn last_use_of(&self, block: &Block, addr: u64) -> u64 {
+    /// Where the owner's timeline must have got to for each granule of a free block to be done.
+    pub(crate) fn last_uses_of(&self, block: &Block) -> LastUses<'_> {
         let region = self.region(block.region);
-        let at = region.granules.touched(addr - region.addr, 1).start;
-        region.granules.last_use.get(at).map_or(block.after, |&tick| tick.min(block.after))
+        let ticks = if block.owner == self.home { &region.granules.last_use[..] } else { &[] };
+        LastUses { start: region.addr, shift: region.granules.shift, ticks, latest: block.after }
     }
 
     /// Every hole that is not held, by address.
@@ -297,13 +325,16 @@ mod tests {
         }
         let (id, block) = heap.blocks.iter().find(|(_, block)| block.state == State::Free).unwrap();
         assert_eq!((block.size, block.after), (4 * GRANULE, 9));
-        let last_uses: Vec<u64> = (0..4).map(|n| heap.last_use_of(block, BASE + n * GRANULE)).collect();
-        assert_eq!(last_uses, [5, 5, 9, 9]);
+        let run = |from: u64, to: u64| {
+            let (last_use, start) = heap.last_uses_of(block).highest_run(&(BASE + from * GRANULE..BASE + to * GRANULE));
+            (last_use, (start - BASE) / GRANULE)
+        };
+        assert_eq!([run(0, 4), run(3, 4), run(0, 3), run(0, 2), run(1, 2)], [(9, 2), (9, 3), (9, 2), (5, 0), (5, 1)]);
         let held = heap.hold(id, BASE, BASE + GRANULE).id;
         heap.unhold_as_hole(held);
         fill(&mut heap, 0, 1);
         let (_, block) = heap.blocks.iter().find(|(_, block)| block.state == State::Free).unwrap();
-        assert_eq!(heap.last_use_of(block, BASE), 0);
+        assert_eq!(heap.last_uses_of(block).highest_run(&(BASE..BASE + GRANULE)), (0, BASE));
     }
 
     #[test]
@@ -320,7 +351,8 @@ mod tests {
         let whole = heap.unhold_as_free(held);
         let block = &heap.blocks[whole];
         assert_eq!((block.size, block.after), (4 * GRANULE, 9));
-        assert_eq!(heap.last_use_of(block, BASE + 2 * GRANULE), 9);
+        let end = BASE + 4 * GRANULE;
+        assert_eq!(heap.last_uses_of(block).highest_run(&(BASE..end)), (9, BASE + 2 * GRANULE));
     }
 
     #[test]

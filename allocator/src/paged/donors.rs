@@ -109,26 +109,33 @@ impl Whole {
         let Some(paged) = &self.paged else { return };
         let granule = paged.granule;
         let block = &heap.blocks[candidate.block];
+        let last_uses = heap.last_uses_of(block);
+        let low = block.addr.next_multiple_of(granule);
         let mut at = (block.addr + block.size) / granule * granule;
         let mut open: Option<Donor> = None;
-        while donors.granules < wanted && at >= block.addr + granule {
-            at -= granule;
-            let in_window = at < window.end && window.start < at + granule;
-            if in_window || self.pins.contains(at) {
+        while donors.granules < wanted && at > low {
+            let highest = at - granule;
+            if window.contains(&highest) || self.pins.contains(highest) {
+                at = highest;
                 donors.chosen.extend(open.take());
                 continue;
             }
-            let last_use = if block.owner == heap.home { heap.last_use_of(block, at) } else { block.after };
-            if !self.is_known_done(block.owner, last_use) {
-                *donors.not_done.entry((block.owner, last_use)).or_default() += 1;
+            // Granules side by side mostly have one last use, and are taken or left together.
+            let stays_below = self.pins.highest_within(low..at).map_or(low, |pinned| pinned + granule);
+            let floor = if window.end <= highest { stays_below.max(window.end) } else { stays_below };
+            let (after, from) = last_uses.highest_run(&(floor..at));
+            let granules = (at - from) / granule;
+            if !self.is_known_done(block.owner, after) {
+                *donors.not_done.entry((block.owner, after)).or_default() += granules;
                 donors.chosen.extend(open.take());
+                at = from;
                 continue;
             }
-            donors.granules += 1;
-            open = Some(match open {
-                Some(donor) => Donor { addr: at, bytes: donor.bytes + granule, ..donor },
-                None => Donor { arena: candidate.arena, block: candidate.block, addr: at, bytes: granule },
-            });
+            let taken = granules.min(wanted - donors.granules);
+            donors.granules += taken;
+            at -= taken * granule;
+            let bytes = taken * granule + open.map_or(0, |donor| donor.bytes);
+            open = Some(Donor { arena: candidate.arena, block: candidate.block, addr: at, bytes });
         }
         donors.chosen.extend(open);
     }

@@ -39,15 +39,34 @@ pub(crate) struct Done {
     pub(crate) unmapped: usize,
     /// Granules of the others, by range.
     pub(crate) still_mapped: Vec<Vec<RawPhysical>>,
-    /// Granules mapped where they were wanted: usable, or not if the driver would neither give access nor take them back.
-    pub(crate) mapped: Vec<(u64, RawPhysical, bool)>,
+    /// What was filled, range by range.
+    pub(crate) filled: Vec<Filled>,
     /// Granules mapped nowhere.
     pub(crate) spares: Vec<RawPhysical>,
+}
+
+/// Granules mapped side by side where they were wanted.
+#[derive(Debug)]
+pub(crate) struct Filled {
+    pub(crate) range: Range<u64>,
+    /// By address.
+    pub(crate) granules: Vec<RawPhysical>,
+    /// `false` if the driver would neither give access nor take them back.
+    pub(crate) usable: bool,
+}
+
+impl Filled {
+    /// The places of granules of so many bytes, by address.
+    pub(crate) fn places(&self, granule: u64) -> impl Iterator<Item = u64> + use<> {
+        places(&self.range, granule)
+    }
 }
 
 /// Does the work, as far as the driver does.
 pub(crate) fn carry_out(device: &Device, hooks: &Hooks, mut work: Work) -> Done {
     let mut done = Done { spares: std::mem::take(&mut work.spares), ..Done::default() };
+    let moving = work.unmap.iter().map(|(_, granules)| granules.len()).sum::<usize>();
+    done.spares.reserve(moving + small(work.create));
     let steps = create(device, &work, &mut done)
         .and_then(|()| unmap(device, hooks, &work.unmap, &mut done))
         .and_then(|()| map(device, hooks, &work, &mut done));
@@ -60,7 +79,7 @@ fn create(device: &Device, work: &Work, done: &mut Done) -> Result<(), DeviceErr
     if work.create > 0 {
         device.settle();
     }
-    let mut created = Vec::new();
+    let mut created = Vec::with_capacity(small(work.create));
     for _ in 0..work.create {
         match device.driver().create_physical(work.granule, work.options) {
             Ok(physical) => created.push(physical),
@@ -102,36 +121,52 @@ pub(crate) fn unmap_range(device: &Device, hooks: &Hooks, range: &Range<u64>) ->
 
 fn map(device: &Device, hooks: &Hooks, work: &Work, done: &mut Done) -> Result<(), DeviceError> {
     for range in &work.fill {
-        let first = done.mapped.len();
-        if let Err(error) = map_range(device, work, range, done) {
-            unmap_again(device, work.granule, first, done);
+        let mut granules = Vec::with_capacity(small((range.end - range.start) / work.granule));
+        if let Err(error) = map_range(device, work, range, &mut done.spares, &mut granules) {
+            unmap_again(device, work.granule, range.start, granules, done);
             return Err(error);
         }
         hooks.mapped(range.start, range.end - range.start);
+        done.filled.push(Filled { range: range.clone(), granules, usable: true });
     }
     Ok(())
 }
 
-/// Maps a range and sets access to it once.
-fn map_range(device: &Device, work: &Work, range: &Range<u64>, done: &mut Done) -> Result<(), DeviceError> {
-    let step = usize::try_from(work.granule).unwrap_or(usize::MAX);
-    for at in range.clone().step_by(step) {
-        let Some(&physical) = done.spares.last() else { break };
+/// A number of granules, of which a device has fewer than the host has addresses.
+fn small(granules: u64) -> usize {
+    usize::try_from(granules).unwrap_or(0)
+}
+
+/// The places of a range, by address.
+fn places(range: &Range<u64>, granule: u64) -> impl Iterator<Item = u64> + use<> {
+    range.clone().step_by(usize::try_from(granule).unwrap_or(usize::MAX))
+}
+
+/// Maps a range and sets access to it once. What is mapped goes from one list to the other.
+fn map_range(
+    device: &Device,
+    work: &Work,
+    range: &Range<u64>,
+    spares: &mut Vec<RawPhysical>,
+    mapped: &mut Vec<RawPhysical>,
+) -> Result<(), DeviceError> {
+    for at in places(range, work.granule) {
+        let Some(&physical) = spares.last() else { break };
         device.driver().map(DevicePtr(at), work.granule, physical)?;
-        done.spares.pop();
-        done.mapped.push((at, physical, true));
+        spares.pop();
+        mapped.push(physical);
     }
     device.driver().set_access(DevicePtr(range.start), range.end - range.start, &work.access)
 }
 
-/// Takes mappings back that cannot be accessed.
-fn unmap_again(device: &Device, granule: u64, first: usize, done: &mut Done) {
-    for (at, physical, _) in done.mapped.split_off(first) {
+/// Takes mappings back, from `start` on, that cannot be accessed.
+fn unmap_again(device: &Device, granule: u64, start: u64, mapped: Vec<RawPhysical>, done: &mut Done) {
+    for (at, physical) in places(&(start..u64::MAX), granule).zip(mapped) {
         match device.driver().unmap(DevicePtr(at), granule) {
             Ok(()) => done.spares.push(physical),
             Err(error) => {
                 tracing::warn!(%error, at, "a mapping without access could not be taken back; its addresses stay unused until it is");
-                done.mapped.push((at, physical, false));
+                done.filled.push(Filled { range: at..at + granule, granules: vec![physical], usable: false });
             }
         }
     }

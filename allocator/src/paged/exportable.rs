@@ -145,7 +145,7 @@ impl Allocator {
         };
         if let Some(paged) = &mut whole.paged {
             paged.add_reservation(ptr.0, request.size, PoolKind::Large, Purpose::Exportable);
-            paged.put(ptr.0, physical);
+            paged.put_all(ptr.0, &[physical]);
             paged.mapped_bytes[PoolKind::Large as usize] += request.size;
             paged.owned.insert(ptr.0, Owned { slot: request.slot, tag: request.tag, ..Owned::default() });
         }

@@ -1,6 +1,6 @@
 //! Which granule is mapped where. Physical memory and addresses are separate resources: this is where they meet.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use aquifer_device::{Device, DevicePtr, PhysicalOptions, RawPhysical, Reservation};
@@ -8,6 +8,7 @@ use aquifer_device::{Device, DevicePtr, PhysicalOptions, RawPhysical, Reservatio
 use crate::heap::BlockId;
 use crate::paged::apart::{Owned, Retired};
 use crate::paged::pin::Pins;
+use crate::paged::places::Places;
 use crate::paged::recurrence::Recurrence;
 use crate::paged::sleep::Absent;
 use crate::size_class::PoolKind;
@@ -23,8 +24,6 @@ pub(crate) struct Paged {
     pub(crate) access: Vec<u32>,
     /// Reserved addresses, by the first of them.
     reservations: BTreeMap<u64, Mapped>,
-    /// Places that granules moved away from, by address.
-    left: BTreeSet<u64>,
     /// Owners of reservations outside of heaps, by the first address.
     pub(crate) owned: BTreeMap<u64, Owned>,
     /// Memory that such owners gave up.
@@ -83,31 +82,26 @@ struct Mapped {
     kind: PoolKind,
     /// Bytes of each of its granules.
     granule: u64,
-    granules: Vec<Option<RawPhysical>>,
+    places: Places,
 }
 
 impl Mapped {
-    fn place(&self, offset: u64) -> usize {
-        usize::try_from(offset / self.granule).unwrap_or(usize::MAX)
-    }
-
-    /// Every place, by address, in a reservation that starts at `base`.
-    fn places(&self, base: u64) -> impl Iterator<Item = (u64, Option<RawPhysical>)> + '_ {
-        let step = usize::try_from(self.granule).unwrap_or(usize::MAX);
-        (base..).step_by(step).zip(self.granules.iter().copied())
+    /// The places that a range touches, given relative to the reservation.
+    fn touched(&self, range: Range<u64>) -> Range<usize> {
+        let number = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
+        number(range.start / self.granule)..number(range.end.div_ceil(self.granule))
     }
 }
 
 impl Paged {
     pub(crate) fn new(granule: u64, options: PhysicalOptions, ordinal: u32) -> Paged {
         debug_assert!(granule.is_power_of_two());
-        let (reservations, left, spares) = (BTreeMap::new(), BTreeSet::new(), Vec::new());
+        let (reservations, spares) = (BTreeMap::new(), Vec::new());
         Paged {
             granule,
             options,
             access: vec![ordinal],
             reservations,
-            left,
             owned: BTreeMap::new(),
             retired: Vec::new(),
             absent: None,
@@ -127,17 +121,15 @@ impl Paged {
     pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, kind: PoolKind, purpose: Purpose) {
         // What is exported is one granule, however large, so that there is one handle to export.
         let granule = if purpose == Purpose::Exportable { bytes } else { self.granule };
-        let places = usize::try_from(bytes / granule).unwrap_or(0);
-        self.reservations.insert(addr, Mapped { bytes, purpose, kind, granule, granules: vec![None; places] });
+        let places = Places::new(usize::try_from(bytes / granule).unwrap_or(0));
+        self.reservations.insert(addr, Mapped { bytes, purpose, kind, granule, places });
     }
 
     /// Forgets a reservation; tells its length.
     pub(crate) fn remove_reservation(&mut self, addr: u64) -> u64 {
         let removed = self.reservations.remove(&addr);
-        debug_assert!(removed.as_ref().is_some_and(|mapped| mapped.granules.iter().all(Option::is_none)));
-        let bytes = removed.map_or(0, |mapped| mapped.bytes);
-        self.left.retain(|&left| left < addr || left >= addr + bytes);
-        bytes
+        debug_assert!(removed.as_ref().is_some_and(|mapped| mapped.places.all().all(|behind| behind.is_none())));
+        removed.map_or(0, |mapped| mapped.bytes)
     }
 
     /// What the reservation that starts at `addr` is for.
@@ -161,44 +153,42 @@ impl Paged {
         self.reservations.values().map(|mapped| mapped.bytes).sum()
     }
 
-    fn place(&mut self, addr: u64) -> Option<&mut Option<RawPhysical>> {
-        let (base, mapped) = self.reservations.range_mut(..=addr).next_back()?;
-        let place = mapped.place(addr - base);
-        mapped.granules.get_mut(place)
+    /// The reservation that a range lies in, and the places that it touches there.
+    fn touched(&self, range: &Range<u64>) -> Option<(&Mapped, Range<usize>)> {
+        let (&base, mapped) = self.reservations.range(..=range.start).next_back()?;
+        Some((mapped, mapped.touched(range.start - base..range.end - base)))
+    }
+
+    /// The same, to change what is there.
+    fn touched_mut(&mut self, range: &Range<u64>) -> Option<(&mut Mapped, Range<usize>)> {
+        let (&base, mapped) = self.reservations.range_mut(..=range.start).next_back()?;
+        let touched = mapped.touched(range.start - base..range.end - base);
+        Some((mapped, touched))
     }
 
     /// Notes that the granules of a range moved elsewhere.
-    pub(crate) fn leave(&mut self, range: Range<u64>) {
-        let step = usize::try_from(self.granule).unwrap_or(usize::MAX);
-        self.left.extend(range.step_by(step));
-    }
-
-    /// Whether granules moved away from any place in a range.
-    pub(crate) fn was_left(&self, range: Range<u64>) -> bool {
-        range.start < range.end && self.left.range(range).next().is_some()
-    }
-
-    /// Notes that a granule is mapped at `addr`.
-    pub(crate) fn put(&mut self, addr: u64, physical: RawPhysical) {
-        let place = self.place(addr);
-        debug_assert!(place.as_ref().is_some_and(|place| place.is_none()));
-        if let Some(place) = place {
-            *place = Some(physical);
+    pub(crate) fn leave(&mut self, range: &Range<u64>) {
+        if let Some((mapped, touched)) = self.touched_mut(range) {
+            mapped.places.leave(touched);
         }
     }
 
-    /// As [`Paged::put`], for granules side by side.
+    /// Whether granules moved away from any place that a range touches.
+    pub(crate) fn was_left(&self, range: &Range<u64>) -> bool {
+        range.start < range.end && self.touched(range).is_some_and(|(mapped, touched)| mapped.places.was_left(touched))
+    }
+
+    /// Notes that granules are mapped side by side from `addr` on.
     pub(crate) fn put_all(&mut self, addr: u64, granules: &[RawPhysical]) {
-        let places = (addr..).step_by(usize::try_from(self.granule).unwrap_or(usize::MAX));
-        places.zip(granules).for_each(|(at, &physical)| self.put(at, physical));
+        if let Some((mapped, touched)) = self.touched_mut(&(addr..addr)) {
+            mapped.places.put(touched.start, granules);
+        }
     }
 
     /// Takes note of the granules of a mapped range as of unmapped ones, in order of address.
     pub(crate) fn take(&mut self, addr: u64, bytes: u64) -> Vec<RawPhysical> {
-        let Some((&base, mapped)) = self.reservations.range_mut(..=addr).next_back() else { return Vec::new() };
-        let (from, to) = (mapped.place(addr - base), mapped.place(addr + bytes - base));
-        let places = mapped.granules.get_mut(from..to);
-        let taken: Vec<RawPhysical> = places.into_iter().flatten().filter_map(Option::take).collect();
+        let Some((mapped, touched)) = self.touched_mut(&(addr..addr + bytes)) else { return Vec::new() };
+        let taken = mapped.places.take(touched);
         debug_assert_eq!(taken.len() as u64 * mapped.granule, bytes);
         taken
     }
@@ -236,12 +226,10 @@ impl Paged {
         if range.is_empty() {
             return runs;
         }
-        let Some((&base, reserved)) = self.reservations.range(..=range.start).next_back() else { return runs };
+        let Some((reserved, touched)) = self.touched(range) else { return runs };
         let step = usize::try_from(reserved.granule).unwrap_or(usize::MAX);
-        let places = reserved.place(range.start - base)..reserved.place(range.end - base);
-        let granules = reserved.granules.get(places).unwrap_or_default();
-        let places = (range.start..).step_by(step).zip(granules);
-        for (at, _) in places.filter(|&(at, &physical)| pick(at, physical)) {
+        let places = (range.start..).step_by(step).zip(reserved.places.of(touched));
+        for (at, _) in places.filter(|&(at, physical)| pick(at, physical)) {
             match runs.last_mut() {
                 Some(last) if last.end == at => last.end += reserved.granule,
                 _ => runs.push(at..at + reserved.granule),
@@ -274,7 +262,8 @@ impl Paged {
             loose.iter().for_each(|&physical| device.release_later(physical));
         }
         for (addr, reserved) in self.reservations {
-            let places = reserved.places(addr);
+            let step = usize::try_from(reserved.granule).unwrap_or(usize::MAX);
+            let places = (addr..).step_by(step).zip(reserved.places.all());
             let mapped =
                 places.filter_map(|(at, physical)| Some((DevicePtr(at), reserved.granule, physical?))).collect();
             device.unreserve_later(Reservation { ptr: DevicePtr(addr), bytes: reserved.bytes, mapped });

@@ -161,11 +161,13 @@ impl Allocator {
         let done = carry_out(self.device(), self.hooks(), work);
         let mut whole = self.shell().whole();
         whole.settle_work(&donors, (spares, buy), POOL, &done);
-        for &(at, _, usable) in &done.mapped {
-            whole.note_mapping(Action::SegmentMap, POOL, request.slot, at, granule);
-            if !usable {
+        for filled in &done.filled {
+            for at in filled.places(granule) {
+                whole.note_mapping(Action::SegmentMap, POOL, request.slot, at, granule);
+            }
+            if !filled.usable {
                 // Nobody used it: the next to recycle tries again to unmap it.
-                whole.retire(base, at..at + granule, &[], false);
+                whole.retire(base, filled.range.clone(), &[], false);
             }
         }
         whole.account_for_granules();

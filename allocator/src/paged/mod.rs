@@ -8,6 +8,7 @@
 //! | file | idea |
 //! | --- | --- |
 //! | `granules.rs` | which granule is mapped where; spare ones |
+//! | `places.rs` | the places of one reservation |
 //! | `window.rs` | the place that needs the fewest granules |
 //! | `donors.rs` | granules that may move, and ticks that would let more of them move |
 //! | `plan.rs` | a remap as a whole, decided and held under the locks |
@@ -49,6 +50,7 @@ mod growable;
 mod milestones;
 mod peers;
 mod pin;
+mod places;
 mod plan;
 mod probe;
 mod recurrence;

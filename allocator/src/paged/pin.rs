@@ -19,6 +19,11 @@ impl Pins {
         !self.0.is_empty() && self.0.contains_key(&addr)
     }
 
+    /// The highest place in a range that is pinned.
+    pub(crate) fn highest_within(&self, range: Range<u64>) -> Option<u64> {
+        self.0.range(range).next_back().map(|(&addr, _)| addr)
+    }
+
     fn add(&mut self, addr: u64) {
         *self.0.entry(addr).or_default() += 1;
     }

@@ -1,12 +1,12 @@
 //! A remap as a whole: decided, and held, under all locks.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use crate::core::Request;
 use crate::heap::{BlockId, Holding, State, kind_of};
 use crate::history::{Action, Subject};
 use crate::paged::donors::{Donor, Donors};
-use crate::paged::driver::{Done, Work};
+use crate::paged::driver::{Done, Filled, Work};
 use crate::paged::granules::Stuck;
 use crate::paged::recurrence::Point;
 use crate::paged::window::{self, Window};
@@ -130,7 +130,7 @@ impl Whole {
         let holes = window.pieces.iter().map(|&id| &heap.blocks[id]).filter(|block| block.state == State::Hole);
         let (start, end) = (window.start / paged.granule * paged.granule, window.end);
         let mut lacking = holes.map(|hole| hole.addr.max(start)..(hole.addr + hole.size).min(end));
-        let undoes = lacking.any(|range| paged.was_left(range));
+        let undoes = lacking.any(|range| paged.was_left(&range));
         let searches = self.searches();
         let repeats = searches > paged.peak_at + paged.peak_at / 2;
         let often = self.counters().remaps.read().current > UNSETTLED_ADVANCE + searches / UNSETTLED_SPACING;
@@ -276,13 +276,12 @@ impl Whole {
     /// well.
     pub(crate) fn settle_plan(&mut self, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
         self.settle_work(&held.donors, (held.spares, held.create), request.pool, done);
+        let (usable, stuck) = done.filled.iter().partition::<Vec<&Filled>, _>(|filled| filled.usable);
         // What is mapped without access is of no use to a pool.
-        let stuck = done.mapped.iter().filter(|(.., usable)| !usable).count() as u64;
         if let Some(paged) = self.paged.as_mut() {
-            paged.mapped_bytes[kind_of(request.pool) as usize] -= stuck * paged.granule;
+            let bytes = stuck.iter().map(|filled| filled.range.end - filled.range.start).sum::<u64>();
+            paged.mapped_bytes[kind_of(request.pool) as usize] -= bytes;
         }
-        let usable = done.mapped.iter().filter(|(.., usable)| *usable).map(|&(at, ..)| at).collect();
-        let stuck = done.mapped.iter().filter(|(.., usable)| !usable).map(|&(at, ..)| at).collect();
         let last = held.window.iter().filter_map(|&id| self.let_go(request, id, &usable, &stuck)).last();
         self.account_for_granules();
         last.filter(|_| done.error.is_none())
@@ -296,9 +295,9 @@ impl Whole {
         let (kind, granule) = (kind_of(pool), paged.granule);
         paged.in_hands -= spares;
         paged.spares.extend(&done.spares);
-        for &(at, physical, _) in &done.mapped {
-            paged.put(at, physical);
-            paged.mapped_bytes[kind as usize] += granule;
+        for filled in &done.filled {
+            paged.put_all(filled.range.start, &filled.granules);
+            paged.mapped_bytes[kind as usize] += filled.range.end - filled.range.start;
         }
         self.growing -= create * granule;
         if done.created > 0 {
@@ -321,7 +320,7 @@ impl Whole {
                 self.note_mapping(Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
                 if let Some(paged) = &mut self.paged {
                     paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
-                    paged.leave(donor.addr..donor.addr + donor.bytes);
+                    paged.leave(&(donor.addr..donor.addr + donor.bytes));
                 }
             } else {
                 heap.unhold_as_free(donor.block);
@@ -334,13 +333,7 @@ impl Whole {
     }
 
     /// Lets go of a piece of the window; tells the free block that it is now in, if it is.
-    fn let_go(
-        &mut self,
-        request: &Request,
-        id: BlockId,
-        usable: &BTreeSet<u64>,
-        stuck: &BTreeSet<u64>,
-    ) -> Option<BlockId> {
+    fn let_go(&mut self, request: &Request, id: BlockId, usable: &[&Filled], stuck: &[&Filled]) -> Option<BlockId> {
         let heap = &mut self.arena(request.slot).heap;
         let block = heap.blocks[id];
         if block.state == State::Held {
@@ -348,18 +341,20 @@ impl Whole {
         }
         let range = block.addr..block.addr + block.size;
         // Mapped without access, and not taken back: nobody gets these addresses before they are.
-        let granules: Vec<u64> = stuck.range(range).copied().collect();
+        let granule = self.paged.as_ref().map_or(1, |paged| paged.granule);
+        let places = stuck.iter().flat_map(|filled| filled.places(granule));
+        let granules: Vec<u64> = places.filter(|at| range.contains(at)).collect();
         if !granules.is_empty() {
             if let Some(paged) = &mut self.paged {
                 paged.stuck.push(Stuck { arena: request.slot, block: id, granules });
             }
             return None;
         }
-        if !usable.contains(&block.addr) {
-            heap.unhold_as_hole(id);
+        if !usable.iter().any(|filled| filled.range.contains(&block.addr)) {
+            self.arena(request.slot).heap.unhold_as_hole(id);
             return None;
         }
-        let free = heap.unhold_as_free(id);
+        let free = self.arena(request.slot).heap.unhold_as_free(id);
         self.note_mapping(Action::SegmentMap, request.pool, request.slot, block.addr, block.size);
         Some(free)
     }

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::interval::IntervalMap;
-use super::mappings::{Mapping, Mappings};
+use super::mappings::{Mapping, Mappings, NoRoom};
 use super::memory::{Piece, StoreId};
 use super::refused::{Answer, Refused};
 use super::violation::{OpRef, ViolationKind};
@@ -195,51 +195,47 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// Checks that a mapping of `bytes` fits at `ptr`.
-    pub(super) fn check_map(&mut self, ptr: u64, bytes: u64) -> Answer<()> {
+    /// Maps physical memory, which is mapped nowhere, at `ptr`, if it fits there. Nobody may touch it yet.
+    pub(super) fn map(&mut self, ptr: u64, bytes: u64, physical: u64, store: StoreId) -> Answer<()> {
         if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) || !ptr.is_multiple_of(GRANULARITY) {
             return Err(Refused::value(format!("{ptr:#x} and {bytes} bytes are not multiples of {GRANULARITY}")));
         }
-        match self.mappings.reserved_from(ptr) {
-            Some(left) if bytes <= left => {}
-            Some(_) => return Err(Refused::value(format!("{bytes} bytes at {ptr:#x} reach past their reservation"))),
-            None => return Err(Refused::value(format!("{ptr:#x} lies in no reservation"))),
-        }
-        match self.mappings.last_within(ptr, bytes) {
-            Some(Mapping { start, .. }) => {
-                Err(Refused::value(format!("{ptr:#x} and {bytes} bytes overlap the mapping at {start:#x}")))
-            }
-            None => Ok(()),
-        }
+        self.mappings.map(ptr, bytes, physical, store).map_err(|no_room| {
+            Refused::value(match no_room {
+                NoRoom::Unreserved => format!("{ptr:#x} lies in no reservation"),
+                NoRoom::PastEnd => format!("{bytes} bytes at {ptr:#x} reach past their reservation"),
+                NoRoom::Overlaps(start) => format!("{ptr:#x} and {bytes} bytes overlap the mapping at {start:#x}"),
+            })
+        })
     }
 
-    /// Adds a mapping that [`AddressSpace::check_map`] allowed. Nobody may touch it yet.
-    pub(super) fn map(&mut self, ptr: u64, bytes: u64, physical: u64, store: StoreId) {
-        self.mappings.map(ptr, bytes, physical, store);
+    /// Where physical memory is mapped, by its number.
+    pub(super) fn mapped_at(&self, physical: u64) -> Option<u64> {
+        self.mappings.of(physical).map(|mapping| mapping.start)
     }
 
     /// Checks that whole mappings tile the range, and counts them.
     pub(super) fn count_tiles(&self, ptr: u64, bytes: u64) -> Answer<u64> {
         let end = ptr.checked_add(bytes).filter(|_| bytes > 0);
         let end = end.ok_or_else(|| Refused::value(format!("{bytes} bytes at {ptr:#x} are no range")))?;
-        let (mut at, mut tiles) = (ptr, 0);
+        let (mut at, mut count, mut tiles) = (ptr, 0, self.mappings.tiles(ptr));
         while at < end {
-            let Some(mapping) = self.mappings.starting_at(at) else {
+            let Some((_, mapping)) = tiles.next() else {
                 return Err(Refused::value(format!(
                     "no mapping starts at {at:#x}: whole mappings must tile the range"
                 )));
             };
-            tiles += 1;
+            count += 1;
             at = mapping.end();
         }
         if at != end {
             return Err(Refused::value(format!("the range ends at {end:#x}, inside a mapping that ends at {at:#x}")));
         }
-        Ok(tiles)
+        Ok(count)
     }
 
-    /// Removes the mapping that starts at `ptr`; [`AddressSpace::unmapped`] is to be told.
-    pub(super) fn unmap(&mut self, ptr: u64) -> Option<Mapping> {
+    /// Removes the mapping that starts at `ptr`, and tells the number of its memory; [`AddressSpace::unmapped`] is to be told.
+    pub(super) fn unmap(&mut self, ptr: u64) -> Option<(u64, Mapping)> {
         self.mappings.unmap(ptr)
     }
 
@@ -248,9 +244,10 @@ impl AddressSpace {
         self.gone.insert(range, by);
     }
 
-    /// The mapping that holds `at`.
-    pub(super) fn mapping(&self, at: u64) -> Option<&Mapping> {
-        self.mappings.at(at)
+    /// The mapping that holds `at`, and the number of its memory.
+    pub(super) fn mapping(&self, at: u64) -> Option<(u64, &Mapping)> {
+        let number = self.mappings.number_at(at)? as u64;
+        Some((number, self.mappings.of(number)?))
     }
 
     /// Ordinals of the devices that may touch a mapping, ascending.
@@ -260,14 +257,7 @@ impl AddressSpace {
 
     /// Lets devices touch the mappings that tile a range.
     pub(super) fn set_access(&mut self, range: Range<u64>, devices: &[u32]) {
-        let mut at = range.start;
-        while at < range.end
-            && let Some(mapping) = self.mappings.starting_at(at)
-        {
-            let end = mapping.end();
-            self.mappings.give_access(at, devices);
-            at = end;
-        }
+        self.mappings.give_access(range, devices);
     }
 
     /// Who took away what was at an address, if nothing is mapped there now.
@@ -310,7 +300,7 @@ impl AddressSpace {
     fn walk(&self, range: Range<u64>, mut visit: impl FnMut(&Mapping, Piece)) -> Result<(), Illegal> {
         let mut at = range.start;
         while at < range.end {
-            let Some(mapping) = self.mapping(at) else {
+            let Some(mapping) = self.mappings.at(at) else {
                 let gone = self.gone_at(at).copied();
                 let kind = if gone.is_some() { ViolationKind::UseAfterFree } else { ViolationKind::NotAllocated };
                 return Err(Illegal { kind, at, gone });

@@ -103,7 +103,12 @@ impl FaultPlan {
     }
 
     /// Counts a call and tells what happens to it. Of several faults the first that was added decides the code.
+    #[inline]
     pub(super) fn strike(&mut self, operation: Operation) -> Verdict {
+        if self.faults.is_empty() { Verdict::default() } else { self.strike_one(operation) }
+    }
+
+    fn strike_one(&mut self, operation: Operation) -> Verdict {
         let mut verdict = Verdict::default();
         let rng = &mut self.rng;
         for (fault, count) in &mut self.faults {

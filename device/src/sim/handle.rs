@@ -48,6 +48,12 @@ impl<T> Handles<T> {
         self.objects.get_mut(place)?.as_mut()
     }
 
+    /// Every object.
+    #[cfg(test)]
+    pub(super) fn iter(&self) -> impl Iterator<Item = &T> {
+        self.objects.iter().flatten()
+    }
+
     /// Destroys a live handle and returns its object.
     pub(super) fn remove(&mut self, handle: u64) -> Option<T> {
         let place = self.place(handle);

@@ -13,9 +13,16 @@ pub(super) struct IntervalMap<V> {
     entries: BTreeMap<u64, (u64, V)>,
 }
 
+impl<V> IntervalMap<V> {
+    /// A map without ranges.
+    pub(super) const fn new() -> Self {
+        IntervalMap { entries: BTreeMap::new() }
+    }
+}
+
 impl<V> Default for IntervalMap<V> {
     fn default() -> Self {
-        IntervalMap { entries: BTreeMap::new() }
+        IntervalMap::new()
     }
 }
 

@@ -109,7 +109,9 @@ impl Machine {
         let verdict = self.faults.strike(operation);
         // A request for more than there is fails before it could take long.
         let cost = call_cost_ns(operation, bytes.min(self.memory.total()));
-        self.spend(verdict.spike_ns);
+        if verdict.spike_ns > 0 {
+            self.spend(verdict.spike_ns);
+        }
         self.spend_in_call(cost)?;
         match verdict.code {
             None => Ok(()),
@@ -148,7 +150,15 @@ impl Machine {
         self.run_until(self.now.saturating_add(ns));
     }
 
+    #[inline]
     fn run_until(&mut self, time: u64) {
+        if !self.pending.is_empty() {
+            self.run_pending(time);
+        }
+        self.now = self.now.max(time);
+    }
+
+    fn run_pending(&mut self, time: u64) {
         while let Some(entry) = self.pending.first_entry() {
             if entry.key().0 > time {
                 break;
@@ -156,7 +166,6 @@ impl Machine {
             let pending = entry.remove();
             self.run(&pending);
         }
-        self.now = self.now.max(time);
     }
 
     /// The host waits until `time`. Fails when the device is lost by then.

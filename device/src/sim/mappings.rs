@@ -1,27 +1,25 @@
 //! Reservations of addresses, and the mappings in them.
 //!
-//! A reservation has a place for each granule. So what is mapped at an address is found at once however much is mapped, and
-//! mapping and unmapping allocate nothing once there were as many mappings before.
+//! A reservation has a place for each granule. So what is mapped at an address is found at once however much is mapped. A piece of
+//! physical memory is mapped once at most, so a mapping goes by the number of its memory: mapping and unmapping look for no
+//! vacant number, and allocate nothing once there was as much memory before.
 //!
 //! Invariants: every mapping lies in one reservation; its number stands in each place that it covers and nowhere else, so no two
 //! overlap.
 
-use std::collections::BTreeMap;
+use std::ops::Range;
 
 use super::address::GRANULARITY;
-use super::handle::Handles;
 use super::memory::StoreId;
 
 /// Physical memory mapped at an address.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Mapping {
     pub(super) start: u64,
     pub(super) bytes: u64,
-    /// Number of the physical memory.
-    pub(super) physical: u64,
     pub(super) store: StoreId,
     /// Which devices may touch it, as a place in [`Mappings::access`].
-    access: usize,
+    access: u32,
 }
 
 impl Mapping {
@@ -31,148 +29,224 @@ impl Mapping {
     }
 }
 
-/// What is in a place without a mapping.
+/// What is in a place without a mapping; else it is the number of the memory, and one.
 const NONE: u32 = 0;
 
 #[derive(Debug)]
 struct Reservation {
+    start: u64,
     bytes: u64,
-    /// The number of the mapping behind each granule; [`NONE`] if there is none.
     places: Vec<u32>,
     mapped: u64,
 }
 
 impl Reservation {
-    /// The places of a range that lies in it, `offset` bytes from its start.
-    fn places(&mut self, offset: u64, bytes: u64) -> &mut [u32] {
-        let place = |offset: u64| usize::try_from(offset / GRANULARITY).unwrap_or(usize::MAX);
-        self.places.get_mut(place(offset)..place(offset + bytes)).unwrap_or_default()
+    /// The places of a range that lies in it.
+    #[inline]
+    fn places(&mut self, start: u64, bytes: u64) -> &mut [u32] {
+        let place = |at: u64| usize::try_from((at - self.start) / GRANULARITY).unwrap_or(usize::MAX);
+        let places = place(start)..place(start + bytes);
+        self.places.get_mut(places).unwrap_or_default()
     }
 
-    fn place(&self, offset: u64) -> u32 {
-        self.places.get(usize::try_from(offset / GRANULARITY).unwrap_or(usize::MAX)).copied().unwrap_or(NONE)
+    /// Number of the memory that is mapped at `at`.
+    #[inline]
+    fn number_at(&self, at: u64) -> Option<usize> {
+        let place = usize::try_from((at - self.start) / GRANULARITY).unwrap_or(usize::MAX);
+        let number = *self.places.get(place)?;
+        (number != NONE).then(|| number as usize - 1)
     }
 }
 
 /// All reservations of a device.
 #[derive(Debug)]
 pub(super) struct Mappings {
-    reservations: BTreeMap<u64, Reservation>,
-    by_number: Handles<Mapping>,
+    /// By address.
+    reservations: Vec<Reservation>,
+    /// The mapping of each piece of physical memory, by its number.
+    mapped: Vec<Option<Mapping>>,
     /// The sets of devices that may touch something: ordinals, ascending. The first is empty.
     access: Vec<Vec<u32>>,
 }
 
 impl Mappings {
     pub(super) fn new() -> Mappings {
-        let by_number = Handles::new(u64::from(NONE) + 1);
-        Mappings { reservations: BTreeMap::new(), by_number, access: vec![Vec::new()] }
+        Mappings { reservations: Vec::new(), mapped: Vec::new(), access: vec![Vec::new()] }
     }
 
     /// Adds a reservation, a multiple of [`GRANULARITY`] in start and length, that overlaps no other.
     pub(super) fn reserve(&mut self, start: u64, bytes: u64) {
         let places = vec![NONE; usize::try_from(bytes / GRANULARITY).unwrap_or(0)];
-        self.reservations.insert(start, Reservation { bytes, places, mapped: 0 });
+        let at = self.reservations.partition_point(|reservation| reservation.start < start);
+        self.reservations.insert(at, Reservation { start, bytes, places, mapped: 0 });
     }
 
     /// Removes the reservation that starts there. Nothing is mapped in it.
     pub(super) fn unreserve(&mut self, start: u64) {
-        let removed = self.reservations.remove(&start);
-        debug_assert!(removed.is_none_or(|reservation| reservation.mapped == 0));
+        if let Ok(at) = self.reservations.binary_search_by_key(&start, |reservation| reservation.start) {
+            let removed = self.reservations.remove(at);
+            debug_assert_eq!(removed.mapped, 0);
+        }
+    }
+
+    /// The last reservation that starts at `at` or before.
+    #[inline]
+    fn reservation(&self, at: u64) -> Option<&Reservation> {
+        self.reservations[..self.reservations_to(at)].last()
+    }
+
+    /// How many reservations start at `at` or before.
+    #[inline]
+    fn reservations_to(&self, at: u64) -> usize {
+        self.reservations.partition_point(|reservation| reservation.start <= at)
     }
 
     /// Bytes of the reservation that starts there.
     pub(super) fn reserved_at(&self, start: u64) -> Option<u64> {
-        self.reservations.get(&start).map(|reservation| reservation.bytes)
-    }
-
-    /// How many bytes there are from `at` to the end of the reservation that it lies in.
-    pub(super) fn reserved_from(&self, at: u64) -> Option<u64> {
-        let (&start, reservation) = self.reservations.range(..=at).next_back()?;
-        reservation.bytes.checked_sub(at - start).filter(|&left| left > 0)
+        self.reservation(start).filter(|reservation| reservation.start == start).map(|reservation| reservation.bytes)
     }
 
     /// Whether anything is mapped in the reservation that starts there; the lowest such address.
     pub(super) fn first_in(&self, start: u64) -> Option<u64> {
-        let reservation = self.reservations.get(&start).filter(|reservation| reservation.mapped > 0)?;
+        let reservation = self.reservation(start).filter(|found| found.start == start && found.mapped > 0)?;
         let number = reservation.places.iter().copied().find(|&number| number != NONE)?;
-        self.by_number.get(number.into()).map(|mapping| mapping.start)
+        self.of(u64::from(number) - 1).map(|mapping| mapping.start)
+    }
+
+    /// Where physical memory is mapped, by its number.
+    #[inline]
+    pub(super) fn of(&self, physical: u64) -> Option<&Mapping> {
+        self.mapped.get(usize::try_from(physical).unwrap_or(usize::MAX))?.as_ref()
     }
 
     /// The mapping that holds `at`.
+    #[inline]
     pub(super) fn at(&self, at: u64) -> Option<&Mapping> {
-        let (&start, reservation) = self.reservations.range(..=at).next_back()?;
-        self.by_number.get(reservation.place(at - start).into())
+        self.mapped.get(self.number_at(at)?)?.as_ref()
     }
 
-    /// The mapping that starts at `start`.
-    pub(super) fn starting_at(&self, start: u64) -> Option<&Mapping> {
-        self.at(start).filter(|mapping| mapping.start == start)
+    /// Number of the physical memory that is mapped at `at`.
+    #[inline]
+    pub(super) fn number_at(&self, at: u64) -> Option<usize> {
+        self.reservation(at)?.number_at(at)
     }
 
-    /// The last of the mappings that overlap a range, which lies in one reservation.
-    pub(super) fn last_within(&mut self, start: u64, bytes: u64) -> Option<&Mapping> {
-        let (&base, reservation) = self.reservations.range_mut(..=start).next_back()?;
-        let number = reservation.places(start - base, bytes).iter().rev().copied().find(|&number| number != NONE)?;
-        self.by_number.get(number.into())
+    /// The mappings side by side from `start` on, where the first one starts, and their numbers.
+    pub(super) fn tiles(&self, start: u64) -> impl Iterator<Item = (u64, &Mapping)> + '_ {
+        let mut at = start;
+        let mut reservation = self.reservation(at);
+        std::iter::from_fn(move || {
+            // Reservations may lie side by side, too.
+            if reservation.is_some_and(|reservation| at - reservation.start >= reservation.bytes) {
+                reservation = self.reservation(at);
+            }
+            let number = reservation?.number_at(at)?;
+            let mapping = self.mapped.get(number)?.as_ref().filter(|mapping| mapping.start == at)?;
+            at = mapping.end();
+            Some((number as u64, mapping))
+        })
     }
 
-    /// Adds a mapping where nothing is mapped. No device may touch it yet.
-    pub(super) fn map(&mut self, start: u64, bytes: u64, physical: u64, store: StoreId) {
-        let Some((&base, reservation)) = self.reservations.range_mut(..=start).next_back() else { return };
-        let number = self.by_number.insert(Mapping { start, bytes, physical, store, access: 0 });
-        // As many mappings as that would be 2^53 bytes of a device, which has 2^48 at most.
-        let number = u32::try_from(number).unwrap_or_else(|_| unreachable!("more than 2^32 mappings"));
-        reservation.places(start - base, bytes).fill(number);
-        reservation.mapped += 1;
-    }
-
-    /// Removes the mapping that starts at `start`.
-    pub(super) fn unmap(&mut self, start: u64) -> Option<Mapping> {
-        let (&base, reservation) = self.reservations.range_mut(..=start).next_back()?;
-        let number = reservation.place(start - base).into();
-        if self.by_number.get(number)?.start != start {
-            return None;
+    /// Adds a mapping of physical memory that is mapped nowhere, if there is room for it. No device may touch it yet.
+    pub(super) fn map(&mut self, start: u64, bytes: u64, physical: u64, store: StoreId) -> Result<(), NoRoom> {
+        let to = self.reservations_to(start);
+        let Some(reservation) = self.reservations[..to].last_mut() else { return Err(NoRoom::Unreserved) };
+        match reservation.bytes.checked_sub(start - reservation.start) {
+            None | Some(0) => return Err(NoRoom::Unreserved),
+            Some(left) if left < bytes => return Err(NoRoom::PastEnd),
+            Some(_) => {}
         }
-        let mapping = self.by_number.remove(number)?;
-        reservation.places(start - base, mapping.bytes).fill(NONE);
+        let places = reservation.places(start, bytes);
+        if let Some(number) = places.iter().rev().copied().find(|&number| number != NONE) {
+            let other = self.mapped.get(number as usize - 1).and_then(Option::as_ref);
+            return Err(NoRoom::Overlaps(other.map_or(start, |mapping| mapping.start)));
+        }
+        // As much memory as that would be 2^53 bytes of a device, which has 2^48 at most.
+        let number = u32::try_from(physical + 1).unwrap_or_else(|_| unreachable!("more than 2^32 mappings"));
+        set(places, number);
+        reservation.mapped += 1;
+        let number = number as usize;
+        if self.mapped.len() < number {
+            self.mapped.resize(number, None);
+        }
+        self.mapped[number - 1] = Some(Mapping { start, bytes, store, access: 0 });
+        Ok(())
+    }
+
+    /// Removes the mapping that starts at `start`; tells the number of its memory.
+    pub(super) fn unmap(&mut self, start: u64) -> Option<(u64, Mapping)> {
+        let to = self.reservations_to(start);
+        let reservation = self.reservations[..to].last_mut()?;
+        let number = reservation.number_at(start)?;
+        let mapping = self.mapped.get_mut(number)?.take_if(|mapping| mapping.start == start)?;
+        set(reservation.places(start, mapping.bytes), NONE);
         reservation.mapped -= 1;
-        Some(mapping)
+        Some((number as u64, mapping))
     }
 
     /// Ordinals of the devices that may touch a mapping, ascending.
     pub(super) fn access_to(&self, mapping: &Mapping) -> &[u32] {
-        self.access.get(mapping.access).map_or(&[], Vec::as_slice)
+        self.access.get(mapping.access as usize).map_or(&[], Vec::as_slice)
     }
 
-    /// Lets devices touch the mapping that starts at `start`, besides those that may already.
-    pub(super) fn give_access(&mut self, start: u64, devices: &[u32]) {
-        let Some(mapping) = self.starting_at(start) else { return };
-        let before = self.access_to(mapping);
-        let is_union = |set: &&Vec<u32>| {
-            before.iter().chain(devices).all(|device| set.contains(device))
-                && set.iter().all(|device| before.contains(device) || devices.contains(device))
-        };
-        let access = match self.access.iter().position(|set| is_union(&set)) {
-            Some(known) => known,
-            None => {
-                let mut set = [before, devices].concat();
-                set.sort_unstable();
-                set.dedup();
-                self.access.push(set);
-                self.access.len() - 1
+    /// Lets devices touch the mappings that tile a range, besides those that may already.
+    pub(super) fn give_access(&mut self, range: Range<u64>, devices: &[u32]) {
+        let mut at = range.start;
+        // Mappings side by side mostly had the same access before.
+        let mut known = None;
+        while at < range.end {
+            let to = self.reservations_to(at);
+            let Some(reservation) = self.reservations[..to].last() else { return };
+            let end = range.end.min(reservation.start + reservation.bytes);
+            if end <= at {
+                return;
             }
-        };
-        let number = self.number_at(start);
-        if let Some(mapping) = self.by_number.get_mut(number) {
-            mapping.access = access;
+            while at < end {
+                let mapping = reservation.number_at(at).and_then(|number| self.mapped.get_mut(number)?.as_mut());
+                let Some(mapping) = mapping else { return };
+                let after = match known {
+                    Some((before, after)) if before == mapping.access => after,
+                    _ => with_access(&mut self.access, mapping.access, devices),
+                };
+                known = Some((mapping.access, after));
+                mapping.access = after;
+                at = mapping.end();
+            }
         }
     }
+}
 
-    fn number_at(&self, at: u64) -> u64 {
-        let found = self.reservations.range(..=at).next_back();
-        found.map_or(NONE, |(&start, reservation)| reservation.place(at - start)).into()
+/// Why memory cannot be mapped somewhere.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum NoRoom {
+    /// The range starts in no reservation.
+    Unreserved,
+    /// It does not end in the same one.
+    PastEnd,
+    /// It overlaps a mapping, the last of which starts there.
+    Overlaps(u64),
+}
+
+/// Puts a number in places: mostly one, for which a fill that is made for many is slow.
+#[inline]
+fn set(places: &mut [u32], number: u32) {
+    match places {
+        [place] => *place = number,
+        places => places.fill(number),
     }
+}
+
+/// The set of these devices and those of another set.
+fn with_access(sets: &mut Vec<Vec<u32>>, before: u32, devices: &[u32]) -> u32 {
+    let before = sets.get(before as usize).map_or(&[][..], Vec::as_slice);
+    let mut set = [before, devices].concat();
+    set.sort_unstable();
+    set.dedup();
+    let number = sets.iter().position(|known| *known == set).unwrap_or_else(|| {
+        sets.push(set);
+        sets.len() - 1
+    });
+    u32::try_from(number).unwrap_or_else(|_| unreachable!("more than 2^32 sets of devices"))
 }
 
 #[cfg(test)]
@@ -186,44 +260,63 @@ mod tests {
         let mut mappings = Mappings::new();
         mappings.reserve(10 * G, 8 * G);
         mappings.reserve(18 * G, 2 * G);
-        mappings.map(12 * G, 3 * G, 7, 70);
-        mappings.map(18 * G, G, 8, 80);
-        let physical_at = |mappings: &Mappings, at| mappings.at(at).map(|mapping| mapping.physical);
-        assert_eq!([12 * G, 13 * G + 5, 15 * G - 1].map(|at| physical_at(&mappings, at)), [Some(7); 3]);
-        assert_eq!([0, 11 * G, 12 * G - 1, 15 * G, 20 * G, u64::MAX].map(|at| physical_at(&mappings, at)), [None; 6]);
-        assert_eq!(physical_at(&mappings, 18 * G), Some(8));
-        assert!(mappings.starting_at(13 * G).is_none() && mappings.unmap(13 * G).is_none());
-        assert_eq!(
-            [10, 17, 18, 20].map(|at| mappings.reserved_from(at * G)),
-            [Some(8 * G), Some(G), Some(2 * G), None]
-        );
-        assert_eq!(mappings.last_within(10 * G, 8 * G).unwrap().end(), 15 * G);
-        assert!(mappings.last_within(15 * G, 3 * G).is_none());
+        mappings.map(12 * G, 3 * G, 7, 70).unwrap();
+        mappings.map(18 * G, G, 0, 80).unwrap();
+        let store_at = |mappings: &Mappings, at| mappings.at(at).map(|mapping| mapping.store);
+        assert_eq!([12 * G, 13 * G + 5, 15 * G - 1].map(|at| store_at(&mappings, at)), [Some(70); 3]);
+        assert_eq!([0, 11 * G, 12 * G - 1, 15 * G, 20 * G, u64::MAX].map(|at| store_at(&mappings, at)), [None; 6]);
+        assert_eq!(store_at(&mappings, 18 * G), Some(80));
+        let starts = [0, 1, 7, 8].map(|number| mappings.of(number).map(|mapping| mapping.start));
+        assert_eq!(starts, [Some(18 * G), None, Some(12 * G), None]);
+        assert!(mappings.tiles(13 * G).next().is_none() && mappings.unmap(13 * G).is_none());
+        let mut map = |at, granules| mappings.map(at * G, granules * G, 9, 90);
+        assert_eq!([9, 20, 21].map(|at| map(at, 1)), [const { Err(NoRoom::Unreserved) }; 3]);
+        assert_eq!([map(17, 2), map(18, 3)], [const { Err(NoRoom::PastEnd) }; 2]);
+        assert_eq!([map(11, 2), map(14, 1), map(10, 8)], [const { Err(NoRoom::Overlaps(12 * G)) }; 3]);
         assert_eq!((mappings.first_in(10 * G), mappings.reserved_at(18 * G)), (Some(12 * G), Some(2 * G)));
-        assert_eq!(mappings.unmap(12 * G).unwrap().bytes, 3 * G);
-        assert_eq!((physical_at(&mappings, 13 * G), mappings.first_in(10 * G)), (None, None));
+        let (number, mapping) = mappings.unmap(12 * G).unwrap();
+        assert_eq!((number, mapping.bytes, mappings.of(7).is_some()), (7, 3 * G, false));
+        assert_eq!((store_at(&mappings, 13 * G), mappings.first_in(10 * G)), (None, None));
         mappings.unreserve(10 * G);
-        assert_eq!((mappings.reserved_from(10 * G), physical_at(&mappings, 18 * G)), (None, Some(8)));
+        assert_eq!((mappings.reserved_at(10 * G), store_at(&mappings, 18 * G)), (None, Some(80)));
+    }
+
+    #[test]
+    fn mappings_side_by_side_are_tiles_whatever_reservations_they_are_in() {
+        let mut mappings = Mappings::new();
+        mappings.reserve(6 * G, 2 * G);
+        mappings.reserve(0, 6 * G);
+        for (start, end, number) in [(2, 5, 4), (5, 6, 1), (6, 7, 0)] {
+            mappings.map(start * G, (end - start) * G, number, number).unwrap();
+        }
+        let tiles =
+            |at| mappings.tiles(at * G).map(|(number, mapping)| (number, mapping.end() / G)).collect::<Vec<_>>();
+        assert_eq!(tiles(2), [(4, 5), (1, 6), (0, 7)]);
+        assert_eq!(tiles(5), [(1, 6), (0, 7)]);
+        assert_eq!([3, 7, 8].map(|at| tiles(at).len()), [0; 3]);
+        mappings.give_access(2 * G..7 * G, &[3]);
+        let devices = [2, 5, 6].map(|at| mappings.access_to(mappings.at(at * G).unwrap()).to_vec());
+        assert_eq!(devices, [[3]; 3], "access crosses borders of reservations");
     }
 
     #[test]
     fn access_adds_up() {
         let mut mappings = Mappings::new();
         mappings.reserve(0, 4 * G);
-        (0..3).for_each(|at| mappings.map(at * G, G, at, at));
+        (0..3).for_each(|at| mappings.map(at * G, G, at, at).unwrap());
         let devices = |mappings: &Mappings, at: u64| mappings.access_to(mappings.at(at * G).unwrap()).to_vec();
-        mappings.give_access(0, &[2]);
-        mappings.give_access(G, &[2]);
+        mappings.give_access(0..2 * G, &[2]);
         assert_eq!((devices(&mappings, 0), devices(&mappings, 1), devices(&mappings, 2)), (vec![2], vec![2], vec![]));
-        mappings.give_access(G, &[3, 1, 3]);
-        mappings.give_access(2 * G, &[1, 2, 3]);
+        mappings.give_access(G..3 * G, &[3, 1, 3]);
+        mappings.give_access(2 * G..3 * G, &[1, 2]);
         assert_eq!(
             (devices(&mappings, 0), devices(&mappings, 1), devices(&mappings, 2)),
             (vec![2], vec![1, 2, 3], vec![1, 2, 3])
         );
-        assert_eq!(mappings.access.len(), 3);
+        // No device, 2, 1 to 3, and for a while 1 and 3.
+        assert_eq!(mappings.access.len(), 4);
         mappings.unmap(G);
-        mappings.map(G, G, 9, 9);
+        mappings.map(G, G, 9, 9).unwrap();
         assert_eq!(devices(&mappings, 1), [], "access goes with the mapping");
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A [`Store`] is one piece of physical memory. It holds bytes in pages where single bytes were written, and fills
 //! (byte value by range) where memory was set; anything else is poison. So a fill of any size costs one entry, and a
-//! device of any capacity costs the host only what programs write to it.
+//! device of any capacity costs the host only what programs write to it: a store that nobody wrote to is three words.
 //!
 //! Invariants: where a page exists it alone counts, and fills below it mean nothing. `used` is the sum of the sizes of
 //! all stores, and never exceeds the capacity.
@@ -10,6 +10,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use super::handle::Handles;
 use super::interval::IntervalMap;
 use super::refused::{Answer, Refused};
 use crate::error::Code;
@@ -37,11 +38,30 @@ impl Content {
 }
 
 /// One piece of physical memory with its content.
-#[derive(Debug, Default)]
-pub(super) struct Store {
+#[derive(Debug)]
+struct Store {
     bytes: u64,
+    written: Option<Box<Written>>,
+}
+
+/// What was written to a store.
+#[derive(Debug, Default)]
+struct Written {
     pages: BTreeMap<u64, Box<[u8]>>,
     fills: IntervalMap<u8>,
+}
+
+/// What is in a store that nobody wrote to.
+static NOTHING: Written = Written { pages: BTreeMap::new(), fills: IntervalMap::new() };
+
+impl Store {
+    fn written(&self) -> &Written {
+        self.written.as_deref().unwrap_or(&NOTHING)
+    }
+
+    fn written_mut(&mut self) -> &mut Written {
+        self.written.get_or_insert_default()
+    }
 }
 
 fn within(page: u64, range: &Range<u64>) -> (Range<u64>, Range<usize>) {
@@ -55,7 +75,7 @@ fn small(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
-impl Store {
+impl Written {
     fn render(&self, range: Range<u64>, into: &mut [u8]) {
         into.fill(POISON);
         for (piece, &value) in self.fills.overlapping(range.clone()) {
@@ -63,7 +83,7 @@ impl Store {
         }
     }
 
-    pub(super) fn read(&self, offset: u64, into: &mut [u8]) {
+    fn read(&self, offset: u64, into: &mut [u8]) {
         let range = offset..offset + into.len() as u64;
         let mut at = offset;
         while at < range.end {
@@ -77,7 +97,7 @@ impl Store {
         }
     }
 
-    pub(super) fn write(&mut self, offset: u64, bytes: &[u8]) {
+    fn write(&mut self, offset: u64, bytes: &[u8]) {
         let range = offset..offset + bytes.len() as u64;
         let mut at = offset;
         while at < range.end {
@@ -95,7 +115,7 @@ impl Store {
         }
     }
 
-    pub(super) fn fill(&mut self, range: Range<u64>, value: u8) {
+    fn fill(&mut self, range: Range<u64>, value: u8) {
         if range.is_empty() {
             return;
         }
@@ -129,7 +149,7 @@ impl Store {
     }
 }
 
-/// Names a store for the life of the device.
+/// Names a store while there is memory in it.
 pub(super) type StoreId = u64;
 
 /// A contiguous part of a store, as one piece of a range of addresses.
@@ -146,13 +166,12 @@ pub(super) struct Memory {
     total: u64,
     other: u64,
     used: u64,
-    stores: BTreeMap<StoreId, Store>,
-    next: StoreId,
+    stores: Handles<Store>,
 }
 
 impl Memory {
     pub(super) fn new(total: u64, other: u64) -> Self {
-        Memory { total, other, used: 0, stores: BTreeMap::new(), next: 0 }
+        Memory { total, other, used: 0, stores: Handles::new(0) }
     }
 
     /// Bytes that can still be given out.
@@ -183,14 +202,12 @@ impl Memory {
             return Err(Refused::new(Code::OUT_OF_MEMORY, detail));
         }
         self.used += bytes;
-        self.next += 1;
-        self.stores.insert(self.next, Store { bytes, ..Store::default() });
-        Ok(self.next)
+        Ok(self.stores.insert(Store { bytes, written: None }))
     }
 
     /// Gives memory back to the device.
     pub(super) fn destroy(&mut self, store: StoreId) {
-        if let Some(store) = self.stores.remove(&store) {
+        if let Some(store) = self.stores.remove(store) {
             self.used -= store.bytes;
         }
     }
@@ -199,8 +216,8 @@ impl Memory {
     pub(super) fn read(&self, pieces: &[Piece], mut into: &mut [u8]) {
         for piece in pieces {
             let (now, later) = into.split_at_mut(small(piece.bytes).min(into.len()));
-            if let Some(store) = self.stores.get(&piece.store) {
-                store.read(piece.offset, now);
+            if let Some(store) = self.stores.get(piece.store) {
+                store.written().read(piece.offset, now);
             }
             into = later;
         }
@@ -210,8 +227,8 @@ impl Memory {
     pub(super) fn write(&mut self, pieces: &[Piece], mut bytes: &[u8]) {
         for piece in pieces {
             let (now, later) = bytes.split_at(small(piece.bytes).min(bytes.len()));
-            if let Some(store) = self.stores.get_mut(&piece.store) {
-                store.write(piece.offset, now);
+            if let Some(store) = self.stores.get_mut(piece.store) {
+                store.written_mut().write(piece.offset, now);
             }
             bytes = later;
         }
@@ -220,8 +237,8 @@ impl Memory {
     /// Fills the pieces with one byte value.
     pub(super) fn fill(&mut self, pieces: &[Piece], value: u8) {
         for piece in pieces {
-            if let Some(store) = self.stores.get_mut(&piece.store) {
-                store.fill(piece.offset..piece.offset + piece.bytes, value);
+            if let Some(store) = self.stores.get_mut(piece.store) {
+                store.written_mut().fill(piece.offset..piece.offset + piece.bytes, value);
             }
         }
     }
@@ -235,17 +252,17 @@ impl Memory {
             while let Some(piece) = target
                 && done < source.bytes
             {
-                let Some(store) = self.stores.get(&source.store) else { return };
+                let Some(store) = self.stores.get(source.store) else { return };
                 let end = source.offset + source.bytes.min(done + piece.bytes);
-                let content = store.content(source.offset + done, end);
-                let Some(store) = self.stores.get_mut(&piece.store) else { return };
+                let content = store.written().content(source.offset + done, end);
+                let Some(store) = self.stores.get_mut(piece.store) else { return };
                 let length = match &content {
                     Content::Bytes(bytes) => {
-                        store.write(piece.offset, bytes);
+                        store.written_mut().write(piece.offset, bytes);
                         bytes.len() as u64
                     }
                     Content::Fill(value, length) => {
-                        store.fill(piece.offset..piece.offset + length, *value);
+                        store.written_mut().fill(piece.offset..piece.offset + length, *value);
                         *length
                     }
                 };
@@ -260,10 +277,10 @@ impl Memory {
     pub(super) fn contents(&self, pieces: &[Piece]) -> Vec<Content> {
         let mut contents = Vec::new();
         for piece in pieces {
-            let Some(store) = self.stores.get(&piece.store) else { continue };
+            let Some(store) = self.stores.get(piece.store) else { continue };
             let (mut at, end) = (piece.offset, piece.offset + piece.bytes);
             while at < end {
-                let content = store.content(at, end);
+                let content = store.written().content(at, end);
                 at += content.bytes();
                 contents.push(content);
             }
@@ -283,10 +300,12 @@ impl Memory {
                     left = next;
                 }
                 let bytes = left.bytes.min(content.bytes() - done);
-                if let Some(store) = self.stores.get_mut(&left.store) {
+                if let Some(store) = self.stores.get_mut(left.store) {
                     match content {
-                        Content::Bytes(all) => store.write(left.offset, &all[small(done)..small(done + bytes)]),
-                        Content::Fill(value, _) => store.fill(left.offset..left.offset + bytes, *value),
+                        Content::Bytes(all) => {
+                            store.written_mut().write(left.offset, &all[small(done)..small(done + bytes)])
+                        }
+                        Content::Fill(value, _) => store.written_mut().fill(left.offset..left.offset + bytes, *value),
                     }
                 }
                 left = Piece { offset: left.offset + bytes, bytes: left.bytes - bytes, ..left };
@@ -298,7 +317,8 @@ impl Memory {
     /// Bytes that the content occupies on the host, roughly.
     #[cfg(test)]
     fn resident_bytes(&self) -> usize {
-        self.stores.values().map(|store| store.pages.len() * PAGE_BYTES + store.fills.len() * 64).sum()
+        let written = self.stores.iter().map(Store::written);
+        written.map(|written| written.pages.len() * PAGE_BYTES + written.fills.len() * 64).sum()
     }
 }
 

@@ -111,6 +111,11 @@ impl Shadow {
         found
     }
 
+    /// Whether no access of `range` is noted.
+    pub(super) fn is_untouched(&self, range: Range<u64>) -> bool {
+        self.cells.overlapping(range).next().is_none()
+    }
+
     /// Forgets the accesses of `range`.
     pub(super) fn clear(&mut self, range: Range<u64>) {
         self.cells.remove(range);

@@ -4,6 +4,8 @@
 //! access before it is given, and no waiting for work. Invariant: a piece of physical memory lives while its handle or
 //! its mapping does.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use super::handle::Handles;
 use super::machine::Machine;
 use super::memory::StoreId;
@@ -38,10 +40,6 @@ struct Physical {
     bytes: u64,
     options: PhysicalOptions,
     store: StoreId,
-    mapped_at: Option<u64>,
-    released: bool,
-    /// Work that was not known complete when the memory was last unmapped.
-    unfinished: Vec<Epoch>,
 }
 
 /// Physical memory by handle, and by a number of our own that it keeps until it is gone.
@@ -49,17 +47,35 @@ struct Physical {
 pub(super) struct Physicals {
     handles: Handles<u64>,
     live: Handles<Physical>,
+    /// Memory that is mapped, and whose handle is gone.
+    released: BTreeSet<u64>,
+    /// Work that was not known complete when memory was last unmapped, where there was any.
+    unfinished: BTreeMap<u64, Vec<Epoch>>,
 }
 
 impl Physicals {
     pub(super) fn new(first_handle: u64) -> Self {
-        Physicals { handles: Handles::new(first_handle), live: Handles::new(0) }
+        let (released, unfinished) = (BTreeSet::new(), BTreeMap::new());
+        Physicals { handles: Handles::new(first_handle), live: Handles::new(0), released, unfinished }
     }
 
-    fn get(&mut self, handle: RawPhysical) -> Answer<(u64, &mut Physical)> {
+    fn get(&self, handle: RawPhysical) -> Answer<(u64, &Physical)> {
         let number = self.handles.get(handle.0).copied();
-        let physical = number.and_then(|number| Some((number, self.live.get_mut(number)?)));
+        let physical = number.and_then(|number| Some((number, self.live.get(number)?)));
         physical.ok_or_else(|| Refused::handle("physical memory", handle.0))
+    }
+
+    /// Notes that memory was unmapped which such work may still use; tells whether it is gone by that.
+    fn unmapped(&mut self, number: u64, unfinished: Vec<Epoch>) -> bool {
+        if self.released.remove(&number) {
+            return true;
+        }
+        if unfinished.is_empty() {
+            self.unfinished.remove(&number);
+        } else {
+            self.unfinished.insert(number, unfinished);
+        }
+        false
     }
 }
 
@@ -144,18 +160,16 @@ impl Machine {
             return Err(Refused::value(format!("{bytes} is not a positive multiple of {granularity} bytes")));
         }
         let store = self.memory.create(bytes, self.faults.bytes_max())?;
-        let physicals = &mut self.physicals;
-        let physical = Physical { bytes, options, store, mapped_at: None, released: false, unfinished: Vec::new() };
-        let number = physicals.live.insert(physical);
-        Ok(RawPhysical(physicals.handles.insert(number)))
+        let number = self.physicals.live.insert(Physical { bytes, options, store });
+        Ok(RawPhysical(self.physicals.handles.insert(number)))
     }
 
     pub(super) fn release_physical(&mut self, handle: RawPhysical) -> Answer<()> {
-        let (number, physical) = self.physicals.get(handle)?;
-        physical.released = true;
-        let mapped = physical.mapped_at.is_some();
+        let (number, _) = self.physicals.get(handle)?;
         self.physicals.handles.remove(handle.0);
-        if !mapped {
+        if self.address.mapped_at(number).is_some() {
+            self.physicals.released.insert(number);
+        } else {
             self.end_physical(number);
         }
         Ok(())
@@ -166,7 +180,7 @@ impl Machine {
         let Some(physical) = self.physicals.live.remove(number) else { return };
         self.memory.destroy(physical.store);
         let op = self.op_ref(None, Operation::ReleasePhysical, None);
-        for epoch in physical.unfinished {
+        for epoch in self.physicals.unfinished.remove(&number).unwrap_or_default() {
             if !self.detector.known.knows(epoch.stream, epoch.seq) {
                 let missing = host_has_not_waited(&epoch, &op);
                 self.detector.report(ViolationKind::PendingWork, Some(epoch.op), op, 0..physical.bytes, missing);
@@ -179,19 +193,16 @@ impl Machine {
         if physical.bytes != bytes {
             return Err(Refused::value(format!("{bytes} bytes are not all {} bytes of the memory", physical.bytes)));
         }
-        if let Some(at) = physical.mapped_at {
+        if let Some(at) = self.address.mapped_at(number) {
             return Err(Refused::value(format!("the memory is already mapped at {at:#x}")));
         }
-        self.address.check_map(ptr.0, bytes)?;
-        physical.mapped_at = Some(ptr.0);
-        self.address.map(ptr.0, bytes, number, physical.store);
-        Ok(())
+        self.address.map(ptr.0, bytes, number, physical.store)
     }
 
     /// What is mapped at `ptr`.
     pub(super) fn mapping_at(&self, ptr: DevicePtr) -> Option<Mapped> {
-        let mapping = self.address.mapping(ptr.0)?;
-        let physical = self.physicals.live.get(mapping.physical)?;
+        let (number, mapping) = self.address.mapping(ptr.0)?;
+        let physical = self.physicals.live.get(number)?;
         Some(Mapped {
             ptr: DevicePtr(mapping.start),
             bytes: mapping.bytes,
@@ -211,21 +222,22 @@ impl Machine {
         self.spend_on_mappings(Operation::Unmap, tiles)?;
         let op = self.op_ref(None, Operation::Unmap, None);
         let all = ptr.range(bytes);
+        // Mostly nobody uses any of it any more.
+        let untouched = self.detector.device.is_untouched(all.clone());
         let mut at = all.start;
         while at < all.end
-            && let Some(mapping) = self.address.unmap(at)
+            && let Some((number, mapping)) = self.address.unmap(at)
         {
             let range = at..mapping.end();
             at = range.end;
-            let kind = ViolationKind::PendingWork;
-            let unfinished = self.detector.check_known(Space::Device, range.clone(), false, kind, op);
-            self.detector.device.clear(range);
-            let Some(physical) = self.physicals.live.get_mut(mapping.physical) else { continue };
-            physical.mapped_at = None;
-            if physical.released {
-                self.end_physical(mapping.physical);
-            } else {
-                physical.unfinished = unfinished;
+            let mut unfinished = Vec::new();
+            if !untouched {
+                let kind = ViolationKind::PendingWork;
+                unfinished = self.detector.check_known(Space::Device, range.clone(), false, kind, op);
+                self.detector.device.clear(range);
+            }
+            if self.physicals.unmapped(number, unfinished) {
+                self.end_physical(number);
             }
         }
         self.address.unmapped(all, op);
