@@ -142,6 +142,7 @@ impl Index for Bins {
     /// The bin.
     type Place = usize;
     const COUNTS_PIECES: bool = false;
+    const FIRST_STAYS: bool = false;
 
     #[inline]
     fn choose(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, usize)> {

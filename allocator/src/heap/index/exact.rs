@@ -137,6 +137,7 @@ impl Index for Exact {
     /// The key.
     type Place = Key;
     const COUNTS_PIECES: bool = true;
+    const FIRST_STAYS: bool = true;
 
     #[inline]
     fn choose(&self, _: &Records<'_>, size: u64) -> Option<(BlockId, Key)> {

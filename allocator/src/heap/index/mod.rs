@@ -47,6 +47,9 @@ pub(super) trait Index {
     type Place: Copy;
     /// Whether memory comes in segments, whose free pieces are counted.
     const COUNTS_PIECES: bool;
+    /// Whether the lowest of several blocks that become one, or that one becomes, keeps the number. A region's first block is then
+    /// the same for ever; else it is the free block that keeps it, which an index of lists need not touch.
+    const FIRST_STAYS: bool;
 
     /// The block to serve a request of `size` bytes from, if any is large enough.
     fn choose(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, Self::Place)>;
