@@ -64,10 +64,10 @@ pub(super) fn take_best<I: Index>(
     piece: Piece,
 ) -> Option<Taken> {
     let (mut id, mut place) = index.choose(blocks, piece.size)?;
-    if !rules.classes.fits(blocks[id].size, piece.size) {
+    let fits = |(id, place)| rules.classes.fits(I::size(blocks, id, place), piece.size);
+    if !fits((id, place)) {
         // As with PyTorch, the smallest that is large enough decides.
-        (id, place) =
-            index.best_fit(blocks, piece.size).filter(|&(id, _)| rules.classes.fits(blocks[id].size, piece.size))?;
+        (id, place) = index.best_fit(blocks, piece.size).filter(|&best| fits(best))?;
     }
     Some(take(index, blocks, rules, id, place, piece))
 }
@@ -82,7 +82,7 @@ pub(super) fn take<I: Index>(
     place: I::Place,
     piece: Piece,
 ) -> Taken {
-    let whole = blocks[id].size;
+    let whole = I::size(blocks, id, place);
     if !rules.no_split && rules.classes.should_split(rules.kind, whole, piece.size) {
         return cut(index, blocks, id, place, piece);
     }

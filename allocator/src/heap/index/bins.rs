@@ -172,6 +172,11 @@ impl Index for Bins {
     }
 
     #[inline]
+    fn size(blocks: &Records<'_>, id: BlockId, _: usize) -> u64 {
+        blocks[id].size
+    }
+
+    #[inline]
     fn place(_: BlockId, size: u64, _: u64) -> usize {
         bin_of(size)
     }

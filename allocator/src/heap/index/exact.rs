@@ -59,7 +59,9 @@ impl Exact {
     /// The first key not below `least`.
     #[inline]
     pub(super) fn first_from(&self, least: Key) -> Option<Key> {
-        let bin = bin_of(least.size());
+        let own = bin_of(least.size());
+        // Mostly the key's own bin is empty: it is not touched then, and what is found first is an answer.
+        let bin = self.occupied.first_from(own)?;
         if let Some(key) = self.bins.get(bin)?.first_from(least) {
             return Some(key);
         }
@@ -148,6 +150,11 @@ impl Index for Exact {
     #[inline(never)]
     fn best_fit(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, Key)> {
         self.choose(blocks, size)
+    }
+
+    #[inline]
+    fn size(_: &Records<'_>, _: BlockId, place: Key) -> u64 {
+        place.size()
     }
 
     #[inline]

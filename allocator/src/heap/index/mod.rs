@@ -57,6 +57,9 @@ pub(super) trait Index {
     /// The smallest block of at least `size` bytes, of those the one at the lowest address.
     fn best_fit(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, Self::Place)>;
 
+    /// The size of a block that is in the index: where its place tells, its record need not be waited for.
+    fn size(blocks: &Records<'_>, id: BlockId, place: Self::Place) -> u64;
+
     /// Where a block of this size and at this address would be.
     fn place(id: BlockId, size: u64, addr: u64) -> Self::Place;
 
