@@ -75,6 +75,7 @@ impl Tally {
         }
     }
 
+    /// One quantity changed, on a slow path.
     pub(crate) fn change(self, quantity: Hot, kind: PoolKind, n: i64) {
         match self {
             Tally::Shared(shell) => shell.counters.hot(quantity).change(kind, n),

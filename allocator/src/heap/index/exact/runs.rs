@@ -2,13 +2,16 @@
 //!
 //! Invariants: every run is sorted and filled up with [`Key::NONE`]; the first run, which stands in the structure itself so
 //! that few keys cost one line to find, is empty only if it is the only one, the others never are; all runs are in order.
+//!
+//! At 10 000 live blocks of mixed sizes a third of all insertions are into bins of more than eight keys, single sizes mostly, where only
+//! the address decides. There, moving keys by as many places as it takes cost 1.4 mispredicted branches a pair.
 
 use super::Key;
 
 /// Greatest number of keys in a run.
 const RUN: usize = 63;
-/// The same while there are few runs. A run as short as this is changed by looking at each of its places, without a branch on where
-/// the key belongs, which follows no pattern.
+/// The same while there are few runs. A run as short as this is changed by looking at each of its places, without a branch on
+/// where the key belongs, which follows no pattern.
 const SHORT: usize = 15;
 /// From this many runs on they may be long, because each new one moves the list of all.
 const MANY: usize = 64;
