@@ -60,6 +60,8 @@ struct Inner {
     gate: Gate,
     /// Whether allocations carry tags at all.
     tagged: bool,
+    /// Whether memory comes in segments, whose free pieces are counted.
+    counts_pieces: bool,
 }
 
 impl Inner {
@@ -92,6 +94,7 @@ impl Allocator {
         let limit = config.limit_bytes(memory.total, memory.free).unwrap_or(u64::MAX);
         let paged = paged_state(device, &config)?;
         let classes = SizeClasses::new(&config);
+        let counts_pieces = paged.is_none();
         let classes = if paged.is_some() { classes.paged() } else { classes };
         let crosses_streams = config.cross_stream != CrossStream::Off;
         let mut bits = 0;
@@ -113,6 +116,7 @@ impl Allocator {
             hooks,
             gate: Gate::default(),
             tagged,
+            counts_pieces,
         })))
     }
 
@@ -272,6 +276,10 @@ impl Allocator {
 
     pub(crate) fn classes(&self) -> &SizeClasses {
         &self.0.classes
+    }
+
+    pub(crate) fn counts_pieces(&self) -> bool {
+        self.0.counts_pieces
     }
 
     pub(crate) fn shell(&self) -> &'static Shell {

@@ -27,7 +27,6 @@ use crate::history::{Action, Actions, Subject};
 use crate::paged::Milestones;
 use crate::shell::{SharedFree, Shell};
 use crate::size_class::{PoolKind, SizeClasses};
-use crate::stats::Hot;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Mutex, MutexGuard};
 use crate::tags::Tag;
@@ -269,7 +268,18 @@ impl Guard {
     pub(crate) fn take_own_hot(&mut self, request: &Request) -> Option<Granted> {
         let desk = &mut *self.desk;
         desk.milestones.searches += 1;
-        let (block, change) = desk.heap.take_best(&desk.classes, request.pool, request.size, request.requested)?;
+        let retaken = desk.heap.retake(&desk.classes, request.pool, request.size, request.requested);
+        let (block, change) = match retaken {
+            Some((block, given)) => {
+                self.split_touched(kind_of(request.pool), given);
+                (block, SplitChange::default())
+            }
+            None => {
+                self.merge_resting();
+                let desk = &mut *self.desk;
+                desk.heap.take_best(&desk.classes, request.pool, request.size, request.requested)?
+            }
+        };
         Some(self.taken(request, block, change))
     }
 
@@ -314,10 +324,8 @@ impl Guard {
         self.tally().freed(kind, size, requested);
         let after = self.desk.tick_of(heir);
         if heir == self.desk.heap.home && owner == heir {
+            self.merge_resting();
             self.desk.heap.give_to_rest(id, after);
-            if !self.desk.is_paged {
-                self.split_changed(kind, self.desk.heap.pieces_given(id));
-            }
             self.debug_check();
         } else {
             self.complete(id, heir, after, after);
@@ -354,8 +362,7 @@ impl Guard {
     /// memory itself was used until `last_use`.
     #[inline]
     pub(crate) fn complete(&mut self, id: BlockId, owner: u32, after: u64, last_use: u64) {
-        // The block may be a neighbour of the one that rests, whose pieces were counted without it.
-        self.desk.heap.merge_resting();
+        self.merge_resting();
         let kind = kind_of(self.desk.heap.blocks[id].pool);
         if self.desk.is_paged {
             self.desk.heap.note_last_use(id, owner, last_use);
@@ -365,12 +372,29 @@ impl Guard {
         self.debug_check();
     }
 
-    /// Pieces of segments are counted. Mapped memory has none, as in PyTorch: what is free of it can go back to the device.
+    /// Merges the block that rests, if one does.
     #[inline]
+    pub(crate) fn merge_resting(&mut self) {
+        if let Some(id) = self.desk.heap.resting() {
+            let kind = kind_of(self.desk.heap.blocks[id].pool);
+            let change = self.desk.heap.merge_resting();
+            self.split_changed(kind, change);
+        }
+    }
+
+    /// Pieces of segments are counted. Mapped memory has none, as in PyTorch: what is free of it can go back to the device.
+    #[inline(always)]
     pub(crate) fn split_changed(&self, kind: PoolKind, change: SplitChange) {
         if change != SplitChange::default() && !self.desk.is_paged {
-            self.tally().change(Hot::Pieces, kind, change.count);
-            self.tally().change(Hot::PieceBytes, kind, change.bytes);
+            self.tally().pieces(kind, change.count, change.bytes);
+        }
+    }
+
+    /// The count of pieces changed and changed back.
+    #[inline(always)]
+    fn split_touched(&self, kind: PoolKind, change: SplitChange) {
+        if change != SplitChange::default() && !self.desk.is_paged {
+            self.tally().touch_pieces(kind, change.count, change.bytes);
         }
     }
 

@@ -1,4 +1,4 @@
-//! Statistics of an allocator under PyTorch's names, read without a lock.
+//! Statistics of an allocator under PyTorch's names.
 
 use std::collections::BTreeMap;
 
@@ -163,9 +163,14 @@ fn integer(value: u64) -> i64 {
 }
 
 impl Allocator {
-    /// What the allocator counts. Takes no lock, unless other threads' frees are queued and must be applied first.
+    /// What the allocator counts. Takes no lock with mapped memory, unless other threads' frees are queued and must be applied
+    /// first; with segments, whose pieces are counted when blocks are merged, it takes all of them for a moment.
     pub fn memory_stats(&self) -> MemoryStats {
-        self.shell().apply_queued_frees();
+        if self.counts_pieces() {
+            drop(self.shell().whole());
+        } else {
+            self.shell().apply_queued_frees();
+        }
         MemoryStats::read(self.shell(), self.classes().max_split_size())
     }
 

@@ -41,8 +41,10 @@ pub struct SizeClasses {
     /// `u64::MAX` if no block is oversize.
     max_split_size: u64,
     max_non_split_rounding: u64,
-    /// Whether a large block is split for a rest of at least [`MIN_BLOCK`], as a small one is.
-    splits_any: bool,
+    /// The least rest for which a block is split, by [`PoolKind`].
+    least_rest: [u64; 2],
+    /// The requests from which on none is split, by [`PoolKind`].
+    no_split_from: [u64; 2],
     /// Whether any entry of `roundup` is in force.
     rounds_up: bool,
     /// The binary logarithm of the divisions per interval; 0 where rounding up is off.
@@ -59,17 +61,19 @@ impl SizeClasses {
     /// The same for memory that can be moved: every block is split, however little is left, and none is oversize.
     #[must_use]
     pub fn paged(self) -> SizeClasses {
-        SizeClasses { splits_any: true, max_split_size: u64::MAX, ..self }
+        SizeClasses { least_rest: [MIN_BLOCK; 2], no_split_from: [u64::MAX; 2], max_split_size: u64::MAX, ..self }
     }
 
     /// The rules for a configuration that is [valid](Config::validate).
     pub fn new(config: &Config) -> SizeClasses {
         let roundup = config.roundup_power2_divisions.map(shift_of);
+        let max_split_size = config.max_split_size.unwrap_or(u64::MAX);
         SizeClasses {
             large_segment: config.large_segment_size,
-            max_split_size: config.max_split_size.unwrap_or(u64::MAX),
+            max_split_size,
+            least_rest: [MIN_BLOCK, SMALL_SIZE + 1],
+            no_split_from: [u64::MAX, max_split_size],
             max_non_split_rounding: config.max_non_split_rounding.unwrap_or(config.large_segment_size),
-            splits_any: false,
             rounds_up: roundup != [0; 16],
             roundup,
         }
@@ -130,11 +134,8 @@ impl SizeClasses {
     #[inline]
     pub fn should_split(&self, kind: PoolKind, block_bytes: u64, rounded: u64) -> bool {
         let rest = block_bytes.saturating_sub(rounded);
-        match kind {
-            PoolKind::Small => rest >= MIN_BLOCK,
-            PoolKind::Large if self.splits_any => rest >= MIN_BLOCK,
-            PoolKind::Large => rounded < self.max_split_size && rest > SMALL_SIZE,
-        }
+        // Looked up, because requests come from one pool and the other as they like: a branch would be a guess.
+        (rest >= self.least_rest[kind as usize]) & (rounded < self.no_split_from[kind as usize])
     }
 
     /// Whether a block or a request is oversize: at least `max_split_size`.

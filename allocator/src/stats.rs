@@ -173,14 +173,26 @@ impl PooledCounter {
         self.pools[kind as usize].sub(n);
     }
 
-    /// Adds or subtracts, by sign.
+    /// Adds or subtracts, by sign, which follows no pattern: so without a branch on it. Raising a peak after a subtraction
+    /// changes nothing.
     #[inline]
     pub(crate) fn change(&self, kind: PoolKind, n: i64) {
-        if n > 0 {
-            self.add(kind, n.unsigned_abs());
-        } else if n < 0 {
-            self.sub(kind, n.unsigned_abs());
-        }
+        let (own, other) = (&self.pools[kind as usize], &self.pools[1 - kind as usize]);
+        let current = get(&own.current).wrapping_add(n.cast_unsigned());
+        set(&own.current, current);
+        set(&own.increases, get(&own.increases).wrapping_add(n.max(0).unsigned_abs()));
+        raise_signed(&own.peak, current);
+        raise_signed(&self.peak_of_all, current.wrapping_add(get(&other.current)));
+    }
+
+    /// As changing by `n` and back.
+    #[inline]
+    pub(crate) fn touch(&self, kind: PoolKind, n: i64) {
+        let (own, other) = (&self.pools[kind as usize], &self.pools[1 - kind as usize]);
+        set(&own.increases, get(&own.increases).wrapping_add(n.unsigned_abs()));
+        let most = get(&own.current).wrapping_add(n.max(0).unsigned_abs());
+        raise_signed(&own.peak, most);
+        raise_signed(&self.peak_of_all, most.wrapping_add(get(&other.current)));
     }
 
     /// The current value of a pool, or a little more.

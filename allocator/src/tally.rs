@@ -75,11 +75,41 @@ impl Tally {
         }
     }
 
-    #[inline]
+    /// One quantity changed, on a slow path.
     pub(crate) fn change(self, quantity: Hot, kind: PoolKind, n: i64) {
         match self {
             Tally::Shared(shell) => shell.counters.hot(quantity).change(kind, n),
             Tally::Own(shell, own) => own.add(shell, quantity, kind, n),
+        }
+    }
+
+    /// The count and bytes of free pieces changed. Not inlined: it is for segments alone, and long.
+    #[inline(never)]
+    pub(crate) fn pieces(self, kind: PoolKind, count: i64, bytes: i64) {
+        match self {
+            Tally::Shared(shell) => {
+                shell.counters.hot(Hot::Pieces).change(kind, count);
+                shell.counters.hot(Hot::PieceBytes).change(kind, bytes);
+            }
+            Tally::Own(shell, own) => {
+                own.add(shell, Hot::Pieces, kind, count);
+                own.add(shell, Hot::PieceBytes, kind, bytes);
+            }
+        }
+    }
+
+    /// As changing them, and changing them back.
+    #[inline(never)]
+    pub(crate) fn touch_pieces(self, kind: PoolKind, count: i64, bytes: i64) {
+        match self {
+            Tally::Shared(shell) => {
+                shell.counters.hot(Hot::Pieces).touch(kind, count);
+                shell.counters.hot(Hot::PieceBytes).touch(kind, bytes);
+            }
+            Tally::Own(..) => {
+                self.pieces(kind, count, bytes);
+                self.pieces(kind, -count, -bytes);
+            }
         }
     }
 

@@ -64,7 +64,7 @@ impl Whole {
 
     /// Merges the blocks that rest: who holds every lock sees none.
     fn merge_resting(&mut self) {
-        self.arenas.iter_mut().for_each(|arena| arena.heap.merge_resting());
+        self.arenas.iter_mut().for_each(Guard::merge_resting);
     }
 
     /// Applies every free that is queued, whatever the flags say.

@@ -134,7 +134,7 @@ impl Heap {
     }
 
     /// Takes `size` bytes for the home stream from the block that the index chooses among its own free ones, if the size rules
-    /// allow.
+    /// allow. No block rests.
     #[inline(always)]
     pub(crate) fn take_best(
         &mut self,
@@ -143,11 +143,7 @@ impl Heap {
         size: u64,
         requested: u64,
     ) -> Option<(BlockId, SplitChange)> {
-        if self.resting != BlockId::NONE
-            && let Some(taken) = self.take_resting(classes, pool, size, requested)
-        {
-            return Some(taken);
-        }
+        debug_assert_eq!(self.resting, BlockId::NONE);
         let piece = Piece { owner: self.home, size, requested };
         let record = &mut self.pools[usize::from(pool)];
         record.searches += 1;
@@ -193,26 +189,26 @@ impl Heap {
     }
 
     /// A block became live that was free, or part of a free one.
-    #[inline]
+    #[inline(always)]
     fn took<I: Index>(&mut self, taken: &Taken) -> SplitChange {
-        let &Taken { id, size, whole, prev, next, region } = taken;
+        let &Taken { id, size, whole, prev, next, rest, region } = taken;
         self.free -= size;
-        let is_part = size != whole;
-        if !is_part {
-            self.strays_forget(id);
+        match rest {
+            None => self.strays_forget(id),
+            Some(rest) if I::FIRST_STAYS => self.strays_rename(id, rest),
+            Some(_) => {}
         }
-        if prev == BlockId::NONE {
+        if !I::FIRST_STAYS && prev == BlockId::NONE {
             self.region_mut(region).first = id;
         }
         if !I::COUNTS_PIECES {
             return SplitChange::default();
         }
-        let whole_region = prev == BlockId::NONE
-            && if is_part { self.blocks[next].next == BlockId::NONE } else { next == BlockId::NONE };
-        match (whole_region, is_part) {
-            (false, _) => SplitChange { count: -i64::from(!is_part), bytes: -signed(size) },
-            (true, true) => SplitChange { count: 1, bytes: signed(whole) - signed(size) },
-            (true, false) => SplitChange::default(),
+        // Whole regions do not count as split. In sums, not cases: which case it is follows no pattern.
+        let was_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
+        SplitChange {
+            count: i64::from(rest.is_some()) + i64::from(was_whole_region) - 1,
+            bytes: (signed(whole) & -i64::from(was_whole_region)) - signed(size),
         }
     }
 
@@ -253,29 +249,28 @@ impl Heap {
     fn gave<I: Index>(&mut self, joined: &Joined, pool: usize) -> SplitChange {
         let &Joined { id, given, whole, with_prev, with_next, prev, next, region } = joined;
         self.free += given;
-        match (with_prev, with_next) {
-            (false, None) => self.strays_note(id),
-            (true, Some(gone)) => self.strays_forget(gone),
-            _ => {}
+        if let Some(gone) = with_next
+            && (with_prev || I::FIRST_STAYS)
+        {
+            self.strays_forget(gone);
+        }
+        if !with_prev && (with_next.is_none() || I::FIRST_STAYS) {
+            self.strays_note(id);
         }
         let is_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
-        if prev == BlockId::NONE {
-            let searches = self.pools[pool].searches;
-            let region = self.region_mut(region);
-            region.first = id;
-            if is_whole_region {
-                region.age_base = searches;
-            }
+        if !I::FIRST_STAYS && prev == BlockId::NONE {
+            self.region_mut(region).first = id;
+        }
+        if is_whole_region {
+            self.region_mut(region).age_base = self.pools[pool].searches;
         }
         if !I::COUNTS_PIECES {
             return SplitChange::default();
         }
-        let count = 1 - i64::from(with_prev) - i64::from(with_next.is_some());
-        if is_whole_region {
-            // Whole regions do not count as split: take back what this block counted as before, itself included.
-            SplitChange { count: count - 1, bytes: signed(given) - signed(whole) }
-        } else {
-            SplitChange { count, bytes: signed(given) }
+        // Whole regions do not count as split: take back what this block counted as before, itself included.
+        SplitChange {
+            count: 1 - i64::from(with_prev) - i64::from(with_next.is_some()) - i64::from(is_whole_region),
+            bytes: signed(given) - (signed(whole) & -i64::from(is_whole_region)),
         }
     }
 

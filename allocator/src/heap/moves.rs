@@ -32,8 +32,11 @@ pub(super) struct Taken {
     /// Its size, and that of the free block that it was, or was part of.
     pub(super) size: u64,
     pub(super) whole: u64,
+    /// The neighbours of that free block.
     pub(super) prev: BlockId,
     pub(super) next: BlockId,
+    /// What is left of it.
+    pub(super) rest: Option<BlockId>,
     pub(super) region: u32,
 }
 
@@ -44,7 +47,7 @@ pub(super) struct Joined {
     /// Bytes that were given back, and that the free block has now.
     pub(super) given: u64,
     pub(super) whole: u64,
-    /// Whether it was joined with its neighbours; the upper one is gone if both.
+    /// Whether it was joined with its neighbours. Of both, the upper one is gone; with [`Index::FIRST_STAYS`] always.
     pub(super) with_prev: bool,
     pub(super) with_next: Option<BlockId>,
     pub(super) prev: BlockId,
@@ -61,10 +64,10 @@ pub(super) fn take_best<I: Index>(
     piece: Piece,
 ) -> Option<Taken> {
     let (mut id, mut place) = index.choose(blocks, piece.size)?;
-    if !rules.classes.fits(blocks[id].size, piece.size) {
+    let fits = |(id, place)| rules.classes.fits(I::size(blocks, id, place), piece.size);
+    if !fits((id, place)) {
         // As with PyTorch, the smallest that is large enough decides.
-        (id, place) =
-            index.best_fit(blocks, piece.size).filter(|&(id, _)| rules.classes.fits(blocks[id].size, piece.size))?;
+        (id, place) = index.best_fit(blocks, piece.size).filter(|&best| fits(best))?;
     }
     Some(take(index, blocks, rules, id, place, piece))
 }
@@ -79,21 +82,55 @@ pub(super) fn take<I: Index>(
     place: I::Place,
     piece: Piece,
 ) -> Taken {
-    let whole = blocks[id].size;
+    let whole = I::size(blocks, id, place);
     if !rules.no_split && rules.classes.should_split(rules.kind, whole, piece.size) {
         return cut(index, blocks, id, place, piece);
     }
     index.remove(blocks, id, place);
     let block = &mut blocks[id];
     (block.state, block.owner, block.requested) = (State::Live, piece.owner, piece.requested);
-    Taken { id, size: whole, whole, prev: block.prev, next: block.next, region: block.region }
+    Taken { id, size: whole, whole, prev: block.prev, next: block.next, rest: None, region: block.region }
 }
 
 /// Cuts a piece off the low end of a free block. The rest stays free, and its owner's.
 #[inline]
-fn cut<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, place: I::Place, piece: Piece) -> Taken {
+fn cut<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, place: I::Place, piece: Piece) -> Taken {
+    if I::FIRST_STAYS { cut_above(index, blocks, id, place, piece) } else { cut_below(index, blocks, id, place, piece) }
+}
+
+/// As [`cut`]; the piece keeps the number.
+#[inline]
+fn cut_above<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, place: I::Place, piece: Piece) -> Taken {
     let Piece { owner, size, requested } = piece;
-    let Block { addr, size: whole, prev, region, pool, .. } = blocks[rest];
+    let Block { addr, size: whole, after, prev, next, region, owner: from, pool, .. } = blocks[id];
+    let (state, rest_addr, rest_size) = (State::Free, addr + size, whole - size);
+    let rest = blocks.insert(Block {
+        addr: rest_addr,
+        size: rest_size,
+        after,
+        prev: id,
+        next,
+        region,
+        owner: from,
+        pool,
+        state,
+        ..Block::default()
+    });
+    let record = &mut blocks[id];
+    (record.size, record.requested, record.next) = (size, requested, rest);
+    (record.state, record.owner) = (State::Live, owner);
+    if let Some(next) = blocks.get_mut(next) {
+        next.prev = rest;
+    }
+    index.changed(blocks, rest, place);
+    Taken { id, size, whole, prev, next, rest: Some(rest), region }
+}
+
+/// As [`cut`]; the rest keeps the number.
+#[inline]
+fn cut_below<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, place: I::Place, piece: Piece) -> Taken {
+    let Piece { owner, size, requested } = piece;
+    let Block { addr, size: whole, prev, next, region, pool, .. } = blocks[rest];
     let state = State::Live;
     let taken = blocks.insert(Block {
         addr,
@@ -113,7 +150,7 @@ fn cut<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, place: 
         prev.next = taken;
     }
     index.changed(blocks, rest, place);
-    Taken { id: taken, size, whole, prev, next: rest, region }
+    Taken { id: taken, size, whole, prev, next, rest: Some(rest), region }
 }
 
 /// Makes a block free that is in no index and puts it into `index`, joined with its neighbours there: those that are free and
@@ -133,6 +170,18 @@ pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockI
             (block.state, block.owner, block.shared, block.after) = (State::Free, owner, false, after);
             index.insert(blocks, id);
             joined
+        }
+        (None, Some((above, beyond, later))) if I::FIRST_STAYS => {
+            let place = I::place(next, above, blocks[next].addr);
+            blocks.remove(next);
+            let block = &mut blocks[id];
+            (block.state, block.owner, block.shared, block.after) = (State::Free, owner, false, after.max(later));
+            (block.size, block.next) = (given + above, beyond);
+            if let Some(beyond) = blocks.get_mut(beyond) {
+                beyond.prev = id;
+            }
+            index.changed(blocks, id, place);
+            Joined { whole: given + above, next: beyond, ..joined }
         }
         (None, Some((above, beyond, later))) => {
             blocks.remove(id);

@@ -9,63 +9,67 @@
 //! neighbours as they are. That costs a search, and saves putting it into the index and taking it out again.
 //!
 //! A resting block is [`State::Waiting`], and counts as one in the identities. It has no part in them that others see: whoever
-//! holds every lock merges it first. Pieces of regions count as if it were merged.
+//! holds every lock merges it first. Pieces of regions are counted when it is merged; whoever reads the count takes every lock.
 
 use super::index::{Bins, Exact, FreeIndex, Index, Key};
 use super::{Block, BlockId, Heap, IndexKind, SplitChange, State, moves, signed};
 use crate::size_class::SizeClasses;
 
 impl Heap {
-    /// Gives a live block of the home stream back, as [`Heap::give`] does, now or before anybody notices. The block that rested
-    /// is merged. Where pieces are counted, [`Heap::pieces_given`] tells how their count changes.
+    /// Gives a live block of the home stream back, as [`Heap::give`] does, now or before anybody notices. None rests.
     #[inline]
     pub(crate) fn give_to_rest(&mut self, id: BlockId, after: u64) {
-        let rested = std::mem::replace(&mut self.resting, id);
+        debug_assert_eq!(self.resting, BlockId::NONE);
+        self.resting = id;
         let block = &mut self.blocks[id];
         debug_assert!(block.state == State::Live && block.owner == self.home);
         (block.state, block.after) = (State::Waiting, after);
-        if rested != BlockId::NONE {
-            self.merge(rested);
-        }
+    }
+
+    /// The block that rests, if one does.
+    #[inline]
+    pub(crate) fn resting(&self) -> Option<BlockId> {
+        self.resting.some()
     }
 
     /// Merges the block that rests, if one does.
     #[inline]
-    pub(crate) fn merge_resting(&mut self) {
-        if self.resting != BlockId::NONE {
-            let id = std::mem::take(&mut self.resting);
-            self.merge(id);
+    pub(crate) fn merge_resting(&mut self) -> SplitChange {
+        match std::mem::take(&mut self.resting) {
+            BlockId::NONE => SplitChange::default(),
+            id => self.merge(id),
         }
     }
 
-    /// Takes the block that rests, if it is what a request gets; merges it if not.
+    /// Takes the block that rests, if it is what a request gets. Then tells, too, how merging it would have changed the count of
+    /// pieces, and taking it again would have changed it back.
     #[inline(always)]
-    pub(super) fn take_resting(
+    pub(crate) fn retake(
         &mut self,
         classes: &SizeClasses,
         pool: u16,
         size: u64,
         requested: u64,
     ) -> Option<(BlockId, SplitChange)> {
-        let id = std::mem::take(&mut self.resting);
-        let block = &self.blocks[id];
-        let change = match self.index_kind {
-            _ if block.size != size || block.pool != pool => None,
-            IndexKind::Bins => Some(SplitChange::default()),
-            IndexKind::Exact => self.best_is(classes, id),
-        };
-        if let Some(change) = change {
-            let block = &mut self.blocks[id];
-            (block.state, block.requested) = (State::Live, requested);
-            self.pools[usize::from(pool)].searches += 1;
-            self.retaken += size;
-            return Some((id, change));
+        let id = self.resting;
+        let block = self.blocks.get(id)?;
+        if block.size != size || block.pool != pool {
+            return None;
         }
-        self.merge(id);
-        None
+        let change = match self.index_kind {
+            IndexKind::Bins => SplitChange::default(),
+            IndexKind::Exact => self.best_is(classes, id)?,
+        };
+        self.resting = BlockId::NONE;
+        let block = &mut self.blocks[id];
+        (block.state, block.requested) = (State::Live, requested);
+        self.pools[usize::from(pool)].searches += 1;
+        self.retaken += size;
+        Some((id, change))
     }
 
-    /// Whether best fit for the resting block's size would give this very block; then how taking it changes the count of pieces.
+    /// Whether best fit for the resting block's size would give this very block; then how merging it would change the count of
+    /// pieces.
     #[inline(never)]
     fn best_is(&self, classes: &SizeClasses, id: BlockId) -> Option<SplitChange> {
         let Block { addr, size, prev, next, pool, .. } = self.blocks[id];
@@ -91,43 +95,25 @@ impl Heap {
         }
         let beyond = above.map_or(next, |above| above.next);
         let whole_region = prev == BlockId::NONE && beyond == BlockId::NONE;
-        Some(match (whole_region, above.is_some()) {
-            (false, is_part) => SplitChange { count: -i64::from(!is_part), bytes: -signed(size) },
-            (true, true) => SplitChange { count: 1, bytes: signed(whole) - signed(size) },
-            (true, false) => SplitChange::default(),
-        })
-    }
-
-    /// How giving a block of the home stream back changes the count of pieces, merged with its neighbours.
-    #[inline(never)]
-    pub(crate) fn pieces_given(&self, id: BlockId) -> SplitChange {
-        let Block { size, prev, next, .. } = self.blocks[id];
-        let [below, above] = [prev, next].map(|id| self.is_free_of(id, self.home).then(|| &self.blocks[id]));
-        let ends_region = below.map_or(prev, |below| below.prev) == BlockId::NONE
-            && above.map_or(next, |above| above.next) == BlockId::NONE;
-        let count = 1 - i64::from(below.is_some()) - i64::from(above.is_some());
-        if ends_region {
-            let neighbours = [below, above].into_iter().flatten().map(|block| block.size).sum::<u64>();
-            SplitChange { count: count - 1, bytes: -signed(neighbours) }
-        } else {
-            SplitChange { count, bytes: signed(size) }
-        }
+        let count = 1 - i64::from(above.is_some()) - i64::from(whole_region);
+        Some(SplitChange { count, bytes: signed(size) - (signed(whole) & -i64::from(whole_region)) })
     }
 
     #[inline(never)]
-    fn merge(&mut self, id: BlockId) {
+    fn merge(&mut self, id: BlockId) -> SplitChange {
         let (home, after) = (self.home, self.blocks[id].after);
         self.note_last_use(id, home, after);
         let pool = usize::from(self.blocks[id].pool);
         match &mut self.pools[pool].own {
             FreeIndex::Bins(index) if after != 0 => {
                 let joined = moves::join(index, &mut self.blocks.records(), id, home, after);
-                self.gave::<Bins>(&joined, pool);
+                self.gave::<Bins>(&joined, pool)
             }
-            _ => {
-                // Pieces were counted when it came to rest.
-                self.give(id, home, after);
+            FreeIndex::Exact(index) if after != 0 => {
+                let joined = moves::join(index, &mut self.blocks.records(), id, home, after);
+                self.gave::<Exact>(&joined, pool)
             }
+            _ => self.give(id, home, after).1,
         }
     }
 }
@@ -141,11 +127,11 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A heap of three segments in each pool, and the pieces that were counted.
+    /// A heap of three segments in each pool, and the pieces that were counted: value, peak, and sum of increases.
     struct Counted {
         heap: Heap,
-        count: i64,
-        bytes: i64,
+        count: [i64; 3],
+        bytes: [i64; 3],
     }
 
     impl Counted {
@@ -159,14 +145,28 @@ mod tests {
                     heap.add_region((1 + u64::from(pool) * 8 + at) << 30, bytes, pool);
                 }
             }
-            Counted { heap, count: 0, bytes: 0 }
+            Counted { heap, count: [0; 3], bytes: [0; 3] }
         }
 
         fn note(&mut self, change: SplitChange) {
-            (self.count, self.bytes) = (self.count + change.count, self.bytes + change.bytes);
+            for (counter, n) in [(&mut self.count, change.count), (&mut self.bytes, change.bytes)] {
+                let [value, peak, increases] = *counter;
+                *counter = [value + n, peak.max(value + n), increases + n.max(0)];
+            }
+        }
+
+        fn merge(&mut self) {
+            let change = self.heap.merge_resting();
+            self.note(change);
         }
 
         fn take(&mut self, classes: &SizeClasses, pool: u16, size: u64) -> Option<(u64, BlockId)> {
+            if let Some((id, given)) = self.heap.retake(classes, pool, size, size) {
+                self.note(given);
+                self.note(SplitChange { count: -given.count, bytes: -given.bytes });
+                return Some((self.heap.blocks[id].addr, id));
+            }
+            self.merge();
             let (id, change) = self.heap.take_best(classes, pool, size, size)?;
             self.note(change);
             Some((self.heap.blocks[id].addr, id))
@@ -192,15 +192,18 @@ mod tests {
                     live.extend(one.zip(other).map(|((_, one), (_, other))| (one, other)));
                 } else {
                     let (one, other) = live.swap_remove(which % live.len());
+                    rests.merge();
                     rests.heap.give_to_rest(one, after);
-                    rests.note(rests.heap.pieces_given(one));
                     let (_, change) = merges.heap.give(other, 0, after);
                     merges.note(change);
                 }
-                prop_assert_eq!((rests.count, rests.bytes), (merges.count, merges.bytes));
+                if rests.heap.resting().is_none() {
+                    prop_assert_eq!((rests.count, rests.bytes), (merges.count, merges.bytes));
+                }
                 prop_assert_eq!(rests.heap.check(), Ok(()));
             }
-            rests.heap.merge_resting();
+            rests.merge();
+            prop_assert_eq!((rests.count, rests.bytes), (merges.count, merges.bytes));
             prop_assert_eq!(rests.heap.check(), Ok(()));
             let ages = |heap: &Heap| heap.regions().map(|region| region.age_base).collect::<Vec<_>>();
             let whole = |heap: &Heap| heap.regions().map(|region| !heap.blocks[region.first].is_split()).collect::<Vec<_>>();

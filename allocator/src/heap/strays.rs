@@ -40,6 +40,14 @@ impl Heap {
         }
     }
 
+    /// What is left of a stray has another number.
+    #[inline]
+    pub(super) fn strays_rename(&mut self, id: BlockId, rest: BlockId) {
+        if !self.strays.is_empty() && self.strays.remove(&id) {
+            self.strays.insert(rest);
+        }
+    }
+
     #[inline]
     pub(super) fn strays_forget(&mut self, id: BlockId) {
         if !self.strays.is_empty() {

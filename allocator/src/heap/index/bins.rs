@@ -142,6 +142,7 @@ impl Index for Bins {
     /// The bin.
     type Place = usize;
     const COUNTS_PIECES: bool = false;
+    const FIRST_STAYS: bool = false;
 
     #[inline]
     fn choose(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, usize)> {
@@ -168,6 +169,11 @@ impl Index for Bins {
         let bin = bin_of(size);
         let best = smallest(bin).or_else(|| smallest(self.occupied.first_from(bin + 1)?));
         best.map(|key| (key.block(), bin_of(key.size())))
+    }
+
+    #[inline]
+    fn size(blocks: &Records<'_>, id: BlockId, _: usize) -> u64 {
+        blocks[id].size
     }
 
     #[inline]

@@ -47,12 +47,18 @@ pub(super) trait Index {
     type Place: Copy;
     /// Whether memory comes in segments, whose free pieces are counted.
     const COUNTS_PIECES: bool;
+    /// Whether the lowest of several blocks that become one, or that one becomes, keeps the number. A region's first block is then
+    /// the same for ever; else it is the free block that keeps it, which an index of lists need not touch.
+    const FIRST_STAYS: bool;
 
     /// The block to serve a request of `size` bytes from, if any is large enough.
     fn choose(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, Self::Place)>;
 
     /// The smallest block of at least `size` bytes, of those the one at the lowest address.
     fn best_fit(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, Self::Place)>;
+
+    /// The size of a block that is in the index: where its place tells, its record need not be waited for.
+    fn size(blocks: &Records<'_>, id: BlockId, place: Self::Place) -> u64;
 
     /// Where a block of this size and at this address would be.
     fn place(id: BlockId, size: u64, addr: u64) -> Self::Place;

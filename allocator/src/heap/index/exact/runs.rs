@@ -2,11 +2,19 @@
 //!
 //! Invariants: every run is sorted and filled up with [`Key::NONE`]; the first run, which stands in the structure itself so
 //! that few keys cost one line to find, is empty only if it is the only one, the others never are; all runs are in order.
+//!
+//! At 10 000 live blocks of mixed sizes a third of all insertions are into bins of more than eight keys, single sizes mostly, where only
+//! the address decides. There, moving keys by as many places as it takes cost 1.4 mispredicted branches a pair.
 
 use super::Key;
 
 /// Greatest number of keys in a run.
 const RUN: usize = 63;
+/// The same while there are few runs. A run as short as this is changed by looking at each of its places, without a branch on
+/// where the key belongs, which follows no pattern.
+const SHORT: usize = 15;
+/// From this many runs on they may be long, because each new one moves the list of all.
+const MANY: usize = 64;
 
 /// A sorted list of keys in runs.
 #[derive(Debug, Default)]
@@ -47,9 +55,9 @@ impl Runs {
     }
 
     pub(super) fn insert(&mut self, key: Key) {
-        let at = self.run_of(key);
+        let (at, many) = (self.run_of(key), self.more.len() >= MANY);
         let run = at.map_or(&mut self.first, |at| &mut self.more[at]);
-        if run.len < RUN {
+        if run.len < if many { RUN } else { SHORT } {
             run.insert(key);
             return;
         }
@@ -111,25 +119,44 @@ impl Run {
     /// How many keys are smaller than `key`: a binary search of fixed length, without branches.
     #[inline]
     fn position(&self, key: Key) -> usize {
-        let mut at = 0;
-        for step in [32, 16, 8, 4, 2, 1] {
-            at += step * usize::from(self.keys[at + step - 1] < key);
-        }
-        at
+        if self.is_short() { self.search(key, [8, 4, 2, 1]) } else { self.search(key, [32, 16, 8, 4, 2, 1]) }
+    }
+
+    #[inline]
+    fn search<const N: usize>(&self, key: Key, steps: [usize; N]) -> usize {
+        steps.into_iter().fold(0, |at, step| at + step * usize::from(self.keys[at + step - 1] < key))
+    }
+
+    #[inline]
+    fn is_short(&self) -> bool {
+        self.len <= SHORT
     }
 
     fn insert(&mut self, key: Key) {
-        let at = self.position(key);
-        self.keys.copy_within(at..self.len, at + 1);
-        self.keys[at] = key;
+        if self.len < SHORT {
+            for at in (1..SHORT).rev() {
+                self.keys[at] = self.keys[at].min(key).max(self.keys[at - 1]);
+            }
+            self.keys[0] = self.keys[0].min(key);
+        } else {
+            let at = self.position(key);
+            self.keys.copy_within(at..self.len, at + 1);
+            self.keys[at] = key;
+        }
         self.len += 1;
     }
 
     fn remove(&mut self, key: Key) {
-        let at = self.position(key);
-        debug_assert_eq!(self.keys[at], key);
+        debug_assert!(self.keys.contains(&key));
         // The key behind the last one is always `NONE`, and moves up with the others.
-        self.keys.copy_within(at + 1..=self.len, at);
+        if self.is_short() {
+            for at in 0..SHORT {
+                self.keys[at] = if self.keys[at] < key { self.keys[at] } else { self.keys[at + 1] };
+            }
+        } else {
+            let at = self.position(key);
+            self.keys.copy_within(at + 1..=self.len, at);
+        }
         self.len -= 1;
     }
 
