@@ -6,7 +6,7 @@ use super::world::{Begun, World, differ, pick};
 
 impl World {
     /// Copies a buffer to a new one on the other device.
-    pub(super) fn to_peer(&mut self, device: usize) {
+    pub(super) fn send_to_peer(&mut self, device: usize) {
         let Some(device) = pick(&self.devices, device) else { return };
         let (source, content) = self.devices[device].clone();
         let mut target = self.peer.alloc(source.len());
@@ -17,7 +17,7 @@ impl World {
     }
 
     /// Copies a buffer of the other device to one of the same length.
-    pub(super) fn from_peer(&mut self, peer: usize, device: usize) {
+    pub(super) fn fetch_from_peer(&mut self, peer: usize, device: usize) {
         let Some(peer) = pick(&self.on_peer, peer) else { return };
         let (source, bytes) = self.on_peer[peer].clone();
         let fitting: Vec<usize> =

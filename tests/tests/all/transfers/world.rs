@@ -242,8 +242,8 @@ impl World {
                     self.spillable.swap_remove(index);
                 }
             }
-            Op::ToPeer(device) => self.to_peer(device),
-            Op::FromPeer { peer, device } => self.from_peer(peer, device),
+            Op::ToPeer(device) => self.send_to_peer(device),
+            Op::FromPeer { peer, device } => self.fetch_from_peer(peer, device),
             Op::CheckPeer(index) => {
                 if let Some(index) = pick(&self.on_peer, index) {
                     self.check_peer(index);
