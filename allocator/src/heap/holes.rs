@@ -4,12 +4,10 @@
 //! change what is behind some addresses, they are *held*: blocks of their own that nobody else takes or merges with, free
 //! memory as [`State::Held`], holes as [`State::Filling`]. Every hole starts and ends at a border between granules.
 //!
-//! *Last use*: a free block knows one tick, the latest of everything that was merged into it. Whether memory may be unmapped
-//! depends on the memory's own last use, so each granule's is noted when a block in it is given back, as a tick of the home
-//! stream. Blocks of other owners need none: they come home once they are done.
+//! Each granule's last use is noted ([`super::last_use`]) when a block of the home stream is given back. Blocks of other owners need
+//! none: they come home once they are done.
 
-use std::ops::Range;
-
+use super::last_use::{Granules, LastUses};
 use super::{Block, BlockId, Heap, Region, State};
 
 /// What became of a block of which a part is held.
@@ -22,60 +20,11 @@ pub(crate) struct Holding {
     pub(crate) above: Option<BlockId>,
 }
 
-/// The granules of a region.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Granules {
-    /// Binary logarithm of a granule's size in bytes.
-    shift: u32,
-    /// For each granule, where the home stream's timeline must have got to for everybody else to use it; 0: it has.
-    last_use: Vec<u64>,
-}
-
-impl Granules {
-    fn new(bytes: u64, granule: u64) -> Granules {
-        let shift = granule.trailing_zeros();
-        Granules { shift, last_use: vec![0; usize::try_from(bytes >> shift).unwrap_or(0)] }
-    }
-
-    /// Numbers of the granules that a range touches, given relative to the region.
-    #[inline]
-    fn touched(&self, from: u64, bytes: u64) -> Range<usize> {
-        let number = |at: u64| usize::try_from(at >> self.shift).unwrap_or(usize::MAX);
-        number(from)..number(from + bytes - 1) + 1
-    }
-}
-
-/// The last uses of a free block's granules.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct LastUses<'a> {
-    /// Of the region.
-    start: u64,
-    shift: u32,
-    /// Those of the region's granules; none where the block's own tick counts for all of it.
-    ticks: &'a [u64],
-    latest: u64,
-}
-
-impl LastUses<'_> {
-    /// Granules of the range that lie at its high end and have one last use: where the owner's timeline must have got to for
-    /// them to be done, and where the lowest of them begins.
-    pub(crate) fn highest_run(&self, range: &Range<u64>) -> (u64, u64) {
-        let number = |at: u64| usize::try_from((at - self.start) >> self.shift).unwrap_or(usize::MAX);
-        let Some(ticks) = self.ticks.get(number(range.start)..number(range.end)) else {
-            return (self.latest, range.start);
-        };
-        let mut last_uses = ticks.iter().rev().map(|&tick| tick.min(self.latest));
-        let Some(last_use) = last_uses.next() else { return (self.latest, range.start) };
-        let more = last_uses.take_while(|&other| other == last_use).count() as u64;
-        (last_use, range.end - ((more + 1) << self.shift))
-    }
-}
-
 impl Region {
     /// Whether its memory comes in granules.
     #[inline]
     pub(crate) fn is_paged(&self) -> bool {
-        !self.granules.last_use.is_empty()
+        !self.granules.is_empty()
     }
 }
 
@@ -101,26 +50,22 @@ impl Heap {
         self.remove_region_record(hole)
     }
 
-    /// Notes that the memory of a block, now given back by the home stream, is used until `after`. Blocks that had to wait
-    /// come later than others that were used for longer.
+    /// Notes that the memory of a block, now given back by the home stream, is used until `after`.
     #[inline]
     pub(crate) fn note_last_use(&mut self, id: BlockId, owner: u32, after: u64) {
         let Block { addr, size, region, .. } = self.blocks[id];
         let home = self.home;
         let region = self.region_mut(region);
         if region.is_paged() && owner == home {
-            let touched = region.granules.touched(addr - region.addr, size);
-            if let Some(ticks) = region.granules.last_use.get_mut(touched) {
-                ticks.iter_mut().for_each(|tick| *tick = after.max(*tick));
-            }
+            region.granules.note(addr - region.addr, size, after);
         }
     }
 
     /// Where the owner's timeline must have got to for each granule of a free block to be done.
     pub(crate) fn last_uses_of(&self, block: &Block) -> LastUses<'_> {
         let region = self.region(block.region);
-        let ticks = if block.owner == self.home { &region.granules.last_use[..] } else { &[] };
-        LastUses { start: region.addr, shift: region.granules.shift, ticks, latest: block.after }
+        let granules = Some(&region.granules).filter(|granules| block.owner == self.home && !granules.is_empty());
+        LastUses { start: region.addr, granules, latest: block.after }
     }
 
     /// Every hole that is not held, by address.
@@ -185,10 +130,7 @@ impl Heap {
         let (owner, after) = if state == State::Filling {
             self.hole_bytes -= size;
             let region = self.region_mut(region);
-            let touched = region.granules.touched(addr - region.addr, size);
-            if let Some(ticks) = region.granules.last_use.get_mut(touched) {
-                ticks.fill(0);
-            }
+            region.granules.forget(addr - region.addr, size);
             (self.home, 0)
         } else {
             debug_assert_eq!(state, State::Held);

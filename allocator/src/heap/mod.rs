@@ -16,6 +16,7 @@ mod block;
 mod check;
 mod holes;
 mod index;
+mod last_use;
 mod moves;
 mod resting;
 mod strays;
@@ -23,10 +24,10 @@ mod strays;
 use std::collections::{BTreeMap, BTreeSet};
 
 pub(crate) use block::{Block, BlockId, Slab, State};
-use holes::Granules;
 pub(crate) use holes::Holding;
 use index::{Bins, Exact, FreeIndex, Index};
 pub(crate) use index::{IndexKind, IndexView, Key};
+use last_use::Granules;
 use moves::{Joined, Piece, Rules, Taken};
 
 use crate::size_class::{PoolKind, SizeClasses};

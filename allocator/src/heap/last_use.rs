@@ -1,0 +1,190 @@
+//! When each granule of a region was last used.
+//!
+//! A free block knows one tick, the latest of everything that was merged into it. Whether memory may be unmapped depends on the memory's
+//! own last use, so each granule's is noted when a block in it is given back, as a tick of the home stream. A block may cover
+//! thousands of granules, and notes are made on the hot path: so ticks stand in a tree of three levels, whose nodes cover
+//! 1, 16 and 256 granules. A note raises the fewest nodes that make up its range, about 90 for 16 GiB in granules of 2 MiB, and a
+//! granule's last use is the latest of the three nodes that cover it.
+
+use std::ops::Range;
+
+/// Nodes that one of the next level covers.
+const FANOUT: usize = 16;
+const LEVELS: usize = 3;
+
+/// The granules of a region.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Granules {
+    /// Binary logarithm of a granule's size in bytes.
+    shift: u32,
+    /// For each node, where the home stream's timeline must have got to for everybody else to use all that it covers, as far as this is
+    /// known here; 0: it has. Granules come first.
+    levels: [Vec<u64>; LEVELS],
+}
+
+impl Granules {
+    /// Those of a region of so many bytes. `granule` is a power of two.
+    pub(super) fn new(bytes: u64, granule: u64) -> Granules {
+        let shift = granule.trailing_zeros();
+        let mut nodes = usize::try_from(bytes >> shift).unwrap_or(0);
+        let levels = std::array::from_fn(|_| {
+            let level = vec![0; nodes];
+            nodes = nodes.div_ceil(FANOUT);
+            level
+        });
+        Granules { shift, levels }
+    }
+
+    /// Whether there are none.
+    #[inline]
+    pub(super) fn is_empty(&self) -> bool {
+        self.levels[0].is_empty()
+    }
+
+    /// Numbers of the granules that a range touches, given relative to the region.
+    #[inline]
+    fn touched(&self, from: u64, bytes: u64) -> Range<usize> {
+        let number = |at: u64| usize::try_from(at >> self.shift).unwrap_or(usize::MAX);
+        number(from)..number(from + bytes - 1) + 1
+    }
+
+    /// Notes that a range, given relative to the region, is used until `after`.
+    #[inline]
+    pub(super) fn note(&mut self, from: u64, bytes: u64, after: u64) {
+        let touched = self.touched(from, bytes);
+        if whole_parents(&touched).is_empty() {
+            raise(&mut self.levels[0], touched, after);
+        } else {
+            self.note_many(touched, after);
+        }
+    }
+
+    #[inline(never)]
+    fn note_many(&mut self, mut range: Range<usize>, after: u64) {
+        let (top, lower) = self.levels.split_last_mut().unwrap_or_else(|| unreachable!("there are three levels"));
+        for level in lower {
+            let parents = whole_parents(&range);
+            if parents.is_empty() {
+                return raise(level, range, after);
+            }
+            raise(level, range.start..parents.start * FANOUT, after);
+            raise(level, parents.end * FANOUT..range.end, after);
+            range = parents;
+        }
+        raise(top, range, after);
+    }
+
+    /// Notes that everybody may use a range, given relative to the region.
+    pub(super) fn forget(&mut self, from: u64, bytes: u64) {
+        let touched = self.touched(from, bytes);
+        // What nodes above say of other granules, too, is said by those below instead.
+        for level in (1..LEVELS).rev() {
+            let covered = FANOUT.pow(u32::try_from(level).unwrap_or(0));
+            let (lower, upper) = self.levels.split_at_mut(level);
+            let nodes = touched.start / covered..touched.end.div_ceil(covered);
+            for (node, tick) in nodes.clone().zip(upper[0].get_mut(nodes).unwrap_or_default()) {
+                let children = &mut lower[level - 1];
+                let end = ((node + 1) * FANOUT).min(children.len());
+                raise(children, node * FANOUT..end, std::mem::take(tick));
+            }
+        }
+        self.levels[0].get_mut(touched).unwrap_or_default().fill(0);
+    }
+
+    /// The last use of a granule, by its number.
+    fn of(&self, mut number: usize) -> u64 {
+        let mut latest = 0;
+        for level in &self.levels {
+            latest = level.get(number).map_or(latest, |&tick| tick.max(latest));
+            number /= FANOUT;
+        }
+        latest
+    }
+}
+
+/// The nodes of the next level that cover nothing but nodes of a range.
+#[inline]
+fn whole_parents(range: &Range<usize>) -> Range<usize> {
+    range.start.div_ceil(FANOUT)..range.end / FANOUT
+}
+
+/// Raises ticks. Blocks that had to wait are noted later than others that were used for longer.
+#[inline]
+fn raise(level: &mut [u64], range: Range<usize>, after: u64) {
+    if let Some(ticks) = level.get_mut(range) {
+        ticks.iter_mut().for_each(|tick| *tick = after.max(*tick));
+    }
+}
+
+/// The last uses of a free block's granules.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LastUses<'a> {
+    /// Where the region starts.
+    pub(super) start: u64,
+    /// The region's; `None` where the block's own tick counts for all of it.
+    pub(super) granules: Option<&'a Granules>,
+    /// The block's own tick.
+    pub(super) latest: u64,
+}
+
+impl LastUses<'_> {
+    /// Granules of the range that lie at its high end and have one last use: where the owner's timeline must have got to for
+    /// them to be done, and where the lowest of them begins.
+    pub(crate) fn highest_run(&self, range: &Range<u64>) -> (u64, u64) {
+        let Some(granules) = self.granules else { return (self.latest, range.start) };
+        let number = |at: u64| usize::try_from((at - self.start) >> granules.shift).unwrap_or(usize::MAX);
+        let numbers = number(range.start)..number(range.end);
+        let mut last_uses = numbers.rev().map(|number| granules.of(number).min(self.latest));
+        let Some(last_use) = last_uses.next() else { return (self.latest, range.start) };
+        let more = last_uses.take_while(|&other| other == last_use).count() as u64;
+        (last_use, range.end - ((more + 1) << granules.shift))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const GRANULE: u64 = 4096;
+
+    #[test]
+    fn a_long_range_raises_few_nodes() {
+        let mut granules = Granules::new(9000 * GRANULE, GRANULE);
+        granules.note(5 * GRANULE, 8192 * GRANULE, 7);
+        let raised = granules.levels.iter().flatten().filter(|&&tick| tick == 7).count();
+        assert!(raised <= 32 + 4 * (FANOUT - 1), "{raised}");
+        assert_eq!([4, 5, 8196, 8197].map(|number| granules.of(number)), [0, 7, 7, 0]);
+    }
+
+    proptest! {
+        #[test]
+        fn behaves_like_a_tick_for_each_granule(
+            count in 1..1200usize,
+            steps in prop::collection::vec((any::<bool>(), 0..1200usize, 1..1200usize, 1..100u64), 1..40),
+        ) {
+            let mut granules = Granules::new(count as u64 * GRANULE, GRANULE);
+            let mut model = vec![0; count];
+            for (forget, from, length, after) in steps {
+                let from = from % count;
+                let range = from..(from + length).min(count);
+                // Blocks may begin and end within granules, holes do not.
+                let (start, end) = (range.start as u64 * GRANULE, range.end as u64 * GRANULE);
+                if forget {
+                    granules.forget(start, end - start);
+                    model[range].fill(0);
+                } else {
+                    granules.note(start + 512, end - start - 1024, after);
+                    model[range].iter_mut().for_each(|tick: &mut u64| *tick = after.max(*tick));
+                }
+                prop_assert_eq!((0..count).map(|number| granules.of(number)).collect::<Vec<_>>(), &model[..]);
+            }
+            let last_uses = LastUses { start: 0, granules: Some(&granules), latest: 50 };
+            let (last_use, start) = last_uses.highest_run(&(0..count as u64 * GRANULE));
+            let runs = model.iter().map(|&tick| tick.min(50)).rev();
+            prop_assert_eq!(last_use, model[count - 1].min(50));
+            prop_assert_eq!(start, (count - runs.take_while(|&tick| tick == last_use).count()) as u64 * GRANULE);
+        }
+    }
+}
