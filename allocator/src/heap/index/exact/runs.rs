@@ -24,6 +24,9 @@ pub(super) struct Runs {
     starts: Vec<Key>,
     #[expect(clippy::vec_box, reason = "runs move within the list, and a run is 1 KiB")]
     more: Vec<Box<Run>>,
+    /// Empty runs, for reuse: a bin that keeps growing and shrinking allocates no host memory.
+    #[expect(clippy::vec_box, reason = "as above")]
+    spare: Vec<Box<Run>>,
 }
 
 /// A sorted run of keys, filled up with [`Key::NONE`]; there is always one at the end.
@@ -61,7 +64,8 @@ impl Runs {
             run.insert(key);
             return;
         }
-        let upper = run.split();
+        let mut upper = self.spare.pop().unwrap_or_default();
+        run.split(&mut upper);
         let next = at.map_or(0, |at| at + 1);
         self.starts.insert(next, upper.keys[0]);
         self.more.insert(next, upper);
@@ -74,7 +78,8 @@ impl Runs {
             None => {
                 self.first.remove(key);
                 if self.first.len == 0 && !self.more.is_empty() {
-                    self.first = *self.drop_run(0);
+                    std::mem::swap(&mut self.first, &mut self.more[0]);
+                    self.drop_run(0);
                 }
             }
             Some(at) => {
@@ -102,10 +107,13 @@ impl Runs {
         runs.flat_map(|run| run.keys.iter().take(run.len).copied())
     }
 
+    /// Takes an empty run out of the list.
     #[cold]
-    fn drop_run(&mut self, at: usize) -> Box<Run> {
+    fn drop_run(&mut self, at: usize) {
         self.starts.remove(at);
-        self.more.remove(at)
+        let run = self.more.remove(at);
+        debug_assert_eq!((run.len, run.keys[0]), (0, Key::NONE));
+        self.spare.push(run);
     }
 }
 
@@ -160,15 +168,13 @@ impl Run {
         self.len -= 1;
     }
 
-    /// Moves the upper half to a run of its own.
+    /// Moves the upper half to another run, which is empty.
     #[cold]
-    fn split(&mut self) -> Box<Run> {
+    fn split(&mut self, upper: &mut Run) {
         let half = self.len / 2;
-        let mut upper = Box::<Run>::default();
         upper.keys[..self.len - half].copy_from_slice(&self.keys[half..self.len]);
         upper.len = self.len - half;
         self.keys[half..].fill(Key::NONE);
         self.len = half;
-        upper
     }
 }
