@@ -1,7 +1,7 @@
 //! Whether a program comes back to where it was.
 //!
 //! A program that repeats its steps exactly asks for the same number of bytes while the same number of bytes is in use, again and again;
-//! one whose sizes vary hardly ever does. So the *points* of the program at which memory had to move are remembered, as those two numbers.
+//! one whose sizes vary does so only in parts. So the *points* of the program at which memory had to move are remembered, as those two numbers.
 //! Asked and written only when memory has to move, under all locks; a bounded number is kept, the oldest go first.
 
 use std::collections::VecDeque;
