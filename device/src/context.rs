@@ -85,7 +85,7 @@ impl Context {
         })
     }
 
-    /// A stream identity that was never given out before on this device (invariant T4).
+    /// A number that no timeline of this device has (invariant T4).
     pub(crate) fn next_stream_id(&self) -> u32 {
         self.next_stream.fetch_add(1, Ordering::Relaxed)
     }

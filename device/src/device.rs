@@ -18,7 +18,7 @@ use crate::driver::{
 use crate::error::Result;
 use crate::event::Event;
 use crate::stream::{ExternalStream, Stream};
-use crate::timeline::{Kind, Timeline};
+use crate::timeline::{Kind, Retired, Timeline};
 
 /// One device. Cloning gives another handle of the same device.
 ///
@@ -39,6 +39,8 @@ struct Inner {
     default_stream: Stream,
     /// The per-thread default stream of each thread that asked for it and still runs.
     per_thread: Mutex<HashMap<ThreadId, Stream>>,
+    /// Timelines of streams that were destroyed.
+    retired: Arc<Retired>,
 }
 
 /// Events and waits that timelines cost so far; user events are not among them.
@@ -56,8 +58,8 @@ impl Device {
     pub fn new(driver: Arc<dyn Driver>) -> Device {
         let context = Context::new(driver);
         let legacy = Timeline::new(context.clone(), RawStream::LEGACY, Kind::Legacy, None);
-        let default_stream = Stream::new(context.clone(), legacy, false);
-        Device(Arc::new(Inner { context, default_stream, per_thread: Mutex::default() }))
+        let default_stream = Stream::new(context.clone(), legacy, None);
+        Device(Arc::new(Inner { context, default_stream, per_thread: Mutex::default(), retired: Arc::default() }))
     }
 
     /// Facts that never change.
@@ -109,7 +111,7 @@ impl Device {
         let new = || {
             forget_at_exit(Arc::downgrade(&self.0));
             let timeline = Timeline::new(self.0.context.clone(), RawStream::PER_THREAD, Kind::Blocking, Some(thread));
-            Stream::new(self.0.context.clone(), timeline, false)
+            Stream::new(self.0.context.clone(), timeline, None)
         };
         streams.entry(thread).or_insert_with(new).clone()
     }
@@ -130,7 +132,9 @@ impl Device {
         let context = &self.0.context;
         let raw = context.driver.create_stream(flags)?;
         let kind = if flags.non_blocking { Kind::NonBlocking } else { Kind::Blocking };
-        Ok(Stream::new(context.clone(), Timeline::new(context.clone(), raw, kind, None), true))
+        let new = || Timeline::new(context.clone(), raw, kind, None);
+        let timeline = self.0.retired.reopen(raw, kind).unwrap_or_else(new);
+        Ok(Stream::new(context.clone(), timeline, Some(&self.0.retired)))
     }
 
     /// Takes part in the ordering of a stream that somebody else owns.
@@ -145,7 +149,7 @@ impl Device {
         // SAFETY: passed on to the caller.
         unsafe { context.driver.adopt_stream(raw) };
         let timeline = Timeline::new(context.clone(), raw, Kind::of_unknown(raw), owner);
-        ExternalStream::new(Stream::new(context.clone(), timeline, false))
+        ExternalStream::new(Stream::new(context.clone(), timeline, None))
     }
 
     /// A new event; `timing` makes [`Event::elapsed_ms`] possible.

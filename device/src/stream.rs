@@ -1,6 +1,6 @@
 //! Streams as people use them.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crate::capture::{AnnouncedCapture, Capture};
 use crate::context::Context;
@@ -10,7 +10,7 @@ use crate::driver::{DevicePtr, Driver, DriverKind, HostPtr, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::event::Event;
 use crate::launch::{Access, Launch};
-use crate::timeline::{Tick, Timeline};
+use crate::timeline::{Retired, Tick, Timeline};
 
 /// A queue of work on one device. Cloning gives another handle of the same stream.
 ///
@@ -36,11 +36,13 @@ pub struct Stream(Arc<Inner>);
 struct Inner {
     timeline: Arc<Timeline>,
     context: Arc<Context>,
-    owned: bool,
+    /// For a stream that is destroyed with its last handle: where its timeline goes then.
+    owned: Option<Weak<Retired>>,
 }
 
 impl Stream {
-    pub(crate) fn new(context: Arc<Context>, timeline: Arc<Timeline>, owned: bool) -> Stream {
+    pub(crate) fn new(context: Arc<Context>, timeline: Arc<Timeline>, owned: Option<&Arc<Retired>>) -> Stream {
+        let owned = owned.map(Arc::downgrade);
         Stream(Arc::new(Inner { timeline, context, owned }))
     }
 
@@ -50,7 +52,8 @@ impl Stream {
         &self.0.timeline
     }
 
-    /// Our own number of the stream: dense per device, never reused.
+    /// Our own number of the stream, dense per device. A stream that is created after another one was destroyed, and whose work
+    /// is done, may have that one's number.
     #[inline]
     pub fn id(&self) -> u32 {
         self.0.timeline.id()
@@ -321,15 +324,16 @@ impl Stream {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if !self.owned {
-            return;
-        }
+        let Some(retired) = &self.owned else { return };
         // The last event keeps every tick of the stream answerable after its handle is gone (T4).
-        if let Err(error) = self.timeline.close(true) {
-            tracing::debug!(%error, "a stream's last event could not be recorded");
-        }
+        let closed = self.timeline.close(true);
         if let Err(error) = self.context.driver.destroy_stream(self.timeline.raw()) {
             tracing::warn!(%error, "a stream could not be destroyed");
+        }
+        match (closed, retired.upgrade()) {
+            (Ok(()), Some(retired)) => retired.keep(self.timeline.clone()),
+            (Ok(()), None) => {}
+            (Err(error), _) => tracing::debug!(%error, "a stream's last event could not be recorded"),
         }
     }
 }

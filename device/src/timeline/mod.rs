@@ -8,13 +8,14 @@
 //! Invariants (numbered as in ARCHITECTURE.md):
 //! * **T1** The counter is raised *before* the event is recorded, and the event covers the ticks below the raised value,
 //!   no more. A tick that still shows the old count was taken before the raise, so its work was enqueued before the
-//!   record. The last event of a destroyed stream covers all ticks: no work comes after it.
+//!   record. The last event of a destroyed stream covers the ticks taken after it, too: no work comes after it.
 //! * **T2** An event keeps a copy of its stream's clock at recording; a waiter merges that copy, never the stream's present
 //!   clock, and only after the driver's wait succeeded. A failed record or wait changes no clock. A waiter on another device
 //!   notes what the event covers, and no more: clocks tell of one device.
 //! * **T3** Ticks are numbers, never events. Events are recycled only when complete; query, wait and recycling happen under
 //!   the timeline's own lock, or while a reference keeps the event alive.
-//! * **T4** A stream's identity is our own number on its device, never the driver's handle. A per-thread stream's handle means
+//! * **T4** A stream's identity is our own number on its device, never the driver's handle. A number stands for one stream after
+//!   another: a destroyed stream's goes to a new one once all its work is known to be done, and its ticks count on. A per-thread stream's handle means
 //!   another stream on every thread, so only its owner makes driver calls with it; its ticks are covered by an event on the
 //!   legacy stream when another thread needs them.
 //! * **T5** While a stream captures, or is part of a capture that it joined, nothing is recorded on it or waited for by it
@@ -26,6 +27,7 @@
 
 mod clock;
 mod peers;
+mod retired;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 mod tick;
@@ -44,14 +46,16 @@ use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard};
 use peers::Peers;
+pub(crate) use retired::Retired;
 
 /// The order of events on one stream: which ticks are done, and how to order work after them.
 ///
-/// A timeline outlives its stream: ticks of a destroyed stream stay meaningful.
+/// A timeline outlives its stream: ticks of a destroyed stream stay meaningful, and later streams go on with it.
 #[derive(Debug)]
 pub struct Timeline {
     id: u32,
-    raw: RawStream,
+    /// The driver's handle of the stream that it serves now.
+    raw: AtomicU64,
     kind: Kind,
     /// The only thread that can use the stream, for a per-thread default stream.
     owner: Option<ThreadId>,
@@ -119,7 +123,7 @@ impl Timeline {
     pub(crate) fn new(context: Arc<Context>, raw: RawStream, kind: Kind, owner: Option<ThreadId>) -> Arc<Timeline> {
         Arc::new(Timeline {
             id: context.next_stream_id(),
-            raw,
+            raw: AtomicU64::new(raw.0),
             kind,
             owner,
             count: AtomicU64::new(0),
@@ -129,7 +133,8 @@ impl Timeline {
         })
     }
 
-    /// Our own number of the stream: dense per device, never reused.
+    /// Our own number of the stream, dense per device. A stream may have that of one that was destroyed: then all work of
+    /// that one was known to be done, and ticks count on.
     #[inline]
     pub fn id(&self) -> u32 {
         self.id
@@ -137,14 +142,15 @@ impl Timeline {
 
     /// The driver's handle of the stream. Not an identity: drivers reuse handles.
     pub fn raw(&self) -> RawStream {
-        self.raw
+        // Whoever has a stream got it from whoever created it, after this was set.
+        RawStream(self.raw.load(Ordering::Relaxed))
     }
 
     /// The handle for a driver call made by this thread: not for another thread's per-thread default stream, whose handle
     /// would mean this thread's one (T4).
     #[inline]
     pub(crate) fn usable(&self, operation: Operation) -> Result<RawStream> {
-        if self.is_foreign() { Err(foreign_error(operation)) } else { Ok(self.raw) }
+        if self.is_foreign() { Err(foreign_error(operation)) } else { Ok(self.raw()) }
     }
 
     #[inline]
@@ -345,9 +351,24 @@ impl Timeline {
         state.closed = true;
         last?;
         if destroyed && let Some(last) = state.events.back_mut() {
-            last.covers = u64::MAX;
+            // They show the count that it has now, and it is not raised any more.
+            last.covers += 1;
         }
         Ok(())
+    }
+
+    /// Serves a new stream from now on, if all work of the one before, which was destroyed, is done. Ticks count on, so that
+    /// those of the one before stay done, and those of the new stream are not.
+    fn reopen(&self, raw: RawStream) -> Result<bool> {
+        let mut state = self.state.lock();
+        self.poll(&mut state)?;
+        if !state.closed || !self.is_known_done(self.now()) {
+            return Ok(false);
+        }
+        self.count.fetch_add(1, Ordering::AcqRel);
+        self.raw.store(raw.0, Ordering::Relaxed);
+        *state = State::default();
+        Ok(true)
     }
 
     /// Whether the stream is known to be part of a capture. No driver call.
@@ -371,7 +392,7 @@ impl Timeline {
         {
             return Ok(());
         }
-        match self.context.driver.capture_status(self.raw)? {
+        match self.context.driver.capture_status(self.raw())? {
             CaptureStatus::None => Ok(()),
             _ => Err(capture_error(
                 Operation::CaptureStatus,
@@ -452,7 +473,7 @@ impl Timeline {
             ));
         }
         self.refuse_unannounced(state)?;
-        let on = if self.is_foreign() { RawStream::LEGACY } else { self.raw };
+        let on = if self.is_foreign() { RawStream::LEGACY } else { self.raw() };
         self.spare_captures(on, Operation::Record)?;
         let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
         let event = self.context.record(on)?;

@@ -1,6 +1,6 @@
 //! T1 to T4 with one thread: what is paid, when events are recycled, and whose ticks are whose.
 
-use aquifer_device::{Device, ErrorKind, Operation};
+use aquifer_device::{Device, ErrorKind, Operation, StreamFlags};
 use aquifer_tests::Subject;
 
 use super::common::{Bench, LONG, kind};
@@ -261,18 +261,36 @@ fn t3_steady_use_needs_a_bounded_number_of_events() {
 #[test]
 fn t3_an_event_that_is_not_complete_is_destroyed_at_a_later_call() {
     let bench = Bench::new();
+    let two = bench.stream();
+    // When a thread is gone, so is the timeline of its default stream, if nobody keeps a tick.
+    let in_thread = || {
+        let one = bench.device.per_thread_stream();
+        bench.stall(&one);
+        bench.fill(&one);
+        one.tick().cover().unwrap();
+    };
+    std::thread::scope(|scope| scope.spawn(in_thread).join().unwrap());
+    assert_eq!(bench.calls(Operation::DestroyEvent), 0, "the pending event goes without a call");
+    two.tick().cover().unwrap();
+    assert_eq!(bench.calls(Operation::DestroyEvent), 1);
+}
+
+#[test]
+fn t3_events_of_a_destroyed_stream_are_used_again() {
+    let bench = Bench::new();
     let (one, two) = (bench.stream(), bench.stream());
     bench.stall(&one);
     bench.fill(&one);
     one.tick().cover().unwrap();
     let calls = bench.device.driver_calls();
     drop(one);
-    // The last event of the stream, and its destruction; the pending events go without a call.
     let spent = bench.device.driver_calls().since(&calls);
-    assert_eq!(spent.of(Operation::DestroyEvent), 0);
-    assert_eq!((spent.of(Operation::Record), spent.of(Operation::DestroyStream)), (1, 1));
+    assert_eq!((spent.of(Operation::Record), spent.of(Operation::DestroyStream)), (1, 1), "its last event");
+    bench.pass();
+    let _new = bench.stream();
+    let calls = bench.device.driver_calls();
     two.tick().cover().unwrap();
-    assert_eq!(bench.calls(Operation::DestroyEvent), 2);
+    assert_eq!(bench.device.driver_calls().since(&calls).of(Operation::CreateEvent), 0);
 }
 
 #[test]
@@ -323,6 +341,7 @@ fn t4_the_handle_reused_before_the_old_ticks_are_asked() {
     let bench = Bench::new();
     let old = {
         let one = bench.stream();
+        bench.subject.stall(&one, LONG / 4).unwrap();
         bench.fill(&one);
         one.tick()
     };
@@ -336,6 +355,63 @@ fn t4_the_handle_reused_before_the_old_ticks_are_asked() {
     assert!(!pending.is_done().unwrap());
     let raced = !bench.subject.violations().is_empty();
     assert!(raced || !Subject::has_race_detector(), "the fills are not ordered, and the test relies on nothing");
+}
+
+#[test]
+fn t4_a_number_goes_to_a_new_stream_once_all_its_work_is_done() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    two.wait_for(&one.tick()).unwrap();
+    bench.fill(&one);
+    let (id, before) = (one.id(), one.tick());
+    let timeline = one.timeline().clone();
+    drop(one);
+    let after = timeline.now();
+    bench.pass();
+    let new = bench.stream();
+    assert_eq!(new.id(), id);
+    assert!(timeline.is_open() && before.is_done().unwrap() && timeline.is_known_done(after));
+    bench.stall(&new);
+    bench.fill(&new);
+    let pending = new.tick();
+    assert!(!two.is_ordered_after(&pending), "what it waited for is the work of the stream before");
+    pending.cover().unwrap();
+    assert!(!pending.is_done().unwrap(), "ticks count on");
+    two.wait_for(&pending).unwrap();
+    bench.fill(&two);
+    bench.assert_no_race();
+}
+
+#[test]
+fn t4_numbers_of_streams_that_come_and_go_stay_small() {
+    let bench = Bench::new();
+    let keep = bench.stream();
+    for _ in 0..100 {
+        let flags = [false, true].map(|non_blocking| StreamFlags { non_blocking, priority: 0 });
+        let streams = flags.map(|flags| bench.device.create_stream_with(flags).unwrap());
+        for stream in &streams {
+            stream.wait_for(&keep.tick()).unwrap();
+            bench.fill(stream);
+            keep.wait_for(&stream.tick()).unwrap();
+            bench.fill(&keep);
+        }
+        assert!(streams.iter().all(|stream| stream.id() <= keep.id() + 2), "{streams:?}");
+        drop(streams);
+        bench.pass();
+    }
+    bench.assert_no_race();
+}
+
+#[test]
+fn t4_a_number_without_a_last_event_is_not_given_out_again() {
+    let bench = Bench::new();
+    let one = bench.stream();
+    bench.fill(&one);
+    let id = one.id();
+    bench.fail_next(Operation::Record);
+    drop(one);
+    bench.pass();
+    assert_ne!(bench.stream().id(), id);
 }
 
 #[test]
