@@ -8,6 +8,8 @@ use aquifer_device::{DevicePtr, Stream};
 use crate::arena::Arena;
 use crate::error::AllocError;
 use crate::heap::BlockId;
+use crate::shell::special;
+use crate::sync::atomic::Ordering;
 
 /// A live block of device memory. Dropping it gives the memory back, on any thread, without a driver call and without
 /// waiting for the device.
@@ -34,6 +36,11 @@ impl Allocation {
 
     pub(crate) fn zero(arena: &'static Arena) -> Allocation {
         Allocation::new((arena, BlockId::NONE), arena.slot, DevicePtr(0), 0)
+    }
+
+    /// Whether its memory may be away because the allocator sleeps.
+    pub(crate) fn is_asleep(&self) -> bool {
+        self.arena.shell.special().load(Ordering::Relaxed) & special::ASLEEP != 0
     }
 
     /// Its first address; null for zero bytes.

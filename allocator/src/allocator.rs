@@ -7,6 +7,7 @@ use aquifer_device::{Device, DevicePtr, ErrorKind, Stream};
 
 use crate::allocation::Allocation;
 use crate::arena::Arena;
+use crate::capture::refuse_capture;
 use crate::config::{Backing, Config, CrossStream, TagSource};
 use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
@@ -15,7 +16,7 @@ use crate::history::History;
 use crate::hooks::{Hooks, ReclaimRequest, Registration};
 use crate::oom::OomReport;
 use crate::paged::{Gate, Paged, probe, record_milestone};
-use crate::shell::{Shell, special};
+use crate::shell::{Shell, close_buried, special};
 use crate::size_class::{MIN_BLOCK, REQUEST_LIMIT, SizeClasses};
 use crate::stats::Hot;
 use crate::tags::Tag;
@@ -44,6 +45,9 @@ const ALIGNMENT_MAX: u64 = 2 << 20;
 /// assert_eq!(allocator.reserved_bytes(), 100 << 20);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// When the last handle is dropped, memory that nobody holds goes back to the device, which is waited for. Memory of buffers that
+/// outlive it goes back when an allocator is made or dropped later, or with [`Device::settle`]: dropping a buffer makes no driver call.
 #[derive(Clone, Debug)]
 pub struct Allocator(Arc<Inner>);
 
@@ -75,6 +79,7 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         self.shell.close();
+        close_buried();
     }
 }
 
@@ -125,7 +130,8 @@ impl Allocator {
     ///
     /// # Errors
     /// [`AllocError::OutOfMemory`] with a report when everything was tried; [`AllocError::TooLarge`] from 2^60 bytes on;
-    /// a stream of another device; a failing driver.
+    /// a stream of another device, or one that captures, unless the thread is routed to a private pool
+    /// ([`Allocator::capture`]); a failing driver.
     #[inline]
     pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         // What the short way finds comes back in two registers, and the handle is put together where the caller wants it:
@@ -147,7 +153,7 @@ impl Allocator {
     fn take_cached(&self, arena: &'static Arena, bytes: u64, stream: &Stream) -> (BlockId, u64) {
         let inner = &*self.0;
         let special = inner.shell.special().load(Ordering::Relaxed) != 0;
-        if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() || special {
+        if bytes == 0 || bytes >= REQUEST_LIMIT || stream.timeline().serves() != inner.device.id() || special {
             return (BlockId::NONE, 0);
         }
         let Some(mut arena) = arena.enter() else { return (BlockId::NONE, 0) };
@@ -181,6 +187,7 @@ impl Allocator {
         let inner = &*self.0;
         let shell = inner.shell;
         let granted = if shell.special().load(Ordering::Relaxed) == 0 {
+            refuse_capture(stream)?;
             let pool = inner.classes.pool(size) as u16;
             let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
             let granted = if searched { None } else { shell.enter(stream).take_own(&request) };
@@ -222,6 +229,9 @@ impl Allocator {
         let routed = special & special::ROUTED != 0;
         let private =
             if routed { shell.core().pools.routed().map(|private| private.numbers[kind as usize]) } else { None };
+        if private.is_none() {
+            refuse_capture(stream)?;
+        }
         let request = Request { requested: bytes, size, pool: private.unwrap_or(kind as u16), slot: stream.id(), tag };
         let mut arena = shell.enter(stream);
         let granted = if special & special::NO_CACHE != 0 { None } else { arena.take_own(&request) };

@@ -4,7 +4,7 @@
 //! from a private pool, whose memory nobody else is given and which keeps it as long as the pool is open: release the pool
 //! after its graphs.
 
-use aquifer_device::{AnnouncedCapture, DriverKind, Stream};
+use aquifer_device::{AnnouncedCapture, Code, DeviceError, DriverKind, Operation, Stream};
 
 use crate::allocator::Allocator;
 use crate::error::AllocError;
@@ -17,6 +17,19 @@ pub struct CaptureRoute {
     // The capture is over before the thread allocates from other pools.
     _announced: Option<AnnouncedCapture>,
     _route: PoolRoute,
+}
+
+/// Refuses to serve a capturing stream from the default pools: what is given back there goes to others, and the graph uses it
+/// whenever it is launched.
+pub(crate) fn refuse_capture(stream: &Stream) -> Result<(), AllocError> {
+    if !stream.is_capturing() {
+        return Ok(());
+    }
+    let error = DeviceError::new(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED).with_detail(
+        "memory for a stream that captures must come from a private pool, which keeps it for the graph: hold \
+         `Allocator::capture(&stream, &pool)` on this thread while you allocate",
+    );
+    Err(error.into())
 }
 
 impl Allocator {

@@ -18,7 +18,7 @@
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 
-use aquifer_device::{DevicePtr, Stream};
+use aquifer_device::{Device, DevicePtr, Stream};
 use crossbeam::queue::SegQueue;
 use crossbeam::utils::CachePadded;
 
@@ -87,8 +87,8 @@ mod lists {
     /// Shells between two lives.
     pub(super) static IDLE: Mutex<Vec<&'static Shell>> = Mutex::new(Vec::new());
 
-    /// Devices whose last handle was dropped where no driver call may be made. They are closed when the next allocator is
-    /// made.
+    /// Devices whose memory was given up where no driver call may be made. They are closed when the last handle of an allocator is
+    /// dropped, theirs or another one, or when the next allocator is made.
     pub(super) static BURIED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 }
 
@@ -111,9 +111,7 @@ use lists::{BURIED, IDLE};
 impl Shell {
     /// A shell around `core`.
     pub(crate) fn open(core: Core, history: History, special: u32) -> &'static Shell {
-        // Taken out first: closing a device calls its driver, which must not happen under a lock.
-        let buried = std::mem::take(&mut *BURIED.lock());
-        drop(buried);
+        close_buried();
         let idle = IDLE.lock().pop();
         let shell = idle.unwrap_or_else(|| Box::leak(Box::default()));
         shell.counters.clear();
@@ -274,6 +272,13 @@ impl Shell {
         drop(history);
         bury(core, desks);
     }
+}
+
+/// Gives the memory of buried devices back to their drivers, and closes those that nobody else has a handle of.
+pub(crate) fn close_buried() {
+    // Taken out first: this calls drivers, which must not happen under a lock.
+    let buried = std::mem::take(&mut *BURIED.lock());
+    buried.iter().for_each(Device::settle);
 }
 
 /// Hands every segment to the device, to be freed when somebody next talks to it, and lets the device go. It stays open until

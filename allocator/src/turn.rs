@@ -50,7 +50,7 @@ impl<'a> Turn<'a> {
     /// Memory may be listed several times.
     ///
     /// # Errors
-    /// When memory belongs to another device than the stream; those of the driver; when the stream captures and is not ordered
+    /// When memory belongs to another device than the stream; [`AllocError::Asleep`] while its allocator sleeps; those of the driver; when the stream captures and is not ordered
     /// already. No work is noted then.
     pub fn take(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<Turn<'a>, AllocError> {
         let mut wanted: Vec<_> =
@@ -60,6 +60,9 @@ impl<'a> Turn<'a> {
         wanted.dedup_by_key(|(storage, _)| std::ptr::from_ref(*storage));
         if wanted.iter().any(|(storage, _)| storage.device_id() != stream.device_id()) {
             return Err(AllocError::WrongDevice { what: "buffer" });
+        }
+        if wanted.iter().any(|(storage, _)| storage.allocation().is_asleep()) {
+            return Err(AllocError::Asleep);
         }
         let mut turn = Turn { stream, held: Vec::new() };
         let mut held = lock_unclaimed(&wanted);

@@ -149,6 +149,8 @@ impl Whole {
     pub(crate) fn open_arena(&mut self, stream: &Stream) {
         let slot = self.core.slot(stream);
         let Err(at) = self.arenas.binary_search_by_key(&slot, |guard| guard.arena.slot) else { return };
+        // Searches look at every owner in every arena: what is left of earlier ones must not add up as streams come and go.
+        self.arenas.iter_mut().for_each(|arena| arena.heap.forget_idle_owners());
         let shell = self.shell;
         let arena = shell.arenas.get_or_insert(slot, || Box::leak(Box::new(Arena::new(shell, slot))));
         // Nobody waits for another lock while holding this one: before it is open, nobody works in it.

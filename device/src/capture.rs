@@ -133,7 +133,8 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// Enqueues the graph's work on a stream.
+    /// Enqueues the graph's work on a stream. What orders it with other streams' work on the same buffers is a turn with them around
+    /// this call (`aquifer_allocator::Turn`).
     ///
     /// # Errors
     /// When the stream belongs to another device, and those of the driver.

@@ -301,6 +301,10 @@ impl Stream {
 
     /// Starts capturing the stream's work into a graph.
     ///
+    /// What the graph uses must stay there as long as it may be launched, and nobody sees it do so. An allocator gives memory to a
+    /// capturing stream from a private pool alone (`Allocator::capture`), and a launch needs a turn with the buffers that the graph
+    /// uses (`Turn`).
+    ///
     /// # Errors
     /// Those of the driver.
     pub fn begin_capture(&self) -> Result<Capture> {

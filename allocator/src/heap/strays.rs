@@ -3,6 +3,7 @@
 //! They come from memory that one stream borrowed from another. Once a stray is done for everybody it goes home and merges with
 //! its neighbours there.
 
+use super::index::IndexView;
 use super::{BlockId, Heap, SplitChange, State, signed};
 
 impl Heap {
@@ -31,6 +32,14 @@ impl Heap {
     /// Free blocks that are away from home.
     pub(crate) fn strays(&self) -> impl ExactSizeIterator<Item = BlockId> + '_ {
         self.strays.iter().copied()
+    }
+
+    /// Lets the indexes go of owners that have no block here any more.
+    pub(crate) fn forget_idle_owners(&mut self) {
+        let Heap { pools, blocks, .. } = self;
+        for pool in pools {
+            pool.away.retain(|_, index| IndexView::new(index, blocks).iter().next().is_some());
+        }
     }
 
     #[inline]

@@ -31,7 +31,7 @@ const RECUR_SHARE: u64 = 64;
 /// this share more than was in use at the peak.
 const UNSETTLED_SPACING: u64 = 1024;
 const UNSETTLED_ADVANCE: u64 = 1024;
-const UNSETTLED_SHARE: u64 = 32;
+const UNSETTLED_SHARE: u64 = 36;
 
 /// What a plan has to heed.
 #[derive(Clone, Copy, Debug)]

@@ -43,7 +43,7 @@ use crate::capture::Scope;
 use crate::context::{Context, PooledEvent};
 use crate::driver::{CaptureStatus, Driver, DriverKind, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
-use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard};
 use peers::Peers;
 pub(crate) use retired::Retired;
@@ -64,11 +64,16 @@ pub struct Timeline {
     /// Ticks below this are known to be done on the host.
     done: AtomicU64,
     context: Arc<Context>,
+    /// What [`Timeline::serves`] tells.
+    serves: AtomicU32,
     state: Mutex<State>,
 }
 
 /// Events of a stream, not known complete, from which on it is asked whether they are.
 const EVENTS_KEPT: usize = 64;
+
+/// The identity of no device: there are never so many in a process.
+const NO_DEVICE: u32 = u32::MAX;
 
 /// How a stream and the legacy default stream affect each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,6 +133,7 @@ impl Timeline {
             owner,
             count: AtomicU64::new(0),
             done: AtomicU64::new(0),
+            serves: AtomicU32::new(context.device_id),
             context,
             state: Mutex::default(),
         })
@@ -162,6 +168,13 @@ impl Timeline {
     #[inline]
     pub fn device_id(&self) -> u32 {
         self.context.device_id
+    }
+
+    /// Identity of the device, or a number that no device has while the stream captures: so that whoever must tell both asks
+    /// once.
+    #[inline]
+    pub fn serves(&self) -> u32 {
+        self.serves.load(Ordering::Acquire)
     }
 
     /// The `n` of a tick taken now. No driver call, no lock.
@@ -425,6 +438,7 @@ impl Timeline {
 
     fn enter(&self, state: &mut State, scope: &Arc<Scope>) {
         state.capture = Some(scope.clone());
+        self.serves.store(NO_DEVICE, Ordering::Release);
         self.context.captures.fetch_add(1, Ordering::AcqRel);
         if self.kind == Kind::Blocking {
             self.context.blocking_captures.fetch_add(1, Ordering::AcqRel);
@@ -436,6 +450,7 @@ impl Timeline {
         let mut state = self.state.lock();
         let ended = state.capture.take_if(|current| Arc::ptr_eq(current, scope)).is_some();
         if ended {
+            self.serves.store(self.context.device_id, Ordering::Release);
             self.context.captures.fetch_sub(1, Ordering::AcqRel);
         }
         if ended && self.kind == Kind::Blocking {

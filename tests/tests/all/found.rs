@@ -68,6 +68,91 @@ fn a_closed_pool_serves_nobody_even_if_a_route_is_left() {
 }
 
 #[test]
+fn a_capture_gets_no_memory_that_others_get_next() {
+    for backing in ["backing:paged", "backing:segments"] {
+        let bench = Bench::new(64 * MIB, backing);
+        // There is some at hand, and without a capture it would be handed out.
+        drop(bench.allocator.alloc(MIB, &bench.stream).unwrap());
+        let capture = bench.stream.begin_capture().unwrap();
+        for bytes in [MIB, 4 * MIB] {
+            let refused = bench.allocator.alloc(bytes, &bench.stream).unwrap_err();
+            assert!(refused.to_string().contains("Allocator::capture"), "{refused}");
+        }
+        let beside = bench.allocator.alloc(MIB, &bench.side).unwrap();
+        let pool = bench.allocator.create_pool(PoolOptions::default());
+        let route = bench.allocator.capture(&bench.stream, &pool).unwrap();
+        let scratch = bench.allocator.alloc(MIB, &bench.stream).unwrap();
+        write_on(&bench.stream, scratch.ptr(), scratch.bytes());
+        drop((scratch, route));
+        let graph = capture.end().unwrap();
+        let next = bench.allocator.alloc(MIB, &bench.stream).unwrap();
+        write_on(&bench.side, beside.ptr(), beside.bytes());
+        write_on(&bench.stream, next.ptr(), next.bytes());
+        graph.launch(&bench.stream).unwrap();
+        bench.stream.synchronize().unwrap();
+        drop((graph, pool, beside, next));
+        bench.assert_returned();
+    }
+}
+
+#[test]
+fn an_allocator_that_is_dropped_leaves_nothing_on_the_device() {
+    for backing in ["backing:paged", "backing:segments"] {
+        let subject = Subject::open(&SimConfig::new(GIB));
+        let device = subject.device();
+        let free = || device.memory_info().unwrap().free;
+        let before = free();
+        let allocator = Allocator::new(&device, Config::parse(backing).unwrap()).unwrap();
+        let stream = device.create_stream().unwrap();
+        let [one, two] = [(); 2].map(|()| allocator.alloc(30 * MIB, &stream).unwrap());
+        subject.stall(&stream, Duration::from_millis(5)).unwrap();
+        write_on(&stream, one.ptr(), one.bytes());
+        drop((one, two));
+        assert!(free() <= before - 60 * MIB);
+        drop(allocator);
+        assert_eq!(free(), before, "{backing}");
+        // Dropping a buffer makes no driver call, whatever it outlives.
+        let allocator = Allocator::new(&device, Config::parse(backing).unwrap()).unwrap();
+        let outlives = allocator.alloc(30 * MIB, &stream).unwrap();
+        drop(allocator);
+        let calls = device.driver_calls().total();
+        drop(outlives);
+        assert_eq!(device.driver_calls().total(), calls);
+        assert!(free() < before);
+        device.settle();
+        assert_eq!(free(), before, "{backing}");
+        assert!(subject.violations().is_empty());
+    }
+}
+
+#[test]
+fn streams_that_come_and_go_take_over_what_others_left() {
+    for backing in ["backing:paged", "backing:segments"] {
+        let bench = Bench::new(64 * MIB, backing);
+        let keep = bench.allocator.alloc(MIB, &bench.stream).unwrap();
+        let mut reserved = Vec::new();
+        for round in 0..60 {
+            let stream = bench.device.create_stream().unwrap();
+            assert!(stream.id() < 16, "numbers grow with streams that are gone: {}", stream.id());
+            bench.driver.stall(&stream, Duration::from_micros(round * 7 % 50)).unwrap();
+            let (small, large) = (5000, (round % 3 + 1) * MIB);
+            let blocks = [small, large].map(|bytes| bench.allocator.alloc(bytes, &stream).unwrap());
+            blocks.iter().for_each(|block| write_on(&stream, block.ptr(), block.bytes()));
+            // Another stream uses one, and outlives the work.
+            blocks[0].record_stream(&bench.side).unwrap();
+            bench.side.wait_for(&stream.tick()).unwrap();
+            write_on(&bench.side, blocks[0].ptr(), blocks[0].bytes());
+            drop((blocks, stream));
+            bench.driver.advance(Duration::from_micros(round * 13 % 60));
+            reserved.push(bench.allocator.reserved_bytes());
+        }
+        assert_eq!(reserved[30], reserved[59], "{backing}: {reserved:?}");
+        drop(keep);
+        bench.assert_returned();
+    }
+}
+
+#[test]
 fn nobody_makes_another_threads_own_stream_wait() {
     let bench = Bench::new(64 * MIB, "");
     let theirs = std::thread::scope(|scope| scope.spawn(|| bench.device.per_thread_stream()).join().unwrap());

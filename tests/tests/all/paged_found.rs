@@ -140,8 +140,8 @@ fn what_an_allocator_left_breaks_no_capture() {
     let bench = Bench::new(GIB, "");
     let before = Allocator::new(&bench.device, Config::default()).unwrap();
     drop(before.alloc(8 * MIB, &bench.side).unwrap());
-    drop(before);
     let capture = bench.stream.begin_capture().unwrap();
+    drop(before);
     drop(bench.allocator.alloc(8 * MIB, &bench.side).unwrap());
     drop(capture.end().unwrap());
     bench.assert_returned();

@@ -3,9 +3,11 @@
 use std::sync::Arc;
 use std::thread;
 
-use aquifer_allocator::{AllocError, Allocation, Allocator, Config, Contents, Growable, PoolOptions};
+use aquifer_allocator::{
+    AllocError, Allocation, Allocator, Config, Contents, DeviceBuffer, Growable, PoolOptions, Turn,
+};
 use aquifer_device::sim::Fault;
-use aquifer_device::{Code, Device, DevicePtr, ErrorKind, HandleKind, Operation, Stream};
+use aquifer_device::{AccessKind, Code, Device, DevicePtr, ErrorKind, HandleKind, Operation, Stream};
 use aquifer_tests::{MIB, Subject};
 
 const CAPACITY: u64 = 256 * MIB;
@@ -325,4 +327,21 @@ fn threads_meanwhile_are_served_or_told() {
         });
     });
     setup.assert_usable_and_returned();
+}
+
+#[test]
+fn nobody_gets_a_turn_with_memory_that_is_away() {
+    let setup = setup();
+    let buffer: DeviceBuffer<u8> = setup.allocator.alloc_buffer(1000, &setup.stream).unwrap();
+    setup.stream.fill(buffer.ptr(), 5, 1000).unwrap();
+    setup.allocator.sleep(Contents::SaveToHost).unwrap();
+    let turn = |kind| Turn::take(&setup.stream, &[(buffer.storage(), kind)]).map(drop);
+    for kind in [AccessKind::Read, AccessKind::Write] {
+        assert!(matches!(turn(kind), Err(AllocError::Asleep)));
+    }
+    setup.allocator.wake().unwrap();
+    turn(AccessKind::Read).unwrap();
+    assert_eq!(setup.byte(buffer.ptr()), 5);
+    setup.assert_contents();
+    assert!(setup.driver.violations().is_empty());
 }
