@@ -79,6 +79,7 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         self.shell.close();
+        self.device.settle();
         close_buried();
     }
 }

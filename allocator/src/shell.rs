@@ -18,7 +18,7 @@
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 
-use aquifer_device::{Device, DevicePtr, Stream};
+use aquifer_device::{DevicePtr, Stream};
 use crossbeam::queue::SegQueue;
 use crossbeam::utils::CachePadded;
 
@@ -274,11 +274,12 @@ impl Shell {
     }
 }
 
-/// Gives the memory of buried devices back to their drivers, and closes those that nobody else has a handle of.
+/// Closes the buried devices that nobody else has a handle of. Those of others stay as they are: whoever uses one gives back what
+/// was given up there when it next needs memory, and would miss what another thread is just giving back.
 pub(crate) fn close_buried() {
     // Taken out first: this calls drivers, which must not happen under a lock.
     let buried = std::mem::take(&mut *BURIED.lock());
-    buried.iter().for_each(Device::settle);
+    drop(buried);
 }
 
 /// Hands every segment to the device, to be freed when somebody next talks to it, and lets the device go. It stays open until

@@ -41,6 +41,8 @@ const ORDER_SPACING: u64 = 32;
 const ORDER_ADVANCE: u64 = 8;
 /// How often a request is planned anew, at most; others may take what it waited for.
 pub(crate) const ROUNDS: u32 = 64;
+/// Live blocks spread over addresses: those of a full device that never settles took more than four times as many as it had memory.
+const ADDRESSES_FOR_MEMORY: u64 = 64;
 
 /// What is still allowed for a request.
 #[derive(Clone, Copy, Debug)]
@@ -229,9 +231,10 @@ impl Allocator {
         }
     }
 
-    /// Reserves addresses for the request's pool. There are four times as many as the device has memory. The first reservation
-    /// has room for all memory; each takes a smaller share of what is left, so that the hundredth stream or pool that holds on
-    /// to one still leaves an eighth of all memory's worth. Small requests take less, as does everybody where that is refused.
+    /// Reserves addresses for the request's pool. At most [`ADDRESSES_FOR_MEMORY`] times as many are taken as the device has memory. The
+    /// first reservation has room for all memory; each takes a smaller share of what is left, so that after a hundred streams or pools
+    /// that hold on to one there is one for a seventh of all memory. Small requests take less, as does everybody where that is
+    /// refused.
     fn reserve_addresses(&self, request: &Request) -> Result<bool, AllocError> {
         let held = self
             .shell()
@@ -240,10 +243,10 @@ impl Allocator {
             .as_ref()
             .map(|paged| (paged.granule, paged.reservations(), paged.address_bytes()));
         let Some((granule, count, held)) = held else { return Ok(false) };
-        let left = self.device().info().total_bytes.saturating_mul(4).saturating_sub(held);
+        let left = self.device().info().total_bytes.saturating_mul(ADDRESSES_FOR_MEMORY).saturating_sub(held);
         let least = request.size.next_multiple_of(granule) + granule;
         let smaller = if request.size <= crate::size_class::SMALL_SIZE { 16 } else { 1 };
-        let mut bytes = (left / (4 + count) / smaller).next_multiple_of(granule).max(least);
+        let mut bytes = (left / (ADDRESSES_FOR_MEMORY + count) / smaller).next_multiple_of(granule).max(least);
         let mut gave_back = false;
         self.device().settle();
         loop {

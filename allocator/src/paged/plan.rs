@@ -112,7 +112,7 @@ impl Whole {
             let (donors, awaited) = (Donors::default(), BTreeMap::new());
             return Some(Draft { window, point, donors, spares, buy: need, rather_bought: true, ahead: 0, awaited });
         }
-        let reach = self.reach(&window);
+        let reach = self.reach(&window, request.pool);
         // What moves ahead of need serves the next requests of its kind. At most half of what could move does.
         let wanted = if need > 0 { need + 2 * reach } else { 0 };
         let mut donors = self.donors(wanted, Some(&window), self.may_donate());
@@ -141,11 +141,15 @@ impl Whole {
             || often && within(UNSETTLED_SHARE)
     }
 
-    /// Granules that may be put behind a window, ahead of need.
-    fn reach(&self, window: &Window) -> u64 {
+    /// Granules that may be put behind a window of a pool, ahead of need. Not more than a small pool has: the next large request would
+    /// take them back.
+    fn reach(&self, window: &Window, pool: u16) -> u64 {
         let (Some(paged), Some(room_end)) = (&self.paged, window.room) else { return 0 };
         let room = (room_end - window.end.next_multiple_of(paged.granule)) / paged.granule;
-        ((self.reserved / AHEAD_SHARE).min(AHEAD_MAX) / paged.granule).min(room)
+        let ahead = (self.reserved / AHEAD_SHARE).min(AHEAD_MAX);
+        let kind = kind_of(pool);
+        let most = if kind == PoolKind::Small { paged.mapped_bytes[kind as usize] } else { u64::MAX };
+        (ahead.min(most) / paged.granule).min(room)
     }
 
     /// Makes a draft a plan: holds everything that takes part.
@@ -158,7 +162,7 @@ impl Whole {
             return Planned::Short { missing, not_done, refusal };
         }
         let more = draft.buy > 0 && terms.ahead && !draft.rather_bought;
-        let bought_ahead = if more { self.bought_ahead(&draft, buyable) } else { 0 };
+        let bought_ahead = if more { self.bought_ahead(&draft, request.pool, buyable) } else { 0 };
         let Draft { window, point, donors, spares, buy, ahead, .. } = draft;
         if buy > 0 || !donors.chosen.is_empty() {
             self.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(point));
@@ -185,8 +189,8 @@ impl Whole {
     }
 
     /// Granules to take from the device beyond the need.
-    fn bought_ahead(&self, draft: &Draft, buyable: u64) -> u64 {
-        let ahead = self.reach(&draft.window).saturating_sub(draft.buy);
+    fn bought_ahead(&self, draft: &Draft, pool: u16, buyable: u64) -> u64 {
+        let ahead = self.reach(&draft.window, pool).saturating_sub(draft.buy);
         if draft.buy + ahead <= buyable { ahead } else { 0 }
     }
 

@@ -23,8 +23,11 @@ pub(super) const GRANULARITY: u64 = 2 << 20;
 const PLAIN_BASE: u64 = 0x7000_0000_0000;
 /// First address of reservations of device 0.
 const RESERVED_BASE: u64 = 0x4_0000_0000_0000;
-/// Length of either zone: above four times the largest capacity, and the zones of one device fit below the next one's.
+/// Length of either zone: above the largest capacity, and the zones of one device fit below the next one's.
 const ZONE_BYTES: u64 = 1 << 49;
+/// Addresses can be reserved for so many times the memory of the device, at most a zone. Real devices have hundreds of TiB of them: a
+/// bound that programs can reach shows whether they give addresses back.
+const ADDRESSES_FOR_MEMORY: u64 = 64;
 /// Distance between the zones of two devices.
 const DEVICE_SHIFT: u32 = 51;
 
@@ -109,7 +112,7 @@ impl AddressSpace {
             ordinal,
             plain: Zone::new(PLAIN_BASE + device),
             reserved: Zone::new(RESERVED_BASE + device),
-            reservable: capacity.next_multiple_of(GRANULARITY) * 4,
+            reservable: capacity.next_multiple_of(GRANULARITY).saturating_mul(ADDRESSES_FOR_MEMORY).min(ZONE_BYTES),
             allocations: BTreeMap::new(),
             mappings: Mappings::new(),
             gone: IntervalMap::default(),

@@ -22,7 +22,8 @@ pub const CAPACITY_BYTES_MAX: u64 = 1 << 46;
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SimConfig {
-    /// Memory of the device in bytes, 1 to [`CAPACITY_BYTES_MAX`]. All of it can be allocated.
+    /// Memory of the device in bytes, 1 to [`CAPACITY_BYTES_MAX`]. All of it can be allocated. Addresses can be reserved for 64 times as
+    /// much, or for 512 TiB if that is less.
     pub capacity_bytes: u64,
     /// The card whose speed the device has.
     pub preset: Preset,

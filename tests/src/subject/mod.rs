@@ -150,11 +150,11 @@ impl Subject {
         assert!(found.is_empty(), "the race detector found: {}", found.join("\n"));
     }
 
-    /// Panics unless all of the device's addresses can be reserved: four times its memory.
+    /// Panics unless all of the device's addresses can be reserved: 64 times its memory.
     pub fn assert_no_reservation(&self) {
         let info = self.driver.info();
         let Some(granularity) = info.granularity_bytes else { return };
-        let bytes = 4 * info.total_bytes.next_multiple_of(granularity);
+        let bytes = 64 * info.total_bytes.next_multiple_of(granularity);
         let ptr = self.driver.reserve(bytes).unwrap_or_else(|error| panic!("addresses are missing: {error}"));
         self.driver.unreserve(ptr, bytes).unwrap_or_else(|error| panic!("{error}"));
     }
