@@ -135,11 +135,11 @@ fn mapping_calls_do_not_wait_for_work() {
 #[test]
 fn addresses_are_finite_and_their_exhaustion_is_its_own_error() {
     let driver = device(0);
-    let all = driver.reserve(4 << 30).unwrap();
+    let all = driver.reserve(64 << 30).unwrap();
     let error = driver.reserve(GRANULE).unwrap_err();
     assert_eq!((error.code, error.kind), (Code::OUT_OF_MEMORY, ErrorKind::OutOfAddresses));
     assert!(!error.is_out_of_memory());
-    driver.unreserve(all, 4 << 30).unwrap();
+    driver.unreserve(all, 64 << 30).unwrap();
     assert_eq!(driver.reserve(GRANULE).unwrap(), all);
     assert_eq!(code(driver.reserve(1)), Code::INVALID_VALUE);
     assert_eq!(driver.reserve(u64::MAX - GRANULE + 1).unwrap_err().kind, ErrorKind::OutOfAddresses);
