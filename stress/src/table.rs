@@ -30,8 +30,11 @@ pub fn table(headings: &[&str], texts: usize) -> Table {
 /// What a table shows where there is no number.
 pub const NOTHING: &str = "-";
 
-/// Columns that the frame takes beside each column, and once more at the end.
-const FRAME: usize = 3;
+/// Columns beside what a cell says, which count as its own.
+const PADDING: usize = 2;
+
+/// Columns that a column takes besides what its cells say; the frame takes one more at the end.
+const FRAME: usize = PADDING + 1;
 
 /// What stands before the lines of a stacked row.
 const INDENT: &str = "  ";
@@ -88,7 +91,7 @@ impl Table {
             table.add_row(row);
         }
         for ((column, least), is_text) in table.column_iter_mut().zip(least).zip(&self.texts) {
-            let least = u16::try_from(*least).unwrap_or(u16::MAX);
+            let least = u16::try_from(least + PADDING).unwrap_or(u16::MAX);
             column.set_constraint(ColumnConstraint::LowerBoundary(Width::Fixed(least)));
             if !is_text {
                 column.set_cell_alignment(CellAlignment::Right);
