@@ -8,9 +8,9 @@
 //!
 //! # Kernels of one's own
 //!
-//! A kernel that is not here is PTX text that the driver compiles, a [`aquifer_device::Launch`] that says what it touches, and a
-//! [`aquifer_allocator::Turn`] with that memory, so that it comes after what other streams did there, and they after it. What simulated devices
-//! run in its place is a closure.
+//! A kernel that is not here is PTX text that the driver compiles, a [`aquifer_device::Launch`] that says what it
+//! touches, and a [`aquifer_allocator::Turn`] with that memory, so that it comes after what other streams did there,
+//! and they after it. What simulated devices run in its place is a closure.
 //!
 //! ```
 //! use std::sync::Arc;

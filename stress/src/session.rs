@@ -30,7 +30,8 @@ pub struct Session {
     output: Mutex<()>,
 }
 
-/// How the allocator's warning of options without effect begins, which a session tells itself, with the text that the user gave.
+/// How the allocator's warning of options without effect begins, which a session tells itself, with the text that the
+/// user gave.
 const IGNORED_OPTIONS: &str = "options without effect";
 
 /// A simulated device that lags.
@@ -215,8 +216,8 @@ impl Session {
         }
     }
 
-    /// An allocator. What its making warns of, such as a device that cannot map memory, is told once a session; options without effect were
-    /// told when it started.
+    /// An allocator. What its making warns of, such as a device that cannot map memory, is told once a session; options
+    /// without effect were told when it started.
     ///
     /// # Errors
     /// Those of the allocator.

@@ -1,7 +1,8 @@
 //! Tables for people.
 //!
-//! A table is as wide as its terminal at most. Where it would have to break a word or a number for that, its rows are stacked instead: a
-//! block for each, its name and then what its columns say. Without a terminal a table is as wide as it likes.
+//! A table is as wide as its terminal at most. Where it would have to break a word or a number for that, its rows are
+//! stacked instead: a block for each, its name and then what its columns say. Without a terminal a table is as wide as
+//! it likes.
 
 use std::fmt;
 

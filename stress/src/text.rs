@@ -1,6 +1,7 @@
 //! Text for people.
 
-/// Columns that the text takes in a terminal: one a character, which holds for all that is printed here but what users bring in.
+/// Columns that the text takes in a terminal: one a character, which holds for all that is printed here but what users
+/// bring in.
 pub fn columns(text: &str) -> usize {
     text.chars().count()
 }

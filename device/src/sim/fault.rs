@@ -10,8 +10,9 @@ use crate::error::{Code, ErrorKind, Operation};
 
 /// A fault to inject.
 ///
-/// Calls are counted from the moment the fault is added (for faults of a [`super::SimConfig`], from the start). They are added to a
-/// [`super::SimConfig`] in code ([`super::SimConfig::fault`]) or as text ([`super::SimConfig::parse`]), or to a device that is in use:
+/// Calls are counted from the moment the fault is added (for faults of a [`super::SimConfig`], from the start). They
+/// are added to a [`super::SimConfig`] in code ([`super::SimConfig::fault`]) or as text ([`super::SimConfig::parse`]),
+/// or to a device that is in use:
 ///
 /// ```
 /// use aquifer_device::sim::{Fault, SimConfig, SimDriver};

@@ -11,7 +11,8 @@ use crate::content::Filled;
 use crate::exit::Failure;
 use crate::session::Session;
 
-/// What must be free on a device: with less, granules, segments and what spilling needs leave no room for what the ways do.
+/// What must be free on a device: with less, granules, segments and what spilling needs leave no room for what the ways
+/// do.
 const ROOM_MIN: u64 = 32 << 20;
 
 /// An allocator on a device of its own, and blocks with known content.

@@ -101,8 +101,8 @@ impl Checkpoint {
     /// Loads tensors to a place, and waits on the host until they are there, as a set in the order of the files. All or nothing.
     ///
     /// # Errors
-    /// Tensors of dtypes that are not known here, files that cannot be read, or whose length changed since they were opened
-    /// ([`CheckpointFault::Changed`]), when memory runs out, and those of the driver.
+    /// Tensors of dtypes that are not known here, files that cannot be read, or whose length changed since they were
+    /// opened ([`CheckpointFault::Changed`]), when memory runs out, and those of the driver.
     pub fn load_blocking(&self, place: impl Into<Place>, mut how: Load<'_>) -> Result<ParamSet, TransferError> {
         let place = place.into();
         self.check_unchanged()?;

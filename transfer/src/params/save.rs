@@ -16,9 +16,10 @@ use crate::tensor::{Place, Tensor};
 impl ParamSet {
     /// Writes all tensors to a safetensors file, in row-major order, and waits on the host for those on devices.
     ///
-    /// A file is written beside its place, and then takes it, so that there is never half of one. Where `path` is a symbolic link, this
-    /// happens to what it leads to, and the link stays. What is no regular file, such as a pipe or a device, is written straight into: there a
-    /// failure may leave a part, and a pipe is waited for until somebody reads it.
+    /// A file is written beside its place, and then takes it, so that there is never half of one. Where `path` is a
+    /// symbolic link, this happens to what it leads to, and the link stays. What is no regular file, such as a pipe or
+    /// a device, is written straight into: there a failure may leave a part, and a pipe is waited for until somebody
+    /// reads it.
     ///
     /// # Errors
     /// [`TransferError::File`] where the file cannot be written or is a directory, and as [`Tensor::to`].
@@ -57,11 +58,8 @@ impl ParamSet {
             file.write_all(host.host_bytes()?).map_err(failed)?;
         }
         let file = file.into_inner().map_err(|error| failed(error.into_error()))?;
-        match file.metadata().map_err(failed)?.is_file() {
-            true => file.sync_all().map_err(failed),
-            // Pipes and most devices refuse it.
-            false => Ok(()),
-        }
+        // Pipes and most devices refuse it.
+        if file.metadata().map_err(failed)?.is_file() { file.sync_all().map_err(failed) } else { Ok(()) }
     }
 }
 
@@ -139,7 +137,8 @@ fn file_dtype(dtype: DType) -> Result<&'static str, TransferError> {
     })
 }
 
-#[cfg(all(test, unix))]
+#[cfg(unix)]
+#[cfg(test)]
 mod tests {
     use std::io::Read;
     use std::os::unix::fs::{FileTypeExt, symlink};
