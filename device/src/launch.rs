@@ -63,6 +63,10 @@ pub trait KernelMemory {
 pub type HostKernel = Arc<dyn Fn(&mut dyn KernelMemory, &[KernelArg]) -> Result<()> + Send + Sync>;
 
 /// One kernel launch: how it is named, shaped and fed, what it touches, and what it computes.
+///
+/// It is enqueued by [`crate::Stream::launch`], which orders nothing but the stream. The documentation of the crate
+/// `aquifer-kernels` has a kernel of one's own from its PTX text to its result, ordered after what other streams do
+/// with the same memory.
 #[derive(Clone)]
 pub struct Launch {
     /// Name of the kernel, as in its module.

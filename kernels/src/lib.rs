@@ -6,6 +6,96 @@
 //! which simulated devices run and against which the device code is tested. Device code is CUDA C (`cuda/`), compiled to PTX that is
 //! part of the crate ([`Module`]): building needs no CUDA.
 //!
+//! # Kernels of one's own
+//!
+//! A kernel that is not here is PTX text that the driver compiles, a [`aquifer_device::Launch`] that says what it
+//! touches, and a [`aquifer_allocator::Turn`] with that memory, so that it comes after what other streams did there,
+//! and they after it. What simulated devices run in its place is a closure.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
+//! use aquifer_device::sim::{SimConfig, SimDriver};
+//! use aquifer_device::{Access, AccessKind, Device, HostKernel, KernelArg, Launch};
+//! use aquifer_kernels::Kernels;
+//!
+//! const TWICE: &str = "
+//!     .version 7.0
+//!     .target sm_70
+//!     .address_size 64
+//!     .visible .entry twice(.param .u64 x, .param .u32 n)
+//!     {
+//!         .reg .pred %done;
+//!         .reg .b32 %r<5>;
+//!         .reg .b64 %rd<2>;
+//!         .reg .f32 %f;
+//!         mov.u32 %r0, %ctaid.x;
+//!         mov.u32 %r1, %ntid.x;
+//!         mov.u32 %r2, %tid.x;
+//!         mad.lo.u32 %r3, %r0, %r1, %r2;
+//!         ld.param.u32 %r4, [n];
+//!         setp.ge.u32 %done, %r3, %r4;
+//!         @%done ret;
+//!         ld.param.u64 %rd0, [x];
+//!         cvta.to.global.u64 %rd0, %rd0;
+//!         mad.wide.u32 %rd1, %r3, 4, %rd0;
+//!         ld.global.f32 %f, [%rd1];
+//!         add.f32 %f, %f, %f;
+//!         st.global.f32 [%rd1], %f;
+//!         ret;
+//!     }";
+//!
+//! let device = Device::new(SimDriver::new(SimConfig::default()));
+//! let allocator = Allocator::new(&device, Config::default())?;
+//! let (kernels, one, two) = (Kernels::load(&device)?, device.create_stream()?, device.create_stream()?);
+//! let len = 1000u32;
+//! let mut x: DeviceBuffer<f32> = allocator.alloc_buffer(len.into(), &one)?;
+//! kernels.fill(&one, &mut x, 1.5f32)?;
+//!
+//! let module = device.driver().load_module(TWICE)?;
+//! let on_host: HostKernel = Arc::new(|memory, args| {
+//!     if let &[KernelArg::Ptr(x), KernelArg::U32(n)] = args {
+//!         let mut floats = vec![0; 4 * n as usize];
+//!         memory.read(x, &mut floats)?;
+//!         for float in floats.as_chunks_mut::<4>().0 {
+//!             *float = (2.0 * f32::from_ne_bytes(*float)).to_ne_bytes();
+//!         }
+//!         memory.write(x, &floats)?;
+//!     }
+//!     Ok(())
+//! });
+//! let launch = Launch {
+//!     name: "twice",
+//!     module: Some(module),
+//!     grid: [len.div_ceil(256), 1, 1],
+//!     block: [256, 1, 1],
+//!     shared_bytes: 0,
+//!     args: vec![KernelArg::Ptr(x.ptr()), KernelArg::U32(len)],
+//!     accesses: vec![Access { ptr: x.ptr(), bytes: x.bytes(), kind: AccessKind::Write }],
+//!     host: Some(on_host),
+//!     operations: len.into(),
+//!     busy_ns: 0,
+//! };
+//! {
+//!     // On another stream than the fill: the turn orders it.
+//!     let _turn = Turn::take(&two, &[(x.storage(), AccessKind::Write)])?;
+//!     // SAFETY: the kernel reads and writes `len` floats at `x`, as declared, which the buffer holds.
+//!     unsafe { two.launch(&launch)? };
+//! }
+//! let mut first = [0; 4];
+//! {
+//!     let _turn = Turn::take(&one, &[(x.storage(), AccessKind::Read)])?;
+//!     one.download_blocking(&mut first, x.ptr())?;
+//! }
+//! assert_eq!(f32::from_ne_bytes(first), 3.0);
+//! assert!(device.driver().take_violation().is_none());
+//! device.unload_later(module); // once its kernels are done
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # How the crate is made
+//!
 //! Files of operations hold the declaration, the host implementation and the method, top-down.
 #![deny(unsafe_code)]
 

@@ -117,7 +117,8 @@ JSON keys, per program and config:
   peak_allocated_bytes      the same after rounding
   peak_reserved_bytes       the most that was held from the device
   reserved_over_requested   the ratio of these peaks
-  ns_per_op                 time per event: median of the passes after the first; of the first if it is the only one
+  ns_per_op                 time per event: median of the passes after the first; of the first if it is the only one;
+                            null, as the next one, if the program has no events
   first_pass_ns_per_op      time per event of the first pass, which takes the memory from the device
   driver_calls              calls of the driver by name, without setting up
   driver_allocs             allocations during which the driver was asked to allocate, create, map or make accessible
@@ -133,7 +134,7 @@ JSON keys, per program and config:
   events_recorded, stream_waits   what ordering streams after each other cost
   hazards                   pieces of work that the simulated device found unordered, and memory taken away before the
                             device was done with it; 0 unless there is a bug
-  yardstick_ns_per_op       with --yardstick only
+  yardstick_ns_per_op       with --yardstick only, and if there are events
   pool_ns_per_op, pool_peak_reserved_bytes, pool_ooms
                             with --driver-pool only: time per event, the most that the pool held from the device, and what
                             it refused in the last pass

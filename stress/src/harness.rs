@@ -108,23 +108,25 @@ impl<'a, S: Subject> Player<'a, S> {
 pub struct Times(Vec<f64>);
 
 impl Times {
-    /// Adds a pass of `operations` operations.
+    /// Adds a pass of `operations` operations. One without any has no time an operation, and is left out.
     #[expect(clippy::cast_precision_loss, reason = "counts are far below 2^52, and a rounded one would do")]
     pub fn add(&mut self, elapsed: Duration, operations: u64) {
-        self.0.push(elapsed.as_nanos() as f64 / operations.max(1) as f64);
+        if operations > 0 {
+            self.0.push(elapsed.as_nanos() as f64 / operations as f64);
+        }
     }
 
-    /// The first pass; 0 if there was none.
-    pub fn first(&self) -> f64 {
-        self.0.first().copied().unwrap_or(0.0)
+    /// The first pass; `None` if there was none.
+    pub fn first(&self) -> Option<f64> {
+        self.0.first().copied()
     }
 
     /// The median of the passes after the first; the first if it is the only one.
-    pub fn later(&self) -> f64 {
-        if self.0.len() > 1 { median(&self.0[1..]) } else { self.first() }
+    pub fn later(&self) -> Option<f64> {
+        if self.0.len() > 1 { Some(median(&self.0[1..])) } else { self.first() }
     }
 
-    /// The median of all passes.
+    /// The median of all passes; 0 if there was none.
     pub fn median(&self) -> f64 {
         median(&self.0)
     }

@@ -25,9 +25,12 @@ pub mod stage;
 pub mod subject;
 pub mod table;
 pub mod text;
+mod warnings;
 pub mod ways;
 pub mod workload;
 pub mod yardstick;
+
+use std::io::Write;
 
 use cli::{Cli, Command, DemoArgs};
 use exit::{Failure, Outcome};
@@ -35,8 +38,20 @@ use session::Session;
 
 /// Runs the program and tells how it ended. Failures are written to standard error.
 pub fn run(cli: &Cli) -> Outcome {
-    warn_on_stderr();
-    match dispatch(cli) {
+    warnings::on_stderr();
+    told(dispatch(cli))
+}
+
+/// Writes what the command line was answered instead of a run: help, the version, or what is wrong with it.
+pub fn answer(answer: &clap::Error) -> Outcome {
+    let written = answer.print().and_then(|()| std::io::stdout().flush());
+    let outcome = if answer.use_stderr() { Outcome::Usage } else { Outcome::Done };
+    told(written.map(|()| outcome).map_err(Failure::from))
+}
+
+/// How it ended, after a failure was told on standard error.
+fn told(ended: Result<Outcome, Failure>) -> Outcome {
+    match ended {
         Ok(outcome) => outcome,
         Err(Failure::OutputClosed) => Outcome::Done,
         Err(failure) => {
@@ -61,16 +76,4 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(Command::Transfer(args)) => commands::transfer::run(&session, args),
         Some(Command::Demo(args)) => commands::demo::run(&session, args),
     }
-}
-
-/// Sends the libraries' warnings to standard error.
-fn warn_on_stderr() {
-    let subscriber = tracing_subscriber::fmt()
-        .with_writer(std::io::stderr)
-        .with_max_level(tracing::Level::WARN)
-        .with_target(false)
-        .without_time()
-        .finish();
-    // Set already only where the library is used by another program, which then has its own.
-    let _ = tracing::subscriber::set_global_default(subscriber);
 }

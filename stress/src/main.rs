@@ -7,5 +7,8 @@ use clap::Parser;
 use aquifer_stress::cli::Cli;
 
 fn main() -> ExitCode {
-    aquifer_stress::run(&Cli::parse()).into()
+    match Cli::try_parse() {
+        Ok(cli) => aquifer_stress::run(&cli).into(),
+        Err(answer) => aquifer_stress::answer(&answer).into(),
+    }
 }

@@ -10,6 +10,7 @@ use aquifer_allocator::snapshot::{BlockState, Segment};
 use aquifer_allocator::{Allocator, Bytes};
 
 use crate::exit::Failure;
+use crate::table::terminal_columns;
 
 /// What memory is used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,7 +60,7 @@ impl Style {
     /// also used where the locale says that characters are not UTF-8; where it says nothing, UTF-8 is assumed.
     pub fn of_stdout(ascii: bool) -> Style {
         let terminal = std::io::stdout().is_terminal();
-        let columns = comfy_table::Table::new().width().filter(|_| terminal).map_or(80, usize::from);
+        let columns = terminal_columns().unwrap_or(80);
         let set = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let locale = ["LC_ALL", "LC_CTYPE", "LANG"].into_iter().find_map(set);
         let is_utf8 = |locale: String| locale.to_lowercase().replace('-', "").contains("utf8");

@@ -15,6 +15,7 @@ use serde::Serialize;
 
 use crate::cli::{ConfigArg, DeviceArg, Global};
 use crate::exit::Failure;
+use crate::warnings::Told;
 
 /// What every command works with.
 #[derive(Debug)]
@@ -24,9 +25,14 @@ pub struct Session {
     configs_given: bool,
     seed: u64,
     json: bool,
+    told: Told,
     /// Held while a progress bar is drawn over or a row is written, so that lines never mix.
     output: Mutex<()>,
 }
+
+/// How the allocator's warning of options without effect begins, which a session tells itself, with the text that the
+/// user gave.
+const IGNORED_OPTIONS: &str = "options without effect";
 
 /// A simulated device that lags.
 #[derive(Debug)]
@@ -68,6 +74,7 @@ impl Session {
             configs_given: !global.configs.is_empty(),
             seed: global.seed,
             json: global.json,
+            told: Told::default(),
             output: Mutex::default(),
         };
         session.announce(reason.as_deref())?;
@@ -209,13 +216,19 @@ impl Session {
         }
     }
 
-    /// An allocator. Options without effect were reported when the session started and are not reported again.
+    /// An allocator. What its making warns of, such as a device that cannot map memory, is told once a session; options
+    /// without effect were told when it started.
     ///
     /// # Errors
     /// Those of the allocator.
     pub fn allocator(&self, device: &Device, config: &ConfigArg) -> Result<Allocator, Failure> {
-        let quiet = tracing::subscriber::NoSubscriber::default();
-        Ok(tracing::subscriber::with_default(quiet, || Allocator::new(device, config.config.clone()))?)
+        let make = || Allocator::new(device, config.config.clone());
+        let tell = |line: &str| {
+            if !line.starts_with(IGNORED_OPTIONS) {
+                self.message(format_args!("warning: {line}"));
+            }
+        };
+        Ok(self.told.once(make, tell)?)
     }
 
     /// The seed of generated workloads.

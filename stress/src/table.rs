@@ -1,14 +1,209 @@
 //! Tables for people.
+//!
+//! A table is as wide as its terminal at most. Where it would have to break a word or a number for that, its rows are
+//! stacked instead: a block for each, its name and then what its columns say. Without a terminal a table is as wide as
+//! it likes.
 
-use comfy_table::{Cell, CellAlignment, ContentArrangement, Table, presets};
+use std::fmt;
+
+use comfy_table::{Cell, CellAlignment, ColumnConstraint, ContentArrangement, Width, presets};
+
+use crate::text::{columns, wrap};
+
+/// Rows under headings. The first column names the row.
+#[derive(Debug, Clone)]
+pub struct Table {
+    headings: Vec<String>,
+    /// Which columns hold text, whose words may stand on several lines.
+    texts: Vec<bool>,
+    rows: Vec<Vec<String>>,
+}
 
 /// A table whose first `texts` columns are text and whose others are numbers.
 pub fn table(headings: &[&str], texts: usize) -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic);
-    table.set_header(headings.iter().map(Cell::new));
-    for column in table.column_iter_mut().skip(texts) {
-        column.set_cell_alignment(CellAlignment::Right);
+    Table {
+        headings: headings.iter().map(|&heading| heading.to_owned()).collect(),
+        texts: (0..headings.len()).map(|column| column < texts).collect(),
+        rows: Vec::new(),
     }
-    table
+}
+
+/// What a table shows where there is no number.
+pub const NOTHING: &str = "-";
+
+/// Columns beside what a cell says, which count as its own.
+const PADDING: usize = 2;
+
+/// Columns that a column takes besides what its cells say; the frame takes one more at the end.
+const FRAME: usize = PADDING + 1;
+
+/// What stands before the lines of a stacked row.
+const INDENT: &str = "  ";
+
+impl Table {
+    /// The same, with text in the last column.
+    #[must_use]
+    pub fn ending_in_text(mut self) -> Table {
+        if let Some(last) = self.texts.last_mut() {
+            *last = true;
+        }
+        self
+    }
+
+    /// Adds a row.
+    pub fn add_row(&mut self, cells: impl IntoIterator<Item = String>) {
+        self.rows.push(cells.into_iter().collect());
+    }
+
+    /// Whether there are no rows.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// The table for a terminal of so many columns, or for none.
+    fn render(&self, width: Option<usize>) -> String {
+        let least: Vec<usize> = (0..self.headings.len()).map(|column| self.least(column)).collect();
+        let needed = least.iter().map(|columns| columns + FRAME).sum::<usize>() + 1;
+        match width {
+            Some(width) if width < needed => self.stacked(width),
+            _ => self.framed(width, &least),
+        }
+    }
+
+    /// Columns that this column needs to break no word and no number. Words of headings may stand below each other.
+    fn least(&self, column: usize) -> usize {
+        let longest_word = |text: &str| text.split_whitespace().map(columns).max().unwrap_or(0);
+        let cells = self.rows.iter().filter_map(|row| row.get(column));
+        let whole = |cell: &String| if self.texts[column] { longest_word(cell) } else { columns(cell) };
+        cells.map(whole).chain([longest_word(&self.headings[column])]).max().unwrap_or(0)
+    }
+
+    fn framed(&self, width: Option<usize>, least: &[usize]) -> String {
+        let mut table = comfy_table::Table::new();
+        table
+            .load_style(presets::UTF8_FULL_CONDENSED)
+            .set_content_arrangement(ContentArrangement::Dynamic)
+            .force_no_tty();
+        if let Some(width) = width {
+            table.set_width(u16::try_from(width).unwrap_or(u16::MAX));
+        }
+        table.set_header(self.headings.iter().map(Cell::new));
+        for row in &self.rows {
+            table.add_row(row);
+        }
+        for ((column, least), is_text) in table.column_iter_mut().zip(least).zip(&self.texts) {
+            let least = u16::try_from(least + PADDING).unwrap_or(u16::MAX);
+            column.set_constraint(ColumnConstraint::LowerBoundary(Width::Fixed(least)));
+            if !is_text {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
+        }
+        table.to_string()
+    }
+
+    fn stacked(&self, width: usize) -> String {
+        self.rows.iter().map(|row| self.block(row, width)).collect::<Vec<_>>().join("\n")
+    }
+
+    /// A row's name, and below it `heading value` for each cell that is not empty.
+    fn block(&self, row: &[String], width: usize) -> String {
+        let room = width.saturating_sub(INDENT.len());
+        let told = self.headings.iter().zip(row).skip(1).filter(|(_, cell)| !cell.is_empty());
+        let mut pairs: Vec<String> = told.map(|(heading, cell)| format!("{heading} {cell},")).collect();
+        if let Some(last) = pairs.last_mut() {
+            last.pop();
+        }
+        let mut lines: Vec<String> = Vec::new();
+        for pair in pairs {
+            match lines.last_mut() {
+                Some(line) if columns(line) + 1 + columns(&pair) <= room => *line += &format!(" {pair}"),
+                _ => lines.push(pair),
+            }
+        }
+        let mut block = row.first().cloned().unwrap_or_default();
+        // Only a pair that is wider than all there is breaks here, between its words.
+        for line in lines.iter().flat_map(|line| wrap(line, room).lines().map(str::to_owned).collect::<Vec<_>>()) {
+            block += &format!("\n{INDENT}{line}");
+        }
+        block
+    }
+}
+
+/// As wide as the terminal that standard output is, if it is one.
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.render(terminal_columns()))
+    }
+}
+
+/// Columns of the terminal that standard output is; `None` if it is none, or does not tell.
+pub fn terminal_columns() -> Option<usize> {
+    comfy_table::Table::new().width().map(usize::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEADINGS: [&str; 8] =
+        ["trace", "config", "requested", "reserved", "driver calls", "worst µs", "large number", "verdict"];
+
+    fn sample() -> Table {
+        let mut table = table(&HEADINGS, 2).ending_in_text();
+        for (name, config) in [("gpt2_fp32.trace.gz", ""), ("a/b/unet.trace", "backing:segments,cross_stream:off")] {
+            let cells = ["12.34 GiB", "12.56 GiB", "123456", "1234.5", "12345678901234", "one large piece is left"];
+            table.add_row([name, config].into_iter().chain(cells).map(str::to_owned));
+        }
+        table
+    }
+
+    /// Every word and every number stands somewhere unbroken.
+    fn is_whole(text: &str) {
+        for word in ["gpt2_fp32.trace.gz", "a/b/unet.trace", "backing:segments,cross_stream:off", "123456", "1234.5"] {
+            assert!(text.contains(word), "{word}:\n{text}");
+        }
+        for number in ["12.34 GiB", "12.56 GiB", "12345678901234"] {
+            assert_eq!(text.matches(number).count(), 2, "{number}:\n{text}");
+        }
+        for word in ["requested", "reserved", "driver", "calls", "large", "number", "verdict", "piece"] {
+            assert!(text.contains(word), "{word}:\n{text}");
+        }
+    }
+
+    fn widest(text: &str) -> usize {
+        text.lines().map(columns).max().unwrap_or(0)
+    }
+
+    #[test]
+    fn nothing_is_broken_at_any_width() {
+        let table = sample();
+        for width in 35..=220 {
+            let text = table.render(Some(width));
+            is_whole(&text);
+            assert!(widest(&text) <= width.max(42), "{width}:\n{text}");
+        }
+    }
+
+    #[test]
+    fn rows_are_stacked_where_they_do_not_fit() {
+        let mut few = table(&["what", "bytes", "missing", "driver calls"], 1);
+        few.add_row(["first", "1.00 MiB", "", "17"].map(str::to_owned));
+        few.add_row(["second", "12.00 MiB", NOTHING, "18"].map(str::to_owned));
+        assert_eq!(
+            few.render(Some(30)),
+            "first\n  bytes 1.00 MiB,\n  driver calls 17\nsecond\n  bytes 12.00 MiB, missing -,\n  driver calls 18"
+        );
+        assert!(few.render(Some(48)).starts_with('┌'), "the words of a heading may stand below each other");
+        assert_eq!(few.render(None), few.render(Some(200)));
+        for word in few.render(Some(9)).split_whitespace() {
+            assert!(few.render(None).contains(word.trim_end_matches(',')), "{word}");
+        }
+    }
+
+    #[test]
+    fn without_a_terminal_a_row_is_a_line() {
+        let text = sample().render(None);
+        is_whole(&text);
+        assert_eq!(text.lines().count(), 3 + 2 + 1);
+    }
 }

@@ -524,3 +524,62 @@ fn help_tells_exit_codes_and_keys() {
     let compare = help(&["compare", "--help"]);
     assert!(COMPARE_KEYS.iter().chain(&MEAN_KEYS).all(|key| compare.contains(key)));
 }
+
+#[test]
+fn a_program_without_events_has_no_time_an_event() {
+    let file = Scratch::new("empty.trace", b"# name: nothing\n");
+    let file = file.path();
+    let row = &rows(0, &["replay", "--yardstick", file])[0];
+    assert_eq!(row["events"], 0);
+    assert!(row["ns_per_op"].is_null() && row["first_pass_ns_per_op"].is_null(), "{row}");
+    let output = stress(&["replay", "--yardstick", file]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    let line = text.lines().find(|line| line.contains("nothing")).unwrap();
+    assert!(line.matches(" - ").count() >= 4, "{text}");
+}
+
+/// Each command tells why memory comes in segments, once, and in no colours.
+#[test]
+fn a_device_that_cannot_map_is_told_of_once() {
+    let file = data("fsdp_start.trace");
+    for (device, reason) in
+        [("sim:4GiB,vmm=off", "cannot map memory"), ("sim:4GiB,fault_rate=cuMemMap:1:205", "does not map memory")]
+    {
+        let commands: [&[&str]; 5] = [
+            &["replay", "--repeat", "2", &file],
+            &["fit", &file],
+            &["oom", "--way", "limit"],
+            &["bench", "--quick", "--filter", "hot_512b"],
+            &["soak", "--ops", "100"],
+        ];
+        for args in commands {
+            let said = errors(&stress(&[args, &["--device", device]].concat()));
+            assert_eq!(said.matches("memory comes in segments").count(), 1, "{args:?}: {said}");
+            assert!(said.contains(reason) && !said.contains('\x1b'), "{args:?}: {said}");
+        }
+    }
+    let said = errors(&stress(&["replay", "--device", "sim:4GiB", &file]));
+    assert!(!said.contains("segments"), "{said}");
+}
+
+#[test]
+fn a_device_too_small_to_run_out_of_memory_is_refused() {
+    let output = stress(&["oom", "--device", "sim:16MiB"]);
+    assert_eq!(output.status.code(), Some(3), "{}", errors(&output));
+    assert!(errors(&output).contains("sim:16MiB is too small for this: 32.00 MiB must be free"), "{}", errors(&output));
+    assert_eq!(rows(0, &["oom", "--device", "sim:32MiB"]).len(), 9);
+}
+
+/// `/dev/full` takes nothing.
+#[cfg(target_os = "linux")]
+#[test]
+fn help_that_cannot_be_written_is_an_error() {
+    for args in [&["--help"][..], &["--version"], &["replay", "--help"]] {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_aquifer-stress"));
+        let output = command.args(args).stdin(Stdio::null()).stdout(full).stderr(Stdio::piped()).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        assert!(errors(&output).contains("standard output"), "{}", errors(&output));
+        assert_eq!(stress(args).status.code(), Some(0));
+    }
+}

@@ -1,12 +1,7 @@
 //! Batches that are on the device before they are needed.
 //!
-//! A thread takes batches from a source on the host and enqueues their copies on a stream of its own, a few ahead of the consumer. The
-//! consumer's stream is ordered after each copy without waiting on the host. Memory is bounded by slots, one for each batch ahead and one for
-//! the batch in use: before the thread sends another batch, it waits until the device is done with the one whose slot it takes. So neither a
-//! fast source nor a host that runs ahead of the device makes memory grow.
-//!
-//! Batches, errors and panics of the source arrive in its order. When the prefetcher is dropped, the thread ends as soon as the source gives back
-//! control; it is waited for unless it is in the source, which may take any time.
+//! What is bounded, and by what, is told at [`Prefetcher`]: there is a slot for each batch ahead, and one for the batch
+//! in use.
 
 use std::error::Error;
 use std::fmt;
@@ -120,7 +115,18 @@ impl<B: Batch> Batch for Option<B> {
     }
 }
 
-/// Brings batches to a device ahead of their use. An iterator of batches on the device; see the module's documentation of what is bounded.
+/// Brings batches to a device ahead of their use. An iterator of batches on the device.
+///
+/// A thread takes batches from the source and enqueues their copies on a stream of its own. The consumer's stream is
+/// ordered after each copy without waiting on the host.
+///
+/// **What is bounded.** On the device there is memory for at most `ahead` batches and the one in use: before the thread
+/// sends another one, it waits until the device is done with the batch whose place it takes. The source itself is one
+/// more batch ahead, on the host. So neither a fast source nor a host that runs ahead of the device makes memory grow.
+///
+/// **Errors and panics** of the source arrive in its order. After an error the source is asked on; a panic, or the loss
+/// of the device, is the last item. **When it is dropped**, the thread ends as soon as the source gives back control;
+/// it is waited for unless it is in the source, which may take any time.
 ///
 /// Each batch is to be used on the stream that the prefetcher was made for, by work enqueued before the next one is asked for; other streams
 /// that use it must be waited for by that stream.
@@ -153,6 +159,9 @@ pub struct Prefetcher<B: Batch> {
     worker: Option<(JoinHandle<()>, Arc<Whereabouts>)>,
 }
 
+/// Most batches ahead: room for them is set aside at once, and nobody can use more.
+const AHEAD_MAX: usize = 1024;
+
 /// Where the thread is.
 #[derive(Default)]
 struct Whereabouts {
@@ -169,7 +178,8 @@ enum State {
 }
 
 impl<B: Batch> Prefetcher<B> {
-    /// Begins to bring batches to the runtime's device, `ahead` (at least 1) of them before they are asked for, for use on `stream`.
+    /// Begins to bring batches to the runtime's device, `ahead` of them before they are asked for, for use on `stream`.
+    /// Fewer than 1 count as 1, and more than 1024 as 1024.
     ///
     /// # Errors
     /// A stream of another device, and when a stream or a thread cannot be had.
@@ -207,7 +217,7 @@ impl<B: Batch> Prefetcher<B> {
         ahead: usize,
     ) -> Result<Prefetcher<B>, TransferError> {
         transfer.check_stream(stream)?;
-        let ahead = ahead.max(1);
+        let ahead = ahead.clamp(1, AHEAD_MAX);
         let own = transfer.device().create_stream()?;
         let (send_batch, batches) = bounded(ahead);
         let (slots, take_slot) = unbounded();

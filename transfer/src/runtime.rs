@@ -16,12 +16,22 @@ use crate::staging::{Staging, StagingConfig, StagingStats};
 use crate::streams::Streams;
 
 /// How a [`Transfer`] is made.
+///
+/// ```
+/// use aquifer_transfer::{PinnedConfig, StagingConfig, TransferConfig};
+/// let config = TransferConfig::default()
+///     .pinned(PinnedConfig::default().limit_bytes(16 << 30))
+///     .staging(StagingConfig::default().threads(4))
+///     .streams(1);
+/// assert_eq!((config.pinned.limit_bytes, config.streams), (Some(16 << 30), 1));
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct TransferConfig {
     /// Page-locked memory.
     pub pinned: PinnedConfig,
-    /// Streams a direction, at least 1. Transfers take turns on them, so that a small one need not wait for a large one.
+    /// Streams a direction, 1 to 32: fewer count as 1, more as 32. Transfers take turns on them, so that a small one
+    /// need not wait for a large one.
     pub streams: usize,
     /// The ring that ordinary memory and files go through.
     pub staging: StagingConfig,
@@ -38,6 +48,36 @@ impl Default for TransferConfig {
             staging: StagingConfig::default(),
             priority: i32::MIN,
         }
+    }
+}
+
+impl TransferConfig {
+    /// Sets [`TransferConfig::pinned`].
+    #[must_use]
+    pub fn pinned(mut self, pinned: PinnedConfig) -> Self {
+        self.pinned = pinned;
+        self
+    }
+
+    /// Sets [`TransferConfig::streams`].
+    #[must_use]
+    pub fn streams(mut self, streams: usize) -> Self {
+        self.streams = streams;
+        self
+    }
+
+    /// Sets [`TransferConfig::staging`].
+    #[must_use]
+    pub fn staging(mut self, staging: StagingConfig) -> Self {
+        self.staging = staging;
+        self
+    }
+
+    /// Sets [`TransferConfig::priority`].
+    #[must_use]
+    pub fn priority(mut self, priority: i32) -> Self {
+        self.priority = priority;
+        self
     }
 }
 

@@ -21,10 +21,13 @@ struct Lanes {
     next: AtomicUsize,
 }
 
+/// Most streams of one direction: more than copy engines can use, and few enough for any driver.
+const STREAMS_MAX: usize = 32;
+
 impl Streams {
-    /// `count` streams a direction (at least one), at `priority`.
+    /// `count` streams a direction (1 to [`STREAMS_MAX`]), at `priority`.
     pub(crate) fn new(device: &Device, count: usize, priority: i32) -> Result<Streams, DeviceError> {
-        let lanes = || Lanes::new(device, count.max(1), StreamFlags { non_blocking: true, priority });
+        let lanes = || Lanes::new(device, count.clamp(1, STREAMS_MAX), StreamFlags { non_blocking: true, priority });
         Ok(Streams { uploads: lanes()?, downloads: lanes()?, on_device: lanes()? })
     }
 
@@ -47,5 +50,20 @@ impl Lanes {
     fn next(&self) -> &Stream {
         let turn = self.next.fetch_add(1, Ordering::Relaxed);
         &self.streams[turn % self.streams.len()]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use aquifer_device::sim::{SimConfig, SimDriver};
+
+    use super::*;
+
+    #[test]
+    fn any_number_of_streams_may_be_asked_for() {
+        let device = Device::new(SimDriver::new(SimConfig::default()));
+        for (count, made) in [(0, 1), (3, 3), (usize::MAX, STREAMS_MAX)] {
+            assert_eq!(Streams::new(&device, count, 0).unwrap().uploads.streams.len(), made);
+        }
     }
 }

@@ -103,11 +103,11 @@ impl SimConfig {
     /// | `link` | number | see [`SimConfig::link_gb_s`] |
     /// | `other` | size | bytes held by another process |
     /// | `fault` | `CALL#N:CODE` | the Nth `CALL` fails, such as `cuMemAlloc#3:out_of_memory` or `any#17:999` |
-    /// | `fault_rate` | `[CALL:]RATE[:CODE]` | calls fail at random, such as `0.01` or `cuMemAlloc:0.05` |
+    /// | `fault_rate` | `[CALL:]RATE[:CODE]` | calls fail at random, such as `0.01`, `cuMemAlloc:0.05` or `0.01:out_of_memory` |
     /// | `oom_at` | size | allocations that would hold more than this fail |
     /// | `lost_at` | number | the device is lost at this call |
     /// | `spike` | `RATE:DURATION` | calls take longer at random, such as `0.001:5ms` (`ns`, `us`, `ms`, `s`) |
-    /// | `faults` | path | a file with one of the last five settings a line; `#` starts a comment |
+    /// | `faults` | path | a file of at most 1 MiB with one of the last five settings a line; `#` starts a comment |
     ///
     /// ```
     /// use aquifer_device::sim::SimConfig;

@@ -10,7 +10,30 @@ use crate::error::{Code, ErrorKind, Operation};
 
 /// A fault to inject.
 ///
-/// Calls are counted from the moment the fault is added (for faults of a [`super::SimConfig`], from the start).
+/// Calls are counted from the moment the fault is added (for faults of a [`super::SimConfig`], from the start). They
+/// are added to a [`super::SimConfig`] in code ([`super::SimConfig::fault`]) or as text ([`super::SimConfig::parse`]),
+/// or to a device that is in use:
+///
+/// ```
+/// use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+/// use aquifer_device::{Code, Device, Operation};
+///
+/// let driver = SimDriver::new(SimConfig::default());
+/// let device = Device::new(driver.clone()); // the driver stays at hand
+/// let stream = device.create_stream()?;
+///
+/// // The next stream cannot be created, and the one after it can.
+/// let fault = Fault::Nth { operation: Some(Operation::CreateStream), nth: 1, code: Code::OUT_OF_MEMORY };
+/// driver.inject(fault);
+/// let error = device.create_stream().unwrap_err();
+/// assert!(error.is_out_of_memory());
+/// device.create_stream()?;
+///
+/// // From now on nothing works, as if the card had fallen off the bus.
+/// driver.inject(Fault::LostAt { nth: 1 });
+/// assert!(stream.synchronize().unwrap_err().is_device_lost());
+/// # Ok::<(), aquifer_device::DeviceError>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Fault {

@@ -1,5 +1,6 @@
 //! Reading a [`SimConfig`] from text. Every refusal names the offending text, its place, and what was expected.
 
+use std::io::Read;
 use std::time::Duration;
 
 use super::config::{CAPACITY_BYTES_MAX, SimConfig};
@@ -204,6 +205,10 @@ fn fault(key: Part<'_>, value: Part<'_>) -> Result<Option<Fault>> {
             let parts: Vec<_> = value.split(':').map(Part::trim).collect();
             match parts[..] {
                 [rate] => Fault::Rate { operation: None, rate: rate.rate()?, code: default_code(None) },
+                // No call is named like a number.
+                [rate, code] if rate.text.parse::<f64>().is_ok() => {
+                    Fault::Rate { operation: None, rate: rate.rate()?, code: code.code()? }
+                }
                 [call, rate] => {
                     let operation = call.operation()?;
                     Fault::Rate { operation, rate: rate.rate()?, code: default_code(operation) }
@@ -226,8 +231,27 @@ fn fault(key: Part<'_>, value: Part<'_>) -> Result<Option<Fault>> {
     }))
 }
 
+/// The longest fault file: many thousand faults, and an end to what has none, such as `/dev/zero`.
+const FAULT_FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// The text of a fault file, or of one that is too long a beginning that is, too.
+fn read_faults(path: &str) -> std::io::Result<String> {
+    let mut bytes = Vec::new();
+    std::fs::File::open(path)?.take(FAULT_FILE_BYTES_MAX + 1).read_to_end(&mut bytes)?;
+    // A character that was cut in two at the end is no reason to call the file anything but too long.
+    match String::from_utf8(bytes) {
+        Err(error) if error.as_bytes().len() as u64 <= FAULT_FILE_BYTES_MAX => {
+            Err(std::io::Error::new(std::io::ErrorKind::InvalidData, "it is no text"))
+        }
+        text => Ok(text.unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned())),
+    }
+}
+
 fn file(config: &mut SimConfig, path: Part<'_>) -> Result<()> {
-    let text = match std::fs::read_to_string(path.text) {
+    let text = match read_faults(path.text) {
+        Ok(text) if text.len() as u64 > FAULT_FILE_BYTES_MAX => {
+            return path.refuse(format!("a file of at most {FAULT_FILE_BYTES_MAX} bytes"));
+        }
         Ok(text) => text,
         Err(error) => return path.refuse(format!("a file that can be read ({error})")),
     };
@@ -285,6 +309,13 @@ mod tests {
         assert_eq!(faults.faults[0], Fault::Nth { operation: alloc, nth: 3, code: Code::OUT_OF_MEMORY });
         assert_eq!(faults.faults[1], Fault::Nth { operation: None, nth: 17, code: Code(999) });
         assert_eq!(faults.faults[2], Fault::Rate { operation: Some(Operation::Map), rate: 0.5, code: Code(205) });
+        let rate = |text: &str| config(&format!("fault_rate={text}")).unwrap().faults[0].clone();
+        let of = |operation, rate, code| Fault::Rate { operation, rate, code };
+        assert_eq!(rate("0.01"), of(None, 0.01, Code(999)));
+        assert_eq!(rate("0.01:out_of_memory"), of(None, 0.01, Code::OUT_OF_MEMORY));
+        assert_eq!(rate("1 : 205"), of(None, 1.0, Code(205)));
+        assert_eq!(rate("cuMemAlloc:0.05"), of(alloc, 0.05, Code::OUT_OF_MEMORY));
+        assert_eq!(rate("any:0.05"), of(None, 0.05, Code(999)));
     }
 
     #[test]
@@ -309,6 +340,9 @@ mod tests {
         assert_eq!(refused("h100,link=0"), ("0".into(), 10));
         assert_eq!(refused("h100,fault=any#0:2"), ("0".into(), 15));
         assert_eq!(refused("h100,fault_rate=1.5"), ("1.5".into(), 16));
+        assert_eq!(refused("h100,fault_rate=1.5:2"), ("1.5".into(), 16));
+        assert_eq!(refused("h100,fault_rate=0.5:oom"), ("oom".into(), 20));
+        assert_eq!(refused("h100,fault_rate=cuMemMagic:0.5"), ("cuMemMagic".into(), 16));
         assert_eq!(refused("h100,faults=/no/such/file"), ("/no/such/file".into(), 12));
         assert!(config("h1000").unwrap_err().to_string().contains("rtx4090"));
         assert!(config("h100,sede=1").unwrap_err().to_string().contains("seed"));
@@ -323,6 +357,25 @@ mod tests {
         let error = config(&format!("h100,faults={}", path.display())).unwrap_err();
         std::fs::remove_file(&path).unwrap();
         assert_eq!((error.text.as_str(), error.offset, error.file.is_some()), ("seed", 10, true));
+    }
+
+    #[test]
+    fn fault_files_have_an_end() {
+        let path = std::env::temp_dir().join(format!("aquifer-long-faults-{}", std::process::id()));
+        let read = |text: &[u8]| {
+            std::fs::write(&path, text).unwrap();
+            config(&format!("h100,faults={}", path.display())).map(|config| config.faults.len())
+        };
+        let most = usize::try_from(FAULT_FILE_BYTES_MAX).unwrap();
+        let mut text = b"lost_at=9\n".to_vec();
+        text.resize(most, b'\n');
+        assert_eq!(read(&text), Ok(1));
+        text.resize(most + 1, b'\n');
+        assert!(read(&text).unwrap_err().to_string().contains("at most 1048576 bytes"));
+        text.splice(most - 2.., "\u{e9}\u{e9}".bytes());
+        assert!(read(&text).unwrap_err().to_string().contains("at most 1048576 bytes"));
+        assert!(read(&[0xff]).unwrap_err().to_string().contains("no text"));
+        std::fs::remove_file(&path).unwrap();
     }
 
     proptest! {

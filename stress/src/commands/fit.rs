@@ -16,7 +16,7 @@ use crate::harness::{OnOom, Player};
 use crate::input::Program;
 use crate::session::Session;
 use crate::subject::Aquifer;
-use crate::table::table;
+use crate::table::{NOTHING, table};
 
 /// Sizes of devices that are tried are multiples of this.
 const STEP: u64 = 2 << 20;
@@ -63,7 +63,7 @@ pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
             row.config,
             Bytes(job.program.peak_requested_bytes).to_string(),
             Bytes(row.smallest_device_bytes).to_string(),
-            row.ratio.map_or_else(String::new, |ratio| format!("{ratio:.4}")),
+            row.ratio.map_or_else(|| NOTHING.to_owned(), |ratio| format!("{ratio:.4}")),
             row.retries_at_fit.to_string(),
         ]);
     }

@@ -2,7 +2,6 @@
 
 use aquifer_allocator::Bytes;
 use aquifer_device::Device;
-use comfy_table::{CellAlignment, Table};
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, FragmentationArgs};
@@ -76,7 +75,7 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
     for scenario in chosen(&args.scenarios)? {
         let policies = policies(session, &scenario)?;
         let bar = session.progress(policies.len() as u64, scenario.name);
-        let mut table = new_table();
+        let mut table = table(&COLUMNS, 1).ending_in_text();
         let mut maps = Vec::new();
         let mut needs = String::new();
         for policy in &policies {
@@ -220,15 +219,6 @@ fn verdict(row: &Row, room: &Room) -> String {
 /// What a policy is called in tables.
 fn name(policy: &str) -> &str {
     if policy.is_empty() { "the defaults" } else { policy }
-}
-
-/// A table whose last column is text.
-fn new_table() -> Table {
-    let mut table = table(&COLUMNS, 1);
-    if let Some(verdict) = table.column_mut(COLUMNS.len() - 1) {
-        verdict.set_cell_alignment(CellAlignment::Left);
-    }
-    table
 }
 
 const COLUMNS: [&str; 8] =

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use aquifer_allocator::{AllocError, Allocation, Allocator, OomReport, TagScope};
+use aquifer_allocator::{AllocError, Allocation, Allocator, Bytes, OomReport, TagScope};
 use aquifer_device::sim::SimDriver;
 use aquifer_device::{Device, Stream};
 
@@ -10,6 +10,10 @@ use crate::cli::ConfigArg;
 use crate::content::Filled;
 use crate::exit::Failure;
 use crate::session::Session;
+
+/// What must be free on a device: with less, granules, segments and what spilling needs leave no room for what the ways
+/// do.
+const ROOM_MIN: u64 = 32 << 20;
 
 /// An allocator on a device of its own, and blocks with known content.
 #[derive(Debug)]
@@ -51,10 +55,15 @@ impl Stand {
     /// A device of its own, and an allocator with the session's options and those given.
     ///
     /// # Errors
-    /// Those of the device and the allocator.
+    /// Those of the device and the allocator, and a device that is too small to tell the ways apart.
     pub fn new(session: &Session, options: fn(u64) -> String) -> Result<Stand, Failure> {
         let (device, simulator) = session.open_with_simulator()?;
         let room = device.memory_info()?.free;
+        if room < ROOM_MIN {
+            let (needed, name) = (Bytes(ROOM_MIN), session.device_text());
+            let text = format!("{name} is too small for this: {needed} must be free, and {} are", Bytes(room));
+            return Err(Failure::OutOfMemory(text));
+        }
         let mut config = session.config()?.clone();
         config.config.apply(&options(room)).map_err(AllocError::from)?;
         Self::on(session, &device, &config, simulator, room)

@@ -43,7 +43,15 @@ impl Transfer {
         to: &mut DeviceBuffer<u8>,
     ) -> Result<Pending<FileReport>, TransferError> {
         self.check_device("buffer", to.storage().device_id())?;
-        let source = FileSource::open(path.as_ref(), offset, to.bytes(), self.staging().config().direct_io)?;
+        let source = self.part_of_file(path.as_ref(), offset, to.bytes())?;
+        self.upload_file(source, to)
+    }
+
+    fn part_of_file(&self, path: &Path, offset: u64, bytes: u64) -> Result<FileSource, TransferError> {
+        FileSource::open(path, offset, bytes, self.staging().config().direct_io)
+    }
+
+    fn upload_file(&self, source: FileSource, to: &mut DeviceBuffer<u8>) -> Result<Pending<FileReport>, TransferError> {
         let progress = source.progress().clone();
         let (_, pending) = self.stage_upload(Arc::new(source), to)?;
         Ok(pending.map(move |()| progress.report()))
@@ -52,7 +60,7 @@ impl Transfer {
     /// Allocates device memory for `stream` and fills it from a part of a file; see [`Transfer::read_file_to_device`].
     ///
     /// # Errors
-    /// As [`Transfer::read_file_to_device`], and when device memory runs out.
+    /// As [`Transfer::read_file_to_device`], and when device memory runs out. The file is looked at first.
     pub fn file_to_device(
         &self,
         path: impl AsRef<Path>,
@@ -61,7 +69,8 @@ impl Transfer {
         stream: &Stream,
     ) -> Result<Pending<(DeviceBuffer<u8>, FileReport)>, TransferError> {
         self.check_stream(stream)?;
+        let source = self.part_of_file(path.as_ref(), offset, bytes)?;
         let mut buffer = self.allocator().alloc_buffer(bytes, stream)?;
-        Ok(self.read_file_to_device(path, offset, &mut buffer)?.map(move |report| (buffer, report)))
+        Ok(self.upload_file(source, &mut buffer)?.map(move |report| (buffer, report)))
     }
 }

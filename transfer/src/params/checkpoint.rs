@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -122,6 +122,16 @@ impl Checkpoint {
     /// Bytes of all tensors.
     pub fn bytes(&self) -> u64 {
         self.entries.iter().map(|entry| entry.bytes).sum()
+    }
+
+    /// Refuses files that are not as long as they were.
+    pub(super) fn check_unchanged(&self) -> Result<(), TransferError> {
+        for Shard { path, file, bytes, .. } in &self.shards {
+            if file.metadata().map_err(|error| file_error(path, error))?.len() != *bytes {
+                return Err(fault(path, CheckpointFault::Changed));
+            }
+        }
+        Ok(())
     }
 
     /// The file that a tensor is in.
@@ -243,7 +253,7 @@ fn read_header(file: &mut File, path: &Path, bytes: u64) -> Result<(Metadata, u6
         return Err(fault(path, CheckpointFault::Truncated { needed: 8, has: bytes }));
     }
     let mut length = [0; 8];
-    file.read_exact(&mut length).map_err(|error| file_error(path, error))?;
+    file.read_exact(&mut length).map_err(|error| read_error(path, error))?;
     let length = u64::from_le_bytes(length);
     if length > HEADER_MAX {
         return Err(fault(path, CheckpointFault::HeaderTooLong { bytes: length }));
@@ -252,7 +262,7 @@ fn read_header(file: &mut File, path: &Path, bytes: u64) -> Result<(Metadata, u6
         return Err(fault(path, CheckpointFault::Truncated { needed: 8 + length, has: bytes }));
     }
     let mut header = vec![0; usize::try_from(length).unwrap_or(usize::MAX)];
-    file.read_exact(&mut header).map_err(|error| file_error(path, error))?;
+    file.read_exact(&mut header).map_err(|error| read_error(path, error))?;
     // Deserialising checks that tensors are as long as their shapes say and lie one after the other.
     let metadata = serde_json::from_slice(&header)
         .map_err(|error| fault(path, CheckpointFault::Header { problem: error.to_string() }))?;
@@ -276,6 +286,14 @@ fn dtype_of(dtype: Dtype) -> Option<DType> {
 
 pub(super) fn fault(path: &Path, fault: CheckpointFault) -> TransferError {
     TransferError::Checkpoint(Box::new(CheckpointError { path: path.display().to_string(), fault }))
+}
+
+/// An error of reading what was there when the file was opened.
+pub(super) fn read_error(path: &Path, error: std::io::Error) -> TransferError {
+    match error.kind() {
+        ErrorKind::UnexpectedEof => fault(path, CheckpointFault::Changed),
+        _ => file_error(path, error),
+    }
 }
 
 pub(super) fn file_error(path: &Path, error: std::io::Error) -> TransferError {

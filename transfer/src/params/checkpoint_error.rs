@@ -88,7 +88,7 @@ pub enum CheckpointFault {
     },
     /// The caller named a directory that has no file of tensors.
     NoFiles,
-    /// The file changed after it was opened.
+    /// Somebody changed the file after it was opened. Open it again.
     Changed,
 }
 
@@ -123,7 +123,7 @@ impl fmt::Display for CheckpointFault {
                 write!(f, "tensor {tensor:?} is not in {file}, where the index says")
             }
             CheckpointFault::NoFiles => f.write_str("the directory has no .safetensors file"),
-            CheckpointFault::Changed => f.write_str("the file is not the one that was opened; open it again"),
+            CheckpointFault::Changed => f.write_str("the file was changed after it was opened; open it again"),
         }
     }
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use aquifer_kernels::DType;
 
-use super::checkpoint::{Checkpoint, TensorEntry, fault, file_error};
+use super::checkpoint::{Checkpoint, TensorEntry, fault, file_error, read_error};
 use super::checkpoint_error::CheckpointFault;
 use super::param_set::ParamSet;
 use super::relocate::{Progress, SMALL_BYTES, Tell};
@@ -101,9 +101,11 @@ impl Checkpoint {
     /// Loads tensors to a place, and waits on the host until they are there, as a set in the order of the files. All or nothing.
     ///
     /// # Errors
-    /// Tensors of dtypes that are not known here, files that cannot be read, when memory runs out, and those of the driver.
+    /// Tensors of dtypes that are not known here, files that cannot be read, or whose length changed since they were
+    /// opened ([`CheckpointFault::Changed`]), when memory runs out, and those of the driver.
     pub fn load_blocking(&self, place: impl Into<Place>, mut how: Load<'_>) -> Result<ParamSet, TransferError> {
         let place = place.into();
+        self.check_unchanged()?;
         let wanted = self.wanted(&how)?;
         let bytes_total = wanted.iter().map(|wanted| wanted.entry.bytes).sum();
         let mut loading = Loading { set: ParamSet::new(), on_way: VecDeque::new(), bytes_done: 0, bytes_total };
@@ -277,7 +279,7 @@ impl HostSource for FilePart {
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
-        read_exact_at(&self.file, self.offset + offset, into).map_err(|error| file_error(&self.path, error))
+        read_exact_at(&self.file, self.offset + offset, into).map_err(|error| read_error(&self.path, error))
     }
 }
 

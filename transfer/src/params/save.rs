@@ -1,8 +1,9 @@
 //! Writing a set to a safetensors file.
 
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_kernels::DType;
 use serde_json::{Map, Value, json};
@@ -13,16 +14,28 @@ use crate::error::TransferError;
 use crate::tensor::{Place, Tensor};
 
 impl ParamSet {
-    /// Writes all tensors to a safetensors file, in row-major order, and waits on the host for those on devices. The file is written beside `path` and then takes its
-    /// place, so that there is never half of one.
+    /// Writes all tensors to a safetensors file, in row-major order, and waits on the host for those on devices.
+    ///
+    /// A file is written beside its place, and then takes it, so that there is never half of one. Where `path` is a
+    /// symbolic link, this happens to what it leads to, and the link stays. What is no regular file, such as a pipe or
+    /// a device, is written straight into: there a failure may leave a part, and a pipe is waited for until somebody
+    /// reads it.
     ///
     /// # Errors
-    /// [`TransferError::File`] where the file cannot be written, and as [`Tensor::to`].
+    /// [`TransferError::File`] where the file cannot be written or is a directory, and as [`Tensor::to`].
     pub fn save_blocking(&self, path: impl AsRef<Path>) -> Result<(), TransferError> {
         let path = path.as_ref();
-        let part = PathBuf::from(format!("{}.part-{}", path.display(), std::process::id()));
-        let written =
-            self.write(&part).and_then(|()| std::fs::rename(&part, path).map_err(|error| file_error(path, error)));
+        match Target::of(path).map_err(|error| file_error(path, error))? {
+            Target::Stream => self.write(path, File::options().write(true).open(path)),
+            Target::File(place) => self.write_in_place_of(&place),
+        }
+    }
+
+    fn write_in_place_of(&self, place: &Path) -> Result<(), TransferError> {
+        let part = beside(place);
+        let written = self
+            .write(&part, File::create(&part))
+            .and_then(|()| std::fs::rename(&part, place).map_err(|error| file_error(place, error)));
         if written.is_err() {
             // Nothing can be done where it cannot be removed, and the first error is the one to tell.
             let _ = std::fs::remove_file(&part);
@@ -30,14 +43,14 @@ impl ParamSet {
         written
     }
 
-    fn write(&self, path: &Path) -> Result<(), TransferError> {
+    fn write(&self, path: &Path, file: std::io::Result<File>) -> Result<(), TransferError> {
         let failed = |error| file_error(path, error);
         // Larger elements first, so that all are aligned, then by name: as the reference implementation has it.
         let mut params: Vec<&Param> = self.iter().collect();
         params
             .sort_by(|a, b| b.tensor.dtype().bytes().cmp(&a.tensor.dtype().bytes()).then_with(|| a.name.cmp(&b.name)));
         let header = header(&params)?;
-        let mut file = BufWriter::new(File::create(path).map_err(failed)?);
+        let mut file = BufWriter::new(file.map_err(failed)?);
         file.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
         file.write_all(&header).map_err(failed)?;
         for param in params {
@@ -45,8 +58,50 @@ impl ParamSet {
             file.write_all(host.host_bytes()?).map_err(failed)?;
         }
         let file = file.into_inner().map_err(|error| failed(error.into_error()))?;
-        file.sync_all().map_err(failed)
+        // Pipes and most devices refuse it.
+        if file.metadata().map_err(failed)?.is_file() { file.sync_all().map_err(failed) } else { Ok(()) }
     }
+}
+
+/// What is at a path.
+#[derive(Debug, PartialEq, Eq)]
+enum Target {
+    /// A regular file at this place, reached through no link, or nothing yet.
+    File(PathBuf),
+    /// What takes bytes, and must not be replaced.
+    Stream,
+}
+
+/// Links that are followed one after the other, as many as Linux follows.
+const LINKS_MAX: usize = 40;
+
+impl Target {
+    fn of(path: &Path) -> std::io::Result<Target> {
+        match std::fs::metadata(path) {
+            Ok(metadata) if metadata.is_dir() => return Err(ErrorKind::IsADirectory.into()),
+            Ok(metadata) if !metadata.is_file() => return Ok(Target::Stream),
+            Ok(_) => {}
+            // Or a link to what is not there yet.
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+        let mut place = path.to_owned();
+        for _ in 0..LINKS_MAX {
+            let Ok(to) = std::fs::read_link(&place) else { break };
+            // Relative to the directory of the link, unless it begins at the root.
+            place = place.parent().unwrap_or(Path::new("")).join(to);
+        }
+        Ok(Target::File(place))
+    }
+}
+
+/// A name beside `place` that no other save of this process uses.
+fn beside(place: &Path) -> PathBuf {
+    static SAVES: AtomicU64 = AtomicU64::new(0);
+    let number = SAVES.fetch_add(1, Ordering::Relaxed);
+    let mut part = place.as_os_str().to_owned();
+    part.push(format!(".part-{}-{number}", std::process::id()));
+    part.into()
 }
 
 /// The header in JSON, filled with spaces to a multiple of 8 bytes.
@@ -80,4 +135,90 @@ fn file_dtype(dtype: DType) -> Result<&'static str, TransferError> {
         DType::F64 => "F64",
         other => return Err(TransferError::NoDType { name: other.name().to_owned() }),
     })
+}
+
+#[cfg(unix)]
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::fs::{FileTypeExt, symlink};
+
+    use super::super::tests::Directory;
+    use super::*;
+    use crate::params::Checkpoint;
+
+    fn set(value: f32) -> ParamSet {
+        let mut set = ParamSet::new();
+        set.insert("a", Tensor::from_vec(vec![value; 3], &[3]).unwrap()).unwrap();
+        set
+    }
+
+    fn is_saved(path: &Path, value: f32) {
+        let loaded = Checkpoint::open(path).unwrap().load_blocking(Place::Host, crate::params::Load::new()).unwrap();
+        assert_eq!(loaded.get("a").unwrap().to_vec_blocking::<f32>().unwrap(), [value; 3]);
+    }
+
+    fn is_link(path: &Path) -> bool {
+        std::fs::symlink_metadata(path).unwrap().is_symlink()
+    }
+
+    #[test]
+    fn links_stay_and_what_they_lead_to_is_replaced() {
+        let directory = Directory::new();
+        let real = directory.file("real", b"old");
+        let at = |name: &str| directory.0.join(name);
+        std::fs::create_dir(at("below")).unwrap();
+        symlink("real", at("relative")).unwrap();
+        symlink("../relative", at("below/chain")).unwrap();
+        symlink(&real, at("absolute")).unwrap();
+        for (value, link) in (1u8..).zip(["relative", "below/chain", "absolute"]) {
+            set(value.into()).save_blocking(at(link)).unwrap();
+            assert!(is_link(&at(link)) && !is_link(&real), "{link}");
+            is_saved(&real, value.into());
+        }
+        symlink("not-yet", at("dangling")).unwrap();
+        set(9.0).save_blocking(at("dangling")).unwrap();
+        assert!(is_link(&at("dangling")));
+        is_saved(&at("not-yet"), 9.0);
+        symlink("round", at("round")).unwrap();
+        assert!(matches!(set(1.0).save_blocking(at("round")), Err(TransferError::File { .. })));
+        assert_eq!(std::fs::read_dir(&directory.0).unwrap().count(), 7, "nothing else is left there");
+    }
+
+    #[test]
+    fn a_pipe_is_written_into_and_stays() {
+        let directory = Directory::new();
+        let path = directory.0.join("pipe");
+        assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let reader = std::thread::spawn({
+            let path = path.clone();
+            move || {
+                let mut bytes = Vec::new();
+                File::open(path).unwrap().read_to_end(&mut bytes).unwrap();
+                bytes
+            }
+        });
+        set(5.0).save_blocking(&path).unwrap();
+        assert!(std::fs::symlink_metadata(&path).unwrap().file_type().is_fifo());
+        is_saved(&directory.file("copy", &reader.join().unwrap()), 5.0);
+        assert_eq!(std::fs::read_dir(&directory.0).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn a_directory_is_refused_and_stays_empty() {
+        let directory = Directory::new();
+        let error = set(1.0).save_blocking(&directory.0).unwrap_err();
+        assert!(error.to_string().contains("directory"), "{error}");
+        assert_eq!(std::fs::read_dir(&directory.0).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn names_that_are_no_text_are_kept() {
+        use std::os::unix::ffi::OsStrExt;
+        let directory = Directory::new();
+        let path = directory.0.join(std::ffi::OsStr::from_bytes(b"m\xff.safetensors"));
+        set(2.0).save_blocking(&path).unwrap();
+        is_saved(&path, 2.0);
+        assert_eq!(std::fs::read_dir(&directory.0).unwrap().count(), 1);
+    }
 }

@@ -60,10 +60,10 @@ fn assert_same(a: &ParamSet, b: &ParamSet) {
 }
 
 /// A directory that goes when the test ends.
-struct Directory(PathBuf);
+pub(super) struct Directory(pub(super) PathBuf);
 
 impl Directory {
-    fn new() -> Directory {
+    pub(super) fn new() -> Directory {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = std::env::temp_dir().join(format!("aquifer-params-{}-{number}", std::process::id()));
@@ -71,7 +71,7 @@ impl Directory {
         Directory(path)
     }
 
-    fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
+    pub(super) fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
         let path = self.0.join(name);
         std::fs::write(&path, bytes).unwrap();
         path
@@ -381,7 +381,7 @@ fn broken_files_are_typed_errors() {
     assert!(matches!(model().save_blocking(Path::new("/proc/none/x")), Err(TransferError::File { .. })));
 }
 
-/// A file that is cut short after it was opened is an error of reading, and nothing is kept.
+/// A file that is cut short after it was opened is told as one that changed, and nothing is kept.
 #[test]
 fn a_file_that_shrinks_is_an_error() {
     let (directory, transfer) = (Directory::new(), transfer());
@@ -391,12 +391,42 @@ fn a_file_that_shrinks_is_an_error() {
     let bytes = std::fs::read(&path).unwrap();
     std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(bytes.len() as u64 - 1000).unwrap();
     for place in [Place::Host, Place::from(&transfer)] {
-        assert!(matches!(checkpoint.load_blocking(&place, Load::new()), Err(TransferError::File { .. })));
+        has_changed(checkpoint.load_blocking(&place, Load::new()));
     }
     transfer.device().synchronize().unwrap();
     assert_eq!(transfer.allocator().allocated_bytes(), 0);
     std::fs::write(&path, &bytes).unwrap();
     assert_same(&model(), &checkpoint.load_blocking(&transfer, Load::new()).unwrap());
+}
+
+/// The same for one that is cut short, or grows, while it is loaded, and for small and large tensors.
+#[test]
+fn a_file_that_shrinks_while_it_is_loaded_is_an_error() {
+    let (directory, transfer) = (Directory::new(), transfer());
+    let path = directory.0.join("m.safetensors");
+    let mut set = model();
+    for number in 0..20 {
+        set.insert(format!("large{number}"), Tensor::zeros(Place::Host, DType::F32, &[100_000]).unwrap()).unwrap();
+    }
+    for place in [Place::Host, Place::from(transfer.pinned()), Place::from(&transfer)] {
+        set.save_blocking(&path).unwrap();
+        let checkpoint = Checkpoint::open(&path).unwrap();
+        let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+        has_changed(checkpoint.load_blocking(&place, Load::new().progress(|_| file.set_len(5000).unwrap())));
+    }
+    set.save_blocking(&path).unwrap();
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    std::fs::OpenOptions::new().append(true).open(&path).unwrap().set_len(checkpoint.bytes() + (1 << 20)).unwrap();
+    has_changed(checkpoint.load_blocking(Place::Host, Load::new()));
+    transfer.device().synchronize().unwrap();
+    assert_eq!(transfer.allocator().allocated_bytes(), 0);
+}
+
+fn has_changed(loaded: Result<ParamSet, TransferError>) {
+    match loaded {
+        Err(TransferError::Checkpoint(error)) => assert_eq!(error.fault, CheckpointFault::Changed),
+        other => panic!("{other:?}"),
+    }
 }
 
 proptest! {

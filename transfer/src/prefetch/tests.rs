@@ -82,6 +82,18 @@ fn memory_is_bounded_though_the_host_runs_ahead() {
     stand.settled();
 }
 
+/// Any number may be asked for: it costs no memory, and means at least one.
+#[test]
+fn any_number_of_batches_may_be_wanted_ahead() {
+    let stand = stand(steady());
+    for ahead in [0, 1, AHEAD_MAX + 1, usize::MAX / 2, usize::MAX] {
+        let source = (0..5u32).map(|n| vec![n; 10]);
+        let batches = Prefetcher::new(source, &stand.transfer, &stand.stream, ahead).unwrap();
+        assert_eq!(batches.map(Result::unwrap).count(), 5, "{ahead}");
+    }
+    stand.settled();
+}
+
 #[test]
 fn errors_and_panics_of_the_source_arrive_in_its_order() {
     let stand = stand(steady());

@@ -148,6 +148,17 @@ impl FileSource {
         self.progress.direct_bytes.fetch_add(read as u64, Ordering::Relaxed);
         read
     }
+
+    /// What a failed read means: a file that ends too early was cut short after it was opened.
+    fn refusal(&self, error: io::Error) -> TransferError {
+        let path = self.path.clone();
+        match self.file.metadata() {
+            Ok(metadata) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                TransferError::FileTooShort { path, len: metadata.len(), offset: self.offset, bytes: self.bytes }
+            }
+            _ => TransferError::File { path, source: Arc::new(error) },
+        }
+    }
 }
 
 impl HostSource for FileSource {
@@ -167,7 +178,7 @@ impl HostSource for FileSource {
         }
         match refused {
             None => Ok(()),
-            Some(error) => Err(TransferError::File { path: self.path.clone(), source: Arc::new(error) }),
+            Some(error) => Err(self.refusal(error)),
         }
     }
 
@@ -331,7 +342,7 @@ mod tests {
             assert!(into == &whole[offset..offset + into.len()], "{skew} {offset}");
         }
         assert!(source.progress().report().direct_bytes <= 4 * PAGE as u64);
-        assert!(source.read(whole.len() as u64, &mut memory).is_err());
+        assert!(source.read(whole.len() as u64, &mut memory).unwrap_err().to_string().contains("beyond its end"));
     }
 
     #[test]

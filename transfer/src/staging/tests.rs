@@ -475,6 +475,16 @@ fn what_is_wrong_with_a_file_is_said_at_the_call() {
         assert!(matches!(error, TransferError::FileTooShort { len: 100, bytes: 50, .. }), "{error}");
     }
     transfer.read_file_to_device(&file.0, 50, &mut buffer).unwrap().wait().unwrap();
+    // The file is looked at before memory is taken that may not be there.
+    for bytes in [101, 1 << 50, u64::MAX] {
+        let error = transfer.file_to_device(&file.0, 0, bytes, &stream).map(drop).unwrap_err();
+        assert!(
+            matches!(error, TransferError::FileTooShort { len: 100, offset: 0, bytes: b, .. } if b == bytes),
+            "{error}"
+        );
+    }
+    let none = transfer.file_to_device(&missing, 0, u64::MAX, &stream).map(|pending| pending.map(|(_, report)| report));
+    assert_eq!(kind(none), ErrorKind::NotFound);
 }
 
 #[test]
@@ -487,7 +497,7 @@ fn a_file_that_shrinks_while_it_is_read_fails_its_transfer() {
     std::fs::write(&file.0, [7; 1000]).unwrap();
     let (_, pending) = transfer.stage_upload(Arc::new(source), &mut buffer).unwrap();
     match pending.wait() {
-        Err(TransferError::File { source, .. }) => assert_eq!(source.kind(), ErrorKind::UnexpectedEof),
+        Err(TransferError::FileTooShort { len: 1000, offset: 0, bytes: 200_000, .. }) => {}
         other => panic!("{other:?}"),
     }
     transfer.upload_blocking(&[1; 200_000], &mut buffer).unwrap();

@@ -1,14 +1,6 @@
 //! A simulated device that lags behind the host by a number of events of a program.
 //!
-//! The simulated device is fast and a replayed program enqueues no work, so its memory is always done with. A real device
-//! lags. [`Lagging`] stands before the simulator and answers as if the device were behind: the program counts its
-//! events, its *now*, and the device stands at
-//!
-//! > position = max(the latest event that the host waited for, now − lag)
-//!
-//! An event (of the driver) is complete if it was recorded at or before the position; waiting for it moves the position there,
-//! and counts as a *stall* if that moved anything. Streams and the device as a whole are taken to be busy up to now. Calls
-//! that wait for the device, such as `cuMemFree`, do so here.
+//! What [`Lagging`] is, and where the device stands, is told there.
 //!
 //! It also watches over memory, independently of the allocator: told which addresses the program's allocations cover and
 //! when each was last used, it reports a hazard, as the race detector reports its own (`take_violation`), when
@@ -35,8 +27,20 @@ use uses::Uses;
 /// Hazards kept until somebody takes them; later ones are dropped.
 const KEPT_MAX: usize = 4096;
 
-/// A simulated device that lags behind the host. See the module's documentation in `sim/lag/mod.rs`:
-/// position = max(the latest event that the host waited for, now − lag).
+/// A simulated device that lags behind the host by a number of events of a program.
+///
+/// The simulated device is fast, and a replayed program enqueues no work, so its memory is always done with. A real
+/// device lags. This one stands before the simulator and answers as if the device were behind: the program counts its
+/// events ([`Lagging::advance`]), its *now*, and the device stands at
+///
+/// > position = max(the latest event that the host waited for, now − lag)
+///
+/// An event (of the driver) is complete if it was recorded at or before the position. Waiting for it moves the position
+/// there, and counts as a *stall* ([`Lagging::stalls`]) if that moved anything. Streams and the device as a whole are
+/// taken to be busy up to now. Calls that wait for the device, such as `cuMemFree`, do so here.
+///
+/// It also watches over memory, independently of an allocator: told which addresses are live and when they were last
+/// used, it reports as a violation what is unmapped too early, freed while live, or given out twice.
 ///
 /// ```
 /// use aquifer_device::sim::{Lagging, SimConfig, SimDriver};

@@ -10,7 +10,6 @@ mod handover;
 use std::time::Duration;
 
 use aquifer_device::Device;
-use comfy_table::Table;
 use serde::Serialize;
 
 use crate::cli::{BenchArgs, ConfigArg};
@@ -19,7 +18,7 @@ use crate::exit::{Failure, Outcome};
 use crate::harness::Times;
 use crate::session::Session;
 use crate::subject::{Aquifer, Refused};
-use crate::table::table;
+use crate::table::{Table, table};
 use crate::workload::{Script, Sizes};
 use crate::yardstick::{Shared, Yardstick};
 use crew::Crew;

@@ -4,7 +4,6 @@ mod pytorch;
 mod summary;
 
 use aquifer_allocator::Bytes;
-use comfy_table::Table;
 use serde::Serialize;
 
 use crate::cli::CompareArgs;
@@ -13,7 +12,7 @@ use crate::commands::{all_programs, ratio, replay};
 use crate::exit::{Failure, Outcome};
 use crate::input::Program;
 use crate::session::Session;
-use crate::table::table;
+use crate::table::{NOTHING, table};
 use summary::{Summary, summaries};
 
 /// Options that are compared unless the user names some: PyTorch's way, memory that streams share, and mapped memory. What
@@ -123,7 +122,7 @@ impl Row {
             driver_time_modelled_us: replayed.driver_time_modelled_us,
             warm_driver_time_modelled_us: replayed.warm_driver_time_modelled_us,
             worst_alloc_us: replayed.worst_alloc_us,
-            ns_per_op: Some(replayed.ns_per_op),
+            ns_per_op: replayed.ns_per_op,
             yardstick_ns_per_op: replayed.yardstick_ns_per_op,
             ooms: replayed.ooms,
             hazards: replayed.hazards,
@@ -133,7 +132,7 @@ impl Row {
 
 /// A number for people, if there is one.
 fn number(number: Option<f64>, digits: usize) -> String {
-    number.map_or_else(String::new, |number| format!("{number:.digits$}"))
+    number.map_or_else(|| NOTHING.to_owned(), |number| format!("{number:.digits$}"))
 }
 
 /// Options for people.
@@ -156,13 +155,13 @@ fn tabulate(rows: &[Row]) -> String {
         "ns/op",
         "index",
     ];
-    let mut table: Table = table(&headings, 1);
+    let mut table = table(&headings, 1);
     for row in rows {
         table.add_row([
             name(&row.config).to_owned(),
             Bytes(row.peak_reserved_bytes).to_string(),
             number(row.reserved_over_requested, 3),
-            row.smallest_device_bytes.map_or_else(String::new, |bytes| Bytes(bytes).to_string()),
+            row.smallest_device_bytes.map_or_else(|| NOTHING.to_owned(), |bytes| Bytes(bytes).to_string()),
             number(row.smallest_over_requested, 4),
             row.driver_allocs.to_string(),
             number(row.warm_driver_allocs, 1),

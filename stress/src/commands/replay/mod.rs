@@ -6,7 +6,6 @@ use std::collections::BTreeMap;
 
 use aquifer_allocator::{Bytes, MemoryStats};
 use aquifer_device::Device;
-use comfy_table::Table;
 use indicatif::ProgressBar;
 use serde::Serialize;
 
@@ -17,7 +16,7 @@ use crate::harness::{OnOom, Player};
 use crate::input::Program;
 use crate::observe::{Costs, Modelled, Observed};
 use crate::session::Session;
-use crate::table::table;
+use crate::table::{NOTHING, Table, table};
 use timing::time;
 
 pub(crate) use timing::Beside;
@@ -37,8 +36,8 @@ pub struct Row {
     pub peak_allocated_bytes: u64,
     pub peak_reserved_bytes: u64,
     pub reserved_over_requested: Option<f64>,
-    pub ns_per_op: f64,
-    pub first_pass_ns_per_op: f64,
+    pub ns_per_op: Option<f64>,
+    pub first_pass_ns_per_op: Option<f64>,
     pub driver_calls: BTreeMap<&'static str, u64>,
     pub driver_allocs: u64,
     pub driver_time_modelled_us: Option<f64>,
@@ -136,8 +135,8 @@ pub(super) fn replay(
         peak_allocated_bytes: stats.allocated_bytes.all.peak,
         peak_reserved_bytes: stats.reserved_bytes.all.peak,
         reserved_over_requested: ratio(stats.reserved_bytes.all.peak, program.peak_requested_bytes),
-        ns_per_op: hundredths(times.ours.later()),
-        first_pass_ns_per_op: hundredths(times.ours.first()),
+        ns_per_op: times.ours.later().map(hundredths),
+        first_pass_ns_per_op: times.ours.first().map(hundredths),
         driver_calls: calls.map(|(operation, count)| (operation.name(), count)).collect(),
         driver_allocs: first.map_or(0, |costs| costs.driver_allocs),
         driver_time_modelled_us: modelled(|modelled| modelled.total_ns),
@@ -157,8 +156,8 @@ pub(super) fn replay(
         events_recorded: first.map_or(0, |costs| costs.timeline.events_recorded),
         stream_waits: first.map_or(0, |costs| costs.timeline.waits_inserted),
         hazards,
-        yardstick_ns_per_op: times.yardstick.map(|times| hundredths(times.later())),
-        pool_ns_per_op: times.driver_pool.as_ref().map(|pool| hundredths(pool.times.later())),
+        yardstick_ns_per_op: times.yardstick.and_then(|times| times.later()).map(hundredths),
+        pool_ns_per_op: times.driver_pool.as_ref().and_then(|pool| pool.times.later()).map(hundredths),
         pool_peak_reserved_bytes: times.driver_pool.as_ref().map(|pool| pool.usage.reserved_peak),
         pool_ooms: times.driver_pool.map(|pool| pool.ooms),
     })
@@ -244,32 +243,38 @@ fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
     headings.extend(["OOMs", "retries", "waits", "hazards"]);
     let mut table = table(&headings, 2);
     for row in rows {
-        let ratio = row.reserved_over_requested.map_or_else(String::new, |ratio| format!("{ratio:.3}"));
-        let mut cells = vec![
-            row.trace.clone(),
-            row.config.clone(),
-            Bytes(row.peak_requested_bytes).to_string(),
-            Bytes(row.peak_reserved_bytes).to_string(),
-            ratio,
-            format!("{:.1}", row.ns_per_op),
-            format!("{:.1}", row.first_pass_ns_per_op),
-        ];
-        if let Some(yardstick) = row.yardstick_ns_per_op {
-            cells.push(format!("{yardstick:.1}"));
-            cells.push(format!("{:.2}", row.ns_per_op / yardstick));
-        }
-        if let (Some(ns), Some(bytes)) = (row.pool_ns_per_op, row.pool_peak_reserved_bytes) {
-            cells.extend([format!("{ns:.1}"), Bytes(bytes).to_string()]);
-        }
-        let text = |number: Option<f64>, digits| number.map_or_else(String::new, |number| format!("{number:.digits$}"));
-        cells.push(row.driver_calls.values().sum::<u64>().to_string());
-        cells.push(text(row.warm_driver_calls, 1));
-        cells.push(text(row.driver_time_modelled_us.map(|us| us / 1e3), 1));
-        cells.push(text(row.warm_driver_time_modelled_us.map(|us| us / 1e3), 1));
-        cells.push(text(row.worst_alloc_us, 0));
-        cells.extend((args.passes.lag > 0).then(|| row.stalls.to_string()));
-        cells.extend([row.ooms, row.retries, row.stream_waits, row.hazards].map(|count| count.to_string()));
-        table.add_row(cells);
+        table.add_row(cells(row, args));
     }
     table
+}
+
+fn cells(row: &Row, args: &ReplayArgs) -> Vec<String> {
+    let text =
+        |number: Option<f64>, digits| number.map_or_else(|| NOTHING.to_owned(), |number| format!("{number:.digits$}"));
+    let mut cells = vec![
+        row.trace.clone(),
+        row.config.clone(),
+        Bytes(row.peak_requested_bytes).to_string(),
+        Bytes(row.peak_reserved_bytes).to_string(),
+        text(row.reserved_over_requested, 3),
+        text(row.ns_per_op, 1),
+        text(row.first_pass_ns_per_op, 1),
+    ];
+    if args.yardstick {
+        let times = row.ns_per_op.zip(row.yardstick_ns_per_op).map(|(ours, yardstick)| ours / yardstick);
+        cells.extend([text(row.yardstick_ns_per_op, 1), text(times, 2)]);
+    }
+    if args.driver_pool {
+        let reserved =
+            row.pool_peak_reserved_bytes.map_or_else(|| NOTHING.to_owned(), |bytes| Bytes(bytes).to_string());
+        cells.extend([text(row.pool_ns_per_op, 1), reserved]);
+    }
+    cells.push(row.driver_calls.values().sum::<u64>().to_string());
+    cells.push(text(row.warm_driver_calls, 1));
+    cells.push(text(row.driver_time_modelled_us.map(|us| us / 1e3), 1));
+    cells.push(text(row.warm_driver_time_modelled_us.map(|us| us / 1e3), 1));
+    cells.push(text(row.worst_alloc_us, 0));
+    cells.extend((args.passes.lag > 0).then(|| row.stalls.to_string()));
+    cells.extend([row.ooms, row.retries, row.stream_waits, row.hazards].map(|count| count.to_string()));
+    cells
 }
