@@ -12,8 +12,7 @@ use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
 use crate::heap::BlockId;
 use crate::history::History;
-use crate::hooks::{Hooks, ReclaimRequest, Registration};
-use crate::oom::OomReport;
+use crate::hooks::Hooks;
 use crate::paged::{Gate, Paged, probe, record_milestone};
 use crate::shell::{Shell, special};
 use crate::size_class::{MIN_BLOCK, REQUEST_LIMIT, SizeClasses};
@@ -315,22 +314,6 @@ impl Allocator {
         let total = self.0.device.info().total_bytes;
         self.set_limit(config.limit_bytes(total, total));
         Ok(())
-    }
-
-    /// Registers `reclaim`, called with no lock held when a request would otherwise fail. It frees what it can and returns
-    /// how many bytes; 0 says that it has nothing. Reclaimers of higher priority are asked first.
-    pub fn register_reclaimer(
-        &self,
-        priority: i32,
-        name: &str,
-        reclaim: impl Fn(&ReclaimRequest) -> u64 + Send + Sync + 'static,
-    ) -> Registration {
-        self.0.hooks.add_reclaimer(priority, name, Arc::new(reclaim))
-    }
-
-    /// Registers `observe`, called with no lock held and the report before an out-of-memory error is returned.
-    pub fn observe_oom(&self, observe: impl Fn(&OomReport) + Send + Sync + 'static) -> Registration {
-        self.0.hooks.add_observer(Arc::new(observe))
     }
 
     /// Bytes in live blocks now: PyTorch's `memory_allocated()`.
