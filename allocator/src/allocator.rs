@@ -3,17 +3,18 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use aquifer_device::{Device, DevicePtr, ErrorKind, Stream};
+use aquifer_device::{Device, DevicePtr, Stream};
 
 use crate::allocation::Allocation;
 use crate::arena::Arena;
-use crate::config::{Backing, Config, CrossStream, TagSource};
+use crate::backing::{self, WhySegments};
+use crate::config::{Config, CrossStream, TagSource};
 use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
 use crate::heap::BlockId;
 use crate::history::History;
 use crate::hooks::Hooks;
-use crate::paged::{Gate, Paged, probe, record_milestone};
+use crate::paged::{Gate, record_milestone};
 use crate::shell::{Shell, special};
 use crate::size_class::{MIN_BLOCK, REQUEST_LIMIT, SizeClasses};
 use crate::stats::Hot;
@@ -59,8 +60,8 @@ struct Inner {
     gate: Gate,
     /// Whether allocations carry tags at all.
     tagged: bool,
-    /// Whether memory comes in segments, whose free pieces are counted.
-    counts_pieces: bool,
+    /// Why memory comes in segments, whose free pieces are counted; `None` if it is mapped.
+    segments: Option<WhySegments>,
 }
 
 impl Inner {
@@ -91,9 +92,9 @@ impl Allocator {
         }
         let memory = device.memory_info()?;
         let limit = config.limit_bytes(memory.total, memory.free).unwrap_or(u64::MAX);
-        let paged = paged_state(device, &config)?;
+        let (paged, segments) =
+            backing::choose(device, &config)?.map_or_else(|why| (None, Some(why)), |paged| (Some(paged), None));
         let classes = SizeClasses::new(&config);
-        let counts_pieces = paged.is_none();
         let classes = if paged.is_some() { classes.paged() } else { classes };
         let crosses_streams = config.cross_stream != CrossStream::Off;
         let mut bits = 0;
@@ -115,7 +116,7 @@ impl Allocator {
             hooks,
             gate: Gate::default(),
             tagged,
-            counts_pieces,
+            segments,
         })))
     }
 
@@ -268,7 +269,7 @@ impl Allocator {
         &self.0.device
     }
 
-    /// The configuration it was made with.
+    /// The configuration it was made with. What became of [`Config::backing`] on this device is told by [`Allocator::backing`].
     pub fn config(&self) -> &Config {
         &self.0.config
     }
@@ -277,8 +278,13 @@ impl Allocator {
         &self.0.classes
     }
 
+    /// Why memory comes in segments; `None` if it is mapped.
+    pub fn why_segments(&self) -> Option<&WhySegments> {
+        self.0.segments.as_ref()
+    }
+
     pub(crate) fn counts_pieces(&self) -> bool {
-        self.0.counts_pieces
+        self.0.segments.is_some()
     }
 
     pub(crate) fn shell(&self) -> &'static Shell {
@@ -362,31 +368,6 @@ impl Allocator {
     /// As [`Core::paged_granule_for`]. The stream may have no arena: not every request is for a block of one.
     pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
         self.shell().core().paged_granule_for(request)
-    }
-}
-
-/// The state of the paged backing, if that is asked for and the device can do it.
-fn paged_state(device: &Device, config: &Config) -> Result<Option<Paged>, AllocError> {
-    if config.backing != Backing::Paged || config.no_cache {
-        return Ok(None);
-    }
-    let total = device.info().total_bytes;
-    let Some(granularity) = device.info().granularity_bytes else {
-        tracing::warn!("the device cannot map memory; memory comes in segments");
-        return Ok(None);
-    };
-    let Some(granule) = config.granule.max(granularity).checked_next_power_of_two().filter(|&bytes| bytes <= total)
-    else {
-        tracing::warn!("the device has less memory than one granule; memory comes in segments");
-        return Ok(None);
-    };
-    match probe(device, granule) {
-        Ok(options) => Ok(Some(Paged::new(granule, options, device.info().ordinal))),
-        Err(error) if error.kind == ErrorKind::DeviceLost => Err(error.into()),
-        Err(error) => {
-            tracing::warn!(%error, "the device does not map memory; memory comes in segments");
-            Ok(None)
-        }
     }
 }
 

@@ -8,6 +8,7 @@
 mod allocation;
 mod allocator;
 mod arena;
+mod backing;
 mod buffer;
 mod capture;
 mod claim;
@@ -48,6 +49,7 @@ mod whole;
 
 pub use allocation::Allocation;
 pub use allocator::{ALIGNMENT, Allocator};
+pub use backing::WhySegments;
 pub use buffer::DeviceBuffer;
 pub use capture::CaptureRoute;
 pub use claim::Claim;

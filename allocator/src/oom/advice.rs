@@ -95,13 +95,15 @@ pub(super) struct Need {
     pub(super) shared: bool,
 }
 
-/// What is lacking, by whom, of the bytes that the request would take from the device.
+/// What is lacking of the bytes that the request would take from the device.
 #[derive(Clone, Copy, Debug)]
 struct Lacking {
     /// Below the limit.
     limit: u64,
     /// On the device, beside the headroom.
     device: u64,
+    /// Whether what is live here would be enough.
+    live_suffices: bool,
 }
 
 impl Whole {
@@ -158,12 +160,7 @@ impl OomReport {
             self.advice.retain(|advice| matches!(advice, Advice::SmallerSegments { .. }));
             self.advice.push(Advice::LargerDevice { bytes: need.whole });
         } else {
-            let lacking = Lacking {
-                limit: self.segment.saturating_sub(room),
-                device: self
-                    .memory
-                    .map_or(self.segment, |_| self.segment.saturating_add(self.headroom).saturating_sub(device_free)),
-            };
+            let lacking = self.lacking(need, room, device_free);
             let remedies = self.remedies(lacking, device_free);
             let frees = |advice: &Advice| matches!(advice, Advice::FreeMore { .. });
             self.advice.extend(remedies.into_iter().filter(|advice| !fragmented || !frees(advice)));
@@ -171,34 +168,51 @@ impl OomReport {
         self.advice.truncate(LISTED);
     }
 
+    fn lacking(&self, need: Need, room: u64, device_free: u64) -> Lacking {
+        let wanted = |bytes: u64| bytes.saturating_add(self.headroom);
+        // What is reserved and not live is free with it, such as the rest of granules.
+        let ours = self.memory.map_or(u64::MAX, |_| device_free.saturating_add(self.reserved));
+        let live_suffices = wanted(need.whole) <= ours && need.whole <= self.limit.unwrap_or(u64::MAX);
+        Lacking {
+            limit: self.segment.saturating_sub(room),
+            device: self.memory.map_or(self.segment, |_| wanted(self.segment).saturating_sub(device_free)),
+            live_suffices: live_suffices && self.allocated > 0,
+        }
+    }
+
     /// What gives the bytes that are lacking: for the limit, for the device, and for both.
     fn remedies(&self, lacking: Lacking, device_free: u64) -> Vec<Advice> {
         let raise = Advice::RaiseLimit { to: self.reserved.saturating_add(self.segment) };
-        let mut remedies = match lacking {
-            Lacking { limit: 0, device } => self.on_device(device, device_free),
-            Lacking { device: 0, .. } => vec![raise],
-            Lacking { device, .. } => {
-                let first = self.on_device(device, device_free).into_iter().next();
+        let mut remedies = match (lacking.limit, lacking.device) {
+            (0, _) => self.on_device(lacking, device_free),
+            (_, 0) => vec![raise],
+            (_, _) => {
+                let first = self.on_device(lacking, device_free).into_iter().next();
                 first.map(|there| Advice::All(vec![raise, there])).into_iter().collect()
             }
         };
         let missing = lacking.limit.max(lacking.device);
-        if missing > 0 && missing <= self.allocated {
+        if missing > 0 && lacking.live_suffices {
             remedies.push(self.free_more(missing));
         }
         remedies
     }
 
-    /// What gives so many bytes on the device, beside freeing what is live here alone.
-    fn on_device(&self, missing: u64, device_free: u64) -> Vec<Advice> {
-        let held = self.held_by_others.unwrap_or(0);
+    /// What gives the bytes that the device lacks, beside freeing what is live here alone.
+    fn on_device(&self, lacking: Lacking, device_free: u64) -> Vec<Advice> {
+        let (missing, held) = (lacking.device, self.held_by_others.unwrap_or(0));
         let mut found = Vec::new();
         if missing > 0 && self.headroom > 0 && device_free >= self.segment {
             found.push(Advice::LowerHeadroom { to: device_free - self.segment });
         }
         if missing > 0 && held >= missing {
             found.push(Advice::OthersHold { held, missing });
-        } else if held > 0 && missing > self.allocated && missing - held <= self.allocated {
+        } else if missing > held
+            && held > 0
+            && self.allocated > 0
+            && !lacking.live_suffices
+            && missing - held <= self.reserved
+        {
             let all_of_others = Advice::OthersHold { held, missing: held };
             found.push(Advice::All(vec![self.free_more(missing - held), all_of_others]));
         }
@@ -207,7 +221,7 @@ impl OomReport {
 
     fn free_more(&self, bytes: u64) -> Advice {
         let largest = self.largest_tags.first().and_then(|(tag, bytes)| Some((tag.clone()?, *bytes)));
-        Advice::FreeMore { bytes, largest }
+        Advice::FreeMore { bytes: bytes.min(self.allocated), largest }
     }
 }
 

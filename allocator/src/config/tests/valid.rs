@@ -66,7 +66,7 @@ fn play(config: Config) {
         .enumerate()
     {
         held.extend(allocator.alloc(bytes, stream));
-        if turn % 3 == 2 {
+        if turn % 3 == 2 && !held.is_empty() {
             drop(held.swap_remove(0));
         }
     }
