@@ -103,7 +103,7 @@ impl Allocator {
         shell.history.lock().note(Action::Oom, subject);
         let mut report = whole.report(request, tried);
         let need = self.need(&whole, request);
-        report.segment = if tried.apart { need.whole } else { whole.to_buy(request).unwrap_or(need.whole) };
+        report.segment = if tried.apart { need.whole } else { whole.lacking_bytes(request).unwrap_or(need.whole) };
         drop(whole);
         report.device = self.device().info().ordinal;
         report.device_name.clone_from(&self.device().info().name);

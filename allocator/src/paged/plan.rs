@@ -124,7 +124,7 @@ impl Whole {
 
     /// Bytes that the device has to give for a request, beside what is free here and may move; `None` where memory does not move, or
     /// there are no addresses for it, or nothing is lacking.
-    pub(crate) fn to_buy(&mut self, request: &Request) -> Option<u64> {
+    pub(crate) fn lacking_bytes(&mut self, request: &Request) -> Option<u64> {
         let granule = self.paged_granule_for(request)?;
         let draft = self.draft(request, 0)?;
         (draft.buy > 0).then_some(draft.buy * granule)
