@@ -5,7 +5,6 @@ mod advice;
 use std::collections::HashMap;
 use std::fmt;
 
-use advice::Need;
 use aquifer_device::MemoryInfo;
 
 use crate::allocator::Allocator;
@@ -48,8 +47,10 @@ pub struct OomReport {
     pub device_name: String,
     /// Bytes that the caller asked for.
     pub requested: u64,
-    /// Bytes that would have been taken from the device for it, beside what free memory could have been moved there.
+    /// Bytes that would have been taken from the device for it, if nothing that is free here helped.
     pub segment: u64,
+    /// The part of them that the device would have had to give, because no memory that is free here can be moved there.
+    pub from_device: u64,
     /// Our own number of the stream it was for.
     pub stream_id: u32,
     /// The private pool it was for.
@@ -102,8 +103,9 @@ impl Allocator {
         let subject = Subject { addr: free, size: request.size, slot: request.slot, tag: request.tag, pool };
         shell.history.lock().note(Action::Oom, subject);
         let mut report = whole.report(request, tried);
-        let need = self.need(&whole, request);
-        report.segment = if tried.apart { need.whole } else { whole.lacking_bytes(request).unwrap_or(need.whole) };
+        report.segment = self.growth_bytes(&whole, request);
+        let lacking = if tried.apart { None } else { whole.lacking_bytes(request) };
+        report.from_device = lacking.unwrap_or(report.segment);
         drop(whole);
         report.device = self.device().info().ordinal;
         report.device_name.clone_from(&self.device().info().name);
@@ -113,20 +115,17 @@ impl Allocator {
         report.allocated = shell.read(Hot::Bytes).all.current;
         report.requested_live = shell.read(Hot::Requested).all.current;
         report.held_by_others = memory.map(|memory| (memory.total - memory.free).saturating_sub(report.reserved));
-        report.advise(need);
+        report.advise(self.shares_segment(request));
         tracing::debug!(requested = report.requested, reserved = report.reserved, "out of memory");
         self.hooks().notify(&report);
         AllocError::OutOfMemory(Box::new(report))
     }
-}
 
-impl Allocator {
-    fn need(&self, whole: &Whole, request: &Request) -> Need {
-        let bytes = self.growth_bytes(whole, request);
-        let of_its_own = whole.paged_granule_for(request).is_some() || self.config().no_cache;
-        let shared =
-            !of_its_own && PoolKind::Large == self.classes().pool(request.size) && request.size < MIN_LARGE_ALLOC;
-        Need { whole: bytes, shared }
+    /// Whether the request would get a part of a segment that others share.
+    fn shares_segment(&self, request: &Request) -> bool {
+        let classes = self.classes();
+        let is_medium = classes.pool(request.size) == PoolKind::Large && request.size < MIN_LARGE_ALLOC;
+        is_medium && self.paged_granule_for(request).is_none() && !self.config().no_cache
     }
 }
 
@@ -146,6 +145,7 @@ impl Whole {
             device_name: String::new(),
             requested: request.requested,
             segment: 0,
+            from_device: 0,
             stream_id: request.slot,
             pool: private(request.pool).map(|private| private.id),
             refusal: tried.refusal,

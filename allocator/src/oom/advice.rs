@@ -86,15 +86,6 @@ pub enum Advice {
     All(Vec<Advice>),
 }
 
-/// What the request would take from the device.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Need {
-    /// Bytes, if nothing that is free here helps.
-    pub(super) whole: u64,
-    /// Whether that is a segment that it would share with others, so that it could be smaller.
-    pub(super) shared: bool,
-}
-
 /// What is lacking of the bytes that the request would take from the device.
 #[derive(Clone, Copy, Debug)]
 struct Lacking {
@@ -138,13 +129,14 @@ impl Whole {
 }
 
 impl OomReport {
-    /// Completes the advice with what only the sums tell. Each piece suffices by itself.
-    pub(super) fn advise(&mut self, need: Need) {
+    /// Completes the advice with what only the sums tell. Each piece suffices by itself. `shares` tells whether the request would
+    /// share its segment with others, so that it could be smaller.
+    pub(super) fn advise(&mut self, shares: bool) {
         let device_free = self.memory.map_or(0, |memory| memory.free);
         let room = self.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved));
         let from_device = device_free.saturating_sub(self.headroom).min(room);
         let usable = from_device.saturating_add(self.free_in_pool);
-        let fragmented = usable >= need.whole.min(self.requested) && self.free_in_pool > 0;
+        let fragmented = usable >= self.segment.min(self.requested) && self.free_in_pool > 0;
         self.advice.retain_mut(|advice| match advice {
             Advice::Fragmented { on_device, .. } => {
                 *on_device = from_device;
@@ -153,14 +145,14 @@ impl OomReport {
             _ => true,
         });
         let smaller = from_device >> 20 << 20;
-        if need.shared && smaller > MIN_LARGE_ALLOC && smaller < self.segment {
+        if shares && smaller > MIN_LARGE_ALLOC && smaller < self.segment {
             self.advice.push(Advice::SmallerSegments { to: smaller });
         }
-        if self.memory.is_some_and(|memory| need.whole > memory.total) {
+        if self.memory.is_some_and(|memory| self.segment > memory.total) {
             self.advice.retain(|advice| matches!(advice, Advice::SmallerSegments { .. }));
-            self.advice.push(Advice::LargerDevice { bytes: need.whole });
+            self.advice.push(Advice::LargerDevice { bytes: self.segment });
         } else {
-            let lacking = self.lacking(need, room, device_free);
+            let lacking = self.lacking(room, device_free);
             let remedies = self.remedies(lacking, device_free);
             let frees = |advice: &Advice| matches!(advice, Advice::FreeMore { .. });
             self.advice.extend(remedies.into_iter().filter(|advice| !fragmented || !frees(advice)));
@@ -168,21 +160,21 @@ impl OomReport {
         self.advice.truncate(LISTED);
     }
 
-    fn lacking(&self, need: Need, room: u64, device_free: u64) -> Lacking {
+    fn lacking(&self, room: u64, device_free: u64) -> Lacking {
         let wanted = |bytes: u64| bytes.saturating_add(self.headroom);
         // What is reserved and not live is free with it, such as the rest of granules.
         let ours = self.memory.map_or(u64::MAX, |_| device_free.saturating_add(self.reserved));
-        let live_suffices = wanted(need.whole) <= ours && need.whole <= self.limit.unwrap_or(u64::MAX);
+        let live_suffices = wanted(self.segment) <= ours && self.segment <= self.limit.unwrap_or(u64::MAX);
         Lacking {
-            limit: self.segment.saturating_sub(room),
-            device: self.memory.map_or(self.segment, |_| wanted(self.segment).saturating_sub(device_free)),
+            limit: self.from_device.saturating_sub(room),
+            device: self.memory.map_or(self.from_device, |_| wanted(self.from_device).saturating_sub(device_free)),
             live_suffices: live_suffices && self.allocated > 0,
         }
     }
 
     /// What gives the bytes that are lacking: for the limit, for the device, and for both.
     fn remedies(&self, lacking: Lacking, device_free: u64) -> Vec<Advice> {
-        let raise = Advice::RaiseLimit { to: self.reserved.saturating_add(self.segment) };
+        let raise = Advice::RaiseLimit { to: self.reserved.saturating_add(self.from_device) };
         let mut remedies = match (lacking.limit, lacking.device) {
             (0, _) => self.on_device(lacking, device_free),
             (_, 0) => vec![raise],
@@ -202,8 +194,8 @@ impl OomReport {
     fn on_device(&self, lacking: Lacking, device_free: u64) -> Vec<Advice> {
         let (missing, held) = (lacking.device, self.held_by_others.unwrap_or(0));
         let mut found = Vec::new();
-        if missing > 0 && self.headroom > 0 && device_free >= self.segment {
-            found.push(Advice::LowerHeadroom { to: device_free - self.segment });
+        if missing > 0 && self.headroom > 0 && device_free >= self.from_device {
+            found.push(Advice::LowerHeadroom { to: device_free - self.from_device });
         }
         if missing > 0 && held >= missing {
             found.push(Advice::OthersHold { held, missing });
