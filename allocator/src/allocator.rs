@@ -3,19 +3,19 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use aquifer_device::{Device, DevicePtr, ErrorKind, Stream};
+use aquifer_device::{Device, DevicePtr, Stream};
 
 use crate::allocation::Allocation;
 use crate::arena::Arena;
+use crate::backing::{self, WhySegments};
 use crate::capture::refuse_capture;
-use crate::config::{Backing, Config, CrossStream, TagSource};
+use crate::config::{Config, CrossStream, TagSource};
 use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
 use crate::heap::BlockId;
 use crate::history::History;
-use crate::hooks::{Hooks, ReclaimRequest, Registration};
-use crate::oom::OomReport;
-use crate::paged::{Gate, Paged, probe, record_milestone};
+use crate::hooks::Hooks;
+use crate::paged::{Gate, record_milestone};
 use crate::shell::{Shell, close_buried, special};
 use crate::size_class::{MIN_BLOCK, REQUEST_LIMIT, SizeClasses};
 use crate::stats::Hot;
@@ -64,8 +64,8 @@ struct Inner {
     gate: Gate,
     /// Whether allocations carry tags at all.
     tagged: bool,
-    /// Whether memory comes in segments, whose free pieces are counted.
-    counts_pieces: bool,
+    /// Why memory comes in segments, whose free pieces are counted; `None` if it is mapped.
+    segments: Option<WhySegments>,
 }
 
 impl Inner {
@@ -98,9 +98,9 @@ impl Allocator {
         }
         let memory = device.memory_info()?;
         let limit = config.limit_bytes(memory.total, memory.free).unwrap_or(u64::MAX);
-        let paged = paged_state(device, &config)?;
+        let (paged, segments) =
+            backing::choose(device, &config)?.map_or_else(|why| (None, Some(why)), |paged| (Some(paged), None));
         let classes = SizeClasses::new(&config);
-        let counts_pieces = paged.is_none();
         let classes = if paged.is_some() { classes.paged() } else { classes };
         let crosses_streams = config.cross_stream != CrossStream::Off;
         let mut bits = 0;
@@ -122,7 +122,7 @@ impl Allocator {
             hooks,
             gate: Gate::default(),
             tagged,
-            counts_pieces,
+            segments,
         })))
     }
 
@@ -280,7 +280,7 @@ impl Allocator {
         &self.0.device
     }
 
-    /// The configuration it was made with.
+    /// The configuration it was made with. What became of [`Config::backing`] on this device is told by [`Allocator::backing`].
     pub fn config(&self) -> &Config {
         &self.0.config
     }
@@ -289,8 +289,13 @@ impl Allocator {
         &self.0.classes
     }
 
+    /// Why memory comes in segments; `None` if it is mapped.
+    pub fn why_segments(&self) -> Option<&WhySegments> {
+        self.0.segments.as_ref()
+    }
+
     pub(crate) fn counts_pieces(&self) -> bool {
-        self.0.counts_pieces
+        self.0.segments.is_some()
     }
 
     pub(crate) fn shell(&self) -> &'static Shell {
@@ -326,22 +331,6 @@ impl Allocator {
         let total = self.0.device.info().total_bytes;
         self.set_limit(config.limit_bytes(total, total));
         Ok(())
-    }
-
-    /// Registers `reclaim`, called with no lock held when a request would otherwise fail. It frees what it can and returns
-    /// how many bytes; 0 says that it has nothing. Reclaimers of higher priority are asked first.
-    pub fn register_reclaimer(
-        &self,
-        priority: i32,
-        name: &str,
-        reclaim: impl Fn(&ReclaimRequest) -> u64 + Send + Sync + 'static,
-    ) -> Registration {
-        self.0.hooks.add_reclaimer(priority, name, Arc::new(reclaim))
-    }
-
-    /// Registers `observe`, called with no lock held and the report before an out-of-memory error is returned.
-    pub fn observe_oom(&self, observe: impl Fn(&OomReport) + Send + Sync + 'static) -> Registration {
-        self.0.hooks.add_observer(Arc::new(observe))
     }
 
     /// Bytes in live blocks now: PyTorch's `memory_allocated()`.
@@ -390,31 +379,6 @@ impl Allocator {
     /// As [`Core::paged_granule_for`]. The stream may have no arena: not every request is for a block of one.
     pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
         self.shell().core().paged_granule_for(request)
-    }
-}
-
-/// The state of the paged backing, if that is asked for and the device can do it.
-fn paged_state(device: &Device, config: &Config) -> Result<Option<Paged>, AllocError> {
-    if config.backing != Backing::Paged || config.no_cache {
-        return Ok(None);
-    }
-    let total = device.info().total_bytes;
-    let Some(granularity) = device.info().granularity_bytes else {
-        tracing::warn!("the device cannot map memory; memory comes in segments");
-        return Ok(None);
-    };
-    let Some(granule) = config.granule.max(granularity).checked_next_power_of_two().filter(|&bytes| bytes <= total)
-    else {
-        tracing::warn!("the device has less memory than one granule; memory comes in segments");
-        return Ok(None);
-    };
-    match probe(device, granule) {
-        Ok(options) => Ok(Some(Paged::new(granule, options, device.info().ordinal))),
-        Err(error) if error.kind == ErrorKind::DeviceLost => Err(error.into()),
-        Err(error) => {
-            tracing::warn!(%error, "the device does not map memory; memory comes in segments");
-            Ok(None)
-        }
     }
 }
 

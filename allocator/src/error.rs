@@ -2,6 +2,7 @@
 
 use aquifer_device::DeviceError;
 
+use crate::backing::WhySegments;
 use crate::config::ConfigError;
 use crate::oom::OomReport;
 
@@ -73,7 +74,15 @@ pub enum AllocError {
         /// Bytes that were to be saved.
         bytes: u64,
     },
-    /// The device, or the backing in use, cannot do what the caller asked for.
+    /// The caller asked for what only mapped memory can do, and the memory of this allocator comes in segments, for the reason given.
+    #[error("{what} needs mapped memory, and here memory comes in segments: {why}")]
+    NotMapped {
+        /// What was asked for.
+        what: &'static str,
+        /// Why memory is not mapped; see [`crate::Allocator::why_segments`].
+        why: Box<WhySegments>,
+    },
+    /// The device cannot do what the caller asked for.
     #[error("not supported here: this needs {what}")]
     Unsupported {
         /// What is missing.

@@ -1,27 +1,21 @@
-//! What others register with an allocator: reclaimers that free memory under pressure, and observers of OOM and of mappings.
+//! What others register with an allocator: reclaimers that free memory under pressure (`reclaim.rs`), and observers of OOM and of
+//! mappings.
 //!
 //! They run without any lock of the heap held, so they may free from the same allocator, and reclaimers and observers of OOM may
-//! allocate. While a thread runs reclaimers, an allocation that fails on it reports OOM instead of asking them again.
+//! allocate. A panic in one of them stays there.
 
+use std::any::Any;
 use std::cell::Cell;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::thread::LocalKey;
 
 use parking_lot::Mutex;
 
 use crate::allocator::Allocator;
 use crate::oom::OomReport;
-
-/// What a reclaimer is asked for.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub struct ReclaimRequest {
-    /// Bytes that the failing request needs.
-    pub bytes: u64,
-    /// Our own number of the stream it is for.
-    pub stream_id: u32,
-}
+use crate::reclaim::{Reclaim, Reclaimer};
 
 /// What happens to the memory behind addresses, as observers of [`Allocator::observe_mappings`] are told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,11 +38,17 @@ pub enum MappingChange {
     },
 }
 
-type Reclaimer = Arc<dyn Fn(&ReclaimRequest) -> u64 + Send + Sync>;
 type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
 type MappingObserver = Arc<dyn Fn(&MappingChange) + Send + Sync>;
 
 impl Allocator {
+    /// Registers `observe`, called with the report before an out-of-memory error is returned. It runs with no lock of the allocator
+    /// held, on the thread that made the request, so it may free and allocate; an allocation that fails in it is an error there, of which no
+    /// observer is told. A panic in it is logged, and stays there: the caller gets the error all the same.
+    pub fn observe_oom(&self, observe: impl Fn(&OomReport) + Send + Sync + 'static) -> Registration {
+        self.hooks().add_observer(Arc::new(observe))
+    }
+
     /// Registers `observe`, told about memory that is about to be unmapped and memory that was mapped: by growth, by moving
     /// memory, by giving it back, by [`crate::Growable`], and by [`Allocator::sleep`] and [`Allocator::wake`]. It is for parties that
     /// keep tables of mapped memory, such as network libraries that register it. Segments are not told about, nor is what goes
@@ -93,18 +93,18 @@ pub(crate) struct Hooks {
 #[derive(Default)]
 struct State {
     next: u64,
-    /// Number, priority, name, function; most willing first.
-    reclaimers: Vec<(u64, i32, String, Reclaimer)>,
+    /// Most willing first.
+    reclaimers: Vec<Reclaimer>,
     observers: Vec<(u64, Observer)>,
     mapping_observers: Vec<(u64, MappingObserver)>,
 }
 
 impl Hooks {
-    pub(crate) fn add_reclaimer(self: &Arc<Self>, priority: i32, name: &str, reclaim: Reclaimer) -> Registration {
+    pub(crate) fn add_reclaimer(self: &Arc<Self>, priority: i32, name: &str, reclaim: Reclaim) -> Registration {
         let mut state = self.state.lock();
         let number = state.number();
-        state.reclaimers.push((number, priority, name.to_owned(), reclaim));
-        state.reclaimers.sort_by_key(|&(number, priority, ..)| (std::cmp::Reverse(priority), number));
+        state.reclaimers.push(Reclaimer { number, priority, name: name.to_owned(), reclaim });
+        state.reclaimers.sort_by_key(|reclaimer| (std::cmp::Reverse(reclaimer.priority), reclaimer.number));
         Registration { hooks: self.clone(), number }
     }
 
@@ -135,25 +135,20 @@ impl Hooks {
             self.state.lock().mapping_observers.iter().map(|(_, observe)| observe.clone()).collect();
         for observe in observers {
             // What the driver is in the middle of must come to its end, or memory would be lost.
-            if catch_unwind(AssertUnwindSafe(|| observe(change))).is_err() {
-                tracing::error!(?change, "an observer of mappings panicked; it is passed over");
-            }
+            contained(&format_args!("an observer of mappings, told of {change:?},"), || observe(change));
         }
     }
 
-    /// The reclaimers, most willing first; none while this thread runs some already.
-    pub(crate) fn reclaimers(&self) -> Vec<(String, Reclaimer)> {
-        if RECLAIMING.get() {
-            return Vec::new();
-        }
-        let state = self.state.lock();
-        state.reclaimers.iter().map(|(_, _, name, reclaim)| (name.clone(), reclaim.clone())).collect()
+    /// The reclaimers, most willing first.
+    pub(crate) fn reclaimers(&self) -> Vec<Reclaimer> {
+        self.state.lock().reclaimers.clone()
     }
 
     pub(crate) fn notify(&self, report: &OomReport) {
+        let Some(_within) = Within::enter(&NOTIFYING) else { return };
         let observers: Vec<Observer> = self.state.lock().observers.iter().map(|(_, observe)| observe.clone()).collect();
         for observe in observers {
-            observe(report);
+            contained(&"an observer of out-of-memory errors", || observe(report));
         }
     }
 }
@@ -166,20 +161,37 @@ impl State {
 }
 
 thread_local! {
-    static RECLAIMING: Cell<bool> = const { Cell::new(false) };
+    static NOTIFYING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs a reclaimer; a panic in it ends the request that asked, not the protection against asking again.
-pub(crate) fn run(reclaim: &Reclaimer, request: &ReclaimRequest) -> u64 {
-    struct Reset;
-    impl Drop for Reset {
-        fn drop(&mut self) {
-            RECLAIMING.set(false);
-        }
+/// While it lives, this thread is within calls of one kind.
+pub(crate) struct Within(&'static LocalKey<Cell<bool>>);
+
+impl Within {
+    /// `None` if the thread is within one already.
+    pub(crate) fn enter(kind: &'static LocalKey<Cell<bool>>) -> Option<Within> {
+        (!kind.replace(true)).then_some(Within(kind))
     }
-    RECLAIMING.set(true);
-    let _reset = Reset;
-    reclaim(request)
+}
+
+impl Drop for Within {
+    fn drop(&mut self) {
+        self.0.set(false);
+    }
+}
+
+/// Runs what others registered. A panic in it is logged, with `what` it is, and goes no further: the thread may be in the middle of
+/// something that must come to its end. `None` is a panic.
+pub(crate) fn contained<T>(what: &dyn fmt::Display, run: impl FnOnce() -> T) -> Option<T> {
+    catch_unwind(AssertUnwindSafe(run))
+        .inspect_err(|panic| tracing::error!("{what} panicked, and is passed over: {}", message(panic.as_ref())))
+        .ok()
+}
+
+/// What a panic says.
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref().map(String::as_str));
+    text.unwrap_or("without a message")
 }
 
 /// Keeps a reclaimer or observer registered until it is dropped.
@@ -193,7 +205,7 @@ impl Drop for Registration {
     fn drop(&mut self) {
         let mut state = self.hooks.state.lock();
         // Taken out first and dropped after the lock: what they captured may itself talk to the allocator when dropped.
-        let reclaimer = state.reclaimers.iter().position(|&(number, ..)| number == self.number);
+        let reclaimer = state.reclaimers.iter().position(|reclaimer| reclaimer.number == self.number);
         let reclaimer = reclaimer.map(|at| state.reclaimers.remove(at));
         let observer = state.observers.iter().position(|&(number, _)| number == self.number);
         let observer = observer.map(|at| state.observers.remove(at));
@@ -213,7 +225,7 @@ impl fmt::Debug for Registration {
 impl fmt::Debug for Hooks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = self.state.lock();
-        let reclaimers: Vec<_> = state.reclaimers.iter().map(|(_, priority, name, _)| (priority, name)).collect();
+        let reclaimers: Vec<_> = state.reclaimers.iter().map(|of| (of.priority, &of.name)).collect();
         f.debug_struct("Hooks").field("reclaimers", &reclaimers).field("observers", &state.observers.len()).finish()
     }
 }

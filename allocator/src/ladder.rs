@@ -11,7 +11,8 @@
 //! 6. wait on the host for blocks that other streams still use;
 //! 7. make the stream wait for another stream's block, unless blocks never cross streams;
 //! 8. release everything unused, mapped memory where it stands in the way, and grow;
-//! 9. reclaimers by priority, each followed by a search, a release and a growth;
+//! 9. reclaimers by priority, each followed by a search, a release and a growth, and all again as long as they free something
+//!    (`reclaim.rs`);
 //! 10. wait for memory that is in the hands of other threads, and grow;
 //! 11. the report.
 //!
@@ -22,7 +23,6 @@ use crate::config::CrossStream;
 use crate::core::{Granted, Request};
 use crate::cross_stream::cannot_be_asked;
 use crate::error::AllocError;
-use crate::hooks::{self, ReclaimRequest};
 use crate::oom::Tried;
 use crate::segments::{Growth, Refusal};
 
@@ -153,13 +153,9 @@ impl Allocator {
     }
 
     fn reclaim(&self, request: &Request, tried: &mut Tried) -> Rung {
-        for (name, reclaim) in self.hooks().reclaimers() {
-            let freed = hooks::run(&reclaim, &ReclaimRequest { bytes: request.size, stream_id: request.slot });
-            tracing::debug!(reclaimer = %name, freed, "a reclaimer was asked for memory");
-            tried.reclaimed += freed;
-            if freed == 0 {
-                continue;
-            }
+        let mut reclaimers = self.ask_reclaimers(request);
+        while let Some(freed) = reclaimers.ask() {
+            tried.reclaimed = tried.reclaimed.saturating_add(freed);
             self.synchronize_pending(|_| true)?;
             if let Some(granted) = self.search_again(request)? {
                 return Ok(Some(granted));

@@ -1,4 +1,6 @@
-//! The out-of-memory report: what was asked for, what there was, and what would have made it fit.
+//! The out-of-memory report: what was asked for, what there was, and what would have made it fit (`oom/advice.rs`).
+
+mod advice;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -10,12 +12,15 @@ use crate::core::Request;
 use crate::error::AllocError;
 use crate::format::Bytes;
 use crate::fragmentation::unusable_index;
-use crate::heap::{Block, State, kind_of};
+use crate::heap::{Block, State};
 use crate::history::{Action, Subject};
 use crate::segments::Refusal;
+use crate::size_class::{MIN_LARGE_ALLOC, PoolKind};
 use crate::stats::Hot;
 use crate::tags::Tag;
 use crate::whole::Whole;
+
+pub use advice::Advice;
 
 /// How many tags and how many pieces of advice a report lists.
 const LISTED: usize = 5;
@@ -26,6 +31,8 @@ pub(crate) struct Tried {
     pub(crate) refusal: Option<Refusal>,
     pub(crate) released: u64,
     pub(crate) reclaimed: u64,
+    /// Whether the request is for memory apart from heaps.
+    pub(crate) apart: bool,
 }
 
 /// Why a request could not be served. All sizes are bytes.
@@ -36,12 +43,14 @@ pub(crate) struct Tried {
 pub struct OomReport {
     /// Ordinal of the device.
     pub device: u32,
-    /// Whether the device is a simulated one.
+    /// Name of the device for people, such as `Simulated H100 80GB`.
     pub device_name: String,
     /// Bytes that the caller asked for.
     pub requested: u64,
-    /// Bytes that would have been taken from the device for it.
+    /// Bytes that would have been taken from the device for it, if nothing that is free here helped.
     pub segment: u64,
+    /// The part of them that the device would have had to give, because no memory that is free here can be moved there.
+    pub from_device: u64,
     /// Our own number of the stream it was for.
     pub stream_id: u32,
     /// The private pool it was for.
@@ -82,89 +91,21 @@ pub struct OomReport {
     pub advice: Vec<Advice>,
 }
 
-/// Something that would have made a request fit.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Advice {
-    /// The free bytes would suffice, were they contiguous.
-    Fragmented {
-        /// Free bytes that may still be taken from the device.
-        on_device: u64,
-        /// Free bytes that are cached in the request's pool.
-        cached: u64,
-        /// Pieces the cached ones are in.
-        pieces: usize,
-        /// The largest of the pieces.
-        largest: u64,
-    },
-    /// Wait for streams that still use memory given back.
-    WaitFor {
-        /// The stream.
-        stream_id: u32,
-        /// Bytes it keeps.
-        bytes: u64,
-    },
-    /// Let requests use a free block that the size rules keep from them.
-    RelaxSplitLimit {
-        /// Size of that block.
-        block: u64,
-    },
-    /// Use free memory of a private pool: `use_on_oom`, or release the pool.
-    PrivatePool {
-        /// Its id.
-        pool: (u64, u64),
-        /// The largest free block there.
-        block: u64,
-    },
-    /// Let streams reuse each other's blocks.
-    CrossStream {
-        /// Size of a block that another stream owns.
-        block: u64,
-    },
-    /// Raise the limit at least to this.
-    RaiseLimit {
-        /// Bytes.
-        to: u64,
-    },
-    /// Lower the headroom at most to this.
-    LowerHeadroom {
-        /// Bytes.
-        to: u64,
-    },
-    /// Free this much on the device: others hold it.
-    OthersHold {
-        /// Bytes used by others.
-        held: u64,
-        /// Bytes missing.
-        missing: u64,
-    },
-    /// Nothing helps here: the whole device is smaller than the request.
-    LargerDevice {
-        /// The least capacity that would do.
-        bytes: u64,
-    },
-    /// Free this much more; the request does not fit beside what is live.
-    FreeMore {
-        /// Bytes missing.
-        bytes: u64,
-        /// The tag that holds most, with its bytes.
-        largest: Option<(String, u64)>,
-    },
-}
-
 impl Allocator {
     /// Counts, traces and reports a request that nothing served, and tells the observers.
     #[cold]
     pub(crate) fn out_of_memory(&self, request: &Request, tried: Tried) -> AllocError {
         let memory = self.device().memory_info().ok();
         let shell = self.shell();
-        let whole = shell.whole();
+        let mut whole = shell.whole();
         shell.counters.num_ooms.add(1);
         let (pool, free) = (whole.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
         let subject = Subject { addr: free, size: request.size, slot: request.slot, tag: request.tag, pool };
         shell.history.lock().note(Action::Oom, subject);
         let mut report = whole.report(request, tried);
         report.segment = self.growth_bytes(&whole, request);
+        let lacking = if tried.apart { None } else { whole.lacking_bytes(request) };
+        report.from_device = lacking.unwrap_or(report.segment);
         drop(whole);
         report.device = self.device().info().ordinal;
         report.device_name.clone_from(&self.device().info().name);
@@ -174,10 +115,17 @@ impl Allocator {
         report.allocated = shell.read(Hot::Bytes).all.current;
         report.requested_live = shell.read(Hot::Requested).all.current;
         report.held_by_others = memory.map(|memory| (memory.total - memory.free).saturating_sub(report.reserved));
-        report.advise();
+        report.advise(self.shares_segment(request));
         tracing::debug!(requested = report.requested, reserved = report.reserved, "out of memory");
         self.hooks().notify(&report);
         AllocError::OutOfMemory(Box::new(report))
+    }
+
+    /// Whether the request would get a part of a segment that others share.
+    fn shares_segment(&self, request: &Request) -> bool {
+        let classes = self.classes();
+        let is_medium = classes.pool(request.size) == PoolKind::Large && request.size < MIN_LARGE_ALLOC;
+        is_medium && self.paged_granule_for(request).is_none() && !self.config().no_cache
     }
 }
 
@@ -197,6 +145,7 @@ impl Whole {
             device_name: String::new(),
             requested: request.requested,
             segment: 0,
+            from_device: 0,
             stream_id: request.slot,
             pool: private(request.pool).map(|private| private.id),
             refusal: tried.refusal,
@@ -232,75 +181,6 @@ impl Whole {
         tags.sort_by_key(|&(tag, bytes)| (std::cmp::Reverse(bytes), tag));
         tags.truncate(LISTED);
         tags.into_iter().map(|(tag, bytes)| (Tag(tag).name().map(|name| name.to_string()), bytes)).collect()
-    }
-
-    /// Advice that needs a look at the blocks: those that are there, but not for this request.
-    fn advice_from_blocks(&self, request: &Request, free: &[&Block]) -> Vec<Advice> {
-        let mut advice: Vec<Advice> =
-            self.waiting_bytes().into_iter().map(|(stream_id, bytes)| Advice::WaitFor { stream_id, bytes }).collect();
-        let own = |block: &&&Block| block.owner == request.slot;
-        let large_enough = |block: &&&Block| block.size >= request.size;
-        if let Some(block) = free.iter().filter(own).find(large_enough) {
-            advice.push(Advice::RelaxSplitLimit { block: block.size });
-        }
-        let fits = |block: &&&Block| self.classes.fits(block.size, request.size);
-        if let Some(block) = free.iter().filter(|block| !own(block)).find(fits) {
-            advice.push(Advice::CrossStream { block: block.size });
-        }
-        let kind = kind_of(request.pool) as usize;
-        for private in self.pools.private.iter().filter(|private| private.numbers[kind] != request.pool) {
-            let largest = self.free_blocks(private.numbers[kind]).map(|block| block.size).max();
-            if let Some(block) = largest.filter(|&size| size >= request.size) {
-                advice.push(Advice::PrivatePool { pool: private.id, block });
-            }
-        }
-        advice.push(Advice::Fragmented {
-            on_device: 0,
-            cached: free.iter().map(|block| block.size).sum(),
-            pieces: free.len(),
-            largest: free.iter().map(|block| block.size).max().unwrap_or(0),
-        });
-        advice
-    }
-}
-
-impl OomReport {
-    /// Completes the advice with what only the sums tell.
-    fn advise(&mut self) {
-        let device_free = self.memory.map_or(0, |memory| memory.free);
-        let room = self.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved));
-        let from_device = device_free.saturating_sub(self.headroom).min(room);
-        let usable = from_device + self.free_in_pool;
-        let fragmented = usable >= self.segment.min(self.requested) && self.free_in_pool > 0;
-        self.advice.retain_mut(|advice| match advice {
-            Advice::Fragmented { on_device, .. } => {
-                *on_device = from_device;
-                fragmented
-            }
-            _ => true,
-        });
-        match self.refusal {
-            Some(Refusal::Limit) if device_free >= self.segment => {
-                self.advice.push(Advice::RaiseLimit { to: self.reserved.saturating_add(self.segment) });
-            }
-            Some(Refusal::Headroom) if device_free >= self.segment => {
-                self.advice.push(Advice::LowerHeadroom { to: device_free - self.segment });
-            }
-            _ => {}
-        }
-        let missing = self.segment.saturating_sub(from_device);
-        // Others can help where the device has too little, not where the limit does.
-        let missing_there = self.segment.saturating_sub(device_free.saturating_sub(self.headroom));
-        if let Some(held) = self.held_by_others.filter(|&held| held >= missing_there && missing_there > 0) {
-            self.advice.push(Advice::OthersHold { held, missing: missing_there });
-        }
-        if self.memory.is_some_and(|memory| self.segment > memory.total) {
-            self.advice = vec![Advice::LargerDevice { bytes: self.segment }];
-        } else if !fragmented {
-            let largest = self.largest_tags.iter().find_map(|(tag, bytes)| Some((tag.clone()?, *bytes)));
-            self.advice.push(Advice::FreeMore { bytes: missing, largest });
-        }
-        self.advice.truncate(LISTED);
     }
 }
 
@@ -355,73 +235,20 @@ impl OomReport {
             Some(Refusal::Device) => write!(f, "\n  refused by: the device, for a segment of {}", Bytes(self.segment))?,
             None => {}
         }
-        if self.released + self.reclaimed > 0 {
+        if self.released > 0 || self.reclaimed > 0 {
             let (released, reclaimed) = (Bytes(self.released), Bytes(self.reclaimed));
             write!(f, "\n  tried before: {released} given back to the device, {reclaimed} freed by reclaimers")?;
         }
         for (tag, bytes) in &self.largest_tags {
-            write!(f, "\n  live: {} {}", Bytes(*bytes), tag.as_deref().unwrap_or("(without a tag)"))?;
+            match tag {
+                // Names are the caller's, who may have put anything into them.
+                Some(tag) => write!(f, "\n  live: {} {tag:?}", Bytes(*bytes))?,
+                None => write!(f, "\n  live: {} (without a tag)", Bytes(*bytes))?,
+            }
         }
         for advice in &self.advice {
             write!(f, "\n  it would fit: {advice}")?;
         }
         Ok(())
-    }
-}
-
-impl fmt::Display for Advice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Advice::Fragmented { on_device, cached, pieces, largest } => write!(
-                f,
-                "if free memory were in one piece: {} is free on the device and {} cached, in {pieces} pieces of at most {}",
-                Bytes(*on_device),
-                Bytes(*cached),
-                Bytes(*largest)
-            ),
-            Advice::LargerDevice { bytes } => {
-                write!(f, "only on a device of at least {}", Bytes(*bytes))
-            }
-            Advice::WaitFor { stream_id, bytes } => {
-                write!(
-                    f,
-                    "once stream {stream_id} is done with {} that were given back while it used them",
-                    Bytes(*bytes)
-                )
-            }
-            Advice::RelaxSplitLimit { block } => {
-                write!(
-                    f,
-                    "with a larger max_split_size_mb or max_non_split_rounding_mb: a block of {} is free",
-                    Bytes(*block)
-                )
-            }
-            Advice::PrivatePool { pool: (a, b), block } => {
-                write!(
-                    f,
-                    "if private pool ({a}, {b}) were released or lent (use_on_oom): it has {} free",
-                    Bytes(*block)
-                )
-            }
-            Advice::CrossStream { block } => {
-                write!(
-                    f,
-                    "if streams could reuse each other's blocks (cross_stream): another one has {}",
-                    Bytes(*block)
-                )
-            }
-            Advice::RaiseLimit { to } => write!(f, "with a limit of at least {}", Bytes(*to)),
-            Advice::LowerHeadroom { to } => write!(f, "with a headroom of at most {}", Bytes(*to)),
-            Advice::OthersHold { held, missing } => {
-                write!(f, "if others, who hold {}, freed {}", Bytes(*held), Bytes(*missing))
-            }
-            Advice::FreeMore { bytes, largest } => {
-                write!(f, "after freeing {} more", Bytes(*bytes))?;
-                match largest {
-                    Some((tag, held)) => write!(f, "; most is held by {tag:?} ({})", Bytes(*held)),
-                    None => Ok(()),
-                }
-            }
-        }
     }
 }

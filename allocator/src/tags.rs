@@ -68,6 +68,9 @@ impl Tag {
 
 /// While it lives, allocations made by this thread carry its name. Scopes nest; the innermost counts.
 ///
+/// Names are kept for the life of the process, the first 65,536 different ones, those of [spans](crate::config::TagSource::Span)
+/// included; all later ones become `(too many different tags)`. So a name says what memory is for, and not for which request.
+///
 /// ```
 /// use aquifer_allocator::TagScope;
 /// let _layer = TagScope::new("layer 3");

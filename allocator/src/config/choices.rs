@@ -33,7 +33,7 @@ choice! {
     /// Where the memory behind the heap comes from: option `backing`.
     Backing {
         /// Physical granules that are mapped wherever contiguous memory is needed, where the device can map memory; elsewhere
-        /// [`Backing::Segments`].
+        /// [`Backing::Segments`]; [`crate::Allocator::backing`] tells which it came to.
         #[default]
         Paged = "paged",
         /// Large plain driver allocations, cached and split into blocks.
@@ -59,7 +59,7 @@ choice! {
     TagSource {
         /// Allocations have no names.
         Off = "off",
-        /// The scopes that the program opens through this crate.
+        /// The scopes that the program opens: [`crate::TagScope`].
         #[default]
         Scope = "scope",
         /// The `tracing` span that is entered when the allocation is made.

@@ -7,8 +7,7 @@ use super::keys::Key;
 use super::values::{INTERVALS, MIB};
 
 /// The options that differ from the default, in the order of the documentation: an option string that gives this
-/// configuration again. Sizes that are not whole MiB can only be set in code; they are printed with a fraction, which
-/// option strings do not take.
+/// configuration again. Limit and headroom may be no whole MiB; they are then printed with a fraction.
 impl fmt::Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut separator = "";
@@ -36,7 +35,8 @@ pub(super) fn text_of(config: &Config, key: Key) -> Option<String> {
             differing(config.roundup_power2_divisions, default.roundup_power2_divisions).map(|all| divisions(&all))
         }
         Key::PerProcessMemoryFraction => {
-            differing(config.per_process_memory_fraction, default.per_process_memory_fraction).map(plain)
+            // A sum, because zero may have a sign, which option strings do not take.
+            differing(config.per_process_memory_fraction + 0.0, default.per_process_memory_fraction).map(plain)
         }
         Key::ThrowOnOom => flag(config.fail_fast),
         Key::ExpandableSegments => flag(config.expandable_segments),

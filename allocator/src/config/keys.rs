@@ -32,7 +32,7 @@ macro_rules! keys {
 }
 
 keys! {
-    LargeSegmentSize = "large_segment_size_mb" takes "a whole number of MiB greater than 10",
+    LargeSegmentSize = "large_segment_size_mb" takes "a whole number of MiB greater than 10 and at most 1048576",
     MaxSplitSize = "max_split_size_mb" takes "a whole number of MiB, at least `large_segment_size_mb`",
     MaxNonSplitRounding = "max_non_split_rounding_mb" takes "a whole number of MiB, at least `large_segment_size_mb`",
     GarbageCollectionThreshold = "garbage_collection_threshold" takes "a fraction in (0, 1), both ends excluded",
@@ -58,9 +58,9 @@ keys! {
     Backing = "backing" takes "`paged` or `segments`",
     Granule = "granule_mb" takes "a power of two of MiB, at least 2",
     CrossStream = "cross_stream" takes "`off`, `ready` or `wait`",
-    Limit = "limit_mb" takes "a whole number of MiB greater than 0; leave the option out for no limit",
+    Limit = "limit_mb" takes "MiB greater than 0, such as 512 or 0.5; leave the option out for no limit",
     LimitFreeFraction = "limit_free_fraction" takes "a fraction in (0, 1], 0 excluded",
-    Headroom = "headroom_mb" takes "a whole number of MiB",
+    Headroom = "headroom_mb" takes "MiB, such as 512 or 0.5",
     History = "history" takes "a whole number of entries, at most 4294967295",
     Tags = "tags" takes "`off`, `scope` or `span`",
     NoCache = "no_cache" takes "`True` or `False`",

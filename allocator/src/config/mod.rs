@@ -5,12 +5,13 @@
 //! else is taken literally, and what is not understood is an error that points at it. If an option is given twice, the
 //! later one counts. The option strings of PyTorch work unchanged, with the ranges that PyTorch checks.
 //!
-//! All `_mb` options are whole MiB (1048576 bytes). *Inert* options are checked and then have no effect here;
+//! All `_mb` options are whole MiB (1048576 bytes), but for `limit_mb` and `headroom_mb`, which may have a fraction (`1.5`)
+//! that is whole bytes. *Inert* options are checked and then have no effect here;
 //! [`Config::ignored`] lists those that ask for something.
 //!
 //! | option | value, range | default | effect |
 //! | --- | --- | --- | --- |
-//! | `large_segment_size_mb` | MiB, > 10 | 20 | size of the segments that serve requests from 1 to 10 MiB |
+//! | `large_segment_size_mb` | MiB, > 10, ≤ 1048576 | 20 | size of the segments that serve requests from 1 to 10 MiB |
 //! | `max_split_size_mb` | MiB, ≥ `large_segment_size_mb` | unlimited | blocks of at least this size are never split, and serve only requests of at least this size |
 //! | `max_non_split_rounding_mb` | MiB, ≥ `large_segment_size_mb` | as `large_segment_size_mb` | a request that must not split a block takes one that is less than this much larger |
 //! | `garbage_collection_threshold` | (0, 1) | off | share of the limit above which unused segments are released by age; without a limit, share of the device's memory |
@@ -95,14 +96,14 @@ use keys::Key;
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Config {
-    /// Size in bytes of the segments that serve requests above 1 MiB and below 10 MiB; more than 10 MiB. Default
-    /// 20 MiB. Option `large_segment_size_mb`.
+    /// Size in bytes of the segments that serve requests above 1 MiB and below 10 MiB: whole MiB, more than 10 and at most
+    /// 1048576 (1 TiB). Default 20 MiB. Option `large_segment_size_mb`.
     pub large_segment_size: u64,
     /// Size in bytes from which on a block is *oversize*: never split, and given only to requests that are oversize
-    /// themselves. At least `large_segment_size`; `None`, the default, means that no block is oversize. Option
+    /// themselves. Whole MiB, at least `large_segment_size`; `None`, the default, means that no block is oversize. Option
     /// `max_split_size_mb`.
     pub max_split_size: Option<u64>,
-    /// Bytes by which a block must be less than larger than an oversize request to serve it. At least
+    /// Bytes by which a block must be less than larger than an oversize request to serve it. Whole MiB, at least
     /// `large_segment_size`, which `None`, the default, stands for. Option `max_non_split_rounding_mb`.
     pub max_non_split_rounding: Option<u64>,
     /// Share of the limit in use above which unused segments are released by age, in (0, 1); 0, the default, is off.

@@ -106,11 +106,11 @@ pub(super) fn set(config: &mut Config, pair: &Pair<'_>) -> Result<(), ConfigErro
         Key::Backing => config.backing = word()?.choice(Backing::ALL, Backing::name)?,
         Key::Granule => config.granule = word()?.mib()?,
         Key::CrossStream => config.cross_stream = word()?.choice(CrossStream::ALL, CrossStream::name)?,
-        Key::Limit => config.limit = Some(word()?.mib()?),
+        Key::Limit => config.limit = Some(word()?.mib_of_bytes()?),
         Key::LimitFreeFraction => {
             config.limit_free_fraction = Some(word()?.fraction(Excluded(0.0), Included(1.0))?);
         }
-        Key::Headroom => config.headroom = word()?.mib()?,
+        Key::Headroom => config.headroom = word()?.mib_of_bytes()?,
         Key::History => {
             let entries = word()?.integer()?;
             config.history = u32::try_from(entries).or_else(|_| Err(word()?.out_of_range()))?;

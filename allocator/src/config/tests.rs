@@ -1,6 +1,7 @@
 //! Option strings and the configurations they give; strings that are refused are in `faults`.
 
 mod faults;
+mod valid;
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -73,6 +74,7 @@ fn every_choice_is_read() {
 fn ends_of_ranges_are_accepted() {
     for text in [
         "large_segment_size_mb:11",
+        "large_segment_size_mb:1048576",
         "max_split_size_mb:20",
         "max_split_size_mb:17592186044415",
         "max_non_split_rounding_mb:20",
@@ -211,6 +213,8 @@ fn the_smallest_limit_counts() {
 fn sizes_that_are_not_whole_mib_are_printed_in_full() {
     let config = Config { limit: Some(MIB * 3 / 2), headroom: 1, ..Config::default() };
     assert_eq!(config.to_string(), "limit_mb:1.5,headroom_mb:0.00000095367431640625");
+    assert_eq!(parse(&config.to_string()), config);
+    assert_eq!(parse("limit_mb:0.50,headroom_mb:17592186044415.999999046325683593750").headroom, u64::MAX);
 }
 
 fn from_vars(vars: &[(&str, &str)]) -> Result<Config, super::ConfigError> {

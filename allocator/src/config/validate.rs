@@ -5,10 +5,13 @@ use super::display::mib;
 use super::error::{ConfigError, ConfigErrorKind};
 use super::keys::Key;
 use super::parse::Pair;
+use super::values::MIB;
 use crate::size_class::MIN_LARGE_ALLOC;
 
 /// The smallest granule: no device maps less.
 const GRANULE_MIN: u64 = 2 << 20;
+/// The largest segment that may be asked for, 1 TiB: no device has more, so that no request would be served.
+const LARGE_SEGMENT_MAX: u64 = 1 << 40;
 
 /// A rule that does not hold: which option is at fault, which other one the rule compares it with, and what to say.
 #[derive(Debug)]
@@ -26,6 +29,10 @@ impl Violation {
             expected: key.expected().to_owned(),
         };
         Violation { key, other: None, kind }
+    }
+
+    fn size(key: Key, bytes: u64) -> Violation {
+        Violation::range(key, format!("{} MiB", mib(bytes)))
     }
 
     /// `key` must be at least `large_segment_size_mb`.
@@ -52,17 +59,7 @@ impl Violation {
 
 impl Config {
     pub(super) fn check(&self) -> Result<(), Violation> {
-        if self.large_segment_size <= MIN_LARGE_ALLOC {
-            let value = format!("{} MiB", mib(self.large_segment_size));
-            return Err(Violation::range(Key::LargeSegmentSize, value));
-        }
-        let floors =
-            [(Key::MaxSplitSize, self.max_split_size), (Key::MaxNonSplitRounding, self.max_non_split_rounding)];
-        for (key, bytes) in floors {
-            if let Some(bytes) = bytes.filter(|bytes| *bytes < self.large_segment_size) {
-                return Err(Violation::below_large_segment(key, bytes, self.large_segment_size));
-            }
-        }
+        self.check_sizes()?;
         // Written so that a value that is not a number breaks the rule.
         let threshold = self.garbage_collection_threshold;
         if !(0.0..1.0).contains(&threshold) {
@@ -74,14 +71,33 @@ impl Config {
         if !(0.0..=1.0).contains(&self.per_process_memory_fraction) {
             return Err(Violation::range(Key::PerProcessMemoryFraction, self.per_process_memory_fraction));
         }
-        if !self.granule.is_power_of_two() || self.granule < GRANULE_MIN {
-            return Err(Violation::range(Key::Granule, format!("{} MiB", mib(self.granule))));
-        }
         if self.limit == Some(0) {
             return Err(Violation::range(Key::Limit, 0));
         }
         if let Some(fraction) = self.limit_free_fraction.filter(|f| !(*f > 0.0 && *f <= 1.0)) {
             return Err(Violation::range(Key::LimitFreeFraction, fraction));
+        }
+        Ok(())
+    }
+
+    /// Sizes of what is taken from the device are whole MiB in code, too: addresses and sizes of blocks follow from them.
+    fn check_sizes(&self) -> Result<(), Violation> {
+        let large_segment = self.large_segment_size;
+        if large_segment <= MIN_LARGE_ALLOC || large_segment > LARGE_SEGMENT_MAX || !large_segment.is_multiple_of(MIB) {
+            return Err(Violation::size(Key::LargeSegmentSize, large_segment));
+        }
+        let floors =
+            [(Key::MaxSplitSize, self.max_split_size), (Key::MaxNonSplitRounding, self.max_non_split_rounding)];
+        for (key, bytes) in floors.into_iter().filter_map(|(key, bytes)| Some((key, bytes?))) {
+            if bytes < large_segment {
+                return Err(Violation::below_large_segment(key, bytes, large_segment));
+            }
+            if !bytes.is_multiple_of(MIB) {
+                return Err(Violation::size(key, bytes));
+            }
+        }
+        if !self.granule.is_power_of_two() || self.granule < GRANULE_MIN {
+            return Err(Violation::size(Key::Granule, self.granule));
         }
         Ok(())
     }

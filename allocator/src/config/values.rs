@@ -90,8 +90,26 @@ impl<'a> Reader<'a> {
 
     /// A size in MiB, in bytes.
     pub(super) fn mib(self) -> Result<u64, ConfigError> {
-        let bytes = self.integer()?.checked_mul(MIB);
-        bytes.ok_or_else(|| self.out_of_range_expecting(format!("at most {} MiB", u64::MAX / MIB)))
+        self.integer()?.checked_mul(MIB).ok_or_else(|| self.too_many_mib())
+    }
+
+    fn too_many_mib(self) -> ConfigError {
+        self.out_of_range_expecting(format!("at most {} MiB", u64::MAX / MIB))
+    }
+
+    /// A size in MiB that may be a decimal fraction, in bytes, of which it must be a whole number.
+    pub(super) fn mib_of_bytes(self) -> Result<u64, ConfigError> {
+        let Some((whole, fraction)) = self.text().split_once('.') else { return self.mib() };
+        let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        if !is_number(whole) || !is_number(fraction) {
+            return Err(self.invalid());
+        }
+        let whole =
+            whole.parse().ok().and_then(|whole: u64| whole.checked_mul(MIB)).ok_or_else(|| self.too_many_mib())?;
+        let whole_bytes = || "MiB with a fraction that is a whole number of bytes".to_owned();
+        let rest = bytes_of_fraction(fraction).ok_or_else(|| self.out_of_range_expecting(whole_bytes()))?;
+        // Less than a MiB on top of whole ones.
+        Ok(whole + rest)
     }
 
     /// A finite number without sign inside the bounds.
@@ -103,6 +121,15 @@ impl<'a> Reader<'a> {
     pub(super) fn choice<T: Copy>(self, all: &[T], name: impl Fn(T) -> &'static str) -> Result<T, ConfigError> {
         all.iter().copied().find(|choice| name(*choice) == self.text()).ok_or_else(|| self.invalid())
     }
+}
+
+/// The bytes in a MiB times the fraction with these decimals, if that is a whole number.
+fn bytes_of_fraction(decimals: &str) -> Option<u64> {
+    let decimals = decimals.trim_end_matches('0');
+    // A byte has 20 decimals.
+    let scale = 10_u128.checked_pow(u32::try_from(decimals.len()).ok().filter(|&len| len <= 20)?)?;
+    let scaled = decimals.bytes().fold(0, |sum, digit| sum * 10 + u128::from(digit - b'0')) * u128::from(MIB);
+    if scaled.is_multiple_of(scale) { u64::try_from(scaled / scale).ok() } else { None }
 }
 
 trait Bounds {

@@ -14,7 +14,6 @@ use crate::allocator::Allocator;
 use crate::core::{Core, Request};
 use crate::error::AllocError;
 use crate::history::{Action, Actions, Subject};
-use crate::hooks::{self, ReclaimRequest};
 use crate::oom::Tried;
 use crate::paged::driver::unmap_range;
 use crate::paged::granules::Purpose;
@@ -59,7 +58,7 @@ impl Allocator {
         request: &Request,
         mut attempt: impl FnMut() -> Result<Result<T, Refusal>, AllocError>,
     ) -> Result<T, AllocError> {
-        let mut tried = Tried::default();
+        let mut tried = Tried { apart: true, ..Tried::default() };
         match attempt()? {
             Ok(served) => return Ok(served),
             Err(refusal) => tried.refusal = Some(refusal),
@@ -68,7 +67,7 @@ impl Allocator {
             self.shell().count(|counters| &counters.num_oom_rejections);
             return Err(self.out_of_memory(request, tried));
         }
-        let mut reclaimers = self.hooks().reclaimers().into_iter();
+        let mut reclaimers = self.ask_reclaimers(request);
         loop {
             tried.released += self.trim_to(self.reserved_bytes().saturating_sub(request.size))?;
             self.shell().count(|counters| &counters.num_alloc_retries);
@@ -76,13 +75,8 @@ impl Allocator {
                 Ok(served) => return Ok(served),
                 Err(refusal) => tried.refusal = Some(refusal),
             }
-            let freed = reclaimers.by_ref().find_map(|(name, reclaim)| {
-                let freed = hooks::run(&reclaim, &ReclaimRequest { bytes: request.size, stream_id: request.slot });
-                tracing::debug!(reclaimer = %name, freed, "a reclaimer was asked for memory");
-                (freed > 0).then_some(freed)
-            });
-            match freed {
-                Some(freed) => tried.reclaimed += freed,
+            match reclaimers.ask() {
+                Some(freed) => tried.reclaimed = tried.reclaimed.saturating_add(freed),
                 None => {
                     // Memory in the hands of other threads was on no list when it was looked for.
                     self.gate().wait();

@@ -68,7 +68,7 @@ impl Allocator {
     /// Reserves addresses for `capacity` bytes, and no memory yet. It is made for work on `stream`.
     ///
     /// # Errors
-    /// [`AllocError::Unsupported`] where memory comes in segments; [`AllocError::TooLarge`] from 2^60 bytes on; a stream of
+    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::TooLarge`] from 2^60 bytes on; a stream of
     /// another device; a failing driver, [`aquifer_device::ErrorKind::OutOfAddresses`] among its reasons.
     pub fn growable(&self, capacity: u64, stream: &Stream) -> Result<Growable, AllocError> {
         if stream.device_id() != self.device().id() {
@@ -80,9 +80,7 @@ impl Allocator {
         let mut core = self.shell().core();
         let slot = core.slot(stream);
         let Some(granule) = core.paged.as_ref().map(|paged| paged.granule) else {
-            return Err(AllocError::Unsupported {
-                what: "mapped memory, which can grow where it is (`backing:paged`)",
-            });
+            return Err(self.not_mapped("memory that grows where it is"));
         };
         drop(core);
         self.recycle_retired()?;

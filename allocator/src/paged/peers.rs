@@ -30,14 +30,12 @@ impl Allocator {
     ///
     /// # Errors
     /// Those of the driver, such as devices that cannot reach each other: the peer is then not let into later mappings, though
-    /// it may have access to some of the present ones. [`AllocError::Unsupported`] where memory comes in segments.
+    /// it may have access to some of the present ones. [`AllocError::NotMapped`] where memory comes in segments.
     pub fn enable_peer_access(&self, ordinal: u32) -> Result<(), AllocError> {
         let _alone = self.gate().exclusive();
         let core = self.shell().core();
         let Some(paged) = &core.paged else {
-            return Err(AllocError::Unsupported {
-                what: "mapped memory, whose access can be given to peers (`backing:paged`)",
-            });
+            return Err(self.not_mapped("access of peers"));
         };
         if paged.access.contains(&ordinal) {
             return Ok(());

@@ -122,6 +122,14 @@ impl Whole {
         Some(Draft { window, point, donors, spares, buy, rather_bought: false, ahead, awaited })
     }
 
+    /// Bytes that the device has to give for a request, beside what is free here and may move; `None` where memory does not move, or
+    /// there are no addresses for it, or nothing is lacking.
+    pub(crate) fn lacking_bytes(&mut self, request: &Request) -> Option<u64> {
+        let granule = self.paged_granule_for(request)?;
+        let draft = self.draft(request, 0)?;
+        (draft.buy > 0).then_some(draft.buy * granule)
+    }
+
     /// Whether a request gets so many granules from the device although some might move: where an earlier move would be undone, in
     /// programs that repeat themselves, and in those that never settle and would move memory for ever.
     fn rather_buys(&self, slot: u32, window: &Window, granules: u64, point: Point) -> bool {

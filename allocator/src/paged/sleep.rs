@@ -74,14 +74,12 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::Unsupported`] where memory comes in segments; [`AllocError::OutOfHostMemory`]; those of the driver. The
+    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::OutOfHostMemory`]; those of the driver. The
     /// allocator is then awake as before, contents included unless they were to be discarded; if the driver fails at that, too,
     /// [`Allocator::is_asleep`] says so, and [`Allocator::wake`] can be tried.
     pub fn sleep(&self, contents: Contents) -> Result<u64, AllocError> {
         if self.shell().core().paged.is_none() {
-            return Err(AllocError::Unsupported {
-                what: "mapped memory, which can go while its addresses stay (`backing:paged`)",
-            });
+            return Err(self.not_mapped("sleep"));
         }
         self.empty_cache()?;
         let _alone = self.gate().exclusive();

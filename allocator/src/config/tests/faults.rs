@@ -56,7 +56,7 @@ fn a_message_shows_the_spot() {
     );
     assert_eq!(
         shown("limit_mb:"),
-        "`limit_mb` has no value; expected a whole number of MiB greater than 0; leave the option out for no limit \
+        "`limit_mb` has no value; expected MiB greater than 0, such as 512 or 0.5; leave the option out for no limit \
          (at byte 9)\n  \
          limit_mb:\n           \
          ^",
@@ -135,9 +135,15 @@ fn numbers_are_taken_whole_or_refused() {
     for number in ["12abc", "-1", "+1", "0x10", "1.5", "1e3", "1 2", "١", "1_000", "ten"] {
         for key in ["limit_mb", "history", "max_split_size_mb", "roundup_power2_divisions", "pinned_max_cached_size_mb"]
         {
+            if (key, number) == ("limit_mb", "1.5") {
+                continue; // the one that may be a fraction
+            }
             let error = fault(&format!("{key}:{number}"));
             assert!(matches!(error.kind(), Kind::InvalidValue { .. }), "{error}");
         }
+    }
+    for size in [".5", "1.", "1.5.5", "1,5", "-1.5", "1e-1", "1.x"] {
+        fault(&format!("limit_mb:{size}"));
     }
     for fraction in ["nan", "NaN", "inf", "-0.5", "+0.5", "0.5x", "0,5", "1e", "."] {
         for key in ["limit_free_fraction", "garbage_collection_threshold", "per_process_memory_fraction"] {
@@ -151,6 +157,11 @@ fn numbers_are_taken_whole_or_refused() {
 fn values_outside_the_range() {
     for text in [
         "limit_mb:0",
+        "limit_mb:0.0",
+        "limit_mb:0.3",
+        "limit_mb:1.000000953674316406255",
+        "limit_mb:17592186044416.5",
+        "large_segment_size_mb:1048577",
         "limit_mb:17592186044416",
         "limit_mb:18446744073709551616",
         "headroom_mb:99999999999999999999999",

@@ -3,7 +3,8 @@
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex};
 
-use aquifer_allocator::{Allocator, Config};
+use aquifer_allocator::config::Backing;
+use aquifer_allocator::{AllocError, Allocator, Config, Contents};
 use aquifer_device::sim::{Fault, SimConfig};
 use aquifer_device::{Code, Device, Operation};
 use aquifer_tests::Subject;
@@ -76,7 +77,7 @@ fn falling_back_to_segments_is_told_once_and_why() {
         (device(SimConfig::new(1 << 30).vmm(false)), "", "cannot map memory"),
         (failing(Operation::Map), "", "cuMemMap"),
         (failing(Operation::SetAccess), "", "cuMemSetAccess"),
-        (device(SimConfig::new(1 << 30)), "granule_mb:2048", "less memory than one granule"),
+        (device(SimConfig::new(1 << 30)), "granule_mb:2048", "less than one granule"),
     ] {
         let (found, is_mapped) = warnings(&device, options);
         assert!(!is_mapped);
@@ -90,4 +91,36 @@ fn nothing_is_told_where_memory_is_mapped_or_segments_were_asked_for() {
         let device = Subject::new(1 << 30).device();
         assert_eq!(warnings(&device, options), (Vec::new(), expected), "{options:?}");
     }
+}
+
+#[test]
+fn errors_say_why_memory_is_not_mapped() {
+    let device = |config: SimConfig| Subject::open(&config).device();
+    let failing = || {
+        let driver = Subject::new(1 << 30);
+        let device = driver.device();
+        driver.inject(Fault::Nth { operation: Some(Operation::Map), nth: 1, code: Code::INVALID_VALUE });
+        device
+    };
+    for (device, options, why) in [
+        (device(SimConfig::new(1 << 30).vmm(false)), "", "the device cannot map memory"),
+        (failing(), "", "cuMemMap"),
+        (device(SimConfig::new(1 << 30)), "granule_mb:2048", "less than one granule of 2.00 GiB"),
+        (device(SimConfig::new(1 << 30)), "backing:segments", "`backing:paged` maps memory"),
+        (device(SimConfig::new(1 << 30)), "no_cache:True", "`no_cache:True`"),
+    ] {
+        let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+        assert_eq!(allocator.backing(), Backing::Segments);
+        assert!(allocator.why_segments().unwrap().to_string().contains(why), "{:?}", allocator.why_segments());
+        let refused = [
+            allocator.sleep(Contents::Discard).unwrap_err(),
+            allocator.growable(1 << 20, device.default_stream()).unwrap_err(),
+            allocator.enable_peer_access(1).unwrap_err(),
+        ];
+        for error in refused {
+            assert!(matches!(error, AllocError::NotMapped { .. }) && error.to_string().contains(why), "{error}");
+        }
+    }
+    let allocator = Allocator::new(&device(SimConfig::new(1 << 30)), Config::default()).unwrap();
+    assert_eq!((allocator.backing(), allocator.why_segments()), (Backing::Paged, None));
 }

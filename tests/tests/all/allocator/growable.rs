@@ -173,7 +173,7 @@ fn a_stream_that_never_allocated_gets_a_report() {
 #[test]
 fn it_is_refused_where_it_cannot_be() {
     let Setup { allocator, stream, device, .. } = &setup("backing:segments");
-    assert!(matches!(allocator.growable(MIB, stream), Err(AllocError::Unsupported { .. })));
+    assert!(matches!(allocator.growable(MIB, stream), Err(AllocError::NotMapped { .. })));
     let Setup { allocator, .. } = &setup("");
     assert!(matches!(allocator.growable(MIB, stream), Err(AllocError::WrongDevice { .. })));
     let own = allocator.device().default_stream();

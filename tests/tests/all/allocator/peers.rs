@@ -97,7 +97,7 @@ fn an_unreachable_peer_is_found_out_before_anything_is_mapped() {
 #[test]
 fn segments_have_no_peers() {
     let (_, _, allocator) = setup("backing:segments");
-    assert!(matches!(allocator.enable_peer_access(1), Err(AllocError::Unsupported { .. })));
+    assert!(matches!(allocator.enable_peer_access(1), Err(AllocError::NotMapped { .. })));
 }
 
 #[test]

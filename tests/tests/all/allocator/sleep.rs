@@ -209,7 +209,7 @@ fn peers_and_observers_see_it_come_back() {
 fn segments_do_not_sleep() {
     let device = Subject::new(CAPACITY).device();
     let allocator = Allocator::new(&device, Config::parse("backing:segments").unwrap()).unwrap();
-    assert!(matches!(allocator.sleep(Contents::Discard), Err(AllocError::Unsupported { .. })));
+    assert!(matches!(allocator.sleep(Contents::Discard), Err(AllocError::NotMapped { .. })));
     allocator.wake().unwrap();
     assert!(!allocator.is_asleep());
 }

@@ -1,0 +1,192 @@
+//! Reclaimers and observers of out-of-memory errors: how often they are asked, what they may do, and what becomes of their panics.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use aquifer_allocator::{Allocation, Registration};
+use aquifer_tests::{Bench, MIB};
+
+/// A cache of blocks that gives up the least recently used ones, and what it was asked for.
+#[derive(Clone, Default)]
+struct Cache {
+    blocks: Arc<Mutex<VecDeque<Allocation>>>,
+    asked: Arc<Mutex<Vec<u64>>>,
+}
+
+impl Cache {
+    /// Fills the device with blocks of 1 MiB, which are used so that no two neighbours follow each other.
+    fn filling(bench: &Bench) -> Cache {
+        let mut blocks: Vec<_> = (0..64).map(|_| bench.allocator.alloc(MIB, &bench.stream).ok()).collect();
+        let order = (0..7).flat_map(|first| (first..64).step_by(7));
+        let lru = order.filter_map(|at| blocks[at].take()).collect();
+        Cache { blocks: Arc::new(Mutex::new(lru)), asked: Arc::default() }
+    }
+
+    fn evict(&self, bytes: u64) -> u64 {
+        let mut blocks = self.blocks.lock().unwrap();
+        let mut freed = 0;
+        while let Some(block) = if freed < bytes { blocks.pop_front() } else { None } {
+            freed += block.bytes();
+        }
+        freed
+    }
+
+    fn register(&self, bench: &Bench, priority: i32) -> Registration {
+        let cache = self.clone();
+        bench.allocator.register_reclaimer(priority, "cache", move |request| {
+            cache.asked.lock().unwrap().push(request.bytes);
+            cache.evict(request.bytes)
+        })
+    }
+
+    fn asked(&self) -> Vec<u64> {
+        self.asked.lock().unwrap().clone()
+    }
+}
+
+#[test]
+fn what_is_freed_in_pieces_is_asked_for_again() {
+    for bench in Bench::on_both(64 * MIB, "") {
+        let cache = Cache::filling(&bench);
+        let registration = cache.register(&bench, 0);
+        let held = bench.allocator.alloc(5 * MIB, &bench.stream).unwrap();
+        let asked = cache.asked();
+        assert!(asked.len() > 1 && asked[0] == 5 * MIB, "{asked:?}");
+        assert!(asked.windows(2).all(|pair| pair[1] >= 2 * pair[0] || pair[1] == 64 * MIB), "{asked:?}");
+        drop((held, registration));
+        cache.evict(u64::MAX);
+        bench.assert_returned();
+    }
+}
+
+#[test]
+fn memory_apart_is_asked_for_again_too() {
+    let bench = Bench::new(64 * MIB, "");
+    let cache = Cache::filling(&bench);
+    let registration = cache.register(&bench, 0);
+    let mut growable = bench.allocator.growable(32 * MIB, &bench.stream).unwrap();
+    growable.grow_to(9 * MIB, &bench.stream).unwrap();
+    assert!(cache.asked().len() > 1, "{:?}", cache.asked());
+    cache.evict(u64::MAX);
+    drop((growable, registration));
+    bench.assert_returned();
+}
+
+#[test]
+fn a_small_request_asks_for_a_segment_in_the_second_round() {
+    let bench = Bench::new(64 * MIB, "");
+    let cache = Cache::filling(&bench);
+    // What is freed first is one block of two in a granule, so that 1 MiB of the large pool is free and nothing for the small one.
+    let registration = cache.register(&bench, 0);
+    let small = bench.allocator.alloc(512, &bench.stream).unwrap();
+    let asked = cache.asked();
+    assert_eq!(asked[0], 512);
+    assert!(asked.get(1).is_none_or(|&bytes| bytes == 2 * MIB), "{asked:?}");
+    cache.evict(u64::MAX);
+    drop((small, registration));
+    bench.assert_returned();
+}
+
+#[test]
+fn reclaimers_that_free_nothing_are_asked_a_bounded_number_of_times() {
+    let bench = Bench::new(64 * MIB, "");
+    let held = bench.allocator.alloc(60 * MIB, &bench.stream).unwrap();
+    let asked: Arc<Mutex<Vec<(&str, u64)>>> = Arc::default();
+    let reclaimer = |name: &'static str, freed: u64| {
+        let asked = asked.clone();
+        bench.allocator.register_reclaimer(0, name, move |request| {
+            asked.lock().unwrap().push((name, request.bytes / MIB));
+            freed
+        })
+    };
+    let registrations = [reclaimer("liar", u64::MAX), reclaimer("honest", 0)];
+    let error = bench.allocator.alloc(10 * MIB, &bench.stream).unwrap_err();
+    assert_eq!(*asked.lock().unwrap(), [("liar", 10), ("honest", 10), ("liar", 20), ("liar", 40), ("liar", 64)]);
+    assert_eq!(error.report().unwrap().reclaimed, u64::MAX);
+    drop((held, registrations));
+    bench.assert_returned();
+}
+
+#[test]
+fn reclaimers_come_and_go_between_rounds() {
+    let bench = Bench::new(64 * MIB, "");
+    let held = bench.allocator.alloc(60 * MIB, &bench.stream).unwrap();
+    let own: Arc<Mutex<Option<Registration>>> = Arc::default();
+    let (taken, asked) = (own.clone(), Arc::new(AtomicU64::new(0)));
+    let count = asked.clone();
+    let registration = bench.allocator.register_reclaimer(0, "once", move |_| {
+        count.fetch_add(1, Ordering::Relaxed);
+        drop(taken.lock().unwrap().take());
+        1
+    });
+    *own.lock().unwrap() = Some(registration);
+    bench.allocator.alloc(10 * MIB, &bench.stream).unwrap_err();
+    assert_eq!(asked.load(Ordering::Relaxed), 1, "it ended its own registration");
+    drop(held);
+    bench.assert_returned();
+}
+
+#[test]
+fn a_reclaimer_whose_allocation_fails_is_not_asked_again() {
+    let bench = Bench::new(64 * MIB, "");
+    let held = bench.allocator.alloc(60 * MIB, &bench.stream).unwrap();
+    let (allocator, stream, asked) = (bench.allocator.clone(), bench.stream.clone(), Arc::new(AtomicU64::new(0)));
+    let count = asked.clone();
+    let registration = bench.allocator.register_reclaimer(0, "hungry", move |_| {
+        count.fetch_add(1, Ordering::Relaxed);
+        assert!(allocator.alloc(60 * MIB, &stream).unwrap_err().is_out_of_memory());
+        0
+    });
+    bench.allocator.alloc(60 * MIB, &bench.stream).unwrap_err();
+    assert_eq!((asked.load(Ordering::Relaxed), bench.allocator.memory_stats().num_ooms), (1, 2));
+    drop((held, registration));
+    bench.assert_returned();
+}
+
+#[test]
+fn a_panic_in_a_reclaimer_stays_there() {
+    let bench = Bench::new(64 * MIB, "");
+    let cache = Cache::filling(&bench);
+    let (panics, asked) = (cache.clone(), Arc::new(AtomicU64::new(0)));
+    let count = asked.clone();
+    let broken = bench.allocator.register_reclaimer(1, "broken", move |_| {
+        count.fetch_add(1, Ordering::Relaxed);
+        panics.evict(8 * MIB);
+        panic!("a reclaimer panics");
+    });
+    // What it freed in pieces before it panicked is not lost, and the next reclaimer is asked.
+    let registration = cache.register(&bench, 0);
+    let served = bench.allocator.alloc(5 * MIB, &bench.stream).unwrap();
+    assert_eq!((asked.load(Ordering::Relaxed), bench.allocator.memory_stats().num_ooms), (1, 0));
+    drop(registration);
+    // Alone it makes no request panic either, and what it frees serves.
+    cache.evict(u64::MAX);
+    *cache.blocks.lock().unwrap() = VecDeque::from([bench.allocator.alloc(50 * MIB, &bench.stream).unwrap()]);
+    drop(bench.allocator.alloc(40 * MIB, &bench.stream).unwrap());
+    assert!(bench.allocator.alloc(70 * MIB, &bench.stream).unwrap_err().is_out_of_memory());
+    drop((served, broken));
+    bench.assert_returned();
+}
+
+#[test]
+fn a_panic_in_an_observer_stays_there() {
+    let bench = Bench::new(64 * MIB, "");
+    let told = Arc::new(AtomicU64::new(0));
+    let (count, allocator, stream) = (told.clone(), bench.allocator.clone(), bench.stream.clone());
+    let observers = [
+        bench.allocator.observe_oom(|_| panic!("an observer panics")),
+        bench.allocator.observe_oom(move |_| {
+            count.fetch_add(1, Ordering::Relaxed);
+            // No observer is told of what fails in one.
+            assert!(allocator.alloc(80 * MIB, &stream).unwrap_err().is_out_of_memory());
+        }),
+    ];
+    for round in 1..=2 {
+        assert!(bench.allocator.alloc(70 * MIB, &bench.stream).unwrap_err().is_out_of_memory());
+        assert_eq!(told.load(Ordering::Relaxed), round);
+    }
+    drop(observers);
+    drop(bench.allocator.alloc(60 * MIB, &bench.stream).unwrap());
+    bench.assert_returned();
+}
