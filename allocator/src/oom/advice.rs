@@ -82,7 +82,7 @@ pub enum Advice {
         /// The tag that holds most, with its bytes; `None` if what carries no tag does.
         largest: Option<(String, u64)>,
     },
-    /// All of these together; none of them suffices.
+    /// All of these together; none of them suffices. Empty where nothing is known to be in the way, as when a driver call failed.
     All(Vec<Advice>),
 }
 
@@ -157,7 +157,22 @@ impl OomReport {
             let frees = |advice: &Advice| matches!(advice, Advice::FreeMore { .. });
             self.advice.extend(remedies.into_iter().filter(|advice| !fragmented || !frees(advice)));
         }
+        if self.advice.is_empty() {
+            self.advice.push(self.everything());
+        }
         self.advice.truncate(LISTED);
+    }
+
+    /// All that is in the way of a request that nothing less would serve.
+    fn everything(&self) -> Advice {
+        let (segment, held) = (self.segment, self.held_by_others.unwrap_or(0));
+        let beside = self.memory.map_or(u64::MAX, |memory| memory.total.saturating_sub(segment));
+        let raise = self.limit.is_some_and(|limit| limit < segment).then_some(Advice::RaiseLimit { to: segment });
+        let lower = (self.headroom > beside).then_some(Advice::LowerHeadroom { to: beside });
+        let others = (held > 0).then_some(Advice::OthersHold { held, missing: held });
+        let live = (self.allocated > 0).then(|| self.free_more(self.allocated));
+        let mut all: Vec<Advice> = [raise, lower, others, live].into_iter().flatten().collect();
+        if all.len() == 1 { all.swap_remove(0) } else { Advice::All(all) }
     }
 
     fn lacking(&self, room: u64, device_free: u64) -> Lacking {
@@ -259,6 +274,7 @@ impl fmt::Display for Advice {
                 )
             }
             Advice::SmallerSegments { to } => write!(f, "with a large_segment_size_mb of at most {}", to >> 20),
+            Advice::All(all) if all.is_empty() => write!(f, "at another time: nothing is known to be in the way"),
             Advice::All(all) => all
                 .iter()
                 .enumerate()
