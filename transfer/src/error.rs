@@ -17,8 +17,8 @@ pub enum TransferError {
     /// Page-locked host memory ran out, by the pool's limit or the system's. Free some, raise the limit, or ask for memory that
     /// may be pageable.
     #[error(
-        "out of page-locked host memory: {requested} bytes asked for, {reserved} held of a limit of {}, {free} of them unused",
-        limit.map_or("none".to_owned(), |limit| limit.to_string())
+        "out of page-locked host memory: {requested} bytes asked for, {reserved} held{}, {free} of them unused",
+        limit.map_or(String::new(), |limit| format!(" of a limit of {limit}"))
     )]
     OutOfPinned {
         /// Bytes asked for, after rounding.

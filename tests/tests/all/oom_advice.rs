@@ -101,7 +101,8 @@ fn fill(bench: &Bench, draw: &mut impl FnMut(u64) -> u64) -> Vec<Allocation> {
     for _ in 0..60 {
         held.extend(bench.allocator.alloc(MIB / 2 * (1 + draw(12)), &bench.stream));
         if draw(3) == 0 && !held.is_empty() {
-            drop(held.swap_remove(draw(held.len() as u64) as usize));
+            let at = usize::try_from(draw(held.len() as u64)).unwrap();
+            drop(held.swap_remove(at));
         }
     }
     held
