@@ -543,7 +543,7 @@ fn a_program_without_events_has_no_time_an_event() {
 fn a_device_that_cannot_map_is_told_of_once() {
     let file = data("fsdp_start.trace");
     for (device, reason) in
-        [("sim:4GiB,vmm=off", "cannot map memory"), ("sim:4GiB,fault_rate=cuMemMap:1:205", "does not map memory")]
+        [("sim:4GiB,vmm=off", "cannot map memory"), ("sim:4GiB,fault_rate=cuMemMap:1:205", "mapping memory failed")]
     {
         let commands: [&[&str]; 5] = [
             &["replay", "--repeat", "2", &file],
