@@ -412,7 +412,11 @@ fn a_file_that_shrinks_while_it_is_loaded_is_an_error() {
         set.save_blocking(&path).unwrap();
         let checkpoint = Checkpoint::open(&path).unwrap();
         let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
-        has_changed(checkpoint.load_blocking(&place, Load::new().progress(|_| file.set_len(5000).unwrap())));
+        match checkpoint.load_blocking(&place, Load::new().progress(|_| file.set_len(5000).unwrap())) {
+            // Threads read ahead for a device, and may have read it all before.
+            Ok(loaded) if !place.is_host() => assert_same(&set, &loaded),
+            other => has_changed(other),
+        }
     }
     set.save_blocking(&path).unwrap();
     let checkpoint = Checkpoint::open(&path).unwrap();
