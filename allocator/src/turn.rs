@@ -50,8 +50,8 @@ impl<'a> Turn<'a> {
     /// Memory may be listed several times.
     ///
     /// # Errors
-    /// When memory belongs to another device than the stream; [`AllocError::Asleep`] while its allocator sleeps; those of the driver; when the stream captures and is not ordered
-    /// already. No work is noted then.
+    /// When memory belongs to another device than the stream; [`AllocError::Asleep`] while its allocator sleeps; those of the
+    /// driver; when the stream captures and is not ordered already. No work is noted then.
     pub fn take(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<Turn<'a>, AllocError> {
         let mut wanted: Vec<_> =
             memory.iter().filter(|(storage, _)| storage.allocation().bytes() > 0).copied().collect();
@@ -77,6 +77,9 @@ impl<'a> Turn<'a> {
     pub(crate) fn claimed(stream: &'a Stream, storage: &'a Storage, kind: AccessKind) -> Result<Turn<'a>, AllocError> {
         if storage.device_id() != stream.device_id() {
             return Err(AllocError::WrongDevice { what: "buffer" });
+        }
+        if storage.allocation().is_asleep() {
+            return Err(AllocError::Asleep);
         }
         let mut uses = storage.uses.lock();
         uses.order(storage.allocation(), stream, kind)?;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread;
 
 use aquifer_allocator::{
-    AllocError, Allocation, Allocator, Config, Contents, DeviceBuffer, Growable, PoolOptions, Turn,
+    AllocError, Allocation, Allocator, Claim, Config, Contents, DeviceBuffer, Growable, PoolOptions, Turn,
 };
 use aquifer_device::sim::Fault;
 use aquifer_device::{AccessKind, Code, Device, DevicePtr, ErrorKind, HandleKind, Operation, Stream};
@@ -338,6 +338,11 @@ fn nobody_gets_a_turn_with_memory_that_is_away() {
     let turn = |kind| Turn::take(&setup.stream, &[(buffer.storage(), kind)]).map(drop);
     for kind in [AccessKind::Read, AccessKind::Write] {
         assert!(matches!(turn(kind), Err(AllocError::Asleep)));
+        let claim = Claim::take(buffer.storage(), kind);
+        assert!(
+            matches!(claim.turn(&setup.stream).map(drop), Err(AllocError::Asleep)),
+            "as threads of a staged copy do"
+        );
     }
     setup.allocator.wake().unwrap();
     turn(AccessKind::Read).unwrap();
