@@ -8,8 +8,6 @@ use aquifer_device::{DevicePtr, Stream};
 use crate::arena::Arena;
 use crate::error::AllocError;
 use crate::heap::BlockId;
-use crate::shell::special;
-use crate::sync::atomic::Ordering;
 
 /// A live block of device memory. Dropping it gives the memory back, on any thread, without a driver call and without
 /// waiting for the device.
@@ -40,7 +38,7 @@ impl Allocation {
 
     /// Whether its memory may be away because the allocator sleeps.
     pub(crate) fn is_asleep(&self) -> bool {
-        self.arena.shell.special().load(Ordering::Relaxed) & special::ASLEEP != 0
+        self.arena.shell.is_asleep()
     }
 
     /// Its first address; null for zero bytes.

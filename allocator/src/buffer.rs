@@ -7,9 +7,11 @@ use std::sync::Arc;
 
 use aquifer_device::{DevicePtr, Stream};
 
+use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::error::AllocError;
-use crate::storage::Storage;
+use crate::pools::PrivatePool;
+use crate::storage::{Memory, Storage};
 
 /// Device memory for `len` values of `T`, or a part of such a buffer.
 ///
@@ -42,15 +44,60 @@ impl Allocator {
         let size = size_of::<T>() as u64;
         let bytes = len.checked_mul(size).ok_or(AllocError::LengthOverflow { len, size })?;
         let alignment = (align_of::<T>() as u64).max(crate::ALIGNMENT);
-        let storage = Arc::new(Storage::new(self.alloc_aligned(bytes, alignment, stream)?, stream));
+        let memory = Memory::Block(self.alloc_aligned(bytes, alignment, stream)?);
+        let storage = Arc::new(Storage::new(memory, stream));
+        Ok(DeviceBuffer { storage, start: 0, len, element: PhantomData })
+    }
+}
+
+impl PrivatePool {
+    /// Allocates memory for `len` values of `T` from this pool, uninitialised.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc_buffer`].
+    pub fn alloc_buffer<T: Copy>(&self, len: u64, stream: &Stream) -> Result<DeviceBuffer<T>, AllocError> {
+        let _route = self.route_thread();
+        self.allocator().alloc_buffer(len, stream)
+    }
+}
+
+impl DeviceBuffer<u8> {
+    /// Makes a buffer of an allocation, whatever it was used for before, which counts as written by the work enqueued on `stream`
+    /// until now: work of other streams on it must come before that. For elements of another type see [`DeviceBuffer::cast`].
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let stream = device.create_stream()?;
+    /// let allocation = allocator.alloc(4000, &stream)?;
+    /// stream.fill(allocation.ptr(), 0, 4000)?;
+    /// let zeros = DeviceBuffer::from_allocation(allocation, &stream)?.cast::<f32>().expect("4000 bytes are 1000 floats");
+    /// assert_eq!(zeros.len(), 1000);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When the stream belongs to another device. The allocation is then dropped.
+    pub fn from_allocation(allocation: Allocation, stream: &Stream) -> Result<DeviceBuffer<u8>, AllocError> {
+        allocation.record_stream(stream)?;
+        let len = allocation.bytes();
+        let storage = Arc::new(Storage::new(Memory::Block(allocation), stream));
         Ok(DeviceBuffer { storage, start: 0, len, element: PhantomData })
     }
 }
 
 impl<T: Copy> DeviceBuffer<T> {
+    /// As many whole values as the memory has now.
+    pub(crate) fn of_all(storage: &Arc<Storage>) -> DeviceBuffer<T> {
+        let len = storage.bytes().checked_div(size_of::<T>() as u64).unwrap_or(0);
+        DeviceBuffer { storage: storage.clone(), start: 0, len, element: PhantomData }
+    }
+
     /// Address of the first element.
     pub fn ptr(&self) -> DevicePtr {
-        self.storage.allocation().ptr().offset(self.start * size_of::<T>() as u64)
+        self.storage.ptr().offset(self.start * size_of::<T>() as u64)
     }
 
     /// Number of elements.
@@ -126,7 +173,7 @@ impl<T: Copy> DeviceBuffer<T> {
     /// # Errors
     /// When the stream belongs to another device.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
-        self.storage.allocation().record_stream(stream)
+        self.storage.memory().record_stream(stream)
     }
 }
 
@@ -141,7 +188,7 @@ impl<T> fmt::Debug for DeviceBuffer<T> {
         f.debug_struct("DeviceBuffer")
             .field("type", &std::any::type_name::<T>())
             .field("len", &self.len)
-            .field("allocation", self.storage.allocation())
+            .field("memory", self.storage.memory())
             .finish_non_exhaustive()
     }
 }

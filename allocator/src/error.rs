@@ -65,6 +65,12 @@ pub enum AllocError {
         /// Bytes that it can have.
         capacity: u64,
     },
+    /// The caller asked to shrink memory that buffers share, which might reach beyond its new end: drop them first.
+    #[error("{what} is shared with buffers that may reach beyond: drop them first")]
+    Shared {
+        /// What is shared.
+        what: &'static str,
+    },
     /// The caller asked for memory while the allocator sleeps; see [`crate::Allocator::sleep`].
     #[error("the allocator is asleep: its memory was given back to the device until `wake`")]
     Asleep,

@@ -143,6 +143,10 @@ impl PrivatePool {
         self.id
     }
 
+    pub(crate) fn allocator(&self) -> &Allocator {
+        &self.allocator
+    }
+
     /// Whether it is a pool of this allocator.
     pub(crate) fn belongs_to(&self, allocator: &Allocator) -> bool {
         std::ptr::eq(self.allocator.shell(), allocator.shell())

@@ -129,6 +129,11 @@ impl Shell {
         &self.read.special
     }
 
+    /// Whether memory may be away because the allocator sleeps. One load.
+    pub(crate) fn is_asleep(&self) -> bool {
+        self.special().load(Ordering::Relaxed) & special::ASLEEP != 0
+    }
+
     /// Takes the core's lock.
     pub(crate) fn core(&'static self) -> MutexGuard<'static, Core> {
         self.core.lock()

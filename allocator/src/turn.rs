@@ -53,21 +53,20 @@ impl<'a> Turn<'a> {
     /// When memory belongs to another device than the stream; [`AllocError::Asleep`] while its allocator sleeps; those of the
     /// driver; when the stream captures and is not ordered already. No work is noted then.
     pub fn take(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<Turn<'a>, AllocError> {
-        let mut wanted: Vec<_> =
-            memory.iter().filter(|(storage, _)| storage.allocation().bytes() > 0).copied().collect();
+        let mut wanted: Vec<_> = memory.iter().filter(|(storage, _)| storage.bytes() > 0).copied().collect();
         // In one order for all, so that turns do not wait for each other in a circle; writing before reading, so that it counts.
         wanted.sort_unstable_by_key(|&(storage, kind)| (std::ptr::from_ref(storage), std::cmp::Reverse(kind)));
         wanted.dedup_by_key(|(storage, _)| std::ptr::from_ref(*storage));
         if wanted.iter().any(|(storage, _)| storage.device_id() != stream.device_id()) {
             return Err(AllocError::WrongDevice { what: "buffer" });
         }
-        if wanted.iter().any(|(storage, _)| storage.allocation().is_asleep()) {
+        if wanted.iter().any(|(storage, _)| storage.memory().is_asleep()) {
             return Err(AllocError::Asleep);
         }
         let mut turn = Turn { stream, held: Vec::new() };
         let mut held = lock_unclaimed(&wanted);
         for ((storage, kind), uses) in wanted.iter().zip(&mut held) {
-            uses.order(storage.allocation(), stream, *kind)?;
+            uses.order(storage.memory(), stream, *kind)?;
         }
         turn.held.extend(held.into_iter().zip(wanted.iter().map(|&(_, kind)| kind)));
         Ok(turn)
@@ -78,11 +77,11 @@ impl<'a> Turn<'a> {
         if storage.device_id() != stream.device_id() {
             return Err(AllocError::WrongDevice { what: "buffer" });
         }
-        if storage.allocation().is_asleep() {
+        if storage.memory().is_asleep() {
             return Err(AllocError::Asleep);
         }
         let mut uses = storage.uses.lock();
-        uses.order(storage.allocation(), stream, kind)?;
+        uses.order(storage.memory(), stream, kind)?;
         Ok(Turn { stream, held: vec![(uses, kind)] })
     }
 }

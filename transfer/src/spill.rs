@@ -234,7 +234,7 @@ impl Entry {
         if self.users.load(Ordering::Acquire) > 0 || Arc::strong_count(buffer.storage()) > 1 {
             return Ok(0);
         }
-        let freed = buffer.storage().allocation().bytes();
+        let freed = buffer.storage().bytes();
         let transfer = &self.spiller.transfer;
         let len = usize::try_from(buffer.bytes())
             .map_err(|_| TransferError::LengthOverflow { len: buffer.bytes(), size: 1 })?;

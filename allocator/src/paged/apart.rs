@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use aquifer_device::{DeviceError, DevicePtr, RawPhysical, Reservation, Stream};
+use aquifer_device::{DeviceError, DevicePtr, RawPhysical, Reservation};
 
 use crate::allocator::Allocator;
 use crate::core::{Core, Request};
@@ -87,18 +87,6 @@ impl Allocator {
                 }
             }
         }
-    }
-
-    /// Notes that a stream uses memory apart.
-    pub(crate) fn note_user(&self, users: &mut Vec<u32>, stream: &Stream) -> Result<(), AllocError> {
-        if stream.device_id() != self.device().id() {
-            return Err(AllocError::WrongDevice { what: "stream" });
-        }
-        let slot = self.shell().core().slot(stream);
-        if !users.contains(&slot) {
-            users.push(slot);
-        }
-        Ok(())
     }
 
     /// Unmaps what owners gave up, as far as it is known done: granules become spare, and those made for an owner of their own
@@ -219,6 +207,11 @@ impl Whole {
     pub(crate) fn in_use(&self) -> u64 {
         let apart = self.paged.iter().flat_map(|paged| paged.owned.values()).map(|owned| owned.size).sum::<u64>();
         apart + self.heaps().map(crate::heap::Heap::in_use).sum::<u64>()
+    }
+
+    /// How long an owner's part of its reservation is, in bytes.
+    pub(crate) fn owned_size(&self, base: u64) -> u64 {
+        self.paged.as_ref().and_then(|paged| paged.owned.get(&base)).map_or(0, |owned| owned.size)
     }
 
     /// Makes an owner's part of its reservation this long, in statistics and history.

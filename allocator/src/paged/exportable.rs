@@ -6,46 +6,37 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
 use aquifer_device::{
     Attribute, DeviceError, DevicePtr, ErrorKind, HandleKind, PhysicalOptions, RawPhysical, Reservation, Stream,
 };
 
-use crate::allocation::Allocation;
 use crate::allocator::Allocator;
+use crate::buffer::DeviceBuffer;
 use crate::core::Request;
 use crate::error::AllocError;
 use crate::history::Action;
-use crate::paged::Owned;
 use crate::paged::apart::POOL;
 use crate::paged::granules::Purpose;
+use crate::paged::{Holding, Owned};
 use crate::pools::PoolOptions;
 use crate::segments::Refusal;
 use crate::size_class::{PoolKind, REQUEST_LIMIT};
+use crate::storage::{Memory, Storage};
 use crate::tags::Tag;
 
-/// Memory whose physical handle can be exported. Dropping it gives it up without a driver call and without waiting; it goes back
-/// to the device at a later operation, once the streams that used it are done. It keeps the allocator open.
+/// Memory whose physical handle can be exported. Dropping it, and the buffers made of it, gives it up without a driver call and
+/// without waiting; it goes back to the device at a later operation, once the streams that used it are done. It keeps the
+/// allocator open.
 ///
-/// As with [`Allocation`], the memory is for work on the stream it was allocated for; other streams are noted with
-/// [`Exportable::record_stream`]. What other processes do with it is theirs to order.
+/// As with [`crate::Allocation`], the memory is for work on the stream it was allocated for; other streams take their turns with a
+/// [`Exportable::buffer`], or are noted with [`Exportable::record_stream`]. What other processes do with it is theirs to order.
 #[must_use = "dropping the handle gives the memory back"]
 pub struct Exportable {
-    memory: Memory,
-    ptr: DevicePtr,
-    bytes: u64,
-}
-
-enum Memory {
-    Mapped {
-        allocator: Allocator,
-        physical: RawPhysical,
-        size: u64,
-        /// Streams that use it, its own first.
-        users: Vec<u32>,
-    },
-    /// A segment of its own.
-    Segment(Allocation),
+    storage: Arc<Storage>,
+    /// None where it is a segment of its own.
+    physical: Option<RawPhysical>,
 }
 
 impl Allocator {
@@ -88,17 +79,16 @@ impl Allocator {
         let slot = self.shell().core().slot(stream);
         let request = Request { requested: bytes, size, pool: POOL, slot, tag: Tag::current() };
         let (ptr, physical) = self.climb_apart(&request, || self.try_exportable(&request, options))?;
-        let memory = Memory::Mapped { allocator: self.clone(), physical, size, users: vec![slot] };
-        Ok(Exportable { memory, ptr, bytes })
+        let memory = Memory::Apart(Arc::new(Holding::new(self, ptr, bytes, slot)));
+        Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
     }
 
     /// A segment that nothing else will be in: that of a private pool which is closed again at once, so that the segment goes
     /// back to the device when it is next asked to take back what is unused.
     fn alloc_segment_apart(&self, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
         let pool = self.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() });
-        let allocation = pool.alloc(bytes, stream)?;
-        let ptr = allocation.ptr();
-        Ok(Exportable { memory: Memory::Segment(allocation), ptr, bytes })
+        let memory = Memory::Block(pool.alloc(bytes, stream)?);
+        Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: None })
     }
 
     fn can_export(&self, kind: HandleKind) -> Result<(), AllocError> {
@@ -201,55 +191,46 @@ fn release(allocator: &Allocator, physical: RawPhysical) {
 impl Exportable {
     /// Its first address; null for zero bytes.
     pub fn ptr(&self) -> DevicePtr {
-        self.ptr
+        self.storage.ptr()
     }
 
     /// Bytes asked for.
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.storage.bytes()
     }
 
     /// Its addresses.
     pub fn range(&self) -> Range<u64> {
-        self.ptr.range(self.bytes)
+        self.ptr().range(self.bytes())
     }
 
     /// Bytes of physical memory behind the handle, and its handle at the driver, to be exported while this lives. `None` where
     /// memory comes in segments: those are shared by their pointer.
     pub fn handle(&self) -> Option<RawPhysical> {
-        match self.memory {
-            Memory::Mapped { physical, .. } => Some(physical),
-            Memory::Segment(_) => None,
-        }
+        self.physical
     }
 
-    /// Notes that `stream` uses the memory too, as [`Allocation::record_stream`].
+    /// A buffer of as many whole values as it has room for, for kernels, transfers and [`crate::Turn`]s. It shares the memory, and
+    /// keeps it alive.
+    pub fn buffer<T: Copy>(&self) -> DeviceBuffer<T> {
+        DeviceBuffer::of_all(&self.storage)
+    }
+
+    /// Notes that `stream` uses the memory too, as [`crate::Allocation::record_stream`]. Not needed for streams that take their
+    /// turns with a buffer.
     ///
     /// # Errors
     /// When the stream belongs to another device.
-    pub fn record_stream(&mut self, stream: &Stream) -> Result<(), AllocError> {
-        match &mut self.memory {
-            Memory::Mapped { allocator, users, .. } => allocator.note_user(users, stream),
-            Memory::Segment(allocation) => allocation.record_stream(stream),
-        }
-    }
-}
-
-impl Drop for Exportable {
-    fn drop(&mut self) {
-        if let Memory::Mapped { allocator, users, size, .. } = &self.memory {
-            let mut whole = allocator.shell().whole();
-            whole.set_owned(self.ptr.0, 0, 0);
-            whole.retire(self.ptr.0, self.ptr.range(*size), users, true);
-        }
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
+        self.storage.memory().record_stream(stream)
     }
 }
 
 impl fmt::Debug for Exportable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Exportable")
-            .field("ptr", &self.ptr)
-            .field("bytes", &self.bytes)
+            .field("ptr", &self.ptr())
+            .field("bytes", &self.bytes())
             .field("handle", &self.handle())
             .finish_non_exhaustive()
     }

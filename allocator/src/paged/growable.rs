@@ -2,6 +2,8 @@
 //!
 //! Granules come from where those of blocks come from: spare ones, ones that lie in free blocks and are done, and the device.
 //! What it shrinks by is retired (`apart.rs`); growing again before it was recycled takes it back, ordered after its last uses.
+//!
+//! Invariant: while a buffer shares the memory it does not shrink, so that no buffer reaches beyond what has memory.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,20 +12,22 @@ use std::sync::Arc;
 use aquifer_device::{DevicePtr, ErrorKind, Stream, Timeline};
 
 use crate::allocator::Allocator;
+use crate::buffer::DeviceBuffer;
 use crate::core::Request;
 use crate::error::AllocError;
 use crate::history::Action;
-use crate::paged::Owned;
 use crate::paged::apart::{POOL, Retired};
 use crate::paged::driver::carry_out;
 use crate::paged::granules::Purpose;
 use crate::paged::grow::ROUNDS;
+use crate::paged::{Holding, Owned};
 use crate::segments::Refusal;
 use crate::size_class::{PoolKind, REQUEST_LIMIT};
+use crate::storage::{Memory, Storage};
 use crate::tags::Tag;
 
-/// Memory that grows and shrinks at one address, such as a cache of keys and values. Dropping it makes no driver call and does
-/// not wait; its memory is recycled once the streams that used it are done. It keeps the allocator open.
+/// Memory that grows and shrinks at one address, such as a cache of keys and values. Dropping it, and the buffers made of it, makes
+/// no driver call and does not wait; its memory is recycled once the streams that used it are done. It keeps the allocator open.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -33,8 +37,11 @@ use crate::tags::Tag;
 /// let stream = device.create_stream()?;
 /// let mut cache = allocator.growable(40 << 30, &stream)?; // addresses for 40 GiB, and no memory yet
 /// cache.grow_to(100 << 20, &stream)?;
+/// let half = cache.buffer::<f32>(); // for kernels, transfers and turns of any stream
 /// stream.fill(cache.ptr(), 0, 100 << 20)?;
 /// cache.grow_to(200 << 20, &stream)?; // at the same address, nothing is copied
+/// assert_eq!((half.len(), cache.buffer::<f32>().len()), (25 << 20, 50 << 20));
+/// drop(half); // before it shrinks
 /// assert_eq!((cache.bytes(), allocator.reserved_bytes()), (200 << 20, 200 << 20));
 /// cache.shrink_to(50 << 20, &stream)?; // what is beyond may serve others once the fill is done
 /// assert_eq!(allocator.allocated_bytes(), 50 << 20);
@@ -43,15 +50,11 @@ use crate::tags::Tag;
 #[derive(Debug)]
 #[must_use = "dropping the handle gives the memory back"]
 pub struct Growable {
-    allocator: Allocator,
-    ptr: DevicePtr,
+    holding: Arc<Holding>,
+    /// The same, as buffers share it.
+    storage: Arc<Storage>,
     capacity: u64,
-    bytes: u64,
-    /// Bytes that have memory: `bytes` in whole granules.
-    size: u64,
     granule: u64,
-    /// Streams that use it, its own first.
-    users: Vec<u32>,
 }
 
 /// What to do next.
@@ -98,7 +101,9 @@ impl Allocator {
             paged.add_reservation(ptr.0, reserved, PoolKind::Large, Purpose::Growable);
             paged.owned.insert(ptr.0, Owned { slot, tag: Tag::current(), ..Owned::default() });
         }
-        Ok(Growable { allocator: self.clone(), ptr, capacity, bytes: 0, size: 0, granule, users: vec![slot] })
+        let holding = Arc::new(Holding::new(self, ptr, 0, slot));
+        let storage = Arc::new(Storage::new(Memory::Apart(holding.clone()), stream));
+        Ok(Growable { holding, storage, capacity, granule })
     }
 
     /// Puts memory behind those places of a range that have none; plans anew after each wait.
@@ -180,12 +185,12 @@ impl Allocator {
 impl Growable {
     /// Its first address, which never changes.
     pub fn ptr(&self) -> DevicePtr {
-        self.ptr
+        self.holding.ptr()
     }
 
     /// Bytes that have memory behind them.
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.holding.bytes()
     }
 
     /// Bytes that it can grow to.
@@ -195,19 +200,26 @@ impl Growable {
 
     /// The addresses that have memory behind them.
     pub fn range(&self) -> Range<u64> {
-        self.ptr.range(self.bytes)
+        self.ptr().range(self.bytes())
     }
 
-    /// Notes that `stream` uses the memory too, as [`crate::Allocation::record_stream`].
+    /// A buffer of as many whole values as it has memory for now, for kernels, transfers and [`crate::Turn`]s. It shares the memory
+    /// and keeps it alive; it stays valid when this grows, and keeps it from shrinking.
+    pub fn buffer<T: Copy>(&self) -> DeviceBuffer<T> {
+        DeviceBuffer::of_all(&self.storage)
+    }
+
+    /// Notes that `stream` uses the memory too, as [`crate::Allocation::record_stream`]. Not needed for streams that take their
+    /// turns with a buffer.
     ///
     /// # Errors
     /// When the stream belongs to another device.
-    pub fn record_stream(&mut self, stream: &Stream) -> Result<(), AllocError> {
-        self.allocator.note_user(&mut self.users, stream)
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
+        self.holding.record_stream(stream)
     }
 
     /// Grows to `bytes`, in whole granules, for work on `stream` from now on; nothing if it is that large. New memory is
-    /// uninitialised. `stream` is noted as by [`Growable::record_stream`].
+    /// uninitialised. `stream` is noted as by [`Growable::record_stream`]; turns of other streams come after what was enqueued on it.
     ///
     /// # Errors
     /// [`AllocError::BeyondCapacity`]; else as [`Allocator::alloc`]. It is then as large as before.
@@ -216,19 +228,20 @@ impl Growable {
         if bytes > self.capacity {
             return Err(AllocError::BeyondCapacity { requested: bytes, capacity: self.capacity });
         }
+        if bytes <= self.bytes() {
+            return Ok(());
+        }
         let size = bytes.next_multiple_of(self.granule);
-        if size > self.size {
+        if size > self.size() {
             let retaken = self.take_retired(size);
             if let Err(error) = self.fill(size, bytes, stream, &retaken) {
                 self.put_back(retaken, size);
                 return Err(error);
             }
-            self.size = size;
+            self.storage.note_growth(stream);
         }
-        if bytes > self.bytes {
-            self.bytes = bytes;
-            self.allocator.shell().whole().set_owned(self.ptr.0, self.size, bytes);
-        }
+        self.allocator().shell().whole().set_owned(self.ptr().0, size, bytes);
+        self.holding.set_bytes(bytes);
         Ok(())
     }
 
@@ -236,26 +249,38 @@ impl Growable {
     /// `stream` until now is done, as well as on the streams noted before; other work on it must come before that.
     ///
     /// # Errors
-    /// When the stream belongs to another device.
+    /// [`AllocError::Shared`] while buffers made of it live, which might reach beyond; a stream of another device. It is then as
+    /// large as before.
     pub fn shrink_to(&mut self, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
         self.record_stream(stream)?;
-        if bytes < self.bytes {
-            let size = bytes.next_multiple_of(self.granule);
-            let mut whole = self.allocator.shell().whole();
-            self.bytes = bytes;
-            whole.set_owned(self.ptr.0, size, bytes);
-            if size < self.size {
-                let range = self.ptr.0 + size..self.ptr.0 + self.size;
-                whole.retire(self.ptr.0, range, &self.users, false);
-                self.size = size;
-            }
+        if bytes >= self.bytes() {
+            return Ok(());
+        }
+        if Arc::get_mut(&mut self.storage).is_none() {
+            return Err(AllocError::Shared { what: "memory that is to shrink" });
+        }
+        let (size, before, users) = (bytes.next_multiple_of(self.granule), self.size(), self.holding.users());
+        let mut whole = self.allocator().shell().whole();
+        self.holding.set_bytes(bytes);
+        whole.set_owned(self.ptr().0, size, bytes);
+        if size < before {
+            whole.retire(self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users, false);
         }
         Ok(())
     }
 
+    fn allocator(&self) -> &Allocator {
+        self.holding.allocator()
+    }
+
+    /// Its bytes in whole granules, all of which have memory.
+    fn size(&self) -> u64 {
+        self.bytes().next_multiple_of(self.granule)
+    }
+
     /// Puts memory behind everything up to `size`, usable by work on `stream`.
     fn fill(&self, size: u64, bytes: u64, stream: &Stream, retaken: &[Retired]) -> Result<(), AllocError> {
-        let allocator = &self.allocator;
+        let allocator = self.allocator();
         let mut latest = BTreeMap::new();
         for &(slot, after) in retaken.iter().flat_map(|retired| &retired.uses) {
             latest.entry(slot).and_modify(|tick: &mut u64| *tick = after.max(*tick)).or_insert(after);
@@ -266,26 +291,26 @@ impl Growable {
                 stream.timeline().wait_for(&timeline, after.saturating_sub(1))?;
             }
         }
-        let (slot, grown) = (stream.id(), size - self.size);
-        let requested = bytes - self.bytes;
+        let (base, slot, grown) = (self.ptr().0, stream.id(), size - self.size());
+        let requested = bytes - self.bytes();
         let request = Request { requested, size: grown, pool: POOL, slot, tag: Tag::default() };
-        let range = self.ptr.0 + self.size..self.ptr.0 + size;
-        allocator.climb_apart(&request, || allocator.try_fill(&request, self.ptr.0, &range))
+        let range = base + self.size()..base + size;
+        allocator.climb_apart(&request, || allocator.try_fill(&request, base, &range))
     }
 
     /// Takes what was given up and not recycled yet, up to `size`, off the list.
     fn take_retired(&self, size: u64) -> Vec<Retired> {
-        let end = self.ptr.0 + size;
-        let mut core = self.allocator.shell().core();
+        let (base, end) = (self.ptr().0, self.ptr().0 + size);
+        let mut core = self.allocator().shell().core();
         let Some(paged) = &mut core.paged else { return Vec::new() };
         let mut taken = Vec::new();
         for at in (0..paged.retired.len()).rev() {
             let retired = &mut paged.retired[at];
             // Memory without uses is what a growth that failed has left: it may lack access, and is recycled first.
-            if retired.base != self.ptr.0 || retired.range.start >= end || retired.uses.is_empty() {
+            if retired.base != base || retired.range.start >= end || retired.uses.is_empty() {
                 continue;
             }
-            let (base, uses) = (retired.base, retired.uses.clone());
+            let uses = retired.uses.clone();
             taken.push(Retired { base, range: retired.range.start..retired.range.end.min(end), uses, whole: false });
             if retired.range.end > end {
                 retired.range.start = end;
@@ -298,27 +323,20 @@ impl Growable {
 
     /// Gives up again what a growth to `size` has got so far.
     fn put_back(&self, retaken: Vec<Retired>, size: u64) {
-        let mut core = self.allocator.shell().core();
+        let mut core = self.allocator().shell().core();
         let Some(paged) = &mut core.paged else { return };
-        let (mut from, end) = (self.ptr.0 + self.size, self.ptr.0 + size);
-        let known = retaken.iter().chain(&paged.retired).filter(|retired| retired.base == self.ptr.0);
+        let base = self.ptr().0;
+        let (mut from, end) = (base + self.size(), base + size);
+        let known = retaken.iter().chain(&paged.retired).filter(|retired| retired.base == base);
         let mut known: Vec<Range<u64>> = known.map(|retired| retired.range.clone()).collect();
         known.sort_by_key(|range| range.start);
         known.push(end..end);
         for next in known {
             for range in paged.mapped_within(&(from..next.start.min(end))) {
-                paged.retired.push(Retired { base: self.ptr.0, range, uses: Vec::new(), whole: false });
+                paged.retired.push(Retired { base, range, uses: Vec::new(), whole: false });
             }
             from = next.end;
         }
         paged.retired.extend(retaken);
-    }
-}
-
-impl Drop for Growable {
-    fn drop(&mut self) {
-        let mut whole = self.allocator.shell().whole();
-        whole.set_owned(self.ptr.0, 0, 0);
-        whole.retire(self.ptr.0, self.ptr.range(self.size), &self.users, true);
     }
 }

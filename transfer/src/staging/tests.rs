@@ -382,7 +382,7 @@ fn what_cannot_be_staged_is_refused_at_the_call() {
     let buffer = world.buffer(1000, &stream);
     let refused = world.upload(Memory::new(vec![1; 1000]), &buffer, &foreign);
     assert!(matches!(refused, Err(TransferError::WrongDevice { .. })));
-    let too_long = usize::try_from(buffer.storage().allocation().bytes()).unwrap() + 1;
+    let too_long = usize::try_from(buffer.storage().bytes()).unwrap() + 1;
     let refused = world.download(&buffer, Memory::new(vec![1; too_long]), &stream);
     assert!(matches!(refused, Err(TransferError::OutOfBounds { .. })), "{refused:?}");
     let capture = stream.begin_capture().unwrap();

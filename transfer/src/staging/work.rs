@@ -62,8 +62,8 @@ impl Work {
     }
 
     fn check_bounds(&self) -> Result<(), TransferError> {
-        let allocation = self.claim.storage().allocation();
-        let (start, len) = (self.ptr.0.wrapping_sub(allocation.ptr().0), allocation.bytes());
+        let storage = self.claim.storage();
+        let (start, len) = (self.ptr.0.wrapping_sub(storage.ptr().0), storage.bytes());
         match start.checked_add(self.bytes()) {
             Some(end) if end <= len || self.bytes() == 0 => Ok(()),
             end => Err(TransferError::OutOfBounds { start, end: end.unwrap_or(u64::MAX), len }),

@@ -1,6 +1,7 @@
 //! The allocator, one subject a file: memory that others know, memory that grows in place or sleeps, turns with buffers, peaks, and
 //! what happens where the driver refuses.
 
+mod buffers;
 mod exportable;
 mod failed_release;
 mod fallback;

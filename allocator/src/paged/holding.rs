@@ -1,0 +1,75 @@
+//! What an owner holds of memory apart, as the handle and the buffers made of it share it.
+//!
+//! Invariant: the owner's record in the table of mapped memory lives until the holding is dropped, which retires all that it has.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use aquifer_device::{DevicePtr, Stream};
+use parking_lot::Mutex;
+
+use crate::allocator::Allocator;
+use crate::error::AllocError;
+
+/// Memory apart, from the first address on. It keeps the allocator open. Dropping it makes no driver call and does not wait.
+#[derive(Debug)]
+pub(crate) struct Holding {
+    allocator: Allocator,
+    ptr: DevicePtr,
+    /// Bytes asked for.
+    bytes: AtomicU64,
+    /// Streams that use it, its own first.
+    users: Mutex<Vec<u32>>,
+}
+
+impl Holding {
+    /// What the owner of the reservation at `ptr` has there.
+    pub(crate) fn new(allocator: &Allocator, ptr: DevicePtr, bytes: u64, slot: u32) -> Holding {
+        Holding { allocator: allocator.clone(), ptr, bytes: AtomicU64::new(bytes), users: Mutex::new(vec![slot]) }
+    }
+
+    pub(crate) fn allocator(&self) -> &Allocator {
+        &self.allocator
+    }
+
+    pub(crate) fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_bytes(&self, bytes: u64) {
+        self.bytes.store(bytes, Ordering::Release);
+    }
+
+    pub(crate) fn users(&self) -> Vec<u32> {
+        self.users.lock().clone()
+    }
+
+    pub(crate) fn is_asleep(&self) -> bool {
+        self.allocator.shell().is_asleep()
+    }
+
+    /// Notes that `stream` uses the memory, too.
+    pub(crate) fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
+        if stream.device_id() != self.allocator.device().id() {
+            return Err(AllocError::WrongDevice { what: "stream" });
+        }
+        let slot = self.allocator.shell().core().slot(stream);
+        let mut users = self.users.lock();
+        if !users.contains(&slot) {
+            users.push(slot);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Holding {
+    fn drop(&mut self) {
+        let mut whole = self.allocator.shell().whole();
+        let size = whole.owned_size(self.ptr.0);
+        whole.set_owned(self.ptr.0, 0, 0);
+        whole.retire(self.ptr.0, self.ptr.range(size), self.users.get_mut(), true);
+    }
+}

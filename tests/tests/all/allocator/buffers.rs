@@ -1,0 +1,258 @@
+//! Buffers of every kind of memory: blocks, private pools, memory that grows, memory that others have a handle of. Streams take turns
+//! with all of them in the same way.
+
+use std::time::Duration;
+
+use aquifer_allocator::{AllocError, Allocator, Config, Contents, DeviceBuffer, Growable, PoolOptions, Turn};
+use aquifer_device::{AccessKind, Device, HandleKind, Stream};
+use aquifer_tests::{MIB, Subject};
+use proptest::prelude::*;
+
+const CAPACITY: u64 = 128 * MIB;
+
+struct Bench {
+    driver: Subject,
+    device: Device,
+    allocator: Allocator,
+    streams: [Stream; 3],
+}
+
+impl Bench {
+    fn new(options: &str) -> Bench {
+        let driver = Subject::new(CAPACITY);
+        let device = driver.device();
+        let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+        let streams = [(); 3].map(|()| device.create_stream().unwrap());
+        Bench { driver, device, allocator, streams }
+    }
+
+    fn end(self) {
+        self.allocator.empty_cache().unwrap();
+        self.device.settle();
+        assert_eq!((self.allocator.allocated_bytes(), self.allocator.reserved_bytes()), (0, 0));
+        assert_eq!(self.device.memory_info().unwrap().free, CAPACITY);
+        self.driver.assert_no_violation();
+    }
+}
+
+fn write(stream: &Stream, buffer: &DeviceBuffer<u8>, value: u8) -> Result<(), AllocError> {
+    let _turn = Turn::take(stream, &[(buffer.storage(), AccessKind::Write)])?;
+    Ok(stream.fill(buffer.ptr(), value, buffer.bytes())?)
+}
+
+/// The first and the last byte.
+fn ends(stream: &Stream, buffer: &DeviceBuffer<u8>) -> [u8; 2] {
+    let mut bytes = [[0], [0]];
+    let _turn = Turn::take(stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
+    for (byte, at) in bytes.iter_mut().zip([0, buffer.bytes() - 1]) {
+        stream.download_blocking(byte, buffer.ptr().offset(at)).unwrap();
+    }
+    bytes.concat().try_into().unwrap()
+}
+
+#[test]
+fn streams_take_turns_with_memory_that_grows() {
+    let bench = Bench::new("");
+    let [one, two, three] = &bench.streams;
+    let mut cache = bench.allocator.growable(100 * MIB, one).unwrap();
+    assert!(cache.buffer::<u8>().is_empty());
+    cache.grow_to(10 * MIB, one).unwrap();
+    let small: DeviceBuffer<u8> = cache.buffer();
+    bench.driver.stall(one, Duration::from_millis(5)).unwrap();
+    write(one, &small, 1).unwrap();
+    assert_eq!(ends(two, &small), [1, 1]);
+    cache.grow_to(50 * MIB, two).unwrap();
+    let large: DeviceBuffer<u8> = cache.buffer();
+    assert_eq!((small.len(), large.len(), large.ptr()), (10 * MIB, 50 * MIB, small.ptr()));
+    write(three, &large.slice(10 * MIB..).unwrap(), 2).unwrap();
+    assert_eq!((ends(one, &large), ends(two, &small)), ([1, 2], [1, 1]));
+    drop(cache);
+    drop(large);
+    assert_eq!(ends(one, &small), [1, 1], "a buffer keeps the memory");
+    drop(small);
+    bench.end();
+}
+
+#[test]
+fn it_does_not_shrink_below_buffers() {
+    let bench = Bench::new("");
+    let [one, two, _] = &bench.streams;
+    let mut cache = bench.allocator.growable(100 * MIB, one).unwrap();
+    cache.grow_to(30 * MIB, one).unwrap();
+    let buffer: DeviceBuffer<u32> = cache.buffer();
+    assert_eq!(buffer.len(), 30 * MIB / 4);
+    assert!(matches!(cache.shrink_to(20 * MIB, one), Err(AllocError::Shared { .. })));
+    assert_eq!((cache.bytes(), bench.allocator.allocated_bytes()), (30 * MIB, 30 * MIB));
+    cache.grow_to(40 * MIB, one).unwrap();
+    bench.driver.stall(two, Duration::from_secs(1)).unwrap();
+    let bytes = buffer.cast().unwrap();
+    write(two, &bytes, 5).unwrap();
+    drop((buffer, bytes));
+    cache.shrink_to(2 * MIB, one).unwrap();
+    assert_eq!((cache.bytes(), cache.buffer::<u32>().len()), (2 * MIB, MIB / 2));
+    // What it had is not reused before the work of the stream that took its turn is done.
+    let block: DeviceBuffer<u8> = bench.allocator.alloc_buffer(100 * MIB, one).unwrap();
+    write(one, &block, 6).unwrap();
+    drop((cache, block));
+    bench.end();
+}
+
+#[test]
+fn memory_taken_back_is_ordered_for_every_stream() {
+    let bench = Bench::new("");
+    let [one, two, three] = &bench.streams;
+    let mut cache = bench.allocator.growable(100 * MIB, one).unwrap();
+    cache.grow_to(60 * MIB, one).unwrap();
+    bench.driver.stall(two, Duration::from_millis(50)).unwrap();
+    two.wait_for(&one.tick()).unwrap();
+    two.fill(cache.ptr(), 1, cache.bytes()).unwrap();
+    cache.shrink_to(10 * MIB, two).unwrap();
+    cache.grow_to(60 * MIB, one).unwrap();
+    // This stream knows of the other's work on what was given up through nothing but the growth.
+    write(three, &cache.buffer::<u8>().slice(20 * MIB..).unwrap(), 2).unwrap();
+    assert_eq!(ends(one, &cache.buffer()), [1, 2]);
+    drop(cache);
+    bench.end();
+}
+
+#[test]
+fn exportable_memory_is_shared_by_its_buffers() {
+    for options in ["", "backing:segments"] {
+        let bench = Bench::new(options);
+        let [one, two, _] = &bench.streams;
+        let shared = bench.allocator.alloc_exportable(5 * MIB, HandleKind::PosixFd, one).unwrap();
+        let buffer: DeviceBuffer<u8> = shared.buffer();
+        assert_eq!((buffer.len(), buffer.ptr()), (5 * MIB, shared.ptr()));
+        bench.driver.stall(one, Duration::from_millis(5)).unwrap();
+        write(one, &buffer, 3).unwrap();
+        drop(shared);
+        assert_eq!(ends(two, &buffer), [3, 3]);
+        drop(buffer);
+        bench.end();
+    }
+}
+
+#[test]
+fn pools_and_allocations_make_buffers() {
+    let bench = Bench::new("");
+    let [one, two, three] = &bench.streams;
+    let pool = bench.allocator.create_pool(PoolOptions::default());
+    let buffer: DeviceBuffer<u8> = pool.alloc_buffer(3 * MIB, one).unwrap();
+    let snapshot = bench.allocator.snapshot();
+    let of_pool = snapshot.segments.iter().filter(|segment| segment.segment_pool_id == pool.id());
+    assert_eq!(of_pool.map(|segment| segment.active_size).sum::<u64>(), 3 * MIB);
+    let allocation = bench.allocator.alloc(3 * MIB, one).unwrap();
+    two.wait_for(&one.tick()).unwrap();
+    bench.driver.stall(two, Duration::from_millis(5)).unwrap();
+    two.fill(allocation.ptr(), 4, 3 * MIB).unwrap();
+    let taken = DeviceBuffer::from_allocation(allocation, two).unwrap();
+    assert_eq!(ends(three, &taken), [4, 4]);
+    bench.driver.stall(two, Duration::from_millis(5)).unwrap();
+    write(two, &taken, 5).unwrap();
+    drop(taken);
+    write(one, &bench.allocator.alloc_buffer(3 * MIB, one).unwrap(), 6).unwrap();
+    drop((buffer, pool));
+
+    let elsewhere = Bench::new("");
+    let foreign = bench.allocator.alloc(MIB, one).unwrap();
+    let refused = DeviceBuffer::from_allocation(foreign, &elsewhere.streams[0]);
+    assert!(matches!(refused, Err(AllocError::WrongDevice { .. })));
+    elsewhere.end();
+    bench.end();
+}
+
+#[test]
+fn turns_with_all_of_it_are_refused_while_the_allocator_sleeps() {
+    let bench = Bench::new("");
+    let [one, ..] = &bench.streams;
+    let mut cache = bench.allocator.growable(10 * MIB, one).unwrap();
+    cache.grow_to(4 * MIB, one).unwrap();
+    let buffer: DeviceBuffer<u8> = cache.buffer();
+    write(one, &buffer, 7).unwrap();
+    bench.allocator.sleep(Contents::SaveToHost).unwrap();
+    assert!(matches!(write(one, &buffer, 8), Err(AllocError::Asleep)));
+    bench.allocator.wake().unwrap();
+    assert_eq!(ends(one, &buffer), [7, 7]);
+    drop((cache, buffer));
+    bench.end();
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Grow(usize, u64, usize),
+    Shrink(usize, u64, usize),
+    Replace(usize, usize),
+    Share(usize),
+    Forget(usize),
+    Write(usize, usize),
+    Read(usize, usize),
+    Block(u64, usize),
+    Stall(usize),
+    Trim(u64),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let (cache, stream, mib) = (0..2_usize, 0..3_usize, 0..61_u64);
+    prop_oneof![
+        4 => (cache.clone(), mib.clone(), stream.clone()).prop_map(|(cache, mib, by)| Step::Grow(cache, mib, by)),
+        3 => (cache.clone(), mib.clone(), stream.clone()).prop_map(|(cache, mib, by)| Step::Shrink(cache, mib, by)),
+        1 => (cache.clone(), stream.clone()).prop_map(|(cache, by)| Step::Replace(cache, by)),
+        3 => cache.prop_map(Step::Share),
+        4 => any::<usize>().prop_map(Step::Forget),
+        4 => (any::<usize>(), stream.clone()).prop_map(|(buffer, by)| Step::Write(buffer, by)),
+        3 => (any::<usize>(), stream.clone()).prop_map(|(buffer, by)| Step::Read(buffer, by)),
+        2 => (1..40_u64, stream.clone()).prop_map(|(mib, by)| Step::Block(mib, by)),
+        2 => stream.prop_map(Step::Stall),
+        1 => mib.prop_map(Step::Trim),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 150, ..ProptestConfig::default() })]
+    /// Whatever buffers share, and whoever grows and shrinks below them: no stream meets another's work, because all take turns.
+    #[test]
+    fn turns_are_all_the_order_that_programs_need(steps in prop::collection::vec(step(), 1..80)) {
+        let bench = Bench::new("");
+        let Bench { driver, allocator, streams, .. } = &bench;
+        let new = |by: usize| allocator.growable(60 * MIB, &streams[by]).unwrap();
+        let mut caches: Vec<Growable> = vec![new(0), new(1)];
+        let mut buffers: Vec<DeviceBuffer<u8>> = Vec::new();
+        for step in steps {
+            match step {
+                Step::Grow(cache, mib, by) => drop(caches[cache].grow_to(mib * MIB, &streams[by])),
+                Step::Shrink(cache, mib, by) => {
+                    let shared = buffers.iter().any(|buffer| buffer.ptr() == caches[cache].ptr());
+                    let smaller = mib * MIB < caches[cache].bytes();
+                    // Others must be ordered before the shrinking stream where they used what it gives up.
+                    for stream in streams {
+                        streams[by].wait_for(&stream.tick()).unwrap();
+                    }
+                    prop_assert_eq!(caches[cache].shrink_to(mib * MIB, &streams[by]).is_err(), shared && smaller);
+                }
+                Step::Replace(cache, by) => caches[cache] = new(by),
+                Step::Share(cache) if caches[cache].bytes() > 0 => buffers.push(caches[cache].buffer()),
+                Step::Forget(buffer) if !buffers.is_empty() => drop(buffers.swap_remove(buffer % buffers.len())),
+                Step::Write(buffer, by) if !buffers.is_empty() => {
+                    write(&streams[by], &buffers[buffer % buffers.len()], 1).unwrap();
+                }
+                Step::Read(buffer, by) if !buffers.is_empty() => {
+                    ends(&streams[by], &buffers[buffer % buffers.len()]);
+                }
+                Step::Block(mib, by) => {
+                    if let Ok(block) = allocator.alloc_buffer(mib * MIB, &streams[by]) {
+                        write(&streams[by], &block, 2).unwrap();
+                        buffers.push(block);
+                    }
+                }
+                Step::Stall(by) => driver.stall(&streams[by], Duration::from_millis(1)).unwrap(),
+                Step::Trim(mib) => {
+                    let _ = allocator.trim_to(mib * MIB);
+                }
+                Step::Share(_) | Step::Forget(_) | Step::Write(..) | Step::Read(..) => {}
+            }
+            prop_assert!(driver.violations().is_empty(), "{:?}", driver.violations());
+        }
+        drop((caches, buffers));
+        bench.end();
+    }
+}
