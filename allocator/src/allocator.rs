@@ -227,9 +227,8 @@ impl Allocator {
         }
         let tag = if special & special::SPANS != 0 { Tag::of_span() } else { self.0.scope_tag() };
         let kind = self.0.classes.pool(size);
-        let routed = special & special::ROUTED != 0;
-        let private =
-            if routed { shell.core().pools.routed().map(|private| private.numbers[kind as usize]) } else { None };
+        let private = if special & special::ROUTED != 0 { shell.core().pools.route(stream) } else { None };
+        let private = private.map(|numbers| numbers[kind as usize]);
         if private.is_none() {
             refuse_capture(stream)?;
         }
@@ -358,6 +357,7 @@ impl Allocator {
     /// # Errors
     /// Those of the driver.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, AllocError> {
+        self.poll_launches()?;
         let first = self.trim_done(bytes)?;
         if self.reserved_bytes() <= bytes {
             return Ok(first);

@@ -1,8 +1,9 @@
 //! Memory of captured graphs.
 //!
 //! A graph uses the addresses that it was captured with whenever it is launched. So what is allocated while a stream captures comes
-//! from a private pool, whose memory nobody else is given and which keeps it as long as the pool is open: release the pool
-//! after its graphs.
+//! from a private pool, whose memory nobody else is given and which keeps it as long as the pool is open: drop the pool when its
+//! graphs are launched no more. The pool knows the graphs whose captures allocated from it, and after it was dropped its memory waits
+//! for their launches (`pools.rs`); for all that streams have to do at that time where others launch the graph.
 
 use aquifer_device::{AnnouncedCapture, Code, DeviceError, DriverKind, Operation, Stream};
 
@@ -65,6 +66,12 @@ impl Allocator {
         }
         let announced = if stream.is_capturing() { None } else { Some(stream.announce_capture()?) };
         Ok(CaptureRoute { _announced: announced, _route: pool.route_thread() })
+    }
+
+    /// Learns, without waiting, whether launches are done that memory of closed pools waits for.
+    pub(crate) fn poll_launches(&self) -> Result<(), AllocError> {
+        let launched = self.shell().core().awaited_launches(|_| true);
+        self.poll(&launched)
     }
 
     /// Refuses to serve a request with memory of the default pools if its stream captures unannounced.

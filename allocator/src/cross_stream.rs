@@ -60,6 +60,17 @@ impl Allocator {
         Ok(())
     }
 
+    /// Waits on the host until streams got this far. A stream that cannot be waited for now is passed over.
+    pub(crate) fn synchronize_all(&self, ticks: &[(Arc<Timeline>, u64)]) -> Result<(), AllocError> {
+        for (timeline, after) in ticks {
+            match timeline.synchronize(after.saturating_sub(1)) {
+                Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
     /// Whether a request gets memory of its own although its stream might borrow. Borrowing takes all locks each time, so a
     /// stream that keeps borrowing should not have to.
     pub(crate) fn grows_rather(&self, whole: &mut Whole, request: &Request) -> bool {

@@ -21,7 +21,6 @@
 use crate::allocator::Allocator;
 use crate::config::CrossStream;
 use crate::core::{Granted, Request};
-use crate::cross_stream::cannot_be_asked;
 use crate::error::AllocError;
 use crate::oom::Tried;
 use crate::segments::{Growth, Refusal};
@@ -35,6 +34,7 @@ impl Allocator {
     #[inline(never)]
     pub(crate) fn climb(&self, request: &Request) -> Result<Granted, AllocError> {
         self.refuse_unannounced_capture(request.slot)?;
+        self.poll_launches()?;
         let mut tried = Tried::default();
         match self.climb_rungs(request, &mut tried)? {
             Some(granted) => Ok(granted),
@@ -99,11 +99,11 @@ impl Allocator {
         }
     }
 
-    /// Blocks of private pools that lend on OOM. A request for a private pool itself is not served from others.
+    /// Blocks of private pools that lend on OOM, unless a graph may use them. A request for a private pool itself is not served from others.
     fn take_lent_by_pools(&self, request: &Request, _: &mut Tried) -> Rung {
         let mut whole = self.shell().whole();
         let Some(kind) = (request.pool < 2).then_some(usize::from(request.pool)) else { return Ok(None) };
-        let lenders = whole.pools.private.iter().filter(|private| private.open && private.options.use_on_oom);
+        let lenders = whole.pools.private.iter().filter(|private| private.lends());
         let pools: Vec<u16> = lenders.map(|private| private.numbers[kind]).collect();
         let served = pools.into_iter().find_map(|pool| whole.take_own(&Request { pool, ..*request }));
         Ok(served)
@@ -136,6 +136,8 @@ impl Allocator {
     }
 
     fn release_and_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
+        let launched = self.shell().core().awaited_launches(|_| true);
+        self.synchronize_all(&launched)?;
         tried.released += self.release_where(|whole| whole.releasable())?;
         self.synchronize_free(|_| true)?;
         tried.released += self.release_granules_for(request, tried)?;
@@ -219,12 +221,7 @@ impl Allocator {
                 self.shell().count(|counters| &counters.num_sync_all_streams);
             }
             waited = true;
-            for (timeline, after) in &pending {
-                match timeline.synchronize(after.saturating_sub(1)) {
-                    Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
-                    _ => {}
-                }
-            }
+            self.synchronize_all(&pending)?;
             let mut whole = self.shell().whole();
             whole.sweep_done();
             whole.settle();

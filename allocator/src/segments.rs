@@ -6,13 +6,14 @@
 //! driver took it back. A device may give a freed address out again before the thread that freed it has the lock: whoever
 //! gets it accounts for the release first.
 
-use aquifer_device::DevicePtr;
+use aquifer_device::{DevicePtr, ErrorKind};
 
 use crate::allocator::Allocator;
 use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
 use crate::heap::{Block, BlockId, Heap, Key, Region, kind_of};
 use crate::history::{Action, Subject};
+use crate::pools::Private;
 use crate::shell::Shell;
 use crate::whole::Whole;
 
@@ -95,8 +96,12 @@ impl Allocator {
 
     /// Gives the segments that `choose` picks among the wholly free ones back to the device; tells how many bytes.
     ///
-    /// The driver waits for the device before it frees a segment, so blocks that are not done may be among them.
+    /// The driver waits for the device before it frees a segment, so blocks that are not done may be among them. While a stream
+    /// captures, waiting would break that: none goes then.
     pub(crate) fn release_where(&self, choose: impl FnOnce(&mut Whole) -> Vec<Place>) -> Result<u64, AllocError> {
+        if self.device().is_capturing() {
+            return Ok(0);
+        }
         let mut whole = self.shell().whole();
         let chosen = choose(&mut whole);
         let segments: Vec<(u64, u64, u64)> = chosen.into_iter().map(|place| whole.begin_release(place)).collect();
@@ -107,7 +112,8 @@ impl Allocator {
             if let Err(error) = freed {
                 let mut whole = self.shell().whole();
                 segments[at..].iter().for_each(|&(addr, ..)| whole.cancel_release(addr));
-                return Err(error.into());
+                // A capture that began meanwhile.
+                return if error.kind == ErrorKind::Capture { Ok(released) } else { Err(error.into()) };
             }
             self.shell().core().segment_released(self.shell(), addr, number);
             released += bytes;
@@ -178,9 +184,12 @@ impl Whole {
     }
 
     /// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is just large enough,
-    /// else the largest ones until their sum is; `None` if there is not that much.
+    /// else the largest ones until their sum is; `None` if there is not that much, or a graph may use it.
     pub(crate) fn oversize_to_release(&self, request: &Request) -> Option<Vec<Place>> {
         let least = self.classes.max_split_size()?;
+        if self.pools.owner_of(request.pool).is_some_and(Private::has_graphs) {
+            return None;
+        }
         let need = request.size.max(least);
         let heap = self.heap_of(request.slot);
         let index = heap.index(request.pool, request.slot)?;

@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use crate::context::Context;
 use crate::driver::{CaptureStatus, Driver, RawGraph};
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::launches::Launches;
 use crate::stream::Stream;
 use crate::timeline::Timeline;
 
@@ -26,7 +27,7 @@ pub struct Capture {
 
 impl Capture {
     pub(crate) fn begin(stream: Stream, context: Arc<Context>) -> Result<Capture> {
-        let scope = Arc::new(Scope::default());
+        let scope = Scope::new(true);
         let raw = stream.timeline().usable(Operation::BeginCapture)?;
         stream.timeline().begin_capture(&scope, || context.driver.begin_capture(raw))?;
         Ok(Capture { stream, context, scope, ended: false })
@@ -37,7 +38,8 @@ impl Capture {
     /// # Errors
     /// Those of the driver, for instance when a call in between broke the capture. It has ended all the same.
     pub fn end(mut self) -> Result<Graph> {
-        self.finish().map(|raw| Graph { raw, context: self.context.clone() })
+        let raw = self.finish()?;
+        Ok(Graph { raw, launches: self.scope.launches.clone(), context: self.context.clone() })
     }
 
     fn finish(&mut self) -> Result<RawGraph> {
@@ -57,7 +59,7 @@ impl Drop for Capture {
         if !self.ended
             && let Ok(raw) = self.finish()
         {
-            drop(Graph { raw, context: self.context.clone() });
+            drop(Graph { raw, launches: self.scope.launches.clone(), context: self.context.clone() });
         }
     }
 }
@@ -74,7 +76,7 @@ pub struct AnnouncedCapture {
 impl AnnouncedCapture {
     pub(crate) fn announce(stream: Stream, context: &Context) -> Result<AnnouncedCapture> {
         let operation = Operation::CaptureStatus;
-        let scope = Arc::new(Scope::default());
+        let scope = Scope::new(false);
         let raw = stream.timeline().usable(operation)?;
         stream.timeline().begin_capture(&scope, || match context.driver.capture_status(raw)? {
             CaptureStatus::Active => Ok(()),
@@ -97,8 +99,12 @@ impl Drop for AnnouncedCapture {
 /// One capture, as its streams and the events recorded in it refer to it.
 ///
 /// Its lock is a leaf, below that of a timeline.
-#[derive(Debug, Default)]
-pub(crate) struct Scope(Mutex<Members>);
+#[derive(Debug)]
+pub(crate) struct Scope {
+    /// Those of the graph that comes of it.
+    pub(crate) launches: Arc<Launches>,
+    members: Mutex<Members>,
+}
 
 #[derive(Debug, Default)]
 struct Members {
@@ -108,9 +114,14 @@ struct Members {
 }
 
 impl Scope {
+    /// Of a capture that is ours, or one that somebody else began.
+    fn new(ours: bool) -> Arc<Scope> {
+        Arc::new(Scope { launches: Launches::new(ours), members: Mutex::default() })
+    }
+
     /// Adds a stream; false when the capture is over already.
     pub(crate) fn join(&self, timeline: &Arc<Timeline>) -> bool {
-        let mut members = self.0.lock();
+        let mut members = self.members.lock();
         if !members.over {
             members.joined.push(timeline.clone());
         }
@@ -119,7 +130,7 @@ impl Scope {
 
     /// Closes the scope and returns the streams that joined.
     fn end(&self) -> Vec<Arc<Timeline>> {
-        let mut members = self.0.lock();
+        let mut members = self.members.lock();
         members.over = true;
         mem::take(&mut members.joined)
     }
@@ -129,6 +140,7 @@ impl Scope {
 #[derive(Debug)]
 pub struct Graph {
     raw: RawGraph,
+    launches: Arc<Launches>,
     context: Arc<Context>,
 }
 
@@ -143,7 +155,10 @@ impl Graph {
             return Err(DeviceError::new(Operation::LaunchGraph, Code::INVALID_HANDLE)
                 .with_detail("the graph and the stream belong to different devices"));
         }
-        self.context.driver.launch_graph(self.raw, stream.timeline().usable(Operation::LaunchGraph)?)
+        let launched = self.context.driver.launch_graph(self.raw, stream.timeline().usable(Operation::LaunchGraph)?);
+        // After a failure, too: part of it may run.
+        self.launches.note(stream);
+        launched
     }
 }
 

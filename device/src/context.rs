@@ -8,18 +8,20 @@
 //! * An orphan is memory of the device or the host, or a module of kernels, that nobody but this context knows any more. It goes back to the driver at
 //!   the next call that may talk to it; what cannot go now stays an orphan.
 //!
-//! No locks of its own; the queues are lock-free, so a context can be used under any lock.
+//! Its one lock, of the list of timelines, is a leaf; the queues are lock-free. So a context can be used under any lock.
 
 use std::any::Any;
 use std::mem::ManuallyDrop;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use crossbeam::queue::SegQueue;
+use parking_lot::Mutex;
 
 use crate::counted::Counted;
 use crate::driver::{DevicePtr, Driver, HostPtr, RawEvent, RawModule, RawPhysical, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::timeline::Timeline;
 
 /// What is to be given back later.
 #[derive(Debug)]
@@ -65,6 +67,8 @@ pub(crate) struct Context {
     pub(crate) blocking_captures: AtomicU32,
     /// Streams that capture, those included: while there are any, nothing may wait for the device.
     pub(crate) captures: AtomicU32,
+    /// Those of all its streams.
+    timelines: Mutex<Vec<Weak<Timeline>>>,
 }
 
 static NEXT_DEVICE: AtomicU32 = AtomicU32::new(0);
@@ -82,6 +86,7 @@ impl Context {
             waits_inserted: AtomicU64::new(0),
             blocking_captures: AtomicU32::new(0),
             captures: AtomicU32::new(0),
+            timelines: Mutex::default(),
         })
     }
 
@@ -130,7 +135,27 @@ impl Context {
             return Err(DeviceError::new(Operation::Synchronize, Code::CAPTURE_UNSUPPORTED)
                 .with_detail("the device cannot be waited for while one of its streams captures"));
         }
-        self.driver.synchronize()
+        let timelines: Vec<Arc<Timeline>> = self.timelines.lock().iter().filter_map(Weak::upgrade).collect();
+        let reached: Vec<u64> = timelines.iter().map(|timeline| timeline.begin_wait()).collect();
+        self.driver.synchronize()?;
+        timelines.iter().zip(reached).for_each(|(timeline, reached)| timeline.mark_done(reached));
+        Ok(())
+    }
+
+    /// Remembers a stream's timeline, to tell it when the device was waited for.
+    pub(crate) fn know(&self, timeline: &Arc<Timeline>) {
+        let mut timelines = self.timelines.lock();
+        timelines.retain(|known| known.strong_count() > 0);
+        timelines.push(Arc::downgrade(timeline));
+    }
+
+    /// Frees plain memory; refused while a stream captures, because the driver waits for the device first.
+    pub(crate) fn free(&self, ptr: DevicePtr) -> Result<()> {
+        if self.is_capturing() {
+            return Err(DeviceError::new(Operation::Free, Code::CAPTURE_UNSUPPORTED)
+                .with_detail("memory cannot be freed while a stream captures: freeing waits for the device"));
+        }
+        self.driver.free(ptr)
     }
 
     /// Gives orphans back. What cannot go now stays one; while a stream captures that is all of them, because the device is waited

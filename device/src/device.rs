@@ -160,7 +160,7 @@ impl Device {
         Event::new(self.0.context.clone(), timing)
     }
 
-    /// Waits on the host until the device is idle.
+    /// Waits on the host until the device is idle. The ticks until now of all its streams are known to be done then.
     ///
     /// # Errors
     /// When a stream captures, and those of the driver.
@@ -180,9 +180,9 @@ impl Device {
     /// Frees a plain driver allocation. The driver waits for the device first.
     ///
     /// # Errors
-    /// Those of the driver; the memory is still allocated then.
+    /// When a stream captures, which waiting would break, and those of the driver; the memory is still allocated then.
     pub fn free(&self, ptr: DevicePtr) -> Result<()> {
-        self.0.context.driver.free(ptr)
+        self.0.context.free(ptr)
     }
 
     /// Frees a plain driver allocation at the next [`Device::alloc`], or when the last handle of the device is dropped.

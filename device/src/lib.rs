@@ -14,6 +14,7 @@ mod driver;
 mod error;
 mod event;
 mod launch;
+mod launches;
 mod physical;
 pub mod sim;
 mod stream;
@@ -33,6 +34,7 @@ pub use driver::{
 pub use error::{Code, DeviceError, ErrorKind, Operation, Result};
 pub use event::Event;
 pub use launch::{Access, AccessKind, HostKernel, KernelArg, KernelMemory, Launch};
+pub use launches::Launches;
 pub use physical::{HandleKind, PhysicalOptions};
 pub use stream::{ExternalStream, Stream};
 pub use timeline::{Clock, Tick, Timeline};

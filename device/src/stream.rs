@@ -10,6 +10,7 @@ use crate::driver::{DevicePtr, Driver, DriverKind, HostPtr, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::event::Event;
 use crate::launch::{Access, Launch};
+use crate::launches::Launches;
 use crate::timeline::{Retired, Tick, Timeline};
 
 /// A queue of work on one device. Cloning gives another handle of the same stream.
@@ -113,12 +114,16 @@ impl Stream {
         event.make_wait(self)
     }
 
-    /// Waits on the host until the stream is idle.
+    /// Waits on the host until the stream is idle. Its ticks until now are known to be done then.
     ///
     /// # Errors
     /// Those of the driver.
     pub fn synchronize(&self) -> Result<()> {
-        self.0.context.driver.synchronize_stream(self.usable(Operation::SynchronizeStream)?)
+        let raw = self.usable(Operation::SynchronizeStream)?;
+        let reached = self.0.timeline.begin_wait();
+        self.0.context.driver.synchronize_stream(raw)?;
+        self.0.timeline.mark_done(reached);
+        Ok(())
     }
 
     /// Whether the stream has nothing left to do.
@@ -318,6 +323,12 @@ impl Stream {
     /// When the stream does not capture, its capture is known already, and those of the driver.
     pub fn announce_capture(&self) -> Result<AnnouncedCapture> {
         AnnouncedCapture::announce(self.clone(), &self.0.context)
+    }
+
+    /// The launches of the graph that the stream is captured into; `None` unless it is known to capture, or to have joined a
+    /// capture. No driver call.
+    pub fn launches_of_capture(&self) -> Option<Arc<Launches>> {
+        self.0.timeline.capture().map(|scope| scope.launches.clone())
     }
 
     /// Whether the stream is known to capture, or to have joined a capture. No driver call.

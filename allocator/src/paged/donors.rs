@@ -147,9 +147,10 @@ impl Whole {
         move |pool| unpromised.contains(&pool)
     }
 
-    /// The pools whose free memory nobody is promised: the default ones and those of closed private pools.
+    /// The pools whose free memory nobody is promised: the default ones and those of private pools that were closed, once no graph
+    /// that they served runs any more.
     pub(crate) fn unpromised_pools(&self) -> Vec<u16> {
-        let closed = self.pools.private.iter().filter(|private| !private.open).flat_map(|private| private.numbers);
-        [0, 1].into_iter().chain(closed).collect()
+        let released = self.pools.private.iter().filter(|private| private.is_released());
+        [0, 1].into_iter().chain(released.flat_map(|private| private.numbers)).collect()
     }
 }

@@ -1,11 +1,12 @@
 //! Memory and addresses back to the device.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
-use aquifer_device::{DeviceError, DevicePtr, RawPhysical};
+use aquifer_device::{DeviceError, DevicePtr, RawPhysical, Timeline};
 
 use crate::allocator::Allocator;
-use crate::cross_stream::cannot_be_asked;
 use crate::error::AllocError;
 use crate::heap::{State, kind_of};
 use crate::history::Action;
@@ -133,28 +134,27 @@ impl Allocator {
         failed
     }
 
-    /// Waits until the free memory in the pools that `of` picks is known done; tells whether any was not.
+    /// Waits until the free memory in the pools that `of` picks is known done, as well as the launches that closed ones among them
+    /// wait for; tells whether any was not. A stream that cannot be waited for now is passed over.
     pub(crate) fn synchronize_free(&self, of: impl Fn(u16) -> bool) -> Result<bool, AllocError> {
-        let whole = self.shell().whole();
-        let not_done = whole.donors(u64::MAX, None, &of).not_done;
-        let mut latest = std::collections::BTreeMap::new();
-        not_done.keys().for_each(|&(slot, after)| {
-            latest.insert(slot, after);
-        });
-        let waits: Vec<_> =
-            latest.into_iter().filter_map(|(slot, after)| Some((whole.timeline(slot)?.clone(), after))).collect();
-        drop(whole);
-        for (timeline, after) in &waits {
-            match timeline.synchronize(after.saturating_sub(1)) {
-                Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
-                _ => {}
-            }
-        }
-        Ok(!waits.is_empty())
+        let launched = self.shell().core().awaited_launches(&of);
+        self.synchronize_all(&launched)?;
+        let waits = self.shell().whole().free_not_done(of);
+        self.synchronize_all(&waits)?;
+        Ok(!waits.is_empty() || !launched.is_empty())
     }
 }
 
 impl Whole {
+    /// Streams that free memory in the pools that `of` picks waits for, and where their timelines must have got to.
+    pub(crate) fn free_not_done(&self, of: impl Fn(u16) -> bool) -> Vec<(Arc<Timeline>, u64)> {
+        let mut latest = BTreeMap::new();
+        self.donors(u64::MAX, None, &of).not_done.into_keys().for_each(|(slot, after)| {
+            latest.insert(slot, after);
+        });
+        latest.into_iter().filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
+    }
+
     fn begin_trim(&mut self, target: u64, of: &impl Fn(u16) -> bool) -> Leaving {
         let excess = self.reserved.saturating_sub(target);
         let none = Leaving { donors: Vec::new(), ranges: Vec::new(), spares: Vec::new() };

@@ -8,7 +8,7 @@
 //! Invariants (numbered as in ARCHITECTURE.md):
 //! * **T1** The counter is raised *before* the event is recorded, and the event covers the ticks below the raised value,
 //!   no more. A tick that still shows the old count was taken before the raise, so its work was enqueued before the
-//!   record. The last event of a destroyed stream covers the ticks taken after it, too: no work comes after it.
+//!   record. The same goes for a wait of the host for the whole stream, or device. The last event of a destroyed stream covers the ticks taken after it, too: no work comes after it.
 //! * **T2** An event keeps a copy of its stream's clock at recording; a waiter merges that copy, never the stream's present
 //!   clock, and only after the driver's wait succeeded. A failed record or wait changes no clock. A waiter on another device
 //!   notes what the event covers, and no more: clocks tell of one device.
@@ -126,7 +126,7 @@ pub(crate) struct Recording {
 
 impl Timeline {
     pub(crate) fn new(context: Arc<Context>, raw: RawStream, kind: Kind, owner: Option<ThreadId>) -> Arc<Timeline> {
-        Arc::new(Timeline {
+        let timeline = Arc::new(Timeline {
             id: context.next_stream_id(),
             raw: AtomicU64::new(raw.0),
             kind,
@@ -136,7 +136,9 @@ impl Timeline {
             serves: AtomicU32::new(context.device_id),
             context,
             state: Mutex::default(),
-        })
+        });
+        timeline.context.know(&timeline);
+        timeline
     }
 
     /// Our own number of the stream, dense per device. A stream may have that of one that was destroyed: then all work of
@@ -261,12 +263,8 @@ impl Timeline {
         let recorded = match self.covering(&mut state, n) {
             Ok(recorded) => recorded,
             Err(_) if state.closed => {
-                // Raised before the device is waited for, like before a record (T1).
-                let reached = self.count.fetch_add(1, Ordering::AcqRel) + 1;
                 drop(state);
-                self.context.synchronize()?;
-                self.mark_done(reached);
-                return Ok(());
+                return self.context.synchronize();
             }
             Err(error) => return Err(error),
         };
@@ -275,6 +273,12 @@ impl Timeline {
         recorded.event.synchronize()?;
         self.mark_done(recorded.covers);
         self.poll(&mut self.state.lock())
+    }
+
+    /// Raises the counter before the host waits for all of the stream, as before a record (T1): what [`Timeline::mark_done`] is then
+    /// to be told.
+    pub(crate) fn begin_wait(&self) -> u64 {
+        self.count.fetch_add(1, Ordering::AcqRel) + 1
     }
 
     /// A copy of what later work of this stream is ordered after, to be consulted where no lock may be taken.
@@ -319,7 +323,11 @@ impl Timeline {
         }
         let raw = self.usable(Operation::Wait)?;
         if self.state.lock().capture.is_some() {
-            return Err(capture_error(Operation::Wait, "a capturing stream cannot wait for a tick from outside"));
+            return Err(capture_error(
+                Operation::Wait,
+                "a capturing stream cannot be ordered after work from outside of the capture: \
+                 before it begins, order the stream after that (`Stream::wait_for`), or wait for it on the host",
+            ));
         }
         self.spare_captures(raw, Operation::Wait)?;
         self.refuse_unannounced_capture()?;
@@ -387,6 +395,11 @@ impl Timeline {
     /// Whether the stream is known to be part of a capture. No driver call.
     pub(crate) fn is_capturing(&self) -> bool {
         self.state.lock().capture.is_some()
+    }
+
+    /// The capture that the stream is known to be part of.
+    pub(crate) fn capture(&self) -> Option<Arc<Scope>> {
+        self.state.lock().capture.clone()
     }
 
     /// Refuses to go on while the stream captures and nobody said so: for slow paths, where a capture that somebody else began would
@@ -508,7 +521,8 @@ impl Timeline {
         Ok(())
     }
 
-    fn mark_done(&self, covers: u64) {
+    /// Ticks below this are done.
+    pub(crate) fn mark_done(&self, covers: u64) {
         self.done.fetch_max(covers, Ordering::AcqRel);
     }
 }

@@ -15,7 +15,7 @@ mod standin;
 use std::fmt;
 use std::ops::{Deref, Range};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aquifer_device::sim::{Fault, Lagging, SimConfig};
 use aquifer_device::{Device, DevicePtr, Driver, PhysicalOptions, Result, Stream};
@@ -137,6 +137,17 @@ impl Subject {
     /// Bytes free on the device.
     pub fn free(&self) -> u64 {
         self.driver.memory_info().unwrap_or_else(|error| panic!("{error}")).free
+    }
+
+    /// Asserts that all memory is free, once nobody has a handle of the device or an allocator of it. Whichever thread next lets go of
+    /// some allocator closes the device, so a test beside this one may be about to: it is given ten seconds.
+    pub fn assert_all_free(&self) {
+        let total = self.driver.memory_info().unwrap_or_else(|error| panic!("{error}")).total;
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while self.free() != total && Instant::now() < deadline {
+            std::thread::yield_now();
+        }
+        assert_eq!(self.free(), total);
     }
 
     /// What the race detector found so far.

@@ -1,6 +1,7 @@
 //! Captures that cudarc begins: announced they are as good as our own, unannounced they are noticed where it matters.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use aquifer_allocator::{AllocError, Allocator, Config, PoolOptions};
 use aquifer_device::{Code, ErrorKind, cuda};
@@ -71,6 +72,35 @@ fn a_capture_that_is_announced_allocates_from_its_pool() {
     let mut bytes = [0; 4];
     stream.download_blocking(&mut bytes, ptr).unwrap();
     assert_eq!(bytes, [9; 4]);
+    gpu.assert_no_violation();
+}
+
+/// Launches that others make are not seen here, so memory waits for all that streams have to do.
+#[test]
+fn memory_of_a_foreign_graph_waits_for_every_stream() {
+    let gpu = Gpu::new();
+    let (theirs, stream) = adopted(&gpu);
+    let (allocator, other) = (allocator(&gpu), gpu.device.create_stream().unwrap());
+    let work = allocator.alloc(MIB, &other).unwrap();
+    let pool = allocator.create_pool(PoolOptions::default());
+    theirs.begin_capture(MODE).unwrap();
+    let route = allocator.capture(&stream, &pool).unwrap();
+    let scratch = allocator.alloc(8 * MIB, &stream).unwrap();
+    stream.fill(scratch.ptr(), 9, 8 * MIB).unwrap();
+    drop((scratch, route));
+    let graph = theirs.end_capture(FLAGS).unwrap().expect("a graph");
+    graph.launch().unwrap();
+    drop(graph);
+    gpu.standin.stall(other.raw().0, Duration::from_millis(50)).unwrap();
+    other.fill(work.ptr(), 1, MIB).unwrap();
+    stream.synchronize().unwrap();
+    let held = allocator.reserved_bytes();
+    drop(pool);
+    assert_eq!(allocator.reserved_bytes(), held, "the other stream is not done, and may have launched it");
+    other.synchronize().unwrap();
+    drop(work);
+    allocator.empty_cache().unwrap();
+    assert_eq!(allocator.reserved_bytes(), 0);
     gpu.assert_no_violation();
 }
 

@@ -1,10 +1,11 @@
-//! The allocator, one subject a file: memory that others know, memory that grows in place or sleeps, turns with buffers, peaks, and
+//! The allocator, one subject a file: memory that others know, memory that grows in place or sleeps, turns with buffers, graphs, peaks, and
 //! what happens where the driver refuses.
 
 mod buffers;
 mod exportable;
 mod failed_release;
 mod fallback;
+mod graphs;
 mod growable;
 mod mapped_together;
 mod mappings;

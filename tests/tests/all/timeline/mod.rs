@@ -8,3 +8,4 @@ mod invariants;
 mod peers;
 mod programs;
 mod threads;
+mod waits;

@@ -1,0 +1,89 @@
+//! Where captured graphs were launched: for whoever keeps memory that they use.
+//!
+//! A graph's work uses addresses that nobody names when it is launched. So whoever gives such memory up, after the graph was dropped
+//! or not, asks here what must be done before.
+//!
+//! Locks: that of a graph's launches is a leaf, but for those of the graphs that it was launched into; those were captured later.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::stream::Stream;
+use crate::timeline::Tick;
+
+/// The launches of one captured graph, from the beginning of its capture on, and after it was dropped.
+///
+/// ```
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let (one, two) = (device.create_stream()?, device.create_stream()?);
+/// let ptr = device.alloc(1 << 20)?;
+/// let capture = one.begin_capture()?;
+/// let launches = one.launches_of_capture().expect("it captures");
+/// one.fill(ptr, 7, 1 << 20)?;
+/// capture.end()?.launch(&two)?; // and the graph is dropped
+/// let pending = launches.pending().expect("we launch it");
+/// assert_eq!(pending.iter().map(|tick| tick.timeline().id()).collect::<Vec<_>>(), [two.id()]);
+/// pending.iter().try_for_each(|tick| tick.synchronize())?;
+/// assert!(launches.pending().is_some_and(|pending| pending.is_empty()));
+/// # device.free(ptr)?;
+/// # Ok::<(), aquifer_device::DeviceError>(())
+/// ```
+#[derive(Debug)]
+pub struct Launches {
+    /// Whether they are made by [`crate::Graph::launch`].
+    ours: bool,
+    made: Mutex<Made>,
+}
+
+#[derive(Debug, Default)]
+struct Made {
+    /// The last launch on each stream.
+    last: Vec<Tick>,
+    /// Graphs that captured a launch: theirs launch this one, too.
+    within: Vec<Arc<Launches>>,
+}
+
+impl Launches {
+    /// Of a graph that is captured here, or one that somebody else captures and will launch.
+    pub(crate) fn new(ours: bool) -> Arc<Launches> {
+        Arc::new(Launches { ours, made: Mutex::default() })
+    }
+
+    /// Notes a launch that was enqueued on the stream just now.
+    pub(crate) fn note(&self, stream: &Stream) {
+        let outer = stream.launches_of_capture();
+        let mut made = self.made.lock();
+        match outer {
+            Some(outer) => {
+                if !made.within.iter().any(|known| Arc::ptr_eq(known, &outer)) {
+                    made.within.push(outer);
+                }
+            }
+            None => {
+                made.last.retain(|tick| tick.timeline().id() != stream.id() && !is_known_done(tick));
+                made.last.push(stream.tick());
+            }
+        }
+    }
+
+    /// The last launch on each stream, those left out that are known to be done; no driver call. `None` if launches are not seen
+    /// here, because somebody else captured the graph ([`Stream::announce_capture`]).
+    pub fn pending(&self) -> Option<Vec<Tick>> {
+        if !self.ours {
+            return None;
+        }
+        let mut made = self.made.lock();
+        made.last.retain(|tick| !is_known_done(tick));
+        let mut pending = made.last.clone();
+        for outer in &made.within {
+            pending.extend(outer.pending()?);
+        }
+        Some(pending)
+    }
+}
+
+fn is_known_done(tick: &Tick) -> bool {
+    tick.timeline().is_known_done(tick.n())
+}

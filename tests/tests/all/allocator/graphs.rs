@@ -1,0 +1,243 @@
+//! Graphs and the memory that they use: it stays while they may be launched, and while they run, whatever happens to the pool that it
+//! is from; and nothing that the allocator does breaks a capture.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use aquifer_allocator::{AllocError, Allocator, Config, PoolOptions, PrivatePool};
+use aquifer_device::{Device, ErrorKind, Graph, Stream};
+use aquifer_tests::{MIB, Subject};
+
+const CAPACITY: u64 = 128 * MIB;
+const BACKINGS: [&str; 2] = ["", "backing:segments"];
+
+struct Bench {
+    driver: Subject,
+    device: Device,
+    allocator: Allocator,
+    streams: [Stream; 2],
+}
+
+impl Bench {
+    fn new(options: &str) -> Bench {
+        let driver = Subject::new(CAPACITY);
+        let device = driver.device();
+        let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+        let streams = [device.create_stream().unwrap(), device.create_stream().unwrap()];
+        Bench { driver, device, allocator, streams }
+    }
+
+    fn pool(&self) -> PrivatePool {
+        self.allocator.create_pool(PoolOptions::default())
+    }
+
+    /// A graph that fills scratch memory of the pool, captured on the first stream.
+    fn graph(&self, pool: &PrivatePool) -> Graph {
+        let stream = &self.streams[0];
+        let capture = stream.begin_capture().unwrap();
+        let route = self.allocator.capture(stream, pool).unwrap();
+        let scratch = self.allocator.alloc(8 * MIB, stream).unwrap();
+        stream.fill(scratch.ptr(), 7, 8 * MIB).unwrap();
+        drop((scratch, route));
+        capture.end().unwrap()
+    }
+
+    /// Launches the graph behind work that takes its time.
+    fn launch_late(&self, graph: &Graph, stream: &Stream) {
+        self.driver.stall(stream, Duration::from_millis(50)).unwrap();
+        graph.launch(stream).unwrap();
+    }
+
+    fn end(self) {
+        self.device.synchronize().unwrap();
+        self.allocator.empty_cache().unwrap();
+        self.device.settle();
+        assert_eq!((self.allocator.allocated_bytes(), self.allocator.reserved_bytes()), (0, 0));
+        assert_eq!(self.device.memory_info().unwrap().free, CAPACITY);
+        self.driver.assert_no_violation();
+    }
+}
+
+#[test]
+fn memory_of_a_dropped_pool_stays_until_launches_are_done() {
+    type After = fn(&Bench);
+    let then: [(&str, After); 4] = [
+        ("nothing", |_| {}),
+        ("the cache is emptied", |bench| bench.allocator.empty_cache().map(|_| ()).unwrap()),
+        ("another stream needs it", |bench| {
+            drop(bench.allocator.alloc(CAPACITY - 4 * MIB, &bench.streams[0]).unwrap())
+        }),
+        ("it is trimmed", |bench| bench.allocator.trim_to(MIB).map(|_| ()).unwrap()),
+    ];
+    for options in BACKINGS {
+        for launched_on in 0..2 {
+            for (name, then) in then {
+                let bench = Bench::new(options);
+                let pool = bench.pool();
+                let graph = bench.graph(&pool);
+                bench.launch_late(&graph, &bench.streams[launched_on]);
+                drop(graph);
+                drop(pool);
+                then(&bench);
+                assert!(bench.driver.violations().is_empty(), "{options:?}, stream {launched_on}: {name}");
+                bench.end();
+            }
+        }
+    }
+}
+
+#[test]
+fn dropping_a_pool_does_not_wait_for_launches() {
+    let bench = Bench::new("");
+    let pool = bench.pool();
+    let graph = bench.graph(&pool);
+    bench.launch_late(&graph, &bench.streams[1]);
+    drop((graph, pool));
+    assert_eq!(bench.allocator.reserved_bytes(), 8 * MIB, "its launch is not done");
+    bench.streams[1].synchronize().unwrap();
+    drop(bench.allocator.alloc(CAPACITY, &bench.streams[0]).unwrap());
+    bench.end();
+}
+
+#[test]
+fn programs_that_capture_again_and_again_do_not_run_out_of_memory() {
+    for options in BACKINGS {
+        let bench = Bench::new(options);
+        for _ in 0..3 * CAPACITY / (8 * MIB) {
+            let pool = bench.pool();
+            let graph = bench.graph(&pool);
+            graph.launch(&bench.streams[1]).unwrap();
+            bench.streams[1].synchronize().unwrap();
+        }
+        assert!(bench.allocator.reserved_bytes() <= 20 * MIB, "{options:?}: {}", bench.allocator.reserved_bytes());
+        bench.end();
+    }
+}
+
+#[test]
+fn emptying_a_pool_waits_for_launches() {
+    for options in BACKINGS {
+        let bench = Bench::new(options);
+        let pool = bench.pool();
+        let graph = bench.graph(&pool);
+        bench.launch_late(&graph, &bench.streams[1]);
+        drop(graph);
+        let held = bench.allocator.reserved_bytes();
+        assert_eq!((pool.empty_cache().unwrap(), bench.allocator.reserved_bytes()), (held, 0), "{options:?}");
+        drop(pool);
+        bench.end();
+    }
+}
+
+#[test]
+fn a_graph_within_a_graph_keeps_its_memory_too() {
+    let bench = Bench::new("");
+    let [one, two] = &bench.streams;
+    let pool = bench.pool();
+    let inner = bench.graph(&pool);
+    let capture = two.begin_capture().unwrap();
+    inner.launch(two).unwrap();
+    let outer = capture.end().unwrap();
+    drop(inner);
+    bench.launch_late(&outer, one);
+    drop((outer, pool));
+    bench.allocator.empty_cache().unwrap();
+    bench.end();
+}
+
+#[test]
+fn a_pool_lends_no_memory_that_a_graph_may_use() {
+    let bench = Bench::new("");
+    let [one, two] = &bench.streams;
+    let lending = PoolOptions { use_on_oom: true, ..PoolOptions::default() };
+    let pool = bench.allocator.create_pool(lending);
+    let graph = bench.graph(&pool);
+    let rest = bench.allocator.alloc(CAPACITY - 8 * MIB, two).unwrap();
+    assert!(matches!(bench.allocator.alloc(4 * MIB, one), Err(AllocError::OutOfMemory(_))));
+    bench.launch_late(&graph, one);
+    drop(graph);
+    assert!(matches!(bench.allocator.alloc(4 * MIB, one), Err(AllocError::OutOfMemory(_))), "it runs");
+    one.synchronize().unwrap();
+    let lent = bench.allocator.alloc(4 * MIB, one).expect("the graph is gone");
+    drop((lent, rest, pool));
+    bench.end();
+}
+
+/// Whatever runs out or is given back meanwhile, the capture goes on, and errors are what they are without one.
+#[test]
+fn no_capture_is_broken_by_giving_memory_back() {
+    type Meanwhile = fn(&Bench) -> Result<(), AllocError>;
+    let meanwhile: [(&str, bool, Meanwhile); 6] = [
+        ("the capture asks for too much", false, |bench| {
+            bench.allocator.alloc(2 * CAPACITY, &bench.streams[0]).map(drop)
+        }),
+        ("a bystander asks for too much", false, |bench| {
+            bench.allocator.alloc(2 * CAPACITY, &bench.streams[1]).map(drop)
+        }),
+        ("the cache is emptied", true, |bench| bench.allocator.empty_cache().map(drop)),
+        ("the cache is trimmed", true, |bench| bench.allocator.trim_to(0).map(drop)),
+        ("a pool ends", true, |bench| {
+            let pool = bench.pool();
+            pool.alloc(3 * MIB, &bench.streams[1]).map(drop)
+        }),
+        ("a pool is emptied", true, |bench| {
+            let pool = bench.pool();
+            pool.alloc(3 * MIB, &bench.streams[1]).map(drop)?;
+            pool.empty_cache().map(drop)
+        }),
+    ];
+    let options =
+        ["", "backing:segments", "backing:segments,garbage_collection_threshold:0.1", "backing:segments,no_cache:True"];
+    for options in options {
+        for (name, succeeds, meanwhile) in meanwhile {
+            let bench = Bench::new(options);
+            let [one, two] = &bench.streams;
+            drop(bench.allocator.alloc(30 * MIB, two).unwrap());
+            let asked = Arc::new(AtomicU32::new(0));
+            let count = asked.clone();
+            let reclaimer = bench.allocator.register_reclaimer(0, "counts", move |_| {
+                count.fetch_add(1, Ordering::Relaxed);
+                0
+            });
+            let pool = bench.pool();
+            let capture = one.begin_capture().unwrap();
+            let route = bench.allocator.capture(one, &pool).unwrap();
+            let before = bench.allocator.alloc(4 * MIB, one).unwrap();
+            one.fill(before.ptr(), 7, 4 * MIB).unwrap();
+            // On a thread of its own: this one allocates for the graph.
+            let result = if name.starts_with("the capture") {
+                meanwhile(&bench)
+            } else {
+                std::thread::scope(|scope| scope.spawn(|| meanwhile(&bench)).join().unwrap())
+            };
+            match result {
+                Ok(()) => assert!(succeeds, "{options:?}: {name}"),
+                Err(error) => {
+                    assert!(!succeeds && error.report().is_some(), "{options:?}: {name}: {error}");
+                    assert_eq!(asked.load(Ordering::Relaxed), 1, "{options:?}: {name}");
+                }
+            }
+            let after = bench.allocator.alloc(4 * MIB, one).unwrap();
+            one.fill(after.ptr(), 8, 4 * MIB).unwrap();
+            drop(route);
+            let graph = capture.end().unwrap_or_else(|error| panic!("{options:?}: {name}: {error}"));
+            graph.launch(one).unwrap();
+            one.synchronize().unwrap();
+            drop((before, after, graph, pool, reclaimer));
+            bench.end();
+        }
+    }
+}
+
+#[test]
+fn plain_memory_is_not_freed_while_a_stream_captures() {
+    let bench = Bench::new("");
+    let ptr = bench.device.alloc(MIB).unwrap();
+    let capture = bench.streams[0].begin_capture().unwrap();
+    let error = bench.device.free(ptr).unwrap_err();
+    assert!(error.kind == ErrorKind::Capture && error.to_string().contains("waits for the device"), "{error}");
+    drop(capture.end().unwrap());
+    bench.device.free(ptr).unwrap();
+    bench.end();
+}

@@ -1,0 +1,55 @@
+//! Who waits on the host for a stream, or for the device, knows what is done, and pays for it no second time.
+
+use super::common::Bench;
+
+#[test]
+fn t1_ticks_are_known_done_once_their_stream_was_waited_for() {
+    let bench = Bench::new();
+    let (one, two) = (bench.stream(), bench.stream());
+    bench.fill(&one);
+    let (tick, other) = (one.tick(), two.tick());
+    let before = bench.device.driver_calls();
+    one.synchronize().unwrap();
+    assert!(tick.timeline().is_known_done(tick.n()) && !other.timeline().is_known_done(other.n()));
+    let later = one.tick();
+    assert!(!later.timeline().is_known_done(later.n()), "work may have come since");
+    two.wait_for(&tick).unwrap();
+    bench.fill(&two);
+    assert_eq!((bench.cost(), bench.device.driver_calls().since(&before).total()), ((0, 0), 2), "a wait and a fill");
+    bench.pass();
+    bench.assert_no_race();
+}
+
+#[test]
+fn t1_ticks_of_all_streams_are_known_done_once_the_device_was_waited_for() {
+    let bench = Bench::new();
+    let (one, two, idle) = (bench.stream(), bench.stream(), bench.stream());
+    bench.fill(&one);
+    let ticks = [one.tick(), two.tick(), idle.tick(), bench.device.default_stream().tick()];
+    drop(two);
+    bench.device.synchronize().unwrap();
+    assert!(ticks.iter().all(|tick| tick.timeline().is_known_done(tick.n())));
+    // A capture may then use what was used before it began.
+    let capture = idle.begin_capture().unwrap();
+    ticks.iter().for_each(|tick| idle.wait_for(tick).unwrap());
+    bench.fill(&idle);
+    drop(capture.end().unwrap());
+    bench.assert_no_race();
+}
+
+#[test]
+fn t1_nothing_is_known_after_a_wait_that_failed() {
+    let bench = Bench::new();
+    let stream = bench.stream();
+    bench.stall(&stream);
+    bench.fill(&stream);
+    let tick = stream.tick();
+    let capture = bench.stream().begin_capture().unwrap();
+    assert!(bench.device.synchronize().is_err());
+    drop(capture);
+    bench.fail_next(aquifer_device::Operation::SynchronizeStream);
+    assert!(stream.synchronize().is_err());
+    assert!(!tick.timeline().is_known_done(tick.n()));
+    stream.synchronize().unwrap();
+    assert!(tick.timeline().is_known_done(tick.n()));
+}
