@@ -23,14 +23,27 @@ pub struct CaptureRoute {
 /// Refuses to serve a capturing stream from the default pools: what is given back there goes to others, and the graph uses it
 /// whenever it is launched.
 pub(crate) fn refuse_capture(stream: &Stream) -> Result<(), AllocError> {
+    refuse_capturing(
+        stream,
+        "memory for a stream that captures must come from a private pool, which keeps it for the graph: hold \
+         `Allocator::capture(&stream, &pool)` on this thread while you allocate",
+    )
+}
+
+/// Refuses to serve a capturing stream with memory apart from all pools, for the same reason.
+pub(crate) fn refuse_capture_apart(stream: &Stream) -> Result<(), AllocError> {
+    refuse_capturing(
+        stream,
+        "memory that grows, or can be exported, is no pool's, so nothing would keep it for the graph: get it before the capture \
+         begins, and keep it as long as the graph",
+    )
+}
+
+fn refuse_capturing(stream: &Stream, detail: &str) -> Result<(), AllocError> {
     if !stream.is_capturing() {
         return Ok(());
     }
-    let error = DeviceError::new(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED).with_detail(
-        "memory for a stream that captures must come from a private pool, which keeps it for the graph: hold \
-         `Allocator::capture(&stream, &pool)` on this thread while you allocate",
-    );
-    Err(error.into())
+    Err(DeviceError::new(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED).with_detail(detail).into())
 }
 
 impl Allocator {

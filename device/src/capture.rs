@@ -6,11 +6,14 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use crate::context::Context;
-use crate::driver::{CaptureStatus, Driver, RawGraph};
+use crate::driver::{CaptureStatus, Driver, RawGraph, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::launches::Launches;
 use crate::stream::Stream;
 use crate::timeline::Timeline;
+
+/// How often a capture that could not be ended is ended once more.
+const ATTEMPTS: u32 = 3;
 
 /// A capture in progress on one stream. Dropping it ends the capture and throws the graph away.
 ///
@@ -45,12 +48,28 @@ impl Capture {
     fn finish(&mut self) -> Result<RawGraph> {
         self.ended = true;
         let graph = match self.stream.timeline().usable(Operation::EndCapture) {
-            Ok(raw) => self.context.driver.end_capture(raw),
+            Ok(raw) => self.context.driver.end_capture(raw).inspect_err(|_| self.abandon(raw)),
             Err(error) => Err(error),
         };
         self.stream.timeline().end_capture(&self.scope);
         self.scope.end().iter().for_each(|joined| joined.end_capture(&self.scope));
         graph
+    }
+}
+
+impl Capture {
+    /// Ends a capture that could not be ended, in case it goes on: whatever is enqueued later would become part of it.
+    fn abandon(&self, raw: RawStream) {
+        let driver = &self.context.driver;
+        for _ in 0..ATTEMPTS {
+            if let Ok(CaptureStatus::None) = driver.capture_status(raw) {
+                return;
+            }
+            if let Ok(raw) = driver.end_capture(raw) {
+                drop(Graph { raw, launches: self.scope.launches.clone(), context: self.context.clone() });
+            }
+        }
+        tracing::warn!("a capture could not be ended; what is enqueued on its stream is not run");
     }
 }
 

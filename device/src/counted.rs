@@ -71,7 +71,7 @@ impl Driver for Counted {
         Free => free(ptr: DevicePtr) -> ();
         AllocAsync => alloc_async(bytes: u64, stream: RawStream) -> DevicePtr;
         FreeAsync => free_async(ptr: DevicePtr, stream: RawStream) -> ();
-        Reserve => reserve(bytes: u64) -> DevicePtr;
+        Reserve => reserve(bytes: u64, alignment: u64) -> DevicePtr;
         Unreserve => unreserve(ptr: DevicePtr, bytes: u64) -> ();
         CreatePhysical => create_physical(bytes: u64, options: PhysicalOptions) -> RawPhysical;
         ReleasePhysical => release_physical(physical: RawPhysical) -> ();

@@ -244,9 +244,10 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Frees to the driver's stream-ordered pool, once `stream` gets there.
     fn free_async(&self, ptr: DevicePtr, stream: RawStream) -> Result<()>;
 
-    /// Reserves `bytes` of addresses, a multiple of the granularity, without memory behind them.
+    /// Reserves `bytes` of addresses, a multiple of the granularity, without memory behind them. The first is a multiple of
+    /// the granularity, and of `alignment` where that is more: a power of two, or 0.
     /// Fails with [`crate::ErrorKind::OutOfAddresses`] when addresses run out.
-    fn reserve(&self, bytes: u64) -> Result<DevicePtr>;
+    fn reserve(&self, bytes: u64, alignment: u64) -> Result<DevicePtr>;
 
     /// Gives a whole reservation back; nothing may be mapped in it.
     fn unreserve(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;

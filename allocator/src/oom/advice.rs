@@ -75,7 +75,13 @@ pub enum Advice {
         /// The least capacity that would do.
         bytes: u64,
     },
-    /// Free this much more of what is live here; the request does not fit beside it.
+    /// Release private pools: what they hold serves nobody else.
+    ReleasePools {
+        /// Bytes they hold.
+        held: u64,
+    },
+    /// Free at least this much of what is live here; the request does not fit beside it. More, where what is freed lies between
+    /// blocks that stay.
     FreeMore {
         /// Bytes missing.
         bytes: u64,
@@ -170,15 +176,23 @@ impl OomReport {
         let raise = self.limit.is_some_and(|limit| limit < segment).then_some(Advice::RaiseLimit { to: segment });
         let lower = (self.headroom > beside).then_some(Advice::LowerHeadroom { to: beside });
         let others = (held > 0).then_some(Advice::OthersHold { held, missing: held });
+        let pools = self.held_by_other_pools();
+        let pools = (pools > 0).then_some(Advice::ReleasePools { held: pools });
         let live = (self.allocated > 0).then(|| self.free_more(self.allocated));
-        let mut all: Vec<Advice> = [raise, lower, others, live].into_iter().flatten().collect();
+        let mut all: Vec<Advice> = [raise, lower, others, pools, live].into_iter().flatten().collect();
         if all.len() == 1 { all.swap_remove(0) } else { Advice::All(all) }
+    }
+
+    /// Bytes that private pools keep from the request. Its own pool, if it has one, is not told from others: then it is none.
+    fn held_by_other_pools(&self) -> u64 {
+        if self.pool.is_none() { self.reserved_by_private_pools } else { 0 }
     }
 
     fn lacking(&self, room: u64, device_free: u64) -> Lacking {
         let wanted = |bytes: u64| bytes.saturating_add(self.headroom);
         // What is reserved and not live is free with it, such as the rest of granules.
-        let ours = self.memory.map_or(u64::MAX, |_| device_free.saturating_add(self.reserved));
+        let ours = self.reserved.saturating_sub(self.held_by_other_pools());
+        let ours = self.memory.map_or(u64::MAX, |_| device_free.saturating_add(ours));
         let live_suffices = wanted(self.segment) <= ours && self.segment <= self.limit.unwrap_or(u64::MAX);
         Lacking {
             limit: self.from_device.saturating_sub(room),
@@ -284,8 +298,9 @@ impl fmt::Display for Advice {
             Advice::OthersHold { held, missing } => {
                 write!(f, "if others, who hold {}, freed {}", Bytes(*held), Bytes(*missing))
             }
+            Advice::ReleasePools { held } => write!(f, "if private pools, which hold {}, were released", Bytes(*held)),
             Advice::FreeMore { bytes, largest } => {
-                write!(f, "after freeing {} more", Bytes(*bytes))?;
+                write!(f, "after freeing at least {} more", Bytes(*bytes))?;
                 match largest {
                     Some((tag, held)) => write!(f, "; most is held by {tag:?} ({})", Bytes(*held)),
                     None => Ok(()),

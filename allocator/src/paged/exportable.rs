@@ -14,6 +14,7 @@ use aquifer_device::{
 
 use crate::allocator::Allocator;
 use crate::buffer::DeviceBuffer;
+use crate::capture::refuse_capture_apart;
 use crate::core::Request;
 use crate::error::AllocError;
 use crate::history::Action;
@@ -58,7 +59,7 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::Unsupported`] where the device has no such handles; else as [`Allocator::alloc`].
+    /// [`AllocError::Unsupported`] where the device has no such handles; a stream that captures; else as [`Allocator::alloc`].
     pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {
         if stream.device_id() != self.device().id() {
             return Err(AllocError::WrongDevice { what: "stream" });
@@ -66,6 +67,7 @@ impl Allocator {
         if bytes >= REQUEST_LIMIT {
             return Err(AllocError::TooLarge { requested: bytes });
         }
+        refuse_capture_apart(stream)?;
         let core = self.shell().core();
         let options = core.paged.as_ref().map(|paged| paged.options.exportable(kind));
         drop(core);
@@ -156,7 +158,7 @@ impl Allocator {
         let (device, driver) = (self.device(), self.device().driver());
         device.settle();
         let physical = driver.create_physical(size, options)?;
-        let ptr = match driver.reserve(size) {
+        let ptr = match driver.reserve(size, 0) {
             Ok(ptr) => ptr,
             Err(error) => {
                 release(self, physical);

@@ -250,7 +250,7 @@ impl Allocator {
         let mut gave_back = false;
         self.device().settle();
         loop {
-            match self.device().driver().reserve(bytes) {
+            match self.device().driver().reserve(bytes, granule) {
                 Ok(ptr) => {
                     let mut whole = self.shell().whole();
                     if let Some(paged) = &mut whole.paged {

@@ -13,6 +13,7 @@ use aquifer_device::{DevicePtr, ErrorKind, Stream, Timeline};
 
 use crate::allocator::Allocator;
 use crate::buffer::DeviceBuffer;
+use crate::capture::refuse_capture_apart;
 use crate::core::Request;
 use crate::error::AllocError;
 use crate::history::Action;
@@ -89,11 +90,11 @@ impl Allocator {
         self.recycle_retired()?;
         self.device().settle();
         let reserved = capacity.max(1).next_multiple_of(granule);
-        let ptr = match self.device().driver().reserve(reserved) {
+        let ptr = match self.device().driver().reserve(reserved, granule) {
             Err(error) if error.kind == ErrorKind::OutOfAddresses => {
                 // Addresses that nothing is mapped at any more go back with the memory that is unused.
                 self.empty_cache()?;
-                self.device().driver().reserve(reserved)
+                self.device().driver().reserve(reserved, granule)
             }
             reserved => reserved,
         }?;
@@ -222,7 +223,7 @@ impl Growable {
     /// uninitialised. `stream` is noted as by [`Growable::record_stream`]; turns of other streams come after what was enqueued on it.
     ///
     /// # Errors
-    /// [`AllocError::BeyondCapacity`]; else as [`Allocator::alloc`]. It is then as large as before.
+    /// [`AllocError::BeyondCapacity`]; a stream that captures; else as [`Allocator::alloc`]. It is then as large as before.
     pub fn grow_to(&mut self, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
         self.record_stream(stream)?;
         if bytes > self.capacity {
@@ -231,6 +232,7 @@ impl Growable {
         if bytes <= self.bytes() {
             return Ok(());
         }
+        refuse_capture_apart(stream)?;
         let size = bytes.next_multiple_of(self.granule);
         if size > self.size() {
             let retaken = self.take_retired(size);

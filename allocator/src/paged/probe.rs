@@ -37,7 +37,7 @@ fn map_one(
     still_mapped: &mut bool,
 ) -> Result<(), DeviceError> {
     let driver = device.driver();
-    let ptr = driver.reserve(granule)?;
+    let ptr = driver.reserve(granule, granule)?;
     let mut reservation = Reservation { ptr, bytes: granule, mapped: Vec::new() };
     let mapped = driver.map(ptr, granule, physical).and_then(|()| {
         let accessed = driver.set_access(ptr, granule, devices);

@@ -213,8 +213,8 @@ impl Driver for CudaDriver {
         self.free_async(ptr, stream)
     }
 
-    fn reserve(&self, bytes: u64) -> Result<DevicePtr> {
-        self.reserve(bytes)
+    fn reserve(&self, bytes: u64, alignment: u64) -> Result<DevicePtr> {
+        self.reserve(bytes, alignment)
     }
 
     fn unreserve(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {

@@ -46,14 +46,16 @@ impl CudaDriver {
         }
     }
 
-    pub(super) fn reserve(&self, bytes: u64) -> Result<DevicePtr> {
+    pub(super) fn reserve(&self, bytes: u64, alignment: u64) -> Result<DevicePtr> {
         let operation = Operation::Reserve;
         self.can_map(operation)?;
         let reserve = self.optional(operation, self.core.functions().cuMemAddressReserve)?;
         let _current = self.core.enter_relaxed(operation)?;
         let mut ptr = 0;
-        // SAFETY: the address outlives the call; 0 leaves alignment and place to the driver (F1).
-        let code = unsafe { reserve(&raw mut ptr, size(bytes), 0, 0, 0) };
+        // The driver aligns to its granularity anyway.
+        let more = if Some(alignment) > self.info.granularity_bytes { alignment } else { 0 };
+        // SAFETY: the address outlives the call; 0 leaves the place to the driver, and the alignment, too (F1).
+        let code = unsafe { reserve(&raw mut ptr, size(bytes), size(more), 0, 0) };
         check(operation, code).map_err(|error| {
             let kind = if error.is_out_of_memory() { ErrorKind::OutOfAddresses } else { error.kind };
             error.with_kind(kind).with_detail(format!("{bytes} bytes of addresses asked for"))

@@ -43,13 +43,21 @@ impl Zone {
         Zone { free: BTreeMap::from([(base, base + ZONE_BYTES)]) }
     }
 
-    fn take(&mut self, bytes: u64) -> Option<u64> {
-        let (&start, &end) = self.free.iter().find(|&(start, end)| end - start >= bytes)?;
+    /// Takes `bytes` from a multiple of `alignment` on.
+    fn take(&mut self, bytes: u64, alignment: u64) -> Option<u64> {
+        let fits = |(&start, &end): (&u64, &u64)| {
+            let at = start.checked_next_multiple_of(alignment)?;
+            (at.checked_add(bytes)? <= end).then_some((start, at, end))
+        };
+        let (start, at, end) = self.free.iter().find_map(fits)?;
         self.free.remove(&start);
-        if start + bytes < end {
-            self.free.insert(start + bytes, end);
+        if start < at {
+            self.free.insert(start, at);
         }
-        Some(start)
+        if at + bytes < end {
+            self.free.insert(at + bytes, end);
+        }
+        Some(at)
     }
 
     fn give(&mut self, start: u64, bytes: u64) {
@@ -121,7 +129,7 @@ impl AddressSpace {
 
     /// Adds a plain allocation at the lowest free address. `None` when the zone is full.
     pub(super) fn allocate(&mut self, bytes: u64, store: StoreId, pool: bool) -> Option<u64> {
-        let ptr = self.plain.take(bytes.checked_next_multiple_of(GRANULARITY)?)?;
+        let ptr = self.plain.take(bytes.checked_next_multiple_of(GRANULARITY)?, GRANULARITY)?;
         self.gone.remove(ptr..ptr + bytes);
         self.allocations.insert(ptr, Allocation { bytes, store, pool, freed: None });
         Some(ptr)
@@ -158,8 +166,8 @@ impl AddressSpace {
         Some(allocation)
     }
 
-    /// Reserves addresses.
-    pub(super) fn reserve(&mut self, bytes: u64) -> Answer<u64> {
+    /// Reserves addresses, the first of them a multiple of `alignment`, where that is more than the granularity.
+    pub(super) fn reserve(&mut self, bytes: u64, alignment: u64) -> Answer<u64> {
         let out = |reservable| {
             let detail = format!("{bytes} bytes of addresses asked for, {reservable} left to reserve");
             Refused { kind: ErrorKind::OutOfAddresses, ..Refused::new(Code::OUT_OF_MEMORY, detail) }
@@ -167,10 +175,13 @@ impl AddressSpace {
         if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) {
             return Err(Refused::value(format!("{bytes} is not a positive multiple of {GRANULARITY} bytes")));
         }
+        if alignment != 0 && !alignment.is_power_of_two() {
+            return Err(Refused::value(format!("an alignment of {alignment} is not a power of two")));
+        }
         if bytes > self.reservable {
             return Err(out(self.reservable));
         }
-        let ptr = self.reserved.take(bytes).ok_or_else(|| out(self.reservable))?;
+        let ptr = self.reserved.take(bytes, alignment.max(GRANULARITY)).ok_or_else(|| out(self.reservable))?;
         self.reservable -= bytes;
         self.mappings.reserve(ptr, bytes);
         self.gone.remove(ptr..ptr + bytes);

@@ -72,10 +72,10 @@ impl Driver for SimDriver {
         self.call(Operation::FreeAsync, 0, |machine| machine.free_async(ptr, stream))
     }
 
-    fn reserve(&self, bytes: u64) -> Result<DevicePtr> {
+    fn reserve(&self, bytes: u64, alignment: u64) -> Result<DevicePtr> {
         self.call(Operation::Reserve, bytes, |machine| {
             self.can_map()?;
-            machine.address.reserve(bytes).map(DevicePtr)
+            machine.address.reserve(bytes, alignment).map(DevicePtr)
         })
     }
 

@@ -58,7 +58,7 @@ fn physical_memory_is_mapped_at_reserved_addresses() {
     let bench = Bench::new();
     let driver = &*bench.driver;
     let stream = bench.stream();
-    let start = driver.reserve(8 * MIB).unwrap();
+    let start = driver.reserve(8 * MIB, 0).unwrap();
     let options = PhysicalOptions::default().rdma(true).exportable(HandleKind::PosixFd);
     let one = driver.create_physical(2 * MIB, options).unwrap();
     let two = driver.create_physical(4 * MIB, PhysicalOptions::default()).unwrap();
@@ -83,7 +83,7 @@ fn peers_are_told_by_the_driver_and_may_be_given_access() {
     let driver = &*bench.driver;
     assert!(driver.can_access_peer(other.device.ordinal()).unwrap());
     assert!(!driver.can_access_peer(bench.device.ordinal()).unwrap());
-    let start = driver.reserve(2 * MIB).unwrap();
+    let start = driver.reserve(2 * MIB, 0).unwrap();
     let memory = driver.create_physical(2 * MIB, PhysicalOptions::default()).unwrap();
     driver.map(start, 2 * MIB, memory).unwrap();
     driver.set_access(start, 2 * MIB, &[]).unwrap();
@@ -268,7 +268,7 @@ fn what_is_alive_at_the_end_is_given_back() {
     driver.alloc_async(MIB, stream).unwrap();
     driver.memset(memory, 1, MIB, stream).unwrap();
     driver.record(event, stream).unwrap();
-    let start = driver.reserve(4 * MIB).unwrap();
+    let start = driver.reserve(4 * MIB, 0).unwrap();
     let physical = driver.create_physical(2 * MIB, PhysicalOptions::default()).unwrap();
     driver.map(start, 2 * MIB, physical).unwrap();
     driver.host_alloc(4096).unwrap();

@@ -70,7 +70,7 @@ fn calls_that_captures_in_other_modes_forbid_are_made_beside_them() {
     theirs.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
     let memory = driver.alloc(4 * MIB).unwrap();
     let (start, physical) =
-        (driver.reserve(4 * MIB).unwrap(), driver.create_physical(2 * MIB, PhysicalOptions::default()).unwrap());
+        (driver.reserve(4 * MIB, 0).unwrap(), driver.create_physical(2 * MIB, PhysicalOptions::default()).unwrap());
     driver.map(start, 2 * MIB, physical).unwrap();
     driver.set_access(start, 2 * MIB, &[driver.info().ordinal]).unwrap();
     driver.query_event(event).unwrap();

@@ -46,7 +46,7 @@ fn with_memory(
 }
 
 fn mapped(driver: &CudaDriver) -> Result<()> {
-    let start = driver.reserve(4 * MIB)?;
+    let start = driver.reserve(4 * MIB, 0)?;
     let physical = driver.create_physical(2 * MIB, PhysicalOptions::default().rdma(true));
     let outcome = physical.and_then(|physical| {
         let mapped = driver.map(start, 2 * MIB, physical).and_then(|()| {

@@ -83,10 +83,10 @@ fn without_what_is_not_needed_its_capability_is_off() {
         ("cuDeviceGetDefaultMemPool", |bench| bench.driver.pool_usage().map(drop)),
         ("cuMemPoolGetAttribute", |bench| bench.driver.pool_usage().map(drop)),
         ("cuMemPoolTrimTo", |bench| bench.driver.trim_pool(0)),
-        ("cuMemGetAllocationGranularity", |bench| bench.driver.reserve(2 * MIB).map(drop)),
-        ("cuMemAddressReserve", |bench| bench.driver.reserve(2 * MIB).map(drop)),
+        ("cuMemGetAllocationGranularity", |bench| bench.driver.reserve(2 * MIB, 0).map(drop)),
+        ("cuMemAddressReserve", |bench| bench.driver.reserve(2 * MIB, 0).map(drop)),
         ("cuMemCreate", |bench| bench.driver.create_physical(2 * MIB, PhysicalOptions::default()).map(drop)),
-        ("cuMemSetAccess", |bench| bench.driver.reserve(2 * MIB).map(drop)),
+        ("cuMemSetAccess", |bench| bench.driver.reserve(2 * MIB, 0).map(drop)),
         ("cuDeviceCanAccessPeer", |bench| bench.driver.can_access_peer(0).map(drop)),
         ("cuMemcpyPeerAsync", |bench| {
             let memory = bench.driver.alloc(4096)?;

@@ -115,7 +115,7 @@ fn mappings_follow_the_rules() {
     let stream = bench.stream();
     let bad = |result: Result<()>| assert_eq!(code(result), Code::INVALID_VALUE);
     let (start, memory) =
-        (driver.reserve(8 * MIB).unwrap(), driver.create_physical(2 * MIB, PhysicalOptions::default()).unwrap());
+        (driver.reserve(8 * MIB, 0).unwrap(), driver.create_physical(2 * MIB, PhysicalOptions::default()).unwrap());
     bad(driver.map(start, 4 * MIB, memory));
     bad(driver.map(start.offset(7 * MIB), 2 * MIB, memory));
     bad(driver.map(DevicePtr(2 * MIB), 2 * MIB, memory));
@@ -135,7 +135,7 @@ fn mappings_follow_the_rules() {
     bad(driver.unreserve(start.offset(2 * MIB), 6 * MIB));
     driver.unreserve(start, 8 * MIB).unwrap();
     bad(driver.unreserve(start, 8 * MIB));
-    assert_eq!(kind(driver.reserve(1 << 46)), ErrorKind::OutOfAddresses);
+    assert_eq!(kind(driver.reserve(1 << 46, 0)), ErrorKind::OutOfAddresses);
     assert_eq!(kind(driver.create_physical(1 << 40, PhysicalOptions::default())), ErrorKind::OutOfMemory);
     driver.release_physical(memory).unwrap();
     assert_eq!(bench.used(), 0);
@@ -149,7 +149,7 @@ fn a_device_that_cannot_map_says_so() {
     assert_eq!(driver.attribute(aquifer_device::Attribute::VirtualMemoryManagement).unwrap(), 0);
     let unsupported = |result: Result<()>| assert_eq!(kind(result), ErrorKind::Unsupported);
     let ptr = DevicePtr(2 * MIB);
-    unsupported(driver.reserve(2 * MIB).map(drop));
+    unsupported(driver.reserve(2 * MIB, 0).map(drop));
     unsupported(driver.unreserve(ptr, 2 * MIB));
     unsupported(driver.create_physical(2 * MIB, PhysicalOptions::default()).map(drop));
     unsupported(driver.release_physical(RawPhysical(1)));

@@ -45,7 +45,7 @@ pub(crate) trait Short: Driver {
     /// One granule, mapped and accessible.
     fn mapped(&self) -> (DevicePtr, RawPhysical) {
         let (ptr, physical) =
-            (self.reserve(GRANULE).unwrap(), self.create_physical(GRANULE, PhysicalOptions::default()).unwrap());
+            (self.reserve(GRANULE, 0).unwrap(), self.create_physical(GRANULE, PhysicalOptions::default()).unwrap());
         self.map(ptr, GRANULE, physical).unwrap();
         self.set_access(ptr, GRANULE, &[self.info().ordinal]).unwrap();
         (ptr, physical)

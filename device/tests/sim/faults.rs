@@ -17,7 +17,8 @@ fn program(driver: &SimDriver) -> Result<()> {
     driver.kernel("sum", &[(memory, MIB, aquifer_device::AccessKind::Read)], None, other)?;
     driver.get(memory, 8, other)?;
     driver.put(memory, &[1; 8], other)?;
-    let (address, physical) = (driver.reserve(GRANULE)?, driver.create_physical(GRANULE, PhysicalOptions::default())?);
+    let (address, physical) =
+        (driver.reserve(GRANULE, 0)?, driver.create_physical(GRANULE, PhysicalOptions::default())?);
     driver.map(address, GRANULE, physical)?;
     driver.set_access(address, GRANULE, &[0])?;
     driver.copy_on_device(address, memory, MIB, other)?;

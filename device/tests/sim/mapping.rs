@@ -12,7 +12,7 @@ fn data_stays_with_physical_memory_when_it_moves() {
     driver.put(first.offset(5), b"here", stream).unwrap();
     driver.synchronize().unwrap();
     driver.unmap(first, GRANULE).unwrap();
-    let second = driver.reserve(2 * GRANULE).unwrap();
+    let second = driver.reserve(2 * GRANULE, 0).unwrap();
     driver.map(second.offset(GRANULE), GRANULE, physical).unwrap();
     driver.set_access(second.offset(GRANULE), GRANULE, &[0]).unwrap();
     assert_eq!(driver.get(second.offset(GRANULE + 5), 4, stream).unwrap(), b"here");
@@ -23,7 +23,7 @@ fn data_stays_with_physical_memory_when_it_moves() {
 fn work_may_span_neighbouring_mappings() {
     let driver = device(0);
     let stream = driver.stream();
-    let memory = driver.reserve(2 * GRANULE).unwrap();
+    let memory = driver.reserve(2 * GRANULE, 0).unwrap();
     for place in [memory.offset(GRANULE), memory] {
         driver.map(place, GRANULE, driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap()).unwrap();
     }
@@ -37,7 +37,7 @@ fn work_may_span_neighbouring_mappings() {
 fn maps_that_break_a_rule_are_refused_and_change_nothing() {
     let driver = device(0);
     let (memory, physical) = (
-        driver.reserve(3 * GRANULE).unwrap(),
+        driver.reserve(3 * GRANULE, 0).unwrap(),
         driver.create_physical(2 * GRANULE, PhysicalOptions::default()).unwrap(),
     );
     let refused = |offset: u64, bytes, physical| code(driver.map(memory.offset(offset), bytes, physical));
@@ -57,7 +57,7 @@ fn maps_that_break_a_rule_are_refused_and_change_nothing() {
 #[test]
 fn only_whole_mappings_are_unmapped_or_given_access() {
     let driver = device(0);
-    let memory = driver.reserve(4 * GRANULE).unwrap();
+    let memory = driver.reserve(4 * GRANULE, 0).unwrap();
     driver.map(memory, 2 * GRANULE, driver.create_physical(2 * GRANULE, PhysicalOptions::default()).unwrap()).unwrap();
     driver
         .map(memory.offset(2 * GRANULE), GRANULE, driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap())
@@ -79,7 +79,7 @@ fn only_whole_mappings_are_unmapped_or_given_access() {
 fn new_mappings_have_no_access_until_it_is_given_to_this_device() {
     for devices in [vec![], vec![1]] {
         let driver = device(0);
-        let (stream, memory) = (driver.stream(), driver.reserve(GRANULE).unwrap());
+        let (stream, memory) = (driver.stream(), driver.reserve(GRANULE, 0).unwrap());
         driver.map(memory, GRANULE, driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap()).unwrap();
         if !devices.is_empty() {
             driver.set_access(memory, GRANULE, &devices).unwrap();
@@ -135,14 +135,14 @@ fn mapping_calls_do_not_wait_for_work() {
 #[test]
 fn addresses_are_finite_and_their_exhaustion_is_its_own_error() {
     let driver = device(0);
-    let all = driver.reserve(64 << 30).unwrap();
-    let error = driver.reserve(GRANULE).unwrap_err();
+    let all = driver.reserve(64 << 30, 0).unwrap();
+    let error = driver.reserve(GRANULE, 0).unwrap_err();
     assert_eq!((error.code, error.kind), (Code::OUT_OF_MEMORY, ErrorKind::OutOfAddresses));
     assert!(!error.is_out_of_memory());
     driver.unreserve(all, 64 << 30).unwrap();
-    assert_eq!(driver.reserve(GRANULE).unwrap(), all);
-    assert_eq!(code(driver.reserve(1)), Code::INVALID_VALUE);
-    assert_eq!(driver.reserve(u64::MAX - GRANULE + 1).unwrap_err().kind, ErrorKind::OutOfAddresses);
+    assert_eq!(driver.reserve(GRANULE, 0).unwrap(), all);
+    assert_eq!(code(driver.reserve(1, 0)), Code::INVALID_VALUE);
+    assert_eq!(driver.reserve(u64::MAX - GRANULE + 1, 0).unwrap_err().kind, ErrorKind::OutOfAddresses);
 }
 
 #[test]
@@ -161,7 +161,7 @@ fn devices_that_cannot_map_say_so() {
     let driver = SimDriver::new(SimConfig::parse("h100,vmm=off").unwrap());
     assert_eq!(driver.info().granularity_bytes, None);
     assert_eq!(driver.attribute(Attribute::VirtualMemoryManagement).unwrap(), 0);
-    assert_eq!(driver.reserve(GRANULE).unwrap_err().kind, ErrorKind::Unsupported);
+    assert_eq!(driver.reserve(GRANULE, 0).unwrap_err().kind, ErrorKind::Unsupported);
     assert_eq!(driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap_err().kind, ErrorKind::Unsupported);
 }
 
@@ -171,7 +171,8 @@ fn physical_memory_keeps_the_properties_it_was_created_with() {
     assert_eq!(driver.attribute(Attribute::GpuDirectRdmaWithVmm).unwrap(), 1);
     assert_eq!(driver.attribute(Attribute::PosixFdHandles).unwrap(), 1);
     let options = PhysicalOptions::default().rdma(true).exportable(HandleKind::PosixFd);
-    let (memory, physical) = (driver.reserve(2 * GRANULE).unwrap(), driver.create_physical(GRANULE, options).unwrap());
+    let (memory, physical) =
+        (driver.reserve(2 * GRANULE, 0).unwrap(), driver.create_physical(GRANULE, options).unwrap());
     assert_eq!(driver.mapping_at(memory), None);
     driver.map(memory, GRANULE, physical).unwrap();
     let plain = driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap();
@@ -208,7 +209,7 @@ fn memory_for_rdma_is_refused_where_there_is_none() {
 #[test]
 fn each_mapping_has_its_own_list_of_devices() {
     let driver = device(0);
-    let (stream, memory) = (driver.stream(), driver.reserve(2 * GRANULE).unwrap());
+    let (stream, memory) = (driver.stream(), driver.reserve(2 * GRANULE, 0).unwrap());
     let new = || driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap();
     driver.map(memory, GRANULE, new()).unwrap();
     driver.set_access(memory, GRANULE, &[0]).unwrap();
@@ -244,7 +245,7 @@ fn calls_cost_by_the_mappings_they_cover() {
         call();
         driver.time_in_calls_ns() - before
     };
-    let memory = driver.reserve(20 * GRANULE).unwrap();
+    let memory = driver.reserve(20 * GRANULE, 0).unwrap();
     let map = |from: DevicePtr, pieces: u64, bytes: u64| {
         for piece in 0..pieces {
             let physical = driver.create_physical(bytes, PhysicalOptions::default()).unwrap();

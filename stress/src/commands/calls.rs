@@ -130,7 +130,7 @@ impl Meter {
     fn mapped_memory(&mut self) -> Result<(), DeviceError> {
         let Some(granularity) = self.device.info().granularity_bytes else { return Ok(()) };
         for bytes in SIZES.map(|bytes| bytes.next_multiple_of(granularity)) {
-            let ptr = self.time(Operation::Reserve, bytes, 0, |driver| driver.reserve(bytes))?;
+            let ptr = self.time(Operation::Reserve, bytes, 0, |driver| driver.reserve(bytes, 0))?;
             let create = |driver: &dyn Driver| driver.create_physical(bytes, PhysicalOptions::default());
             let outcome = match enough(self.time(Operation::CreatePhysical, bytes, 0, create)) {
                 Ok(Some(physical)) => self.map_one(ptr, bytes, physical).map(|()| true),
@@ -160,7 +160,7 @@ impl Meter {
     fn mappings(&mut self) -> Result<(), DeviceError> {
         let Some(granule) = self.device.info().granularity_bytes else { return Ok(()) };
         let most = MAPPINGS.into_iter().max().unwrap_or(1);
-        let ptr = self.device.driver().reserve(most * granule)?;
+        let ptr = self.device.driver().reserve(most * granule, 0)?;
         let mut pieces = Vec::new();
         let outcome = MAPPINGS.into_iter().try_for_each(|count| self.map_many(ptr, granule, count, &mut pieces));
         let driver = self.device.driver();

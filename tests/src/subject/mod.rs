@@ -166,7 +166,7 @@ impl Subject {
         let info = self.driver.info();
         let Some(granularity) = info.granularity_bytes else { return };
         let bytes = 64 * info.total_bytes.next_multiple_of(granularity);
-        let ptr = self.driver.reserve(bytes).unwrap_or_else(|error| panic!("addresses are missing: {error}"));
+        let ptr = self.driver.reserve(bytes, 0).unwrap_or_else(|error| panic!("addresses are missing: {error}"));
         self.driver.unreserve(ptr, bytes).unwrap_or_else(|error| panic!("{error}"));
     }
 

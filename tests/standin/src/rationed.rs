@@ -320,7 +320,7 @@ impl Driver for Rationed {
         self.give(Operation::FreeAsync, |below| below.free_async(ptr, stream), |state| state.forget(ptr))
     }
 
-    fn reserve(&self, bytes: u64) -> Result<DevicePtr> {
+    fn reserve(&self, bytes: u64, alignment: u64) -> Result<DevicePtr> {
         let below = self.enter(Operation::Reserve)?;
         let most = 4 * self.info.total_bytes.next_multiple_of(self.info.granularity_bytes.unwrap_or(1));
         let mut state = self.state.lock();
@@ -328,7 +328,7 @@ impl Driver for Rationed {
             let error = DeviceError::new(Operation::Reserve, Code::OUT_OF_MEMORY);
             return Err(error.with_kind(ErrorKind::OutOfAddresses));
         }
-        let ptr = below.reserve(bytes)?;
+        let ptr = below.reserve(bytes, alignment)?;
         state.reserved += bytes;
         Ok(ptr)
     }

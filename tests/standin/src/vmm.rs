@@ -107,11 +107,7 @@ abi! {
         if alignment != 0 && !alignment.is_power_of_two() {
             return Err(Code::INVALID_VALUE);
         }
-        let reserved = life.sim.reserve(bytes as u64).map_err(code)?;
-        if alignment != 0 && !reserved.0.is_multiple_of(alignment as u64) {
-            life.sim.unreserve(reserved, bytes as u64).map_err(code)?;
-            return Err(Code::NOT_SUPPORTED);
-        }
+        let reserved = life.sim.reserve(bytes as u64, alignment as u64).map_err(code)?;
         out.write(reserved.0);
         Ok(())
     }

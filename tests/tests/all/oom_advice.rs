@@ -1,6 +1,6 @@
 //! Advice of out-of-memory reports is true: who follows it is served.
 
-use aquifer_allocator::{Advice, Allocation, OomReport, TagScope};
+use aquifer_allocator::{Advice, Allocation, OomReport, PoolOptions, TagScope};
 use aquifer_tests::{BACKINGS, Bench, GIB, MIB, on};
 
 fn refused(bench: &Bench, bytes: u64) -> OomReport {
@@ -43,9 +43,26 @@ fn what_helps_only_together_is_said_together() {
     bench.driver.set_other_process_bytes(30 * MIB);
     let held = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
     let report = refused(&bench, 54 * MIB);
-    let text = "it would fit: after freeing 10.00 MiB more, and if others, who hold 30.00 MiB, freed 30.00 MiB";
+    let text =
+        "it would fit: after freeing at least 10.00 MiB more, and if others, who hold 30.00 MiB, freed 30.00 MiB";
     assert!(report.to_string().contains(text), "{report}");
     drop(held);
+}
+
+#[test]
+fn freeing_is_not_said_to_help_where_private_pools_hold_too_much() {
+    for backing in BACKINGS {
+        let bench = Bench::new(64 * MIB, &on(backing, ""));
+        let pool = bench.allocator.create_pool(PoolOptions::default());
+        drop(pool.alloc(22 * MIB, &bench.stream).unwrap());
+        let held = bench.allocator.alloc(22 * MIB, &bench.stream).unwrap();
+        let report = refused(&bench, 60 * MIB);
+        let Some(Advice::All(all)) = report.advice.last() else { panic!("{report}") };
+        let free = Advice::FreeMore { bytes: 22 * MIB, largest: None };
+        assert_eq!(*all, [Advice::ReleasePools { held: 22 * MIB }, free], "{report}");
+        drop((pool, held));
+        drop(bench.allocator.alloc(60 * MIB, &bench.stream).unwrap());
+    }
 }
 
 #[test]

@@ -137,7 +137,7 @@ fn without_addresses_a_request_is_refused_and_says_so() {
     let mut taken = Vec::new();
     let mut bytes = 256 * MIB;
     while bytes >= 2 * MIB {
-        match bench.driver.reserve(bytes) {
+        match bench.driver.reserve(bytes, 0) {
             Ok(ptr) => taken.push((ptr, bytes)),
             Err(_) => bytes /= 2,
         }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use aquifer_allocator::{Allocation, Allocator, Config, MappingChange, PoolOptions, Refusal};
 use aquifer_device::sim::Fault;
-use aquifer_device::{Code, Operation};
+use aquifer_device::{Code, HandleKind, Operation};
 use aquifer_tests::{Bench, GIB, MIB, Subject, check, write_on};
 
 fn block(bench: &Bench, mib: u64) -> Allocation {
@@ -104,6 +104,28 @@ fn granules_larger_than_the_device_are_none() {
         drop(held);
         bench.allocator.empty_cache().unwrap();
         bench.assert_no_violation();
+    }
+}
+
+/// Whoever else reserves addresses, in whatever sizes: granules lie at multiples of their own size.
+#[test]
+fn granules_lie_where_they_belong_beside_smaller_reservations() {
+    for granule in [4, 16] {
+        let bench = Bench::new(256 * MIB, &format!("granule_mb:{granule}"));
+        let foreign = bench.device.driver().reserve(2 * MIB, 0).unwrap();
+        let shared = bench.allocator.alloc_exportable(2 * MIB, HandleKind::PosixFd, &bench.stream).unwrap();
+        let mut cache = bench.allocator.growable(32 * MIB, &bench.stream).unwrap();
+        cache.grow_to(5 * MIB, &bench.stream).unwrap();
+        write_on(&bench.stream, cache.ptr(), cache.bytes());
+        let mut held: Vec<Allocation> = [1, 3, 7, 2, 30, 5].map(|mib| block(&bench, mib)).into();
+        for round in 0..8 {
+            drop(held.swap_remove(round % held.len()));
+            held.push(block(&bench, 3 + 7 * round as u64));
+            bench.allocator.trim_to(64 * MIB).unwrap();
+        }
+        drop((held, cache, shared));
+        bench.device.driver().unreserve(foreign, 2 * MIB).unwrap();
+        bench.assert_returned();
     }
 }
 

@@ -58,7 +58,7 @@ impl Driver for Lagging {
     pass_on! {
         memory_info() -> MemoryInfo;
         attribute(attribute: Attribute) -> u64;
-        reserve(bytes: u64) -> DevicePtr;
+        reserve(bytes: u64, alignment: u64) -> DevicePtr;
         unreserve(ptr: DevicePtr, bytes: u64) -> ();
         create_physical(bytes: u64, options: PhysicalOptions) -> RawPhysical;
         release_physical(physical: RawPhysical) -> ();

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use aquifer_allocator::{AllocError, Allocator, Config, PoolOptions, PrivatePool};
-use aquifer_device::{Device, ErrorKind, Graph, Stream};
+use aquifer_device::{Device, ErrorKind, Graph, HandleKind, Stream};
 use aquifer_tests::{MIB, Subject};
 
 const CAPACITY: u64 = 128 * MIB;
@@ -227,6 +227,39 @@ fn no_capture_is_broken_by_giving_memory_back() {
             drop((before, after, graph, pool, reclaimer));
             bench.end();
         }
+    }
+}
+
+#[test]
+fn a_capture_gets_no_memory_that_no_pool_keeps() {
+    for options in BACKINGS {
+        let bench = Bench::new(options);
+        let [one, two] = &bench.streams;
+        let pool = bench.pool();
+        let mut cache = bench.allocator.growable(64 * MIB, one).ok();
+        if let Some(cache) = &mut cache {
+            cache.grow_to(2 * MIB, one).unwrap();
+        }
+        let capture = one.begin_capture().unwrap();
+        let route = bench.allocator.capture(one, &pool).unwrap();
+        let refused = |result: Result<(), AllocError>| {
+            let error = result.unwrap_err();
+            let is_capture = matches!(&error, AllocError::Device(error) if error.kind == ErrorKind::Capture);
+            assert!(is_capture && error.to_string().contains("before the capture"), "{error}");
+        };
+        refused(bench.allocator.alloc_exportable(MIB, HandleKind::PosixFd, one).map(drop));
+        if let Some(cache) = &mut cache {
+            refused(cache.grow_to(4 * MIB, one));
+            cache.grow_to(2 * MIB, one).unwrap();
+            one.fill(cache.ptr(), 1, cache.bytes()).unwrap();
+            cache.grow_to(6 * MIB, two).unwrap();
+        }
+        drop(route);
+        let graph = capture.end().unwrap();
+        graph.launch(one).unwrap();
+        one.synchronize().unwrap();
+        drop((graph, cache, pool));
+        bench.end();
     }
 }
 

@@ -176,6 +176,25 @@ fn t5_a_capture_that_fails_to_end_is_over_for_the_timeline() {
 }
 
 #[test]
+fn t5_a_capture_that_the_driver_failed_to_end_is_ended_all_the_same() {
+    for attempts in 1..=3 {
+        let bench = Bench::new();
+        let stream = bench.stream();
+        let capture = stream.begin_capture().unwrap();
+        for _ in 0..attempts {
+            bench.fail_next(Operation::EndCapture);
+        }
+        assert_eq!(kind(capture.end()), ErrorKind::Other);
+        bench.fill(&stream);
+        stream.tick().synchronize().unwrap();
+        let graph = stream.begin_capture().unwrap().end().unwrap();
+        graph.launch(&stream).unwrap();
+        bench.pass();
+        bench.assert_no_race();
+    }
+}
+
+#[test]
 fn t5_the_legacy_stream_is_left_alone_while_a_blocking_stream_captures() {
     let bench = Bench::new();
     let (legacy, two) = (bench.device.default_stream().clone(), bench.stream());
