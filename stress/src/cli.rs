@@ -107,7 +107,14 @@ pub enum Command {
 const FILES: &str = "\
 Files, told apart by content, each plain or gzip:
   allocation traces (.trace), PyTorch memory snapshots with history (.pickle, .json; every device of it),
-  RMM logs (.csv)";
+  RMM logs (.csv)
+
+Allocation traces have a line per event, its fields separated by spaces:
+  a ID BYTES STREAM    allocation; ID and STREAM are any numbers, an ID may be used again once it was freed
+  f ID STREAM          free; the stream is that of the allocation
+  r ID STREAM          the block is used on this stream, too
+  i N                  iteration N starts
+  # KEY: VALUE         about the trace; not read further";
 
 const REPLAY_KEYS: &str = "\
 JSON keys, per program and config:
