@@ -69,6 +69,9 @@ pub enum TransferError {
         /// Elements of the buffer.
         len: u64,
     },
+    /// The caller asked the results of a batch of copies for a download that was added to another batch.
+    #[error("the download was added to another batch than the one that these are the results of")]
+    OtherBatch,
     /// The caller asked for bytes as another type, of which they are no whole number of aligned values.
     #[error("{bytes} bytes at this address are no whole number of aligned {to}")]
     BadCast {

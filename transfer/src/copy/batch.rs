@@ -2,6 +2,7 @@
 
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_allocator::{DeviceBuffer, Storage};
 use aquifer_device::{AccessKind, CopyPart, DeviceError, DevicePtr, HostPtr, Place, Stream, Tick};
@@ -52,6 +53,7 @@ const PACKED_ALIGNMENT: usize = 64;
 #[must_use = "nothing is copied before `run`"]
 pub struct TransferBatch {
     transfer: Transfer,
+    number: u64,
     packed: Vec<Packed>,
     uploads: Vec<Piece>,
     downloads: Vec<Piece>,
@@ -79,6 +81,7 @@ struct Piece {
 /// Which part of a batch's results a download is.
 #[derive(Clone, Copy, Debug)]
 pub struct Downloaded<T> {
+    batch: u64,
     offset: usize,
     len: usize,
     element: PhantomData<fn() -> T>,
@@ -86,15 +89,24 @@ pub struct Downloaded<T> {
 
 /// What a batch downloaded.
 #[derive(Debug)]
-pub struct BatchResults(PinnedBuffer<u8>);
+pub struct BatchResults {
+    batch: u64,
+    bytes: PinnedBuffer<u8>,
+}
+
+/// Numbers of batches, never reused in a process.
+static NEXT_BATCH: AtomicU64 = AtomicU64::new(0);
 
 impl BatchResults {
     /// The elements of one download of the same batch.
     ///
     /// # Errors
-    /// A download of a larger batch, and those of the driver.
+    /// [`TransferError::OtherBatch`], and those of the driver.
     pub fn read<T: Pod>(&self, download: &Downloaded<T>) -> Result<Vec<T>, TransferError> {
-        let bytes = self.0.read()?;
+        if download.batch != self.batch {
+            return Err(TransferError::OtherBatch);
+        }
+        let bytes = self.bytes.read()?;
         let (start, end) = (download.offset, download.offset + download.len * size_of::<T>());
         let own = bytes.get(start..end).ok_or(TransferError::OutOfBounds {
             start: start as u64,
@@ -110,6 +122,7 @@ impl Transfer {
     pub fn batch(&self) -> TransferBatch {
         TransferBatch {
             transfer: self.clone(),
+            number: NEXT_BATCH.fetch_add(1, Ordering::Relaxed),
             packed: Vec::new(),
             uploads: Vec::new(),
             downloads: Vec::new(),
@@ -145,7 +158,7 @@ impl TransferBatch {
         let len = host_len::<T>(from.len())?;
         let bytes = len * size_of::<T>();
         if bytes == 0 {
-            return Ok(Downloaded { offset: 0, len, element: PhantomData });
+            return Ok(Downloaded { batch: self.number, offset: 0, len, element: PhantomData });
         }
         let adjacent = self.downloads.last().is_some_and(|last| last.ends_at(from.ptr(), from.storage()));
         let offset = if adjacent { self.downloaded } else { self.downloaded.next_multiple_of(PACKED_ALIGNMENT) };
@@ -154,7 +167,7 @@ impl TransferBatch {
         let piece = Piece { storage: from.storage().clone(), ptr: from.ptr(), buffer: 0, offset, bytes };
         add(&mut self.downloads, piece);
         self.downloaded = end;
-        Ok(Downloaded { offset, len, element: PhantomData })
+        Ok(Downloaded { batch: self.number, offset, len, element: PhantomData })
     }
 
     /// Copies that the driver will be asked for: fewer than were added where pieces lie side by side.
@@ -182,7 +195,8 @@ impl TransferBatch {
             let part = [PinnedSliceMut::from(&mut results).part()];
             ticks.push(transfer.enqueue_pieces(stream, &self.downloads, &part, AccessKind::Read, crossover)?);
         }
-        Ok(Pending::enqueued_all(transfer.shared(), ticks, BatchResults(results)))
+        let results = BatchResults { batch: self.number, bytes: results };
+        Ok(Pending::enqueued_all(transfer.shared(), ticks, results))
     }
 
     /// Packs bytes: which buffer they are in, and where.

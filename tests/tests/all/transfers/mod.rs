@@ -1,5 +1,6 @@
 //! Transfers: random programs beside a model, faults, and named tests.
 
+mod batches;
 mod op;
 mod pains;
 mod peers;
