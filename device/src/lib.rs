@@ -13,7 +13,9 @@ mod discovery;
 mod driver;
 mod error;
 mod event;
+mod label;
 mod launch;
+mod lost;
 mod physical;
 pub mod sim;
 mod stream;
@@ -32,6 +34,7 @@ pub use driver::{
 };
 pub use error::{Code, DeviceError, ErrorKind, Operation, Result};
 pub use event::Event;
+pub use label::{DeviceLabel, DeviceMismatch};
 pub use launch::{Access, AccessKind, HostKernel, KernelArg, KernelMemory, Launch};
 pub use physical::{HandleKind, PhysicalOptions};
 pub use stream::{ExternalStream, Stream};
