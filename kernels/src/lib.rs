@@ -126,7 +126,7 @@ mod transpose;
 pub use args::Param;
 pub use checksum::checksum_of;
 pub use dtype::{DType, Element};
-pub use error::{Fault, KernelError, OperandError};
+pub use error::{KernelError, OperandError, OperandFault};
 pub use kernel::{Kernel, Shape};
 pub use kernels::Kernels;
 pub use module::Module;

@@ -92,7 +92,7 @@ impl Allocator {
     /// Notes that a stream uses memory apart.
     pub(crate) fn note_user(&self, users: &mut Vec<u32>, stream: &Stream) -> Result<(), AllocError> {
         if stream.device_id() != self.device().id() {
-            return Err(AllocError::WrongDevice { what: "stream" });
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
         }
         let slot = self.shell().core().slot(stream);
         if !users.contains(&slot) {

@@ -72,7 +72,7 @@ impl Allocator {
     /// another device; a failing driver, [`aquifer_device::ErrorKind::OutOfAddresses`] among its reasons.
     pub fn growable(&self, capacity: u64, stream: &Stream) -> Result<Growable, AllocError> {
         if stream.device_id() != self.device().id() {
-            return Err(AllocError::WrongDevice { what: "stream" });
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
         }
         if capacity >= REQUEST_LIMIT {
             return Err(AllocError::TooLarge { requested: capacity });

@@ -82,6 +82,7 @@ fn page_locked_sizes_are_not_rounded_to_powers_of_two_150517() {
 #[test]
 fn errors_name_both_devices() {
     let (one, two) = (Bench::new(), Bench::new());
+    let opened = |bench: &Bench, when: &str| format!("{} as opened {when}", bench.device.label());
     let host = one.transfer.pinned().alloc_from(&[1u8; 64]).unwrap();
     let mut buffer = two.alloc(64);
     for error in [
@@ -90,11 +91,18 @@ fn errors_name_both_devices() {
         one.transfer.on(&two.stream).unwrap_err(),
         one.transfer.to_host(&buffer).unwrap_err(),
     ] {
-        let TransferError::WrongDevice { is, needed, .. } = error else { panic!("{error}") };
+        let text = error.to_string();
+        let TransferError::WrongDevice { devices, .. } = error else { panic!("{text}") };
+        let (is, needed) = (devices.is.to_string(), devices.needed.to_string());
+        assert!(text.contains(&is) && text.contains(&needed), "{text}");
         let mut named = [is, needed];
         named.sort_unstable();
-        let mut both = [one.device.id(), two.device.id()];
-        both.sort_unstable();
+        // Both are opened as the same device, but on a stand-in, where each has a number of its own.
+        let both = if one.device.label() == two.device.label() {
+            [opened(&one, "earlier"), opened(&two, "later")]
+        } else {
+            [&one, &two].map(|bench| bench.device.label().to_string())
+        };
         assert_eq!(named, both);
     }
     drop((host, buffer));
