@@ -20,9 +20,9 @@ use crate::turn::Turn;
 /// writes, those that write where it reads. So they come after all the work that was enqueued in its turns ([`Claim::turn`]). It keeps
 /// the memory alive.
 ///
-/// Whoever holds a claim must see to it that the work is enqueued, or the claim dropped, without a conflicting turn or claim in between on
-/// the same thread, unless another thread drops the first: a claim belongs to no thread, so that nobody can tell who will end it, and
-/// what waits for one that nobody ends waits for ever.
+/// Whoever holds a claim must see to it that the work is enqueued, or the claim dropped, without a conflicting turn or
+/// claim in between on the same thread, unless another thread drops the first: a claim belongs to no thread, so that
+/// nobody can tell who will end it, and what waits for one that nobody ends waits for ever.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Claim, Config, DeviceBuffer, Turn};

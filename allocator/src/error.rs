@@ -75,8 +75,9 @@ pub enum AllocError {
         /// Bytes that it can have.
         capacity: u64,
     },
-    /// The calling thread has a [`crate::Turn`] with the memory already, and asked for another one, or for a claim on it: it would
-    /// wait for itself. Drop the first turn before, or take one with all the memory that is used; parts of one buffer are one memory.
+    /// The calling thread has a [`crate::Turn`] with the memory already, and asked for another one, or for a claim on
+    /// it: it would wait for itself. Drop the first turn before, or take one with all the memory that is used; parts of
+    /// one buffer are one memory.
     #[error(
         "this thread has a turn with the memory already and would wait for itself: drop that turn before, or take one \
          turn with all that is used"

@@ -1,7 +1,7 @@
 //! The lock on what uses some memory, and which thread has it.
 //!
-//! A thread that has the lock and asks for it again would wait for itself. So whoever gets it leaves the thread's mark, which is
-//! looked at only where the lock is not free.
+//! A thread that has the lock and asks for it again would wait for itself. So whoever gets it leaves the thread's mark,
+//! which is looked at only where the lock is not free.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -15,8 +15,8 @@ use crate::tally::Writer;
 
 /// Which thread has the lock, and what it left to be done when it lets go.
 ///
-/// Each value is written by the thread that has the lock alone. A thread which finds its own mark left it there and still has the lock,
-/// as it takes the mark back before; so no order among threads is needed.
+/// Each value is written by the thread that has the lock alone. A thread which finds its own mark left it there and
+/// still has the lock, as it takes the mark back before; so no order among threads is needed.
 #[derive(Debug, Default)]
 pub(crate) struct Holder {
     /// The thread's mark, or 0.

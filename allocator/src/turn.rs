@@ -14,8 +14,8 @@ use crate::storage::Storage;
 ///
 /// Order costs at most an event and a wait for each stream that must be waited for, and nothing where the streams are ordered
 /// already. Parts of one buffer count as all of it. Hold turns for the time it takes to enqueue, on one thread one at a time: a
-/// second turn with the same memory is refused ([`AllocError::TurnHeld`]), and turns that two threads take one after the other with
-/// memory of each other can wait in a circle. One turn with all the memory never does.
+/// second turn with the same memory is refused ([`AllocError::TurnHeld`]), and turns that two threads take one after
+/// the other with memory of each other can wait in a circle. One turn with all the memory never does.
 ///
 /// What bypasses turns, such as [`Stream::fill`] with a bare address, is ordered by nobody. Inside a capture a stream can
 /// take turns with memory that it is ordered after already; what a launched graph does is noted by a turn around the launch.
@@ -51,9 +51,9 @@ impl<'a> Turn<'a> {
     /// Memory may be listed several times.
     ///
     /// # Errors
-    /// When memory belongs to another device than the stream; [`AllocError::TurnHeld`] while this thread has a turn with some of it;
-    /// [`AllocError::Asleep`] while its allocator sleeps; those of the driver; when the stream captures and is not ordered already. No
-    /// work is noted then.
+    /// When memory belongs to another device than the stream; [`AllocError::TurnHeld`] while this thread has a turn
+    /// with some of it; [`AllocError::Asleep`] while its allocator sleeps; those of the driver; when the stream
+    /// captures and is not ordered already. No work is noted then.
     pub fn take(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<Turn<'a>, AllocError> {
         let mut wanted: Vec<_> =
             memory.iter().filter(|(storage, _)| storage.allocation().bytes() > 0).copied().collect();

@@ -117,8 +117,8 @@ impl Context {
         }
     }
 
-    /// What a call was answered in which a peer took part: where the peer is the one that is lost, the error says so, and what the
-    /// peer was lost by.
+    /// What a call was answered in which a peer took part: where the peer is the one that is lost, the error says so,
+    /// and what the peer was lost by.
     pub(crate) fn heard_of_peer<T>(&self, peer: &Context, answer: Result<T>) -> Result<T> {
         answer.map_err(|error| {
             let is_peers = error.is_device_lost() && self.driver.lost().is_none() && peer.driver.is_lost();

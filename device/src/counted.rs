@@ -1,7 +1,8 @@
-//! A driver that counts the calls made to another one, and remembers the first answer that says that the device is lost.
+//! A driver that counts the calls made to another one, and remembers the first answer that says that the device is
+//! lost.
 //!
-//! Every device is driven through one of these, so tests can assert how many driver calls something costs, and errors of a lost
-//! device can say what it was lost by.
+//! Every device is driven through one of these, so tests can assert how many driver calls something costs, and errors
+//! of a lost device can say what it was lost by.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -41,7 +42,7 @@ impl Counted {
 
     /// What a call was answered, and where that is that the device is lost, what it was lost by.
     #[inline]
-    fn heard<T>(&self, answer: Result<T>) -> Result<T> {
+    pub(crate) fn heard<T>(&self, answer: Result<T>) -> Result<T> {
         match answer {
             Err(error) if error.is_device_lost() => Err(self.note_lost(error)),
             answer => answer,
@@ -66,8 +67,8 @@ impl Counted {
         self.lost.note(error, self.inner.info())
     }
 
-    /// Whether the device is lost. Asks the driver where nobody heard so yet; the call is not counted, for it is made only after one
-    /// that failed.
+    /// Whether the device is lost. Asks the driver where nobody heard so yet; the call is not counted, for it is made
+    /// only after one that failed.
     pub(crate) fn is_lost(&self) -> bool {
         self.lost().is_some() || self.inner.memory_info().is_err_and(|error| error.is_device_lost())
     }

@@ -68,9 +68,9 @@ impl Device {
         &self.0.context
     }
 
-    /// The first error that said that the device is lost, if any did: which call was told, with which code, and what a simulated
-    /// device knows of the work that failed. That work was enqueued before the call, on any stream. Every later error of the device
-    /// names this one. Makes no driver call.
+    /// The first error that said that the device is lost, if any did: which call was told, with which code, and what a
+    /// simulated device knows of the work that failed. That work was enqueued before the call, on any stream. Every
+    /// later error of the device names this one. Makes no driver call.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};

@@ -277,8 +277,8 @@ pub enum ErrorKind {
     InvalidUse,
     /// The work asked about has not finished. Ask again later.
     NotReady,
-    /// The device or its context is gone and every later call fails too. Restart the process. The first such error of a device
-    /// ([`crate::Device::lost`]) says most about why; later ones name it.
+    /// The device or its context is gone and every later call fails too. Restart the process. The first such error of a
+    /// device ([`crate::Device::lost`]) says most about why; later ones name it.
     DeviceLost,
     /// This device or driver cannot do that. Ask for the capability first.
     Unsupported,

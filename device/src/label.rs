@@ -1,7 +1,7 @@
 //! Devices as people name them, for messages.
 //!
-//! Streams and memory know their device by a number ([`crate::Device::id`]), which is all that hot paths compare. Only where
-//! two differ is a name asked for: [`DeviceLabel::of`] finds it among those of the devices that are alive.
+//! Streams and memory know their device by a number ([`crate::Device::id`]), which is all that hot paths compare. Only
+//! where two differ is a name asked for: [`DeviceLabel::of`] finds it among those of the devices that are alive.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,17 +20,21 @@ use crate::driver::DeviceInfo;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct DeviceLabel(Arc<str>);
+pub struct DeviceLabel(Arc<Box<str>>); // One word: errors travel on fast paths.
 
 /// Labels of the devices that are alive, by identity. A leaf: nothing is locked under it.
 static ALIVE: Mutex<BTreeMap<u32, DeviceLabel>> = Mutex::new(BTreeMap::new());
 
 impl DeviceLabel {
-    /// The label of the device with this identity ([`crate::Device::id`], [`crate::Stream::device_id`]). Takes a lock that the
-    /// whole process shares: for messages, not for hot paths.
+    /// The label of the device with this identity ([`crate::Device::id`], [`crate::Stream::device_id`]). Takes a lock
+    /// that the whole process shares: for messages, not for hot paths.
     pub fn of(device_id: u32) -> DeviceLabel {
         let label = ALIVE.lock().get(&device_id).cloned();
-        label.unwrap_or_else(|| DeviceLabel("a device that is closed".into()))
+        label.unwrap_or_else(|| DeviceLabel::new("a device that is closed"))
+    }
+
+    fn new(text: impl Into<Box<str>>) -> DeviceLabel {
+        DeviceLabel(Arc::new(text.into()))
     }
 
     /// Makes the label of a device known.
@@ -44,13 +48,13 @@ impl DeviceLabel {
     }
 
     fn as_opened(&self, when: &str) -> DeviceLabel {
-        DeviceLabel(format!("{self} as opened {when}").into())
+        DeviceLabel::new(format!("{self} as opened {when}"))
     }
 }
 
 impl From<&DeviceInfo> for DeviceLabel {
     fn from(info: &DeviceInfo) -> DeviceLabel {
-        DeviceLabel(format!("{}:{} ({})", info.kind, info.ordinal, info.name).into())
+        DeviceLabel::new(format!("{}:{} ({})", info.kind, info.ordinal, info.name))
     }
 }
 
@@ -83,8 +87,8 @@ impl DeviceMismatch {
     /// let (one, two) = (open(), open());
     /// assert_eq!(
     ///     DeviceMismatch::between(two.id(), one.id()).to_string(),
-    ///     "sim:0 (Simulated H100 80 GiB) as opened later, and this needs one of sim:0 (Simulated H100 80 GiB) as opened \
-    ///      earlier; clone one `Device` instead of opening it twice",
+    ///     "sim:0 (Simulated H100 80 GiB) as opened later, and this needs one of sim:0 (Simulated H100 80 GiB) as \
+    ///      opened earlier; clone one `Device` instead of opening it twice",
     /// );
     /// ```
     pub fn between(is: u32, needed: u32) -> Box<DeviceMismatch> {

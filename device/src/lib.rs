@@ -2,6 +2,10 @@
 //!
 //! In the order in which data flows: a [`Device`] is driven by a [`Driver`]; work is enqueued on its [`Stream`]s;
 //! [`Event`]s and [`Tick`]s order streams after each other. Errors of any of these are [`DeviceError`]s.
+//!
+//! Work that fails on a device loses it, and every later call of whatever kind fails. What the device was lost by is
+//! told by [`Device::lost`], and by each of these errors; on a simulated device that is the work itself, with its
+//! stream and the addresses. Errors that are about two devices name both by their [`DeviceLabel`]s.
 mod capture;
 mod context;
 mod copies;
@@ -25,7 +29,7 @@ mod unavailable;
 
 pub use capture::{AnnouncedCapture, Capture, Graph};
 pub use context::Reservation;
-pub use copies::{Copy2d, CopyPart, Place};
+pub use copies::{Copy2d, CopyEnd, CopyPart};
 pub use device::{Device, TimelineCounts};
 pub use discovery::{Choice, DeviceSpec, Existing, OpenError, available, best_available, count, get, gpus};
 pub use driver::{

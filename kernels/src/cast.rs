@@ -14,7 +14,7 @@ use std::marker::PhantomData;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 use half::{bf16, f16};
 
-use crate::args::{Args, Param, Ranges};
+use crate::args::{Args, KernelParam, Ranges};
 use crate::convert::convert;
 use crate::dtype::{DType, Element};
 use crate::error::{KernelError, OperandFault};
@@ -58,7 +58,7 @@ struct Cast<S, D> {
 }
 
 impl<S: Element, D: Element> Work for Cast<S, D> {
-    const PARAMS: &'static [Param] = &[Param::Ptr, Param::Ptr, Param::U64];
+    const PARAMS: &'static [KernelParam] = &[KernelParam::Ptr, KernelParam::Ptr, KernelParam::U64];
 
     fn parse(args: &mut Args<'_>) -> Result<Self> {
         Ok(Cast { to: args.ptr()?, from: args.ptr()?, len: args.u64()?, elements: PhantomData })

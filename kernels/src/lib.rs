@@ -123,7 +123,7 @@ mod spin;
 mod strided;
 mod transpose;
 
-pub use args::Param;
+pub use args::KernelParam;
 pub use checksum::checksum_of;
 pub use dtype::{DType, Element};
 pub use error::{KernelError, OperandError, OperandFault};

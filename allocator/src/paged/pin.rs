@@ -78,7 +78,8 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::WrongAllocator`] or [`AllocError::WrongDevice`] for an allocation of another allocator; [`AllocError::Asleep`] while there is no memory.
+    /// [`AllocError::WrongAllocator`] or [`AllocError::WrongDevice`] for an allocation of another allocator;
+    /// [`AllocError::Asleep`] while there is no memory.
     pub fn pin_mapping(&self, allocation: &Allocation) -> Result<PinnedMapping, AllocError> {
         // Not while the allocator falls asleep, which looks at what is pinned once.
         let _gate = self.gate().shared();

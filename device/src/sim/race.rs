@@ -252,7 +252,8 @@ impl Detector {
         }
         self.found += 1;
         if self.violations.len() < KEPT_MAX {
-            tracing::warn!(kind = %violation.kind, second = %violation.second, "the simulated device found a violation");
+            let Violation { kind, second, .. } = &violation;
+            tracing::warn!(%kind, %second, "the simulated device found a violation");
             self.violations.push(violation);
         }
     }

@@ -105,11 +105,8 @@ fn dtypes() {
     assert_eq!(fault("reduce_sum", k.reduce_sum(s, &floats, &mut scratch, &mut one)), ("to", dtype(DType::F32)));
     assert_eq!(fault("reduce_sum", k.reduce_sum(s, &ints, &mut scratch, &mut one)), ("to", dtype(DType::I64)));
     let text = k.axpy(s, 1.0, &ints, &mut ints.clone()).unwrap_err().to_string();
-    let device = bench.device.id();
-    assert_eq!(
-        text,
-        format!("kernel axpy: `x`, 4 elements of i32 on device #{device}, must be of f16 or bf16 or f32 or f64")
-    );
+    let device = bench.device.label();
+    assert_eq!(text, format!("kernel axpy: `x`, 4 elements of i32 on {device}, must be of f16 or bf16 or f32 or f64"));
 }
 
 #[test]

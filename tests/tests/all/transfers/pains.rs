@@ -1,6 +1,6 @@
 //! What goes wrong with transfers elsewhere, and cannot here; each test is named after a report of it (the number is PyTorch's).
 
-use aquifer_allocator::Turn;
+use aquifer_allocator::{AllocError, Turn};
 use aquifer_device::AccessKind;
 use aquifer_transfer::{PinnedBuffer, TransferError};
 
@@ -108,6 +108,28 @@ fn errors_name_both_devices() {
     drop((host, buffer));
     one.finish();
     two.finish();
+}
+
+/// A copy with memory that its own thread had a turn with waited for ever.
+#[test]
+fn copies_and_kernels_during_ones_own_turn_are_refused() {
+    let bench = Bench::new();
+    let mut buffer = bench.alloc(1 << 20);
+    let (same, host) = (buffer.clone(), bench.transfer.pinned().alloc_from(&[1u8; 1 << 20]).unwrap());
+    let turn = Turn::take(&bench.stream, &[(same.storage(), AccessKind::Read)]).unwrap();
+    for refused in [
+        bench.transfer.upload(&host, &mut buffer).map(drop).unwrap_err(),
+        bench.transfer.upload_from(vec![1; 1 << 20], &mut buffer).map(drop).unwrap_err(),
+        bench.transfer.to_vec(&buffer).map(drop).unwrap_err(),
+    ] {
+        assert!(matches!(refused, TransferError::Alloc(AllocError::TurnHeld)), "{refused}");
+    }
+    let kernel = bench.transfer.kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap_err();
+    assert_eq!(kernel.to_string(), format!("kernel fill: {}", AllocError::TurnHeld));
+    drop(turn);
+    bench.transfer.upload(&host, &mut buffer).unwrap().wait().unwrap();
+    drop((buffer, same, host));
+    bench.finish();
 }
 
 /// A copy overtook the kernel that wrote what it copies, as each was on a stream of its own.
