@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use aquifer_device::{DevicePtr, Stream};
+use aquifer_device::{Device, DevicePtr, Stream};
 
 use crate::arena::Arena;
 use crate::error::AllocError;
@@ -71,8 +71,9 @@ impl Allocation {
             return Ok(());
         }
         let mut core = self.arena.shell.core();
-        if core.device.as_ref().is_none_or(|device| device.id() != stream.device_id()) {
-            return Err(AllocError::WrongDevice { what: "stream" });
+        let device_id = core.device.as_ref().map(Device::id);
+        if device_id != Some(stream.device_id()) {
+            return Err(AllocError::wrong_device("stream", stream.device_id(), device_id.unwrap_or(u32::MAX)));
         }
         let slot = core.slot(stream);
         core.note_use(self.arena, self.block, slot);
@@ -92,7 +93,7 @@ impl Allocation {
         let (device_id, known) = arena.look(|desk| (desk.device_id, desk.knows(stream.id())));
         if device_id != stream.device_id() {
             arena.free(block, None);
-            return Err(AllocError::WrongDevice { what: "stream" });
+            return Err(AllocError::wrong_device("stream", stream.device_id(), device_id));
         }
         if !known {
             arena.shell.core().slot(stream);

@@ -206,7 +206,7 @@ impl Allocator {
     #[cold]
     fn arena_for_zero(&self, bytes: u64, stream: &Stream) -> Result<&'static Arena, AllocError> {
         if stream.device_id() != self.0.device.id() {
-            return Err(AllocError::WrongDevice { what: "stream" });
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.0.device.id()));
         }
         if bytes >= REQUEST_LIMIT {
             return Err(AllocError::TooLarge { requested: bytes });

@@ -72,11 +72,9 @@ impl Allocator {
     /// When the stream or the pool is not of this allocator's device, the stream does not capture, and those of the driver.
     pub fn capture(&self, stream: &Stream, pool: &PrivatePool) -> Result<CaptureRoute, AllocError> {
         if stream.device_id() != self.device().id() {
-            return Err(AllocError::WrongDevice { what: "stream" });
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
         }
-        if !pool.belongs_to(self) {
-            return Err(AllocError::WrongDevice { what: "pool" });
-        }
+        pool.check_allocator(self)?;
         let announced = if stream.is_capturing() { None } else { Some(stream.announce_capture()?) };
         Ok(CaptureRoute { _announced: announced, _route: pool.route_thread() })
     }

@@ -20,8 +20,9 @@ use crate::turn::Turn;
 /// writes, those that write where it reads. So they come after all the work that was enqueued in its turns ([`Claim::turn`]). It keeps
 /// the memory alive.
 ///
-/// Whoever holds a claim must see to it that the work is enqueued, or the claim dropped, without a conflicting turn in between on the same
-/// thread, which would wait for ever.
+/// Whoever holds a claim must see to it that the work is enqueued, or the claim dropped, without a conflicting turn or
+/// claim in between on the same thread, unless another thread drops the first: a claim belongs to no thread, so that
+/// nobody can tell who will end it, and what waits for one that nobody ends waits for ever.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Claim, Config, DeviceBuffer, Turn};
@@ -30,7 +31,7 @@ use crate::turn::Turn;
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let (one, two) = (device.create_stream()?, device.create_stream()?);
 /// let buffer: DeviceBuffer<u8> = allocator.alloc_buffer(1 << 20, &one)?;
-/// let claim = Claim::take(buffer.storage(), AccessKind::Write);
+/// let claim = Claim::take(buffer.storage(), AccessKind::Write)?;
 /// let (ptr, bytes) = (buffer.ptr(), buffer.bytes());
 /// let filler = std::thread::spawn(move || {
 ///     for part in 0..4 {
@@ -56,13 +57,12 @@ pub struct Claim {
 
 impl Claim {
     /// Waits until nobody has a turn with the memory, nor a claim that conflicts, and claims it.
-    pub fn take(storage: &Arc<Storage>, kind: AccessKind) -> Claim {
-        let mut uses = storage.uses.lock();
-        while uses.is_claimed_against(kind) {
-            storage.unclaimed.wait(&mut uses);
-        }
-        uses.claim(kind);
-        Claim { storage: storage.clone(), kind }
+    ///
+    /// # Errors
+    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory.
+    pub fn take(storage: &Arc<Storage>, kind: AccessKind) -> Result<Claim, AllocError> {
+        storage.hold_unclaimed(kind)?.claim(kind);
+        Ok(Claim { storage: storage.clone(), kind })
     }
 
     /// The memory.
@@ -81,7 +81,6 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        self.storage.uses.lock().unclaim(self.kind);
-        self.storage.unclaimed.notify_all();
+        self.storage.unclaim(self.kind);
     }
 }

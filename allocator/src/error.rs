@@ -1,6 +1,6 @@
 //! Errors of the allocator.
 
-use aquifer_device::DeviceError;
+use aquifer_device::{DeviceError, DeviceLabel, DeviceMismatch};
 
 use crate::backing::WhySegments;
 use crate::config::ConfigError;
@@ -25,11 +25,21 @@ pub enum AllocError {
         /// Alignment asked for.
         alignment: u64,
     },
-    /// The caller passed a stream, pool or allocation of another device or allocator.
-    #[error("the {what} belongs to another device or allocator than the one asked")]
+    /// The caller passed a stream, buffer, pool or allocation of another device.
+    #[error("the {what} belongs to {devices}")]
     WrongDevice {
         /// What was passed.
         what: &'static str,
+        /// Its device, and the one that was needed.
+        devices: Box<DeviceMismatch>,
+    },
+    /// The caller passed a pool or an allocation of another allocator of the same device. Ask that one.
+    #[error("the {what} belongs to another allocator of {device} than the one asked")]
+    WrongAllocator {
+        /// What was passed.
+        what: &'static str,
+        /// The device of both.
+        device: DeviceLabel,
     },
     /// The caller passed a pointer that this allocator did not give out through the raw interface, or freed it twice.
     #[error(
@@ -71,6 +81,14 @@ pub enum AllocError {
         /// What is shared.
         what: &'static str,
     },
+    /// The calling thread has a [`crate::Turn`] with the memory already, and asked for another one, or for a claim on
+    /// it: it would wait for itself. Drop the first turn before, or take one with all the memory that is used; parts of
+    /// one buffer are one memory.
+    #[error(
+        "this thread has a turn with the memory already and would wait for itself: drop that turn before, or take one \
+         turn with all that is used"
+    )]
+    TurnHeld,
     /// The caller asked for memory while the allocator sleeps; see [`crate::Allocator::sleep`].
     #[error("the allocator is asleep: its memory was given back to the device until `wake`")]
     Asleep,
@@ -103,6 +121,22 @@ pub enum AllocError {
 }
 
 impl AllocError {
+    /// The caller passed what belongs to the device with the identity `is`, where that with `needed` was needed.
+    #[cold]
+    pub(crate) fn wrong_device(what: &'static str, is: u32, needed: u32) -> AllocError {
+        AllocError::WrongDevice { what, devices: DeviceMismatch::between(is, needed) }
+    }
+
+    /// The caller passed what belongs to an allocator of the device `is` to another one, of the device `needed`.
+    #[cold]
+    pub(crate) fn wrong_allocator(what: &'static str, is: u32, needed: u32) -> AllocError {
+        if is == needed {
+            AllocError::WrongAllocator { what, device: DeviceLabel::of(is) }
+        } else {
+            AllocError::wrong_device(what, is, needed)
+        }
+    }
+
     /// Whether memory was lacking, so that freeing some may help: for the request, or for a driver call on the way.
     pub fn is_out_of_memory(&self) -> bool {
         match self {

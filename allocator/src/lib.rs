@@ -21,6 +21,7 @@ mod format;
 mod fragmentation;
 mod gc;
 mod heap;
+mod held;
 mod history;
 mod hooks;
 mod ladder;

@@ -240,9 +240,12 @@ impl PrivatePool {
         &self.allocator
     }
 
-    /// Whether it is a pool of this allocator.
-    pub(crate) fn belongs_to(&self, allocator: &Allocator) -> bool {
-        std::ptr::eq(self.allocator.shell(), allocator.shell())
+    /// Refuses a pool of another allocator.
+    pub(crate) fn check_allocator(&self, allocator: &Allocator) -> Result<(), AllocError> {
+        if std::ptr::eq(self.allocator.shell(), allocator.shell()) {
+            return Ok(());
+        }
+        Err(AllocError::wrong_allocator("pool", self.allocator.device().id(), allocator.device().id()))
     }
 
     /// Allocates from this pool.

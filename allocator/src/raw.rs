@@ -44,7 +44,7 @@ impl Allocator {
     /// [`AllocError::InvalidPointer`] for a pointer that is not live here; a stream of another device.
     pub fn record_stream_raw(&self, ptr: DevicePtr, stream: &Stream) -> Result<(), AllocError> {
         if stream.device_id() != self.device().id() {
-            return Err(AllocError::WrongDevice { what: "stream" });
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
         }
         if ptr.0 == 0 {
             return Ok(());

@@ -18,6 +18,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::allocation::Allocation;
 use crate::error::AllocError;
+use crate::held::Holder;
 use crate::paged::Holding;
 
 /// Device memory that several handles share. It knows the ticks of the work that uses it, and so can order later work after
@@ -28,6 +29,8 @@ pub struct Storage {
     pub(crate) uses: Mutex<Uses>,
     /// Told when a claim ends.
     pub(crate) unclaimed: Condvar,
+    /// Which thread has `uses` locked.
+    pub(crate) holder: Holder,
 }
 
 /// What a storage is of.
@@ -67,7 +70,8 @@ impl Storage {
             claimed_to_read: 0,
             claimed_to_write: false,
         };
-        Storage { memory, device_id: stream.device_id(), uses: Mutex::new(uses), unclaimed: Condvar::new() }
+        let (uses, unclaimed, holder) = (Mutex::new(uses), Condvar::new(), Holder::default());
+        Storage { memory, device_id: stream.device_id(), uses, unclaimed, holder }
     }
 
     /// Its first address; null for zero bytes.
@@ -97,19 +101,22 @@ impl Storage {
 
     /// What must be done before work that does this with the memory: for reading the last work that writes, for writing the
     /// work that reads, too. Waits for claims that conflict to end.
-    pub fn ticks_before(&self, kind: AccessKind) -> Vec<Tick> {
-        let mut uses = self.uses.lock();
-        while uses.is_claimed_against(kind) {
-            self.unclaimed.wait(&mut uses);
-        }
-        uses.before(kind).cloned().collect()
+    ///
+    /// # Errors
+    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory, whose work is not noted yet.
+    pub fn ticks_before(&self, kind: AccessKind) -> Result<Vec<Tick>, AllocError> {
+        Ok(self.hold_unclaimed(kind)?.before(kind).cloned().collect())
     }
 
     /// The memory has grown for work on `stream` from now on.
-    pub(crate) fn note_growth(&self, stream: &Stream) {
-        let grown = &mut self.uses.lock().grown;
+    ///
+    /// # Errors
+    /// [`AllocError::TurnHeld`] while this thread has a turn with it.
+    pub(crate) fn note_growth(&self, stream: &Stream) -> Result<(), AllocError> {
+        let grown = &mut self.hold()?.grown;
         grown.retain(|tick| tick.timeline().id() != stream.id());
         grown.push(stream.tick());
+        Ok(())
     }
 }
 

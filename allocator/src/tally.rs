@@ -22,6 +22,11 @@ impl Writer {
     /// Several threads are at work: each arena counts for itself.
     pub(crate) const SEVERAL: Writer = Writer(1);
 
+    /// A number that no two threads have at a time.
+    pub(crate) const fn number(self) -> usize {
+        self.0
+    }
+
     /// The calling thread. A thread may be taken for one that has ended, which is not at work any more.
     #[cfg(not(aquifer_shuttle))]
     #[inline]

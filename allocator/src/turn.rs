@@ -1,10 +1,10 @@
 //! A stream's turn with buffers: what orders work of different streams on the same memory.
 
 use aquifer_device::{AccessKind, Stream};
-use parking_lot::MutexGuard;
 
 use crate::error::AllocError;
-use crate::storage::{Storage, Uses};
+use crate::held::Held;
+use crate::storage::Storage;
 
 /// A stream's turn with some memory.
 ///
@@ -14,7 +14,8 @@ use crate::storage::{Storage, Uses};
 ///
 /// Order costs at most an event and a wait for each stream that must be waited for, and nothing where the streams are ordered
 /// already. Parts of one buffer count as all of it. Hold turns for the time it takes to enqueue, on one thread one at a time: a
-/// second turn with the same memory waits for ever.
+/// second turn with the same memory is refused ([`AllocError::TurnHeld`]), and turns that two threads take one after
+/// the other with memory of each other can wait in a circle. One turn with all the memory never does.
 ///
 /// What bypasses turns, such as [`Stream::fill`] with a bare address, is ordered by nobody. Inside a capture a stream can
 /// take turns with memory that it is ordered after already; what a launched graph does is noted by a turn around the launch.
@@ -42,7 +43,7 @@ use crate::storage::{Storage, Uses};
 #[must_use = "the turn ends when it is dropped"]
 pub struct Turn<'a> {
     stream: &'a Stream,
-    held: Vec<(MutexGuard<'a, Uses>, AccessKind)>,
+    held: Vec<(Held<'a>, AccessKind)>,
 }
 
 impl<'a> Turn<'a> {
@@ -50,21 +51,22 @@ impl<'a> Turn<'a> {
     /// Memory may be listed several times.
     ///
     /// # Errors
-    /// When memory belongs to another device than the stream; [`AllocError::Asleep`] while its allocator sleeps; those of the
-    /// driver; when the stream captures and is not ordered already. No work is noted then.
+    /// When memory belongs to another device than the stream; [`AllocError::TurnHeld`] while this thread has a turn
+    /// with some of it; [`AllocError::Asleep`] while its allocator sleeps; those of the driver; when the stream
+    /// captures and is not ordered already. No work is noted then.
     pub fn take(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<Turn<'a>, AllocError> {
         let mut wanted: Vec<_> = memory.iter().filter(|(storage, _)| storage.bytes() > 0).copied().collect();
         // In one order for all, so that turns do not wait for each other in a circle; writing before reading, so that it counts.
         wanted.sort_unstable_by_key(|&(storage, kind)| (std::ptr::from_ref(storage), std::cmp::Reverse(kind)));
         wanted.dedup_by_key(|(storage, _)| std::ptr::from_ref(*storage));
-        if wanted.iter().any(|(storage, _)| storage.device_id() != stream.device_id()) {
-            return Err(AllocError::WrongDevice { what: "buffer" });
+        if let Some((storage, _)) = wanted.iter().find(|(storage, _)| storage.device_id() != stream.device_id()) {
+            return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
         if wanted.iter().any(|(storage, _)| storage.memory().is_asleep()) {
             return Err(AllocError::Asleep);
         }
         let mut turn = Turn { stream, held: Vec::new() };
-        let mut held = lock_unclaimed(&wanted);
+        let mut held = hold_unclaimed(&wanted)?;
         for ((storage, kind), uses) in wanted.iter().zip(&mut held) {
             uses.order(storage.memory(), stream, *kind)?;
         }
@@ -75,43 +77,37 @@ impl<'a> Turn<'a> {
     /// A turn with memory that the caller has claimed.
     pub(crate) fn claimed(stream: &'a Stream, storage: &'a Storage, kind: AccessKind) -> Result<Turn<'a>, AllocError> {
         if storage.device_id() != stream.device_id() {
-            return Err(AllocError::WrongDevice { what: "buffer" });
+            return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
         if storage.memory().is_asleep() {
             return Err(AllocError::Asleep);
         }
-        let mut uses = storage.uses.lock();
-        uses.order(storage.memory(), stream, kind)?;
-        Ok(Turn { stream, held: vec![(uses, kind)] })
+        let mut held = storage.hold()?;
+        held.order(storage.memory(), stream, kind)?;
+        Ok(Turn { stream, held: vec![(held, kind)] })
     }
 }
 
 /// Locks all, in the given order, once none is claimed against. While it waits for the end of a claim it holds no lock: the threads
 /// that end claims may need any.
-fn lock_unclaimed<'a>(wanted: &[(&'a Storage, AccessKind)]) -> Vec<MutexGuard<'a, Uses>> {
-    loop {
-        let mut held = Vec::with_capacity(wanted.len());
-        let claimed = wanted.iter().find(|(storage, kind)| {
-            let uses = storage.uses.lock();
-            let claimed = uses.is_claimed_against(*kind);
-            held.push(uses);
-            claimed
-        });
-        let Some((storage, kind)) = claimed else { return held };
-        let last = held.pop();
-        drop(held);
-        if let Some(mut uses) = last
-            && uses.is_claimed_against(*kind)
-        {
-            storage.unclaimed.wait(&mut uses);
+fn hold_unclaimed<'a>(wanted: &[(&'a Storage, AccessKind)]) -> Result<Vec<Held<'a>>, AllocError> {
+    let mut held = Vec::with_capacity(wanted.len());
+    while let Some((storage, kind)) = wanted.get(held.len()) {
+        let mut next = storage.hold()?;
+        if next.is_claimed_against(*kind) {
+            held.clear();
+            next.wait_unclaimed(*kind);
+        } else {
+            held.push(next);
         }
     }
+    Ok(held)
 }
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        for (uses, kind) in &mut self.held {
-            uses.note(self.stream, *kind);
+        for (held, kind) in &mut self.held {
+            held.note(self.stream, *kind);
         }
     }
 }

@@ -37,7 +37,7 @@ fn fill(stream: &Stream, claim: &Claim, buffer: &DeviceBuffer<u8>, value: u8) {
 fn readers_and_writers_come_after_everything_that_was_claimed_for() {
     let (device, buffer, [one, two]) = bench();
     for round in 1..50 {
-        let claim = Claim::take(buffer.storage(), AccessKind::Write);
+        let claim = Claim::take(buffer.storage(), AccessKind::Write).unwrap();
         thread::scope(|scope| {
             scope.spawn(|| {
                 let claim = claim;
@@ -53,15 +53,17 @@ fn readers_and_writers_come_after_everything_that_was_claimed_for() {
 #[test]
 fn claims_to_read_let_readers_pass_and_keep_writers_out() {
     let (device, buffer, [one, two]) = bench();
-    fill(&one, &Claim::take(buffer.storage(), AccessKind::Write), &buffer, 3);
-    let (first, second) =
-        (Claim::take(buffer.storage(), AccessKind::Read), Claim::take(buffer.storage(), AccessKind::Read));
+    fill(&one, &Claim::take(buffer.storage(), AccessKind::Write).unwrap(), &buffer, 3);
+    let (first, second) = (
+        Claim::take(buffer.storage(), AccessKind::Read).unwrap(),
+        Claim::take(buffer.storage(), AccessKind::Read).unwrap(),
+    );
     assert_eq!(read(&two, &buffer), vec![3; 1 << 16]);
     let (tell, told) = mpsc::channel();
     thread::scope(|scope| {
         let (one, buffer) = (&one, &buffer);
         scope.spawn(move || {
-            let claim = Claim::take(buffer.storage(), AccessKind::Write);
+            let claim = Claim::take(buffer.storage(), AccessKind::Write).unwrap();
             tell.send(()).unwrap();
             fill(one, &claim, buffer, 4);
         });
@@ -83,7 +85,7 @@ fn a_turn_that_waits_for_a_claim_holds_no_other_memory() {
     let (device, claimed, [one, two]) = bench();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let free: DeviceBuffer<u8> = allocator.alloc_buffer(BYTES, &one).unwrap();
-    let claim = Claim::take(claimed.storage(), AccessKind::Write);
+    let claim = Claim::take(claimed.storage(), AccessKind::Write).unwrap();
     thread::scope(|scope| {
         let both = scope.spawn(|| {
             let memory =
@@ -108,7 +110,7 @@ fn memory_is_not_reused_while_it_is_claimed() {
     let alloc = || -> DeviceBuffer<u8> { allocator.alloc_buffer(BYTES, &one).unwrap() };
     let buffer = alloc();
     let ptr = buffer.ptr();
-    let claim = Claim::take(buffer.storage(), AccessKind::Write);
+    let claim = Claim::take(buffer.storage(), AccessKind::Write).unwrap();
     drop(buffer);
     assert_ne!(alloc().ptr(), ptr);
     drop(claim);

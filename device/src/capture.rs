@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use crate::context::Context;
 use crate::driver::{CaptureStatus, Driver, RawGraph, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::label::DeviceMismatch;
 use crate::launches::Launches;
 use crate::stream::Stream;
 use crate::timeline::Timeline;
@@ -171,8 +172,9 @@ impl Graph {
     /// When the stream belongs to another device, and those of the driver.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         if stream.device_id() != self.context.device_id {
+            let devices = DeviceMismatch::between(stream.device_id(), self.context.device_id);
             return Err(DeviceError::new(Operation::LaunchGraph, Code::INVALID_HANDLE)
-                .with_detail("the graph and the stream belong to different devices"));
+                .with_detail(format!("the stream that the graph is launched on belongs to {devices}")));
         }
         let launched = self.context.driver.launch_graph(self.raw, stream.timeline().usable(Operation::LaunchGraph)?);
         // After a failure, too: part of it may run.

@@ -21,6 +21,7 @@ use parking_lot::Mutex;
 use crate::counted::Counted;
 use crate::driver::{DevicePtr, Driver, HostPtr, RawEvent, RawModule, RawPhysical, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::label::DeviceLabel;
 use crate::timeline::Timeline;
 
 /// What is to be given back later.
@@ -75,9 +76,11 @@ static NEXT_DEVICE: AtomicU32 = AtomicU32::new(0);
 
 impl Context {
     pub(crate) fn new(driver: Arc<dyn Driver>) -> Arc<Context> {
+        let device_id = NEXT_DEVICE.fetch_add(1, Ordering::Relaxed);
+        DeviceLabel::open(device_id, DeviceLabel::from(driver.info()));
         Arc::new(Context {
             driver: Counted::new(driver),
-            device_id: NEXT_DEVICE.fetch_add(1, Ordering::Relaxed),
+            device_id,
             next_stream: AtomicU32::new(0),
             idle: SegQueue::new(),
             condemned: SegQueue::new(),
@@ -115,8 +118,24 @@ impl Context {
         if self.device_id == owner.device_id {
             self.driver.wait(stream, event)
         } else {
-            self.driver.wait_peer(stream, &owner.driver, event)
+            self.heard_of_peer(owner, self.driver.wait_peer(stream, &owner.driver, event))
         }
+    }
+
+    /// What a call was answered in which a peer took part: where the peer is the one that is lost, the error says so,
+    /// and what the peer was lost by.
+    pub(crate) fn heard_of_peer<T>(&self, peer: &Context, answer: Result<T>) -> Result<T> {
+        answer.map_err(|error| {
+            let is_peers = error.is_device_lost() && self.driver.lost().is_none() && peer.driver.is_lost();
+            match (is_peers, peer.driver.lost()) {
+                (false, _) => error,
+                (true, Some(_)) => peer.driver.note_lost(error),
+                (true, None) => {
+                    let label = DeviceLabel::from(peer.driver.info());
+                    peer.driver.note_lost(error.with_more(format_args!("{label} is lost")))
+                }
+            }
+        })
     }
 
     /// Gives memory back when somebody next talks to the driver. Makes no driver call.
@@ -231,6 +250,7 @@ impl Drop for Context {
         }
         self.destroy_condemned();
         self.free_orphans();
+        DeviceLabel::close(self.device_id);
     }
 }
 

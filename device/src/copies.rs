@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use crate::driver::{DevicePtr, HostPtr};
 
-/// One end of a copy.
+/// One end of a copy, where its bytes begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum CopyEnd {
     /// Device memory.
     Device(DevicePtr),
     /// Page-locked host memory that the driver allocated or registered. Ordinary memory is refused: such a copy would silently
@@ -18,11 +18,11 @@ pub enum Place {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Copy2d {
     /// Where the first row goes.
-    pub dst: Place,
+    pub dst: CopyEnd,
     /// From the start of a row to the start of the next in bytes, at least `width`.
     pub dst_pitch: u64,
     /// Where the first row is.
-    pub src: Place,
+    pub src: CopyEnd,
     /// From the start of a row to the start of the next in bytes, at least `width`.
     pub src_pitch: u64,
     /// Length of a row in bytes.
@@ -35,9 +35,9 @@ pub struct Copy2d {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyPart {
     /// Where the bytes go.
-    pub dst: Place,
+    pub dst: CopyEnd,
     /// Where they are.
-    pub src: Place,
+    pub src: CopyEnd,
     /// How many.
     pub bytes: u64,
 }

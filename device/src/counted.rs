@@ -1,6 +1,8 @@
-//! A driver that counts the calls made to another one.
+//! A driver that counts the calls made to another one, and remembers the first answer that says that the device is
+//! lost.
 //!
-//! Every device is driven through one of these, so tests can assert how many driver calls something costs.
+//! Every device is driven through one of these, so tests can assert how many driver calls something costs, and errors
+//! of a lost device can say what it was lost by.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -10,8 +12,9 @@ use crate::driver::{
     Attribute, CallCounts, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent,
     RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
 };
-use crate::error::{Operation, Result};
+use crate::error::{DeviceError, Operation, Result};
 use crate::launch::{AccessKind, Launch};
+use crate::lost::Lost;
 use crate::physical::PhysicalOptions;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
@@ -20,11 +23,12 @@ use crate::sync::atomic::{AtomicU64, Ordering};
 pub(crate) struct Counted {
     inner: Arc<dyn Driver>,
     calls: Vec<AtomicU64>,
+    lost: Lost,
 }
 
 impl Counted {
     pub(crate) fn new(inner: Arc<dyn Driver>) -> Self {
-        Counted { inner, calls: Operation::ALL.iter().map(|_| AtomicU64::new(0)).collect() }
+        Counted { inner, calls: Operation::ALL.iter().map(|_| AtomicU64::new(0)).collect(), lost: Lost::default() }
     }
 
     pub(crate) fn counts(&self) -> CallCounts {
@@ -35,13 +39,46 @@ impl Counted {
         self.calls[operation as usize].fetch_add(1, Ordering::Relaxed);
         &*self.inner
     }
+
+    /// What a call was answered, and where that is that the device is lost, what it was lost by.
+    #[inline]
+    pub(crate) fn heard<T>(&self, answer: Result<T>) -> Result<T> {
+        match answer {
+            Err(error) if error.is_device_lost() => Err(self.note_lost(error)),
+            answer => answer,
+        }
+    }
+
+    /// The same of a call in which a peer took part, which may be the one that is lost.
+    fn heard_of_two<T>(&self, answer: Result<T>) -> Result<T> {
+        match answer {
+            Err(error) if error.is_device_lost() && self.is_lost() => Err(self.note_lost(error)),
+            answer => answer,
+        }
+    }
+
+    /// The first error that said that the device is lost, if any did.
+    pub(crate) fn lost(&self) -> Option<&DeviceError> {
+        self.lost.first()
+    }
+
+    /// Takes an error for one of this device, which is lost.
+    pub(crate) fn note_lost(&self, error: DeviceError) -> DeviceError {
+        self.lost.note(error, self.inner.info())
+    }
+
+    /// Whether the device is lost. Asks the driver where nobody heard so yet; the call is not counted, for it is made
+    /// only after one that failed.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.lost().is_some() || self.inner.memory_info().is_err_and(|error| error.is_device_lost())
+    }
 }
 
 /// Methods that are counted under one operation and passed on unchanged.
 macro_rules! pass_on {
     ($($operation:ident => $method:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {$(
         fn $method(&self, $($arg: $type),*) -> Result<$result> {
-            self.on(Operation::$operation).$method($($arg),*)
+            self.heard(self.on(Operation::$operation).$method($($arg),*))
         }
     )*};
 }
@@ -109,11 +146,11 @@ impl Driver for Counted {
     }
 
     fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()> {
-        self.inner.host_access(ptr, bytes, kind)
+        self.heard(self.inner.host_access(ptr, bytes, kind))
     }
 
     fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
-        self.on(Operation::Wait).wait_peer(stream, peer, event)
+        self.heard_of_two(self.on(Operation::Wait).wait_peer(stream, peer, event))
     }
 
     fn copy_peer(
@@ -124,37 +161,37 @@ impl Driver for Counted {
         bytes: u64,
         stream: RawStream,
     ) -> Result<()> {
-        self.on(Operation::CopyPeer).copy_peer(dst, peer, src, bytes, stream)
+        self.heard_of_two(self.on(Operation::CopyPeer).copy_peer(dst, peer, src, bytes, stream))
     }
 
     unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
         // SAFETY: the caller's promise about `src` is passed on unchanged.
-        unsafe { self.on(Operation::CopyToDevice).copy_to_device(dst, src, bytes, stream) }
+        self.heard(unsafe { self.on(Operation::CopyToDevice).copy_to_device(dst, src, bytes, stream) })
     }
 
     unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()> {
         // SAFETY: the caller's promise about `dst` is passed on unchanged.
-        unsafe { self.on(Operation::CopyToHost).copy_to_host(dst, src, bytes, stream) }
+        self.heard(unsafe { self.on(Operation::CopyToHost).copy_to_host(dst, src, bytes, stream) })
     }
 
     unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
-        unsafe { self.on(Operation::HostRegister).host_register(ptr, bytes) }
+        self.heard(unsafe { self.on(Operation::HostRegister).host_register(ptr, bytes) })
     }
 
     unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
         // SAFETY: the caller's promise about host memory is passed on unchanged.
-        unsafe { self.on(Operation::Copy2d).copy_2d(copy, stream) }
+        self.heard(unsafe { self.on(Operation::Copy2d).copy_2d(copy, stream) })
     }
 
     unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()> {
         // SAFETY: the caller's promise about host memory is passed on unchanged.
-        unsafe { self.on(Operation::CopyBatch).copy_batch(copies, stream) }
+        self.heard(unsafe { self.on(Operation::CopyBatch).copy_batch(copies, stream) })
     }
 
     unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
         // SAFETY: the caller's promise about the kernel is passed on unchanged.
-        unsafe { self.on(Operation::Launch).launch(launch, stream) }
+        self.heard(unsafe { self.on(Operation::Launch).launch(launch, stream) })
     }
 
     fn take_violation(&self) -> Option<String> {

@@ -15,8 +15,9 @@ use crate::context::{Context, Orphan, Reservation};
 use crate::driver::{
     CallCounts, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, RawModule, RawPhysical, RawStream, StreamFlags,
 };
-use crate::error::Result;
+use crate::error::{DeviceError, Result};
 use crate::event::Event;
+use crate::label::DeviceLabel;
 use crate::stream::{ExternalStream, Stream};
 use crate::timeline::{Kind, Retired, Timeline};
 
@@ -62,9 +63,40 @@ impl Device {
         Device(Arc::new(Inner { context, default_stream, per_thread: Mutex::default(), retired: Arc::default() }))
     }
 
+    /// What it shares with its streams.
+    pub(crate) fn context(&self) -> &Context {
+        &self.0.context
+    }
+
+    /// The first error that said that the device is lost, if any did: which call was told, with which code, and what a
+    /// simulated device knows of the work that failed. That work was enqueued before the call, on any stream. Every
+    /// later error of the device names this one. Makes no driver call.
+    ///
+    /// ```
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let ptr = device.alloc(1 << 20)?;
+    /// device.default_stream().fill(ptr, 7, 2 << 20)?; // goes past the end, which nobody hears of yet
+    /// assert_eq!(device.lost(), None);
+    /// let first = device.synchronize().unwrap_err();
+    /// assert!(first.to_string().contains("'memset #1' on the legacy stream"));
+    /// assert_eq!(device.lost(), Some(first));
+    /// let later = device.alloc(512).unwrap_err();
+    /// assert!(later.to_string().ends_with("was lost before: cuCtxSynchronize reported CUDA_ERROR_ILLEGAL_ADDRESS"));
+    /// # Ok::<(), aquifer_device::DeviceError>(())
+    /// ```
+    pub fn lost(&self) -> Option<DeviceError> {
+        self.0.context.driver.lost().cloned()
+    }
+
     /// Facts that never change.
     pub fn info(&self) -> &DeviceInfo {
         self.0.context.driver.info()
+    }
+
+    /// What people call the device, such as `cuda:1 (NVIDIA H100)`.
+    pub fn label(&self) -> DeviceLabel {
+        DeviceLabel::from(self.info())
     }
 
     /// Identity of the device, unique in this process.

@@ -100,6 +100,16 @@ pub enum DriverKind {
     Cuda,
 }
 
+/// As devices are named: `cuda` or `sim`.
+impl fmt::Display for DriverKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            DriverKind::Simulated => "sim",
+            DriverKind::Cuda => "cuda",
+        })
+    }
+}
+
 /// Facts about a device that never change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]

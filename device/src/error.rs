@@ -277,7 +277,8 @@ pub enum ErrorKind {
     InvalidUse,
     /// The work asked about has not finished. Ask again later.
     NotReady,
-    /// The device or its context is gone and every later call fails too. Restart the process.
+    /// The device or its context is gone and every later call fails too. Restart the process. The first such error of a
+    /// device ([`crate::Device::lost`]) says most about why; later ones name it.
     DeviceLost,
     /// This device or driver cannot do that. Ask for the capability first.
     Unsupported,
@@ -315,6 +316,16 @@ impl DeviceError {
     pub fn with_detail(mut self, detail: impl Into<String>) -> Self {
         self.detail = Some(detail.into().into_boxed_str());
         self
+    }
+
+    /// The same error with another explanation after the one it has.
+    #[must_use]
+    pub(crate) fn with_more(self, more: impl fmt::Display) -> Self {
+        let detail = match &self.detail {
+            Some(detail) => format!("{detail}; {more}"),
+            None => more.to_string(),
+        };
+        self.with_detail(detail)
     }
 
     /// The same error with another kind than its code implies.

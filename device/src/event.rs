@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::context::Context;
 use crate::driver::{Driver, RawEvent};
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::label::DeviceMismatch;
 use crate::stream::Stream;
 use crate::sync::Mutex;
 use crate::timeline::{Recording, Timeline};
@@ -61,8 +62,9 @@ impl Event {
         if device == self.context.device_id {
             return Ok(());
         }
+        let devices = DeviceMismatch::between(device, self.context.device_id);
         Err(DeviceError::new(operation, Code::INVALID_HANDLE)
-            .with_detail("the event and the stream or event it is used with belong to different devices"))
+            .with_detail(format!("the stream or event that this event is used with belongs to {devices}")))
     }
 
     /// Whether the work before the latest record is done; true for an event never recorded.

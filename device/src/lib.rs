@@ -2,6 +2,10 @@
 //!
 //! In the order in which data flows: a [`Device`] is driven by a [`Driver`]; work is enqueued on its [`Stream`]s;
 //! [`Event`]s and [`Tick`]s order streams after each other. Errors of any of these are [`DeviceError`]s.
+//!
+//! Work that fails on a device loses it, and every later call of whatever kind fails. What the device was lost by is
+//! told by [`Device::lost`], and by each of these errors; on a simulated device that is the work itself, with its
+//! stream and the addresses. Errors that are about two devices name both by their [`DeviceLabel`]s.
 mod capture;
 mod context;
 mod copies;
@@ -13,8 +17,10 @@ mod discovery;
 mod driver;
 mod error;
 mod event;
+mod label;
 mod launch;
 mod launches;
+mod lost;
 mod physical;
 pub mod sim;
 mod stream;
@@ -24,7 +30,7 @@ mod unavailable;
 
 pub use capture::{AnnouncedCapture, Capture, Graph};
 pub use context::Reservation;
-pub use copies::{Copy2d, CopyPart, Place};
+pub use copies::{Copy2d, CopyEnd, CopyPart};
 pub use device::{Device, TimelineCounts};
 pub use discovery::{Choice, DeviceSpec, Existing, OpenError, available, best_available, count, get, gpus};
 pub use driver::{
@@ -33,6 +39,7 @@ pub use driver::{
 };
 pub use error::{Code, DeviceError, ErrorKind, Operation, Result};
 pub use event::Event;
+pub use label::{DeviceLabel, DeviceMismatch};
 pub use launch::{Access, AccessKind, HostKernel, KernelArg, KernelMemory, Launch};
 pub use launches::Launches;
 pub use physical::{HandleKind, PhysicalOptions};

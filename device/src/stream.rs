@@ -226,7 +226,9 @@ impl Stream {
     /// # Errors
     /// Those of the driver: a device of another kind, ranges that are not live memory of their devices, a capture in progress.
     pub fn copy_from_peer(&self, dst: DevicePtr, peer: &Device, src: DevicePtr, bytes: u64) -> Result<()> {
-        self.0.context.driver.copy_peer(dst, peer.driver(), src, bytes, self.usable(Operation::CopyPeer)?)
+        let context = &self.0.context;
+        let answer = context.driver.copy_peer(dst, peer.driver(), src, bytes, self.usable(Operation::CopyPeer)?);
+        context.heard_of_peer(peer.context(), answer)
     }
 
     /// Copies from host memory and waits until the bytes are on the device.

@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 use half::{bf16, f16};
 
-use crate::args::{Args, Param, Ranges};
+use crate::args::{Args, KernelParam, Ranges};
 use crate::arithmetic::Arithmetic;
 use crate::error::KernelError;
 use crate::host;
@@ -44,7 +44,7 @@ struct Add<T> {
 }
 
 impl<T: Arithmetic> Work for Add<T> {
-    const PARAMS: &'static [Param] = &[Param::Ptr, Param::Ptr, Param::Ptr, Param::U64];
+    const PARAMS: &'static [KernelParam] = &[KernelParam::Ptr, KernelParam::Ptr, KernelParam::Ptr, KernelParam::U64];
 
     fn parse(args: &mut Args<'_>) -> Result<Self> {
         Ok(Add { to: args.ptr()?, a: args.ptr()?, b: args.ptr()?, len: args.u64()?, element: PhantomData })

@@ -5,7 +5,7 @@ use aquifer_device::{Access, AccessKind, Code, DeviceError, DevicePtr, KernelArg
 /// The type of a kernel's parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Param {
+pub enum KernelParam {
     /// A device address, 8 bytes.
     Ptr,
     /// A 32-bit unsigned integer.
@@ -18,12 +18,12 @@ pub enum Param {
     F64,
 }
 
-impl Param {
+impl KernelParam {
     /// Its size in bytes, as the driver reads it.
     pub const fn bytes(self) -> usize {
         match self {
-            Param::U32 | Param::F32 => 4,
-            Param::Ptr | Param::U64 | Param::F64 => 8,
+            KernelParam::U32 | KernelParam::F32 => 4,
+            KernelParam::Ptr | KernelParam::U64 | KernelParam::F64 => 8,
         }
     }
 
@@ -31,11 +31,11 @@ impl Param {
     pub fn decode(self, bytes: [u8; 8]) -> KernelArg {
         let [a, b, c, d, ..] = bytes;
         match self {
-            Param::Ptr => KernelArg::Ptr(DevicePtr(u64::from_le_bytes(bytes))),
-            Param::U32 => KernelArg::U32(u32::from_le_bytes([a, b, c, d])),
-            Param::U64 => KernelArg::U64(u64::from_le_bytes(bytes)),
-            Param::F32 => KernelArg::F32(f32::from_le_bytes([a, b, c, d])),
-            Param::F64 => KernelArg::F64(f64::from_le_bytes(bytes)),
+            KernelParam::Ptr => KernelArg::Ptr(DevicePtr(u64::from_le_bytes(bytes))),
+            KernelParam::U32 => KernelArg::U32(u32::from_le_bytes([a, b, c, d])),
+            KernelParam::U64 => KernelArg::U64(u64::from_le_bytes(bytes)),
+            KernelParam::F32 => KernelArg::F32(f32::from_le_bytes([a, b, c, d])),
+            KernelParam::F64 => KernelArg::F64(f64::from_le_bytes(bytes)),
         }
     }
 
@@ -43,11 +43,11 @@ impl Param {
     pub fn accepts(self, arg: &KernelArg) -> bool {
         matches!(
             (self, arg),
-            (Param::Ptr, KernelArg::Ptr(_))
-                | (Param::U32, KernelArg::U32(_))
-                | (Param::U64, KernelArg::U64(_))
-                | (Param::F32, KernelArg::F32(_))
-                | (Param::F64, KernelArg::F64(_))
+            (KernelParam::Ptr, KernelArg::Ptr(_))
+                | (KernelParam::U32, KernelArg::U32(_))
+                | (KernelParam::U64, KernelArg::U64(_))
+                | (KernelParam::F32, KernelArg::F32(_))
+                | (KernelParam::F64, KernelArg::F64(_))
         )
     }
 }
@@ -78,7 +78,7 @@ macro_rules! takers {
 
 impl<'a> Args<'a> {
     /// The arguments of a kernel, if they are as many and of such types as it declares.
-    pub(crate) fn checked(kernel: &'a str, params: &[Param], args: &'a [KernelArg]) -> Result<Args<'a>> {
+    pub(crate) fn checked(kernel: &'a str, params: &[KernelParam], args: &'a [KernelArg]) -> Result<Args<'a>> {
         if params.len() != args.len() {
             let (declared, given) = (params.len(), args.len());
             return Err(refuse(kernel, format!("{given} arguments given, {declared} declared")));

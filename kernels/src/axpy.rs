@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 use half::{bf16, f16};
 
-use crate::args::{Args, Param, Ranges};
+use crate::args::{Args, KernelParam, Ranges};
 use crate::arithmetic::Float;
 use crate::convert::convert;
 use crate::dtype::DType;
@@ -36,9 +36,9 @@ struct Axpy<T> {
 }
 
 impl<T: Float> Work for Axpy<T> {
-    const PARAMS: &'static [Param] = match T::DTYPE {
-        DType::F64 => &[Param::Ptr, Param::Ptr, Param::F64, Param::U64],
-        _ => &[Param::Ptr, Param::Ptr, Param::F32, Param::U64],
+    const PARAMS: &'static [KernelParam] = match T::DTYPE {
+        DType::F64 => &[KernelParam::Ptr, KernelParam::Ptr, KernelParam::F64, KernelParam::U64],
+        _ => &[KernelParam::Ptr, KernelParam::Ptr, KernelParam::F32, KernelParam::U64],
     };
 
     fn parse(args: &mut Args<'_>) -> Result<Self> {

@@ -14,10 +14,10 @@ use std::marker::PhantomData;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 use half::{bf16, f16};
 
-use crate::args::{Args, Param, Ranges};
+use crate::args::{Args, KernelParam, Ranges};
 use crate::convert::convert;
 use crate::dtype::{DType, Element};
-use crate::error::{Fault, KernelError};
+use crate::error::{KernelError, OperandFault};
 use crate::host;
 use crate::kernel::{Kernel, Shape, Variant, Work};
 use crate::kernels::Kernels;
@@ -58,7 +58,7 @@ struct Cast<S, D> {
 }
 
 impl<S: Element, D: Element> Work for Cast<S, D> {
-    const PARAMS: &'static [Param] = &[Param::Ptr, Param::Ptr, Param::U64];
+    const PARAMS: &'static [KernelParam] = &[KernelParam::Ptr, KernelParam::Ptr, KernelParam::U64];
 
     fn parse(args: &mut Args<'_>) -> Result<Self> {
         Ok(Cast { to: args.ptr()?, from: args.ptr()?, len: args.u64()?, elements: PhantomData })
@@ -117,7 +117,7 @@ impl Kernels {
         let variant = Variant::FromTo(from.dtype(), to.dtype());
         let kernel = KERNELS.iter().find(|kernel| kernel.variant == variant);
         let others = || DType::ALL.iter().copied().filter(|&dtype| dtype != from.dtype()).collect();
-        let kernel = kernel.ok_or_else(|| check.fault(&to, Fault::DType { expected: others() }))?;
+        let kernel = kernel.ok_or_else(|| check.fault(&to, OperandFault::DType { expected: others() }))?;
         check.len(&to, from.len())?;
         check.apart(&to, &[&from])?;
         if from.operand.is_empty() {

@@ -13,7 +13,7 @@
 use aquifer_allocator::DeviceBuffer;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 
-use crate::args::{Args, Param, Ranges};
+use crate::args::{Args, KernelParam, Ranges};
 use crate::error::KernelError;
 use crate::host;
 use crate::kernel::{Kernel, Shape, Variant, Work};
@@ -33,7 +33,7 @@ struct Checksum {
 }
 
 impl Work for Checksum {
-    const PARAMS: &'static [Param] = &[Param::Ptr, Param::U64, Param::Ptr];
+    const PARAMS: &'static [KernelParam] = &[KernelParam::Ptr, KernelParam::U64, KernelParam::Ptr];
 
     fn parse(args: &mut Args<'_>) -> Result<Self> {
         Ok(Checksum { from: args.ptr()?, bytes: args.u64()?, result: args.ptr()? })

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use aquifer_allocator::AllocError;
-use aquifer_device::{DeviceError, DevicePtr};
+use aquifer_device::{DeviceError, DeviceLabel, DeviceMismatch, DevicePtr};
 
 use crate::dtype::DType;
 
@@ -26,14 +26,12 @@ pub enum KernelError {
         reason: String,
     },
     /// The caller passed a stream of another device than the kernels were loaded on.
-    #[error("kernel {kernel}: the stream belongs to device #{stream}, the kernels were loaded on device #{kernels}")]
+    #[error("kernel {kernel}: the stream belongs to {devices}, where the kernels were loaded")]
     WrongStream {
         /// The kernel.
         kernel: &'static str,
-        /// Identity of the stream's device.
-        stream: u32,
-        /// Identity of the kernels' device.
-        kernels: u32,
+        /// The stream's device, and the kernels'.
+        devices: Box<DeviceMismatch>,
     },
     /// The device is older than what the device code was compiled for. Use a newer one.
     #[error(
@@ -41,8 +39,8 @@ pub enum KernelError {
         capability.0, capability.1, needs.0, needs.1
     )]
     TooOld {
-        /// Name of the device.
-        device: String,
+        /// The device.
+        device: DeviceLabel,
         /// What it has, major and minor number.
         capability: (u32, u32),
         /// What is needed.
@@ -63,31 +61,31 @@ pub enum KernelError {
 
 /// Memory that a kernel cannot work on, and why.
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("kernel {kernel}: `{operand}`, {len} elements of {dtype} on device #{device}, {fault}")]
+#[error("kernel {kernel}: `{operand}`, {len} elements of {dtype} on {device}, {fault}")]
 #[non_exhaustive]
 pub struct OperandError {
     /// The kernel.
     pub kernel: &'static str,
     /// The operand's name.
     pub operand: &'static str,
-    /// Identity of the device that it is on.
-    pub device: u32,
+    /// The device that it is on.
+    pub device: DeviceLabel,
     /// Its dtype.
     pub dtype: DType,
     /// Its elements.
     pub len: u64,
     /// What is wrong with it.
-    pub fault: Fault,
+    pub fault: OperandFault,
 }
 
 /// What is wrong with an operand.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Fault {
+pub enum OperandFault {
     /// It is on another device than the kernels were loaded on. Copy it there first.
     WrongDevice {
-        /// Identity of the kernels' device.
-        kernels: u32,
+        /// Its device, and the kernels'.
+        devices: Box<DeviceMismatch>,
     },
     /// Its dtype is none that the kernel takes here, given the other operands. Cast it first.
     DType {
@@ -121,13 +119,13 @@ pub enum Fault {
     },
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for OperandFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Fault::WrongDevice { kernels } => {
-                write!(f, "is needed on device #{kernels}, where the kernels were loaded")
+            OperandFault::WrongDevice { devices } => {
+                write!(f, "is needed on {}, where the kernels were loaded", devices.needed)
             }
-            Fault::DType { expected } => {
+            OperandFault::DType { expected } => {
                 f.write_str("must be of ")?;
                 for (index, dtype) in expected.iter().enumerate() {
                     let between = if index == 0 { "" } else { " or " };
@@ -135,11 +133,11 @@ impl fmt::Display for Fault {
                 }
                 Ok(())
             }
-            Fault::Len { expected } => write!(f, "must have {expected} elements"),
-            Fault::TooShort { needed } => write!(f, "must have {needed} elements at least, for its layout"),
-            Fault::Misaligned { ptr } => write!(f, "starts at {ptr}, which is no multiple of an element's size"),
-            Fault::Ragged { bytes } => write!(f, "has {bytes} bytes, which is no whole number of elements"),
-            Fault::Overlap { other } => write!(f, "is written and shares memory with `{other}`"),
+            OperandFault::Len { expected } => write!(f, "must have {expected} elements"),
+            OperandFault::TooShort { needed } => write!(f, "must have {needed} elements at least, for its layout"),
+            OperandFault::Misaligned { ptr } => write!(f, "starts at {ptr}, which is no multiple of an element's size"),
+            OperandFault::Ragged { bytes } => write!(f, "has {bytes} bytes, which is no whole number of elements"),
+            OperandFault::Overlap { other } => write!(f, "is written and shares memory with `{other}`"),
         }
     }
 }

@@ -5,7 +5,7 @@
 
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 
-use crate::args::{Args, Param, Ranges};
+use crate::args::{Args, KernelParam, Ranges};
 use crate::dtype::Element;
 use crate::error::KernelError;
 use crate::host::{self, CHUNK};
@@ -25,7 +25,7 @@ struct Fill {
 }
 
 impl Work for Fill {
-    const PARAMS: &'static [Param] = &[Param::Ptr, Param::U64, Param::U64];
+    const PARAMS: &'static [KernelParam] = &[KernelParam::Ptr, KernelParam::U64, KernelParam::U64];
 
     fn parse(args: &mut Args<'_>) -> Result<Self> {
         Ok(Fill { to: args.ptr()?, bytes: args.u64()?, pattern: args.u64()? })

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use aquifer_device::{Access, HostKernel, KernelArg, KernelMemory, Launch, RawModule, Result};
 
-use crate::args::{Args, Param, Ranges};
+use crate::args::{Args, KernelParam, Ranges};
 use crate::dtype::DType;
 use crate::module::Module;
 
@@ -44,7 +44,7 @@ impl Shape {
 
 /// What a family of kernels has in common; a value of it is one launch's arguments.
 pub(crate) trait Work: Sized {
-    const PARAMS: &'static [Param];
+    const PARAMS: &'static [KernelParam];
 
     fn parse(args: &mut Args<'_>) -> Result<Self>;
 
@@ -100,7 +100,7 @@ pub struct Kernel {
     /// The module that holds its device code.
     pub module: Module,
     /// Its parameters, in order.
-    pub params: &'static [Param],
+    pub params: &'static [KernelParam],
     pub(crate) variant: Variant,
     plan: PlanOf,
     run: RunOf,

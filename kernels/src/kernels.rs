@@ -7,10 +7,12 @@ use std::fmt;
 use std::sync::Arc;
 
 use aquifer_allocator::Turn;
-use aquifer_device::{AccessKind, Attribute, Device, DriverKind, KernelArg, RawModule, Stream};
+use aquifer_device::{
+    AccessKind, Attribute, Device, DeviceLabel, DeviceMismatch, DriverKind, KernelArg, RawModule, Stream,
+};
 
 use crate::dtype::DType;
-use crate::error::{Fault, KernelError, OperandError};
+use crate::error::{KernelError, OperandError, OperandFault};
 use crate::kernel::{Kernel, Variant};
 use crate::module::Module;
 use crate::operand::{Operand, Target};
@@ -65,7 +67,7 @@ impl Kernels {
     pub fn load(device: &Device) -> Result<Kernels, KernelError> {
         let capability = device.info().compute_capability;
         if capability < NEEDS {
-            return Err(KernelError::TooOld { device: device.info().name.clone(), capability, needs: NEEDS });
+            return Err(KernelError::TooOld { device: device.label(), capability, needs: NEEDS });
         }
         let processors = device.driver().attribute(Attribute::MultiprocessorCount)?;
         let processors = u32::try_from(processors).unwrap_or(u32::MAX);
@@ -85,7 +87,10 @@ impl Kernels {
     pub(crate) fn check(&self, kernel: &'static str, stream: &Stream) -> Result<Check, KernelError> {
         let device = self.0.device.id();
         if stream.device_id() != device {
-            return Err(KernelError::WrongStream { kernel, stream: stream.device_id(), kernels: device });
+            return Err(KernelError::WrongStream {
+                kernel,
+                devices: DeviceMismatch::between(stream.device_id(), device),
+            });
         }
         Ok(Check { kernel, device })
     }
@@ -184,14 +189,16 @@ impl Check {
     ) -> Result<Named<'a>, KernelError> {
         let named = Named { name, operand: operand.into() };
         let (ptr, bytes, size) = (named.operand.ptr(), named.operand.bytes(), named.dtype().bytes());
-        if named.operand.storage().device_id() != self.device {
-            return Err(self.fault(&named, Fault::WrongDevice { kernels: self.device }));
+        let device = named.operand.storage().device_id();
+        if device != self.device {
+            let devices = DeviceMismatch::between(device, self.device);
+            return Err(self.fault(&named, OperandFault::WrongDevice { devices }));
         }
         if bytes % size != 0 {
-            return Err(self.fault(&named, Fault::Ragged { bytes }));
+            return Err(self.fault(&named, OperandFault::Ragged { bytes }));
         }
         if ptr.0 % size != 0 {
-            return Err(self.fault(&named, Fault::Misaligned { ptr }));
+            return Err(self.fault(&named, OperandFault::Misaligned { ptr }));
         }
         Ok(named)
     }
@@ -205,12 +212,16 @@ impl Check {
         self.reads(name, target.into().operand())
     }
 
-    pub(crate) fn fault(&self, named: &Named<'_>, fault: Fault) -> KernelError {
+    pub(crate) fn fault(&self, named: &Named<'_>, fault: OperandFault) -> KernelError {
         let operand = named.operand;
+        let device = match &fault {
+            OperandFault::WrongDevice { devices } => devices.is.clone(),
+            _ => DeviceLabel::of(operand.storage().device_id()),
+        };
         KernelError::Operand(Box::new(OperandError {
             kernel: self.kernel,
             operand: named.name,
-            device: operand.storage().device_id(),
+            device,
             dtype: operand.dtype(),
             len: operand.len(),
             fault,
@@ -222,14 +233,14 @@ impl Check {
     }
 
     pub(crate) fn len(&self, named: &Named<'_>, expected: u64) -> Result<(), KernelError> {
-        if named.len() == expected { Ok(()) } else { Err(self.fault(named, Fault::Len { expected })) }
+        if named.len() == expected { Ok(()) } else { Err(self.fault(named, OperandFault::Len { expected })) }
     }
 
     pub(crate) fn dtype(&self, named: &Named<'_>, expected: DType) -> Result<(), KernelError> {
         if named.dtype() == expected {
             return Ok(());
         }
-        Err(self.fault(named, Fault::DType { expected: vec![expected] }))
+        Err(self.fault(named, OperandFault::DType { expected: vec![expected] }))
     }
 
     /// The kernel for this operand's dtype among those of an operation.
@@ -240,7 +251,7 @@ impl Check {
                 Variant::Of(dtype) => Some(dtype),
                 _ => None,
             });
-            self.fault(named, Fault::DType { expected: dtypes.collect() })
+            self.fault(named, OperandFault::DType { expected: dtypes.collect() })
         })
     }
 
@@ -248,11 +259,11 @@ impl Check {
     pub(crate) fn sized(&self, kernels: &'static [Kernel], named: &Named<'_>) -> Result<&'static Kernel, KernelError> {
         let size = named.dtype().bytes();
         let found = kernels.iter().find(|kernel| kernel.variant == Variant::Bytes(size));
-        found.ok_or_else(|| self.fault(named, Fault::DType { expected: DType::ALL.to_vec() }))
+        found.ok_or_else(|| self.fault(named, OperandFault::DType { expected: DType::ALL.to_vec() }))
     }
 
     pub(crate) fn at_least(&self, named: &Named<'_>, needed: u64) -> Result<(), KernelError> {
-        if named.len() >= needed { Ok(()) } else { Err(self.fault(named, Fault::TooShort { needed })) }
+        if named.len() >= needed { Ok(()) } else { Err(self.fault(named, OperandFault::TooShort { needed })) }
     }
 
     /// The product of extents.
@@ -264,7 +275,7 @@ impl Check {
     /// What is written shares nothing with any of the others.
     pub(crate) fn apart(&self, written: &Named<'_>, others: &[&Named<'_>]) -> Result<(), KernelError> {
         match others.iter().find(|other| written.operand.overlaps(&other.operand)) {
-            Some(other) => Err(self.fault(written, Fault::Overlap { other: other.name })),
+            Some(other) => Err(self.fault(written, OperandFault::Overlap { other: other.name })),
             None => Ok(()),
         }
     }

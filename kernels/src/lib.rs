@@ -123,10 +123,10 @@ mod spin;
 mod strided;
 mod transpose;
 
-pub use args::Param;
+pub use args::KernelParam;
 pub use checksum::checksum_of;
 pub use dtype::{DType, Element};
-pub use error::{Fault, KernelError, OperandError};
+pub use error::{KernelError, OperandError, OperandFault};
 pub use kernel::{Kernel, Shape};
 pub use kernels::Kernels;
 pub use module::Module;

@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 use half::{bf16, f16};
 
-use crate::args::{Args, Param, Ranges, refuse};
+use crate::args::{Args, KernelParam, Ranges, refuse};
 use crate::convert::convert;
 use crate::dtype::Element;
 use crate::error::KernelError;
@@ -41,7 +41,8 @@ struct Matmul<T> {
 }
 
 impl<T: Element> Work for Matmul<T> {
-    const PARAMS: &'static [Param] = &[Param::Ptr, Param::Ptr, Param::Ptr, Param::U64, Param::U64, Param::U64];
+    const PARAMS: &'static [KernelParam] =
+        &[KernelParam::Ptr, KernelParam::Ptr, KernelParam::Ptr, KernelParam::U64, KernelParam::U64, KernelParam::U64];
 
     fn parse(args: &mut Args<'_>) -> Result<Self> {
         let (c, a, b) = (args.ptr()?, args.ptr()?, args.ptr()?);

@@ -18,7 +18,7 @@
 use aquifer_allocator::DeviceBuffer;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 
-use crate::args::{Args, Param, Ranges};
+use crate::args::{Args, KernelParam, Ranges};
 use crate::error::KernelError;
 use crate::host;
 use crate::kernel::{Kernel, Shape, Variant, Work};
@@ -67,7 +67,7 @@ struct Write {
 }
 
 impl Work for Write {
-    const PARAMS: &'static [Param] = &[Param::Ptr, Param::U64, Param::U64];
+    const PARAMS: &'static [KernelParam] = &[KernelParam::Ptr, KernelParam::U64, KernelParam::U64];
 
     fn parse(args: &mut Args<'_>) -> Result<Self> {
         Ok(Write { to: args.ptr()?, bytes: args.u64()?, seed: args.u64()? })
@@ -101,7 +101,7 @@ struct Verify {
 }
 
 impl Work for Verify {
-    const PARAMS: &'static [Param] = &[Param::Ptr, Param::U64, Param::U64, Param::Ptr];
+    const PARAMS: &'static [KernelParam] = &[KernelParam::Ptr, KernelParam::U64, KernelParam::U64, KernelParam::Ptr];
 
     fn parse(args: &mut Args<'_>) -> Result<Self> {
         Ok(Verify { from: args.ptr()?, bytes: args.u64()?, seed: args.u64()?, result: args.ptr()? })

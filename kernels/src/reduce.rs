@@ -24,7 +24,7 @@ use aquifer_allocator::DeviceBuffer;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 use half::{bf16, f16};
 
-use crate::args::{Args, Param, Ranges};
+use crate::args::{Args, KernelParam, Ranges};
 use crate::arithmetic::Arithmetic;
 use crate::convert::convert;
 use crate::dtype::{DType, Element};
@@ -94,7 +94,7 @@ struct Sum<T, A> {
 }
 
 impl<T: Element, A: Arithmetic> Work for Sum<T, A> {
-    const PARAMS: &'static [Param] = &[Param::Ptr, Param::U64, Param::Ptr];
+    const PARAMS: &'static [KernelParam] = &[KernelParam::Ptr, KernelParam::U64, KernelParam::Ptr];
 
     fn parse(args: &mut Args<'_>) -> Result<Self> {
         Ok(Sum { from: args.ptr()?, len: args.u64()?, partial: args.ptr()?, elements: PhantomData })
@@ -149,7 +149,7 @@ struct Finish<A, D> {
 }
 
 impl<A: Arithmetic, D: Element> Work for Finish<A, D> {
-    const PARAMS: &'static [Param] = &[Param::Ptr, Param::U64, Param::Ptr];
+    const PARAMS: &'static [KernelParam] = &[KernelParam::Ptr, KernelParam::U64, KernelParam::Ptr];
 
     fn parse(args: &mut Args<'_>) -> Result<Self> {
         Ok(Finish { partial: args.ptr()?, blocks: args.u64()?, to: args.ptr()?, elements: PhantomData })

@@ -51,8 +51,8 @@ const fn all() -> [Kernel; count()] {
 /// The kernel with the given name.
 ///
 /// ```
-/// use aquifer_kernels::{Param, find};
-/// assert_eq!(find("fill").unwrap().params, [Param::Ptr, Param::U64, Param::U64]);
+/// use aquifer_kernels::{KernelParam, find};
+/// assert_eq!(find("fill").unwrap().params, [KernelParam::Ptr, KernelParam::U64, KernelParam::U64]);
 /// assert!(find("flil").is_none());
 /// ```
 pub fn find(name: &str) -> Option<&'static Kernel> {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use aquifer_device::{Access, KernelArg, KernelMemory, Result, Stream};
 
-use crate::args::{Args, Param, Ranges};
+use crate::args::{Args, KernelParam, Ranges};
 use crate::error::KernelError;
 use crate::kernel::{Kernel, Shape, Variant, Work};
 use crate::kernels::Kernels;
@@ -19,7 +19,7 @@ struct Spin {
 }
 
 impl Work for Spin {
-    const PARAMS: &'static [Param] = &[Param::U64];
+    const PARAMS: &'static [KernelParam] = &[KernelParam::U64];
 
     fn parse(args: &mut Args<'_>) -> Result<Self> {
         Ok(Spin { ns: args.u64()? })

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 
-use crate::args::{Args, Param, Ranges, refuse};
+use crate::args::{Args, KernelParam, Ranges, refuse};
 use crate::dtype::Bytes;
 use crate::error::KernelError;
 use crate::host;
@@ -136,17 +136,17 @@ struct Move<T, const GATHER: bool> {
 }
 
 impl<T: Bytes, const GATHER: bool> Work for Move<T, GATHER> {
-    const PARAMS: &'static [Param] = &[
-        Param::Ptr,
-        Param::Ptr,
-        Param::U64,
-        Param::U64,
-        Param::U64,
-        Param::U64,
-        Param::U64,
-        Param::U64,
-        Param::U64,
-        Param::U64,
+    const PARAMS: &'static [KernelParam] = &[
+        KernelParam::Ptr,
+        KernelParam::Ptr,
+        KernelParam::U64,
+        KernelParam::U64,
+        KernelParam::U64,
+        KernelParam::U64,
+        KernelParam::U64,
+        KernelParam::U64,
+        KernelParam::U64,
+        KernelParam::U64,
     ];
 
     fn parse(args: &mut Args<'_>) -> Result<Self> {

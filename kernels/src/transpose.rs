@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 
-use crate::args::{Args, Param, Ranges, refuse};
+use crate::args::{Args, KernelParam, Ranges, refuse};
 use crate::dtype::Bytes;
 use crate::error::KernelError;
 use crate::host;
@@ -34,7 +34,7 @@ struct Transpose<T> {
 }
 
 impl<T: Bytes> Work for Transpose<T> {
-    const PARAMS: &'static [Param] = &[Param::Ptr, Param::Ptr, Param::U64, Param::U64];
+    const PARAMS: &'static [KernelParam] = &[KernelParam::Ptr, KernelParam::Ptr, KernelParam::U64, KernelParam::U64];
 
     fn parse(args: &mut Args<'_>) -> Result<Self> {
         let (to, from) = (args.ptr()?, args.ptr()?);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use aquifer_allocator::AllocError;
-use aquifer_device::{DeviceError, Unavailable};
+use aquifer_device::{DeviceError, DeviceLabel, DeviceMismatch, Unavailable};
 use aquifer_kernels::{ConvertError, DType, KernelError};
 
 use crate::params::{CheckpointError, Stray, Strays};
@@ -95,14 +95,12 @@ pub enum TransferError {
         reason: &'static str,
     },
     /// The caller passed memory or a stream of another device.
-    #[error("the {what} belongs to device #{is}, and this needs one of device #{needed}")]
+    #[error("the {what} belongs to {devices}")]
     WrongDevice {
         /// What was passed.
         what: &'static str,
-        /// Identity of its device.
-        is: u32,
-        /// Identity of the device that was needed.
-        needed: u32,
+        /// Its device, and the one that was needed.
+        devices: Box<DeviceMismatch>,
     },
     /// The transfer was cancelled before it was complete. What it wrote so far is there, the rest is as it was.
     #[error("the transfer was cancelled")]
@@ -183,8 +181,8 @@ pub enum TransferError {
     NotNative {
         /// The dtype.
         dtype: DType,
-        /// Name of the device.
-        device: String,
+        /// The device.
+        device: DeviceLabel,
         /// What is missing.
         missing: &'static str,
     },
@@ -254,6 +252,12 @@ pub enum TransferError {
 }
 
 impl TransferError {
+    /// The caller passed what belongs to the device with the identity `is`, where that with `needed` was needed.
+    #[cold]
+    pub(crate) fn wrong_device(what: &'static str, is: u32, needed: u32) -> TransferError {
+        TransferError::WrongDevice { what, devices: DeviceMismatch::between(is, needed) }
+    }
+
     /// Whether memory was lacking, on the host or on the device, so that freeing some may help.
     pub fn is_out_of_memory(&self) -> bool {
         match self {

@@ -41,7 +41,7 @@ pub use pinned::{
 pub use placement::{Candidate, Chosen, Fallback, NoDevice, Placement, Refused, Verdict};
 pub use prefetch::{Batch, Prefetcher};
 pub use runtime::{Transfer, TransferConfig};
-pub use spill::{Access, SpillStats, Spillable, Spiller};
+pub use spill::{Resident, SpillStats, Spillable, Spiller};
 pub use staging::{DirectIo, FileReport, ScheduleReport, StagingConfig, StagingStats, VirtualSchedule};
 pub use tensor::{Layout, LayoutError, MAX_DIMENSIONS, OperandInfo, OperandsError, Place, Scalar, Tensor, To};
 pub use timer::{Timer, Timing};

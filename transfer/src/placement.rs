@@ -6,7 +6,7 @@
 use std::fmt;
 
 use aquifer_allocator::{Allocator, Bytes};
-use aquifer_device::{Device, DeviceInfo, DriverKind, get, gpus};
+use aquifer_device::{Device, DeviceInfo, DeviceLabel, get, gpus};
 use aquifer_kernels::DType;
 
 use crate::error::TransferError;
@@ -327,7 +327,7 @@ impl fmt::Display for Chosen {
                 write!(
                     f,
                     "chosen: {}, which has {} free of those that serve the most, for {needed}",
-                    name(device.info()),
+                    device.label(),
                     Bytes(free)
                 )?;
             }
@@ -351,7 +351,7 @@ impl fmt::Display for Verdicts<'_> {
         }
         let others = self.0.iter().enumerate().filter(|(index, _)| Some(*index) != self.1);
         for (position, (_, verdict)) in others.enumerate() {
-            write!(f, "{}{}: ", if position > 0 { "; " } else { "" }, name(&verdict.info))?;
+            write!(f, "{}{}: ", if position > 0 { "; " } else { "" }, DeviceLabel::from(&verdict.info))?;
             if verdict.refusals.is_empty() {
                 write!(f, "would serve, with {} free", Bytes(verdict.free.unwrap_or(0)))?;
             }
@@ -361,11 +361,6 @@ impl fmt::Display for Verdicts<'_> {
         }
         Ok(())
     }
-}
-
-fn name(info: &DeviceInfo) -> String {
-    let kind = if info.kind == DriverKind::Cuda { "cuda" } else { "sim" };
-    format!("{kind}:{} ({})", info.ordinal, info.name)
 }
 
 impl fmt::Display for Refused {

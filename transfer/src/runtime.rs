@@ -232,7 +232,7 @@ impl Transfer {
 
     pub(crate) fn check_device(&self, what: &'static str, is: u32) -> Result<(), TransferError> {
         let needed = self.device().id();
-        if is == needed { Ok(()) } else { Err(TransferError::WrongDevice { what, is, needed }) }
+        if is == needed { Ok(()) } else { Err(TransferError::wrong_device(what, is, needed)) }
     }
 
     pub(crate) fn refuse_capture(&self, stream: &Stream) -> Result<(), TransferError> {

@@ -101,7 +101,7 @@ pub struct Spillable<T> {
 /// A spillable buffer in use: device memory that stays there until this is dropped. Work is enqueued with turns, as ever; when this is dropped, it need
 /// not be done.
 #[must_use = "the memory may go again once this is dropped"]
-pub struct Access<'a, T> {
+pub struct Resident<'a, T> {
     entry: &'a Entry,
     buffer: DeviceBuffer<T>,
 }
@@ -273,7 +273,7 @@ impl<T: Pod + Send + Sync> Spillable<T> {
     ///
     /// # Errors
     /// When device memory runs out, though others were spilled; a stream of another device; those of the driver. The contents are where they were.
-    pub fn access(&self, stream: &Stream) -> Result<Access<'_, T>, TransferError> {
+    pub fn access(&self, stream: &Stream) -> Result<Resident<'_, T>, TransferError> {
         let bytes = self.entry.access(stream)?;
         // Counted from here on, so that a failure below is undone by its end.
         let guard = InUse(&self.entry);
@@ -281,7 +281,7 @@ impl<T: Pod + Send + Sync> Spillable<T> {
             .cast()
             .ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })?;
         std::mem::forget(guard);
-        Ok(Access { entry: &self.entry, buffer })
+        Ok(Resident { entry: &self.entry, buffer })
     }
 }
 
@@ -310,13 +310,13 @@ impl Drop for InUse<'_> {
     }
 }
 
-impl<T> Drop for Access<'_, T> {
+impl<T> Drop for Resident<'_, T> {
     fn drop(&mut self) {
         drop(InUse(self.entry));
     }
 }
 
-impl<T> Deref for Access<'_, T> {
+impl<T> Deref for Resident<'_, T> {
     type Target = DeviceBuffer<T>;
 
     fn deref(&self) -> &DeviceBuffer<T> {
@@ -324,7 +324,7 @@ impl<T> Deref for Access<'_, T> {
     }
 }
 
-impl<T> Access<'_, T> {
+impl<T> Resident<'_, T> {
     /// The buffer, to be written.
     pub fn buffer_mut(&mut self) -> &mut DeviceBuffer<T> {
         &mut self.buffer
@@ -347,9 +347,9 @@ impl<T> fmt::Debug for Spillable<T> {
     }
 }
 
-impl<T> fmt::Debug for Access<'_, T> {
+impl<T> fmt::Debug for Resident<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Access").field(&self.buffer).finish()
+        f.debug_tuple("Resident").field(&self.buffer).finish()
     }
 }
 

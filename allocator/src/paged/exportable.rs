@@ -62,7 +62,7 @@ impl Allocator {
     /// [`AllocError::Unsupported`] where the device has no such handles; a stream that captures; else as [`Allocator::alloc`].
     pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {
         if stream.device_id() != self.device().id() {
-            return Err(AllocError::WrongDevice { what: "stream" });
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
         }
         if bytes >= REQUEST_LIMIT {
             return Err(AllocError::TooLarge { requested: bytes });

@@ -76,7 +76,7 @@ impl Allocator {
     /// another device; a failing driver, [`aquifer_device::ErrorKind::OutOfAddresses`] among its reasons.
     pub fn growable(&self, capacity: u64, stream: &Stream) -> Result<Growable, AllocError> {
         if stream.device_id() != self.device().id() {
-            return Err(AllocError::WrongDevice { what: "stream" });
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
         }
         if capacity >= REQUEST_LIMIT {
             return Err(AllocError::TooLarge { requested: capacity });
@@ -235,12 +235,14 @@ impl Growable {
         refuse_capture_apart(stream)?;
         let size = bytes.next_multiple_of(self.granule);
         if size > self.size() {
+            // Here it can be refused; after the growth it is not.
+            self.storage.note_growth(stream)?;
             let retaken = self.take_retired(size);
             if let Err(error) = self.fill(size, bytes, stream, &retaken) {
                 self.put_back(retaken, size);
                 return Err(error);
             }
-            self.storage.note_growth(stream);
+            self.storage.note_growth(stream)?;
         }
         self.allocator().shell().whole().set_owned(self.ptr().0, size, bytes);
         self.holding.set_bytes(bytes);

@@ -53,8 +53,9 @@ impl Holding {
 
     /// Notes that `stream` uses the memory, too.
     pub(crate) fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
-        if stream.device_id() != self.allocator.device().id() {
-            return Err(AllocError::WrongDevice { what: "stream" });
+        let device_id = self.allocator.device().id();
+        if stream.device_id() != device_id {
+            return Err(AllocError::wrong_device("stream", stream.device_id(), device_id));
         }
         let slot = self.allocator.shell().core().slot(stream);
         let mut users = self.users.lock();

@@ -78,7 +78,8 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::WrongDevice`] for an allocation of another allocator; [`AllocError::Asleep`] while there is no memory.
+    /// [`AllocError::WrongAllocator`] or [`AllocError::WrongDevice`] for an allocation of another allocator;
+    /// [`AllocError::Asleep`] while there is no memory.
     pub fn pin_mapping(&self, allocation: &Allocation) -> Result<PinnedMapping, AllocError> {
         // Not while the allocator falls asleep, which looks at what is pinned once.
         let _gate = self.gate().shared();
@@ -87,7 +88,9 @@ impl Allocator {
             return Ok(PinnedMapping { allocator: self.clone(), range: 0..0, pinned: Pinned::Nothing });
         };
         if !std::ptr::eq(arena.shell, self.shell()) {
-            return Err(AllocError::WrongDevice { what: "allocation" });
+            drop(core);
+            let is = arena.look(|desk| desk.device_id);
+            return Err(AllocError::wrong_allocator("allocation", is, self.device().id()));
         }
         if core.is_asleep() {
             return Err(AllocError::Asleep);

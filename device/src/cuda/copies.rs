@@ -18,7 +18,7 @@ use super::raw::{pointer, size};
 use super::rows::touched_rows;
 use super::shapes::CopyAttributes;
 use super::streams::LiveStream;
-use crate::copies::{Copy2d, CopyPart, Place, Touched, first_overlap};
+use crate::copies::{Copy2d, CopyEnd, CopyPart, Touched, first_overlap};
 use crate::driver::{DevicePtr, RawStream};
 use crate::error::{Operation, Result};
 
@@ -199,19 +199,19 @@ impl CudaDriver {
     }
 
     /// Refuses copies within the host, which the driver would make at once, waiting.
-    fn check_ends(&self, operation: Operation, dst: Place, src: Place) -> Result<()> {
-        if matches!((dst, src), (Place::Host(_), Place::Host(_))) {
+    fn check_ends(&self, operation: Operation, dst: CopyEnd, src: CopyEnd) -> Result<()> {
+        if matches!((dst, src), (CopyEnd::Host(_), CopyEnd::Host(_))) {
             return Err(bad_value(operation, "both ends of a copy are on the host"));
         }
         Ok(())
     }
 
     /// Refuses an end of a copy that is neither live device memory nor page-locked.
-    fn check_place(&self, operation: Operation, place: Place, bytes: u64) -> Result<()> {
+    fn check_place(&self, operation: Operation, place: CopyEnd, bytes: u64) -> Result<()> {
         match place {
-            Place::Device(ptr) => self.check_memory(operation, ptr, bytes),
-            Place::Host(ptr) if self.host.hold(ptr.0 as u64, bytes) => Ok(()),
-            Place::Host(ptr) => {
+            CopyEnd::Device(ptr) => self.check_memory(operation, ptr, bytes),
+            CopyEnd::Host(ptr) if self.host.hold(ptr.0 as u64, bytes) => Ok(()),
+            CopyEnd::Host(ptr) => {
                 let detail = format!("{bytes} bytes at {:#x} are not page-locked memory of this device", ptr.0);
                 Err(bad_value(operation, detail))
             }
@@ -227,26 +227,26 @@ fn refuse_overlap(operation: Operation, touched: Vec<Touched>) -> Result<()> {
 }
 
 /// A place in the unified address space of host and device.
-fn address(place: Place) -> u64 {
+fn address(place: CopyEnd) -> u64 {
     match place {
-        Place::Device(ptr) => ptr.0,
-        Place::Host(ptr) => ptr.0 as u64,
+        CopyEnd::Device(ptr) => ptr.0,
+        CopyEnd::Host(ptr) => ptr.0 as u64,
     }
 }
 
 /// A description of rows with both ends and nothing else set.
-fn ends(dst: Place, src: Place) -> CUDA_MEMCPY2D {
+fn ends(dst: CopyEnd, src: CopyEnd) -> CUDA_MEMCPY2D {
     let kind = |place| match place {
-        Place::Device(_) => CUmemorytype::CU_MEMORYTYPE_DEVICE,
-        Place::Host(_) => CUmemorytype::CU_MEMORYTYPE_HOST,
+        CopyEnd::Device(_) => CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        CopyEnd::Host(_) => CUmemorytype::CU_MEMORYTYPE_HOST,
     };
     let host = |place| match place {
-        Place::Device(_) => ptr::null_mut::<c_void>(),
-        Place::Host(ptr) => pointer(ptr.0 as u64),
+        CopyEnd::Device(_) => ptr::null_mut::<c_void>(),
+        CopyEnd::Host(ptr) => pointer(ptr.0 as u64),
     };
     let device = |place| match place {
-        Place::Device(ptr) => ptr.0,
-        Place::Host(_) => 0,
+        CopyEnd::Device(ptr) => ptr.0,
+        CopyEnd::Host(_) => 0,
     };
     CUDA_MEMCPY2D {
         srcXInBytes: 0,

@@ -36,7 +36,8 @@ pub fn device_of(context: Arc<CudaContext>) -> Result<Device> {
 /// # Errors
 /// When the device is simulated, or cudarc cannot use the driver that the device uses.
 pub fn context_of(device: &Device) -> Result<Arc<CudaContext>> {
-    driver_of(device.driver(), Operation::Init)?.cudarc_context()
+    let context = driver_of(device.driver(), Operation::Init)?.cudarc_context();
+    device.context().driver.heard(context)
 }
 
 /// cudarc's object of a stream, to enqueue work of cudarc's on it. The stream lives as long as the object does.
@@ -49,7 +50,8 @@ pub fn context_of(device: &Device) -> Result<Arc<CudaContext>> {
 pub fn stream_of(stream: &Stream) -> Result<Arc<CudaStream>> {
     let operation = Operation::CreateStream;
     let raw = stream.timeline().usable(operation)?;
-    driver_of(stream.driver(), operation)?.cudarc_stream(raw)
+    let stream_of = driver_of(stream.driver(), operation)?.cudarc_stream(raw);
+    stream.context().driver.heard(stream_of)
 }
 
 /// Takes part in the ordering of a stream of cudarc's, which is kept alive until this is released or dropped.

@@ -19,6 +19,7 @@ use super::memory::bad_value;
 use super::raw::{pointer, size};
 use crate::driver::{DevicePtr, Driver, RawEvent, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::label::DeviceLabel;
 
 /// `CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED`.
 const ALREADY_ENABLED: Code = Code(704);
@@ -64,8 +65,8 @@ impl CudaDriver {
         self.forbid_capture(operation, &stream, "copies between devices cannot be captured")?;
         self.check_memory(operation, dst, bytes)?;
         peer.check_memory(operation, src, bytes).map_err(|error| {
-            let ordinal = peer.info.ordinal;
-            error.with_detail(format!("{bytes} bytes at {src} are not all live memory of the peer, device {ordinal}"))
+            let label = DeviceLabel::from(&peer.info);
+            error.with_detail(format!("{bytes} bytes at {src} are not all live memory of the peer, {label}"))
         })?;
         if ptr::eq(self, peer) && dst.0.abs_diff(src.0) < bytes {
             return Err(bad_value(operation, format!("{bytes} bytes at {dst} and at {src} overlap")));

@@ -2,14 +2,14 @@
 
 use std::ops::Range;
 
-use crate::copies::{Copy2d, Place, Touched, first_overlap};
+use crate::copies::{Copy2d, CopyEnd, Touched, first_overlap};
 
 impl Touched {
     /// `bytes` bytes at `place`; the range ends with the address space.
-    pub(super) fn new(place: Place, bytes: u64, writes: bool) -> Touched {
+    pub(super) fn new(place: CopyEnd, bytes: u64, writes: bool) -> Touched {
         let (host, start) = match place {
-            Place::Device(ptr) => (false, ptr.0),
-            Place::Host(ptr) => (true, ptr.0 as u64),
+            CopyEnd::Device(ptr) => (false, ptr.0),
+            CopyEnd::Host(ptr) => (true, ptr.0 as u64),
         };
         Touched { host, range: start..start.saturating_add(bytes), writes }
     }
@@ -42,8 +42,8 @@ mod tests {
     use super::*;
     use crate::driver::{DevicePtr, HostPtr};
 
-    fn device(start: u64) -> Place {
-        Place::Device(DevicePtr(start))
+    fn device(start: u64) -> CopyEnd {
+        CopyEnd::Device(DevicePtr(start))
     }
 
     fn overlap(rows: (u64, u64), pitches: (u64, u64), width: u64, height: u64) -> Option<u64> {
@@ -64,7 +64,7 @@ mod tests {
 
     #[test]
     fn host_and_device_never_overlap() {
-        let host = Place::Host(HostPtr(100));
+        let host = CopyEnd::Host(HostPtr(100));
         assert_eq!(first_overlap(vec![Touched::new(host, 10, true), Touched::new(device(100), 10, true)]), None);
         assert_eq!(first_overlap(vec![Touched::new(host, 0, true), Touched::new(host, 10, true)]), None);
         let twice = vec![Touched::new(device(0), 10, false), Touched::new(device(5), 10, false)];

@@ -6,7 +6,7 @@ use super::machine::Machine;
 use super::race::Space;
 use super::refused::{Answer, Refused};
 use super::violation::{OpRef, ViolationKind};
-use super::work::{Body, End, HostPart};
+use super::work::{Body, End, HostPart, explain};
 use crate::driver::{DevicePtr, HostPtr, RawStream, StreamFlags};
 use crate::error::{Code, Operation};
 use crate::launch::{AccessKind, Launch};
@@ -136,8 +136,13 @@ impl Machine {
         let Some(submitted) = self.submit(id, Body::ToWaiting { from: from.clone() })? else { return Ok(()) };
         self.wait_until(submitted.finish)?;
         self.detector.known.learn(&self.streams.get(id)?.clock);
-        let gone = |_| Refused::new(Code::ILLEGAL_ADDRESS, "the source was unmapped while it was copied");
-        let pieces = self.address.pieces(from).map_err(gone)?;
+        let pieces = match self.address.pieces(from) {
+            Ok(pieces) => pieces,
+            Err(illegal) => {
+                let why = format!("{}: {}", submitted.op, explain(&illegal));
+                return Err(self.lose(Code::ILLEGAL_ADDRESS, &why));
+            }
+        };
         let mut taken = vec![0; bytes];
         self.memory.read(&pieces, &mut taken);
         give(&taken);

@@ -4,20 +4,20 @@ use super::calls::range;
 use super::machine::Machine;
 use super::refused::{Answer, Refused};
 use super::work::{Body, End, Part};
-use crate::copies::{Copy2d, CopyPart, Place, Touched, first_overlap};
+use crate::copies::{Copy2d, CopyEnd, CopyPart, Touched, first_overlap};
 use crate::driver::RawStream;
 use crate::error::{Code, Operation};
 
 /// The place `bytes` bytes further on.
-fn further(place: Place, bytes: u64) -> Option<Place> {
+fn further(place: CopyEnd, bytes: u64) -> Option<CopyEnd> {
     Some(match place {
-        Place::Device(mut ptr) => {
+        CopyEnd::Device(mut ptr) => {
             ptr.0 = ptr.0.checked_add(bytes)?;
-            Place::Device(ptr)
+            CopyEnd::Device(ptr)
         }
-        Place::Host(mut ptr) => {
+        CopyEnd::Host(mut ptr) => {
             ptr.0 = ptr.0.checked_add(usize::try_from(bytes).ok()?)?;
-            Place::Host(ptr)
+            CopyEnd::Host(ptr)
         }
     })
 }
@@ -64,17 +64,17 @@ impl Machine {
         self.submit(id, Body::Copy { operation, parts: parts.into() }).map(|_| ())
     }
 
-    fn part(&self, dst: Place, src: Place, bytes: u64) -> Answer<Part> {
-        if matches!((dst, src), (Place::Host(_), Place::Host(_))) {
+    fn part(&self, dst: CopyEnd, src: CopyEnd, bytes: u64) -> Answer<Part> {
+        if matches!((dst, src), (CopyEnd::Host(_), CopyEnd::Host(_))) {
             return Err(Refused::value("both ends of a copy are on the host"));
         }
         Ok(Part { to: self.end(dst, bytes)?, from: self.end(src, bytes)? })
     }
 
-    fn end(&self, place: Place, bytes: u64) -> Answer<End> {
+    fn end(&self, place: CopyEnd, bytes: u64) -> Answer<End> {
         match place {
-            Place::Device(ptr) => range(ptr, bytes).map(End::Device),
-            Place::Host(ptr) => {
+            CopyEnd::Device(ptr) => range(ptr, bytes).map(End::Device),
+            CopyEnd::Host(ptr) => {
                 let part = usize::try_from(bytes).ok().and_then(|bytes| self.page_locked(ptr.0, bytes));
                 let detail = || format!("{bytes} bytes at {:#x} are not page-locked memory of this device", ptr.0);
                 part.map(End::Host).ok_or_else(|| Refused::value(detail()))

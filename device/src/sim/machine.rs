@@ -21,9 +21,9 @@ use super::preset::call_cost_ns;
 use super::queue::Streams;
 use super::race::{Detector, Space};
 use super::refused::{Answer, Refused};
-use super::violation::{OpRef, ViolationKind};
+use super::violation::{OpRef, Violation, ViolationKind};
 use super::vmm::Physicals;
-use super::work::{Body, HostPart, explain};
+use super::work::{Body, Cause, HostPart};
 use crate::driver::PoolUsage;
 use crate::error::{Code, Operation};
 
@@ -32,6 +32,20 @@ use crate::error::{Code, Operation};
 pub(super) struct Pending {
     op: OpRef,
     body: Body,
+}
+
+/// What the device was lost by.
+#[derive(Debug)]
+struct Lost {
+    code: Code,
+    /// The work that failed, where, and why, as far as there was any.
+    why: Box<str>,
+}
+
+impl Lost {
+    fn refusal(&self) -> Refused {
+        Refused::new(self.code, format!("the simulated device is lost: {}", self.why))
+    }
 }
 
 /// When scheduled work finishes; then, among work that finishes at the same time, its lot and its number.
@@ -48,7 +62,7 @@ pub(super) struct Machine {
     pub(super) calls: u64,
     /// Virtual ns that driver calls cost the host so far, without waits and without injected delays.
     pub(super) in_calls: u64,
-    lost: Option<Code>,
+    lost: Option<Lost>,
     /// Ordinal of the device.
     pub(super) ordinal: u32,
     /// Operations numbered so far.
@@ -117,7 +131,7 @@ impl Machine {
             None => Ok(()),
             Some(code) => {
                 if is_sticky(code) {
-                    self.lose(code);
+                    self.lose(code, "by an injected fault");
                 }
                 Err(Refused::new(code, "injected fault"))
             }
@@ -132,17 +146,15 @@ impl Machine {
     }
 
     pub(super) fn check_lost(&self) -> Answer<()> {
-        match self.lost {
-            None => Ok(()),
-            Some(code) => Err(Refused::new(code, "the simulated device is lost; every call fails from now on")),
-        }
+        self.lost.as_ref().map_or(Ok(()), |lost| Err(lost.refusal()))
     }
 
-    /// Loses the device. What was pending never happens, so nothing can meet it in memory any more.
-    fn lose(&mut self, code: Code) {
-        self.lost.get_or_insert(code);
+    /// Loses the device, and tells what calls are answered then. What was pending never happens, so nothing can meet it
+    /// in memory any more.
+    pub(super) fn lose(&mut self, code: Code, why: &str) -> Refused {
         self.pending.clear();
         self.detector.end();
+        self.lost.get_or_insert_with(|| Lost { code, why: why.into() }).refusal()
     }
 
     /// Lets virtual time pass, running the work whose time comes.
@@ -189,12 +201,24 @@ impl Machine {
             return;
         }
         if let Err(broken) = pending.body.run(&mut self.memory, &self.address) {
-            tracing::error!(op = %pending.op, code = broken.code.name(), "the simulated device is lost");
-            if let Some(range) = broken.undeclared {
+            let why = self.explain_broken(pending.op, broken.cause);
+            tracing::error!(code = broken.code.name(), %why, "the simulated device is lost");
+            self.lose(broken.code, &why);
+        }
+    }
+
+    /// Why work failed, in words; reports what nobody could see before it ran.
+    fn explain_broken(&mut self, op: OpRef, cause: Cause) -> String {
+        match cause {
+            Cause::Reported(violation) => violation.to_string(),
+            Cause::Other(why) => format!("{op}: {why}"),
+            Cause::Undeclared(range) => {
                 let missing = "the launch did not declare that it touches this".to_owned();
-                self.detector.report(ViolationKind::Undeclared, None, pending.op, range, missing);
+                let violation = Violation { kind: ViolationKind::Undeclared, first: None, second: op, range, missing };
+                let why = violation.to_string();
+                self.detector.report(violation);
+                why
             }
-            self.lose(broken.code);
         }
     }
 
@@ -251,18 +275,19 @@ impl Machine {
                 Some(by) => format!("the page-locked memory was taken away by {by}"),
                 None => "the page-locked memory is gone".to_owned(),
             };
-            self.detector.report(ViolationKind::UseAfterFree, by, op, range, missing);
-            body = Body::Fault;
+            let violation = Violation { kind: ViolationKind::UseAfterFree, first: by, second: op, range, missing };
+            body = Body::Fault { violation: violation.to_string().into() };
+            self.detector.report(violation);
         }
         let touches = body.touches();
         for touch in touches.iter().filter(|touch| touch.space == Space::Device) {
             if let Err(illegal) = self.address.check(touch.range.clone()) {
-                let range = illegal.at.max(touch.range.start)..touch.range.end;
-                self.detector.report(illegal.kind, illegal.gone, op, range, explain(&illegal));
-                body = Body::Fault;
+                let violation = illegal.violation(op, &touch.range);
+                body = Body::Fault { violation: violation.to_string().into() };
+                self.detector.report(violation);
             }
         }
-        if !matches!(body, Body::Fault) {
+        if !matches!(body, Body::Fault { .. }) {
             let clock = &self.streams.get(id)?.clock;
             for touch in touches {
                 self.detector.access(touch.space, touch.range, touch.kind, epoch, clock);

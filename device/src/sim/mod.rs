@@ -10,7 +10,7 @@
 //! * **Every access is checked** in program order, by happens-before between streams, events and the host: a
 //!   [`Violation`] names two operations and the missing edge, whatever the seed. The detector never changes results.
 //! * **Rules are enforced** as CUDA has them: mappings, captures, default streams, dead handles. Work that touches memory
-//!   which is not there loses the device, as on hardware.
+//!   which is not there loses the device, as on hardware; all errors from then on say which work, where and why.
 //! * **Faults can be ordered**: see [`Fault`].
 //! * **The device may lag** behind the host by a number of events: see [`Lagging`].
 //!

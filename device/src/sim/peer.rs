@@ -27,6 +27,7 @@ use super::violation::OpRef;
 use super::work::{Body, explain};
 use crate::driver::{DevicePtr, Driver, RawEvent, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::label::DeviceLabel;
 use crate::launch::AccessKind;
 
 /// What a device tells another one of an event: what came before its record, and whose work that may name.
@@ -59,9 +60,9 @@ impl SimDriver {
     fn step_on_peer<T>(&self, operation: Operation, step: impl FnOnce(&mut Machine) -> Answer<T>) -> Result<T> {
         let step = |machine: &mut Machine| machine.check_lost().and_then(|()| step(machine));
         self.step(operation, step).map_err(|error| {
-            let ordinal = self.info.ordinal;
+            let label = DeviceLabel::from(&self.info);
             let detail = error.detail.as_deref().unwrap_or_default();
-            let detail = format!("on the peer, device {ordinal}: {detail}");
+            let detail = format!("on the peer, {label}: {detail}");
             error.with_detail(detail)
         })
     }
@@ -103,8 +104,11 @@ impl SimDriver {
         }
         let source = peer.step_on_peer(operation, |machine| Ok(machine.take_for_peer(from.clone())))?;
         let (contents, illegal) = match source {
-            Ok(contents) => (Some(contents), None),
-            Err(illegal) => (None, Some(illegal)),
+            Ok(contents) => (Ok(contents), None),
+            Err(illegal) => {
+                let why = format!("on the peer, {}: {}", DeviceLabel::from(&peer.info), explain(&illegal));
+                (Err(why.into()), Some(illegal))
+            }
         };
         let copy = self.step(operation, |machine| machine.copy_from_peer(stream, to, contents))?;
         // Lost meanwhile: nothing more happens there, so there is nothing to find.
@@ -166,7 +170,7 @@ impl Machine {
         &mut self,
         stream: RawStream,
         to: Range<u64>,
-        contents: Option<Arc<[Content]>>,
+        contents: Result<Arc<[Content]>, Arc<str>>,
     ) -> Answer<Enqueued> {
         self.check_lost()?;
         let id = self.streams.find(stream)?;
@@ -186,8 +190,7 @@ impl Machine {
         match illegal.map_or_else(|| self.address.check(from.clone()), Err) {
             Ok(()) => self.detector.access(Space::Device, from, AccessKind::Read, epoch, &clock),
             Err(illegal) => {
-                let range = illegal.at.max(from.start)..from.end;
-                self.detector.report(illegal.kind, illegal.gone, epoch.op, range, explain(&illegal));
+                self.detector.report(illegal.violation(epoch.op, &from));
             }
         }
     }

@@ -214,13 +214,13 @@ impl Detector {
     pub(super) fn conflict(&mut self, conflict: &Conflict, second: OpRef) {
         let pool_free = second.operation == Some(crate::error::Operation::FreeAsync);
         let kind = if pool_free { ViolationKind::PendingWork } else { conflict.kind };
-        self.report(
+        self.report(Violation {
             kind,
-            Some(conflict.first.op),
+            first: Some(conflict.first.op),
             second,
-            conflict.range.clone(),
-            missing_edge(&conflict.first, &second),
-        );
+            range: conflict.range.clone(),
+            missing: missing_edge(&conflict.first, &second),
+        });
     }
 
     /// Reports work that the host does not know complete, in memory that `second` takes away or touches.
@@ -239,27 +239,22 @@ impl Detector {
         };
         let pending = shadow.pending(range, writes_only, |epoch| self.known.knows(epoch.stream, epoch.seq));
         for (epoch, piece) in &pending {
-            self.report(kind, Some(epoch.op), second, piece.clone(), host_has_not_waited(epoch, &second));
+            let (first, range, missing) = (Some(epoch.op), piece.clone(), host_has_not_waited(epoch, &second));
+            self.report(Violation { kind, first, second, range, missing });
         }
         pending.into_iter().map(|(epoch, _)| epoch).collect()
     }
 
     /// Notes a violation, once for each pair of operations.
-    pub(super) fn report(
-        &mut self,
-        kind: ViolationKind,
-        first: Option<OpRef>,
-        second: OpRef,
-        range: Range<u64>,
-        missing: String,
-    ) {
-        if !self.reported.insert((first.as_ref().map(key), key(&second))) {
+    pub(super) fn report(&mut self, violation: Violation) {
+        if !self.reported.insert((violation.first.as_ref().map(key), key(&violation.second))) {
             return;
         }
         self.found += 1;
         if self.violations.len() < KEPT_MAX {
+            let Violation { kind, second, .. } = &violation;
             tracing::warn!(%kind, %second, "the simulated device found a violation");
-            self.violations.push(Violation { kind, first, second, range, missing });
+            self.violations.push(violation);
         }
     }
 

@@ -63,7 +63,7 @@ impl fmt::Display for Place<'_> {
             Some(stream) => write!(f, "{stream}")?,
             None => f.write_str("the host")?,
         }
-        self.0.peer.map_or(Ok(()), |peer| write!(f, " of device {peer}"))
+        self.0.peer.map_or(Ok(()), |peer| write!(f, " of sim:{peer}"))
     }
 }
 

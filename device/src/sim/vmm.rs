@@ -12,7 +12,7 @@ use super::memory::StoreId;
 use super::preset::mappings_cost_ns;
 use super::race::{Epoch, Space, host_has_not_waited};
 use super::refused::{Answer, Refused};
-use super::violation::ViolationKind;
+use super::violation::{Violation, ViolationKind};
 use super::work::Body;
 use crate::driver::{DevicePtr, RawPhysical, RawStream};
 use crate::error::{Code, Operation};
@@ -182,8 +182,9 @@ impl Machine {
         let op = self.op_ref(None, Operation::ReleasePhysical, None);
         for epoch in self.physicals.unfinished.remove(&number).unwrap_or_default() {
             if !self.detector.known.knows(epoch.stream, epoch.seq) {
+                let (kind, range) = (ViolationKind::PendingWork, 0..physical.bytes);
                 let missing = host_has_not_waited(&epoch, &op);
-                self.detector.report(ViolationKind::PendingWork, Some(epoch.op), op, 0..physical.bytes, missing);
+                self.detector.report(Violation { kind, first: Some(epoch.op), second: op, range, missing });
             }
         }
     }

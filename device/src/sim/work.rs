@@ -9,7 +9,7 @@ use super::engine::{Cost, Unit};
 use super::host::HostBlock;
 use super::memory::{Content, Memory};
 use super::race::Space;
-use super::violation::ViolationKind;
+use super::violation::{OpRef, Violation, ViolationKind};
 use crate::driver::DevicePtr;
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::launch::{AccessKind, KernelMemory, Launch};
@@ -88,8 +88,8 @@ pub(super) enum Body {
     Copy { operation: Operation, parts: Arc<[Part]> },
     /// Copies bytes that were taken from pageable memory.
     FromTaken { to: Range<u64>, bytes: Arc<[u8]> },
-    /// Copies what was in a peer's memory; nothing, if the source was not there.
-    FromPeer { to: Range<u64>, contents: Option<Arc<[Content]>> },
+    /// Copies what was in a peer's memory; nothing, if the source was not there, but why.
+    FromPeer { to: Range<u64>, contents: std::result::Result<Arc<[Content]>, Arc<str>> },
     /// Copies to pageable memory; the waiting host takes the bytes itself.
     ToWaiting { from: Range<u64> },
     /// Runs a kernel.
@@ -98,8 +98,8 @@ pub(super) enum Body {
     PoolAlloc { memory: Range<u64> },
     /// Ends the life of pool memory.
     PoolFree { memory: Range<u64> },
-    /// Touches memory that is not there.
-    Fault,
+    /// Touches memory that is not there: what was reported of it.
+    Fault { violation: Arc<str> },
 }
 
 /// An access of a piece of work.
@@ -130,7 +130,7 @@ impl Body {
             Body::FromTaken { .. } => Operation::CopyToDevice,
             Body::FromPeer { .. } => Operation::CopyPeer,
             Body::ToWaiting { .. } => Operation::CopyToHost,
-            Body::Kernel(_) | Body::Fault => Operation::Launch,
+            Body::Kernel(_) | Body::Fault { .. } => Operation::Launch,
             Body::PoolAlloc { .. } => Operation::AllocAsync,
             Body::PoolFree { .. } => Operation::FreeAsync,
         }
@@ -161,7 +161,7 @@ impl Body {
                 let accesses = launch.accesses.iter().filter(|access| access.bytes > 0);
                 accesses.map(|access| Touch::device(&access.ptr.range(access.bytes), access.kind)).collect()
             }
-            Body::Fault => Vec::new(),
+            Body::Fault { .. } => Vec::new(),
         }
     }
 
@@ -197,7 +197,7 @@ impl Body {
                 let bytes = launch.accesses.iter().fold(0u64, |sum, access| sum.saturating_add(access.bytes));
                 (Unit::Compute, bytes, launch.operations)
             }
-            Body::Fault => (Unit::Compute, 0, 0),
+            Body::Fault { .. } => (Unit::Compute, 0, 0),
             Body::PoolAlloc { .. } | Body::PoolFree { .. } => (Unit::None, 0, 0),
         };
         let busy_ns = if let Body::Kernel(launch) = self { launch.busy_ns } else { 0 };
@@ -210,12 +210,13 @@ impl Body {
             Body::Memset { to, value } => memory.fill(&address.pieces(to.clone())?, *value),
             Body::FromTaken { to, bytes } => memory.write(&address.pieces(to.clone())?, bytes),
             Body::FromPeer { to, contents } => {
-                let contents = contents.as_ref().ok_or(Broken::new(Code::ILLEGAL_ADDRESS))?;
+                let gone = |why: &Arc<str>| Broken::illegal(Cause::Other(Arc::clone(why)));
+                let contents = contents.as_ref().map_err(gone)?;
                 memory.put(&address.pieces(to.clone())?, contents);
             }
             Body::Copy { parts, .. } => return parts.iter().try_for_each(|part| part.run(memory, address)),
             Body::Kernel(launch) => return run_kernel(launch, memory, address),
-            Body::Fault => return Err(Broken::new(Code::ILLEGAL_ADDRESS)),
+            Body::Fault { violation } => return Err(Broken::illegal(Cause::Reported(Arc::clone(violation)))),
             Body::ToWaiting { .. } | Body::PoolAlloc { .. } | Body::PoolFree { .. } => {}
         }
         Ok(())
@@ -226,19 +227,29 @@ impl Body {
 #[derive(Debug)]
 pub(super) struct Broken {
     pub(super) code: Code,
-    /// The rule that a kernel broke, and where.
-    pub(super) undeclared: Option<Range<u64>>,
+    pub(super) cause: Cause,
+}
+
+/// Why work failed.
+#[derive(Debug)]
+pub(super) enum Cause {
+    /// What was found when it was enqueued, with the work's name.
+    Reported(Arc<str>),
+    /// A kernel touched this, which its launch did not declare.
+    Undeclared(Range<u64>),
+    /// Anything else, without the work's name.
+    Other(Arc<str>),
 }
 
 impl Broken {
-    fn new(code: Code) -> Self {
-        Broken { code, undeclared: None }
+    fn illegal(cause: Cause) -> Self {
+        Broken { code: Code::ILLEGAL_ADDRESS, cause }
     }
 }
 
 impl From<Illegal> for Broken {
-    fn from(_: Illegal) -> Self {
-        Broken::new(Code::ILLEGAL_ADDRESS)
+    fn from(illegal: Illegal) -> Self {
+        Broken::illegal(Cause::Other(explain(&illegal).into()))
     }
 }
 
@@ -250,9 +261,12 @@ fn run_kernel(launch: &Launch, memory: &mut Memory, address: &AddressSpace) -> s
     let mut view = View { memory, address, launch, undeclared: Cell::new(None) };
     let outcome = host(&mut view, &launch.args);
     if let Some((start, end)) = view.undeclared.get() {
-        return Err(Broken { code: Code::ILLEGAL_ADDRESS, undeclared: Some(start..end) });
+        return Err(Broken::illegal(Cause::Undeclared(start..end)));
     }
-    outcome.map_err(|error| Broken::new(if error.is_device_lost() { error.code } else { Code::LAUNCH_FAILED }))
+    outcome.map_err(|error| {
+        let code = if error.is_device_lost() { error.code } else { Code::LAUNCH_FAILED };
+        Broken { code, cause: Cause::Other(format!("it ended with an error: {error}").into()) }
+    })
 }
 
 /// Device memory as a kernel sees it: only what its launch declared.
@@ -308,6 +322,14 @@ impl KernelMemory for View<'_> {
 fn illegal(illegal: Illegal) -> DeviceError {
     let detail = format!("{} at {:#x}", illegal.kind, illegal.at);
     DeviceError::new(Operation::Launch, Code::ILLEGAL_ADDRESS).with_detail(detail)
+}
+
+impl Illegal {
+    /// What is wrong with `op`, which touches a range that holds this.
+    pub(super) fn violation(&self, op: OpRef, range: &Range<u64>) -> Violation {
+        let range = self.at.max(range.start)..range.end;
+        Violation { kind: self.kind, first: self.gone, second: op, range, missing: explain(self) }
+    }
 }
 
 /// Why a range must not be touched, in words.

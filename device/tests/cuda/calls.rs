@@ -1,7 +1,7 @@
 //! Every call does what the trait says.
 
 use aquifer_device::{
-    Attribute, CaptureStatus, Copy2d, CopyPart, Driver, DriverKind, HandleKind, HostPtr, PhysicalOptions, Place,
+    Attribute, CaptureStatus, Copy2d, CopyEnd, CopyPart, Driver, DriverKind, HandleKind, HostPtr, PhysicalOptions,
     PoolUsage, RawStream, StreamFlags,
 };
 
@@ -133,14 +133,14 @@ fn rows_are_copied_to_their_pitch() {
     driver.synchronize().unwrap();
     // SAFETY: freshly allocated memory of 4096 bytes that no work uses.
     unsafe { std::slice::from_raw_parts_mut(pinned.as_ptr(), 12) }.copy_from_slice(b"aaaabbbbcccc");
-    let (dst, src) = (Place::Device(device), Place::Host(pinned));
+    let (dst, src) = (CopyEnd::Device(device), CopyEnd::Host(pinned));
     let rows = Copy2d { dst, dst_pitch: 16, src, src_pitch: 4, width: 4, height: 3 };
     // SAFETY: the page-locked memory is not touched until the stream was waited for.
     unsafe { driver.copy_2d(&rows, stream) }.unwrap();
     let found = bench.download(device, 36, stream).unwrap();
     assert_eq!((&found[..4], &found[16..20], &found[32..36]), (&b"aaaa"[..], &b"bbbb"[..], &b"cccc"[..]));
     assert_eq!(found[4..16], [0; 12]);
-    let back = Copy2d { dst: Place::Host(pinned), dst_pitch: 8, src: dst, src_pitch: 16, width: 4, height: 3 };
+    let back = Copy2d { dst: CopyEnd::Host(pinned), dst_pitch: 8, src: dst, src_pitch: 16, width: 4, height: 3 };
     // SAFETY: as above.
     unsafe { driver.copy_2d(&back, stream) }.unwrap();
     driver.synchronize_stream(stream).unwrap();
@@ -161,9 +161,9 @@ fn many_copies_are_one_call() {
         let (device, pinned) = (driver.alloc(4096).unwrap(), driver.host_alloc(64).unwrap());
         bench.upload(device, &[5; 32], stream).unwrap();
         let copies = [
-            CopyPart { dst: Place::Device(device.offset(1024)), src: Place::Device(device), bytes: 16 },
-            CopyPart { dst: Place::Host(pinned), src: Place::Device(device.offset(16)), bytes: 16 },
-            CopyPart { dst: Place::Device(device), src: Place::Device(device), bytes: 0 },
+            CopyPart { dst: CopyEnd::Device(device.offset(1024)), src: CopyEnd::Device(device), bytes: 16 },
+            CopyPart { dst: CopyEnd::Host(pinned), src: CopyEnd::Device(device.offset(16)), bytes: 16 },
+            CopyPart { dst: CopyEnd::Device(device), src: CopyEnd::Device(device), bytes: 0 },
         ];
         // SAFETY: the page-locked memory is not touched until the stream was waited for.
         unsafe { driver.copy_batch(&copies, stream) }.unwrap();
@@ -187,7 +187,7 @@ fn memory_of_the_callers_is_page_locked_while_it_is_registered() {
     // SAFETY: the memory outlives the registration.
     let host = unsafe { driver.host_register(memory.as_mut_ptr(), memory.len()) }.unwrap();
     assert_eq!(host, HostPtr(memory.as_ptr() as usize));
-    let copies = [CopyPart { dst: Place::Device(device), src: Place::Host(host), bytes: 4096 }];
+    let copies = [CopyPart { dst: CopyEnd::Device(device), src: CopyEnd::Host(host), bytes: 4096 }];
     // SAFETY: the memory is not touched until it is unregistered, which waits.
     unsafe { driver.copy_batch(&copies, stream) }.unwrap();
     driver.synchronize().unwrap();

@@ -2,7 +2,7 @@
 
 use aquifer_device::cuda::CudaDriver;
 use aquifer_device::{
-    Attribute, Code, Copy2d, CopyPart, Driver, ErrorKind, PhysicalOptions, Place, Result, StreamFlags,
+    Attribute, Code, Copy2d, CopyEnd, CopyPart, Driver, ErrorKind, PhysicalOptions, Result, StreamFlags,
 };
 
 use crate::bench::{MIB, PTX, fill, standin};
@@ -67,7 +67,7 @@ fn copied(driver: &CudaDriver, stream: aquifer_device::RawStream, memory: aquife
     // SAFETY: as above.
     unsafe { driver.copy_to_host(bytes.as_mut_ptr(), memory, 64, stream) }?;
     let pinned = driver.host_alloc(4096)?;
-    let (device, host) = (Place::Device(memory), Place::Host(pinned));
+    let (device, host) = (CopyEnd::Device(memory), CopyEnd::Host(pinned));
     let rows = Copy2d { dst: device, dst_pitch: 128, src: host, src_pitch: 64, width: 64, height: 4 };
     let part = CopyPart { dst: device, src: host, bytes: 64 };
     // SAFETY: nobody touches the page-locked memory, which the device is waited for before it is freed.

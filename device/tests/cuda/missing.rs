@@ -2,7 +2,7 @@
 
 use aquifer_device::cuda::CudaDriver;
 use aquifer_device::{
-    Attribute, CaptureStatus, Code, Copy2d, CopyPart, Driver, ErrorKind, PhysicalOptions, Place, Result, StreamFlags,
+    Attribute, CaptureStatus, Code, Copy2d, CopyEnd, CopyPart, Driver, ErrorKind, PhysicalOptions, Result, StreamFlags,
 };
 
 use crate::bench::{Bench, MIB, PTX, code, fill, standin};
@@ -42,7 +42,7 @@ fn captured(bench: &Bench) -> Result<()> {
 }
 
 fn rows(bench: &Bench) -> Result<()> {
-    let memory = Place::Device(bench.driver.alloc(4096)?);
+    let memory = CopyEnd::Device(bench.driver.alloc(4096)?);
     let copy = Copy2d { dst: memory, dst_pitch: 8, src: memory, src_pitch: 8, width: 8, height: 0 };
     // SAFETY: nothing is copied.
     unsafe { bench.driver.copy_2d(&copy, bench.stream()) }

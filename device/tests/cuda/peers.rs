@@ -149,7 +149,7 @@ fn both_sides_are_checked() {
     assert_eq!(code(copy(pair.dst.offset(MIB - 8), pair.src, pair.to)), Code::INVALID_VALUE);
     let error = copy(pair.dst, pair.src.offset(MIB - 8), pair.to).unwrap_err();
     let ordinal = pair.one.device.ordinal();
-    assert!(error.to_string().contains(&format!("not all live memory of the peer, device {ordinal}")), "{error}");
+    assert!(error.to_string().contains(&format!("not all live memory of the peer, cuda:{ordinal} (")), "{error}");
     one.free(pair.src).unwrap();
     assert_eq!(code(copy(pair.dst, pair.src, pair.to)), Code::INVALID_VALUE);
     Driver::copy_peer(two, DevicePtr(8), one, DevicePtr(8), 0, pair.to).unwrap();

@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 
 use aquifer_device::{
-    Code, Copy2d, CopyPart, DevicePtr, Driver, ErrorKind, HandleKind, HostPtr, PhysicalOptions, Place, RawEvent,
+    Code, Copy2d, CopyEnd, CopyPart, DevicePtr, Driver, ErrorKind, HandleKind, HostPtr, PhysicalOptions, RawEvent,
     RawGraph, RawModule, RawPhysical, RawStream, Result,
 };
 
@@ -182,9 +182,9 @@ fn copies_of_rows_and_batches_are_checked_before_they_are_made() {
     let bench = Bench::new();
     let (driver, stream) = (&*bench.driver, bench.stream());
     let (memory, pinned) = (driver.alloc(4096).unwrap(), driver.host_alloc(4096).unwrap());
-    let (device, host) = (Place::Device(memory), Place::Host(pinned));
+    let (device, host) = (CopyEnd::Device(memory), CopyEnd::Host(pinned));
     let pageable = [0_u8; 64];
-    let wild = Place::Host(HostPtr(pageable.as_ptr() as usize));
+    let wild = CopyEnd::Host(HostPtr(pageable.as_ptr() as usize));
     let rows = Copy2d { dst: device, dst_pitch: 64, src: host, src_pitch: 64, width: 64, height: 8 };
     let wrong = [
         Copy2d { dst_pitch: 63, ..rows },
@@ -193,7 +193,7 @@ fn copies_of_rows_and_batches_are_checked_before_they_are_made() {
         Copy2d { src: wild, ..rows },
         Copy2d { height: 65, ..rows },
         Copy2d { height: u64::MAX, ..rows },
-        Copy2d { src: Place::Device(memory.offset(32)), ..rows },
+        Copy2d { src: CopyEnd::Device(memory.offset(32)), ..rows },
     ];
     for copy in wrong {
         // SAFETY: refused before anything is copied.
@@ -204,7 +204,7 @@ fn copies_of_rows_and_batches_are_checked_before_they_are_made() {
         CopyPart { dst: host, ..part },
         CopyPart { src: wild, ..part },
         CopyPart { bytes: 4097, ..part },
-        CopyPart { src: Place::Device(memory.offset(32)), ..part },
+        CopyPart { src: CopyEnd::Device(memory.offset(32)), ..part },
     ];
     for copy in wrong {
         // SAFETY: refused before anything is copied.

@@ -2,7 +2,7 @@
 
 use aquifer_device::AccessKind::Write;
 use aquifer_device::sim::ViolationKind;
-use aquifer_device::{CaptureStatus, Code, Copy2d, CopyPart, Driver, HostPtr, Launch, Place, RawStream, Result};
+use aquifer_device::{CaptureStatus, Code, Copy2d, CopyEnd, CopyPart, Driver, HostPtr, Launch, RawStream, Result};
 use proptest::prelude::*;
 
 use crate::common::{MIB, Short, code, device};
@@ -38,11 +38,12 @@ proptest! {
         let (host, memory, from) = (pinned(&*driver, &source), driver.alloc(MIB).unwrap(), driver.alloc(MIB).unwrap());
         driver.memset(memory, 0xEE, dst_pitch * height, stream).unwrap();
         driver.put(from, &source, stream).unwrap();
-        let src = if from_host { Place::Host(host) } else { Place::Device(from) };
-        let copy = Copy2d { dst: Place::Device(memory), dst_pitch, src, src_pitch, width, height };
+        let src = if from_host { CopyEnd::Host(host) } else { CopyEnd::Device(from) };
+        let copy = Copy2d { dst: CopyEnd::Device(memory), dst_pitch, src, src_pitch, width, height };
         copy_2d(&*driver, copy, stream).unwrap();
         let back = driver.host_alloc(usize::try_from(width * height).unwrap()).unwrap();
-        let packed = Copy2d { dst: Place::Host(back), dst_pitch: width, src: Place::Device(memory), src_pitch: dst_pitch, width, height };
+        let (dst, src) = (CopyEnd::Host(back), CopyEnd::Device(memory));
+        let packed = Copy2d { dst, dst_pitch: width, src, src_pitch: dst_pitch, width, height };
         copy_2d(&*driver, packed, stream).unwrap();
         let got = driver.get(memory, usize::try_from(dst_pitch * height).unwrap(), stream).unwrap();
         for row in 0..height {
@@ -66,8 +67,8 @@ fn a_batch_is_one_call_and_its_copies_must_be_independent() {
     let (stream, memory) = (driver.stream(), driver.alloc(MIB).unwrap());
     let host = pinned(&*driver, b"abcdefgh");
     let part = |to: u64, from: usize, bytes| CopyPart {
-        dst: Place::Device(memory.offset(to)),
-        src: Place::Host(HostPtr(host.0 + from)),
+        dst: CopyEnd::Device(memory.offset(to)),
+        src: CopyEnd::Host(HostPtr(host.0 + from)),
         bytes,
     };
     let calls = driver.calls_made();
@@ -77,13 +78,13 @@ fn a_batch_is_one_call_and_its_copies_must_be_independent() {
     assert_eq!(driver.get(memory.offset(100), 4, stream).unwrap(), b"abcd");
 
     assert_eq!(code(copy_batch(&*driver, &[part(0, 0, 4), part(3, 4, 4)], stream)), Code::INVALID_VALUE);
-    let chain = CopyPart { dst: Place::Device(memory.offset(50)), src: Place::Device(memory), bytes: 4 };
+    let chain = CopyPart { dst: CopyEnd::Device(memory.offset(50)), src: CopyEnd::Device(memory), bytes: 4 };
     assert_eq!(code(copy_batch(&*driver, &[part(0, 0, 4), chain], stream)), Code::INVALID_VALUE);
-    let on_host = CopyPart { dst: Place::Host(host), src: Place::Host(HostPtr(host.0 + 4)), bytes: 4 };
+    let on_host = CopyPart { dst: CopyEnd::Host(host), src: CopyEnd::Host(HostPtr(host.0 + 4)), bytes: 4 };
     assert_eq!(code(copy_batch(&*driver, &[on_host], stream)), Code::INVALID_VALUE);
     let pageable = [0u8; 4];
-    let source = Place::Host(HostPtr(pageable.as_ptr().addr()));
-    let refused = CopyPart { dst: Place::Device(memory), src: source, bytes: 4 };
+    let source = CopyEnd::Host(HostPtr(pageable.as_ptr().addr()));
+    let refused = CopyPart { dst: CopyEnd::Device(memory), src: source, bytes: 4 };
     assert_eq!(code(copy_batch(&*driver, &[refused], stream)), Code::INVALID_VALUE);
     copy_batch(&*driver, &[], stream).unwrap();
 }
@@ -92,12 +93,12 @@ fn a_batch_is_one_call_and_its_copies_must_be_independent() {
 fn rows_that_cannot_be_are_refused() {
     let driver = device(3);
     let (stream, memory) = (driver.stream(), driver.alloc(MIB).unwrap());
-    let place = Place::Device(memory);
+    let place = CopyEnd::Device(memory);
     let copy = |dst_pitch, src, width, height| Copy2d { dst: place, dst_pitch, src, src_pitch: 16, width, height };
-    let further = Place::Device(memory.offset(8));
+    let further = CopyEnd::Device(memory.offset(8));
     for (case, refused) in [
-        ("short pitch", copy(8, Place::Device(memory.offset(4096)), 9, 2)),
-        ("overlap", copy(16, Place::Device(memory.offset(4)), 8, 2)),
+        ("short pitch", copy(8, CopyEnd::Device(memory.offset(4096)), 9, 2)),
+        ("overlap", copy(16, CopyEnd::Device(memory.offset(4)), 8, 2)),
         ("too many rows", copy(16, further, 8, u64::MAX / 16)),
     ] {
         assert_eq!(code(copy_2d(&*driver, refused, stream)), Code::INVALID_VALUE, "{case}");
@@ -113,7 +114,7 @@ fn the_race_detector_sees_every_row() {
     let driver = device(4);
     let (one, two) = (driver.stream(), driver.stream());
     let memory = driver.alloc(MIB).unwrap();
-    let (dst, src) = (Place::Device(memory), Place::Device(memory.offset(4096)));
+    let (dst, src) = (CopyEnd::Device(memory), CopyEnd::Device(memory.offset(4096)));
     copy_2d(&*driver, Copy2d { dst, dst_pitch: 64, src, src_pitch: 64, width: 8, height: 4 }, one).unwrap();
     driver.kernel("between the rows", &[(memory.offset(8), 8, Write)], None, two).unwrap();
     assert!(driver.violations().is_empty());

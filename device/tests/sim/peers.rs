@@ -105,7 +105,7 @@ fn a_copy_that_did_not_wait_for_its_source_is_found() {
         let pair = Pair::new(seed);
         pair.fill(1);
         pair.copy();
-        let missing = ["'copy from a peer #", "of device 1", "no event recorded on stream 1"];
+        let missing = ["'copy from a peer #", "of sim:1", "no event recorded on stream 1"];
         pair.assert_found(ViolationKind::WriteRead, &missing);
     }
 }
@@ -118,7 +118,7 @@ fn a_source_that_is_overwritten_too_early_is_found() {
         pair.before();
         pair.copy();
         pair.fill(2);
-        pair.assert_found(ViolationKind::ReadWrite, &["'copy from a peer #", "of device 1 after", "'memset #"]);
+        pair.assert_found(ViolationKind::ReadWrite, &["'copy from a peer #", "of sim:1 after", "'memset #"]);
         // The bytes are those of the time of the copy all the same: the detector changes nothing.
         assert_eq!(pair.two.get(pair.dst, 4, pair.to).unwrap(), [1; 4]);
     }
@@ -134,7 +134,7 @@ fn a_target_that_is_read_too_early_is_found_where_it_is() {
         let [one, two] = pair.found();
         assert_eq!((one.len(), two.len(), two[0].kind), (0, 1, ViolationKind::WriteRead));
         assert!(two[0].to_string().contains("'copy from a peer #"), "{}", two[0]);
-        assert!(!two[0].to_string().contains("of device"), "its own device needs no name: {}", two[0]);
+        assert!(!two[0].to_string().contains("of sim"), "its own device needs no name: {}", two[0]);
     }
 }
 
@@ -245,7 +245,7 @@ fn order_passes_through_a_third_device() {
                 pair.fill(1);
                 pair.assert_silent();
             } else {
-                pair.assert_found(ViolationKind::WriteRead, &["of device 2"]);
+                pair.assert_found(ViolationKind::WriteRead, &["of sim:2"]);
             }
         }
     }
@@ -277,7 +277,7 @@ fn a_lost_source_is_an_error_that_names_it_and_nothing_else_is_lost() {
     let copied = pair.two.copy_peer(pair.dst, &*pair.one, pair.src, BYTES, pair.to).unwrap_err();
     for (error, operation) in [(waited, Operation::Wait), (copied, Operation::CopyPeer)] {
         assert!(error.is_device_lost() && error.operation == operation, "{error}");
-        assert!(error.to_string().contains("on the peer, device 0"), "{error}");
+        assert!(error.to_string().contains("on the peer, sim:0 (Simulated"), "{error}");
     }
     pair.two.memset(pair.dst, 3, BYTES, pair.to).unwrap();
     assert_eq!(pair.two.get(pair.dst, 4, pair.to).unwrap(), [3; 4]);

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use aquifer_kernels::{KERNELS, Module, Param};
+use aquifer_kernels::{KERNELS, KernelParam, Module};
 
 /// The entries of PTX text, with the types of their parameters.
 fn entries(ptx: &str) -> BTreeMap<String, Vec<String>> {
@@ -20,12 +20,12 @@ fn entries(ptx: &str) -> BTreeMap<String, Vec<String>> {
     found
 }
 
-fn type_of(param: Param) -> &'static str {
+fn type_of(param: KernelParam) -> &'static str {
     match param {
-        Param::Ptr | Param::U64 => ".u64",
-        Param::U32 => ".u32",
-        Param::F32 => ".f32",
-        Param::F64 => ".f64",
+        KernelParam::Ptr | KernelParam::U64 => ".u64",
+        KernelParam::U32 => ".u32",
+        KernelParam::F32 => ".f32",
+        KernelParam::F64 => ".f64",
         other => panic!("{other:?} is new here"),
     }
 }

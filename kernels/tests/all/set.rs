@@ -1,7 +1,7 @@
 //! Declarations, asked as a driver asks them: with whatever arguments a program gave.
 
 use aquifer_device::{Access, AccessKind, DevicePtr, KernelArg, KernelMemory, Result};
-use aquifer_kernels::{KERNELS, Param, find};
+use aquifer_kernels::{KERNELS, KernelParam, find};
 use proptest::prelude::*;
 
 use crate::bench::Bench;
@@ -37,7 +37,7 @@ impl KernelMemory for Watched<'_> {
     }
 }
 
-fn arg(param: Param, number: u64) -> KernelArg {
+fn arg(param: KernelParam, number: u64) -> KernelArg {
     param.decode(number.to_le_bytes())
 }
 
@@ -86,11 +86,15 @@ fn wrong_arguments_are_refused_by_name() {
 #[test]
 fn params_are_decoded_as_the_driver_reads_them() {
     let bytes = [1, 2, 3, 4, 5, 6, 7, 8];
-    assert_eq!(Param::U32.decode(bytes), KernelArg::U32(0x0403_0201));
-    assert_eq!(Param::Ptr.decode(bytes), KernelArg::Ptr(DevicePtr(0x0807_0605_0403_0201)));
-    assert_eq!(Param::F64.decode(1.5f64.to_le_bytes()), KernelArg::F64(1.5));
-    assert_eq!([Param::Ptr, Param::U32, Param::U64, Param::F32, Param::F64].map(Param::bytes), [8, 4, 8, 4, 8]);
-    assert!(Param::U64.accepts(&KernelArg::U64(1)) && !Param::Ptr.accepts(&KernelArg::U64(1)));
+    assert_eq!(KernelParam::U32.decode(bytes), KernelArg::U32(0x0403_0201));
+    assert_eq!(KernelParam::Ptr.decode(bytes), KernelArg::Ptr(DevicePtr(0x0807_0605_0403_0201)));
+    assert_eq!(KernelParam::F64.decode(1.5f64.to_le_bytes()), KernelArg::F64(1.5));
+    assert_eq!(
+        [KernelParam::Ptr, KernelParam::U32, KernelParam::U64, KernelParam::F32, KernelParam::F64]
+            .map(KernelParam::bytes),
+        [8, 4, 8, 4, 8]
+    );
+    assert!(KernelParam::U64.accepts(&KernelArg::U64(1)) && !KernelParam::Ptr.accepts(&KernelArg::U64(1)));
 }
 
 /// A kernel that is launched by its declaration alone, as a driver does that was given a name and arguments.

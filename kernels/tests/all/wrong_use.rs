@@ -4,19 +4,19 @@ use std::time::Duration;
 
 use aquifer_allocator::DeviceBuffer;
 use aquifer_device::sim::{Fault as Failing, Preset, SimConfig, SimDriver};
-use aquifer_device::{Code, Device, Operation};
-use aquifer_kernels::{DType, Fault, KernelError, Kernels, Operand, Strided, Target};
+use aquifer_device::{Code, Device, DeviceInfo, DeviceLabel, DeviceMismatch, DriverKind, Operation};
+use aquifer_kernels::{DType, KernelError, Kernels, Operand, OperandFault, Strided, Target};
 
 use crate::bench::Bench;
 
 /// The operand and the fault of an operand's error, of the kernel expected.
 #[track_caller]
-fn fault(kernel: &str, result: Result<(), KernelError>) -> (&'static str, Fault) {
+fn fault(kernel: &str, result: Result<(), KernelError>) -> (&'static str, OperandFault) {
     match result {
         Err(KernelError::Operand(error)) => {
             assert_eq!(error.kernel, kernel);
             let text = error.to_string();
-            for part in [kernel, error.operand, error.dtype.name(), &format!("#{}", error.device)] {
+            for part in [kernel, error.operand, error.dtype.name(), &error.device.to_string()] {
                 assert!(text.contains(part), "{text} without {part}");
             }
             (error.operand, error.fault)
@@ -25,16 +25,16 @@ fn fault(kernel: &str, result: Result<(), KernelError>) -> (&'static str, Fault)
     }
 }
 
-fn len(expected: u64) -> Fault {
-    Fault::Len { expected }
+fn len(expected: u64) -> OperandFault {
+    OperandFault::Len { expected }
 }
 
-fn dtype(expected: DType) -> Fault {
-    Fault::DType { expected: vec![expected] }
+fn dtype(expected: DType) -> OperandFault {
+    OperandFault::DType { expected: vec![expected] }
 }
 
-fn overlap(other: &'static str) -> Fault {
-    Fault::Overlap { other }
+fn overlap(other: &'static str) -> OperandFault {
+    OperandFault::Overlap { other }
 }
 
 const FLOATS: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];
@@ -55,7 +55,7 @@ fn lengths() {
     assert_eq!(fault("checksum", k.checksum(s, &ten, &mut words)), ("to", len(1)));
     assert_eq!(fault("transpose", k.transpose(s, &ten, &mut nine, 2, 5)), ("to", len(10)));
     assert_eq!(fault("transpose", k.transpose(s, &ten, &mut nine, 3, 3)), ("from", len(9)));
-    let short = Fault::TooShort { needed: 11 };
+    let short = OperandFault::TooShort { needed: 11 };
     assert_eq!(fault("gather", k.gather(s, &ten, &square, &mut nine)), ("from", short.clone()));
     assert_eq!(fault("scatter", k.scatter(s, &nine, &mut ten, &square)), ("to", short));
     assert_eq!(fault("gather", k.gather(s, &ten, &square, &mut ten.clone())), ("to", len(9)));
@@ -63,7 +63,7 @@ fn lengths() {
     let mut one = nine.slice(..1).unwrap();
     assert_eq!(
         fault("reduce_sum", k.reduce_sum(s, &ten, &mut words, &mut one)),
-        ("scratch", Fault::TooShort { needed: Kernels::SUM_SCRATCH_LEN })
+        ("scratch", OperandFault::TooShort { needed: Kernels::SUM_SCRATCH_LEN })
     );
     let mut scratch = bench.alloc::<u64>(Kernels::SUM_SCRATCH_LEN);
     assert_eq!(fault("reduce_sum", k.reduce_sum(s, &ten, &mut scratch, &mut nine)), ("to", len(1)));
@@ -85,15 +85,18 @@ fn dtypes() {
     assert_eq!(fault("add", k.add(s, &floats, &doubles, &mut floats.clone())), ("b", dtype(DType::F32)));
     assert_eq!(fault("add", k.add(s, &floats, &floats, &mut ints)), ("to", dtype(DType::F32)));
     assert_eq!(fault("axpy", k.axpy(s, 1.0, &floats, &mut doubles)), ("y", dtype(DType::F32)));
-    let any_float = Fault::DType { expected: FLOATS.to_vec() };
+    let any_float = OperandFault::DType { expected: FLOATS.to_vec() };
     assert_eq!(fault("axpy", k.axpy(s, 1.0, &ints, &mut ints.clone())), ("x", any_float));
     let any_other = DType::ALL.iter().copied().filter(|&other| other != DType::F32).collect();
-    assert_eq!(fault("cast", k.cast(s, &floats, &mut floats.clone())), ("to", Fault::DType { expected: any_other }));
+    assert_eq!(
+        fault("cast", k.cast(s, &floats, &mut floats.clone())),
+        ("to", OperandFault::DType { expected: any_other })
+    );
     assert_eq!(fault("transpose", k.transpose(s, &floats, &mut ints, 2, 2)), ("to", dtype(DType::F32)));
     let row = Strided::new(&[4], &[1]).unwrap();
     assert_eq!(fault("gather", k.gather(s, &floats, &row, &mut ints)), ("to", dtype(DType::F32)));
     assert_eq!(fault("scatter", k.scatter(s, &floats, &mut ints, &row)), ("to", dtype(DType::F32)));
-    let matrices = Fault::DType { expected: FLOATS[..3].to_vec() };
+    let matrices = OperandFault::DType { expected: FLOATS[..3].to_vec() };
     assert_eq!(fault("matmul", k.matmul(s, &doubles, &doubles, &mut doubles.clone(), [2, 2, 2])), ("a", matrices));
     assert_eq!(fault("matmul", k.matmul(s, &floats, &ints, &mut doubles, [2, 2, 2])), ("b", dtype(DType::F32)));
     assert_eq!(fault("matmul", k.matmul(s, &floats, &floats, &mut doubles, [2, 2, 2])), ("c", dtype(DType::F32)));
@@ -102,11 +105,8 @@ fn dtypes() {
     assert_eq!(fault("reduce_sum", k.reduce_sum(s, &floats, &mut scratch, &mut one)), ("to", dtype(DType::F32)));
     assert_eq!(fault("reduce_sum", k.reduce_sum(s, &ints, &mut scratch, &mut one)), ("to", dtype(DType::I64)));
     let text = k.axpy(s, 1.0, &ints, &mut ints.clone()).unwrap_err().to_string();
-    let device = bench.device.id();
-    assert_eq!(
-        text,
-        format!("kernel axpy: `x`, 4 elements of i32 on device #{device}, must be of f16 or bf16 or f32 or f64")
-    );
+    let device = bench.device.label();
+    assert_eq!(text, format!("kernel axpy: `x`, 4 elements of i32 on {device}, must be of f16 or bf16 or f32 or f64"));
 }
 
 #[test]
@@ -115,10 +115,10 @@ fn alignment_and_whole_elements() {
     let (k, s) = (&bench.kernels, &bench.stream);
     let (mut bytes, mut floats) = (bench.upload(&[0u8; 100]), bench.upload(&[0f32; 4]));
     let odd = bytes.slice(1..17).unwrap();
-    let misaligned = Fault::Misaligned { ptr: odd.ptr() };
+    let misaligned = OperandFault::Misaligned { ptr: odd.ptr() };
     assert_eq!(fault("axpy", k.axpy(s, 1.0, Operand::of_bytes(&odd, DType::F32), &mut floats)), ("x", misaligned));
     let ragged = Target::of_bytes(&mut bytes, DType::F64);
-    assert_eq!(fault("fill", k.fill(s, ragged, 0f64)), ("to", Fault::Ragged { bytes: 100 }));
+    assert_eq!(fault("fill", k.fill(s, ragged, 0f64)), ("to", OperandFault::Ragged { bytes: 100 }));
 }
 
 #[test]
@@ -165,11 +165,22 @@ fn overlap_is_refused_where_it_matters() {
 fn devices() {
     let (bench, elsewhere) = (Bench::new(), Bench::on(Device::new(SimDriver::new(SimConfig::new(64 << 20)))));
     let mut there = elsewhere.upload(&[0f32; 4]);
-    let wrong = Fault::WrongDevice { kernels: bench.device.id() };
-    assert_eq!(fault("fill", bench.kernels.fill(&bench.stream, &mut there, 1f32)), ("to", wrong));
+    let (here, other) = (bench.device.label(), elsewhere.device.label());
+    let operand = bench.kernels.fill(&bench.stream, &mut there, 1f32).unwrap_err();
+    assert_eq!(
+        operand.to_string(),
+        format!("kernel fill: `to`, 4 elements of f32 on {other}, is needed on {here}, where the kernels were loaded")
+    );
+    let wrong =
+        OperandFault::WrongDevice { devices: DeviceMismatch::between(elsewhere.device.id(), bench.device.id()) };
+    assert_eq!(fault("fill", Err(operand)), ("to", wrong));
     let stream = bench.kernels.fill(&elsewhere.stream, &mut there, 1f32).unwrap_err();
-    assert!(matches!(stream, KernelError::WrongStream { kernel: "fill", stream, kernels }
-        if stream == elsewhere.device.id() && kernels == bench.device.id()));
+    assert_eq!(
+        stream.to_string(),
+        format!(
+            "kernel fill: the stream belongs to {other}, and this needs one of {here}, where the kernels were loaded"
+        )
+    );
 }
 
 #[test]
@@ -207,8 +218,9 @@ fn old_devices_are_told_apart() {
         assert_eq!(DType::from_name(dtype.name()), Some(*dtype));
     }
     assert_eq!(DType::from_name("f8"), None);
-    let error = KernelError::TooOld { device: "Old".into(), capability: (7, 0), needs: (7, 5) };
-    assert_eq!(error.to_string(), "Old has compute capability 7.0; the kernels need 7.5 or later");
+    let old = DeviceLabel::from(&DeviceInfo::new(DriverKind::Cuda, 0, "Old", 1));
+    let error = KernelError::TooOld { device: old, capability: (7, 0), needs: (7, 5) };
+    assert_eq!(error.to_string(), "cuda:0 (Old) has compute capability 7.0; the kernels need 7.5 or later");
     for &preset in Preset::ALL {
         Kernels::load(&Device::new(SimDriver::new(SimConfig::preset(preset)))).unwrap();
     }

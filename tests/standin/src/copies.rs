@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use aquifer_device::{Code, Copy2d, CopyPart, DevicePtr, Driver as _, HostPtr, Place, RawStream};
+use aquifer_device::{Code, Copy2d, CopyEnd, CopyPart, DevicePtr, Driver as _, HostPtr, RawStream};
 
 use crate::abi::{Answer, Handle, In, Out, abi, array, code, needed, offer};
 use crate::process::{Life, Process};
@@ -45,7 +45,7 @@ const UNIFIED: u32 = 4;
 /// Where a side starts: memory that the simulated device knows, or pageable memory.
 #[derive(Clone, Copy, Debug)]
 enum Start {
-    Known(Place),
+    Known(CopyEnd),
     Pageable(usize),
 }
 
@@ -63,13 +63,13 @@ impl Side {
                 let address = self.host.checked_add(offset).filter(|_| self.host != 0).ok_or(Code::INVALID_VALUE)?;
                 address.checked_add(span).ok_or(Code::INVALID_VALUE)?;
                 let pinned = life.pinned.holding(address).is_some();
-                Ok(if pinned { Start::Known(Place::Host(HostPtr(address))) } else { Start::Pageable(address) })
+                Ok(if pinned { Start::Known(CopyEnd::Host(HostPtr(address))) } else { Start::Pageable(address) })
             }
             DEVICE | UNIFIED => {
                 let address = self.device.checked_add(offset as u64).ok_or(Code::INVALID_VALUE)?;
                 address.checked_add(span as u64).ok_or(Code::INVALID_VALUE)?;
                 let place =
-                    if self.kind == DEVICE { Ok(Place::Device(DevicePtr(address))) } else { place(life, address) };
+                    if self.kind == DEVICE { Ok(CopyEnd::Device(DevicePtr(address))) } else { place(life, address) };
                 place.map(Start::Known)
             }
             ARRAY => Err(Code::NOT_SUPPORTED),
@@ -83,13 +83,13 @@ const HOST_END: u64 = 1 << 47;
 
 /// What an address of the one space of host and device means. Pageable memory is refused, and with it an address of device 0
 /// where nothing is any more, which looks the same.
-fn place(life: &Life, address: u64) -> Answer<Place> {
+fn place(life: &Life, address: u64) -> Answer<CopyEnd> {
     if let Some(address) = usize::try_from(address).ok().filter(|&address| life.pinned.holding(address).is_some()) {
-        return Ok(Place::Host(HostPtr(address)));
+        return Ok(CopyEnd::Host(HostPtr(address)));
     }
     let ptr = DevicePtr(address);
     let known = || life.sim.allocation_at(ptr).is_some() || life.sim.mapping_at(ptr).is_some();
-    if address >= HOST_END || known() { Ok(Place::Device(ptr)) } else { Err(Code::NOT_SUPPORTED) }
+    if address >= HOST_END || known() { Ok(CopyEnd::Device(ptr)) } else { Err(Code::NOT_SUPPORTED) }
 }
 
 impl Life {
@@ -131,12 +131,12 @@ impl Life {
                 // SAFETY: passed on to the caller.
                 unsafe { self.sim.copy_2d(&copy, RawStream(stream)) }.map_err(code)
             }
-            (Start::Known(Place::Device(to)), Start::Pageable(from)) => (0..height).try_for_each(|row| {
+            (Start::Known(CopyEnd::Device(to)), Start::Pageable(from)) => (0..height).try_for_each(|row| {
                 let source = std::ptr::with_exposed_provenance(from + row * src.pitch);
                 // SAFETY: passed on to the caller.
                 unsafe { self.to_device(to.0 + (row * dst.pitch) as u64, source, width, stream) }
             }),
-            (Start::Pageable(to), Start::Known(Place::Device(from))) => (0..height).try_for_each(|row| {
+            (Start::Pageable(to), Start::Known(CopyEnd::Device(from))) => (0..height).try_for_each(|row| {
                 let target = std::ptr::with_exposed_provenance_mut(to + row * dst.pitch);
                 // SAFETY: passed on to the caller.
                 unsafe { self.to_host(target, from.0 + (row * src.pitch) as u64, width, stream) }

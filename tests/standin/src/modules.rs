@@ -138,7 +138,7 @@ impl Life {
 unsafe fn arguments(kernel: &Kernel, params: *const *const c_void) -> Answer<Vec<KernelArg>> {
     // SAFETY: the caller vouches for one pointer for each parameter.
     let params = unsafe { crate::abi::array(params, kernel.params.len()) }?;
-    let read = |(param, pointer): (&aquifer_kernels::Param, &*const c_void)| {
+    let read = |(param, pointer): (&aquifer_kernels::KernelParam, &*const c_void)| {
         if pointer.is_null() {
             return Err(Code::INVALID_VALUE);
         }

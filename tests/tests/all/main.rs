@@ -13,6 +13,7 @@ mod allocator;
 mod conformance;
 mod fault_sweep;
 mod found;
+mod lost;
 mod named_core;
 mod named_history;
 mod named_pools;

@@ -113,9 +113,9 @@ fn what_cannot_be_announced_is_refused() {
     let error = allocator.capture(&stream, &pool).unwrap_err();
     let AllocError::Device(error) = error else { panic!("{error}") };
     assert!(error.code == Code::INVALID_VALUE && error.to_string().contains("does not capture"), "{error}");
-    assert!(matches!(foreign.capture(&stream, &pool), Err(AllocError::WrongDevice { what: "stream" })));
+    assert!(matches!(foreign.capture(&stream, &pool), Err(AllocError::WrongDevice { what: "stream", .. })));
     let elsewhere = other.device.create_stream().unwrap();
-    assert!(matches!(foreign.capture(&elsewhere, &pool), Err(AllocError::WrongDevice { what: "pool" })));
+    assert!(matches!(foreign.capture(&elsewhere, &pool), Err(AllocError::WrongDevice { what: "pool", .. })));
     theirs.begin_capture(MODE).unwrap();
     let announced = stream.announce_capture().unwrap();
     assert_eq!(kind(stream.announce_capture()), ErrorKind::Capture, "it is known already");

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_allocator::{DeviceBuffer, Storage};
-use aquifer_device::{AccessKind, CopyPart, DeviceError, DevicePtr, HostPtr, Place, Stream, Tick};
+use aquifer_device::{AccessKind, CopyEnd, CopyPart, DeviceError, DevicePtr, HostPtr, Stream, Tick};
 use bytemuck::Pod;
 
 use crate::copy::direct::check_lengths;
@@ -286,11 +286,11 @@ pub(crate) unsafe fn enqueue_parts(
         let bytes = usize::try_from(copy.bytes).unwrap_or(usize::MAX);
         match (copy.dst, copy.src) {
             // SAFETY: passed on to the caller.
-            (Place::Device(to), Place::Host(from)) => unsafe { stream.upload(to, from, bytes) }?,
+            (CopyEnd::Device(to), CopyEnd::Host(from)) => unsafe { stream.upload(to, from, bytes) }?,
             // SAFETY: passed on to the caller.
-            (Place::Host(to), Place::Device(from)) => unsafe { stream.download(to, from, bytes) }?,
-            (Place::Device(to), Place::Device(from)) => stream.copy(to, from, copy.bytes)?,
-            (Place::Host(_), Place::Host(_)) => {}
+            (CopyEnd::Host(to), CopyEnd::Device(from)) => unsafe { stream.download(to, from, bytes) }?,
+            (CopyEnd::Device(to), CopyEnd::Device(from)) => stream.copy(to, from, copy.bytes)?,
+            (CopyEnd::Host(_), CopyEnd::Host(_)) => {}
         }
     }
     Ok(())
@@ -298,9 +298,12 @@ pub(crate) unsafe fn enqueue_parts(
 
 impl Piece {
     fn copy(&self, host: &[HostPart<'_>], kind: AccessKind) -> CopyPart {
-        let host = Place::Host(HostPtr(host[self.buffer].ptr.0 + self.offset));
-        let (dst, src) =
-            if kind == AccessKind::Write { (Place::Device(self.ptr), host) } else { (host, Place::Device(self.ptr)) };
+        let host = CopyEnd::Host(HostPtr(host[self.buffer].ptr.0 + self.offset));
+        let (dst, src) = if kind == AccessKind::Write {
+            (CopyEnd::Device(self.ptr), host)
+        } else {
+            (host, CopyEnd::Device(self.ptr))
+        };
         CopyPart { dst, src, bytes: self.bytes as u64 }
     }
 }
@@ -315,7 +318,7 @@ fn split(copies: Vec<CopyPart>, crossover: Option<u64>) -> (Vec<CopyPart>, Vec<C
 /// Whether two copies have device memory in common.
 fn overlap(copies: &[CopyPart]) -> bool {
     let on_device = |copy: &CopyPart| match (copy.dst, copy.src) {
-        (Place::Device(ptr), _) | (_, Place::Device(ptr)) => ptr.0..ptr.0 + copy.bytes,
+        (CopyEnd::Device(ptr), _) | (_, CopyEnd::Device(ptr)) => ptr.0..ptr.0 + copy.bytes,
         _ => 0..0,
     };
     let mut ranges: Vec<_> = copies.iter().map(on_device).collect();

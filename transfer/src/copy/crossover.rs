@@ -4,7 +4,7 @@
 //! events on a transfer stream, with sizes of 4 KiB to 256 KiB.
 
 use aquifer_allocator::{DeviceBuffer, Turn};
-use aquifer_device::{AccessKind, Attribute, CopyPart, DeviceError, HostPtr, Place};
+use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, DeviceError, HostPtr};
 
 use crate::copy::batch::enqueue_parts;
 use crate::copy::owned::host_len;
@@ -56,8 +56,8 @@ impl Transfer {
             // Gaps of a line keep the copies apart, so that no driver makes one of them.
             let copies: Vec<CopyPart> = (0..COPIES)
                 .map(|number| CopyPart {
-                    dst: Place::Device(device.ptr().offset(number * size)),
-                    src: Place::Host(HostPtr(start + usize::try_from(number * size).unwrap_or(0))),
+                    dst: CopyEnd::Device(device.ptr().offset(number * size)),
+                    src: CopyEnd::Host(HostPtr(start + usize::try_from(number * size).unwrap_or(0))),
                     bytes: size - 64,
                 })
                 .collect();

@@ -124,7 +124,7 @@ impl Transfer {
         to: &mut DeviceBuffer<T>,
     ) -> Result<(Arc<Job>, Pending<()>), TransferError> {
         let stream = self.staging_stream(Direction::Upload)?;
-        let claim = Claim::take(to.storage(), AccessKind::Write);
+        let claim = Claim::take(to.storage(), AccessKind::Write)?;
         let job = self.staging().upload(source, claim, to.ptr(), stream)?;
         self.shared().tally.count(Direction::Upload, to.bytes());
         Ok((job.clone(), Pending::job(self.shared(), job, || Ok(()))))
@@ -137,7 +137,7 @@ impl Transfer {
         target: Arc<dyn HostTarget>,
     ) -> Result<Arc<Job>, TransferError> {
         let stream = self.staging_stream(Direction::Download)?;
-        let claim = Claim::take(from.storage(), AccessKind::Read);
+        let claim = Claim::take(from.storage(), AccessKind::Read)?;
         let job = self.staging().download(claim, from.ptr(), target, stream)?;
         self.shared().tally.count(Direction::Download, from.bytes());
         Ok(job)

@@ -5,7 +5,7 @@
 #![allow(single_use_lifetimes, reason = "a lifetime in an argument's `impl Trait` must have a name")]
 
 use aquifer_allocator::DeviceBuffer;
-use aquifer_device::{AccessKind, Copy2d, DeviceError, Place, Stream};
+use aquifer_device::{AccessKind, Copy2d, CopyEnd, DeviceError, Stream};
 use bytemuck::Pod;
 
 use crate::counters::Direction;
@@ -171,7 +171,7 @@ impl Plan {
     /// # Safety
     /// What the region reaches from `from` and `to` on must be memory as [`aquifer_device::Driver::copy_2d`] asks for.
     #[allow(unsafe_code, reason = "passed on from the driver")]
-    unsafe fn enqueue(&self, stream: &Stream, from: Place, to: Place, size: u64) -> Result<(), DeviceError> {
+    unsafe fn enqueue(&self, stream: &Stream, from: CopyEnd, to: CopyEnd, size: u64) -> Result<(), DeviceError> {
         self.pieces(|from_at, to_at| {
             let copy = Copy2d {
                 dst: further(to, to_at * size),
@@ -196,12 +196,12 @@ impl Plan {
 }
 
 /// The place `bytes` on, within memory that was checked.
-fn further(place: Place, bytes: u64) -> Place {
+fn further(place: CopyEnd, bytes: u64) -> CopyEnd {
     match place {
-        Place::Device(ptr) => Place::Device(ptr.offset(bytes)),
-        Place::Host(mut ptr) => {
+        CopyEnd::Device(ptr) => CopyEnd::Device(ptr.offset(bytes)),
+        CopyEnd::Host(mut ptr) => {
             ptr.0 += usize::try_from(bytes).unwrap_or(usize::MAX);
-            Place::Host(ptr)
+            CopyEnd::Host(ptr)
         }
     }
 }
@@ -224,7 +224,7 @@ impl Transfer {
         let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
         plan.check_reach(from.len() as u64, to.len())?;
         let stream = self.stream(Direction::Upload);
-        let (src, dst, size) = (Place::Host(part.ptr), Place::Device(to.ptr()), size_of::<T>() as u64);
+        let (src, dst, size) = (CopyEnd::Host(part.ptr), CopyEnd::Device(to.ptr()), size_of::<T>() as u64);
         let tick = self.enqueue(stream, &[(to.storage(), AccessKind::Write)], &[(part, AccessKind::Read)], || {
             // SAFETY: as for `Transfer::upload` (N1, N2); the region was checked to lie within both ends.
             #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
@@ -252,7 +252,7 @@ impl Transfer {
         let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
         plan.check_reach(from.len(), to.len() as u64)?;
         let stream = self.stream(Direction::Download);
-        let (src, dst, size) = (Place::Device(from.ptr()), Place::Host(part.ptr), size_of::<T>() as u64);
+        let (src, dst, size) = (CopyEnd::Device(from.ptr()), CopyEnd::Host(part.ptr), size_of::<T>() as u64);
         let tick = self.enqueue(stream, &[(from.storage(), AccessKind::Read)], &[(part, AccessKind::Write)], || {
             // SAFETY: as for `Transfer::download` (N1, N2); the region was checked to lie within both ends.
             #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
@@ -279,7 +279,7 @@ impl Transfer {
         let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
         plan.check_reach(from.len(), to.len())?;
         let stream = self.stream(Direction::OnDevice);
-        let (src, dst, size) = (Place::Device(from.ptr()), Place::Device(to.ptr()), size_of::<T>() as u64);
+        let (src, dst, size) = (CopyEnd::Device(from.ptr()), CopyEnd::Device(to.ptr()), size_of::<T>() as u64);
         let memory = [(from.storage().as_ref(), AccessKind::Read), (to.storage().as_ref(), AccessKind::Write)];
         let tick = self.enqueue(stream, &memory, &[], || {
             // SAFETY: no host memory is touched.

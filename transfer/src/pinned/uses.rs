@@ -137,8 +137,7 @@ impl PinnedMemory {
     /// When the stream is another device's, or captures: a graph could run when the memory is somebody else's; those of the driver.
     pub(crate) fn turn<'a>(&'a self, stream: &'a Stream, kind: AccessKind) -> Result<HostTurn<'a>, TransferError> {
         if stream.device_id() != self.device_id() {
-            let (is, needed) = (self.device_id(), stream.device_id());
-            return Err(TransferError::WrongDevice { what: "page-locked memory", is, needed });
+            return Err(TransferError::wrong_device("page-locked memory", self.device_id(), stream.device_id()));
         }
         if stream.is_capturing() {
             return Err(capture_error().into());

@@ -2,7 +2,7 @@
 
 use aquifer_allocator::Config;
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Operation};
+use aquifer_device::{Code, DriverKind, Operation};
 
 use super::*;
 

@@ -198,13 +198,13 @@ impl Stage {
     fn work(&self, way: Way) -> Result<(Work, Arc<Bytes>), TransferError> {
         let ptr = self.buffer.ptr();
         if way == Way::Up {
-            let claim = Claim::take(self.buffer.storage(), AccessKind::Write);
+            let claim = Claim::take(self.buffer.storage(), AccessKind::Write)?;
             let host = HostEnd::Source(self.content.clone());
             return Ok((Work::new(host, claim, ptr, &self.stream)?, self.content.clone()));
         }
         self.stream.upload_blocking(ptr, &self.content.0.lock())?;
         let target = Arc::new(Bytes(Mutex::new(zeroed(self.content.0.lock().len())?)));
-        let claim = Claim::take(self.buffer.storage(), AccessKind::Read);
+        let claim = Claim::take(self.buffer.storage(), AccessKind::Read)?;
         Ok((Work::new(HostEnd::Target(target.clone()), claim, ptr, &self.stream)?, target))
     }
 

@@ -59,7 +59,7 @@ impl World {
         to: &DeviceBuffer<u8>,
         stream: &Stream,
     ) -> Result<Arc<Job>, TransferError> {
-        let claim = Claim::take(to.storage(), AccessKind::Write);
+        let claim = Claim::take(to.storage(), AccessKind::Write).unwrap();
         self.staging().upload(source, claim, to.ptr(), stream)
     }
 
@@ -69,7 +69,7 @@ impl World {
         to: Arc<dyn HostTarget>,
         stream: &Stream,
     ) -> Result<Arc<Job>, TransferError> {
-        let claim = Claim::take(from.storage(), AccessKind::Read);
+        let claim = Claim::take(from.storage(), AccessKind::Read).unwrap();
         self.staging().download(claim, from.ptr(), to, stream)
     }
 
@@ -361,7 +361,7 @@ fn the_last_handle_may_be_dropped_by_a_thread_of_the_ring() {
     let mut world = World::new(sim());
     let stream = world.device.create_stream().unwrap();
     let buffer = world.buffer(100_000, &stream);
-    let claim = Claim::take(buffer.storage(), AccessKind::Write);
+    let claim = Claim::take(buffer.storage(), AccessKind::Write).unwrap();
     let staging = world.staging.take().unwrap();
     let crew = staging.crew.clone();
     let source = Arc::new(Holds(Mutex::new(None)));
@@ -508,7 +508,7 @@ fn a_stream_of_one_thread_is_left_to_it() {
     let (sim, transfer) = runtime(SMALL);
     let own = transfer.device().per_thread_stream();
     let buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(300_000, &own).unwrap();
-    let claim = Claim::take(buffer.storage(), AccessKind::Write);
+    let claim = Claim::take(buffer.storage(), AccessKind::Write).unwrap();
     let refused = transfer.staging().upload(Memory::new(vec![1; 300_000]), claim, buffer.ptr(), &own);
     assert!(matches!(refused, Err(TransferError::Unsupported { .. })));
     let content = content(300_000, 8);

@@ -49,7 +49,7 @@ impl Work {
     pub(super) fn new(host: HostEnd, claim: Claim, ptr: DevicePtr, stream: &Stream) -> Result<Work, TransferError> {
         let (is, needed) = (stream.device_id(), claim.storage().device_id());
         if is != needed {
-            return Err(TransferError::WrongDevice { what: "stream", is, needed });
+            return Err(TransferError::wrong_device("stream", is, needed));
         }
         refuse_capture(stream)?;
         if stream.raw() == RawStream::PER_THREAD {

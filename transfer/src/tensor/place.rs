@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use aquifer_device::{Device, DriverKind};
+use aquifer_device::Device;
 
 use crate::pinned::PinnedPool;
 use crate::runtime::Transfer;
@@ -93,9 +93,8 @@ impl fmt::Display for Place {
     }
 }
 
-/// A device's name in messages. Simulated devices that share an ordinal are told apart by the device's identity.
+/// A device's name among places: how it is opened, without what it is called.
 pub(crate) fn device_name(device: &Device) -> String {
     let info = device.info();
-    let kind = if info.kind == DriverKind::Cuda { "cuda" } else { "sim" };
-    format!("{kind}:{}", info.ordinal)
+    format!("{}:{}", info.kind, info.ordinal)
 }

@@ -55,7 +55,7 @@ impl To {
         let Some(device) = place.device().filter(|_| self.native) else { return Ok(()) };
         let info = device.info();
         lacking(dtype, info.compute_capability)
-            .map_or(Ok(()), |missing| Err(TransferError::NotNative { dtype, device: info.name.clone(), missing }))
+            .map_or(Ok(()), |missing| Err(TransferError::NotNative { dtype, device: info.into(), missing }))
     }
 }
 
@@ -66,6 +66,8 @@ fn lacking(dtype: DType, capability: (u32, u32)) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
+    use aquifer_device::{DeviceInfo, DriverKind};
+
     use super::*;
 
     #[test]
@@ -73,7 +75,8 @@ mod tests {
         assert_eq!(lacking(DType::BF16, (8, 0)), None);
         assert!(lacking(DType::BF16, (7, 5)).is_some_and(|missing| missing.contains("bf16")));
         assert!(lacking(DType::F16, (5, 2)).is_some_and(|missing| missing.contains("f16")));
-        let error = TransferError::NotNative { dtype: DType::BF16, device: "T4".to_owned(), missing: "x" };
-        assert_eq!(error.to_string(), "T4 does not compute with bf16 natively: it lacks x");
+        let device = (&DeviceInfo::new(DriverKind::Cuda, 1, "T4", 16 << 30)).into();
+        let error = TransferError::NotNative { dtype: DType::BF16, device, missing: "x" };
+        assert_eq!(error.to_string(), "cuda:1 (T4) does not compute with bf16 natively: it lacks x");
     }
 }

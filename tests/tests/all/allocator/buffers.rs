@@ -74,6 +74,23 @@ fn streams_take_turns_with_memory_that_grows() {
 }
 
 #[test]
+fn it_does_not_grow_below_a_turn_of_the_same_thread() {
+    let bench = Bench::new("");
+    let [one, ..] = &bench.streams;
+    let mut cache = bench.allocator.growable(100 * MIB, one).unwrap();
+    cache.grow_to(4 * MIB, one).unwrap();
+    let buffer: DeviceBuffer<u8> = cache.buffer();
+    let turn = Turn::take(one, &[(buffer.storage(), AccessKind::Write)]).unwrap();
+    assert!(matches!(cache.grow_to(40 * MIB, one), Err(AllocError::TurnHeld)));
+    assert_eq!((cache.bytes(), bench.allocator.reserved_bytes()), (4 * MIB, 4 * MIB));
+    drop(turn);
+    cache.grow_to(40 * MIB, one).unwrap();
+    write(one, &cache.buffer(), 1).unwrap();
+    drop((cache, buffer));
+    bench.end();
+}
+
+#[test]
 fn it_does_not_shrink_below_buffers() {
     let bench = Bench::new("");
     let [one, two, _] = &bench.streams;

@@ -77,7 +77,7 @@ fn a_pin_keeps_the_allocator_open_and_is_refused_to_strangers() {
     let (driver, device, allocator) = setup("");
     let other = Allocator::new(&device, Config::default()).unwrap();
     let block = alloc(&allocator, MIB).unwrap();
-    assert!(matches!(other.pin_mapping(&block), Err(AllocError::WrongDevice { what: "allocation" })));
+    assert!(matches!(other.pin_mapping(&block), Err(AllocError::WrongAllocator { what: "allocation", .. })));
     let nothing = allocator.pin_mapping(&alloc(&allocator, 0).unwrap()).unwrap();
     assert_eq!(nothing.range(), 0..0);
     let pin = allocator.pin_mapping(&block).unwrap();

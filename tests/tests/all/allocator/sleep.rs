@@ -338,7 +338,7 @@ fn nobody_gets_a_turn_with_memory_that_is_away() {
     let turn = |kind| Turn::take(&setup.stream, &[(buffer.storage(), kind)]).map(drop);
     for kind in [AccessKind::Read, AccessKind::Write] {
         assert!(matches!(turn(kind), Err(AllocError::Asleep)));
-        let claim = Claim::take(buffer.storage(), kind);
+        let claim = Claim::take(buffer.storage(), kind).unwrap();
         assert!(
             matches!(claim.turn(&setup.stream).map(drop), Err(AllocError::Asleep)),
             "as threads of a staged copy do"

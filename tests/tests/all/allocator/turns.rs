@@ -46,7 +46,8 @@ fn readers_wait_for_the_writer_and_not_for_each_other() {
         stream.download_blocking(&mut bytes, buffer.ptr()).unwrap();
         assert_eq!((bytes, waits() - before), ([7; 16], expected));
     }
-    let own = |kind| buffer.storage().ticks_before(kind).iter().map(|tick| tick.timeline().id()).collect::<Vec<_>>();
+    let own =
+        |kind| buffer.storage().ticks_before(kind).unwrap().iter().map(|tick| tick.timeline().id()).collect::<Vec<_>>();
     assert_eq!(own(AccessKind::Read), [one.id()]);
     assert_eq!(own(AccessKind::Write), [one.id(), one.id(), two.id()]);
     write(&two, &buffer, 8).unwrap();
@@ -62,7 +63,7 @@ fn writing_counts_where_memory_is_listed_twice() {
     let part = buffer.slice(100..200).unwrap();
     for kinds in [[AccessKind::Read, AccessKind::Write], [AccessKind::Write, AccessKind::Read]] {
         drop(Turn::take(&two, &[(buffer.storage(), kinds[0]), (part.storage(), kinds[1])]).unwrap());
-        let ticks = buffer.storage().ticks_before(AccessKind::Read);
+        let ticks = buffer.storage().ticks_before(AccessKind::Read).unwrap();
         assert_eq!(ticks.iter().map(|tick| tick.timeline().id()).collect::<Vec<_>>(), [two.id()]);
         write(&one, &buffer, 1).unwrap();
     }
@@ -73,7 +74,7 @@ fn another_device_is_refused_and_empty_buffers_need_no_order() {
     let (bench, elsewhere) = (Bench::new(), Bench::new());
     let ([here, _], [there, _]) = (bench.streams(), elsewhere.streams());
     let buffer = elsewhere.alloc(&there);
-    assert!(matches!(write(&here, &buffer, 1), Err(AllocError::WrongDevice { what: "buffer" })));
+    assert!(matches!(write(&here, &buffer, 1), Err(AllocError::WrongDevice { what: "buffer", .. })));
     let [_, other] = bench.streams();
     let empty: DeviceBuffer<u8> = bench.allocator.alloc_buffer(0, &here).unwrap();
     let before = bench.device.driver_calls();
@@ -93,7 +94,7 @@ fn a_turn_that_could_not_be_taken_leaves_no_trace() {
         let both = [(first.storage().as_ref(), AccessKind::Write), (second.storage().as_ref(), AccessKind::Write)];
         assert!(matches!(Turn::take(&two, &both), Err(AllocError::Device(_))));
         for buffer in [&first, &second] {
-            let ticks = buffer.storage().ticks_before(AccessKind::Write);
+            let ticks = buffer.storage().ticks_before(AccessKind::Write).unwrap();
             assert_eq!(ticks.iter().map(|tick| tick.timeline().id()).collect::<Vec<_>>(), [one.id()]);
         }
     }

@@ -257,6 +257,9 @@ fn a_lost_device_fails_for_both_and_the_other_one_works_on() {
         let crossing = pair.streams[1].wait_for(&pair.streams[0].tick()).unwrap_err();
         assert!(crossing.is_device_lost(), "{crossing}");
         let works = 1 - lost;
+        let named = format!("{} was lost before: cuCtxSynchronize reported", pair.devices[lost].label());
+        assert!(crossing.to_string().contains(&named), "{crossing}");
+        assert_eq!(pair.devices[works].lost(), None);
         pair.streams[works].fill(pair.memory[works], 9, MIB).unwrap();
         pair.streams[works].synchronize().unwrap();
         pair.devices[works].free(pair.memory[works]).unwrap();

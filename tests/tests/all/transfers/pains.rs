@@ -1,6 +1,6 @@
 //! What goes wrong with transfers elsewhere, and cannot here; each test is named after a report of it (the number is PyTorch's).
 
-use aquifer_allocator::Turn;
+use aquifer_allocator::{AllocError, Turn};
 use aquifer_device::AccessKind;
 use aquifer_transfer::{PinnedBuffer, TransferError};
 
@@ -82,6 +82,7 @@ fn page_locked_sizes_are_not_rounded_to_powers_of_two_150517() {
 #[test]
 fn errors_name_both_devices() {
     let (one, two) = (Bench::new(), Bench::new());
+    let opened = |bench: &Bench, when: &str| format!("{} as opened {when}", bench.device.label());
     let host = one.transfer.pinned().alloc_from(&[1u8; 64]).unwrap();
     let mut buffer = two.alloc(64);
     for error in [
@@ -90,16 +91,45 @@ fn errors_name_both_devices() {
         one.transfer.on(&two.stream).unwrap_err(),
         one.transfer.to_host(&buffer).unwrap_err(),
     ] {
-        let TransferError::WrongDevice { is, needed, .. } = error else { panic!("{error}") };
+        let text = error.to_string();
+        let TransferError::WrongDevice { devices, .. } = error else { panic!("{text}") };
+        let (is, needed) = (devices.is.to_string(), devices.needed.to_string());
+        assert!(text.contains(&is) && text.contains(&needed), "{text}");
         let mut named = [is, needed];
         named.sort_unstable();
-        let mut both = [one.device.id(), two.device.id()];
-        both.sort_unstable();
+        // Both are opened as the same device, but on a stand-in, where each has a number of its own.
+        let both = if one.device.label() == two.device.label() {
+            [opened(&one, "earlier"), opened(&two, "later")]
+        } else {
+            [&one, &two].map(|bench| bench.device.label().to_string())
+        };
         assert_eq!(named, both);
     }
     drop((host, buffer));
     one.finish();
     two.finish();
+}
+
+/// A copy with memory that its own thread had a turn with waited for ever.
+#[test]
+fn copies_and_kernels_during_ones_own_turn_are_refused() {
+    let bench = Bench::new();
+    let mut buffer = bench.alloc(1 << 20);
+    let (same, host) = (buffer.clone(), bench.transfer.pinned().alloc_from(&[1u8; 1 << 20]).unwrap());
+    let turn = Turn::take(&bench.stream, &[(same.storage(), AccessKind::Read)]).unwrap();
+    for refused in [
+        bench.transfer.upload(&host, &mut buffer).map(drop).unwrap_err(),
+        bench.transfer.upload_from(vec![1; 1 << 20], &mut buffer).map(drop).unwrap_err(),
+        bench.transfer.to_vec(&buffer).map(drop).unwrap_err(),
+    ] {
+        assert!(matches!(refused, TransferError::Alloc(AllocError::TurnHeld)), "{refused}");
+    }
+    let kernel = bench.transfer.kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap_err();
+    assert_eq!(kernel.to_string(), format!("kernel fill: {}", AllocError::TurnHeld));
+    drop(turn);
+    bench.transfer.upload(&host, &mut buffer).unwrap().wait().unwrap();
+    drop((buffer, same, host));
+    bench.finish();
 }
 
 /// A copy overtook the kernel that wrote what it copies, as each was on a stream of its own.

@@ -1,0 +1,148 @@
+//! Devices as people name them, for messages.
+//!
+//! Streams and memory know their device by a number ([`crate::Device::id`]), which is all that hot paths compare. Only
+//! where two differ is a name asked for: [`DeviceLabel::of`] finds it among those of the devices that are alive.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::driver::DeviceInfo;
+
+/// A device as people name it: how it is opened ([`crate::DeviceSpec`]), and what it is called.
+///
+/// ```
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::parse("h100")?.ordinal(1)));
+/// assert_eq!(device.label().to_string(), "sim:1 (Simulated H100 80 GiB)");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct DeviceLabel(Arc<Box<str>>); // One word: errors travel on fast paths.
+
+/// Labels of the devices that are alive, by identity. A leaf: nothing is locked under it.
+static ALIVE: Mutex<BTreeMap<u32, DeviceLabel>> = Mutex::new(BTreeMap::new());
+
+impl DeviceLabel {
+    /// The label of the device with this identity ([`crate::Device::id`], [`crate::Stream::device_id`]). Takes a lock
+    /// that the whole process shares: for messages, not for hot paths.
+    pub fn of(device_id: u32) -> DeviceLabel {
+        let label = ALIVE.lock().get(&device_id).cloned();
+        label.unwrap_or_else(|| DeviceLabel::new("a device that is closed"))
+    }
+
+    fn new(text: impl Into<Box<str>>) -> DeviceLabel {
+        DeviceLabel(Arc::new(text.into()))
+    }
+
+    /// Makes the label of a device known.
+    pub(crate) fn open(device_id: u32, label: DeviceLabel) {
+        ALIVE.lock().insert(device_id, label);
+    }
+
+    /// Forgets the label of a device that nothing belongs to any more.
+    pub(crate) fn close(device_id: u32) {
+        ALIVE.lock().remove(&device_id);
+    }
+
+    fn as_opened(&self, when: &str) -> DeviceLabel {
+        DeviceLabel::new(format!("{self} as opened {when}"))
+    }
+}
+
+impl From<&DeviceInfo> for DeviceLabel {
+    fn from(info: &DeviceInfo) -> DeviceLabel {
+        DeviceLabel::new(format!("{}:{} ({})", info.kind, info.ordinal, info.name))
+    }
+}
+
+impl fmt::Display for DeviceLabel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Two devices that had to be one: that of what was passed, and the one that was needed.
+///
+/// A device that was opened twice is two devices, which share nothing. Their labels say which of them was opened first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceMismatch {
+    /// The device of what was passed.
+    pub is: DeviceLabel,
+    /// The device that was needed.
+    pub needed: DeviceLabel,
+    /// Whether they are called the same.
+    twice: bool,
+}
+
+impl DeviceMismatch {
+    /// The labels of two devices, by identity. Boxed: errors travel on fast paths.
+    ///
+    /// ```
+    /// use aquifer_device::{Device, DeviceMismatch, sim::{SimConfig, SimDriver}};
+    /// let open = || Device::new(SimDriver::new(SimConfig::default()));
+    /// let (one, two) = (open(), open());
+    /// assert_eq!(
+    ///     DeviceMismatch::between(two.id(), one.id()).to_string(),
+    ///     "sim:0 (Simulated H100 80 GiB) as opened later, and this needs one of sim:0 (Simulated H100 80 GiB) as \
+    ///      opened earlier; clone one `Device` instead of opening it twice",
+    /// );
+    /// ```
+    pub fn between(is: u32, needed: u32) -> Box<DeviceMismatch> {
+        let earlier = is < needed;
+        let (is, needed) = (DeviceLabel::of(is), DeviceLabel::of(needed));
+        let twice = is == needed;
+        let (is, needed) = match (twice, earlier) {
+            (false, _) => (is, needed),
+            (true, true) => (is.as_opened("earlier"), needed.as_opened("later")),
+            (true, false) => (is.as_opened("later"), needed.as_opened("earlier")),
+        };
+        Box::new(DeviceMismatch { is, needed, twice })
+    }
+}
+
+/// What follows "belongs to".
+impl fmt::Display for DeviceMismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let advice = if self.twice { "; clone one `Device` instead of opening it twice" } else { "" };
+        write!(f, "{}, and this needs one of {}{advice}", self.is, self.needed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::device::Device;
+    use crate::sim::{SimConfig, SimDriver};
+
+    use super::*;
+
+    fn open(ordinal: u32) -> Device {
+        Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal)))
+    }
+
+    #[test]
+    fn a_device_is_known_by_its_label_until_nothing_belongs_to_it() {
+        let device = open(3);
+        let (id, stream) = (device.id(), device.create_stream().unwrap());
+        assert_eq!(DeviceLabel::of(id).to_string(), "sim:3 (Simulated H100 80 GiB)");
+        drop(device);
+        assert_eq!(DeviceLabel::of(stream.device_id()).to_string(), "sim:3 (Simulated H100 80 GiB)");
+        drop(stream);
+        assert_eq!(DeviceLabel::of(id).to_string(), "a device that is closed");
+    }
+
+    #[test]
+    fn two_devices_have_two_names_even_where_they_are_called_the_same() {
+        let (one, two, same) = (open(1), open(2), open(1));
+        let text = |is: &Device, needed: &Device| DeviceMismatch::between(is.id(), needed.id()).to_string();
+        let name = "(Simulated H100 80 GiB)";
+        assert_eq!(text(&one, &two), format!("sim:1 {name}, and this needs one of sim:2 {name}"));
+        let opened = text(&one, &same);
+        assert!(opened.contains("sim:1") && opened.find("earlier") < opened.find("later"), "{opened}");
+        let opened = text(&same, &one);
+        assert!(opened.find("later") < opened.find("earlier"), "{opened}");
+    }
+}

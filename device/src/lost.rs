@@ -1,0 +1,36 @@
+//! What a device was lost by, as far as its calls told.
+//!
+//! Work that fails on a device makes no call fail by itself. The first call that the driver answers after that says so,
+//! and from then on all of them do. So the first error says most, and later ones point to it.
+
+use std::sync::OnceLock;
+
+use crate::driver::DeviceInfo;
+use crate::error::{DeviceError, Operation};
+use crate::label::DeviceLabel;
+
+/// The first error that said that a device is lost.
+#[derive(Debug, Default)]
+pub(crate) struct Lost(OnceLock<DeviceError>);
+
+impl Lost {
+    /// That error, if there was one.
+    pub(crate) fn first(&self) -> Option<&DeviceError> {
+        self.0.get()
+    }
+
+    /// Remembers an error of a lost device if it is the first, and lets a later one tell of the first.
+    #[cold]
+    pub(crate) fn note(&self, error: DeviceError, info: &DeviceInfo) -> DeviceError {
+        let mut is_first = false;
+        let first = self.0.get_or_init(|| {
+            is_first = true;
+            error.clone()
+        });
+        if is_first { error } else { error.with_more(before(first.operation, first.code.name(), info)) }
+    }
+}
+
+fn before(operation: Operation, code: &str, info: &DeviceInfo) -> String {
+    format!("{} was lost before: {operation} reported {code}", DeviceLabel::from(info))
+}

@@ -1,0 +1,66 @@
+//! A device that is lost: which call heard of it first, told by every error after it, on every driver.
+
+use aquifer_allocator::{AllocError, Allocator, Config};
+use aquifer_device::sim::{Fault, SimConfig};
+use aquifer_device::{DevicePtr, Operation};
+use aquifer_tests::Subject;
+use aquifer_transfer::{Transfer, TransferError};
+
+const MIB: u64 = 1 << 20;
+
+#[test]
+fn every_error_after_the_first_names_the_first() {
+    let subject = Subject::new(1 << 30);
+    let device = subject.device();
+    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let transfer = Transfer::new(&allocator).unwrap();
+    let (stream, memory) = (device.create_stream().unwrap(), device.alloc(MIB).unwrap());
+    subject.inject(Fault::LostAt { nth: 1 });
+    assert_eq!(device.lost(), None);
+    let first = stream.fill(memory, 1, MIB).unwrap_err();
+    assert_eq!((first.operation, device.lost().as_ref()), (Operation::Memset, Some(&first)));
+    assert!(!first.to_string().contains("before"), "{first}");
+
+    let named = format!("{} was lost before: cuMemsetD8Async reported {}", device.label(), first.code.name());
+    let synchronized = device.synchronize().unwrap_err();
+    assert!(synchronized.is_device_lost() && synchronized.to_string().ends_with(&named), "{synchronized}");
+    let allocated = allocator.alloc(100 * MIB, &stream).unwrap_err();
+    assert!(matches!(&allocated, AllocError::Device(error) if error.is_device_lost()), "{allocated}");
+    assert!(allocated.to_string().ends_with(&named), "{allocated}");
+    let pinned = transfer.pinned().alloc::<u8>(32 << 20).unwrap_err();
+    assert!(matches!(&pinned, TransferError::Device(_)) && pinned.to_string().ends_with(&named), "{pinned}");
+    assert_eq!(device.lost(), Some(first));
+}
+
+#[test]
+fn an_error_that_does_not_lose_the_device_is_no_first_cause() {
+    let subject = Subject::new(1 << 30);
+    let device = subject.device();
+    assert!(device.alloc(u64::MAX / 2).unwrap_err().is_out_of_memory());
+    device.free(DevicePtr(512)).unwrap_err();
+    assert_eq!(device.lost(), None);
+}
+
+/// A device hears of its loss in a call of another one. Real drivers check what would lose a device so, and no stand-in
+/// fails later.
+#[test]
+fn a_loss_that_a_peer_hears_of_first_is_told_of_the_right_device() {
+    if !Subject::is_simulated() {
+        return;
+    }
+    let [one, two] = [0, 1].map(|ordinal| Subject::open(&SimConfig::new(1 << 30).ordinal(ordinal)).device());
+    let (from, to) = (one.create_stream().unwrap(), two.create_stream().unwrap());
+    let memory = one.alloc(MIB).unwrap();
+    from.fill(memory, 1, 2 * MIB).unwrap();
+    let error = to.wait_for(&from.tick()).unwrap_err();
+    assert_eq!((error.operation, error.is_device_lost()), (Operation::Wait, true), "{error}");
+    assert!(error.to_string().ends_with(&format!("{} is lost", one.label())), "{error}");
+    assert_eq!((one.lost(), two.lost()), (Some(error), None));
+    let later = one.synchronize().unwrap_err();
+    assert!(
+        later.to_string().ends_with("was lost before: cuStreamWaitEvent reported CUDA_ERROR_ILLEGAL_ADDRESS"),
+        "{later}"
+    );
+    to.fill(two.alloc(MIB).unwrap(), 1, MIB).unwrap();
+    two.synchronize().unwrap();
+}
