@@ -12,7 +12,7 @@ fn setup() -> (Subject, Device, Allocator) {
     let device = driver.device();
     let allocator = Allocator::new(&device, Config::parse("history:100,backing:segments").unwrap()).unwrap();
     // As while another thread captures a graph: refused, without waiting for the device.
-    driver.inject(Fault::Nth { operation: Some(Operation::Free), nth: 1, code: Code::CAPTURE_IMPLICIT });
+    driver.inject(Fault::Rate { operation: Some(Operation::Free), rate: 1.0, code: Code::CAPTURE_IMPLICIT });
     (driver, device, allocator)
 }
 
@@ -24,7 +24,8 @@ fn other_streams_still_wait_for_its_last_use() {
     let first = allocator.alloc(40 << 20, &one).unwrap();
     one.fill(first.ptr(), 1, 64).unwrap();
     drop(first);
-    allocator.empty_cache().unwrap_err();
+    assert_eq!(allocator.empty_cache().unwrap(), 0, "nothing goes while somebody captures");
+    driver.clear_faults();
     assert_eq!(allocator.reserved_bytes(), 40 << 20);
     // Something of another stream that must be asked for makes the search look at every stream's blocks.
     let three = device.create_stream().unwrap();
@@ -44,7 +45,8 @@ fn it_still_belongs_to_the_stream_that_used_it_last() {
     two.wait_for(&one.tick()).unwrap();
     two.fill(first.ptr(), 1, 64).unwrap();
     first.drop_on(&two).unwrap();
-    allocator.empty_cache().unwrap_err();
+    assert_eq!(allocator.empty_cache().unwrap(), 0, "nothing goes while somebody captures");
+    driver.clear_faults();
     let second = allocator.alloc(40 << 20, &one).unwrap();
     one.fill(second.ptr(), 2, 64).unwrap();
     driver.assert_no_violation();
@@ -52,10 +54,11 @@ fn it_still_belongs_to_the_stream_that_used_it_last() {
 
 #[test]
 fn statistics_and_snapshot_count_it() {
-    let (_, device, allocator) = setup();
+    let (driver, device, allocator) = setup();
     drop(allocator.alloc(40 << 20, device.default_stream()).unwrap());
     drop(allocator.alloc(1000, device.default_stream()).unwrap());
-    allocator.empty_cache().unwrap_err();
+    assert_eq!(allocator.empty_cache().unwrap(), 0, "nothing goes while somebody captures");
+    driver.clear_faults();
     let stats = allocator.memory_stats();
     let totals = allocator.snapshot().totals().all;
     assert_eq!((totals.segment, totals.reserved_bytes), (2, 42 << 20));
