@@ -15,6 +15,7 @@ mod error;
 mod event;
 mod launch;
 mod launches;
+mod left;
 mod physical;
 pub mod sim;
 mod stream;
