@@ -10,8 +10,6 @@
 //!
 //! Its one lock, of the list of timelines, is a leaf; the queues are lock-free. So a context can be used under any lock.
 
-use std::any::Any;
-use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -19,9 +17,10 @@ use crossbeam::queue::SegQueue;
 use parking_lot::Mutex;
 
 use crate::counted::Counted;
-use crate::driver::{DevicePtr, Driver, HostPtr, RawEvent, RawModule, RawPhysical, RawStream};
+use crate::driver::{DevicePtr, Driver, RawEvent, RawModule, RawPhysical, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::label::DeviceLabel;
+use crate::left::Left;
 use crate::timeline::Timeline;
 
 /// What is to be given back later.
@@ -36,9 +35,7 @@ pub(crate) enum Orphan {
     /// A module whose kernels may still run.
     Module(RawModule),
     /// Page-locked memory that copies may still use.
-    Host(HostPtr),
-    /// Registered memory that copies may still use, and its owner, which is only dropped once it is not registered any more.
-    Registered(HostPtr, ManuallyDrop<Box<dyn Any + Send>>),
+    Host(Left),
 }
 
 /// Reserved addresses and the physical memory mapped there, as [`crate::Device::unreserve_later`] takes them.
@@ -203,17 +200,11 @@ impl Context {
                 .synchronize()
                 .and_then(|()| self.driver.unload_module(module))
                 .map_err(|error| (error, orphan)),
-            Orphan::Host(ptr) => {
-                self.driver.synchronize().and_then(|()| self.driver.host_free(ptr)).map_err(|error| (error, orphan))
-            }
-            Orphan::Registered(ptr, owner) => {
-                let done = self.driver.synchronize().and_then(|()| self.driver.host_unregister(ptr));
-                match done {
-                    Ok(()) => drop(ManuallyDrop::into_inner(owner)),
-                    Err(error) => return Err((error, Orphan::Registered(ptr, owner))),
-                }
-                Ok(())
-            }
+            Orphan::Host(memory) => match self.driver.synchronize() {
+                // SAFETY: no work can have begun to use it since it was left to the device, which was waited for.
+                Ok(()) => unsafe { memory.free(&self.driver) }.map_err(|(error, memory)| (error, Orphan::Host(memory))),
+                Err(error) => Err((error, Orphan::Host(memory))),
+            },
         }
     }
 

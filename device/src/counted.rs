@@ -116,7 +116,6 @@ impl Driver for Counted {
         Unmap => unmap(ptr: DevicePtr, bytes: u64) -> ();
         SetAccess => set_access(ptr: DevicePtr, bytes: u64, devices: &[u32]) -> ();
         HostAlloc => host_alloc(bytes: usize) -> HostPtr;
-        HostFree => host_free(ptr: HostPtr) -> ();
         CreateStream => create_stream(flags: StreamFlags) -> RawStream;
         DestroyStream => destroy_stream(stream: RawStream) -> ();
         SynchronizeStream => synchronize_stream(stream: RawStream) -> ();
@@ -135,7 +134,6 @@ impl Driver for Counted {
         EndCapture => end_capture(stream: RawStream) -> RawGraph;
         LaunchGraph => launch_graph(graph: RawGraph, stream: RawStream) -> ();
         DestroyGraph => destroy_graph(graph: RawGraph) -> ();
-        HostUnregister => host_unregister(ptr: HostPtr) -> ();
         LoadModule => load_module(ptx: &str) -> RawModule;
         UnloadModule => unload_module(module: RawModule) -> ();
         CaptureStatus => capture_status(stream: RawStream) -> CaptureStatus;
@@ -177,6 +175,16 @@ impl Driver for Counted {
     unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
         self.heard(unsafe { self.on(Operation::HostRegister).host_register(ptr, bytes) })
+    }
+
+    unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
+        // SAFETY: the caller's promise about the memory is passed on unchanged.
+        unsafe { self.on(Operation::HostFree).host_free(ptr) }
+    }
+
+    unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
+        // SAFETY: the caller's promise about the memory is passed on unchanged.
+        unsafe { self.on(Operation::HostUnregister).host_unregister(ptr) }
     }
 
     unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {

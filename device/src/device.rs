@@ -4,7 +4,6 @@ use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
-use std::mem::ManuallyDrop;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
@@ -18,8 +17,9 @@ use crate::driver::{
 use crate::error::{DeviceError, Result};
 use crate::event::Event;
 use crate::label::DeviceLabel;
+use crate::left::{Left, LeftMemory};
 use crate::stream::{ExternalStream, Stream};
-use crate::timeline::{Kind, Retired, Timeline};
+use crate::timeline::{Kind, Retired, Tick, Timeline};
 
 /// One device. Cloning gives another handle of the same device.
 ///
@@ -42,6 +42,14 @@ struct Inner {
     per_thread: Mutex<HashMap<ThreadId, Stream>>,
     /// Timelines of streams that were destroyed.
     retired: Arc<Retired>,
+    /// Page-locked memory to be given back later.
+    left: LeftMemory,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.left.leave_to(&self.context);
+    }
 }
 
 /// Events and waits that timelines cost so far; user events are not among them.
@@ -60,7 +68,13 @@ impl Device {
         let context = Context::new(driver);
         let legacy = Timeline::new(context.clone(), RawStream::LEGACY, Kind::Legacy, None);
         let default_stream = Stream::new(context.clone(), legacy, None);
-        Device(Arc::new(Inner { context, default_stream, per_thread: Mutex::default(), retired: Arc::default() }))
+        Device(Arc::new(Inner {
+            context,
+            default_stream,
+            per_thread: Mutex::default(),
+            retired: Arc::default(),
+            left: LeftMemory::default(),
+        }))
     }
 
     /// What it shares with its streams.
@@ -205,7 +219,7 @@ impl Device {
     /// # Errors
     /// Those of the driver.
     pub fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
-        self.0.context.free_orphans();
+        self.settle();
         self.0.context.driver.alloc(bytes)
     }
 
@@ -240,17 +254,51 @@ impl Device {
         self.0.context.orphan(Orphan::Module(module));
     }
 
-    /// Frees page-locked memory that [`Driver::host_alloc`] gave, as late as [`Device::unreserve_later`] gives memory back; the device
-    /// is waited for then. Makes no driver call.
-    pub fn host_free_later(&self, ptr: HostPtr) {
-        self.0.context.orphan(Orphan::Host(ptr));
+    /// Frees page-locked memory that [`Driver::host_alloc`] gave, once its last `uses` are known to be done: at the next
+    /// [`Device::settle_host`], at the next [`Device::settle`] or [`Device::alloc`], which wait for the device if need be, or when the last
+    /// handle of the device is dropped. Makes no driver call.
+    ///
+    /// Like [`Driver::host_free`] this takes memory away, so it is for its owner alone:
+    ///
+    /// ```compile_fail,E0133
+    /// use aquifer_device::{Device, HostPtr};
+    /// fn free(device: &Device, lent: &[u8]) {
+    ///     device.host_free_later(HostPtr(lent.as_ptr().addr()), lent.len() as u64, Vec::new());
+    /// }
+    /// ```
+    ///
+    /// # Safety
+    /// As for [`Driver::host_free`], but for work that was enqueued before a tick in `uses` was taken, on that tick's stream. The ticks
+    /// are of this device, and `ptr` is where one of its allocations starts, which nobody frees but this.
+    pub unsafe fn host_free_later(&self, ptr: HostPtr, bytes: u64, uses: Vec<Tick>) {
+        // SAFETY: passed on to the caller.
+        let memory = unsafe { Left::new(ptr, None) };
+        self.0.left.add(memory, bytes, uses);
     }
 
-    /// Undoes [`Driver::host_register`] as late as [`Device::unreserve_later`] gives memory back, and drops the `owner` of the memory
-    /// then, which keeps it readable and writable until then. The device is waited for. If that never succeeds, as on a lost
-    /// device, the owner is leaked: the device may still write there. Makes no driver call.
-    pub fn host_unregister_later(&self, ptr: HostPtr, owner: Box<dyn Any + Send>) {
-        self.0.context.orphan(Orphan::Registered(ptr, ManuallyDrop::new(owner)));
+    /// Undoes [`Driver::host_register`] as [`Device::host_free_later`] frees memory, and drops the `owner` of the memory then, which
+    /// keeps it readable and writable until then. The driver waits for the device to do so, so [`Device::settle_host`] does it for
+    /// more than 64 MiB at a time. If that never succeeds, as on a lost device, the owner is leaked: the device may still write
+    /// there. Makes no driver call.
+    ///
+    /// # Safety
+    /// As for [`Driver::host_unregister`], but for work that was enqueued before a tick in `uses` was taken, on that tick's stream. The
+    /// ticks are of this device, and `ptr` is where memory starts that is registered with it, which nobody undoes but this.
+    pub unsafe fn host_unregister_later(&self, ptr: HostPtr, bytes: u64, owner: Box<dyn Any + Send>, uses: Vec<Tick>) {
+        // SAFETY: passed on to the caller.
+        let memory = unsafe { Left::new(ptr, Some(owner)) };
+        self.0.left.add(memory, bytes, uses);
+    }
+
+    /// Gives back the page-locked memory of [`Device::host_free_later`] of which the driver says that its uses are done, and
+    /// registered memory if that is much. While a stream captures, nothing. Returns how many bytes went.
+    pub fn settle_host(&self) -> u64 {
+        self.0.left.free_done(&self.0.context)
+    }
+
+    /// As [`Device::settle_host`], for all of it: the device is waited for if it may still use some.
+    pub fn wait_and_settle_host(&self) -> u64 {
+        self.0.left.free_all(&self.0.context)
     }
 
     /// Whether any of its streams captures; what waits for the device would break that.
@@ -260,6 +308,7 @@ impl Device {
 
     /// Gives back what was to be given back later. What cannot go back now will be tried again.
     pub fn settle(&self) {
+        self.0.left.free_all(&self.0.context);
         self.0.context.free_orphans();
     }
 }

@@ -3,8 +3,8 @@
 //! One object drives one device. The trait is object-safe and **handles are checked**: an implementation must answer a
 //! handle, pointer or range that is not live with a typed error (`INVALID_HANDLE` or `INVALID_VALUE`), never with
 //! undefined behaviour. As with CUDA, the value of a destroyed handle may come back for a new object, so whoever needs a
-//! lasting identity must use its own (see [`crate::Timeline::id`]). Only calls that take raw host pointers, or run foreign
-//! code, are `unsafe`.
+//! lasting identity must use its own (see [`crate::Timeline::id`]). Only calls that take raw host pointers, take host
+//! memory away, or run foreign code, are `unsafe`.
 //!
 //! All calls may be made from any thread. "Asynchronous" calls enqueue work on a stream and return; errors of the work
 //! itself surface at later calls, as with CUDA.
@@ -284,9 +284,24 @@ pub trait Driver: fmt::Debug + Send + Sync {
     fn host_alloc(&self, bytes: usize) -> Result<HostPtr>;
 
     /// Frees page-locked host memory. Does not wait for work: the caller must know it is done.
-    fn host_free(&self, ptr: HostPtr) -> Result<()>;
+    ///
+    /// Anybody can make a [`HostPtr`] of any address, that of a live buffer too, so freeing is for the owner alone:
+    ///
+    /// ```compile_fail,E0133
+    /// use aquifer_device::{Driver, HostPtr};
+    /// fn free(driver: &dyn Driver, lent: &[u8]) {
+    ///     driver.host_free(HostPtr(lent.as_ptr().addr())).unwrap();
+    /// }
+    /// ```
+    ///
+    /// # Safety
+    /// If page-locked memory starts at `ptr`, the caller owns it: nobody has a reference to it or reads or writes it any more, on the
+    /// host or the device, and nobody else frees it. Graphs that copy from or to it are not launched again. An address that no
+    /// such memory starts at is refused.
+    unsafe fn host_free(&self, ptr: HostPtr) -> Result<()>;
 
-    /// Tells that the host touches page-locked memory now. The simulator checks it; nothing on CUDA.
+    /// Tells that the host touches page-locked memory now. The simulator looks whether work of the device may conflict; nothing on
+    /// CUDA. Reads and writes no memory, whatever the address.
     fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()>;
 
     /// Page-locks memory that the caller allocated, any part of which copies may name from then on.
@@ -297,7 +312,11 @@ pub trait Driver: fmt::Debug + Send + Sync {
 
     /// Undoes [`Driver::host_register`]; the memory is its owner's again. The caller must know that the work which uses it is
     /// done; this waits for such work all the same, so that it never meets memory which is gone.
-    fn host_unregister(&self, ptr: HostPtr) -> Result<()>;
+    ///
+    /// # Safety
+    /// If registered memory starts at `ptr`, the caller registered it: nobody else counts on its being page-locked. Graphs that copy
+    /// from or to it are not launched again. An address that no such memory starts at is refused.
+    unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()>;
 
     /// Creates a stream.
     fn create_stream(&self, flags: StreamFlags) -> Result<RawStream>;
@@ -352,13 +371,15 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Enqueues a copy from host memory. From pageable memory the bytes are taken before this returns.
     ///
     /// # Safety
-    /// `src..src + bytes` must be readable now, and if it is page-locked stay readable and unwritten until the copy is done.
+    /// `src..src + bytes` must be readable now, and if it is page-locked stay readable and unwritten until the copy is done. In a
+    /// capture that is when its graph was destroyed and all launches of it are done.
     unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()>;
 
     /// Enqueues a copy to host memory. Into pageable memory this returns only when the bytes are there.
     ///
     /// # Safety
-    /// `dst..dst + bytes` must be writable now, and if it is page-locked stay writable and untouched until the copy is done.
+    /// `dst..dst + bytes` must be writable now, and if it is page-locked stay writable and untouched until the copy is done. In a
+    /// capture that is when its graph was destroyed and all launches of it are done.
     unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()>;
 
     /// Enqueues a copy within the device; the ranges must not overlap.
@@ -375,7 +396,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Enqueues copying `height` rows; neither side's rows may overlap the other's.
     ///
     /// # Safety
-    /// Host memory that the copy reads must stay unwritten, and that which it writes untouched, until it is done.
+    /// Host memory that the copy reads must stay unwritten, and that which it writes untouched, until it is done. In a capture that is
+    /// when its graph was destroyed and all launches of it are done.
     unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()>;
 
     /// Enqueues many copies with one call. Nothing orders them among themselves: none may write what another touches.

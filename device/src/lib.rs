@@ -20,6 +20,7 @@ mod event;
 mod label;
 mod launch;
 mod launches;
+mod left;
 mod lost;
 mod physical;
 pub mod sim;

@@ -156,7 +156,7 @@ impl Stream {
     /// Those of the driver.
     ///
     /// # Safety
-    /// `src..src + bytes` must be readable, and stay so and unwritten until the copy is done.
+    /// `src..src + bytes` must be readable, and stay so and unwritten until the copy is done, as [`Driver::copy_to_device`] tells.
     pub unsafe fn upload(&self, dst: DevicePtr, src: HostPtr, bytes: usize) -> Result<()> {
         let raw = self.usable(Operation::CopyToDevice)?;
         // SAFETY: passed on to the caller.
@@ -169,7 +169,7 @@ impl Stream {
     /// Those of the driver.
     ///
     /// # Safety
-    /// `dst..dst + bytes` must be writable, and stay so and untouched until the copy is done.
+    /// `dst..dst + bytes` must be writable, and stay so and untouched until the copy is done, as [`Driver::copy_to_host`] tells.
     pub unsafe fn download(&self, dst: HostPtr, src: DevicePtr, bytes: usize) -> Result<()> {
         let raw = self.usable(Operation::CopyToHost)?;
         // SAFETY: passed on to the caller.

@@ -1,6 +1,6 @@
 //! Host implementations work on pieces of device memory: what they have in common.
 
-use aquifer_device::{DevicePtr, KernelMemory, Result};
+use aquifer_device::{Code, DeviceError, DevicePtr, KernelMemory, Operation, Result};
 
 use crate::dtype::Bytes;
 
@@ -28,16 +28,41 @@ pub(crate) fn element<T>(from: DevicePtr, index: u64) -> DevicePtr {
     from.offset(index * size_of::<T>() as u64)
 }
 
+/// `len` values that the host may have no memory for.
+pub(crate) fn filled<T: Clone>(len: usize, value: T) -> Result<Vec<T>> {
+    let mut values = with_room(len)?;
+    values.resize(len, value);
+    Ok(values)
+}
+
+/// The values of an iterator that knows how many there are, which the host may have no memory for.
+pub(crate) fn collected<T>(from: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
+    let mut values = with_room(from.len())?;
+    values.extend(from);
+    Ok(values)
+}
+
+fn with_room<T>(len: usize) -> Result<Vec<T>> {
+    let mut values = Vec::new();
+    let refused = |_| {
+        let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
+        DeviceError::new(Operation::Launch, Code::OUT_OF_MEMORY)
+            .with_detail(format!("the host, which computes for the simulated device, has no {bytes} bytes for that"))
+    };
+    values.try_reserve_exact(len).map_err(refused)?;
+    Ok(values)
+}
+
 /// Reads `len` elements from the one with the given index on.
 pub(crate) fn read<T: Bytes>(memory: &dyn KernelMemory, from: DevicePtr, index: u64, len: usize) -> Result<Vec<T>> {
-    let mut bytes = vec![0; len * size_of::<T>()];
+    let mut bytes = filled(len.saturating_mul(size_of::<T>()), 0)?;
     memory.read(element::<T>(from, index), &mut bytes)?;
-    Ok(bytes.chunks_exact(size_of::<T>()).map(T::read).collect())
+    collected(bytes.chunks_exact(size_of::<T>()).map(T::read))
 }
 
 /// Writes elements from the one with the given index on.
 pub(crate) fn write<T: Bytes>(memory: &mut dyn KernelMemory, to: DevicePtr, index: u64, elements: &[T]) -> Result<()> {
-    let mut bytes = vec![0; size_of_val(elements)];
+    let mut bytes = filled(size_of_val(elements), 0)?;
     for (into, element) in bytes.chunks_exact_mut(size_of::<T>()).zip(elements) {
         element.write(into);
     }

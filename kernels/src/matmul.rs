@@ -76,11 +76,11 @@ impl<T: Element> Work for Matmul<T> {
         let b: Vec<f32> = widened::<T>(memory, self.b, 0, n.saturating_mul(k))?;
         for row in 0..self.m {
             let a = widened::<T>(memory, self.a, row * self.k, k)?;
-            let mut sums = vec![0f32; n];
+            let mut sums = host::filled(n, 0f32)?;
             for (a, b) in a.iter().zip(b.chunks_exact(n)) {
                 sums.iter_mut().zip(b).for_each(|(sum, &b)| *sum = a.mul_add(b, *sum));
             }
-            let c: Vec<T> = sums.into_iter().map(convert).collect();
+            let c: Vec<T> = host::collected(sums.into_iter().map(convert))?;
             host::write(memory, self.c, row * self.n, &c)?;
         }
         Ok(())
@@ -88,7 +88,7 @@ impl<T: Element> Work for Matmul<T> {
 }
 
 fn widened<T: Element>(memory: &dyn KernelMemory, from: DevicePtr, index: u64, len: usize) -> Result<Vec<f32>> {
-    Ok(host::read::<T>(memory, from, index, len)?.into_iter().map(convert).collect())
+    host::collected(host::read::<T>(memory, from, index, len)?.into_iter().map(convert))
 }
 
 impl Kernels {

@@ -11,6 +11,7 @@
 mod copy;
 mod counters;
 mod error;
+mod host_vec;
 mod job;
 mod params;
 mod pending;

@@ -152,8 +152,10 @@ impl CudaDriver {
         self.reserved.drain().into_iter().for_each(|(ptr, bytes, ())| note(self.unreserve_raw(ptr, bytes)));
         for (start, _, locked) in self.host.drain() {
             note(match locked {
-                Locked::Allocated => self.host_free_raw(start),
-                Locked::Registered => self.host_unregister_raw(start),
+                // SAFETY: whoever has memory of this driver's keeps the driver, so it is nobody's; the device was waited for.
+                Locked::Allocated => unsafe { self.host_free_raw(start) },
+                // SAFETY: as above.
+                Locked::Registered => unsafe { self.host_unregister_raw(start) },
             });
         }
         outcome
@@ -245,8 +247,9 @@ impl Driver for CudaDriver {
         self.host_alloc(bytes)
     }
 
-    fn host_free(&self, ptr: HostPtr) -> Result<()> {
-        self.host_free(ptr)
+    unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.host_free(ptr) }
     }
 
     fn host_access(&self, _ptr: HostPtr, _bytes: usize, _kind: AccessKind) -> Result<()> {
@@ -258,8 +261,9 @@ impl Driver for CudaDriver {
         unsafe { self.host_register(ptr, bytes) }
     }
 
-    fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
-        self.host_unregister(ptr)
+    unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.host_unregister(ptr) }
     }
 
     fn create_stream(&self, flags: StreamFlags) -> Result<RawStream> {

@@ -79,7 +79,7 @@ impl CudaDriver {
     /// Frees memory that the table does not know any more.
     pub(super) fn free_raw(&self, ptr: u64) -> Result<()> {
         let _current = self.core.enter_relaxed(Operation::Free)?;
-        // SAFETY: it was allocated and not freed (F1).
+        // SAFETY: passed on to the caller (F1).
         check(Operation::Free, unsafe { (self.core.functions().cuMemFree_v2)(ptr) })
     }
 
@@ -192,12 +192,17 @@ impl CudaDriver {
         Ok(HostPtr(start))
     }
 
-    pub(super) fn host_free(&self, ptr: HostPtr) -> Result<()> {
+    /// Frees page-locked memory.
+    ///
+    /// # Safety
+    /// As for [`crate::Driver::host_free`].
+    pub(super) unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
         let operation = Operation::HostFree;
         let taken = self.host.take_if(ptr.0 as u64, |locked| locked == Locked::Allocated);
         let no_such = || bad_value(operation, format!("no page-locked allocation starts at {:#x}", ptr.0));
         let (bytes, locked) = taken.ok_or_else(no_such)?;
-        let freed = self.host_free_raw(ptr.0 as u64);
+        // SAFETY: passed on to the caller; it was in the table, so it is an allocation, and it is freed once.
+        let freed = unsafe { self.host_free_raw(ptr.0 as u64) };
         if freed.is_err() {
             self.host.insert(ptr.0 as u64, bytes, locked);
         }
@@ -205,7 +210,10 @@ impl CudaDriver {
     }
 
     /// Frees page-locked memory that the table does not know any more.
-    pub(super) fn host_free_raw(&self, start: u64) -> Result<()> {
+    ///
+    /// # Safety
+    /// It was allocated, not freed, and nobody uses it any more.
+    pub(super) unsafe fn host_free_raw(&self, start: u64) -> Result<()> {
         let _current = self.core.enter_relaxed(Operation::HostFree)?;
         // SAFETY: it was allocated and not freed (F1).
         check(Operation::HostFree, unsafe { (self.core.functions().cuMemFreeHost)(pointer(start)) })
@@ -227,7 +235,10 @@ impl CudaDriver {
     }
 
     /// Waits for the device first: pending work must not meet memory that its owner takes back.
-    pub(super) fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
+    ///
+    /// # Safety
+    /// As for [`crate::Driver::host_unregister`].
+    pub(super) unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
         let operation = Operation::HostUnregister;
         self.optional(operation, self.core.functions().cuMemHostUnregister)?;
         self.forbid_device_wait(operation)?;
@@ -237,7 +248,9 @@ impl CudaDriver {
                 .with_detail(format!("no registered memory starts at {:#x}", ptr.0))
         };
         let (bytes, locked) = taken.ok_or_else(no_such)?;
-        let done = self.synchronize().and_then(|()| self.host_unregister_raw(ptr.0 as u64));
+        // SAFETY: passed on to the caller; it was in the table, so it is registered, and it is unregistered once.
+        let unregister = || unsafe { self.host_unregister_raw(ptr.0 as u64) };
+        let done = self.synchronize().and_then(|()| unregister());
         if done.is_err() {
             self.host.insert(ptr.0 as u64, bytes, locked);
         }
@@ -245,11 +258,14 @@ impl CudaDriver {
     }
 
     /// Unregisters memory that the table does not know any more.
-    pub(super) fn host_unregister_raw(&self, start: u64) -> Result<()> {
+    ///
+    /// # Safety
+    /// It was registered, not unregistered, and nobody counts on its being page-locked any more.
+    pub(super) unsafe fn host_unregister_raw(&self, start: u64) -> Result<()> {
         let operation = Operation::HostUnregister;
         let unregister = self.optional(operation, self.core.functions().cuMemHostUnregister)?;
         let _current = self.core.enter_relaxed(operation)?;
-        // SAFETY: it was registered and not unregistered (F1).
+        // SAFETY: passed on to the caller (F1).
         check(operation, unsafe { unregister(pointer(start)) })
     }
 

@@ -131,7 +131,7 @@ impl Driver for SimDriver {
         self.call(Operation::HostAlloc, bytes as u64, |machine| machine.host.alloc(bytes).map(HostPtr))
     }
 
-    fn host_free(&self, ptr: HostPtr) -> Result<()> {
+    unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
         self.call(Operation::HostFree, 0, |machine| machine.host_free(ptr))
     }
 
@@ -151,7 +151,7 @@ impl Driver for SimDriver {
         self.call(Operation::HostRegister, bytes as u64, |machine| machine.host.register(ptr, bytes).map(HostPtr))
     }
 
-    fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
+    unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
         self.call(Operation::HostUnregister, 0, |machine| machine.host_unregister(ptr))
     }
 

@@ -120,7 +120,8 @@ fn copies_move_bytes_between_all_kinds_of_memory() {
     driver.copy_on_device(one, two, 0, stream).unwrap();
     driver.memset(one, 0, 0, stream).unwrap();
     assert!(bench.download(one, 0, stream).unwrap().is_empty());
-    driver.host_free(pinned).unwrap();
+    // SAFETY: nobody uses the memory any more.
+    unsafe { driver.host_free(pinned) }.unwrap();
     bench.assert_no_violation();
 }
 
@@ -148,7 +149,8 @@ fn rows_are_copied_to_their_pitch() {
     assert_eq!(unsafe { std::slice::from_raw_parts(pinned.as_ptr().wrapping_add(16), 4) }, b"cccc");
     // SAFETY: nothing is copied.
     unsafe { driver.copy_2d(&Copy2d { height: 0, ..rows }, stream) }.unwrap();
-    driver.host_free(pinned).unwrap();
+    // SAFETY: nobody uses the memory any more.
+    unsafe { driver.host_free(pinned) }.unwrap();
     bench.assert_no_violation();
 }
 
@@ -173,7 +175,8 @@ fn many_copies_are_one_call() {
         // SAFETY: no work uses the memory.
         assert_eq!(unsafe { std::slice::from_raw_parts(pinned.as_ptr(), 16) }, [5; 16]);
         assert_eq!(bench.download(device.offset(1024), 16, stream).unwrap(), [5; 16]);
-        driver.host_free(pinned).unwrap();
+        // SAFETY: nobody uses the memory any more.
+        unsafe { driver.host_free(pinned) }.unwrap();
         bench.assert_no_violation();
     }
 }
@@ -191,7 +194,8 @@ fn memory_of_the_callers_is_page_locked_while_it_is_registered() {
     // SAFETY: the memory is not touched until it is unregistered, which waits.
     unsafe { driver.copy_batch(&copies, stream) }.unwrap();
     driver.synchronize().unwrap();
-    driver.host_unregister(host).unwrap();
+    // SAFETY: it was registered above, and the copy is done.
+    unsafe { driver.host_unregister(host) }.unwrap();
     assert_eq!(bench.download(device, 4096, stream).unwrap(), memory[..4096]);
     bench.assert_no_violation();
 }

@@ -42,7 +42,8 @@ fn what_would_break_a_capture_is_refused_and_does_not() {
     breaks(driver.free(memory));
     breaks(driver.alloc_async(4096, stream).map(drop));
     breaks(driver.free_async(pool, stream));
-    breaks(driver.host_unregister(host));
+    // SAFETY: refused, because a stream captures.
+    breaks(unsafe { driver.host_unregister(host) });
     breaks(driver.begin_capture(stream));
     breaks(bench.upload(memory, &[1; 16], stream));
     breaks(bench.download(memory, 16, stream).map(drop));
@@ -50,7 +51,8 @@ fn what_would_break_a_capture_is_refused_and_does_not() {
     breaks(unsafe { driver.copy_batch(&[], stream) });
     let graph = driver.end_capture(stream).unwrap();
     driver.destroy_graph(graph).unwrap();
-    driver.host_unregister(host).unwrap();
+    // SAFETY: it was registered above, and nobody uses it.
+    unsafe { driver.host_unregister(host) }.unwrap();
     driver.free(memory).unwrap();
     driver.free_async(pool, stream).unwrap();
     driver.synchronize().unwrap();
@@ -78,7 +80,8 @@ fn calls_that_captures_in_other_modes_forbid_are_made_beside_them() {
     driver.synchronize_stream(other).unwrap();
     driver.memory_info().unwrap();
     let pinned = driver.host_alloc(4096).unwrap();
-    driver.host_free(pinned).unwrap();
+    // SAFETY: nobody uses the memory.
+    unsafe { driver.host_free(pinned) }.unwrap();
     driver.unmap(start, 2 * MIB).unwrap();
     // The thread's own mode is as it was: cudarc's allocation would still break the capture, and ours did not.
     assert!(theirs.capture_status().is_ok());

@@ -75,11 +75,15 @@ fn copied(driver: &CudaDriver, stream: aquifer_device::RawStream, memory: aquife
     // SAFETY: as above.
     let outcome = outcome.and_then(|()| unsafe { driver.copy_batch(&[part], stream) });
     let waited = driver.synchronize().or_else(|_| driver.synchronize());
-    let outcome = outcome.and(waited).and(driver.host_free(pinned).or_else(|_| driver.host_free(pinned)));
+    // SAFETY: nobody uses the memory any more; what could not be freed is still there.
+    let free = || unsafe { driver.host_free(pinned) };
+    let outcome = outcome.and(waited).and(free().or_else(|_| free()));
     let mut registered = vec![0_u8; 4096];
     // SAFETY: unregistered below, at the second attempt at the latest.
     let host = outcome.and_then(|()| unsafe { driver.host_register(registered.as_mut_ptr(), 4096) })?;
-    driver.host_unregister(host).or_else(|error| driver.host_unregister(host).and(Err(error)))
+    // SAFETY: it was registered above, and nobody uses it.
+    let unregister = || unsafe { driver.host_unregister(host) };
+    unregister().or_else(|error| unregister().and(Err(error)))
 }
 
 fn ordered(driver: &CudaDriver, stream: aquifer_device::RawStream) -> Result<()> {

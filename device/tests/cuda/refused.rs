@@ -213,9 +213,12 @@ fn copies_of_rows_and_batches_are_checked_before_they_are_made() {
     // SAFETY: refused before anything is copied.
     let legacy = unsafe { driver.copy_batch(&[part], RawStream::LEGACY) };
     assert_eq!(refused(legacy), Code::NOT_SUPPORTED);
-    driver.host_free(pinned).unwrap();
-    assert_eq!(code(driver.host_free(pinned)), Code::INVALID_VALUE);
-    assert_eq!(code(driver.host_unregister(pinned)), Code(713));
+    // SAFETY: nobody uses the memory any more.
+    unsafe { driver.host_free(pinned) }.unwrap();
+    // SAFETY: refused: it is gone.
+    assert_eq!(code(unsafe { driver.host_free(pinned) }), Code::INVALID_VALUE);
+    // SAFETY: refused: it was never registered.
+    assert_eq!(code(unsafe { driver.host_unregister(pinned) }), Code(713));
     bench.assert_no_violation();
 }
 
@@ -229,10 +232,14 @@ fn registered_memory_is_not_freed_and_allocated_memory_not_unregistered() {
     // SAFETY: refused, because it is registered.
     let twice = unsafe { driver.host_register(memory.as_mut_ptr(), 4096) };
     assert_eq!(code(twice), Code(712));
-    assert_eq!(code(driver.host_free(registered)), Code::INVALID_VALUE);
-    assert_eq!(code(driver.host_unregister(pinned)), Code(713));
-    driver.host_unregister(registered).unwrap();
-    driver.host_free(pinned).unwrap();
+    // SAFETY: refused: it is registered.
+    assert_eq!(code(unsafe { driver.host_free(registered) }), Code::INVALID_VALUE);
+    // SAFETY: refused: it is not registered.
+    assert_eq!(code(unsafe { driver.host_unregister(pinned) }), Code(713));
+    // SAFETY: it was registered above, and nobody uses it.
+    unsafe { driver.host_unregister(registered) }.unwrap();
+    // SAFETY: nobody uses the memory any more.
+    unsafe { driver.host_free(pinned) }.unwrap();
 }
 
 #[test]

@@ -134,16 +134,19 @@ fn registered_memory_is_page_locked_until_it_is_unregistered() {
     let host = unsafe { driver.host_register(start, 4096) }.unwrap();
     // SAFETY: refused, since the memory is registered.
     assert_eq!(code(unsafe { driver.host_register(start.wrapping_add(100), 8) }), Code(712));
-    assert_eq!(code(driver.host_free(host)), Code::INVALID_VALUE);
+    // SAFETY: refused: it is registered.
+    assert_eq!(code(unsafe { driver.host_free(host) }), Code::INVALID_VALUE);
     driver.upload(memory, HostPtr(host.0 + 10), 100, stream);
     driver.stall(stream, std::time::Duration::from_millis(1)).unwrap();
     driver.kernel("later", &[(memory, 100, Write)], None, stream).unwrap();
     driver.download(host, memory.offset(4096), 16, stream);
     // It was not waited for, so that is a violation; the work ran all the same while the memory was there.
-    driver.host_unregister(host).unwrap();
+    // SAFETY: it was registered above, and only the simulator counts on that.
+    unsafe { driver.host_unregister(host) }.unwrap();
     assert_eq!(driver.take_violations()[0].kind, ViolationKind::PendingWork);
     assert_eq!(own[..16], [0xCD; 16]);
-    assert_eq!(code(driver.host_unregister(host)), Code(713));
+    // SAFETY: refused: it is not registered any more.
+    assert_eq!(code(unsafe { driver.host_unregister(host) }), Code(713));
     // SAFETY: refused.
     assert_eq!(code(unsafe { driver.host_register(std::ptr::null_mut(), 8) }), Code::INVALID_VALUE);
 }
@@ -158,7 +161,8 @@ fn a_graph_over_memory_that_was_unregistered_is_caught() {
     driver.begin_capture(stream).unwrap();
     driver.upload(memory, host, 64, stream);
     let graph = driver.end_capture(stream).unwrap();
-    driver.host_unregister(host).unwrap();
+    // SAFETY: it was registered above; the memory lives on while the graph is launched.
+    unsafe { driver.host_unregister(host) }.unwrap();
     driver.launch_graph(graph, stream).unwrap();
     assert_eq!(driver.take_violations()[0].kind, ViolationKind::UseAfterFree);
     assert!(driver.synchronize().unwrap_err().is_device_lost());

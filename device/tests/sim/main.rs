@@ -11,6 +11,7 @@ mod happens_before;
 mod inspect;
 mod interleavings;
 mod lag;
+mod left;
 mod lost;
 mod mapping;
 mod memory;

@@ -75,7 +75,8 @@ abi! {
     /// Frees page-locked memory.
     2000 cuMemFreeHost(call, ptr: usize) {
         let life = call.guarded_life()?;
-        life.sim.host_free(HostPtr(ptr)).map_err(code)?;
+        // SAFETY: the caller of the C function vouches that nobody uses the memory any more.
+        unsafe { life.sim.host_free(HostPtr(ptr)) }.map_err(code)?;
         life.pinned.remove(ptr);
         Ok(())
     }
@@ -96,7 +97,8 @@ abi! {
     /// Undoes `cuMemHostRegister_v2`.
     4000 cuMemHostUnregister(call, ptr: usize) {
         let life = call.guarded_life()?;
-        life.sim.host_unregister(HostPtr(ptr)).map_err(code)?;
+        // SAFETY: the caller of the C function vouches that it registered the memory.
+        unsafe { life.sim.host_unregister(HostPtr(ptr)) }.map_err(code)?;
         life.pinned.remove(ptr);
         Ok(())
     }

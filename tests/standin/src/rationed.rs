@@ -271,8 +271,6 @@ impl Driver for Rationed {
         LaunchGraph => launch_graph(graph: RawGraph, stream: RawStream) -> ();
         DestroyGraph => destroy_graph(graph: RawGraph) -> ();
         HostAlloc => host_alloc(bytes: usize) -> HostPtr;
-        HostFree => host_free(ptr: HostPtr) -> ();
-        HostUnregister => host_unregister(ptr: HostPtr) -> ();
         LoadModule => load_module(ptx: &str) -> RawModule;
         UnloadModule => unload_module(module: RawModule) -> ();
         CaptureStatus => capture_status(stream: RawStream) -> CaptureStatus;
@@ -418,6 +416,16 @@ impl Driver for Rationed {
     unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
         unsafe { self.enter(Operation::HostRegister)?.host_register(ptr, bytes) }
+    }
+
+    unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
+        // SAFETY: the caller's promise about the memory is passed on unchanged.
+        unsafe { self.enter(Operation::HostFree)?.host_free(ptr) }
+    }
+
+    unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
+        // SAFETY: the caller's promise about the memory is passed on unchanged.
+        unsafe { self.enter(Operation::HostUnregister)?.host_unregister(ptr) }
     }
 
     unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {

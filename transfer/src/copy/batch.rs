@@ -12,6 +12,7 @@ use crate::copy::direct::check_lengths;
 use crate::copy::owned::host_len;
 use crate::counters::Direction;
 use crate::error::TransferError;
+use crate::host_vec;
 use crate::pending::Pending;
 use crate::pinned::{HostPart, PinnedBuffer, PinnedSlice, PinnedSliceMut};
 use crate::runtime::Transfer;
@@ -101,7 +102,7 @@ impl BatchResults {
     /// The elements of one download of the same batch.
     ///
     /// # Errors
-    /// [`TransferError::OtherBatch`], and those of the driver.
+    /// [`TransferError::OtherBatch`], [`TransferError::OutOfHostMemory`], and those of the driver.
     pub fn read<T: Pod>(&self, download: &Downloaded<T>) -> Result<Vec<T>, TransferError> {
         if download.batch != self.batch {
             return Err(TransferError::OtherBatch);
@@ -113,7 +114,7 @@ impl BatchResults {
             end: end as u64,
             len: bytes.len() as u64,
         })?;
-        Ok(bytemuck::pod_collect_to_vec(own))
+        host_vec::copied(own)
     }
 }
 

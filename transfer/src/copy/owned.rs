@@ -14,6 +14,7 @@ use crate::copy::direct::check_lengths;
 use crate::copy::memory::{Landing, Owned};
 use crate::counters::Direction;
 use crate::error::TransferError;
+use crate::host_vec;
 use crate::job::Job;
 use crate::pending::Pending;
 use crate::pinned::{PinnedBuffer, PinnedSlice};
@@ -94,7 +95,7 @@ impl Transfer {
     /// Copies device memory to a new `Vec`.
     ///
     /// # Errors
-    /// As [`Transfer::to_host`].
+    /// As [`Transfer::to_host`], and [`TransferError::OutOfHostMemory`] when the system has no memory for it.
     pub fn to_vec<T: Pod + Send + Sync>(&self, from: &DeviceBuffer<T>) -> Result<Pending<Vec<T>>, TransferError> {
         let len = host_len::<T>(from.len())?;
         self.check_device("buffer", from.storage().device_id())?;
@@ -102,7 +103,7 @@ impl Transfer {
             let pending = self.to_host(from)?;
             return Ok(pending.and_then(|buffer: PinnedBuffer<T>| buffer.read().map(<[T]>::to_vec)));
         }
-        let target = Arc::new(Landing::new(bytemuck::zeroed_vec::<T>(len)));
+        let target = Arc::new(Landing::new(host_vec::zeroed::<T>(len)?));
         let job = self.stage_download(from, target.clone())?;
         Ok(Pending::job(self.shared(), job, move || target.take()))
     }

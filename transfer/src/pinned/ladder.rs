@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::time::Instant;
 
-use aquifer_device::{Device, Tick};
+use aquifer_device::{Device, DeviceError, Tick};
 
 use super::class;
 use super::pool::PinnedConfig;
@@ -115,8 +115,7 @@ impl Inner {
         for mut slab in removed {
             let begun = Instant::now();
             // After a failure the rest stays, rather than that each of them fails in turn.
-            let gone =
-                failure.is_none() && slab.memory.release(&self.device).map_err(|error| failure = Some(error)).is_ok();
+            let gone = failure.is_none() && give_back(&mut slab.memory, &self.device, &mut failure);
             released += if gone { slab.bytes } else { 0 };
             self.state.lock().end_release(slab, gone, begun.elapsed());
         }
@@ -211,11 +210,35 @@ impl fmt::Debug for Inner {
     }
 }
 
+/// Gives an unused slab back, or notes why that failed. Whether it is gone.
+#[allow(unsafe_code, reason = "the driver takes memory back by its address")]
+fn give_back(memory: &mut SlabMemory, device: &Device, failure: &mut Option<DeviceError>) -> bool {
+    // SAFETY: the slab was taken out of the pool unused: no buffer holds a part of it, and the ticks of those that did are done.
+    unsafe { memory.release(device) }.map_err(|error| *failure = Some(error)).is_ok()
+}
+
 impl Drop for Inner {
-    /// Copies may still be in flight, and driver calls and waits have no place here: the device takes the memory.
+    /// What is known to be done goes back at once, unless that would break a capture or wait. Copies may still use the rest, and waits
+    /// have no place here: the device takes that, with their ticks.
+    #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
     fn drop(&mut self) {
-        for memory in self.state.get_mut().slabs.drain() {
-            memory.release_later(&self.device);
+        let mut failure = None;
+        let calls = !self.device.is_capturing();
+        if calls && let Err(error) = self.poll() {
+            tracing::debug!(%error, "the device could not be asked about the memory of a pool that is gone");
+        }
+        let state = self.state.get_mut();
+        for mut slab in state.begin_release(usize::MAX) {
+            let at_once = calls && failure.is_none() && !slab.memory.waits_for_device();
+            if !at_once || !give_back(&mut slab.memory, &self.device, &mut failure) {
+                // SAFETY: nothing of it is in use.
+                unsafe { slab.memory.release_later(&self.device, Vec::new()) };
+            }
+        }
+        let uses = state.waiting.ticks();
+        for memory in state.slabs.drain() {
+            // SAFETY: every buffer keeps the pool, so none is left; those that there were went with the ticks of their copies.
+            unsafe { memory.release_later(&self.device, uses.clone()) };
         }
     }
 }

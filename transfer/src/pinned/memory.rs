@@ -114,24 +114,32 @@ impl PinnedMemory {
         Ok(())
     }
 
-    /// The caller's own memory, no longer page-locked; `None` if it is not that. Copies that use it must be over.
-    pub(super) fn unregister(&self) -> Result<Option<Box<dyn Any + Send>>, TransferError> {
+    /// The caller's own memory, no longer page-locked; `None` if it is not that.
+    ///
+    /// # Safety
+    /// Copies that use it are over, and nobody has a view of it.
+    #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
+    pub(super) unsafe fn unregister(&self) -> Result<Option<Box<dyn Any + Send>>, TransferError> {
         let Origin::Registered(owner) = &self.origin else { return Ok(None) };
         let mut owner = owner.lock();
         if owner.is_some() {
-            self.pool.device.driver().host_unregister(self.ptr)?;
+            // SAFETY: it is registered while there is an owner, and nobody uses it, as the caller vouches.
+            unsafe { self.pool.device.driver().host_unregister(self.ptr)? };
         }
         Ok(owner.take().map(Owner::into_memory))
     }
 }
 
 impl Drop for PinnedMemory {
+    #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
     fn drop(&mut self) {
         match &mut self.origin {
             Origin::Pool(block) => self.pool.give(block.id, self.uses.take()),
             Origin::Registered(owner) => {
                 if let Some(owner) = owner.get_mut().take() {
-                    self.pool.device.host_unregister_later(self.ptr, owner.into_memory());
+                    let (device, bytes, uses) = (&self.pool.device, self.bytes as u64, self.uses.take());
+                    // SAFETY: it is registered while there is an owner; no view outlives this, and copies noted their ticks (N4).
+                    unsafe { device.host_unregister_later(self.ptr, bytes, owner.into_memory(), uses) };
                 }
             }
             Origin::Nowhere | Origin::Pageable { .. } => {}

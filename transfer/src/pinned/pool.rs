@@ -52,8 +52,10 @@ impl PinnedConfig {
 ///
 /// Dropping a buffer makes no driver call and waits for nothing: its memory is handed out again when every copy that used it
 /// is done. The memory itself goes back to the system by [`PinnedPool::trim_to`] and [`PinnedPool::empty_cache`], under the
-/// pressure of the limit or the system, and some time after the pool and its last buffer are gone: by then the device may still
-/// copy, so the device keeps it until its next [`Device::alloc`] or [`Device::settle`], or its own end.
+/// pressure of the limit or the system, and when the pool and its last buffer are gone. The last of these to be dropped asks the
+/// driver what it is done with, and gives that back; it waits for nothing. What is still copied, or what a capture in progress or
+/// [`SlabSource::Registered`] keeps from going, stays with the device: until a pool of the device next gets more memory
+/// ([`Device::settle_host`]), its next [`Device::alloc`] or [`Device::settle`], or its own end.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};

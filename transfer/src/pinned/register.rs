@@ -13,6 +13,7 @@ use super::buffer::{PinnedBuffer, bytes_of};
 use super::memory::{Origin, PinnedMemory};
 use super::pool::PinnedPool;
 use crate::error::TransferError;
+use crate::host_vec;
 
 /// CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED.
 const ALREADY_REGISTERED: Code = Code(712);
@@ -56,7 +57,7 @@ impl PinnedPool {
     /// Locking takes time for each page, and unlocking makes the driver wait for the device: this is for memory that is copied often, or is
     /// too large to exist twice. The system locks whole pages, so two small pieces in one page cannot both be registered. A buffer that is
     /// dropped leaves its memory to the device, which drops it at its next [`aquifer_device::Device::alloc`] or
-    /// [`aquifer_device::Device::settle`].
+    /// [`aquifer_device::Device::settle`], or when a pool of the device gets more memory and more than 64 MiB of such memory are done.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -89,6 +90,7 @@ impl PinnedPool {
 
     #[allow(unsafe_code, reason = "the driver is given memory by its address")]
     fn page_lock(&self, start: *mut u8, bytes: usize) -> Result<HostPtr, TransferError> {
+        self.device().settle_host();
         // SAFETY: the caller keeps the memory, which it owns, until it is unregistered: `Owner`, or the device after that.
         let locked = unsafe { self.device().driver().host_register(start, bytes) };
         locked.map_err(|source| match source.code {
@@ -128,7 +130,7 @@ impl<T: Pod + Send> PinnedBuffer<T> {
     /// page-locked, for which the driver waits for the device; other buffers are copied from.
     ///
     /// # Errors
-    /// Those of the driver; they return the buffer. A lost device never says that it is done with the memory, so it cannot come back.
+    /// Those of the driver, and [`TransferError::OutOfHostMemory`] where a copy is made; they return the buffer. A lost device never says that it is done with the memory, so it cannot come back.
     pub fn into_vec(mut self) -> Result<Vec<T>, Box<Returned<PinnedBuffer<T>>>> {
         match self.take_values() {
             Ok(values) => Ok(values),
@@ -136,13 +138,15 @@ impl<T: Pod + Send> PinnedBuffer<T> {
         }
     }
 
+    #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
     fn take_values(&mut self) -> Result<Vec<T>, TransferError> {
         let part = self.as_slice_mut().part();
         part.memory.touch(part.ptr, part.bytes, AccessKind::Write)?;
-        let own = part.memory.unregister()?;
+        // SAFETY: the buffer is borrowed exclusively and becomes a vector, so there are no views; all copies were waited for.
+        let own = unsafe { part.memory.unregister()? };
         match own.map(|own| own.downcast::<Vec<T>>()) {
             Some(Ok(values)) => Ok(*values),
-            _ => Ok(self.read()?.to_vec()),
+            _ => host_vec::copied(self.as_bytes().read()?),
         }
     }
 }

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::num::NonZeroUsize;
 use std::thread;
 
-use aquifer_device::{Device, DeviceError, HostPtr};
+use aquifer_device::{Device, DeviceError, HostPtr, Tick};
 use memmap2::MmapMut;
 
 use super::class::PAGE;
@@ -32,19 +32,33 @@ const THREAD_PART: usize = 16 << 20;
 /// What huge pages are aligned to, in bytes.
 const HUGE: usize = 2 << 20;
 
-/// What holds the memory of a slab. Dropping it gives nothing back: it must be released.
+/// What holds the memory of a slab, which is nobody else's. Dropping it gives nothing back: it must be released.
 #[derive(Debug)]
 pub(super) struct SlabMemory {
     ptr: HostPtr,
+    bytes: usize,
     /// The memory, where it is not the driver's. Leaked rather than unmapped while it is registered.
     map: Option<Box<MmapMut>>,
 }
 
 impl SlabMemory {
     /// `bytes` bytes of page-locked memory that starts at a page. All of it is initialised.
+    ///
+    /// What earlier pools left to the device goes back first, as far as it is done. So programs that make one pool after another do
+    /// not grow. If the system has no memory, the rest of it goes as well.
     pub(super) fn obtain(source: &SlabSource, device: &Device, bytes: usize) -> Result<SlabMemory, TransferError> {
+        device.settle_host();
+        match Self::from_system(source, device, bytes) {
+            Err(error) if error.is_out_of_memory() && device.wait_and_settle_host() > 0 => {
+                Self::from_system(source, device, bytes)
+            }
+            outcome => outcome,
+        }
+    }
+
+    fn from_system(source: &SlabSource, device: &Device, bytes: usize) -> Result<SlabMemory, TransferError> {
         match source {
-            SlabSource::DriverAlloc => Ok(SlabMemory { ptr: device.driver().host_alloc(bytes)?, map: None }),
+            SlabSource::DriverAlloc => Ok(SlabMemory { ptr: device.driver().host_alloc(bytes)?, bytes, map: None }),
             SlabSource::Registered { threads } => Self::register(device, bytes, *threads),
         }
     }
@@ -70,7 +84,7 @@ impl SlabMemory {
         // SAFETY: the memory stays mapped until it is unregistered: `release` and `release_later` see to that, and dropping
         // this before does not unmap it.
         let ptr = unsafe { device.driver().host_register(slab.as_mut_ptr(), bytes)? };
-        Ok(SlabMemory { ptr, map: Some(map) })
+        Ok(SlabMemory { ptr, bytes, map: Some(map) })
     }
 
     /// The first address.
@@ -78,21 +92,39 @@ impl SlabMemory {
         self.ptr.0
     }
 
-    /// Gives the memory back. No copy may be in flight for it.
-    pub(super) fn release(&mut self, device: &Device) -> Result<(), DeviceError> {
+    /// Whether giving it back makes the driver wait for the device.
+    pub(super) fn waits_for_device(&self) -> bool {
+        self.map.is_some()
+    }
+
+    /// Gives the memory back.
+    ///
+    /// # Safety
+    /// Nobody uses it any more, and no copy is in flight for it.
+    #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
+    pub(super) unsafe fn release(&mut self, device: &Device) -> Result<(), DeviceError> {
         if self.map.is_none() {
-            return device.driver().host_free(self.ptr);
+            // SAFETY: it came from `obtain`, is nobody else's, and not in use, as the caller vouches.
+            return unsafe { device.driver().host_free(self.ptr) };
         }
-        device.driver().host_unregister(self.ptr)?;
+        // SAFETY: as above, from `register`.
+        unsafe { device.driver().host_unregister(self.ptr)? };
         self.map = None;
         Ok(())
     }
 
-    /// Gives the memory back some time after the device is done with it. Makes no driver call.
-    pub(super) fn release_later(mut self, device: &Device) {
+    /// Gives the memory back some time after the device is done with these `uses`. Makes no driver call.
+    ///
+    /// # Safety
+    /// Nobody uses it any more, and no copy but before these ticks of their streams.
+    #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
+    pub(super) unsafe fn release_later(mut self, device: &Device, uses: Vec<Tick>) {
+        let bytes = self.bytes as u64;
         match self.map.take() {
-            None => device.host_free_later(self.ptr),
-            Some(map) => device.host_unregister_later(self.ptr, map as Box<dyn Any + Send>),
+            // SAFETY: it came from `obtain` and is nobody else's; its uses are as the caller vouches.
+            None => unsafe { device.host_free_later(self.ptr, bytes, uses) },
+            // SAFETY: as above, from `register`.
+            Some(map) => unsafe { device.host_unregister_later(self.ptr, bytes, map as Box<dyn Any + Send>, uses) },
         }
     }
 }

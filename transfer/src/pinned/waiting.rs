@@ -91,6 +91,19 @@ impl Waiting {
         done
     }
 
+    /// Everything that is waited for and not known to be done.
+    pub(super) fn ticks(&self) -> Vec<Tick> {
+        let entries = self.queues.values().flat_map(BTreeMap::values);
+        let ticks = entries.flat_map(|entry| entry.rest.iter().chain([&entry.tick]));
+        // The last of a stream stands for those before it.
+        let mut last = BTreeMap::new();
+        for tick in ticks {
+            let at = last.entry(tick.timeline().id()).or_insert(tick);
+            *at = if tick.n() > at.n() { tick } else { *at };
+        }
+        last.into_values().cloned().collect()
+    }
+
     /// For each stream that is waited for, the tick that must be done first; in the order in which the blocks were given back.
     pub(super) fn fronts(&self) -> Vec<Front> {
         let first = |queue: &BTreeMap<_, Entry>| {

@@ -21,6 +21,7 @@ use super::virtual_crew::Play;
 use super::work::{HostEnd, Work};
 use crate::counters::Direction;
 use crate::error::TransferError;
+use crate::host_vec;
 use crate::pinned::{PinnedConfig, PinnedPool};
 
 /// A staged transfer to be played in virtual time.
@@ -187,7 +188,7 @@ impl Stage {
         let stream = device.create_stream()?;
         let buffer = allocator.alloc_buffer(bytes, &stream)?;
         let len = usize::try_from(bytes).map_err(|_| TransferError::LengthOverflow { len: bytes, size: 1 })?;
-        let mut content = zeroed(len)?;
+        let mut content = host_vec::zeroed(len)?;
         let words = content.chunks_mut(8).zip(0u64..);
         words.for_each(|(word, number)| word.copy_from_slice(&mixed(number).to_le_bytes()[..word.len()]));
         let pool = PinnedPool::new(&device, PinnedConfig::default())?;
@@ -203,7 +204,7 @@ impl Stage {
             return Ok((Work::new(host, claim, ptr, &self.stream)?, self.content.clone()));
         }
         self.stream.upload_blocking(ptr, &self.content.0.lock())?;
-        let target = Arc::new(Bytes(Mutex::new(zeroed(self.content.0.lock().len())?)));
+        let target = Arc::new(Bytes(Mutex::new(host_vec::zeroed(self.content.0.lock().len())?)));
         let claim = Claim::take(self.buffer.storage(), AccessKind::Read)?;
         Ok((Work::new(HostEnd::Target(target.clone()), claim, ptr, &self.stream)?, target))
     }
@@ -216,18 +217,10 @@ impl Stage {
     /// Whether content, device and the transfer's host end are the same.
     fn is_intact(&self, host: &Arc<Bytes>) -> Result<bool, TransferError> {
         let content = self.content.0.lock();
-        let mut bytes = zeroed(content.len())?;
+        let mut bytes = host_vec::zeroed(content.len())?;
         self.stream.download_blocking(&mut bytes, self.buffer.ptr())?;
         Ok(bytes == *content && (Arc::ptr_eq(host, &self.content) || *host.0.lock() == bytes))
     }
-}
-
-/// Host memory, if there is so much.
-fn zeroed(len: usize) -> Result<Vec<u8>, TransferError> {
-    let mut bytes = Vec::new();
-    bytes.try_reserve_exact(len).map_err(|_| TransferError::LengthOverflow { len: len as u64, size: 1 })?;
-    bytes.resize(len, 0);
-    Ok(bytes)
 }
 
 /// Eight bytes of content, different at every place.

@@ -4,6 +4,7 @@ use aquifer_kernels::{DType, convert_host};
 
 use super::memory::HostPart;
 use crate::error::TransferError;
+use crate::host_vec;
 use crate::staging::HostSource;
 
 /// The elements of another source, converted.
@@ -28,13 +29,13 @@ impl<S: HostSource> HostSource for Converted<S> {
         let size = self.to.bytes();
         // Whole elements around what is asked for.
         let (first, end) = (offset / size, (offset + into.len() as u64).div_ceil(size));
-        let mut elements = vec![0; count((end - first) * self.from.bytes())];
+        let mut elements = host_vec::zeroed(count((end - first) * self.from.bytes()))?;
         self.source.read(first * self.from.bytes(), &mut elements)?;
         let before = count(offset - first * size);
         if before == 0 && (into.len() as u64).is_multiple_of(size) {
             return Ok(convert_host(&elements, self.from, into, self.to)?);
         }
-        let mut whole = vec![0; count((end - first) * size)];
+        let mut whole = host_vec::zeroed(count((end - first) * size))?;
         convert_host(&elements, self.from, &mut whole, self.to)?;
         into.copy_from_slice(&whole[before..before + into.len()]);
         Ok(())

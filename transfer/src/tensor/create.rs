@@ -10,6 +10,7 @@ use super::place::Place;
 use super::{LayoutError, Tensor};
 use crate::counters::Direction;
 use crate::error::TransferError;
+use crate::host_vec::out_of_host_memory;
 use crate::runtime::Transfer;
 
 impl Tensor {
@@ -206,11 +207,6 @@ pub(super) fn host_bytes(layout: &Layout, dtype: DType) -> Result<usize, Transfe
 /// How many elements of a dtype, as the host counts them.
 pub(super) fn host_len(len: u64, dtype: DType) -> Result<usize, TransferError> {
     usize::try_from(len).map_err(|_| TransferError::LengthOverflow { len, size: dtype.bytes() })
-}
-
-pub(super) fn out_of_host_memory(bytes: u64) -> TransferError {
-    let source = std::sync::Arc::new(std::io::ErrorKind::OutOfMemory.into());
-    TransferError::OutOfHostMemory { bytes, source }
 }
 
 fn zeroed_host(dtype: DType, len: u64) -> Result<HostMemory, TransferError> {

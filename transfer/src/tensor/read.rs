@@ -1,10 +1,11 @@
 //! Reading elements back on the host.
 
-use super::create::{host_len, out_of_host_memory};
+use super::create::host_len;
 use super::memory::{Memory, Scalar};
 use super::pack::pack_on_host;
 use super::{Place, Tensor};
 use crate::error::TransferError;
+use crate::host_vec;
 
 impl Tensor {
     /// The elements in row-major order. Waits on the host for the copy from a device, which is counted as a synchronisation.
@@ -15,8 +16,7 @@ impl Tensor {
         self.check_dtype(T::DTYPE)?;
         let host = self.to(Place::Host)?.wait()?;
         let len = host_len(host.len(), T::DTYPE)?;
-        let mut elements =
-            bytemuck::allocation::try_zeroed_vec::<T>(len).map_err(|()| out_of_host_memory(self.bytes()))?;
+        let mut elements = host_vec::zeroed::<T>(len)?;
         pack_on_host(host.memory.read()?, &host.layout, size_of::<T>(), bytemuck::cast_slice_mut(&mut elements));
         Ok(elements)
     }

@@ -22,6 +22,7 @@ use super::place::Place;
 use super::to::To;
 use crate::counters::Direction;
 use crate::error::TransferError;
+use crate::host_vec;
 use crate::pending::{Pending, Shared};
 use crate::pinned::PinnedPool;
 use crate::placement::Fallback;
@@ -157,7 +158,7 @@ impl Tensor {
     /// The elements of a tensor on the host as they are sent, and where they lie then.
     pub(crate) fn elements_as(&self, dtype: DType) -> Result<(Vec<u8>, Layout), TransferError> {
         let sent = self.sent()?;
-        let mut elements = vec![0; host_bytes(&sent.dense()?, dtype)?];
+        let mut elements = host_vec::zeroed(host_bytes(&sent.dense()?, dtype)?)?;
         self.write_sent(&sent, dtype, &mut elements)?;
         Ok((elements, sent.layout))
     }

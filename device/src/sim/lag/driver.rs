@@ -65,7 +65,6 @@ impl Driver for Lagging {
         map(ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> ();
         set_access(ptr: DevicePtr, bytes: u64, devices: &[u32]) -> ();
         host_alloc(bytes: usize) -> HostPtr;
-        host_free(ptr: HostPtr) -> ();
         host_access(ptr: HostPtr, bytes: usize, kind: AccessKind) -> ();
         create_stream(flags: StreamFlags) -> RawStream;
         destroy_stream(stream: RawStream) -> ();
@@ -180,9 +179,15 @@ impl Driver for Lagging {
         unsafe { self.inner.host_register(ptr, bytes) }
     }
 
-    fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
+    unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
+        // SAFETY: the caller's promise about the memory is passed on unchanged.
+        unsafe { self.inner.host_free(ptr) }
+    }
+
+    unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
         self.wait_for(self.now());
-        self.inner.host_unregister(ptr)
+        // SAFETY: the caller's promise about the memory is passed on unchanged.
+        unsafe { self.inner.host_unregister(ptr) }
     }
 
     unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {

@@ -121,22 +121,6 @@ fn memory_of_another_device_and_captures_are_refused() {
 }
 
 #[test]
-fn the_pool_outlives_its_handles_and_leaves_its_memory_to_the_device() {
-    let bench = Bench::new(PinnedConfig::default());
-    let buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
-    bench.upload(&buffer).unwrap();
-    let Bench { sim, device, pool, stream, memory: _ } = bench;
-    drop(pool);
-    let calls = device.driver_calls();
-    drop(buffer);
-    assert_eq!(device.driver_calls().since(&calls).total(), 0, "no driver call in a destructor");
-    device.settle();
-    assert_eq!(device.driver_calls().since(&calls).of(Operation::HostFree), 1);
-    drop(stream);
-    assert_eq!(sim.take_violations(), []);
-}
-
-#[test]
 fn a_claim_keeps_the_host_and_conflicting_copies_away_until_its_work_is_done() {
     let bench = Bench::new(PinnedConfig::default());
     let mut buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();

@@ -2,6 +2,7 @@
 
 mod copies;
 mod faults;
+mod gone;
 mod limits;
 mod outside;
 mod random;

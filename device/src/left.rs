@@ -1,0 +1,158 @@
+//! Page-locked memory that its owner left to the device, and what uses it until it goes back.
+//!
+//! Whoever leaves memory here names the ticks of its last uses. Once they are known to be done the memory goes back without anybody
+//! waiting for the device. Ticks keep the context alive, so it must not keep them: the device's handles do. Memory that is
+//! still here when the last of these is gone goes to the context, without its ticks, and the device is waited for.
+//!
+//! The list's lock is a leaf: no driver call is made under it.
+
+use std::any::Any;
+use std::collections::BTreeSet;
+use std::mem::ManuallyDrop;
+
+use parking_lot::Mutex;
+
+use crate::context::{Context, Orphan};
+use crate::driver::{Driver, HostPtr};
+use crate::error::DeviceError;
+use crate::timeline::Tick;
+
+/// Registered memory in bytes that may stay although its uses are done: the driver waits for the device to unregister it, so that is
+/// done for much at a time.
+const REGISTERED_KEPT: u64 = 64 << 20;
+
+/// Page-locked memory without an owner. Invariant: nobody else uses it or gives it back; work of the device may still.
+#[derive(Debug)]
+pub(crate) struct Left {
+    ptr: HostPtr,
+    /// Who keeps registered memory where it is; dropped only once it is not registered any more.
+    owner: Option<ManuallyDrop<Box<dyn Any + Send>>>,
+}
+
+impl Left {
+    /// Takes memory over: allocated by the driver, or registered and kept by an owner.
+    ///
+    /// # Safety
+    /// As for [`Driver::host_free`], or [`Driver::host_unregister`] if there is an owner, but for work of the device.
+    pub(crate) unsafe fn new(ptr: HostPtr, owner: Option<Box<dyn Any + Send>>) -> Left {
+        Left { ptr, owner: owner.map(ManuallyDrop::new) }
+    }
+
+    /// Gives the memory back. After an error it is as it was.
+    ///
+    /// # Safety
+    /// No work of the device uses it any more.
+    pub(crate) unsafe fn free(self, driver: &dyn Driver) -> Result<(), (DeviceError, Left)> {
+        let gone = match self.owner {
+            // SAFETY: nobody else uses it, by the invariant, and the device does not, as the caller vouches.
+            None => unsafe { driver.host_free(self.ptr) },
+            // SAFETY: as above.
+            Some(_) => unsafe { driver.host_unregister(self.ptr) },
+        };
+        match gone {
+            Ok(()) => drop(self.owner.map(ManuallyDrop::into_inner)),
+            Err(error) => return Err((error, self)),
+        }
+        Ok(())
+    }
+}
+
+/// Memory that waits for the ticks of its last uses.
+#[derive(Debug)]
+struct Waiting {
+    memory: Left,
+    bytes: u64,
+    uses: Vec<Tick>,
+}
+
+impl Waiting {
+    fn is_known_done(&self) -> bool {
+        self.uses.iter().all(|tick| tick.timeline().is_known_done(tick.n()))
+    }
+}
+
+/// The memory that was left to a device.
+#[derive(Debug, Default)]
+pub(crate) struct LeftMemory(Mutex<Vec<Waiting>>);
+
+impl LeftMemory {
+    /// Keeps memory until its uses are done. Makes no driver call.
+    pub(crate) fn add(&self, memory: Left, bytes: u64, uses: Vec<Tick>) {
+        self.0.lock().push(Waiting { memory, bytes, uses });
+    }
+
+    /// Gives back what is done, as the driver says now. Waits for nothing, except where much registered memory can go. Returns
+    /// how many bytes went.
+    pub(crate) fn free_done(&self, context: &Context) -> u64 {
+        if self.0.lock().is_empty() || context.is_capturing() {
+            return 0;
+        }
+        let waiting = std::mem::take(&mut *self.0.lock());
+        ask(&waiting);
+        let registered = |waiting: &&Waiting| waiting.memory.owner.is_some() && waiting.is_known_done();
+        let much = waiting.iter().filter(registered).map(|waiting| waiting.bytes).sum::<u64>() > REGISTERED_KEPT;
+        self.free(waiting, context, |memory| much || memory.owner.is_none())
+    }
+
+    /// Gives everything back; waits for the device if it may still use some. Returns how many bytes went.
+    pub(crate) fn free_all(&self, context: &Context) -> u64 {
+        if self.0.lock().is_empty() || context.is_capturing() {
+            return 0;
+        }
+        let waiting = std::mem::take(&mut *self.0.lock());
+        ask(&waiting);
+        if !waiting.iter().all(Waiting::is_known_done)
+            && let Err(error) = context.synchronize()
+        {
+            tracing::warn!(%error, "the device could not be waited for; page-locked memory that it may use stays");
+        }
+        self.free(waiting, context, |_| true)
+    }
+
+    /// Gives back what is done, if `goes` says so; the rest is kept. After a failure that is all, rather than that each fails in turn.
+    fn free(&self, waiting: Vec<Waiting>, context: &Context, goes: impl Fn(&Left) -> bool) -> u64 {
+        let (mut freed, mut failed, mut kept) = (0, false, Vec::new());
+        for Waiting { memory, bytes, uses } in waiting {
+            let waiting = Waiting { memory, bytes, uses };
+            if failed || !goes(&waiting.memory) || !waiting.is_known_done() {
+                kept.push(waiting);
+                continue;
+            }
+            // SAFETY: all its uses are known to be done.
+            match unsafe { waiting.memory.free(&context.driver) } {
+                Ok(()) => freed += bytes,
+                Err((error, memory)) => {
+                    tracing::warn!(%error, ?memory, "page-locked memory could not be freed; it will be tried again");
+                    failed = true;
+                    kept.push(Waiting { memory, bytes, uses: Vec::new() });
+                }
+            }
+        }
+        self.0.lock().extend(kept);
+        freed
+    }
+
+    /// Leaves all of it to the context, which gives it back with its other orphans.
+    pub(crate) fn leave_to(&self, context: &Context) {
+        for waiting in self.0.lock().drain(..) {
+            context.orphan(Orphan::Host(waiting.memory));
+        }
+    }
+}
+
+/// Asks the driver how far the streams got that memory waits for: one question for each stream. What it cannot tell is not done.
+fn ask(waiting: &[Waiting]) {
+    let ticks = || waiting.iter().flat_map(|waiting| &waiting.uses);
+    // A tick that no event covers would never be known to be done.
+    let mut outcome = ticks().try_for_each(Tick::cover);
+    let mut asked = BTreeSet::new();
+    for tick in ticks() {
+        let known = tick.timeline().is_known_done(tick.n());
+        if !known && asked.insert(tick.timeline().id()) {
+            outcome = outcome.and(tick.is_done().map(drop));
+        }
+    }
+    if let Err(error) = outcome {
+        tracing::debug!(%error, "the device could not be asked about page-locked memory that was left to it");
+    }
+}

@@ -1,0 +1,135 @@
+//! Page-locked memory that is left to the device, and goes back when its last uses are done.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::time::Duration;
+
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{Code, Device, DevicePtr, Operation, Stream, Tick};
+
+use crate::common::MIB;
+
+struct Bench {
+    sim: Arc<SimDriver>,
+    device: Device,
+    stream: Stream,
+    memory: DevicePtr,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        let sim = SimDriver::new(SimConfig::new(1 << 30));
+        let device = Device::new(sim.clone());
+        let (stream, memory) = (device.create_stream().unwrap(), device.alloc(MIB).unwrap());
+        Bench { sim, device, stream, memory }
+    }
+
+    /// Leaves page-locked memory to the device that a copy is in flight for.
+    fn leave_in_flight(&self) {
+        self.sim.stall(self.stream.raw(), Duration::from_secs(1)).unwrap();
+        let host = self.device.driver().host_alloc(4096).unwrap();
+        // SAFETY: nobody touches the memory, and it is freed after the copy.
+        unsafe { self.stream.upload(self.memory, host, 4096) }.unwrap();
+        // SAFETY: allocated above; nobody has it, and the copy comes before the tick.
+        unsafe { self.device.host_free_later(host, 4096, vec![self.stream.tick()]) };
+    }
+
+    /// Leaves registered memory to the device, with an owner who tells that it is there while the answer can be upgraded.
+    fn leave_registered(&self, bytes: usize, uses: Vec<Tick>) -> std::sync::Weak<()> {
+        let (mut memory, life) = (vec![0_u8; bytes], Arc::new(()));
+        let there = Arc::downgrade(&life);
+        // SAFETY: the owner keeps the memory.
+        let host = unsafe { self.device.driver().host_register(memory.as_mut_ptr(), bytes) }.unwrap();
+        let owner: Box<dyn Any + Send> = Box::new((memory, life));
+        // SAFETY: registered above; nobody else has it.
+        unsafe { self.device.host_unregister_later(host, bytes as u64, owner, uses) };
+        there
+    }
+
+    fn calls(&self, operation: Operation) -> u64 {
+        self.device.driver_calls().of(operation)
+    }
+}
+
+#[test]
+fn it_goes_when_its_uses_are_done_and_nobody_waits_for_the_device() {
+    let bench = Bench::new();
+    bench.leave_in_flight();
+    assert_eq!(bench.device.settle_host(), 0);
+    assert_eq!(bench.calls(Operation::HostFree), 0);
+    bench.sim.advance(Duration::from_secs(2));
+    assert_eq!(bench.device.settle_host(), 4096);
+    assert_eq!((bench.calls(Operation::HostFree), bench.calls(Operation::Synchronize)), (1, 0));
+    assert_eq!(bench.sim.take_violations(), []);
+}
+
+#[test]
+fn who_needs_all_of_it_waits() {
+    for settle in
+        [|device: &Device| device.settle(), |device: &Device| assert_eq!(device.wait_and_settle_host(), 3 * 4096)]
+    {
+        let bench = Bench::new();
+        (0..3).for_each(|_| bench.leave_in_flight());
+        settle(&bench.device);
+        assert_eq!((bench.calls(Operation::HostFree), bench.calls(Operation::Synchronize)), (3, 1));
+        assert_eq!(bench.sim.take_violations(), []);
+    }
+}
+
+#[test]
+fn ticks_of_streams_that_are_gone_are_answered() {
+    let mut bench = Bench::new();
+    bench.leave_in_flight();
+    bench.stream = bench.device.create_stream().unwrap();
+    assert_eq!(bench.device.settle_host(), 0);
+    bench.sim.advance(Duration::from_secs(2));
+    assert_eq!(bench.device.settle_host(), 4096);
+}
+
+#[test]
+fn registered_memory_goes_when_there_is_much_and_its_owner_with_it() {
+    let bench = Bench::new();
+    let first = bench.leave_registered(40 << 20, Vec::new());
+    assert_eq!(bench.device.settle_host(), 0);
+    let used = bench.leave_registered(100, vec![bench.stream.tick()]);
+    bench.sim.stall(bench.stream.raw(), Duration::from_secs(1)).unwrap();
+    let second = bench.leave_registered(40 << 20, Vec::new());
+    assert_eq!(bench.device.settle_host(), 80 << 20);
+    assert!(first.upgrade().is_none() && second.upgrade().is_none() && used.upgrade().is_some());
+    bench.device.settle();
+    assert!(used.upgrade().is_none());
+}
+
+#[test]
+fn a_capture_is_not_broken_and_what_fails_is_tried_again() {
+    let bench = Bench::new();
+    bench.leave_in_flight();
+    bench.sim.advance(Duration::from_secs(2));
+    let other = bench.device.create_stream().unwrap();
+    let capture = other.begin_capture().unwrap();
+    assert_eq!((bench.device.settle_host(), bench.device.wait_and_settle_host()), (0, 0));
+    drop(capture.end().unwrap());
+    let code = Code(999);
+    bench.sim.inject(Fault::Rate { operation: Some(Operation::HostFree), rate: 1.0, code });
+    assert_eq!(bench.device.settle_host(), 0);
+    bench.sim.clear_faults();
+    assert_eq!(bench.device.settle_host(), 4096);
+}
+
+#[test]
+fn it_goes_with_the_device_at_last_and_a_lost_one_keeps_its_owner() {
+    let bench = Bench::new();
+    bench.leave_in_flight();
+    let there = bench.leave_registered(100, vec![bench.stream.tick()]);
+    let Bench { sim, device, stream, .. } = bench;
+    drop((device, stream));
+    assert!(there.upgrade().is_none());
+    assert_eq!(sim.take_violations(), []);
+
+    let bench = Bench::new();
+    bench.sim.stall(bench.stream.raw(), Duration::from_secs(1)).unwrap();
+    let there = bench.leave_registered(100, vec![bench.stream.tick()]);
+    bench.sim.inject(Fault::Rate { operation: Some(Operation::Synchronize), rate: 1.0, code: Code(700) });
+    drop(bench);
+    assert!(there.upgrade().is_some(), "the device may still write there");
+}
