@@ -99,7 +99,7 @@ pub enum Fault {
         /// Elements it should have.
         expected: u64,
     },
-    /// It has fewer elements than the layout reaches for.
+    /// It has fewer elements than the layout reaches for, or than the kernel needs as scratch memory.
     TooShort {
         /// Elements it should have at least.
         needed: u64,
@@ -136,7 +136,7 @@ impl fmt::Display for Fault {
                 Ok(())
             }
             Fault::Len { expected } => write!(f, "must have {expected} elements"),
-            Fault::TooShort { needed } => write!(f, "must have {needed} elements at least, for its layout"),
+            Fault::TooShort { needed } => write!(f, "must have {needed} elements at least"),
             Fault::Misaligned { ptr } => write!(f, "starts at {ptr}, which is no multiple of an element's size"),
             Fault::Ragged { bytes } => write!(f, "has {bytes} bytes, which is no whole number of elements"),
             Fault::Overlap { other } => write!(f, "is written and shares memory with `{other}`"),

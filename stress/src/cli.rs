@@ -107,7 +107,14 @@ pub enum Command {
 const FILES: &str = "\
 Files, told apart by content, each plain or gzip:
   allocation traces (.trace), PyTorch memory snapshots with history (.pickle, .json; every device of it),
-  RMM logs (.csv)";
+  RMM logs (.csv)
+
+A trace is text, a line for each event. BYTES are those asked for; IDs and STREAMs are any numbers from 0 on:
+  # TEXT               a comment; `# name: NAME` names the trace
+  a ID BYTES STREAM    a block is allocated on a stream
+  f ID STREAM          it is freed; STREAM is the one that it was allocated on
+  r ID STREAM          it is used on another stream, too
+  i N                  iteration N begins";
 
 const REPLAY_KEYS: &str = "\
 JSON keys, per program and config:

@@ -2,6 +2,7 @@
 
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_allocator::{DeviceBuffer, Storage};
 use aquifer_device::{AccessKind, CopyPart, DeviceError, DevicePtr, HostPtr, Place, Stream, Tick};
@@ -57,6 +58,7 @@ pub struct TransferBatch {
     uploads: Vec<Piece>,
     downloads: Vec<Piece>,
     downloaded: usize,
+    number: u64,
 }
 
 /// Page-locked memory that uploads are packed into.
@@ -82,20 +84,30 @@ struct Piece {
 pub struct Downloaded<T> {
     offset: usize,
     len: usize,
+    batch: u64,
     element: PhantomData<fn() -> T>,
 }
 
+/// Batches are numbered, so that nobody reads one's results as another's.
+static NEXT_BATCH: AtomicU64 = AtomicU64::new(0);
+
 /// What a batch downloaded.
 #[derive(Debug)]
-pub struct BatchResults(PinnedBuffer<u8>);
+pub struct BatchResults {
+    bytes: PinnedBuffer<u8>,
+    batch: u64,
+}
 
 impl BatchResults {
     /// The elements of one download of the same batch.
     ///
     /// # Errors
-    /// A download of a larger batch, [`TransferError::OutOfHostMemory`], and those of the driver.
+    /// [`TransferError::OtherBatch`], [`TransferError::OutOfHostMemory`], and those of the driver.
     pub fn read<T: Pod>(&self, download: &Downloaded<T>) -> Result<Vec<T>, TransferError> {
-        let bytes = self.0.read()?;
+        if download.batch != self.batch {
+            return Err(TransferError::OtherBatch);
+        }
+        let bytes = self.bytes.read()?;
         let (start, end) = (download.offset, download.offset + download.len * size_of::<T>());
         let own = bytes.get(start..end).ok_or(TransferError::OutOfBounds {
             start: start as u64,
@@ -115,6 +127,7 @@ impl Transfer {
             uploads: Vec::new(),
             downloads: Vec::new(),
             downloaded: 0,
+            number: NEXT_BATCH.fetch_add(1, Ordering::Relaxed),
         }
     }
 }
@@ -146,7 +159,7 @@ impl TransferBatch {
         let len = host_len::<T>(from.len())?;
         let bytes = len * size_of::<T>();
         if bytes == 0 {
-            return Ok(Downloaded { offset: 0, len, element: PhantomData });
+            return Ok(Downloaded { offset: 0, len, batch: self.number, element: PhantomData });
         }
         let adjacent = self.downloads.last().is_some_and(|last| last.ends_at(from.ptr(), from.storage()));
         let offset = if adjacent { self.downloaded } else { self.downloaded.next_multiple_of(PACKED_ALIGNMENT) };
@@ -155,7 +168,7 @@ impl TransferBatch {
         let piece = Piece { storage: from.storage().clone(), ptr: from.ptr(), buffer: 0, offset, bytes };
         add(&mut self.downloads, piece);
         self.downloaded = end;
-        Ok(Downloaded { offset, len, element: PhantomData })
+        Ok(Downloaded { offset, len, batch: self.number, element: PhantomData })
     }
 
     /// Copies that the driver will be asked for: fewer than were added where pieces lie side by side.
@@ -183,7 +196,8 @@ impl TransferBatch {
             let part = [PinnedSliceMut::from(&mut results).part()];
             ticks.push(transfer.enqueue_pieces(stream, &self.downloads, &part, AccessKind::Read, crossover)?);
         }
-        Ok(Pending::enqueued_all(transfer.shared(), ticks, BatchResults(results)))
+        let results = BatchResults { bytes: results, batch: self.number };
+        Ok(Pending::enqueued_all(transfer.shared(), ticks, results))
     }
 
     /// Packs bytes: which buffer they are in, and where.
@@ -313,4 +327,28 @@ fn overlap(copies: &[CopyPart]) -> bool {
 /// The bytes of elements; also of those that have none.
 pub(crate) fn bytes_of<T: Pod>(elements: &[T]) -> &[u8] {
     if size_of_val(elements) == 0 { &[] } else { bytemuck::cast_slice(elements) }
+}
+
+#[cfg(test)]
+mod tests {
+    use aquifer_allocator::{Allocator, Config};
+    use aquifer_device::Device;
+    use aquifer_device::sim::{SimConfig, SimDriver};
+
+    use super::*;
+
+    #[test]
+    fn results_are_read_with_downloads_of_the_same_batch_alone() {
+        let device = Device::new(SimDriver::new(SimConfig::default()));
+        let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
+        let stream = device.create_stream().unwrap();
+        let buffer = transfer.to_device(vec![1_u8; 100], &stream).unwrap().wait().unwrap();
+        let [(one, of_one), (_, of_other)] = [(), ()].map(|()| {
+            let mut batch = transfer.batch();
+            let download = batch.download(&buffer).unwrap();
+            (batch.run().unwrap().wait().unwrap(), download)
+        });
+        assert_eq!(one.read(&of_one).unwrap(), [1; 100]);
+        assert!(matches!(one.read(&of_other), Err(TransferError::OtherBatch)));
+    }
 }
