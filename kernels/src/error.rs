@@ -134,7 +134,7 @@ impl fmt::Display for OperandFault {
                 Ok(())
             }
             OperandFault::Len { expected } => write!(f, "must have {expected} elements"),
-            OperandFault::TooShort { needed } => write!(f, "must have {needed} elements at least, for its layout"),
+            OperandFault::TooShort { needed } => write!(f, "must have {needed} elements at least"),
             OperandFault::Misaligned { ptr } => write!(f, "starts at {ptr}, which is no multiple of an element's size"),
             OperandFault::Ragged { bytes } => write!(f, "has {bytes} bytes, which is no whole number of elements"),
             OperandFault::Overlap { other } => write!(f, "is written and shares memory with `{other}`"),

@@ -109,12 +109,12 @@ Files, told apart by content, each plain or gzip:
   allocation traces (.trace), PyTorch memory snapshots with history (.pickle, .json; every device of it),
   RMM logs (.csv)
 
-Allocation traces have a line per event, its fields separated by spaces:
-  a ID BYTES STREAM    allocation; ID and STREAM are any numbers, an ID may be used again once it was freed
-  f ID STREAM          free; the stream is that of the allocation
-  r ID STREAM          the block is used on this stream, too
-  i N                  iteration N starts
-  # KEY: VALUE         about the trace; not read further";
+A trace is text, a line for each event. IDs and STREAMs are any numbers from 0 on; an ID that was freed may be used again:
+  # TEXT               a comment; `# name: NAME` names the trace
+  a ID BYTES STREAM    so many bytes are allocated on a stream
+  f ID STREAM          they are freed; STREAM is the one that they were allocated on
+  r ID STREAM          they are used on another stream, too
+  i N                  iteration N begins";
 
 const REPLAY_KEYS: &str = "\
 JSON keys, per program and config:

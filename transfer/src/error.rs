@@ -15,10 +15,10 @@ use crate::tensor::{LayoutError, OperandsError};
 #[non_exhaustive]
 pub enum TransferError {
     /// Page-locked host memory ran out, by the pool's limit or the system's. Free some, raise the limit, or ask for memory that
-    /// may be pageable.
+    /// may be pageable. Small copies and the staging of ordinary memory take from the same pool, so leave them room under a limit.
     #[error(
-        "out of page-locked host memory: {requested} bytes asked for, {reserved} held{}, {free} of them unused",
-        limit.map_or(String::new(), |limit| format!(" of a limit of {limit}"))
+        "out of page-locked host memory: {requested} bytes asked for, {reserved} held{}, {free} of them unused; {}",
+        limit.map_or(String::new(), |limit| format!(" of a limit of {limit}")), pinned_advice(*limit, source.is_some())
     )]
     OutOfPinned {
         /// Bytes asked for, after rounding.
@@ -69,9 +69,6 @@ pub enum TransferError {
         /// Elements of the buffer.
         len: u64,
     },
-    /// The caller asked the results of a batch of copies for a download that was added to another batch.
-    #[error("the download was added to another batch than the one that these are the results of")]
-    OtherBatch,
     /// The caller asked for bytes as another type, of which they are no whole number of aligned values.
     #[error("{bytes} bytes at this address are no whole number of aligned {to}")]
     BadCast {
@@ -223,6 +220,9 @@ pub enum TransferError {
         /// What is wrong with it.
         problem: &'static str,
     },
+    /// The caller asked the results of one batch for a download of another. Read it from the results of the batch that it was added to.
+    #[error("the download was added to another batch of copies than these are the results of")]
+    OtherBatch,
     /// The source of batches that the caller gave failed.
     #[error("the source of batches failed: {source}")]
     Source {
@@ -249,6 +249,16 @@ pub enum TransferError {
     /// A driver call failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
+}
+
+/// What helps when page-locked memory ran out, which copies of the runtime need, too.
+fn pinned_advice(limit: Option<u64>, system_refused: bool) -> &'static str {
+    match limit {
+        Some(_) if !system_refused => {
+            "drop page-locked buffers or raise the limit (`PinnedPool::set_limit`); copies of ordinary memory need some, too"
+        }
+        _ => "drop page-locked buffers, or let memory be pageable (`PinnedPool::alloc_or_pageable`)",
+    }
 }
 
 impl TransferError {

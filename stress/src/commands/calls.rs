@@ -177,7 +177,9 @@ impl Meter {
     ) -> Result<(), DeviceError> {
         let (ordinal, bytes) = (self.device.info().ordinal, count * granule);
         while (pieces.len() as u64) < count {
-            pieces.push(self.device.driver().create_physical(granule, PhysicalOptions::default())?);
+            let created = self.device.driver().create_physical(granule, PhysicalOptions::default());
+            let Some(piece) = enough(created)? else { return Ok(()) };
+            pieces.push(piece);
         }
         let mut mapped = 0;
         let outcome = (ptr.0..ptr.0 + bytes)
@@ -264,6 +266,16 @@ mod tests {
         let time = |mappings| meter.times.iter().find(|(key, _)| key.mappings == mappings).unwrap().1[0];
         // 10 µs a call, 84 for each mapping, 0.25 for each MiB.
         assert_eq!((time(1), time(8)), (94_500, 10_000 + 8 * 84_500));
+        let free = meter.device.memory_info().unwrap();
+        assert_eq!(free.free, free.total);
+    }
+
+    #[test]
+    fn a_device_of_few_granules_leaves_out_the_mappings_that_need_more() {
+        let mut meter = meter("sim:64MiB");
+        meter.mappings().unwrap();
+        let largest = meter.times.iter().map(|(key, _)| key.mappings).max();
+        assert_eq!(largest, Some(8));
         let free = meter.device.memory_info().unwrap();
         assert_eq!(free.free, free.total);
     }

@@ -22,7 +22,8 @@ use crate::error::TransferError;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PinnedConfig {
-    /// Most bytes that the pool may hold from the system; `None` is no limit but the system's.
+    /// Most bytes that the pool may hold from the system; `None` is no limit but the system's. A runtime's own copies of ordinary memory
+    /// take from its pool, too: they fail when buffers of the caller's hold all of it.
     pub limit_bytes: Option<u64>,
     /// Where slabs come from.
     pub slabs: SlabSource,
