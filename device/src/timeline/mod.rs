@@ -103,6 +103,8 @@ struct State {
     events: VecDeque<Recorded>,
     /// The stream was destroyed or released: nothing can be recorded on it.
     closed: bool,
+    /// It was destroyed: no work comes any more.
+    destroyed: bool,
     /// The capture that the stream is part of.
     capture: Option<Arc<Scope>>,
 }
@@ -276,9 +278,10 @@ impl Timeline {
     }
 
     /// Raises the counter before the host waits for all of the stream, as before a record (T1): what [`Timeline::mark_done`] is then
-    /// to be told.
+    /// to be told. That of a destroyed stream stays: its last event covers every tick, and so does this wait.
     pub(crate) fn begin_wait(&self) -> u64 {
-        self.count.fetch_add(1, Ordering::AcqRel) + 1
+        let state = self.state.lock();
+        if state.destroyed { self.now() + 1 } else { self.count.fetch_add(1, Ordering::AcqRel) + 1 }
     }
 
     /// A copy of what later work of this stream is ordered after, to be consulted where no lock may be taken.
@@ -369,7 +372,7 @@ impl Timeline {
     pub(crate) fn close(&self, destroyed: bool) -> Result<()> {
         let mut state = self.state.lock();
         let last = self.record(&mut state);
-        state.closed = true;
+        (state.closed, state.destroyed) = (true, destroyed);
         last?;
         if destroyed && let Some(last) = state.events.back_mut() {
             // They show the count that it has now, and it is not raised any more.

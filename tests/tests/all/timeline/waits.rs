@@ -53,3 +53,25 @@ fn t1_nothing_is_known_after_a_wait_that_failed() {
     stream.synchronize().unwrap();
     assert!(tick.timeline().is_known_done(tick.n()));
 }
+
+#[test]
+fn t4_numbers_go_to_new_streams_after_waits_for_the_device() {
+    let bench = Bench::new();
+    let mut ids = Vec::new();
+    for _ in 0..50 {
+        let streams = [bench.stream(), bench.stream()];
+        bench.fill(&streams[0]);
+        streams[1].wait_for(&streams[0].tick()).unwrap();
+        bench.fill(&streams[1]);
+        ids.extend(streams.each_ref().map(aquifer_device::Stream::id));
+        // Both orders: streams that are there when the device is waited for, and ones that are gone.
+        let [first, second] = streams;
+        drop(first);
+        bench.device.synchronize().unwrap();
+        drop(second);
+    }
+    bench.pass();
+    bench.assert_no_race();
+    let most = ids.iter().max().copied();
+    assert!(most < Some(8), "{most:?}");
+}
