@@ -99,7 +99,8 @@ impl Allocator {
         }
     }
 
-    /// Blocks of private pools that lend on OOM, unless a graph may use them. A request for a private pool itself is not served from others.
+    /// Blocks of private pools that lend on OOM, unless a graph may use them. A request for a private pool itself is not served
+    /// from others.
     fn take_lent_by_pools(&self, request: &Request, _: &mut Tried) -> Rung {
         let mut whole = self.shell().whole();
         let Some(kind) = (request.pool < 2).then_some(usize::from(request.pool)) else { return Ok(None) };

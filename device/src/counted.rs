@@ -179,12 +179,12 @@ impl Driver for Counted {
 
     unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
-        unsafe { self.on(Operation::HostFree).host_free(ptr) }
+        self.heard(unsafe { self.on(Operation::HostFree).host_free(ptr) })
     }
 
     unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
-        unsafe { self.on(Operation::HostUnregister).host_unregister(ptr) }
+        self.heard(unsafe { self.on(Operation::HostUnregister).host_unregister(ptr) })
     }
 
     unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {

@@ -75,3 +75,28 @@ fn the_first_call_that_heard_of_it_is_remembered_and_named_by_all_later_ones() {
     }
     assert_eq!(device.lost(), Some(first));
 }
+
+#[test]
+fn a_device_that_host_memory_was_given_back_to_first_says_so() {
+    for registered in [false, true] {
+        let device = Device::new(device(0));
+        let (memory, mut own) = (device.alloc(MIB).unwrap(), vec![0_u8; 4096]);
+        let host = if registered {
+            // SAFETY: the memory is there until the end of the test, and nobody copies.
+            unsafe { device.driver().host_register(own.as_mut_ptr(), own.len()).unwrap() }
+        } else {
+            device.driver().host_alloc(4096).unwrap()
+        };
+        device.default_stream().fill(memory, 1, 2 * MIB).unwrap();
+        assert_eq!(device.lost(), None, "the work failed, and no call has told so yet");
+        let given = if registered {
+            // SAFETY: nobody uses the memory.
+            unsafe { device.driver().host_unregister(host) }
+        } else {
+            // SAFETY: nobody uses the memory.
+            unsafe { device.driver().host_free(host) }
+        };
+        assert_eq!(device.lost(), given.err());
+        assert!(device.lost().is_some());
+    }
+}
