@@ -5,9 +5,9 @@ use std::ops::Range;
 
 use aquifer_device::{Device, DevicePtr, Stream};
 
-use crate::arena::Arena;
 use crate::error::AllocError;
 use crate::heap::BlockId;
+use crate::shell::arena::Arena;
 
 /// A live block of device memory. Dropping it gives the memory back, on any thread, without a driver call and without
 /// waiting for the device.

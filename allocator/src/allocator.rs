@@ -5,22 +5,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_device::{Device, DevicePtr, Stream};
 
+use crate::accounting::counters::Hot;
 use crate::allocation::Allocation;
-use crate::arena::Arena;
+use crate::backing::paged::{Gate, record_milestone};
 use crate::backing::{self, WhySegments};
-use crate::capture::refuse_capture;
 use crate::config::{Config, CrossStream, TagSource};
-use crate::core::{Core, Granted, Place, Request};
 use crate::error::AllocError;
 use crate::heap::BlockId;
 use crate::history::History;
-use crate::hooks::Hooks;
-use crate::paged::{Gate, record_milestone};
+use crate::pools::capture::refuse_capture;
+use crate::recovery::hooks::Hooks;
+use crate::shell::arena::Arena;
+use crate::shell::core::{Core, Granted, Place, Request};
+use crate::shell::whole::Whole;
 use crate::shell::{Shell, close_buried, special};
 use crate::size_class::{MIN_BLOCK, REQUEST_LIMIT, SizeClasses};
-use crate::stats::Hot;
 use crate::tags::Tag;
-use crate::whole::Whole;
 
 /// The alignment that every allocation has, in bytes.
 pub const ALIGNMENT: u64 = MIN_BLOCK;

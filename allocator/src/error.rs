@@ -4,7 +4,7 @@ use aquifer_device::{DeviceError, DeviceLabel, DeviceMismatch};
 
 use crate::backing::WhySegments;
 use crate::config::ConfigError;
-use crate::oom::OomReport;
+use crate::recovery::oom::OomReport;
 
 /// Why an allocation, or another request to the allocator, failed. The allocator is as usable afterwards as before.
 #[derive(Clone, Debug, thiserror::Error)]

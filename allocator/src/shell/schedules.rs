@@ -38,7 +38,7 @@ fn assert_idle_once(shell: &'static Shell) {
     assert_eq!(entries, 1, "a shell that nobody uses is idle, once");
     let core = shell.core.lock();
     assert!(core.device.is_none() && core.arenas.is_empty());
-    assert!(shell.arenas.iter().all(crate::arena::Arena::is_empty), "a free was left behind");
+    assert!(shell.arenas.iter().all(crate::shell::arena::Arena::is_empty), "a free was left behind");
     assert!(shell.shared_frees.is_empty(), "a shared free was left behind");
 }
 

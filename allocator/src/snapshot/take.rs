@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use super::{Block, BlockState, Nothing, Segment, Settings, Snapshot, TraceEntry};
 use crate::allocator::Allocator;
+use crate::backing::paged::{Owned, POOL};
 use crate::heap::{self, Heap, Region, State, kind_of};
 use crate::history::{Action, Entry, Subject};
-use crate::paged::{Owned, POOL};
+use crate::shell::whole::Whole;
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
-use crate::whole::Whole;
 
 impl Allocator {
     /// A snapshot of the memory and, as far as it is recorded, the history. The two agree: undoing the history's entries

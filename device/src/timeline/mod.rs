@@ -25,8 +25,10 @@
 //! Locks: a timeline's lock may be taken under that of a user's [`crate::Event`], and under it only that of a capture's scope
 //! is. It is held across driver calls on events of this one stream, and two timelines are never locked at once.
 
+mod capturing;
 mod clock;
 mod peers;
+mod recording;
 mod retired;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
@@ -41,10 +43,11 @@ pub use tick::Tick;
 
 use crate::capture::Scope;
 use crate::context::{Context, PooledEvent};
-use crate::driver::{CaptureStatus, Driver, DriverKind, RawStream};
+use crate::driver::{Driver, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard};
+use capturing::capture_error;
 use peers::Peers;
 pub(crate) use retired::Retired;
 
@@ -68,12 +71,6 @@ pub struct Timeline {
     serves: AtomicU32,
     state: Mutex<State>,
 }
-
-/// Events of a stream, not known complete, from which on it is asked whether they are.
-const EVENTS_KEPT: usize = 64;
-
-/// The identity of no device: there are never so many in a process.
-const NO_DEVICE: u32 = u32::MAX;
 
 /// How a stream and the legacy default stream affect each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -239,21 +236,6 @@ impl Timeline {
         (!self.is_known_done(n)).then_some(state)
     }
 
-    /// Lets the older half of the events go if there are many and it is complete: milestones must not pile up on a stream of
-    /// which nobody asks how far it got. One query for all of them.
-    fn forget_old(&self, state: &mut State) -> Result<()> {
-        let half = state.events.len() / 2;
-        if half < EVENTS_KEPT / 2 {
-            return Ok(());
-        }
-        let newest = &state.events[half];
-        if newest.event.query()? {
-            self.mark_done(newest.covers);
-            state.events.drain(..=half).for_each(|older| older.event.note_complete());
-        }
-        Ok(())
-    }
-
     /// Waits on the host until tick `n` is done, recording an event if none covers it.
     ///
     /// Where the stream is gone and nothing covers the tick (its last record failed), this waits for the whole device.
@@ -360,178 +342,10 @@ impl Timeline {
         }
     }
 
-    /// Raises the counter, lets `record` record an event, and returns what that event covers and knows (T1, T2).
-    pub(crate) fn record_with(&self, record: impl FnOnce() -> Result<()>) -> Result<Recording> {
-        let state = self.state.lock();
-        let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
-        record().map(|()| Recording { covers, clock: state.clock.clone(), capture: state.capture.clone() })
-    }
-
-    /// Records the last event of the stream, so that all its ticks stay answerable, and closes it. If the stream is
-    /// destroyed, so that nobody enqueues on it any more, the event covers ticks taken later, too.
-    pub(crate) fn close(&self, destroyed: bool) -> Result<()> {
-        let mut state = self.state.lock();
-        let last = self.record(&mut state);
-        (state.closed, state.destroyed) = (true, destroyed);
-        last?;
-        if destroyed && let Some(last) = state.events.back_mut() {
-            // They show the count that it has now, and it is not raised any more.
-            last.covers += 1;
-        }
-        Ok(())
-    }
-
-    /// Serves a new stream from now on, if all work of the one before, which was destroyed, is done. Ticks count on, so that
-    /// those of the one before stay done, and those of the new stream are not.
-    fn reopen(&self, raw: RawStream) -> Result<bool> {
-        let mut state = self.state.lock();
-        self.poll(&mut state)?;
-        if !state.closed || !self.is_known_done(self.now()) {
-            return Ok(false);
-        }
-        self.count.fetch_add(1, Ordering::AcqRel);
-        self.raw.store(raw.0, Ordering::Relaxed);
-        *state = State::default();
-        Ok(true)
-    }
-
-    /// Whether the stream is known to be part of a capture. No driver call.
-    pub(crate) fn is_capturing(&self) -> bool {
-        self.state.lock().capture.is_some()
-    }
-
-    /// The capture that the stream is known to be part of.
-    pub(crate) fn capture(&self) -> Option<Arc<Scope>> {
-        self.state.lock().capture.clone()
-    }
-
-    /// Refuses to go on while the stream captures and nobody said so: for slow paths, where a capture that somebody else began would
-    /// be broken, or its graph be given memory that others reuse. Asks the driver, on devices where others can begin one.
-    ///
-    /// # Errors
-    /// When the stream captures unannounced, and those of the driver.
-    pub fn refuse_unannounced_capture(&self) -> Result<()> {
-        self.refuse_unannounced(&self.state.lock())
-    }
-
-    fn refuse_unannounced(&self, state: &State) -> Result<()> {
-        let others_capture = self.context.driver.info().kind == DriverKind::Cuda;
-        // The legacy stream never captures, another thread's stream cannot be asked about, and a handle that is gone is no stream.
-        if !others_capture || self.kind == Kind::Legacy || self.is_foreign() || state.closed || state.capture.is_some()
-        {
-            return Ok(());
-        }
-        match self.context.driver.capture_status(self.raw())? {
-            CaptureStatus::None => Ok(()),
-            _ => Err(capture_error(
-                Operation::CaptureStatus,
-                "somebody else captures the stream and did not say so; announce it with `Stream::announce_capture` or \
-                 `Allocator::capture` when it begins",
-            )),
-        }
-    }
-
-    /// Lets `begin` begin a capture. Under the lock, so that no event is recorded into it by mistake.
-    pub(crate) fn begin_capture(&self, scope: &Arc<Scope>, begin: impl FnOnce() -> Result<()>) -> Result<()> {
-        let mut state = self.state.lock();
-        if state.capture.is_some() {
-            return Err(capture_error(Operation::BeginCapture, "the stream captures already"));
-        }
-        begin()?;
-        self.enter(&mut state, scope);
-        Ok(())
-    }
-
-    /// Lets `wait` make the stream wait for an event recorded in a capture, by which the stream joins the capture.
-    pub(crate) fn join_capture(self: &Arc<Self>, scope: &Arc<Scope>, wait: impl FnOnce() -> Result<()>) -> Result<()> {
-        let mut state = self.state.lock();
-        wait()?;
-        if state.capture.is_none() && scope.join(self) {
-            self.enter(&mut state, scope);
-        }
-        Ok(())
-    }
-
-    fn enter(&self, state: &mut State, scope: &Arc<Scope>) {
-        state.capture = Some(scope.clone());
-        self.serves.store(NO_DEVICE, Ordering::Release);
-        self.context.captures.fetch_add(1, Ordering::AcqRel);
-        if self.kind == Kind::Blocking {
-            self.context.blocking_captures.fetch_add(1, Ordering::AcqRel);
-        }
-    }
-
-    /// Ends the stream's part in a capture.
-    pub(crate) fn end_capture(&self, scope: &Arc<Scope>) {
-        let mut state = self.state.lock();
-        let ended = state.capture.take_if(|current| Arc::ptr_eq(current, scope)).is_some();
-        if ended {
-            self.serves.store(self.context.device_id, Ordering::Release);
-            self.context.captures.fetch_sub(1, Ordering::AcqRel);
-        }
-        if ended && self.kind == Kind::Blocking {
-            self.context.blocking_captures.fetch_sub(1, Ordering::AcqRel);
-        }
-    }
-
-    /// Refuses a call on the legacy stream that would break the capture of a blocking stream (T5).
-    fn spare_captures(&self, raw: RawStream, operation: Operation) -> Result<()> {
-        let legacy = Kind::of_unknown(raw) == Kind::Legacy;
-        if legacy && self.context.blocking_captures.load(Ordering::Acquire) > 0 {
-            return Err(capture_error(operation, "this would break the capture in progress on a blocking stream"));
-        }
-        Ok(())
-    }
-
-    /// The oldest event that covers tick `n`; records one if there is none.
-    fn covering(&self, state: &mut State, n: u64) -> Result<Recorded> {
-        let first = state.events.partition_point(|recorded| recorded.covers <= n);
-        match state.events.get(first) {
-            Some(recorded) => Ok(recorded.clone()),
-            None => self.record(state),
-        }
-    }
-
-    fn record(&self, state: &mut State) -> Result<Recorded> {
-        if state.closed {
-            return Err(DeviceError::new(Operation::Record, Code::INVALID_HANDLE)
-                .with_detail("the stream was destroyed or released and its last event could not be recorded"));
-        }
-        if state.capture.is_some() {
-            return Err(capture_error(
-                Operation::Record,
-                "ticks of a capturing stream order nothing outside the graph",
-            ));
-        }
-        self.refuse_unannounced(state)?;
-        let on = if self.is_foreign() { RawStream::LEGACY } else { self.raw() };
-        self.spare_captures(on, Operation::Record)?;
-        let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
-        let event = self.context.record(on)?;
-        let recorded = Recorded { covers, clock: state.clock.clone(), event };
-        state.events.push_back(recorded.clone());
-        Ok(recorded)
-    }
-
-    fn poll(&self, state: &mut State) -> Result<()> {
-        while let Some(oldest) = state.events.front() {
-            if !oldest.event.query()? {
-                break;
-            }
-            self.mark_done(oldest.covers);
-            state.events.pop_front();
-        }
-        Ok(())
-    }
-
     /// Ticks below this are done.
     pub(crate) fn mark_done(&self, covers: u64) {
         self.done.fetch_max(covers, Ordering::AcqRel);
     }
-}
-
-fn capture_error(operation: Operation, detail: &str) -> DeviceError {
-    DeviceError::new(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
 }
 
 #[cold]

@@ -1,0 +1,243 @@
+//! One quantity that is counted: its value, its peak, and the sums of what it rose and fell by.
+//!
+//! A counter is a few plain words. What can be derived is not counted. It has one writer at a time (`counters.rs` says who),
+//! so an update is always a load and a store, never an atomic read-modify-write.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::accounting::stat::{PoolStats, Stat};
+use crate::size_class::PoolKind;
+
+#[inline]
+pub(super) fn get(cell: &AtomicU64) -> u64 {
+    cell.load(Relaxed)
+}
+
+/// Changes a value under the heap's lock: there is no other writer, so this need not be a read-modify-write.
+#[inline]
+pub(super) fn set(cell: &AtomicU64, value: u64) {
+    cell.store(value, Relaxed);
+}
+
+#[inline]
+pub(super) fn raise(cell: &AtomicU64, value: u64) {
+    if value > get(cell) {
+        set(cell, value);
+    }
+}
+
+/// As [`raise`], of values that may be negative.
+#[inline]
+fn raise_signed(cell: &AtomicU64, value: u64) {
+    if value.cast_signed() > get(cell).cast_signed() {
+        set(cell, value);
+    }
+}
+
+/// One quantity. What was freed is derived: the sum of increases less the current value.
+#[derive(Debug, Default)]
+pub(crate) struct Counter {
+    current: AtomicU64,
+    increases: AtomicU64,
+    /// The greatest sum of `current` and what others published, less what they have published now: so that an addition has
+    /// to look at no more than these two.
+    peak: AtomicU64,
+    increases_base: AtomicU64,
+    decreases_base: AtomicU64,
+}
+
+impl Counter {
+    /// Adds, and returns the value then.
+    #[inline]
+    pub(crate) fn add(&self, n: u64) -> u64 {
+        let current = get(&self.current).wrapping_add(n);
+        set(&self.current, current);
+        set(&self.increases, get(&self.increases).wrapping_add(n));
+        raise_signed(&self.peak, current);
+        current
+    }
+
+    #[inline]
+    pub(crate) fn sub(&self, n: u64) {
+        set(&self.current, get(&self.current).wrapping_sub(n));
+    }
+
+    pub(crate) fn read(&self) -> Stat {
+        self.read_with(Sum::default(), 0)
+    }
+
+    /// Its values, with what others have and what they published.
+    fn read_with(&self, others: Sum, published: u64) -> Stat {
+        let current = get(&self.current).wrapping_add(others.current);
+        let increases = get(&self.increases).wrapping_add(others.increases);
+        let decreases = increases.wrapping_sub(current);
+        Stat {
+            current,
+            peak: get(&self.peak).wrapping_add(published).max(current),
+            allocated: increases.wrapping_sub(get(&self.increases_base)),
+            freed: decreases.wrapping_sub(get(&self.decreases_base)),
+        }
+    }
+
+    pub(super) fn clear(&self) {
+        let cells = [&self.current, &self.increases, &self.peak, &self.increases_base, &self.decreases_base];
+        cells.into_iter().for_each(|cell| set(cell, 0));
+    }
+
+    pub(super) fn reset_peak(&self) {
+        set(&self.peak, get(&self.current));
+    }
+
+    pub(super) fn reset_accumulated(&self, others: Sum) {
+        let increases = get(&self.increases).wrapping_add(others.increases);
+        set(&self.increases_base, increases);
+        set(&self.decreases_base, increases.wrapping_sub(get(&self.current).wrapping_add(others.current)));
+    }
+}
+
+/// What other places have of a quantity.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Sum {
+    pub(crate) current: u64,
+    pub(crate) increases: u64,
+}
+
+/// One quantity for each pool; that of both together is the sum, except for its peak.
+#[derive(Debug, Default)]
+pub(crate) struct PooledCounter {
+    pools: [Counter; 2],
+    /// What arenas published, by pool: an upper bound of what they have, and exact while one thread does all the work.
+    published: [AtomicU64; 2],
+    /// As the peak of a pool, less what is published of both.
+    peak_of_all: AtomicU64,
+}
+
+impl PooledCounter {
+    #[inline]
+    pub(crate) fn add(&self, kind: PoolKind, n: u64) {
+        let (own, other) = (kind as usize, 1 - kind as usize);
+        let current = self.pools[own].add(n);
+        raise_signed(&self.peak_of_all, current.wrapping_add(get(&self.pools[other].current)));
+    }
+
+    #[inline]
+    pub(crate) fn sub(&self, kind: PoolKind, n: u64) {
+        self.pools[kind as usize].sub(n);
+    }
+
+    /// Adds or subtracts, by sign, which follows no pattern: so without a branch on it. Raising a peak after a subtraction
+    /// changes nothing.
+    #[inline]
+    pub(crate) fn change(&self, kind: PoolKind, n: i64) {
+        let (own, other) = (&self.pools[kind as usize], &self.pools[1 - kind as usize]);
+        let current = get(&own.current).wrapping_add(n.cast_unsigned());
+        set(&own.current, current);
+        set(&own.increases, get(&own.increases).wrapping_add(n.max(0).unsigned_abs()));
+        raise_signed(&own.peak, current);
+        raise_signed(&self.peak_of_all, current.wrapping_add(get(&other.current)));
+    }
+
+    /// As changing by `n` and back.
+    #[inline]
+    pub(crate) fn touch(&self, kind: PoolKind, n: i64) {
+        let (own, other) = (&self.pools[kind as usize], &self.pools[1 - kind as usize]);
+        set(&own.increases, get(&own.increases).wrapping_add(n.unsigned_abs()));
+        let most = get(&own.current).wrapping_add(n.max(0).unsigned_abs());
+        raise_signed(&own.peak, most);
+        raise_signed(&self.peak_of_all, most.wrapping_add(get(&other.current)));
+    }
+
+    /// The current value of a pool, or a little more.
+    #[inline]
+    pub(super) fn bound(&self, pool: usize) -> u64 {
+        get(&self.pools[pool].current).wrapping_add(get(&self.published[pool]))
+    }
+
+    /// What an arena published changes. Needs the lock of those who publish.
+    pub(crate) fn publish(&self, kind: PoolKind, change: u64) {
+        let pool = &self.pools[kind as usize];
+        let published = &self.published[kind as usize];
+        let publish = || set(published, get(published).wrapping_add(change));
+        // Peaks are kept less what is published. Whoever reads meanwhile finds them too high rather than too low.
+        if change.cast_signed() > 0 {
+            publish();
+        }
+        set(&pool.peak, get(&pool.peak).wrapping_sub(change));
+        set(&self.peak_of_all, get(&self.peak_of_all).wrapping_sub(change));
+        if change.cast_signed() <= 0 {
+            publish();
+        }
+        raise_signed(&pool.peak, get(&pool.current));
+        raise_signed(&self.peak_of_all, self.current_of_all());
+    }
+
+    fn current_of_all(&self) -> u64 {
+        get(&self.pools[0].current).wrapping_add(get(&self.pools[1].current))
+    }
+
+    #[inline]
+    pub(super) fn is_zero(&self) -> bool {
+        get(&self.pools[0].current) | get(&self.pools[1].current) == 0
+    }
+
+    pub(crate) fn read(&self) -> PoolStats {
+        self.read_with([Sum::default(); 2])
+    }
+
+    /// Its values, with what others have of each pool.
+    pub(crate) fn read_with(&self, others: [Sum; 2]) -> PoolStats {
+        let published = self.published.each_ref().map(get);
+        let [small_pool, large_pool] = [0, 1].map(|pool| self.pools[pool].read_with(others[pool], published[pool]));
+        let current = small_pool.current.wrapping_add(large_pool.current);
+        let all = Stat {
+            current,
+            peak: get(&self.peak_of_all).wrapping_add(published[0]).wrapping_add(published[1]).max(current),
+            allocated: small_pool.allocated.wrapping_add(large_pool.allocated),
+            freed: small_pool.freed.wrapping_add(large_pool.freed),
+        };
+        PoolStats { all, large_pool, small_pool }
+    }
+
+    pub(super) fn clear(&self) {
+        self.pools.iter().for_each(Counter::clear);
+        self.published.iter().chain([&self.peak_of_all]).for_each(|cell| set(cell, 0));
+    }
+
+    pub(super) fn reset_peak(&self) {
+        self.pools.iter().for_each(Counter::reset_peak);
+        set(&self.peak_of_all, self.current_of_all());
+    }
+
+    pub(super) fn reset_accumulated(&self, others: [Sum; 2]) {
+        self.pools.iter().zip(others).for_each(|(pool, others)| pool.reset_accumulated(others));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_counter_keeps_current_peak_and_sums() {
+        let counter = Counter::default();
+        counter.add(5);
+        counter.sub(3);
+        counter.add(1);
+        assert_eq!(counter.read(), Stat { current: 3, peak: 5, allocated: 6, freed: 3 });
+        counter.reset_peak();
+        counter.reset_accumulated(Sum::default());
+        counter.sub(1);
+        assert_eq!(counter.read(), Stat { current: 2, peak: 3, allocated: 0, freed: 1 });
+    }
+
+    #[test]
+    fn the_peak_of_both_pools_is_its_own() {
+        let counter = PooledCounter::default();
+        counter.add(PoolKind::Small, 4);
+        counter.sub(PoolKind::Small, 4);
+        counter.add(PoolKind::Large, 3);
+        let stats = counter.read();
+        assert_eq!((stats.all.peak, stats.small_pool.peak, stats.large_pool.peak), (4, 4, 3));
+        assert_eq!(stats.all.current, 3);
+    }
+}

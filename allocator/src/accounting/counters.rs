@@ -1,0 +1,242 @@
+//! Accounting: the counters behind every statistic, written under the heap's lock and read without it.
+//!
+//! Identities: for each counter `current = allocated − freed` and `peak ≥ current`; `all` is the sum of the two pools, its
+//! peak its own; `allocated ≤ active ≤ reserved` in bytes. A reader sees each value exactly as of some moment, and all of
+//! them as of the same moment when no call is in flight.
+//!
+//! Who writes: what slow paths count, the holder of the core's lock. What every operation counts ([`Hot`]) has two places:
+//! these counters, while one thread does all the work (`shell/` says which), and those of each arena
+//! (`tally.rs`) once several do. A value is the sum of all places. So threads on different streams write to different cache lines.
+//!
+//! Peaks of sums are exact in the first case. In the second an arena *publishes* here how far its values may rise before
+//! it has to say more, so that the peak of what is published is at least the true one, and more than that by at most
+//! 2 × [`Hot::credit`] for each arena and pool.
+
+use std::sync::atomic::AtomicU64;
+
+use crate::accounting::counter::{Counter, PooledCounter, Sum, get, raise, set};
+use crate::accounting::stat::{PoolStats, Stat};
+use crate::size_class::PoolKind;
+
+/// A quantity that every allocation and free may change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Hot {
+    /// Live blocks.
+    Blocks,
+    /// Bytes in them.
+    Bytes,
+    /// Bytes asked for.
+    Requested,
+    /// Free pieces of segments that are in use, and their bytes.
+    Pieces,
+    PieceBytes,
+}
+
+impl Hot {
+    pub(crate) const ALL: [Hot; 5] = [Hot::Blocks, Hot::Bytes, Hot::Requested, Hot::Pieces, Hot::PieceBytes];
+
+    /// How far an arena's value may move without a word, one way or the other.
+    #[inline]
+    pub(crate) fn credit(self) -> u64 {
+        match self {
+            Hot::Blocks | Hot::Pieces => 64,
+            Hot::Bytes | Hot::Requested | Hot::PieceBytes => 16 << 20,
+        }
+    }
+}
+
+/// Every counter of an allocator.
+///
+/// `active` is not counted but derived: it is what is allocated and what is *waiting*, which only a slow path changes. Its
+/// peak is that of allocated, unless something was waiting at the time; so that case alone is noted.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    /// By [`Hot`].
+    hot: [PooledCounter; 5],
+    waiting: PooledCounter,
+    waiting_bytes: PooledCounter,
+    active_peaks: ActivePeaks,
+    pub(crate) segment: PooledCounter,
+    pub(crate) reserved_bytes: PooledCounter,
+    pub(crate) oversize_allocations: Counter,
+    pub(crate) oversize_segments: Counter,
+    pub(crate) num_alloc_retries: Counter,
+    pub(crate) num_ooms: Counter,
+    pub(crate) num_sync_all_streams: Counter,
+    pub(crate) num_device_alloc: Counter,
+    pub(crate) num_device_free: Counter,
+    pub(crate) num_oom_rejections: Counter,
+    /// Ours: how often memory moved, and the bytes that did.
+    pub(crate) remaps: Counter,
+    pub(crate) granules_moved: Counter,
+    /// Ours: blocks reused by another stream than the one that freed them, and those of them that cost a wait.
+    pub(crate) cross_stream_reuses: Counter,
+    pub(crate) cross_stream_waits: Counter,
+}
+
+/// Peaks of what is active, while anything was waiting: blocks and bytes of the small pool, the large pool, and both.
+#[derive(Debug, Default)]
+struct ActivePeaks {
+    blocks: [AtomicU64; 3],
+    bytes: [AtomicU64; 3],
+}
+
+impl Counters {
+    #[inline]
+    pub(crate) fn hot(&self, quantity: Hot) -> &PooledCounter {
+        &self.hot[quantity as usize]
+    }
+
+    /// A block of `size` bytes became live.
+    #[inline]
+    pub(crate) fn allocated(&self, kind: PoolKind, size: u64, requested: u64) {
+        self.hot(Hot::Blocks).add(kind, 1);
+        self.hot(Hot::Bytes).add(kind, size);
+        self.hot(Hot::Requested).add(kind, requested);
+        if !self.waiting.is_zero() {
+            self.note_active_peaks();
+        }
+    }
+
+    /// A live block was given back, and is free at once.
+    #[inline]
+    pub(crate) fn freed(&self, kind: PoolKind, size: u64, requested: u64) {
+        self.hot(Hot::Blocks).sub(kind, 1);
+        self.hot(Hot::Bytes).sub(kind, size);
+        self.hot(Hot::Requested).sub(kind, requested);
+    }
+
+    /// A block that is not live any more waits for other streams.
+    pub(crate) fn waits(&self, kind: PoolKind, size: u64) {
+        self.waiting.add(kind, 1);
+        self.waiting_bytes.add(kind, size);
+        self.note_active_peaks();
+    }
+
+    /// A waiting block is free.
+    pub(crate) fn waited(&self, kind: PoolKind, size: u64) {
+        self.waiting.sub(kind, 1);
+        self.waiting_bytes.sub(kind, size);
+    }
+
+    /// An arena has published more, or less. Needs the lock of those who publish.
+    pub(crate) fn published(&self, quantity: Hot, kind: PoolKind, change: u64) {
+        self.hot(quantity).publish(kind, change);
+        if !self.waiting.is_zero() {
+            self.note_active_peaks();
+        }
+    }
+
+    #[cold]
+    fn note_active_peaks(&self) {
+        let quantities = [
+            (&self.active_peaks.blocks, self.hot(Hot::Blocks), &self.waiting),
+            (&self.active_peaks.bytes, self.hot(Hot::Bytes), &self.waiting_bytes),
+        ];
+        for (peaks, live, waiting) in quantities {
+            let active = |pool: usize| live.bound(pool).wrapping_add(waiting.bound(pool));
+            raise(&peaks[0], active(0));
+            raise(&peaks[1], active(1));
+            raise(&peaks[2], active(0).wrapping_add(active(1)));
+        }
+    }
+
+    /// Blocks that are live or waiting, given those that are live.
+    pub(crate) fn active(&self, live: PoolStats) -> PoolStats {
+        active(live, self.waiting.read(), &self.active_peaks.blocks)
+    }
+
+    /// Bytes in blocks that are live or waiting, given those in live ones.
+    pub(crate) fn active_bytes(&self, live: PoolStats) -> PoolStats {
+        active(live, self.waiting_bytes.read(), &self.active_peaks.bytes)
+    }
+
+    fn pooled(&self) -> impl Iterator<Item = &PooledCounter> {
+        self.hot.iter().chain([&self.waiting, &self.waiting_bytes, &self.segment, &self.reserved_bytes])
+    }
+
+    fn plain(&self) -> [&Counter; 12] {
+        [
+            &self.oversize_allocations,
+            &self.oversize_segments,
+            &self.num_alloc_retries,
+            &self.num_ooms,
+            &self.num_sync_all_streams,
+            &self.num_device_alloc,
+            &self.num_device_free,
+            &self.num_oom_rejections,
+            &self.remaps,
+            &self.granules_moved,
+            &self.cross_stream_reuses,
+            &self.cross_stream_waits,
+        ]
+    }
+
+    fn active_peaks(&self) -> impl Iterator<Item = &AtomicU64> {
+        self.active_peaks.blocks.iter().chain(&self.active_peaks.bytes)
+    }
+
+    /// Back to zero, for the next allocator in the same shell.
+    pub(crate) fn clear(&self) {
+        self.pooled().for_each(PooledCounter::clear);
+        self.plain().into_iter().for_each(Counter::clear);
+        self.active_peaks().for_each(|cell| set(cell, 0));
+    }
+
+    /// Sets every peak to the current value. Needs every lock, and what arenas published to be exact.
+    pub(crate) fn reset_peaks(&self) {
+        self.pooled().for_each(PooledCounter::reset_peak);
+        self.plain().into_iter().for_each(Counter::reset_peak);
+        self.active_peaks().for_each(|cell| set(cell, 0));
+        self.note_active_peaks();
+    }
+
+    /// Starts every accumulated value from zero. Needs every lock; `others` tells what arenas have.
+    pub(crate) fn reset_accumulated(&self, others: impl Fn(Hot) -> [Sum; 2]) {
+        self.pooled().for_each(|counter| counter.reset_accumulated([Sum::default(); 2]));
+        Hot::ALL.into_iter().for_each(|quantity| self.hot(quantity).reset_accumulated(others(quantity)));
+        self.plain().into_iter().for_each(|counter| counter.reset_accumulated(Sum::default()));
+    }
+}
+
+/// Sums what is live and what is waiting. A block that starts to wait is freed in the one and allocated in the other, which
+/// is neither for the sum.
+fn active(live: PoolStats, waiting: PoolStats, peaks: &[AtomicU64; 3]) -> PoolStats {
+    let sum = |live: Stat, waiting: Stat, peak: &AtomicU64| Stat {
+        current: live.current + waiting.current,
+        peak: live.peak.max(get(peak)).max(live.current + waiting.current),
+        allocated: live.allocated,
+        freed: live.freed.wrapping_sub(waiting.allocated).wrapping_add(waiting.freed),
+    };
+    PoolStats {
+        all: sum(live.all, waiting.all, &peaks[2]),
+        large_pool: sum(live.large_pool, waiting.large_pool, &peaks[1]),
+        small_pool: sum(live.small_pool, waiting.small_pool, &peaks[0]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waiting_blocks_stay_active() {
+        let counters = Counters::default();
+        let (live, requested) = (|| counters.hot(Hot::Bytes).read(), || counters.hot(Hot::Requested).read());
+        counters.allocated(PoolKind::Large, 100, 90);
+        counters.freed(PoolKind::Large, 100, 0);
+        counters.waits(PoolKind::Large, 100);
+        counters.allocated(PoolKind::Small, 10, 10);
+        assert_eq!(counters.active_bytes(live()).all, Stat { current: 110, peak: 110, allocated: 110, freed: 0 });
+        assert_eq!(live().all, Stat { current: 10, peak: 100, allocated: 110, freed: 100 });
+        counters.waited(PoolKind::Large, 100);
+        counters.hot(Hot::Requested).sub(PoolKind::Large, 90);
+        counters.freed(PoolKind::Small, 10, 10);
+        assert_eq!(counters.active_bytes(live()).all, Stat { current: 0, peak: 110, allocated: 110, freed: 110 });
+        let blocks = counters.active(counters.hot(Hot::Blocks).read()).all;
+        assert_eq!(blocks, Stat { current: 0, peak: 2, allocated: 2, freed: 2 });
+        assert_eq!(requested().all.current, 0);
+        counters.reset_peaks();
+        assert_eq!(counters.active_bytes(live()).all.peak, 0);
+    }
+}

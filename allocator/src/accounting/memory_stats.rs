@@ -1,0 +1,207 @@
+//! Statistics of an allocator under PyTorch's names.
+
+use std::collections::BTreeMap;
+
+use crate::accounting::counter::Counter;
+use crate::accounting::counters::Hot;
+use crate::accounting::stat::{PoolStats, Stat};
+use crate::allocator::Allocator;
+use crate::shell::Shell;
+
+/// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`; what goes beyond it is
+/// said so.
+///
+/// Current values are exact whenever no call is in flight. Read beside other threads' calls, each stream's share of a value is
+/// exact as of some moment, but not all of the same one.
+///
+/// `reserved_bytes`, `segment` and their peaks are always exact. Other peaks are exact while one thread does all the work, on
+/// however many streams, and passes it on to another one at most 8 times between resets of peaks. With several threads at the
+/// same time they are never less than the true peak, and more by at most 32 MiB (128 blocks) for each stream and pool; peaks in
+/// bytes never exceed that of `reserved_bytes`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryStats {
+    /// Live blocks, by number.
+    pub allocation: PoolStats,
+    /// Segments held from the device, by number.
+    pub segment: PoolStats,
+    /// Live blocks and those given back that other streams still use, by number.
+    pub active: PoolStats,
+    /// Free pieces of segments that are also in use, by number: they cannot go back to the device.
+    pub inactive_split: PoolStats,
+    /// Live blocks, in bytes.
+    pub allocated_bytes: PoolStats,
+    /// Memory held from the device, in bytes.
+    pub reserved_bytes: PoolStats,
+    /// Live blocks and those given back that other streams still use, in bytes.
+    pub active_bytes: PoolStats,
+    /// Free pieces of segments that are also in use, in bytes.
+    pub inactive_split_bytes: PoolStats,
+    /// What holders of active blocks asked for, before rounding, in bytes.
+    pub requested_bytes: PoolStats,
+    /// Live blocks of at least `max_split_size`, by number.
+    pub oversize_allocations: Stat,
+    /// Segments of at least `max_split_size`, by number.
+    pub oversize_segments: Stat,
+    /// How often the cache was flushed to serve a request.
+    pub num_alloc_retries: u64,
+    /// How often a request failed for lack of memory.
+    pub num_ooms: u64,
+    /// How often the host waited for streams that still used blocks given back.
+    pub num_sync_all_streams: u64,
+    /// How often a segment came from the device.
+    pub num_device_alloc: u64,
+    /// How often a segment went back to the device.
+    pub num_device_free: u64,
+    /// How often the limit refused a request at once (`throw_on_cudamalloc_oom`).
+    pub num_oom_rejections: u64,
+    /// The size in bytes from which on blocks are oversize; `None` is unlimited.
+    pub max_split_size: Option<u64>,
+    /// How often granules moved to where contiguous memory was needed. Not in PyTorch.
+    pub remaps: u64,
+    /// How many granules that were. Not in PyTorch.
+    pub granules_moved: u64,
+    /// How often a stream reused a block that another one had given back. Not in PyTorch.
+    pub cross_stream_reuses: u64,
+    /// How many of these made the stream wait. Not in PyTorch.
+    pub cross_stream_waits: u64,
+}
+
+impl MemoryStats {
+    fn read(shell: &Shell, max_split_size: Option<u64>) -> MemoryStats {
+        let counters = &shell.counters;
+        let (allocation, reserved_bytes) = (shell.read(Hot::Blocks), counters.reserved_bytes.read());
+        // A bound that several threads made is no more than what was reserved.
+        let bytes = |stats: PoolStats| stats.with_peaks_within(reserved_bytes);
+        let allocated_bytes = shell.read(Hot::Bytes);
+        let events = |counter: &Counter| counter.read().allocated;
+        MemoryStats {
+            allocation,
+            segment: counters.segment.read(),
+            active: counters.active(allocation),
+            inactive_split: shell.read(Hot::Pieces),
+            allocated_bytes: bytes(allocated_bytes),
+            reserved_bytes,
+            active_bytes: bytes(counters.active_bytes(allocated_bytes)),
+            inactive_split_bytes: bytes(shell.read(Hot::PieceBytes)),
+            requested_bytes: bytes(shell.read(Hot::Requested)),
+            oversize_allocations: counters.oversize_allocations.read(),
+            oversize_segments: counters.oversize_segments.read(),
+            num_alloc_retries: events(&counters.num_alloc_retries),
+            num_ooms: events(&counters.num_ooms),
+            num_sync_all_streams: events(&counters.num_sync_all_streams),
+            num_device_alloc: events(&counters.num_device_alloc),
+            num_device_free: events(&counters.num_device_free),
+            num_oom_rejections: events(&counters.num_oom_rejections),
+            max_split_size,
+            remaps: events(&counters.remaps),
+            granules_moved: events(&counters.granules_moved),
+            cross_stream_reuses: events(&counters.cross_stream_reuses),
+            cross_stream_waits: events(&counters.cross_stream_waits),
+        }
+    }
+
+    /// The 123 entries of PyTorch's `memory_stats()`, by its keys, such as `allocated_bytes.all.peak`. `max_split_size` is
+    /// -1 when unlimited.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let buffer = allocator.alloc(1_000, device.default_stream())?;
+    /// let stats = allocator.memory_stats().to_map();
+    /// assert_eq!(stats["allocated_bytes.small_pool.current"], 1024);
+    /// assert_eq!(stats["requested_bytes.all.peak"], 1000);
+    /// assert_eq!(stats["max_split_size"], -1);
+    /// # drop(buffer);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn to_map(&self) -> BTreeMap<String, i64> {
+        let pooled = [
+            ("allocation", &self.allocation),
+            ("segment", &self.segment),
+            ("active", &self.active),
+            ("inactive_split", &self.inactive_split),
+            ("allocated_bytes", &self.allocated_bytes),
+            ("reserved_bytes", &self.reserved_bytes),
+            ("active_bytes", &self.active_bytes),
+            ("inactive_split_bytes", &self.inactive_split_bytes),
+            ("requested_bytes", &self.requested_bytes),
+        ];
+        let plain = [
+            ("num_alloc_retries", self.num_alloc_retries),
+            ("num_ooms", self.num_ooms),
+            ("num_sync_all_streams", self.num_sync_all_streams),
+            ("num_device_alloc", self.num_device_alloc),
+            ("num_device_free", self.num_device_free),
+            ("num_oom_rejections", self.num_oom_rejections),
+        ];
+        let mut map: BTreeMap<String, i64> =
+            plain.into_iter().map(|(name, count)| (name.to_owned(), integer(count))).collect();
+        for (name, stats) in pooled {
+            insert(&mut map, &format!("{name}.all"), stats.all);
+            insert(&mut map, &format!("{name}.large_pool"), stats.large_pool);
+            insert(&mut map, &format!("{name}.small_pool"), stats.small_pool);
+        }
+        insert(&mut map, "oversize_allocations", self.oversize_allocations);
+        insert(&mut map, "oversize_segments", self.oversize_segments);
+        map.insert("max_split_size".to_owned(), self.max_split_size.map_or(-1, integer));
+        map
+    }
+}
+
+/// Puts the four values of a statistic into the map.
+fn insert(map: &mut BTreeMap<String, i64>, name: &str, stat: Stat) {
+    let Stat { current, peak, allocated, freed } = stat;
+    for (part, value) in [("current", current), ("peak", peak), ("allocated", allocated), ("freed", freed)] {
+        map.insert(format!("{name}.{part}"), integer(value));
+    }
+}
+
+/// A count as PyTorch's signed integers; larger ones than 2^63 are cut off.
+fn integer(value: u64) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}
+
+impl Allocator {
+    /// What the allocator counts. Takes no lock with mapped memory, unless other threads' frees are queued and must be applied
+    /// first; with segments, whose pieces are counted when blocks are merged, it takes all of them for a moment.
+    pub fn memory_stats(&self) -> MemoryStats {
+        if self.counts_pieces() {
+            drop(self.shell().whole());
+        } else {
+            self.shell().apply_queued_frees();
+        }
+        MemoryStats::read(self.shell(), self.classes().max_split_size())
+    }
+
+    /// Sets every peak to the current value.
+    pub fn reset_peak_memory_stats(&self) {
+        self.shell().whole().reset_peaks();
+    }
+
+    /// Starts the accumulated values (`allocated`, `freed`) and the numbers of events (`num_…`) from zero.
+    pub fn reset_accumulated_memory_stats(&self) {
+        self.shell().whole().reset_accumulated();
+    }
+
+    /// Bytes that each private pool holds from the device, by its id: pools that are open, and those that are closed but
+    /// still hold some. They are part of `reserved_bytes`.
+    pub fn reserved_by_private_pools(&self) -> BTreeMap<(u64, u64), u64> {
+        let whole = self.shell().whole();
+        let open = whole.pools.private.iter().filter(|private| private.open);
+        let mut bytes: BTreeMap<(u64, u64), u64> = open.map(|private| (private.id, 0)).collect();
+        let releasing = whole.releasing.values().map(|releasing| (releasing.region.pool, releasing.region.bytes));
+        let held = whole.heaps().flat_map(|heap| {
+            let of_region = |region| heap.mapped_ranges(region).iter().map(|(_, bytes)| bytes).sum::<u64>();
+            heap.regions().map(move |region| (region.pool, of_region(region))).filter(|&(_, bytes)| bytes > 0)
+        });
+        for (pool, held) in held.chain(releasing) {
+            if let Some(private) = whole.pools.owner_of(pool) {
+                *bytes.entry(private.id).or_default() += held;
+            }
+        }
+        bytes
+    }
+}

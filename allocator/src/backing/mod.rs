@@ -1,0 +1,118 @@
+//! Which backing an allocator has, and why memory comes in segments where it does.
+
+pub(crate) mod paged;
+pub(crate) mod segments;
+
+pub use paged::{Contents, Exportable, Growable, PinnedMapping};
+pub use segments::Refusal;
+
+use std::fmt;
+
+use aquifer_device::{Device, DeviceError, ErrorKind};
+
+use crate::allocator::Allocator;
+use crate::backing::paged::{Paged, probe};
+use crate::config::{Backing, Config};
+use crate::error::AllocError;
+use crate::format::Bytes;
+
+/// Why an allocator's memory comes in segments: [`Allocator::why_segments`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum WhySegments {
+    /// The configuration says so: `backing:segments`.
+    Chosen,
+    /// The configuration says that nothing is cached: `no_cache:True`.
+    NoCache,
+    /// The device, or its driver, cannot map memory.
+    DeviceCannot,
+    /// The device has less memory than one granule.
+    GranuleTooLarge {
+        /// The least granule that the configuration and the device allow, if there is one.
+        granule: Option<u64>,
+        /// The device's memory in bytes.
+        total: u64,
+    },
+    /// A driver call failed when the allocator was made and tried to map memory. It does not try again; another allocator does.
+    Failed(DeviceError),
+}
+
+impl fmt::Display for WhySegments {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            WhySegments::Chosen => {
+                write!(f, "segments were asked for (`backing:segments`; `backing:paged` maps memory)")
+            }
+            WhySegments::NoCache => write!(f, "nothing is cached (`no_cache:True`)"),
+            WhySegments::DeviceCannot => write!(f, "the device cannot map memory"),
+            WhySegments::GranuleTooLarge { granule: Some(granule), total } => {
+                write!(
+                    f,
+                    "the device has {}, less than one granule of {} (`granule_mb`)",
+                    Bytes(*total),
+                    Bytes(*granule)
+                )
+            }
+            WhySegments::GranuleTooLarge { granule: None, total } => {
+                write!(f, "the device has {}, less than one granule (`granule_mb`)", Bytes(*total))
+            }
+            WhySegments::Failed(error) => {
+                write!(f, "mapping memory failed when the allocator was made, and is tried again by a new one: {error}")
+            }
+        }
+    }
+}
+
+impl Allocator {
+    /// The backing in use. It is [`Config::backing`] where the device can map memory, and else [`Backing::Segments`], in which case
+    /// [`Allocator::why_segments`] says why; a warning was logged then.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, WhySegments, config::Backing};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::parse("1GiB,vmm=off")?));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// assert_eq!(allocator.config().backing, Backing::Paged);
+    /// assert_eq!(allocator.backing(), Backing::Segments);
+    /// assert_eq!(allocator.why_segments(), Some(&WhySegments::DeviceCannot));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn backing(&self) -> Backing {
+        if self.why_segments().is_some() { Backing::Segments } else { Backing::Paged }
+    }
+
+    /// That memory has to be mapped for `what`, and why it is not.
+    pub(crate) fn not_mapped(&self, what: &'static str) -> AllocError {
+        // There is a reason wherever there is no mapped memory.
+        let why = self.why_segments().cloned().unwrap_or(WhySegments::DeviceCannot);
+        AllocError::NotMapped { what, why: Box::new(why) }
+    }
+}
+
+/// The state of the paged backing; or why memory comes in segments.
+pub(crate) fn choose(device: &Device, config: &Config) -> Result<Result<Paged, WhySegments>, AllocError> {
+    if config.backing != Backing::Paged {
+        return Ok(Err(WhySegments::Chosen));
+    }
+    if config.no_cache {
+        return Ok(Err(WhySegments::NoCache));
+    }
+    let tried = try_paged(device, config);
+    match &tried {
+        Err(WhySegments::Failed(error)) if error.kind == ErrorKind::DeviceLost => Err(error.clone().into()),
+        Err(why) => {
+            tracing::warn!("memory comes in segments and not in mapped granules: {why}");
+            Ok(tried)
+        }
+        Ok(_) => Ok(tried),
+    }
+}
+
+fn try_paged(device: &Device, config: &Config) -> Result<Paged, WhySegments> {
+    let total = device.info().total_bytes;
+    let granularity = device.info().granularity_bytes.ok_or(WhySegments::DeviceCannot)?;
+    let granule = config.granule.max(granularity).checked_next_power_of_two();
+    let fits = granule.filter(|&bytes| bytes <= total).ok_or(WhySegments::GranuleTooLarge { granule, total })?;
+    let options = probe(device, fits).map_err(WhySegments::Failed)?;
+    Ok(Paged::new(fits, options, device.info().ordinal))
+}

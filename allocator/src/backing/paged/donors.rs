@@ -1,0 +1,156 @@
+//! Granules that may move: those that lie wholly in free blocks and whose last use is done.
+//!
+//! The highest addresses give first, so that what is in use gathers at the low ones and steady programs find their memory where
+//! they left it. Granules that are not known done are counted by the tick that would let them move.
+
+use std::collections::BTreeMap;
+
+use crate::backing::paged::apart::POOL;
+use crate::backing::paged::window::Window;
+use crate::heap::{BlockId, Heap};
+use crate::shell::whole::Whole;
+
+/// Contiguous granules of one free block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Donor {
+    /// The stream in whose arena the block is.
+    pub(crate) arena: u32,
+    pub(crate) block: BlockId,
+    pub(crate) addr: u64,
+    pub(crate) bytes: u64,
+}
+
+/// What can move, and what could.
+#[derive(Debug, Default)]
+pub(crate) struct Donors {
+    /// What was chosen: in each block from high to low.
+    pub(crate) chosen: Vec<Donor>,
+    /// Granules chosen.
+    pub(crate) granules: u64,
+    /// Granules that are not known done, by stream and by where its timeline must have got to.
+    pub(crate) not_done: BTreeMap<(u32, u64), u64>,
+}
+
+impl Donors {
+    /// Leaves the first `granules` of them.
+    pub(crate) fn truncate(&mut self, granules: u64, granule: u64) {
+        while self.granules > granules
+            && let Some(last) = self.chosen.last_mut()
+        {
+            let surplus = ((self.granules - granules) * granule).min(last.bytes);
+            // The low end was chosen last.
+            last.addr += surplus;
+            last.bytes -= surplus;
+            self.granules -= surplus / granule;
+            if last.bytes == 0 {
+                self.chosen.pop();
+            }
+        }
+    }
+}
+
+/// A free block that has room for a granule.
+struct Candidate {
+    addr: u64,
+    arena: u32,
+    block: BlockId,
+}
+
+impl Whole {
+    /// Up to `wanted` granules that may move, from pools that `from` allows, none of them in the window.
+    pub(crate) fn donors(&self, wanted: u64, window: Option<&Window>, from: impl Fn(u16) -> bool) -> Donors {
+        let mut donors = Donors::default();
+        let Some(paged) = &self.paged else { return donors };
+        if wanted == 0 {
+            return donors;
+        }
+        if from(POOL) {
+            self.add_retired(&mut donors.not_done);
+        }
+        let window = window.map_or(0..0, |window| {
+            let granule = paged.granule;
+            window.start / granule * granule..window.end.next_multiple_of(granule)
+        });
+        for candidate in self.candidates(paged.granule, from) {
+            let heap = self.heap_of(candidate.arena);
+            self.choose_in(heap, &candidate, wanted, &window, &mut donors);
+            if donors.granules == wanted {
+                break;
+            }
+        }
+        donors
+    }
+
+    fn candidates(&self, granule: u64, from: impl Fn(u16) -> bool) -> Vec<Candidate> {
+        let mut found = Vec::new();
+        for heap in self.heaps() {
+            for pool in (0..heap.pools.len()).filter_map(|pool| u16::try_from(pool).ok()).filter(|&pool| from(pool)) {
+                for key in heap.free_blocks_from(pool, granule) {
+                    let block = &heap.blocks[key.block()];
+                    if heap.region(block.region).is_paged() {
+                        found.push(Candidate { addr: block.addr, arena: heap.home, block: key.block() });
+                    }
+                }
+            }
+        }
+        found.sort_unstable_by_key(|candidate| std::cmp::Reverse(candidate.addr));
+        found
+    }
+
+    /// Chooses from one block, high end first.
+    fn choose_in(
+        &self,
+        heap: &Heap,
+        candidate: &Candidate,
+        wanted: u64,
+        window: &std::ops::Range<u64>,
+        donors: &mut Donors,
+    ) {
+        let Some(paged) = &self.paged else { return };
+        let granule = paged.granule;
+        let block = &heap.blocks[candidate.block];
+        let last_uses = heap.last_uses_of(block);
+        let low = block.addr.next_multiple_of(granule);
+        let mut at = (block.addr + block.size) / granule * granule;
+        let mut open: Option<Donor> = None;
+        while donors.granules < wanted && at > low {
+            let highest = at - granule;
+            if window.contains(&highest) || self.pins.contains(highest) {
+                at = highest;
+                donors.chosen.extend(open.take());
+                continue;
+            }
+            // Granules side by side mostly have one last use, and are taken or left together.
+            let stays_below = self.pins.highest_within(low..at).map_or(low, |pinned| pinned + granule);
+            let floor = if window.end <= highest { stays_below.max(window.end) } else { stays_below };
+            let (after, from) = last_uses.highest_run(&(floor..at));
+            let granules = (at - from) / granule;
+            if !self.is_known_done(block.owner, after) {
+                *donors.not_done.entry((block.owner, after)).or_default() += granules;
+                donors.chosen.extend(open.take());
+                at = from;
+                continue;
+            }
+            let taken = granules.min(wanted - donors.granules);
+            donors.granules += taken;
+            at -= taken * granule;
+            let bytes = taken * granule + open.map_or(0, |donor| donor.bytes);
+            open = Some(Donor { arena: candidate.arena, block: candidate.block, addr: at, bytes });
+        }
+        donors.chosen.extend(open);
+    }
+
+    /// Whether granules of a pool may move. Those of an open private pool do not, not even for the pool's own requests: a graph
+    /// that was captured there uses its memory again whenever it is launched, and we do not see it.
+    pub(crate) fn may_donate(&self) -> impl Fn(u16) -> bool + 'static {
+        let unpromised = self.unpromised_pools();
+        move |pool| unpromised.contains(&pool)
+    }
+
+    /// The pools whose free memory nobody is promised: the default ones and those of private pools that were closed, once no graph
+    /// that they served runs any more.
+    pub(crate) fn unpromised_pools(&self) -> Vec<u16> {
+        let released = self.pools.private.iter().filter(|private| private.is_released());
+        [0, 1].into_iter().chain(released.flat_map(|private| private.numbers)).collect()
+    }
+}

@@ -1,0 +1,239 @@
+//! Exportable memory: physical memory of its own, created so that another process or device driver can be given a handle.
+//!
+//! It shares nothing with other blocks and never moves, because whoever imports the handle sees the physical memory, not the
+//! addresses. It is one granule, however large, so that there is one handle to export. When it is given up it goes back to the
+//! device, once the streams that used it are done.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use aquifer_device::{
+    Attribute, DeviceError, DevicePtr, ErrorKind, HandleKind, PhysicalOptions, RawPhysical, Reservation, Stream,
+};
+
+use crate::allocator::Allocator;
+use crate::backing::paged::apart::POOL;
+use crate::backing::paged::granules::Purpose;
+use crate::backing::paged::{Holding, Owned};
+use crate::backing::segments::Refusal;
+use crate::buffer::DeviceBuffer;
+use crate::buffer::storage::{Memory, Storage};
+use crate::error::AllocError;
+use crate::history::Action;
+use crate::pools::PoolOptions;
+use crate::pools::capture::refuse_capture_apart;
+use crate::shell::core::Request;
+use crate::size_class::{PoolKind, REQUEST_LIMIT};
+use crate::tags::Tag;
+
+/// Memory whose physical handle can be exported. Dropping it, and the buffers made of it, gives it up without a driver call and
+/// without waiting; it goes back to the device at a later operation, once the streams that used it are done. It keeps the
+/// allocator open.
+///
+/// As with [`crate::Allocation`], the memory is for work on the stream it was allocated for; other streams take their turns with a
+/// [`Exportable::buffer`], or are noted with [`Exportable::record_stream`]. What other processes do with it is theirs to order.
+#[must_use = "dropping the handle gives the memory back"]
+pub struct Exportable {
+    storage: Arc<Storage>,
+    /// None where it is a segment of its own.
+    physical: Option<RawPhysical>,
+}
+
+impl Allocator {
+    /// Allocates memory that can be exported as a handle of the given kind; see [`Exportable::handle`]. It takes whole granules
+    /// of the device (2 MiB), counts under the limit, and comes from nowhere but the device: meant for few and large buffers.
+    ///
+    /// Where memory comes in segments, it is a segment of its own, which other processes can open by its pointer.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config};
+    /// use aquifer_device::{Device, HandleKind, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let shared = allocator.alloc_exportable(3 << 20, HandleKind::PosixFd, device.default_stream())?;
+    /// let physical = shared.handle().expect("memory is mapped here"); // for `cuMemExportToShareableHandle`
+    /// assert_eq!(allocator.reserved_bytes(), 4 << 20);
+    /// # drop((shared, physical));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`AllocError::Unsupported`] where the device has no such handles; a stream that captures; else as [`Allocator::alloc`].
+    pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {
+        if stream.device_id() != self.device().id() {
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
+        }
+        if bytes >= REQUEST_LIMIT {
+            return Err(AllocError::TooLarge { requested: bytes });
+        }
+        refuse_capture_apart(stream)?;
+        let core = self.shell().core();
+        let options = core.paged.as_ref().map(|paged| paged.options.exportable(kind));
+        drop(core);
+        let (Some(options), Some(granularity)) =
+            (options.filter(|_| bytes > 0), self.device().info().granularity_bytes)
+        else {
+            return self.alloc_segment_apart(bytes, stream);
+        };
+        self.can_export(kind)?;
+        let size = bytes.next_multiple_of(granularity);
+        let slot = self.shell().core().slot(stream);
+        let request = Request { requested: bytes, size, pool: POOL, slot, tag: Tag::current() };
+        let (ptr, physical) = self.climb_apart(&request, || self.try_exportable(&request, options))?;
+        let memory = Memory::Apart(Arc::new(Holding::new(self, ptr, bytes, slot)));
+        Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
+    }
+
+    /// A segment that nothing else will be in: that of a private pool which is closed again at once, so that the segment goes
+    /// back to the device when it is next asked to take back what is unused.
+    fn alloc_segment_apart(&self, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
+        let pool = self.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() });
+        let memory = Memory::Block(pool.alloc(bytes, stream)?);
+        Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: None })
+    }
+
+    fn can_export(&self, kind: HandleKind) -> Result<(), AllocError> {
+        let (attribute, what) = match kind {
+            HandleKind::PosixFd => {
+                (Attribute::PosixFdHandles, "physical memory that can be exported as POSIX file descriptors")
+            }
+            _ => return Err(AllocError::Unsupported { what: "a kind of handle that is not known here" }),
+        };
+        match self.device().driver().attribute(attribute) {
+            Ok(0) => Err(AllocError::Unsupported { what }),
+            Err(error) if error.kind == ErrorKind::Unsupported => Err(AllocError::Unsupported { what }),
+            Ok(_) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn try_exportable(
+        &self,
+        request: &Request,
+        options: PhysicalOptions,
+    ) -> Result<Result<(DevicePtr, RawPhysical), Refusal>, AllocError> {
+        let headroom = self.beyond_headroom()?;
+        let _gate = self.gate().shared();
+        let mut core = self.shell().core();
+        if core.is_asleep() {
+            return Err(AllocError::Asleep);
+        }
+        let (buyable, refusal) = self.buyable(&core, headroom);
+        if request.size > buyable {
+            return Ok(Err(refusal));
+        }
+        core.growing += request.size;
+        let access = core.paged.as_ref().map(|paged| paged.access.clone()).unwrap_or_default();
+        drop(core);
+        let mapped = self.map_exportable(request.size, options, &access);
+        let mut whole = self.shell().whole();
+        whole.growing -= request.size;
+        let (ptr, physical) = match mapped {
+            Ok(mapped) => mapped,
+            Err(error) if error.is_out_of_memory() => return Ok(Err(Refusal::Device)),
+            Err(error) if error.kind == ErrorKind::OutOfAddresses => return Ok(Err(Refusal::Addresses)),
+            Err(error) => return Err(error.into()),
+        };
+        if let Some(paged) = &mut whole.paged {
+            paged.add_reservation(ptr.0, request.size, PoolKind::Large, Purpose::Exportable);
+            paged.put_all(ptr.0, &[physical]);
+            paged.mapped_bytes[PoolKind::Large as usize] += request.size;
+            paged.owned.insert(ptr.0, Owned { slot: request.slot, tag: request.tag, ..Owned::default() });
+        }
+        whole.counters().num_device_alloc.add(1);
+        whole.account_for_granules();
+        whole.note_mapping(Action::SegmentMap, POOL, request.slot, ptr.0, request.size);
+        whole.set_owned(ptr.0, request.size, request.requested);
+        Ok(Ok((ptr, physical)))
+    }
+
+    /// The driver calls; what they did is undone where one fails. What cannot be undone now, the device undoes later.
+    fn map_exportable(
+        &self,
+        size: u64,
+        options: PhysicalOptions,
+        access: &[u32],
+    ) -> Result<(DevicePtr, RawPhysical), DeviceError> {
+        let (device, driver) = (self.device(), self.device().driver());
+        device.settle();
+        let physical = driver.create_physical(size, options)?;
+        let ptr = match driver.reserve(size, 0) {
+            Ok(ptr) => ptr,
+            Err(error) => {
+                release(self, physical);
+                return Err(error);
+            }
+        };
+        let mapped = driver.map(ptr, size, physical);
+        let accessible = mapped.clone().and_then(|()| driver.set_access(ptr, size, access));
+        match accessible {
+            Ok(()) => {
+                self.hooks().mapped(ptr.0, size);
+                Ok((ptr, physical))
+            }
+            Err(error) => {
+                let mapped = if mapped.is_ok() { vec![(ptr, size, physical)] } else { Vec::new() };
+                if mapped.is_empty() {
+                    release(self, physical);
+                }
+                device.unreserve_later(Reservation { ptr, bytes: size, mapped });
+                Err(error)
+            }
+        }
+    }
+}
+
+fn release(allocator: &Allocator, physical: RawPhysical) {
+    if allocator.device().driver().release_physical(physical).is_err() {
+        allocator.device().release_later(physical);
+    }
+}
+
+impl Exportable {
+    /// Its first address; null for zero bytes.
+    pub fn ptr(&self) -> DevicePtr {
+        self.storage.ptr()
+    }
+
+    /// Bytes asked for.
+    pub fn bytes(&self) -> u64 {
+        self.storage.bytes()
+    }
+
+    /// Its addresses.
+    pub fn range(&self) -> Range<u64> {
+        self.ptr().range(self.bytes())
+    }
+
+    /// Bytes of physical memory behind the handle, and its handle at the driver, to be exported while this lives. `None` where
+    /// memory comes in segments: those are shared by their pointer.
+    pub fn handle(&self) -> Option<RawPhysical> {
+        self.physical
+    }
+
+    /// A buffer of as many whole values as it has room for, for kernels, transfers and [`crate::Turn`]s. It shares the memory, and
+    /// keeps it alive.
+    pub fn buffer<T: Copy>(&self) -> DeviceBuffer<T> {
+        DeviceBuffer::of_all(&self.storage)
+    }
+
+    /// Notes that `stream` uses the memory too, as [`crate::Allocation::record_stream`]. Not needed for streams that take their
+    /// turns with a buffer.
+    ///
+    /// # Errors
+    /// When the stream belongs to another device.
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
+        self.storage.memory().record_stream(stream)
+    }
+}
+
+impl fmt::Debug for Exportable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Exportable")
+            .field("ptr", &self.ptr())
+            .field("bytes", &self.bytes())
+            .field("handle", &self.handle())
+            .finish_non_exhaustive()
+    }
+}

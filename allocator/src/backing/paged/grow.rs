@@ -1,0 +1,393 @@
+//! From a request to a served one: a draft, waits where they pay, a plan, its driver calls, and the accounts.
+//!
+//! When the host must learn how far streams got, it asks first, which waits for nothing. Where growth would exceed what is in use
+//! by more than a share, there are two ways to wait instead, each within a budget: the request's stream is made to wait for
+//! other streams, whose memory or whose uses of its own it then gets, which stalls only that stream; or the host waits, which stalls the program. Where memory would be refused
+//! otherwise, the host waits in any case.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use aquifer_device::{DeviceError, Timeline};
+
+use crate::allocator::Allocator;
+use crate::backing::paged::driver::carry_out;
+use crate::backing::paged::granules::Purpose;
+use crate::backing::paged::milestones::Reason;
+use crate::backing::paged::plan::{Draft, Planned, Terms};
+use crate::backing::segments::{Growth, Refusal};
+use crate::config::CrossStream;
+use crate::cross_stream::lending::cannot_be_asked;
+use crate::cross_stream::waiting::Pending;
+use crate::error::AllocError;
+use crate::heap::kind_of;
+use crate::shell::core::{Core, Request};
+use crate::shell::whole::Whole;
+
+/// Waiting is considered where reserved memory would exceed the peak in use by more than this share, and by more than so many
+/// bytes: for less it is not worth it.
+const SLACK_SHARE: u64 = 128;
+const SLACK_LEAST: u64 = 32 << 20;
+/// The host waits for at most one allocation in so many,
+const STALL_SPACING: u64 = 600;
+/// and for a few at the start: the more, the more memory that saves. This many for a tiny share,
+const STALL_ADVANCE: u64 = 2;
+/// and up to as many more for a quarter of the peak in use.
+const STALL_MORE: u64 = 6;
+/// What is waited for is enough for more than one request: this share of what is reserved, or what the request lacks.
+const STALL_SHARE: u64 = 32;
+/// Streams are made to wait for others for one allocation in so many, and a few at the start.
+const ORDER_SPACING: u64 = 32;
+const ORDER_ADVANCE: u64 = 8;
+/// How often a request is planned anew, at most; others may take what it waited for.
+pub(crate) const ROUNDS: u32 = 64;
+/// Live blocks spread over addresses: those of a full device that never settles took more than four times as many as it had memory.
+const ADDRESSES_FOR_MEMORY: u64 = 64;
+
+/// What is still allowed for a request.
+#[derive(Clone, Copy, Debug)]
+struct Leave {
+    /// Ask the streams how far they got.
+    ask: bool,
+    /// Make the request's stream wait for others.
+    order: bool,
+    /// Wait on the host rather than grow.
+    stall: bool,
+    /// Take memory from the device.
+    create: bool,
+    /// And more than the request needs.
+    ahead: bool,
+    /// And where other granules might move instead.
+    rather: bool,
+}
+
+/// What to do next.
+enum Next {
+    Finished(Result<Growth, AllocError>),
+    /// Learn, without waiting, how far these streams got.
+    Ask(Pending),
+    /// Make the request's stream wait for these uses of its own memory.
+    Order(Pending),
+    /// Make it wait for another stream's memory.
+    Borrow,
+    /// Wait for this on the host.
+    Wait(Arc<Timeline>, u64),
+    Reserve,
+    Again,
+}
+
+impl Allocator {
+    /// Serves the request from memory that moves, or that comes from the device.
+    pub(crate) fn grow_paged(&self, request: &Request) -> Result<Growth, AllocError> {
+        // While a stream captures nothing is waited for that could be done without.
+        let may_wait = !self.device().is_capturing();
+        let mut leave = Leave { ask: true, order: may_wait, stall: may_wait, create: true, ahead: true, rather: true };
+        for _ in 0..ROUNDS {
+            self.recycle_retired()?;
+            match self.step(request, &mut leave)? {
+                Next::Finished(growth) => return growth,
+                Next::Ask(ticks) => {
+                    leave.ask = false;
+                    self.poll(&ticks)?;
+                }
+                Next::Order(uses) => leave.order = self.order_after(request, &uses)?,
+                Next::Borrow => match self.borrow_waiting(request)? {
+                    Some(granted) => return Ok(Growth::Grown(granted)),
+                    None => leave.order = false,
+                },
+                Next::Wait(timeline, after) => {
+                    if self.stall_for(&timeline, after)? {
+                        self.poll_waiting()?;
+                        leave.ask = true;
+                    } else if !std::mem::take(&mut leave.stall) {
+                        return Ok(Growth::Refused(Refusal::Device));
+                    }
+                }
+                Next::Reserve => {
+                    if !self.reserve_addresses(request)? {
+                        return Ok(Growth::Refused(Refusal::Addresses));
+                    }
+                }
+                Next::Again => {}
+            }
+        }
+        Ok(Growth::Refused(Refusal::Device))
+    }
+
+    fn step(&self, request: &Request, leave: &mut Leave) -> Result<Next, AllocError> {
+        let headroom = if leave.create { self.beyond_headroom()? } else { 0 };
+        let _gate = self.gate().shared();
+        let mut whole = self.shell().whole();
+        if whole.is_asleep() {
+            return Err(AllocError::Asleep);
+        }
+        // Somebody may have given something back meanwhile.
+        if let Some(granted) = whole.take_own(request) {
+            return Ok(Next::Finished(Ok(Growth::Grown(granted))));
+        }
+        let buyable = if leave.create { self.buyable(&whole, headroom) } else { (0, Refusal::Device) };
+        if request.size > self.device().info().total_bytes {
+            // No addresses are worth taking for it.
+            let refusal = if buyable.0 < request.size { buyable.1 } else { Refusal::Device };
+            return Ok(Next::Finished(Ok(Growth::Refused(refusal))));
+        }
+        let rather_buyable = if leave.rather { buyable.0 } else { 0 };
+        let Some(draft) = whole.draft(request, rather_buyable) else { return Ok(Next::Reserve) };
+        if draft.buy > 0 {
+            if leave.ask && !draft.donors.not_done.is_empty() {
+                let ticks = whole.askable(&draft.donors.not_done);
+                if !ticks.is_empty() {
+                    return Ok(Next::Ask(ticks));
+                }
+            }
+            if !draft.rather_bought
+                && let Some(excess) = whole.over_peak(&draft)
+            {
+                let may_order = leave.order && self.config().cross_stream != CrossStream::Off;
+                if let Some(order) = may_order.then(|| whole.worth_ordering(request)).flatten() {
+                    return Ok(order);
+                }
+                if let Some((timeline, after)) = leave.stall.then(|| whole.worth_stalling(&draft, excess)).flatten() {
+                    return Ok(Next::Wait(timeline, after));
+                }
+            }
+        }
+        let (buyable, refusal) = buyable;
+        let terms = Terms { buyable, refusal, ahead: leave.ahead };
+        let rather_bought = draft.rather_bought;
+        match whole.plan(request, draft, &terms) {
+            Planned::Ready(plan) => {
+                drop(whole);
+                let (work, held) = plan.part();
+                let done = carry_out(self.device(), self.hooks(), work);
+                let mut whole = self.shell().whole();
+                let window = whole.settle_plan(request, held, &done);
+                if let Some(window) = window {
+                    let granted = whole.arena(request.slot).take(request, window);
+                    return Ok(Next::Finished(Ok(Growth::Grown(granted))));
+                }
+                drop(whole);
+                Ok(refused(done.error, done.at_creation, rather_bought, leave))
+            }
+            Planned::NoAddresses => Ok(Next::Reserve),
+            Planned::Short { missing, not_done, refusal } => Ok(match whole.first_enough(&not_done, missing) {
+                Some((timeline, after)) => Next::Wait(timeline, after),
+                None => Next::Finished(Ok(Growth::Refused(refusal))),
+            }),
+        }
+    }
+
+    /// Bytes free on the device beyond the headroom.
+    pub(crate) fn beyond_headroom(&self) -> Result<u64, AllocError> {
+        let headroom = self.config().headroom;
+        if headroom == 0 {
+            return Ok(u64::MAX);
+        }
+        Ok(self.device().memory_info()?.free.saturating_sub(headroom))
+    }
+
+    /// Bytes that may still be taken from the device, of which so many are free beyond the headroom, and what would refuse more.
+    /// To be asked under the lock under which `growing` is raised, so that threads that grow together keep the limit.
+    pub(crate) fn buyable(&self, core: &Core, beyond_headroom: u64) -> (u64, Refusal) {
+        let held = core.reserved.saturating_add(core.growing);
+        let by_limit = self.limit().map_or(u64::MAX, |limit| limit.saturating_sub(held));
+        if beyond_headroom < by_limit { (beyond_headroom, Refusal::Headroom) } else { (by_limit, Refusal::Limit) }
+    }
+
+    /// Makes the request's stream wait for other streams' uses of its own blocks, which are free to it then. Tells whether that
+    /// could be done.
+    fn order_after(&self, request: &Request, uses: &Pending) -> Result<bool, AllocError> {
+        let own = self.shell().core().timeline(request.slot).cloned();
+        let Some(own) = own else { return Ok(false) };
+        for (timeline, after) in uses {
+            match own.wait_for(timeline, after.saturating_sub(1)) {
+                Ok(()) => {}
+                Err(error) if cannot_be_asked(&error) => return Ok(false),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        tracing::debug!(
+            stream = request.slot,
+            bytes = request.size,
+            "a stream was made to wait for the uses of its own memory"
+        );
+        let clock = own.clock();
+        let mut whole = self.shell().whole();
+        whole.counters().cross_stream_waits.add(1);
+        whole.sweep_ordered(request.slot, &clock);
+        Ok(true)
+    }
+
+    /// Waits on the host; tells whether that could be done.
+    pub(crate) fn stall_for(&self, timeline: &Timeline, after: u64) -> Result<bool, AllocError> {
+        tracing::debug!(stream = timeline.id(), "the host waits so that memory can move");
+        if let Some(paged) = &mut self.shell().core().paged {
+            paged.stalls += 1;
+        }
+        match timeline.synchronize(after.saturating_sub(1)) {
+            Ok(()) => Ok(true),
+            Err(error) if cannot_be_asked(&error) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Reserves addresses for the request's pool. At most [`ADDRESSES_FOR_MEMORY`] times as many are taken as the device has memory. The
+    /// first reservation has room for all memory; each takes a smaller share of what is left, so that after a hundred streams or pools
+    /// that hold on to one there is one for a seventh of all memory. Small requests take less, as does everybody where that is
+    /// refused.
+    fn reserve_addresses(&self, request: &Request) -> Result<bool, AllocError> {
+        let held = self
+            .shell()
+            .core()
+            .paged
+            .as_ref()
+            .map(|paged| (paged.granule, paged.reservations(), paged.address_bytes()));
+        let Some((granule, count, held)) = held else { return Ok(false) };
+        let left = self.device().info().total_bytes.saturating_mul(ADDRESSES_FOR_MEMORY).saturating_sub(held);
+        let least = request.size.next_multiple_of(granule) + granule;
+        let smaller = if request.size <= crate::size_class::SMALL_SIZE { 16 } else { 1 };
+        let mut bytes = (left / (ADDRESSES_FOR_MEMORY + count) / smaller).next_multiple_of(granule).max(least);
+        let mut gave_back = false;
+        self.device().settle();
+        loop {
+            match self.device().driver().reserve(bytes, granule) {
+                Ok(ptr) => {
+                    let mut whole = self.shell().whole();
+                    if let Some(paged) = &mut whole.paged {
+                        paged.add_reservation(ptr.0, bytes, kind_of(request.pool), Purpose::Heap);
+                    }
+                    whole.arena(request.slot).heap.add_reservation(ptr.0, bytes, request.pool, granule);
+                    return Ok(true);
+                }
+                Err(error) if error.kind == aquifer_device::ErrorKind::OutOfAddresses || error.is_out_of_memory() => {
+                    if bytes == least && std::mem::replace(&mut gave_back, true) {
+                        return Ok(false);
+                    }
+                    if bytes == least {
+                        self.give_addresses_back()?;
+                    }
+                    bytes = (bytes / 4).next_multiple_of(granule).max(least);
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+/// What follows from a plan that did not come off.
+fn refused(error: Option<DeviceError>, at_creation: bool, rather_bought: bool, leave: &mut Leave) -> Next {
+    match error {
+        Some(error) if !error.is_out_of_memory() => Next::Finished(Err(error.into())),
+        Some(_) if at_creation && rather_bought => {
+            leave.rather = false;
+            Next::Again
+        }
+        Some(_) if at_creation && leave.ahead => {
+            leave.ahead = false;
+            Next::Again
+        }
+        Some(_) if at_creation && leave.create => {
+            leave.create = false;
+            Next::Again
+        }
+        _ => Next::Finished(Ok(Growth::Refused(Refusal::Device))),
+    }
+}
+
+impl Whole {
+    /// Where the streams may be asked how far they got: at the latest tick for which an event was recorded or may be now.
+    pub(crate) fn askable(&mut self, not_done: &BTreeMap<(u32, u64), u64>) -> Pending {
+        let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
+        for &(slot, after) in not_done.keys() {
+            if self.is_covered(slot, after) || self.may_record(slot, Reason::Question) {
+                latest.insert(slot, after);
+            }
+        }
+        let ticks: Vec<(u32, u64)> = latest.into_iter().collect();
+        self.note_questions(&ticks);
+        ticks.into_iter().filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
+    }
+
+    /// Whether an event was recorded that covers the ticks below a count.
+    fn is_covered(&self, slot: u32, after: u64) -> bool {
+        self.timeline(slot).is_some_and(|timeline| after <= timeline.now())
+    }
+
+    /// Counts the events that asking at these ticks, or waiting for them, will record.
+    fn note_questions(&mut self, ticks: &[(u32, u64)]) {
+        for &(slot, after) in ticks {
+            if !self.is_covered(slot, after) {
+                self.note_recorded(slot, Reason::Question);
+            }
+        }
+    }
+
+    /// Bytes by which growth would exceed the peak in use, if that is too much.
+    fn over_peak(&self, draft: &Draft) -> Option<u64> {
+        let paged = self.paged.as_ref()?;
+        let grown = self.reserved + self.growing + draft.buy * paged.granule;
+        grown
+            .checked_sub(paged.in_use_peak)
+            .filter(|&excess| excess > (paged.in_use_peak / SLACK_SHARE).max(SLACK_LEAST))
+    }
+
+    /// What the request's stream should wait for, if such waits are few: the uses of a block of its own, or another stream's
+    /// free block.
+    fn worth_ordering(&mut self, request: &Request) -> Option<Next> {
+        let own = self.uses_of_own(request);
+        let ticks = own.clone().or_else(|| Some(vec![self.tick_of_lender(request)?]))?;
+        let searches = self.searches();
+        let few = self.paged.as_ref()?.orders < ORDER_ADVANCE + searches / ORDER_SPACING;
+        let known = |whole: &mut Whole, &(slot, after): &(u32, u64)| {
+            whole.is_covered(slot, after) || whole.may_record(slot, Reason::Question)
+        };
+        if !few || !ticks.iter().all(|tick| known(self, tick)) {
+            return None;
+        }
+        self.note_questions(&ticks);
+        self.paged.as_mut()?.orders += 1;
+        if own.is_none() {
+            return Some(Next::Borrow);
+        }
+        let uses = ticks.into_iter().map(|(slot, after)| Some((self.timeline(slot)?.clone(), after)));
+        Some(Next::Order(uses.collect::<Option<_>>()?))
+    }
+
+    /// What the host should wait for rather than let reserved memory exceed what is in use by so much, if such stalls are few.
+    fn worth_stalling(&self, draft: &Draft, excess: u64) -> Option<(Arc<Timeline>, u64)> {
+        let paged = self.paged.as_ref()?;
+        let quarter = (paged.in_use_peak / 4).max(1);
+        let more = excess.min(quarter).saturating_mul(STALL_MORE) / quarter;
+        if paged.stalls >= STALL_ADVANCE + more + self.searches() / STALL_SPACING {
+            return None;
+        }
+        let mut not_done = draft.donors.not_done.clone();
+        for (&tick, &bytes) in &draft.awaited {
+            *not_done.entry(tick).or_default() += bytes / paged.granule;
+        }
+        self.first_enough(&not_done, draft.buy.max(self.reserved / STALL_SHARE / paged.granule))
+    }
+
+    /// Allocations so far, on all streams.
+    pub(crate) fn searches(&self) -> u64 {
+        self.heaps().flat_map(|heap| &heap.pools).map(|pool| pool.searches).sum()
+    }
+
+    /// The earliest tick of a stream by which so many granules are done, on that stream alone; if there is none, the latest of
+    /// the stream that has most.
+    pub(crate) fn first_enough(
+        &self,
+        not_done: &BTreeMap<(u32, u64), u64>,
+        granules: u64,
+    ) -> Option<(Arc<Timeline>, u64)> {
+        let mut sums: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
+        for (&(slot, after), &count) in not_done {
+            let (sum, latest) = sums.entry(slot).or_default();
+            if *sum < granules {
+                (*sum, *latest) = (*sum + count, after);
+            }
+        }
+        let (&slot, &(_, after)) = sums.iter().max_by_key(|(_, (sum, _))| *sum)?;
+        Some((self.timeline(slot)?.clone(), after))
+    }
+}

@@ -1,0 +1,346 @@
+//! Memory that grows where it is: addresses reserved once, and as much memory behind them as is needed at a time.
+//!
+//! Granules come from where those of blocks come from: spare ones, ones that lie in free blocks and are done, and the device.
+//! What it shrinks by is retired (`apart.rs`); growing again before it was recycled takes it back, ordered after its last uses.
+//!
+//! Invariant: while a buffer shares the memory it does not shrink, so that no buffer reaches beyond what has memory.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use aquifer_device::{DevicePtr, ErrorKind, Stream, Timeline};
+
+use crate::allocator::Allocator;
+use crate::backing::paged::apart::{POOL, Retired};
+use crate::backing::paged::driver::carry_out;
+use crate::backing::paged::granules::Purpose;
+use crate::backing::paged::grow::ROUNDS;
+use crate::backing::paged::{Holding, Owned};
+use crate::backing::segments::Refusal;
+use crate::buffer::DeviceBuffer;
+use crate::buffer::storage::{Memory, Storage};
+use crate::error::AllocError;
+use crate::history::Action;
+use crate::pools::capture::refuse_capture_apart;
+use crate::shell::core::Request;
+use crate::size_class::{PoolKind, REQUEST_LIMIT};
+use crate::tags::Tag;
+
+/// Memory that grows and shrinks at one address, such as a cache of keys and values. Dropping it, and the buffers made of it, makes
+/// no driver call and does not wait; its memory is recycled once the streams that used it are done. It keeps the allocator open.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let stream = device.create_stream()?;
+/// let mut cache = allocator.growable(40 << 30, &stream)?; // addresses for 40 GiB, and no memory yet
+/// cache.grow_to(100 << 20, &stream)?;
+/// let half = cache.buffer::<f32>(); // for kernels, transfers and turns of any stream
+/// stream.fill(cache.ptr(), 0, 100 << 20)?;
+/// cache.grow_to(200 << 20, &stream)?; // at the same address, nothing is copied
+/// assert_eq!((half.len(), cache.buffer::<f32>().len()), (25 << 20, 50 << 20));
+/// drop(half); // before it shrinks
+/// assert_eq!((cache.bytes(), allocator.reserved_bytes()), (200 << 20, 200 << 20));
+/// cache.shrink_to(50 << 20, &stream)?; // what is beyond may serve others once the fill is done
+/// assert_eq!(allocator.allocated_bytes(), 50 << 20);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "dropping the handle gives the memory back"]
+pub struct Growable {
+    holding: Arc<Holding>,
+    /// The same, as buffers share it.
+    storage: Arc<Storage>,
+    capacity: u64,
+    granule: u64,
+}
+
+/// What to do next.
+enum Next {
+    Finished(Result<(), Refusal>),
+    /// Learn, without waiting, how far these streams got.
+    Ask(Vec<(Arc<Timeline>, u64)>),
+    /// Wait for this.
+    Wait(Arc<Timeline>, u64),
+    Again,
+}
+
+impl Allocator {
+    /// Reserves addresses for `capacity` bytes, and no memory yet. It is made for work on `stream`.
+    ///
+    /// # Errors
+    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::TooLarge`] from 2^60 bytes on; a stream of
+    /// another device; a failing driver, [`aquifer_device::ErrorKind::OutOfAddresses`] among its reasons.
+    pub fn growable(&self, capacity: u64, stream: &Stream) -> Result<Growable, AllocError> {
+        if stream.device_id() != self.device().id() {
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
+        }
+        if capacity >= REQUEST_LIMIT {
+            return Err(AllocError::TooLarge { requested: capacity });
+        }
+        let mut core = self.shell().core();
+        let slot = core.slot(stream);
+        let Some(granule) = core.paged.as_ref().map(|paged| paged.granule) else {
+            return Err(self.not_mapped("memory that grows where it is"));
+        };
+        drop(core);
+        self.recycle_retired()?;
+        self.device().settle();
+        let reserved = capacity.max(1).next_multiple_of(granule);
+        let ptr = match self.device().driver().reserve(reserved, granule) {
+            Err(error) if error.kind == ErrorKind::OutOfAddresses => {
+                // Addresses that nothing is mapped at any more go back with the memory that is unused.
+                self.empty_cache()?;
+                self.device().driver().reserve(reserved, granule)
+            }
+            reserved => reserved,
+        }?;
+        if let Some(paged) = &mut self.shell().core().paged {
+            paged.add_reservation(ptr.0, reserved, PoolKind::Large, Purpose::Growable);
+            paged.owned.insert(ptr.0, Owned { slot, tag: Tag::current(), ..Owned::default() });
+        }
+        let holding = Arc::new(Holding::new(self, ptr, 0, slot));
+        let storage = Arc::new(Storage::new(Memory::Apart(holding.clone()), stream));
+        Ok(Growable { holding, storage, capacity, granule })
+    }
+
+    /// Puts memory behind those places of a range that have none; plans anew after each wait.
+    fn try_fill(&self, request: &Request, base: u64, range: &Range<u64>) -> Result<Result<(), Refusal>, AllocError> {
+        let mut may_ask = true;
+        for _ in 0..ROUNDS {
+            self.recycle_retired()?;
+            match self.fill_step(request, base, range, may_ask)? {
+                Next::Finished(filled) => return Ok(filled),
+                Next::Ask(ticks) => {
+                    may_ask = false;
+                    self.poll(&ticks)?;
+                }
+                Next::Wait(timeline, after) => {
+                    if !self.stall_for(&timeline, after)? {
+                        break;
+                    }
+                    may_ask = true;
+                }
+                Next::Again => {}
+            }
+        }
+        Ok(Err(Refusal::Device))
+    }
+
+    fn fill_step(&self, request: &Request, base: u64, range: &Range<u64>, may_ask: bool) -> Result<Next, AllocError> {
+        let headroom = self.beyond_headroom()?;
+        let _gate = self.gate().shared();
+        let mut whole = self.shell().whole();
+        if whole.is_asleep() {
+            return Err(AllocError::Asleep);
+        }
+        let (buyable, refusal) = self.buyable(&whole, headroom);
+        let Some(paged) = &whole.paged else { return Ok(Next::Finished(Err(Refusal::Device))) };
+        if paged.retired.iter().any(|retired| retired.base == base && retired.range.start < range.end) {
+            // It was in the hands of whoever recycles when it was looked for, and could not be unmapped.
+            return Ok(Next::Again);
+        }
+        let (granule, at_hand) = (paged.granule, paged.spares.len() as u64);
+        let fill = paged.unmapped_within(range);
+        let lacks = fill.iter().map(|range| range.end - range.start).sum::<u64>() / granule;
+        let spares = lacks.min(at_hand);
+        let donors = whole.donors(lacks - spares, None, whole.may_donate());
+        let buy = lacks - spares - donors.granules;
+        if buy > 0 && may_ask {
+            let ticks = whole.askable(&donors.not_done);
+            if !ticks.is_empty() {
+                return Ok(Next::Ask(ticks));
+            }
+        }
+        if buy > buyable / granule {
+            let wait = whole.first_enough(&donors.not_done, buy - buyable / granule);
+            return Ok(wait.map_or(Next::Finished(Err(refusal)), |(timeline, after)| Next::Wait(timeline, after)));
+        }
+        let donors = whole.hold_all(donors.chosen);
+        let work = whole.work(&donors, spares, buy, fill);
+        drop(whole);
+        let done = carry_out(self.device(), self.hooks(), work);
+        let mut whole = self.shell().whole();
+        whole.settle_work(&donors, (spares, buy), POOL, &done);
+        for filled in &done.filled {
+            for at in filled.places(granule) {
+                whole.note_mapping(Action::SegmentMap, POOL, request.slot, at, granule);
+            }
+            if !filled.usable {
+                // Nobody used it: the next to recycle tries again to unmap it.
+                whole.retire(base, filled.range.clone(), &[], false);
+            }
+        }
+        whole.account_for_granules();
+        match done.error {
+            None => Ok(Next::Finished(Ok(()))),
+            Some(error) if error.is_out_of_memory() => Ok(Next::Finished(Err(Refusal::Device))),
+            Some(error) => Err(error.into()),
+        }
+    }
+}
+
+impl Growable {
+    /// Its first address, which never changes.
+    pub fn ptr(&self) -> DevicePtr {
+        self.holding.ptr()
+    }
+
+    /// Bytes that have memory behind them.
+    pub fn bytes(&self) -> u64 {
+        self.holding.bytes()
+    }
+
+    /// Bytes that it can grow to.
+    pub fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    /// The addresses that have memory behind them.
+    pub fn range(&self) -> Range<u64> {
+        self.ptr().range(self.bytes())
+    }
+
+    /// A buffer of as many whole values as it has memory for now, for kernels, transfers and [`crate::Turn`]s. It shares the memory
+    /// and keeps it alive; it stays valid when this grows, and keeps it from shrinking.
+    pub fn buffer<T: Copy>(&self) -> DeviceBuffer<T> {
+        DeviceBuffer::of_all(&self.storage)
+    }
+
+    /// Notes that `stream` uses the memory too, as [`crate::Allocation::record_stream`]. Not needed for streams that take their
+    /// turns with a buffer.
+    ///
+    /// # Errors
+    /// When the stream belongs to another device.
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
+        self.holding.record_stream(stream)
+    }
+
+    /// Grows to `bytes`, in whole granules, for work on `stream` from now on; nothing if it is that large. New memory is
+    /// uninitialised. `stream` is noted as by [`Growable::record_stream`]; turns of other streams come after what was enqueued on it.
+    ///
+    /// # Errors
+    /// [`AllocError::BeyondCapacity`]; a stream that captures; else as [`Allocator::alloc`]. It is then as large as before.
+    pub fn grow_to(&mut self, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
+        self.record_stream(stream)?;
+        if bytes > self.capacity {
+            return Err(AllocError::BeyondCapacity { requested: bytes, capacity: self.capacity });
+        }
+        if bytes <= self.bytes() {
+            return Ok(());
+        }
+        refuse_capture_apart(stream)?;
+        let size = bytes.next_multiple_of(self.granule);
+        if size > self.size() {
+            // Here it can be refused; after the growth it is not.
+            self.storage.note_growth(stream)?;
+            let retaken = self.take_retired(size);
+            if let Err(error) = self.fill(size, bytes, stream, &retaken) {
+                self.put_back(retaken, size);
+                return Err(error);
+            }
+            self.storage.note_growth(stream)?;
+        }
+        self.allocator().shell().whole().set_owned(self.ptr().0, size, bytes);
+        self.holding.set_bytes(bytes);
+        Ok(())
+    }
+
+    /// Shrinks to `bytes`; nothing if it is that small. Makes no driver call. What is beyond serves others once everything enqueued on
+    /// `stream` until now is done, as well as on the streams noted before; other work on it must come before that.
+    ///
+    /// # Errors
+    /// [`AllocError::Shared`] while buffers made of it live, which might reach beyond; a stream of another device. It is then as
+    /// large as before.
+    pub fn shrink_to(&mut self, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
+        self.record_stream(stream)?;
+        if bytes >= self.bytes() {
+            return Ok(());
+        }
+        if Arc::get_mut(&mut self.storage).is_none() {
+            return Err(AllocError::Shared { what: "memory that is to shrink" });
+        }
+        let (size, before, users) = (bytes.next_multiple_of(self.granule), self.size(), self.holding.users());
+        let mut whole = self.allocator().shell().whole();
+        self.holding.set_bytes(bytes);
+        whole.set_owned(self.ptr().0, size, bytes);
+        if size < before {
+            whole.retire(self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users, false);
+        }
+        Ok(())
+    }
+
+    fn allocator(&self) -> &Allocator {
+        self.holding.allocator()
+    }
+
+    /// Its bytes in whole granules, all of which have memory.
+    fn size(&self) -> u64 {
+        self.bytes().next_multiple_of(self.granule)
+    }
+
+    /// Puts memory behind everything up to `size`, usable by work on `stream`.
+    fn fill(&self, size: u64, bytes: u64, stream: &Stream, retaken: &[Retired]) -> Result<(), AllocError> {
+        let allocator = self.allocator();
+        let mut latest = BTreeMap::new();
+        for &(slot, after) in retaken.iter().flat_map(|retired| &retired.uses) {
+            latest.entry(slot).and_modify(|tick: &mut u64| *tick = after.max(*tick)).or_insert(after);
+        }
+        for (slot, after) in latest {
+            let timeline = allocator.shell().core().timeline(slot).cloned();
+            if let Some(timeline) = timeline {
+                stream.timeline().wait_for(&timeline, after.saturating_sub(1))?;
+            }
+        }
+        let (base, slot, grown) = (self.ptr().0, stream.id(), size - self.size());
+        let requested = bytes - self.bytes();
+        let request = Request { requested, size: grown, pool: POOL, slot, tag: Tag::default() };
+        let range = base + self.size()..base + size;
+        allocator.climb_apart(&request, || allocator.try_fill(&request, base, &range))
+    }
+
+    /// Takes what was given up and not recycled yet, up to `size`, off the list.
+    fn take_retired(&self, size: u64) -> Vec<Retired> {
+        let (base, end) = (self.ptr().0, self.ptr().0 + size);
+        let mut core = self.allocator().shell().core();
+        let Some(paged) = &mut core.paged else { return Vec::new() };
+        let mut taken = Vec::new();
+        for at in (0..paged.retired.len()).rev() {
+            let retired = &mut paged.retired[at];
+            // Memory without uses is what a growth that failed has left: it may lack access, and is recycled first.
+            if retired.base != base || retired.range.start >= end || retired.uses.is_empty() {
+                continue;
+            }
+            let uses = retired.uses.clone();
+            taken.push(Retired { base, range: retired.range.start..retired.range.end.min(end), uses, whole: false });
+            if retired.range.end > end {
+                retired.range.start = end;
+            } else {
+                paged.retired.swap_remove(at);
+            }
+        }
+        taken
+    }
+
+    /// Gives up again what a growth to `size` has got so far.
+    fn put_back(&self, retaken: Vec<Retired>, size: u64) {
+        let mut core = self.allocator().shell().core();
+        let Some(paged) = &mut core.paged else { return };
+        let base = self.ptr().0;
+        let (mut from, end) = (base + self.size(), base + size);
+        let known = retaken.iter().chain(&paged.retired).filter(|retired| retired.base == base);
+        let mut known: Vec<Range<u64>> = known.map(|retired| retired.range.clone()).collect();
+        known.sort_by_key(|range| range.start);
+        known.push(end..end);
+        for next in known {
+            for range in paged.mapped_within(&(from..next.start.min(end))) {
+                paged.retired.push(Retired { base, range, uses: Vec::new(), whole: false });
+            }
+            from = next.end;
+        }
+        paged.retired.extend(retaken);
+    }
+}

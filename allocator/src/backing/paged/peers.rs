@@ -1,0 +1,58 @@
+//! Access of other devices to this one's memory.
+//!
+//! Each mapping has its own list of devices, so a peer is let into all that are there, and into every later one by the list
+//! that operations on mappings take along. The gate keeps these out in between, so that none is missed.
+
+use aquifer_device::DevicePtr;
+
+use crate::allocator::Allocator;
+use crate::backing::paged::probe::try_mapping;
+use crate::error::AllocError;
+
+impl Allocator {
+    /// Lets the device with this ordinal read and write all memory of the allocator that is mapped, now and later. Once is
+    /// enough; again is nothing.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let driver = SimDriver::new(SimConfig::default());
+    /// let device = Device::new(driver.clone());
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let before = allocator.alloc(5 << 20, device.default_stream())?;
+    /// allocator.enable_peer_access(1)?;
+    /// let after = allocator.alloc(50 << 20, device.default_stream())?;
+    /// for buffer in [before, after] {
+    ///     assert_eq!(driver.mapping_at(buffer.ptr()).unwrap().devices, [0, 1]);
+    /// }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of the driver, such as devices that cannot reach each other: the peer is then not let into later mappings, though
+    /// it may have access to some of the present ones. [`AllocError::NotMapped`] where memory comes in segments.
+    pub fn enable_peer_access(&self, ordinal: u32) -> Result<(), AllocError> {
+        let _alone = self.gate().exclusive();
+        let core = self.shell().core();
+        let Some(paged) = &core.paged else {
+            return Err(self.not_mapped("access of peers"));
+        };
+        if paged.access.contains(&ordinal) {
+            return Ok(());
+        }
+        let (granule, options) = (paged.granule, paged.options);
+        let ranges = paged.mapped_ranges();
+        drop(core);
+        if ranges.is_empty() {
+            // Better now than at the first growth.
+            try_mapping(self.device(), granule, options, &[self.device().info().ordinal, ordinal])?;
+        }
+        for range in ranges {
+            self.device().driver().set_access(DevicePtr(range.start), range.end - range.start, &[ordinal])?;
+        }
+        if let Some(paged) = &mut self.shell().core().paged {
+            paged.access.push(ordinal);
+        }
+        Ok(())
+    }
+}

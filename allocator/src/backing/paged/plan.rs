@@ -1,0 +1,404 @@
+//! A remap as a whole: decided, and held, under all locks.
+
+use std::collections::BTreeMap;
+
+use crate::backing::paged::donors::{Donor, Donors};
+use crate::backing::paged::driver::{Done, Filled, Work};
+use crate::backing::paged::granules::Stuck;
+use crate::backing::paged::recurrence::Point;
+use crate::backing::paged::window::{self, Window};
+use crate::backing::segments::Refusal;
+use crate::heap::{BlockId, Holding, State, kind_of};
+use crate::history::{Action, Subject};
+use crate::shell::core::Request;
+use crate::shell::whole::Whole;
+use crate::size_class::PoolKind;
+use crate::tags::Tag;
+
+/// How far memory is taken ahead of need, where there is room behind the window: this share of what is reserved, up to so many
+/// bytes bought or moved. Less costs more driver calls; more costs memory where it is bought. Figures in ARCHITECTURE.md.
+const AHEAD_SHARE: u64 = 64;
+const AHEAD_MAX: u64 = 128 << 20;
+
+/// What would go back to where granules moved away from is bought instead, and so is everything once the peak in use has not risen
+/// for half as long as it took to reach it, as long as no more than this share of that peak is held beyond it: so programs that repeat
+/// themselves stop moving memory to and fro.
+const UNDO_SHARE: u64 = 128;
+/// The same, where memory would move at a point of the program where it moved before.
+const RECUR_SHARE: u64 = 64;
+
+/// A program is unsettled that makes memory move for more than one allocation in so many, and so many at the start. It may have
+/// this share more than was in use at the peak.
+const UNSETTLED_SPACING: u64 = 1024;
+const UNSETTLED_ADVANCE: u64 = 1024;
+const UNSETTLED_SHARE: u64 = 36;
+
+/// What a plan has to heed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Terms {
+    /// Bytes that may still be taken from the device.
+    pub(crate) buyable: u64,
+    /// Why not more, if more is refused.
+    pub(crate) refusal: Refusal,
+    /// Whether to grow ahead of need.
+    pub(crate) ahead: bool,
+}
+
+/// What a remap needs from the driver, and what is held for it.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    work: Work,
+    held: Held,
+}
+
+/// What is held while the driver is at work.
+#[derive(Debug)]
+pub(crate) struct Held {
+    /// Pieces of the window, by address.
+    window: Vec<BlockId>,
+    donors: Vec<Donor>,
+    /// Granules that the device is asked for.
+    create: u64,
+    /// Spare granules that take part.
+    spares: u64,
+}
+
+/// What came of planning.
+#[derive(Debug)]
+pub(crate) enum Planned {
+    /// To be carried out.
+    Ready(Plan),
+    /// No run of free blocks and holes is long enough.
+    NoAddresses,
+    /// So many granules are lacking beyond what may move and what may be had from the device.
+    Short { missing: u64, not_done: BTreeMap<(u32, u64), u64>, refusal: Refusal },
+}
+
+/// What a plan would take, before anything is held.
+#[derive(Debug)]
+pub(crate) struct Draft {
+    window: Window,
+    point: Point,
+    pub(crate) donors: Donors,
+    spares: u64,
+    /// Granules that have to come from the device.
+    pub(crate) buy: u64,
+    /// Whether they do although granules might move.
+    pub(crate) rather_bought: bool,
+    /// Granules that the donors give beyond the need.
+    ahead: u64,
+    /// Bytes that other streams still use, by the tick that is in the way.
+    pub(crate) awaited: BTreeMap<(u32, u64), u64>,
+}
+
+impl Whole {
+    /// Where the request's memory would come from: granules that are at hand, that may move, and the rest from the device. Up to
+    /// `rather` bytes may be bought where granules might move.
+    pub(crate) fn draft(&mut self, request: &Request, rather: u64) -> Option<Draft> {
+        // What waits is in nobody's use: it could be had by waiting.
+        let (waiting, awaited) = self.awaited();
+        let in_use = (self.in_use() + request.size).saturating_sub(waiting);
+        let point = Point { requested: request.size, in_use };
+        let searches = self.searches();
+        let paged = self.paged.as_mut()?;
+        if in_use > paged.in_use_peak {
+            (paged.in_use_peak, paged.peak_at) = (in_use, searches);
+        }
+        let (granule, at_hand) = (paged.granule, paged.spares.len() as u64);
+        let window = window::cheapest(&self.arena(request.slot).heap, request.pool, request.size, granule)?;
+        let spares = window.lacks.min(at_hand);
+        let need = window.lacks - spares;
+        if need > 0 && need <= rather / granule && self.rather_buys(request.slot, &window, need, point) {
+            let (donors, awaited) = (Donors::default(), BTreeMap::new());
+            return Some(Draft { window, point, donors, spares, buy: need, rather_bought: true, ahead: 0, awaited });
+        }
+        let reach = self.reach(&window, request.pool);
+        // What moves ahead of need serves the next requests of its kind. At most half of what could move does.
+        let wanted = if need > 0 { need + 2 * reach } else { 0 };
+        let mut donors = self.donors(wanted, Some(&window), self.may_donate());
+        let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
+        donors.truncate(need + ahead, granule);
+        let buy = need.saturating_sub(donors.granules);
+        Some(Draft { window, point, donors, spares, buy, rather_bought: false, ahead, awaited })
+    }
+
+    /// Bytes that the device has to give for a request, beside what is free here and may move; `None` where memory does not move, or
+    /// there are no addresses for it, or nothing is lacking.
+    pub(crate) fn lacking_bytes(&mut self, request: &Request) -> Option<u64> {
+        let granule = self.paged_granule_for(request)?;
+        let draft = self.draft(request, 0)?;
+        (draft.buy > 0).then_some(draft.buy * granule)
+    }
+
+    /// Whether a request gets so many granules from the device although some might move: where an earlier move would be undone, in
+    /// programs that repeat themselves, and in those that never settle and would move memory for ever.
+    fn rather_buys(&self, slot: u32, window: &Window, granules: u64, point: Point) -> bool {
+        let Some(paged) = &self.paged else { return false };
+        let heap = self.heap_of(slot);
+        let holes = window.pieces.iter().map(|&id| &heap.blocks[id]).filter(|block| block.state == State::Hole);
+        let (start, end) = (window.start / paged.granule * paged.granule, window.end);
+        let mut lacking = holes.map(|hole| hole.addr.max(start)..(hole.addr + hole.size).min(end));
+        let undoes = lacking.any(|range| paged.was_left(&range));
+        let searches = self.searches();
+        let repeats = searches > paged.peak_at + paged.peak_at / 2;
+        let often = self.counters().remaps.read().current > UNSETTLED_ADVANCE + searches / UNSETTLED_SPACING;
+        let grown = self.reserved + self.growing + granules * paged.granule;
+        let within = |share| grown <= paged.in_use_peak + paged.in_use_peak / share;
+        (undoes || repeats) && within(UNDO_SHARE)
+            || repeats && paged.recurrence.is_known(point) && within(RECUR_SHARE)
+            || often && within(UNSETTLED_SHARE)
+    }
+
+    /// Granules that may be put behind a window of a pool, ahead of need. Not more than a small pool has: the next large request would
+    /// take them back.
+    fn reach(&self, window: &Window, pool: u16) -> u64 {
+        let (Some(paged), Some(room_end)) = (&self.paged, window.room) else { return 0 };
+        let room = (room_end - window.end.next_multiple_of(paged.granule)) / paged.granule;
+        let ahead = (self.reserved / AHEAD_SHARE).min(AHEAD_MAX);
+        let kind = kind_of(pool);
+        let most = if kind == PoolKind::Small { paged.mapped_bytes[kind as usize] } else { u64::MAX };
+        (ahead.min(most) / paged.granule).min(room)
+    }
+
+    /// Makes a draft a plan: holds everything that takes part.
+    pub(crate) fn plan(&mut self, request: &Request, draft: Draft, terms: &Terms) -> Planned {
+        let Some(paged) = &self.paged else { return Planned::NoAddresses };
+        let granule = paged.granule;
+        let buyable = terms.buyable / granule;
+        if draft.buy > buyable {
+            let (missing, not_done, refusal) = (draft.buy - buyable, draft.donors.not_done, terms.refusal);
+            return Planned::Short { missing, not_done, refusal };
+        }
+        let more = draft.buy > 0 && terms.ahead && !draft.rather_bought;
+        let bought_ahead = if more { self.bought_ahead(&draft, request.pool, buyable) } else { 0 };
+        let Draft { window, point, donors, spares, buy, ahead, .. } = draft;
+        if buy > 0 || !donors.chosen.is_empty() {
+            self.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(point));
+        }
+        let (held, fill, changed) = self.hold_window(request.slot, &window, (ahead + bought_ahead) * granule);
+        let donors = self.hold_donors(request.slot, donors.chosen, &changed, window.end);
+        let create = buy + bought_ahead;
+        let work = self.work(&donors, spares, create, fill);
+        Planned::Ready(Plan { work, held: Held { window: held, donors, create, spares } })
+    }
+
+    /// What the driver is asked: to unmap donors that are held, and to fill these ranges with their granules, so many spare ones
+    /// and so many new ones.
+    pub(crate) fn work(&mut self, donors: &[Donor], spares: u64, create: u64, fill: Vec<std::ops::Range<u64>>) -> Work {
+        let Some(paged) = self.paged.as_mut() else { return Work::default() };
+        let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
+        let unmap = donors.iter().map(|donor| (range(donor), paged.take(donor.addr, donor.bytes))).collect();
+        paged.in_hands += spares;
+        let at = paged.spares.len() - usize::try_from(spares).unwrap_or(0);
+        let at_hand = paged.spares.split_off(at);
+        let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
+        self.growing += create * granule;
+        Work { granule, options, access, create, unmap, spares: at_hand, fill }
+    }
+
+    /// Granules to take from the device beyond the need.
+    fn bought_ahead(&self, draft: &Draft, pool: u16, buyable: u64) -> u64 {
+        let ahead = self.reach(&draft.window, pool).saturating_sub(draft.buy);
+        if draft.buy + ahead <= buyable { ahead } else { 0 }
+    }
+
+    /// Holds the window, and so many bytes of the hole behind it; tells what is to be filled, and what became of blocks of
+    /// which a part was held.
+    fn hold_window(
+        &mut self,
+        slot: u32,
+        window: &Window,
+        ahead: u64,
+    ) -> (Vec<BlockId>, Vec<std::ops::Range<u64>>, BTreeMap<BlockId, Holding>) {
+        let granule = self.paged.as_ref().map_or(1, |paged| paged.granule);
+        let heap = &mut self.arena(slot).heap;
+        let (mut held, mut changed) = (Vec::new(), BTreeMap::new());
+        let mut fill: Vec<std::ops::Range<u64>> = Vec::new();
+        let mut pieces = window.pieces.clone();
+        let filled_to = window.end.next_multiple_of(granule) + ahead;
+        // The hole to grow ahead in may begin where the window ends.
+        let beyond = window.pieces.last().and_then(|&id| heap.blocks[id].next.some());
+        pieces.extend(beyond.filter(|&id| ahead > 0 && heap.blocks[id].state == State::Hole));
+        for id in pieces {
+            let block = heap.blocks[id];
+            let is_hole = block.state == State::Hole;
+            let (from, to) =
+                if is_hole { (window.start / granule * granule, filled_to) } else { (window.start, window.end) };
+            let (from, to) = (from.max(block.addr), to.min(block.addr + block.size));
+            if from >= to {
+                continue;
+            }
+            let holding = heap.hold(id, from, to);
+            held.push(holding.id);
+            changed.insert(id, holding);
+            if is_hole {
+                match fill.last_mut() {
+                    Some(last) if last.end == from => last.end = to,
+                    _ => fill.push(from..to),
+                }
+            }
+        }
+        (held, fill, changed)
+    }
+
+    /// Holds donors where there is no window.
+    pub(crate) fn hold_all(&mut self, chosen: Vec<Donor>) -> Vec<Donor> {
+        self.hold_donors(0, chosen, &BTreeMap::new(), 0)
+    }
+
+    /// Holds donors, from high to low in each block.
+    fn hold_donors(
+        &mut self,
+        slot: u32,
+        chosen: Vec<Donor>,
+        changed: &BTreeMap<BlockId, Holding>,
+        window_end: u64,
+    ) -> Vec<Donor> {
+        let mut donors = Vec::with_capacity(chosen.len());
+        // What is left of the block that the last donor was in.
+        let mut left: Option<(Donor, Option<BlockId>)> = None;
+        for donor in chosen {
+            let same_block = |last: &Donor| last.arena == donor.arena && last.block == donor.block;
+            let in_window = (donor.arena == slot).then(|| changed.get(&donor.block)).flatten();
+            let id = match (left.filter(|(last, _)| same_block(last)), in_window) {
+                // Parts of the window's own blocks lie below it and above it.
+                (Some((last, below)), Some(holding)) => {
+                    let crossed = last.addr >= window_end && donor.addr < window_end;
+                    if crossed { holding.below } else { below }
+                }
+                (Some((_, below)), None) => below,
+                (None, Some(holding)) => {
+                    if donor.addr >= window_end {
+                        holding.above
+                    } else {
+                        holding.below
+                    }
+                }
+                (None, None) => Some(donor.block),
+            };
+            let id = id.unwrap_or_else(|| unreachable!("a donor outside of its block"));
+            let holding = self.arena(donor.arena).heap.hold(id, donor.addr, donor.addr + donor.bytes);
+            left = Some((donor, holding.below));
+            donors.push(Donor { block: holding.id, ..donor });
+        }
+        donors
+    }
+
+    /// Accounts for what the driver did, and lets go of what was held. Tells the free block that the window became, if all went
+    /// well.
+    pub(crate) fn settle_plan(&mut self, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
+        self.settle_work(&held.donors, (held.spares, held.create), request.pool, done);
+        let (usable, stuck) = done.filled.iter().partition::<Vec<&Filled>, _>(|filled| filled.usable);
+        // What is mapped without access is of no use to a pool.
+        if let Some(paged) = self.paged.as_mut() {
+            let bytes = stuck.iter().map(|filled| filled.range.end - filled.range.start).sum::<u64>();
+            paged.mapped_bytes[kind_of(request.pool) as usize] -= bytes;
+        }
+        let last = held.window.iter().filter_map(|&id| self.let_go(request, id, &usable, &stuck)).last();
+        self.account_for_granules();
+        last.filter(|_| done.error.is_none())
+    }
+
+    /// Accounts for what the driver did with donors, spare granules and new ones, so many of which it was asked to take or
+    /// create for a pool.
+    pub(crate) fn settle_work(&mut self, donors: &[Donor], (spares, create): (u64, u64), pool: u16, done: &Done) {
+        self.settle_donors(donors, done);
+        let Some(paged) = self.paged.as_mut() else { return };
+        let (kind, granule) = (kind_of(pool), paged.granule);
+        paged.in_hands -= spares;
+        paged.spares.extend(&done.spares);
+        for filled in &done.filled {
+            paged.put_all(filled.range.start, &filled.granules);
+            paged.mapped_bytes[kind as usize] += filled.range.end - filled.range.start;
+        }
+        self.growing -= create * granule;
+        if done.created > 0 {
+            self.counters().num_device_alloc.add(1);
+        }
+        if done.unmapped > 0 {
+            let moved = donors[..done.unmapped].iter().map(|donor| donor.bytes).sum::<u64>();
+            self.counters().remaps.add(1);
+            self.counters().granules_moved.add(moved / granule);
+        }
+    }
+
+    fn settle_donors(&mut self, donors: &[Donor], done: &Done) {
+        let mut still_mapped = done.still_mapped.iter();
+        for (at, donor) in donors.iter().enumerate() {
+            let heap = &mut self.arena(donor.arena).heap;
+            let pool = heap.blocks[donor.block].pool;
+            if at < done.unmapped {
+                heap.unhold_as_hole(donor.block);
+                self.note_mapping(Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+                if let Some(paged) = &mut self.paged {
+                    paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
+                    paged.leave(&(donor.addr..donor.addr + donor.bytes));
+                }
+            } else {
+                heap.unhold_as_free(donor.block);
+                let granules = still_mapped.next();
+                if let (Some(paged), Some(granules)) = (&mut self.paged, granules) {
+                    paged.put_all(donor.addr, granules);
+                }
+            }
+        }
+    }
+
+    /// Lets go of a piece of the window; tells the free block that it is now in, if it is.
+    fn let_go(&mut self, request: &Request, id: BlockId, usable: &[&Filled], stuck: &[&Filled]) -> Option<BlockId> {
+        let heap = &mut self.arena(request.slot).heap;
+        let block = heap.blocks[id];
+        if block.state == State::Held {
+            return Some(heap.unhold_as_free(id));
+        }
+        let range = block.addr..block.addr + block.size;
+        // Mapped without access, and not taken back: nobody gets these addresses before they are.
+        let granule = self.paged.as_ref().map_or(1, |paged| paged.granule);
+        let places = stuck.iter().flat_map(|filled| filled.places(granule));
+        let granules: Vec<u64> = places.filter(|at| range.contains(at)).collect();
+        if !granules.is_empty() {
+            if let Some(paged) = &mut self.paged {
+                paged.stuck.push(Stuck { arena: request.slot, block: id, granules });
+            }
+            return None;
+        }
+        if !usable.iter().any(|filled| filled.range.contains(&block.addr)) {
+            self.arena(request.slot).heap.unhold_as_hole(id);
+            return None;
+        }
+        let free = self.arena(request.slot).heap.unhold_as_free(id);
+        self.note_mapping(Action::SegmentMap, request.pool, request.slot, block.addr, block.size);
+        Some(free)
+    }
+
+    pub(crate) fn note_mapping(&self, action: Action, pool: u16, slot: u32, addr: u64, bytes: u64) {
+        let pool = self.pools.history_id(pool);
+        let subject = Subject { addr, size: bytes, slot, tag: Tag::default(), pool };
+        self.shell.history.lock().note(action, subject);
+    }
+
+    /// Makes `reserved` what granules and segments are (P3). What is given up counts before what is gained, so that memory
+    /// that moved between pools raises no peak.
+    pub(crate) fn account_for_granules(&mut self) {
+        let Some(paged) = &mut self.paged else { return };
+        let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.spare_bytes()];
+        let before = std::mem::replace(&mut paged.accounted, now);
+        let counters = &self.shell.counters;
+        let kinds = [PoolKind::Small, PoolKind::Large];
+        for (kind, (before, now)) in kinds.into_iter().zip(before.into_iter().zip(now)) {
+            counters.reserved_bytes.sub(kind, before.saturating_sub(now));
+        }
+        for (kind, (before, now)) in kinds.into_iter().zip(before.into_iter().zip(now)) {
+            counters.reserved_bytes.add(kind, now.saturating_sub(before));
+        }
+        let (before, now): (u64, u64) = (before.iter().sum(), now.iter().sum());
+        self.reserved = self.reserved + now - before;
+    }
+}
+
+impl Plan {
+    /// Parts what the driver is asked from what is held meanwhile.
+    pub(crate) fn part(self) -> (Work, Held) {
+        (self.work, self.held)
+    }
+}

@@ -1,0 +1,279 @@
+//! Sleep: all mapped memory goes back to the device, while its addresses, and every live allocation there, stay what they are.
+//!
+//! What is *absent* is listed by range, with the granules that are in hand for it and the contents that were saved. Falling asleep
+//! and waking up work on that list, and each step is noted in it, so either can stop anywhere: falling asleep is undone by
+//! waking up, and waking up goes on where it stopped. Contents saved are kept until their memory is back in use.
+//!
+//! While the list is there, nothing is mapped, moved or trimmed, and nothing is allocated; frees only change the heap. Segments,
+//! exportable memory and pinned granules stay where they are: others know them.
+
+use std::ops::Range;
+
+use aquifer_device::{DeviceError, DevicePtr, PhysicalOptions, RawPhysical, Stream};
+
+use crate::allocator::Allocator;
+use crate::backing::paged::driver::unmap_range;
+use crate::error::AllocError;
+use crate::shell::special;
+use crate::size_class::PoolKind;
+use crate::sync::atomic::Ordering;
+
+/// What becomes of the contents of memory while the allocator sleeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Contents {
+    /// They are lost: after [`Allocator::wake`] the memory is uninitialised.
+    Discard,
+    /// They are kept in host memory, as many bytes as are given back, and restored by [`Allocator::wake`].
+    SaveToHost,
+}
+
+/// Addresses that have no memory until the allocator wakes up.
+#[derive(Debug)]
+pub(crate) struct Absent {
+    pub(crate) range: Range<u64>,
+    kind: PoolKind,
+    /// Granules for it that are in hand, from the lowest address on,
+    pub(crate) granules: Vec<RawPhysical>,
+    /// and how many of them are mapped.
+    pub(crate) mapped: usize,
+    saved: Option<Vec<u8>>,
+}
+
+impl Absent {
+    /// Whole granules that it takes.
+    fn places(&self, granule: u64) -> u64 {
+        (self.range.end - self.range.start) / granule
+    }
+}
+
+impl Allocator {
+    /// Gives the mapped memory back to the device, until [`Allocator::wake`]; tells how many bytes went. Waits for the device.
+    /// Addresses stay reserved: allocations and their pointers are as before after waking up, and may be dropped meanwhile. What is
+    /// cached goes for good. Segments, exportable memory and pinned granules stay.
+    ///
+    /// Until it wakes up, work must not touch its memory, and allocating from it is [`AllocError::Asleep`]. Threads that allocate
+    /// while it falls asleep may still be served, with memory that is there after waking up. Statistics count what is held;
+    /// snapshots show what will be there. Asleep already, this is nothing.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, Contents};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let stream = device.create_stream()?;
+    /// let weights = allocator.alloc(4 << 20, &stream)?;
+    /// stream.fill(weights.ptr(), 7, 4 << 20)?;
+    /// assert_eq!(allocator.sleep(Contents::SaveToHost)?, 4 << 20);
+    /// assert_eq!(allocator.reserved_bytes(), 0); // another program may use the device now
+    /// allocator.wake()?;
+    /// let mut byte = [0];
+    /// stream.download_blocking(&mut byte, weights.ptr())?;
+    /// assert_eq!(byte, [7]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::OutOfHostMemory`]; those of the driver. The
+    /// allocator is then awake as before, contents included unless they were to be discarded; if the driver fails at that, too,
+    /// [`Allocator::is_asleep`] says so, and [`Allocator::wake`] can be tried.
+    pub fn sleep(&self, contents: Contents) -> Result<u64, AllocError> {
+        if self.shell().core().paged.is_none() {
+            return Err(self.not_mapped("sleep"));
+        }
+        self.empty_cache()?;
+        let _alone = self.gate().exclusive();
+        if !self.fall_asleep() {
+            return Ok(0);
+        }
+        self.give_all_back(contents).inspect_err(|_| {
+            if let Err(error) = self.bring_back() {
+                tracing::warn!(%error, "falling asleep failed and could not be undone; the allocator is asleep");
+            }
+        })
+    }
+
+    /// Ends [`Allocator::sleep`]: gets memory for everything that was there, what was dropped meanwhile included, and restores
+    /// contents. The limit is not asked: what was held before is held again. Awake already, this is nothing.
+    ///
+    /// # Errors
+    /// Those of the driver, such as lack of memory, in which case everything taken so far goes back to the device. The allocator
+    /// is still asleep, nothing is lost, and this can be tried again.
+    pub fn wake(&self) -> Result<(), AllocError> {
+        let _alone = self.gate().exclusive();
+        self.bring_back()
+    }
+
+    /// Whether the allocator sleeps.
+    pub fn is_asleep(&self) -> bool {
+        self.shell().core().is_asleep()
+    }
+
+    /// Lets nobody allocate any more; tells whether that was not so before.
+    fn fall_asleep(&self) -> bool {
+        let mut core = self.shell().core();
+        let Some(paged) = core.paged.as_mut().filter(|paged| paged.absent.is_none()) else { return false };
+        paged.absent = Some(Vec::new());
+        self.shell().special().fetch_or(special::ASLEEP, Ordering::Relaxed);
+        true
+    }
+
+    fn give_all_back(&self, contents: Contents) -> Result<u64, AllocError> {
+        self.device().settle();
+        self.device().synchronize()?;
+        let core = self.shell().core();
+        let present = core.paged.as_ref().map(|paged| paged.not_pinned(&core.pins)).unwrap_or_default();
+        drop(core);
+        let mut saved = Vec::with_capacity(present.len());
+        let copies = if contents == Contents::SaveToHost { Some(self.device().create_stream()?) } else { None };
+        for (range, _) in &present {
+            saved.push(copies.as_ref().map(|stream| save(stream, range)).transpose()?);
+        }
+        for ((range, kind), saved) in present.into_iter().zip(saved) {
+            unmap_range(self.device(), self.hooks(), &range)?;
+            let mut whole = self.shell().whole();
+            let Some(paged) = &mut whole.paged else { continue };
+            let granules = paged.take(range.start, range.end - range.start);
+            paged.mapped_bytes[kind as usize] -= range.end - range.start;
+            paged.in_hands += granules.len() as u64;
+            paged.absent.get_or_insert_default().push(Absent { range, kind, granules, mapped: 0, saved });
+            whole.account_for_granules();
+        }
+        Ok(self.release_absent()?)
+    }
+
+    /// Releases all granules that are in hand; tells how many bytes.
+    fn release_absent(&self) -> Result<u64, DeviceError> {
+        let mut core = self.shell().core();
+        let Some(paged) = &mut core.paged else { return Ok(0) };
+        // Empty while it is in the hands of this thread.
+        let (granule, mut absent) = (paged.granule, paged.absent.replace(Vec::new()).unwrap_or_default());
+        let mut spares = std::mem::take(&mut paged.spares);
+        paged.in_hands += spares.len() as u64;
+        drop(core);
+        let mut released = 0;
+        let lists = absent.iter_mut().map(|absent| &mut absent.granules).chain([&mut spares]);
+        let failed = lists.map(|granules| self.release_all(granules, &mut released)).find_map(Result::err);
+        let mut whole = self.shell().whole();
+        if let Some(paged) = &mut whole.paged {
+            paged.in_hands -= released + spares.len() as u64;
+            paged.spares = spares;
+            paged.absent = Some(absent);
+        }
+        if released > 0 {
+            whole.counters().num_device_free.add(1);
+        }
+        whole.account_for_granules();
+        failed.map_or(Ok(released * granule), Err)
+    }
+
+    /// Releases granules, from the last one on; what cannot be stays in the list.
+    fn release_all(&self, granules: &mut Vec<RawPhysical>, released: &mut u64) -> Result<(), DeviceError> {
+        while let Some(&physical) = granules.last() {
+            self.device().driver().release_physical(physical)?;
+            granules.pop();
+            *released += 1;
+        }
+        Ok(())
+    }
+
+    /// Puts memory behind everything that is absent, and wakes up.
+    fn bring_back(&self) -> Result<(), AllocError> {
+        let mut core = self.shell().core();
+        let Some(paged) = core.paged.as_mut() else { return Ok(()) };
+        let Some(mut absent) = paged.absent.as_mut().map(std::mem::take) else { return Ok(()) };
+        let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
+        drop(core);
+        let brought = self
+            .create_absent(&mut absent, granule, options)
+            .and_then(|()| self.restore(&mut absent, granule, &access));
+        let mut core = self.shell().core();
+        if let Some(paged) = core.paged.as_mut() {
+            paged.absent = Some(absent).filter(|_| brought.is_err());
+        }
+        if brought.is_ok() {
+            self.shell().special().fetch_and(!special::ASLEEP, Ordering::Relaxed);
+        }
+        brought
+    }
+
+    /// Gets the granules that are lacking; where they are not to be had, those that were go back.
+    fn create_absent(&self, absent: &mut [Absent], granule: u64, options: PhysicalOptions) -> Result<(), AllocError> {
+        self.device().settle();
+        let (mut created, mut failed) = (0, None);
+        'all: for absent in absent.iter_mut() {
+            while (absent.granules.len() as u64) < absent.places(granule) {
+                match self.device().driver().create_physical(granule, options) {
+                    Ok(physical) => absent.granules.push(physical),
+                    Err(error) => {
+                        failed = Some(error);
+                        break 'all;
+                    }
+                }
+                created += 1;
+            }
+        }
+        let mut released = 0;
+        if failed.is_some() {
+            for absent in absent.iter_mut().filter(|absent| absent.mapped == 0) {
+                if let Err(error) = self.release_all(&mut absent.granules, &mut released) {
+                    tracing::debug!(%error, "memory is kept for another attempt to wake up");
+                }
+            }
+        }
+        let mut whole = self.shell().whole();
+        if let Some(paged) = &mut whole.paged {
+            paged.in_hands = paged.in_hands + created - released;
+        }
+        if created > released {
+            whole.counters().num_device_alloc.add(1);
+        }
+        whole.account_for_granules();
+        failed.map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    /// Maps what is absent, range by range, and fills it with what was saved. What is done leaves the list.
+    fn restore(&self, absent: &mut Vec<Absent>, granule: u64, access: &[u32]) -> Result<(), AllocError> {
+        let driver = self.device().driver();
+        if absent.iter().any(|absent| absent.mapped > 0) {
+            // The last attempt may have failed at waiting for its copies.
+            self.device().synchronize()?;
+        }
+        let is_saved = absent.iter().any(|absent| absent.saved.is_some());
+        let copies = if is_saved { Some(self.device().create_stream()?) } else { None };
+        while let Some(last) = absent.last_mut() {
+            let Range { start, end } = last.range;
+            for &physical in &last.granules[last.mapped..] {
+                driver.map(DevicePtr(start + last.mapped as u64 * granule), granule, physical)?;
+                last.mapped += 1;
+            }
+            driver.set_access(DevicePtr(start), end - start, access)?;
+            if let (Some(saved), Some(copies)) = (&last.saved, &copies) {
+                copies.upload_blocking(DevicePtr(start), saved)?;
+            }
+            let mut whole = self.shell().whole();
+            if let Some(paged) = &mut whole.paged {
+                paged.put_all(start, &last.granules);
+                paged.mapped_bytes[last.kind as usize] += end - start;
+                paged.in_hands -= last.granules.len() as u64;
+            }
+            whole.account_for_granules();
+            drop(whole);
+            absent.pop();
+            self.hooks().mapped(start, end - start);
+        }
+        Ok(())
+    }
+}
+
+/// Copies the contents of a range to host memory.
+fn save(copies: &Stream, range: &Range<u64>) -> Result<Vec<u8>, AllocError> {
+    let bytes = range.end - range.start;
+    let out_of_host_memory = AllocError::OutOfHostMemory { bytes };
+    let Ok(len) = usize::try_from(bytes) else { return Err(out_of_host_memory) };
+    let mut saved = Vec::new();
+    saved.try_reserve_exact(len).map_err(|_| out_of_host_memory)?;
+    saved.resize(len, 0);
+    copies.download_blocking(&mut saved, DevicePtr(range.start))?;
+    Ok(saved)
+}

@@ -1,0 +1,223 @@
+//! Memory and addresses back to the device.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use aquifer_device::{DeviceError, DevicePtr, RawPhysical, Timeline};
+
+use crate::allocator::Allocator;
+use crate::backing::paged::donors::Donor;
+use crate::backing::paged::driver::unmap_range;
+use crate::error::AllocError;
+use crate::heap::{State, kind_of};
+use crate::history::Action;
+use crate::shell::whole::Whole;
+
+/// Granules on their way back to the device.
+struct Leaving {
+    donors: Vec<Donor>,
+    ranges: Vec<(Range<u64>, Vec<RawPhysical>)>,
+    spares: Vec<RawPhysical>,
+}
+
+impl Allocator {
+    /// Gives granules that nobody uses back to the device, spare ones first, until at most `target` bytes are held from it or
+    /// none is left in the pools that `of` picks; tells how many bytes went. Those not known done stay.
+    pub(crate) fn trim_paged(&self, target: u64, of: &impl Fn(u16) -> bool) -> Result<u64, AllocError> {
+        let recycled = self.recycle_retired()?;
+        let stuck = self.take_stuck_back();
+        let _gate = self.gate().shared();
+        let mut whole = self.shell().whole();
+        let Some(granule) = whole.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
+        if whole.is_asleep() {
+            return Ok(recycled);
+        }
+        let leaving = whole.begin_trim(target, of);
+        drop(whole);
+        let Leaving { donors, ranges, spares } = leaving;
+        let (mut unmapped, mut loose, mut failed) = (0, spares, None);
+        let in_hands = loose.len() as u64;
+        for (range, granules) in &ranges {
+            if let Err(error) = unmap_range(self.device(), self.hooks(), range) {
+                failed = Some(error);
+                break;
+            }
+            unmapped += 1;
+            loose.extend(granules);
+        }
+        let (released, failed) = self.release_granules(&mut loose, failed);
+        let mut whole = self.shell().whole();
+        whole.settle_trim(&donors, ranges, unmapped, in_hands, loose);
+        drop(whole);
+        let addresses = self.give_addresses_back();
+        match failed {
+            Some(error) => Err(error.into()),
+            None => stuck.and(addresses).map(|()| recycled + released * granule),
+        }
+    }
+
+    /// Takes mappings back that the driver would not when they failed.
+    fn take_stuck_back(&self) -> Result<(), AllocError> {
+        let _gate = self.gate().shared();
+        loop {
+            let mut whole = self.shell().whole();
+            let Some(paged) = &mut whole.paged else { return Ok(()) };
+            let (Some(mut stuck), granule) = (paged.stuck.pop(), paged.granule) else { return Ok(()) };
+            // In the hands of this call from here on; the record of what is mapped there stays until it is not.
+            let in_hands = stuck.granules.len() as u64;
+            paged.in_hands += in_hands;
+            drop(whole);
+            let (mut unmapped, mut failed) = (Vec::new(), None);
+            while failed.is_none()
+                && let Some(&at) = stuck.granules.last()
+            {
+                failed = self.device().driver().unmap(DevicePtr(at), granule).err();
+                if failed.is_none() {
+                    unmapped.extend(stuck.granules.pop());
+                }
+            }
+            let mut whole = self.shell().whole();
+            if let Some(paged) = &mut whole.paged {
+                paged.in_hands -= in_hands;
+                let loose: Vec<RawPhysical> = unmapped.into_iter().flat_map(|at| paged.take(at, granule)).collect();
+                paged.spares.extend(loose);
+            }
+            if stuck.granules.is_empty() {
+                whole.arena(stuck.arena).heap.unhold_as_hole(stuck.block);
+            } else if let Some(paged) = &mut whole.paged {
+                paged.stuck.push(stuck);
+            }
+            whole.account_for_granules();
+            if let Some(error) = failed {
+                return Err(error.into());
+            }
+        }
+    }
+
+    /// Releases granules; what cannot be stays in the list.
+    fn release_granules(
+        &self,
+        loose: &mut Vec<RawPhysical>,
+        mut failed: Option<DeviceError>,
+    ) -> (u64, Option<DeviceError>) {
+        let mut released = 0;
+        while failed.is_none()
+            && let Some(&physical) = loose.last()
+        {
+            match self.device().driver().release_physical(physical) {
+                Ok(()) => {
+                    loose.pop();
+                    released += 1;
+                }
+                Err(error) => failed = Some(error),
+            }
+        }
+        (released, failed)
+    }
+
+    /// Gives reservations back in which nothing is mapped.
+    pub(crate) fn give_addresses_back(&self) -> Result<(), AllocError> {
+        // Those that could not go back before, too.
+        self.device().settle();
+        let mut whole = self.shell().whole();
+        let empty = whole.take_empty_reservations();
+        drop(whole);
+        let mut failed = Ok(());
+        for (addr, bytes) in empty {
+            if let Err(error) = self.device().driver().unreserve(DevicePtr(addr), bytes) {
+                let reservation = aquifer_device::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
+                self.device().unreserve_later(reservation);
+                failed = Err(error.into());
+            }
+        }
+        failed
+    }
+
+    /// Waits until the free memory in the pools that `of` picks is known done, as well as the launches that closed ones among them
+    /// wait for; tells whether any was not. A stream that cannot be waited for now is passed over.
+    pub(crate) fn synchronize_free(&self, of: impl Fn(u16) -> bool) -> Result<bool, AllocError> {
+        let launched = self.shell().core().awaited_launches(&of);
+        self.synchronize_all(&launched)?;
+        let waits = self.shell().whole().free_not_done(of);
+        self.synchronize_all(&waits)?;
+        Ok(!waits.is_empty() || !launched.is_empty())
+    }
+}
+
+impl Whole {
+    /// Streams that free memory in the pools that `of` picks waits for, and where their timelines must have got to.
+    pub(crate) fn free_not_done(&self, of: impl Fn(u16) -> bool) -> Vec<(Arc<Timeline>, u64)> {
+        let mut latest = BTreeMap::new();
+        self.donors(u64::MAX, None, &of).not_done.into_keys().for_each(|(slot, after)| {
+            latest.insert(slot, after);
+        });
+        latest.into_iter().filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
+    }
+
+    fn begin_trim(&mut self, target: u64, of: &impl Fn(u16) -> bool) -> Leaving {
+        let excess = self.reserved.saturating_sub(target);
+        let none = Leaving { donors: Vec::new(), ranges: Vec::new(), spares: Vec::new() };
+        let Some(paged) = &mut self.paged else { return none };
+        let granule = paged.granule;
+        let wanted = excess.div_ceil(granule);
+        let kept = paged.spares.len().saturating_sub(usize::try_from(wanted).unwrap_or(usize::MAX));
+        let spares = paged.spares.split_off(kept);
+        paged.in_hands += spares.len() as u64;
+        let chosen = self.donors(wanted - spares.len() as u64, None, of).chosen;
+        let donors = self.hold_all(chosen);
+        let Some(paged) = &mut self.paged else { return none };
+        let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
+        let ranges = donors.iter().map(|donor| (range(donor), paged.take(donor.addr, donor.bytes))).collect();
+        Leaving { donors, ranges, spares }
+    }
+
+    fn settle_trim(
+        &mut self,
+        donors: &[Donor],
+        ranges: Vec<(Range<u64>, Vec<RawPhysical>)>,
+        unmapped: usize,
+        in_hands: u64,
+        loose: Vec<RawPhysical>,
+    ) {
+        for (at, (donor, (_, granules))) in donors.iter().zip(ranges).enumerate() {
+            let heap = &mut self.arena(donor.arena).heap;
+            let pool = heap.blocks[donor.block].pool;
+            if at < unmapped {
+                heap.unhold_as_hole(donor.block);
+                self.note_mapping(Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+                self.counters().num_device_free.add(1);
+                if let Some(paged) = &mut self.paged {
+                    paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
+                }
+            } else {
+                heap.unhold_as_free(donor.block);
+                if let Some(paged) = &mut self.paged {
+                    paged.put_all(donor.addr, &granules);
+                }
+            }
+        }
+        if let Some(paged) = &mut self.paged {
+            paged.in_hands -= in_hands;
+            paged.spares.extend(loose);
+        }
+        self.account_for_granules();
+    }
+
+    /// Takes reservations that are one hole out of the heap; tells their addresses and lengths.
+    fn take_empty_reservations(&mut self) -> Vec<(u64, u64)> {
+        let mut empty = Vec::new();
+        let (core, arenas) = self.core_and_arenas();
+        for arena in arenas {
+            let whole = arena.heap.holes().filter(|(_, hole)| !hole.is_split() && hole.state == State::Hole);
+            for id in whole.map(|(id, _)| id).collect::<Vec<_>>() {
+                let region = arena.heap.remove_reservation(id);
+                if let Some(paged) = &mut core.paged {
+                    paged.remove_reservation(region.addr);
+                }
+                empty.push((region.addr, region.bytes));
+            }
+        }
+        empty
+    }
+}

@@ -1,0 +1,239 @@
+//! The backing `Segments`: regions that are plain driver allocations.
+//!
+//! Growth reserves its bytes under the lock, calls the driver without it, and then adds the region. Release takes whole free
+//! regions out of the heap under the lock, so that nobody allocates from them, calls the driver without it, and puts back
+//! what could not be freed, as available to each stream as it was. `reserved` and snapshots count a segment until the
+//! driver took it back. A device may give a freed address out again before the thread that freed it has the lock: whoever
+//! gets it accounts for the release first.
+
+use aquifer_device::{DevicePtr, ErrorKind};
+
+use crate::allocator::Allocator;
+use crate::error::AllocError;
+use crate::heap::{Block, BlockId, Heap, Key, Region, kind_of};
+use crate::history::{Action, Subject};
+use crate::pools::Private;
+use crate::shell::Shell;
+use crate::shell::core::{Core, Granted, Place, Request};
+use crate::shell::whole::Whole;
+
+/// A region out of the heap while the driver is asked to take it back.
+#[derive(Debug)]
+pub(crate) struct Releasing {
+    pub(crate) region: Region,
+    /// Tells it from a later one at the same address.
+    number: u64,
+    /// Who may have its one block, as [`crate::heap::Block`] says.
+    owner: u32,
+    after: u64,
+}
+
+/// How an attempt to grow ended.
+pub(crate) enum Growth {
+    /// The request was served from the new segment.
+    Grown(Granted),
+    /// The device, or a limit, does not have that much.
+    Refused(Refusal),
+}
+
+/// What refused a growth.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// The device has no such piece of memory.
+    Device,
+    /// The limit on the bytes held from the device.
+    Limit,
+    /// The bytes to be left free for libraries.
+    Headroom,
+    /// The device's address space.
+    Addresses,
+}
+
+impl Allocator {
+    /// Takes a segment for the request from the device and serves the request from it.
+    pub(crate) fn grow_segment(&self, request: &Request) -> Result<Growth, AllocError> {
+        let bytes = self.segment_bytes(request.size);
+        if !self.has_headroom(bytes)? {
+            return Ok(Growth::Refused(Refusal::Headroom));
+        }
+        let mut core = self.shell().core();
+        if self.limit().is_some_and(|limit| core.reserved.saturating_add(core.growing).saturating_add(bytes) > limit) {
+            return Ok(Growth::Refused(Refusal::Limit));
+        }
+        core.growing += bytes;
+        drop(core);
+        let allocated = self.device().alloc(bytes);
+        let mut whole = self.shell().whole();
+        whole.growing -= bytes;
+        match allocated {
+            Ok(ptr) => {
+                let first = whole.add_segment(request, ptr.0, bytes);
+                Ok(Growth::Grown(whole.arena(request.slot).take(request, first)))
+            }
+            Err(error) if error.is_out_of_memory() => Ok(Growth::Refused(Refusal::Device)),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Size of the segment for a request: its own size without caching, where nothing is shared.
+    pub(crate) fn segment_bytes(&self, size: u64) -> u64 {
+        if self.config().no_cache { size } else { self.classes().segment_bytes(size) }
+    }
+
+    /// Bytes that the device must give for a request that nothing cached helps to serve.
+    pub(crate) fn growth_bytes(&self, core: &Core, request: &Request) -> u64 {
+        match core.paged_granule_for(request) {
+            Some(granule) => request.size.next_multiple_of(granule),
+            None => self.segment_bytes(request.size),
+        }
+    }
+
+    fn has_headroom(&self, bytes: u64) -> Result<bool, AllocError> {
+        let headroom = self.config().headroom;
+        Ok(headroom == 0 || self.device().memory_info()?.free >= headroom.saturating_add(bytes))
+    }
+
+    /// Gives the segments that `choose` picks among the wholly free ones back to the device; tells how many bytes.
+    ///
+    /// The driver waits for the device before it frees a segment, so blocks that are not done may be among them. While a stream
+    /// captures, waiting would break that: none goes then.
+    pub(crate) fn release_where(&self, choose: impl FnOnce(&mut Whole) -> Vec<Place>) -> Result<u64, AllocError> {
+        if self.device().is_capturing() {
+            return Ok(0);
+        }
+        let mut whole = self.shell().whole();
+        let chosen = choose(&mut whole);
+        let segments: Vec<(u64, u64, u64)> = chosen.into_iter().map(|place| whole.begin_release(place)).collect();
+        drop(whole);
+        let mut released = 0;
+        for (at, &(addr, number, bytes)) in segments.iter().enumerate() {
+            let freed = self.device().free(DevicePtr(addr));
+            if let Err(error) = freed {
+                let mut whole = self.shell().whole();
+                segments[at..].iter().for_each(|&(addr, ..)| whole.cancel_release(addr));
+                // A capture that began meanwhile.
+                return if error.kind == ErrorKind::Capture { Ok(released) } else { Err(error.into()) };
+            }
+            self.shell().core().segment_released(self.shell(), addr, number);
+            released += bytes;
+        }
+        Ok(released)
+    }
+}
+
+impl Whole {
+    fn add_segment(&mut self, request: &Request, addr: u64, bytes: u64) -> BlockId {
+        let shell = self.shell;
+        let before = self.releasing.range(..addr + bytes).rev();
+        let gone = before.take_while(|(_, releasing)| addr < releasing.region.addr + releasing.region.bytes);
+        let gone: Vec<(u64, u64)> = gone.map(|(&addr, releasing)| (addr, releasing.number)).collect();
+        gone.into_iter().for_each(|(addr, number)| self.segment_released(shell, addr, number));
+        let kind = kind_of(request.pool);
+        let counters = &shell.counters;
+        self.reserved += bytes;
+        counters.segment.add(kind, 1);
+        counters.reserved_bytes.add(kind, bytes);
+        counters.num_device_alloc.add(1);
+        if self.classes.is_oversize(bytes) {
+            counters.oversize_segments.add(1);
+        }
+        self.segments.insert(addr, request.tag);
+        let pool = self.pools.history_id(request.pool);
+        let subject = Subject { addr, size: bytes, slot: request.slot, tag: request.tag, pool };
+        shell.history.lock().note(Action::SegmentAlloc, subject);
+        self.arena(request.slot).heap.add_region(addr, bytes, request.pool)
+    }
+
+    /// Takes a wholly free segment out of the heap; returns its address, the number of the release, and its bytes.
+    fn begin_release(&mut self, place: Place) -> (u64, u64, u64) {
+        let heap = &mut self.arena(place.arena).heap;
+        let block = &heap.blocks[place.block];
+        let (addr, owner, after) = (block.addr, block.owner, block.after);
+        let region = heap.remove_region(place.block);
+        self.releases += 1;
+        let (number, bytes) = (self.releases, region.bytes);
+        self.releasing.insert(addr, Releasing { region, number, owner, after });
+        (addr, number, bytes)
+    }
+
+    /// The driver did not take a segment back.
+    fn cancel_release(&mut self, addr: u64) {
+        if let Some(Releasing { region, owner, after, .. }) = self.releasing.remove(&addr) {
+            self.arena(region.home).heap.restore_region(&region, owner, after);
+        }
+    }
+
+    /// Wholly free segments of the given pool that are not pinned.
+    pub(crate) fn whole_segments(&self, pool: u16) -> impl Iterator<Item = Place> + '_ {
+        self.heaps().flat_map(move |heap| {
+            let whole =
+                heap.free_blocks(pool).filter(move |key| self.is_whole_segment(heap, &heap.blocks[key.block()]));
+            whole.map(|key| Place { arena: heap.home, block: key.block() })
+        })
+    }
+
+    /// Whether a free block is a whole segment that may go back to the device.
+    fn is_whole_segment(&self, heap: &Heap, block: &Block) -> bool {
+        !block.is_split() && !heap.region(block.region).is_paged() && !self.pins.contains(block.addr)
+    }
+
+    /// Wholly free segments that nobody is promised: those of the default pools and of closed private pools.
+    pub(crate) fn releasable(&self) -> Vec<Place> {
+        self.unpromised_pools().into_iter().flat_map(|pool| self.whole_segments(pool)).collect()
+    }
+
+    /// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is just large enough,
+    /// else the largest ones until their sum is; `None` if there is not that much, or a graph may use it.
+    pub(crate) fn oversize_to_release(&self, request: &Request) -> Option<Vec<Place>> {
+        let least = self.classes.max_split_size()?;
+        if self.pools.owner_of(request.pool).is_some_and(Private::has_graphs) {
+            return None;
+        }
+        let need = request.size.max(least);
+        let heap = self.heap_of(request.slot);
+        let index = heap.index(request.pool, request.slot)?;
+        let whole = |key: &Key| self.is_whole_segment(heap, &heap.blocks[key.block()]);
+        let place = |key: Key| Place { arena: request.slot, block: key.block() };
+        let mut at = index.best_fit(need);
+        while let Some(key) = at {
+            if whole(&key) && key.size() >= need {
+                return Some(vec![place(key)]);
+            }
+            at = index.after(key);
+        }
+        let (mut chosen, mut sum) = (Vec::new(), 0);
+        let mut at = index.last();
+        while let Some(key) = at.filter(|key| sum < need && key.size() >= least) {
+            if whole(&key) {
+                chosen.push(place(key));
+                sum += key.size();
+            }
+            at = index.before(key);
+        }
+        Some(chosen)
+    }
+}
+
+impl Core {
+    /// The driver took a segment back. Nothing if that is accounted for already.
+    fn segment_released(&mut self, shell: &Shell, addr: u64, number: u64) {
+        if self.releasing.get(&addr).is_none_or(|releasing| releasing.number != number) {
+            return;
+        }
+        let Some(Releasing { region, .. }) = self.releasing.remove(&addr) else { return };
+        let kind = kind_of(region.pool);
+        let counters = &shell.counters;
+        self.reserved -= region.bytes;
+        counters.segment.sub(kind, 1);
+        counters.reserved_bytes.sub(kind, region.bytes);
+        counters.num_device_free.add(1);
+        if self.classes.is_oversize(region.bytes) {
+            counters.oversize_segments.sub(1);
+        }
+        let tag = self.segments.remove(&region.addr).unwrap_or_default();
+        let pool = self.pools.history_id(region.pool);
+        let subject = Subject { addr: region.addr, size: region.bytes, slot: region.home, tag, pool };
+        shell.history.lock().note(Action::SegmentFree, subject);
+    }
+}

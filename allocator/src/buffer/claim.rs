@@ -1,0 +1,86 @@
+//! Claims: memory kept for work that somebody is still going to enqueue.
+//!
+//! A tick stands for work that was enqueued. Work that threads enqueue piece by piece, while their caller goes on, has none yet; until
+//! it does, its memory is claimed, and whoever wants a conflicting turn with it waits on the host.
+//!
+//! Invariants: claims that conflict never hold at the same time; who waits for a claim holds no lock, so that whoever ends it is
+//! not kept from doing so.
+
+use std::sync::Arc;
+
+use aquifer_device::{AccessKind, Stream};
+
+use crate::buffer::storage::Storage;
+use crate::buffer::turn::Turn;
+use crate::error::AllocError;
+
+/// Memory claimed for work that is still to be enqueued, perhaps by other threads.
+///
+/// From its making on, turns and claims of others that conflict with it wait on the host until it is dropped: all of them where it
+/// writes, those that write where it reads. So they come after all the work that was enqueued in its turns ([`Claim::turn`]). It keeps
+/// the memory alive.
+///
+/// Whoever holds a claim must see to it that the work is enqueued, or the claim dropped, without a conflicting turn or
+/// claim in between on the same thread, unless another thread drops the first: a claim belongs to no thread, so that
+/// nobody can tell who will end it, and what waits for one that nobody ends waits for ever.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Claim, Config, DeviceBuffer, Turn};
+/// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let (one, two) = (device.create_stream()?, device.create_stream()?);
+/// let buffer: DeviceBuffer<u8> = allocator.alloc_buffer(1 << 20, &one)?;
+/// let claim = Claim::take(buffer.storage(), AccessKind::Write)?;
+/// let (ptr, bytes) = (buffer.ptr(), buffer.bytes());
+/// let filler = std::thread::spawn(move || {
+///     for part in 0..4 {
+///         let _turn = claim.turn(&one).unwrap();
+///         one.fill(ptr.offset(part * bytes / 4), 7, bytes / 4).unwrap();
+///     }
+/// });
+/// let mut bytes = vec![0; 1 << 20];
+/// {
+///     let _turn = Turn::take(&two, &[(buffer.storage(), AccessKind::Read)])?; // waits for the thread to enqueue all parts
+///     two.download_blocking(&mut bytes, ptr)?;
+/// }
+/// filler.join().unwrap();
+/// assert!(bytes.iter().all(|&byte| byte == 7) && device.driver().take_violation().is_none());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "the claim ends when it is dropped"]
+pub struct Claim {
+    storage: Arc<Storage>,
+    kind: AccessKind,
+}
+
+impl Claim {
+    /// Waits until nobody has a turn with the memory, nor a claim that conflicts, and claims it.
+    ///
+    /// # Errors
+    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory.
+    pub fn take(storage: &Arc<Storage>, kind: AccessKind) -> Result<Claim, AllocError> {
+        storage.hold_unclaimed(kind)?.claim(kind);
+        Ok(Claim { storage: storage.clone(), kind })
+    }
+
+    /// The memory.
+    pub fn storage(&self) -> &Arc<Storage> {
+        &self.storage
+    }
+
+    /// A stream's turn with the memory, for work that the claim is about. See [`Turn`].
+    ///
+    /// # Errors
+    /// As [`Turn::take`].
+    pub fn turn<'a>(&'a self, stream: &'a Stream) -> Result<Turn<'a>, AllocError> {
+        Turn::claimed(stream, &self.storage, self.kind)
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.storage.unclaim(self.kind);
+    }
+}

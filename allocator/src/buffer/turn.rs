@@ -1,0 +1,113 @@
+//! A stream's turn with buffers: what orders work of different streams on the same memory.
+
+use aquifer_device::{AccessKind, Stream};
+
+use crate::buffer::held::Held;
+use crate::buffer::storage::Storage;
+use crate::error::AllocError;
+
+/// A stream's turn with some memory.
+///
+/// Taking it orders what the stream does from now on after all work that must come before: where it reads, after the last work
+/// that wrote; where it writes, after all work. While it is held nobody else gets a turn with the same memory. When it is dropped, what
+/// was enqueued on the stream until then is noted, so that later turns come after it, and the memory is not reused before.
+///
+/// Order costs at most an event and a wait for each stream that must be waited for, and nothing where the streams are ordered
+/// already. Parts of one buffer count as all of it. Hold turns for the time it takes to enqueue, on one thread one at a time: a
+/// second turn with the same memory is refused ([`AllocError::TurnHeld`]), and turns that two threads take one after
+/// the other with memory of each other can wait in a circle. One turn with all the memory never does.
+///
+/// What bypasses turns, such as [`Stream::fill`] with a bare address, is ordered by nobody. Inside a capture a stream can
+/// take turns with memory that it is ordered after already; what a launched graph does is noted by a turn around the launch.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
+/// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let (one, two) = (device.create_stream()?, device.create_stream()?);
+/// let buffer: DeviceBuffer<u8> = allocator.alloc_buffer(1 << 20, &one)?;
+/// {
+///     let _turn = Turn::take(&one, &[(buffer.storage(), AccessKind::Write)])?;
+///     one.fill(buffer.ptr(), 7, buffer.bytes())?;
+/// }
+/// let mut bytes = vec![0; 1 << 20];
+/// {
+///     let _turn = Turn::take(&two, &[(buffer.storage(), AccessKind::Read)])?;
+///     two.download_blocking(&mut bytes, buffer.ptr())?;
+/// }
+/// assert!(bytes.iter().all(|&byte| byte == 7) && device.driver().take_violation().is_none());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "the turn ends when it is dropped"]
+pub struct Turn<'a> {
+    stream: &'a Stream,
+    held: Vec<(Held<'a>, AccessKind)>,
+}
+
+impl<'a> Turn<'a> {
+    /// Waits until nobody has a turn with any of the memory, or a [`crate::Claim`] that conflicts, and orders the stream's later work.
+    /// Memory may be listed several times.
+    ///
+    /// # Errors
+    /// When memory belongs to another device than the stream; [`AllocError::TurnHeld`] while this thread has a turn
+    /// with some of it; [`AllocError::Asleep`] while its allocator sleeps; those of the driver; when the stream
+    /// captures and is not ordered already. No work is noted then.
+    pub fn take(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<Turn<'a>, AllocError> {
+        let mut wanted: Vec<_> = memory.iter().filter(|(storage, _)| storage.bytes() > 0).copied().collect();
+        // In one order for all, so that turns do not wait for each other in a circle; writing before reading, so that it counts.
+        wanted.sort_unstable_by_key(|&(storage, kind)| (std::ptr::from_ref(storage), std::cmp::Reverse(kind)));
+        wanted.dedup_by_key(|(storage, _)| std::ptr::from_ref(*storage));
+        if let Some((storage, _)) = wanted.iter().find(|(storage, _)| storage.device_id() != stream.device_id()) {
+            return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
+        }
+        if wanted.iter().any(|(storage, _)| storage.memory().is_asleep()) {
+            return Err(AllocError::Asleep);
+        }
+        let mut turn = Turn { stream, held: Vec::new() };
+        let mut held = hold_unclaimed(&wanted)?;
+        for ((storage, kind), uses) in wanted.iter().zip(&mut held) {
+            uses.order(storage.memory(), stream, *kind)?;
+        }
+        turn.held.extend(held.into_iter().zip(wanted.iter().map(|&(_, kind)| kind)));
+        Ok(turn)
+    }
+
+    /// A turn with memory that the caller has claimed.
+    pub(crate) fn claimed(stream: &'a Stream, storage: &'a Storage, kind: AccessKind) -> Result<Turn<'a>, AllocError> {
+        if storage.device_id() != stream.device_id() {
+            return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
+        }
+        if storage.memory().is_asleep() {
+            return Err(AllocError::Asleep);
+        }
+        let mut held = storage.hold()?;
+        held.order(storage.memory(), stream, kind)?;
+        Ok(Turn { stream, held: vec![(held, kind)] })
+    }
+}
+
+/// Locks all, in the given order, once none is claimed against. While it waits for the end of a claim it holds no lock: the threads
+/// that end claims may need any.
+fn hold_unclaimed<'a>(wanted: &[(&'a Storage, AccessKind)]) -> Result<Vec<Held<'a>>, AllocError> {
+    let mut held = Vec::with_capacity(wanted.len());
+    while let Some((storage, kind)) = wanted.get(held.len()) {
+        let mut next = storage.hold()?;
+        if next.is_claimed_against(*kind) {
+            held.clear();
+            next.wait_unclaimed(*kind);
+        } else {
+            held.push(next);
+        }
+    }
+    Ok(held)
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        for (held, kind) in &mut self.held {
+            held.note(self.stream, *kind);
+        }
+    }
+}

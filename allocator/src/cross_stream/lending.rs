@@ -1,0 +1,315 @@
+//! Reuse of free blocks by another stream than their owner's.
+//!
+//! A block may be used by stream S once its owner's timeline got to the block's tick and the host knows it, or once S's
+//! later work is ordered after that tick. Both are learned without waiting. Making S wait couples streams, so it is done
+//! only where the policy says so, or as a rung before OOM; it is counted and traced.
+//!
+//! A borrowed block stays in the arena of its region's home stream, and its handle refers to that arena; only a whole segment
+//! that is done for everybody moves to the borrower's.
+//!
+//! This runs only when the stream's own free blocks at home do not serve a request, just before memory would be taken from the
+//! device, and not for a stream that does so all the time, while memory of its own costs little. What it has away from home serves it first. Asking whether ticks are done may record an event on a stream, at most one each time.
+
+use std::sync::Arc;
+
+use aquifer_device::{Clock, DeviceError, ErrorKind, Timeline};
+
+use crate::allocator::Allocator;
+use crate::cross_stream::waiting::Pending;
+use crate::error::AllocError;
+use crate::heap::{Heap, IndexView, Key, kind_of};
+use crate::shell::core::{Granted, Place, Request};
+use crate::shell::whole::Whole;
+
+/// How many blocks of one owner are considered, smallest first.
+const CANDIDATES: usize = 32;
+/// A stream that borrows for more than one allocation in so many, and a few at the start, gets memory of its own instead,
+const BORROW_SPACING: u64 = 16;
+const BORROW_ADVANCE: u64 = 8;
+/// as long as all such memory is at most this share of what is reserved, or so many bytes.
+const OWN_SHARE: u64 = 128;
+const OWN_LEAST: u64 = 32 << 20;
+
+/// A block of another stream that would serve a request, if waited for.
+struct Lender {
+    timeline: Arc<Timeline>,
+    after: u64,
+}
+
+/// What other streams have for a request.
+struct Lendable {
+    /// Whether a block is large enough, done or not.
+    fits: bool,
+    /// The ticks that would let such blocks, or anybody's strays, be used, where not known to be done.
+    ticks: Pending,
+}
+
+impl Allocator {
+    /// Polls the ticks that the given streams' blocks depend on. A stream that cannot be asked now is passed over.
+    pub(crate) fn poll(&self, ticks: &[(Arc<Timeline>, u64)]) -> Result<(), AllocError> {
+        for (timeline, after) in ticks {
+            let n = after.saturating_sub(1);
+            match timeline.cover(n).and_then(|()| timeline.is_done(n)) {
+                Ok(_) => {}
+                Err(error) if cannot_be_asked(&error) => {
+                    tracing::debug!(%error, stream = timeline.id(), "a stream could not be asked how far it got");
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits on the host until streams got this far. A stream that cannot be waited for now is passed over.
+    pub(crate) fn synchronize_all(&self, ticks: &[(Arc<Timeline>, u64)]) -> Result<(), AllocError> {
+        for (timeline, after) in ticks {
+            match timeline.synchronize(after.saturating_sub(1)) {
+                Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a request gets memory of its own although its stream might borrow. Borrowing takes all locks each time, so a
+    /// stream that keeps borrowing should not have to.
+    pub(crate) fn grows_rather(&self, whole: &mut Whole, request: &Request) -> bool {
+        let often = whole.try_arena(request.slot).is_some_and(|arena| {
+            let searches: u64 = arena.heap.pools.iter().map(|pool| pool.searches).sum();
+            arena.borrows >= BORROW_ADVANCE + searches / BORROW_SPACING
+        });
+        if !often {
+            return false;
+        }
+        let bytes = self.growth_bytes(whole, request);
+        let sum = whole.unborrowed.saturating_add(bytes);
+        let grows = sum <= (whole.reserved / OWN_SHARE).max(OWN_LEAST);
+        whole.unborrowed += if grows { bytes } else { 0 };
+        grows
+    }
+
+    /// Serves the request from blocks of other streams, and from strays of its own, without waiting. Lets go of the locks.
+    pub(crate) fn borrow(&self, request: &Request, mut whole: Whole) -> Result<Option<Granted>, AllocError> {
+        if let Some(place) = whole.best_stray(request) {
+            return Ok(Some(whole.take_lent(request, place)));
+        }
+        let Lendable { fits, ticks } = whole.lendable(request);
+        if !fits && ticks.is_empty() && !whole.has_strays() && whole.waiting.is_empty() {
+            return Ok(None);
+        }
+        let own = whole.timeline(request.slot).cloned();
+        drop(whole);
+        self.poll(&ticks)?;
+        let clock = own.map(|timeline| timeline.clock()).unwrap_or_default();
+        let mut whole = self.shell().whole();
+        whole.settle();
+        whole.sweep_ordered(request.slot, &clock);
+        if let Some(granted) = whole.take_own(request) {
+            return Ok(Some(granted));
+        }
+        let Some(place) = whole.best_ordered(request, &clock) else { return Ok(None) };
+        if whole.block(place).owner != request.slot {
+            whole.counters().cross_stream_reuses.add(1);
+        }
+        Ok(Some(whole.take_lent(request, place)))
+    }
+
+    /// Serves the request from a block of another stream by making the request's stream wait for it.
+    pub(crate) fn borrow_waiting(&self, request: &Request) -> Result<Option<Granted>, AllocError> {
+        let whole = self.shell().whole();
+        let Some(own) = whole.timeline(request.slot).cloned() else { return Ok(None) };
+        let Some(lender) = whole.best_of_any(request).and_then(|place| whole.lender(place)) else { return Ok(None) };
+        drop(whole);
+        if let Err(error) = own.wait_for(&lender.timeline, lender.after.saturating_sub(1)) {
+            return if cannot_be_asked(&error) { Ok(None) } else { Err(error.into()) };
+        }
+        let clock = own.clock();
+        let mut whole = self.shell().whole();
+        // Somebody may have taken it meanwhile; whatever is ordered now will do.
+        let Some(place) = whole.best_ordered(request, &clock) else { return Ok(None) };
+        whole.counters().cross_stream_reuses.add(1);
+        whole.counters().cross_stream_waits.add(1);
+        let granted = whole.take_lent(request, place);
+        drop(whole);
+        tracing::debug!(
+            stream = request.slot,
+            waits_for = lender.timeline.id(),
+            bytes = request.size,
+            "a stream was made to wait for another one to reuse its memory"
+        );
+        Ok(Some(granted))
+    }
+}
+
+/// Whether a stream just cannot be asked or waited for at present: it is captured, or gone without a last event.
+pub(crate) fn cannot_be_asked(error: &DeviceError) -> bool {
+    matches!(error.kind, ErrorKind::Capture | ErrorKind::InvalidUse)
+}
+
+impl Whole {
+    /// What other streams, in any heap, have for the request.
+    fn lendable(&self, request: &Request) -> Lendable {
+        let (mut fits, mut latest) = (false, Latest::default());
+        for heap in self.heaps() {
+            for (owner, index) in heap.indexes(request.pool).filter(|&(owner, _)| owner != request.slot) {
+                let Some(first) = index.best_fit(request.size) else { continue };
+                let mut tick = 0;
+                for key in candidates(index, first) {
+                    fits |= self.classes.fits(key.size(), request.size);
+                    tick = heap.blocks[key.block()].after.max(tick);
+                    // No block's tick is later than its owner's one now.
+                    if fits && tick >= self.tick_of(owner) {
+                        break;
+                    }
+                }
+                latest.raise(owner, tick);
+            }
+            // They can merge once they are done.
+            let strays = heap.strays().map(|id| &heap.blocks[id]).filter(|block| block.pool == request.pool);
+            strays.for_each(|block| latest.raise(block.owner, block.after));
+        }
+        Lendable { fits, ticks: self.unknown(latest.0.into_iter()) }
+    }
+
+    /// Sends strays that are done home.
+    pub(crate) fn settle(&mut self) {
+        let (core, arenas) = self.core_and_arenas();
+        for arena in arenas {
+            for (pool, change) in arena.heap.send_home(|owner, after| core.is_known_done(owner, after)) {
+                arena.split_changed(kind_of(pool), change);
+            }
+        }
+    }
+
+    /// The best block by size of those that other streams own or that are away from home, and that their owners, as `until` says,
+    /// may have used until a certain tick at most.
+    fn best_lent(&self, request: &Request, until: impl Fn(u32) -> u64) -> Option<Place> {
+        let mut best = None;
+        for heap in self.heaps() {
+            for (owner, index) in heap.indexes(request.pool) {
+                if owner != request.slot || owner != heap.home {
+                    best = better(best, self.best_in(heap, index, request, || until(owner)));
+                }
+            }
+        }
+        best.map(|(_, place)| place)
+    }
+
+    /// The best of the blocks that the request's own stream has away from home.
+    fn best_stray(&self, request: &Request) -> Option<Place> {
+        let mut best = None;
+        for heap in self.heaps().filter(|heap| heap.home != request.slot && heap.strays().len() > 0) {
+            if let Some(index) = heap.index(request.pool, request.slot) {
+                best = better(best, self.best_in(heap, index, request, || u64::MAX));
+            }
+        }
+        best.map(|(_, place)| place)
+    }
+
+    /// The best of the blocks that are done, or that come before the later work of a stream with this clock.
+    fn best_ordered(&self, request: &Request, clock: &Clock) -> Option<Place> {
+        self.best_lent(request, |owner| self.done_until(owner).max(clock.of(owner)))
+    }
+
+    /// The best of all blocks, if they were waited for.
+    fn best_of_any(&self, request: &Request) -> Option<Place> {
+        self.best_lent(request, |_| u64::MAX)
+    }
+
+    /// The first block of an owner that the request may have by size and that was used until this tick at most. Asks for the tick
+    /// only if some block is large enough.
+    fn best_in(
+        &self,
+        heap: &Heap,
+        index: IndexView<'_>,
+        request: &Request,
+        until: impl FnOnce() -> u64,
+    ) -> Option<(Key, Place)> {
+        let first = index.best_fit(request.size)?;
+        let until = until();
+        let serves = |key: &Key| self.classes.fits(key.size(), request.size) && heap.blocks[key.block()].after <= until;
+        let key = candidates(index, first).find(serves)?;
+        Some((key, Place { arena: heap.home, block: key.block() }))
+    }
+
+    /// The stream that owns the block that would serve the request best, and the tick that it would have to be waited for.
+    pub(crate) fn tick_of_lender(&self, request: &Request) -> Option<(u32, u64)> {
+        let block = self.block(self.best_of_any(request)?);
+        Some((block.owner, block.after))
+    }
+
+    fn lender(&self, place: Place) -> Option<Lender> {
+        let block = self.block(place);
+        Some(Lender { timeline: self.timeline(block.owner)?.clone(), after: block.after })
+    }
+
+    fn take_lent(&mut self, request: &Request, place: Place) -> Granted {
+        self.arena(request.slot).borrows += 1;
+        let block = self.block(place);
+        let is_segment = !block.is_split() && !self.heap_of(place.arena).region(block.region).is_paged();
+        if is_segment && self.is_known_done(block.owner, block.after) {
+            let region = self.arena(place.arena).heap.remove_region(place.block);
+            let own = self.arena(request.slot);
+            let block = own.heap.add_region(region.addr, region.bytes, region.pool);
+            return own.take(request, block);
+        }
+        let borrower = self.timeline(request.slot).cloned();
+        let lender = self.arena(place.arena);
+        borrower.iter().for_each(|borrower| lender.know(borrower));
+        lender.take(request, place.block)
+    }
+}
+
+/// The blocks of an index that are considered for a request: the first one that is large enough, and those after it.
+fn candidates(index: IndexView<'_>, first: Key) -> impl Iterator<Item = Key> + '_ {
+    std::iter::successors(Some(first), move |&key| index.after(key)).take(CANDIDATES)
+}
+
+/// The better of two blocks, if there are any.
+fn better(one: Option<(Key, Place)>, other: Option<(Key, Place)>) -> Option<(Key, Place)> {
+    match (one, other) {
+        (Some(one), Some(other)) => Some(if one.0 < other.0 { one } else { other }),
+        (one, other) => one.or(other),
+    }
+}
+
+/// The latest of some ticks of each stream, by ascending stream.
+#[derive(Debug, Default)]
+struct Latest(Vec<(u32, u64)>);
+
+impl Latest {
+    /// Notes a tick; 0 is none.
+    fn raise(&mut self, slot: u32, after: u64) {
+        if after == 0 {
+            return;
+        }
+        match self.0.binary_search_by_key(&slot, |&(other, _)| other) {
+            Ok(at) => self.0[at].1 = self.0[at].1.max(after),
+            Err(at) => self.0.insert(at, (slot, after)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::heap::BlockId;
+
+    #[test]
+    fn the_latest_tick_of_each_stream_counts() {
+        let mut latest = Latest::default();
+        for (slot, after) in [(7, 2), (3, 5), (7, 9), (4, 0), (3, 1)] {
+            latest.raise(slot, after);
+        }
+        assert_eq!(latest.0, [(3, 5), (7, 9)]);
+    }
+
+    #[test]
+    fn the_smaller_block_is_better_and_any_is_better_than_none() {
+        let at = |size, addr| Some((Key::new(size, addr, BlockId(0)), Place { arena: 0, block: BlockId(0) }));
+        assert_eq!(better(at(1024, 0), at(512, 4096)), at(512, 4096));
+        assert_eq!(better(at(512, 0), at(512, 4096)), at(512, 0));
+        assert_eq!((better(None, at(512, 0)), better(at(512, 0), None)), (at(512, 0), at(512, 0)));
+        assert_eq!(better(None, None), None);
+    }
+}

@@ -1,0 +1,234 @@
+//! Blocks that were given back while other streams may still use them (`record_stream`): PyTorch's `active_pending_free`.
+//!
+//! A waiting block carries one tick for each stream that used it, taken when it was freed. It becomes free once every one
+//! of them is done or, where blocks may cross streams at all, once its owner's later work is ordered after them.
+//!
+//! While blocks wait, each allocation asks how far the streams got: at most one driver query a stream. The list itself is
+//! gone through only when one of them got further than it was.
+
+use crate::sync::atomic::Ordering;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use aquifer_device::{Clock, Timeline};
+
+use crate::accounting::counters::Hot;
+use crate::heap::kind_of;
+use crate::history::Action;
+use crate::shell::core::{Core, Place, Request};
+use crate::shell::special;
+use crate::shell::whole::Whole;
+
+/// The blocks that wait, and the streams they wait for.
+#[derive(Debug, Default)]
+pub(crate) struct WaitingList {
+    blocks: Vec<Waiting>,
+    streams: Vec<WaitedFor>,
+}
+
+/// A block that waits.
+#[derive(Debug)]
+struct Waiting {
+    place: Place,
+    /// Streams that used it, and where their timelines must have got to.
+    uses: Vec<(u32, u64)>,
+    /// Where its owner's timeline must have got to for the owner's own use to be done.
+    own_use: u64,
+}
+
+/// A stream that blocks wait for.
+#[derive(Debug)]
+struct WaitedFor {
+    slot: u32,
+    /// The latest tick that a block waits for.
+    latest: u64,
+    /// Where its timeline had got to when the list was last gone through.
+    seen: u64,
+}
+
+/// Where timelines must have got to for memory to become free.
+pub(crate) type Pending = Vec<(Arc<Timeline>, u64)>;
+
+impl WaitingList {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
+    fn push(&mut self, waiting: Waiting) {
+        waiting.wait_for(&mut self.streams);
+        self.blocks.push(waiting);
+    }
+
+    /// After the list was gone through: streams are waited for as the blocks that are left need it.
+    fn wait_anew(&mut self) {
+        self.streams.iter_mut().for_each(|stream| stream.latest = 0);
+        self.blocks.iter().for_each(|waiting| waiting.wait_for(&mut self.streams));
+        self.streams.retain(|stream| stream.latest > 0);
+    }
+}
+
+impl Waiting {
+    /// Notes that its streams are waited for.
+    fn wait_for(&self, streams: &mut Vec<WaitedFor>) {
+        for &(slot, after) in &self.uses {
+            match streams.iter_mut().find(|stream| stream.slot == slot) {
+                Some(stream) => stream.latest = stream.latest.max(after),
+                None => streams.push(WaitedFor { slot, latest: after, seen: 0 }),
+            }
+        }
+    }
+}
+
+impl Whole {
+    /// Puts a live block that is given back, used by other streams beside its own, among the waiting ones.
+    #[cold]
+    pub(crate) fn free_shared(&mut self, place: Place, on: Option<u32>) {
+        let Place { arena, block: id } = place;
+        let arena = self.arena(arena);
+        let block = &arena.heap.blocks[id];
+        let (kind, size) = (kind_of(block.pool), block.size);
+        arena.note(Action::FreeRequested, id);
+        arena.given_back(size);
+        arena.tally().freed(kind, size, 0);
+        arena.heap.set_waiting(id);
+        self.counters().waits(kind, size);
+        let mut streams = self.shared.remove(&place).unwrap_or_default();
+        streams.extend(on.filter(|on| !streams.contains(on)));
+        let uses = streams.iter().map(|&slot| (slot, self.tick_of(slot))).collect();
+        let own_use = self.tick_of(self.block(place).owner);
+        self.waiting.push(Waiting { place, uses, own_use });
+        self.shell.special().fetch_or(special::WAITING, Ordering::Relaxed);
+    }
+
+    /// The latest tick of each stream that waiting blocks, of the pools that `of` picks, depend on; those known to be done
+    /// are left out.
+    pub(crate) fn pending(&self, of: impl Fn(u16) -> bool) -> Pending {
+        let mut latest: Vec<(u32, u64)> = Vec::new();
+        for waiting in self.waiting.blocks.iter().filter(|waiting| of(self.block(waiting.place).pool)) {
+            for &(slot, after) in &waiting.uses {
+                match latest.iter_mut().find(|(other, _)| *other == slot) {
+                    Some((_, tick)) => *tick = after.max(*tick),
+                    None => latest.push((slot, after)),
+                }
+            }
+        }
+        self.unknown(latest.into_iter())
+    }
+
+    /// The ticks of free blocks that are away from home, of the pools that `of` picks, and not known to be done.
+    pub(crate) fn pending_strays(&self, of: impl Fn(u16) -> bool) -> Pending {
+        let strays = self.heaps().flat_map(|heap| heap.strays().map(|id| &heap.blocks[id]));
+        self.unknown(strays.filter(|block| of(block.pool)).map(|block| (block.owner, block.after)))
+    }
+
+    /// Frees the waiting blocks that need not wait any more, if any stream got further since the last time.
+    pub(crate) fn sweep_done(&mut self) {
+        if self.can_sweep() {
+            self.sweep(None);
+        }
+    }
+
+    /// Frees the waiting blocks that need not wait any more, among them those of the stream `owner` whose later work, which
+    /// is ordered after what its clock says, comes after every use.
+    pub(crate) fn sweep_ordered(&mut self, owner: u32, clock: &Clock) {
+        if !self.waiting.is_empty() {
+            self.sweep(Some((owner, clock)));
+        }
+    }
+
+    fn sweep(&mut self, ordered: Option<(u32, &Clock)>) {
+        let mut list = std::mem::take(&mut self.waiting);
+        // Read before the blocks are looked at: what a stream reaches meanwhile then makes for another sweep.
+        list.streams.iter_mut().for_each(|stream| stream.seen = self.frontier(stream.slot));
+        list.blocks.retain(|waiting| {
+            let owner = self.block(waiting.place).owner;
+            let clock = ordered.filter(|(slot, _)| *slot == owner).map(|(_, clock)| clock);
+            let passed = |&(slot, after): &(u32, u64)| {
+                self.is_known_done(slot, after) || slot == owner || clock.is_some_and(|clock| after <= clock.of(slot))
+            };
+            let free = waiting.uses.iter().all(passed);
+            if free {
+                let (block, counters) = (self.block(waiting.place), self.counters());
+                let (kind, requested) = (kind_of(block.pool), block.requested.cast_signed());
+                counters.waited(kind, block.size);
+                // The tick is taken now: the owner's later events cover what it is ordered after, too.
+                let tick = self.tick_of(owner);
+                let done = waiting.uses.iter().all(|&(slot, after)| slot == owner || self.is_known_done(slot, after));
+                let last_use = if done { waiting.own_use } else { tick };
+                let arena = self.arena(waiting.place.arena);
+                arena.tally().change(Hot::Requested, kind, -requested);
+                arena.note(Action::FreeCompleted, waiting.place.block);
+                arena.complete(waiting.place.block, owner, tick, last_use);
+            }
+            !free
+        });
+        if list.blocks.is_empty() {
+            self.shell.special().fetch_and(!special::WAITING, Ordering::Relaxed);
+        }
+        list.wait_anew();
+        self.waiting = list;
+    }
+
+    /// The other streams' uses that keep a block of the request's own stream from serving it: of the smallest such block.
+    pub(crate) fn uses_of_own(&self, request: &Request) -> Option<Vec<(u32, u64)>> {
+        let serves = |waiting: &&Waiting| {
+            let block = self.block(waiting.place);
+            let own = waiting.place.arena == request.slot && block.owner == request.slot && block.pool == request.pool;
+            own && block.size >= request.size
+        };
+        let best = self.waiting.blocks.iter().filter(serves).min_by_key(|waiting| self.block(waiting.place).size)?;
+        Some(best.uses.iter().copied().filter(|&(slot, _)| slot != request.slot).collect())
+    }
+
+    /// Bytes that waiting blocks hold, and by tick those of them that the tick, not known done, is in the way of.
+    pub(crate) fn awaited(&self) -> (u64, BTreeMap<(u32, u64), u64>) {
+        let (mut held, mut awaited) = (0, BTreeMap::new());
+        for waiting in &self.waiting.blocks {
+            let size = self.block(waiting.place).size;
+            held += size;
+            let not_done = waiting.uses.iter().filter(|&&(slot, after)| !self.is_known_done(slot, after));
+            not_done.for_each(|&tick| *awaited.entry(tick).or_default() += size);
+        }
+        (held, awaited)
+    }
+
+    /// Bytes waiting, by stream waited for.
+    pub(crate) fn waiting_bytes(&self) -> Vec<(u32, u64)> {
+        let mut bytes: Vec<(u32, u64)> = Vec::new();
+        for waiting in &self.waiting.blocks {
+            let size = self.block(waiting.place).size;
+            for &(slot, after) in &waiting.uses {
+                if self.is_known_done(slot, after) {
+                    continue;
+                }
+                match bytes.iter_mut().find(|(other, _)| *other == slot) {
+                    Some((_, sum)) => *sum += size,
+                    None => bytes.push((slot, size)),
+                }
+            }
+        }
+        bytes
+    }
+}
+
+impl Core {
+    /// As [`Whole::pending`] for all pools, without going through the blocks.
+    pub(crate) fn pending_of_all(&self) -> Pending {
+        self.unknown(self.waiting.streams.iter().map(|stream| (stream.slot, stream.latest)))
+    }
+
+    /// Whether a stream that blocks wait for got further since the list was last gone through.
+    pub(crate) fn can_sweep(&self) -> bool {
+        self.waiting.streams.iter().any(|stream| self.frontier(stream.slot) > stream.seen)
+    }
+
+    /// Those of some ticks that are not known to be done.
+    pub(crate) fn unknown(&self, ticks: impl Iterator<Item = (u32, u64)>) -> Pending {
+        let unknown = ticks.filter(|&(slot, after)| !self.is_known_done(slot, after));
+        unknown.filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
+    }
+
+    fn frontier(&self, slot: u32) -> u64 {
+        self.timeline(slot).map_or(0, |timeline| timeline.frontier())
+    }
+}

@@ -1,0 +1,304 @@
+//! History: a ring of what happened, with PyTorch's actions.
+//!
+//! It has a lock of its own, a leaf. Entries of an arena are made under the arena's lock too, and snapshots are taken under all
+//! locks, so that a snapshot's history and segments agree. Off by default; then it costs one branch an operation. Nothing is
+//! formatted until somebody takes a snapshot.
+//!
+//! What happens to a block at one moment is one record, so that an operation takes the lock once, asks for the time once, and
+//! writes 40 bytes in place. A free that completes at once is two actions: a record becomes an entry for each of its actions when it
+//! is read. The ring has a place for each entry that is to be kept, so the latest are always there.
+
+mod clock;
+
+use serde::Serialize;
+
+use crate::allocator::Allocator;
+use crate::tags::Tag;
+use clock::Stamp;
+
+/// What happened, under PyTorch's names of trace actions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Action {
+    /// A block became live; size is the bytes asked for.
+    Alloc,
+    /// A block was given back by its holder.
+    FreeRequested,
+    /// A block became free: no stream uses it any more.
+    FreeCompleted,
+    /// A segment came from the device.
+    SegmentAlloc,
+    /// A segment went back to the device.
+    SegmentFree,
+    /// Memory was mapped at these addresses.
+    SegmentMap,
+    /// Memory was unmapped from these addresses.
+    SegmentUnmap,
+    /// A snapshot was taken; size is the bytes active then.
+    Snapshot,
+    /// An allocation failed; the address is the device's free bytes.
+    Oom,
+}
+
+/// Every action, in the order of their numbers; those of one record happened in this order.
+const ALL: [Action; 9] = [
+    Action::Alloc,
+    Action::FreeRequested,
+    Action::FreeCompleted,
+    Action::SegmentAlloc,
+    Action::SegmentFree,
+    Action::SegmentMap,
+    Action::SegmentUnmap,
+    Action::Snapshot,
+    Action::Oom,
+];
+
+/// One or two actions, as bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Actions(u16);
+
+impl Actions {
+    /// A free that completes as it is requested.
+    pub(crate) const FREE: Actions =
+        Actions(Actions::one(Action::FreeRequested).0 | Actions::one(Action::FreeCompleted).0);
+
+    const fn one(action: Action) -> Actions {
+        Actions(1 << action as u16)
+    }
+
+    fn contain(self, action: Action) -> bool {
+        self.0 & Actions::one(action).0 != 0
+    }
+
+    /// How many there are.
+    #[inline]
+    fn count(self) -> usize {
+        1 + usize::from(self.0 & (self.0 - 1) != 0)
+    }
+}
+
+impl From<Action> for Actions {
+    #[inline]
+    fn from(action: Action) -> Actions {
+        Actions::one(action)
+    }
+}
+
+/// What something happened to.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Subject {
+    pub(crate) addr: u64,
+    pub(crate) size: u64,
+    pub(crate) slot: u32,
+    pub(crate) tag: Tag,
+    /// The private pool, as [`crate::pools::PoolTable::history_id`] numbers them; 0 is the default pools.
+    pub(crate) pool: u32,
+}
+
+/// An action, what it was done to, and when.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Entry {
+    pub(crate) action: Action,
+    pub(crate) subject: Subject,
+    pub(crate) stamp: Stamp,
+}
+
+/// What happened to something at one moment.
+#[derive(Clone, Copy, Debug)]
+struct Record {
+    addr: u64,
+    size: u64,
+    stamp: Stamp,
+    slot: u32,
+    tag: Tag,
+    pool: u32,
+    actions: Actions,
+}
+
+const _: () = assert!(size_of::<Record>() == 40, "a record has no room to spare");
+
+/// What [`Allocator::record_history`] records.
+///
+/// ```
+/// use aquifer_allocator::{Action, Allocator, Config, HistoryOptions};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// allocator.record_history(HistoryOptions { entries: 100_000, skip: vec![Action::FreeRequested], clear: true });
+/// drop(allocator.alloc(512, device.default_stream())?);
+/// let actions: Vec<Action> = allocator.snapshot().trace().iter().map(|entry| entry.action).collect();
+/// assert_eq!(actions, [Action::SegmentMap, Action::Alloc, Action::FreeCompleted]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HistoryOptions {
+    /// Entries that are kept, the oldest giving way, at up to 40 bytes of host memory each; 0 stops recording and forgets
+    /// everything.
+    pub entries: usize,
+    /// Actions that are not recorded.
+    pub skip: Vec<Action>,
+    /// Whether what was recorded before is forgotten.
+    pub clear: bool,
+}
+
+impl Allocator {
+    /// Starts recording history, or changes how it is recorded. Snapshots contain it.
+    ///
+    /// What was recorded before is kept, as far as there is room, unless `clear` says otherwise.
+    pub fn record_history(&self, options: HistoryOptions) {
+        let mut whole = self.shell().whole();
+        let mut history = self.shell().history.lock();
+        if options.clear {
+            history.clear();
+        }
+        history.record(options.entries, &options.skip);
+        whole.record_history(history.is_on());
+    }
+
+    /// Stops recording history and forgets what was recorded.
+    pub fn stop_history(&self) {
+        self.record_history(HistoryOptions::default());
+    }
+}
+
+/// The ring. Empty and off by default.
+///
+/// Invariants: it holds the latest records, at most as many as entries are to be kept; they are in order from `next` on and then from the
+/// start, and `next` is their number while there are fewer.
+#[derive(Debug, Default)]
+pub(crate) struct History {
+    /// Entries that are kept.
+    capacity: usize,
+    ring: Vec<Record>,
+    /// Where the next record goes.
+    next: usize,
+    /// Entries since recording began.
+    noted: usize,
+    skipped: u16,
+    latest: Stamp,
+}
+
+impl History {
+    /// Starts recording into a ring of `capacity` entries, or stops (0). Stopping forgets what was recorded.
+    pub(crate) fn record(&mut self, capacity: usize, skip: &[Action]) {
+        if capacity > 0 {
+            clock::prepare();
+        }
+        self.capacity = capacity;
+        self.skipped = skip.iter().fold(0, |bits, &action| bits | Actions::one(action).0);
+        if capacity == 0 {
+            self.ring = Vec::new();
+            self.clear();
+            return;
+        }
+        let next = self.next.min(self.ring.len());
+        self.ring.rotate_left(next);
+        let excess = self.ring.len().saturating_sub(capacity);
+        self.ring.drain(..excess);
+        self.next = if self.ring.len() < capacity { self.ring.len() } else { 0 };
+    }
+
+    /// Whether anything is recorded.
+    #[inline]
+    pub(crate) fn is_on(&self) -> bool {
+        self.capacity > 0
+    }
+
+    /// Notes what happened now, as far as such actions are recorded.
+    #[inline]
+    pub(crate) fn note(&mut self, actions: impl Into<Actions>, subject: Subject) {
+        let actions = Actions(actions.into().0 & !self.skipped);
+        if self.capacity == 0 || actions.0 == 0 {
+            return;
+        }
+        // Stamps that two processors took at nearly the same moment may be the wrong way round; then the later record has the
+        // time of the earlier one.
+        self.latest = self.latest.max(Stamp::now());
+        let Subject { addr, size, slot, tag, pool } = subject;
+        let record = Record { addr, size, stamp: self.latest, slot, tag, pool, actions };
+        match self.ring.get_mut(self.next) {
+            Some(place) => *place = record,
+            None => self.ring.push(record),
+        }
+        self.noted += actions.count();
+        self.next += 1;
+        if self.next == self.capacity {
+            self.next = 0;
+        }
+    }
+
+    /// What is recorded, oldest first.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = Entry> + '_ {
+        let (later, earlier) = self.ring.split_at(self.next.min(self.ring.len()));
+        let entries = earlier.iter().chain(later).flat_map(|&record| {
+            let Record { addr, size, stamp, slot, tag, pool, actions } = record;
+            let subject = Subject { addr, size, slot, tag, pool };
+            let actions = ALL.into_iter().filter(move |&action| actions.contain(action));
+            actions.map(move |action| Entry { action, subject, stamp })
+        });
+        entries.skip(self.held().saturating_sub(self.capacity))
+    }
+
+    /// Entries that were overwritten since recording began.
+    pub(crate) fn overwritten(&self) -> u64 {
+        (self.noted - self.held().min(self.capacity)) as u64
+    }
+
+    /// Entries in the ring.
+    fn held(&self) -> usize {
+        self.ring.iter().map(|record| record.actions.count()).sum()
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.ring.clear();
+        (self.next, self.noted) = (0, 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sizes(history: &History) -> Vec<(Action, u64)> {
+        history.entries().map(|entry| (entry.action, entry.subject.size)).collect()
+    }
+
+    fn subject(size: u64) -> Subject {
+        Subject { addr: 0, size, slot: 0, tag: Tag::default(), pool: 0 }
+    }
+
+    #[test]
+    fn the_latest_entries_are_kept_whatever_records_they_are_in() {
+        use Action::{Alloc, FreeCompleted, FreeRequested};
+        let mut history = History::default();
+        history.note(Alloc, subject(1));
+        assert!(sizes(&history).is_empty(), "off");
+        history.record(4, &[]);
+        history.note(Alloc, subject(1));
+        history.note(Actions::FREE, subject(1));
+        assert_eq!(sizes(&history), [(Alloc, 1), (FreeRequested, 1), (FreeCompleted, 1)]);
+        assert_eq!(history.overwritten(), 0);
+        for size in 2..=9 {
+            history.note(Alloc, subject(size));
+            history.note(Actions::FREE, subject(size));
+            let latest = [(FreeCompleted, size - 1), (Alloc, size), (FreeRequested, size), (FreeCompleted, size)];
+            assert_eq!(sizes(&history), latest);
+            assert_eq!(history.overwritten(), 3 * size - 4);
+        }
+        history.record(3, &[FreeRequested]);
+        assert_eq!(sizes(&history), [(Alloc, 9), (FreeRequested, 9), (FreeCompleted, 9)]);
+        history.note(Actions::FREE, subject(10));
+        history.note(FreeRequested, subject(11));
+        assert_eq!(sizes(&history), [(FreeRequested, 9), (FreeCompleted, 9), (FreeCompleted, 10)]);
+        history.record(5, &[]);
+        history.note(Alloc, subject(12));
+        assert_eq!(sizes(&history)[..2], [(Alloc, 9), (FreeRequested, 9)], "more room, as far as records are left");
+        assert_eq!((sizes(&history).len(), history.overwritten()), (5, 24));
+        history.clear();
+        history.note(Alloc, subject(13));
+        assert_eq!((sizes(&history), history.overwritten()), (vec![(Alloc, 13)], 0));
+        history.record(0, &[]);
+        assert!(sizes(&history).is_empty() && !history.is_on());
+    }
+}

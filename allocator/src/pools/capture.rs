@@ -1,0 +1,96 @@
+//! Memory of captured graphs.
+//!
+//! A graph uses the addresses that it was captured with whenever it is launched. So what is allocated while a stream captures comes
+//! from a private pool, whose memory nobody else is given and which keeps it as long as the pool is open: drop the pool when its
+//! graphs are launched no more. The pool knows the graphs whose captures allocated from it, and after it was dropped its memory waits
+//! for their launches (`pools/mod.rs`); for all that streams have to do at that time where others launch the graph.
+
+use aquifer_device::{AnnouncedCapture, Code, DeviceError, DriverKind, Operation, Stream};
+
+use crate::allocator::Allocator;
+use crate::error::AllocError;
+use crate::pools::{PoolRoute, PrivatePool};
+
+/// While it lives, a stream is known to capture, and what the calling thread allocates comes from a private pool.
+#[derive(Debug)]
+#[must_use = "the thread goes back to the pools it used before when this is dropped"]
+pub struct CaptureRoute {
+    // The capture is over before the thread allocates from other pools.
+    _announced: Option<AnnouncedCapture>,
+    _route: PoolRoute,
+}
+
+/// Refuses to serve a capturing stream from the default pools: what is given back there goes to others, and the graph uses it
+/// whenever it is launched.
+pub(crate) fn refuse_capture(stream: &Stream) -> Result<(), AllocError> {
+    refuse_capturing(
+        stream,
+        "memory for a stream that captures must come from a private pool, which keeps it for the graph: hold \
+         `Allocator::capture(&stream, &pool)` on this thread while you allocate",
+    )
+}
+
+/// Refuses to serve a capturing stream with memory apart from all pools, for the same reason.
+pub(crate) fn refuse_capture_apart(stream: &Stream) -> Result<(), AllocError> {
+    refuse_capturing(
+        stream,
+        "memory that grows, or can be exported, is no pool's, so nothing would keep it for the graph: get it before the capture \
+         begins, and keep it as long as the graph",
+    )
+}
+
+fn refuse_capturing(stream: &Stream, detail: &str) -> Result<(), AllocError> {
+    if !stream.is_capturing() {
+        return Ok(());
+    }
+    Err(DeviceError::new(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED).with_detail(detail).into())
+}
+
+impl Allocator {
+    /// Tells that `stream` captures and that what the calling thread allocates until the result is dropped is for the graph: it
+    /// comes from `pool`. Call it when the capture has begun, whoever began it: [`Stream::begin_capture`], cudarc, or another
+    /// library. Drop the result when it has ended.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, PoolOptions};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let (stream, pool) = (device.create_stream()?, allocator.create_pool(PoolOptions::default()));
+    /// let capture = stream.begin_capture()?;
+    /// let route = allocator.capture(&stream, &pool)?;
+    /// let scratch = allocator.alloc(1 << 20, &stream)?;
+    /// stream.fill(scratch.ptr(), 7, 1 << 20)?;
+    /// drop(scratch); // the pool keeps it for the graph
+    /// drop(route);
+    /// let graph = capture.end()?;
+    /// graph.launch(&stream)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When the stream or the pool is not of this allocator's device, the stream does not capture, and those of the driver.
+    pub fn capture(&self, stream: &Stream, pool: &PrivatePool) -> Result<CaptureRoute, AllocError> {
+        if stream.device_id() != self.device().id() {
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
+        }
+        pool.check_allocator(self)?;
+        let announced = if stream.is_capturing() { None } else { Some(stream.announce_capture()?) };
+        Ok(CaptureRoute { _announced: announced, _route: pool.route_thread() })
+    }
+
+    /// Learns, without waiting, whether launches are done that memory of closed pools waits for.
+    pub(crate) fn poll_launches(&self) -> Result<(), AllocError> {
+        let launched = self.shell().core().awaited_launches(|_| true);
+        self.poll(&launched)
+    }
+
+    /// Refuses to serve a request with memory of the default pools if its stream captures unannounced.
+    pub(crate) fn refuse_unannounced_capture(&self, slot: u32) -> Result<(), AllocError> {
+        if self.device().info().kind != DriverKind::Cuda {
+            return Ok(());
+        }
+        let timeline = self.shell().core().timeline(slot).cloned();
+        timeline.map_or(Ok(()), |timeline| Ok(timeline.refuse_unannounced_capture()?))
+    }
+}

@@ -1,0 +1,346 @@
+//! Private pools: memory that is served apart from everybody else's, as PyTorch's `MemPool` and graph pools.
+//!
+//! The two default pools are numbers 0 (small) and 1 (large) of the heap; a private pool has two of its own. A closed pool
+//! (its handle was dropped) serves nobody; its blocks are given back to the device as they become free, at the next release, but
+//! not before the launches are done of graphs whose captures allocated from it.
+
+pub(crate) mod capture;
+
+pub use capture::CaptureRoute;
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::ThreadId;
+
+use aquifer_device::{Launches, Stream, Timeline};
+
+use crate::allocation::Allocation;
+use crate::allocator::Allocator;
+use crate::error::AllocError;
+use crate::heap::Heap;
+use crate::shell::core::Core;
+use crate::shell::special;
+use crate::shell::whole::Whole;
+
+/// How a private pool behaves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PoolOptions {
+    /// Other requests may take free blocks of this pool rather than fail, unless a graph may use them.
+    pub use_on_oom: bool,
+    /// Blocks are handed out whole: each allocation has a segment of its own.
+    pub no_split: bool,
+}
+
+/// A private pool as the core knows it.
+#[derive(Debug)]
+pub(crate) struct Private {
+    pub(crate) id: (u64, u64),
+    /// Numbers of its small and large pool in the heap.
+    pub(crate) numbers: [u16; 2],
+    pub(crate) options: PoolOptions,
+    pub(crate) open: bool,
+    /// Graphs whose captures allocated from it, but for those that are gone and done.
+    graphs: Vec<Arc<Launches>>,
+    /// Whether graphs of others did, too, whose launches nobody tells us of.
+    foreign_graphs: bool,
+    /// Once it is closed: streams, and where their timelines must have got to before its memory goes.
+    launched: Vec<(Arc<Timeline>, u64)>,
+}
+
+/// Private pools, and which threads allocate from them.
+#[derive(Debug, Default)]
+pub(crate) struct PoolTable {
+    pub(crate) private: Vec<Private>,
+    /// Pools that threads allocate from, innermost scope last, with a number to end the right one.
+    routes: Vec<(ThreadId, u64, (u64, u64))>,
+}
+
+/// Ids of private pools: never reused in a process, as PyTorch's `(0, n)`.
+static NEXT_POOL: AtomicU64 = AtomicU64::new(1);
+static NEXT_ROUTE: AtomicU64 = AtomicU64::new(0);
+
+impl PoolTable {
+    pub(crate) fn find(&self, id: (u64, u64)) -> Option<&Private> {
+        self.private.iter().find(|private| private.id == id)
+    }
+
+    /// The pool that the calling thread's innermost scope routes to, those of closed pools passed over.
+    pub(crate) fn routed(&self) -> Option<&Private> {
+        let thread = std::thread::current().id();
+        let mut own = self.routes.iter().rev().filter(|(routed, ..)| *routed == thread);
+        own.find_map(|(.., id)| self.find(*id).filter(|private| private.open))
+    }
+
+    /// The numbers of the pool that the calling thread's innermost scope routes to; notes what the stream captures.
+    pub(crate) fn route(&mut self, stream: &Stream) -> Option<[u16; 2]> {
+        let id = self.routed()?.id;
+        let private = self.private.iter_mut().find(|private| private.id == id)?;
+        private.note_capture(stream);
+        Some(private.numbers)
+    }
+
+    /// The private pool that owns a heap pool; `None` for the default pools.
+    pub(crate) fn owner_of(&self, number: u16) -> Option<&Private> {
+        self.private.iter().find(|private| private.numbers.contains(&number))
+    }
+
+    /// The second half of the id of the private pool that owns a heap pool, for history; 0 for the default pools. Heap
+    /// pools are reused by later private pools, so entries cannot keep their numbers.
+    pub(crate) fn history_id(&self, number: u16) -> u32 {
+        let private = if number < 2 { None } else { self.owner_of(number) };
+        private.map_or(0, Private::history_id)
+    }
+}
+
+impl Private {
+    fn new(id: (u64, u64), numbers: [u16; 2], options: PoolOptions) -> Private {
+        let (graphs, launched) = (Vec::new(), Vec::new());
+        Private { id, numbers, options, open: true, graphs, foreign_graphs: false, launched }
+    }
+
+    /// Notes that the stream, if it captures, allocates from this pool.
+    pub(crate) fn note_capture(&mut self, stream: &Stream) {
+        let Some(launches) = stream.launches_of_capture() else { return };
+        if launches.pending().is_none() {
+            self.foreign_graphs = true;
+        } else if !self.graphs.iter().any(|known| Arc::ptr_eq(known, &launches)) {
+            self.graphs.retain(is_alive);
+            self.graphs.push(launches);
+        }
+    }
+
+    /// Whether a graph may use its free memory.
+    pub(crate) fn has_graphs(&self) -> bool {
+        self.foreign_graphs || self.graphs.iter().any(is_alive)
+    }
+
+    /// Whether other requests may take its free memory.
+    pub(crate) fn lends(&self) -> bool {
+        self.open && self.options.use_on_oom && !self.has_graphs()
+    }
+
+    /// Whether nobody is promised its free memory: it is closed, and no graph that it served still runs.
+    pub(crate) fn is_released(&self) -> bool {
+        !self.open && self.launched.iter().all(|(timeline, after)| timeline.is_known_done(after.saturating_sub(1)))
+    }
+
+    /// Tells an arena's heap what kind of pools these are.
+    pub(crate) fn set_up(&self, heap: &mut Heap) {
+        for number in self.numbers {
+            let pool = &mut heap.pools[usize::from(number)];
+            (pool.no_split, pool.history_id) = (self.options.no_split, self.history_id());
+        }
+    }
+
+    /// The second half of its id, for history.
+    fn history_id(&self) -> u32 {
+        u32::try_from(self.id.1).unwrap_or(u32::MAX)
+    }
+}
+
+/// Whether a graph may still be launched, or runs.
+fn is_alive(graph: &Arc<Launches>) -> bool {
+    Arc::strong_count(graph) > 1 || graph.pending().is_none_or(|pending| !pending.is_empty())
+}
+
+impl Core {
+    /// What must be done before memory goes that graphs of the pool use: their launches, and where those are not seen, everything.
+    fn launches_of(&self, private: &Private) -> Vec<(Arc<Timeline>, u64)> {
+        let mut launched = Vec::new();
+        let mut unseen = private.foreign_graphs;
+        for graph in &private.graphs {
+            match graph.pending() {
+                Some(pending) => launched.extend(pending.iter().map(|tick| (tick.timeline().clone(), tick.n() + 1))),
+                None => unseen = true,
+            }
+        }
+        if unseen {
+            let known = self.timelines.iter().flatten();
+            launched.extend(known.map(|timeline| (timeline.clone(), timeline.now() + 1)));
+        }
+        launched.retain(|(timeline, after)| !timeline.is_known_done(after.saturating_sub(1)));
+        launched
+    }
+
+    /// Closes a pool; tells what its memory waits for.
+    fn close_pool(&mut self, id: (u64, u64)) -> Vec<(Arc<Timeline>, u64)> {
+        let launched = self.pools.find(id).map(|private| self.launches_of(private)).unwrap_or_default();
+        if let Some(private) = self.pools.private.iter_mut().find(|private| private.id == id) {
+            (private.open, private.launched) = (false, launched.clone());
+        }
+        launched
+    }
+
+    /// Launches that memory of closed pools still waits for, of those that `of` picks.
+    pub(crate) fn awaited_launches(&self, of: impl Fn(u16) -> bool) -> Vec<(Arc<Timeline>, u64)> {
+        let closed =
+            self.pools.private.iter().filter(|private| !private.open && private.numbers.iter().any(|&n| of(n)));
+        let launched = closed.flat_map(|private| &private.launched);
+        launched.filter(|(timeline, after)| !timeline.is_known_done(after.saturating_sub(1))).cloned().collect()
+    }
+}
+
+impl Whole {
+    /// A pool record; reuses the numbers of a closed pool that holds no memory any more.
+    fn add_private(&mut self, options: PoolOptions) -> (u64, u64) {
+        let id = (0, NEXT_POOL.fetch_add(1, Ordering::Relaxed));
+        let holds_memory = |private: &Private| {
+            self.heaps().flat_map(Heap::regions).any(|region| private.numbers.contains(&region.pool))
+        };
+        let unused = self.pools.private.iter().position(|private| !private.open && !holds_memory(private));
+        let at = unused.unwrap_or(self.pools.private.len());
+        if unused.is_none() {
+            let small = u16::try_from(2 * at + 2).unwrap_or(u16::MAX - 1);
+            self.pools.private.push(Private::new(id, [small, small + 1], options));
+            self.arenas.iter_mut().for_each(|arena| arena.heap.add_pools());
+        }
+        let private = &mut self.pools.private[at];
+        *private = Private::new(id, private.numbers, options);
+        let (core, arenas) = self.core_and_arenas();
+        arenas.iter_mut().for_each(|arena| core.pools.private[at].set_up(&mut arena.heap));
+        id
+    }
+}
+
+/// A pool of memory of its own. Dropping it releases what it caches; what is live stays valid and is released later.
+///
+/// What is free in the pool stays where it is until [`PrivatePool::empty_cache`] is called or the pool is dropped: a graph whose capture
+/// allocated from it may use it whenever it is launched. So keep the pool as long as its graphs are launched, and allocate from
+/// it in captures alone once it has graphs. Launches that run when it is dropped are no problem: its memory goes after them.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config, PoolOptions};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let pool = allocator.create_pool(PoolOptions::default());
+/// let _route = pool.route_thread();
+/// let inside = allocator.alloc(1 << 20, device.default_stream())?; // from the pool
+/// # drop(inside);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct PrivatePool {
+    allocator: Allocator,
+    id: (u64, u64),
+}
+
+impl Allocator {
+    /// A new private pool.
+    pub fn create_pool(&self, options: PoolOptions) -> PrivatePool {
+        let id = self.shell().whole().add_private(options);
+        PrivatePool { allocator: self.clone(), id }
+    }
+}
+
+impl PrivatePool {
+    /// Its id, `segment_pool_id` in snapshots: `(0, n)` with n never reused in this process.
+    pub fn id(&self) -> (u64, u64) {
+        self.id
+    }
+
+    pub(crate) fn allocator(&self) -> &Allocator {
+        &self.allocator
+    }
+
+    /// Refuses a pool of another allocator.
+    pub(crate) fn check_allocator(&self, allocator: &Allocator) -> Result<(), AllocError> {
+        if std::ptr::eq(self.allocator.shell(), allocator.shell()) {
+            return Ok(());
+        }
+        Err(AllocError::wrong_allocator("pool", self.allocator.device().id(), allocator.device().id()))
+    }
+
+    /// Allocates from this pool.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc`].
+    pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        let _route = self.route_thread();
+        self.allocator.alloc(bytes, stream)
+    }
+
+    /// Until the result is dropped, everything that the calling thread allocates from the allocator comes from this pool.
+    /// Scopes nest; the innermost counts.
+    pub fn route_thread(&self) -> PoolRoute {
+        let number = NEXT_ROUTE.fetch_add(1, Ordering::Relaxed);
+        let shell = self.allocator.shell();
+        let mut core = shell.core();
+        core.pools.routes.push((std::thread::current().id(), number, self.id));
+        shell.special().fetch_or(special::ROUTED, Ordering::Relaxed);
+        PoolRoute { allocator: self.allocator.clone(), number, not_send: PhantomData }
+    }
+
+    /// Gives the pool's unused memory back to the device; tells how many bytes. Waits for its blocks that other streams still use,
+    /// and for launches of graphs whose captures allocated from the pool; those graphs must not be launched again. Nothing goes
+    /// while what must be waited for cannot be, because a stream captures.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn empty_cache(&self) -> Result<u64, AllocError> {
+        let core = self.allocator.shell().core();
+        let Some(private) = core.pools.find(self.id) else { return Ok(0) };
+        let (numbers, launched) = (private.numbers, core.launches_of(private));
+        drop(core);
+        self.allocator.synchronize_all(&launched)?;
+        if launched.iter().any(|(timeline, after)| !timeline.is_known_done(after.saturating_sub(1))) {
+            return Ok(0);
+        }
+        self.allocator.synchronize_pending(|pool| numbers.contains(&pool))?;
+        self.allocator.synchronize_free(|pool| numbers.contains(&pool))?;
+        self.release(numbers)
+    }
+
+    fn release(&self, numbers: [u16; 2]) -> Result<u64, AllocError> {
+        let segments = self
+            .allocator
+            .release_where(|whole| numbers.into_iter().flat_map(|number| whole.whole_segments(number)).collect())?;
+        Ok(segments + self.allocator.trim_paged(0, &|pool| numbers.contains(&pool))?)
+    }
+
+    /// Closes the pool, and gives back what nobody uses any more. What is left is covered by events: it can be learnt later that it is
+    /// done, while the streams capture, too.
+    fn close(&self) -> Result<(), AllocError> {
+        let shell = self.allocator.shell();
+        let launched = shell.core().close_pool(self.id);
+        self.allocator.poll(&launched)?;
+        let numbers = shell.core().pools.find(self.id).map(|private| private.numbers);
+        let free = shell.whole().free_not_done(|pool| numbers.is_some_and(|numbers| numbers.contains(&pool)));
+        self.allocator.poll(&free)?;
+        let core = shell.core();
+        let Some(private) = core.pools.find(self.id).filter(|private| private.is_released()) else { return Ok(()) };
+        let numbers = private.numbers;
+        drop(core);
+        self.release(numbers).map(|_| ())
+    }
+}
+
+impl Drop for PrivatePool {
+    fn drop(&mut self) {
+        if let Err(error) = self.close() {
+            tracing::warn!(%error, "a private pool's memory could not be released; the next release tries again");
+        }
+    }
+}
+
+/// While it lives, the thread that made it allocates from a private pool.
+#[derive(Debug)]
+#[must_use = "the thread goes back to the pools it used before when this is dropped"]
+pub struct PoolRoute {
+    allocator: Allocator,
+    number: u64,
+    /// Routes belong to the thread that made them.
+    not_send: PhantomData<*const ()>,
+}
+
+impl Drop for PoolRoute {
+    fn drop(&mut self) {
+        let shell = self.allocator.shell();
+        let mut core = shell.core();
+        core.pools.routes.retain(|&(_, number, _)| number != self.number);
+        if core.pools.routes.is_empty() {
+            shell.special().fetch_and(!special::ROUTED, Ordering::Relaxed);
+        }
+    }
+}

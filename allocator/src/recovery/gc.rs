@@ -1,0 +1,61 @@
+//! Garbage collection by age: releases segments that have not been used for long once much of the limit is in use.
+//!
+//! As in PyTorch, `garbage_collection_threshold` is a share of the limit; without a limit it is, unlike there, a share of
+//! the device's memory. Only whole, free segments of the large pool are collected. A round releases every one that is at
+//! least as old as the average, rather than stopping at the target, so that rounds are rare.
+
+use crate::allocator::Allocator;
+use crate::error::AllocError;
+use crate::shell::core::Place;
+use crate::shell::whole::Whole;
+
+const LARGE_POOL: u16 = 1;
+
+impl Allocator {
+    /// Collects if the threshold is set and passed.
+    pub(crate) fn collect_garbage(&self) -> Result<(), AllocError> {
+        let threshold = self.config().garbage_collection_threshold;
+        if threshold <= 0.0 {
+            return Ok(());
+        }
+        let limit = self.limit().unwrap_or(self.device().info().total_bytes);
+        let threshold_bytes = share(limit, threshold);
+        let reserved = self.shell().core().reserved;
+        let mut target = reserved.saturating_sub(threshold_bytes);
+        while target > 0 {
+            let released = self.release_where(Whole::aged)?;
+            if released == 0 {
+                break;
+            }
+            target = target.saturating_sub(released);
+        }
+        Ok(())
+    }
+}
+
+impl Whole {
+    /// Whole free segments of the large pool that are at least as old as their average.
+    ///
+    /// Age is counted in searches, by each arena for itself; here, and when a stream first allocates, all catch up with the
+    /// busiest one. So segments of streams that do nothing grow old, too.
+    fn aged(&mut self) -> Vec<Place> {
+        self.synchronize_searches();
+        let searches = self.heaps().map(|heap| heap.pools[usize::from(LARGE_POOL)].searches).max().unwrap_or(0);
+        let age = |place: &Place| searches.saturating_sub(self.region(*place).age_base);
+        let segments: Vec<Place> = self.whole_segments(LARGE_POOL).collect();
+        let total: u64 = segments.iter().map(age).sum();
+        let average = total.checked_div(segments.len() as u64).unwrap_or(0);
+        segments.into_iter().filter(|place| age(place) >= average).collect()
+    }
+}
+
+/// A share of a number of bytes.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "a share in [0, 1] of fewer than 2^53 bytes"
+)]
+pub(crate) fn share(bytes: u64, share: f64) -> u64 {
+    (bytes as f64 * share) as u64
+}

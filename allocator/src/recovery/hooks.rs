@@ -1,0 +1,231 @@
+//! What others register with an allocator: reclaimers that free memory under pressure (`reclaim.rs`), and observers of OOM and of
+//! mappings.
+//!
+//! They run without any lock of the heap held, so they may free from the same allocator, and reclaimers and observers of OOM may
+//! allocate. A panic in one of them stays there.
+
+use std::any::Any;
+use std::cell::Cell;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::LocalKey;
+
+use parking_lot::Mutex;
+
+use crate::allocator::Allocator;
+use crate::recovery::oom::OomReport;
+use crate::recovery::reclaim::{Reclaim, Reclaimer};
+
+/// What happens to the memory behind addresses, as observers of [`Allocator::observe_mappings`] are told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MappingChange {
+    /// These addresses are about to lose their memory; nobody uses them. If the driver then refuses, [`MappingChange::Mapped`]
+    /// says that they still have it.
+    BeforeUnmap {
+        /// First address.
+        addr: u64,
+        /// Length in bytes.
+        bytes: u64,
+    },
+    /// There is memory behind these addresses, which the device and its peers can access.
+    Mapped {
+        /// First address.
+        addr: u64,
+        /// Length in bytes.
+        bytes: u64,
+    },
+}
+
+type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
+type MappingObserver = Arc<dyn Fn(&MappingChange) + Send + Sync>;
+
+impl Allocator {
+    /// Registers `observe`, called with the report before an out-of-memory error is returned. It runs with no lock of the allocator
+    /// held, on the thread that made the request, so it may free and allocate; an allocation that fails in it is an error there, of which no
+    /// observer is told. A panic in it is logged, and stays there: the caller gets the error all the same.
+    pub fn observe_oom(&self, observe: impl Fn(&OomReport) + Send + Sync + 'static) -> Registration {
+        self.hooks().add_observer(Arc::new(observe))
+    }
+
+    /// Registers `observe`, told about memory that is about to be unmapped and memory that was mapped: by growth, by moving
+    /// memory, by giving it back, by [`crate::Growable`], and by [`Allocator::sleep`] and [`Allocator::wake`]. It is for parties that
+    /// keep tables of mapped memory, such as network libraries that register it. Segments are not told about, nor is what goes
+    /// when the allocator itself ends.
+    ///
+    /// It runs with no lock of the heap held, on the thread that needs the change, so it delays that thread, and it may free. It
+    /// must not allocate, which could make it run again without end, nor call what changes mappings or waits for such changes to
+    /// end: [`Allocator::empty_cache`], [`Allocator::trim_to`], [`Allocator::pin_mapping`], [`Allocator::sleep`], [`Allocator::wake`],
+    /// [`Allocator::enable_peer_access`], and dropping a [`crate::PrivatePool`]. A panic in it is logged, and stays there: the
+    /// change takes place all the same.
+    ///
+    /// ```
+    /// use std::sync::{Arc, Mutex};
+    /// use aquifer_allocator::{Allocator, Config, MappingChange};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let mapped = Arc::new(Mutex::new(0));
+    /// let seen = mapped.clone();
+    /// let registration = allocator.observe_mappings(move |change| match *change {
+    ///     MappingChange::Mapped { bytes, .. } => *seen.lock().unwrap() += bytes,
+    ///     MappingChange::BeforeUnmap { bytes, .. } => *seen.lock().unwrap() -= bytes,
+    ///     _ => {}
+    /// });
+    /// drop(allocator.alloc(100 << 20, device.default_stream())?);
+    /// assert_eq!(*mapped.lock().unwrap(), 100 << 20);
+    /// allocator.empty_cache()?;
+    /// assert_eq!(*mapped.lock().unwrap(), 0);
+    /// drop(registration); // not told any more
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn observe_mappings(&self, observe: impl Fn(&MappingChange) + Send + Sync + 'static) -> Registration {
+        self.hooks().add_mapping_observer(Arc::new(observe))
+    }
+}
+
+#[derive(Default)]
+pub(crate) struct Hooks {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    next: u64,
+    /// Most willing first.
+    reclaimers: Vec<Reclaimer>,
+    observers: Vec<(u64, Observer)>,
+    mapping_observers: Vec<(u64, MappingObserver)>,
+}
+
+impl Hooks {
+    pub(crate) fn add_reclaimer(self: &Arc<Self>, priority: i32, name: &str, reclaim: Reclaim) -> Registration {
+        let mut state = self.state.lock();
+        let number = state.number();
+        state.reclaimers.push(Reclaimer { number, priority, name: name.to_owned(), reclaim });
+        state.reclaimers.sort_by_key(|reclaimer| (std::cmp::Reverse(reclaimer.priority), reclaimer.number));
+        Registration { hooks: self.clone(), number }
+    }
+
+    pub(crate) fn add_observer(self: &Arc<Self>, observe: Observer) -> Registration {
+        let mut state = self.state.lock();
+        let number = state.number();
+        state.observers.push((number, observe));
+        Registration { hooks: self.clone(), number }
+    }
+
+    pub(crate) fn add_mapping_observer(self: &Arc<Self>, observe: MappingObserver) -> Registration {
+        let mut state = self.state.lock();
+        let number = state.number();
+        state.mapping_observers.push((number, observe));
+        Registration { hooks: self.clone(), number }
+    }
+
+    pub(crate) fn about_to_unmap(&self, addr: u64, bytes: u64) {
+        self.tell(&MappingChange::BeforeUnmap { addr, bytes });
+    }
+
+    pub(crate) fn mapped(&self, addr: u64, bytes: u64) {
+        self.tell(&MappingChange::Mapped { addr, bytes });
+    }
+
+    fn tell(&self, change: &MappingChange) {
+        let observers: Vec<MappingObserver> =
+            self.state.lock().mapping_observers.iter().map(|(_, observe)| observe.clone()).collect();
+        for observe in observers {
+            // What the driver is in the middle of must come to its end, or memory would be lost.
+            contained(&format_args!("an observer of mappings, told of {change:?},"), || observe(change));
+        }
+    }
+
+    /// The reclaimers, most willing first.
+    pub(crate) fn reclaimers(&self) -> Vec<Reclaimer> {
+        self.state.lock().reclaimers.clone()
+    }
+
+    pub(crate) fn notify(&self, report: &OomReport) {
+        let Some(_within) = Within::enter(&NOTIFYING) else { return };
+        let observers: Vec<Observer> = self.state.lock().observers.iter().map(|(_, observe)| observe.clone()).collect();
+        for observe in observers {
+            contained(&"an observer of out-of-memory errors", || observe(report));
+        }
+    }
+}
+
+impl State {
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+}
+
+thread_local! {
+    static NOTIFYING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// While it lives, this thread is within calls of one kind.
+pub(crate) struct Within(&'static LocalKey<Cell<bool>>);
+
+impl Within {
+    /// `None` if the thread is within one already.
+    pub(crate) fn enter(kind: &'static LocalKey<Cell<bool>>) -> Option<Within> {
+        (!kind.replace(true)).then_some(Within(kind))
+    }
+}
+
+impl Drop for Within {
+    fn drop(&mut self) {
+        self.0.set(false);
+    }
+}
+
+/// Runs what others registered. A panic in it is logged, with `what` it is, and goes no further: the thread may be in the middle of
+/// something that must come to its end. `None` is a panic.
+pub(crate) fn contained<T>(what: &dyn fmt::Display, run: impl FnOnce() -> T) -> Option<T> {
+    catch_unwind(AssertUnwindSafe(run))
+        .inspect_err(|panic| tracing::error!("{what} panicked, and is passed over: {}", message(panic.as_ref())))
+        .ok()
+}
+
+/// What a panic says.
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref().map(String::as_str));
+    text.unwrap_or("without a message")
+}
+
+/// Keeps a reclaimer or observer registered until it is dropped.
+#[must_use = "dropping the registration ends it"]
+pub struct Registration {
+    hooks: Arc<Hooks>,
+    number: u64,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let mut state = self.hooks.state.lock();
+        // Taken out first and dropped after the lock: what they captured may itself talk to the allocator when dropped.
+        let reclaimer = state.reclaimers.iter().position(|reclaimer| reclaimer.number == self.number);
+        let reclaimer = reclaimer.map(|at| state.reclaimers.remove(at));
+        let observer = state.observers.iter().position(|&(number, _)| number == self.number);
+        let observer = observer.map(|at| state.observers.remove(at));
+        let mapping_observer = state.mapping_observers.iter().position(|&(number, _)| number == self.number);
+        let mapping_observer = mapping_observer.map(|at| state.mapping_observers.remove(at));
+        drop(state);
+        drop((reclaimer, observer, mapping_observer));
+    }
+}
+
+impl fmt::Debug for Registration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Registration").field("number", &self.number).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Hooks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = self.state.lock();
+        let reclaimers: Vec<_> = state.reclaimers.iter().map(|of| (of.priority, &of.name)).collect();
+        f.debug_struct("Hooks").field("reclaimers", &reclaimers).field("observers", &state.observers.len()).finish()
+    }
+}

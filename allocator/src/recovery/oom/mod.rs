@@ -1,0 +1,254 @@
+//! The out-of-memory report: what was asked for, what there was, and what would have made it fit (`advice.rs`).
+
+mod advice;
+
+use std::collections::HashMap;
+use std::fmt;
+
+use aquifer_device::MemoryInfo;
+
+use crate::accounting::counters::Hot;
+use crate::accounting::unusable_index;
+use crate::allocator::Allocator;
+use crate::backing::segments::Refusal;
+use crate::error::AllocError;
+use crate::format::Bytes;
+use crate::heap::{Block, State};
+use crate::history::{Action, Subject};
+use crate::shell::core::Request;
+use crate::shell::whole::Whole;
+use crate::size_class::{MIN_LARGE_ALLOC, PoolKind};
+use crate::tags::Tag;
+
+pub use advice::Advice;
+
+/// How many tags and how many pieces of advice a report lists.
+const LISTED: usize = 5;
+
+/// What the ladder did before it gave up.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Tried {
+    pub(crate) refusal: Option<Refusal>,
+    pub(crate) released: u64,
+    pub(crate) reclaimed: u64,
+    /// Whether the request is for memory apart from heaps.
+    pub(crate) apart: bool,
+}
+
+/// Why a request could not be served. All sizes are bytes.
+///
+/// Its `Display` reads like PyTorch's message and then explains.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct OomReport {
+    /// Ordinal of the device.
+    pub device: u32,
+    /// Name of the device for people, such as `Simulated H100 80GB`.
+    pub device_name: String,
+    /// Bytes that the caller asked for.
+    pub requested: u64,
+    /// Bytes that would have been taken from the device for it, if nothing that is free here helped.
+    pub segment: u64,
+    /// The part of them that the device would have had to give, because no memory that is free here can be moved there.
+    pub from_device: u64,
+    /// Our own number of the stream it was for.
+    pub stream_id: u32,
+    /// The private pool it was for.
+    pub pool: Option<(u64, u64)>,
+    /// What refused the last attempt to take memory from the device.
+    pub refusal: Option<Refusal>,
+    /// The limit on reserved bytes, if there is one.
+    pub limit: Option<u64>,
+    /// Bytes to be left free on the device.
+    pub headroom: u64,
+    /// Free and total bytes of the device, if the driver tells.
+    pub memory: Option<MemoryInfo>,
+    /// Bytes in live blocks, rounding included.
+    pub allocated: u64,
+    /// Bytes that holders of live blocks asked for.
+    pub requested_live: u64,
+    /// Bytes held from the device.
+    pub reserved: u64,
+    /// The part of them that private pools hold.
+    pub reserved_by_private_pools: u64,
+    /// The largest free block of the request's pool, whoever owns it.
+    pub largest_free: u64,
+    /// Free bytes of the request's pool.
+    pub free_in_pool: u64,
+    /// The share of free bytes that a request of this size cannot use, 0 to 1 (Gorman & Whitcroft).
+    pub unusable_index: f64,
+    /// Bytes that other streams still use though they were given back, by stream waited for.
+    pub waiting: Vec<(u32, u64)>,
+    /// Bytes used on the device but not held by this allocator: contexts, libraries, other processes.
+    pub held_by_others: Option<u64>,
+    /// The largest sums of live bytes by tag; `None` is what carries no tag.
+    pub largest_tags: Vec<(Option<String>, u64)>,
+    /// Bytes given back to the device while trying to serve the request.
+    pub released: u64,
+    /// Bytes that reclaimers said they freed while trying.
+    pub reclaimed: u64,
+    /// What would have made the request fit, most helpful first.
+    pub advice: Vec<Advice>,
+}
+
+impl Allocator {
+    /// Counts, traces and reports a request that nothing served, and tells the observers.
+    #[cold]
+    pub(crate) fn out_of_memory(&self, request: &Request, tried: Tried) -> AllocError {
+        let memory = self.device().memory_info().ok();
+        let shell = self.shell();
+        let mut whole = shell.whole();
+        shell.counters.num_ooms.add(1);
+        let (pool, free) = (whole.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
+        let subject = Subject { addr: free, size: request.size, slot: request.slot, tag: request.tag, pool };
+        shell.history.lock().note(Action::Oom, subject);
+        let mut report = whole.report(request, tried);
+        report.segment = self.growth_bytes(&whole, request);
+        let lacking = if tried.apart { None } else { whole.lacking_bytes(request) };
+        report.from_device = lacking.unwrap_or(report.segment);
+        drop(whole);
+        report.device = self.device().info().ordinal;
+        report.device_name.clone_from(&self.device().info().name);
+        report.limit = self.limit();
+        report.headroom = self.config().headroom;
+        report.memory = memory;
+        report.allocated = shell.read(Hot::Bytes).all.current;
+        report.requested_live = shell.read(Hot::Requested).all.current;
+        report.held_by_others = memory.map(|memory| (memory.total - memory.free).saturating_sub(report.reserved));
+        report.advise(self.shares_segment(request));
+        tracing::debug!(requested = report.requested, reserved = report.reserved, "out of memory");
+        self.hooks().notify(&report);
+        AllocError::OutOfMemory(Box::new(report))
+    }
+
+    /// Whether the request would get a part of a segment that others share.
+    fn shares_segment(&self, request: &Request) -> bool {
+        let classes = self.classes();
+        let is_medium = classes.pool(request.size) == PoolKind::Large && request.size < MIN_LARGE_ALLOC;
+        is_medium && self.paged_granule_for(request).is_none() && !self.config().no_cache
+    }
+}
+
+impl Whole {
+    /// The part of the report that is read under the lock.
+    fn report(&self, request: &Request, tried: Tried) -> OomReport {
+        let free: Vec<&Block> = self.free_blocks(request.pool).collect();
+        let sizes = || free.iter().map(|block| block.size);
+        let private = |number| self.pools.owner_of(number);
+        let of_private = self.heaps().flat_map(|heap| {
+            let regions = heap.regions().filter(|region| private(region.pool).is_some());
+            regions.flat_map(|region| heap.mapped_ranges(region)).map(|(_, bytes)| bytes)
+        });
+        let reserved_by_private_pools = of_private.sum();
+        OomReport {
+            device: 0,
+            device_name: String::new(),
+            requested: request.requested,
+            segment: 0,
+            from_device: 0,
+            stream_id: request.slot,
+            pool: private(request.pool).map(|private| private.id),
+            refusal: tried.refusal,
+            limit: None,
+            headroom: 0,
+            memory: None,
+            allocated: 0,
+            requested_live: 0,
+            reserved: self.reserved,
+            reserved_by_private_pools,
+            largest_free: sizes().max().unwrap_or(0),
+            free_in_pool: sizes().sum(),
+            unusable_index: unusable_index(sizes(), request.size),
+            waiting: self.waiting_bytes(),
+            held_by_others: None,
+            largest_tags: self.largest_tags(),
+            released: tried.released,
+            reclaimed: tried.reclaimed,
+            advice: self.advice_from_blocks(request, &free),
+        }
+    }
+
+    fn largest_tags(&self) -> Vec<(Option<String>, u64)> {
+        let mut by_tag: HashMap<u32, u64> = HashMap::new();
+        let blocks = self.heaps().flat_map(|heap| heap.blocks.iter()).map(|(_, block)| block);
+        for block in blocks.filter(|block| block.state == State::Live) {
+            *by_tag.entry(block.tag).or_default() += block.size;
+        }
+        for owned in self.paged.iter().flat_map(|paged| paged.owned.values()).filter(|owned| owned.size > 0) {
+            *by_tag.entry(owned.tag.0).or_default() += owned.size;
+        }
+        let mut tags: Vec<(u32, u64)> = by_tag.into_iter().collect();
+        tags.sort_by_key(|&(tag, bytes)| (std::cmp::Reverse(bytes), tag));
+        tags.truncate(LISTED);
+        tags.into_iter().map(|(tag, bytes)| (Tag(tag).name().map(|name| name.to_string()), bytes)).collect()
+    }
+}
+
+impl fmt::Display for OomReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let OomReport { device, requested, reserved, allocated, .. } = *self;
+        write!(f, "out of memory. Tried to allocate {}. GPU {device} ({}) ", Bytes(requested), self.device_name)?;
+        match self.memory {
+            Some(memory) => {
+                write!(f, "has a total capacity of {} of which {} is free. ", Bytes(memory.total), Bytes(memory.free))?;
+            }
+            None => write!(f, "did not tell how much memory is free. ")?,
+        }
+        if let Some(limit) = self.limit {
+            write!(f, "{} allowed; ", Bytes(limit))?;
+        }
+        if let Some(others) = self.held_by_others.filter(|&others| others > 0) {
+            write!(f, "{} is held by others than this allocator. ", Bytes(others))?;
+        }
+        let unallocated = reserved.saturating_sub(allocated);
+        write!(f, "{} is allocated and {} is reserved but unallocated", Bytes(allocated), Bytes(unallocated))?;
+        match self.reserved_by_private_pools {
+            0 => write!(f, ".")?,
+            pools => write!(f, "; of both together, private pools hold {}.", Bytes(pools))?,
+        }
+        self.explain(f)
+    }
+}
+
+impl OomReport {
+    fn explain(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let percent = self.unusable_index * 100.0;
+        write!(
+            f,
+            "\n  free in its pool: {}, the largest piece {}; {percent:.0} % of it is unusable for this request",
+            Bytes(self.free_in_pool),
+            Bytes(self.largest_free)
+        )?;
+        match self.refusal {
+            Some(Refusal::Limit) => write!(f, "\n  refused by: the limit, for a segment of {}", Bytes(self.segment))?,
+            Some(Refusal::Headroom) => {
+                write!(
+                    f,
+                    "\n  refused by: the headroom of {}, for a segment of {}",
+                    Bytes(self.headroom),
+                    Bytes(self.segment)
+                )?;
+            }
+            Some(Refusal::Addresses) => {
+                write!(f, "\n  refused by: the device's address space, for {}", Bytes(self.segment))?
+            }
+            Some(Refusal::Device) => write!(f, "\n  refused by: the device, for a segment of {}", Bytes(self.segment))?,
+            None => {}
+        }
+        if self.released > 0 || self.reclaimed > 0 {
+            let (released, reclaimed) = (Bytes(self.released), Bytes(self.reclaimed));
+            write!(f, "\n  tried before: {released} given back to the device, {reclaimed} freed by reclaimers")?;
+        }
+        for (tag, bytes) in &self.largest_tags {
+            match tag {
+                // Names are the caller's, who may have put anything into them.
+                Some(tag) => write!(f, "\n  live: {} {tag:?}", Bytes(*bytes))?,
+                None => write!(f, "\n  live: {} (without a tag)", Bytes(*bytes))?,
+            }
+        }
+        for advice in &self.advice {
+            write!(f, "\n  it would fit: {advice}")?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,169 @@
+//! Reclaimers: what frees memory when a request would fail otherwise, and how it is asked.
+//!
+//! What a reclaimer frees may be in pieces that do not serve the request, so all are asked again, in rounds, as long as there are
+//! some that free something. What each round asks for is twice that of the round before, up to all that the device has, so there
+//! are few rounds: the second asks for a granule or a segment at least. Whoever freed nothing is not asked again for that request.
+
+use std::cell::Cell;
+use std::sync::Arc;
+
+use crate::allocator::Allocator;
+use crate::recovery::hooks::{Registration, Within, contained};
+use crate::shell::core::Request;
+
+/// What a reclaimer is asked for.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct ReclaimRequest {
+    /// Bytes to free, if there are so many: at first what the failing request needs; when that did not serve it, more each time.
+    pub bytes: u64,
+    /// Our own number of the stream it is for.
+    pub stream_id: u32,
+}
+
+pub(crate) type Reclaim = Arc<dyn Fn(&ReclaimRequest) -> u64 + Send + Sync>;
+
+/// A registered reclaimer.
+#[derive(Clone)]
+pub(crate) struct Reclaimer {
+    pub(crate) number: u64,
+    pub(crate) priority: i32,
+    pub(crate) name: String,
+    pub(crate) reclaim: Reclaim,
+}
+
+impl Allocator {
+    /// Registers `reclaim`, which is asked for memory when a request would fail otherwise: when unused memory has gone back to the
+    /// device and streams were waited for, and neither helped. It frees what it can, [`ReclaimRequest::bytes`] or more, by
+    /// dropping handles, and returns how many bytes that was. 0 says that it has nothing.
+    ///
+    /// *How often.* Reclaimers of higher `priority` are asked first, equal ones in the order of registration. After each that freed
+    /// something the request is tried again, once streams that still use the memory are done with it. When all were asked and
+    /// the request still does not fit, as what was freed is in pieces, they are asked again for twice as much, and so on up to
+    /// all that the device has; those that returned 0 or panicked are left out. So a request fails only when reclaimers have
+    /// nothing more, and one that only says that it frees memory is asked a bounded number of times.
+    ///
+    /// *Where.* It runs on the thread that made the request, and on several at once where several run out of memory. The allocator
+    /// holds no lock, but the caller may: a reclaimer that shares a lock with code that allocates must only try it, and return 0
+    /// if it is taken.
+    ///
+    /// *What it may do.* It may free and allocate, from this allocator as well. An allocation that fails in it is an error
+    /// there, and asks no reclaimers. It may end registrations, its own included. A panic in it is logged and stays there; it
+    /// counts as having freed nothing, though what it did free serves the request all the same.
+    ///
+    /// ```
+    /// use std::sync::{Arc, Mutex};
+    /// use aquifer_allocator::{Allocation, Allocator, Config};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::parse("64MiB")?));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let stream = device.default_stream();
+    /// let cache = Arc::new(Mutex::new(Vec::<Allocation>::new()));
+    /// let evicted = cache.clone();
+    /// let registration = allocator.register_reclaimer(0, "cache", move |request| {
+    ///     let Ok(mut cache) = evicted.try_lock() else { return 0 };
+    ///     let mut freed = 0;
+    ///     while freed < request.bytes {
+    ///         let Some(block) = cache.pop() else { break };
+    ///         freed += block.bytes();
+    ///     }
+    ///     freed
+    /// });
+    /// for _ in 0..60 {
+    ///     let block = allocator.alloc(1 << 20, stream)?;
+    ///     cache.lock().unwrap().push(block); // not locked while it allocates
+    /// }
+    /// let large = allocator.alloc(40 << 20, stream)?; // 36 blocks are evicted for it
+    /// assert!(cache.lock().unwrap().len() >= 20);
+    /// # drop((large, registration));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn register_reclaimer(
+        &self,
+        priority: i32,
+        name: &str,
+        reclaim: impl Fn(&ReclaimRequest) -> u64 + Send + Sync + 'static,
+    ) -> Registration {
+        self.hooks().add_reclaimer(priority, name, Arc::new(reclaim))
+    }
+
+    /// Begins to ask reclaimers on behalf of a request.
+    pub(crate) fn ask_reclaimers(&self, request: &Request) -> Asking<'_> {
+        Asking {
+            allocator: self,
+            request: ReclaimRequest { bytes: request.size, stream_id: request.slot },
+            least_again: self.growth_bytes(&self.shell().core(), request),
+            round: self.reclaimers().into_iter(),
+            spent: Vec::new(),
+            fruitful: false,
+        }
+    }
+
+    /// The reclaimers, most willing first; none while this thread runs one already.
+    fn reclaimers(&self) -> Vec<Reclaimer> {
+        if RECLAIMING.get() { Vec::new() } else { self.hooks().reclaimers() }
+    }
+}
+
+/// Reclaimers in the course of being asked.
+pub(crate) struct Asking<'a> {
+    allocator: &'a Allocator,
+    request: ReclaimRequest,
+    /// What the second round asks for at least.
+    least_again: u64,
+    /// Those still to be asked in this round.
+    round: std::vec::IntoIter<Reclaimer>,
+    /// Numbers of those that have nothing.
+    spent: Vec<u64>,
+    /// Whether any freed something in this round.
+    fruitful: bool,
+}
+
+impl Asking<'_> {
+    /// Asks until one may have freed something, so that the request is worth another try; tells how many bytes it says. `None` once
+    /// all have nothing, or were asked for everything.
+    pub(crate) fn ask(&mut self) -> Option<u64> {
+        loop {
+            for reclaimer in self.round.by_ref() {
+                if self.spent.contains(&reclaimer.number) {
+                    continue;
+                }
+                let freed = run(&reclaimer, &self.request);
+                if freed.unwrap_or(0) == 0 {
+                    self.spent.push(reclaimer.number);
+                }
+                self.fruitful |= freed.is_some_and(|freed| freed > 0);
+                if freed != Some(0) {
+                    // One that panicked may have freed something before it did.
+                    return Some(freed.unwrap_or(0));
+                }
+            }
+            if !self.begin_round() {
+                return None;
+            }
+        }
+    }
+
+    /// Asks for more from here on, unless nobody has any, or everything was asked for.
+    fn begin_round(&mut self) -> bool {
+        let all = self.allocator.device().info().total_bytes;
+        if !std::mem::take(&mut self.fruitful) || self.request.bytes >= all {
+            return false;
+        }
+        self.request.bytes = self.request.bytes.saturating_mul(2).max(self.least_again).min(all);
+        self.round = self.allocator.reclaimers().into_iter();
+        true
+    }
+}
+
+thread_local! {
+    static RECLAIMING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs a reclaimer, during which this thread asks no others; tells what it says to have freed, or `None` if it panicked.
+fn run(reclaimer: &Reclaimer, request: &ReclaimRequest) -> Option<u64> {
+    let _within = Within::enter(&RECLAIMING);
+    let freed = contained(&format_args!("the reclaimer {:?}", reclaimer.name), || (reclaimer.reclaim)(request));
+    tracing::debug!(reclaimer = %reclaimer.name, bytes = request.bytes, freed, "a reclaimer was asked for memory");
+    freed
+}

@@ -1,0 +1,448 @@
+//! An arena: the heap of one stream, under a lock of its own. Allocation for a stream takes a free block of its arena, and
+//! dropping a handle gives the block back to the arena that it came from; both need that lock alone.
+//!
+//! Arenas are never deallocated but recycled with their shell, so a handle refers to its arena by a plain reference. Each has
+//! its own queue of remote frees and its own counters, on cache lines of its own.
+//!
+//! Invariants:
+//! * an arena is *open* from the stream's first allocation until the shell is recycled; blocks live in open arenas only;
+//! * whoever takes the lock first applies the remote frees queued before;
+//! * the streams that own blocks here are known by their timelines.
+//!
+//! Lock order: the core's lock, arenas by ascending stream, then leaves (history, publishing, lists). Whoever works in one
+//! arena alone takes its lock with no other held.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+use aquifer_device::Timeline;
+use crossbeam::queue::SegQueue;
+use crossbeam::utils::CachePadded;
+
+use crate::accounting::tally::{OwnCounters, Tally, Writer};
+use crate::backing::paged::Milestones;
+use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange, State, kind_of};
+use crate::history::{Action, Actions, Subject};
+use crate::shell::core::{Granted, Request};
+use crate::shell::{SharedFree, Shell};
+use crate::size_class::{PoolKind, SizeClasses};
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::{Mutex, MutexGuard};
+use crate::tags::Tag;
+
+/// A free that found the lock taken.
+#[derive(Debug)]
+struct RemoteFree {
+    block: BlockId,
+    /// The stream whose later work the memory is handed to, where it is not the one of the allocation.
+    on: Option<u32>,
+}
+
+#[derive(Debug, Default)]
+struct Remote {
+    frees: SegQueue<RemoteFree>,
+    pending: AtomicBool,
+}
+
+pub(crate) struct Arena {
+    pub(crate) shell: &'static Shell,
+    pub(crate) slot: u32,
+    desk: CachePadded<Mutex<Desk>>,
+    pub(crate) own: CachePadded<OwnCounters>,
+    remote: CachePadded<Remote>,
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Arena").field("slot", &self.slot).finish_non_exhaustive()
+    }
+}
+
+/// What an arena's lock protects.
+#[derive(Debug, Default)]
+pub(crate) struct Desk {
+    /// Who counts where; [`Writer::NOBODY`] while the arena is not open.
+    writer: Writer,
+    /// Live blocks.
+    pub(crate) live: u64,
+    pub(crate) heap: Heap,
+    pub(crate) classes: SizeClasses,
+    pub(crate) crosses_streams: bool,
+    pub(crate) records_history: bool,
+    /// Whether memory comes in granules.
+    pub(crate) is_paged: bool,
+    pub(crate) milestones: Milestones,
+    /// How often the stream was served from what it has away from home.
+    pub(crate) borrows: u64,
+    pub(crate) device_id: u32,
+    timeline: Option<Arc<Timeline>>,
+    /// Timelines of other streams that own blocks here.
+    borrowers: BTreeMap<u32, Arc<Timeline>>,
+    /// Operations since the heap's identities were last checked.
+    #[cfg(debug_assertions)]
+    unchecked: usize,
+}
+
+/// Why a free needs more than the arena: other streams use the block.
+#[derive(Debug)]
+struct Shared;
+
+impl Arena {
+    pub(crate) fn new(shell: &'static Shell, slot: u32) -> Arena {
+        let (desk, own, remote) = (CachePadded::default(), CachePadded::default(), CachePadded::default());
+        Arena { shell, slot, desk, own, remote }
+    }
+
+    /// Takes the lock and applies the remote frees queued so far. `None` while the arena is not open, or if the calling
+    /// thread has yet to be made known.
+    #[inline]
+    pub(crate) fn enter(&'static self) -> Option<Guard> {
+        self.admit(self.desk.lock())
+    }
+
+    #[inline]
+    fn admit(&'static self, desk: MutexGuard<'static, Desk>) -> Option<Guard> {
+        if desk.writer != Writer::this_thread() && desk.writer != Writer::SEVERAL {
+            return None;
+        }
+        let guard = Guard { arena: self, desk };
+        // Not by reference: what is passed on in registers must not be forced into memory.
+        Some(if self.has_remote_frees() { guard.drained() } else { guard })
+    }
+
+    /// Takes the lock for somebody who takes all of them.
+    pub(crate) fn lock_with_all(&'static self) -> Guard {
+        self.with_all(self.desk.lock())
+    }
+
+    pub(crate) fn try_lock_with_all(&'static self) -> Option<Guard> {
+        Some(self.with_all(self.desk.try_lock()?))
+    }
+
+    fn with_all(&'static self, desk: MutexGuard<'static, Desk>) -> Guard {
+        Guard { arena: self, desk }
+    }
+
+    /// Looks at, or marks, a block without giving or taking any.
+    pub(crate) fn look<R>(&'static self, look: impl FnOnce(&mut Desk) -> R) -> R {
+        look(&mut self.desk.lock())
+    }
+
+    /// Gives a block back: at once if the lock is free, else through the queue. Never blocks while the allocator is open.
+    ///
+    /// Not inlined, so that of a handle only these words are read, in registers.
+    #[inline(never)]
+    pub(crate) fn free(&'static self, block: BlockId, on: Option<u32>) {
+        match self.desk.try_lock() {
+            Some(desk) => match self.admit(desk) {
+                Some(guard) => self.free_in(guard, block, on),
+                None => self.free_as_stranger(block, on),
+            },
+            None => self.free_remotely(block, on),
+        }
+    }
+
+    #[inline(always)]
+    fn free_in(&'static self, mut guard: Guard, block: BlockId, on: Option<u32>) {
+        match guard.free(block, on) {
+            Ok(()) => {
+                let last = guard.live == 0;
+                drop(guard);
+                if last && self.shell.is_closed() {
+                    self.shell.recycle_if_unused();
+                }
+            }
+            Err(Shared) => {
+                drop(guard);
+                self.shell.free_shared(SharedFree { arena: self, block, on });
+            }
+        }
+    }
+
+    /// A free by a thread that is not known to be at work here.
+    #[cold]
+    fn free_as_stranger(&'static self, block: BlockId, on: Option<u32>) {
+        if self.shell.try_admit_thread()
+            && let Some(guard) = self.desk.try_lock().and_then(|desk| self.admit(desk))
+        {
+            return self.free_in(guard, block, on);
+        }
+        self.free_remotely(block, on);
+    }
+
+    #[cold]
+    fn free_remotely(&'static self, block: BlockId, on: Option<u32>) {
+        self.remote.frees.push(RemoteFree { block, on });
+        // A swap, not a store, here and in `drain`: whoever clears the flag thereby sees every entry whose push had set it.
+        self.remote.pending.swap(true, Ordering::SeqCst);
+        // Either this sees that the shell closed, or `close`, which sets the flag and then drains, sees the entry.
+        if self.shell.is_closed() {
+            self.shell.recycle_if_unused();
+        }
+    }
+
+    /// Whether frees are queued.
+    #[inline]
+    pub(crate) fn has_remote_frees(&self) -> bool {
+        self.remote.pending.load(Ordering::Acquire)
+    }
+
+    #[cfg(all(test, aquifer_shuttle))]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.remote.frees.is_empty() && self.desk.lock().live == 0
+    }
+}
+
+/// An arena whose lock is held. Two words, which stay in registers from where the lock is taken to where it is released: copying
+/// it, and handles, through memory cost about 40 ns a hot pair.
+#[derive(Debug)]
+pub(crate) struct Guard {
+    pub(crate) arena: &'static Arena,
+    desk: MutexGuard<'static, Desk>,
+}
+
+impl Deref for Guard {
+    type Target = Desk;
+
+    #[inline]
+    fn deref(&self) -> &Desk {
+        &self.desk
+    }
+}
+
+impl DerefMut for Guard {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut Desk {
+        &mut self.desk
+    }
+}
+
+impl Guard {
+    /// Changes who counts where. All locks are held.
+    pub(crate) fn set_writer(&mut self, writer: Writer) {
+        self.desk.writer = writer;
+    }
+
+    /// Where operations count now.
+    #[inline]
+    pub(crate) fn tally(&self) -> Tally {
+        let (shell, own) = (self.arena.shell, &*self.arena.own);
+        if self.desk.writer == Writer::SEVERAL { Tally::Own(shell, own) } else { Tally::Shared(shell) }
+    }
+
+    #[inline]
+    pub(crate) fn drain_pending(&mut self) {
+        if self.arena.remote.pending.load(Ordering::Acquire) {
+            self.drain();
+        }
+    }
+
+    #[cold]
+    fn drained(mut self) -> Guard {
+        self.drain();
+        self
+    }
+
+    #[cold]
+    pub(crate) fn drain(&mut self) {
+        let arena = self.arena;
+        // Cleared first: an entry pushed from here on sets it again.
+        arena.remote.pending.swap(false, Ordering::SeqCst);
+        while let Some(RemoteFree { block, on }) = arena.remote.frees.pop() {
+            if let Err(Shared) = self.free(block, on) {
+                // Whoever takes all locks applies it. If the shell is closed, who queued it here will do so.
+                arena.shell.queue_shared(SharedFree { arena, block, on });
+            }
+        }
+    }
+
+    /// Serves a request of the arena's stream from the free blocks that it may reuse at once.
+    pub(crate) fn take_own(&mut self, request: &Request) -> Option<Granted> {
+        self.take_own_hot(request)
+    }
+
+    /// The same, compiled into its caller, so that request and result stay in registers.
+    #[inline(always)]
+    pub(crate) fn take_own_hot(&mut self, request: &Request) -> Option<Granted> {
+        let desk = &mut *self.desk;
+        desk.milestones.searches += 1;
+        let retaken = desk.heap.retake(&desk.classes, request.pool, request.size, request.requested);
+        let (block, change) = match retaken {
+            Some((block, given)) => {
+                self.split_touched(kind_of(request.pool), given);
+                (block, SplitChange::default())
+            }
+            None => {
+                self.merge_resting();
+                let desk = &mut *self.desk;
+                desk.heap.take_best(&desk.classes, request.pool, request.size, request.requested)?
+            }
+        };
+        Some(self.taken(request, block, change))
+    }
+
+    /// Takes the request's bytes from a free block that its stream may use.
+    pub(crate) fn take(&mut self, request: &Request, free: BlockId) -> Granted {
+        let desk = &mut *self.desk;
+        let (block, change) = desk.heap.take(&desk.classes, free, request.slot, request.size, request.requested);
+        self.taken(request, block, change)
+    }
+
+    /// Accounts for a block that became live.
+    #[inline(always)]
+    fn taken(&mut self, request: &Request, id: BlockId, change: SplitChange) -> Granted {
+        let block = &mut self.desk.heap.blocks[id];
+        block.tag = request.tag.0;
+        let (addr, size, kind) = (block.addr, block.size, kind_of(block.pool));
+        self.desk.live += 1;
+        self.tally().allocated(kind, size, request.requested);
+        self.split_changed(kind, change);
+        if self.desk.classes.is_oversize(size) {
+            self.tally().oversize(true);
+        }
+        self.note(Action::Alloc, id);
+        self.debug_check();
+        Granted { arena: self.arena, block: id, addr }
+    }
+
+    /// Gives a live block back; `on` is the stream that its memory is handed to, where that is not its own.
+    #[inline(always)]
+    fn free(&mut self, id: BlockId, on: Option<u32>) -> Result<(), Shared> {
+        let block = &self.desk.heap.blocks[id];
+        debug_assert_eq!(block.state, State::Live);
+        let (size, requested, owner, shared) = (block.size, block.requested, block.owner, block.shared);
+        let kind = kind_of(block.pool);
+        let heir = match on.filter(|&on| on != owner) {
+            None if !shared => owner,
+            Some(on) if !shared && self.desk.crosses_streams => on,
+            _ => return Err(Shared),
+        };
+        self.note(Actions::FREE, id);
+        self.given_back(size);
+        self.tally().freed(kind, size, requested);
+        let after = self.desk.tick_of(heir);
+        if heir == self.desk.heap.home && owner == heir {
+            self.merge_resting();
+            self.desk.heap.give_to_rest(id, after);
+            self.debug_check();
+        } else {
+            self.complete(id, heir, after, after);
+        }
+        Ok(())
+    }
+
+    /// Accounts for a live block of `size` bytes that its holder gave back.
+    #[inline]
+    pub(crate) fn given_back(&mut self, size: u64) {
+        self.desk.live -= 1;
+        self.desk.milestones.freed += size;
+        if self.desk.classes.is_oversize(size) {
+            self.tally().oversize(false);
+        }
+    }
+
+    /// Records what happened now to a live or waiting block, if history is on.
+    #[inline]
+    pub(crate) fn note(&self, actions: impl Into<Actions>, id: BlockId) {
+        if self.desk.records_history {
+            self.note_always(actions.into(), id);
+        }
+    }
+
+    #[inline(never)]
+    fn note_always(&self, actions: Actions, id: BlockId) {
+        let &Block { addr, requested: size, owner: slot, tag, pool, .. } = &self.desk.heap.blocks[id];
+        let pool = self.desk.heap.pools[usize::from(pool)].history_id;
+        self.arena.shell.history.lock().note(actions, Subject { addr, size, slot, tag: Tag(tag), pool });
+    }
+
+    /// A block that was given back, and is accounted for, becomes free: reusable by `owner` at once, by others after `after`. Its
+    /// memory itself was used until `last_use`.
+    #[inline]
+    pub(crate) fn complete(&mut self, id: BlockId, owner: u32, after: u64, last_use: u64) {
+        self.merge_resting();
+        let kind = kind_of(self.desk.heap.blocks[id].pool);
+        if self.desk.is_paged {
+            self.desk.heap.note_last_use(id, owner, last_use);
+        }
+        let (_, change) = self.desk.heap.give(id, owner, after);
+        self.split_changed(kind, change);
+        self.debug_check();
+    }
+
+    /// Merges the block that rests, if one does.
+    #[inline]
+    pub(crate) fn merge_resting(&mut self) {
+        if let Some(id) = self.desk.heap.resting() {
+            let kind = kind_of(self.desk.heap.blocks[id].pool);
+            let change = self.desk.heap.merge_resting();
+            self.split_changed(kind, change);
+        }
+    }
+
+    /// Pieces of segments are counted. Mapped memory has none, as in PyTorch: what is free of it can go back to the device.
+    #[inline(always)]
+    pub(crate) fn split_changed(&self, kind: PoolKind, change: SplitChange) {
+        if change != SplitChange::default() && !self.desk.is_paged {
+            self.tally().pieces(kind, change.count, change.bytes);
+        }
+    }
+
+    /// The count of pieces changed and changed back.
+    #[inline(always)]
+    fn split_touched(&self, kind: PoolKind, change: SplitChange) {
+        if change != SplitChange::default() && !self.desk.is_paged {
+            self.tally().touch_pieces(kind, change.count, change.bytes);
+        }
+    }
+
+    /// Checks the heap's identities, in debug builds, now and then: a whole check costs as much as there are blocks, so as
+    /// many operations as that pass in between.
+    #[inline]
+    fn debug_check(&mut self) {
+        #[cfg(debug_assertions)]
+        {
+            let desk = &mut *self.desk;
+            desk.unchecked += 1;
+            if desk.unchecked > 64 + desk.heap.blocks.records_count() {
+                desk.unchecked = 0;
+                debug_assert_eq!(desk.heap.check(), Ok(()));
+            }
+        }
+    }
+}
+
+impl Desk {
+    /// Opens the arena of the stream with this timeline.
+    pub(crate) fn open(&mut self, timeline: &Arc<Timeline>, is_paged: bool) {
+        self.heap = Heap::new(timeline.id(), if is_paged { IndexKind::Bins } else { IndexKind::Exact });
+        self.is_paged = is_paged;
+        if is_paged {
+            self.milestones.start();
+        }
+        self.device_id = timeline.device_id();
+        self.timeline = Some(timeline.clone());
+    }
+
+    /// Where the stream's timeline must have got to for everything enqueued so far to be done.
+    #[inline]
+    fn tick_of(&self, slot: u32) -> u64 {
+        let timeline = if slot == self.heap.home { self.timeline.as_ref() } else { self.borrowers.get(&slot) };
+        debug_assert!(timeline.is_some(), "the owner of a block is known");
+        timeline.map_or(0, |timeline| timeline.now() + 1)
+    }
+
+    /// Whether the stream may own blocks here.
+    pub(crate) fn knows(&self, slot: u32) -> bool {
+        slot == self.heap.home || self.borrowers.contains_key(&slot)
+    }
+
+    /// Lets a stream own blocks here.
+    pub(crate) fn know(&mut self, timeline: &Arc<Timeline>) {
+        if !self.knows(timeline.id()) {
+            self.borrowers.insert(timeline.id(), timeline.clone());
+        }
+    }
+}

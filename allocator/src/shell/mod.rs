@@ -1,0 +1,309 @@
+//! The shell around an allocator's state: the core's lock, the arenas, the queue of frees that need both, and the counters
+//! read without a lock.
+//!
+//! Shells are never deallocated: they are recycled through a process-wide list, and their arenas with them. So an
+//! [`crate::Allocation`] refers to its arena by a plain `&'static Arena`: no reference count per allocation, no unsafe code,
+//! and nothing can dangle.
+//!
+//! Invariants:
+//! * a shell is recycled only when it is *closed* (no handle of the allocator is left) and no allocation is live, and once
+//!   in each life: several threads may find it so, the first empties it, and an empty core is not recycled;
+//! * whoever takes all locks first applies the frees queued before, in arenas and here;
+//! * once a shell is closed, a free that queued waits for all locks, so that the last one cannot be left behind.
+//!
+//! Lock order: the core's lock, arenas by ascending stream, and then leaves: history, publishing, the list of idle shells.
+//! No timeline is locked under them: of timelines only atomic values are read there. While one is held there is no driver
+//! call, no wait, no foreign code. The list of buried devices is a leaf too, and devices are dropped outside it.
+
+pub(crate) mod arena;
+pub(crate) mod core;
+#[cfg(all(test, aquifer_shuttle))]
+mod schedules;
+mod table;
+pub(crate) mod whole;
+
+use aquifer_device::{DevicePtr, Stream};
+use crossbeam::queue::SegQueue;
+use crossbeam::utils::CachePadded;
+
+use crate::accounting::PoolStats;
+use crate::accounting::counter::{Counter, Sum};
+use crate::accounting::counters::{Counters, Hot};
+use crate::heap::BlockId;
+use crate::history::History;
+use crate::shell::arena::{Arena, Desk, Guard};
+use crate::shell::core::Core;
+use crate::shell::table::Table;
+use crate::shell::whole::Whole;
+use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use crate::sync::{Mutex, MutexGuard};
+
+/// Reasons why an allocation may not take the short way, as bits of [`Shell::special()`].
+pub(crate) mod special {
+    /// Blocks wait for other streams and are polled before each search.
+    pub(crate) const WAITING: u32 = 1;
+    /// Some thread routes its allocations to a private pool.
+    pub(crate) const ROUTED: u32 = 2;
+    /// Tags come from the current tracing span.
+    pub(crate) const SPANS: u32 = 4;
+    /// Nothing is cached: every allocation goes to the driver.
+    pub(crate) const NO_CACHE: u32 = 8;
+    /// Mapped memory was given back for a while, and nothing is allocated.
+    pub(crate) const ASLEEP: u32 = 16;
+}
+
+/// A free of a block that other streams use too: it needs the core.
+#[derive(Debug)]
+pub(crate) struct SharedFree {
+    pub(crate) arena: &'static Arena,
+    pub(crate) block: BlockId,
+    /// The stream whose later work the memory is handed to, where it is not the one of the allocation.
+    pub(crate) on: Option<u32>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Shell {
+    /// What every operation reads and few write.
+    read: CachePadded<Read>,
+    /// Which arenas there are; those of earlier lives are not open.
+    pub(crate) arenas: Table,
+    core: CachePadded<Mutex<Core>>,
+    shared_frees: SegQueue<SharedFree>,
+    shared_pending: AtomicBool,
+    pub(crate) history: CachePadded<Mutex<History>>,
+    /// Held while counters that several arenas write to are written.
+    pub(crate) publishing: CachePadded<Mutex<()>>,
+    pub(crate) counters: CachePadded<Counters>,
+}
+
+#[derive(Debug, Default)]
+struct Read {
+    closed: AtomicBool,
+    /// Bits of [`special`].
+    special: AtomicU32,
+}
+
+#[cfg(not(aquifer_shuttle))]
+mod lists {
+    use aquifer_device::Device;
+    use parking_lot::Mutex;
+
+    use super::Shell;
+
+    /// Shells between two lives.
+    pub(super) static IDLE: Mutex<Vec<&'static Shell>> = Mutex::new(Vec::new());
+
+    /// Devices whose memory was given up where no driver call may be made. They are closed when the last handle of an allocator is
+    /// dropped, theirs or another one, or when the next allocator is made.
+    pub(super) static BURIED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
+}
+
+/// The same lists, empty at the start of each modelled execution: what a scheduler hands out is bound to one.
+#[cfg(aquifer_shuttle)]
+mod lists {
+    use aquifer_device::Device;
+    use parking_lot::Mutex;
+
+    use super::Shell;
+
+    shuttle::lazy_static! {
+        pub(super) static ref IDLE: Mutex<Vec<&'static Shell>> = Mutex::new(Vec::new());
+        pub(super) static ref BURIED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
+    }
+}
+
+use lists::{BURIED, IDLE};
+
+impl Shell {
+    /// A shell around `core`.
+    pub(crate) fn open(core: Core, history: History, special: u32) -> &'static Shell {
+        close_buried();
+        let idle = IDLE.lock().pop();
+        let shell = idle.unwrap_or_else(|| Box::leak(Box::default()));
+        shell.counters.clear();
+        shell.read.special.store(special, Ordering::Relaxed);
+        *shell.history.lock() = history;
+        // Before the core is placed: whoever comes late from the shell's last life then finds it either empty or open.
+        shell.read.closed.store(false, Ordering::SeqCst);
+        *shell.core.lock() = core;
+        shell
+    }
+
+    /// Bits of [`special`].
+    #[inline]
+    pub(crate) fn special(&self) -> &AtomicU32 {
+        &self.read.special
+    }
+
+    /// Whether memory may be away because the allocator sleeps. One load.
+    pub(crate) fn is_asleep(&self) -> bool {
+        self.special().load(Ordering::Relaxed) & special::ASLEEP != 0
+    }
+
+    /// Takes the core's lock.
+    pub(crate) fn core(&'static self) -> MutexGuard<'static, Core> {
+        self.core.lock()
+    }
+
+    /// Takes all locks and applies the frees queued so far.
+    pub(crate) fn whole(&'static self) -> Whole {
+        Whole::lock(self, self.core.lock())
+    }
+
+    /// As [`Shell::whole`], if no lock is taken.
+    fn try_whole(&'static self) -> Option<Whole> {
+        Whole::try_lock(self, self.core.try_lock()?)
+    }
+
+    /// Takes the lock of a stream's arena, which is opened if this is the stream's first allocation.
+    #[inline]
+    pub(crate) fn enter(&'static self, stream: &Stream) -> Guard {
+        match self.arenas.get(stream.id()).and_then(Arena::enter) {
+            Some(guard) => guard,
+            None => self.enter_first(stream),
+        }
+    }
+
+    #[cold]
+    fn enter_first(&'static self, stream: &Stream) -> Guard {
+        loop {
+            let mut whole = self.whole();
+            whole.open_arena(stream);
+            whole.admit_thread();
+            drop(whole);
+            // Another thread may be admitted here, but only a few times before there are several for good.
+            if let Some(guard) = self.arenas.get(stream.id()).and_then(Arena::enter) {
+                return guard;
+            }
+        }
+    }
+
+    /// Makes known that the calling thread is at work, unless that takes waiting for a lock.
+    pub(crate) fn try_admit_thread(&'static self) -> bool {
+        let whole = self.try_whole();
+        whole.map(|mut whole| whole.admit_thread()).is_some()
+    }
+
+    /// Applies frees queued before, if any: so that what is read afterwards includes them.
+    pub(crate) fn apply_queued_frees(&'static self) {
+        if self.shared_pending.load(Ordering::Acquire) || self.arenas.iter().any(Arena::has_remote_frees) {
+            drop(self.whole());
+        }
+    }
+
+    /// What arenas count of a quantity by themselves, by pool.
+    pub(crate) fn sums(&self, quantity: Hot) -> [Sum; 2] {
+        let mut sums = [Sum::default(); 2];
+        for arena in self.arenas.iter() {
+            for (sum, own) in sums.iter_mut().zip(arena.own.sums(quantity)) {
+                sum.current = sum.current.wrapping_add(own.current);
+                sum.increases = sum.increases.wrapping_add(own.increases);
+            }
+        }
+        sums
+    }
+
+    /// The values of a quantity now.
+    pub(crate) fn read(&self, quantity: Hot) -> PoolStats {
+        self.counters.hot(quantity).read_with(self.sums(quantity))
+    }
+
+    /// Counts one more of something, from a slow path.
+    pub(crate) fn count(&'static self, counter: impl FnOnce(&Counters) -> &Counter) {
+        let _core = self.core();
+        counter(&self.counters).add(1);
+    }
+
+    /// Gives a block back that other streams use too: at once if no lock is taken, else through the queue.
+    #[cold]
+    pub(crate) fn free_shared(&'static self, free: SharedFree) {
+        self.queue_shared(free);
+        // As for an arena's queue: either this sees that the shell closed, or `close` sees the entry.
+        if self.is_closed() {
+            self.recycle_if_unused();
+        } else {
+            // Taking all locks applies it.
+            drop(self.try_whole());
+        }
+    }
+
+    pub(crate) fn queue_shared(&self, free: SharedFree) {
+        self.shared_frees.push(free);
+        // A swap, not a store, here and in `pop_shared`: whoever clears the flag sees every entry whose push had set it.
+        self.shared_pending.swap(true, Ordering::SeqCst);
+    }
+
+    /// Whether the queue was not empty since the last time.
+    pub(crate) fn take_shared_pending(&self) -> bool {
+        self.shared_pending.load(Ordering::Acquire) && self.shared_pending.swap(false, Ordering::SeqCst)
+    }
+
+    pub(crate) fn pop_shared(&self) -> Option<SharedFree> {
+        self.shared_frees.pop()
+    }
+
+    /// Whether the last handle of the allocator is gone.
+    #[inline]
+    pub(crate) fn is_closed(&self) -> bool {
+        self.read.closed.load(Ordering::SeqCst)
+    }
+
+    /// The last handle of the allocator is gone.
+    pub(crate) fn close(&'static self) {
+        self.read.closed.store(true, Ordering::SeqCst);
+        let mut whole = self.whole();
+        // Whatever the flags seem to be: an entry pushed before the store above must not be left behind.
+        whole.drain();
+        self.recycle_whole_if_unused(whole);
+    }
+
+    /// Recycles the shell if it is closed and unused, after applying the frees queued so far. A thread that closed it, or
+    /// gave back its last block, may come here after another one recycled it, and even in its next life; then it finds an
+    /// empty core, or an allocator that is open or is as done for as its own was.
+    #[cold]
+    pub(crate) fn recycle_if_unused(&'static self) {
+        self.recycle_whole_if_unused(self.whole());
+    }
+
+    fn recycle_whole_if_unused(&'static self, whole: Whole) {
+        if whole.device.is_some() && whole.live() == 0 && self.is_closed() {
+            self.recycle(whole);
+        }
+    }
+
+    /// Empties the shell and makes it available to the next allocator. Makes no driver call: the segments are freed when
+    /// somebody next talks to the device.
+    #[cold]
+    fn recycle(&'static self, mut whole: Whole) {
+        let (core, desks) = whole.empty();
+        let history = std::mem::take(&mut *self.history.lock());
+        // Pushed under the lock: whoever saw this shell closed and comes late finds an empty core and does nothing.
+        IDLE.lock().push(self);
+        drop(whole);
+        drop(history);
+        bury(core, desks);
+    }
+}
+
+/// Closes the buried devices that nobody else has a handle of. Those of others stay as they are: whoever uses one gives back what
+/// was given up there when it next needs memory, and would miss what another thread is just giving back.
+pub(crate) fn close_buried() {
+    // Taken out first: this calls drivers, which must not happen under a lock.
+    let buried = std::mem::take(&mut *BURIED.lock());
+    drop(buried);
+}
+
+/// Hands every segment to the device, to be freed when somebody next talks to it, and lets the device go. It stays open until
+/// driver calls are allowed again.
+fn bury(mut core: Core, desks: Vec<Desk>) {
+    let Some(device) = core.device.take() else { return };
+    for region in desks.iter().flat_map(|desk| desk.heap.regions()).filter(|region| !region.is_paged()) {
+        device.free_later(DevicePtr(region.addr));
+    }
+    if let Some(paged) = core.paged.take() {
+        paged.bury(&device);
+    }
+    // The device goes last: whoever closes it must not leave its driver to the timelines that this thread drops.
+    drop((core, desks));
+    BURIED.lock().push(device);
+}

@@ -1,0 +1,80 @@
+//! The locks and atomics whose interleavings matter: the heap's lock and those of `std`, or with `--cfg aquifer_shuttle`, which is
+//! for the crate's own tests alone, counterparts that hand every interleaving to a scheduler (`ci/schedules`).
+//!
+//! Locks that are leaves, under which nothing here waits or calls out, need no counterpart and are parking_lot's.
+
+#[cfg(not(aquifer_shuttle))]
+mod lock;
+
+#[cfg(not(aquifer_shuttle))]
+pub(crate) use lock::{Mutex, MutexGuard};
+#[cfg(not(aquifer_shuttle))]
+pub(crate) use std::sync::atomic;
+
+#[cfg(aquifer_shuttle)]
+pub(crate) use modelled::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+#[cfg(aquifer_shuttle)]
+pub(crate) use shuttle::sync::atomic;
+
+#[cfg(not(aquifer_shuttle))]
+pub(crate) use of_threads::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+#[cfg(not(aquifer_shuttle))]
+mod of_threads {
+    pub(crate) type RwLockReadGuard<'a> = parking_lot::RwLockReadGuard<'a, ()>;
+    pub(crate) type RwLockWriteGuard<'a> = parking_lot::RwLockWriteGuard<'a, ()>;
+
+    /// A lock of nothing but time.
+    #[derive(Debug, Default)]
+    pub(crate) struct RwLock(parking_lot::RwLock<()>);
+
+    impl RwLock {
+        pub(crate) fn read(&self) -> RwLockReadGuard<'_> {
+            self.0.read()
+        }
+
+        pub(crate) fn write(&self) -> RwLockWriteGuard<'_> {
+            self.0.write()
+        }
+    }
+}
+
+#[cfg(aquifer_shuttle)]
+mod modelled {
+    pub(crate) use shuttle::sync::MutexGuard;
+    pub(crate) type RwLockReadGuard<'a> = shuttle::sync::RwLockReadGuard<'a, ()>;
+    pub(crate) type RwLockWriteGuard<'a> = shuttle::sync::RwLockWriteGuard<'a, ()>;
+    use shuttle::sync::{PoisonError, TryLockError};
+
+    /// A scheduled mutex with the interface of parking_lot's.
+    #[derive(Debug, Default)]
+    pub(crate) struct Mutex<T>(shuttle::sync::Mutex<T>);
+
+    impl<T> Mutex<T> {
+        pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        }
+
+        pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+            match self.0.try_lock() {
+                Ok(guard) => Some(guard),
+                Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) => None,
+            }
+        }
+    }
+
+    /// A scheduled lock of nothing but time.
+    #[derive(Debug, Default)]
+    pub(crate) struct RwLock(shuttle::sync::RwLock<()>);
+
+    impl RwLock {
+        pub(crate) fn read(&self) -> RwLockReadGuard<'_> {
+            self.0.read().unwrap_or_else(PoisonError::into_inner)
+        }
+
+        pub(crate) fn write(&self) -> RwLockWriteGuard<'_> {
+            self.0.write().unwrap_or_else(PoisonError::into_inner)
+        }
+    }
+}

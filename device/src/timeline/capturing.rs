@@ -1,0 +1,106 @@
+//! A timeline while its stream captures: which capture the stream is part of, and what is refused meanwhile (T5).
+
+use std::sync::Arc;
+
+use super::{Kind, State, Timeline};
+use crate::capture::Scope;
+use crate::driver::{CaptureStatus, Driver, DriverKind, RawStream};
+use crate::error::{Code, DeviceError, Operation, Result};
+use crate::sync::atomic::Ordering;
+
+/// The identity of no device: there are never so many in a process.
+const NO_DEVICE: u32 = u32::MAX;
+
+impl Timeline {
+    /// Whether the stream is known to be part of a capture. No driver call.
+    pub(crate) fn is_capturing(&self) -> bool {
+        self.state.lock().capture.is_some()
+    }
+
+    /// The capture that the stream is known to be part of.
+    pub(crate) fn capture(&self) -> Option<Arc<Scope>> {
+        self.state.lock().capture.clone()
+    }
+
+    /// Refuses to go on while the stream captures and nobody said so: for slow paths, where a capture that somebody else began would
+    /// be broken, or its graph be given memory that others reuse. Asks the driver, on devices where others can begin one.
+    ///
+    /// # Errors
+    /// When the stream captures unannounced, and those of the driver.
+    pub fn refuse_unannounced_capture(&self) -> Result<()> {
+        self.refuse_unannounced(&self.state.lock())
+    }
+
+    pub(super) fn refuse_unannounced(&self, state: &State) -> Result<()> {
+        let others_capture = self.context.driver.info().kind == DriverKind::Cuda;
+        // The legacy stream never captures, another thread's stream cannot be asked about, and a handle that is gone is no stream.
+        if !others_capture || self.kind == Kind::Legacy || self.is_foreign() || state.closed || state.capture.is_some()
+        {
+            return Ok(());
+        }
+        match self.context.driver.capture_status(self.raw())? {
+            CaptureStatus::None => Ok(()),
+            _ => Err(capture_error(
+                Operation::CaptureStatus,
+                "somebody else captures the stream and did not say so; announce it with `Stream::announce_capture` or \
+                 `Allocator::capture` when it begins",
+            )),
+        }
+    }
+
+    /// Lets `begin` begin a capture. Under the lock, so that no event is recorded into it by mistake.
+    pub(crate) fn begin_capture(&self, scope: &Arc<Scope>, begin: impl FnOnce() -> Result<()>) -> Result<()> {
+        let mut state = self.state.lock();
+        if state.capture.is_some() {
+            return Err(capture_error(Operation::BeginCapture, "the stream captures already"));
+        }
+        begin()?;
+        self.enter(&mut state, scope);
+        Ok(())
+    }
+
+    /// Lets `wait` make the stream wait for an event recorded in a capture, by which the stream joins the capture.
+    pub(crate) fn join_capture(self: &Arc<Self>, scope: &Arc<Scope>, wait: impl FnOnce() -> Result<()>) -> Result<()> {
+        let mut state = self.state.lock();
+        wait()?;
+        if state.capture.is_none() && scope.join(self) {
+            self.enter(&mut state, scope);
+        }
+        Ok(())
+    }
+
+    fn enter(&self, state: &mut State, scope: &Arc<Scope>) {
+        state.capture = Some(scope.clone());
+        self.serves.store(NO_DEVICE, Ordering::Release);
+        self.context.captures.fetch_add(1, Ordering::AcqRel);
+        if self.kind == Kind::Blocking {
+            self.context.blocking_captures.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    /// Ends the stream's part in a capture.
+    pub(crate) fn end_capture(&self, scope: &Arc<Scope>) {
+        let mut state = self.state.lock();
+        let ended = state.capture.take_if(|current| Arc::ptr_eq(current, scope)).is_some();
+        if ended {
+            self.serves.store(self.context.device_id, Ordering::Release);
+            self.context.captures.fetch_sub(1, Ordering::AcqRel);
+        }
+        if ended && self.kind == Kind::Blocking {
+            self.context.blocking_captures.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+
+    /// Refuses a call on the legacy stream that would break the capture of a blocking stream (T5).
+    pub(super) fn spare_captures(&self, raw: RawStream, operation: Operation) -> Result<()> {
+        let legacy = Kind::of_unknown(raw) == Kind::Legacy;
+        if legacy && self.context.blocking_captures.load(Ordering::Acquire) > 0 {
+            return Err(capture_error(operation, "this would break the capture in progress on a blocking stream"));
+        }
+        Ok(())
+    }
+}
+
+pub(super) fn capture_error(operation: Operation, detail: &str) -> DeviceError {
+    DeviceError::new(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
+}

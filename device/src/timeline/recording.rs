@@ -1,0 +1,104 @@
+//! The events of a timeline: recording them, asking about them, and letting them go (T1 to T3).
+
+use super::capturing::capture_error;
+use super::{Recorded, Recording, State, Timeline};
+use crate::driver::RawStream;
+use crate::error::{Code, DeviceError, Operation, Result};
+use crate::sync::atomic::Ordering;
+
+/// Events of a stream, not known complete, from which on it is asked whether they are.
+const EVENTS_KEPT: usize = 64;
+
+impl Timeline {
+    /// Raises the counter, lets `record` record an event, and returns what that event covers and knows (T1, T2).
+    pub(crate) fn record_with(&self, record: impl FnOnce() -> Result<()>) -> Result<Recording> {
+        let state = self.state.lock();
+        let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
+        record().map(|()| Recording { covers, clock: state.clock.clone(), capture: state.capture.clone() })
+    }
+
+    /// Records the last event of the stream, so that all its ticks stay answerable, and closes it. If the stream is
+    /// destroyed, so that nobody enqueues on it any more, the event covers ticks taken later, too.
+    pub(crate) fn close(&self, destroyed: bool) -> Result<()> {
+        let mut state = self.state.lock();
+        let last = self.record(&mut state);
+        (state.closed, state.destroyed) = (true, destroyed);
+        last?;
+        if destroyed && let Some(last) = state.events.back_mut() {
+            // They show the count that it has now, and it is not raised any more.
+            last.covers += 1;
+        }
+        Ok(())
+    }
+
+    /// Serves a new stream from now on, if all work of the one before, which was destroyed, is done. Ticks count on, so that
+    /// those of the one before stay done, and those of the new stream are not.
+    pub(super) fn reopen(&self, raw: RawStream) -> Result<bool> {
+        let mut state = self.state.lock();
+        self.poll(&mut state)?;
+        if !state.closed || !self.is_known_done(self.now()) {
+            return Ok(false);
+        }
+        self.count.fetch_add(1, Ordering::AcqRel);
+        self.raw.store(raw.0, Ordering::Relaxed);
+        *state = State::default();
+        Ok(true)
+    }
+
+    /// The oldest event that covers tick `n`; records one if there is none.
+    pub(super) fn covering(&self, state: &mut State, n: u64) -> Result<Recorded> {
+        let first = state.events.partition_point(|recorded| recorded.covers <= n);
+        match state.events.get(first) {
+            Some(recorded) => Ok(recorded.clone()),
+            None => self.record(state),
+        }
+    }
+
+    fn record(&self, state: &mut State) -> Result<Recorded> {
+        if state.closed {
+            return Err(DeviceError::new(Operation::Record, Code::INVALID_HANDLE)
+                .with_detail("the stream was destroyed or released and its last event could not be recorded"));
+        }
+        if state.capture.is_some() {
+            return Err(capture_error(
+                Operation::Record,
+                "work of a capturing stream orders nothing outside of its graph: \
+                 use a stream that does not capture, or wait until the capture has ended",
+            ));
+        }
+        self.refuse_unannounced(state)?;
+        let on = if self.is_foreign() { RawStream::LEGACY } else { self.raw() };
+        self.spare_captures(on, Operation::Record)?;
+        let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
+        let event = self.context.record(on)?;
+        let recorded = Recorded { covers, clock: state.clock.clone(), event };
+        state.events.push_back(recorded.clone());
+        Ok(recorded)
+    }
+
+    pub(super) fn poll(&self, state: &mut State) -> Result<()> {
+        while let Some(oldest) = state.events.front() {
+            if !oldest.event.query()? {
+                break;
+            }
+            self.mark_done(oldest.covers);
+            state.events.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Lets the older half of the events go if there are many and it is complete: milestones must not pile up on a stream of
+    /// which nobody asks how far it got. One query for all of them.
+    pub(super) fn forget_old(&self, state: &mut State) -> Result<()> {
+        let half = state.events.len() / 2;
+        if half < EVENTS_KEPT / 2 {
+            return Ok(());
+        }
+        let newest = &state.events[half];
+        if newest.event.query()? {
+            self.mark_done(newest.covers);
+            state.events.drain(..=half).for_each(|older| older.event.note_complete());
+        }
+        Ok(())
+    }
+}
