@@ -1,32 +1,11 @@
 //! The commands that show things, as people run them: `fragmentation`, `oom` and `demo`.
 
-#![expect(clippy::unwrap_used, reason = "a test may fail")]
-
-use std::process::{Command, Output, Stdio};
-
-use serde_json::Value;
-
-fn stress(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_aquifer-stress")).args(args).stdin(Stdio::null()).output().unwrap()
-}
-
-/// The rows of a run that ends with `code`; nothing else may be on standard output.
-fn rows(code: i32, args: &[&str]) -> Vec<Value> {
-    let output = stress(&[args, &["--json"]].concat());
-    assert_eq!(output.status.code(), Some(code), "{}", String::from_utf8_lossy(&output.stderr));
-    let text = String::from_utf8(output.stdout).unwrap();
-    assert!(text.is_empty() || text.ends_with('\n'));
-    text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"))).collect()
-}
+use super::*;
 
 fn text(args: &[&str]) -> String {
     let output = stress(args);
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
-}
-
-fn bytes(row: &Value, key: &str) -> u64 {
-    row[key].as_u64().unwrap_or_else(|| panic!("{key} in {row}"))
 }
 
 fn has_keys(row: &Value, keys: &[&str]) {

@@ -1,19 +1,10 @@
 //! `transfer` as people run it.
 
-#![expect(clippy::unwrap_used, reason = "a test may fail")]
+use super::*;
 
-use std::process::Command;
-
-use serde_json::Value;
-
-fn rows(args: &[&str]) -> Vec<Value> {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_aquifer-stress"));
-    let output =
-        command.args(["--json", "--device", "sim:1GiB,jitter=off", "transfer", "--rounds", "1"]).args(args).output();
-    let output = output.unwrap();
-    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
-    let text = String::from_utf8(output.stdout).unwrap();
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+/// The rows of `transfer` on a device without jitter.
+fn measured(args: &[&str]) -> Vec<Value> {
+    rows(0, &[&["--device", "sim:1GiB,jitter=off", "transfer", "--rounds", "1"], args].concat())
 }
 
 fn number(row: &Value, key: &str) -> f64 {
@@ -22,7 +13,7 @@ fn number(row: &Value, key: &str) -> f64 {
 
 #[test]
 fn copies_are_measured_by_every_way_and_page_locked_ones_are_as_fast_as_the_driver_s() {
-    let rows = rows(&["--only", "copies", "--max-mb", "16"]);
+    let rows = measured(&["--only", "copies", "--max-mb", "16"]);
     let of = |direction: &str, method: &str| {
         let found = rows.iter().rfind(|row| row["direction"] == direction && row["method"] == method);
         found.unwrap_or_else(|| panic!("{direction} {method} is missing")).clone()
@@ -39,7 +30,7 @@ fn copies_are_measured_by_every_way_and_page_locked_ones_are_as_fast_as_the_driv
 
 #[test]
 fn batches_of_small_copies_save_calls() {
-    let rows = rows(&["--only", "small", "--max-mb", "1"]);
+    let rows = measured(&["--only", "small", "--max-mb", "1"]);
     let small: Vec<&Value> = rows.iter().filter(|row| row["bytes"] == 4096).collect();
     assert_eq!(small.len(), 2);
     assert!(small.iter().all(|row| number(row, "speedup") >= 5.0), "{small:?}");
@@ -47,14 +38,14 @@ fn batches_of_small_copies_save_calls() {
 
 #[test]
 fn copies_overlap_with_kernels_and_each_other() {
-    let rows = rows(&["--only", "overlap", "--max-mb", "16"]);
+    let rows = measured(&["--only", "overlap", "--max-mb", "16"]);
     assert_eq!(rows.len(), 3);
     assert!(rows.iter().all(|row| number(row, "overlap") >= 0.9), "{rows:?}");
 }
 
 #[test]
 fn the_ring_leaves_the_link_idle_for_at_most_a_tenth() {
-    let rows = rows(&["--only", "schedule"]);
+    let rows = measured(&["--only", "schedule"]);
     assert_eq!(rows.len(), 4);
     for row in &rows {
         assert!(number(row, "idle_share") <= 0.1 && row["intact"] == true, "{row}");
@@ -64,7 +55,7 @@ fn the_ring_leaves_the_link_idle_for_at_most_a_tenth() {
 #[test]
 fn wrong_arguments_are_refused() {
     for args in [["transfer", "--max-mb", "0"], ["transfer", "--rounds", "0"], ["transfer", "--only", "all"]] {
-        let output = Command::new(env!("CARGO_BIN_EXE_aquifer-stress")).args(args).output().unwrap();
+        let output = stress(&args);
         assert_eq!(output.status.code(), Some(2), "{args:?}");
         assert!(output.stdout.is_empty());
     }

@@ -1,0 +1,115 @@
+//! `fit` and `compare`.
+
+use super::*;
+
+#[test]
+fn fit_finds_a_boundary() {
+    const SEGMENTS: &str = "backing:segments,cross_stream:off";
+    let file = data("gpt2_fp32.trace.gz");
+    let row = &rows(0, &["fit", "--config", SEGMENTS, &file])[0];
+    assert_eq!(row.as_object().unwrap().len(), 5);
+    let smallest = bytes(row, "smallest_device_bytes");
+    assert_eq!(smallest, 32_335_986_688);
+    assert!((row["ratio"].as_f64().unwrap() - 1.0807).abs() < 1e-4);
+    for (bytes, code) in [(smallest, 0), (smallest - (2 << 20), 3)] {
+        let device = format!("sim:{bytes}");
+        let args = ["replay", "--repeat", "1", "--device", &device, "--config", SEGMENTS, &file];
+        assert_eq!(rows(code, &args).len(), 1);
+    }
+}
+
+pub(super) const COMPARE_KEYS: [&str; 18] = [
+    "row",
+    "trace",
+    "config",
+    "peak_requested_bytes",
+    "peak_reserved_bytes",
+    "reserved_over_requested",
+    "smallest_device_bytes",
+    "smallest_over_requested",
+    "allocs",
+    "driver_allocs",
+    "warm_driver_allocs",
+    "driver_time_modelled_us",
+    "warm_driver_time_modelled_us",
+    "worst_alloc_us",
+    "ns_per_op",
+    "yardstick_ns_per_op",
+    "ooms",
+    "hazards",
+];
+
+pub(super) const MEAN_KEYS: [&str; 17] = [
+    "row",
+    "config",
+    "traces",
+    "reserved_over_requested",
+    "worst_reserved_over_requested",
+    "smallest_over_requested",
+    "worst_smallest_over_requested",
+    "allocs",
+    "driver_allocs",
+    "warm_driver_allocs",
+    "driver_time_modelled_us",
+    "warm_driver_time_modelled_us",
+    "worst_alloc_us",
+    "ns_per_op",
+    "times_yardstick",
+    "ooms",
+    "hazards",
+];
+
+#[test]
+fn options_are_compared_side_by_side() {
+    let pytorch = br#"{"gpt2_fp32": {"events": 1, "configs": {
+        "default": {"options": "", "peak_reserved_bytes": 32388415488, "device_allocs": 212, "ooms": 0,
+                    "smallest_device_bytes": 32335986688, "ns_per_op_torch_2_15": 207.0},
+        "expandable": {"options": "expandable_segments:True", "peak_reserved_bytes": 30000000000, "device_allocs": 400,
+                       "ooms": 0}}}}"#;
+    let (figures, files) =
+        (Scratch::new("pytorch.json", pytorch), ["gpt2_fp32.trace.gz", "fsdp_start.trace"].map(data));
+    let args = ["compare", "--json", "--repeat", "2", "--pytorch", figures.path(), &files[0], &files[1]];
+    let output = stress(&args);
+    assert_eq!(output.status.code(), Some(0), "{}", errors(&output));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let (traces, means): (Vec<_>, Vec<_>) = text.lines().zip(&rows).partition(|(_, row)| row["row"] == "trace");
+    assert!(traces.iter().all(|(line, _)| keys(line) == COMPARE_KEYS), "{text}");
+    assert!(means.iter().all(|(line, _)| keys(line) == MEAN_KEYS), "{text}");
+    let find = |trace: &str, config: &str| {
+        rows.iter().find(|row| row["trace"] == trace && row["config"] == config).unwrap_or_else(|| panic!("{config}"))
+    };
+    let (ours, theirs) = (find("gpt2_fp32", "backing:segments,cross_stream:off"), find("gpt2_fp32", "pytorch"));
+    for key in ["peak_reserved_bytes", "smallest_device_bytes", "driver_allocs", "reserved_over_requested"] {
+        assert_eq!(ours[key], theirs[key], "{key}");
+    }
+    assert!(find("gpt2_fp32", "pytorch expandable_segments:True")["smallest_device_bytes"].is_null());
+    assert!(find("fsdp_start", "backing:segments")["hazards"] == 0);
+    assert!(
+        rows.iter().all(|row| row["trace"] != "fsdp_start" || !row["config"].as_str().unwrap().contains("pytorch"))
+    );
+    let mean = |config: &str| means.iter().map(|(_, row)| row).find(|row| row["config"] == config).unwrap();
+    assert_eq!(bytes(mean("backing:segments"), "traces"), 2);
+    assert_eq!(mean("pytorch")["reserved_over_requested"], theirs["reserved_over_requested"]);
+    assert!(mean("pytorch")["worst_alloc_us"].is_null());
+}
+
+#[test]
+fn compare_takes_configs_and_prints_tables() {
+    let file = data("fsdp_start.trace");
+    let output = stress(&["compare", "--repeat", "1", "--config", "", "--config", "no_cache:True", &file]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        ["fsdp_start: ", "the defaults", "no_cache:True", "All: "].iter().all(|part| text.contains(part)),
+        "{text}"
+    );
+    assert!(!text.contains("backing:segments"), "{text}");
+    for (content, reason) in [("{", "EOF"), ("{\"x\": 1}", "invalid type")] {
+        let figures = Scratch::new("damaged.json", content.as_bytes());
+        let output = stress(&["compare", "--pytorch", figures.path(), &file]);
+        assert_eq!(output.status.code(), Some(4));
+        assert!(errors(&output).contains(figures.path()) && errors(&output).contains(reason), "{}", errors(&output));
+    }
+    let rows = rows(4, &["compare", "--config", "", "--repeat", "1", "/no/such/file", &file]);
+    assert_eq!(rows.len(), 2);
+}

@@ -1,0 +1,70 @@
+//! The program as people run it: what it prints where, and how it ends.
+
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
+
+mod bench;
+mod compare;
+mod no_fake_driver;
+mod replay;
+mod shows;
+mod terms;
+mod transfer;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+fn data(name: &str) -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata").join(name).display().to_string()
+}
+
+fn stress(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_aquifer-stress")).args(args).stdin(Stdio::null()).output().unwrap()
+}
+
+fn errors(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+/// The rows of a run that ends with `code`; nothing else may be on standard output.
+fn rows(code: i32, args: &[&str]) -> Vec<Value> {
+    let output = stress(&[args, &["--json"]].concat());
+    assert_eq!(output.status.code(), Some(code), "{}", errors(&output));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.is_empty() || text.ends_with('\n'));
+    text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"))).collect()
+}
+
+/// The keys in the order they were printed in.
+fn keys(line: &str) -> Vec<String> {
+    let row: Value = serde_json::from_str(line).unwrap();
+    let mut keys: Vec<String> = row.as_object().unwrap().keys().cloned().collect();
+    keys.sort_by_key(|key| line.find(&format!("\"{key}\":")));
+    keys
+}
+
+fn bytes(row: &Value, key: &str) -> u64 {
+    row[key].as_u64().unwrap_or_else(|| panic!("{key} in {row}"))
+}
+
+/// A file of the test's own, removed at the end.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str, content: &[u8]) -> Scratch {
+        let path = std::env::temp_dir().join(format!("aquifer-stress-{}-{name}", std::process::id()));
+        std::fs::write(&path, content).unwrap();
+        Scratch(path)
+    }
+
+    fn path(&self) -> &str {
+        self.0.to_str().unwrap()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}

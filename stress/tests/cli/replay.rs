@@ -1,0 +1,271 @@
+//! `replay`, and what plays a program otherwise: what is counted, and how it ends.
+
+use super::*;
+
+const PYTORCH_LIKE: [&str; 4] = ["--device", "sim:192GiB", "--config", "backing:segments,cross_stream:off"];
+
+pub(super) const REPLAY_KEYS: [&str; 30] = [
+    "trace",
+    "config",
+    "device",
+    "lag",
+    "events",
+    "allocs",
+    "peak_requested_bytes",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "reserved_over_requested",
+    "ns_per_op",
+    "first_pass_ns_per_op",
+    "driver_calls",
+    "driver_allocs",
+    "driver_time_modelled_us",
+    "worst_alloc_us",
+    "stalls",
+    "remaps",
+    "granules_moved",
+    "warm_driver_calls",
+    "warm_driver_allocs",
+    "warm_driver_time_modelled_us",
+    "warm_worst_alloc_us",
+    "warm_stalls",
+    "driver_calls_by_pass",
+    "ooms",
+    "retries",
+    "events_recorded",
+    "stream_waits",
+    "hazards",
+];
+
+#[test]
+fn replay_prints_exactly_the_documented_keys() {
+    let file = data("fsdp_start.trace");
+    let output = stress(&["replay", "--json", &file]);
+    let line = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(keys(line.trim()), REPLAY_KEYS);
+    let output = stress(&["replay", "--json", "--yardstick", "--repeat", "2", &file]);
+    let line = String::from_utf8(output.stdout).unwrap();
+    let with_yardstick: Vec<&str> = REPLAY_KEYS.into_iter().chain(["yardstick_ns_per_op"]).collect();
+    assert_eq!(keys(line.trim()), with_yardstick);
+    let row: Value = serde_json::from_str(&line).unwrap();
+    assert!(row["ns_per_op"].as_f64().unwrap() > 0.0 && row["yardstick_ns_per_op"].as_f64().unwrap() > 0.0);
+    assert_eq!((row["trace"].as_str(), row["device"].as_str()), (Some("fsdp_start"), Some("sim:80GiB")));
+    assert_eq!(bytes(&row, "hazards"), 0);
+}
+
+#[test]
+fn bundled_traces_need_what_they_need_in_pytorch() {
+    // Trace, options, peaks of allocated and reserved bytes, driver allocations: PyTorch's own figures.
+    type Figures = (u64, u64, u64);
+    let figures: [(&str, [(&str, Figures); 3]); 2] = [
+        (
+            "gpt2_fp32.trace.gz",
+            [
+                ("", (29_936_449_024, 32_388_415_488, 212)),
+                (",max_split_size_mb:128", (0, 31_251_759_104, 239)),
+                (",roundup_power2_divisions:8", (0, 33_181_138_944, 214)),
+            ],
+        ),
+        (
+            "gnn_random_graphs.trace.gz",
+            [
+                ("", (21_222_508_032, 67_649_929_216, 50)),
+                (",max_split_size_mb:128", (0, 192 << 30, 0)),
+                (",roundup_power2_divisions:8", (0, 70_801_948_672, 50)),
+            ],
+        ),
+    ];
+    for (file, configs) in figures {
+        for (options, (allocated, reserved, calls)) in configs {
+            let config = format!("backing:segments,cross_stream:off{options}");
+            let file = data(file);
+            let rows = rows(0, &["replay", "--device", "sim:192GiB", "--config", &config, "--repeat", "2", &file]);
+            let [row] = &rows[..] else { panic!("{rows:?}") };
+            assert_eq!(bytes(row, "peak_reserved_bytes"), reserved, "{file} {config}");
+            assert!(allocated == 0 || bytes(row, "peak_allocated_bytes") == allocated, "{file} {config}");
+            assert!(calls == 0 || bytes(&row["driver_calls"], "cuMemAlloc") == calls, "{file} {config}");
+            assert_eq!((bytes(row, "ooms"), bytes(row, "hazards")), (0, 0));
+            assert_eq!(row["config"], Value::from(config));
+        }
+    }
+}
+
+#[test]
+fn the_driver_s_pool_plays_the_same_program() {
+    let trace = data("gpt2_fp32.trace.gz");
+    let row = &rows(0, &["--device", "sim:40GiB", "replay", "--repeat", "2", "--driver-pool", &trace])[0];
+    // The pool rounds nothing up, and the simulated one keeps nothing that is not in use.
+    assert_eq!((&row["pool_peak_reserved_bytes"], &row["pool_ooms"]), (&row["peak_requested_bytes"], &0.into()));
+    assert!(row["pool_ns_per_op"].as_f64().unwrap() > 0.0);
+}
+
+#[test]
+fn a_soak_tells_what_it_did_and_a_table_of_calls_what_they_cost() {
+    let soak = &rows(0, &["--device", "sim:1GiB", "soak", "--ops", "500", "--seeds", "2", "--threads", "2"])[0];
+    assert_eq!((&soak["operations"], &soak["seeds"], &soak["mismatches"]), (&1000.into(), &2.into(), &0.into()));
+    assert_eq!((&soak["not_given_back_bytes"], &soak["hazards"]), (&0.into(), &0.into()));
+    assert!(soak["blocks_verified"].as_u64().unwrap() > 100, "{soak}");
+    let calls = rows(0, &["--device", "sim:24GiB", "calls", "--rounds", "2"]);
+    let create = |row: &&Value| row["call"] == "cuMemCreate" && row["bytes"] == 2 << 20;
+    let create = calls.iter().find(create).unwrap();
+    assert_eq!((create["median_us"].as_f64(), &create["modelled"]), (Some(29.0), &true.into()));
+    for wrong in
+        [["soak", "--minutes", "0"], ["soak", "--ops", "0"], ["soak", "--threads", "0"], ["calls", "--rounds", "0"]]
+    {
+        assert_eq!(stress(&wrong).status.code(), Some(2), "{wrong:?}");
+    }
+}
+
+#[test]
+fn a_snapshot_replays_as_the_trace_of_the_same_run() {
+    let files = ["fsdp_start.trace", "fsdp_start.pickle.gz", "fsdp_start.json.gz"].map(data);
+    let files: Vec<&str> = files.iter().map(String::as_str).collect();
+    let mut rows = rows(0, &[&["replay"], &PYTORCH_LIKE[..], &files].concat());
+    assert_eq!(rows.len(), 3);
+    for row in &mut rows {
+        let row = row.as_object_mut().unwrap();
+        // What a pass leaves is freed in an order that differs, so later passes do, too.
+        row.retain(|key, _| !["ns_per_op", "warm_", "by_pass"].iter().any(|part| key.contains(part)));
+    }
+    assert_eq!(rows[0], rows[1]);
+    assert_eq!(rows[0], rows[2]);
+}
+
+#[test]
+fn configs_are_compared_in_one_run_and_figures_are_repeatable() {
+    let file = data("gnn_random_graphs.trace.gz");
+    let args = ["replay", "--repeat", "1", "--config", "", "--config", "max_split_size_mb:128", &file];
+    let [one, two] = [rows(0, &args), rows(0, &args)];
+    assert_eq!(one.len(), 2);
+    assert_eq!((one[0]["config"].as_str(), one[1]["config"].as_str()), (Some(""), Some("max_split_size_mb:128")));
+    for (one, two) in one.iter().zip(&two) {
+        assert_eq!(one["ns_per_op"], one["first_pass_ns_per_op"]);
+        let keys = ["peak_reserved_bytes", "driver_calls", "driver_time_modelled_us", "worst_alloc_us"];
+        let figures = |row: &Value| keys.map(|key| row[key].clone());
+        assert_eq!(figures(one), figures(two));
+    }
+    let output = stress(&args);
+    assert!(String::from_utf8(output.stdout).unwrap().lines().count() > 4, "a table for people");
+}
+
+#[test]
+fn driver_time_is_modelled_for_first_and_later_passes() {
+    let file = data("gpt2_fp32.trace.gz");
+    let row = |args: &[&str]| rows(0, &[&["replay", "--device", "sim:192GiB", &file], args].concat()).remove(0);
+    let number = |row: &Value, key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key} in {row}"));
+    let one = row(&["--repeat", "1", "--config", "backing:segments,cross_stream:off"]);
+    let allocations = bytes(&one["driver_calls"], "cuMemAlloc");
+    assert_eq!(bytes(&one, "driver_allocs"), allocations, "each took one segment");
+    assert_eq!(bytes(&one, "allocs") * 2, bytes(&one, "events"));
+    let (all, worst) = (number(&one, "driver_time_modelled_us"), number(&one, "worst_alloc_us"));
+    #[expect(clippy::cast_precision_loss, reason = "a small count")]
+    let least = allocations as f64 * 66.0;
+    assert!(all >= least && (66.0..all).contains(&worst), "{one}");
+    for key in ["warm_driver_calls", "warm_driver_allocs", "warm_driver_time_modelled_us", "warm_worst_alloc_us"] {
+        assert!(one[key].is_null(), "{key} in {one}");
+    }
+    let calls = |row: &Value| row["driver_calls"].as_object().unwrap().values().filter_map(Value::as_u64).sum::<u64>();
+    let warm = row(&["--repeat", "3", "--config", "backing:segments,cross_stream:off"]);
+    assert_eq!(warm["driver_calls_by_pass"], serde_json::json!([calls(&warm), 0, 0]));
+    assert_eq!((number(&warm, "warm_driver_calls"), number(&warm, "warm_worst_alloc_us")), (0.0, 0.0));
+    let uncached = row(&["--repeat", "3", "--config", "no_cache:True"]);
+    let passes: Vec<u64> =
+        uncached["driver_calls_by_pass"].as_array().unwrap().iter().filter_map(Value::as_u64).collect();
+    // What a pass leaves goes back to the driver in the next one.
+    assert!(passes[0] == calls(&uncached) && passes[1] > passes[0] && passes[1] == passes[2], "{passes:?}");
+    assert!(number(&uncached, "warm_driver_time_modelled_us") > number(&uncached, "driver_time_modelled_us"));
+    assert_eq!(bytes(&uncached, "driver_allocs"), bytes(&uncached, "allocs"));
+}
+
+#[test]
+fn a_device_may_lag() {
+    let file = Scratch::new("two.trace", b"a 0 30000000 0\nr 0 1\nf 0 0\na 1 30000000 0\nf 1 0\n");
+    let row = |lag: &str, device: &str, code| {
+        rows(
+            code,
+            &["replay", "--repeat", "2", "--lag", lag, "--device", device, "--config", "backing:segments", file.path()],
+        )
+        .remove(0)
+    };
+    // The second block needs the memory of the first, which another stream used: room for one block alone.
+    for (lag, stalls) in [("0", 0), ("1000", 1)] {
+        let small = row(lag, "sim:32MiB", 0);
+        assert_eq!(
+            (small["lag"].to_string(), bytes(&small, "stalls"), bytes(&small, "hazards")),
+            (lag.into(), stalls, 0)
+        );
+    }
+    let large = row("1000", "sim:1GiB", 0);
+    assert_eq!((bytes(&large, "stalls"), bytes(&large, "peak_reserved_bytes")), (0, 60 << 20), "{large}");
+    assert_eq!(bytes(&row("0", "sim:1GiB", 0), "peak_reserved_bytes"), 30 << 20);
+}
+
+#[test]
+fn lack_of_memory_is_counted_and_has_its_own_code() {
+    let file = data("gpt2_fp32.trace.gz");
+    let rows = rows(3, &["replay", "--device", "sim:20GiB", "--repeat", "1", &file]);
+    assert!(bytes(&rows[0], "ooms") > 0 && bytes(&rows[0], "retries") >= bytes(&rows[0], "ooms"), "{rows:?}");
+    assert!(bytes(&rows[0], "peak_reserved_bytes") <= 20 << 30);
+}
+
+#[test]
+fn a_failing_driver_ends_the_replay_of_a_program_only() {
+    let file = data("fsdp_start.trace");
+    let output = stress(&["replay", "--json", "--device", "sim:80GiB,fault=any#99:999", &file, &file]);
+    assert_eq!(output.status.code(), Some(1));
+    let errors = errors(&output);
+    assert_eq!(errors.matches("error: fsdp_start: event ").count(), 2, "{errors}");
+    assert!(output.stdout.is_empty());
+}
+
+#[test]
+fn damaged_files_are_named_and_the_others_still_replayed() {
+    let gzip = std::fs::read(data("gpt2_fp32.trace.gz")).unwrap();
+    let pickle = std::fs::read(data("fsdp_start.pickle.gz")).unwrap();
+    let cases: [(&str, &[u8], &str); 8] = [
+        ("empty.trace", b"", "the file is empty"),
+        ("text.trace", b"hello\n", "not an allocation trace"),
+        ("line.trace", b"# name: x\na 0 1024 0\na 1 many 0\n", ":3: \"many\" is not a valid"),
+        ("twice.trace", b"a 0 1024 0\nf 0 0\nf 0 0\n", ":3: ID 0 is not allocated"),
+        ("huge.trace", b"a 0 18446744073709551615 0\na 1 18446744073709551615 0\n", ":2: the bytes allocated exceed"),
+        ("cut.trace.gz", &gzip[..gzip.len() / 2], "the gzip data is truncated"),
+        ("cut.pickle.gz", &pickle[..pickle.len() / 2], "the gzip data is truncated"),
+        ("snapshot.json", b"{\"segments\": [], \"device_traces\": [[{]]}", "line 1"),
+    ];
+    let good = data("fsdp_start.trace");
+    for (name, content, reason) in cases {
+        let file = Scratch::new(name, content);
+        for command in ["replay", "fit"] {
+            let output = stress(&[command, "--json", file.path(), &good]);
+            let errors = errors(&output);
+            assert_eq!(output.status.code(), Some(4), "{name}: {errors}");
+            assert!(errors.contains(file.path()) && errors.contains(reason), "{name}: {errors}");
+            assert_eq!(String::from_utf8(output.stdout).unwrap().lines().count(), 1, "{name}");
+        }
+    }
+    let output = stress(&["replay", "/no/such/file.trace"]);
+    assert_eq!(output.status.code(), Some(4));
+    assert!(errors(&output).contains("/no/such/file.trace: "));
+}
+
+#[test]
+fn requests_that_no_device_can_serve_are_ooms() {
+    let file = Scratch::new("impossible.trace", b"a 0 18446744073709551615 0\nf 0 0\na 1 0 3\nr 1 4\nf 1 3\n");
+    let rows = rows(3, &["replay", "--yardstick", file.path()]);
+    assert_eq!((bytes(&rows[0], "ooms"), bytes(&rows[0], "events")), (1, 4));
+    let output = stress(&["fit", file.path()]);
+    assert_eq!(output.status.code(), Some(3), "{}", errors(&output));
+}
+
+#[test]
+fn a_program_without_events_has_no_time_an_event() {
+    let file = Scratch::new("empty.trace", b"# name: nothing\n");
+    let file = file.path();
+    let row = &rows(0, &["replay", "--yardstick", file])[0];
+    assert_eq!(row["events"], 0);
+    assert!(row["ns_per_op"].is_null() && row["first_pass_ns_per_op"].is_null(), "{row}");
+    let output = stress(&["replay", "--yardstick", file]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    let line = text.lines().find(|line| line.contains("nothing")).unwrap();
+    assert!(line.matches(" - ").count() >= 4, "{text}");
+}

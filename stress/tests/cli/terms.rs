@@ -1,0 +1,114 @@
+//! What all commands have in common: help, wrong use, what is reported, where output goes.
+
+use super::compare::{COMPARE_KEYS, MEAN_KEYS};
+use super::replay::REPLAY_KEYS;
+use super::*;
+
+#[test]
+fn wrong_use_is_explained() {
+    let file = data("fsdp_start.trace");
+    let cases: [(&[&str], i32, &str); 9] = [
+        (&["replay", "--device", "sim:x", &file], 2, "presets"),
+        (&["replay", "--config", "foo:1", &file], 2, "unknown option `foo`"),
+        (&["replay", "--config", "max_split_mb:128", &file], 2, "^^^^"),
+        (&["replay"], 2, "required"),
+        (&["replay", "--repeat", "0", &file], 2, "--repeat"),
+        (&["replay", "--device", "cuda:99", &file], 1, "GPU"),
+        (&["bench", "--config", "", "--config", ""], 2, "takes one --config"),
+        (&["bench", "--filter", "nothing"], 2, "churn_100"),
+        (&["frobnicate"], 2, "frobnicate"),
+    ];
+    for (args, code, reason) in cases {
+        let output = stress(args);
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {}", errors(&output));
+        assert!(errors(&output).contains(reason), "{args:?}: {}", errors(&output));
+        assert!(output.stdout.is_empty());
+    }
+}
+
+#[test]
+fn the_choice_of_a_device_is_reported() {
+    let file = data("fsdp_start.trace");
+    let output = stress(&["replay", "--json", &file]);
+    assert!(errors(&output).contains("device sim:80GiB: Simulated"), "{}", errors(&output));
+    let output = stress(&["replay", "--json", "--device", "sim:24GiB", &file]);
+    assert!(errors(&output).contains("as asked for"), "{}", errors(&output));
+}
+
+#[test]
+fn options_without_effect_are_reported_once() {
+    let file = data("fsdp_start.trace");
+    let output = stress(&["fit", "--config", "expandable_segments:True", &file]);
+    assert_eq!(errors(&output).matches("expandable_segments").count(), 2, "{}", errors(&output));
+}
+
+#[test]
+fn a_reader_that_leaves_is_no_error() {
+    let file = data("fsdp_start.trace");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_aquifer-stress"))
+        .args(["replay", "--json", "--config", "", "--config", "cross_stream:off", &file])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", errors(&output));
+    assert!(!errors(&output).contains("error"), "{}", errors(&output));
+}
+
+#[test]
+fn help_tells_exit_codes_and_keys() {
+    let help = |args: &[&str]| String::from_utf8(stress(args).stdout).unwrap();
+    assert!(help(&["--help"]).contains("Exit codes"));
+    let replay = help(&["replay", "--help"]);
+    assert!(REPLAY_KEYS.iter().all(|key| replay.contains(key)) && replay.contains("--lag"));
+    let compare = help(&["compare", "--help"]);
+    assert!(COMPARE_KEYS.iter().chain(&MEAN_KEYS).all(|key| compare.contains(key)));
+}
+
+/// Each command tells why memory comes in segments, once, and in no colours.
+#[test]
+fn a_device_that_cannot_map_is_told_of_once() {
+    let file = data("fsdp_start.trace");
+    for (device, reason) in
+        [("sim:4GiB,vmm=off", "cannot map memory"), ("sim:4GiB,fault_rate=cuMemMap:1:205", "mapping memory failed")]
+    {
+        let commands: [&[&str]; 5] = [
+            &["replay", "--repeat", "2", &file],
+            &["fit", &file],
+            &["oom", "--way", "limit"],
+            &["bench", "--quick", "--filter", "hot_512b"],
+            &["soak", "--ops", "100"],
+        ];
+        for args in commands {
+            let said = errors(&stress(&[args, &["--device", device]].concat()));
+            assert_eq!(said.matches("memory comes in segments").count(), 1, "{args:?}: {said}");
+            assert!(said.contains(reason) && !said.contains('\x1b'), "{args:?}: {said}");
+        }
+    }
+    let said = errors(&stress(&["replay", "--device", "sim:4GiB", &file]));
+    assert!(!said.contains("segments"), "{said}");
+}
+
+#[test]
+fn a_device_too_small_to_run_out_of_memory_is_refused() {
+    let output = stress(&["oom", "--device", "sim:16MiB"]);
+    assert_eq!(output.status.code(), Some(3), "{}", errors(&output));
+    assert!(errors(&output).contains("sim:16MiB is too small for this: 32.00 MiB must be free"), "{}", errors(&output));
+    assert_eq!(rows(0, &["oom", "--device", "sim:32MiB"]).len(), 9);
+}
+
+/// `/dev/full` takes nothing.
+#[cfg(target_os = "linux")]
+#[test]
+fn help_that_cannot_be_written_is_an_error() {
+    for args in [&["--help"][..], &["--version"], &["replay", "--help"]] {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_aquifer-stress"));
+        let output = command.args(args).stdin(Stdio::null()).stdout(full).stderr(Stdio::piped()).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        assert!(errors(&output).contains("standard output"), "{}", errors(&output));
+        assert_eq!(stress(args).status.code(), Some(0));
+    }
+}
