@@ -7,6 +7,7 @@ use aquifer_device::{Device, DevicePtr, Stream};
 
 use crate::error::AllocError;
 use crate::heap::BlockId;
+use crate::shell::Shell;
 use crate::shell::arena::Arena;
 
 /// A live block of device memory. Dropping it gives the memory back, on any thread, without a driver call and without
@@ -36,9 +37,8 @@ impl Allocation {
         Allocation::new((arena, BlockId::NONE), arena.slot, DevicePtr(0), 0)
     }
 
-    /// Whether its memory may be away because the allocator sleeps.
-    pub(crate) fn is_asleep(&self) -> bool {
-        self.arena.shell.is_asleep()
+    pub(crate) fn shell(&self) -> &'static Shell {
+        self.arena.shell
     }
 
     /// Its first address; null for zero bytes.

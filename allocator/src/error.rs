@@ -89,6 +89,12 @@ pub enum AllocError {
          turn with all that is used"
     )]
     TurnHeld,
+    /// An allocator was to sleep on a thread that keeps it awake, by a turn or by [`crate::Allocator::keep_awake`]: it would
+    /// wait for itself. Drop that before.
+    #[error(
+        "this thread keeps the allocator awake, and putting it to sleep would wait for that: drop the turn or the guard before"
+    )]
+    KeptAwake,
     /// The caller asked for memory while the allocator sleeps; see [`crate::Allocator::sleep`].
     #[error("the allocator is asleep: its memory was given back to the device until `wake`")]
     Asleep,

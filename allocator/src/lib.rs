@@ -36,5 +36,6 @@ pub use format::Bytes;
 pub use history::{Action, HistoryOptions};
 pub use pools::{CaptureRoute, PoolOptions, PoolRoute, PrivatePool};
 pub use recovery::{Advice, MappingChange, OomReport, ReclaimRequest, Registration};
+pub use shell::awake::Awake;
 pub use snapshot::Snapshot;
 pub use tags::TagScope;

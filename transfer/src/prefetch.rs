@@ -7,9 +7,11 @@ use std::error::Error;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::{AllocError, Allocator, Awake, DeviceBuffer};
 use aquifer_device::{Stream, Tick};
 use bytemuck::Pod;
 use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
@@ -128,6 +130,9 @@ impl<B: Batch> Batch for Option<B> {
 /// of the device, is the last item. **When it is dropped**, the thread ends as soon as the source gives back control;
 /// it is waited for unless it is in the source, which may take any time.
 ///
+/// **While the allocator sleeps** no batch is sent, and none is lost: what was sent before is still to be had, then asking for a
+/// batch is [`aquifer_allocator::AllocError::Asleep`] until it wakes up.
+///
 /// Each batch is to be used on the stream that the prefetcher was made for, by work enqueued before the next one is asked for; other streams
 /// that use it must be waited for by that stream.
 ///
@@ -153,11 +158,15 @@ pub struct Prefetcher<B: Batch> {
     /// Ticks after which slots are free again.
     slots: Option<Sender<Tick>>,
     stream: Stream,
+    allocator: Allocator,
     /// Whether the consumer has a batch, and with it a slot.
     holds_slot: bool,
     starved: u64,
     worker: Option<(JoinHandle<()>, Arc<Whereabouts>)>,
 }
+
+/// How long the thread waits before it looks again whether the allocator has woken up.
+const NAP: Duration = Duration::from_millis(1);
 
 /// Most batches ahead: room for them is set aside at once, and nobody can use more.
 const AHEAD_MAX: usize = 1024;
@@ -165,6 +174,8 @@ const AHEAD_MAX: usize = 1024;
 /// Where the thread is.
 #[derive(Default)]
 struct Whereabouts {
+    /// Whether the prefetcher is gone.
+    left: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -233,6 +244,7 @@ impl<B: Batch> Prefetcher<B> {
             batches: Some(batches),
             slots: Some(slots),
             stream: stream.clone(),
+            allocator: transfer.allocator().clone(),
             holds_slot: false,
             starved: 0,
             worker: Some((thread, at)),
@@ -269,6 +281,8 @@ impl<B: Batch> Iterator for Prefetcher<B> {
         self.give_slot_back();
         let batches = self.batches.as_ref()?;
         let received = match batches.try_recv() {
+            // Whoever is to wake it up may be this thread.
+            Err(TryRecvError::Empty) if self.allocator.is_asleep() => return Some(Err(AllocError::Asleep.into())),
             Err(TryRecvError::Empty) => {
                 self.starved += 1;
                 batches.recv().ok()
@@ -291,6 +305,7 @@ impl<B: Batch> Drop for Prefetcher<B> {
         self.batches = None;
         self.slots = None;
         let Some((thread, at)) = self.worker.take() else { return };
+        at.left.store(true, Ordering::Relaxed);
         let mut state = at.state.lock();
         while *state == State::Working {
             at.changed.wait(&mut state);
@@ -366,8 +381,20 @@ impl<B: Batch> Worker<B> {
     fn send(&self, batch: B) -> Result<Option<Pending<B::OnDevice>>, TransferError> {
         let Ok(free_after) = self.slots.recv() else { return Ok(None) };
         free_after.synchronize()?;
+        let Some(_awake) = self.stay_awake() else { return Ok(None) };
         let sent = catch_unwind(AssertUnwindSafe(|| batch.send(&self.transfer)));
         sent.unwrap_or_else(|panic| Err(panicked(panic.as_ref()))).map(Some)
+    }
+
+    /// Waits while the allocator sleeps, which would refuse the batch; then keeps it awake. Nothing if the prefetcher is gone.
+    fn stay_awake(&self) -> Option<Awake> {
+        loop {
+            match self.transfer.allocator().keep_awake() {
+                Ok(awake) => return Some(awake),
+                Err(_) if self.at.left.load(Ordering::Relaxed) => return None,
+                Err(_) => std::thread::sleep(NAP),
+            }
+        }
     }
 }
 

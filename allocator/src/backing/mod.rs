@@ -110,7 +110,7 @@ pub(crate) fn choose(device: &Device, config: &Config) -> Result<Result<Paged, W
 
 fn try_paged(device: &Device, config: &Config) -> Result<Paged, WhySegments> {
     let total = device.info().total_bytes;
-    let granularity = device.info().granularity_bytes.ok_or(WhySegments::DeviceCannot)?;
+    let granularity = device.info().granularity_bytes.filter(|&bytes| bytes > 0).ok_or(WhySegments::DeviceCannot)?;
     let granule = config.granule.max(granularity).checked_next_power_of_two();
     let fits = granule.filter(|&bytes| bytes <= total).ok_or(WhySegments::GranuleTooLarge { granule, total })?;
     let options = probe(device, fits).map_err(WhySegments::Failed)?;

@@ -13,6 +13,7 @@ use aquifer_device::{AccessKind, Stream};
 use crate::buffer::storage::Storage;
 use crate::buffer::turn::Turn;
 use crate::error::AllocError;
+use crate::shell::awake::Keeper;
 
 /// Memory claimed for work that is still to be enqueued, perhaps by other threads.
 ///
@@ -53,16 +54,20 @@ use crate::error::AllocError;
 pub struct Claim {
     storage: Arc<Storage>,
     kind: AccessKind,
+    /// Ends after the claim.
+    _keeper: Keeper,
 }
 
 impl Claim {
-    /// Waits until nobody has a turn with the memory, nor a claim that conflicts, and claims it.
+    /// Waits until nobody has a turn with the memory, nor a claim that conflicts, and claims it. Until it is dropped, its
+    /// allocator does not fall asleep.
     ///
     /// # Errors
-    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory.
+    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory; [`AllocError::Asleep`] while its allocator sleeps.
     pub fn take(storage: &Arc<Storage>, kind: AccessKind) -> Result<Claim, AllocError> {
+        let keeper = Keeper::new(storage.memory().shell())?;
         storage.hold_unclaimed(kind)?.claim(kind);
-        Ok(Claim { storage: storage.clone(), kind })
+        Ok(Claim { storage: storage.clone(), kind, _keeper: keeper })
     }
 
     /// The memory.

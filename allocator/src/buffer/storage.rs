@@ -20,6 +20,7 @@ use crate::allocation::Allocation;
 use crate::backing::paged::Holding;
 use crate::buffer::held::Holder;
 use crate::error::AllocError;
+use crate::shell::Shell;
 
 /// Device memory that several handles share. It knows the ticks of the work that uses it, and so can order later work after
 /// that: see [`crate::Turn`].
@@ -121,11 +122,11 @@ impl Storage {
 }
 
 impl Memory {
-    /// Whether it may be away because the allocator sleeps.
-    pub(crate) fn is_asleep(&self) -> bool {
+    /// What holds it.
+    pub(crate) fn shell(&self) -> &'static Shell {
         match self {
-            Memory::Block(allocation) => allocation.is_asleep(),
-            Memory::Apart(holding) => holding.is_asleep(),
+            Memory::Block(allocation) => allocation.shell(),
+            Memory::Apart(holding) => holding.shell(),
         }
     }
 

@@ -5,6 +5,7 @@ use aquifer_device::{AccessKind, Stream};
 use crate::buffer::held::Held;
 use crate::buffer::storage::Storage;
 use crate::error::AllocError;
+use crate::shell::awake::Awake;
 
 /// A stream's turn with some memory.
 ///
@@ -44,6 +45,8 @@ use crate::error::AllocError;
 pub struct Turn<'a> {
     stream: &'a Stream,
     held: Vec<(Held<'a>, AccessKind)>,
+    /// Ends after what was enqueued is noted.
+    _awake: Vec<Awake>,
 }
 
 impl<'a> Turn<'a> {
@@ -62,10 +65,8 @@ impl<'a> Turn<'a> {
         if let Some((storage, _)) = wanted.iter().find(|(storage, _)| storage.device_id() != stream.device_id()) {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
-        if wanted.iter().any(|(storage, _)| storage.memory().is_asleep()) {
-            return Err(AllocError::Asleep);
-        }
-        let mut turn = Turn { stream, held: Vec::new() };
+        let awake = Awake::keep_all(wanted.iter().map(|(storage, _)| storage.memory().shell()))?;
+        let mut turn = Turn { stream, held: Vec::new(), _awake: awake };
         let mut held = hold_unclaimed(&wanted)?;
         for ((storage, kind), uses) in wanted.iter().zip(&mut held) {
             uses.order(storage.memory(), stream, *kind)?;
@@ -79,12 +80,10 @@ impl<'a> Turn<'a> {
         if storage.device_id() != stream.device_id() {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
-        if storage.memory().is_asleep() {
-            return Err(AllocError::Asleep);
-        }
+        let awake = Awake::of_claim(storage.memory().shell());
         let mut held = storage.hold()?;
         held.order(storage.memory(), stream, kind)?;
-        Ok(Turn { stream, held: vec![(held, kind)] })
+        Ok(Turn { stream, held: vec![(held, kind)], _awake: vec![awake] })
     }
 }
 

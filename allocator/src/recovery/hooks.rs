@@ -56,7 +56,7 @@ impl Allocator {
     ///
     /// It runs with no lock of the heap held, on the thread that needs the change, so it delays that thread, and it may free. It
     /// must not allocate, which could make it run again without end, nor call what changes mappings or waits for such changes to
-    /// end: [`Allocator::empty_cache`], [`Allocator::trim_to`], [`Allocator::pin_mapping`], [`Allocator::sleep`], [`Allocator::wake`],
+    /// end: [`Allocator::empty_cache`], [`Allocator::trim_to`], [`Allocator::growable`], [`crate::Growable::grow_to`], [`Allocator::alloc_exportable`], [`Allocator::pin_mapping`], [`Allocator::sleep`], [`Allocator::wake`],
     /// [`Allocator::enable_peer_access`], and dropping a [`crate::PrivatePool`]. A panic in it is logged, and stays there: the
     /// change takes place all the same.
     ///

@@ -146,9 +146,13 @@ impl Allocator {
         self.try_grow(request, tried)
     }
 
-    /// Granules move by themselves, but not into segments, and those that are mapped keep addresses from others.
+    /// Granules move by themselves, but for those that are stuck. They do not move into segments, and those that are mapped keep addresses
+    /// from others.
     fn release_granules_for(&self, request: &Request, tried: &Tried) -> Result<u64, AllocError> {
         if self.paged_granule_for(request).is_some() && tried.refusal != Some(Refusal::Addresses) {
+            if let Err(error) = self.take_stuck_back() {
+                tracing::debug!(%error, "mappings that a failed call left behind are stuck still");
+            }
             return Ok(0);
         }
         let pools = self.shell().whole().unpromised_pools();

@@ -16,6 +16,7 @@
 //! call, no wait, no foreign code. The list of buried devices is a leaf too, and devices are dropped outside it.
 
 pub(crate) mod arena;
+pub(crate) mod awake;
 pub(crate) mod core;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
@@ -32,6 +33,7 @@ use crate::accounting::counters::{Counters, Hot};
 use crate::heap::BlockId;
 use crate::history::History;
 use crate::shell::arena::{Arena, Desk, Guard};
+use crate::shell::awake::Wakefulness;
 use crate::shell::core::Core;
 use crate::shell::table::Table;
 use crate::shell::whole::Whole;
@@ -74,6 +76,7 @@ pub(crate) struct Shell {
     /// Held while counters that several arenas write to are written.
     pub(crate) publishing: CachePadded<Mutex<()>>,
     pub(crate) counters: CachePadded<Counters>,
+    wakefulness: CachePadded<Wakefulness>,
 }
 
 #[derive(Debug, Default)]
@@ -122,6 +125,7 @@ impl Shell {
         let shell = idle.unwrap_or_else(|| Box::leak(Box::default()));
         shell.counters.clear();
         shell.read.special.store(special, Ordering::Relaxed);
+        shell.end_drowsiness();
         *shell.history.lock() = history;
         // Before the core is placed: whoever comes late from the shell's last life then finds it either empty or open.
         shell.read.closed.store(false, Ordering::SeqCst);
@@ -133,11 +137,6 @@ impl Shell {
     #[inline]
     pub(crate) fn special(&self) -> &AtomicU32 {
         &self.read.special
-    }
-
-    /// Whether memory may be away because the allocator sleeps. One load.
-    pub(crate) fn is_asleep(&self) -> bool {
-        self.special().load(Ordering::Relaxed) & special::ASLEEP != 0
     }
 
     /// Takes the core's lock.

@@ -39,6 +39,14 @@ mod of_threads {
     }
 }
 
+/// Lets others run, for who waits for something that may take long and is seldom waited for.
+pub(crate) fn pause() {
+    #[cfg(not(aquifer_shuttle))]
+    std::thread::sleep(std::time::Duration::from_micros(50));
+    #[cfg(aquifer_shuttle)]
+    shuttle::thread::yield_now();
+}
+
 #[cfg(aquifer_shuttle)]
 mod modelled {
     pub(crate) use shuttle::sync::MutexGuard;

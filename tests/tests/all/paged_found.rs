@@ -201,6 +201,19 @@ fn memory_is_given_back_beside_a_mapping_that_is_stuck() {
 }
 
 #[test]
+fn mappings_that_were_stuck_serve_a_request_that_needs_their_memory() {
+    let bench = Bench::new(64 * MIB, "");
+    let rest = block(&bench, 9);
+    bench.driver.inject(Fault::Nth { operation: Some(Operation::Map), nth: 20, code: Code::OUT_OF_MEMORY });
+    bench.driver.inject(Fault::Rate { operation: Some(Operation::Unmap), rate: 1.0, code: Code::OUT_OF_MEMORY });
+    assert!(bench.allocator.alloc(44 * MIB, &bench.stream).unwrap_err().is_out_of_memory());
+    assert!(bench.allocator.alloc(44 * MIB, &bench.stream).unwrap_err().is_out_of_memory(), "still stuck");
+    bench.driver.clear_faults();
+    drop([rest, block(&bench, 44)]);
+    bench.assert_returned();
+}
+
+#[test]
 fn memory_pinned_while_the_allocator_falls_asleep_stays() {
     let driver = Subject::new(GIB);
     let device = driver.device();

@@ -182,7 +182,7 @@ impl TransferBatch {
     /// When page-locked memory runs out, a stream that captures, and those of the driver. Uploads may have been enqueued then.
     pub fn run(self) -> Result<Pending<BatchResults>, TransferError> {
         let transfer = &self.transfer;
-        let crossover = transfer.batch_calls_pay_below()?;
+        let crossover = transfer.batched_below()?;
         let mut ticks = Vec::new();
         if !self.uploads.is_empty() {
             let stream = transfer.stream(Direction::Upload);

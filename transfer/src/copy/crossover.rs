@@ -23,7 +23,8 @@ const ROUNDS: u32 = 3;
 impl Transfer {
     /// Copies of less than so many bytes go to the driver together when they are part of a batch: `None` where the driver has no such
     /// call, `u64::MAX` where it pays at all sizes. Measured at the first call, which takes some milliseconds and 4 MiB of memory at either
-    /// end, and waits for the device; without memory to measure with, the call is not used until there is some.
+    /// end, and waits for the device; without memory to measure with, the call is not used until there is some. A batch whose measurement
+    /// fails otherwise settles for `None`.
     ///
     /// # Errors
     /// Those of the driver.
@@ -43,6 +44,18 @@ impl Transfer {
             }
             Err(error) if error.is_out_of_memory() => Ok(None),
             Err(error) => Err(error),
+        }
+    }
+
+    /// The same for a batch, which does without that call where measuring failed: single copies do as well.
+    pub(super) fn batched_below(&self) -> Result<Option<u64>, TransferError> {
+        match self.batch_calls_pay_below() {
+            Err(error) if !error.is_device_lost() => {
+                tracing::warn!(%error, "one call for many copies is not used: whether it pays could not be measured");
+                *self.inner.crossover.lock() = Some(None);
+                Ok(None)
+            }
+            answer => answer,
         }
     }
 

@@ -7,21 +7,30 @@
 use crate::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 #[derive(Debug, Default)]
-pub(crate) struct Gate(RwLock);
+pub(crate) struct Gate {
+    mappings: RwLock,
+    sleep: RwLock,
+}
 
 impl Gate {
     /// For an operation on mappings that it has to itself.
     pub(crate) fn shared(&self) -> RwLockReadGuard<'_> {
-        self.0.read()
+        self.mappings.read()
     }
 
     /// Waits until the operations that are on their way now have ended.
     pub(crate) fn wait(&self) {
-        drop(self.0.write());
+        drop(self.mappings.write());
     }
 
     /// For an operation on all mappings.
     pub(crate) fn exclusive(&self) -> RwLockWriteGuard<'_> {
-        self.0.write()
+        self.mappings.write()
+    }
+
+    /// For falling asleep and waking up, one at a time. It is held while turns are waited for, so nobody who has one may ask for
+    /// it; those who have one may pass the gate itself meanwhile.
+    pub(crate) fn sleep(&self) -> RwLockWriteGuard<'_> {
+        self.sleep.write()
     }
 }

@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 
 use crate::allocator::Allocator;
 use crate::error::AllocError;
+use crate::shell::Shell;
 
 /// Memory apart, from the first address on. It keeps the allocator open. Dropping it makes no driver call and does not wait.
 #[derive(Debug)]
@@ -47,8 +48,8 @@ impl Holding {
         self.users.lock().clone()
     }
 
-    pub(crate) fn is_asleep(&self) -> bool {
-        self.allocator.shell().is_asleep()
+    pub(crate) fn shell(&self) -> &'static Shell {
+        self.allocator.shell()
     }
 
     /// Notes that `stream` uses the memory, too.

@@ -5,10 +5,10 @@
 use std::sync::Arc;
 
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Device, Operation, Stream};
+use aquifer_device::{AccessKind, Code, Device, Operation, Stream};
 use shuttle::thread;
 
-use crate::{AllocError, Allocator, Config, Contents};
+use crate::{AllocError, Allocator, Config, Contents, DeviceBuffer, Turn};
 
 const MIB: u64 = 1 << 20;
 const CAPACITY: u64 = 64 * MIB;
@@ -79,6 +79,30 @@ fn allocation_is_served_or_told_while_another_thread_sleeps_and_wakes() {
             assert!(setup.sim.mapping_at(block.ptr()).is_some());
             setup.streams[0].fill(block.ptr(), 1, block.bytes()).unwrap();
         }
+    });
+}
+
+#[test]
+fn work_comes_before_sleep_or_is_refused() {
+    explore(|setup| {
+        let stream = setup.streams[0].clone();
+        let buffer: DeviceBuffer<u8> = setup.allocator.alloc_buffer(3 * MIB, &stream).unwrap();
+        let storage = buffer.storage().clone();
+        let work = thread::spawn(move || match Turn::take(&stream, &[(&*storage, AccessKind::Write)]) {
+            Ok(_turn) => {
+                thread::yield_now();
+                stream.fill(storage.ptr(), 7, 3 * MIB).unwrap();
+            }
+            Err(error) => assert!(matches!(error, AllocError::Asleep), "{error}"),
+        });
+        let sleeping = setup.allocator.clone();
+        let sleep = thread::spawn(move || {
+            sleeping.sleep(Contents::SaveToHost).unwrap();
+            sleeping.wake().unwrap();
+        });
+        work.join().unwrap();
+        sleep.join().unwrap();
+        setup.streams[0].fill(buffer.ptr(), 1, buffer.bytes()).unwrap();
     });
 }
 

@@ -48,12 +48,15 @@ impl Absent {
 }
 
 impl Allocator {
-    /// Gives the mapped memory back to the device, until [`Allocator::wake`]; tells how many bytes went. Waits for the device.
-    /// Addresses stay reserved: allocations and their pointers are as before after waking up, and may be dropped meanwhile. What is
+    /// Gives the mapped memory back to the device, until [`Allocator::wake`]; tells how many bytes went. Waits for the device, and
+    /// before that for those who keep it awake to end: turns ([`crate::Turn`]) and claims ([`crate::Claim`]) with its memory, and
+    /// [`Allocator::keep_awake`]. So kernels that other threads launch come before it or are refused, and transfers that were begun are
+    /// enqueued first. A claim that this
+    /// thread would have to drop itself is waited for for ever. Addresses stay reserved: allocations and their pointers are as before after waking up, and may be dropped meanwhile. What is
     /// cached goes for good. Segments, exportable memory and pinned granules stay.
     ///
-    /// Until it wakes up, work must not touch its memory, and allocating from it is [`AllocError::Asleep`]. Threads that allocate
-    /// while it falls asleep may still be served, with memory that is there after waking up. Statistics count what is held;
+    /// From then on until it wakes up, turns and claims with its memory and allocating from it are [`AllocError::Asleep`]; what bypasses turns
+    /// must not touch its memory. Threads that allocate while it falls asleep may still be served, with memory that is there after waking up. Statistics count what is held;
     /// snapshots show what will be there. Asleep already, this is nothing.
     ///
     /// ```
@@ -74,18 +77,26 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::OutOfHostMemory`]; those of the driver. The
+    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::KeptAwake`] while this very thread does so;
+    /// [`AllocError::OutOfHostMemory`]; those of the driver. The
     /// allocator is then awake as before, contents included unless they were to be discarded; if the driver fails at that, too,
     /// [`Allocator::is_asleep`] says so, and [`Allocator::wake`] can be tried.
     pub fn sleep(&self, contents: Contents) -> Result<u64, AllocError> {
         if self.shell().core().paged.is_none() {
             return Err(self.not_mapped("sleep"));
         }
-        self.empty_cache()?;
-        let _alone = self.gate().exclusive();
-        if !self.fall_asleep() {
+        if self.shell().is_kept_awake_here() {
+            return Err(AllocError::KeptAwake);
+        }
+        let _one_at_a_time = self.gate().sleep();
+        if self.is_asleep() {
             return Ok(0);
         }
+        // Not within the gate: whoever keeps it awake may have to pass it first.
+        self.shell().grow_drowsy();
+        self.empty_cache().inspect_err(|_| self.shell().end_drowsiness())?;
+        let _alone = self.gate().exclusive();
+        self.fall_asleep();
         self.give_all_back(contents).inspect_err(|_| {
             if let Err(error) = self.bring_back() {
                 tracing::warn!(%error, "falling asleep failed and could not be undone; the allocator is asleep");
@@ -100,6 +111,10 @@ impl Allocator {
     /// Those of the driver, such as lack of memory, in which case everything taken so far goes back to the device. The allocator
     /// is still asleep, nothing is lost, and this can be tried again.
     pub fn wake(&self) -> Result<(), AllocError> {
+        if self.shell().is_kept_awake_here() {
+            return Ok(());
+        }
+        let _one_at_a_time = self.gate().sleep();
         let _alone = self.gate().exclusive();
         self.bring_back()
     }
@@ -109,13 +124,12 @@ impl Allocator {
         self.shell().core().is_asleep()
     }
 
-    /// Lets nobody allocate any more; tells whether that was not so before.
-    fn fall_asleep(&self) -> bool {
-        let mut core = self.shell().core();
-        let Some(paged) = core.paged.as_mut().filter(|paged| paged.absent.is_none()) else { return false };
-        paged.absent = Some(Vec::new());
+    /// Lets nobody allocate any more.
+    fn fall_asleep(&self) {
+        if let Some(paged) = &mut self.shell().core().paged {
+            paged.absent = Some(Vec::new());
+        }
         self.shell().special().fetch_or(special::ASLEEP, Ordering::Relaxed);
-        true
     }
 
     fn give_all_back(&self, contents: Contents) -> Result<u64, AllocError> {
@@ -193,6 +207,7 @@ impl Allocator {
         }
         if brought.is_ok() {
             self.shell().special().fetch_and(!special::ASLEEP, Ordering::Relaxed);
+            self.shell().end_drowsiness();
         }
         brought
     }

@@ -57,8 +57,8 @@ impl Allocator {
         }
     }
 
-    /// Takes mappings back that the driver would not when they failed.
-    fn take_stuck_back(&self) -> Result<(), AllocError> {
+    /// Takes mappings back that the driver would not when they failed. Their granules are spare then.
+    pub(crate) fn take_stuck_back(&self) -> Result<(), AllocError> {
         let _gate = self.gate().shared();
         loop {
             let mut whole = self.shell().whole();

@@ -114,7 +114,8 @@ impl Allocator {
         report.memory = memory;
         report.allocated = shell.read(Hot::Bytes).all.current;
         report.requested_live = shell.read(Hot::Requested).all.current;
-        report.held_by_others = memory.map(|memory| (memory.total - memory.free).saturating_sub(report.reserved));
+        report.held_by_others =
+            memory.map(|memory| memory.total.saturating_sub(memory.free).saturating_sub(report.reserved));
         report.advise(self.shares_segment(request));
         tracing::debug!(requested = report.requested, reserved = report.reserved, "out of memory");
         self.hooks().notify(&report);

@@ -338,15 +338,76 @@ fn nobody_gets_a_turn_with_memory_that_is_away() {
     let turn = |kind| Turn::take(&setup.stream, &[(buffer.storage(), kind)]).map(drop);
     for kind in [AccessKind::Read, AccessKind::Write] {
         assert!(matches!(turn(kind), Err(AllocError::Asleep)));
-        let claim = Claim::take(buffer.storage(), kind).unwrap();
-        assert!(
-            matches!(claim.turn(&setup.stream).map(drop), Err(AllocError::Asleep)),
-            "as threads of a staged copy do"
-        );
+        assert!(matches!(Claim::take(buffer.storage(), kind), Err(AllocError::Asleep)));
     }
+    assert!(matches!(setup.allocator.keep_awake(), Err(AllocError::Asleep)));
     setup.allocator.wake().unwrap();
     turn(AccessKind::Read).unwrap();
     assert_eq!(setup.byte(buffer.ptr()), 5);
     setup.assert_contents();
     assert!(setup.driver.violations().is_empty());
+}
+
+/// Puts the allocator to sleep on another thread, which waits for this one. Lets `work` work once others are refused.
+fn sleep_beside<T>(setup: &Setup, held: T, work: impl FnOnce(T)) {
+    thread::scope(|scope| {
+        let sleeper = scope.spawn(|| setup.allocator.sleep(Contents::SaveToHost).unwrap());
+        while scope.spawn(|| setup.allocator.keep_awake().is_ok()).join().unwrap() {
+            thread::yield_now();
+        }
+        assert!(!setup.allocator.is_asleep());
+        work(held);
+        assert!(sleeper.join().unwrap() > 0 && setup.allocator.is_asleep());
+    });
+    setup.allocator.wake().unwrap();
+    drop(setup.allocator.keep_awake().unwrap());
+}
+
+#[test]
+fn turns_and_claims_end_before_their_memory_goes() {
+    let setup = setup();
+    let one: DeviceBuffer<u8> = setup.allocator.alloc_buffer(3 * MIB, &setup.stream).unwrap();
+    let other: DeviceBuffer<u8> = setup.cache.buffer();
+    let side = setup.device.create_stream().unwrap();
+    let claim = Claim::take(other.storage(), AccessKind::Write).unwrap();
+    sleep_beside(&setup, claim, |claim| {
+        for part in 0..3 {
+            let _turn = claim.turn(&side).unwrap();
+            side.fill(other.ptr().offset(part * MIB), 99, MIB).unwrap();
+        }
+    });
+    let turn = Turn::take(&side, &[(one.storage(), AccessKind::Write)]).unwrap();
+    sleep_beside(&setup, turn, |_turn| {
+        side.fill(one.ptr(), 8, one.bytes()).unwrap();
+        // Who keeps it awake gets further turns, and memory, or could not end.
+        let more: DeviceBuffer<u8> = setup.allocator.alloc_buffer(5 * MIB, &side).unwrap();
+        let _turn = Turn::take(&side, &[(more.storage(), AccessKind::Write)]).unwrap();
+        side.fill(more.ptr(), 9, more.bytes()).unwrap();
+    });
+    assert_eq!((setup.byte(one.ptr()), setup.byte(one.ptr().offset(3 * MIB - 1))), (8, 8));
+    setup.assert_contents();
+    drop((one, other));
+    setup.assert_usable_and_returned();
+}
+
+#[test]
+fn a_thread_does_not_wait_for_itself_to_let_the_allocator_sleep() {
+    let setup = setup();
+    let buffer: DeviceBuffer<u8> = setup.allocator.alloc_buffer(1000, &setup.stream).unwrap();
+    let (turn, awake) =
+        (Turn::take(&setup.stream, &[(buffer.storage(), AccessKind::Read)]), setup.allocator.keep_awake());
+    for _ in 0..2 {
+        assert!(matches!(setup.allocator.sleep(Contents::Discard), Err(AllocError::KeptAwake)));
+        setup.allocator.wake().unwrap();
+    }
+    drop(turn);
+    assert!(matches!(setup.allocator.sleep(Contents::Discard), Err(AllocError::KeptAwake)));
+    drop(awake);
+    // Another allocator's sleep is none of its business.
+    let other = Allocator::new(&setup.device, Config::default()).unwrap();
+    let _awake = other.keep_awake().unwrap();
+    setup.allocator.sleep(Contents::SaveToHost).unwrap();
+    setup.allocator.wake().unwrap();
+    drop(buffer);
+    setup.assert_usable_and_returned();
 }

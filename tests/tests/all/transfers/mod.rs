@@ -5,6 +5,7 @@ mod op;
 mod pains;
 mod peers;
 mod programs;
+mod sleep;
 mod spills;
 mod world;
 

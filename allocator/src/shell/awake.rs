@@ -1,0 +1,157 @@
+//! Who keeps an allocator awake: turns with its memory, claims, and whoever asks to.
+//!
+//! What is about to be enqueued has no tick yet, so waiting for the device does not wait for it. So an allocator that is to
+//! sleep says first that it is *drowsy*, whereupon nobody begins to keep it awake, and then waits for those who do. Threads among
+//! them go on meanwhile, with further turns, too: they could not end otherwise. So does work that was claimed for.
+//!
+//! Whoever comes counts itself before it looks whether the allocator is drowsy; whoever puts it to sleep says so before it looks
+//! at the count. Both in one order for all, so one of them sees the other.
+
+use std::cell::RefCell;
+use std::marker::PhantomData;
+
+use crate::allocator::Allocator;
+use crate::error::AllocError;
+use crate::shell::Shell;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::pause;
+
+#[cfg(aquifer_shuttle)]
+use shuttle::thread_local;
+
+thread_local! {
+    /// The shells that this thread keeps awake, as often as it does.
+    static KEPT: RefCell<Vec<&'static Shell>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What a shell knows of it.
+#[derive(Debug, Default)]
+pub(super) struct Wakefulness {
+    drowsy: AtomicBool,
+    keepers: AtomicU64,
+}
+
+/// As long as there is one, on whatever thread, the memory of its allocator stays.
+#[derive(Debug)]
+pub(crate) struct Keeper(&'static Shell);
+
+impl Keeper {
+    /// # Errors
+    /// When the allocator sleeps, or is about to, and this thread does not keep it awake.
+    pub(crate) fn new(shell: &'static Shell) -> Result<Keeper, AllocError> {
+        shell.wakefulness.keepers.fetch_add(1, Ordering::SeqCst);
+        let keeper = Keeper(shell);
+        if shell.wakefulness.drowsy.load(Ordering::SeqCst) && !shell.is_kept_awake_here() {
+            return Err(AllocError::Asleep);
+        }
+        Ok(keeper)
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        self.0.wakefulness.keepers.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Keeps an allocator from falling asleep while a thread does something of several steps: [`Allocator::keep_awake`]. A
+/// [`crate::Turn`] has one, too.
+#[derive(Debug)]
+#[must_use = "it ends when it is dropped"]
+pub struct Awake {
+    shell: &'static Shell,
+    /// `None` where a claim keeps it awake, whose turn this is for.
+    _keeper: Option<Keeper>,
+    /// It is the thread's.
+    _thread: PhantomData<*const ()>,
+}
+
+impl Awake {
+    pub(crate) fn keep(shell: &'static Shell) -> Result<Awake, AllocError> {
+        Keeper::new(shell).map(|keeper| Awake::note(shell, Some(keeper)))
+    }
+
+    /// For each of these shells.
+    pub(crate) fn keep_all(shells: impl Iterator<Item = &'static Shell>) -> Result<Vec<Awake>, AllocError> {
+        let mut kept: Vec<Awake> = Vec::new();
+        for shell in shells {
+            if !kept.iter().any(|kept| std::ptr::eq(kept.shell, shell)) {
+                kept.push(Awake::keep(shell)?);
+            }
+        }
+        Ok(kept)
+    }
+
+    /// For a turn of a claim.
+    pub(crate) fn of_claim(shell: &'static Shell) -> Awake {
+        Awake::note(shell, None)
+    }
+
+    fn note(shell: &'static Shell, keeper: Option<Keeper>) -> Awake {
+        // A thread that ends is past putting anything to sleep.
+        let _ = KEPT.try_with(|kept| kept.borrow_mut().push(shell));
+        Awake { shell, _keeper: keeper, _thread: PhantomData }
+    }
+}
+
+impl Drop for Awake {
+    fn drop(&mut self) {
+        let _ = KEPT.try_with(|kept| {
+            let mut kept = kept.borrow_mut();
+            if let Some(at) = kept.iter().rposition(|&other| std::ptr::eq(other, self.shell)) {
+                kept.swap_remove(at);
+            }
+        });
+    }
+}
+
+impl Allocator {
+    /// Keeps the allocator awake until what this returns is dropped: [`Allocator::sleep`] waits for that. For what takes several steps that
+    /// would be in vain if it slept in between: allocating, and then using what was allocated, say. Memory that bypasses turns is safe
+    /// to use meanwhile, too.
+    ///
+    /// ```
+    /// use aquifer_allocator::{AllocError, Allocator, Config, Contents};
+    /// use aquifer_device::{Device, sim::SimDriver};
+    /// let device = Device::new(SimDriver::new(Default::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let stream = device.create_stream()?;
+    /// let awake = allocator.keep_awake()?;
+    /// let control = std::thread::spawn({
+    ///     let allocator = allocator.clone();
+    ///     move || allocator.sleep(Contents::SaveToHost) // waits for the request to be served
+    /// });
+    /// let request = allocator.alloc(4 << 20, &stream)?;
+    /// stream.fill(request.ptr(), 7, 4 << 20)?;
+    /// drop(awake);
+    /// assert_eq!(control.join().unwrap()?, 4 << 20);
+    /// assert!(matches!(allocator.keep_awake(), Err(AllocError::Asleep)));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`AllocError::Asleep`] when it sleeps, or is about to and this thread does not keep it awake already.
+    pub fn keep_awake(&self) -> Result<Awake, AllocError> {
+        Awake::keep(self.shell())
+    }
+}
+
+impl Shell {
+    /// Whether the calling thread keeps the allocator awake.
+    pub(crate) fn is_kept_awake_here(&'static self) -> bool {
+        KEPT.try_with(|kept| kept.borrow().iter().any(|&other| std::ptr::eq(other, self))).unwrap_or(false)
+    }
+
+    /// Waits until nobody keeps the allocator awake, and lets nobody begin to. For a thread that does not itself.
+    pub(crate) fn grow_drowsy(&self) {
+        self.wakefulness.drowsy.store(true, Ordering::SeqCst);
+        while self.wakefulness.keepers.load(Ordering::SeqCst) > 0 {
+            pause();
+        }
+    }
+
+    /// Lets others keep it awake again.
+    pub(crate) fn end_drowsiness(&self) {
+        self.wakefulness.drowsy.store(false, Ordering::SeqCst);
+    }
+}
