@@ -54,8 +54,8 @@ pub enum Reason {
     /// The operating system's error.
     #[error("{0}")]
     Io(io::Error),
-    /// The compressed data stops early.
-    #[error("the gzip data is truncated")]
+    /// The compressed data stops early, or what follows it stops before it could be more of it.
+    #[error("the gzip data is truncated, or other bytes follow it")]
     TruncatedGzip,
     /// The compressed data is damaged.
     #[error("the gzip data is damaged: {0}")]

@@ -76,6 +76,11 @@ pub(super) struct Live {
     pub(super) stream: u64,
 }
 
+/// A name as it may be shown: control characters of a file's would act on the terminal.
+fn printable(name: &str) -> String {
+    name.replace(char::is_control, "\u{fffd}")
+}
+
 /// Puts a program together from blocks that the input names by `u64` keys: IDs or addresses.
 #[derive(Debug)]
 pub(super) struct Builder {
@@ -91,7 +96,7 @@ impl Builder {
     pub(super) fn new(name: String, device: u32) -> Self {
         Self {
             program: Program {
-                name,
+                name: printable(&name),
                 device,
                 headers: Vec::new(),
                 events: Vec::new(),
@@ -110,7 +115,7 @@ impl Builder {
 
     pub(super) fn header(&mut self, key: &str, value: &str) -> usize {
         if key == "name" && !value.is_empty() {
-            self.program.name = value.to_owned();
+            self.program.name = printable(value);
         }
         self.program.headers.push((key.to_owned(), value.to_owned()));
         self.program.headers.len()

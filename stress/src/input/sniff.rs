@@ -17,6 +17,9 @@ pub(super) enum Format {
     Rmm,
 }
 
+/// What says that text is UTF-8.
+const MARK: &[u8] = "\u{feff}".as_bytes();
+
 /// How much of the content decides.
 const HEAD: u64 = 4096;
 
@@ -28,7 +31,11 @@ pub(super) fn open<'a>(path: &Path, bytes: impl Read + 'a) -> Result<(Format, Bo
     let bytes = Cursor::new(magic).chain(bytes);
     let mut content: Box<dyn Read + 'a> =
         if compressed { Box::new(MultiGzDecoder::new(BufReader::new(bytes))) } else { Box::new(bytes) };
-    let head = head(&mut content, HEAD)?;
+    let mut head = head(&mut content, HEAD)?;
+    // Editors on Windows put a mark at the start of text.
+    if head.starts_with(MARK) {
+        head.drain(..MARK.len());
+    }
     let format = format(path, &head)?;
     Ok((format, Box::new(Cursor::new(head).chain(content))))
 }
@@ -91,6 +98,14 @@ mod tests {
         assert_eq!(tell(b"Thread, Time,Action,Pointer,Size,Stream\r\n1"), Some(Format::Rmm));
         assert_eq!(tell(b"PK\x03\x04"), None);
         assert_eq!(tell(b""), None);
+    }
+
+    #[test]
+    fn text_may_be_marked_as_such() {
+        let mut text = String::new();
+        let (format, mut content) = open("x".as_ref(), "\u{feff}# k: v\n".as_bytes()).ok().unwrap();
+        content.read_to_string(&mut text).unwrap();
+        assert_eq!((format, &*text), (Format::Trace, "# k: v\n"));
     }
 
     #[test]

@@ -113,6 +113,7 @@ mod tests {
         );
         assert_eq!((program.operations(), program.peak_requested_bytes), (3, 100));
         assert_eq!(read("").unwrap().name, "file");
+        assert_eq!(read("# name: \x1b[31mred").unwrap().name, "\u{fffd}[31mred");
     }
 
     #[test]
