@@ -48,16 +48,17 @@ impl Absent {
 }
 
 impl Allocator {
-    /// Gives the mapped memory back to the device, until [`Allocator::wake`]; tells how many bytes went. Waits for the device, and
-    /// before that for those who keep it awake to end: turns ([`crate::Turn`]) and claims ([`crate::Claim`]) with its memory, and
-    /// [`Allocator::keep_awake`]. So kernels that other threads launch come before it or are refused, and transfers that were begun are
-    /// enqueued first. A claim that this
-    /// thread would have to drop itself is waited for for ever. Addresses stay reserved: allocations and their pointers are as before after waking up, and may be dropped meanwhile. What is
-    /// cached goes for good. Segments, exportable memory and pinned granules stay.
+    /// Gives the mapped memory back to the device, until [`Allocator::wake`]; tells how many bytes went. Addresses stay
+    /// reserved: allocations and their pointers are as before after waking up, and may be dropped meanwhile. What is cached
+    /// goes for good. Segments, exportable memory and pinned granules stay.
     ///
-    /// From then on until it wakes up, turns and claims with its memory and allocating from it are [`AllocError::Asleep`]; what bypasses turns
-    /// must not touch its memory. Threads that allocate while it falls asleep may still be served, with memory that is there after waking up. Statistics count what is held;
-    /// snapshots show what will be there. Asleep already, this is nothing.
+    /// It first waits for those who keep the allocator awake to end: turns ([`crate::Turn`]) and claims ([`crate::Claim`]) with its
+    /// memory, and [`Allocator::keep_awake`]; then for the device. So kernels that other threads launch come before it or are refused, and
+    /// transfers that were begun are enqueued first. A claim that nobody but this thread would drop is waited for for ever.
+    ///
+    /// Until it wakes up, turns and claims with its memory, and allocating from it, are [`AllocError::Asleep`]; what bypasses turns
+    /// must not touch its memory. Threads that allocate while it falls asleep may still be served, with memory that is there
+    /// after waking up. Statistics count what is held; snapshots show what will be there. Asleep already, this is nothing.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Contents};
@@ -77,10 +78,9 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::KeptAwake`] while this very thread does so;
-    /// [`AllocError::OutOfHostMemory`]; those of the driver. The
-    /// allocator is then awake as before, contents included unless they were to be discarded; if the driver fails at that, too,
-    /// [`Allocator::is_asleep`] says so, and [`Allocator::wake`] can be tried.
+    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::KeptAwake`] while this very thread keeps the allocator
+    /// awake; [`AllocError::OutOfHostMemory`]; those of the driver. The allocator is then awake as before, contents included unless they
+    /// were to be discarded; if the driver fails at that, too, [`Allocator::is_asleep`] says so, and [`Allocator::wake`] can be tried.
     pub fn sleep(&self, contents: Contents) -> Result<u64, AllocError> {
         if self.shell().core().paged.is_none() {
             return Err(self.not_mapped("sleep"));
