@@ -1,5 +1,6 @@
 //! The allocator as people use it.
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -48,10 +49,9 @@ const ALIGNMENT_MAX: u64 = 2 << 20;
 ///
 /// When the last handle is dropped, memory that nobody holds goes back to the device, which is waited for. Memory of buffers that
 /// outlive it goes back when an allocator is made or dropped later, or with [`Device::settle`]: dropping a buffer makes no driver call.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Allocator(Arc<Inner>);
 
-#[derive(Debug)]
 struct Inner {
     shell: &'static Shell,
     device: Device,
@@ -66,6 +66,13 @@ struct Inner {
     tagged: bool,
     /// Why memory comes in segments, whose free pieces are counted; `None` if it is mapped.
     segments: Option<WhySegments>,
+}
+
+impl fmt::Debug for Allocator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut this = f.debug_struct("Allocator");
+        this.field("device", &self.0.device.label()).field("config", &self.0.config.to_string()).finish_non_exhaustive()
+    }
 }
 
 impl Inner {

@@ -95,8 +95,8 @@ pub enum AllocError {
         "this thread keeps the allocator awake, and putting it to sleep would wait for that: drop the turn or the guard before"
     )]
     KeptAwake,
-    /// The caller asked for memory while the allocator sleeps; see [`crate::Allocator::sleep`].
-    #[error("the allocator is asleep: its memory was given back to the device until `wake`")]
+    /// The caller asked for memory, or was to use some, while the allocator sleeps or is about to; see [`crate::Allocator::sleep`].
+    #[error("the allocator is asleep, or about to be: its memory is given back to the device until `wake`")]
     Asleep,
     /// There is not enough host memory for what is to be saved there.
     #[error("out of host memory: {bytes} bytes of device memory were to be saved")]

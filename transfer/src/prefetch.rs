@@ -14,7 +14,7 @@ use std::time::Duration;
 use aquifer_allocator::{AllocError, Allocator, Awake, DeviceBuffer};
 use aquifer_device::{Stream, Tick};
 use bytemuck::Pod;
-use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, unbounded};
+use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, unbounded};
 use parking_lot::{Condvar, Mutex};
 
 use crate::counters::Direction;
@@ -130,8 +130,8 @@ impl<B: Batch> Batch for Option<B> {
 /// of the device, is the last item. **When it is dropped**, the thread ends as soon as the source gives back control;
 /// it is waited for unless it is in the source, which may take any time.
 ///
-/// **While the allocator sleeps** no batch is sent, and none is lost: what was sent before is still to be had, then asking for a
-/// batch is [`aquifer_allocator::AllocError::Asleep`] until it wakes up.
+/// **While the allocator sleeps**, or is about to, no batch is sent, and none is lost: asking for one is
+/// [`aquifer_allocator::AllocError::Asleep`] until it has woken up.
 ///
 /// Each batch is to be used on the stream that the prefetcher was made for, by work enqueued before the next one is asked for; other streams
 /// that use it must be waited for by that stream.
@@ -154,7 +154,9 @@ impl<B: Batch> Batch for Option<B> {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Prefetcher<B: Batch> {
-    batches: Option<Receiver<Result<Pending<B::OnDevice>, TransferError>>>,
+    batches: Option<Receiver<Sent<B>>>,
+    /// A batch that arrived while the allocator slept.
+    arrived: Option<Pending<B::OnDevice>>,
     /// Ticks after which slots are free again.
     slots: Option<Sender<Tick>>,
     stream: Stream,
@@ -165,11 +167,14 @@ pub struct Prefetcher<B: Batch> {
     worker: Option<(JoinHandle<()>, Arc<Whereabouts>)>,
 }
 
-/// How long the thread waits before it looks again whether the allocator has woken up.
+/// How long the thread waits before it looks again whether the allocator has woken up, and the consumer whether it sleeps.
 const NAP: Duration = Duration::from_millis(1);
 
 /// Most batches ahead: room for them is set aside at once, and nobody can use more.
 const AHEAD_MAX: usize = 1024;
+
+/// What the thread hands over.
+type Sent<B> = Result<Pending<<B as Batch>::OnDevice>, TransferError>;
 
 /// Where the thread is.
 #[derive(Default)]
@@ -242,6 +247,7 @@ impl<B: Batch> Prefetcher<B> {
         let thread = thread.map_err(|source| TransferError::Thread { what: "prefetching", source: source.into() })?;
         Ok(Prefetcher {
             batches: Some(batches),
+            arrived: None,
             slots: Some(slots),
             stream: stream.clone(),
             allocator: transfer.allocator().clone(),
@@ -254,6 +260,25 @@ impl<B: Batch> Prefetcher<B> {
     /// How often a batch was asked for that was not on its way yet: the source is slower than what uses its batches.
     pub fn starved(&self) -> u64 {
         self.starved
+    }
+
+    /// Waits for what the thread sends next; nothing if it has ended. While the allocator sleeps that is nothing to wait for: whoever is to
+    /// wake it up may be this thread.
+    fn receive(&mut self) -> Option<Sent<B>> {
+        let batches = self.batches.as_ref()?;
+        match batches.try_recv() {
+            Err(TryRecvError::Empty) => {}
+            received => return received.ok(),
+        }
+        let mut starved = false;
+        while !self.allocator.is_asleep() {
+            self.starved += u64::from(!std::mem::replace(&mut starved, true));
+            match batches.recv_timeout(NAP) {
+                Err(RecvTimeoutError::Timeout) => {}
+                received => return received.ok(),
+            }
+        }
+        Some(Err(AllocError::Asleep.into()))
     }
 
     /// Gives the slot of the batch in use back: free once the stream is done with what is enqueued by now.
@@ -279,22 +304,23 @@ impl<B: Batch> Iterator for Prefetcher<B> {
     /// The next batch, after whose copy the stream is ordered. Waits on the host only while none is on its way.
     fn next(&mut self) -> Option<Self::Item> {
         self.give_slot_back();
-        let batches = self.batches.as_ref()?;
-        let received = match batches.try_recv() {
-            // Whoever is to wake it up may be this thread.
-            Err(TryRecvError::Empty) if self.allocator.is_asleep() => return Some(Err(AllocError::Asleep.into())),
-            Err(TryRecvError::Empty) => {
-                self.starved += 1;
-                batches.recv().ok()
-            }
-            received => received.ok(),
+        let pending = match self.arrived.take() {
+            Some(pending) => pending,
+            None => match self.receive()? {
+                Ok(pending) => pending,
+                Err(error) => return Some(Err(error)),
+            },
         };
-        match received? {
-            Ok(pending) => {
+        // What converts on the device does so now.
+        match self.allocator.keep_awake() {
+            Ok(_awake) => {
                 self.holds_slot = true;
                 Some(pending.then(&self.stream, |_, batch| batch))
             }
-            Err(error) => Some(Err(error)),
+            Err(asleep) => {
+                self.arrived = Some(pending);
+                Some(Err(asleep.into()))
+            }
         }
     }
 }
@@ -331,7 +357,7 @@ impl<B: Batch> fmt::Debug for Prefetcher<B> {
 struct Worker<B: Batch> {
     transfer: Transfer,
     slots: Receiver<Tick>,
-    batches: Sender<Result<Pending<B::OnDevice>, TransferError>>,
+    batches: Sender<Sent<B>>,
     at: Arc<Whereabouts>,
 }
 

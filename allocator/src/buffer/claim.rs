@@ -63,7 +63,8 @@ impl Claim {
     /// allocator does not fall asleep.
     ///
     /// # Errors
-    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory; [`AllocError::Asleep`] while its allocator sleeps.
+    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory; [`AllocError::Asleep`] while its allocator sleeps or
+    /// is about to.
     pub fn take(storage: &Arc<Storage>, kind: AccessKind) -> Result<Claim, AllocError> {
         let keeper = Keeper::new(storage.memory().shell())?;
         storage.hold_unclaimed(kind)?.claim(kind);

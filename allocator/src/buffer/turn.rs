@@ -5,7 +5,7 @@ use aquifer_device::{AccessKind, Stream};
 use crate::buffer::held::Held;
 use crate::buffer::storage::Storage;
 use crate::error::AllocError;
-use crate::shell::awake::Awake;
+use crate::shell::awake::KeptAwake;
 
 /// A stream's turn with some memory.
 ///
@@ -46,7 +46,7 @@ pub struct Turn<'a> {
     stream: &'a Stream,
     held: Vec<(Held<'a>, AccessKind)>,
     /// Ends after what was enqueued is noted.
-    _awake: Vec<Awake>,
+    _awake: Vec<KeptAwake>,
 }
 
 impl<'a> Turn<'a> {
@@ -55,7 +55,7 @@ impl<'a> Turn<'a> {
     ///
     /// # Errors
     /// When memory belongs to another device than the stream; [`AllocError::TurnHeld`] while this thread has a turn
-    /// with some of it; [`AllocError::Asleep`] while its allocator sleeps; those of the driver; when the stream
+    /// with some of it; [`AllocError::Asleep`] while its allocator sleeps or is about to; those of the driver; when the stream
     /// captures and is not ordered already. No work is noted then.
     pub fn take(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<Turn<'a>, AllocError> {
         let mut wanted: Vec<_> = memory.iter().filter(|(storage, _)| storage.bytes() > 0).copied().collect();
@@ -65,7 +65,7 @@ impl<'a> Turn<'a> {
         if let Some((storage, _)) = wanted.iter().find(|(storage, _)| storage.device_id() != stream.device_id()) {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
-        let awake = Awake::keep_all(wanted.iter().map(|(storage, _)| storage.memory().shell()))?;
+        let awake = KeptAwake::of_all(wanted.iter().map(|(storage, _)| storage.memory().shell()))?;
         let mut turn = Turn { stream, held: Vec::new(), _awake: awake };
         let mut held = hold_unclaimed(&wanted)?;
         for ((storage, kind), uses) in wanted.iter().zip(&mut held) {
@@ -80,7 +80,7 @@ impl<'a> Turn<'a> {
         if storage.device_id() != stream.device_id() {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
-        let awake = Awake::of_claim(storage.memory().shell());
+        let awake = KeptAwake::of_claim(storage.memory().shell());
         let mut held = storage.hold()?;
         held.order(storage.memory(), stream, kind)?;
         Ok(Turn { stream, held: vec![(held, kind)], _awake: vec![awake] })

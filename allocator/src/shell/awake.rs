@@ -8,6 +8,7 @@
 //! at the count. Both in one order for all, so one of them sees the other.
 
 use std::cell::RefCell;
+use std::fmt;
 use std::marker::PhantomData;
 
 use crate::allocator::Allocator;
@@ -32,19 +33,25 @@ pub(super) struct Wakefulness {
 }
 
 /// As long as there is one, on whatever thread, the memory of its allocator stays.
-#[derive(Debug)]
 pub(crate) struct Keeper(&'static Shell);
 
 impl Keeper {
     /// # Errors
     /// When the allocator sleeps, or is about to, and this thread does not keep it awake.
     pub(crate) fn new(shell: &'static Shell) -> Result<Keeper, AllocError> {
-        shell.wakefulness.keepers.fetch_add(1, Ordering::SeqCst);
-        let keeper = Keeper(shell);
-        if shell.wakefulness.drowsy.load(Ordering::SeqCst) && !shell.is_kept_awake_here() {
+        // Before it is counted, too: who is refused and comes again does not keep it awake.
+        if shell.refuses_keepers() {
             return Err(AllocError::Asleep);
         }
-        Ok(keeper)
+        shell.wakefulness.keepers.fetch_add(1, Ordering::SeqCst);
+        let keeper = Keeper(shell);
+        if shell.refuses_keepers() { Err(AllocError::Asleep) } else { Ok(keeper) }
+    }
+}
+
+impl fmt::Debug for Keeper {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Keeper").finish_non_exhaustive()
     }
 }
 
@@ -54,11 +61,22 @@ impl Drop for Keeper {
     }
 }
 
-/// Keeps an allocator from falling asleep while a thread does something of several steps: [`Allocator::keep_awake`]. A
-/// [`crate::Turn`] has one, too.
-#[derive(Debug)]
+/// Keeps an allocator from falling asleep while a thread does something of several steps: [`Allocator::keep_awake`].
 #[must_use = "it ends when it is dropped"]
 pub struct Awake {
+    _kept: KeptAwake,
+    /// So that the shell stays this allocator's.
+    _allocator: Allocator,
+}
+
+impl fmt::Debug for Awake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Awake").finish_non_exhaustive()
+    }
+}
+
+/// What keeps an allocator awake that a thread has, as each of its turns does. The shell has live memory, or a handle.
+pub(crate) struct KeptAwake {
     shell: &'static Shell,
     /// `None` where a claim keeps it awake, whose turn this is for.
     _keeper: Option<Keeper>,
@@ -66,35 +84,41 @@ pub struct Awake {
     _thread: PhantomData<*const ()>,
 }
 
-impl Awake {
-    pub(crate) fn keep(shell: &'static Shell) -> Result<Awake, AllocError> {
-        Keeper::new(shell).map(|keeper| Awake::note(shell, Some(keeper)))
+impl KeptAwake {
+    fn new(shell: &'static Shell) -> Result<KeptAwake, AllocError> {
+        Keeper::new(shell).map(|keeper| KeptAwake::note(shell, Some(keeper)))
     }
 
     /// For each of these shells.
-    pub(crate) fn keep_all(shells: impl Iterator<Item = &'static Shell>) -> Result<Vec<Awake>, AllocError> {
-        let mut kept: Vec<Awake> = Vec::new();
+    pub(crate) fn of_all(shells: impl Iterator<Item = &'static Shell>) -> Result<Vec<KeptAwake>, AllocError> {
+        let mut kept: Vec<KeptAwake> = Vec::new();
         for shell in shells {
             if !kept.iter().any(|kept| std::ptr::eq(kept.shell, shell)) {
-                kept.push(Awake::keep(shell)?);
+                kept.push(KeptAwake::new(shell)?);
             }
         }
         Ok(kept)
     }
 
     /// For a turn of a claim.
-    pub(crate) fn of_claim(shell: &'static Shell) -> Awake {
-        Awake::note(shell, None)
+    pub(crate) fn of_claim(shell: &'static Shell) -> KeptAwake {
+        KeptAwake::note(shell, None)
     }
 
-    fn note(shell: &'static Shell, keeper: Option<Keeper>) -> Awake {
+    fn note(shell: &'static Shell, keeper: Option<Keeper>) -> KeptAwake {
         // A thread that ends is past putting anything to sleep.
         let _ = KEPT.try_with(|kept| kept.borrow_mut().push(shell));
-        Awake { shell, _keeper: keeper, _thread: PhantomData }
+        KeptAwake { shell, _keeper: keeper, _thread: PhantomData }
     }
 }
 
-impl Drop for Awake {
+impl fmt::Debug for KeptAwake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KeptAwake").finish_non_exhaustive()
+    }
+}
+
+impl Drop for KeptAwake {
     fn drop(&mut self) {
         let _ = KEPT.try_with(|kept| {
             let mut kept = kept.borrow_mut();
@@ -132,11 +156,21 @@ impl Allocator {
     /// # Errors
     /// [`AllocError::Asleep`] when it sleeps, or is about to and this thread does not keep it awake already.
     pub fn keep_awake(&self) -> Result<Awake, AllocError> {
-        Awake::keep(self.shell())
+        Ok(Awake { _kept: KeptAwake::new(self.shell())?, _allocator: self.clone() })
     }
 }
 
 impl Shell {
+    /// Whether it sleeps, or is about to.
+    pub(crate) fn is_drowsy(&self) -> bool {
+        self.wakefulness.drowsy.load(Ordering::SeqCst)
+    }
+
+    /// Whether the calling thread may not keep it awake.
+    pub(crate) fn refuses_keepers(&'static self) -> bool {
+        self.is_drowsy() && !self.is_kept_awake_here()
+    }
+
     /// Whether the calling thread keeps the allocator awake.
     pub(crate) fn is_kept_awake_here(&'static self) -> bool {
         KEPT.try_with(|kept| kept.borrow().iter().any(|&other| std::ptr::eq(other, self))).unwrap_or(false)

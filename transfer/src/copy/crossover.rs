@@ -4,7 +4,7 @@
 //! events on a transfer stream, with sizes of 4 KiB to 256 KiB.
 
 use aquifer_allocator::{DeviceBuffer, Turn};
-use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, DeviceError, HostPtr};
+use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, DeviceError, ErrorKind, HostPtr};
 
 use crate::copy::batch::enqueue_parts;
 use crate::copy::owned::host_len;
@@ -29,7 +29,26 @@ impl Transfer {
     /// # Errors
     /// Those of the driver.
     pub fn batch_calls_pay_below(&self) -> Result<Option<u64>, TransferError> {
+        self.crossover(&mut self.inner.crossover.lock())
+    }
+
+    /// The same for a batch, which does without that call where measuring failed: single copies do as well. Where the driver refused, it
+    /// is not asked again.
+    pub(super) fn batched_below(&self) -> Result<Option<u64>, TransferError> {
         let mut known = self.inner.crossover.lock();
+        match self.crossover(&mut known) {
+            Err(error) if !error.is_device_lost() => {
+                if matches!(&error, TransferError::Device(error) if error.kind != ErrorKind::Capture) {
+                    tracing::warn!(%error, "one call for many copies is not used: whether it pays could not be measured");
+                    *known = Some(None);
+                }
+                Ok(None)
+            }
+            answer => answer,
+        }
+    }
+
+    fn crossover(&self, known: &mut Option<Option<u64>>) -> Result<Option<u64>, TransferError> {
         if let Some(crossover) = *known {
             return Ok(crossover);
         }
@@ -44,18 +63,6 @@ impl Transfer {
             }
             Err(error) if error.is_out_of_memory() => Ok(None),
             Err(error) => Err(error),
-        }
-    }
-
-    /// The same for a batch, which does without that call where measuring failed: single copies do as well.
-    pub(super) fn batched_below(&self) -> Result<Option<u64>, TransferError> {
-        match self.batch_calls_pay_below() {
-            Err(error) if !error.is_device_lost() => {
-                tracing::warn!(%error, "one call for many copies is not used: whether it pays could not be measured");
-                *self.inner.crossover.lock() = Some(None);
-                Ok(None)
-            }
-            answer => answer,
         }
     }
 

@@ -54,7 +54,9 @@ impl Allocator {
     ///
     /// It first waits for those who keep the allocator awake to end: turns ([`crate::Turn`]) and claims ([`crate::Claim`]) with its
     /// memory, and [`Allocator::keep_awake`]; then for the device. So kernels that other threads launch come before it or are refused, and
-    /// transfers that were begun are enqueued first. A claim that nobody but this thread would drop is waited for for ever.
+    /// transfers that were begun are enqueued first (those that convert on the device when they have arrived do so when they are waited
+    /// for). A claim that nobody but this thread would drop is waited for for ever, and so is a thread that waits for this one, be it
+    /// because it puts another allocator to sleep that this one keeps awake.
     ///
     /// Until it wakes up, turns and claims with its memory, and allocating from it, are [`AllocError::Asleep`]; what bypasses turns
     /// must not touch its memory. Threads that allocate while it falls asleep may still be served, with memory that is there
@@ -89,7 +91,7 @@ impl Allocator {
             return Err(AllocError::KeptAwake);
         }
         let _one_at_a_time = self.gate().sleep();
-        if self.is_asleep() {
+        if self.shell().core().is_asleep() {
             return Ok(0);
         }
         // Not within the gate: whoever keeps it awake may have to pass it first.
@@ -105,7 +107,8 @@ impl Allocator {
     }
 
     /// Ends [`Allocator::sleep`]: gets memory for everything that was there, what was dropped meanwhile included, and restores
-    /// contents. The limit is not asked: what was held before is held again. Awake already, this is nothing.
+    /// contents. The limit is not asked: what was held before is held again. Awake already, this is nothing; while another thread puts it to
+    /// sleep, this waits for that first, unless this thread keeps it awake.
     ///
     /// # Errors
     /// Those of the driver, such as lack of memory, in which case everything taken so far goes back to the device. The allocator
@@ -119,9 +122,9 @@ impl Allocator {
         self.bring_back()
     }
 
-    /// Whether the allocator sleeps.
+    /// Whether the allocator sleeps, or is about to and gives no more turns.
     pub fn is_asleep(&self) -> bool {
-        self.shell().core().is_asleep()
+        self.shell().is_drowsy()
     }
 
     /// Lets nobody allocate any more.

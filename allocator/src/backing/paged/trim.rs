@@ -57,42 +57,47 @@ impl Allocator {
         }
     }
 
-    /// Takes mappings back that the driver would not when they failed. Their granules are spare then.
+    /// Takes mappings back that the driver would not when they failed. Their granules are spare then. What it still refuses stays.
     pub(crate) fn take_stuck_back(&self) -> Result<(), AllocError> {
         let _gate = self.gate().shared();
-        loop {
-            let mut whole = self.shell().whole();
-            let Some(paged) = &mut whole.paged else { return Ok(()) };
-            let (Some(mut stuck), granule) = (paged.stuck.pop(), paged.granule) else { return Ok(()) };
-            // In the hands of this call from here on; the record of what is mapped there stays until it is not.
-            let in_hands = stuck.granules.len() as u64;
-            paged.in_hands += in_hands;
-            drop(whole);
-            let (mut unmapped, mut failed) = (Vec::new(), None);
-            while failed.is_none()
-                && let Some(&at) = stuck.granules.last()
-            {
-                failed = self.device().driver().unmap(DevicePtr(at), granule).err();
-                if failed.is_none() {
-                    unmapped.extend(stuck.granules.pop());
-                }
-            }
-            let mut whole = self.shell().whole();
-            if let Some(paged) = &mut whole.paged {
-                paged.in_hands -= in_hands;
-                let loose: Vec<RawPhysical> = unmapped.into_iter().flat_map(|at| paged.take(at, granule)).collect();
-                paged.spares.extend(loose);
-            }
-            if stuck.granules.is_empty() {
-                whole.arena(stuck.arena).heap.unhold_as_hole(stuck.block);
-            } else if let Some(paged) = &mut whole.paged {
-                paged.stuck.push(stuck);
-            }
-            whole.account_for_granules();
-            if let Some(error) = failed {
-                return Err(error.into());
+        let count = self.shell().core().paged.as_ref().map_or(0, |paged| paged.stuck.len());
+        (0..count).map(|_| self.take_one_back()).fold(Ok(()), Result::and)
+    }
+
+    /// Takes the mappings back that have been stuck for longest.
+    fn take_one_back(&self) -> Result<(), AllocError> {
+        let mut whole = self.shell().whole();
+        if whole.is_asleep() {
+            return Ok(());
+        }
+        let Some(paged) = whole.paged.as_mut().filter(|paged| !paged.stuck.is_empty()) else { return Ok(()) };
+        let (mut stuck, granule) = (paged.stuck.remove(0), paged.granule);
+        // In the hands of this call from here on; the record of what is mapped there stays until it is not.
+        let in_hands = stuck.granules.len() as u64;
+        paged.in_hands += in_hands;
+        drop(whole);
+        let (mut unmapped, mut failed) = (Vec::new(), None);
+        while failed.is_none()
+            && let Some(&at) = stuck.granules.last()
+        {
+            failed = self.device().driver().unmap(DevicePtr(at), granule).err();
+            if failed.is_none() {
+                unmapped.extend(stuck.granules.pop());
             }
         }
+        let mut whole = self.shell().whole();
+        if let Some(paged) = &mut whole.paged {
+            paged.in_hands -= in_hands;
+            let loose: Vec<RawPhysical> = unmapped.into_iter().flat_map(|at| paged.take(at, granule)).collect();
+            paged.spares.extend(loose);
+        }
+        if stuck.granules.is_empty() {
+            whole.arena(stuck.arena).heap.unhold_as_hole(stuck.block);
+        } else if let Some(paged) = &mut whole.paged {
+            paged.stuck.push(stuck);
+        }
+        whole.account_for_granules();
+        failed.map_or(Ok(()), |error| Err(error.into()))
     }
 
     /// Releases granules; what cannot be stays in the list.

@@ -92,9 +92,13 @@ pub struct OomReport {
 }
 
 impl Allocator {
-    /// Counts, traces and reports a request that nothing served, and tells the observers.
+    /// Counts, traces and reports a request that nothing served, and tells the observers. Of an allocator that is about to sleep it
+    /// says that instead: reclaimers get no turns any more.
     #[cold]
     pub(crate) fn out_of_memory(&self, request: &Request, tried: Tried) -> AllocError {
+        if self.shell().refuses_keepers() {
+            return AllocError::Asleep;
+        }
         let memory = self.device().memory_info().ok();
         let shell = self.shell();
         let mut whole = shell.whole();

@@ -352,10 +352,10 @@ fn nobody_gets_a_turn_with_memory_that_is_away() {
 fn sleep_beside<T>(setup: &Setup, held: T, work: impl FnOnce(T)) {
     thread::scope(|scope| {
         let sleeper = scope.spawn(|| setup.allocator.sleep(Contents::SaveToHost).unwrap());
-        while scope.spawn(|| setup.allocator.keep_awake().is_ok()).join().unwrap() {
+        while !setup.allocator.is_asleep() {
             thread::yield_now();
         }
-        assert!(!setup.allocator.is_asleep());
+        assert!(scope.spawn(|| setup.allocator.keep_awake().is_err()).join().unwrap() && !sleeper.is_finished());
         work(held);
         assert!(sleeper.join().unwrap() > 0 && setup.allocator.is_asleep());
     });
@@ -403,11 +403,32 @@ fn a_thread_does_not_wait_for_itself_to_let_the_allocator_sleep() {
     drop(turn);
     assert!(matches!(setup.allocator.sleep(Contents::Discard), Err(AllocError::KeptAwake)));
     drop(awake);
-    // Another allocator's sleep is none of its business.
+    // Another allocator's sleep is none of its business, even if that one is gone otherwise.
     let other = Allocator::new(&setup.device, Config::default()).unwrap();
     let _awake = other.keep_awake().unwrap();
+    drop(other);
+    let another = Allocator::new(&setup.device, Config::default()).unwrap();
+    another.sleep(Contents::Discard).unwrap();
+    drop(another);
     setup.allocator.sleep(Contents::SaveToHost).unwrap();
     setup.allocator.wake().unwrap();
     drop(buffer);
+    setup.assert_usable_and_returned();
+}
+
+#[test]
+fn lack_of_memory_is_not_reported_of_an_allocator_that_is_about_to_sleep() {
+    let setup = setup();
+    let awake = setup.allocator.keep_awake().unwrap();
+    sleep_beside(&setup, awake, |awake| {
+        let beside = thread::scope(|scope| {
+            scope.spawn(|| setup.allocator.alloc(CAPACITY, &setup.stream).unwrap_err()).join().unwrap()
+        });
+        assert!(matches!(beside, AllocError::Asleep), "reclaimers get no turns: {beside}");
+        let here = setup.allocator.alloc(CAPACITY, &setup.stream).unwrap_err();
+        assert!(here.is_out_of_memory(), "they do here: {here}");
+        let text = format!("{awake:?}");
+        assert!(text.len() < 2000, "{text}");
+    });
     setup.assert_usable_and_returned();
 }

@@ -1,7 +1,9 @@
 //! Transfers and an allocator that sleeps: what was begun is enqueued first, and nothing is lost.
 
+use std::thread;
+
 use aquifer_allocator::{AllocError, Contents, DeviceBuffer};
-use aquifer_transfer::{Prefetcher, TransferError};
+use aquifer_transfer::{Batch, Pending, Prefetcher, Tensor, To, Transfer, TransferError};
 
 use super::Bench;
 
@@ -63,5 +65,67 @@ fn a_prefetcher_loses_no_batch() {
     drop(batches);
     allocator.wake().unwrap();
     drop(seen);
+    bench.finish();
+}
+
+/// A batch that is converted on the device once it has arrived there.
+struct Widened(Tensor);
+
+impl Batch for Widened {
+    type OnDevice = Tensor;
+
+    fn send(self, to: &Transfer) -> Result<Pending<Tensor>, TransferError> {
+        let wide = Tensor::from_vec(vec![0_f64], &[1])?.dtype();
+        self.0.to_with(to, To::new().dtype(wide))
+    }
+}
+
+#[test]
+fn a_batch_that_arrived_before_its_memory_went_is_had_later() {
+    let bench = Bench::new();
+    let allocator = bench.transfer.allocator().clone();
+    let source = (0..4_u8).map(|batch| Widened(Tensor::from_vec(vec![f32::from(batch); 300_000], &[300_000]).unwrap()));
+    let mut batches = Prefetcher::new(source, &bench.transfer, &bench.stream, 2).unwrap();
+    let mut sums = Vec::new();
+    let mut asleep = false;
+    loop {
+        if !asleep {
+            allocator.sleep(Contents::SaveToHost).unwrap();
+        }
+        match batches.next() {
+            None => break,
+            Some(Ok(batch)) => sums.push(batch.sum(&bench.stream).unwrap().item_blocking::<f64>().unwrap()),
+            Some(Err(TransferError::Alloc(AllocError::Asleep))) => allocator.wake().unwrap(),
+            Some(Err(error)) => panic!("{error}"),
+        }
+        asleep = !asleep;
+    }
+    assert_eq!(sums, [0.0, 3e5, 6e5, 9e5]);
+    drop(batches);
+    bench.finish();
+}
+
+#[test]
+fn who_keeps_the_allocator_awake_does_not_wait_for_a_batch_that_cannot_come() {
+    let bench = Bench::new();
+    let allocator = bench.transfer.allocator().clone();
+    let mut batches =
+        Prefetcher::<Vec<u32>>::new((0..9).map(|_| vec![1; 1000]), &bench.transfer, &bench.stream, 1).unwrap();
+    batches.next().unwrap().unwrap();
+    thread::scope(|scope| {
+        let awake = allocator.keep_awake().unwrap();
+        let sleeper = scope.spawn(|| allocator.sleep(Contents::SaveToHost).unwrap());
+        while !allocator.is_asleep() {
+            thread::yield_now();
+        }
+        let refused = (0..9).find_map(|_| batches.next().unwrap().err());
+        assert!(matches!(refused, Some(TransferError::Alloc(AllocError::Asleep))));
+        drop(awake);
+        sleeper.join().unwrap();
+    });
+    allocator.wake().unwrap();
+    let rest = batches.by_ref().map(|batch| batch.unwrap()).count();
+    assert!((1..9).contains(&rest), "{rest}");
+    drop(batches);
     bench.finish();
 }
