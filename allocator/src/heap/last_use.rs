@@ -20,6 +20,8 @@ pub(crate) struct Granules {
     /// For each node, where the home stream's timeline must have got to for everybody else to use all that it covers, as far as this is
     /// known here; 0: it has. Granules come first.
     levels: [Vec<u64>; LEVELS],
+    /// The latest of all that was noted.
+    latest: u64,
 }
 
 impl Granules {
@@ -32,7 +34,7 @@ impl Granules {
             nodes = nodes.div_ceil(FANOUT);
             level
         });
-        Granules { shift, levels }
+        Granules { shift, levels, latest: 0 }
     }
 
     /// Whether there are none.
@@ -52,26 +54,29 @@ impl Granules {
     #[inline]
     pub(super) fn note(&mut self, from: u64, bytes: u64, after: u64) {
         let touched = self.touched(from, bytes);
+        // Ticks come in ascending order, but for those of blocks that had to wait.
+        let is_latest = after >= self.latest;
+        self.latest = after.max(self.latest);
         if whole_parents(&touched).is_empty() {
-            raise(&mut self.levels[0], touched, after);
+            raise(&mut self.levels[0], touched, after, is_latest);
         } else {
-            self.note_many(touched, after);
+            self.note_many(touched, after, is_latest);
         }
     }
 
     #[inline(never)]
-    fn note_many(&mut self, mut range: Range<usize>, after: u64) {
+    fn note_many(&mut self, mut range: Range<usize>, after: u64, is_latest: bool) {
         let (top, lower) = self.levels.split_last_mut().unwrap_or_else(|| unreachable!("there are three levels"));
         for level in lower {
             let parents = whole_parents(&range);
             if parents.is_empty() {
-                return raise(level, range, after);
+                return raise(level, range, after, is_latest);
             }
-            raise(level, range.start..parents.start * FANOUT, after);
-            raise(level, parents.end * FANOUT..range.end, after);
+            raise(level, range.start..parents.start * FANOUT, after, is_latest);
+            raise(level, parents.end * FANOUT..range.end, after, is_latest);
             range = parents;
         }
-        raise(top, range, after);
+        raise(top, range, after, is_latest);
     }
 
     /// Notes that everybody may use a range, given relative to the region.
@@ -85,7 +90,7 @@ impl Granules {
             for (node, tick) in nodes.clone().zip(upper[0].get_mut(nodes).unwrap_or_default()) {
                 let children = &mut lower[level - 1];
                 let end = ((node + 1) * FANOUT).min(children.len());
-                raise(children, node * FANOUT..end, std::mem::take(tick));
+                raise(children, node * FANOUT..end, std::mem::take(tick), false);
             }
         }
         self.levels[0].get_mut(touched).unwrap_or_default().fill(0);
@@ -110,8 +115,11 @@ fn whole_parents(range: &Range<usize>) -> Range<usize> {
 
 /// Raises ticks. Blocks that had to wait are noted later than others that were used for longer.
 #[inline]
-fn raise(level: &mut [u64], range: Range<usize>, after: u64) {
-    if let Some(ticks) = level.get_mut(range) {
+fn raise(level: &mut [u64], range: Range<usize>, after: u64, is_latest: bool) {
+    let Some(ticks) = level.get_mut(range) else { return };
+    if is_latest {
+        ticks.fill(after);
+    } else {
         ticks.iter_mut().for_each(|tick| *tick = after.max(*tick));
     }
 }
