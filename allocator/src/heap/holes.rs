@@ -8,6 +8,7 @@
 //! none: they come home once they are done.
 
 use super::last_use::{Granules, LastUses};
+use super::recent::Use;
 use super::{Block, BlockId, Heap, Region, State};
 
 /// What became of a block of which a part is held.
@@ -61,8 +62,27 @@ impl Heap {
         }
     }
 
-    /// Where the owner's timeline must have got to for each granule of a free block to be done.
+    /// Notes the last uses that are yet to be noted, but for those that are done: the home stream's timeline got to `done`.
+    pub(crate) fn note_recent_uses(&mut self, done: u64) {
+        let mut recent = std::mem::take(&mut self.recent);
+        recent.settle(done, |Use { addr, bytes, region, after }| {
+            let region = self.region_mut(region);
+            if region.is_paged() {
+                region.granules.note(addr - region.addr, bytes, after);
+            }
+        });
+        self.recent = recent;
+    }
+
+    /// Whether so many last uses are yet to be noted that they should be.
+    #[inline]
+    pub(crate) fn has_many_recent_uses(&self) -> bool {
+        self.recent.are_many()
+    }
+
+    /// Where the owner's timeline must have got to for each granule of a free block to be done. No last use is yet to be noted.
     pub(crate) fn last_uses_of(&self, block: &Block) -> LastUses<'_> {
+        debug_assert!(self.recent.is_empty());
         let region = self.region(block.region);
         let granules = Some(&region.granules).filter(|granules| block.owner == self.home && !granules.is_empty());
         LastUses { start: region.addr, granules, latest: block.after }
@@ -75,6 +95,7 @@ impl Heap {
 
     /// Holds `from..to`, which lies in one free block or one hole; what is left of that on either side stays what it is.
     pub(crate) fn hold(&mut self, id: BlockId, from: u64, to: u64) -> Holding {
+        self.note_recent_uses(0);
         let block = self.blocks[id];
         debug_assert!(block.addr <= from && from < to && to <= block.addr + block.size);
         let held = if block.state == State::Free {

@@ -18,6 +18,7 @@ mod holes;
 mod index;
 mod last_use;
 mod moves;
+mod recent;
 mod resting;
 mod strays;
 
@@ -29,6 +30,7 @@ use index::{Bins, Exact, FreeIndex, Index};
 pub(crate) use index::{IndexKind, IndexView, Key};
 use last_use::Granules;
 use moves::{Joined, Piece, Rules, Taken};
+use recent::RecentUses;
 
 use crate::size_class::{PoolKind, SizeClasses};
 
@@ -111,6 +113,8 @@ pub(crate) struct Heap {
     holes: BTreeMap<u64, BlockId>,
     /// A block that was given back and is yet to be merged.
     resting: BlockId,
+    /// Last uses of granules that are yet to be noted.
+    recent: RecentUses,
     /// Bytes that rested and were taken again.
     pub(crate) retaken: u64,
     /// Totals of identity H2, in bytes.
@@ -371,6 +375,7 @@ impl Heap {
 
     /// Removes the region of a block that is all of it and in no index.
     fn remove_region_record(&mut self, id: BlockId) -> Region {
+        self.note_recent_uses(0);
         let number = self.blocks[id].region;
         self.blocks.remove(id);
         self.vacant_regions.push(number);

@@ -12,6 +12,7 @@
 //! holds every lock merges it first. Pieces of regions are counted when it is merged; whoever reads the count takes every lock.
 
 use super::index::{Bins, Exact, FreeIndex, Index, Key};
+use super::recent::Use;
 use super::{Block, BlockId, Heap, IndexKind, SplitChange, State, moves, signed};
 use crate::size_class::SizeClasses;
 
@@ -101,11 +102,11 @@ impl Heap {
 
     #[inline(never)]
     fn merge(&mut self, id: BlockId) -> SplitChange {
-        let (home, after) = (self.home, self.blocks[id].after);
-        self.note_last_use(id, home, after);
-        let pool = usize::from(self.blocks[id].pool);
+        let Block { addr, size: bytes, after, region, pool, .. } = self.blocks[id];
+        let (home, pool) = (self.home, usize::from(pool));
         match &mut self.pools[pool].own {
             FreeIndex::Bins(index) if after != 0 => {
+                self.recent.push(Use { addr, bytes, region, after });
                 let joined = moves::join(index, &mut self.blocks.records(), id, home, after);
                 self.gave::<Bins>(&joined, pool)
             }

@@ -379,7 +379,17 @@ impl Guard {
             let kind = kind_of(self.desk.heap.blocks[id].pool);
             let change = self.desk.heap.merge_resting();
             self.split_changed(kind, change);
+            if self.desk.heap.has_many_recent_uses() {
+                self.note_recent_uses();
+            }
         }
+    }
+
+    /// Notes last uses of granules that are yet to be noted, and not known done.
+    #[cold]
+    pub(crate) fn note_recent_uses(&mut self) {
+        let done = self.desk.timeline.as_ref().map_or(0, |timeline| timeline.frontier());
+        self.desk.heap.note_recent_uses(done);
     }
 
     /// Pieces of segments are counted. Mapped memory has none, as in PyTorch: what is free of it can go back to the device.

@@ -216,14 +216,18 @@ impl Timeline {
         Ok(self.is_known_done(n))
     }
 
-    /// Makes sure that an event covers tick `n`, recording one if need be: a *milestone*.
+    /// Makes sure that an event covers tick `n`, recording one if need be: a *milestone*. One that is recorded comes with a question about
+    /// earlier ones, so that [`Timeline::frontier`] follows the device.
     ///
     /// # Errors
     /// Those of the driver's event calls; a closed or capturing stream cannot record.
     pub fn cover(&self, n: u64) -> Result<()> {
         let Some(mut state) = self.lock_unless_done(n) else { return Ok(()) };
-        self.covering(&mut state, n)?;
-        self.forget_old(&mut state)
+        if state.events.back().is_some_and(|last| n < last.covers) {
+            return Ok(());
+        }
+        self.record(&mut state)?;
+        self.ask_about_half(&mut state)
     }
 
     /// The lock, unless tick `n` is known to be done. Asked under the lock, too: another thread may learn it, and let the event go that

@@ -6,9 +6,6 @@ use crate::driver::RawStream;
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::atomic::Ordering;
 
-/// Events of a stream, not known complete, from which on it is asked whether they are.
-const EVENTS_KEPT: usize = 64;
-
 impl Timeline {
     /// Raises the counter, lets `record` record an event, and returns what that event covers and knows (T1, T2).
     pub(crate) fn record_with(&self, record: impl FnOnce() -> Result<()>) -> Result<Recording> {
@@ -54,7 +51,7 @@ impl Timeline {
         }
     }
 
-    fn record(&self, state: &mut State) -> Result<Recorded> {
+    pub(super) fn record(&self, state: &mut State) -> Result<Recorded> {
         if state.closed {
             return Err(DeviceError::new(Operation::Record, Code::INVALID_HANDLE)
                 .with_detail("the stream was destroyed or released and its last event could not be recorded"));
@@ -87,13 +84,10 @@ impl Timeline {
         Ok(())
     }
 
-    /// Lets the older half of the events go if there are many and it is complete: milestones must not pile up on a stream of
-    /// which nobody asks how far it got. One query for all of them.
-    pub(super) fn forget_old(&self, state: &mut State) -> Result<()> {
-        let half = state.events.len() / 2;
-        if half < EVENTS_KEPT / 2 {
-            return Ok(());
-        }
+    /// Asks about the middle one of the events, and lets all up to it go if it is complete. So one query a milestone tells about how far
+    /// a stream got, and milestones do not pile up where nobody else asks. The last one, just recorded, says nothing yet.
+    pub(super) fn ask_about_half(&self, state: &mut State) -> Result<()> {
+        let Some(half) = state.events.len().checked_sub(2).map(|others| others / 2) else { return Ok(()) };
         let newest = &state.events[half];
         if newest.event.query()? {
             self.mark_done(newest.covers);

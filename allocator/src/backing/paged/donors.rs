@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use crate::backing::paged::apart::POOL;
 use crate::backing::paged::window::Window;
 use crate::heap::{BlockId, Heap};
+use crate::shell::arena::Guard;
 use crate::shell::whole::Whole;
 
 /// Contiguous granules of one free block.
@@ -58,12 +59,13 @@ struct Candidate {
 
 impl Whole {
     /// Up to `wanted` granules that may move, from pools that `from` allows, none of them in the window.
-    pub(crate) fn donors(&self, wanted: u64, window: Option<&Window>, from: impl Fn(u16) -> bool) -> Donors {
+    pub(crate) fn donors(&mut self, wanted: u64, window: Option<&Window>, from: impl Fn(u16) -> bool) -> Donors {
         let mut donors = Donors::default();
-        let Some(paged) = &self.paged else { return donors };
         if wanted == 0 {
             return donors;
         }
+        self.arenas.iter_mut().for_each(Guard::note_recent_uses);
+        let Some(paged) = &self.paged else { return donors };
         if from(POOL) {
             self.add_retired(&mut donors.not_done);
         }

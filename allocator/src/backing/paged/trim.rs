@@ -152,7 +152,7 @@ impl Allocator {
 
 impl Whole {
     /// Streams that free memory in the pools that `of` picks waits for, and where their timelines must have got to.
-    pub(crate) fn free_not_done(&self, of: impl Fn(u16) -> bool) -> Vec<(Arc<Timeline>, u64)> {
+    pub(crate) fn free_not_done(&mut self, of: impl Fn(u16) -> bool) -> Vec<(Arc<Timeline>, u64)> {
         let mut latest = BTreeMap::new();
         self.donors(u64::MAX, None, &of).not_done.into_keys().for_each(|(slot, after)| {
             latest.insert(slot, after);

@@ -483,7 +483,11 @@ fn t3_milestones_do_not_pile_up() {
         bench.pass();
     }
     assert_eq!(bench.cost().0, 1000);
-    assert!(bench.calls(Operation::CreateEvent) <= 128, "{} events", bench.calls(Operation::CreateEvent));
-    assert!(bench.calls(Operation::QueryEvent) <= 1000 / 32, "one answer tells of many events");
-    assert!(stream.timeline().frontier() >= 900);
+    assert!(bench.calls(Operation::CreateEvent) <= 8, "{} events", bench.calls(Operation::CreateEvent));
+    assert!(bench.calls(Operation::QueryEvent) <= 1000, "at most one question each");
+    assert!(
+        stream.timeline().frontier() >= 998,
+        "it is known how far the stream got: {}",
+        stream.timeline().frontier()
+    );
 }

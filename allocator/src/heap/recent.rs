@@ -1,0 +1,130 @@
+//! Last uses that are yet to be noted: a log in front of the granules' ticks ([`super::last_use`]).
+//!
+//! Each block that is given back was used until some tick, and its granules must know. Noting that writes all over a region's tree, which
+//! took a tenth of the time of the traces, and mostly nobody asks before the device is done with the block. So uses are written down one
+//! behind the other, and noted when somebody who holds every lock asks, or when there are many: those alone that are not known done by
+//! then.
+//!
+//! Invariants:
+//! * where granules are looked at, moved, or forgotten, the log is empty;
+//! * regions of uses in the log exist.
+
+/// From so many uses on they should be noted. They are 32 KiB, and there are some hundred between two milestones.
+const MANY: usize = 1024;
+
+/// Memory that was given back.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Use {
+    pub(super) addr: u64,
+    pub(super) bytes: u64,
+    pub(super) region: u32,
+    /// The home stream's tick until which it was used.
+    pub(super) after: u64,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct RecentUses(Vec<Use>);
+
+impl RecentUses {
+    #[inline]
+    pub(super) fn push(&mut self, one: Use) {
+        self.0.push(one);
+    }
+
+    #[inline]
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    #[inline]
+    pub(super) fn are_many(&self) -> bool {
+        self.0.len() >= MANY
+    }
+
+    /// Empties the log, but for its storage, into `note`: uses that are not done, where the home stream's timeline got to `done`.
+    pub(super) fn settle(&mut self, done: u64, note: impl FnMut(Use)) {
+        self.0.drain(..).filter(|one| one.after > done).for_each(note);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use crate::config::Config;
+    use crate::heap::{BlockId, Heap, IndexKind, State};
+    use crate::size_class::SizeClasses;
+
+    const GRANULE: u64 = 4096;
+    const BASE: u64 = 1 << 20;
+    const GRANULES: usize = 32;
+
+    fn heap() -> Heap {
+        let mut heap = Heap::new(0, IndexKind::Bins);
+        heap.add_pools();
+        heap.add_reservation(BASE, GRANULES as u64 * GRANULE, 0, GRANULE);
+        let hole = heap.holes().next().unwrap().0;
+        let held = heap.hold(hole, BASE, BASE + GRANULES as u64 * GRANULE);
+        heap.unhold_as_free(held.id);
+        heap
+    }
+
+    /// Numbers of the granules that a block touches.
+    fn granules(heap: &Heap, id: BlockId) -> std::ops::Range<usize> {
+        let block = &heap.blocks[id];
+        let number = |at: u64| usize::try_from((at - BASE) / GRANULE).unwrap();
+        number(block.addr)..number(block.addr + block.size - 1) + 1
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+        /// Whoever asks learns of each granule whether it is done, and if not, when: as if every use had been noted at once.
+        #[test]
+        fn uses_that_are_not_done_are_noted_in_time(
+            steps in prop::collection::vec((0..7u8, 1..40u64, 0..64usize), 1..200),
+        ) {
+            let classes = SizeClasses::new(&Config::default());
+            let (mut heap, mut model, mut live, mut done) = (heap(), vec![0; GRANULES], Vec::new(), 0);
+            for (now, (what, n, which)) in (1..).zip(steps) {
+                match what {
+                    0..3 => live.extend(heap.take_best(&classes, 0, n * 512, n).map(|(id, _)| id)),
+                    3..5 if !live.is_empty() => {
+                        let id = live.swap_remove(which % live.len());
+                        model[granules(&heap, id)].fill(now);
+                        heap.give_to_rest(id, now);
+                        heap.merge_resting();
+                    }
+                    5 => {
+                        // Its memory moves away, and other memory comes.
+                        let at = BASE + which as u64 % GRANULES as u64 * GRANULE;
+                        let covers = |block: &crate::heap::Block| {
+                            block.state == State::Free && block.addr <= at && at + GRANULE <= block.addr + block.size
+                        };
+                        let found = heap.blocks.iter().find(|(_, block)| covers(block)).map(|(id, _)| id);
+                        if let Some(id) = found {
+                            let held = heap.hold(id, at, at + GRANULE).id;
+                            let hole = heap.unhold_as_hole(held);
+                            let held = heap.hold(hole, at, at + GRANULE).id;
+                            heap.unhold_as_free(held);
+                            model[usize::try_from((at - BASE) / GRANULE).unwrap()] = 0;
+                        }
+                    }
+                    _ => {
+                        done = done.max(now.saturating_sub(n));
+                        heap.note_recent_uses(done);
+                        let free = heap.blocks.iter().filter(|(_, block)| block.state == State::Free);
+                        for (_, block) in free {
+                            let whole = block.addr.next_multiple_of(GRANULE)..(block.addr + block.size) / GRANULE * GRANULE;
+                            for at in whole.step_by(4096) {
+                                let (last_use, _) = heap.last_uses_of(block).highest_run(&(at..at + GRANULE));
+                                let expected = model[usize::try_from((at - BASE) / GRANULE).unwrap()].min(block.after);
+                                prop_assert_eq!(last_use.max(done), expected.max(done));
+                            }
+                        }
+                    }
+                }
+                prop_assert_eq!(heap.check(), Ok(()));
+            }
+        }
+    }
+}
