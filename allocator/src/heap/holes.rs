@@ -65,7 +65,8 @@ impl Heap {
     /// Notes the last uses that are yet to be noted, but for those that are done: the home stream's timeline got to `done`.
     pub(crate) fn note_recent_uses(&mut self, done: u64) {
         let mut recent = std::mem::take(&mut self.recent);
-        recent.settle(done, |Use { addr, bytes, region, after }| {
+        recent.drop_done(done);
+        recent.settle(|Use { addr, bytes, region, after }| {
             let region = self.region_mut(region);
             if region.is_paged() {
                 region.granules.note(addr - region.addr, bytes, after);
@@ -74,7 +75,15 @@ impl Heap {
         self.recent = recent;
     }
 
-    /// Whether so many last uses are yet to be noted that they should be.
+    /// Makes room for more last uses that are yet to be noted: lets go those that are done, and notes the others if that is not enough.
+    #[cold]
+    pub(crate) fn thin_recent_uses(&mut self, done: u64) {
+        if !self.recent.drop_done(done) {
+            self.note_recent_uses(done);
+        }
+    }
+
+    /// Whether so many last uses are yet to be noted that room should be made.
     #[inline]
     pub(crate) fn has_many_recent_uses(&self) -> bool {
         self.recent.are_many()

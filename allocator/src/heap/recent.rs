@@ -6,6 +6,7 @@
 //! then.
 //!
 //! Invariants:
+//! * uses are in the order of their ticks, for a stream's ticks ascend;
 //! * where granules are looked at, moved, or forgotten, the log is empty;
 //! * regions of uses in the log exist.
 
@@ -28,6 +29,7 @@ pub(super) struct RecentUses(Vec<Use>);
 impl RecentUses {
     #[inline]
     pub(super) fn push(&mut self, one: Use) {
+        debug_assert!(self.0.last().is_none_or(|last| last.after <= one.after));
         self.0.push(one);
     }
 
@@ -41,9 +43,16 @@ impl RecentUses {
         self.0.len() >= MANY
     }
 
-    /// Empties the log, but for its storage, into `note`: uses that are not done, where the home stream's timeline got to `done`.
-    pub(super) fn settle(&mut self, done: u64, note: impl FnMut(Use)) {
-        self.0.drain(..).filter(|one| one.after > done).for_each(note);
+    /// Lets go what is done, where the home stream's timeline got to `done`. Tells whether that made room for many more.
+    pub(super) fn drop_done(&mut self, done: u64) -> bool {
+        let not_done = self.0.partition_point(|one| one.after <= done);
+        self.0.drain(..not_done);
+        self.0.len() <= MANY / 2
+    }
+
+    /// Empties the log into `note`, but for its storage.
+    pub(super) fn settle(&mut self, note: impl FnMut(Use)) {
+        self.0.drain(..).for_each(note);
     }
 }
 
@@ -51,6 +60,7 @@ impl RecentUses {
 mod tests {
     use proptest::prelude::*;
 
+    use super::*;
     use crate::config::Config;
     use crate::heap::{BlockId, Heap, IndexKind, State};
     use crate::size_class::SizeClasses;
@@ -74,6 +84,33 @@ mod tests {
         let block = &heap.blocks[id];
         let number = |at: u64| usize::try_from((at - BASE) / GRANULE).unwrap();
         number(block.addr)..number(block.addr + block.size - 1) + 1
+    }
+
+    #[test]
+    fn room_is_made_by_what_is_done_if_that_is_enough() {
+        let log = |uses: u64| {
+            let mut recent = RecentUses::default();
+            (1..=uses).for_each(|after| recent.push(Use { addr: BASE, bytes: GRANULE, region: 0, after }));
+            recent
+        };
+        let many = MANY as u64;
+        assert!(log(many).are_many() && !log(many - 1).are_many());
+        for (done, is_enough) in [(0, false), (many / 2 - 1, false), (many / 2, true), (many, true)] {
+            let mut recent = log(many);
+            assert_eq!(recent.drop_done(done), is_enough);
+            let mut left = Vec::new();
+            recent.settle(|one| left.push(one.after));
+            assert_eq!(left, (done + 1..=many).collect::<Vec<_>>());
+            assert!(recent.is_empty());
+        }
+        let mut heap = heap();
+        let end = BASE + GRANULES as u64 * GRANULE;
+        heap.recent = log(many);
+        heap.thin_recent_uses(many / 4);
+        let (_, block) = heap.blocks.iter().find(|(_, block)| block.state == State::Free).unwrap();
+        let block = crate::heap::Block { after: many, ..*block };
+        assert_eq!(heap.last_uses_of(&block).highest_run(&(BASE..end)), (0, BASE + GRANULE));
+        assert_eq!(heap.last_uses_of(&block).highest_run(&(BASE..BASE + GRANULE)), (many, BASE));
     }
 
     proptest! {
@@ -111,6 +148,7 @@ mod tests {
                     }
                     _ => {
                         done = done.max(now.saturating_sub(n));
+                        heap.thin_recent_uses(done);
                         heap.note_recent_uses(done);
                         let free = heap.blocks.iter().filter(|(_, block)| block.state == State::Free);
                         for (_, block) in free {

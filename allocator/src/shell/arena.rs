@@ -380,16 +380,22 @@ impl Guard {
             let change = self.desk.heap.merge_resting();
             self.split_changed(kind, change);
             if self.desk.heap.has_many_recent_uses() {
-                self.note_recent_uses();
+                let done = self.done();
+                self.desk.heap.thin_recent_uses(done);
             }
         }
     }
 
     /// Notes last uses of granules that are yet to be noted, and not known done.
-    #[cold]
     pub(crate) fn note_recent_uses(&mut self) {
-        let done = self.desk.timeline.as_ref().map_or(0, |timeline| timeline.frontier());
+        let done = self.done();
         self.desk.heap.note_recent_uses(done);
+    }
+
+    /// Where the stream's timeline is known to have got to.
+    #[cold]
+    fn done(&self) -> u64 {
+        self.desk.timeline.as_ref().map_or(0, |timeline| timeline.frontier())
     }
 
     /// Pieces of segments are counted. Mapped memory has none, as in PyTorch: what is free of it can go back to the device.
