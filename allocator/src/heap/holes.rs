@@ -76,7 +76,6 @@ impl Heap {
     }
 
     /// Makes room for more last uses that are yet to be noted: lets go those that are done, and notes the others if that is not enough.
-    #[cold]
     pub(crate) fn thin_recent_uses(&mut self, done: u64) {
         if !self.recent.drop_done(done) {
             self.note_recent_uses(done);

@@ -380,10 +380,16 @@ impl Guard {
             let change = self.desk.heap.merge_resting();
             self.split_changed(kind, change);
             if self.desk.heap.has_many_recent_uses() {
-                let done = self.done();
-                self.desk.heap.thin_recent_uses(done);
+                self.thin_recent_uses();
             }
         }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn thin_recent_uses(&mut self) {
+        let done = self.done();
+        self.desk.heap.thin_recent_uses(done);
     }
 
     /// Notes last uses of granules that are yet to be noted, and not known done.
@@ -393,7 +399,6 @@ impl Guard {
     }
 
     /// Where the stream's timeline is known to have got to.
-    #[cold]
     fn done(&self) -> u64 {
         self.desk.timeline.as_ref().map_or(0, |timeline| timeline.frontier())
     }
