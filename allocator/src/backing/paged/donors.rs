@@ -3,7 +3,7 @@
 //! The highest addresses give first, so that what is in use gathers at the low ones and steady programs find their memory where
 //! they left it. Granules that are not known done are counted by the tick that would let them move.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BinaryHeap};
 
 use crate::backing::paged::apart::POOL;
 use crate::backing::paged::window::Window;
@@ -50,7 +50,8 @@ impl Donors {
     }
 }
 
-/// A free block that has room for a granule.
+/// A free block that has room for a granule. In the order of addresses.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
     addr: u64,
     arena: u32,
@@ -73,7 +74,8 @@ impl Whole {
             let granule = paged.granule;
             window.start / granule * granule..window.end.next_multiple_of(granule)
         });
-        for candidate in self.candidates(paged.granule, from) {
+        let mut candidates = self.candidates(paged.granule, from);
+        while let Some(candidate) = candidates.pop() {
             let heap = self.heap_of(candidate.arena);
             self.choose_in(heap, &candidate, wanted, &window, &mut donors);
             if donors.granules == wanted {
@@ -83,7 +85,7 @@ impl Whole {
         donors
     }
 
-    fn candidates(&self, granule: u64, from: impl Fn(u16) -> bool) -> Vec<Candidate> {
+    fn candidates(&self, granule: u64, from: impl Fn(u16) -> bool) -> BinaryHeap<Candidate> {
         let mut found = Vec::new();
         for heap in self.heaps() {
             for pool in (0..heap.pools.len()).filter_map(|pool| u16::try_from(pool).ok()).filter(|&pool| from(pool)) {
@@ -95,8 +97,8 @@ impl Whole {
                 }
             }
         }
-        found.sort_unstable_by_key(|candidate| std::cmp::Reverse(candidate.addr));
-        found
+        // Mostly few of them are needed.
+        found.into()
     }
 
     /// Chooses from one block, high end first.

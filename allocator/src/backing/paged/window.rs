@@ -164,6 +164,8 @@ impl Run {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
     use crate::config::Config;
     use crate::size_class::SizeClasses;
@@ -207,6 +209,33 @@ mod tests {
         assert_eq!(found("lfl", 2 * G), None);
         assert_eq!(found("lf.ff.l.........", 4 * G), Some((1, 1, true)));
         assert_eq!(found("lf..fffl", 4 * G), Some((3, 1, false)), "it may begin within a hole");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+        #[test]
+        fn no_window_lacks_less(map in "[.fl]{1,24}", granules in 1..8u64, bytes in 0..3u64) {
+            let size = granules * G - bytes * 512;
+            // Every window that starts or ends at a border between granules.
+            let lacks = |start: u64| {
+                let end = start + size;
+                let touched = usize::try_from(start / G).unwrap()..usize::try_from(end.div_ceil(G)).unwrap();
+                let letters = map.as_bytes().get(touched)?;
+                (!letters.contains(&b'l')).then(|| letters.iter().filter(|&&letter| letter == b'.').count() as u64)
+            };
+            let borders = (0..=map.len() as u64).map(|border| border * G);
+            let starts = borders.flat_map(|border| [Some(border), border.checked_sub(size)]).flatten();
+            let least = starts.filter_map(lacks).filter(|&lacks| lacks > 0).min();
+            let full = map.split(['.', 'l']).any(|free| free.len() as u64 * G >= size);
+            match cheapest(&heap(&map), 0, size, G) {
+                // Only runs with a hole are looked at: what fits into a free block needs no window.
+                Some(window) => {
+                    prop_assert_eq!(Some(window.lacks), lacks(window.start - BASE), "{:?}", window);
+                    prop_assert!(full || Some(window.lacks) == least, "{:?} {:?}", window, least);
+                }
+                None => prop_assert!(full || least.is_none(), "{:?}", least),
+            }
+        }
     }
 
     #[test]
