@@ -229,7 +229,9 @@ impl Allocator {
         if special & special::ASLEEP != 0 {
             return Err(AllocError::Asleep);
         }
-        if special & special::WAITING != 0 {
+        let waits = special & special::WAITING != 0;
+        let asked = waits && shell.core().waiting.is_to_be_asked_for();
+        if asked {
             self.poll_waiting()?;
         }
         let tag = if special & special::SPANS != 0 { Tag::of_span() } else { self.0.scope_tag() };
@@ -245,6 +247,12 @@ impl Allocator {
         drop(arena);
         if special & special::NO_CACHE != 0 {
             self.release_where(|whole| whole.releasable())?;
+        }
+        if granted.is_none() && waits && !asked {
+            self.poll_waiting()?;
+            if let Some(granted) = shell.enter(stream).take_own(&request) {
+                return Ok(granted);
+            }
         }
         match granted {
             Some(granted) => Ok(granted),

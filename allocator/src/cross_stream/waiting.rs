@@ -3,8 +3,9 @@
 //! A waiting block carries one tick for each stream that used it, taken when it was freed. It becomes free once every one
 //! of them is done or, where blocks may cross streams at all, once its owner's later work is ordered after them.
 //!
-//! While blocks wait, each allocation asks how far the streams got: at most one driver query a stream. The list itself is
-//! gone through only when one of them got further than it was.
+//! While blocks wait, allocations ask how far the streams got: at most one driver query a stream. While the answer is that none got
+//! further, ever fewer of them ask, but for those that find no memory otherwise. The list itself is gone through only when one of them got
+//! further than it was.
 
 use crate::sync::atomic::Ordering;
 use std::collections::BTreeMap;
@@ -19,11 +20,22 @@ use crate::shell::core::{Core, Place, Request};
 use crate::shell::special;
 use crate::shell::whole::Whole;
 
+/// Allocations that do not ask after one that asked in vain, at most. A device lags by hundreds of operations.
+const PAUSE_MAX: u32 = 3;
+
 /// The blocks that wait, and the streams they wait for.
 #[derive(Debug, Default)]
 pub(crate) struct WaitingList {
     blocks: Vec<Waiting>,
     streams: Vec<WaitedFor>,
+    pause: Pause,
+}
+
+/// How many allocations do not ask how far streams got.
+#[derive(Debug, Default)]
+struct Pause {
+    left: u32,
+    length: u32,
 }
 
 /// A block that waits.
@@ -52,6 +64,19 @@ pub(crate) type Pending = Vec<(Arc<Timeline>, u64)>;
 impl WaitingList {
     pub(crate) fn is_empty(&self) -> bool {
         self.blocks.is_empty()
+    }
+
+    /// Whether the next allocation asks how far streams got.
+    pub(crate) fn is_to_be_asked_for(&mut self) -> bool {
+        let asks = self.pause.left == 0;
+        self.pause.left = self.pause.left.saturating_sub(1);
+        asks
+    }
+
+    /// Streams were asked: the pause until the next time grows while that is in vain.
+    fn note_asked(&mut self, in_vain: bool) {
+        let length = if in_vain { (2 * self.pause.length + 1).min(PAUSE_MAX) } else { 0 };
+        self.pause = Pause { left: length, length };
     }
 
     fn push(&mut self, waiting: Waiting) {
@@ -215,6 +240,13 @@ impl Core {
     /// As [`Whole::pending`] for all pools, without going through the blocks.
     pub(crate) fn pending_of_all(&self) -> Pending {
         self.unknown(self.waiting.streams.iter().map(|stream| (stream.slot, stream.latest)))
+    }
+
+    /// After streams were asked: whether one that blocks wait for got further.
+    pub(crate) fn note_asked(&mut self) -> bool {
+        let got_further = self.can_sweep();
+        self.waiting.note_asked(!got_further);
+        got_further
     }
 
     /// Whether a stream that blocks wait for got further since the list was last gone through.

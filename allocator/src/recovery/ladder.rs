@@ -200,8 +200,8 @@ impl Allocator {
     pub(crate) fn poll_waiting(&self) -> Result<(), AllocError> {
         let pending = self.shell().core().pending_of_all();
         self.poll(&pending)?;
-        let can_sweep = self.shell().core().can_sweep();
-        if can_sweep {
+        let got_further = self.shell().core().note_asked();
+        if got_further {
             self.shell().whole().sweep_done();
         }
         Ok(())

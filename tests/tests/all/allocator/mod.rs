@@ -1,4 +1,4 @@
-//! The allocator, one subject a file: memory that others know, memory that grows in place or sleeps, turns with buffers, graphs, peaks, and
+//! The allocator, one subject a file: memory that others know, memory that grows in place or sleeps, turns with buffers, graphs, peaks, blocks that wait, and
 //! what happens where the driver refuses.
 
 mod buffers;
@@ -14,3 +14,4 @@ mod peers;
 mod pinned;
 mod sleep;
 mod turns;
+mod waiting;

@@ -1,0 +1,63 @@
+//! Blocks that wait for other streams, and who asks how far those got.
+
+use std::time::Duration;
+
+use aquifer_allocator::config::Backing;
+use aquifer_device::Operation;
+use aquifer_tests::{BACKINGS, Bench, MIB, Subject, on, write_on};
+
+const LONG: Duration = Duration::from_millis(5);
+
+/// A bench whose side stream is busy with 20 MiB that the program gave back, and which are all that the device has to give.
+fn one_block_waits(backing: Backing) -> Bench {
+    let bench = Bench::new(22 * MIB, &on(backing, "cross_stream:ready"));
+    let block = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
+    block.record_stream(&bench.side).unwrap();
+    bench.side.wait_for(&bench.stream.tick()).unwrap();
+    bench.driver.stall(&bench.side, LONG).unwrap();
+    write_on(&bench.side, block.ptr(), block.bytes());
+    drop(block);
+    bench
+}
+
+/// Allocates and frees a small block so often; tells how many events were asked about meanwhile.
+fn ask(bench: &Bench, times: u32) -> u64 {
+    let queries = || bench.allocator.device().driver_calls().of(Operation::QueryEvent);
+    let before = queries();
+    (0..times).for_each(|_| drop(bench.allocator.alloc(1000, &bench.stream).unwrap()));
+    queries() - before
+}
+
+#[test]
+fn while_the_answer_is_no_few_requests_ask() {
+    for backing in BACKINGS {
+        let bench = one_block_waits(backing);
+        let queries = ask(&bench, 400);
+        assert!((80..=110).contains(&queries), "{backing}: {queries} queries, where one request in four asks");
+        bench.side.synchronize().unwrap();
+        bench.assert_returned();
+    }
+}
+
+#[test]
+fn a_request_that_finds_nothing_asks_at_once() {
+    if !Subject::is_simulated() {
+        return; // The time that passes is the simulator's.
+    }
+    for backing in BACKINGS {
+        let bench = one_block_waits(backing);
+        for requests in 0..12 {
+            // Wherever in a pause the request comes.
+            ask(&bench, requests);
+            bench.driver.advance(2 * LONG);
+            let block = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
+            assert_eq!(bench.allocator.memory_stats().num_sync_all_streams, 0, "{backing}: the host waited");
+            block.record_stream(&bench.side).unwrap();
+            bench.side.wait_for(&bench.stream.tick()).unwrap();
+            bench.driver.stall(&bench.side, LONG).unwrap();
+            drop(block);
+        }
+        bench.side.synchronize().unwrap();
+        bench.assert_returned();
+    }
+}
