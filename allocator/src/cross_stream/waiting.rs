@@ -4,8 +4,8 @@
 //! of them is done or, where blocks may cross streams at all, once its owner's later work is ordered after them.
 //!
 //! While blocks wait, allocations ask how far the streams got: at most one driver query a stream. While the answer is that none got
-//! further, ever fewer of them ask, but for those that find no memory otherwise. The list itself is gone through only when one of them got
-//! further than it was.
+//! further, fewer of them ask, down to one in four, and those that find no memory otherwise. The list itself is gone through only when
+//! one of the streams got further than it was.
 
 use crate::sync::atomic::Ordering;
 use std::collections::BTreeMap;
@@ -20,7 +20,7 @@ use crate::shell::core::{Core, Place, Request};
 use crate::shell::special;
 use crate::shell::whole::Whole;
 
-/// Allocations that do not ask after one that asked in vain, at most. A device lags by hundreds of operations.
+/// Allocations that do not ask after one that asked in vain, at most. More saves few queries, and memory comes back later.
 const PAUSE_MAX: u32 = 3;
 
 /// The blocks that wait, and the streams they wait for.

@@ -2,8 +2,9 @@
 //!
 //! A free block knows one tick, the latest of everything that was merged into it. Whether memory may be unmapped depends on the memory's
 //! own last use, so each granule's is noted after a block in it is given back ([`super::recent`]), as a tick of the home stream. A block may
-//! cover thousands of granules: so ticks stand in a tree of three levels, whose nodes cover 1, 16 and 256 granules. A note raises the fewest nodes that make up its range, about 90 for 16 GiB in granules of 2 MiB, and a
-//! granule's last use is the latest of the three nodes that cover it.
+//! cover thousands of granules: so ticks stand in a tree of three levels, whose nodes cover 1, 16 and 256 granules. A note raises the fewest
+//! nodes that make up its range, about 90 for 16 GiB in granules of 2 MiB, and a granule's last use is the latest of the three nodes that
+//! cover it.
 
 use std::ops::Range;
 
@@ -112,7 +113,7 @@ fn whole_parents(range: &Range<usize>) -> Range<usize> {
     range.start.div_ceil(FANOUT)..range.end / FANOUT
 }
 
-/// Raises ticks. Blocks that had to wait are noted later than others that were used for longer.
+/// Raises ticks. `is_latest` says that none of them is later; blocks that had to wait are noted after others that were used for longer.
 #[inline]
 fn raise(level: &mut [u64], range: Range<usize>, after: u64, is_latest: bool) {
     let Some(ticks) = level.get_mut(range) else { return };
