@@ -22,7 +22,7 @@ impl Heap {
                     self.check_indexed(id, block)?;
                 }
                 match block.state {
-                    State::Hole if self.holes.get(&block.addr) != Some(&id) => {
+                    State::Hole if self.holes.get(&(block.pool, block.addr)) != Some(&id) => {
                         return Err(format!("H4: {id:?} {block:?} is not among the holes"));
                     }
                     State::Hole | State::Filling => holes += block.size,

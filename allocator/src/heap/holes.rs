@@ -38,15 +38,15 @@ impl Heap {
         let first = self.blocks.insert(hole);
         let region = self.region_mut(number);
         (region.first, region.granules) = (first, Granules::new(bytes, granule));
-        self.holes.insert(addr, first);
+        self.holes.insert((pool, addr), first);
         self.hole_bytes += bytes;
     }
 
     /// Removes a region that is one hole; tells which it was.
     pub(crate) fn remove_reservation(&mut self, hole: BlockId) -> Region {
         debug_assert!(self.blocks[hole].state == State::Hole && !self.blocks[hole].is_split());
-        let Block { addr, size, .. } = self.blocks[hole];
-        self.holes.remove(&addr);
+        let Block { addr, size, pool, .. } = self.blocks[hole];
+        self.holes.remove(&(pool, addr));
         self.hole_bytes -= size;
         self.remove_region_record(hole)
     }
@@ -96,8 +96,18 @@ impl Heap {
         LastUses { start: region.addr, granules, latest: block.after }
     }
 
-    /// Every hole that is not held, by address.
-    pub(crate) fn holes(&self) -> impl DoubleEndedIterator<Item = (BlockId, &Block)> + '_ {
+    /// How many holes there are that are not held.
+    pub(crate) fn holes_count(&self) -> usize {
+        self.holes.len()
+    }
+
+    /// The holes of a pool that are not held, by address.
+    pub(crate) fn holes_of(&self, pool: u16) -> impl Iterator<Item = BlockId> + '_ {
+        self.holes.range((pool, 0)..=(pool, u64::MAX)).map(|(_, &id)| id)
+    }
+
+    /// Every hole that is not held, pool by pool.
+    pub(crate) fn holes(&self) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
         self.holes.values().map(|&id| (id, &self.blocks[id]))
     }
 
@@ -113,7 +123,7 @@ impl Heap {
             State::Held
         } else {
             debug_assert_eq!(block.state, State::Hole);
-            self.holes.remove(&block.addr);
+            self.holes.remove(&(block.pool, block.addr));
             State::Filling
         };
         self.blocks[id].state = held;
@@ -130,13 +140,13 @@ impl Heap {
 
     /// A piece beside what is held goes back to what it was. Its neighbours are what they were beside it, so nothing merges.
     fn back(&mut self, id: BlockId, state: State) {
-        let Block { addr, size, .. } = self.blocks[id];
+        let Block { addr, size, pool, .. } = self.blocks[id];
         self.blocks[id].state = state;
         if state == State::Free {
             self.free += size;
             self.index_alone(id);
         } else {
-            self.holes.insert(addr, id);
+            self.holes.insert((pool, addr), id);
         }
     }
 
@@ -172,7 +182,7 @@ impl Heap {
 
     /// What is held has no memory any more, or still none: it becomes a hole and merges with holes beside it.
     pub(crate) fn unhold_as_hole(&mut self, id: BlockId) -> BlockId {
-        let Block { state, size, .. } = self.blocks[id];
+        let Block { state, size, addr, pool, .. } = self.blocks[id];
         if state == State::Held {
             self.held_bytes -= size;
             self.hole_bytes += size;
@@ -184,7 +194,7 @@ impl Heap {
         let next = self.blocks[id].next.some().filter(|&next| self.blocks[next].state == State::Hole);
         if let Some(next) = next {
             let at = self.blocks[next].addr;
-            self.holes.remove(&at);
+            self.holes.remove(&(pool, at));
             self.absorb_next(id, next);
         }
         match prev {
@@ -193,8 +203,7 @@ impl Heap {
                 prev
             }
             None => {
-                let at = self.blocks[id].addr;
-                self.holes.insert(at, id);
+                self.holes.insert((pool, addr), id);
                 id
             }
         }

@@ -109,8 +109,8 @@ pub(crate) struct Heap {
     vacant_regions: Vec<u32>,
     /// Free blocks whose owner is not their region's home.
     strays: BTreeSet<BlockId>,
-    /// Holes that are not held, by address.
-    holes: BTreeMap<u64, BlockId>,
+    /// Holes that are not held, by pool and address.
+    holes: BTreeMap<(u16, u64), BlockId>,
     /// A block that was given back and is yet to be merged.
     resting: BlockId,
     /// Last uses of granules that are yet to be noted.
@@ -409,23 +409,14 @@ impl Heap {
         all.map(|(owner, index)| (owner, IndexView::new(index, &self.blocks)))
     }
 
-    /// Streams that may own free blocks in a pool.
-    pub(crate) fn owners(&self, pool: u16) -> impl Iterator<Item = u32> + '_ {
-        std::iter::once(self.home).chain(self.pools[usize::from(pool)].away.keys().copied())
-    }
-
     /// Every free block of a pool, those of the home stream first, and of each owner in the index's order.
     pub(crate) fn free_blocks(&self, pool: u16) -> impl Iterator<Item = Key> + '_ {
-        let pool = &self.pools[usize::from(pool)];
-        let indexes = std::iter::once(&pool.own).chain(pool.away.values());
-        indexes.flat_map(|index| IndexView::new(index, &self.blocks).iter())
+        self.free_blocks_from(pool, 1)
     }
 
-    /// The free blocks of a pool of at least `size` bytes.
+    /// The free blocks of a pool of at least `size` bytes, not 0, in the same order.
     pub(crate) fn free_blocks_from(&self, pool: u16, size: u64) -> impl Iterator<Item = Key> + '_ {
-        let views = self.owners(pool).filter_map(move |owner| self.index(pool, owner));
-        let keys = views.flat_map(move |view| std::iter::successors(view.best_fit(size), move |&key| view.after(key)));
-        keys.filter(move |key| self.blocks[key.block()].size >= size)
+        self.indexes(pool).flat_map(move |(_, index)| index.iter_from(size))
     }
 
     /// Every region, in no particular order.

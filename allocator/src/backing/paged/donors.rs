@@ -89,12 +89,12 @@ impl Whole {
         let mut found = Vec::new();
         for heap in self.heaps() {
             for pool in (0..heap.pools.len()).filter_map(|pool| u16::try_from(pool).ok()).filter(|&pool| from(pool)) {
-                for key in heap.free_blocks_from(pool, granule) {
+                heap.free_blocks_from(pool, granule).for_each(|key| {
                     let block = &heap.blocks[key.block()];
                     if heap.region(block.region).is_paged() {
                         found.push(Candidate { addr: block.addr, arena: heap.home, block: key.block() });
                     }
-                }
+                });
             }
         }
         // Mostly few of them are needed.

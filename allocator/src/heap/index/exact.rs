@@ -120,12 +120,14 @@ impl Exact {
         }
     }
 
-    /// Every key, smallest first.
-    pub(super) fn iter(&self) -> impl Iterator<Item = Key> + '_ {
-        self.bins.iter().flat_map(|bin| {
+    /// Every key of at least `size` bytes, smallest first.
+    pub(super) fn iter_from(&self, size: u64) -> impl Iterator<Item = Key> + '_ {
+        let bins = self.bins.get(bin_of(size)..).unwrap_or_default();
+        let keys = bins.iter().flat_map(|bin| {
             let front = bin.front.iter().copied().take_while(|&key| key != Key::NONE);
             front.chain(bin.rest.iter().flat_map(|rest| rest.iter()))
-        })
+        });
+        keys.skip_while(move |key| key.size() < size)
     }
 
     #[cold]
@@ -304,7 +306,9 @@ mod tests {
                 }
                 prop_assert_eq!(index.last(), model.last().copied());
             }
-            prop_assert!(index.iter().eq(model.iter().copied()));
+            prop_assert!(index.iter_from(1).eq(model.iter().copied()));
+            let least = Key::at_least(4 * MIN_BLOCK);
+            prop_assert!(index.iter_from(least.size()).eq(model.range(least..).copied()));
             while let Some(key) = model.pop_first() {
                 let new = Key::new(key.size() + 512, 1 << 30, BlockId(1));
                 index.replace(key, new);

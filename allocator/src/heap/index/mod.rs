@@ -125,9 +125,14 @@ impl<'a> IndexView<'a> {
 
     /// Every block, in the index's order.
     pub(crate) fn iter(self) -> impl Iterator<Item = Key> + 'a {
+        self.iter_from(1)
+    }
+
+    /// Every block of at least `size` bytes, not 0, in the index's order.
+    pub(crate) fn iter_from(self, size: u64) -> impl Iterator<Item = Key> + 'a {
         let (exact, bins) = match self.index {
-            FreeIndex::Exact(index) => (Some(index.iter()), None),
-            FreeIndex::Bins(index) => (None, Some(index.iter(self.blocks).map(move |id| self.key(id)))),
+            FreeIndex::Exact(index) => (Some(index.iter_from(size)), None),
+            FreeIndex::Bins(index) => (None, Some(index.iter_from(self.blocks, size).map(move |id| self.key(id)))),
         };
         exact.into_iter().flatten().chain(bins.into_iter().flatten())
     }
