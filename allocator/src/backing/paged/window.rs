@@ -53,7 +53,7 @@ pub(crate) fn cheapest(heap: &Heap, pool: u16, size: u64, granule: u64) -> Optio
     near.filter(|window| window.lacks <= good).or_else(|| cheapest_beside(heap, heap.holes_of(pool), size, granule))
 }
 
-/// The holes beside free blocks of at least `least` bytes; none, if there are more such blocks than holes.
+/// The holes beside free blocks of at least `least` bytes, by address; none, if there are more such blocks than holes.
 fn beside_large_blocks(heap: &Heap, pool: u16, least: u64) -> Vec<BlockId> {
     let (mut found, mut looked_at) = (Vec::new(), 0);
     let Some(free) = heap.index(pool, heap.home) else { return found };
@@ -63,15 +63,24 @@ fn beside_large_blocks(heap: &Heap, pool: u16, least: u64) -> Vec<BlockId> {
         found.extend([block.prev, block.next].into_iter().find(is_hole));
         looked_at += 1;
     });
-    if looked_at < heap.holes_count() { found } else { Vec::new() }
+    if looked_at >= heap.holes_count() {
+        return Vec::new();
+    }
+    found.sort_unstable_by_key(|&id| heap.blocks[id].addr);
+    found
 }
 
-/// The cheapest window in the runs of some holes.
+/// The cheapest window in the runs of some holes, which come by address.
 fn cheapest_beside(heap: &Heap, holes: impl IntoIterator<Item = BlockId>, size: u64, granule: u64) -> Option<Window> {
     let mut best: Option<(u64, u64)> = None;
     let mut best_run = None;
+    let mut seen_to = 0;
     for hole in holes {
+        if heap.blocks[hole].addr < seen_to {
+            continue;
+        }
         let extent = Extent::around(heap, hole);
+        seen_to = extent.end;
         // Most runs are too short, or would lack too much even with all their free memory in the window.
         let lacks_at_least = size.saturating_sub(extent.free).div_ceil(granule);
         if extent.end - extent.start < size || best.is_some_and(|best| (lacks_at_least, extent.start) >= best) {
