@@ -21,6 +21,8 @@ pub(crate) struct Use {
     pub(crate) writes: bool,
     /// `record_stream` told the allocator.
     pub(crate) recorded: bool,
+    /// The block's own stream was ordered after it, when the stream of the use was destroyed.
+    pub(crate) is_behind: bool,
 }
 
 /// A live block.
@@ -73,10 +75,12 @@ impl Live {
     pub(crate) fn note(&mut self, stream: &Stream, writes: bool, recorded: bool) {
         let (id, tick) = (stream.id(), stream.tick());
         match self.uses.iter_mut().find(|used| used.stream == id) {
+            // Another stream may have the number of one that is gone: nothing was ordered after what it does now.
             Some(used) => {
                 (used.tick, used.writes, used.recorded) = (tick, used.writes || writes, used.recorded || recorded);
+                used.is_behind = false;
             }
-            None => self.uses.push(Use { stream: id, tick, writes, recorded }),
+            None => self.uses.push(Use { stream: id, tick, writes, recorded, is_behind: false }),
         }
     }
 

@@ -37,8 +37,8 @@ impl World {
     /// Makes a block fit to be given back: its own stream waits for uses that the allocator was not told of.
     pub(super) fn settle(&self, live: &mut Live) {
         let own = self.streams.iter().find(|stream| stream.id() == live.own);
-        let untold: Vec<_> =
-            live.uses.iter().filter(|used| !used.recorded).map(|used| (used.stream, used.tick.clone())).collect();
+        let untold = live.uses.iter().filter(|used| !used.recorded && !used.is_behind);
+        let untold: Vec<_> = untold.map(|used| (used.stream, used.tick.clone())).collect();
         for (user, tick) in untold {
             if own.is_some_and(|own| self.allows(own.wait_for(&tick)).is_some()) {
                 continue;
@@ -101,8 +101,7 @@ impl World {
         let concerned = |live: &Live| live.own == gone || live.uses.iter().any(|used| used.stream == gone);
         blocks.iter_mut().filter(|live| concerned(live)).for_each(|live| self.settle(live));
         for used in blocks.iter_mut().flat_map(|live| &mut live.uses) {
-            // What the block's own stream waited for is behind it now, as far as the allocator is concerned.
-            used.recorded |= used.stream == gone;
+            used.is_behind |= used.stream == gone;
         }
         self.blocks.0 = blocks;
         self.streams[at.max(2)] = new;

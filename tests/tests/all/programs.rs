@@ -3,11 +3,11 @@
 use std::cell::RefCell;
 
 use aquifer_allocator::config::Backing;
-use aquifer_tests::BACKINGS;
-use aquifer_tests::op::op;
+use aquifer_tests::op::{Op, op};
 use aquifer_tests::runner;
-use aquifer_tests::setup::{lagging, setup};
+use aquifer_tests::setup::{Setup, lagging, setup};
 use aquifer_tests::world::World;
+use aquifer_tests::{BACKINGS, MIB};
 use proptest::collection::vec;
 
 fn programs(backing: Backing, faults: bool, part: (u64, usize)) {
@@ -77,4 +77,17 @@ fn reach_every_rung(backing: Backing) {
     });
     println!("reached: {:?}", sums.borrow());
     assert!(sums.borrow().iter().all(|&sum| sum > 0), "{:?}", sums.borrow());
+}
+
+/// A stream with the number of one that is gone uses a block that the other one had used: the model orders the block's end after both.
+#[test]
+fn a_program_may_use_a_block_on_two_streams_of_one_number() {
+    let setup = Setup::new(48 * MIB, "cross_stream:wait");
+    let (alloc, read) = (
+        |stream| Op::Alloc { stream, bytes: 1, align: 0, on_thread: false },
+        |stream| Op::Use { pick: 0, stream, write: false, record: false },
+    );
+    let replace = |stream| Op::NewStream { stream, blocking: false };
+    let program = [alloc(0), read(2), replace(2), Op::Synchronize(0), replace(4), read(4)];
+    World::run(&setup, &program);
 }

@@ -47,9 +47,11 @@ impl Bench {
         drop(self.transfer);
         self.device.synchronize().unwrap();
         let waiting = std::time::Instant::now();
-        // Threads of the ring give their chunks back when they end, which nobody waits for.
+        // Threads of the ring let go of chunks and buffers when they end with a transfer, which nobody waits for if it was cancelled.
         pinned.empty_cache().unwrap();
-        while pinned.stats().allocated_bytes.current > 0 && waiting.elapsed() < std::time::Duration::from_secs(10) {
+        while (pinned.stats().allocated_bytes.current > 0 || allocator.allocated_bytes() > 0)
+            && waiting.elapsed() < std::time::Duration::from_secs(10)
+        {
             std::thread::yield_now();
             pinned.empty_cache().unwrap();
         }
