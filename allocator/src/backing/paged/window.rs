@@ -39,7 +39,7 @@ struct Run {
 
 /// Beside free blocks of at least this share of the request is where windows are looked for first.
 const LARGE_SHARE: u64 = 8;
-/// One found there is good enough if it lacks no more than this share of the request.
+/// One found there is good enough if it lacks no more than this share of the request, or one granule.
 const GOOD_SHARE: u64 = 2;
 
 /// The cheapest window of `size` bytes in a pool's regions.
