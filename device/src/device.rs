@@ -19,7 +19,7 @@ use crate::event::Event;
 use crate::label::DeviceLabel;
 use crate::left::{Left, LeftMemory};
 use crate::stream::{ExternalStream, Stream};
-use crate::timeline::{Kind, Retired, Tick, Timeline};
+use crate::timeline::{Kind, Owner, Retired, Tick, Timeline};
 
 /// One device. Cloning gives another handle of the same device.
 ///
@@ -40,7 +40,7 @@ struct Inner {
     default_stream: Stream,
     /// The per-thread default stream of each thread that asked for it and still runs.
     per_thread: Mutex<HashMap<ThreadId, Stream>>,
-    /// Timelines of streams that were destroyed.
+    /// Timelines of streams that are gone.
     retired: Arc<Retired>,
     /// Page-locked memory to be given back later.
     left: LeftMemory,
@@ -153,13 +153,17 @@ impl Device {
     /// The default stream of the calling thread: one stream for each thread, as with CUDA's per-thread default stream.
     pub fn per_thread_stream(&self) -> Stream {
         let thread = std::thread::current().id();
-        let mut streams = self.0.per_thread.lock();
-        let new = || {
-            forget_at_exit(Arc::downgrade(&self.0));
-            let timeline = Timeline::new(self.0.context.clone(), RawStream::PER_THREAD, Kind::Blocking, Some(thread));
-            Stream::new(self.0.context.clone(), timeline, None)
-        };
-        streams.entry(thread).or_insert_with(new).clone()
+        if let Some(stream) = self.0.per_thread.lock().get(&thread) {
+            return stream.clone();
+        }
+        forget_at_exit(Arc::downgrade(&self.0));
+        self.0.retired.close_ended();
+        let (context, owner) = (&self.0.context, Some(Owner::this_thread()));
+        let new = || Timeline::new(context.clone(), RawStream::PER_THREAD, Kind::Blocking, owner);
+        let timeline = self.0.retired.reopen(RawStream::PER_THREAD, Kind::Blocking, owner).unwrap_or_else(new);
+        let stream = Stream::new(context.clone(), timeline, Some(&self.0.retired));
+        self.0.per_thread.lock().insert(thread, stream.clone());
+        stream
     }
 
     /// A new stream that does not synchronise with the legacy default stream.
@@ -179,7 +183,7 @@ impl Device {
         let raw = context.driver.create_stream(flags)?;
         let kind = if flags.non_blocking { Kind::NonBlocking } else { Kind::Blocking };
         let new = || Timeline::new(context.clone(), raw, kind, None);
-        let timeline = self.0.retired.reopen(raw, kind).unwrap_or_else(new);
+        let timeline = self.0.retired.reopen(raw, kind, None).unwrap_or_else(new);
         Ok(Stream::new(context.clone(), timeline, Some(&self.0.retired)))
     }
 
@@ -191,7 +195,7 @@ impl Device {
     pub unsafe fn adopt_stream(&self, raw: RawStream) -> ExternalStream {
         let context = &self.0.context;
         // The handle of the per-thread default stream means the one of this thread.
-        let owner = (raw == RawStream::PER_THREAD).then(|| std::thread::current().id());
+        let owner = (raw == RawStream::PER_THREAD).then(Owner::this_thread);
         // SAFETY: passed on to the caller.
         unsafe { context.driver.adopt_stream(raw) };
         let timeline = Timeline::new(context.clone(), raw, Kind::of_unknown(raw), owner);

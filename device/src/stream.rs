@@ -16,7 +16,8 @@ use crate::timeline::{Retired, Tick, Timeline};
 /// A queue of work on one device. Cloning gives another handle of the same stream.
 ///
 /// A per-thread default stream ([`crate::Device::per_thread_stream`]) takes work, records and waits from its own thread only
-/// and answers other threads with an error; its ticks are for every thread.
+/// and answers other threads with an error; its ticks are for every thread. Once the thread has ended and its work is done, the
+/// stream's number goes to another stream, as that of a destroyed one does.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -37,7 +38,7 @@ pub struct Stream(Arc<Inner>);
 struct Inner {
     timeline: Arc<Timeline>,
     context: Arc<Context>,
-    /// For a stream that is destroyed with its last handle: where its timeline goes then.
+    /// For a stream that ends with its last handle: where its timeline goes then.
     owned: Option<Weak<Retired>>,
 }
 
@@ -53,8 +54,8 @@ impl Stream {
         &self.0.timeline
     }
 
-    /// Our own number of the stream, dense per device. A stream that is created after another one was destroyed, and whose work
-    /// is done, may have that one's number.
+    /// Our own number of the stream, dense per device. A new stream may have the number of one that was destroyed, or whose
+    /// thread has ended, and whose work is done.
     #[inline]
     pub fn id(&self) -> u32 {
         self.0.timeline.id()
@@ -342,6 +343,11 @@ impl Stream {
 impl Drop for Inner {
     fn drop(&mut self) {
         let Some(retired) = &self.owned else { return };
+        if self.timeline.is_of_thread() {
+            // The device keeps a handle as long as the thread runs. The driver has nothing to destroy.
+            retired.upgrade().into_iter().for_each(|retired| retired.keep_ended(self.timeline.clone()));
+            return;
+        }
         // The last event keeps every tick of the stream answerable after its handle is gone (T4).
         let closed = self.timeline.close(true);
         if let Err(error) = self.context.driver.destroy_stream(self.timeline.raw()) {

@@ -15,9 +15,9 @@
 //! * **T3** Ticks are numbers, never events. Events are recycled only when complete; query, wait and recycling happen under
 //!   the timeline's own lock, or while a reference keeps the event alive.
 //! * **T4** A stream's identity is our own number on its device, never the driver's handle. A number stands for one stream after
-//!   another: a destroyed stream's goes to a new one once all its work is known to be done, and its ticks count on. A per-thread stream's handle means
-//!   another stream on every thread, so only its owner makes driver calls with it; its ticks are covered by an event on the
-//!   legacy stream when another thread needs them.
+//!   another: a destroyed stream's goes to a new one once all its work is known to be done, and its ticks count on; so does that of
+//!   an ended thread's default stream. A per-thread stream's handle means another stream on every thread, so only its owner makes
+//!   driver calls with it; its ticks are covered by an event on the legacy stream when another thread needs them.
 //! * **T5** While a stream captures, or is part of a capture that it joined, nothing is recorded on it or waited for by it
 //!   through ticks, and its clock does not change. Ticks open at the start stay open unless they were covered. An event
 //!   recorded in a capture teaches nobody anything.
@@ -27,6 +27,7 @@
 
 mod capturing;
 mod clock;
+mod owner;
 mod peers;
 mod recording;
 mod retired;
@@ -36,7 +37,6 @@ mod tick;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::thread::ThreadId;
 
 pub use clock::Clock;
 pub use tick::Tick;
@@ -48,6 +48,8 @@ use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard};
 use capturing::capture_error;
+pub(crate) use owner::Owner;
+use owner::OwnerCell;
 use peers::Peers;
 pub(crate) use retired::Retired;
 
@@ -61,7 +63,7 @@ pub struct Timeline {
     raw: AtomicU64,
     kind: Kind,
     /// The only thread that can use the stream, for a per-thread default stream.
-    owner: Option<ThreadId>,
+    owner: OwnerCell,
     /// Events recorded so far, or about to be: the `n` of a tick taken now.
     count: AtomicU64,
     /// Ticks below this are known to be done on the host.
@@ -124,12 +126,12 @@ pub(crate) struct Recording {
 }
 
 impl Timeline {
-    pub(crate) fn new(context: Arc<Context>, raw: RawStream, kind: Kind, owner: Option<ThreadId>) -> Arc<Timeline> {
+    pub(crate) fn new(context: Arc<Context>, raw: RawStream, kind: Kind, owner: Option<Owner>) -> Arc<Timeline> {
         let timeline = Arc::new(Timeline {
             id: context.next_stream_id(),
             raw: AtomicU64::new(raw.0),
             kind,
-            owner,
+            owner: OwnerCell::new(owner),
             count: AtomicU64::new(0),
             done: AtomicU64::new(0),
             serves: AtomicU32::new(context.device_id),
@@ -162,7 +164,12 @@ impl Timeline {
 
     #[inline]
     fn is_foreign(&self) -> bool {
-        self.owner.is_some_and(|owner| owner != std::thread::current().id())
+        self.owner.is_foreign()
+    }
+
+    /// Whether it is a per-thread default stream.
+    pub(crate) fn is_of_thread(&self) -> bool {
+        self.owner.is_some()
     }
 
     /// Identity of the device, unique in this process.

@@ -1,7 +1,7 @@
 //! The events of a timeline: recording them, asking about them, and letting them go (T1 to T3).
 
 use super::capturing::capture_error;
-use super::{Recorded, Recording, State, Timeline};
+use super::{Owner, Recorded, Recording, State, Timeline};
 use crate::driver::RawStream;
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::atomic::Ordering;
@@ -21,16 +21,25 @@ impl Timeline {
         let last = self.record(&mut state);
         (state.closed, state.destroyed) = (true, destroyed);
         last?;
-        if destroyed && let Some(last) = state.events.back_mut() {
-            // They show the count that it has now, and it is not raised any more.
-            last.covers += 1;
+        if destroyed {
+            cover_later_ticks(&mut state);
         }
         Ok(())
     }
 
-    /// Serves a new stream from now on, if all work of the one before, which was destroyed, is done. Ticks count on, so that
+    /// As [`Timeline::close`], of the default stream of a thread that has ended, which another thread may do: it stays open if the
+    /// last event cannot be recorded now.
+    pub(super) fn close_ended(&self) -> Result<()> {
+        let mut state = self.state.lock();
+        self.record(&mut state)?;
+        (state.closed, state.destroyed) = (true, true);
+        cover_later_ticks(&mut state);
+        Ok(())
+    }
+
+    /// Serves a new stream from now on, if all work of the one before, which is gone, is done. Ticks count on, so that
     /// those of the one before stay done, and those of the new stream are not.
-    pub(super) fn reopen(&self, raw: RawStream) -> Result<bool> {
+    pub(super) fn reopen(&self, raw: RawStream, owner: Option<Owner>) -> Result<bool> {
         let mut state = self.state.lock();
         self.poll(&mut state)?;
         if !state.closed || !self.is_known_done(self.now()) {
@@ -38,6 +47,7 @@ impl Timeline {
         }
         self.count.fetch_add(1, Ordering::AcqRel);
         self.raw.store(raw.0, Ordering::Relaxed);
+        self.owner.set(owner);
         *state = State::default();
         Ok(true)
     }
@@ -94,5 +104,13 @@ impl Timeline {
             state.events.drain(..=half).for_each(|older| older.event.note_complete());
         }
         Ok(())
+    }
+}
+
+/// Of a stream on which no work comes any more: its last event covers ticks that are taken later, too. They show the count that it
+/// has now, and it is not raised any more.
+fn cover_later_ticks(state: &mut State) {
+    if let Some(last) = state.events.back_mut() {
+        last.covers += 1;
     }
 }

@@ -85,6 +85,41 @@ fn threads_with_default_streams_of_their_own_free_each_others_blocks() {
 }
 
 #[test]
+fn threads_that_come_and_go_use_each_others_memory() {
+    let bench = Bench::new(GIB, "");
+    let (allocator, device) = (&bench.allocator, &bench.device);
+    let (sender, receiver) = mpsc::channel::<Allocation>();
+    std::thread::scope(|scope| {
+        for worker in 1..=3 {
+            let sender = sender.clone();
+            let serve = move |away: mpsc::Sender<Allocation>, seed| {
+                let stream = device.per_thread_stream();
+                assert!(stream.id() < 100, "{}", stream.id());
+                for x in numbers(seed).take(20) {
+                    let block = allocator.alloc(x % (2 * MIB) + 1, &stream).unwrap();
+                    write_on(&stream, block.ptr(), block.bytes());
+                    if x % 5 == 0 {
+                        away.send(block).unwrap();
+                    }
+                }
+            };
+            scope.spawn(move || {
+                for request in 0..100 {
+                    let away = sender.clone();
+                    std::thread::scope(|scope| {
+                        scope.spawn(move || serve(away, worker * 1000 + request)).join().unwrap()
+                    });
+                }
+            });
+        }
+        drop(sender);
+        scope.spawn(move || receiver.into_iter().for_each(drop));
+    });
+    check::statistics(&bench.allocator, (0, 0));
+    bench.assert_returned();
+}
+
+#[test]
 fn the_last_handles_go_on_other_threads() {
     let bench = Bench::new(GIB, "");
     let Bench { driver, device, allocator, stream, side } = bench;

@@ -99,6 +99,113 @@ fn t4_a_thread_that_exits_leaves_its_ticks_answerable() {
     bench.assert_no_race();
 }
 
+/// Runs in a thread of its own, which has ended when this returns.
+fn in_thread<R: Send>(run: impl FnOnce() -> R + Send) -> R {
+    thread::scope(|scope| scope.spawn(run).join().unwrap())
+}
+
+#[test]
+fn t4_numbers_of_threads_that_come_and_go_stay_small() {
+    let bench = Bench::new();
+    let keep = bench.stream();
+    let mut ticks = Vec::new();
+    for _ in 0..200 {
+        let (id, tick) = in_thread(|| {
+            let own = bench.device.per_thread_stream();
+            own.wait_for(&keep.tick()).unwrap();
+            bench.fill(&own);
+            (own.id(), own.tick())
+        });
+        keep.wait_for(&tick).unwrap();
+        bench.fill(&keep);
+        assert!(id <= keep.id() + 40, "{id}");
+        ticks.push(tick);
+        bench.pass();
+    }
+    ticks.iter().for_each(|tick| assert!(tick.is_done().unwrap()));
+    bench.assert_no_race();
+}
+
+#[test]
+fn t4_a_thread_does_not_get_the_number_of_one_whose_work_is_not_done() {
+    let bench = Bench::new();
+    let stalled = in_thread(|| {
+        let own = bench.device.per_thread_stream();
+        bench.stall(&own);
+        bench.fill(&own);
+        own.tick()
+    });
+    let ids =
+        |bench: &Bench| -> Vec<u32> { (0..60).map(|_| in_thread(|| bench.device.per_thread_stream().id())).collect() };
+    let before = ids(&bench);
+    assert!(!before.contains(&stalled.timeline().id()), "its work is pending");
+    assert!(!stalled.is_done().unwrap());
+    let two = bench.stream();
+    two.wait_for(&stalled).unwrap();
+    bench.fill(&two);
+    bench.pass();
+    let after = ids(&bench);
+    assert!(after.contains(&stalled.timeline().id()));
+    assert!(after.iter().all(|id| *id < two.id() || before.contains(id)), "nobody needed a new number");
+    assert!(stalled.is_done().unwrap());
+    bench.assert_no_race();
+}
+
+#[test]
+fn t4_a_thread_uses_the_number_of_another_as_its_own() {
+    let bench = Bench::new();
+    let before: Vec<_> = (0..20).map(|_| in_thread(|| bench.device.per_thread_stream().tick())).collect();
+    in_thread(|| drop(bench.device.per_thread_stream()));
+    bench.pass();
+    let two = bench.stream();
+    let tick = in_thread(|| {
+        let own = bench.device.per_thread_stream();
+        let theirs = before.iter().find(|tick| tick.timeline().id() == own.id()).expect("a number was used again");
+        assert!(theirs.is_done().unwrap() && theirs.timeline().is_open());
+        let tick = own.tick();
+        assert!(!tick.is_done().unwrap() && !two.is_ordered_after(&tick));
+        bench.stall(&own);
+        bench.fill(&own);
+        own.wait_for(&two.tick()).unwrap();
+        in_thread(|| assert_eq!(kind(own.fill(bench.ptr, 1, MIB)), ErrorKind::InvalidUse));
+        own.tick()
+    });
+    assert!(!tick.is_done().unwrap());
+    two.wait_for(&tick).unwrap();
+    bench.fill(&two);
+    bench.assert_no_race();
+}
+
+#[test]
+fn t4_a_handle_that_outlives_its_thread_keeps_the_number() {
+    let bench = Bench::new();
+    let held = in_thread(|| bench.device.per_thread_stream());
+    for _ in 0..60 {
+        assert_ne!(in_thread(|| bench.device.per_thread_stream().id()), held.id());
+        bench.pass();
+    }
+    let id = held.id();
+    drop(held);
+    let mut ids = (0..60).map(|_| {
+        bench.pass();
+        in_thread(|| bench.device.per_thread_stream().id())
+    });
+    assert!(ids.any(|other| other == id));
+}
+
+#[test]
+fn t4_events_that_fail_to_be_recorded_for_ended_threads_are_recorded_later() {
+    let bench = Bench::new();
+    let ids: Vec<u32> = (0..16).map(|_| in_thread(|| bench.device.per_thread_stream().id())).collect();
+    bench.fail_next(Operation::Record);
+    let mut found = Vec::new();
+    for _ in 0..60 {
+        bench.pass();
+        found.push(in_thread(|| bench.device.per_thread_stream().id()));
+    }
+    assert!(ids.iter().all(|id| found.contains(id)), "{ids:?} {found:?}");
+}
+
 #[test]
 fn t3_events_waited_for_by_some_threads_while_others_recycle() {
     let bench = Bench::new();

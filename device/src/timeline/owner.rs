@@ -1,0 +1,55 @@
+//! Threads as owners of per-thread default streams.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A thread's own number, which no other thread has, before or after it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Owner(u64);
+
+impl Owner {
+    /// The calling thread. Fit for destructors of thread-local values.
+    #[inline]
+    pub(crate) fn this_thread() -> Owner {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        thread_local! {
+            static HERE: Cell<u64> = const { Cell::new(0) };
+        }
+        HERE.with(|here| {
+            if here.get() == 0 {
+                here.set(NEXT.fetch_add(1, Ordering::Relaxed));
+            }
+            Owner(here.get())
+        })
+    }
+}
+
+/// The owner of a stream, if it has one. It changes when the stream's number goes to another stream.
+#[derive(Debug)]
+pub(super) struct OwnerCell(AtomicU64);
+
+impl OwnerCell {
+    pub(super) fn new(owner: Option<Owner>) -> OwnerCell {
+        OwnerCell(AtomicU64::new(Self::bits(owner)))
+    }
+
+    pub(super) fn set(&self, owner: Option<Owner>) {
+        self.0.store(Self::bits(owner), Ordering::Relaxed);
+    }
+
+    /// Whether any thread owns the stream.
+    pub(super) fn is_some(&self) -> bool {
+        self.0.load(Ordering::Relaxed) != 0
+    }
+
+    /// Whether the stream is another thread's.
+    #[inline]
+    pub(super) fn is_foreign(&self) -> bool {
+        let owner = self.0.load(Ordering::Relaxed);
+        owner != 0 && Owner(owner) != Owner::this_thread()
+    }
+
+    fn bits(owner: Option<Owner>) -> u64 {
+        owner.map_or(0, |Owner(number)| number)
+    }
+}
