@@ -16,6 +16,7 @@ use std::sync::{Arc, Weak};
 use crossbeam::queue::SegQueue;
 use parking_lot::Mutex;
 
+use crate::capturing_streams::CapturingStreams;
 use crate::counted::Counted;
 use crate::driver::{DevicePtr, Driver, RawEvent, RawModule, RawPhysical, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
@@ -61,10 +62,8 @@ pub(crate) struct Context {
     orphans: SegQueue<Orphan>,
     pub(crate) events_recorded: AtomicU64,
     pub(crate) waits_inserted: AtomicU64,
-    /// Blocking streams that capture: what the legacy stream must keep from touching.
-    pub(crate) blocking_captures: AtomicU32,
-    /// Streams that capture, those included: while there are any, nothing may wait for the device.
-    pub(crate) captures: AtomicU32,
+    /// Those of all drivers that share the context of the calls.
+    pub(crate) capturing: Arc<CapturingStreams>,
     /// Those of all its streams.
     timelines: Mutex<Vec<Weak<Timeline>>>,
 }
@@ -75,6 +74,7 @@ impl Context {
     pub(crate) fn new(driver: Arc<dyn Driver>) -> Arc<Context> {
         let device_id = NEXT_DEVICE.fetch_add(1, Ordering::Relaxed);
         DeviceLabel::open(device_id, DeviceLabel::from(driver.info()));
+        let capturing = driver.capturing_streams();
         Arc::new(Context {
             driver: Counted::new(driver),
             device_id,
@@ -84,8 +84,7 @@ impl Context {
             orphans: SegQueue::new(),
             events_recorded: AtomicU64::new(0),
             waits_inserted: AtomicU64::new(0),
-            blocking_captures: AtomicU32::new(0),
-            captures: AtomicU32::new(0),
+            capturing,
             timelines: Mutex::default(),
         })
     }
@@ -140,9 +139,9 @@ impl Context {
         self.orphans.push(orphan);
     }
 
-    /// Whether a stream captures.
+    /// Whether a stream captures, of whichever driver in this context.
     pub(crate) fn is_capturing(&self) -> bool {
-        self.captures.load(Ordering::Acquire) > 0
+        self.capturing.any()
     }
 
     /// Waits on the host until the device is idle; refused while a stream captures, because that would break the capture.

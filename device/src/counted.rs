@@ -7,6 +7,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
+use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
     Attribute, CallCounts, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent,
@@ -90,6 +91,10 @@ impl Driver for Counted {
 
     fn as_any(&self) -> Option<&dyn Any> {
         self.inner.as_any()
+    }
+
+    fn capturing_streams(&self) -> Arc<CapturingStreams> {
+        self.inner.capturing_streams()
     }
 
     unsafe fn adopt_stream(&self, stream: RawStream) {

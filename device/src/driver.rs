@@ -12,7 +12,9 @@
 use std::any::Any;
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
+use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::error::{Operation, Result};
 use crate::launch::{AccessKind, Launch};
@@ -236,6 +238,12 @@ pub trait Driver: fmt::Debug + Send + Sync {
         None
     }
 
+    /// The streams that are known to capture in the context in which calls are made. Drivers of one context give the same, and one that
+    /// passes calls on gives that of the one below. Makes no driver call.
+    fn capturing_streams(&self) -> Arc<CapturingStreams> {
+        Arc::default()
+    }
+
     /// Free and total memory.
     fn memory_info(&self) -> Result<MemoryInfo>;
 
@@ -401,7 +409,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
     unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()>;
 
     /// Enqueues many copies with one call. Nothing orders them among themselves: none may write what another touches.
-    /// Not supported where [`Attribute::BatchedCopies`] is 0, and in captures.
+    /// Not supported where [`Attribute::BatchedCopies`] is 0, in captures, and of registered memory ([`Driver::host_register`]) that the
+    /// device knows by another address; then nothing is enqueued.
     ///
     /// # Safety
     /// Host memory that the copies read must stay unwritten, and that which they write untouched, until they are done.

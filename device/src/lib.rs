@@ -7,6 +7,7 @@
 //! told by [`Device::lost`], and by each of these errors; on a simulated device that is the work itself, with its
 //! stream and the addresses. Errors that are about two devices name both by their [`DeviceLabel`]s.
 mod capture;
+mod capturing_streams;
 mod context;
 mod copies;
 mod counted;
@@ -30,6 +31,7 @@ mod timeline;
 mod unavailable;
 
 pub use capture::{AnnouncedCapture, Capture, Graph};
+pub use capturing_streams::CapturingStreams;
 pub use context::Reservation;
 pub use copies::{Copy2d, CopyEnd, CopyPart};
 pub use device::{Device, TimelineCounts};

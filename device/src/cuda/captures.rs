@@ -6,7 +6,6 @@
 
 use std::ffi::c_uint;
 use std::ptr;
-use std::thread::{self, ThreadId};
 
 use cudarc::driver::sys::{CUgraph, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus as Status};
 
@@ -39,17 +38,12 @@ impl Kind for Graphs {
     }
 }
 
-/// Which stream a handle means on this thread.
-fn which(stream: RawStream) -> (u64, Option<ThreadId>) {
-    (stream.0, (stream == RawStream::PER_THREAD).then(|| thread::current().id()))
-}
-
 fn refuse(operation: Operation, detail: impl Into<String>) -> DeviceError {
     DeviceError::new(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
 }
 
 impl CudaDriver {
-    fn status(&self, operation: Operation, stream: CUstream) -> Result<CaptureStatus> {
+    pub(super) fn status(&self, operation: Operation, stream: CUstream) -> Result<CaptureStatus> {
         let functions = self.core.functions();
         let _current = self.core.enter(operation)?;
         let mut status: c_uint = 0;
@@ -86,9 +80,9 @@ impl CudaDriver {
         }
     }
 
-    /// Refuses a call that waits for the whole device while one of its streams is known to capture.
+    /// Refuses a call that waits for the whole device while a stream of the context is known to capture.
     pub(super) fn forbid_device_wait(&self, operation: Operation) -> Result<()> {
-        if self.captures.lock().is_empty() {
+        if !self.core.ongoing.any() {
             return Ok(());
         }
         Err(refuse(operation, "this waits for the device, which is not possible while a stream captures"))
@@ -117,7 +111,7 @@ impl CudaDriver {
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
         // SAFETY: the stream lives (H1, F1).
         check(operation, unsafe { begin(live.raw, mode) })?;
-        self.captures.lock().insert(which(stream));
+        self.core.ongoing.begin(stream);
         Ok(())
     }
 
@@ -126,7 +120,7 @@ impl CudaDriver {
         let end = self.optional(operation, self.core.functions().cuStreamEndCapture)?;
         let live = self.stream(operation, stream)?;
         if self.status(operation, live.raw)? == CaptureStatus::None {
-            self.captures.lock().remove(&which(stream));
+            self.core.ongoing.end(stream);
             return Err(bad_value(operation, "the stream does not capture"));
         }
         let _current = self.core.enter(operation)?;
@@ -135,7 +129,7 @@ impl CudaDriver {
         let ended = check(operation, unsafe { end(live.raw, &raw mut graph) });
         // A capture that failed to end as it should has mostly ended all the same.
         if ended.is_ok() || matches!(self.status(operation, live.raw), Ok(CaptureStatus::None)) {
-            self.captures.lock().remove(&which(stream));
+            self.core.ongoing.end(stream);
         }
         ended?;
         if graph.is_null() {
@@ -171,7 +165,8 @@ impl CudaDriver {
         let operation = Operation::LaunchGraph;
         let launch = self.optional(operation, self.core.functions().cuGraphLaunch)?;
         let (graph, stream) = (self.graphs.find(operation, graph.0)?, self.stream(operation, stream)?);
-        let _current = self.core.enter(operation)?;
+        // Relaxed: the first launch may prepare the graph.
+        let _current = self.core.enter_relaxed(operation)?;
         // SAFETY: graph and stream live (H1, F1).
         check(operation, unsafe { launch(pointer(graph.raw()), stream.raw) })
     }

@@ -4,7 +4,8 @@
 //! found: other libraries in the process (the CUDA runtime, cudarc, another device of this crate) keep what is current in
 //! mind. Where the context is current already, which is asked each time because anybody may change it, this is one cheap call.
 //!
-//! Calls that the driver calls *potentially unsafe* during a capture (allocation, freeing, mapping, queries, modules) are made in the
+//! Calls that the driver calls *potentially unsafe* during a capture (allocation, freeing, mapping, queries, modules, and what may
+//! lead to them: launches, which may load a kernel, and copies, which may go through memory of the driver's) are made in the
 //! relaxed capture mode, so that they neither fail nor break a capture that somebody began in another mode, on this or another
 //! thread.
 //!
@@ -20,6 +21,8 @@ use cudarc::driver::sys::{CUcontext, CUdevice, CUstreamCaptureMode};
 
 use super::functions::Functions;
 use super::installation::{Installation, check};
+use super::ongoing::Ongoing;
+use super::raw::handle;
 use crate::error::{DeviceError, Operation, Result};
 
 /// The driver's functions and the context to call them in.
@@ -29,6 +32,7 @@ pub(super) struct Core {
     pub(super) device: CUdevice,
     context: Context,
     owner: Owner,
+    pub(super) ongoing: Arc<Ongoing>,
 }
 
 /// A context's handle. It is used from every thread, as the driver allows.
@@ -58,13 +62,18 @@ impl Core {
         let code = unsafe { (installation.functions.cuDevicePrimaryCtxRetain)(&raw mut context, device) };
         check(Operation::Init, code)
             .map_err(|error| error.with_detail(format!("the context of GPU {ordinal} could not be made")))?;
-        Ok(Arc::new(Core { installation, device, context: Context(context), owner: Owner::Retained }))
+        Ok(Core::new(installation, device, context, Owner::Retained))
     }
 
     /// The caller's context.
     pub(super) fn shared(installation: Installation, context: Arc<CudaContext>) -> Arc<Core> {
-        let device = context.cu_device();
-        Arc::new(Core { installation, device, context: Context(context.cu_ctx()), owner: Owner::Shared(context) })
+        let (device, handle) = (context.cu_device(), context.cu_ctx());
+        Core::new(installation, device, handle, Owner::Shared(context))
+    }
+
+    fn new(installation: Installation, device: CUdevice, context: CUcontext, owner: Owner) -> Arc<Core> {
+        let ongoing = Ongoing::of_context(handle(context));
+        Arc::new(Core { installation, device, context: Context(context), owner, ongoing })
     }
 
     /// cudarc's object of the context, if it was made from one.

@@ -1,17 +1,15 @@
 //! [`Driver`] for a real GPU: each call delegates to the file of its family.
 
 use std::any::Any;
-use std::collections::HashSet;
 use std::sync::{Arc, OnceLock};
-use std::thread::ThreadId;
 
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::CUdevice_attribute as Attr;
 use parking_lot::Mutex;
 
+use super::batch::has_batches;
 use super::captures::Graphs;
 use super::context::Core;
-use super::copies::has_batches;
 use super::events::Events;
 use super::handles::{Handles, Object};
 use super::installation::Installation;
@@ -21,6 +19,7 @@ use super::modules::Modules;
 use super::peers::Peers;
 use super::ranges::Ranges;
 use super::streams::{Entry, Streams};
+use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
     Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent, RawGraph,
@@ -55,8 +54,6 @@ pub struct CudaDriver {
     pub(super) mapped: Ranges<()>,
     /// Held while mappings change.
     pub(super) rules: Mutex<()>,
-    /// Streams on which a capture was begun here and not ended; with the thread, where the handle means one for each.
-    pub(super) captures: Mutex<HashSet<(u64, Option<ThreadId>)>>,
     /// Devices whose memory this one was allowed to reach directly, if it can.
     pub(super) peers: Peers,
     /// cudarc's object of the context, once somebody asked for it.
@@ -68,6 +65,10 @@ pub struct CudaDriver {
 pub(super) struct Facts {
     pub(super) rdma: bool,
     pub(super) posix_fd: bool,
+    /// The device knows registered host memory by the host's address.
+    pub(super) registered_by_address: bool,
+    /// How far apart rows may lie that one call copies, in bytes.
+    pub(super) pitch_max: u64,
 }
 
 impl CudaDriver {
@@ -77,7 +78,10 @@ impl CudaDriver {
         let can_map = info.granularity_bytes.is_some();
         let has =
             |attribute| Ok::<_, DeviceError>(can_map && core.installation.attribute(core.device, attribute)? != 0);
+        let ask = |attribute| core.installation.attribute(core.device, attribute);
         let facts = Facts {
+            registered_by_address: ask(Attr::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)? != 0,
+            pitch_max: ask(Attr::CU_DEVICE_ATTRIBUTE_MAX_PITCH)?,
             rdma: has(Attr::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)?,
             posix_fd: has(Attr::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)?,
         };
@@ -96,7 +100,6 @@ impl CudaDriver {
             reserved: Ranges::default(),
             mapped: Ranges::default(),
             rules: Mutex::default(),
-            captures: Mutex::default(),
             peers: Peers::default(),
             cudarc: OnceLock::new(),
         }))
@@ -177,6 +180,10 @@ impl Driver for CudaDriver {
 
     fn as_any(&self) -> Option<&dyn Any> {
         Some(self)
+    }
+
+    fn capturing_streams(&self) -> Arc<CapturingStreams> {
+        self.core.ongoing.known.clone()
     }
 
     fn memory_info(&self) -> Result<MemoryInfo> {

@@ -8,16 +8,20 @@
 //!   A function that is missing turns its capability off, or is an error before anything is called.
 //! * **Calling**: `context` makes the context current for the length of a call. `handles` and `ranges` know what is alive, because
 //!   the driver does not check what it is given.
-//! * **Families of calls**: `memory`, `mappings`, `streams`, `events`, `copies`, `peers`, `modules`, `captures`.
+//! * **Families of calls**: `memory`, `mappings`, `streams`, `events`, `copies`, `copy_rows`, `batch`, `peers`, `modules`,
+//!   `captures`; `ongoing` knows
+//!   which captures of the context they must not break.
 //!
 //! Errors carry the driver's raw code. An error of work that failed on the GPU surfaces at a later call and is of kind
 //! [`DeviceLost`](crate::ErrorKind::DeviceLost): the context takes no calls any more, whoever makes them.
 //!
 //! Unsafe code calls the driver (invariants F1 in `functions`, C1 in `context`, H1 in `handles`) and passes promises on.
 
+mod batch;
 mod captures;
 mod context;
 mod copies;
+mod copy_rows;
 mod driver;
 mod events;
 mod functions;
@@ -28,6 +32,7 @@ mod library;
 mod mappings;
 mod memory;
 mod modules;
+mod ongoing;
 mod peers;
 mod ranges;
 mod raw;

@@ -21,7 +21,7 @@ use crate::launch::{KernelArg, Launch};
 /// Most arguments of a kernel, which are laid out on the stack.
 const ARGS_MAX: usize = 64;
 
-/// Dynamic shared memory that a kernel may use without being told beforehand, in bytes.
+/// Shared memory that a kernel may use without being told beforehand, its own variables included, in bytes.
 const SHARED_BYTES_PLAIN: u32 = 48 << 10;
 
 const INVALID_PTX: Code = Code(218);
@@ -102,7 +102,8 @@ impl CudaDriver {
         let mut arguments = cells.each_mut().map(|cell| ptr::from_mut(cell).cast::<c_void>());
         let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) = (launch.grid, launch.block);
         let (shared, arguments, extra) = (launch.shared_bytes, arguments.as_mut_ptr(), ptr::null_mut());
-        let _current = self.core.enter(operation)?;
+        // Relaxed: the first launch may load the kernel.
+        let _current = self.core.enter_relaxed(operation)?;
         let call = self.core.functions().cuLaunchKernel;
         // SAFETY: module and stream live, and with the module its kernel (H1, F1); the arguments outlive the call, in which
         // they are copied; the caller vouches that they are those that the kernel expects.
@@ -122,7 +123,7 @@ impl CudaDriver {
         let mut kernels = module.extra.0.write();
         if !kernels.contains_key(launch.name) {
             let raw = self.look_up(module, launch.name)?;
-            kernels.insert(launch.name, Kernel { raw, shared_bytes: AtomicU32::new(SHARED_BYTES_PLAIN) });
+            kernels.insert(launch.name, Kernel { raw, shared_bytes: AtomicU32::new(0) });
         }
         let Some(kernel) = kernels.get(launch.name) else { return Err(bad_value(Operation::Launch, launch.name)) };
         if launch.shared_bytes > kernel.shared_bytes.load(Ordering::Relaxed) {
@@ -144,17 +145,20 @@ impl CudaDriver {
         Ok(handle(raw))
     }
 
-    /// Lets a kernel use more dynamic shared memory than what every kernel may.
+    /// Lets a kernel use so much dynamic shared memory. What it may use unasked depends on its own variables.
     fn allow_shared(&self, kernel: &Kernel, launch: &Launch) -> Result<()> {
         let operation = Operation::Launch;
-        let set = self.optional(operation, self.core.functions().cuFuncSetAttribute)?;
-        let asked = || format!("kernel {} with {} bytes of shared memory", launch.name, launch.shared_bytes);
-        let bytes = i32::try_from(launch.shared_bytes).map_err(|_| bad_value(operation, asked()))?;
-        let _current = self.core.enter_relaxed(operation)?;
-        let attribute = FunctionAttr::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as c_uint;
-        // SAFETY: the kernel lives with its module (H1, F1).
-        let code = unsafe { set(pointer(kernel.raw), attribute, bytes) };
-        check(operation, code).map_err(|error| error.with_detail(asked()))?;
+        let set = self.core.functions().cuFuncSetAttribute;
+        if set.is_some() || launch.shared_bytes > SHARED_BYTES_PLAIN {
+            let set = self.optional(operation, set)?;
+            let asked = || format!("kernel {} with {} bytes of shared memory", launch.name, launch.shared_bytes);
+            let bytes = i32::try_from(launch.shared_bytes).map_err(|_| bad_value(operation, asked()))?;
+            let _current = self.core.enter_relaxed(operation)?;
+            let attribute = FunctionAttr::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as c_uint;
+            // SAFETY: the kernel lives with its module (H1, F1).
+            let code = unsafe { set(pointer(kernel.raw), attribute, bytes) };
+            check(operation, code).map_err(|error| error.with_detail(asked()))?;
+        }
         kernel.shared_bytes.store(launch.shared_bytes, Ordering::Relaxed);
         Ok(())
     }

@@ -54,6 +54,22 @@ impl<K: Copy> Ranges<K> {
         at >= end
     }
 
+    /// How many bytes from `start` on, of `bytes`, lie all in one range, or all in none.
+    pub(super) fn piece(&self, start: u64, bytes: u64) -> u64 {
+        let ranges = self.0.read();
+        let around = ranges.range(..=start).next_back().map(|(&from, entry)| from.saturating_add(entry.bytes));
+        let ahead = start.checked_add(1).and_then(|next| ranges.range(next..).next()).map(|(&from, _)| from);
+        let border = around.filter(|&end| end > start).or(ahead);
+        border.map_or(bytes, |border| bytes.min(border - start))
+    }
+
+    /// What is known about the range that holds an address.
+    pub(super) fn kind_at(&self, at: u64) -> Option<K> {
+        let ranges = self.0.read();
+        let (&start, entry) = ranges.range(..=at).next_back()?;
+        (at - start < entry.bytes).then_some(entry.kind)
+    }
+
     /// Takes everything out, highest addresses first.
     pub(super) fn drain(&self) -> Vec<(u64, u64, K)> {
         let ranges = std::mem::take(&mut *self.0.write());
@@ -103,6 +119,21 @@ mod tests {
         for (start, bytes) in [(9, 1), (9, 2), (10, 16), (24, 2), (25, 1), (25, 6), (40, 1), (10, 30), (10, u64::MAX)] {
             assert!(!ranges.hold(start, bytes), "{bytes} at {start}");
         }
+    }
+
+    #[test]
+    fn a_piece_is_all_in_one_range_or_all_in_none() {
+        let ranges = ranges();
+        for (start, bytes, piece) in
+            [(10, 10, 10), (12, 20, 8), (20, 5, 5), (5, 3, 3), (5, 9, 5), (25, 9, 5), (39, 9, 1), (40, 9, 9)]
+        {
+            assert_eq!(ranges.piece(start, bytes), piece, "{bytes} at {start}");
+        }
+        assert_eq!(ranges.piece(u64::MAX, 1), 1);
+        assert_eq!(
+            [9, 10, 19, 20, 25, 39, 40].map(|at| ranges.kind_at(at)),
+            [None, Some('a'), Some('a'), Some('b'), None, Some('c'), None]
+        );
     }
 
     #[test]

@@ -12,7 +12,7 @@ use super::driver::CudaDriver;
 use super::handles::{Kind, Object, dead};
 use super::installation::check;
 use super::raw::{handle, pointer};
-use crate::driver::{RawStream, StreamFlags};
+use crate::driver::{CaptureStatus, RawStream, StreamFlags};
 use crate::error::{Code, DeviceError, Operation, Result};
 
 /// `CU_STREAM_NON_BLOCKING`.
@@ -118,9 +118,12 @@ impl CudaDriver {
         )))
     }
 
-    /// What the driver calls the stream, where it tells.
+    /// What the driver calls the stream, where it tells: not while it captures, which the question would break.
     fn identity(&self, operation: Operation, raw: CUstream) -> Result<Option<u64>> {
         let Some(ask) = self.core.functions().cuStreamGetId else { return Ok(None) };
+        if self.status(operation, raw)? != CaptureStatus::None {
+            return Ok(None);
+        }
         let _current = self.core.enter(operation)?;
         let mut id: c_ulonglong = 0;
         // SAFETY: the number outlives the call, and the stream lives (H1, F1).
@@ -130,6 +133,7 @@ impl CudaDriver {
 
     pub(super) fn stream_id(&self, stream: RawStream) -> Result<Option<u64>> {
         let live = self.stream(Operation::StreamId, stream)?;
+        self.forbid_capture(Operation::StreamId, &live, "asking for its identity would break that")?;
         self.identity(Operation::StreamId, live.raw)
     }
 
@@ -161,7 +165,7 @@ impl CudaDriver {
         }
         let owned = self.streams.take_if(stream.0, |entry| matches!(entry, Entry::Owned(_)));
         let entry = owned.ok_or_else(|| dead(operation, Streams::NAME, stream.0))?;
-        self.captures.lock().remove(&(stream.0, None));
+        self.core.ongoing.end(stream);
         // In use on another thread: the last user's drop destroys it (H1).
         let Ok(Entry::Owned(mut object)) = Arc::try_unwrap(entry) else { return Ok(()) };
         if !Streams::release(&mut object.extra) {

@@ -1,10 +1,12 @@
 //! [`Driver`] for the simulated device: each call names its operation and delegates.
 
 use std::any::Any;
+use std::sync::Arc;
 
 use super::SimDriver;
 use super::host;
 use super::refused::{Answer, Refused};
+use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
     Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent, RawGraph,
@@ -32,6 +34,10 @@ impl Driver for SimDriver {
 
     fn as_any(&self) -> Option<&dyn Any> {
         Some(self)
+    }
+
+    fn capturing_streams(&self) -> Arc<CapturingStreams> {
+        self.capturing.clone()
     }
 
     fn memory_info(&self) -> Result<MemoryInfo> {

@@ -85,6 +85,7 @@ pub use preset::Preset;
 pub use violation::{OpRef, StreamRef, Violation, ViolationKind};
 pub use vmm::Mapped;
 
+use crate::capturing_streams::CapturingStreams;
 use crate::driver::{DeviceInfo, DevicePtr, DriverKind, RawStream};
 use crate::error::{Operation, Result};
 use machine::Machine;
@@ -101,6 +102,8 @@ pub struct SimDriver {
     vmm: bool,
     export: bool,
     panic_on_violation: bool,
+    /// Of all devices made of this.
+    capturing: Arc<CapturingStreams>,
     machine: Mutex<Machine>,
 }
 
@@ -126,6 +129,7 @@ impl SimDriver {
             vmm: config.vmm,
             export: config.vmm && config.export,
             panic_on_violation: config.panic_on_violation,
+            capturing: Arc::default(),
             machine: Mutex::new(Machine::new(&config)),
         })
     }

@@ -72,10 +72,7 @@ impl Timeline {
     fn enter(&self, state: &mut State, scope: &Arc<Scope>) {
         state.capture = Some(scope.clone());
         self.serves.store(NO_DEVICE, Ordering::Release);
-        self.context.captures.fetch_add(1, Ordering::AcqRel);
-        if self.kind == Kind::Blocking {
-            self.context.blocking_captures.fetch_add(1, Ordering::AcqRel);
-        }
+        self.context.capturing.enter(self.kind == Kind::Blocking);
     }
 
     /// Ends the stream's part in a capture.
@@ -84,17 +81,14 @@ impl Timeline {
         let ended = state.capture.take_if(|current| Arc::ptr_eq(current, scope)).is_some();
         if ended {
             self.serves.store(self.context.device_id, Ordering::Release);
-            self.context.captures.fetch_sub(1, Ordering::AcqRel);
-        }
-        if ended && self.kind == Kind::Blocking {
-            self.context.blocking_captures.fetch_sub(1, Ordering::AcqRel);
+            self.context.capturing.leave(self.kind == Kind::Blocking);
         }
     }
 
     /// Refuses a call on the legacy stream that would break the capture of a blocking stream (T5).
     pub(super) fn spare_captures(&self, raw: RawStream, operation: Operation) -> Result<()> {
         let legacy = Kind::of_unknown(raw) == Kind::Legacy;
-        if legacy && self.context.blocking_captures.load(Ordering::Acquire) > 0 {
+        if legacy && self.context.capturing.any_blocking() {
             return Err(capture_error(operation, "this would break the capture in progress on a blocking stream"));
         }
         Ok(())

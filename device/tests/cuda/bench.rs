@@ -39,7 +39,16 @@ impl Bench {
 
     /// A driver that lacks functions.
     pub(crate) fn without(missing: &[&str]) -> Bench {
-        let device = standin().add_device("1GiB").unwrap();
+        Bench::on("1GiB", missing)
+    }
+
+    /// A device as a text describes it.
+    pub(crate) fn of(config: &str) -> Bench {
+        Bench::on(config, &[])
+    }
+
+    fn on(config: &str, missing: &[&str]) -> Bench {
+        let device = standin().add_device(config).unwrap();
         let driver = CudaDriver::open_without(device.ordinal(), missing).unwrap();
         Bench { driver, device }
     }

@@ -1,11 +1,11 @@
 //! Every call does what the trait says.
 
 use aquifer_device::{
-    Attribute, CaptureStatus, Copy2d, CopyEnd, CopyPart, Driver, DriverKind, HandleKind, HostPtr, PhysicalOptions,
-    PoolUsage, RawStream, StreamFlags,
+    Attribute, CaptureStatus, Code, Copy2d, CopyEnd, CopyPart, Driver, DriverKind, HandleKind, HostPtr,
+    PhysicalOptions, PoolUsage, RawStream, StreamFlags,
 };
 
-use crate::bench::{Bench, MIB, PTX, fill, standin};
+use crate::bench::{Bench, MIB, PTX, code, fill, standin};
 
 #[test]
 fn facts_of_the_device_are_those_that_the_driver_tells() {
@@ -192,7 +192,10 @@ fn memory_of_the_callers_is_page_locked_while_it_is_registered() {
     assert_eq!(host, HostPtr(memory.as_ptr() as usize));
     let copies = [CopyPart { dst: CopyEnd::Device(device), src: CopyEnd::Host(host), bytes: 4096 }];
     // SAFETY: the memory is not touched until it is unregistered, which waits.
-    unsafe { driver.copy_batch(&copies, stream) }.unwrap();
+    let batched = unsafe { driver.copy_batch(&copies, stream) };
+    assert_eq!(code(batched), Code::NOT_SUPPORTED, "the stand-in's devices have an address of their own for it");
+    // SAFETY: as above.
+    unsafe { driver.copy_to_device(device, memory.as_ptr(), 4096, stream) }.unwrap();
     driver.synchronize().unwrap();
     // SAFETY: it was registered above, and the copy is done.
     unsafe { driver.host_unregister(host) }.unwrap();
@@ -288,4 +291,66 @@ fn what_is_alive_at_the_end_is_given_back() {
     let info = watch.memory_info().unwrap();
     assert_eq!(info.total, info.free);
     assert_eq!(device.violations(), Vec::<String>::new());
+}
+
+#[test]
+fn host_memory_may_be_page_locked_in_parts() {
+    let bench = Bench::new();
+    let (driver, stream) = (&*bench.driver, bench.stream());
+    let device = driver.alloc(16 << 10).unwrap();
+    let mut memory: Vec<u8> = (0..16 << 10).map(|at| u8::try_from(at % 251).unwrap()).collect();
+    // Two pieces side by side, and pageable memory around them.
+    let pieces = [4 << 10, 8 << 10].map(|at| memory[at..][..4 << 10].as_mut_ptr());
+    // SAFETY: the memory outlives its registration.
+    let hosts = pieces.map(|piece| unsafe { driver.host_register(piece, 4 << 10) }.unwrap());
+    bench.upload(device, &memory, stream).unwrap();
+    assert_eq!(bench.download(device, memory.len(), stream).unwrap(), memory);
+    let (start, bytes) = (HostPtr(hosts[0].0 + 100), 8 << 10 >> 1);
+    let rows = Copy2d {
+        dst: CopyEnd::Device(device),
+        dst_pitch: bytes,
+        src: CopyEnd::Host(start),
+        src_pitch: bytes,
+        width: bytes,
+        height: 1,
+    };
+    // SAFETY: refused before anything is copied.
+    let refused = unsafe { driver.copy_2d(&rows, stream) }.unwrap_err();
+    assert!(refused.code == Code::INVALID_VALUE && refused.to_string().contains("several pieces"), "{refused}");
+    driver.memset(device, 0, 16 << 10, stream).unwrap();
+    // SAFETY: the memory is not touched until the device was waited for.
+    unsafe { driver.copy_to_device(device, start.as_ptr(), 4 << 10, stream) }.unwrap();
+    driver.synchronize().unwrap();
+    assert_eq!(bench.download(device, 4 << 10, stream).unwrap(), memory[(4 << 10) + 100..][..4 << 10]);
+    // SAFETY: registered above, and the copies are done.
+    hosts.into_iter().for_each(|host| unsafe { driver.host_unregister(host) }.unwrap());
+    bench.assert_no_violation();
+}
+
+#[test]
+fn rows_may_lie_further_apart_than_one_call_allows() {
+    let bench = Bench::of("24GiB");
+    let (driver, stream) = (&*bench.driver, bench.stream());
+    let (pitch, far) = (3 << 30, driver.alloc(9 << 30).unwrap());
+    let (near, pinned) = (driver.alloc(4096).unwrap(), driver.host_alloc(4096).unwrap());
+    bench.upload(near, b"aaaabbbbcccc", stream).unwrap();
+    let (dst, src) = (CopyEnd::Device(far), CopyEnd::Device(near));
+    let there = Copy2d { dst, dst_pitch: pitch, src, src_pitch: 4, width: 4, height: 3 };
+    let back = Copy2d { dst: CopyEnd::Host(pinned), dst_pitch: 4, src: dst, src_pitch: pitch, width: 4, height: 3 };
+    for copy in [there, back] {
+        // SAFETY: the page-locked memory is not touched until the stream was waited for.
+        unsafe { driver.copy_2d(&copy, stream) }.unwrap();
+    }
+    driver.synchronize_stream(stream).unwrap();
+    // SAFETY: no work uses the memory.
+    assert_eq!(unsafe { std::slice::from_raw_parts(pinned.as_ptr(), 12) }, b"aaaabbbbcccc");
+    // Rows without gaps are one piece, however long.
+    let (dst, src) = (CopyEnd::Device(far.offset(5 << 30)), CopyEnd::Device(far));
+    let dense = Copy2d { dst, dst_pitch: 2 << 30, src, src_pitch: 2 << 30, width: 2 << 30, height: 2 };
+    // SAFETY: both ends are on the device.
+    unsafe { driver.copy_2d(&dense, stream) }.unwrap();
+    assert_eq!(bench.download(far.offset((5 << 30) + pitch), 4, stream).unwrap(), b"bbbb");
+    // SAFETY: nobody uses the memory any more.
+    unsafe { driver.host_free(pinned) }.unwrap();
+    bench.assert_no_violation();
 }

@@ -1,6 +1,7 @@
 //! Captures: what breaks one is refused before it reaches the driver, and the calls around it leave it alone.
 
-use aquifer_device::{CaptureStatus, Code, Driver, ErrorKind, PhysicalOptions, RawStream, Result};
+use aquifer_device::cuda::CudaDriver;
+use aquifer_device::{CaptureStatus, Code, Device, Driver, ErrorKind, PhysicalOptions, RawStream, Result, StreamFlags};
 
 use crate::bench::{Bench, MIB, code, kind, standin};
 
@@ -164,4 +165,63 @@ fn threads_capture_on_their_own_default_streams() {
     assert_eq!(kind(driver.synchronize()), ErrorKind::Capture, "the first thread still captures");
     driver.end_capture(stream).unwrap();
     driver.synchronize().unwrap();
+}
+
+#[test]
+fn drivers_of_one_context_leave_each_others_captures_alone() {
+    let bench = Bench::new();
+    let other = CudaDriver::open(bench.device.ordinal()).unwrap();
+    let (mine, theirs) = (Device::new(bench.driver.clone()), Device::new(other.clone()));
+    let mut registered = vec![0_u8; 4096];
+    // SAFETY: the memory outlives its registration.
+    let host = unsafe { other.host_register(registered.as_mut_ptr(), 4096) }.unwrap();
+    let memory = theirs.alloc(4096).unwrap();
+    let blocking = StreamFlags { non_blocking: false, priority: 0 };
+    let stream = mine.create_stream_with(blocking).unwrap();
+    let capture = stream.begin_capture().unwrap();
+    let breaks = |result: Result<()>| assert_eq!(kind(result), ErrorKind::Capture);
+    breaks(theirs.synchronize());
+    breaks(theirs.free(memory));
+    breaks(other.synchronize());
+    // SAFETY: refused, because a stream captures.
+    breaks(unsafe { other.host_unregister(host) });
+    breaks(theirs.default_stream().tick().cover());
+    assert!(theirs.is_capturing());
+    stream.fill(memory, 5, 4096).unwrap();
+    let graph = capture.end().expect("nobody broke the capture");
+    graph.launch(&stream).unwrap();
+    theirs.synchronize().unwrap();
+    theirs.default_stream().tick().cover().unwrap();
+    assert_eq!(bench.download(memory, 4, stream.raw()).unwrap(), [5; 4]);
+    // One that only the driver below knows of.
+    bench.driver.begin_capture(stream.raw()).unwrap();
+    breaks(other.synchronize());
+    bench.driver.destroy_graph(bench.driver.end_capture(stream.raw()).unwrap()).unwrap();
+    // SAFETY: registered above, and nobody uses it.
+    unsafe { other.host_unregister(host) }.unwrap();
+    theirs.free(memory).unwrap();
+    bench.assert_no_violation();
+}
+
+#[test]
+fn asking_who_an_adopted_stream_is_breaks_no_capture() {
+    let bench = Bench::new();
+    let driver = &*bench.driver;
+    let owner = CudaDriver::open(bench.device.ordinal()).unwrap();
+    let theirs = owner.create_stream(StreamFlags { non_blocking: true, priority: 0 }).unwrap();
+    // SAFETY: the stream lives until it is released below.
+    unsafe { driver.adopt_stream(theirs) };
+    let memory = driver.alloc(4096).unwrap();
+    owner.begin_capture(theirs).unwrap();
+    assert_eq!(driver.capture_status(theirs).unwrap(), CaptureStatus::Active);
+    driver.memset(memory, 3, 4096, theirs).unwrap();
+    assert_eq!(kind(driver.stream_id(theirs)), ErrorKind::Capture);
+    let graph = owner.end_capture(theirs).expect("nobody broke the capture");
+    owner.launch_graph(graph, theirs).unwrap();
+    assert!(driver.stream_id(theirs).unwrap().is_some());
+    assert_eq!(bench.download(memory, 4, theirs).unwrap(), [3; 4]);
+    driver.release_stream(theirs);
+    owner.destroy_graph(graph).unwrap();
+    owner.destroy_stream(theirs).unwrap();
+    bench.assert_no_violation();
 }

@@ -99,6 +99,15 @@ impl Life {
         Err(Code::CAPTURE_UNSUPPORTED)
     }
 
+    /// Refuses a call on a stream that captures, whose capture it breaks whatever its mode.
+    pub(crate) fn break_capture_of(&self, stream: Handle) -> Answer {
+        if self.sim.capture_status(RawStream(stream)).map_err(code)? == CaptureStatus::None {
+            return Ok(());
+        }
+        self.sim.break_capture(RawStream(stream));
+        Err(Code::CAPTURE_UNSUPPORTED)
+    }
+
     /// The stream is gone, and the capture that began on it.
     pub(crate) fn forget_capture(&self, stream: Handle) {
         self.captures.remove(stream);

@@ -36,6 +36,9 @@ struct Side {
 
 const _: () = assert!(size_of::<Rows>() == 128, "the size that CUDA gives it");
 
+/// How far apart rows may lie, as the attribute says.
+const PITCH_MAX: usize = i32::MAX as usize;
+
 /// What memory a side is in.
 const HOST: u32 = 1;
 const DEVICE: u32 = 2;
@@ -92,15 +95,29 @@ fn place(life: &Life, address: u64) -> Answer<CopyEnd> {
     if address >= HOST_END || known() { Ok(CopyEnd::Device(ptr)) } else { Err(Code::NOT_SUPPORTED) }
 }
 
+/// Refuses host memory in a batch that the device knows by another address, or that is not in one piece. A device reaches for it all the
+/// same, and is lost.
+fn check_address(life: &Life, end: CopyEnd, bytes: usize) -> Answer {
+    let CopyEnd::Host(ptr) = end else { return Ok(()) };
+    let fits = life.pinned.holding(ptr.0).is_none_or(|block| !block.is_registered);
+    if fits && life.pinned.is_uniform(ptr.0, bytes) { Ok(()) } else { Err(Code::ILLEGAL_ADDRESS) }
+}
+
 impl Life {
     /// Waits for the legacy stream, on which copies without a stream go.
     fn wait(&self) -> Answer {
         self.sim.synchronize_stream(RawStream::LEGACY).map_err(code)
     }
 
+    /// Refuses host memory of which a part is page-locked, or in several pieces (CUDA driver API, "API synchronization behavior").
+    fn check_uniform(&self, start: usize, bytes: usize) -> Answer {
+        if self.pinned.is_uniform(start, bytes) { Ok(()) } else { Err(Code::INVALID_VALUE) }
+    }
+
     /// # Safety
     /// As [`aquifer_device::Driver::copy_to_device`].
     unsafe fn to_device(&self, dst: u64, src: *const c_void, bytes: usize, stream: Handle) -> Answer {
+        self.check_uniform(src.addr(), bytes)?;
         // SAFETY: passed on to the caller.
         unsafe { self.sim.copy_to_device(DevicePtr(dst), src.cast(), bytes, RawStream(stream)) }.map_err(code)
     }
@@ -108,6 +125,7 @@ impl Life {
     /// # Safety
     /// As [`aquifer_device::Driver::copy_to_host`].
     unsafe fn to_host(&self, dst: *mut c_void, src: u64, bytes: usize, stream: Handle) -> Answer {
+        self.check_uniform(dst.addr(), bytes)?;
         // SAFETY: passed on to the caller.
         unsafe { self.sim.copy_to_host(dst.cast(), DevicePtr(src), bytes, RawStream(stream)) }.map_err(code)
     }
@@ -122,6 +140,9 @@ impl Life {
     /// Rows on the host must be readable or writable, as for the other copies.
     unsafe fn rows(&self, rows: &Rows, stream: Handle) -> Answer {
         let Rows { src, dst, width, height } = *rows;
+        if src.pitch.max(dst.pitch) > PITCH_MAX {
+            return Err(Code::INVALID_VALUE);
+        }
         let (from, to) = (src.start(self, width, height)?, dst.start(self, width, height)?);
         match (to, from) {
             (Start::Known(to), Start::Known(from)) => {
@@ -180,7 +201,9 @@ impl Batch<'_> {
         }
         let ends = self.dsts.iter().zip(self.srcs).zip(self.sizes);
         let part = |((&dst, &src), &bytes): ((&u64, &u64), &usize)| {
-            Ok(CopyPart { dst: place(life, dst)?, src: place(life, src)?, bytes: bytes as u64 })
+            let (dst, src) = (place(life, dst)?, place(life, src)?);
+            [dst, src].into_iter().try_for_each(|end| check_address(life, end, bytes))?;
+            Ok(CopyPart { dst, src, bytes: bytes as u64 })
         };
         let copies = ends.map(part).collect::<Answer<Vec<_>>>()?;
         // SAFETY: passed on to the caller.

@@ -22,6 +22,7 @@ pub(crate) struct Block {
     pub(crate) start: usize,
     pub(crate) bytes: usize,
     flags: u32,
+    pub(crate) is_registered: bool,
 }
 
 /// The page-locked memory by address.
@@ -41,8 +42,17 @@ impl Pinned {
         (address - block.start < block.bytes).then_some(*block)
     }
 
-    fn add(&self, start: usize, bytes: usize, flags: u32) {
-        self.0.lock().insert(start, Block { start, bytes, flags });
+    /// Whether a range is all in one piece, or in none: copies take no other.
+    pub(crate) fn is_uniform(&self, start: usize, bytes: usize) -> bool {
+        if let Some(block) = self.holding(start) {
+            return bytes <= block.start + block.bytes - start;
+        }
+        let end = start.saturating_add(bytes);
+        end <= start || self.0.lock().range(start..end).next().is_none()
+    }
+
+    fn add(&self, start: usize, bytes: usize, flags: u32, is_registered: bool) {
+        self.0.lock().insert(start, Block { start, bytes, flags, is_registered });
     }
 
     fn remove(&self, start: usize) {
@@ -55,7 +65,7 @@ impl Life {
         check_flags(flags, ALLOC_FLAGS)?;
         let out = needed(out)?;
         let ptr = self.sim.host_alloc(bytes).map_err(code)?;
-        self.pinned.add(ptr.0, bytes, flags);
+        self.pinned.add(ptr.0, bytes, flags, false);
         out.write(ptr.0);
         Ok(())
     }
@@ -90,7 +100,7 @@ abi! {
         }
         // SAFETY: the caller vouches for the memory until it is unregistered.
         let registered = unsafe { life.sim.host_register(ptr.cast(), bytes) }.map_err(code)?;
-        life.pinned.add(registered.0, bytes, flags);
+        life.pinned.add(registered.0, bytes, flags, true);
         Ok(())
     }
 

@@ -11,9 +11,9 @@ use std::sync::Arc;
 
 use aquifer_device::sim::{Fault, SimConfig};
 use aquifer_device::{
-    AccessKind, Attribute, CaptureStatus, Code, Copy2d, CopyPart, DeviceError, DeviceInfo, DevicePtr, Driver,
-    ErrorKind, HostPtr, Launch, MemoryInfo, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule,
-    RawPhysical, RawStream, Result, StreamFlags,
+    AccessKind, Attribute, CaptureStatus, CapturingStreams, Code, Copy2d, CopyPart, DeviceError, DeviceInfo, DevicePtr,
+    Driver, ErrorKind, HostPtr, Launch, MemoryInfo, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph,
+    RawModule, RawPhysical, RawStream, Result, StreamFlags,
 };
 use parking_lot::Mutex;
 
@@ -233,6 +233,10 @@ impl Driver for Rationed {
 
     fn as_any(&self) -> Option<&dyn Any> {
         self.gpu.as_any()
+    }
+
+    fn capturing_streams(&self) -> Arc<CapturingStreams> {
+        self.gpu.capturing_streams()
     }
 
     fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {

@@ -109,10 +109,12 @@ abi! {
         Ok(())
     }
 
-    /// A number of the stream that never comes back.
+    /// A number of the stream that never comes back. Breaks a capture: most queries do, but for those about the capture itself (CUDA C++
+    /// core libraries, documentation of `is_stream_capturing`).
     12000 cuStreamGetId(call, stream: Handle, id: Out<'_, u64>) {
         let life = call.life()?;
         let out = needed(id)?;
+        life.break_capture_of(stream)?;
         out.write(life.sim.stream_id(RawStream(stream)).map_err(code)?.ok_or(Code::NOT_SUPPORTED)?);
         Ok(())
     }

@@ -2,8 +2,10 @@
 //! everything is passed on.
 
 use std::any::Any;
+use std::sync::Arc;
 
 use super::Lagging;
+use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
     Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent, RawGraph,
@@ -37,6 +39,10 @@ impl Driver for Lagging {
 
     fn as_any(&self) -> Option<&dyn Any> {
         self.inner.as_any()
+    }
+
+    fn capturing_streams(&self) -> Arc<CapturingStreams> {
+        self.inner.capturing_streams()
     }
 
     /// The simulator answers at once, whatever the peer's position is: what lags is what the host is told.

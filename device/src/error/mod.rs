@@ -3,7 +3,11 @@
 //! The raw code is always kept, so nothing the driver said is lost; [`ErrorKind`] is our reading of it, which is what
 //! callers branch on. Formatting an error never calls the driver.
 
+mod code;
+
 use std::fmt;
+
+pub use code::Code;
 
 /// Result of the device layer.
 pub type Result<T, E = DeviceError> = std::result::Result<T, E>;
@@ -143,128 +147,6 @@ impl fmt::Display for Operation {
     }
 }
 
-/// A raw driver result code (`CUresult`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Code(pub u32);
-
-/// Codes that this project produces, injects or classifies: value, CUDA name, kind.
-///
-/// Source: the `CUresult` enumeration of the CUDA driver API.
-const CODES: &[(u32, &str, ErrorKind)] = &[
-    (1, "CUDA_ERROR_INVALID_VALUE", ErrorKind::InvalidUse),
-    (2, "CUDA_ERROR_OUT_OF_MEMORY", ErrorKind::OutOfMemory),
-    (3, "CUDA_ERROR_NOT_INITIALIZED", ErrorKind::Unavailable),
-    (4, "CUDA_ERROR_DEINITIALIZED", ErrorKind::DeviceLost),
-    (34, "CUDA_ERROR_STUB_LIBRARY", ErrorKind::Unavailable),
-    (46, "CUDA_ERROR_DEVICE_UNAVAILABLE", ErrorKind::Unavailable),
-    (100, "CUDA_ERROR_NO_DEVICE", ErrorKind::Unavailable),
-    (101, "CUDA_ERROR_INVALID_DEVICE", ErrorKind::InvalidUse),
-    (201, "CUDA_ERROR_INVALID_CONTEXT", ErrorKind::InvalidUse),
-    (205, "CUDA_ERROR_MAP_FAILED", ErrorKind::Other),
-    (206, "CUDA_ERROR_UNMAP_FAILED", ErrorKind::Other),
-    (209, "CUDA_ERROR_NO_BINARY_FOR_GPU", ErrorKind::Unsupported),
-    (214, "CUDA_ERROR_ECC_UNCORRECTABLE", ErrorKind::DeviceLost),
-    (215, "CUDA_ERROR_UNSUPPORTED_LIMIT", ErrorKind::Unsupported),
-    (217, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", ErrorKind::Unsupported),
-    (218, "CUDA_ERROR_INVALID_PTX", ErrorKind::InvalidUse),
-    (222, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION", ErrorKind::Unsupported),
-    (400, "CUDA_ERROR_INVALID_HANDLE", ErrorKind::InvalidUse),
-    (500, "CUDA_ERROR_NOT_FOUND", ErrorKind::InvalidUse),
-    (600, "CUDA_ERROR_NOT_READY", ErrorKind::NotReady),
-    (700, "CUDA_ERROR_ILLEGAL_ADDRESS", ErrorKind::DeviceLost),
-    (701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", ErrorKind::InvalidUse),
-    (702, "CUDA_ERROR_LAUNCH_TIMEOUT", ErrorKind::DeviceLost),
-    (704, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", ErrorKind::InvalidUse),
-    (705, "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED", ErrorKind::InvalidUse),
-    (709, "CUDA_ERROR_CONTEXT_IS_DESTROYED", ErrorKind::DeviceLost),
-    (710, "CUDA_ERROR_ASSERT", ErrorKind::DeviceLost),
-    (712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", ErrorKind::InvalidUse),
-    (713, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", ErrorKind::InvalidUse),
-    (714, "CUDA_ERROR_HARDWARE_STACK_ERROR", ErrorKind::DeviceLost),
-    (715, "CUDA_ERROR_ILLEGAL_INSTRUCTION", ErrorKind::DeviceLost),
-    (716, "CUDA_ERROR_MISALIGNED_ADDRESS", ErrorKind::DeviceLost),
-    (719, "CUDA_ERROR_LAUNCH_FAILED", ErrorKind::DeviceLost),
-    (800, "CUDA_ERROR_NOT_PERMITTED", ErrorKind::InvalidUse),
-    (801, "CUDA_ERROR_NOT_SUPPORTED", ErrorKind::Unsupported),
-    (802, "CUDA_ERROR_SYSTEM_NOT_READY", ErrorKind::Unavailable),
-    (803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", ErrorKind::Unavailable),
-    (900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", ErrorKind::Capture),
-    (901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", ErrorKind::Capture),
-    (902, "CUDA_ERROR_STREAM_CAPTURE_MERGE", ErrorKind::Capture),
-    (903, "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED", ErrorKind::Capture),
-    (904, "CUDA_ERROR_STREAM_CAPTURE_UNJOINED", ErrorKind::Capture),
-    (905, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION", ErrorKind::Capture),
-    (906, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", ErrorKind::Capture),
-    (907, "CUDA_ERROR_CAPTURED_EVENT", ErrorKind::Capture),
-    (908, "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", ErrorKind::Capture),
-    (909, "CUDA_ERROR_TIMEOUT", ErrorKind::Other),
-    (911, "CUDA_ERROR_EXTERNAL_DEVICE", ErrorKind::DeviceLost),
-    (999, "CUDA_ERROR_UNKNOWN", ErrorKind::Other),
-];
-
-impl Code {
-    /// An argument is out of range or inconsistent.
-    pub const INVALID_VALUE: Code = Code(1);
-    /// The device has not enough memory.
-    pub const OUT_OF_MEMORY: Code = Code(2);
-    /// There is no such device.
-    pub const NO_DEVICE: Code = Code(100);
-    /// The ordinal names no device.
-    pub const INVALID_DEVICE: Code = Code(101);
-    /// A stream, event, pointer or physical handle is not live.
-    pub const INVALID_HANDLE: Code = Code(400);
-    /// The work asked about has not finished.
-    pub const NOT_READY: Code = Code(600);
-    /// The device touched memory that is not there; the context is lost.
-    pub const ILLEGAL_ADDRESS: Code = Code(700);
-    /// A kernel failed; the context is lost.
-    pub const LAUNCH_FAILED: Code = Code(719);
-    /// The call is not allowed now.
-    pub const NOT_PERMITTED: Code = Code(800);
-    /// The device cannot do this.
-    pub const NOT_SUPPORTED: Code = Code(801);
-    /// The call is not allowed while a stream is capturing.
-    pub const CAPTURE_UNSUPPORTED: Code = Code(900);
-    /// The capture was broken by an earlier call.
-    pub const CAPTURE_INVALIDATED: Code = Code(901);
-    /// The capture cannot end: other streams joined it and did not join back.
-    pub const CAPTURE_UNJOINED: Code = Code(904);
-    /// An uncaptured dependency inside a capture.
-    pub const CAPTURE_ISOLATION: Code = Code(905);
-    /// The legacy stream would have to synchronise with a capturing stream.
-    pub const CAPTURE_IMPLICIT: Code = Code(906);
-    /// The event was recorded inside a capture and can only be waited on there.
-    pub const CAPTURED_EVENT: Code = Code(907);
-
-    /// The CUDA name of the code, or `"CUDA_ERROR_(unlisted)"`.
-    pub fn name(self) -> &'static str {
-        self.entry().map_or("CUDA_ERROR_(unlisted)", |&(_, name, _)| name)
-    }
-
-    /// The code with the given CUDA name; the prefix `CUDA_ERROR_` and case are optional.
-    ///
-    /// ```
-    /// use aquifer_device::Code;
-    /// assert_eq!(Code::from_name("out_of_memory"), Some(Code::OUT_OF_MEMORY));
-    /// assert_eq!(Code::from_name("CUDA_ERROR_UNKNOWN"), Some(Code(999)));
-    /// ```
-    pub fn from_name(name: &str) -> Option<Code> {
-        let upper = name.to_ascii_uppercase();
-        let short = upper.strip_prefix("CUDA_ERROR_").unwrap_or(&upper);
-        let matches = |listed: &str| listed.strip_prefix("CUDA_ERROR_") == Some(short);
-        CODES.iter().find(|(_, listed, _)| matches(listed)).map(|&(code, ..)| Code(code))
-    }
-
-    /// What kind of failure the code stands for.
-    pub fn kind(self) -> ErrorKind {
-        self.entry().map_or(ErrorKind::Other, |&(_, _, kind)| kind)
-    }
-
-    fn entry(self) -> Option<&'static (u32, &'static str, ErrorKind)> {
-        CODES.iter().find(|(code, ..)| *code == self.0)
-    }
-}
-
 /// What kind of failure a driver code stands for, and so who is at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -368,17 +250,6 @@ mod tests {
             assert_eq!(Operation::from_name(operation.name()), Some(operation));
         }
         assert_eq!(Operation::from_name("cuMemMagic"), None);
-    }
-
-    #[test]
-    fn codes_are_unique_and_found_by_name() {
-        for (index, &(code, name, kind)) in CODES.iter().enumerate() {
-            assert!(CODES[..index].iter().all(|(other, ..)| *other != code), "{code} listed twice");
-            assert_eq!(Code::from_name(name), Some(Code(code)));
-            assert_eq!(Code(code).kind(), kind);
-        }
-        assert_eq!(Code(12345).name(), "CUDA_ERROR_(unlisted)");
-        assert_eq!(Code(12345).kind(), ErrorKind::Other);
     }
 
     #[test]

@@ -1,0 +1,120 @@
+//! Copies of rows.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype};
+
+use super::copies::refuse_overlap;
+use super::driver::CudaDriver;
+use super::installation::check;
+use super::memory::bad_value;
+use super::raw::{pointer, size};
+use super::rows::touched_rows;
+use super::streams::LiveStream;
+use crate::copies::{Copy2d, CopyEnd};
+use crate::driver::{DevicePtr, HostPtr, RawStream};
+use crate::error::{Operation, Result};
+
+impl CudaDriver {
+    /// Enqueues a copy of rows.
+    ///
+    /// # Safety
+    /// As for [`crate::Driver::copy_2d`].
+    pub(super) unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
+        let operation = Operation::Copy2d;
+        let call = self.optional(operation, self.core.functions().cuMemcpy2DAsync_v2)?;
+        let stream = self.stream(operation, stream)?;
+        let Copy2d { dst, dst_pitch, src, src_pitch, width, height } = *copy;
+        if dst_pitch < width || src_pitch < width {
+            let detail = format!("rows of {width} bytes at pitches of {dst_pitch} and {src_pitch}");
+            return Err(bad_value(operation, detail));
+        }
+        if width == 0 || height == 0 {
+            return Ok(());
+        }
+        self.check_ends(operation, dst, src)?;
+        for (place, pitch) in [(dst, dst_pitch), (src, src_pitch)] {
+            let spanned = pitch.checked_mul(height - 1).and_then(|bytes| bytes.checked_add(width));
+            let bytes = spanned.ok_or_else(|| bad_value(operation, format!("{height} rows of {pitch} bytes")))?;
+            self.check_place(operation, place, bytes)?;
+        }
+        refuse_overlap(operation, touched_rows(copy))?;
+        if height == 1 || (dst_pitch == width && src_pitch == width) {
+            // SAFETY: the ends were checked for all of the rows, and the caller vouches for what is on the host.
+            return unsafe { self.copy_range(operation, dst, src, width * height, &stream) };
+        }
+        if dst_pitch.max(src_pitch) > self.facts.pitch_max {
+            // SAFETY: as above.
+            return unsafe { self.copy_row_by_row(copy, &stream) };
+        }
+        let copy = CUDA_MEMCPY2D {
+            dstPitch: size(dst_pitch),
+            srcPitch: size(src_pitch),
+            WidthInBytes: size(width),
+            Height: size(height),
+            ..ends(dst, src)
+        };
+        let _current = self.core.enter_relaxed(operation)?;
+        // SAFETY: the description outlives the call; its ranges are live device memory, or page-locked memory for which the
+        // caller vouches; the stream lives (H1, F1).
+        check(operation, unsafe { call(&raw const copy, stream.raw) })
+    }
+
+    /// Enqueues rows that lie further apart than the driver's call allows. They are gigabytes apart, so there are few.
+    ///
+    /// # Safety
+    /// As for [`CudaDriver::copy_range`], for every row.
+    unsafe fn copy_row_by_row(&self, copy: &Copy2d, stream: &LiveStream) -> Result<()> {
+        let operation = Operation::Copy2d;
+        for row in 0..copy.height {
+            let (dst, src) = (further(copy.dst, row * copy.dst_pitch), further(copy.src, row * copy.src_pitch));
+            // SAFETY: passed on to the caller.
+            let copied = unsafe { self.copy_range(operation, dst, src, copy.width, stream) };
+            copied.inspect_err(|_| self.finish_part(operation, stream, row))?;
+        }
+        Ok(())
+    }
+}
+
+/// A place some bytes further on.
+fn further(place: CopyEnd, bytes: u64) -> CopyEnd {
+    match place {
+        CopyEnd::Device(ptr) => CopyEnd::Device(DevicePtr(ptr.0 + bytes)),
+        CopyEnd::Host(ptr) => CopyEnd::Host(HostPtr(ptr.0 + size(bytes))),
+    }
+}
+
+/// A description of rows with both ends and nothing else set.
+fn ends(dst: CopyEnd, src: CopyEnd) -> CUDA_MEMCPY2D {
+    let kind = |place| match place {
+        CopyEnd::Device(_) => CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        CopyEnd::Host(_) => CUmemorytype::CU_MEMORYTYPE_HOST,
+    };
+    let host = |place| match place {
+        CopyEnd::Device(_) => ptr::null_mut::<c_void>(),
+        CopyEnd::Host(ptr) => pointer(ptr.0 as u64),
+    };
+    let device = |place| match place {
+        CopyEnd::Device(ptr) => ptr.0,
+        CopyEnd::Host(_) => 0,
+    };
+    CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcMemoryType: kind(src),
+        srcHost: host(src).cast_const(),
+        srcDevice: device(src),
+        srcArray: ptr::null_mut(),
+        srcPitch: 0,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstMemoryType: kind(dst),
+        dstHost: host(dst),
+        dstDevice: device(dst),
+        dstArray: ptr::null_mut(),
+        dstPitch: 0,
+        WidthInBytes: 0,
+        Height: 0,
+    }
+}

@@ -1,0 +1,75 @@
+//! Captures in progress, by context: drivers that share one must not break each other's.
+//!
+//! The driver refuses to wait for a context of which any stream captures, and breaks the capture (CUDA programming guide,
+//! “Prohibited and Unhandled Operations”).
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Weak};
+use std::thread::{self, ThreadId};
+
+use parking_lot::Mutex;
+
+use crate::capturing_streams::CapturingStreams;
+use crate::driver::RawStream;
+
+/// The captures in progress in a context, by whichever of its drivers they were begun.
+#[derive(Debug, Default)]
+pub(super) struct Ongoing {
+    /// Streams on which one was begun through a driver, and not ended; with the thread, where the handle means one for each.
+    begun: Mutex<HashSet<(u64, Option<ThreadId>)>>,
+    /// Streams of which devices know that they capture, those included that somebody else makes capture.
+    pub(super) known: Arc<CapturingStreams>,
+}
+
+impl Ongoing {
+    /// Those of the context with this handle. Whoever keeps them keeps the context, so that no other one has its handle.
+    pub(super) fn of_context(handle: u64) -> Arc<Ongoing> {
+        static CONTEXTS: Mutex<Option<HashMap<u64, Weak<Ongoing>>>> = Mutex::new(None);
+        let mut contexts = CONTEXTS.lock();
+        let contexts = contexts.get_or_insert_default();
+        contexts.retain(|_, ongoing| ongoing.strong_count() > 0);
+        if let Some(ongoing) = contexts.get(&handle).and_then(Weak::upgrade) {
+            return ongoing;
+        }
+        let ongoing = Arc::new(Ongoing::default());
+        contexts.insert(handle, Arc::downgrade(&ongoing));
+        ongoing
+    }
+
+    pub(super) fn begin(&self, stream: RawStream) {
+        self.begun.lock().insert(which(stream));
+    }
+
+    pub(super) fn end(&self, stream: RawStream) {
+        self.begun.lock().remove(&which(stream));
+    }
+
+    /// Whether any stream of the context is known to capture.
+    pub(super) fn any(&self) -> bool {
+        self.known.any() || !self.begun.lock().is_empty()
+    }
+}
+
+/// Which stream a handle means on this thread.
+fn which(stream: RawStream) -> (u64, Option<ThreadId>) {
+    (stream.0, (stream == RawStream::PER_THREAD).then(|| thread::current().id()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn contexts_have_their_own_as_long_as_somebody_keeps_them() {
+        let (one, other) = (Ongoing::of_context(u64::MAX), Ongoing::of_context(u64::MAX - 1));
+        one.begin(RawStream(7));
+        assert!(Ongoing::of_context(u64::MAX).any() && !other.any());
+        one.end(RawStream(8));
+        assert!(one.any());
+        one.end(RawStream(7));
+        one.known.enter(false);
+        assert!(Ongoing::of_context(u64::MAX).any());
+        drop(one);
+        assert!(!Ongoing::of_context(u64::MAX).any(), "another context with the same handle");
+    }
+}
