@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_allocator::{DeviceBuffer, Storage};
-use aquifer_device::{AccessKind, CopyEnd, CopyPart, DeviceError, DevicePtr, ErrorKind, HostPtr, Stream, Tick};
+use aquifer_device::{AccessKind, CopyEnd, CopyPart, DeviceError, DevicePtr, HostPtr, Stream, Tick};
 use bytemuck::Pod;
 
 use crate::copy::direct::check_lengths;
@@ -279,16 +279,11 @@ pub(crate) unsafe fn enqueue_parts(
     batched: &[CopyPart],
     single: &[CopyPart],
 ) -> Result<(), DeviceError> {
-    let mut refused: &[CopyPart] = &[];
     if !batched.is_empty() {
         // SAFETY: passed on to the caller.
-        match unsafe { stream.copy_batch(batched) } {
-            // Of memory that the device cannot take in batches nothing was enqueued.
-            Err(error) if error.kind == ErrorKind::Unsupported => refused = batched,
-            enqueued => enqueued?,
-        }
+        unsafe { stream.copy_batch(batched) }?;
     }
-    for copy in refused.iter().chain(single) {
+    for copy in single {
         let bytes = usize::try_from(copy.bytes).unwrap_or(usize::MAX);
         match (copy.dst, copy.src) {
             // SAFETY: passed on to the caller.
