@@ -156,7 +156,7 @@ impl CudaDriver {
         for (start, _, locked) in self.host.drain() {
             note(match locked {
                 // SAFETY: whoever has memory of this driver's keeps the driver, so it is nobody's; the device was waited for.
-                Locked::Allocated => unsafe { self.host_free_raw(start) },
+                Locked::Allocated { skipped } => unsafe { self.host_free_raw(start - skipped) },
                 // SAFETY: as above.
                 Locked::Registered => unsafe { self.host_unregister_raw(start) },
             });

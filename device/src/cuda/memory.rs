@@ -28,10 +28,16 @@ pub(super) enum Source {
     Pool,
 }
 
+/// What page-locked memory is aligned to, in bytes.
+const PAGE: u64 = 4096;
+
 /// How host memory became page-locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Locked {
-    Allocated,
+    /// So many bytes behind where the driver's allocation starts.
+    Allocated {
+        skipped: u64,
+    },
     Registered,
 }
 
@@ -180,6 +186,25 @@ impl CudaDriver {
     }
 
     pub(super) fn host_alloc(&self, bytes: usize) -> Result<HostPtr> {
+        let first = self.host_alloc_raw(bytes)?;
+        if first.is_multiple_of(PAGE) {
+            return Ok(self.note_allocated(first, bytes, 0));
+        }
+        // Small pieces come from within pages that the driver shares out. What is a page longer has a page's border in it.
+        // SAFETY: just allocated, and nobody else knows it.
+        unsafe { self.host_free_raw(first) }?;
+        let length =
+            bytes.checked_add(size(PAGE)).ok_or_else(|| DeviceError::new(Operation::HostAlloc, Code::OUT_OF_MEMORY))?;
+        let start = self.host_alloc_raw(length)?;
+        Ok(self.note_allocated(start, bytes, start.next_multiple_of(PAGE) - start))
+    }
+
+    fn note_allocated(&self, start: u64, bytes: usize, skipped: u64) -> HostPtr {
+        self.host.insert(start + skipped, bytes as u64, Locked::Allocated { skipped });
+        HostPtr(size(start + skipped))
+    }
+
+    fn host_alloc_raw(&self, bytes: usize) -> Result<u64> {
         let operation = Operation::HostAlloc;
         let _current = self.core.enter_relaxed(operation)?;
         let mut start = ptr::null_mut();
@@ -187,9 +212,7 @@ impl CudaDriver {
         let code = unsafe { (self.core.functions().cuMemHostAlloc)(&raw mut start, bytes, PORTABLE) };
         let detail = || format!("{bytes} bytes of page-locked memory asked for");
         check(operation, code).map_err(|error| error.with_detail(detail()))?;
-        let start = start.expose_provenance();
-        self.host.insert(start as u64, bytes as u64, Locked::Allocated);
-        Ok(HostPtr(start))
+        Ok(handle(start))
     }
 
     /// Frees page-locked memory.
@@ -198,18 +221,19 @@ impl CudaDriver {
     /// As for [`crate::Driver::host_free`].
     pub(super) unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
         let operation = Operation::HostFree;
-        let taken = self.host.take_if(ptr.0 as u64, |locked| locked == Locked::Allocated);
+        let taken = self.host.take_if(ptr.0 as u64, |locked| matches!(locked, Locked::Allocated { .. }));
         let no_such = || bad_value(operation, format!("no page-locked allocation starts at {:#x}", ptr.0));
         let (bytes, locked) = taken.ok_or_else(no_such)?;
+        let skipped = if let Locked::Allocated { skipped } = locked { skipped } else { 0 };
         // SAFETY: passed on to the caller; it was in the table, so it is an allocation, and it is freed once.
-        let freed = unsafe { self.host_free_raw(ptr.0 as u64) };
+        let freed = unsafe { self.host_free_raw(ptr.0 as u64 - skipped) };
         if freed.is_err() {
             self.host.insert(ptr.0 as u64, bytes, locked);
         }
         freed
     }
 
-    /// Frees page-locked memory that the table does not know any more.
+    /// Frees page-locked memory that the table does not know, from where the driver's allocation starts.
     ///
     /// # Safety
     /// It was allocated, not freed, and nobody uses it any more.

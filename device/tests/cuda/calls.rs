@@ -354,3 +354,29 @@ fn rows_may_lie_further_apart_than_one_call_allows() {
     unsafe { driver.host_free(pinned) }.unwrap();
     bench.assert_no_violation();
 }
+
+#[test]
+fn page_locked_memory_starts_at_a_page_wherever_the_driver_puts_it() {
+    let bench = Bench::new();
+    let (driver, stream) = (&*bench.driver, bench.stream());
+    let device = driver.alloc(64 << 10).unwrap();
+    let sizes = [1, 100, 4095, 4096, 5000, 60_000];
+    let hosts = sizes.map(|bytes| driver.host_alloc(bytes).unwrap());
+    assert!(hosts.iter().all(|host| host.0.is_multiple_of(4096)), "{hosts:?}");
+    for (host, bytes) in hosts.into_iter().zip(sizes) {
+        driver.memset(device, u8::try_from(bytes % 251).unwrap(), bytes as u64, stream).unwrap();
+        // SAFETY: the memory is page-locked and not touched until the stream was waited for.
+        unsafe { driver.copy_to_host(host.as_ptr(), device, bytes, stream) }.unwrap();
+        driver.synchronize_stream(stream).unwrap();
+    }
+    for (host, bytes) in hosts.into_iter().zip(sizes) {
+        // SAFETY: memory of this length that was just written, and no work pending.
+        let found = unsafe { std::slice::from_raw_parts(host.as_ptr(), bytes) };
+        assert!(found.iter().all(|&byte| usize::from(byte) == bytes % 251));
+        // SAFETY: nobody uses the memory any more.
+        unsafe { driver.host_free(host) }.unwrap();
+    }
+    // What is left over goes with the driver.
+    driver.host_alloc(10).unwrap();
+    bench.assert_no_violation();
+}

@@ -13,6 +13,9 @@ use crate::process::Life;
 const ALLOC_FLAGS: u32 = 7;
 /// Portable, mapped, I/O memory, read-only.
 const REGISTER_FLAGS: u32 = 0xf;
+/// Pieces smaller than this come from within pages that others have pieces of, too, and start here in one.
+const SHARED_BELOW: usize = 64 << 10;
+const WITHIN: usize = 512;
 /// Memory of another device, which is not there to be registered.
 const IO_MEMORY: u32 = 4;
 
@@ -22,6 +25,8 @@ pub(crate) struct Block {
     pub(crate) start: usize,
     pub(crate) bytes: usize,
     flags: u32,
+    /// How far behind the start of the simulated device's allocation it starts.
+    within: usize,
     pub(crate) is_registered: bool,
 }
 
@@ -51,8 +56,17 @@ impl Pinned {
         end <= start || self.0.lock().range(start..end).next().is_none()
     }
 
-    fn add(&self, start: usize, bytes: usize, flags: u32, is_registered: bool) {
-        self.0.lock().insert(start, Block { start, bytes, flags, is_registered });
+    fn add(&self, start: usize, bytes: usize, flags: u32, within: usize) {
+        self.0.lock().insert(start, Block { start, bytes, flags, within, is_registered: false });
+    }
+
+    fn add_registered(&self, start: usize, bytes: usize, flags: u32) {
+        self.0.lock().insert(start, Block { start, bytes, flags, within: 0, is_registered: true });
+    }
+
+    /// How far behind the start of the simulated device's allocation the piece starts that starts here.
+    fn within(&self, start: usize) -> usize {
+        self.0.lock().get(&start).map_or(0, |block| block.within)
     }
 
     fn remove(&self, start: usize) {
@@ -64,9 +78,10 @@ impl Life {
     fn host_alloc(&self, out: Out<'_, usize>, bytes: usize, flags: u32) -> Answer {
         check_flags(flags, ALLOC_FLAGS)?;
         let out = needed(out)?;
-        let ptr = self.sim.host_alloc(bytes).map_err(code)?;
-        self.pinned.add(ptr.0, bytes, flags, false);
-        out.write(ptr.0);
+        let within = if bytes < SHARED_BELOW { WITHIN } else { 0 };
+        let ptr = self.sim.host_alloc(bytes + within).map_err(code)?;
+        self.pinned.add(ptr.0 + within, bytes, flags, within);
+        out.write(ptr.0 + within);
         Ok(())
     }
 }
@@ -86,7 +101,7 @@ abi! {
     2000 cuMemFreeHost(call, ptr: usize) {
         let life = call.guarded_life()?;
         // SAFETY: the caller of the C function vouches that nobody uses the memory any more.
-        unsafe { life.sim.host_free(HostPtr(ptr)) }.map_err(code)?;
+        unsafe { life.sim.host_free(HostPtr(ptr - life.pinned.within(ptr))) }.map_err(code)?;
         life.pinned.remove(ptr);
         Ok(())
     }
@@ -100,7 +115,7 @@ abi! {
         }
         // SAFETY: the caller vouches for the memory until it is unregistered.
         let registered = unsafe { life.sim.host_register(ptr.cast(), bytes) }.map_err(code)?;
-        life.pinned.add(registered.0, bytes, flags, true);
+        life.pinned.add_registered(registered.0, bytes, flags);
         Ok(())
     }
 
