@@ -1,31 +1,99 @@
-//! The CUDA driver on the first real GPU, of which every test gets a ration of memory.
+//! The CUDA driver on the first real GPU, of which every test gets a ration of memory. A dry run does the same on a large device of
+//! the stand-in, so that what is here is tested where there is no GPU.
+//!
+//! All tests of a process share the GPU and its context. Long times are cut short, since nobody wants to wait for them: see
+//! [`in_truth`].
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use aquifer_device::cuda::CudaDriver;
 use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{DevicePtr, Result, Stream};
+use aquifer_device::{CaptureStatus, DevicePtr, Driver, RawEvent, Result, Stream};
+use aquifer_standin::{Number, Rationed, Spin, StandinDevice};
+use parking_lot::Mutex;
 
-use super::{Controls, Mapped, Subject};
-use aquifer_standin::Rationed;
+use super::{Controls, Kind, Mapped, Subject};
 
-/// Memory that keeps a stream busy by being filled, in bytes.
-const BUSY_BYTES: u64 = 256 << 20;
-/// How long a GPU takes at least to fill it: at 5 TB/s.
-const BUSY: Duration = Duration::from_micros(50);
+/// What a stall of one second takes in truth.
+const SECOND: Duration = Duration::from_millis(100);
+
+/// What a stall of `time` takes in truth: a tenth for a second, and with the square root more for those that are shorter, because
+/// what a test does on the host in five milliseconds of a simulated device may take as long on a real one. Longer stays longer.
+fn in_truth(time: Duration) -> Duration {
+    SECOND.mul_f64(time.as_secs_f64().sqrt())
+}
+
+/// What the tests of this process share.
+#[derive(Debug)]
+struct Gpu {
+    driver: Arc<CudaDriver>,
+    spin: Spin,
+    /// The device behind the driver in a dry run, whose time passes only where somebody waits for it.
+    standin: Option<StandinDevice>,
+}
+
+impl Gpu {
+    /// Opened once and never closed: else the context would go after every test.
+    fn get() -> &'static Gpu {
+        static GPU: OnceLock<Gpu> = OnceLock::new();
+        GPU.get_or_init(|| {
+            let standin = (Kind::chosen() == Kind::Rationed).then(|| {
+                let standin = aquifer_standin::load().unwrap_or_else(|error| panic!("{error}"));
+                standin.add_device("h100").unwrap_or_else(|error| panic!("{error}"))
+            });
+            let ordinal = standin.as_ref().map_or(0, StandinDevice::ordinal);
+            let driver = CudaDriver::open(ordinal).unwrap_or_else(|error| panic!("{error}"));
+            let spin = Spin::load(driver.clone()).unwrap_or_else(|error| panic!("{error}"));
+            Gpu { driver, spin, standin }
+        })
+    }
+
+    /// The time by the device's clock.
+    fn now(&self) -> Duration {
+        static START: OnceLock<Instant> = OnceLock::new();
+        match &self.standin {
+            Some(standin) => Duration::from_nanos(standin.number(Number::NowNs)),
+            None => START.get_or_init(Instant::now).elapsed(),
+        }
+    }
+
+    /// Lets the device work for so long.
+    fn pause(&self, time: Duration) {
+        match &self.standin {
+            Some(standin) => standin.advance(time),
+            None => std::thread::sleep(time),
+        }
+    }
+}
 
 pub(super) fn open(config: &SimConfig) -> Subject {
-    let gpu = CudaDriver::open(0).unwrap_or_else(|error| panic!("{error}"));
-    let driver = Arc::new(Rationed::new(gpu, config));
-    let controls = OnHardware { driver: driver.clone(), start: Instant::now() };
+    let gpu = Gpu::get();
+    let driver = Arc::new(Rationed::new(gpu.driver.clone(), config));
+    let controls = OnHardware { gpu, driver: driver.clone(), start: gpu.now(), stalls: Mutex::default() };
     Subject { driver, controls: Arc::new(controls) }
+}
+
+/// A stall that may not be over.
+#[derive(Debug)]
+struct Stall {
+    end: RawEvent,
+    /// How long it is for the test.
+    time: Duration,
 }
 
 #[derive(Debug)]
 struct OnHardware {
+    gpu: &'static Gpu,
     driver: Arc<Rationed>,
-    start: Instant,
+    start: Duration,
+    stalls: Mutex<Vec<Stall>>,
+}
+
+impl OnHardware {
+    fn forget(&self, stall: &Stall) {
+        self.gpu.driver.destroy_event(stall.end).unwrap_or_else(|error| panic!("{error}"));
+    }
 }
 
 impl Controls for OnHardware {
@@ -46,21 +114,36 @@ impl Controls for OnHardware {
         self.driver.calls_made()
     }
 
+    /// A second is over when a stall of one second would be.
     fn now_ns(&self) -> u64 {
-        u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX)
+        let passed = (self.gpu.now() - self.start).as_secs_f64() / SECOND.as_secs_f64();
+        u64::try_from(Duration::from_secs_f64(passed).as_nanos()).unwrap_or(u64::MAX)
     }
 
+    /// Waits for all that was enqueued, where the time is enough for every stall, else as long as a stall of that time takes.
     fn advance(&self, time: Duration) {
-        std::thread::sleep(time);
+        let mut stalls = self.stalls.lock();
+        let done = stalls.extract_if(.., |stall| self.gpu.driver.query_event(stall.end).is_ok_and(|done| done));
+        done.for_each(|stall| self.forget(&stall));
+        if stalls.iter().map(|stall| stall.time).sum::<Duration>() > time {
+            return self.gpu.pause(in_truth(time));
+        }
+        for stall in stalls.drain(..) {
+            self.gpu.driver.synchronize_event(stall.end).unwrap_or_else(|error| panic!("{error}"));
+            self.forget(&stall);
+        }
+        self.driver.wait_for_work().unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// Fills memory that nobody else uses, again and again.
     fn stall(&self, stream: &Stream, time: Duration) -> Result<()> {
-        let gpu = self.driver.below();
-        let busy = gpu.alloc_async(BUSY_BYTES, stream.raw())?;
-        let rounds = time.as_nanos().div_ceil(BUSY.as_nanos());
-        let filled = (0..rounds).try_for_each(|_| gpu.memset(busy, 0, BUSY_BYTES, stream.raw()));
-        filled.and(gpu.free_async(busy, stream.raw()))
+        let (gpu, stream) = (&self.gpu.driver, stream.raw());
+        self.gpu.spin.enqueue(stream, in_truth(time))?;
+        if gpu.capture_status(stream)? == CaptureStatus::None {
+            let end = gpu.create_event(false)?;
+            self.stalls.lock().push(Stall { end, time });
+            gpu.record(end, stream)?;
+        }
+        Ok(())
     }
 
     fn set_other_process_bytes(&self, bytes: u64) {
@@ -70,5 +153,12 @@ impl Controls for OnHardware {
     fn mapping_at(&self, ptr: DevicePtr) -> Option<Mapped> {
         let (ptr, mapped) = self.driver.mapping_at(ptr)?;
         Some(Mapped { ptr, bytes: mapped.bytes, options: mapped.options, devices: mapped.devices })
+    }
+}
+
+impl Drop for OnHardware {
+    fn drop(&mut self) {
+        let stalls = std::mem::take(self.stalls.get_mut());
+        stalls.iter().for_each(|stall| self.forget(stall));
     }
 }

@@ -7,6 +7,7 @@
 //! | `sim`, or none | the simulated device itself | all |
 //! | `standin` | the CUDA driver, on the simulated device that [`aquifer_standin`] puts behind CUDA's C ABI | all but lag |
 //! | `cuda` | the CUDA driver on the first real GPU | its memory is rationed, calls fail on order; no race detector |
+//! | `rationed` | a dry run of `cuda`, on one large device of the stand-in that all tests share | as `cuda` |
 
 mod hardware;
 mod simulated;
@@ -19,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use aquifer_device::sim::{Fault, Lagging, SimConfig};
 use aquifer_device::{Device, DevicePtr, Driver, PhysicalOptions, Result, Stream};
+use aquifer_standin::ADDRESSES_FOR_MEMORY;
 
 /// The variable that says which driver tests run on.
 pub const DRIVER: &str = "AQUIFER_TEST_DRIVER";
@@ -29,6 +31,8 @@ enum Kind {
     Simulated,
     Standin,
     Hardware,
+    /// As on hardware, without any.
+    Rationed,
 }
 
 impl Kind {
@@ -38,8 +42,14 @@ impl Kind {
             Err(_) | Ok("sim") => Kind::Simulated,
             Ok("standin") => Kind::Standin,
             Ok("cuda") => Kind::Hardware,
-            Ok(other) => panic!("{DRIVER}={other}; known are sim, standin and cuda"),
+            Ok("rationed") => Kind::Rationed,
+            Ok(other) => panic!("{DRIVER}={other}; known are sim, standin, cuda and rationed"),
         })
+    }
+
+    /// Whether all tests share a device, of which each gets a ration.
+    fn is_shared(self) -> bool {
+        matches!(self, Kind::Hardware | Kind::Rationed)
     }
 }
 
@@ -96,7 +106,7 @@ impl Subject {
         match Kind::chosen() {
             Kind::Simulated => simulated::open(config),
             Kind::Standin => standin::open(config),
-            Kind::Hardware => hardware::open(config),
+            Kind::Hardware | Kind::Rationed => hardware::open(config),
         }
     }
 
@@ -107,7 +117,13 @@ impl Subject {
 
     /// Whether a race detector watches over the devices of tests.
     pub fn has_race_detector() -> bool {
-        Kind::chosen() != Kind::Hardware
+        !Kind::chosen().is_shared()
+    }
+
+    /// How many of `n` repetitions or programs to run: all where only virtual time passes, one in thirty on a GPU, so that all tests
+    /// together take a few minutes there.
+    pub fn share(n: u64) -> u64 {
+        if Kind::chosen().is_shared() { n.div_ceil(30) } else { n }
     }
 
     /// A device that lags behind the program, which only the simulated device itself can be made to.
@@ -119,7 +135,7 @@ impl Subject {
     /// tests count on one.
     pub fn peers(count: u32) -> Vec<Subject> {
         match Kind::chosen() {
-            Kind::Hardware => Vec::new(),
+            kind if kind.is_shared() => Vec::new(),
             _ => (1..=count).map(|ordinal| Subject::open(&SimConfig::new(1 << 20).ordinal(ordinal))).collect(),
         }
     }
@@ -161,11 +177,11 @@ impl Subject {
         assert!(found.is_empty(), "the race detector found: {}", found.join("\n"));
     }
 
-    /// Panics unless all of the device's addresses can be reserved: 64 times its memory.
+    /// Panics unless all of the device's addresses can be reserved: [`ADDRESSES_FOR_MEMORY`] times its memory.
     pub fn assert_no_reservation(&self) {
         let info = self.driver.info();
         let Some(granularity) = info.granularity_bytes else { return };
-        let bytes = 64 * info.total_bytes.next_multiple_of(granularity);
+        let bytes = ADDRESSES_FOR_MEMORY * info.total_bytes.next_multiple_of(granularity);
         let ptr = self.driver.reserve(bytes, 0).unwrap_or_else(|error| panic!("addresses are missing: {error}"));
         self.driver.unreserve(ptr, bytes).unwrap_or_else(|error| panic!("{error}"));
     }

@@ -42,6 +42,7 @@ mod pools;
 mod process;
 mod ptx;
 mod rationed;
+mod spin;
 mod steering;
 mod streams;
 mod text;
@@ -50,5 +51,6 @@ mod vmm;
 
 pub use control::{Mapped, Number};
 pub use loader::{LoadError, Refused, Standin, load};
-pub use rationed::{Rationed, RationedMapping};
+pub use rationed::{ADDRESSES_FOR_MEMORY, Rationed, RationedMapping};
+pub use spin::Spin;
 pub use steering::StandinDevice;

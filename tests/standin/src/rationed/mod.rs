@@ -3,19 +3,32 @@
 //! It counts what plain allocations and physical memory take, and answers as a device of that size would. A fault strikes before
 //! the call does anything. What changes the ration is called under the state's lock, so that a handle or address that the driver
 //! gives out again at once is not taken for the old one.
+//!
+//! Many rations share one device, one after the other: what a caller leaves behind, because its device was lost, goes back to the
+//! device when the ration is dropped.
+
+mod faults;
+mod left;
 
 use std::any::Any;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::hash::Hash;
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_device::sim::{Fault, SimConfig};
+use aquifer_device::sim::{Fault, Preset, SimConfig};
 use aquifer_device::{
     AccessKind, Attribute, CaptureStatus, CapturingStreams, Code, Copy2d, CopyPart, DeviceError, DeviceInfo, DevicePtr,
     Driver, ErrorKind, HostPtr, Launch, MemoryInfo, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph,
     RawModule, RawPhysical, RawStream, Result, StreamFlags,
 };
 use parking_lot::Mutex;
+
+use faults::Faults;
+use left::Left;
+
+/// Addresses can be reserved for so many times the memory of the device, as on the simulated one, which says why.
+pub const ADDRESSES_FOR_MEMORY: u64 = 64;
 
 /// Plain allocations take whole pieces of this many bytes from the ration.
 const ROUNDING: u64 = 512;
@@ -38,10 +51,13 @@ const ROUNDING: u64 = 512;
 pub struct Rationed {
     gpu: Arc<dyn Driver>,
     info: DeviceInfo,
+    /// Whether its physical memory can be made fit for RDMA, and be exported, as far as that depends on the configuration.
+    rdma: bool,
+    export: bool,
     state: Mutex<State>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
     plain: HashMap<DevicePtr, u64>,
     physical: HashMap<RawPhysical, Physical>,
@@ -50,9 +66,8 @@ struct State {
     reserved: u64,
     other: u64,
     calls: u64,
-    /// Faults, and the calls that each has counted.
-    faults: Vec<(Fault, u64)>,
-    lost: Option<Code>,
+    faults: Faults,
+    left: Left,
 }
 
 /// A mapping of rationed memory.
@@ -82,8 +97,20 @@ impl Rationed {
         let mut info = gpu.info().clone();
         info.total_bytes = config.capacity_bytes;
         info.granularity_bytes = info.granularity_bytes.filter(|_| config.vmm);
-        let other = config.other_process_bytes;
-        Rationed { gpu, info, state: Mutex::new(State { other, faults: faults(config), ..State::default() }) }
+        let state = State {
+            plain: HashMap::new(),
+            physical: HashMap::new(),
+            mapped: BTreeMap::new(),
+            used: 0,
+            reserved: 0,
+            other: config.other_process_bytes,
+            calls: 0,
+            faults: Faults::new(&config.faults, config.seed),
+            left: Left::default(),
+        };
+        let rdma = config.vmm && config.preset != Preset::Rtx4090;
+        let export = config.vmm && config.export;
+        Rationed { gpu, info, rdma, export, state: Mutex::new(state) }
     }
 
     /// The driver below, which knows no ration.
@@ -91,9 +118,24 @@ impl Rationed {
         &*self.gpu
     }
 
-    /// Adds a fault, which counts calls from now on. Rates and spikes have no effect here.
+    /// Waits until work that was enqueued here is done; while streams capture, that of the others.
+    ///
+    /// # Errors
+    /// Those of the driver below.
+    pub fn wait_for_work(&self) -> Result<()> {
+        if self.gpu.synchronize().is_ok() {
+            return Ok(());
+        }
+        let streams: Vec<RawStream> = self.state.lock().left.streams.iter().copied().collect();
+        streams.into_iter().try_for_each(|stream| match self.gpu.capture_status(stream)? {
+            CaptureStatus::None => self.gpu.synchronize_stream(stream),
+            _ => Ok(()),
+        })
+    }
+
+    /// Adds a fault, which counts calls from now on. Calls that take longer have no effect here.
     pub fn inject(&self, fault: Fault) {
-        self.state.lock().faults.push((fault, 0));
+        self.state.lock().faults.add(fault);
     }
 
     /// Removes all faults. A lost device stays lost.
@@ -120,7 +162,9 @@ impl Rationed {
 
     /// A call begins: it is counted, and fails where a fault strikes.
     fn enter(&self, operation: Operation) -> Result<&dyn Driver> {
-        match self.state.lock().strike(operation) {
+        let mut state = self.state.lock();
+        state.calls += 1;
+        match state.faults.strike(operation) {
             None => Ok(&*self.gpu),
             Some(code) => Err(DeviceError::new(operation, code).with_detail("injected fault")),
         }
@@ -141,11 +185,7 @@ impl Rationed {
     ) -> Result<T> {
         let below = self.enter(operation)?;
         let mut state = self.state.lock();
-        let limit = state.faults.iter().filter_map(|(fault, _)| match fault {
-            Fault::OutOfMemoryAt { bytes } => Some(bytes.saturating_sub(state.used)),
-            _ => None,
-        });
-        if bytes > self.left(&state).min(limit.min().unwrap_or(u64::MAX)) {
+        if bytes > self.left(&state).min(state.faults.bytes_max().saturating_sub(state.used)) {
             return Err(DeviceError::new(operation, Code::OUT_OF_MEMORY).with_detail("beyond the ration"));
         }
         let given = call(below)?;
@@ -167,38 +207,57 @@ impl Rationed {
         note(&mut state);
         Ok(())
     }
+
+    /// Makes a call that makes something, which is then there to be given back.
+    fn make<T: Copy>(
+        &self,
+        operation: Operation,
+        call: impl FnOnce(&dyn Driver) -> Result<T>,
+        note: impl FnOnce(&mut Left, T),
+    ) -> Result<T> {
+        let made = call(self.enter(operation)?)?;
+        note(&mut self.state.lock().left, made);
+        Ok(made)
+    }
+
+    /// Makes a call that ends something. It is forgotten before, because the driver may give its handle out again at once.
+    fn end<T: Copy + Eq + Hash>(
+        &self,
+        operation: Operation,
+        set: impl Fn(&mut Left) -> &mut HashSet<T>,
+        ended: T,
+        call: impl FnOnce(&dyn Driver) -> Result<()>,
+    ) -> Result<()> {
+        let below = self.enter(operation)?;
+        let known = set(&mut self.state.lock().left).remove(&ended);
+        call(below).inspect_err(|_| {
+            if known {
+                set(&mut self.state.lock().left).insert(ended);
+            }
+        })
+    }
+
+    /// Refuses mapping calls where the device is configured not to map.
+    fn can_map(&self, operation: Operation) -> Result<()> {
+        match self.info.granularity_bytes {
+            Some(_) => Ok(()),
+            None => Err(DeviceError::new(operation, Code::NOT_SUPPORTED).with_detail("this device cannot map memory")),
+        }
+    }
 }
 
-/// The faults of a configuration, none of which has counted a call.
-fn faults(config: &SimConfig) -> Vec<(Fault, u64)> {
-    config.faults.iter().map(|fault| (fault.clone(), 0)).collect()
+impl Drop for Rationed {
+    fn drop(&mut self) {
+        let State { plain, physical, mapped, left, .. } = self.state.get_mut();
+        if left.stop(&*self.gpu) {
+            let held = physical.drain().filter(|(_, held)| !held.released).map(|(handle, _)| handle);
+            let mapped = std::mem::take(mapped).into_iter().map(|(ptr, mapping)| (ptr, mapping.bytes));
+            left.give_back(&*self.gpu, plain.drain().map(|(ptr, _)| ptr), mapped, held);
+        }
+    }
 }
 
 impl State {
-    fn strike(&mut self, operation: Operation) -> Option<Code> {
-        self.calls += 1;
-        if self.lost.is_some() {
-            return self.lost;
-        }
-        let mut struck = None;
-        for (fault, counted) in &mut self.faults {
-            let (concerned, nth, code) = match *fault {
-                Fault::Nth { operation: None, nth, code } => (true, nth, code),
-                Fault::Nth { operation: Some(only), nth, code } => (only == operation, nth, code),
-                Fault::LostAt { nth } => (true, nth, Code(999)),
-                _ => continue,
-            };
-            *counted += u64::from(concerned);
-            if concerned && *counted == nth {
-                let lost = matches!(fault, Fault::LostAt { .. }) || code.kind() == ErrorKind::DeviceLost;
-                // The code of a lost device, as far as any will do.
-                struck = Some(if lost && code.kind() != ErrorKind::DeviceLost { Code::LAUNCH_FAILED } else { code });
-                self.lost = struck.filter(|_| lost);
-            }
-        }
-        struck
-    }
-
     /// A plain allocation is gone.
     fn forget(&mut self, ptr: DevicePtr) {
         self.used -= self.plain.remove(&ptr).unwrap_or(0);
@@ -255,13 +314,8 @@ impl Driver for Rationed {
     }
 
     pass_on! {
-        Attribute => attribute(attribute: Attribute) -> u64;
-        CreateStream => create_stream(flags: StreamFlags) -> RawStream;
-        DestroyStream => destroy_stream(stream: RawStream) -> ();
         SynchronizeStream => synchronize_stream(stream: RawStream) -> ();
         QueryStream => query_stream(stream: RawStream) -> bool;
-        CreateEvent => create_event(timing: bool) -> RawEvent;
-        DestroyEvent => destroy_event(event: RawEvent) -> ();
         Record => record(event: RawEvent, stream: RawStream) -> ();
         Wait => wait(stream: RawStream, event: RawEvent) -> ();
         QueryEvent => query_event(event: RawEvent) -> bool;
@@ -270,18 +324,108 @@ impl Driver for Rationed {
         Synchronize => synchronize() -> ();
         CopyOnDevice => copy_on_device(dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> ();
         Memset => memset(ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> ();
-        BeginCapture => begin_capture(stream: RawStream) -> ();
-        EndCapture => end_capture(stream: RawStream) -> RawGraph;
         LaunchGraph => launch_graph(graph: RawGraph, stream: RawStream) -> ();
-        DestroyGraph => destroy_graph(graph: RawGraph) -> ();
-        HostAlloc => host_alloc(bytes: usize) -> HostPtr;
-        LoadModule => load_module(ptx: &str) -> RawModule;
-        UnloadModule => unload_module(module: RawModule) -> ();
         CaptureStatus => capture_status(stream: RawStream) -> CaptureStatus;
         StreamId => stream_id(stream: RawStream) -> Option<u64>;
         PoolUsage => pool_usage() -> PoolUsage;
         TrimPool => trim_pool(keep: u64) -> ();
         CanAccessPeer => can_access_peer(peer: u32) -> bool;
+    }
+
+    unsafe fn adopt_stream(&self, stream: RawStream) {
+        // SAFETY: the caller's promise about the stream is passed on unchanged.
+        unsafe { self.gpu.adopt_stream(stream) }
+    }
+
+    fn release_stream(&self, stream: RawStream) {
+        self.gpu.release_stream(stream);
+    }
+
+    fn attribute(&self, attribute: Attribute) -> Result<u64> {
+        let below = self.enter(Operation::Attribute)?;
+        match attribute {
+            Attribute::VirtualMemoryManagement if self.info.granularity_bytes.is_none() => Ok(0),
+            Attribute::GpuDirectRdmaWithVmm if !self.rdma => Ok(0),
+            Attribute::PosixFdHandles if !self.export => Ok(0),
+            _ => below.attribute(attribute),
+        }
+    }
+
+    fn create_stream(&self, flags: StreamFlags) -> Result<RawStream> {
+        self.make(
+            Operation::CreateStream,
+            |below| below.create_stream(flags),
+            |left, stream| {
+                left.streams.insert(stream);
+            },
+        )
+    }
+
+    fn destroy_stream(&self, stream: RawStream) -> Result<()> {
+        self.end(Operation::DestroyStream, |left| &mut left.streams, stream, |below| below.destroy_stream(stream))
+    }
+
+    fn create_event(&self, timing: bool) -> Result<RawEvent> {
+        self.make(
+            Operation::CreateEvent,
+            |below| below.create_event(timing),
+            |left, event| {
+                left.events.insert(event);
+            },
+        )
+    }
+
+    fn destroy_event(&self, event: RawEvent) -> Result<()> {
+        self.end(Operation::DestroyEvent, |left| &mut left.events, event, |below| below.destroy_event(event))
+    }
+
+    fn begin_capture(&self, stream: RawStream) -> Result<()> {
+        self.make(
+            Operation::BeginCapture,
+            |below| below.begin_capture(stream),
+            |left, ()| {
+                left.capturing.insert(stream);
+            },
+        )
+    }
+
+    fn end_capture(&self, stream: RawStream) -> Result<RawGraph> {
+        self.make(
+            Operation::EndCapture,
+            |below| below.end_capture(stream),
+            |left, graph| {
+                left.capturing.remove(&stream);
+                left.graphs.insert(graph);
+            },
+        )
+    }
+
+    fn destroy_graph(&self, graph: RawGraph) -> Result<()> {
+        self.end(Operation::DestroyGraph, |left| &mut left.graphs, graph, |below| below.destroy_graph(graph))
+    }
+
+    fn load_module(&self, ptx: &str) -> Result<RawModule> {
+        self.make(
+            Operation::LoadModule,
+            |below| below.load_module(ptx),
+            |left, module| {
+                left.modules.insert(module);
+            },
+        )
+    }
+
+    fn unload_module(&self, module: RawModule) -> Result<()> {
+        self.end(Operation::UnloadModule, |left| &mut left.modules, module, |below| below.unload_module(module))
+    }
+
+    fn host_alloc(&self, bytes: usize) -> Result<HostPtr> {
+        self.make(
+            Operation::HostAlloc,
+            |below| below.host_alloc(bytes),
+            |left, ptr| {
+                left.host.insert(ptr);
+            },
+        )
     }
 
     fn memory_info(&self) -> Result<MemoryInfo> {
@@ -324,7 +468,9 @@ impl Driver for Rationed {
 
     fn reserve(&self, bytes: u64, alignment: u64) -> Result<DevicePtr> {
         let below = self.enter(Operation::Reserve)?;
-        let most = 4 * self.info.total_bytes.next_multiple_of(self.info.granularity_bytes.unwrap_or(1));
+        self.can_map(Operation::Reserve)?;
+        let granularity = self.info.granularity_bytes.unwrap_or(1);
+        let most = ADDRESSES_FOR_MEMORY.saturating_mul(self.info.total_bytes.next_multiple_of(granularity));
         let mut state = self.state.lock();
         if bytes > most.saturating_sub(state.reserved) {
             let error = DeviceError::new(Operation::Reserve, Code::OUT_OF_MEMORY);
@@ -332,15 +478,32 @@ impl Driver for Rationed {
         }
         let ptr = below.reserve(bytes, alignment)?;
         state.reserved += bytes;
+        state.left.reserved.insert(ptr, bytes);
         Ok(ptr)
     }
 
     fn unreserve(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
-        self.give(Operation::Unreserve, |below| below.unreserve(ptr, bytes), |state| state.reserved -= bytes)
+        self.give(
+            Operation::Unreserve,
+            |below| below.unreserve(ptr, bytes),
+            |state| {
+                state.reserved -= bytes;
+                state.left.reserved.remove(&ptr);
+            },
+        )
     }
 
     fn create_physical(&self, bytes: u64, options: PhysicalOptions) -> Result<RawPhysical> {
-        let create = |below: &dyn Driver| below.create_physical(bytes, options);
+        let create = |below: &dyn Driver| {
+            self.can_map(Operation::CreatePhysical)?;
+            let lacking = match options {
+                PhysicalOptions { rdma: true, .. } if !self.rdma => "for RDMA",
+                PhysicalOptions { exportable: Some(_), .. } if !self.export => "that can be exported",
+                _ => return below.create_physical(bytes, options),
+            };
+            let refused = DeviceError::new(Operation::CreatePhysical, Code::NOT_SUPPORTED);
+            Err(refused.with_detail(format!("this device has no memory {lacking}")))
+        };
         self.take(Operation::CreatePhysical, bytes, create, |state, physical| {
             state.physical.insert(physical, Physical { bytes, options, mappings: 0, released: false });
         })
@@ -419,17 +582,22 @@ impl Driver for Rationed {
 
     unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
-        unsafe { self.enter(Operation::HostRegister)?.host_register(ptr, bytes) }
+        let register = |below: &dyn Driver| unsafe { below.host_register(ptr, bytes) };
+        self.make(Operation::HostRegister, register, |left, ptr| {
+            left.registered.insert(ptr);
+        })
     }
 
     unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
-        unsafe { self.enter(Operation::HostFree)?.host_free(ptr) }
+        let free = |below: &dyn Driver| unsafe { below.host_free(ptr) };
+        self.end(Operation::HostFree, |left| &mut left.host, ptr, free)
     }
 
     unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
-        unsafe { self.enter(Operation::HostUnregister)?.host_unregister(ptr) }
+        let unregister = |below: &dyn Driver| unsafe { below.host_unregister(ptr) };
+        self.end(Operation::HostUnregister, |left| &mut left.registered, ptr, unregister)
     }
 
     unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {

@@ -1,0 +1,62 @@
+//! What callers made and did not give back. A device that is shared by many rations, one after the other, must not keep it.
+
+use std::collections::{HashMap, HashSet};
+
+use aquifer_device::{
+    CaptureStatus, DevicePtr, Driver, HostPtr, RawEvent, RawGraph, RawModule, RawPhysical, RawStream,
+};
+
+/// Everything that is alive and takes no part of the ration.
+#[derive(Debug, Default)]
+pub(super) struct Left {
+    pub(super) streams: HashSet<RawStream>,
+    pub(super) events: HashSet<RawEvent>,
+    pub(super) graphs: HashSet<RawGraph>,
+    pub(super) modules: HashSet<RawModule>,
+    pub(super) host: HashSet<HostPtr>,
+    pub(super) registered: HashSet<HostPtr>,
+    pub(super) reserved: HashMap<DevicePtr, u64>,
+    /// Streams on which a capture was begun, and not ended without an error.
+    pub(super) capturing: HashSet<RawStream>,
+}
+
+impl Left {
+    /// Ends captures, and waits for the work of the device. False if that cannot be done, so that nothing may be freed.
+    pub(super) fn stop(&mut self, below: &dyn Driver) -> bool {
+        for stream in self.capturing.drain() {
+            if below.capture_status(stream).is_ok_and(|status| status != CaptureStatus::None) {
+                drop(below.end_capture(stream).map(|graph| below.destroy_graph(graph)));
+            }
+        }
+        below.synchronize().is_ok()
+    }
+
+    /// Gives all of it back, with memory that takes of the ration. There is nobody to tell of errors.
+    pub(super) fn give_back(
+        &mut self,
+        below: &dyn Driver,
+        plain: impl IntoIterator<Item = DevicePtr>,
+        mapped: impl IntoIterator<Item = (DevicePtr, u64)>,
+        physical: impl IntoIterator<Item = RawPhysical>,
+    ) {
+        mapped.into_iter().for_each(|(ptr, bytes)| drop(below.unmap(ptr, bytes)));
+        physical.into_iter().for_each(|physical| drop(below.release_physical(physical)));
+        self.reserved.drain().for_each(|(ptr, bytes)| drop(below.unreserve(ptr, bytes)));
+        for ptr in plain {
+            // Memory of the driver's pool is given back in a stream's order.
+            drop(below.free(ptr).or_else(|_| below.free_async(ptr, RawStream::LEGACY)));
+        }
+        self.graphs.drain().for_each(|graph| drop(below.destroy_graph(graph)));
+        self.events.drain().for_each(|event| drop(below.destroy_event(event)));
+        self.streams.drain().for_each(|stream| drop(below.destroy_stream(stream)));
+        self.modules.drain().for_each(|module| drop(below.unload_module(module)));
+        for ptr in self.host.drain() {
+            // SAFETY: whoever has memory of a driver keeps the driver, so it is nobody's; the device was waited for.
+            drop(unsafe { below.host_free(ptr) });
+        }
+        for ptr in self.registered.drain() {
+            // SAFETY: as above.
+            drop(unsafe { below.host_unregister(ptr) });
+        }
+    }
+}
