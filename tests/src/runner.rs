@@ -1,7 +1,7 @@
 //! Runs many numbered programs. A program's number is its seed: it is printed when the program fails, and the same number
 //! gives the same program.
 //!
-//! * `AQUIFER_PROGRAMS=10000` sets how many programs each test draws;
+//! * `AQUIFER_PROGRAMS=10000` sets how many programs each test draws; else a GPU gets fewer than virtual time: [`Subject::share`];
 //! * `AQUIFER_PROGRAM=4711` runs only the program with that number.
 
 use std::time::Instant;
@@ -9,14 +9,21 @@ use std::time::Instant;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
+use crate::Subject;
+
 fn number(name: &str) -> Option<u64> {
     let value = std::env::var(name).ok()?;
     Some(value.parse().unwrap_or_else(|_| panic!("{name}={value} is not a number")))
 }
 
+/// How many programs each test is asked to run, if that was said.
+pub fn asked() -> Option<u64> {
+    number("AQUIFER_PROGRAMS")
+}
+
 /// How many programs a test runs that runs `few` by default.
 pub fn count(few: u64) -> u64 {
-    number("AQUIFER_PROGRAMS").unwrap_or(few)
+    asked().unwrap_or_else(|| Subject::share(few))
 }
 
 /// Runs programs `first, first + step, …` below the count, `few` by default, drawn from `programs`.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use aquifer_device::cuda::CudaDriver;
 use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{CaptureStatus, DevicePtr, Driver, RawEvent, Result, Stream};
+use aquifer_device::{CaptureStatus, DevicePtr, Driver, RawEvent, RawStream, Result, Stream};
 use aquifer_standin::{Number, Rationed, Spin, StandinDevice};
 use parking_lot::Mutex;
 
@@ -17,6 +17,9 @@ use super::{Controls, Kind, Mapped, Subject};
 
 /// What a stall of one second takes in truth.
 const SECOND: Duration = Duration::from_millis(100);
+
+/// Longer than the work of any test takes, stalls left out.
+const SHORT: Duration = Duration::from_millis(5);
 
 /// What a stall of `time` takes in truth: a tenth for a second, and with the square root more for those that are shorter, because
 /// what a test does on the host in five milliseconds of a simulated device may take as long on a real one. Longer stays longer.
@@ -45,6 +48,7 @@ impl Gpu {
             let ordinal = standin.as_ref().map_or(0, StandinDevice::ordinal);
             let driver = CudaDriver::open(ordinal).unwrap_or_else(|error| panic!("{error}"));
             let spin = Spin::load(driver.clone()).unwrap_or_else(|error| panic!("{error}"));
+            warm_up(&driver, &spin).unwrap_or_else(|error| panic!("{error}"));
             Gpu { driver, spin, standin }
         })
     }
@@ -65,6 +69,16 @@ impl Gpu {
             None => std::thread::sleep(time),
         }
     }
+}
+
+/// Does once what makes the driver load code of its own the first time, which may wait for work under way.
+fn warm_up(driver: &CudaDriver, spin: &Spin) -> Result<()> {
+    const BYTES: u64 = 1 << 20;
+    let memory = Driver::alloc(driver, 2 * BYTES)?;
+    spin.enqueue(RawStream::LEGACY, Duration::from_micros(1))?;
+    driver.memset(memory, 0, BYTES, RawStream::LEGACY)?;
+    driver.copy_on_device(memory.offset(BYTES), memory, BYTES, RawStream::LEGACY)?;
+    Driver::free(driver, memory)
 }
 
 pub(super) fn open(config: &SimConfig) -> Subject {
@@ -132,7 +146,9 @@ impl Controls for OnHardware {
             self.gpu.driver.synchronize_event(stall.end).unwrap_or_else(|error| panic!("{error}"));
             self.forget(&stall);
         }
-        self.driver.wait_for_work().unwrap_or_else(|error| panic!("{error}"));
+        if !self.driver.wait_for_work().unwrap_or_else(|error| panic!("{error}")) {
+            self.gpu.pause(SHORT);
+        }
     }
 
     fn stall(&self, stream: &Stream, time: Duration) -> Result<()> {

@@ -120,6 +120,21 @@ impl Subject {
         !Kind::chosen().is_shared()
     }
 
+    /// Whether stalls and pauses take what the test says, to the microsecond. On a GPU they are about as long, and longer stays longer.
+    pub fn keeps_time() -> bool {
+        !Kind::chosen().is_shared()
+    }
+
+    /// Whether it is known that the driver gives the handle of a destroyed stream to the next new one, whatever is pending on it.
+    pub fn reuses_handles() -> bool {
+        !Kind::chosen().is_shared()
+    }
+
+    /// Whether it is known how wrong calls fail that our own code passes on. Of a real driver it is documented in part.
+    pub fn has_known_errors() -> bool {
+        !Kind::chosen().is_shared()
+    }
+
     /// How many of `n` repetitions or programs to run: all where only virtual time passes, one in thirty on a GPU, so that all tests
     /// together take a few minutes there.
     pub fn share(n: u64) -> u64 {

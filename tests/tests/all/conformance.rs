@@ -1,14 +1,23 @@
 //! These tests again, on other drivers: the whole program is run as a child with `AQUIFER_TEST_DRIVER` set.
+//!
+//! On a GPU, and in the dry run of that, one test goes after the other: they share a context, in which a capture keeps others from
+//! waiting for the device.
 
 use std::io::Write;
 use std::process::Command;
 
 use aquifer_tests::subject::DRIVER;
 
+/// What tests on a GPU need: queues for as many streams as they have, so that none waits in the queue of another, and all of the
+/// driver's own code at once, because loading it later may wait for work.
+const ON_A_GPU: [(&str, &str); 2] = [("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("CUDA_MODULE_LOADING", "EAGER")];
+
 /// Runs every test but these on a driver.
-fn run_on(driver: &str) {
+fn run_on(driver: &str, arguments: &[&str]) {
     let program = std::env::current_exe().unwrap();
-    let child = Command::new(program).args(["--skip", "conformance::"]).env(DRIVER, driver).output().unwrap();
+    let mut command = Command::new(program);
+    command.args(["--skip", "conformance::"]).args(arguments).env(DRIVER, driver).envs(ON_A_GPU);
+    let child = command.output().unwrap();
     let text = String::from_utf8_lossy(&child.stdout);
     assert!(child.status.success(), "{text}\n{}", String::from_utf8_lossy(&child.stderr));
     let summary = text.lines().find(|line| line.starts_with("test result")).unwrap_or_default();
@@ -29,7 +38,17 @@ fn is_first() -> bool {
 fn the_same_tests_pass_on_the_cuda_driver_over_the_standin() {
     match aquifer_standin::load() {
         _ if !is_first() => {}
-        Ok(_) => run_on("standin"),
+        Ok(_) => run_on("standin", &[]),
+        Err(error) => say(&format!("skipped: {error}")),
+    }
+}
+
+/// What tests do to a GPU, done to a device of the stand-in. The soaks and traces are what they are on the others.
+#[test]
+fn the_same_tests_pass_where_they_share_a_device() {
+    match aquifer_standin::load() {
+        _ if !is_first() => {}
+        Ok(_) => run_on("rationed", &["--test-threads=1"]),
         Err(error) => say(&format!("skipped: {error}")),
     }
 }
@@ -44,7 +63,7 @@ fn the_same_tests_pass_on_the_cuda_driver_over_a_gpu() {
     let asked =
         Command::new(program).args(["--exact", "conformance::a_gpu_can_be_used", "--ignored"]).output().unwrap();
     match asked.status.success() {
-        true => run_on("cuda"),
+        true => run_on("cuda", &["--test-threads=1"]),
         false => say("skipped: no GPU, so these tests did not run on one"),
     }
 }

@@ -99,15 +99,17 @@ impl Drop for At {
     }
 }
 
-/// Runs a program without a fault and counts the driver calls, then with a fault at each of them.
+/// Runs a program without a fault and counts the driver calls, then with a fault at each of them; on a GPU at some of them, at others
+/// with each code.
 fn sweep(setup: &Setup, program: &[Op]) -> u64 {
     let mut world = World::new(setup);
     let before = world.calls_made();
     world.steps(program);
     let calls = world.calls_made() - before;
     world.finish(setup.ending);
-    for code in CODES {
-        for nth in 1..=calls {
+    let step = calls.div_ceil(Subject::share(calls).max(1));
+    for (first, code) in (0..).zip(CODES) {
+        for nth in (1 + first * step / 5..=calls).step_by(usize::try_from(step).unwrap()) {
             let _at = At(code, nth);
             let mut world = World::new(setup);
             world.inject(nth, code);

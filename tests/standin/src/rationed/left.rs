@@ -60,3 +60,39 @@ impl Left {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+    use aquifer_device::{Driver, PhysicalOptions, StreamFlags};
+
+    use crate::Rationed;
+
+    #[test]
+    fn what_was_left_on_a_lost_device_goes_back_to_the_one_below() {
+        const MIB: u64 = 1 << 20;
+        let below = SimDriver::new(SimConfig::new(64 * MIB));
+        let ration = Rationed::new(below.clone(), &SimConfig::new(32 * MIB));
+        let (stream, plain) = (ration.create_stream(StreamFlags::default()).unwrap(), ration.alloc(MIB).unwrap());
+        let pooled = ration.alloc_async(MIB, stream).unwrap();
+        let place = ration.reserve(8 * MIB, 0).unwrap();
+        let [mapped, kept] = [(); 2].map(|()| ration.create_physical(2 * MIB, PhysicalOptions::default()).unwrap());
+        ration.map(place, 2 * MIB, mapped).unwrap();
+        ration.release_physical(mapped).unwrap();
+        let (event, host) = (ration.create_event(false).unwrap(), ration.host_alloc(4096).unwrap());
+        ration.memset(plain, 1, MIB, stream).unwrap();
+        ration.begin_capture(stream).unwrap();
+        assert_eq!(below.memory_info().unwrap().free, 58 * MIB);
+
+        ration.inject(Fault::LostAt { nth: 1 });
+        assert!(ration.free(plain).unwrap_err().is_device_lost());
+        drop(ration);
+        assert_eq!(below.memory_info().unwrap().free, 64 * MIB, "{pooled} {kept:?}");
+        assert!(below.destroy_event(event).is_err() && below.destroy_stream(stream).is_err());
+        // SAFETY: nobody has the memory, and it is gone.
+        assert!(unsafe { below.host_free(host) }.is_err());
+        let all = below.reserve(64 * 64 * MIB, 0).unwrap();
+        below.unreserve(all, 64 * 64 * MIB).unwrap();
+        assert_eq!(below.violations(), []);
+    }
+}

@@ -225,7 +225,7 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 150, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: u32::try_from(Subject::share(150)).unwrap(), ..ProptestConfig::default() })]
     /// Whatever buffers share, and whoever grows and shrinks below them: no stream meets another's work, because all take turns.
     #[test]
     fn turns_are_all_the_order_that_programs_need(steps in prop::collection::vec(step(), 1..80)) {

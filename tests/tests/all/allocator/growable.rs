@@ -242,7 +242,7 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: u32::try_from(Subject::share(200)).unwrap(), ..ProptestConfig::default() })]
     /// Growables and blocks share memory on two streams: nobody meets another's work, and the sums are right.
     #[test]
     fn programs(steps in prop::collection::vec(step(), 1..80), faults in prop::option::weighted(0.3, 0.005..0.05_f64)) {

@@ -6,7 +6,7 @@ use aquifer_allocator::config::Backing;
 use aquifer_device::Operation;
 use aquifer_tests::{BACKINGS, Bench, MIB, Subject, on, write_on};
 
-const LONG: Duration = Duration::from_millis(5);
+const LONG: Duration = Duration::from_millis(50);
 
 /// A bench whose side stream is busy with 20 MiB that the program gave back, and which are all that the device has to give.
 fn one_block_waits(backing: Backing) -> Bench {

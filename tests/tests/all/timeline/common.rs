@@ -67,6 +67,11 @@ impl Bench {
     }
 }
 
+/// How many cases a test runs that runs `n` in virtual time.
+pub(super) fn cases(n: u64) -> u32 {
+    u32::try_from(Subject::share(n)).unwrap_or(u32::MAX)
+}
+
 pub(super) fn kind<T: std::fmt::Debug>(result: Result<T>) -> ErrorKind {
     result.unwrap_err().kind
 }

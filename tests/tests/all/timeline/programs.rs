@@ -3,7 +3,7 @@
 use aquifer_device::{Stream, StreamFlags, Tick};
 use proptest::prelude::*;
 
-use super::common::Bench;
+use super::common::{Bench, cases};
 
 const CELL: u64 = 4096;
 const CELLS: usize = 3;
@@ -164,7 +164,7 @@ impl Program {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(3000), failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn what_ticks_promise_is_never_a_race(seed in any::<u64>(), steps in prop::collection::vec(step(), 1..60)) {

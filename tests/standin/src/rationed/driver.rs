@@ -1,0 +1,352 @@
+//! [`Driver`] for a ration: each call enters, and what changes the ration is noted.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use aquifer_device::{
+    AccessKind, Attribute, CaptureStatus, CapturingStreams, Code, Copy2d, CopyPart, DeviceError, DeviceInfo, DevicePtr, Driver,
+    ErrorKind, HostPtr, Launch, MemoryInfo, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule,
+    RawPhysical, RawStream, Result, StreamFlags,
+};
+
+use super::{ADDRESSES_FOR_MEMORY, Physical, ROUNDING, Rationed, RationedMapping};
+
+/// Methods that only enter and are passed on.
+macro_rules! pass_on {
+    ($($operation:ident => $method:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {$(
+        fn $method(&self, $($arg: $type),*) -> Result<$result> {
+            self.enter(Operation::$operation)?.$method($($arg),*)
+        }
+    )*};
+}
+
+impl Driver for Rationed {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn as_any(&self) -> Option<&dyn Any> {
+        self.gpu.as_any()
+    }
+
+    fn capturing_streams(&self) -> Arc<CapturingStreams> {
+        self.gpu.capturing_streams()
+    }
+
+    fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
+        self.enter(Operation::Wait)?.wait_peer(stream, peer, event)
+    }
+
+    fn copy_peer(
+        &self,
+        dst: DevicePtr,
+        peer: &dyn Driver,
+        src: DevicePtr,
+        bytes: u64,
+        stream: RawStream,
+    ) -> Result<()> {
+        self.enter(Operation::CopyPeer)?.copy_peer(dst, peer, src, bytes, stream)
+    }
+
+    pass_on! {
+        SynchronizeStream => synchronize_stream(stream: RawStream) -> ();
+        QueryStream => query_stream(stream: RawStream) -> bool;
+        Record => record(event: RawEvent, stream: RawStream) -> ();
+        Wait => wait(stream: RawStream, event: RawEvent) -> ();
+        QueryEvent => query_event(event: RawEvent) -> bool;
+        SynchronizeEvent => synchronize_event(event: RawEvent) -> ();
+        ElapsedTime => elapsed_ms(start: RawEvent, end: RawEvent) -> f64;
+        Synchronize => synchronize() -> ();
+        CopyOnDevice => copy_on_device(dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> ();
+        Memset => memset(ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> ();
+        LaunchGraph => launch_graph(graph: RawGraph, stream: RawStream) -> ();
+        CaptureStatus => capture_status(stream: RawStream) -> CaptureStatus;
+        StreamId => stream_id(stream: RawStream) -> Option<u64>;
+        PoolUsage => pool_usage() -> PoolUsage;
+        TrimPool => trim_pool(keep: u64) -> ();
+        CanAccessPeer => can_access_peer(peer: u32) -> bool;
+    }
+
+    unsafe fn adopt_stream(&self, stream: RawStream) {
+        // SAFETY: the caller's promise about the stream is passed on unchanged.
+        unsafe { self.gpu.adopt_stream(stream) }
+    }
+
+    fn release_stream(&self, stream: RawStream) {
+        self.gpu.release_stream(stream);
+    }
+
+    fn attribute(&self, attribute: Attribute) -> Result<u64> {
+        let below = self.enter(Operation::Attribute)?;
+        match attribute {
+            Attribute::VirtualMemoryManagement if self.info.granularity_bytes.is_none() => Ok(0),
+            Attribute::GpuDirectRdmaWithVmm if !self.rdma => Ok(0),
+            Attribute::PosixFdHandles if !self.export => Ok(0),
+            _ => below.attribute(attribute),
+        }
+    }
+
+    fn create_stream(&self, flags: StreamFlags) -> Result<RawStream> {
+        self.make(
+            Operation::CreateStream,
+            |below| below.create_stream(flags),
+            |left, stream| {
+                left.streams.insert(stream);
+            },
+        )
+    }
+
+    fn destroy_stream(&self, stream: RawStream) -> Result<()> {
+        self.end(Operation::DestroyStream, |left| &mut left.streams, stream, |below| below.destroy_stream(stream))
+    }
+
+    fn create_event(&self, timing: bool) -> Result<RawEvent> {
+        self.make(
+            Operation::CreateEvent,
+            |below| below.create_event(timing),
+            |left, event| {
+                left.events.insert(event);
+            },
+        )
+    }
+
+    fn destroy_event(&self, event: RawEvent) -> Result<()> {
+        self.end(Operation::DestroyEvent, |left| &mut left.events, event, |below| below.destroy_event(event))
+    }
+
+    fn begin_capture(&self, stream: RawStream) -> Result<()> {
+        self.make(
+            Operation::BeginCapture,
+            |below| below.begin_capture(stream),
+            |left, ()| {
+                left.capturing.insert(stream);
+            },
+        )
+    }
+
+    fn end_capture(&self, stream: RawStream) -> Result<RawGraph> {
+        self.make(
+            Operation::EndCapture,
+            |below| below.end_capture(stream),
+            |left, graph| {
+                left.capturing.remove(&stream);
+                left.graphs.insert(graph);
+            },
+        )
+    }
+
+    fn destroy_graph(&self, graph: RawGraph) -> Result<()> {
+        self.end(Operation::DestroyGraph, |left| &mut left.graphs, graph, |below| below.destroy_graph(graph))
+    }
+
+    fn load_module(&self, ptx: &str) -> Result<RawModule> {
+        self.make(
+            Operation::LoadModule,
+            |below| below.load_module(ptx),
+            |left, module| {
+                left.modules.insert(module);
+            },
+        )
+    }
+
+    fn unload_module(&self, module: RawModule) -> Result<()> {
+        self.end(Operation::UnloadModule, |left| &mut left.modules, module, |below| below.unload_module(module))
+    }
+
+    fn host_alloc(&self, bytes: usize) -> Result<HostPtr> {
+        self.make(
+            Operation::HostAlloc,
+            |below| below.host_alloc(bytes),
+            |left, ptr| {
+                left.host.insert(ptr);
+            },
+        )
+    }
+
+    fn memory_info(&self) -> Result<MemoryInfo> {
+        self.enter(Operation::MemoryInfo)?;
+        let free = self.left(&self.state.lock());
+        Ok(MemoryInfo { free, total: self.info.total_bytes })
+    }
+
+    fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
+        let taken = bytes.checked_next_multiple_of(ROUNDING).unwrap_or(u64::MAX);
+        self.take(
+            Operation::Alloc,
+            taken,
+            |below| below.alloc(bytes),
+            |state, ptr| {
+                state.plain.insert(ptr, taken);
+            },
+        )
+    }
+
+    fn free(&self, ptr: DevicePtr) -> Result<()> {
+        self.give(Operation::Free, |below| below.free(ptr), |state| state.forget(ptr))
+    }
+
+    fn alloc_async(&self, bytes: u64, stream: RawStream) -> Result<DevicePtr> {
+        let taken = bytes.checked_next_multiple_of(ROUNDING).unwrap_or(u64::MAX);
+        self.take(
+            Operation::AllocAsync,
+            taken,
+            |below| below.alloc_async(bytes, stream),
+            |state, ptr| {
+                state.plain.insert(ptr, taken);
+            },
+        )
+    }
+
+    fn free_async(&self, ptr: DevicePtr, stream: RawStream) -> Result<()> {
+        self.give(Operation::FreeAsync, |below| below.free_async(ptr, stream), |state| state.forget(ptr))
+    }
+
+    fn reserve(&self, bytes: u64, alignment: u64) -> Result<DevicePtr> {
+        let below = self.enter(Operation::Reserve)?;
+        self.can_map(Operation::Reserve)?;
+        let granularity = self.info.granularity_bytes.unwrap_or(1);
+        let most = ADDRESSES_FOR_MEMORY.saturating_mul(self.info.total_bytes.next_multiple_of(granularity));
+        let mut state = self.state.lock();
+        if bytes > most.saturating_sub(state.reserved) {
+            let error = DeviceError::new(Operation::Reserve, Code::OUT_OF_MEMORY);
+            return Err(error.with_kind(ErrorKind::OutOfAddresses));
+        }
+        let ptr = below.reserve(bytes, alignment)?;
+        state.reserved += bytes;
+        state.left.reserved.insert(ptr, bytes);
+        Ok(ptr)
+    }
+
+    fn unreserve(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        self.give(
+            Operation::Unreserve,
+            |below| below.unreserve(ptr, bytes),
+            |state| {
+                state.reserved -= bytes;
+                state.left.reserved.remove(&ptr);
+            },
+        )
+    }
+
+    fn create_physical(&self, bytes: u64, options: PhysicalOptions) -> Result<RawPhysical> {
+        let create = |below: &dyn Driver| {
+            self.can_map(Operation::CreatePhysical)?;
+            let lacking = match options {
+                PhysicalOptions { rdma: true, .. } if !self.rdma => "for RDMA",
+                PhysicalOptions { exportable: Some(_), .. } if !self.export => "that can be exported",
+                _ => return below.create_physical(bytes, options),
+            };
+            let refused = DeviceError::new(Operation::CreatePhysical, Code::NOT_SUPPORTED);
+            Err(refused.with_detail(format!("this device has no memory {lacking}")))
+        };
+        self.take(Operation::CreatePhysical, bytes, create, |state, physical| {
+            state.physical.insert(physical, Physical { bytes, options, mappings: 0, released: false });
+        })
+    }
+
+    fn release_physical(&self, physical: RawPhysical) -> Result<()> {
+        self.give(
+            Operation::ReleasePhysical,
+            |below| below.release_physical(physical),
+            |state| {
+                if let Some(known) = state.physical.get_mut(&physical) {
+                    known.released = true;
+                }
+                state.settle(physical);
+            },
+        )
+    }
+
+    fn map(&self, ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> Result<()> {
+        self.give(
+            Operation::Map,
+            |below| below.map(ptr, bytes, physical),
+            |state| {
+                let Some(known) = state.physical.get_mut(&physical) else { return };
+                known.mappings += 1;
+                let options = known.options;
+                state.mapped.insert(ptr, RationedMapping { bytes, options, devices: Vec::new(), physical });
+            },
+        )
+    }
+
+    fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        self.give(
+            Operation::Unmap,
+            |below| below.unmap(ptr, bytes),
+            |state| {
+                for at in state.mapped_within(ptr.range(bytes)) {
+                    let Some(RationedMapping { physical, .. }) = state.mapped.remove(&at) else { continue };
+                    if let Some(known) = state.physical.get_mut(&physical) {
+                        known.mappings -= 1;
+                    }
+                    state.settle(physical);
+                }
+            },
+        )
+    }
+
+    fn set_access(&self, ptr: DevicePtr, bytes: u64, devices: &[u32]) -> Result<()> {
+        self.give(
+            Operation::SetAccess,
+            |below| below.set_access(ptr, bytes, devices),
+            |state| {
+                for at in state.mapped_within(ptr.range(bytes)) {
+                    let Some(mapping) = state.mapped.get_mut(&at) else { continue };
+                    mapping.devices.extend(devices);
+                    mapping.devices.sort_unstable();
+                    mapping.devices.dedup();
+                }
+            },
+        )
+    }
+
+    fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()> {
+        self.gpu.host_access(ptr, bytes, kind)
+    }
+
+    unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about `src` is passed on unchanged.
+        unsafe { self.enter(Operation::CopyToDevice)?.copy_to_device(dst, src, bytes, stream) }
+    }
+
+    unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about `dst` is passed on unchanged.
+        unsafe { self.enter(Operation::CopyToHost)?.copy_to_host(dst, src, bytes, stream) }
+    }
+
+    unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
+        // SAFETY: the caller's promise about the memory is passed on unchanged.
+        let register = |below: &dyn Driver| unsafe { below.host_register(ptr, bytes) };
+        self.make(Operation::HostRegister, register, |left, ptr| {
+            left.registered.insert(ptr);
+        })
+    }
+
+    unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
+        // SAFETY: the caller's promise about the memory is passed on unchanged.
+        let free = |below: &dyn Driver| unsafe { below.host_free(ptr) };
+        self.end(Operation::HostFree, |left| &mut left.host, ptr, free)
+    }
+
+    unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
+        // SAFETY: the caller's promise about the memory is passed on unchanged.
+        let unregister = |below: &dyn Driver| unsafe { below.host_unregister(ptr) };
+        self.end(Operation::HostUnregister, |left| &mut left.registered, ptr, unregister)
+    }
+
+    unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about host memory is passed on unchanged.
+        unsafe { self.enter(Operation::Copy2d)?.copy_2d(copy, stream) }
+    }
+
+    unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about host memory is passed on unchanged.
+        unsafe { self.enter(Operation::CopyBatch)?.copy_batch(copies, stream) }
+    }
+
+    unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
+        // SAFETY: the caller's promise about the kernel is passed on unchanged.
+        unsafe { self.enter(Operation::Launch)?.launch(launch, stream) }
+    }
+}
