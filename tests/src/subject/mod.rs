@@ -125,6 +125,11 @@ impl Subject {
         !Kind::chosen().is_shared()
     }
 
+    /// Whether the work of a device that a fault loses is lost with it. A GPU, which is lost in name only, goes on with it.
+    pub fn loses_work() -> bool {
+        !Kind::chosen().is_shared()
+    }
+
     /// Whether it is known that the driver gives the handle of a destroyed stream to the next new one, whatever is pending on it.
     pub fn reuses_handles() -> bool {
         !Kind::chosen().is_shared()

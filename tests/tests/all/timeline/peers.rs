@@ -252,6 +252,9 @@ fn a_lost_device_fails_for_both_and_the_other_one_works_on() {
         let tick = pair.long();
         pair.streams[1].wait_for(&tick).unwrap();
         pair.copy();
+        if !Subject::loses_work() {
+            pair.streams[1].synchronize().unwrap();
+        }
         pair.subjects[lost].inject(Fault::LostAt { nth: 1 });
         assert!(pair.devices[lost].synchronize().unwrap_err().is_device_lost());
         let crossing = pair.streams[1].wait_for(&pair.streams[0].tick()).unwrap_err();
