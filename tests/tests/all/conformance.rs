@@ -43,7 +43,7 @@ fn the_same_tests_pass_on_the_cuda_driver_over_the_standin() {
     }
 }
 
-/// What tests do to a GPU, done to a device of the stand-in. The soaks and traces are what they are on the others.
+/// What tests do to a GPU, done to a device of the stand-in.
 #[test]
 fn the_same_tests_pass_where_they_share_a_device() {
     match aquifer_standin::load() {

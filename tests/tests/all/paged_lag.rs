@@ -75,14 +75,15 @@ fn crowded(seed: u64) -> u64 {
 fn memory_moves_without_a_race_under_1000_seeds() {
     let mut moved = 0;
     let mut programs = 0;
-    for seed in 0..1000 {
+    let seeds = Subject::share(1000);
+    for seed in 0..seeds {
         let _seed = Seed(seed);
         let granules = crowded(seed);
         moved += granules;
         programs += u64::from(granules > 0);
     }
-    println!("{programs} of 1000 programs moved memory, {moved} granules in all");
-    assert!(programs > 500, "only {programs} programs moved memory");
+    println!("{programs} of {seeds} programs moved memory, {moved} granules in all");
+    assert!(programs > seeds / 2, "only {programs} programs moved memory");
 }
 
 /// Runs a program on a device that lags by 1000 events; returns its driver and allocator, and how many operations it made.
