@@ -148,6 +148,11 @@ impl Scope {
         !members.over
     }
 
+    /// Whether the capture has ended.
+    pub(crate) fn is_over(&self) -> bool {
+        self.members.lock().over
+    }
+
     /// Closes the scope and returns the streams that joined.
     fn end(&self) -> Vec<Arc<Timeline>> {
         let mut members = self.members.lock();

@@ -59,9 +59,14 @@ impl Timeline {
         Ok(())
     }
 
-    /// Lets `wait` make the stream wait for an event recorded in a capture, by which the stream joins the capture.
+    /// Lets `wait` make the stream wait for an event recorded in a capture, by which the stream joins the capture. What the driver answers
+    /// once that has ended is not documented, so it is not asked.
     pub(crate) fn join_capture(self: &Arc<Self>, scope: &Arc<Scope>, wait: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut state = self.state.lock();
+        if scope.is_over() {
+            return Err(DeviceError::new(Operation::Wait, Code::CAPTURED_EVENT)
+                .with_detail("the event was recorded in a capture that has ended; record it again to wait for it"));
+        }
         wait()?;
         if state.capture.is_none() && scope.join(self) {
             self.enter(&mut state, scope);
