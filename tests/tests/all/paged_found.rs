@@ -95,6 +95,25 @@ fn requests_beyond_the_device_take_no_addresses() {
 }
 
 #[test]
+fn a_request_that_the_device_cannot_serve_takes_none_of_its_memory() {
+    let bench = Bench::new(GIB, "");
+    let live = block(&bench, 300);
+    let granules = |bench: &Bench| bench.device.driver_calls().of(Operation::CreatePhysical);
+    let before = granules(&bench);
+    let error = bench.allocator.alloc(800 * MIB, &bench.stream).unwrap_err();
+    assert!(error.is_out_of_memory());
+    assert!(granules(&bench) - before < 10, "granules were created in vain: {}", granules(&bench) - before);
+    // What is free is free to others throughout, and the allocator takes it where it is enough.
+    let rest = block(&bench, 700);
+    drop((live, rest));
+    bench.allocator.empty_cache().unwrap();
+    // A device that cannot say what it has is asked for it.
+    bench.driver.inject(Fault::Nth { operation: Some(Operation::MemoryInfo), nth: 1, code: Code(999) });
+    drop(block(&bench, 900));
+    bench.assert_returned();
+}
+
+#[test]
 fn granules_larger_than_the_device_are_none() {
     for (capacity, options) in [(GIB, "granule_mb:8796093022208"), (GIB, "granule_mb:2048"), (3 * MIB, "granule_mb:4")]
     {

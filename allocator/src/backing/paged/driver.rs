@@ -9,6 +9,9 @@ use aquifer_device::{Device, DeviceError, DevicePtr, PhysicalOptions, RawPhysica
 
 use crate::recovery::hooks::Hooks;
 
+/// Up to so many granules are created without asking whether the device has them.
+const CREATED_UNASKED: u64 = 32;
+
 /// What the driver is asked to do.
 #[derive(Debug, Default)]
 pub(crate) struct Work {
@@ -79,6 +82,7 @@ fn create(device: &Device, work: &Work, done: &mut Done) -> Result<(), DeviceErr
     if work.create > 0 {
         device.settle();
     }
+    refuse_in_vain(device, work).inspect_err(|_| done.at_creation = true)?;
     let mut created = Vec::with_capacity(small(work.create));
     for _ in 0..work.create {
         match device.driver().create_physical(work.granule, work.options) {
@@ -95,6 +99,23 @@ fn create(device: &Device, work: &Work, done: &mut Done) -> Result<(), DeviceErr
     }
     done.created = work.create;
     done.spares.append(&mut created);
+    Ok(())
+}
+
+/// Refuses to create many granules where the device cannot have that much: one after the other they would take all its memory from
+/// everybody else, for as long as it takes to create them, and give it back. What the device says is free is not all: the driver's
+/// own pool lets go of what it holds in reserve. So one piece of that size is asked for, which is had as a whole or not at all.
+fn refuse_in_vain(device: &Device, work: &Work) -> Result<(), DeviceError> {
+    let bytes = work.create.saturating_mul(work.granule);
+    let seems_lacking = || device.driver().memory_info().is_ok_and(|memory| memory.free < bytes);
+    if work.create <= CREATED_UNASKED || !seems_lacking() {
+        return Ok(());
+    }
+    let whole = device.driver().create_physical(bytes, work.options)?;
+    if let Err(error) = device.driver().release_physical(whole) {
+        tracing::debug!(%error, "memory that was asked for in one piece goes back later");
+        device.release_later(whole);
+    }
     Ok(())
 }
 

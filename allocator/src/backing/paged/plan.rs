@@ -49,6 +49,7 @@ pub(crate) struct Terms {
 pub(crate) struct Plan {
     work: Work,
     held: Held,
+    bought_ahead: u64,
 }
 
 /// What is held while the driver is at work.
@@ -179,7 +180,7 @@ impl Whole {
         let donors = self.hold_donors(request.slot, donors.chosen, &changed, window.end);
         let create = buy + bought_ahead;
         let work = self.work(&donors, spares, create, fill);
-        Planned::Ready(Plan { work, held: Held { window: held, donors, create, spares } })
+        Planned::Ready(Plan { work, held: Held { window: held, donors, create, spares }, bought_ahead })
     }
 
     /// What the driver is asked: to unmap donors that are held, and to fill these ranges with their granules, so many spare ones
@@ -397,6 +398,11 @@ impl Whole {
 }
 
 impl Plan {
+    /// Whether the device is asked for more than the request needs.
+    pub(crate) fn buys_ahead(&self) -> bool {
+        self.bought_ahead > 0
+    }
+
     /// Parts what the driver is asked from what is held meanwhile.
     pub(crate) fn part(self) -> (Work, Held) {
         (self.work, self.held)
