@@ -1,6 +1,8 @@
 //! Advice of out-of-memory reports is true: who follows it is served.
 
 use aquifer_allocator::{Advice, Allocation, OomReport, PoolOptions, TagScope};
+use aquifer_device::sim::Fault;
+use aquifer_device::{Code, Operation};
 use aquifer_tests::{BACKINGS, Bench, GIB, MIB, on};
 
 fn refused(bench: &Bench, bytes: u64) -> OomReport {
@@ -158,5 +160,22 @@ fn who_frees_as_much_as_advised_is_served() {
         // Everything, to be sure that it is in one piece.
         held.clear();
         drop(bench.allocator.alloc(report.requested, &bench.stream).unwrap());
+    }
+}
+
+#[test]
+fn a_driver_that_refuses_what_it_says_is_free_is_named() {
+    for backing in BACKINGS {
+        let bench = Bench::new(GIB, &on(backing, ""));
+        let live = bench.allocator.alloc(740 * MIB, &bench.stream).unwrap();
+        for operation in [Operation::Alloc, Operation::CreatePhysical] {
+            bench.driver.inject(Fault::Rate { operation: Some(operation), rate: 1.0, code: Code::OUT_OF_MEMORY });
+        }
+        let report = refused(&bench, 20 * MIB);
+        assert_eq!(report.advice, [Advice::DriverRefuses { asked: 20 * MIB, free: 284 * MIB }], "{report}");
+        assert!(report.to_string().contains("it refused 20.00 MiB of 284.00 MiB"), "{report}");
+        bench.driver.clear_faults();
+        drop(live);
+        bench.assert_returned();
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::backing::segments::Refusal;
 use crate::format::Bytes;
 use crate::heap::{Block, kind_of};
 use crate::recovery::oom::{LISTED, OomReport};
@@ -79,6 +80,14 @@ pub enum Advice {
     ReleasePools {
         /// Bytes they hold.
         held: u64,
+    },
+    /// The driver refused memory although it says that enough is free: it cannot always give all of that (documentation of
+    /// `cuMemGetInfo`). Ask for less, or free about as much as it was asked for.
+    DriverRefuses {
+        /// Bytes that the driver was asked for.
+        asked: u64,
+        /// Bytes that it says are free.
+        free: u64,
     },
     /// Free at least this much of what is live here; the request does not fit beside it. More, where what is freed lies between
     /// blocks that stay.
@@ -162,6 +171,10 @@ impl OomReport {
             let remedies = self.remedies(lacking, device_free);
             let frees = |advice: &Advice| matches!(advice, Advice::FreeMore { .. });
             self.advice.extend(remedies.into_iter().filter(|advice| !fragmented || !frees(advice)));
+            let has_room = self.memory.is_some() && (lacking.limit, lacking.device) == (0, 0);
+            if has_room && self.refusal == Some(Refusal::Device) && self.from_device > 0 {
+                self.advice.push(Advice::DriverRefuses { asked: self.from_device, free: device_free });
+            }
         }
         if self.advice.is_empty() {
             self.advice.push(self.everything());
@@ -299,6 +312,12 @@ impl fmt::Display for Advice {
                 write!(f, "if others, who hold {}, freed {}", Bytes(*held), Bytes(*missing))
             }
             Advice::ReleasePools { held } => write!(f, "if private pools, which hold {}, were released", Bytes(*held)),
+            Advice::DriverRefuses { asked, free } => write!(
+                f,
+                "if the driver gave what it says is free: it refused {} of {}; ask for less, or free about as much",
+                Bytes(*asked),
+                Bytes(*free)
+            ),
             Advice::FreeMore { bytes, largest } => {
                 write!(f, "after freeing at least {} more", Bytes(*bytes))?;
                 match largest {

@@ -98,11 +98,12 @@ fn errors_name_both_devices() {
         let mut named = [is, needed];
         named.sort_unstable();
         // Both are opened as the same device, but on a stand-in, where each has a number of its own.
-        let both = if one.device.label() == two.device.label() {
+        let mut both = if one.device.label() == two.device.label() {
             [opened(&one, "earlier"), opened(&two, "later")]
         } else {
             [&one, &two].map(|bench| bench.device.label().to_string())
         };
+        both.sort_unstable();
         assert_eq!(named, both);
     }
     drop((host, buffer));
