@@ -19,8 +19,15 @@ fn data(name: &str) -> String {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata").join(name).display().to_string()
 }
 
+/// The program where no GPU is visible: what tests say of it holds on machines with and without one.
+fn program(args: &[&str]) -> Command {
+    let mut program = Command::new(env!("CARGO_BIN_EXE_aquifer-stress"));
+    program.args(args).env("CUDA_VISIBLE_DEVICES", "").stdin(Stdio::null());
+    program
+}
+
 fn stress(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_aquifer-stress")).args(args).stdin(Stdio::null()).output().unwrap()
+    program(args).output().unwrap()
 }
 
 fn errors(output: &Output) -> String {
@@ -29,9 +36,12 @@ fn errors(output: &Output) -> String {
 
 /// The rows of a run that ends with `code`; nothing else may be on standard output.
 fn rows(code: i32, args: &[&str]) -> Vec<Value> {
-    let output = stress(&[args, &["--json"]].concat());
-    assert_eq!(output.status.code(), Some(code), "{}", errors(&output));
-    let text = String::from_utf8(output.stdout).unwrap();
+    rows_of(code, &stress(&[args, &["--json"]].concat()))
+}
+
+fn rows_of(code: i32, output: &Output) -> Vec<Value> {
+    assert_eq!(output.status.code(), Some(code), "{}", errors(output));
+    let text = String::from_utf8(output.stdout.clone()).unwrap();
     assert!(text.is_empty() || text.ends_with('\n'));
     text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"))).collect()
 }

@@ -45,8 +45,7 @@ fn options_without_effect_are_reported_once() {
 #[test]
 fn a_reader_that_leaves_is_no_error() {
     let file = data("fsdp_start.trace");
-    let mut child = Command::new(env!("CARGO_BIN_EXE_aquifer-stress"))
-        .args(["replay", "--json", "--config", "", "--config", "cross_stream:off", &file])
+    let mut child = program(&["replay", "--json", "--config", "", "--config", "cross_stream:off", &file])
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
@@ -105,8 +104,7 @@ fn a_device_too_small_to_run_out_of_memory_is_refused() {
 fn help_that_cannot_be_written_is_an_error() {
     for args in [&["--help"][..], &["--version"], &["replay", "--help"]] {
         let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_aquifer-stress"));
-        let output = command.args(args).stdin(Stdio::null()).stdout(full).stderr(Stdio::piped()).output().unwrap();
+        let output = program(args).stdout(full).stderr(Stdio::piped()).output().unwrap();
         assert_eq!(output.status.code(), Some(1), "{args:?}");
         assert!(errors(&output).contains("standard output"), "{}", errors(&output));
         assert_eq!(stress(args).status.code(), Some(0));
