@@ -58,7 +58,8 @@ pub struct Global {
     /// Device to run on: sim, sim:SIZE, sim:PRESET (both take ,key=value settings), cuda or cuda:N.
     ///
     /// Examples: sim:80GiB, sim:81408MiB, sim:h100, sim:24GiB,seed=7,jitter=off, cuda:0. By default a real GPU if there is
-    /// one, else sim:80GiB; the choice is reported.
+    /// one, else sim:80GiB; fit, compare and demo, which need devices of several sizes, always take sim:80GiB. The choice is
+    /// reported.
     #[arg(long, global = true, value_name = "SPEC")]
     pub device: Option<DeviceArg>,
 
@@ -199,7 +200,7 @@ JSON keys, per program and config:
   smallest_device_bytes     the size of the device: it finishes there, and fails with 2 MiB less
   ratio                     that size over the most the program had asked for and not yet freed
   retries_at_fit            times that all cached memory was released to try again, on that device
-The device of --device must be a simulated one; its size is replaced. Whether a program finishes need not be monotonic in
+The device is a simulated one, also where there is a GPU; its size is replaced. --device may name another, but no real one. Whether a program finishes need not be monotonic in
 the size of the device; smaller ones were tried near this boundary, not everywhere.";
 
 /// Arguments of `bench`.

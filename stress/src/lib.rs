@@ -62,7 +62,12 @@ fn told(ended: Result<Outcome, Failure>) -> Outcome {
 }
 
 fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
-    let session = Session::new(&cli.global)?;
+    let session = match &cli.command {
+        None | Some(Command::Demo(_)) => Session::resizable(&cli.global, "demo"),
+        Some(Command::Fit(_)) => Session::resizable(&cli.global, "fit"),
+        Some(Command::Compare(_)) => Session::resizable(&cli.global, "compare"),
+        Some(_) => Session::new(&cli.global),
+    }?;
     match &cli.command {
         None => commands::demo::run(&session, &DemoArgs::default()),
         Some(Command::Replay(args)) => commands::replay::run(&session, args),

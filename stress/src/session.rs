@@ -30,6 +30,9 @@ pub struct Session {
     output: Mutex<()>,
 }
 
+/// The device where there is no GPU, or none is wanted.
+const SIMULATED: &str = "sim:80GiB";
+
 /// How the allocator's warning of options without effect begins, which a session tells itself, with the text that the
 /// user gave.
 const IGNORED_OPTIONS: &str = "options without effect";
@@ -52,16 +55,35 @@ impl Session {
     /// # Errors
     /// When there is no such device.
     pub fn new(global: &Global) -> Result<Session, Failure> {
-        let (mut device, reason) = match &global.device {
+        let (device, reason) = match &global.device {
             Some(device) => (device.clone(), None),
             None => {
                 let choice = best_available()?;
                 let simulated = choice.device.info().kind == DriverKind::Simulated;
                 let text =
-                    if simulated { "sim:80GiB".to_owned() } else { format!("cuda:{}", choice.device.info().ordinal) };
+                    if simulated { SIMULATED.to_owned() } else { format!("cuda:{}", choice.device.info().ordinal) };
                 (text.parse()?, Some(choice.reason))
             }
         };
+        Session::on(global, device, reason.as_deref())
+    }
+
+    /// The same for a command that needs devices of several sizes: unless the user names one, it is a simulated one, also
+    /// where there is a GPU.
+    ///
+    /// # Errors
+    /// When there is no such device.
+    pub fn resizable(global: &Global, command: &str) -> Result<Session, Failure> {
+        match &global.device {
+            Some(_) => Session::new(global),
+            None => {
+                let reason = format!("{command} needs devices of several sizes, so it uses simulated ones");
+                Session::on(global, SIMULATED.parse()?, Some(&reason))
+            }
+        }
+    }
+
+    fn on(global: &Global, mut device: DeviceArg, reason: Option<&str>) -> Result<Session, Failure> {
         if let DeviceSpec::Sim(sim) = &mut device.spec
             && !device.text.contains("seed=")
         {
@@ -77,7 +99,7 @@ impl Session {
             told: Told::default(),
             output: Mutex::default(),
         };
-        session.announce(reason.as_deref())?;
+        session.announce(reason)?;
         Ok(session)
     }
 
@@ -106,7 +128,7 @@ impl Session {
         }
     }
 
-    /// Refuses a real device for a command that changes the size of the device.
+    /// Refuses a real device, which the user asked for, for a command that changes the size of the device.
     ///
     /// # Errors
     /// When the device is a real one.
@@ -167,12 +189,12 @@ impl Session {
         }
     }
 
-    /// The same session on a simulated device of 80 GiB.
+    /// The same session on the simulated device.
     ///
     /// # Errors
     /// When there is no such device.
     pub fn simulated(&self) -> Result<Session, Failure> {
-        let device = Some("sim:80GiB".parse()?);
+        let device = Some(SIMULATED.parse()?);
         let configs = if self.configs_given { self.configs.clone() } else { Vec::new() };
         Session::new(&Global { device, configs, seed: self.seed, json: self.json })
     }

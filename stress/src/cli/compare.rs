@@ -48,4 +48,5 @@ and per config, at the end (\"row\": \"mean\"):
   worst_reserved_over_requested, worst_smallest_over_requested, worst_alloc_us   the greatest
   allocs, driver_allocs, warm_driver_allocs, driver_time_modelled_us, warm_driver_time_modelled_us, ooms, hazards   totals
 Figures are null where they are not known, means and totals where they are not known for every program. Figures from --pytorch
-are the file's: its times come from the machine that made it. The device of --device must be a simulated one.";
+are the file's: its times come from the machine that made it. The device is a simulated one, also
+where there is a GPU; --device may name another, but no real one.";

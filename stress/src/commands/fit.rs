@@ -38,7 +38,7 @@ pub struct Row {
 /// Runs the command.
 ///
 /// # Errors
-/// When the device is a real one, the allocator fails, or standard output cannot be written.
+/// When a real device was asked for, the allocator fails, or standard output cannot be written.
 pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
     session.must_be_resizable("fit")?;
     let mut outcome = Outcome::Done;

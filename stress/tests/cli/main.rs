@@ -4,6 +4,7 @@
 
 mod bench;
 mod compare;
+mod gpu;
 mod no_fake_driver;
 mod replay;
 mod shows;

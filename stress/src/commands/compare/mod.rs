@@ -52,7 +52,7 @@ enum Line<'a> {
 /// Runs the command.
 ///
 /// # Errors
-/// When the device is a real one, PyTorch's figures cannot be read, or standard output cannot be written.
+/// When a real device was asked for, PyTorch's figures cannot be read, or standard output cannot be written.
 pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
     session.must_be_resizable("compare")?;
     let recorded = args.pytorch.as_deref().map(pytorch::load).transpose()?.unwrap_or_default();

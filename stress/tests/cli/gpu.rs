@@ -1,0 +1,71 @@
+//! The program on a machine with a GPU: the stand-in for NVIDIA's driver, under the driver's name in a folder of the test's own.
+#![cfg(target_os = "linux")]
+
+use super::*;
+
+/// A folder with a driver, removed at the end.
+struct Driver(PathBuf);
+
+impl Driver {
+    fn new(name: &str) -> Driver {
+        let built = Path::new(env!("CARGO_BIN_EXE_aquifer-stress")).parent().unwrap();
+        let library = built.join("deps/libaquifer_standin.so");
+        let folder = std::env::temp_dir().join(format!("aquifer-stress-{}-{name}", std::process::id()));
+        std::fs::create_dir(&folder).unwrap();
+        std::os::unix::fs::symlink(library, folder.join("libcuda.so.1")).unwrap();
+        Driver(folder)
+    }
+
+    /// Runs the program where this driver has a GPU of 4 GiB.
+    fn run(&self, args: &[&str]) -> Output {
+        let mut program = program(args);
+        program.env_remove("CUDA_VISIBLE_DEVICES").env("LD_LIBRARY_PATH", &self.0);
+        program.env("AQUIFER_STANDIN_DEVICES", "4GiB").output().unwrap()
+    }
+
+    fn rows(&self, code: i32, args: &[&str]) -> Vec<Value> {
+        let output = self.run(&[args, &["--json"]].concat());
+        let rows = rows_of(code, &output);
+        assert!(errors(&output).contains("stand-in driver"), "it is there to be found: {}", errors(&output));
+        rows
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[test]
+fn what_needs_devices_of_several_sizes_takes_simulated_ones_unless_asked_for_a_gpu() {
+    let (driver, file) = (Driver::new("sizes"), data("fsdp_start.trace"));
+    for args in [&["fit", &file][..], &["compare", "--config", "", "--repeat", "1", &file], &["demo"], &[]] {
+        let output = driver.run(args);
+        let said = errors(&output);
+        assert_eq!(output.status.code(), Some(0), "{args:?}: {said}");
+        assert!(
+            said.contains("device sim:80GiB: ") && said.contains("of several sizes, so it uses"),
+            "{args:?}: {said}"
+        );
+        assert!(!said.contains("cuda"), "{args:?}: {said}");
+    }
+    for command in ["fit", "compare"] {
+        let output = driver.run(&[command, "--device", "cuda:0", &file]);
+        assert_eq!(output.status.code(), Some(2), "{}", errors(&output));
+        assert!(errors(&output).contains("cuda:0 must be a simulated one"), "{}", errors(&output));
+        assert!(output.stdout.is_empty());
+    }
+    let output = driver.run(&["demo", "--device", "cuda:0"]);
+    assert_eq!(output.status.code(), Some(0), "{}", errors(&output));
+    assert!(errors(&output).contains("so it uses a simulated one"), "{}", errors(&output));
+}
+
+#[test]
+fn other_commands_take_the_gpu_unless_it_is_hidden() {
+    let driver = Driver::new("choice");
+    assert!(driver.rows(0, &["calls", "--rounds", "1"]).iter().all(|row| row["device"] == "cuda:0"));
+    let hidden = program(&["calls", "--rounds", "1", "--json"]).env("LD_LIBRARY_PATH", &driver.0).output().unwrap();
+    assert!(rows_of(0, &hidden).iter().all(|row| row["device"] == "sim:80GiB"));
+    assert!(errors(&hidden).contains("CUDA_VISIBLE_DEVICES"), "{}", errors(&hidden));
+}
