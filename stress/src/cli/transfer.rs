@@ -41,11 +41,13 @@ Methods:
   staged            ordinary memory through the staging ring, waited for
   rows              every other 4 KiB of page-locked memory, by Transfer::upload_region and download_region
   file              Transfer::read_file_to_device of a temporary file
-Times are those of the device's clock. A simulated device charges for driver calls and its own work, and not for what the host does, so
-that staged copies and files are not measured there: the schedule is.
+On a real device times are the host's, from before the calls until it has waited for what they enqueued, so calling and waiting count. On
+a simulated one they are its virtual time. It charges for driver calls and its own work, and not for what the host does, so that
+staged copies and files are not measured there: the schedule is.
 
 JSON keys of every row:
   part, device, modelled    what was measured, where, and whether times are the simulator's model
+  clock                     \"host\": around calls and waiting, on a real device; or \"virtual\": the simulated device's
 copies:
   direction, method, bytes  what was copied, and how
   us, gb_per_s              time of a copy, and bandwidth

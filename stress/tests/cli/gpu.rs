@@ -69,3 +69,14 @@ fn other_commands_take_the_gpu_unless_it_is_hidden() {
     assert!(rows_of(0, &hidden).iter().all(|row| row["device"] == "sim:80GiB"));
     assert!(errors(&hidden).contains("CUDA_VISIBLE_DEVICES"), "{}", errors(&hidden));
 }
+
+#[test]
+fn copies_are_timed_by_the_host() {
+    let rows = Driver::new("clock").rows(0, &["transfer", "--rounds", "1", "--max-mb", "1"]);
+    for part in ["copies", "small", "overlap", "schedule"] {
+        let rows: Vec<&Value> = rows.iter().filter(|row| row["part"] == part).collect();
+        let clock = if part == "schedule" { "virtual" } else { "host" };
+        assert!(!rows.is_empty() && rows.iter().all(|row| row["clock"] == clock), "{rows:?}");
+        assert!(rows.iter().all(|row| row["modelled"] == (part == "schedule")), "{rows:?}");
+    }
+}

@@ -1,4 +1,5 @@
-//! What measures: a device with transfers, and its clock.
+//! What measures: a device with transfers, and a clock. That of a simulated device is its own; on a real one it is the host's,
+//! from before the first call until the wait has returned.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,7 +16,10 @@ use crate::session::Session;
 /// The smallest copies, in bytes.
 const LEAST: u64 = 4 << 10;
 
-/// A device, its clock, and what is copied.
+/// The clock of simulated devices.
+pub(super) const VIRTUAL: &str = "virtual";
+
+/// A device, a clock, and what is copied.
 #[derive(Debug)]
 pub(super) struct Meter {
     pub(super) transfer: Transfer,
@@ -48,6 +52,11 @@ impl Meter {
         self.simulated.is_some()
     }
 
+    /// Whose clock times are of.
+    pub(super) fn clock(&self) -> &'static str {
+        if self.is_modelled() { VIRTUAL } else { "host" }
+    }
+
     /// Sizes to be copied, in bytes.
     pub(super) fn sizes(&self) -> Vec<u64> {
         let mut sizes: Vec<u64> = std::iter::successors(Some(LEAST), |size| size.checked_mul(16))
@@ -73,7 +82,7 @@ impl Meter {
         Ok(self.transfer.allocator().alloc_buffer(bytes, &self.stream)?)
     }
 
-    /// Nanoseconds that `work` takes by the device's clock, the median of all rounds but a first one. The device is idle before each.
+    /// Nanoseconds that `work` takes by the clock, the median of all rounds but a first one. The device is idle before each.
     pub(super) fn time(&self, mut work: impl FnMut() -> Result<(), Failure>) -> Result<f64, Failure> {
         let mut times = Vec::new();
         for round in 0..=self.rounds {

@@ -4,6 +4,7 @@ use aquifer_allocator::Bytes;
 use aquifer_transfer::{Direction, VirtualSchedule};
 use serde::Serialize;
 
+use super::meter::VIRTUAL;
 use crate::commands::hundredths;
 use crate::exit::Failure;
 use crate::session::Session;
@@ -18,6 +19,7 @@ struct Row {
     part: &'static str,
     device: &'static str,
     modelled: bool,
+    clock: &'static str,
     direction: &'static str,
     bytes: u64,
     link_gb_s: u64,
@@ -46,6 +48,7 @@ pub(super) fn run(session: &Session) -> Result<bool, Failure> {
                 part: "schedule",
                 device: "sim",
                 modelled: true,
+                clock: VIRTUAL,
                 direction: name,
                 bytes: report.bytes,
                 link_gb_s: link,
