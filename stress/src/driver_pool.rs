@@ -1,8 +1,11 @@
 //! The driver's own stream-ordered pool (`cuMemAllocAsync`) behind the operations of recorded programs: what a program has
 //! that leaves its memory to the driver.
 //!
-//! It is used as frameworks use it: its release threshold stays as it is, so unused memory may go back to the device whenever
-//! the host waits, and a block that another stream uses is freed on its own stream after that use.
+//! A block that another stream uses is freed on its own stream after that use. The pool is the device's own with the driver's
+//! settings: its release threshold is 0, so what is not used goes back to the device whenever the host waits, which no pass
+//! does. PyTorch (`backend:cudaMallocAsync`) and RMM raise the threshold to the maximum; here no call of a [`Driver`] sets it.
+//!
+//! [`Driver`]: aquifer_device::Driver
 
 use aquifer_allocator::AllocError;
 use aquifer_device::{Device, DeviceError, DevicePtr, PoolUsage, Stream, Tick};

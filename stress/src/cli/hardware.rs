@@ -13,12 +13,15 @@ pub struct CallsArgs {
 
 const CALLS_KEYS: &str = "\
 Memory is taken in sizes from 2 MiB to 2 GiB, as far as the device has them; access is set and memory unmapped once for a piece of
-each size, and once for 1, 8 and 64 pieces of one granule at a time.
+each size, and once for 1, 8 and 64 pieces of one granule at a time. The driver's pool is asked twice for each size before the host
+waits, when by default it gives back what it does not use.
 
 JSON keys, per call and size:
   device, call              where, and the driver call
   bytes                     the memory that one call is about; 0 where it is about none
   mappings                  the mappings that one call covers; 0 where it is about none
+  pool                      for calls of the driver's pool, \"cold\": it had given everything back to the device, or \"warm\": the
+                            same stream had just freed as much to it; null for other calls
   rounds                    how often it was made
   median_us, p95_us         time of a call: the median, and what 95 % of them stay below
   modelled                  whether the times are the simulator's model, or were taken";

@@ -23,6 +23,10 @@ const MIB: u64 = 1 << 20;
 /// Sizes that memory is taken in, in bytes.
 const SIZES: [u64; 5] = [2 * MIB, 20 * MIB, 128 * MIB, 512 * MIB, 2048 * MIB];
 
+/// The driver's pool when it has nothing, and when it has what is asked for.
+const COLD: &str = "cold";
+const WARM: &str = "warm";
+
 /// Mappings of one granule that one call covers.
 const MAPPINGS: [u64; 3] = [1, 8, 64];
 
@@ -35,6 +39,7 @@ pub struct Row {
     pub call: &'static str,
     pub bytes: u64,
     pub mappings: u64,
+    pub pool: Option<&'static str>,
     pub rounds: u32,
     pub median_us: f64,
     pub p95_us: f64,
@@ -58,13 +63,14 @@ pub fn run(session: &Session, args: &CallsArgs) -> Result<Outcome, Failure> {
         meter.mappings()?;
         meter.order()?;
     }
-    let mut table = table(&["call", "bytes", "mappings", "median µs", "95 % below µs"], 5);
+    let mut table = table(&["call", "bytes", "mappings", "pool", "median µs", "95 % below µs"], 6);
     for row in meter.rows(session) {
         session.row(&row)?;
         let bytes = if row.bytes > 0 { Bytes(row.bytes).to_string() } else { String::new() };
         let mappings = if row.mappings > 0 { row.mappings.to_string() } else { String::new() };
         let times = [row.median_us, row.p95_us].map(|us| format!("{us:.2}"));
-        table.add_row([row.call.to_owned(), bytes, mappings].into_iter().chain(times));
+        let pool = row.pool.unwrap_or_default().to_owned();
+        table.add_row([row.call.to_owned(), bytes, mappings, pool].into_iter().chain(times));
     }
     session.show(table)?;
     Ok(Outcome::Done)
@@ -76,6 +82,14 @@ struct Key {
     operation: Operation,
     bytes: u64,
     mappings: u64,
+    /// How the driver's pool was, for its calls.
+    pool: Option<&'static str>,
+}
+
+impl Key {
+    fn new(operation: Operation, bytes: u64, mappings: u64) -> Key {
+        Key { operation, bytes, mappings, pool: None }
+    }
 }
 
 /// Times calls.
@@ -95,6 +109,14 @@ impl Meter {
         mappings: u64,
         call: impl FnOnce(&dyn Driver) -> Result<T, DeviceError>,
     ) -> Result<T, DeviceError> {
+        self.time_as(Key::new(operation, bytes, mappings), call)
+    }
+
+    fn time_as<T>(
+        &mut self,
+        key: Key,
+        call: impl FnOnce(&dyn Driver) -> Result<T, DeviceError>,
+    ) -> Result<T, DeviceError> {
         let modelled = self.simulated.as_ref().map(|driver| driver.time_in_calls_ns());
         let start = Instant::now();
         let answer = call(self.device.driver())?;
@@ -102,7 +124,6 @@ impl Meter {
             (Some(driver), Some(before)) => driver.time_in_calls_ns() - before,
             _ => u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX),
         };
-        let key = Key { operation, bytes, mappings };
         match self.times.iter_mut().find(|(known, _)| *known == key) {
             Some((_, times)) => times.push(elapsed),
             None => self.times.push((key, vec![elapsed])),
@@ -110,20 +131,34 @@ impl Meter {
         Ok(answer)
     }
 
-    /// Plain allocations, and those of the driver's pool, which a first one fills.
+    /// Plain allocations, and those of the driver's pool.
     fn plain_memory(&mut self) -> Result<(), DeviceError> {
-        let stream = self.device.default_stream().raw();
         for bytes in SIZES {
             let Some(ptr) = enough(self.time(Operation::Alloc, bytes, 0, |driver| driver.alloc(bytes)))? else { break };
             self.time(Operation::Free, bytes, 0, |driver| driver.free(ptr))?;
-            match self.time(Operation::AllocAsync, bytes, 0, |driver| driver.alloc_async(bytes, stream)) {
-                Ok(ptr) => self.time(Operation::FreeAsync, bytes, 0, |driver| driver.free_async(ptr, stream))?,
-                Err(error) if matches!(error.kind, ErrorKind::Unsupported | ErrorKind::OutOfMemory) => {}
-                Err(error) => return Err(error),
-            }
-            self.device.synchronize()?;
+            self.pool(bytes)?;
         }
         Ok(())
+    }
+
+    /// The driver's pool: cold, when it has just given everything back to the device, and warm, when it has got back a block of the
+    /// same size in stream order. Nothing waits in between, as by default the pool gives back what it does not use when the host waits.
+    fn pool(&mut self, bytes: u64) -> Result<(), DeviceError> {
+        let stream = self.device.default_stream().raw();
+        self.device.synchronize()?;
+        match self.device.driver().trim_pool(0) {
+            Err(error) if error.kind != ErrorKind::Unsupported => return Err(error),
+            _ => {}
+        }
+        for pool in [COLD, WARM] {
+            let key = |operation| Key { pool: Some(pool), ..Key::new(operation, bytes, 0) };
+            match self.time_as(key(Operation::AllocAsync), |driver| driver.alloc_async(bytes, stream)) {
+                Ok(ptr) => self.time_as(key(Operation::FreeAsync), |driver| driver.free_async(ptr, stream))?,
+                Err(error) if matches!(error.kind, ErrorKind::Unsupported | ErrorKind::OutOfMemory) => break,
+                Err(error) => return Err(error),
+            }
+        }
+        self.device.synchronize()
     }
 
     /// One piece of physical memory of each size.
@@ -229,6 +264,7 @@ impl Meter {
                 call: key.operation.name(),
                 bytes: key.bytes,
                 mappings: key.mappings,
+                pool: key.pool,
                 rounds: u32::try_from(sorted.len()).unwrap_or(u32::MAX),
                 median_us: at(50),
                 p95_us: at(95),
@@ -290,6 +326,16 @@ mod tests {
         assert_eq!(largest, Some(512 * MIB), "its addresses are reserved, and no memory is there for it");
         let allocated = meter.times.iter().filter(|(key, _)| key.operation == Operation::Alloc).count();
         assert_eq!(allocated, 3);
+        for (operation, pool) in [
+            (Operation::AllocAsync, COLD),
+            (Operation::FreeAsync, COLD),
+            (Operation::AllocAsync, WARM),
+            (Operation::FreeAsync, WARM),
+        ] {
+            let of = |key: &Key| key.operation == operation && key.pool == Some(pool);
+            assert_eq!(meter.times.iter().filter(|(key, _)| of(key)).count(), 3, "{operation:?} {pool}");
+        }
+        assert!(meter.times.iter().all(|(key, times)| times.len() == 1 && key.pool.is_none_or(|_| key.mappings == 0)));
         let free = meter.device.memory_info().unwrap();
         assert_eq!(free.free, free.total);
     }

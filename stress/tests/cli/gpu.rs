@@ -80,3 +80,14 @@ fn copies_are_timed_by_the_host() {
         assert!(rows.iter().all(|row| row["modelled"] == (part == "schedule")), "{rows:?}");
     }
 }
+
+#[test]
+fn the_driver_s_pool_is_asked_cold_and_warm() {
+    let rows = Driver::new("pool").rows(0, &["calls", "--rounds", "3"]);
+    for (call, bytes) in [("cuMemAllocAsync", 2 << 20), ("cuMemFreeAsync", 2 << 20), ("cuMemAllocAsync", 512 << 20)] {
+        let of = |row: &&Value| row["call"] == call && row["bytes"] == bytes;
+        let pools: Vec<&Value> = rows.iter().filter(of).map(|row| &row["pool"]).collect();
+        assert_eq!(pools, ["cold", "warm"], "{call} {bytes}");
+    }
+    assert!(rows.iter().all(|row| row["pool"].is_null() || row["rounds"] == 3));
+}

@@ -109,6 +109,9 @@ fn a_soak_tells_what_it_did_and_a_table_of_calls_what_they_cost() {
     let create = |row: &&Value| row["call"] == "cuMemCreate" && row["bytes"] == 2 << 20;
     let create = calls.iter().find(create).unwrap();
     assert_eq!((create["median_us"].as_f64(), &create["modelled"]), (Some(29.0), &true.into()));
+    assert!(create["pool"].is_null());
+    let pooled = calls.iter().filter(|row| row["call"] == "cuMemAllocAsync" && row["bytes"] == 2 << 20);
+    assert_eq!(pooled.map(|row| &row["pool"]).collect::<Vec<_>>(), ["cold", "warm"]);
     for wrong in
         [["soak", "--minutes", "0"], ["soak", "--ops", "0"], ["soak", "--threads", "0"], ["calls", "--rounds", "0"]]
     {
