@@ -231,7 +231,9 @@ Benchmarks; a pair is one allocation and one free:
   handover                             one thread allocates 512 B to 1 MiB, another frees, through a ring of 256 places;
                                        offset-allocator is behind a lock
 JSON keys, per benchmark and allocator (aquifer and, in turns with it, the bare index offset-allocator):
-  benchmark, allocator, ns_per_pair (of one thread, the median of several rounds), threads, live,
+  benchmark, allocator, device (a simulated one has at least 8 TiB here),
+  largest_bytes (the largest block: that above, or less where the device has no room for so many),
+  ns_per_pair (of one thread, the median of several rounds), threads, live,
   rate_vs_one_thread (pairs per time of each thread over those of one thread alone, measured in turns; for handover, one
   thread that passes blocks through the ring to itself)";
 

@@ -21,6 +21,11 @@ impl Sizes {
         Sizes { least, most }
     }
 
+    /// The largest size.
+    pub const fn most(self) -> u64 {
+        self.most
+    }
+
     /// The mean size.
     #[expect(
         clippy::cast_precision_loss,

@@ -91,3 +91,14 @@ fn the_driver_s_pool_is_asked_cold_and_warm() {
     }
     assert!(rows.iter().all(|row| row["pool"].is_null() || row["rounds"] == 3));
 }
+
+#[test]
+fn a_benchmark_tells_of_sizes_that_the_gpu_has_no_room_for() {
+    let args = ["bench", "--quick", "--json", "--filter", "churn_1000"];
+    let output = Driver::new("bench").run(&args);
+    for row in rows_of(0, &output) {
+        assert_eq!((row["device"].as_str(), bytes(&row, "largest_bytes")), (Some("cuda:0"), 8 << 20), "{row}");
+    }
+    let said = errors(&output);
+    assert_eq!(said.matches("churn_1000: the device has room for blocks of at most 8.00 MiB").count(), 1, "{said}");
+}

@@ -9,6 +9,7 @@ mod handover;
 
 use std::time::Duration;
 
+use aquifer_allocator::Bytes;
 use aquifer_device::Device;
 use serde::Serialize;
 
@@ -37,6 +38,8 @@ const ROUNDS: usize = 301;
 pub struct Row {
     pub benchmark: &'static str,
     pub allocator: &'static str,
+    pub device: String,
+    pub largest_bytes: u64,
     pub ns_per_pair: f64,
     pub threads: u32,
     pub live: u32,
@@ -135,6 +138,11 @@ fn measure(session: &Session, config: &ConfigArg, benchmark: &Benchmark, rounds:
     let device = open(session)?;
     let room = device.memory_info()?.free / u64::from(benchmark.threads);
     let sizes = benchmark.sizes.within(room / 4, benchmark.live);
+    if sizes.most() < benchmark.sizes.most() {
+        let (name, most, meant) = (benchmark.name, Bytes(sizes.most()), Bytes(benchmark.sizes.most()));
+        session
+            .message(format_args!("note: {name}: the device has room for blocks of at most {most} instead of {meant}"));
+    }
     let mut scripts: Vec<Script> = (0..benchmark.threads)
         .map(|thread| Script::new(session.seed() + u64::from(thread), sizes, benchmark.live))
         .collect();
@@ -169,7 +177,8 @@ fn measure(session: &Session, config: &ConfigArg, benchmark: &Benchmark, rounds:
             contest(benchmark, &mut scripts, rounds, ours, theirs)?
         }
     };
-    Ok(rows)
+    let device = session.device_text();
+    Ok(rows.map(|row| Row { device: device.to_owned(), largest_bytes: sizes.most(), ..row }))
 }
 
 /// Threads that work together.
@@ -215,7 +224,9 @@ impl<T: Team> Entrant<T> {
         });
         self.team.leave();
         let rate_vs_one_thread = hundredths(alone.unwrap_or(ns_per_pair) / ns_per_pair);
-        Row { benchmark: name, allocator, ns_per_pair: hundredths(ns_per_pair), threads, live, rate_vs_one_thread }
+        // Where that was, and with which sizes, those know who made the team.
+        let (device, largest_bytes, ns_per_pair) = (String::new(), 0, hundredths(ns_per_pair));
+        Row { benchmark: name, allocator, device, largest_bytes, ns_per_pair, threads, live, rate_vs_one_thread }
     }
 }
 
