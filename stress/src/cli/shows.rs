@@ -66,6 +66,7 @@ that the patterns are read back, and the allocator must be as usable as before.
 JSON keys, per way:
   way, device               what was done, where
   skipped                   why it was not done, if it was not; the other keys are absent then
+  failed                    what failed, other than the request that is to be refused; the other keys are absent then
   requested_bytes           what was asked for
   refused                   whether the request was refused
   error                     the first line of the error
@@ -77,7 +78,8 @@ JSON keys, per way:
   allocated_bytes_before, allocated_bytes_after, reserved_bytes_before, reserved_bytes_after
                             before the request and after the refusal, before anything was done about it
   hazards                   pieces of work that the simulated device found unordered
-The exit code is 1 if a way did not go as it should.";
+The exit code is 1 if a way failed, after which the others are still gone, or did not go as it should. On a real device one part in 64
+of what is free, at least 256 MiB, is left alone, as not all of it can be had.";
 
 /// Arguments of `demo`.
 #[derive(Debug, Default, Args)]

@@ -40,11 +40,19 @@ struct Skipped {
     skipped: &'static str,
 }
 
+/// A way that ended before its end.
+#[derive(Debug, Clone, Serialize)]
+struct Broken {
+    way: &'static str,
+    device: String,
+    failed: String,
+}
+
 /// Runs the command.
 ///
 /// # Errors
-/// When there is no such way, several configs are given, the device cannot be opened, something other than a lack of memory
-/// comes up, or standard output cannot be written.
+/// When there is no such way, several configs are given, the device cannot be opened or is too small, or standard output cannot
+/// be written.
 pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
     if args.list {
         return list(session);
@@ -59,7 +67,18 @@ pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
             session.show(format_args!("  skipped: {skipped}\n"))?;
             continue;
         }
-        let row = go(session, &way)?;
+        let row = match go(session, &way) {
+            Ok(row) => row,
+            Err(failure) if concerns_all(&failure) => return Err(failure),
+            Err(failure) => {
+                let failed = failure.to_string();
+                session.message(format_args!("error: {}: {failed}", way.name));
+                session.show(format_args!("  FAILED: {failed}\n"))?;
+                session.row(&Broken { way: way.name, device: session.device_text().to_owned(), failed })?;
+                outcome = outcome.max(Outcome::Failed);
+                continue;
+            }
+        };
         session.row(&row)?;
         outcome = outcome.max(row.outcome());
         if row.outcome() != Outcome::Done {
@@ -71,6 +90,14 @@ pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
         session.show(table)?;
     }
     Ok(outcome)
+}
+
+/// Whether no other way would get any further.
+fn concerns_all(failure: &Failure) -> bool {
+    matches!(
+        failure,
+        Failure::Usage(_) | Failure::Open(_) | Failure::OutOfMemory(_) | Failure::Output(_) | Failure::OutputClosed
+    )
 }
 
 fn list(session: &Session) -> Result<Outcome, Failure> {

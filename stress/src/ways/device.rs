@@ -24,7 +24,7 @@ pub(super) const OTHER_PROCESS: Way = Way {
 fn too_big(stand: &mut Stand) -> Result<Story, Failure> {
     stand.mark("weights", stand.percent(20))?;
     stand.mark("activations", stand.percent(10))?;
-    let refusal = stand.request(stand.percent(110))?;
+    let refusal = stand.request(stand.percent(110) + stand.spare)?;
     let less = stand.percent(60);
     Ok(Story {
         refusal,

@@ -26,6 +26,10 @@ fn spill(stand: &mut Stand) -> Result<Story, Failure> {
     // What the runtime needs for itself, and the edges of granules.
     let spare = stand.percent(2).max(16 << 20);
     stand.mark("weights", stand.room.saturating_sub(CACHES * bytes + spare))?;
+    if stand.spare > 0 {
+        // The caches are small beside what nobody knows whether it can be had, so that must not decide.
+        stand.allocator.set_limit(Some(stand.room));
+    }
     let mut caches = Vec::new();
     for number in 0..CACHES {
         let contents = vec![content(number); usize::try_from(bytes).unwrap_or(usize::MAX)];

@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use aquifer_allocator::{AllocError, Allocation, Allocator, Bytes, OomReport, TagScope};
+use aquifer_device::Stream;
 use aquifer_device::sim::SimDriver;
-use aquifer_device::{Device, Stream};
 
-use crate::cli::ConfigArg;
 use crate::content::Filled;
 use crate::exit::Failure;
 use crate::session::Session;
@@ -14,6 +13,10 @@ use crate::session::Session;
 /// What must be free on a device: with less, granules, segments and what spilling needs leave no room for what the ways
 /// do.
 const ROOM_MIN: u64 = 32 << 20;
+
+/// What is left alone of what a real device has free: this share of it, and no less than so many bytes.
+const SPARE_SHARE: u64 = 64;
+const SPARE_MIN: u64 = 256 << 20;
 
 /// An allocator on a device of its own, and blocks with known content.
 #[derive(Debug)]
@@ -24,8 +27,10 @@ pub struct Stand {
     pub stream: Stream,
     /// The simulator below, if the device is a simulated one.
     pub simulator: Option<Arc<SimDriver>>,
-    /// Bytes of the device that were free at the start.
+    /// Bytes of the device that were free at the start, less what is left alone.
     pub room: u64,
+    /// Bytes that are left alone: on a real device not all can be had that the driver says is free.
+    pub spare: u64,
     marked: Vec<Marked>,
     written: u8,
 }
@@ -58,7 +63,9 @@ impl Stand {
     /// Those of the device and the allocator, and a device that is too small to tell the ways apart.
     pub fn new(session: &Session, options: fn(u64) -> String) -> Result<Stand, Failure> {
         let (device, simulator) = session.open_with_simulator()?;
-        let room = device.memory_info()?.free;
+        let free = device.memory_info()?.free;
+        let spare = if simulator.is_some() { 0 } else { (free / SPARE_SHARE).max(SPARE_MIN) };
+        let room = free.saturating_sub(spare);
         if room < ROOM_MIN {
             let (needed, name) = (Bytes(ROOM_MIN), session.device_text());
             let text = format!("{name} is too small for this: {needed} must be free, and {} are", Bytes(room));
@@ -66,22 +73,12 @@ impl Stand {
         }
         let mut config = session.config()?.clone();
         config.config.apply(&options(room)).map_err(AllocError::from)?;
-        Self::on(session, &device, &config, simulator, room)
-    }
-
-    fn on(
-        session: &Session,
-        device: &Device,
-        config: &ConfigArg,
-        simulator: Option<Arc<SimDriver>>,
-        room: u64,
-    ) -> Result<Stand, Failure> {
-        let allocator = session.allocator(device, config)?;
+        let allocator = session.allocator(&device, &config)?;
         let stream = device.create_stream()?;
-        Ok(Stand { allocator, stream, simulator, room, marked: Vec::new(), written: 0 })
+        Ok(Stand { allocator, stream, simulator, room, spare, marked: Vec::new(), written: 0 })
     }
 
-    /// `percent` of what the device had free at the start.
+    /// `percent` of the room.
     pub fn percent(&self, percent: u64) -> u64 {
         self.room / 100 * percent
     }

@@ -102,3 +102,14 @@ fn a_benchmark_tells_of_sizes_that_the_gpu_has_no_room_for() {
     let said = errors(&output);
     assert_eq!(said.matches("churn_1000: the device has room for blocks of at most 8.00 MiB").count(), 1, "{said}");
 }
+
+#[test]
+fn ways_out_of_memory_leave_some_of_a_gpu_alone() {
+    let driver = Driver::new("oom");
+    let rows = driver.rows(0, &["oom"]);
+    assert_eq!(rows.len(), 9);
+    for row in rows.iter().filter(|row| row["skipped"].is_null()) {
+        assert!(row["refused"] == true || ["pending", "reclaimers"].iter().any(|way| row["way"] == *way), "{row}");
+        assert!(bytes(row, "reserved_bytes_before") <= (4 << 30) - (256 << 20), "{row}");
+    }
+}

@@ -148,6 +148,22 @@ fn every_way_out_of_memory_leads_back() {
 }
 
 #[test]
+fn a_way_that_fails_does_not_keep_the_others_from_being_gone() {
+    // Too late for the short way.
+    let device = "sim:2GiB,fault=cuMemsetD8Async#10:999";
+    let args = ["oom", "--device", device, "--way", "fragmented", "--way", "limit"];
+    let rows = rows(1, &args);
+    assert_eq!(rows.len(), 2);
+    has_keys(&rows[0], &["way", "device", "failed"]);
+    assert!(rows[0]["way"] == "fragmented" && rows[0]["failed"].as_str().unwrap().contains("999"), "{}", rows[0]);
+    assert!(rows[1]["way"] == "limit" && rows[1]["recovered"] == true, "{}", rows[1]);
+    let output = stress(&args);
+    assert!(errors(&output).contains("error: fragmented: "), "{}", errors(&output));
+    let shown = String::from_utf8(output.stdout).unwrap();
+    assert!(shown.contains("FAILED: ") && shown.contains("serves as before"), "{shown}");
+}
+
+#[test]
 fn the_demonstration_tells_its_story() {
     let rows = rows(0, &["--config", "backing:segments,max_split_size_mb:256"]);
     let steps: Vec<&str> = rows.iter().map(|row| row["step"].as_str().unwrap()).collect();
