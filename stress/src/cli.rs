@@ -132,6 +132,9 @@ JSON keys, per program and config:
   driver_allocs             allocations during which the driver was asked to allocate, create, map or make accessible
   driver_time_modelled_us   time that all driver calls would take on a real device, by the simulator's model of costs
   worst_alloc_us            the most of it within one allocation
+  driver_allocs_measured_us, worst_alloc_measured_us
+                            on a real device: time of the host in the allocations of driver_allocs, all that they do included;
+                            the most of it within one of them; null on a simulated device
   stalls                    waits of the host for a device that was behind (--lag)
   remaps, granules_moved    how often memory was moved to where contiguous addresses were needed; pieces that moved
   warm_driver_calls, warm_driver_allocs, warm_driver_time_modelled_us, warm_stalls
@@ -148,7 +151,8 @@ JSON keys, per program and config:
                             it refused in the last pass
 Counts and peaks are of the first pass unless said otherwise, hazards of all and of the end. Times are taken in passes of their
 own, on another device, where nothing is counted; they count neither reading the file nor freeing what a pass leaves
-allocated. Modelled times are null on a real device.";
+allocated. Modelled times are null on a real device. Measured ones
+are of the passes that are observed: counting goes on between allocations, not within.";
 
 /// Arguments of `replay`.
 #[derive(Debug, Args)]

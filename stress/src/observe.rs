@@ -1,10 +1,11 @@
 //! An allocator whose dealings with the driver are watched, on a device that may lag.
 //!
-//! Watching takes time, so nothing is timed here: a program is replayed once for its times and once to be observed, on
-//! devices of their own. Where the device is simulated, it lags as asked for ([`Lagging`]), which checks on the way that no
+//! Watching takes time, so what is fast is not timed here: a program is replayed once for its times and once to be observed, on
+//! devices of their own. Only requests for which a real driver was asked are, as they take long. Where the device is simulated, it lags as asked for ([`Lagging`]), which checks on the way that no
 //! memory is taken away before the device is done with it, and driver calls have a modelled time.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use aquifer_allocator::{Allocation, MemoryStats};
 use aquifer_device::sim::Lagging;
@@ -31,6 +32,8 @@ pub struct Costs {
     pub driver_allocs: u64,
     /// Modelled time in driver calls; `None` on a real device.
     pub modelled: Option<Modelled>,
+    /// Time of the host in requests that asked the driver; `None` on a simulated device, where it says nothing.
+    pub measured: Option<Measured>,
     /// How often the host waited for a device that lagged.
     pub stalls: u64,
     /// Events recorded and waits inserted to order streams.
@@ -47,6 +50,16 @@ pub struct Modelled {
     pub worst_alloc_ns: u64,
 }
 
+/// Time of the host in requests for memory during which the driver was asked, in ns.
+#[derive(Debug, Clone, Copy, Default)]
+#[non_exhaustive]
+pub struct Measured {
+    /// Of all of them.
+    pub driver_allocs_ns: u64,
+    /// Of the slowest.
+    pub worst_alloc_ns: u64,
+}
+
 /// An allocator under observation.
 #[derive(Debug)]
 pub struct Observed {
@@ -57,6 +70,7 @@ pub struct Observed {
     allocs: u64,
     driver_allocs: u64,
     worst_alloc_ns: u64,
+    measured: Measured,
 }
 
 /// Where the counters stood when a pass began.
@@ -77,7 +91,8 @@ impl Observed {
         let simulated = session.open_lagging(lag)?;
         let device = simulated.as_ref().map_or_else(|| session.open(), |simulated| Ok(simulated.device.clone()))?;
         let subject = Aquifer::new(session, &device, config, streams)?;
-        Ok(Observed { subject, device, simulated, allocs: 0, driver_allocs: 0, worst_alloc_ns: 0 })
+        let measured = Measured::default();
+        Ok(Observed { subject, device, simulated, allocs: 0, driver_allocs: 0, worst_alloc_ns: 0, measured })
     }
 
     /// The device.
@@ -93,6 +108,7 @@ impl Observed {
     /// Begins a pass.
     pub fn begin(&mut self) -> Start {
         (self.allocs, self.driver_allocs, self.worst_alloc_ns) = (0, 0, 0);
+        self.measured = Measured::default();
         Start {
             calls: self.device.driver_calls(),
             time_ns: self.time_ns(),
@@ -114,6 +130,7 @@ impl Observed {
                 .simulated
                 .as_ref()
                 .map(|_| Modelled { total_ns: self.time_ns() - start.time_ns, worst_alloc_ns: self.worst_alloc_ns }),
+            measured: self.simulated.is_none().then_some(self.measured),
             stalls: self.stalls() - start.stalls,
             timeline,
         }
@@ -145,9 +162,15 @@ impl Subject for Observed {
             lag.advance();
         }
         let (taken, time) = (self.taken(), self.time_ns());
+        let begun = Instant::now();
         let allocated = self.subject.alloc(bytes, stream);
+        let elapsed = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.allocs += 1;
-        self.driver_allocs += u64::from(self.taken() > taken);
+        if self.taken() > taken {
+            self.driver_allocs += 1;
+            self.measured.driver_allocs_ns += elapsed;
+            self.measured.worst_alloc_ns = self.measured.worst_alloc_ns.max(elapsed);
+        }
         self.worst_alloc_ns = self.worst_alloc_ns.max(self.time_ns() - time);
         let allocation = allocated?;
         if let Some(lag) = self.lag() {

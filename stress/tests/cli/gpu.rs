@@ -113,3 +113,15 @@ fn ways_out_of_memory_leave_some_of_a_gpu_alone() {
         assert!(bytes(row, "reserved_bytes_before") <= (4 << 30) - (256 << 20), "{row}");
     }
 }
+
+#[test]
+fn a_gpu_s_answers_are_measured_by_the_host() {
+    let driver = Driver::new("measured");
+    let file = Scratch::new("measured.trace", b"a 0 30000000 0\nf 0 0\na 1 512 0\nf 1 0\na 0 30000000 0\nf 0 0\n");
+    let row = &driver.rows(0, &["replay", "--config", "backing:segments", file.path()])[0];
+    let number = |key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key} in {row}"));
+    assert_eq!((bytes(row, "allocs"), bytes(row, "driver_allocs")), (3, 2));
+    let (all, worst) = (number("driver_allocs_measured_us"), number("worst_alloc_measured_us"));
+    assert!(worst > 0.0 && worst < all && all <= 2.0 * worst + 0.02, "{row}");
+    assert!(row["driver_time_modelled_us"].is_null() && row["worst_alloc_us"].is_null(), "{row}");
+}

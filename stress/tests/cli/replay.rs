@@ -4,7 +4,7 @@ use super::*;
 
 const PYTORCH_LIKE: [&str; 4] = ["--device", "sim:192GiB", "--config", "backing:segments,cross_stream:off"];
 
-pub(super) const REPLAY_KEYS: [&str; 30] = [
+pub(super) const REPLAY_KEYS: [&str; 32] = [
     "trace",
     "config",
     "device",
@@ -21,6 +21,8 @@ pub(super) const REPLAY_KEYS: [&str; 30] = [
     "driver_allocs",
     "driver_time_modelled_us",
     "worst_alloc_us",
+    "driver_allocs_measured_us",
+    "worst_alloc_measured_us",
     "stalls",
     "remaps",
     "granules_moved",
@@ -164,6 +166,7 @@ fn driver_time_is_modelled_for_first_and_later_passes() {
     #[expect(clippy::cast_precision_loss, reason = "a small count")]
     let least = allocations as f64 * 66.0;
     assert!(all >= least && (66.0..all).contains(&worst), "{one}");
+    assert!(one["driver_allocs_measured_us"].is_null() && one["worst_alloc_measured_us"].is_null(), "{one}");
     for key in ["warm_driver_calls", "warm_driver_allocs", "warm_driver_time_modelled_us", "warm_worst_alloc_us"] {
         assert!(one[key].is_null(), "{key} in {one}");
     }

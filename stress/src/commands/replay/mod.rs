@@ -42,6 +42,8 @@ pub struct Row {
     pub driver_allocs: u64,
     pub driver_time_modelled_us: Option<f64>,
     pub worst_alloc_us: Option<f64>,
+    pub driver_allocs_measured_us: Option<f64>,
+    pub worst_alloc_measured_us: Option<f64>,
     pub stalls: u64,
     pub remaps: u64,
     pub granules_moved: u64,
@@ -121,6 +123,7 @@ pub(super) fn replay(
     let Observations { costs, stats, ooms, hazards } = observed;
     let (first, warm) = costs.split_first().map_or((None, &[][..]), |(first, warm)| (Some(first), warm));
     let modelled = |ns: fn(&Modelled) -> u64| first.and_then(|costs| costs.modelled.as_ref()).map(|m| us(ns(m)));
+    let measured = first.and_then(|costs| costs.measured);
     let warm_modelled: Vec<Modelled> = warm.iter().filter_map(|costs| costs.modelled).collect();
     let worst = warm_modelled.iter().map(|modelled| modelled.worst_alloc_ns).max();
     let calls = first.iter().flat_map(|costs| costs.calls.iter());
@@ -141,6 +144,8 @@ pub(super) fn replay(
         driver_allocs: first.map_or(0, |costs| costs.driver_allocs),
         driver_time_modelled_us: modelled(|modelled| modelled.total_ns),
         worst_alloc_us: modelled(|modelled| modelled.worst_alloc_ns),
+        driver_allocs_measured_us: measured.map(|measured| us(measured.driver_allocs_ns)),
+        worst_alloc_measured_us: measured.map(|measured| us(measured.worst_alloc_ns)),
         stalls: first.map_or(0, |costs| costs.stalls),
         remaps: stats.remaps,
         granules_moved: stats.granules_moved,
