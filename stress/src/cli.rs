@@ -148,7 +148,8 @@ JSON keys, per program and config:
   yardstick_ns_per_op       with --yardstick only, and if there are events
   pool_ns_per_op, pool_peak_reserved_bytes, pool_ooms
                             with --driver-pool only: time per event, the most that the pool held from the device, and what
-                            it refused in the last pass
+                            it refused in the last pass. A real driver keeps one mark of the most for the whole process;
+                            where this program did not raise it, it is the most that was held at the end of a pass
 Counts and peaks are of the first pass unless said otherwise, hazards of all and of the end. Times are taken in passes of their
 own, on another device, where nothing is counted; they count neither reading the file nor freeing what a pass leaves
 allocated. Modelled times are null on a real device. Measured ones

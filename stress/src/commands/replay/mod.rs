@@ -163,7 +163,7 @@ pub(super) fn replay(
         hazards,
         yardstick_ns_per_op: times.yardstick.and_then(|times| times.later()).map(hundredths),
         pool_ns_per_op: times.driver_pool.as_ref().and_then(|pool| pool.times.later()).map(hundredths),
-        pool_peak_reserved_bytes: times.driver_pool.as_ref().map(|pool| pool.usage.reserved_peak),
+        pool_peak_reserved_bytes: times.driver_pool.as_ref().map(|pool| pool.reserved),
         pool_ooms: times.driver_pool.map(|pool| pool.ooms),
     })
 }

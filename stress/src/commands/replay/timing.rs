@@ -1,7 +1,7 @@
 //! The passes that are timed: in turns with those of the yardstick, and before those of the driver's pool, which would else share the
 //! device's memory with what the allocator holds.
 
-use aquifer_device::PoolUsage;
+use aquifer_device::Device;
 use indicatif::ProgressBar;
 
 use crate::cli::{ConfigArg, PassArgs};
@@ -33,7 +33,8 @@ pub(super) struct Timings {
 /// How the driver's pool did.
 pub(super) struct Pooled {
     pub(super) times: Times,
-    pub(super) usage: PoolUsage,
+    /// The most that it held from the device.
+    pub(super) reserved: u64,
     /// Requests refused in the last pass.
     pub(super) ooms: u64,
 }
@@ -63,19 +64,27 @@ pub(super) fn time(
     let times = ours.times.clone();
     ours.subject.give_back()?;
     drop(ours);
-    let driver_pool = beside.driver_pool.then(|| time_pool(session, program, passes)).transpose()?;
+    let driver_pool = beside.driver_pool.then(|| time_pool(session.open()?, program, passes)).transpose()?;
     Ok(Timings { ours: times, yardstick: yardstick.map(|yardstick| yardstick.times), driver_pool })
 }
 
-fn time_pool(session: &Session, program: &Program, passes: &PassArgs) -> Result<Pooled, Failure> {
-    let mut pool = Timed::new(DriverPool::new(session.open()?, program.streams.len())?, program);
-    let mut ooms = 0;
+fn time_pool(device: Device, program: &Program, passes: &PassArgs) -> Result<Pooled, Failure> {
+    let mut pool = Timed::new(DriverPool::new(device, program.streams.len())?, program);
+    let before = pool.subject.usage()?.reserved_peak;
+    let (mut ooms, mut held) = (0, 0);
     for _ in 0..passes.repeat {
         ooms = pool.pass()?;
+        held = pool.subject.usage()?.reserved.max(held);
     }
-    let usage = pool.subject.usage()?;
+    let reserved = most_held(before, pool.subject.usage()?.reserved_peak, held);
     pool.subject.give_back()?;
-    Ok(Pooled { usage, times: pool.times, ooms })
+    Ok(Pooled { reserved, times: pool.times, ooms })
+}
+
+/// The most that the pool held. The driver's mark of it stays for the whole process, so it only tells where it was raised since
+/// `before`. Where it was not, it is what was held at the end of a pass: nobody waits during passes, so the pool gave nothing back.
+fn most_held(before: u64, mark: u64, at_ends: u64) -> u64 {
+    if mark > before { mark } else { at_ends }
 }
 
 /// A subject that plays a program again and again.
@@ -96,5 +105,31 @@ impl<'a, S: Subject> Timed<'a, S> {
         let pass = self.player.pass(&mut self.subject, OnOom::Skip)?;
         self.times.add(pass.elapsed, self.operations);
         Ok(pass.ooms)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn the_mark_of_another_program_is_not_told() {
+        let device = "sim:4GiB".parse::<aquifer_device::DeviceSpec>().unwrap().open().unwrap();
+        let most = |text: &str| {
+            let programs = crate::input::read(Path::new("made.trace"), text.as_bytes()).unwrap();
+            time_pool(device.clone(), &programs[0], &PassArgs { repeat: 2, lag: 0 }).unwrap().reserved
+        };
+        assert_eq!(most("a 0 1000000000 0\nf 0 0\n"), 1_000_000_000);
+        assert!(most("a 0 3000000 0\nf 0 0\n") <= 3_000_000);
+        assert_eq!(device.driver().pool_usage().unwrap().reserved_peak, 1_000_000_000, "it is still there");
+    }
+
+    #[test]
+    fn an_old_mark_of_the_pool_is_not_taken_for_a_new_one() {
+        assert_eq!(most_held(0, 70, 60), 70);
+        assert_eq!(most_held(70, 80, 60), 80);
+        assert_eq!(most_held(70, 70, 30), 30);
     }
 }
