@@ -152,8 +152,8 @@ JSON keys, per program and config:
                             where this program did not raise it, it is the most that was held at the end of a pass
 Counts and peaks are of the first pass unless said otherwise, hazards of all and of the end. Times are taken in passes of their
 own, on another device, where nothing is counted; they count neither reading the file nor freeing what a pass leaves
-allocated. Modelled times are null on a real device. Measured ones
-are of the passes that are observed: counting goes on between allocations, not within.";
+allocated. Modelled times are null on a real device. Measured ones are of
+the first pass that is counted, without the counting.";
 
 /// Arguments of `replay`.
 #[derive(Debug, Args)]
@@ -205,8 +205,9 @@ JSON keys, per program and config:
   smallest_device_bytes     the size of the device: it finishes there, and fails with 2 MiB less
   ratio                     that size over the most the program had asked for and not yet freed
   retries_at_fit            times that all cached memory was released to try again, on that device
-The device is a simulated one, also where there is a GPU; its size is replaced. --device may name another, but no real one. Whether a program finishes need not be monotonic in
-the size of the device; smaller ones were tried near this boundary, not everywhere.";
+The device is a simulated one, also where there is a GPU; its size is replaced. --device may name another, but no real one.
+Whether a program finishes need not be monotonic in the size of the device; smaller ones were tried near this boundary, not
+everywhere.";
 
 /// Arguments of `bench`.
 #[derive(Debug, Args)]
