@@ -1,6 +1,7 @@
 //! A device with everything loaded, and memory with guards around it.
 
 use std::fmt::Debug;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
 use aquifer_device::{AccessKind, Device, DeviceSpec, DriverKind, Stream};
@@ -13,6 +14,8 @@ pub(crate) struct Bench {
     pub(crate) allocator: Allocator,
     pub(crate) kernels: Kernels,
     pub(crate) stream: Stream,
+    /// Held while the device of all tests is in use; the last to go.
+    _turn: Option<MutexGuard<'static, ()>>,
 }
 
 /// Elements that have bytes.
@@ -63,6 +66,10 @@ plain! {
     ];
 }
 
+fn open(spec: &str) -> Device {
+    spec.parse::<DeviceSpec>().unwrap().open().unwrap()
+}
+
 /// The byte that guards consist of.
 const GUARD: u8 = 0xA5;
 /// Elements of guard behind memory, and in front of it at least.
@@ -76,16 +83,33 @@ pub(crate) struct Guarded<T: Plain> {
 }
 
 impl Bench {
+    /// A simulated device of its own, or its turn with the one that is named: what a test counts and captures is then its alone, so a
+    /// test must not hold two of these.
     pub(crate) fn new() -> Bench {
-        let spec = std::env::var("AQUIFER_TEST_DEVICE").unwrap_or_else(|_| "sim:2GiB".to_owned());
-        Bench::on(spec.parse::<DeviceSpec>().unwrap().open().unwrap())
+        let Ok(spec) = std::env::var("AQUIFER_TEST_DEVICE") else { return Bench::on(open("sim:2GiB")) };
+        /// Opened once: on a GPU each case would make a context and have all modules compiled otherwise.
+        static SHARED: OnceLock<(Device, Kernels)> = OnceLock::new();
+        static TURN: Mutex<()> = Mutex::new(());
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let (device, kernels) = SHARED.get_or_init(|| {
+            let device = open(&spec);
+            let kernels = Kernels::load(&device).unwrap();
+            (device, kernels)
+        });
+        // What the test before left is not given back among the calls of this one.
+        device.settle();
+        Bench::with(device.clone(), kernels.clone(), Some(turn))
     }
 
     pub(crate) fn on(device: Device) -> Bench {
-        let allocator = Allocator::new(&device, Config::default()).unwrap();
         let kernels = Kernels::load(&device).unwrap();
+        Bench::with(device, kernels, None)
+    }
+
+    fn with(device: Device, kernels: Kernels, turn: Option<MutexGuard<'static, ()>>) -> Bench {
+        let allocator = Allocator::new(&device, Config::default()).unwrap();
         let stream = device.create_stream().unwrap();
-        Bench { device, allocator, kernels, stream }
+        Bench { device, allocator, kernels, stream, _turn: turn }
     }
 
     pub(crate) fn is_simulated(&self) -> bool {
@@ -143,8 +167,10 @@ impl Bench {
 
 impl Drop for Bench {
     fn drop(&mut self) {
+        // All of them, or the next test with the device is blamed for the others.
+        let found: Vec<String> = std::iter::from_fn(|| self.device.driver().take_violation()).collect();
         if !std::thread::panicking() {
-            assert_eq!(self.device.driver().take_violation(), None);
+            assert!(found.is_empty(), "{found:?}");
         }
     }
 }
