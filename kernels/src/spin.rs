@@ -47,7 +47,8 @@ impl Kernels {
     pub const SPIN_MAX: Duration = Duration::from_secs(1);
 
     /// Enqueues a kernel that does nothing until `time` has passed since it began: on one thread, so that other streams go on. It
-    /// takes longer by up to the resolution of the device's clock, 32 ns to 1 µs on most; on the simulated device the time is virtual.
+    /// takes longer or shorter by up to one tick of the device's clock, 32 ns to 1 µs on most, as it may begin and end anywhere
+    /// within a tick; on the simulated device the time is virtual.
     ///
     /// # Errors
     /// More than [`Kernels::SPIN_MAX`], a stream of another device, and those of the driver.

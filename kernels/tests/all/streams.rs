@@ -202,13 +202,21 @@ fn a_capture_takes_no_memory_that_its_stream_is_not_ordered_after() {
 #[test]
 fn spinning_takes_its_time() {
     let bench = Bench::new();
+    let spin = |ms| bench.kernels.spin(&bench.stream, Duration::from_millis(ms)).unwrap();
     let (start, end) = (bench.device.create_event(true).unwrap(), bench.device.create_event(true).unwrap());
+    // A GPU looks the kernel up when it is first launched, and an event on an idle stream comes at once: so once beforehand, and
+    // then behind work that hides the time that the host takes to enqueue.
+    spin(0);
+    bench.stream.synchronize().unwrap();
+    spin(5);
     start.record(&bench.stream).unwrap();
-    bench.kernels.spin(&bench.stream, Duration::from_millis(3)).unwrap();
+    spin(3);
     end.record(&bench.stream).unwrap();
     end.synchronize().unwrap();
     let ms = start.elapsed_ms(&end).unwrap();
-    assert!((3.0..6.0).contains(&ms), "{ms}");
+    // A GPU's clock ticks every microsecond or so, and a tick may be missing.
+    let least = if bench.is_simulated() { 3.0 } else { 2.99 };
+    assert!((least..6.0).contains(&ms), "{ms}");
 }
 
 #[test]
