@@ -2,7 +2,7 @@
 
 use std::hint::black_box;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use aquifer_device::{AccessKind, Device, DeviceError, DevicePtr, Stream};
 
@@ -50,8 +50,8 @@ pub(super) fn plan(speeds: Speeds, cores: usize) -> Sizes {
     Sizes { chunk_bytes: power, chunks: (threads + 3).clamp(3, 12), threads }
 }
 
-/// The sizes that suit the device. Measures where there is something to be measured, which takes a few milliseconds: not on a
-/// simulated device, nor on one that captures, where it would break the capture, nor where nothing is left to choose.
+/// The sizes that suit the device. Measures where there is something to be measured, which takes some 50 ms, most of them for memory
+/// to copy from, and at most about twice [`PATIENCE`]: not on a simulated device, nor on one that captures, where it would break the capture, nor where nothing is left to choose.
 pub(super) fn choose(config: &StagingConfig, pool: &PinnedPool) -> Sizes {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let device = pool.device();
@@ -69,8 +69,14 @@ pub(super) fn choose(config: &StagingConfig, pool: &PinnedPool) -> Sizes {
     sizes
 }
 
-/// Bytes that are copied to measure a speed.
+/// Bytes that are copied to measure the link, and page-locked memory that host copies are measured with, as large as a chunk.
 const SAMPLE: usize = 4 << 20;
+
+/// Bytes of ordinary memory that are read to measure a host copy: many times what a core's own cache holds.
+const SOURCE: usize = 64 << 20;
+
+/// Time after which memory is measured on as far as it was got ready, and a copy as far as it went.
+const PATIENCE: Duration = Duration::from_millis(50);
 
 /// Measures on memory of its own and a stream of its own, so that no work of the caller is waited for.
 fn measure(pool: &PinnedPool) -> Result<Speeds, TransferError> {
@@ -84,17 +90,38 @@ fn measure(pool: &PinnedPool) -> Result<Speeds, TransferError> {
     Ok(Speeds { copy, link })
 }
 
-/// The best of a few copies: others that use the machine make a copy slower, never faster.
+/// The mean over one pass through ordinary memory, a chunk at a time into the same page-locked memory, as the ring's threads copy.
+/// Once only: what is read again comes out of a cache, twice as fast as anything that is staged.
 fn measure_copy(to: &mut [u8]) -> f64 {
-    let from = vec![1; to.len()];
-    let mut best = 0.0_f64;
-    for _ in 0..4 {
-        let start = Instant::now();
-        to.copy_from_slice(black_box(&from));
+    let Some(from) = source(to.len()) else { return Speeds::ASSUMED.copy };
+    let start = Instant::now();
+    let mut copied = 0;
+    for piece in from.chunks_exact(to.len()) {
+        to.copy_from_slice(black_box(piece));
         black_box(&mut *to);
-        best = best.max(to.len() as f64 / start.elapsed().as_nanos().max(1) as f64);
+        copied += piece.len();
+        if start.elapsed() > PATIENCE {
+            break;
+        }
     }
-    best
+    copied as f64 / start.elapsed().as_nanos().max(1) as f64
+}
+
+/// Up to [`SOURCE`] bytes, as a multiple of `piece`, written in order, so that the system has given the memory and the first bytes
+/// are those that left the caches first. `None` if there is no memory.
+fn source(piece: usize) -> Option<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let sizes = std::iter::successors(Some(SOURCE / piece), |pieces| Some(pieces / 2));
+    let pieces =
+        sizes.take_while(|&pieces| pieces > 0).find(|pieces| bytes.try_reserve_exact(pieces * piece).is_ok())?;
+    let start = Instant::now();
+    for _ in 0..pieces {
+        bytes.resize(bytes.len() + piece, 1);
+        if start.elapsed() > PATIENCE {
+            break;
+        }
+    }
+    Some(bytes)
 }
 
 fn measure_link(device: &Device, sample: &mut PinnedBuffer<u8>, stream: &Stream) -> Result<f64, TransferError> {
@@ -163,6 +190,18 @@ mod tests {
         device.synchronize().unwrap();
         assert_eq!(device.memory_info().unwrap().free, device.info().total_bytes);
         assert!(device.driver().take_violation().is_none());
+    }
+
+    #[test]
+    fn copies_are_measured_on_whole_pieces_of_what_memory_there_is() {
+        let all = source(SAMPLE).unwrap();
+        assert!((SAMPLE..=SOURCE).contains(&all.len()) && all.len().is_multiple_of(SAMPLE), "{}", all.len());
+        assert_eq!(source(SOURCE).unwrap().len(), SOURCE);
+        assert_eq!(source(SOURCE + 1), None);
+        let mut to = vec![0; SAMPLE];
+        let copy = measure_copy(&mut to);
+        assert!(copy > 0.0 && copy.is_finite(), "{copy}");
+        assert!(to.iter().all(|&byte| byte == 1));
     }
 
     #[test]
