@@ -63,8 +63,7 @@ impl Timeline {
 
     pub(super) fn record(&self, state: &mut State) -> Result<Recorded> {
         if state.closed {
-            return Err(DeviceError::new(Operation::Record, Code::INVALID_HANDLE)
-                .with_detail("the stream was destroyed or released and its last event could not be recorded"));
+            return Err(self.closed_error());
         }
         if state.capture.is_some() {
             return Err(capture_error(
@@ -81,6 +80,16 @@ impl Timeline {
         let recorded = Recorded { covers, clock: state.clock.clone(), event };
         state.events.push_back(recorded.clone());
         Ok(recorded)
+    }
+
+    /// Why nothing can be recorded any more. Streams of a lost device are destroyed without a last event.
+    fn closed_error(&self) -> DeviceError {
+        let driver = &self.context.driver;
+        match driver.lost() {
+            Some(lost) => driver.note_lost(DeviceError::new(Operation::Record, lost.code)),
+            None => DeviceError::new(Operation::Record, Code::INVALID_HANDLE)
+                .with_detail("the stream was destroyed or released and its last event could not be recorded"),
+        }
     }
 
     pub(super) fn poll(&self, state: &mut State) -> Result<()> {

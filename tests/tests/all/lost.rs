@@ -29,6 +29,11 @@ fn every_error_after_the_first_names_the_first() {
     assert!(allocated.to_string().ends_with(&named), "{allocated}");
     let pinned = transfer.pinned().alloc::<u8>(32 << 20).unwrap_err();
     assert!(matches!(&pinned, TransferError::Device(_)) && pinned.to_string().ends_with(&named), "{pinned}");
+    // A stream whose last event could not be recorded for that.
+    let tick = stream.tick();
+    drop(stream);
+    let uncovered = tick.cover().unwrap_err();
+    assert!(uncovered.is_device_lost() && uncovered.to_string().ends_with(&named), "{uncovered}");
     assert_eq!(device.lost(), Some(first));
 }
 

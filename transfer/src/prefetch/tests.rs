@@ -123,14 +123,16 @@ fn a_source_that_is_slower_than_its_user_is_noticed() {
     let (give, take) = bounded::<Vec<u8>>(0);
     let mut prefetcher = Prefetcher::new(take, &stand.transfer, &stand.stream, 2).unwrap();
     let feeder = std::thread::spawn(move || {
-        for n in 0..3 {
-            give.send(vec![n; 10]).unwrap();
+        while give.send(vec![1; 10]).is_ok() {
+            std::thread::sleep(Duration::from_millis(1));
         }
     });
-    assert_eq!(prefetcher.by_ref().map(Result::unwrap).count(), 3);
-    feeder.join().unwrap();
-    assert!(prefetcher.starved() >= 1);
+    // However the threads are scheduled, sooner or later the user comes first.
+    while prefetcher.starved() == 0 {
+        prefetcher.next().unwrap().unwrap();
+    }
     drop(prefetcher);
+    feeder.join().unwrap();
     stand.settled();
 }
 
@@ -196,7 +198,7 @@ fn a_lost_device_ends_it_with_the_error() {
             Prefetcher::new((0..1000u32).map(|n| vec![n; 100]), &stand.transfer, &stand.stream, 2).unwrap();
         stand.driver.inject(Fault::LostAt { nth: call });
         let lost = prefetcher.by_ref().find_map(Result::err);
-        assert!(lost.is_some_and(|error| error.is_device_lost()), "call {call}");
+        assert!(lost.as_ref().is_some_and(|error| error.is_device_lost()), "call {call}: {lost:?}");
         assert!(prefetcher.by_ref().take(10).all(|batch| batch.is_err()));
     }
 }
