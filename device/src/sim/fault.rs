@@ -91,33 +91,48 @@ impl fmt::Display for Fault {
 
 /// What the faults make of one call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Verdict {
-    pub(super) code: Option<Code>,
-    pub(super) spike_ns: u64,
+#[non_exhaustive]
+pub struct Verdict {
+    /// What it fails with.
+    pub code: Option<Code>,
+    /// Virtual time that it takes in addition, in ns.
+    pub spike_ns: u64,
 }
 
-/// The faults in force, with what they counted so far.
+/// Faults in force, with what they counted so far: for a driver whose calls fail as those of the simulated device do.
+///
+/// ```
+/// use aquifer_device::sim::{Fault, FaultPlan};
+/// use aquifer_device::{Code, Operation};
+/// let fault = Fault::Nth { operation: Some(Operation::Alloc), nth: 2, code: Code::OUT_OF_MEMORY };
+/// let mut plan = FaultPlan::new(&[fault], 0);
+/// let codes = [Operation::Alloc, Operation::Free, Operation::Alloc].map(|operation| plan.strike(operation).code);
+/// assert_eq!(codes, [None, None, Some(Code::OUT_OF_MEMORY)]);
+/// ```
 #[derive(Debug)]
-pub(super) struct FaultPlan {
+pub struct FaultPlan {
     faults: Vec<(Fault, u64)>,
     rng: Rng,
 }
 
 impl FaultPlan {
-    pub(super) fn new(faults: &[Fault], seed: u64) -> Self {
+    /// These faults; chance is drawn from `seed`.
+    pub fn new(faults: &[Fault], seed: u64) -> Self {
         FaultPlan { faults: faults.iter().map(|fault| (fault.clone(), 0)).collect(), rng: Rng::new(seed, 2) }
     }
 
-    pub(super) fn add(&mut self, fault: Fault) {
+    /// Adds a fault, which counts calls from now on.
+    pub fn add(&mut self, fault: Fault) {
         self.faults.push((fault, 0));
     }
 
-    pub(super) fn clear(&mut self) {
+    /// Removes all faults.
+    pub fn clear(&mut self) {
         self.faults.clear();
     }
 
     /// The most bytes that may be held from the device.
-    pub(super) fn bytes_max(&self) -> u64 {
+    pub fn bytes_max(&self) -> u64 {
         let limits = self.faults.iter().filter_map(|(fault, _)| match fault {
             Fault::OutOfMemoryAt { bytes } => Some(*bytes),
             _ => None,
@@ -125,9 +140,10 @@ impl FaultPlan {
         limits.min().unwrap_or(u64::MAX)
     }
 
-    /// Counts a call and tells what happens to it. Of several faults the first that was added decides the code.
+    /// Counts a call and tells what happens to it. Of several faults the first that was added decides the code. After one that loses
+    /// the device ([`ErrorKind::DeviceLost`]) it is for the driver to let every call fail.
     #[inline]
-    pub(super) fn strike(&mut self, operation: Operation) -> Verdict {
+    pub fn strike(&mut self, operation: Operation) -> Verdict {
         if self.faults.is_empty() { Verdict::default() } else { self.strike_one(operation) }
     }
 

@@ -77,7 +77,7 @@ use parking_lot::Mutex;
 
 pub use config::{CAPACITY_BYTES_MAX, SimConfig};
 pub use engine::EngineTimes;
-pub use fault::Fault;
+pub use fault::{Fault, FaultPlan, Verdict};
 pub use inspect::CaptureRef;
 pub use lag::Lagging;
 pub use parse::SimConfigError;

@@ -8,7 +8,6 @@
 //! device when the ration is dropped.
 
 mod driver;
-mod faults;
 mod left;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -16,14 +15,13 @@ use std::hash::Hash;
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_device::sim::{Fault, Preset, SimConfig};
+use aquifer_device::sim::{Fault, FaultPlan, Preset, SimConfig};
 use aquifer_device::{
-    CaptureStatus, Code, DeviceError, DeviceInfo, DevicePtr, Driver, Operation, PhysicalOptions, RawPhysical,
-    RawStream, Result,
+    CaptureStatus, Code, DeviceError, DeviceInfo, DevicePtr, Driver, ErrorKind, Operation, PhysicalOptions,
+    RawPhysical, RawStream, Result,
 };
 use parking_lot::Mutex;
 
-use faults::Faults;
 use left::Left;
 
 /// Addresses can be reserved for so many times the memory of the device, as on the simulated one, which says why.
@@ -65,7 +63,8 @@ struct State {
     reserved: u64,
     other: u64,
     calls: u64,
-    faults: Faults,
+    faults: FaultPlan,
+    lost: Option<Code>,
     left: Left,
 }
 
@@ -104,7 +103,8 @@ impl Rationed {
             reserved: 0,
             other: config.other_process_bytes,
             calls: 0,
-            faults: Faults::new(&config.faults, config.seed),
+            faults: FaultPlan::new(&config.faults, config.seed),
+            lost: None,
             left: Left::default(),
         };
         let rdma = config.vmm && config.preset != Preset::Rtx4090;
@@ -165,7 +165,7 @@ impl Rationed {
     fn enter(&self, operation: Operation) -> Result<&dyn Driver> {
         let mut state = self.state.lock();
         state.calls += 1;
-        match state.faults.strike(operation) {
+        match state.strike(operation) {
             None => Ok(&*self.gpu),
             Some(code) => Err(DeviceError::new(operation, code).with_detail("injected fault")),
         }
@@ -259,6 +259,16 @@ impl Drop for Rationed {
 }
 
 impl State {
+    /// What a call fails with, if a fault strikes it, or one before lost the device.
+    fn strike(&mut self, operation: Operation) -> Option<Code> {
+        if self.lost.is_none() {
+            let struck = self.faults.strike(operation).code;
+            self.lost = struck.filter(|code| code.kind() == ErrorKind::DeviceLost);
+            return struck;
+        }
+        self.lost
+    }
+
     /// A plain allocation is gone.
     fn forget(&mut self, ptr: DevicePtr) {
         self.used -= self.plain.remove(&ptr).unwrap_or(0);
