@@ -1,7 +1,8 @@
 //! An allocator whose dealings with the driver are watched, on a device that may lag.
 //!
 //! Watching takes time, so what is fast is not timed here: a program is replayed once for its times and once to be observed, on
-//! devices of their own. Only requests for which a real driver was asked are, as they take long. Where the device is simulated, it lags as asked for ([`Lagging`]), which checks on the way that no
+//! devices of their own. Only requests for which a real driver was asked are, as they take long. Where the device is simulated,
+//! it lags as asked for ([`Lagging`]), which checks on the way that no
 //! memory is taken away before the device is done with it, and driver calls have a modelled time.
 
 use std::sync::Arc;

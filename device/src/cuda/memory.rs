@@ -192,7 +192,10 @@ impl CudaDriver {
         }
         // Small pieces come from within pages that the driver shares out. What is a page longer has a page's border in it.
         // SAFETY: just allocated, and nobody else knows it.
-        unsafe { self.host_free_raw(first) }?;
+        unsafe { self.host_free_raw(first) }.inspect_err(|_| {
+            // It goes with this driver.
+            self.note_allocated(first, bytes, 0);
+        })?;
         let length =
             bytes.checked_add(size(PAGE)).ok_or_else(|| DeviceError::new(Operation::HostAlloc, Code::OUT_OF_MEMORY))?;
         let start = self.host_alloc_raw(length)?;

@@ -9,8 +9,7 @@
 //! * **Calling**: `context` makes the context current for the length of a call. `handles` and `ranges` know what is alive, because
 //!   the driver does not check what it is given.
 //! * **Families of calls**: `memory`, `mappings`, `streams`, `events`, `copies`, `copy_rows`, `batch`, `peers`, `modules`,
-//!   `captures`; `ongoing` knows
-//!   which captures of the context they must not break.
+//!   `captures`. `ongoing` knows which captures of the context they must not break.
 //!
 //! Errors carry the driver's raw code. An error of work that failed on the GPU surfaces at a later call and is of kind
 //! [`DeviceLost`](crate::ErrorKind::DeviceLost): the context takes no calls any more, whoever makes them.

@@ -4,6 +4,7 @@ use aquifer_device::{
     Attribute, CaptureStatus, Code, Copy2d, CopyEnd, CopyPart, Driver, DriverKind, HandleKind, HostPtr,
     PhysicalOptions, PoolUsage, RawStream, StreamFlags,
 };
+use aquifer_standin::Number;
 
 use crate::bench::{Bench, MIB, PTX, code, fill, standin};
 
@@ -376,7 +377,14 @@ fn page_locked_memory_starts_at_a_page_wherever_the_driver_puts_it() {
         // SAFETY: nobody uses the memory any more.
         unsafe { driver.host_free(host) }.unwrap();
     }
-    // What is left over goes with the driver.
+    // What is left over goes with the driver, and so does what could not go when it should.
     driver.host_alloc(10).unwrap();
-    bench.assert_no_violation();
+    bench.device.inject("fault=cuMemFreeHost#1:unknown").unwrap();
+    assert_eq!(code(driver.host_alloc(10)), Code(999));
+    driver.host_alloc(10).unwrap();
+    assert_eq!(bench.device.number(Number::PinnedBytes), 2 * (10 + 4096) + 10);
+    let Bench { driver, device } = bench;
+    drop(driver);
+    assert_eq!(device.number(Number::PinnedBytes), 0);
+    assert_eq!(device.violations(), Vec::<String>::new());
 }

@@ -51,7 +51,8 @@ pub(super) fn plan(speeds: Speeds, cores: usize) -> Sizes {
 }
 
 /// The sizes that suit the device. Measures where there is something to be measured, which takes some 50 ms, most of them for memory
-/// to copy from, and at most about twice [`PATIENCE`]: not on a simulated device, nor on one that captures, where it would break the capture, nor where nothing is left to choose.
+/// to copy from, and at most about twice [`PATIENCE`]: not on a simulated device, nor on one that captures, where it would break the
+/// capture, nor where nothing is left to choose.
 pub(super) fn choose(config: &StagingConfig, pool: &PinnedPool) -> Sizes {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let device = pool.device();

@@ -158,7 +158,7 @@ impl Allocator {
         match whole.plan(request, draft, &terms) {
             Planned::Ready(plan) => {
                 drop(whole);
-                leave.ahead &= rather_bought || plan.buys_ahead();
+                leave.ahead &= rather_bought || plan.buys_ahead;
                 let (work, held) = plan.part();
                 let done = carry_out(self.device(), self.hooks(), work);
                 let mut whole = self.shell().whole();

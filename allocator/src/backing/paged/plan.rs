@@ -49,7 +49,8 @@ pub(crate) struct Terms {
 pub(crate) struct Plan {
     work: Work,
     held: Held,
-    bought_ahead: u64,
+    /// Whether the device is asked for more than the request needs.
+    pub(crate) buys_ahead: bool,
 }
 
 /// What is held while the driver is at work.
@@ -180,7 +181,7 @@ impl Whole {
         let donors = self.hold_donors(request.slot, donors.chosen, &changed, window.end);
         let create = buy + bought_ahead;
         let work = self.work(&donors, spares, create, fill);
-        Planned::Ready(Plan { work, held: Held { window: held, donors, create, spares }, bought_ahead })
+        Planned::Ready(Plan { work, held: Held { window: held, donors, create, spares }, buys_ahead: bought_ahead > 0 })
     }
 
     /// What the driver is asked: to unmap donors that are held, and to fill these ranges with their granules, so many spare ones
@@ -398,11 +399,6 @@ impl Whole {
 }
 
 impl Plan {
-    /// Whether the device is asked for more than the request needs.
-    pub(crate) fn buys_ahead(&self) -> bool {
-        self.bought_ahead > 0
-    }
-
     /// Parts what the driver is asked from what is held meanwhile.
     pub(crate) fn part(self) -> (Work, Held) {
         (self.work, self.held)
