@@ -54,6 +54,7 @@ impl Capture {
         };
         self.stream.timeline().end_capture(&self.scope);
         self.scope.end().iter().for_each(|joined| joined.end_capture(&self.scope));
+        self.scope.launches.cover();
         graph
     }
 }
@@ -170,8 +171,9 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// Enqueues the graph's work on a stream. What orders it with other streams' work on the same buffers is a turn with them around
-    /// this call (`aquifer_allocator::Turn`).
+    /// Enqueues the graph's work on a stream. It comes after what memory that its capture allocated was used for before
+    /// ([`Launches::come_after`]). What orders it with other streams' work on other buffers is a turn with them around this call
+    /// (`aquifer_allocator::Turn`).
     ///
     /// # Errors
     /// When the stream belongs to another device, and those of the driver.
@@ -181,6 +183,7 @@ impl Graph {
             return Err(DeviceError::new(Operation::LaunchGraph, Code::INVALID_HANDLE)
                 .with_detail(format!("the stream that the graph is launched on belongs to {devices}")));
         }
+        self.launches.order(stream)?;
         let launched = self.context.driver.launch_graph(self.raw, stream.timeline().usable(Operation::LaunchGraph)?);
         // After a failure, too: part of it may run.
         self.launches.note(stream);

@@ -1,7 +1,7 @@
-//! Where captured graphs were launched: for whoever keeps memory that they use.
+//! Where captured graphs were launched, and what their launches come after: for whoever keeps memory that they use.
 //!
 //! A graph's work uses addresses that nobody names when it is launched. So whoever gives such memory up, after the graph was dropped
-//! or not, asks here what must be done before.
+//! or not, asks here what must be done before; and whoever gives a capture memory that was in use says here what used it.
 //!
 //! Locks: that of a graph's launches is a leaf, but for those of the graphs that it was launched into; those were captured later.
 
@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use crate::error::Result;
 use crate::stream::Stream;
 use crate::timeline::Tick;
 
@@ -43,12 +44,53 @@ struct Made {
     last: Vec<Tick>,
     /// Graphs that captured a launch: theirs launch this one, too.
     within: Vec<Arc<Launches>>,
+    /// What launches come after, one tick a stream.
+    after: Vec<Tick>,
 }
 
 impl Launches {
     /// Of a graph that is captured here, or one that somebody else captures and will launch.
     pub(crate) fn new(ours: bool) -> Arc<Launches> {
         Arc::new(Launches { ours, made: Mutex::default() })
+    }
+
+    /// Lets launches come after the tick, for memory that the graph uses and that was in use before: [`crate::Graph::launch`] makes the
+    /// stream wait. Call it during the capture. Nothing is ordered where launches are not seen here, because somebody else captured
+    /// the graph.
+    pub fn come_after(&self, tick: Tick) {
+        let mut made = self.made.lock();
+        made.after.retain(|known| !Arc::ptr_eq(known.timeline(), tick.timeline()) && !is_known_done(known));
+        if !is_known_done(&tick) {
+            made.after.push(tick);
+        }
+    }
+
+    /// What launches come after, without what is known to be done.
+    fn after(&self) -> Vec<Tick> {
+        let mut made = self.made.lock();
+        made.after.retain(|tick| !is_known_done(tick));
+        made.after.clone()
+    }
+
+    /// Makes sure that launches need to record nothing for what they come after: a stream may capture again by then. What cannot be
+    /// recorded now is recorded when it is needed.
+    pub(crate) fn cover(&self) {
+        for tick in self.after() {
+            if let Err(error) = tick.cover() {
+                tracing::debug!(%error, "what a graph comes after is not covered by an event yet");
+            }
+        }
+    }
+
+    /// Orders a launch that is about to be enqueued on the stream after what it comes after. A launch that is captured itself passes that
+    /// on to the graph that it becomes part of.
+    pub(crate) fn order(&self, stream: &Stream) -> Result<()> {
+        let after = self.after();
+        match stream.launches_of_capture() {
+            Some(outer) => after.into_iter().for_each(|tick| outer.come_after(tick)),
+            None => after.iter().try_for_each(|tick| stream.wait_for(tick))?,
+        }
+        Ok(())
     }
 
     /// Notes a launch that was enqueued on the stream just now.

@@ -12,7 +12,6 @@ use crate::allocator::Allocator;
 use crate::error::AllocError;
 use crate::heap::{Block, BlockId, Heap, Key, Region, kind_of};
 use crate::history::{Action, Subject};
-use crate::pools::Private;
 use crate::shell::Shell;
 use crate::shell::core::{Core, Granted, Place, Request};
 use crate::shell::whole::Whole;
@@ -187,7 +186,7 @@ impl Whole {
     /// else the largest ones until their sum is; `None` if there is not that much, or a graph may use it.
     pub(crate) fn oversize_to_release(&self, request: &Request) -> Option<Vec<Place>> {
         let least = self.classes.max_split_size()?;
-        if self.pools.owner_of(request.pool).is_some_and(Private::has_graphs) {
+        if self.pools.owner_of(request.pool).is_some_and(|private| private.keeps_for_graphs(request.pool)) {
             return None;
         }
         let need = request.size.max(least);

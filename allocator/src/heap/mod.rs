@@ -138,6 +138,12 @@ impl Heap {
         self.pools.extend([PoolKind::Small, PoolKind::Large].map(|kind| Pool::new(kind, index_kind)));
     }
 
+    /// The pools of a private one: two pairs (`pools/mod.rs`).
+    pub(crate) fn add_private_pools(&mut self) {
+        self.add_pools();
+        self.add_pools();
+    }
+
     /// Takes `size` bytes for the home stream from the block that the index chooses among its own free ones, if the size rules
     /// allow. No block rests.
     #[inline(always)]

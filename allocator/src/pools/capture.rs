@@ -51,6 +51,10 @@ impl Allocator {
     /// comes from `pool`. Call it when the capture has begun, whoever began it: [`Stream::begin_capture`], cudarc, or another
     /// library. Drop the result when it has ended.
     ///
+    /// What the graph uses may have been used before the capture, by work that is not done. [`aquifer_device::Graph::launch`] orders
+    /// the graph after that work. A graph that others launch is ordered by the stream alone: on another one than it was captured on, launch it
+    /// after that stream's earlier work.
+    ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, PoolOptions};
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};

@@ -1,7 +1,8 @@
 //! Private pools: memory that is served apart from everybody else's, as PyTorch's `MemPool` and graph pools.
 //!
-//! The two default pools are numbers 0 (small) and 1 (large) of the heap; a private pool has two of its own. A closed pool
-//! (its handle was dropped) serves nobody; its blocks are given back to the device as they become free, at the next release, but
+//! The two default pools are numbers 0 (small) and 1 (large) of the heap. A private pool has four of its own: two that captures are
+//! served from, and everybody else as long as no graph may use what is free in them, and two for everybody else from then on. A closed
+//! pool (its handle was dropped) serves nobody; its blocks are given back to the device as they become free, at the next release, but
 //! not before the launches are done of graphs whose captures allocated from it.
 
 pub(crate) mod capture;
@@ -18,10 +19,11 @@ use aquifer_device::{Launches, Stream, Timeline};
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::error::AllocError;
-use crate::heap::Heap;
+use crate::heap::{Heap, kind_of};
 use crate::shell::core::Core;
 use crate::shell::special;
 use crate::shell::whole::Whole;
+use crate::size_class::PoolKind;
 
 /// How a private pool behaves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,8 +38,10 @@ pub struct PoolOptions {
 #[derive(Debug)]
 pub(crate) struct Private {
     pub(crate) id: (u64, u64),
-    /// Numbers of its small and large pool in the heap.
-    pub(crate) numbers: [u16; 2],
+    /// Numbers in the heap of the small and the large pool that captures are served from.
+    numbers: [u16; 2],
+    /// Those of the pools that requests outside of captures are served from while it has graphs.
+    beside_graphs: [u16; 2],
     pub(crate) options: PoolOptions,
     pub(crate) open: bool,
     /// Graphs whose captures allocated from it, but for those that are gone and done.
@@ -76,13 +80,12 @@ impl PoolTable {
     pub(crate) fn route(&mut self, stream: &Stream) -> Option<[u16; 2]> {
         let id = self.routed()?.id;
         let private = self.private.iter_mut().find(|private| private.id == id)?;
-        private.note_capture(stream);
-        Some(private.numbers)
+        Some(private.serving(stream))
     }
 
     /// The private pool that owns a heap pool; `None` for the default pools.
     pub(crate) fn owner_of(&self, number: u16) -> Option<&Private> {
-        self.private.iter().find(|private| private.numbers.contains(&number))
+        self.private.iter().find(|private| private.owns(number))
     }
 
     /// The second half of the id of the private pool that owns a heap pool, for history; 0 for the default pools. Heap
@@ -94,30 +97,53 @@ impl PoolTable {
 }
 
 impl Private {
-    fn new(id: (u64, u64), numbers: [u16; 2], options: PoolOptions) -> Private {
+    /// The pool at a place of the table.
+    fn new(at: usize, id: (u64, u64), options: PoolOptions) -> Private {
+        let first = u16::try_from(2 + 4 * at).unwrap_or(u16::MAX - 3);
+        let (numbers, beside_graphs) = ([first, first + 1], [first + 2, first + 3]);
         let (graphs, launched) = (Vec::new(), Vec::new());
-        Private { id, numbers, options, open: true, graphs, foreign_graphs: false, launched }
+        Private { id, numbers, beside_graphs, options, open: true, graphs, foreign_graphs: false, launched }
     }
 
-    /// Notes that the stream, if it captures, allocates from this pool.
-    pub(crate) fn note_capture(&mut self, stream: &Stream) {
-        let Some(launches) = stream.launches_of_capture() else { return };
+    /// All its numbers in the heap.
+    pub(crate) fn numbers(&self) -> impl Iterator<Item = u16> + use<> {
+        self.numbers.into_iter().chain(self.beside_graphs)
+    }
+
+    pub(crate) fn owns(&self, number: u16) -> bool {
+        self.numbers().any(|own| own == number)
+    }
+
+    /// The numbers of the pools that a request for the stream is served from; notes what the stream captures. Its own free blocks may be in
+    /// use by what it did before the capture, after which the graph comes by itself only if it is launched on the same stream.
+    fn serving(&mut self, stream: &Stream) -> [u16; 2] {
+        let Some(launches) = stream.launches_of_capture() else {
+            return if self.has_graphs() { self.beside_graphs } else { self.numbers };
+        };
         if launches.pending().is_none() {
             self.foreign_graphs = true;
         } else if !self.graphs.iter().any(|known| Arc::ptr_eq(known, &launches)) {
             self.graphs.retain(is_alive);
-            self.graphs.push(launches);
+            self.graphs.push(launches.clone());
         }
+        launches.come_after(stream.tick());
+        self.numbers
     }
 
-    /// Whether a graph may use its free memory.
-    pub(crate) fn has_graphs(&self) -> bool {
+    /// Whether there is a graph that may use free memory of it.
+    fn has_graphs(&self) -> bool {
         self.foreign_graphs || self.graphs.iter().any(is_alive)
     }
 
-    /// Whether other requests may take its free memory.
-    pub(crate) fn lends(&self) -> bool {
-        self.open && self.options.use_on_oom && !self.has_graphs()
+    /// Whether a graph may use what is free in the pool of this number.
+    pub(crate) fn keeps_for_graphs(&self, number: u16) -> bool {
+        self.numbers.contains(&number) && self.has_graphs()
+    }
+
+    /// Its pools of a kind whose free memory other requests may take.
+    pub(crate) fn lent(&self, kind: PoolKind) -> impl Iterator<Item = u16> {
+        let lends = self.open && self.options.use_on_oom;
+        self.numbers().filter(move |&number| lends && kind_of(number) == kind && !self.keeps_for_graphs(number))
     }
 
     /// Whether nobody is promised its free memory: it is closed, and no graph that it served still runs.
@@ -127,7 +153,7 @@ impl Private {
 
     /// Tells an arena's heap what kind of pools these are.
     pub(crate) fn set_up(&self, heap: &mut Heap) {
-        for number in self.numbers {
+        for number in self.numbers() {
             let pool = &mut heap.pools[usize::from(number)];
             (pool.no_split, pool.history_id) = (self.options.no_split, self.history_id());
         }
@@ -175,7 +201,7 @@ impl Core {
     /// Launches that memory of closed pools still waits for, of those that `of` picks.
     pub(crate) fn awaited_launches(&self, of: impl Fn(u16) -> bool) -> Vec<(Arc<Timeline>, u64)> {
         let closed =
-            self.pools.private.iter().filter(|private| !private.open && private.numbers.iter().any(|&n| of(n)));
+            self.pools.private.iter().filter(|private| !private.open && private.numbers().any(&of));
         let launched = closed.flat_map(|private| &private.launched);
         launched.filter(|(timeline, after)| !timeline.is_known_done(after.saturating_sub(1))).cloned().collect()
     }
@@ -186,17 +212,15 @@ impl Whole {
     fn add_private(&mut self, options: PoolOptions) -> (u64, u64) {
         let id = (0, NEXT_POOL.fetch_add(1, Ordering::Relaxed));
         let holds_memory = |private: &Private| {
-            self.heaps().flat_map(Heap::regions).any(|region| private.numbers.contains(&region.pool))
+            self.heaps().flat_map(Heap::regions).any(|region| private.owns(region.pool))
         };
         let unused = self.pools.private.iter().position(|private| !private.open && !holds_memory(private));
         let at = unused.unwrap_or(self.pools.private.len());
         if unused.is_none() {
-            let small = u16::try_from(2 * at + 2).unwrap_or(u16::MAX - 1);
-            self.pools.private.push(Private::new(id, [small, small + 1], options));
-            self.arenas.iter_mut().for_each(|arena| arena.heap.add_pools());
+            self.pools.private.push(Private::new(at, id, options));
+            self.arenas.iter_mut().for_each(|arena| arena.heap.add_private_pools());
         }
-        let private = &mut self.pools.private[at];
-        *private = Private::new(id, private.numbers, options);
+        self.pools.private[at] = Private::new(at, id, options);
         let (core, arenas) = self.core_and_arenas();
         arenas.iter_mut().for_each(|arena| core.pools.private[at].set_up(&mut arena.heap));
         id
@@ -206,8 +230,10 @@ impl Whole {
 /// A pool of memory of its own. Dropping it releases what it caches; what is live stays valid and is released later.
 ///
 /// What is free in the pool stays where it is until [`PrivatePool::empty_cache`] is called or the pool is dropped: a graph whose capture
-/// allocated from it may use it whenever it is launched. So keep the pool as long as its graphs are launched, and allocate from
-/// it in captures alone once it has graphs. Launches that run when it is dropped are no problem: its memory goes after them.
+/// allocated from it may use it whenever it is launched. So keep the pool as long as its graphs are launched. Launches that run when
+/// it is dropped are no problem: its memory goes after them. Requests outside of captures do not get what graphs of the pool use. Those
+/// of other captures do: launch graphs that share a pool one after the other, and do not count on what an earlier one left in memory that it
+/// gave back.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, PoolOptions};
@@ -281,7 +307,7 @@ impl PrivatePool {
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
         let core = self.allocator.shell().core();
         let Some(private) = core.pools.find(self.id) else { return Ok(0) };
-        let (numbers, launched) = (private.numbers, core.launches_of(private));
+        let (numbers, launched) = (Vec::from_iter(private.numbers()), core.launches_of(private));
         drop(core);
         self.allocator.synchronize_all(&launched)?;
         if launched.iter().any(|(timeline, after)| !timeline.is_known_done(after.saturating_sub(1))) {
@@ -289,13 +315,13 @@ impl PrivatePool {
         }
         self.allocator.synchronize_pending(|pool| numbers.contains(&pool))?;
         self.allocator.synchronize_free(|pool| numbers.contains(&pool))?;
-        self.release(numbers)
+        self.release(&numbers)
     }
 
-    fn release(&self, numbers: [u16; 2]) -> Result<u64, AllocError> {
+    fn release(&self, numbers: &[u16]) -> Result<u64, AllocError> {
         let segments = self
             .allocator
-            .release_where(|whole| numbers.into_iter().flat_map(|number| whole.whole_segments(number)).collect())?;
+            .release_where(|whole| numbers.iter().flat_map(|&number| whole.whole_segments(number)).collect())?;
         Ok(segments + self.allocator.trim_paged(0, &|pool| numbers.contains(&pool))?)
     }
 
@@ -305,14 +331,11 @@ impl PrivatePool {
         let shell = self.allocator.shell();
         let launched = shell.core().close_pool(self.id);
         self.allocator.poll(&launched)?;
-        let numbers = shell.core().pools.find(self.id).map(|private| private.numbers);
-        let free = shell.whole().free_not_done(|pool| numbers.is_some_and(|numbers| numbers.contains(&pool)));
+        let numbers: Vec<u16> = shell.core().pools.find(self.id).into_iter().flat_map(Private::numbers).collect();
+        let free = shell.whole().free_not_done(|pool| numbers.contains(&pool));
         self.allocator.poll(&free)?;
-        let core = shell.core();
-        let Some(private) = core.pools.find(self.id).filter(|private| private.is_released()) else { return Ok(()) };
-        let numbers = private.numbers;
-        drop(core);
-        self.release(numbers).map(|_| ())
+        let released = shell.core().pools.find(self.id).is_some_and(Private::is_released);
+        if released { self.release(&numbers).map(|_| ()) } else { Ok(()) }
     }
 }
 

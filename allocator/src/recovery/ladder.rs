@@ -22,6 +22,7 @@ use crate::allocator::Allocator;
 use crate::backing::segments::{Growth, Refusal};
 use crate::config::CrossStream;
 use crate::error::AllocError;
+use crate::heap::kind_of;
 use crate::recovery::oom::Tried;
 use crate::shell::core::{Granted, Request};
 
@@ -103,9 +104,11 @@ impl Allocator {
     /// from others.
     fn take_lent_by_pools(&self, request: &Request, _: &mut Tried) -> Rung {
         let mut whole = self.shell().whole();
-        let Some(kind) = (request.pool < 2).then_some(usize::from(request.pool)) else { return Ok(None) };
-        let lenders = whole.pools.private.iter().filter(|private| private.lends());
-        let pools: Vec<u16> = lenders.map(|private| private.numbers[kind]).collect();
+        if request.pool >= 2 {
+            return Ok(None);
+        }
+        let lenders = whole.pools.private.iter();
+        let pools: Vec<u16> = lenders.flat_map(|private| private.lent(kind_of(request.pool))).collect();
         let served = pools.into_iter().find_map(|pool| whole.take_own(&Request { pool, ..*request }));
         Ok(served)
     }

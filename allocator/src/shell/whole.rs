@@ -162,7 +162,7 @@ impl Whole {
         desk.records_history = shell.history.lock().is_on();
         desk.heap.add_pools();
         for private in &self.core.pools.private {
-            desk.heap.add_pools();
+            desk.heap.add_private_pools();
             private.set_up(&mut desk.heap);
         }
         guard.set_writer(self.core.writer);

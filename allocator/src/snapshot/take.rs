@@ -125,7 +125,7 @@ impl Whole {
         };
         let in_heaps = self.heaps().flat_map(|heap| heap.blocks.iter()).map(|(_, block)| *block);
         let history = self.shell.history.lock();
-        let numbers = 0..u16::try_from(2 + 2 * self.pools.private.len()).unwrap_or(u16::MAX);
+        let numbers = 0..u16::try_from(2 + 4 * self.pools.private.len()).unwrap_or(u16::MAX);
         Copied {
             ranges: self
                 .heaps()

@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BinaryHeap};
 use crate::backing::paged::apart::POOL;
 use crate::backing::paged::window::Window;
 use crate::heap::{BlockId, Heap};
+use crate::pools::Private;
 use crate::shell::arena::Guard;
 use crate::shell::whole::Whole;
 
@@ -155,6 +156,6 @@ impl Whole {
     /// that they served runs any more.
     pub(crate) fn unpromised_pools(&self) -> Vec<u16> {
         let released = self.pools.private.iter().filter(|private| private.is_released());
-        [0, 1].into_iter().chain(released.flat_map(|private| private.numbers)).collect()
+        [0, 1].into_iter().chain(released.flat_map(Private::numbers)).collect()
     }
 }

@@ -126,9 +126,9 @@ impl Whole {
         if let Some(block) = free.iter().filter(|block| !own(block)).find(fits) {
             advice.push(Advice::CrossStream { block: block.size });
         }
-        let kind = kind_of(request.pool) as usize;
-        for private in self.pools.private.iter().filter(|private| private.numbers[kind] != request.pool) {
-            let largest = self.free_blocks(private.numbers[kind]).map(|block| block.size).max();
+        for private in self.pools.private.iter().filter(|private| !private.owns(request.pool)) {
+            let own = private.numbers().filter(|&number| kind_of(number) == kind_of(request.pool));
+            let largest = own.flat_map(|number| self.free_blocks(number)).map(|block| block.size).max();
             if let Some(block) = largest.filter(|&size| size >= request.size) {
                 advice.push(Advice::PrivatePool { pool: private.id, block });
             }

@@ -274,3 +274,78 @@ fn plain_memory_is_not_freed_while_a_stream_captures() {
     bench.device.free(ptr).unwrap();
     bench.end();
 }
+
+/// A launch would write into what somebody holds.
+#[test]
+fn requests_outside_of_captures_get_no_memory_that_a_graph_uses() {
+    for options in BACKINGS {
+        let bench = Bench::new(options);
+        let [one, two] = &bench.streams;
+        let pool = bench.allocator.create_pool(PoolOptions { use_on_oom: true, ..PoolOptions::default() });
+        let graph = bench.graph(&pool);
+        let held_on = if options.is_empty() { [one, two] } else { [one, one] };
+        let held = held_on.map(|stream| pool.alloc(8 * MIB, stream).unwrap());
+        for (held, stream) in held.iter().zip(held_on) {
+            stream.fill(held.ptr(), 9, 8 * MIB).unwrap();
+            stream.synchronize().unwrap();
+        }
+        graph.launch(one).unwrap();
+        one.synchronize().unwrap();
+        for held in &held {
+            let mut bytes = vec![0; held.bytes() as usize];
+            one.download_blocking(&mut bytes, held.ptr()).unwrap();
+            assert!(bytes.iter().all(|&byte| byte == 9), "{options:?}: the graph wrote over it");
+        }
+        drop(held);
+        // Others get what is free of the pool beside what the graph uses, and captures get that of the graph.
+        let rest = bench.allocator.alloc(CAPACITY - bench.allocator.reserved_bytes(), two).unwrap();
+        let lent = held_on.map(|stream| bench.allocator.alloc(8 * MIB, stream).unwrap());
+        assert!(matches!(bench.allocator.alloc(8 * MIB, one), Err(AllocError::OutOfMemory(_))), "{options:?}");
+        let second = bench.graph(&pool);
+        drop((graph, second, lent, rest));
+        // Nobody uses it any more.
+        let lent = bench.allocator.alloc(8 * MIB, one).unwrap();
+        let inside = pool.alloc(8 * MIB, one).unwrap();
+        drop((lent, inside, pool));
+        bench.end();
+    }
+}
+
+/// The stream that a graph is captured on need not be the one it is launched on.
+#[test]
+fn a_graph_comes_after_what_its_memory_was_used_for_before() {
+    type Launch = fn(&Bench, &Graph);
+    let launches: [(&str, Launch); 4] = [
+        ("the same stream", |bench, graph| graph.launch(&bench.streams[0]).unwrap()),
+        ("another stream", |bench, graph| graph.launch(&bench.streams[1]).unwrap()),
+        ("another stream, while the first captures again", |bench, graph| {
+            let again = bench.streams[0].begin_capture().unwrap();
+            graph.launch(&bench.streams[1]).unwrap();
+            drop(again.end().unwrap());
+        }),
+        ("within another graph", |bench, graph| {
+            let third = bench.device.create_stream().unwrap();
+            let capture = third.begin_capture().unwrap();
+            graph.launch(&third).unwrap();
+            capture.end().unwrap().launch(&bench.streams[1]).unwrap();
+        }),
+    ];
+    for options in BACKINGS {
+        for (name, launch) in launches {
+            let bench = Bench::new(options);
+            let pool = bench.pool();
+            let before = pool.alloc(8 * MIB, &bench.streams[0]).unwrap();
+            bench.driver.stall(&bench.streams[0], Duration::from_millis(50)).unwrap();
+            bench.streams[0].fill(before.ptr(), 5, 8 * MIB).unwrap();
+            drop(before);
+            let held = bench.allocator.reserved_bytes();
+            let graph = bench.graph(&pool);
+            assert_eq!(bench.allocator.reserved_bytes(), held, "{options:?}, {name}: it uses the same memory");
+            launch(&bench, &graph);
+            drop((graph, pool));
+            bench.device.synchronize().unwrap();
+            assert!(bench.driver.violations().is_empty(), "{options:?}: {name}");
+            bench.end();
+        }
+    }
+}
