@@ -98,6 +98,13 @@ pub enum AllocError {
     /// The caller asked for memory, or was to use some, while the allocator sleeps or is about to; see [`crate::Allocator::sleep`].
     #[error("the allocator is asleep, or about to be: its memory is given back to the device until `wake`")]
     Asleep,
+    /// The caller asked for a private pool while as many exist, or hold memory still, as can be told apart. Drop some, and what was
+    /// allocated from them.
+    #[error("{pools} private pools exist, or hold memory still: as many as can be told apart")]
+    TooManyPools {
+        /// Pools that there are.
+        pools: usize,
+    },
     /// There is not enough host memory for what is to be saved there.
     #[error("out of host memory: {bytes} bytes of device memory were to be saved")]
     OutOfHostMemory {

@@ -55,7 +55,7 @@ impl Capture {
         self.stream.timeline().end_capture(&self.scope);
         self.scope.end().iter().for_each(|joined| joined.end_capture(&self.scope));
         self.scope.launches.cover();
-        graph
+        graph.inspect_err(|_| self.scope.launches.note_gone())
     }
 }
 
@@ -77,10 +77,12 @@ impl Capture {
 
 impl Drop for Capture {
     fn drop(&mut self) {
-        if !self.ended
-            && let Ok(raw) = self.finish()
-        {
-            drop(Graph { raw, launches: self.scope.launches.clone(), context: self.context.clone() });
+        if self.ended {
+            return;
+        }
+        match self.finish() {
+            Ok(raw) => drop(Graph { raw, launches: self.scope.launches.clone(), context: self.context.clone() }),
+            Err(error) => tracing::warn!(%error, "a capture that was dropped could not be ended"),
         }
     }
 }
@@ -193,6 +195,7 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
+        self.launches.note_gone();
         if let Err(error) = self.context.driver.destroy_graph(self.raw) {
             tracing::debug!(%error, "a graph could not be destroyed");
         }

@@ -6,6 +6,7 @@
 //! Locks: that of a graph's launches is a leaf, but for those of the graphs that it was launched into; those were captured later.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
@@ -35,6 +36,8 @@ use crate::timeline::Tick;
 pub struct Launches {
     /// Whether they are made by [`crate::Graph::launch`].
     ours: bool,
+    /// Whether the graph itself is gone, or never came to be.
+    gone: AtomicBool,
     made: Mutex<Made>,
 }
 
@@ -51,7 +54,7 @@ struct Made {
 impl Launches {
     /// Of a graph that is captured here, or one that somebody else captures and will launch.
     pub(crate) fn new(ours: bool) -> Arc<Launches> {
-        Arc::new(Launches { ours, made: Mutex::default() })
+        Arc::new(Launches { ours, gone: AtomicBool::new(false), made: Mutex::default() })
     }
 
     /// Lets launches come after the tick, for memory that the graph uses and that was in use before: [`crate::Graph::launch`] makes the
@@ -110,8 +113,24 @@ impl Launches {
         }
     }
 
+    /// Notes that the graph is launched no more.
+    pub(crate) fn note_gone(&self) {
+        self.gone.store(true, Ordering::Release);
+    }
+
+    /// Whether launches are not seen here, because somebody else captured the graph ([`Stream::announce_capture`]).
+    pub fn is_foreign(&self) -> bool {
+        !self.ours
+    }
+
+    /// Whether there will be no launches any more: the graph was dropped, and so was every other that a launch of it was captured into.
+    /// Never known of graphs that somebody else captured.
+    pub fn is_over(&self) -> bool {
+        self.gone.load(Ordering::Acquire) && self.made.lock().within.iter().all(|outer| outer.is_over())
+    }
+
     /// The last launch on each stream, those left out that are known to be done; no driver call. `None` if launches are not seen
-    /// here, because somebody else captured the graph ([`Stream::announce_capture`]).
+    /// here, of this graph or of one that it is part of.
     pub fn pending(&self) -> Option<Vec<Tick>> {
         if !self.ours {
             return None;

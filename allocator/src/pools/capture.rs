@@ -1,9 +1,7 @@
 //! Memory of captured graphs.
 //!
 //! A graph uses the addresses that it was captured with whenever it is launched. So what is allocated while a stream captures comes
-//! from a private pool, whose memory nobody else is given and which keeps it as long as the pool is open: drop the pool when its
-//! graphs are launched no more. The pool knows the graphs whose captures allocated from it, and after it was dropped its memory waits
-//! for their launches (`pools/mod.rs`); for all that streams have to do at that time where others launch the graph.
+//! from a private pool, which keeps what is free for its graphs (`pools/graphs.rs`) and gives it to nobody else.
 
 use aquifer_device::{AnnouncedCapture, Code, DeviceError, DriverKind, Operation, Stream};
 
@@ -60,7 +58,7 @@ impl Allocator {
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let (stream, pool) = (device.create_stream()?, allocator.create_pool(PoolOptions::default()));
+    /// let (stream, pool) = (device.create_stream()?, allocator.create_pool(PoolOptions::default())?);
     /// let capture = stream.begin_capture()?;
     /// let route = allocator.capture(&stream, &pool)?;
     /// let scratch = allocator.alloc(1 << 20, &stream)?;

@@ -6,6 +6,7 @@
 //! not before the launches are done of graphs whose captures allocated from it.
 
 pub(crate) mod capture;
+mod graphs;
 
 pub use capture::CaptureRoute;
 
@@ -14,12 +15,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::ThreadId;
 
-use aquifer_device::{Launches, Stream, Timeline};
+use aquifer_device::{Launches, Stream};
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::error::AllocError;
 use crate::heap::{Heap, kind_of};
+use crate::pools::graphs::{Graphs, Launched};
 use crate::shell::core::Core;
 use crate::shell::special;
 use crate::shell::whole::Whole;
@@ -44,12 +46,8 @@ pub(crate) struct Private {
     beside_graphs: [u16; 2],
     pub(crate) options: PoolOptions,
     pub(crate) open: bool,
-    /// Graphs whose captures allocated from it, but for those that are gone and done.
-    graphs: Vec<Arc<Launches>>,
-    /// Whether graphs of others did, too, whose launches nobody tells us of.
-    foreign_graphs: bool,
-    /// Once it is closed: streams, and where their timelines must have got to before its memory goes.
-    launched: Vec<(Arc<Timeline>, u64)>,
+    /// Graphs whose captures allocated from it.
+    graphs: Graphs,
 }
 
 /// Private pools, and which threads allocate from them.
@@ -64,6 +62,9 @@ pub(crate) struct PoolTable {
 static NEXT_POOL: AtomicU64 = AtomicU64::new(1);
 static NEXT_ROUTE: AtomicU64 = AtomicU64::new(0);
 
+/// Private pools that there can be at a time: each has four of the heap's numbers, and the default pools have two.
+const POOLS_MAX: u16 = (u16::MAX - 2) / 4;
+
 impl PoolTable {
     pub(crate) fn find(&self, id: (u64, u64)) -> Option<&Private> {
         self.private.iter().find(|private| private.id == id)
@@ -76,11 +77,12 @@ impl PoolTable {
         own.find_map(|(.., id)| self.find(*id).filter(|private| private.open))
     }
 
-    /// The numbers of the pool that the calling thread's innermost scope routes to; notes what the stream captures.
-    pub(crate) fn route(&mut self, stream: &Stream) -> Option<[u16; 2]> {
+    /// The numbers of the pool that the calling thread's innermost scope routes to, for a request of the graph that is captured with
+    /// these launches, or outside of captures.
+    pub(crate) fn route(&mut self, captured: Option<&Arc<Launches>>) -> Option<[u16; 2]> {
         let id = self.routed()?.id;
         let private = self.private.iter_mut().find(|private| private.id == id)?;
-        Some(private.serving(stream))
+        Some(private.serving(captured))
     }
 
     /// The private pool that owns a heap pool; `None` for the default pools.
@@ -98,11 +100,10 @@ impl PoolTable {
 
 impl Private {
     /// The pool at a place of the table.
-    fn new(at: usize, id: (u64, u64), options: PoolOptions) -> Private {
-        let first = u16::try_from(2 + 4 * at).unwrap_or(u16::MAX - 3);
+    fn new(at: u16, id: (u64, u64), options: PoolOptions) -> Private {
+        let first = 4 * at + 2;
         let (numbers, beside_graphs) = ([first, first + 1], [first + 2, first + 3]);
-        let (graphs, launched) = (Vec::new(), Vec::new());
-        Private { id, numbers, beside_graphs, options, open: true, graphs, foreign_graphs: false, launched }
+        Private { id, numbers, beside_graphs, options, open: true, graphs: Graphs::default() }
     }
 
     /// All its numbers in the heap.
@@ -114,30 +115,26 @@ impl Private {
         self.numbers().any(|own| own == number)
     }
 
-    /// The numbers of the pools that a request for the stream is served from; notes what the stream captures. Its own free blocks may be in
-    /// use by what it did before the capture, after which the graph comes by itself only if it is launched on the same stream.
-    fn serving(&mut self, stream: &Stream) -> [u16; 2] {
-        let Some(launches) = stream.launches_of_capture() else {
-            return if self.has_graphs() { self.beside_graphs } else { self.numbers };
-        };
-        if launches.pending().is_none() {
-            self.foreign_graphs = true;
-        } else if !self.graphs.iter().any(|known| Arc::ptr_eq(known, &launches)) {
-            self.graphs.retain(is_alive);
-            self.graphs.push(launches.clone());
+    /// The numbers of the pools that serve a request of a graph, or one outside of captures.
+    fn serving(&mut self, captured: Option<&Arc<Launches>>) -> [u16; 2] {
+        match captured {
+            Some(launches) => {
+                self.graphs.note(launches);
+                self.numbers
+            }
+            None if self.graphs.any() => self.beside_graphs,
+            None => self.numbers,
         }
-        launches.come_after(stream.tick());
-        self.numbers
-    }
-
-    /// Whether there is a graph that may use free memory of it.
-    fn has_graphs(&self) -> bool {
-        self.foreign_graphs || self.graphs.iter().any(is_alive)
     }
 
     /// Whether a graph may use what is free in the pool of this number.
     pub(crate) fn keeps_for_graphs(&self, number: u16) -> bool {
-        self.numbers.contains(&number) && self.has_graphs()
+        self.numbers.contains(&number) && self.graphs.any()
+    }
+
+    /// Whether a graph that may be launched again uses what is free in the pool of this number.
+    fn keeps_for_launches(&self, number: u16) -> bool {
+        self.numbers.contains(&number) && self.graphs.any_to_launch()
     }
 
     /// Its pools of a kind whose free memory other requests may take.
@@ -146,9 +143,9 @@ impl Private {
         self.numbers().filter(move |&number| lends && kind_of(number) == kind && !self.keeps_for_graphs(number))
     }
 
-    /// Whether nobody is promised its free memory: it is closed, and no graph that it served still runs.
+    /// Whether nobody is promised its free memory: it is closed, and no graph that it served may be launched, or runs.
     pub(crate) fn is_released(&self) -> bool {
-        !self.open && self.launched.iter().all(|(timeline, after)| timeline.is_known_done(after.saturating_sub(1)))
+        !self.open && !self.graphs.any()
     }
 
     /// Tells an arena's heap what kind of pools these are.
@@ -165,82 +162,65 @@ impl Private {
     }
 }
 
-/// Whether a graph may still be launched, or runs.
-fn is_alive(graph: &Arc<Launches>) -> bool {
-    Arc::strong_count(graph) > 1 || graph.pending().is_none_or(|pending| !pending.is_empty())
-}
-
 impl Core {
-    /// What must be done before memory goes that graphs of the pool use: their launches, and where those are not seen, everything.
-    fn launches_of(&self, private: &Private) -> Vec<(Arc<Timeline>, u64)> {
-        let mut launched = Vec::new();
-        let mut unseen = private.foreign_graphs;
-        for graph in &private.graphs {
-            match graph.pending() {
-                Some(pending) => launched.extend(pending.iter().map(|tick| (tick.timeline().clone(), tick.n() + 1))),
-                None => unseen = true,
-            }
-        }
-        if unseen {
-            let known = self.timelines.iter().flatten();
-            launched.extend(known.map(|timeline| (timeline.clone(), timeline.now() + 1)));
-        }
-        launched.retain(|(timeline, after)| !timeline.is_known_done(after.saturating_sub(1)));
-        launched
+    /// What must be done before memory of a pool goes that graphs used which are launched no more.
+    fn launches_of(&self, private: &Private) -> Launched {
+        private.graphs.launched(&self.timelines)
     }
 
     /// Closes a pool; tells what its memory waits for.
-    fn close_pool(&mut self, id: (u64, u64)) -> Vec<(Arc<Timeline>, u64)> {
-        let launched = self.pools.find(id).map(|private| self.launches_of(private)).unwrap_or_default();
-        if let Some(private) = self.pools.private.iter_mut().find(|private| private.id == id) {
-            (private.open, private.launched) = (false, launched.clone());
-        }
-        launched
+    fn close_pool(&mut self, id: (u64, u64)) -> Launched {
+        let Core { pools, timelines, .. } = self;
+        let Some(private) = pools.private.iter_mut().find(|private| private.id == id) else { return Vec::new() };
+        private.open = false;
+        private.graphs.close(timelines);
+        private.graphs.launched(timelines)
     }
 
     /// Launches that memory of closed pools still waits for, of those that `of` picks.
-    pub(crate) fn awaited_launches(&self, of: impl Fn(u16) -> bool) -> Vec<(Arc<Timeline>, u64)> {
-        let closed =
-            self.pools.private.iter().filter(|private| !private.open && private.numbers().any(&of));
-        let launched = closed.flat_map(|private| &private.launched);
-        launched.filter(|(timeline, after)| !timeline.is_known_done(after.saturating_sub(1))).cloned().collect()
+    pub(crate) fn awaited_launches(&self, of: impl Fn(u16) -> bool) -> Launched {
+        let closed = self.pools.private.iter().filter(|private| !private.open && private.numbers().any(&of));
+        closed.flat_map(|private| self.launches_of(private)).collect()
     }
 }
 
 impl Whole {
     /// A pool record; reuses the numbers of a closed pool that holds no memory any more.
-    fn add_private(&mut self, options: PoolOptions) -> (u64, u64) {
+    fn add_private(&mut self, options: PoolOptions) -> Result<(u64, u64), AllocError> {
         let id = (0, NEXT_POOL.fetch_add(1, Ordering::Relaxed));
-        let holds_memory = |private: &Private| {
-            self.heaps().flat_map(Heap::regions).any(|region| private.owns(region.pool))
-        };
+        let holds_memory =
+            |private: &Private| self.heaps().flat_map(Heap::regions).any(|region| private.owns(region.pool));
         let unused = self.pools.private.iter().position(|private| !private.open && !holds_memory(private));
         let at = unused.unwrap_or(self.pools.private.len());
+        let number =
+            u16::try_from(at).ok().filter(|&at| at < POOLS_MAX).ok_or(AllocError::TooManyPools { pools: at })?;
         if unused.is_none() {
-            self.pools.private.push(Private::new(at, id, options));
+            self.pools.private.push(Private::new(number, id, options));
             self.arenas.iter_mut().for_each(|arena| arena.heap.add_private_pools());
         }
-        self.pools.private[at] = Private::new(at, id, options);
+        self.pools.private[at] = Private::new(number, id, options);
         let (core, arenas) = self.core_and_arenas();
         arenas.iter_mut().for_each(|arena| core.pools.private[at].set_up(&mut arena.heap));
-        id
+        Ok(id)
     }
 }
 
 /// A pool of memory of its own. Dropping it releases what it caches; what is live stays valid and is released later.
 ///
-/// What is free in the pool stays where it is until [`PrivatePool::empty_cache`] is called or the pool is dropped: a graph whose capture
-/// allocated from it may use it whenever it is launched. So keep the pool as long as its graphs are launched. Launches that run when
-/// it is dropped are no problem: its memory goes after them. Requests outside of captures do not get what graphs of the pool use. Those
-/// of other captures do: launch graphs that share a pool one after the other, and do not count on what an earlier one left in memory that it
-/// gave back.
+/// What is free in the pool stays where it is until [`PrivatePool::empty_cache`] is called or the pool is dropped. What a graph uses whose
+/// capture allocated from the pool stays until the graph is dropped, too, and its launches are done. Only of a graph that another library
+/// captured nobody knows how long it is launched: keep the pool as long.
+///
+/// Requests outside of captures never get what a graph of the pool uses. Other captures do: of graphs that share a pool, launch one
+/// after the other, on one stream or with waits between streams, and do not expect that one finds what another left in memory
+/// that its capture gave back.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, PoolOptions};
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
-/// let pool = allocator.create_pool(PoolOptions::default());
+/// let pool = allocator.create_pool(PoolOptions::default())?;
 /// let _route = pool.route_thread();
 /// let inside = allocator.alloc(1 << 20, device.default_stream())?; // from the pool
 /// # drop(inside);
@@ -254,9 +234,24 @@ pub struct PrivatePool {
 
 impl Allocator {
     /// A new private pool.
-    pub fn create_pool(&self, options: PoolOptions) -> PrivatePool {
-        let id = self.shell().whole().add_private(options);
-        PrivatePool { allocator: self.clone(), id }
+    ///
+    /// # Errors
+    /// When there are too many: some 16 000.
+    pub fn create_pool(&self, options: PoolOptions) -> Result<PrivatePool, AllocError> {
+        let id = self.shell().whole().add_private(options)?;
+        Ok(PrivatePool { allocator: self.clone(), id })
+    }
+}
+
+impl Allocator {
+    /// The numbers of the pool that the thread's innermost scope routes to, for a request for the stream. What the stream captures
+    /// may get memory that was in use before, by work after which it comes by itself only if it is launched on the same stream.
+    pub(crate) fn route(&self, stream: &Stream) -> Option<[u16; 2]> {
+        // Before the core's lock, under which no timeline is asked.
+        let captured = stream.launches_of_capture();
+        let numbers = self.shell().core().pools.route(captured.as_ref())?;
+        captured.into_iter().for_each(|launches| launches.come_after(stream.tick()));
+        Some(numbers)
     }
 }
 
@@ -295,19 +290,21 @@ impl PrivatePool {
         let mut core = shell.core();
         core.pools.routes.push((std::thread::current().id(), number, self.id));
         shell.special().fetch_or(special::ROUTED, Ordering::Relaxed);
-        PoolRoute { allocator: self.allocator.clone(), number, not_send: PhantomData }
+        PoolRoute { allocator: self.allocator.kept_open(), number, not_send: PhantomData }
     }
 
     /// Gives the pool's unused memory back to the device; tells how many bytes. Waits for its blocks that other streams still use,
-    /// and for launches of graphs whose captures allocated from the pool; those graphs must not be launched again. Nothing goes
-    /// while what must be waited for cannot be, because a stream captures.
+    /// and for launches of graphs whose captures allocated from the pool. Memory that a graph uses stays until the graph is dropped; graphs
+    /// that others captured must not be launched again. Nothing goes while what must be waited for cannot be, because a stream
+    /// captures.
     ///
     /// # Errors
     /// Those of the driver.
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
         let core = self.allocator.shell().core();
         let Some(private) = core.pools.find(self.id) else { return Ok(0) };
-        let (numbers, launched) = (Vec::from_iter(private.numbers()), core.launches_of(private));
+        let launched = core.launches_of(private);
+        let numbers: Vec<u16> = private.numbers().filter(|&number| !private.keeps_for_launches(number)).collect();
         drop(core);
         self.allocator.synchronize_all(&launched)?;
         if launched.iter().any(|(timeline, after)| !timeline.is_known_done(after.saturating_sub(1))) {

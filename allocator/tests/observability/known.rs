@@ -144,7 +144,7 @@ fn entries_name_the_private_pool_of_their_time() {
     let (_, device, allocator) = setup("history:100");
     let mut ids = Vec::new();
     for _ in 0..2 {
-        let pool = allocator.create_pool(PoolOptions::default());
+        let pool = allocator.create_pool(PoolOptions::default()).unwrap();
         drop(pool.alloc(1000, device.default_stream()).unwrap());
         ids.push(pool.id());
     }
@@ -159,7 +159,7 @@ fn entries_name_the_private_pool_of_their_time() {
 #[test]
 fn private_pools_tell_what_they_hold() {
     let (_, device, allocator) = setup("");
-    let pool = allocator.create_pool(PoolOptions::default());
+    let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     assert_eq!(allocator.reserved_by_private_pools()[&pool.id()], 0);
     let (id, held) = (pool.id(), pool.alloc(3 << 20, device.default_stream()).unwrap());
     drop(pool);

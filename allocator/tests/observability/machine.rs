@@ -108,7 +108,7 @@ impl Machine {
     pub(crate) fn new(config: Config, seed: u64) -> Machine {
         let (driver, allocator) = allocator(config, seed);
         let device = allocator.device().clone();
-        let pools = (0..POOLS).map(|_| allocator.create_pool(PoolOptions::default())).collect();
+        let pools = (0..POOLS).map(|_| allocator.create_pool(PoolOptions::default()).unwrap()).collect();
         let own = (1..STREAMS).map(|_| device.create_stream().unwrap());
         let streams = std::iter::once(device.default_stream().clone()).chain(own).collect();
         Machine { driver, allocator, pools, streams, held: Vec::new() }
@@ -151,7 +151,7 @@ impl Machine {
             Step::Trim { bytes } => drop(self.allocator.trim_to(bytes).unwrap()),
             Step::EmptyPool { pool } => drop(self.pools[pool].empty_cache().unwrap()),
             Step::ReplacePool { pool, use_on_oom, no_split } => {
-                self.pools[pool] = self.allocator.create_pool(PoolOptions { use_on_oom, no_split });
+                self.pools[pool] = self.allocator.create_pool(PoolOptions { use_on_oom, no_split }).unwrap();
             }
         }
         assert_eq!(self.driver.violations(), [], "work on memory that was handed out too early");

@@ -142,7 +142,7 @@ impl World {
             }
             Op::CreatePool { use_on_oom, no_split } => {
                 if self.pools.len() < 3 {
-                    self.pools.push(self.allocator.create_pool(PoolOptions { use_on_oom, no_split }));
+                    self.pools.push(self.allocator.create_pool(PoolOptions { use_on_oom, no_split }).unwrap());
                 }
             }
             Op::DropPool(pick) => drop(take(&mut self.pools, pick)),

@@ -1,10 +1,11 @@
 //! Tests of what the random programs, the fault sweep or reading found.
 
+use std::any::Any;
 use std::time::Duration;
 
 use aquifer_allocator::{Allocator, Config, PoolOptions};
 use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{Code, Operation};
+use aquifer_device::{Code, HandleKind, Operation, Stream};
 use aquifer_tests::{BACKINGS, Bench, GIB, MIB, Subject, on, write_on};
 
 /// A segment of 20 MiB of which another stream used 6 MiB in between; nothing is live any more.
@@ -57,7 +58,7 @@ fn a_segment_that_could_not_be_released_keeps_its_order() {
 #[test]
 fn a_closed_pool_serves_nobody_even_if_a_route_is_left() {
     let bench = Bench::new(64 * MIB, "");
-    let pool = bench.allocator.create_pool(PoolOptions::default());
+    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
     let inside = pool.alloc(1000, &bench.stream).unwrap();
     let route = pool.route_thread();
     drop(pool);
@@ -79,7 +80,7 @@ fn a_capture_gets_no_memory_that_others_get_next() {
             assert!(refused.to_string().contains("Allocator::capture"), "{refused}");
         }
         let beside = bench.allocator.alloc(MIB, &bench.side).unwrap();
-        let pool = bench.allocator.create_pool(PoolOptions::default());
+        let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
         let route = bench.allocator.capture(&bench.stream, &pool).unwrap();
         let scratch = bench.allocator.alloc(MIB, &bench.stream).unwrap();
         write_on(&bench.stream, scratch.ptr(), scratch.bytes());
@@ -244,5 +245,64 @@ fn memory_at_the_highest_addresses_serves_as_any() {
             assert_eq!(driver.free(), GIB);
             driver.assert_no_violation();
         }
+    }
+}
+
+/// What was left to the device goes back when nobody needs to wait for it, or when there is no memory without it.
+#[test]
+fn growth_does_not_wait_for_work_of_others() {
+    for options in ["", "backing:segments"] {
+        let bench = Bench::new(256 * MIB, options);
+        drop(bench.allocator.alloc(MIB, &bench.stream).unwrap());
+        let left = bench.device.alloc(100 * MIB).unwrap();
+        write_on(&bench.side, left, 100 * MIB);
+        bench.driver.stall(&bench.side, Duration::from_secs(1)).unwrap();
+        bench.device.free_later(left);
+        let before = bench.device.driver_calls();
+        let block = bench.allocator.alloc(64 * MIB, &bench.stream).unwrap();
+        let calls = bench.device.driver_calls().since(&before);
+        let waits = [Operation::Free, Operation::Synchronize, Operation::SynchronizeStream];
+        assert!(waits.iter().all(|&wait| calls.of(wait) == 0), "{options:?}: {calls:?}");
+        let more = bench.allocator.alloc(150 * MIB, &bench.stream).unwrap();
+        drop((block, more));
+        bench.assert_returned();
+    }
+}
+
+#[test]
+fn what_keeps_an_allocator_open_is_dropped_without_driver_calls() {
+    type Keep = fn(&Allocator, &Stream) -> Box<dyn Any>;
+    let keeps: [(&str, Keep); 5] = [
+        ("a buffer of growable memory", |allocator, stream| {
+            let mut growable = allocator.growable(64 * MIB, stream).unwrap();
+            growable.grow_to(4 * MIB, stream).unwrap();
+            Box::new(growable.buffer::<u8>())
+        }),
+        ("growable memory", |allocator, stream| Box::new(allocator.growable(64 * MIB, stream).unwrap())),
+        ("exportable memory", |allocator, stream| {
+            Box::new(allocator.alloc_exportable(MIB, HandleKind::PosixFd, stream).unwrap())
+        }),
+        ("a pinned mapping", |allocator, stream| {
+            let block = allocator.alloc(4 * MIB, stream).unwrap();
+            let pinned = allocator.pin_mapping(&block).unwrap();
+            Box::new((block, pinned))
+        }),
+        ("a guard", |allocator, _| Box::new(allocator.keep_awake().unwrap())),
+    ];
+    for (name, keep) in keeps {
+        let driver = Subject::new(GIB);
+        let device = driver.device();
+        let allocator = Allocator::new(&device, Config::default()).unwrap();
+        let stream = device.create_stream().unwrap();
+        drop(allocator.alloc(8 * MIB, &stream).unwrap());
+        let kept = keep(&allocator, &stream);
+        drop(allocator);
+        let before = device.driver_calls();
+        drop(kept);
+        let calls = device.driver_calls().since(&before);
+        assert_eq!(calls.iter().map(|(_, count)| count).sum::<u64>(), 0, "{name}: {calls:?}");
+        device.settle();
+        assert_eq!(driver.free(), GIB, "{name}");
+        driver.assert_no_violation();
     }
 }

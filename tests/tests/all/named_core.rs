@@ -39,7 +39,7 @@ fn item_02_memory_stats() {
 #[test]
 fn item_03_statistics_are_those_of_the_snapshot() {
     let bench = Bench::new(GIB, "max_split_size_mb:64,roundup_power2_divisions:8");
-    let pool = bench.allocator.create_pool(aquifer_allocator::PoolOptions::default());
+    let pool = bench.allocator.create_pool(aquifer_allocator::PoolOptions::default()).unwrap();
     let mut held = Vec::new();
     for step in 1..60_u64 {
         let bytes = step * step * 37_001 % (90 * MIB) + 1;

@@ -106,7 +106,7 @@ fn item_98_summary_and_snapshot_in_every_state() {
     ask((1, MIB));
     bench.allocator.alloc(GIB, &bench.stream).unwrap_err();
     ask((1, MIB));
-    let pool = bench.allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() });
+    let pool = bench.allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() }).unwrap();
     let inside = pool.alloc(700, &bench.side).unwrap();
     ask((2, MIB + 700));
     drop(pool);
@@ -135,7 +135,7 @@ fn the_ring_keeps_the_latest_and_stopping_forgets() {
 #[test]
 fn defects_1_and_2_the_report_counts_what_it_names() {
     let bench = Bench::new(100 * MIB, "backing:segments");
-    let pool = bench.allocator.create_pool(PoolOptions::default());
+    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
     let inside = pool.alloc(40 * MIB, &bench.stream).unwrap();
     let held = bench.allocator.alloc(30 * MIB, &bench.stream).unwrap();
     let error = bench.allocator.alloc(40 * MIB + 1, &bench.stream).unwrap_err();

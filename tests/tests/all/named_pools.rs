@@ -14,7 +14,7 @@ fn pool_of(bench: &Bench, allocation: &Allocation) -> (u64, u64) {
 }
 
 fn pool(bench: &Bench) -> PrivatePool {
-    bench.allocator.create_pool(PoolOptions::default())
+    bench.allocator.create_pool(PoolOptions::default()).unwrap()
 }
 
 #[test]
@@ -50,7 +50,7 @@ fn item_75_segments_of_a_pool() {
 fn item_79_ids_are_distinct() {
     let bench = Bench::new(GIB, "");
     let allocator = &bench.allocator;
-    let made = || (0..4).map(|_| allocator.create_pool(PoolOptions::default())).collect::<Vec<_>>();
+    let made = || (0..4).map(|_| allocator.create_pool(PoolOptions::default()).unwrap()).collect::<Vec<_>>();
     let pools: Vec<PrivatePool> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..4).map(|_| scope.spawn(made)).collect();
         threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
@@ -60,6 +60,25 @@ fn item_79_ids_are_distinct() {
     ids.sort_unstable();
     ids.dedup();
     assert_eq!(ids.len(), 16);
+}
+
+#[test]
+fn pools_that_could_not_be_told_apart_are_refused() {
+    let bench = Bench::new(GIB, "");
+    let made = || bench.allocator.create_pool(PoolOptions::default());
+    let mut pools: Vec<PrivatePool> = std::iter::from_fn(|| made().ok()).take(20_000).collect();
+    assert!((16_000..20_000).contains(&pools.len()), "{}", pools.len());
+    let error = made().unwrap_err();
+    assert!(matches!(&error, AllocError::TooManyPools { pools: there } if *there == pools.len()), "{error}");
+    let last = pools.pop().unwrap();
+    let held = last.alloc(MIB, &bench.stream).unwrap();
+    assert_eq!(bench.allocator.alloc(MIB, &bench.stream).map(|other| other.ptr() != held.ptr()).ok(), Some(true));
+    drop((last, held));
+    bench.allocator.empty_cache().unwrap();
+    drop(made().unwrap());
+    pools.reverse(); // the last one first: closing one looks for it
+    drop(pools);
+    bench.assert_returned();
 }
 
 #[test]
@@ -104,7 +123,7 @@ fn item_82_allocations_outlive_pool_and_allocator() {
 #[test]
 fn item_83_a_lending_pool_is_used_before_out_of_memory() {
     let bench = Bench::new(64 * MIB, "");
-    let pool = bench.allocator.create_pool(LENDS);
+    let pool = bench.allocator.create_pool(LENDS).unwrap();
     drop(pool.alloc(40 * MIB, &bench.stream).unwrap());
     let held = bench.allocator.alloc(40 * MIB, &bench.stream).unwrap();
     write_on(&bench.stream, held.ptr(), held.bytes());
@@ -116,7 +135,7 @@ fn item_83_a_lending_pool_is_used_before_out_of_memory() {
 #[test]
 fn item_84_a_dropped_pool_lends_nothing() {
     let bench = Bench::new(64 * MIB, "backing:segments");
-    let lends = bench.allocator.create_pool(LENDS);
+    let lends = bench.allocator.create_pool(LENDS).unwrap();
     let keeps = lends.alloc(2 * MIB, &bench.stream).unwrap();
     drop(lends);
     let other = bench.allocator.alloc(40 * MIB, &bench.stream).unwrap();
@@ -130,7 +149,7 @@ fn item_84_a_dropped_pool_lends_nothing() {
 #[test]
 fn item_85_no_split() {
     let bench = Bench::new(GIB, "");
-    let pool = bench.allocator.create_pool(PoolOptions { no_split: true, use_on_oom: false });
+    let pool = bench.allocator.create_pool(PoolOptions { no_split: true, use_on_oom: false }).unwrap();
     let held = [1, 2].map(|_| pool.alloc(1000, &bench.stream).unwrap());
     assert_eq!(bench.allocator.memory_stats().segment.all.current, 2);
     drop((held, pool));

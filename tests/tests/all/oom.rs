@@ -64,7 +64,7 @@ fn rung_garbage_collection() {
 #[test]
 fn rung_a_lending_pool() {
     let bench = Bench::new(64 * MIB, "");
-    let pool = bench.allocator.create_pool(PoolOptions { use_on_oom: true, no_split: false });
+    let pool = bench.allocator.create_pool(PoolOptions { use_on_oom: true, no_split: false }).unwrap();
     drop(pool.alloc(40 * MIB, &bench.stream).unwrap());
     let (held, stats) = served(&bench, 40 * MIB);
     assert_eq!((stats.num_alloc_retries, stats.num_device_free), (0, 0));
@@ -240,7 +240,7 @@ fn report_split_limit() {
 #[test]
 fn report_private_pool() {
     let bench = Bench::new(64 * MIB, "");
-    let pool = bench.allocator.create_pool(PoolOptions::default());
+    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
     drop(pool.alloc(40 * MIB, &bench.stream).unwrap());
     let report = refused(&bench, 40 * MIB);
     assert_eq!(report.reserved_by_private_pools, 40 * MIB);

@@ -55,7 +55,7 @@ fn what_helps_only_together_is_said_together() {
 fn freeing_is_not_said_to_help_where_private_pools_hold_too_much() {
     for backing in BACKINGS {
         let bench = Bench::new(64 * MIB, &on(backing, ""));
-        let pool = bench.allocator.create_pool(PoolOptions::default());
+        let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
         drop(pool.alloc(22 * MIB, &bench.stream).unwrap());
         let held = bench.allocator.alloc(22 * MIB, &bench.stream).unwrap();
         let report = refused(&bench, 60 * MIB);

@@ -54,7 +54,7 @@ fn memory_moves_rather_than_exceed_a_limit_or_the_headroom() {
 #[test]
 fn free_memory_of_an_open_pool_stays_where_it_is() {
     let bench = bench(64 * MIB, "");
-    let pool = bench.allocator.create_pool(PoolOptions::default());
+    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
     let inside = pool.alloc(2 * MIB, &bench.stream).unwrap();
     drop(pool.alloc(30 * MIB, &bench.stream).unwrap());
     bench.stream.synchronize().unwrap();
@@ -76,7 +76,7 @@ fn free_memory_of_an_open_pool_stays_where_it_is() {
 #[test]
 fn free_memory_of_a_closed_pool_moves() {
     let bench = bench(64 * MIB, "");
-    let pool = bench.allocator.create_pool(PoolOptions::default());
+    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
     let inside = pool.alloc(2 * MIB, &bench.stream).unwrap();
     let large = pool.alloc(30 * MIB, &bench.stream).unwrap();
     bench.driver.stall(&bench.stream, Duration::from_millis(10)).unwrap();
@@ -228,8 +228,8 @@ fn what_is_live_or_cached_at_the_end_goes_back() {
     // Still valid, and the device's to take back only once they are gone.
     write_on(&stream, live[0].ptr(), 5 * MIB);
     drop(live);
-    // The next call that takes memory takes back what was left.
-    let ptr = device.alloc(512).unwrap();
+    // A call that lacks memory takes back what was left.
+    let ptr = device.alloc(GIB).unwrap();
     device.free(ptr).unwrap();
     assert_eq!(driver.free(), GIB);
     driver.assert_no_reservation();

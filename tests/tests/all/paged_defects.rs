@@ -87,8 +87,8 @@ fn pytorch_122057_memory_expands_by_default() {
 #[test]
 fn pytorch_147851_pools_and_mapped_memory_go_together() {
     let bench = bench(GIB, "");
-    let pool = bench.allocator.create_pool(PoolOptions::default());
-    let apart = bench.allocator.create_pool(PoolOptions { no_split: true, use_on_oom: false });
+    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
+    let apart = bench.allocator.create_pool(PoolOptions { no_split: true, use_on_oom: false }).unwrap();
     let (inside, whole) = (pool.alloc(5 * MIB, &bench.stream).unwrap(), apart.alloc(5 * MIB, &bench.stream).unwrap());
     let outside = block(&bench, 5 * MIB);
     let snapshot = bench.allocator.snapshot();

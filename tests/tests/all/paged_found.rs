@@ -44,7 +44,7 @@ fn memory_given_back_beside_what_could_not_be_unmapped_keeps_its_order() {
 #[test]
 fn memory_of_a_pool_stays_where_a_graph_uses_it() {
     let bench = Bench::new(GIB, "");
-    let pool = bench.allocator.create_pool(PoolOptions::default());
+    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
     let capture = bench.stream.begin_capture().unwrap();
     let (inside, beside) = (pool.alloc(20 * MIB, &bench.stream).unwrap(), pool.alloc(2 * MIB, &bench.stream).unwrap());
     write_on(&bench.stream, inside.ptr(), inside.bytes());

@@ -50,7 +50,7 @@ fn a_capture_that_is_announced_allocates_from_its_pool() {
     let gpu = Gpu::new();
     let (theirs, stream) = adopted(&gpu);
     let allocator = allocator(&gpu);
-    let pool = allocator.create_pool(PoolOptions::default());
+    let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     let outside = allocator.alloc(MIB, &stream).unwrap();
     drop(outside);
     theirs.begin_capture(MODE).unwrap();
@@ -82,7 +82,7 @@ fn memory_of_a_foreign_graph_waits_for_every_stream() {
     let (theirs, stream) = adopted(&gpu);
     let (allocator, other) = (allocator(&gpu), gpu.device.create_stream().unwrap());
     let work = allocator.alloc(MIB, &other).unwrap();
-    let pool = allocator.create_pool(PoolOptions::default());
+    let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     theirs.begin_capture(MODE).unwrap();
     let route = allocator.capture(&stream, &pool).unwrap();
     let scratch = allocator.alloc(8 * MIB, &stream).unwrap();
@@ -109,7 +109,7 @@ fn what_cannot_be_announced_is_refused() {
     let (gpu, other) = (Gpu::new(), Gpu::new());
     let (theirs, stream) = adopted(&gpu);
     let (allocator, foreign) = (allocator(&gpu), allocator(&other));
-    let pool = allocator.create_pool(PoolOptions::default());
+    let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     let error = allocator.capture(&stream, &pool).unwrap_err();
     let AllocError::Device(error) = error else { panic!("{error}") };
     assert!(error.code == Code::INVALID_VALUE && error.to_string().contains("does not capture"), "{error}");
@@ -130,7 +130,7 @@ fn what_cannot_be_announced_is_refused() {
 fn a_capture_of_our_own_has_a_route_too() {
     let gpu = Gpu::new();
     let (allocator, stream) = (allocator(&gpu), gpu.device.create_stream().unwrap());
-    let pool = allocator.create_pool(PoolOptions::default());
+    let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     let capture = stream.begin_capture().unwrap();
     let route = allocator.capture(&stream, &pool).unwrap();
     let scratch = allocator.alloc(MIB, &stream).unwrap();

@@ -88,7 +88,7 @@ impl Allocator {
     /// A segment that nothing else will be in: that of a private pool which is closed again at once, so that the segment goes
     /// back to the device when it is next asked to take back what is unused.
     fn alloc_segment_apart(&self, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
-        let pool = self.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() });
+        let pool = self.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() })?;
         let memory = Memory::Block(pool.alloc(bytes, stream)?);
         Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: None })
     }
@@ -156,7 +156,7 @@ impl Allocator {
         access: &[u32],
     ) -> Result<(DevicePtr, RawPhysical), DeviceError> {
         let (device, driver) = (self.device(), self.device().driver());
-        device.settle();
+        device.settle_unused();
         let physical = driver.create_physical(size, options)?;
         let ptr = match driver.reserve(size, 0) {
             Ok(ptr) => ptr,

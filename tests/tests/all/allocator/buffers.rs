@@ -153,7 +153,7 @@ fn exportable_memory_is_shared_by_its_buffers() {
 fn pools_and_allocations_make_buffers() {
     let bench = Bench::new("");
     let [one, two, three] = &bench.streams;
-    let pool = bench.allocator.create_pool(PoolOptions::default());
+    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
     let buffer: DeviceBuffer<u8> = pool.alloc_buffer(3 * MIB, one).unwrap();
     let snapshot = bench.allocator.snapshot();
     let of_pool = snapshot.segments.iter().filter(|segment| segment.segment_pool_id == pool.id());

@@ -29,7 +29,7 @@ impl Bench {
     }
 
     fn pool(&self) -> PrivatePool {
-        self.allocator.create_pool(PoolOptions::default())
+        self.allocator.create_pool(PoolOptions::default()).unwrap()
     }
 
     /// A graph that fills scratch memory of the pool, captured on the first stream.
@@ -151,7 +151,7 @@ fn a_pool_lends_no_memory_that_a_graph_may_use() {
     let bench = Bench::new("");
     let [one, two] = &bench.streams;
     let lending = PoolOptions { use_on_oom: true, ..PoolOptions::default() };
-    let pool = bench.allocator.create_pool(lending);
+    let pool = bench.allocator.create_pool(lending).unwrap();
     let graph = bench.graph(&pool);
     let rest = bench.allocator.alloc(CAPACITY - 8 * MIB, two).unwrap();
     assert!(matches!(bench.allocator.alloc(4 * MIB, one), Err(AllocError::OutOfMemory(_))));
@@ -281,7 +281,7 @@ fn requests_outside_of_captures_get_no_memory_that_a_graph_uses() {
     for options in BACKINGS {
         let bench = Bench::new(options);
         let [one, two] = &bench.streams;
-        let pool = bench.allocator.create_pool(PoolOptions { use_on_oom: true, ..PoolOptions::default() });
+        let pool = bench.allocator.create_pool(PoolOptions { use_on_oom: true, ..PoolOptions::default() }).unwrap();
         let graph = bench.graph(&pool);
         let held_on = if options.is_empty() { [one, two] } else { [one, one] };
         let held = held_on.map(|stream| pool.alloc(8 * MIB, stream).unwrap());
@@ -309,6 +309,54 @@ fn requests_outside_of_captures_get_no_memory_that_a_graph_uses() {
         drop((lent, inside, pool));
         bench.end();
     }
+}
+
+/// As a graph of PyTorch keeps its pool.
+#[test]
+fn memory_of_a_dropped_pool_stays_while_its_graphs_live() {
+    for options in BACKINGS {
+        let bench = Bench::new(options);
+        let [one, two] = &bench.streams;
+        let pool = bench.pool();
+        let graph = bench.graph(&pool);
+        assert_eq!(pool.empty_cache().unwrap(), 0, "{options:?}");
+        let held = bench.allocator.reserved_bytes();
+        drop(pool);
+        bench.allocator.empty_cache().unwrap();
+        assert_eq!(bench.allocator.reserved_bytes(), held, "{options:?}");
+        let all = bench.allocator.alloc(CAPACITY - held, two).unwrap();
+        two.fill(all.ptr(), 3, all.bytes()).unwrap();
+        assert!(bench.allocator.alloc(8 * MIB, two).is_err(), "{options:?}");
+        graph.launch(one).unwrap();
+        drop(all);
+        drop(graph);
+        drop(bench.allocator.alloc(CAPACITY, two).expect("nobody uses it any more"));
+        bench.end();
+    }
+}
+
+#[test]
+fn pools_that_one_graph_uses_lend_when_it_is_gone() {
+    let bench = Bench::new("");
+    let [one, two] = &bench.streams;
+    let lending = PoolOptions { use_on_oom: true, ..PoolOptions::default() };
+    let pools = [(); 2].map(|()| bench.allocator.create_pool(lending).unwrap());
+    let event = bench.device.create_event(false).unwrap();
+    let capture = one.begin_capture().unwrap();
+    let announced = bench.allocator.capture(one, &pools[0]).unwrap();
+    for pool in &pools {
+        let scratch = pool.alloc(8 * MIB, one).unwrap();
+        one.fill(scratch.ptr(), 7, 8 * MIB).unwrap();
+    }
+    event.record(one).unwrap();
+    drop(announced);
+    let graph = capture.end().unwrap();
+    let rest = bench.allocator.alloc(CAPACITY - 16 * MIB, two).unwrap();
+    assert!(bench.allocator.alloc(8 * MIB, one).is_err(), "the graph may be launched");
+    drop(graph);
+    let lent = [(); 2].map(|()| bench.allocator.alloc(8 * MIB, one).expect("the graph is gone"));
+    drop((lent, rest, pools, event));
+    bench.end();
 }
 
 /// The stream that a graph is captured on need not be the one it is launched on.

@@ -163,7 +163,7 @@ fn what_others_know_stays() {
     let Setup { allocator, device, stream, .. } = &setup;
     let pin = allocator.pin_mapping(&setup.live[3]).unwrap();
     let shared = allocator.alloc_exportable(5 * MIB, HandleKind::PosixFd, stream).unwrap();
-    let pool = allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() });
+    let pool = allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() }).unwrap();
     let segment = pool.alloc(MIB, stream).unwrap();
     allocator.sleep(Contents::Discard).unwrap();
     let stay = pin.range().end - pin.range().start + 6 * MIB + 2 * MIB;
