@@ -50,7 +50,25 @@ const ALIGNMENT_MAX: u64 = 2 << 20;
 /// When the last handle is dropped, memory that nobody holds goes back to the device, which is waited for. Memory of buffers that
 /// outlive it goes back when an allocator is made or dropped later, or with [`Device::settle`]: dropping a buffer makes no driver call.
 #[derive(Clone)]
-pub struct Allocator(Arc<Inner>);
+pub struct Allocator {
+    // Closed before memory is given back.
+    inner: Arc<Inner>,
+    /// `None` if this only keeps the allocator open.
+    _at_last: Option<Arc<AtLast>>,
+}
+
+/// What the handles share that people hold, beside others that only keep the allocator open ([`Allocator::kept_open`]): when the last of
+/// them is dropped, driver calls are allowed.
+struct AtLast {
+    device: Device,
+}
+
+impl Drop for AtLast {
+    fn drop(&mut self) {
+        self.device.settle();
+        close_buried();
+    }
+}
 
 struct Inner {
     shell: &'static Shell,
@@ -71,7 +89,9 @@ struct Inner {
 impl fmt::Debug for Allocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut this = f.debug_struct("Allocator");
-        this.field("device", &self.0.device.label()).field("config", &self.0.config.to_string()).finish_non_exhaustive()
+        this.field("device", &self.inner.device.label())
+            .field("config", &self.inner.config.to_string())
+            .finish_non_exhaustive()
     }
 }
 
@@ -86,8 +106,6 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         self.shell.close();
-        self.device.settle();
-        close_buried();
     }
 }
 
@@ -120,7 +138,7 @@ impl Allocator {
         let shell = Shell::open(core, history, bits);
         let hooks = Arc::new(Hooks::default());
         let tagged = config.tags != TagSource::Off;
-        Ok(Allocator(Arc::new(Inner {
+        let inner = Inner {
             shell,
             device: device.clone(),
             config,
@@ -130,7 +148,15 @@ impl Allocator {
             gate: Gate::default(),
             tagged,
             segments,
-        })))
+        };
+        let at_last = AtLast { device: device.clone() };
+        Ok(Allocator { inner: Arc::new(inner), _at_last: Some(Arc::new(at_last)) })
+    }
+
+    /// A handle that keeps the allocator open for something whose drop makes no driver call. If it is the last one, what nobody holds
+    /// goes back as memory of buffers does that outlive the allocator.
+    pub(crate) fn kept_open(&self) -> Allocator {
+        Allocator { inner: self.inner.clone(), _at_last: None }
     }
 
     /// Allocates `bytes` for work on `stream`, aligned to [`ALIGNMENT`]. Zero bytes give a handle with a null pointer and no
@@ -145,7 +171,7 @@ impl Allocator {
         // What the short way finds comes back in two registers, and the handle is put together where the caller wants it:
         // a handle, or a result with one, that is copied right after it was written makes the machine wait.
         let mut searched = false;
-        if let Some(arena) = self.0.shell.arenas.get(stream.id()) {
+        if let Some(arena) = self.inner.shell.arenas.get(stream.id()) {
             let (block, found) = self.take_cached(arena, bytes, stream);
             if block != BlockId::NONE {
                 return Ok(Allocation::new((arena, block), stream.id(), DevicePtr(found), bytes));
@@ -159,7 +185,7 @@ impl Allocator {
     /// [`BlockId::NONE`] and whether it was searched for.
     #[inline(never)]
     fn take_cached(&self, arena: &'static Arena, bytes: u64, stream: &Stream) -> (BlockId, u64) {
-        let inner = &*self.0;
+        let inner = &*self.inner;
         let special = inner.shell.special().load(Ordering::Relaxed) != 0;
         if bytes == 0 || bytes >= REQUEST_LIMIT || stream.timeline().serves() != inner.device.id() || special {
             return (BlockId::NONE, 0);
@@ -182,7 +208,7 @@ impl Allocator {
     #[cold]
     #[inline(never)]
     fn alloc_the_long_way(&self, bytes: u64, stream: &Stream, searched: bool) -> Result<Allocation, AllocError> {
-        let inner = &*self.0;
+        let inner = &*self.inner;
         if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
             return Ok(Allocation::zero(self.arena_for_zero(bytes, stream)?));
         }
@@ -192,7 +218,7 @@ impl Allocator {
     /// Allocates a block of `size` bytes, a result of rounding, for a request of `bytes` that was looked at, and perhaps
     /// searched for in vain.
     fn alloc_rounded(&self, bytes: u64, size: u64, stream: &Stream, searched: bool) -> Result<Allocation, AllocError> {
-        let inner = &*self.0;
+        let inner = &*self.inner;
         let shell = inner.shell;
         let granted = if shell.special().load(Ordering::Relaxed) == 0 {
             refuse_capture(stream)?;
@@ -212,19 +238,19 @@ impl Allocator {
     /// The arena of a request of zero bytes; refuses what is too large, or for a stream of another device.
     #[cold]
     fn arena_for_zero(&self, bytes: u64, stream: &Stream) -> Result<&'static Arena, AllocError> {
-        if stream.device_id() != self.0.device.id() {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.0.device.id()));
+        if stream.device_id() != self.inner.device.id() {
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.inner.device.id()));
         }
         if bytes >= REQUEST_LIMIT {
             return Err(AllocError::TooLarge { requested: bytes });
         }
-        Ok(self.0.shell.enter(stream).arena)
+        Ok(self.inner.shell.enter(stream).arena)
     }
 
     /// Allocation while the allocator sleeps, blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
     #[cold]
     fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
-        let shell = self.0.shell;
+        let shell = self.inner.shell;
         let special = shell.special().load(Ordering::Relaxed);
         if special & special::ASLEEP != 0 {
             return Err(AllocError::Asleep);
@@ -234,9 +260,9 @@ impl Allocator {
         if asked {
             self.poll_waiting()?;
         }
-        let tag = if special & special::SPANS != 0 { Tag::of_span() } else { self.0.scope_tag() };
-        let kind = self.0.classes.pool(size);
-        let private = if special & special::ROUTED != 0 { shell.core().pools.route(stream) } else { None };
+        let tag = if special & special::SPANS != 0 { Tag::of_span() } else { self.inner.scope_tag() };
+        let kind = self.inner.classes.pool(size);
+        let private = if special & special::ROUTED != 0 { self.route(stream) } else { None };
         let private = private.map(|numbers| numbers[kind as usize]);
         if private.is_none() {
             refuse_capture(stream)?;
@@ -269,10 +295,14 @@ impl Allocator {
             return Err(AllocError::InvalidAlignment { alignment });
         }
         let padded = bytes.saturating_add(alignment.saturating_sub(ALIGNMENT));
-        if alignment <= ALIGNMENT || bytes == 0 || padded >= REQUEST_LIMIT || stream.device_id() != self.0.device.id() {
+        if alignment <= ALIGNMENT
+            || bytes == 0
+            || padded >= REQUEST_LIMIT
+            || stream.device_id() != self.inner.device.id()
+        {
             return self.alloc(bytes, stream);
         }
-        let padded = self.alloc_rounded(bytes, self.0.classes.round(padded), stream, false)?;
+        let padded = self.alloc_rounded(bytes, self.inner.classes.round(padded), stream, false)?;
         let (slot, addr) = (padded.stream_id(), padded.ptr().0.next_multiple_of(alignment));
         Ok(Allocation::new(padded.into_block(), slot, DevicePtr(addr), bytes))
     }
@@ -292,48 +322,48 @@ impl Allocator {
 
     /// The device.
     pub fn device(&self) -> &Device {
-        &self.0.device
+        &self.inner.device
     }
 
     /// The configuration it was made with. What became of [`Config::backing`] on this device is told by [`Allocator::backing`].
     pub fn config(&self) -> &Config {
-        &self.0.config
+        &self.inner.config
     }
 
     pub(crate) fn classes(&self) -> &SizeClasses {
-        &self.0.classes
+        &self.inner.classes
     }
 
     /// Why memory comes in segments; `None` if it is mapped.
     pub fn why_segments(&self) -> Option<&WhySegments> {
-        self.0.segments.as_ref()
+        self.inner.segments.as_ref()
     }
 
     pub(crate) fn counts_pieces(&self) -> bool {
-        self.0.segments.is_some()
+        self.inner.segments.is_some()
     }
 
     pub(crate) fn shell(&self) -> &'static Shell {
-        self.0.shell
+        self.inner.shell
     }
 
     pub(crate) fn gate(&self) -> &Gate {
-        &self.0.gate
+        &self.inner.gate
     }
 
     pub(crate) fn hooks(&self) -> &Arc<Hooks> {
-        &self.0.hooks
+        &self.inner.hooks
     }
 
     /// The limit on bytes held from the device, if there is one.
     pub fn limit(&self) -> Option<u64> {
-        let limit = self.0.limit.load(Ordering::Relaxed);
+        let limit = self.inner.limit.load(Ordering::Relaxed);
         (limit != u64::MAX).then_some(limit)
     }
 
     /// Sets or removes the limit on bytes held from the device. Memory held already is kept.
     pub fn set_limit(&self, limit: Option<u64>) {
-        self.0.limit.store(limit.unwrap_or(u64::MAX), Ordering::Relaxed);
+        self.inner.limit.store(limit.unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
     /// Sets the limit to a share of the device's memory, in [0, 1]; 1 removes it.
@@ -343,20 +373,20 @@ impl Allocator {
     pub fn set_memory_fraction(&self, fraction: f64) -> Result<(), AllocError> {
         let config = Config { per_process_memory_fraction: fraction, ..Config::default() };
         config.validate()?;
-        let total = self.0.device.info().total_bytes;
+        let total = self.inner.device.info().total_bytes;
         self.set_limit(config.limit_bytes(total, total));
         Ok(())
     }
 
     /// Bytes in live blocks now: PyTorch's `memory_allocated()`.
     pub fn allocated_bytes(&self) -> u64 {
-        self.0.shell.apply_queued_frees();
-        self.0.shell.read(Hot::Bytes).all.current
+        self.inner.shell.apply_queued_frees();
+        self.inner.shell.read(Hot::Bytes).all.current
     }
 
     /// Bytes held from the device now: PyTorch's `memory_reserved()`.
     pub fn reserved_bytes(&self) -> u64 {
-        self.0.shell.counters.reserved_bytes.read().all.current
+        self.inner.shell.counters.reserved_bytes.read().all.current
     }
 
     /// Gives every unused segment back to the device; tells how many bytes. Waits for blocks that other streams still use.

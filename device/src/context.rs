@@ -4,7 +4,6 @@
 //! * An event in `idle` is complete and referenced by nobody (invariant T3: events are recycled only when complete).
 //! * Dropping an event makes no driver call: events that cannot be recycled go to `condemned` and are destroyed at the
 //!   next call that may talk to the driver.
-//!
 //! * An orphan is memory of the device or the host, or a module of kernels, that nobody but this context knows any more. It goes back to the driver at
 //!   the next call that may talk to it; what cannot go now stays an orphan.
 //!
@@ -37,6 +36,17 @@ pub(crate) enum Orphan {
     Module(RawModule),
     /// Page-locked memory that copies may still use.
     Host(Left),
+}
+
+impl Orphan {
+    /// Whether no work can use it any more, so that giving it back waits for nothing.
+    fn is_unused(&self) -> bool {
+        match self {
+            Orphan::Physical(_) => true,
+            Orphan::Reservation(reservation) => reservation.mapped.is_empty(),
+            Orphan::Allocation(_) | Orphan::Module(_) | Orphan::Host(_) => false,
+        }
+    }
 }
 
 /// Reserved addresses and the physical memory mapped there, as [`crate::Device::unreserve_later`] takes them.
@@ -176,16 +186,35 @@ impl Context {
     /// Gives orphans back. What cannot go now stays one; while a stream captures that is all of them, because the device is waited
     /// for, which would break the capture.
     pub(crate) fn free_orphans(&self) {
-        if self.is_capturing() {
-            return;
+        if !self.is_capturing() {
+            self.capturing.let_go();
+            self.free_orphans_if(|_| true);
         }
+    }
+
+    /// Gives the orphans back for which nobody needs to wait.
+    pub(crate) fn free_unused_orphans(&self) {
+        self.free_orphans_if(Orphan::is_unused);
+    }
+
+    /// Whether there is an orphan.
+    pub(crate) fn has_orphans(&self) -> bool {
+        !self.orphans.is_empty()
+    }
+
+    /// After a failure the rest stays, rather than that each fails in turn.
+    fn free_orphans_if(&self, goes: impl Fn(&Orphan) -> bool) {
+        let mut stay = Vec::new();
         while let Some(orphan) = self.orphans.pop() {
-            if let Err((error, orphan)) = self.free_orphan(orphan) {
+            if !goes(&orphan) {
+                stay.push(orphan);
+            } else if let Err((error, orphan)) = self.free_orphan(orphan) {
                 tracing::warn!(%error, ?orphan, "memory could not be freed; it will be tried again");
-                self.orphans.push(orphan);
-                return;
+                stay.push(orphan);
+                break;
             }
         }
+        stay.into_iter().for_each(|orphan| self.orphans.push(orphan));
     }
 
     fn free_orphan(&self, orphan: Orphan) -> std::result::Result<(), (DeviceError, Orphan)> {
@@ -240,6 +269,11 @@ impl Drop for Context {
         }
         self.destroy_condemned();
         self.free_orphans();
+        if self.is_capturing() {
+            self.capturing.keep(self.driver.shared());
+        } else {
+            self.capturing.let_go();
+        }
         DeviceLabel::close(self.device_id);
     }
 }

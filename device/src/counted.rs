@@ -32,6 +32,11 @@ impl Counted {
         Counted { inner, calls: Operation::ALL.iter().map(|_| AtomicU64::new(0)).collect(), lost: Lost::default() }
     }
 
+    /// The driver that is counted.
+    pub(crate) fn shared(&self) -> Arc<dyn Driver> {
+        self.inner.clone()
+    }
+
     pub(crate) fn counts(&self) -> CallCounts {
         CallCounts(self.calls.iter().map(|calls| calls.load(Ordering::Relaxed)).collect())
     }

@@ -14,7 +14,7 @@ use crate::context::{Context, Orphan, Reservation};
 use crate::driver::{
     CallCounts, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, RawModule, RawPhysical, RawStream, StreamFlags,
 };
-use crate::error::{DeviceError, Result};
+use crate::error::{DeviceError, ErrorKind, Result};
 use crate::event::Event;
 use crate::label::DeviceLabel;
 use crate::left::{Left, LeftMemory};
@@ -65,6 +65,7 @@ pub struct TimelineCounts {
 impl Device {
     /// A device driven by `driver`.
     pub fn new(driver: Arc<dyn Driver>) -> Device {
+        close_left_open();
         let context = Context::new(driver);
         let legacy = Timeline::new(context.clone(), RawStream::LEGACY, Kind::Legacy, None);
         let default_stream = Stream::new(context.clone(), legacy, None);
@@ -218,13 +219,20 @@ impl Device {
         self.0.context.synchronize()
     }
 
-    /// A plain driver allocation, cached by nothing. First frees what [`Device::free_later`] was given.
+    /// A plain driver allocation, cached by nothing. Only where there is no memory for it is everything given back first that was to be
+    /// later, which may wait for the device ([`Device::settle`]).
     ///
     /// # Errors
     /// Those of the driver.
     pub fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
-        self.settle();
-        self.0.context.driver.alloc(bytes)
+        self.settle_unused();
+        match self.0.context.driver.alloc(bytes) {
+            Err(error) if error.kind == ErrorKind::OutOfMemory && self.0.context.has_orphans() => {
+                self.settle();
+                self.0.context.driver.alloc(bytes)
+            }
+            allocated => allocated,
+        }
     }
 
     /// Frees a plain driver allocation. The driver waits for the device first.
@@ -235,14 +243,14 @@ impl Device {
         self.0.context.free(ptr)
     }
 
-    /// Frees a plain driver allocation at the next [`Device::alloc`], or when the last handle of the device is dropped.
-    /// Makes no driver call, so it is fit for destructors.
+    /// Frees a plain driver allocation at the next [`Device::settle`], at a [`Device::alloc`] that lacks memory, or when the last handle
+    /// of the device is dropped. Makes no driver call, so it is fit for destructors.
     pub fn free_later(&self, ptr: DevicePtr) {
         self.0.context.orphan(Orphan::Allocation(ptr));
     }
 
-    /// Gives reserved addresses back, and the memory mapped there, at the next [`Device::alloc`] or [`Device::settle`], or when
-    /// the last handle of the device is dropped. The device is waited for then. Makes no driver call.
+    /// Gives reserved addresses back, and the memory mapped there, when [`Device::free_later`] does it; the device is waited for then,
+    /// unless nothing is mapped there. Makes no driver call.
     pub fn unreserve_later(&self, reservation: Reservation) {
         self.0.context.orphan(Orphan::Reservation(reservation));
     }
@@ -259,8 +267,8 @@ impl Device {
     }
 
     /// Frees page-locked memory that [`Driver::host_alloc`] gave, once its last `uses` are known to be done: at the next
-    /// [`Device::settle_host`], at the next [`Device::settle`] or [`Device::alloc`], which wait for the device if need be, or when the last
-    /// handle of the device is dropped. Makes no driver call.
+    /// [`Device::settle_host`], at the next [`Device::settle`], which waits for the device if need be, or when the last handle of the
+    /// device is dropped. Makes no driver call.
     ///
     /// Like [`Driver::host_free`] this takes memory away, so it is for its owner alone:
     ///
@@ -310,10 +318,17 @@ impl Device {
         self.0.context.is_capturing()
     }
 
-    /// Gives back what was to be given back later. What cannot go back now will be tried again.
+    /// Gives back what was to be given back later; waits for the device if it may still use some. What cannot go back now will be
+    /// tried again.
     pub fn settle(&self) {
+        close_left_open();
         self.0.left.free_all(&self.0.context);
         self.0.context.free_orphans();
+    }
+
+    /// As [`Device::settle`], for memory that no work can use any more: nothing waits.
+    pub fn settle_unused(&self) {
+        self.0.context.free_unused_orphans();
     }
 }
 
@@ -321,6 +336,15 @@ impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Device").field("id", &self.id()).field("name", &self.info().name).finish_non_exhaustive()
     }
+}
+
+/// Devices whose last handle went where no driver call can be made. They are closed when somebody next opens or settles a device.
+static LEFT_OPEN: Mutex<Vec<Inner>> = Mutex::new(Vec::new());
+
+fn close_left_open() {
+    // Taken out first: this calls drivers, which must not happen under a lock.
+    let left = std::mem::take(&mut *LEFT_OPEN.lock());
+    drop(left);
 }
 
 /// Makes the device forget the calling thread's default stream when the thread exits. Its ticks stay answerable: another
@@ -331,7 +355,10 @@ fn forget_at_exit(device: Weak<Inner>) {
     impl Drop for AtExit {
         fn drop(&mut self) {
             for device in self.0.get_mut().drain(..).filter_map(|device| device.upgrade()) {
-                device.per_thread.lock().remove(&std::thread::current().id());
+                let stream = device.per_thread.lock().remove(&std::thread::current().id());
+                drop(stream);
+                // If the device's other handles went meanwhile. A thread that ends makes no driver call.
+                LEFT_OPEN.lock().extend(Arc::into_inner(device));
             }
         }
     }

@@ -47,7 +47,8 @@ impl Event {
     /// Records the event at the end of the stream's present work, replacing an earlier record.
     ///
     /// # Errors
-    /// When the stream belongs to another device, and those of the driver. The event then keeps its earlier record.
+    /// When the stream belongs to another device, or captures although nobody said so ([`Stream::announce_capture`]), and those of the
+    /// driver. The event then keeps its earlier record.
     pub fn record(&self, stream: &Stream) -> Result<()> {
         self.check_device(stream.device_id(), Operation::Record)?;
         let timeline = stream.timeline();

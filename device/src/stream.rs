@@ -235,31 +235,24 @@ impl Stream {
     /// Copies from host memory and waits until the bytes are on the device.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// When the stream captures, and those of the driver.
     pub fn upload_blocking(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
-        let raw = self.usable(Operation::CopyToDevice)?;
-        // SAFETY: `src` is readable, and borrowed until the stream was synchronised below.
-        let enqueued = unsafe { self.0.context.driver.copy_to_device(dst, src.as_ptr(), src.len(), raw) };
-        self.finish_blocking(enqueued)
+        let driver = &self.0.context.driver;
+        // SAFETY: `src` is readable, and borrowed until what is enqueued here is done.
+        let copy = |raw| unsafe { driver.copy_to_device(dst, src.as_ptr(), src.len(), raw) };
+        self.0.timeline.run_and_wait(Operation::CopyToDevice, copy)
     }
 
     /// Copies to host memory and waits until the bytes are there.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// When the stream captures, and those of the driver.
     pub fn download_blocking(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
-        let raw = self.usable(Operation::CopyToHost)?;
-        // SAFETY: `dst` is writable, and exclusively borrowed until the stream was synchronised below.
-        let enqueued = unsafe { self.0.context.driver.copy_to_host(dst.as_mut_ptr(), src, dst.len(), raw) };
-        self.finish_blocking(enqueued)
-    }
-
-    fn finish_blocking(&self, enqueued: Result<()>) -> Result<()> {
-        enqueued?;
-        // The borrow ends at return whatever happens, so a copy may only outlive it on a device that is gone. A failed
-        // wait on a living device is retried for the whole device before it is reported.
-        self.synchronize()
-            .or_else(|error| if error.is_device_lost() { Err(error) } else { self.0.context.driver.synchronize() })
+        let driver = &self.0.context.driver;
+        let (to, bytes) = (dst.as_mut_ptr(), dst.len());
+        // SAFETY: `dst` is writable, and exclusively borrowed until what is enqueued here is done.
+        let copy = |raw| unsafe { driver.copy_to_host(to, src, bytes, raw) };
+        self.0.timeline.run_and_wait(Operation::CopyToHost, copy)
     }
 
     /// Enqueues a kernel.

@@ -140,6 +140,7 @@ impl Allocator {
     }
 
     fn release_and_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
+        self.device().settle();
         let launched = self.shell().core().awaited_launches(|_| true);
         self.synchronize_all(&launched)?;
         tried.released += self.release_where(|whole| whole.releasable())?;

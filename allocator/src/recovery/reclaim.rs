@@ -89,10 +89,12 @@ impl Allocator {
 
     /// Begins to ask reclaimers on behalf of a request.
     pub(crate) fn ask_reclaimers(&self, request: &Request) -> Asking<'_> {
+        // The core's lock is below that of the hooks.
+        let least_again = self.growth_bytes(&self.shell().core(), request);
         Asking {
             allocator: self,
             request: ReclaimRequest { bytes: request.size, stream_id: request.slot },
-            least_again: self.growth_bytes(&self.shell().core(), request),
+            least_again,
             round: self.reclaimers().into_iter(),
             spent: Vec::new(),
             fruitful: false,

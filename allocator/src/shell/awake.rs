@@ -156,7 +156,7 @@ impl Allocator {
     /// # Errors
     /// [`AllocError::Asleep`] when it sleeps, or is about to and this thread does not keep it awake already.
     pub fn keep_awake(&self) -> Result<Awake, AllocError> {
-        Ok(Awake { _kept: KeptAwake::new(self.shell())?, _allocator: self.clone() })
+        Ok(Awake { _kept: KeptAwake::new(self.shell())?, _allocator: self.kept_open() })
     }
 }
 

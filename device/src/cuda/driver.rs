@@ -60,6 +60,9 @@ pub struct CudaDriver {
     pub(super) cudarc: OnceLock<Arc<CudaContext>>,
 }
 
+/// How often the context is asked to wait before a driver's memory is given up: refused while anything captures there.
+const WAITS_AT_LAST: u32 = 3;
+
 /// Capabilities of the GPU that calls ask for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Facts {
@@ -147,21 +150,47 @@ impl CudaDriver {
     /// Gives back what is still alive. Objects with handles follow, when their tables are dropped.
     fn give_everything_back(&self) -> Result<()> {
         // Unmapping and freeing page-locked memory do not wait for work.
-        let waited = self.synchronize();
-        let mut outcome = waited;
+        let mut outcome = self.wait_at_last();
+        if outcome.as_ref().is_err_and(|error| !error.is_device_lost()) {
+            self.leak_everything();
+            return outcome;
+        }
         let mut note = |result: Result<()>| outcome = std::mem::replace(&mut outcome, Ok(())).and(result);
         self.memory.drain().into_iter().for_each(|(ptr, ..)| note(self.free_raw(ptr)));
         self.mapped.drain().into_iter().for_each(|(ptr, bytes, ())| note(self.unmap_raw(ptr, bytes)));
         self.reserved.drain().into_iter().for_each(|(ptr, bytes, ())| note(self.unreserve_raw(ptr, bytes)));
         for (start, _, locked) in self.host.drain() {
             note(match locked {
-                // SAFETY: whoever has memory of this driver's keeps the driver, so it is nobody's; the device was waited for.
+                // SAFETY: whoever has memory of this driver's keeps the driver, so it is nobody's; the context was waited for, or is
+                // lost.
                 Locked::Allocated { skipped } => unsafe { self.host_free_raw(start - skipped) },
                 // SAFETY: as above.
                 Locked::Registered => unsafe { self.host_unregister_raw(start) },
             });
         }
         outcome
+    }
+
+    /// Waits for the context, more than once if need be.
+    fn wait_at_last(&self) -> Result<()> {
+        let mut waited = self.synchronize();
+        for _ in 1..WAITS_AT_LAST {
+            waited = waited.or_else(|_| self.synchronize());
+        }
+        waited
+    }
+
+    /// Leaves everything that work may still use to the context, for as long as that lives.
+    fn leak_everything(&self) {
+        self.modules.forget_all();
+        let ranges = [self.memory.drain().len(), self.mapped.drain().len(), self.host.drain().len()];
+        let ranges = ranges.iter().sum::<usize>();
+        self.reserved.drain();
+        if ranges > 0 {
+            tracing::warn!(
+                "{ranges} pieces of memory of a device that was dropped are leaked, as work may still use them"
+            );
+        }
     }
 }
 

@@ -71,6 +71,13 @@ impl<T> Handles<T> {
         shard.get(&handle).is_some_and(|object| matches(object)).then(|| shard.remove(&handle)).flatten()
     }
 
+    /// Forgets all objects without destroying them.
+    pub(super) fn forget_all(&self) {
+        for shard in &self.shards {
+            std::mem::take(&mut *shard.write()).into_values().for_each(std::mem::forget);
+        }
+    }
+
     /// Takes an object out.
     pub(super) fn take(&self, handle: u64) -> Option<Arc<T>> {
         self.take_if(handle, |_| true)

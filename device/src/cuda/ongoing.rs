@@ -3,7 +3,7 @@
 //! The driver refuses to wait for a context of which any stream captures, and breaks the capture (CUDA programming guide,
 //! “Prohibited and Unhandled Operations”).
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 use std::thread::{self, ThreadId};
 
@@ -15,8 +15,9 @@ use crate::driver::RawStream;
 /// The captures in progress in a context, by whichever of its drivers they were begun.
 #[derive(Debug, Default)]
 pub(super) struct Ongoing {
-    /// Streams on which one was begun through a driver, and not ended; with the thread, where the handle means one for each.
-    begun: Mutex<HashSet<(u64, Option<ThreadId>)>>,
+    /// Streams on which one was begun through a driver, and not ended; with the thread, where the handle means one for each, and a sign
+    /// that it runs: the default stream of a thread that has ended captures no more, and nobody else could end its capture.
+    begun: Mutex<HashMap<(u64, Option<ThreadId>), Weak<()>>>,
     /// Streams of which devices know that they capture, those included that somebody else makes capture.
     pub(super) known: Arc<CapturingStreams>,
 }
@@ -37,7 +38,7 @@ impl Ongoing {
     }
 
     pub(super) fn begin(&self, stream: RawStream) {
-        self.begun.lock().insert(which(stream));
+        self.begun.lock().insert(which(stream), RUNS.with(Arc::downgrade));
     }
 
     pub(super) fn end(&self, stream: RawStream) {
@@ -46,8 +47,15 @@ impl Ongoing {
 
     /// Whether any stream of the context is known to capture.
     pub(super) fn any(&self) -> bool {
-        self.known.any() || !self.begun.lock().is_empty()
+        let mut begun = self.begun.lock();
+        begun.retain(|(_, thread), runs| thread.is_none() || runs.strong_count() > 0);
+        self.known.any() || !begun.is_empty()
     }
+}
+
+thread_local! {
+    /// Dropped when the thread ends.
+    static RUNS: Arc<()> = Arc::default();
 }
 
 /// Which stream a handle means on this thread.
@@ -67,6 +75,14 @@ mod tests {
         one.end(RawStream(8));
         assert!(one.any());
         one.end(RawStream(7));
+        thread::scope(|scope| {
+            let begun = scope.spawn(|| {
+                one.begin(RawStream::PER_THREAD);
+                assert!(one.any());
+            });
+            begun.join().unwrap();
+        });
+        assert!(!one.any(), "its thread has ended");
         one.known.enter(false);
         assert!(Ongoing::of_context(u64::MAX).any());
         drop(one);

@@ -318,7 +318,13 @@ impl Timeline {
             ));
         }
         let raw = self.usable(Operation::Wait)?;
-        if self.state.lock().capture.is_some() {
+        let state = self.state.lock();
+        let (closed, captures) = (state.closed, state.capture.is_some());
+        drop(state);
+        if closed {
+            return Err(self.closed_error(Operation::Wait));
+        }
+        if captures {
             return Err(capture_error(
                 Operation::Wait,
                 "a capturing stream cannot be ordered after work from outside of the capture: \

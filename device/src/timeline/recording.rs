@@ -2,7 +2,7 @@
 
 use super::capturing::capture_error;
 use super::{Owner, Recorded, Recording, State, Timeline};
-use crate::driver::RawStream;
+use crate::driver::{Driver, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::atomic::Ordering;
 
@@ -10,8 +10,59 @@ impl Timeline {
     /// Raises the counter, lets `record` record an event, and returns what that event covers and knows (T1, T2).
     pub(crate) fn record_with(&self, record: impl FnOnce() -> Result<()>) -> Result<Recording> {
         let state = self.state.lock();
+        // What is recorded in a capture that nobody made known would seem to cover what was enqueued before.
+        self.refuse_unannounced(&state)?;
         let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
         record().map(|()| Recording { covers, clock: state.clock.clone(), capture: state.capture.clone() })
+    }
+
+    /// Lets `enqueue` enqueue work that uses memory which the caller has borrowed, and waits on the host until it is done.
+    ///
+    /// The borrow ends at return whatever happens. So nothing is enqueued on a stream that captures, as the graph would use the memory
+    /// whenever it is launched, and none of our captures begins before an event covers the work: events can be waited for while the
+    /// stream captures. Only on a device that is gone may the work outlive this.
+    pub(crate) fn run_and_wait(
+        &self,
+        operation: Operation,
+        enqueue: impl FnOnce(RawStream) -> Result<()>,
+    ) -> Result<()> {
+        let raw = self.usable(operation)?;
+        let mut state = self.state.lock();
+        if state.closed {
+            return Err(self.closed_error(operation));
+        }
+        if state.capture.is_some() {
+            return Err(capture_error(
+                operation,
+                "the host cannot wait for work of a capturing stream: use another one",
+            ));
+        }
+        self.refuse_unannounced(&state)?;
+        self.spare_captures(raw, operation)?;
+        enqueue(raw)?;
+        let recorded = match self.record(&mut state) {
+            Ok(recorded) => recorded,
+            Err(error) => return self.wait_without_event(raw, error),
+        };
+        drop(state);
+        match recorded.event.synchronize() {
+            Ok(()) => self.mark_done(recorded.covers),
+            Err(error) => self.wait_without_event(raw, error)?,
+        }
+        Ok(())
+    }
+
+    /// Waits for the stream, or else the device, where an event cannot be recorded or waited for on a living device.
+    fn wait_without_event(&self, raw: RawStream, error: DeviceError) -> Result<()> {
+        if error.is_device_lost() {
+            return Err(error);
+        }
+        let driver = &self.context.driver;
+        driver.synchronize_stream(raw).or_else(
+            |error| {
+                if error.is_device_lost() { Err(error) } else { driver.synchronize() }
+            },
+        )
     }
 
     /// Records the last event of the stream, so that all its ticks stay answerable, and closes it. If the stream is
@@ -63,7 +114,7 @@ impl Timeline {
 
     pub(super) fn record(&self, state: &mut State) -> Result<Recorded> {
         if state.closed {
-            return Err(self.closed_error());
+            return Err(self.closed_error(Operation::Record));
         }
         if state.capture.is_some() {
             return Err(capture_error(
@@ -82,13 +133,16 @@ impl Timeline {
         Ok(recorded)
     }
 
-    /// Why nothing can be recorded any more. Streams of a lost device are destroyed without a last event.
-    fn closed_error(&self) -> DeviceError {
+    /// Why nothing can be enqueued any more. Streams of a lost device are destroyed without a last event.
+    pub(super) fn closed_error(&self, operation: Operation) -> DeviceError {
         let driver = &self.context.driver;
+        let detail = match operation {
+            Operation::Record => "the stream was destroyed or released and its last event could not be recorded",
+            _ => "the stream was destroyed or released",
+        };
         match driver.lost() {
-            Some(lost) => driver.note_lost(DeviceError::new(Operation::Record, lost.code)),
-            None => DeviceError::new(Operation::Record, Code::INVALID_HANDLE)
-                .with_detail("the stream was destroyed or released and its last event could not be recorded"),
+            Some(lost) => driver.note_lost(DeviceError::new(operation, lost.code)),
+            None => DeviceError::new(operation, Code::INVALID_HANDLE).with_detail(detail),
         }
     }
 

@@ -4,7 +4,6 @@
 //! that makes a stream for each of its requests. So a number stands for one stream after another. All work of the one before is
 //! known to be done when the next begins, and its ticks count on from there: as if one stream had gone on, after its host waited for
 //! it. Whatever was noted of the number stays true.
-
 //!
 //! When a thread ends, its default stream makes no driver call any more: whatever the driver keeps for the thread may be gone. An
 //! event on the legacy stream tells later that its work is done. As every blocking stream waits for such an event, they are recorded for

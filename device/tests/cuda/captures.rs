@@ -1,7 +1,11 @@
 //! Captures: what breaks one is refused before it reaches the driver, and the calls around it leave it alone.
 
+use std::time::Duration;
+
 use aquifer_device::cuda::CudaDriver;
-use aquifer_device::{CaptureStatus, Code, Device, Driver, ErrorKind, PhysicalOptions, RawStream, Result, StreamFlags};
+use aquifer_device::{
+    CaptureStatus, Code, Device, Driver, ErrorKind, PhysicalOptions, RawStream, Reservation, Result, StreamFlags,
+};
 
 use crate::bench::{Bench, MIB, code, kind, standin};
 
@@ -58,6 +62,80 @@ fn what_would_break_a_capture_is_refused_and_does_not() {
     driver.free_async(pool, stream).unwrap();
     driver.synchronize().unwrap();
     assert_eq!(bench.used(), 0);
+}
+
+/// The graph would use the borrowed memory whenever it is launched.
+#[test]
+fn blocking_copies_of_page_locked_memory_are_kept_out_of_captures() {
+    let bench = Bench::new();
+    let device = Device::new(bench.driver.clone());
+    let (stream, memory) = (device.create_stream().unwrap(), device.alloc(4096).unwrap());
+    let host = device.driver().host_alloc(4096).unwrap();
+    // SAFETY: 4096 bytes of page-locked memory that nobody else uses, freed below.
+    let slice = unsafe { std::slice::from_raw_parts_mut(host.as_ptr(), 4096) };
+    let capture = stream.begin_capture().unwrap();
+    assert_eq!(kind(stream.download_blocking(slice, memory)), ErrorKind::Capture);
+    assert_eq!(kind(stream.upload_blocking(memory, slice)), ErrorKind::Capture);
+    let graph = capture.end().unwrap();
+    // SAFETY: nothing uses it any more.
+    unsafe { device.driver().host_free(host) }.unwrap();
+    graph.launch(&stream).unwrap();
+    device.synchronize().unwrap();
+    device.free(memory).unwrap();
+    bench.assert_no_violation();
+}
+
+/// What it holds is in use, and its context cannot be waited for.
+#[test]
+fn a_device_that_goes_while_another_of_its_context_captures_takes_nothing_from_pending_work() {
+    let bench = Bench::new();
+    let ordinal = bench.device.ordinal();
+    let open = || Device::new(CudaDriver::open(ordinal).unwrap());
+    let (going, other) = (open(), open());
+    let granule = going.info().granularity_bytes.unwrap();
+    let (stream, capturing) = (going.create_stream().unwrap(), other.create_stream().unwrap());
+    let before = bench.used();
+    let ptr = going.driver().reserve(granule, 0).unwrap();
+    let physical = going.driver().create_physical(granule, PhysicalOptions::default()).unwrap();
+    going.driver().map(ptr, granule, physical).unwrap();
+    going.driver().set_access(ptr, granule, &[ordinal]).unwrap();
+    let host = going.driver().host_alloc(4096).unwrap();
+    bench.device.stall(stream.raw().0, Duration::from_secs(1)).unwrap();
+    stream.fill(ptr, 1, granule).unwrap();
+    // SAFETY: the memory is left to the device below, with a tick that covers this.
+    unsafe { stream.download(host, ptr, 4096) }.unwrap();
+    // SAFETY: allocated above, and nobody else uses it.
+    unsafe { going.host_free_later(host, 4096, vec![stream.tick()]) };
+    going.unreserve_later(Reservation { ptr, bytes: granule, mapped: vec![(ptr, granule, physical)] });
+    let capture = capturing.begin_capture().unwrap();
+    drop((stream, going));
+    bench.assert_no_violation();
+    assert_eq!(bench.used() - before, granule);
+    drop(capture.end().unwrap());
+    other.settle();
+    assert_eq!(bench.used(), before, "it goes when the capture has ended");
+    bench.assert_no_violation();
+}
+
+#[test]
+fn events_are_not_recorded_in_captures_that_nobody_made_known() {
+    let bench = Bench::new();
+    let device = Device::new(bench.driver.clone());
+    let (one, two) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let (tick, event) = (one.tick(), device.create_event(false).unwrap());
+    device.driver().begin_capture(one.raw()).unwrap();
+    assert_eq!(kind(event.record(&one)), ErrorKind::Capture);
+    two.wait_event(&event).unwrap();
+    assert!(!two.is_ordered_after(&tick) && !two.is_capturing());
+    let announced = one.announce_capture().unwrap();
+    event.record(&one).unwrap();
+    two.wait_event(&event).unwrap();
+    assert!(!two.is_ordered_after(&tick) && two.is_capturing());
+    event.record(&two).unwrap();
+    one.wait_event(&event).unwrap();
+    let graph = device.driver().end_capture(one.raw()).unwrap();
+    drop(announced);
+    device.driver().destroy_graph(graph).unwrap();
 }
 
 #[test]

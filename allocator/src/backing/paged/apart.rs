@@ -187,6 +187,7 @@ impl Whole {
         });
         if start < end {
             self.note_mapping(Action::SegmentUnmap, POOL, slot, start, end - start);
+            self.counters().num_device_free.add(1);
         }
         self.account_for_granules();
         Freed { granules, addresses }

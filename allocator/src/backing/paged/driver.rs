@@ -80,7 +80,7 @@ pub(crate) fn carry_out(device: &Device, hooks: &Hooks, mut work: Work) -> Done 
 
 fn create(device: &Device, work: &Work, done: &mut Done) -> Result<(), DeviceError> {
     if work.create > 0 {
-        device.settle();
+        device.settle_unused();
     }
     refuse_in_vain(device, work).inspect_err(|_| done.at_creation = true)?;
     let mut created = Vec::with_capacity(small(work.create));

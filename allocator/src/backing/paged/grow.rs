@@ -249,7 +249,7 @@ impl Allocator {
         let smaller = if request.size <= crate::size_class::SMALL_SIZE { 16 } else { 1 };
         let mut bytes = (left / (ADDRESSES_FOR_MEMORY + count) / smaller).next_multiple_of(granule).max(least);
         let mut gave_back = false;
-        self.device().settle();
+        self.device().settle_unused();
         loop {
             match self.device().driver().reserve(bytes, granule) {
                 Ok(ptr) => {

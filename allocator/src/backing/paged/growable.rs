@@ -88,7 +88,7 @@ impl Allocator {
         };
         drop(core);
         self.recycle_retired()?;
-        self.device().settle();
+        self.device().settle_unused();
         let reserved = capacity.max(1).next_multiple_of(granule);
         let ptr = match self.device().driver().reserve(reserved, granule) {
             Err(error) if error.kind == ErrorKind::OutOfAddresses => {

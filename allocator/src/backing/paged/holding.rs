@@ -25,7 +25,7 @@ pub(crate) struct Holding {
 impl Holding {
     /// What the owner of the reservation at `ptr` has there.
     pub(crate) fn new(allocator: &Allocator, ptr: DevicePtr, bytes: u64, slot: u32) -> Holding {
-        Holding { allocator: allocator.clone(), ptr, bytes: AtomicU64::new(bytes), users: Mutex::new(vec![slot]) }
+        Holding { allocator: allocator.kept_open(), ptr, bytes: AtomicU64::new(bytes), users: Mutex::new(vec![slot]) }
     }
 
     pub(crate) fn allocator(&self) -> &Allocator {

@@ -85,7 +85,7 @@ impl Allocator {
         let _gate = self.gate().shared();
         let mut core = self.shell().core();
         let Some((arena, block)) = allocation.place() else {
-            return Ok(PinnedMapping { allocator: self.clone(), range: 0..0, pinned: Pinned::Nothing });
+            return Ok(PinnedMapping { allocator: self.kept_open(), range: 0..0, pinned: Pinned::Nothing });
         };
         if !std::ptr::eq(arena.shell, self.shell()) {
             drop(core);
@@ -109,7 +109,7 @@ impl Allocator {
         };
         places(&range, pinned).for_each(|addr| core.pins.add(addr));
         drop(core);
-        Ok(PinnedMapping { allocator: self.clone(), range, pinned })
+        Ok(PinnedMapping { allocator: self.kept_open(), range, pinned })
     }
 }
 
