@@ -19,7 +19,7 @@ use crate::recovery::hooks::Hooks;
 use crate::shell::arena::Arena;
 use crate::shell::core::{Core, Granted, Place, Request};
 use crate::shell::whole::Whole;
-use crate::shell::{Shell, close_buried, special};
+use crate::shell::{Shell, close_abandoned, special};
 use crate::size_class::{MIN_BLOCK, REQUEST_LIMIT, SizeClasses};
 use crate::tags::Tag;
 
@@ -66,7 +66,7 @@ struct AtLast {
 impl Drop for AtLast {
     fn drop(&mut self) {
         self.device.settle();
-        close_buried();
+        close_abandoned();
     }
 }
 
@@ -187,7 +187,11 @@ impl Allocator {
     fn take_cached(&self, arena: &'static Arena, bytes: u64, stream: &Stream) -> (BlockId, u64) {
         let inner = &*self.inner;
         let special = inner.shell.special().load(Ordering::Relaxed) != 0;
-        if bytes == 0 || bytes >= REQUEST_LIMIT || stream.timeline().serves() != inner.device.id() || special {
+        if bytes == 0
+            || bytes >= REQUEST_LIMIT
+            || stream.timeline().device_id_unless_capturing() != inner.device.id()
+            || special
+        {
             return (BlockId::NONE, 0);
         }
         let Some(mut arena) = arena.enter() else { return (BlockId::NONE, 0) };

@@ -37,5 +37,6 @@ pub use history::{Action, HistoryOptions};
 pub use pools::{CaptureRoute, PoolOptions, PoolRoute, PrivatePool};
 pub use recovery::{Advice, MappingChange, OomReport, ReclaimRequest, Registration};
 pub use shell::awake::Awake;
+pub use shell::close_abandoned;
 pub use snapshot::Snapshot;
 pub use tags::TagScope;

@@ -21,6 +21,26 @@ const ATTEMPTS: u32 = 3;
 /// Ticks order nothing across its border (invariant T5): recording and waiting through ticks fail on the stream until the
 /// capture ends, and its timeline learns nothing meanwhile. The same goes for every stream that joins the capture by waiting
 /// for an event recorded in it.
+///
+/// ```
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let (one, two) = (device.create_stream()?, device.create_stream()?);
+/// let (a, b) = (device.alloc(4096)?, device.alloc(4096)?);
+/// let (fork, join) = (device.create_event(false)?, device.create_event(false)?);
+/// let capture = one.begin_capture()?;
+/// fork.record(&one)?;
+/// two.wait_event(&fork)?; // the second stream joins: what is enqueued there is captured, too
+/// one.fill(a, 1, 4096)?;
+/// two.fill(b, 2, 4096)?;
+/// join.record(&two)?;
+/// one.wait_event(&join)?; // every stream that joined comes back before the end
+/// let graph = capture.end()?;
+/// graph.launch(&two)?;
+/// # two.synchronize()?;
+/// # device.free(a).and(device.free(b))?;
+/// # Ok::<(), aquifer_device::DeviceError>(())
+/// ```
 #[derive(Debug)]
 pub struct Capture {
     stream: Stream,
@@ -89,6 +109,19 @@ impl Drop for Capture {
 
 /// A capture that somebody else began on a stream of ours and will end, made known: while this lives, the stream is treated as if
 /// [`Stream::begin_capture`] had been called. Drop it once the capture ended.
+///
+/// ```
+/// use aquifer_device::{Device, Driver, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let stream = device.create_stream()?;
+/// device.driver().begin_capture(stream.raw())?; // what another library does
+/// let announced = stream.announce_capture()?;
+/// assert!(stream.is_capturing());
+/// let graph = device.driver().end_capture(stream.raw())?;
+/// drop(announced);
+/// # device.driver().destroy_graph(graph)?;
+/// # Ok::<(), aquifer_device::DeviceError>(())
+/// ```
 #[derive(Debug)]
 #[must_use = "the capture is taken as over when this is dropped"]
 pub struct AnnouncedCapture {
@@ -164,7 +197,22 @@ impl Scope {
     }
 }
 
-/// A captured graph, ready to launch.
+/// A captured graph, ready to launch, as often as one likes. It uses fixed addresses: keep what it uses until its last launch is done.
+///
+/// ```
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let (stream, ptr) = (device.create_stream()?, device.alloc(4096)?);
+/// let capture = stream.begin_capture()?;
+/// stream.fill(ptr, 7, 4096)?; // captured, not run
+/// let graph = capture.end()?;
+/// for _ in 0..3 {
+///     graph.launch(&stream)?;
+/// }
+/// stream.synchronize()?;
+/// device.free(ptr)?;
+/// # Ok::<(), aquifer_device::DeviceError>(())
+/// ```
 #[derive(Debug)]
 pub struct Graph {
     raw: RawGraph,

@@ -192,6 +192,17 @@ impl Context {
         }
     }
 
+    /// Gives each orphan back, for the last time: what cannot go is not in the way of others, and is tried once more.
+    fn free_every_orphan(&self) {
+        for _ in 0..2 {
+            for _ in 0..self.orphans.len() {
+                if self.driver.lost().is_none() {
+                    self.free_orphans_if(|_| true);
+                }
+            }
+        }
+    }
+
     /// Gives the orphans back for which nobody needs to wait.
     pub(crate) fn free_unused_orphans(&self) {
         self.free_orphans_if(Orphan::is_unused);
@@ -268,11 +279,11 @@ impl Drop for Context {
             self.condemned.push(raw);
         }
         self.destroy_condemned();
-        self.free_orphans();
         if self.is_capturing() {
             self.capturing.keep(self.driver.shared());
         } else {
             self.capturing.let_go();
+            self.free_every_orphan();
         }
         DeviceLabel::close(self.device_id);
     }

@@ -144,7 +144,8 @@ impl LeftMemory {
 fn ask(waiting: &[Waiting]) {
     let ticks = || waiting.iter().flat_map(|waiting| &waiting.uses);
     // A tick that no event covers would never be known to be done.
-    let mut outcome = ticks().fold(Ok(()), |outcome, tick| outcome.and(tick.cover()));
+    let mut outcome = Ok(());
+    ticks().for_each(|tick| outcome = std::mem::replace(&mut outcome, Ok(())).and(tick.cover()));
     let mut asked = BTreeSet::new();
     for tick in ticks() {
         let known = tick.timeline().is_known_done(tick.n());

@@ -302,9 +302,9 @@ impl Stream {
 
     /// Starts capturing the stream's work into a graph.
     ///
-    /// What the graph uses must stay there as long as it may be launched, and nobody sees it do so. An allocator gives memory to a
-    /// capturing stream from a private pool alone (`Allocator::capture`), and a launch needs a turn with the buffers that the graph
-    /// uses (`Turn`).
+    /// A graph uses fixed addresses, and nothing tracks those uses: keep every buffer that it touches alive for as long as you may launch
+    /// it. An allocator gives memory to a capturing stream from a private pool alone (`Allocator::capture`), and a launch needs a turn
+    /// with the buffers that the graph uses (`Turn`).
     ///
     /// # Errors
     /// Those of the driver.

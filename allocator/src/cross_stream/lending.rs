@@ -23,11 +23,15 @@ use crate::shell::whole::Whole;
 
 /// How many blocks of one owner are considered, smallest first.
 const CANDIDATES: usize = 32;
-/// A stream that borrows for more than one allocation in so many, and a few at the start, gets memory of its own instead,
+// A stream that borrows often gets memory of its own instead, as long as all such memory is little.
+
+/// Often is for more than one allocation in so many,
 const BORROW_SPACING: u64 = 16;
+/// and these at the start.
 const BORROW_ADVANCE: u64 = 8;
-/// as long as all such memory is at most this share of what is reserved, or so many bytes.
+/// Little is at most this share of what is reserved,
 const OWN_SHARE: u64 = 128;
+/// or so many bytes.
 const OWN_LEAST: u64 = 32 << 20;
 
 /// A block of another stream that would serve a request, if waited for.
@@ -102,7 +106,7 @@ impl Allocator {
         self.poll(&ticks)?;
         let clock = own.map(|timeline| timeline.clock()).unwrap_or_default();
         let mut whole = self.shell().whole();
-        whole.settle();
+        whole.send_strays_home();
         whole.sweep_ordered(request.slot, &clock);
         if let Some(granted) = whole.take_own(request) {
             return Ok(Some(granted));
@@ -172,7 +176,7 @@ impl Whole {
     }
 
     /// Sends strays that are done home.
-    pub(crate) fn settle(&mut self) {
+    pub(crate) fn send_strays_home(&mut self) {
         let (core, arenas) = self.core_and_arenas();
         for arena in arenas {
             for (pool, change) in arena.heap.send_home(|owner, after| core.is_known_done(owner, after)) {

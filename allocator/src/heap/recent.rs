@@ -43,7 +43,7 @@ impl RecentUses {
         self.0.len() >= MANY
     }
 
-    /// Lets go what is done, where the home stream's timeline got to `done`. Tells whether that made room for many more.
+    /// Lets go what is done, where the home stream's timeline got to `done`. Returns true if the log has room for many more now.
     pub(super) fn drop_done(&mut self, done: u64) -> bool {
         let not_done = self.0.partition_point(|one| one.after <= done);
         self.0.drain(..not_done);

@@ -28,6 +28,19 @@ use crate::shell::whole::Whole;
 use crate::size_class::PoolKind;
 
 /// How a private pool behaves.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config, PoolOptions};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::parse("64MiB")?));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let stream = device.create_stream()?;
+/// let pool = allocator.create_pool(PoolOptions { use_on_oom: true, ..PoolOptions::default() })?;
+/// drop(pool.alloc(48 << 20, &stream)?); // the pool keeps it
+/// let lent = allocator.alloc(40 << 20, &stream)?; // there is no other memory for this
+/// assert_eq!(allocator.reserved_bytes(), 48 << 20);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolOptions {
     /// Other requests may take free blocks of this pool rather than fail, unless a graph may use them.

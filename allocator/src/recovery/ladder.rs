@@ -233,7 +233,7 @@ impl Allocator {
             self.synchronize_all(&pending)?;
             let mut whole = self.shell().whole();
             whole.sweep_done();
-            whole.settle();
+            whole.send_strays_home();
         }
         Ok(waited)
     }

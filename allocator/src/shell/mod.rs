@@ -120,7 +120,7 @@ use lists::{BURIED, IDLE};
 impl Shell {
     /// A shell around `core`.
     pub(crate) fn open(core: Core, history: History, special: u32) -> &'static Shell {
-        close_buried();
+        close_abandoned();
         let idle = IDLE.lock().pop();
         let shell = idle.unwrap_or_else(|| Box::leak(Box::default()));
         shell.counters.clear();
@@ -284,10 +284,26 @@ impl Shell {
     }
 }
 
-/// Closes the buried devices that nobody else has a handle of. Those of others stay as they are: whoever uses one gives back what
-/// was given up there when it next needs memory, and would miss what another thread is just giving back.
-pub(crate) fn close_buried() {
-    // Taken out first: this calls drivers, which must not happen under a lock.
+/// Gives the memory back of allocators whose last buffer outlived them, on devices of which nobody has a handle any more. Dropping a
+/// buffer makes no driver call, so it goes here, which an allocator that is made or dropped calls, too: for a thread that drops others'
+/// last buffers and may call the driver.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let driver = SimDriver::new(SimConfig::default());
+/// let device = Device::new(driver.clone());
+/// let stream = device.create_stream()?;
+/// let last = Allocator::new(&device, Config::default())?.alloc(1 << 20, &stream)?;
+/// drop((stream, device));
+/// drop(last); // by whoever comes last
+/// aquifer_allocator::close_abandoned();
+/// assert_eq!(driver.held_bytes(), 0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn close_abandoned() {
+    // Devices of others stay as they are: whoever uses one gives back what was given up there when it next needs memory, and would
+    // miss what another thread is just giving back. Taken out first: this calls drivers, which must not happen under a lock.
     let buried = std::mem::take(&mut *BURIED.lock());
     drop(buried);
 }

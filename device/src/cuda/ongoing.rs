@@ -12,12 +12,15 @@ use parking_lot::Mutex;
 use crate::capturing_streams::CapturingStreams;
 use crate::driver::RawStream;
 
+/// A handle, and the thread where it means one stream for each.
+type Which = (u64, Option<ThreadId>);
+
 /// The captures in progress in a context, by whichever of its drivers they were begun.
 #[derive(Debug, Default)]
 pub(super) struct Ongoing {
     /// Streams on which one was begun through a driver, and not ended; with the thread, where the handle means one for each, and a sign
     /// that it runs: the default stream of a thread that has ended captures no more, and nobody else could end its capture.
-    begun: Mutex<HashMap<(u64, Option<ThreadId>), Weak<()>>>,
+    begun: Mutex<HashMap<Which, Weak<()>>>,
     /// Streams of which devices know that they capture, those included that somebody else makes capture.
     pub(super) known: Arc<CapturingStreams>,
 }
@@ -59,7 +62,7 @@ thread_local! {
 }
 
 /// Which stream a handle means on this thread.
-fn which(stream: RawStream) -> (u64, Option<ThreadId>) {
+fn which(stream: RawStream) -> Which {
     (stream.0, (stream == RawStream::PER_THREAD).then(|| thread::current().id()))
 }
 

@@ -35,8 +35,7 @@ impl Machine {
 
     pub(super) fn destroy_stream(&mut self, stream: RawStream) -> Answer<()> {
         let destroyed = self.streams.destroy(stream)?;
-        let detector = &self.detector;
-        self.streams.retain_buried(|stream, seq| !detector.known.knows(stream, seq));
+        self.forget_known_streams();
         if let Some(member) = &destroyed.capture {
             self.leave_capture(destroyed.name.id, member);
         }

@@ -120,6 +120,9 @@ impl Machine {
     pub(super) fn enter(&mut self, operation: Operation, bytes: u64) -> Answer<()> {
         self.calls += 1;
         self.check_lost()?;
+        if self.streams.has_lost_threads() {
+            self.forget_known_streams();
+        }
         let verdict = self.faults.strike(operation);
         // A request for more than there is fails before it could take long.
         let cost = call_cost_ns(operation, bytes.min(self.memory.total()));
@@ -136,6 +139,12 @@ impl Machine {
                 Err(Refused::new(code, "injected fault"))
             }
         }
+    }
+
+    /// Forgets of streams that are gone what the host knows complete: clocks would grow with every stream that there ever was.
+    pub(super) fn forget_known_streams(&mut self) {
+        let known = &self.detector.known;
+        self.streams.forget_known(|stream, seq| known.knows(stream, seq));
     }
 
     /// Lets the time pass that a call itself takes. Fails when the device is lost by then.

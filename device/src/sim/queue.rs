@@ -3,10 +3,11 @@
 //! Handles are reused, identities are not. The legacy default stream (identity 0) waits for all blocking streams and
 //! they for it; each thread has a blocking default stream of its own.
 //!
-//! Invariants: a stream's clock holds its own operations; what a destroyed stream left is in `buried`, so that the
-//! legacy stream and device-wide waits still cover it.
+//! Invariants: a stream's clock holds its own operations; what a destroyed stream left, or the default stream of a thread that
+//! has ended, is in `buried`, so that the legacy stream and device-wide waits still cover it.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::{Arc, Weak};
 use std::thread::{self, ThreadId};
 
 use super::capture::Membership;
@@ -36,12 +37,34 @@ pub(super) struct Stream {
     pub(super) capture: Option<Membership>,
 }
 
-/// What destroyed streams left behind.
+thread_local! {
+    /// Dropped when the thread ends.
+    static RUNS: Arc<()> = Arc::default();
+}
+
+/// The default stream of a thread.
+#[derive(Debug)]
+struct OfThread {
+    id: u32,
+    runs: Weak<()>,
+}
+
+/// What streams that are gone left behind.
 #[derive(Debug, Default)]
 struct Buried {
     blocking: Clock,
     blocking_tail: u64,
     all: Clock,
+}
+
+impl Buried {
+    fn add(&mut self, stream: &Stream) {
+        self.all.join(&stream.clock);
+        if stream.blocking {
+            self.blocking.join(&stream.clock);
+            self.blocking_tail = self.blocking_tail.max(stream.tail);
+        }
+    }
 }
 
 /// The streams of a device.
@@ -51,7 +74,9 @@ pub(super) struct Streams {
     device: u32,
     live: BTreeMap<u32, Stream>,
     handles: Handles<u32>,
-    per_thread: HashMap<ThreadId, u32>,
+    per_thread: HashMap<ThreadId, OfThread>,
+    /// Whether threads have ended whose streams are buried since [`Streams::forget_known`].
+    threads_ended: bool,
     next: u32,
     /// Counts what happens on the legacy stream.
     legacy_version: u64,
@@ -65,6 +90,7 @@ impl Streams {
             live: BTreeMap::new(),
             handles: Handles::new(first_handle),
             per_thread: HashMap::new(),
+            threads_ended: false,
             next: LEGACY,
             legacy_version: 0,
             buried: Buried::default(),
@@ -102,11 +128,12 @@ impl Streams {
             RawStream(0) | RawStream::LEGACY => Ok(LEGACY),
             RawStream::PER_THREAD => {
                 let thread = thread::current().id();
-                if let Some(&id) = self.per_thread.get(&thread) {
-                    return Ok(id);
+                if let Some(stream) = self.per_thread.get(&thread) {
+                    return Ok(stream.id);
                 }
+                self.bury_those_of_ended_threads();
                 let id = self.add(RawStream::PER_THREAD, true);
-                self.per_thread.insert(thread, id);
+                self.per_thread.insert(thread, OfThread { id, runs: RUNS.with(Arc::downgrade) });
                 Ok(id)
             }
             RawStream(value) => self.handles.get(value).copied().ok_or_else(|| Refused::handle("stream", value)),
@@ -120,18 +147,39 @@ impl Streams {
         }
         let id = self.handles.remove(handle.0).ok_or_else(|| Refused::handle("stream", handle.0))?;
         let stream = self.live.remove(&id).ok_or_else(|| Refused::handle("stream", handle.0))?;
-        self.buried.all.join(&stream.clock);
-        if stream.blocking {
-            self.buried.blocking.join(&stream.clock);
-            self.buried.blocking_tail = self.buried.blocking_tail.max(stream.tail);
-        }
+        self.buried.add(&stream);
         Ok(stream)
     }
 
-    /// Keeps of destroyed streams only what passes.
-    pub(super) fn retain_buried(&mut self, keep: impl Fn(StreamKey, u64) -> bool) {
-        self.buried.all.retain(&keep);
-        self.buried.blocking.retain(&keep);
+    /// A capture that a thread left open goes on.
+    fn bury_those_of_ended_threads(&mut self) {
+        let Streams { live, per_thread, buried, threads_ended, .. } = self;
+        per_thread.retain(|_, OfThread { id, runs }| {
+            let captures = live.get(id).is_some_and(|stream| stream.capture.is_some());
+            let goes = runs.strong_count() == 0 && !captures;
+            if goes && let Some(stream) = live.remove(id) {
+                buried.add(&stream);
+                *threads_ended = true;
+            }
+            !goes
+        });
+    }
+
+    /// Whether streams of threads are gone, so that [`Streams::forget_known`] is worth its while.
+    pub(super) fn has_lost_threads(&self) -> bool {
+        self.threads_ended
+    }
+
+    /// Forgets what everybody is ordered after by the host's knowledge alone, of streams that are gone.
+    pub(super) fn forget_known(&mut self, knows: impl Fn(StreamKey, u64) -> bool) {
+        self.threads_ended = false;
+        let keep = |stream, seq| !knows(stream, seq);
+        self.buried.all.retain(keep);
+        self.buried.blocking.retain(keep);
+        let (device, live) = (self.device, self.live.keys().copied().collect::<HashSet<_>>());
+        for stream in self.live.values_mut() {
+            stream.clock.retain(|key, seq| (key.device == device && live.contains(&key.stream)) || keep(key, seq));
+        }
     }
 
     /// A live stream by identity. Identities come from [`Streams::find`] in the same call, so they are live.
@@ -196,5 +244,35 @@ impl Streams {
             clock.join(&stream.clock);
         }
         clock
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Operation;
+
+    #[test]
+    fn streams_of_threads_that_have_ended_are_buried_and_forgotten_once_known_complete() {
+        let mut streams = Streams::new(0, 0);
+        let op = OpRef { operation: Some(Operation::Memset), kernel: None, number: 0, stream: None, peer: None };
+        for round in 0..100 {
+            let id = thread::scope(|scope| {
+                let of_thread = scope.spawn(|| {
+                    let id = streams.find(RawStream::PER_THREAD).unwrap();
+                    assert_eq!(streams.find(RawStream::PER_THREAD).unwrap(), id, "the same as long as the thread runs");
+                    streams.step(id, op).unwrap();
+                    id
+                });
+                of_thread.join().unwrap()
+            });
+            streams.arrive(LEGACY);
+            let legacy = streams.get(LEGACY).unwrap().clock.clone();
+            assert_eq!(legacy.get(streams.key(id)), 1, "the legacy stream waits for what it left");
+            assert!(streams.live.len() <= 2 && legacy.iter().count() <= 3, "after {round}");
+            let before = id;
+            streams.forget_known(|stream, _| stream.stream < before);
+        }
+        assert_eq!(streams.everything().iter().count(), 1);
     }
 }

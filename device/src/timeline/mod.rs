@@ -180,8 +180,9 @@ impl Timeline {
 
     /// Identity of the device, or a number that no device has while the stream captures: so that whoever must tell both asks
     /// once.
+    #[doc(hidden)]
     #[inline]
-    pub fn serves(&self) -> u32 {
+    pub fn device_id_unless_capturing(&self) -> u32 {
         self.serves.load(Ordering::Acquire)
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Device, DevicePtr, Operation, Stream, Tick};
+use aquifer_device::{Code, Device, DevicePtr, Operation, PhysicalOptions, Reservation, Stream, Tick};
 
 use crate::common::MIB;
 
@@ -132,4 +132,25 @@ fn it_goes_with_the_device_at_last_and_a_lost_one_keeps_its_owner() {
     bench.sim.inject(Fault::Rate { operation: Some(Operation::Synchronize), rate: 1.0, code: Code(700) });
     drop(bench);
     assert!(there.upgrade().is_some(), "the device may still write there");
+}
+
+#[test]
+fn what_cannot_go_at_the_end_is_not_in_the_way_of_the_rest() {
+    for failing in [Operation::Free, Operation::Unmap, Operation::Synchronize, Operation::ReleasePhysical] {
+        for nth in 1..=4 {
+            let Bench { sim, device, stream, memory } = Bench::new();
+            let granule = device.info().granularity_bytes.unwrap();
+            device.free_later(memory);
+            for _ in 0..3 {
+                device.free_later(device.alloc(MIB).unwrap());
+                let ptr = device.driver().reserve(granule, 0).unwrap();
+                let physical = device.driver().create_physical(granule, PhysicalOptions::default()).unwrap();
+                device.driver().map(ptr, granule, physical).unwrap();
+                device.unreserve_later(Reservation { ptr, bytes: granule, mapped: vec![(ptr, granule, physical)] });
+            }
+            sim.inject(Fault::Nth { operation: Some(failing), nth, code: Code(999) });
+            drop((stream, device));
+            assert_eq!(sim.held_bytes(), 0, "{failing:?} {nth}");
+        }
+    }
 }

@@ -75,7 +75,7 @@ fn pending(stand: &mut Stand) -> Result<Story, Failure> {
 
 fn private_pool(stand: &mut Stand) -> Result<Story, Failure> {
     stand.mark("weights", stand.percent(20))?;
-    let pool = stand.allocator.create_pool(PoolOptions::default()).unwrap();
+    let pool = stand.allocator.create_pool(PoolOptions::default())?;
     let hoard = pool.alloc(stand.percent(60), &stand.stream)?;
     stand.stream.fill(hoard.ptr(), 1, hoard.bytes())?;
     drop(hoard);

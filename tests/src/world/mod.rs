@@ -142,7 +142,10 @@ impl World {
             }
             Op::CreatePool { use_on_oom, no_split } => {
                 if self.pools.len() < 3 {
-                    self.pools.push(self.allocator.create_pool(PoolOptions { use_on_oom, no_split }).unwrap());
+                    match self.allocator.create_pool(PoolOptions { use_on_oom, no_split }) {
+                        Ok(pool) => self.pools.push(pool),
+                        Err(error) => self.judge::<(), _>(Err(error)),
+                    }
                 }
             }
             Op::DropPool(pick) => drop(take(&mut self.pools, pick)),

@@ -206,14 +206,14 @@ impl Exportable {
         self.ptr().range(self.bytes())
     }
 
-    /// Bytes of physical memory behind the handle, and its handle at the driver, to be exported while this lives. `None` where
-    /// memory comes in segments: those are shared by their pointer.
+    /// The driver's handle of the physical memory, to be exported while this lives. `None` where memory comes in segments: those are
+    /// shared by their pointer.
     pub fn handle(&self) -> Option<RawPhysical> {
         self.physical
     }
 
     /// A buffer of as many whole values as it has room for, for kernels, transfers and [`crate::Turn`]s. It shares the memory, and
-    /// keeps it alive.
+    /// keeps it alive. Work on bare addresses is ordered with what uses it only in a [`crate::Turn`].
     pub fn buffer<T: Copy>(&self) -> DeviceBuffer<T> {
         DeviceBuffer::of_all(&self.storage)
     }

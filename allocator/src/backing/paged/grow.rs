@@ -14,7 +14,7 @@ use crate::allocator::Allocator;
 use crate::backing::paged::driver::carry_out;
 use crate::backing::paged::granules::Purpose;
 use crate::backing::paged::milestones::Reason;
-use crate::backing::paged::plan::{Draft, Planned, Terms};
+use crate::backing::paged::plan::{Draft, Plan, Planned, Terms};
 use crate::backing::segments::{Growth, Refusal};
 use crate::config::CrossStream;
 use crate::cross_stream::lending::cannot_be_asked;
@@ -133,24 +133,8 @@ impl Allocator {
         }
         let rather_buyable = if leave.rather { buyable.0 } else { 0 };
         let Some(draft) = whole.draft(request, rather_buyable) else { return Ok(Next::Reserve) };
-        if draft.buy > 0 {
-            if leave.ask && !draft.donors.not_done.is_empty() {
-                let ticks = whole.askable(&draft.donors.not_done);
-                if !ticks.is_empty() {
-                    return Ok(Next::Ask(ticks));
-                }
-            }
-            if !draft.rather_bought
-                && let Some(excess) = whole.over_peak(&draft)
-            {
-                let may_order = leave.order && self.config().cross_stream != CrossStream::Off;
-                if let Some(order) = may_order.then(|| whole.worth_ordering(request)).flatten() {
-                    return Ok(order);
-                }
-                if let Some((timeline, after)) = leave.stall.then(|| whole.worth_stalling(&draft, excess)).flatten() {
-                    return Ok(Next::Wait(timeline, after));
-                }
-            }
+        if let Some(next) = self.rather_than_buy(&mut whole, request, &draft, leave) {
+            return Ok(next);
         }
         let (buyable, refusal) = buyable;
         let terms = Terms { buyable, refusal, ahead: leave.ahead };
@@ -158,17 +142,7 @@ impl Allocator {
         match whole.plan(request, draft, &terms) {
             Planned::Ready(plan) => {
                 drop(whole);
-                leave.ahead &= rather_bought || plan.buys_ahead;
-                let (work, held) = plan.part();
-                let done = carry_out(self.device(), self.hooks(), work);
-                let mut whole = self.shell().whole();
-                let window = whole.settle_plan(request, held, &done);
-                if let Some(window) = window {
-                    let granted = whole.arena(request.slot).take(request, window);
-                    return Ok(Next::Finished(Ok(Growth::Grown(granted))));
-                }
-                drop(whole);
-                Ok(refused(done.error, done.at_creation, rather_bought, leave))
+                Ok(self.carry_out_plan(request, plan, rather_bought, leave))
             }
             Planned::NoAddresses => Ok(Next::Reserve),
             Planned::Short { missing, not_done, refusal } => Ok(match whole.first_enough(&not_done, missing) {
@@ -176,6 +150,44 @@ impl Allocator {
                 None => Next::Finished(Ok(Growth::Refused(refusal))),
             }),
         }
+    }
+
+    /// What is worth trying before memory is bought: to ask whether more is done, or to wait for it.
+    fn rather_than_buy(&self, whole: &mut Whole, request: &Request, draft: &Draft, leave: &Leave) -> Option<Next> {
+        if draft.buy == 0 {
+            return None;
+        }
+        if leave.ask && !draft.donors.not_done.is_empty() {
+            let ticks = whole.askable(&draft.donors.not_done);
+            if !ticks.is_empty() {
+                return Some(Next::Ask(ticks));
+            }
+        }
+        if draft.rather_bought {
+            return None;
+        }
+        let excess = whole.over_peak(draft)?;
+        if leave.order
+            && self.config().cross_stream != CrossStream::Off
+            && let Some(order) = whole.worth_ordering(request)
+        {
+            return Some(order);
+        }
+        let stall = if leave.stall { whole.worth_stalling(draft, excess) } else { None };
+        stall.map(|(timeline, after)| Next::Wait(timeline, after))
+    }
+
+    fn carry_out_plan(&self, request: &Request, plan: Plan, rather_bought: bool, leave: &mut Leave) -> Next {
+        leave.ahead &= rather_bought || plan.buys_ahead;
+        let (work, held) = plan.part();
+        let done = carry_out(self.device(), self.hooks(), work);
+        let mut whole = self.shell().whole();
+        if let Some(window) = whole.settle_plan(request, held, &done) {
+            let granted = whole.arena(request.slot).take(request, window);
+            return Next::Finished(Ok(Growth::Grown(granted)));
+        }
+        drop(whole);
+        refused(done.error, done.at_creation, rather_bought, leave)
     }
 
     /// Bytes free on the device beyond the headroom.

@@ -31,15 +31,18 @@ use crate::tags::Tag;
 /// no driver call and does not wait; its memory is recycled once the streams that used it are done. It keeps the allocator open.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_allocator::{Allocator, Config, Turn};
+/// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let stream = device.create_stream()?;
 /// let mut cache = allocator.growable(40 << 30, &stream)?; // addresses for 40 GiB, and no memory yet
 /// cache.grow_to(100 << 20, &stream)?;
 /// let half = cache.buffer::<f32>(); // for kernels, transfers and turns of any stream
-/// stream.fill(cache.ptr(), 0, 100 << 20)?;
+/// {
+///     let _turn = Turn::take(&stream, &[(half.storage(), AccessKind::Write)])?;
+///     stream.fill(half.ptr(), 0, half.bytes())?;
+/// }
 /// cache.grow_to(200 << 20, &stream)?; // at the same address, nothing is copied
 /// assert_eq!((half.len(), cache.buffer::<f32>().len()), (25 << 20, 50 << 20));
 /// drop(half); // before it shrinks
@@ -205,7 +208,8 @@ impl Growable {
     }
 
     /// A buffer of as many whole values as it has memory for now, for kernels, transfers and [`crate::Turn`]s. It shares the memory
-    /// and keeps it alive; it stays valid when this grows, and keeps it from shrinking.
+    /// and keeps it alive; it stays valid when this grows, and keeps it from shrinking. What uses the buffer first comes after the memory was
+    /// got, not after work on bare addresses: enqueue such work in a [`crate::Turn`] with a buffer.
     pub fn buffer<T: Copy>(&self) -> DeviceBuffer<T> {
         DeviceBuffer::of_all(&self.storage)
     }
