@@ -1,5 +1,6 @@
 //! Errors of the transfer runtime.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use aquifer_allocator::AllocError;
@@ -203,8 +204,8 @@ pub enum TransferError {
         /// Its strides.
         strides: Vec<u64>,
     },
-    /// The caller asked for the element of a tensor that has not one.
-    #[error("a tensor of {shape:?} has not one element")]
+    /// The caller asked for the only element of a tensor that does not have exactly one.
+    #[error("a tensor of {shape:?} does not have exactly one element")]
     NotOneElement {
         /// Its extents.
         shape: Vec<u64>,
@@ -266,6 +267,14 @@ impl TransferError {
     #[cold]
     pub(crate) fn wrong_device(what: &'static str, is: u32, needed: u32) -> TransferError {
         TransferError::WrongDevice { what, devices: DeviceMismatch::between(is, needed) }
+    }
+
+    /// Code of others panicked.
+    #[cold]
+    pub(crate) fn panicked(what: &'static str, panic: &(dyn Any + Send)) -> TransferError {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let message = text.or_else(|| panic.downcast_ref::<String>().cloned());
+        TransferError::Panicked { what, message: message.unwrap_or_else(|| "no message".to_owned()) }
     }
 
     /// Whether memory was lacking, on the host or on the device, so that freeing some may help.

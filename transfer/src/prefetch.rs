@@ -126,8 +126,8 @@ impl<B: Batch> Batch for Option<B> {
 /// sends another one, it waits until the device is done with the batch whose place it takes. The source itself is one
 /// more batch ahead, on the host. So neither a fast source nor a host that runs ahead of the device makes memory grow.
 ///
-/// **Errors and panics** of the source arrive in its order. After an error the source is asked on; a panic, or the loss
-/// of the device, is the last item. **When it is dropped**, the thread ends as soon as the source gives back control;
+/// **Errors and panics** arrive in the source's order, in the place of their batch. After an error, of the source or of sending a batch, the
+/// source is asked for its next batch; a panic, or the loss of the device, is the last item. **When it is dropped**, the thread ends as soon as the source gives back control;
 /// it is waited for unless it is in the source, which may take any time.
 ///
 /// **While the allocator sleeps**, or is about to, no batch is sent, and none is lost: asking for one is
@@ -207,7 +207,7 @@ impl<B: Batch> Prefetcher<B> {
         Prefetcher::begin(source.into_iter().map(Ok), transfer, stream, ahead)
     }
 
-    /// The same for a source that may fail. After an error the source is asked on.
+    /// The same for a source that may fail. After an error the source is asked for its next batch.
     ///
     /// # Errors
     /// As [`Prefetcher::new`].
@@ -242,7 +242,8 @@ impl<B: Batch> Prefetcher<B> {
             let _ = slots.send(own.tick());
         }
         let at = Arc::new(Whereabouts::default());
-        let worker = Worker { transfer: transfer.on(&own)?, slots: take_slot, batches: send_batch, at: at.clone() };
+        let worker =
+            Worker { transfer: transfer.on(&own)?, slots: take_slot, slot: None, batches: send_batch, at: at.clone() };
         let thread = std::thread::Builder::new().name("aquifer-prefetch".to_owned()).spawn(move || worker.run(source));
         let thread = thread.map_err(|source| TransferError::Thread { what: "prefetching", source: source.into() })?;
         Ok(Prefetcher {
@@ -357,6 +358,8 @@ impl<B: Batch> fmt::Debug for Prefetcher<B> {
 struct Worker<B: Batch> {
     transfer: Transfer,
     slots: Receiver<Tick>,
+    /// The slot for the next batch: that of one that could not be sent.
+    slot: Option<Tick>,
     batches: Sender<Sent<B>>,
     at: Arc<Whereabouts>,
 }
@@ -370,7 +373,7 @@ impl<B: Batch> Worker<B> {
         at.set(State::Ended);
     }
 
-    fn work(self, source: impl Iterator<Item = Result<B, TransferError>>) {
+    fn work(mut self, source: impl Iterator<Item = Result<B, TransferError>>) {
         let mut source = Some(source);
         while let Some(item) = self.ask(&mut source) {
             let sent = item.and_then(|batch| self.send(batch));
@@ -388,7 +391,7 @@ impl<B: Batch> Worker<B> {
         let ended = catch_unwind(AssertUnwindSafe(move || drop(source)));
         self.at.set(State::Working);
         if let Err(panic) = ended {
-            let _ = self.batches.try_send(Err(panicked(panic.as_ref())));
+            let _ = self.batches.try_send(Err(TransferError::panicked(SOURCE, panic.as_ref())));
         }
     }
 
@@ -400,16 +403,19 @@ impl<B: Batch> Worker<B> {
         self.at.set(State::InSource);
         let item = catch_unwind(AssertUnwindSafe(|| source.as_mut()?.next()));
         self.at.set(State::Working);
-        item.unwrap_or_else(|panic| Some(Err(panicked(panic.as_ref()))))
+        item.unwrap_or_else(|panic| Some(Err(TransferError::panicked(SOURCE, panic.as_ref()))))
     }
 
     /// Waits for a slot and sends a batch; nothing if the prefetcher is gone.
-    fn send(&self, batch: B) -> Result<Option<Pending<B::OnDevice>>, TransferError> {
-        let Ok(free_after) = self.slots.recv() else { return Ok(None) };
-        free_after.synchronize()?;
+    fn send(&mut self, batch: B) -> Result<Option<Pending<B::OnDevice>>, TransferError> {
+        let Some(free_after) = self.slot.take().or_else(|| self.slots.recv().ok()) else { return Ok(None) };
+        // The consumer gives slots back for batches that it got. So this one is kept here until the batch is on its way.
+        self.slot.insert(free_after).synchronize()?;
         let Some(_awake) = self.stay_awake() else { return Ok(None) };
-        let sent = catch_unwind(AssertUnwindSafe(|| batch.send(&self.transfer)));
-        sent.unwrap_or_else(|panic| Err(panicked(panic.as_ref()))).map(Some)
+        let sent = catch_unwind(AssertUnwindSafe(|| batch.send(&self.transfer)))
+            .unwrap_or_else(|panic| Err(TransferError::panicked("a batch that was to be sent", panic.as_ref())))?;
+        self.slot = None;
+        Ok(Some(sent))
     }
 
     /// Waits while the allocator sleeps, which would refuse the batch; then keeps it awake. Nothing if the prefetcher is gone.
@@ -431,12 +437,8 @@ impl Whereabouts {
     }
 }
 
-fn panicked(panic: &(dyn std::any::Any + Send)) -> TransferError {
-    let text = panic.downcast_ref::<&str>().copied().map(str::to_owned);
-    let message =
-        text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without words".to_owned());
-    TransferError::Panicked { what: "the source of batches", message }
-}
+/// Whose panic it is.
+const SOURCE: &str = "the source of batches";
 
 #[cfg(test)]
 mod tests;
