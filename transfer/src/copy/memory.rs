@@ -9,28 +9,33 @@ use bytemuck::Pod;
 use parking_lot::RwLock;
 
 use crate::copy::batch::bytes_of;
+use crate::copy::direct::check_lengths;
 use crate::error::TransferError;
 use crate::staging::{HostSource, HostTarget};
 
-/// Memory that the transfer owns, and that lends a slice.
+/// Memory that the transfer owns, and that lends a slice. What lends is the caller's code, and may lend another slice each time: so a length
+/// is told once, and another one is an error.
 pub(crate) struct Owned<T, S> {
     source: S,
+    bytes: usize,
     element: PhantomData<fn() -> T>,
 }
 
 impl<T, S> Owned<T, S> {
-    pub(crate) fn new(source: S) -> Self {
-        Owned { source, element: PhantomData }
+    /// What lends `bytes` bytes.
+    pub(crate) fn new(source: S, bytes: usize) -> Self {
+        Owned { source, bytes, element: PhantomData }
     }
 }
 
 impl<T: Pod + Send + Sync, S: AsRef<[T]> + Send + Sync> HostSource for Owned<T, S> {
     fn bytes(&self) -> u64 {
-        size_of_val(self.source.as_ref()) as u64
+        self.bytes as u64
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
         let bytes = bytes_of(self.source.as_ref());
+        check_lengths(bytes.len() as u64, self.bytes as u64)?;
         let part = part(offset, into.len(), bytes.len())?;
         into.copy_from_slice(&bytes[part]);
         Ok(())
@@ -172,7 +177,7 @@ mod tests {
 
     #[test]
     fn sources_give_the_bytes_asked_for() {
-        let owned = Owned::<u16, _>::new(vec![1u16, 2, 3]);
+        let owned = Owned::<u16, _>::new(vec![1u16, 2, 3], 6);
         let mut bytes = [0; 4];
         owned.read(2, &mut bytes).unwrap();
         assert_eq!((bytes, owned.bytes()), ([2, 0, 3, 0], 6));

@@ -21,6 +21,8 @@ mod region;
 mod scope;
 
 pub use batch::{BatchResults, Downloaded, TransferBatch};
+pub(crate) use direct::check_lengths;
+pub(crate) use owned::UNSTAGED_BYTES;
 pub use peer::Route;
 pub use region::Region;
 pub use scope::Scope;

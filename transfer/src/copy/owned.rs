@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use aquifer_allocator::{Claim, DeviceBuffer};
+use aquifer_allocator::DeviceBuffer;
 use aquifer_device::{AccessKind, Stream};
 use bytemuck::Pod;
 
@@ -19,14 +19,15 @@ use crate::job::Job;
 use crate::pending::Pending;
 use crate::pinned::{PinnedBuffer, PinnedSlice};
 use crate::runtime::Transfer;
-use crate::staging::{HostSource, HostTarget};
+use crate::staging::{DeviceEnd, HostSource, HostTarget};
 
 /// Up to this many bytes the calling thread copies by itself: about 25 µs at 10 GB/s, as long as handing it to other threads takes.
-pub(crate) const SMALL_BYTES: usize = 256 << 10;
+pub(crate) const UNSTAGED_BYTES: usize = 256 << 10;
 
 impl Transfer {
     /// Allocates device memory for `stream` and fills it from host memory of any kind: a `Vec`, `Box<[T]>`, `Arc<[T]>`, a memory map, or
-    /// whatever else lends a slice. Returns before the copy is done; the source is dropped once it was read.
+    /// whatever else lends a slice, which must be of the same length each time. Returns before the copy is done; the source is dropped
+    /// once it was read.
     ///
     /// # Errors
     /// When device memory or page-locked memory runs out, a stream of another device or that captures, and those of the driver.
@@ -74,10 +75,11 @@ impl Transfer {
         let slice = source.as_ref();
         check_lengths(slice.len() as u64, to.len())?;
         self.check_device("buffer", to.storage().device_id())?;
-        if size_of_val(slice) <= SMALL_BYTES {
+        if size_of_val(slice) <= UNSTAGED_BYTES {
             return self.upload_small(slice, to);
         }
-        Ok(self.stage_upload(Arc::new(Owned::<T, S>::new(source)), to)?.1)
+        let bytes = size_of_val(slice);
+        Ok(self.stage_upload(Arc::new(Owned::<T, S>::new(source, bytes)), to)?.1)
     }
 
     /// Copies device memory to new page-locked memory.
@@ -99,7 +101,7 @@ impl Transfer {
     pub fn to_vec<T: Pod + Send + Sync>(&self, from: &DeviceBuffer<T>) -> Result<Pending<Vec<T>>, TransferError> {
         let len = host_len::<T>(from.len())?;
         self.check_device("buffer", from.storage().device_id())?;
-        if len * size_of::<T>() <= SMALL_BYTES {
+        if len * size_of::<T>() <= UNSTAGED_BYTES {
             let pending = self.to_host(from)?;
             return Ok(pending.and_then(|buffer: PinnedBuffer<T>| buffer.read().map(<[T]>::to_vec)));
         }
@@ -125,8 +127,7 @@ impl Transfer {
         to: &mut DeviceBuffer<T>,
     ) -> Result<(Arc<Job>, Pending<()>), TransferError> {
         let stream = self.staging_stream(Direction::Upload)?;
-        let claim = Claim::take(to.storage(), AccessKind::Write)?;
-        let job = self.staging().upload(source, claim, to.ptr(), stream)?;
+        let job = self.staging().upload(source, DeviceEnd::claim(to, AccessKind::Write)?, stream)?;
         self.shared().tally.count(Direction::Upload, to.bytes());
         Ok((job.clone(), Pending::job(self.shared(), job, || Ok(()))))
     }
@@ -138,8 +139,7 @@ impl Transfer {
         target: Arc<dyn HostTarget>,
     ) -> Result<Arc<Job>, TransferError> {
         let stream = self.staging_stream(Direction::Download)?;
-        let claim = Claim::take(from.storage(), AccessKind::Read)?;
-        let job = self.staging().download(claim, from.ptr(), target, stream)?;
+        let job = self.staging().download(DeviceEnd::claim(from, AccessKind::Read)?, target, stream)?;
         self.shared().tally.count(Direction::Download, from.bytes());
         Ok(job)
     }

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::copy::direct::check_lengths;
 use crate::copy::memory::Lent;
-use crate::copy::owned::SMALL_BYTES;
+use crate::copy::owned::UNSTAGED_BYTES;
 use crate::error::TransferError;
 use crate::job::Job;
 use crate::runtime::Transfer;
@@ -123,7 +123,7 @@ impl<'env> Scope<'env> {
     pub fn upload<T: Pod + Send + Sync>(&self, from: &'env [T], to: &mut DeviceBuffer<T>) -> Result<(), TransferError> {
         check_lengths(from.len() as u64, to.len())?;
         self.transfer.check_device("buffer", to.storage().device_id())?;
-        if size_of_val(from) <= SMALL_BYTES {
+        if size_of_val(from) <= UNSTAGED_BYTES {
             let pending = self.transfer.upload_small(from, to)?;
             self.add(None, move || pending.wait());
             return Ok(());
@@ -147,7 +147,7 @@ impl<'env> Scope<'env> {
     ) -> Result<(), TransferError> {
         check_lengths(from.len(), to.len() as u64)?;
         self.transfer.check_device("buffer", from.storage().device_id())?;
-        if size_of_val(to) <= SMALL_BYTES {
+        if size_of_val(to) <= UNSTAGED_BYTES {
             let pending = self.transfer.to_host(from)?;
             self.add(None, move || {
                 to.copy_from_slice(pending.wait()?.read()?);

@@ -29,8 +29,7 @@ mod work;
 use std::fmt;
 use std::sync::Arc;
 
-use aquifer_allocator::Claim;
-use aquifer_device::{DevicePtr, Stream};
+use aquifer_device::Stream;
 
 pub use config::{DirectIo, StagingConfig};
 pub(crate) use ends::{HostSource, HostTarget};
@@ -43,6 +42,7 @@ use crate::error::TransferError;
 use crate::job::Job;
 use crate::pinned::PinnedPool;
 use crew::Crew;
+pub(crate) use work::DeviceEnd;
 use work::{HostEnd, Work};
 
 /// The staging ring of a runtime. Nothing is page-locked and no thread runs before its first use. When it is dropped, the transfers under
@@ -63,37 +63,33 @@ impl Staging {
         &self.config
     }
 
-    /// Copies all of `source` to `ptr`, in the claimed memory, by copies on `stream`. Returns at once.
-    ///
-    /// The claim is for writing, and ends when the last copy is enqueued.
+    /// Copies all of `source` to `to`, claimed for writing, by copies on `stream`. Returns at once. The claim ends when the last copy is
+    /// enqueued.
     ///
     /// # Errors
-    /// Memory of another device than the stream's or that is too short, a stream that captures, a device that is lost. What goes wrong
-    /// later is the job's.
+    /// Ends of different lengths, memory of another device than the stream's, a stream that captures, a device that is lost. What goes
+    /// wrong later is the job's.
     pub(crate) fn upload(
         &self,
         source: Arc<dyn HostSource>,
-        to: Claim,
-        ptr: DevicePtr,
+        to: DeviceEnd,
         stream: &Stream,
     ) -> Result<Arc<Job>, TransferError> {
-        self.begin(Work::new(HostEnd::Source(source), to, ptr, stream)?)
+        self.begin(Work::new(HostEnd::Source(source), to, stream)?)
     }
 
-    /// Copies from `ptr`, in the claimed memory, until `target` is full, by copies on `stream`. Returns at once.
-    ///
-    /// The claim is for reading, and ends when the bytes are in the target.
+    /// Copies all of `from`, claimed for reading, to `target`, by copies on `stream`. Returns at once. The claim ends when the bytes are in
+    /// the target.
     ///
     /// # Errors
     /// As [`Staging::upload`].
     pub(crate) fn download(
         &self,
-        from: Claim,
-        ptr: DevicePtr,
+        from: DeviceEnd,
         target: Arc<dyn HostTarget>,
         stream: &Stream,
     ) -> Result<Arc<Job>, TransferError> {
-        self.begin(Work::new(HostEnd::Target(target), from, ptr, stream)?)
+        self.begin(Work::new(HostEnd::Target(target), from, stream)?)
     }
 
     fn begin(&self, work: Work) -> Result<Arc<Job>, TransferError> {

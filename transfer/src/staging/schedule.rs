@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_allocator::{Allocator, Claim, Config, DeviceBuffer};
+use aquifer_allocator::{Allocator, Config, DeviceBuffer};
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Device, Stream};
 use parking_lot::Mutex;
@@ -18,7 +18,7 @@ use super::ends::{HostSource, HostTarget};
 use super::task::Way;
 use super::tune::{Speeds, plan};
 use super::virtual_crew::Play;
-use super::work::{HostEnd, Work};
+use super::work::{DeviceEnd, HostEnd, Work};
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::host_vec;
@@ -197,16 +197,15 @@ impl Stage {
 
     /// The transfer, and the host end of which the bytes must be those of the device in the end.
     fn work(&self, way: Way) -> Result<(Work, Arc<Bytes>), TransferError> {
-        let ptr = self.buffer.ptr();
         if way == Way::Up {
-            let claim = Claim::take(self.buffer.storage(), AccessKind::Write)?;
+            let device = DeviceEnd::claim(&self.buffer, AccessKind::Write)?;
             let host = HostEnd::Source(self.content.clone());
-            return Ok((Work::new(host, claim, ptr, &self.stream)?, self.content.clone()));
+            return Ok((Work::new(host, device, &self.stream)?, self.content.clone()));
         }
-        self.stream.upload_blocking(ptr, &self.content.0.lock())?;
+        self.stream.upload_blocking(self.buffer.ptr(), &self.content.0.lock())?;
         let target = Arc::new(Bytes(Mutex::new(host_vec::zeroed(self.content.0.lock().len())?)));
-        let claim = Claim::take(self.buffer.storage(), AccessKind::Read)?;
-        Ok((Work::new(HostEnd::Target(target.clone()), claim, ptr, &self.stream)?, target))
+        let device = DeviceEnd::claim(&self.buffer, AccessKind::Read)?;
+        Ok((Work::new(HostEnd::Target(target.clone()), device, &self.stream)?, target))
     }
 
     fn busy_ns(&self, way: Way) -> u64 {

@@ -2,12 +2,11 @@
 //!
 //! Each step is one function, which threads (`crew`) and virtual workers (`virtual_crew`) call alike.
 
-use std::any::Any;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use aquifer_allocator::Claim;
+use aquifer_allocator::{Claim, DeviceBuffer};
 use aquifer_device::{AccessKind, Code, DeviceError, DevicePtr, Operation, RawStream, Stream, Tick};
 use parking_lot::Mutex;
 
@@ -25,11 +24,28 @@ pub(super) type Piece = Hand<Arc<Work>, Chunk>;
 /// A chunk that a copy uses.
 pub(super) type InFlight = Flight<Chunk, Tick>;
 
+/// The device's end of a staged transfer: a part of memory that is claimed for it.
+pub(crate) struct DeviceEnd {
+    claim: Claim,
+    ptr: DevicePtr,
+    bytes: u64,
+}
+
+impl DeviceEnd {
+    /// All of a buffer, for such a use.
+    ///
+    /// # Errors
+    /// As [`Claim::take`].
+    pub(crate) fn claim<T: Copy>(buffer: &DeviceBuffer<T>, kind: AccessKind) -> Result<DeviceEnd, TransferError> {
+        let claim = Claim::take(buffer.storage(), kind)?;
+        Ok(DeviceEnd { claim, ptr: buffer.ptr(), bytes: buffer.bytes() })
+    }
+}
+
 /// A staged transfer.
 pub(super) struct Work {
     host: HostEnd,
-    claim: Claim,
-    ptr: DevicePtr,
+    device: DeviceEnd,
     stream: Stream,
     job: Arc<Job>,
     /// The tick after the latest of its copies.
@@ -42,12 +58,13 @@ pub(super) enum HostEnd {
 }
 
 impl Work {
-    /// A transfer between host memory and what lies at `ptr` in the claimed memory.
+    /// A transfer of all bytes of a host end and a device's end, of which there must be as many. The host end, which may be code of the
+    /// caller's, is asked this once.
     ///
     /// # Errors
-    /// When memory and stream are of different devices, or the memory is too short.
-    pub(super) fn new(host: HostEnd, claim: Claim, ptr: DevicePtr, stream: &Stream) -> Result<Work, TransferError> {
-        let (is, needed) = (stream.device_id(), claim.storage().device_id());
+    /// When memory and stream are of different devices, or the ends of different lengths.
+    pub(super) fn new(host: HostEnd, device: DeviceEnd, stream: &Stream) -> Result<Work, TransferError> {
+        let (is, needed) = (stream.device_id(), device.claim.storage().device_id());
         if is != needed {
             return Err(TransferError::wrong_device("stream", is, needed));
         }
@@ -56,25 +73,13 @@ impl Work {
             let what = "a stream that other threads can use, too: staged copies are enqueued by threads of the runtime";
             return Err(TransferError::Unsupported { what });
         }
-        let work = Work { host, claim, ptr, stream: stream.clone(), job: Job::new(), last: Mutex::new(None) };
-        work.check_bounds()?;
-        Ok(work)
+        check_lengths(&host, device.bytes)?;
+        Ok(Work { host, device, stream: stream.clone(), job: Job::new(), last: Mutex::new(None) })
     }
 
-    fn check_bounds(&self) -> Result<(), TransferError> {
-        let storage = self.claim.storage();
-        let (start, len) = (self.ptr.0.wrapping_sub(storage.ptr().0), storage.bytes());
-        match start.checked_add(self.bytes()) {
-            Some(end) if end <= len || self.bytes() == 0 => Ok(()),
-            end => Err(TransferError::OutOfBounds { start, end: end.unwrap_or(u64::MAX), len }),
-        }
-    }
-
+    /// Bytes of either end.
     pub(super) fn bytes(&self) -> u64 {
-        match &self.host {
-            HostEnd::Source(source) => source.bytes(),
-            HostEnd::Target(target) => target.bytes(),
-        }
+        self.device.bytes
     }
 
     pub(super) fn job(&self) -> &Arc<Job> {
@@ -92,9 +97,9 @@ impl Work {
 
     /// Ends the job. The claim, and what the job holds of its host end, are gone before anybody is told.
     pub(super) fn end(self, result: Result<(), TransferError>) {
-        let Work { host, claim, stream, job, last, .. } = self;
+        let Work { host, device, stream, job, last } = self;
         let upload = matches!(host, HostEnd::Source(_));
-        drop(claim);
+        drop(device);
         // What a source does when it is dropped is the caller's, and may panic.
         let dropped = guarded("a source or target that was dropped", || {
             drop(host);
@@ -151,8 +156,8 @@ pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
 #[allow(unsafe_code, reason = "a copy goes on after the call")]
 fn enqueue(work: &Work, offset: u64, chunk: &mut Chunk, bytes: usize, way: Way) -> Result<(), TransferError> {
     refuse_capture(&work.stream)?;
-    let ptr = work.ptr.offset(offset);
-    let _turn = work.claim.turn(&work.stream)?;
+    let ptr = work.device.ptr.offset(offset);
+    let _turn = work.device.claim.turn(&work.stream)?;
     match way {
         Way::Up => {
             let part = chunk.slice(..bytes)?.part();
@@ -200,8 +205,16 @@ impl Work {
 
 impl fmt::Debug for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Work").field("ptr", &self.ptr).field("bytes", &self.bytes()).finish_non_exhaustive()
+        f.debug_struct("Work").field("ptr", &self.device.ptr).field("bytes", &self.bytes()).finish_non_exhaustive()
     }
+}
+
+fn check_lengths(host: &HostEnd, device: u64) -> Result<(), TransferError> {
+    let (from, to) = match host {
+        HostEnd::Source(source) => (source.bytes(), device),
+        HostEnd::Target(target) => (device, target.bytes()),
+    };
+    if from == to { Ok(()) } else { Err(TransferError::LengthMismatch { from, to }) }
 }
 
 fn part(chunk: &[u8], bytes: u64) -> Result<&[u8], TransferError> {
@@ -231,11 +244,5 @@ pub(super) fn guarded<R>(
     call: impl FnOnce() -> Result<R, TransferError>,
 ) -> Result<R, TransferError> {
     // What the code leaves behind when it panics is not looked at: the job fails, and a chunk's bytes are written before they are used.
-    catch_unwind(AssertUnwindSafe(call))
-        .unwrap_or_else(|panic| Err(TransferError::Panicked { what, message: message(panic.as_ref()) }))
-}
-
-fn message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| Err(TransferError::panicked(what, panic.as_ref())))
 }

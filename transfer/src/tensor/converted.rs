@@ -49,11 +49,11 @@ fn count(bytes: u64) -> usize {
 
 impl HostSource for HostPart {
     fn bytes(&self) -> u64 {
-        self.as_ref().len() as u64
+        self.len() as u64
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
-        let bytes = self.as_ref();
+        let bytes = HostPart::bytes(self)?;
         let start = count(offset);
         let part = start.checked_add(into.len()).and_then(|end| bytes.get(start..end));
         let beyond = || TransferError::OutOfBounds {

@@ -40,8 +40,9 @@ impl Tensor {
         S: AsRef<[T]> + Send + Sync + 'static,
     {
         let layout = Layout::row_major(shape)?;
-        check_len(&layout, owner.as_ref().len() as u64)?;
-        Tensor::new(Memory::Host(HostMemory::of::<T, S>(owner)), T::DTYPE, layout)
+        let memory = HostMemory::of::<T, S>(owner);
+        check_len(&layout, (memory.len() / size_of::<T>()) as u64)?;
+        Tensor::new(Memory::Host(memory), T::DTYPE, layout)
     }
 
     /// A tensor of one element and no dimension.

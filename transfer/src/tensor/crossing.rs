@@ -14,7 +14,7 @@ use super::memory::{DeviceMemory, HostMemory, HostPart, Memory, PinnedHost, by_d
 use super::pack::pack_on_device;
 use super::place::Place;
 use super::transport::Sent;
-use crate::copy::Region;
+use crate::copy::{Region, UNSTAGED_BYTES};
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::pending::Pending;
@@ -63,7 +63,7 @@ impl Tensor {
             (Memory::Pinned(own), None) if self.has_long_rows() && crossing == self.dtype && own.serves(to) => {
                 Ok((self.upload_rows(own, to, buffer)?, true))
             }
-            (Memory::Host(own), Some(range)) => Ok((to.upload_from::<u8, HostPart>(own.part(range), buffer)?, false)),
+            (Memory::Host(own), Some(range)) => Ok((upload_part(to, own.part(range), buffer)?, false)),
             (Memory::Host(own), None) if buffer.bytes() > PINNED_AT_ONCE && sent.first.is_some() => {
                 let range = self.byte_range(self.first(), sent.count);
                 let source = Converted::new(own.part(range), self.dtype, crossing);
@@ -76,8 +76,7 @@ impl Tensor {
             }
             _ => {
                 let memory = filled_host(crossing, sent.count, |bytes| self.write_sent(sent, crossing, bytes))?;
-                let all = 0..memory.bytes().len();
-                Ok((to.upload_from::<u8, HostPart>(memory.part(all), buffer)?, false))
+                Ok((upload_part(to, memory.part(0..memory.len()), buffer)?, false))
             }
         }
     }
@@ -198,6 +197,14 @@ impl PinnedHost {
     fn serves(&self, transfer: &Transfer) -> bool {
         self.buffer.is_pinned() && self.pool.device().id() == transfer.device().id()
     }
+}
+
+/// Uploads a part of shared host memory: what is small at once, and more through the staging ring.
+fn upload_part(to: &Transfer, from: HostPart, buffer: &mut DeviceBuffer<u8>) -> Result<Pending<()>, TransferError> {
+    if from.len() <= UNSTAGED_BYTES {
+        return to.upload_small(from.bytes()?, buffer);
+    }
+    Ok(to.stage_upload(Arc::new(from), buffer)?.1)
 }
 
 /// Enqueues converting elements to new memory, allocated for `stream`.

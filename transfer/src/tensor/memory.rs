@@ -11,6 +11,7 @@ use bytemuck::Pod;
 use half::{bf16, f16};
 
 use super::place::Place;
+use crate::copy::check_lengths;
 use crate::error::TransferError;
 use crate::pinned::{PinnedBuffer, PinnedPool};
 use crate::runtime::Transfer;
@@ -25,7 +26,11 @@ pub(crate) enum Memory {
 
 /// Host memory that nobody writes any more.
 #[derive(Clone)]
-pub(crate) struct HostMemory(Arc<dyn Lends>);
+pub(crate) struct HostMemory {
+    owner: Arc<dyn Lends>,
+    /// How long it was when it was taken over. What lends it may be the caller's code, and lend another slice each time.
+    len: usize,
+}
 
 /// Page-locked host memory. Nobody writes it any more, except for the copy that fills it.
 #[derive(Clone, Debug)]
@@ -61,7 +66,8 @@ impl<T: Pod, S: AsRef<[T]> + Send + Sync> Lends for Elements<T, S> {
 impl HostMemory {
     /// The memory of whatever lends elements.
     pub(crate) fn of<T: Pod, S: AsRef<[T]> + Send + Sync + 'static>(owner: S) -> HostMemory {
-        HostMemory(Arc::new(Elements { owner, element: std::marker::PhantomData }))
+        let owner = Elements { owner, element: std::marker::PhantomData };
+        HostMemory { len: owner.lend().len(), owner: Arc::new(owner) }
     }
 
     /// `len` elements of a dtype with all bits 0, written by `fill`; `None` if there is no memory for them.
@@ -85,13 +91,23 @@ impl HostMemory {
         }
     }
 
-    pub(crate) fn bytes(&self) -> &[u8] {
-        self.0.lend()
+    /// Its bytes, as many as it had at first.
+    ///
+    /// # Errors
+    /// When the owner lends more or fewer.
+    pub(crate) fn bytes(&self) -> Result<&[u8], TransferError> {
+        let bytes = self.owner.lend();
+        check_lengths(bytes.len() as u64, self.len as u64)?;
+        Ok(bytes)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
     }
 
     /// A part of it, kept alive by the part.
     pub(crate) fn part(&self, range: Range<usize>) -> HostPart {
-        debug_assert!(range.end <= self.bytes().len());
+        debug_assert!(range.end <= self.len);
         HostPart { memory: self.clone(), range }
     }
 }
@@ -102,9 +118,14 @@ pub(crate) struct HostPart {
     range: Range<usize>,
 }
 
-impl AsRef<[u8]> for HostPart {
-    fn as_ref(&self) -> &[u8] {
-        self.memory.bytes().get(self.range.clone()).unwrap_or_default()
+impl HostPart {
+    pub(crate) fn bytes(&self) -> Result<&[u8], TransferError> {
+        let (start, end, len) = (self.range.start as u64, self.range.end as u64, self.memory.len as u64);
+        self.memory.bytes()?.get(self.range.clone()).ok_or(TransferError::OutOfBounds { start, end, len })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.range.len()
     }
 }
 
@@ -121,7 +142,7 @@ impl Memory {
     /// Its size in bytes.
     pub(crate) fn len(&self) -> u64 {
         match self {
-            Memory::Host(memory) => memory.bytes().len() as u64,
+            Memory::Host(memory) => memory.len() as u64,
             Memory::Pinned(memory) => memory.buffer.bytes() as u64,
             Memory::Device(memory) => memory.buffer.bytes(),
         }
@@ -130,7 +151,7 @@ impl Memory {
     /// The bytes of host memory. Waits for the copy that fills page-locked memory.
     pub(crate) fn read(&self) -> Result<&[u8], TransferError> {
         match self {
-            Memory::Host(memory) => Ok(memory.bytes()),
+            Memory::Host(memory) => memory.bytes(),
             Memory::Pinned(memory) => memory.buffer.read(),
             Memory::Device(_) => Err(TransferError::Unsupported { what: "memory of the host" }),
         }
@@ -139,7 +160,7 @@ impl Memory {
     /// Whether both are the same memory.
     pub(crate) fn is_same(&self, other: &Memory) -> bool {
         match (self, other) {
-            (Memory::Host(own), Memory::Host(other)) => Arc::ptr_eq(&own.0, &other.0),
+            (Memory::Host(own), Memory::Host(other)) => Arc::ptr_eq(&own.owner, &other.owner),
             (Memory::Pinned(own), Memory::Pinned(other)) => Arc::ptr_eq(&own.buffer, &other.buffer),
             (Memory::Device(own), Memory::Device(other)) => Arc::ptr_eq(own.buffer.storage(), other.buffer.storage()),
             _ => false,
@@ -161,7 +182,7 @@ impl DeviceMemory {
 
 impl fmt::Debug for HostMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostMemory").field("bytes", &self.bytes().len()).finish()
+        f.debug_struct("HostMemory").field("bytes", &self.len).finish()
     }
 }
 

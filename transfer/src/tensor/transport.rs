@@ -112,7 +112,7 @@ impl Tensor {
                 Memory::Pinned(PinnedHost { buffer: Arc::new(buffer), pool: own.pool.clone() })
             }
             Memory::Host(own) => Memory::Host(filled_host(self.dtype, self.len(), |to| {
-                pack_on_host(own.bytes(), &self.layout, self.size(), to);
+                pack_on_host(own.bytes()?, &self.layout, self.size(), to);
                 Ok(())
             })?),
         };
@@ -183,7 +183,7 @@ impl Tensor {
                     pack_on_host(from, &self.layout, self.size(), packed);
                     Ok(())
                 })?;
-                convert_host(packed.bytes(), self.dtype, to, dtype)?;
+                convert_host(packed.bytes()?, self.dtype, to, dtype)?;
             }
         }
         Ok(())
