@@ -54,7 +54,7 @@ pub struct Checkpoint {
 #[derive(Debug)]
 pub(super) struct Shard {
     pub(super) path: PathBuf,
-    pub(super) file: File,
+    pub(super) file: Arc<File>,
     pub(super) bytes: u64,
     /// The whole file, if it is mapped.
     pub(super) map: Option<Arc<memmap2::Mmap>>,
@@ -105,7 +105,7 @@ impl Checkpoint {
         let mut checkpoint = open(path.as_ref())?;
         for shard in &mut checkpoint.shards {
             // SAFETY: the caller promises that nobody changes the file while it is mapped.
-            let map = unsafe { memmap2::Mmap::map(&shard.file) }.map_err(|error| file_error(&shard.path, error))?;
+            let map = unsafe { memmap2::Mmap::map(&*shard.file) }.map_err(|error| file_error(&shard.path, error))?;
             if map.len() as u64 != shard.bytes {
                 return Err(fault(&shard.path, CheckpointFault::Changed));
             }
@@ -244,7 +244,7 @@ fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, Vec<TensorEntry>),
             element_bytes: if bits.is_multiple_of(8) { bits / 8 } else { 0 },
         });
     }
-    Ok((Shard { path, file, bytes, map: None }, entries))
+    Ok((Shard { path, file: Arc::new(file), bytes, map: None }, entries))
 }
 
 /// The header, and where the tensors begin.

@@ -1,8 +1,8 @@
 //! Bringing the tensors of files to a place.
 //!
 //! To a device, large tensors go through the staging ring, whose threads read and convert ahead of the copy engine; small ones are read by the
-//! caller and sent together. A few tensors are on their way at a time, so that host memory and what conversion needs on the device are
-//! bounded. Where something fails, nothing is kept.
+//! caller and sent together. A few tensors are on their way at a time, beside the small ones that are to be sent next, so that host memory
+//! and what conversion needs on the device are bounded. Where something fails, nothing is kept.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -12,19 +12,18 @@ use std::sync::Arc;
 
 use aquifer_kernels::DType;
 
-use super::checkpoint::{Checkpoint, TensorEntry, fault, file_error, read_error};
+use super::checkpoint::{Checkpoint, TensorEntry, fault, read_error};
 use super::checkpoint_error::CheckpointFault;
 use super::param_set::ParamSet;
-use super::relocate::{Progress, SMALL_BYTES, Tell};
-use crate::copy::TransferBatch;
+use super::relocate::{Progress, Tell};
+use super::small::{SMALL_TENSOR_BYTES, Small};
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::pending::Pending;
-use crate::runtime::Transfer;
 use crate::staging::HostSource;
 use crate::tensor::{Converted, HostMemory, Layout, Memory, PinnedHost, Place, Tensor, To, filled_host};
 
-/// Tensors that are on their way at a time.
+/// Tensors that are on their way at a time, beside the one that was begun last. Small ones that are not sent yet are not.
 const IN_FLIGHT: usize = 8;
 
 /// Small tensors are sent when there are so many bytes of them.
@@ -108,7 +107,11 @@ impl Checkpoint {
         self.check_unchanged()?;
         let wanted = self.wanted(&how)?;
         let bytes_total = wanted.iter().map(|wanted| wanted.entry.bytes).sum();
-        let mut loading = Loading { set: ParamSet::new(), on_way: VecDeque::new(), bytes_done: 0, bytes_total };
+        let small = match &place {
+            Place::Device(transfer) => Some(Small::new(transfer, None)?),
+            _ => None,
+        };
+        let mut loading = Loading { set: ParamSet::new(), small, on_way: VecDeque::new(), bytes_done: 0, bytes_total };
         match self.load_all(&wanted, &place, &mut loading, &mut how) {
             Ok(()) => Ok(loading.set),
             Err(error) => {
@@ -125,20 +128,14 @@ impl Checkpoint {
         loading: &mut Loading<'a>,
         how: &mut Load<'_>,
     ) -> Result<(), TransferError> {
-        let mut small = match place {
-            Place::Device(transfer) => Some(Small::new(transfer)?),
-            _ => None,
-        };
         for wanted in wanted {
-            let to_device = small.as_mut().map(|small| self.begin(wanted, small)).transpose()?;
-            let step = to_device.map_or_else(|| self.load_to_host(wanted, place).map(Step::Here), Ok)?;
+            let step = match &mut loading.small {
+                Some(small) => self.begin(wanted, small)?,
+                None => Step::Here(self.load_to_host(wanted, place)?),
+            };
             loading.on_way.push_back((wanted.entry, step));
-            if small.as_ref().is_some_and(|small| small.bytes >= BATCH_BYTES) {
-                loading.send(&mut small)?;
-            }
-            while loading.on_way.len() > IN_FLIGHT && loading.finish_oldest(how)? {}
+            loading.bound(how)?;
         }
-        loading.send(&mut small)?;
         while loading.finish_oldest(how)? {}
         Ok(())
     }
@@ -174,7 +171,7 @@ impl Checkpoint {
     fn begin(&self, wanted: &Wanted<'_>, small: &mut Small) -> Result<Step, TransferError> {
         let (stored, dtype, layout) = (wanted.stored, wanted.dtype, wanted.layout);
         let largest = wanted.entry.bytes.max(layout.len().saturating_mul(dtype.bytes()));
-        if largest <= SMALL_BYTES {
+        if largest <= SMALL_TENSOR_BYTES {
             let source = self.source(wanted.entry, stored, dtype)?;
             let mut elements = vec![0; usize::try_from(source.bytes()).unwrap_or(usize::MAX)];
             source.read(0, &mut elements)?;
@@ -182,7 +179,7 @@ impl Checkpoint {
         }
         let crossing = if dtype.bytes() < stored.bytes() { dtype } else { stored };
         let source = self.source(wanted.entry, stored, crossing)?;
-        let transfer = small.transfer.clone();
+        let transfer = small.transfer().clone();
         let stream = transfer.stream(Direction::Upload).clone();
         let mut buffer = transfer.allocator().alloc_buffer::<u8>(source.bytes(), &stream)?;
         let (_, uploaded) = transfer.on(&stream)?.stage_upload(source, &mut buffer)?;
@@ -229,12 +226,15 @@ impl Checkpoint {
         match (&shard.map, entry.range()) {
             (Some(map), Some(range)) => {
                 let mapped = HostMemory::of::<u8, _>(Mapped { map: map.clone(), range });
-                let all = 0..mapped.bytes().len();
-                Ok(converted(mapped.part(all), stored, dtype))
+                Ok(converted(mapped.part(0..mapped.len()), stored, dtype))
             }
             _ => {
-                let file = shard.file.try_clone().map_err(|error| file_error(&shard.path, error))?;
-                let part = FilePart { file, path: shard.path.clone(), offset: entry.offset, bytes: entry.bytes };
+                let part = FilePart {
+                    file: shard.file.clone(),
+                    path: shard.path.clone(),
+                    offset: entry.offset,
+                    bytes: entry.bytes,
+                };
                 Ok(converted(part, stored, dtype))
             }
         }
@@ -265,9 +265,9 @@ impl AsRef<[u8]> for Mapped {
     }
 }
 
-/// A part of a file, read where it is needed.
+/// A part of a file, read where it is needed. Reads say where, so all parts of a file share it.
 struct FilePart {
-    file: File,
+    file: Arc<File>,
     path: PathBuf,
     offset: u64,
     bytes: u64,
@@ -312,6 +312,8 @@ enum Step {
 /// Loading in progress.
 struct Loading<'a> {
     set: ParamSet,
+    /// The small ones that are to be sent next, where a device is what they go to.
+    small: Option<Small>,
     /// In the order of the files.
     on_way: VecDeque<(&'a TensorEntry, Step)>,
     bytes_done: u64,
@@ -319,16 +321,26 @@ struct Loading<'a> {
 }
 
 impl Loading<'_> {
-    /// Waits for the oldest tensor; tells whether there may be more to wait for. One in a batch that is not sent is not waited for.
+    /// Sends small tensors once they are many, and waits for the oldest tensors while too many are on their way.
+    fn bound(&mut self, how: &mut Load<'_>) -> Result<(), TransferError> {
+        if self.small.as_ref().is_some_and(|small| small.bytes() >= BATCH_BYTES) {
+            self.send()?;
+        }
+        let unsent = |loading: &Self| loading.small.as_ref().map_or(0, Small::tensors);
+        while self.on_way.len() - unsent(self) > IN_FLIGHT && self.finish_oldest(how)? {}
+        Ok(())
+    }
+
+    /// Waits for the oldest tensor; one in a batch is sent for that, with the others in it. Tells whether there was one.
     fn finish_oldest(&mut self, how: &mut Load<'_>) -> Result<bool, TransferError> {
+        if matches!(self.on_way.front(), Some((_, Step::InBatch(_)))) {
+            self.send()?;
+        }
         let Some((entry, step)) = self.on_way.pop_front() else { return Ok(false) };
         let tensor = match step {
-            Step::Here(tensor) => tensor,
+            // All that was in a batch is on its way now.
+            Step::Here(tensor) | Step::InBatch(tensor) => tensor,
             Step::OnWay(pending) => pending.wait()?,
-            Step::InBatch(_) => {
-                self.on_way.push_front((entry, step));
-                return Ok(false);
-            }
         };
         self.set.insert(entry.name.clone(), tensor)?;
         self.bytes_done += entry.bytes;
@@ -348,40 +360,15 @@ impl Loading<'_> {
     }
 
     /// Sends the batch; what is in it is on its way then.
-    fn send(&mut self, small: &mut Option<Small>) -> Result<(), TransferError> {
-        let Some(small) = small.as_mut().filter(|small| small.bytes > 0) else { return Ok(()) };
-        let next = Small::new(&small.transfer)?;
-        let sent = std::mem::replace(small, next);
-        drop(sent.batch.run()?);
-        let tick = sent.transfer.covered_tick(&sent.stream);
+    fn send(&mut self) -> Result<(), TransferError> {
+        let Some(small) = self.small.as_mut().filter(|small| small.tensors() > 0) else { return Ok(()) };
+        let next = Small::new(small.transfer(), None)?;
+        let sent = std::mem::replace(small, next).send()?;
         for (_, step) in &mut self.on_way {
             if let Step::InBatch(tensor) = step {
-                *step = Step::OnWay(Pending::enqueued(sent.transfer.shared(), tick.clone(), tensor.clone()));
+                *step = Step::OnWay(sent.with(tensor.clone()));
             }
         }
         Ok(())
-    }
-}
-
-/// Small tensors that are sent together.
-struct Small {
-    transfer: Transfer,
-    stream: aquifer_device::Stream,
-    batch: TransferBatch,
-    bytes: u64,
-}
-
-impl Small {
-    fn new(transfer: &Transfer) -> Result<Small, TransferError> {
-        let stream = transfer.stream(Direction::Upload).clone();
-        Ok(Small { batch: transfer.on(&stream)?.batch(), transfer: transfer.clone(), stream, bytes: 0 })
-    }
-
-    fn add(&mut self, elements: &[u8], dtype: DType, layout: Layout) -> Result<Tensor, TransferError> {
-        let mut buffer = self.transfer.allocator().alloc_buffer::<u8>(elements.len() as u64, &self.stream)?;
-        self.batch.upload(elements, &mut buffer)?;
-        // Tensors without elements count too, so that their batch is sent.
-        self.bytes += (elements.len() as u64).max(1);
-        Tensor::on_device(buffer, &self.transfer, dtype, layout)
     }
 }

@@ -9,6 +9,7 @@ mod load;
 mod param_set;
 mod relocate;
 mod save;
+mod small;
 
 pub use checkpoint::{Checkpoint, TensorEntry};
 pub use checkpoint_error::{CheckpointError, CheckpointFault};

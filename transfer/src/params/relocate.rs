@@ -9,15 +9,10 @@ use aquifer_device::Stream;
 use aquifer_kernels::DType;
 
 use super::param_set::ParamSet;
-use crate::copy::TransferBatch;
-use crate::counters::Direction;
+use super::small::{SMALL_TENSOR_BYTES, Small};
 use crate::error::TransferError;
 use crate::pending::{OnStreams, Pending};
-use crate::runtime::Transfer;
 use crate::tensor::{Place, Tensor, To};
-
-/// Tensors of at most so many bytes are sent together with others.
-pub(super) const SMALL_BYTES: u64 = 64 << 10;
 
 /// How far moving or loading tensors got. One that is complete.
 #[derive(Clone, Copy, Debug)]
@@ -135,7 +130,7 @@ impl ParamSet {
         let mut moving = Moving { begun: Vec::new(), which: Vec::with_capacity(self.len()), small: None };
         let begun = self.iter().try_for_each(|param| moving.add(&param.tensor, place, how));
         let small = moving.small.take();
-        let batch = begun.and_then(|()| small.map_or(Ok(None), Small::run));
+        let batch = begun.and_then(|()| small.map(Small::send).transpose());
         let batch = match batch {
             Ok(batch) => batch,
             Err(error) => {
@@ -175,7 +170,8 @@ impl<'a> Moving<'a> {
                     Some(small) => small,
                     none => none.insert(Small::new(transfer, how.stream.as_ref())?),
                 };
-                Some(small.add(tensor, dtype)?)
+                let (elements, layout) = tensor.elements_as(dtype)?;
+                Some(small.add(&elements, dtype, layout)?)
             }
             _ => None,
         };
@@ -204,53 +200,11 @@ impl<'a> Moving<'a> {
 /// Whether a tensor is sent together with others: one on the host of few bytes, before and after conversion.
 fn is_small(tensor: &Tensor, dtype: DType) -> bool {
     let largest = tensor.bytes().max(tensor.len().saturating_mul(dtype.bytes()));
-    tensor.place().is_host() && largest <= SMALL_BYTES
+    tensor.place().is_host() && largest <= SMALL_TENSOR_BYTES
 }
 
 /// A tensor on its way.
 enum Begun {
     Alone(Pending<Tensor>),
     Batched(Tensor),
-}
-
-/// Small tensors from the host, sent together.
-struct Small {
-    transfer: Transfer,
-    stream: Stream,
-    batch: TransferBatch,
-}
-
-/// The work that a batch was enqueued as.
-struct Enqueued {
-    transfer: Transfer,
-    tick: aquifer_device::Tick,
-}
-
-impl Enqueued {
-    fn with(&self, tensor: Tensor) -> Pending<Tensor> {
-        Pending::enqueued(self.transfer.shared(), self.tick.clone(), tensor)
-    }
-}
-
-impl Small {
-    fn new(transfer: &Transfer, stream: Option<&Stream>) -> Result<Small, TransferError> {
-        let stream = stream.unwrap_or_else(|| transfer.stream(Direction::Upload)).clone();
-        let batch = transfer.on(&stream)?.batch();
-        Ok(Small { transfer: transfer.clone(), stream, batch })
-    }
-
-    /// Adds a tensor, and gives what it becomes.
-    fn add(&mut self, tensor: &Tensor, dtype: DType) -> Result<Tensor, TransferError> {
-        let (elements, layout) = tensor.elements_as(dtype)?;
-        let mut buffer = self.transfer.allocator().alloc_buffer::<u8>(elements.len() as u64, &self.stream)?;
-        self.batch.upload(&elements, &mut buffer)?;
-        Tensor::on_device(buffer, &self.transfer, dtype, layout)
-    }
-
-    /// Sends them.
-    fn run(self) -> Result<Option<Enqueued>, TransferError> {
-        // Dropped, the batch goes on; its stream's tick stands for it.
-        drop(self.batch.run()?);
-        Ok(Some(Enqueued { tick: self.transfer.covered_tick(&self.stream), transfer: self.transfer }))
-    }
 }

@@ -465,3 +465,31 @@ proptest! {
         }
     }
 }
+
+/// However few of them are small: a few tensors are on their way at a time, so that memory is bounded.
+#[test]
+fn loading_keeps_few_tensors_on_their_way() {
+    let directory = Directory::new();
+    let path = directory.0.join("m.safetensors");
+    for small in [vec![], vec![0], vec![0, 30], (0..60).collect()] {
+        let mut set = ParamSet::new();
+        for n in 0..60 {
+            let large = Tensor::from_vec(floats(40_000, n), &[40_000]).unwrap();
+            if small.contains(&n) {
+                set.insert(format!("{n:02}.a"), Tensor::from_vec(floats(10, n), &[10]).unwrap()).unwrap();
+            }
+            set.insert(format!("{n:02}.b"), large).unwrap();
+        }
+        set.save_blocking(&path).unwrap();
+        let transfer = transfer();
+        let mut first = None;
+        let how = Load::new().progress(|_| {
+            first.get_or_insert_with(|| transfer.allocator().allocated_bytes());
+        });
+        let loaded = Checkpoint::open(&path).unwrap().load_blocking(&transfer, how).unwrap();
+        assert_same(&set, &loaded);
+        let (first, most) = (first.unwrap(), 9 * (160_256 + 512));
+        assert!(first <= most, "{} small: {first} bytes are there before anything is complete", small.len());
+        quiet(&transfer);
+    }
+}

@@ -1,0 +1,75 @@
+//! Small tensors, sent to a device together.
+
+use aquifer_device::{Stream, Tick};
+use aquifer_kernels::DType;
+
+use crate::copy::TransferBatch;
+use crate::counters::Direction;
+use crate::error::TransferError;
+use crate::pending::Pending;
+use crate::runtime::Transfer;
+use crate::tensor::{Layout, Tensor};
+
+/// Tensors of at most so many bytes, before and after conversion, are sent together with others.
+pub(super) const SMALL_TENSOR_BYTES: u64 = 64 << 10;
+
+/// Small tensors that are to be sent together.
+pub(super) struct Small {
+    transfer: Transfer,
+    stream: Stream,
+    batch: TransferBatch,
+    tensors: usize,
+    bytes: u64,
+}
+
+/// The work that a batch was enqueued as.
+pub(super) struct Enqueued {
+    transfer: Transfer,
+    tick: Tick,
+}
+
+impl Small {
+    /// None yet, for a stream, or for the one whose turn it is.
+    pub(super) fn new(transfer: &Transfer, stream: Option<&Stream>) -> Result<Small, TransferError> {
+        let stream = stream.unwrap_or_else(|| transfer.stream(Direction::Upload)).clone();
+        let batch = transfer.on(&stream)?.batch();
+        Ok(Small { transfer: transfer.clone(), stream, batch, tensors: 0, bytes: 0 })
+    }
+
+    pub(super) fn transfer(&self) -> &Transfer {
+        &self.transfer
+    }
+
+    /// How many there are.
+    pub(super) fn tensors(&self) -> usize {
+        self.tensors
+    }
+
+    /// Bytes of all of them.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Adds a tensor of these elements, and gives it; it is there when they are sent.
+    pub(super) fn add(&mut self, elements: &[u8], dtype: DType, layout: Layout) -> Result<Tensor, TransferError> {
+        let mut buffer = self.transfer.allocator().alloc_buffer::<u8>(elements.len() as u64, &self.stream)?;
+        self.batch.upload(elements, &mut buffer)?;
+        self.tensors += 1;
+        self.bytes += elements.len() as u64;
+        Tensor::on_device(buffer, &self.transfer, dtype, layout)
+    }
+
+    /// Sends them.
+    pub(super) fn send(self) -> Result<Enqueued, TransferError> {
+        // Dropped, the batch goes on; its stream's tick stands for it.
+        drop(self.batch.run()?);
+        Ok(Enqueued { tick: self.transfer.covered_tick(&self.stream), transfer: self.transfer })
+    }
+}
+
+impl Enqueued {
+    /// One of the tensors, on its way.
+    pub(super) fn with(&self, tensor: Tensor) -> Pending<Tensor> {
+        Pending::enqueued(self.transfer.shared(), self.tick.clone(), tensor)
+    }
+}
