@@ -16,9 +16,10 @@ pub(super) const PAGE: usize = 4096;
 pub struct StagingConfig {
     /// Bytes of a chunk, taken as a multiple of 4096 from 4 KiB to 1 GiB. Chosen: 1 to 16 MiB.
     pub chunk_bytes: Option<usize>,
-    /// Chunks, 1 to 1024. Chosen: 3 to 12.
+    /// Chunks, 1 to 1024. Chosen: 5 to 12. One stream never has all of them where there are three or more.
     pub chunks: Option<usize>,
-    /// Threads that copy, 1 to 64. Chosen: 1 to 8, and no more than there are cores.
+    /// Threads that copy, 1 to 64. Chosen: 1 to 8, and no more than there are cores. Where all of them wait for streams, more come, at most
+    /// one for each stream.
     pub threads: Option<usize>,
     /// Most page-locked memory that the ring takes, in bytes: there are fewer chunks than asked for, and below two of them smaller
     /// ones, rather than more memory. At least 4096 bytes are taken.

@@ -1,6 +1,7 @@
 //! How threads share a ring: who takes which task, who sleeps, who is woken, when threads start and end.
 //!
-//! Threads start when there is a task that nobody is free for, up to a bound, and sleep when there is none. Whenever the lock is
+//! Threads start when there is a task that nobody is free for, up to a bound, and sleep when there is none. Where all of them wait for
+//! streams, which may stand still for long, one more than that starts: at most one waits for each stream. Whenever the lock is
 //! released while there is a task, somebody who sleeps is woken or somebody new comes, who does the same in turn: so no task is left
 //! lying and no crowd wakes up for one. Threads end once the floor is closed and all jobs have ended; the last one lets the chunks go.
 //!
@@ -39,6 +40,8 @@ struct State<J, C, T> {
     threads: usize,
     /// Threads that wait for a task.
     asleep: usize,
+    /// Threads that wait for a stream.
+    waiting: usize,
     /// Most threads, once one more could not be started.
     threads_max: Option<usize>,
     closed: bool,
@@ -55,7 +58,7 @@ pub(super) struct Staff {
 
 impl<J: Clone, C, T> Floor<J, C, T> {
     pub(super) fn new() -> Self {
-        let state = State { ring: Ring::new(), threads: 0, asleep: 0, threads_max: None, closed: false };
+        let state = State { ring: Ring::new(), threads: 0, asleep: 0, waiting: 0, threads_max: None, closed: false };
         Floor { state: Mutex::new(state), call: Condvar::default() }
     }
 
@@ -87,9 +90,12 @@ impl<J: Clone, C, T> Floor<J, C, T> {
         let mut state = self.state.lock();
         loop {
             if let Some(task) = state.ring.next() {
+                let waits = usize::from(matches!(task, Task::Wait(_)));
+                state.waiting += waits;
                 self.release(state, hands);
                 let done = hands.perform(task);
                 state = self.state.lock();
+                state.waiting -= waits;
                 let after = state.ring.complete(done);
                 if !after.is_empty() {
                     self.release(state, hands);
@@ -129,7 +135,8 @@ impl<J: Clone, C, T> Floor<J, C, T> {
             return;
         }
         let bound = state.ring.sizes().map_or(1, |sizes| sizes.threads);
-        if state.threads >= state.threads_max.unwrap_or(bound).min(bound) {
+        let enough = state.threads >= state.threads_max.unwrap_or(bound).min(bound);
+        if enough && state.waiting < state.threads {
             return;
         }
         state.threads += 1;
@@ -167,3 +174,7 @@ impl<J: Clone, C, T> Floor<J, C, T> {
 #[cfg(all(test, aquifer_shuttle))]
 #[path = "schedules.rs"]
 mod schedules;
+
+#[cfg(all(test, not(aquifer_shuttle)))]
+#[path = "floor_tests.rs"]
+mod tests;

@@ -4,7 +4,7 @@
 //! on others, so it need not wait for the host; transfers take turns by the chunk, so a small one is not stuck behind a large one.
 //!
 //! In the order in which data flows: `ends` is where bytes come from and go to, `work` what is done with a piece of a transfer, `ring` who
-//! does what next (in the words of `task`), `floor` how threads share that, `crew` the threads; `tune` chooses the sizes. `schedule` plays
+//! does what next (in the words of `task`; `lanes` is what streams may hold), `floor` how threads share that, `crew` the threads; `tune` chooses the sizes. `schedule` plays
 //! the same ring with a `virtual_crew` on a simulated device in virtual time, to prove that the copy engine is kept busy. `file` is for
 //! files.
 //!
@@ -16,6 +16,7 @@ mod crew;
 mod ends;
 mod file;
 mod floor;
+mod lanes;
 mod ring;
 mod schedule;
 mod stats;

@@ -9,12 +9,15 @@
 //! * a chunk is in one place: free, in the hands of one task, flying (a copy on the device uses it), or arrived (it holds bytes that
 //!   are to land). It moves by value, so nobody can have it twice, and [`Ring::complete`] takes back what a task was given;
 //! * every byte of a job that does not fail is begun once, in order, and a job ends once, when no task has it in its hands;
-//! * jobs take turns by the piece: while a job waits for a chunk and holds less than its share, every other job begins at most one piece;
-//! * at most one task waits for each lane (a stream): what is behind on the same lane is not done earlier.
+//! * jobs take turns by the piece: while a job may begin one and holds less than its share, every other job begins at most one piece;
+//! * at most one task waits for each lane (a stream): what is behind on the same lane is not done earlier;
+//! * a lane holds few chunks until it is seen to get copies done, and never all: what it holds while its stream stands still, behind a long
+//!   kernel, say, nobody else has (`lanes`).
 
 use std::collections::{BTreeMap, VecDeque};
 
 use super::config::{PAGE, Sizes};
+use super::lanes::{self, Lanes};
 use super::task::{After, Done, Flight, Hand, JobId, Order, Task, Way};
 use crate::error::TransferError;
 
@@ -58,17 +61,19 @@ pub(super) struct Ring<J, C, T> {
     next_job: JobId,
     /// Jobs with pieces that were not begun, in the order of their turns.
     turns: VecDeque<JobId>,
+    /// What each lane holds.
+    lanes: Lanes,
     /// Lanes that somebody waits for.
     watched: Vec<u32>,
     /// Why nothing goes any more.
     lost: Option<TransferError>,
 }
 
-/// What can be done now; [`Step::Wait`] names a flight.
+/// What can be done now; [`Step::Begin`] names a turn, [`Step::Wait`] a flight.
 enum Step {
     Tune,
     Land,
-    Begin,
+    Begin(usize),
     Grow,
     Wait(usize),
 }
@@ -92,6 +97,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
             jobs: BTreeMap::new(),
             next_job: 0,
             turns: VecDeque::new(),
+            lanes: Lanes::default(),
             watched: Vec::new(),
             lost: None,
         }
@@ -115,7 +121,8 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     /// Takes all chunks out that nobody has in hand.
     pub(super) fn strip(&mut self) -> Vec<C> {
         let used = std::mem::take(&mut self.flying).into_iter().chain(std::mem::take(&mut self.arrived));
-        let chunks: Vec<C> = self.free.drain(..).chain(used.map(|flight| flight.chunk)).collect();
+        let used: Vec<_> = used.inspect(|flight| self.lanes.gives_back(flight.lane)).collect();
+        let chunks: Vec<C> = self.free.drain(..).chain(used.into_iter().map(|flight| flight.chunk)).collect();
         self.chunks -= chunks.len();
         chunks
     }
@@ -159,7 +166,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
                 Some(Task::Tune)
             }
             Step::Land => self.land(),
-            Step::Begin => self.begin(),
+            Step::Begin(turn) => self.begin(turn),
             Step::Grow => {
                 self.growing += 1;
                 Some(Task::Grow(self.chunk_bytes))
@@ -181,11 +188,14 @@ impl<J: Clone, C, T> Ring<J, C, T> {
             return Some(Step::Land);
         }
         let wanting = !self.turns.is_empty();
-        if wanting && !self.free.is_empty() {
-            return Some(Step::Begin);
+        let turn = self.turn();
+        if let Some(turn) = turn.filter(|_| !self.free.is_empty()) {
+            return Some(Step::Begin(turn));
         }
-        if wanting && self.chunks + self.growing < self.target && self.growing < self.pieces_not_begun(self.growing + 1)
-        {
+        // Also ahead of when the one lane that there is may have them: it may soon.
+        let most = if turn.is_some() { self.target } else { lanes::most(self.target) };
+        let to_come = self.growing + self.free.len();
+        if wanting && self.chunks + self.growing < most && to_come < self.pieces_not_begun(to_come + 1) {
             return Some(Step::Grow);
         }
         let is_needed = |flight: &Flight<C, T>| wanting || (flight.way == Way::Down && self.is_alive(flight.id));
@@ -219,12 +229,19 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         Some(Task::Land(Hand { id, work: entry.order.work.clone(), range, chunk }))
     }
 
-    /// Begins a piece of the job whose turn it is. A job holds at most its share of the chunks, rounded up, so with a chunk free some
-    /// job is below its share.
-    fn begin(&mut self) -> Option<Task<J, C, T>> {
+    /// The first turn of a job that may have another chunk: it holds less than its share of them, and so does its lane.
+    fn turn(&self) -> Option<usize> {
+        self.turns.iter().position(|id| self.jobs.get(id).is_some_and(|entry| self.may_hold_more(entry)))
+    }
+
+    fn may_hold_more(&self, entry: &Entry<J>) -> bool {
+        // Rounded up.
         let share = self.target.div_ceil(self.turns.len().max(1));
-        let below = |id: &JobId| self.jobs.get(id).is_some_and(|entry| entry.held < share);
-        let turn = self.turns.iter().position(below)?;
+        entry.held < share && self.lanes.may_hold_more(entry.order.lane, self.target)
+    }
+
+    /// Begins a piece of the job whose turn it is.
+    fn begin(&mut self, turn: usize) -> Option<Task<J, C, T>> {
         let id = self.turns.remove(turn)?;
         let entry = self.jobs.get_mut(&id)?;
         let chunk = self.free.pop()?;
@@ -235,6 +252,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         entry.open += 1;
         entry.hands += 1;
         entry.held += 1;
+        self.lanes.takes(entry.order.lane);
         let hand = Hand { id, work: entry.order.work.clone(), range: start..entry.begun, chunk };
         if !entry.is_begun() {
             self.turns.push_back(id);
@@ -254,15 +272,15 @@ impl<J: Clone, C, T> Ring<J, C, T> {
             Done::Grown(grown) => self.grown(grown, &mut after),
             Done::Sent(hand, tick) => self.sent(hand, tick, &mut after),
             Done::Landed(hand) => {
-                self.put_down(&hand, true);
-                self.recycle(hand.id, hand.chunk, &mut after);
+                let lane = self.put_down(&hand, true);
+                self.recycle(hand.id, lane, hand.chunk, &mut after);
                 // The job's copy of `work` goes first, so that who ends it has the last one.
                 drop(hand.work);
                 self.end_if_done(hand.id, &mut after);
             }
             Done::Failed(hand, error) => {
-                self.put_down(&hand, false);
-                self.recycle(hand.id, hand.chunk, &mut after);
+                let lane = self.put_down(&hand, false);
+                self.recycle(hand.id, lane, hand.chunk, &mut after);
                 drop(hand.work);
                 self.fail(hand.id, error, &mut after);
             }
@@ -298,6 +316,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
             entry.open -= 1;
         }
         if self.lost.is_some() {
+            self.lanes.gives_back(lane);
             self.discard(chunk, after);
         } else {
             self.flying.push_back(Flight { id, way, lane, range, chunk, tick });
@@ -307,14 +326,17 @@ impl<J: Clone, C, T> Ring<J, C, T> {
 
     fn waited(&mut self, flight: Flight<C, T>, waited: Result<(), TransferError>, after: &mut After<J, C>) {
         self.watched.retain(|&lane| lane != flight.lane);
-        let id = flight.id;
+        let (id, lane) = (flight.id, flight.lane);
+        if waited.is_ok() {
+            self.lanes.got_done(lane);
+        }
         match waited {
             Ok(()) if flight.way == Way::Down && self.is_alive(id) && self.lost.is_none() => {
                 self.arrived.push_back(flight);
             }
-            Ok(()) => self.recycle(id, flight.chunk, after),
+            Ok(()) => self.recycle(id, Some(lane), flight.chunk, after),
             Err(error) => {
-                self.recycle(id, flight.chunk, after);
+                self.recycle(id, Some(lane), flight.chunk, after);
                 if error.is_device_lost() {
                     self.lose(error, after);
                 } else if flight.way == Way::Down {
@@ -325,19 +347,20 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         }
     }
 
-    /// Notes that a piece is in nobody's hands any more.
-    fn put_down(&mut self, hand: &Hand<J, C>, landed: bool) {
-        if let Some(entry) = self.jobs.get_mut(&hand.id) {
-            entry.hands -= 1;
-            entry.open -= usize::from(landed);
-        }
+    /// Notes that a piece is in nobody's hands any more. Gives its lane.
+    fn put_down(&mut self, hand: &Hand<J, C>, landed: bool) -> Option<u32> {
+        let entry = self.jobs.get_mut(&hand.id)?;
+        entry.hands -= 1;
+        entry.open -= usize::from(landed);
+        Some(entry.order.lane)
     }
 
-    /// Takes a chunk back that a job held.
-    fn recycle(&mut self, id: JobId, chunk: C, after: &mut After<J, C>) {
+    /// Takes a chunk back that a job held on a lane.
+    fn recycle(&mut self, id: JobId, lane: Option<u32>, chunk: C, after: &mut After<J, C>) {
         if let Some(entry) = self.jobs.get_mut(&id) {
             entry.held -= 1;
         }
+        lane.into_iter().for_each(|lane| self.lanes.gives_back(lane));
         self.keep(chunk, after);
     }
 
@@ -363,7 +386,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         self.arrived = others;
         let of_it: VecDeque<Flight<C, T>> = of_it;
         for flight in of_it {
-            self.recycle(id, flight.chunk, after);
+            self.recycle(id, Some(flight.lane), flight.chunk, after);
         }
         self.end_if_done(id, after);
     }

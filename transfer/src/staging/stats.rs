@@ -18,7 +18,7 @@ pub struct StagingStats {
     pub chunks_max: u64,
     /// Threads that run. They start as they are needed.
     pub threads: u64,
-    /// Threads that there may be; 0 before the first use.
+    /// Threads that there may be, beside those that wait for streams; 0 before the first use.
     pub threads_max: u64,
     /// Bytes that went to the device.
     pub uploaded_bytes: u64,

@@ -29,8 +29,8 @@ const CHUNK_NS: f64 = 100_000.0;
 
 /// The sizes for such speeds, on so many cores.
 ///
-/// Threads: enough that together they copy a quarter more than the link carries. Chunks: one for each thread to work on, and three
-/// that the link works on. Bytes: those that the link carries in [`CHUNK_NS`], as a power of two from 1 to 16 MiB.
+/// Threads: enough that together they copy a quarter more than the link carries. Chunks: one for each thread to work on, three that
+/// the link works on, and one that is left to other streams. Bytes: those that the link carries in [`CHUNK_NS`], as a power of two from 1 to 16 MiB.
 pub(super) fn plan(speeds: Speeds, cores: usize) -> Sizes {
     let whole = |value: f64, least: usize, most: usize| {
         let bounded = value.clamp(least as f64, most as f64);
@@ -47,14 +47,17 @@ pub(super) fn plan(speeds: Speeds, cores: usize) -> Sizes {
     let threads = whole((1.25 * speeds.link / speeds.copy).ceil(), 1, cores.clamp(1, 8));
     let bytes = whole(speeds.link * CHUNK_NS, 1 << 20, 16 << 20);
     let power = if bytes.is_power_of_two() { bytes } else { bytes.next_power_of_two() / 2 };
-    Sizes { chunk_bytes: power, chunks: (threads + 3).clamp(3, 12), threads }
+    Sizes { chunk_bytes: power, chunks: threads + 4, threads }
+}
+
+fn cores() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// The sizes that suit the device. Measures where there is something to be measured, which takes some 50 ms, most of them for memory
 /// to copy from, and at most about twice [`PATIENCE`]: not on a simulated device, nor on one that captures, where it would break the
 /// capture, nor where nothing is left to choose.
 pub(super) fn choose(config: &StagingConfig, pool: &PinnedPool) -> Sizes {
-    let cores = thread::available_parallelism().map_or(1, usize::from);
     let device = pool.device();
     let simulated = device.default_stream().is_simulated();
     let speeds = if config.is_fixed() || simulated || device.is_capturing() {
@@ -65,7 +68,7 @@ pub(super) fn choose(config: &StagingConfig, pool: &PinnedPool) -> Sizes {
             Speeds::ASSUMED
         })
     };
-    let sizes = plan(speeds, cores);
+    let sizes = plan(speeds, cores());
     tracing::debug!(?speeds, ?sizes, "staging was tuned");
     sizes
 }
@@ -168,13 +171,13 @@ mod tests {
     #[test]
     fn sizes_follow_the_link_and_stay_within_bounds() {
         let plan_for = |copy, link| plan(Speeds { copy, link }, 64);
-        assert_eq!(plan_for(10.0, 25.0), Sizes { chunk_bytes: 2 << 20, chunks: 7, threads: 4 });
-        assert_eq!(plan_for(10.0, 55.0), Sizes { chunk_bytes: 4 << 20, chunks: 10, threads: 7 });
-        assert_eq!(plan_for(100.0, 10.0), Sizes { chunk_bytes: 1 << 20, chunks: 4, threads: 1 });
-        assert_eq!(plan(Speeds { copy: 10.0, link: 55.0 }, 2), Sizes { chunk_bytes: 4 << 20, chunks: 5, threads: 2 });
+        assert_eq!(plan_for(10.0, 25.0), Sizes { chunk_bytes: 2 << 20, chunks: 8, threads: 4 });
+        assert_eq!(plan_for(10.0, 55.0), Sizes { chunk_bytes: 4 << 20, chunks: 11, threads: 7 });
+        assert_eq!(plan_for(100.0, 10.0), Sizes { chunk_bytes: 1 << 20, chunks: 5, threads: 1 });
+        assert_eq!(plan(Speeds { copy: 10.0, link: 55.0 }, 2), Sizes { chunk_bytes: 4 << 20, chunks: 6, threads: 2 });
         for odd in [0.0, f64::NAN, f64::INFINITY, -1.0] {
             for sizes in [plan_for(odd, 25.0), plan_for(10.0, odd), plan_for(odd, odd)] {
-                assert!((1..=8).contains(&sizes.threads) && (3..=12).contains(&sizes.chunks), "{odd}: {sizes:?}");
+                assert!((1..=8).contains(&sizes.threads) && (5..=12).contains(&sizes.chunks), "{odd}: {sizes:?}");
                 assert!((1 << 20..=16 << 20).contains(&sizes.chunk_bytes), "{odd}: {sizes:?}");
             }
         }

@@ -1,0 +1,61 @@
+//! How many chunks each lane, a stream, may hold.
+//!
+//! What is enqueued behind a long kernel stays there until that is done, so chunks on such a stream are lost to everybody else. Nothing tells
+//! beforehand whether a stream stands still. So a lane begins with few chunks and may hold one more with each copy that is seen to be
+//! done, as long as it holds any; and where there are three or more, one chunk is always left to other lanes.
+
+use std::collections::BTreeMap;
+
+/// Chunks with which a lane begins: one to fill while the other is copied.
+const FIRST: usize = 2;
+
+/// Lanes that hold chunks.
+#[derive(Debug, Default)]
+pub(super) struct Lanes(BTreeMap<u32, Lane>);
+
+#[derive(Debug)]
+struct Lane {
+    held: usize,
+    /// How many it may hold.
+    window: usize,
+}
+
+/// The most of `chunks` chunks that one lane may hold.
+pub(super) fn most(chunks: usize) -> usize {
+    chunks - usize::from(chunks > FIRST)
+}
+
+impl Lanes {
+    /// Whether a lane may have one more of `chunks` chunks.
+    pub(super) fn may_hold_more(&self, lane: u32, chunks: usize) -> bool {
+        self.0.get(&lane).is_none_or(|lane| lane.held < lane.window.min(most(chunks)))
+    }
+
+    /// A chunk goes to a lane.
+    pub(super) fn takes(&mut self, lane: u32) {
+        self.0.entry(lane).or_insert(Lane { held: 0, window: FIRST }).held += 1;
+    }
+
+    /// A copy of a lane is done.
+    pub(super) fn got_done(&mut self, lane: u32) {
+        if let Some(lane) = self.0.get_mut(&lane) {
+            lane.window = lane.window.saturating_add(1);
+        }
+    }
+
+    /// A chunk comes back from a lane.
+    pub(super) fn gives_back(&mut self, lane: u32) {
+        if let Some(known) = self.0.get_mut(&lane) {
+            known.held -= 1;
+            if known.held == 0 {
+                self.0.remove(&lane);
+            }
+        }
+    }
+
+    /// What each lane holds.
+    #[cfg(test)]
+    pub(super) fn held(&self) -> BTreeMap<u32, usize> {
+        self.0.iter().map(|(&lane, known)| (lane, known.held)).collect()
+    }
+}
