@@ -62,13 +62,15 @@ impl<J: Clone, C, T> Floor<J, C, T> {
         Floor { state: Mutex::new(state), call: Condvar::default() }
     }
 
-    /// Takes a job in.
+    /// Takes a job in. Tries for missing threads again.
     ///
     /// # Errors
     /// That of a device that is lost. When no thread can be started at all, the job fails with that.
     pub(super) fn submit(&self, order: Order<J>, hands: &impl Hands<J, C, T>) -> Result<(), TransferError> {
         let mut state = self.state.lock();
         state.ring.submit(order)?;
+        // What was short then may not be now.
+        state.threads_max = None;
         self.release(state, hands);
         Ok(())
     }

@@ -87,3 +87,16 @@ fn a_stream_that_stands_still_keeps_no_others_from_going_on() {
         crew.floor.join();
     }
 }
+
+/// A thread that could not be started is tried again with the next job.
+#[test]
+fn one_failed_start_is_not_for_ever() {
+    let (crew, go) = Crew::new(8, 2, 2);
+    drop(go);
+    assert_eq!(crew.submit(1, 50).recv(), Ok(true));
+    assert_eq!(crew.starts.load(Ordering::SeqCst), 2, "one thread came, and one did not");
+    assert_eq!(crew.submit(1, 50).recv(), Ok(true));
+    assert_eq!((crew.starts.load(Ordering::SeqCst), crew.floor.staff().threads), (3, 2));
+    crew.floor.close();
+    crew.floor.join();
+}
