@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use aquifer_device::{AccessKind, Device, DeviceError, DevicePtr, Stream};
 
 use super::config::{Sizes, StagingConfig};
+use super::work::guarded;
 use crate::error::TransferError;
 use crate::pinned::{PinnedBuffer, PinnedPool};
 
@@ -48,6 +49,14 @@ pub(super) fn plan(speeds: Speeds, cores: usize) -> Sizes {
     let bytes = whole(speeds.link * CHUNK_NS, 1 << 20, 16 << 20);
     let power = if bytes.is_power_of_two() { bytes } else { bytes.next_power_of_two() / 2 };
     Sizes { chunk_bytes: power, chunks: threads + 4, threads }
+}
+
+/// Sizes that are chosen by measuring; where that panics, as code of a driver may, those for what is assumed.
+pub(super) fn or_assumed(choose: impl FnOnce() -> Sizes) -> Sizes {
+    guarded("measuring for staged copies", || Ok(choose())).unwrap_or_else(|error| {
+        tracing::error!(%error, "staging is not tuned");
+        plan(Speeds::ASSUMED, cores())
+    })
 }
 
 fn cores() -> usize {
@@ -206,6 +215,11 @@ mod tests {
         let copy = measure_copy(&mut to);
         assert!(copy > 0.0 && copy.is_finite(), "{copy}");
         assert!(to.iter().all(|&byte| byte == 1));
+    }
+
+    #[test]
+    fn measuring_that_panics_leaves_what_is_assumed() {
+        assert_eq!(or_assumed(|| panic!("a driver's")), plan(Speeds::ASSUMED, cores()));
     }
 
     #[test]
