@@ -1,8 +1,8 @@
 //! How a request is met: unused memory first, then growth, then what it takes when neither serves.
 //!
 //! A request climbs rungs, each of which may end it: an unused block; blocks that the device turns out to be done with; a new slab; a
-//! large unused slab that would rather be kept whole; a new slab after unused ones went back; a block that the host
-//! waits for. The last of them ends in [`TransferError::OutOfPinned`].
+//! large unused slab that would rather be kept whole; a new slab after unused ones went back; what staging rings keep that have nothing
+//! to do; a block that the host waits for. The last of them ends in [`TransferError::OutOfPinned`].
 //!
 //! Invariants:
 //! * a block is handed out only when every tick that it carries is known to be done on the host; one whose ticks
@@ -17,6 +17,7 @@ use std::time::Instant;
 use aquifer_device::{Device, DeviceError, Tick};
 
 use super::class;
+use super::keeper::Keepers;
 use super::pool::PinnedConfig;
 use super::slabs::BlockId;
 use super::source::{SlabMemory, SlabSource};
@@ -29,13 +30,15 @@ use crate::sync::Mutex;
 pub(super) struct Inner {
     pub(super) device: Device,
     source: SlabSource,
+    pub(super) keepers: Keepers,
     pub(super) state: Mutex<State>,
 }
 
 impl Inner {
     pub(super) fn new(device: &Device, config: PinnedConfig) -> Inner {
         let PinnedConfig { limit_bytes, slabs } = config;
-        Inner { device: device.clone(), source: slabs, state: Mutex::new(State::new(limit_bytes)) }
+        let state = Mutex::new(State::new(limit_bytes));
+        Inner { device: device.clone(), source: slabs, keepers: Keepers::default(), state }
     }
 
     /// A block of at least `bytes` bytes, not 0, that nobody uses and no copy is in flight for.
@@ -72,7 +75,9 @@ impl Inner {
                     Err(refusal) => refusal,
                 };
             }
-            if !self.wait_for_one()? {
+            if self.keepers.give_back() {
+                self.poll().or_else(unless_lost)?;
+            } else if !self.wait_for_one()? {
                 return Err(self.out_of_pinned(class, refusal));
             }
         }

@@ -1,13 +1,15 @@
 //! Page-locked host memory.
 //!
 //! In the order in which data flows: a [`PinnedPool`] rounds a request (`class`) and takes an unused block of its slabs
-//! (`slabs`), or gets more from the system (`ladder`, `source`). Its holder is a [`PinnedBuffer`], whose views ([`PinnedSlice`],
+//! (`slabs`), or gets more from the system (`ladder`, `source`), or what
+//! others keep (`keeper`). Its holder is a [`PinnedBuffer`], whose views ([`PinnedSlice`],
 //! [`PinnedSliceMut`]) copies take; the memory below (`memory`) knows the ticks of those copies
 //! (`uses`), and goes back to the pool with them
 //! (`waiting`).
 
 mod buffer;
 mod class;
+mod keeper;
 mod ladder;
 mod memory;
 mod pool;
@@ -26,6 +28,7 @@ mod uses;
 mod waiting;
 
 pub use buffer::PinnedBuffer;
+pub(crate) use keeper::Keeper;
 pub(crate) use memory::HostPart;
 pub use pool::{PinnedConfig, PinnedPool};
 pub use register::Returned;

@@ -1,10 +1,11 @@
 //! The pool as people hold it.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use aquifer_device::Device;
 
+use super::keeper::Keeper;
 use super::ladder::Inner;
 use super::source::SlabSource;
 use super::stats::HostMemoryStats;
@@ -87,16 +88,25 @@ impl PinnedPool {
         &self.0.device
     }
 
+    /// Asks `keeper` to give memory back when the pool lacks some.
+    pub(crate) fn add_keeper(&self, keeper: Weak<dyn Keeper>) {
+        self.0.keepers.add(keeper);
+    }
+
     pub(super) fn inner(&self) -> &Arc<Inner> {
         &self.0
     }
 
     /// Gives slabs of which nothing is in use back to the system, the largest first, until the pool holds at most `bytes`. Returns how
-    /// many bytes went back. Asks the driver what it is done with, and does not wait for the rest.
+    /// many bytes went back. What a runtime keeps for staged copies is not in use while there are none. Asks the driver what it is done
+    /// with, and does not wait for the rest.
     ///
     /// # Errors
     /// Those of the driver. What did not go stays in the pool.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, TransferError> {
+        if self.0.reserved() as u64 > bytes {
+            self.0.keepers.give_back();
+        }
         self.0.poll()?;
         let held = self.0.reserved();
         let excess = held.saturating_sub(usize::try_from(bytes).unwrap_or(usize::MAX));

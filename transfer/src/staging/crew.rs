@@ -1,7 +1,7 @@
 //! The threads that work on a ring: how its tasks are done with page-locked memory and a device.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use super::task::{After, Done, Task, Way};
 use super::tune;
 use super::work::{Chunk, Piece, Work, fill, guarded, land, send};
 use crate::error::TransferError;
-use crate::pinned::PinnedPool;
+use crate::pinned::{Keeper, PinnedPool};
 
 /// A ring with its threads. Each thread keeps it alive.
 pub(super) struct Crew {
@@ -36,7 +36,10 @@ pub(super) struct Tally {
 
 impl Crew {
     pub(super) fn new(pool: &PinnedPool, config: StagingConfig) -> Arc<Crew> {
-        Arc::new(Crew { pool: pool.clone(), config, floor: Floor::new(), tally: Tally::default() })
+        let crew = Arc::new(Crew { pool: pool.clone(), config, floor: Floor::new(), tally: Tally::default() });
+        let keeper: Weak<Crew> = Arc::downgrade(&crew);
+        pool.add_keeper(keeper);
+        crew
     }
 
     /// Takes a job in.
@@ -64,6 +67,13 @@ impl Crew {
         let bytes = if way == Way::Up { &self.tally.uploaded } else { &self.tally.downloaded };
         bytes.fetch_add(piece.range.end - piece.range.start, Ordering::Relaxed);
         Ok(tick)
+    }
+}
+
+impl Keeper for Crew {
+    fn give_back(&self) -> bool {
+        // Chunks that copies still use go back with the ticks of these.
+        !self.floor.strip_idle().is_empty()
     }
 }
 

@@ -81,6 +81,12 @@ impl<J: Clone, C, T> Floor<J, C, T> {
         self.call.notify_all();
     }
 
+    /// Takes all chunks out that nobody has in hand, if no job is under way. The next job gets others.
+    pub(super) fn strip_idle(&self) -> Vec<C> {
+        let mut state = self.state.lock();
+        if state.ring.is_idle() { state.ring.strip() } else { Vec::new() }
+    }
+
     pub(super) fn staff(&self) -> Staff {
         let state = self.state.lock();
         let (chunks, chunk_bytes) = state.ring.chunks();

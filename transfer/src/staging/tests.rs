@@ -403,6 +403,33 @@ fn where_no_memory_can_be_page_locked_the_job_says_so() {
     world.end();
 }
 
+/// What the ring keeps between transfers is nobody's who is refused memory for it.
+#[test]
+fn an_idle_ring_gives_its_memory_to_who_needs_it() {
+    for stays in [false, true] {
+        let sim = SimDriver::new(sim());
+        let allocator = Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap();
+        let config = TransferConfig::default()
+            .pinned(PinnedConfig::default().limit_bytes(32 << 20))
+            .staging(StagingConfig::default().chunk_bytes(4 << 20).chunks(6).threads(2));
+        let transfer = Transfer::with_config(&allocator, config).unwrap();
+        let stream = transfer.device().create_stream().unwrap();
+        let content = content(64 << 20, 1);
+        let uploaded = transfer.to_device(content.clone(), &stream).unwrap().wait().unwrap();
+        if stays {
+            assert!(transfer.pinned().alloc::<u8>(24 << 20).is_ok());
+        } else {
+            let ring = transfer.staging_stats();
+            assert!(transfer.pinned().empty_cache().unwrap() >= ring.chunks * ring.chunk_bytes);
+            assert_eq!(transfer.pinned().stats().allocated_bytes.current, 0);
+        }
+        assert_eq!(transfer.staging_stats().chunks, 0);
+        // The next one makes its own again.
+        assert!(transfer.to_vec(&uploaded).unwrap().wait().unwrap() == content);
+        assert_eq!(sim.take_violations(), []);
+    }
+}
+
 /// A runtime on a device of its own.
 fn runtime(config: StagingConfig) -> (Arc<SimDriver>, Transfer) {
     let sim = SimDriver::new(sim());
