@@ -19,4 +19,4 @@ pub use param_set::{Param, ParamKind, ParamSet, Stray};
 pub use relocate::{Progress, Relocate};
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -68,6 +68,9 @@ pub struct ParamSet {
     by_name: HashMap<String, usize>,
 }
 
+/// What is no tensor in a safetensors file.
+const METADATA: &str = "__metadata__";
+
 impl ParamSet {
     /// An empty set.
     pub fn new() -> ParamSet {
@@ -77,7 +80,7 @@ impl ParamSet {
     /// Puts a parameter in.
     ///
     /// # Errors
-    /// A name that is there already, or that is empty or has an empty part between its dots. The set is as it was then.
+    /// A name that is there already, is empty, has an empty part between its dots, or is `__metadata__`. The set is as it was then.
     pub fn insert(&mut self, name: impl Into<String>, tensor: Tensor) -> Result<(), TransferError> {
         self.insert_as(name, tensor, ParamKind::Parameter)
     }
@@ -94,6 +97,9 @@ impl ParamSet {
         let name = name.into();
         if name.split('.').any(str::is_empty) {
             return Err(TransferError::ParamName { name, problem: "has an empty part" });
+        }
+        if name == METADATA {
+            return Err(TransferError::ParamName { name, problem: "means something else in safetensors files" });
         }
         if self.by_name.contains_key(&name) {
             return Err(TransferError::ParamName { name, problem: "is there already" });
@@ -133,19 +139,20 @@ impl ParamSet {
         self.params.is_empty()
     }
 
-    /// Bytes of all elements. Those of tied parameters, which share memory, count for each.
+    /// Bytes of all elements; [`u64::MAX`] if there are more, as there may be of broadcast tensors. Those of tied parameters, which share
+    /// memory, count for each.
     pub fn bytes(&self) -> u64 {
-        self.params.iter().map(|param| param.tensor.bytes()).sum()
+        self.params.iter().fold(0, |bytes, param| bytes.saturating_add(param.tensor.bytes()))
     }
 
-    /// Bytes of all elements by place, in the order of the first parameter of each.
+    /// Bytes of all elements by place, counted as by [`ParamSet::bytes`], in the order of the first parameter of each.
     pub fn bytes_by_place(&self) -> Vec<(Place, u64)> {
         let mut places: Vec<(Place, u64)> = Vec::new();
         for param in &self.params {
             let place = param.tensor.place();
             let known = places.iter_mut().find(|(known, _)| known.is_same(&place));
             match known {
-                Some((_, bytes)) => *bytes += param.tensor.bytes(),
+                Some((_, bytes)) => *bytes = bytes.saturating_add(param.tensor.bytes()),
                 None => places.push((place, param.tensor.bytes())),
             }
         }

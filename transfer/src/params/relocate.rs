@@ -115,7 +115,7 @@ impl ParamSet {
                 }
             }
             all.extend(made[at].clone());
-            bytes_done += param.tensor.bytes();
+            bytes_done = param.tensor.bytes().saturating_add(bytes_done);
             if let Some(tell) = &mut how.progress {
                 tell(&Progress { name: &param.name, bytes_done, bytes_total });
             }

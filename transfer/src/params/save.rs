@@ -22,7 +22,8 @@ impl ParamSet {
     /// reads it.
     ///
     /// # Errors
-    /// [`TransferError::File`] where the file cannot be written or is a directory, and as [`Tensor::to`].
+    /// [`TransferError::File`] where the file cannot be written or is a directory, [`TransferError::LengthOverflow`] where broadcast tensors are
+    /// more bytes than a file can have, and as [`Tensor::to`].
     pub fn save_blocking(&self, path: impl AsRef<Path>) -> Result<(), TransferError> {
         let path = path.as_ref();
         match Target::of(path).map_err(|error| file_error(path, error))? {
@@ -110,7 +111,9 @@ fn header(params: &[&Param]) -> Result<Vec<u8>, TransferError> {
     let mut start = 0u64;
     for param in params {
         let tensor: &Tensor = &param.tensor;
-        let end = start + tensor.bytes();
+        let (len, size) = (tensor.len(), tensor.dtype().bytes());
+        let end = len.checked_mul(size).and_then(|bytes| bytes.checked_add(start));
+        let end = end.ok_or(TransferError::LengthOverflow { len, size })?;
         let entry = json!({
             "dtype": file_dtype(tensor.dtype())?, "shape": tensor.shape(), "data_offsets": [start, end],
         });

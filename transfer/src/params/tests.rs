@@ -60,10 +60,10 @@ fn assert_same(a: &ParamSet, b: &ParamSet) {
 }
 
 /// A directory that goes when the test ends.
-pub(super) struct Directory(pub(super) PathBuf);
+pub(crate) struct Directory(pub(crate) PathBuf);
 
 impl Directory {
-    pub(super) fn new() -> Directory {
+    pub(crate) fn new() -> Directory {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = std::env::temp_dir().join(format!("aquifer-params-{}-{number}", std::process::id()));
@@ -71,7 +71,7 @@ impl Directory {
         Directory(path)
     }
 
-    pub(super) fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
+    pub(crate) fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
         let path = self.0.join(name);
         std::fs::write(&path, bytes).unwrap();
         path
@@ -94,7 +94,7 @@ fn names_are_unique_and_whole() {
     let mut set = ParamSet::new();
     let one = Tensor::scalar(1u8).unwrap();
     set.insert("a.b", one.clone()).unwrap();
-    for name in ["a.b", "", "a.", ".b", "a..b"] {
+    for name in ["a.b", "", "a.", ".b", "a..b", "__metadata__"] {
         assert!(matches!(set.insert(name, one.clone()), Err(TransferError::ParamName { .. })), "{name:?}");
     }
     assert_eq!((set.len(), set.bytes()), (1, 1));
@@ -491,5 +491,20 @@ fn loading_keeps_few_tensors_on_their_way() {
         let (first, most) = (first.unwrap(), 9 * (160_256 + 512));
         assert!(first <= most, "{} small: {first} bytes are there before anything is complete", small.len());
         quiet(&transfer);
+    }
+}
+
+#[test]
+fn tensors_that_are_larger_than_any_file_are_refused_and_counted_as_far_as_numbers_go() {
+    let directory = Directory::new();
+    for large in [1 << 61, (1 << 60) + (1 << 59)] {
+        let mut set = ParamSet::new();
+        for name in ["a", "b"] {
+            set.insert(name, Tensor::scalar(1.5f64).unwrap().broadcast(&[large]).unwrap()).unwrap();
+        }
+        assert_eq!((set.bytes(), set.bytes_by_place()[0].1), (u64::MAX, u64::MAX));
+        let error = set.save_blocking(directory.0.join("large")).unwrap_err();
+        assert!(matches!(error, TransferError::LengthOverflow { size: 8, .. }), "{error}");
+        assert_eq!(std::fs::read_dir(&directory.0).unwrap().count(), 0);
     }
 }
