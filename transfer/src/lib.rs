@@ -18,6 +18,7 @@ mod pending;
 mod pinned;
 mod placement;
 mod prefetch;
+mod regular_file;
 mod runtime;
 mod spill;
 mod staging;

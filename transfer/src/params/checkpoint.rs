@@ -16,6 +16,7 @@ use safetensors::tensor::Metadata;
 
 use super::checkpoint_error::{CheckpointError, CheckpointFault};
 use crate::error::TransferError;
+use crate::regular_file;
 use crate::tensor::Layout;
 
 /// The longest header, in bytes: that of the reference implementation.
@@ -168,7 +169,9 @@ fn open_directory(path: &Path) -> Result<Checkpoint, TransferError> {
 }
 
 fn open_index(path: &Path) -> Result<Checkpoint, TransferError> {
-    let bytes = std::fs::read(path).map_err(|error| file_error(path, error))?;
+    let (mut file, _) = regular_file::open(path).map_err(|error| file_error(path, error))?;
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes).map_err(|error| file_error(path, error))?;
     let wrong = |problem: String| fault(path, CheckpointFault::Index { problem });
     let index: serde_json::Value = serde_json::from_slice(&bytes).map_err(|error| wrong(error.to_string()))?;
     let map = index.get("weight_map").and_then(serde_json::Value::as_object);
@@ -215,8 +218,7 @@ fn open_shards(paths: Vec<PathBuf>) -> Result<Checkpoint, TransferError> {
 }
 
 fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, Vec<TensorEntry>), TransferError> {
-    let mut file = File::open(&path).map_err(|error| file_error(&path, error))?;
-    let bytes = file.metadata().map_err(|error| file_error(&path, error))?.len();
+    let (mut file, bytes) = regular_file::open(&path).map_err(|error| file_error(&path, error))?;
     let (metadata, start) = read_header(&mut file, &path, bytes)?;
     let needed = start.saturating_add(metadata.data_len() as u64);
     if needed != bytes {

@@ -19,6 +19,7 @@ use super::config::{DirectIo, PAGE};
 use super::crew::nanoseconds;
 use super::ends::HostSource;
 use crate::error::TransferError;
+use crate::regular_file;
 
 /// How a file got to the device. Times are of the host's clock, on simulated devices too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -102,19 +103,11 @@ impl FileSource {
     /// `bytes` bytes of a file, from `offset` on.
     ///
     /// # Errors
-    /// A file that is not there, not to be read, no file (a directory, a pipe), or too short.
+    /// A file that is not there, unreadable, not a regular file (a directory, a pipe), or too short.
     pub(crate) fn open(path: &Path, offset: u64, bytes: u64, direct: DirectIo) -> Result<FileSource, TransferError> {
         let name = path.display().to_string();
         let failed = |source: io::Error| TransferError::File { path: name.clone(), source: Arc::new(source) };
-        let file = File::open(path).map_err(failed)?;
-        let metadata = file.metadata().map_err(failed)?;
-        if metadata.is_dir() {
-            return Err(failed(io::ErrorKind::IsADirectory.into()));
-        }
-        if !metadata.is_file() {
-            return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "this is not a file of a fixed length")));
-        }
-        let len = metadata.len();
+        let (file, len) = regular_file::open(path).map_err(failed)?;
         if offset.checked_add(bytes).is_none_or(|end| end > len) {
             return Err(TransferError::FileTooShort { path: name, len, offset, bytes });
         }
@@ -289,7 +282,7 @@ impl Direct {
 #[cfg(target_os = "linux")]
 fn open_direct(path: &Path) -> io::Result<File> {
     use std::os::unix::fs::OpenOptionsExt;
-    File::options().read(true).custom_flags(libc::O_DIRECT).open(path)
+    File::options().read(true).custom_flags(libc::O_DIRECT | libc::O_NONBLOCK).open(path)
 }
 
 #[cfg(not(target_os = "linux"))]

@@ -1,0 +1,46 @@
+//! Opening files to read at any place.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
+/// Opens a regular file to read it, and tells its length.
+///
+/// # Errors
+/// Those of the system, and for what is not a regular file, such as a directory or a pipe.
+pub(crate) fn open(path: &Path) -> io::Result<(File, u64)> {
+    let mut options = File::options();
+    options.read(true);
+    // Else opening a pipe would wait until somebody writes to it. For regular files it means nothing.
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NONBLOCK);
+    let file = options.open(path)?;
+    let metadata = file.metadata()?;
+    if metadata.is_dir() {
+        return Err(io::ErrorKind::IsADirectory.into());
+    }
+    if !metadata.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "this is not a file of a fixed length"));
+    }
+    Ok((file, metadata.len()))
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use crate::params::tests::Directory;
+
+    #[test]
+    fn only_files_are_opened_and_nobody_waits_for_a_pipe() {
+        let directory = Directory::new();
+        let pipe = directory.0.join("pipe.safetensors");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let kind = |path| super::open(path).unwrap_err().kind();
+        assert_eq!(kind(&pipe), std::io::ErrorKind::InvalidInput);
+        assert_eq!(kind(&directory.0), std::io::ErrorKind::IsADirectory);
+        assert_eq!(super::open(&directory.file("f", &[1; 7])).unwrap().1, 7);
+        let refused = [crate::Checkpoint::open(&pipe), crate::Checkpoint::open(&directory.0)];
+        for refused in refused {
+            assert!(refused.unwrap_err().to_string().contains("not a file of a fixed length"));
+        }
+    }
+}
