@@ -1,10 +1,11 @@
 //! Who wakes tasks: threads that wait for ticks, so that tasks need neither poll nor block.
 //!
 //! Each timeline that tasks wait for has a thread, a *lane*, which waits on the host for the earliest tick asked about (the driver puts it
-//! to sleep meanwhile) and then wakes who asked. A lane ends when it had nothing to do for a while.
+//! to sleep meanwhile) and then wakes who asked. Who asks about an earlier tick than a lane waits for gets another lane. A lane ends when
+//! it had nothing to do for a while.
 //!
 //! Invariants: a lane that is listed takes what is put into its queue; every signal put there is settled, at the latest with the error of
-//! a device that is lost.
+//! a device that is lost, and waits for no later tick than its own.
 //!
 //! Lock order: the list of lanes, then a lane's queue. A signal's lock is a leaf.
 
@@ -16,7 +17,7 @@ use std::task::{Poll, Waker};
 use std::thread;
 use std::time::Duration;
 
-use aquifer_device::{DeviceError, Tick};
+use aquifer_device::{Code, DeviceError, Operation, Tick};
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::TransferError;
@@ -28,14 +29,24 @@ const IDLE: Duration = Duration::from_secs(2);
 #[derive(Debug, Default)]
 pub(crate) struct Waiter {
     /// By device and timeline.
-    lanes: Mutex<HashMap<(u32, u32), Arc<Lane>>>,
+    lanes: Mutex<HashMap<Key, Vec<Arc<Lane>>>>,
 }
+
+/// A device and a timeline.
+type Key = (u32, u32);
 
 /// What one thread waits for.
 #[derive(Debug, Default)]
 struct Lane {
-    queue: Mutex<BinaryHeap<Reverse<Entry>>>,
+    queue: Mutex<Queue>,
     grown: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    entries: BinaryHeap<Reverse<Entry>>,
+    /// The tick that the thread waits for now, or waited for last.
+    waits_for: u64,
 }
 
 /// A tick that somebody asked about. Ordered by its place on the timeline.
@@ -111,48 +122,135 @@ impl Waiter {
     pub(crate) fn watch(self: &Arc<Self>, tick: Tick) -> Result<Arc<Signal>, TransferError> {
         let signal = Arc::new(Signal(Mutex::new(State::Open(None))));
         let key = (tick.timeline().device_id(), tick.timeline().id());
-        let entry = Reverse(Entry { tick, signal: signal.clone() });
+        let entry = Entry { tick, signal: signal.clone() };
         let mut lanes = self.lanes.lock();
-        if let Some(lane) = lanes.get(&key) {
-            lane.queue.lock().push(entry);
-            lane.grown.notify_one();
-            return Ok(signal);
-        }
+        let listed = lanes.entry(key).or_default();
+        let Some(entry) = listed.iter().try_fold(entry, |entry, lane| lane.take(entry)) else { return Ok(signal) };
         let lane = Arc::new(Lane::default());
-        lane.queue.lock().push(entry);
+        lane.queue.lock().entries.push(Reverse(entry));
         let (waiter, own) = (self.clone(), lane.clone());
         thread::Builder::new()
             .name("aquifer-waiter".to_owned())
             .spawn(move || own.run(&waiter, key))
             .map_err(|source| TransferError::Thread { what: "waking tasks", source: Arc::new(source) })?;
-        lanes.insert(key, lane);
+        listed.push(lane);
         Ok(signal)
     }
 }
 
+/// What code of a driver says, which must not take a lane with it that others count on.
+fn guarded(wait: impl FnOnce() -> Result<(), DeviceError>) -> Result<(), DeviceError> {
+    catch_unwind(AssertUnwindSafe(wait)).unwrap_or_else(|_| {
+        tracing::error!("the driver panicked while a task waited for the device");
+        let error = DeviceError::new(Operation::SynchronizeEvent, Code(999));
+        Err(error.with_detail("the driver panicked"))
+    })
+}
+
 impl Lane {
-    fn run(&self, waiter: &Waiter, key: (u32, u32)) {
+    fn run(&self, waiter: &Waiter, key: Key) {
         while let Some(Entry { tick, signal }) = self.next(waiter, key) {
-            signal.settle(tick.synchronize());
+            signal.settle(guarded(|| tick.synchronize()));
         }
     }
 
+    /// Takes an entry that need not wait for what the lane waits for, and gives any other one back.
+    fn take(&self, entry: Entry) -> Option<Entry> {
+        let mut queue = self.queue.lock();
+        if entry.tick.n() < queue.waits_for {
+            return Some(entry);
+        }
+        queue.entries.push(Reverse(entry));
+        self.grown.notify_one();
+        None
+    }
+
     /// The earliest tick asked about; `None` when there was none for a while, and then this lane is not listed any more.
-    fn next(&self, waiter: &Waiter, key: (u32, u32)) -> Option<Entry> {
+    fn next(&self, waiter: &Waiter, key: Key) -> Option<Entry> {
         loop {
             let mut queue = self.queue.lock();
-            if queue.is_empty() {
+            if queue.entries.is_empty() {
                 self.grown.wait_for(&mut queue, IDLE);
             }
-            if let Some(Reverse(entry)) = queue.pop() {
+            if let Some(Reverse(entry)) = queue.entries.pop() {
+                queue.waits_for = entry.tick.n();
                 return Some(entry);
             }
             drop(queue);
             let mut lanes = waiter.lanes.lock();
-            if self.queue.lock().is_empty() {
-                lanes.remove(&key);
-                return None;
+            if !self.queue.lock().entries.is_empty() {
+                continue;
+            }
+            if let Some(listed) = lanes.get_mut(&key) {
+                listed.retain(|lane| !std::ptr::eq(&raw const **lane, self));
+                if listed.is_empty() {
+                    lanes.remove(&key);
+                }
+            }
+            return None;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::Wake;
+
+    use aquifer_device::Device;
+    use aquifer_device::sim::{SimConfig, SimDriver};
+
+    use super::*;
+
+    struct Unpark(thread::Thread);
+
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+
+    /// Waits as a task does.
+    fn settled(signal: &Signal) -> Result<(), DeviceError> {
+        let waker = Waker::from(Arc::new(Unpark(thread::current())));
+        loop {
+            match signal.poll(&waker) {
+                Poll::Ready(result) => return result,
+                Poll::Pending => thread::park(),
             }
         }
+    }
+
+    /// Two ticks of one stream, the earlier one first.
+    fn ticks() -> [Tick; 2] {
+        let device = Device::new(SimDriver::new(SimConfig::default()));
+        let stream = device.create_stream().unwrap();
+        let memory = device.alloc(1 << 20).unwrap();
+        [0, 1].map(|byte| {
+            stream.fill(memory, byte, 1 << 20).unwrap();
+            let tick = stream.tick();
+            tick.cover().unwrap();
+            tick
+        })
+    }
+
+    #[test]
+    fn an_earlier_tick_does_not_wait_for_a_later_one() {
+        let [earlier, later] = ticks();
+        let waiter = Arc::new(Waiter::default());
+        // A lane that waits for the later one, for ever.
+        let busy = Arc::new(Lane::default());
+        busy.queue.lock().waits_for = later.n();
+        let key = (earlier.timeline().device_id(), earlier.timeline().id());
+        waiter.lanes.lock().insert(key, vec![busy.clone()]);
+        settled(&waiter.watch(earlier).unwrap()).unwrap();
+        assert_eq!(waiter.lanes.lock()[&key].len(), 2);
+        let after = waiter.watch(later).unwrap();
+        assert_eq!(busy.queue.lock().entries.len(), 1, "what is not earlier is left to it");
+        assert!(after.poll(Waker::noop()).is_pending());
+    }
+
+    #[test]
+    fn a_driver_that_panics_is_an_error() {
+        assert!(guarded(|| panic!("a driver's")).unwrap_err().to_string().contains("panicked"));
     }
 }
