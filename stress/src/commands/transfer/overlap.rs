@@ -3,6 +3,8 @@
 use std::time::Duration;
 
 use aquifer_allocator::Bytes;
+use aquifer_device::Stream;
+use aquifer_kernels::Kernels;
 use aquifer_transfer::Pending;
 use serde::Serialize;
 
@@ -32,6 +34,19 @@ fn overlap(first: f64, second: f64, together: f64) -> f64 {
     ((first + second - together) / first.min(second)).clamp(0.0, 1.0)
 }
 
+/// What one kernel after the other is told to take, so that all of them take so long.
+fn parts(mut time: Duration) -> impl Iterator<Item = Duration> {
+    std::iter::from_fn(move || {
+        let part = time.min(Kernels::SPIN_MAX);
+        time -= part;
+        (part > Duration::ZERO).then_some(part)
+    })
+}
+
+fn keep_busy(kernels: &Kernels, stream: &Stream, time: Duration) -> Result<(), Failure> {
+    parts(time).try_for_each(|part| Ok(kernels.spin(stream, part)?))
+}
+
 pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
     let bytes = meter.largest();
     let (from, mut to) = (meter.pinned(bytes)?, meter.pinned(bytes)?);
@@ -43,17 +58,17 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
     let down = meter.time(|| Ok(transfer.download(&source, &mut to)?.wait()?))?;
     let busy = Duration::from_secs_f64(up.max(down) / 1e9);
     let kernel = meter.time(|| {
-        kernels.spin(&meter.stream, busy)?;
+        keep_busy(&kernels, &meter.stream, busy)?;
         Ok(meter.stream.synchronize()?)
     })?;
 
     let beside_up = meter.time(|| {
-        kernels.spin(&meter.stream, busy)?;
+        keep_busy(&kernels, &meter.stream, busy)?;
         transfer.upload(&from, &mut target)?.wait()?;
         Ok(meter.stream.synchronize()?)
     })?;
     let beside_down = meter.time(|| {
-        kernels.spin(&meter.stream, busy)?;
+        keep_busy(&kernels, &meter.stream, busy)?;
         transfer.download(&source, &mut to)?.wait()?;
         Ok(meter.stream.synchronize()?)
     })?;
@@ -90,7 +105,16 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
 
 #[cfg(test)]
 mod tests {
-    use super::overlap;
+    use super::*;
+
+    #[test]
+    fn long_times_are_kept_busy_by_several_kernels() {
+        let ms = Duration::from_millis;
+        for (time, count) in [(0, 0), (1, 1), (1000, 1), (1001, 2), (2300, 3)] {
+            assert_eq!(parts(ms(time)).sum::<Duration>(), ms(time));
+            assert_eq!(parts(ms(time)).filter(|&part| part <= Kernels::SPIN_MAX).count(), count);
+        }
+    }
 
     #[test]
     fn overlap_is_the_share_of_the_shorter_that_took_no_time() {
