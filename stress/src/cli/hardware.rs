@@ -77,8 +77,9 @@ JSON keys:
   uploads, downloads        blocks that the host wrote, and compared, by transfers that were not waited for at once
   releases                  times that cached memory was given back
   peak_reserved_bytes       the most that was held from the device
-  mismatches                blocks that did not read as they were written, each told on standard error with its seed and
-                            operation; 0 unless there is a bug
+  mismatches                times that what was compared did not read as it was written: the device compares up to 64 blocks before
+                            the host looks, so one may stand for several. Each is told on standard error, with the seed, and the
+                            operation and block of the first byte that differs; 0 unless there is a bug
   not_given_back_bytes      what could not be given back in the end; 0 unless there is a bug
   hazards                   pieces of work that the simulated device found unordered; 0 unless there is a bug
   seconds, operations_per_s, gb_per_s   time, and rates: patterns written and compared

@@ -51,7 +51,8 @@ JSON keys of every row:
 copies:
   direction, method, bytes  what was copied, and how
   us, gb_per_s              time of a copy, and bandwidth
-  of_driver_pinned          its bandwidth as a share of the driver's own copy of page-locked memory
+  of_driver_pinned          its bandwidth as a share of the driver's own copy of page-locked memory; null for that copy itself,
+                            and on the device
 small:
   direction, bytes, copies  how many copies of which size
   single_us, batched_us     time of a copy, one call each or as a batch, packing and waiting included
