@@ -39,13 +39,14 @@ pub struct Counters {
     pub synchronisations: u64,
     /// How long threads waited so.
     pub time_waited: Duration,
-    /// For transfers that were waited for: from the call that began each to when it was known done, added up.
+    /// For transfers that were waited for or awaited: from the call that began each to when whoever did so knew that it was done, added up.
     pub time_in_flight: Duration,
 }
 
 impl Counters {
-    /// The share of their time that waited-for transfers ran beside other work of the caller: 1 − waited / in flight. `None` before any
-    /// was waited for. In time of the host's clock, on simulated devices too.
+    /// Of the time that transfers were in flight, the share during which no thread was blocked on them: 1 − waited / in flight. Those count
+    /// that were waited for, whether they were complete by then or not, or awaited, which blocks no thread; those that were dropped or that
+    /// streams go on from do not. `None` before there was any. In time of the host's clock, on simulated devices too.
     pub fn overlap(&self) -> Option<f64> {
         let flight = self.time_in_flight.as_secs_f64();
         (flight > 0.0).then(|| (1.0 - self.time_waited.as_secs_f64() / flight).clamp(0.0, 1.0))
@@ -72,11 +73,15 @@ impl Tally {
     pub(crate) fn waiting<R>(&self, started: Instant, wait: impl FnOnce() -> R) -> R {
         let from = Instant::now();
         let result = wait();
-        let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         self.synchronisations.fetch_add(1, Ordering::Relaxed);
-        self.waited_ns.fetch_add(ns(from.elapsed()), Ordering::Relaxed);
-        self.flight_ns.fetch_add(ns(started.elapsed()), Ordering::Relaxed);
+        self.waited_ns.fetch_add(nanoseconds(from.elapsed()), Ordering::Relaxed);
+        self.flew(started);
         result
+    }
+
+    /// What began at `started` is known to be done now.
+    pub(crate) fn flew(&self, started: Instant) {
+        self.flight_ns.fetch_add(nanoseconds(started.elapsed()), Ordering::Relaxed);
     }
 
     pub(crate) fn read(&self) -> Counters {
@@ -95,9 +100,18 @@ impl Tally {
     }
 }
 
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
 #[cfg(test)]
 mod tests {
+    use aquifer_allocator::{Allocator, Config};
+    use aquifer_device::Device;
+    use aquifer_device::sim::{SimConfig, SimDriver};
+
     use super::*;
+    use crate::Transfer;
 
     #[test]
     fn overlap_is_the_share_that_was_not_waited() {
@@ -116,5 +130,25 @@ mod tests {
         assert_eq!(counters.downloads, Traffic { copies: 1, bytes: 7 });
         assert_eq!((counters.uploads, counters.synchronisations), (Traffic::default(), 1));
         assert!(counters.time_in_flight >= counters.time_waited);
+    }
+
+    /// A copy that was done when it was waited for, and one that a task awaited, blocked nobody.
+    #[test]
+    fn transfers_that_blocked_nobody_overlap_wholly() {
+        let device = Device::new(SimDriver::new(SimConfig::default()));
+        let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
+        let stream = device.create_stream().unwrap();
+        let pending = transfer.to_device(vec![1u8; 1000], &stream).unwrap();
+        device.synchronize().unwrap();
+        pending.wait().unwrap();
+        let first = transfer.counters();
+        assert_eq!((first.overlap(), first.synchronisations), (Some(1.0), 0));
+        pollster::block_on(transfer.to_device(vec![1u8; 1000], &stream).unwrap()).unwrap();
+        let second = transfer.counters();
+        assert_eq!((second.overlap(), second.synchronisations), (Some(1.0), 0));
+        assert!(second.time_in_flight > first.time_in_flight);
+        // What had nothing to copy was not in flight.
+        transfer.to_device(Vec::<u8>::new(), &stream).unwrap().wait().unwrap();
+        assert_eq!(transfer.counters().time_in_flight, second.time_in_flight);
     }
 }

@@ -110,9 +110,11 @@ impl<T> Pending<T> {
     /// # Errors
     /// Those of the transfer, and of the driver; a lost device is one of them.
     pub fn wait(mut self) -> Result<T, TransferError> {
+        let Pending { steps, shared, started, .. } = &self;
         if !self.is_done()? {
-            let Pending { steps, shared, started, .. } = &self;
             shared.tally.waiting(*started, || steps.iter().try_for_each(Step::wait))?;
+        } else if !steps.is_empty() {
+            shared.tally.flew(*started);
         }
         self.finish()
     }
@@ -339,7 +341,12 @@ impl<T> Future for Pending<T> {
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let pending = self.get_mut();
-        match pending.poll_steps(context.waker()) {
+        let flies = !pending.steps.is_empty();
+        let polled = pending.poll_steps(context.waker());
+        if flies && polled.is_ready() {
+            pending.shared.tally.flew(pending.started);
+        }
+        match polled {
             Poll::Pending => Poll::Pending,
             Poll::Ready(Ok(())) => Poll::Ready(pending.value.take()),
             Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
