@@ -20,7 +20,7 @@ use super::small::{SMALL_TENSOR_BYTES, Small};
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::pending::Pending;
-use crate::staging::HostSource;
+use crate::staging::{HostSource, PAGE};
 use crate::tensor::{Converted, HostMemory, Layout, Memory, PinnedHost, Place, Tensor, To, filled_host};
 
 /// Tensors that are on their way at a time, beside the one that was begun last. Small ones that are not sent yet are not.
@@ -276,6 +276,14 @@ struct FilePart {
 impl HostSource for FilePart {
     fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    fn phase(&self) -> u64 {
+        self.offset % PAGE as u64
+    }
+
+    fn is_storage(&self) -> bool {
+        true
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {

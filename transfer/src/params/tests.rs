@@ -508,3 +508,26 @@ fn tensors_that_are_larger_than_any_file_are_refused_and_counted_as_far_as_numbe
         assert_eq!(std::fs::read_dir(&directory.0).unwrap().count(), 0);
     }
 }
+
+/// What was read from files is not counted as copied in memory, converted or not.
+#[test]
+fn loading_files_counts_as_reading() {
+    let directory = Directory::new();
+    let path = directory.0.join("m.safetensors");
+    let mut set = ParamSet::new();
+    set.insert("a", Tensor::from_vec(floats(200_000, 1), &[200_000]).unwrap()).unwrap();
+    set.save_blocking(&path).unwrap();
+    for dtype in [DType::F32, DType::F16] {
+        let transfer = transfer();
+        let load = || Load::new().dtype(dtype);
+        Checkpoint::open(&path).unwrap().load_blocking(&transfer, load()).unwrap();
+        let stats = transfer.staging_stats();
+        assert!(!stats.time_reading.is_zero() && stats.time_copying.is_zero(), "{dtype:?}: {stats:?}");
+        #[allow(unsafe_code, reason = "nobody writes the file")]
+        let mapped = unsafe { Checkpoint::open_mapped(&path) }.unwrap();
+        mapped.load_blocking(&transfer, load()).unwrap();
+        let after = transfer.staging_stats();
+        assert!(after.time_reading == stats.time_reading && !after.time_copying.is_zero(), "{dtype:?}: {after:?}");
+        quiet(&transfer);
+    }
+}

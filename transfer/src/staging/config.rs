@@ -1,7 +1,7 @@
 //! How large the ring is.
 
 /// What host memory is cut at, in bytes.
-pub(super) const PAGE: usize = 4096;
+pub(crate) const PAGE: usize = 4096;
 
 /// Sizes of the staging ring, which ordinary memory and files go through. What is `None` is chosen at the ring's first use, from how fast one
 /// thread copies and how fast the link to the device is.

@@ -32,6 +32,7 @@ use std::sync::Arc;
 
 use aquifer_device::Stream;
 
+pub(crate) use config::PAGE;
 pub use config::{DirectIo, StagingConfig};
 pub(crate) use ends::{HostSource, HostTarget};
 pub use file::FileReport;

@@ -25,6 +25,18 @@ impl<S: HostSource> HostSource for Converted<S> {
         self.source.bytes() / self.from.bytes() * self.to.bytes()
     }
 
+    fn phase(&self) -> u64 {
+        self.source.phase() / self.from.bytes() * self.to.bytes()
+    }
+
+    fn is_storage(&self) -> bool {
+        self.source.is_storage()
+    }
+
+    fn sent(&self, bytes: u64, starved: bool) {
+        self.source.sent(bytes, starved);
+    }
+
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
         let size = self.to.bytes();
         // Whole elements around what is asked for.
