@@ -32,6 +32,8 @@ pub(super) struct World {
     pub(super) spillable: Vec<(Spillable<u8>, Content)>,
     pinned: Vec<(PinnedBuffer<u8>, Content)>,
     begun: VecDeque<Begun>,
+    /// Whole buffers that were uploaded, which counters must tell beside others: how many, and their bytes.
+    uploaded: (u64, u64),
     /// Forgotten transfers keep what they own.
     forgotten: bool,
     pub(super) faults: bool,
@@ -68,6 +70,7 @@ impl World {
             spillable: Vec::new(),
             pinned: Vec::new(),
             begun: VecDeque::new(),
+            uploaded: (0, 0),
             forgotten: false,
             faults,
         };
@@ -144,6 +147,7 @@ impl World {
                 let ((buffer, content), (source, bytes)) = (&mut self.devices[device], &self.pinned[pinned]);
                 let begun = transfer.upload(source, buffer);
                 *content = begun.is_ok().then(|| bytes.clone()).flatten();
+                note(&mut self.uploaded, begun.is_ok(), buffer.len());
                 self.begin(begun.map(Begun::Nothing));
             }
             Op::Download { device, pinned, on } => {
@@ -179,11 +183,13 @@ impl World {
                 let begun = self.bench.transfer.upload_from(bytes.clone(), buffer);
                 // Threads may still meet a fault, or be told that it was cancelled: known once it was waited for.
                 *content = (begun.is_ok() && !self.faults).then_some(bytes);
+                note(&mut self.uploaded, begun.is_ok(), buffer.len());
                 self.begin(begun.map(Begun::Nothing));
             }
             Op::ToDevice { length, seed, then } => {
                 let bytes = pattern(seed, LENGTHS[length]);
                 let begun = self.bench.transfer.to_device(bytes.clone(), &self.streams[0]);
+                note(&mut self.uploaded, begun.is_ok(), bytes.len() as u64);
                 let stream = &self.streams[1];
                 let given =
                     begun.and_then(|begun| if then { begun.then(stream, |_, buffer| buffer) } else { begun.wait() });
@@ -351,7 +357,6 @@ impl World {
             let len = buffer.len().min(3000);
             let mut head = buffer.slice(..len).unwrap();
             let bytes = pattern(seed.wrapping_add(number as u64), host(len));
-            failed |= self.bench.transfer.device().info().total_bytes == 0;
             match batch.upload(&bytes, &mut head) {
                 Ok(()) => {
                     if let Some(content) = content {
@@ -421,20 +426,17 @@ impl World {
 
     pub(super) fn finish(mut self) {
         self.bench.driver.clear_faults();
-        self.faults = false;
+        // Faults may have met what is on its way; nothing else fails.
         while let Some(begun) = self.begun.pop_front() {
-            match begun {
-                // A fault may have met them earlier.
-                Begun::Nothing(pending) => drop(pending.wait()),
-                Begun::Bytes(pending, _) => drop(pending.wait()),
-                Begun::Host(pending, _) => drop(pending.wait()),
-            }
+            self.end(begun, How::Wait);
         }
+        self.faults = false;
         (0..self.devices.len()).for_each(|device| self.check(device));
         self.check_spillable();
         (0..self.on_peer.len()).for_each(|index| self.check_peer(index));
-        let counters = self.bench.transfer.counters();
-        assert!(counters.uploads.bytes >= counters.uploads.copies / 2 || counters.uploads.copies < 1000);
+        let uploads = self.bench.transfer.counters().uploads;
+        let (copies, bytes) = self.uploaded;
+        assert!(uploads.copies >= copies && uploads.bytes >= bytes, "{uploads:?}, of {copies} of {bytes} bytes");
         let World { bench, devices, pinned, peer, on_peer, spiller, spillable, forgotten, .. } = self;
         drop((devices, pinned, on_peer, spillable, spiller));
         if forgotten {
@@ -444,6 +446,13 @@ impl World {
             bench.finish();
             peer.finish();
         }
+    }
+}
+
+/// Counts an upload that was begun, if there was anything to upload.
+fn note(uploaded: &mut (u64, u64), begun: bool, bytes: u64) {
+    if begun && bytes > 0 {
+        *uploaded = (uploaded.0 + 1, uploaded.1 + bytes);
     }
 }
 
