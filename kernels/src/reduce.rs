@@ -177,13 +177,15 @@ impl<A: Arithmetic, D: Element> Work for Finish<A, D> {
     }
 }
 
-/// The dtype of the sum of elements.
-fn dtype_of_sum(dtype: DType) -> DType {
-    match dtype {
-        DType::F16 | DType::BF16 | DType::F32 => DType::F32,
-        DType::F64 => DType::F64,
-        DType::I32 | DType::I64 => DType::I64,
-        DType::U8 | DType::U32 | DType::U64 => DType::U64,
+impl DType {
+    /// The dtype of the sum of elements; see [`Kernels::reduce_sum`].
+    pub const fn of_sum(self) -> DType {
+        match self {
+            DType::F16 | DType::BF16 | DType::F32 => DType::F32,
+            DType::F64 => DType::F64,
+            DType::I32 | DType::I64 => DType::I64,
+            DType::U8 | DType::U32 | DType::U64 => DType::U64,
+        }
     }
 }
 
@@ -232,7 +234,7 @@ impl Kernels {
         let from = check.reads("from", from)?;
         let (scratch, to) = (check.writes("scratch", scratch)?, check.writes("to", to)?);
         let sum = check.kernel(SUMS, &from)?;
-        let dtype = dtype_of_sum(from.dtype());
+        let dtype = from.dtype().of_sum();
         check.dtype(&to, dtype)?;
         check.len(&to, 1)?;
         check.at_least(&scratch, Kernels::SUM_SCRATCH_LEN)?;

@@ -6,6 +6,12 @@ use bytemuck::{Pod, Zeroable};
 
 use crate::error::TransferError;
 
+/// So many elements of `size` bytes, as a length on the host.
+pub(crate) fn len_of(len: u64, size: u64) -> Result<usize, TransferError> {
+    let addressable = len.checked_mul(size).is_some_and(|bytes| isize::try_from(bytes).is_ok());
+    usize::try_from(len).ok().filter(|_| addressable).ok_or(TransferError::LengthOverflow { len, size })
+}
+
 /// `len` elements with all bits 0.
 pub(crate) fn zeroed<T: Zeroable>(len: usize) -> Result<Vec<T>, TransferError> {
     let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);

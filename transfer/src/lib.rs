@@ -8,6 +8,7 @@
 //! owned by this crate, or carries the ticks of the copy before the call returns.
 #![deny(unsafe_code)]
 
+mod capture;
 mod copy;
 mod counters;
 mod error;

@@ -65,7 +65,7 @@ impl<T: Pod + Send + Sync> Batch for Vec<T> {
     type OnDevice = DeviceBuffer<T>;
 
     fn send(self, to: &Transfer) -> Result<Pending<DeviceBuffer<T>>, TransferError> {
-        to.to_device(self, to.stream(Direction::Upload))
+        to.to_device(self, to.next_stream(Direction::Upload))
     }
 }
 
@@ -73,7 +73,7 @@ impl<T: Pod + Send + Sync> Batch for PinnedBuffer<T> {
     type OnDevice = DeviceBuffer<T>;
 
     fn send(self, to: &Transfer) -> Result<Pending<DeviceBuffer<T>>, TransferError> {
-        to.pinned_to_device(&self, to.stream(Direction::Upload))
+        to.pinned_to_device(&self, to.next_stream(Direction::Upload))
     }
 }
 

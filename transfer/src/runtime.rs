@@ -4,10 +4,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use aquifer_allocator::{Allocator, Storage, Turn};
-use aquifer_device::{AccessKind, Code, Device, DeviceError, DriverKind, Operation, RawStream, Stream, Tick};
+use aquifer_device::{AccessKind, Device, DeviceError, DriverKind, RawStream, Stream, Tick};
 use aquifer_kernels::Kernels;
 use parking_lot::Mutex;
 
+use crate::capture;
 use crate::counters::{Counters, Direction};
 use crate::error::TransferError;
 use crate::pending::Shared;
@@ -196,12 +197,27 @@ impl Transfer {
         Ok(loaded)
     }
 
-    /// What copies in this direction run on: the caller's stream, or the one whose turn it is.
-    pub fn stream(&self, direction: Direction) -> &Stream {
+    /// What the next copy in this direction runs on: the caller's stream ([`Transfer::on`]), or the one of the runtime's whose turn it is.
+    /// That turn is taken by asking, so each call may give another one.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_transfer::{Direction, Transfer};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
+    /// let [first, second, third] = [(); 3].map(|()| transfer.next_stream(Direction::Upload).id());
+    /// assert!(first != second && first == third); // two streams a direction take turns
+    ///
+    /// let own = device.create_stream()?;
+    /// assert_eq!(transfer.on(&own)?.next_stream(Direction::Upload).id(), own.id());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn next_stream(&self, direction: Direction) -> &Stream {
         self.stream.as_ref().unwrap_or_else(|| self.inner.streams.next(direction))
     }
 
-    /// As [`Transfer::stream`], for work that threads of the runtime enqueue: a stream that only its own thread may use is left out.
+    /// As [`Transfer::next_stream`], for work that threads of the runtime enqueue: a stream that only its own thread may use is left out.
     pub(crate) fn stream_for_threads(&self, direction: Direction) -> &Stream {
         let for_all = self.stream.as_ref().filter(|stream| stream.raw() != RawStream::PER_THREAD);
         for_all.unwrap_or_else(|| self.inner.streams.next(direction))
@@ -236,12 +252,9 @@ impl Transfer {
     }
 
     pub(crate) fn refuse_capture(&self, stream: &Stream) -> Result<(), TransferError> {
-        if !stream.is_capturing() {
-            return Ok(());
-        }
-        let detail =
+        let advice =
             "transfers cannot be captured into a graph: copy before or after, or capture the driver's own calls";
-        Err(DeviceError::new(Operation::CopyToDevice, Code::CAPTURE_UNSUPPORTED).with_detail(detail).into())
+        Ok(capture::refuse(stream, advice)?)
     }
 
     /// A tick that covers the stream's work so far, which the host can ask about without waiting for what comes later.

@@ -36,7 +36,7 @@ fn raw(stream: &Stream, to: &DeviceBuffer<u8>, from: HostPtr) {
 fn host_overhead_of_a_copy() {
     let device = Device::new(SimDriver::new(SimConfig::new(1 << 30).jitter(false)));
     let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
-    let stream = transfer.stream(Direction::Upload).clone();
+    let stream = transfer.next_stream(Direction::Upload).clone();
     let on = transfer.on(&stream).unwrap();
     let mut buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(64, &stream).unwrap();
     let host: PinnedBuffer<u8> = transfer.pinned().alloc_zeroed(64).unwrap();

@@ -9,7 +9,6 @@ use aquifer_device::{AccessKind, CopyEnd, CopyPart, DeviceError, DevicePtr, Host
 use bytemuck::Pod;
 
 use crate::copy::direct::check_lengths;
-use crate::copy::owned::host_len;
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::host_vec;
@@ -156,7 +155,7 @@ impl TransferBatch {
     /// A buffer of another device, or too long for the host. The batch is as it was then.
     pub fn download<T: Pod>(&mut self, from: &DeviceBuffer<T>) -> Result<Downloaded<T>, TransferError> {
         self.transfer.check_device("buffer", from.storage().device_id())?;
-        let len = host_len::<T>(from.len())?;
+        let len = host_vec::len_of(from.len(), size_of::<T>() as u64)?;
         let bytes = len * size_of::<T>();
         if bytes == 0 {
             return Ok(Downloaded { batch: self.number, offset: 0, len, element: PhantomData });
@@ -185,14 +184,14 @@ impl TransferBatch {
         let crossover = transfer.batched_below()?;
         let mut ticks = Vec::new();
         if !self.uploads.is_empty() {
-            let stream = transfer.stream(Direction::Upload);
+            let stream = transfer.next_stream(Direction::Upload);
             let host: Vec<&PinnedBuffer<u8>> = self.packed.iter().map(|packed| &packed.buffer).collect();
             let parts: Vec<_> = host.iter().map(|buffer| PinnedSlice::from(*buffer).part()).collect();
             ticks.push(transfer.enqueue_pieces(stream, &self.uploads, &parts, AccessKind::Write, crossover)?);
         }
         let mut results = transfer.pinned().alloc::<u8>(self.downloaded)?;
         if !self.downloads.is_empty() {
-            let stream = transfer.stream(Direction::Download);
+            let stream = transfer.next_stream(Direction::Download);
             let part = [PinnedSliceMut::from(&mut results).part()];
             ticks.push(transfer.enqueue_pieces(stream, &self.downloads, &part, AccessKind::Read, crossover)?);
         }

@@ -7,9 +7,9 @@ use aquifer_allocator::{DeviceBuffer, Turn};
 use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, DeviceError, ErrorKind, HostPtr};
 
 use crate::copy::batch::enqueue_parts;
-use crate::copy::owned::host_len;
 use crate::counters::Direction;
 use crate::error::TransferError;
+use crate::host_vec;
 use crate::pinned::{PinnedBuffer, PinnedSlice};
 use crate::runtime::Transfer;
 
@@ -23,7 +23,7 @@ const ROUNDS: u32 = 3;
 impl Transfer {
     /// Copies of less than so many bytes go to the driver together when they are part of a batch: `None` where the driver has no such
     /// call, `u64::MAX` where it pays at all sizes. Measured at the first call, which takes some milliseconds and 4 MiB of memory at either
-    /// end, and waits for the device; without memory to measure with, the call is not used until there is some. A batch whose measurement
+    /// end, and waits for the device; if memory is too short to measure, batched calls stay off until a later call can measure. A batch whose measurement
     /// fails otherwise settles for `None`.
     ///
     /// # Errors
@@ -68,8 +68,8 @@ impl Transfer {
 
     fn measure(&self) -> Result<u64, TransferError> {
         let largest = SIZES[SIZES.len() - 1];
-        let stream = self.stream(Direction::Upload);
-        let host: PinnedBuffer<u8> = self.pinned().alloc(host_len::<u8>(COPIES * largest)?)?;
+        let stream = self.next_stream(Direction::Upload);
+        let host: PinnedBuffer<u8> = self.pinned().alloc(host_vec::len_of(COPIES * largest, 1)?)?;
         let device: DeviceBuffer<u8> = self.allocator().alloc_buffer(COPIES * largest, stream)?;
         let start = PinnedSlice::from(&host).part().ptr.0;
         for size in SIZES {
@@ -98,7 +98,7 @@ impl Transfer {
         batched: &[CopyPart],
         single: &[CopyPart],
     ) -> Result<f64, TransferError> {
-        let stream = self.stream(Direction::Upload);
+        let stream = self.next_stream(Direction::Upload);
         let mut least = f64::INFINITY;
         for _ in 0..ROUNDS {
             let (start, end) = (self.device().create_event(true)?, self.device().create_event(true)?);

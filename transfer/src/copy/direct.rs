@@ -35,7 +35,7 @@ impl Transfer {
         if !part.memory.is_pinned() {
             return Ok(self.stage_upload(part.into_source()?, to)?.1);
         }
-        let stream = self.stream(Direction::Upload);
+        let stream = self.next_stream(Direction::Upload);
         let (ptr, bytes) = (to.ptr(), part.bytes);
         let tick = self.enqueue(stream, &[(to.storage(), AccessKind::Write)], &[(part, AccessKind::Read)], || {
             // SAFETY: the part is memory of its pool, live as `from` borrows its buffer now, and kept by the pool until the tick is done
@@ -71,7 +71,7 @@ impl Transfer {
             let job = self.stage_download(from, part.into_target()?)?;
             return Ok(Pending::job(self.shared(), job, || Ok(())));
         }
-        let stream = self.stream(Direction::Download);
+        let stream = self.next_stream(Direction::Download);
         let (ptr, bytes) = (from.ptr(), part.bytes);
         let tick = self.enqueue(stream, &[(from.storage(), AccessKind::Read)], &[(part, AccessKind::Write)], || {
             // SAFETY: the part is memory of its pool, live as `to` borrows its buffer mutably now, and kept by the pool until the tick is
@@ -100,7 +100,7 @@ impl Transfer {
         if to.bytes() == 0 {
             return Ok(Pending::ready(self.shared(), ()));
         }
-        let stream = self.stream(Direction::OnDevice);
+        let stream = self.next_stream(Direction::OnDevice);
         let memory = [(from.storage().as_ref(), AccessKind::Read), (to.storage().as_ref(), AccessKind::Write)];
         let tick = self.enqueue(stream, &memory, &[], || stream.copy(to.ptr(), from.ptr(), to.bytes()))?;
         self.shared().tally.count(Direction::OnDevice, to.bytes());
@@ -112,7 +112,7 @@ impl Transfer {
     /// # Errors
     /// A buffer of another device, and those of [`aquifer_kernels::Kernels::fill`].
     pub fn fill<T: Element + Pod>(&self, to: &mut DeviceBuffer<T>, value: T) -> Result<Pending<()>, TransferError> {
-        let stream = self.stream(Direction::OnDevice);
+        let stream = self.next_stream(Direction::OnDevice);
         self.refuse_capture(stream)?;
         self.kernels()?.fill(stream, &mut *to, value)?;
         Ok(Pending::enqueued(self.shared(), self.covered_tick(stream), ()))

@@ -90,7 +90,7 @@ impl Transfer {
         &self,
         from: &DeviceBuffer<T>,
     ) -> Result<Pending<PinnedBuffer<T>>, TransferError> {
-        let mut to = self.pinned().alloc(host_len::<T>(from.len())?)?;
+        let mut to = self.pinned().alloc(host_vec::len_of(from.len(), size_of::<T>() as u64)?)?;
         Ok(self.download(from, &mut to)?.map(|()| to))
     }
 
@@ -99,7 +99,7 @@ impl Transfer {
     /// # Errors
     /// As [`Transfer::to_host`], and [`TransferError::OutOfHostMemory`] when the system has no memory for it.
     pub fn to_vec<T: Pod + Send + Sync>(&self, from: &DeviceBuffer<T>) -> Result<Pending<Vec<T>>, TransferError> {
-        let len = host_len::<T>(from.len())?;
+        let len = host_vec::len_of(from.len(), size_of::<T>() as u64)?;
         self.check_device("buffer", from.storage().device_id())?;
         if len * size_of::<T>() <= UNSTAGED_BYTES {
             let pending = self.to_host(from)?;
@@ -150,13 +150,4 @@ impl Transfer {
         self.refuse_capture(stream)?;
         Ok(stream)
     }
-}
-
-/// The length of a host slice for so many elements.
-pub(crate) fn host_len<T>(len: u64) -> Result<usize, TransferError> {
-    let size = size_of::<T>();
-    let fits = usize::try_from(len)
-        .ok()
-        .filter(|len| len.checked_mul(size).is_some_and(|bytes| isize::try_from(bytes).is_ok()));
-    fits.ok_or(TransferError::LengthOverflow { len, size: size as u64 })
 }

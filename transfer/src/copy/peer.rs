@@ -111,7 +111,7 @@ impl Transfer {
         peer: &Transfer,
         to: &DeviceBuffer<T>,
     ) -> Result<Tick, TransferError> {
-        let (stream, there) = (self.stream(Direction::OnDevice), peer.stream(Direction::OnDevice));
+        let (stream, there) = (self.next_stream(Direction::OnDevice), peer.next_stream(Direction::OnDevice));
         self.refuse_capture(stream)?;
         self.refuse_capture(there)?;
         let source = [(from.storage().as_ref(), AccessKind::Read)];

@@ -223,7 +223,7 @@ impl Transfer {
         self.check_device("buffer", to.storage().device_id())?;
         let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
         plan.check_reach(from.len() as u64, to.len())?;
-        let stream = self.stream(Direction::Upload);
+        let stream = self.next_stream(Direction::Upload);
         let (src, dst, size) = (CopyEnd::Host(part.ptr), CopyEnd::Device(to.ptr()), size_of::<T>() as u64);
         let tick = self.enqueue(stream, &[(to.storage(), AccessKind::Write)], &[(part, AccessKind::Read)], || {
             // SAFETY: as for `Transfer::upload` (N1, N2); the region was checked to lie within both ends.
@@ -251,7 +251,7 @@ impl Transfer {
         self.check_device("buffer", from.storage().device_id())?;
         let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
         plan.check_reach(from.len(), to.len() as u64)?;
-        let stream = self.stream(Direction::Download);
+        let stream = self.next_stream(Direction::Download);
         let (src, dst, size) = (CopyEnd::Device(from.ptr()), CopyEnd::Host(part.ptr), size_of::<T>() as u64);
         let tick = self.enqueue(stream, &[(from.storage(), AccessKind::Read)], &[(part, AccessKind::Write)], || {
             // SAFETY: as for `Transfer::download` (N1, N2); the region was checked to lie within both ends.
@@ -278,7 +278,7 @@ impl Transfer {
         self.check_device("buffer", to.storage().device_id())?;
         let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
         plan.check_reach(from.len(), to.len())?;
-        let stream = self.stream(Direction::OnDevice);
+        let stream = self.next_stream(Direction::OnDevice);
         let (src, dst, size) = (CopyEnd::Device(from.ptr()), CopyEnd::Device(to.ptr()), size_of::<T>() as u64);
         let memory = [(from.storage().as_ref(), AccessKind::Read), (to.storage().as_ref(), AccessKind::Write)];
         let tick = self.enqueue(stream, &memory, &[], || {

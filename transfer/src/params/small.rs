@@ -31,7 +31,7 @@ pub(super) struct Enqueued {
 impl Small {
     /// None yet, for a stream, or for the one whose turn it is.
     pub(super) fn new(transfer: &Transfer, stream: Option<&Stream>) -> Result<Small, TransferError> {
-        let stream = stream.unwrap_or_else(|| transfer.stream(Direction::Upload)).clone();
+        let stream = stream.unwrap_or_else(|| transfer.next_stream(Direction::Upload)).clone();
         let batch = transfer.on(&stream)?.batch();
         Ok(Small { transfer: transfer.clone(), stream, batch, tensors: 0, bytes: 0 })
     }

@@ -101,7 +101,7 @@ impl PinnedMemory {
         &self.uses
     }
 
-    /// Waits until the host may do this with all of the memory, and says that it does it now with a part.
+    /// Waits until the host may do this with all of the memory, and tells the driver which part it is about to touch.
     ///
     /// No lock is held meanwhile, so copies that do not conflict can be enqueued.
     pub(super) fn touch(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<(), TransferError> {

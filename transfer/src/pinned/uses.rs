@@ -9,9 +9,10 @@
 
 use std::sync::Arc;
 
-use aquifer_device::{AccessKind, Code, DeviceError, Operation, Stream, Tick};
+use aquifer_device::{AccessKind, Stream, Tick};
 
 use super::memory::PinnedMemory;
+use crate::capture;
 use crate::error::TransferError;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
@@ -139,9 +140,10 @@ impl PinnedMemory {
         if stream.device_id() != self.device_id() {
             return Err(TransferError::wrong_device("page-locked memory", self.device_id(), stream.device_id()));
         }
-        if stream.is_capturing() {
-            return Err(capture_error().into());
-        }
+        capture::refuse(
+            stream,
+            "a graph may run when this page-locked memory is somebody else's; copy outside of the capture",
+        )?;
         let noted = self.uses().lock_unclaimed(kind);
         for tick in noted.before(kind) {
             stream.wait_for(tick)?;
@@ -163,11 +165,6 @@ impl PinnedMemory {
         }
         HostClaim { memory: self.clone(), kind }
     }
-}
-
-fn capture_error() -> DeviceError {
-    DeviceError::new(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED)
-        .with_detail("a graph may run when this page-locked memory is somebody else's; copy outside of the capture")
 }
 
 /// Host memory claimed for threads that read it, or write it. Until it is dropped, turns, other claims and uses by the caller that

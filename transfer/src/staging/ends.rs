@@ -5,7 +5,7 @@
 
 use crate::error::TransferError;
 
-/// Where a staged upload's bytes come from. What panics is caught: the job fails, and others go on.
+/// Where a staged upload's bytes come from. Panics are caught; they fail only this job.
 pub(crate) trait HostSource: Send + Sync {
     /// Length in bytes.
     fn bytes(&self) -> u64;
@@ -28,7 +28,7 @@ pub(crate) trait HostSource: Send + Sync {
     fn sent(&self, _bytes: u64, _starved: bool) {}
 }
 
-/// Where a staged download's bytes go. What panics is caught: the job fails, and others go on.
+/// Where a staged download's bytes go. Panics are caught; they fail only this job.
 pub(crate) trait HostTarget: Send + Sync {
     /// Length in bytes.
     fn bytes(&self) -> u64;

@@ -7,12 +7,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use aquifer_allocator::{Claim, DeviceBuffer};
-use aquifer_device::{AccessKind, Code, DeviceError, DevicePtr, Operation, RawStream, Stream, Tick};
+use aquifer_device::{AccessKind, DevicePtr, RawStream, Stream, Tick};
 use parking_lot::Mutex;
 
 use super::config::PAGE;
 use super::ends::{HostSource, HostTarget};
 use super::task::{Flight, Hand, Order, Way};
+use crate::capture;
 use crate::error::TransferError;
 use crate::job::Job;
 use crate::pinned::PinnedBuffer;
@@ -231,11 +232,7 @@ fn part_mut(chunk: &mut [u8], bytes: u64) -> Result<&mut [u8], TransferError> {
 
 /// Copies of chunks must not become part of a graph, which would run them again when the chunks are others'.
 pub(super) fn refuse_capture(stream: &Stream) -> Result<(), TransferError> {
-    if !stream.is_capturing() {
-        return Ok(());
-    }
-    let error = DeviceError::new(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED);
-    Err(error.with_detail("staged copies cannot be captured into a graph: copy outside of the capture").into())
+    Ok(capture::refuse(stream, "staged copies cannot be captured into a graph: copy outside of the capture")?)
 }
 
 /// Calls code that may panic.

@@ -10,7 +10,7 @@ use super::place::Place;
 use super::{LayoutError, Tensor};
 use crate::counters::Direction;
 use crate::error::TransferError;
-use crate::host_vec::out_of_host_memory;
+use crate::host_vec::{self, out_of_host_memory};
 use crate::runtime::Transfer;
 
 impl Tensor {
@@ -84,7 +84,7 @@ impl Tensor {
                 Memory::Pinned(PinnedHost { buffer: buffer.into(), pool })
             }
             Place::Device(transfer) => {
-                let stream = transfer.stream(Direction::OnDevice).clone();
+                let stream = transfer.next_stream(Direction::OnDevice).clone();
                 Memory::Device(DeviceMemory { buffer: transfer.allocator().alloc_buffer(bytes, &stream)?, transfer })
             }
         };
@@ -107,7 +107,7 @@ impl Tensor {
                 if let Memory::Device(memory) = &tensor.memory
                     && !tensor.is_empty()
                 {
-                    let stream = memory.transfer.stream(Direction::OnDevice);
+                    let stream = memory.transfer.next_stream(Direction::OnDevice);
                     let _turn = Turn::take(stream, &[(memory.buffer.storage(), AccessKind::Write)])?;
                     stream.fill(memory.buffer.ptr(), 0, memory.buffer.bytes())?;
                 }
@@ -137,7 +137,7 @@ impl Tensor {
                 Memory::Pinned(PinnedHost { buffer: buffer.into(), pool })
             }
             Place::Device(transfer) => {
-                let stream = transfer.stream(Direction::OnDevice).clone();
+                let stream = transfer.next_stream(Direction::OnDevice).clone();
                 let mut buffer: DeviceBuffer<u8> =
                     transfer.allocator().alloc_buffer(bytes_of(&layout, T::DTYPE)?, &stream)?;
                 transfer.kernels()?.fill(&stream, Target::of_bytes(&mut buffer, T::DTYPE), value)?;
@@ -205,11 +205,6 @@ pub(super) fn host_bytes(layout: &Layout, dtype: DType) -> Result<usize, Transfe
     bytes.ok_or(TransferError::LengthOverflow { len: layout.len(), size: dtype.bytes() })
 }
 
-/// How many elements of a dtype, as the host counts them.
-pub(super) fn host_len(len: u64, dtype: DType) -> Result<usize, TransferError> {
-    usize::try_from(len).map_err(|_| TransferError::LengthOverflow { len, size: dtype.bytes() })
-}
-
 fn zeroed_host(dtype: DType, len: u64) -> Result<HostMemory, TransferError> {
     filled_host(dtype, len, |_| Ok(()))
 }
@@ -221,5 +216,5 @@ pub(crate) fn filled_host(
     fill: impl FnOnce(&mut [u8]) -> Result<(), TransferError>,
 ) -> Result<HostMemory, TransferError> {
     let bytes = len.saturating_mul(dtype.bytes());
-    HostMemory::filled(dtype, host_len(len, dtype)?, fill)?.ok_or_else(|| out_of_host_memory(bytes))
+    HostMemory::filled(dtype, host_vec::len_of(len, dtype.bytes())?, fill)?.ok_or_else(|| out_of_host_memory(bytes))
 }

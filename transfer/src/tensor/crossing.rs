@@ -29,7 +29,7 @@ const LONG_ROW: u64 = 512;
 
 impl Tensor {
     pub(super) fn upload(&self, to: &Transfer, dtype: DType) -> Result<Pending<Tensor>, TransferError> {
-        let stream = to.stream(Direction::Upload).clone();
+        let stream = to.next_stream(Direction::Upload).clone();
         let to = to.on(&stream)?;
         let crossing = if dtype.bytes() < self.dtype.bytes() { dtype } else { self.dtype };
         let sent = self.sent()?;
@@ -114,7 +114,7 @@ impl Tensor {
         place: &Place,
         dtype: DType,
     ) -> Result<Pending<Tensor>, TransferError> {
-        let stream = from.stream(Direction::Download).clone();
+        let stream = from.next_stream(Direction::Download).clone();
         let from = from.on(&stream)?;
         let crossing = if dtype.bytes() < self.dtype.bytes() { dtype } else { self.dtype };
         let (layout, buffer) = self.send_from(own, &from, crossing, &stream)?;
@@ -166,7 +166,7 @@ impl Tensor {
         transfer: &Transfer,
         dtype: DType,
     ) -> Result<Pending<Tensor>, TransferError> {
-        let stream = transfer.stream(Direction::OnDevice).clone();
+        let stream = transfer.next_stream(Direction::OnDevice).clone();
         let (layout, buffer) = self.send_from(own, transfer, dtype, &stream)?;
         let tensor = Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: transfer.clone() }), dtype, layout)?;
         Ok(Pending::enqueued(transfer.shared(), transfer.covered_tick(&stream), tensor))
@@ -178,7 +178,8 @@ impl Tensor {
         to: &Transfer,
         dtype: DType,
     ) -> Result<Pending<Tensor>, TransferError> {
-        let (here, there) = (own.transfer.stream(Direction::OnDevice).clone(), to.stream(Direction::OnDevice).clone());
+        let (here, there) =
+            (own.transfer.next_stream(Direction::OnDevice).clone(), to.next_stream(Direction::OnDevice).clone());
         let crossing = if dtype.bytes() < self.dtype.bytes() { dtype } else { self.dtype };
         let (layout, from) = self.send_from(own, &own.transfer, crossing, &here)?;
         let mut buffer: DeviceBuffer<u8> = to.allocator().alloc_buffer(from.bytes(), &there)?;

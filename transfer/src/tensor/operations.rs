@@ -100,7 +100,7 @@ impl Tensor {
         let operands = Operands { operation: "sum", tensors: &[("a", self)], stream };
         let transfer = operands.check()?;
         let from = self.dense(transfer, stream)?;
-        let dtype = dtype_of_sum(self.dtype);
+        let dtype = self.dtype.of_sum();
         let mut scratch: DeviceBuffer<u64> = transfer.allocator().alloc_buffer(Kernels::SUM_SCRATCH_LEN, stream)?;
         let mut to = operands.result(transfer, dtype, &[])?;
         transfer.kernels()?.reduce_sum(
@@ -183,14 +183,4 @@ fn of_result(
     shape: &[u64],
 ) -> Result<Tensor, TransferError> {
     Tensor::on_device(buffer, transfer, dtype, Layout::row_major(shape)?)
-}
-
-/// As [`Kernels::reduce_sum`] says.
-fn dtype_of_sum(dtype: DType) -> DType {
-    match dtype {
-        DType::F64 => DType::F64,
-        DType::I32 | DType::I64 => DType::I64,
-        DType::U8 | DType::U32 | DType::U64 => DType::U64,
-        _ => DType::F32,
-    }
 }

@@ -1,6 +1,5 @@
 //! Reading elements back on the host.
 
-use super::create::host_len;
 use super::memory::{Memory, Scalar};
 use super::pack::pack_on_host;
 use super::{Place, Tensor};
@@ -15,7 +14,7 @@ impl Tensor {
     pub fn to_vec_blocking<T: Scalar>(&self) -> Result<Vec<T>, TransferError> {
         self.check_dtype(T::DTYPE)?;
         let host = self.to(Place::Host)?.wait()?;
-        let len = host_len(host.len(), T::DTYPE)?;
+        let len = host_vec::len_of(host.len(), T::DTYPE.bytes())?;
         let mut elements = host_vec::zeroed::<T>(len)?;
         pack_on_host(host.memory.read()?, &host.layout, size_of::<T>(), bytemuck::cast_slice_mut(&mut elements));
         Ok(elements)
@@ -38,7 +37,8 @@ impl Tensor {
         if !self.is_contiguous() {
             return Err(self.not_contiguous());
         }
-        let (first, len) = (host_len(self.first(), self.dtype)?, host_len(self.len(), self.dtype)?);
+        let (first, len) =
+            (host_vec::len_of(self.first(), self.dtype.bytes())?, host_vec::len_of(self.len(), self.dtype.bytes())?);
         Ok(&self.memory.read()?[first * self.size()..(first + len) * self.size()])
     }
 
@@ -54,9 +54,9 @@ impl Tensor {
         if !self.is_contiguous() {
             return Err(self.not_contiguous());
         }
-        let first = host_len(self.first(), T::DTYPE)?;
+        let first = host_vec::len_of(self.first(), T::DTYPE.bytes())?;
         let elements: &[T] = bytemuck::try_cast_slice(self.memory.read()?)
             .map_err(|_| TransferError::Unsupported { what: "host memory that is aligned for its elements" })?;
-        Ok(&elements[first..first + host_len(self.len(), T::DTYPE)?])
+        Ok(&elements[first..first + host_vec::len_of(self.len(), T::DTYPE.bytes())?])
     }
 }

@@ -102,7 +102,7 @@ impl Tensor {
         }
         let memory = match &self.memory {
             Memory::Device(memory) => {
-                let stream = memory.transfer.stream(Direction::OnDevice);
+                let stream = memory.transfer.next_stream(Direction::OnDevice);
                 let buffer = pack_on_device(memory, &memory.transfer, self.dtype, &self.layout, stream)?;
                 Memory::Device(DeviceMemory { buffer, transfer: memory.transfer.clone() })
             }

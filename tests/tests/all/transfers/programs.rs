@@ -68,7 +68,7 @@ fn a_copy_that_no_event_covers_is_done_some_time() {
 fn directions_have_streams_of_their_own() {
     let bench = Bench::new();
     let ids = [Direction::Upload, Direction::Download, Direction::OnDevice]
-        .map(|direction| [bench.transfer.stream(direction).id(), bench.transfer.stream(direction).id()]);
+        .map(|direction| [bench.transfer.next_stream(direction).id(), bench.transfer.next_stream(direction).id()]);
     let mut all = ids.concat();
     all.sort_unstable();
     all.dedup();
