@@ -523,7 +523,8 @@ fn loading_files_counts_as_reading() {
         Checkpoint::open(&path).unwrap().load_blocking(&transfer, load()).unwrap();
         let stats = transfer.staging_stats();
         assert!(!stats.time_reading.is_zero() && stats.time_copying.is_zero(), "{dtype:?}: {stats:?}");
-        #[allow(unsafe_code, reason = "nobody writes the file")]
+        // SAFETY: nobody writes the file.
+        #[allow(unsafe_code, reason = "only the caller knows who writes the file")]
         let mapped = unsafe { Checkpoint::open_mapped(&path) }.unwrap();
         mapped.load_blocking(&transfer, load()).unwrap();
         let after = transfer.staging_stats();

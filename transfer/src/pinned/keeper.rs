@@ -25,6 +25,6 @@ impl Keepers {
     /// Asks all of them; whether anything came back.
     pub(super) fn give_back(&self) -> bool {
         let keepers: Vec<Arc<dyn Keeper>> = self.0.lock().iter().filter_map(Weak::upgrade).collect();
-        keepers.iter().fold(false, |any, keeper| keeper.give_back() || any)
+        keepers.iter().filter(|keeper| keeper.give_back()).count() > 0
     }
 }

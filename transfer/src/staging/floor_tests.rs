@@ -1,5 +1,7 @@
 //! Threads on tasks that are played without a device.
 
+#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
