@@ -244,7 +244,11 @@ impl<B: Batch> Prefetcher<B> {
         let at = Arc::new(Whereabouts::default());
         let worker =
             Worker { transfer: transfer.on(&own)?, slots: take_slot, slot: None, batches: send_batch, at: at.clone() };
-        let thread = std::thread::Builder::new().name("aquifer-prefetch".to_owned()).spawn(move || worker.run(source));
+        let thread = std::thread::Builder::new().name("aquifer-prefetch".to_owned()).spawn(move || {
+            worker.run(source);
+            // It may have had the last buffers of an allocator that nobody else has any more.
+            aquifer_allocator::close_abandoned();
+        });
         let thread = thread.map_err(|source| TransferError::Thread { what: "prefetching", source: source.into() })?;
         Ok(Prefetcher {
             batches: Some(batches),

@@ -116,11 +116,17 @@ impl Hands<Arc<Work>, Chunk, Tick> for Arc<Crew> {
             }
         }
         drop(after.surplus);
+        // The job may have had the last buffer of an allocator that nobody else has any more.
+        aquifer_allocator::close_abandoned();
     }
 
     fn hire(&self) -> Result<(), TransferError> {
         let crew = self.clone();
-        let started = thread::Builder::new().name("aquifer-staging".to_owned()).spawn(move || crew.floor.work(&crew));
+        let started = thread::Builder::new().name("aquifer-staging".to_owned()).spawn(move || {
+            crew.floor.work(&crew);
+            drop(crew);
+            aquifer_allocator::close_abandoned();
+        });
         match started {
             Ok(_) => Ok(()),
             Err(error) => Err(TransferError::Thread { what: "staged transfers", source: Arc::new(error) }),

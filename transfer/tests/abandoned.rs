@@ -1,0 +1,33 @@
+//! Memory that only threads of the runtime have any more. A test of its own, as any allocator that is made or dropped in the process
+//! gives such memory back, too.
+
+use std::time::Duration;
+
+use aquifer_allocator::{Allocator, Config};
+use aquifer_device::Device;
+use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_transfer::Transfer;
+
+const MIB: u64 = 1 << 20;
+
+#[test]
+fn what_a_transfer_under_way_had_last_goes_back_to_the_device() {
+    for cancelled in [false, true] {
+        let sim = SimDriver::new(SimConfig::new(1 << 30));
+        {
+            let device = Device::new(sim.clone());
+            let allocator = Allocator::new(&device, Config::default()).unwrap();
+            let transfer = Transfer::new(&allocator).unwrap();
+            let stream = device.create_stream().unwrap();
+            drop(allocator.alloc(100 * MIB, &stream).unwrap());
+            let pending = transfer.to_device(vec![1_u8; 32 << 20], &stream).unwrap();
+            if cancelled {
+                pending.cancel();
+            }
+        }
+        let held = || sim.held_bytes();
+        // As long as it takes, which is next to nothing.
+        (0..1000).take_while(|_| held() > 0).for_each(|_| std::thread::sleep(Duration::from_millis(10)));
+        assert_eq!(held(), 0, "cancelled: {cancelled}");
+    }
+}
