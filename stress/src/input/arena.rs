@@ -1,5 +1,7 @@
 //! The lists and dictionaries of a pickle, without what is of no use.
 
+use super::error::Reason;
+
 /// Declares the strings that matter.
 macro_rules! words {
     ($($word:ident = $text:literal,)*) => {
@@ -31,6 +33,9 @@ words! {
     SegmentMap = "segment_map", SegmentUnmap = "segment_unmap",
     Snapshot = "snapshot", Oom = "oom", Annotate = "annotate",
 }
+
+/// What an opcode is applied to is of another kind.
+pub(super) const MALFORMED: Reason = Reason::Pickle("an opcode does not fit what it is applied to");
 
 /// The longest word.
 pub(super) const LONGEST: usize = 16;
@@ -108,49 +113,54 @@ impl Arena {
         self.lists[list as usize].items == [Value::Int(0); 2]
     }
 
-    pub(super) fn list(&mut self, items: &[Value]) -> Option<Value> {
-        let list = Value::List(u32::try_from(self.lists.len()).ok()?);
+    pub(super) fn list(&mut self, items: &[Value]) -> Result<Value, Reason> {
+        let list = Value::List(u32::try_from(self.lists.len()).map_err(|_| Reason::TooMany("lists"))?);
+        self.lists.try_reserve(1)?;
         self.lists.push(List::default());
         self.append(list, items)?;
-        Some(list)
+        Ok(list)
     }
 
-    pub(super) fn append(&mut self, list: Value, items: &[Value]) -> Option<()> {
-        let Value::List(list) = list else { return None };
+    pub(super) fn append(&mut self, list: Value, items: &[Value]) -> Result<(), Reason> {
+        let Value::List(list) = list else { return Err(MALFORMED) };
         let list = &mut self.lists[list as usize];
         for &item in items {
             let identity = match item {
                 Value::Dict(dict) if self.dicts[dict as usize] == NONE => u64::from(dict) + 2,
                 Value::Other => 1,
                 _ => {
+                    list.items.try_reserve(1)?;
                     list.items.push(item);
                     continue;
                 }
             };
             list.digest = (list.digest.rotate_left(23) ^ identity).wrapping_mul(0x9e37_79b9_7f4a_7c15).max(1);
         }
-        Some(())
+        Ok(())
     }
 
-    pub(super) fn dict(&mut self, items: &[Value]) -> Option<Value> {
-        let dict = Value::Dict(u32::try_from(self.dicts.len()).ok()?);
+    pub(super) fn dict(&mut self, items: &[Value]) -> Result<Value, Reason> {
+        let dict = Value::Dict(u32::try_from(self.dicts.len()).map_err(|_| Reason::TooMany("dictionaries"))?);
+        self.dicts.try_reserve(1)?;
         self.dicts.push(NONE);
         self.set(dict, items)?;
-        Some(dict)
+        Ok(dict)
     }
 
-    pub(super) fn set(&mut self, dict: Value, items: &[Value]) -> Option<()> {
-        let (Value::Dict(dict), (pairs, [])) = (dict, items.as_chunks()) else { return None };
+    pub(super) fn set(&mut self, dict: Value, items: &[Value]) -> Result<(), Reason> {
+        let (Value::Dict(dict), (pairs, [])) = (dict, items.as_chunks()) else { return Err(MALFORMED) };
         let head = &mut self.dicts[dict as usize];
         for &[key, value] in pairs {
             if let Value::Word(key) = key
                 && value != Value::Other
             {
-                let node = u32::try_from(self.nodes.len()).ok().filter(|&node| node != NONE)?;
+                let node = u32::try_from(self.nodes.len()).ok().filter(|&node| node != NONE);
+                let node = node.ok_or(Reason::TooMany("entries"))?;
+                self.nodes.try_reserve(1)?;
                 self.nodes.push(Node { value, before: *head, key });
                 *head = node;
             }
         }
-        Some(())
+        Ok(())
     }
 }

@@ -112,6 +112,9 @@ pub enum Reason {
     /// More events, blocks or objects than 32 bits count.
     #[error("more than 2^32 {0}")]
     TooMany(&'static str),
+    /// The host lacks memory for what the input holds.
+    #[error("there is not enough memory for what it holds")]
+    OutOfMemory,
     /// More streams than 16 bits count.
     #[error("more than 65536 streams")]
     TooManyStreams,
@@ -139,6 +142,12 @@ pub enum Reason {
          call torch.cuda.memory._record_memory_history() before the program runs, then take the snapshot"
     )]
     NoHistory,
+}
+
+impl From<std::collections::TryReserveError> for Reason {
+    fn from(_: std::collections::TryReserveError) -> Self {
+        Self::OutOfMemory
+    }
 }
 
 /// The name an input has for a block of memory.

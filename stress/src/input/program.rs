@@ -127,6 +127,7 @@ impl Builder {
 
     /// Adds an allocation, unless `key` is live: then gives `false`.
     pub(super) fn alloc(&mut self, key: u64, bytes: u64, stream: u64) -> Result<bool, Reason> {
+        self.live.try_reserve(1)?;
         let std::collections::hash_map::Entry::Vacant(entry) = self.live.entry(key) else { return Ok(false) };
         let slot = match self.empty.pop() {
             Some(slot) => slot,
@@ -148,6 +149,7 @@ impl Builder {
     pub(super) fn free(&mut self, key: u64) -> Result<Option<Live>, Reason> {
         let Some(block) = self.live.remove(&key) else { return Ok(None) };
         self.live_bytes -= block.bytes;
+        self.empty.try_reserve(1)?;
         self.empty.push(block.slot);
         self.push(Event::Free { slot: block.slot })?;
         Ok(Some(block))
@@ -181,6 +183,7 @@ impl Builder {
         if self.program.events.len() >= u32::MAX as usize {
             return Err(Reason::TooMany("events"));
         }
+        self.program.events.try_reserve(1)?;
         self.program.events.push(event);
         Ok(())
     }

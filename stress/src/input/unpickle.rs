@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::io::BufRead;
 
-use super::arena::{Arena, LONGEST, Value, Word};
+use super::arena::{Arena, LONGEST, MALFORMED, Value, Word};
 use super::error::{Fault, Location, Reason};
 
 /// Runs a pickle up to its end; gives what it leaves, and where.
@@ -42,7 +42,6 @@ struct Machine<R> {
 impl<R: BufRead> Machine<R> {
     /// Runs one opcode; gives the pickle's value at its end.
     fn step(&mut self) -> Result<Option<Value>, Reason> {
-        const MALFORMED: Reason = Reason::Pickle("an opcode does not fit what it is applied to");
         const FOLLOWED: Reason = Reason::Pickle("something follows its end");
         let code = self.bytes.byte()?;
         let value = match code {
@@ -58,6 +57,7 @@ impl<R: BufRead> Machine<R> {
                 return if self.bytes.at_end()? { self.pop().map(Some) } else { Err(FOLLOWED) };
             }
             b'(' => {
+                self.marks.try_reserve(1)?;
                 self.marks.push(self.stack.len());
                 return Ok(None);
             }
@@ -79,11 +79,11 @@ impl<R: BufRead> Machine<R> {
                 let length = u64::from_le_bytes(self.bytes.array()?);
                 self.bytes.string(length)?
             }
-            b']' | b')' => self.arena.list(&[]).ok_or(Reason::TooMany("lists"))?,
-            b'}' => self.arena.dict(&[]).ok_or(Reason::TooMany("dictionaries"))?,
+            b']' | b')' => self.arena.list(&[])?,
+            b'}' => self.arena.dict(&[])?,
             0x85..=0x87 => {
                 let from = self.floor(usize::from(code - 0x84))?;
-                let tuple = self.arena.list(&self.stack[from..]).ok_or(MALFORMED)?;
+                let tuple = self.arena.list(&self.stack[from..])?;
                 self.stack.truncate(from);
                 tuple
             }
@@ -92,7 +92,7 @@ impl<R: BufRead> Machine<R> {
                 let items = &self.stack[from..];
                 let made = if code == b'd' { self.arena.dict(items) } else { self.arena.list(items) };
                 self.stack.truncate(from);
-                made.ok_or(MALFORMED)?
+                made?
             }
             b'a' | b'e' | b's' | b'u' => {
                 let from = match code {
@@ -105,7 +105,7 @@ impl<R: BufRead> Machine<R> {
                 let items = &self.stack[from..];
                 let list = matches!(code, b'a' | b'e');
                 let done = if list { self.arena.append(onto, items) } else { self.arena.set(onto, items) };
-                done.ok_or(MALFORMED)?;
+                done?;
                 self.stack.truncate(from);
                 return Ok(None);
             }
@@ -117,10 +117,12 @@ impl<R: BufRead> Machine<R> {
                     _ => u32::try_from(self.memo.len()).map_err(|_| Reason::TooMany("memos"))?,
                 };
                 if number as usize == self.memo.len() {
+                    self.memo.try_reserve(1)?;
                     self.memo.push(top);
                 } else if let Some(memo) = self.memo.get_mut(number as usize) {
                     *memo = top;
                 } else {
+                    self.sparse_memo.try_reserve(1)?;
                     self.sparse_memo.insert(number, top);
                 }
                 return Ok(None);
@@ -133,6 +135,7 @@ impl<R: BufRead> Machine<R> {
             }
             _ => return Err(Reason::Opcode { code }),
         };
+        self.stack.try_reserve(1)?;
         self.stack.push(value);
         Ok(None)
     }

@@ -254,6 +254,25 @@ fn damaged_files_are_named_and_the_others_still_replayed() {
     assert!(errors(&output).contains("/no/such/file.trace: "));
 }
 
+/// And the next one is worked on.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_file_that_memory_does_not_suffice_for_is_an_error() {
+    let lines: String = (0..3_000_000).map(|id| format!("a {id} 512 0\n")).collect();
+    let large = Scratch::new("large.trace", lines.as_bytes());
+    let script = r#"ulimit -v 150000 && exec "$@""#;
+    let run = std::process::Command::new("bash")
+        .args(["-c", script, "bash", env!("CARGO_BIN_EXE_aquifer-stress"), "--json", "--device", "sim:1GiB", "replay"])
+        .args([large.path(), &data("fsdp_start.trace")])
+        .output();
+    let Ok(output) = run else {
+        eprintln!("SKIPPED: there is no bash to limit the address space with");
+        return;
+    };
+    assert_eq!(rows_of(4, &output).len(), 1, "{}", errors(&output));
+    assert!(errors(&output).contains("there is not enough memory for what it holds"), "{}", errors(&output));
+}
+
 #[test]
 fn requests_that_no_device_can_serve_are_ooms() {
     let file = Scratch::new("impossible.trace", b"a 0 18446744073709551615 0\nf 0 0\na 1 0 3\nr 1 4\nf 1 3\n");
