@@ -261,7 +261,7 @@ fn a_file_that_memory_does_not_suffice_for_is_an_error() {
     let lines: String = (0..3_000_000).map(|id| format!("a {id} 512 0\n")).collect();
     let large = Scratch::new("large.trace", lines.as_bytes());
     let script = r#"ulimit -v 150000 && exec "$@""#;
-    let run = std::process::Command::new("bash")
+    let run = Command::new("bash")
         .args(["-c", script, "bash", env!("CARGO_BIN_EXE_aquifer-stress"), "--json", "--device", "sim:1GiB", "replay"])
         .args([large.path(), &data("fsdp_start.trace")])
         .output();
