@@ -40,29 +40,28 @@ impl Timeline {
         self.refuse_unannounced(&state)?;
         self.spare_captures(raw, operation)?;
         enqueue(raw)?;
-        let recorded = match self.record(&mut state) {
-            Ok(recorded) => recorded,
-            Err(error) => return self.wait_without_event(raw, error),
-        };
+        let recorded = self.record(&mut state);
         drop(state);
-        match recorded.event.synchronize() {
-            Ok(()) => self.mark_done(recorded.covers),
-            Err(error) => self.wait_without_event(raw, error)?,
+        let waited = self.wait_for_work(raw, recorded.as_ref());
+        if let (Ok(()), Ok(recorded)) = (&waited, &recorded) {
+            self.mark_done(recorded.covers);
         }
-        Ok(())
+        waited
     }
 
-    /// Waits for the stream, or else the device, where an event cannot be recorded or waited for on a living device.
-    fn wait_without_event(&self, raw: RawStream, error: DeviceError) -> Result<()> {
-        if error.is_device_lost() {
-            return Err(error);
-        }
+    /// Waits on the host until what was enqueued on the stream is done, in whatever way the driver lets it, unless the device is lost.
+    fn wait_for_work(&self, raw: RawStream, recorded: Result<&Recorded, &DeviceError>) -> Result<()> {
         let driver = &self.context.driver;
-        driver.synchronize_stream(raw).or_else(
-            |error| {
-                if error.is_device_lost() { Err(error) } else { driver.synchronize() }
-            },
-        )
+        let is_lost = |waited: &Result<()>| waited.as_ref().is_err_and(DeviceError::is_device_lost);
+        // For this the driver may spin; for our events it sleeps, and waking up takes longer than a small copy.
+        if !self.is_capturing() {
+            let waited = driver.synchronize_stream(raw);
+            if waited.is_ok() || is_lost(&waited) {
+                return waited;
+            }
+        }
+        let waited = recorded.map_err(Clone::clone).and_then(|recorded| recorded.event.synchronize());
+        if waited.is_ok() || is_lost(&waited) { waited } else { driver.synchronize() }
     }
 
     /// Records the last event of the stream, so that all its ticks stay answerable, and closes it. If the stream is
