@@ -118,7 +118,7 @@ impl FileSource {
             direct_bytes: AtomicU64::new(0),
             sent: Mutex::default(),
         };
-        let direct = Direct::open(path, bytes, direct);
+        let direct = Direct::open(&file, bytes, direct);
         Ok(FileSource { path: name, file, direct, offset, bytes, progress: Arc::new(progress) })
     }
 
@@ -236,14 +236,14 @@ const MEASURED_READS: u64 = 8;
 const MEASURED_BYTES: u64 = 64 << 20;
 
 impl Direct {
-    fn open(path: &Path, bytes: u64, wanted: DirectIo) -> Option<Direct> {
+    fn open(file: &File, bytes: u64, wanted: DirectIo) -> Option<Direct> {
         let measured = match wanted {
             DirectIo::Never => return None,
             DirectIo::Always => false,
             DirectIo::Measured if bytes < MEASURED_BYTES => return None,
             DirectIo::Measured => true,
         };
-        let file = open_direct(path).ok()?;
+        let file = open_direct(file).ok()?;
         Some(Direct {
             file,
             measured,
@@ -279,14 +279,18 @@ impl Direct {
     }
 }
 
+/// Opens a file once more, to read past the cache.
 #[cfg(target_os = "linux")]
-fn open_direct(path: &Path) -> io::Result<File> {
+fn open_direct(file: &File) -> io::Result<File> {
+    use std::os::fd::AsRawFd;
     use std::os::unix::fs::OpenOptionsExt;
-    File::options().read(true).custom_flags(libc::O_DIRECT | libc::O_NONBLOCK).open(path)
+    // The open file itself: another may have its name by now.
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    File::options().read(true).custom_flags(libc::O_DIRECT).open(path)
 }
 
 #[cfg(not(target_os = "linux"))]
-fn open_direct(_path: &Path) -> io::Result<File> {
+fn open_direct(_file: &File) -> io::Result<File> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
@@ -350,5 +354,26 @@ mod tests {
         let report = progress.report();
         assert!(report.is_storage_bound() && (report.waited_share() - 0.6).abs() < 1e-9);
         assert!(!FileReport::default().is_storage_bound());
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_file_that_was_replaced_is_not_mixed_with_what_has_its_name() {
+        use std::os::unix::fs::FileExt;
+        let name = format!("aquifer-replaced-{}", std::process::id());
+        // Not in a temporary folder, which may lie in memory, where nothing is read past a cache.
+        let path = std::env::current_exe().unwrap().with_file_name(name);
+        std::fs::write(&path, [1; 8192]).unwrap();
+        let file = File::open(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, [2; 8192]).unwrap();
+        let direct = Direct::open(&file, 8192, DirectIo::Always);
+        std::fs::remove_file(&path).unwrap();
+        let Some(direct) = direct else { return eprintln!("SKIPPED: no file can be read past the cache here") };
+        let mut aligned = vec![0; 4096 + 8192];
+        let start = aligned.as_ptr().align_offset(4096);
+        if direct.file.read_exact_at(&mut aligned[start..start + 4096], 0).is_ok() {
+            assert_eq!(aligned[start..start + 4096], [1; 4096]);
+        }
     }
 }
