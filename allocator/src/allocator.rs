@@ -121,6 +121,9 @@ impl Allocator {
             let ignored: Vec<String> = ignored.iter().map(ToString::to_string).collect();
             tracing::warn!("options without effect here: {}", ignored.join("; "));
         }
+        // Memory of earlier ones, whose last buffers outlived them.
+        close_abandoned();
+        device.settle();
         let memory = device.memory_info()?;
         let limit = config.limit_bytes(memory.total, memory.free).unwrap_or(u64::MAX);
         let (paged, segments) =
@@ -266,27 +269,47 @@ impl Allocator {
         }
         let tag = if special & special::SPANS != 0 { Tag::of_span() } else { self.inner.scope_tag() };
         let kind = self.inner.classes.pool(size);
-        let private = if special & special::ROUTED != 0 { self.route(stream) } else { None };
-        let private = private.map(|numbers| numbers[kind as usize]);
-        if private.is_none() {
-            refuse_capture(stream)?;
+        loop {
+            let private = if special & special::ROUTED != 0 { self.route(stream) } else { None };
+            let private = private.map(|numbers| numbers[kind as usize]);
+            if private.is_none() {
+                refuse_capture(stream)?;
+            }
+            let pool = private.unwrap_or(kind as u16);
+            let request = Request { requested: bytes, size, pool, slot: stream.id(), tag };
+            let granted = self.serve_specially(&request, stream, special, waits && !asked)?;
+            if private.is_none() || !self.came_from_a_graph(pool, stream) {
+                return Ok(granted);
+            }
+            // Nobody has used it.
+            granted.arena.free(granted.block, None);
         }
-        let request = Request { requested: bytes, size, pool: private.unwrap_or(kind as u16), slot: stream.id(), tag };
+    }
+
+    /// Serves a request that was routed; `asks` whether blocks that wait are asked about if there is nothing for it.
+    fn serve_specially(
+        &self,
+        request: &Request,
+        stream: &Stream,
+        special: u32,
+        asks: bool,
+    ) -> Result<Granted, AllocError> {
+        let shell = self.inner.shell;
         let mut arena = shell.enter(stream);
-        let granted = if special & special::NO_CACHE != 0 { None } else { arena.take_own(&request) };
+        let granted = if special & special::NO_CACHE != 0 { None } else { arena.take_own(request) };
         drop(arena);
         if special & special::NO_CACHE != 0 {
             self.release_where(|whole| whole.releasable())?;
         }
-        if granted.is_none() && waits && !asked {
+        if granted.is_none() && asks {
             self.poll_waiting()?;
-            if let Some(granted) = shell.enter(stream).take_own(&request) {
+            if let Some(granted) = shell.enter(stream).take_own(request) {
                 return Ok(granted);
             }
         }
         match granted {
             Some(granted) => Ok(granted),
-            None => self.climb(&request),
+            None => self.climb(request),
         }
     }
 
@@ -407,6 +430,7 @@ impl Allocator {
     /// # Errors
     /// Those of the driver.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, AllocError> {
+        self.device().settle();
         self.poll_launches()?;
         let first = self.trim_done(bytes)?;
         if self.reserved_bytes() <= bytes {

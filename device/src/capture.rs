@@ -222,7 +222,7 @@ pub struct Graph {
 
 impl Graph {
     /// Enqueues the graph's work on a stream. It comes after what memory that its capture allocated was used for before
-    /// ([`Launches::come_after`]). What orders it with other streams' work on other buffers is a turn with them around this call
+    /// ([`Launches::come_after`]), and after launches of other graphs that use the same memory ([`Launches::keep_order`]). What orders it with other streams' work on other buffers is a turn with them around this call
     /// (`aquifer_allocator::Turn`).
     ///
     /// # Errors
@@ -233,11 +233,8 @@ impl Graph {
             return Err(DeviceError::new(Operation::LaunchGraph, Code::INVALID_HANDLE)
                 .with_detail(format!("the stream that the graph is launched on belongs to {devices}")));
         }
-        self.launches.order(stream)?;
-        let launched = self.context.driver.launch_graph(self.raw, stream.timeline().usable(Operation::LaunchGraph)?);
-        // After a failure, too: part of it may run.
-        self.launches.note(stream);
-        launched
+        let raw = stream.timeline().usable(Operation::LaunchGraph)?;
+        self.launches.launch(stream, || self.context.driver.launch_graph(self.raw, raw))
     }
 }
 

@@ -69,7 +69,9 @@ pub(crate) struct Context {
     next_stream: AtomicU32,
     idle: SegQueue<RawEvent>,
     condemned: SegQueue<RawEvent>,
+    /// Those for which the device is waited for, and those that no work can use.
     orphans: SegQueue<Orphan>,
+    unused_orphans: SegQueue<Orphan>,
     pub(crate) events_recorded: AtomicU64,
     pub(crate) waits_inserted: AtomicU64,
     /// Those of all drivers that share the context of the calls.
@@ -92,6 +94,7 @@ impl Context {
             idle: SegQueue::new(),
             condemned: SegQueue::new(),
             orphans: SegQueue::new(),
+            unused_orphans: SegQueue::new(),
             events_recorded: AtomicU64::new(0),
             waits_inserted: AtomicU64::new(0),
             capturing,
@@ -146,7 +149,8 @@ impl Context {
 
     /// Gives memory back when somebody next talks to the driver. Makes no driver call.
     pub(crate) fn orphan(&self, orphan: Orphan) {
-        self.orphans.push(orphan);
+        let queue = if orphan.is_unused() { &self.unused_orphans } else { &self.orphans };
+        queue.push(orphan);
     }
 
     /// Whether a stream captures, of whichever driver in this context.
@@ -188,44 +192,41 @@ impl Context {
     pub(crate) fn free_orphans(&self) {
         if !self.is_capturing() {
             self.capturing.let_go();
-            self.free_orphans_if(|_| true);
-        }
-    }
-
-    /// Gives each orphan back, for the last time: what cannot go is not in the way of others, and is tried once more.
-    fn free_every_orphan(&self) {
-        for _ in 0..2 {
-            for _ in 0..self.orphans.len() {
-                if self.driver.lost().is_none() {
-                    self.free_orphans_if(|_| true);
-                }
-            }
+            self.free_orphans_of(&self.orphans);
+            self.free_unused_orphans();
         }
     }
 
     /// Gives the orphans back for which nobody needs to wait.
     pub(crate) fn free_unused_orphans(&self) {
-        self.free_orphans_if(Orphan::is_unused);
+        self.free_orphans_of(&self.unused_orphans);
     }
 
     /// Whether there is an orphan.
     pub(crate) fn has_orphans(&self) -> bool {
-        !self.orphans.is_empty()
+        !self.orphans.is_empty() || !self.unused_orphans.is_empty()
+    }
+
+    /// Gives each orphan back, for the last time: what cannot go is not in the way of others, and is tried once more.
+    fn free_every_orphan(&self) {
+        for queue in [&self.orphans, &self.orphans, &self.unused_orphans, &self.unused_orphans] {
+            for _ in 0..queue.len() {
+                if self.driver.lost().is_none() {
+                    self.free_orphans_of(queue);
+                }
+            }
+        }
     }
 
     /// After a failure the rest stays, rather than that each fails in turn.
-    fn free_orphans_if(&self, goes: impl Fn(&Orphan) -> bool) {
-        let mut stay = Vec::new();
-        while let Some(orphan) = self.orphans.pop() {
-            if !goes(&orphan) {
-                stay.push(orphan);
-            } else if let Err((error, orphan)) = self.free_orphan(orphan) {
+    fn free_orphans_of(&self, queue: &SegQueue<Orphan>) {
+        while let Some(orphan) = queue.pop() {
+            if let Err((error, orphan)) = self.free_orphan(orphan) {
                 tracing::warn!(%error, ?orphan, "memory could not be freed; it will be tried again");
-                stay.push(orphan);
-                break;
+                self.orphan(orphan);
+                return;
             }
         }
-        stay.into_iter().for_each(|orphan| self.orphans.push(orphan));
     }
 
     fn free_orphan(&self, orphan: Orphan) -> std::result::Result<(), (DeviceError, Orphan)> {
@@ -257,7 +258,7 @@ impl Context {
             gone = self.driver.unmap(ptr, bytes);
             if gone.is_ok() {
                 reservation.mapped.pop();
-                self.orphans.push(Orphan::Physical(physical));
+                self.orphan(Orphan::Physical(physical));
             }
         }
         let gone = gone.and_then(|()| self.driver.unreserve(reservation.ptr, reservation.bytes));

@@ -326,8 +326,9 @@ impl Device {
         self.0.context.free_orphans();
     }
 
-    /// As [`Device::settle`], for memory that no work can use any more: nothing waits.
+    /// As [`Device::settle`], for what is known not to be in use any more: nothing waits.
     pub fn settle_unused(&self) {
+        self.0.left.free_allocated(&self.0.context);
         self.0.context.free_unused_orphans();
     }
 }

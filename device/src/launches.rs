@@ -3,7 +3,8 @@
 //! A graph's work uses addresses that nobody names when it is launched. So whoever gives such memory up, after the graph was dropped
 //! or not, asks here what must be done before; and whoever gives a capture memory that was in use says here what used it.
 //!
-//! Locks: that of a graph's launches is a leaf, but for those of the graphs that it was launched into; those were captured later.
+//! Locks: an order's, by address where there are several, before those of timelines; it is held for a launch. That of a graph's launches is a
+//! leaf, but for those of the graphs that it was launched into; those were captured later.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -49,6 +50,16 @@ struct Made {
     within: Vec<Arc<Launches>>,
     /// What launches come after, one tick a stream.
     after: Vec<Tick>,
+    /// Those that launches keep with other graphs.
+    orders: Vec<Arc<LaunchOrder>>,
+}
+
+/// What graphs share that are launched one after the other, on whichever streams, because they use the same memory:
+/// [`Launches::keep_order`].
+#[derive(Debug, Default)]
+pub struct LaunchOrder {
+    /// The last launch of any of them.
+    last: Mutex<Option<Tick>>,
 }
 
 impl Launches {
@@ -62,9 +73,23 @@ impl Launches {
     /// the graph.
     pub fn come_after(&self, tick: Tick) {
         let mut made = self.made.lock();
-        made.after.retain(|known| !Arc::ptr_eq(known.timeline(), tick.timeline()) && !is_known_done(known));
-        if !is_known_done(&tick) {
-            made.after.push(tick);
+        made.after.retain(|known| !is_known_done(known));
+        match made.after.iter_mut().find(|known| Arc::ptr_eq(known.timeline(), tick.timeline())) {
+            Some(known) if known.n() >= tick.n() => {}
+            Some(known) => *known = tick,
+            None if is_known_done(&tick) => {}
+            None => made.after.push(tick),
+        }
+    }
+
+    /// Lets launches come one after the other with those of all graphs that keep the same order: [`crate::Graph::launch`] makes streams
+    /// wait. Call it during the capture; for graphs that somebody else captured, nothing is ordered.
+    pub fn keep_order(&self, order: &Arc<LaunchOrder>) {
+        let mut made = self.made.lock();
+        if !made.orders.iter().any(|known| Arc::ptr_eq(known, order)) {
+            made.orders.push(order.clone());
+            // As their locks are taken.
+            made.orders.sort_by_key(Arc::as_ptr);
         }
     }
 
@@ -85,32 +110,43 @@ impl Launches {
         }
     }
 
-    /// Orders a launch that is about to be enqueued on the stream after what it comes after. A launch that is captured itself passes that
-    /// on to the graph that it becomes part of.
-    pub(crate) fn order(&self, stream: &Stream) -> Result<()> {
-        let after = self.after();
+    /// Lets `launch` launch the graph on the stream, after all that it comes after, and notes it. A launch that is captured itself passes
+    /// that on to the graph that it becomes part of.
+    pub(crate) fn launch(&self, stream: &Stream, launch: impl FnOnce() -> Result<()>) -> Result<()> {
         match stream.launches_of_capture() {
-            Some(outer) => after.into_iter().for_each(|tick| outer.come_after(tick)),
-            None => after.iter().try_for_each(|tick| stream.wait_for(tick))?,
+            Some(outer) => self.launch_within(&outer, launch),
+            None => self.launch_in_order(stream, launch),
         }
-        Ok(())
     }
 
-    /// Notes a launch that was enqueued on the stream just now.
-    pub(crate) fn note(&self, stream: &Stream) {
-        let outer = stream.launches_of_capture();
+    fn launch_within(&self, outer: &Arc<Launches>, launch: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.after().into_iter().for_each(|tick| outer.come_after(tick));
         let mut made = self.made.lock();
-        match outer {
-            Some(outer) => {
-                if !made.within.iter().any(|known| Arc::ptr_eq(known, &outer)) {
-                    made.within.push(outer);
-                }
-            }
-            None => {
-                made.last.retain(|tick| tick.timeline().id() != stream.id() && !is_known_done(tick));
-                made.last.push(stream.tick());
-            }
+        made.orders.iter().for_each(|order| outer.keep_order(order));
+        // Before it is made: after a failure, too, part of it may be there.
+        if !made.within.iter().any(|known| Arc::ptr_eq(known, outer)) {
+            made.within.push(outer.clone());
         }
+        drop(made);
+        launch()
+    }
+
+    fn launch_in_order(&self, stream: &Stream, launch: impl FnOnce() -> Result<()>) -> Result<()> {
+        let orders = self.made.lock().orders.clone();
+        let mut lasts: Vec<_> = orders.iter().map(|order| order.last.lock()).collect();
+        let before = self.after();
+        before
+            .iter()
+            .chain(lasts.iter().filter_map(|last| last.as_ref()))
+            .try_for_each(|tick| stream.wait_for(tick))?;
+        let launched = launch();
+        // After a failure, too: part of it may run.
+        let tick = stream.tick();
+        lasts.iter_mut().for_each(|last| **last = Some(tick.clone()));
+        let mut made = self.made.lock();
+        made.last.retain(|tick| tick.timeline().id() != stream.id() && !is_known_done(tick));
+        made.last.push(tick);
+        launched
     }
 
     /// Notes that the graph is launched no more.
@@ -126,22 +162,32 @@ impl Launches {
     /// Whether there will be no launches any more: the graph was dropped, and so was every other that a launch of it was captured into.
     /// Never known of graphs that somebody else captured.
     pub fn is_over(&self) -> bool {
-        self.gone.load(Ordering::Acquire) && self.made.lock().within.iter().all(|outer| outer.is_over())
+        self.are_all_seen() && self.is_over_here()
+    }
+
+    /// As [`Launches::is_over`], but for graphs that somebody else captured: those are taken to be over.
+    pub fn is_over_here(&self) -> bool {
+        let is_gone = !self.ours || self.gone.load(Ordering::Acquire);
+        is_gone && self.made.lock().within.iter().all(|outer| outer.is_over_here())
     }
 
     /// The last launch on each stream, those left out that are known to be done; no driver call. `None` if launches are not seen
     /// here, of this graph or of one that it is part of.
     pub fn pending(&self) -> Option<Vec<Tick>> {
-        if !self.ours {
-            return None;
-        }
+        self.are_all_seen().then(|| self.pending_here())
+    }
+
+    /// As [`Launches::pending`], without launches that are not seen here.
+    pub fn pending_here(&self) -> Vec<Tick> {
         let mut made = self.made.lock();
         made.last.retain(|tick| !is_known_done(tick));
         let mut pending = made.last.clone();
-        for outer in &made.within {
-            pending.extend(outer.pending()?);
-        }
-        Some(pending)
+        made.within.iter().for_each(|outer| pending.extend(outer.pending_here()));
+        pending
+    }
+
+    fn are_all_seen(&self) -> bool {
+        self.ours && self.made.lock().within.iter().all(|outer| outer.are_all_seen())
     }
 }
 

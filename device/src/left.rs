@@ -84,14 +84,25 @@ impl LeftMemory {
     /// Gives back what is done, as the driver says now. Waits for nothing, except where much registered memory can go. Returns
     /// how many bytes went.
     pub(crate) fn free_done(&self, context: &Context) -> u64 {
+        let registered = |waiting: &&Waiting| waiting.memory.owner.is_some() && waiting.is_known_done();
+        self.free_asked(context, |waiting| {
+            waiting.iter().filter(registered).map(|waiting| waiting.bytes).sum::<u64>() > REGISTERED_KEPT
+        })
+    }
+
+    /// Gives back what is done of memory that the driver allocated, which waits for nothing.
+    pub(crate) fn free_allocated(&self, context: &Context) {
+        self.free_asked(context, |_| false);
+    }
+
+    fn free_asked(&self, context: &Context, goes_registered: impl Fn(&[Waiting]) -> bool) -> u64 {
         if self.0.lock().is_empty() || context.is_capturing() {
             return 0;
         }
         let waiting = std::mem::take(&mut *self.0.lock());
         ask(&waiting);
-        let registered = |waiting: &&Waiting| waiting.memory.owner.is_some() && waiting.is_known_done();
-        let much = waiting.iter().filter(registered).map(|waiting| waiting.bytes).sum::<u64>() > REGISTERED_KEPT;
-        self.free(waiting, context, |memory| much || memory.owner.is_none())
+        let registered_too = goes_registered(&waiting);
+        self.free(waiting, context, |memory| registered_too || memory.owner.is_none())
     }
 
     /// Gives everything back; waits for the device if it may still use some. Returns how many bytes went.

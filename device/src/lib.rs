@@ -44,7 +44,7 @@ pub use error::{Code, DeviceError, ErrorKind, Operation, Result};
 pub use event::Event;
 pub use label::{DeviceLabel, DeviceMismatch};
 pub use launch::{Access, AccessKind, HostKernel, KernelArg, KernelMemory, Launch};
-pub use launches::Launches;
+pub use launches::{LaunchOrder, Launches};
 pub use physical::{HandleKind, PhysicalOptions};
 pub use stream::{ExternalStream, Stream};
 pub use timeline::{Clock, Tick, Timeline};

@@ -163,9 +163,10 @@ impl Whole {
         }
     }
 
-    /// Wholly free segments of the given pool that are not pinned.
+    /// Wholly free segments of the given pool that are not pinned, and that no graph of ours uses.
     pub(crate) fn whole_segments(&self, pool: u16) -> impl Iterator<Item = Place> + '_ {
-        self.heaps().flat_map(move |heap| {
+        let may_go = !self.pools.kept_for_our_graphs().contains(&pool);
+        self.heaps().filter(move |_| may_go).flat_map(move |heap| {
             let whole =
                 heap.free_blocks(pool).filter(move |key| self.is_whole_segment(heap, &heap.blocks[key.block()]));
             whole.map(|key| Place { arena: heap.home, block: key.block() })

@@ -5,35 +5,31 @@
 
 use std::sync::Arc;
 
-use aquifer_device::{Launches, Timeline};
+use aquifer_device::{LaunchOrder, Launches, Timeline};
 
 /// Streams, and where their timelines must have got to.
 pub(crate) type Launched = Vec<(Arc<Timeline>, u64)>;
 
 #[derive(Debug, Default)]
 pub(crate) struct Graphs {
+    /// What one gives back while it is captured, the next may use. So they are launched one after the other.
+    order: Arc<LaunchOrder>,
     /// Those captured here, but for what is over and done.
     ours: Vec<Arc<Launches>>,
-    foreign: Foreign,
-}
-
-/// Graphs that others captured.
-#[derive(Debug, Default)]
-enum Foreign {
-    #[default]
-    None,
-    /// They may be launched.
-    Some,
-    /// They are launched no more, and are done after this.
-    Over(Launched),
+    /// Whether others captured graphs.
+    foreign: bool,
+    /// Once the pool is closed: what graphs of others are done after.
+    closed: Option<Launched>,
 }
 
 impl Graphs {
     /// Notes that the graph with these launches uses the pool.
     pub(crate) fn note(&mut self, launches: &Arc<Launches>) {
+        launches.keep_order(&self.order);
         if launches.is_foreign() {
-            self.foreign = Foreign::Some;
+            self.foreign = true;
         } else if !self.ours.iter().any(|known| Arc::ptr_eq(known, launches)) {
+            self.foreign = self.any_foreign();
             self.ours.retain(is_alive);
             self.ours.push(launches.clone());
         }
@@ -41,53 +37,44 @@ impl Graphs {
 
     /// Whether one may be launched, or runs.
     pub(crate) fn any(&self) -> bool {
-        let foreign = match &self.foreign {
-            Foreign::None => false,
-            Foreign::Some => true,
-            Foreign::Over(launched) => launched.iter().any(is_pending),
-        };
-        foreign || self.ours.iter().any(is_alive)
+        let foreign =
+            self.closed.as_ref().map_or_else(|| self.any_foreign(), |launched| launched.iter().any(is_pending));
+        foreign || self.any_of_ours()
     }
 
-    /// Whether one that is captured here may be launched.
-    pub(crate) fn any_to_launch(&self) -> bool {
-        self.ours.iter().any(|graph| !graph.is_over())
+    /// Whether one that is captured here may be launched, or runs.
+    pub(crate) fn any_of_ours(&self) -> bool {
+        self.ours.iter().any(is_alive)
     }
 
-    /// The pool is closed: graphs of others, and those that ours became part of, are launched no more. `known` are all streams that they may have been launched on.
+    /// Whether others captured graphs, or ours into graphs of theirs.
+    fn any_foreign(&self) -> bool {
+        self.foreign || self.ours.iter().any(|graph| graph.pending().is_none())
+    }
+
+    /// The pool is closed: graphs of others are launched no more. `known` are all streams that they may have been launched on.
     pub(crate) fn close(&mut self, known: &[Option<Arc<Timeline>>]) {
-        let count = self.ours.len();
-        self.ours.retain(|graph| graph.pending().is_some());
-        if matches!(self.foreign, Foreign::Some) || self.ours.len() < count {
-            self.foreign = Foreign::Over(all_of(known));
-        }
+        self.closed = Some(if self.any_foreign() { all_of(known) } else { Vec::new() });
     }
 
     /// What must be done before memory goes, if the graphs are launched no more; that of those which are is no matter of waiting.
     /// `known` are all streams.
     pub(crate) fn launched(&self, known: &[Option<Arc<Timeline>>]) -> Launched {
-        let mut launched = match &self.foreign {
-            Foreign::Over(launched) => launched.clone(),
-            Foreign::None | Foreign::Some => Vec::new(),
+        let mut launched = match &self.closed {
+            Some(launched) => launched.clone(),
+            None if self.any_foreign() => all_of(known),
+            None => Vec::new(),
         };
-        let mut unseen = matches!(self.foreign, Foreign::Some);
-        for graph in &self.ours {
-            match graph.pending() {
-                Some(pending) => launched.extend(pending.iter().map(|tick| (tick.timeline().clone(), tick.n() + 1))),
-                None => unseen = true,
-            }
-        }
-        if unseen {
-            launched.extend(all_of(known));
-        }
+        let pending = self.ours.iter().flat_map(|graph| graph.pending_here());
+        launched.extend(pending.map(|tick| (tick.timeline().clone(), tick.n() + 1)));
         launched.retain(is_pending);
         launched
     }
 }
 
-/// Whether a graph may still be launched, or runs.
+/// Whether a graph may still be launched, or runs, as far as that is seen here.
 fn is_alive(graph: &Arc<Launches>) -> bool {
-    !graph.is_over() || graph.pending().is_none_or(|pending| !pending.is_empty())
+    !graph.is_over_here() || !graph.pending_here().is_empty()
 }
 
 /// Everything enqueued so far.

@@ -103,6 +103,13 @@ impl PoolTable {
         self.private.iter().find(|private| private.owns(number))
     }
 
+    /// The heap pools whose free memory a graph of ours may use, so that it stays whoever gives memory back. To be asked under the locks
+    /// under which that is chosen: a graph may be captured while somebody waits.
+    pub(crate) fn kept_for_our_graphs(&self) -> Vec<u16> {
+        let with_graphs = self.private.iter().filter(|private| private.graphs.any_of_ours());
+        with_graphs.flat_map(|private| private.numbers).collect()
+    }
+
     /// The second half of the id of the private pool that owns a heap pool, for history; 0 for the default pools. Heap
     /// pools are reused by later private pools, so entries cannot keep their numbers.
     pub(crate) fn history_id(&self, number: u16) -> u32 {
@@ -143,11 +150,6 @@ impl Private {
     /// Whether a graph may use what is free in the pool of this number.
     pub(crate) fn keeps_for_graphs(&self, number: u16) -> bool {
         self.numbers.contains(&number) && self.graphs.any()
-    }
-
-    /// Whether a graph that may be launched again uses what is free in the pool of this number.
-    fn keeps_for_launches(&self, number: u16) -> bool {
-        self.numbers.contains(&number) && self.graphs.any_to_launch()
     }
 
     /// Its pools of a kind whose free memory other requests may take.
@@ -224,9 +226,9 @@ impl Whole {
 /// capture allocated from the pool stays until the graph is dropped, too, and its launches are done. Only of a graph that another library
 /// captured nobody knows how long it is launched: keep the pool as long.
 ///
-/// Requests outside of captures never get what a graph of the pool uses. Other captures do: of graphs that share a pool, launch one
-/// after the other, on one stream or with waits between streams, and do not expect that one finds what another left in memory
-/// that its capture gave back.
+/// Requests outside of captures never get what a graph of the pool uses. Other captures do, so launches of graphs that share a pool come
+/// one after the other, on whichever streams; those of graphs that another library captured are its own affair. Do not expect a graph
+/// to find what an earlier launch left in memory that its capture gave back.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, PoolOptions};
@@ -260,11 +262,18 @@ impl Allocator {
     /// The numbers of the pool that the thread's innermost scope routes to, for a request for the stream. What the stream captures
     /// may get memory that was in use before, by work after which it comes by itself only if it is launched on the same stream.
     pub(crate) fn route(&self, stream: &Stream) -> Option<[u16; 2]> {
-        // Before the core's lock, under which no timeline is asked.
+        self.shell().core().pools.routed()?;
+        // Without the core's lock, under which no timeline is asked.
         let captured = stream.launches_of_capture();
         let numbers = self.shell().core().pools.route(captured.as_ref())?;
         captured.into_iter().for_each(|launches| launches.come_after(stream.tick()));
         Some(numbers)
+    }
+
+    /// Whether a block that was granted outside of captures may have been a graph's, because one was captured since the request was routed.
+    pub(crate) fn came_from_a_graph(&self, pool: u16, stream: &Stream) -> bool {
+        let keeps = self.shell().core().pools.owner_of(pool).is_some_and(|private| private.keeps_for_graphs(pool));
+        keeps && !stream.is_capturing()
     }
 }
 
@@ -317,7 +326,7 @@ impl PrivatePool {
         let core = self.allocator.shell().core();
         let Some(private) = core.pools.find(self.id) else { return Ok(0) };
         let launched = core.launches_of(private);
-        let numbers: Vec<u16> = private.numbers().filter(|&number| !private.keeps_for_launches(number)).collect();
+        let numbers: Vec<u16> = private.numbers().collect();
         drop(core);
         self.allocator.synchronize_all(&launched)?;
         if launched.iter().any(|(timeline, after)| !timeline.is_known_done(after.saturating_sub(1))) {

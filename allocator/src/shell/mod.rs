@@ -120,7 +120,6 @@ use lists::{BURIED, IDLE};
 impl Shell {
     /// A shell around `core`.
     pub(crate) fn open(core: Core, history: History, special: u32) -> &'static Shell {
-        close_abandoned();
         let idle = IDLE.lock().pop();
         let shell = idle.unwrap_or_else(|| Box::leak(Box::default()));
         shell.counters.clear();

@@ -41,7 +41,9 @@ impl Ongoing {
     }
 
     pub(super) fn begin(&self, stream: RawStream) {
-        self.begun.lock().insert(which(stream), RUNS.with(Arc::downgrade));
+        // Where the thread is ending already, it is as if it had.
+        let runs = RUNS.try_with(Arc::downgrade).unwrap_or_default();
+        self.begun.lock().insert(which(stream), runs);
     }
 
     pub(super) fn end(&self, stream: RawStream) {

@@ -133,7 +133,8 @@ impl Streams {
                 }
                 self.bury_those_of_ended_threads();
                 let id = self.add(RawStream::PER_THREAD, true);
-                self.per_thread.insert(thread, OfThread { id, runs: RUNS.with(Arc::downgrade) });
+                self.per_thread
+                    .insert(thread, OfThread { id, runs: RUNS.try_with(Arc::downgrade).unwrap_or_default() });
                 Ok(id)
             }
             RawStream(value) => self.handles.get(value).copied().ok_or_else(|| Refused::handle("stream", value)),

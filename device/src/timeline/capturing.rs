@@ -8,6 +8,9 @@ use crate::driver::{CaptureStatus, Driver, DriverKind, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::atomic::Ordering;
 
+/// Why a stream cannot be captured now.
+const BORROWED: &str = "another thread's blocking copy is under way on the stream: capture once it has returned";
+
 /// The identity of no device: there are never so many in a process.
 const NO_DEVICE: u32 = u32::MAX;
 
@@ -54,6 +57,9 @@ impl Timeline {
         if state.capture.is_some() {
             return Err(capture_error(Operation::BeginCapture, "the stream captures already"));
         }
+        if state.borrowed > 0 {
+            return Err(capture_error(Operation::BeginCapture, BORROWED));
+        }
         begin()?;
         self.enter(&mut state, scope);
         Ok(())
@@ -66,6 +72,9 @@ impl Timeline {
         if scope.is_over() {
             return Err(DeviceError::new(Operation::Wait, Code::CAPTURED_EVENT)
                 .with_detail("the event was recorded in a capture that has ended; record it again to wait for it"));
+        }
+        if state.borrowed > 0 {
+            return Err(capture_error(Operation::Wait, BORROWED));
         }
         wait()?;
         if state.capture.is_none() && scope.join(self) {

@@ -106,6 +106,8 @@ struct State {
     destroyed: bool,
     /// The capture that the stream is part of.
     capture: Option<Arc<Scope>>,
+    /// Calls under way that enqueue work with borrowed memory, and wait for it.
+    borrowed: u32,
 }
 
 /// An event on a timeline. It covers every tick smaller than `covers`.

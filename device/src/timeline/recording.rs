@@ -1,10 +1,26 @@
 //! The events of a timeline: recording them, asking about them, and letting them go (T1 to T3).
 
+use std::time::Duration;
+
 use super::capturing::capture_error;
 use super::{Owner, Recorded, Recording, State, Timeline};
 use crate::driver::{Driver, RawStream};
-use crate::error::{Code, DeviceError, Operation, Result};
+use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 use crate::sync::atomic::Ordering;
+
+/// How often the host tries to wait for work that uses borrowed memory while a capture forbids it, and how long it sleeps in between.
+const WAITS: u32 = 10_000;
+const BETWEEN_WAITS: Duration = Duration::from_millis(1);
+
+/// Work that uses borrowed memory is under way.
+struct Borrow<'a>(&'a Timeline);
+
+impl Drop for Borrow<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.state.lock();
+        state.borrowed = state.borrowed.saturating_sub(1);
+    }
+}
 
 impl Timeline {
     /// Raises the counter, lets `record` record an event, and returns what that event covers and knows (T1, T2).
@@ -19,8 +35,8 @@ impl Timeline {
     /// Lets `enqueue` enqueue work that uses memory which the caller has borrowed, and waits on the host until it is done.
     ///
     /// The borrow ends at return whatever happens. So nothing is enqueued on a stream that captures, as the graph would use the memory
-    /// whenever it is launched, and none of our captures begins before an event covers the work: events can be waited for while the
-    /// stream captures. Only on a device that is gone may the work outlive this.
+    /// whenever it is launched, and none of our captures begins on the stream meanwhile. Only on a device that is gone, or that refuses to
+    /// be waited for, may the work outlive this.
     pub(crate) fn run_and_wait(
         &self,
         operation: Operation,
@@ -39,29 +55,32 @@ impl Timeline {
         }
         self.refuse_unannounced(&state)?;
         self.spare_captures(raw, operation)?;
-        enqueue(raw)?;
-        let recorded = self.record(&mut state);
+        state.borrowed += 1;
         drop(state);
-        let waited = self.wait_for_work(raw, recorded.as_ref());
-        if let (Ok(()), Ok(recorded)) = (&waited, &recorded) {
-            self.mark_done(recorded.covers);
-        }
-        waited
+        // Whatever happens in the driver.
+        let _borrow = Borrow(self);
+        enqueue(raw)?;
+        self.wait_for_work(raw, operation)
     }
 
-    /// Waits on the host until what was enqueued on the stream is done, in whatever way the driver lets it, unless the device is lost.
-    fn wait_for_work(&self, raw: RawStream, recorded: Result<&Recorded, &DeviceError>) -> Result<()> {
+    /// Waits on the host until what was enqueued on the stream is done, in whatever way the driver lets it.
+    fn wait_for_work(&self, raw: RawStream, operation: Operation) -> Result<()> {
+        let reached = self.begin_wait();
         let driver = &self.context.driver;
-        let is_lost = |waited: &Result<()>| waited.as_ref().is_err_and(DeviceError::is_device_lost);
-        // For this the driver may spin; for our events it sleeps, and waking up takes longer than a small copy.
-        if !self.is_capturing() {
-            let waited = driver.synchronize_stream(raw);
-            if waited.is_ok() || is_lost(&waited) {
-                return waited;
+        let mut waited = Ok(());
+        for _ in 0..WAITS {
+            // A capture on a blocking stream that began meanwhile forbids to wait for the legacy stream; it ends some time.
+            waited = self.spare_captures(raw, operation).and_then(|()| driver.synchronize_stream(raw));
+            match &waited {
+                Err(error) if error.kind == ErrorKind::Capture => std::thread::sleep(BETWEEN_WAITS),
+                _ => break,
             }
         }
-        let waited = recorded.map_err(Clone::clone).and_then(|recorded| recorded.event.synchronize());
-        if waited.is_ok() || is_lost(&waited) { waited } else { driver.synchronize() }
+        let waited = match waited {
+            Err(error) if !error.is_device_lost() => driver.synchronize(),
+            waited => waited,
+        };
+        waited.inspect(|()| self.mark_done(reached))
     }
 
     /// Records the last event of the stream, so that all its ticks stay answerable, and closes it. If the stream is

@@ -4,7 +4,8 @@ use std::thread;
 use std::time::Duration;
 
 use aquifer_device::AccessKind::Read;
-use aquifer_device::{Code, Driver, RawEvent, RawStream};
+use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_device::{Code, Device, Driver, Operation, RawEvent, RawStream};
 
 use crate::common::{MIB, Short, code, device};
 
@@ -147,4 +148,20 @@ fn many_operations_are_fast_and_leave_little_behind() {
     assert_eq!(driver.violations(), []);
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
     println!("{:?} an operation", start.elapsed() / 100_000);
+}
+
+#[test]
+fn blocking_copies_leave_no_events_behind() {
+    let sim = SimDriver::new(SimConfig::new(1 << 30));
+    let device = Device::new(sim);
+    let (stream, memory) = (device.create_stream().unwrap(), device.alloc(4096).unwrap());
+    let mut bytes = [0; 64];
+    for _ in 0..100 {
+        stream.upload_blocking(memory, &bytes).unwrap();
+        let tick = stream.tick();
+        stream.download_blocking(&mut bytes, memory).unwrap();
+        assert!(tick.is_done().unwrap(), "what came before is known to be done");
+    }
+    assert_eq!(device.driver_calls().of(Operation::CreateEvent), 0);
+    device.free(memory).unwrap();
 }

@@ -57,7 +57,7 @@ impl PinnedConfig {
 /// pressure of the limit or the system, and when the pool and its last buffer are gone. The last of these to be dropped asks the
 /// driver what it is done with, and gives that back; it waits for nothing. What is still copied, or what a capture in progress or
 /// [`SlabSource::Registered`] keeps from going, stays with the device: until a pool of the device next gets more memory
-/// ([`Device::settle_host`]), its next [`Device::alloc`] or [`Device::settle`], or its own end.
+/// ([`Device::settle_host`]), its next [`Device::settle`], or its own end.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};

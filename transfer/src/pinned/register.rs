@@ -56,8 +56,7 @@ impl PinnedPool {
     ///
     /// Locking takes time for each page, and unlocking makes the driver wait for the device: this is for memory that is copied often, or is
     /// too large to exist twice. The system locks whole pages, so two small pieces in one page cannot both be registered. A buffer that is
-    /// dropped leaves its memory to the device, which drops it at its next [`aquifer_device::Device::alloc`] or
-    /// [`aquifer_device::Device::settle`], or when a pool of the device gets more memory and more than 64 MiB of such memory are done.
+    /// dropped leaves its memory to the device, which drops it at its next [`aquifer_device::Device::settle`], or when a pool of the device gets more memory and more than 64 MiB of such memory are done.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};

@@ -169,7 +169,8 @@ impl Whole {
         let kept = paged.spares.len().saturating_sub(usize::try_from(wanted).unwrap_or(usize::MAX));
         let spares = paged.spares.split_off(kept);
         paged.in_hands += spares.len() as u64;
-        let chosen = self.donors(wanted - spares.len() as u64, None, of).chosen;
+        let kept = self.pools.kept_for_our_graphs();
+        let chosen = self.donors(wanted - spares.len() as u64, None, |pool| of(pool) && !kept.contains(&pool)).chosen;
         let donors = self.hold_all(chosen);
         let Some(paged) = &mut self.paged else { return none };
         let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;

@@ -335,6 +335,81 @@ fn memory_of_a_dropped_pool_stays_while_its_graphs_live() {
     }
 }
 
+/// What one gave back while it was captured, the other uses.
+#[test]
+fn graphs_that_share_a_pool_run_one_after_the_other() {
+    for options in BACKINGS {
+        let bench = Bench::new(options);
+        let [one, two] = &bench.streams;
+        let pool = bench.pool();
+        let (first, second) = (bench.graph(&pool), bench.graph(&pool));
+        let third = bench.device.create_stream().unwrap();
+        let capture = third.begin_capture().unwrap();
+        first.launch(&third).unwrap();
+        let outer = capture.end().unwrap();
+        for round in 0..3 {
+            for (graph, stream) in [(&first, one), (&second, two), (&outer, &third), (&second, one), (&first, two)] {
+                bench.launch_late(graph, stream);
+                assert!(bench.driver.violations().is_empty(), "{options:?}: round {round}");
+            }
+        }
+        drop((first, second, outer, pool));
+        bench.end();
+    }
+}
+
+/// Whatever order the graphs are launched in that it is made of.
+#[test]
+fn a_graph_of_graphs_comes_after_what_each_comes_after() {
+    for order in [[0, 1], [1, 0]] {
+        let bench = Bench::new("");
+        let [one, two] = &bench.streams;
+        let pools = [bench.pool(), bench.pool()];
+        let graphs = [0, 1].map(|pool: usize| {
+            let before = pools[pool].alloc(8 * MIB, one).unwrap();
+            bench.driver.stall(one, Duration::from_millis(50)).unwrap();
+            one.fill(before.ptr(), 5, 8 * MIB).unwrap();
+            drop(before);
+            bench.graph(&pools[pool])
+        });
+        let third = bench.device.create_stream().unwrap();
+        let capture = third.begin_capture().unwrap();
+        order.iter().for_each(|&graph: &usize| graphs[graph].launch(&third).unwrap());
+        capture.end().unwrap().launch(two).unwrap();
+        drop((graphs, pools));
+        bench.device.synchronize().unwrap();
+        assert!(bench.driver.violations().is_empty(), "{order:?}");
+        bench.end();
+    }
+}
+
+/// Of which nobody here knows how often it is launched.
+#[test]
+fn a_graph_that_became_part_of_another_library_s_keeps_its_own_memory() {
+    for options in BACKINGS {
+        let bench = Bench::new(options);
+        let [one, two] = &bench.streams;
+        let pool = bench.pool();
+        let graph = bench.graph(&pool);
+        let held = bench.allocator.reserved_bytes();
+        bench.device.driver().begin_capture(two.raw()).unwrap();
+        let announced = two.announce_capture().unwrap();
+        graph.launch(two).unwrap();
+        let theirs = bench.device.driver().end_capture(two.raw()).unwrap();
+        drop(announced);
+        bench.device.driver().destroy_graph(theirs).unwrap();
+        drop(pool);
+        bench.allocator.empty_cache().unwrap();
+        assert_eq!(bench.allocator.reserved_bytes(), held, "{options:?}");
+        let other = bench.allocator.alloc(8 * MIB, one).unwrap();
+        one.fill(other.ptr(), 1, 8 * MIB).unwrap();
+        graph.launch(two).unwrap();
+        drop((graph, other));
+        bench.device.synchronize().unwrap();
+        bench.end();
+    }
+}
+
 #[test]
 fn pools_that_one_graph_uses_lend_when_it_is_gone() {
     let bench = Bench::new("");
