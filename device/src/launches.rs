@@ -9,10 +9,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::Mutex;
-
 use crate::error::Result;
 use crate::stream::Stream;
+use crate::sync::Mutex;
 use crate::timeline::Tick;
 
 /// The launches of one captured graph, from the beginning of its capture on, and after it was dropped.

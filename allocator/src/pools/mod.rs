@@ -386,3 +386,6 @@ impl Drop for PoolRoute {
         }
     }
 }
+
+#[cfg(all(test, aquifer_shuttle))]
+mod schedules;

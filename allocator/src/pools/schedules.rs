@@ -1,0 +1,100 @@
+//! Models of a private pool while a graph is captured from it on one thread and another uses or empties the pool, under a scheduler that
+//! explores interleavings. Run by `ci/schedules`.
+
+#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_device::{Device, ErrorKind, Graph, Stream};
+use shuttle::thread;
+
+use crate::{AllocError, Allocator, Config, PoolOptions, PrivatePool};
+
+const MIB: u64 = 1 << 20;
+/// More than half of the device.
+const LARGE: u64 = 40 * MIB;
+
+struct Setup {
+    pool: Arc<PrivatePool>,
+    streams: [Stream; 2],
+}
+
+/// Explores `model` at random, and with few but well-placed switches.
+fn explore(options: &'static str, model: impl Fn(&Setup) + Send + Sync + 'static) {
+    let run = move || {
+        let sim = SimDriver::new(SimConfig::new(64 * MIB));
+        let device = Device::new(sim.clone());
+        let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+        let streams = [0; 2].map(|_| device.create_stream().unwrap());
+        let pool = Arc::new(allocator.create_pool(PoolOptions::default()).unwrap());
+        model(&Setup { pool, streams });
+        device.synchronize().unwrap();
+        allocator.empty_cache().unwrap();
+        assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 0));
+        assert_eq!(sim.violations(), []);
+    };
+    let run = Arc::new(run);
+    let again = run.clone();
+    shuttle::check_random(move || run(), 500);
+    shuttle::check_pct(move || again(), 300, 3);
+}
+
+/// A graph that fills scratch memory of the pool; nothing if there is no memory for it, or the capture is broken: whoever waits for the
+/// device asks beforehand whether a stream captures, and one may begin to in between.
+fn capture(pool: &PrivatePool, stream: &Stream) -> Option<(Graph, Range<u64>)> {
+    let capture = stream.begin_capture().unwrap();
+    let route = pool.allocator().capture(stream, pool).unwrap();
+    let range = match fill_scratch(pool.allocator(), stream) {
+        Ok(range) => Some(range),
+        Err(AllocError::OutOfMemory(_)) => None,
+        Err(AllocError::Device(error)) if error.kind == ErrorKind::Capture => None,
+        Err(error) => panic!("{error}"),
+    };
+    drop(route);
+    Some((capture.end().ok()?, range?))
+}
+
+fn fill_scratch(allocator: &Allocator, stream: &Stream) -> Result<Range<u64>, AllocError> {
+    let scratch = allocator.alloc(LARGE, stream)?;
+    stream.fill(scratch.ptr(), 7, 512)?;
+    Ok(scratch.ptr().range(LARGE))
+}
+
+#[test]
+fn a_pool_that_is_emptied_keeps_what_a_graph_uses() {
+    for options in ["", "backing:segments"] {
+        explore(options, |Setup { pool, streams: [one, two] }| {
+            drop(pool.alloc(LARGE, one).unwrap());
+            let (capturing, emptying, stream) = (pool.clone(), pool.clone(), two.clone());
+            let capture = thread::spawn(move || capture(&capturing, &stream));
+            let empty = thread::spawn(move || drop(emptying.empty_cache()));
+            let captured = capture.join().unwrap();
+            empty.join().unwrap();
+            if let Some((graph, _)) = captured {
+                graph.launch(two).unwrap();
+                two.synchronize().unwrap();
+            }
+        });
+    }
+}
+
+#[test]
+fn a_request_beside_a_capture_gets_nothing_that_the_graph_uses() {
+    explore("", |Setup { pool, streams: [one, two] }| {
+        let (capturing, asking) = (pool.clone(), pool.clone());
+        let (stream, other) = (two.clone(), one.clone());
+        let capture = thread::spawn(move || capture(&capturing, &stream));
+        let ask = thread::spawn(move || match asking.alloc(LARGE, &other) {
+            Ok(block) => Some(block),
+            Err(AllocError::OutOfMemory(_)) => None,
+            Err(error) => panic!("{error}"),
+        });
+        let (captured, block) = (capture.join().unwrap(), ask.join().unwrap());
+        if let (Some((_, used)), Some(block)) = (&captured, &block) {
+            let got = block.ptr().range(LARGE);
+            assert!(got.end <= used.start || used.end <= got.start, "{got:x?} is the graph's, who has {used:x?}");
+        }
+    });
+}
