@@ -222,8 +222,8 @@ pub struct Graph {
 
 impl Graph {
     /// Enqueues the graph's work on a stream. It comes after what memory that its capture allocated was used for before
-    /// ([`Launches::come_after`]), and after launches of other graphs that use the same memory ([`Launches::keep_order`]). What orders it with other streams' work on other buffers is a turn with them around this call
-    /// (`aquifer_allocator::Turn`).
+    /// ([`Launches::come_after`]), and after launches of other graphs that use the same memory ([`Launches::keep_order`]). What orders
+    /// it with other streams' work on other buffers is a turn with them around this call (`aquifer_allocator::Turn`).
     ///
     /// # Errors
     /// When the stream belongs to another device, and those of the driver.

@@ -158,16 +158,11 @@ impl Launches {
         !self.ours
     }
 
-    /// Whether there will be no launches any more: the graph was dropped, and so was every other that a launch of it was captured into.
-    /// Never known of graphs that somebody else captured.
+    /// Whether there will be no launches any more, as far as that is seen here: the graph was dropped, and so was every other that a launch
+    /// of it was captured into. Graphs that somebody else captured are taken to be over.
     pub fn is_over(&self) -> bool {
-        self.are_all_seen() && self.is_over_here()
-    }
-
-    /// As [`Launches::is_over`], but for graphs that somebody else captured: those are taken to be over.
-    pub fn is_over_here(&self) -> bool {
         let is_gone = !self.ours || self.gone.load(Ordering::Acquire);
-        is_gone && self.made.lock().within.iter().all(|outer| outer.is_over_here())
+        is_gone && self.made.lock().within.iter().all(|outer| outer.is_over())
     }
 
     /// The last launch on each stream, those left out that are known to be done; no driver call. `None` if launches are not seen

@@ -127,8 +127,8 @@ impl<B: Batch> Batch for Option<B> {
 /// more batch ahead, on the host. So neither a fast source nor a host that runs ahead of the device makes memory grow.
 ///
 /// **Errors and panics** arrive in the source's order, in the place of their batch. After an error, of the source or of sending a batch, the
-/// source is asked for its next batch; a panic, or the loss of the device, is the last item. **When it is dropped**, the thread ends as soon as the source gives back control;
-/// it is waited for unless it is in the source, which may take any time.
+/// source is asked for its next batch; a panic, or the loss of the device, is the last item. **When it is dropped**, the thread ends as soon
+/// as the source gives back control; it is waited for unless it is in the source, which may take any time.
 ///
 /// **While the allocator sleeps**, or is about to, no batch is sent, and none is lost: asking for one is
 /// [`aquifer_allocator::AllocError::Asleep`] until it has woken up.

@@ -74,7 +74,7 @@ impl Graphs {
 
 /// Whether a graph may still be launched, or runs, as far as that is seen here.
 fn is_alive(graph: &Arc<Launches>) -> bool {
-    !graph.is_over_here() || !graph.pending_here().is_empty()
+    !graph.is_over() || !graph.pending_here().is_empty()
 }
 
 /// Everything enqueued so far.
