@@ -1,34 +1,76 @@
-//! How many streams capture, where calls would break that.
+//! Which of two comes first: streams that capture, or calls that would break that.
+//!
+//! Invariant: while captures are held off none begins, and while a stream captures none are held off. So whoever asks and then makes
+//! such a call is not overtaken in between.
+//!
+//! The lock is a leaf. Beginning a capture waits for calls that hold it off, so nobody does that under a lock that these need: not that
+//! of a timeline.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use parking_lot::Mutex;
+use parking_lot::Mutex as Leaf;
 
 use crate::driver::Driver;
+use crate::sync::{Condvar, Mutex};
 
 /// The streams of a context that are known to capture. While there are any, nothing may wait for the device; while blocking ones
 /// do, nothing may be enqueued on the legacy stream. So drivers that make their calls in one context share this:
 /// [`crate::Driver::capturing_streams`].
 #[derive(Debug, Default)]
 pub struct CapturingStreams {
+    /// Changed under the lock of those who hold off, and read without.
     all: AtomicU32,
     blocking: AtomicU32,
+    holding_off: Mutex<HoldingOff>,
+    fewer: Condvar,
     /// Drivers whose devices are gone, and which must wait for the context to give back what they hold.
-    kept: Mutex<Vec<Arc<dyn Driver>>>,
+    kept: Leaf<Vec<Arc<dyn Driver>>>,
+}
+
+/// How many calls are under way that a capture would be broken by.
+#[derive(Debug, Default)]
+struct HoldingOff {
+    /// Those that wait for the device.
+    any: u32,
+    /// Those on the legacy stream.
+    blocking: u32,
 }
 
 impl CapturingStreams {
-    /// A stream captures from now on, which may be a blocking one.
+    /// A stream captures from now on, which may be a blocking one. Waits until nobody holds that off.
     pub(crate) fn enter(&self, blocking: bool) {
+        let mut holding_off = self.holding_off.lock();
+        while holding_off.any > 0 || (blocking && holding_off.blocking > 0) {
+            holding_off = self.fewer.wait(holding_off);
+        }
         self.all.fetch_add(1, Ordering::AcqRel);
         self.blocking.fetch_add(blocking.into(), Ordering::AcqRel);
     }
 
     /// It does not any more.
     pub(crate) fn leave(&self, blocking: bool) {
+        let _unchanged = self.holding_off.lock();
         self.all.fetch_sub(1, Ordering::AcqRel);
         self.blocking.fetch_sub(blocking.into(), Ordering::AcqRel);
+    }
+
+    /// Lets no stream begin to capture while the answer lives, unless one does already.
+    pub(crate) fn hold_off(&self) -> Option<HeldOff<'_>> {
+        let mut holding_off = self.holding_off.lock();
+        (!self.any()).then(|| {
+            holding_off.any += 1;
+            HeldOff(self)
+        })
+    }
+
+    /// As [`CapturingStreams::hold_off`], for blocking streams alone.
+    pub(crate) fn hold_off_blocking(&self) -> Option<BlockingHeldOff<'_>> {
+        let mut holding_off = self.holding_off.lock();
+        (self.blocking.load(Ordering::Acquire) == 0).then(|| {
+            holding_off.blocking += 1;
+            BlockingHeldOff(self)
+        })
     }
 
     /// Keeps a driver that nobody uses any more until no stream captures.
@@ -36,22 +78,37 @@ impl CapturingStreams {
         self.kept.lock().push(driver);
     }
 
-    /// Lets go of the drivers that were kept, unless a stream captures. They make driver calls.
-    pub(crate) fn let_go(&self) {
-        if !self.any() {
-            // Taken out first: no driver call is made under a lock.
-            let kept = std::mem::take(&mut *self.kept.lock());
-            drop(kept);
-        }
+    /// Lets go of the drivers that were kept. They make driver calls, which may wait for the device.
+    pub(crate) fn let_go(&self, _: &HeldOff<'_>) {
+        // Taken out first: no driver call is made under a lock.
+        let kept = std::mem::take(&mut *self.kept.lock());
+        drop(kept);
     }
 
     /// Whether any stream captures.
     pub(crate) fn any(&self) -> bool {
         self.all.load(Ordering::Acquire) > 0
     }
+}
 
-    /// Whether any blocking stream does.
-    pub(crate) fn any_blocking(&self) -> bool {
-        self.blocking.load(Ordering::Acquire) > 0
+/// No stream captures while this lives.
+#[derive(Debug)]
+pub(crate) struct HeldOff<'a>(&'a CapturingStreams);
+
+impl Drop for HeldOff<'_> {
+    fn drop(&mut self) {
+        self.0.holding_off.lock().any -= 1;
+        self.0.fewer.notify_all();
+    }
+}
+
+/// No blocking stream captures while this lives.
+#[derive(Debug)]
+pub(crate) struct BlockingHeldOff<'a>(&'a CapturingStreams);
+
+impl Drop for BlockingHeldOff<'_> {
+    fn drop(&mut self) {
+        self.0.holding_off.lock().blocking -= 1;
+        self.0.fewer.notify_all();
     }
 }

@@ -15,7 +15,7 @@ use std::sync::{Arc, Weak};
 use crossbeam::queue::SegQueue;
 use parking_lot::Mutex;
 
-use crate::capturing_streams::CapturingStreams;
+use crate::capturing_streams::{CapturingStreams, HeldOff};
 use crate::counted::Counted;
 use crate::driver::{DevicePtr, Driver, RawEvent, RawModule, RawPhysical, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
@@ -160,10 +160,15 @@ impl Context {
 
     /// Waits on the host until the device is idle; refused while a stream captures, because that would break the capture.
     pub(crate) fn synchronize(&self) -> Result<()> {
-        if self.is_capturing() {
-            return Err(DeviceError::new(Operation::Synchronize, Code::CAPTURE_UNSUPPORTED)
-                .with_detail("the device cannot be waited for while one of its streams captures"));
+        match self.capturing.hold_off() {
+            Some(held_off) => self.wait_for_all(&held_off),
+            None => Err(DeviceError::new(Operation::Synchronize, Code::CAPTURE_UNSUPPORTED)
+                .with_detail("the device cannot be waited for while one of its streams captures")),
         }
+    }
+
+    /// As [`Context::synchronize`], where captures are held off already.
+    pub(crate) fn wait_for_all(&self, _: &HeldOff<'_>) -> Result<()> {
         let timelines: Vec<Arc<Timeline>> = self.timelines.lock().iter().filter_map(Weak::upgrade).collect();
         let reached: Vec<u64> = timelines.iter().map(|timeline| timeline.begin_wait()).collect();
         self.driver.synchronize()?;
@@ -180,18 +185,18 @@ impl Context {
 
     /// Frees plain memory; refused while a stream captures, because the driver waits for the device first.
     pub(crate) fn free(&self, ptr: DevicePtr) -> Result<()> {
-        if self.is_capturing() {
+        let Some(_held_off) = self.capturing.hold_off() else {
             return Err(DeviceError::new(Operation::Free, Code::CAPTURE_UNSUPPORTED)
                 .with_detail("memory cannot be freed while a stream captures: freeing waits for the device"));
-        }
+        };
         self.driver.free(ptr)
     }
 
     /// Gives orphans back. What cannot go now stays one; while a stream captures that is all of them, because the device is waited
     /// for, which would break the capture.
     pub(crate) fn free_orphans(&self) {
-        if !self.is_capturing() {
-            self.capturing.let_go();
+        if let Some(held_off) = self.capturing.hold_off() {
+            self.capturing.let_go(&held_off);
             self.free_orphans_of(&self.orphans);
             self.free_unused_orphans();
         }
@@ -280,11 +285,12 @@ impl Drop for Context {
             self.condemned.push(raw);
         }
         self.destroy_condemned();
-        if self.is_capturing() {
-            self.capturing.keep(self.driver.shared());
-        } else {
-            self.capturing.let_go();
-            self.free_every_orphan();
+        match self.capturing.hold_off() {
+            None => self.capturing.keep(self.driver.shared()),
+            Some(held_off) => {
+                self.capturing.let_go(&held_off);
+                self.free_every_orphan();
+            }
         }
         DeviceLabel::close(self.device_id);
     }

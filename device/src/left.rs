@@ -96,9 +96,10 @@ impl LeftMemory {
     }
 
     fn free_asked(&self, context: &Context, goes_registered: impl Fn(&[Waiting]) -> bool) -> u64 {
-        if self.0.lock().is_empty() || context.is_capturing() {
+        if self.0.lock().is_empty() {
             return 0;
         }
+        let Some(_held_off) = context.capturing.hold_off() else { return 0 };
         let waiting = std::mem::take(&mut *self.0.lock());
         ask(&waiting);
         let registered_too = goes_registered(&waiting);
@@ -107,13 +108,14 @@ impl LeftMemory {
 
     /// Gives everything back; waits for the device if it may still use some. Returns how many bytes went.
     pub(crate) fn free_all(&self, context: &Context) -> u64 {
-        if self.0.lock().is_empty() || context.is_capturing() {
+        if self.0.lock().is_empty() {
             return 0;
         }
+        let Some(held_off) = context.capturing.hold_off() else { return 0 };
         let waiting = std::mem::take(&mut *self.0.lock());
         ask(&waiting);
         if !waiting.iter().all(Waiting::is_known_done)
-            && let Err(error) = context.synchronize()
+            && let Err(error) = context.wait_for_all(&held_off)
         {
             tracing::warn!(%error, "the device could not be waited for; page-locked memory that it may use stays");
         }

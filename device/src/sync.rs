@@ -4,14 +4,37 @@
 //! Locks that are leaves, under which nothing here waits or calls out, need no counterpart and stay parking_lot's.
 
 #[cfg(not(aquifer_shuttle))]
+pub(crate) use of_threads::Condvar;
+#[cfg(not(aquifer_shuttle))]
 pub(crate) use parking_lot::{Mutex, MutexGuard};
 #[cfg(not(aquifer_shuttle))]
 pub(crate) use std::sync::atomic;
 
 #[cfg(aquifer_shuttle)]
-pub(crate) use modelled::{Mutex, MutexGuard};
+pub(crate) use modelled::{Condvar, Mutex, MutexGuard};
 #[cfg(aquifer_shuttle)]
 pub(crate) use shuttle::sync::atomic;
+
+#[cfg(not(aquifer_shuttle))]
+mod of_threads {
+    use parking_lot::MutexGuard;
+
+    /// What threads wait for.
+    #[derive(Debug, Default)]
+    pub(crate) struct Condvar(parking_lot::Condvar);
+
+    impl Condvar {
+        /// Waits without the lock until somebody notifies, or for no reason.
+        pub(crate) fn wait<'a, T>(&self, mut guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+            self.0.wait(&mut guard);
+            guard
+        }
+
+        pub(crate) fn notify_all(&self) {
+            self.0.notify_all();
+        }
+    }
+}
 
 #[cfg(aquifer_shuttle)]
 mod modelled {
@@ -29,6 +52,20 @@ mod modelled {
 
         pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
             self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        }
+    }
+
+    /// A scheduled condition variable.
+    #[derive(Debug, Default)]
+    pub(crate) struct Condvar(shuttle::sync::Condvar);
+
+    impl Condvar {
+        pub(crate) fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+            self.0.wait(guard).unwrap_or_else(PoisonError::into_inner)
+        }
+
+        pub(crate) fn notify_all(&self) {
+            self.0.notify_all();
         }
     }
 }

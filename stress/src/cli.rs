@@ -228,12 +228,12 @@ Benchmarks; a pair is one allocation and one free:
   churn_100, churn_1000, churn_10000   so many live blocks of 512 B to 64 MiB (log-uniform); a random one is replaced
   churn_100000                         the same, 512 B to 1 MiB
   churn_1000000                        the same, 512 B to 64 KiB
-  threads1_hot, threads2_hot, threads4_hot
+  threads1_streams1, threads2_streams2, threads4_streams4
                                        threads on one allocator, each with a stream of its own, on which a block of 1 MiB is
                                        freed as soon as it is allocated; offset-allocator, which has no locks, has an
                                        instance per thread
-  threads1_streams1, threads2_streams2, threads4_streams4
-                                       the same with 100 live blocks of 512 B to 1 MiB each
+  threads1_churn, threads2_churn, threads4_churn
+                                       the same, with 100 live blocks of 512 B to 1 MiB each of which a random one is replaced
   handover                             one thread allocates 512 B to 1 MiB, another frees, through a ring of 256 places;
                                        offset-allocator is behind a lock
 JSON keys, per benchmark and allocator (aquifer and, in turns with it, the bare index offset-allocator):

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::{Kind, State, Timeline};
 use crate::capture::Scope;
+use crate::capturing_streams::BlockingHeldOff;
 use crate::driver::{CaptureStatus, Driver, DriverKind, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::atomic::Ordering;
@@ -51,8 +52,16 @@ impl Timeline {
         }
     }
 
-    /// Lets `begin` begin a capture. Under the lock, so that no event is recorded into it by mistake.
+    /// Lets `begin` begin a capture, once no call is under way that would break it. Under the lock, so that no event is recorded into
+    /// it by mistake.
     pub(crate) fn begin_capture(&self, scope: &Arc<Scope>, begin: impl FnOnce() -> Result<()>) -> Result<()> {
+        let blocking = self.kind == Kind::Blocking;
+        self.context.capturing.enter(blocking);
+        let begun = self.begin_capture_now(scope, begin);
+        begun.inspect_err(|_| self.context.capturing.leave(blocking))
+    }
+
+    fn begin_capture_now(&self, scope: &Arc<Scope>, begin: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut state = self.state.lock();
         if state.capture.is_some() {
             return Err(capture_error(Operation::BeginCapture, "the stream captures already"));
@@ -61,13 +70,24 @@ impl Timeline {
             return Err(capture_error(Operation::BeginCapture, BORROWED));
         }
         begin()?;
-        self.enter(&mut state, scope);
+        self.take_part(&mut state, scope);
         Ok(())
     }
 
     /// Lets `wait` make the stream wait for an event recorded in a capture, by which the stream joins the capture. What the driver answers
     /// once that has ended is not documented, so it is not asked.
     pub(crate) fn join_capture(self: &Arc<Self>, scope: &Arc<Scope>, wait: impl FnOnce() -> Result<()>) -> Result<()> {
+        let blocking = self.kind == Kind::Blocking;
+        self.context.capturing.enter(blocking);
+        let joined = self.join_capture_now(scope, wait);
+        if !matches!(joined, Ok(true)) {
+            self.context.capturing.leave(blocking);
+        }
+        joined.map(drop)
+    }
+
+    /// Whether the stream was not part of the capture before, and is now.
+    fn join_capture_now(self: &Arc<Self>, scope: &Arc<Scope>, wait: impl FnOnce() -> Result<()>) -> Result<bool> {
         let mut state = self.state.lock();
         if scope.is_over() {
             return Err(DeviceError::new(Operation::Wait, Code::CAPTURED_EVENT)
@@ -77,16 +97,16 @@ impl Timeline {
             return Err(capture_error(Operation::Wait, BORROWED));
         }
         wait()?;
-        if state.capture.is_none() && scope.join(self) {
-            self.enter(&mut state, scope);
+        let joins = state.capture.is_none() && scope.join(self);
+        if joins {
+            self.take_part(&mut state, scope);
         }
-        Ok(())
+        Ok(joins)
     }
 
-    fn enter(&self, state: &mut State, scope: &Arc<Scope>) {
+    fn take_part(&self, state: &mut State, scope: &Arc<Scope>) {
         state.capture = Some(scope.clone());
         self.serves.store(NO_DEVICE, Ordering::Release);
-        self.context.capturing.enter(self.kind == Kind::Blocking);
     }
 
     /// Ends the stream's part in a capture.
@@ -99,13 +119,15 @@ impl Timeline {
         }
     }
 
-    /// Refuses a call on the legacy stream that would break the capture of a blocking stream (T5).
-    pub(super) fn spare_captures(&self, raw: RawStream, operation: Operation) -> Result<()> {
-        let legacy = Kind::of_unknown(raw) == Kind::Legacy;
-        if legacy && self.context.capturing.any_blocking() {
-            return Err(capture_error(operation, "this would break the capture in progress on a blocking stream"));
+    /// Refuses a call on the legacy stream that would break the capture of a blocking stream (T5); none begins while the answer lives.
+    pub(super) fn spare_captures(&self, raw: RawStream, operation: Operation) -> Result<Option<BlockingHeldOff<'_>>> {
+        if Kind::of_unknown(raw) != Kind::Legacy {
+            return Ok(None);
         }
-        Ok(())
+        match self.context.capturing.hold_off_blocking() {
+            None => Err(capture_error(operation, "this would break the capture in progress on a blocking stream")),
+            held_off => Ok(held_off),
+        }
     }
 }
 

@@ -334,7 +334,7 @@ impl Timeline {
                  before it begins, order the stream after that (`Stream::wait_for`), or wait for it on the host",
             ));
         }
-        self.spare_captures(raw, Operation::Wait)?;
+        let _held_off = self.spare_captures(raw, Operation::Wait)?;
         self.refuse_unannounced_capture()?;
         let recorded = {
             let Some(mut state) = other.lock_unless_done(n) else { return Ok(()) };

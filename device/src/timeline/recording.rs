@@ -28,6 +28,7 @@ impl Timeline {
         let state = self.state.lock();
         // What is recorded in a capture that nobody made known would seem to cover what was enqueued before.
         self.refuse_unannounced(&state)?;
+        let _held_off = self.spare_captures(self.raw(), Operation::Record)?;
         let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
         record().map(|()| Recording { covers, clock: state.clock.clone(), capture: state.capture.clone() })
     }
@@ -54,30 +55,34 @@ impl Timeline {
             ));
         }
         self.refuse_unannounced(&state)?;
-        self.spare_captures(raw, operation)?;
+        let _held_off = self.spare_captures(raw, operation)?;
         state.borrowed += 1;
         drop(state);
         // Whatever happens in the driver.
         let _borrow = Borrow(self);
         enqueue(raw)?;
-        self.wait_for_work(raw, operation)
+        self.wait_for_work(raw)
     }
 
     /// Waits on the host until what was enqueued on the stream is done, in whatever way the driver lets it.
-    fn wait_for_work(&self, raw: RawStream, operation: Operation) -> Result<()> {
+    fn wait_for_work(&self, raw: RawStream) -> Result<()> {
         let reached = self.begin_wait();
         let driver = &self.context.driver;
         let mut waited = Ok(());
         for _ in 0..WAITS {
-            // A capture on a blocking stream that began meanwhile forbids to wait for the legacy stream; it ends some time.
-            waited = self.spare_captures(raw, operation).and_then(|()| driver.synchronize_stream(raw));
+            // A capture on a blocking stream that somebody else began forbids to wait for the legacy stream; it ends some time.
+            waited = driver.synchronize_stream(raw);
             match &waited {
                 Err(error) if error.kind == ErrorKind::Capture => std::thread::sleep(BETWEEN_WAITS),
                 _ => break,
             }
         }
         let waited = match waited {
-            Err(error) if !error.is_device_lost() => driver.synchronize(),
+            Err(error) if !error.is_device_lost() => {
+                // Even if that breaks a capture: the memory is not the device's any more.
+                let _held_off = self.context.capturing.hold_off();
+                driver.synchronize()
+            }
             waited => waited,
         };
         waited.inspect(|()| self.mark_done(reached))
@@ -143,7 +148,7 @@ impl Timeline {
         }
         self.refuse_unannounced(state)?;
         let on = if self.is_foreign() { RawStream::LEGACY } else { self.raw() };
-        self.spare_captures(on, Operation::Record)?;
+        let _held_off = self.spare_captures(on, Operation::Record)?;
         let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
         let event = self.context.record(on)?;
         let recorded = Recorded { covers, clock: state.clock.clone(), event };

@@ -270,6 +270,35 @@ fn t5_captures_begin_and_end_while_others_wait() {
     });
 }
 
+/// One thread captures while others make the calls that would break that: each comes before the capture, after it, or is refused.
+#[test]
+fn t5_no_capture_is_broken_by_calls_that_wait_for_the_device() {
+    explore(|| {
+        let world = World::new();
+        let one = world.device.create_stream_with(StreamFlags::default()).unwrap();
+        let event = world.device.create_event(false).unwrap();
+        let spare = world.device.alloc(CELL).unwrap();
+        join([
+            spawn(&world, move |world| {
+                let capture = one.begin_capture().unwrap();
+                world.fill(&one, 8);
+                capture.end().expect("nobody may break a capture");
+            }),
+            spawn(&world, move |world| {
+                for answer in
+                    [world.device.synchronize(), world.device.free(spare), event.record(world.device.default_stream())]
+                {
+                    if let Err(error) = answer {
+                        assert_eq!(error.kind, ErrorKind::Capture, "{error}");
+                    }
+                }
+                world.device.settle();
+            }),
+        ]);
+        world.assert_no_race();
+    });
+}
+
 #[test]
 fn t4_ticks_of_a_destroyed_stream_are_answered_whoever_else_asks() {
     explore(|| {

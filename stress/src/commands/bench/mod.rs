@@ -85,12 +85,12 @@ const BENCHMARKS: [Benchmark; 15] = [
     Benchmark::new("churn_10000", 1, 10_000, Sizes::between(512, 64 * MIB)),
     Benchmark::new("churn_100000", 1, 100_000, Sizes::between(512, MIB)),
     Benchmark::new("churn_1000000", 1, 1_000_000, Sizes::between(512, 64 * KIB)),
-    Benchmark::new("threads1_hot", 1, 1, Sizes::one(MIB)),
-    Benchmark::new("threads2_hot", 2, 1, Sizes::one(MIB)),
-    Benchmark::new("threads4_hot", 4, 1, Sizes::one(MIB)),
-    Benchmark::new("threads1_streams1", 1, 100, Sizes::between(512, MIB)),
-    Benchmark::new("threads2_streams2", 2, 100, Sizes::between(512, MIB)),
-    Benchmark::new("threads4_streams4", 4, 100, Sizes::between(512, MIB)),
+    Benchmark::new("threads1_streams1", 1, 1, Sizes::one(MIB)),
+    Benchmark::new("threads2_streams2", 2, 1, Sizes::one(MIB)),
+    Benchmark::new("threads4_streams4", 4, 1, Sizes::one(MIB)),
+    Benchmark::new("threads1_churn", 1, 100, Sizes::between(512, MIB)),
+    Benchmark::new("threads2_churn", 2, 100, Sizes::between(512, MIB)),
+    Benchmark::new("threads4_churn", 4, 100, Sizes::between(512, MIB)),
     Benchmark { kind: Kind::HandOver, ..Benchmark::new("handover", 2, handover::RING, Sizes::between(512, MIB)) },
 ];
 
