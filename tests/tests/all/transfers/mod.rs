@@ -1,6 +1,7 @@
 //! Transfers: random programs beside a model, faults, and named tests.
 
 mod batches;
+mod copies;
 mod op;
 mod pains;
 mod peers;

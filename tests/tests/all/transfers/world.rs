@@ -1,12 +1,11 @@
 //! Programs of transfers beside a model of what every buffer holds.
 
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use aquifer_allocator::DeviceBuffer;
 use aquifer_device::Stream;
 use aquifer_device::sim::Fault;
-use aquifer_transfer::{Pending, PinnedBuffer, Region, Spillable, Spiller, TransferError};
+use aquifer_transfer::{Pending, PinnedBuffer, Spillable, Spiller, TransferError};
 
 use super::op::{How, LENGTHS, Op};
 use super::{Bench, host, pattern};
@@ -30,26 +29,13 @@ pub(super) struct World {
     pub(super) on_peer: Vec<(DeviceBuffer<u8>, Content)>,
     pub(super) spiller: Spiller,
     pub(super) spillable: Vec<(Spillable<u8>, Content)>,
-    pinned: Vec<(PinnedBuffer<u8>, Content)>,
+    pub(super) pinned: Vec<(PinnedBuffer<u8>, Content)>,
     begun: VecDeque<Begun>,
     /// Whole buffers that were uploaded, which counters must tell beside others: how many, and their bytes.
-    uploaded: (u64, u64),
+    pub(super) uploaded: (u64, u64),
     /// Forgotten transfers keep what they own.
     forgotten: bool,
     pub(super) faults: bool,
-}
-
-/// Something that lends no slice, but panics.
-struct Panicking(usize);
-
-impl AsRef<[u8]> for Panicking {
-    fn as_ref(&self) -> &[u8] {
-        // The calling thread may look at it; threads of the runtime have names.
-        match std::thread::current().name() {
-            Some(name) if name.starts_with("aquifer") => panic!("the source panics"),
-            _ => &[7; 300_000][..self.0],
-        }
-    }
 }
 
 impl World {
@@ -94,7 +80,7 @@ impl World {
     }
 
     /// A device buffer and a page-locked one of the same length.
-    fn pair(&self, device: usize, pinned: usize) -> Option<(usize, usize)> {
+    pub(super) fn pair(&self, device: usize, pinned: usize) -> Option<(usize, usize)> {
         let device = pick(&self.devices, device)?;
         let len = host(self.devices[device].0.len());
         let fitting: Vec<usize> = (0..self.pinned.len()).filter(|&index| self.pinned[index].0.len() == len).collect();
@@ -103,19 +89,8 @@ impl World {
 
     pub(super) fn step(&mut self, op: &Op) {
         match op.clone() {
-            Op::NewDevice(length) => {
-                let alloc = self.bench.transfer.allocator().alloc_buffer(LENGTHS[length] as u64, &self.streams[0]);
-                if let Some(buffer) = self.done(alloc.map_err(TransferError::from)) {
-                    let content = (LENGTHS[length] == 0).then(Vec::new);
-                    self.devices.push((buffer, content));
-                }
-            }
-            Op::NewPinned(length, seed) => {
-                let bytes = pattern(seed, LENGTHS[length]);
-                if let Some(buffer) = self.done(self.bench.transfer.pinned().alloc_from(&bytes)) {
-                    self.pinned.push((buffer, Some(bytes)));
-                }
-            }
+            Op::NewDevice(length) => self.new_device(length),
+            Op::NewPinned(length, seed) => self.new_pinned(length, seed),
             Op::DropDevice(index) => {
                 if let Some(index) = pick(&self.devices, index) {
                     self.devices.swap_remove(index);
@@ -126,108 +101,20 @@ impl World {
                     self.pinned.swap_remove(index);
                 }
             }
-            Op::Write(index, seed) => {
-                let Some(index) = pick(&self.pinned, index) else { return };
-                let (buffer, content) = &mut self.pinned[index];
-                let bytes = pattern(seed, buffer.len());
-                let written = buffer.write().map(|memory| memory.copy_from_slice(&bytes));
-                *content = if written.is_ok() { Some(bytes) } else { content.take() };
-                self.done(written);
-            }
-            Op::Read(index) => {
-                let Some(index) = pick(&self.pinned, index) else { return };
-                let (buffer, content) = &self.pinned[index];
-                if let (Some(bytes), Some(content)) = (self.done(buffer.read()), content) {
-                    assert!(bytes == content, "page-locked memory {index} differs");
-                }
-            }
-            Op::Upload { pinned, device, on } => {
-                let Some((device, pinned)) = self.pair(device, pinned) else { return };
-                let transfer = self.on(on);
-                let ((buffer, content), (source, bytes)) = (&mut self.devices[device], &self.pinned[pinned]);
-                let begun = transfer.upload(source, buffer);
-                *content = begun.is_ok().then(|| bytes.clone()).flatten();
-                note(&mut self.uploaded, begun.is_ok(), buffer.len());
-                self.begin(begun.map(Begun::Nothing));
-            }
-            Op::Download { device, pinned, on } => {
-                let Some((device, pinned)) = self.pair(device, pinned) else { return };
-                let transfer = self.on(on);
-                let ((buffer, bytes), (target, content)) = (&self.devices[device], &mut self.pinned[pinned]);
-                let begun = transfer.download(buffer, target);
-                *content = begun.is_ok().then(|| bytes.clone()).flatten();
-                self.begin(begun.map(Begun::Nothing));
-            }
-            Op::Copy { from, to } => {
-                let (Some(from), Some(to)) = (pick(&self.devices, from), pick(&self.devices, to)) else { return };
-                let (source, bytes) = self.devices[from].clone();
-                let (target, content) = &mut self.devices[to];
-                if from == to || source.len() != target.len() {
-                    return;
-                }
-                let begun = self.bench.transfer.copy(&source, target);
-                *content = begun.is_ok().then_some(bytes).flatten();
-                self.begin(begun.map(Begun::Nothing));
-            }
-            Op::Fill { device, value } => {
-                let Some(device) = pick(&self.devices, device) else { return };
-                let (buffer, content) = &mut self.devices[device];
-                let begun = self.bench.transfer.fill(buffer, value);
-                *content = begun.is_ok().then(|| vec![value; host(buffer.len())]);
-                self.begin(begun.map(Begun::Nothing));
-            }
-            Op::FromVec { device, seed } => {
-                let Some(device) = pick(&self.devices, device) else { return };
-                let (buffer, content) = &mut self.devices[device];
-                let bytes = pattern(seed, host(buffer.len()));
-                let begun = self.bench.transfer.upload_from(bytes.clone(), buffer);
-                // Threads may still meet a fault, or be told that it was cancelled: known once it was waited for.
-                *content = (begun.is_ok() && !self.faults).then_some(bytes);
-                note(&mut self.uploaded, begun.is_ok(), buffer.len());
-                self.begin(begun.map(Begun::Nothing));
-            }
-            Op::ToDevice { length, seed, then } => {
-                let bytes = pattern(seed, LENGTHS[length]);
-                let begun = self.bench.transfer.to_device(bytes.clone(), &self.streams[0]);
-                note(&mut self.uploaded, begun.is_ok(), bytes.len() as u64);
-                let stream = &self.streams[1];
-                let given =
-                    begun.and_then(|begun| if then { begun.then(stream, |_, buffer| buffer) } else { begun.wait() });
-                if let Some(buffer) = self.done(given) {
-                    self.devices.push((buffer, (!self.faults || !then).then_some(bytes)));
-                }
-            }
-            Op::ToVec(device) => {
-                let Some(device) = pick(&self.devices, device) else { return };
-                let (buffer, content) = &self.devices[device];
-                let content = content.clone();
-                let begun = self.bench.transfer.to_vec(buffer);
-                self.begin(begun.map(|begun| Begun::Bytes(begun, content)));
-            }
-            Op::ToHost(device) => {
-                let Some(device) = pick(&self.devices, device) else { return };
-                let (buffer, content) = &self.devices[device];
-                let content = content.clone();
-                let begun = self.bench.transfer.to_host(buffer);
-                self.begin(begun.map(|begun| Begun::Host(begun, content)));
-            }
+            Op::Write(index, seed) => self.write(index, seed),
+            Op::Read(index) => self.read(index),
+            Op::Upload { pinned, device, on } => self.upload(pinned, device, on),
+            Op::Download { device, pinned, on } => self.download(device, pinned, on),
+            Op::Copy { from, to } => self.copy(from, to),
+            Op::Fill { device, value } => self.fill(device, value),
+            Op::FromVec { device, seed } => self.upload_from(device, seed),
+            Op::ToDevice { length, seed, then } => self.begin_to_device(length, seed, then),
+            Op::ToVec(device) => self.begin_to_vec(device),
+            Op::ToHost(device) => self.begin_to_host(device),
             Op::Rows { pinned, device, width } => self.rows(pinned, device, width),
             Op::Batch { devices, seed } => self.batch(&devices, seed),
             Op::Scope { device, seed, panics } => self.scope(device, seed, panics),
-            Op::Panics(device) => {
-                let Some(device) = pick(&self.devices, device) else { return };
-                let (buffer, content) = &mut self.devices[device];
-                let begun = self.bench.transfer.upload_from(Panicking(host(buffer.len())), buffer);
-                let small = buffer.len() <= 256 << 10;
-                *content = (small && begun.is_ok()).then(|| vec![7; host(buffer.len())]);
-                if let Some(begun) = self.done(begun) {
-                    match begun.wait() {
-                        Ok(()) => assert!(small || self.faults),
-                        Err(TransferError::Panicked { message, .. }) => assert!(message.contains("the source panics")),
-                        Err(error) => assert!(self.faults, "{error}"),
-                    }
-                }
-            }
+            Op::Panics(device) => self.upload_panicking(device),
             Op::Finish { pending, how } => {
                 let Some(index) = (!self.begun.is_empty()).then(|| pending % self.begun.len()) else { return };
                 if let Some(begun) = self.begun.remove(index) {
@@ -270,7 +157,7 @@ impl World {
         }
     }
 
-    fn on(&self, on: Option<usize>) -> aquifer_transfer::Transfer {
+    pub(super) fn on(&self, on: Option<usize>) -> aquifer_transfer::Transfer {
         match on {
             Some(stream) => self.bench.transfer.on(&self.streams[stream]).unwrap(),
             None => self.bench.transfer.clone(),
@@ -324,27 +211,6 @@ impl World {
         }
     }
 
-    /// Every other byte of rows, from page-locked memory.
-    fn rows(&mut self, pinned: usize, device: usize, width: u64) {
-        let Some((device, pinned)) = self.pair(device, pinned) else { return };
-        let ((buffer, content), (source, bytes)) = (&mut self.devices[device], &self.pinned[pinned]);
-        let (pitch, len) = (2 * width, buffer.len());
-        let height = len / pitch;
-        let region = Region { extents: &[height, width], from_strides: &[pitch, 1], to_strides: &[pitch, 1] };
-        let begun = self.bench.transfer.upload_region(source, buffer, &region);
-        *content = match (begun.is_ok(), content.take(), bytes) {
-            (true, Some(mut content), Some(bytes)) => {
-                for row in 0..height {
-                    let range = host(row * pitch)..host(row * pitch + width);
-                    content[range.clone()].copy_from_slice(&bytes[range]);
-                }
-                Some(content)
-            }
-            _ => None,
-        };
-        self.begin(begun.map(Begun::Nothing));
-    }
-
     /// Uploads the heads of some buffers together, and reads all of them back.
     fn batch(&mut self, devices: &[usize], seed: u64) {
         let mut batch = self.bench.transfer.batch();
@@ -388,36 +254,6 @@ impl World {
         }
     }
 
-    /// Copies borrowed memory there and back; the scope may panic after it began.
-    fn scope(&mut self, device: usize, seed: u64, panics: bool) {
-        let Some(device) = pick(&self.devices, device) else { return };
-        let (buffer, content) = &mut self.devices[device];
-        let input = pattern(seed, host(buffer.len()));
-        let mut output = vec![0; input.len()];
-        let transfer = &self.bench.transfer;
-        let scoped = catch_unwind(AssertUnwindSafe(|| {
-            transfer.scope(|scope| {
-                scope.upload(&input, buffer)?;
-                scope.download(buffer, &mut output)?;
-                assert!(!panics, "as asked");
-                Ok(())
-            })
-        }));
-        *content = match &scoped {
-            Ok(Ok(())) => Some(input.clone()),
-            _ if !self.faults => Some(input.clone()),
-            _ => None,
-        };
-        match scoped {
-            Ok(result) => {
-                if self.done(result).is_some() {
-                    assert!(!panics && input == output, "what a scope brought back differs");
-                }
-            }
-            Err(_) => assert!(panics),
-        }
-    }
-
     fn check(&mut self, device: usize) {
         let (buffer, content) = &self.devices[device];
         let bytes = self.done(self.bench.transfer.to_vec(buffer).and_then(Pending::wait));
@@ -446,13 +282,6 @@ impl World {
             bench.finish();
             peer.finish();
         }
-    }
-}
-
-/// Counts an upload that was begun, if there was anything to upload.
-fn note(uploaded: &mut (u64, u64), begun: bool, bytes: u64) {
-    if begun && bytes > 0 {
-        *uploaded = (uploaded.0 + 1, uploaded.1 + bytes);
     }
 }
 

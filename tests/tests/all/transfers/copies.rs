@@ -1,0 +1,219 @@
+//! Steps with copies: of each kind, between device memory, page-locked memory, ordinary memory and borrowed memory.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use aquifer_transfer::{Region, TransferError};
+
+use super::op::LENGTHS;
+use super::world::{Begun, World, pick};
+use super::{host, pattern};
+
+/// Something that lends no slice, but panics.
+struct Panicking(usize);
+
+impl AsRef<[u8]> for Panicking {
+    fn as_ref(&self) -> &[u8] {
+        // The calling thread may look at it; threads of the runtime have names.
+        match std::thread::current().name() {
+            Some(name) if name.starts_with("aquifer") => panic!("the source panics"),
+            _ => &[7; 300_000][..self.0],
+        }
+    }
+}
+
+impl World {
+    /// A new buffer of device memory.
+    pub(super) fn new_device(&mut self, length: usize) {
+        let alloc = self.bench.transfer.allocator().alloc_buffer(LENGTHS[length] as u64, &self.streams[0]);
+        if let Some(buffer) = self.done(alloc.map_err(TransferError::from)) {
+            let content = (LENGTHS[length] == 0).then(Vec::new);
+            self.devices.push((buffer, content));
+        }
+    }
+
+    /// A new buffer of page-locked memory.
+    pub(super) fn new_pinned(&mut self, length: usize, seed: u64) {
+        let bytes = pattern(seed, LENGTHS[length]);
+        if let Some(buffer) = self.done(self.bench.transfer.pinned().alloc_from(&bytes)) {
+            self.pinned.push((buffer, Some(bytes)));
+        }
+    }
+
+    /// The host writes page-locked memory.
+    pub(super) fn write(&mut self, index: usize, seed: u64) {
+        let Some(index) = pick(&self.pinned, index) else { return };
+        let (buffer, content) = &mut self.pinned[index];
+        let bytes = pattern(seed, buffer.len());
+        let written = buffer.write().map(|memory| memory.copy_from_slice(&bytes));
+        *content = if written.is_ok() { Some(bytes) } else { content.take() };
+        self.done(written);
+    }
+
+    /// The host reads page-locked memory.
+    pub(super) fn read(&mut self, index: usize) {
+        let Some(index) = pick(&self.pinned, index) else { return };
+        let (buffer, content) = &self.pinned[index];
+        if let (Some(bytes), Some(content)) = (self.done(buffer.read()), content) {
+            assert!(bytes == content, "page-locked memory {index} differs");
+        }
+    }
+
+    /// From page-locked memory to the device.
+    pub(super) fn upload(&mut self, pinned: usize, device: usize, on: Option<usize>) {
+        let Some((device, pinned)) = self.pair(device, pinned) else { return };
+        let transfer = self.on(on);
+        let ((buffer, content), (source, bytes)) = (&mut self.devices[device], &self.pinned[pinned]);
+        let begun = transfer.upload(source, buffer);
+        *content = begun.is_ok().then(|| bytes.clone()).flatten();
+        note(&mut self.uploaded, begun.is_ok(), buffer.len());
+        self.begin(begun.map(Begun::Nothing));
+    }
+
+    /// From the device to page-locked memory.
+    pub(super) fn download(&mut self, device: usize, pinned: usize, on: Option<usize>) {
+        let Some((device, pinned)) = self.pair(device, pinned) else { return };
+        let transfer = self.on(on);
+        let ((buffer, bytes), (target, content)) = (&self.devices[device], &mut self.pinned[pinned]);
+        let begun = transfer.download(buffer, target);
+        *content = begun.is_ok().then(|| bytes.clone()).flatten();
+        self.begin(begun.map(Begun::Nothing));
+    }
+
+    /// From buffer to buffer on the device.
+    pub(super) fn copy(&mut self, from: usize, to: usize) {
+        let (Some(from), Some(to)) = (pick(&self.devices, from), pick(&self.devices, to)) else { return };
+        let (source, bytes) = self.devices[from].clone();
+        let (target, content) = &mut self.devices[to];
+        if from == to || source.len() != target.len() {
+            return;
+        }
+        let begun = self.bench.transfer.copy(&source, target);
+        *content = begun.is_ok().then_some(bytes).flatten();
+        self.begin(begun.map(Begun::Nothing));
+    }
+
+    /// One value everywhere.
+    pub(super) fn fill(&mut self, device: usize, value: u8) {
+        let Some(device) = pick(&self.devices, device) else { return };
+        let (buffer, content) = &mut self.devices[device];
+        let begun = self.bench.transfer.fill(buffer, value);
+        *content = begun.is_ok().then(|| vec![value; host(buffer.len())]);
+        self.begin(begun.map(Begun::Nothing));
+    }
+
+    /// From ordinary memory that is handed over.
+    pub(super) fn upload_from(&mut self, device: usize, seed: u64) {
+        let Some(device) = pick(&self.devices, device) else { return };
+        let (buffer, content) = &mut self.devices[device];
+        let bytes = pattern(seed, host(buffer.len()));
+        let begun = self.bench.transfer.upload_from(bytes.clone(), buffer);
+        // Threads may still meet a fault, or be told that it was cancelled: known once it was waited for.
+        *content = (begun.is_ok() && !self.faults).then_some(bytes);
+        note(&mut self.uploaded, begun.is_ok(), buffer.len());
+        self.begin(begun.map(Begun::Nothing));
+    }
+
+    /// From ordinary memory to a new buffer, which another stream may take over.
+    pub(super) fn begin_to_device(&mut self, length: usize, seed: u64, then: bool) {
+        let bytes = pattern(seed, LENGTHS[length]);
+        let begun = self.bench.transfer.to_device(bytes.clone(), &self.streams[0]);
+        note(&mut self.uploaded, begun.is_ok(), bytes.len() as u64);
+        let stream = &self.streams[1];
+        let given = begun.and_then(|begun| if then { begun.then(stream, |_, buffer| buffer) } else { begun.wait() });
+        if let Some(buffer) = self.done(given) {
+            self.devices.push((buffer, (!self.faults || !then).then_some(bytes)));
+        }
+    }
+
+    /// From the device to ordinary memory.
+    pub(super) fn begin_to_vec(&mut self, device: usize) {
+        let Some(device) = pick(&self.devices, device) else { return };
+        let (buffer, content) = &self.devices[device];
+        let content = content.clone();
+        let begun = self.bench.transfer.to_vec(buffer);
+        self.begin(begun.map(|begun| Begun::Bytes(begun, content)));
+    }
+
+    /// From the device to new page-locked memory.
+    pub(super) fn begin_to_host(&mut self, device: usize) {
+        let Some(device) = pick(&self.devices, device) else { return };
+        let (buffer, content) = &self.devices[device];
+        let content = content.clone();
+        let begun = self.bench.transfer.to_host(buffer);
+        self.begin(begun.map(|begun| Begun::Host(begun, content)));
+    }
+
+    /// From a source that panics where threads of the runtime look at it.
+    pub(super) fn upload_panicking(&mut self, device: usize) {
+        let Some(device) = pick(&self.devices, device) else { return };
+        let (buffer, content) = &mut self.devices[device];
+        let begun = self.bench.transfer.upload_from(Panicking(host(buffer.len())), buffer);
+        let small = buffer.len() <= 256 << 10;
+        *content = (small && begun.is_ok()).then(|| vec![7; host(buffer.len())]);
+        if let Some(begun) = self.done(begun) {
+            match begun.wait() {
+                Ok(()) => assert!(small || self.faults),
+                Err(TransferError::Panicked { message, .. }) => assert!(message.contains("the source panics")),
+                Err(error) => assert!(self.faults, "{error}"),
+            }
+        }
+    }
+
+    /// Every other byte of rows, from page-locked memory.
+    pub(super) fn rows(&mut self, pinned: usize, device: usize, width: u64) {
+        let Some((device, pinned)) = self.pair(device, pinned) else { return };
+        let ((buffer, content), (source, bytes)) = (&mut self.devices[device], &self.pinned[pinned]);
+        let (pitch, len) = (2 * width, buffer.len());
+        let height = len / pitch;
+        let region = Region { extents: &[height, width], from_strides: &[pitch, 1], to_strides: &[pitch, 1] };
+        let begun = self.bench.transfer.upload_region(source, buffer, &region);
+        *content = match (begun.is_ok(), content.take(), bytes) {
+            (true, Some(mut content), Some(bytes)) => {
+                for row in 0..height {
+                    let range = host(row * pitch)..host(row * pitch + width);
+                    content[range.clone()].copy_from_slice(&bytes[range]);
+                }
+                Some(content)
+            }
+            _ => None,
+        };
+        self.begin(begun.map(Begun::Nothing));
+    }
+
+    /// Copies borrowed memory there and back; the scope may panic after it began.
+    pub(super) fn scope(&mut self, device: usize, seed: u64, panics: bool) {
+        let Some(device) = pick(&self.devices, device) else { return };
+        let (buffer, content) = &mut self.devices[device];
+        let input = pattern(seed, host(buffer.len()));
+        let mut output = vec![0; input.len()];
+        let transfer = &self.bench.transfer;
+        let scoped = catch_unwind(AssertUnwindSafe(|| {
+            transfer.scope(|scope| {
+                scope.upload(&input, buffer)?;
+                scope.download(buffer, &mut output)?;
+                assert!(!panics, "as asked");
+                Ok(())
+            })
+        }));
+        *content = match &scoped {
+            Ok(Ok(())) => Some(input.clone()),
+            _ if !self.faults => Some(input.clone()),
+            _ => None,
+        };
+        match scoped {
+            Ok(result) => {
+                if self.done(result).is_some() {
+                    assert!(!panics && input == output, "what a scope brought back differs");
+                }
+            }
+            Err(_) => assert!(panics),
+        }
+    }
+}
+
+/// Counts an upload that was begun, if there was anything to upload.
+fn note(uploaded: &mut (u64, u64), begun: bool, bytes: u64) {
+    if begun && bytes > 0 {
+        *uploaded = (uploaded.0 + 1, uploaded.1 + bytes);
+    }
+}
