@@ -270,7 +270,7 @@ impl Allocator {
         let tag = if special & special::SPANS != 0 { Tag::of_span() } else { self.inner.scope_tag() };
         let kind = self.inner.classes.pool(size);
         loop {
-            let private = if special & special::ROUTED != 0 { self.route(stream) } else { None };
+            let private = if special & special::ROUTED != 0 { self.route_and_note(stream) } else { None };
             let private = private.map(|numbers| numbers[kind as usize]);
             if private.is_none() {
                 refuse_capture(stream)?;

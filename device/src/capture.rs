@@ -75,7 +75,7 @@ impl Capture {
         self.stream.timeline().end_capture(&self.scope);
         self.scope.end().iter().for_each(|joined| joined.end_capture(&self.scope));
         self.scope.launches.cover();
-        graph.inspect_err(|_| self.scope.launches.note_gone())
+        graph.inspect_err(|_| drop(self.scope.launches.note_gone()))
     }
 }
 
@@ -240,7 +240,7 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        self.launches.note_gone();
+        let _kept_until_then = self.launches.note_gone();
         if let Err(error) = self.context.driver.destroy_graph(self.raw) {
             tracing::debug!(%error, "a graph could not be destroyed");
         }

@@ -22,6 +22,7 @@ use crate::error::{Code, DeviceError, Operation, Result};
 use crate::label::DeviceLabel;
 use crate::left::Left;
 use crate::timeline::Timeline;
+use crate::waits::Waits;
 
 /// What is to be given back later.
 #[derive(Debug)]
@@ -78,6 +79,7 @@ pub(crate) struct Context {
     pub(crate) capturing: Arc<CapturingStreams>,
     /// Those of all its streams.
     timelines: Mutex<Vec<Weak<Timeline>>>,
+    pub(crate) waits: Arc<Waits>,
 }
 
 static NEXT_DEVICE: AtomicU32 = AtomicU32::new(0);
@@ -99,6 +101,7 @@ impl Context {
             waits_inserted: AtomicU64::new(0),
             capturing,
             timelines: Mutex::default(),
+            waits: Arc::default(),
         })
     }
 
@@ -169,10 +172,12 @@ impl Context {
 
     /// As [`Context::synchronize`], where captures are held off already.
     pub(crate) fn wait_for_all(&self, _: &HeldOff<'_>) -> Result<()> {
+        let wait = self.waits.begin();
         let timelines: Vec<Arc<Timeline>> = self.timelines.lock().iter().filter_map(Weak::upgrade).collect();
         let reached: Vec<u64> = timelines.iter().map(|timeline| timeline.begin_wait()).collect();
         self.driver.synchronize()?;
         timelines.iter().zip(reached).for_each(|(timeline, reached)| timeline.mark_done(reached));
+        self.waits.end(wait);
         Ok(())
     }
 

@@ -20,6 +20,7 @@ use crate::label::DeviceLabel;
 use crate::left::{Left, LeftMemory};
 use crate::stream::{ExternalStream, Stream};
 use crate::timeline::{Kind, Owner, Retired, Tick, Timeline};
+use crate::waits::WaitMark;
 
 /// One device. Cloning gives another handle of the same device.
 ///
@@ -209,6 +210,22 @@ impl Device {
     /// Those of the driver.
     pub fn create_event(&self, timing: bool) -> Result<Event> {
         Event::new(self.0.context.clone(), timing)
+    }
+
+    /// All work that is enqueued by now, on streams that this handle knows nothing of, too: a tick for when nobody can say on which stream
+    /// something ran. It passes when the device is waited for. No driver call.
+    ///
+    /// ```
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let mark = device.wait_mark();
+    /// assert!(!mark.is_passed());
+    /// device.synchronize()?;
+    /// assert!(mark.is_passed());
+    /// # Ok::<(), aquifer_device::DeviceError>(())
+    /// ```
+    pub fn wait_mark(&self) -> WaitMark {
+        self.0.context.waits.mark()
     }
 
     /// Waits on the host until the device is idle. The ticks until now of all its streams are known to be done then.

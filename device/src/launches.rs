@@ -6,6 +6,7 @@
 //! Locks: an order's, by address where there are several, before those of timelines; it is held for a launch. That of a graph's launches is a
 //! leaf, but for those of the graphs that it was launched into; those were captured later.
 
+use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -51,7 +52,11 @@ struct Made {
     after: Vec<Tick>,
     /// Those that launches keep with other graphs.
     orders: Vec<Arc<LaunchOrder>>,
+    kept: Vec<Kept>,
 }
+
+/// What a graph keeps: [`Launches::keep`].
+pub(crate) type Kept = Arc<dyn Any + Send + Sync>;
 
 /// What graphs share that are launched one after the other, on whichever streams, because they use the same memory:
 /// [`Launches::keep_order`].
@@ -92,6 +97,17 @@ impl Launches {
         }
     }
 
+    /// Keeps something until the graph is dropped, and those that its launches are captured into: what it uses, or who has that. Launches
+    /// may not be done then. Call it during the capture. Nothing is kept for a graph that somebody else captured, as nobody here
+    /// knows how long it is launched.
+    pub fn keep(&self, what: &Arc<dyn Any + Send + Sync>) {
+        let mut made = self.made.lock();
+        let is_over = !self.ours || self.gone.load(Ordering::Acquire);
+        if !is_over && !made.kept.iter().any(|known| Arc::ptr_eq(known, what)) {
+            made.kept.push(what.clone());
+        }
+    }
+
     /// What launches come after, without what is known to be done.
     fn after(&self) -> Vec<Tick> {
         let mut made = self.made.lock();
@@ -122,6 +138,7 @@ impl Launches {
         self.after().into_iter().for_each(|tick| outer.come_after(tick));
         let mut made = self.made.lock();
         made.orders.iter().for_each(|order| outer.keep_order(order));
+        made.kept.iter().for_each(|what| outer.keep(what));
         // Before it is made: after a failure, too, part of it may be there.
         if !made.within.iter().any(|known| Arc::ptr_eq(known, outer)) {
             made.within.push(outer.clone());
@@ -148,9 +165,11 @@ impl Launches {
         launched
     }
 
-    /// Notes that the graph is launched no more.
-    pub(crate) fn note_gone(&self) {
+    /// Notes that the graph is launched no more. The answer is what it kept, to be dropped without a lock, and after the graph.
+    pub(crate) fn note_gone(&self) -> Vec<Kept> {
+        let mut made = self.made.lock();
         self.gone.store(true, Ordering::Release);
+        std::mem::take(&mut made.kept)
     }
 
     /// Whether launches are not seen here, because somebody else captured the graph ([`Stream::announce_capture`]).

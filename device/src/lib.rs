@@ -29,6 +29,7 @@ mod stream;
 mod sync;
 mod timeline;
 mod unavailable;
+mod waits;
 
 pub use capture::{AnnouncedCapture, Capture, Graph};
 pub use capturing_streams::CapturingStreams;
@@ -49,3 +50,4 @@ pub use physical::{HandleKind, PhysicalOptions};
 pub use stream::{ExternalStream, Stream};
 pub use timeline::{Clock, Tick, Timeline};
 pub use unavailable::Unavailable;
+pub use waits::WaitMark;

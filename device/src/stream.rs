@@ -324,7 +324,11 @@ impl Stream {
     /// The launches of the graph that the stream is captured into; `None` unless it is known to capture, or to have joined a
     /// capture. No driver call.
     pub fn launches_of_capture(&self) -> Option<Arc<Launches>> {
-        self.0.timeline.capture().map(|scope| scope.launches.clone())
+        let timeline = &self.0.timeline;
+        if timeline.device_id_unless_capturing() == timeline.device_id() {
+            return None;
+        }
+        timeline.capture().map(|scope| scope.launches.clone())
     }
 
     /// Whether the stream is known to capture, or to have joined a capture. No driver call.

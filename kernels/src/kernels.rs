@@ -3,6 +3,7 @@
 //! Every operation goes the same way: operands are checked ([`Check`]), the stream takes its turn with their memory, and the
 //! declared kernels are launched. Operations are in files of their own, each with its declaration and its method.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
@@ -127,7 +128,7 @@ impl fmt::Debug for Kernels {
 
 /// A stream in its turn: launches go through here.
 pub(crate) struct Enqueue<'a> {
-    kernels: &'a Inner,
+    kernels: &'a Arc<Inner>,
     stream: &'a Stream,
     _turn: Turn<'a>,
 }
@@ -135,6 +136,7 @@ pub(crate) struct Enqueue<'a> {
 impl Enqueue<'_> {
     /// Launches a kernel with the arguments that it declares.
     pub(crate) fn launch(&self, kernel: &'static Kernel, args: Vec<KernelArg>) -> Result<(), KernelError> {
+        self.keep_for_graph();
         let module = self.kernels.modules[kernel.module as usize];
         let mut launch = kernel.launch(Some(module), args, self.kernels.processors)?;
         if self.kernels.device.info().kind != DriverKind::Simulated {
@@ -145,6 +147,14 @@ impl Enqueue<'_> {
         #[allow(unsafe_code, reason = "launching is a promise, and here is where this crate makes it")]
         unsafe { self.stream.launch(&launch) }?;
         Ok(())
+    }
+
+    /// A graph uses the code whenever it is launched.
+    fn keep_for_graph(&self) {
+        if let Some(launches) = self.stream.launches_of_capture() {
+            let kernels: Arc<dyn Any + Send + Sync> = self.kernels.clone();
+            launches.keep(&kernels);
+        }
     }
 
     pub(crate) fn stream(&self) -> &Stream {

@@ -1,5 +1,6 @@
 //! Which backing an allocator has, and why memory comes in segments where it does.
 
+pub(crate) mod headroom;
 pub(crate) mod paged;
 pub(crate) mod segments;
 

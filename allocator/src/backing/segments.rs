@@ -9,6 +9,7 @@
 use aquifer_device::{DevicePtr, ErrorKind};
 
 use crate::allocator::Allocator;
+use crate::backing::headroom::{ASKS, Room};
 use crate::error::AllocError;
 use crate::heap::{Block, BlockId, Heap, Key, Region, kind_of};
 use crate::history::{Action, Subject};
@@ -53,18 +54,12 @@ impl Allocator {
     /// Takes a segment for the request from the device and serves the request from it.
     pub(crate) fn grow_segment(&self, request: &Request) -> Result<Growth, AllocError> {
         let bytes = self.segment_bytes(request.size);
-        if !self.has_headroom(bytes)? {
-            return Ok(Growth::Refused(Refusal::Headroom));
+        if let Some(refusal) = self.begin_growing(bytes)? {
+            return Ok(Growth::Refused(refusal));
         }
-        let mut core = self.shell().core();
-        if self.limit().is_some_and(|limit| core.reserved.saturating_add(core.growing).saturating_add(bytes) > limit) {
-            return Ok(Growth::Refused(Refusal::Limit));
-        }
-        core.growing += bytes;
-        drop(core);
         let allocated = self.device().alloc(bytes);
         let mut whole = self.shell().whole();
-        whole.growing -= bytes;
+        whole.growing.end(bytes);
         match allocated {
             Ok(ptr) => {
                 let first = whole.add_segment(request, ptr.0, bytes);
@@ -88,9 +83,23 @@ impl Allocator {
         }
     }
 
-    fn has_headroom(&self, bytes: u64) -> Result<bool, AllocError> {
-        let headroom = self.config().headroom;
-        Ok(headroom == 0 || self.device().memory_info()?.free >= headroom.saturating_add(bytes))
+    /// Notes that so many bytes are about to be taken, or tells what refuses that.
+    fn begin_growing(&self, bytes: u64) -> Result<Option<Refusal>, AllocError> {
+        for _ in 0..ASKS {
+            let room = self.room()?;
+            let mut core = self.shell().core();
+            let (buyable, refusal) = self.buyable(&core, &room);
+            if bytes <= buyable {
+                core.growing.begin(bytes);
+                return Ok(None);
+            }
+            if refusal != Refusal::Headroom || !room.is_uncertain(&core) {
+                return Ok(Some(refusal));
+            }
+            drop(core);
+            Room::wait_for_others();
+        }
+        Ok(Some(Refusal::Headroom))
     }
 
     /// Gives the segments that `choose` picks among the wholly free ones back to the device; tells how many bytes.

@@ -84,7 +84,7 @@ impl Allocator {
     /// Learns, without waiting, whether launches are done that memory of closed pools waits for.
     pub(crate) fn poll_launches(&self) -> Result<(), AllocError> {
         let launched = self.shell().core().awaited_launches(|_| true);
-        self.poll(&launched)
+        self.poll(&launched.ticks)
     }
 
     /// Refuses to serve a request with memory of the default pools if its stream captures unannounced.

@@ -1,14 +1,39 @@
 //! The graphs whose captures allocated from a private pool: they use its memory whenever they are launched.
 //!
 //! Of graphs that are captured here every launch is known, and when they are dropped. Of others nothing is: they are taken to be
-//! launched as long as the pool is open, and to be done when what had been enqueued is that was there when it was closed.
+//! launched as long as the pool is open, on whichever streams, so that nothing but waiting for the device tells that they are done.
 
 use std::sync::Arc;
 
-use aquifer_device::{LaunchOrder, Launches, Timeline};
+use aquifer_device::{LaunchOrder, Launches, Timeline, WaitMark};
 
-/// Streams, and where their timelines must have got to.
-pub(crate) type Launched = Vec<(Arc<Timeline>, u64)>;
+/// What must be done before memory goes that graphs used.
+#[derive(Debug, Default)]
+pub(crate) struct Launched {
+    /// Streams, and where their timelines must have got to.
+    pub(crate) ticks: Vec<(Arc<Timeline>, u64)>,
+    /// For launches by others.
+    pub(crate) device: Option<WaitMark>,
+}
+
+impl Launched {
+    /// Whether any of it is not known to be done.
+    pub(crate) fn is_pending(&self) -> bool {
+        self.ticks.iter().any(is_pending) || self.is_device_pending()
+    }
+
+    /// Whether the device must be waited for.
+    pub(crate) fn is_device_pending(&self) -> bool {
+        self.device.as_ref().is_some_and(|mark| !mark.is_passed())
+    }
+
+    /// Both. Waiting for the device now passes whichever mark is not passed yet.
+    pub(crate) fn and(mut self, other: Launched) -> Launched {
+        self.ticks.extend(other.ticks);
+        self.device = other.device.or(self.device);
+        self
+    }
+}
 
 #[derive(Debug, Default)]
 pub(crate) struct Graphs {
@@ -19,27 +44,31 @@ pub(crate) struct Graphs {
     /// Whether others captured graphs.
     foreign: bool,
     /// Once the pool is closed: what graphs of others are done after.
-    closed: Option<Launched>,
+    closed: Option<WaitMark>,
 }
 
 impl Graphs {
     /// Notes that the graph with these launches uses the pool.
-    pub(crate) fn note(&mut self, launches: &Arc<Launches>) {
+    ///
+    /// Tells whether that was not known.
+    pub(crate) fn note(&mut self, launches: &Arc<Launches>) -> bool {
         launches.keep_order(&self.order);
         if launches.is_foreign() {
-            self.foreign = true;
-        } else if !self.ours.iter().any(|known| Arc::ptr_eq(known, launches)) {
+            return !std::mem::replace(&mut self.foreign, true);
+        }
+        let is_new = !self.ours.iter().any(|known| Arc::ptr_eq(known, launches));
+        if is_new {
             self.foreign = self.any_foreign();
             self.ours.retain(is_alive);
             self.ours.push(launches.clone());
         }
+        is_new
     }
 
     /// Whether one may be launched, or runs.
     pub(crate) fn any(&self) -> bool {
-        let foreign =
-            self.closed.as_ref().map_or_else(|| self.any_foreign(), |launched| launched.iter().any(is_pending));
-        foreign || self.any_of_ours()
+        let closed = self.closed.as_ref().is_some_and(WaitMark::is_passed);
+        (!closed && self.any_foreign()) || self.any_of_ours()
     }
 
     /// Whether one that is captured here may be launched, or runs.
@@ -52,34 +81,24 @@ impl Graphs {
         self.foreign || self.ours.iter().any(|graph| graph.pending().is_none())
     }
 
-    /// The pool is closed: graphs of others are launched no more. `known` are all streams that they may have been launched on.
-    pub(crate) fn close(&mut self, known: &[Option<Arc<Timeline>>]) {
-        self.closed = Some(if self.any_foreign() { all_of(known) } else { Vec::new() });
+    /// The pool is closed: graphs of others are not launched after `now`.
+    pub(crate) fn close(&mut self, now: WaitMark) {
+        self.closed = Some(now);
     }
 
-    /// What must be done before memory goes, if the graphs are launched no more; that of those which are is no matter of waiting.
-    /// `known` are all streams.
-    pub(crate) fn launched(&self, known: &[Option<Arc<Timeline>>]) -> Launched {
-        let mut launched = match &self.closed {
-            Some(launched) => launched.clone(),
-            None if self.any_foreign() => all_of(known),
-            None => Vec::new(),
-        };
+    /// What must be done before memory goes that graphs used which are launched no more after `now`. Memory of graphs that are stays,
+    /// however long one waits.
+    pub(crate) fn launched(&self, now: WaitMark) -> Launched {
+        let others = self.any_foreign().then(|| self.closed.clone().unwrap_or(now));
         let pending = self.ours.iter().flat_map(|graph| graph.pending_here());
-        launched.extend(pending.map(|tick| (tick.timeline().clone(), tick.n() + 1)));
-        launched.retain(is_pending);
-        launched
+        let ticks = pending.map(|tick| (tick.timeline().clone(), tick.n() + 1)).filter(is_pending);
+        Launched { ticks: ticks.collect(), device: others.filter(|mark| !mark.is_passed()) }
     }
 }
 
 /// Whether a graph may still be launched, or runs, as far as that is seen here.
 fn is_alive(graph: &Arc<Launches>) -> bool {
     !graph.is_over() || !graph.pending_here().is_empty()
-}
-
-/// Everything enqueued so far.
-fn all_of(timelines: &[Option<Arc<Timeline>>]) -> Launched {
-    timelines.iter().flatten().map(|timeline| (timeline.clone(), timeline.now() + 1)).collect()
 }
 
 fn is_pending((timeline, after): &(Arc<Timeline>, u64)) -> bool {

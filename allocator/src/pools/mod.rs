@@ -10,6 +10,7 @@ mod graphs;
 
 pub use capture::CaptureRoute;
 
+use std::any::Any;
 use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,6 +20,7 @@ use aquifer_device::{Launches, Stream};
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
+use crate::cross_stream::lending::cannot_be_asked;
 use crate::error::AllocError;
 use crate::heap::{Heap, kind_of};
 use crate::pools::graphs::{Graphs, Launched};
@@ -90,12 +92,21 @@ impl PoolTable {
         own.find_map(|(.., id)| self.find(*id).filter(|private| private.open))
     }
 
-    /// The numbers of the pool that the calling thread's innermost scope routes to, for a request of the graph that is captured with
-    /// these launches, or outside of captures.
-    pub(crate) fn route(&mut self, captured: Option<&Arc<Launches>>) -> Option<[u16; 2]> {
+    /// The numbers of the pool that the calling thread's innermost scope routes to, for a request outside of captures, or of the graph that
+    /// is captured with these launches: it is noted that the graph uses the pool. And whether that was not known.
+    fn route_and_note(&mut self, captured: Option<&Arc<Launches>>) -> Option<([u16; 2], bool)> {
         let id = self.routed()?.id;
         let private = self.private.iter_mut().find(|private| private.id == id)?;
-        Some(private.serving(captured))
+        Some(match captured {
+            Some(launches) => (private.numbers, private.graphs.note(launches)),
+            None if private.graphs.any() => (private.beside_graphs, false),
+            None => (private.numbers, false),
+        })
+    }
+
+    /// Whether a thread is routed to the pool: a request that was may be under way, with the pool's numbers.
+    fn is_routed_to(&self, private: &Private) -> bool {
+        self.routes.iter().any(|&(.., id)| id == private.id)
     }
 
     /// The private pool that owns a heap pool; `None` for the default pools.
@@ -135,18 +146,6 @@ impl Private {
         self.numbers().any(|own| own == number)
     }
 
-    /// The numbers of the pools that serve a request of a graph, or one outside of captures.
-    fn serving(&mut self, captured: Option<&Arc<Launches>>) -> [u16; 2] {
-        match captured {
-            Some(launches) => {
-                self.graphs.note(launches);
-                self.numbers
-            }
-            None if self.graphs.any() => self.beside_graphs,
-            None => self.numbers,
-        }
-    }
-
     /// Whether a graph may use what is free in the pool of this number.
     pub(crate) fn keeps_for_graphs(&self, number: u16) -> bool {
         self.numbers.contains(&number) && self.graphs.any()
@@ -180,32 +179,51 @@ impl Private {
 impl Core {
     /// What must be done before memory of a pool goes that graphs used which are launched no more.
     fn launches_of(&self, private: &Private) -> Launched {
-        private.graphs.launched(&self.timelines)
+        self.device.as_ref().map_or_else(Launched::default, |device| private.graphs.launched(device.wait_mark()))
     }
 
     /// Closes a pool; tells what its memory waits for.
     fn close_pool(&mut self, id: (u64, u64)) -> Launched {
-        let Core { pools, timelines, .. } = self;
-        let Some(private) = pools.private.iter_mut().find(|private| private.id == id) else { return Vec::new() };
+        let Core { pools, device: Some(device), .. } = self else { return Launched::default() };
+        let Some(private) = pools.private.iter_mut().find(|private| private.id == id) else {
+            return Launched::default();
+        };
+        let now = device.wait_mark();
         private.open = false;
-        private.graphs.close(timelines);
-        private.graphs.launched(timelines)
+        private.graphs.close(now.clone());
+        private.graphs.launched(now)
     }
 
     /// Launches that memory of closed pools still waits for, of those that `of` picks.
     pub(crate) fn awaited_launches(&self, of: impl Fn(u16) -> bool) -> Launched {
         let closed = self.pools.private.iter().filter(|private| !private.open && private.numbers().any(&of));
-        closed.flat_map(|private| self.launches_of(private)).collect()
+        closed.map(|private| self.launches_of(private)).fold(Launched::default(), Launched::and)
+    }
+}
+
+impl Allocator {
+    /// Waits until launches are done. A stream, or the device, that cannot be waited for now, because something captures, is passed over.
+    pub(crate) fn wait_for_launched(&self, launched: &Launched) -> Result<(), AllocError> {
+        self.synchronize_all(&launched.ticks)?;
+        if launched.is_device_pending() {
+            match self.device().synchronize() {
+                Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
+                _ => {}
+            }
+        }
+        Ok(())
     }
 }
 
 impl Whole {
-    /// A pool record; reuses the numbers of a closed pool that holds no memory any more.
+    /// A pool record; reuses the numbers of a closed pool that holds no memory any more, and will not: requests that were routed to it
+    /// before it was closed know it by its numbers.
     fn add_private(&mut self, options: PoolOptions) -> Result<(u64, u64), AllocError> {
         let id = (0, NEXT_POOL.fetch_add(1, Ordering::Relaxed));
         let holds_memory =
             |private: &Private| self.heaps().flat_map(Heap::regions).any(|region| private.owns(region.pool));
-        let unused = self.pools.private.iter().position(|private| !private.open && !holds_memory(private));
+        let is_over = |private: &Private| private.is_released() && !self.pools.is_routed_to(private);
+        let unused = self.pools.private.iter().position(|private| is_over(private) && !holds_memory(private));
         let at = unused.unwrap_or(self.pools.private.len());
         let number =
             u16::try_from(at).ok().filter(|&at| at < POOLS_MAX).ok_or(AllocError::TooManyPools { pools: at })?;
@@ -260,13 +278,21 @@ impl Allocator {
 
 impl Allocator {
     /// The numbers of the pool that the thread's innermost scope routes to, for a request for the stream. What the stream captures
-    /// may get memory that was in use before, by work after which it comes by itself only if it is launched on the same stream.
-    pub(crate) fn route(&self, stream: &Stream) -> Option<[u16; 2]> {
+    /// may get memory that was in use before, by work after which it comes by itself only if it is launched on the same stream; that is noted,
+    /// and that the graph uses the pool.
+    pub(crate) fn route_and_note(&self, stream: &Stream) -> Option<[u16; 2]> {
         self.shell().core().pools.routed()?;
         // Without the core's lock, under which no timeline is asked.
         let captured = stream.launches_of_capture();
-        let numbers = self.shell().core().pools.route(captured.as_ref())?;
-        captured.into_iter().for_each(|launches| launches.come_after(stream.tick()));
+        let (numbers, is_new) = self.shell().core().pools.route_and_note(captured.as_ref())?;
+        if let Some(launches) = captured {
+            launches.come_after(stream.tick());
+            if is_new {
+                // Else all memory would go back once nobody has the allocator any more.
+                let allocator: Arc<dyn Any + Send + Sync> = Arc::new(self.kept_open());
+                launches.keep(&allocator);
+            }
+        }
         Some(numbers)
     }
 
@@ -328,8 +354,8 @@ impl PrivatePool {
         let launched = core.launches_of(private);
         let numbers: Vec<u16> = private.numbers().collect();
         drop(core);
-        self.allocator.synchronize_all(&launched)?;
-        if launched.iter().any(|(timeline, after)| !timeline.is_known_done(after.saturating_sub(1))) {
+        self.allocator.wait_for_launched(&launched)?;
+        if launched.is_pending() {
             return Ok(0);
         }
         self.allocator.synchronize_pending(|pool| numbers.contains(&pool))?;
@@ -349,7 +375,7 @@ impl PrivatePool {
     fn close(&self) -> Result<(), AllocError> {
         let shell = self.allocator.shell();
         let launched = shell.core().close_pool(self.id);
-        self.allocator.poll(&launched)?;
+        self.allocator.poll(&launched.ticks)?;
         let numbers: Vec<u16> = shell.core().pools.find(self.id).into_iter().flat_map(Private::numbers).collect();
         let free = shell.whole().free_not_done(|pool| numbers.contains(&pool));
         self.allocator.poll(&free)?;

@@ -142,7 +142,7 @@ impl Allocator {
     fn release_and_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
         self.device().settle();
         let launched = self.shell().core().awaited_launches(|_| true);
-        self.synchronize_all(&launched)?;
+        self.wait_for_launched(&launched)?;
         tried.released += self.release_where(|whole| whole.releasable())?;
         self.synchronize_free(|_| true)?;
         tried.released += self.release_granules_for(request, tried)?;

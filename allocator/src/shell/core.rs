@@ -8,6 +8,7 @@ use std::sync::Arc;
 use aquifer_device::{Device, Stream, Timeline};
 
 use crate::accounting::tally::Writer;
+use crate::backing::headroom::Growing;
 use crate::backing::paged::{Paged, Pins};
 use crate::backing::segments::Releasing;
 use crate::cross_stream::waiting::WaitingList;
@@ -68,7 +69,7 @@ pub(crate) struct Core {
     pub(crate) raw: HashMap<u64, (&'static Arena, BlockId)>,
     /// Bytes held from the device, and bytes that threads are about to take.
     pub(crate) reserved: u64,
-    pub(crate) growing: u64,
+    pub(crate) growing: Growing,
     /// Bytes taken from the device by streams that could have borrowed.
     pub(crate) unborrowed: u64,
     /// Segments that back each region: address and, for the snapshot, tag of the allocation that made them.

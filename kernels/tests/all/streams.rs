@@ -220,6 +220,27 @@ fn spinning_takes_its_time() {
 }
 
 #[test]
+fn a_graph_keeps_the_code_that_it_was_captured_with() {
+    let bench = Bench::new();
+    let device = bench.device.clone();
+    let kernels = Kernels::load(&device).unwrap();
+    let mut memory = bench.alloc::<i32>(100);
+    let capture = bench.stream.begin_capture().unwrap();
+    kernels.fill(&bench.stream, &mut memory, 5).unwrap();
+    let graph = capture.end().unwrap();
+    let before = device.driver_calls();
+    let unloaded = || device.driver_calls().since(&before).of(Operation::UnloadModule);
+    drop(kernels);
+    device.settle();
+    assert_eq!(unloaded(), 0, "the graph may be launched");
+    graph.launch(&bench.stream).unwrap();
+    assert_eq!(bench.download(&memory), [5; 100]);
+    drop(graph);
+    device.settle();
+    assert_eq!(unloaded(), aquifer_kernels::Module::ALL.len() as u64);
+}
+
+#[test]
 fn modules_are_loaded_once_and_go_with_the_last_handle() {
     let bench = Bench::new();
     let (device, modules) = (bench.device.clone(), aquifer_kernels::Module::ALL.len() as u64);

@@ -1,9 +1,10 @@
 //! Programs on several OS threads. Their interleaving is the operating system's; what must hold does not depend on it.
 
 use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
-use aquifer_allocator::{Allocation, Allocator};
-use aquifer_device::{Device, Stream};
+use aquifer_allocator::{Allocation, Allocator, MappingChange};
+use aquifer_device::{Device, Operation, Stream};
 use aquifer_tests::{Bench, GIB, KIB, MIB, check, write_on};
 
 /// Numbers that differ by thread.
@@ -183,4 +184,46 @@ fn addresses_that_are_freed_and_given_out_again_are_counted_once() {
     });
     check::statistics(&bench.allocator, (0, 0));
     bench.assert_returned();
+}
+
+/// They all wait behind whoever changes mappings when they have learnt what is free.
+#[test]
+fn threads_that_grow_together_keep_the_headroom() {
+    const HEADROOM: u64 = 30 * MIB;
+    let bench = Bench::new(64 * MIB, "headroom_mb:30,backing:paged");
+    let streams = [(); 3].map(|()| bench.device.create_stream().unwrap());
+    // So that the streams have addresses.
+    let held = [1, 2].map(|stream| bench.allocator.alloc(2 * MIB, &streams[stream]).unwrap());
+    let mut cache = bench.allocator.growable(8 * MIB, &streams[0]).unwrap();
+    cache.grow_to(4 * MIB, &streams[0]).unwrap();
+    cache.shrink_to(2 * MIB, &streams[0]).unwrap();
+    streams[0].synchronize().unwrap();
+    let device = bench.device.clone();
+    let asked = move || device.driver_calls().of(Operation::MemoryInfo);
+    let (unmapping, unmaps) = mpsc::channel();
+    let observed = asked.clone();
+    let observer = bench.allocator.observe_mappings(move |change| {
+        if let MappingChange::BeforeUnmap { .. } = change {
+            let before = observed();
+            unmapping.send(()).unwrap();
+            // Not for ever: those who ask behind the gate come later.
+            let limit = Instant::now() + Duration::from_millis(500);
+            while observed() < before + 2 && Instant::now() < limit {
+                std::thread::yield_now();
+            }
+        }
+    });
+    let blocks = std::thread::scope(|scope| {
+        let recycler = scope.spawn(|| bench.allocator.trim_to(64 * MIB).unwrap());
+        unmaps.recv().unwrap();
+        let growing = [1, 2].map(|stream| {
+            let (allocator, stream) = (&bench.allocator, &streams[stream]);
+            scope.spawn(move || allocator.alloc(20 * MIB, stream))
+        });
+        recycler.join().unwrap();
+        growing.map(|thread| thread.join().unwrap())
+    });
+    assert!(bench.device.memory_info().unwrap().free >= HEADROOM);
+    assert_eq!(blocks.iter().filter(|block| block.is_ok()).count(), 1, "there is room for one");
+    drop((observer, blocks, held, cache));
 }

@@ -113,22 +113,22 @@ impl Allocator {
         request: &Request,
         options: PhysicalOptions,
     ) -> Result<Result<(DevicePtr, RawPhysical), Refusal>, AllocError> {
-        let headroom = self.beyond_headroom()?;
+        let room = self.room()?;
         let _gate = self.gate().shared();
         let mut core = self.shell().core();
         if core.is_asleep() {
             return Err(AllocError::Asleep);
         }
-        let (buyable, refusal) = self.buyable(&core, headroom);
+        let (buyable, refusal) = self.buyable(&core, &room);
         if request.size > buyable {
             return Ok(Err(refusal));
         }
-        core.growing += request.size;
+        core.growing.begin(request.size);
         let access = core.paged.as_ref().map(|paged| paged.access.clone()).unwrap_or_default();
         drop(core);
         let mapped = self.map_exportable(request.size, options, &access);
         let mut whole = self.shell().whole();
-        whole.growing -= request.size;
+        whole.growing.end(request.size);
         let (ptr, physical) = match mapped {
             Ok(mapped) => mapped,
             Err(error) if error.is_out_of_memory() => return Ok(Err(Refusal::Device)),

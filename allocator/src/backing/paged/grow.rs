@@ -11,6 +11,7 @@ use std::sync::Arc;
 use aquifer_device::{DeviceError, Timeline};
 
 use crate::allocator::Allocator;
+use crate::backing::headroom::Room;
 use crate::backing::paged::driver::carry_out;
 use crate::backing::paged::granules::Purpose;
 use crate::backing::paged::milestones::Reason;
@@ -21,7 +22,7 @@ use crate::cross_stream::lending::cannot_be_asked;
 use crate::cross_stream::waiting::Pending;
 use crate::error::AllocError;
 use crate::heap::kind_of;
-use crate::shell::core::{Core, Request};
+use crate::shell::core::Request;
 use crate::shell::whole::Whole;
 
 /// Waiting is considered where reserved memory would exceed the peak in use by more than this share, and by more than so many
@@ -73,6 +74,8 @@ enum Next {
     /// Wait for this on the host.
     Wait(Arc<Timeline>, u64),
     Reserve,
+    /// Others take memory just now: what is left is known later.
+    AskRoom,
     Again,
 }
 
@@ -108,6 +111,7 @@ impl Allocator {
                         return Ok(Growth::Refused(Refusal::Addresses));
                     }
                 }
+                Next::AskRoom => Room::wait_for_others(),
                 Next::Again => {}
             }
         }
@@ -115,7 +119,7 @@ impl Allocator {
     }
 
     fn step(&self, request: &Request, leave: &mut Leave) -> Result<Next, AllocError> {
-        let headroom = if leave.create { self.beyond_headroom()? } else { 0 };
+        let room = if leave.create { self.room()? } else { Room::NONE };
         let _gate = self.gate().shared();
         let mut whole = self.shell().whole();
         if whole.is_asleep() {
@@ -125,7 +129,7 @@ impl Allocator {
         if let Some(granted) = whole.take_own(request) {
             return Ok(Next::Finished(Ok(Growth::Grown(granted))));
         }
-        let buyable = if leave.create { self.buyable(&whole, headroom) } else { (0, Refusal::Device) };
+        let buyable = if leave.create { self.buyable(&whole, &room) } else { (0, Refusal::Device) };
         if request.size > self.device().info().total_bytes {
             // No addresses are worth taking for it.
             let refusal = if buyable.0 < request.size { buyable.1 } else { Refusal::Device };
@@ -147,6 +151,7 @@ impl Allocator {
             Planned::NoAddresses => Ok(Next::Reserve),
             Planned::Short { missing, not_done, refusal } => Ok(match whole.first_enough(&not_done, missing) {
                 Some((timeline, after)) => Next::Wait(timeline, after),
+                None if refusal == Refusal::Headroom && room.is_uncertain(&whole) => Next::AskRoom,
                 None => Next::Finished(Ok(Growth::Refused(refusal))),
             }),
         }
@@ -188,23 +193,6 @@ impl Allocator {
         }
         drop(whole);
         refused(done.error, done.at_creation, rather_bought, leave)
-    }
-
-    /// Bytes free on the device beyond the headroom.
-    pub(crate) fn beyond_headroom(&self) -> Result<u64, AllocError> {
-        let headroom = self.config().headroom;
-        if headroom == 0 {
-            return Ok(u64::MAX);
-        }
-        Ok(self.device().memory_info()?.free.saturating_sub(headroom))
-    }
-
-    /// Bytes that may still be taken from the device, of which so many are free beyond the headroom, and what would refuse more.
-    /// To be asked under the lock under which `growing` is raised, so that threads that grow together keep the limit.
-    pub(crate) fn buyable(&self, core: &Core, beyond_headroom: u64) -> (u64, Refusal) {
-        let held = core.reserved.saturating_add(core.growing);
-        let by_limit = self.limit().map_or(u64::MAX, |limit| limit.saturating_sub(held));
-        if beyond_headroom < by_limit { (beyond_headroom, Refusal::Headroom) } else { (by_limit, Refusal::Limit) }
     }
 
     /// Makes the request's stream wait for other streams' uses of its own blocks, which are free to it then. Tells whether that
@@ -338,7 +326,7 @@ impl Whole {
     /// Bytes by which growth would exceed the peak in use, if that is too much.
     fn over_peak(&self, draft: &Draft) -> Option<u64> {
         let paged = self.paged.as_ref()?;
-        let grown = self.reserved + self.growing + draft.buy * paged.granule;
+        let grown = self.reserved + self.growing.now() + draft.buy * paged.granule;
         grown
             .checked_sub(paged.in_use_peak)
             .filter(|&excess| excess > (paged.in_use_peak / SLACK_SHARE).max(SLACK_LEAST))

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use aquifer_device::{DevicePtr, ErrorKind, Stream, Timeline};
 
 use crate::allocator::Allocator;
+use crate::backing::headroom::Room;
 use crate::backing::paged::apart::{POOL, Retired};
 use crate::backing::paged::driver::carry_out;
 use crate::backing::paged::granules::Purpose;
@@ -68,6 +69,8 @@ enum Next {
     Ask(Vec<(Arc<Timeline>, u64)>),
     /// Wait for this.
     Wait(Arc<Timeline>, u64),
+    /// Others take memory just now: what is left is known later.
+    AskRoom,
     Again,
 }
 
@@ -127,6 +130,7 @@ impl Allocator {
                     }
                     may_ask = true;
                 }
+                Next::AskRoom => Room::wait_for_others(),
                 Next::Again => {}
             }
         }
@@ -134,13 +138,13 @@ impl Allocator {
     }
 
     fn fill_step(&self, request: &Request, base: u64, range: &Range<u64>, may_ask: bool) -> Result<Next, AllocError> {
-        let headroom = self.beyond_headroom()?;
+        let room = self.room()?;
         let _gate = self.gate().shared();
         let mut whole = self.shell().whole();
         if whole.is_asleep() {
             return Err(AllocError::Asleep);
         }
-        let (buyable, refusal) = self.buyable(&whole, headroom);
+        let (buyable, refusal) = self.buyable(&whole, &room);
         let Some(paged) = &whole.paged else { return Ok(Next::Finished(Err(Refusal::Device))) };
         if paged.retired.iter().any(|retired| retired.base == base && retired.range.start < range.end) {
             // It was in the hands of whoever recycles when it was looked for, and could not be unmapped.
@@ -159,8 +163,11 @@ impl Allocator {
             }
         }
         if buy > buyable / granule {
-            let wait = whole.first_enough(&donors.not_done, buy - buyable / granule);
-            return Ok(wait.map_or(Next::Finished(Err(refusal)), |(timeline, after)| Next::Wait(timeline, after)));
+            return Ok(match whole.first_enough(&donors.not_done, buy - buyable / granule) {
+                Some((timeline, after)) => Next::Wait(timeline, after),
+                None if refusal == Refusal::Headroom && room.is_uncertain(&whole) => Next::AskRoom,
+                None => Next::Finished(Err(refusal)),
+            });
         }
         let donors = whole.hold_all(donors.chosen);
         let work = whole.work(&donors, spares, buy, fill);

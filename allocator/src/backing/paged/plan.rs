@@ -144,7 +144,7 @@ impl Whole {
         let searches = self.searches();
         let repeats = searches > paged.peak_at + paged.peak_at / 2;
         let often = self.counters().remaps.read().current > UNSETTLED_ADVANCE + searches / UNSETTLED_SPACING;
-        let grown = self.reserved + self.growing + granules * paged.granule;
+        let grown = self.reserved + self.growing.now() + granules * paged.granule;
         let within = |share| grown <= paged.in_use_peak + paged.in_use_peak / share;
         (undoes || repeats) && within(UNDO_SHARE)
             || repeats && paged.recurrence.is_known(point) && within(RECUR_SHARE)
@@ -194,7 +194,7 @@ impl Whole {
         let at = paged.spares.len() - usize::try_from(spares).unwrap_or(0);
         let at_hand = paged.spares.split_off(at);
         let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
-        self.growing += create * granule;
+        self.growing.begin(create * granule);
         Work { granule, options, access, create, unmap, spares: at_hand, fill }
     }
 
@@ -313,7 +313,7 @@ impl Whole {
             paged.put_all(filled.range.start, &filled.granules);
             paged.mapped_bytes[kind as usize] += filled.range.end - filled.range.start;
         }
-        self.growing -= create * granule;
+        self.growing.end(create * granule);
         if done.created > 0 {
             self.counters().num_device_alloc.add(1);
         }

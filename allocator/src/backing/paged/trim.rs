@@ -143,10 +143,10 @@ impl Allocator {
     /// wait for; tells whether any was not. A stream that cannot be waited for now is passed over.
     pub(crate) fn synchronize_free(&self, of: impl Fn(u16) -> bool) -> Result<bool, AllocError> {
         let launched = self.shell().core().awaited_launches(&of);
-        self.synchronize_all(&launched)?;
+        self.wait_for_launched(&launched)?;
         let waits = self.shell().whole().free_not_done(of);
         self.synchronize_all(&waits)?;
-        Ok(!waits.is_empty() || !launched.is_empty())
+        Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
     }
 }
 

@@ -9,18 +9,18 @@ use aquifer_allocator::{AllocError, Allocator, Config, PoolOptions, PrivatePool}
 use aquifer_device::{Device, ErrorKind, Graph, HandleKind, Stream};
 use aquifer_tests::{MIB, Subject};
 
-const CAPACITY: u64 = 128 * MIB;
-const BACKINGS: [&str; 2] = ["", "backing:segments"];
+pub(super) const CAPACITY: u64 = 128 * MIB;
+pub(super) const BACKINGS: [&str; 2] = ["", "backing:segments"];
 
-struct Bench {
-    driver: Subject,
-    device: Device,
-    allocator: Allocator,
-    streams: [Stream; 2],
+pub(super) struct Bench {
+    pub(super) driver: Subject,
+    pub(super) device: Device,
+    pub(super) allocator: Allocator,
+    pub(super) streams: [Stream; 2],
 }
 
 impl Bench {
-    fn new(options: &str) -> Bench {
+    pub(super) fn new(options: &str) -> Bench {
         let driver = Subject::new(CAPACITY);
         let device = driver.device();
         let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
@@ -28,12 +28,12 @@ impl Bench {
         Bench { driver, device, allocator, streams }
     }
 
-    fn pool(&self) -> PrivatePool {
+    pub(super) fn pool(&self) -> PrivatePool {
         self.allocator.create_pool(PoolOptions::default()).unwrap()
     }
 
     /// A graph that fills scratch memory of the pool, captured on the first stream.
-    fn graph(&self, pool: &PrivatePool) -> Graph {
+    pub(super) fn graph(&self, pool: &PrivatePool) -> Graph {
         let stream = &self.streams[0];
         let capture = stream.begin_capture().unwrap();
         let route = self.allocator.capture(stream, pool).unwrap();
@@ -49,7 +49,7 @@ impl Bench {
         graph.launch(stream).unwrap();
     }
 
-    fn end(self) {
+    pub(super) fn end(self) {
         self.device.synchronize().unwrap();
         self.allocator.empty_cache().unwrap();
         self.device.settle();

@@ -6,6 +6,7 @@ mod exportable;
 mod failed_release;
 mod fallback;
 mod graphs;
+mod graphs_left;
 mod growable;
 mod mapped_together;
 mod mappings;

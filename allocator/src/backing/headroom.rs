@@ -1,0 +1,95 @@
+//! How much may be taken from the device: what the limit allows, and what must stay free there for libraries (`headroom_mb`).
+//!
+//! What is free the driver tells, which must not be asked under a lock. Meanwhile other threads take memory, too. So whoever asks notes
+//! before who is about to take how much, and counts, under the lock, all of that and what others began to take since as if the answer did
+//! not know of it yet. That may be too much, never too little; who is refused for it asks again.
+
+use std::time::Duration;
+
+use crate::allocator::Allocator;
+use crate::backing::segments::Refusal;
+use crate::error::AllocError;
+use crate::shell::core::Core;
+
+/// How often it is asked again while others take memory, and how long after each time: about as long as a driver call takes.
+pub(crate) const ASKS: u32 = 64;
+const BETWEEN_ASKS: Duration = Duration::from_micros(50);
+
+/// Bytes that threads take from the device.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Growing {
+    /// By those that are about to.
+    now: u64,
+    /// By all, those included that are done.
+    begun: u64,
+}
+
+impl Growing {
+    pub(crate) fn now(&self) -> u64 {
+        self.now
+    }
+
+    pub(crate) fn begin(&mut self, bytes: u64) {
+        self.now += bytes;
+        self.begun = self.begun.wrapping_add(bytes);
+    }
+
+    /// They are taken, or not, and what is held says so.
+    pub(crate) fn end(&mut self, bytes: u64) {
+        self.now -= bytes;
+    }
+}
+
+/// What was free on the device beyond the headroom, and who was about to take how much before that was asked.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Room {
+    /// `None` where nothing must stay free.
+    free: Option<u64>,
+    growing: Growing,
+}
+
+impl Room {
+    /// Nothing may be taken.
+    pub(crate) const NONE: Room = Room { free: Some(0), growing: Growing { now: 0, begun: 0 } };
+
+    /// Bytes that others took, or are about to, of which the answer may know or not.
+    fn taken_meanwhile(&self, core: &Core) -> u64 {
+        self.growing.now.saturating_add(core.growing.begun.wrapping_sub(self.growing.begun))
+    }
+
+    fn left(&self, core: &Core) -> u64 {
+        self.free.map_or(u64::MAX, |free| free.saturating_sub(self.taken_meanwhile(core)))
+    }
+
+    /// Whether asking again may tell more: somebody was refused who counted too much.
+    pub(crate) fn is_uncertain(&self, core: &Core) -> bool {
+        self.free.is_some() && self.taken_meanwhile(core) > 0
+    }
+
+    /// Lets those who take memory finish.
+    pub(crate) fn wait_for_others() {
+        std::thread::sleep(BETWEEN_ASKS);
+    }
+}
+
+impl Allocator {
+    /// Asks the driver.
+    pub(crate) fn room(&self) -> Result<Room, AllocError> {
+        let headroom = self.config().headroom;
+        let growing = self.shell().core().growing;
+        let free = match headroom {
+            0 => None,
+            _ => Some(self.device().memory_info()?.free.saturating_sub(headroom)),
+        };
+        Ok(Room { free, growing })
+    }
+
+    /// Bytes that may still be taken from the device, and what would refuse more. To be asked under the lock under which `growing` is
+    /// raised, so that threads that grow together keep the limit and the headroom.
+    pub(crate) fn buyable(&self, core: &Core, room: &Room) -> (u64, Refusal) {
+        let held = core.reserved.saturating_add(core.growing.now());
+        let by_limit = self.limit().map_or(u64::MAX, |limit| limit.saturating_sub(held));
+        let by_room = room.left(core);
+        if by_room < by_limit { (by_room, Refusal::Headroom) } else { (by_limit, Refusal::Limit) }
+    }
+}

@@ -1,0 +1,61 @@
+//! How often a device was waited for as a whole: the only way to know that work is done of streams that nobody here knows.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The waits for a device, by their numbers.
+#[derive(Debug, Default)]
+pub(crate) struct Waits {
+    begun: AtomicU64,
+    /// The last that ended well.
+    done: AtomicU64,
+}
+
+impl Waits {
+    /// A wait begins; its number.
+    pub(crate) fn begin(&self) -> u64 {
+        self.begun.fetch_add(1, Ordering::AcqRel) + 1
+    }
+
+    /// The device has been waited for.
+    pub(crate) fn end(&self, number: u64) {
+        self.done.fetch_max(number, Ordering::AcqRel);
+    }
+
+    /// All that is enqueued by now, on whichever stream.
+    pub(crate) fn mark(self: &Arc<Self>) -> WaitMark {
+        WaitMark { waits: self.clone(), begun: self.begun.load(Ordering::Acquire) }
+    }
+}
+
+/// All work that was enqueued on a device when this was made, by whomever, on whichever stream: [`crate::Device::wait_mark`].
+#[derive(Clone, Debug)]
+pub struct WaitMark {
+    waits: Arc<Waits>,
+    begun: u64,
+}
+
+impl WaitMark {
+    /// Whether the work is known to be done, because the device was waited for since. No driver call.
+    pub fn is_passed(&self) -> bool {
+        self.waits.done.load(Ordering::Acquire) > self.begun
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_waits_that_began_later_count() {
+        let waits = Arc::new(Waits::default());
+        let early = waits.begin();
+        let mark = waits.mark();
+        waits.end(early);
+        assert!(!mark.is_passed(), "what was enqueued after it began may be missed");
+        let late = waits.begin();
+        assert!(!mark.is_passed() && !waits.mark().is_passed());
+        waits.end(late);
+        assert!(mark.is_passed() && !waits.mark().is_passed());
+    }
+}

@@ -1,0 +1,113 @@
+//! Graphs that outlive what they need: the allocator, their pool and its place among pools. And graphs that others launch, on streams that
+//! nobody here knows.
+
+use std::sync::{Arc, Mutex};
+
+use aquifer_allocator::PoolOptions;
+use aquifer_tests::MIB;
+
+use super::graphs::{BACKINGS, Bench, CAPACITY};
+
+#[test]
+fn a_graph_keeps_its_memory_when_nobody_has_the_allocator_any_more() {
+    for options in BACKINGS {
+        let bench = Bench::new(options);
+        let pool = bench.pool();
+        let inner = bench.graph(&pool);
+        // Of which another graph becomes a part.
+        let [one, two] = bench.streams.clone();
+        let capture = one.begin_capture().unwrap();
+        inner.launch(&one).unwrap();
+        let outer = capture.end().unwrap();
+        let Bench { driver, device, allocator, .. } = bench;
+        drop((pool, allocator));
+        device.settle();
+        inner.launch(&two).unwrap();
+        drop(inner);
+        device.settle();
+        outer.launch(&two).unwrap();
+        two.synchronize().unwrap();
+        assert!(device.memory_info().unwrap().free <= CAPACITY - 8 * MIB, "{options:?}");
+        outer.launch(&two).unwrap();
+        drop(outer);
+        aquifer_allocator::close_abandoned();
+        device.settle();
+        assert_eq!(device.memory_info().unwrap().free, CAPACITY, "{options:?}");
+        driver.assert_no_violation();
+    }
+}
+
+/// Somebody drops the pool while a request for a capture is under way, and makes another one.
+#[test]
+fn a_pool_does_not_get_the_memory_of_a_graph_of_one_that_was_dropped() {
+    for options in BACKINGS {
+        let bench = Bench::new(options);
+        let [one, two] = &bench.streams;
+        let in_the_way = Arc::new(Mutex::new(Some(bench.allocator.alloc(20 * MIB, two).unwrap())));
+        bench.allocator.set_limit(Some(24 * MIB));
+        let first = Arc::new(Mutex::new(Some(bench.pool())));
+        let second = Arc::new(Mutex::new(None));
+        let registration = {
+            let (in_the_way, first, second) = (in_the_way.clone(), first.clone(), second.clone());
+            let allocator = bench.allocator.clone();
+            bench.allocator.register_reclaimer(0, "caches", move |_| {
+                let Some(block) = in_the_way.lock().unwrap().take() else { return 0 };
+                drop(first.lock().unwrap().take());
+                *second.lock().unwrap() = Some(allocator.create_pool(PoolOptions::default()).unwrap());
+                allocator.set_limit(None);
+                block.bytes()
+            })
+        };
+        let capture = one.begin_capture().unwrap();
+        let route = bench.allocator.capture(one, first.lock().unwrap().as_ref().unwrap()).unwrap();
+        let scratch = bench.allocator.alloc(16 * MIB, one).unwrap();
+        one.fill(scratch.ptr(), 7, 16 * MIB).unwrap();
+        drop((scratch, route));
+        let graph = capture.end().unwrap();
+        drop(registration);
+        let second = second.lock().unwrap().take().expect("the request needed what was in the way");
+
+        let other = second.alloc(16 * MIB, one).unwrap();
+        one.fill(other.ptr(), 1, 16 * MIB).unwrap();
+        graph.launch(two).unwrap();
+        bench.device.synchronize().unwrap();
+        let mut byte = [0];
+        one.download_blocking(&mut byte, other.ptr()).unwrap();
+        assert_eq!(byte, [1], "{options:?}");
+        drop((other, second));
+        bench.allocator.empty_cache().unwrap();
+        graph.launch(two).unwrap();
+        drop(graph);
+        bench.end();
+    }
+}
+
+/// Its launches are known to be done once the device was waited for.
+#[test]
+fn memory_of_a_dropped_pool_outlasts_launches_on_streams_that_nobody_knows() {
+    for options in BACKINGS {
+        for emptied in [false, true] {
+            let bench = Bench::new(options);
+            // Nothing is allocated for the second stream.
+            let [one, two] = &bench.streams;
+            let pool = bench.pool();
+            let driver = bench.device.driver();
+            driver.begin_capture(one.raw()).unwrap();
+            let route = bench.allocator.capture(one, &pool).unwrap();
+            let scratch = bench.allocator.alloc(8 * MIB, one).unwrap();
+            one.fill(scratch.ptr(), 7, 8 * MIB).unwrap();
+            drop(scratch);
+            let graph = driver.end_capture(one.raw()).unwrap();
+            drop(route);
+            bench.driver.stall(two, std::time::Duration::from_millis(50)).unwrap();
+            driver.launch_graph(graph, two.raw()).unwrap();
+            if emptied {
+                pool.empty_cache().unwrap();
+            }
+            drop(pool);
+            drop(bench.allocator.alloc(CAPACITY - 4 * MIB, one).unwrap());
+            driver.destroy_graph(graph).unwrap();
+            bench.end();
+        }
+    }
+}
