@@ -23,15 +23,15 @@ use crate::shell::whole::Whole;
 
 /// How many blocks of one owner are considered, smallest first.
 const CANDIDATES: usize = 32;
-// A stream that borrows often gets memory of its own instead, as long as all such memory is little.
 
-/// Often is for more than one allocation in so many,
+/// A stream that borrows often gets memory of its own instead, as long as all such memory is little. Often is for more than one allocation
+/// in so many, and [`BORROW_ADVANCE`] at the start.
 const BORROW_SPACING: u64 = 16;
-/// and these at the start.
+/// See [`BORROW_SPACING`].
 const BORROW_ADVANCE: u64 = 8;
-/// Little is at most this share of what is reserved,
+/// Little is at most this share of what is reserved, or [`OWN_LEAST`].
 const OWN_SHARE: u64 = 128;
-/// or so many bytes.
+/// In bytes: see [`OWN_SHARE`].
 const OWN_LEAST: u64 = 32 << 20;
 
 /// A block of another stream that would serve a request, if waited for.
@@ -77,7 +77,7 @@ impl Allocator {
 
     /// Whether a request gets memory of its own although its stream might borrow. Borrowing takes all locks each time, so a
     /// stream that keeps borrowing should not have to.
-    pub(crate) fn grows_rather(&self, whole: &mut Whole, request: &Request) -> bool {
+    pub(crate) fn grows_instead_of_borrowing(&self, whole: &mut Whole, request: &Request) -> bool {
         let often = whole.try_arena(request.slot).is_some_and(|arena| {
             let searches: u64 = arena.heap.pools.iter().map(|pool| pool.searches).sum();
             arena.borrows >= BORROW_ADVANCE + searches / BORROW_SPACING

@@ -77,7 +77,7 @@ impl Allocator {
             return Ok(None);
         }
         let mut whole = self.shell().whole();
-        if self.grows_rather(&mut whole, request) {
+        if self.grows_instead_of_borrowing(&mut whole, request) {
             return Ok(None);
         }
         match self.borrow(request, whole)? {

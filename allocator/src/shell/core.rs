@@ -13,7 +13,7 @@ use crate::backing::paged::{Paged, Pins};
 use crate::backing::segments::Releasing;
 use crate::cross_stream::waiting::WaitingList;
 use crate::heap::BlockId;
-use crate::pools::PoolTable;
+use crate::pools::table::PoolTable;
 use crate::shell::arena::Arena;
 use crate::size_class::SizeClasses;
 use crate::tags::Tag;

@@ -1,10 +1,11 @@
-//! The heap's lock: held for tens of nanoseconds, taken twice a pair of allocation and free.
+//! The lock of a stream's heap, which is held for tens of nanoseconds and taken twice a pair of allocation and free; and of what is
+//! taken beside it.
 //!
 //! Unlocking is a plain store. An ordinary mutex has to find out then whether somebody sleeps, with a second atomic
 //! read-modify-write, and each of those waits until earlier stores are done: together a third of the time of an allocation. So
 //! nobody sleeps here in the usual sense: who finds the lock taken looks again for a microsecond or so, then lets other threads
-//! run, and if that does not help, because the holder was preempted, naps. Fit for this lock alone, under which there is
-//! no call that can wait.
+//! run, and if that does not help, because the holder was preempted or is on a slow path, which looks at all blocks, naps. Fit for locks
+//! alone under which there is no call that can wait: those of arenas, of the core and of history.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;

@@ -159,7 +159,7 @@ impl Whole {
         let paged = self.paged.as_mut()?;
         let retired = paged.retired.swap_remove(at);
         let purpose = paged.purpose_of(retired.base)?;
-        let granules = paged.take(retired.range.start, retired.range.end - retired.range.start);
+        let granules = paged.forget_mapped(retired.range.start, retired.range.end - retired.range.start);
         Some(Leaving { retired, purpose, granules })
     }
 

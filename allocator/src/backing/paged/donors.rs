@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BinaryHeap};
 use crate::backing::paged::apart::POOL;
 use crate::backing::paged::window::Window;
 use crate::heap::{BlockId, Heap};
-use crate::pools::Private;
+use crate::pools::table::Private;
 use crate::shell::arena::Guard;
 use crate::shell::whole::Whole;
 

@@ -1,8 +1,8 @@
 //! The gate: operations that change a few mappings pass it together, those that concern all of them alone.
 //!
 //! Whoever remaps holds it from deciding to accounting, across the driver's calls, so that whoever needs all mappings at once
-//! finds none of them in the hands of others. It comes before every other lock, and nothing waits for the device while it is
-//! shared.
+//! finds none of them in the hands of others. It comes before every other lock. The device is waited for while it is shared where memory is
+//! given back, and nowhere else.
 
 use crate::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 

@@ -185,10 +185,10 @@ impl Paged {
         }
     }
 
-    /// Takes note of the granules of a mapped range as of unmapped ones, in order of address.
-    pub(crate) fn take(&mut self, addr: u64, bytes: u64) -> Vec<RawPhysical> {
+    /// Removes the granules of a mapped range from the record; the answer is in order of address.
+    pub(crate) fn forget_mapped(&mut self, addr: u64, bytes: u64) -> Vec<RawPhysical> {
         let Some((mapped, touched)) = self.touched_mut(&(addr..addr + bytes)) else { return Vec::new() };
-        let taken = mapped.places.take(touched);
+        let taken = mapped.places.forget(touched);
         debug_assert_eq!(taken.len() as u64 * mapped.granule, bytes);
         taken
     }

@@ -25,29 +25,31 @@ use crate::heap::kind_of;
 use crate::shell::core::Request;
 use crate::shell::whole::Whole;
 
-/// Waiting is considered where reserved memory would exceed the peak in use by more than this share, and by more than so many
-/// bytes: for less it is not worth it.
+/// Waiting is considered where reserved memory would exceed the peak in use by more than this share of it and by more than
+/// [`SLACK_LEAST`]: for less it is not worth it.
 const SLACK_SHARE: u64 = 128;
+/// In bytes: see [`SLACK_SHARE`].
 const SLACK_LEAST: u64 = 32 << 20;
-/// The host waits for at most one allocation in so many,
+/// The host waits for at most one allocation in so many, and for some more at the start: [`STALL_ADVANCE`], and up to [`STALL_MORE`].
 const STALL_SPACING: u64 = 600;
-/// and for a few at the start: the more, the more memory that saves. This many for a tiny share,
+/// How often the host may wait at the start, however little memory that saves.
 const STALL_ADVANCE: u64 = 2;
-/// and up to as many more for a quarter of the peak in use.
+/// How often it may in addition where that saves a quarter of the peak in use; where it saves less, in proportion.
 const STALL_MORE: u64 = 6;
 /// What is waited for is enough for more than one request: this share of what is reserved, or what the request lacks.
 const STALL_SHARE: u64 = 32;
-/// Streams are made to wait for others for one allocation in so many, and a few at the start.
+/// Streams are made to wait for others for one allocation in so many, and [`ORDER_ADVANCE`] times at the start.
 const ORDER_SPACING: u64 = 32;
+/// See [`ORDER_SPACING`].
 const ORDER_ADVANCE: u64 = 8;
 /// How often a request is planned anew, at most; others may take what it waited for.
 pub(crate) const ROUNDS: u32 = 64;
 /// Live blocks spread over addresses: those of a full device that never settles took more than four times as many as it had memory.
 const ADDRESSES_FOR_MEMORY: u64 = 64;
 
-/// What is still allowed for a request.
+/// What is still allowed for a request; each ends when it was tried in vain.
 #[derive(Clone, Copy, Debug)]
-struct Leave {
+struct Allowed {
     /// Ask the streams how far they got.
     ask: bool,
     /// Make the request's stream wait for others.
@@ -56,10 +58,10 @@ struct Leave {
     stall: bool,
     /// Take memory from the device.
     create: bool,
-    /// And more than the request needs.
+    /// Take more than the request needs.
     ahead: bool,
-    /// And where other granules might move instead.
-    rather: bool,
+    /// Take memory where granules might move instead.
+    instead_of_moving: bool,
 }
 
 /// What to do next.
@@ -84,25 +86,26 @@ impl Allocator {
     pub(crate) fn grow_paged(&self, request: &Request) -> Result<Growth, AllocError> {
         // While a stream captures nothing is waited for that could be done without.
         let may_wait = !self.device().is_capturing();
-        let mut leave = Leave { ask: true, order: may_wait, stall: may_wait, create: true, ahead: true, rather: true };
+        let mut allowed =
+            Allowed { ask: true, order: may_wait, stall: may_wait, create: true, ahead: true, instead_of_moving: true };
         for _ in 0..ROUNDS {
             self.recycle_retired()?;
-            match self.step(request, &mut leave)? {
+            match self.step(request, &mut allowed)? {
                 Next::Finished(growth) => return growth,
                 Next::Ask(ticks) => {
-                    leave.ask = false;
+                    allowed.ask = false;
                     self.poll(&ticks)?;
                 }
-                Next::Order(uses) => leave.order = self.order_after(request, &uses)?,
+                Next::Order(uses) => allowed.order = self.order_after(request, &uses)?,
                 Next::Borrow => match self.borrow_waiting(request)? {
                     Some(granted) => return Ok(Growth::Grown(granted)),
-                    None => leave.order = false,
+                    None => allowed.order = false,
                 },
                 Next::Wait(timeline, after) => {
                     if self.stall_for(&timeline, after)? {
                         self.poll_waiting()?;
-                        leave.ask = true;
-                    } else if !std::mem::take(&mut leave.stall) {
+                        allowed.ask = true;
+                    } else if !std::mem::take(&mut allowed.stall) {
                         return Ok(Growth::Refused(Refusal::Device));
                     }
                 }
@@ -118,8 +121,8 @@ impl Allocator {
         Ok(Growth::Refused(Refusal::Device))
     }
 
-    fn step(&self, request: &Request, leave: &mut Leave) -> Result<Next, AllocError> {
-        let room = if leave.create { self.room()? } else { Room::NONE };
+    fn step(&self, request: &Request, allowed: &mut Allowed) -> Result<Next, AllocError> {
+        let room = if allowed.create { self.room()? } else { Room::NONE };
         let _gate = self.gate().shared();
         let mut whole = self.shell().whole();
         if whole.is_asleep() {
@@ -129,24 +132,24 @@ impl Allocator {
         if let Some(granted) = whole.take_own(request) {
             return Ok(Next::Finished(Ok(Growth::Grown(granted))));
         }
-        let buyable = if leave.create { self.buyable(&whole, &room) } else { (0, Refusal::Device) };
+        let buyable = if allowed.create { self.buyable(&whole, &room) } else { (0, Refusal::Device) };
         if request.size > self.device().info().total_bytes {
             // No addresses are worth taking for it.
             let refusal = if buyable.0 < request.size { buyable.1 } else { Refusal::Device };
             return Ok(Next::Finished(Ok(Growth::Refused(refusal))));
         }
-        let rather_buyable = if leave.rather { buyable.0 } else { 0 };
-        let Some(draft) = whole.draft(request, rather_buyable) else { return Ok(Next::Reserve) };
-        if let Some(next) = self.rather_than_buy(&mut whole, request, &draft, leave) {
+        let buyable_instead = if allowed.instead_of_moving { buyable.0 } else { 0 };
+        let Some(draft) = whole.draft(request, buyable_instead) else { return Ok(Next::Reserve) };
+        if let Some(next) = self.before_buying(&mut whole, request, &draft, allowed) {
             return Ok(next);
         }
         let (buyable, refusal) = buyable;
-        let terms = Terms { buyable, refusal, ahead: leave.ahead };
-        let rather_bought = draft.rather_bought;
+        let terms = Terms { buyable, refusal, ahead: allowed.ahead };
+        let bought_though_movable = draft.bought_though_movable;
         match whole.plan(request, draft, &terms) {
             Planned::Ready(plan) => {
                 drop(whole);
-                Ok(self.carry_out_plan(request, plan, rather_bought, leave))
+                Ok(self.carry_out_plan(request, plan, bought_though_movable, allowed))
             }
             Planned::NoAddresses => Ok(Next::Reserve),
             Planned::Short { missing, not_done, refusal } => Ok(match whole.first_enough(&not_done, missing) {
@@ -158,32 +161,38 @@ impl Allocator {
     }
 
     /// What is worth trying before memory is bought: to ask whether more is done, or to wait for it.
-    fn rather_than_buy(&self, whole: &mut Whole, request: &Request, draft: &Draft, leave: &Leave) -> Option<Next> {
+    fn before_buying(&self, whole: &mut Whole, request: &Request, draft: &Draft, allowed: &Allowed) -> Option<Next> {
         if draft.buy == 0 {
             return None;
         }
-        if leave.ask && !draft.donors.not_done.is_empty() {
+        if allowed.ask && !draft.donors.not_done.is_empty() {
             let ticks = whole.askable(&draft.donors.not_done);
             if !ticks.is_empty() {
                 return Some(Next::Ask(ticks));
             }
         }
-        if draft.rather_bought {
+        if draft.bought_though_movable {
             return None;
         }
         let excess = whole.over_peak(draft)?;
-        if leave.order
+        if allowed.order
             && self.config().cross_stream != CrossStream::Off
             && let Some(order) = whole.worth_ordering(request)
         {
             return Some(order);
         }
-        let stall = if leave.stall { whole.worth_stalling(draft, excess) } else { None };
+        let stall = if allowed.stall { whole.worth_stalling(draft, excess) } else { None };
         stall.map(|(timeline, after)| Next::Wait(timeline, after))
     }
 
-    fn carry_out_plan(&self, request: &Request, plan: Plan, rather_bought: bool, leave: &mut Leave) -> Next {
-        leave.ahead &= rather_bought || plan.buys_ahead;
+    fn carry_out_plan(
+        &self,
+        request: &Request,
+        plan: Plan,
+        bought_though_movable: bool,
+        allowed: &mut Allowed,
+    ) -> Next {
+        allowed.ahead &= bought_though_movable || plan.buys_ahead;
         let (work, held) = plan.part();
         let done = carry_out(self.device(), self.hooks(), work);
         let mut whole = self.shell().whole();
@@ -192,7 +201,7 @@ impl Allocator {
             return Next::Finished(Ok(Growth::Grown(granted)));
         }
         drop(whole);
-        refused(done.error, done.at_creation, rather_bought, leave)
+        refused(done.error, done.at_creation, bought_though_movable, allowed)
     }
 
     /// Makes the request's stream wait for other streams' uses of its own blocks, which are free to it then. Tells whether that
@@ -276,19 +285,19 @@ impl Allocator {
 }
 
 /// What follows from a plan that did not come off.
-fn refused(error: Option<DeviceError>, at_creation: bool, rather_bought: bool, leave: &mut Leave) -> Next {
+fn refused(error: Option<DeviceError>, at_creation: bool, bought_though_movable: bool, allowed: &mut Allowed) -> Next {
     match error {
         Some(error) if !error.is_out_of_memory() => Next::Finished(Err(error.into())),
-        Some(_) if at_creation && rather_bought => {
-            leave.rather = false;
+        Some(_) if at_creation && bought_though_movable => {
+            allowed.instead_of_moving = false;
             Next::Again
         }
-        Some(_) if at_creation && leave.ahead => {
-            leave.ahead = false;
+        Some(_) if at_creation && allowed.ahead => {
+            allowed.ahead = false;
             Next::Again
         }
-        Some(_) if at_creation && leave.create => {
-            leave.create = false;
+        Some(_) if at_creation && allowed.create => {
+            allowed.create = false;
             Next::Again
         }
         _ => Next::Finished(Ok(Growth::Refused(Refusal::Device))),
@@ -300,7 +309,7 @@ impl Whole {
     pub(crate) fn askable(&mut self, not_done: &BTreeMap<(u32, u64), u64>) -> Pending {
         let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
         for &(slot, after) in not_done.keys() {
-            if self.is_covered(slot, after) || self.may_record(slot, Reason::Question) {
+            if self.may_be_covered(slot, after) || self.may_record(slot, Reason::Question) {
                 latest.insert(slot, after);
             }
         }
@@ -309,15 +318,15 @@ impl Whole {
         ticks.into_iter().filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
     }
 
-    /// Whether an event was recorded that covers the ticks below a count.
-    fn is_covered(&self, slot: u32, after: u64) -> bool {
+    /// Whether an event covers the ticks below a count, or was to: recording it may have failed.
+    fn may_be_covered(&self, slot: u32, after: u64) -> bool {
         self.timeline(slot).is_some_and(|timeline| after <= timeline.now())
     }
 
     /// Counts the events that asking at these ticks, or waiting for them, will record.
     fn note_questions(&mut self, ticks: &[(u32, u64)]) {
         for &(slot, after) in ticks {
-            if !self.is_covered(slot, after) {
+            if !self.may_be_covered(slot, after) {
                 self.note_recorded(slot, Reason::Question);
             }
         }
@@ -340,7 +349,7 @@ impl Whole {
         let searches = self.searches();
         let few = self.paged.as_ref()?.orders < ORDER_ADVANCE + searches / ORDER_SPACING;
         let known = |whole: &mut Whole, &(slot, after): &(u32, u64)| {
-            whole.is_covered(slot, after) || whole.may_record(slot, Reason::Question)
+            whole.may_be_covered(slot, after) || whole.may_record(slot, Reason::Question)
         };
         if !few || !ticks.iter().all(|tick| known(self, tick)) {
             return None;

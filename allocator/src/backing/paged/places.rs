@@ -38,8 +38,8 @@ impl Places {
         }
     }
 
-    /// Takes note of the granules of a range as of unmapped ones, in order.
-    pub(super) fn take(&mut self, range: Range<usize>) -> Vec<RawPhysical> {
+    /// Removes the granules of a range from the record; the answer is in order.
+    pub(super) fn forget(&mut self, range: Range<usize>) -> Vec<RawPhysical> {
         let mut taken = Vec::with_capacity(range.len());
         let known = self.known(range);
         taken.extend(self.granules[known].iter_mut().filter_map(Option::take));
@@ -100,13 +100,13 @@ mod tests {
         let granules = |numbers: &[u64]| numbers.iter().map(|&number| RawPhysical(number)).collect::<Vec<_>>();
         places.put(6, &granules(&[1, 2]));
         places.put(2, &granules(&[3, 4, 5, 6]));
-        assert_eq!(places.take(4..7), granules(&[5, 6, 1]));
+        assert_eq!(places.forget(4..7), granules(&[5, 6, 1]));
         assert_eq!(places.all().flatten().collect::<Vec<_>>(), granules(&[3, 4, 2]));
         assert_eq!(
             places.of(3..10).map(|behind| behind.is_some()).collect::<Vec<_>>(),
             [true, false, false, false, true, false, false]
         );
-        assert_eq!(places.take(9..10), []);
+        assert_eq!(places.forget(9..10), []);
     }
 
     proptest! {
@@ -126,7 +126,7 @@ mod tests {
                     }
                     1 => {
                         let taken: Vec<_> = range.clone().filter_map(|at| map.remove(&at)).collect();
-                        prop_assert_eq!(places.take(range), taken);
+                        prop_assert_eq!(places.forget(range), taken);
                     }
                     2 => {
                         places.leave(range.clone());

@@ -86,7 +86,7 @@ pub(crate) struct Draft {
     /// Granules that have to come from the device.
     pub(crate) buy: u64,
     /// Whether they do although granules might move.
-    pub(crate) rather_bought: bool,
+    pub(crate) bought_though_movable: bool,
     /// Granules that the donors give beyond the need.
     ahead: u64,
     /// Bytes that other streams still use, by the tick that is in the way.
@@ -95,8 +95,8 @@ pub(crate) struct Draft {
 
 impl Whole {
     /// Where the request's memory would come from: granules that are at hand, that may move, and the rest from the device. Up to
-    /// `rather` bytes may be bought where granules might move.
-    pub(crate) fn draft(&mut self, request: &Request, rather: u64) -> Option<Draft> {
+    /// `instead_of_moving` bytes may be bought where granules might move.
+    pub(crate) fn draft(&mut self, request: &Request, instead_of_moving: u64) -> Option<Draft> {
         // What waits is in nobody's use: it could be had by waiting.
         let (waiting, awaited) = self.awaited();
         let in_use = (self.in_use() + request.size).saturating_sub(waiting);
@@ -110,9 +110,21 @@ impl Whole {
         let window = window::cheapest(&self.arena(request.slot).heap, request.pool, request.size, granule)?;
         let spares = window.lacks.min(at_hand);
         let need = window.lacks - spares;
-        if need > 0 && need <= rather / granule && self.rather_buys(request.slot, &window, need, point) {
+        if need > 0
+            && need <= instead_of_moving / granule
+            && self.buys_instead_of_moving(request.slot, &window, need, point)
+        {
             let (donors, awaited) = (Donors::default(), BTreeMap::new());
-            return Some(Draft { window, point, donors, spares, buy: need, rather_bought: true, ahead: 0, awaited });
+            return Some(Draft {
+                window,
+                point,
+                donors,
+                spares,
+                buy: need,
+                bought_though_movable: true,
+                ahead: 0,
+                awaited,
+            });
         }
         let reach = self.reach(&window, request.pool);
         // What moves ahead of need serves the next requests of its kind. At most half of what could move does.
@@ -121,7 +133,7 @@ impl Whole {
         let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
         donors.truncate(need + ahead, granule);
         let buy = need.saturating_sub(donors.granules);
-        Some(Draft { window, point, donors, spares, buy, rather_bought: false, ahead, awaited })
+        Some(Draft { window, point, donors, spares, buy, bought_though_movable: false, ahead, awaited })
     }
 
     /// Bytes that the device has to give for a request, beside what is free here and may move; `None` where memory does not move, or
@@ -134,7 +146,7 @@ impl Whole {
 
     /// Whether a request gets so many granules from the device although some might move: where an earlier move would be undone, in
     /// programs that repeat themselves, and in those that never settle and would move memory for ever.
-    fn rather_buys(&self, slot: u32, window: &Window, granules: u64, point: Point) -> bool {
+    fn buys_instead_of_moving(&self, slot: u32, window: &Window, granules: u64, point: Point) -> bool {
         let Some(paged) = &self.paged else { return false };
         let heap = self.heap_of(slot);
         let holes = window.pieces.iter().map(|&id| &heap.blocks[id]).filter(|block| block.state == State::Hole);
@@ -171,7 +183,7 @@ impl Whole {
             let (missing, not_done, refusal) = (draft.buy - buyable, draft.donors.not_done, terms.refusal);
             return Planned::Short { missing, not_done, refusal };
         }
-        let more = draft.buy > 0 && terms.ahead && !draft.rather_bought;
+        let more = draft.buy > 0 && terms.ahead && !draft.bought_though_movable;
         let bought_ahead = if more { self.bought_ahead(&draft, request.pool, buyable) } else { 0 };
         let Draft { window, point, donors, spares, buy, ahead, .. } = draft;
         if buy > 0 || !donors.chosen.is_empty() {
@@ -189,7 +201,7 @@ impl Whole {
     pub(crate) fn work(&mut self, donors: &[Donor], spares: u64, create: u64, fill: Vec<std::ops::Range<u64>>) -> Work {
         let Some(paged) = self.paged.as_mut() else { return Work::default() };
         let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
-        let unmap = donors.iter().map(|donor| (range(donor), paged.take(donor.addr, donor.bytes))).collect();
+        let unmap = donors.iter().map(|donor| (range(donor), paged.forget_mapped(donor.addr, donor.bytes))).collect();
         paged.in_hands += spares;
         let at = paged.spares.len() - usize::try_from(spares).unwrap_or(0);
         let at_hand = paged.spares.split_off(at);

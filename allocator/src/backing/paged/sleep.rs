@@ -150,7 +150,7 @@ impl Allocator {
             unmap_range(self.device(), self.hooks(), &range)?;
             let mut whole = self.shell().whole();
             let Some(paged) = &mut whole.paged else { continue };
-            let granules = paged.take(range.start, range.end - range.start);
+            let granules = paged.forget_mapped(range.start, range.end - range.start);
             paged.mapped_bytes[kind as usize] -= range.end - range.start;
             paged.in_hands += granules.len() as u64;
             paged.absent.get_or_insert_default().push(Absent { range, kind, granules, mapped: 0, saved });

@@ -88,7 +88,8 @@ impl Allocator {
         let mut whole = self.shell().whole();
         if let Some(paged) = &mut whole.paged {
             paged.in_hands -= in_hands;
-            let loose: Vec<RawPhysical> = unmapped.into_iter().flat_map(|at| paged.take(at, granule)).collect();
+            let loose: Vec<RawPhysical> =
+                unmapped.into_iter().flat_map(|at| paged.forget_mapped(at, granule)).collect();
             paged.spares.extend(loose);
         }
         if stuck.granules.is_empty() {
@@ -174,7 +175,7 @@ impl Whole {
         let donors = self.hold_all(chosen);
         let Some(paged) = &mut self.paged else { return none };
         let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
-        let ranges = donors.iter().map(|donor| (range(donor), paged.take(donor.addr, donor.bytes))).collect();
+        let ranges = donors.iter().map(|donor| (range(donor), paged.forget_mapped(donor.addr, donor.bytes))).collect();
         Leaving { donors, ranges, spares }
     }
 
