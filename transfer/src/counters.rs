@@ -71,11 +71,17 @@ impl Tally {
 
     /// A thread waits in `wait` for what began at `started`.
     pub(crate) fn waiting<R>(&self, started: Instant, wait: impl FnOnce() -> R) -> R {
+        let result = self.waited(wait);
+        self.flew(started);
+        result
+    }
+
+    /// A thread waits in `wait` for something that is no transfer of its caller's.
+    pub(crate) fn waited<R>(&self, wait: impl FnOnce() -> R) -> R {
         let from = Instant::now();
         let result = wait();
         self.synchronisations.fetch_add(1, Ordering::Relaxed);
         self.waited_ns.fetch_add(nanoseconds(from.elapsed()), Ordering::Relaxed);
-        self.flew(started);
         result
     }
 

@@ -281,18 +281,59 @@ impl TransferError {
     pub fn is_out_of_memory(&self) -> bool {
         match self {
             TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. } => true,
-            TransferError::Alloc(error) => error.is_out_of_memory(),
-            TransferError::Device(error) => error.is_out_of_memory(),
-            _ => false,
+            _ => {
+                self.of_allocator().is_some_and(AllocError::is_out_of_memory)
+                    || self.of_device().is_some_and(DeviceError::is_out_of_memory)
+            }
         }
     }
 
     /// Whether the device is gone, so that nothing on it will ever complete.
     pub fn is_device_lost(&self) -> bool {
+        self.of_device().is_some_and(DeviceError::is_device_lost)
+    }
+
+    /// What the allocator said, wherever it was asked.
+    fn of_allocator(&self) -> Option<&AllocError> {
         match self {
-            TransferError::Alloc(AllocError::Device(error)) | TransferError::Device(error) => error.is_device_lost(),
-            TransferError::Kernel(KernelError::Device(error)) => error.is_device_lost(),
-            _ => false,
+            TransferError::Alloc(error) | TransferError::Kernel(KernelError::Order { source: error, .. }) => {
+                Some(error)
+            }
+            _ => None,
+        }
+    }
+
+    /// What the driver said, wherever it was called.
+    fn of_device(&self) -> Option<&DeviceError> {
+        match (self, self.of_allocator()) {
+            (TransferError::Device(error) | TransferError::Kernel(KernelError::Device(error)), _)
+            | (_, Some(AllocError::Device(error))) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use aquifer_device::{Code, Operation};
+
+    use super::*;
+
+    #[test]
+    fn errors_are_what_they_stem_from_whoever_met_them() {
+        let of = |code: Code| DeviceError::new(Operation::CreateEvent, code);
+        let ways: [fn(DeviceError) -> TransferError; 4] = [
+            TransferError::Device,
+            |error| TransferError::Alloc(AllocError::Device(error)),
+            |error| TransferError::Kernel(KernelError::Device(error)),
+            |error| TransferError::Kernel(KernelError::Order { kernel: "cast", source: AllocError::Device(error) }),
+        ];
+        for way in ways {
+            let (lost, full, wrong) =
+                (way(of(Code::ILLEGAL_ADDRESS)), way(of(Code::OUT_OF_MEMORY)), way(of(Code::INVALID_VALUE)));
+            assert!(lost.is_device_lost() && !lost.is_out_of_memory(), "{lost}");
+            assert!(!full.is_device_lost() && full.is_out_of_memory(), "{full}");
+            assert!(!wrong.is_device_lost() && !wrong.is_out_of_memory(), "{wrong}");
         }
     }
 }

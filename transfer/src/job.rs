@@ -2,7 +2,6 @@
 //!
 //! Invariants: a job that is settled stays so; whoever waits is told. Its lock is a leaf; wakers run without it.
 
-use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
@@ -24,8 +23,8 @@ pub(crate) struct Job {
 #[derive(Debug, Default)]
 struct State {
     progress: Progress,
-    /// Told at the next change.
-    wakers: Vec<Waker>,
+    /// Told at the next change: that of the last poll, as one future has the transfer.
+    waker: Option<Waker>,
 }
 
 /// How far a job is.
@@ -61,10 +60,10 @@ impl Job {
             return;
         }
         state.progress = progress;
-        let wakers = mem::take(&mut state.wakers);
+        let waker = state.waker.take();
         drop(state);
         self.changed.notify_all();
-        wakers.into_iter().for_each(wake);
+        waker.into_iter().for_each(wake);
     }
 
     /// Asks that what has not begun is left out.
@@ -85,10 +84,15 @@ impl Job {
     /// How far it is; while threads work on it, `waker` is told of the next change.
     pub(crate) fn poll(&self, waker: &Waker) -> Progress {
         let mut state = self.state.lock();
-        if matches!(state.progress, Progress::Working) && !state.wakers.iter().any(|known| known.will_wake(waker)) {
-            state.wakers.push(waker.clone());
+        let progress = state.progress.clone();
+        if !matches!(progress, Progress::Working) || state.waker.as_ref().is_some_and(|known| known.will_wake(waker)) {
+            return progress;
         }
-        state.progress.clone()
+        let before = state.waker.replace(waker.clone());
+        drop(state);
+        // Without the lock: it is code of others.
+        drop(before);
+        progress
     }
 
     /// Waits until no thread works on it any more.
@@ -98,5 +102,34 @@ impl Job {
             self.changed.wait(&mut state);
         }
         state.progress.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::Wake;
+
+    use super::*;
+
+    struct Counted;
+
+    impl Wake for Counted {
+        fn wake(self: Arc<Self>) {}
+    }
+
+    #[test]
+    fn a_job_keeps_the_waker_of_the_last_poll_alone() {
+        let (job, counted) = (Job::new(), Arc::new(Counted));
+        for _ in 0..100 {
+            // Each is another one, as with executors that make one for each poll.
+            let last = Arc::new(Counted);
+            job.poll(&Waker::from(last.clone()));
+            assert_eq!(Arc::strong_count(&last), 2);
+        }
+        job.poll(&Waker::from(counted.clone()));
+        job.poll(&Waker::from(counted.clone()));
+        assert_eq!(Arc::strong_count(&counted), 2);
+        job.finish(Ok(()));
+        assert_eq!(Arc::strong_count(&counted), 1);
     }
 }

@@ -87,8 +87,8 @@ impl TransferConfig {
 /// Copies run on streams of their own, or on the caller's ([`Transfer::on`]), and return before they are done. Buffers carry the ticks
 /// of what uses them, so every stream that takes its turn with one ([`aquifer_allocator::Turn`], the kernels of `aquifer-kernels`, other
 /// transfers) is ordered after them without further ado, and host memory that is in flight cannot be touched: see
-/// [`crate::PinnedBuffer`]. What waits for the device on the host says so in its name or its documentation, and is counted
-/// ([`Transfer::counters`]).
+/// [`crate::PinnedBuffer`]. What waits for the device on the host says so in its name or its documentation, and is counted: by
+/// [`Transfer::counters`], or where page-locked memory is waited for that a copy still uses, by [`crate::HostMemoryStats::num_waits`].
 ///
 /// Streams that capture a graph are refused: what a graph does is not done when the call returns, and may be done often.
 ///

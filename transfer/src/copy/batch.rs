@@ -175,7 +175,8 @@ impl TransferBatch {
         self.uploads.len() + self.downloads.len()
     }
 
-    /// Enqueues all copies, and returns.
+    /// Enqueues all copies, and returns. The first batch of a runtime measures whether batched calls pay, which takes some milliseconds, but
+    /// waits for nobody's work ([`Transfer::batch_calls_pay_below`]).
     ///
     /// # Errors
     /// When page-locked memory runs out, a stream that captures, and those of the driver. Uploads may have been enqueued then.

@@ -1,13 +1,12 @@
 //! Up to which size one call for many copies pays, measured on the device.
 //!
 //! A batch saves a call for each copy; on some devices and drivers large copies take longer in one. So both ways are timed at first use, by
-//! events on a transfer stream, with sizes of 4 KiB to 256 KiB.
+//! events on a stream of their own, with sizes of 4 KiB to 256 KiB.
 
 use aquifer_allocator::{DeviceBuffer, Turn};
-use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, DeviceError, ErrorKind, HostPtr};
+use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, DeviceError, ErrorKind, HostPtr, Stream};
 
 use crate::copy::batch::enqueue_parts;
-use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::host_vec;
 use crate::pinned::{PinnedBuffer, PinnedSlice};
@@ -23,7 +22,7 @@ const ROUNDS: u32 = 3;
 impl Transfer {
     /// Copies of less than so many bytes go to the driver together when they are part of a batch: `None` where the driver has no such
     /// call, `u64::MAX` where it pays at all sizes. Measured at the first call, which takes some milliseconds and 4 MiB of memory at either
-    /// end, and waits for the device; if memory is too short to measure, batched calls stay off until a later call can measure. A batch whose measurement
+    /// end, and waits for copies on a stream of its own, counted in [`Transfer::counters`]; if memory is too short to measure, batched calls stay off until a later call can measure. A batch whose measurement
     /// fails otherwise settles for `None`.
     ///
     /// # Errors
@@ -35,7 +34,8 @@ impl Transfer {
     /// The same for a batch, which does without that call where measuring failed: single copies do as well. Where the driver refused, it
     /// is not asked again.
     pub(super) fn batched_below(&self) -> Result<Option<u64>, TransferError> {
-        let mut known = self.inner.crossover.lock();
+        // While somebody measures, others do without.
+        let Some(mut known) = self.inner.crossover.try_lock() else { return Ok(None) };
         match self.crossover(&mut known) {
             Err(error) if !error.is_device_lost() => {
                 if matches!(&error, TransferError::Device(error) if error.kind != ErrorKind::Capture) {
@@ -68,7 +68,8 @@ impl Transfer {
 
     fn measure(&self) -> Result<u64, TransferError> {
         let largest = SIZES[SIZES.len() - 1];
-        let stream = self.next_stream(Direction::Upload);
+        // One that nobody else's work is on: it is waited for.
+        let stream = &self.device().create_stream()?;
         let host: PinnedBuffer<u8> = self.pinned().alloc(host_vec::len_of(COPIES * largest, 1)?)?;
         let device: DeviceBuffer<u8> = self.allocator().alloc_buffer(COPIES * largest, stream)?;
         let start = PinnedSlice::from(&host).part().ptr.0;
@@ -81,8 +82,8 @@ impl Transfer {
                     bytes: size - 64,
                 })
                 .collect();
-            let batched = self.time(&host, &device, &copies, &[])?;
-            let single = self.time(&host, &device, &[], &copies)?;
+            let batched = self.time(stream, &host, &device, &copies, &[])?;
+            let single = self.time(stream, &host, &device, &[], &copies)?;
             if batched > single {
                 return Ok(size);
             }
@@ -93,19 +94,19 @@ impl Transfer {
     /// Milliseconds that copies take, some with one call, the others with one each.
     fn time(
         &self,
+        stream: &Stream,
         host: &PinnedBuffer<u8>,
         device: &DeviceBuffer<u8>,
         batched: &[CopyPart],
         single: &[CopyPart],
     ) -> Result<f64, TransferError> {
-        let stream = self.next_stream(Direction::Upload);
         let mut least = f64::INFINITY;
         for _ in 0..ROUNDS {
             let (start, end) = (self.device().create_event(true)?, self.device().create_event(true)?);
             {
                 let _turn = Turn::take(stream, &[(device.storage(), AccessKind::Write)])?;
             }
-            stream.synchronize()?;
+            self.shared().tally.waited(|| stream.synchronize())?;
             self.enqueue(
                 stream,
                 &[(device.storage(), AccessKind::Write)],
@@ -119,7 +120,7 @@ impl Transfer {
                     end.record(stream)
                 },
             )?;
-            end.synchronize()?;
+            self.shared().tally.waited(|| end.synchronize())?;
             least = least.min(start.elapsed_ms(&end)?);
         }
         Ok(least)

@@ -67,6 +67,9 @@ struct Plan {
     elements: u64,
 }
 
+/// Rows of which the places are compared, one with another, where both ends of a region lie in one piece of memory.
+const ROWS_COMPARED: u64 = 1 << 20;
+
 impl Region<'_> {
     /// `None` where there is nothing to copy.
     fn plan(&self) -> Result<Option<Plan>, TransferError> {
@@ -186,6 +189,36 @@ impl Plan {
         })
     }
 
+    /// Whether what is written at `to` on meets what is read at `from` on, in bytes. Told exactly for up to [`ROWS_COMPARED`] rows; where both
+    /// ends reach over each other with more, they are taken to meet.
+    fn meets_itself(&self, from: u64, to: u64, size: u64) -> bool {
+        let apart = to >= from + self.from_reach * size || from >= to + self.to_reach * size;
+        if apart || self.elements == 0 {
+            return false;
+        }
+        if self.elements / self.width > ROWS_COMPARED {
+            return true;
+        }
+        let (mut read, mut written) = (Vec::new(), Vec::new());
+        let collected = self.pieces(|from_at, to_at| {
+            for row in 0..self.height {
+                read.push(from + (from_at + row * self.from_pitch) * size);
+                written.push(to + (to_at + row * self.to_pitch) * size);
+            }
+            Ok(())
+        });
+        debug_assert!(collected.is_ok());
+        read.sort_unstable();
+        written.sort_unstable();
+        let width = self.width * size;
+        let mut read = read.into_iter().peekable();
+        written.into_iter().any(|start| {
+            // All rows are equally long, so those that start late enough end late enough.
+            while read.next_if(|&read| read + width <= start).is_some() {}
+            read.peek().is_some_and(|&read| read < start + width)
+        })
+    }
+
     fn check_reach(&self, from_len: u64, to_len: u64) -> Result<(), TransferError> {
         let fits = |reach: u64, len: u64| {
             if reach <= len { Ok(()) } else { Err(TransferError::OutOfBounds { start: 0, end: reach, len }) }
@@ -267,7 +300,7 @@ impl Transfer {
     /// Enqueues copying a region within the device, and returns; see [`Transfer::upload_region`].
     ///
     /// # Errors
-    /// A region that reaches beyond either end or writes a place twice; else as [`Transfer::copy`].
+    /// A region that reaches beyond either end, writes a place twice or writes what it reads; else as [`Transfer::copy`].
     pub fn copy_region<T: Copy>(
         &self,
         from: &DeviceBuffer<T>,
@@ -278,8 +311,11 @@ impl Transfer {
         self.check_device("buffer", to.storage().device_id())?;
         let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
         plan.check_reach(from.len(), to.len())?;
-        let stream = self.next_stream(Direction::OnDevice);
         let (src, dst, size) = (CopyEnd::Device(from.ptr()), CopyEnd::Device(to.ptr()), size_of::<T>() as u64);
+        if plan.meets_itself(from.ptr().0, to.ptr().0, size) {
+            return Err(TransferError::Region { reason: "what it writes meets what it reads, or may" });
+        }
+        let stream = self.next_stream(Direction::OnDevice);
         let memory = [(from.storage().as_ref(), AccessKind::Read), (to.storage().as_ref(), AccessKind::Write)];
         let tick = self.enqueue(stream, &memory, &[], || {
             // SAFETY: no host memory is touched.
@@ -320,6 +356,19 @@ mod tests {
         let plan = plan(&[2, 3, 4], &[100, 10, 1], &[12, 4, 1]).unwrap();
         assert_eq!((plan.width, plan.height, plan.from_pitch, plan.to_pitch), (4, 3, 10, 4));
         assert_eq!((plan.outer.len(), plan.from_reach, plan.to_reach), (1, 124, 24));
+    }
+
+    #[test]
+    fn only_what_meets_itself_does() {
+        // Even columns of rows go to the odd ones beside them, which lie in between.
+        let columns = plan(&[4, 3], &[6, 2], &[6, 2]).unwrap();
+        assert!(!columns.meets_itself(0, 4, 4) && columns.meets_itself(0, 8, 4) && columns.meets_itself(8, 0, 4));
+        let repeated = plan(&[3, 2], &[0, 1], &[4, 1]).unwrap();
+        assert!(!repeated.meets_itself(8, 0, 4), "between the rows that are written");
+        assert!(repeated.meets_itself(4, 0, 4) && repeated.meets_itself(4096, 4096, 4));
+        let many = plan(&[1 << 21, 1], &[2, 1], &[2, 1]).unwrap();
+        assert!(many.meets_itself(0, 4, 4), "too many to tell");
+        assert!(!many.meets_itself(0, 4 << 22, 4));
     }
 
     #[test]

@@ -4,7 +4,8 @@
 //! (<https://github.com/huggingface/safetensors#format>). Large models come as several files beside an index `model.safetensors.index.json`
 //! that names the file of each tensor. Nothing in a file is believed: what does not fit together is an error.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::fmt;
 use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
@@ -13,6 +14,7 @@ use std::sync::Arc;
 use aquifer_kernels::DType;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
+use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
 use super::checkpoint_error::{CheckpointError, CheckpointFault};
 use crate::error::TransferError;
@@ -265,10 +267,40 @@ fn read_header(file: &mut File, path: &Path, bytes: u64) -> Result<(Metadata, u6
     }
     let mut header = vec![0; usize::try_from(length).unwrap_or(usize::MAX)];
     file.read_exact(&mut header).map_err(|error| read_error(path, error))?;
+    let problem = |error: serde_json::Error| fault(path, CheckpointFault::Header { problem: error.to_string() });
+    let DistinctNames = serde_json::from_slice(&header).map_err(problem)?;
     // Deserialising checks that tensors are as long as their shapes say and lie one after the other.
-    let metadata = serde_json::from_slice(&header)
-        .map_err(|error| fault(path, CheckpointFault::Header { problem: error.to_string() }))?;
+    let metadata = serde_json::from_slice(&header).map_err(problem)?;
     Ok((metadata, 8 + length))
+}
+
+/// A map that has no name twice: of those the last would count, and the others be lost without a word.
+struct DistinctNames;
+
+impl<'de> Deserialize<'de> for DistinctNames {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Names;
+
+        impl<'de> Visitor<'de> for Names {
+            type Value = DistinctNames;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a map from names to tensors")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<DistinctNames, A::Error> {
+                let mut names = HashSet::new();
+                while let Some((name, IgnoredAny)) = map.next_entry::<String, _>()? {
+                    if let Some(name) = names.replace(name) {
+                        return Err(A::Error::custom(format_args!("{name:?} is there twice")));
+                    }
+                }
+                Ok(DistinctNames)
+            }
+        }
+
+        deserializer.deserialize_map(Names)
+    }
 }
 
 fn dtype_of(dtype: Dtype) -> Option<DType> {

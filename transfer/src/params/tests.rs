@@ -342,7 +342,7 @@ fn dtypes_that_tensors_here_do_not_have_are_named_or_bytes() {
 fn broken_files_are_typed_errors() {
     let directory = Directory::new();
     let good = r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
-    let cases: [(Vec<u8>, &str); 14] = [
+    let cases: [(Vec<u8>, &str); 15] = [
         (vec![], "ends in its header: 0 bytes"),
         (vec![1, 2, 3], "ends in its header: 3 bytes"),
         (100u64.to_le_bytes().to_vec(), "8 bytes of at least 108"),
@@ -351,6 +351,13 @@ fn broken_files_are_typed_errors() {
         (raw_file(good, &[0; 9]), "bytes, the file is"),
         (raw_file("{", &[]), "describes no tensors"),
         (raw_file("[]", &[]), "describes no tensors"),
+        (
+            raw_file(
+                r#"{"a":{"dtype":"I32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#,
+                &[0; 4],
+            ),
+            "\"a\" is there twice",
+        ),
         (raw_file(r#"{"a":{"dtype":"F33","shape":[2],"data_offsets":[0,8]}}"#, &[0; 8]), "F33"),
         (raw_file(r#"{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#, &[0; 8]), "describes no tensors"),
         (

@@ -47,7 +47,8 @@ use crate::runtime::Transfer;
 /// are errors that name every operand.
 ///
 /// What is done on a device is enqueued, and later work on any stream is ordered after it by the ticks that the memory carries. What
-/// waits on the host says so in its name.
+/// waits on the host says so in its name; and where the host itself changes elements, copies or converts them, it waits for whatever still fills
+/// page-locked memory that they come from ([`crate::HostMemoryStats::num_waits`] counts that).
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};

@@ -2,7 +2,7 @@
 
 use aquifer_allocator::{AllocError, Turn};
 use aquifer_device::AccessKind;
-use aquifer_transfer::{PinnedBuffer, TransferError};
+use aquifer_transfer::{PinnedBuffer, Region, TransferError};
 
 use super::{Bench, pattern};
 
@@ -224,4 +224,48 @@ fn copies_between_devices_are_ordered_on_both() {
     drop((again, target, kernels));
     one.finish();
     two.finish();
+}
+
+/// The first of many small copies waited for all work of the stream that it was made for.
+#[test]
+fn the_first_batch_waits_for_nobodys_work() {
+    let bench = Bench::new();
+    let on = bench.transfer.on(&bench.stream).unwrap();
+    let mut buffers = [bench.alloc(1000), bench.alloc(1000)];
+    // On hardware, as long as a measurement takes and more.
+    bench.driver.stall(&bench.stream, std::time::Duration::from_millis(200)).unwrap();
+    let last = bench.stream.tick();
+    last.cover().unwrap();
+    let mut batch = on.batch();
+    buffers.iter_mut().for_each(|buffer| batch.upload(&[7u8; 1000], &mut buffer.slice(..).unwrap()).unwrap());
+    let pending = batch.run().unwrap();
+    assert!(!last.is_done().unwrap(), "the stream was waited for");
+    pending.wait().unwrap();
+    for buffer in &buffers {
+        assert_eq!(bench.transfer.to_vec(buffer).unwrap().wait().unwrap(), [7; 1000]);
+    }
+    drop((on, buffers, last));
+    bench.finish();
+}
+
+/// Rows that one call read had been written by an earlier one.
+#[test]
+fn a_region_that_overlaps_its_source_is_refused() {
+    let bench = Bench::new();
+    let bytes = pattern(5, 24);
+    let buffer = bench.transfer.to_device(bytes.clone(), &bench.stream).unwrap().wait().unwrap();
+    let copy = |from: std::ops::Range<u64>, to: std::ops::Range<u64>, strides: [[u64; 2]; 2]| {
+        let region = Region { extents: &[4, 2], from_strides: &strides[0], to_strides: &strides[1] };
+        let (from, mut to) = (buffer.slice(from).unwrap(), buffer.slice(to).unwrap());
+        bench.transfer.copy_region(&from, &mut to, &region).map(|pending| pending.wait().unwrap())
+    };
+    let refused = copy(0..8, 1..17, [[2, 1], [2, 9]]);
+    assert!(matches!(refused, Err(TransferError::Region { .. })), "{refused:?}");
+    assert_eq!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap(), bytes, "nothing was copied");
+    // Between each other they may lie.
+    copy(0..24, 2..24, [[6, 1], [6, 1]]).unwrap();
+    let expected: Vec<u8> = (0..24).map(|at| if at % 6 / 2 == 1 { bytes[at - 2] } else { bytes[at] }).collect();
+    assert_eq!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap(), expected);
+    drop(buffer);
+    bench.finish();
 }
