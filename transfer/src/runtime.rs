@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use crate::capture;
 use crate::counters::{Counters, Direction};
 use crate::error::TransferError;
-use crate::pending::Shared;
+use crate::pending::{Pending, Shared};
 use crate::pinned::{HostPart, HostTurn, PinnedConfig, PinnedPool};
 use crate::staging::{Staging, StagingConfig, StagingStats};
 use crate::streams::Streams;
@@ -221,6 +221,29 @@ impl Transfer {
     pub(crate) fn stream_for_threads(&self, direction: Direction) -> &Stream {
         let for_all = self.stream.as_ref().filter(|stream| stream.raw() != RawStream::PER_THREAD);
         for_all.unwrap_or_else(|| self.inner.streams.next(direction))
+    }
+
+    /// All that is enqueued on the stream by now, by whomever, as something to wait for or to await.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_transfer::Transfer;
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
+    /// let stream = device.create_stream()?;
+    /// let tick = stream.tick();
+    /// transfer.enqueued_on(&stream)?.wait()?; // or `.await`
+    /// assert!(tick.is_done()?);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A stream of another device, or one that captures.
+    pub fn enqueued_on(&self, stream: &Stream) -> Result<Pending<()>, TransferError> {
+        self.check_stream(stream)?;
+        self.refuse_capture(stream)?;
+        Ok(Pending::enqueued(self.shared(), self.covered_tick(stream), ()))
     }
 
     /// What was done so far, by all handles of this runtime.

@@ -5,13 +5,14 @@
 //! the operands' device, allocated for the stream that computes them. Operands that are not contiguous are made so first, on the device.
 
 use aquifer_allocator::DeviceBuffer;
-use aquifer_device::Stream;
+use aquifer_device::{DeviceMismatch, Stream};
 use aquifer_kernels::{DType, Kernels, Operand, Target};
 
 use super::create::bytes_of;
 use super::layout::Layout;
 use super::memory::{Memory, Scalar};
 use super::pack::pack_on_device;
+use super::place::device_name;
 use super::{OperandsError, Tensor};
 use crate::error::TransferError;
 use crate::runtime::Transfer;
@@ -145,8 +146,14 @@ impl<'a> Operands<'a> {
         let Some(transfer) = devices.next().flatten() else {
             return Err(self.refuse("computes on devices; move operands there with `Tensor::to`").into());
         };
-        if !devices.all(|other| other.is_some_and(|other| other.device().id() == transfer.device().id())) {
-            return Err(self.refuse("operands must be on one device; move them with `Tensor::to`").into());
+        let id = transfer.device().id();
+        if let Some(other) = devices.find(|other| other.is_none_or(|other| other.device().id() != id)) {
+            let namesake = other.filter(|other| device_name(other.device()) == device_name(transfer.device()));
+            let reason = namesake.map_or_else(
+                || "operands must be on one device; move them with `Tensor::to`".to_owned(),
+                |other| format!("one operand is on {}", DeviceMismatch::between(other.device().id(), id)),
+            );
+            return Err(self.refuse(reason).into());
         }
         if self.tensors.iter().any(|(_, tensor)| tensor.dtype() != first.1.dtype()) {
             return Err(self.refuse("operands must be of one dtype; convert them with `Tensor::to_dtype`").into());

@@ -187,15 +187,16 @@ fn sources_dropped_in_flight_arrive_intact_130785() {
 
 #[test]
 fn mixed_devices_dtypes_and_shapes_are_errors_that_name_every_operand() {
-    let stands = [stand(), stand_with(SimConfig::default().ordinal(1))];
+    let stands = [stand(), stand_with(SimConfig::default().ordinal(1)), stand()];
     let on = |index: usize, tensor: &Tensor| tensor.to(&stands[index].transfer).unwrap().wait().unwrap();
     let (host, stream) = (counting(&[2, 3]), &stands[0].stream);
-    let (here, there) = (on(0, &host), on(1, &host));
+    let (here, there, again) = (on(0, &host), on(1, &host), on(2, &host));
     let half = here.to_dtype(DType::F16).unwrap().wait().unwrap();
     let turned = here.transpose(0, 1).unwrap();
     let cases = [
         (here.add(&there, stream), ["one device", "a: f32 [2, 3] on sim:0", "b: f32 [2, 3] on sim:1"]),
         (here.add(&host, stream), ["one device", "a: f32 [2, 3] on sim:0", "b: f32 [2, 3] on cpu"]),
+        (here.add(&again, stream), ["one operand is on sim:0", "as opened later", "instead of opening it twice"]),
         (host.add(&here, stream), ["computes on devices", "a: f32 [2, 3] on cpu", "b: f32 [2, 3] on sim:0"]),
         (here.add(&half, stream), ["one dtype", "a: f32 [2, 3] on sim:0", "b: f16 [2, 3] on sim:0"]),
         (here.add(&turned, stream), ["one shape", "a: f32 [2, 3] on sim:0", "b: f32 [3, 2] on sim:0"]),
