@@ -21,10 +21,14 @@ struct Setup {
 
 /// Explores `model` at random, and with few but well-placed switches. Afterwards everything is given back.
 fn explore(model: impl Fn(&Setup) + Send + Sync + 'static) {
+    explore_with("", model);
+}
+
+fn explore_with(options: &'static str, model: impl Fn(&Setup) + Send + Sync + 'static) {
     let run = move || {
         let sim = SimDriver::new(SimConfig::new(CAPACITY));
         let device = Device::new(sim.clone());
-        let allocator = Allocator::new(&device, Config::default()).unwrap();
+        let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
         let streams = [0; 2].map(|_| device.create_stream().unwrap());
         let setup = Setup { sim, allocator, streams };
         model(&setup);
@@ -144,6 +148,25 @@ fn threads_that_grow_together_keep_the_limit() {
         assert!(blocks.iter().any(Option::is_some));
         assert!(setup.allocator.memory_stats().reserved_bytes.all.peak <= limit);
     });
+}
+
+#[test]
+fn threads_that_grow_together_keep_the_headroom() {
+    for options in ["headroom_mb:34", "headroom_mb:34,backing:segments"] {
+        explore_with(options, |setup| {
+            let threads = setup.streams.clone().map(|stream| {
+                let allocator = setup.allocator.clone();
+                thread::spawn(move || match allocator.alloc(20 * MIB, &stream) {
+                    Ok(block) => Some(block),
+                    Err(error) if error.is_out_of_memory() => None,
+                    Err(error) => panic!("{error}"),
+                })
+            });
+            let blocks = threads.map(|thread| thread.join().unwrap());
+            assert!(blocks.iter().any(Option::is_some));
+            assert!(setup.allocator.device().memory_info().unwrap().free >= 34 * MIB);
+        });
+    }
 }
 
 #[test]
