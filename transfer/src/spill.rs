@@ -61,6 +61,7 @@ struct Inner {
     clock: AtomicU64,
     spills: AtomicU64,
     returns: AtomicU64,
+    failures: AtomicU64,
 }
 
 /// A buffer, wherever it is.
@@ -90,6 +91,8 @@ pub struct SpillStats {
     pub spills: u64,
     /// How often one came back.
     pub returns: u64,
+    /// How often one could not go, mostly for lack of page-locked memory: then spilling does not help.
+    pub failures: u64,
 }
 
 /// Device memory that may be on the host while nobody uses it.
@@ -117,6 +120,7 @@ impl Spiller {
             clock: AtomicU64::new(0),
             spills: AtomicU64::new(0),
             returns: AtomicU64::new(0),
+            failures: AtomicU64::new(0),
         });
         let allocator = transfer.allocator();
         // Not owned by what it is registered with, which it owns itself.
@@ -174,6 +178,7 @@ impl Spiller {
         let mut stats = SpillStats {
             spills: self.inner.spills.load(Ordering::Relaxed),
             returns: self.inner.returns.load(Ordering::Relaxed),
+            failures: self.inner.failures.load(Ordering::Relaxed),
             ..SpillStats::default()
         };
         for entry in self.inner.entries() {
@@ -212,7 +217,9 @@ impl Inner {
             match entry.spill() {
                 Ok(spilled) => freed += spilled,
                 Err(error) => {
-                    tracing::debug!(%error, "a buffer could not be spilled and stays on the device");
+                    self.failures.fetch_add(1, Ordering::Relaxed);
+                    // A report of memory that ran out knows only how much was given up.
+                    tracing::warn!(%error, "a buffer could not be spilled and stays on the device");
                     // Without host memory others cannot go either.
                     if error.is_out_of_memory() || error.is_device_lost() {
                         break;
