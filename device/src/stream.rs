@@ -234,23 +234,28 @@ impl Stream {
 
     /// Copies from host memory and waits until the bytes are on the device.
     ///
+    /// Returns only once nothing reads the memory any more. So it waits after an error, too, and for a capture that somebody else begins
+    /// meanwhile and that forbids to wait for the stream; not for a device that is lost.
+    ///
     /// # Errors
     /// When the stream captures, and those of the driver.
     pub fn upload_blocking(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
         let driver = &self.0.context.driver;
-        // SAFETY: `src` is readable, and borrowed until what is enqueued here is done.
+        // SAFETY: `src` is readable, and borrowed until `run_and_wait` returns, after which nothing reads it.
         let copy = |raw| unsafe { driver.copy_to_device(dst, src.as_ptr(), src.len(), raw) };
         self.0.timeline.run_and_wait(Operation::CopyToDevice, copy)
     }
 
     /// Copies to host memory and waits until the bytes are there.
     ///
+    /// Returns only once nothing writes the memory any more, as [`Stream::upload_blocking`] does.
+    ///
     /// # Errors
     /// When the stream captures, and those of the driver.
     pub fn download_blocking(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
         let driver = &self.0.context.driver;
         let (to, bytes) = (dst.as_mut_ptr(), dst.len());
-        // SAFETY: `dst` is writable, and exclusively borrowed until what is enqueued here is done.
+        // SAFETY: `dst` is writable, and exclusively borrowed until `run_and_wait` returns, after which nothing writes it.
         let copy = |raw| unsafe { driver.copy_to_host(to, src, bytes, raw) };
         self.0.timeline.run_and_wait(Operation::CopyToHost, copy)
     }

@@ -44,11 +44,7 @@ impl Timeline {
         }
         match self.context.driver.capture_status(self.raw())? {
             CaptureStatus::None => Ok(()),
-            _ => Err(capture_error(
-                Operation::CaptureStatus,
-                "somebody else captures the stream and did not say so; announce it with `Stream::announce_capture` or \
-                 `Allocator::capture` when it begins",
-            )),
+            _ => Err(unannounced_error()),
         }
     }
 
@@ -133,4 +129,13 @@ impl Timeline {
 
 pub(super) fn capture_error(operation: Operation, detail: &str) -> DeviceError {
     DeviceError::new(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
+}
+
+/// Of a stream that captures, as the driver says and nobody else did.
+pub(super) fn unannounced_error() -> DeviceError {
+    capture_error(
+        Operation::CaptureStatus,
+        "somebody else captures the stream and did not say so; announce it with `Stream::announce_capture` or \
+         `Allocator::capture` when it begins",
+    )
 }

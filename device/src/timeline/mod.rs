@@ -25,6 +25,7 @@
 //! Locks: a timeline's lock may be taken under that of a user's [`crate::Event`], and under it only that of a capture's scope
 //! is. It is held across driver calls on events of this one stream, and two timelines are never locked at once.
 
+mod borrowed;
 mod capturing;
 mod clock;
 mod owner;
