@@ -11,8 +11,8 @@ use std::ops::ControlFlow;
 use std::thread;
 use std::time::Duration;
 
-use super::Timeline;
 use super::capturing::{capture_error, unannounced_error};
+use super::{GONE, Timeline};
 use crate::driver::{CaptureStatus, Driver, RawStream};
 use crate::error::{DeviceError, ErrorKind, Operation, Result};
 
@@ -47,7 +47,7 @@ impl Timeline {
         let raw = self.usable(operation)?;
         let mut state = self.state.lock();
         if state.closed {
-            return Err(self.closed_error(operation));
+            return Err(self.closed_error(operation, GONE));
         }
         if state.capture.is_some() {
             return Err(capture_error(

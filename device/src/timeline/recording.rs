@@ -2,7 +2,7 @@
 
 use super::capturing::capture_error;
 use super::{Owner, Recorded, Recording, State, Timeline};
-use crate::driver::{Driver, RawStream};
+use crate::driver::RawStream;
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::atomic::Ordering;
 
@@ -23,6 +23,7 @@ impl Timeline {
         let mut state = self.state.lock();
         let last = self.record(&mut state);
         (state.closed, state.destroyed) = (true, destroyed);
+        self.owner.close();
         last?;
         if destroyed {
             cover_later_ticks(&mut state);
@@ -66,7 +67,8 @@ impl Timeline {
 
     pub(super) fn record(&self, state: &mut State) -> Result<Recorded> {
         if state.closed {
-            return Err(self.closed_error(Operation::Record));
+            let detail = "the stream was destroyed or released and its last event could not be recorded";
+            return Err(self.closed_error(Operation::Record, detail));
         }
         if state.capture.is_some() {
             return Err(capture_error(
@@ -85,13 +87,9 @@ impl Timeline {
         Ok(recorded)
     }
 
-    /// Why nothing can be enqueued any more. Streams of a lost device are destroyed without a last event.
-    pub(super) fn closed_error(&self, operation: Operation) -> DeviceError {
+    /// The error of a stream that is gone. Streams of a lost device are destroyed without a last event.
+    pub(super) fn closed_error(&self, operation: Operation, detail: &str) -> DeviceError {
         let driver = &self.context.driver;
-        let detail = match operation {
-            Operation::Record => "the stream was destroyed or released and its last event could not be recorded",
-            _ => "the stream was destroyed or released",
-        };
         match driver.lost() {
             Some(lost) => driver.note_lost(DeviceError::new(operation, lost.code)),
             None => DeviceError::new(operation, Code::INVALID_HANDLE).with_detail(detail),

@@ -64,7 +64,8 @@ fn t4_waiting_for_the_device_answers_no_tick_taken_later() {
     bench.driver.inject(Fault::Nth { operation: Some(Operation::Record), nth: 1, code: Code(999) });
     assert_eq!(kind(external.release()), ErrorKind::Other);
     tick.synchronize().unwrap();
-    fill(&stream, bench.ptr);
+    // The owner goes on.
+    bench.device.driver().memset(bench.ptr, 1, MIB, raw).unwrap();
     assert!(!stream.tick().is_done().unwrap());
 }
 
@@ -102,4 +103,37 @@ fn t4_an_adopted_stream_dropped_without_release_is_released() {
     assert!(!tick.timeline().is_open());
     bench.driver.advance(Duration::from_secs(10));
     assert!(tick.is_done().unwrap());
+}
+
+/// Its handle may be another stream's by then.
+#[test]
+fn t4_a_handle_of_a_released_stream_takes_no_call_of_a_clone() {
+    let bench = Bench::new();
+    let driver = bench.device.driver();
+    let raw = driver.create_stream(StreamFlags::default()).unwrap();
+    // SAFETY: live until it is released below, and adopted once.
+    let external = unsafe { bench.device.adopt_stream(raw) };
+    let (old, event) = (external.stream().clone(), bench.device.create_event(false).unwrap());
+    external.release().unwrap();
+    driver.destroy_stream(raw).unwrap();
+    let new = bench.device.create_stream().unwrap();
+    assert_eq!(new.raw(), raw, "the handle came back");
+    let calls = bench.device.driver_calls();
+    let refused = |result: Result<()>| assert_eq!(kind(result), ErrorKind::InvalidUse);
+    refused(old.fill(bench.ptr, 1, MIB));
+    refused(old.copy(bench.ptr, bench.ptr.offset(64), 64));
+    refused(old.upload_blocking(bench.ptr, &[1; 4]));
+    refused(old.download_blocking(&mut [1; 4], bench.ptr));
+    refused(old.touch("kernel", &[]));
+    refused(old.synchronize());
+    refused(old.is_idle().map(drop));
+    refused(old.wait_for(&new.tick()));
+    refused(old.wait_event(&event));
+    refused(event.record(&old));
+    refused(old.begin_capture().map(drop));
+    refused(old.announce_capture().map(drop));
+    refused(old.tick().cover());
+    assert_eq!(bench.device.driver_calls().since(&calls).total(), 0);
+    let said = old.fill(bench.ptr, 1, MIB).unwrap_err().to_string();
+    assert!(said.contains("released"), "{said}");
 }
