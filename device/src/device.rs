@@ -10,6 +10,7 @@ use std::thread::ThreadId;
 
 use parking_lot::Mutex;
 
+use crate::capture;
 use crate::context::{Context, Orphan, Reservation};
 use crate::driver::{
     CallCounts, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, RawModule, RawPhysical, RawStream, StreamFlags,
@@ -346,6 +347,7 @@ fn close_left_open() {
     // Taken out first: this calls drivers, which must not happen under a lock.
     let left = std::mem::take(&mut *LEFT_OPEN.lock());
     drop(left);
+    capture::left::let_go();
 }
 
 /// Makes the device forget the calling thread's default stream when the thread exits. Its ticks stay answerable: another

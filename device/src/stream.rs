@@ -6,7 +6,7 @@ use crate::capture::{AnnouncedCapture, Capture};
 use crate::context::Context;
 use crate::copies::{Copy2d, CopyPart};
 use crate::device::Device;
-use crate::driver::{DevicePtr, Driver, DriverKind, HostPtr, RawStream};
+use crate::driver::{CaptureStatus, DevicePtr, Driver, DriverKind, HostPtr, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::event::Event;
 use crate::launch::{Access, Launch};
@@ -73,7 +73,7 @@ impl Stream {
     }
 
     /// What it shares with the other streams of its device.
-    pub(crate) fn context(&self) -> &Context {
+    pub(crate) fn context(&self) -> &Arc<Context> {
         &self.0.context
     }
 
@@ -314,7 +314,7 @@ impl Stream {
     /// # Errors
     /// Those of the driver.
     pub fn begin_capture(&self) -> Result<Capture> {
-        Capture::begin(self.clone(), self.0.context.clone())
+        Capture::begin(self.clone())
     }
 
     /// Makes a capture known that somebody else began on this stream, such as cudarc's `CudaStream::begin_capture`. Until the
@@ -323,7 +323,7 @@ impl Stream {
     /// # Errors
     /// When the stream does not capture, its capture is known already, and those of the driver.
     pub fn announce_capture(&self) -> Result<AnnouncedCapture> {
-        AnnouncedCapture::announce(self.clone(), &self.0.context)
+        AnnouncedCapture::announce(self)
     }
 
     /// The launches of the graph that the stream is captured into; `None` unless it is known to capture, or to have joined a
@@ -351,6 +351,10 @@ impl Drop for Inner {
         if let Err(error) = self.context.driver.destroy_stream(self.timeline.raw()) {
             tracing::warn!(%error, "a stream could not be destroyed");
         }
+        // One that the driver did not end, and that nobody can end any more.
+        if let Some(left) = self.timeline.capture().filter(|capture| capture.began_on(&self.timeline)) {
+            left.give_up();
+        }
         match (closed, retired.upgrade()) {
             (Ok(()), Some(retired)) => retired.keep(self.timeline.clone()),
             (Ok(()), None) => {}
@@ -362,7 +366,7 @@ impl Drop for Inner {
 /// A stream that somebody else owns, adopted so that ticks can be taken on it.
 ///
 /// Others may enqueue on it at any time; an event recorded on it covers their work too. Release it before its owner
-/// destroys it.
+/// destroys it. Dropping releases it, and ends a capture of ours that began on it.
 #[derive(Debug)]
 pub struct ExternalStream {
     stream: Stream,
@@ -379,18 +383,38 @@ impl ExternalStream {
         &self.stream
     }
 
-    /// Records a last event, after which the owner may destroy the stream: its ticks stay answerable.
+    /// Records a last event, after which the owner may destroy the stream: its ticks stay answerable, and clones of it take no calls.
     ///
     /// # Errors
-    /// Those of the driver. The stream counts as released all the same, and its uncovered ticks are then answered by
-    /// waiting for the whole device.
-    pub fn release(mut self) -> Result<()> {
+    /// When the stream is known to capture, and the driver does not say that this is over: then it stays adopted, and can be released after
+    /// the capture's end. Those of the driver: then it counts as released all the same ([`crate::Timeline::is_open`]), and its uncovered
+    /// ticks are answered by waiting for the whole device.
+    pub fn release(&mut self) -> Result<()> {
+        if self.released {
+            return Ok(());
+        }
+        self.refuse_capture()?;
         self.let_go()
+    }
+
+    /// Refuses to let go of a stream that captures: nobody here could end that any more. One that its owner ended is over.
+    fn refuse_capture(&self) -> Result<()> {
+        let Some(scope) = self.stream.timeline().capture() else { return Ok(()) };
+        let operation = Operation::CaptureStatus;
+        let raw = self.stream.usable(operation)?;
+        if self.stream.driver().capture_status(raw)? == CaptureStatus::None {
+            scope.give_up();
+            return Ok(());
+        }
+        Err(DeviceError::new(operation, Code::CAPTURE_UNSUPPORTED)
+            .with_detail("an adopted stream cannot be released while it captures: end the capture first"))
     }
 
     fn let_go(&mut self) -> Result<()> {
         self.released = true;
+        let goes_on = Capture::end_on(&self.stream);
         let closed = self.stream.timeline().close(false);
+        goes_on.inspect(|capture| capture.give_up());
         self.stream.driver().release_stream(self.stream.raw());
         closed
     }

@@ -95,10 +95,9 @@ impl Adopted {
     /// Records a last event, so that the stream's ticks stay answerable, and lets the stream go.
     ///
     /// # Errors
-    /// Those of the driver. The stream is released all the same, and its uncovered ticks are then answered by waiting for
-    /// the whole device.
-    pub fn release(self) -> Result<()> {
-        self.external.map_or(Ok(()), ExternalStream::release)
+    /// As those of [`ExternalStream::release`]: it stays adopted while it captures.
+    pub fn release(&mut self) -> Result<()> {
+        self.external.as_mut().map_or(Ok(()), ExternalStream::release)
     }
 }
 

@@ -21,7 +21,7 @@
 //!   stream may come to mean another one, so nobody makes driver calls with it.
 //! * **T5** While a stream captures, or is part of a capture that it joined, nothing is recorded on it or waited for by it
 //!   through ticks, and its clock does not change. Ticks open at the start stay open unless they were covered. An event
-//!   recorded in a capture teaches nobody anything.
+//!   recorded in a capture teaches nobody anything. That is so until the driver has ended the capture, or nobody can any more.
 //!
 //! Locks: a timeline's lock may be taken under that of a user's [`crate::Event`], and under it only that of a capture's scope
 //! is. It is held across driver calls on events of this one stream, and two timelines are never locked at once.

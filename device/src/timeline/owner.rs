@@ -53,7 +53,7 @@ impl OwnerCell {
 
     /// Whether any thread owns the stream.
     pub(super) fn is_some(&self) -> bool {
-        self.0.load(Ordering::Relaxed) != 0
+        !matches!(self.0.load(Ordering::Relaxed), 0 | NOBODY)
     }
 
     /// Whether the stream is another thread's, or nobody's any more.
