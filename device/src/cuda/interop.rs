@@ -73,11 +73,11 @@ pub fn adopt(device: &Device, stream: Arc<CudaStream>) -> Result<Adopted> {
             if raw == RawStream::PER_THREAD { device.per_thread_stream() } else { device.default_stream().clone() };
         return Ok(Adopted { stream: ours, external: None });
     }
-    if driver.streams.get(raw.0).is_some() {
+    if !driver.adopt_kept(raw, stream) {
         return wrong(Code::INVALID_VALUE, "the stream is one of this device already: created here, or adopted before");
     }
-    driver.adopt(raw, Some(stream));
-    // SAFETY: the driver just took the reference that keeps the stream alive until it is released, and it was not adopted.
+    // SAFETY: the driver just took the reference that keeps the stream alive until it is released. It was not adopted, and nobody else
+    // adopts it meanwhile, as that is found out and done in one step.
     let external = unsafe { device.adopt_stream(raw) };
     Ok(Adopted { stream: external.stream().clone(), external: Some(external) })
 }

@@ -1,6 +1,6 @@
 //! Devices and streams to and from cudarc.
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::thread;
 
 use aquifer_allocator::{Allocator, Config};
@@ -99,6 +99,24 @@ fn streams_of_cudarcs_are_adopted_ordered_and_released() {
     assert_eq!(Arc::strong_count(&theirs), held - 1);
     drop(_guard);
     gpu.assert_no_violation();
+}
+
+/// Whoever released it would take it from the other.
+#[test]
+fn of_two_threads_that_adopt_a_stream_at_a_time_one_does() {
+    let gpu = Gpu::new();
+    let (theirs, barrier) = (gpu.context().new_stream().unwrap(), Barrier::new(2));
+    let adopt = || {
+        barrier.wait();
+        let adopted = cuda::adopt(&gpu.device, theirs.clone());
+        barrier.wait();
+        adopted.map(drop).map_err(|error| error.kind)
+    };
+    for round in 0..3000 {
+        let both = thread::scope(|scope| [scope.spawn(adopt), scope.spawn(adopt)].map(|thread| thread.join().unwrap()));
+        let refused: Vec<_> = both.into_iter().filter_map(Result::err).collect();
+        assert_eq!(refused, [ErrorKind::InvalidUse], "round {round}");
+    }
 }
 
 #[test]
