@@ -17,9 +17,10 @@ use crate::driver::{
 };
 use crate::error::{DeviceError, ErrorKind, Result};
 use crate::event::Event;
+use crate::external::ExternalStream;
 use crate::label::DeviceLabel;
 use crate::left::{Left, LeftMemory};
-use crate::stream::{ExternalStream, Stream};
+use crate::stream::Stream;
 use crate::timeline::{Kind, Owner, Retired, Tick, Timeline};
 
 /// One device. Cloning gives another handle of the same device.

@@ -52,10 +52,10 @@ impl CudaDriver {
             Some(ask) => {
                 let (id, graph, dependencies, count) =
                     (ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
-                // SAFETY: the number outlives the call, the stream lives (H1, F1), and what is null is not asked for.
+                // SAFETY: the number outlives the call, the stream lives (L1, F1), and what is null is not asked for.
                 unsafe { ask(stream, &raw mut status, id, graph, dependencies, count) }
             }
-            // SAFETY: the number outlives the call, and the stream lives (H1, F1).
+            // SAFETY: the number outlives the call, and the stream lives (L1, F1).
             None => unsafe { (functions.cuStreamIsCapturing)(stream, &raw mut status) },
         };
         check(operation, code)?;
@@ -110,7 +110,7 @@ impl CudaDriver {
         self.forbid_capture(operation, &live, "it cannot begin another capture")?;
         let _current = self.core.enter(operation)?;
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
-        // SAFETY: the stream lives (H1, F1).
+        // SAFETY: the stream lives (L1, F1).
         check(operation, unsafe { begin(live.raw, mode) })?;
         self.core.ongoing.begin(stream);
         Ok(())
@@ -126,7 +126,7 @@ impl CudaDriver {
         }
         let _current = self.core.enter(operation)?;
         let mut graph: CUgraph = ptr::null_mut();
-        // SAFETY: the handle outlives the call, and the stream lives (H1, F1).
+        // SAFETY: the handle outlives the call, and the stream lives (L1, F1).
         let ended = check(operation, unsafe { end(live.raw, &raw mut graph) });
         // A capture that failed to end as it should has mostly ended all the same.
         if ended.is_ok() || matches!(self.status(operation, live.raw), Ok(CaptureStatus::None)) {
@@ -168,7 +168,7 @@ impl CudaDriver {
         let (graph, stream) = (self.graphs.find(operation, graph.0)?, self.stream(operation, stream)?);
         // Relaxed: the first launch may prepare the graph.
         let _current = self.core.enter_relaxed(operation)?;
-        // SAFETY: graph and stream live (H1, F1).
+        // SAFETY: graph and stream live (L1, F1).
         check(operation, unsafe { launch(pointer(graph.raw()), stream.raw) })
     }
 }

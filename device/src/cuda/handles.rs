@@ -3,7 +3,7 @@
 //! The driver itself does not check them: a dead handle is a dangling pointer to it. So a call finds its objects here first, and
 //! holds on to them until it returns.
 //!
-//! Invariant H1: a handle in a table is live, and stays live as long as somebody holds what the table gave for it. An
+//! Invariant L1: a handle in a table is live, and stays live as long as somebody holds what the table gave for it. An
 //! object that is destroyed while calls with it are in flight on other threads leaves the table at once and is destroyed
 //! when the last of them returns.
 //!
@@ -169,7 +169,7 @@ impl<K: Kind> Object<K> {
     /// Destroys it now. It is still there after an error.
     pub(super) fn destroy(&mut self) -> Result<()> {
         let _current = self.core.enter_relaxed(K::DESTROY)?;
-        // SAFETY: the object is alive (H1), this is its only reference, and the context is current.
+        // SAFETY: the object is alive (L1), this is its only reference, and the context is current.
         let code = unsafe { K::destroy(&self.core, self.raw) };
         super::installation::check(K::DESTROY, code)?;
         self.raw = 0;
@@ -198,7 +198,7 @@ impl<K: Kind> Handles<Object<K>> {
     /// Destroys an object, or has the last call with it do so. It stays live if the driver refuses.
     pub(super) fn destroy(&self, handle: u64) -> Result<()> {
         let object = self.take(handle).ok_or_else(|| dead(K::DESTROY, K::NAME, handle))?;
-        // In use on another thread: the last user's drop destroys it (H1).
+        // In use on another thread: the last user's drop destroys it (L1).
         let Ok(mut object) = Arc::try_unwrap(object) else { return Ok(()) };
         let destroyed = object.destroy();
         if destroyed.is_err() {

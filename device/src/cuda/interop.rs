@@ -13,7 +13,8 @@ use super::streams::{Entry, is_default};
 use crate::device::Device;
 use crate::driver::{Driver, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
-use crate::stream::{ExternalStream, Stream};
+use crate::external::ExternalStream;
+use crate::stream::Stream;
 
 /// A GPU as a device, in its primary context.
 ///

@@ -141,7 +141,7 @@ impl CudaDriver {
         }
         let _current = self.core.enter(operation)?;
         let mut id: c_ulonglong = 0;
-        // SAFETY: the number outlives the call, and the stream lives (H1, F1).
+        // SAFETY: the number outlives the call, and the stream lives (L1, F1).
         check(operation, unsafe { ask(raw, &raw mut id) })?;
         Ok(Some(id))
     }
@@ -184,7 +184,7 @@ impl CudaDriver {
         let mut entry = match Arc::try_unwrap(entry) {
             Ok(entry) => entry,
             Err(entry) => {
-                // In use on another thread: the last user's drop destroys it (H1), which nobody would do who still has it lent.
+                // In use on another thread: the last user's drop destroys it (L1), which nobody would do who still has it lent.
                 if entry.is_lent() {
                     self.lent.lock().push(entry);
                 }
@@ -254,7 +254,7 @@ impl CudaDriver {
         let live = self.stream(operation, stream)?;
         self.forbid_capture(operation, &live, "its work does not run, so it cannot be waited for")?;
         let _current = self.core.enter_relaxed(operation)?;
-        // SAFETY: the stream lives (H1, F1).
+        // SAFETY: the stream lives (L1, F1).
         check(operation, unsafe { (self.core.functions().cuStreamSynchronize)(live.raw) })
     }
 
@@ -263,7 +263,7 @@ impl CudaDriver {
         let live = self.stream(operation, stream)?;
         self.forbid_capture(operation, &live, "its work does not run, so it is neither idle nor busy")?;
         let _current = self.core.enter_relaxed(operation)?;
-        // SAFETY: the stream lives (H1, F1).
+        // SAFETY: the stream lives (L1, F1).
         done(operation, unsafe { (self.core.functions().cuStreamQuery)(live.raw) })
     }
 }

@@ -23,8 +23,10 @@
 //!   through ticks, and its clock does not change. Ticks open at the start stay open unless they were covered. An event
 //!   recorded in a capture teaches nobody anything. That is so until the driver has ended the capture, or nobody can any more.
 //!
-//! Locks: a timeline's lock may be taken under that of a user's [`crate::Event`], and under it only that of a capture's scope
-//! is. It is held across driver calls on events of this one stream, and two timelines are never locked at once.
+//! Locks: a timeline's lock may be taken under that of a user's [`crate::Event`], and under those of orders of launches; under it only
+//! leaves are: those of a capture's scope, and of what holds captures off. Two timelines are never locked at once. It is held across
+//! driver calls on events of this one stream, with the stream that waits for one, and before a record across the destruction of events
+//! that could not be recycled; and across the calls that begin or join a capture, or ask whether the stream captures.
 
 mod borrowed;
 mod capturing;
