@@ -9,6 +9,9 @@ use crate::bench::{Bench, standin};
 const HALF: usize = 4096;
 const BYTES: usize = 2 * HALF;
 
+/// Which function fails, at which of its calls from now on, and with what.
+type Order = (&'static str, u64, Code);
+
 /// Host memory of which the first half is page-locked, so that it is copied in two pieces and read when the first is done.
 struct Copies {
     bench: Bench,
@@ -20,8 +23,8 @@ struct Copies {
 }
 
 impl Copies {
-    /// Its device's work is held up, and functions fail: which, and at which call from now on.
-    fn failing(orders: &[(&str, u64, Code)]) -> Copies {
+    /// Its device's work is held up, and functions fail.
+    fn failing(orders: &[Order]) -> Copies {
         let bench = Bench::new();
         let device = Device::new(bench.driver.clone());
         let (stream, ptr) = (device.create_stream().unwrap(), device.alloc(BYTES as u64).unwrap());
@@ -57,7 +60,7 @@ impl Drop for Copies {
 const UNKNOWN: Code = Code(999);
 
 /// Failures after which all of an upload is under way, or its first half.
-fn orders_of_uploads() -> Vec<(Vec<(&'static str, u64, Code)>, usize)> {
+fn orders_of_uploads() -> Vec<(Vec<Order>, usize)> {
     let waits = |of_stream: u64, of_device: u64| {
         let of_stream = (1..=of_stream).map(|nth| ("cuStreamSynchronize", nth, UNKNOWN));
         of_stream.chain((1..=of_device).map(|nth| ("cuCtxSynchronize", nth, UNKNOWN))).collect::<Vec<_>>()
