@@ -10,15 +10,17 @@ use std::thread::ThreadId;
 
 use parking_lot::Mutex;
 
+use crate::capture;
 use crate::context::{Context, Orphan, Reservation};
 use crate::driver::{
     CallCounts, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{DeviceError, ErrorKind, Result};
 use crate::event::Event;
+use crate::external::ExternalStream;
 use crate::label::DeviceLabel;
 use crate::left::{Left, LeftMemory};
-use crate::stream::{ExternalStream, Stream};
+use crate::stream::Stream;
 use crate::timeline::{Kind, Owner, Retired, Tick, Timeline};
 use crate::waits::WaitMark;
 
@@ -363,6 +365,7 @@ fn close_left_open() {
     // Taken out first: this calls drivers, which must not happen under a lock.
     let left = std::mem::take(&mut *LEFT_OPEN.lock());
     drop(left);
+    capture::left::let_go();
 }
 
 /// Makes the device forget the calling thread's default stream when the thread exits. Its ticks stay answerable: another

@@ -380,14 +380,16 @@ pub trait Driver: fmt::Debug + Send + Sync {
     ///
     /// # Safety
     /// `src..src + bytes` must be readable now, and if it is page-locked stay readable and unwritten until the copy is done. In a
-    /// capture that is when its graph was destroyed and all launches of it are done.
+    /// capture that is when its graph was destroyed and all launches of it are done. After an error part of the copy may be under way, from
+    /// memory of either kind, until the stream was waited for.
     unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()>;
 
     /// Enqueues a copy to host memory. Into pageable memory this returns only when the bytes are there.
     ///
     /// # Safety
     /// `dst..dst + bytes` must be writable now, and if it is page-locked stay writable and untouched until the copy is done. In a
-    /// capture that is when its graph was destroyed and all launches of it are done.
+    /// capture that is when its graph was destroyed and all launches of it are done. After an error part of the copy may be under way, into
+    /// memory of either kind, until the stream was waited for.
     unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()>;
 
     /// Enqueues a copy within the device; the ranges must not overlap.

@@ -47,7 +47,7 @@ struct Made {
     /// The last launch on each stream.
     last: Vec<Tick>,
     /// Graphs that captured a launch: theirs launch this one, too.
-    within: Vec<Arc<Launches>>,
+    captured_into: Vec<Arc<Launches>>,
     /// What launches come after, one tick a stream.
     after: Vec<Tick>,
     /// Those that launches keep with other graphs.
@@ -129,19 +129,19 @@ impl Launches {
     /// that on to the graph that it becomes part of.
     pub(crate) fn launch(&self, stream: &Stream, launch: impl FnOnce() -> Result<()>) -> Result<()> {
         match stream.launches_of_capture() {
-            Some(outer) => self.launch_within(&outer, launch),
+            Some(outer) => self.launch_captured(&outer, launch),
             None => self.launch_in_order(stream, launch),
         }
     }
 
-    fn launch_within(&self, outer: &Arc<Launches>, launch: impl FnOnce() -> Result<()>) -> Result<()> {
+    fn launch_captured(&self, outer: &Arc<Launches>, launch: impl FnOnce() -> Result<()>) -> Result<()> {
         self.after().into_iter().for_each(|tick| outer.come_after(tick));
         let mut made = self.made.lock();
         made.orders.iter().for_each(|order| outer.keep_order(order));
         made.kept.iter().for_each(|what| outer.keep(what));
         // Before it is made: after a failure, too, part of it may be there.
-        if !made.within.iter().any(|known| Arc::ptr_eq(known, outer)) {
-            made.within.push(outer.clone());
+        if !made.captured_into.iter().any(|known| Arc::ptr_eq(known, outer)) {
+            made.captured_into.push(outer.clone());
         }
         drop(made);
         launch()
@@ -181,7 +181,7 @@ impl Launches {
     /// of it was captured into. Graphs that somebody else captured are taken to be over.
     pub fn is_over(&self) -> bool {
         let is_gone = !self.ours || self.gone.load(Ordering::Acquire);
-        is_gone && self.made.lock().within.iter().all(|outer| outer.is_over())
+        is_gone && self.made.lock().captured_into.iter().all(|outer| outer.is_over())
     }
 
     /// The last launch on each stream, those left out that are known to be done; no driver call. `None` if launches are not seen
@@ -195,12 +195,12 @@ impl Launches {
         let mut made = self.made.lock();
         made.last.retain(|tick| !is_known_done(tick));
         let mut pending = made.last.clone();
-        made.within.iter().for_each(|outer| pending.extend(outer.pending_here()));
+        made.captured_into.iter().for_each(|outer| pending.extend(outer.pending_here()));
         pending
     }
 
     fn are_all_seen(&self) -> bool {
-        self.ours && self.made.lock().within.iter().all(|outer| outer.are_all_seen())
+        self.ours && self.made.lock().captured_into.iter().all(|outer| outer.are_all_seen())
     }
 }
 

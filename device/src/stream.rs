@@ -73,7 +73,7 @@ impl Stream {
     }
 
     /// What it shares with the other streams of its device.
-    pub(crate) fn context(&self) -> &Context {
+    pub(crate) fn context(&self) -> &Arc<Context> {
         &self.0.context
     }
 
@@ -83,7 +83,7 @@ impl Stream {
     }
 
     #[inline]
-    fn usable(&self, operation: Operation) -> Result<RawStream> {
+    pub(crate) fn usable(&self, operation: Operation) -> Result<RawStream> {
         self.0.timeline.usable(operation)
     }
 
@@ -234,23 +234,28 @@ impl Stream {
 
     /// Copies from host memory and waits until the bytes are on the device.
     ///
+    /// Returns only once nothing reads the memory any more. So it waits after an error, too, and for a capture that somebody else begins
+    /// meanwhile and that forbids to wait for the stream; not for a device that is lost.
+    ///
     /// # Errors
     /// When the stream captures, and those of the driver.
     pub fn upload_blocking(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
         let driver = &self.0.context.driver;
-        // SAFETY: `src` is readable, and borrowed until what is enqueued here is done.
+        // SAFETY: `src` is readable, and borrowed until `run_and_wait` returns, after which nothing reads it.
         let copy = |raw| unsafe { driver.copy_to_device(dst, src.as_ptr(), src.len(), raw) };
         self.0.timeline.run_and_wait(Operation::CopyToDevice, copy)
     }
 
     /// Copies to host memory and waits until the bytes are there.
     ///
+    /// Returns only once nothing writes the memory any more, as [`Stream::upload_blocking`] does.
+    ///
     /// # Errors
     /// When the stream captures, and those of the driver.
     pub fn download_blocking(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
         let driver = &self.0.context.driver;
         let (to, bytes) = (dst.as_mut_ptr(), dst.len());
-        // SAFETY: `dst` is writable, and exclusively borrowed until what is enqueued here is done.
+        // SAFETY: `dst` is writable, and exclusively borrowed until `run_and_wait` returns, after which nothing writes it.
         let copy = |raw| unsafe { driver.copy_to_host(to, src, bytes, raw) };
         self.0.timeline.run_and_wait(Operation::CopyToHost, copy)
     }
@@ -309,7 +314,7 @@ impl Stream {
     /// # Errors
     /// Those of the driver.
     pub fn begin_capture(&self) -> Result<Capture> {
-        Capture::begin(self.clone(), self.0.context.clone())
+        Capture::begin(self.clone())
     }
 
     /// Makes a capture known that somebody else began on this stream, such as cudarc's `CudaStream::begin_capture`. Until the
@@ -318,7 +323,7 @@ impl Stream {
     /// # Errors
     /// When the stream does not capture, its capture is known already, and those of the driver.
     pub fn announce_capture(&self) -> Result<AnnouncedCapture> {
-        AnnouncedCapture::announce(self.clone(), &self.0.context)
+        AnnouncedCapture::announce(self)
     }
 
     /// The launches of the graph that the stream is captured into; `None` unless it is known to capture, or to have joined a
@@ -350,57 +355,14 @@ impl Drop for Inner {
         if let Err(error) = self.context.driver.destroy_stream(self.timeline.raw()) {
             tracing::warn!(%error, "a stream could not be destroyed");
         }
+        // One that the driver did not end, and that nobody can end any more.
+        if let Some(left) = self.timeline.capture().filter(|capture| capture.began_on(&self.timeline)) {
+            left.give_up();
+        }
         match (closed, retired.upgrade()) {
             (Ok(()), Some(retired)) => retired.keep(self.timeline.clone()),
             (Ok(()), None) => {}
             (Err(error), _) => tracing::debug!(%error, "a stream's last event could not be recorded"),
-        }
-    }
-}
-
-/// A stream that somebody else owns, adopted so that ticks can be taken on it.
-///
-/// Others may enqueue on it at any time; an event recorded on it covers their work too. Release it before its owner
-/// destroys it.
-#[derive(Debug)]
-pub struct ExternalStream {
-    stream: Stream,
-    released: bool,
-}
-
-impl ExternalStream {
-    pub(crate) fn new(stream: Stream) -> ExternalStream {
-        ExternalStream { stream, released: false }
-    }
-
-    /// The adopted stream.
-    pub fn stream(&self) -> &Stream {
-        &self.stream
-    }
-
-    /// Records a last event, after which the owner may destroy the stream: its ticks stay answerable.
-    ///
-    /// # Errors
-    /// Those of the driver. The stream counts as released all the same, and its uncovered ticks are then answered by
-    /// waiting for the whole device.
-    pub fn release(mut self) -> Result<()> {
-        self.let_go()
-    }
-
-    fn let_go(&mut self) -> Result<()> {
-        self.released = true;
-        let closed = self.stream.timeline().close(false);
-        self.stream.driver().release_stream(self.stream.raw());
-        closed
-    }
-}
-
-impl Drop for ExternalStream {
-    fn drop(&mut self) {
-        if !self.released
-            && let Err(error) = self.let_go()
-        {
-            tracing::warn!(%error, "an adopted stream was dropped without release and its last event could not be recorded");
         }
     }
 }

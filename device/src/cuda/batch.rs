@@ -43,7 +43,7 @@ impl CudaDriver {
         refuse_overlap(operation, touched.collect())?;
         let _current = self.core.enter_relaxed(operation)?;
         // SAFETY: the three have one length; their ranges are live device memory, or page-locked memory for which the caller
-        // vouches; the stream lives (H1).
+        // vouches; the stream lives (L1).
         let result = unsafe { batch.enqueue(&mut targets, &mut sources, &mut lengths, &stream) };
         check(operation, result.0).map_err(|error| match result.1 {
             Some(at) => error.with_detail(format!("copy {at} of {}", copies.len())),

@@ -2,7 +2,8 @@
 //!
 //! Captures begin in the relaxed mode. In the others, a potentially unsafe call of anybody's on this thread, or in the whole
 //! process, would break the capture, and it would have to end on the thread on which it began, so that a
-//! [`crate::Capture`] could not be dropped on another one. The calls made here are relaxed anyway.
+//! [`crate::Capture`] could not be dropped on another one. The calls made here are relaxed anyway. A thread's default stream has no name on
+//! other threads, so its capture ends there alone.
 
 use std::ffi::c_uint;
 use std::ptr;
@@ -51,10 +52,10 @@ impl CudaDriver {
             Some(ask) => {
                 let (id, graph, dependencies, count) =
                     (ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
-                // SAFETY: the number outlives the call, the stream lives (H1, F1), and what is null is not asked for.
+                // SAFETY: the number outlives the call, the stream lives (L1, F1), and what is null is not asked for.
                 unsafe { ask(stream, &raw mut status, id, graph, dependencies, count) }
             }
-            // SAFETY: the number outlives the call, and the stream lives (H1, F1).
+            // SAFETY: the number outlives the call, and the stream lives (L1, F1).
             None => unsafe { (functions.cuStreamIsCapturing)(stream, &raw mut status) },
         };
         check(operation, code)?;
@@ -109,7 +110,7 @@ impl CudaDriver {
         self.forbid_capture(operation, &live, "it cannot begin another capture")?;
         let _current = self.core.enter(operation)?;
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
-        // SAFETY: the stream lives (H1, F1).
+        // SAFETY: the stream lives (L1, F1).
         check(operation, unsafe { begin(live.raw, mode) })?;
         self.core.ongoing.begin(stream);
         Ok(())
@@ -125,7 +126,7 @@ impl CudaDriver {
         }
         let _current = self.core.enter(operation)?;
         let mut graph: CUgraph = ptr::null_mut();
-        // SAFETY: the handle outlives the call, and the stream lives (H1, F1).
+        // SAFETY: the handle outlives the call, and the stream lives (L1, F1).
         let ended = check(operation, unsafe { end(live.raw, &raw mut graph) });
         // A capture that failed to end as it should has mostly ended all the same.
         if ended.is_ok() || matches!(self.status(operation, live.raw), Ok(CaptureStatus::None)) {
@@ -167,7 +168,7 @@ impl CudaDriver {
         let (graph, stream) = (self.graphs.find(operation, graph.0)?, self.stream(operation, stream)?);
         // Relaxed: the first launch may prepare the graph.
         let _current = self.core.enter_relaxed(operation)?;
-        // SAFETY: graph and stream live (H1, F1).
+        // SAFETY: graph and stream live (L1, F1).
         check(operation, unsafe { launch(pointer(graph.raw()), stream.raw) })
     }
 }

@@ -134,7 +134,7 @@ impl CudaDriver {
         let code = match (dst, src) {
             (CopyEnd::Device(dst), CopyEnd::Host(src)) => {
                 let src: *const c_void = pointer::<c_void>(src.0 as u64);
-                // SAFETY: the caller vouches for both ends, and the stream lives (H1, F1).
+                // SAFETY: the caller vouches for both ends, and the stream lives (L1, F1).
                 unsafe { (functions.cuMemcpyHtoDAsync_v2)(dst.0, src, bytes, stream.raw) }
             }
             (CopyEnd::Host(dst), CopyEnd::Device(src)) => {
@@ -153,7 +153,7 @@ impl CudaDriver {
     /// Waits until a copy of pageable memory is done.
     fn finish(&self, operation: Operation, stream: &LiveStream) -> Result<()> {
         let _current = self.core.enter_relaxed(operation)?;
-        // SAFETY: the stream lives (H1, F1).
+        // SAFETY: the stream lives (L1, F1).
         check(operation, unsafe { (self.core.functions().cuStreamSynchronize)(stream.raw) })
     }
 
@@ -181,7 +181,7 @@ impl CudaDriver {
         self.check_memory(operation, ptr, bytes)?;
         let _current = self.core.enter(operation)?;
         let call = self.core.functions().cuMemsetD8Async;
-        // SAFETY: the range is live device memory, and the stream lives (H1, F1).
+        // SAFETY: the range is live device memory, and the stream lives (L1, F1).
         check(operation, unsafe { call(ptr.0, value, size(bytes), stream.raw) })
     }
 

@@ -57,7 +57,7 @@ impl CudaDriver {
         };
         let _current = self.core.enter_relaxed(operation)?;
         // SAFETY: the description outlives the call; its ranges are live device memory, or page-locked memory for which the
-        // caller vouches; the stream lives (H1, F1).
+        // caller vouches; the stream lives (L1, F1).
         check(operation, unsafe { call(&raw const copy, stream.raw) })
     }
 

@@ -18,7 +18,7 @@ use super::memory::{Locked, Source};
 use super::modules::Modules;
 use super::peers::Peers;
 use super::ranges::Ranges;
-use super::streams::{Entry, Streams};
+use super::streams::Entry;
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
@@ -39,7 +39,7 @@ pub struct CudaDriver {
     pub(super) facts: Facts,
     pub(super) streams: Handles<Entry>,
     /// Streams to be destroyed once cudarc's objects of them are given back.
-    pub(super) lent: Mutex<Vec<Object<Streams>>>,
+    pub(super) lent: Mutex<Vec<Arc<Entry>>>,
     pub(super) events: Handles<Object<Events>>,
     pub(super) graphs: Handles<Object<Graphs>>,
     pub(super) modules: Handles<Object<Modules>>,
@@ -311,7 +311,7 @@ impl Driver for CudaDriver {
     }
 
     unsafe fn adopt_stream(&self, stream: RawStream) {
-        self.adopt(stream, None);
+        self.adopt(stream);
     }
 
     fn release_stream(&self, stream: RawStream) {

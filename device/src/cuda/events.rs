@@ -53,7 +53,7 @@ impl CudaDriver {
         let operation = Operation::Record;
         let (event, stream) = (self.event(operation, event)?, self.stream(operation, stream)?);
         let _current = self.core.enter(operation)?;
-        // SAFETY: event and stream live (H1, F1).
+        // SAFETY: event and stream live (L1, F1).
         check(operation, unsafe { (self.core.functions().cuEventRecord)(pointer(event.raw()), stream.raw) })
     }
 
@@ -61,7 +61,7 @@ impl CudaDriver {
         let operation = Operation::Wait;
         let (event, stream) = (self.event(operation, event)?, self.stream(operation, stream)?);
         let _current = self.core.enter(operation)?;
-        // SAFETY: event and stream live (H1, F1); 0 are the only flags.
+        // SAFETY: event and stream live (L1, F1); 0 are the only flags.
         check(operation, unsafe { (self.core.functions().cuStreamWaitEvent)(stream.raw, pointer(event.raw()), 0) })
     }
 
@@ -69,7 +69,7 @@ impl CudaDriver {
         let operation = Operation::QueryEvent;
         let event = self.event(operation, event)?;
         let _current = self.core.enter_relaxed(operation)?;
-        // SAFETY: the event lives (H1, F1).
+        // SAFETY: the event lives (L1, F1).
         done(operation, unsafe { (self.core.functions().cuEventQuery)(pointer(event.raw())) })
     }
 
@@ -77,7 +77,7 @@ impl CudaDriver {
         let operation = Operation::SynchronizeEvent;
         let event = self.event(operation, event)?;
         let _current = self.core.enter_relaxed(operation)?;
-        // SAFETY: the event lives (H1, F1).
+        // SAFETY: the event lives (L1, F1).
         check(operation, unsafe { (self.core.functions().cuEventSynchronize)(pointer(event.raw())) })
     }
 
@@ -87,7 +87,7 @@ impl CudaDriver {
         let (start, end) = (self.event(operation, start)?, self.event(operation, end)?);
         let _current = self.core.enter_relaxed(operation)?;
         let mut milliseconds = 0.0_f32;
-        // SAFETY: the number outlives the call, and the events live (H1, F1).
+        // SAFETY: the number outlives the call, and the events live (L1, F1).
         let code = unsafe { elapsed(&raw mut milliseconds, pointer(start.raw()), pointer(end.raw())) };
         check(operation, code).map(|()| milliseconds.into())
     }

@@ -3,13 +3,14 @@
 //! The driver itself does not check them: a dead handle is a dangling pointer to it. So a call finds its objects here first, and
 //! holds on to them until it returns.
 //!
-//! Invariant H1: a handle in a table is live, and stays live as long as somebody holds what the table gave for it. An
+//! Invariant L1: a handle in a table is live, and stays live as long as somebody holds what the table gave for it. An
 //! object that is destroyed while calls with it are in flight on other threads leaves the table at once and is destroyed
 //! when the last of them returns.
 //!
 //! Locks: a table's are leaves, never held across a driver call.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
@@ -62,6 +63,17 @@ impl<T> Handles<T> {
         if before.is_some() {
             tracing::warn!("an object of this device, {handle:#x}, was destroyed by somebody else");
             std::mem::forget(before);
+        }
+    }
+
+    /// Adds an object, unless there is one with the handle.
+    pub(super) fn insert_new(&self, handle: u64, object: T) -> Result<(), T> {
+        match self.shard(handle).write().entry(handle) {
+            Entry::Occupied(_) => Err(object),
+            Entry::Vacant(place) => {
+                place.insert(Arc::new(object));
+                Ok(())
+            }
         }
     }
 
@@ -157,7 +169,7 @@ impl<K: Kind> Object<K> {
     /// Destroys it now. It is still there after an error.
     pub(super) fn destroy(&mut self) -> Result<()> {
         let _current = self.core.enter_relaxed(K::DESTROY)?;
-        // SAFETY: the object is alive (H1), this is its only reference, and the context is current.
+        // SAFETY: the object is alive (L1), this is its only reference, and the context is current.
         let code = unsafe { K::destroy(&self.core, self.raw) };
         super::installation::check(K::DESTROY, code)?;
         self.raw = 0;
@@ -186,7 +198,7 @@ impl<K: Kind> Handles<Object<K>> {
     /// Destroys an object, or has the last call with it do so. It stays live if the driver refuses.
     pub(super) fn destroy(&self, handle: u64) -> Result<()> {
         let object = self.take(handle).ok_or_else(|| dead(K::DESTROY, K::NAME, handle))?;
-        // In use on another thread: the last user's drop destroys it (H1).
+        // In use on another thread: the last user's drop destroys it (L1).
         let Ok(mut object) = Arc::try_unwrap(object) else { return Ok(()) };
         let destroyed = object.destroy();
         if destroyed.is_err() {
@@ -217,7 +229,8 @@ mod tests {
         assert_eq!(handles.take(80).as_deref(), Some(&10));
         assert_eq!((*held, handles.get(80)), (10, None));
         drop(held);
-        handles.insert(80, 10);
+        assert_eq!(handles.insert_new(80, 10), Ok(()));
+        assert_eq!(handles.insert_new(80, 11), Err(11));
         assert_eq!(handles.take_if(80, |&object| object == 9), None);
         assert!((0..1000).all(|handle| handles.get(handle * 8).as_deref() == Some(&handle)));
     }

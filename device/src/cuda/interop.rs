@@ -13,7 +13,8 @@ use super::streams::{Entry, is_default};
 use crate::device::Device;
 use crate::driver::{Driver, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
-use crate::stream::{ExternalStream, Stream};
+use crate::external::ExternalStream;
+use crate::stream::Stream;
 
 /// A GPU as a device, in its primary context.
 ///
@@ -73,11 +74,11 @@ pub fn adopt(device: &Device, stream: Arc<CudaStream>) -> Result<Adopted> {
             if raw == RawStream::PER_THREAD { device.per_thread_stream() } else { device.default_stream().clone() };
         return Ok(Adopted { stream: ours, external: None });
     }
-    if driver.streams.get(raw.0).is_some() {
+    if !driver.adopt_kept(raw, stream) {
         return wrong(Code::INVALID_VALUE, "the stream is one of this device already: created here, or adopted before");
     }
-    driver.adopt(raw, Some(stream));
-    // SAFETY: the driver just took the reference that keeps the stream alive until it is released, and it was not adopted.
+    // SAFETY: the driver just took the reference that keeps the stream alive until it is released. It was not adopted, and nobody else
+    // adopts it meanwhile, as that is found out and done in one step.
     let external = unsafe { device.adopt_stream(raw) };
     Ok(Adopted { stream: external.stream().clone(), external: Some(external) })
 }
@@ -95,10 +96,9 @@ impl Adopted {
     /// Records a last event, so that the stream's ticks stay answerable, and lets the stream go.
     ///
     /// # Errors
-    /// Those of the driver. The stream is released all the same, and its uncovered ticks are then answered by waiting for
-    /// the whole device.
-    pub fn release(self) -> Result<()> {
-        self.external.map_or(Ok(()), ExternalStream::release)
+    /// As those of [`ExternalStream::release`]: it stays adopted while it captures.
+    pub fn release(&mut self) -> Result<()> {
+        self.external.as_mut().map_or(Ok(()), ExternalStream::release)
     }
 }
 

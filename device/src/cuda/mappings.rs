@@ -147,7 +147,7 @@ impl CudaDriver {
             return Err(bad_value(operation, format!("{bytes} bytes at {ptr} are not all reserved")));
         }
         let _current = self.core.enter_relaxed(operation)?;
-        // SAFETY: the addresses are reserved and the memory lives (H1, F1); its offset and the flags must be 0.
+        // SAFETY: the addresses are reserved and the memory lives (L1, F1); its offset and the flags must be 0.
         check(operation, unsafe { map(ptr.0, size(bytes), 0, memory.raw(), 0) })?;
         self.mapped.insert(ptr.0, bytes, ());
         Ok(())

@@ -96,7 +96,7 @@ impl CudaDriver {
         self.forbid_capture(operation, &stream, "the driver's pool cannot be used in a capture here")?;
         let _current = self.core.enter_relaxed(operation)?;
         let mut ptr = 0;
-        // SAFETY: the address outlives the call, and the stream lives (H1, F1).
+        // SAFETY: the address outlives the call, and the stream lives (L1, F1).
         let code = unsafe { alloc(&raw mut ptr, size(bytes), stream.raw) };
         check(operation, code).map_err(|error| error.with_detail(format!("{bytes} bytes asked for")))?;
         self.memory.insert(ptr, bytes, Source::Pool);
@@ -112,7 +112,7 @@ impl CudaDriver {
         let no_such = || bad_value(operation, format!("no live allocation of the driver's pool starts at {ptr}"));
         let (bytes, source) = taken.ok_or_else(no_such)?;
         let freed = self.core.enter_relaxed(operation).and_then(|_current| {
-            // SAFETY: the memory is live (it was in the table), and so is the stream (H1, F1).
+            // SAFETY: the memory is live (it was in the table), and so is the stream (L1, F1).
             check(operation, unsafe { free(ptr.0, stream.raw) })
         });
         if freed.is_err() {

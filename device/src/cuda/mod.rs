@@ -14,7 +14,7 @@
 //! Errors carry the driver's raw code. An error of work that failed on the GPU surfaces at a later call and is of kind
 //! [`DeviceLost`](crate::ErrorKind::DeviceLost): the context takes no calls any more, whoever makes them.
 //!
-//! Unsafe code calls the driver (invariants F1 in `functions`, C1 in `context`, H1 in `handles`) and passes promises on.
+//! Unsafe code calls the driver (invariants F1 in `functions`, C1 in `context`, L1 in `handles`) and passes promises on.
 
 mod batch;
 mod captures;

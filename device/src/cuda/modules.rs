@@ -105,7 +105,7 @@ impl CudaDriver {
         // Relaxed: the first launch may load the kernel.
         let _current = self.core.enter_relaxed(operation)?;
         let call = self.core.functions().cuLaunchKernel;
-        // SAFETY: module and stream live, and with the module its kernel (H1, F1); the arguments outlive the call, in which
+        // SAFETY: module and stream live, and with the module its kernel (L1, F1); the arguments outlive the call, in which
         // they are copied; the caller vouches that they are those that the kernel expects.
         let code = unsafe {
             call(kernel, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream.raw, arguments, extra)
@@ -139,7 +139,7 @@ impl CudaDriver {
         let _current = self.core.enter_relaxed(operation)?;
         let mut raw = ptr::null_mut();
         let call = self.core.functions().cuModuleGetFunction;
-        // SAFETY: handle and name outlive the call, and the module lives (H1, F1).
+        // SAFETY: handle and name outlive the call, and the module lives (L1, F1).
         let code = unsafe { call(&raw mut raw, pointer(module.raw()), c_name.as_ptr()) };
         check(operation, code).map_err(|error| if error.code == Code(500) { no_such(error.code) } else { error })?;
         Ok(handle(raw))
@@ -155,7 +155,7 @@ impl CudaDriver {
             let bytes = i32::try_from(launch.shared_bytes).map_err(|_| bad_value(operation, asked()))?;
             let _current = self.core.enter_relaxed(operation)?;
             let attribute = FunctionAttr::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as c_uint;
-            // SAFETY: the kernel lives with its module (H1, F1).
+            // SAFETY: the kernel lives with its module (L1, F1).
             let code = unsafe { set(pointer(kernel.raw), attribute, bytes) };
             check(operation, code).map_err(|error| error.with_detail(asked()))?;
         }

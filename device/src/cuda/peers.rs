@@ -1,7 +1,7 @@
 //! Calls in which two devices take part: waiting for another one's event, and copying from its memory.
 //!
 //! Handles and ranges are checked on both sides, each by the driver that they belong to, and what the peer gave for them is held
-//! until the call returns (H1). A copy works without access between the devices: the driver then goes through the host. Where
+//! until the call returns (L1). A copy works without access between the devices: the driver then goes through the host. Where
 //! they can have it, it is enabled once for each pair before the first copy, because plain memory is out of reach without
 //! it.
 //!
@@ -43,7 +43,7 @@ impl CudaDriver {
         let event = cuda(operation, peer)?.event(operation, event)?;
         let stream = self.stream(operation, stream)?;
         let _current = self.core.enter(operation)?;
-        // SAFETY: event and stream live (H1, F1), and an event may be of another context; 0 are the only flags.
+        // SAFETY: event and stream live (L1, F1), and an event may be of another context; 0 are the only flags.
         check(operation, unsafe { (self.core.functions().cuStreamWaitEvent)(stream.raw, pointer(event.raw()), 0) })
     }
 
@@ -75,7 +75,7 @@ impl CudaDriver {
         let (to, from) = (self.core.handle(), peer.core.handle());
         let _current = self.core.enter(operation)?;
         // SAFETY: both ranges are live memory of their devices, whose contexts live as long as their drivers (C1), and the
-        // stream lives (H1, F1).
+        // stream lives (L1, F1).
         check(operation, unsafe { copy(dst.0, to, src.0, from, size(bytes), stream.raw) })
     }
 

@@ -27,6 +27,21 @@ pub(super) enum Entry {
     Adopted(Adopted),
 }
 
+impl Entry {
+    /// Whether cudarc's object of it was asked for, and not taken back since.
+    fn is_lent(&self) -> bool {
+        matches!(self, Entry::Owned(object) if object.extra.0.get().is_some())
+    }
+
+    /// Takes that object back; false while somebody else has it.
+    fn take_back(&mut self) -> bool {
+        match self {
+            Entry::Owned(object) => Streams::release(&mut object.extra),
+            Entry::Adopted(_) => true,
+        }
+    }
+}
+
 /// Streams created here.
 #[derive(Debug)]
 pub(super) enum Streams {}
@@ -126,7 +141,7 @@ impl CudaDriver {
         }
         let _current = self.core.enter(operation)?;
         let mut id: c_ulonglong = 0;
-        // SAFETY: the number outlives the call, and the stream lives (H1, F1).
+        // SAFETY: the number outlives the call, and the stream lives (L1, F1).
         check(operation, unsafe { ask(raw, &raw mut id) })?;
         Ok(Some(id))
     }
@@ -166,15 +181,24 @@ impl CudaDriver {
         let owned = self.streams.take_if(stream.0, |entry| matches!(entry, Entry::Owned(_)));
         let entry = owned.ok_or_else(|| dead(operation, Streams::NAME, stream.0))?;
         self.core.ongoing.end(stream);
-        // In use on another thread: the last user's drop destroys it (H1).
-        let Ok(Entry::Owned(mut object)) = Arc::try_unwrap(entry) else { return Ok(()) };
-        if !Streams::release(&mut object.extra) {
-            self.lent.lock().push(object);
+        let mut entry = match Arc::try_unwrap(entry) {
+            Ok(entry) => entry,
+            Err(entry) => {
+                // In use on another thread: the last user's drop destroys it (L1), which nobody would do who still has it lent.
+                if entry.is_lent() {
+                    self.lent.lock().push(entry);
+                }
+                return Ok(());
+            }
+        };
+        if !entry.take_back() {
+            self.lent.lock().push(Arc::new(entry));
             return Ok(());
         }
+        let Entry::Owned(object) = &mut entry else { return Ok(()) };
         let destroyed = object.destroy();
         if destroyed.is_err() {
-            self.streams.insert(stream.0, Entry::Owned(object));
+            self.streams.insert(stream.0, entry);
         }
         destroyed
     }
@@ -182,13 +206,21 @@ impl CudaDriver {
     /// Destroys the streams that were lent out when they should have been destroyed and were given back since.
     fn destroy_lent(&self) {
         let mut lent = self.lent.lock();
-        let back: Vec<_> = lent.extract_if(.., |object| Streams::release(&mut object.extra)).collect();
+        let is_back = |entry: &mut Arc<Entry>| Arc::get_mut(entry).is_some_and(Entry::take_back);
+        let back: Vec<_> = lent.extract_if(.., is_back).collect();
         drop(lent);
         drop(back);
     }
 
+    /// Lets calls name a stream of cudarc's, and keeps it alive. False if it is one of ours, or adopted already.
+    pub(super) fn adopt_kept(&self, stream: RawStream, keep: Arc<CudaStream>) -> bool {
+        let adopted = Entry::Adopted(self.adopted(stream, Some(keep)));
+        // One step: of two threads that adopt it, one does. The other's reference is dropped outside of the table's lock.
+        self.streams.insert_new(stream.0, adopted).is_ok()
+    }
+
     /// Lets calls name a stream that somebody else owns. One that is ours, or kept alive already, needs no other entry.
-    pub(super) fn adopt(&self, stream: RawStream, keep: Option<Arc<CudaStream>>) {
+    pub(super) fn adopt(&self, stream: RawStream) {
         if is_default(stream) {
             return;
         }
@@ -198,14 +230,21 @@ impl CudaDriver {
         }
         // What an owner destroyed without releasing it.
         self.release(stream);
+        self.streams.insert(stream.0, Entry::Adopted(self.adopted(stream, None)));
+    }
+
+    fn adopted(&self, stream: RawStream, keep: Option<Arc<CudaStream>>) -> Adopted {
         let id = if cfg!(debug_assertions) { self.identity(Operation::StreamId, pointer(stream.0)) } else { Ok(None) };
-        let adopted = Adopted { id: id.unwrap_or(None), keep };
-        self.streams.insert(stream.0, Entry::Adopted(adopted));
+        Adopted { id: id.unwrap_or(None), keep }
     }
 
     /// Ends what [`CudaDriver::adopt`] began.
     pub(super) fn release(&self, stream: RawStream) {
         let entry = self.streams.take_if(stream.0, |entry| matches!(entry, Entry::Adopted(_)));
+        if entry.is_some() {
+            // A capture that was begun here and goes on is its owner's to end: nobody can name the stream here any more.
+            self.core.ongoing.end(stream);
+        }
         // Outside of the table's lock, because the last reference to cudarc's stream may destroy it.
         drop(entry);
     }
@@ -215,7 +254,7 @@ impl CudaDriver {
         let live = self.stream(operation, stream)?;
         self.forbid_capture(operation, &live, "its work does not run, so it cannot be waited for")?;
         let _current = self.core.enter_relaxed(operation)?;
-        // SAFETY: the stream lives (H1, F1).
+        // SAFETY: the stream lives (L1, F1).
         check(operation, unsafe { (self.core.functions().cuStreamSynchronize)(live.raw) })
     }
 
@@ -224,7 +263,7 @@ impl CudaDriver {
         let live = self.stream(operation, stream)?;
         self.forbid_capture(operation, &live, "its work does not run, so it is neither idle nor busy")?;
         let _current = self.core.enter_relaxed(operation)?;
-        // SAFETY: the stream lives (H1, F1).
+        // SAFETY: the stream lives (L1, F1).
         done(operation, unsafe { (self.core.functions().cuStreamQuery)(live.raw) })
     }
 }

@@ -44,7 +44,7 @@ fn unsupported(detail: impl Into<String>) -> Refused {
 impl Machine {
     /// Refuses work on the legacy stream while a blocking stream captures, and on a stream whose capture broke.
     pub(super) fn capture_allows(&mut self, id: u32) -> Answer<()> {
-        if self.captures.is_empty() {
+        if !self.has_captures() {
             return Ok(());
         }
         if id == LEGACY {
@@ -91,11 +91,24 @@ impl Machine {
 
     /// Refuses what would wait for the whole device while anything captures, and breaks all captures.
     pub(super) fn capture_forbids_device_wait(&mut self) -> Answer<()> {
-        if self.captures.is_empty() {
+        if !self.has_captures() {
             return Ok(());
         }
         self.captures.values_mut().for_each(|capture| capture.invalid = true);
         Err(unsupported("this waits for the device, which is not possible while a stream captures"))
+    }
+
+    /// Whether any capture is live. Those that began on the default stream of a thread that has ended are gone with it.
+    fn has_captures(&mut self) -> bool {
+        if self.captures.is_empty() {
+            return false;
+        }
+        let ended = self.streams.of_ended_threads();
+        let gone = self.captures.iter().filter(|(_, capture)| ended.contains(&capture.origin));
+        for number in gone.map(|(&number, _)| number).collect::<Vec<_>>() {
+            self.dissolve(number);
+        }
+        !self.captures.is_empty()
     }
 
     fn invalidate(&mut self, capture: u64) {
@@ -140,7 +153,10 @@ impl Machine {
     /// Whether the stream captures. Breaks nothing.
     pub(super) fn capture_status(&mut self, stream: RawStream) -> Answer<CaptureStatus> {
         let id = self.streams.find(stream)?;
-        if id == LEGACY && self.streams.iter_mut().any(|(_, stream)| stream.blocking && stream.capture.is_some()) {
+        if self.has_captures()
+            && id == LEGACY
+            && self.streams.iter_mut().any(|(_, stream)| stream.blocking && stream.capture.is_some())
+        {
             let detail = "a blocking stream captures, so the legacy stream cannot be asked";
             return Err(Refused::new(Code::CAPTURE_IMPLICIT, detail));
         }

@@ -152,7 +152,7 @@ impl Streams {
         Ok(stream)
     }
 
-    /// A capture that a thread left open goes on.
+    /// Those that capture come when that is over: see [`Streams::of_ended_threads`].
     fn bury_those_of_ended_threads(&mut self) {
         let Streams { live, per_thread, buried, threads_ended, .. } = self;
         per_thread.retain(|_, OfThread { id, runs }| {
@@ -164,6 +164,12 @@ impl Streams {
             }
             !goes
         });
+    }
+
+    /// The default streams of threads that have ended and are not buried.
+    pub(super) fn of_ended_threads(&self) -> Vec<u32> {
+        let ended = self.per_thread.values().filter(|of_thread| of_thread.runs.strong_count() == 0);
+        ended.map(|of_thread| of_thread.id).collect()
     }
 
     /// Whether streams of threads are gone, so that [`Streams::forget_known`] is worth its while.

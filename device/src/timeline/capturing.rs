@@ -44,24 +44,24 @@ impl Timeline {
         }
         match self.context.driver.capture_status(self.raw())? {
             CaptureStatus::None => Ok(()),
-            _ => Err(capture_error(
-                Operation::CaptureStatus,
-                "somebody else captures the stream and did not say so; announce it with `Stream::announce_capture` or \
-                 `Allocator::capture` when it begins",
-            )),
+            _ => Err(unannounced_error()),
         }
     }
 
     /// Lets `begin` begin a capture, once no call is under way that would break it. Under the lock, so that no event is recorded into
     /// it by mistake.
-    pub(crate) fn begin_capture(&self, scope: &Arc<Scope>, begin: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub(crate) fn begin_capture(
+        self: &Arc<Self>,
+        scope: &Arc<Scope>,
+        begin: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let blocking = self.kind == Kind::Blocking;
         self.context.capturing.enter(blocking);
         let begun = self.begin_capture_now(scope, begin);
         begun.inspect_err(|_| self.context.capturing.leave(blocking))
     }
 
-    fn begin_capture_now(&self, scope: &Arc<Scope>, begin: impl FnOnce() -> Result<()>) -> Result<()> {
+    fn begin_capture_now(self: &Arc<Self>, scope: &Arc<Scope>, begin: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut state = self.state.lock();
         if state.capture.is_some() {
             return Err(capture_error(Operation::BeginCapture, "the stream captures already"));
@@ -70,6 +70,7 @@ impl Timeline {
             return Err(capture_error(Operation::BeginCapture, BORROWED));
         }
         begin()?;
+        scope.join(self);
         self.take_part(&mut state, scope);
         Ok(())
     }
@@ -133,4 +134,13 @@ impl Timeline {
 
 pub(super) fn capture_error(operation: Operation, detail: &str) -> DeviceError {
     DeviceError::new(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
+}
+
+/// Of a stream that captures, as the driver says and nobody else did.
+pub(super) fn unannounced_error() -> DeviceError {
+    capture_error(
+        Operation::CaptureStatus,
+        "somebody else captures the stream and did not say so; announce it with `Stream::announce_capture` or \
+         `Allocator::capture` when it begins",
+    )
 }

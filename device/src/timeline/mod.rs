@@ -17,14 +17,18 @@
 //! * **T4** A stream's identity is our own number on its device, never the driver's handle. A number stands for one stream after
 //!   another: a destroyed stream's goes to a new one once all its work is known to be done, and its ticks count on; so does that of
 //!   an ended thread's default stream. A per-thread stream's handle means another stream on every thread, so only its owner makes
-//!   driver calls with it; its ticks are covered by an event on the legacy stream when another thread needs them.
+//!   driver calls with it; its ticks are covered by an event on the legacy stream when another thread needs them. That of a released
+//!   stream may come to mean another one, so nobody makes driver calls with it.
 //! * **T5** While a stream captures, or is part of a capture that it joined, nothing is recorded on it or waited for by it
 //!   through ticks, and its clock does not change. Ticks open at the start stay open unless they were covered. An event
-//!   recorded in a capture teaches nobody anything.
+//!   recorded in a capture teaches nobody anything. That is so until the driver has ended the capture, or nobody can any more.
 //!
-//! Locks: a timeline's lock may be taken under that of a user's [`crate::Event`], and under it only that of a capture's scope
-//! is. It is held across driver calls on events of this one stream, and two timelines are never locked at once.
+//! Locks: a timeline's lock may be taken under that of a user's [`crate::Event`], and under those of orders of launches; under it only
+//! leaves are: those of a capture's scope, and of what holds captures off. Two timelines are never locked at once. It is held across
+//! driver calls on events of this one stream, with the stream that waits for one, and before a record across the destruction of events
+//! that could not be recycled; and across the calls that begin or join a capture, or ask whether the stream captures.
 
+mod borrowed;
 mod capturing;
 mod clock;
 mod owner;
@@ -62,14 +66,14 @@ pub struct Timeline {
     /// The driver's handle of the stream that it serves now.
     raw: AtomicU64,
     kind: Kind,
-    /// The only thread that can use the stream, for a per-thread default stream.
+    /// The only thread that can use the stream, for a per-thread default stream; nobody once it is gone.
     owner: OwnerCell,
     /// Events recorded so far, or about to be: the `n` of a tick taken now.
     count: AtomicU64,
     /// Ticks below this are known to be done on the host.
     done: AtomicU64,
     context: Arc<Context>,
-    /// What [`Timeline::serves`] tells.
+    /// What [`Timeline::device_id_unless_capturing`] tells.
     serves: AtomicU32,
     state: Mutex<State>,
 }
@@ -158,10 +162,15 @@ impl Timeline {
     }
 
     /// The handle for a driver call made by this thread: not for another thread's per-thread default stream, whose handle
-    /// would mean this thread's one (T4).
+    /// would mean this thread's one, nor for a stream that is gone, whose handle may mean a later one (T4).
     #[inline]
     pub(crate) fn usable(&self, operation: Operation) -> Result<RawStream> {
-        if self.is_foreign() { Err(foreign_error(operation)) } else { Ok(self.raw()) }
+        if self.is_foreign() { Err(self.unusable_error(operation)) } else { Ok(self.raw()) }
+    }
+
+    #[cold]
+    fn unusable_error(&self, operation: Operation) -> DeviceError {
+        if self.owner.is_closed() { self.closed_error(operation, GONE) } else { foreign_error(operation) }
     }
 
     #[inline]
@@ -270,7 +279,10 @@ impl Timeline {
         // The clone keeps the event out of the pool while this thread waits without the lock (T3).
         recorded.event.synchronize()?;
         self.mark_done(recorded.covers);
-        self.poll(&mut self.state.lock())
+        if let Err(error) = self.poll(&mut self.state.lock()) {
+            tracing::debug!(%error, "how far a stream got is not known beyond what was waited for");
+        }
+        Ok(())
     }
 
     /// Raises the counter before the host waits for all of the stream, as before a record (T1): what [`Timeline::mark_done`] is then
@@ -325,7 +337,7 @@ impl Timeline {
         let (closed, captures) = (state.closed, state.capture.is_some());
         drop(state);
         if closed {
-            return Err(self.closed_error(Operation::Wait));
+            return Err(self.closed_error(Operation::Wait, GONE));
         }
         if captures {
             return Err(capture_error(
@@ -367,6 +379,9 @@ impl Timeline {
         self.done.fetch_max(covers, Ordering::AcqRel);
     }
 }
+
+/// Why nothing can be enqueued on a stream any more.
+const GONE: &str = "the stream was destroyed or released";
 
 #[cold]
 fn foreign_error(operation: Operation) -> DeviceError {

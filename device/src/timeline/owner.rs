@@ -24,9 +24,13 @@ impl Owner {
     }
 }
 
-/// The owner of a stream, if it has one. It changes when the stream's number goes to another stream.
+/// The owner of a stream, if it has one. It changes when the stream's number goes to another stream. A stream that is gone is as another
+/// thread's to every thread, so that calls find out both at once.
 #[derive(Debug)]
 pub(super) struct OwnerCell(AtomicU64);
+
+/// The number of no thread.
+const NOBODY: u64 = u64::MAX;
 
 impl OwnerCell {
     pub(super) fn new(owner: Option<Owner>) -> OwnerCell {
@@ -37,12 +41,22 @@ impl OwnerCell {
         self.0.store(Self::bits(owner), Ordering::Relaxed);
     }
 
-    /// Whether any thread owns the stream.
-    pub(super) fn is_some(&self) -> bool {
-        self.0.load(Ordering::Relaxed) != 0
+    /// Lets no thread use the stream any more.
+    pub(super) fn close(&self) {
+        self.0.store(NOBODY, Ordering::Relaxed);
     }
 
-    /// Whether the stream is another thread's.
+    /// Whether no thread can use the stream any more.
+    pub(super) fn is_closed(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == NOBODY
+    }
+
+    /// Whether any thread owns the stream.
+    pub(super) fn is_some(&self) -> bool {
+        !matches!(self.0.load(Ordering::Relaxed), 0 | NOBODY)
+    }
+
+    /// Whether the stream is another thread's, or nobody's any more.
     #[inline]
     pub(super) fn is_foreign(&self) -> bool {
         let owner = self.0.load(Ordering::Relaxed);

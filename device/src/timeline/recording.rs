@@ -1,26 +1,10 @@
 //! The events of a timeline: recording them, asking about them, and letting them go (T1 to T3).
 
-use std::time::Duration;
-
 use super::capturing::capture_error;
 use super::{Owner, Recorded, Recording, State, Timeline};
-use crate::driver::{Driver, RawStream};
-use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
+use crate::driver::RawStream;
+use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::atomic::Ordering;
-
-/// How often the host tries to wait for work that uses borrowed memory while a capture forbids it, and how long it sleeps in between.
-const WAITS: u32 = 10_000;
-const BETWEEN_WAITS: Duration = Duration::from_millis(1);
-
-/// Work that uses borrowed memory is under way.
-struct Borrow<'a>(&'a Timeline);
-
-impl Drop for Borrow<'_> {
-    fn drop(&mut self) {
-        let mut state = self.0.state.lock();
-        state.borrowed = state.borrowed.saturating_sub(1);
-    }
-}
 
 impl Timeline {
     /// Raises the counter, lets `record` record an event, and returns what that event covers and knows (T1, T2).
@@ -33,67 +17,13 @@ impl Timeline {
         record().map(|()| Recording { covers, clock: state.clock.clone(), capture: state.capture.clone() })
     }
 
-    /// Lets `enqueue` enqueue work that uses memory which the caller has borrowed, and waits on the host until it is done.
-    ///
-    /// The borrow ends at return whatever happens. So nothing is enqueued on a stream that captures, as the graph would use the memory
-    /// whenever it is launched, and none of our captures begins on the stream meanwhile. Only on a device that is gone, or that refuses to
-    /// be waited for, may the work outlive this.
-    pub(crate) fn run_and_wait(
-        &self,
-        operation: Operation,
-        enqueue: impl FnOnce(RawStream) -> Result<()>,
-    ) -> Result<()> {
-        let raw = self.usable(operation)?;
-        let mut state = self.state.lock();
-        if state.closed {
-            return Err(self.closed_error(operation));
-        }
-        if state.capture.is_some() {
-            return Err(capture_error(
-                operation,
-                "the host cannot wait for work of a capturing stream: use another one",
-            ));
-        }
-        self.refuse_unannounced(&state)?;
-        let _held_off = self.spare_captures(raw, operation)?;
-        state.borrowed += 1;
-        drop(state);
-        // Whatever happens in the driver.
-        let _borrow = Borrow(self);
-        enqueue(raw)?;
-        self.wait_for_work(raw)
-    }
-
-    /// Waits on the host until what was enqueued on the stream is done, in whatever way the driver lets it.
-    fn wait_for_work(&self, raw: RawStream) -> Result<()> {
-        let reached = self.begin_wait();
-        let driver = &self.context.driver;
-        let mut waited = Ok(());
-        for _ in 0..WAITS {
-            // A capture on a blocking stream that somebody else began forbids to wait for the legacy stream; it ends some time.
-            waited = driver.synchronize_stream(raw);
-            match &waited {
-                Err(error) if error.kind == ErrorKind::Capture => std::thread::sleep(BETWEEN_WAITS),
-                _ => break,
-            }
-        }
-        let waited = match waited {
-            Err(error) if !error.is_device_lost() => {
-                // Even if that breaks a capture: the memory is not the device's any more.
-                let _held_off = self.context.capturing.hold_off();
-                driver.synchronize()
-            }
-            waited => waited,
-        };
-        waited.inspect(|()| self.mark_done(reached))
-    }
-
     /// Records the last event of the stream, so that all its ticks stay answerable, and closes it. If the stream is
     /// destroyed, so that nobody enqueues on it any more, the event covers ticks taken later, too.
     pub(crate) fn close(&self, destroyed: bool) -> Result<()> {
         let mut state = self.state.lock();
         let last = self.record(&mut state);
         (state.closed, state.destroyed) = (true, destroyed);
+        self.owner.close();
         last?;
         if destroyed {
             cover_later_ticks(&mut state);
@@ -137,7 +67,8 @@ impl Timeline {
 
     pub(super) fn record(&self, state: &mut State) -> Result<Recorded> {
         if state.closed {
-            return Err(self.closed_error(Operation::Record));
+            let detail = "the stream was destroyed or released and its last event could not be recorded";
+            return Err(self.closed_error(Operation::Record, detail));
         }
         if state.capture.is_some() {
             return Err(capture_error(
@@ -156,13 +87,9 @@ impl Timeline {
         Ok(recorded)
     }
 
-    /// Why nothing can be enqueued any more. Streams of a lost device are destroyed without a last event.
-    pub(super) fn closed_error(&self, operation: Operation) -> DeviceError {
+    /// The error of a stream that is gone. Streams of a lost device are destroyed without a last event.
+    pub(super) fn closed_error(&self, operation: Operation, detail: &str) -> DeviceError {
         let driver = &self.context.driver;
-        let detail = match operation {
-            Operation::Record => "the stream was destroyed or released and its last event could not be recorded",
-            _ => "the stream was destroyed or released",
-        };
         match driver.lost() {
             Some(lost) => driver.note_lost(DeviceError::new(operation, lost.code)),
             None => DeviceError::new(operation, Code::INVALID_HANDLE).with_detail(detail),

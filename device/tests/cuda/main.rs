@@ -6,6 +6,7 @@
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 
 mod bench;
+mod borrowed;
 mod calls;
 mod captures;
 mod faults;

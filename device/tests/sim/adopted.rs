@@ -39,19 +39,50 @@ fn kind<T: std::fmt::Debug>(result: Result<T>) -> ErrorKind {
 }
 
 #[test]
-fn t5_a_stream_released_while_it_captures_says_so_and_is_answered_by_the_device() {
+fn t5_a_stream_that_captures_stays_adopted_until_that_is_over() {
     let bench = Bench::new();
     let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
     // SAFETY: the stream lives to the end of the test, and is adopted once.
-    let external = unsafe { bench.device.adopt_stream(raw) };
+    let mut external = unsafe { bench.device.adopt_stream(raw) };
     fill(external.stream(), bench.ptr);
     let tick = external.stream().tick();
     let capture = external.stream().begin_capture().unwrap();
     assert_eq!(kind(external.release()), ErrorKind::Capture);
-    drop(capture);
-    assert_eq!(kind(tick.cover()), ErrorKind::InvalidUse);
+    assert!(external.stream().is_capturing() && tick.timeline().is_open());
+    fill(external.stream(), bench.ptr);
+    let graph = capture.end().unwrap();
+    graph.launch(external.stream()).unwrap();
+    external.release().unwrap();
+    external.release().expect("once is enough");
+    assert!(!tick.timeline().is_open());
     tick.synchronize().unwrap();
-    assert!(tick.is_done().unwrap());
+    assert_eq!((cost(&bench.device), bench.driver.violations()), ((1, 0), vec![]));
+}
+
+/// Its capture could be ended through nobody.
+#[test]
+fn t5_an_adopted_stream_dropped_while_it_captures_captures_no_more() {
+    for fails in [0, 4, 8] {
+        let bench = Bench::new();
+        let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
+        // SAFETY: the stream lives to the end of the test, and is adopted once.
+        let external = unsafe { bench.device.adopt_stream(raw) };
+        let (tick, capture) = (external.stream().tick(), external.stream().begin_capture().unwrap());
+        for nth in 1..=fails {
+            bench.driver.inject(Fault::Nth { operation: Some(Operation::EndCapture), nth, code: Code(999) });
+        }
+        drop(external);
+        assert!(!bench.device.is_capturing());
+        assert_eq!(kind(capture.end()), ErrorKind::InvalidUse);
+        drop(capture);
+        bench.driver.clear_faults();
+        if fails > 0 {
+            // What our driver did not end the owner does.
+            bench.device.driver().end_capture(raw).map(drop).unwrap();
+        }
+        tick.synchronize().unwrap();
+        bench.device.synchronize().unwrap();
+    }
 }
 
 #[test]
@@ -59,12 +90,13 @@ fn t4_waiting_for_the_device_answers_no_tick_taken_later() {
     let bench = Bench::new();
     let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
     // SAFETY: the stream lives to the end of the test, and is adopted once.
-    let external = unsafe { bench.device.adopt_stream(raw) };
+    let mut external = unsafe { bench.device.adopt_stream(raw) };
     let (stream, tick) = (external.stream().clone(), external.stream().tick());
     bench.driver.inject(Fault::Nth { operation: Some(Operation::Record), nth: 1, code: Code(999) });
     assert_eq!(kind(external.release()), ErrorKind::Other);
     tick.synchronize().unwrap();
-    fill(&stream, bench.ptr);
+    // The owner goes on.
+    bench.device.driver().memset(bench.ptr, 1, MIB, raw).unwrap();
     assert!(!stream.tick().is_done().unwrap());
 }
 
@@ -74,7 +106,7 @@ fn t4_an_adopted_stream_is_covered_until_released_and_its_ticks_after() {
     let driver = bench.device.driver();
     let raw = driver.create_stream(StreamFlags { non_blocking: true, priority: 0 }).unwrap();
     // SAFETY: live until it is released below, and adopted once.
-    let external = unsafe { bench.device.adopt_stream(raw) };
+    let mut external = unsafe { bench.device.adopt_stream(raw) };
     bench.driver.stall(raw, Duration::from_secs(1)).unwrap();
     // Enqueued by the owner, behind the timeline's back.
     driver.memset(bench.ptr, 1, 64, raw).unwrap();
@@ -102,4 +134,37 @@ fn t4_an_adopted_stream_dropped_without_release_is_released() {
     assert!(!tick.timeline().is_open());
     bench.driver.advance(Duration::from_secs(10));
     assert!(tick.is_done().unwrap());
+}
+
+/// Its handle may be another stream's by then.
+#[test]
+fn t4_a_handle_of_a_released_stream_takes_no_call_of_a_clone() {
+    let bench = Bench::new();
+    let driver = bench.device.driver();
+    let raw = driver.create_stream(StreamFlags::default()).unwrap();
+    // SAFETY: live until it is released below, and adopted once.
+    let mut external = unsafe { bench.device.adopt_stream(raw) };
+    let (old, event) = (external.stream().clone(), bench.device.create_event(false).unwrap());
+    external.release().unwrap();
+    driver.destroy_stream(raw).unwrap();
+    let new = bench.device.create_stream().unwrap();
+    assert_eq!(new.raw(), raw, "the handle came back");
+    let calls = bench.device.driver_calls();
+    let refused = |result: Result<()>| assert_eq!(kind(result), ErrorKind::InvalidUse);
+    refused(old.fill(bench.ptr, 1, MIB));
+    refused(old.copy(bench.ptr, bench.ptr.offset(64), 64));
+    refused(old.upload_blocking(bench.ptr, &[1; 4]));
+    refused(old.download_blocking(&mut [1; 4], bench.ptr));
+    refused(old.touch("kernel", &[]));
+    refused(old.synchronize());
+    refused(old.is_idle().map(drop));
+    refused(old.wait_for(&new.tick()));
+    refused(old.wait_event(&event));
+    refused(event.record(&old));
+    refused(old.begin_capture().map(drop));
+    refused(old.announce_capture().map(drop));
+    refused(old.tick().cover());
+    assert_eq!(bench.device.driver_calls().since(&calls).total(), 0);
+    let said = old.fill(bench.ptr, 1, MIB).unwrap_err().to_string();
+    assert!(said.contains("released"), "{said}");
 }

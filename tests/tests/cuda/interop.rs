@@ -1,6 +1,6 @@
 //! Devices and streams to and from cudarc.
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::thread;
 
 use aquifer_allocator::{Allocator, Config};
@@ -75,7 +75,7 @@ fn a_context_that_cudarc_cannot_make_is_an_error_without_a_word_of_the_driver() 
 fn streams_of_cudarcs_are_adopted_ordered_and_released() {
     let gpu = Gpu::new();
     let theirs = gpu.context().new_stream().unwrap();
-    let adopted = cuda::adopt(&gpu.device, theirs.clone()).unwrap();
+    let mut adopted = cuda::adopt(&gpu.device, theirs.clone()).unwrap();
     assert!(adopted.to_string().contains(&adopted.id().to_string()));
     assert_eq!(kind(cuda::adopt(&gpu.device, theirs.clone())), ErrorKind::InvalidUse, "once is enough");
     // cudarc's work is covered by ticks of the adopted stream.
@@ -101,10 +101,28 @@ fn streams_of_cudarcs_are_adopted_ordered_and_released() {
     gpu.assert_no_violation();
 }
 
+/// Whoever released it would take it from the other.
+#[test]
+fn of_two_threads_that_adopt_a_stream_at_a_time_one_does() {
+    let gpu = Gpu::new();
+    let (theirs, barrier) = (gpu.context().new_stream().unwrap(), Barrier::new(2));
+    let adopt = || {
+        barrier.wait();
+        let adopted = cuda::adopt(&gpu.device, theirs.clone());
+        barrier.wait();
+        adopted.map(drop).map_err(|error| error.kind)
+    };
+    for round in 0..3000 {
+        let both = thread::scope(|scope| [scope.spawn(adopt), scope.spawn(adopt)].map(|thread| thread.join().unwrap()));
+        let refused: Vec<_> = both.into_iter().filter_map(Result::err).collect();
+        assert_eq!(refused, [ErrorKind::InvalidUse], "round {round}");
+    }
+}
+
 #[test]
 fn an_adopted_stream_outlives_its_owners_interest() {
     let gpu = Gpu::new();
-    let adopted = cuda::adopt(&gpu.device, gpu.context().new_stream().unwrap()).unwrap();
+    let mut adopted = cuda::adopt(&gpu.device, gpu.context().new_stream().unwrap()).unwrap();
     let before = gpu.calls("cuStreamDestroy_v2");
     assert!(adopted.is_idle().unwrap());
     adopted.release().unwrap();
@@ -115,7 +133,7 @@ fn an_adopted_stream_outlives_its_owners_interest() {
 fn default_streams_of_cudarcs_are_those_of_the_device() {
     let gpu = Gpu::new();
     let context = gpu.context();
-    let legacy = cuda::adopt(&gpu.device, context.default_stream()).unwrap();
+    let mut legacy = cuda::adopt(&gpu.device, context.default_stream()).unwrap();
     assert_eq!(legacy.id(), gpu.device.default_stream().id());
     legacy.release().unwrap();
     let per_thread = cuda::adopt(&gpu.device, context.per_thread_stream()).unwrap();

@@ -1,6 +1,7 @@
 //! T5: ticks order nothing across the border of a capture.
 
-use aquifer_device::{ErrorKind, Operation, StreamFlags};
+use aquifer_device::sim::Fault;
+use aquifer_device::{Code, ErrorKind, Operation, StreamFlags};
 use aquifer_tests::Subject;
 
 use super::common::{Bench, kind};
@@ -195,6 +196,40 @@ fn t5_a_capture_that_the_driver_failed_to_end_is_ended_all_the_same() {
         bench.pass();
         bench.assert_no_race();
     }
+}
+
+#[test]
+fn t5_a_capture_that_the_driver_does_not_end_goes_on_and_can_be_ended_later() {
+    let bench = Bench::new();
+    let stream = bench.stream();
+    let fail = || {
+        for nth in 1..=4 {
+            bench.subject.inject(Fault::Nth { operation: Some(Operation::EndCapture), nth, code: Code(999) });
+        }
+    };
+    let capture = stream.begin_capture().unwrap();
+    fail();
+    let error = capture.end().unwrap_err();
+    assert!(error.kind == ErrorKind::Other && error.to_string().ends_with("the capture goes on"), "{error}");
+    assert!(stream.is_capturing() && bench.device.is_capturing());
+    assert_eq!(kind(stream.tick().cover()), ErrorKind::Capture);
+    capture.end().unwrap();
+    drop(capture);
+    stream.tick().cover().unwrap();
+    // One that was dropped is ended for the next one, or is gone with its stream.
+    for next in [true, false] {
+        let capture = stream.begin_capture().unwrap();
+        fail();
+        drop(capture);
+        assert!(stream.is_capturing());
+        if next {
+            stream.begin_capture().unwrap().end().unwrap();
+            assert!(!stream.is_capturing());
+        }
+    }
+    drop(stream);
+    assert!(!bench.device.is_capturing());
+    bench.device.synchronize().unwrap();
 }
 
 #[test]

@@ -91,6 +91,24 @@ fn a_failed_query_or_host_wait_leaves_the_event_to_be_asked_again() {
     assert_eq!(bench.cost(), (1, 0));
 }
 
+/// What is asked on the way is about other ticks.
+#[test]
+fn a_host_that_waited_is_told_so_whatever_a_later_query_answers() {
+    let bench = Bench::new();
+    let stream = bench.stream();
+    let first = stream.tick();
+    first.cover().unwrap();
+    bench.stall(&stream);
+    bench.fill(&stream);
+    let second = stream.tick();
+    second.cover().unwrap();
+    bench.fail_next(Operation::QueryEvent);
+    first.synchronize().unwrap();
+    assert!(first.timeline().is_known_done(first.n()));
+    assert!(!second.is_done().unwrap());
+    second.synchronize().unwrap();
+}
+
 #[test]
 fn t3_a_failed_host_wait_recycles_nothing() {
     let bench = Bench::new();

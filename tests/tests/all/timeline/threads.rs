@@ -206,6 +206,76 @@ fn t4_events_that_fail_to_be_recorded_for_ended_threads_are_recorded_later() {
     assert!(ids.iter().all(|id| found.contains(id)), "{ids:?} {found:?}");
 }
 
+/// That of another thread's default stream: the driver would end one of the calling thread's.
+#[test]
+fn t5_a_capture_of_a_threads_default_stream_ends_on_its_thread_alone() {
+    let bench = Bench::new();
+    let (own, two) = (bench.device.per_thread_stream(), bench.stream());
+    let capture = own.begin_capture().unwrap();
+    bench.fill(&own);
+    let before = bench.calls(Operation::EndCapture);
+    assert_eq!(in_thread(|| kind(capture.end())), ErrorKind::InvalidUse);
+    assert_eq!(bench.calls(Operation::EndCapture), before, "the driver was not asked");
+    assert!(own.is_capturing() && bench.device.is_capturing());
+    assert_eq!(kind(own.tick().cover()), ErrorKind::Capture);
+    assert_eq!(kind(two.wait_for(&own.tick())), ErrorKind::Capture);
+    assert_eq!(kind(bench.device.synchronize()), ErrorKind::Capture);
+    bench.fill(&own);
+    let graph = capture.end().expect("none of the refused calls broke it");
+    assert!(!own.is_capturing() && !bench.device.is_capturing());
+    assert_eq!(kind(capture.end()), ErrorKind::InvalidUse, "once");
+    graph.launch(&own).unwrap();
+    two.wait_for(&own.tick()).unwrap();
+    bench.fill(&two);
+    bench.assert_no_race();
+}
+
+#[test]
+fn t5_a_capture_dropped_on_another_thread_goes_on_until_its_own_begins_the_next() {
+    let bench = Bench::new();
+    let own = bench.device.per_thread_stream();
+    let capture = own.begin_capture().unwrap();
+    bench.fill(&own);
+    in_thread(move || drop(capture));
+    assert!(own.is_capturing() && bench.device.is_capturing());
+    assert_eq!(kind(own.tick().cover()), ErrorKind::Capture);
+    let graph = own.begin_capture().expect("the first is ended").end().unwrap();
+    assert!(!own.is_capturing() && !bench.device.is_capturing());
+    graph.launch(&own).unwrap();
+    bench.fill(&own);
+    own.tick().synchronize().unwrap();
+    bench.device.synchronize().unwrap();
+}
+
+#[test]
+fn t5_a_capture_that_a_thread_leaves_open_is_over_with_it() {
+    for dropped in [false, true] {
+        let bench = Bench::new();
+        let one = bench.stream();
+        let event = bench.device.create_event(false).unwrap();
+        let (capture, own) = in_thread(|| {
+            let own = bench.device.per_thread_stream();
+            let capture = own.begin_capture().unwrap();
+            event.record(&own).unwrap();
+            one.wait_event(&event).unwrap();
+            let mut capture = Some(capture);
+            if dropped {
+                in_thread(|| drop(capture.take()));
+            }
+            assert!(bench.device.is_capturing() && one.is_capturing());
+            (capture, own)
+        });
+        assert!(!bench.device.is_capturing() && !one.is_capturing() && !own.is_capturing());
+        if let Some(capture) = capture {
+            assert_eq!(kind(capture.end()), ErrorKind::InvalidUse);
+        }
+        bench.device.synchronize().unwrap();
+        bench.fill(&one);
+        one.tick().synchronize().unwrap();
+        drop(own);
+    }
+}
+
 #[test]
 fn t3_events_waited_for_by_some_threads_while_others_recycle() {
     let bench = Bench::new();

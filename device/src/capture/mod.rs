@@ -1,22 +1,26 @@
 //! Graph capture: a stream's work is recorded into a graph instead of being run.
 
-use std::mem;
+pub(crate) mod left;
+mod scope;
+
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+pub(crate) use scope::Scope;
 
 use crate::context::Context;
 use crate::driver::{CaptureStatus, Driver, RawGraph, RawStream};
-use crate::error::{Code, DeviceError, Operation, Result};
+use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 use crate::label::DeviceMismatch;
 use crate::launches::Launches;
 use crate::stream::Stream;
-use crate::timeline::Timeline;
 
 /// How often a capture that could not be ended is ended once more.
 const ATTEMPTS: u32 = 3;
 
-/// A capture in progress on one stream. Dropping it ends the capture and throws the graph away.
+/// A capture in progress on one stream. Dropping it ends the capture, if that was not done, and throws the graph away.
+///
+/// A capture of a per-thread default stream ends on its own thread alone. Dropped on another one it goes on, which the log tells, until its
+/// thread begins another capture there ([`Stream::begin_capture`]), or ends.
 ///
 /// Ticks order nothing across its border (invariant T5): recording and waiting through ticks fail on the stream until the
 /// capture ends, and its timeline learns nothing meanwhile. The same goes for every stream that joins the capture by waiting
@@ -44,65 +48,124 @@ const ATTEMPTS: u32 = 3;
 #[derive(Debug)]
 pub struct Capture {
     stream: Stream,
-    context: Arc<Context>,
     scope: Arc<Scope>,
-    ended: bool,
 }
 
 impl Capture {
-    pub(crate) fn begin(stream: Stream, context: Arc<Context>) -> Result<Capture> {
-        let scope = Scope::new(true);
-        let raw = stream.timeline().usable(Operation::BeginCapture)?;
-        stream.timeline().begin_capture(&scope, || context.driver.begin_capture(raw))?;
-        Ok(Capture { stream, context, scope, ended: false })
+    pub(crate) fn begin(stream: Stream) -> Result<Capture> {
+        let (timeline, scope) = (stream.timeline(), Scope::new(true));
+        let raw = timeline.usable(Operation::BeginCapture)?;
+        if let Some(left) = timeline.capture().filter(|capture| capture.is_left_to(timeline)) {
+            drop(Capture { stream: stream.clone(), scope: left });
+        }
+        if timeline.is_of_thread() {
+            left::end_with_thread(&scope)?;
+        }
+        timeline.begin_capture(&scope, || stream.driver().begin_capture(raw))?;
+        Ok(Capture { stream, scope })
     }
 
-    /// Ends the capture and returns the graph.
+    /// Ends the capture and returns the graph, once. What is left keeps the stream alive until it is dropped.
     ///
     /// # Errors
-    /// Those of the driver, for instance when a call in between broke the capture. It has ended all the same.
-    pub fn end(mut self) -> Result<Graph> {
-        let raw = self.finish()?;
-        Ok(Graph { raw, launches: self.scope.launches.clone(), context: self.context.clone() })
+    /// Those of the driver, for instance when a call in between broke the capture. It has ended all the same, unless
+    /// [`Stream::is_capturing`] says that it goes on: because the stream is another thread's default stream, which that thread must do this
+    /// for, or because the driver does not end it. Then this may be called again.
+    ///
+    /// ```
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let stream = device.per_thread_stream();
+    /// let capture = stream.begin_capture()?;
+    /// std::thread::scope(|scope| scope.spawn(|| assert!(capture.end().is_err())).join()).unwrap();
+    /// assert!(stream.is_capturing());
+    /// let graph = capture.end()?;
+    /// assert!(!stream.is_capturing() && capture.end().is_err());
+    /// # drop(graph);
+    /// # Ok::<(), aquifer_device::DeviceError>(())
+    /// ```
+    pub fn end(&self) -> Result<Graph> {
+        self.finish().map(|raw| self.graph(raw))
     }
 
-    fn finish(&mut self) -> Result<RawGraph> {
-        self.ended = true;
-        let graph = match self.stream.timeline().usable(Operation::EndCapture) {
-            Ok(raw) => self.context.driver.end_capture(raw).inspect_err(|_| self.abandon(raw)),
-            Err(error) => Err(error),
-        };
-        self.stream.timeline().end_capture(&self.scope);
-        self.scope.end().iter().for_each(|joined| joined.end_capture(&self.scope));
+    fn graph(&self, raw: RawGraph) -> Graph {
+        Graph { raw, launches: self.scope.launches.clone(), context: self.stream.context().clone() }
+    }
+
+    /// Ends the capture in the driver and for all its streams, or leaves both as they are (T5).
+    fn finish(&self) -> Result<RawGraph> {
+        let alone = self.scope.ending.lock();
+        let operation = Operation::EndCapture;
+        if self.scope.is_over() {
+            return Err(DeviceError::new(operation, Code::INVALID_VALUE).with_detail(
+                "the capture is over: it was ended before, its stream was released, or its thread has ended",
+            ));
+        }
+        let goes_on = |error: DeviceError| error.with_more("the capture goes on");
+        let raw = self.stream.timeline().usable(operation).map_err(goes_on)?;
+        let graph = self.stream.driver().end_capture(raw);
+        if graph.is_err() && !self.is_ended(raw) {
+            return graph.map_err(goes_on);
+        }
+        self.scope.close();
         self.scope.launches.cover();
+        drop(alone);
+        // What it kept is code of others.
         graph.inspect_err(|_| drop(self.scope.launches.note_gone()))
+    }
+
+    /// Whether a capture that could not be ended has ended all the same, or does so when it is ended once more.
+    fn is_ended(&self, raw: RawStream) -> bool {
+        let driver = self.stream.driver();
+        let asked = |asked: Result<CaptureStatus>| match asked {
+            Ok(status) => status == CaptureStatus::None,
+            Err(error) => is_without_captures(&error),
+        };
+        for _ in 0..ATTEMPTS {
+            if asked(driver.capture_status(raw)) {
+                return true;
+            }
+            match driver.end_capture(raw) {
+                Ok(raw) => {
+                    drop(self.graph(raw));
+                    return true;
+                }
+                Err(error) if is_without_captures(&error) => return true,
+                Err(_) => {}
+            }
+        }
+        asked(driver.capture_status(raw))
+    }
+
+    /// Ends the capture of ours that began on an adopted stream, as nobody can through a stream that was let go. Returns it if it goes on, or
+    /// is somebody else's: to be given up when the stream is closed, so that no event is recorded into it.
+    pub(crate) fn end_on(stream: &Stream) -> Option<Arc<Scope>> {
+        let timeline = stream.timeline();
+        let scope = timeline.capture().filter(|capture| capture.began_on(timeline))?;
+        if !scope.launches.is_foreign() {
+            drop(Capture { stream: stream.clone(), scope: scope.clone() });
+        }
+        // Another thread's default stream captures until that ends.
+        (!timeline.is_of_thread()).then_some(scope)
     }
 }
 
-impl Capture {
-    /// Ends a capture that could not be ended, in case it goes on: whatever is enqueued later would become part of it.
-    fn abandon(&self, raw: RawStream) {
-        let driver = &self.context.driver;
-        for _ in 0..ATTEMPTS {
-            if let Ok(CaptureStatus::None) = driver.capture_status(raw) {
-                return;
-            }
-            if let Ok(raw) = driver.end_capture(raw) {
-                drop(Graph { raw, launches: self.scope.launches.clone(), context: self.context.clone() });
-            }
-        }
-        tracing::warn!("a capture could not be ended; what is enqueued on its stream is not run");
-    }
+/// Whether an error says that there is no stream that could capture: it is gone, or the device is.
+fn is_without_captures(error: &DeviceError) -> bool {
+    matches!(error.kind, ErrorKind::InvalidUse | ErrorKind::DeviceLost)
 }
 
 impl Drop for Capture {
     fn drop(&mut self) {
-        if self.ended {
+        if self.scope.is_over() {
             return;
         }
         match self.finish() {
-            Ok(raw) => drop(Graph { raw, launches: self.scope.launches.clone(), context: self.context.clone() }),
-            Err(error) => tracing::warn!(%error, "a capture that was dropped could not be ended"),
+            Ok(raw) => drop(self.graph(raw)),
+            Err(error) => {
+                self.scope.leave();
+                tracing::warn!(%error, "a capture that was dropped could not be ended");
+            }
         }
     }
 }
@@ -125,75 +188,31 @@ impl Drop for Capture {
 #[derive(Debug)]
 #[must_use = "the capture is taken as over when this is dropped"]
 pub struct AnnouncedCapture {
-    stream: Stream,
     scope: Arc<Scope>,
 }
 
 impl AnnouncedCapture {
-    pub(crate) fn announce(stream: Stream, context: &Context) -> Result<AnnouncedCapture> {
+    pub(crate) fn announce(stream: &Stream) -> Result<AnnouncedCapture> {
         let operation = Operation::CaptureStatus;
         let scope = Scope::new(false);
         let raw = stream.timeline().usable(operation)?;
-        stream.timeline().begin_capture(&scope, || match context.driver.capture_status(raw)? {
+        if stream.timeline().is_of_thread() {
+            left::end_with_thread(&scope)?;
+        }
+        stream.timeline().begin_capture(&scope, || match stream.driver().capture_status(raw)? {
             CaptureStatus::Active => Ok(()),
             CaptureStatus::Invalidated => Err(DeviceError::new(operation, Code::CAPTURE_INVALIDATED)
                 .with_detail("an earlier call broke the capture that is announced")),
             CaptureStatus::None => Err(DeviceError::new(operation, Code::INVALID_VALUE)
                 .with_detail("the stream does not capture: announce a capture after it began")),
         })?;
-        Ok(AnnouncedCapture { stream, scope })
+        Ok(AnnouncedCapture { scope })
     }
 }
 
 impl Drop for AnnouncedCapture {
     fn drop(&mut self) {
-        self.stream.timeline().end_capture(&self.scope);
-        self.scope.end().iter().for_each(|joined| joined.end_capture(&self.scope));
-    }
-}
-
-/// One capture, as its streams and the events recorded in it refer to it.
-///
-/// Its lock is a leaf, below that of a timeline.
-#[derive(Debug)]
-pub(crate) struct Scope {
-    /// Those of the graph that comes of it.
-    pub(crate) launches: Arc<Launches>,
-    members: Mutex<Members>,
-}
-
-#[derive(Debug, Default)]
-struct Members {
-    over: bool,
-    /// Streams that joined by waiting for an event of the capture.
-    joined: Vec<Arc<Timeline>>,
-}
-
-impl Scope {
-    /// Of a capture that is ours, or one that somebody else began.
-    fn new(ours: bool) -> Arc<Scope> {
-        Arc::new(Scope { launches: Launches::new(ours), members: Mutex::default() })
-    }
-
-    /// Adds a stream; false when the capture is over already.
-    pub(crate) fn join(&self, timeline: &Arc<Timeline>) -> bool {
-        let mut members = self.members.lock();
-        if !members.over {
-            members.joined.push(timeline.clone());
-        }
-        !members.over
-    }
-
-    /// Whether the capture has ended.
-    pub(crate) fn is_over(&self) -> bool {
-        self.members.lock().over
-    }
-
-    /// Closes the scope and returns the streams that joined.
-    fn end(&self) -> Vec<Arc<Timeline>> {
-        let mut members = self.members.lock();
-        members.over = true;
-        mem::take(&mut members.joined)
+        self.scope.close();
     }
 }
 

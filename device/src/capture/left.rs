@@ -1,0 +1,54 @@
+//! Captures of default streams whose thread ends: nobody else can end them, and the stream is gone with its thread.
+//!
+//! A thread that ends makes no driver call. So the capture is over for its streams, and what would make calls when it is dropped is kept
+//! until somebody next opens or settles a device.
+
+use std::cell::RefCell;
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+use super::Scope;
+use crate::error::{Code, DeviceError, Operation, Result};
+
+/// Captures that their threads left open.
+static LEFT: Mutex<Vec<Arc<Scope>>> = Mutex::new(Vec::new());
+
+/// Those of the calling thread's default streams.
+struct OfThread(RefCell<Vec<Weak<Scope>>>);
+
+impl Drop for OfThread {
+    fn drop(&mut self) {
+        for scope in self.0.get_mut().drain(..).filter_map(|scope| scope.upgrade()) {
+            scope.give_up();
+            LEFT.lock().push(scope);
+        }
+    }
+}
+
+thread_local! {
+    static OF_THREAD: OfThread = const { OfThread(RefCell::new(Vec::new())) };
+}
+
+/// Lets a capture that is about to begin be over when the calling thread ends.
+///
+/// # Errors
+/// When it ends already.
+pub(super) fn end_with_thread(scope: &Arc<Scope>) -> Result<()> {
+    let noted = OF_THREAD.try_with(|OfThread(scopes)| {
+        let mut scopes = scopes.borrow_mut();
+        scopes.retain(|scope| scope.upgrade().is_some_and(|scope| !scope.is_over()));
+        scopes.push(Arc::downgrade(scope));
+    });
+    noted.map_err(|_| {
+        DeviceError::new(Operation::BeginCapture, Code::CAPTURE_UNSUPPORTED)
+            .with_detail("the thread is ending, and its default stream with it")
+    })
+}
+
+/// Drops what threads left. Makes driver calls where a device goes with it.
+pub(crate) fn let_go() {
+    // Taken out first: no driver call is made under a lock.
+    let left = std::mem::take(&mut *LEFT.lock());
+    drop(left);
+}

@@ -1,0 +1,93 @@
+//! One capture, as its streams and the events recorded in it refer to it.
+//!
+//! Invariant: a scope is over once the driver has ended the capture, or nobody can end it any more, and then none of its streams is
+//! taken to capture (T5). Until then all of them are.
+
+use std::ptr;
+use std::sync::Arc;
+
+use parking_lot::Mutex as Leaf;
+
+use crate::launches::Launches;
+use crate::sync::Mutex;
+use crate::timeline::Timeline;
+
+/// A capture.
+#[derive(Debug)]
+pub(crate) struct Scope {
+    /// Those of the graph that comes of it.
+    pub(crate) launches: Arc<Launches>,
+    /// Held while the driver is asked to end the capture, so that a later one on the stream is not ended in its place. Taken before locks of
+    /// timelines.
+    pub(super) ending: Mutex<()>,
+    /// A leaf, below the lock of a timeline.
+    members: Leaf<Members>,
+}
+
+#[derive(Debug, Default)]
+struct Members {
+    over: bool,
+    /// Nobody holds it, though it goes on.
+    left: bool,
+    /// Its streams: the one that it began on, and those that joined by waiting for one of its events. They stay here when it is over, as
+    /// whoever ends it may be where no driver call can be made, such as those that dropping the last of a device may bring.
+    streams: Vec<Arc<Timeline>>,
+}
+
+impl Scope {
+    /// Of a capture that is ours, or one that somebody else began.
+    pub(super) fn new(ours: bool) -> Arc<Scope> {
+        Arc::new(Scope { launches: Launches::new(ours), ending: Mutex::new(()), members: Leaf::default() })
+    }
+
+    /// Adds a stream; false when the capture is over already.
+    pub(crate) fn join(&self, timeline: &Arc<Timeline>) -> bool {
+        let mut members = self.members.lock();
+        if !members.over {
+            members.streams.push(timeline.clone());
+        }
+        !members.over
+    }
+
+    /// Whether the capture has ended.
+    pub(crate) fn is_over(&self) -> bool {
+        self.members.lock().over
+    }
+
+    /// Whether the capture began on this stream.
+    pub(crate) fn began_on(&self, timeline: &Timeline) -> bool {
+        self.members.lock().streams.first().is_some_and(|first| ptr::eq(&raw const **first, timeline))
+    }
+
+    /// Notes that nobody holds the capture, though it goes on.
+    pub(super) fn leave(&self) {
+        self.members.lock().left = true;
+    }
+
+    /// Whether the capture began on this stream and nobody holds it.
+    pub(super) fn is_left_to(&self, timeline: &Timeline) -> bool {
+        self.began_on(timeline) && self.members.lock().left
+    }
+
+    /// The capture is over for all its streams. Makes no driver call.
+    pub(crate) fn close(self: &Arc<Self>) {
+        let mut members = self.members.lock();
+        members.over = true;
+        let streams = members.streams.clone();
+        drop(members);
+        streams.iter().for_each(|stream| stream.end_capture(self));
+    }
+
+    /// As [`Scope::close`], of a capture that ended elsewhere, or that nobody can end any more: no graph comes of it here.
+    pub(crate) fn give_up(self: &Arc<Self>) {
+        let alone = self.ending.lock();
+        if self.is_over() {
+            return;
+        }
+        let kept = self.launches.note_gone();
+        self.close();
+        drop(alone);
+        // What it kept is code of others.
+        drop(kept);
+    }
+}

@@ -1,0 +1,73 @@
+//! Streams that somebody else owns.
+
+use crate::capture::Capture;
+use crate::driver::CaptureStatus;
+use crate::error::{Code, DeviceError, Operation, Result};
+use crate::stream::Stream;
+
+/// A stream that somebody else owns, adopted so that ticks can be taken on it.
+///
+/// Others may enqueue on it at any time; an event recorded on it covers their work too. Release it before its owner
+/// destroys it. Dropping releases it, and ends a capture of ours that began on it.
+#[derive(Debug)]
+pub struct ExternalStream {
+    stream: Stream,
+    released: bool,
+}
+
+impl ExternalStream {
+    pub(crate) fn new(stream: Stream) -> ExternalStream {
+        ExternalStream { stream, released: false }
+    }
+
+    /// The adopted stream.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// Records a last event, after which the owner may destroy the stream: its ticks stay answerable, and clones of it take no calls.
+    ///
+    /// # Errors
+    /// When the stream is known to capture, and the driver does not say that this is over: then it stays adopted, and can be released after
+    /// the capture's end. Those of the driver: then it counts as released all the same ([`crate::Timeline::is_open`]), and its uncovered
+    /// ticks are answered by waiting for the whole device.
+    pub fn release(&mut self) -> Result<()> {
+        if self.released {
+            return Ok(());
+        }
+        self.refuse_capture()?;
+        self.let_go()
+    }
+
+    /// Refuses to let go of a stream that captures: nobody here could end that any more. One that its owner ended is over.
+    fn refuse_capture(&self) -> Result<()> {
+        let Some(scope) = self.stream.timeline().capture() else { return Ok(()) };
+        let operation = Operation::CaptureStatus;
+        let raw = self.stream.usable(operation)?;
+        if self.stream.driver().capture_status(raw)? == CaptureStatus::None {
+            scope.give_up();
+            return Ok(());
+        }
+        Err(DeviceError::new(operation, Code::CAPTURE_UNSUPPORTED)
+            .with_detail("an adopted stream cannot be released while it captures: end the capture first"))
+    }
+
+    fn let_go(&mut self) -> Result<()> {
+        self.released = true;
+        let goes_on = Capture::end_on(&self.stream);
+        let closed = self.stream.timeline().close(false);
+        goes_on.inspect(|capture| capture.give_up());
+        self.stream.driver().release_stream(self.stream.raw());
+        closed
+    }
+}
+
+impl Drop for ExternalStream {
+    fn drop(&mut self) {
+        if !self.released
+            && let Err(error) = self.let_go()
+        {
+            tracing::warn!(%error, "an adopted stream was dropped without release and its last event could not be recorded");
+        }
+    }
+}

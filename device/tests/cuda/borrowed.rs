@@ -1,0 +1,147 @@
+//! Blocking copies whose calls fail: the memory is the caller's again when they return, so nothing may use it any more.
+
+use std::time::Duration;
+
+use aquifer_device::{Code, Device, DevicePtr, Driver, ErrorKind, HostPtr, Stream, StreamFlags};
+
+use crate::bench::{Bench, standin};
+
+const HALF: usize = 4096;
+const BYTES: usize = 2 * HALF;
+
+/// Which function fails, at which of its calls from now on, and with what.
+type Order = (&'static str, u64, Code);
+
+/// Host memory of which the first half is page-locked, so that it is copied in two pieces and read when the first is done.
+struct Copies {
+    bench: Bench,
+    device: Device,
+    stream: Stream,
+    ptr: DevicePtr,
+    host: Vec<u8>,
+    registered: HostPtr,
+}
+
+impl Copies {
+    /// Its device's work is held up, and functions fail.
+    fn failing(orders: &[Order]) -> Copies {
+        let bench = Bench::new();
+        let device = Device::new(bench.driver.clone());
+        let (stream, ptr) = (device.create_stream().unwrap(), device.alloc(BYTES as u64).unwrap());
+        let mut host = vec![0; BYTES];
+        // SAFETY: the memory outlives its registration, which `Drop` undoes.
+        let registered = unsafe { bench.driver.host_register(host.as_mut_ptr(), HALF) }.unwrap();
+        stream.fill(ptr, 7, BYTES as u64).unwrap();
+        stream.synchronize().unwrap();
+        bench.device.stall(stream.raw().0, Duration::from_secs(1)).unwrap();
+        for &(function, nth, code) in orders {
+            standin().fail(function, nth, code).unwrap();
+        }
+        Copies { bench, device, stream, ptr, host, registered }
+    }
+
+    /// What the device has once it is idle.
+    fn on_device(&self) -> Vec<u8> {
+        assert_eq!(standin().clear_orders(), 0, "each order struck");
+        self.stream.synchronize().unwrap();
+        self.bench.download(self.ptr, BYTES, self.stream.raw()).unwrap()
+    }
+}
+
+impl Drop for Copies {
+    fn drop(&mut self) {
+        standin().clear_orders();
+        let _ = self.device.synchronize();
+        // SAFETY: registered in `failing`, and the device was waited for.
+        let _ = unsafe { self.bench.driver.host_unregister(self.registered) };
+    }
+}
+
+const UNKNOWN: Code = Code(999);
+
+/// Failures after which all of an upload is under way, or its first half.
+fn orders_of_uploads() -> Vec<(Vec<Order>, usize)> {
+    let waits = |of_stream: u64, of_device: u64| {
+        let of_stream = (1..=of_stream).map(|nth| ("cuStreamSynchronize", nth, UNKNOWN));
+        of_stream.chain((1..=of_device).map(|nth| ("cuCtxSynchronize", nth, UNKNOWN))).collect::<Vec<_>>()
+    };
+    let half = |waits: Vec<_>| [vec![("cuMemcpyHtoDAsync_v2", 2, UNKNOWN)], waits].concat();
+    vec![
+        (waits(1, 0), BYTES),
+        (waits(2, 0), BYTES),
+        (waits(6, 5), BYTES),
+        (half(waits(1, 0)), HALF),
+        (half(waits(4, 2)), HALF),
+    ]
+}
+
+#[test]
+fn an_upload_that_fails_half_way_reads_nothing_after_it_returned() {
+    for (orders, copied) in orders_of_uploads() {
+        let mut copies = Copies::failing(&orders);
+        let error = copies.stream.upload_blocking(copies.ptr, &copies.host).unwrap_err();
+        assert_eq!(error.code, UNKNOWN, "what the copy itself failed by");
+        copies.host.fill(9);
+        let expected = [vec![0; copied], vec![7; BYTES - copied]].concat();
+        assert!(copies.on_device() == expected, "{orders:?}");
+        copies.bench.assert_no_violation();
+    }
+}
+
+#[test]
+fn a_download_that_fails_half_way_writes_nothing_after_it_returned() {
+    let orders = [
+        vec![("cuStreamSynchronize", 1, UNKNOWN)],
+        vec![("cuMemcpyDtoHAsync_v2", 2, UNKNOWN), ("cuStreamSynchronize", 1, UNKNOWN)],
+    ];
+    for orders in orders {
+        let mut copies = Copies::failing(&orders);
+        let error = copies.stream.download_blocking(&mut copies.host, copies.ptr).unwrap_err();
+        assert_eq!(error.code, UNKNOWN);
+        copies.host.fill(9);
+        assert_eq!(copies.on_device(), [7; BYTES]);
+        assert!(copies.host == [9; BYTES], "{orders:?}");
+        copies.bench.assert_no_violation();
+    }
+}
+
+#[test]
+fn a_copy_that_was_enqueued_and_could_not_be_waited_for_at_first_is_waited_for() {
+    let waits = [("cuStreamSynchronize", 1, UNKNOWN), ("cuCtxSynchronize", 1, UNKNOWN)];
+    let mut copies = Copies::failing(&waits);
+    let (stream, ptr) = (copies.stream.clone(), copies.ptr);
+    // All of it is page-locked, so that the copy itself waits for nothing.
+    stream.upload_blocking(ptr, &copies.host[..HALF]).unwrap();
+    copies.host.fill(9);
+    assert_eq!(copies.on_device()[..HALF], [0; HALF]);
+    copies.bench.assert_no_violation();
+}
+
+/// Of a context that is gone nothing runs any more, and nobody could be waited for.
+#[test]
+fn nothing_is_waited_for_on_a_device_that_is_gone() {
+    let lost = Copies::failing(&[("cuStreamSynchronize", 1, Code::LAUNCH_FAILED)]);
+    let before = lost.bench.device.calls("cuStreamSynchronize").unwrap();
+    let error = lost.stream.upload_blocking(lost.ptr, &lost.host).unwrap_err();
+    assert!(error.is_device_lost(), "{error}");
+    assert_eq!(lost.bench.device.calls("cuStreamSynchronize").unwrap(), before);
+    // The context is invalid, which is said of no handle here: there is none but the context's own.
+    let orders = [("cuStreamSynchronize", 1, UNKNOWN), ("cuCtxSynchronize", 1, Code(201))];
+    let gone = Copies::failing(&orders);
+    let error = gone.stream.upload_blocking(gone.ptr, &gone.host[..HALF]).unwrap_err();
+    assert_eq!((error.code, error.kind), (Code(201), ErrorKind::InvalidUse));
+}
+
+/// Its thread is this one, so it could not end before the copy returned.
+#[test]
+fn a_blocking_copy_that_a_capture_nobody_announced_forbids_is_refused_at_once() {
+    let copies = Copies::failing(&[]);
+    let (driver, legacy) = (&copies.bench.driver, copies.device.default_stream());
+    let blocking = driver.create_stream(StreamFlags { non_blocking: false, priority: 0 }).unwrap();
+    driver.begin_capture(blocking).unwrap();
+    for half in [&copies.host[..HALF], &copies.host[HALF..]] {
+        assert_eq!(legacy.upload_blocking(copies.ptr, half).unwrap_err().kind, ErrorKind::Capture);
+    }
+    let graph = driver.end_capture(blocking).expect("nobody broke it");
+    driver.destroy_graph(graph).unwrap();
+}
