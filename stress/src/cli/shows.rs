@@ -33,9 +33,9 @@ JSON keys, per scenario and policy:
   peak_allocated_bytes      the most that was allocated, after rounding
   peak_reserved_bytes       the most that was held from the device
   allocated_bytes, reserved_bytes   the same at the end of the program
-  free_bytes                what is free then: on the device and in the cache
-  largest_free_bytes        the largest request that it could serve, after flushing the cache
-  unusable_index            the share of free_bytes that is of no use to the probe, 0 to 1
+  free_bytes                what is free then: in the cache, and on the device as far as limit and headroom let it be taken
+  largest_free_bytes        the largest request that is served then, found by trying, each after flushing the cache
+  unusable_index            the share of free_bytes that is of no use to the probe, 0 to 1; 1 if the probe is refused
   request_bytes             what the probe asks for
   probe_fits                whether it got it
   ooms                      requests of the program that were refused
