@@ -143,7 +143,13 @@ impl FromStr for DeviceSpec {
             }
             ("sim", rest) => SimConfig::parse(rest.unwrap_or(""))
                 .map(|config| DeviceSpec::Sim(Box::new(config)))
-                .map_err(|source| OpenError::Sim { text: text.to_owned(), source }),
+                .map_err(|mut source| {
+                    // Counted in the text that is quoted beside it.
+                    if source.file.is_none() {
+                        source.offset += text.len() - rest.map_or(0, str::len);
+                    }
+                    OpenError::Sim { text: text.to_owned(), source }
+                }),
             ("cpu", None) => Ok(DeviceSpec::Cpu),
             _ => Err(unknown()),
         }
@@ -241,6 +247,12 @@ mod tests {
         for text in ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:+1", "cuda:99999999999", "cpu:0", "sim:x", "CUDA"] {
             assert!(text.parse::<DeviceSpec>().is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_device_is_counted_from_its_start() {
+        let error = "sim:h100,foo=1".parse::<DeviceSpec>().unwrap_err().to_string();
+        assert!(error.starts_with("in \"sim:h100,foo=1\": `foo` at byte 9: "), "{error}");
     }
 
     #[test]

@@ -76,6 +76,9 @@ pub enum Failure {
     /// Memory was lacking where the command needs it.
     #[error("{0}")]
     OutOfMemory(String),
+    /// What was to be shown could not be.
+    #[error("{0}")]
+    NotShown(String),
     /// The allocator or its driver failed.
     #[error("{context}{error}")]
     Alloc {
@@ -139,9 +142,13 @@ impl Failure {
             Failure::Usage(_) => Outcome::Usage,
             Failure::Input(_) => Outcome::BadInput,
             Failure::OutOfMemory(_) => Outcome::OutOfMemory,
-            Failure::Alloc { error, .. } if error.is_out_of_memory() => Outcome::OutOfMemory,
-            Failure::Transfer(error) if error.is_out_of_memory() => Outcome::OutOfMemory,
+            Failure::Alloc { error, .. } if is_refusal(error) => Outcome::OutOfMemory,
+            Failure::Transfer(TransferError::Alloc(error)) if is_refusal(error) => Outcome::OutOfMemory,
+            Failure::Transfer(TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. }) => {
+                Outcome::OutOfMemory
+            }
             Failure::Open(_)
+            | Failure::NotShown(_)
             | Failure::Alloc { .. }
             | Failure::Device(_)
             | Failure::Kernel(_)
@@ -151,6 +158,12 @@ impl Failure {
             Failure::OutputClosed => Outcome::Done,
         }
     }
+}
+
+/// Whether a request was refused for lack of memory. A driver may also say that memory is lacking in calls that are to give some back, or
+/// take none; that is a failure of the driver.
+pub(crate) fn is_refusal(error: &AllocError) -> bool {
+    matches!(error, AllocError::OutOfMemory(_) | AllocError::TooLarge { .. })
 }
 
 impl From<AllocError> for Failure {
@@ -172,6 +185,18 @@ impl From<io::Error> for Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use aquifer_device::Device;
+    use aquifer_device::sim::{SimConfig, SimDriver};
+
+    #[test]
+    fn a_driver_that_lacks_memory_to_give_some_back_has_failed() {
+        let config = SimConfig::parse("1GiB,fault_rate=any:1:out_of_memory").unwrap();
+        let error = Device::new(SimDriver::new(config)).create_stream().unwrap_err();
+        assert!(error.is_out_of_memory(), "{error}");
+        assert_eq!(Failure::from(AllocError::from(error.clone())).outcome(), Outcome::Failed);
+        assert_eq!(Failure::from(TransferError::from(error)).outcome(), Outcome::Failed);
+        assert_eq!(Failure::from(AllocError::TooLarge { requested: 1 << 60 }).outcome(), Outcome::OutOfMemory);
+    }
 
     #[test]
     fn codes_are_distinct_and_documented() {

@@ -7,17 +7,28 @@ use aquifer_device::Stream;
 
 use crate::exit::Failure;
 
-/// The free memory that a stream's requests could get. The driver can give the same memory at any address, so all that it
-/// has, or would have if every unused segment were given back, is one piece.
+/// Requests are rounded up to multiples of this.
+const UNIT: u64 = 512;
+
+/// The free memory that a stream's requests could get.
+///
+/// The driver can give the same memory at any address, and free mapped memory moves to any address, so both together are one
+/// piece. Free blocks of segments that are also in use are pieces of their own.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Room {
-    /// What the driver would give, if every unused segment were given back first.
+    /// What the driver would give, if every unused segment were given back first, as far as limit and headroom allow.
     pub device: u64,
+    /// Free mapped memory. What is less than a granule of it cannot move.
+    pub movable: u64,
     /// Free blocks of segments that are also in use.
     pub pieces: Vec<u64>,
     /// Bytes of such blocks that only other streams may use.
     pub foreign: u64,
+    /// What is free on the device and not to be taken from it, for the headroom.
+    pub headroom: u64,
+    /// What is free on the device beside the headroom and not to be taken from it, for the limit.
+    pub over_limit: u64,
 }
 
 impl Room {
@@ -28,43 +39,86 @@ impl Room {
     pub fn of(allocator: &Allocator, stream: &Stream) -> Result<Room, Failure> {
         let mut room = Room { device: allocator.device().memory_info()?.free, ..Room::default() };
         let own_only = allocator.config().cross_stream == CrossStream::Off;
-        let mut kept = 0;
+        let (mut kept, mut in_segments) = (0, 0);
         for segment in allocator.snapshot().segments {
-            if segment.active_size == 0 && segment.segment_pool_id == (0, 0) {
+            in_segments += segment.total_size;
+            let own_pool = segment.segment_pool_id == (0, 0);
+            if segment.active_size == 0 && own_pool && !segment.is_expandable {
                 room.device += segment.total_size;
                 continue;
             }
             kept += segment.total_size;
             let free =
                 segment.blocks.iter().filter(|block| block.state == BlockState::Inactive).map(|block| block.size);
-            if segment.segment_pool_id != (0, 0) || (own_only && segment.stream != stream.id()) {
+            if own_pool && segment.is_expandable {
+                room.movable += free.sum::<u64>();
+            } else if !own_pool || (own_only && segment.stream != stream.id()) {
                 room.foreign += free.sum::<u64>();
             } else {
                 room.pieces.extend(free);
             }
         }
-        if let Some(limit) = allocator.limit() {
-            room.device = room.device.min(limit.saturating_sub(kept));
-        }
+        // Granules that are mapped nowhere.
+        let spare = allocator.reserved_bytes().saturating_sub(in_segments);
+        room.movable += spare;
+        room.headroom = allocator.config().headroom.min(room.device);
+        room.device -= room.headroom;
+        let allowed = allocator.limit().map_or(u64::MAX, |limit| limit.saturating_sub(kept + spare));
+        room.over_limit = room.device.saturating_sub(allowed);
+        room.device -= room.over_limit;
         Ok(room)
     }
 
     /// All of it, what only others may use included.
     pub fn free(&self) -> u64 {
-        self.device + self.foreign + self.pieces.iter().sum::<u64>()
+        self.whole() + self.foreign + self.pieces.iter().sum::<u64>()
     }
 
-    /// The largest piece.
-    pub fn largest(&self) -> u64 {
-        self.pieces.iter().copied().max().unwrap_or(0).max(self.device)
+    /// What can be had at any address.
+    pub fn whole(&self) -> u64 {
+        self.device + self.movable
     }
 
-    /// The share of it that a request of `bytes` cannot use, 0 to 1; 1 if there is none.
+    /// The largest of the pieces that stay where they are.
+    pub fn largest_piece(&self) -> u64 {
+        self.pieces.iter().copied().max().unwrap_or(0)
+    }
+
+    /// The largest request that is served, given whether one of `bytes` is. `serves` tries others: rounding, the sizes of segments
+    /// and of granules, and rules about who may use what decide with the sizes of the pieces, and only the allocator knows them all.
+    ///
+    /// # Errors
+    /// Those of `serves`.
+    pub fn largest_served(
+        &self,
+        bytes: u64,
+        served: bool,
+        mut serves: impl FnMut(u64) -> Result<bool, Failure>,
+    ) -> Result<u64, Failure> {
+        let units = bytes.div_ceil(UNIT);
+        let (mut yes, mut no) = if served { (units, self.free() / UNIT + 1) } else { (0, units) };
+        // Where rules keep large blocks from smaller requests, what halving finds may be below the largest.
+        for piece in [self.whole() / UNIT, self.largest_piece() / UNIT] {
+            if yes < piece && piece < no && serves(piece * UNIT)? {
+                yes = piece;
+            }
+        }
+        while yes + 1 < no {
+            let middle = yes.midpoint(no);
+            *(if serves(middle * UNIT)? { &mut yes } else { &mut no }) = middle;
+        }
+        Ok(yes * UNIT)
+    }
+
+    /// The share of it that a request of `bytes` cannot use, 0 to 1, given the largest request that is served; 1 if it is not.
     #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
-    pub fn unusable(&self, bytes: u64) -> f64 {
-        let pieces = self.pieces.iter().chain([&self.device]);
-        let usable: u64 = pieces.filter(|piece| **piece >= bytes).sum();
-        if self.free() == 0 { 1.0 } else { 1.0 - usable as f64 / self.free() as f64 }
+    pub fn unusable(&self, bytes: u64, largest: u64) -> f64 {
+        if largest < bytes || self.free() == 0 {
+            return 1.0;
+        }
+        let pieces = self.pieces.iter().copied().chain([self.whole()]);
+        let usable = pieces.filter(|piece| *piece >= bytes).sum::<u64>().max(largest);
+        1.0 - usable.min(self.free()) as f64 / self.free() as f64
     }
 }
 
@@ -74,11 +128,28 @@ mod tests {
 
     #[test]
     fn what_others_hold_counts_as_unusable() {
-        let room = Room { device: 10, pieces: vec![20, 30], foreign: 40 };
-        assert_eq!((room.free(), room.largest()), (100, 30));
+        let room = Room { device: 4, movable: 6, pieces: vec![20, 30], foreign: 40, ..Room::default() };
+        assert_eq!((room.free(), room.whole(), room.largest_piece()), (100, 10, 30));
         for (bytes, unusable) in [(10, 0.4), (20, 0.5), (30, 0.7), (31, 1.0)] {
-            assert!((room.unusable(bytes) - unusable).abs() < 1e-9);
+            assert!((room.unusable(bytes, 30) - unusable).abs() < 1e-9);
         }
-        assert!((Room::default().unusable(1) - 1.0).abs() < 1e-9);
+        assert!((Room::default().unusable(1, 0) - 1.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn the_largest_request_is_found_by_trying() {
+        let room = Room { device: 100 << 20, pieces: vec![40 << 20], ..Room::default() };
+        let largest = |bytes, most: u64| {
+            let served = |bytes| bytes <= most;
+            room.largest_served(bytes, served(bytes), |bytes| Ok(served(bytes))).unwrap()
+        };
+        for most in [0, 512, 1 << 20, 99 << 20, 140 << 20] {
+            for bytes in [1, 1 << 20, (50 << 20) + 7, 140 << 20] {
+                assert_eq!(largest(bytes, most), if bytes <= most { most } else { most.min(bytes) / 512 * 512 });
+            }
+        }
+        // Of blocks that only large requests may use the largest tells.
+        let large_only = |bytes: u64| bytes <= 1 << 20 || (39 << 20..=40 << 20).contains(&bytes);
+        assert_eq!(room.largest_served(50 << 20, false, |bytes| Ok(large_only(bytes))).unwrap(), 40 << 20);
     }
 }

@@ -4,7 +4,7 @@ use aquifer_allocator::{AllocError, Allocation, Allocator};
 use aquifer_device::{Device, Stream};
 
 use crate::cli::ConfigArg;
-use crate::exit::Failure;
+use crate::exit::{Failure, is_refusal};
 use crate::session::Session;
 
 /// An allocator under test. Streams are small numbers.
@@ -41,7 +41,7 @@ pub enum Refused {
 impl From<AllocError> for Refused {
     #[cold]
     fn from(error: AllocError) -> Refused {
-        if error.is_out_of_memory() { Refused::OutOfMemory } else { Refused::Failed(Box::new(error.into())) }
+        if is_refusal(&error) { Refused::OutOfMemory } else { Refused::Failed(Box::new(error.into())) }
     }
 }
 

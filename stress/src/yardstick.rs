@@ -21,12 +21,13 @@ impl fmt::Debug for Yardstick {
 }
 
 impl Yardstick {
-    /// A yardstick with room to spare for `live` blocks of `bytes` bytes together: four times the bytes, as far as it can
-    /// count (2 TiB).
+    /// A yardstick with room to spare for `live` blocks of `bytes` bytes together: four times the bytes, and the least that each block
+    /// takes, as far as it can count (2 TiB).
     pub fn new(bytes: u64, live: u32) -> Yardstick {
         // A block costs a node of its own and at most one for the gap behind it.
         let nodes = live.saturating_mul(2).saturating_add(64).min(u32::MAX - 2);
-        Yardstick(Allocator::with_max_allocs(units(bytes.saturating_mul(4)).unwrap_or(u32::MAX), nodes))
+        let room = units(bytes.saturating_mul(4)).unwrap_or(u32::MAX);
+        Yardstick(Allocator::with_max_allocs(room.saturating_add(nodes), nodes))
     }
 }
 
@@ -99,6 +100,9 @@ mod tests {
         blocks.into_iter().for_each(|block| yardstick.free(block));
         assert!(yardstick.alloc(0, 0).is_ok());
         assert!(matches!(yardstick.alloc(u64::MAX, 0), Err(Refused::OutOfMemory)));
+        let mut yardstick = Yardstick::new(0, 1000);
+        let empty: Result<Vec<_>, _> = (0..1000).map(|_| yardstick.alloc(0, 0)).collect();
+        assert!(empty.is_ok(), "blocks without bytes take room, too");
         let _counts_to_its_limit = Yardstick::new(u64::MAX, 4);
     }
 }

@@ -51,7 +51,7 @@ pub struct SoakArgs {
     pub seeds: u64,
 
     /// Memory to use, in MiB. By default half of what is free, but 24 MiB at most on a simulated device.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=u64::MAX >> 20))]
     pub limit_mb: Option<u64>,
 }
 

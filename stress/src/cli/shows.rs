@@ -25,7 +25,8 @@ pub struct FragmentationArgs {
 
 const FRAGMENTATION_KEYS: &str = "\
 Each scenario is a made-up program, sized by the device, followed by one more request: the probe. It is no larger than what
-is free by then, so it is refused for the way in which the free memory is scattered. Each --config is one more policy.
+is free by then, so it is refused for the way in which the free memory is scattered, or for a limit or headroom among the options.
+Each --config is one more policy.
 
 JSON keys, per scenario and policy:
   scenario, policy, device  what was run, with which options, where
@@ -33,9 +34,9 @@ JSON keys, per scenario and policy:
   peak_allocated_bytes      the most that was allocated, after rounding
   peak_reserved_bytes       the most that was held from the device
   allocated_bytes, reserved_bytes   the same at the end of the program
-  free_bytes                what is free then: on the device and in the cache
-  largest_free_bytes        the largest request that it could serve, after flushing the cache
-  unusable_index            the share of free_bytes that is of no use to the probe, 0 to 1
+  free_bytes                what is free then: in the cache, and on the device as far as limit and headroom let it be taken
+  largest_free_bytes        the largest request that is served then, found by trying, each after flushing the cache
+  unusable_index            the share of free_bytes that is of no use to the probe, 0 to 1; 1 if the probe is refused
   request_bytes             what the probe asks for
   probe_fits                whether it got it
   ooms                      requests of the program that were refused
@@ -66,7 +67,8 @@ that the patterns are read back, and the allocator must be as usable as before.
 JSON keys, per way:
   way, device               what was done, where
   skipped                   why it was not done, if it was not; the other keys are absent then
-  failed                    what failed, other than the request that is to be refused; the other keys are absent then
+  failed                    what failed, other than the request that is to be refused, or why nothing was refused; the other
+                            keys are absent then
   requested_bytes           what was asked for
   refused                   whether the request was refused
   error                     the first line of the error

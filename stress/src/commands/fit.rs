@@ -113,7 +113,7 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failu
     let peak = job.program.peak_requested_bytes;
     // Too small for what is live at the peak.
     let least = (peak.saturating_sub(1) / STEP * STEP).min(CAPACITY_BYTES_MAX);
-    let (mut fails, mut fit) = grow(least, attempt)?;
+    let Some((mut fails, mut fit)) = grow(least, attempt)? else { return Err(Failure::OutOfMemory(fits_nowhere(job))) };
     while fit.bytes - fails > STEP {
         let middle = fails + (fit.bytes - fails) / 2 / STEP * STEP;
         match attempt(middle)? {
@@ -145,12 +145,27 @@ struct Fit {
     retries: u64,
 }
 
-/// Sizes at which the program fails and finishes, found by growing from one at which it fails.
-fn grow(mut fails: u64, mut attempt: impl FnMut(u64) -> Result<Option<u64>, Failure>) -> Result<(u64, Fit), Failure> {
+/// Why no device is large enough.
+fn fits_nowhere(job: &Job<'_>) -> String {
+    let most = Bytes(CAPACITY_BYTES_MAX);
+    match job.config.config.limit_bytes(CAPACITY_BYTES_MAX, CAPACITY_BYTES_MAX) {
+        Some(limit) => format!(
+            "it does not finish on the largest device there is, of {most}, for the limit of {} that the options set there",
+            Bytes(limit)
+        ),
+        None => format!("it does not finish on the largest device there is, of {most}"),
+    }
+}
+
+/// Sizes at which the program fails and finishes, found by growing from one at which it fails; `None` if it finishes at none.
+fn grow(
+    mut fails: u64,
+    mut attempt: impl FnMut(u64) -> Result<Option<u64>, Failure>,
+) -> Result<Option<(u64, Fit)>, Failure> {
     let mut bytes = fails + STEP;
     while bytes <= CAPACITY_BYTES_MAX {
         if let Some(retries) = attempt(bytes)? {
-            return Ok((fails, Fit { bytes, retries }));
+            return Ok(Some((fails, Fit { bytes, retries })));
         }
         fails = bytes;
         // By an eighth: most programs need little more than their peak.
@@ -159,8 +174,7 @@ fn grow(mut fails: u64, mut attempt: impl FnMut(u64) -> Result<Option<u64>, Fail
             bytes = bytes.min(CAPACITY_BYTES_MAX);
         }
     }
-    let most = Bytes(CAPACITY_BYTES_MAX);
-    Err(Failure::OutOfMemory(format!("it does not finish on the largest device there is, of {most}")))
+    Ok(None)
 }
 
 /// Plays the program on a device of that size; if it finishes, tells how often all cached memory was released.

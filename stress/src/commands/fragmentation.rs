@@ -1,7 +1,7 @@
 //! `fragmentation`: programs that fragment memory, under several policies side by side.
 
-use aquifer_allocator::Bytes;
-use aquifer_device::Device;
+use aquifer_allocator::{AllocError, Allocator, Bytes};
+use aquifer_device::{Device, Stream};
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, FragmentationArgs};
@@ -153,8 +153,10 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
     let ooms = player.play(&mut stage, OnOom::Skip)?;
 
     let stats = stage.allocator.memory_stats();
-    let room = Room::of(&stage.allocator, &stage.streams[usize::from(setup.probe_stream)])?;
+    let stream = stage.streams[usize::from(setup.probe_stream)].clone();
+    let room = Room::of(&stage.allocator, &stream)?;
     let map = Map::of(&stage.allocator)?;
+    stage.first_oom = None;
     let probe_fits = match stage.alloc(setup.probe, setup.probe_stream) {
         Ok(probe) => {
             stage.free(probe);
@@ -163,8 +165,11 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
         Err(Refused::OutOfMemory) => false,
         Err(Refused::Failed(error)) => return Err(*error),
     };
+    // What it would have taken from the device.
+    let growth = stage.first_oom.take().map_or(0, |report| report.segment);
     let after = stage.allocator.memory_stats();
     let (inputs, inputs_damaged) = stage.inputs()?;
+    let largest = room.largest_served(setup.probe, probe_fits, |bytes| serves(&stage.allocator, bytes, &stream))?;
     let mut row = Row {
         scenario: scenario.name,
         policy: policy.text.clone(),
@@ -175,8 +180,8 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
         allocated_bytes: stats.allocated_bytes.all.current,
         reserved_bytes: stats.reserved_bytes.all.current,
         free_bytes: room.free(),
-        largest_free_bytes: room.largest(),
-        unusable_index: (room.unusable(setup.probe) * 1e4).round() / 1e4,
+        largest_free_bytes: largest,
+        unusable_index: (room.unusable(setup.probe, largest) * 1e4).round() / 1e4,
         request_bytes: setup.probe,
         probe_fits,
         ooms,
@@ -188,21 +193,35 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
         hazards: hazards(session, scenario.name, &device),
         verdict: String::new(),
     };
-    row.verdict = verdict(&row, &room);
+    row.verdict = verdict(&row, &room, growth);
     Ok((row, map))
 }
 
-/// What the figures say.
-fn verdict(row: &Row, room: &Room) -> String {
+/// Whether a request is served.
+fn serves(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<bool, Failure> {
+    match allocator.alloc(bytes, stream) {
+        Ok(_) => Ok(true),
+        Err(AllocError::OutOfMemory(_)) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// What the figures say; `growth` is what the request would have taken from the device.
+fn verdict(row: &Row, room: &Room, growth: u64) -> String {
     let (free, largest, foreign) = (Bytes(row.free_bytes), Bytes(row.largest_free_bytes), Bytes(room.foreign));
     let probe = match () {
         () if row.probe_fits => "fits".to_owned(),
-        () if row.free_bytes < row.request_bytes => format!("full: {free} free"),
+        () if row.free_bytes < row.request_bytes => format!("full: {free} free{}", beside(room)),
         () if row.free_bytes - room.foreign < row.request_bytes => {
             format!("stuck: {free} free, {foreign} of it with other streams")
         }
-        () if row.largest_free_bytes >= row.request_bytes => {
-            format!("kept back: {free} free, largest piece {largest}, which the options keep for other requests")
+        () if room.largest_piece() >= row.request_bytes => {
+            let piece = Bytes(room.largest_piece());
+            format!("kept back: {free} free, a piece of {piece} among it, which rules of sizes keep for other requests")
+        }
+        () if growth > room.whole() && room.whole() >= row.request_bytes => {
+            let (whole, growth) = (Bytes(room.whole()), Bytes(growth));
+            format!("too small: {whole} left on the device{}, and such a request takes {growth} of it", beside(room))
         }
         () => format!("fragmented: {free} free, largest piece {largest}"),
     };
@@ -216,13 +235,23 @@ fn verdict(row: &Row, room: &Room) -> String {
     }
 }
 
+/// What else is free on the device, and why it is not to be had.
+fn beside(room: &Room) -> String {
+    match (room.headroom, room.over_limit) {
+        (0, 0) => String::new(),
+        (headroom, 0) => format!(", beside the headroom of {}", Bytes(headroom)),
+        (0, over) => format!(", beside {} over the limit", Bytes(over)),
+        (headroom, over) => format!(", beside {} over the limit and the headroom of {}", Bytes(over), Bytes(headroom)),
+    }
+}
+
 /// What a policy is called in tables.
 fn name(policy: &str) -> &str {
     if policy.is_empty() { "the defaults" } else { policy }
 }
 
 const COLUMNS: [&str; 8] =
-    ["policy", "reserved", "live in the end", "free", "largest piece", "unusable", "cuMemAlloc", "last request"];
+    ["policy", "reserved", "live in the end", "free", "largest piece", "unusable", "driver allocs", "last request"];
 
 fn cells(row: &Row) -> [String; 8] {
     let bytes = |bytes| Bytes(bytes).to_string();
@@ -236,4 +265,63 @@ fn cells(row: &Row) -> [String; 8] {
         row.driver_allocs.to_string(),
         row.verdict.clone(),
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Global;
+
+    fn rows(device: &str, configs: &[&str]) -> Vec<Row> {
+        let configs = configs.iter().map(|text| text.parse().unwrap()).collect();
+        let global = Global { device: Some(device.parse().unwrap()), configs, ..Global::default() };
+        let session = Session::new(&global).unwrap();
+        let policies = |scenario| policies(&session, scenario).unwrap();
+        let experiments = scenarios::ALL.iter().flat_map(|scenario| {
+            policies(scenario).into_iter().map(|policy| experiment(&session, scenario, &policy).unwrap().0)
+        });
+        experiments.collect()
+    }
+
+    #[test]
+    fn figures_agree_with_what_the_last_request_came_to() {
+        let configs = [
+            "headroom_mb:300",
+            "backing:segments,headroom_mb:300",
+            "limit_mb:600",
+            "backing:segments,limit_mb:600",
+            "backing:segments,max_split_size_mb:20",
+            "cross_stream:off",
+        ];
+        for device in ["sim:1MiB", "sim:3MiB", "sim:50MiB", "sim:1GiB", "sim:1000000007"] {
+            for row in rows(device, &configs) {
+                let Row { free_bytes, largest_free_bytes, unusable_index, request_bytes, probe_fits, .. } = row;
+                assert_eq!(largest_free_bytes >= request_bytes, probe_fits, "{row:?}");
+                assert_eq!(unusable_index < 1.0, probe_fits, "{row:?}");
+                assert!(largest_free_bytes <= free_bytes, "{row:?}");
+                let says = |part| row.verdict.contains(part);
+                assert_eq!(says("full"), !probe_fits && free_bytes < request_bytes, "{row:?}");
+                assert!(!says("kept back") || row.policy.contains("max_split_size"), "{row:?}");
+                // The driver then has nothing that a request could be refused for but what is scattered.
+                let roomy = device == "sim:1GiB" && !row.policy.contains("headroom") && !row.policy.contains("limit");
+                assert!(!roomy || probe_fits || says("fragmented") || says("stuck"), "{row:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_keeps_memory_from_a_request_is_named() {
+        let of = |rows: Vec<Row>, scenario: &str, policy: &str| {
+            let row = rows.into_iter().find(|row| row.scenario == scenario && row.policy == policy);
+            row.unwrap().verdict
+        };
+        for policy in ["backing:segments,headroom_mb:300", "headroom_mb:300"] {
+            let verdict = of(rows("sim:1GiB", &[policy]), "sequences", policy);
+            assert!(verdict.contains("full: ") && verdict.contains("beside the headroom of 300.00 MiB"), "{verdict}");
+        }
+        let verdict = of(rows("sim:1GiB", &["limit_mb:600"]), "sequences", "limit_mb:600");
+        assert!(verdict.contains("full: ") && verdict.contains(" over the limit"), "{verdict}");
+        let verdict = of(rows("sim:1MiB", &[]), "kv_cache", SEGMENTS);
+        assert!(verdict.contains("too small: 1.00 MiB left on the device"), "{verdict}");
+    }
 }

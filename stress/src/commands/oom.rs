@@ -57,6 +57,8 @@ pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
     if args.list {
         return list(session);
     }
+    // Before anything is shown.
+    session.config()?;
     let mut outcome = Outcome::Done;
     let mut table = table(&COLUMNS, COLUMNS.len());
     for way in chosen(&args.ways)? {
@@ -128,9 +130,8 @@ fn chosen(names: &[String]) -> Result<Vec<Way>, Failure> {
 
 fn go(session: &Session, way: &Way) -> Result<Row, Failure> {
     let mut stand = Stand::new(session, way.options)?;
-    let options = (way.options)(stand.room);
-    if !options.is_empty() {
-        session.show(format_args!("  with {options}"))?;
+    if !stand.options.is_empty() {
+        session.show(format_args!("  with {}", stand.options))?;
     }
     let story = way.go(&mut stand)?;
     let (intact, blocks) = (stand.is_intact()?, stand.blocks());

@@ -108,7 +108,7 @@ fn one(
 
 /// How much memory to use: what was asked for, or what the options say, or half of what is free, and little on a simulated device.
 fn limit(session: &Session, args: &SoakArgs, device: &Device, allocator: &Allocator) -> Result<u64, Failure> {
-    if let Some(limit) = args.limit_mb.map(|mib| mib.saturating_mul(1 << 20)).or(allocator.limit()) {
+    if let Some(limit) = args.limit_mb.map(|mib| mib << 20).or(allocator.limit()) {
         return Ok(limit);
     }
     let half = device.memory_info()?.free / 2;

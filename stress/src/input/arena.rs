@@ -53,9 +53,14 @@ pub(super) enum Value {
     Other,
 }
 
+/// How many numbers and words of a list are kept: the numbers of a pool are two, and a third tells a list that is no such pair.
+const FEW: usize = 3;
+
 #[derive(Debug, Default)]
 struct List {
     items: Vec<Value>,
+    /// Before which item something was left out that is no list and no dictionary.
+    left_out: Option<usize>,
     /// Of the identities of the items of no use, in order; 0 only without any.
     digest: u64,
 }
@@ -73,7 +78,7 @@ const NONE: u32 = u32::MAX;
 
 /// The lists and dictionaries of a pickle.
 ///
-/// Of a dictionary it keeps the entries whose key is a word and whose value is of use, of a list the items of use, and
+/// Of a dictionary it keeps the entries whose key is a word, of a list the dictionaries of use, the lists and the first numbers, and
 /// of everything else only a digest of its identity. Indices stand for references, so that shared and cyclic ones
 /// cost nothing.
 #[derive(Debug, Default)]
@@ -81,9 +86,19 @@ pub(super) struct Arena {
     lists: Vec<List>,
     dicts: Vec<u32>,
     nodes: Vec<Node>,
+    /// Items of all lists.
+    items: usize,
 }
 
 impl Arena {
+    /// Memory that it takes.
+    pub(super) fn bytes(&self) -> usize {
+        self.lists.len() * size_of::<List>()
+            + self.items * size_of::<Value>()
+            + self.dicts.len() * size_of::<u32>()
+            + self.nodes.len() * size_of::<Node>()
+    }
+
     /// What `key` is set to.
     pub(super) fn get(&self, dict: u32, key: Word) -> Option<Value> {
         let mut at = self.dicts[dict as usize];
@@ -98,9 +113,15 @@ impl Arena {
         None
     }
 
-    /// The items of a list that are of use. A list gives them once only: no snapshot has the same one twice.
+    /// The items of a list that are of use, and [`Value::Other`] where the first was that is not. A list gives them once only: no
+    /// snapshot has the same one twice.
     pub(super) fn take(&mut self, list: u32) -> Vec<Value> {
-        std::mem::take(&mut self.lists[list as usize].items)
+        let list = &mut self.lists[list as usize];
+        let mut items = std::mem::take(&mut list.items);
+        if let Some(at) = list.left_out.take() {
+            items.insert(at.min(items.len()), Value::Other);
+        }
+        items
     }
 
     /// Tells lists of things of no use apart.
@@ -127,13 +148,19 @@ impl Arena {
         for &item in items {
             let identity = match item {
                 Value::Dict(dict) if self.dicts[dict as usize] == NONE => u64::from(dict) + 2,
-                Value::Other => 1,
-                _ => {
-                    list.items.try_reserve(1)?;
-                    list.items.push(item);
-                    continue;
-                }
+                Value::List(_) | Value::Dict(_) => 0,
+                Value::Int(_) | Value::Word(_) if list.items.len() < FEW => 0,
+                _ => 1,
             };
+            if identity == 0 {
+                list.items.try_reserve(1)?;
+                list.items.push(item);
+                self.items += 1;
+                continue;
+            }
+            if identity == 1 {
+                list.left_out.get_or_insert(list.items.len());
+            }
             list.digest = (list.digest.rotate_left(23) ^ identity).wrapping_mul(0x9e37_79b9_7f4a_7c15).max(1);
         }
         Ok(())
@@ -151,9 +178,7 @@ impl Arena {
         let (Value::Dict(dict), (pairs, [])) = (dict, items.as_chunks()) else { return Err(MALFORMED) };
         let head = &mut self.dicts[dict as usize];
         for &[key, value] in pairs {
-            if let Value::Word(key) = key
-                && value != Value::Other
-            {
+            if let Value::Word(key) = key {
                 let node = u32::try_from(self.nodes.len()).ok().filter(|&node| node != NONE);
                 let node = node.ok_or(Reason::TooMany("entries"))?;
                 self.nodes.try_reserve(1)?;

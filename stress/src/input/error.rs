@@ -34,6 +34,18 @@ pub enum Location {
         /// The entry's index.
         index: usize,
     },
+    /// A segment of a snapshot, counted from 0.
+    Segment {
+        /// The segment's index.
+        segment: usize,
+    },
+    /// A block of a snapshot's segment, counted from 0.
+    Block {
+        /// The segment's index.
+        segment: usize,
+        /// The block's index.
+        block: usize,
+    },
 }
 
 impl fmt::Display for Location {
@@ -43,6 +55,8 @@ impl fmt::Display for Location {
             Self::Line(line) => write!(f, ":{line}"),
             Self::Byte(byte) => write!(f, ":byte {byte}"),
             Self::Entry { device, index } => write!(f, ":device_traces[{device}][{index}]"),
+            Self::Segment { segment } => write!(f, ":segments[{segment}]"),
+            Self::Block { segment, block } => write!(f, ":segments[{segment}].blocks[{block}]"),
         }
     }
 }
@@ -54,9 +68,27 @@ pub enum Reason {
     /// The operating system's error.
     #[error("{0}")]
     Io(io::Error),
-    /// The compressed data stops early, or what follows it stops before it could be more of it.
-    #[error("the gzip data is truncated, or other bytes follow it")]
-    TruncatedGzip,
+    /// The compressed data stops early.
+    #[error("the gzip data is truncated: the file ends at byte {length}, before the data does")]
+    TruncatedGzip {
+        /// The file's length.
+        length: u64,
+    },
+    /// What follows the compressed data is something else.
+    #[error("other bytes follow the gzip data, from byte {offset} of the file on")]
+    TrailingBytes {
+        /// Where they start in the file, counted from 0.
+        offset: u64,
+    },
+    /// Compressed data holds more than anything of use.
+    #[error(
+        "{stored} bytes of gzip data hold more values up to here than any memory snapshot has in as many; \
+         it is none, or was made to take memory"
+    )]
+    TooDense {
+        /// Compressed bytes.
+        stored: u64,
+    },
     /// The compressed data is damaged.
     #[error("the gzip data is damaged: {0}")]
     DamagedGzip(io::Error),
@@ -81,6 +113,14 @@ pub enum Reason {
     /// A line with too few fields.
     #[error("the field {0} is missing")]
     MissingField(&'static str),
+    /// A field of another type.
+    #[error("the field {field} is not {expected}")]
+    WrongType {
+        /// The field.
+        field: &'static str,
+        /// What it should be.
+        expected: &'static str,
+    },
     /// A line with too many fields.
     #[error("unexpected {0:?} at the end of the line")]
     TrailingField(String),
@@ -194,6 +234,23 @@ impl fmt::Display for OpcodeName {
     }
 }
 
+/// What is wrong with compressed data, on its way through [`io::Error`].
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Damage {
+    /// The file has so many bytes, and the data goes on.
+    #[error("it ends at byte {0}")]
+    Truncated(u64),
+    /// Something else starts there.
+    #[error("other bytes follow from byte {0} on")]
+    Trailing(u64),
+}
+
+impl From<Damage> for io::Error {
+    fn from(damage: Damage) -> Self {
+        Self::new(io::ErrorKind::InvalidData, damage)
+    }
+}
+
 /// An error before its file is known.
 #[derive(Debug)]
 pub(super) struct Fault {
@@ -218,9 +275,11 @@ impl Fault {
 impl Reason {
     /// Tells a damaged file from the operating system's errors: only the decompressor reports these kinds.
     pub(super) fn from_read(error: io::Error) -> Self {
-        match error.kind() {
-            io::ErrorKind::UnexpectedEof => Self::TruncatedGzip,
-            io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput => Self::DamagedGzip(error),
+        let damage = error.get_ref().and_then(|inner| inner.downcast_ref::<Damage>());
+        match (damage, error.kind()) {
+            (Some(&Damage::Truncated(length)), _) => Self::TruncatedGzip { length },
+            (Some(&Damage::Trailing(offset)), _) => Self::TrailingBytes { offset },
+            (None, io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput) => Self::DamagedGzip(error),
             _ => Self::Io(error),
         }
     }

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
 use super::error::{Fault, Location, Reason};
-use super::snapshot::{Action, Entry, Segment, Snapshot};
+use super::snapshot::{Action, Entry, Segment, SegmentBlock, Snapshot};
 
 pub(super) fn parse(mut content: impl BufRead) -> Result<Snapshot, Fault> {
     let start = content.fill_buf().map_err(|error| Fault::file(Reason::from_read(error)))?;
@@ -18,7 +18,8 @@ pub(super) fn parse(mut content: impl BufRead) -> Result<Snapshot, Fault> {
     }
     let mut deserializer = serde_json::Deserializer::from_reader(content);
     let top = Top::deserialize(&mut deserializer).and_then(|top| deserializer.end().map(|()| top)).map_err(fault)?;
-    let segments = top.segments.into_iter().map(JsonSegment::into_segment).collect();
+    let segments = top.segments.into_iter().enumerate().map(|(number, segment)| segment.into_segment(number));
+    let segments = segments.collect::<Result<_, _>>()?;
     let traces = top.device_traces.into_iter().map(|trace| trace.into_iter().map(JsonEntry::into_entry).collect());
     Ok(Snapshot { segments, traces: traces.collect() })
 }
@@ -76,17 +77,14 @@ struct JsonEntry {
 }
 
 impl JsonSegment {
-    fn into_segment(self) -> Segment {
-        let mut address = self.address.0;
-        let mut allocated = Vec::new();
-        for block in self.blocks {
-            let at = block.address.map_or(address, |address| address.0);
-            if block.state.0 {
-                allocated.push((at, block.requested_size.unwrap_or(block.size).0));
-            }
-            address = at.wrapping_add(block.size.0);
-        }
-        Segment { device: self.device.0, stream: self.stream.0, allocated }
+    fn into_segment(self, number: usize) -> Result<Segment, Fault> {
+        let blocks = self.blocks.into_iter().map(|block| SegmentBlock {
+            address: block.address.map(|address| address.0),
+            size: block.size.0,
+            requested: block.requested_size.map(|size| size.0),
+            allocated: block.state.0,
+        });
+        Segment::new(number, (self.device.0, self.stream.0), self.address.0, blocks)
     }
 }
 
@@ -264,6 +262,13 @@ mod tests {
         assert!(read("{\n\"device_traces\": [[{\"addr\": 1.5}]]}").unwrap_err().starts_with("s.json:2: invalid type"));
         assert!(read("{").unwrap_err().starts_with("s.json:1: EOF"));
         assert!(read("{} {}").unwrap_err().contains("trailing"));
+        for (block, expected) in [
+            ("\"size\": -512, \"state\": \"active_allocated\"", "\"-512\" is not a valid size"),
+            ("\"size\": 512, \"requested_size\": -3", "\"-3\" is not a valid requested_size"),
+        ] {
+            let text = format!("{{\"segments\": [{{}}, {{\"blocks\": [{{}}, {{{block}}}]}}]}}");
+            assert_eq!(read(&text).unwrap_err(), format!("s.json:segments[1].blocks[1]: {expected}"));
+        }
         let deep = format!("{{\"device_traces\": [[{{\"frames\": {}", "[".repeat(1 << 20));
         assert!(read(&deep).unwrap_err().contains("recursion limit"));
     }

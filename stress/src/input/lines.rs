@@ -1,4 +1,4 @@
-//! Lines of text, of bounded length.
+//! Lines of text, of bounded length. They end with LF, CR LF or CR.
 
 use std::io::BufRead;
 
@@ -12,11 +12,13 @@ pub(super) struct Lines<R> {
     content: R,
     line: Vec<u8>,
     number: u64,
+    /// The last line ended with CR, of which an LF may be a part.
+    after_cr: bool,
 }
 
 impl<R: BufRead> Lines<R> {
     pub(super) fn new(content: R) -> Self {
-        Self { content, line: Vec::new(), number: 0 }
+        Self { content, line: Vec::new(), number: 0, after_cr: false }
     }
 
     /// The next line without its end, or `None` after the last.
@@ -31,7 +33,12 @@ impl<R: BufRead> Lines<R> {
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
                 Err(error) => return Err(fault(Reason::from_read(error))),
             };
-            let end = available.iter().position(|&byte| byte == b'\n');
+            if std::mem::take(&mut self.after_cr) && available.first() == Some(&b'\n') {
+                self.content.consume(1);
+                continue;
+            }
+            let end = available.iter().position(|&byte| matches!(byte, b'\n' | b'\r'));
+            self.after_cr = end.is_some_and(|end| available[end] == b'\r');
             let part = &available[..end.unwrap_or(available.len())];
             if self.line.len() + part.len() > LONGEST {
                 return Err(fault(Reason::LineTooLong));
@@ -43,8 +50,7 @@ impl<R: BufRead> Lines<R> {
                 return Ok(None);
             }
             if finished || end.is_some() {
-                let line = self.line.strip_suffix(b"\r").unwrap_or(&self.line);
-                return std::str::from_utf8(line).map(Some).map_err(|_| fault(Reason::NotUtf8));
+                return std::str::from_utf8(&self.line).map(Some).map_err(|_| fault(Reason::NotUtf8));
             }
         }
     }
@@ -61,9 +67,14 @@ mod tests {
 
     #[test]
     fn splits_at_line_ends() {
-        let mut lines = Lines::new(&b"one\r\n\ntwo"[..]);
-        for expected in [Some("one"), Some(""), Some("two"), None, None] {
-            assert_eq!(lines.next().unwrap(), expected);
+        for text in ["one\r\n\ntwo", "one\r\rtwo", "one\n\r\ntwo\r\n", "one\n\ntwo\n", "one\r\rtwo\r"] {
+            // Also where a buffer ends between CR and LF.
+            for capacity in 1..8 {
+                let mut lines = Lines::new(std::io::BufReader::with_capacity(capacity, text.as_bytes()));
+                for expected in [Some("one"), Some(""), Some("two"), None, None] {
+                    assert_eq!(lines.next().unwrap(), expected, "{text:?}");
+                }
+            }
         }
     }
 

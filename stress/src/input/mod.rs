@@ -13,6 +13,7 @@
 
 mod arena;
 mod error;
+mod gzip;
 mod json;
 mod lines;
 mod pickle;
@@ -55,13 +56,13 @@ pub fn read(path: &Path, bytes: impl Read) -> Result<Vec<Program>, InputError> {
 }
 
 fn parse(path: &Path, bytes: impl Read) -> Result<Vec<Program>, Fault> {
-    let (format, content) = sniff::open(path, bytes)?;
+    let (format, content, stored) = sniff::open(path, bytes)?;
     let content = BufReader::with_capacity(64 << 10, content);
     let name = sniff::stem(path);
     match format {
         Format::Trace => Ok(vec![trace::parse(content, name)?]),
         Format::Rmm => Ok(vec![rmm::parse(content, name)?]),
-        Format::Pickle => snapshot::programs(pickle::parse(content)?, &name),
+        Format::Pickle => snapshot::programs(pickle::parse(content, &stored)?, &name),
         Format::Json => snapshot::programs(json::parse(content)?, &name),
     }
 }

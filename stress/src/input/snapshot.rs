@@ -26,6 +26,40 @@ pub(super) struct Segment {
     pub(super) allocated: Vec<(u64, u64)>,
 }
 
+/// A block of a segment, as a snapshot tells it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SegmentBlock {
+    /// `None` if it follows the one before.
+    pub(super) address: Option<u64>,
+    pub(super) size: u64,
+    /// `None` if that is all of it.
+    pub(super) requested: Option<u64>,
+    pub(super) allocated: bool,
+}
+
+impl Segment {
+    /// Segment number `number`, which starts at an address.
+    pub(super) fn new(
+        number: usize,
+        (device, stream): (u64, u64),
+        mut address: u64,
+        blocks: impl IntoIterator<Item = SegmentBlock>,
+    ) -> Result<Self, Fault> {
+        let mut allocated = Vec::new();
+        for (index, block) in blocks.into_iter().enumerate() {
+            let fault = |reason| Fault::new(Location::Block { segment: number, block: index }, reason);
+            let size = positive("size", block.size).map_err(fault)?;
+            let requested = positive("requested_size", block.requested.unwrap_or(size)).map_err(fault)?;
+            let at = block.address.unwrap_or(address);
+            if block.allocated {
+                allocated.push((at, requested));
+            }
+            address = at.wrapping_add(size);
+        }
+        Ok(Self { device, stream, allocated })
+    }
+}
+
 /// An entry of the history.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Entry {
@@ -129,11 +163,13 @@ fn program(name: String, device: u32, trace: &[Entry], segments: &[Segment]) -> 
 /// The address and size that every allocation and free has.
 fn place(entry: &Entry) -> Result<(u64, u64), Reason> {
     let addr = entry.addr.ok_or(Reason::MissingField("addr"))?;
-    let size = entry.size.ok_or(Reason::MissingField("size"))?;
-    if i64::try_from(size).is_err() {
-        return Err(Reason::BadNumber { field: "size", text: size.cast_signed().to_string() });
-    }
-    Ok((addr, size))
+    Ok((addr, positive("size", entry.size.ok_or(Reason::MissingField("size"))?)?))
+}
+
+/// A size, unless it came out negative.
+fn positive(field: &'static str, size: u64) -> Result<u64, Reason> {
+    let signed = size.cast_signed();
+    if signed < 0 { Err(Reason::BadNumber { field, text: signed.to_string() }) } else { Ok(size) }
 }
 
 /// Address, size and stream of the blocks allocated before the history begins, by address: a history keeps only

@@ -1,11 +1,10 @@
 //! What a file holds.
 
-use std::io::{BufReader, Cursor, Read};
+use std::io::{Cursor, Read};
 use std::path::Path;
 
-use flate2::bufread::MultiGzDecoder;
-
 use super::error::{Fault, Reason};
+use super::gzip::{Counted, Members, Stored};
 use super::rmm;
 
 /// The formats, compression aside.
@@ -23,21 +22,28 @@ const MARK: &[u8] = "\u{feff}".as_bytes();
 /// How much of the content decides.
 const HEAD: u64 = 4096;
 
-/// Tells the format of `bytes` and gives the content, decompressed.
-pub(super) fn open<'a>(path: &Path, bytes: impl Read + 'a) -> Result<(Format, Box<dyn Read + 'a>), Fault> {
+/// A format, the content, decompressed, and how much of the file was read for it.
+type Opened<'a> = (Format, Box<dyn Read + 'a>, Stored);
+
+/// Tells the format of `bytes` and gives the content.
+pub(super) fn open<'a>(path: &Path, bytes: impl Read + 'a) -> Result<Opened<'a>, Fault> {
     let mut bytes = bytes;
     let magic = head(&mut bytes, 2)?;
     let compressed = magic == [0x1f, 0x8b];
     let bytes = Cursor::new(magic).chain(bytes);
-    let mut content: Box<dyn Read + 'a> =
-        if compressed { Box::new(MultiGzDecoder::new(BufReader::new(bytes))) } else { Box::new(bytes) };
+    let stored = Stored::default();
+    let mut content: Box<dyn Read + 'a> = if compressed {
+        Box::new(Members::new(bytes, stored.clone()))
+    } else {
+        Box::new(Counted::new(bytes, stored.clone()))
+    };
     let mut head = head(&mut content, HEAD)?;
     // Editors on Windows put a mark at the start of text.
     if head.starts_with(MARK) {
         head.drain(..MARK.len());
     }
     let format = format(path, &head)?;
-    Ok((format, Box::new(Cursor::new(head).chain(content))))
+    Ok((format, Box::new(Cursor::new(head).chain(content)), stored))
 }
 
 fn head(content: &mut impl Read, most: u64) -> Result<Vec<u8>, Fault> {
@@ -52,7 +58,7 @@ fn format(path: &Path, head: &[u8]) -> Result<Format, Fault> {
     if head.is_empty() {
         return Err(Fault::file(Reason::Empty));
     }
-    let line = head.split(|&byte| byte == b'\n').next().unwrap_or_default();
+    let line = head.split(|&byte| matches!(byte, b'\n' | b'\r')).next().unwrap_or_default();
     match head.trim_ascii_start().first() {
         Some(0x80) => Ok(Format::Pickle),
         Some(b'{' | b'[') => Ok(Format::Json),
@@ -96,6 +102,7 @@ mod tests {
         assert_eq!(tell(b"\x80\x04}"), Some(Format::Pickle));
         assert_eq!(tell(b"  {\"segments\":"), Some(Format::Json));
         assert_eq!(tell(b"Thread, Time,Action,Pointer,Size,Stream\r\n1"), Some(Format::Rmm));
+        assert_eq!(tell(b"Thread,Time,Action,Pointer,Size,Stream\r1"), Some(Format::Rmm));
         assert_eq!(tell(b"PK\x03\x04"), None);
         assert_eq!(tell(b""), None);
     }
@@ -103,7 +110,7 @@ mod tests {
     #[test]
     fn text_may_be_marked_as_such() {
         let mut text = String::new();
-        let (format, mut content) = open("x".as_ref(), "\u{feff}# k: v\n".as_bytes()).ok().unwrap();
+        let (format, mut content, _) = open("x".as_ref(), "\u{feff}# k: v\n".as_bytes()).ok().unwrap();
         content.read_to_string(&mut text).unwrap();
         assert_eq!((format, &*text), (Format::Trace, "# k: v\n"));
     }

@@ -8,9 +8,15 @@ use std::io::BufRead;
 
 use super::arena::{Arena, LONGEST, MALFORMED, Value, Word};
 use super::error::{Fault, Location, Reason};
+use super::gzip::Stored;
 
-/// Runs a pickle up to its end; gives what it leaves, and where.
-pub(super) fn run(content: impl BufRead) -> Result<(Value, Arena), Fault> {
+/// Memory for any pickle, and for each byte of it that is stored. A snapshot takes some 400 bytes for an entry of its history, which is
+/// stored in at least ten. Compressed data that was made to could take a hundred times as much.
+const FOR_ANY: usize = 32 << 20;
+const FOR_A_BYTE: usize = 512;
+
+/// Runs a pickle up to its end; gives what it leaves, and where. `stored` tells how much was read of the file.
+pub(super) fn run(content: impl BufRead, stored: &Stored) -> Result<(Value, Arena), Fault> {
     let mut machine = Machine {
         bytes: Bytes { content, offset: 0 },
         arena: Arena::default(),
@@ -22,7 +28,7 @@ pub(super) fn run(content: impl BufRead) -> Result<(Value, Arena), Fault> {
     loop {
         let at = machine.bytes.offset;
         match machine.step() {
-            Ok(None) => {}
+            Ok(None) => machine.check(stored).map_err(|reason| Fault::new(Location::Byte(at), reason))?,
             Ok(Some(value)) => return Ok((value, machine.arena)),
             Err(reason) => return Err(Fault::new(Location::Byte(at), reason)),
         }
@@ -140,6 +146,16 @@ impl<R: BufRead> Machine<R> {
         Ok(None)
     }
 
+    /// Refuses to take more memory than a snapshot would.
+    fn check(&self, stored: &Stored) -> Result<(), Reason> {
+        // What is not in order of its number is memoised with it, in a table that is partly empty.
+        let values = self.stack.len() + self.memo.len() + 3 * self.sparse_memo.len();
+        let taken = self.arena.bytes() + values * size_of::<Value>() + self.marks.len() * size_of::<usize>();
+        let stored = stored.bytes();
+        let most = usize::try_from(stored).unwrap_or(usize::MAX).saturating_mul(FOR_A_BYTE).saturating_add(FOR_ANY);
+        if taken > most { Err(Reason::TooDense { stored }) } else { Ok(()) }
+    }
+
     /// Where the topmost `count` values start; none may lie below a mark.
     fn floor(&self, count: usize) -> Result<usize, Reason> {
         let mark = self.marks.last().copied().unwrap_or(0);
@@ -240,6 +256,13 @@ impl<R: BufRead> Bytes<R> {
 mod tests {
     use super::*;
 
+    /// Runs a pickle that is not compressed.
+    fn run(pickle: &[u8]) -> Result<(Value, Arena), Fault> {
+        let stored = Stored::default();
+        stored.add(pickle.len());
+        super::run(pickle, &stored)
+    }
+
     fn error(pickle: &[u8]) -> String {
         run(pickle).map(|_| ()).unwrap_err().at("p".as_ref()).to_string()
     }
@@ -266,11 +289,37 @@ mod tests {
         let Value::Dict(dict) = value else { panic!("{value:?}") };
         assert_eq!(arena.get(dict, Word::Size), Some(Value::Int(8)));
         assert_eq!(arena.get(dict, Word::Addr), None);
-        assert_eq!(arena.take(0), [Value::Int(1)]);
+        assert_eq!(arena.take(0), [Value::Int(1), Value::Other]);
         assert_eq!(arena.take(0), []);
         assert_ne!(arena.digest(0), 0);
         let (value, arena) = run(&b"K\0K\0\x86."[..]).unwrap();
         assert!(matches!(value, Value::List(pair) if arena.is_zeros(pair)));
+    }
+
+    /// `count` times `item`, in a list.
+    fn list_of(item: &[u8], count: usize) -> Vec<u8> {
+        [&b"]("[..], &item.repeat(count)[..], b"e."].concat()
+    }
+
+    #[test]
+    fn of_long_lists_of_numbers_only_the_first_are_kept() {
+        let batches = b"(K\x01K\x02K\x03K\x04e".repeat(1 << 20);
+        let (value, mut arena) = super::run(&[&b"]"[..], &batches, b"."].concat()[..], &Stored::default()).unwrap();
+        assert_eq!(value, Value::List(0));
+        assert_eq!(arena.take(0), [Value::Int(1), Value::Int(2), Value::Int(3), Value::Other]);
+        assert!(arena.bytes() < 1000);
+    }
+
+    #[test]
+    fn what_few_stored_bytes_hold_takes_little_memory() {
+        for item in [&b"K\x01"[..], b"N", b"]", b"}", b"N\x94"] {
+            let pickle = list_of(item, 3 << 20);
+            assert!(run(&pickle).is_ok());
+            let stored = Stored::default();
+            stored.add(pickle.len() / 1000);
+            let fault = super::run(&pickle[..], &stored).map(|_| ()).unwrap_err().at("p".as_ref()).to_string();
+            assert!(fault.contains(" bytes of gzip data hold more values"), "{fault}");
+        }
     }
 
     #[test]

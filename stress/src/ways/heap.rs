@@ -10,6 +10,7 @@ pub(super) const FRAGMENTED: Way = Way {
     name: "fragmented",
     summary: "asks for three quarters of what is free, which is in pieces of 4 MiB",
     needs_simulator: None,
+    served: false,
     options: |_| "backing:segments".to_owned(),
     run: fragmented,
 };
@@ -18,6 +19,7 @@ pub(super) const PENDING: Way = Way {
     name: "pending",
     summary: "asks for what was given back while a side stream, which is late, still uses it",
     needs_simulator: None,
+    served: true,
     options: no_options,
     run: pending,
 };
@@ -26,32 +28,35 @@ pub(super) const PRIVATE_POOL: Way = Way {
     name: "private_pool",
     summary: "asks for what a private pool caches for itself",
     needs_simulator: None,
+    served: false,
     options: no_options,
     run: private_pool,
 };
 
 fn fragmented(stand: &mut Stand) -> Result<Story, Failure> {
     const BLOCK: u64 = 4 << 20;
-    const SEGMENT: u64 = 20 << 20;
-    // Half of the device at most, and no more blocks than can be checked in a moment.
-    let fragmented = (stand.room / 2).min(16 << 30) / SEGMENT * SEGMENT;
-    stand.mark("weights", stand.room - fragmented)?;
-    for _ in 0..fragmented / BLOCK {
+    // Five blocks share a segment.
+    let segment = stand.allocator.config().large_segment_size;
+    // Half of the device at most, but for one segment at least, and no more blocks than can be checked in a moment.
+    let segments = ((stand.room / 2).min(16 << 30) / segment).max(1);
+    let weights = stand.fill("weights", stand.room.saturating_sub(segments * segment))?.end;
+    for _ in 0..segments * (segment / BLOCK) {
         stand.mark("embeddings", BLOCK)?;
     }
-    stand.free(|number| number % 2 == 1);
-    let refusal = stand.request(fragmented / 8 * 3)?;
+    stand.free(|number| number >= weights && (number - weights) % 2 == 0);
+    let refusal = stand.request(segments * segment / 8 * 3)?;
     let unharmed = stand.is_intact()?;
-    let blocks = stand.blocks() - 1;
-    stand.free(|number| number > 0);
+    let blocks = stand.blocks() - weights;
+    stand.free(|number| number >= weights);
     let recovered = unharmed && stand.is_served(refusal.requested)?;
     Ok(Story { refusal, recovered_by: format!("freeing the {blocks} blocks in between"), recovered })
 }
 
 fn pending(stand: &mut Stand) -> Result<Story, Failure> {
-    stand.mark("weights", stand.percent(20))?;
     let side: Stream = stand.allocator.device().create_stream()?;
-    let bytes = stand.percent(60);
+    let bytes = stand.unrounded(stand.percent(60));
+    // There is room for it once, and not twice.
+    stand.fill("weights", stand.room - bytes - bytes / 3)?;
     let buffer = stand.allocator.alloc(bytes, &stand.stream)?;
     stand.stream.fill(buffer.ptr(), 1, bytes)?;
     side.wait_for(&stand.stream.tick())?;
@@ -74,12 +79,13 @@ fn pending(stand: &mut Stand) -> Result<Story, Failure> {
 }
 
 fn private_pool(stand: &mut Stand) -> Result<Story, Failure> {
-    stand.mark("weights", stand.percent(20))?;
+    let bytes = stand.unrounded(stand.percent(60));
+    stand.fill("weights", stand.room - bytes - bytes / 3)?;
     let pool = stand.allocator.create_pool(PoolOptions::default())?;
-    let hoard = pool.alloc(stand.percent(60), &stand.stream)?;
+    let hoard = pool.alloc(bytes, &stand.stream)?;
     stand.stream.fill(hoard.ptr(), 1, hoard.bytes())?;
     drop(hoard);
-    let refusal = stand.request(stand.percent(50))?;
+    let refusal = stand.request(stand.unrounded(bytes / 6 * 5))?;
     let released = pool.empty_cache()?;
     let recovered = stand.is_served(refusal.requested)?;
     Ok(Story { refusal, recovered_by: format!("the pool giving back {}", Bytes(released)), recovered })

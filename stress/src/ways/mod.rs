@@ -9,8 +9,10 @@ mod rules;
 mod spill;
 mod stand;
 
-use crate::exit::Failure;
-pub use stand::{Refusal, Stand};
+use aquifer_allocator::Bytes;
+
+use crate::exit::{Failure, Outcome};
+pub use stand::{Given, Refusal, Stand};
 
 /// One way to run out of memory.
 #[derive(Debug, Clone, Copy)]
@@ -22,8 +24,10 @@ pub struct Way {
     pub summary: &'static str,
     /// Why it needs a simulated device, if it does.
     pub needs_simulator: Option<&'static str>,
-    /// The options that it sets, for a device with so many bytes to use.
-    pub options: fn(u64) -> String,
+    /// Whether its request is served in the end, by what the allocator does about the lack of memory itself.
+    pub served: bool,
+    /// The options that it sets.
+    pub options: fn(&Given) -> String,
     run: fn(&mut Stand) -> Result<Story, Failure>,
 }
 
@@ -56,13 +60,30 @@ impl Way {
     /// Goes this way.
     ///
     /// # Errors
-    /// When something other than a lack of memory comes up.
+    /// When something other than a lack of memory comes up; when memory runs out too early, or not at all.
     pub fn go(&self, stand: &mut Stand) -> Result<Story, Failure> {
-        (self.run)(stand)
+        let story = match (self.run)(stand) {
+            Err(failure) if failure.outcome() == Outcome::OutOfMemory => return Err(too_early(&failure)),
+            other => other?,
+        };
+        if story.refusal.report.is_none() && !self.served {
+            let requested = Bytes(story.refusal.requested);
+            return Err(not_shown(&format!("{requested} were to be refused, and were served")));
+        }
+        Ok(story)
     }
 }
 
+/// What the way needs at first could not be had.
+fn too_early(failure: &Failure) -> Failure {
+    not_shown(&format!("memory ran out before the request that was to be refused: {failure}"))
+}
+
+fn not_shown(why: &str) -> Failure {
+    Failure::NotShown(format!("nothing is shown here; a larger device or fewer options may help: {why}"))
+}
+
 /// No options.
-fn no_options(_: u64) -> String {
+fn no_options(_: &Given) -> String {
     String::new()
 }

@@ -4,14 +4,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use aquifer_allocator::{Advice, Allocation, Bytes};
 
-use super::{Refusal, Stand, Story, Way, no_options};
+use super::{Given, Refusal, Stand, Story, Way, no_options};
 use crate::exit::Failure;
 
 pub(super) const LIMIT: Way = Way {
     name: "limit",
     summary: "asks for more than per_process_memory_fraction allows",
     needs_simulator: None,
-    options: |_| "per_process_memory_fraction:0.5".to_owned(),
+    served: false,
+    options: half,
     run: limit,
 };
 
@@ -19,7 +20,8 @@ pub(super) const HEADROOM: Way = Way {
     name: "headroom",
     summary: "asks for what headroom_mb leaves to libraries",
     needs_simulator: None,
-    options: |room| format!("headroom_mb:{}", (room >> 20) / 4),
+    served: false,
+    options: |given| format!("headroom_mb:{}", (given.free - given.room / 4 * 3) >> 20),
     run: headroom,
 };
 
@@ -27,13 +29,21 @@ pub(super) const RECLAIMERS: Way = Way {
     name: "reclaimers",
     summary: "asks for more than is free, while parts of the program have registered what they can do without",
     needs_simulator: None,
+    served: true,
     options: no_options,
     run: reclaimers,
 };
 
+/// Half of what there is to use, as a fraction of the device.
+#[expect(clippy::cast_precision_loss, reason = "a fraction that people read")]
+fn half(given: &Given) -> String {
+    let fraction = given.room as f64 / 2.0 / given.total as f64;
+    format!("per_process_memory_fraction:{}", (fraction * 1e6).floor() / 1e6)
+}
+
 fn limit(stand: &mut Stand) -> Result<Story, Failure> {
-    stand.mark("weights", stand.percent(30))?;
-    let refusal = stand.request(stand.percent(30))?;
+    stand.fill("weights", stand.percent(35))?;
+    let refusal = stand.request(stand.unrounded(stand.percent(30)))?;
     let advised = find(&refusal, |advice| match advice {
         Advice::RaiseLimit { to } => Some(*to),
         _ => None,
@@ -45,23 +55,28 @@ fn limit(stand: &mut Stand) -> Result<Story, Failure> {
 }
 
 fn headroom(stand: &mut Stand) -> Result<Story, Failure> {
-    stand.mark("weights", stand.percent(30))?;
-    let batch = stand.mark("a batch", stand.percent(20))?;
-    let refusal = stand.request(stand.percent(40))?;
-    stand.free(|number| number == batch);
+    stand.fill("weights", stand.percent(35))?;
+    let batch = stand.fill("a batch", stand.percent(20))?;
+    let refusal = stand.request(stand.unrounded(stand.percent(38)))?;
+    stand.free(|number| batch.contains(&number));
     let recovered = stand.is_served(refusal.requested)?;
     Ok(Story { refusal, recovered_by: format!("freeing {}", Bytes(stand.percent(20))), recovered })
 }
 
 fn reclaimers(stand: &mut Stand) -> Result<Story, Failure> {
-    stand.mark("weights", stand.percent(20))?;
+    let weights = stand.percent(20);
+    stand.fill("weights", weights)?;
+    let mut left = stand.room - weights;
     let asked = Arc::new(Mutex::new(Vec::new()));
     let mut registrations = Vec::new();
     // Of the last one there is no need.
     for (priority, name, percent) in
         [(10, "prefetched batches", 20), (5, "cached activations", 30), (0, "KV cache", 25)]
     {
-        let cache = Mutex::new(Some(stand.allocator.alloc(stand.percent(percent), &stand.stream)?));
+        let bytes = stand.unrounded(stand.percent(percent));
+        // What is not used, and what the first two have.
+        left -= if priority > 0 { 0 } else { bytes };
+        let cache = Mutex::new(Some(stand.allocator.alloc(bytes, &stand.stream)?));
         let asked = asked.clone();
         registrations.push(stand.allocator.register_reclaimer(priority, name, move |_| {
             let cached = cache.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -70,10 +85,11 @@ fn reclaimers(stand: &mut Stand) -> Result<Story, Failure> {
             freed
         }));
     }
-    let refusal = stand.request(stand.percent(45))?;
+    let refusal = stand.request(stand.unrounded(left / 11 * 9))?;
     drop(registrations);
-    let recovered = refusal.report.is_none();
-    let asked = asked.lock().unwrap_or_else(PoisonError::into_inner).join(", then ");
+    let asked = asked.lock().unwrap_or_else(PoisonError::into_inner);
+    let recovered = refusal.report.is_none() && !asked.is_empty();
+    let asked = if asked.is_empty() { "none was asked".to_owned() } else { asked.join(", then ") };
     Ok(Story { refusal, recovered_by: format!("reclaimers, by priority: {asked}"), recovered })
 }
 

@@ -10,6 +10,7 @@ pub(super) const SPILL: Way = Way {
     name: "spill",
     summary: "asks for more than is free beside caches; is refused, and served once a spiller may move them to the host",
     needs_simulator: None,
+    served: false,
     options: no_options,
     run: spill,
 };
@@ -21,11 +22,10 @@ const CACHE_MAX: u64 = 32 << 20;
 
 fn spill(stand: &mut Stand) -> Result<Story, Failure> {
     let transfer = Transfer::new(&stand.allocator)?;
-    let bytes = (stand.room / 4 / CACHES).min(CACHE_MAX) / (2 << 20) * (2 << 20);
-    let bytes = bytes.max(2 << 20);
+    let bytes = stand.unrounded((stand.room / 4 / CACHES).clamp(2 << 20, CACHE_MAX));
     // What the runtime needs for itself, and the edges of granules.
-    let spare = stand.percent(2).max(16 << 20);
-    stand.mark("weights", stand.room.saturating_sub(CACHES * bytes + spare))?;
+    let spare = stand.percent(2).clamp(16 << 20, 64 << 20);
+    stand.fill("weights", stand.room.saturating_sub(CACHES * bytes + spare))?;
     if stand.spare > 0 {
         // The caches are small beside what nobody knows whether it can be had, so that must not decide.
         stand.allocator.set_limit(Some(stand.room));
@@ -35,7 +35,7 @@ fn spill(stand: &mut Stand) -> Result<Story, Failure> {
         let contents = vec![content(number); usize::try_from(bytes).unwrap_or(usize::MAX)];
         caches.push(transfer.to_device(contents, &stand.stream)?.wait()?);
     }
-    let wanted = CACHES / 4 * 3 * bytes + spare;
+    let wanted = stand.unrounded(CACHES / 4 * 3 * bytes + spare);
     let refusal = stand.request(wanted)?;
     let spiller = Spiller::new(&transfer, 0);
     let caches: Vec<Spillable<u8>> = caches.into_iter().map(|cache| spiller.add(cache, 0)).collect::<Result<_, _>>()?;

@@ -1,18 +1,28 @@
 //! What every way works with: an allocator on a device of its own, and blocks with known content.
 
+use std::ops::Range;
 use std::sync::Arc;
 
+use aquifer_allocator::config::Backing;
+use aquifer_allocator::size_class::SizeClasses;
 use aquifer_allocator::{AllocError, Allocation, Allocator, Bytes, OomReport, TagScope};
-use aquifer_device::Stream;
 use aquifer_device::sim::SimDriver;
+use aquifer_device::{Device, Stream};
 
+use crate::cli::ConfigArg;
 use crate::content::Filled;
 use crate::exit::Failure;
 use crate::session::Session;
 
-/// What must be free on a device: with less, granules, segments and what spilling needs leave no room for what the ways
-/// do.
+/// What there must be to use: with less, granules, segments and what spilling needs leave no room for what the ways do.
 const ROOM_MIN: u64 = 32 << 20;
+/// The same in segments, which the least blocks of the ways then have for themselves.
+const ROOM_MIN_IN_SEGMENTS: u64 = 400 << 20;
+
+/// Segments that are larger than what others share are multiples of this.
+const STEP: u64 = 2 << 20;
+/// For less than this a block shares a segment, or has one that is larger.
+const ALONE: u64 = 16 << 20;
 
 /// What is left alone of what a real device has free: this share of it, and no less than so many bytes.
 const SPARE_SHARE: u64 = 64;
@@ -27,12 +37,28 @@ pub struct Stand {
     pub stream: Stream,
     /// The simulator below, if the device is a simulated one.
     pub simulator: Option<Arc<SimDriver>>,
-    /// Bytes of the device that were free at the start, less what is left alone.
+    /// Bytes of the device that were free at the start.
+    pub free: u64,
+    /// What of them is to be used: no more than the user's options allow, and less what is left alone.
     pub room: u64,
+    /// The options that the way sets.
+    pub options: String,
     /// Bytes that are left alone: on a real device not all can be had that the driver says is free.
     pub spare: u64,
     marked: Vec<Marked>,
     written: u8,
+}
+
+/// What a way's options depend on: bytes of the device.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Given {
+    /// All.
+    pub total: u64,
+    /// Free, less what is left alone.
+    pub free: u64,
+    /// What of that the user's options allow to be used.
+    pub room: u64,
 }
 
 /// A block with known content.
@@ -61,26 +87,58 @@ impl Stand {
     ///
     /// # Errors
     /// Those of the device and the allocator, and a device that is too small to tell the ways apart.
-    pub fn new(session: &Session, options: fn(u64) -> String) -> Result<Stand, Failure> {
+    pub fn new(session: &Session, options: fn(&Given) -> String) -> Result<Stand, Failure> {
         let (device, simulator) = session.open_with_simulator()?;
-        let free = device.memory_info()?.free;
-        let spare = if simulator.is_some() { 0 } else { (free / SPARE_SHARE).max(SPARE_MIN) };
-        let room = free.saturating_sub(spare);
-        if room < ROOM_MIN {
-            let (needed, name) = (Bytes(ROOM_MIN), session.device_text());
-            let text = format!("{name} is too small for this: {needed} must be free, and {} are", Bytes(room));
-            return Err(Failure::OutOfMemory(text));
-        }
+        let memory = device.memory_info()?;
+        let spare = if simulator.is_some() { 0 } else { (memory.free / SPARE_SHARE).max(SPARE_MIN) };
         let mut config = session.config()?.clone();
-        config.config.apply(&options(room)).map_err(AllocError::from)?;
+        let room = room(session, &device, &config, memory.free.saturating_sub(spare))?;
+        let given = Given { total: memory.total, free: memory.free - spare, room };
+        let options = options(&given);
+        config.config.apply(&options).map_err(AllocError::from)?;
         let allocator = session.allocator(&device, &config)?;
         let stream = device.create_stream()?;
-        Ok(Stand { allocator, stream, simulator, room, spare, marked: Vec::new(), written: 0 })
+        let free = memory.free;
+        Ok(Stand { allocator, stream, simulator, options, free, room, spare, marked: Vec::new(), written: 0 })
     }
 
     /// `percent` of the room.
     pub fn percent(&self, percent: u64) -> u64 {
         self.room / 100 * percent
+    }
+
+    /// The largest size of a block that takes no more than `bytes` when it is rounded up: with `roundup_power2_divisions` a block of that
+    /// size may take much more.
+    pub fn unrounded(&self, bytes: u64) -> u64 {
+        let classes = SizeClasses::new(self.allocator.config());
+        let most = bytes / STEP * STEP;
+        let fits = |size| classes.round_checked(size).is_some_and(|size| size.next_multiple_of(STEP) <= most);
+        if fits(most) {
+            return most;
+        }
+        let (mut yes, mut no) = (0, most);
+        while yes + 1 < no {
+            let middle = yes.midpoint(no);
+            *(if fits(middle) { &mut yes } else { &mut no }) = middle;
+        }
+        yes
+    }
+
+    /// Fills memory with blocks named `name`, as few as take about `bytes` together and no more. Tells their numbers.
+    ///
+    /// # Errors
+    /// Those of the allocator and the driver.
+    pub fn fill(&mut self, name: &str, bytes: u64) -> Result<Range<usize>, Failure> {
+        let first = self.marked.len();
+        let mut left = bytes;
+        loop {
+            let size = self.unrounded(left);
+            self.mark(name, size)?;
+            left = left.saturating_sub(size.next_multiple_of(STEP));
+            if left < ALONE || size == 0 {
+                return Ok(first..self.marked.len());
+            }
+        }
     }
 
     /// Allocates a block named `name` and fills it with a byte that no block before had, as far as there are bytes. Tells
@@ -158,6 +216,28 @@ impl Stand {
         let empty = self.allocator.allocated_bytes() == 0 && self.allocator.reserved_bytes() == 0;
         let free = self.allocator.device().memory_info()?.free.saturating_sub(self.allocator.config().headroom);
         let most = free.min(self.allocator.limit().unwrap_or(u64::MAX));
-        Ok(empty && self.is_served(most / 10 * 9)? && self.allocator.allocated_bytes() == 0)
+        Ok(empty && self.is_served(self.unrounded(most / 10 * 9))? && self.allocator.allocated_bytes() == 0)
     }
+}
+
+/// How much of `free` bytes of a device the user's options allow to be used.
+fn room(session: &Session, device: &Device, config: &ConfigArg, free: u64) -> Result<u64, Failure> {
+    let allocator = session.allocator(device, config)?;
+    let headroom = config.config.headroom;
+    let room = free.saturating_sub(headroom).min(allocator.limit().unwrap_or(u64::MAX));
+    let segments =
+        config.config.backing == Backing::Segments || config.config.no_cache || allocator.why_segments().is_some();
+    let least = if segments { ROOM_MIN_IN_SEGMENTS } else { ROOM_MIN };
+    if room >= least {
+        return Ok(room);
+    }
+    let (name, needed) = (session.device_text(), Bytes(least));
+    Err(Failure::OutOfMemory(if free >= least {
+        let allowed = Bytes(room);
+        format!(
+            "the options allow too little memory for this: {needed} are needed, and {allowed} of {name} may be used"
+        )
+    } else {
+        format!("{name} is too small for this: {needed} must be free, and {} are", Bytes(free))
+    }))
 }

@@ -113,3 +113,14 @@ fn compare_takes_configs_and_prints_tables() {
     let rows = rows(4, &["compare", "--config", "", "--repeat", "1", "/no/such/file", &file]);
     assert_eq!(rows.len(), 2);
 }
+
+#[test]
+fn options_named_twice_count_once() {
+    let file = Scratch::new("zeros.trace", (0..1000).map(|id| format!("a {id} 0 0\n")).collect::<String>().as_bytes());
+    let args = ["compare", "--config", "", "--config", "", "--repeat", "1", file.path()];
+    let rows = rows(0, &args);
+    assert_eq!(rows.len(), 2, "a program and a mean: {rows:?}");
+    assert_eq!(rows[1]["traces"], 1);
+    let said = errors(&stress(&args));
+    assert!(!said.contains("yardstick"), "blocks without bytes do not fill it: {said}");
+}

@@ -228,13 +228,14 @@ fn a_failing_driver_ends_the_replay_of_a_program_only() {
 fn damaged_files_are_named_and_the_others_still_replayed() {
     let gzip = std::fs::read(data("gpt2_fp32.trace.gz")).unwrap();
     let pickle = std::fs::read(data("fsdp_start.pickle.gz")).unwrap();
-    let cases: [(&str, &[u8], &str); 8] = [
+    let cases: [(&str, &[u8], &str); 9] = [
         ("empty.trace", b"", "the file is empty"),
         ("text.trace", b"hello\n", "not an allocation trace"),
         ("line.trace", b"# name: x\na 0 1024 0\na 1 many 0\n", ":3: \"many\" is not a valid"),
         ("twice.trace", b"a 0 1024 0\nf 0 0\nf 0 0\n", ":3: ID 0 is not allocated"),
         ("huge.trace", b"a 0 18446744073709551615 0\na 1 18446744073709551615 0\n", ":2: the bytes allocated exceed"),
-        ("cut.trace.gz", &gzip[..gzip.len() / 2], "the gzip data is truncated"),
+        ("cut.trace.gz", &gzip[..gzip.len() / 2], "the gzip data is truncated: the file ends at byte"),
+        ("followed.trace.gz", &[&gzip[..], b"x"].concat(), "other bytes follow the gzip data, from byte"),
         ("cut.pickle.gz", &pickle[..pickle.len() / 2], "the gzip data is truncated"),
         ("snapshot.json", b"{\"segments\": [], \"device_traces\": [[{]]}", "line 1"),
     ];
@@ -293,4 +294,11 @@ fn a_program_without_events_has_no_time_an_event() {
     let text = String::from_utf8(output.stdout).unwrap();
     let line = text.lines().find(|line| line.contains("nothing")).unwrap();
     assert!(line.matches(" - ").count() >= 4, "{text}");
+}
+
+#[test]
+fn lines_may_end_as_on_old_machines() {
+    let file = Scratch::new("old.trace", b"# name: old\ra 0 1000000 0\rf 0 0\r");
+    let row = &rows(0, &["replay", "--repeat", "1", file.path()])[0];
+    assert_eq!((row["trace"].as_str(), bytes(row, "events")), (Some("old"), 2));
 }

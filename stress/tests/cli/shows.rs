@@ -91,6 +91,7 @@ fn one_scenario_is_drawn() {
     let text = text(&args);
     assert!(text.contains("+#-.+#-.") && text.contains("...____"), "{text}");
     assert!(text.contains("fragmented: ") && text.contains("a character"), "{text}");
+    assert!(text.contains(" driver allocs ") && !text.contains("cuMemAlloc"), "the defaults map memory: {text}");
     assert!(!text.contains('\x1b') && !text.contains('█'), "{text}");
 }
 
@@ -105,6 +106,8 @@ fn what_there_is_can_be_listed_and_must_be_known() {
         assert!(rows(2, &[command, option, "nothing"]).is_empty());
     }
     assert!(rows(2, &["oom", "--config", "", "--config", "history:1"]).is_empty());
+    let refused = stress(&["oom", "--config", "", "--config", ""]);
+    assert!(refused.status.code() == Some(2) && refused.stdout.is_empty(), "nothing is begun");
 }
 
 const OOM_KEYS: [&str; 15] = [
@@ -145,6 +148,44 @@ fn every_way_out_of_memory_leads_back() {
     let text = text(&["oom", "--way", "fragmented", "--device", "sim:2GiB"]);
     assert!(text.contains("out of memory. Tried to allocate") && text.contains("it would fit: "), "{text}");
     assert!(text.contains("reads as it was written") && text.contains("serves as before"), "{text}");
+}
+
+/// Sizes of no whole segments, small ones, memory of other processes, and options of the user's.
+#[test]
+fn every_way_shows_something_on_any_device_and_with_most_options() {
+    let cases = [
+        ("sim:24GB", ""),
+        ("sim:1000000007", ""),
+        ("sim:33MiB", ""),
+        ("sim:32MiB", ""),
+        ("sim:1GiB,other=500MiB", ""),
+        ("sim:400MiB,vmm=off", ""),
+        ("sim:1GiB", "roundup_power2_divisions:2"),
+        ("sim:24GiB", "backing:segments,roundup_power2_divisions:2"),
+        ("sim:24GiB", "limit_mb:700"),
+        ("sim:1GiB", "headroom_mb:200"),
+        ("sim:1GiB", "large_segment_size_mb:64"),
+    ];
+    for (device, config) in cases {
+        let rows = rows(0, &["oom", "--device", device, "--config", config]);
+        assert_eq!(rows.len(), 9);
+        for row in &rows {
+            has_keys(row, &OOM_KEYS);
+            for key in ["recovered", "intact", "usable"] {
+                assert_eq!(row[key], true, "{key} with {config}: {row}");
+            }
+            let refused = !["pending", "reclaimers"].contains(&row["way"].as_str().unwrap());
+            assert_eq!(row["refused"], refused, "with {config}: {row}");
+        }
+    }
+}
+
+#[test]
+fn a_way_that_refuses_nothing_has_failed() {
+    // Nothing is cached, so nothing is in pieces.
+    let rows = rows(1, &["oom", "--device", "sim:1GiB", "--way", "fragmented", "--config", "no_cache:True"]);
+    let failed = rows[0]["failed"].as_str().unwrap();
+    assert!(failed.contains("nothing is shown here") && failed.contains("were served"), "{failed}");
 }
 
 #[test]

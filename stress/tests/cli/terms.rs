@@ -7,8 +7,9 @@ use super::*;
 #[test]
 fn wrong_use_is_explained() {
     let file = data("fsdp_start.trace");
-    let cases: [(&[&str], i32, &str); 9] = [
+    let cases: [(&[&str], i32, &str); 10] = [
         (&["replay", "--device", "sim:x", &file], 2, "presets"),
+        (&["replay", "--device", "sim:h100,foo=1", &file], 2, "`foo` at byte 9"),
         (&["replay", "--config", "foo:1", &file], 2, "unknown option `foo`"),
         (&["replay", "--config", "max_split_mb:128", &file], 2, "^^^^"),
         (&["replay"], 2, "required"),
@@ -95,7 +96,38 @@ fn a_device_too_small_to_run_out_of_memory_is_refused() {
     let output = stress(&["oom", "--device", "sim:16MiB"]);
     assert_eq!(output.status.code(), Some(3), "{}", errors(&output));
     assert!(errors(&output).contains("sim:16MiB is too small for this: 32.00 MiB must be free"), "{}", errors(&output));
-    assert_eq!(rows(0, &["oom", "--device", "sim:32MiB"]).len(), 9);
+    let output = stress(&["oom", "--device", "sim:37MiB,vmm=off"]);
+    assert_eq!(output.status.code(), Some(3), "{}", errors(&output));
+    assert!(errors(&output).contains("too small for this: 400.00 MiB must be free"), "{}", errors(&output));
+    let output = stress(&["oom", "--device", "sim:1GiB", "--config", "limit_mb:10"]);
+    assert!(errors(&output).contains("the options allow too little memory for this: 32.00 MiB"), "{}", errors(&output));
+}
+
+/// Not the device.
+#[test]
+fn a_limit_that_is_too_small_is_at_fault() {
+    let refused = |args: &[&str], code, reason: &str| {
+        let output = stress(args);
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {}", errors(&output));
+        assert!(errors(&output).contains(reason), "{args:?}: {}", errors(&output));
+    };
+    let bench = ["bench", "--quick", "--filter", "churn_1000", "--config", "limit_mb:100"];
+    refused(&bench, 3, "churn_1000: the limit of 100.00 MiB that the options set is too small");
+    let file = Scratch::new("large.trace", b"a 0 30000000 0\nf 0 0\n");
+    refused(&["fit", "--config", "limit_mb:20", file.path()], 3, "for the limit of 20.00 MiB that the options set");
+    refused(&["soak", "--limit-mb", "18446744073709551615"], 2, "--limit-mb");
+}
+
+/// Such as one that gives memory back.
+#[test]
+fn a_driver_that_lacks_memory_where_none_is_asked_for_has_failed() {
+    let lines: String = (1..50).map(|id| format!("a {id} {} 0\nf {id} 0\n", id * 1_000_000)).collect();
+    let file = Scratch::new("growing.trace", lines.as_bytes());
+    let device = "sim:64MiB,fault=cuMemFree#1:out_of_memory";
+    let args = ["replay", "--repeat", "1", "--device", device, "--config", "no_cache:True", file.path()];
+    let output = stress(&args);
+    assert_eq!(output.status.code(), Some(1), "{}", errors(&output));
+    assert!(errors(&output).contains("cuMemFree"), "{}", errors(&output));
 }
 
 /// `/dev/full` takes nothing.

@@ -120,6 +120,10 @@ pub fn run(session: &Session, args: &BenchArgs) -> Result<Outcome, Failure> {
                 }
             }
             Err(failure) => {
+                let failure = match failure {
+                    Failure::OutOfMemory(_) => Failure::OutOfMemory(too_small(session, config)?),
+                    other => other,
+                };
                 outcome = outcome.max(failure.outcome());
                 session.message(format_args!("error: {}: {failure}", benchmark.name));
             }
@@ -261,6 +265,19 @@ fn open(session: &Session) -> Result<Device, Failure> {
         Some(sim) => session.open_with_capacity(sim.capacity_bytes.max(SIMULATED_BYTES)),
         None => session.open(),
     }
+}
+
+/// What has too little memory.
+fn too_small(session: &Session, config: &ConfigArg) -> Result<String, Failure> {
+    let memory = open(session)?.memory_info()?;
+    let limit = config.config.limit_bytes(memory.total, memory.free).filter(|limit| *limit < memory.free);
+    Ok(match (limit, config.config.headroom) {
+        (Some(limit), _) => {
+            format!("the limit of {} that the options set is too small for this benchmark", Bytes(limit))
+        }
+        (None, 0) => "the device is too small for this benchmark".to_owned(),
+        (None, headroom) => format!("the device is too small for this benchmark and a headroom of {}", Bytes(headroom)),
+    })
 }
 
 fn refused(refused: Refused) -> Failure {

@@ -6,7 +6,7 @@ mod summary;
 use aquifer_allocator::Bytes;
 use serde::Serialize;
 
-use crate::cli::CompareArgs;
+use crate::cli::{CompareArgs, ConfigArg};
 use crate::commands::fit::{Job, fit_all};
 use crate::commands::{all_programs, ratio, replay};
 use crate::exit::{Failure, Outcome};
@@ -56,7 +56,13 @@ enum Line<'a> {
 pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
     session.must_be_resizable("compare")?;
     let recorded = args.pytorch.as_deref().map(pytorch::load).transpose()?.unwrap_or_default();
-    let configs = session.configs_or(&CONFIGS);
+    let mut configs: Vec<ConfigArg> = Vec::new();
+    for config in session.configs_or(&CONFIGS) {
+        // Named twice, they would count every program twice.
+        if configs.iter().all(|known| known.text != config.text) {
+            configs.push(config);
+        }
+    }
     let mut outcome = Outcome::Done;
     let programs = all_programs(session, &args.files, &mut outcome);
     let jobs: Vec<Job<'_>> = programs
