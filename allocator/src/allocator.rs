@@ -339,11 +339,12 @@ impl Allocator {
     /// # Errors
     /// As [`Allocator::alloc`]; a failing fill gives the memory back.
     pub fn alloc_zeroed(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        if bytes == 0 {
+            return self.alloc(bytes, stream);
+        }
         let _awake = self.keep_awake()?;
         let allocation = self.alloc(bytes, stream)?;
-        if bytes > 0 {
-            stream.fill(allocation.ptr(), 0, bytes)?;
-        }
+        stream.fill(allocation.ptr(), 0, bytes)?;
         Ok(allocation)
     }
 

@@ -3,7 +3,7 @@
 //! Names are interned once, so a tag is a number and costs an allocation a thread-local read, and nothing while no scope is
 //! open anywhere in the process.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -29,7 +29,17 @@ const NAMES_MAX: usize = 1 << 16;
 const OVERFLOW: &str = "(too many different tags)";
 
 thread_local! {
+    /// The tag of the last of `OPEN`: all that an allocation looks at.
     static CURRENT: Cell<Tag> = const { Cell::new(Tag(0)) };
+    /// The thread's open scopes, innermost last, with a number to end the right one.
+    static OPEN: RefCell<Open> = const { RefCell::new(Open { scopes: Vec::new(), opened: 0 }) };
+}
+
+#[derive(Debug)]
+struct Open {
+    scopes: Vec<(u64, Tag)>,
+    /// Scopes that this thread opened so far.
+    opened: u64,
 }
 
 impl Tag {
@@ -66,7 +76,7 @@ impl Tag {
     }
 }
 
-/// While it lives, allocations made by this thread carry its name. Scopes nest; the innermost counts.
+/// While it lives, allocations made by this thread carry its name. Scopes nest; the innermost counts. They may end in any order.
 ///
 /// Names are kept for the life of the process, the first 65,536 different ones, those of [spans](crate::config::TagSource::Span)
 /// included; all later ones become `(too many different tags)`. So a name says what memory is for, and not for which request.
@@ -82,7 +92,7 @@ impl Tag {
 #[derive(Debug)]
 #[must_use = "the scope ends when this is dropped"]
 pub struct TagScope {
-    outer: Tag,
+    number: u64,
     /// Scopes belong to the thread that opened them.
     not_send: PhantomData<*const ()>,
 }
@@ -90,14 +100,29 @@ pub struct TagScope {
 impl TagScope {
     /// Opens a scope named `name`.
     pub fn new(name: &str) -> TagScope {
+        let tag = Tag::intern(name);
         OPEN_SCOPES.fetch_add(1, Ordering::Relaxed);
-        TagScope { outer: CURRENT.replace(Tag::intern(name)), not_send: PhantomData }
+        // A thread that ends may have lost its list before it drops what opens a scope: then only the last one counts.
+        let number = OPEN.try_with(|open| {
+            let mut open = open.borrow_mut();
+            open.opened += 1;
+            let number = open.opened;
+            open.scopes.push((number, tag));
+            number
+        });
+        CURRENT.set(tag);
+        TagScope { number: number.unwrap_or(0), not_send: PhantomData }
     }
 }
 
 impl Drop for TagScope {
     fn drop(&mut self) {
-        CURRENT.set(self.outer);
+        let left = OPEN.try_with(|open| {
+            let mut open = open.borrow_mut();
+            open.scopes.retain(|&(number, _)| number != self.number);
+            open.scopes.last().map(|&(_, tag)| tag)
+        });
+        CURRENT.set(left.ok().flatten().unwrap_or_default());
         OPEN_SCOPES.fetch_sub(1, Ordering::Relaxed);
     }
 }
@@ -116,5 +141,28 @@ mod tests {
         }
         assert_eq!(Tag::current().name().as_deref(), Some("outer"));
         assert_eq!(Tag::intern("outer"), Tag::intern("outer"));
+    }
+
+    #[test]
+    fn scopes_end_in_any_order() {
+        // Open elsewhere, so that this thread's tag is looked at without a scope of its own.
+        let (opened, wait_opened) = std::sync::mpsc::channel();
+        let (end, wait_end) = std::sync::mpsc::channel::<()>();
+        let other = std::thread::spawn(move || {
+            let _other = TagScope::new("other");
+            opened.send(()).unwrap();
+            wait_end.recv().unwrap();
+        });
+        wait_opened.recv().unwrap();
+        let scopes = ["first", "second", "third"].map(TagScope::new);
+        let [first, second, third] = scopes;
+        drop(first);
+        assert_eq!(Tag::current().name().as_deref(), Some("third"));
+        drop(third);
+        assert_eq!(Tag::current().name().as_deref(), Some("second"));
+        drop(second);
+        assert_eq!(Tag::current(), Tag(0));
+        end.send(()).unwrap();
+        other.join().unwrap();
     }
 }

@@ -1,14 +1,13 @@
 //! Measures of fragmentation.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::allocator::Allocator;
 use crate::format::Bytes;
-use crate::heap::{Block, BlockId, Heap, State, kind_of};
+use crate::heap::{Block, BlockId, Heap, Region, State, kind_of};
 use crate::shell::whole::Whole;
 use crate::size_class::PoolKind;
-
-const LARGE_POOL: u16 = 1;
 
 /// The share of free memory that a request of `size` bytes cannot use: 0 when every free block would serve it, 1 when none
 /// would or nothing is free.
@@ -25,7 +24,8 @@ pub fn unusable_index(free_blocks: impl Iterator<Item = u64>, size: u64) -> f64 
 /// How fragmented an allocator's memory is, as of one moment. Sizes are bytes.
 ///
 /// Free blocks count whoever owns them, and private pools' memory with the pool of its kind: it may take more than room to
-/// serve a request.
+/// serve a request. Memory that grows, or can be exported, counts as segments of the large pool; what it gave up and was not recycled yet
+/// is free. While the allocator sleeps, blocks and segments are those that will be there, and what is held is less.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Fragmentation {
@@ -33,19 +33,19 @@ pub struct Fragmentation {
     pub request_bytes: u64,
     /// Number of segments, or contiguous ranges of mapped memory.
     pub segments: u64,
-    /// Bytes held from the device: these segments, and what is spare.
+    /// Bytes held from the device now: these segments, and what is spare.
     pub reserved_bytes: u64,
     /// Bytes held from the device that are not mapped for use; they count for the large pool.
     pub spare_bytes: u64,
     /// Bytes of addresses that are reserved for memory to be mapped at, whether any is or not.
     pub address_bytes: u64,
-    /// Number of contiguous ranges of such addresses without memory.
+    /// Number of contiguous ranges of such addresses without memory, where blocks may get some.
     pub address_holes: u64,
     /// The longest of them: a request that it does not hold needs addresses elsewhere.
     pub largest_address_hole: u64,
-    /// Segments, or mapped ranges, that are wholly free.
+    /// Segments, or mapped ranges, that are wholly free and not pinned.
     pub releasable_segments: u64,
-    /// Bytes that can go back to the device: those of wholly free segments, and granules that lie in free blocks.
+    /// Bytes that can go back to the device: those of wholly free segments, and granules that lie in free blocks, but for pinned ones.
     pub releasable_bytes: u64,
     /// Bytes in live blocks.
     pub allocated_bytes: u64,
@@ -116,71 +116,134 @@ impl Allocator {
 impl Whole {
     fn fragmentation(&self, request_bytes: u64, counts: impl Fn(PoolKind) -> bool) -> Fragmentation {
         let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
-        let counts = |pool: u16| counts(kind_of(pool));
-        for heap in self.heaps() {
-            for (_, bytes) in
-                heap.regions().filter(|region| counts(region.pool)).flat_map(|region| heap.mapped_ranges(region))
-            {
-                found.segments += 1;
-                found.reserved_bytes += bytes;
-            }
-            let paged = heap.regions().filter(|region| region.is_paged() && counts(region.pool));
-            found.address_bytes += paged.map(|region| region.bytes).sum::<u64>();
-            for (_, hole) in heap.holes().filter(|(_, hole)| counts(hole.pool)) {
-                found.address_holes += 1;
-                found.largest_address_hole = found.largest_address_hole.max(hole.size);
-            }
-        }
-        if let Some(paged) = self.paged.as_ref().filter(|_| counts(LARGE_POOL)) {
-            found.spare_bytes = paged.spare_bytes();
-            found.reserved_bytes += found.spare_bytes;
-        }
-        let mut sizes = [FreeSizes::default(); 64];
-        let mut usable = 0;
+        self.add_regions(&mut found, &counts);
+        let mut free = Free { request_bytes, ..Free::default() };
         let blocks = self.heaps().flat_map(|heap| heap.blocks.iter().map(move |(_, block)| (heap, block)));
-        for (heap, block) in blocks.filter(|(_, block)| counts(block.pool)) {
+        for (heap, block) in blocks.filter(|(_, block)| counts(kind_of(block.pool))) {
             match block.state {
                 State::Live => {
                     found.allocated_bytes += block.size;
                     found.internal_waste += block.size.saturating_sub(block.requested);
                 }
                 State::Waiting => found.waiting_bytes += block.size,
-                State::Free => {
-                    found.free_blocks += 1;
-                    found.free_bytes += block.size;
-                    found.largest_free_block = found.largest_free_block.max(block.size);
-                    usable += if block.size >= request_bytes { block.size } else { 0 };
-                    let (whole, bytes) = self.releasable_part(heap, block);
-                    found.releasable_segments += u64::from(whole);
-                    found.releasable_bytes += bytes;
-                    let log2 = block.size.max(1).ilog2();
-                    let range = &mut sizes[log2 as usize];
-                    (range.at_least, range.count, range.bytes) = (1 << log2, range.count + 1, range.bytes + block.size);
-                }
+                State::Free => free.add(block.size, &self.releasable_part(heap, block)),
                 State::Vacant | State::Hole | State::Held | State::Filling => {}
             }
         }
-        found.free_sizes = sizes.into_iter().filter(|range| range.count > 0).collect();
-        found.external =
-            if found.free_bytes == 0 { 0.0 } else { 1.0 - ratio(found.largest_free_block, found.free_bytes) };
-        found.unusable = if found.free_bytes == 0 { 1.0 } else { 1.0 - ratio(usable, found.free_bytes) };
+        for (range, owned) in self.paged.iter().filter(|_| counts(PoolKind::Large)).flat_map(|paged| paged.apart()) {
+            found.segments += 1;
+            found.allocated_bytes += owned.size;
+            found.internal_waste += owned.size.saturating_sub(owned.requested);
+            let given_up = range.end - range.start - owned.size;
+            if given_up > 0 {
+                free.add(given_up, &Releasable { whole: owned.size == 0, bytes: given_up, pinned: 0 });
+            }
+        }
+        free.tell(&mut found);
+        if self.is_asleep() {
+            (found.releasable_segments, found.releasable_bytes) = (0, 0);
+        }
         found
+    }
+
+    /// What regions and mappings tell: what is held, and at how many addresses.
+    fn add_regions(&self, found: &mut Fragmentation, counts: &impl Fn(PoolKind) -> bool) {
+        for heap in self.heaps() {
+            for region in heap.regions().filter(|region| counts(kind_of(region.pool))) {
+                found.segments += heap.mapped_ranges(region).len() as u64;
+                let bytes = if region.is_paged() { &mut found.address_bytes } else { &mut found.reserved_bytes };
+                *bytes += region.bytes;
+            }
+            for (_, hole) in heap.holes().filter(|(_, hole)| counts(kind_of(hole.pool))) {
+                found.address_holes += 1;
+                found.largest_address_hole = found.largest_address_hole.max(hole.size);
+            }
+        }
+        let Some(paged) = &self.paged else { return };
+        for kind in [PoolKind::Small, PoolKind::Large].into_iter().filter(|&kind| counts(kind)) {
+            found.reserved_bytes += paged.mapped_bytes[kind as usize];
+        }
+        if counts(PoolKind::Large) {
+            found.address_bytes += paged.apart_address_bytes();
+            found.spare_bytes = paged.spare_bytes();
+            found.reserved_bytes += found.spare_bytes;
+        }
     }
 }
 
+/// Sums over free blocks.
+#[derive(Default)]
+struct Free {
+    request_bytes: u64,
+    sizes: BTreeMap<u32, FreeSizes>,
+    largest: u64,
+    /// Bytes in blocks that the request fits.
+    usable: u64,
+    releasable_segments: u64,
+    releasable_bytes: u64,
+}
+
+impl Free {
+    fn add(&mut self, size: u64, releasable: &Releasable) {
+        self.largest = self.largest.max(size);
+        self.usable += if size >= self.request_bytes { size } else { 0 };
+        self.releasable_segments += u64::from(releasable.whole && releasable.pinned == 0);
+        self.releasable_bytes += releasable.bytes;
+        let log2 = size.max(1).ilog2();
+        let range = self.sizes.entry(log2).or_default();
+        (range.at_least, range.count, range.bytes) = (1 << log2, range.count + 1, range.bytes + size);
+    }
+
+    fn tell(self, found: &mut Fragmentation) {
+        found.free_sizes = self.sizes.into_values().collect();
+        found.free_blocks = found.free_sizes.iter().map(|range| range.count).sum();
+        found.free_bytes = found.free_sizes.iter().map(|range| range.bytes).sum();
+        found.largest_free_block = self.largest;
+        (found.releasable_segments, found.releasable_bytes) = (self.releasable_segments, self.releasable_bytes);
+        let free = found.free_bytes;
+        found.external = if free == 0 { 0.0 } else { 1.0 - ratio(self.largest, free) };
+        found.unusable = if free == 0 { 1.0 } else { 1.0 - ratio(self.usable, free) };
+    }
+}
+
+/// What of a free block could go back to the device.
+pub(crate) struct Releasable {
+    /// Whether the block is all of its segment, or mapped range.
+    whole: bool,
+    /// Bytes that can go back.
+    pub(crate) bytes: u64,
+    /// Bytes that could, but for pins.
+    pub(crate) pinned: u64,
+}
+
 impl Whole {
-    /// Whether a free block is all of its segment or mapped range, and how many of its bytes can go back to the device.
-    fn releasable_part(&self, heap: &Heap, block: &Block) -> (bool, u64) {
-        match &self.paged {
-            Some(paged) if heap.region(block.region).is_paged() => {
-                let has_memory = |id: BlockId| id.some().is_some_and(|id| heap.blocks[id].state.has_memory());
-                let end = (block.addr + block.size) / paged.granule;
-                let granules = end.saturating_sub(block.addr.div_ceil(paged.granule));
-                (!has_memory(block.prev) && !has_memory(block.next), granules * paged.granule)
-            }
-            _ if block.is_split() => (false, 0),
-            _ => (true, block.size),
-        }
+    pub(crate) fn releasable_part(&self, heap: &Heap, block: &Block) -> Releasable {
+        let is_paged = heap.region(block.region).is_paged();
+        let Some(paged) = self.paged.as_ref().filter(|_| is_paged) else {
+            let whole = !block.is_split();
+            let (bytes, pinned) = match (whole, self.pins.contains(block.addr)) {
+                (false, _) => (0, 0),
+                (true, false) => (block.size, 0),
+                (true, true) => (0, block.size),
+            };
+            return Releasable { whole, bytes, pinned };
+        };
+        let has_memory = |id: BlockId| id.some().is_some_and(|id| heap.blocks[id].state.has_memory());
+        let whole = !has_memory(block.prev) && !has_memory(block.next);
+        let (start, end) = (block.addr.next_multiple_of(paged.granule), block.addr + block.size);
+        let bytes = end.saturating_sub(start) / paged.granule * paged.granule;
+        let pinned = self.pins.count_within(start..start + bytes) * paged.granule;
+        Releasable { whole, bytes: bytes - pinned, pinned }
+    }
+
+    /// Bytes that a region holds from the device now.
+    pub(crate) fn held_in(&self, region: &Region) -> u64 {
+        let Some(paged) = self.paged.as_ref().filter(|_| region.is_paged()) else { return region.bytes };
+        let range = region.addr..region.addr + region.bytes;
+        let mapped: u64 = paged.mapped_within(&range).iter().map(|range| range.end - range.start).sum();
+        // What is stuck is spare.
+        let stuck = paged.stuck.iter().flat_map(|stuck| &stuck.granules).filter(|at| range.contains(at)).count();
+        mapped - stuck as u64 * paged.granule
     }
 }
 

@@ -53,7 +53,11 @@ pub enum Refusal {
 impl Allocator {
     /// Takes a segment for the request from the device and serves the request from it.
     pub(crate) fn grow_segment(&self, request: &Request) -> Result<Growth, AllocError> {
-        let bytes = self.segment_bytes(request.size);
+        self.grow_segment_of(request, self.segment_bytes(request.size))
+    }
+
+    /// The same, with a segment of so many bytes.
+    pub(crate) fn grow_segment_of(&self, request: &Request, bytes: u64) -> Result<Growth, AllocError> {
         if let Some(refusal) = self.begin_growing(bytes)? {
             return Ok(Growth::Refused(refusal));
         }

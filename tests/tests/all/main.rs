@@ -20,6 +20,8 @@ mod named_pools;
 mod named_streams;
 mod oom;
 mod oom_advice;
+mod oom_followed;
+mod oom_remedies;
 mod paged;
 mod paged_defects;
 mod paged_found;

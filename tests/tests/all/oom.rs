@@ -188,7 +188,7 @@ fn report_fragmented() {
     assert_eq!((report.largest_free, report.free_in_pool), (4 * MIB, 8 * MIB));
     assert!((report.unusable_index - 1.0).abs() < f64::EPSILON);
     assert!(report.advice.contains(&Advice::Fragmented { on_device: 0, cached: 8 * MIB, pieces: 2, largest: 4 * MIB }));
-    says(&report, "0 bytes is free on the device and 8.00 MiB cached, in 2 pieces of at most 4.00 MiB");
+    says(&report, "0 bytes may be taken from the device and 8.00 MiB is cached, in 2 pieces of at most 4.00 MiB");
 }
 
 #[test]
@@ -246,7 +246,9 @@ fn report_private_pool() {
     assert_eq!(report.reserved_by_private_pools, 40 * MIB);
     assert!(report.advice.contains(&Advice::PrivatePool { pool: pool.id(), block: 40 * MIB }));
     says(&report, "of both together, private pools hold 40.00 MiB");
-    says(&report, "were released or lent (use_on_oom): it has 40.00 MiB free");
+    assert!(report.advice.contains(&Advice::ReleasePools { held: 40 * MIB }));
+    says(&report, "lent its memory (use_on_oom): it has 40.00 MiB free");
+    says(&report, "if private pools, which hold 40.00 MiB, were released");
 }
 
 #[test]

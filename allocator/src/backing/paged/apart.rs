@@ -52,13 +52,15 @@ pub(crate) struct Retired {
 
 impl Allocator {
     /// Serves a request outside of the heaps. Between attempts it makes room as the ladder does: what is unused goes back to
-    /// the device, after the streams that it waits for, and reclaimers are asked.
+    /// the device, after the streams that it waits for, and reclaimers are asked. Of what its owner has already, `own` bytes, nothing can
+    /// be given up for it.
     pub(crate) fn climb_apart<T>(
         &self,
         request: &Request,
+        own: u64,
         mut attempt: impl FnMut() -> Result<Result<T, Refusal>, AllocError>,
     ) -> Result<T, AllocError> {
-        let mut tried = Tried { apart: true, ..Tried::default() };
+        let mut tried = Tried { apart: true, own, ..Tried::default() };
         match attempt()? {
             Ok(served) => return Ok(served),
             Err(refusal) => tried.refusal = Some(refusal),

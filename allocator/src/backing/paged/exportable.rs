@@ -12,19 +12,22 @@ use aquifer_device::{
     Attribute, DeviceError, DevicePtr, ErrorKind, HandleKind, PhysicalOptions, RawPhysical, Reservation, Stream,
 };
 
+use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::backing::paged::apart::POOL;
 use crate::backing::paged::granules::Purpose;
 use crate::backing::paged::{Holding, Owned};
-use crate::backing::segments::Refusal;
+use crate::backing::segments::{Growth, Refusal};
 use crate::buffer::DeviceBuffer;
 use crate::buffer::storage::{Memory, Storage};
 use crate::error::AllocError;
+use crate::heap::kind_of;
 use crate::history::Action;
 use crate::pools::PoolOptions;
 use crate::pools::capture::refuse_capture_apart;
+use crate::pools::table::Private;
 use crate::shell::core::Request;
-use crate::size_class::{PoolKind, REQUEST_LIMIT};
+use crate::size_class::{PoolKind, REQUEST_LIMIT, ROUND_LARGE};
 use crate::tags::Tag;
 
 /// Memory whose physical handle can be exported. Dropping it, and the buffers made of it, gives it up without a driver call and
@@ -44,7 +47,8 @@ impl Allocator {
     /// Allocates memory that can be exported as a handle of the given kind; see [`Exportable::handle`]. It takes whole granules
     /// of the device (2 MiB), counts under the limit, and comes from nowhere but the device: meant for few and large buffers.
     ///
-    /// Where memory comes in segments, it is a segment of its own, which other processes can open by its pointer.
+    /// Where memory comes in segments, it is a segment of its own, of as many bytes, which other processes can open by its pointer.
+    /// Statistics by pool, and snapshots, show it in a private pool of its own.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -80,17 +84,36 @@ impl Allocator {
         let size = bytes.next_multiple_of(granularity);
         let slot = self.shell().core().slot(stream);
         let request = Request { requested: bytes, size, pool: POOL, slot, tag: Tag::current() };
-        let (ptr, physical) = self.climb_apart(&request, || self.try_exportable(&request, options))?;
+        let (ptr, physical) = self.climb_apart(&request, 0, || self.try_exportable(&request, options))?;
         let memory = Memory::Apart(Arc::new(Holding::new(self, ptr, bytes, slot)));
         Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
     }
 
     /// A segment that nothing else will be in: that of a private pool which is closed again at once, so that the segment goes
-    /// back to the device when it is next asked to take back what is unused.
+    /// back to the device when it is next asked to take back what is unused. It takes as much as where memory is mapped: who opens it by
+    /// its pointer gets the driver's whole allocation.
     fn alloc_segment_apart(&self, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
-        let pool = self.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() })?;
-        let memory = Memory::Block(pool.alloc(bytes, stream)?);
-        Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: None })
+        let memory = if bytes == 0 { self.alloc(0, stream)? } else { self.alloc_segment(bytes, stream)? };
+        Ok(Exportable { storage: Arc::new(Storage::new(Memory::Block(memory), stream)), physical: None })
+    }
+
+    fn alloc_segment(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        let private = self.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() })?;
+        // So that the stream has a heap for it to be in.
+        let slot = self.shell().enter(stream).arena.slot;
+        let core = self.shell().core();
+        let mut numbers = core.pools.find(private.id()).into_iter().flat_map(Private::numbers);
+        let pool = numbers.find(|&number| kind_of(number) == PoolKind::Large).unwrap_or(POOL);
+        drop(core);
+        let size = bytes.next_multiple_of(self.device().info().granularity_bytes.unwrap_or(ROUND_LARGE));
+        let request = Request { requested: bytes, size, pool, slot, tag: Tag::current() };
+        let granted = self.climb_apart(&request, 0, || {
+            Ok(match self.grow_segment_of(&request, size)? {
+                Growth::Grown(granted) => Ok(granted),
+                Growth::Refused(refusal) => Err(refusal),
+            })
+        })?;
+        Ok(Allocation::new((granted.arena, granted.block), slot, DevicePtr(granted.addr), bytes))
     }
 
     fn can_export(&self, kind: HandleKind) -> Result<(), AllocError> {

@@ -153,6 +153,12 @@ impl Paged {
         self.reservations.values().map(|mapped| mapped.bytes).sum()
     }
 
+    /// The part of them outside of heaps.
+    pub(crate) fn apart_address_bytes(&self) -> u64 {
+        let apart = self.reservations.values().filter(|mapped| mapped.purpose != Purpose::Heap);
+        apart.map(|mapped| mapped.bytes).sum()
+    }
+
     /// The reservation that a range lies in, and the places that it touches there.
     fn touched(&self, range: &Range<u64>) -> Option<(&Mapped, Range<usize>)> {
         let (&base, mapped) = self.reservations.range(..=range.start).next_back()?;

@@ -310,7 +310,7 @@ impl Growable {
         let requested = bytes - self.bytes();
         let request = Request { requested, size: grown, pool: POOL, slot, tag: Tag::default() };
         let range = base + self.size()..base + size;
-        allocator.climb_apart(&request, || allocator.try_fill(&request, base, &range))
+        allocator.climb_apart(&request, self.size(), || allocator.try_fill(&request, base, &range))
     }
 
     /// Takes what was given up and not recycled yet, up to `size`, off the list.

@@ -24,6 +24,11 @@ impl Pins {
         self.0.range(range).next_back().map(|(&addr, _)| addr)
     }
 
+    /// How many places in a range are pinned.
+    pub(crate) fn count_within(&self, range: Range<u64>) -> u64 {
+        if self.0.is_empty() { 0 } else { self.0.range(range).count() as u64 }
+    }
+
     fn add(&mut self, addr: u64) {
         *self.0.entry(addr).or_default() += 1;
     }

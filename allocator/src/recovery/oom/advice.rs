@@ -5,6 +5,7 @@ use std::fmt;
 use crate::backing::segments::Refusal;
 use crate::format::Bytes;
 use crate::heap::{Block, kind_of};
+use crate::recovery::oom::remedies::{Holds, Remedies, frees_alone};
 use crate::recovery::oom::{LISTED, OomReport};
 use crate::shell::core::Request;
 use crate::shell::whole::Whole;
@@ -37,11 +38,11 @@ pub enum Advice {
         /// Size of that block.
         block: u64,
     },
-    /// Use free memory of a private pool: `use_on_oom`, or release the pool.
+    /// Let a private pool lend its free memory (`use_on_oom`).
     PrivatePool {
         /// Its id.
         pool: (u64, u64),
-        /// The largest free block there.
+        /// The largest free block there that the request would get.
         block: u64,
     },
     /// Let streams reuse each other's blocks.
@@ -64,6 +65,21 @@ pub enum Advice {
         /// Bytes.
         to: u64,
     },
+    /// Give back what is cached (`empty_cache`), or let requests do that (`throw_on_cudamalloc_oom`).
+    EmptyCache {
+        /// Unused bytes that are cached now.
+        cached: u64,
+    },
+    /// Give back what the request's own private pool caches ([`crate::PrivatePool::empty_cache`]).
+    EmptyPool {
+        /// Bytes it holds.
+        held: u64,
+    },
+    /// Drop pins ([`crate::PinnedMapping`]), which keep memory where it is.
+    EndPins {
+        /// Free bytes that they keep; with what is live, where that is to be freed, too.
+        held: u64,
+    },
     /// Free this much on the device: others hold it.
     OthersHold {
         /// Bytes used by others.
@@ -73,10 +89,10 @@ pub enum Advice {
     },
     /// No other memory helps: the whole device is smaller than what the request takes from it.
     LargerDevice {
-        /// The least capacity that would do.
+        /// The least capacity that would do, headroom included.
         bytes: u64,
     },
-    /// Release private pools: what they hold serves nobody else.
+    /// Release private pools, and what is live in them: what they hold serves nobody else.
     ReleasePools {
         /// Bytes they hold.
         held: u64,
@@ -101,35 +117,30 @@ pub enum Advice {
     All(Vec<Advice>),
 }
 
-/// What is lacking of the bytes that the request would take from the device.
-#[derive(Clone, Copy, Debug)]
-struct Lacking {
-    /// Below the limit.
-    limit: u64,
-    /// On the device, beside the headroom.
-    device: u64,
-    /// Whether what is live here would be enough.
-    live_suffices: bool,
-}
-
 impl Whole {
-    /// Advice that needs a look at the blocks: those that are there, but not for this request.
-    pub(super) fn advice_from_blocks(&self, request: &Request, free: &[&Block]) -> Vec<Advice> {
+    /// Advice that needs a look at the blocks: those that are there, but not for this request. No block serves memory apart.
+    pub(super) fn advice_from_blocks(&self, request: &Request, apart: bool, free: &[&Block]) -> Vec<Advice> {
         let mut advice: Vec<Advice> =
             self.waiting_bytes().into_iter().map(|(stream_id, bytes)| Advice::WaitFor { stream_id, bytes }).collect();
-        let own = |block: &&&Block| block.owner == request.slot;
-        let large_enough = |block: &&&Block| block.size >= request.size;
-        if let Some(block) = free.iter().filter(own).find(large_enough) {
+        if apart {
+            return advice;
+        }
+        let own = |block: &Block| block.owner == request.slot;
+        if let Some(block) = free.iter().find(|block| own(block) && block.size >= request.size) {
             advice.push(Advice::RelaxSplitLimit { block: block.size });
         }
-        let fits = |block: &&&Block| self.classes.fits(block.size, request.size);
-        if let Some(block) = free.iter().filter(|block| !own(block)).find(fits) {
+        let fits = |block: &Block| self.classes.fits(block.size, request.size);
+        if let Some(block) = free.iter().find(|block| !own(block) && fits(block)) {
             advice.push(Advice::CrossStream { block: block.size });
         }
-        for private in self.pools.private.iter().filter(|private| !private.owns(request.pool)) {
-            let own = private.numbers().filter(|&number| kind_of(number) == kind_of(request.pool));
-            let largest = own.flat_map(|number| self.free_blocks(number)).map(|block| block.size).max();
-            if let Some(block) = largest.filter(|&size| size >= request.size) {
+        // As they are lent: blocks of the stream itself, but what graphs may use.
+        let near = |number: u16| self.heaps().filter(|heap| heap.home == request.slot).map(move |heap| (heap, number));
+        for private in self.pools.private.iter().filter(|private| private.open && !private.owns(request.pool)) {
+            let lent = private.numbers().filter(|&number| !private.keeps_for_graphs(number));
+            let lent = lent.filter(|&number| kind_of(number) == kind_of(request.pool)).flat_map(near);
+            let blocks = lent.flat_map(|(heap, number)| heap.free_blocks(number).map(|key| &heap.blocks[key.block()]));
+            let largest = blocks.filter(|block| own(block) && fits(block)).map(|block| block.size).max();
+            if let Some(block) = largest.filter(|_| request.pool < 2) {
                 advice.push(Advice::PrivatePool { pool: private.id, block });
             }
         }
@@ -146,16 +157,17 @@ impl Whole {
 impl OomReport {
     /// Completes the advice with what only the sums tell. Each piece suffices by itself. `shares` tells whether the request would
     /// share its segment with others, so that it could be smaller.
-    pub(super) fn advise(&mut self, shares: bool) {
+    pub(super) fn advise(&mut self, shares: bool, holds: &Holds) {
         let device_free = self.memory.map_or(0, |memory| memory.free);
         let room = self.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved));
         let from_device = device_free.saturating_sub(self.headroom).min(room);
         let usable = from_device.saturating_add(self.free_in_pool);
-        let fragmented = usable >= self.segment.min(self.requested) && self.free_in_pool > 0;
+        let suffices = usable >= self.segment.min(self.requested) && self.free_in_pool > 0;
+        let mut fragmented = false;
         self.advice.retain_mut(|advice| match advice {
             Advice::Fragmented { on_device, .. } => {
-                *on_device = from_device;
-                fragmented
+                (*on_device, fragmented) = (from_device, suffices);
+                suffices
             }
             _ => true,
         });
@@ -163,112 +175,57 @@ impl OomReport {
         if shares && smaller > MIN_LARGE_ALLOC && smaller < self.segment {
             self.advice.push(Advice::SmallerSegments { to: smaller });
         }
-        if self.memory.is_some_and(|memory| self.segment > memory.total) {
+        let alone = self.segment.saturating_add(holds.own);
+        if self.memory.is_some_and(|memory| alone > memory.total) {
             self.advice.retain(|advice| matches!(advice, Advice::SmallerSegments { .. }));
-            self.advice.push(Advice::LargerDevice { bytes: self.segment });
+            self.advice.push(self.larger_device(alone));
         } else {
-            let lacking = self.lacking(room, device_free);
-            let remedies = self.remedies(lacking, device_free);
-            let frees = |advice: &Advice| matches!(advice, Advice::FreeMore { .. });
-            self.advice.extend(remedies.into_iter().filter(|advice| !fragmented || !frees(advice)));
-            let has_room = self.memory.is_some() && (lacking.limit, lacking.device) == (0, 0);
-            if has_room && self.refusal == Some(Refusal::Device) && self.from_device > 0 {
-                self.advice.push(Advice::DriverRefuses { asked: self.from_device, free: device_free });
-            }
+            self.advise_remedies(holds, fragmented);
         }
         if self.advice.is_empty() {
-            self.advice.push(self.everything());
+            self.advice.push(Advice::All(Vec::new()));
         }
         self.advice.truncate(LISTED);
     }
 
-    /// All that is in the way of a request that nothing less would serve.
-    fn everything(&self) -> Advice {
-        let (segment, held) = (self.segment, self.held_by_others.unwrap_or(0));
-        let beside = self.memory.map_or(u64::MAX, |memory| memory.total.saturating_sub(segment));
-        let raise = self.limit.is_some_and(|limit| limit < segment).then_some(Advice::RaiseLimit { to: segment });
-        let lower = (self.headroom > beside).then_some(Advice::LowerHeadroom { to: beside });
-        let others = (held > 0).then_some(Advice::OthersHold { held, missing: held });
-        let pools = self.held_by_other_pools();
-        let pools = (pools > 0).then_some(Advice::ReleasePools { held: pools });
-        let live = (self.allocated > 0).then(|| self.free_more(self.allocated));
-        let mut all: Vec<Advice> = [raise, lower, others, pools, live].into_iter().flatten().collect();
-        if all.len() == 1 { all.swap_remove(0) } else { Advice::All(all) }
-    }
-
-    /// Bytes that private pools keep from the request. Its own pool, if it has one, is not told from others: then it is none.
-    fn held_by_other_pools(&self) -> u64 {
-        if self.pool.is_none() { self.reserved_by_private_pools } else { 0 }
-    }
-
-    fn lacking(&self, room: u64, device_free: u64) -> Lacking {
-        let wanted = |bytes: u64| bytes.saturating_add(self.headroom);
-        // What is reserved and not live is free with it, such as the rest of granules.
-        let ours = self.reserved.saturating_sub(self.held_by_other_pools());
-        let ours = self.memory.map_or(u64::MAX, |_| device_free.saturating_add(ours));
-        let live_suffices = wanted(self.segment) <= ours && self.segment <= self.limit.unwrap_or(u64::MAX);
-        Lacking {
-            limit: self.from_device.saturating_sub(room),
-            device: self.memory.map_or(self.from_device, |_| wanted(self.from_device).saturating_sub(device_free)),
-            live_suffices: live_suffices && self.allocated > 0,
+    /// A device that has so many bytes for this allocator, under the options that it has.
+    fn larger_device(&self, bytes: u64) -> Advice {
+        let device = Advice::LargerDevice { bytes: bytes.saturating_add(self.headroom) };
+        match self.limit {
+            Some(limit) if limit < bytes => Advice::All(vec![device, Advice::RaiseLimit { to: bytes }]),
+            _ => device,
         }
     }
 
-    /// What gives the bytes that are lacking: for the limit, for the device, and for both.
-    fn remedies(&self, lacking: Lacking, device_free: u64) -> Vec<Advice> {
-        let raise = Advice::RaiseLimit { to: self.reserved.saturating_add(self.from_device) };
-        let mut remedies = match (lacking.limit, lacking.device) {
-            (0, _) => self.on_device(lacking, device_free),
-            (_, 0) => vec![raise],
-            (_, _) => {
-                let first = self.on_device(lacking, device_free).into_iter().next();
-                first.map(|there| Advice::All(vec![raise, there])).into_iter().collect()
-            }
-        };
-        let missing = lacking.limit.max(lacking.device);
-        if missing > 0 && lacking.live_suffices {
-            remedies.push(self.free_more(missing));
+    fn advise_remedies(&mut self, holds: &Holds, fragmented: bool) {
+        let remedies = Remedies { report: self, holds };
+        // What is free would suffice: that is told.
+        let sets = remedies.sufficient().into_iter().filter(|&set| !(fragmented && frees_alone(set)));
+        let mut found: Vec<Advice> = sets.map(|set| remedies.advice(set)).collect();
+        let (asked, free) = (self.from_device, self.memory.map_or(0, |memory| memory.free));
+        let has_room = self.memory.is_some() && remedies.lacking() == (0, 0);
+        if has_room && self.refusal == Some(Refusal::Device) && asked > 0 {
+            found.push(Advice::DriverRefuses { asked, free });
         }
-        remedies
-    }
-
-    /// What gives the bytes that the device lacks, beside freeing what is live here alone.
-    fn on_device(&self, lacking: Lacking, device_free: u64) -> Vec<Advice> {
-        let (missing, held) = (lacking.device, self.held_by_others.unwrap_or(0));
-        let mut found = Vec::new();
-        if missing > 0 && self.headroom > 0 && device_free >= self.from_device {
-            found.push(Advice::LowerHeadroom { to: device_free - self.from_device });
+        if found.iter().any(|advice| matches!(advice, Advice::EmptyCache { .. })) {
+            // In pieces it is only as long as it is kept.
+            self.advice.retain(|advice| !matches!(advice, Advice::Fragmented { .. }));
         }
-        if missing > 0 && held >= missing {
-            found.push(Advice::OthersHold { held, missing });
-        } else if missing > held
-            && held > 0
-            && self.allocated > 0
-            && !lacking.live_suffices
-            && missing - held <= self.reserved
-        {
-            let all_of_others = Advice::OthersHold { held, missing: held };
-            found.push(Advice::All(vec![self.free_more(missing - held), all_of_others]));
-        }
-        found
-    }
-
-    fn free_more(&self, bytes: u64) -> Advice {
-        let largest = self.largest_tags.first().and_then(|(tag, bytes)| Some((tag.clone()?, *bytes)));
-        Advice::FreeMore { bytes: bytes.min(self.allocated), largest }
+        self.advice.extend(found);
     }
 }
 
 impl fmt::Display for Advice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Advice::Fragmented { on_device, cached, pieces, largest } => write!(
-                f,
-                "if free memory were in one piece: {} is free on the device and {} cached, in {pieces} pieces of at most {}",
-                Bytes(*on_device),
-                Bytes(*cached),
-                Bytes(*largest)
-            ),
+            Advice::Fragmented { on_device, cached, pieces, largest } => {
+                let (on_device, cached, largest) = (Bytes(*on_device), Bytes(*cached), Bytes(*largest));
+                let pieces = if *pieces == 1 { "1 piece of".into() } else { format!("{pieces} pieces of at most") };
+                write!(
+                    f,
+                    "if free memory were in one piece: {on_device} may be taken from the device and {cached} is cached, in {pieces} {largest}"
+                )
+            }
             Advice::LargerDevice { bytes } => {
                 write!(f, "only on a device of at least {}", Bytes(*bytes))
             }
@@ -287,11 +244,7 @@ impl fmt::Display for Advice {
                 )
             }
             Advice::PrivatePool { pool: (a, b), block } => {
-                write!(
-                    f,
-                    "if private pool ({a}, {b}) were released or lent (use_on_oom): it has {} free",
-                    Bytes(*block)
-                )
+                write!(f, "if private pool ({a}, {b}) lent its memory (use_on_oom): it has {} free", Bytes(*block))
             }
             Advice::CrossStream { block } => {
                 write!(
@@ -306,6 +259,16 @@ impl fmt::Display for Advice {
                 .iter()
                 .enumerate()
                 .try_for_each(|(at, advice)| write!(f, "{}{advice}", if at > 0 { ", and " } else { "" })),
+            Advice::EmptyCache { cached } => {
+                write!(f, "without throw_on_cudamalloc_oom, or after empty_cache() ({} is cached)", Bytes(*cached))
+            }
+            Advice::EmptyPool { held } => {
+                let held = Bytes(*held);
+                write!(f, "after PrivatePool::empty_cache() of its own pool, which holds {held}")
+            }
+            Advice::EndPins { held } => {
+                write!(f, "once pins ended that keep {} of free memory in place", Bytes(*held))
+            }
             Advice::RaiseLimit { to } => write!(f, "with a limit of at least {}", Bytes(*to)),
             Advice::LowerHeadroom { to } => write!(f, "with a headroom of at most {}", Bytes(*to)),
             Advice::OthersHold { held, missing } => {

@@ -1,6 +1,8 @@
-//! The out-of-memory report: what was asked for, what there was, and what would have made it fit (`advice.rs`).
+//! The out-of-memory report: what was asked for, what there was, and what would have made it fit (`advice.rs`,
+//! `remedies.rs`).
 
 mod advice;
+mod remedies;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -21,6 +23,7 @@ use crate::size_class::{MIN_LARGE_ALLOC, PoolKind};
 use crate::tags::Tag;
 
 pub use advice::Advice;
+use remedies::Holds;
 
 /// How many tags and how many pieces of advice a report lists.
 const LISTED: usize = 5;
@@ -33,6 +36,8 @@ pub(crate) struct Tried {
     pub(crate) reclaimed: u64,
     /// Whether the request is for memory apart from heaps.
     pub(crate) apart: bool,
+    /// Bytes that its owner has already and keeps.
+    pub(crate) own: u64,
 }
 
 /// Why a request could not be served. All sizes are bytes.
@@ -69,7 +74,7 @@ pub struct OomReport {
     pub requested_live: u64,
     /// Bytes held from the device.
     pub reserved: u64,
-    /// The part of them that private pools hold.
+    /// The part of them that private pools keep from others: those that are open, or that graphs use.
     pub reserved_by_private_pools: u64,
     /// The largest free block of the request's pool, whoever owns it.
     pub largest_free: u64,
@@ -107,7 +112,10 @@ impl Allocator {
         let subject = Subject { addr: free, size: request.size, slot: request.slot, tag: request.tag, pool };
         shell.history.lock().note(Action::Oom, subject);
         let mut report = whole.report(request, tried);
-        report.segment = self.growth_bytes(&whole, request);
+        let mut holds = Holds { own: tried.own, ..whole.holds(request) };
+        // Where memory moves, too: blocks that streams lent each other are in pieces until they are home.
+        holds.stays_cached = self.config().fail_fast && tried.refusal == Some(Refusal::Limit);
+        report.segment = if tried.apart { request.size } else { self.growth_bytes(&whole, request) };
         let lacking = if tried.apart { None } else { whole.lacking_bytes(request) };
         report.from_device = lacking.unwrap_or(report.segment);
         drop(whole);
@@ -120,7 +128,7 @@ impl Allocator {
         report.requested_live = shell.read(Hot::Requested).all.current;
         report.held_by_others =
             memory.map(|memory| memory.total.saturating_sub(memory.free).saturating_sub(report.reserved));
-        report.advise(self.shares_segment(request));
+        report.advise(!tried.apart && self.shares_segment(request), &holds);
         tracing::debug!(requested = report.requested, reserved = report.reserved, "out of memory");
         self.hooks().notify(&report);
         AllocError::OutOfMemory(Box::new(report))
@@ -141,7 +149,8 @@ impl Whole {
         let sizes = || free.iter().map(|block| block.size);
         let private = |number| self.pools.owner_of(number);
         let of_private = self.heaps().flat_map(|heap| {
-            let regions = heap.regions().filter(|region| private(region.pool).is_some());
+            let kept = |pool| private(pool).is_some_and(|private| !private.is_released());
+            let regions = heap.regions().filter(move |region| kept(region.pool));
             regions.flat_map(|region| heap.mapped_ranges(region)).map(|(_, bytes)| bytes)
         });
         let reserved_by_private_pools = of_private.sum();
@@ -152,7 +161,7 @@ impl Whole {
             segment: 0,
             from_device: 0,
             stream_id: request.slot,
-            pool: private(request.pool).map(|private| private.id),
+            pool: private(request.pool).filter(|_| !tried.apart).map(|private| private.id),
             refusal: tried.refusal,
             limit: None,
             headroom: 0,
@@ -169,7 +178,7 @@ impl Whole {
             largest_tags: self.largest_tags(),
             released: tried.released,
             reclaimed: tried.reclaimed,
-            advice: self.advice_from_blocks(request, &free),
+            advice: self.advice_from_blocks(request, tried.apart, &free),
         }
     }
 

@@ -3,9 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use aquifer_allocator::size_class::PoolKind;
 use aquifer_allocator::{AllocError, Allocator, Config, Growable, TagScope};
 use aquifer_device::sim::Fault;
-use aquifer_device::{Code, Device, DevicePtr, Operation, Stream};
+use aquifer_device::{Code, Device, DevicePtr, HandleKind, Operation, Stream};
+use aquifer_tests::check::readers;
 use aquifer_tests::{MIB, Subject};
 use proptest::prelude::*;
 
@@ -301,4 +303,24 @@ proptest! {
         drop((caches, blocks));
         setup.assert_returned();
     }
+}
+
+#[test]
+fn measures_of_fragmentation_count_it() {
+    let setup = setup("");
+    let Setup { allocator, stream, .. } = &setup;
+    let mut cache = setup.growable(CAPACITY);
+    cache.grow_to(50 * MIB - 1, stream).unwrap();
+    let shared = allocator.alloc_exportable(6 * MIB, HandleKind::PosixFd, stream).unwrap();
+    readers(allocator);
+    let found = allocator.fragmentation_in(PoolKind::Large, 1);
+    assert_eq!((found.reserved_bytes, found.allocated_bytes, found.internal_waste), (56 * MIB, 56 * MIB, 1));
+    assert_eq!((found.segments, found.address_bytes), (2, CAPACITY + 6 * MIB));
+    assert_eq!(allocator.fragmentation_in(PoolKind::Small, 1).reserved_bytes, 0);
+    cache.shrink_to(20 * MIB, stream).unwrap();
+    readers(allocator);
+    let found = allocator.fragmentation(1);
+    assert_eq!((found.free_bytes, found.releasable_bytes, found.releasable_segments), (30 * MIB, 30 * MIB, 0));
+    drop((cache, shared));
+    setup.assert_returned();
 }

@@ -432,3 +432,37 @@ fn lack_of_memory_is_not_reported_of_an_allocator_that_is_about_to_sleep() {
     });
     setup.assert_usable_and_returned();
 }
+
+#[test]
+fn measures_tell_what_is_held_while_it_sleeps() {
+    let setup = setup();
+    let Setup { allocator, stream, .. } = &setup;
+    let pool = allocator.create_pool(PoolOptions::default()).unwrap();
+    let in_pool = pool.alloc(5 * MIB, stream).unwrap();
+    let shared = allocator.alloc_exportable(4 * MIB, HandleKind::PosixFd, stream).unwrap();
+    let held = |allocator: &Allocator| (allocator.reserved_bytes(), allocator.fragmentation(1).reserved_bytes);
+    let of_pool = |allocator: &Allocator| allocator.reserved_by_private_pools()[&pool.id()];
+    let (awake, in_awake) = (held(allocator), of_pool(allocator));
+    assert_eq!((awake.0, in_awake), (awake.1, 6 * MIB));
+    allocator.sleep(Contents::Discard).unwrap();
+    assert_eq!((held(allocator), of_pool(allocator)), ((4 * MIB, 4 * MIB), 0));
+    drop(in_pool);
+    let fragmentation = allocator.fragmentation(1);
+    assert_eq!((fragmentation.releasable_segments, fragmentation.releasable_bytes), (0, 0));
+    assert_eq!(fragmentation.reserved_bytes, 4 * MIB);
+    allocator.wake().unwrap();
+    assert_eq!(held(allocator).0, held(allocator).1);
+    drop((pool, shared));
+    setup.assert_usable_and_returned();
+}
+
+#[test]
+fn zero_bytes_take_no_memory_that_sleeps() {
+    let setup = setup();
+    setup.allocator.sleep(Contents::SaveToHost).unwrap();
+    assert!(setup.allocator.alloc(0, &setup.stream).unwrap().range().is_empty());
+    assert!(setup.allocator.alloc_zeroed(0, &setup.stream).unwrap().range().is_empty());
+    setup.allocator.wake().unwrap();
+    setup.assert_contents();
+    setup.assert_usable_and_returned();
+}

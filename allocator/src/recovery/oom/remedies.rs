@@ -1,0 +1,249 @@
+//! What would make room for a request: each set of remedies that suffices and has no part that it could do without.
+//!
+//! Remedies change what stays reserved, what is allowed, or what the device has for us. All of that is sums, so every set can be
+//! tried. Where a sum is not known, it errs towards asking for more: who does what is advised is served.
+
+use crate::heap::{Region, State};
+use crate::pools::table::Private;
+use crate::recovery::oom::{Advice, OomReport};
+use crate::shell::core::Request;
+use crate::shell::whole::Whole;
+
+/// The remedies, most helpful first; a set of them is a sum.
+const CACHE: u8 = 1;
+const LIMIT: u8 = 2;
+const HEADROOM: u8 = 4;
+const POOLS: u8 = 8;
+const OWN_POOL: u8 = 16;
+const PINS: u8 = 32;
+const LIVE: u8 = 64;
+const OTHERS: u8 = 128;
+
+/// Bytes reserved, by what it takes to get them back.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Holds {
+    /// Unused, and promised to nobody.
+    pub(super) loose: u64,
+    /// The same, but pinned.
+    pub(super) pinned_free: u64,
+    /// All that is pinned outside of `pools`.
+    pub(super) pinned: u64,
+    /// What private pools hold that serve others than the request.
+    pub(super) pools: u64,
+    /// The part of it in live blocks.
+    pub(super) live_in_pools: u64,
+    /// What the request's own private pool holds.
+    pub(super) own_pool: u64,
+    /// The part of it that emptying the pool gives back; `None` where a graph keeps it.
+    pub(super) own_pool_loose: Option<u64>,
+    /// Whether the request is served from there once nothing in it is live.
+    pub(super) own_pool_serves: bool,
+    /// What the request's owner has and keeps as it grows.
+    pub(super) own: u64,
+    /// Whether the limit refuses requests at once (`throw_on_cudamalloc_oom`), so that what is freed stays cached.
+    pub(super) stays_cached: bool,
+}
+
+impl Whole {
+    /// What stands in the way of a request, as far as blocks and regions tell.
+    pub(super) fn holds(&self, request: &Request) -> Holds {
+        let mut holds = Holds::default();
+        let promised = |pool: u16| self.pools.owner_of(pool).filter(|private| !private.is_released());
+        let is_own = |private: &Private| private.owns(request.pool);
+        if let Some(own) = promised(request.pool) {
+            let keeps = own.numbers().any(|number| own.keeps_for_graphs(number));
+            holds.own_pool_loose = (!keeps).then_some(0);
+        }
+        for (heap, region) in self.heaps().flat_map(|heap| heap.regions().map(move |region| (heap, region))) {
+            let ranges = heap.mapped_ranges(region);
+            let bytes = ranges.iter().map(|(_, bytes)| bytes).sum::<u64>();
+            match promised(region.pool) {
+                Some(private) if is_own(private) => {
+                    holds.own_pool += bytes;
+                    let near = region.pool == request.pool && heap.home == request.slot;
+                    holds.own_pool_serves |= near && ranges.iter().any(|&(_, bytes)| bytes >= request.size);
+                }
+                Some(_) => {
+                    holds.pools += bytes;
+                    continue;
+                }
+                None => {}
+            }
+            holds.pinned += self.pinned_in(region);
+        }
+        for (heap, block) in self.heaps().flat_map(|heap| heap.blocks.iter().map(move |(_, block)| (heap, block))) {
+            match (block.state, promised(block.pool)) {
+                (State::Live, Some(private)) if !is_own(private) => holds.live_in_pools += block.size,
+                (State::Free, None) => {
+                    let part = self.releasable_part(heap, block);
+                    holds.loose += part.bytes;
+                    holds.pinned_free += part.pinned;
+                }
+                (State::Free, Some(private)) if is_own(private) => {
+                    let bytes = self.releasable_part(heap, block).bytes;
+                    holds.own_pool_loose = holds.own_pool_loose.map(|loose| loose + bytes);
+                }
+                _ => {}
+            }
+        }
+        holds.loose += self.paged.as_ref().map_or(0, |paged| paged.spares.len() as u64 * paged.granule);
+        holds
+    }
+
+    fn pinned_in(&self, region: &Region) -> u64 {
+        match &self.paged {
+            Some(paged) if region.is_paged() => {
+                self.pins.count_within(region.addr..region.addr + region.bytes) * paged.granule
+            }
+            _ if self.pins.contains(region.addr) => region.bytes,
+            _ => 0,
+        }
+    }
+}
+
+/// A report, and what stands in the way of its request.
+pub(super) struct Remedies<'a> {
+    pub(super) report: &'a OomReport,
+    pub(super) holds: &'a Holds,
+}
+
+impl Remedies<'_> {
+    /// Bytes lacking below the limit, and on the device, as things are.
+    pub(super) fn lacking(&self) -> (u64, u64) {
+        self.lacks(0)
+    }
+
+    /// All sets that suffice and are not larger than they must be, by how many parts they have.
+    pub(super) fn sufficient(&self) -> Vec<u8> {
+        let mut found: Vec<u8> = Vec::new();
+        if self.lacking() == (0, 0) {
+            return found;
+        }
+        let available = self.available();
+        let mut sets: Vec<u8> = (1..=u8::MAX).filter(|set| set & !available == 0).collect();
+        sets.sort_by_key(|set| (set.count_ones(), *set));
+        for set in sets {
+            if !found.iter().any(|smaller| smaller & set == *smaller) && self.lacks(set) == (0, 0) {
+                found.push(set);
+            }
+        }
+        found
+    }
+
+    fn available(&self) -> u8 {
+        let (report, holds) = (self.report, self.holds);
+        let remedies = [
+            (CACHE, holds.stays_cached),
+            (LIMIT, report.limit.is_some()),
+            (HEADROOM, report.headroom > 0 && report.memory.is_some()),
+            (POOLS, holds.pools > 0),
+            (OWN_POOL, holds.own_pool > 0 && holds.own_pool_loose.is_some()),
+            (PINS, holds.pinned > 0),
+            (LIVE, self.live() > 0),
+            (OTHERS, self.others() > 0),
+        ];
+        remedies.into_iter().filter(|&(_, is_there)| is_there).map(|(remedy, _)| remedy).sum()
+    }
+
+    /// Live bytes that may be freed for the request.
+    fn live(&self) -> u64 {
+        self.report.allocated.saturating_sub(self.holds.live_in_pools).saturating_sub(self.holds.own)
+    }
+
+    fn others(&self) -> u64 {
+        self.report.held_by_others.unwrap_or(0)
+    }
+
+    /// What stays reserved, and what the device has to give, once all of a set is done.
+    fn left(&self, set: u8) -> (u64, u64) {
+        let (report, holds) = (self.report, self.holds);
+        let unless = |remedy: u8, bytes: u64| if set & remedy == 0 { bytes } else { 0 };
+        let goes_back = !holds.stays_cached || set & CACHE != 0;
+        if set & LIVE != 0 && goes_back {
+            let pools = unless(POOLS, holds.pools) + unless(OWN_POOL, holds.own_pool);
+            let stays = pools + unless(PINS, holds.pinned) + holds.own;
+            let serves = holds.own_pool_serves && set & OWN_POOL == 0;
+            return (stays.min(report.reserved), if serves { 0 } else { report.segment });
+        }
+        // What is live in a released pool is cached when it is freed.
+        let released = set & POOLS != 0 && (goes_back || holds.live_in_pools == 0);
+        let mut goes = if released { holds.pools } else { 0 };
+        if set & (CACHE | OWN_POOL | PINS) == 0 {
+            return (report.reserved.saturating_sub(goes), report.from_device);
+        }
+        // Of what is free here a part may be where the request's memory would be. It is not counted twice.
+        if goes_back {
+            goes += holds.loose + if set & PINS == 0 { 0 } else { holds.pinned_free };
+        }
+        if set & OWN_POOL != 0 {
+            goes += holds.own_pool_loose.unwrap_or(0);
+        }
+        (report.reserved.saturating_sub(goes), report.segment)
+    }
+
+    /// What the device has for us.
+    fn ours(&self, set: u8) -> u64 {
+        let free = self.report.memory.map_or(0, |memory| memory.free);
+        let others = if set & OTHERS == 0 { 0 } else { self.others() };
+        free.saturating_add(self.report.reserved).saturating_add(others)
+    }
+
+    /// Bytes lacking below the limit, and on the device, once all of a set is done.
+    fn lacks(&self, set: u8) -> (u64, u64) {
+        let (stays, needs) = self.left(set);
+        if needs == 0 {
+            return (0, 0);
+        }
+        let takes = stays.saturating_add(needs);
+        let limit = self.report.limit.filter(|_| set & LIMIT == 0).unwrap_or(u64::MAX);
+        let headroom = if set & HEADROOM == 0 { self.report.headroom } else { 0 };
+        let on_device = match self.report.memory {
+            Some(_) => takes.saturating_add(headroom).saturating_sub(self.ours(set)),
+            // Nobody knows. What is freed here is there, at least.
+            None if set & LIVE != 0 => 0,
+            None => needs,
+        };
+        (takes.saturating_sub(limit), on_device)
+    }
+
+    /// Advice to do all of a sufficient set.
+    pub(super) fn advice(&self, set: u8) -> Advice {
+        // The cache last: what is freed is in it.
+        let remedies = [LIMIT, HEADROOM, POOLS, OWN_POOL, PINS, LIVE, OTHERS, CACHE];
+        let parts = remedies.into_iter().filter(|remedy| set & remedy != 0).map(|remedy| self.part(remedy, set));
+        let mut parts: Vec<Advice> = parts.collect();
+        if parts.len() == 1 { parts.swap_remove(0) } else { Advice::All(parts) }
+    }
+
+    fn part(&self, remedy: u8, set: u8) -> Advice {
+        let holds = self.holds;
+        let (stays, needs) = self.left(set);
+        let (limit, on_device) = self.lacks(set & !remedy);
+        match remedy {
+            CACHE => Advice::EmptyCache { cached: holds.loose },
+            LIMIT => Advice::RaiseLimit { to: stays.saturating_add(needs) },
+            HEADROOM => Advice::LowerHeadroom { to: self.ours(set).saturating_sub(stays.saturating_add(needs)) },
+            POOLS => Advice::ReleasePools { held: holds.pools },
+            OWN_POOL => Advice::EmptyPool { held: holds.own_pool },
+            PINS => Advice::EndPins { held: if set & LIVE == 0 { holds.pinned_free } else { holds.pinned } },
+            LIVE => self.free_more(limit.max(on_device)),
+            _ => {
+                let held = self.others();
+                // Beside what has a least, too, others give all: one of two leasts can be told.
+                let all = set & (HEADROOM | LIVE) != 0;
+                Advice::OthersHold { held, missing: if all { held } else { on_device.min(held) } }
+            }
+        }
+    }
+
+    fn free_more(&self, bytes: u64) -> Advice {
+        let largest = self.report.largest_tags.first();
+        let largest = largest.and_then(|(tag, bytes)| Some((tag.clone()?, *bytes)));
+        Advice::FreeMore { bytes: bytes.min(self.live()), largest }
+    }
+}
+
+/// Whether a set is to free what is live here, and nothing else.
+pub(super) fn frees_alone(set: u8) -> bool {
+    set == LIVE
+}

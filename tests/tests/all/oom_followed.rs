@@ -1,0 +1,203 @@
+//! Advice in the reports of random programs is true: who follows any piece of it is served.
+
+use aquifer_allocator::{
+    Advice, AllocError, Allocation, Exportable, Growable, OomReport, PinnedMapping, PoolOptions, PrivatePool,
+};
+use aquifer_device::HandleKind;
+use aquifer_tests::{BACKINGS, Bench, MIB, Subject, on};
+
+use crate::oom_advice::draws;
+
+const FD: HandleKind = HandleKind::PosixFd;
+
+/// What a program asks for at its end.
+#[derive(Clone, Copy, Debug)]
+enum Wanted {
+    Block,
+    BlockOfPool,
+    Exportable,
+    Growth,
+}
+
+/// A program up to that request, and all that it holds.
+struct Scene {
+    bench: Bench,
+    pool: Option<PrivatePool>,
+    live: Vec<Allocation>,
+    in_pool: Vec<Allocation>,
+    shared: Vec<Exportable>,
+    pins: Vec<PinnedMapping>,
+    cache: Option<Growable>,
+    others: u64,
+    wanted: Wanted,
+    bytes: u64,
+}
+
+fn options(draw: &mut impl FnMut(u64) -> u64) -> String {
+    let mut options = Vec::new();
+    let (limit, headroom) = (20 + draw(200), draw(60));
+    options.extend((draw(3) == 0).then(|| format!("limit_mb:{limit}")));
+    options.extend((draw(3) == 0).then(|| format!("headroom_mb:{headroom}")));
+    options.extend((draw(5) == 0).then(|| "throw_on_cudamalloc_oom:True".to_owned()));
+    options.extend(match draw(6) {
+        0 => Some("max_split_size_mb:20".to_owned()),
+        1 => Some("cross_stream:off".to_owned()),
+        2 => Some("roundup_power2_divisions:4".to_owned()),
+        3 => Some("granule_mb:8".to_owned()),
+        _ => None,
+    });
+    options.join(",")
+}
+
+fn size(draw: &mut impl FnMut(u64) -> u64) -> u64 {
+    match draw(4) {
+        0 => 1 + draw(MIB),
+        1 => MIB + draw(9 * MIB),
+        2 => 1 + draw(40 * MIB),
+        _ => 1 + draw(4 * MIB),
+    }
+}
+
+impl Scene {
+    fn empty(bench: Bench, wanted: Wanted, bytes: u64) -> Scene {
+        let options = PoolOptions { use_on_oom: false, no_split: bytes.is_multiple_of(5) };
+        let pool = Some(bench.allocator.create_pool(options).unwrap());
+        let cache = bench.allocator.growable(1 << 40, &bench.stream).ok();
+        let (live, in_pool, shared, pins) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Scene { bench, pool, live, in_pool, shared, pins, cache, others: 0, wanted, bytes }
+    }
+
+    /// The same for a seed, but that others hold as much more as the device is larger.
+    fn new(seed: u64, larger: u64) -> Scene {
+        let mut draw = draws(seed * 7919 + 1);
+        let (backing, capacity) = (BACKINGS[usize::from(draw(2) == 0)], (64 + 32 * draw(6)) * MIB);
+        let bench = Bench::new(capacity + larger, &on(backing, &options(&mut draw)));
+        let mut scene = Scene::empty(bench, Wanted::Block, draw(10));
+        scene.others_hold(if draw(3) == 0 { draw(40) * MIB } else { 0 } + larger);
+        let (pins, pool) = (draw(3) == 0, draw(2) == 0);
+        (0..draw(50)).for_each(|_| scene.step(&mut draw, pins, pool));
+        scene.wanted = match draw(8) {
+            0 if pool => Wanted::BlockOfPool,
+            1 => Wanted::Exportable,
+            2 if scene.cache.is_some() => Wanted::Growth,
+            _ => Wanted::Block,
+        };
+        scene.bytes = if draw(6) == 0 { 1 + draw(400 * MIB) } else { size(&mut draw) * (1 + draw(4)) };
+        if let (Wanted::Growth, Some(cache)) = (scene.wanted, &scene.cache) {
+            scene.bytes += cache.bytes();
+        }
+        scene
+    }
+
+    fn step(&mut self, draw: &mut impl FnMut(u64) -> u64, pins: bool, pool: bool) {
+        let Bench { allocator, stream, side, .. } = &self.bench;
+        let (kind, bytes, at) = (draw(12), size(draw), draw(1000));
+        let stream = if draw(2) == 0 { stream } else { side };
+        match (kind, &self.pool, &mut self.cache) {
+            (0..4, ..) if !self.live.is_empty() => {
+                let at = usize::try_from(at).unwrap() % self.live.len();
+                drop(self.live.swap_remove(at));
+            }
+            (4, ..) => drop(self.in_pool.pop()),
+            (5 | 6, Some(from), _) if pool => self.in_pool.extend(from.alloc(bytes, stream)),
+            (7, ..) if pins => self.pins.extend(self.live.last().map(|block| allocator.pin_mapping(block).unwrap())),
+            (8, ..) if at.is_multiple_of(3) => self.shared.extend(allocator.alloc_exportable(bytes, FD, stream)),
+            (9, _, Some(cache)) if at.is_multiple_of(2) => drop(cache.grow_to(cache.bytes() + bytes, stream)),
+            _ => self.live.extend(allocator.alloc(bytes, stream)),
+        }
+    }
+
+    fn others_hold(&mut self, bytes: u64) {
+        self.others = bytes;
+        self.bench.driver.set_other_process_bytes(bytes);
+    }
+
+    fn request(&mut self) -> Result<(), AllocError> {
+        let Bench { allocator, stream, .. } = &self.bench;
+        match (self.wanted, &self.pool, &mut self.cache) {
+            (Wanted::Growth, _, Some(cache)) => cache.grow_to(self.bytes, stream),
+            (Wanted::BlockOfPool, Some(pool), _) => pool.alloc(self.bytes, stream).map(drop),
+            (Wanted::Exportable, ..) => allocator.alloc_exportable(self.bytes, FD, stream).map(drop),
+            _ => allocator.alloc(self.bytes, stream).map(drop),
+        }
+    }
+
+    /// Does what a piece of advice says that is none of several; false where that takes another program.
+    fn follow(&mut self, advice: &Advice, report: &OomReport) -> bool {
+        match advice {
+            Advice::RaiseLimit { to } => self.bench.allocator.set_limit(Some(*to)),
+            // As much less is free for it all, as others hold more: see `Scene::new`.
+            Advice::LowerHeadroom { to } => self.others_hold(self.others - (report.headroom - to)),
+            Advice::OthersHold { missing, .. } => self.others_hold(self.others - missing),
+            Advice::ReleasePools { .. } => (self.pool, self.in_pool) = (None, Vec::new()),
+            Advice::EmptyPool { .. } | Advice::EmptyCache { .. } | Advice::LargerDevice { .. } => {}
+            Advice::EndPins { .. } => self.pins.clear(),
+            Advice::FreeMore { .. } => {
+                (self.live, self.shared) = (Vec::new(), Vec::new());
+                match self.wanted {
+                    Wanted::BlockOfPool => (self.in_pool, self.cache) = (Vec::new(), None),
+                    Wanted::Growth => {}
+                    Wanted::Block | Wanted::Exportable => self.cache = None,
+                }
+            }
+            _ => return false,
+        }
+        true
+    }
+}
+
+/// What becomes of the request of a program once advice on it is followed; `None` where that takes another program.
+fn followed(seed: u64, advice: &Advice, report: &OomReport) -> Option<Result<(), AllocError>> {
+    let pieces = match advice {
+        Advice::All(all) => &all[..],
+        one => std::slice::from_ref(one),
+    };
+    let lowered = pieces.iter().find_map(|piece| match piece {
+        Advice::LowerHeadroom { to } => Some(report.headroom - to),
+        _ => None,
+    });
+    let mut scene = Scene::new(seed, lowered.unwrap_or(0));
+    let again = scene.request().unwrap_err();
+    if again.report().unwrap().from_device != report.from_device {
+        // A larger device gives more addresses, so that memory lies elsewhere.
+        assert!(lowered.is_some(), "{seed}: {report}\nand the next time {again}");
+        return None;
+    }
+    for piece in pieces {
+        if let Advice::LargerDevice { bytes } = piece {
+            let config = scene.bench.allocator.config().clone();
+            scene = Scene::empty(Bench::with(*bytes, config), scene.wanted, scene.bytes);
+        }
+    }
+    if !pieces.iter().all(|piece| scene.follow(piece, report)) {
+        return None;
+    }
+    // Last, as what was freed is in them.
+    for piece in pieces {
+        match (piece, &scene.pool) {
+            (Advice::EmptyPool { .. }, Some(pool)) => drop(pool.empty_cache().unwrap()),
+            (Advice::EmptyCache { .. }, _) => drop(scene.bench.allocator.empty_cache().unwrap()),
+            _ => {}
+        }
+    }
+    Some(scene.request())
+}
+
+#[test]
+fn who_follows_advice_is_served() {
+    let (programs, mut pieces, mut failed) = (Subject::share(600), 0, Vec::new());
+    for seed in 0..programs {
+        let Err(error) = Scene::new(seed, 0).request() else { continue };
+        let report = error.report().unwrap_or_else(|| panic!("{seed}: {error}"));
+        assert!(!report.advice.is_empty() && report.advice != [Advice::All(Vec::new())], "{seed}: {report}");
+        for advice in &report.advice {
+            match followed(seed, advice, report) {
+                Some(Err(then)) => failed.push(format!("{seed}: {report}\n{advice:?} was followed, and then {then}")),
+                Some(Ok(())) => pieces += 1,
+                None => {}
+            }
+        }
+    }
+    assert!(failed.is_empty(), "{} of {pieces}:\n{}", failed.len(), failed.join("\n"));
+    assert!(pieces > programs / 4, "{pieces} pieces of advice followed");
+}
