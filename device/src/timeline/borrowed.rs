@@ -2,7 +2,8 @@
 //!
 //! Invariant: a borrow ends at return, so at return nothing that was enqueued uses the memory any more. What the driver answered to
 //! enqueuing says nothing about that: of a copy that failed, part may be under way. So the host waits after an error, too, for as long
-//! as it takes; only a device on which nothing runs any more is not waited for.
+//! as it takes; only a device on which nothing runs any more is not waited for. That is one that is lost, or that cannot be waited for
+//! time and again though nothing captures: errors that stay are those of a context that is broken, whose work has ended.
 //!
 //! A capture would break that, as the graph would use the memory whenever it is launched. So nothing is enqueued on a stream that
 //! captures, or beside a capture that forbids to wait for the stream, and none of ours begins on the stream meanwhile.
@@ -18,7 +19,10 @@ use crate::error::{DeviceError, ErrorKind, Operation, Result};
 
 /// How long the host sleeps between two attempts to wait, at first and at most.
 const PAUSE_MIN: Duration = Duration::from_millis(1);
-const PAUSE_MAX: Duration = Duration::from_millis(64);
+const PAUSE_MAX: Duration = Duration::from_millis(16);
+
+/// How often the device may refuse to be waited for, for another reason than a capture, before nothing is taken to run there any more.
+const REFUSALS_MAX: u32 = 64;
 
 /// After how many attempts the log says that the host still waits, and then whenever they have doubled.
 const ATTEMPTS_NOTED: u32 = 32;
@@ -83,13 +87,17 @@ impl Timeline {
     /// any more.
     fn wait_for_work(&self, raw: RawStream) -> Result<()> {
         let reached = self.begin_wait();
-        let (mut pause, mut attempts) = (PAUSE_MIN, 0_u32);
+        let (mut pause, mut attempts, mut refusals) = (PAUSE_MIN, 0_u32, 0);
         loop {
             let error = match self.try_to_wait(raw) {
                 ControlFlow::Break(waited) => return waited.inspect(|()| self.mark_done(reached)),
                 ControlFlow::Continue(error) => error,
             };
             attempts = attempts.saturating_add(1);
+            refusals += u32::from(error.kind != ErrorKind::Capture);
+            if refusals == REFUSALS_MAX {
+                return Err(error.with_more("the device cannot be waited for, and is taken to run nothing any more"));
+            }
             if attempts >= ATTEMPTS_NOTED && attempts.is_power_of_two() {
                 tracing::warn!(%error, attempts, "a blocking copy cannot be waited for yet; its memory stays borrowed");
             }
@@ -109,7 +117,10 @@ impl Timeline {
         if error.kind == ErrorKind::Capture {
             return ControlFlow::Continue(error);
         }
-        let Some(_held_off) = self.context.capturing.hold_off() else { return ControlFlow::Continue(error) };
+        let Some(_held_off) = self.context.capturing.hold_off() else {
+            let detail = "the device cannot be waited for while one of its streams captures";
+            return ControlFlow::Continue(capture_error(Operation::Synchronize, detail));
+        };
         match driver.synchronize() {
             Err(error) if !is_gone(&error) => ControlFlow::Continue(error),
             waited => ControlFlow::Break(waited),

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Driver, ErrorKind, Operation, PhysicalOptions, Result};
+use aquifer_device::{Code, Device, Driver, ErrorKind, Operation, PhysicalOptions, Result};
 
 use crate::common::{GRANULE, MIB, Short, code, device};
 
@@ -88,6 +88,25 @@ fn a_call_that_fails_by_a_fault_has_no_effect() {
     driver.release_physical(physical).unwrap();
     driver.free(memory).unwrap();
     assert_eq!(driver.memory_info().unwrap().free, 1 << 30);
+}
+
+#[test]
+fn a_blocking_copy_returns_where_every_call_fails() {
+    let sim = SimDriver::new(SimConfig::new(1 << 30));
+    let device = Device::new(sim.clone());
+    let (stream, ptr) = (device.create_stream().unwrap(), device.alloc(MIB).unwrap());
+    for operation in [None, Some(Operation::Synchronize)] {
+        sim.inject(Fault::Rate { operation, rate: 1.0, code: Code(999) });
+        if operation.is_some() {
+            sim.inject(Fault::Rate { operation: Some(Operation::SynchronizeStream), rate: 1.0, code: Code(999) });
+        }
+        let error = stream.upload_blocking(ptr, &[1; 64]).unwrap_err();
+        assert_eq!(error.code, Code(999), "{error}");
+        sim.clear_faults();
+        stream.upload_blocking(ptr, &[2; 64]).unwrap();
+    }
+    stream.synchronize().unwrap();
+    assert_eq!(sim.violations(), []);
 }
 
 #[test]
