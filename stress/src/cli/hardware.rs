@@ -50,7 +50,8 @@ pub struct SoakArgs {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     pub seeds: u64,
 
-    /// Memory to use, in MiB. By default half of what is free, but 24 MiB at most on a simulated device.
+    /// Memory to use, in MiB, at most what the device has. By default half of what is free, but 24 MiB at most on a simulated device:
+    /// there it is written to host memory.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=u64::MAX >> 20))]
     pub limit_mb: Option<u64>,
 }

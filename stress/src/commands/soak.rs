@@ -108,7 +108,13 @@ fn one(
 
 /// How much memory to use: what was asked for, or what the options say, or half of what is free, and little on a simulated device.
 fn limit(session: &Session, args: &SoakArgs, device: &Device, allocator: &Allocator) -> Result<u64, Failure> {
-    if let Some(limit) = args.limit_mb.map(|mib| mib << 20).or(allocator.limit()) {
+    let total = device.info().total_bytes;
+    if let Some(limit) = args.limit_mb.map(|mib| mib << 20) {
+        let (limit, total) = (Bytes(limit), Bytes(total));
+        let more = || Failure::Usage(format!("--limit-mb: {limit} are more than the device has, which is {total}"));
+        return if limit > total { Err(more()) } else { Ok(limit.0) };
+    }
+    if let Some(limit) = allocator.limit() {
         return Ok(limit);
     }
     let half = device.memory_info()?.free / 2;

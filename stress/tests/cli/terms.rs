@@ -116,6 +116,7 @@ fn a_limit_that_is_too_small_is_at_fault() {
     let file = Scratch::new("large.trace", b"a 0 30000000 0\nf 0 0\n");
     refused(&["fit", "--config", "limit_mb:20", file.path()], 3, "for the limit of 20.00 MiB that the options set");
     refused(&["soak", "--limit-mb", "18446744073709551615"], 2, "--limit-mb");
+    refused(&["--device", "sim:1GiB", "soak", "--limit-mb", "1025"], 2, "1.00 GiB");
 }
 
 /// Such as one that gives memory back.
