@@ -3,8 +3,9 @@
 //! Invariant: while captures are held off none begins, and while a stream captures none are held off. So whoever asks and then makes
 //! such a call is not overtaken in between.
 //!
-//! The lock is a leaf. Beginning a capture waits for calls that hold it off, so nobody does that under a lock that these need: not that
-//! of a timeline.
+//! The lock is a leaf. Beginning a capture waits for calls that hold it off, and calls that would hold off all captures wait for those that
+//! are about to begin, so that neither is kept waiting for ever. So nobody does either under a lock that the other needs, such as
+//! that of a timeline, nor holds captures off twice at a time; and no code of others runs while they are held off.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -23,14 +24,16 @@ pub struct CapturingStreams {
     all: AtomicU32,
     blocking: AtomicU32,
     holding_off: Mutex<HoldingOff>,
-    fewer: Condvar,
+    changed: Condvar,
     /// Drivers whose devices are gone, and which must wait for the context to give back what they hold.
     kept: Leaf<Vec<Arc<dyn Driver>>>,
 }
 
-/// How many calls are under way that a capture would be broken by.
+/// How many calls are under way that a capture would be broken by, and who waits for them.
 #[derive(Debug, Default)]
 struct HoldingOff {
+    /// Captures that are about to begin.
+    beginning: u32,
     /// Those that wait for the device.
     any: u32,
     /// Those on the legacy stream.
@@ -41,30 +44,52 @@ impl CapturingStreams {
     /// A stream captures from now on, which may be a blocking one. Waits until nobody holds that off.
     pub(crate) fn enter(&self, blocking: bool) {
         let mut holding_off = self.holding_off.lock();
+        holding_off.beginning += 1;
         while holding_off.any > 0 || (blocking && holding_off.blocking > 0) {
-            holding_off = self.fewer.wait(holding_off);
+            holding_off = self.changed.wait(holding_off);
         }
+        holding_off.beginning -= 1;
+        self.count(blocking);
+        drop(holding_off);
+        self.changed.notify_all();
+    }
+
+    /// As [`CapturingStreams::enter`], of a capture that others have begun: whoever holds off captures may wait for its end. Waits for
+    /// nobody.
+    pub(crate) fn enter_begun(&self, blocking: bool) {
+        let holding_off = self.holding_off.lock();
+        self.count(blocking);
+        drop(holding_off);
+        self.changed.notify_all();
+    }
+
+    fn count(&self, blocking: bool) {
         self.all.fetch_add(1, Ordering::AcqRel);
         self.blocking.fetch_add(blocking.into(), Ordering::AcqRel);
     }
 
     /// It does not any more.
     pub(crate) fn leave(&self, blocking: bool) {
-        let _unchanged = self.holding_off.lock();
+        let holding_off = self.holding_off.lock();
         self.all.fetch_sub(1, Ordering::AcqRel);
         self.blocking.fetch_sub(blocking.into(), Ordering::AcqRel);
+        drop(holding_off);
+        self.changed.notify_all();
     }
 
-    /// Lets no stream begin to capture while the answer lives, unless one does already.
+    /// Lets no stream begin to capture while the answer lives, unless one does already, or is about to.
     pub(crate) fn hold_off(&self) -> Option<HeldOff<'_>> {
         let mut holding_off = self.holding_off.lock();
+        while holding_off.beginning > 0 && !self.any() {
+            holding_off = self.changed.wait(holding_off);
+        }
         (!self.any()).then(|| {
             holding_off.any += 1;
             HeldOff(self)
         })
     }
 
-    /// As [`CapturingStreams::hold_off`], for blocking streams alone.
+    /// As [`CapturingStreams::hold_off`], for blocking streams alone. Waits for nobody, so that it may be called under the lock of a timeline.
     pub(crate) fn hold_off_blocking(&self) -> Option<BlockingHeldOff<'_>> {
         let mut holding_off = self.holding_off.lock();
         (self.blocking.load(Ordering::Acquire) == 0).then(|| {
@@ -98,7 +123,7 @@ pub(crate) struct HeldOff<'a>(&'a CapturingStreams);
 impl Drop for HeldOff<'_> {
     fn drop(&mut self) {
         self.0.holding_off.lock().any -= 1;
-        self.0.fewer.notify_all();
+        self.0.changed.notify_all();
     }
 }
 
@@ -109,6 +134,6 @@ pub(crate) struct BlockingHeldOff<'a>(&'a CapturingStreams);
 impl Drop for BlockingHeldOff<'_> {
     fn drop(&mut self) {
         self.0.holding_off.lock().blocking -= 1;
-        self.0.fewer.notify_all();
+        self.0.changed.notify_all();
     }
 }

@@ -20,7 +20,7 @@ use crate::counted::Counted;
 use crate::driver::{DevicePtr, Driver, RawEvent, RawModule, RawPhysical, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::label::DeviceLabel;
-use crate::left::Left;
+use crate::left::{Left, LeftOwner};
 use crate::timeline::Timeline;
 use crate::waits::Waits;
 
@@ -202,14 +202,17 @@ impl Context {
     pub(crate) fn free_orphans(&self) {
         if let Some(held_off) = self.capturing.hold_off() {
             self.capturing.let_go(&held_off);
-            self.free_orphans_of(&self.orphans);
+            let owners = self.free_orphans_of(&self.orphans);
             self.free_unused_orphans();
+            drop(held_off);
+            drop(owners);
         }
     }
 
     /// Gives the orphans back for which nobody needs to wait.
     pub(crate) fn free_unused_orphans(&self) {
-        self.free_orphans_of(&self.unused_orphans);
+        // None of them is memory of the host.
+        let _no_owners = self.free_orphans_of(&self.unused_orphans);
     }
 
     /// Whether there is an orphan.
@@ -218,29 +221,37 @@ impl Context {
     }
 
     /// Gives each orphan back, for the last time: what cannot go is not in the way of others, and is tried once more.
-    fn free_every_orphan(&self) {
+    fn free_every_orphan(&self) -> Vec<LeftOwner> {
+        let mut owners = Vec::new();
         for queue in [&self.orphans, &self.orphans, &self.unused_orphans, &self.unused_orphans] {
             for _ in 0..queue.len() {
                 if self.driver.lost().is_none() {
-                    self.free_orphans_of(queue);
+                    owners.extend(self.free_orphans_of(queue));
                 }
             }
         }
+        owners
     }
 
     /// After a failure the rest stays, rather than that each fails in turn.
-    fn free_orphans_of(&self, queue: &SegQueue<Orphan>) {
+    /// Tells who owned registered memory that went: to be dropped where code of others may run.
+    fn free_orphans_of(&self, queue: &SegQueue<Orphan>) -> Vec<LeftOwner> {
+        let mut owners = Vec::new();
         while let Some(orphan) = queue.pop() {
-            if let Err((error, orphan)) = self.free_orphan(orphan) {
-                tracing::warn!(%error, ?orphan, "memory could not be freed; it will be tried again");
-                self.orphan(orphan);
-                return;
+            match self.free_orphan(orphan) {
+                Ok(owner) => owners.extend(owner),
+                Err((error, orphan)) => {
+                    tracing::warn!(%error, ?orphan, "memory could not be freed; it will be tried again");
+                    self.orphan(orphan);
+                    break;
+                }
             }
         }
+        owners
     }
 
-    fn free_orphan(&self, orphan: Orphan) -> std::result::Result<(), (DeviceError, Orphan)> {
-        match orphan {
+    fn free_orphan(&self, orphan: Orphan) -> std::result::Result<Option<LeftOwner>, (DeviceError, Orphan)> {
+        let gone = match orphan {
             Orphan::Allocation(ptr) => self.driver.free(ptr).map_err(|error| (error, orphan)),
             Orphan::Physical(physical) => self.driver.release_physical(physical).map_err(|error| (error, orphan)),
             Orphan::Reservation(reservation) => self.free_reservation(reservation),
@@ -250,11 +261,16 @@ impl Context {
                 .synchronize()
                 .and_then(|()| self.driver.unload_module(module))
                 .map_err(|error| (error, orphan)),
-            Orphan::Host(memory) => match self.driver.synchronize() {
-                // SAFETY: no work can have begun to use it since it was left to the device, which was waited for.
-                Ok(()) => unsafe { memory.free(&self.driver) }.map_err(|(error, memory)| (error, Orphan::Host(memory))),
-                Err(error) => Err((error, Orphan::Host(memory))),
-            },
+            Orphan::Host(memory) => return self.free_host(memory),
+        };
+        gone.map(|()| None)
+    }
+
+    fn free_host(&self, memory: Left) -> std::result::Result<Option<LeftOwner>, (DeviceError, Orphan)> {
+        match self.driver.synchronize() {
+            // SAFETY: no work can have begun to use it since it was left to the device, which was waited for.
+            Ok(()) => unsafe { memory.free(&self.driver) }.map_err(|(error, memory)| (error, Orphan::Host(memory))),
+            Err(error) => Err((error, Orphan::Host(memory))),
         }
     }
 
@@ -294,7 +310,9 @@ impl Drop for Context {
             None => self.capturing.keep(self.driver.shared()),
             Some(held_off) => {
                 self.capturing.let_go(&held_off);
-                self.free_every_orphan();
+                let owners = self.free_every_orphan();
+                drop(held_off);
+                drop(owners);
             }
         }
         DeviceLabel::close(self.device_id);

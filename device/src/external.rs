@@ -35,7 +35,12 @@ impl ExternalStream {
         if self.released {
             return Ok(());
         }
-        self.refuse_capture()?;
+        // First, so that none begins after it was looked for.
+        self.stream.timeline().let_captures_begin(false);
+        if let Err(error) = self.refuse_capture() {
+            self.stream.timeline().let_captures_begin(true);
+            return Err(error);
+        }
         self.let_go()
     }
 
@@ -54,6 +59,7 @@ impl ExternalStream {
 
     fn let_go(&mut self) -> Result<()> {
         self.released = true;
+        self.stream.timeline().let_captures_begin(false);
         let goes_on = Capture::end_on(&self.stream);
         let closed = self.stream.timeline().close(false);
         goes_on.inspect(|capture| capture.give_up());

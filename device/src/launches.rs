@@ -48,6 +48,8 @@ struct Made {
     last: Vec<Tick>,
     /// Graphs that captured a launch: theirs launch this one, too.
     captured_into: Vec<Arc<Launches>>,
+    /// Whether any that were there launch graphs of others, of which nobody here sees what they do.
+    into_foreign: bool,
     /// What launches come after, one tick a stream.
     after: Vec<Tick>,
     /// Those that launches keep with other graphs.
@@ -137,6 +139,7 @@ impl Launches {
     fn launch_captured(&self, outer: &Arc<Launches>, launch: impl FnOnce() -> Result<()>) -> Result<()> {
         self.after().into_iter().for_each(|tick| outer.come_after(tick));
         let mut made = self.made.lock();
+        made.forget_what_is_over();
         made.orders.iter().for_each(|order| outer.keep_order(order));
         made.kept.iter().for_each(|what| outer.keep(what));
         // Before it is made: after a failure, too, part of it may be there.
@@ -184,6 +187,11 @@ impl Launches {
         is_gone && self.made.lock().captured_into.iter().all(|outer| outer.is_over())
     }
 
+    /// Whether it is over, and its launches are known to be done as far as they are seen here.
+    fn is_done(&self) -> bool {
+        self.is_over() && self.pending_here().is_empty()
+    }
+
     /// The last launch on each stream, those left out that are known to be done; no driver call. `None` if launches are not seen
     /// here, of this graph or of one that it is part of.
     pub fn pending(&self) -> Option<Vec<Tick>> {
@@ -194,16 +202,56 @@ impl Launches {
     pub fn pending_here(&self) -> Vec<Tick> {
         let mut made = self.made.lock();
         made.last.retain(|tick| !is_known_done(tick));
+        made.forget_what_is_over();
         let mut pending = made.last.clone();
         made.captured_into.iter().for_each(|outer| pending.extend(outer.pending_here()));
         pending
     }
 
     fn are_all_seen(&self) -> bool {
-        self.ours && self.made.lock().captured_into.iter().all(|outer| outer.are_all_seen())
+        let made = self.made.lock();
+        self.ours && !made.into_foreign && made.captured_into.iter().all(|outer| outer.are_all_seen())
+    }
+}
+
+impl Made {
+    /// A graph may be captured into one after another that is launched for a while.
+    fn forget_what_is_over(&mut self) {
+        let into_foreign = &mut self.into_foreign;
+        self.captured_into.retain(|outer| {
+            let is_done = outer.is_done();
+            *into_foreign |= is_done && !outer.are_all_seen();
+            !is_done
+        });
     }
 }
 
 fn is_known_done(tick: &Tick) -> bool {
     tick.timeline().is_known_done(tick.n())
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::Device;
+    use crate::sim::{SimConfig, SimDriver};
+
+    #[test]
+    fn graphs_that_are_over_are_forgotten_by_those_that_they_launch() {
+        let device = Device::new(SimDriver::new(SimConfig::default()));
+        let stream = device.create_stream().unwrap();
+        let capture = stream.begin_capture().unwrap();
+        let launches = stream.launches_of_capture().unwrap();
+        let inner = capture.end().unwrap();
+        for _ in 0..100 {
+            let capture = stream.begin_capture().unwrap();
+            inner.launch(&stream).unwrap();
+            let outer = capture.end().unwrap();
+            outer.launch(&stream).unwrap();
+            assert_eq!(launches.pending().map(|pending| pending.len()), Some(1));
+            stream.synchronize().unwrap();
+        }
+        assert!(launches.made.lock().captured_into.len() <= 2);
+        drop(inner);
+        assert!(launches.is_over());
+    }
 }

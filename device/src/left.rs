@@ -21,12 +21,15 @@ use crate::timeline::Tick;
 /// done for much at a time.
 const REGISTERED_KEPT: u64 = 64 << 20;
 
+/// Who keeps registered memory where it is.
+pub(crate) type LeftOwner = Box<dyn Any + Send>;
+
 /// Page-locked memory without an owner. Invariant: nobody else uses it or gives it back; work of the device may still.
 #[derive(Debug)]
 pub(crate) struct Left {
     ptr: HostPtr,
     /// Who keeps registered memory where it is; dropped only once it is not registered any more.
-    owner: Option<ManuallyDrop<Box<dyn Any + Send>>>,
+    owner: Option<ManuallyDrop<LeftOwner>>,
 }
 
 impl Left {
@@ -38,11 +41,11 @@ impl Left {
         Left { ptr, owner: owner.map(ManuallyDrop::new) }
     }
 
-    /// Gives the memory back. After an error it is as it was.
+    /// Gives the memory back. The answer is its owner, to be dropped where code of others may run. After an error it is as it was.
     ///
     /// # Safety
     /// No work of the device uses it any more.
-    pub(crate) unsafe fn free(self, driver: &dyn Driver) -> Result<(), (DeviceError, Left)> {
+    pub(crate) unsafe fn free(self, driver: &dyn Driver) -> Result<Option<LeftOwner>, (DeviceError, Left)> {
         let gone = match self.owner {
             // SAFETY: nobody else uses it, by the invariant, and the device does not, as the caller vouches.
             None => unsafe { driver.host_free(self.ptr) },
@@ -50,10 +53,9 @@ impl Left {
             Some(_) => unsafe { driver.host_unregister(self.ptr) },
         };
         match gone {
-            Ok(()) => drop(self.owner.map(ManuallyDrop::into_inner)),
-            Err(error) => return Err((error, self)),
+            Ok(()) => Ok(self.owner.map(ManuallyDrop::into_inner)),
+            Err(error) => Err((error, self)),
         }
-        Ok(())
     }
 }
 
@@ -99,11 +101,14 @@ impl LeftMemory {
         if self.0.lock().is_empty() {
             return 0;
         }
-        let Some(_held_off) = context.capturing.hold_off() else { return 0 };
+        let Some(held_off) = context.capturing.hold_off() else { return 0 };
         let waiting = std::mem::take(&mut *self.0.lock());
         ask(&waiting);
         let registered_too = goes_registered(&waiting);
-        self.free(waiting, context, |memory| registered_too || memory.owner.is_none())
+        let (freed, owners) = self.free(waiting, context, |memory| registered_too || memory.owner.is_none());
+        drop(held_off);
+        drop(owners);
+        freed
     }
 
     /// Gives everything back; waits for the device if it may still use some. Returns how many bytes went.
@@ -119,12 +124,16 @@ impl LeftMemory {
         {
             tracing::warn!(%error, "the device could not be waited for; page-locked memory that it may use stays");
         }
-        self.free(waiting, context, |_| true)
+        let (freed, owners) = self.free(waiting, context, |_| true);
+        drop(held_off);
+        drop(owners);
+        freed
     }
 
     /// Gives back what is done, if `goes` says so; the rest is kept. After a failure that is all, rather than that each fails in turn.
-    fn free(&self, waiting: Vec<Waiting>, context: &Context, goes: impl Fn(&Left) -> bool) -> u64 {
-        let (mut freed, mut failed, mut kept) = (0, false, Vec::new());
+    /// Tells how many bytes went, and who owned them.
+    fn free(&self, waiting: Vec<Waiting>, context: &Context, goes: impl Fn(&Left) -> bool) -> (u64, Vec<LeftOwner>) {
+        let (mut freed, mut failed, mut kept, mut owners) = (0, false, Vec::new(), Vec::new());
         for Waiting { memory, bytes, uses } in waiting {
             let waiting = Waiting { memory, bytes, uses };
             if failed || !goes(&waiting.memory) || !waiting.is_known_done() {
@@ -133,7 +142,10 @@ impl LeftMemory {
             }
             // SAFETY: all its uses are known to be done.
             match unsafe { waiting.memory.free(&context.driver) } {
-                Ok(()) => freed += bytes,
+                Ok(owner) => {
+                    freed += bytes;
+                    owners.extend(owner);
+                }
                 Err((error, memory)) => {
                     tracing::warn!(%error, ?memory, "page-locked memory could not be freed; it will be tried again");
                     failed = true;
@@ -142,7 +154,7 @@ impl LeftMemory {
             }
         }
         self.0.lock().extend(kept);
-        freed
+        (freed, owners)
     }
 
     /// Leaves all of it to the context, which gives it back with its other orphans.

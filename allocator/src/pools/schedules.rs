@@ -6,8 +6,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_device::sim::{SimConfig, SimDriver};
-use aquifer_device::{Device, ErrorKind, Graph, Stream};
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{Code, Device, ErrorKind, Graph, Operation, Stream};
 use shuttle::thread;
 
 use crate::{AllocError, Allocator, Config, PoolOptions, PrivatePool};
@@ -17,6 +17,7 @@ const MIB: u64 = 1 << 20;
 const LARGE: u64 = 40 * MIB;
 
 struct Setup {
+    sim: Arc<SimDriver>,
     pool: Arc<PrivatePool>,
     streams: [Stream; 2],
 }
@@ -29,7 +30,7 @@ fn explore(options: &'static str, model: impl Fn(&Setup) + Send + Sync + 'static
         let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
         let streams = [0; 2].map(|_| device.create_stream().unwrap());
         let pool = Arc::new(allocator.create_pool(PoolOptions::default()).unwrap());
-        model(&Setup { pool, streams });
+        model(&Setup { sim: sim.clone(), pool, streams });
         device.synchronize().unwrap();
         allocator.empty_cache().unwrap();
         assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 0));
@@ -41,8 +42,7 @@ fn explore(options: &'static str, model: impl Fn(&Setup) + Send + Sync + 'static
     shuttle::check_pct(move || again(), 300, 3);
 }
 
-/// A graph that fills scratch memory of the pool; nothing if there is no memory for it, or the capture is broken: whoever waits for the
-/// device asks beforehand whether a stream captures, and one may begin to in between.
+/// A graph that fills scratch memory of the pool; nothing if there is no memory for it.
 fn capture(pool: &PrivatePool, stream: &Stream) -> Option<(Graph, Range<u64>)> {
     let capture = stream.begin_capture().unwrap();
     let route = pool.allocator().capture(stream, pool).unwrap();
@@ -53,7 +53,8 @@ fn capture(pool: &PrivatePool, stream: &Stream) -> Option<(Graph, Range<u64>)> {
         Err(error) => panic!("{error}"),
     };
     drop(route);
-    Some((capture.end().ok()?, range?))
+    let graph = capture.end().expect("nobody may break a capture");
+    Some((graph, range?))
 }
 
 fn fill_scratch(allocator: &Allocator, stream: &Stream) -> Result<Range<u64>, AllocError> {
@@ -65,7 +66,7 @@ fn fill_scratch(allocator: &Allocator, stream: &Stream) -> Result<Range<u64>, Al
 #[test]
 fn a_pool_that_is_emptied_keeps_what_a_graph_uses() {
     for options in ["", "backing:segments"] {
-        explore(options, |Setup { pool, streams: [one, two] }| {
+        explore(options, |Setup { pool, streams: [one, two], .. }| {
             drop(pool.alloc(LARGE, one).unwrap());
             let (capturing, emptying, stream) = (pool.clone(), pool.clone(), two.clone());
             let capture = thread::spawn(move || capture(&capturing, &stream));
@@ -82,7 +83,7 @@ fn a_pool_that_is_emptied_keeps_what_a_graph_uses() {
 
 #[test]
 fn a_request_beside_a_capture_gets_nothing_that_the_graph_uses() {
-    explore("", |Setup { pool, streams: [one, two] }| {
+    explore("", |Setup { pool, streams: [one, two], .. }| {
         let (capturing, asking) = (pool.clone(), pool.clone());
         let (stream, other) = (two.clone(), one.clone());
         let capture = thread::spawn(move || capture(&capturing, &stream));
@@ -97,4 +98,24 @@ fn a_request_beside_a_capture_gets_nothing_that_the_graph_uses() {
             assert!(got.end <= used.start || used.end <= got.start, "{got:x?} is the graph's, who has {used:x?}");
         }
     });
+}
+
+/// The driver refuses to take its memory, while another pool is made.
+#[test]
+fn a_new_pool_has_none_of_the_memory_of_one_that_goes() {
+    for options in ["", "backing:segments"] {
+        explore(options, |setup| {
+            let allocator = setup.pool.allocator().clone();
+            let going = allocator.create_pool(PoolOptions::default()).unwrap();
+            drop(going.alloc(LARGE, &setup.streams[0]).unwrap());
+            setup.sim.inject(Fault::Nth { operation: Some(Operation::Free), nth: 1, code: Code::INVALID_VALUE });
+            let goes = thread::spawn(move || drop(going));
+            let made = thread::spawn(move || allocator.create_pool(PoolOptions::default()).unwrap());
+            goes.join().unwrap();
+            let made = made.join().unwrap();
+            setup.sim.clear_faults();
+            let segments = made.allocator().snapshot().segments;
+            assert!(segments.iter().all(|segment| segment.segment_pool_id != made.id()), "it never allocated");
+        });
+    }
 }

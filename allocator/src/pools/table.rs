@@ -169,8 +169,11 @@ impl Whole {
     /// before it was closed know it by its numbers.
     pub(super) fn add_private(&mut self, options: PoolOptions) -> Result<(u64, u64), AllocError> {
         let id = (0, NEXT_POOL.fetch_add(1, Ordering::Relaxed));
-        let holds_memory =
-            |private: &Private| self.heaps().flat_map(Heap::regions).any(|region| private.owns(region.pool));
+        // What the driver is asked to take back may come back.
+        let releasing = || self.releasing.values().map(|releasing| &releasing.region);
+        let holds_memory = |private: &Private| {
+            self.heaps().flat_map(Heap::regions).chain(releasing()).any(|region| private.owns(region.pool))
+        };
         let is_over = |private: &Private| private.is_released() && !self.pools.is_routed_to(private);
         let unused = self.pools.private.iter().position(|private| is_over(private) && !holds_memory(private));
         let at = unused.unwrap_or(self.pools.private.len());

@@ -104,18 +104,20 @@ impl Capture {
         let goes_on = |error: DeviceError| error.with_more("the capture goes on");
         let raw = self.stream.timeline().usable(operation).map_err(goes_on)?;
         let graph = self.stream.driver().end_capture(raw);
-        if graph.is_err() && !self.is_ended(raw) {
+        let mut late = None;
+        if graph.is_err() && !self.is_ended(raw, &mut late) {
             return graph.map_err(goes_on);
         }
         self.scope.close();
         self.scope.launches.cover();
         drop(alone);
-        // What it kept is code of others.
+        // What they kept is code of others.
+        drop(late);
         graph.inspect_err(|_| drop(self.scope.launches.note_gone()))
     }
 
-    /// Whether a capture that could not be ended has ended all the same, or does so when it is ended once more.
-    fn is_ended(&self, raw: RawStream) -> bool {
+    /// Whether a capture that could not be ended has ended all the same, or does so when it is ended once more, with a graph.
+    fn is_ended(&self, raw: RawStream, late: &mut Option<Graph>) -> bool {
         let driver = self.stream.driver();
         let asked = |asked: Result<CaptureStatus>| match asked {
             Ok(status) => status == CaptureStatus::None,
@@ -127,7 +129,7 @@ impl Capture {
             }
             match driver.end_capture(raw) {
                 Ok(raw) => {
-                    drop(self.graph(raw));
+                    *late = Some(self.graph(raw));
                     return true;
                 }
                 Err(error) if is_without_captures(&error) => return true,
@@ -199,7 +201,7 @@ impl AnnouncedCapture {
         if stream.timeline().is_of_thread() {
             left::end_with_thread(&scope)?;
         }
-        stream.timeline().begin_capture(&scope, || match stream.driver().capture_status(raw)? {
+        stream.timeline().announce_capture(&scope, || match stream.driver().capture_status(raw)? {
             CaptureStatus::Active => Ok(()),
             CaptureStatus::Invalidated => Err(DeviceError::new(operation, Code::CAPTURE_INVALIDATED)
                 .with_detail("an earlier call broke the capture that is announced")),

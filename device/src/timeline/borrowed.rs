@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use super::capturing::{capture_error, unannounced_error};
 use super::{GONE, Timeline};
+use crate::capturing_streams::BlockingHeldOff;
 use crate::driver::{CaptureStatus, Driver, RawStream};
 use crate::error::{DeviceError, ErrorKind, Operation, Result};
 
@@ -59,7 +60,7 @@ impl Timeline {
                 "the host cannot wait for work of a capturing stream: use another one",
             ));
         }
-        let _held_off = self.spare_captures(raw, operation)?;
+        let held_off = self.spare_captures(raw, operation)?;
         self.refuse_capture_of_others(raw)?;
         state.borrowed += 1;
         drop(state);
@@ -68,7 +69,7 @@ impl Timeline {
         match enqueue(raw) {
             Err(error) if error.is_device_lost() => Err(error),
             enqueued => {
-                let waited = self.wait_for_work(raw);
+                let waited = self.wait_for_work(raw, operation, held_off);
                 enqueued.and(waited)
             }
         }
@@ -85,11 +86,15 @@ impl Timeline {
 
     /// Waits on the host until what was enqueued on the stream is done, in whatever way the driver lets it. Fails only where nothing runs
     /// any more.
-    fn wait_for_work(&self, raw: RawStream) -> Result<()> {
+    fn wait_for_work(&self, raw: RawStream, operation: Operation, held_off: Option<BlockingHeldOff<'_>>) -> Result<()> {
+        let mut held_off = Some(Ok(held_off));
         let reached = self.begin_wait();
         let (mut pause, mut attempts, mut refusals) = (PAUSE_MIN, 0_u32, 0);
         loop {
-            let error = match self.try_to_wait(raw) {
+            // Not while the host sleeps: who ends a capture that is in the way may have to begin another one.
+            let held_off = held_off.take().unwrap_or_else(|| self.spare_captures(raw, operation));
+            let attempt = held_off.map_or_else(ControlFlow::Continue, |held_off| self.try_to_wait(raw, held_off));
+            let error = match attempt {
                 ControlFlow::Break(waited) => return waited.inspect(|()| self.mark_done(reached)),
                 ControlFlow::Continue(error) => error,
             };
@@ -107,9 +112,15 @@ impl Timeline {
     }
 
     /// Waits for the stream, or else for the device. Goes on with an error after which the work may still run.
-    fn try_to_wait(&self, raw: RawStream) -> ControlFlow<Result<()>, DeviceError> {
+    fn try_to_wait(
+        &self,
+        raw: RawStream,
+        held_off: Option<BlockingHeldOff<'_>>,
+    ) -> ControlFlow<Result<()>, DeviceError> {
         let driver = &self.context.driver;
-        let error = match driver.synchronize_stream(raw) {
+        let waited = driver.synchronize_stream(raw);
+        drop(held_off);
+        let error = match waited {
             Err(error) if !error.is_device_lost() => error,
             waited => return ControlFlow::Break(waited),
         };
@@ -117,10 +128,8 @@ impl Timeline {
         if error.kind == ErrorKind::Capture {
             return ControlFlow::Continue(error);
         }
-        let Some(_held_off) = self.context.capturing.hold_off() else {
-            let detail = "the device cannot be waited for while one of its streams captures";
-            return ControlFlow::Continue(capture_error(Operation::Synchronize, detail));
-        };
+        // This very thread may be the one that captures, so this is no capture that is waited for.
+        let Some(_held_off) = self.context.capturing.hold_off() else { return ControlFlow::Continue(error) };
         match driver.synchronize() {
             Err(error) if !is_gone(&error) => ControlFlow::Continue(error),
             waited => ControlFlow::Break(waited),

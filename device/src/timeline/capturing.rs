@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Kind, State, Timeline};
+use super::{GONE, Kind, State, Timeline};
 use crate::capture::Scope;
 use crate::capturing_streams::BlockingHeldOff;
 use crate::driver::{CaptureStatus, Driver, DriverKind, RawStream};
@@ -61,8 +61,24 @@ impl Timeline {
         begun.inspect_err(|_| self.context.capturing.leave(blocking))
     }
 
+    /// As [`Timeline::begin_capture`], of a capture that others have begun, if `ask` finds it.
+    pub(crate) fn announce_capture(
+        self: &Arc<Self>,
+        scope: &Arc<Scope>,
+        ask: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let blocking = self.kind == Kind::Blocking;
+        self.context.capturing.enter_begun(blocking);
+        let found = self.begin_capture_now(scope, ask);
+        found.inspect_err(|_| self.context.capturing.leave(blocking))
+    }
+
     fn begin_capture_now(self: &Arc<Self>, scope: &Arc<Scope>, begin: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut state = self.state.lock();
+        // Somebody may have let go of it since this was called.
+        if state.closed || state.is_let_go {
+            return Err(self.closed_error(Operation::BeginCapture, GONE));
+        }
         if state.capture.is_some() {
             return Err(capture_error(Operation::BeginCapture, "the stream captures already"));
         }
@@ -90,6 +106,9 @@ impl Timeline {
     /// Whether the stream was not part of the capture before, and is now.
     fn join_capture_now(self: &Arc<Self>, scope: &Arc<Scope>, wait: impl FnOnce() -> Result<()>) -> Result<bool> {
         let mut state = self.state.lock();
+        if state.closed || state.is_let_go {
+            return Err(self.closed_error(Operation::Wait, GONE));
+        }
         if scope.is_over() {
             return Err(DeviceError::new(Operation::Wait, Code::CAPTURED_EVENT)
                 .with_detail("the event was recorded in a capture that has ended; record it again to wait for it"));
@@ -103,6 +122,11 @@ impl Timeline {
             self.take_part(&mut state, scope);
         }
         Ok(joins)
+    }
+
+    /// Whether captures may begin on the stream, or join it: not while somebody lets go of it.
+    pub(crate) fn let_captures_begin(&self, may_begin: bool) {
+        self.state.lock().is_let_go = !may_begin;
     }
 
     fn take_part(&self, state: &mut State, scope: &Arc<Scope>) {

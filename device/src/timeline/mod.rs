@@ -112,6 +112,8 @@ struct State {
     capture: Option<Arc<Scope>>,
     /// Calls under way that enqueue work with borrowed memory, and wait for it.
     borrowed: u32,
+    /// Somebody is letting go of the stream, so that no capture begins any more.
+    is_let_go: bool,
 }
 
 /// An event on a timeline. It covers every tick smaller than `covers`.

@@ -299,6 +299,59 @@ fn t5_no_capture_is_broken_by_calls_that_wait_for_the_device() {
     });
 }
 
+/// Whoever ends the capture announces it first, while the copy waits for that end.
+#[test]
+fn t5_a_capture_of_others_is_announced_while_a_blocking_copy_waits_for_its_end() {
+    let model = || {
+        let world = World::new();
+        let blocking = world.device.create_stream_with(StreamFlags::default()).unwrap();
+        join([
+            spawn(&world, |world| match world.device.default_stream().upload_blocking(world.base, &[1; 64]) {
+                Ok(()) => {}
+                Err(error) => assert_eq!(error.kind, ErrorKind::Capture, "{error}"),
+            }),
+            spawn(&world, move |world| {
+                let driver = world.device.driver();
+                driver.begin_capture(blocking.raw()).unwrap();
+                // The copy may have broken it: it was begun before anybody could know.
+                let announced = blocking.announce_capture();
+                assert!(announced.as_ref().err().is_none_or(|error| error.kind == ErrorKind::Capture));
+                let graph = driver.end_capture(blocking.raw());
+                drop(announced);
+                graph.into_iter().for_each(|graph| driver.destroy_graph(graph).unwrap());
+            }),
+        ]);
+    };
+    // At random alone: who is waited for must run some time, and the copy sleeps in between.
+    shuttle::check_random(model, 300);
+}
+
+#[test]
+fn t5_no_capture_begins_on_a_stream_that_was_let_go_meanwhile() {
+    explore(|| {
+        let world = World::new();
+        let raw = world.device.driver().create_stream(StreamFlags::default()).unwrap();
+        #[allow(unsafe_code, reason = "adopting a stream is a promise")]
+        // SAFETY: it is not destroyed.
+        let mut adopted = unsafe { world.device.adopt_stream(raw) };
+        let stream = adopted.stream().clone();
+        join([
+            spawn(&world, move |_| {
+                if let Ok(capture) = stream.begin_capture() {
+                    // Which the other thread may have done.
+                    drop(capture.end());
+                }
+            }),
+            spawn(&world, move |_| {
+                // Refused while the stream captures; dropping it lets go all the same.
+                let _refused = adopted.release();
+            }),
+            spawn(&world, |world| drop(world.device.synchronize())),
+        ]);
+        world.device.synchronize().expect("nothing captures any more");
+    });
+}
+
 #[test]
 fn t4_ticks_of_a_destroyed_stream_are_answered_whoever_else_asks() {
     explore(|| {

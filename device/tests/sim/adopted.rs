@@ -1,5 +1,6 @@
 //! Streams that somebody else owns, adopted by a device (T4).
 
+use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -57,6 +58,28 @@ fn t5_a_stream_that_captures_stays_adopted_until_that_is_over() {
     assert!(!tick.timeline().is_open());
     tick.synchronize().unwrap();
     assert_eq!((cost(&bench.device), bench.driver.violations()), ((1, 0), vec![]));
+}
+
+/// What a graph keeps may be the stream that it was captured on, and go as soon as the capture has ended, at the second attempt.
+#[test]
+fn an_adopted_stream_that_its_own_graph_keeps_goes_with_it() {
+    for fails in [false, true] {
+        let bench = Bench::new();
+        let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
+        // SAFETY: the stream lives to the end of the test, and is adopted once.
+        let external = unsafe { bench.device.adopt_stream(raw) };
+        let stream = external.stream().clone();
+        let capture = stream.begin_capture().unwrap();
+        let external: Arc<dyn Any + Send + Sync> = Arc::new(external);
+        stream.launches_of_capture().unwrap().keep(&external);
+        drop(external);
+        if fails {
+            bench.driver.inject(Fault::Nth { operation: Some(Operation::EndCapture), nth: 1, code: Code(999) });
+        }
+        assert_eq!(capture.end().map(drop).is_err(), fails);
+        assert!(!stream.tick().timeline().is_open());
+        bench.device.synchronize().unwrap();
+    }
 }
 
 /// Its capture could be ended through nobody.

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
@@ -49,6 +50,31 @@ impl Bench {
     fn calls(&self, operation: Operation) -> u64 {
         self.device.driver_calls().of(operation)
     }
+}
+
+/// What an owner does when it is dropped is its own affair.
+#[test]
+fn its_owner_may_begin_a_capture() {
+    struct Owner(Vec<u8>, Stream, Arc<AtomicBool>);
+
+    impl Drop for Owner {
+        fn drop(&mut self) {
+            self.0.fill(1);
+            self.1.begin_capture().unwrap().end().unwrap();
+            self.2.store(true, Ordering::Relaxed);
+        }
+    }
+
+    let Bench { device, stream, .. } = Bench::new();
+    let ended = Arc::new(AtomicBool::new(false));
+    let mut memory = vec![0_u8; 4096];
+    // SAFETY: the owner keeps the memory.
+    let host = unsafe { device.driver().host_register(memory.as_mut_ptr(), 4096) }.unwrap();
+    let owner = Box::new(Owner(memory, stream.clone(), ended.clone()));
+    // SAFETY: registered above; nobody else has it.
+    unsafe { device.host_unregister_later(host, 4096, owner, Vec::new()) };
+    device.settle();
+    assert!(ended.load(Ordering::Relaxed));
 }
 
 #[test]

@@ -60,6 +60,7 @@ impl Allocator {
         own: u64,
         mut attempt: impl FnMut() -> Result<Result<T, Refusal>, AllocError>,
     ) -> Result<T, AllocError> {
+        self.refuse_unannounced_capture(request.slot)?;
         let mut tried = Tried { apart: true, own, ..Tried::default() };
         match attempt()? {
             Ok(served) => return Ok(served),
