@@ -5,8 +5,11 @@
 //!
 //! The lock is a leaf. Beginning a capture waits for calls that hold it off, and calls that would hold off all captures wait for those that
 //! are about to begin, so that neither is kept waiting for ever. So nobody does either under a lock that the other needs, such as
-//! that of a timeline, nor holds captures off twice at a time; and no code of others runs while they are held off.
+//! that of a timeline. A thread that holds captures off already waits for nobody to do so once more, as when what it lets go brings the
+//! end of another device with it. No code of others runs meanwhile.
 
+use std::cell::Cell;
+use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -79,13 +82,16 @@ impl CapturingStreams {
 
     /// Lets no stream begin to capture while the answer lives, unless one does already, or is about to.
     pub(crate) fn hold_off(&self) -> Option<HeldOff<'_>> {
+        // A thread that is ending cannot tell.
+        let once_more = HELD_OFF.try_with(Cell::get).unwrap_or(1) > 0;
         let mut holding_off = self.holding_off.lock();
-        while holding_off.beginning > 0 && !self.any() {
+        while holding_off.beginning > 0 && !self.any() && !once_more {
             holding_off = self.changed.wait(holding_off);
         }
         (!self.any()).then(|| {
             holding_off.any += 1;
-            HeldOff(self)
+            let _ = HELD_OFF.try_with(|held_off| held_off.set(held_off.get() + 1));
+            HeldOff(self, PhantomData)
         })
     }
 
@@ -116,12 +122,18 @@ impl CapturingStreams {
     }
 }
 
-/// No stream captures while this lives.
+thread_local! {
+    /// How many times the thread holds captures off.
+    static HELD_OFF: Cell<u32> = const { Cell::new(0) };
+}
+
+/// No stream captures while this lives. It stays on its thread, which is counted.
 #[derive(Debug)]
-pub(crate) struct HeldOff<'a>(&'a CapturingStreams);
+pub(crate) struct HeldOff<'a>(&'a CapturingStreams, PhantomData<*const ()>);
 
 impl Drop for HeldOff<'_> {
     fn drop(&mut self) {
+        let _ = HELD_OFF.try_with(|held_off| held_off.set(held_off.get().saturating_sub(1)));
         self.0.holding_off.lock().any -= 1;
         self.0.changed.notify_all();
     }
