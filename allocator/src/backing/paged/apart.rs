@@ -60,12 +60,13 @@ impl Allocator {
         own: u64,
         mut attempt: impl FnMut() -> Result<Result<T, Refusal>, AllocError>,
     ) -> Result<T, AllocError> {
-        self.refuse_unannounced_capture(request.slot)?;
         let mut tried = Tried { apart: true, own, ..Tried::default() };
         match attempt()? {
             Ok(served) => return Ok(served),
             Err(refusal) => tried.refusal = Some(refusal),
         }
+        // What makes room would break it.
+        self.refuse_unannounced_capture(request.slot)?;
         if self.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
             self.shell().count(|counters| &counters.num_oom_rejections);
             return Err(self.out_of_memory(request, tried));

@@ -83,6 +83,7 @@ impl Allocator {
         self.can_export(kind)?;
         let size = bytes.next_multiple_of(granularity);
         let slot = self.shell().core().slot(stream);
+        self.refuse_unannounced_capture(slot)?;
         let request = Request { requested: bytes, size, pool: POOL, slot, tag: Tag::current() };
         let (ptr, physical) = self.climb_apart(&request, 0, || self.try_exportable(&request, options))?;
         let memory = Memory::Apart(Arc::new(Holding::new(self, ptr, bytes, slot)));
@@ -101,6 +102,7 @@ impl Allocator {
         let private = self.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() })?;
         // So that the stream has a heap for it to be in.
         let slot = self.shell().enter(stream).arena.slot;
+        self.refuse_unannounced_capture(slot)?;
         let core = self.shell().core();
         let mut numbers = core.pools.find(private.id()).into_iter().flat_map(Private::numbers);
         let pool = numbers.find(|&number| kind_of(number) == PoolKind::Large).unwrap_or(POOL);
