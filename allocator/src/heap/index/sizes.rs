@@ -39,9 +39,7 @@ impl Occupied {
     pub(super) fn clear(&mut self, bin: usize) {
         let word = &mut self.bins[bin / 64];
         *word &= !(1 << (bin % 64));
-        if *word == 0 {
-            self.words &= !(1 << (bin / 64));
-        }
+        self.words &= !(u64::from(*word == 0) << (bin / 64));
     }
 
     /// The first bin from `from` on that holds anything.
@@ -49,12 +47,11 @@ impl Occupied {
     pub(super) fn first_from(&self, from: usize) -> Option<usize> {
         let word = from / 64;
         let here = self.bins.get(word)? & (u64::MAX << (from % 64));
-        if here != 0 {
-            return Some(word * 64 + here.trailing_zeros() as usize);
-        }
-        let later = self.words & (u64::MAX << 1 << word);
-        let word = later.trailing_zeros() as usize;
-        self.bins.get(word).map(|bits| word * 64 + bits.trailing_zeros() as usize)
+        // Without a branch on where it is, which follows no pattern.
+        let later = (self.words & (u64::MAX << 1 << word)).trailing_zeros() as usize;
+        let beyond = self.bins.get(later).copied().unwrap_or(0);
+        let (word, bits) = std::hint::select_unpredictable(here != 0, (word, here), (later, beyond));
+        (bits != 0).then(|| word * 64 + bits.trailing_zeros() as usize)
     }
 }
 
