@@ -7,8 +7,9 @@ use std::ops::{Index, IndexMut};
 pub(crate) struct BlockId(pub(crate) u32);
 
 impl BlockId {
-    /// No block.
-    pub(crate) const NONE: BlockId = BlockId(u32::MAX);
+    /// No block. There is a record of that number, which is never anybody's: it is vacant and of size 0, and its links may be
+    /// written, so that what an operation changes of a neighbour needs no branch on whether there is one.
+    pub(crate) const NONE: BlockId = BlockId(0);
 
     #[inline]
     fn index(self) -> usize {
@@ -118,11 +119,18 @@ impl Default for Block {
 }
 
 /// All blocks of a heap.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Slab {
+    /// The first is that of [`BlockId::NONE`].
     blocks: Vec<Block>,
     /// The first vacant record; they are chained through `next`.
     vacant: BlockId,
+}
+
+impl Default for Slab {
+    fn default() -> Slab {
+        Slab { blocks: vec![Block::default()], vacant: BlockId::NONE }
+    }
 }
 
 impl Slab {
@@ -154,20 +162,20 @@ impl Slab {
     fn grow(&mut self) {
         let id = BlockId(u32::try_from(self.blocks.len()).unwrap_or(u32::MAX));
         // 2^32 - 1 records of 64 bytes are 256 GiB of host memory: the process is out of memory before that.
-        assert!(id != BlockId::NONE, "more than 2^32 blocks");
+        assert!(id.0 != u32::MAX, "more than 2^32 blocks");
         self.blocks.push(Block::default());
         self.vacant = id;
     }
 
-    /// The record of a block, if it is one and not [`BlockId::NONE`].
+    /// The record of a block, if it is not [`BlockId::NONE`].
     #[inline]
     pub(crate) fn get(&self, id: BlockId) -> Option<&Block> {
-        self.blocks.get(id.index())
+        id.some().map(|id| &self[id])
     }
 
     #[inline]
     pub(crate) fn get_mut(&mut self, id: BlockId) -> Option<&mut Block> {
-        self.blocks.get_mut(id.index())
+        id.some().map(|id| &mut self[id])
     }
 
     /// How many records there are, vacant ones included.
@@ -225,17 +233,6 @@ impl Records<'_> {
         let record = &mut self.blocks[id.index()];
         (record.state, record.next) = (State::Vacant, *self.vacant);
         *self.vacant = id;
-    }
-
-    /// The record of a block, if it is one and not [`BlockId::NONE`].
-    #[inline]
-    pub(super) fn get(&self, id: BlockId) -> Option<&Block> {
-        self.blocks.get(id.index())
-    }
-
-    #[inline]
-    pub(super) fn get_mut(&mut self, id: BlockId) -> Option<&mut Block> {
-        self.blocks.get_mut(id.index())
     }
 }
 

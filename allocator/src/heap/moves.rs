@@ -119,9 +119,7 @@ fn cut_above<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, pla
     let record = &mut blocks[id];
     (record.size, record.requested, record.next) = (size, requested, rest);
     (record.state, record.owner) = (State::Live, owner);
-    if let Some(next) = blocks.get_mut(next) {
-        next.prev = rest;
-    }
+    blocks[next].prev = rest;
     index.changed(blocks, rest, place);
     Taken { id, size, whole, prev, next, rest: Some(rest), region }
 }
@@ -146,9 +144,7 @@ fn cut_below<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, p
     });
     let record = &mut blocks[rest];
     (record.addr, record.size, record.prev) = (addr + size, whole - size, taken);
-    if let Some(prev) = blocks.get_mut(prev) {
-        prev.next = taken;
-    }
+    blocks[prev].next = taken;
     index.changed(blocks, rest, place);
     Taken { id: taken, size, whole, prev, next, rest: Some(rest), region }
 }
@@ -160,8 +156,8 @@ fn cut_below<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, p
 pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, owner: u32, after: u64) -> Joined {
     let Block { addr, size: given, prev, next, region, .. } = blocks[id];
     let is_free = |block: &&Block| block.state == State::Free && block.owner == owner;
-    let below = blocks.get(prev).filter(is_free).map(|block| (block.size, block.after));
-    let above = blocks.get(next).filter(is_free).map(|block| (block.size, block.next, block.after));
+    let below = Some(&blocks[prev]).filter(is_free).map(|block| (block.size, block.after));
+    let above = Some(&blocks[next]).filter(is_free).map(|block| (block.size, block.next, block.after));
     let (with_prev, with_next) = (below.is_some(), above.map(|_| next));
     let joined = Joined { id, given, whole: given, with_prev, with_next, prev, next, region };
     match (below, above) {
@@ -177,9 +173,7 @@ pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockI
             let block = &mut blocks[id];
             (block.state, block.owner, block.shared, block.after) = (State::Free, owner, false, after.max(later));
             (block.size, block.next) = (given + above, beyond);
-            if let Some(beyond) = blocks.get_mut(beyond) {
-                beyond.prev = id;
-            }
+            blocks[beyond].prev = id;
             index.changed(blocks, id, place);
             Joined { whole: given + above, next: beyond, ..joined }
         }
@@ -188,9 +182,7 @@ pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockI
             let into = &mut blocks[next];
             let place = I::place(next, above, into.addr);
             (into.addr, into.size, into.prev, into.after) = (addr, above + given, prev, after.max(later));
-            if let Some(prev) = blocks.get_mut(prev) {
-                prev.next = next;
-            }
+            blocks[prev].next = next;
             index.changed(blocks, next, place);
             Joined { id: next, whole: above + given, next: beyond, ..joined }
         }
@@ -210,9 +202,7 @@ pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockI
             let place = I::place(prev, below, into.addr);
             (into.size, into.next, into.after) = (whole, beyond, after);
             let before = into.prev;
-            if let Some(beyond) = blocks.get_mut(beyond) {
-                beyond.prev = prev;
-            }
+            blocks[beyond].prev = prev;
             index.changed(blocks, prev, place);
             Joined { id: prev, whole, prev: before, next: beyond, ..joined }
         }

@@ -53,7 +53,7 @@ impl Heap {
         requested: u64,
     ) -> Option<(BlockId, SplitChange)> {
         let id = self.resting;
-        let block = self.blocks.get(id)?;
+        let block = &self.blocks[id];
         if block.size != size || block.pool != pool {
             return None;
         }

@@ -90,7 +90,7 @@ impl Exact {
     #[inline]
     fn insert_key(&mut self, key: Key) {
         let at = bin_of(key.size());
-        self.occupied.set(at);
+        self.occupied.set_to(at, true);
         match self.bins.get_mut(at) {
             Some(bin) => bin.insert(key),
             None => self.grow_and_insert(at, key),
@@ -104,7 +104,7 @@ impl Exact {
         let Some(bin) = self.bins.get_mut(at) else { return };
         bin.remove(key);
         if bin.front[0] == Key::NONE {
-            self.occupied.clear(at);
+            self.occupied.set_to(at, false);
         }
     }
 

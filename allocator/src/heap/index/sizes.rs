@@ -29,17 +29,13 @@ pub(super) struct Occupied {
 }
 
 impl Occupied {
+    /// Notes whether a bin holds anything.
     #[inline]
-    pub(super) fn set(&mut self, bin: usize) {
-        self.bins[bin / 64] |= 1 << (bin % 64);
-        self.words |= 1 << (bin / 64);
-    }
-
-    #[inline]
-    pub(super) fn clear(&mut self, bin: usize) {
+    pub(super) fn set_to(&mut self, bin: usize, occupied: bool) {
+        let with = |word: u64, bit: usize, is_set: bool| word & !(1 << bit) | u64::from(is_set) << bit;
         let word = &mut self.bins[bin / 64];
-        *word &= !(1 << (bin % 64));
-        self.words &= !(u64::from(*word == 0) << (bin / 64));
+        *word = with(*word, bin % 64, occupied);
+        self.words = with(self.words, bin / 64, *word != 0);
     }
 
     /// The first bin from `from` on that holds anything.
