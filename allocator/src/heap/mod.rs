@@ -187,16 +187,20 @@ impl Heap {
         let piece = Piece { owner, size, requested };
         let rules = Rules { classes, kind: record.kind, no_split: record.no_split };
         let mut blocks = self.blocks.records_and_a_vacant_one();
-        match record.index_mut(self.home, from) {
+        let (taken, change) = match record.index_mut(self.home, from) {
             FreeIndex::Exact(index) => {
                 let taken = moves::take(index, &mut blocks, rules, id, Exact::place(id, whole, addr), piece);
-                (taken.id, self.took::<Exact>(&taken))
+                (taken, self.took::<Exact>(&taken))
             }
             FreeIndex::Bins(index) => {
                 let taken = moves::take(index, &mut blocks, rules, id, Bins::place(id, whole, addr), piece);
-                (taken.id, self.took::<Bins>(&taken))
+                (taken, self.took::<Bins>(&taken))
             }
+        };
+        if from != self.home {
+            self.strays_took(id, taken.rest);
         }
+        (taken.id, change)
     }
 
     /// A block became live that was free, or part of a free one.
@@ -204,15 +208,10 @@ impl Heap {
     fn took<I: Index>(&mut self, taken: &Taken) -> SplitChange {
         let &Taken { id, size, whole, prev, next, rest, region } = taken;
         self.free -= size;
-        match rest {
-            None => self.strays_forget(id),
-            Some(rest) if I::FIRST_STAYS => self.strays_rename(id, rest),
-            Some(_) => {}
-        }
         if !I::FIRST_STAYS && prev == BlockId::NONE {
             self.region_mut(region).first = id;
         }
-        if !I::COUNTS_PIECES {
+        if !I::SEGMENTS {
             return SplitChange::default();
         }
         // Whole regions do not count as split. In sums, not cases: which case it is follows no pattern.
@@ -243,16 +242,20 @@ impl Heap {
         let pool = usize::from(self.blocks[id].pool);
         debug_assert!(matches!(self.blocks[id].state, State::Live | State::Waiting));
         let mut blocks = self.blocks.records();
-        match self.pools[pool].index_mut(self.home, owner) {
+        let (joined, change) = match self.pools[pool].index_mut(self.home, owner) {
             FreeIndex::Exact(index) => {
                 let joined = moves::join(index, &mut blocks, id, owner, after);
-                (joined.id, self.gave::<Exact>(&joined, pool))
+                (joined, self.gave::<Exact>(&joined, pool))
             }
             FreeIndex::Bins(index) => {
                 let joined = moves::join(index, &mut blocks, id, owner, after);
-                (joined.id, self.gave::<Bins>(&joined, pool))
+                (joined, self.gave::<Bins>(&joined, pool))
             }
+        };
+        if owner != self.home {
+            self.strays_joined(joined.id, joined.with_next);
         }
+        (joined.id, change)
     }
 
     /// A block became free, and was joined with free neighbours.
@@ -260,14 +263,6 @@ impl Heap {
     fn gave<I: Index>(&mut self, joined: &Joined, pool: usize) -> SplitChange {
         let &Joined { id, given, whole, with_prev, with_next, prev, next, region } = joined;
         self.free += given;
-        if let Some(gone) = with_next
-            && (with_prev || I::FIRST_STAYS)
-        {
-            self.strays_forget(gone);
-        }
-        if !with_prev && (with_next.is_none() || I::FIRST_STAYS) {
-            self.strays_note(id);
-        }
         let is_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
         if !I::FIRST_STAYS && prev == BlockId::NONE {
             self.region_mut(region).first = id;
@@ -275,7 +270,7 @@ impl Heap {
         if is_whole_region {
             self.region_mut(region).age_base = self.pools[pool].searches;
         }
-        if !I::COUNTS_PIECES {
+        if !I::SEGMENTS {
             return SplitChange::default();
         }
         // Whole regions do not count as split: take back what this block counted as before, itself included.

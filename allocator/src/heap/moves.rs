@@ -25,6 +25,14 @@ pub(super) struct Rules<'a> {
     pub(super) no_split: bool,
 }
 
+impl Rules<'_> {
+    /// Whether a block that serves a request of `size` bytes is cut.
+    #[inline]
+    fn cuts<I: Index>(self, whole: u64, size: u64) -> bool {
+        !self.no_split && if I::SEGMENTS { self.classes.should_split(self.kind, whole, size) } else { whole > size }
+    }
+}
+
 /// A block that was taken.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Taken {
@@ -65,7 +73,7 @@ pub(super) fn take_best<I: Index>(
 ) -> Option<Taken> {
     let (mut id, mut place) = index.choose(blocks, piece.size)?;
     let fits = |(id, place)| rules.classes.fits(I::size(blocks, id, place), piece.size);
-    if !fits((id, place)) {
+    if I::SEGMENTS && !fits((id, place)) {
         // As with PyTorch, the smallest that is large enough decides.
         (id, place) = index.best_fit(blocks, piece.size).filter(|&best| fits(best))?;
     }
@@ -83,7 +91,7 @@ pub(super) fn take<I: Index>(
     piece: Piece,
 ) -> Taken {
     let whole = I::size(blocks, id, place);
-    if !rules.no_split && rules.classes.should_split(rules.kind, whole, piece.size) {
+    if rules.cuts::<I>(whole, piece.size) {
         return cut(index, blocks, id, place, piece);
     }
     index.remove(blocks, id, place);

@@ -49,12 +49,21 @@ impl Heap {
         }
     }
 
-    /// What is left of a stray has another number.
-    #[inline]
-    pub(super) fn strays_rename(&mut self, id: BlockId, rest: BlockId) {
-        if !self.strays.is_empty() && self.strays.remove(&id) {
-            self.strays.insert(rest);
+    /// A stray was taken, but for what is left of it, if anything is.
+    pub(super) fn strays_took(&mut self, id: BlockId, rest: Option<BlockId>) {
+        if rest != Some(id) {
+            self.strays.remove(&id);
+            self.strays.extend(rest);
         }
+    }
+
+    /// A block became a stray, and was joined with its neighbours, of which `above` may be gone.
+    #[cold]
+    pub(super) fn strays_joined(&mut self, id: BlockId, above: Option<BlockId>) {
+        if let Some(above) = above {
+            self.strays.remove(&above);
+        }
+        self.strays.insert(id);
     }
 
     #[inline]

@@ -141,7 +141,7 @@ impl Bins {
 impl Index for Bins {
     /// The bin.
     type Place = usize;
-    const COUNTS_PIECES: bool = false;
+    const SEGMENTS: bool = false;
     const FIRST_STAYS: bool = false;
 
     #[inline]

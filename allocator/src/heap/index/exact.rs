@@ -140,7 +140,7 @@ impl Exact {
 impl Index for Exact {
     /// The key.
     type Place = Key;
-    const COUNTS_PIECES: bool = true;
+    const SEGMENTS: bool = true;
     const FIRST_STAYS: bool = true;
 
     #[inline]

@@ -45,8 +45,11 @@ pub(crate) struct IndexView<'a> {
 pub(super) trait Index {
     /// Where a block is in the index.
     type Place: Copy;
-    /// Whether memory comes in segments, whose free pieces are counted.
-    const COUNTS_PIECES: bool;
+    /// Whether memory comes in segments. Their free pieces are counted, and there are rules about which blocks serve a request and
+    /// which are cut. Else memory can be moved: every block that is large enough serves, and is cut ([`SizeClasses::paged`]).
+    ///
+    /// [`SizeClasses::paged`]: crate::size_class::SizeClasses::paged
+    const SEGMENTS: bool;
     /// Whether the lowest of several blocks that become one, or that one becomes, keeps the number. A region's first block is then
     /// the same for ever; else it is the free block that keeps it, which an index of lists need not touch.
     const FIRST_STAYS: bool;
