@@ -103,9 +103,7 @@ impl Exact {
         let at = bin_of(key.size());
         let Some(bin) = self.bins.get_mut(at) else { return };
         bin.remove(key);
-        if bin.front[0] == Key::NONE {
-            self.occupied.set_to(at, false);
-        }
+        self.occupied.set_to(at, bin.front[0] != Key::NONE);
     }
 
     /// Puts `new` in the place of `old`, which is there.
