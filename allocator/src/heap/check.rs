@@ -5,6 +5,7 @@ use super::{Block, BlockId, Heap, State};
 impl Heap {
     /// Recomputes every identity of the module documentation; the first that does not hold is described.
     pub(crate) fn check(&self) -> Result<(), String> {
+        self.check_nobody()?;
         let (mut total, mut free, mut free_count, mut holes, mut held) = (0, 0, 0, 0, 0);
         for region in self.regions() {
             let (mut at, mut before) = (region.addr, None::<(BlockId, &Block)>);
@@ -48,6 +49,13 @@ impl Heap {
         let indexed: usize =
             (0..self.pools.len()).map(|pool| self.free_blocks(u16::try_from(pool).unwrap_or(0)).count()).sum();
         if indexed != free_count { Err(format!("H4: {indexed} blocks indexed, {free_count} free")) } else { Ok(()) }
+    }
+
+    /// The record of [`BlockId::NONE`]: only its links are ever written, and it never becomes anybody's.
+    fn check_nobody(&self) -> Result<(), String> {
+        let nobody = &self.blocks[BlockId::NONE];
+        let untouched = nobody.state == State::Vacant && nobody.size == 0 && nobody.owner == 0;
+        if untouched { Ok(()) } else { Err(format!("H4: {nobody:?} is no block")) }
     }
 
     fn check_indexed(&self, id: BlockId, block: &Block) -> Result<(), String> {
