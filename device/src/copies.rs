@@ -14,6 +14,22 @@ pub enum CopyEnd {
     Host(HostPtr),
 }
 
+impl CopyEnd {
+    /// The place `bytes` further on; `None` beyond the last address.
+    pub(crate) fn further(self, bytes: u64) -> Option<CopyEnd> {
+        Some(match self {
+            CopyEnd::Device(mut ptr) => {
+                ptr.0 = ptr.0.checked_add(bytes)?;
+                CopyEnd::Device(ptr)
+            }
+            CopyEnd::Host(mut ptr) => {
+                ptr.0 = ptr.0.checked_add(usize::try_from(bytes).ok()?)?;
+                CopyEnd::Host(ptr)
+            }
+        })
+    }
+}
+
 /// Rows to be copied, of `width` bytes each. One end at least must be on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Copy2d {

@@ -13,7 +13,7 @@ use super::raw::{pointer, size};
 use super::rows::touched_rows;
 use super::streams::LiveStream;
 use crate::copies::{Copy2d, CopyEnd};
-use crate::driver::{DevicePtr, HostPtr, RawStream};
+use crate::driver::RawStream;
 use crate::error::{Operation, Result};
 
 impl CudaDriver {
@@ -68,20 +68,15 @@ impl CudaDriver {
     unsafe fn copy_row_by_row(&self, copy: &Copy2d, stream: &LiveStream) -> Result<()> {
         let operation = Operation::Copy2d;
         for row in 0..copy.height {
-            let (dst, src) = (further(copy.dst, row * copy.dst_pitch), further(copy.src, row * copy.src_pitch));
+            let start = |end: CopyEnd, pitch: u64| {
+                end.further(row * pitch).unwrap_or_else(|| unreachable!("a row beyond the end that was checked"))
+            };
+            let (dst, src) = (start(copy.dst, copy.dst_pitch), start(copy.src, copy.src_pitch));
             // SAFETY: passed on to the caller.
             let copied = unsafe { self.copy_range(operation, dst, src, copy.width, stream) };
             copied.inspect_err(|_| self.finish_part(operation, stream, row))?;
         }
         Ok(())
-    }
-}
-
-/// A place some bytes further on.
-fn further(place: CopyEnd, bytes: u64) -> CopyEnd {
-    match place {
-        CopyEnd::Device(ptr) => CopyEnd::Device(DevicePtr(ptr.0 + bytes)),
-        CopyEnd::Host(ptr) => CopyEnd::Host(HostPtr(ptr.0 + size(bytes))),
     }
 }
 

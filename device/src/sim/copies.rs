@@ -8,20 +8,6 @@ use crate::copies::{Copy2d, CopyEnd, CopyPart, Touched, first_overlap};
 use crate::driver::RawStream;
 use crate::error::{Code, Operation};
 
-/// The place `bytes` bytes further on.
-fn further(place: CopyEnd, bytes: u64) -> Option<CopyEnd> {
-    Some(match place {
-        CopyEnd::Device(mut ptr) => {
-            ptr.0 = ptr.0.checked_add(bytes)?;
-            CopyEnd::Device(ptr)
-        }
-        CopyEnd::Host(mut ptr) => {
-            ptr.0 = ptr.0.checked_add(usize::try_from(bytes).ok()?)?;
-            CopyEnd::Host(ptr)
-        }
-    })
-}
-
 impl Machine {
     pub(super) fn copy_2d(&mut self, copy: &Copy2d, stream: RawStream) -> Answer<()> {
         let id = self.streams.find(stream)?;
@@ -39,8 +25,8 @@ impl Machine {
             vec![self.part(dst, src, bytes)?]
         } else {
             let row = |row: u64| {
-                let dst = row.checked_mul(dst_pitch).and_then(|offset| further(dst, offset)).ok_or_else(too_long)?;
-                let src = row.checked_mul(src_pitch).and_then(|offset| further(src, offset)).ok_or_else(too_long)?;
+                let dst = row.checked_mul(dst_pitch).and_then(|offset| dst.further(offset)).ok_or_else(too_long)?;
+                let src = row.checked_mul(src_pitch).and_then(|offset| src.further(offset)).ok_or_else(too_long)?;
                 self.part(dst, src, width)
             };
             (0..height).map(row).collect::<Answer<_>>()?
