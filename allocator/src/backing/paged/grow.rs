@@ -12,7 +12,7 @@ use aquifer_device::{DeviceError, Timeline};
 
 use crate::allocator::Allocator;
 use crate::backing::headroom::Room;
-use crate::backing::paged::driver::carry_out;
+use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::granules::Purpose;
 use crate::backing::paged::milestones::Reason;
 use crate::backing::paged::plan::{Draft, Plan, Planned, Terms};

@@ -14,7 +14,7 @@ use aquifer_device::{DevicePtr, ErrorKind, Stream, Timeline};
 use crate::allocator::Allocator;
 use crate::backing::headroom::Room;
 use crate::backing::paged::apart::{POOL, Retired};
-use crate::backing::paged::driver::carry_out;
+use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::granules::Purpose;
 use crate::backing::paged::grow::ROUNDS;
 use crate::backing::paged::{Holding, Owned};

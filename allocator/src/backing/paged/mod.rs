@@ -13,7 +13,7 @@
 //! | `donors.rs` | granules that may move, and ticks that would let more of them move |
 //! | `plan.rs` | a remap as a whole, decided and held under the locks |
 //! | `recurrence.rs` | whether a program comes back to where memory moved |
-//! | `driver.rs` | its driver calls, made without a lock; what they came to |
+//! | `carry_out.rs` | its driver calls, and those of memory that grows, made without a lock; what they came to |
 //! | `grow.rs` | from a request to a served one: plan, wait, carry out, commit |
 //! | `gate.rs` | who may change mappings at a time |
 //! | `trim.rs` | memory and addresses back to the device |
@@ -41,8 +41,8 @@
 //! comes before them.
 
 mod apart;
+mod carry_out;
 mod donors;
-mod driver;
 mod exportable;
 mod gate;
 mod granules;

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use crate::backing::paged::carry_out::{Done, Filled, Work};
 use crate::backing::paged::donors::{Donor, Donors};
-use crate::backing::paged::driver::{Done, Filled, Work};
 use crate::backing::paged::granules::Stuck;
 use crate::backing::paged::recurrence::Point;
 use crate::backing::paged::window::{self, Window};

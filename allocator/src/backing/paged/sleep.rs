@@ -12,7 +12,7 @@ use std::ops::Range;
 use aquifer_device::{DeviceError, DevicePtr, PhysicalOptions, RawPhysical, Stream};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::driver::unmap_range;
+use crate::backing::paged::carry_out::unmap_range;
 use crate::error::AllocError;
 use crate::shell::special;
 use crate::size_class::PoolKind;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use aquifer_device::{DeviceError, DevicePtr, RawPhysical, Timeline};
 
 use crate::allocator::Allocator;
+use crate::backing::paged::carry_out::unmap_range;
 use crate::backing::paged::donors::Donor;
-use crate::backing::paged::driver::unmap_range;
 use crate::error::AllocError;
 use crate::heap::{State, kind_of};
 use crate::history::Action;

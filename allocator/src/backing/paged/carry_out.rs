@@ -1,4 +1,4 @@
-//! The driver calls of a remap, made without a lock, and what they came to.
+//! Carries out at the driver, without a lock, what was planned under all of them, and tells what came of it.
 //!
 //! Creation comes first, because it is what fails for lack of memory, and nothing has to be undone then. What is unmapped
 //! already when a later call fails becomes spare, and what is mapped but cannot be accessed is unmapped again.
