@@ -5,20 +5,22 @@
 //!
 //! While blocks wait, allocations ask how far the streams got: at most one driver query a stream. While the answer is that none got
 //! further, fewer of them ask, down to one in four, and those that find no memory otherwise. The list itself is gone through only when
-//! one of the streams got further than it was.
+//! one of the streams got further than it was. Where memory is wanted that badly, the host waits for the streams instead.
 
-use crate::sync::atomic::Ordering;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use aquifer_device::{Clock, Timeline};
 
 use crate::accounting::counters::Hot;
+use crate::allocator::Allocator;
+use crate::error::AllocError;
 use crate::heap::kind_of;
 use crate::history::Action;
 use crate::shell::core::{Core, Place, Request};
 use crate::shell::special;
 use crate::shell::whole::Whole;
+use crate::sync::atomic::Ordering;
 
 /// Allocations that do not ask after one that asked in vain, at most. More saves few queries, and memory comes back later.
 const PAUSE_MAX: u32 = 3;
@@ -104,6 +106,46 @@ impl Waiting {
     }
 }
 
+impl Allocator {
+    /// Asks how far the streams got that waiting blocks depend on, and frees those that need not wait any more.
+    pub(crate) fn poll_waiting(&self) -> Result<(), AllocError> {
+        let pending = self.shell().core().pending_of_all();
+        self.poll(&pending)?;
+        let got_further = self.shell().core().note_asked();
+        if got_further {
+            self.shell().whole().sweep_done();
+        }
+        Ok(())
+    }
+
+    /// Waits on the host for the streams that memory given back still depends on, in the pools that `of` picks, so that it
+    /// becomes free and whole; tells whether there was anything to wait for. A stream that cannot be waited for now is
+    /// passed over.
+    pub(crate) fn synchronize_pending(&self, of: impl Fn(u16) -> bool) -> Result<bool, AllocError> {
+        let mut waited = false;
+        // Twice, because a block that waited may become one away from home, with a tick of its own stream.
+        for _ in 0..2 {
+            let whole = self.shell().whole();
+            let waits = !whole.waiting.is_empty() || whole.has_strays();
+            let mut pending = whole.pending(&of);
+            pending.extend(whole.pending_strays(&of));
+            drop(whole);
+            if !waits {
+                break;
+            }
+            if !waited && !pending.is_empty() {
+                self.shell().count(|counters| &counters.num_sync_all_streams);
+            }
+            waited = true;
+            self.synchronize_all(&pending)?;
+            let mut whole = self.shell().whole();
+            whole.sweep_done();
+            whole.send_strays_home();
+        }
+        Ok(waited)
+    }
+}
+
 impl Whole {
     /// Puts a live block that is given back, used by other streams beside its own, among the waiting ones.
     #[cold]
@@ -127,7 +169,7 @@ impl Whole {
 
     /// The latest tick of each stream that waiting blocks, of the pools that `of` picks, depend on; those known to be done
     /// are left out.
-    pub(crate) fn pending(&self, of: impl Fn(u16) -> bool) -> Pending {
+    fn pending(&self, of: impl Fn(u16) -> bool) -> Pending {
         let mut latest: Vec<(u32, u64)> = Vec::new();
         for waiting in self.waiting.blocks.iter().filter(|waiting| of(self.block(waiting.place).pool)) {
             for &(slot, after) in &waiting.uses {
@@ -141,13 +183,13 @@ impl Whole {
     }
 
     /// The ticks of free blocks that are away from home, of the pools that `of` picks, and not known to be done.
-    pub(crate) fn pending_strays(&self, of: impl Fn(u16) -> bool) -> Pending {
+    fn pending_strays(&self, of: impl Fn(u16) -> bool) -> Pending {
         let strays = self.heaps().flat_map(|heap| heap.strays().map(|id| &heap.blocks[id]));
         self.unknown(strays.filter(|block| of(block.pool)).map(|block| (block.owner, block.after)))
     }
 
     /// Frees the waiting blocks that need not wait any more, if any stream got further since the last time.
-    pub(crate) fn sweep_done(&mut self) {
+    fn sweep_done(&mut self) {
         if self.can_sweep() {
             self.sweep(None);
         }
@@ -238,19 +280,19 @@ impl Whole {
 
 impl Core {
     /// As [`Whole::pending`] for all pools, without going through the blocks.
-    pub(crate) fn pending_of_all(&self) -> Pending {
+    fn pending_of_all(&self) -> Pending {
         self.unknown(self.waiting.streams.iter().map(|stream| (stream.slot, stream.latest)))
     }
 
     /// After streams were asked: whether one that blocks wait for got further.
-    pub(crate) fn note_asked(&mut self) -> bool {
+    fn note_asked(&mut self) -> bool {
         let got_further = self.can_sweep();
         self.waiting.note_asked(!got_further);
         got_further
     }
 
     /// Whether a stream that blocks wait for got further since the list was last gone through.
-    pub(crate) fn can_sweep(&self) -> bool {
+    fn can_sweep(&self) -> bool {
         self.waiting.streams.iter().any(|stream| self.frontier(stream.slot) > stream.seen)
     }
 

@@ -199,42 +199,4 @@ impl Allocator {
         }
         if self.config().cross_stream == CrossStream::Off { Ok(None) } else { self.borrow(request, whole) }
     }
-
-    /// Asks how far the streams got that waiting blocks depend on, and frees those that need not wait any more.
-    pub(crate) fn poll_waiting(&self) -> Result<(), AllocError> {
-        let pending = self.shell().core().pending_of_all();
-        self.poll(&pending)?;
-        let got_further = self.shell().core().note_asked();
-        if got_further {
-            self.shell().whole().sweep_done();
-        }
-        Ok(())
-    }
-
-    /// Waits on the host for the streams that memory given back still depends on, in the pools that `of` picks, so that it
-    /// becomes free and whole; tells whether there was anything to wait for. A stream that cannot be waited for now is
-    /// passed over.
-    pub(crate) fn synchronize_pending(&self, of: impl Fn(u16) -> bool) -> Result<bool, AllocError> {
-        let mut waited = false;
-        // Twice, because a block that waited may become one away from home, with a tick of its own stream.
-        for _ in 0..2 {
-            let whole = self.shell().whole();
-            let waits = !whole.waiting.is_empty() || whole.has_strays();
-            let mut pending = whole.pending(&of);
-            pending.extend(whole.pending_strays(&of));
-            drop(whole);
-            if !waits {
-                break;
-            }
-            if !waited && !pending.is_empty() {
-                self.shell().count(|counters| &counters.num_sync_all_streams);
-            }
-            waited = true;
-            self.synchronize_all(&pending)?;
-            let mut whole = self.shell().whole();
-            whole.sweep_done();
-            whole.send_strays_home();
-        }
-        Ok(waited)
-    }
 }
