@@ -17,8 +17,7 @@ use crate::history::History;
 use crate::pools::capture::refuse_capture;
 use crate::recovery::hooks::Hooks;
 use crate::shell::arena::Arena;
-use crate::shell::core::{Core, Granted, Place, Request};
-use crate::shell::whole::Whole;
+use crate::shell::core::{Core, Granted, Request};
 use crate::shell::{Shell, close_abandoned, special};
 use crate::size_class::{MIN_BLOCK, REQUEST_LIMIT, SizeClasses};
 use crate::tags::Tag;
@@ -417,58 +416,8 @@ impl Allocator {
         self.inner.shell.counters.reserved_bytes.read().all.current
     }
 
-    /// Gives every unused segment back to the device; tells how many bytes. Waits for blocks that other streams still use.
-    ///
-    /// # Errors
-    /// Those of the driver.
-    pub fn empty_cache(&self) -> Result<u64, AllocError> {
-        self.trim_to(0)
-    }
-
-    /// Gives unused segments back to the device, the largest first, until at most `bytes` are held or none is left; tells
-    /// how many bytes went back. If cached memory does not suffice, waits for blocks that other streams still use.
-    ///
-    /// # Errors
-    /// Those of the driver.
-    pub fn trim_to(&self, bytes: u64) -> Result<u64, AllocError> {
-        self.device().settle();
-        self.poll_launches()?;
-        let first = self.trim_done(bytes)?;
-        if self.reserved_bytes() <= bytes {
-            return Ok(first);
-        }
-        let waited = self.synchronize_pending(|_| true)?;
-        if !self.synchronize_free(|_| true)? && !waited {
-            return Ok(first);
-        }
-        Ok(first + self.trim_done(bytes)?)
-    }
-
-    /// As [`Allocator::trim_to`], of what is known done.
-    fn trim_done(&self, bytes: u64) -> Result<u64, AllocError> {
-        let pools = self.shell().whole().unpromised_pools();
-        let segments = self.release_where(|whole| whole.excess(bytes))?;
-        Ok(segments + self.trim_paged(bytes, &|pool| pools.contains(&pool))?)
-    }
-
     /// As [`Core::paged_granule_for`]. The stream may have no arena: not every request is for a block of one.
     pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
         self.shell().core().paged_granule_for(request)
-    }
-}
-
-impl Whole {
-    /// Unused segments to release, largest first, for at most `bytes` to stay reserved.
-    fn excess(&self, bytes: u64) -> Vec<Place> {
-        let mut segments = self.releasable();
-        let size = |place: &Place| self.block(*place).size;
-        segments.sort_by_key(|place| (std::cmp::Reverse(size(place)), self.block(*place).addr));
-        let mut left = self.reserved;
-        segments.retain(|place| {
-            let take = left > bytes;
-            left -= if take { size(place) } else { 0 };
-            take
-        });
-        segments
     }
 }

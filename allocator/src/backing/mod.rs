@@ -3,6 +3,7 @@
 pub(crate) mod headroom;
 pub(crate) mod paged;
 pub(crate) mod segments;
+mod trim;
 
 pub use paged::{Contents, Exportable, Growable, PinnedMapping};
 pub use segments::Refusal;

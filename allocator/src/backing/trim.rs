@@ -1,0 +1,61 @@
+//! Unused memory of either backing back to the device: whole segments (`segments.rs`), then granules (`paged/trim.rs`). If that
+//! does not suffice, the host waits for streams that memory given back depends on, after which more may go.
+
+use std::cmp::Reverse;
+
+use crate::allocator::Allocator;
+use crate::error::AllocError;
+use crate::shell::core::Place;
+use crate::shell::whole::Whole;
+
+impl Allocator {
+    /// Gives every unused segment back to the device; tells how many bytes. Waits for blocks that other streams still use.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn empty_cache(&self) -> Result<u64, AllocError> {
+        self.trim_to(0)
+    }
+
+    /// Gives unused segments back to the device, the largest first, until at most `bytes` are held or none is left; tells
+    /// how many bytes went back. If cached memory does not suffice, waits for blocks that other streams still use.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn trim_to(&self, bytes: u64) -> Result<u64, AllocError> {
+        self.device().settle();
+        self.poll_launches()?;
+        let first = self.trim_done(bytes)?;
+        if self.reserved_bytes() <= bytes {
+            return Ok(first);
+        }
+        let waited = self.synchronize_pending(|_| true)?;
+        if !self.synchronize_free(|_| true)? && !waited {
+            return Ok(first);
+        }
+        Ok(first + self.trim_done(bytes)?)
+    }
+
+    /// As [`Allocator::trim_to`], of what is known done.
+    fn trim_done(&self, bytes: u64) -> Result<u64, AllocError> {
+        let pools = self.shell().whole().unpromised_pools();
+        let segments = self.release_where(|whole| whole.excess(bytes))?;
+        Ok(segments + self.trim_paged(bytes, &|pool| pools.contains(&pool))?)
+    }
+}
+
+impl Whole {
+    /// Unused segments to release, largest first, for at most `bytes` to stay reserved.
+    fn excess(&self, bytes: u64) -> Vec<Place> {
+        let mut segments = self.releasable();
+        let size = |place: &Place| self.block(*place).size;
+        segments.sort_by_key(|place| (Reverse(size(place)), self.block(*place).addr));
+        let mut left = self.reserved;
+        segments.retain(|place| {
+            let take = left > bytes;
+            left -= if take { size(place) } else { 0 };
+            take
+        });
+        segments
+    }
+}
