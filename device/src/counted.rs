@@ -10,14 +10,41 @@ use std::sync::Arc;
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
-    Attribute, CallCounts, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent,
-    RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
+    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent, RawGraph,
+    RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{DeviceError, Operation, Result};
 use crate::launch::{AccessKind, Launch};
 use crate::lost::Lost;
 use crate::physical::PhysicalOptions;
 use crate::sync::atomic::{AtomicU64, Ordering};
+
+/// How often each driver call was made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CallCounts(Vec<u64>);
+
+impl CallCounts {
+    /// Calls of one operation.
+    pub fn of(&self, operation: Operation) -> u64 {
+        self.0.get(operation as usize).copied().unwrap_or(0)
+    }
+
+    /// The operations that were called at all, with their counts.
+    pub fn iter(&self) -> impl Iterator<Item = (Operation, u64)> + '_ {
+        Operation::ALL.iter().map(|&operation| (operation, self.of(operation))).filter(|&(_, count)| count > 0)
+    }
+
+    /// Calls of all operations.
+    pub fn total(&self) -> u64 {
+        self.0.iter().sum()
+    }
+
+    /// Calls made since `earlier` was taken from the same device.
+    #[must_use]
+    pub fn since(&self, earlier: &CallCounts) -> CallCounts {
+        CallCounts(self.0.iter().zip(&earlier.0).map(|(now, then)| now - then).collect())
+    }
+}
 
 /// Counts every call, failed ones included, and passes it on.
 #[derive(Debug)]

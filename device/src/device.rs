@@ -12,8 +12,9 @@ use parking_lot::Mutex;
 
 use crate::capture;
 use crate::context::{Context, Orphan, Reservation};
+use crate::counted::CallCounts;
 use crate::driver::{
-    CallCounts, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, RawModule, RawPhysical, RawStream, StreamFlags,
+    DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{DeviceError, ErrorKind, Result};
 use crate::event::Event;

@@ -36,11 +36,12 @@ pub use capture::{AnnouncedCapture, Capture, Graph};
 pub use capturing_streams::CapturingStreams;
 pub use context::Reservation;
 pub use copies::{Copy2d, CopyEnd, CopyPart};
+pub use counted::CallCounts;
 pub use device::{Device, TimelineCounts};
 pub use discovery::{Choice, DeviceSpec, Existing, OpenError, available, best_available, count, get, gpus};
 pub use driver::{
-    Attribute, CallCounts, CaptureStatus, DeviceInfo, DevicePtr, Driver, DriverKind, HostPtr, MemoryInfo, PoolUsage,
-    RawEvent, RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
+    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, DriverKind, HostPtr, MemoryInfo, PoolUsage, RawEvent,
+    RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
 };
 pub use error::{Code, DeviceError, ErrorKind, Operation, Result};
 pub use event::Event;

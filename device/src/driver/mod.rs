@@ -8,221 +8,32 @@
 //!
 //! All calls may be made from any thread. "Asynchronous" calls enqueue work on a stream and return; errors of the work
 //! itself surface at later calls, as with CUDA.
+//!
+//! What its arguments and answers are made of is in files of its own: addresses and handles (`handles.rs`), what is told of a device
+//! and how streams are made (`facts.rs`); beside this folder, what physical memory is created for (`physical.rs`), rows and batches of
+//! copies (`copies.rs`), and kernels (`launch.rs`).
+
+mod facts;
+mod handles;
 
 use std::any::Any;
 use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
+
+pub use facts::{Attribute, CaptureStatus, DeviceInfo, DriverKind, MemoryInfo, PoolUsage, StreamFlags};
+pub use handles::{DevicePtr, HostPtr, RawEvent, RawGraph, RawModule, RawPhysical, RawStream};
 
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
-use crate::error::{Operation, Result};
+use crate::error::Result;
 use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
-
-/// An address in a device's virtual address space, in bytes. Zero is never a valid allocation.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
-#[repr(transparent)]
-pub struct DevicePtr(pub u64);
-
-impl DevicePtr {
-    /// The address `bytes` further on.
-    #[must_use]
-    pub const fn offset(self, bytes: u64) -> DevicePtr {
-        DevicePtr(self.0 + bytes)
-    }
-
-    /// The addresses of the `bytes` bytes that start here.
-    pub const fn range(self, bytes: u64) -> Range<u64> {
-        self.0..self.0 + bytes
-    }
-}
-
-impl fmt::Debug for DevicePtr {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:#x}", self.0)
-    }
-}
-
-impl fmt::Display for DevicePtr {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:#x}", self.0)
-    }
-}
-
-/// The address of page-locked host memory, as a number so that handles stay `Send`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct HostPtr(pub usize);
-
-impl HostPtr {
-    /// The address as a pointer. Dereferencing it follows the usual rules of raw pointers.
-    pub const fn as_ptr(self) -> *mut u8 {
-        self.0 as *mut u8
-    }
-}
-
-macro_rules! raw_handles {
-    ($($(#[$doc:meta])* $name:ident,)*) => {$(
-        $(#[$doc])*
-        ///
-        /// The driver may give the same value to a new object once this one is destroyed.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        pub struct $name(pub u64);
-    )*};
-}
-
-raw_handles! {
-    /// A stream, by the driver's handle.
-    RawStream,
-    /// An event, by the driver's handle.
-    RawEvent,
-    /// A piece of physical memory, by the driver's handle.
-    RawPhysical,
-    /// A captured graph, by the driver's handle.
-    RawGraph,
-    /// A loaded module of kernels, by the driver's handle.
-    RawModule,
-}
-
-impl RawStream {
-    /// The legacy default stream: it waits for, and is waited for by, every blocking stream of the device.
-    /// Handle 0 means the same.
-    pub const LEGACY: RawStream = RawStream(1);
-    /// The per-thread default stream: a blocking stream of its own for each calling thread.
-    pub const PER_THREAD: RawStream = RawStream(2);
-}
-
-/// Which kind of driver is below.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum DriverKind {
-    /// The simulated device.
-    Simulated,
-    /// A real GPU through the CUDA driver.
-    Cuda,
-}
-
-/// As devices are named: `cuda` or `sim`.
-impl fmt::Display for DriverKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            DriverKind::Simulated => "sim",
-            DriverKind::Cuda => "cuda",
-        })
-    }
-}
-
-/// Facts about a device that never change.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct DeviceInfo {
-    /// Which driver drives it.
-    pub kind: DriverKind,
-    /// Ordinal among the devices of its kind in this process.
-    pub ordinal: u32,
-    /// Name for people, such as `"Simulated H100 80GB"`.
-    pub name: String,
-    /// Memory of the device in bytes.
-    pub total_bytes: u64,
-    /// Granularity of physical memory and mappings in bytes; `None` where the device cannot map memory.
-    pub granularity_bytes: Option<u64>,
-    /// Least and greatest stream priority, numerically: greatest priority is the lower number, as with CUDA.
-    pub priorities: (i32, i32),
-    /// What its code may be compiled for, major and minor number.
-    pub compute_capability: (u32, u32),
-    /// The newest CUDA version that the driver knows, major and minor number; `None` for the simulated device.
-    pub driver_version: Option<(u32, u32)>,
-}
-
-impl DeviceInfo {
-    /// Facts of a device that cannot map memory, has one stream priority and compute capability 0.0; set the other fields
-    /// as they apply.
-    pub fn new(kind: DriverKind, ordinal: u32, name: impl Into<String>, total_bytes: u64) -> Self {
-        DeviceInfo {
-            kind,
-            ordinal,
-            name: name.into(),
-            total_bytes,
-            granularity_bytes: None,
-            priorities: (0, 0),
-            compute_capability: (0, 0),
-            driver_version: None,
-        }
-    }
-}
-
-/// Free and total memory of a device in bytes, other processes' use included.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MemoryInfo {
-    /// Bytes that the driver could still give out.
-    pub free: u64,
-    /// Bytes of the device.
-    pub total: u64,
-}
-
-/// What the driver's stream-ordered pool holds, in bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PoolUsage {
-    /// In use.
-    pub used: u64,
-    /// Most that was in use at a time.
-    pub used_peak: u64,
-    /// Held from the device.
-    pub reserved: u64,
-    /// Most that was held at a time.
-    pub reserved_peak: u64,
-}
-
-/// Whether a stream's work is recorded into a graph now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum CaptureStatus {
-    /// It runs.
-    None,
-    /// It is recorded.
-    Active,
-    /// It was recorded, until a call broke the capture, which still has to be ended.
-    Invalidated,
-}
-
-/// A number a device can be asked for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Attribute {
-    /// Compute capability, major number.
-    ComputeCapabilityMajor,
-    /// Compute capability, minor number.
-    ComputeCapabilityMinor,
-    /// Streaming multiprocessors.
-    MultiprocessorCount,
-    /// Copy engines that run beside kernels.
-    AsyncEngineCount,
-    /// 1 where the device maps physical memory at reserved addresses.
-    VirtualMemoryManagement,
-    /// 1 where the driver has a stream-ordered pool.
-    MemoryPools,
-    /// 1 where physical memory can be made fit for RDMA: [`PhysicalOptions::rdma`].
-    GpuDirectRdmaWithVmm,
-    /// 1 where physical memory can be exported as a file descriptor: [`PhysicalOptions::exportable`].
-    PosixFdHandles,
-    /// 1 where one call enqueues many copies: [`Driver::copy_batch`].
-    BatchedCopies,
-}
-
-/// How a new stream behaves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub struct StreamFlags {
-    /// Does not synchronise with the legacy default stream.
-    pub non_blocking: bool,
-    /// Numerically lower is more urgent; clamped to the device's range.
-    pub priority: i32,
-}
 
 /// Everything the project asks of one GPU.
 ///
 /// Handles are checked: one that is not live is answered with a typed error, never with undefined behaviour.
 ///
-/// Each method documents only what differs from the CUDA call of the same purpose ([`Operation::name`]).
+/// Each method documents only what differs from the CUDA call of the same purpose ([`crate::Operation::name`]).
 /// Every method fails with [`crate::ErrorKind::DeviceLost`] once the device is lost.
 #[allow(
     clippy::missing_errors_doc,
@@ -463,32 +274,5 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Takes a pending violation found by the simulator's race detector, oldest first. Always `None` on real hardware.
     fn take_violation(&self) -> Option<String> {
         None
-    }
-}
-
-/// How often each driver call was made.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CallCounts(pub(crate) Vec<u64>);
-
-impl CallCounts {
-    /// Calls of one operation.
-    pub fn of(&self, operation: Operation) -> u64 {
-        self.0.get(operation as usize).copied().unwrap_or(0)
-    }
-
-    /// The operations that were called at all, with their counts.
-    pub fn iter(&self) -> impl Iterator<Item = (Operation, u64)> + '_ {
-        Operation::ALL.iter().map(|&operation| (operation, self.of(operation))).filter(|&(_, count)| count > 0)
-    }
-
-    /// Calls of all operations.
-    pub fn total(&self) -> u64 {
-        self.0.iter().sum()
-    }
-
-    /// Calls made since `earlier` was taken from the same device.
-    #[must_use]
-    pub fn since(&self, earlier: &CallCounts) -> CallCounts {
-        CallCounts(self.0.iter().zip(&earlier.0).map(|(now, then)| now - then).collect())
     }
 }
