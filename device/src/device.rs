@@ -22,7 +22,7 @@ use crate::external::ExternalStream;
 use crate::label::DeviceLabel;
 use crate::left::{Left, LeftMemory};
 use crate::stream::Stream;
-use crate::timeline::{Kind, Owner, Retired, Tick, Timeline};
+use crate::timeline::{Owner, Retired, StreamKind, Tick, Timeline};
 use crate::waits::WaitMark;
 
 /// One device. Cloning gives another handle of the same device.
@@ -71,7 +71,7 @@ impl Device {
     pub fn new(driver: Arc<dyn Driver>) -> Device {
         close_left_open();
         let context = Context::new(driver);
-        let legacy = Timeline::new(context.clone(), RawStream::LEGACY, Kind::Legacy, None);
+        let legacy = Timeline::new(context.clone(), RawStream::LEGACY, StreamKind::Legacy, None);
         let default_stream = Stream::new(context.clone(), legacy, None);
         Device(Arc::new(Inner {
             context,
@@ -164,8 +164,8 @@ impl Device {
         forget_at_exit(Arc::downgrade(&self.0));
         self.0.retired.close_ended();
         let (context, owner) = (&self.0.context, Some(Owner::this_thread()));
-        let new = || Timeline::new(context.clone(), RawStream::PER_THREAD, Kind::Blocking, owner);
-        let timeline = self.0.retired.reopen(RawStream::PER_THREAD, Kind::Blocking, owner).unwrap_or_else(new);
+        let new = || Timeline::new(context.clone(), RawStream::PER_THREAD, StreamKind::Blocking, owner);
+        let timeline = self.0.retired.reopen(RawStream::PER_THREAD, StreamKind::Blocking, owner).unwrap_or_else(new);
         let stream = Stream::new(context.clone(), timeline, Some(&self.0.retired));
         self.0.per_thread.lock().insert(thread, stream.clone());
         stream
@@ -186,7 +186,7 @@ impl Device {
     pub fn create_stream_with(&self, flags: StreamFlags) -> Result<Stream> {
         let context = &self.0.context;
         let raw = context.driver.create_stream(flags)?;
-        let kind = if flags.non_blocking { Kind::NonBlocking } else { Kind::Blocking };
+        let kind = if flags.non_blocking { StreamKind::NonBlocking } else { StreamKind::Blocking };
         let new = || Timeline::new(context.clone(), raw, kind, None);
         let timeline = self.0.retired.reopen(raw, kind, None).unwrap_or_else(new);
         Ok(Stream::new(context.clone(), timeline, Some(&self.0.retired)))
@@ -203,7 +203,7 @@ impl Device {
         let owner = (raw == RawStream::PER_THREAD).then(Owner::this_thread);
         // SAFETY: passed on to the caller.
         unsafe { context.driver.adopt_stream(raw) };
-        let timeline = Timeline::new(context.clone(), raw, Kind::of_unknown(raw), owner);
+        let timeline = Timeline::new(context.clone(), raw, StreamKind::of_unknown(raw), owner);
         ExternalStream::new(Stream::new(context.clone(), timeline, None))
     }
 

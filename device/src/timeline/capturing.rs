@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{GONE, Kind, State, Timeline};
+use super::{GONE, State, StreamKind, Timeline};
 use crate::capture::Scope;
 use crate::capturing_streams::BlockingHeldOff;
 use crate::driver::{CaptureStatus, Driver, DriverKind, RawStream};
@@ -38,7 +38,11 @@ impl Timeline {
     pub(super) fn refuse_unannounced(&self, state: &State) -> Result<()> {
         let others_capture = self.context.driver.info().kind == DriverKind::Cuda;
         // The legacy stream never captures, another thread's stream cannot be asked about, and a handle that is gone is no stream.
-        if !others_capture || self.kind == Kind::Legacy || self.is_foreign() || state.closed || state.capture.is_some()
+        if !others_capture
+            || self.kind == StreamKind::Legacy
+            || self.is_foreign()
+            || state.closed
+            || state.capture.is_some()
         {
             return Ok(());
         }
@@ -55,7 +59,7 @@ impl Timeline {
         scope: &Arc<Scope>,
         begin: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let blocking = self.kind == Kind::Blocking;
+        let blocking = self.kind == StreamKind::Blocking;
         self.context.capturing.enter(blocking);
         let begun = self.begin_capture_now(scope, begin);
         begun.inspect_err(|_| self.context.capturing.leave(blocking))
@@ -67,7 +71,7 @@ impl Timeline {
         scope: &Arc<Scope>,
         ask: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let blocking = self.kind == Kind::Blocking;
+        let blocking = self.kind == StreamKind::Blocking;
         self.context.capturing.enter_begun(blocking);
         let found = self.begin_capture_now(scope, ask);
         found.inspect_err(|_| self.context.capturing.leave(blocking))
@@ -94,7 +98,7 @@ impl Timeline {
     /// Lets `wait` make the stream wait for an event recorded in a capture, by which the stream joins the capture. What the driver answers
     /// once that has ended is not documented, so it is not asked.
     pub(crate) fn join_capture(self: &Arc<Self>, scope: &Arc<Scope>, wait: impl FnOnce() -> Result<()>) -> Result<()> {
-        let blocking = self.kind == Kind::Blocking;
+        let blocking = self.kind == StreamKind::Blocking;
         self.context.capturing.enter(blocking);
         let joined = self.join_capture_now(scope, wait);
         if !matches!(joined, Ok(true)) {
@@ -140,13 +144,13 @@ impl Timeline {
         let ended = state.capture.take_if(|current| Arc::ptr_eq(current, scope)).is_some();
         if ended {
             self.serves.store(self.context.device_id, Ordering::Release);
-            self.context.capturing.leave(self.kind == Kind::Blocking);
+            self.context.capturing.leave(self.kind == StreamKind::Blocking);
         }
     }
 
     /// Refuses a call on the legacy stream that would break the capture of a blocking stream (T5); none begins while the answer lives.
     pub(super) fn spare_captures(&self, raw: RawStream, operation: Operation) -> Result<Option<BlockingHeldOff<'_>>> {
-        if Kind::of_unknown(raw) != Kind::Legacy {
+        if StreamKind::of_unknown(raw) != StreamKind::Legacy {
             return Ok(None);
         }
         match self.context.capturing.hold_off_blocking() {

@@ -65,7 +65,7 @@ pub struct Timeline {
     id: u32,
     /// The driver's handle of the stream that it serves now.
     raw: AtomicU64,
-    kind: Kind,
+    kind: StreamKind,
     /// The only thread that can use the stream, for a per-thread default stream; nobody once it is gone.
     owner: OwnerCell,
     /// Events recorded so far, or about to be: the `n` of a tick taken now.
@@ -80,7 +80,7 @@ pub struct Timeline {
 
 /// How a stream and the legacy default stream affect each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum StreamKind {
     /// It is the legacy stream, which waits for every blocking stream.
     Legacy,
     /// They wait for each other.
@@ -89,10 +89,10 @@ pub(crate) enum Kind {
     NonBlocking,
 }
 
-impl Kind {
+impl StreamKind {
     /// The kind of a stream of which only the handle is known: one that blocks, unless it is the legacy stream itself.
-    pub(crate) fn of_unknown(raw: RawStream) -> Kind {
-        if matches!(raw, RawStream(0) | RawStream::LEGACY) { Kind::Legacy } else { Kind::Blocking }
+    pub(crate) fn of_unknown(raw: RawStream) -> StreamKind {
+        if matches!(raw, RawStream(0) | RawStream::LEGACY) { StreamKind::Legacy } else { StreamKind::Blocking }
     }
 }
 
@@ -134,7 +134,7 @@ pub(crate) struct Recording {
 }
 
 impl Timeline {
-    pub(crate) fn new(context: Arc<Context>, raw: RawStream, kind: Kind, owner: Option<Owner>) -> Arc<Timeline> {
+    pub(crate) fn new(context: Arc<Context>, raw: RawStream, kind: StreamKind, owner: Option<Owner>) -> Arc<Timeline> {
         let timeline = Arc::new(Timeline {
             id: context.next_stream_id(),
             raw: AtomicU64::new(raw.0),

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::{Kind, Owner, Timeline};
+use super::{Owner, StreamKind, Timeline};
 use crate::driver::RawStream;
 
 /// How many timelines are asked whether their work is done before a new one is made.
@@ -62,7 +62,7 @@ impl Retired {
     }
 
     /// A timeline for a new stream of this kind, if the work of an earlier one is done. The stream is its owner's alone, if it has one.
-    pub(crate) fn reopen(&self, raw: RawStream, kind: Kind, owner: Option<Owner>) -> Option<Arc<Timeline>> {
+    pub(crate) fn reopen(&self, raw: RawStream, kind: StreamKind, owner: Option<Owner>) -> Option<Arc<Timeline>> {
         for _ in 0..LOOKS {
             let timeline = self.take(kind)?;
             // One that cannot be asked now may be asked later.
@@ -74,7 +74,7 @@ impl Retired {
         None
     }
 
-    fn take(&self, kind: Kind) -> Option<Arc<Timeline>> {
+    fn take(&self, kind: StreamKind) -> Option<Arc<Timeline>> {
         let mut timelines = self.closed.lock();
         let at = timelines.iter().position(|timeline| timeline.kind == kind)?;
         timelines.remove(at)
