@@ -41,7 +41,7 @@ impl Holder {
 
 /// What uses some memory, locked.
 #[derive(Debug)]
-pub(crate) struct Held<'a> {
+pub(crate) struct LockedUses<'a> {
     storage: &'a Storage,
     uses: MutexGuard<'a, Uses>,
 }
@@ -51,21 +51,21 @@ impl Storage {
     ///
     /// # Errors
     /// [`AllocError::TurnHeld`] where this very thread has the lock, as it has while it has a turn.
-    pub(crate) fn hold(&self) -> Result<Held<'_>, AllocError> {
+    pub(crate) fn hold(&self) -> Result<LockedUses<'_>, AllocError> {
         let uses = match self.uses.try_lock() {
             Some(uses) => uses,
             None if self.holder.is_this_thread() => return Err(AllocError::TurnHeld),
             None => self.uses.lock(),
         };
         self.holder.mark();
-        Ok(Held { storage: self, uses })
+        Ok(LockedUses { storage: self, uses })
     }
 
     /// Locks what uses the memory once nothing is claimed that conflicts.
     ///
     /// # Errors
     /// As [`Storage::hold`].
-    pub(crate) fn hold_unclaimed(&self, kind: AccessKind) -> Result<Held<'_>, AllocError> {
+    pub(crate) fn hold_unclaimed(&self, kind: AccessKind) -> Result<LockedUses<'_>, AllocError> {
         let mut held = self.hold()?;
         held.wait_unclaimed(kind);
         Ok(held)
@@ -84,7 +84,7 @@ impl Storage {
     }
 }
 
-impl Held<'_> {
+impl LockedUses<'_> {
     /// Waits until nothing is claimed that conflicts, and lets go meanwhile.
     pub(crate) fn wait_unclaimed(&mut self, kind: AccessKind) {
         while self.uses.is_claimed_against(kind) {
@@ -106,7 +106,7 @@ impl Held<'_> {
     }
 }
 
-impl Deref for Held<'_> {
+impl Deref for LockedUses<'_> {
     type Target = Uses;
 
     fn deref(&self) -> &Uses {
@@ -114,13 +114,13 @@ impl Deref for Held<'_> {
     }
 }
 
-impl DerefMut for Held<'_> {
+impl DerefMut for LockedUses<'_> {
     fn deref_mut(&mut self) -> &mut Uses {
         &mut self.uses
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for LockedUses<'_> {
     fn drop(&mut self) {
         if self.storage.holder.ended.load(Ordering::Relaxed) > 0 {
             self.end_claims();

@@ -2,7 +2,7 @@
 
 use aquifer_device::{AccessKind, Stream};
 
-use crate::buffer::held::Held;
+use crate::buffer::held::LockedUses;
 use crate::buffer::storage::Storage;
 use crate::error::AllocError;
 use crate::shell::awake::KeptAwake;
@@ -44,7 +44,7 @@ use crate::shell::awake::KeptAwake;
 #[must_use = "the turn ends when it is dropped"]
 pub struct Turn<'a> {
     stream: &'a Stream,
-    held: Vec<(Held<'a>, AccessKind)>,
+    held: Vec<(LockedUses<'a>, AccessKind)>,
     /// Ends after what was enqueued is noted.
     _awake: Vec<KeptAwake>,
 }
@@ -89,7 +89,7 @@ impl<'a> Turn<'a> {
 
 /// Locks all, in the given order, once none is claimed against. While it waits for the end of a claim it holds no lock: the threads
 /// that end claims may need any.
-fn hold_unclaimed<'a>(wanted: &[(&'a Storage, AccessKind)]) -> Result<Vec<Held<'a>>, AllocError> {
+fn hold_unclaimed<'a>(wanted: &[(&'a Storage, AccessKind)]) -> Result<Vec<LockedUses<'a>>, AllocError> {
     let mut held = Vec::with_capacity(wanted.len());
     while let Some((storage, kind)) = wanted.get(held.len()) {
         let mut next = storage.hold()?;
