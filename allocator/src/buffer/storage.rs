@@ -17,7 +17,7 @@ use aquifer_device::{AccessKind, DevicePtr, Stream, Tick};
 use parking_lot::{Condvar, Mutex};
 
 use crate::allocation::Allocation;
-use crate::backing::paged::Holding;
+use crate::backing::paged::MemoryApart;
 use crate::buffer::held::Holder;
 use crate::error::AllocError;
 use crate::shell::Shell;
@@ -40,7 +40,7 @@ pub(crate) enum Memory {
     /// A block of a heap.
     Block(Allocation),
     /// Memory outside of heaps.
-    Apart(Arc<Holding>),
+    Apart(Arc<MemoryApart>),
 }
 
 /// What uses the memory.
@@ -79,7 +79,7 @@ impl Storage {
     pub fn ptr(&self) -> DevicePtr {
         match &self.memory {
             Memory::Block(allocation) => allocation.ptr(),
-            Memory::Apart(holding) => holding.ptr(),
+            Memory::Apart(memory) => memory.ptr(),
         }
     }
 
@@ -87,7 +87,7 @@ impl Storage {
     pub fn bytes(&self) -> u64 {
         match &self.memory {
             Memory::Block(allocation) => allocation.bytes(),
-            Memory::Apart(holding) => holding.bytes(),
+            Memory::Apart(memory) => memory.bytes(),
         }
     }
 
@@ -126,14 +126,14 @@ impl Memory {
     pub(crate) fn shell(&self) -> &'static Shell {
         match self {
             Memory::Block(allocation) => allocation.shell(),
-            Memory::Apart(holding) => holding.shell(),
+            Memory::Apart(memory) => memory.shell(),
         }
     }
 
     pub(crate) fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
         match self {
             Memory::Block(allocation) => allocation.record_stream(stream),
-            Memory::Apart(holding) => holding.record_stream(stream),
+            Memory::Apart(memory) => memory.record_stream(stream),
         }
     }
 }

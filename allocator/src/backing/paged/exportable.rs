@@ -16,7 +16,7 @@ use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::backing::paged::apart::POOL;
 use crate::backing::paged::granules::Purpose;
-use crate::backing::paged::{Holding, Owned};
+use crate::backing::paged::{MemoryApart, Owned};
 use crate::backing::segments::{Growth, Refusal};
 use crate::buffer::DeviceBuffer;
 use crate::buffer::storage::{Memory, Storage};
@@ -86,7 +86,7 @@ impl Allocator {
         self.refuse_unannounced_capture(slot)?;
         let request = Request { requested: bytes, size, pool: POOL, slot, tag: Tag::current() };
         let (ptr, physical) = self.climb_apart(&request, 0, || self.try_exportable(&request, options))?;
-        let memory = Memory::Apart(Arc::new(Holding::new(self, ptr, bytes, slot)));
+        let memory = Memory::Apart(Arc::new(MemoryApart::new(self, ptr, bytes, slot)));
         Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
     }
 

@@ -17,7 +17,7 @@ use crate::backing::paged::apart::{POOL, Retired};
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::granules::Purpose;
 use crate::backing::paged::grow::ROUNDS;
-use crate::backing::paged::{Holding, Owned};
+use crate::backing::paged::{MemoryApart, Owned};
 use crate::backing::segments::Refusal;
 use crate::buffer::DeviceBuffer;
 use crate::buffer::storage::{Memory, Storage};
@@ -55,7 +55,7 @@ use crate::tags::Tag;
 #[derive(Debug)]
 #[must_use = "dropping the handle gives the memory back"]
 pub struct Growable {
-    holding: Arc<Holding>,
+    memory: Arc<MemoryApart>,
     /// The same, as buffers share it.
     storage: Arc<Storage>,
     capacity: u64,
@@ -108,9 +108,9 @@ impl Allocator {
             paged.add_reservation(ptr.0, reserved, PoolKind::Large, Purpose::Growable);
             paged.owned.insert(ptr.0, Owned { slot, tag: Tag::current(), ..Owned::default() });
         }
-        let holding = Arc::new(Holding::new(self, ptr, 0, slot));
-        let storage = Arc::new(Storage::new(Memory::Apart(holding.clone()), stream));
-        Ok(Growable { holding, storage, capacity, granule })
+        let memory = Arc::new(MemoryApart::new(self, ptr, 0, slot));
+        let storage = Arc::new(Storage::new(Memory::Apart(memory.clone()), stream));
+        Ok(Growable { memory, storage, capacity, granule })
     }
 
     /// Puts memory behind those places of a range that have none; plans anew after each wait.
@@ -196,12 +196,12 @@ impl Allocator {
 impl Growable {
     /// Its first address, which never changes.
     pub fn ptr(&self) -> DevicePtr {
-        self.holding.ptr()
+        self.memory.ptr()
     }
 
     /// Bytes that have memory behind them.
     pub fn bytes(&self) -> u64 {
-        self.holding.bytes()
+        self.memory.bytes()
     }
 
     /// Bytes that it can grow to.
@@ -227,7 +227,7 @@ impl Growable {
     /// # Errors
     /// When the stream belongs to another device.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
-        self.holding.record_stream(stream)
+        self.memory.record_stream(stream)
     }
 
     /// Grows to `bytes`, in whole granules, for work on `stream` from now on; nothing if it is that large. New memory is
@@ -256,7 +256,7 @@ impl Growable {
             self.storage.note_growth(stream)?;
         }
         self.allocator().shell().whole().set_owned(self.ptr().0, size, bytes);
-        self.holding.set_bytes(bytes);
+        self.memory.set_bytes(bytes);
         Ok(())
     }
 
@@ -274,9 +274,9 @@ impl Growable {
         if Arc::get_mut(&mut self.storage).is_none() {
             return Err(AllocError::Shared { what: "memory that is to shrink" });
         }
-        let (size, before, users) = (bytes.next_multiple_of(self.granule), self.size(), self.holding.users());
+        let (size, before, users) = (bytes.next_multiple_of(self.granule), self.size(), self.memory.users());
         let mut whole = self.allocator().shell().whole();
-        self.holding.set_bytes(bytes);
+        self.memory.set_bytes(bytes);
         whole.set_owned(self.ptr().0, size, bytes);
         if size < before {
             whole.retire(self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users, false);
@@ -285,7 +285,7 @@ impl Growable {
     }
 
     fn allocator(&self) -> &Allocator {
-        self.holding.allocator()
+        self.memory.allocator()
     }
 
     /// Its bytes in whole granules, all of which have memory.

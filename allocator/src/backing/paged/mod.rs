@@ -20,7 +20,7 @@
 //! | `milestones.rs` | events recorded in time, so that the host knows what is done |
 //! | `peers.rs` | access of other devices |
 //! | `apart.rs` | memory outside of heaps, and what becomes of it |
-//! | `holding.rs` | what the handles of such memory share |
+//! | `memory_apart.rs` | what the handles of such memory share |
 //! | `growable.rs` | memory that grows where it is |
 //! | `exportable.rs` | memory that other processes can have a handle of |
 //! | `pin.rs` | memory that stays where it is, because others know its address |
@@ -48,7 +48,7 @@ mod gate;
 mod granules;
 mod grow;
 mod growable;
-mod holding;
+mod memory_apart;
 mod milestones;
 mod peers;
 mod pin;
@@ -67,7 +67,7 @@ pub use exportable::Exportable;
 pub(crate) use gate::Gate;
 pub(crate) use granules::Paged;
 pub use growable::Growable;
-pub(crate) use holding::Holding;
+pub(crate) use memory_apart::MemoryApart;
 pub(crate) use milestones::{Milestones, record_milestone};
 pub use pin::PinnedMapping;
 pub(crate) use pin::Pins;

@@ -1,6 +1,6 @@
 //! What an owner holds of memory apart, as the handle and the buffers made of it share it.
 //!
-//! Invariant: the owner's record in the table of mapped memory lives until the holding is dropped, which retires all that it has.
+//! Invariant: the owner's record in the table of mapped memory lives until this is dropped, which retires all that it has.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -13,7 +13,7 @@ use crate::shell::Shell;
 
 /// Memory apart, from the first address on. It keeps the allocator open. Dropping it makes no driver call and does not wait.
 #[derive(Debug)]
-pub(crate) struct Holding {
+pub(crate) struct MemoryApart {
     allocator: Allocator,
     ptr: DevicePtr,
     /// Bytes asked for.
@@ -22,10 +22,15 @@ pub(crate) struct Holding {
     users: Mutex<Vec<u32>>,
 }
 
-impl Holding {
+impl MemoryApart {
     /// What the owner of the reservation at `ptr` has there.
-    pub(crate) fn new(allocator: &Allocator, ptr: DevicePtr, bytes: u64, slot: u32) -> Holding {
-        Holding { allocator: allocator.kept_open(), ptr, bytes: AtomicU64::new(bytes), users: Mutex::new(vec![slot]) }
+    pub(crate) fn new(allocator: &Allocator, ptr: DevicePtr, bytes: u64, slot: u32) -> MemoryApart {
+        MemoryApart {
+            allocator: allocator.kept_open(),
+            ptr,
+            bytes: AtomicU64::new(bytes),
+            users: Mutex::new(vec![slot]),
+        }
     }
 
     pub(crate) fn allocator(&self) -> &Allocator {
@@ -67,7 +72,7 @@ impl Holding {
     }
 }
 
-impl Drop for Holding {
+impl Drop for MemoryApart {
     fn drop(&mut self) {
         let mut whole = self.allocator.shell().whole();
         let size = whole.owned_size(self.ptr.0);
