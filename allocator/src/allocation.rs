@@ -33,10 +33,6 @@ impl Allocation {
         Allocation { arena, block, slot, ptr, bytes }
     }
 
-    pub(crate) fn zero(arena: &'static Arena) -> Allocation {
-        Allocation::new((arena, BlockId::NONE), arena.slot, DevicePtr(0), 0)
-    }
-
     pub(crate) fn shell(&self) -> &'static Shell {
         self.arena.shell
     }

@@ -171,17 +171,21 @@ impl Allocator {
     /// ([`Allocator::capture`]); a failing driver.
     #[inline]
     pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
-        // What the short way finds comes back in two registers, and the handle is put together where the caller wants it:
-        // a handle, or a result with one, that is copied right after it was written makes the machine wait.
-        let mut searched = false;
-        if let Some(arena) = self.inner.shell.arenas.get(stream.id()) {
-            let (block, found) = self.take_cached(arena, bytes, stream);
-            if block != BlockId::NONE {
-                return Ok(Allocation::new((arena, block), stream.id(), DevicePtr(found), bytes));
-            }
-            searched = found != 0;
-        }
-        self.alloc_the_long_way(bytes, stream, searched)
+        // The handle is put together here, from registers, whichever way its words came. If a callee wrote it, the caller would copy it
+        // with wider loads than it was written with, which stall until the stores are through: longer than all else takes.
+        let Granted { arena, block, addr } = match self.grant_cached(bytes, stream) {
+            Ok(granted) => granted,
+            Err(searched) => self.grant_the_long_way(bytes, stream, searched)?,
+        };
+        Ok(Allocation::new((arena, block), stream.id(), DevicePtr(addr), bytes))
+    }
+
+    /// A free block that the stream may reuse at once. If there is none, whether it was searched for.
+    #[inline]
+    fn grant_cached(&self, bytes: u64, stream: &Stream) -> Result<Granted, bool> {
+        let arena = self.inner.shell.arenas.get(stream.id()).ok_or(false)?;
+        let (block, addr) = self.take_cached(arena, bytes, stream);
+        if block == BlockId::NONE { Err(addr != 0) } else { Ok(Granted { arena, block, addr }) }
     }
 
     /// Takes a free block that the stream may reuse at once: its number and address. If there is none,
@@ -210,36 +214,31 @@ impl Allocator {
         granted.map_or((BlockId::NONE, 1), |granted| (granted.block, granted.addr))
     }
 
-    /// Allocates where the short way does not lead: zero bytes, a first allocation, a request that no free block serves,
+    /// Grants a block where the short way does not lead: zero bytes, a first allocation, a request that no free block serves,
     /// anything special.
     #[cold]
     #[inline(never)]
-    fn alloc_the_long_way(&self, bytes: u64, stream: &Stream, searched: bool) -> Result<Allocation, AllocError> {
+    fn grant_the_long_way(&self, bytes: u64, stream: &Stream, searched: bool) -> Result<Granted, AllocError> {
         let inner = &*self.inner;
         if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
-            return Ok(Allocation::zero(self.arena_for_zero(bytes, stream)?));
+            return Ok(Granted { arena: self.arena_for_zero(bytes, stream)?, block: BlockId::NONE, addr: 0 });
         }
-        self.alloc_rounded(bytes, inner.classes.round(bytes), stream, searched)
+        self.grant_rounded(bytes, inner.classes.round(bytes), stream, searched)
     }
 
-    /// Allocates a block of `size` bytes, a result of rounding, for a request of `bytes` that was looked at, and perhaps
+    /// Grants a block of `size` bytes, a result of rounding, for a request of `bytes` that was looked at, and perhaps
     /// searched for in vain.
-    fn alloc_rounded(&self, bytes: u64, size: u64, stream: &Stream, searched: bool) -> Result<Allocation, AllocError> {
+    fn grant_rounded(&self, bytes: u64, size: u64, stream: &Stream, searched: bool) -> Result<Granted, AllocError> {
         let inner = &*self.inner;
         let shell = inner.shell;
-        let granted = if shell.special().load(Ordering::Relaxed) == 0 {
-            refuse_capture(stream)?;
-            let pool = inner.classes.pool(size) as u16;
-            let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
-            let granted = if searched { None } else { shell.enter(stream).take_own(&request) };
-            match granted {
-                Some(granted) => granted,
-                None => self.climb(&request)?,
-            }
-        } else {
-            self.alloc_specially(bytes, size, stream)?
-        };
-        Ok(Allocation::new((granted.arena, granted.block), stream.id(), DevicePtr(granted.addr), bytes))
+        if shell.special().load(Ordering::Relaxed) != 0 {
+            return self.alloc_specially(bytes, size, stream);
+        }
+        refuse_capture(stream)?;
+        let pool = inner.classes.pool(size) as u16;
+        let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
+        let granted = if searched { None } else { shell.enter(stream).take_own(&request) };
+        granted.map_or_else(|| self.climb(&request), Ok)
     }
 
     /// The arena of a request of zero bytes; refuses what is too large, or for a stream of another device.
@@ -329,9 +328,9 @@ impl Allocator {
         {
             return self.alloc(bytes, stream);
         }
-        let padded = self.alloc_rounded(bytes, self.inner.classes.round(padded), stream, false)?;
-        let (slot, addr) = (padded.stream_id(), padded.ptr().0.next_multiple_of(alignment));
-        Ok(Allocation::new(padded.into_block(), slot, DevicePtr(addr), bytes))
+        let Granted { arena, block, addr } =
+            self.grant_rounded(bytes, self.inner.classes.round(padded), stream, false)?;
+        Ok(Allocation::new((arena, block), stream.id(), DevicePtr(addr.next_multiple_of(alignment)), bytes))
     }
 
     /// Allocates and enqueues filling the memory with zeros on `stream`.

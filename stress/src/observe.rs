@@ -238,7 +238,8 @@ impl Paced {
 impl Subject for Paced {
     type Handle = Allocation;
 
-    #[inline]
+    // Always: see the allocator's own.
+    #[inline(always)]
     fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation, Refused> {
         self.advance();
         self.subject.alloc(bytes, stream)
