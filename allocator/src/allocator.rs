@@ -1,4 +1,4 @@
-//! The allocator as people use it.
+//! The handle of an allocator: allocation, limits, release.
 
 use std::fmt;
 use std::sync::Arc;
@@ -28,10 +28,11 @@ pub const ALIGNMENT: u64 = MIN_BLOCK;
 /// The largest alignment that can be asked for, in bytes.
 const ALIGNMENT_MAX: u64 = 2 << 20;
 
-/// A caching allocator for the memory of one device. Cloning gives another handle of the same allocator.
+/// A caching, stream-ordered allocator for the memory of one device. Cloning gives another handle of the same allocator.
 ///
-/// Memory is handed out in the order of streams: an allocation for a stream may be used by work enqueued there from now on,
-/// and when its handle is dropped the stream's later allocations may reuse it at once, without waiting for the device.
+/// An allocation is for one stream: work enqueued there from now on may use it. When its handle is dropped, the stream's later
+/// allocations may reuse the memory at once, without waiting for the device. To use it on other streams as well, see
+/// [`Allocation::record_stream`], or use a [`crate::DeviceBuffer`] and [`crate::Turn`]s.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -47,8 +48,8 @@ const ALIGNMENT_MAX: u64 = 2 << 20;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// When the last handle is dropped, memory that nobody holds goes back to the device, which is waited for. Memory of buffers that
-/// outlive it goes back when an allocator is made or dropped later, or with [`Device::settle`]: dropping a buffer makes no driver call.
+/// Dropping the last handle waits for the device and gives back the memory that nobody holds. Memory of buffers that outlive the
+/// allocator goes back later: when an allocator is made or dropped, or with [`Device::settle`]. Dropping a buffer makes no driver call.
 #[derive(Clone)]
 pub struct Allocator {
     // Closed before memory is given back.
@@ -57,8 +58,8 @@ pub struct Allocator {
     _at_last: Option<Arc<AtLast>>,
 }
 
-/// What the handles share that people hold, beside others that only keep the allocator open ([`Allocator::kept_open`]): when the last of
-/// them is dropped, driver calls are allowed.
+/// Shared by the handles that people hold, but not by those that only keep the allocator open ([`Allocator::kept_open`]): when the last
+/// of the former is dropped, driver calls are allowed.
 struct AtLast {
     device: Device,
 }
@@ -156,18 +157,18 @@ impl Allocator {
         Ok(Allocator { inner: Arc::new(inner), _at_last: Some(Arc::new(at_last)) })
     }
 
-    /// A handle that keeps the allocator open for something whose drop makes no driver call. If it is the last one, what nobody holds
-    /// goes back as memory of buffers does that outlive the allocator.
+    /// A handle that keeps the allocator open for something whose drop makes no driver call. If it is the last one, memory that nobody
+    /// holds goes back as that of buffers which outlive the allocator.
     pub(crate) fn kept_open(&self) -> Allocator {
         Allocator { inner: self.inner.clone(), _at_last: None }
     }
 
-    /// Allocates `bytes` for work on `stream`, aligned to [`ALIGNMENT`]. Zero bytes give a handle with a null pointer and no
-    /// memory.
+    /// Allocates `bytes` for work on `stream`, aligned to [`ALIGNMENT`]. The memory is uninitialised. A request of zero bytes gives a handle
+    /// with a null pointer and no memory.
     ///
     /// # Errors
-    /// [`AllocError::OutOfMemory`] with a report when everything was tried; [`AllocError::TooLarge`] from 2^60 bytes on;
-    /// a stream of another device, or one that captures, unless the thread is routed to a private pool
+    /// [`AllocError::OutOfMemory`], with a report, after everything was tried; [`AllocError::TooLarge`] from 2^60 bytes on;
+    /// a stream of another device, or one that captures while the thread is not routed to a private pool
     /// ([`Allocator::capture`]); a failing driver.
     #[inline]
     pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
@@ -214,7 +215,7 @@ impl Allocator {
         granted.map_or((BlockId::NONE, 1), |granted| (granted.block, granted.addr))
     }
 
-    /// Grants a block where the short way does not lead: zero bytes, a first allocation, a request that no free block serves,
+    /// Grants a block where the fast path does not apply: zero bytes, a stream's first allocation, a request that no free block serves,
     /// anything special.
     #[cold]
     #[inline(never)]
@@ -253,7 +254,7 @@ impl Allocator {
         Ok(self.inner.shell.enter(stream).arena)
     }
 
-    /// Allocation while the allocator sleeps, blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
+    /// Allocates while the allocator sleeps, blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
     #[cold]
     fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
         let shell = self.inner.shell;
@@ -312,10 +313,10 @@ impl Allocator {
         }
     }
 
-    /// Allocates with a larger alignment: a power of two up to 2 MiB. The block is larger by the alignment less 512 bytes.
+    /// Allocates with a larger alignment: a power of two up to 2 MiB. The block is larger than the request by the alignment less 512 bytes.
     ///
     /// # Errors
-    /// As [`Allocator::alloc`], and an alignment that is none.
+    /// As [`Allocator::alloc`], and an invalid alignment.
     pub fn alloc_aligned(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         if !alignment.is_power_of_two() || alignment > ALIGNMENT_MAX {
             return Err(AllocError::InvalidAlignment { alignment });
@@ -333,7 +334,7 @@ impl Allocator {
         Ok(Allocation::new((arena, block), stream.id(), DevicePtr(addr.next_multiple_of(alignment)), bytes))
     }
 
-    /// Allocates and enqueues filling the memory with zeros on `stream`.
+    /// Allocates memory and enqueues a fill with zeros on `stream`.
     ///
     /// # Errors
     /// As [`Allocator::alloc`]; a failing fill gives the memory back.
@@ -352,7 +353,7 @@ impl Allocator {
         &self.inner.device
     }
 
-    /// The configuration it was made with. What became of [`Config::backing`] on this device is told by [`Allocator::backing`].
+    /// The configuration it was made with. The backing in use on this device may differ: see [`Allocator::backing`].
     pub fn config(&self) -> &Config {
         &self.inner.config
     }
@@ -361,7 +362,7 @@ impl Allocator {
         &self.inner.classes
     }
 
-    /// Why memory comes in segments; `None` if it is mapped.
+    /// Why memory comes in segments (plain driver allocations); `None` if it is mapped.
     pub fn why_segments(&self) -> Option<&WhySegments> {
         self.inner.segments.as_ref()
     }
@@ -416,7 +417,8 @@ impl Allocator {
         self.inner.shell.counters.reserved_bytes.read().all.current
     }
 
-    /// Gives every unused segment back to the device; tells how many bytes. Waits for blocks that other streams still use.
+    /// Gives unused memory back to the device and returns how many bytes that was: whole unused segments, or where memory is mapped the granules
+    /// that lie in free blocks. Memory of open private pools stays. Waits for blocks that other streams still use.
     ///
     /// # Errors
     /// Those of the driver.
@@ -424,8 +426,8 @@ impl Allocator {
         self.trim_to(0)
     }
 
-    /// Gives unused segments back to the device, the largest first, until at most `bytes` are held or none is left; tells
-    /// how many bytes went back. If cached memory does not suffice, waits for blocks that other streams still use.
+    /// As [`Allocator::empty_cache`], but only until at most `bytes` are held from the device, the largest segments first. Returns
+    /// how many bytes went back. Waits for blocks that other streams still use only if unused memory does not suffice.
     ///
     /// # Errors
     /// Those of the driver.

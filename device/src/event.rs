@@ -1,4 +1,4 @@
-//! Events as people use them: markers on a stream that others wait for, and that can measure time.
+//! Events: markers on a stream that other streams wait for, and that can measure time.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use crate::stream::Stream;
 use crate::sync::Mutex;
 use crate::timeline::{Recording, Timeline};
 
-/// A CUDA event. Waiting for one also teaches the waiting stream's timeline what the event covers, so that ticks before
-/// it need no event of their own.
+/// A CUDA event, for ordering streams explicitly and for measuring time; [`Stream::wait_for`] orders them by ticks instead. When a stream waits
+/// for an event, its timeline also learns what the event covers, so that ticks taken before it need no event of their own.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};

@@ -1,4 +1,4 @@
-//! Streams as people use them.
+//! The handle of a stream.
 
 use std::sync::{Arc, Weak};
 
@@ -13,11 +13,14 @@ use crate::launch::{Access, Launch};
 use crate::launches::Launches;
 use crate::timeline::{Retired, Tick, Timeline};
 
-/// A queue of work on one device. Cloning gives another handle of the same stream.
+/// A queue of work on one device, which runs in the order in which it was enqueued. Cloning gives another handle of the same stream.
 ///
-/// A per-thread default stream ([`crate::Device::per_thread_stream`]) takes work, records and waits from its own thread only
-/// and answers other threads with an error; its ticks are for every thread. Once the thread has ended and its work is done, the
-/// stream's number goes to another stream, as that of a destroyed one does.
+/// Different streams are independent until one is ordered after the other: [`Stream::tick`] stands for everything enqueued so far, and
+/// [`Stream::wait_for`] orders later work after a tick.
+///
+/// A per-thread default stream ([`crate::Device::per_thread_stream`]) accepts work, event records and waits from its own thread only, and returns
+/// an error to other threads; its ticks can be used by every thread. Once the thread has ended and its work is done, the
+/// stream's number goes to another stream, as that of a destroyed stream does.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -54,8 +57,8 @@ impl Stream {
         &self.0.timeline
     }
 
-    /// Our own number of the stream, dense per device. A new stream may have the number of one that was destroyed, or whose
-    /// thread has ended, and whose work is done.
+    /// The number by which this library identifies the stream, dense per device. A new stream may get the number of one whose work is done
+    /// and that was destroyed, or whose thread has ended.
     #[inline]
     pub fn id(&self) -> u32 {
         self.0.timeline.id()
@@ -87,7 +90,7 @@ impl Stream {
         self.0.timeline.usable(operation)
     }
 
-    /// The point on the timeline that stands for everything enqueued so far. No driver call.
+    /// The tick that stands for everything enqueued on the stream so far. No driver call.
     pub fn tick(&self) -> Tick {
         Tick { timeline: self.0.timeline.clone(), n: self.0.timeline.now() }
     }
@@ -97,8 +100,8 @@ impl Stream {
         self.0.timeline.is_ordered_after(&tick.timeline, tick.n)
     }
 
-    /// Orders later work of this stream after the tick: at most one event and one wait, nothing if it is so already. The tick
-    /// may be of another device of the same kind.
+    /// Orders later work of this stream after the tick. The host does not wait. This costs at most one event and one wait, and nothing if
+    /// the work is known to be ordered already. The tick may be of another device of the same kind.
     ///
     /// # Errors
     /// Those of the driver, a tick of a device of another kind, or a capture in progress.
@@ -106,8 +109,8 @@ impl Stream {
         self.0.timeline.wait_for(&tick.timeline, tick.n)
     }
 
-    /// Orders later work of this stream after the event's latest record. If that was recorded in a capture, the stream joins
-    /// the capture. The event may be of another device of the same kind, if it was not recorded in a capture.
+    /// Orders later work of this stream after the event's latest record. If the event was recorded in a capture, the stream joins
+    /// the capture; otherwise the event may be of another device of the same kind.
     ///
     /// # Errors
     /// Those of the driver, and an event of another device that does not fit.
@@ -115,7 +118,7 @@ impl Stream {
         event.make_wait(self)
     }
 
-    /// Waits on the host until the stream is idle. Its ticks until now are known to be done then.
+    /// Waits on the host until the stream is idle. Its ticks taken before are then known to be done.
     ///
     /// # Errors
     /// Those of the driver.
@@ -177,7 +180,7 @@ impl Stream {
         unsafe { self.0.context.driver.copy_to_host(dst.as_ptr(), src, bytes, raw) }
     }
 
-    /// Enqueues copying rows.
+    /// Enqueues a copy of rows.
     ///
     /// # Errors
     /// Those of the driver.
@@ -190,7 +193,7 @@ impl Stream {
         unsafe { self.0.context.driver.copy_2d(copy, raw) }
     }
 
-    /// Enqueues many copies with one call, where the device has that: [`crate::Attribute::BatchedCopies`].
+    /// Enqueues many copies with one driver call, on devices that support it ([`crate::Attribute::BatchedCopies`]).
     ///
     /// # Errors
     /// Those of the driver.
@@ -234,8 +237,8 @@ impl Stream {
 
     /// Copies from host memory and waits until the bytes are on the device.
     ///
-    /// Returns only once nothing reads the memory any more. So it waits after an error, too, and for a capture that somebody else begins
-    /// meanwhile and that forbids to wait for the stream; not for a device that is lost.
+    /// Returns only once nothing reads the memory any more. So it also waits after an error, and for the end of a capture that somebody else
+    /// begins meanwhile and that forbids waiting for the stream. It does not wait for a device that is lost.
     ///
     /// # Errors
     /// When the stream captures, and those of the driver.
@@ -273,7 +276,7 @@ impl Stream {
         unsafe { self.0.context.driver.launch(launch, raw) }
     }
 
-    /// Whether the stream is one of a simulated device, which computes nothing that nobody asks for: see [`Stream::touch`].
+    /// Whether the stream belongs to a simulated device, on which work may be modelled without being computed: see [`Stream::touch`].
     pub fn is_simulated(&self) -> bool {
         self.0.context.driver.info().kind == DriverKind::Simulated
     }

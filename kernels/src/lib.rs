@@ -1,7 +1,7 @@
 //! A small set of GPU kernels on typed buffers, for real and simulated devices alike.
 //!
-//! [`Kernels`] is the set, loaded on a device. Its methods take [`Operand`]s and [`Target`]s; every
-//! [`aquifer_allocator::DeviceBuffer`] is both. A method checks its operands, orders the stream after other streams' work with the same memory,
+//! [`Kernels`] is the set, loaded on a device. Its methods take [`Operand`]s and [`Target`]s, to which references to an
+//! [`aquifer_allocator::DeviceBuffer`] convert. A method checks its operands, orders the stream after other streams' work with the same memory,
 //! and launches the kernel.
 //!
 //! Each kernel is declared once ([`Kernel`]): its name and parameters, what it reads and writes, its launch shape, and its host

@@ -22,8 +22,7 @@ use crate::buffer::held::Holder;
 use crate::error::AllocError;
 use crate::shell::Shell;
 
-/// Device memory that several handles share. It knows the ticks of the work that uses it, and so can order later work after
-/// that: see [`crate::Turn`].
+/// Device memory that several handles share. It knows the ticks of the work that uses it, by which a [`crate::Turn`] orders later work.
 pub struct Storage {
     memory: Memory,
     device_id: u32,
@@ -100,8 +99,8 @@ impl Storage {
         self.device_id
     }
 
-    /// What must be done before work that does this with the memory: for reading the last work that writes, for writing the
-    /// work that reads, too. Waits for claims that conflict to end.
+    /// The ticks that must come before work which accesses the memory so: before reading, that of the last work that writes; before writing,
+    /// those of the work that reads, too. Waits for conflicting claims to end.
     ///
     /// # Errors
     /// [`AllocError::TurnHeld`] while this thread has a turn with the memory, whose work is not noted yet.
