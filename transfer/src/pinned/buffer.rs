@@ -1,4 +1,4 @@
-//! Page-locked buffers as people hold them.
+//! The handle of a page-locked buffer.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -15,21 +15,21 @@ use crate::error::TransferError;
 /// Page-locked host memory for `len` values of `T`, with one owner.
 ///
 /// # While a copy is in flight
-/// A copy that does not block takes a view of the buffer, returns, and goes on. The view's borrow ends at return, so the buffer
-/// can be named again. What then keeps the host and the device apart is that the buffer knows the copies that use it:
+/// A call that begins a copy takes a view of the buffer and returns while the copy goes on. The view's borrow ends at return, so the buffer
+/// can be used again. The host and the device are then kept apart because the buffer knows the copies that use it:
 ///
 /// * [`PinnedBuffer::read`] waits for copies *into* the buffer; uploads from it go on;
 /// * [`PinnedBuffer::write`] waits for all copies.
 ///
-/// They *wait, visibly*: they say so here, they return a `Result`, and [`crate::HostMemoryStats::num_waits`] counts them; ask
-/// [`PinnedBuffer::is_idle`] first where waiting is unwanted. The other choice, a borrow that lasts as long as the copy, rests on
-/// the destructor of a guard, and a guard that is leaked runs none.
+/// Both *wait visibly*: they document it, they return a `Result`, and [`crate::HostMemoryStats::num_waits`] counts the waits. Where waiting is
+/// unwanted, ask [`PinnedBuffer::is_idle`] first. The alternative, a borrow that lasts as long as the copy, would rely on the destructor of a
+/// guard, which does not run if the guard is leaked.
 ///
 /// While the `&[T]` or `&mut [T]` is alive, the borrow checker refuses copies that would conflict: a download needs
 /// `&mut` of the buffer, and so does `write`.
 ///
-/// Dropping the buffer is free: the memory goes back to its pool with the copies it knows, and is not handed out before they are done.
-/// Forgetting it leaks memory and nothing else.
+/// Dropping the buffer waits for nothing: the memory goes back to its pool together with the ticks of its copies, and is not handed out again
+/// before they are done. Forgetting it leaks memory and does no other harm.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -48,7 +48,7 @@ pub struct PinnedBuffer<T> {
 }
 
 impl PinnedPool {
-    /// Page-locked memory for `len` values of `T`, at a multiple of 512 bytes, or of 4096 from 32 KiB on. What is in it is left
+    /// Page-locked memory for `len` values of `T`, aligned to 512 bytes, or to 4096 from 32 KiB on. Its contents are left
     /// over from earlier use. Makes no driver call while the pool has unused memory of that size.
     ///
     /// # Errors
