@@ -1,7 +1,7 @@
 //! Memory of captured graphs.
 //!
-//! A graph uses the addresses that it was captured with whenever it is launched. So what is allocated while a stream captures comes
-//! from a private pool, which keeps what is free for its graphs (`pools/graphs.rs`) and gives it to nobody else.
+//! A graph uses the addresses that it was captured with whenever it is launched. So memory that is allocated while a stream captures comes
+//! from a private pool, which keeps its free memory for its graphs (`pools/graphs.rs`) and gives it to nobody else.
 
 use aquifer_device::{AnnouncedCapture, Code, DeviceError, DriverKind, Operation, Stream};
 
