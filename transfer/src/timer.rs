@@ -1,7 +1,7 @@
 //! Timing of work on a stream, by the device's own clock.
 //!
-//! Host clocks around calls that enqueue measure how long enqueuing takes. Here nothing waits unless it is asked to, by name: what was
-//! measured is known once the device is there ([`Timing::elapsed`]), or is waited for ([`Timing::wait`]).
+//! A host clock around calls that enqueue work measures only how long enqueuing takes. Here the device's clock is used, and nothing waits
+//! unless asked to: the result is available once the device has got there ([`Timing::elapsed`]), or can be waited for ([`Timing::wait`]).
 
 use std::time::Duration;
 

@@ -19,11 +19,11 @@ const ATTEMPTS: u32 = 3;
 
 /// A capture in progress on one stream. Dropping it ends the capture, if that was not done, and throws the graph away.
 ///
-/// A capture of a per-thread default stream ends on its own thread alone. Dropped on another one it goes on, which the log tells, until its
-/// thread begins another capture there ([`Stream::begin_capture`]), or ends.
+/// A capture of a per-thread default stream can only be ended on its own thread. If it is dropped on another thread, this is logged, and the
+/// capture goes on until its thread begins another capture there ([`Stream::begin_capture`]), or ends.
 ///
-/// Ticks order nothing across its border (invariant T5): recording and waiting through ticks fail on the stream until the
-/// capture ends, and its timeline learns nothing meanwhile. The same goes for every stream that joins the capture by waiting
+/// Ticks order nothing across the border of a capture (invariant T5): recording and waiting through ticks fail on the stream until the
+/// capture ends, and its timeline learns nothing meanwhile. The same holds for every stream that joins the capture by waiting
 /// for an event recorded in it.
 ///
 /// ```
@@ -172,8 +172,8 @@ impl Drop for Capture {
     }
 }
 
-/// A capture that somebody else began on a stream of ours and will end, made known: while this lives, the stream is treated as if
-/// [`Stream::begin_capture`] had been called. Drop it once the capture ended.
+/// The announcement of a capture that somebody else began on a stream, and will end. While this exists, the stream is treated as if
+/// [`Stream::begin_capture`] had been called. Drop it once the capture has ended.
 ///
 /// ```
 /// use aquifer_device::{Device, Driver, sim::{SimConfig, SimDriver}};
@@ -218,7 +218,8 @@ impl Drop for AnnouncedCapture {
     }
 }
 
-/// A captured graph, ready to launch, as often as one likes. It uses fixed addresses: keep what it uses until its last launch is done.
+/// A captured graph, which can be launched any number of times. It uses fixed addresses: keep the memory that it uses until its last launch is
+/// done.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};

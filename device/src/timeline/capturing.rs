@@ -1,4 +1,4 @@
-//! A timeline while its stream captures: which capture the stream is part of, and what is refused meanwhile (T5).
+//! Timelines during captures: which capture a stream is part of, and what is refused meanwhile (T5).
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! What copies use a piece of host memory: ticks, turns and claims, as [`aquifer_allocator::Turn`] and
+//! The copies that use a piece of host memory: ticks, turns and claims, as [`aquifer_allocator::Turn`] and
 //! [`aquifer_allocator::Claim`] are for device memory.
 //!
 //! Invariants:
