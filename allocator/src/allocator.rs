@@ -421,7 +421,7 @@ impl Allocator {
     /// that lie in free blocks. Memory of open private pools stays. Waits for blocks that other streams still use.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
         self.trim_to(0)
     }
@@ -430,7 +430,7 @@ impl Allocator {
     /// how many bytes went back. Waits for blocks that other streams still use only if unused memory does not suffice.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, AllocError> {
         self.device().settle();
         self.poll_launches()?;

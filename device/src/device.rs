@@ -129,7 +129,7 @@ impl Device {
     /// Free and total memory in bytes, other processes included.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn memory_info(&self) -> Result<MemoryInfo> {
         self.0.context.driver.memory_info()
     }
@@ -176,7 +176,7 @@ impl Device {
     /// A new stream that does not synchronise with the legacy default stream.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn create_stream(&self) -> Result<Stream> {
         self.create_stream_with(StreamFlags { non_blocking: true, priority: 0 })
     }
@@ -184,7 +184,7 @@ impl Device {
     /// A new stream with the given flags.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn create_stream_with(&self, flags: StreamFlags) -> Result<Stream> {
         let context = &self.0.context;
         let raw = context.driver.create_stream(flags)?;
@@ -212,7 +212,7 @@ impl Device {
     /// A new event; `timing` makes [`Event::elapsed_ms`] possible.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn create_event(&self, timing: bool) -> Result<Event> {
         Event::new(self.0.context.clone(), timing)
     }
@@ -236,7 +236,7 @@ impl Device {
     /// Waits on the host until the device is idle. All ticks taken before on any of its streams are then known to be done.
     ///
     /// # Errors
-    /// When a stream captures, and those of the driver.
+    /// When a stream captures, and errors of the driver.
     pub fn synchronize(&self) -> Result<()> {
         self.0.context.synchronize()
     }
@@ -245,7 +245,7 @@ impl Device {
     /// first, which may wait for the device ([`Device::settle`]), and the allocation is tried again.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
         self.settle_unused();
         match self.0.context.driver.alloc(bytes) {
@@ -260,7 +260,7 @@ impl Device {
     /// Frees a plain driver allocation. The driver waits for the device first.
     ///
     /// # Errors
-    /// When a stream captures, which waiting would break, and those of the driver; the memory is still allocated then.
+    /// When a stream captures, which waiting would break, and errors of the driver; the memory is still allocated then.
     pub fn free(&self, ptr: DevicePtr) -> Result<()> {
         self.0.context.free(ptr)
     }

@@ -104,7 +104,7 @@ impl Stream {
     /// the work is known to be ordered already. The tick may be of another device of the same kind.
     ///
     /// # Errors
-    /// Those of the driver, a tick of a device of another kind, or a capture in progress.
+    /// Errors of the driver, a tick of a device of another kind, or a capture in progress.
     pub fn wait_for(&self, tick: &Tick) -> Result<()> {
         self.0.timeline.wait_for(&tick.timeline, tick.n)
     }
@@ -113,7 +113,7 @@ impl Stream {
     /// the capture; otherwise the event may be of another device of the same kind.
     ///
     /// # Errors
-    /// Those of the driver, and an event of another device that does not fit.
+    /// Errors of the driver, and an event of another device that does not fit.
     pub fn wait_event(&self, event: &Event) -> Result<()> {
         event.make_wait(self)
     }
@@ -121,7 +121,7 @@ impl Stream {
     /// Waits on the host until the stream is idle. Its ticks taken before are then known to be done.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn synchronize(&self) -> Result<()> {
         let raw = self.usable(Operation::SynchronizeStream)?;
         let reached = self.0.timeline.begin_wait();
@@ -133,7 +133,7 @@ impl Stream {
     /// Whether the stream has nothing left to do.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn is_idle(&self) -> Result<bool> {
         self.0.context.driver.query_stream(self.usable(Operation::QueryStream)?)
     }
@@ -141,7 +141,7 @@ impl Stream {
     /// Enqueues filling `bytes` bytes with `value`.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn fill(&self, ptr: DevicePtr, value: u8, bytes: u64) -> Result<()> {
         self.0.context.driver.memset(ptr, value, bytes, self.usable(Operation::Memset)?)
     }
@@ -149,7 +149,7 @@ impl Stream {
     /// Enqueues a copy within the device; the ranges must not overlap.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn copy(&self, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
         self.0.context.driver.copy_on_device(dst, src, bytes, self.usable(Operation::CopyOnDevice)?)
     }
@@ -157,7 +157,7 @@ impl Stream {
     /// Enqueues a copy from page-locked host memory. From other memory the bytes are taken before this returns.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     ///
     /// # Safety
     /// `src..src + bytes` must be readable, and stay so and unwritten until the copy is done, as [`Driver::copy_to_device`] tells.
@@ -170,7 +170,7 @@ impl Stream {
     /// Enqueues a copy to page-locked host memory. Into other memory this returns when the bytes are there.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     ///
     /// # Safety
     /// `dst..dst + bytes` must be writable, and stay so and untouched until the copy is done, as [`Driver::copy_to_host`] tells.
@@ -183,7 +183,7 @@ impl Stream {
     /// Enqueues a copy of rows.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     ///
     /// # Safety
     /// As [`Driver::copy_2d`].
@@ -196,7 +196,7 @@ impl Stream {
     /// Enqueues many copies with one driver call, on devices that support it ([`crate::Attribute::BatchedCopies`]).
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     ///
     /// # Safety
     /// As [`Driver::copy_batch`].
@@ -228,7 +228,7 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// Those of the driver: a device of another kind, ranges that are not live memory of their devices, a capture in progress.
+    /// Errors of the driver: a device of another kind, ranges that are not live memory of their devices, a capture in progress.
     pub fn copy_from_peer(&self, dst: DevicePtr, peer: &Device, src: DevicePtr, bytes: u64) -> Result<()> {
         let context = &self.0.context;
         let answer = context.driver.copy_peer(dst, peer.driver(), src, bytes, self.usable(Operation::CopyPeer)?);
@@ -241,7 +241,7 @@ impl Stream {
     /// begins meanwhile and that forbids waiting for the stream. It does not wait for a device that is lost.
     ///
     /// # Errors
-    /// When the stream captures, and those of the driver.
+    /// When the stream captures, and errors of the driver.
     pub fn upload_blocking(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
         let driver = &self.0.context.driver;
         // SAFETY: `src` is readable, and borrowed until `run_and_wait` returns, after which nothing reads it.
@@ -254,7 +254,7 @@ impl Stream {
     /// Returns only once nothing writes the memory any more, as [`Stream::upload_blocking`] does.
     ///
     /// # Errors
-    /// When the stream captures, and those of the driver.
+    /// When the stream captures, and errors of the driver.
     pub fn download_blocking(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
         let driver = &self.0.context.driver;
         let (to, bytes) = (dst.as_mut_ptr(), dst.len());
@@ -266,7 +266,7 @@ impl Stream {
     /// Enqueues a kernel.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     ///
     /// # Safety
     /// The kernel must touch exactly the ranges that the launch declares and be given the arguments it expects.
@@ -285,7 +285,7 @@ impl Stream {
     /// on the simulated device, where it feeds the race detector.
     ///
     /// # Errors
-    /// Those of the driver; not supported on real hardware.
+    /// Errors of the driver; not supported on real hardware.
     pub fn touch(&self, name: &'static str, accesses: &[Access]) -> Result<()> {
         if !self.is_simulated() {
             return Err(DeviceError::new(Operation::Launch, Code::NOT_SUPPORTED)
@@ -315,7 +315,7 @@ impl Stream {
     /// with the buffers that the graph uses (`Turn`).
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn begin_capture(&self) -> Result<Capture> {
         Capture::begin(self.clone())
     }
@@ -324,7 +324,7 @@ impl Stream {
     /// result is dropped, which should be once the capture ended, the stream is treated as one that captures.
     ///
     /// # Errors
-    /// When the stream does not capture, its capture is known already, and those of the driver.
+    /// When the stream does not capture, its capture is known already, and errors of the driver.
     pub fn announce_capture(&self) -> Result<AnnouncedCapture> {
         AnnouncedCapture::announce(self)
     }

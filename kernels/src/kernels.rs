@@ -64,7 +64,7 @@ impl Kernels {
     /// stream captures.
     ///
     /// # Errors
-    /// A device that is too old, and those of the driver.
+    /// A device that is too old, and errors of the driver.
     pub fn load(device: &Device) -> Result<Kernels, KernelError> {
         let capability = device.info().compute_capability;
         if capability < NEEDS {

@@ -35,7 +35,7 @@ impl DriverPool {
     /// The pool of a device, and `streams` streams: stream 0 is the default stream.
     ///
     /// # Errors
-    /// Those of the driver; not supported where it has no pool.
+    /// Errors of the driver; not supported where it has no pool.
     pub fn new(device: Device, streams: usize) -> Result<DriverPool, Failure> {
         let mut all = vec![device.default_stream().clone()];
         for _ in 1..streams {
@@ -48,7 +48,7 @@ impl DriverPool {
     /// What the pool holds.
     ///
     /// # Errors
-    /// Those of the driver, and of a free that failed before.
+    /// Errors of the driver, and of a free that failed before.
     pub fn usage(&self) -> Result<PoolUsage, Failure> {
         match &self.failed {
             Some(error) => Err(error.clone().into()),
@@ -59,7 +59,7 @@ impl DriverPool {
     /// Gives what the pool does not use back to the device.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn give_back(&self) -> Result<(), Failure> {
         self.device.synchronize()?;
         Ok(self.device.driver().trim_pool(0)?)

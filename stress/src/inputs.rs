@@ -32,7 +32,7 @@ impl Inputs {
     /// For blocks of an allocator.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn new(allocator: &Allocator) -> Result<Inputs, TransferError> {
         let (live, arriving) = (BTreeMap::new(), VecDeque::new());
         Ok(Inputs { transfer: Transfer::new(allocator)?, blocks: 0, live, arriving, written: 0, damaged: 0 })

@@ -73,7 +73,7 @@ impl Aquifer {
     /// Another handle of the same allocator whose only stream is a new one.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn on_new_stream(&self) -> Result<Aquifer, Failure> {
         let stream = self.allocator.device().create_stream()?;
         Ok(Aquifer { allocator: self.allocator.clone(), streams: vec![stream] })

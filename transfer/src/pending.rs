@@ -123,7 +123,7 @@ impl<T> Pending<T> {
     /// Whether the transfer is complete or has failed, so that [`Pending::wait`] would not wait. Asks the driver.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn is_done(&self) -> Result<bool, TransferError> {
         for step in &self.steps {
             if !step.is_done()? {

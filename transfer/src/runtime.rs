@@ -138,7 +138,7 @@ impl Transfer {
     /// A runtime for the allocator's device.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn new(allocator: &Allocator) -> Result<Transfer, TransferError> {
         Transfer::with_config(allocator, TransferConfig::default())
     }
@@ -146,7 +146,7 @@ impl Transfer {
     /// A runtime for the allocator's device, configured by `config`. No memory is page-locked and no thread started before it is needed.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn with_config(allocator: &Allocator, config: TransferConfig) -> Result<Transfer, TransferError> {
         let device = allocator.device();
         let pinned = PinnedPool::new(device, config.pinned)?;

@@ -280,7 +280,7 @@ impl<T: Pod + Send + Sync> Spillable<T> {
     /// the copy; the host does not wait for it. Memory is allocated for `stream`.
     ///
     /// # Errors
-    /// When device memory runs out although other buffers were spilled; a stream of another device; those of the driver. The contents stay
+    /// When device memory runs out although other buffers were spilled; a stream of another device; errors of the driver. The contents stay
     /// where they were.
     pub fn access(&self, stream: &Stream) -> Result<Resident<'_, T>, TransferError> {
         let bytes = self.entry.access(stream)?;
@@ -303,7 +303,7 @@ impl<T> Spillable<T> {
     /// Moves the buffer to the host now, unless it is in use or there already. Returns how many bytes of device memory it gave up.
     ///
     /// # Errors
-    /// When page-locked memory runs out, and those of the driver. The contents are on the device then.
+    /// When page-locked memory runs out, and errors of the driver. The contents are on the device then.
     pub fn spill(&self) -> Result<u64, TransferError> {
         self.entry.spill()
     }

@@ -58,7 +58,7 @@ impl<'a> Turn<'a> {
     ///
     /// # Errors
     /// When memory belongs to another device than the stream; [`AllocError::TurnHeld`] while this thread has a turn
-    /// with some of it; [`AllocError::Asleep`] while its allocator sleeps or is about to; those of the driver; when the stream
+    /// with some of it; [`AllocError::Asleep`] while its allocator sleeps or is about to; errors of the driver; when the stream
     /// captures and is not ordered already. No work is noted then.
     pub fn take(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<Turn<'a>, AllocError> {
         let mut wanted: Vec<_> = memory.iter().filter(|(storage, _)| storage.bytes() > 0).copied().collect();

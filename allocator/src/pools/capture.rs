@@ -71,7 +71,7 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// When the stream or the pool is not of this allocator's device, the stream does not capture, and those of the driver.
+    /// When the stream or the pool is not of this allocator's device, the stream does not capture, and errors of the driver.
     pub fn capture(&self, stream: &Stream, pool: &PrivatePool) -> Result<CaptureRoute, AllocError> {
         if stream.device_id() != self.device().id() {
             return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));

@@ -170,7 +170,7 @@ impl PrivatePool {
     /// needed.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
         let core = self.allocator.shell().core();
         let Some(private) = core.pools.find(self.id) else { return Ok(0) };

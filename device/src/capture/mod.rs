@@ -68,7 +68,7 @@ impl Capture {
     /// Ends the capture and returns the graph, once. What is left keeps the stream alive until it is dropped.
     ///
     /// # Errors
-    /// Those of the driver, for instance when a call in between broke the capture. It has ended all the same, unless
+    /// Errors of the driver, for instance when a call in between broke the capture. It has ended all the same, unless
     /// [`Stream::is_capturing`] says that it goes on: because the stream is another thread's default stream, which that thread must do this
     /// for, or because the driver does not end it. Then this may be called again.
     ///
@@ -248,7 +248,7 @@ impl Graph {
     /// it with other streams' work on other buffers is a turn with them around this call (`aquifer_allocator::Turn`).
     ///
     /// # Errors
-    /// When the stream belongs to another device, and those of the driver.
+    /// When the stream belongs to another device, and errors of the driver.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         if stream.device_id() != self.context.device_id {
             let devices = DeviceMismatch::between(stream.device_id(), self.context.device_id);

@@ -30,7 +30,7 @@ impl Timeline {
     /// be broken, or its graph be given memory that others reuse. Asks the driver, on devices where others can begin one.
     ///
     /// # Errors
-    /// When the stream captures unannounced, and those of the driver.
+    /// When the stream captures unannounced, and errors of the driver.
     pub fn refuse_unannounced_capture(&self) -> Result<()> {
         self.refuse_unannounced(&self.state.lock())
     }

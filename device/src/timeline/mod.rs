@@ -231,7 +231,7 @@ impl Timeline {
     /// Asks the driver about the oldest events until one is not complete, and returns whether tick `n` is done.
     ///
     /// # Errors
-    /// Those of the driver's event query.
+    /// Errors of the driver's event query.
     pub fn is_done(&self, n: u64) -> Result<bool> {
         if !self.is_known_done(n) {
             self.poll(&mut self.state.lock())?;
@@ -243,7 +243,7 @@ impl Timeline {
     /// earlier ones, so that [`Timeline::frontier`] follows the device.
     ///
     /// # Errors
-    /// Those of the driver's event calls; a closed or capturing stream cannot record.
+    /// Errors of the driver's event calls; a closed or capturing stream cannot record.
     pub fn cover(&self, n: u64) -> Result<()> {
         let Some(mut state) = self.lock_unless_done(n) else { return Ok(()) };
         if state.events.back().is_some_and(|last| n < last.covers) {
@@ -268,7 +268,7 @@ impl Timeline {
     /// Where the stream is gone and nothing covers the tick (its last record failed), this waits for the whole device.
     ///
     /// # Errors
-    /// Those of the driver's event and synchronisation calls.
+    /// Errors of the driver's event and synchronisation calls.
     pub fn synchronize(&self, n: u64) -> Result<()> {
         let Some(mut state) = self.lock_unless_done(n) else { return Ok(()) };
         let recorded = match self.covering(&mut state, n) {
@@ -325,7 +325,7 @@ impl Timeline {
     /// known already, this does nothing; else it costs at most one event recorded there and one wait here.
     ///
     /// # Errors
-    /// Those of the driver's event and wait calls, if this is another thread's default stream, or if the devices are of
+    /// Errors of the driver's event and wait calls, if this is another thread's default stream, or if the devices are of
     /// different kinds. Nothing is ordered then and no clock changed.
     pub fn wait_for(&self, other: &Timeline, n: u64) -> Result<()> {
         if self.is_ordered_after(other, n) {

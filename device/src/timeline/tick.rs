@@ -30,7 +30,7 @@ impl Tick {
     /// no event covers is never known to be done: call [`Tick::cover`] first.
     ///
     /// # Errors
-    /// Those of the driver's event query.
+    /// Errors of the driver's event query.
     pub fn is_done(&self) -> Result<bool> {
         self.timeline.is_done(self.n)
     }
@@ -38,7 +38,7 @@ impl Tick {
     /// Makes sure an event covers the tick, recording one if need be.
     ///
     /// # Errors
-    /// Those of the driver's event calls.
+    /// Errors of the driver's event calls.
     pub fn cover(&self) -> Result<()> {
         self.timeline.cover(self.n)
     }
@@ -46,7 +46,7 @@ impl Tick {
     /// Waits on the host until the work is done.
     ///
     /// # Errors
-    /// Those of the driver's event and synchronisation calls.
+    /// Errors of the driver's event and synchronisation calls.
     pub fn synchronize(&self) -> Result<()> {
         self.timeline.synchronize(self.n)
     }

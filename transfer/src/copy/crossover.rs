@@ -26,7 +26,7 @@ impl Transfer {
     /// fails otherwise settles for `None`.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn batch_calls_pay_below(&self) -> Result<Option<u64>, TransferError> {
         self.crossover(&mut self.inner.crossover.lock())
     }

@@ -30,7 +30,7 @@ impl Transfer {
     /// once it was read.
     ///
     /// # Errors
-    /// When device memory or page-locked memory runs out, a stream of another device or that captures, and those of the driver.
+    /// When device memory or page-locked memory runs out, a stream of another device or that captures, and errors of the driver.
     pub fn to_device<T: Pod + Send + Sync, S>(
         &self,
         source: S,
@@ -85,7 +85,7 @@ impl Transfer {
     /// Copies device memory to new page-locked memory.
     ///
     /// # Errors
-    /// When page-locked memory runs out, memory of another device, a stream that captures, and those of the driver.
+    /// When page-locked memory runs out, memory of another device, a stream that captures, and errors of the driver.
     pub fn to_host<T: Pod + Send + Sync>(
         &self,
         from: &DeviceBuffer<T>,

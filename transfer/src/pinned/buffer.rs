@@ -52,7 +52,7 @@ impl PinnedPool {
     /// over from earlier use. Makes no driver call while the pool has unused memory of that size.
     ///
     /// # Errors
-    /// [`TransferError::OutOfPinned`], also when the driver refuses more; [`TransferError::LengthOverflow`]; those of the driver.
+    /// [`TransferError::OutOfPinned`], also when the driver refuses more; [`TransferError::LengthOverflow`]; errors of the driver.
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
         let memory = PinnedMemory::alloc(self, bytes_of::<T>(len)?, align_of::<T>())?;
         Ok(PinnedBuffer::new(memory, len))
@@ -115,7 +115,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// Whether no copy is in flight, so that neither [`PinnedBuffer::read`] nor [`PinnedBuffer::write`] would wait.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn is_idle(&self) -> Result<bool, TransferError> {
         self.memory.is_idle()
     }
@@ -123,7 +123,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// The values, after waiting on the host for copies into the buffer.
     ///
     /// # Errors
-    /// Those of the driver: what a lost device was to write will never be there.
+    /// Errors of the driver: what a lost device was to write will never be there.
     pub fn read(&self) -> Result<&[T], TransferError> {
         self.as_slice().read()
     }
@@ -131,7 +131,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// The values, to be changed, after waiting on the host for all copies that use the buffer.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn write(&mut self) -> Result<&mut [T], TransferError> {
         self.as_slice_mut().into_write()
     }

@@ -104,7 +104,7 @@ impl PinnedPool {
     /// wait for the rest.
     ///
     /// # Errors
-    /// Those of the driver. What did not go stays in the pool.
+    /// Errors of the driver. What did not go stays in the pool.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, TransferError> {
         if self.0.reserved() as u64 > bytes {
             self.0.keepers.give_back();

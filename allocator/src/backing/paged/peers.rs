@@ -29,7 +29,7 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// Those of the driver, such as devices that cannot reach each other: the peer is then not let into later mappings, though
+    /// Errors of the driver, such as devices that cannot reach each other: the peer is then not let into later mappings, though
     /// it may have access to some of the present ones. [`AllocError::NotMapped`] where memory comes in segments.
     pub fn enable_peer_access(&self, ordinal: u32) -> Result<(), AllocError> {
         let _alone = self.gate().exclusive();

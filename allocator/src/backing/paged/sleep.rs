@@ -81,7 +81,7 @@ impl Allocator {
     ///
     /// # Errors
     /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::KeptAwake`] while this very thread keeps the allocator
-    /// awake; [`AllocError::OutOfHostMemory`]; those of the driver. The allocator is then awake as before, contents included unless they
+    /// awake; [`AllocError::OutOfHostMemory`]; errors of the driver. The allocator is then awake as before, contents included unless they
     /// were to be discarded; if the driver fails at that, too, [`Allocator::is_asleep`] says so, and [`Allocator::wake`] can be tried.
     pub fn sleep(&self, contents: Contents) -> Result<u64, AllocError> {
         if self.shell().core().paged.is_none() {
@@ -111,7 +111,7 @@ impl Allocator {
     /// sleep, this waits for that first, unless this thread keeps it awake.
     ///
     /// # Errors
-    /// Those of the driver, such as lack of memory, in which case everything taken so far goes back to the device. The allocator
+    /// Errors of the driver, such as lack of memory, in which case everything taken so far goes back to the device. The allocator
     /// is still asleep, nothing is lost, and this can be tried again.
     pub fn wake(&self) -> Result<(), AllocError> {
         if self.shell().is_kept_awake_here() {
