@@ -417,8 +417,8 @@ impl Allocator {
         self.inner.shell.counters.reserved_bytes.read().all.current
     }
 
-    /// Gives unused memory back to the device and returns how many bytes that was: whole unused segments, or where memory is mapped the granules
-    /// that lie in free blocks. Memory of open private pools stays. Waits for blocks that other streams still use.
+    /// Gives unused memory back to the device and returns how many bytes that was: whole unused segments, or where memory is mapped the
+    /// granules that lie in free blocks. Memory of open private pools stays. Waits for blocks that other streams still use.
     ///
     /// # Errors
     /// Errors of the driver.

@@ -98,8 +98,8 @@ pub enum AllocError {
     /// The caller asked for memory, or for a turn with some, while the allocator sleeps or is about to; see [`crate::Allocator::sleep`].
     #[error("the allocator is asleep, or about to be: its memory is given back to the device until `wake`")]
     Asleep,
-    /// The caller asked for a private pool, but there are already as many pools, including dropped ones that still hold memory, as can be told
-    /// apart. Drop some, and what was allocated from them.
+    /// The caller asked for a private pool, but there are already as many pools, including dropped ones that still hold memory, as can be
+    /// told apart. Drop some, and what was allocated from them.
     #[error("{pools} private pools exist, or hold memory still: as many as can be told apart")]
     TooManyPools {
         /// Pools that there are.

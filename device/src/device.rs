@@ -24,7 +24,8 @@ use crate::stream::Stream;
 use crate::timeline::{Kind, Owner, Retired, Tick, Timeline};
 use crate::waits::WaitMark;
 
-/// One GPU, real or simulated: creates streams and events, and allocates plain driver memory. Cloning gives another handle of the same device.
+/// One GPU, real or simulated: creates streams and events, and allocates plain driver memory. Cloning gives another handle of the same
+/// device.
 ///
 /// [`crate::DeviceSpec`] opens a device by name, [`Device::new`] wraps a driver. Memory for programs comes from `aquifer-allocator`, which
 /// caches it; [`Device::alloc`] is a plain driver allocation.
@@ -340,8 +341,8 @@ impl Device {
         self.0.context.is_capturing()
     }
 
-    /// Gives back everything that was to be given back later (`free_later` and its relatives). Waits for the device if it may still use some of
-    /// it. What cannot go back now is tried again later.
+    /// Gives back everything that was to be given back later (`free_later` and its relatives). Waits for the device if it may still use
+    /// some of it. What cannot go back now is tried again later.
     pub fn settle(&self) {
         close_left_open();
         self.0.left.free_all(&self.0.context);

@@ -10,8 +10,8 @@ use crate::stream::Stream;
 use crate::sync::Mutex;
 use crate::timeline::{Recording, Timeline};
 
-/// A CUDA event, for ordering streams explicitly and for measuring time; [`Stream::wait_for`] orders them by ticks instead. When a stream waits
-/// for an event, its timeline also learns what the event covers, so that ticks taken before it need no event of their own.
+/// A CUDA event, for ordering streams explicitly and for measuring time; [`Stream::wait_for`] orders them by ticks instead. When a stream
+/// waits for an event, its timeline also learns what the event covers, so that ticks taken before it need no event of their own.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -87,7 +87,8 @@ impl Event {
     /// Milliseconds from this event to `end`. Both must be made for timing, recorded and complete.
     ///
     /// # Errors
-    /// When the events belong to different devices, and errors of the driver: not for timing or not recorded (`INVALID_HANDLE`), not complete (`NOT_READY`).
+    /// When the events belong to different devices, and errors of the driver: not for timing or not recorded (`INVALID_HANDLE`), not
+    /// complete (`NOT_READY`).
     pub fn elapsed_ms(&self, end: &Event) -> Result<f64> {
         self.check_device(end.context.device_id, Operation::ElapsedTime)?;
         self.context.driver.elapsed_ms(self.raw, end.raw)

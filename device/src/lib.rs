@@ -1,6 +1,7 @@
 //! GPU devices, streams, events and timelines behind one [`Driver`] trait, with a deterministic simulated GPU.
 //!
-//! * A [`Device`] is one GPU, accessed through a [`Driver`]: NVIDIA's (`cuda`) or the simulator's ([`sim`]). [`DeviceSpec`] opens one by name.
+//! * A [`Device`] is one GPU, accessed through a [`Driver`]: NVIDIA's (`cuda`) or the simulator's ([`sim`]). [`DeviceSpec`] opens one by
+//!   name.
 //! * Work is enqueued on the device's [`Stream`]s. Work on one stream runs in order; different streams are independent.
 //! * A [`Tick`] stands for everything enqueued on a stream so far. [`Stream::wait_for`] orders one stream after a tick of another one,
 //!   with at most one event and one wait. [`Event`]s, which can also measure time, do the same explicitly.

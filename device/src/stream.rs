@@ -18,9 +18,9 @@ use crate::timeline::{Retired, Tick, Timeline};
 /// Different streams are independent until one is ordered after the other: [`Stream::tick`] stands for everything enqueued so far, and
 /// [`Stream::wait_for`] orders later work after a tick.
 ///
-/// A per-thread default stream ([`crate::Device::per_thread_stream`]) accepts work, event records and waits from its own thread only, and returns
-/// an error to other threads; its ticks can be used by every thread. Once the thread has ended and its work is done, the
-/// stream's number goes to another stream, as that of a destroyed stream does.
+/// A per-thread default stream ([`crate::Device::per_thread_stream`]) accepts work, event records and waits from its own thread only, and
+/// returns an error to other threads; its ticks can be used by every thread. Once the thread has ended and its work is done, the stream's
+/// number goes to another stream, as that of a destroyed stream does.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};

@@ -1,8 +1,8 @@
 //! A small set of GPU kernels on typed buffers, for real and simulated devices alike.
 //!
 //! [`Kernels`] is the set, loaded on a device. Its methods take [`Operand`]s and [`Target`]s, to which references to an
-//! [`aquifer_allocator::DeviceBuffer`] convert. A method checks its operands, orders the stream after other streams' work with the same memory,
-//! and launches the kernel.
+//! [`aquifer_allocator::DeviceBuffer`] convert. A method checks its operands, orders the stream after other streams' work with the same
+//! memory, and launches the kernel.
 //!
 //! Each kernel is declared once ([`Kernel`]): its name and parameters, what it reads and writes, its launch shape, and its host
 //! implementation, which simulated devices run and against which the device code is tested. Device code is CUDA C (`cuda/`), compiled to

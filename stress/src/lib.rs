@@ -1,10 +1,10 @@
 //! The stress program as a library: it replays recorded programs, measures the allocator, and makes it fail on purpose.
 //!
-//! A run goes as follows: [`cli`] reads the command line; a [`session::Session`] holds the device, the options and where output goes; one of the
-//! [`commands`] runs; [`exit`] defines how it ended.
+//! A run goes as follows: [`cli`] reads the command line; a [`session::Session`] holds the device, the options and where output goes; one
+//! of the [`commands`] runs; [`exit`] defines how it ended.
 //!
-//! [`input`] reads recorded programs, [`scenarios`] generates synthetic ones, and [`harness`] replays them to an allocator, to an allocator that is
-//! [`observe`]d, or to the [`yardstick`]. [`room`] and [`map`] show what memory they leave free.
+//! [`input`] reads recorded programs, [`scenarios`] generates synthetic ones, and [`harness`] replays them to an allocator, to an
+//! allocator that is [`observe`]d, or to the [`yardstick`]. [`room`] and [`map`] show what memory they leave free.
 #![forbid(unsafe_code)]
 
 pub mod cli;

@@ -1,8 +1,10 @@
 //! Everything between host and device: page-locked memory, copies, staging, prefetching, and tensors with explicit placement.
 //!
-//! * A [`Transfer`] copies. Its calls return before copies are done, with a [`Pending`] that can be waited for, awaited, or chained to a stream.
+//! * A [`Transfer`] copies. Its calls return before copies are done, with a [`Pending`] that can be waited for, awaited, or chained to a
+//!   stream.
 //! * A [`PinnedPool`] recycles page-locked memory. Its [`PinnedBuffer`]s know the copies that use them, so the host waits where it has to.
-//! * Ordinary memory and files, which the device cannot copy from by itself, go through a *staging ring* of page-locked memory ([`StagingConfig`]).
+//! * Ordinary memory and files, which the device cannot copy from by itself, go through a *staging ring* of page-locked memory
+//!   ([`StagingConfig`]).
 //! * A [`Tensor`] has a dtype, a shape and a [`Place`], which never changes silently. A [`ParamSet`] moves named tensors together, and loads
 //!   safetensors files ([`Checkpoint`]).
 //! * A [`Prefetcher`] brings batches to the device ahead of their use. A [`Spiller`] moves buffers to the host when device memory runs out.

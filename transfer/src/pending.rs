@@ -1,7 +1,7 @@
 //! Transfers that were begun.
 //!
-//! Soundness does not depend on anything here: memory that is in flight is owned by this crate, or carries the ticks of the work that uses it,
-//! whatever happens to a [`Pending`]. Dropping one lets the transfer go on; forgetting one leaks what it owns.
+//! Soundness does not depend on anything here: memory that is in flight is owned by this crate, or carries the ticks of the work that
+//! uses it, whatever happens to a [`Pending`]. Dropping one lets the transfer go on; forgetting one leaks what it owns.
 
 use std::fmt;
 use std::pin::Pin;
@@ -26,8 +26,8 @@ pub(crate) struct Shared {
 /// A transfer that was begun, and that yields a value when it is complete.
 ///
 /// It can be waited for ([`Pending::wait`]), queried ([`Pending::is_done`]), awaited in any executor, or chained to a stream without
-/// waiting for the device ([`Pending::then`]). If it is dropped, the transfer goes on all the same, and the memory that it uses stays until it
-/// is done.
+/// waiting for the device ([`Pending::then`]). If it is dropped, the transfer goes on all the same, and the memory that it uses stays
+/// until it is done.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
@@ -133,8 +133,8 @@ impl<T> Pending<T> {
         Ok(true)
     }
 
-    /// Continues with the transfer's value as soon as the transfer is enqueued: orders later work of `stream` after it, without waiting for the
-    /// device, and calls `next`. Waits on the host only while threads are still enqueuing.
+    /// Continues with the transfer's value as soon as the transfer is enqueued: orders later work of `stream` after it, without waiting
+    /// for the device, and calls `next`. Waits on the host only while threads are still enqueuing.
     ///
     /// The host should not read the value in `next`, because it would have to wait. Device memory needs nothing further; page-locked
     /// memory waits by itself when it is read.

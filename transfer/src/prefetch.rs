@@ -23,8 +23,8 @@ use crate::pinned::PinnedBuffer;
 use crate::runtime::Transfer;
 use crate::tensor::Tensor;
 
-/// A value that is sent to a device as a whole: a [`Tensor`], a `Vec` of numbers, page-locked memory, or tuples, arrays and `Option`s of these.
-/// Structs implement it by sending their fields and joining the transfers.
+/// A value that is sent to a device as a whole: a [`Tensor`], a `Vec` of numbers, page-locked memory, or tuples, arrays and `Option`s of
+/// these. Structs implement it by sending their fields and joining the transfers.
 ///
 /// ```
 /// use aquifer_transfer::{Batch, OnStreams, Pending, Tensor, Transfer, TransferError};

@@ -31,8 +31,8 @@ use crate::streams::Streams;
 pub struct TransferConfig {
     /// Page-locked memory.
     pub pinned: PinnedConfig,
-    /// Number of streams per direction, 1 to 32: fewer count as 1, more as 32. Transfers are distributed over them in turn, so that a small one
-    /// need not wait for a large one.
+    /// Number of streams per direction, 1 to 32: fewer count as 1, more as 32. Transfers are distributed over them in turn, so that a
+    /// small one need not wait for a large one.
     pub streams: usize,
     /// The ring that ordinary memory and files go through.
     pub staging: StagingConfig,

@@ -27,9 +27,9 @@ use crate::pinned::PinnedBuffer;
 use crate::placement::Candidate;
 use crate::runtime::Transfer;
 
-/// Spills buffers of one device: moves them to page-locked host memory when the allocator runs out of device memory, and brings them back when
-/// they are used ([`Spillable::access`]). Cloning gives another handle. When the last handle is dropped, spilling ends, and buffers stay where
-/// they are.
+/// Spills buffers of one device: moves them to page-locked host memory when the allocator runs out of device memory, and brings them back
+/// when they are used ([`Spillable::access`]). Cloning gives another handle. When the last handle is dropped, spilling ends, and buffers
+/// stay where they are.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -111,9 +111,9 @@ pub struct Resident<'a, T> {
 }
 
 impl Spiller {
-    /// A spiller for the runtime's device and allocator. It is a reclaimer of the given priority, asked before those of lower priority, and spills
-    /// as much as is lacking. If the freed memory does not serve the request, because it is in pieces, the spiller is asked again after all
-    /// other reclaimers: first for as much as was requested, then for all that it can spill.
+    /// A spiller for the runtime's device and allocator. It is a reclaimer of the given priority, asked before those of lower priority,
+    /// and spills as much as is lacking. If the freed memory does not serve the request, because it is in pieces, the spiller is asked
+    /// again after all other reclaimers: first for as much as was requested, then for all that it can spill.
     pub fn new(transfer: &Transfer, priority: i32) -> Spiller {
         let inner = Arc::new(Inner {
             transfer: transfer.clone(),
@@ -168,8 +168,8 @@ impl Spiller {
         Ok(Spillable { entry, element: PhantomData })
     }
 
-    /// Spills buffers that nobody uses, until `bytes` of device memory are given up or there are no more such buffers. Returns how many bytes were
-    /// given up. Their memory is free once their copies are done.
+    /// Spills buffers that nobody uses, until `bytes` of device memory are given up or there are no more such buffers. Returns how many
+    /// bytes were given up. Their memory is free once their copies are done.
     pub fn spill(&self, bytes: u64) -> u64 {
         self.inner.spill(bytes)
     }

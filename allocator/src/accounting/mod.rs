@@ -1,7 +1,7 @@
 //! Accounting: an allocator's counters, and the statistics made of them.
 //!
-//! `counter.rs` counts one quantity, `counters.rs` has all of an allocator's counters, and `tally.rs` decides which thread writes to which. The
-//! other files present them: PyTorch's statistics, the summary table, and measures of fragmentation.
+//! `counter.rs` counts one quantity, `counters.rs` has all of an allocator's counters, and `tally.rs` decides which thread writes to
+//! which. The other files present them: PyTorch's statistics, the summary table, and measures of fragmentation.
 
 pub(crate) mod counter;
 pub(crate) mod counters;

@@ -1,8 +1,8 @@
 //! The two moves of a heap: an allocation cuts a block, and a free joins neighbours.
 //!
-//! They change the records of blocks and one index. They are written once for both kinds of index and compiled for each, so that the kind is
-//! looked up once per operation. Running totals and facts about regions are kept by [`super::Heap`]; what it needs for them is returned rather
-//! than read again.
+//! They change the records of blocks and one index. They are written once for both kinds of index and compiled for each, so that the kind
+//! is looked up once per operation. Running totals and facts about regions are kept by [`super::Heap`]; what it needs for them is
+//! returned rather than read again.
 
 use super::block::{Block, BlockId, Records, State};
 use super::index::Index;

@@ -1,8 +1,9 @@
 //! Last uses that are yet to be noted: a log in front of the granules' ticks ([`super::last_use`]).
 //!
-//! A block that is given back was used until some tick, which must be noted for its granules. Noting it writes all over a region's tree, which
-//! took a tenth of the time of the traces, and mostly the device is done with the block before anybody asks. So uses are appended to a log.
-//! They are noted when somebody who holds every lock asks, or when there are many, and only those that are not known done by then.
+//! A block that is given back was used until some tick, which must be noted for its granules. Noting it writes all over a region's tree,
+//! which took a tenth of the time of the traces, and mostly the device is done with the block before anybody asks. So uses are appended
+//! to a log. They are noted when somebody who holds every lock asks, or when there are many, and only those that are not known done by
+//! then.
 //!
 //! Invariants:
 //! * uses are in the order of their ticks, because a stream's ticks ascend;

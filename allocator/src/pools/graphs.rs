@@ -1,7 +1,8 @@
 //! The graphs whose captures allocated from a private pool: they use its memory whenever they are launched.
 //!
-//! Every launch of a graph that is captured through this library is known, and so is when the graph is dropped. Of other graphs nothing is
-//! known: they are assumed to be launched as long as the pool is open, on any stream, so only waiting for the device tells that they are done.
+//! Every launch of a graph that is captured through this library is known, and so is when the graph is dropped. Of other graphs nothing
+//! is known: they are assumed to be launched as long as the pool is open, on any stream, so only waiting for the device tells that they
+//! are done.
 
 use std::sync::Arc;
 

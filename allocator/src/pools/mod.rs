@@ -1,9 +1,9 @@
 //! Private pools: memory that is kept separate from everybody else's, as in PyTorch's `MemPool` and graph pools.
 //!
-//! The two default pools have numbers 0 (small) and 1 (large) in the heap. A private pool has four numbers of its own. Two of them serve captures,
-//! and also everybody else as long as no graph may use what is free in them; the other two serve everybody else from then on. A closed
-//! pool (its handle was dropped) serves nobody. Its blocks are given back to the device as they become free, at the next release, but
-//! not before the launches of graphs whose captures allocated from it are done.
+//! The two default pools have numbers 0 (small) and 1 (large) in the heap. A private pool has four numbers of its own. Two of them serve
+//! captures, and also everybody else as long as no graph may use what is free in them; the other two serve everybody else from then on. A
+//! closed pool (its handle was dropped) serves nobody. Its blocks are given back to the device as they become free, at the next release,
+//! but not before the launches of graphs whose captures allocated from it are done.
 
 pub(crate) mod capture;
 mod graphs;
@@ -48,8 +48,8 @@ pub struct PoolOptions {
     pub no_split: bool,
 }
 
-/// A separate pool of memory, for a thread ([`PrivatePool::route_thread`]) or for graph captures ([`Allocator::capture`]). Dropping it releases
-/// its unused memory; live allocations stay valid, and their memory is released later.
+/// A separate pool of memory, for a thread ([`PrivatePool::route_thread`]) or for graph captures ([`Allocator::capture`]). Dropping it
+/// releases its unused memory; live allocations stay valid, and their memory is released later.
 ///
 /// Free memory in the pool stays where it is until [`PrivatePool::empty_cache`] is called or the pool is dropped. Memory of a graph whose
 /// capture allocated from the pool also stays until the graph is dropped and its launches are done. How long a graph is launched that another
@@ -164,10 +164,10 @@ impl PrivatePool {
         PoolRoute { allocator: self.allocator.kept_open(), number, not_send: PhantomData }
     }
 
-    /// Gives the pool's unused memory back to the device and returns how many bytes that was. Waits for its blocks that other streams still
-    /// use, and for launches of graphs whose captures allocated from the pool. Memory that a graph uses stays until the graph is dropped; graphs
-    /// that others captured must not be launched again. Nothing is given back while a stream captures and so prevents the waiting that is
-    /// needed.
+    /// Gives the pool's unused memory back to the device and returns how many bytes that was. Waits for its blocks that other streams
+    /// still use, and for launches of graphs whose captures allocated from the pool. Memory that a graph uses stays until the graph is
+    /// dropped; graphs that others captured must not be launched again. Nothing is given back while a stream captures and so prevents the
+    /// waiting that is needed.
     ///
     /// # Errors
     /// Errors of the driver.

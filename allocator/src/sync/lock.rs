@@ -1,5 +1,5 @@
-//! The lock of a stream's heap, and of the state that is locked together with it. It is held for tens of nanoseconds, and taken twice per pair
-//! of an allocation and a free.
+//! The lock of a stream's heap, and of the state that is locked together with it. It is held for tens of nanoseconds, and taken twice per
+//! pair of an allocation and a free.
 //!
 //! Unlocking is a plain store. An ordinary mutex has to find out at that point whether a thread sleeps, with a second atomic
 //! read-modify-write, and each of those waits until earlier stores are done: together a third of the time of an allocation. So

@@ -218,8 +218,8 @@ impl Drop for AnnouncedCapture {
     }
 }
 
-/// A captured graph, which can be launched any number of times. It uses fixed addresses: keep the memory that it uses until its last launch is
-/// done.
+/// A captured graph, which can be launched any number of times. It uses fixed addresses: keep the memory that it uses until its last
+/// launch is done.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};

@@ -7,8 +7,8 @@ use crate::error::Result;
 
 /// A point on a stream's timeline, which stands for everything enqueued on the stream until the tick was taken.
 ///
-/// Taking and holding a tick costs no driver call: an event is recorded only when something must wait for the tick. See [`crate::Stream::tick`]
-/// and [`crate::Stream::wait_for`].
+/// Taking and holding a tick costs no driver call: an event is recorded only when something must wait for the tick. See
+/// [`crate::Stream::tick`] and [`crate::Stream::wait_for`].
 #[derive(Clone, Debug)]
 pub struct Tick {
     pub(crate) timeline: Arc<Timeline>,

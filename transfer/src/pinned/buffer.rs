@@ -21,9 +21,9 @@ use crate::error::TransferError;
 /// * [`PinnedBuffer::read`] waits for copies *into* the buffer; uploads from it go on;
 /// * [`PinnedBuffer::write`] waits for all copies.
 ///
-/// Both *wait visibly*: they document it, they return a `Result`, and [`crate::HostMemoryStats::num_waits`] counts the waits. Where waiting is
-/// unwanted, ask [`PinnedBuffer::is_idle`] first. The alternative, a borrow that lasts as long as the copy, would rely on the destructor of a
-/// guard, which does not run if the guard is leaked.
+/// Both *wait visibly*: they document it, they return a `Result`, and [`crate::HostMemoryStats::num_waits`] counts the waits. Where
+/// waiting is unwanted, ask [`PinnedBuffer::is_idle`] first. The alternative, a borrow that lasts as long as the copy, would rely on the
+/// destructor of a guard, which does not run if the guard is leaked.
 ///
 /// While the `&[T]` or `&mut [T]` is alive, the borrow checker refuses copies that would conflict: a download needs
 /// `&mut` of the buffer, and so does `write`.

@@ -1,9 +1,9 @@
 //! Page-locked host memory.
 //!
-//! A [`PinnedPool`] rounds a request (`class`) and takes an unused block of its slabs (`slabs`). If there is none, it gets more memory from the
-//! system (`ladder`, `source`), or from those who keep some (`keeper`). The block is held by a [`PinnedBuffer`], whose views ([`PinnedSlice`],
-//! [`PinnedSliceMut`]) copies take. The memory itself (`memory`) knows the ticks of those copies (`uses`), and goes back to the pool with them
-//! (`waiting`).
+//! A [`PinnedPool`] rounds a request (`class`) and takes an unused block of its slabs (`slabs`). If there is none, it gets more memory
+//! from the system (`ladder`, `source`), or from those who keep some (`keeper`). The block is held by a [`PinnedBuffer`], whose views
+//! ([`PinnedSlice`], [`PinnedSliceMut`]) copies take. The memory itself (`memory`) knows the ticks of those copies (`uses`), and goes
+//! back to the pool with them (`waiting`).
 
 mod buffer;
 mod class;

@@ -99,9 +99,9 @@ impl PinnedPool {
         &self.0
     }
 
-    /// Gives unused slabs back to the system, the largest first, until the pool holds at most `bytes`. Returns how many bytes went back. The
-    /// chunks of a runtime's staging ring count as unused while there are no staged copies. Asks the driver what it is done with, and does not
-    /// wait for the rest.
+    /// Gives unused slabs back to the system, the largest first, until the pool holds at most `bytes`. Returns how many bytes went back.
+    /// The chunks of a runtime's staging ring count as unused while there are no staged copies. Asks the driver what it is done with, and
+    /// does not wait for the rest.
     ///
     /// # Errors
     /// Errors of the driver. What did not go stays in the pool.

@@ -129,7 +129,8 @@ impl<T: Pod + Send> PinnedBuffer<T> {
     /// page-locked, for which the driver waits for the device; other buffers are copied from.
     ///
     /// # Errors
-    /// Errors of the driver, and [`TransferError::OutOfHostMemory`] where a copy is made; they return the buffer. A lost device never says that it is done with the memory, so it cannot come back.
+    /// Errors of the driver, and [`TransferError::OutOfHostMemory`] where a copy is made; they return the buffer. A lost device never
+    /// says that it is done with the memory, so it cannot come back.
     pub fn into_vec(mut self) -> Result<Vec<T>, Box<Returned<PinnedBuffer<T>>>> {
         match self.take_values() {
             Ok(values) => Ok(values),

@@ -1,9 +1,9 @@
 //! How threads share a ring: which thread takes which task, sleeps or is woken, and when threads start and end.
 //!
-//! A thread starts when there is a task and no thread is free, up to a bound; threads sleep when there is no task. Where all of them wait for
-//! streams, which may stand still for long, one more thread starts; at most one waits for each stream. Whenever the lock is
-//! released while there is a task, one sleeping thread is woken, or a new one starts, which then does the same. So no task is left undone, and
-//! one task does not wake many threads. Threads end once the floor is closed and all jobs have ended; the last one releases the chunks.
+//! A thread starts when there is a task and no thread is free, up to a bound; threads sleep when there is no task. Where all of them wait
+//! for streams, which may stand still for long, one more thread starts; at most one waits for each stream. Whenever the lock is released
+//! while there is a task, one sleeping thread is woken, or a new one starts, which then does the same. So no task is left undone, and one
+//! task does not wake many threads. Threads end once the floor is closed and all jobs have ended; the last one releases the chunks.
 //!
 //! Tasks are done without the lock; it is a leaf: nothing else is locked, and no driver called, under it.
 

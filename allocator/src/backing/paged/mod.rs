@@ -1,9 +1,9 @@
 //! The backing `Paged`: physical granules, mapped into large address reservations wherever contiguous memory is needed.
 //!
 //! When no free block serves a request, a *window* is chosen: the stretch of free blocks and holes that needs the fewest granules in its
-//! holes to become a free block large enough. The granules come from *donors*, that is, they lie wholly in free blocks and their last use is done;
-//! only where these do not suffice is memory taken from the device. So the memory held from the device follows what is in use, and
-//! fragmentation costs addresses rather than memory.
+//! holes to become a free block large enough. The granules come from *donors*, that is, they lie wholly in free blocks and their last use
+//! is done; only where these do not suffice is memory taken from the device. So the memory held from the device follows what is in use,
+//! and fragmentation costs addresses rather than memory.
 //!
 //! | file | idea |
 //! | --- | --- |
