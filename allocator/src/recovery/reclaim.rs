@@ -17,7 +17,7 @@ use crate::shell::core::Request;
 pub struct ReclaimRequest {
     /// Bytes to free, if there are so many: at first what the failing request needs; when that did not serve it, more each time.
     pub bytes: u64,
-    /// Our own number of the stream it is for.
+    /// The stream that it is for, by its [`Stream::id`](aquifer_device::Stream::id).
     pub stream_id: u32,
 }
 

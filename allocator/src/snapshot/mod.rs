@@ -56,7 +56,7 @@ pub struct Segment {
     pub active_size: u64,
     /// Bytes that holders of these asked for.
     pub requested_size: u64,
-    /// Our own number of the stream it belongs to.
+    /// The stream that it belongs to, by its [`Stream::id`](aquifer_device::Stream::id).
     pub stream: u32,
     /// The pool: `"large"` or `"small"`.
     #[serde(serialize_with = "serialize_kind")]
@@ -118,7 +118,7 @@ pub struct TraceEntry {
     pub device_free: Option<u64>,
     /// Bytes: see [`Action`].
     pub size: u64,
-    /// Our own number of the stream.
+    /// The stream, by its [`Stream::id`](aquifer_device::Stream::id).
     pub stream: u32,
     /// When: microseconds since 1970.
     pub time_us: u64,
