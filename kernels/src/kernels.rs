@@ -1,6 +1,6 @@
-//! The kernels, loaded on a device: what checks operands and launches.
+//! The kernels, loaded on a device: checking operands, and launching.
 //!
-//! Every operation goes the same way: operands are checked ([`Check`]), the stream takes its turn with their memory, and the
+//! Every operation follows the same steps: operands are checked ([`Check`]), the stream takes its turn with their memory, and the
 //! declared kernels are launched. Operations are in files of their own, each with its declaration and its method.
 
 use std::any::Any;

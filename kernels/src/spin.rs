@@ -1,4 +1,4 @@
-//! `spin`: keeps a stream busy, so that what should wait for it and does not is seen.
+//! `spin`: keeps a stream busy, which exposes work that should wait for the stream and does not.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! How the program ends: exit codes, and failures with whose fault they are.
+//! How the program ends: exit codes, and failures by their cause.
 
 use std::fmt;
 use std::io;

@@ -1,7 +1,7 @@
 //! Inputs of a program: blocks whose head the host fills by transfers, and reads back when they are freed.
 //!
-//! Copies run on the block's own stream, so that no block waits for another stream because of them, and neither they nor their page-locked
-//! memory are waited for when they are begun.
+//! Copies run on the block's own stream, so that no block waits for another stream because of them. Beginning a copy waits neither for the
+//! copy nor for its page-locked memory.
 
 use std::collections::{BTreeMap, VecDeque};
 
