@@ -317,6 +317,7 @@ impl Allocator {
     ///
     /// # Errors
     /// As [`Allocator::alloc`], and an invalid alignment.
+    #[inline]
     pub fn alloc_aligned(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         if !alignment.is_power_of_two() || alignment > ALIGNMENT_MAX {
             return Err(AllocError::InvalidAlignment { alignment });

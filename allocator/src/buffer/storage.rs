@@ -51,7 +51,8 @@ pub(crate) struct Uses {
     grown: Vec<Tick>,
     /// The last work of each stream that reads what was written.
     read: Vec<Tick>,
-    /// Streams that are recorded with the allocation.
+    /// The stream that the memory was handed out for, and others that are recorded with the allocation.
+    first: u32,
     recorded: Vec<u32>,
     /// Claims for reading that hold.
     claimed_to_read: u32,
@@ -61,12 +62,14 @@ pub(crate) struct Uses {
 
 impl Storage {
     /// Memory that work of `stream` may use from now on; the stream is known to use it.
+    #[inline]
     pub(crate) fn new(memory: Memory, stream: &Stream) -> Storage {
         let uses = Uses {
             written: stream.tick(),
             grown: Vec::new(),
             read: Vec::new(),
-            recorded: vec![stream.id()],
+            first: stream.id(),
+            recorded: Vec::new(),
             claimed_to_read: 0,
             claimed_to_write: false,
         };
@@ -167,7 +170,7 @@ impl Uses {
         for tick in self.before(kind) {
             stream.wait_for(tick)?;
         }
-        if !self.recorded.contains(&stream.id()) {
+        if stream.id() != self.first && !self.recorded.contains(&stream.id()) {
             memory.record_stream(stream)?;
             self.recorded.push(stream.id());
         }
