@@ -10,11 +10,11 @@ use crate::heap::BlockId;
 use crate::shell::Shell;
 use crate::shell::arena::Arena;
 
-/// A live block of device memory. Dropping it gives the memory back, on any thread, without a driver call and without
+/// A live block of device memory. Dropping it gives the memory back to the allocator, on any thread, without a driver call and without
 /// waiting for the device.
 ///
-/// The memory is for work on the stream it was allocated for. Work on another stream must be ordered after that stream, and
-/// noted with [`Allocation::record_stream`] unless the allocation's own stream is ordered after it before the handle is
+/// The memory is for work on the stream it was allocated for. Work on another stream must be ordered after that stream. It must also be
+/// noted with [`Allocation::record_stream`], unless the allocation's own stream is ordered after that work before the handle is
 /// dropped.
 #[must_use = "dropping the handle gives the memory back"]
 pub struct Allocation {
@@ -31,10 +31,6 @@ impl Allocation {
     #[inline]
     pub(crate) fn new((arena, block): (&'static Arena, BlockId), slot: u32, ptr: DevicePtr, bytes: u64) -> Allocation {
         Allocation { arena, block, slot, ptr, bytes }
-    }
-
-    pub(crate) fn zero(arena: &'static Arena) -> Allocation {
-        Allocation::new((arena, BlockId::NONE), arena.slot, DevicePtr(0), 0)
     }
 
     pub(crate) fn shell(&self) -> &'static Shell {
@@ -56,13 +52,13 @@ impl Allocation {
         self.ptr.range(self.bytes)
     }
 
-    /// Our own number of the stream it was allocated for.
+    /// The [`Stream::id`] of the stream it was allocated for.
     pub fn stream_id(&self) -> u32 {
         self.slot
     }
 
-    /// Notes that `stream` uses the memory too: it will not be reused before the work enqueued there until the handle is
-    /// dropped is done. Nothing for the allocation's own stream.
+    /// Notes that `stream` uses the memory, too. The memory is then not reused before all work is done that is enqueued on `stream`
+    /// until the handle is dropped. Does nothing for the allocation's own stream.
     ///
     /// # Errors
     /// When the stream belongs to another device.
@@ -80,8 +76,8 @@ impl Allocation {
         Ok(())
     }
 
-    /// Gives the memory back in the order of `stream`, which must come after every use of it: `stream` may reuse it at once,
-    /// the stream it was allocated for only after the work enqueued on `stream` until now.
+    /// Gives the memory back in the order of `stream`, which must be ordered after every use of it. `stream` may reuse the memory at
+    /// once; the stream it was allocated for may do so only after the work enqueued on `stream` until now.
     ///
     /// # Errors
     /// When the stream belongs to another device. The memory is then given back as by dropping the handle.

@@ -1,4 +1,4 @@
-//! The allocator as people use it.
+//! The handle of an allocator: allocation, limits, release.
 
 use std::fmt;
 use std::sync::Arc;
@@ -27,10 +27,11 @@ pub const ALIGNMENT: u64 = MIN_BLOCK;
 /// The largest alignment that can be asked for, in bytes.
 const ALIGNMENT_MAX: u64 = 2 << 20;
 
-/// A caching allocator for the memory of one device. Cloning gives another handle of the same allocator.
+/// A caching, stream-ordered allocator for the memory of one device. Cloning gives another handle of the same allocator.
 ///
-/// Memory is handed out in the order of streams: an allocation for a stream may be used by work enqueued there from now on,
-/// and when its handle is dropped the stream's later allocations may reuse it at once, without waiting for the device.
+/// An allocation is for one stream: work enqueued there from now on may use it. When its handle is dropped, the stream's later
+/// allocations may reuse the memory at once, without waiting for the device. To use it on other streams as well, see
+/// [`Allocation::record_stream`], or use a [`crate::DeviceBuffer`] and [`crate::Turn`]s.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -46,8 +47,8 @@ const ALIGNMENT_MAX: u64 = 2 << 20;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// When the last handle is dropped, memory that nobody holds goes back to the device, which is waited for. Memory of buffers that
-/// outlive it goes back when an allocator is made or dropped later, or with [`Device::settle`]: dropping a buffer makes no driver call.
+/// Dropping the last handle waits for the device and gives back the memory that nobody holds. Memory of buffers that outlive the
+/// allocator goes back later: when an allocator is made or dropped, or with [`Device::settle`]. Dropping a buffer makes no driver call.
 #[derive(Clone)]
 pub struct Allocator {
     // Closed before memory is given back.
@@ -56,8 +57,8 @@ pub struct Allocator {
     _at_last: Option<Arc<AtLast>>,
 }
 
-/// What the handles share that people hold, beside others that only keep the allocator open ([`Allocator::kept_open`]): when the last of
-/// them is dropped, driver calls are allowed.
+/// Shared by the handles that people hold, but not by those that only keep the allocator open ([`Allocator::kept_open`]): when the last
+/// of the former is dropped, driver calls are allowed.
 struct AtLast {
     device: Device,
 }
@@ -155,32 +156,36 @@ impl Allocator {
         Ok(Allocator { inner: Arc::new(inner), _at_last: Some(Arc::new(at_last)) })
     }
 
-    /// A handle that keeps the allocator open for something whose drop makes no driver call. If it is the last one, what nobody holds
-    /// goes back as memory of buffers does that outlive the allocator.
+    /// A handle that keeps the allocator open for something whose drop makes no driver call. If it is the last one, memory that nobody
+    /// holds goes back as that of buffers which outlive the allocator.
     pub(crate) fn kept_open(&self) -> Allocator {
         Allocator { inner: self.inner.clone(), _at_last: None }
     }
 
-    /// Allocates `bytes` for work on `stream`, aligned to [`ALIGNMENT`]. Zero bytes give a handle with a null pointer and no
-    /// memory.
+    /// Allocates `bytes` for work on `stream`, aligned to [`ALIGNMENT`]. The memory is uninitialised. A request of zero bytes gives a handle
+    /// with a null pointer and no memory.
     ///
     /// # Errors
-    /// [`AllocError::OutOfMemory`] with a report when everything was tried; [`AllocError::TooLarge`] from 2^60 bytes on;
-    /// a stream of another device, or one that captures, unless the thread is routed to a private pool
+    /// [`AllocError::OutOfMemory`], with a report, after everything was tried; [`AllocError::TooLarge`] from 2^60 bytes on;
+    /// a stream of another device, or one that captures while the thread is not routed to a private pool
     /// ([`Allocator::capture`]); a failing driver.
     #[inline]
     pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
-        // What the short way finds comes back in two registers, and the handle is put together where the caller wants it:
-        // a handle, or a result with one, that is copied right after it was written makes the machine wait.
-        let mut searched = false;
-        if let Some(arena) = self.inner.shell.arenas.get(stream.id()) {
-            let (block, found) = self.take_cached(arena, bytes, stream);
-            if block != BlockId::NONE {
-                return Ok(Allocation::new((arena, block), stream.id(), DevicePtr(found), bytes));
-            }
-            searched = found != 0;
-        }
-        self.alloc_the_long_way(bytes, stream, searched)
+        // The handle is put together here, from registers, whichever way its words came. If a callee wrote it, the caller would copy it
+        // with wider loads than it was written with, which stall until the stores are through: longer than all else takes.
+        let Granted { arena, block, addr } = match self.grant_cached(bytes, stream) {
+            Ok(granted) => granted,
+            Err(searched) => self.grant_the_long_way(bytes, stream, searched)?,
+        };
+        Ok(Allocation::new((arena, block), stream.id(), DevicePtr(addr), bytes))
+    }
+
+    /// A free block that the stream may reuse at once. If there is none, whether it was searched for.
+    #[inline]
+    fn grant_cached(&self, bytes: u64, stream: &Stream) -> Result<Granted, bool> {
+        let arena = self.inner.shell.arenas.get(stream.id()).ok_or(false)?;
+        let (block, addr) = self.take_cached(arena, bytes, stream);
+        if block == BlockId::NONE { Err(addr != 0) } else { Ok(Granted { arena, block, addr }) }
     }
 
     /// Takes a free block that the stream may reuse at once: its number and address. If there is none,
@@ -209,36 +214,31 @@ impl Allocator {
         granted.map_or((BlockId::NONE, 1), |granted| (granted.block, granted.addr))
     }
 
-    /// Allocates where the short way does not lead: zero bytes, a first allocation, a request that no free block serves,
+    /// Grants a block where the fast path does not apply: zero bytes, a stream's first allocation, a request that no free block serves,
     /// anything special.
     #[cold]
     #[inline(never)]
-    fn alloc_the_long_way(&self, bytes: u64, stream: &Stream, searched: bool) -> Result<Allocation, AllocError> {
+    fn grant_the_long_way(&self, bytes: u64, stream: &Stream, searched: bool) -> Result<Granted, AllocError> {
         let inner = &*self.inner;
         if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
-            return Ok(Allocation::zero(self.arena_for_zero(bytes, stream)?));
+            return Ok(Granted { arena: self.arena_for_zero(bytes, stream)?, block: BlockId::NONE, addr: 0 });
         }
-        self.alloc_rounded(bytes, inner.classes.round(bytes), stream, searched)
+        self.grant_rounded(bytes, inner.classes.round(bytes), stream, searched)
     }
 
-    /// Allocates a block of `size` bytes, a result of rounding, for a request of `bytes` that was looked at, and perhaps
+    /// Grants a block of `size` bytes, a result of rounding, for a request of `bytes` that was looked at, and perhaps
     /// searched for in vain.
-    fn alloc_rounded(&self, bytes: u64, size: u64, stream: &Stream, searched: bool) -> Result<Allocation, AllocError> {
+    fn grant_rounded(&self, bytes: u64, size: u64, stream: &Stream, searched: bool) -> Result<Granted, AllocError> {
         let inner = &*self.inner;
         let shell = inner.shell;
-        let granted = if shell.special().load(Ordering::Relaxed) == 0 {
-            refuse_capture(stream)?;
-            let pool = inner.classes.pool(size) as u16;
-            let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
-            let granted = if searched { None } else { shell.enter(stream).take_own(&request) };
-            match granted {
-                Some(granted) => granted,
-                None => self.climb(&request)?,
-            }
-        } else {
-            self.alloc_specially(bytes, size, stream)?
-        };
-        Ok(Allocation::new((granted.arena, granted.block), stream.id(), DevicePtr(granted.addr), bytes))
+        if shell.special().load(Ordering::Relaxed) != 0 {
+            return self.alloc_specially(bytes, size, stream);
+        }
+        refuse_capture(stream)?;
+        let pool = inner.classes.pool(size) as u16;
+        let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
+        let granted = if searched { None } else { shell.enter(stream).take_own(&request) };
+        granted.map_or_else(|| self.climb(&request), Ok)
     }
 
     /// The arena of a request of zero bytes; refuses what is too large, or for a stream of another device.
@@ -253,7 +253,7 @@ impl Allocator {
         Ok(self.inner.shell.enter(stream).arena)
     }
 
-    /// Allocation while the allocator sleeps, blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
+    /// Allocates while the allocator sleeps, blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
     #[cold]
     fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
         let shell = self.inner.shell;
@@ -312,10 +312,11 @@ impl Allocator {
         }
     }
 
-    /// Allocates with a larger alignment: a power of two up to 2 MiB. The block is larger by the alignment less 512 bytes.
+    /// Allocates with a larger alignment: a power of two up to 2 MiB. The block is larger than the request by the alignment less 512 bytes.
     ///
     /// # Errors
-    /// As [`Allocator::alloc`], and an alignment that is none.
+    /// As [`Allocator::alloc`], and an invalid alignment.
+    #[inline]
     pub fn alloc_aligned(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         if !alignment.is_power_of_two() || alignment > ALIGNMENT_MAX {
             return Err(AllocError::InvalidAlignment { alignment });
@@ -328,12 +329,12 @@ impl Allocator {
         {
             return self.alloc(bytes, stream);
         }
-        let padded = self.alloc_rounded(bytes, self.inner.classes.round(padded), stream, false)?;
-        let (slot, addr) = (padded.stream_id(), padded.ptr().0.next_multiple_of(alignment));
-        Ok(Allocation::new(padded.into_block(), slot, DevicePtr(addr), bytes))
+        let Granted { arena, block, addr } =
+            self.grant_rounded(bytes, self.inner.classes.round(padded), stream, false)?;
+        Ok(Allocation::new((arena, block), stream.id(), DevicePtr(addr.next_multiple_of(alignment)), bytes))
     }
 
-    /// Allocates and enqueues filling the memory with zeros on `stream`.
+    /// Allocates memory and enqueues a fill with zeros on `stream`.
     ///
     /// # Errors
     /// As [`Allocator::alloc`]; a failing fill gives the memory back.
@@ -352,7 +353,7 @@ impl Allocator {
         &self.inner.device
     }
 
-    /// The configuration it was made with. What became of [`Config::backing`] on this device is told by [`Allocator::backing`].
+    /// The configuration it was made with. The backing in use on this device may differ: see [`Allocator::backing`].
     pub fn config(&self) -> &Config {
         &self.inner.config
     }
@@ -361,7 +362,7 @@ impl Allocator {
         &self.inner.classes
     }
 
-    /// Why memory comes in segments; `None` if it is mapped.
+    /// Why memory comes in segments (plain driver allocations); `None` if it is mapped.
     pub fn why_segments(&self) -> Option<&WhySegments> {
         self.inner.segments.as_ref()
     }

@@ -75,31 +75,31 @@ pub enum AllocError {
         /// Bytes that it can have.
         capacity: u64,
     },
-    /// The caller asked to shrink memory that buffers share, which might reach beyond its new end: drop them first.
+    /// The caller asked to shrink memory that buffers share. They might reach beyond its new end: drop them first.
     #[error("{what} is shared with buffers that may reach beyond: drop them first")]
     Shared {
         /// What is shared.
         what: &'static str,
     },
-    /// The calling thread has a [`crate::Turn`] with the memory already, and asked for another one, or for a claim on
-    /// it: it would wait for itself. Drop the first turn before, or take one with all the memory that is used; parts of
-    /// one buffer are one memory.
+    /// The calling thread already has a [`crate::Turn`] with the memory, and asked for another one, or for a claim on
+    /// it: it would wait for itself. Drop the first turn before, or take one turn with all the memory that is used. Parts of
+    /// one buffer count as the same memory.
     #[error(
         "this thread has a turn with the memory already and would wait for itself: drop that turn before, or take one \
          turn with all that is used"
     )]
     TurnHeld,
-    /// An allocator was to sleep on a thread that keeps it awake, by a turn or by [`crate::Allocator::keep_awake`]: it would
-    /// wait for itself. Drop that before.
+    /// The calling thread asked an allocator to sleep while keeping it awake, by a turn or by [`crate::Allocator::keep_awake`]: it would
+    /// wait for itself. Drop that first.
     #[error(
         "this thread keeps the allocator awake, and putting it to sleep would wait for that: drop the turn or the guard before"
     )]
     KeptAwake,
-    /// The caller asked for memory, or was to use some, while the allocator sleeps or is about to; see [`crate::Allocator::sleep`].
+    /// The caller asked for memory, or for a turn with some, while the allocator sleeps or is about to; see [`crate::Allocator::sleep`].
     #[error("the allocator is asleep, or about to be: its memory is given back to the device until `wake`")]
     Asleep,
-    /// The caller asked for a private pool while as many exist, or hold memory still, as can be told apart. Drop some, and what was
-    /// allocated from them.
+    /// The caller asked for a private pool, but there are already as many pools, including dropped ones that still hold memory, as can be
+    /// told apart. Drop some, and what was allocated from them.
     #[error("{pools} private pools exist, or hold memory still: as many as can be told apart")]
     TooManyPools {
         /// Pools that there are.
@@ -111,7 +111,7 @@ pub enum AllocError {
         /// Bytes that were to be saved.
         bytes: u64,
     },
-    /// The caller asked for what only mapped memory can do, and the memory of this allocator comes in segments, for the reason given.
+    /// The caller asked for a feature of mapped memory, but this allocator's memory comes in segments, for the reason given.
     #[error("{what} needs mapped memory, and here memory comes in segments: {why}")]
     NotMapped {
         /// What was asked for.

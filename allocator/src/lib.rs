@@ -1,8 +1,20 @@
 //! A caching allocator for GPU memory, with PyTorch's options, statistics and snapshots.
 //!
-//! In the order in which data flows: an [`Allocator`] rounds a request ([`size_class`]) and takes a free block of the request's
-//! stream from the heap; where there is none it climbs a ladder (other streams' blocks, a new segment, release, waits,
-//! reclaimers) that ends in an [`OomReport`]. The holder gets an [`Allocation`] or a [`DeviceBuffer`].
+//! The allocator is *stream-ordered*: memory allocated for a stream may be used by work enqueued there from then on, and freed memory may
+//! be reused by later work of the same stream without waiting for the device. Memory that is freed is cached and reused rather than given
+//! back to the device.
+//!
+//! * An [`Allocator`] serves one device and is configured by a [`Config`]. It rounds a request ([`size_class`]) and takes a free block of the
+//!   request's stream.
+//! * Where there is none it climbs a ladder: other streams' blocks, more memory from the device, release of unused memory, waits,
+//!   reclaimers. The ladder ends in an [`OomReport`], which says what would have made the request fit.
+//! * The caller gets an [`Allocation`], or a typed [`DeviceBuffer`]. A [`Turn`] orders a stream's work with a buffer after other streams'
+//!   work.
+//! * [`PrivatePool`]s serve a thread or a graph capture separately; [`Growable`] memory grows in place.
+//!
+//! By default memory is *mapped* ([`Backing::Paged`](config::Backing::Paged)): physical memory moves between addresses, so that free
+//! memory serves a request although it is in pieces. With [`Backing::Segments`](config::Backing::Segments), or where the device cannot
+//! map memory, it comes in plain driver allocations, as in PyTorch.
 #![deny(unsafe_code)]
 
 mod accounting;

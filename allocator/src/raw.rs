@@ -1,4 +1,4 @@
-//! The raw interface: pointers instead of handles, for bindings to code that knows nothing else.
+//! The raw interface: pointers instead of handles, for bindings to code that can only hold pointers.
 //!
 //! A map from pointer to block serves this interface alone; handles need no look-up.
 
@@ -10,8 +10,8 @@ use crate::error::AllocError;
 impl Allocator {
     /// Allocates and returns the bare pointer, to be freed with [`Allocator::free_raw`]. Zero bytes give a null pointer.
     ///
-    /// Free it before the last handle of the allocator goes: nobody can afterwards, and its memory and device stay in use
-    /// until the process ends.
+    /// Free the pointer before the last handle of the allocator is dropped. Afterwards it can no longer be freed, and its memory and device
+    /// stay in use until the process ends.
     ///
     /// # Errors
     /// As [`Allocator::alloc`].
@@ -24,7 +24,7 @@ impl Allocator {
         Ok(ptr)
     }
 
-    /// Frees a pointer of [`Allocator::alloc_raw`]. A null pointer is nothing.
+    /// Frees a pointer from [`Allocator::alloc_raw`]. A null pointer is ignored.
     ///
     /// # Errors
     /// [`AllocError::InvalidPointer`] for a pointer that is not live here: foreign, inside a block, or freed before.

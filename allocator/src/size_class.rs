@@ -1,13 +1,13 @@
-//! Sizes on the request path: rounding, pools, segments, splitting and which block may serve which request.
+//! Size rules: rounding of requests, pools, segment sizes, splitting, and which block may serve which request.
 //!
-//! Pure arithmetic with PyTorch's constants and rules, so that reserved bytes can be compared. It neither divides nor
-//! allocates; all that depends on options is prepared once, in [`SizeClasses::new`].
+//! This is pure arithmetic with PyTorch's constants and rules, so that reserved bytes can be compared with PyTorch's. It neither divides nor
+//! allocates; everything that depends on options is prepared once, in [`SizeClasses::new`].
 //!
 //! All sizes are bytes.
 
 use crate::config::Config;
 
-/// The smallest block, and what every block's size is a multiple of.
+/// The size of the smallest block; the size of every block is a multiple of it.
 pub const MIN_BLOCK: u64 = 512;
 /// The largest rounded request that belongs to the small pool.
 pub const SMALL_SIZE: u64 = 1 << 20;

@@ -1,6 +1,6 @@
 //! Allocation tags: names that say what an allocation is for, in snapshots, history and OOM reports.
 //!
-//! Names are interned once, so a tag is a number and costs an allocation a thread-local read, and nothing while no scope is
+//! Names are interned once, so a tag is a number. It costs an allocation one thread-local read, and nothing while no scope is
 //! open anywhere in the process.
 
 use std::cell::{Cell, RefCell};
@@ -76,10 +76,10 @@ impl Tag {
     }
 }
 
-/// While it lives, allocations made by this thread carry its name. Scopes nest; the innermost counts. They may end in any order.
+/// Names the allocations that this thread makes while the scope is alive. Scopes nest; the innermost counts. They may end in any order.
 ///
-/// Names are kept for the life of the process, the first 65,536 different ones, those of [spans](crate::config::TagSource::Span)
-/// included; all later ones become `(too many different tags)`. So a name says what memory is for, and not for which request.
+/// Names are kept for the life of the process: the first 65,536 different ones, including those of [spans](crate::config::TagSource::Span).
+/// All later ones become `(too many different tags)`. So let a name say what memory is for, not for which request.
 ///
 /// ```
 /// use aquifer_allocator::TagScope;

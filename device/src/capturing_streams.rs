@@ -1,12 +1,12 @@
-//! Which of two comes first: streams that capture, or calls that would break that.
+//! Mutual exclusion of captures and of the calls that would break them.
 //!
-//! Invariant: while captures are held off none begins, and while a stream captures none are held off. So whoever asks and then makes
-//! such a call is not overtaken in between.
+//! Such a call *holds captures off* while it runs. Invariant: while captures are held off none begins, and while a stream captures none are
+//! held off. So no capture can begin between the check and the call.
 //!
-//! The lock is a leaf. Beginning a capture waits for calls that hold it off, and calls that would hold off all captures wait for those that
-//! are about to begin, so that neither is kept waiting for ever. So nobody does either under a lock that the other needs, such as
-//! that of a timeline. A thread that holds captures off already waits for nobody to do so once more, as when what it lets go brings the
-//! end of another device with it. No code of others runs meanwhile.
+//! The lock is a leaf. Beginning a capture waits for calls that hold captures off, and calls that would hold off all captures wait for
+//! captures that are about to begin, so that neither waits for ever. So neither is done under a lock that the other needs, such as that
+//! of a timeline. A thread that already holds captures off does not wait to do so once more, for instance when what it drops ends another
+//! device. No foreign code runs meanwhile.
 
 use std::cell::Cell;
 use std::marker::PhantomData;

@@ -4,10 +4,10 @@
 //! * An event in `idle` is complete and referenced by nobody (invariant T3: events are recycled only when complete).
 //! * Dropping an event makes no driver call: events that cannot be recycled go to `condemned` and are destroyed at the
 //!   next call that may talk to the driver.
-//! * An orphan is memory of the device or the host, or a module of kernels, that nobody but this context knows any more. It goes back to the driver at
-//!   the next call that may talk to it; what cannot go now stays an orphan.
+//! * An *orphan* is memory of the device or the host, or a module of kernels, that only this context still knows. It goes back to the driver
+//!   at the next call that may talk to the driver; what cannot go then stays an orphan.
 //!
-//! Its one lock, of the list of timelines, is a leaf; the queues are lock-free. So a context can be used under any lock.
+//! The context's one lock, of the list of timelines, is a leaf, and its queues are lock-free. So a context can be used under any lock.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};

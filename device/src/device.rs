@@ -1,4 +1,4 @@
-//! A device as people use it.
+//! The handle of a device.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -25,7 +25,11 @@ use crate::stream::Stream;
 use crate::timeline::{Owner, Retired, StreamKind, Tick, Timeline};
 use crate::waits::WaitMark;
 
-/// One device. Cloning gives another handle of the same device.
+/// One GPU, real or simulated: creates streams and events, and allocates plain driver memory. Cloning gives another handle of the same
+/// device.
+///
+/// [`crate::DeviceSpec`] opens a device by name, [`Device::new`] wraps a driver. Memory for programs comes from `aquifer-allocator`, which
+/// caches it; [`Device::alloc`] is a plain driver allocation.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -87,8 +91,8 @@ impl Device {
         &self.0.context
     }
 
-    /// The first error that said that the device is lost, if any did: which call was told, with which code, and what a
-    /// simulated device knows of the work that failed. That work was enqueued before the call, on any stream. Every
+    /// The first error that reported the device as lost, if any did. It says which call failed, with which code, and, on a
+    /// simulated device, which work was at fault. That work was enqueued before the call, on any stream. Every
     /// later error of the device names this one. Makes no driver call.
     ///
     /// ```
@@ -108,12 +112,12 @@ impl Device {
         self.0.context.driver.lost().cloned()
     }
 
-    /// Facts that never change.
+    /// The device's properties, which never change.
     pub fn info(&self) -> &DeviceInfo {
         self.0.context.driver.info()
     }
 
-    /// What people call the device, such as `cuda:1 (NVIDIA H100)`.
+    /// The device's name for messages, such as `cuda:1 (NVIDIA H100)`.
     pub fn label(&self) -> DeviceLabel {
         DeviceLabel::from(self.info())
     }
@@ -127,7 +131,7 @@ impl Device {
     /// Free and total memory in bytes, other processes included.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn memory_info(&self) -> Result<MemoryInfo> {
         self.0.context.driver.memory_info()
     }
@@ -142,7 +146,7 @@ impl Device {
         self.0.context.driver.counts()
     }
 
-    /// What timelines cost so far.
+    /// How many events and waits timelines have cost so far.
     pub fn timeline_counts(&self) -> TimelineCounts {
         TimelineCounts {
             events_recorded: self.0.context.events_recorded.load(Ordering::Relaxed),
@@ -174,7 +178,7 @@ impl Device {
     /// A new stream that does not synchronise with the legacy default stream.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn create_stream(&self) -> Result<Stream> {
         self.create_stream_with(StreamFlags { non_blocking: true, priority: 0 })
     }
@@ -182,7 +186,7 @@ impl Device {
     /// A new stream with the given flags.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn create_stream_with(&self, flags: StreamFlags) -> Result<Stream> {
         let context = &self.0.context;
         let raw = context.driver.create_stream(flags)?;
@@ -192,7 +196,7 @@ impl Device {
         Ok(Stream::new(context.clone(), timeline, Some(&self.0.retired)))
     }
 
-    /// Takes part in the ordering of a stream that somebody else owns.
+    /// Adopts a stream that somebody else owns, so that ticks can be taken on it and waited for.
     ///
     /// # Safety
     /// `raw` must be a live stream of this device until the guard is released or dropped, and must not be adopted twice at
@@ -210,13 +214,13 @@ impl Device {
     /// A new event; `timing` makes [`Event::elapsed_ms`] possible.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn create_event(&self, timing: bool) -> Result<Event> {
         Event::new(self.0.context.clone(), timing)
     }
 
-    /// All work that is enqueued by now, on streams that this handle knows nothing of, too: a tick for when nobody can say on which stream
-    /// something ran. It passes when the device is waited for. No driver call.
+    /// A mark for all work enqueued on the device so far, including streams that this handle knows nothing of: for when it is not known on
+    /// which stream something ran. It is passed once the host has waited for the whole device. No driver call.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -231,19 +235,19 @@ impl Device {
         self.0.context.waits.mark()
     }
 
-    /// Waits on the host until the device is idle. The ticks until now of all its streams are known to be done then.
+    /// Waits on the host until the device is idle. All ticks taken before on any of its streams are then known to be done.
     ///
     /// # Errors
-    /// When a stream captures, and those of the driver.
+    /// When a stream captures, and errors of the driver.
     pub fn synchronize(&self) -> Result<()> {
         self.0.context.synchronize()
     }
 
-    /// A plain driver allocation, cached by nothing. Only where there is no memory for it is everything given back first that was to be
-    /// later, which may wait for the device ([`Device::settle`]).
+    /// Makes a plain driver allocation, which nothing caches. If memory is lacking, everything that was to be given back later is given back
+    /// first, which may wait for the device ([`Device::settle`]), and the allocation is tried again.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
         self.settle_unused();
         match self.0.context.driver.alloc(bytes) {
@@ -258,7 +262,7 @@ impl Device {
     /// Frees a plain driver allocation. The driver waits for the device first.
     ///
     /// # Errors
-    /// When a stream captures, which waiting would break, and those of the driver; the memory is still allocated then.
+    /// When a stream captures, which waiting would break, and errors of the driver; the memory is still allocated then.
     pub fn free(&self, ptr: DevicePtr) -> Result<()> {
         self.0.context.free(ptr)
     }
@@ -333,20 +337,20 @@ impl Device {
         self.0.left.free_all(&self.0.context)
     }
 
-    /// Whether any of its streams captures; what waits for the device would break that.
+    /// Whether any of the device's streams captures. Calls that wait for the device would break the capture.
     pub fn is_capturing(&self) -> bool {
         self.0.context.is_capturing()
     }
 
-    /// Gives back what was to be given back later; waits for the device if it may still use some. What cannot go back now will be
-    /// tried again.
+    /// Gives back everything that was to be given back later (`free_later` and its relatives). Waits for the device if it may still use
+    /// some of it. What cannot go back now is tried again later.
     pub fn settle(&self) {
         close_left_open();
         self.0.left.free_all(&self.0.context);
         self.0.context.free_orphans();
     }
 
-    /// As [`Device::settle`], for what is known not to be in use any more: nothing waits.
+    /// As [`Device::settle`], but only for what is known not to be in use any more. Waits for nothing.
     pub fn settle_unused(&self) {
         self.0.left.free_allocated(&self.0.context);
         self.0.context.free_unused_orphans();

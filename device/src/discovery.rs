@@ -1,7 +1,7 @@
-//! Finding and opening devices: by name, by ordinal, or the best there is.
+//! Finding and opening devices: by name, by ordinal, or the best one available.
 //!
-//! Nothing falls back silently: [`best_available`] tells what it chose and why, and a device that cannot be had is an error
-//! that says what there is instead.
+//! Nothing falls back silently: [`best_available`] says what it chose and why, and a device that is not available is an error
+//! that lists those that are.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,13 +14,13 @@ use crate::error::DeviceError;
 use crate::sim::{SimConfig, SimConfigError, SimDriver};
 use crate::unavailable::Unavailable;
 
-/// Which device is meant, as people write it.
+/// The name of a device to open, as on a command line.
 ///
 /// | text | device |
 /// | --- | --- |
 /// | `cuda`, `cuda:1` | a real GPU, by ordinal |
 /// | `sim`, `sim:80GiB`, `sim:81408MiB`, `sim:h100`, `sim:24GiB,seed=7` | a simulated GPU; see [`SimConfig::parse`] |
-/// | `cpu` | the host, which has no device memory to manage: it parses, and opening it says so |
+/// | `cpu` | the host, which has no device memory to manage: the name parses, and opening it is an error that says so |
 ///
 /// ```
 /// use aquifer_device::DeviceSpec;
@@ -109,7 +109,7 @@ impl fmt::Display for Visible<'_> {
     }
 }
 
-/// What stands for CUDA where the program was built without.
+/// Stands in for CUDA where the program was built without it.
 #[cfg(not(all(feature = "cuda", target_pointer_width = "64")))]
 mod cuda {
     use crate::device::Device;
@@ -170,7 +170,7 @@ impl DeviceSpec {
     }
 }
 
-/// Facts about the real GPUs that can be used, or why none can. No GPU is opened for it, so their stream priorities are not told.
+/// Properties of the real GPUs that can be used, or why none can. No GPU is opened for it, so stream priorities are not included.
 ///
 /// # Errors
 /// When there is no driver, it does not work, or it shows no GPU.
@@ -178,7 +178,7 @@ pub fn gpus() -> Result<Vec<DeviceInfo>, Unavailable> {
     cuda::devices()
 }
 
-/// Facts about the real GPUs that can be used; [`gpus`] tells why there are none.
+/// Properties of the real GPUs that can be used; [`gpus`] says why there are none.
 pub fn available() -> Vec<DeviceInfo> {
     gpus().unwrap_or_default()
 }
@@ -211,7 +211,7 @@ pub struct Choice {
     pub reason: String,
 }
 
-/// The best device there is: of the real GPUs that can be used the one with most memory, else a simulated one of 80 GiB.
+/// Opens the best device available: of the real GPUs that can be used, the one with the most memory, else a simulated one of 80 GiB.
 ///
 /// # Errors
 /// When the device chosen cannot be opened.

@@ -1,4 +1,4 @@
-//! Events as people use them: markers on a stream that others wait for, and that can measure time.
+//! Events: markers on a stream that other streams wait for, and that can measure time.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use crate::stream::Stream;
 use crate::sync::Mutex;
 use crate::timeline::{Recording, Timeline};
 
-/// A CUDA event. Waiting for one also teaches the waiting stream's timeline what the event covers, so that ticks before
-/// it need no event of their own.
+/// A CUDA event, for ordering streams explicitly and for measuring time; [`Stream::wait_for`] orders them by ticks instead. When a stream
+/// waits for an event, its timeline also learns what the event covers, so that ticks taken before it need no event of their own.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -71,7 +71,7 @@ impl Event {
     /// Whether the work before the latest record is done; true for an event never recorded.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn is_complete(&self) -> Result<bool> {
         self.context.driver.query_event(self.raw)
     }
@@ -79,7 +79,7 @@ impl Event {
     /// Waits on the host for the latest record.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn synchronize(&self) -> Result<()> {
         self.context.driver.synchronize_event(self.raw)
     }
@@ -87,7 +87,8 @@ impl Event {
     /// Milliseconds from this event to `end`. Both must be made for timing, recorded and complete.
     ///
     /// # Errors
-    /// When the events belong to different devices, and those of the driver: not for timing or not recorded (`INVALID_HANDLE`), not complete (`NOT_READY`).
+    /// When the events belong to different devices, and errors of the driver: not for timing or not recorded (`INVALID_HANDLE`), not
+    /// complete (`NOT_READY`).
     pub fn elapsed_ms(&self, end: &Event) -> Result<f64> {
         self.check_device(end.context.device_id, Operation::ElapsedTime)?;
         self.context.driver.elapsed_ms(self.raw, end.raw)

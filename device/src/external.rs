@@ -7,8 +7,8 @@ use crate::stream::Stream;
 
 /// A stream that somebody else owns, adopted so that ticks can be taken on it.
 ///
-/// Others may enqueue on it at any time; an event recorded on it covers their work too. Release it before its owner
-/// destroys it. Dropping releases it, and ends a capture of ours that began on it.
+/// Others may enqueue on it at any time; an event recorded on it covers their work, too. Release it before its owner
+/// destroys it. Dropping this releases the stream, and ends a capture that this library began on it.
 #[derive(Debug)]
 pub struct ExternalStream {
     stream: Stream,

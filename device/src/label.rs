@@ -1,7 +1,7 @@
-//! Devices as people name them, for messages.
+//! Names of devices, for messages.
 //!
-//! Streams and memory know their device by a number ([`crate::Device::id`]), which is all that hot paths compare. Only
-//! where two differ is a name asked for: [`DeviceLabel::of`] finds it among those of the devices that are alive.
+//! Streams and memory identify their device by a number ([`crate::Device::id`]), and hot paths compare nothing else. A name is needed only
+//! where two numbers differ: [`DeviceLabel::of`] finds it among the names of the devices that are alive.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::driver::DeviceInfo;
 
-/// A device as people name it: how it is opened ([`crate::DeviceSpec`]), and what it is called.
+/// The name of a device for messages: the text that opens it ([`crate::DeviceSpec`]), and its product name.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -64,9 +64,9 @@ impl fmt::Display for DeviceLabel {
     }
 }
 
-/// Two devices that had to be one: that of what was passed, and the one that was needed.
+/// A mismatch of devices: the device of what was passed, and the one that was needed.
 ///
-/// A device that was opened twice is two devices, which share nothing. Their labels say which of them was opened first.
+/// Opening a device twice gives two devices, which share nothing. Their labels say which of them was opened first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceMismatch {

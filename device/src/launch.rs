@@ -1,4 +1,4 @@
-//! What a kernel is told, what it touches, and what it computes where there is no GPU.
+//! Kernel launches: arguments, the memory that a kernel accesses, and what it computes where there is no GPU.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,12 +6,12 @@ use std::sync::Arc;
 use crate::driver::{DevicePtr, RawModule};
 use crate::error::Result;
 
-/// What somebody does to memory.
+/// How memory is accessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum AccessKind {
-    /// Reads it.
+    /// It is read.
     Read,
-    /// Writes it, or reads and writes it.
+    /// It is written, or read and written.
     Write,
 }
 
@@ -62,11 +62,10 @@ pub trait KernelMemory {
 /// What a kernel computes, as the simulated device runs it.
 pub type HostKernel = Arc<dyn Fn(&mut dyn KernelMemory, &[KernelArg]) -> Result<()> + Send + Sync>;
 
-/// One kernel launch: how it is named, shaped and fed, what it touches, and what it computes.
+/// One kernel launch: the kernel's name, launch shape and arguments, the memory that it accesses, and what it computes on a simulated device.
 ///
-/// It is enqueued by [`crate::Stream::launch`], which orders nothing but the stream. The documentation of the crate
-/// `aquifer-kernels` has a kernel of one's own from its PTX text to its result, ordered after what other streams do
-/// with the same memory.
+/// [`crate::Stream::launch`] enqueues it, in order with the rest of that stream only. The documentation of the crate `aquifer-kernels`
+/// shows a custom kernel from its PTX text to its result, ordered after what other streams do with the same memory.
 #[derive(Clone)]
 pub struct Launch {
     /// Name of the kernel, as in its module.
@@ -81,13 +80,13 @@ pub struct Launch {
     pub shared_bytes: u32,
     /// Arguments in order.
     pub args: Vec<KernelArg>,
-    /// Every range of device memory that the kernel reads or writes.
+    /// Every range of device memory that the kernel reads or writes. The race detector checks the launch by these.
     pub accesses: Vec<Access>,
     /// Run by the simulated device; `None` for a kernel that only takes time and touches its ranges.
     pub host: Option<HostKernel>,
     /// Arithmetic operations it performs, for the simulated device's cost model; 0 where memory bounds it.
     pub operations: u64,
-    /// Time that it takes at least, in ns, whatever it does and whatever the card; for the simulated device. 0 for most kernels.
+    /// The least time that it takes on a simulated device, in ns, whatever it does and whatever the card. 0 for most kernels.
     pub busy_ns: u64,
 }
 

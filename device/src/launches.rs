@@ -1,10 +1,10 @@
-//! Where captured graphs were launched, and what their launches come after: for whoever keeps memory that they use.
+//! Launches of captured graphs: where they were made, and what they come after. This is for owners of memory that graphs use.
 //!
-//! A graph's work uses addresses that nobody names when it is launched. So whoever gives such memory up, after the graph was dropped
-//! or not, asks here what must be done before; and whoever gives a capture memory that was in use says here what used it.
+//! A graph's work uses addresses that are not named when it is launched. So an owner that gives such memory up, whether or not the graph was
+//! dropped, asks here what must be done before. And an owner that gives a capture memory which was in use says here what used it.
 //!
-//! Locks: an order's, by address where there are several, before those of timelines; it is held for a launch. That of a graph's launches is a
-//! leaf, but for those of the graphs that it was launched into; those were captured later.
+//! Locks: that of an order of launches is held for a launch, and taken before those of timelines, by address where there are several. That of
+//! a graph's launches is a leaf, except that those of the graphs that it was launched into, which were captured later, may be taken under it.
 
 use std::any::Any;
 use std::sync::Arc;

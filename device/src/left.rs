@@ -1,8 +1,8 @@
-//! Page-locked memory that its owner left to the device, and what uses it until it goes back.
+//! Page-locked memory that its owner left to the device, until its last uses are done.
 //!
-//! Whoever leaves memory here names the ticks of its last uses. Once they are known to be done the memory goes back without anybody
-//! waiting for the device. Ticks keep the context alive, so it must not keep them: the device's handles do. Memory that is
-//! still here when the last of these is gone goes to the context, without its ticks, and the device is waited for.
+//! An owner that leaves memory here names the ticks of its last uses. Once they are known to be done, the memory goes back without
+//! waiting for the device. Ticks keep the context alive, so the context must not keep them; the device's handles do. When the last
+//! handle is dropped, memory that is still here goes to the context, without its ticks, and the device is waited for.
 //!
 //! The list's lock is a leaf: no driver call is made under it.
 

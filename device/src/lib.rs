@@ -1,11 +1,31 @@
 //! GPU devices, streams, events and timelines behind one [`Driver`] trait, with a deterministic simulated GPU.
 //!
-//! In the order in which data flows: a [`Device`] is driven by a [`Driver`]; work is enqueued on its [`Stream`]s;
-//! [`Event`]s and [`Tick`]s order streams after each other. Errors of any of these are [`DeviceError`]s.
+//! * A [`Device`] is one GPU, accessed through a [`Driver`]: NVIDIA's (`cuda`) or the simulator's ([`sim`]). [`DeviceSpec`] opens one by
+//!   name.
+//! * Work is enqueued on the device's [`Stream`]s. Work on one stream runs in order; different streams are independent.
+//! * A [`Tick`] stands for everything enqueued on a stream so far. [`Stream::wait_for`] orders one stream after a tick of another one,
+//!   with at most one event and one wait. [`Event`]s, which can also measure time, do the same explicitly.
+//! * A [`Capture`] records a stream's work into a [`Graph`] instead of running it.
 //!
-//! Work that fails on a device loses it, and every later call of whatever kind fails. What the device was lost by is
-//! told by [`Device::lost`], and by each of these errors; on a simulated device that is the work itself, with its
-//! stream and the addresses. Errors that are about two devices name both by their [`DeviceLabel`]s.
+//! ```
+//! use aquifer_device::DeviceSpec;
+//! let device = "sim:24GiB".parse::<DeviceSpec>()?.open()?;
+//! let (producer, consumer) = (device.create_stream()?, device.create_stream()?);
+//! let ptr = device.alloc(1 << 20)?;
+//! producer.fill(ptr, 7, 1 << 20)?;
+//! consumer.wait_for(&producer.tick())?; // on the device; the host does not wait
+//! let mut bytes = [0; 4];
+//! consumer.download_blocking(&mut bytes, ptr)?;
+//! assert_eq!(bytes, [7; 4]);
+//! # device.free(ptr)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # Errors
+//!
+//! All errors of these types are [`DeviceError`]s. When work fails on a device, the device is *lost*: every later call fails, of whatever
+//! kind. [`Device::lost`], and each of these later errors, say by which error the device was lost. On a simulated device that error names
+//! the work that failed, its stream and the addresses. Errors about two devices name both by their [`DeviceLabel`]s.
 mod capture;
 mod capturing_streams;
 mod context;

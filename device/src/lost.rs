@@ -1,7 +1,7 @@
-//! What a device was lost by, as far as its calls told.
+//! The error by which a device was lost.
 //!
-//! Work that fails on a device makes no call fail by itself. The first call that the driver answers after that says so,
-//! and from then on all of them do. So the first error says most, and later ones point to it.
+//! Work that fails on a device makes no call fail at once. The first call that the driver answers afterwards reports the failure,
+//! and from then on all calls do. So the first error is the most informative one, and later errors refer to it.
 
 use std::sync::OnceLock;
 

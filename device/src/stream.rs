@@ -1,4 +1,4 @@
-//! Streams as people use them.
+//! The handle of a stream.
 
 use std::sync::{Arc, Weak};
 
@@ -13,11 +13,14 @@ use crate::launch::{Access, Launch};
 use crate::launches::Launches;
 use crate::timeline::{Retired, Tick, Timeline};
 
-/// A queue of work on one device. Cloning gives another handle of the same stream.
+/// A queue of work on one device, which runs in the order in which it was enqueued. Cloning gives another handle of the same stream.
 ///
-/// A per-thread default stream ([`crate::Device::per_thread_stream`]) takes work, records and waits from its own thread only
-/// and answers other threads with an error; its ticks are for every thread. Once the thread has ended and its work is done, the
-/// stream's number goes to another stream, as that of a destroyed one does.
+/// Different streams are independent until one is ordered after the other: [`Stream::tick`] stands for everything enqueued so far, and
+/// [`Stream::wait_for`] orders later work after a tick.
+///
+/// A per-thread default stream ([`crate::Device::per_thread_stream`]) accepts work, event records and waits from its own thread only, and
+/// returns an error to other threads; its ticks can be used by every thread. Once the thread has ended and its work is done, the stream's
+/// number goes to another stream, as that of a destroyed stream does.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -54,8 +57,8 @@ impl Stream {
         &self.0.timeline
     }
 
-    /// Our own number of the stream, dense per device. A new stream may have the number of one that was destroyed, or whose
-    /// thread has ended, and whose work is done.
+    /// The number by which this library identifies the stream, dense per device. A new stream may get the number of one whose work is done
+    /// and that was destroyed, or whose thread has ended.
     #[inline]
     pub fn id(&self) -> u32 {
         self.0.timeline.id()
@@ -87,7 +90,7 @@ impl Stream {
         self.0.timeline.usable(operation)
     }
 
-    /// The point on the timeline that stands for everything enqueued so far. No driver call.
+    /// The tick that stands for everything enqueued on the stream so far. No driver call.
     pub fn tick(&self) -> Tick {
         Tick { timeline: self.0.timeline.clone(), n: self.0.timeline.now() }
     }
@@ -97,28 +100,28 @@ impl Stream {
         self.0.timeline.is_ordered_after(&tick.timeline, tick.n)
     }
 
-    /// Orders later work of this stream after the tick: at most one event and one wait, nothing if it is so already. The tick
-    /// may be of another device of the same kind.
+    /// Orders later work of this stream after the tick. The host does not wait. This costs at most one event and one wait, and nothing if
+    /// the work is known to be ordered already. The tick may be of another device of the same kind.
     ///
     /// # Errors
-    /// Those of the driver, a tick of a device of another kind, or a capture in progress.
+    /// Errors of the driver, a tick of a device of another kind, or a capture in progress.
     pub fn wait_for(&self, tick: &Tick) -> Result<()> {
         self.0.timeline.wait_for(&tick.timeline, tick.n)
     }
 
-    /// Orders later work of this stream after the event's latest record. If that was recorded in a capture, the stream joins
-    /// the capture. The event may be of another device of the same kind, if it was not recorded in a capture.
+    /// Orders later work of this stream after the event's latest record. If the event was recorded in a capture, the stream joins
+    /// the capture; otherwise the event may be of another device of the same kind.
     ///
     /// # Errors
-    /// Those of the driver, and an event of another device that does not fit.
+    /// Errors of the driver, and an event of another device that does not fit.
     pub fn wait_event(&self, event: &Event) -> Result<()> {
         event.make_wait(self)
     }
 
-    /// Waits on the host until the stream is idle. Its ticks until now are known to be done then.
+    /// Waits on the host until the stream is idle. Its ticks taken before are then known to be done.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn synchronize(&self) -> Result<()> {
         let raw = self.usable(Operation::SynchronizeStream)?;
         let reached = self.0.timeline.begin_wait();
@@ -130,7 +133,7 @@ impl Stream {
     /// Whether the stream has nothing left to do.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn is_idle(&self) -> Result<bool> {
         self.0.context.driver.query_stream(self.usable(Operation::QueryStream)?)
     }
@@ -138,7 +141,7 @@ impl Stream {
     /// Enqueues filling `bytes` bytes with `value`.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn fill(&self, ptr: DevicePtr, value: u8, bytes: u64) -> Result<()> {
         self.0.context.driver.memset(ptr, value, bytes, self.usable(Operation::Memset)?)
     }
@@ -146,7 +149,7 @@ impl Stream {
     /// Enqueues a copy within the device; the ranges must not overlap.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn copy(&self, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
         self.0.context.driver.copy_on_device(dst, src, bytes, self.usable(Operation::CopyOnDevice)?)
     }
@@ -154,7 +157,7 @@ impl Stream {
     /// Enqueues a copy from page-locked host memory. From other memory the bytes are taken before this returns.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     ///
     /// # Safety
     /// `src..src + bytes` must be readable, and stay so and unwritten until the copy is done, as [`Driver::copy_to_device`] tells.
@@ -167,7 +170,7 @@ impl Stream {
     /// Enqueues a copy to page-locked host memory. Into other memory this returns when the bytes are there.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     ///
     /// # Safety
     /// `dst..dst + bytes` must be writable, and stay so and untouched until the copy is done, as [`Driver::copy_to_host`] tells.
@@ -177,10 +180,10 @@ impl Stream {
         unsafe { self.0.context.driver.copy_to_host(dst.as_ptr(), src, bytes, raw) }
     }
 
-    /// Enqueues copying rows.
+    /// Enqueues a copy of rows.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     ///
     /// # Safety
     /// As [`Driver::copy_2d`].
@@ -190,10 +193,10 @@ impl Stream {
         unsafe { self.0.context.driver.copy_2d(copy, raw) }
     }
 
-    /// Enqueues many copies with one call, where the device has that: [`crate::Attribute::BatchedCopies`].
+    /// Enqueues many copies with one driver call, on devices that support it ([`crate::Attribute::BatchedCopies`]).
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     ///
     /// # Safety
     /// As [`Driver::copy_batch`].
@@ -225,7 +228,7 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// Those of the driver: a device of another kind, ranges that are not live memory of their devices, a capture in progress.
+    /// Errors of the driver: a device of another kind, ranges that are not live memory of their devices, a capture in progress.
     pub fn copy_from_peer(&self, dst: DevicePtr, peer: &Device, src: DevicePtr, bytes: u64) -> Result<()> {
         let context = &self.0.context;
         let answer = context.driver.copy_peer(dst, peer.driver(), src, bytes, self.usable(Operation::CopyPeer)?);
@@ -234,11 +237,11 @@ impl Stream {
 
     /// Copies from host memory and waits until the bytes are on the device.
     ///
-    /// Returns only once nothing reads the memory any more. So it waits after an error, too, and for a capture that somebody else begins
-    /// meanwhile and that forbids to wait for the stream; not for a device that is lost.
+    /// Returns only once nothing reads the memory any more. So it also waits after an error, and for the end of a capture that somebody else
+    /// begins meanwhile and that forbids waiting for the stream. It does not wait for a device that is lost.
     ///
     /// # Errors
-    /// When the stream captures, and those of the driver.
+    /// When the stream captures, and errors of the driver.
     pub fn upload_blocking(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
         let driver = &self.0.context.driver;
         // SAFETY: `src` is readable, and borrowed until `run_and_wait` returns, after which nothing reads it.
@@ -251,7 +254,7 @@ impl Stream {
     /// Returns only once nothing writes the memory any more, as [`Stream::upload_blocking`] does.
     ///
     /// # Errors
-    /// When the stream captures, and those of the driver.
+    /// When the stream captures, and errors of the driver.
     pub fn download_blocking(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
         let driver = &self.0.context.driver;
         let (to, bytes) = (dst.as_mut_ptr(), dst.len());
@@ -263,7 +266,7 @@ impl Stream {
     /// Enqueues a kernel.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     ///
     /// # Safety
     /// The kernel must touch exactly the ranges that the launch declares and be given the arguments it expects.
@@ -273,7 +276,7 @@ impl Stream {
         unsafe { self.0.context.driver.launch(launch, raw) }
     }
 
-    /// Whether the stream is one of a simulated device, which computes nothing that nobody asks for: see [`Stream::touch`].
+    /// Whether the stream belongs to a simulated device, on which work may be modelled without being computed: see [`Stream::touch`].
     pub fn is_simulated(&self) -> bool {
         self.0.context.driver.info().kind == DriverKind::Simulated
     }
@@ -282,7 +285,7 @@ impl Stream {
     /// on the simulated device, where it feeds the race detector.
     ///
     /// # Errors
-    /// Those of the driver; not supported on real hardware.
+    /// Errors of the driver; not supported on real hardware.
     pub fn touch(&self, name: &'static str, accesses: &[Access]) -> Result<()> {
         if !self.is_simulated() {
             return Err(DeviceError::new(Operation::Launch, Code::NOT_SUPPORTED)
@@ -312,7 +315,7 @@ impl Stream {
     /// with the buffers that the graph uses (`Turn`).
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn begin_capture(&self) -> Result<Capture> {
         Capture::begin(self.clone())
     }
@@ -321,7 +324,7 @@ impl Stream {
     /// result is dropped, which should be once the capture ended, the stream is treated as one that captures.
     ///
     /// # Errors
-    /// When the stream does not capture, its capture is known already, and those of the driver.
+    /// When the stream does not capture, its capture is known already, and errors of the driver.
     pub fn announce_capture(&self) -> Result<AnnouncedCapture> {
         AnnouncedCapture::announce(self)
     }

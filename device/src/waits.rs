@@ -1,4 +1,4 @@
-//! How often a device was waited for as a whole: the only way to know that work is done of streams that nobody here knows.
+//! How often the host waited for a device as a whole: the only way to know that work on unknown streams is done.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

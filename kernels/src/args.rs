@@ -1,4 +1,4 @@
-//! The arguments of a launch, checked against what the kernel declares.
+//! The arguments of a launch, checked against the kernel's declaration.
 
 use aquifer_device::{Access, AccessKind, Code, DeviceError, DevicePtr, KernelArg, Operation, Result};
 

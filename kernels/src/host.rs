@@ -1,4 +1,4 @@
-//! Host implementations work on pieces of device memory: what they have in common.
+//! What host implementations have in common: they work on device memory piece by piece.
 
 use aquifer_device::{Code, DeviceError, DevicePtr, KernelMemory, Operation, Result};
 

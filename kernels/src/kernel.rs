@@ -1,7 +1,7 @@
-//! A kernel's declaration: everything about it that is said once.
+//! A kernel's declaration, the single source of everything that is known about it.
 //!
-//! The name and the parameters are those of its device code. From arguments alone a declaration tells which ranges are read and
-//! written, how the launch is shaped, and what it costs; and it computes the same as the device code, on
+//! The name and the parameters are those of its device code. From arguments alone a declaration gives the ranges that are read and
+//! written, the launch shape, and the cost; and it computes the same as the device code, on
 //! [`KernelMemory`]. So a driver that is given a name and arguments knows as much as the program that launched.
 
 use std::fmt;

@@ -1,6 +1,6 @@
-//! The kernels, loaded on a device: what checks operands and launches.
+//! The kernels, loaded on a device: checking operands, and launching.
 //!
-//! Every operation goes the same way: operands are checked ([`Check`]), the stream takes its turn with their memory, and the
+//! Every operation follows the same steps: operands are checked ([`Check`]), the stream takes its turn with their memory, and the
 //! declared kernels are launched. Operations are in files of their own, each with its declaration and its method.
 
 use std::any::Any;
@@ -64,7 +64,7 @@ impl Kernels {
     /// stream captures.
     ///
     /// # Errors
-    /// A device that is too old, and those of the driver.
+    /// A device that is too old, and errors of the driver.
     pub fn load(device: &Device) -> Result<Kernels, KernelError> {
         let capability = device.info().compute_capability;
         if capability < NEEDS {

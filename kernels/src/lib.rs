@@ -1,16 +1,18 @@
-//! A small set of GPU kernels on typed buffers, to be loaded on real devices and simulated ones alike.
+//! A small set of GPU kernels on typed buffers, for real and simulated devices alike.
 //!
-//! In the order in which data flows: [`Kernels`] is the set loaded on a device; its methods take [`Operand`]s and [`Target`]s, which
-//! any [`aquifer_allocator::DeviceBuffer`] is, check them, order the stream after what others did with the same memory, and launch.
-//! Each kernel is declared once ([`Kernel`]): its name and parameters, what it reads and writes, its shape, and its host implementation,
-//! which simulated devices run and against which the device code is tested. Device code is CUDA C (`cuda/`), compiled to PTX that is
-//! part of the crate ([`Module`]): building needs no CUDA.
+//! [`Kernels`] is the set, loaded on a device. Its methods take [`Operand`]s and [`Target`]s, to which references to an
+//! [`aquifer_allocator::DeviceBuffer`] convert. A method checks its operands, orders the stream after other streams' work with the same
+//! memory, and launches the kernel.
 //!
-//! # Kernels of one's own
+//! Each kernel is declared once ([`Kernel`]): its name and parameters, what it reads and writes, its launch shape, and its host
+//! implementation, which simulated devices run and against which the device code is tested. Device code is CUDA C (`cuda/`), compiled to
+//! PTX that is part of the crate ([`Module`]), so building needs no CUDA toolkit.
 //!
-//! A kernel that is not here is PTX text that the driver compiles, a [`aquifer_device::Launch`] that says what it
-//! touches, and a [`aquifer_allocator::Turn`] with that memory, so that it comes after what other streams did there,
-//! and they after it. What simulated devices run in its place is a closure.
+//! # Custom kernels
+//!
+//! A custom kernel consists of PTX text, which the driver compiles; an [`aquifer_device::Launch`], which says what memory it
+//! touches; and an [`aquifer_allocator::Turn`] with that memory, which orders it after earlier work of other streams there, and their later
+//! work after it. Simulated devices run a closure in its place.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -78,7 +80,7 @@
 //!     busy_ns: 0,
 //! };
 //! {
-//!     // On another stream than the fill: the turn orders it.
+//!     // On another stream than the fill: the turn orders the launch after it.
 //!     let _turn = Turn::take(&two, &[(x.storage(), AccessKind::Write)])?;
 //!     // SAFETY: the kernel reads and writes `len` floats at `x`, as declared, which the buffer holds.
 //!     unsafe { two.launch(&launch)? };
@@ -96,7 +98,7 @@
 //!
 //! # How the crate is made
 //!
-//! Files of operations hold the declaration, the host implementation and the method, top-down.
+//! The file of an operation holds, from top to bottom, the declaration, the host implementation and the method.
 #![deny(unsafe_code)]
 
 mod add;

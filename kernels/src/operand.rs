@@ -1,4 +1,4 @@
-//! What kernels work on: parts of device memory with a dtype.
+//! Operands of kernels: parts of device memory with a dtype.
 
 use aquifer_allocator::{DeviceBuffer, Storage};
 use aquifer_device::DevicePtr;

@@ -1,4 +1,4 @@
-//! `spin`: keeps a stream busy, so that what should wait for it and does not is seen.
+//! `spin`: keeps a stream busy, which exposes work that should wait for the stream and does not.
 
 use std::time::Duration;
 
@@ -51,7 +51,7 @@ impl Kernels {
     /// within a tick; on the simulated device the time is virtual.
     ///
     /// # Errors
-    /// More than [`Kernels::SPIN_MAX`], a stream of another device, and those of the driver.
+    /// More than [`Kernels::SPIN_MAX`], a stream of another device, and errors of the driver.
     pub fn spin(&self, stream: &Stream, time: Duration) -> Result<(), KernelError> {
         let check = self.check("spin", stream)?;
         if time > Kernels::SPIN_MAX {

@@ -38,8 +38,8 @@ Examples:
 /// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments memory, runs out of it,
 /// and measures the allocator.
 ///
-/// Without a command it gives a demonstration. Results go to standard output, as tables for people or, with --json, as one JSON object per line. Everything else goes
-/// to standard error.
+/// Without a command it runs the demonstration. Results go to standard output, as tables or, with --json, as one JSON object per line.
+/// Everything else goes to standard error.
 #[derive(Debug, Parser)]
 #[command(name = "aquifer-stress", version, after_long_help = format!("{EXAMPLES}\n\n{CODES}"))]
 pub struct Cli {
@@ -57,20 +57,20 @@ pub struct Cli {
 pub struct Global {
     /// Device to run on: sim, sim:SIZE, sim:PRESET (both take ,key=value settings), cuda or cuda:N.
     ///
-    /// Examples: sim:80GiB, sim:81408MiB, sim:h100, sim:24GiB,seed=7,jitter=off, cuda:0. By default a real GPU if there is
-    /// one, else sim:80GiB; fit, compare and demo, which need devices of several sizes, always take sim:80GiB. The choice is
-    /// reported.
+    /// Examples: sim:80GiB, sim:81408MiB, sim:h100, sim:24GiB,seed=7,jitter=off, cuda:0. The default is a real GPU if there is
+    /// one, else sim:80GiB. The commands fit, compare and demo need devices of several sizes, so their default is always sim:80GiB. The
+    /// choice is reported.
     #[arg(long, global = true, value_name = "SPEC")]
     pub device: Option<DeviceArg>,
 
     /// Options of the allocator, as in PYTORCH_ALLOC_CONF; may be given several times to compare.
     ///
-    /// For example 'max_split_size_mb:128,cross_stream:off'; '' stands for the defaults. Replay, fit, compare and
-    /// fragmentation work with each in turn, other commands take only one.
+    /// For example 'max_split_size_mb:128,cross_stream:off'; '' stands for the defaults. The commands replay, fit, compare, fragmentation
+    /// and demo use each in turn; other commands take only one.
     #[arg(long = "config", global = true, value_name = "OPTIONS", allow_hyphen_values = true)]
     pub configs: Vec<ConfigArg>,
 
-    /// Seed of everything random: the simulated device (unless its SPEC has a seed=) and generated workloads.
+    /// Seed of everything random: the simulated device (unless its SPEC sets seed=) and generated workloads.
     #[arg(long, global = true, value_name = "N", default_value_t = 0)]
     pub seed: u64,
 
@@ -93,7 +93,7 @@ pub enum Command {
     Bench(BenchArgs),
     /// Measure what driver calls cost on the device.
     Calls(CallsArgs),
-    /// Measure copies between host and device, by every way there is.
+    /// Measure copies between host and device, by every available method.
     Transfer(TransferArgs),
     /// Put memory under load: allocate, write patterns, hand on, copy, verify and free, from many threads.
     Soak(SoakArgs),
@@ -101,59 +101,59 @@ pub enum Command {
     Fragmentation(FragmentationArgs),
     /// Run out of memory in several ways, read the reports, and recover.
     Oom(OomArgs),
-    /// See on recorded programs why memory runs out while much of it is free, and what helps; the default.
+    /// Demonstrate on recorded programs why memory runs out while much of it is free, and what helps (the default).
     Demo(DemoArgs),
 }
 
 const FILES: &str = "\
-Files, told apart by content, each plain or gzip:
-  allocation traces (.trace), PyTorch memory snapshots with history (.pickle, .json; every device of it),
+Files, recognized by their content, each plain or gzip-compressed:
+  allocation traces (.trace), PyTorch memory snapshots with history (.pickle, .json; every device in them),
   RMM logs (.csv)
 
-A trace is text, a line for each event. IDs and STREAMs are any numbers from 0 on; an ID that was freed may be used again:
+A trace is text with one event per line. IDs and STREAMs are any numbers from 0 on; an ID may be reused after it was freed:
   # TEXT               a comment; `# name: NAME` names the trace
-  a ID BYTES STREAM    so many bytes are allocated on a stream
-  f ID STREAM          they are freed; STREAM is the one that they were allocated on
-  r ID STREAM          they are used on another stream, too
+  a ID BYTES STREAM    allocates a block of BYTES bytes on a stream
+  f ID STREAM          frees the block; STREAM is the stream that it was allocated on
+  r ID STREAM          the block is also used on another stream
   i N                  iteration N begins";
 
 const REPLAY_KEYS: &str = "\
 JSON keys, per program and config:
-  trace, config, device, lag   what was replayed, with which options, where, how far behind the device was
-  events, allocs            allocations and frees of one pass; the allocations among them
-  peak_requested_bytes      the most the program had asked for and not yet freed
+  trace, config, device, lag   the program, the options, the device, and how far the device lagged behind
+  events, allocs            number of allocations and frees in one pass; number of allocations among them
+  peak_requested_bytes      the most memory that the program had requested and not yet freed
   peak_allocated_bytes      the same after rounding
-  peak_reserved_bytes       the most that was held from the device
-  reserved_over_requested   the ratio of these peaks
-  ns_per_op                 time per event: median of the passes after the first; of the first if it is the only one;
-                            null, as the next one, if the program has no events
+  peak_reserved_bytes       the most memory that was held from the device
+  reserved_over_requested   ratio of peak_reserved_bytes to peak_requested_bytes
+  ns_per_op                 time per event: the median of the passes after the first, or the first if it is the only one;
+                            null, like the next key, if the program has no events
   first_pass_ns_per_op      time per event of the first pass, which takes the memory from the device
-  driver_calls              calls of the driver by name, without setting up
+  driver_calls              driver calls by name, without those of the setup
   driver_allocs             allocations during which the driver was asked to allocate, create, map or make accessible
-  driver_time_modelled_us   time that all driver calls would take on a real device, by the simulator's model of costs
-  worst_alloc_us            the most of it within one allocation
+  driver_time_modelled_us   time that all driver calls would take on a real device, by the simulator's cost model
+  worst_alloc_us            the most of that time within one allocation
   driver_allocs_measured_us, worst_alloc_measured_us
-                            on a real device: time of the host in the allocations of driver_allocs, all that they do included;
-                            the most of it within one of them; null on a simulated device
-  stalls                    waits of the host for a device that was behind (--lag)
-  remaps, granules_moved    how often memory was moved to where contiguous addresses were needed; pieces that moved
+                            on a real device: host time of the allocations in driver_allocs, with everything that they do;
+                            the most of that time within one of them; null on a simulated device
+  stalls                    waits of the host for a device that lagged behind (--lag)
+  remaps, granules_moved    how often memory was moved to where contiguous addresses were needed; granules that moved
   warm_driver_calls, warm_driver_allocs, warm_driver_time_modelled_us, warm_stalls
-                            the same of a later pass: their mean; null if there is only one pass
-  warm_worst_alloc_us       the greatest of the later passes
-  driver_calls_by_pass      all driver calls of each pass, the first included
+                            the same for later passes, as their mean; null if there is only one pass
+  warm_worst_alloc_us       the greatest worst_alloc_us of the later passes
+  driver_calls_by_pass      number of driver calls in each pass, including the first
   ooms, retries             requests refused; times that all cached memory was released to try again
-  events_recorded, stream_waits   what ordering streams after each other cost
+  events_recorded, stream_waits   events and waits that ordering streams after each other took
   hazards                   pieces of work that the simulated device found unordered, and memory taken away before the
                             device was done with it; 0 unless there is a bug
-  yardstick_ns_per_op       with --yardstick only, and if there are events
+  yardstick_ns_per_op       time per event of offset-allocator; with --yardstick only, and if there are events
   pool_ns_per_op, pool_peak_reserved_bytes, pool_ooms
-                            with --driver-pool only: time per event, the most that the pool held from the device, and what
-                            it refused in the last pass. A real driver keeps one mark of the most for the whole process;
-                            where this program did not raise it, it is the most that was held at the end of a pass
-Counts and peaks are of the first pass unless said otherwise, hazards of all and of the end. Times are taken in passes of their
-own, on another device, where nothing is counted; they count neither reading the file nor freeing what a pass leaves
-allocated. Modelled times are null on a real device. Measured ones are of
-the first pass that is counted, without the counting.";
+                            with --driver-pool only: time per event, the most memory that the pool held from the device, and
+                            requests that it refused in the last pass. A real driver keeps one high-water mark for the whole
+                            process; where this program did not raise it, the value is the most held at the end of a pass
+Counts and peaks are of the first pass unless stated otherwise; hazards are of all passes and of the end. Times are taken in
+separate passes on another device, where nothing is counted; they include neither reading the file nor freeing what a pass
+leaves allocated. Modelled times are null on a real device. Measured times are of the first counted pass, without the
+counting itself.";
 
 /// Arguments of `replay`.
 #[derive(Debug, Args)]
@@ -167,11 +167,11 @@ pub struct ReplayArgs {
     #[command(flatten)]
     pub passes: PassArgs,
 
-    /// Also time the crate offset-allocator on the same events: a bare index without accounting, locks or streams.
+    /// Also time the crate offset-allocator (the yardstick) on the same events: a bare index without accounting, locks or streams.
     #[arg(long)]
     pub yardstick: bool,
 
-    /// Also play the events to the driver's own stream-ordered pool (cuMemAllocAsync), on the same device, after the allocator.
+    /// Also replay the events to the driver's own stream-ordered pool (cuMemAllocAsync), on the same device, after the allocator.
     #[arg(long)]
     pub driver_pool: bool,
 }
@@ -183,9 +183,9 @@ pub struct PassArgs {
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub repeat: u32,
 
-    /// Let the simulated device lag behind by so many events of the program: allocations, frees and uses on other streams.
+    /// Let the simulated device lag N events of the program behind the host: allocations, frees and uses on other streams.
     ///
-    /// It has reached event max(the latest that the host waited for, now - N), and what was enqueued later is not done.
+    /// The device has reached event max(the latest that the host waited for, now - N), and work enqueued later is not done.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub lag: u64,
 }
@@ -201,12 +201,12 @@ pub struct FitArgs {
 
 const FIT_KEYS: &str = "\
 JSON keys, per program and config:
-  trace, config             what was fitted, with which options
-  smallest_device_bytes     the size of the device: it finishes there, and fails with 2 MiB less
-  ratio                     that size over the most the program had asked for and not yet freed
+  trace, config             the program, and the options
+  smallest_device_bytes     the size of the smallest device: the program finishes there, and fails with 2 MiB less
+  ratio                     that size over the most memory that the program had requested and not yet freed
   retries_at_fit            times that all cached memory was released to try again, on that device
-The device is a simulated one, also where there is a GPU; its size is replaced. --device may name another, but no real one.
-Whether a program finishes need not be monotonic in the size of the device; smaller ones were tried near this boundary, not
+The device is simulated, even where there is a GPU, and its size is replaced. --device may name another simulated device.
+Whether a program finishes need not be monotonic in the size of the device: smaller sizes were tried near this boundary, not
 everywhere.";
 
 /// Arguments of `bench`.
@@ -217,7 +217,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "TEXT")]
     pub filter: Option<String>,
 
-    /// Fewer rounds: a first impression.
+    /// Run fewer rounds, for a first impression.
     #[arg(long)]
     pub quick: bool,
 }
@@ -225,7 +225,7 @@ pub struct BenchArgs {
 const BENCH_KEYS: &str = "\
 Benchmarks; a pair is one allocation and one free:
   hot_512b, hot_1mib, hot_64mib        a block is freed as soon as it is allocated
-  churn_100, churn_1000, churn_10000   so many live blocks of 512 B to 64 MiB (log-uniform); a random one is replaced
+  churn_100, churn_1000, churn_10000   that many live blocks of 512 B to 64 MiB (log-uniform); a random one is replaced
   churn_100000                         the same, 512 B to 1 MiB
   churn_1000000                        the same, 512 B to 64 KiB
   threads1_streams1, threads2_streams2, threads4_streams4
@@ -233,15 +233,17 @@ Benchmarks; a pair is one allocation and one free:
                                        freed as soon as it is allocated; offset-allocator, which has no locks, has an
                                        instance per thread
   threads1_churn, threads2_churn, threads4_churn
-                                       the same, with 100 live blocks of 512 B to 1 MiB each of which a random one is replaced
-  handover                             one thread allocates 512 B to 1 MiB, another frees, through a ring of 256 places;
-                                       offset-allocator is behind a lock
-JSON keys, per benchmark and allocator (aquifer and, in turns with it, the bare index offset-allocator):
-  benchmark, allocator, device (a simulated one has at least 8 TiB here),
-  largest_bytes (the largest block: that above, or less where the device has no room for so many),
-  ns_per_pair (of one thread, the median of several rounds), threads, live,
-  rate_vs_one_thread (pairs per time of each thread over those of one thread alone, measured in turns; for handover, one
-  thread that passes blocks through the ring to itself)";
+                                       the same, where each thread has 100 live blocks of 512 B to 1 MiB and replaces a random one
+  handover                             one thread allocates blocks of 512 B to 1 MiB, another frees them, through a ring of 256
+                                       places; offset-allocator is behind a lock
+JSON keys, per benchmark and allocator (aquifer and, alternating with it, the bare index offset-allocator):
+  benchmark, allocator      the benchmark, and what was measured
+  device                    the device; a simulated one has at least 8 TiB here
+  largest_bytes             the largest block: as above, or smaller where the device has no room for so many
+  ns_per_pair               time of a pair in one thread, the median of several rounds
+  threads, live             number of threads, and of live blocks of each
+  rate_vs_one_thread        pairs per time of each thread over those of one thread alone, measured alternately; for handover,
+                            of one thread that passes blocks through the ring to itself";
 
 /// A device, with the text that named it.
 #[derive(Debug, Clone)]

@@ -21,7 +21,7 @@ impl Filled {
     /// Enqueues filling memory with a byte.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn fill(ptr: DevicePtr, bytes: u64, byte: u8, stream: &Stream) -> Result<Filled, DeviceError> {
         if bytes > 0 {
             stream.fill(ptr, byte, bytes)?;
@@ -32,7 +32,7 @@ impl Filled {
     /// Whether it still reads so, as far as it is looked at.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn is_intact(&self, stream: &Stream) -> Result<bool, DeviceError> {
         let length = self.bytes.min(SAMPLE);
         // What is not read must not look right.

@@ -1,8 +1,8 @@
-//! The driver's own stream-ordered pool (`cuMemAllocAsync`) behind the operations of recorded programs: what a program has
-//! that leaves its memory to the driver.
+//! The driver's own stream-ordered pool (`cuMemAllocAsync`) as a subject for recorded programs, for comparison with programs that
+//! leave their memory to the driver.
 //!
-//! A block that another stream uses is freed on its own stream after that use. The pool is the device's own with the driver's
-//! settings: its release threshold is 0, so what is not used goes back to the device whenever the host waits, which no pass
+//! A block that another stream uses is freed on its own stream after that use. The pool is the device's default one with the driver's
+//! settings: its release threshold is 0, so unused memory goes back to the device whenever the host waits, which no pass
 //! does. PyTorch (`backend:cudaMallocAsync`) and RMM raise the threshold to the maximum; here no call of a [`Driver`] sets it.
 //!
 //! [`Driver`]: aquifer_device::Driver
@@ -35,7 +35,7 @@ impl DriverPool {
     /// The pool of a device, and `streams` streams: stream 0 is the default stream.
     ///
     /// # Errors
-    /// Those of the driver; not supported where it has no pool.
+    /// Errors of the driver; not supported where it has no pool.
     pub fn new(device: Device, streams: usize) -> Result<DriverPool, Failure> {
         let mut all = vec![device.default_stream().clone()];
         for _ in 1..streams {
@@ -48,7 +48,7 @@ impl DriverPool {
     /// What the pool holds.
     ///
     /// # Errors
-    /// Those of the driver, and of a free that failed before.
+    /// Errors of the driver, and of a free that failed before.
     pub fn usage(&self) -> Result<PoolUsage, Failure> {
         match &self.failed {
             Some(error) => Err(error.clone().into()),
@@ -59,7 +59,7 @@ impl DriverPool {
     /// Gives what the pool does not use back to the device.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn give_back(&self) -> Result<(), Failure> {
         self.device.synchronize()?;
         Ok(self.device.driver().trim_pool(0)?)

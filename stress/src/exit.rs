@@ -1,4 +1,4 @@
-//! How the program ends: exit codes, and failures with whose fault they are.
+//! How the program ends: exit codes, and failures by their cause.
 
 use std::fmt;
 use std::io;
@@ -13,14 +13,14 @@ use crate::input::InputError;
 
 /// The exit codes, for `--help`.
 pub const CODES: &str = "\
-Exit codes (of several, the last in this list that applies):
-  0  done
+Exit codes (if several apply, the last one in this list):
+  0  success
   3  out of memory: a request of a replayed program was refused, or no device is large enough
-  4  an input file cannot be read or is damaged; the other files were still worked on
-  1  a failure while running: a device that cannot be opened, a driver that fails, output that cannot be written, memory
+  4  an input file cannot be read or is damaged; the other files were processed all the same
+  1  a failure at run time: a device that cannot be opened, a driver that fails, output that cannot be written, memory
      that `oom` or `soak` found damaged or could not get back
-  2  wrong use: an unknown command or option, or a bad device or option string
-  5  hazards: the simulated device's race detector found work that nothing orders";
+  2  incorrect usage: an unknown command or option, or an invalid device or option string
+  5  hazards: the simulated device's race detector found unordered work";
 
 /// How the program ended. Graver ones are greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -1,7 +1,7 @@
-//! Plays recorded programs to an allocator.
+//! Replays recorded programs to an allocator.
 //!
-//! Before the clock starts a program is a list of events whose blocks live in numbered slots, so what is timed is a match,
-//! a slot, and the allocator.
+//! Before the clock starts, a program is converted to a list of events whose blocks live in numbered slots. So what is timed is a match,
+//! access to a slot, and the allocator.
 
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,7 @@
 //! Inputs of a program: blocks whose head the host fills by transfers, and reads back when they are freed.
 //!
-//! Copies run on the block's own stream, so that no block waits for another stream because of them, and neither they nor their page-locked
-//! memory are waited for when they are begun.
+//! Copies run on the block's own stream, so that no block waits for another stream because of them. Beginning a copy waits neither for the
+//! copy nor for its page-locked memory.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -32,7 +32,7 @@ impl Inputs {
     /// For blocks of an allocator.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn new(allocator: &Allocator) -> Result<Inputs, TransferError> {
         let (live, arriving) = (BTreeMap::new(), VecDeque::new());
         Ok(Inputs { transfer: Transfer::new(allocator)?, blocks: 0, live, arriving, written: 0, damaged: 0 })

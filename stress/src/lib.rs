@@ -1,9 +1,10 @@
 //! The stress program as a library: it replays recorded programs, measures the allocator, and makes it fail on purpose.
 //!
-//! In the order in which things happen: [`cli`] reads the command line; a [`session::Session`] knows the device, the options
-//! and where output goes; one of the [`commands`] runs; [`exit`] says how it ended. [`input`] reads recorded programs, [`scenarios`]
-//! makes some up, and [`harness`] plays them to an allocator, to one that is [`observe`]d, or to the [`yardstick`]. [`room`] and [`map`] show the memory
-//! that they leave.
+//! A run goes as follows: [`cli`] reads the command line; a [`session::Session`] holds the device, the options and where output goes; one
+//! of the [`commands`] runs; [`exit`] defines how it ended.
+//!
+//! [`input`] reads recorded programs, [`scenarios`] generates synthetic ones, and [`harness`] replays them to an allocator, to an
+//! allocator that is [`observe`]d, or to the [`yardstick`]. [`room`] and [`map`] show what memory they leave free.
 #![forbid(unsafe_code)]
 
 pub mod cli;

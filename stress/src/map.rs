@@ -140,7 +140,7 @@ impl Map {
     /// The memory of the allocator's device now.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn of(allocator: &Allocator) -> Result<Map, Failure> {
         let memory = allocator.device().memory_info()?;
         Ok(Map::new(&allocator.snapshot().segments, memory.free, memory.total))

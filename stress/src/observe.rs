@@ -1,9 +1,9 @@
-//! An allocator whose dealings with the driver are watched, on a device that may lag.
+//! An allocator whose driver calls are observed, on a device that may lag.
 //!
-//! Watching takes time, so what is fast is not timed here: a program is replayed once for its times and once to be observed, on
-//! devices of their own. Only requests for which a real driver was asked are, as they take long. Where the device is simulated,
-//! it lags as asked for ([`Lagging`]), which checks on the way that no
-//! memory is taken away before the device is done with it, and driver calls have a modelled time.
+//! Observing takes time, so fast operations are not timed here: a program is replayed once for its times and once to be observed, on
+//! separate devices. Only requests for which a real driver was asked are timed here, because they take long. A simulated device
+//! lags as asked for ([`Lagging`]), which also checks that no memory is taken away before the device is done with it, and its driver calls
+//! have a modelled time.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -238,7 +238,8 @@ impl Paced {
 impl Subject for Paced {
     type Handle = Allocation;
 
-    #[inline]
+    // Always: see the allocator's own.
+    #[inline(always)]
     fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation, Refused> {
         self.advance();
         self.subject.alloc(bytes, stream)

@@ -35,7 +35,7 @@ impl Room {
     /// The room for requests of `stream`.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn of(allocator: &Allocator, stream: &Stream) -> Result<Room, Failure> {
         let mut room = Room { device: allocator.device().memory_info()?.free, ..Room::default() };
         let own_only = allocator.config().cross_stream == CrossStream::Off;

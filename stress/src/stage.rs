@@ -59,7 +59,7 @@ impl Stage {
     /// The same, but some blocks are inputs, whose head the host fills by transfers and reads back.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn fed(self) -> Result<Stage, Failure> {
         let inputs = Inputs::new(&self.allocator)?;
         Ok(Stage { work: Work::Feed(Box::new(inputs)), ..self })
@@ -79,7 +79,7 @@ impl Stage {
     /// How many live blocks there are with known content, and how many of them do not read as they were written.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn damaged(&self) -> Result<(usize, usize), Failure> {
         let Work::Fill(live, _) = &self.work else { return Ok((0, 0)) };
         let stream = &self.streams[0];

@@ -1,4 +1,4 @@
-//! The libraries' warnings: where they go, and those that many allocators have in common.
+//! The libraries' warnings: where they go, and showing only once those that many allocators have in common.
 
 use std::collections::BTreeSet;
 use std::io::{self, IsTerminal, Write};

@@ -1,5 +1,5 @@
 //! The yardstick: the crate `offset-allocator`, a bare index over one range of numbers, without accounting, locks, streams
-//! or a device behind it. What is measured is measured beside it, in the same loop.
+//! or a device behind it. Benchmarks measure it together with the allocator, in the same loop.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

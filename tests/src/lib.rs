@@ -2,13 +2,13 @@
 //!
 //! * [`op`] – the steps that programs are made of, and how to draw random ones;
 //! * [`setup`] – the device and the allocator that a program runs on;
-//! * [`world`] – runs a program, step by step, beside a model that knows what must hold;
-//! * [`check`] – statistics against what they can be recomputed from;
+//! * [`world`] – runs a program, step by step, and checks it against a model of what must hold;
+//! * [`check`] – checks statistics against values recomputed from other sources;
 //! * [`runner`] – runs many numbered programs;
 //! * [`subject`] – the device under test, and control over it.
 //!
-//! The simulated device's race detector is on in every test: the programs order everything that they do as CUDA asks for,
-//! so whatever it finds is the allocator's doing.
+//! The simulated device's race detector is on in every test. The programs order everything that they do as CUDA requires,
+//! so whatever it finds is the allocator's fault.
 #![forbid(unsafe_code)]
 #![allow(clippy::missing_panics_doc, reason = "helpers of tests panic where a test fails")]
 

@@ -1,4 +1,4 @@
-//! Streams that capture a graph: what a graph does is done later, and maybe often, when memory is somebody else's.
+//! Refusing streams that capture a graph: a graph's work is done later, and perhaps many times, when the memory may belong to somebody else.
 
 use aquifer_device::{Code, DeviceError, Operation, Stream};
 

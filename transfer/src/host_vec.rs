@@ -1,4 +1,4 @@
-//! Ordinary memory of a length that comes from outside: where the system refuses it, that is an error and not the end of the process.
+//! Ordinary memory whose length comes from outside: if the system refuses it, that is an error rather than the end of the process.
 
 use std::sync::Arc;
 

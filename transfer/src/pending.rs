@@ -1,7 +1,7 @@
 //! Transfers that were begun.
 //!
-//! Soundness rests on nothing here: memory that is in flight is owned by this crate, or carries the ticks of what uses it, whatever
-//! happens to a [`Pending`]. Dropping one lets the transfer go on, forgetting one forgets what it owns.
+//! Soundness does not depend on anything here: memory that is in flight is owned by this crate, or carries the ticks of the work that
+//! uses it, whatever happens to a [`Pending`]. Dropping one lets the transfer go on; forgetting one leaks what it owns.
 
 use std::fmt;
 use std::pin::Pin;
@@ -23,10 +23,11 @@ pub(crate) struct Shared {
     pub(crate) tally: Tally,
 }
 
-/// A transfer that was begun, and what it gives when it is complete.
+/// A transfer that was begun, and that yields a value when it is complete.
 ///
-/// It can be waited for ([`Pending::wait`]), asked ([`Pending::is_done`]), awaited in any executor, or chained to a stream without
-/// waiting for the device ([`Pending::then`]). If it is dropped, the transfer goes on all the same; the memory it uses stays until then.
+/// It can be waited for ([`Pending::wait`]), queried ([`Pending::is_done`]), awaited in any executor, or chained to a stream without
+/// waiting for the device ([`Pending::then`]). If it is dropped, the transfer goes on all the same, and the memory that it uses stays
+/// until it is done.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
@@ -119,10 +120,10 @@ impl<T> Pending<T> {
         self.finish()
     }
 
-    /// Whether the transfer is complete, failed ones included: [`Pending::wait`] does not wait then. Asks the driver.
+    /// Whether the transfer is complete or has failed, so that [`Pending::wait`] would not wait. Asks the driver.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn is_done(&self) -> Result<bool, TransferError> {
         for step in &self.steps {
             if !step.is_done()? {
@@ -132,10 +133,10 @@ impl<T> Pending<T> {
         Ok(true)
     }
 
-    /// Goes on with what the transfer gives as soon as it is enqueued: orders later work of `stream` after it, without waiting for the
-    /// device, and calls `next`. Waits on the host where threads are still enqueuing.
+    /// Continues with the transfer's value as soon as the transfer is enqueued: orders later work of `stream` after it, without waiting
+    /// for the device, and calls `next`. Waits on the host only while threads are still enqueuing.
     ///
-    /// What is given must not be read by the host in `next`, which would have to wait. Device memory needs no more than this; page-locked
+    /// The host should not read the value in `next`, because it would have to wait. Device memory needs nothing further; page-locked
     /// memory waits by itself when it is read.
     ///
     /// # Errors
@@ -152,7 +153,7 @@ impl<T> Pending<T> {
         Ok(next(stream, self.value.take()?))
     }
 
-    /// Makes something else of what the transfer gives, when that is taken.
+    /// Converts the transfer's value when it is taken.
     pub fn map<R>(self, change: impl FnOnce(T) -> R + Send + 'static) -> Pending<R>
     where
         T: Send + 'static,
@@ -174,7 +175,7 @@ impl<T> Pending<T> {
         Pending { steps, value, signal: None, shared: self.shared.clone(), started: self.started }
     }
 
-    /// What two transfers give, when both are complete.
+    /// The values of two transfers, when both are complete.
     pub fn join<U>(mut self, mut other: Pending<U>) -> Pending<(T, U)>
     where
         T: Send + 'static,
@@ -189,7 +190,7 @@ impl<T> Pending<T> {
         Pending { steps, value, signal: None, shared: self.shared.clone(), started }
     }
 
-    /// What all transfers give, in their order, when all are complete. `None` if there are none.
+    /// The values of all transfers, in order, when all are complete. `None` if there are none.
     pub fn all(pendings: impl IntoIterator<Item = Pending<T>>) -> Option<Pending<Vec<T>>>
     where
         T: Send + 'static,
@@ -206,8 +207,7 @@ impl<T> Pending<T> {
         Some(Pending { steps, value, signal: None, shared, started })
     }
 
-    /// Gives the transfer up: what threads of the runtime have not begun is left out, and what was enqueued goes on. What it would have
-    /// given is dropped.
+    /// Cancels the transfer: what threads of the runtime have not begun is left out, and what was enqueued goes on. The value is dropped.
     pub fn cancel(self) {
         for step in &self.steps {
             if let Step::Job(job) = step {

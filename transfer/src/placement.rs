@@ -1,6 +1,6 @@
-//! Which device something goes to: chosen by what it needs, and told with reasons.
+//! Choosing a device by what is needed of it, and giving the reasons.
 //!
-//! Nothing is chosen silently. What was not chosen says why not, and the host is chosen only where the caller wrote down that it may be
+//! Nothing is chosen silently. For every device that was not chosen the reason is given, and the host is chosen only if the caller allowed it
 //! ([`Fallback::Host`]).
 
 use std::fmt;
@@ -17,11 +17,11 @@ pub enum Fallback {
     /// An error that says why.
     #[default]
     Error,
-    /// The host is used instead, and said to be.
+    /// The host is used instead, and the result says so.
     Host,
 }
 
-/// What something needs of a device.
+/// Requirements on a device, by which one is chosen.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -63,7 +63,7 @@ impl From<&Device> for Candidate {
     }
 }
 
-/// With an allocator, what it holds unused counts as free, and its limit counts.
+/// With an allocator, memory that it holds unused counts as free, and its limit applies.
 impl From<&Allocator> for Candidate {
     fn from(allocator: &Allocator) -> Candidate {
         Candidate { device: allocator.device().clone(), allocator: Some(allocator.clone()) }
@@ -81,7 +81,7 @@ impl Candidate {
     }
 }
 
-/// What came of one device.
+/// The verdict on one device.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Verdict {
@@ -180,7 +180,8 @@ impl Placement {
         Placement { fallback, ..self }
     }
 
-    /// Chooses among devices that are open, or their allocators: of those that serve the one with most free memory; of several the first.
+    /// Chooses among open devices, or their allocators: of those that meet the requirements, the one with the most free memory, or the
+    /// first of several.
     ///
     /// # Errors
     /// [`TransferError::NoDevice`] when none serves, unless the host may be used instead.
@@ -194,7 +195,7 @@ impl Placement {
         self.decide(verdicts, most.map(|index| (index, candidates[index].device.clone())))
     }
 
-    /// Chooses among the real GPUs of this machine, which it opens for that one after the other. Where there is none at all the error, or
+    /// Chooses among the real GPUs of this machine, which it opens one after the other. If there is none at all, the error, or
     /// the choice of the host, says why.
     ///
     /// # Errors
@@ -222,9 +223,9 @@ impl Placement {
         self.decide(verdicts, device)
     }
 
-    /// Spreads parts over devices so that their free memory stays as even as can be: each part, the largest first, goes to the device that
-    /// serves and has most memory left. Tells the index of each part's device, in the order of the parts. [`Placement::bytes`] is
-    /// what each device needs to have free beside.
+    /// Spreads parts over devices so that their free memory stays as even as possible: each part, the largest first, goes to the suitable
+    /// device with the most memory left. Returns the index of each part's device, in the order of the parts. [`Placement::bytes`] is what
+    /// each device must have free in addition.
     ///
     /// # Errors
     /// [`TransferError::NoDevice`] when some part fits nowhere. Parts are never put on the host.

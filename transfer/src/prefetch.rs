@@ -1,7 +1,6 @@
 //! Batches that are on the device before they are needed.
 //!
-//! What is bounded, and by what, is told at [`Prefetcher`]: there is a slot for each batch ahead, and one for the batch
-//! in use.
+//! There is a slot for each batch ahead, and one for the batch in use; [`Prefetcher`] says what that bounds.
 
 use std::error::Error;
 use std::fmt;
@@ -24,8 +23,8 @@ use crate::pinned::PinnedBuffer;
 use crate::runtime::Transfer;
 use crate::tensor::Tensor;
 
-/// What goes to a device as one: a [`Tensor`], a `Vec` of numbers, page-locked memory, or tuples, arrays and `Option`s of these. Structs send
-/// their fields and join what is pending.
+/// A value that is sent to a device as a whole: a [`Tensor`], a `Vec` of numbers, page-locked memory, or tuples, arrays and `Option`s of
+/// these. Structs implement it by sending their fields and joining the transfers.
 ///
 /// ```
 /// use aquifer_transfer::{Batch, OnStreams, Pending, Tensor, Transfer, TransferError};
@@ -117,24 +116,26 @@ impl<B: Batch> Batch for Option<B> {
     }
 }
 
-/// Brings batches to a device ahead of their use. An iterator of batches on the device.
+/// Brings batches to a device ahead of their use. It is an iterator of batches on the device.
 ///
 /// A thread takes batches from the source and enqueues their copies on a stream of its own. The consumer's stream is
 /// ordered after each copy without waiting on the host.
 ///
-/// **What is bounded.** On the device there is memory for at most `ahead` batches and the one in use: before the thread
-/// sends another one, it waits until the device is done with the batch whose place it takes. The source itself is one
-/// more batch ahead, on the host. So neither a fast source nor a host that runs ahead of the device makes memory grow.
+/// **Using a batch.** Use it on the stream that the prefetcher was made for, by work enqueued before the next batch is asked for. If other
+/// streams use it, that stream must be ordered after them.
+///
+/// **Bounds.** On the device there is memory for at most `ahead` batches and the one in use: before the thread sends another batch, it waits
+/// until the device is done with the batch whose slot it takes. The source itself is one more batch ahead, on the host. So neither a fast
+/// source nor a host that runs ahead of the device makes memory grow.
 ///
 /// **Errors and panics** arrive in the source's order, in the place of their batch. After an error, of the source or of sending a batch, the
-/// source is asked for its next batch; a panic, or the loss of the device, is the last item. **When it is dropped**, the thread ends as soon
-/// as the source gives back control; it is waited for unless it is in the source, which may take any time.
+/// source is asked for its next batch. A panic, or the loss of the device, is the last item.
 ///
-/// **While the allocator sleeps**, or is about to, no batch is sent, and none is lost: asking for one is
-/// [`aquifer_allocator::AllocError::Asleep`] until it has woken up.
+/// **Dropping** the prefetcher ends the thread as soon as the source returns control. It waits for the thread unless that is inside the
+/// source, which may take any time.
 ///
-/// Each batch is to be used on the stream that the prefetcher was made for, by work enqueued before the next one is asked for; other streams
-/// that use it must be waited for by that stream.
+/// **While the allocator sleeps**, or is about to, no batch is sent, and none is lost: asking for one returns
+/// [`aquifer_allocator::AllocError::Asleep`] until the allocator has woken up.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -194,8 +195,8 @@ enum State {
 }
 
 impl<B: Batch> Prefetcher<B> {
-    /// Begins to bring batches to the runtime's device, `ahead` of them before they are asked for, for use on `stream`.
-    /// Fewer than 1 count as 1, and more than 1024 as 1024.
+    /// Begins to bring batches to the runtime's device, `ahead` batches before they are asked for, for use on `stream`. An `ahead` below 1
+    /// counts as 1, and one above 1024 as 1024.
     ///
     /// # Errors
     /// A stream of another device, and when a stream or a thread cannot be had.
@@ -262,7 +263,7 @@ impl<B: Batch> Prefetcher<B> {
         })
     }
 
-    /// How often a batch was asked for that was not on its way yet: the source is slower than what uses its batches.
+    /// How often a batch was asked for that was not on its way yet, because the source is slower than the consumer.
     pub fn starved(&self) -> u64 {
         self.starved
     }

@@ -1,4 +1,4 @@
-//! The runtime of one device: what people copy with.
+//! `Transfer`: the transfer runtime of one device.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::pinned::{HostPart, HostTurn, PinnedConfig, PinnedPool};
 use crate::staging::{Staging, StagingConfig, StagingStats};
 use crate::streams::Streams;
 
-/// How a [`Transfer`] is made.
+/// The configuration of a [`Transfer`].
 ///
 /// ```
 /// use aquifer_transfer::{PinnedConfig, StagingConfig, TransferConfig};
@@ -31,8 +31,8 @@ use crate::streams::Streams;
 pub struct TransferConfig {
     /// Page-locked memory.
     pub pinned: PinnedConfig,
-    /// Streams a direction, 1 to 32: fewer count as 1, more as 32. Transfers take turns on them, so that a small one
-    /// need not wait for a large one.
+    /// Number of streams per direction, 1 to 32: fewer count as 1, more as 32. Transfers are distributed over them in turn, so that a
+    /// small one need not wait for a large one.
     pub streams: usize,
     /// The ring that ordinary memory and files go through.
     pub staging: StagingConfig,
@@ -41,7 +41,7 @@ pub struct TransferConfig {
 }
 
 impl Default for TransferConfig {
-    /// Two streams a direction, as urgent as the device allows: a copy that a kernel waits for should not wait itself.
+    /// Two streams per direction, as urgent as the device allows: a copy that a kernel waits for should not wait itself.
     fn default() -> Self {
         TransferConfig {
             pinned: PinnedConfig::default(),
@@ -82,15 +82,18 @@ impl TransferConfig {
     }
 }
 
-/// Copies between the host and one device, and within it. Cloning gives another handle.
+/// Copies between the host and one device, and within the device. Cloning gives another handle of the same runtime.
 ///
-/// Copies run on streams of their own, or on the caller's ([`Transfer::on`]), and return before they are done. Buffers carry the ticks
-/// of what uses them, so every stream that takes its turn with one ([`aquifer_allocator::Turn`], the kernels of `aquifer-kernels`, other
-/// transfers) is ordered after them without further ado, and host memory that is in flight cannot be touched: see
-/// [`crate::PinnedBuffer`]. What waits for the device on the host says so in its name or its documentation, and is counted: by
-/// [`Transfer::counters`], or where page-locked memory is waited for that a copy still uses, by [`crate::HostMemoryStats::num_waits`].
+/// Copies run on streams of the runtime's own, or on the caller's ([`Transfer::on`]), and calls return before copies are done.
 ///
-/// Streams that capture a graph are refused: what a graph does is not done when the call returns, and may be done often.
+/// *Order.* Buffers carry the ticks of the work that uses them. So every stream that takes its turn with a buffer
+/// ([`aquifer_allocator::Turn`], the kernels of `aquifer-kernels`, other transfers) is ordered after the copies without further calls. Host
+/// memory that is in flight cannot be touched: see [`crate::PinnedBuffer`].
+///
+/// *Waiting.* Whatever makes the host wait for the device says so in its name or its documentation, and is counted by
+/// [`Transfer::counters`]. Waits for page-locked memory that a copy still uses are counted by [`crate::HostMemoryStats::num_waits`].
+///
+/// Streams that capture a graph are refused, because a graph's work is not done when the call returns, and may be done many times.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
@@ -135,15 +138,15 @@ impl Transfer {
     /// A runtime for the allocator's device.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn new(allocator: &Allocator) -> Result<Transfer, TransferError> {
         Transfer::with_config(allocator, TransferConfig::default())
     }
 
-    /// A runtime for the allocator's device, made as `config` says. Nothing is page-locked, and no thread started, before it is needed.
+    /// A runtime for the allocator's device, configured by `config`. No memory is page-locked and no thread started before it is needed.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn with_config(allocator: &Allocator, config: TransferConfig) -> Result<Transfer, TransferError> {
         let device = allocator.device();
         let pinned = PinnedPool::new(device, config.pinned)?;
@@ -159,7 +162,7 @@ impl Transfer {
         Ok(Transfer { inner: Arc::new(inner), stream: None })
     }
 
-    /// The same runtime with copies running on `stream`, in order with the rest of the caller's work there.
+    /// A handle of the same runtime whose copies run on `stream`, in order with the rest of the caller's work there.
     ///
     /// # Errors
     /// A stream of another device.
@@ -197,8 +200,8 @@ impl Transfer {
         Ok(loaded)
     }
 
-    /// What the next copy in this direction runs on: the caller's stream ([`Transfer::on`]), or the one of the runtime's whose turn it is.
-    /// That turn is taken by asking, so each call may give another one.
+    /// The stream for the next copy in this direction: the caller's ([`Transfer::on`]), or the next in turn of the runtime's own.
+    /// Each call advances the turn, so the next call may return another stream.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -223,7 +226,7 @@ impl Transfer {
         for_all.unwrap_or_else(|| self.inner.streams.next(direction))
     }
 
-    /// All that is enqueued on the stream by now, by whomever, as something to wait for or to await.
+    /// Everything enqueued on the stream so far, by whomever, as a [`Pending`] to wait for or to await.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -246,12 +249,12 @@ impl Transfer {
         Ok(Pending::enqueued(self.shared(), self.covered_tick(stream), ()))
     }
 
-    /// What was done so far, by all handles of this runtime.
+    /// Counters of what all handles of this runtime did so far.
     pub fn counters(&self) -> Counters {
         self.inner.shared.tally.read()
     }
 
-    /// What the ring is made of that ordinary memory and files go through, and what it did so far.
+    /// Sizes and counters of the staging ring, through which ordinary memory and files go.
     pub fn staging_stats(&self) -> StagingStats {
         self.inner.staging.stats()
     }

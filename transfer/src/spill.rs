@@ -27,7 +27,8 @@ use crate::pinned::PinnedBuffer;
 use crate::placement::Candidate;
 use crate::runtime::Transfer;
 
-/// Spills buffers of one device when its allocator runs out of memory. Cloning gives another handle; with the last one, spilling ends, and buffers
+/// Spills buffers of one device: moves them to page-locked host memory when the allocator runs out of device memory, and brings them back
+/// when they are used ([`Spillable::access`]). Cloning gives another handle. When the last handle is dropped, spilling ends, and buffers
 /// stay where they are.
 ///
 /// ```
@@ -79,7 +80,7 @@ enum Home {
     Host(PinnedBuffer<u8>),
 }
 
-/// What a spiller did, and what it could do.
+/// What a spiller did so far, and where its buffers are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SpillStats {
@@ -91,7 +92,7 @@ pub struct SpillStats {
     pub spills: u64,
     /// How often one came back.
     pub returns: u64,
-    /// How often one could not go, mostly for lack of page-locked memory: then spilling does not help.
+    /// How often a buffer could not go to the host, mostly for lack of page-locked memory: then spilling does not help.
     pub failures: u64,
 }
 
@@ -101,8 +102,8 @@ pub struct Spillable<T> {
     element: PhantomData<fn() -> T>,
 }
 
-/// A spillable buffer in use: device memory that stays there until this is dropped. Work is enqueued with turns, as ever; when this is dropped, it need
-/// not be done.
+/// A spillable buffer in use: it stays on the device until this is dropped. Enqueue work with it in turns ([`aquifer_allocator::Turn`]), as
+/// with any buffer. The work need not be done when this is dropped.
 #[must_use = "the memory may go again once this is dropped"]
 pub struct Resident<'a, T> {
     entry: &'a Entry,
@@ -110,9 +111,9 @@ pub struct Resident<'a, T> {
 }
 
 impl Spiller {
-    /// A spiller for the runtime's device and allocator, which is asked before reclaimers of lower priority, and spills what is lacking. If that
-    /// does not serve, because it is in pieces, it is asked again after all other reclaimers: for as much as was requested, and then for all
-    /// it can spill.
+    /// A spiller for the runtime's device and allocator. It is a reclaimer of the given priority, asked before those of lower priority,
+    /// and spills as much as is lacking. If the freed memory does not serve the request, because it is in pieces, the spiller is asked
+    /// again after all other reclaimers: first for as much as was requested, then for all that it can spill.
     pub fn new(transfer: &Transfer, priority: i32) -> Spiller {
         let inner = Arc::new(Inner {
             transfer: transfer.clone(),
@@ -138,8 +139,8 @@ impl Spiller {
         Spiller { inner, _registrations: Arc::new(registrations) }
     }
 
-    /// Takes a buffer over. Of several that could go, one of lower `priority` goes first. While other handles of the buffer's memory exist, it stays
-    /// on the device.
+    /// Takes over a buffer. Of several buffers that could be spilled, one of lower `priority` goes first. While other handles of the buffer's
+    /// memory exist, it stays on the device.
     ///
     /// # Errors
     /// A buffer of another device.
@@ -167,8 +168,8 @@ impl Spiller {
         Ok(Spillable { entry, element: PhantomData })
     }
 
-    /// Spills buffers that nobody uses until `bytes` of device memory are given up or there are no more; tells how many were. Their memory is free
-    /// once their copies are done.
+    /// Spills buffers that nobody uses, until `bytes` of device memory are given up or there are no more such buffers. Returns how many
+    /// bytes were given up. Their memory is free once their copies are done.
     pub fn spill(&self, bytes: u64) -> u64 {
         self.inner.spill(bytes)
     }
@@ -275,11 +276,12 @@ impl Entry {
 }
 
 impl<T: Pod + Send + Sync> Spillable<T> {
-    /// The device memory, brought back if it was spilled. While the result exists, it stays there. What is enqueued with turns comes after
-    /// the copy; the host does not wait. Memory is allocated for `stream`.
+    /// The buffer on the device, brought back if it was spilled. It stays there while the result exists. Work enqueued in turns comes after
+    /// the copy; the host does not wait for it. Memory is allocated for `stream`.
     ///
     /// # Errors
-    /// When device memory runs out, though others were spilled; a stream of another device; those of the driver. The contents are where they were.
+    /// When device memory runs out although other buffers were spilled; a stream of another device; errors of the driver. The contents stay
+    /// where they were.
     pub fn access(&self, stream: &Stream) -> Result<Resident<'_, T>, TransferError> {
         let bytes = self.entry.access(stream)?;
         // Counted from here on, so that a failure below is undone by its end.
@@ -298,10 +300,10 @@ impl<T> Spillable<T> {
         matches!(*self.entry.home.lock(), Home::Device(_))
     }
 
-    /// Moves it to the host now, unless it is in use or there already; tells how many bytes of device memory it gave up.
+    /// Moves the buffer to the host now, unless it is in use or there already. Returns how many bytes of device memory it gave up.
     ///
     /// # Errors
-    /// When page-locked memory runs out, and those of the driver. The contents are on the device then.
+    /// When page-locked memory runs out, and errors of the driver. The contents are on the device then.
     pub fn spill(&self) -> Result<u64, TransferError> {
         self.entry.spill()
     }

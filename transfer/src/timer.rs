@@ -1,7 +1,7 @@
 //! Timing of work on a stream, by the device's own clock.
 //!
-//! Host clocks around calls that enqueue measure how long enqueuing takes. Here nothing waits unless it is asked to, by name: what was
-//! measured is known once the device is there ([`Timing::elapsed`]), or is waited for ([`Timing::wait`]).
+//! A host clock around calls that enqueue work measures only how long enqueuing takes. Here the device's clock is used, and nothing waits
+//! unless asked to: the result is available once the device has got there ([`Timing::elapsed`]), or can be waited for ([`Timing::wait`]).
 
 use std::time::Duration;
 
@@ -41,7 +41,7 @@ impl Timer {
     /// Starts at the end of what is enqueued on the stream. Does not wait.
     ///
     /// # Errors
-    /// A stream of another device, and those of the driver.
+    /// A stream of another device, and errors of the driver.
     pub fn start(device: &Device, stream: &Stream) -> Result<Timer, TransferError> {
         let (start, stop) = (device.create_event(true)?, device.create_event(true)?);
         start.record(stream)?;
@@ -51,7 +51,7 @@ impl Timer {
     /// Stops at the end of what is enqueued on the stream by now, which may be another one. Does not wait.
     ///
     /// # Errors
-    /// A stream of another device, and those of the driver.
+    /// A stream of another device, and errors of the driver.
     pub fn stop(self, stream: &Stream) -> Result<Timing, TransferError> {
         self.stop.record(stream)?;
         Ok(Timing { start: self.start, stop: self.stop })
@@ -70,7 +70,7 @@ impl Timing {
     /// How long the work took; `None` while the device is not done. Does not wait.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn elapsed(&self) -> Result<Option<Duration>, TransferError> {
         if !self.start.is_complete()? || !self.stop.is_complete()? {
             return Ok(None);
@@ -81,7 +81,7 @@ impl Timing {
     /// Waits on the host until the device is done, and tells how long the work took.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn wait(self) -> Result<Duration, TransferError> {
         // Both, as a measurement may stop on a stream that is ahead of the one it started on.
         self.start.synchronize()?;

@@ -1,8 +1,9 @@
-//! Who wakes tasks: threads that wait for ticks, so that tasks need neither poll nor block.
+//! Threads that wait for ticks and wake tasks, so that tasks need neither poll nor block.
 //!
-//! Each timeline that tasks wait for has a thread, a *lane*, which waits on the host for the earliest tick asked about (the driver puts it
-//! to sleep meanwhile) and then wakes who asked. Who asks about an earlier tick than a lane waits for gets another lane. A lane ends when
-//! it had nothing to do for a while. There are few lanes for a timeline; who asks about a still earlier tick waits for the earliest.
+//! Each timeline that tasks wait for has a thread, a *lane*. It waits on the host for the earliest tick asked about (the driver puts it
+//! to sleep meanwhile), and then wakes the tasks that asked. A request for an earlier tick than a lane is waiting for gets another lane.
+//! A lane ends when it has had nothing to do for a while. A timeline has few lanes; once all are busy, a request for a still earlier tick
+//! waits for the lane with the earliest tick.
 //!
 //! Invariants: a lane that is listed takes what is put into its queue; every signal put there is settled, at the latest with the error of
 //! a device that is lost.

@@ -1,6 +1,6 @@
-//! One quantity that is counted: its value, its peak, and the sums of what it rose and fell by.
+//! A counter for one quantity: its value, its peak, and the sums of its increases and decreases.
 //!
-//! A counter is a few plain words. What can be derived is not counted. It has one writer at a time (`counters.rs` says who),
+//! A counter is a few plain words. What can be derived is not counted. It has one writer at a time (see `counters.rs`),
 //! so an update is always a load and a store, never an atomic read-modify-write.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

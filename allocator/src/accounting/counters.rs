@@ -4,12 +4,12 @@
 //! peak its own; `allocated ≤ active ≤ reserved` in bytes. A reader sees each value exactly as of some moment, and all of
 //! them as of the same moment when no call is in flight.
 //!
-//! Who writes: what slow paths count, the holder of the core's lock. What every operation counts ([`Hot`]) has two places:
-//! these counters, while one thread does all the work (`shell/` says which), and those of each arena
-//! (`tally.rs`) once several do. A value is the sum of all places. So threads on different streams write to different cache lines.
+//! Writers: counters of slow paths are written by the holder of the core's lock. Those of every operation ([`Hot`]) are in two places:
+//! here, while one thread does all the work, and in each arena (`tally.rs`) once several threads do. A value is the sum of all places. So
+//! threads on different streams write to different cache lines.
 //!
-//! Peaks of sums are exact in the first case. In the second an arena *publishes* here how far its values may rise before
-//! it has to say more, so that the peak of what is published is at least the true one, and more than that by at most
+//! Peaks of sums are exact in the first case. In the second case an arena *publishes* here how far its values may rise before
+//! it has to publish again. So the peak of the published values is at least the true one, and exceeds it by at most
 //! 2 × [`Hot::credit`] for each arena and pool.
 
 use std::sync::atomic::AtomicU64;

@@ -1,7 +1,7 @@
-//! What an allocator counts, and the views of it that people read.
+//! Accounting: an allocator's counters, and the statistics made of them.
 //!
-//! `counter.rs` is one quantity, `counters.rs` all that an allocator counts, and `tally.rs` says who writes to which. The other
-//! files put them together: PyTorch's statistics, the table for people, and measures of fragmentation.
+//! `counter.rs` counts one quantity, `counters.rs` has all of an allocator's counters, and `tally.rs` decides which thread writes to
+//! which. The other files present them: PyTorch's statistics, the summary table, and measures of fragmentation.
 
 pub(crate) mod counter;
 pub(crate) mod counters;

@@ -1,8 +1,8 @@
-//! Who counts where: an arena's own counters, for when several threads are at work.
+//! Which thread counts where: the shared counters while one thread is at work, and arenas' own counters once several are.
 //!
 //! While one thread does all the work of an allocator, it writes to the shared counters (`counters.rs`), whatever arena it works
-//! in, and every peak is exact. Once several do, each arena counts in its own cache lines, under its own lock, and
-//! *publishes* a bound of each value: what is published is at least the value, and at most 2 × [`Hot::credit`] more.
+//! in, and every peak is exact. Once several threads do, each arena counts on its own cache lines, under its own lock, and
+//! *publishes* a bound of each value, which is at least the value and at most 2 × [`Hot::credit`] more.
 //!
 //! Which of the two holds is noted in every arena ([`Writer`]) and changes under all locks together.
 

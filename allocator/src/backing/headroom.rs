@@ -1,8 +1,9 @@
 //! How much may be taken from the device: what the limit allows, and what must stay free there for libraries (`headroom_mb`).
 //!
-//! What is free the driver tells, which must not be asked under a lock. Meanwhile other threads take memory, too. So whoever asks notes
-//! before who is about to take how much, and counts, under the lock, all of that and what others began to take since as if the answer did
-//! not know of it yet. That may be too much, never too little; who is refused for it asks again.
+//! The driver says how much is free, but must not be asked under a lock, and meanwhile other threads take memory, too. So before asking, a
+//! thread notes how much is about to be taken by whom. Afterwards, under the lock, it counts all of that, and what others began to take
+//! since, as if the driver's answer did not include it. This may count too much, never too little; a thread that is refused because of it
+//! asks again.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Which backing an allocator has, and why memory comes in segments where it does.
+//! Backings: where an allocator's memory comes from, and why it comes in segments where it could be mapped.
 
 pub(crate) mod headroom;
 pub(crate) mod paged;
@@ -66,8 +66,8 @@ impl fmt::Display for WhySegments {
 }
 
 impl Allocator {
-    /// The backing in use. It is [`Config::backing`] where the device can map memory, and else [`Backing::Segments`], in which case
-    /// [`Allocator::why_segments`] says why; a warning was logged then.
+    /// The backing in use: [`Config::backing`] where the device can map memory, else [`Backing::Segments`]. In the latter case a warning was
+    /// logged, and [`Allocator::why_segments`] says why.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, WhySegments, config::Backing};

@@ -1,10 +1,11 @@
 //! The backing `Segments`: regions that are plain driver allocations.
 //!
-//! Growth reserves its bytes under the lock, calls the driver without it, and then adds the region. Release takes whole free
-//! regions out of the heap under the lock, so that nobody allocates from them, calls the driver without it, and puts back
-//! what could not be freed, as available to each stream as it was. `reserved` and snapshots count a segment until the
-//! driver took it back. A device may give a freed address out again before the thread that freed it has the lock: whoever
-//! gets it accounts for the release first.
+//! Growth accounts for its bytes under the lock, calls the driver without it, and then adds the region.
+//!
+//! Release takes whole free regions out of the heap under the lock, so that nobody allocates from them, and calls the driver without it. It
+//! puts back what could not be freed, as available to each stream as it was. `reserved` and snapshots count a segment until the
+//! driver has taken it back. A device may give out a freed address again before the thread that freed it has the lock; a thread that gets
+//! such an address accounts for the release first.
 
 use aquifer_device::{DevicePtr, ErrorKind};
 

@@ -1,5 +1,5 @@
-//! Unused memory of either backing back to the device: whole segments (`segments.rs`), then granules (`paged/trim.rs`). If that
-//! does not suffice, the host waits for streams that memory given back depends on, after which more may go.
+//! Giving unused memory back to the device, of either backing: whole segments (`segments.rs`), then granules (`paged/trim.rs`). If that
+//! does not suffice, the host waits for the streams that still use memory which was given back here, after which more may go.
 
 use std::cmp::Reverse;
 
@@ -9,19 +9,20 @@ use crate::shell::core::Place;
 use crate::shell::whole::Whole;
 
 impl Allocator {
-    /// Gives every unused segment back to the device; tells how many bytes. Waits for blocks that other streams still use.
+    /// Gives unused memory back to the device and returns how many bytes that was: whole unused segments, or where memory is mapped the
+    /// granules that lie in free blocks. Memory of open private pools stays. Waits for blocks that other streams still use.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
         self.trim_to(0)
     }
 
-    /// Gives unused segments back to the device, the largest first, until at most `bytes` are held or none is left; tells
-    /// how many bytes went back. If cached memory does not suffice, waits for blocks that other streams still use.
+    /// As [`Allocator::empty_cache`], but only until at most `bytes` are held from the device, the largest segments first. Returns
+    /// how many bytes went back. Waits for blocks that other streams still use only if unused memory does not suffice.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, AllocError> {
         self.device().settle();
         self.poll_launches()?;

@@ -17,13 +17,13 @@ use crate::shell::awake::Keeper;
 
 /// Memory claimed for work that is still to be enqueued, perhaps by other threads.
 ///
-/// From its making on, turns and claims of others that conflict with it wait on the host until it is dropped: all of them where it
-/// writes, those that write where it reads. So they come after all the work that was enqueued in its turns ([`Claim::turn`]). It keeps
-/// the memory alive.
+/// While a claim exists, conflicting turns and claims of others wait on the host until it is dropped: all of them if the claim is for
+/// writing, those that write if it is for reading. So they come after all the work that was enqueued in its turns ([`Claim::turn`]). A
+/// claim keeps the memory alive.
 ///
-/// Whoever holds a claim must see to it that the work is enqueued, or the claim dropped, without a conflicting turn or
-/// claim in between on the same thread, unless another thread drops the first: a claim belongs to no thread, so that
-/// nobody can tell who will end it, and what waits for one that nobody ends waits for ever.
+/// The holder must see to it that the work is enqueued, or the claim dropped. Unless another thread drops the claim, the thread must not
+/// take a conflicting turn or claim before that: a claim belongs to no thread, so this cannot be detected, and whatever waits for
+/// a claim that is never dropped waits for ever.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Claim, Config, DeviceBuffer, Turn};
@@ -59,8 +59,8 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Waits until nobody has a turn with the memory, nor a claim that conflicts, and claims it. Until it is dropped, its
-    /// allocator does not fall asleep.
+    /// Waits until nobody has a turn with the memory or a conflicting claim, and claims it. The memory's allocator does not go to sleep
+    /// before the claim is dropped.
     ///
     /// # Errors
     /// [`AllocError::TurnHeld`] while this thread has a turn with the memory; [`AllocError::Asleep`] while its allocator sleeps or

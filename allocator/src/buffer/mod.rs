@@ -22,10 +22,10 @@ use crate::buffer::storage::Memory;
 use crate::error::AllocError;
 use crate::pools::PrivatePool;
 
-/// Device memory for `len` values of `T`, or a part of such a buffer.
+/// A typed buffer of device memory: `len` values of `T`, or a part of such a buffer.
 ///
-/// Cloning and [`DeviceBuffer::slice`] share the memory, by its [`Storage`]: it is given back when the last handle is dropped.
-/// Any stream may use it that takes its turn: see [`crate::Turn`].
+/// Cloning and [`DeviceBuffer::slice`] share the memory (its [`Storage`]), which is given back when the last handle is dropped.
+/// Any stream may use the memory if it takes its turn: see [`crate::Turn`].
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
@@ -71,8 +71,8 @@ impl PrivatePool {
 }
 
 impl DeviceBuffer<u8> {
-    /// Makes a buffer of an allocation, whatever it was used for before, which counts as written by the work enqueued on `stream`
-    /// until now: work of other streams on it must come before that. For elements of another type see [`DeviceBuffer::cast`].
+    /// Makes a buffer of an allocation. The memory counts as written by the work enqueued on `stream` until now, so earlier work of other
+    /// streams with it must be ordered before that. For elements of another type see [`DeviceBuffer::cast`].
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
@@ -171,12 +171,12 @@ impl<T: Copy> DeviceBuffer<T> {
         })
     }
 
-    /// The memory it is a part of, which knows who uses it.
+    /// The memory that the buffer is a part of, which knows the work that uses it.
     pub fn storage(&self) -> &Arc<Storage> {
         &self.storage
     }
 
-    /// Notes that `stream` uses the memory too; see [`crate::Allocation::record_stream`]. Holds for the whole allocation. Not
+    /// Notes that `stream` uses the memory, too; see [`crate::Allocation::record_stream`]. This holds for the whole allocation, and is not
     /// needed for streams that take their turns.
     ///
     /// # Errors

@@ -22,8 +22,7 @@ use crate::buffer::held::Holder;
 use crate::error::AllocError;
 use crate::shell::Shell;
 
-/// Device memory that several handles share. It knows the ticks of the work that uses it, and so can order later work after
-/// that: see [`crate::Turn`].
+/// Device memory that several handles share. It knows the ticks of the work that uses it, by which a [`crate::Turn`] orders later work.
 pub struct Storage {
     memory: Memory,
     device_id: u32,
@@ -52,7 +51,8 @@ pub(crate) struct Uses {
     grown: Vec<Tick>,
     /// The last work of each stream that reads what was written.
     read: Vec<Tick>,
-    /// Streams that are recorded with the allocation.
+    /// The stream that the memory was handed out for, and others that are recorded with the allocation.
+    first: u32,
     recorded: Vec<u32>,
     /// Claims for reading that hold.
     claimed_to_read: u32,
@@ -62,12 +62,14 @@ pub(crate) struct Uses {
 
 impl Storage {
     /// Memory that work of `stream` may use from now on; the stream is known to use it.
+    #[inline]
     pub(crate) fn new(memory: Memory, stream: &Stream) -> Storage {
         let uses = Uses {
             written: stream.tick(),
             grown: Vec::new(),
             read: Vec::new(),
-            recorded: vec![stream.id()],
+            first: stream.id(),
+            recorded: Vec::new(),
             claimed_to_read: 0,
             claimed_to_write: false,
         };
@@ -100,8 +102,8 @@ impl Storage {
         self.device_id
     }
 
-    /// What must be done before work that does this with the memory: for reading the last work that writes, for writing the
-    /// work that reads, too. Waits for claims that conflict to end.
+    /// The ticks that must come before work which accesses the memory so: before reading, that of the last work that writes; before writing,
+    /// those of the work that reads, too. Waits for conflicting claims to end.
     ///
     /// # Errors
     /// [`AllocError::TurnHeld`] while this thread has a turn with the memory, whose work is not noted yet.
@@ -168,7 +170,7 @@ impl Uses {
         for tick in self.before(kind) {
             stream.wait_for(tick)?;
         }
-        if !self.recorded.contains(&stream.id()) {
+        if stream.id() != self.first && !self.recorded.contains(&stream.id()) {
             memory.record_stream(stream)?;
             self.recorded.push(stream.id());
         }

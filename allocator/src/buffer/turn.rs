@@ -7,19 +7,22 @@ use crate::buffer::storage::Storage;
 use crate::error::AllocError;
 use crate::shell::awake::KeptAwake;
 
-/// A stream's turn with some memory.
+/// A stream's turn with some memory: the scope in which the stream enqueues work that uses the memory.
 ///
-/// Taking it orders what the stream does from now on after all work that must come before: where it reads, after the last work
-/// that wrote; where it writes, after all work. While it is held nobody else gets a turn with the same memory. When it is dropped, what
-/// was enqueued on the stream until then is noted, so that later turns come after it, and the memory is not reused before.
+/// Taking a turn orders the stream's later work after all work that must come before it: work that reads comes after the last work
+/// that wrote; work that writes comes after all work. While a turn is held, nobody else gets a turn with the same memory. When it is
+/// dropped, the work enqueued on the stream until then is noted, so that later turns come after it and the memory is not reused before it
+/// is done.
 ///
-/// Order costs at most an event and a wait for each stream that must be waited for, and nothing where the streams are ordered
-/// already. Parts of one buffer count as all of it. Hold turns for the time it takes to enqueue, on one thread one at a time: a
-/// second turn with the same memory is refused ([`AllocError::TurnHeld`]), and turns that two threads take one after
-/// the other with memory of each other can wait in a circle. One turn with all the memory never does.
+/// This order costs at most one event and one wait for each stream that must be waited for, and nothing where the streams are ordered
+/// already. Parts of one buffer count as the whole buffer.
 ///
-/// What bypasses turns, such as [`Stream::fill`] with a bare address, is ordered by nobody. Inside a capture a stream can
-/// take turns with memory that it is ordered after already; what a launched graph does is noted by a turn around the launch.
+/// Hold a turn only while enqueuing, and only one at a time on a thread. A second turn with the same memory is refused
+/// ([`AllocError::TurnHeld`]), and two threads that each take several turns, one after the other, can deadlock. One turn with all the
+/// memory cannot.
+///
+/// Work that bypasses turns, such as [`Stream::fill`] with a bare address, is not ordered. Inside a capture, a stream can
+/// take turns with memory that it is ordered after already; note what a launched graph does by a turn around the launch.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
@@ -50,12 +53,12 @@ pub struct Turn<'a> {
 }
 
 impl<'a> Turn<'a> {
-    /// Waits until nobody has a turn with any of the memory, or a [`crate::Claim`] that conflicts, and orders the stream's later work.
-    /// Memory may be listed several times.
+    /// Waits until nobody has a turn with any of the memory, or a [`crate::Claim`] that conflicts. Then orders the stream's later work.
+    /// The same memory may be listed several times.
     ///
     /// # Errors
     /// When memory belongs to another device than the stream; [`AllocError::TurnHeld`] while this thread has a turn
-    /// with some of it; [`AllocError::Asleep`] while its allocator sleeps or is about to; those of the driver; when the stream
+    /// with some of it; [`AllocError::Asleep`] while its allocator sleeps or is about to; errors of the driver; when the stream
     /// captures and is not ordered already. No work is noted then.
     pub fn take(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<Turn<'a>, AllocError> {
         let mut wanted: Vec<_> = memory.iter().filter(|(storage, _)| storage.bytes() > 0).copied().collect();

@@ -30,10 +30,10 @@ macro_rules! choice {
 }
 
 choice! {
-    /// Where the memory behind the heap comes from: option `backing`.
+    /// Where an allocator's memory comes from: option `backing`.
     Backing {
-        /// Physical granules that are mapped wherever contiguous memory is needed, where the device can map memory; elsewhere
-        /// [`Backing::Segments`]; [`crate::Allocator::backing`] tells which it came to.
+        /// Physical granules, which are mapped wherever contiguous memory is needed. Where the device cannot map memory, this falls back to
+        /// [`Backing::Segments`]; [`crate::Allocator::backing`] tells which is in use.
         #[default]
         Paged = "paged",
         /// Large plain driver allocations, cached and split into blocks.
@@ -46,10 +46,10 @@ choice! {
     CrossStream {
         /// Never, as in PyTorch: each stream reuses only its own blocks.
         Off = "off",
-        /// Those whose work is known to be done or is already ordered before the taking stream; no wait is inserted.
+        /// A stream may take blocks whose last use is known to be done, or is already ordered before the stream; no wait is inserted.
         #[default]
         Ready = "ready",
-        /// Also those that need it to wait for the other stream; such waits are inserted and counted.
+        /// A stream may also take blocks for which it has to wait for the other stream; such waits are inserted and counted.
         Wait = "wait",
     }
 }

@@ -41,8 +41,8 @@
 //! | `pinned_reserve_segment_size_mb` | MiB, > 0 | | inert |
 //! | `pinned_free_catch_all` | `True`, `False` | `False` | inert |
 //!
-//! Where PyTorch reads numbers by their beginning (`12abc` as 12), wraps negative ones, shifts words about when a colon
-//! is missing or warns about a reserve it cannot read, there is an error here.
+//! Some malformed options that PyTorch accepts are errors here: numbers with text behind them (PyTorch reads `12abc` as 12), negative
+//! numbers (which it wraps), missing colons (after which it misassigns words), and a reserve that cannot be read (of which it only warns).
 
 mod choices;
 mod display;
@@ -67,9 +67,10 @@ pub use options::IgnoredOption;
 use crate::size_class;
 use keys::Key;
 
-/// How the allocator behaves. The [module](self) lists the options and their ranges.
+/// The configuration of an [`Allocator`](crate::Allocator). The [module](self) lists the options and their ranges.
 ///
-/// The fields may be set in code as well; the allocator calls [`Config::validate`] on what it is given.
+/// It is parsed from an option string, taken from the environment ([`Config::from_env`]), or set field by field in code. The allocator
+/// checks it with [`Config::validate`].
 ///
 /// ```
 /// use aquifer_allocator::config::{Config, CrossStream};
@@ -103,8 +104,8 @@ pub struct Config {
     /// themselves. Whole MiB, at least `large_segment_size`; `None`, the default, means that no block is oversize. Option
     /// `max_split_size_mb`.
     pub max_split_size: Option<u64>,
-    /// Bytes by which a block must be less than larger than an oversize request to serve it. Whole MiB, at least
-    /// `large_segment_size`, which `None`, the default, stands for. Option `max_non_split_rounding_mb`.
+    /// A block serves an oversize request only if it is larger by less than this many bytes. Whole MiB, at least
+    /// `large_segment_size`, which is also what `None`, the default, stands for. Option `max_non_split_rounding_mb`.
     pub max_non_split_rounding: Option<u64>,
     /// Share of the limit in use above which unused segments are released by age, in (0, 1); 0, the default, is off.
     /// Without a limit, unlike in PyTorch, it is a share of the device's memory. Option `garbage_collection_threshold`.
@@ -125,13 +126,13 @@ pub struct Config {
     /// Whether a request that the limit does not allow is refused at once, without releasing cached memory and trying
     /// again. Default `false`. Option `throw_on_cudamalloc_oom`.
     pub fail_fast: bool,
-    /// Whether segments that grow were asked for. It has no effect in this version and is among [`Config::ignored`]
+    /// Whether expandable segments were asked for. This has no effect in this version, and is listed by [`Config::ignored`]
     /// when set. Default `false`. Option `expandable_segments`.
     pub expandable_segments: bool,
     /// Where memory comes from. Option `backing`.
     pub backing: Backing,
-    /// Bytes of physical memory that are mapped as one with [`Backing::Paged`]: a power of two, at least 2 MiB, the default.
-    /// Larger granules take fewer driver calls and waste more memory. Option `granule_mb`.
+    /// Size in bytes of a granule, the unit in which physical memory is mapped with [`Backing::Paged`]: a power of two, at least 2 MiB, which
+    /// is the default. Larger granules take fewer driver calls and waste more memory. Option `granule_mb`.
     pub granule: u64,
     /// Reuse of blocks between streams. Option `cross_stream`.
     pub cross_stream: CrossStream,
@@ -149,7 +150,7 @@ pub struct Config {
     pub tags: TagSource,
     /// Whether every allocation and free goes straight to the driver. Default `false`. Option `no_cache`.
     pub no_cache: bool,
-    /// The inert options that were given and ask for something, with their values.
+    /// The inert options that were given and would change something if they were not inert, with their values.
     pub(crate) inert: options::Inert,
 }
 

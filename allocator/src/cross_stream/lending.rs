@@ -1,14 +1,15 @@
 //! Reuse of free blocks by another stream than their owner's.
 //!
-//! A block may be used by stream S once its owner's timeline got to the block's tick and the host knows it, or once S's
-//! later work is ordered after that tick. Both are learned without waiting. Making S wait couples streams, so it is done
-//! only where the policy says so, or as a rung before OOM; it is counted and traced.
+//! Stream S may use a block once the block's tick is known done on the host, or once S's later work is ordered after that tick. Both can
+//! be learned without waiting. Making S wait couples streams, so it is done only where the policy says so, or as a rung of the ladder before
+//! running out of memory; it is counted and traced.
 //!
-//! A borrowed block stays in the arena of its region's home stream, and its handle refers to that arena; only a whole segment
-//! that is done for everybody moves to the borrower's.
+//! A borrowed block stays in the arena of its region's home stream, and its handle refers to that arena. Only a whole segment
+//! that is done for every stream moves to the borrower's arena.
 //!
-//! This runs only when the stream's own free blocks at home do not serve a request, just before memory would be taken from the
-//! device, and not for a stream that does so all the time, while memory of its own costs little. What it has away from home serves it first. Asking whether ticks are done may record an event on a stream, at most one each time.
+//! Borrowing is tried only when the stream's own free blocks at home do not serve a request, just before memory would be taken from the
+//! device. What the stream owns away from home serves it first. A stream that borrows all the time gets memory of its own instead, while that
+//! costs little. Asking whether ticks are done may record an event on a stream, at most one each time.
 
 use std::sync::Arc;
 
@@ -24,8 +25,8 @@ use crate::shell::whole::Whole;
 /// How many blocks of one owner are considered, smallest first.
 const CANDIDATES: usize = 32;
 
-/// A stream that borrows often gets memory of its own instead, as long as all such memory is little. Often is for more than one allocation
-/// in so many, and [`BORROW_ADVANCE`] at the start.
+/// A stream that borrows often gets memory of its own instead, as long as all such memory together is little. Often means for more than one
+/// allocation in this many, plus [`BORROW_ADVANCE`] at the start.
 const BORROW_SPACING: u64 = 16;
 /// See [`BORROW_SPACING`].
 const BORROW_ADVANCE: u64 = 8;

@@ -1,7 +1,7 @@
 //! Memory that more than one stream uses.
 //!
-//! A block is the stream's that it was allocated for. Others use it while it is live, and it waits for them once it is given
-//! back (`waiting.rs`); others may be lent what is free (`lending.rs`).
+//! A block belongs to the stream that it was allocated for. Other streams may use it while it is live; once it is given back, it waits for
+//! them (`waiting.rs`). Free blocks may be lent to other streams (`lending.rs`).
 
 pub(crate) mod lending;
 pub(crate) mod waiting;

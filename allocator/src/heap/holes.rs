@@ -1,11 +1,12 @@
 //! Holes: address space without memory behind it, in regions whose memory comes in granules.
 //!
 //! A hole is a block like any other, so that a region is tiled without gaps, but it is in no index. While the driver is asked to
-//! change what is behind some addresses, they are *held*: blocks of their own that nobody else takes or merges with, free
-//! memory as [`State::Held`], holes as [`State::Filling`]. Every hole starts and ends at a border between granules.
+//! change what is behind some addresses, they are *held*: they are blocks of their own that nothing else takes or merges with, in
+//! [`State::Held`] if they are free memory, and in [`State::Filling`] if they are holes. Every hole starts and ends at a border between
+//! granules.
 //!
-//! Each granule's last use is noted ([`super::last_use`]) when a block of the home stream is given back. Blocks of other owners need
-//! none: they come home once they are done.
+//! The last use of each granule is noted ([`super::last_use`]) when a block of the home stream is given back. Blocks of other owners need
+//! no note, because they come home only once they are done.
 
 use super::last_use::{Granules, LastUses};
 use super::recent::Use;

@@ -1,10 +1,10 @@
 //! When each granule of a region was last used.
 //!
-//! A free block knows one tick, the latest of everything that was merged into it. Whether memory may be unmapped depends on the memory's
-//! own last use, so each granule's is noted after a block in it is given back ([`super::recent`]), as a tick of the home stream. A block may
-//! cover thousands of granules: so ticks stand in a tree of three levels, whose nodes cover 1, 16 and 256 granules. A note raises the fewest
-//! nodes that make up its range, about 90 for 16 GiB in granules of 2 MiB, and a granule's last use is the latest of the three nodes that
-//! cover it.
+//! A free block has one tick, the latest of all blocks that were merged into it. Whether memory may be unmapped depends on the memory's
+//! own last use, so the last use of each granule is noted after a block in it was given back ([`super::recent`]), as a tick of the home
+//! stream. A block may cover thousands of granules, so ticks are kept in a tree of three levels, whose nodes cover 1, 16 and 256 granules. A
+//! note raises the fewest nodes that make up its range, about 90 for 16 GiB in granules of 2 MiB. A granule's last use is the latest of the
+//! three nodes that cover it.
 
 use std::ops::Range;
 

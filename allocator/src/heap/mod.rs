@@ -3,12 +3,12 @@
 //! Accounting identities, asserted by [`Heap::check`] in debug builds and property tests:
 //! * **H1** the blocks of a region are linked in order of address, and Σ their sizes = the region's length;
 //! * **H2** live + waiting + free + holes + held = Σ region lengths, and each equals its running total;
-//! * **H3** no two neighbours are mergeable: both free, with the same owner, or both done for everybody;
-//! * **H4** a block is in an index exactly if it is free, and then in the one of its pool and owner;
-//! * **H5** a free block's tick is the latest of all that was merged into it, in whatever order that came.
+//! * **H3** no two neighbours are mergeable, that is, both free and either of the same owner or both done for every stream;
+//! * **H4** a block is in an index if and only if it is free, and then in the index of its pool and owner;
+//! * **H5** a free block's tick is the latest of all blocks that were merged into it, in whatever order.
 //!
-//! Ownership: a heap is one stream's, its *home*. A free block belongs to the stream of its last use (its *owner*), which may
-//! reuse it at once; one whose owner is not the home is a *stray*. Once a stray is done it goes home, so that
+//! Ownership: a heap belongs to one stream, its *home*. A free block belongs to the stream of its last use, its *owner*, which may
+//! reuse it at once. A block whose owner is not the home stream is a *stray*. Once a stray is done it goes home, so that
 //! borrowing memory across streams leaves no lasting borders between free blocks.
 
 mod block;

@@ -1,7 +1,8 @@
-//! What an allocation and a free do to the records of blocks and to one index: cut a block, join neighbours.
+//! The two moves of a heap: an allocation cuts a block, and a free joins neighbours.
 //!
-//! They are written once for both kinds of index and compiled for each, so that a kind is looked up once an operation. The
-//! running totals and what is known of regions are [`super::Heap`]'s; what it needs for them is returned, not read again.
+//! They change the records of blocks and one index. They are written once for both kinds of index and compiled for each, so that the kind
+//! is looked up once per operation. Running totals and facts about regions are kept by [`super::Heap`]; what it needs for them is
+//! returned rather than read again.
 
 use super::block::{Block, BlockId, Records, State};
 use super::index::Index;

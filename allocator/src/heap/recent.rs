@@ -1,14 +1,14 @@
 //! Last uses that are yet to be noted: a log in front of the granules' ticks ([`super::last_use`]).
 //!
-//! Each block that is given back was used until some tick, and its granules must know. Noting that writes all over a region's tree, which
-//! took a tenth of the time of the traces, and mostly nobody asks before the device is done with the block. So uses are written down one
-//! behind the other, and noted when somebody who holds every lock asks, or when there are many: those alone that are not known done by
+//! A block that is given back was used until some tick, which must be noted for its granules. Noting it writes all over a region's tree,
+//! which took a tenth of the time of the traces, and mostly the device is done with the block before anybody asks. So uses are appended
+//! to a log. They are noted when somebody who holds every lock asks, or when there are many, and only those that are not known done by
 //! then.
 //!
 //! Invariants:
-//! * uses are in the order of their ticks, for a stream's ticks ascend;
-//! * where granules are looked at, moved, or forgotten, the log is empty;
-//! * regions of uses in the log exist.
+//! * uses are in the order of their ticks, because a stream's ticks ascend;
+//! * when granules are looked at, moved or forgotten, the log is empty;
+//! * the regions of uses in the log exist.
 
 /// From so many uses on they should be noted. They are 32 KiB, and there are some hundred between two milestones.
 const MANY: usize = 1024;

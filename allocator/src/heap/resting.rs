@@ -1,15 +1,15 @@
-//! A block that rests: given back, and not merged before the next operation.
+//! The resting block: given back, but not yet merged with its neighbours.
 //!
-//! Programs mostly ask for the size that they just gave back. So a block that is given back rests: the next request, if it is
+//! Programs mostly ask for the size that they have just given back. So a block that is given back *rests*: the next request, if it is
 //! for exactly this size and from the same pool, gets it as it is, and nothing is cut, joined or indexed. Any other operation
-//! merges it first, so that one block rests at most, and all of the heap's decisions but this one are made as if none did.
+//! merges it first, so at most one block rests, and all other decisions of the heap are made as if none did.
 //!
-//! With [`IndexKind::Exact`] that decision, too, is the one that best fit makes: the request gets the block only if, merged with its
-//! free neighbours, it would be the smallest that is large enough, at the lowest address, and cutting it would leave these
-//! neighbours as they are. That costs a search, and saves putting it into the index and taking it out again.
+//! With [`IndexKind::Exact`] this decision, too, agrees with best fit. The request gets the block only if, merged with its
+//! free neighbours, it would be the smallest that is large enough, at the lowest address, and if cutting it would leave these
+//! neighbours as they are. Finding out costs a search, and saves putting the block into the index and taking it out again.
 //!
-//! A resting block is [`State::Waiting`], and counts as one in the identities. It has no part in them that others see: whoever
-//! holds every lock merges it first. Pieces of regions are counted when it is merged; whoever reads the count takes every lock.
+//! A resting block is in [`State::Waiting`], and counts as waiting in the identities. Others never see it so, because a thread that
+//! holds every lock merges it first. Pieces of regions are counted when it is merged; reading that count takes every lock.
 
 use super::index::{Bins, Exact, FreeIndex, Index, Key};
 use super::recent::Use;

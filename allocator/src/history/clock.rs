@@ -1,8 +1,8 @@
 //! Time stamps for history: taken in a few nanoseconds, turned into microseconds since 1970 when somebody reads them.
 //!
-//! They count the processor's time stamp counter, where that runs at a constant rate, and else the operating system's
-//! monotonic clock. Times never go back, and those of one process are as far apart as the events were; how far they are off the
-//! wall clock is how far that was set since the first stamp, and how exactly the counter's rate was measured then.
+//! They are read from the processor's time stamp counter where it runs at a constant rate, else from the operating system's
+//! monotonic clock. Times never go back, and those of one process are as far apart as the events were. They differ from the wall clock by
+//! how far that was adjusted since the first stamp, and by the error with which the counter's rate was measured then.
 
 use std::sync::LazyLock;
 use std::time::{SystemTime, UNIX_EPOCH};

@@ -1,12 +1,11 @@
-//! History: a ring of what happened, with PyTorch's actions.
+//! History: a ring buffer of trace entries, with PyTorch's actions. It is off by default, and then costs one branch per operation.
 //!
-//! It has a lock of its own, a leaf. Entries of an arena are made under the arena's lock too, and snapshots are taken under all
-//! locks, so that a snapshot's history and segments agree. Off by default; then it costs one branch an operation. Nothing is
-//! formatted until somebody takes a snapshot.
+//! It has a lock of its own, a leaf. Entries of an arena are made while the arena's lock is also held, and snapshots are taken under all
+//! locks, so that a snapshot's history and segments agree. Nothing is formatted until somebody takes a snapshot.
 //!
-//! What happens to a block at one moment is one record, so that an operation takes the lock once, asks for the time once, and
-//! writes 40 bytes in place. A free that completes at once is two actions: a record becomes an entry for each of its actions when it
-//! is read. The ring has a place for each entry that is to be kept, so the latest are always there.
+//! Everything that happens to a block at one moment is one record, so that an operation takes the lock once, reads the clock once, and
+//! writes 40 bytes in place. A free that completes at once is two actions; when a record is read, it becomes one entry for each of its
+//! actions. The ring has a place for each entry that is to be kept, so the latest entries are always there.
 
 mod clock;
 

@@ -1,7 +1,7 @@
 //! Memory of captured graphs.
 //!
-//! A graph uses the addresses that it was captured with whenever it is launched. So what is allocated while a stream captures comes
-//! from a private pool, which keeps what is free for its graphs (`pools/graphs.rs`) and gives it to nobody else.
+//! A graph uses the addresses that it was captured with whenever it is launched. So memory that is allocated while a stream captures comes
+//! from a private pool, which keeps its free memory for its graphs (`pools/graphs.rs`) and gives it to nobody else.
 
 use aquifer_device::{AnnouncedCapture, Code, DeviceError, DriverKind, Operation, Stream};
 
@@ -71,7 +71,7 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// When the stream or the pool is not of this allocator's device, the stream does not capture, and those of the driver.
+    /// When the stream or the pool is not of this allocator's device, the stream does not capture, and errors of the driver.
     pub fn capture(&self, stream: &Stream, pool: &PrivatePool) -> Result<CaptureRoute, AllocError> {
         if stream.device_id() != self.device().id() {
             return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));

@@ -1,7 +1,8 @@
 //! The graphs whose captures allocated from a private pool: they use its memory whenever they are launched.
 //!
-//! Of graphs that are captured here every launch is known, and when they are dropped. Of others nothing is: they are taken to be
-//! launched as long as the pool is open, on whichever streams, so that nothing but waiting for the device tells that they are done.
+//! Every launch of a graph that is captured through this library is known, and so is when the graph is dropped. Of other graphs nothing
+//! is known: they are assumed to be launched as long as the pool is open, on any stream, so only waiting for the device tells that they
+//! are done.
 
 use std::sync::Arc;
 

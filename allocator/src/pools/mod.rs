@@ -1,9 +1,9 @@
-//! Private pools: memory that is served apart from everybody else's, as PyTorch's `MemPool` and graph pools.
+//! Private pools: memory that is kept separate from everybody else's, as in PyTorch's `MemPool` and graph pools.
 //!
-//! The two default pools are numbers 0 (small) and 1 (large) of the heap. A private pool has four of its own: two that captures are
-//! served from, and everybody else as long as no graph may use what is free in them, and two for everybody else from then on. A closed
-//! pool (its handle was dropped) serves nobody; its blocks are given back to the device as they become free, at the next release, but
-//! not before the launches are done of graphs whose captures allocated from it.
+//! The two default pools have numbers 0 (small) and 1 (large) in the heap. A private pool has four numbers of its own. Two of them serve
+//! captures, and also everybody else as long as no graph may use what is free in them; the other two serve everybody else from then on. A
+//! closed pool (its handle was dropped) serves nobody. Its blocks are given back to the device as they become free, at the next release,
+//! but not before the launches of graphs whose captures allocated from it are done.
 
 pub(crate) mod capture;
 mod graphs;
@@ -48,15 +48,16 @@ pub struct PoolOptions {
     pub no_split: bool,
 }
 
-/// A pool of memory of its own. Dropping it releases what it caches; what is live stays valid and is released later.
+/// A separate pool of memory, for a thread ([`PrivatePool::route_thread`]) or for graph captures ([`Allocator::capture`]). Dropping it
+/// releases its unused memory; live allocations stay valid, and their memory is released later.
 ///
-/// What is free in the pool stays where it is until [`PrivatePool::empty_cache`] is called or the pool is dropped. What a graph uses whose
-/// capture allocated from the pool stays until the graph is dropped, too, and its launches are done. Only of a graph that another library
-/// captured nobody knows how long it is launched: keep the pool as long.
+/// Free memory in the pool stays where it is until [`PrivatePool::empty_cache`] is called or the pool is dropped. Memory of a graph whose
+/// capture allocated from the pool also stays until the graph is dropped and its launches are done. How long a graph is launched that another
+/// library captured is not known here: keep the pool as long.
 ///
-/// Requests outside of captures never get what a graph of the pool uses. Other captures do, so launches of graphs that share a pool come
-/// one after the other, on whichever streams; those of graphs that another library captured are its own affair. Do not expect a graph
-/// to find what an earlier launch left in memory that its capture gave back.
+/// Requests outside of captures never get memory that a graph of the pool uses. Other captures do, so graphs that share a pool are launched
+/// one after the other, on whichever streams. The order of launches of graphs that another library captured is up to that library. Do not
+/// expect a graph to find what an earlier launch left in memory that its capture gave back.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, PoolOptions};
@@ -126,7 +127,7 @@ impl Allocator {
 }
 
 impl PrivatePool {
-    /// Its id, `segment_pool_id` in snapshots: `(0, n)` with n never reused in this process.
+    /// The pool's id, which is `segment_pool_id` in snapshots: `(0, n)`, where n is never reused in this process.
     pub fn id(&self) -> (u64, u64) {
         self.id
     }
@@ -163,13 +164,13 @@ impl PrivatePool {
         PoolRoute { allocator: self.allocator.kept_open(), number, not_send: PhantomData }
     }
 
-    /// Gives the pool's unused memory back to the device; tells how many bytes. Waits for its blocks that other streams still use,
-    /// and for launches of graphs whose captures allocated from the pool. Memory that a graph uses stays until the graph is dropped; graphs
-    /// that others captured must not be launched again. Nothing goes while what must be waited for cannot be, because a stream
-    /// captures.
+    /// Gives the pool's unused memory back to the device and returns how many bytes that was. Waits for its blocks that other streams
+    /// still use, and for launches of graphs whose captures allocated from the pool. Memory that a graph uses stays until the graph is
+    /// dropped; graphs that others captured must not be launched again. Nothing is given back while a stream captures and so prevents the
+    /// waiting that is needed.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
         let core = self.allocator.shell().core();
         let Some(private) = core.pools.find(self.id) else { return Ok(0) };

@@ -1,7 +1,7 @@
-//! Garbage collection by age: releases segments that have not been used for long once much of the limit is in use.
+//! Garbage collection by age: once much of the limit is in use, segments that have not been used for long are released.
 //!
-//! As in PyTorch, `garbage_collection_threshold` is a share of the limit; without a limit it is, unlike there, a share of
-//! the device's memory. Only whole, free segments of the large pool are collected. A round releases every one that is at
+//! As in PyTorch, `garbage_collection_threshold` is a share of the limit. Without a limit it is a share of the device's memory, unlike in
+//! PyTorch. Only whole, free segments of the large pool are collected. A round releases every segment that is at
 //! least as old as the average, rather than stopping at the target, so that rounds are rare.
 
 use crate::allocator::Allocator;

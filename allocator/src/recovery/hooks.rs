@@ -1,8 +1,8 @@
-//! What others register with an allocator: reclaimers that free memory under pressure (`reclaim.rs`), and observers of OOM and of
-//! mappings.
+//! Callbacks that others register with an allocator: reclaimers, which free memory under pressure (`reclaim.rs`), and observers of
+//! out-of-memory errors and of mappings.
 //!
-//! They run without any lock of the heap held, so they may free from the same allocator, and reclaimers and observers of OOM may
-//! allocate. A panic in one of them stays there.
+//! They run while no lock of the heap is held, so they may free from the same allocator; reclaimers and observers of out-of-memory errors may
+//! also allocate. A panic in one of them goes no further.
 
 use std::any::Any;
 use std::cell::Cell;

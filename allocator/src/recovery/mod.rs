@@ -1,7 +1,7 @@
 //! What happens when no cached block serves a request, up to the report that memory has run out.
 //!
-//! `ladder.rs` tries one rung after the other. Others take part: garbage collection by age (`gc.rs`), reclaimers (`reclaim.rs`),
-//! and what is registered with an allocator in general (`hooks.rs`). The last rung is the report (`oom/`).
+//! `ladder.rs` tries one rung after the other, among them garbage collection by age (`gc.rs`) and reclaimers (`reclaim.rs`). Callbacks
+//! that are registered with an allocator are kept in `hooks.rs`. The last rung is the out-of-memory report (`oom/`).
 
 mod gc;
 pub(crate) mod hooks;

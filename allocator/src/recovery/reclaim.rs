@@ -1,8 +1,8 @@
-//! Reclaimers: what frees memory when a request would fail otherwise, and how it is asked.
+//! Reclaimers: callbacks that free memory when a request would fail otherwise, and how they are called.
 //!
-//! What a reclaimer frees may be in pieces that do not serve the request, so all are asked again, in rounds, as long as there are
-//! some that free something. What each round asks for is twice that of the round before, up to all that the device has, so there
-//! are few rounds: the second asks for a granule or a segment at least. Whoever freed nothing is not asked again for that request.
+//! What a reclaimer frees may be in pieces that do not serve the request. So all are called again, in rounds, as long as
+//! some of them free something. Each round asks for twice as much as the round before, up to all that the device has, so there
+//! are few rounds; the second asks for at least a granule or a segment. A reclaimer that freed nothing is not called again for that request.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::shell::core::Request;
 pub struct ReclaimRequest {
     /// Bytes to free, if there are so many: at first what the failing request needs; when that did not serve it, more each time.
     pub bytes: u64,
-    /// Our own number of the stream it is for.
+    /// The stream that it is for, by its [`Stream::id`](aquifer_device::Stream::id).
     pub stream_id: u32,
 }
 
@@ -33,22 +33,22 @@ pub(crate) struct Reclaimer {
 }
 
 impl Allocator {
-    /// Registers `reclaim`, which is asked for memory when a request would fail otherwise: when unused memory has gone back to the
-    /// device and streams were waited for, and neither helped. It frees what it can, [`ReclaimRequest::bytes`] or more, by
-    /// dropping handles, and returns how many bytes that was. 0 says that it has nothing.
+    /// Registers `reclaim`, which is called when a request would fail otherwise: unused memory has gone back to the
+    /// device, streams were waited for, and neither helped. It frees what it can, [`ReclaimRequest::bytes`] or more, by
+    /// dropping handles, and returns how many bytes that was. 0 means that it has nothing to free.
     ///
-    /// *How often.* Reclaimers of higher `priority` are asked first, equal ones in the order of registration. After each that freed
-    /// something the request is tried again, once streams that still use the memory are done with it. When all were asked and
-    /// the request still does not fit, as what was freed is in pieces, they are asked again for twice as much, and so on up to
+    /// *How often.* Reclaimers of higher `priority` are called first, those of equal priority in the order of registration. After each one
+    /// that freed something the request is tried again, once streams that still use the memory are done with it. If the request still does
+    /// not fit when all were called, because the freed memory is in pieces, they are called again for twice as much, and so on up to
     /// all that the device has; those that returned 0 or panicked are left out. So a request fails only when reclaimers have
-    /// nothing more, and one that only says that it frees memory is asked a bounded number of times.
+    /// nothing more, and one that only claims to free memory is called a bounded number of times.
     ///
-    /// *Where.* It runs on the thread that made the request, and on several at once where several run out of memory. The allocator
-    /// holds no lock, but the caller may: a reclaimer that shares a lock with code that allocates must only try it, and return 0
+    /// *Where.* It runs on the thread that made the request, and on several threads at once if several run out of memory. The allocator
+    /// holds no lock, but the caller may. So a reclaimer that shares a lock with code that allocates must only try to take it, and return 0
     /// if it is taken.
     ///
-    /// *What it may do.* It may free and allocate, from this allocator as well. An allocation that fails in it is an error
-    /// there, and asks no reclaimers. It may end registrations, its own included. A panic in it is logged and stays there; it
+    /// *What it may do.* It may free and allocate, also from this allocator. An allocation that fails in it is an error
+    /// there, and calls no reclaimers. It may end registrations, including its own. A panic in it is logged and goes no further; it
     /// counts as having freed nothing, though what it did free serves the request all the same.
     ///
     /// ```

@@ -1,16 +1,16 @@
-//! An arena: the heap of one stream, under a lock of its own. Allocation for a stream takes a free block of its arena, and
+//! An arena: the heap of one stream, under a lock of its own. Allocating for a stream takes a free block from its arena, and
 //! dropping a handle gives the block back to the arena that it came from; both need that lock alone.
 //!
 //! Arenas are never deallocated but recycled with their shell, so a handle refers to its arena by a plain reference. Each has
-//! its own queue of remote frees and its own counters, on cache lines of its own.
+//! its own queue of remote frees (blocks given back while the lock was taken) and its own counters, on cache lines of its own.
 //!
 //! Invariants:
 //! * an arena is *open* from the stream's first allocation until the shell is recycled; blocks live in open arenas only;
-//! * whoever takes the lock first applies the remote frees queued before;
+//! * a thread that takes the lock first applies the remote frees queued before;
 //! * the streams that own blocks here are known by their timelines.
 //!
-//! Lock order: the core's lock, arenas by ascending stream, then leaves (history, publishing, lists). Whoever works in one
-//! arena alone takes its lock with no other held.
+//! Lock order: the core's lock, arenas by ascending stream, then leaf locks (history, publishing, lists). Work in one
+//! arena alone takes that arena's lock while holding no other.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,11 +1,11 @@
-//! Who keeps an allocator awake: turns with its memory, claims, and whoever asks to.
+//! What keeps an allocator awake: turns with its memory, claims, and callers who ask to.
 //!
-//! What is about to be enqueued has no tick yet, so waiting for the device does not wait for it. So an allocator that is to
-//! sleep says first that it is *drowsy*, whereupon nobody begins to keep it awake, and then waits for those who do. Threads among
-//! them go on meanwhile, with further turns, too: they could not end otherwise. So does work that was claimed for.
+//! Work that is about to be enqueued has no tick yet, so waiting for the device does not wait for it. So an allocator that is to
+//! sleep first becomes *drowsy*: nothing new may keep it awake, and it waits for what already does. Threads that keep it awake may go on
+//! meanwhile, also with further turns, because they could not come to an end otherwise; and so may work for which memory was claimed.
 //!
-//! Whoever comes counts itself before it looks whether the allocator is drowsy; whoever puts it to sleep says so before it looks
-//! at the count. Both in one order for all, so one of them sees the other.
+//! A newcomer counts itself before it checks whether the allocator is drowsy; a thread that puts the allocator to sleep makes it drowsy
+//! before it reads the count. Both accesses are sequentially consistent, so at least one of the two sees the other.
 
 use std::cell::RefCell;
 use std::fmt;

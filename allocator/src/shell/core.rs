@@ -1,4 +1,4 @@
-//! The state that the arenas of an allocator share, under the core's lock: for slow paths alone.
+//! The core: the state that the arenas of an allocator share, under a lock of its own, for slow paths alone.
 //!
 //! Nothing here calls the driver, waits, or runs foreign code.
 

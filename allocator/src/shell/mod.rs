@@ -2,18 +2,18 @@
 //! read without a lock.
 //!
 //! Shells are never deallocated: they are recycled through a process-wide list, and their arenas with them. So an
-//! [`crate::Allocation`] refers to its arena by a plain `&'static Arena`: no reference count per allocation, no unsafe code,
-//! and nothing can dangle.
+//! [`crate::Allocation`] refers to its arena by a plain `&'static Arena`. This needs no reference count per allocation and no unsafe
+//! code, and nothing can dangle.
 //!
 //! Invariants:
-//! * a shell is recycled only when it is *closed* (no handle of the allocator is left) and no allocation is live, and once
-//!   in each life: several threads may find it so, the first empties it, and an empty core is not recycled;
-//! * whoever takes all locks first applies the frees queued before, in arenas and here;
-//! * once a shell is closed, a free that queued waits for all locks, so that the last one cannot be left behind.
+//! * a shell is recycled only when it is *closed* (no handle of the allocator is left) and no allocation is live, and only once
+//!   in each life: if several threads find it so, the first one empties it, and an empty core is not recycled;
+//! * a thread that takes all locks first applies the frees queued before, in arenas and here;
+//! * once a shell is closed, a thread that queued a free waits for all locks, so that the last free cannot be left behind.
 //!
-//! Lock order: the core's lock, arenas by ascending stream, and then leaves: history, publishing, the list of idle shells.
-//! No timeline is locked under them: of timelines only atomic values are read there. While one is held there is no driver
-//! call, no wait, no foreign code. The list of buried devices is a leaf too, and devices are dropped outside it.
+//! Lock order: the core's lock, arenas by ascending stream, and then leaf locks: history, publishing, the list of idle shells.
+//! No timeline is locked under them; only atomic values of timelines are read there. While one of these locks is held there is no driver
+//! call, no wait and no foreign code. The lock of the list of buried devices is a leaf, too, and devices are dropped outside of it.
 
 pub(crate) mod arena;
 pub(crate) mod awake;

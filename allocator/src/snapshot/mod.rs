@@ -3,12 +3,12 @@
 //! [`Snapshot`] serializes to the keys and strings of `torch.cuda.memory._snapshot()`. Written as JSON it opens in PyTorch's
 //! memory viewer.
 //!
-//! * Streams are our own numbers; 0 is the legacy default stream, as in PyTorch.
-//! * Call stacks are not recorded: `frames` of segments and blocks are empty, those of trace entries absent, as PyTorch
-//!   writes them when it records none.
-//! * Names given with [`TagScope`](crate::TagScope) are the `user_metadata` of trace entries and, where there is one, of
-//!   segments and blocks, which have no such key in PyTorch.
-//! * `requested_size` of an inactive block is 0. PyTorch's is what somebody asked for earlier.
+//! * Streams are identified by [`Stream::id`](aquifer_device::Stream::id); 0 is the legacy default stream, as in PyTorch.
+//! * Call stacks are not recorded. As in PyTorch when it records none, `frames` of segments and blocks are empty, and those of trace entries
+//!   absent.
+//! * Names given with [`TagScope`](crate::TagScope) become the `user_metadata` of trace entries. Segments and blocks with a name have that
+//!   key, too, which they do not have in PyTorch.
+//! * `requested_size` of an inactive block is 0. In PyTorch it is the size of an earlier request.
 
 mod settings;
 mod take;
@@ -56,7 +56,7 @@ pub struct Segment {
     pub active_size: u64,
     /// Bytes that holders of these asked for.
     pub requested_size: u64,
-    /// Our own number of the stream it belongs to.
+    /// The stream that it belongs to, by its [`Stream::id`](aquifer_device::Stream::id).
     pub stream: u32,
     /// The pool: `"large"` or `"small"`.
     #[serde(serialize_with = "serialize_kind")]
@@ -118,7 +118,7 @@ pub struct TraceEntry {
     pub device_free: Option<u64>,
     /// Bytes: see [`Action`].
     pub size: u64,
-    /// Our own number of the stream.
+    /// The stream, by its [`Stream::id`](aquifer_device::Stream::id).
     pub stream: u32,
     /// When: microseconds since 1970.
     pub time_us: u64,

@@ -1,11 +1,11 @@
-//! The lock of a stream's heap, which is held for tens of nanoseconds and taken twice a pair of allocation and free; and of what is
-//! taken beside it.
+//! The lock of a stream's heap, and of the state that is locked together with it. It is held for tens of nanoseconds, and taken twice per
+//! pair of an allocation and a free.
 //!
-//! Unlocking is a plain store. An ordinary mutex has to find out then whether somebody sleeps, with a second atomic
+//! Unlocking is a plain store. An ordinary mutex has to find out at that point whether a thread sleeps, with a second atomic
 //! read-modify-write, and each of those waits until earlier stores are done: together a third of the time of an allocation. So
-//! nobody sleeps here in the usual sense: who finds the lock taken looks again for a microsecond or so, then lets other threads
-//! run, and if that does not help, because the holder was preempted or is on a slow path, which looks at all blocks, naps. Fit for locks
-//! alone under which there is no call that can wait: those of arenas, of the core and of history.
+//! no thread sleeps here in the usual sense. A thread that finds the lock taken retries for a microsecond or so, then yields to other
+//! threads. If that does not help, because the holder was preempted or is on a slow path that looks at all blocks, it naps. This suits only
+//! locks under which no call can wait: those of arenas, of the core, of history and of publishing.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;

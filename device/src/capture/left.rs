@@ -1,7 +1,7 @@
-//! Captures of default streams whose thread ends: nobody else can end them, and the stream is gone with its thread.
+//! Captures of threads' default streams whose thread ends. Nobody else can end such a capture, and the stream is gone with its thread.
 //!
-//! A thread that ends makes no driver call. So the capture is over for its streams, and what would make calls when it is dropped is kept
-//! until somebody next opens or settles a device.
+//! A thread makes no driver call as it ends. So the capture counts as over for its streams, and what would make driver calls when dropped is
+//! kept until a device is next opened or settled.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Weak};

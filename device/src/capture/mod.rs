@@ -19,11 +19,11 @@ const ATTEMPTS: u32 = 3;
 
 /// A capture in progress on one stream. Dropping it ends the capture, if that was not done, and throws the graph away.
 ///
-/// A capture of a per-thread default stream ends on its own thread alone. Dropped on another one it goes on, which the log tells, until its
-/// thread begins another capture there ([`Stream::begin_capture`]), or ends.
+/// A capture of a per-thread default stream can only be ended on its own thread. If it is dropped on another thread, this is logged, and the
+/// capture goes on until its thread begins another capture there ([`Stream::begin_capture`]), or ends.
 ///
-/// Ticks order nothing across its border (invariant T5): recording and waiting through ticks fail on the stream until the
-/// capture ends, and its timeline learns nothing meanwhile. The same goes for every stream that joins the capture by waiting
+/// Ticks order nothing across the border of a capture (invariant T5): recording and waiting through ticks fail on the stream until the
+/// capture ends, and its timeline learns nothing meanwhile. The same holds for every stream that joins the capture by waiting
 /// for an event recorded in it.
 ///
 /// ```
@@ -68,7 +68,7 @@ impl Capture {
     /// Ends the capture and returns the graph, once. What is left keeps the stream alive until it is dropped.
     ///
     /// # Errors
-    /// Those of the driver, for instance when a call in between broke the capture. It has ended all the same, unless
+    /// Errors of the driver, for instance when a call in between broke the capture. It has ended all the same, unless
     /// [`Stream::is_capturing`] says that it goes on: because the stream is another thread's default stream, which that thread must do this
     /// for, or because the driver does not end it. Then this may be called again.
     ///
@@ -172,8 +172,8 @@ impl Drop for Capture {
     }
 }
 
-/// A capture that somebody else began on a stream of ours and will end, made known: while this lives, the stream is treated as if
-/// [`Stream::begin_capture`] had been called. Drop it once the capture ended.
+/// The announcement of a capture that somebody else began on a stream, and will end. While this exists, the stream is treated as if
+/// [`Stream::begin_capture`] had been called. Drop it once the capture has ended.
 ///
 /// ```
 /// use aquifer_device::{Device, Driver, sim::{SimConfig, SimDriver}};
@@ -218,7 +218,8 @@ impl Drop for AnnouncedCapture {
     }
 }
 
-/// A captured graph, ready to launch, as often as one likes. It uses fixed addresses: keep what it uses until its last launch is done.
+/// A captured graph, which can be launched any number of times. It uses fixed addresses: keep the memory that it uses until its last
+/// launch is done.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -247,7 +248,7 @@ impl Graph {
     /// it with other streams' work on other buffers is a turn with them around this call (`aquifer_allocator::Turn`).
     ///
     /// # Errors
-    /// When the stream belongs to another device, and those of the driver.
+    /// When the stream belongs to another device, and errors of the driver.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         if stream.device_id() != self.context.device_id {
             let devices = DeviceMismatch::between(stream.device_id(), self.context.device_id);

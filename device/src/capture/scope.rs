@@ -1,7 +1,7 @@
-//! One capture, as its streams and the events recorded in it refer to it.
+//! The scope of one capture, to which its streams and the events recorded in it refer.
 //!
-//! Invariant: a scope is over once the driver has ended the capture, or nobody can end it any more, and then none of its streams is
-//! taken to capture (T5). Until then all of them are.
+//! Invariant: a scope is over once the driver has ended the capture, or nobody can end it any more. Until then all of its streams count as
+//! capturing (T5), afterwards none does.
 
 use std::ptr;
 use std::sync::Arc;

@@ -1,9 +1,9 @@
 //! Graph capture, and refusing what would break one.
 //!
-//! Captures begin in the relaxed mode. In the others, a potentially unsafe call of anybody's on this thread, or in the whole
-//! process, would break the capture, and it would have to end on the thread on which it began, so that a
-//! [`crate::Capture`] could not be dropped on another one. The calls made here are relaxed anyway. A thread's default stream has no name on
-//! other threads, so its capture ends there alone.
+//! Captures begin in the relaxed mode. In the other modes, anybody's potentially unsafe call on this thread, or in the whole process,
+//! would break the capture. It would also have to end on the thread on which it began, so that a [`crate::Capture`] could not be dropped
+//! on another one. The calls made here are relaxed anyway. A thread's default stream cannot be named on other threads, so its capture can
+//! only be ended on its own thread.
 
 use std::ffi::c_uint;
 use std::ptr;

@@ -1,13 +1,12 @@
-//! The context in which calls are made: whose it is, and how it becomes the calling thread's for the length of a call.
+//! The context in which calls are made: who owns it, and how it is made current on the calling thread for the length of a call.
 //!
-//! Every call makes the context current on its thread first, because the driver looks there for it, and leaves the thread as it was
-//! found: other libraries in the process (the CUDA runtime, cudarc, another device of this crate) keep what is current in
-//! mind. Where the context is current already, which is asked each time because anybody may change it, this is one cheap call.
+//! Every call first makes the context current on its thread, because the driver looks for it there, and then restores what was current
+//! before: other libraries in the process (the CUDA runtime, cudarc, another device of this crate) rely on it. Where the context is
+//! current already, this is one cheap call; it is checked each time, because anybody may change what is current.
 //!
-//! Calls that the driver calls *potentially unsafe* during a capture (allocation, freeing, mapping, queries, modules, and what may
-//! lead to them: launches, which may load a kernel, and copies, which may go through memory of the driver's) are made in the
-//! relaxed capture mode, so that they neither fail nor break a capture that somebody began in another mode, on this or another
-//! thread.
+//! Calls that CUDA calls *potentially unsafe* during a capture are made in the relaxed capture mode, so that they neither fail nor break
+//! a capture that somebody began in another mode, on this or another thread. These are allocation, freeing, mapping, queries, modules,
+//! and calls that may lead to them: launches, which may load a kernel, and copies, which may go through memory of the driver's.
 //!
 //! Invariant C1: the context lives as long as [`Core`]: it is retained by it, or held by cudarc's object.
 

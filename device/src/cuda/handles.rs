@@ -1,11 +1,11 @@
-//! The driver's objects that are live: what makes handles checked.
+//! Tables of the driver's live objects, by which handles are checked.
 //!
-//! The driver itself does not check them: a dead handle is a dangling pointer to it. So a call finds its objects here first, and
-//! holds on to them until it returns.
+//! The driver itself does not check handles: a dead handle is a dangling pointer to it. So a call first looks its objects up here, and
+//! holds them until it returns.
 //!
-//! Invariant L1: a handle in a table is live, and stays live as long as somebody holds what the table gave for it. An
-//! object that is destroyed while calls with it are in flight on other threads leaves the table at once and is destroyed
-//! when the last of them returns.
+//! Invariant L1: a handle in a table is live, and stays live as long as anybody holds the object that the table returned for it. An
+//! object that is destroyed while calls with it are in flight on other threads leaves the table at once, and is destroyed
+//! when the last of these calls returns.
 //!
 //! Locks: a table's are leaves, never held across a driver call.
 

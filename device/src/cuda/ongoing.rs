@@ -1,4 +1,4 @@
-//! Captures in progress, by context: drivers that share one must not break each other's.
+//! Captures in progress, by context: drivers that share a context must not break each other's captures.
 //!
 //! The driver refuses to wait for a context of which any stream captures, and breaks the capture (CUDA programming guide,
 //! “Prohibited and Unhandled Operations”).

@@ -1,6 +1,6 @@
-//! Live ranges of memory by address: what makes pointers checked.
+//! Live ranges of memory by address, by which pointers are checked.
 //!
-//! With a unified address space the driver would take an address of the host's for one of the device's, so a call that is safe
+//! With a unified address space the driver would accept an address of the host for one of the device, so a call that is safe
 //! must know what it is given.
 //!
 //! Locks: those here are leaves, never held across a driver call.

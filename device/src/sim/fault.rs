@@ -1,4 +1,4 @@
-//! Faults on order: driver calls that fail, take long, or lose the device.
+//! Fault injection: driver calls that fail, take long, or lose the device.
 //!
 //! A fault strikes before the call does anything, so a call that fails by a fault has no effect.
 

@@ -1,5 +1,5 @@
-//! What drivers and tests built on the simulated device may ask it, or do to it, without making a driver call: nothing is
-//! counted, no time passes and no fault strikes.
+//! Inspection and control of the simulated device, for drivers and tests built on it, without driver calls: nothing is
+//! counted, no time passes and no fault occurs.
 
 use std::ops::Range;
 

@@ -1,8 +1,8 @@
-//! What the host knows complete: all threads of the program together are one host, which learns from one device what it
+//! What the host knows to be complete. All threads of the program together count as one host, which may learn from one device what it
 //! needs to know about another.
 //!
-//! Every device has a [`Ledger`] of its own work. Devices that met share theirs: a clock names streams of a device only where its
-//! ledger is at hand, so that what the host learns by waiting on one device counts on all of them at once.
+//! Every device has a [`Ledger`] of its own work. Devices that interacted share theirs: a clock names streams of a device only where that
+//! device's ledger is at hand, so that what the host learns by waiting on one device counts on all of them at once.
 //!
 //! Locks: a ledger's is a leaf. It is the only lock of one device that is taken under another one's.
 

@@ -1,7 +1,7 @@
 //! The simulated device as one state machine: its parts, its virtual clock, and how work enters and leaves.
 //!
-//! Each driver call enters through [`Machine::enter`], which counts it, injects faults, lets virtual time pass and runs
-//! the work whose time has come. Work is checked when it is enqueued and takes effect when it finishes.
+//! Each driver call enters through [`Machine::enter`], which counts it, injects faults, advances virtual time and runs
+//! the work that is due. Work is checked when it is enqueued and takes effect when it finishes.
 //!
 //! Invariants: virtual time never goes back; pending work finishes after `now`; once `lost` is set nothing runs.
 

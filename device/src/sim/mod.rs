@@ -1,25 +1,25 @@
 //! A simulated GPU: deterministic from a seed, in virtual time, with real data and a race detector.
 //!
-//! [`SimDriver`] implements [`Driver`] without a GPU. It is for finding what real hardware hides:
+//! [`SimDriver`] implements [`Driver`] without a GPU. It finds errors that real hardware hides:
 //!
-//! * **Time is virtual.** Driver calls and work cost what they cost on a real card (an order of magnitude; see
-//!   [`Preset`]); the device only makes progress as calls advance the clock. The same seed and calls give the same run.
-//! * **Order is chance.** Work that nothing orders finishes in an order that the seed picks.
-//! * **Data is real.** Copies, fills and kernels take effect when they finish. Memory that nobody wrote reads as `0xCD`.
+//! * **Time is virtual.** Driver calls and work cost what they cost on a real card, to an order of magnitude (see
+//!   [`Preset`]). The device only makes progress as calls advance the clock. The same seed and calls give the same run.
+//! * **Order is random.** Work that nothing orders finishes in an order that the seed picks.
+//! * **Data is real.** Copies, fills and kernels take effect when they finish. Memory that was never written reads as `0xCD`.
 //!   Host memory is used for what programs write, not for what they allocate.
-//! * **Every access is checked** in program order, by happens-before between streams, events and the host: a
-//!   [`Violation`] names two operations and the missing edge, whatever the seed. The detector never changes results.
-//! * **Rules are enforced** as CUDA has them: mappings, captures, default streams, dead handles. Work that touches memory
+//! * **Every access is checked** in program order, by happens-before between streams, events and the host. A
+//!   [`Violation`] names two operations and the missing order, whatever the seed. The detector never changes results.
+//! * **CUDA's rules are enforced**: mappings, captures, default streams, dead handles. Work that touches memory
 //!   which is not there loses the device, as on hardware; all errors from then on say which work, where and why.
-//! * **Faults can be ordered**: see [`Fault`].
+//! * **Faults can be injected**: see [`Fault`].
 //! * **The device may lag** behind the host by a number of events: see [`Lagging`].
 //!
-//! Kernels run while a lock is held: a [`crate::HostKernel`] must not call the driver. The legacy stream's implicit waits
+//! Kernels run while a lock is held, so a [`crate::HostKernel`] must not call the driver. The legacy stream's implicit waits
 //! apply to work, records and waits; synchronising with it on the host covers only what was enqueued on it. Stream
-//! priorities are accepted and do not matter.
+//! priorities are accepted and have no effect.
 //!
-//! Devices have address spaces and virtual clocks of their own. They wait for each other's events ([`Driver::wait_peer`]) and copy
-//! from each other's memory ([`Driver::copy_peer`]); the race detectors work together, and each reports what is wrong in its
+//! Each device has its own address space and virtual clock. Devices wait for each other's events ([`Driver::wait_peer`]) and copy
+//! from each other's memory ([`Driver::copy_peer`]). Their race detectors work together, and each reports races in its own
 //! device's memory. Access that a mapping gives to others is recorded ([`SimDriver::mapping_at`]), but no kernel can reach
 //! another device's memory.
 //!

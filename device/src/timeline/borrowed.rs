@@ -1,12 +1,12 @@
 //! Work that uses memory which the caller has only lent: blocking copies from and to slices.
 //!
-//! Invariant: a borrow ends at return, so at return nothing that was enqueued uses the memory any more. What the driver answered to
-//! enqueuing says nothing about that: of a copy that failed, part may be under way. So the host waits after an error, too, for as long
-//! as it takes; only a device on which nothing runs any more is not waited for. That is one that is lost, or that cannot be waited for
-//! time and again though nothing captures: errors that stay are those of a context that is broken, whose work has ended.
+//! Invariant: a borrow ends at return, so at return nothing that was enqueued uses the memory any more. The driver's answer to enqueuing
+//! says nothing about that, because part of a copy that failed may be under way. So the host also waits after an error, for as long
+//! as it takes, unless nothing runs on the device any more. That is so if the device is lost, or if waiting for it keeps failing although
+//! nothing captures: such persistent errors are those of a broken context, whose work has ended.
 //!
-//! A capture would break that, as the graph would use the memory whenever it is launched. So nothing is enqueued on a stream that
-//! captures, or beside a capture that forbids to wait for the stream, and none of ours begins on the stream meanwhile.
+//! A capture would break the invariant, because the graph would use the memory whenever it is launched. So nothing is enqueued on a stream
+//! that captures, or during a capture that forbids waiting for the stream, and this library begins no capture on the stream meanwhile.
 
 use std::ops::ControlFlow;
 use std::thread;

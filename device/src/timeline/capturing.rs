@@ -1,4 +1,4 @@
-//! A timeline while its stream captures: which capture the stream is part of, and what is refused meanwhile (T5).
+//! Timelines during captures: which capture a stream is part of, and what is refused meanwhile (T5).
 
 use std::sync::Arc;
 
@@ -30,7 +30,7 @@ impl Timeline {
     /// be broken, or its graph be given memory that others reuse. Asks the driver, on devices where others can begin one.
     ///
     /// # Errors
-    /// When the stream captures unannounced, and those of the driver.
+    /// When the stream captures unannounced, and errors of the driver.
     pub fn refuse_unannounced_capture(&self) -> Result<()> {
         self.refuse_unannounced(&self.state.lock())
     }

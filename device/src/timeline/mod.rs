@@ -1,32 +1,34 @@
-//! Timelines and ticks: one idea that orders everything.
+//! Timelines and ticks, by which all order between streams is kept.
 //!
 //! A *tick* `(stream, n)` stands for all work enqueued on a stream so far; `n` is how many events were recorded there.
-//! Taking one is an atomic load. Only when something must be ordered after a tick is an event recorded, and that event
+//! Taking a tick is an atomic load. An event is recorded only when something must be ordered after a tick, and that event
 //! covers every tick taken before it. Each stream remembers what it is already ordered after (a vector clock), so a
 //! dependency is paid for once.
 //!
 //! Invariants (numbered as in ARCHITECTURE.md):
 //! * **T1** The counter is raised *before* the event is recorded, and the event covers the ticks below the raised value,
 //!   no more. A tick that still shows the old count was taken before the raise, so its work was enqueued before the
-//!   record. The same goes for a wait of the host for the whole stream, or device. The last event of a destroyed stream covers the ticks taken after it, too: no work comes after it.
-//! * **T2** An event keeps a copy of its stream's clock at recording; a waiter merges that copy, never the stream's present
+//!   record. The same holds when the host waits for the whole stream or device. The last event of a destroyed stream also
+//!   covers the ticks taken after it, because no work comes after it.
+//! * **T2** An event keeps a copy of its stream's clock as of the recording. A waiter merges that copy, never the stream's present
 //!   clock, and only after the driver's wait succeeded. A failed record or wait changes no clock. A waiter on another device
-//!   notes what the event covers, and no more: clocks tell of one device.
+//!   notes what the event covers, and no more, because a clock is about the streams of one device.
 //! * **T3** Ticks are numbers, never events. Events are recycled only when complete; query, wait and recycling happen under
 //!   the timeline's own lock, or while a reference keeps the event alive.
-//! * **T4** A stream's identity is our own number on its device, never the driver's handle. A number stands for one stream after
-//!   another: a destroyed stream's goes to a new one once all its work is known to be done, and its ticks count on; so does that of
-//!   an ended thread's default stream. A per-thread stream's handle means another stream on every thread, so only its owner makes
-//!   driver calls with it; its ticks are covered by an event on the legacy stream when another thread needs them. That of a released
-//!   stream may come to mean another one, so nobody makes driver calls with it.
-//! * **T5** While a stream captures, or is part of a capture that it joined, nothing is recorded on it or waited for by it
-//!   through ticks, and its clock does not change. Ticks open at the start stay open unless they were covered. An event
-//!   recorded in a capture teaches nobody anything. That is so until the driver has ended the capture, or nobody can any more.
+//! * **T4** A stream is identified by a number of our own on its device, never by the driver's handle. A number stands for one stream
+//!   after another: that of a destroyed stream goes to a new one once all its work is known to be done, and its ticks count on. The
+//!   same holds for the default stream of a thread that has ended. The handle of a per-thread stream means another stream on every
+//!   thread, so only its owner makes driver calls with it; when another thread needs its ticks, an event on the legacy stream covers
+//!   them. The handle of a released stream may come to mean another stream, so nobody makes driver calls with it.
+//! * **T5** While a stream captures, or is part of a capture that it joined, ticks neither record on it nor make it wait, and its
+//!   clock does not change. Ticks that were open when the capture began stay open unless they were covered. Waiting for an event
+//!   recorded in a capture changes no clock. This holds until the driver has ended the capture, or nobody can end it any more.
 //!
-//! Locks: a timeline's lock may be taken under that of a user's [`crate::Event`], and under those of orders of launches; under it only
-//! leaves are: those of a capture's scope, and of what holds captures off. Two timelines are never locked at once. It is held across
-//! driver calls on events of this one stream, with the stream that waits for one, and before a record across the destruction of events
-//! that could not be recycled; and across the calls that begin or join a capture, or ask whether the stream captures.
+//! Locks: a timeline's lock may be taken under the lock of a user's [`crate::Event`], and under those of orders of launches. Under it
+//! only leaf locks are taken: that of a capture's scope, and that of holding captures off. Two timelines are never locked at once. The
+//! lock is held across driver calls on events of this one stream, together with the stream that waits for one; across the destruction of
+//! events that could not be recycled, before a record; and across the calls that begin or join a capture, or ask whether the stream
+//! captures.
 
 mod borrowed;
 mod capturing;
@@ -57,9 +59,9 @@ use owner::OwnerCell;
 use peers::Peers;
 pub(crate) use retired::Retired;
 
-/// The order of events on one stream: which ticks are done, and how to order work after them.
+/// The order of events on one stream: which of its [`Tick`]s are done, and how other work is ordered after them.
 ///
-/// A timeline outlives its stream: ticks of a destroyed stream stay meaningful, and later streams go on with it.
+/// A timeline outlives its stream: ticks of a destroyed stream stay valid, and a later stream continues the same timeline.
 #[derive(Debug)]
 pub struct Timeline {
     id: u32,
@@ -150,8 +152,8 @@ impl Timeline {
         timeline
     }
 
-    /// Our own number of the stream, dense per device. A stream may have that of one that was destroyed: then all work of
-    /// that one was known to be done, and ticks count on.
+    /// The number by which this library identifies the stream, dense per device. A stream may have the number of one that was destroyed:
+    /// all work of that one was known to be done by then, and ticks count on.
     #[inline]
     pub fn id(&self) -> u32 {
         self.id
@@ -226,10 +228,10 @@ impl Timeline {
         !self.state.lock().closed
     }
 
-    /// Asks the driver about the oldest events until one is not complete, and tells whether tick `n` is done.
+    /// Asks the driver about the oldest events until one is not complete, and returns whether tick `n` is done.
     ///
     /// # Errors
-    /// Those of the driver's event query.
+    /// Errors of the driver's event query.
     pub fn is_done(&self, n: u64) -> Result<bool> {
         if !self.is_known_done(n) {
             self.poll(&mut self.state.lock())?;
@@ -241,7 +243,7 @@ impl Timeline {
     /// earlier ones, so that [`Timeline::frontier`] follows the device.
     ///
     /// # Errors
-    /// Those of the driver's event calls; a closed or capturing stream cannot record.
+    /// Errors of the driver's event calls; a closed or capturing stream cannot record.
     pub fn cover(&self, n: u64) -> Result<()> {
         let Some(mut state) = self.lock_unless_done(n) else { return Ok(()) };
         if state.events.back().is_some_and(|last| n < last.covers) {
@@ -266,7 +268,7 @@ impl Timeline {
     /// Where the stream is gone and nothing covers the tick (its last record failed), this waits for the whole device.
     ///
     /// # Errors
-    /// Those of the driver's event and synchronisation calls.
+    /// Errors of the driver's event and synchronisation calls.
     pub fn synchronize(&self, n: u64) -> Result<()> {
         let Some(mut state) = self.lock_unless_done(n) else { return Ok(()) };
         let recorded = match self.covering(&mut state, n) {
@@ -319,11 +321,11 @@ impl Timeline {
         (self.context.device_id, self.id)
     }
 
-    /// Orders everything enqueued later on this stream after tick `n` of `other`, which may be of another device: nothing if
-    /// that is known already, else at most one event recorded there and one wait here.
+    /// Orders everything enqueued later on this stream after tick `n` of `other`, which may be of another device. If that order is
+    /// known already, this does nothing; else it costs at most one event recorded there and one wait here.
     ///
     /// # Errors
-    /// Those of the driver's event and wait calls, if this is another thread's default stream, or if the devices are of
+    /// Errors of the driver's event and wait calls, if this is another thread's default stream, or if the devices are of
     /// different kinds. Nothing is ordered then and no clock changed.
     pub fn wait_for(&self, other: &Timeline, n: u64) -> Result<()> {
         if self.is_ordered_after(other, n) {

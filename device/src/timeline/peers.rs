@@ -1,7 +1,8 @@
 //! What a stream is already ordered after on other devices.
 //!
-//! Unlike a [`super::Clock`] this is not handed on: a stream that waits for one that waited for another device waits for that
-//! device itself. It keeps the few streams that it met last; one that was forgotten costs another event and wait.
+//! Unlike a [`super::Clock`], this is not passed on to streams that wait: if a stream waits for one that waited for another device, it
+//! still has to wait for that device itself. Only the few streams that were waited for last are kept; one that was forgotten costs
+//! another event and wait.
 
 /// Streams of other devices that are kept: enough for some on each of the devices of a machine.
 const KEPT: usize = 32;

@@ -1,4 +1,4 @@
-//! The events of a timeline: recording them, asking about them, and letting them go (T1 to T3).
+//! The events of a timeline: recording, querying and recycling them (T1 to T3).
 
 use super::capturing::capture_error;
 use super::{Owner, Recorded, Recording, State, Timeline};

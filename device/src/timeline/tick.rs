@@ -5,9 +5,10 @@ use std::sync::Arc;
 use super::Timeline;
 use crate::error::Result;
 
-/// A point on a stream's timeline: everything enqueued on the stream until the tick was taken.
+/// A point on a stream's timeline, which stands for everything enqueued on the stream until the tick was taken.
 ///
-/// Taking and holding one costs no driver call; see [`crate::Stream::tick`].
+/// Taking and holding a tick costs no driver call: an event is recorded only when something must wait for the tick. See
+/// [`crate::Stream::tick`] and [`crate::Stream::wait_for`].
 #[derive(Clone, Debug)]
 pub struct Tick {
     pub(crate) timeline: Arc<Timeline>,
@@ -25,11 +26,11 @@ impl Tick {
         self.n
     }
 
-    /// Whether the work is known to be done, asking the driver about events recorded so far. Records nothing: a tick that
-    /// no event covers is not known to be done. Use [`Tick::cover`] to make it answerable.
+    /// Whether the work is known to be done. Asks the driver about events recorded so far and records none, so a tick that
+    /// no event covers is never known to be done: call [`Tick::cover`] first.
     ///
     /// # Errors
-    /// Those of the driver's event query.
+    /// Errors of the driver's event query.
     pub fn is_done(&self) -> Result<bool> {
         self.timeline.is_done(self.n)
     }
@@ -37,7 +38,7 @@ impl Tick {
     /// Makes sure an event covers the tick, recording one if need be.
     ///
     /// # Errors
-    /// Those of the driver's event calls.
+    /// Errors of the driver's event calls.
     pub fn cover(&self) -> Result<()> {
         self.timeline.cover(self.n)
     }
@@ -45,7 +46,7 @@ impl Tick {
     /// Waits on the host until the work is done.
     ///
     /// # Errors
-    /// Those of the driver's event and synchronisation calls.
+    /// Errors of the driver's event and synchronisation calls.
     pub fn synchronize(&self) -> Result<()> {
         self.timeline.synchronize(self.n)
     }

@@ -20,33 +20,33 @@ pub struct CompareArgs {
 
     /// Also show what PyTorch's allocator needed for these programs, from a JSON file.
     ///
-    /// The file maps a program's name to {"configs": {"default": {...}, "expandable": {...}}} with the keys options,
-    /// peak_reserved_bytes, device_allocs, ooms, and if known smallest_device_bytes and ns_per_op_torch_2_15.
+    /// The file maps each program's name to {"configs": {"default": {...}, "expandable": {...}}}, with the keys options,
+    /// peak_reserved_bytes, device_allocs, ooms and, if known, smallest_device_bytes and ns_per_op_torch_2_15.
     #[arg(long, value_name = "FILE")]
     pub pytorch: Option<PathBuf>,
 }
 
 const COMPARE_KEYS: &str = "\
-Without --config: backing:segments,cross_stream:off (as PyTorch does it), backing:segments, and backing:paged where this
+Options without --config: backing:segments,cross_stream:off (PyTorch's behaviour), backing:segments, and backing:paged where this
 version has it.
 
 JSON keys, per program and config (\"row\": \"trace\"):
-  trace, config             what was run, with which options; \"pytorch ...\" with --pytorch
-  peak_requested_bytes      the most the program had asked for and not yet freed
-  peak_reserved_bytes, reserved_over_requested   the most that was held from the device, and the ratio
-  smallest_device_bytes, smallest_over_requested   as `fit` finds it, and the ratio; null if it fits on none
+  trace, config             the program, and the options; \"pytorch ...\" with --pytorch
+  peak_requested_bytes      the most memory that the program had requested and not yet freed
+  peak_reserved_bytes, reserved_over_requested   the most memory that was held from the device, and its ratio to requested
+  smallest_device_bytes, smallest_over_requested   as found by `fit`, and its ratio to requested; null if it fits on none
   allocs, driver_allocs     allocations of one pass; those during which the driver was asked for memory or to map it
-  warm_driver_allocs        the mean of later passes
+  warm_driver_allocs        mean of driver_allocs over the later passes
   driver_time_modelled_us, warm_driver_time_modelled_us, worst_alloc_us
-                            modelled time of the driver's calls: of the first pass, of a later one, the most within one
+                            modelled time of driver calls: in the first pass, in a later pass, and the most within one
                             allocation of the first pass
   ns_per_op, yardstick_ns_per_op   time per event, and that of the bare index offset-allocator, as in `replay`
   ooms, hazards             as in `replay`
 and per config, at the end (\"row\": \"mean\"):
-  config, traces            the options, and how many programs there were
+  config, traces            the options, and the number of programs
   reserved_over_requested, smallest_over_requested, ns_per_op, times_yardstick   geometric means
-  worst_reserved_over_requested, worst_smallest_over_requested, worst_alloc_us   the greatest
+  worst_reserved_over_requested, worst_smallest_over_requested, worst_alloc_us   maxima
   allocs, driver_allocs, warm_driver_allocs, driver_time_modelled_us, warm_driver_time_modelled_us, ooms, hazards   totals
-Figures are null where they are not known, means and totals where they are not known for every program. Figures from --pytorch
-are the file's: its times come from the machine that made it. The device is a simulated one, also
-where there is a GPU; --device may name another, but no real one.";
+Figures are null where they are not known; means and totals are null unless known for every program. Figures from --pytorch
+are taken from the file, so its times are those of the machine that made it. The device is simulated, even where there is a GPU;
+--device may name another simulated device.";

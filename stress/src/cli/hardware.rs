@@ -6,52 +6,52 @@ use clap::Args;
 #[derive(Debug, Args)]
 #[command(after_long_help = CALLS_KEYS)]
 pub struct CallsArgs {
-    /// How often each call is made, after a first time that does not count.
+    /// How often each call is measured, after a first call that does not count.
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub rounds: u32,
 }
 
 const CALLS_KEYS: &str = "\
-Memory is taken in sizes from 2 MiB to 2 GiB, as far as the device has them; access is set and memory unmapped once for a piece of
-each size, and once for 1, 8 and 64 pieces of one granule at a time. The driver's pool is asked twice for each size before the host
-waits, when by default it gives back what it does not use.
+Memory is taken in sizes from 2 MiB to 2 GiB, as far as the device has them. Setting access and unmapping are measured once for a piece
+of each size, and once for 1, 8 and 64 pieces of one granule at a time. The driver's pool is asked twice for each size before the host
+waits, at which point it gives back by default what it does not use.
 
 JSON keys, per call and size:
-  device, call              where, and the driver call
-  bytes                     the memory that one call is about; 0 where it is about none
-  mappings                  the mappings that one call covers; 0 where it is about none
-  pool                      for calls of the driver's pool, \"cold\": it had given everything back to the device, or \"warm\": the
+  device, call              the device, and the driver call
+  bytes                     memory that one call is about; 0 where it is about none
+  mappings                  number of mappings that one call covers; 0 where it is about none
+  pool                      for calls of the driver's pool, \"cold\" if it had given everything back to the device, or \"warm\" if the
                             same stream had just freed as much to it; null for other calls
-  rounds                    how often it was made
-  median_us, p95_us         time of a call: the median, and what 95 % of them stay below
-  modelled                  whether the times are the simulator's model, or were taken";
+  rounds                    how often the call was measured
+  median_us, p95_us         time of a call: the median, and the 95th percentile
+  modelled                  whether the times come from the simulator's cost model; otherwise they were measured";
 
 /// Arguments of `soak`.
 #[derive(Debug, Args)]
 #[command(after_long_help = SOAK_KEYS)]
 pub struct SoakArgs {
-    /// Stop after so many minutes (a fraction will do).
+    /// Stop after N minutes (a fraction is allowed).
     #[arg(long, value_name = "N", value_parser = minutes)]
     pub minutes: Option<f64>,
 
-    /// Operations for each seed, of all threads together. By default 20000, or no end if --minutes is given.
+    /// Operations for each seed, of all threads together. By default 20000, or unlimited if --minutes is given.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub ops: Option<u64>,
 
-    /// Threads.
+    /// Number of threads.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub threads: u16,
 
-    /// Streams, which all threads share; the default stream is one of them.
+    /// Number of streams, which all threads share; the default stream is one of them.
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub streams: u16,
 
-    /// How many seeds, counted from --seed, one after the other, each with a fresh allocator.
+    /// Number of seeds, counted from --seed. They run one after the other, each with a new allocator.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     pub seeds: u64,
 
-    /// Memory to use, in MiB, at most what the device has. By default half of what is free, but 24 MiB at most on a simulated device:
-    /// there it is written to host memory.
+    /// Memory to use, in MiB, at most what the device has. By default half of what is free, but at most 24 MiB on a simulated device,
+    /// because there everything is written to host memory.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=u64::MAX >> 20))]
     pub limit_mb: Option<u64>,
 }
@@ -64,24 +64,24 @@ fn minutes(text: &str) -> Result<f64, String> {
 }
 
 const SOAK_KEYS: &str = "\
-Each operation does one of these to a block, on any of the streams: allocate it and write a pattern, compare it and free it or keep
-it, write another pattern, copy it elsewhere and back with a wipe between, hand it to another thread, read it back to the host. Or
-it keeps a stream busy, or gives cached memory back. When memory runs out a part of what is held is compared and freed. Each
+Each operation does one of these to a block, on any of the streams: allocate it and write a pattern; verify it, and free or keep it;
+write another pattern; copy it elsewhere and back, wiping it in between; pass it to another thread; read it back to the host. Other
+operations keep a stream busy, or give cached memory back. When memory runs out, some of the blocks are verified and freed. Each
 word of a pattern depends on its address and on the operation that wrote it.
 
 JSON keys:
-  device, config, seed, seeds, threads, streams, limit_bytes   what was run, where, with how much memory
-  operations, allocs        what was done; blocks allocated
+  device, config, seed, seeds, threads, streams, limit_bytes   what was run, on which device, with how much memory
+  operations, allocs        number of operations, and of blocks allocated
   ooms                      requests refused for lack of memory
-  bytes_written, bytes_verified, blocks_verified   patterns written by the device, and compared
-  copies, handed_over       copies between blocks; blocks that went to another thread
-  uploads, downloads        blocks that the host wrote, and compared, by transfers that were not waited for at once
+  bytes_written, bytes_verified, blocks_verified   patterns that the device wrote, and verified
+  copies, handed_over       copies between blocks; blocks that were passed to another thread
+  uploads, downloads        blocks that the host wrote, and verified, by transfers that were not waited for at once
   releases                  times that cached memory was given back
-  peak_reserved_bytes       the most that was held from the device
-  mismatches                times that what was compared did not read as it was written: the device compares up to 64 blocks before
-                            the host looks, so one may stand for several. Each is told on standard error, with the seed, and the
-                            operation and block of the first byte that differs; 0 unless there is a bug
-  not_given_back_bytes      what could not be given back in the end; 0 unless there is a bug
+  peak_reserved_bytes       the most memory that was held from the device
+  mismatches                times that memory did not read as it was written. The device verifies up to 64 blocks before the host
+                            looks, so one mismatch may stand for several. Each is reported on standard error, with the seed, and
+                            the operation and block of the first byte that differs; 0 unless there is a bug
+  not_given_back_bytes      memory that could not be given back in the end; 0 unless there is a bug
   hazards                   pieces of work that the simulated device found unordered; 0 unless there is a bug
-  seconds, operations_per_s, gb_per_s   time, and rates: patterns written and compared
-One thread on a simulated device does the same for the same seed, always. The exit code is 1 if there are mismatches.";
+  seconds, operations_per_s, gb_per_s   duration, and rates; gb_per_s counts patterns written and verified
+With one thread on a simulated device, the same seed always gives the same run. The exit code is 1 if there are mismatches.";

@@ -131,7 +131,7 @@ impl Meter {
         Ok(answer)
     }
 
-    /// Plain allocations, and those of the driver's pool.
+    /// Plain allocations, and errors of the driver's pool.
     fn plain_memory(&mut self) -> Result<(), DeviceError> {
         for bytes in SIZES {
             let Some(ptr) = enough(self.time(Operation::Alloc, bytes, 0, |driver| driver.alloc(bytes)))? else { break };

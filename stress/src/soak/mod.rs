@@ -1,14 +1,14 @@
-//! Soak: threads that allocate, write patterns, hand memory on, copy, verify and free, for as long as one likes.
+//! Soak: threads that allocate, write patterns, pass memory on, copy, verify and free, for as long as one likes.
 //!
-//! Every word of the pattern depends on its address and on the operation that wrote it, so memory that two owners have at a time, that
-//! is used before it was written, or whose writes are lost, does not read as it should. Whatever is written is verified at last
-//! when it is freed, by the device itself. Streams are shared by all threads and blocks wander between both, so most
-//! of what happens to a block is on another stream than what happened before; the order is what buffers see to
+//! Every word of a pattern depends on its address and on the operation that wrote it. So memory that has two owners at a time, that
+//! is used before it was written, or whose writes are lost, does not read as it should. Everything that is written is verified by the device
+//! itself, at the latest when it is freed. Streams are shared by all threads, and blocks move between streams and threads, so most
+//! operations on a block run on another stream than the previous one; their order is kept by the buffers
 //! ([`aquifer_allocator::Turn`]).
 //!
-//! What is small is also written by the host, and read by it, through transfers that are still in flight when the next operations begin.
+//! Small blocks are also written and read by the host, through transfers that are still in flight when the next operations begin.
 //!
-//! One thread on a simulated device does the same for the same seed, always. Several threads take turns as the system lets them.
+//! With one thread on a simulated device, the same seed always gives the same run. Several threads are scheduled by the system.
 
 mod block;
 mod tally;

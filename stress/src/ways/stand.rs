@@ -196,7 +196,7 @@ impl Stand {
     /// Whether every block reads as it was written.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn is_intact(&self) -> Result<bool, Failure> {
         for Marked { filled, .. } in &self.marked {
             if !filled.is_intact(&self.stream)? {

@@ -101,7 +101,7 @@ impl BatchResults {
     /// The elements of one download of the same batch.
     ///
     /// # Errors
-    /// [`TransferError::OtherBatch`], [`TransferError::OutOfHostMemory`], and those of the driver.
+    /// [`TransferError::OtherBatch`], [`TransferError::OutOfHostMemory`], and errors of the driver.
     pub fn read<T: Pod>(&self, download: &Downloaded<T>) -> Result<Vec<T>, TransferError> {
         if download.batch != self.batch {
             return Err(TransferError::OtherBatch);
@@ -179,7 +179,7 @@ impl TransferBatch {
     /// waits for nobody's work ([`Transfer::batch_calls_pay_below`]).
     ///
     /// # Errors
-    /// When page-locked memory runs out, a stream that captures, and those of the driver. Uploads may have been enqueued then.
+    /// When page-locked memory runs out, a stream that captures, and errors of the driver. Uploads may have been enqueued then.
     pub fn run(self) -> Result<Pending<BatchResults>, TransferError> {
         let transfer = &self.transfer;
         let crossover = transfer.batched_below()?;

@@ -1,7 +1,7 @@
 //! Up to which size one call for many copies pays, measured on the device.
 //!
-//! A batch saves a call for each copy; on some devices and drivers large copies take longer in one. So both ways are timed at first use, by
-//! events on a stream of their own, with sizes of 4 KiB to 256 KiB.
+//! A batch saves one call for each copy, but on some devices and drivers large copies take longer in a batch. So both ways are timed at first
+//! use, by events on a separate stream, with sizes of 4 KiB to 256 KiB.
 
 use aquifer_allocator::{DeviceBuffer, Turn};
 use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, DeviceError, ErrorKind, HostPtr, Stream};
@@ -26,7 +26,7 @@ impl Transfer {
     /// fails otherwise settles for `None`.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn batch_calls_pay_below(&self) -> Result<Option<u64>, TransferError> {
         self.crossover(&mut self.inner.crossover.lock())
     }

@@ -17,7 +17,7 @@ impl Transfer {
     /// once; writing to it waits until the copy is done.
     ///
     /// # Errors
-    /// Ends of different lengths or devices, a stream that captures, and those of the driver. Memory that could not be page-locked
+    /// Ends of different lengths or devices, a stream that captures, and errors of the driver. Memory that could not be page-locked
     /// ([`crate::PinnedPool::alloc_or_pageable`]) is staged.
     pub fn upload<'a, T: Pod>(
         &self,
@@ -88,7 +88,7 @@ impl Transfer {
     /// Enqueues a copy within the device, of as many elements as both ends have, and returns.
     ///
     /// # Errors
-    /// Ends of different lengths or devices, or that overlap; a stream that captures, and those of the driver.
+    /// Ends of different lengths or devices, or that overlap; a stream that captures, and errors of the driver.
     pub fn copy<T: Copy>(
         &self,
         from: &DeviceBuffer<T>,

@@ -1,14 +1,14 @@
-//! Copies, by what their ends are.
+//! Copies, by their source and destination.
 //!
-//! * `direct`: page-locked memory and the device, or within the device: enqueued by the caller, on one stream;
+//! * `direct`: between page-locked memory and the device, or within the device: enqueued by the caller, on one stream;
 //! * `region`: the same with gaps, in as many dimensions as needed;
 //! * `peer`: between devices;
-//! * `owned`: memory of any kind that goes in or comes out whole;
+//! * `owned`: memory of any kind that is passed in or returned as a whole;
 //! * `file`: files straight to the device;
-//! * `scope`: borrowed memory, waiting until it is done;
+//! * `scope`: borrowed memory, with a wait until the copy is done;
 //! * `batch`: many small copies as one, where that pays (`crossover`).
 //!
-//! What the driver is told to copy rests on the invariants of page-locked memory (`pinned/memory.rs`), what threads copy on that of `memory`.
+//! Copies by the driver are sound by the invariants of page-locked memory (`pinned/memory.rs`), copies by threads by that of `memory`.
 
 mod batch;
 mod crossover;

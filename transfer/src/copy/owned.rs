@@ -1,6 +1,6 @@
-//! Copies of whole memory that goes in or comes out: allocated on the other side, and owned by the transfer meanwhile.
+//! Copies of memory that is passed in or returned as a whole: allocated on the other side, and owned by the transfer meanwhile.
 //!
-//! What is small is copied through page-locked memory by the calling thread, and is enqueued when the call returns. What is large goes
+//! Small memory is copied through page-locked memory by the calling thread, and the copy is enqueued when the call returns. Large memory goes
 //! through the staging ring, whose threads work on while the caller goes on.
 #![allow(single_use_lifetimes, reason = "a lifetime in an argument's `impl Trait` must have a name")]
 
@@ -30,7 +30,7 @@ impl Transfer {
     /// once it was read.
     ///
     /// # Errors
-    /// When device memory or page-locked memory runs out, a stream of another device or that captures, and those of the driver.
+    /// When device memory or page-locked memory runs out, a stream of another device or that captures, and errors of the driver.
     pub fn to_device<T: Pod + Send + Sync, S>(
         &self,
         source: S,
@@ -85,7 +85,7 @@ impl Transfer {
     /// Copies device memory to new page-locked memory.
     ///
     /// # Errors
-    /// When page-locked memory runs out, memory of another device, a stream that captures, and those of the driver.
+    /// When page-locked memory runs out, memory of another device, a stream that captures, and errors of the driver.
     pub fn to_host<T: Pod + Send + Sync>(
         &self,
         from: &DeviceBuffer<T>,

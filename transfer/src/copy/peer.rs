@@ -42,7 +42,7 @@ impl Transfer {
     /// Which way a copy from the device of `peer` to this one goes.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn route_from(&self, peer: &Transfer) -> Result<Route, TransferError> {
         let (own, other) = (self.device(), peer.device());
         if own.id() == other.id() {

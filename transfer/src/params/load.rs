@@ -101,7 +101,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// Tensors of dtypes that are not known here, files that cannot be read, or whose length changed since they were
-    /// opened ([`CheckpointFault::Changed`]), when memory runs out, and those of the driver.
+    /// opened ([`CheckpointFault::Changed`]), when memory runs out, and errors of the driver.
     pub fn load_blocking(&self, place: impl Into<Place>, mut how: Load<'_>) -> Result<ParamSet, TransferError> {
         let place = place.into();
         self.check_unchanged()?;

@@ -1,7 +1,7 @@
 //! Parameters of models: named tensors that move together, and the files that they come from.
 //!
-//! * [`ParamSet`] holds them, `relocate` moves all or none;
-//! * [`Checkpoint`] reads the headers of safetensors files, `load` brings their tensors to a place, `save` writes such files.
+//! * [`ParamSet`] holds the tensors, and `relocate` moves all of them or none;
+//! * [`Checkpoint`] reads the headers of safetensors files, `load` brings their tensors to a place, and `save` writes such files.
 
 mod checkpoint;
 mod checkpoint_error;

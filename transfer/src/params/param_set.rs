@@ -40,8 +40,9 @@ pub struct Stray {
     pub bytes: u64,
 }
 
-/// The named parameters and buffers of a model, in the order in which they were put in. Names are unique.
+/// The named tensors of a model, in insertion order: parameters, which are learned, and buffers, which are not. Names are unique.
 ///
+/// A set moves as a whole ([`ParamSet::move_blocking`]), and can be checked for tensors that were left behind ([`ParamSet::check_all_on`]).
 /// Cloning shares the tensors' memory.
 ///
 /// ```
@@ -80,7 +81,7 @@ impl ParamSet {
     /// Puts a parameter in.
     ///
     /// # Errors
-    /// A name that is there already, is empty, has an empty part between its dots, or is `__metadata__`. The set is as it was then.
+    /// A name that is already in the set, is empty, has an empty part between its dots, or is `__metadata__`. The set is then unchanged.
     pub fn insert(&mut self, name: impl Into<String>, tensor: Tensor) -> Result<(), TransferError> {
         self.insert_as(name, tensor, ParamKind::Parameter)
     }
@@ -114,7 +115,7 @@ impl ParamSet {
         self.by_name.get(name).and_then(|&at| self.params.get(at)).map(|param| &param.tensor)
     }
 
-    /// Puts another tensor in the place of one, which it gives back. It may be of any dtype, shape and place.
+    /// Replaces a tensor and returns the old one. The new tensor may be of any dtype, shape and place.
     ///
     /// # Errors
     /// A name that is not there.
@@ -139,8 +140,8 @@ impl ParamSet {
         self.params.is_empty()
     }
 
-    /// Bytes of all elements; [`u64::MAX`] if there are more, as there may be of broadcast tensors. Those of tied parameters, which share
-    /// memory, count for each.
+    /// Bytes of all elements; [`u64::MAX`] if there are more, which is possible with broadcast tensors. Tied parameters, which share
+    /// memory, are counted once each.
     pub fn bytes(&self) -> u64 {
         self.params.iter().fold(0, |bytes, param| bytes.saturating_add(param.tensor.bytes()))
     }
@@ -159,7 +160,7 @@ impl ParamSet {
         places
     }
 
-    /// What is not in a place.
+    /// The tensors that are not in the given place.
     pub fn strays(&self, place: impl Into<Place>) -> Vec<Stray> {
         let place = place.into();
         let elsewhere = self.params.iter().filter(|param| !param.tensor.place().serves_as(&place));
@@ -171,10 +172,10 @@ impl ParamSet {
         elsewhere.map(stray).collect()
     }
 
-    /// Checks that nothing was left behind in another place.
+    /// Checks that all tensors are in the given place.
     ///
     /// # Errors
-    /// [`TransferError::LeftBehind`], which lists what was.
+    /// [`TransferError::LeftBehind`], which lists those that are not.
     pub fn check_all_on(&self, place: impl Into<Place>) -> Result<(), TransferError> {
         let place = place.into();
         let strays = self.strays(&place);

@@ -1,7 +1,7 @@
 //! Moving a set: all of it or nothing.
 //!
-//! New tensors are made beside the old ones, and take their places when every copy is complete. So a failure on the way changes nothing, and
-//! what was made until then is given back. Small tensors go to a device as one batch.
+//! New tensors are made beside the old ones and replace them when every copy is complete. So a failure on the way changes nothing, and
+//! the tensors made until then are given back. Small tensors go to a device as one batch.
 
 use std::fmt;
 
@@ -14,7 +14,7 @@ use crate::error::TransferError;
 use crate::pending::{OnStreams, Pending};
 use crate::tensor::{Place, Tensor, To};
 
-/// How far moving or loading tensors got. One that is complete.
+/// How far moving or loading tensors got. Reported for each tensor that is complete.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Progress<'a> {

@@ -1,4 +1,4 @@
-//! Page-locked buffers as people hold them.
+//! The handle of a page-locked buffer.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -15,21 +15,21 @@ use crate::error::TransferError;
 /// Page-locked host memory for `len` values of `T`, with one owner.
 ///
 /// # While a copy is in flight
-/// A copy that does not block takes a view of the buffer, returns, and goes on. The view's borrow ends at return, so the buffer
-/// can be named again. What then keeps the host and the device apart is that the buffer knows the copies that use it:
+/// A call that begins a copy takes a view of the buffer and returns while the copy goes on. The view's borrow ends at return, so the buffer
+/// can be used again. The host and the device are then kept apart because the buffer knows the copies that use it:
 ///
 /// * [`PinnedBuffer::read`] waits for copies *into* the buffer; uploads from it go on;
 /// * [`PinnedBuffer::write`] waits for all copies.
 ///
-/// They *wait, visibly*: they say so here, they return a `Result`, and [`crate::HostMemoryStats::num_waits`] counts them; ask
-/// [`PinnedBuffer::is_idle`] first where waiting is unwanted. The other choice, a borrow that lasts as long as the copy, rests on
-/// the destructor of a guard, and a guard that is leaked runs none.
+/// Both *wait visibly*: they document it, they return a `Result`, and [`crate::HostMemoryStats::num_waits`] counts the waits. Where
+/// waiting is unwanted, ask [`PinnedBuffer::is_idle`] first. The alternative, a borrow that lasts as long as the copy, would rely on the
+/// destructor of a guard, which does not run if the guard is leaked.
 ///
 /// While the `&[T]` or `&mut [T]` is alive, the borrow checker refuses copies that would conflict: a download needs
 /// `&mut` of the buffer, and so does `write`.
 ///
-/// Dropping the buffer is free: the memory goes back to its pool with the copies it knows, and is not handed out before they are done.
-/// Forgetting it leaks memory and nothing else.
+/// Dropping the buffer waits for nothing: the memory goes back to its pool together with the ticks of its copies, and is not handed out again
+/// before they are done. Forgetting it leaks memory and does no other harm.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -48,11 +48,11 @@ pub struct PinnedBuffer<T> {
 }
 
 impl PinnedPool {
-    /// Page-locked memory for `len` values of `T`, at a multiple of 512 bytes, or of 4096 from 32 KiB on. What is in it is left
+    /// Page-locked memory for `len` values of `T`, aligned to 512 bytes, or to 4096 from 32 KiB on. Its contents are left
     /// over from earlier use. Makes no driver call while the pool has unused memory of that size.
     ///
     /// # Errors
-    /// [`TransferError::OutOfPinned`], also when the driver refuses more; [`TransferError::LengthOverflow`]; those of the driver.
+    /// [`TransferError::OutOfPinned`], also when the driver refuses more; [`TransferError::LengthOverflow`]; errors of the driver.
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
         let memory = PinnedMemory::alloc(self, bytes_of::<T>(len)?, align_of::<T>())?;
         Ok(PinnedBuffer::new(memory, len))
@@ -115,7 +115,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// Whether no copy is in flight, so that neither [`PinnedBuffer::read`] nor [`PinnedBuffer::write`] would wait.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn is_idle(&self) -> Result<bool, TransferError> {
         self.memory.is_idle()
     }
@@ -123,7 +123,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// The values, after waiting on the host for copies into the buffer.
     ///
     /// # Errors
-    /// Those of the driver: what a lost device was to write will never be there.
+    /// Errors of the driver: what a lost device was to write will never be there.
     pub fn read(&self) -> Result<&[T], TransferError> {
         self.as_slice().read()
     }
@@ -131,7 +131,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// The values, to be changed, after waiting on the host for all copies that use the buffer.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn write(&mut self) -> Result<&mut [T], TransferError> {
         self.as_slice_mut().into_write()
     }

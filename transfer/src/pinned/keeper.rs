@@ -1,4 +1,4 @@
-//! Who keeps memory of a pool for later, and can do without it.
+//! Keepers: users that keep memory of a pool for later, and can give it back when the pool needs it.
 
 use std::sync::{Arc, Weak};
 

@@ -1,14 +1,14 @@
-//! How a request is met: unused memory first, then growth, then what it takes when neither serves.
+//! How a request is served: from unused memory, else by growth, else by the further steps of a ladder.
 //!
-//! A request climbs rungs, each of which may end it: an unused block; blocks that the device turns out to be done with; a new slab; a
-//! large unused slab that would rather be kept whole; a new slab after unused ones went back; what staging rings keep that have nothing
-//! to do; a block that the host waits for. The last of them ends in [`TransferError::OutOfPinned`].
+//! The rungs, each of which may serve the request: an unused block; blocks that the device turns out to be done with; a new slab; a
+//! large unused slab that would rather be kept whole; a new slab after unused ones went back; memory kept by idle staging rings; a block that
+//! the host waits for. If the last rung fails, the result is [`TransferError::OutOfPinned`].
 //!
 //! Invariants:
 //! * a block is handed out only when every tick that it carries is known to be done on the host; one whose ticks
 //!   cannot be answered, because the device is lost, never is;
 //! * the pool's lock is a leaf: it is never held across a driver call, a wait, or a timeline's lock;
-//! * what a call that fails had taken in hand is in its place again when it returns.
+//! * when a call fails, whatever it had taken is back in its place when it returns.
 
 use std::collections::BTreeSet;
 use std::fmt;

@@ -1,11 +1,9 @@
 //! Page-locked host memory.
 //!
-//! In the order in which data flows: a [`PinnedPool`] rounds a request (`class`) and takes an unused block of its slabs
-//! (`slabs`), or gets more from the system (`ladder`, `source`), or what
-//! others keep (`keeper`). Its holder is a [`PinnedBuffer`], whose views ([`PinnedSlice`],
-//! [`PinnedSliceMut`]) copies take; the memory below (`memory`) knows the ticks of those copies
-//! (`uses`), and goes back to the pool with them
-//! (`waiting`).
+//! A [`PinnedPool`] rounds a request (`class`) and takes an unused block of its slabs (`slabs`). If there is none, it gets more memory
+//! from the system (`ladder`, `source`), or from those who keep some (`keeper`). The block is held by a [`PinnedBuffer`], whose views
+//! ([`PinnedSlice`], [`PinnedSliceMut`]) copies take. The memory itself (`memory`) knows the ticks of those copies (`uses`), and goes
+//! back to the pool with them (`waiting`).
 
 mod buffer;
 mod class;

@@ -1,4 +1,4 @@
-//! The pool as people hold it.
+//! The handle of a pool of page-locked memory.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -11,7 +11,7 @@ use super::source::SlabSource;
 use super::stats::HostMemoryStats;
 use crate::error::TransferError;
 
-/// How a pool of page-locked memory behaves.
+/// The configuration of a pool of page-locked memory.
 ///
 /// ```
 /// use std::num::NonZeroUsize;
@@ -23,8 +23,8 @@ use crate::error::TransferError;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PinnedConfig {
-    /// Most bytes that the pool may hold from the system; `None` is no limit but the system's. A runtime's own copies of ordinary memory
-    /// take from its pool, too: they fail when buffers of the caller's hold all of it.
+    /// The most bytes that the pool may hold from the system; `None` means no limit but the system's. A runtime's own copies of ordinary
+    /// memory take from its pool, too: they fail while the caller's buffers hold all of it.
     pub limit_bytes: Option<u64>,
     /// Where slabs come from.
     pub slabs: SlabSource,
@@ -46,18 +46,20 @@ impl PinnedConfig {
     }
 }
 
-/// Page-locked host memory of one device, kept for reuse. Cloning gives another handle of the same pool.
+/// A caching pool of page-locked host memory for copies of one device. Cloning gives another handle of the same pool.
 ///
-/// Sizes are rounded to eight classes for each doubling, so a buffer holds less than an eighth more than it was asked for, and at
-/// least 512 bytes. Small ones are carved from slabs of 2 MiB, which grow with the pool; buffers of 16 MiB and more get slabs of their
-/// own, which are split for smaller requests while nobody needs them whole.
+/// *Sizes* are rounded up to eight classes per doubling. So a buffer occupies less than an eighth more than was asked for, and at
+/// least 512 bytes. Small buffers are carved from slabs of 2 MiB, which grow with the pool. Buffers of 16 MiB and more get slabs of their
+/// own, which are split for smaller requests while they are not needed whole.
 ///
-/// Dropping a buffer makes no driver call and waits for nothing: its memory is handed out again when every copy that used it
-/// is done. The memory itself goes back to the system by [`PinnedPool::trim_to`] and [`PinnedPool::empty_cache`], under the
-/// pressure of the limit or the system, and when the pool and its last buffer are gone. The last of these to be dropped asks the
-/// driver what it is done with, and gives that back; it waits for nothing. What is still copied, or what a capture in progress or
-/// [`SlabSource::Registered`] keeps from going, stays with the device: until a pool of the device next gets more memory
-/// ([`Device::settle_host`]), its next [`Device::settle`], or its own end.
+/// *Reuse.* Dropping a buffer makes no driver call and waits for nothing. Its memory is handed out again when every copy that used it
+/// is done.
+///
+/// *Release.* Memory goes back to the system by [`PinnedPool::trim_to`] and [`PinnedPool::empty_cache`], when the limit or the system is
+/// short of it, and when the pool and its last buffer are gone. The last of these to be dropped gives back what the driver says it is
+/// done with, and waits for nothing. Memory that is still in use by copies, or that cannot go because of a capture in progress or
+/// [`SlabSource::Registered`], is left to the device. It goes back when a pool of the device next gets more memory
+/// ([`Device::settle_host`]), at the next [`Device::settle`], or when the device is closed.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -75,7 +77,7 @@ impl PinnedConfig {
 pub struct PinnedPool(Arc<Inner>);
 
 impl PinnedPool {
-    /// A pool for copies to and from `device`. Takes nothing from the system yet, and makes no driver call.
+    /// A pool for copies to and from `device`. Takes no memory from the system yet, and makes no driver call.
     ///
     /// # Errors
     /// None today; a configuration that cannot work is refused here.
@@ -97,12 +99,12 @@ impl PinnedPool {
         &self.0
     }
 
-    /// Gives slabs of which nothing is in use back to the system, the largest first, until the pool holds at most `bytes`. Returns how
-    /// many bytes went back. What a runtime keeps for staged copies is not in use while there are none. Asks the driver what it is done
-    /// with, and does not wait for the rest.
+    /// Gives unused slabs back to the system, the largest first, until the pool holds at most `bytes`. Returns how many bytes went back.
+    /// The chunks of a runtime's staging ring count as unused while there are no staged copies. Asks the driver what it is done with, and
+    /// does not wait for the rest.
     ///
     /// # Errors
-    /// Those of the driver. What did not go stays in the pool.
+    /// Errors of the driver. What did not go stays in the pool.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, TransferError> {
         if self.0.reserved() as u64 > bytes {
             self.0.keepers.give_back();
@@ -113,7 +115,7 @@ impl PinnedPool {
         Ok(self.0.release(excess)? as u64)
     }
 
-    /// Gives every slab back of which nothing is in use; returns their bytes. As [`PinnedPool::trim_to`] with 0.
+    /// Gives every unused slab back and returns how many bytes that was. As [`PinnedPool::trim_to`] with 0.
     ///
     /// # Errors
     /// As [`PinnedPool::trim_to`].
@@ -121,12 +123,12 @@ impl PinnedPool {
         self.trim_to(0)
     }
 
-    /// Limits what the pool may hold from the system. What it holds already stays: see [`PinnedPool::trim_to`].
+    /// Limits how much the pool may hold from the system. Memory that it already holds stays: see [`PinnedPool::trim_to`].
     pub fn set_limit(&self, bytes: Option<u64>) {
         self.0.state.lock().limit = bytes;
     }
 
-    /// What the pool counts. Makes no driver call.
+    /// The pool's statistics. Makes no driver call.
     pub fn stats(&self) -> HostMemoryStats {
         let mut state = self.0.state.lock();
         state.reap();

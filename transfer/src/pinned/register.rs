@@ -72,7 +72,7 @@ impl PinnedPool {
     /// ```
     ///
     /// # Errors
-    /// [`TransferError::AlreadyPinned`] when a page of it is page-locked already; those of the driver. They return the memory.
+    /// [`TransferError::AlreadyPinned`] when a page of it is page-locked already; errors of the driver. They return the memory.
     pub fn register<T: Pod + Send>(&self, mut memory: Vec<T>) -> Result<PinnedBuffer<T>, Box<Returned<Vec<T>>>> {
         let (len, bytes) = (memory.len(), size_of_val(memory.as_slice()));
         if bytes == 0 {
@@ -129,7 +129,8 @@ impl<T: Pod + Send> PinnedBuffer<T> {
     /// page-locked, for which the driver waits for the device; other buffers are copied from.
     ///
     /// # Errors
-    /// Those of the driver, and [`TransferError::OutOfHostMemory`] where a copy is made; they return the buffer. A lost device never says that it is done with the memory, so it cannot come back.
+    /// Errors of the driver, and [`TransferError::OutOfHostMemory`] where a copy is made; they return the buffer. A lost device never
+    /// says that it is done with the memory, so it cannot come back.
     pub fn into_vec(mut self) -> Result<Vec<T>, Box<Returned<PinnedBuffer<T>>>> {
         match self.take_values() {
             Ok(values) => Ok(values),

@@ -132,7 +132,7 @@ impl<'a, T: Pod> PinnedSlice<'a, T> {
     /// The values, after waiting on the host for copies into the buffer.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     #[allow(unsafe_code, reason = "the memory is page-locked, so no collection of the standard library holds it")]
     pub fn read(self) -> Result<&'a [T], TransferError> {
         let ptr = self.span.ptr(self.memory);
@@ -220,7 +220,7 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
     /// The values, to be changed, after waiting on the host for all copies that use the buffer.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn write(&mut self) -> Result<&mut [T], TransferError> {
         self.reborrow().into_write()
     }
@@ -228,7 +228,7 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
     /// As [`PinnedSliceMut::write`], for as long as the buffer is borrowed.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     #[allow(unsafe_code, reason = "the memory is page-locked, so no collection of the standard library holds it")]
     pub fn into_write(self) -> Result<&'a mut [T], TransferError> {
         let ptr = self.span.ptr(self.memory);

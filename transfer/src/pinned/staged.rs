@@ -29,7 +29,7 @@ impl HostPart<'_> {
     /// The part as the ring reads it. Waits for claims that conflict, and for copies into the memory.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub(crate) fn into_source(self) -> Result<Arc<dyn HostSource>, TransferError> {
         Ok(Arc::new(Source(self.claimed(AccessKind::Read)?)))
     }
@@ -37,7 +37,7 @@ impl HostPart<'_> {
     /// The part as the ring writes it, which must be borrowed mutably. Waits for claims that conflict, and for all copies of the memory.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub(crate) fn into_target(self) -> Result<Arc<dyn HostTarget>, TransferError> {
         Ok(Arc::new(Target(self.claimed(AccessKind::Write)?)))
     }

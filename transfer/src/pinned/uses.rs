@@ -1,4 +1,4 @@
-//! What copies use a piece of host memory: ticks, turns and claims, as [`aquifer_allocator::Turn`] and
+//! The copies that use a piece of host memory: ticks, turns and claims, as [`aquifer_allocator::Turn`] and
 //! [`aquifer_allocator::Claim`] are for device memory.
 //!
 //! Invariants:
@@ -135,7 +135,7 @@ impl PinnedMemory {
     /// memory, calls [`PinnedMemory::wait_unclaimed`] before it takes them.
     ///
     /// # Errors
-    /// When the stream is another device's, or captures: a graph could run when the memory is somebody else's; those of the driver.
+    /// When the stream is another device's, or captures: a graph could run when the memory is somebody else's; errors of the driver.
     pub(crate) fn turn<'a>(&'a self, stream: &'a Stream, kind: AccessKind) -> Result<HostTurn<'a>, TransferError> {
         if stream.device_id() != self.device_id() {
             return Err(TransferError::wrong_device("page-locked memory", self.device_id(), stream.device_id()));

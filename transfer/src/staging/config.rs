@@ -3,8 +3,8 @@
 /// What host memory is cut at, in bytes.
 pub(crate) const PAGE: usize = 4096;
 
-/// Sizes of the staging ring, which ordinary memory and files go through. What is `None` is chosen at the ring's first use, from how fast one
-/// thread copies and how fast the link to the device is.
+/// Sizes of the staging ring, through which ordinary memory and files go. Sizes that are `None` are chosen at the ring's first use, from how
+/// fast one thread copies and how fast the link to the device is.
 ///
 /// ```
 /// use aquifer_transfer::StagingConfig;
@@ -14,37 +14,37 @@ pub(crate) const PAGE: usize = 4096;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StagingConfig {
-    /// Bytes of a chunk, taken as a multiple of 4096 from 4 KiB to 1 GiB. Chosen: 1 to 16 MiB.
+    /// Bytes of a chunk, as a multiple of 4096 from 4 KiB to 1 GiB. If chosen by the ring: 1 to 16 MiB.
     pub chunk_bytes: Option<usize>,
-    /// Chunks, 1 to 1024. Chosen: 5 to 12. One stream never has all of them where there are three or more.
+    /// Number of chunks, 1 to 1024. If chosen by the ring: 5 to 12. One stream never gets all of them where there are three or more.
     pub chunks: Option<usize>,
-    /// Threads that copy, 1 to 64. Chosen: 1 to 8, and no more than there are cores. Where all of them wait for streams, more come, at most
-    /// one for each stream.
+    /// Number of threads that copy, 1 to 64. If chosen by the ring: 1 to 8, and no more than there are cores. When all of them wait for
+    /// streams, more are started, at most one for each stream.
     pub threads: Option<usize>,
-    /// Most page-locked memory that the ring takes, in bytes: there are fewer chunks than asked for, and below two of them smaller
-    /// ones, rather than more memory. At least 4096 bytes are taken.
+    /// The most page-locked memory that the ring takes, in bytes. To stay within it, there are fewer chunks than asked for, and instead
+    /// of fewer than two, smaller ones. At least 4096 bytes are taken.
     pub bytes_max: usize,
-    /// Whether files are read past the system's cache of them.
+    /// Whether files are read past the page cache.
     pub direct_io: DirectIo,
 }
 
-/// Whether [`crate::Transfer::read_file_to_device`] reads past the system's cache of files (`O_DIRECT`), where the system and the file
-/// system can do that; where they cannot, and at the unaligned ends of what is read, files are read through the cache.
+/// Whether [`crate::Transfer::read_file_to_device`] bypasses the page cache (`O_DIRECT`), where the system and the file
+/// system support that. Where they do not, and at the unaligned ends of what is read, files are read through the cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DirectIo {
-    /// Through the cache: fastest for what is in it.
+    /// Through the cache: fastest for files that are in it.
     Never,
-    /// Past the cache: fast local storage gives more so, and the cache keeps what it has.
+    /// Past the cache: faster with fast local storage, and the cache keeps its contents.
     Always,
-    /// The first pieces of a file are read both ways in turn, and the rest in the way that was faster. Less than 64 MiB are read through
-    /// the cache.
+    /// The first pieces of a file are read both ways alternately, and the rest in the way that was faster. Reads of less than 64 MiB go
+    /// through the cache.
     #[default]
     Measured,
 }
 
 impl Default for StagingConfig {
-    /// Everything is chosen; at most 128 MiB are page-locked.
+    /// All sizes are chosen by the ring; at most 128 MiB are page-locked.
     fn default() -> Self {
         StagingConfig {
             chunk_bytes: None,

@@ -1,9 +1,9 @@
-//! How threads share a ring: who takes which task, who sleeps, who is woken, when threads start and end.
+//! How threads share a ring: which thread takes which task, sleeps or is woken, and when threads start and end.
 //!
-//! Threads start when there is a task that nobody is free for, up to a bound, and sleep when there is none. Where all of them wait for
-//! streams, which may stand still for long, one more than that starts: at most one waits for each stream. Whenever the lock is
-//! released while there is a task, somebody who sleeps is woken or somebody new comes, who does the same in turn: so no task is left
-//! lying and no crowd wakes up for one. Threads end once the floor is closed and all jobs have ended; the last one lets the chunks go.
+//! A thread starts when there is a task and no thread is free, up to a bound; threads sleep when there is no task. Where all of them wait
+//! for streams, which may stand still for long, one more thread starts; at most one waits for each stream. Whenever the lock is released
+//! while there is a task, one sleeping thread is woken, or a new one starts, which then does the same. So no task is left undone, and one
+//! task does not wake many threads. Threads end once the floor is closed and all jobs have ended; the last one releases the chunks.
 //!
 //! Tasks are done without the lock; it is a leaf: nothing else is locked, and no driver called, under it.
 

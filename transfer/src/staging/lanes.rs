@@ -1,8 +1,8 @@
-//! How many chunks each lane, a stream, may hold.
+//! How many chunks each *lane*, that is, each stream, may hold.
 //!
-//! What is enqueued behind a long kernel stays there until that is done, so chunks on such a stream are lost to everybody else. Nothing tells
-//! beforehand whether a stream stands still. So a lane begins with few chunks and may hold one more with each copy that is seen to be
-//! done, as long as it holds any; and where there are three or more, one chunk is always left to other lanes.
+//! Copies enqueued behind a long kernel stay there until the kernel is done, so their chunks are lost to everybody else meanwhile. It
+//! cannot be known beforehand whether a stream stands still. So a lane begins with few chunks, and may hold one more with each copy that
+//! is seen to be done, as long as it holds any. Where there are three chunks or more, one is always left to other lanes.
 
 use std::collections::BTreeMap;
 

@@ -1,15 +1,19 @@
 //! Staging: how memory that is not page-locked, and files, get to the device and back.
 //!
-//! A few chunks of page-locked memory form a ring. Threads fill chunks ahead of the copy engine, or store what it fetched, while it works
-//! on others, so it need not wait for the host; transfers take turns by the chunk, so a small one is not stuck behind a large one.
+//! A few chunks of page-locked memory form a ring. Threads fill some chunks, or store what was fetched into them, while the copy engine works
+//! on others, so that it need not wait for the host. Transfers take turns by the chunk, so a small one is not stuck behind a large one.
 //!
-//! In the order in which data flows: `ends` is where bytes come from and go to, `work` what is done with a piece of a transfer, `ring` who
-//! does what next (in the words of `task`; `lanes` is what streams may hold), `floor` how threads share that, `crew` the threads; `tune` chooses the sizes. `schedule` plays
-//! the same ring with a `virtual_crew` on a simulated device in virtual time, to prove that the copy engine is kept busy. `file` is for
-//! files.
+//! The parts, in the order in which data flows:
+//! * `ends`: where bytes come from and go to;
+//! * `work`: what is done with one piece of a transfer;
+//! * `ring`: which task is next (`task` defines tasks, `lanes` how many chunks a stream may hold);
+//! * `floor`: how threads share the ring; `crew`: the threads; `tune`: the choice of sizes;
+//! * `schedule`: the same ring with a `virtual_crew` on a simulated device in virtual time, to show that the copy engine is kept busy;
+//! * `file`: files.
 //!
-//! A transfer ends in one way, whatever fails: by its [`Job`] being settled, with nobody touching its host end from then on. Errors of a
-//! source, a target or the driver fail the transfer they strike; chunks go on to others. When the device is lost all transfers fail.
+//! A transfer ends in one way only, whatever fails: its [`Job`] is settled, and from then on nobody touches its host end. An error of a
+//! source, a target or the driver fails the transfer that it occurs in, and chunks go on to others. When the device is lost, all transfers
+//! fail.
 
 mod config;
 mod crew;

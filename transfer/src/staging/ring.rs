@@ -2,8 +2,8 @@
 //!
 //! A job is one transfer. It is cut into pieces of at most a chunk, and each piece goes through a chunk of page-locked memory: an
 //! upload fills the chunk and sends it to the device, a download fetches into the chunk and lands what arrived. [`Ring::next`]
-//! hands out the next task, and whoever did it takes it back to [`Ring::complete`]. Nothing here calls a driver, waits or locks, so
-//! threads (`crew`) and virtual workers (`virtual_crew`) drive the same ring.
+//! hands out the next task, which is returned to [`Ring::complete`] once it was performed. Nothing here calls a driver, waits or locks, so
+//! threads (`crew`) and virtual workers (`virtual_crew`) can drive the same ring.
 //!
 //! Invariants:
 //! * a chunk is in one place: free, in the hands of one task, flying (a copy on the device uses it), or arrived (it holds bytes that
@@ -11,8 +11,8 @@
 //! * every byte of a job that does not fail is begun once, in order, and a job ends once, when no task has it in its hands;
 //! * jobs take turns by the piece: while a job may begin one and holds less than its share, every other job begins at most one piece;
 //! * at most one task waits for each lane (a stream): what is behind on the same lane is not done earlier;
-//! * a lane holds few chunks until it is seen to get copies done, and never all: what it holds while its stream stands still, behind a long
-//!   kernel, say, nobody else has (`lanes`).
+//! * a lane holds few chunks until copies of it are seen to be done, and never all: chunks that it holds while its stream stands still, for
+//!   instance behind a long kernel, are not available to others (`lanes`).
 
 use std::collections::{BTreeMap, VecDeque};
 

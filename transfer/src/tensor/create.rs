@@ -73,7 +73,7 @@ impl Tensor {
     /// there.
     ///
     /// # Errors
-    /// When memory runs out, a shape that is too large, and those of the driver.
+    /// When memory runs out, a shape that is too large, and errors of the driver.
     pub fn empty(place: impl Into<Place>, dtype: DType, shape: &[u64]) -> Result<Tensor, TransferError> {
         let layout = Layout::row_major(shape)?;
         let bytes = bytes_of(&layout, dtype)?;

@@ -1,9 +1,9 @@
-//! Tensors: elements of one dtype, somewhere, with nothing silent about where.
+//! Tensors: elements of one dtype in an explicit place, which never changes silently.
 //!
-//! * [`Layout`] says where elements lie, and `views` makes others of it;
-//! * `memory` holds them, in a [`Place`]; all views share it;
-//! * `create` makes tensors, `transport` moves and converts them, by way of `crossing` between memories, `pack` collects what has gaps;
-//! * `read` gives elements back to the host, `operations` computes on a device.
+//! * [`Layout`] says where elements lie in memory, and `views` derives other layouts from it;
+//! * `memory` holds the elements, in a [`Place`]; all views share it;
+//! * `create` makes tensors; `transport` moves and converts them, with `crossing` between memories; `pack` makes tensors with gaps dense;
+//! * `read` gives elements back to the host, and `operations` computes on a device.
 
 mod converted;
 mod create;
@@ -42,13 +42,15 @@ use crate::runtime::Transfer;
 
 /// Elements of one dtype in a shape, in host memory, page-locked host memory or the memory of a device.
 ///
-/// Cloning and views share the memory; none of its methods changes elements that another tensor shares, except where it says so.
-/// Where a tensor is never changes: [`Tensor::to`] gives another one. Operations on tensors in different places, of different dtypes or of shapes that do not fit
-/// are errors that name every operand.
+/// Clones and views share the memory. No method changes elements that another tensor shares, except where its documentation says so.
 ///
-/// What is done on a device is enqueued, and later work on any stream is ordered after it by the ticks that the memory carries. What
-/// waits on the host says so in its name; and where the host itself changes elements, copies or converts them, it waits for whatever still fills
-/// page-locked memory that they come from ([`crate::HostMemoryStats::num_waits`] counts that).
+/// *Placement.* The place of a tensor never changes: [`Tensor::to`] makes another tensor. Operations on tensors in different places, of
+/// different dtypes, or of shapes that do not fit are errors that name every operand.
+///
+/// *Order.* Operations on a device are enqueued, and later work on any stream is ordered after them by the ticks that the memory carries.
+///
+/// *Waiting.* Methods that wait on the host say so in their names. Beyond that, where the host itself changes, copies or converts elements in
+/// page-locked memory, it waits for copies that still fill that memory ([`crate::HostMemoryStats::num_waits`] counts these waits).
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};

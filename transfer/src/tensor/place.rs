@@ -1,4 +1,4 @@
-//! Where tensors are.
+//! Places of tensors: the host, page-locked or not, and devices.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use aquifer_device::Device;
 use crate::pinned::PinnedPool;
 use crate::runtime::Transfer;
 
-/// Where a tensor is, or goes.
+/// The memory that a tensor is in, or goes to.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -25,7 +25,7 @@ pub enum Place {
     Host,
     /// Page-locked host memory of a pool, for copies to and from its device.
     Pinned(PinnedPool),
-    /// Memory of a device. What is copied there runs on the stream of the [`Transfer`], if it has one ([`Transfer::on`]).
+    /// Memory of a device. Copies there run on the stream of the [`Transfer`], if it has one ([`Transfer::on`]).
     Device(Transfer),
 }
 
@@ -71,7 +71,8 @@ impl Place {
         self.serves_as(other) && other.serves_as(self)
     }
 
-    /// Whether what is here is there already. Page-locked memory is host memory, too; the other way round a copy is needed.
+    /// Whether a tensor in this place needs no move to the other one. Page-locked memory counts as host memory, too; from host to page-locked
+    /// memory a copy is needed.
     pub fn serves_as(&self, wanted: &Place) -> bool {
         match (self, wanted) {
             (Place::Device(own), Place::Device(wanted)) => own.device().id() == wanted.device().id(),

@@ -1,4 +1,4 @@
-//! What becomes of a tensor on its way.
+//! How a tensor is moved.
 
 use aquifer_device::Stream;
 use aquifer_kernels::DType;
@@ -7,7 +7,7 @@ use super::place::Place;
 use crate::error::TransferError;
 use crate::placement::Fallback;
 
-/// What a tensor becomes on the way: dtype, stream, and what happens where memory runs out.
+/// How a tensor is moved: its new dtype, the stream of the copy, and what happens when memory runs out.
 ///
 /// ```
 /// use aquifer_kernels::DType;

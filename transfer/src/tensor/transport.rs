@@ -43,7 +43,7 @@ impl Tensor {
     /// ticks. Shares the memory where it is in the place already; page-locked memory is host memory, too.
     ///
     /// # Errors
-    /// When memory runs out, and those of the drivers.
+    /// When memory runs out, and errors of the drivers.
     pub fn to(&self, place: impl Into<Place>) -> Result<Pending<Tensor>, TransferError> {
         self.to_with(place, To::new())
     }
@@ -95,7 +95,7 @@ impl Tensor {
     /// copy is enqueued.
     ///
     /// # Errors
-    /// When memory runs out, and those of the driver.
+    /// When memory runs out, and errors of the driver.
     pub fn contiguous(&self) -> Result<Tensor, TransferError> {
         if self.is_contiguous() {
             return Ok(self.clone());

@@ -1,7 +1,7 @@
-//! Granules that may move: those that lie wholly in free blocks and whose last use is done.
+//! Donors: granules that may move, because they lie wholly in free blocks and their last use is done.
 //!
-//! The highest addresses give first, so that what is in use gathers at the low ones and steady programs find their memory where
-//! they left it. Granules that are not known done are counted by the tick that would let them move.
+//! The highest addresses give first, so that memory in use gathers at the low ones and steady programs find their memory where
+//! they left it. Granules whose last use is not known done are counted by the tick that would let them move.
 
 use std::collections::{BTreeMap, BinaryHeap};
 

@@ -1,8 +1,8 @@
-//! The gate: operations that change a few mappings pass it together, those that concern all of them alone.
+//! The gate: a lock that operations on a few mappings hold shared, and operations on all mappings hold exclusively.
 //!
-//! Whoever remaps holds it from deciding to accounting, across the driver's calls, so that whoever needs all mappings at once
-//! finds none of them in the hands of others. It comes before every other lock. The device is waited for while it is shared where memory is
-//! given back, and nowhere else.
+//! A remap holds it from its decision to its accounting, across the driver's calls, so that an operation which needs all mappings at once
+//! finds none of them in the hands of others. It comes before every other lock. While it is held shared, the device is waited for only where
+//! memory is given back.
 
 use crate::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 

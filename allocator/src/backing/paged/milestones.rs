@@ -1,9 +1,9 @@
-//! Milestones: events recorded in time, so that the host knows what is done.
+//! Milestones: events recorded ahead of need, so that the host knows what is done.
 //!
-//! What the host must know before it can move memory needs an event, and one recorded only then would complete only after
-//! everything queued by then. So a stream records one when much was given back since the last. Others are recorded when a request
-//! needs to know. Both together are at most one event for 100 operations, beside a few at the start: an operation is an
-//! allocation or a free, and allocations are what is counted.
+//! Before memory can move, the host must know that its last use is done, which takes an event. An event recorded only when memory has to move
+//! would complete only after everything queued by then. So a stream records one whenever much was given back since the last one. Others are
+//! recorded when a request needs to know. Both kinds together are at most one event per 100 operations, plus a few at the start. An
+//! operation is an allocation or a free; allocations are what is counted.
 
 use crate::shell::arena::Guard;
 use crate::shell::whole::Whole;

@@ -1,7 +1,7 @@
 //! Access of other devices to this one's memory.
 //!
-//! Each mapping has its own list of devices, so a peer is let into all that are there, and into every later one by the list
-//! that operations on mappings take along. The gate keeps these out in between, so that none is missed.
+//! Each mapping has its own list of devices with access. So a new peer is given access to all existing mappings, and to every later one by
+//! the list that operations on mappings use. The gate excludes those operations in between, so that no mapping is missed.
 
 use aquifer_device::DevicePtr;
 
@@ -29,7 +29,7 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// Those of the driver, such as devices that cannot reach each other: the peer is then not let into later mappings, though
+    /// Errors of the driver, such as devices that cannot reach each other: the peer is then not let into later mappings, though
     /// it may have access to some of the present ones. [`AllocError::NotMapped`] where memory comes in segments.
     pub fn enable_peer_access(&self, ordinal: u32) -> Result<(), AllocError> {
         let _alone = self.gate().exclusive();

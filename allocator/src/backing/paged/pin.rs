@@ -1,7 +1,7 @@
 //! Pins: memory that other parties know by its address, such as a network card that registered it, stays where it is.
 //!
-//! What is pinned is counted by granule, or by segment, so pins may overlap. Memory of a live allocation is never moved
-//! anyway: a pin keeps it in place after that, until the party has let go of it.
+//! Pins are counted by granule, or by segment, so they may overlap. Memory of a live allocation never moves anyway; a pin keeps
+//! it in place after the allocation is dropped, until the other party has released it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

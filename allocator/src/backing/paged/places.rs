@@ -1,7 +1,7 @@
 //! The places of a reservation, by number: the granule behind each, and whether granules moved away from it.
 //!
-//! What happens to places happens to many side by side, so all of it goes range by range. A reservation has room for more memory
-//! than there is, and its low end fills first: what is above the highest place that ever had a granule costs nothing.
+//! Places mostly change many at a time, side by side, so all operations work on ranges. A reservation has room for more memory
+//! than there is, and its low end fills first; places above the highest one that ever had a granule cost nothing.
 
 use std::ops::Range;
 

@@ -1,8 +1,9 @@
-//! Whether a program comes back to where it was.
+//! Recurrence: whether a program returns to a point at which memory moved before.
 //!
 //! A program that repeats its steps exactly asks for the same number of bytes while the same number of bytes is in use, again and again;
-//! one whose sizes vary does so only in parts. So the *points* of the program at which memory had to move are remembered, as those two numbers.
-//! Asked and written only when memory has to move, under all locks; a bounded number is kept, the oldest go first.
+//! one whose sizes vary does so only in parts. So a *point* of the program is identified by these two numbers, and the points at which memory
+//! had to move are remembered. They are read and written only when memory has to move, under all locks. A bounded number is kept; the oldest
+//! are dropped first.
 
 use std::collections::VecDeque;
 

@@ -1,11 +1,11 @@
 //! Sleep: all mapped memory goes back to the device, while its addresses, and every live allocation there, stay what they are.
 //!
-//! What is *absent* is listed by range, with the granules that are in hand for it and the contents that were saved. Falling asleep
-//! and waking up work on that list, and each step is noted in it, so either can stop anywhere: falling asleep is undone by
-//! waking up, and waking up goes on where it stopped. Contents saved are kept until their memory is back in use.
+//! Memory that is *absent* is listed by range, with the granules that are at hand for it and the contents that were saved. Falling asleep
+//! and waking up work on that list and note each step in it, so either can stop anywhere: an interrupted falling asleep is undone by
+//! waking up, and an interrupted waking up is continued where it stopped. Saved contents are kept until their memory is back in use.
 //!
-//! While the list is there, nothing is mapped, moved or trimmed, and nothing is allocated; frees only change the heap. Segments,
-//! exportable memory and pinned granules stay where they are: others know them.
+//! While the list exists, nothing is mapped, moved or trimmed, and nothing is allocated; frees only change the heap. Segments,
+//! exportable memory and pinned granules stay where they are, because others know their addresses.
 
 use std::ops::Range;
 
@@ -81,7 +81,7 @@ impl Allocator {
     ///
     /// # Errors
     /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::KeptAwake`] while this very thread keeps the allocator
-    /// awake; [`AllocError::OutOfHostMemory`]; those of the driver. The allocator is then awake as before, contents included unless they
+    /// awake; [`AllocError::OutOfHostMemory`]; errors of the driver. The allocator is then awake as before, contents included unless they
     /// were to be discarded; if the driver fails at that, too, [`Allocator::is_asleep`] says so, and [`Allocator::wake`] can be tried.
     pub fn sleep(&self, contents: Contents) -> Result<u64, AllocError> {
         if self.shell().core().paged.is_none() {
@@ -111,7 +111,7 @@ impl Allocator {
     /// sleep, this waits for that first, unless this thread keeps it awake.
     ///
     /// # Errors
-    /// Those of the driver, such as lack of memory, in which case everything taken so far goes back to the device. The allocator
+    /// Errors of the driver, such as lack of memory, in which case everything taken so far goes back to the device. The allocator
     /// is still asleep, nothing is lost, and this can be tried again.
     pub fn wake(&self) -> Result<(), AllocError> {
         if self.shell().is_kept_awake_here() {

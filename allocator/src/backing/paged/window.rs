@@ -1,9 +1,9 @@
-//! The place where contiguous memory costs the fewest granules.
+//! Windows: the places where contiguous memory costs the fewest granules.
 //!
-//! Free blocks of the home stream and holes that lie side by side form a *run*. A window is a stretch of a run as long as
-//! the request, and what it costs is the granules that its holes lack. The best windows begin where a piece begins or end where
-//! one ends, so only those are looked at, and runs of large free blocks before others. Among equals that were looked at the lowest
-//! address wins, which keeps the high ends empty.
+//! Adjacent free blocks of the home stream and holes form a *run*; each of them is a *piece*. A *window* is a stretch of a run as long as
+//! the request, and its cost is the number of granules that its holes lack. The best windows begin where a piece begins or end where
+//! one ends, so only those are looked at, and runs with large free blocks before others. Among equally cheap ones the lowest
+//! address wins, which keeps the high ends of regions empty.
 
 use crate::heap::{Block, BlockId, Heap, State};
 

@@ -1,15 +1,15 @@
-//! The index that is fast: bins of similar sizes, each a list through its blocks' own records, last in first out.
+//! The fast index: bins of similar sizes, each a linked list through its blocks' own records, last in first out.
 //!
 //! Putting a block in and taking it out cost the same however many blocks there are: a bit, a head, and the links of at most
 //! two other blocks. A block whose size changes within its bin stays where it is, which is what cutting a little off a large
 //! block, or merging a little into it, mostly does.
 //!
-//! What is promised of the block that is chosen for a request:
-//! * there is one whenever any block is large enough;
-//! * bins are so narrow ([`super::sizes`]) that all blocks of one differ by at most 1/64. A request looks at the first
-//!   [`CANDIDATES`] blocks of the bin of its own size, takes the first that is large enough, and else any block of the next bin
-//!   that holds one, all of which are. So the block is at most 1/64 larger than the best fit, unless the best fit hides
-//!   behind [`CANDIDATES`] others of the request's own bin that are too small, or one of them is a hair larger.
+//! Guarantees about the block that is chosen for a request:
+//! * a block is found whenever any block is large enough;
+//! * bins are so narrow ([`super::sizes`]) that the blocks of one bin differ by at most 1/64. A request looks at the first
+//!   [`CANDIDATES`] blocks of the bin of its own size and takes the first that is large enough. If there is none, it takes any block of the
+//!   next occupied bin, all of which are large enough. So the block is at most 1/64 larger than the best fit, unless the best fit hides
+//!   behind [`CANDIDATES`] others of the request's own bin that are too small, or one of them is slightly larger.
 //!
 //! Invariants:
 //! * a block is in the list of the bin of its size; its links name its neighbours there, [`BlockId::NONE`] at both ends;

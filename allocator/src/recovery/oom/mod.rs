@@ -52,11 +52,11 @@ pub struct OomReport {
     pub device_name: String,
     /// Bytes that the caller asked for.
     pub requested: u64,
-    /// Bytes that would have been taken from the device for it, if nothing that is free here helped.
+    /// Bytes that would have been taken from the device for it, if no free memory of the allocator had helped.
     pub segment: u64,
-    /// The part of them that the device would have had to give, because no memory that is free here can be moved there.
+    /// The part of them that the device would have had to provide, because no free memory of the allocator could be moved there.
     pub from_device: u64,
-    /// Our own number of the stream it was for.
+    /// The stream that it was for, by its [`Stream::id`](aquifer_device::Stream::id).
     pub stream_id: u32,
     /// The private pool it was for.
     pub pool: Option<(u64, u64)>,

@@ -1,7 +1,7 @@
-//! What would make room for a request: each set of remedies that suffices and has no part that it could do without.
+//! What would make room for a request: every minimal set of remedies that suffices.
 //!
-//! Remedies change what stays reserved, what is allowed, or what the device has for us. All of that is sums, so every set can be
-//! tried. Where a sum is not known, it errs towards asking for more: who does what is advised is served.
+//! Remedies change how much stays reserved, how much is allowed, or how much the device has available. All of these are sums, so every set
+//! can be tried. Where a sum is not known, the estimate errs towards asking for more, so that whoever follows the advice is served.
 
 use crate::heap::{Region, State};
 use crate::pools::table::Private;

@@ -1,11 +1,11 @@
 //! A simulated device that lags behind the host by a number of events of a program.
 //!
-//! What [`Lagging`] is, and where the device stands, is told there.
+//! [`Lagging`] says how far the device has got.
 //!
-//! It also watches over memory, independently of the allocator: told which addresses the program's allocations cover and
-//! when each was last used, it reports a hazard, as the race detector reports its own (`take_violation`), when
+//! The device also checks memory, independently of the allocator. It is told which addresses the program's allocations cover and
+//! when each was last used, and reports a hazard, as the race detector reports its own (`take_violation`), when
 //! memory is unmapped that is live or whose last use the device has not reached, when plain memory is freed that is live, and
-//! when the same address is given out twice. Releasing physical memory needs no check of its own: it is gone only once it is
+//! when the same address is given out twice. Releasing physical memory needs no check of its own, because memory is gone only once it is
 //! unmapped.
 //!
 //! Invariant: the position never goes back. The state's lock is a leaf: no call is passed on under it.

@@ -1,8 +1,8 @@
-//! `bench`: how long pairs of an allocation and a free take, beside the yardstick.
+//! `bench`: the time of a pair of an allocation and a free, compared with the yardstick.
 //!
-//! Sizes and victims are drawn before the clock starts. The allocator and the yardstick run the same pairs in turns, round
-//! by round, so that what else the machine does falls on both; medians are reported. Several threads take turns with one
-//! thread alone, too, so that their rates compare.
+//! Sizes, and which blocks are freed, are drawn before the clock starts. The allocator and the yardstick run the same pairs alternately,
+//! round by round, so that other load on the machine affects both; medians are reported. Runs of several threads also alternate with one
+//! thread alone, so that their rates are comparable.
 
 mod crew;
 mod handover;
