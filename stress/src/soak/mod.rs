@@ -133,8 +133,9 @@ mod tests {
             for threads in [1, 3] {
                 let (tally, allocator) = soaked(seed, threads, options);
                 assert_eq!((tally.operations, &tally.mismatches[..]), (600, &[][..]), "seed {seed}, {options}");
+                // Whether several threads hold too much at a time depends on how they happen to run.
                 assert!(
-                    tally.ooms > 0
+                    (tally.ooms > 0 || threads > 1)
                         && tally.blocks_verified > 100
                         && tally.copies > 0
                         && tally.uploads > 0
