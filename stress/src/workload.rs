@@ -83,8 +83,13 @@ impl Script {
     }
 }
 
-/// A subject and its live blocks.
+/// Unused bytes behind the handles of each subject: those of two threads must not share a cache line, nor two that are fetched
+/// together, or the threads are measured waiting for each other's writes.
+const APART: usize = 256;
+
+/// A subject and its live blocks, apart from those of other threads.
 #[derive(Debug)]
+#[repr(align(128))]
 pub struct Work<S: Subject> {
     subject: S,
     live: Vec<Option<S::Handle>>,
@@ -96,7 +101,10 @@ impl<S: Subject> Work<S> {
     /// # Errors
     /// When the subject refuses.
     pub fn start(mut subject: S, script: &Script) -> Result<Work<S>, Refused> {
-        let live = script.start.iter().map(|&bytes| subject.alloc(bytes, 0).map(Some)).collect::<Result<_, _>>()?;
+        let mut live = Vec::with_capacity(script.start.len() + APART.div_ceil(size_of::<Option<S::Handle>>().max(1)));
+        for &bytes in &script.start {
+            live.push(Some(subject.alloc(bytes, 0)?));
+        }
         Ok(Work { subject, live })
     }
 
