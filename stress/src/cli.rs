@@ -41,7 +41,7 @@ Examples:
 /// Without a command it runs the demonstration. Results go to standard output, as tables or, with --json, as one JSON object per line.
 /// Everything else goes to standard error.
 #[derive(Debug, Parser)]
-#[command(name = "aquifer-stress", version, after_long_help = format!("{EXAMPLES}\n\n{CODES}"))]
+#[command(name = "aquifer-stress", version, max_term_width = 100, after_long_help = format!("{EXAMPLES}\n\n{CODES}"))]
 pub struct Cli {
     /// What holds for every command.
     #[command(flatten)]
@@ -107,10 +107,12 @@ pub enum Command {
 
 const FILES: &str = "\
 Files, recognized by their content, each plain or gzip-compressed:
-  allocation traces (.trace), PyTorch memory snapshots with history (.pickle, .json; every device in them),
+  allocation traces (.trace),
+  PyTorch memory snapshots with history (.pickle, .json), of all devices in them,
   RMM logs (.csv)
 
-A trace is text with one event per line. IDs and STREAMs are any numbers from 0 on; an ID may be reused after it was freed:
+A trace is text with one event per line. IDs and STREAMs are any numbers from 0 on; an ID may be
+reused after it was freed:
   # TEXT               a comment; `# name: NAME` names the trace
   a ID BYTES STREAM    allocates a block of BYTES bytes on a stream
   f ID STREAM          frees the block; STREAM is the stream that it was allocated on
@@ -119,41 +121,51 @@ A trace is text with one event per line. IDs and STREAMs are any numbers from 0 
 
 const REPLAY_KEYS: &str = "\
 JSON keys, per program and config:
-  trace, config, device, lag   the program, the options, the device, and how far the device lagged behind
-  events, allocs            number of allocations and frees in one pass; number of allocations among them
+  trace, config, device, lag   the program, the options, the device, and how far the device lagged
+                               behind
+  events, allocs            number of allocations and frees in one pass; number of allocations among
+                            them
   peak_requested_bytes      the most memory that the program had requested and not yet freed
   peak_allocated_bytes      the same after rounding
   peak_reserved_bytes       the most memory that was held from the device
   reserved_over_requested   ratio of peak_reserved_bytes to peak_requested_bytes
-  ns_per_op                 time per event: the median of the passes after the first, or the first if it is the only one;
-                            null, like the next key, if the program has no events
+  ns_per_op                 time per event: the median of the passes after the first, or the first
+                            if it is the only one; null, like the next key, if the program has no
+                            events
   first_pass_ns_per_op      time per event of the first pass, which takes the memory from the device
   driver_calls              driver calls by name, without those of the setup
-  driver_allocs             allocations during which the driver was asked to allocate, create, map or make accessible
-  driver_time_modelled_us   time that all driver calls would take on a real device, by the simulator's cost model
+  driver_allocs             allocations during which the driver was asked to allocate, create, map
+                            or make accessible
+  driver_time_modelled_us   time that all driver calls would take on a real device, by the
+                            simulator's cost model
   worst_alloc_us            the most of that time within one allocation
   driver_allocs_measured_us, worst_alloc_measured_us
-                            on a real device: host time of the allocations in driver_allocs, with everything that they do;
-                            the most of that time within one of them; null on a simulated device
+                            on a real device: host time of the allocations in driver_allocs, with
+                            everything that they do; the most of that time within one of them; null
+                            on a simulated device
   stalls                    waits of the host for a device that lagged behind (--lag)
-  remaps, granules_moved    how often memory was moved to where contiguous addresses were needed; granules that moved
+  remaps, granules_moved    how often memory was moved to where contiguous addresses were needed;
+                            granules that moved
   warm_driver_calls, warm_driver_allocs, warm_driver_time_modelled_us, warm_stalls
                             the same for later passes, as their mean; null if there is only one pass
   warm_worst_alloc_us       the greatest worst_alloc_us of the later passes
   driver_calls_by_pass      number of driver calls in each pass, including the first
   ooms, retries             requests refused; times that all cached memory was released to try again
   events_recorded, stream_waits   events and waits that ordering streams after each other took
-  hazards                   pieces of work that the simulated device found unordered, and memory taken away before the
-                            device was done with it; 0 unless there is a bug
-  yardstick_ns_per_op       time per event of offset-allocator; with --yardstick only, and if there are events
+  hazards                   pieces of work that the simulated device found unordered, and memory
+                            taken away before the device was done with it; 0 unless there is a bug
+  yardstick_ns_per_op       time per event of offset-allocator; with --yardstick only, and if there
+                            are events
   pool_ns_per_op, pool_peak_reserved_bytes, pool_ooms
-                            with --driver-pool only: time per event, the most memory that the pool held from the device, and
-                            requests that it refused in the last pass. A real driver keeps one high-water mark for the whole
-                            process; where this program did not raise it, the value is the most held at the end of a pass
-Counts and peaks are of the first pass unless stated otherwise; hazards are of all passes and of the end. Times are taken in
-separate passes on another device, where nothing is counted; they include neither reading the file nor freeing what a pass
-leaves allocated. Modelled times are null on a real device. Measured times are of the first counted pass, without the
-counting itself.";
+                            with --driver-pool only: time per event, the most memory that the pool
+                            held from the device, and requests that it refused in the last pass. A
+                            real driver keeps one high-water mark for the whole process; where this
+                            program did not raise it, the value is the most held at the end of a
+                            pass
+Counts and peaks are of the first pass unless stated otherwise; hazards are of all passes and of the
+end. Times are taken in separate passes on another device, where nothing is counted; they include
+neither reading the file nor freeing what a pass leaves allocated. Modelled times are null on a real
+device. Measured times are of the first counted pass, without the counting itself.";
 
 /// Arguments of `replay`.
 #[derive(Debug, Args)]
@@ -202,12 +214,14 @@ pub struct FitArgs {
 const FIT_KEYS: &str = "\
 JSON keys, per program and config:
   trace, config             the program, and the options
-  smallest_device_bytes     the size of the smallest device: the program finishes there, and fails with 2 MiB less
-  ratio                     that size over the most memory that the program had requested and not yet freed
+  smallest_device_bytes     the size of the smallest device: the program finishes there, and fails
+                            with 2 MiB less
+  ratio                     that size over the most memory that the program had requested and not
+                            yet freed
   retries_at_fit            times that all cached memory was released to try again, on that device
-The device is simulated, even where there is a GPU, and its size is replaced. --device may name another simulated device.
-Whether a program finishes need not be monotonic in the size of the device: smaller sizes were tried near this boundary, not
-everywhere.";
+The device is simulated, even where there is a GPU, and its size is replaced. --device may name
+another simulated device. Whether a program finishes need not be monotonic in the size of the
+device: smaller sizes were tried near this boundary, not everywhere.";
 
 /// Arguments of `bench`.
 #[derive(Debug, Args)]
@@ -225,25 +239,32 @@ pub struct BenchArgs {
 const BENCH_KEYS: &str = "\
 Benchmarks; a pair is one allocation and one free:
   hot_512b, hot_1mib, hot_64mib        a block is freed as soon as it is allocated
-  churn_100, churn_1000, churn_10000   that many live blocks of 512 B to 64 MiB (log-uniform); a random one is replaced
+  churn_100, churn_1000, churn_10000   that many live blocks of 512 B to 64 MiB (log-uniform); a
+                                       random one is replaced
   churn_100000                         the same, 512 B to 1 MiB
   churn_1000000                        the same, 512 B to 64 KiB
   threads1_streams1, threads2_streams2, threads4_streams4
-                                       threads on one allocator, each with a stream of its own, on which a block of 1 MiB is
-                                       freed as soon as it is allocated; offset-allocator, which has no locks, has an
-                                       instance per thread
+                                       threads on one allocator, each with a stream of its own, on
+                                       which a block of 1 MiB is freed as soon as it is allocated;
+                                       offset-allocator, which has no locks, has an instance per
+                                       thread
   threads1_churn, threads2_churn, threads4_churn
-                                       the same, where each thread has 100 live blocks of 512 B to 1 MiB and replaces a random one
-  handover                             one thread allocates blocks of 512 B to 1 MiB, another frees them, through a ring of 256
-                                       places; offset-allocator is behind a lock
-JSON keys, per benchmark and allocator (aquifer and, alternating with it, the bare index offset-allocator):
+                                       the same, where each thread has 100 live blocks of 512 B to 1
+                                       MiB and replaces a random one
+  handover                             one thread allocates blocks of 512 B to 1 MiB, another frees
+                                       them, through a ring of 256 places; offset-allocator is
+                                       behind a lock
+JSON keys, per benchmark and allocator (aquifer and, alternating with it, the bare index
+offset-allocator):
   benchmark, allocator      the benchmark, and what was measured
   device                    the device; a simulated one has at least 8 TiB here
-  largest_bytes             the largest block: as above, or smaller where the device has no room for so many
+  largest_bytes             the largest block: as above, or smaller where the device has no room for
+                            so many
   ns_per_pair               time of a pair in one thread, the median of several rounds
   threads, live             number of threads, and of live blocks of each
-  rate_vs_one_thread        pairs per time of each thread over those of one thread alone, measured alternately; for handover,
-                            of one thread that passes blocks through the ring to itself";
+  rate_vs_one_thread        pairs per time of each thread over those of one thread alone, measured
+                            alternately; for handover, of one thread that passes blocks through the
+                            ring to itself";
 
 /// A device, with the text that named it.
 #[derive(Debug, Clone)]

@@ -27,26 +27,30 @@ pub struct CompareArgs {
 }
 
 const COMPARE_KEYS: &str = "\
-Options without --config: backing:segments,cross_stream:off (PyTorch's behaviour), backing:segments, and backing:paged where this
-version has it.
+Options without --config: backing:segments,cross_stream:off (PyTorch's behaviour), backing:segments,
+and backing:paged where this version has it.
 
 JSON keys, per program and config (\"row\": \"trace\"):
   trace, config             the program, and the options; \"pytorch ...\" with --pytorch
   peak_requested_bytes      the most memory that the program had requested and not yet freed
-  peak_reserved_bytes, reserved_over_requested   the most memory that was held from the device, and its ratio to requested
-  smallest_device_bytes, smallest_over_requested   as found by `fit`, and its ratio to requested; null if it fits on none
-  allocs, driver_allocs     allocations of one pass; those during which the driver was asked for memory or to map it
+  peak_reserved_bytes, reserved_over_requested   the most memory that was held from the device, and
+                            its ratio to requested
+  smallest_device_bytes, smallest_over_requested   as found by `fit`, and its ratio to requested;
+                            null if it fits on none
+  allocs, driver_allocs     allocations of one pass; those during which the driver was asked for
+                            memory or to map it
   warm_driver_allocs        mean of driver_allocs over the later passes
   driver_time_modelled_us, warm_driver_time_modelled_us, worst_alloc_us
-                            modelled time of driver calls: in the first pass, in a later pass, and the most within one
-                            allocation of the first pass
-  ns_per_op, yardstick_ns_per_op   time per event, and that of the bare index offset-allocator, as in `replay`
+                            modelled time of driver calls: in the first pass, in a later pass, and
+                            the most within one allocation of the first pass
+  ns_per_op, yardstick_ns_per_op   time per event, and that of the bare index offset-allocator, as
+                                   in `replay`
   ooms, hazards             as in `replay`
 and per config, at the end (\"row\": \"mean\"):
   config, traces            the options, and the number of programs
   reserved_over_requested, smallest_over_requested, ns_per_op, times_yardstick   geometric means
   worst_reserved_over_requested, worst_smallest_over_requested, worst_alloc_us   maxima
   allocs, driver_allocs, warm_driver_allocs, driver_time_modelled_us, warm_driver_time_modelled_us, ooms, hazards   totals
-Figures are null where they are not known; means and totals are null unless known for every program. Figures from --pytorch
-are taken from the file, so its times are those of the machine that made it. The device is simulated, even where there is a GPU;
---device may name another simulated device.";
+Figures are null where they are not known; means and totals are null unless known for every program.
+Figures from --pytorch are taken from the file, so its times are those of the machine that made it.
+The device is simulated, even where there is a GPU; --device may name another simulated device.";

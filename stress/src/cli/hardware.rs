@@ -12,19 +12,22 @@ pub struct CallsArgs {
 }
 
 const CALLS_KEYS: &str = "\
-Memory is taken in sizes from 2 MiB to 2 GiB, as far as the device has them. Setting access and unmapping are measured once for a piece
-of each size, and once for 1, 8 and 64 pieces of one granule at a time. The driver's pool is asked twice for each size before the host
-waits, at which point it gives back by default what it does not use.
+Memory is taken in sizes from 2 MiB to 2 GiB, as far as the device has them. Setting access and
+unmapping are measured once for a piece of each size, and once for 1, 8 and 64 pieces of one granule
+at a time. The driver's pool is asked twice for each size before the host waits, at which point it
+gives back by default what it does not use.
 
 JSON keys, per call and size:
   device, call              the device, and the driver call
   bytes                     memory that one call is about; 0 where it is about none
   mappings                  number of mappings that one call covers; 0 where it is about none
-  pool                      for calls of the driver's pool, \"cold\" if it had given everything back to the device, or \"warm\" if the
-                            same stream had just freed as much to it; null for other calls
+  pool                      for calls of the driver's pool, \"cold\" if it had given everything back
+                            to the device, or \"warm\" if the same stream had just freed as much to
+                            it; null for other calls
   rounds                    how often the call was measured
   median_us, p95_us         time of a call: the median, and the 95th percentile
-  modelled                  whether the times come from the simulator's cost model; otherwise they were measured";
+  modelled                  whether the times come from the simulator's cost model; otherwise they
+                            were measured";
 
 /// Arguments of `soak`.
 #[derive(Debug, Args)]
@@ -64,24 +67,32 @@ fn minutes(text: &str) -> Result<f64, String> {
 }
 
 const SOAK_KEYS: &str = "\
-Each operation does one of these to a block, on any of the streams: allocate it and write a pattern; verify it, and free or keep it;
-write another pattern; copy it elsewhere and back, wiping it in between; pass it to another thread; read it back to the host. Other
-operations keep a stream busy, or give cached memory back. When memory runs out, some of the blocks are verified and freed. Each
+Each operation does one of these to a block, on any of the streams: allocate it and write a pattern;
+verify it, and free or keep it; write another pattern; copy it elsewhere and back, wiping it in
+between; pass it to another thread; read it back to the host. Other operations keep a stream busy,
+or give cached memory back. When memory runs out, some of the blocks are verified and freed. Each
 word of a pattern depends on its address and on the operation that wrote it.
 
 JSON keys:
-  device, config, seed, seeds, threads, streams, limit_bytes   what was run, on which device, with how much memory
+  device, config, seed, seeds, threads, streams, limit_bytes   what was run, on which device, with
+                            how much memory
   operations, allocs        number of operations, and of blocks allocated
   ooms                      requests refused for lack of memory
   bytes_written, bytes_verified, blocks_verified   patterns that the device wrote, and verified
   copies, handed_over       copies between blocks; blocks that were passed to another thread
-  uploads, downloads        blocks that the host wrote, and verified, by transfers that were not waited for at once
+  uploads, downloads        blocks that the host wrote, and verified, by transfers that were not
+                            waited for at once
   releases                  times that cached memory was given back
   peak_reserved_bytes       the most memory that was held from the device
-  mismatches                times that memory did not read as it was written. The device verifies up to 64 blocks before the host
-                            looks, so one mismatch may stand for several. Each is reported on standard error, with the seed, and
-                            the operation and block of the first byte that differs; 0 unless there is a bug
+  mismatches                times that memory did not read as it was written. The device verifies up
+                            to 64 blocks before the host looks, so one mismatch may stand for
+                            several. Each is reported on standard error, with the seed, and the
+                            operation and block of the first byte that differs; 0 unless there is a
+                            bug
   not_given_back_bytes      memory that could not be given back in the end; 0 unless there is a bug
-  hazards                   pieces of work that the simulated device found unordered; 0 unless there is a bug
-  seconds, operations_per_s, gb_per_s   duration, and rates; gb_per_s counts patterns written and verified
-With one thread on a simulated device, the same seed always gives the same run. The exit code is 1 if there are mismatches.";
+  hazards                   pieces of work that the simulated device found unordered; 0 unless there
+                            is a bug
+  seconds, operations_per_s, gb_per_s   duration, and rates; gb_per_s counts patterns written and
+                                        verified
+With one thread on a simulated device, the same seed always gives the same run. The exit code is 1
+if there are mismatches.";

@@ -24,27 +24,33 @@ pub struct FragmentationArgs {
 }
 
 const FRAGMENTATION_KEYS: &str = "\
-Each scenario is a synthetic program, sized by the device, followed by one more request: the probe. The probe is no larger than the
-memory that is free by then, so if it is refused, the cause is how the free memory is scattered, or a limit or headroom among the
-options. Each --config adds a policy.
+Each scenario is a synthetic program, sized by the device, followed by one more request: the probe.
+The probe is no larger than the memory that is free by then, so if it is refused, the cause is how
+the free memory is scattered, or a limit or headroom among the options. Each --config adds a policy.
 
 JSON keys, per scenario and policy:
   scenario, policy, device  the scenario, the options, and the device
   peak_requested_bytes      the most memory that the program had requested and not yet freed
   peak_allocated_bytes      the most memory that was allocated, after rounding
   peak_reserved_bytes       the most memory that was held from the device
-  allocated_bytes, reserved_bytes   memory allocated, and held from the device, at the end of the program
-  free_bytes                memory free then: in the cache, and on the device as far as limit and headroom let it be taken
-  largest_free_bytes        the largest request that is served then, found by trying, each time after flushing the cache
-  unusable_index            the share of free_bytes that the probe cannot use, 0 to 1; 1 if the probe is refused
+  allocated_bytes, reserved_bytes   memory allocated, and held from the device, at the end of the
+                                    program
+  free_bytes                memory free then: in the cache, and on the device as far as limit and
+                            headroom let it be taken
+  largest_free_bytes        the largest request that is served then, found by trying, each time
+                            after flushing the cache
+  unusable_index            the share of free_bytes that the probe cannot use, 0 to 1; 1 if the
+                            probe is refused
   request_bytes             size of the probe
   probe_fits                whether the probe was served
   ooms                      requests of the program that were refused
   retries                   times that all cached memory was released to try again
   driver_allocs             times that memory was taken from the device
   cross_stream_reuses       times that a stream reused memory that another one had freed
-  inputs, inputs_damaged    blocks whose head the host filled by transfers; those of them that did not come back intact
-  hazards                   pieces of work that the simulated device found unordered; 0 unless there is a bug
+  inputs, inputs_damaged    blocks whose head the host filled by transfers; those of them that did
+                            not come back intact
+  hazards                   pieces of work that the simulated device found unordered; 0 unless there
+                            is a bug
   verdict                   the outcome in words";
 
 /// Arguments of `oom`.
@@ -61,14 +67,15 @@ pub struct OomArgs {
 }
 
 const OOM_KEYS: &str = "\
-Each way sets memory up, writes patterns to it, asks for more than it can get, and then does what the report advises. After
-that the patterns are read back, and the allocator must be as usable as before.
+Each way sets memory up, writes patterns to it, asks for more than it can get, and then does what
+the report advises. After that the patterns are read back, and the allocator must be as usable as
+before.
 
 JSON keys, per way:
   way, device               the way, and the device
   skipped                   why the way was skipped, if it was; the other keys are absent then
-  failed                    what failed other than the request that should be refused, or why nothing was refused; the other
-                            keys are absent then
+  failed                    what failed other than the request that should be refused, or why
+                            nothing was refused; the other keys are absent then
   requested_bytes           size of the request
   refused                   whether the request was refused
   error                     the first line of the error
@@ -76,12 +83,15 @@ JSON keys, per way:
   recovered_by              what was done about it
   recovered                 whether the request, or another of its size, was served after that
   intact                    whether everything written before reads back as it was written
-  usable                    whether the allocator gives everything back in the end, and serves the same requests again
+  usable                    whether the allocator gives everything back in the end, and serves the
+                            same requests again
   allocated_bytes_before, allocated_bytes_after, reserved_bytes_before, reserved_bytes_after
-                            before the request and after the refusal, before anything was done about it
+                            before the request and after the refusal, before anything was done about
+                            it
   hazards                   pieces of work that the simulated device found unordered
-The exit code is 1 if a way failed, or did not go as it should; the remaining ways are tried all the same. On a real device 1/64 of the
-free memory, at least 256 MiB, is left untouched, because not all of it can be allocated.";
+The exit code is 1 if a way failed, or did not go as it should; the remaining ways are tried all the
+same. On a real device 1/64 of the free memory, at least 256 MiB, is left untouched, because not all
+of it can be allocated.";
 
 /// Arguments of `demo`.
 #[derive(Debug, Default, Args)]
@@ -93,20 +103,25 @@ pub struct DemoArgs {
 }
 
 const DEMO_KEYS: &str = "\
-The recorded programs are built in; each --config adds a row to the comparison. Devices are simulated. Where there should be plenty of
-memory, they have the size of --device or more; where memory should run out, they have a little more than the program uses.
+The recorded programs are built in; each --config adds a row to the comparison. Devices are
+simulated. Where there should be plenty of memory, they have the size of --device or more; where
+memory should run out, they have a little more than the program uses.
 
 JSON keys, by step; sizes are bytes:
   replay    a program on a device with plenty of memory, at the time when it held the most:
             trace, device_bytes, peak_requested_bytes, peak_reserved_bytes, allocated_bytes,
-            unused_segment_bytes (segments with nothing live), pieces, piece_bytes (free blocks elsewhere), hazards
+            unused_segment_bytes (segments with nothing live), pieces, piece_bytes (free blocks
+            elsewhere), hazards
   oom       the same program on a small device, until a request is refused:
-            trace, device_bytes, refused, requested_bytes, free_bytes, largest_free_bytes, error, advice,
-            blocks (live then, with known content), damaged (how many of them read differently),
-            served_again (whether the same request was served after everything was freed), hazards
+            trace, device_bytes, refused, requested_bytes, free_bytes, largest_free_bytes, error,
+            advice, blocks (live then, with known content), damaged (how many of them read
+            differently), served_again (whether the same request was served after everything was
+            freed), hazards
   remap     the same program on that device with the default options:
-            trace, device_bytes, refused, peak_reserved_bytes, reserved_over_requested, remaps (how often memory moved),
-            granules_moved (granules that moved), damaged (live blocks that read differently half-way), hazards
+            trace, device_bytes, refused, peak_reserved_bytes, reserved_over_requested, remaps (how
+            often memory moved), granules_moved (granules that moved), damaged (live blocks that
+            read differently half-way), hazards
   compare   each program under each set of options:
-            trace, config, peak_requested_bytes, peak_reserved_bytes, reserved_over_requested, driver_allocs,
-            smallest_device_bytes, ratio, retries_at_fit (as `fit` gives them), hazards";
+            trace, config, peak_requested_bytes, peak_reserved_bytes, reserved_over_requested,
+            driver_allocs, smallest_device_bytes, ratio, retries_at_fit (as `fit` gives them),
+            hazards";

@@ -36,29 +36,37 @@ pub enum Part {
 const TRANSFER_KEYS: &str = "\
 Methods:
   driver pageable   the driver's own copy of ordinary memory, which waits
-  driver pinned     the driver's own copy of page-locked memory, waited for: the reference for the others
-  pinned            Transfer::upload, Transfer::download, and on the device Transfer::copy, waited for
+  driver pinned     the driver's own copy of page-locked memory, waited for: the reference for the
+                    others
+  pinned            Transfer::upload, Transfer::download, and on the device Transfer::copy, waited
+                    for
   staged            ordinary memory through the staging ring, waited for
-  rows              every other 4 KiB of page-locked memory, by Transfer::upload_region and download_region
+  rows              every other 4 KiB of page-locked memory, by Transfer::upload_region and
+                    download_region
   file              Transfer::read_file_to_device of a temporary file
-On a real device, times are measured on the host, from before the calls until it has waited for what they enqueued, so calling and waiting
-count. On a simulated device they are its virtual time, which covers driver calls and the device's own work but not what the host does.
-So staged copies and files are not measured there; the schedule is measured instead.
+On a real device, times are measured on the host, from before the calls until it has waited for what
+they enqueued, so calling and waiting count. On a simulated device they are its virtual time, which
+covers driver calls and the device's own work but not what the host does. So staged copies and files
+are not measured there; the schedule is measured instead.
 
 JSON keys of every row:
-  part, device, modelled    what was measured, on which device, and whether times come from the simulator's cost model
-  clock                     \"host\": around calls and waiting, on a real device; or \"virtual\": that of the simulated device
+  part, device, modelled    what was measured, on which device, and whether times come from the
+                            simulator's cost model
+  clock                     \"host\": around calls and waiting, on a real device; or \"virtual\": that
+                            of the simulated device
 copies:
   direction, method, bytes  direction, method and size of the copy
   us, gb_per_s              time of a copy, and bandwidth
-  of_driver_pinned          its bandwidth as a share of the driver's own copy of page-locked memory; null for that copy itself,
-                            and on the device
+  of_driver_pinned          its bandwidth as a share of the driver's own copy of page-locked memory;
+                            null for that copy itself, and on the device
 small:
   direction, bytes, copies  direction, size and number of the copies
-  single_us, batched_us     time of a copy, with one call each or as a batch, including packing and waiting
+  single_us, batched_us     time of a copy, with one call each or as a batch, including packing and
+                            waiting
   speedup                   ratio of single_us to batched_us
-  batch_calls_pay_below     the size up to which the driver's call for many copies is used; null where there is no such call, the
-                            largest number where it pays at all sizes
+  batch_calls_pay_below     the size up to which the driver's call for many copies is used; null
+                            where there is no such call, the largest number where it pays at all
+                            sizes
 overlap:
   what, bytes               the two things that ran at the same time, and their size
   first_ms, second_ms       time of each alone
@@ -67,5 +75,6 @@ overlap:
 schedule:
   direction, link_gb_s, copy_gb_s, call_us   the modelled link, host and driver
   chunk_bytes, chunks, workers               the ring's sizes, as it tunes itself
-  gb_per_s, idle_share, stalls               in the steady state: bandwidth, share of time that the link was idle, late copies
+  gb_per_s, idle_share, stalls               in the steady state: bandwidth, share of time that the
+                                             link was idle, late copies
   intact                                     whether every byte arrived";
