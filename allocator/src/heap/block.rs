@@ -220,6 +220,7 @@ impl Records<'_> {
     #[inline]
     pub(super) fn insert(&mut self, block: Block) -> BlockId {
         let id = *self.vacant;
+        debug_assert_ne!(id, BlockId::NONE, "there is a vacant record");
         let record = &mut self.blocks[id.index()];
         let next = record.next;
         // Straight into its place: a record that is put together elsewhere and moved in wide words stalls the machine.
@@ -230,6 +231,7 @@ impl Records<'_> {
 
     #[inline]
     pub(super) fn remove(&mut self, id: BlockId) {
+        debug_assert_ne!(id, BlockId::NONE);
         let record = &mut self.blocks[id.index()];
         (record.state, record.next) = (State::Vacant, *self.vacant);
         *self.vacant = id;
