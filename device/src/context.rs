@@ -70,8 +70,9 @@ pub(crate) struct Context {
     next_stream: AtomicU32,
     idle: SegQueue<RawEvent>,
     condemned: SegQueue<RawEvent>,
-    /// Orphans that work may still use, so that the device is waited for; and (next) orphans that no work can use.
+    /// Orphans that work may still use, so that the device is waited for.
     orphans: SegQueue<Orphan>,
+    /// Orphans that no work can use.
     unused_orphans: SegQueue<Orphan>,
     pub(crate) events_recorded: AtomicU64,
     pub(crate) waits_inserted: AtomicU64,
