@@ -113,7 +113,7 @@ impl Stream {
     /// the capture; otherwise the event may be of another device of the same kind.
     ///
     /// # Errors
-    /// When the event is of another device and of another kind, or was recorded in a capture there; errors of the driver.
+    /// When the event is of a device of another kind, or was recorded in a capture on another device; errors of the driver.
     pub fn wait_event(&self, event: &Event) -> Result<()> {
         event.make_wait(self)
     }

@@ -55,7 +55,7 @@ pub struct MemoryStats {
     pub num_device_free: u64,
     /// How often the limit refused a request at once (`throw_on_cudamalloc_oom`).
     pub num_oom_rejections: u64,
-    /// The least size in bytes of oversize blocks; `None` if there are none.
+    /// The least size in bytes of oversize blocks; `None` if no size counts as oversize.
     pub max_split_size: Option<u64>,
     /// How often granules moved to where contiguous memory was needed. Not in PyTorch.
     pub remaps: u64,

@@ -21,9 +21,9 @@ use crate::shell::awake::Keeper;
 /// writing, and those that write if it is for reading. So they come after all the work that was enqueued in the claim's turns
 /// ([`Claim::turn`]). A claim keeps the memory alive.
 ///
-/// The holder must enqueue the work and then drop the claim. A thread that is to drop a claim must not take a conflicting turn or claim
-/// before that. A claim belongs to no thread, so this cannot be detected, and a thread that waits for a claim which is never dropped waits
-/// for ever.
+/// The holder must enqueue the work, or give it up, and then drop the claim. A thread that is to drop a claim must not take a conflicting
+/// turn or claim before that. A claim belongs to no thread, so this cannot be detected, and a thread that waits for a claim which is never
+/// dropped waits for ever.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Claim, Config, DeviceBuffer, Turn};

@@ -152,7 +152,7 @@ pub(crate) fn cannot_be_asked(error: &DeviceError) -> bool {
 }
 
 impl Whole {
-    /// What other streams, in any heap, have for the request.
+    /// The blocks that other streams have for the request, in any heap.
     fn lendable(&self, request: &Request) -> Lendable {
         let (mut fits, mut latest) = (false, Latest::default());
         for heap in self.heaps() {

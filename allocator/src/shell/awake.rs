@@ -1,4 +1,4 @@
-//! What keeps an allocator awake: turns with its memory, claims, and callers who ask to.
+//! Keeping an allocator awake: turns with its memory and claims do so, and callers of [`Allocator::keep_awake`].
 //!
 //! Work that is about to be enqueued has no tick yet, so waiting for the device does not wait for it. So an allocator that is to
 //! sleep first becomes *drowsy*: nothing new may keep it awake, and it waits for what already does. Threads that keep it awake may go on

@@ -83,7 +83,7 @@ pub struct Block {
     pub size: u64,
     /// Requested bytes; 0 if it is inactive.
     pub requested_size: u64,
-    /// Whether it is in use.
+    /// State of the block.
     pub state: BlockState,
     frames: Nothing,
     /// Name that was in scope when it was allocated.
@@ -91,7 +91,7 @@ pub struct Block {
     pub user_metadata: Option<Arc<str>>,
 }
 
-/// Whether a block is in use.
+/// State of a block: in use, or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]

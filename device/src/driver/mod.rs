@@ -5,9 +5,7 @@
 //! new object may get the handle of a destroyed one, so code that needs a lasting identity must keep its own (see [`crate::Timeline::id`]).
 //! Only calls that take raw host pointers, take host memory away, or run foreign code, are `unsafe`.
 //!
-//! All calls may be made from any thread. Calls that *enqueue* put work on a stream and return before it is done. Errors of the work itself
-//! surface at later calls, as with CUDA. Unless a method says otherwise, sizes and pitches are in bytes, and a copy or fill of 0 bytes
-//! checks the stream and does nothing else.
+//! All calls may be made from any thread.
 //!
 //! The types of its arguments and results have files of their own: addresses and handles (`handles.rs`), facts about a device and flags of
 //! streams (`facts.rs`); and, beside this folder, options of physical memory (`physical.rs`), rows and batches of copies (`copies.rs`), and
@@ -29,9 +27,13 @@ use crate::error::Result;
 use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
 
-/// All the calls that this project makes on one GPU. See the module's head for the rules that hold for every method.
+/// All the calls that this project makes on one GPU, in the shape of the CUDA driver API.
 ///
-/// Handles are checked: a handle that is not live gives a typed error, never undefined behaviour.
+/// Handles are checked: given a handle, pointer or range that is not live, a method returns a typed error (`INVALID_HANDLE` or
+/// `INVALID_VALUE`), and never causes undefined behaviour. All methods may be called on any thread.
+///
+/// Methods that *enqueue* put work on a stream and return before it is done. Errors of the work itself surface at later calls, as with
+/// CUDA. Sizes and pitches are in bytes. A copy or fill of 0 bytes checks the stream and enqueues nothing.
 ///
 /// A method behaves as the CUDA call of the same purpose ([`crate::Operation::name`]), but for what its documentation says. Once the device
 /// is lost, every method that makes a driver call fails with [`crate::ErrorKind::DeviceLost`].
@@ -134,8 +136,9 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// `ptr..ptr + bytes` must stay readable and writable until it is unregistered.
     unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr>;
 
-    /// Undoes [`Driver::host_register`]. The caller must know that work which uses the memory is done. Unlike CUDA, this waits for all work
-    /// of the device all the same, so that no work ever meets memory which its owner has freed; so it is refused while a stream captures.
+    /// Undoes [`Driver::host_register`]. The caller must know that work which uses the memory is done. This waits for all work of the
+    /// device all the same, so that no work ever meets memory which its owner has freed. On CUDA it is therefore refused while a stream
+    /// captures.
     ///
     /// # Safety
     /// If registered memory starts at `ptr`, the caller registered it, and nobody else relies on its being page-locked. Graphs that copy

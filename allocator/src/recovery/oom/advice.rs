@@ -199,7 +199,7 @@ impl OomReport {
 
     fn advise_remedies(&mut self, holds: &Holds, fragmented: bool) {
         let remedies = Remedies { report: self, holds };
-        // What is free would suffice: that is told.
+        // Sets that only free live memory are left out if the free memory would suffice in one piece: that is told instead.
         let sets = remedies.sufficient().into_iter().filter(|&set| !(fragmented && frees_alone(set)));
         let mut found: Vec<Advice> = sets.map(|set| remedies.advice(set)).collect();
         let (asked, free) = (self.from_device, self.memory.map_or(0, |memory| memory.free));
