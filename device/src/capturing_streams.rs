@@ -18,33 +18,33 @@ use parking_lot::Mutex as Leaf;
 use crate::driver::Driver;
 use crate::sync::{Condvar, Mutex};
 
-/// The streams of a context that are known to capture. While there are any, nothing may wait for the device; while blocking ones
-/// do, nothing may be enqueued on the legacy stream. So drivers that make their calls in one context share this:
-/// [`crate::Driver::capturing_streams`].
+/// The streams of a context that are known to capture. While any stream captures, nothing may wait for the device; while a blocking stream
+/// captures, nothing may be enqueued on the legacy stream. So all drivers of one context share this: [`crate::Driver::capturing_streams`].
 #[derive(Debug, Default)]
 pub struct CapturingStreams {
-    /// Changed under the lock of those who hold off, and read without.
+    /// Number of capturing streams. Changed under the lock of `holding_off`, and read without it.
     all: AtomicU32,
+    /// Number of the blocking ones among them, likewise.
     blocking: AtomicU32,
     holding_off: Mutex<HoldingOff>,
     changed: Condvar,
-    /// Drivers whose devices are gone, and which must wait for the context to give back what they hold.
+    /// Drivers whose devices are gone, and which must wait for the device before they give back their memory.
     kept: Leaf<Vec<Arc<dyn Driver>>>,
 }
 
-/// How many calls are under way that a capture would be broken by, and who waits for them.
+/// The calls under way that would break a capture, and the captures that wait for them.
 #[derive(Debug, Default)]
 struct HoldingOff {
-    /// Captures that are about to begin.
+    /// Number of captures that are about to begin.
     beginning: u32,
-    /// Those that wait for the device.
+    /// Number of calls that wait for the device.
     any: u32,
-    /// Those on the legacy stream.
+    /// Number of calls on the legacy stream.
     blocking: u32,
 }
 
 impl CapturingStreams {
-    /// A stream captures from now on, which may be a blocking one. Waits until nobody holds that off.
+    /// Notes that a stream captures from now on. Waits until no call holds that off.
     pub(crate) fn enter(&self, blocking: bool) {
         let mut holding_off = self.holding_off.lock();
         holding_off.beginning += 1;
@@ -57,8 +57,8 @@ impl CapturingStreams {
         self.changed.notify_all();
     }
 
-    /// As [`CapturingStreams::enter`], of a capture that others have begun: whoever holds off captures may wait for its end. Waits for
-    /// nobody.
+    /// As [`CapturingStreams::enter`], for a capture that another library has begun. Does not wait, because a call that holds captures off
+    /// may be waiting for the end of this one.
     pub(crate) fn enter_begun(&self, blocking: bool) {
         let holding_off = self.holding_off.lock();
         self.count(blocking);
@@ -71,7 +71,7 @@ impl CapturingStreams {
         self.blocking.fetch_add(blocking.into(), Ordering::AcqRel);
     }
 
-    /// It does not any more.
+    /// Notes that a stream does not capture any more.
     pub(crate) fn leave(&self, blocking: bool) {
         let holding_off = self.holding_off.lock();
         self.all.fetch_sub(1, Ordering::AcqRel);
@@ -80,9 +80,9 @@ impl CapturingStreams {
         self.changed.notify_all();
     }
 
-    /// Lets no stream begin to capture while the answer lives, unless one does already, or is about to.
+    /// Holds captures off while the result lives. `None` if a stream captures already, or is about to.
     pub(crate) fn hold_off(&self) -> Option<HeldOff<'_>> {
-        // A thread that is ending cannot tell.
+        // A thread that is ending has no such count, and counts as holding captures off.
         let once_more = HELD_OFF.try_with(Cell::get).unwrap_or(1) > 0;
         let mut holding_off = self.holding_off.lock();
         while holding_off.beginning > 0 && !self.any() && !once_more {
@@ -95,7 +95,8 @@ impl CapturingStreams {
         })
     }
 
-    /// As [`CapturingStreams::hold_off`], for blocking streams alone. Waits for nobody, so that it may be called under the lock of a timeline.
+    /// As [`CapturingStreams::hold_off`], but only for blocking streams. Does not wait, so that it may be called under the lock of a
+    /// timeline.
     pub(crate) fn hold_off_blocking(&self) -> Option<BlockingHeldOff<'_>> {
         let mut holding_off = self.holding_off.lock();
         (self.blocking.load(Ordering::Acquire) == 0).then(|| {
@@ -104,30 +105,30 @@ impl CapturingStreams {
         })
     }
 
-    /// Keeps a driver that nobody uses any more until no stream captures.
+    /// Keeps a driver that is no longer used until no stream captures.
     pub(crate) fn keep(&self, driver: Arc<dyn Driver>) {
         self.kept.lock().push(driver);
     }
 
-    /// Lets go of the drivers that were kept. They make driver calls, which may wait for the device.
+    /// Drops the kept drivers. That makes driver calls, which may wait for the device.
     pub(crate) fn let_go(&self, _: &HeldOff<'_>) {
         // Taken out first: no driver call is made under a lock.
         let kept = std::mem::take(&mut *self.kept.lock());
         drop(kept);
     }
 
-    /// Whether any stream captures.
+    /// True if any stream captures.
     pub(crate) fn any(&self) -> bool {
         self.all.load(Ordering::Acquire) > 0
     }
 }
 
 thread_local! {
-    /// How many times the thread holds captures off.
+    /// How many times the thread holds captures off at present.
     static HELD_OFF: Cell<u32> = const { Cell::new(0) };
 }
 
-/// No stream captures while this lives. It stays on its thread, which is counted.
+/// Holds captures off while it lives. It stays on its thread, because that counts it.
 #[derive(Debug)]
 pub(crate) struct HeldOff<'a>(&'a CapturingStreams, PhantomData<*const ()>);
 
@@ -139,7 +140,7 @@ impl Drop for HeldOff<'_> {
     }
 }
 
-/// No blocking stream captures while this lives.
+/// Holds captures of blocking streams off while it lives.
 #[derive(Debug)]
 pub(crate) struct BlockingHeldOff<'a>(&'a CapturingStreams);
 

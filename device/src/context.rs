@@ -1,11 +1,11 @@
-//! What the streams of one device share: the driver, the pool of events, and the counters of the timeline.
+//! The context: the state that the streams of one device share, which is the driver, the pool of events, and the counters of timelines.
 //!
 //! Invariants:
 //! * An event in `idle` is complete and referenced by nobody (invariant T3: events are recycled only when complete).
-//! * Dropping an event makes no driver call: events that cannot be recycled go to `condemned` and are destroyed at the
-//!   next call that may talk to the driver.
-//! * An *orphan* is memory of the device or the host, or a module of kernels, that only this context still knows. It goes back to the driver
-//!   at the next call that may talk to the driver; what cannot go then stays an orphan.
+//! * Dropping an event makes no driver call: events that cannot be recycled go to `condemned`, and are destroyed at the next call that may
+//!   make driver calls.
+//! * An *orphan* is memory of the device or the host, or a module of kernels, that only this context still knows. It goes back to the
+//!   driver at the next call that may make driver calls. If that fails, it stays an orphan.
 //!
 //! The context's one lock, of the list of timelines, is a leaf, and its queues are lock-free. So a context can be used under any lock.
 
@@ -24,12 +24,12 @@ use crate::left::{Left, LeftOwner};
 use crate::timeline::Timeline;
 use crate::waits::Waits;
 
-/// What is to be given back later.
+/// An orphan: something that is to be given back later.
 #[derive(Debug)]
 pub(crate) enum Orphan {
     /// A plain allocation.
     Allocation(DevicePtr),
-    /// Reserved addresses, and what is mapped there.
+    /// Reserved addresses, and the memory mapped there.
     Reservation(Reservation),
     /// Physical memory that is mapped nowhere.
     Physical(RawPhysical),
@@ -40,7 +40,7 @@ pub(crate) enum Orphan {
 }
 
 impl Orphan {
-    /// Whether no work can use it any more, so that giving it back waits for nothing.
+    /// True if no work can use it any more, so that giving it back waits for nothing.
     fn is_unused(&self) -> bool {
         match self {
             Orphan::Physical(_) => true,
@@ -50,14 +50,14 @@ impl Orphan {
     }
 }
 
-/// Reserved addresses and the physical memory mapped there, as [`crate::Device::unreserve_later`] takes them.
+/// Reserved addresses and the physical memory mapped there, for [`crate::Device::unreserve_later`].
 #[derive(Clone, Debug)]
 pub struct Reservation {
     /// First address.
     pub ptr: DevicePtr,
     /// Length in bytes.
     pub bytes: u64,
-    /// Mappings: where, how long, and what is mapped there.
+    /// Mappings: first address, length in bytes, and the physical memory mapped there.
     pub mapped: Vec<(DevicePtr, u64, RawPhysical)>,
 }
 
@@ -70,14 +70,15 @@ pub(crate) struct Context {
     next_stream: AtomicU32,
     idle: SegQueue<RawEvent>,
     condemned: SegQueue<RawEvent>,
-    /// Those for which the device is waited for, and those that no work can use.
+    /// Orphans that work may still use, so that the device is waited for.
     orphans: SegQueue<Orphan>,
+    /// Orphans that no work can use.
     unused_orphans: SegQueue<Orphan>,
     pub(crate) events_recorded: AtomicU64,
     pub(crate) waits_inserted: AtomicU64,
-    /// Those of all drivers that share the context of the calls.
+    /// The capturing streams of all drivers that share the driver's context.
     pub(crate) capturing: Arc<CapturingStreams>,
-    /// Those of all its streams.
+    /// The timelines of all its streams.
     timelines: Mutex<Vec<Weak<Timeline>>>,
     pub(crate) waits: Arc<Waits>,
 }
@@ -110,7 +111,7 @@ impl Context {
         self.next_stream.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Records an event on `stream`, reusing an idle one where there is one.
+    /// Records an event on `stream`. Reuses an idle event if there is one.
     pub(crate) fn record(self: &Arc<Self>, stream: RawStream) -> Result<Arc<PooledEvent>> {
         self.destroy_condemned();
         let raw = match self.idle.pop() {
@@ -134,8 +135,8 @@ impl Context {
         }
     }
 
-    /// What a call was answered in which a peer took part: where the peer is the one that is lost, the error says so,
-    /// and what the peer was lost by.
+    /// Completes the result of a call that involved a peer: if the peer is the device that is lost, the error says so, and names the error
+    /// by which it was lost.
     pub(crate) fn heard_of_peer<T>(&self, peer: &Context, answer: Result<T>) -> Result<T> {
         answer.map_err(|error| {
             let is_peers = error.is_device_lost() && self.driver.lost().is_none() && peer.driver.is_lost();
@@ -150,13 +151,13 @@ impl Context {
         })
     }
 
-    /// Gives memory back when somebody next talks to the driver. Makes no driver call.
+    /// Keeps an orphan until the next call that may make driver calls. Makes no driver call itself.
     pub(crate) fn orphan(&self, orphan: Orphan) {
         let queue = if orphan.is_unused() { &self.unused_orphans } else { &self.orphans };
         queue.push(orphan);
     }
 
-    /// Whether a stream captures, of whichever driver in this context.
+    /// True if a stream of any driver in this context captures.
     pub(crate) fn is_capturing(&self) -> bool {
         self.capturing.any()
     }
@@ -170,7 +171,7 @@ impl Context {
         }
     }
 
-    /// As [`Context::synchronize`], where captures are held off already.
+    /// As [`Context::synchronize`], while the caller holds captures off.
     pub(crate) fn wait_for_all(&self, _: &HeldOff<'_>) -> Result<()> {
         let wait = self.waits.begin();
         let timelines: Vec<Arc<Timeline>> = self.timelines.lock().iter().filter_map(Weak::upgrade).collect();
@@ -181,7 +182,7 @@ impl Context {
         Ok(())
     }
 
-    /// Remembers a stream's timeline, to tell it when the device was waited for.
+    /// Registers a stream's timeline, so that it is updated when the host has waited for the device.
     pub(crate) fn know(&self, timeline: &Arc<Timeline>) {
         let mut timelines = self.timelines.lock();
         timelines.retain(|known| known.strong_count() > 0);
@@ -197,8 +198,8 @@ impl Context {
         self.driver.free(ptr)
     }
 
-    /// Gives orphans back. What cannot go now stays one; while a stream captures that is all of them, because the device is waited
-    /// for, which would break the capture.
+    /// Gives orphans back. Those that cannot go now stay orphans. While a stream captures, these are all of them, because waiting for the
+    /// device would break the capture.
     pub(crate) fn free_orphans(&self) {
         if let Some(held_off) = self.capturing.hold_off() {
             self.capturing.let_go(&held_off);
@@ -209,18 +210,18 @@ impl Context {
         }
     }
 
-    /// Gives the orphans back for which nobody needs to wait.
+    /// Gives back the orphans that no work can use, without waiting.
     pub(crate) fn free_unused_orphans(&self) {
         // None of them is memory of the host.
         let _no_owners = self.free_orphans_of(&self.unused_orphans);
     }
 
-    /// Whether there is an orphan.
+    /// True if there is an orphan.
     pub(crate) fn has_orphans(&self) -> bool {
         !self.orphans.is_empty() || !self.unused_orphans.is_empty()
     }
 
-    /// Gives each orphan back, for the last time: what cannot go is not in the way of others, and is tried once more.
+    /// Gives back all orphans, for the last time. One that fails does not keep others from going, and is tried once more.
     fn free_every_orphan(&self) -> Vec<LeftOwner> {
         let mut owners = Vec::new();
         for queue in [&self.orphans, &self.orphans, &self.unused_orphans, &self.unused_orphans] {
@@ -233,8 +234,8 @@ impl Context {
         owners
     }
 
-    /// After a failure the rest stays, rather than that each fails in turn.
-    /// Tells who owned registered memory that went: to be dropped where code of others may run.
+    /// Gives back the orphans of a queue. After a failure the rest stays, so that not each fails in turn. Returns the owners of registered
+    /// memory that went back, to be dropped where foreign code may run.
     fn free_orphans_of(&self, queue: &SegQueue<Orphan>) -> Vec<LeftOwner> {
         let mut owners = Vec::new();
         while let Some(orphan) = queue.pop() {
@@ -255,7 +256,7 @@ impl Context {
             Orphan::Allocation(ptr) => self.driver.free(ptr).map_err(|error| (error, orphan)),
             Orphan::Physical(physical) => self.driver.release_physical(physical).map_err(|error| (error, orphan)),
             Orphan::Reservation(reservation) => self.free_reservation(reservation),
-            // Neither unloading nor freeing page-locked memory waits for anything, so the device is waited for first.
+            // Waits for the device first, because neither unloading nor freeing page-locked memory waits for anything.
             Orphan::Module(module) => self
                 .driver
                 .synchronize()
@@ -274,7 +275,7 @@ impl Context {
         }
     }
 
-    /// Unlike freeing a plain allocation, unmapping waits for nothing: so the device is waited for first.
+    /// Gives back a reservation. Waits for the device first, because unmapping, unlike freeing a plain allocation, waits for nothing.
     fn free_reservation(&self, mut reservation: Reservation) -> std::result::Result<(), (DeviceError, Orphan)> {
         let waited = if reservation.mapped.is_empty() { Ok(()) } else { self.driver.synchronize() };
         let mut gone = waited;
@@ -328,7 +329,7 @@ pub(crate) struct PooledEvent {
 }
 
 impl PooledEvent {
-    /// Asks the driver whether the event completed.
+    /// Asks the driver whether the event is complete.
     pub(crate) fn query(&self) -> Result<bool> {
         let complete = self.complete.load(Ordering::Acquire) || self.context.driver.query_event(self.raw)?;
         if complete {
@@ -337,12 +338,12 @@ impl PooledEvent {
         Ok(complete)
     }
 
-    /// Notes that the event completed, as one did that was recorded after it on the same stream.
+    /// Notes that the event is complete, because a later event on the same stream is.
     pub(crate) fn note_complete(&self) {
         self.complete.store(true, Ordering::Release);
     }
 
-    /// Waits on the host until the event completed.
+    /// Waits on the host until the event is complete.
     pub(crate) fn synchronize(&self) -> Result<()> {
         if !self.complete.load(Ordering::Acquire) {
             self.context.driver.synchronize_event(self.raw)?;

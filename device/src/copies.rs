@@ -1,21 +1,21 @@
-//! Copies of more than one range: rows of a matrix, and many copies at once.
+//! Descriptions of copies of more than one range: rows of a matrix, and batches of copies; and the check that their ranges do not overlap.
 
 use std::ops::Range;
 
 use crate::driver::{DevicePtr, HostPtr};
 
-/// One end of a copy, where its bytes begin.
+/// One end of a copy: the place of its first byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopyEnd {
     /// Device memory.
     Device(DevicePtr),
-    /// Page-locked host memory that the driver allocated or registered. Ordinary memory is refused: such a copy would silently
-    /// wait.
+    /// Page-locked host memory that the driver allocated or registered. Ordinary memory is refused, because the copy would silently make
+    /// the host wait.
     Host(HostPtr),
 }
 
 impl CopyEnd {
-    /// The place `bytes` further on; `None` beyond the last address.
+    /// The place `bytes` bytes further on; `None` beyond the last address.
     pub(crate) fn further(self, bytes: u64) -> Option<CopyEnd> {
         Some(match self {
             CopyEnd::Device(mut ptr) => {
@@ -30,16 +30,16 @@ impl CopyEnd {
     }
 }
 
-/// Rows to be copied, of `width` bytes each. One end at least must be on the device.
+/// A copy of `height` rows of `width` bytes each. At least one end must be on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Copy2d {
-    /// Where the first row goes.
+    /// Target of the first row.
     pub dst: CopyEnd,
-    /// From the start of a row to the start of the next in bytes, at least `width`.
+    /// Pitch of the target: bytes from the start of a row to the start of the next, at least `width`.
     pub dst_pitch: u64,
-    /// Where the first row is.
+    /// Source of the first row.
     pub src: CopyEnd,
-    /// From the start of a row to the start of the next in bytes, at least `width`.
+    /// Pitch of the source, likewise.
     pub src_pitch: u64,
     /// Length of a row in bytes.
     pub width: u64,
@@ -47,18 +47,18 @@ pub struct Copy2d {
     pub height: u64,
 }
 
-/// One of many copies. One end at least must be on the device.
+/// One copy of a batch. At least one end must be on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyPart {
-    /// Where the bytes go.
+    /// Target of the bytes.
     pub dst: CopyEnd,
-    /// Where they are.
+    /// Source of the bytes.
     pub src: CopyEnd,
-    /// How many.
+    /// Number of bytes.
     pub bytes: u64,
 }
 
-/// A range that a copy touches.
+/// A range that a copy reads or writes.
 #[derive(Clone, Debug)]
 pub(crate) struct Touched {
     pub(crate) host: bool,
@@ -66,7 +66,8 @@ pub(crate) struct Touched {
     pub(crate) writes: bool,
 }
 
-/// The first address that one of the copies writes and another, or itself, touches.
+/// The first address that one range writes and another range, even of the same copy, reads or writes; `None` if there is none. Host and
+/// device ranges never overlap.
 pub(crate) fn first_overlap(mut touched: Vec<Touched>) -> Option<u64> {
     touched.retain(|touched| !touched.range.is_empty());
     touched.sort_unstable_by_key(|touched| (touched.host, touched.range.start));

@@ -46,7 +46,7 @@ pub struct Device(Arc<Inner>);
 struct Inner {
     context: Arc<Context>,
     default_stream: Stream,
-    /// The per-thread default stream of each thread that asked for it and still runs.
+    /// The per-thread default stream of each running thread that has used it.
     per_thread: Mutex<HashMap<ThreadId, Stream>>,
     /// Timelines of streams that are gone.
     retired: Arc<Retired>,
@@ -60,7 +60,7 @@ impl Drop for Inner {
     }
 }
 
-/// Events and waits that timelines cost so far; user events are not among them.
+/// Number of events and waits that timelines have cost so far, without events created by users.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TimelineCounts {
@@ -71,7 +71,7 @@ pub struct TimelineCounts {
 }
 
 impl Device {
-    /// A device driven by `driver`.
+    /// Makes a device driven by `driver`.
     pub fn new(driver: Arc<dyn Driver>) -> Device {
         close_left_open();
         let context = Context::new(driver);
@@ -86,14 +86,14 @@ impl Device {
         }))
     }
 
-    /// What it shares with its streams.
+    /// The state that the device shares with its streams.
     pub(crate) fn context(&self) -> &Context {
         &self.0.context
     }
 
-    /// The first error that reported the device as lost, if any did. It says which call failed, with which code, and, on a
-    /// simulated device, which work was at fault. That work was enqueued before the call, on any stream. Every
-    /// later error of the device names this one. Makes no driver call.
+    /// The first error that reported the device as lost, if any. It names the call that failed, its error code and, on a simulated device,
+    /// the work at fault. That work was enqueued before the call, on any stream. Every later error of the device names this one. Makes no
+    /// driver call.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -128,7 +128,7 @@ impl Device {
         self.0.context.device_id
     }
 
-    /// Free and total memory in bytes, other processes included.
+    /// Free and total memory in bytes. Memory that other processes use is not free.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -136,7 +136,7 @@ impl Device {
         self.0.context.driver.memory_info()
     }
 
-    /// The driver, for calls that have no method here. Calls through it are counted too.
+    /// The driver, for calls that have no method here. Calls through it are counted, too.
     pub fn driver(&self) -> &dyn Driver {
         &self.0.context.driver
     }
@@ -175,7 +175,7 @@ impl Device {
         stream
     }
 
-    /// A new stream that does not synchronise with the legacy default stream.
+    /// Creates a stream that does not synchronise with the legacy default stream.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -183,7 +183,7 @@ impl Device {
         self.create_stream_with(StreamFlags { non_blocking: true, priority: 0 })
     }
 
-    /// A new stream with the given flags.
+    /// Creates a stream with the given flags.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -199,11 +199,10 @@ impl Device {
     /// Adopts a stream that somebody else owns, so that ticks can be taken on it and waited for.
     ///
     /// # Safety
-    /// `raw` must be a live stream of this device until the guard is released or dropped, and must not be adopted twice at
-    /// a time.
+    /// `raw` must be a live stream of this device until the result is released or dropped, and must not be adopted twice at the same time.
     pub unsafe fn adopt_stream(&self, raw: RawStream) -> ExternalStream {
         let context = &self.0.context;
-        // The handle of the per-thread default stream means the one of this thread.
+        // The handle of the per-thread default stream stands for that of the calling thread.
         let owner = (raw == RawStream::PER_THREAD).then(Owner::this_thread);
         // SAFETY: passed on to the caller.
         unsafe { context.driver.adopt_stream(raw) };
@@ -211,7 +210,7 @@ impl Device {
         ExternalStream::new(Stream::new(context.clone(), timeline, None))
     }
 
-    /// A new event; `timing` makes [`Event::elapsed_ms`] possible.
+    /// Creates an event. [`Event::elapsed_ms`] needs events created with `timing`.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -219,8 +218,8 @@ impl Device {
         Event::new(self.0.context.clone(), timing)
     }
 
-    /// A mark for all work enqueued on the device so far, including streams that this handle knows nothing of: for when it is not known on
-    /// which stream something ran. It is passed once the host has waited for the whole device. No driver call.
+    /// A mark for all work enqueued on the device so far, even on streams unknown to this handle. It serves where the stream of some work
+    /// is not known. It is passed once the host has waited for the whole device. No driver call.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -235,7 +234,7 @@ impl Device {
         self.0.context.waits.mark()
     }
 
-    /// Waits on the host until the device is idle. All ticks taken before on any of its streams are then known to be done.
+    /// Waits on the host until all work of the device is done. All ticks taken before on any of its streams are then known to be done.
     ///
     /// # Errors
     /// When a stream captures, and errors of the driver.
@@ -243,8 +242,8 @@ impl Device {
         self.0.context.synchronize()
     }
 
-    /// Makes a plain driver allocation, which nothing caches. If memory is lacking, everything that was to be given back later is given back
-    /// first, which may wait for the device ([`Device::settle`]), and the allocation is tried again.
+    /// Makes a plain driver allocation, which nothing caches. If the device lacks memory, everything left to be given back later is given
+    /// back, which may wait for the device ([`Device::settle`]), and the allocation is tried again.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -262,39 +261,40 @@ impl Device {
     /// Frees a plain driver allocation. The driver waits for the device first.
     ///
     /// # Errors
-    /// When a stream captures, which waiting would break, and errors of the driver; the memory is still allocated then.
+    /// When a stream captures, because waiting would break the capture; errors of the driver. The memory is still allocated then.
     pub fn free(&self, ptr: DevicePtr) -> Result<()> {
         self.0.context.free(ptr)
     }
 
-    /// Frees a plain driver allocation at the next [`Device::settle`], at a [`Device::alloc`] that lacks memory, or when the last handle
-    /// of the device is dropped. Makes no driver call, so it is fit for destructors.
+    /// Leaves a plain driver allocation to the device, to be freed at the next [`Device::settle`], at a [`Device::alloc`] that lacks
+    /// memory, or when the last handle of the device is dropped. Makes no driver call, so it can be used in destructors.
     pub fn free_later(&self, ptr: DevicePtr) {
         self.0.context.orphan(Orphan::Allocation(ptr));
     }
 
-    /// Gives reserved addresses back, and the memory mapped there, when [`Device::free_later`] does it; the device is waited for then,
-    /// unless nothing is mapped there. Makes no driver call.
+    /// Leaves reserved addresses, and the memory mapped there, to the device, to be given back when memory of [`Device::free_later`] is.
+    /// That waits for the device, unless nothing is mapped there. Makes no driver call.
     pub fn unreserve_later(&self, reservation: Reservation) {
         self.0.context.orphan(Orphan::Reservation(reservation));
     }
 
-    /// Releases physical memory that is mapped nowhere, as late as [`Device::unreserve_later`] does. Makes no driver call.
+    /// Leaves physical memory that is mapped nowhere to the device, to be released when memory of [`Device::free_later`] is freed. Makes no
+    /// driver call.
     pub fn release_later(&self, physical: RawPhysical) {
         self.0.context.orphan(Orphan::Physical(physical));
     }
 
-    /// Unloads a module of kernels as late as [`Device::unreserve_later`] gives memory back; the device is waited for then. Makes
-    /// no driver call.
+    /// Leaves a module of kernels to the device, to be unloaded when memory of [`Device::free_later`] is freed. That waits for the device.
+    /// Makes no driver call.
     pub fn unload_later(&self, module: RawModule) {
         self.0.context.orphan(Orphan::Module(module));
     }
 
-    /// Frees page-locked memory that [`Driver::host_alloc`] gave, once its last `uses` are known to be done: at the next
-    /// [`Device::settle_host`], at the next [`Device::settle`], which waits for the device if need be, or when the last handle of the
+    /// Leaves page-locked memory of [`Driver::host_alloc`] to the device, to be freed once its last `uses` are known to be done: at the
+    /// next [`Device::settle_host`], at the next [`Device::settle`], which waits for the device if need be, or when the last handle of the
     /// device is dropped. Makes no driver call.
     ///
-    /// Like [`Driver::host_free`] this takes memory away, so it is for its owner alone:
+    /// Like [`Driver::host_free`], this takes memory away, so only the owner may call it:
     ///
     /// ```compile_fail,E0133
     /// use aquifer_device::{Device, HostPtr};
@@ -304,53 +304,53 @@ impl Device {
     /// ```
     ///
     /// # Safety
-    /// As for [`Driver::host_free`], but for work that was enqueued before a tick in `uses` was taken, on that tick's stream. The ticks
-    /// are of this device, and `ptr` is where one of its allocations starts, which nobody frees but this.
+    /// As for [`Driver::host_free`], but for work that was enqueued before a tick in `uses` was taken, on that tick's stream. The ticks are
+    /// of this device, and one of its allocations starts at `ptr`, which nothing else frees.
     pub unsafe fn host_free_later(&self, ptr: HostPtr, bytes: u64, uses: Vec<Tick>) {
         // SAFETY: passed on to the caller.
         let memory = unsafe { Left::new(ptr, None) };
         self.0.left.add(memory, bytes, uses);
     }
 
-    /// Undoes [`Driver::host_register`] as [`Device::host_free_later`] frees memory, and drops the `owner` of the memory then, which
-    /// keeps it readable and writable until then. The driver waits for the device to do so, so [`Device::settle_host`] does it for
-    /// more than 64 MiB at a time. If that never succeeds, as on a lost device, the owner is leaked: the device may still write
-    /// there. Makes no driver call.
+    /// Leaves registered memory to the device, to be unregistered ([`Driver::host_unregister`]) when [`Device::host_free_later`] would free
+    /// it. Then drops the `owner` of the memory, which must keep it readable and writable until then. Unregistering waits for the device,
+    /// so [`Device::settle_host`] does it only when there are more than 64 MiB. If it never succeeds, as on a lost device, the owner is
+    /// leaked, because the device may still write there. Makes no driver call.
     ///
     /// # Safety
     /// As for [`Driver::host_unregister`], but for work that was enqueued before a tick in `uses` was taken, on that tick's stream. The
-    /// ticks are of this device, and `ptr` is where memory starts that is registered with it, which nobody undoes but this.
+    /// ticks are of this device, and memory registered with it starts at `ptr`, which nothing else unregisters.
     pub unsafe fn host_unregister_later(&self, ptr: HostPtr, bytes: u64, owner: Box<dyn Any + Send>, uses: Vec<Tick>) {
         // SAFETY: passed on to the caller.
         let memory = unsafe { Left::new(ptr, Some(owner)) };
         self.0.left.add(memory, bytes, uses);
     }
 
-    /// Gives back the page-locked memory of [`Device::host_free_later`] of which the driver says that its uses are done, and
-    /// registered memory if that is much. While a stream captures, nothing. Returns how many bytes went.
+    /// Asks the driver how far streams got, and gives back page-locked memory of [`Device::host_free_later`] whose uses are done, and
+    /// registered memory if there is much of it. Does nothing while a stream captures. Returns how many bytes went back.
     pub fn settle_host(&self) -> u64 {
         self.0.left.free_done(&self.0.context)
     }
 
-    /// As [`Device::settle_host`], for all of it: the device is waited for if it may still use some.
+    /// As [`Device::settle_host`], for all such memory. Waits for the device if it may still use some of it.
     pub fn wait_and_settle_host(&self) -> u64 {
         self.0.left.free_all(&self.0.context)
     }
 
-    /// Whether any of the device's streams captures. Calls that wait for the device would break the capture.
+    /// True if any of the device's streams captures. Calls that wait for the device would break the capture.
     pub fn is_capturing(&self) -> bool {
         self.0.context.is_capturing()
     }
 
-    /// Gives back everything that was to be given back later (`free_later` and its relatives). Waits for the device if it may still use
-    /// some of it. What cannot go back now is tried again later.
+    /// Gives back everything that was left to be given back later (`free_later` and the like). Waits for the device if it may still use
+    /// some of it. The rest stays if a call fails, and is tried again later.
     pub fn settle(&self) {
         close_left_open();
         self.0.left.free_all(&self.0.context);
         self.0.context.free_orphans();
     }
 
-    /// As [`Device::settle`], but only for what is known not to be in use any more. Waits for nothing.
+    /// As [`Device::settle`], but only for things that are known not to be in use any more. Waits for nothing.
     pub fn settle_unused(&self) {
         self.0.left.free_allocated(&self.0.context);
         self.0.context.free_unused_orphans();
@@ -363,7 +363,7 @@ impl fmt::Debug for Device {
     }
 }
 
-/// Devices whose last handle went where no driver call can be made. They are closed when somebody next opens or settles a device.
+/// Devices whose last handle was dropped where no driver call can be made. They are closed when a device is next opened or settled.
 static LEFT_OPEN: Mutex<Vec<Inner>> = Mutex::new(Vec::new());
 
 fn close_left_open() {
@@ -383,7 +383,7 @@ fn forget_at_exit(device: Weak<Inner>) {
             for device in self.0.get_mut().drain(..).filter_map(|device| device.upgrade()) {
                 let stream = device.per_thread.lock().remove(&std::thread::current().id());
                 drop(stream);
-                // If the device's other handles went meanwhile. A thread that ends makes no driver call.
+                // For the case that the device's other handles were dropped meanwhile. A thread that ends makes no driver call.
                 LEFT_OPEN.lock().extend(Arc::into_inner(device));
             }
         }

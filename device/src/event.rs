@@ -10,8 +10,8 @@ use crate::stream::Stream;
 use crate::sync::Mutex;
 use crate::timeline::{Recording, Timeline};
 
-/// A CUDA event, for ordering streams explicitly and for measuring time; [`Stream::wait_for`] orders them by ticks instead. When a stream
-/// waits for an event, its timeline also learns what the event covers, so that ticks taken before it need no event of their own.
+/// A CUDA event, for ordering streams explicitly and for measuring time. ([`Stream::wait_for`] orders streams by ticks instead.) When a
+/// stream waits for an event, its timeline also learns which ticks the event covers, so that these need no event of their own.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -31,7 +31,7 @@ pub struct Event {
     latest: Mutex<Option<Record>>,
 }
 
-/// What the latest record of an event covers.
+/// The ticks that the latest record of an event covers.
 #[derive(Debug)]
 struct Record {
     timeline: Arc<Timeline>,
@@ -44,11 +44,11 @@ impl Event {
         Ok(Event { raw, context, latest: Mutex::new(None) })
     }
 
-    /// Records the event at the end of the stream's present work, replacing an earlier record.
+    /// Records the event behind the work enqueued on the stream until now, replacing an earlier record.
     ///
     /// # Errors
-    /// When the stream belongs to another device, or captures although nobody said so ([`Stream::announce_capture`]), and those of the
-    /// driver. The event then keeps its earlier record.
+    /// When the stream belongs to another device, or captures unannounced ([`Stream::announce_capture`]); errors of the driver. The event
+    /// then keeps its earlier record.
     pub fn record(&self, stream: &Stream) -> Result<()> {
         self.check_device(stream.device_id(), Operation::Record)?;
         let timeline = stream.timeline();
@@ -68,7 +68,7 @@ impl Event {
             .with_detail(format!("the stream or event that this event is used with belongs to {devices}")))
     }
 
-    /// Whether the work before the latest record is done; true for an event never recorded.
+    /// True if the work before the latest record is done, or if the event was never recorded.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -76,7 +76,7 @@ impl Event {
         self.context.driver.query_event(self.raw)
     }
 
-    /// Waits on the host for the latest record.
+    /// Waits on the host until the work before the latest record is done.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -84,11 +84,11 @@ impl Event {
         self.context.driver.synchronize_event(self.raw)
     }
 
-    /// Milliseconds from this event to `end`. Both must be made for timing, recorded and complete.
+    /// Milliseconds from this event to `end`. Both must be created with timing, recorded and complete.
     ///
     /// # Errors
-    /// When the events belong to different devices, and errors of the driver: not for timing or not recorded (`INVALID_HANDLE`), not
-    /// complete (`NOT_READY`).
+    /// When the events belong to different devices; errors of the driver, among them `INVALID_HANDLE` for an event without timing or never
+    /// recorded, and `NOT_READY` for one that is not complete.
     pub fn elapsed_ms(&self, end: &Event) -> Result<f64> {
         self.check_device(end.context.device_id, Operation::ElapsedTime)?;
         self.context.driver.elapsed_ms(self.raw, end.raw)

@@ -1,14 +1,14 @@
-//! Streams that somebody else owns.
+//! External streams: streams that another library owns.
 
 use crate::capture::Capture;
 use crate::driver::CaptureStatus;
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::stream::Stream;
 
-/// A stream that somebody else owns, adopted so that ticks can be taken on it.
+/// A stream that another library owns, adopted so that ticks can be taken on it.
 ///
-/// Others may enqueue on it at any time; an event recorded on it covers their work, too. Release it before its owner
-/// destroys it. Dropping this releases the stream, and ends a capture that this library began on it.
+/// Its owner may enqueue work on it at any time; an event recorded on it covers that work, too. Release it before its owner destroys it.
+/// Dropping this releases the stream, and ends a capture that this library began on it.
 #[derive(Debug)]
 pub struct ExternalStream {
     stream: Stream,
@@ -25,17 +25,18 @@ impl ExternalStream {
         &self.stream
     }
 
-    /// Records a last event, after which the owner may destroy the stream: its ticks stay answerable, and clones of it take no calls.
+    /// Records a last event and releases the stream. The owner may destroy it then: that event still tells whether its ticks are done, and
+    /// calls on clones of the stream fail.
     ///
     /// # Errors
-    /// When the stream is known to capture, and the driver does not say that this is over: then it stays adopted, and can be released after
-    /// the capture's end. Those of the driver: then it counts as released all the same ([`crate::Timeline::is_open`]), and its uncovered
-    /// ticks are answered by waiting for the whole device.
+    /// When the stream is known to capture, and the driver does not report that the capture is over. The stream then stays adopted, and can
+    /// be released after the capture's end. Errors of the driver: the stream then counts as released all the same
+    /// ([`crate::Timeline::is_open`]), and waiting for a tick that no event covers waits for the whole device.
     pub fn release(&mut self) -> Result<()> {
         if self.released {
             return Ok(());
         }
-        // First, so that none begins after it was looked for.
+        // First, so that no capture begins after the check.
         self.stream.timeline().let_captures_begin(false);
         if let Err(error) = self.refuse_capture() {
             self.stream.timeline().let_captures_begin(true);
@@ -44,7 +45,8 @@ impl ExternalStream {
         self.let_go()
     }
 
-    /// Refuses to let go of a stream that captures: nobody here could end that any more. One that its owner ended is over.
+    /// Refuses to release a stream that captures, because nobody here could end the capture any more. A capture that its owner ended is
+    /// over.
     fn refuse_capture(&self) -> Result<()> {
         let Some(scope) = self.stream.timeline().capture() else { return Ok(()) };
         let operation = Operation::CaptureStatus;

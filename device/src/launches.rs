@@ -1,10 +1,11 @@
 //! Launches of captured graphs: where they were made, and what they come after. This is for owners of memory that graphs use.
 //!
-//! A graph's work uses addresses that are not named when it is launched. So an owner that gives such memory up, whether or not the graph was
-//! dropped, asks here what must be done before. And an owner that gives a capture memory which was in use says here what used it.
+//! A graph's work uses addresses that are not named when it is launched. So an owner that gives such memory up, whether or not the graph
+//! was dropped, asks here what must be done before. And an owner that gives a capture memory which was in use says here what used it.
 //!
-//! Locks: that of an order of launches is held for a launch, and taken before those of timelines, by address where there are several. That of
-//! a graph's launches is a leaf, except that those of the graphs that it was launched into, which were captured later, may be taken under it.
+//! Locks: that of an order of launches is held for a launch, and taken before those of timelines, by address where there are several. That
+//! of a graph's launches is a leaf, except that those of the graphs that it was launched into, which were captured later, may be taken
+//! under it.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -35,9 +36,9 @@ use crate::timeline::Tick;
 /// ```
 #[derive(Debug)]
 pub struct Launches {
-    /// Whether they are made by [`crate::Graph::launch`].
+    /// True if they are made by [`crate::Graph::launch`].
     ours: bool,
-    /// Whether the graph itself is gone, or never came to be.
+    /// True if the graph itself was dropped, or was never made.
     gone: AtomicBool,
     made: Mutex<Made>,
 }
@@ -46,21 +47,21 @@ pub struct Launches {
 struct Made {
     /// The last launch on each stream.
     last: Vec<Tick>,
-    /// Graphs that captured a launch: theirs launch this one, too.
+    /// Graphs that captured a launch of this one: their launches launch it, too.
     captured_into: Vec<Arc<Launches>>,
-    /// Whether any that were there launch graphs of others, of which nobody here sees what they do.
+    /// True if a launch was captured into a graph of another library, whose launches are not seen here.
     into_foreign: bool,
-    /// What launches come after, one tick a stream.
+    /// The ticks that launches come after, one for each stream.
     after: Vec<Tick>,
-    /// Those that launches keep with other graphs.
+    /// The orders that launches keep with those of other graphs.
     orders: Vec<Arc<LaunchOrder>>,
     kept: Vec<Kept>,
 }
 
-/// What a graph keeps: [`Launches::keep`].
+/// Something that a graph keeps alive: [`Launches::keep`].
 pub(crate) type Kept = Arc<dyn Any + Send + Sync>;
 
-/// What graphs share that are launched one after the other, on whichever streams, because they use the same memory:
+/// An order of launches. Graphs that share it are launched one after the other, on any streams, because they use the same memory:
 /// [`Launches::keep_order`].
 #[derive(Debug, Default)]
 pub struct LaunchOrder {
@@ -69,14 +70,14 @@ pub struct LaunchOrder {
 }
 
 impl Launches {
-    /// Of a graph that is captured here, or one that somebody else captures and will launch.
+    /// The launches of a graph that is captured here (`ours`), or of one that another library captures and will launch.
     pub(crate) fn new(ours: bool) -> Arc<Launches> {
         Arc::new(Launches { ours, gone: AtomicBool::new(false), made: Mutex::default() })
     }
 
-    /// Lets launches come after the tick, for memory that the graph uses and that was in use before: [`crate::Graph::launch`] makes the
-    /// stream wait. Call it during the capture. Nothing is ordered where launches are not seen here, because somebody else captured
-    /// the graph.
+    /// Makes all launches come after the tick, because the graph uses memory that was in use before: [`crate::Graph::launch`] makes the
+    /// stream wait. Call it during the capture. For a graph that another library captured, nothing is ordered, because its launches are not
+    /// seen here.
     pub fn come_after(&self, tick: Tick) {
         let mut made = self.made.lock();
         made.after.retain(|known| !is_known_done(known));
@@ -88,20 +89,20 @@ impl Launches {
         }
     }
 
-    /// Lets launches come one after the other with those of all graphs that keep the same order: [`crate::Graph::launch`] makes streams
-    /// wait. Call it during the capture; for graphs that somebody else captured, nothing is ordered.
+    /// Makes launches come one after the other with those of all graphs that keep the same order: [`crate::Graph::launch`] makes streams
+    /// wait. Call it during the capture. For a graph that another library captured, nothing is ordered.
     pub fn keep_order(&self, order: &Arc<LaunchOrder>) {
         let mut made = self.made.lock();
         if !made.orders.iter().any(|known| Arc::ptr_eq(known, order)) {
             made.orders.push(order.clone());
-            // As their locks are taken.
+            // In the order in which their locks are taken.
             made.orders.sort_by_key(Arc::as_ptr);
         }
     }
 
-    /// Keeps something until the graph is dropped, and those that its launches are captured into: what it uses, or who has that. Launches
-    /// may not be done then. Call it during the capture. Nothing is kept for a graph that somebody else captured, as nobody here
-    /// knows how long it is launched.
+    /// Keeps `what` alive until the graph is dropped, and all graphs that its launches are captured into: memory that it uses, or the owner
+    /// of that. Launches may still run then. Call it during the capture. Nothing is kept for a graph that another library captured, because
+    /// it is not known here how long that is launched.
     pub fn keep(&self, what: &Arc<dyn Any + Send + Sync>) {
         let mut made = self.made.lock();
         let is_over = !self.ours || self.gone.load(Ordering::Acquire);
@@ -110,15 +111,15 @@ impl Launches {
         }
     }
 
-    /// What launches come after, without what is known to be done.
+    /// The ticks that launches come after, without those known to be done.
     fn after(&self) -> Vec<Tick> {
         let mut made = self.made.lock();
         made.after.retain(|tick| !is_known_done(tick));
         made.after.clone()
     }
 
-    /// Makes sure that launches need to record nothing for what they come after: a stream may capture again by then. What cannot be
-    /// recorded now is recorded when it is needed.
+    /// Covers the ticks that launches come after with events, so that a launch need not record any: the streams may capture again by then.
+    /// An event that cannot be recorded now is recorded when it is needed.
     pub(crate) fn cover(&self) {
         for tick in self.after() {
             if let Err(error) = tick.cover() {
@@ -127,8 +128,8 @@ impl Launches {
         }
     }
 
-    /// Lets `launch` launch the graph on the stream, after all that it comes after, and notes it. A launch that is captured itself passes
-    /// that on to the graph that it becomes part of.
+    /// Calls `launch` to launch the graph on the stream, ordered after all ticks that it comes after, and notes the launch. A launch that
+    /// is itself captured passes these ticks on to the graph that it becomes part of.
     pub(crate) fn launch(&self, stream: &Stream, launch: impl FnOnce() -> Result<()>) -> Result<()> {
         match stream.launches_of_capture() {
             Some(outer) => self.launch_captured(&outer, launch),
@@ -142,7 +143,7 @@ impl Launches {
         made.forget_what_is_over();
         made.orders.iter().for_each(|order| outer.keep_order(order));
         made.kept.iter().for_each(|what| outer.keep(what));
-        // Before it is made: after a failure, too, part of it may be there.
+        // Noted before the call: even after a failure, part of it may be captured.
         if !made.captured_into.iter().any(|known| Arc::ptr_eq(known, outer)) {
             made.captured_into.push(outer.clone());
         }
@@ -159,7 +160,7 @@ impl Launches {
             .chain(lasts.iter().filter_map(|last| last.as_ref()))
             .try_for_each(|tick| stream.wait_for(tick))?;
         let launched = launch();
-        // After a failure, too: part of it may run.
+        // Noted even after a failure: part of it may run.
         let tick = stream.tick();
         lasts.iter_mut().for_each(|last| **last = Some(tick.clone()));
         let mut made = self.made.lock();
@@ -168,37 +169,37 @@ impl Launches {
         launched
     }
 
-    /// Notes that the graph is launched no more. The answer is what it kept, to be dropped without a lock, and after the graph.
+    /// Notes that the graph is launched no more. Returns the things that it kept, to be dropped without a lock, and after the graph.
     pub(crate) fn note_gone(&self) -> Vec<Kept> {
         let mut made = self.made.lock();
         self.gone.store(true, Ordering::Release);
         std::mem::take(&mut made.kept)
     }
 
-    /// Whether launches are not seen here, because somebody else captured the graph ([`Stream::announce_capture`]).
+    /// True if launches are not seen here, because another library captured the graph ([`Stream::announce_capture`]).
     pub fn is_foreign(&self) -> bool {
         !self.ours
     }
 
-    /// Whether there will be no launches any more, as far as that is seen here: the graph was dropped, and so was every other that a launch
-    /// of it was captured into. Graphs that somebody else captured are taken to be over.
+    /// True if there will be no launches any more, as far as this library sees: the graph was dropped, and so was every graph that a launch
+    /// of it was captured into. Graphs that another library captured count as over.
     pub fn is_over(&self) -> bool {
         let is_gone = !self.ours || self.gone.load(Ordering::Acquire);
         is_gone && self.made.lock().captured_into.iter().all(|outer| outer.is_over())
     }
 
-    /// Whether it is over, and its launches are known to be done as far as they are seen here.
+    /// True if it is over, and its launches seen here are known to be done.
     fn is_done(&self) -> bool {
         self.is_over() && self.pending_here().is_empty()
     }
 
-    /// The last launch on each stream, those left out that are known to be done; no driver call. `None` if launches are not seen
-    /// here, of this graph or of one that it is part of.
+    /// The last launch on each stream, without those known to be done. No driver call. `None` if launches of this graph, or of one that it
+    /// is part of, are not seen here.
     pub fn pending(&self) -> Option<Vec<Tick>> {
         self.are_all_seen().then(|| self.pending_here())
     }
 
-    /// As [`Launches::pending`], without launches that are not seen here.
+    /// As [`Launches::pending`], but ignores launches that are not seen here.
     pub fn pending_here(&self) -> Vec<Tick> {
         let mut made = self.made.lock();
         made.last.retain(|tick| !is_known_done(tick));
@@ -215,7 +216,7 @@ impl Launches {
 }
 
 impl Made {
-    /// A graph may be captured into one after another that is launched for a while.
+    /// Drops graphs that are over from the list, because a graph may be captured into one short-lived graph after another.
     fn forget_what_is_over(&mut self) {
         let into_foreign = &mut self.into_foreign;
         self.captured_into.retain(|outer| {

@@ -17,18 +17,18 @@ use crate::driver::{Driver, HostPtr};
 use crate::error::DeviceError;
 use crate::timeline::Tick;
 
-/// Registered memory in bytes that may stay although its uses are done: the driver waits for the device to unregister it, so that is
-/// done for much at a time.
+/// Bytes of registered memory that may stay although its uses are done. Unregistering waits for the device, so it is done for much memory
+/// at a time.
 const REGISTERED_KEPT: u64 = 64 << 20;
 
-/// Who keeps registered memory where it is.
+/// The owner of registered memory, which keeps it where it is.
 pub(crate) type LeftOwner = Box<dyn Any + Send>;
 
-/// Page-locked memory without an owner. Invariant: nobody else uses it or gives it back; work of the device may still.
+/// Page-locked memory that was left to the device. Invariant: nobody else uses it or gives it back; work of the device may still use it.
 #[derive(Debug)]
 pub(crate) struct Left {
     ptr: HostPtr,
-    /// Who keeps registered memory where it is; dropped only once it is not registered any more.
+    /// The owner of registered memory; dropped only once the memory is not registered any more.
     owner: Option<ManuallyDrop<LeftOwner>>,
 }
 
@@ -41,7 +41,8 @@ impl Left {
         Left { ptr, owner: owner.map(ManuallyDrop::new) }
     }
 
-    /// Gives the memory back. The answer is its owner, to be dropped where code of others may run. After an error it is as it was.
+    /// Gives the memory back. Returns its owner, if it has one, to be dropped where foreign code may run. After an error, nothing has
+    /// changed.
     ///
     /// # Safety
     /// No work of the device uses it any more.
@@ -83,8 +84,8 @@ impl LeftMemory {
         self.0.lock().push(Waiting { memory, bytes, uses });
     }
 
-    /// Gives back what is done, as the driver says now. Waits for nothing, except where much registered memory can go. Returns
-    /// how many bytes went.
+    /// Asks the driver how far streams got, and gives back memory whose uses are done. Waits for nothing, unless much registered memory can
+    /// go. Returns how many bytes went back.
     pub(crate) fn free_done(&self, context: &Context) -> u64 {
         let registered = |waiting: &&Waiting| waiting.memory.owner.is_some() && waiting.is_known_done();
         self.free_asked(context, |waiting| {
@@ -92,7 +93,7 @@ impl LeftMemory {
         })
     }
 
-    /// Gives back what is done of memory that the driver allocated, which waits for nothing.
+    /// Gives back memory that the driver allocated and whose uses are done. Waits for nothing.
     pub(crate) fn free_allocated(&self, context: &Context) {
         self.free_asked(context, |_| false);
     }
@@ -111,7 +112,7 @@ impl LeftMemory {
         freed
     }
 
-    /// Gives everything back; waits for the device if it may still use some. Returns how many bytes went.
+    /// Gives all memory back. Waits for the device if it may still use some of it. Returns how many bytes went back.
     pub(crate) fn free_all(&self, context: &Context) -> u64 {
         if self.0.lock().is_empty() {
             return 0;
@@ -130,8 +131,8 @@ impl LeftMemory {
         freed
     }
 
-    /// Gives back what is done, if `goes` says so; the rest is kept. After a failure that is all, rather than that each fails in turn.
-    /// Tells how many bytes went, and who owned them.
+    /// Gives back memory whose uses are done and for which `goes` is true. The rest is kept; after a failure that is all the rest, so that
+    /// not each fails in turn. Returns how many bytes went back, and their owners.
     fn free(&self, waiting: Vec<Waiting>, context: &Context, goes: impl Fn(&Left) -> bool) -> (u64, Vec<LeftOwner>) {
         let (mut freed, mut failed, mut kept, mut owners) = (0, false, Vec::new(), Vec::new());
         for Waiting { memory, bytes, uses } in waiting {
@@ -157,7 +158,7 @@ impl LeftMemory {
         (freed, owners)
     }
 
-    /// Leaves all of it to the context, which gives it back with its other orphans.
+    /// Leaves all memory to the context, which gives it back with its other orphans.
     pub(crate) fn leave_to(&self, context: &Context) {
         for waiting in self.0.lock().drain(..) {
             context.orphan(Orphan::Host(waiting.memory));
@@ -165,7 +166,8 @@ impl LeftMemory {
     }
 }
 
-/// Asks the driver how far the streams got that memory waits for: one question for each stream. What it cannot tell is not done.
+/// Asks the driver how far the streams got that memory waits for, once for each stream. Uses about which the driver cannot tell count as
+/// not done.
 fn ask(waiting: &[Waiting]) {
     let ticks = || waiting.iter().flat_map(|waiting| &waiting.uses);
     // A tick that no event covers would never be known to be done.

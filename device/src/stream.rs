@@ -15,7 +15,7 @@ use crate::timeline::{Retired, Tick, Timeline};
 
 /// A queue of work on one device, which runs in the order in which it was enqueued. Cloning gives another handle of the same stream.
 ///
-/// Different streams are independent until one is ordered after the other: [`Stream::tick`] stands for everything enqueued so far, and
+/// Different streams are independent until one is ordered after the other: [`Stream::tick`] stands for all work enqueued so far, and
 /// [`Stream::wait_for`] orders later work after a tick.
 ///
 /// A per-thread default stream ([`crate::Device::per_thread_stream`]) accepts work, event records and waits from its own thread only, and
@@ -41,7 +41,7 @@ pub struct Stream(Arc<Inner>);
 struct Inner {
     timeline: Arc<Timeline>,
     context: Arc<Context>,
-    /// For a stream that ends with its last handle: where its timeline goes then.
+    /// For a stream that ends with its last handle: the list that its timeline goes to then.
     owned: Option<Weak<Retired>>,
 }
 
@@ -75,7 +75,7 @@ impl Stream {
         self.0.timeline.raw()
     }
 
-    /// What it shares with the other streams of its device.
+    /// The state that it shares with the other streams of its device.
     pub(crate) fn context(&self) -> &Arc<Context> {
         &self.0.context
     }
@@ -90,12 +90,12 @@ impl Stream {
         self.0.timeline.usable(operation)
     }
 
-    /// The tick that stands for everything enqueued on the stream so far. No driver call.
+    /// The tick that stands for all work enqueued on the stream so far. No driver call.
     pub fn tick(&self) -> Tick {
         Tick { timeline: self.0.timeline.clone(), n: self.0.timeline.now() }
     }
 
-    /// Whether later work of this stream is known to come after the tick. No driver call.
+    /// True if later work of this stream is known to come after the tick. No driver call.
     pub fn is_ordered_after(&self, tick: &Tick) -> bool {
         self.0.timeline.is_ordered_after(&tick.timeline, tick.n)
     }
@@ -104,7 +104,7 @@ impl Stream {
     /// the work is known to be ordered already. The tick may be of another device of the same kind.
     ///
     /// # Errors
-    /// Errors of the driver, a tick of a device of another kind, or a capture in progress.
+    /// When the tick is of a device of another kind, or a capture is in progress; errors of the driver.
     pub fn wait_for(&self, tick: &Tick) -> Result<()> {
         self.0.timeline.wait_for(&tick.timeline, tick.n)
     }
@@ -113,12 +113,12 @@ impl Stream {
     /// the capture; otherwise the event may be of another device of the same kind.
     ///
     /// # Errors
-    /// Errors of the driver, and an event of another device that does not fit.
+    /// When the event is of a device of another kind, or was recorded in a capture on another device; errors of the driver.
     pub fn wait_event(&self, event: &Event) -> Result<()> {
         event.make_wait(self)
     }
 
-    /// Waits on the host until the stream is idle. Its ticks taken before are then known to be done.
+    /// Waits on the host until all work of the stream is done. Its ticks taken before are then known to be done.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -130,7 +130,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Whether the stream has nothing left to do.
+    /// True if all work of the stream is done.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -138,7 +138,7 @@ impl Stream {
         self.0.context.driver.query_stream(self.usable(Operation::QueryStream)?)
     }
 
-    /// Enqueues filling `bytes` bytes with `value`.
+    /// Enqueues a fill: sets each of `bytes` bytes at `ptr` to `value`.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -146,7 +146,7 @@ impl Stream {
         self.0.context.driver.memset(ptr, value, bytes, self.usable(Operation::Memset)?)
     }
 
-    /// Enqueues a copy within the device; the ranges must not overlap.
+    /// Enqueues a copy of `bytes` bytes within the device. Ranges that overlap are refused.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -154,26 +154,27 @@ impl Stream {
         self.0.context.driver.copy_on_device(dst, src, bytes, self.usable(Operation::CopyOnDevice)?)
     }
 
-    /// Enqueues a copy from page-locked host memory. From other memory the bytes are taken before this returns.
+    /// Enqueues a copy of `bytes` bytes from page-locked host memory. Other host memory is read before this returns.
     ///
     /// # Errors
     /// Errors of the driver.
     ///
     /// # Safety
-    /// `src..src + bytes` must be readable, and stay so and unwritten until the copy is done, as [`Driver::copy_to_device`] tells.
+    /// `src..src + bytes` must be readable, and stay readable and unwritten until the copy is done, as [`Driver::copy_to_device`]
+    /// specifies.
     pub unsafe fn upload(&self, dst: DevicePtr, src: HostPtr, bytes: usize) -> Result<()> {
         let raw = self.usable(Operation::CopyToDevice)?;
         // SAFETY: passed on to the caller.
         unsafe { self.0.context.driver.copy_to_device(dst, src.as_ptr(), bytes, raw) }
     }
 
-    /// Enqueues a copy to page-locked host memory. Into other memory this returns when the bytes are there.
+    /// Enqueues a copy of `bytes` bytes to page-locked host memory. Other host memory holds the bytes when this returns.
     ///
     /// # Errors
     /// Errors of the driver.
     ///
     /// # Safety
-    /// `dst..dst + bytes` must be writable, and stay so and untouched until the copy is done, as [`Driver::copy_to_host`] tells.
+    /// `dst..dst + bytes` must be writable, and stay writable and untouched until the copy is done, as [`Driver::copy_to_host`] specifies.
     pub unsafe fn download(&self, dst: HostPtr, src: DevicePtr, bytes: usize) -> Result<()> {
         let raw = self.usable(Operation::CopyToHost)?;
         // SAFETY: passed on to the caller.
@@ -206,9 +207,9 @@ impl Stream {
         unsafe { self.0.context.driver.copy_batch(copies, raw) }
     }
 
-    /// Enqueues a copy from the memory of another device of the same kind, whether or not the two can access each other's. Order
-    /// this stream after what wrote the source, and what overwrites or frees the source after this stream, with
-    /// [`Stream::wait_for`]: ticks cross devices.
+    /// Enqueues a copy from the memory of another device of the same kind, whether or not the two can access each other's memory. Use
+    /// [`Stream::wait_for`], which takes ticks of other devices, to order this stream after the work that wrote the source, and to order
+    /// work that overwrites or frees the source after this stream.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -228,7 +229,8 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// Errors of the driver: a device of another kind, ranges that are not live memory of their devices, a capture in progress.
+    /// When the device is of another kind, the ranges are not live memory of their devices, or a capture is in progress; errors of the
+    /// driver.
     pub fn copy_from_peer(&self, dst: DevicePtr, peer: &Device, src: DevicePtr, bytes: u64) -> Result<()> {
         let context = &self.0.context;
         let answer = context.driver.copy_peer(dst, peer.driver(), src, bytes, self.usable(Operation::CopyPeer)?);
@@ -237,8 +239,8 @@ impl Stream {
 
     /// Copies from host memory and waits until the bytes are on the device.
     ///
-    /// Returns only once nothing reads the memory any more. So it also waits after an error, and for the end of a capture that somebody else
-    /// begins meanwhile and that forbids waiting for the stream. It does not wait for a device that is lost.
+    /// Returns only once nothing reads the memory any more. So it also waits after an error, and for the end of a capture that another
+    /// library begins meanwhile and that forbids waiting for the stream. It does not wait for a lost device.
     ///
     /// # Errors
     /// When the stream captures, and errors of the driver.
@@ -269,14 +271,14 @@ impl Stream {
     /// Errors of the driver.
     ///
     /// # Safety
-    /// The kernel must touch exactly the ranges that the launch declares and be given the arguments it expects.
+    /// The kernel must touch exactly the ranges that the launch declares, and the launch must give it the arguments that it expects.
     pub unsafe fn launch(&self, launch: &Launch) -> Result<()> {
         let raw = self.usable(Operation::Launch)?;
         // SAFETY: passed on to the caller.
         unsafe { self.0.context.driver.launch(launch, raw) }
     }
 
-    /// Whether the stream belongs to a simulated device, on which work may be modelled without being computed: see [`Stream::touch`].
+    /// True if the stream belongs to a simulated device, on which work may be modelled without being computed: see [`Stream::touch`].
     pub fn is_simulated(&self) -> bool {
         self.0.context.driver.info().kind == DriverKind::Simulated
     }
@@ -311,8 +313,8 @@ impl Stream {
     /// Starts capturing the stream's work into a graph.
     ///
     /// A graph uses fixed addresses, and nothing tracks those uses: keep every buffer that it touches alive for as long as you may launch
-    /// it. An allocator gives memory to a capturing stream from a private pool alone (`Allocator::capture`), and a launch needs a turn
-    /// with the buffers that the graph uses (`Turn`).
+    /// it. An allocator gives a capturing stream only memory of a private pool (`Allocator::capture`), and a launch needs a turn with the
+    /// buffers that the graph uses (`Turn`).
     ///
     /// # Errors
     /// Errors of the driver.
@@ -320,16 +322,16 @@ impl Stream {
         Capture::begin(self.clone())
     }
 
-    /// Makes a capture known that somebody else began on this stream, such as cudarc's `CudaStream::begin_capture`. Until the
-    /// result is dropped, which should be once the capture ended, the stream is treated as one that captures.
+    /// Makes a capture known that another library began on this stream, for example with cudarc's `CudaStream::begin_capture`. The stream
+    /// is treated as one that captures until the result is dropped. Drop it once the capture has ended.
     ///
     /// # Errors
-    /// When the stream does not capture, its capture is known already, and errors of the driver.
+    /// When the stream does not capture, or its capture is known already; errors of the driver.
     pub fn announce_capture(&self) -> Result<AnnouncedCapture> {
         AnnouncedCapture::announce(self)
     }
 
-    /// The launches of the graph that the stream is captured into; `None` unless it is known to capture, or to have joined a
+    /// The launches of the graph that the stream's work is captured into; `None` unless the stream is known to capture, or to have joined a
     /// capture. No driver call.
     pub fn launches_of_capture(&self) -> Option<Arc<Launches>> {
         let timeline = &self.0.timeline;
@@ -339,7 +341,7 @@ impl Stream {
         timeline.capture().map(|scope| scope.launches.clone())
     }
 
-    /// Whether the stream is known to capture, or to have joined a capture. No driver call.
+    /// True if the stream is known to capture, or to have joined a capture. No driver call.
     pub fn is_capturing(&self) -> bool {
         self.0.timeline.is_capturing()
     }
@@ -358,7 +360,7 @@ impl Drop for Inner {
         if let Err(error) = self.context.driver.destroy_stream(self.timeline.raw()) {
             tracing::warn!(%error, "a stream could not be destroyed");
         }
-        // One that the driver did not end, and that nobody can end any more.
+        // A capture that the driver did not end, and that nobody can end any more.
         if let Some(left) = self.timeline.capture().filter(|capture| capture.began_on(&self.timeline)) {
             left.give_up();
         }

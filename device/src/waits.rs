@@ -7,28 +7,29 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[derive(Debug, Default)]
 pub(crate) struct Waits {
     begun: AtomicU64,
-    /// The last that ended well.
+    /// Number of the last wait that succeeded.
     done: AtomicU64,
 }
 
 impl Waits {
-    /// A wait begins; its number.
+    /// Begins a wait, and returns its number.
     pub(crate) fn begin(&self) -> u64 {
         self.begun.fetch_add(1, Ordering::AcqRel) + 1
     }
 
-    /// The device has been waited for.
+    /// Ends a wait that succeeded.
     pub(crate) fn end(&self, number: u64) {
         self.done.fetch_max(number, Ordering::AcqRel);
     }
 
-    /// All that is enqueued by now, on whichever stream.
+    /// A mark for all work enqueued until now, on any stream.
     pub(crate) fn mark(self: &Arc<Self>) -> WaitMark {
         WaitMark { waits: self.clone(), begun: self.begun.load(Ordering::Acquire) }
     }
 }
 
-/// All work that was enqueued on a device when this was made, by whomever, on whichever stream: [`crate::Device::wait_mark`].
+/// A mark for all work that was enqueued on a device when the mark was made, on any stream and by any library:
+/// [`crate::Device::wait_mark`].
 #[derive(Clone, Debug)]
 pub struct WaitMark {
     waits: Arc<Waits>,
@@ -36,7 +37,7 @@ pub struct WaitMark {
 }
 
 impl WaitMark {
-    /// Whether the work is known to be done, because the device was waited for since. No driver call.
+    /// True if the work is known to be done, because the host has waited for the device since. No driver call.
     pub fn is_passed(&self) -> bool {
         self.waits.done.load(Ordering::Acquire) > self.begun
     }

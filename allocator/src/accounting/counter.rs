@@ -1,7 +1,7 @@
 //! A counter for one quantity: its value, its peak, and the sums of its increases and decreases.
 //!
-//! A counter is a few plain words. What can be derived is not counted. It has one writer at a time (see `counters.rs`),
-//! so an update is always a load and a store, never an atomic read-modify-write.
+//! A counter is a few plain words. Values that can be derived are not counted. It has one writer at a time (see `counters.rs`), so an
+//! update is always a load and a store, never an atomic read-modify-write.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -26,7 +26,7 @@ pub(super) fn raise(cell: &AtomicU64, value: u64) {
     }
 }
 
-/// As [`raise`], of values that may be negative.
+/// As [`raise`], for values that may be negative.
 #[inline]
 fn raise_signed(cell: &AtomicU64, value: u64) {
     if value.cast_signed() > get(cell).cast_signed() {
@@ -34,20 +34,20 @@ fn raise_signed(cell: &AtomicU64, value: u64) {
     }
 }
 
-/// One quantity. What was freed is derived: the sum of increases less the current value.
+/// One quantity. The sum of decreases is derived: it is the sum of increases less the current value.
 #[derive(Debug, Default)]
 pub(crate) struct Counter {
     current: AtomicU64,
     increases: AtomicU64,
-    /// The greatest sum of `current` and what others published, less what they have published now: so that an addition has
-    /// to look at no more than these two.
+    /// The greatest sum of `current` and the published values of arenas, less the values published now. So an addition has to look only at
+    /// this and `current`.
     peak: AtomicU64,
     increases_base: AtomicU64,
     decreases_base: AtomicU64,
 }
 
 impl Counter {
-    /// Adds, and returns the value then.
+    /// Adds `n`, and returns the new value.
     #[inline]
     pub(crate) fn add(&self, n: u64) -> u64 {
         let current = get(&self.current).wrapping_add(n);
@@ -66,7 +66,7 @@ impl Counter {
         self.read_with(Sum::default(), 0)
     }
 
-    /// Its values, with what others have and what they published.
+    /// Its values, including the arenas' own sums (`others`) and published values.
     fn read_with(&self, others: Sum, published: u64) -> Stat {
         let current = get(&self.current).wrapping_add(others.current);
         let increases = get(&self.increases).wrapping_add(others.increases);
@@ -95,20 +95,20 @@ impl Counter {
     }
 }
 
-/// What other places have of a quantity.
+/// The share of a quantity that the arenas count themselves.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sum {
     pub(crate) current: u64,
     pub(crate) increases: u64,
 }
 
-/// One quantity for each pool; that of both together is the sum, except for its peak.
+/// One quantity for each pool. The value for both pools together is the sum, except for its peak.
 #[derive(Debug, Default)]
 pub(crate) struct PooledCounter {
     pools: [Counter; 2],
-    /// What arenas published, by pool: an upper bound of what they have, and exact while one thread does all the work.
+    /// The values that arenas published, by pool: an upper bound of their own sums, and exact while one thread does all the work.
     published: [AtomicU64; 2],
-    /// As the peak of a pool, less what is published of both.
+    /// The peak of both pools together, stored as that of a pool: less the published values of both.
     peak_of_all: AtomicU64,
 }
 
@@ -125,8 +125,8 @@ impl PooledCounter {
         self.pools[kind as usize].sub(n);
     }
 
-    /// Adds or subtracts, by sign, which follows no pattern: so without a branch on it. Raising a peak after a subtraction
-    /// changes nothing.
+    /// Adds `n`, which may be negative. Without a branch on its sign, which follows no pattern: raising a peak after a subtraction changes
+    /// nothing.
     #[inline]
     pub(crate) fn change(&self, kind: PoolKind, n: i64) {
         let (own, other) = (&self.pools[kind as usize], &self.pools[1 - kind as usize]);
@@ -137,7 +137,7 @@ impl PooledCounter {
         raise_signed(&self.peak_of_all, current.wrapping_add(get(&other.current)));
     }
 
-    /// As changing by `n` and back.
+    /// Has the effect of changing by `n` and back.
     #[inline]
     pub(crate) fn touch(&self, kind: PoolKind, n: i64) {
         let (own, other) = (&self.pools[kind as usize], &self.pools[1 - kind as usize]);
@@ -147,18 +147,18 @@ impl PooledCounter {
         raise_signed(&self.peak_of_all, most.wrapping_add(get(&other.current)));
     }
 
-    /// The current value of a pool, or a little more.
+    /// The current value of a pool, or a bound that is a little greater.
     #[inline]
     pub(super) fn bound(&self, pool: usize) -> u64 {
         get(&self.pools[pool].current).wrapping_add(get(&self.published[pool]))
     }
 
-    /// What an arena published changes. Needs the lock of those who publish.
+    /// Changes the published values of a pool. Needs the lock for publishing.
     pub(crate) fn publish(&self, kind: PoolKind, change: u64) {
         let pool = &self.pools[kind as usize];
         let published = &self.published[kind as usize];
         let publish = || set(published, get(published).wrapping_add(change));
-        // Peaks are kept less what is published. Whoever reads meanwhile finds them too high rather than too low.
+        // Peaks are stored less the published values. A thread that reads meanwhile finds them too high rather than too low.
         if change.cast_signed() > 0 {
             publish();
         }
@@ -184,7 +184,7 @@ impl PooledCounter {
         self.read_with([Sum::default(); 2])
     }
 
-    /// Its values, with what others have of each pool.
+    /// Its values, including the arenas' own sums of each pool.
     pub(crate) fn read_with(&self, others: [Sum; 2]) -> PoolStats {
         let published = self.published.each_ref().map(get);
         let [small_pool, large_pool] = [0, 1].map(|pool| self.pools[pool].read_with(others[pool], published[pool]));

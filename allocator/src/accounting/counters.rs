@@ -23,19 +23,20 @@ use crate::size_class::PoolKind;
 pub(crate) enum Hot {
     /// Live blocks.
     Blocks,
-    /// Bytes in them.
+    /// Bytes in live blocks.
     Bytes,
-    /// Bytes asked for.
+    /// Requested bytes of live and waiting blocks.
     Requested,
-    /// Free pieces of segments that are in use, and their bytes.
+    /// Free pieces of segments that are partly in use.
     Pieces,
+    /// Bytes in these pieces.
     PieceBytes,
 }
 
 impl Hot {
     pub(crate) const ALL: [Hot; 5] = [Hot::Blocks, Hot::Bytes, Hot::Requested, Hot::Pieces, Hot::PieceBytes];
 
-    /// How far an arena's value may move without a word, one way or the other.
+    /// By how much an arena's value may move, up or down, without being published.
     #[inline]
     pub(crate) fn credit(self) -> u64 {
         match self {
@@ -47,11 +48,11 @@ impl Hot {
 
 /// Every counter of an allocator.
 ///
-/// `active` is not counted but derived: it is what is allocated and what is *waiting*, which only a slow path changes. Its
-/// peak is that of allocated, unless something was waiting at the time; so that case alone is noted.
+/// `active` is not counted but derived: it is the sum of the allocated and the *waiting* blocks, of which the latter change only on slow
+/// paths. Its peak is that of the allocated ones, unless blocks were waiting at the time; only that case is noted.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
-    /// By [`Hot`].
+    /// The counters of [`Hot`] quantities, in its order.
     hot: [PooledCounter; 5],
     waiting: PooledCounter,
     waiting_bytes: PooledCounter,
@@ -66,15 +67,17 @@ pub(crate) struct Counters {
     pub(crate) num_device_alloc: Counter,
     pub(crate) num_device_free: Counter,
     pub(crate) num_oom_rejections: Counter,
-    /// Ours: how often memory moved, and the bytes that did.
+    /// How often memory moved. Not in PyTorch.
     pub(crate) remaps: Counter,
+    /// How many granules moved. Not in PyTorch.
     pub(crate) granules_moved: Counter,
-    /// Ours: blocks reused by another stream than the one that freed them, and those of them that cost a wait.
+    /// Blocks reused by another stream than the one that freed them. Not in PyTorch.
     pub(crate) cross_stream_reuses: Counter,
+    /// Those of them that cost a wait. Not in PyTorch.
     pub(crate) cross_stream_waits: Counter,
 }
 
-/// Peaks of what is active, while anything was waiting: blocks and bytes of the small pool, the large pool, and both.
+/// Peaks of active blocks and bytes while any block was waiting: for the small pool, the large pool, and both.
 #[derive(Debug, Default)]
 struct ActivePeaks {
     blocks: [AtomicU64; 3],
@@ -87,7 +90,7 @@ impl Counters {
         &self.hot[quantity as usize]
     }
 
-    /// A block of `size` bytes became live.
+    /// Counts that a block of `size` bytes became live.
     #[inline]
     pub(crate) fn allocated(&self, kind: PoolKind, size: u64, requested: u64) {
         self.hot(Hot::Blocks).add(kind, 1);
@@ -98,7 +101,7 @@ impl Counters {
         }
     }
 
-    /// A live block was given back, and is free at once.
+    /// Counts that a live block was freed at once.
     #[inline]
     pub(crate) fn freed(&self, kind: PoolKind, size: u64, requested: u64) {
         self.hot(Hot::Blocks).sub(kind, 1);
@@ -106,20 +109,20 @@ impl Counters {
         self.hot(Hot::Requested).sub(kind, requested);
     }
 
-    /// A block that is not live any more waits for other streams.
+    /// Counts that a block, not live any more, waits for other streams.
     pub(crate) fn waits(&self, kind: PoolKind, size: u64) {
         self.waiting.add(kind, 1);
         self.waiting_bytes.add(kind, size);
         self.note_active_peaks();
     }
 
-    /// A waiting block is free.
+    /// Counts that a waiting block became free.
     pub(crate) fn waited(&self, kind: PoolKind, size: u64) {
         self.waiting.sub(kind, 1);
         self.waiting_bytes.sub(kind, size);
     }
 
-    /// An arena has published more, or less. Needs the lock of those who publish.
+    /// Changes the values that arenas have published. Needs the lock for publishing.
     pub(crate) fn published(&self, quantity: Hot, kind: PoolKind, change: u64) {
         self.hot(quantity).publish(kind, change);
         if !self.waiting.is_zero() {
@@ -141,12 +144,12 @@ impl Counters {
         }
     }
 
-    /// Blocks that are live or waiting, given those that are live.
+    /// Number of live and waiting blocks, given that of the live ones.
     pub(crate) fn active(&self, live: PoolStats) -> PoolStats {
         active(live, self.waiting.read(), &self.active_peaks.blocks)
     }
 
-    /// Bytes in blocks that are live or waiting, given those in live ones.
+    /// Bytes in live and waiting blocks, given those in live ones.
     pub(crate) fn active_bytes(&self, live: PoolStats) -> PoolStats {
         active(live, self.waiting_bytes.read(), &self.active_peaks.bytes)
     }
@@ -176,14 +179,14 @@ impl Counters {
         self.active_peaks.blocks.iter().chain(&self.active_peaks.bytes)
     }
 
-    /// Back to zero, for the next allocator in the same shell.
+    /// Sets all counters to zero, for the next allocator in the same shell.
     pub(crate) fn clear(&self) {
         self.pooled().for_each(PooledCounter::clear);
         self.plain().into_iter().for_each(Counter::clear);
         self.active_peaks().for_each(|cell| set(cell, 0));
     }
 
-    /// Sets every peak to the current value. Needs every lock, and what arenas published to be exact.
+    /// Sets every peak to the current value. Needs every lock, and exact published values.
     pub(crate) fn reset_peaks(&self) {
         self.pooled().for_each(PooledCounter::reset_peak);
         self.plain().into_iter().for_each(Counter::reset_peak);
@@ -191,7 +194,7 @@ impl Counters {
         self.note_active_peaks();
     }
 
-    /// Starts every accumulated value from zero. Needs every lock; `others` tells what arenas have.
+    /// Starts every accumulated value from zero. Needs every lock. `others` gives the arenas' own sums.
     pub(crate) fn reset_accumulated(&self, others: impl Fn(Hot) -> [Sum; 2]) {
         self.pooled().for_each(|counter| counter.reset_accumulated([Sum::default(); 2]));
         Hot::ALL.into_iter().for_each(|quantity| self.hot(quantity).reset_accumulated(others(quantity)));
@@ -199,8 +202,8 @@ impl Counters {
     }
 }
 
-/// Sums what is live and what is waiting. A block that starts to wait is freed in the one and allocated in the other, which
-/// is neither for the sum.
+/// Sums the statistics of live and waiting blocks. A block that starts to wait is freed in the first and allocated in the second; in the
+/// sum it is neither.
 fn active(live: PoolStats, waiting: PoolStats, peaks: &[AtomicU64; 3]) -> PoolStats {
     let sum = |live: Stat, waiting: Stat, peak: &AtomicU64| Stat {
         current: live.current + waiting.current,

@@ -23,9 +23,10 @@ pub fn unusable_index(free_blocks: impl Iterator<Item = u64>, size: u64) -> f64 
 
 /// How fragmented an allocator's memory is, as of one moment. Sizes are bytes.
 ///
-/// Free blocks count whoever owns them, and private pools' memory with the pool of its kind: it may take more than room to
-/// serve a request. Memory that grows, or can be exported, counts as segments of the large pool; what it gave up and was not recycled yet
-/// is free. While the allocator sleeps, blocks and segments are those that will be there, and what is held is less.
+/// Free blocks count regardless of the stream that owns them, and memory of private pools counts with the pool of its kind. So a request
+/// may fail although there is room. Growable and exportable memory counts as segments of the large pool; memory that it gave up and that
+/// was not recycled yet counts as free. While the allocator sleeps, blocks and segments are those that will be there after waking up, and
+/// less memory is held.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Fragmentation {
@@ -33,31 +34,31 @@ pub struct Fragmentation {
     pub request_bytes: u64,
     /// Number of segments, or contiguous ranges of mapped memory.
     pub segments: u64,
-    /// Bytes held from the device now: these segments, and what is spare.
+    /// Bytes held from the device now: in these segments, and spare.
     pub reserved_bytes: u64,
     /// Bytes held from the device that are not mapped for use; they count for the large pool.
     pub spare_bytes: u64,
-    /// Bytes of addresses that are reserved for memory to be mapped at, whether any is or not.
+    /// Bytes of addresses reserved for mapping memory, whether memory is mapped there or not.
     pub address_bytes: u64,
-    /// Number of contiguous ranges of such addresses without memory, where blocks may get some.
+    /// Number of contiguous ranges of such addresses without memory where memory may be mapped for blocks.
     pub address_holes: u64,
-    /// The longest of them: a request that it does not hold needs addresses elsewhere.
+    /// Bytes of the longest of these ranges. A longer request needs addresses elsewhere.
     pub largest_address_hole: u64,
     /// Segments, or mapped ranges, that are wholly free and not pinned.
     pub releasable_segments: u64,
-    /// Bytes that can go back to the device: those of wholly free segments, and granules that lie in free blocks, but for pinned ones.
+    /// Bytes that can go back to the device: wholly free segments, and granules in free blocks, except pinned ones.
     pub releasable_bytes: u64,
     /// Bytes in live blocks.
     pub allocated_bytes: u64,
-    /// The part of them that nobody asked for: rounding, and blocks that were not split.
+    /// The part of them that was not requested: rounding, and blocks that were not split.
     pub internal_waste: u64,
-    /// Bytes given back that other streams still use.
+    /// Bytes of waiting blocks: freed, but other streams still use them.
     pub waiting_bytes: u64,
     /// Number of free blocks.
     pub free_blocks: u64,
     /// Bytes in free blocks.
     pub free_bytes: u64,
-    /// The largest free block.
+    /// Bytes of the largest free block.
     pub largest_free_block: u64,
     /// External fragmentation: the share of free bytes outside the largest free block, 0 to 1; 0 when nothing is free.
     pub external: f64,
@@ -75,7 +76,7 @@ pub struct FreeSizes {
     pub at_least: u64,
     /// Number of blocks.
     pub count: u64,
-    /// Their bytes.
+    /// Bytes of these blocks.
     pub bytes: u64,
 }
 
@@ -146,7 +147,7 @@ impl Whole {
         found
     }
 
-    /// What regions and mappings tell: what is held, and at how many addresses.
+    /// Adds the values that depend on regions and mappings: held memory, and addresses.
     fn add_regions(&self, found: &mut Fragmentation, counts: &impl Fn(PoolKind) -> bool) {
         for heap in self.heaps() {
             for region in heap.regions().filter(|region| counts(kind_of(region.pool))) {
@@ -206,13 +207,13 @@ impl Free {
     }
 }
 
-/// What of a free block could go back to the device.
+/// The part of a free block that could go back to the device.
 pub(crate) struct Releasable {
-    /// Whether the block is all of its segment, or mapped range.
+    /// True if the block is all of its segment or mapped range.
     whole: bool,
     /// Bytes that can go back.
     pub(crate) bytes: u64,
-    /// Bytes that could, but for pins.
+    /// Bytes that could go back if they were not pinned.
     pub(crate) pinned: u64,
 }
 
@@ -241,7 +242,7 @@ impl Whole {
         let Some(paged) = self.paged.as_ref().filter(|_| region.is_paged()) else { return region.bytes };
         let range = region.addr..region.addr + region.bytes;
         let mapped: u64 = paged.mapped_within(&range).iter().map(|range| range.end - range.start).sum();
-        // What is stuck is spare.
+        // Stuck granules count as spare.
         let stuck = paged.stuck.iter().flat_map(|stuck| &stuck.granules).filter(|at| range.contains(at)).count();
         mapped - stuck as u64 * paged.granule
     }

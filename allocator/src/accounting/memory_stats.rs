@@ -8,47 +8,46 @@ use crate::accounting::stat::{PoolStats, Stat};
 use crate::allocator::Allocator;
 use crate::shell::Shell;
 
-/// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`; what goes beyond it is
-/// said so.
+/// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`. Fields that PyTorch lacks say so.
 ///
-/// Current values are exact whenever no call is in flight. Read beside other threads' calls, each stream's share of a value is
-/// exact as of some moment, but not all of the same one.
+/// Current values are exact whenever no call is in flight. While other threads make calls, each stream's share of a value is exact as of
+/// some moment, but not all shares are as of the same moment.
 ///
-/// `reserved_bytes`, `segment` and their peaks are always exact. Other peaks are exact while one thread does all the work, on
-/// however many streams, and passes it on to another one at most 8 times between resets of peaks. With several threads at the
-/// same time they are never less than the true peak, and more by at most 32 MiB (128 blocks) for each stream and pool; peaks in
-/// bytes never exceed that of `reserved_bytes`. Peaks of `inactive_split` and its bytes are exact while the work is on one stream: a block
-/// that was given back counts as a piece from when its stream's memory is used next, or the statistics are read.
+/// `reserved_bytes`, `segment` and their peaks are always exact. Other peaks are exact while one thread does all the work, on however many
+/// streams, and passes it on to another one at most 8 times between resets of peaks. With several threads at the same time they are never
+/// less than the true peak, and exceed it by at most 32 MiB (128 blocks) for each stream and pool; peaks in bytes never exceed that of
+/// `reserved_bytes`. Peaks of `inactive_split` and its bytes are exact while the work is on one stream: a freed block counts as a piece
+/// once its stream's memory is used next, or the statistics are read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryStats {
-    /// Live blocks, by number.
+    /// Number of live blocks.
     pub allocation: PoolStats,
-    /// Segments held from the device, by number.
+    /// Number of segments held from the device.
     pub segment: PoolStats,
-    /// Live blocks and those given back that other streams still use, by number.
+    /// Number of live blocks and of freed ones that other streams still use.
     pub active: PoolStats,
-    /// Free pieces of segments that are also in use, by number: they cannot go back to the device.
+    /// Number of free pieces of segments that are partly in use: they cannot go back to the device.
     pub inactive_split: PoolStats,
-    /// Live blocks, in bytes.
+    /// Bytes in live blocks.
     pub allocated_bytes: PoolStats,
-    /// Memory held from the device, in bytes.
+    /// Bytes held from the device.
     pub reserved_bytes: PoolStats,
-    /// Live blocks and those given back that other streams still use, in bytes.
+    /// Bytes in live blocks and in freed ones that other streams still use.
     pub active_bytes: PoolStats,
-    /// Free pieces of segments that are also in use, in bytes.
+    /// Bytes in free pieces of segments that are partly in use.
     pub inactive_split_bytes: PoolStats,
-    /// What holders of active blocks asked for, before rounding, in bytes.
+    /// Bytes requested for active blocks, before rounding.
     pub requested_bytes: PoolStats,
-    /// Live blocks of at least `max_split_size`, by number.
+    /// Number of live blocks of at least `max_split_size`.
     pub oversize_allocations: Stat,
-    /// Segments of at least `max_split_size`, by number.
+    /// Number of segments of at least `max_split_size`.
     pub oversize_segments: Stat,
     /// How often the cache was flushed to serve a request.
     pub num_alloc_retries: u64,
     /// How often a request failed for lack of memory.
     pub num_ooms: u64,
-    /// How often the host waited for streams that still used blocks given back.
+    /// How often the host waited for streams that still used freed blocks.
     pub num_sync_all_streams: u64,
     /// How often a segment came from the device.
     pub num_device_alloc: u64,
@@ -56,15 +55,15 @@ pub struct MemoryStats {
     pub num_device_free: u64,
     /// How often the limit refused a request at once (`throw_on_cudamalloc_oom`).
     pub num_oom_rejections: u64,
-    /// The size in bytes from which on blocks are oversize; `None` is unlimited.
+    /// The least size in bytes of oversize blocks; `None` if no size counts as oversize.
     pub max_split_size: Option<u64>,
     /// How often granules moved to where contiguous memory was needed. Not in PyTorch.
     pub remaps: u64,
-    /// How many granules that were. Not in PyTorch.
+    /// Number of granules that moved. Not in PyTorch.
     pub granules_moved: u64,
-    /// How often a stream reused a block that another one had given back. Not in PyTorch.
+    /// How often a stream reused a block that another one had freed. Not in PyTorch.
     pub cross_stream_reuses: u64,
-    /// How many of these made the stream wait. Not in PyTorch.
+    /// How often that made the stream wait. Not in PyTorch.
     pub cross_stream_waits: u64,
 }
 
@@ -72,7 +71,7 @@ impl MemoryStats {
     fn read(shell: &Shell, max_split_size: Option<u64>) -> MemoryStats {
         let counters = &shell.counters;
         let (allocation, reserved_bytes) = (shell.read(Hot::Blocks), counters.reserved_bytes.read());
-        // A bound that several threads made is no more than what was reserved.
+        // Bounds of peaks, which arise with several threads, are cut off at the peak of reserved memory.
         let bytes = |stats: PoolStats| stats.with_peaks_within(reserved_bytes);
         let allocated_bytes = shell.read(Hot::Bytes);
         let events = |counter: &Counter| counter.read().allocated;
@@ -160,14 +159,14 @@ fn insert(map: &mut BTreeMap<String, i64>, name: &str, stat: Stat) {
     }
 }
 
-/// A count as PyTorch's signed integers; larger ones than 2^63 are cut off.
+/// A count as a signed integer, as PyTorch has; larger counts than that holds are cut off.
 fn integer(value: u64) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
 
 impl Allocator {
-    /// What the allocator counts. Takes no lock with mapped memory, unless other threads' frees are queued and must be applied
-    /// first; with segments, whose pieces are counted when blocks are merged, it takes all of them for a moment.
+    /// The allocator's statistics. With mapped memory this takes no lock, unless other threads' frees are queued and must be applied first.
+    /// With segments it takes all locks for a moment, because pieces of segments are counted when blocks are merged.
     pub fn memory_stats(&self) -> MemoryStats {
         if self.counts_pieces() {
             drop(self.shell().whole());
@@ -187,8 +186,8 @@ impl Allocator {
         self.shell().whole().reset_accumulated();
     }
 
-    /// Bytes that each private pool holds from the device, by its id: pools that are open, and those that are closed but
-    /// still hold some. They are part of `reserved_bytes`.
+    /// Bytes that each private pool holds from the device, by its id, for open pools and for closed ones that still hold memory. They are
+    /// part of `reserved_bytes`.
     pub fn reserved_by_private_pools(&self) -> BTreeMap<(u64, u64), u64> {
         let whole = self.shell().whole();
         let open = whole.pools.private.iter().filter(|private| private.open);

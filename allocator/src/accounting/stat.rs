@@ -1,4 +1,4 @@
-//! A statistic as it is read.
+//! The values of a statistic.
 
 /// Current, peak, and accumulated values of one quantity, under PyTorch's names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -27,7 +27,7 @@ pub struct PoolStats {
 }
 
 impl PoolStats {
-    /// The same, no peak being above that of `most`, nor that of both pools above the sum of theirs.
+    /// The same statistic with peaks cut off: at those of `most`, and that of both pools also at the sum of the two pools' peaks.
     pub(crate) fn with_peaks_within(self, most: PoolStats) -> PoolStats {
         let within = |stat: Stat, most: u64| Stat { peak: stat.peak.min(most), ..stat };
         let large_pool = within(self.large_pool, most.large_pool.peak);

@@ -12,7 +12,7 @@ const WIDTH: usize = 75;
 const BYTE_UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const COUNT_UNITS: [&str; 3] = [" ", "K", "M"];
 
-/// What a row counts.
+/// The unit of a row.
 #[derive(Clone, Copy)]
 enum Unit {
     Bytes,
@@ -20,7 +20,7 @@ enum Unit {
 }
 
 impl Unit {
-    /// Writes `value` in the unit that suits `guide`, so that rows that belong together share one. Ten characters.
+    /// Formats `value` in ten characters, in the unit that suits `guide`, so that rows that belong together share one unit.
     fn format(self, value: u64, guide: u64) -> String {
         match self {
             Unit::Bytes => {
@@ -77,8 +77,8 @@ impl Table {
 }
 
 impl Allocator {
-    /// A table of the statistics, for people to read: bytes and numbers of allocated, active, reserved memory and so on,
-    /// now, at most, and in sum. `abbreviated` leaves out the two pools.
+    /// A human-readable table of the statistics: bytes and numbers of allocated, active and reserved memory and so on, each with the
+    /// current value, the peak, and the sums of increases and decreases. `abbreviated` leaves out the two pools.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};

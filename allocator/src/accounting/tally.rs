@@ -1,4 +1,5 @@
-//! Which thread counts where: the shared counters while one thread is at work, and arenas' own counters once several are.
+//! The choice of the counters that an operation writes to: the shared counters while one thread is at work, and the arenas' own counters
+//! once several are.
 //!
 //! While one thread does all the work of an allocator, it writes to the shared counters (`counters.rs`), whatever arena it works
 //! in, and every peak is exact. Once several threads do, each arena counts on its own cache lines, under its own lock, and
@@ -23,12 +24,12 @@ impl Writer {
     /// Several threads are at work: each arena counts for itself.
     pub(crate) const SEVERAL: Writer = Writer(1);
 
-    /// A number that no two threads have at a time.
+    /// A number that no two running threads share.
     pub(crate) const fn number(self) -> usize {
         self.0
     }
 
-    /// The calling thread. A thread may be taken for one that has ended, which is not at work any more.
+    /// The calling thread. It may be mistaken for a thread that has ended, which does no harm, because that one is not at work any more.
     #[cfg(not(aquifer_shuttle))]
     #[inline]
     pub(crate) fn this_thread() -> Writer {
@@ -45,17 +46,17 @@ impl Writer {
     }
 }
 
-/// Where an operation counts.
+/// The counters that an operation writes to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Tally {
-    /// In the shell's counters: the caller is the one thread at work, or holds every lock.
+    /// The shell's shared counters: the caller is the only thread at work, or holds every lock.
     Shared(&'static Shell),
-    /// In the arena's.
+    /// The arena's own counters.
     Own(&'static Shell, &'static OwnCounters),
 }
 
 impl Tally {
-    /// A block of `size` bytes became live.
+    /// Counts that a block of `size` bytes became live.
     #[inline]
     pub(crate) fn allocated(self, kind: PoolKind, size: u64, requested: u64) {
         match self {
@@ -68,7 +69,7 @@ impl Tally {
         }
     }
 
-    /// A live block is not live any more; `requested` is 0 if it is still used.
+    /// Counts that a block is not live any more. `requested` is 0 if other streams still use the block.
     #[inline(always)]
     pub(crate) fn freed(self, kind: PoolKind, size: u64, requested: u64) {
         match self {
@@ -81,7 +82,7 @@ impl Tally {
         }
     }
 
-    /// One quantity changed, on a slow path.
+    /// Changes one quantity, on a slow path.
     pub(crate) fn change(self, quantity: Hot, kind: PoolKind, n: i64) {
         match self {
             Tally::Shared(shell) => shell.counters.hot(quantity).change(kind, n),
@@ -89,7 +90,7 @@ impl Tally {
         }
     }
 
-    /// The count and bytes of free pieces changed. Not inlined: it is for segments alone, and long.
+    /// Changes the count and bytes of free pieces. Not inlined, because it is only for segments, and long.
     #[inline(never)]
     pub(crate) fn pieces(self, kind: PoolKind, count: i64, bytes: i64) {
         match self {
@@ -104,7 +105,7 @@ impl Tally {
         }
     }
 
-    /// As changing them, and changing them back.
+    /// Has the effect of changing them, and changing them back.
     #[inline(never)]
     pub(crate) fn touch_pieces(self, kind: PoolKind, count: i64, bytes: i64) {
         match self {
@@ -119,7 +120,7 @@ impl Tally {
         }
     }
 
-    /// An oversize block became live, or is not live any more. Such blocks are rare, so they are counted in one place.
+    /// Counts that an oversize block became live, or is not live any more. Such blocks are rare, so they are counted in one place.
     #[cold]
     pub(crate) fn oversize(self, live: bool) {
         let (Tally::Shared(shell) | Tally::Own(shell, _)) = self;
@@ -133,12 +134,12 @@ impl Tally {
     }
 }
 
-/// One quantity in one arena and pool. It is negative where blocks were allocated while another place counted.
+/// One quantity in one arena and pool. It is negative if blocks are freed here whose allocation was counted elsewhere.
 #[derive(Debug, Default)]
 struct OwnCounter {
     current: AtomicU64,
     increases: AtomicU64,
-    /// What others know: at least `current`, and at most two credits more.
+    /// The published value: at least `current`, and at most two credits more.
     published: AtomicU64,
 }
 
@@ -167,7 +168,7 @@ impl OwnCounters {
             .map(|counter| Sum { current: counter.current.load(Relaxed), increases: counter.increases.load(Relaxed) })
     }
 
-    /// Publishes every value as it is. Needs every lock.
+    /// Publishes every value exactly. Needs every lock.
     pub(crate) fn publish_exactly(&self, shell: &Shell) {
         for quantity in Hot::ALL {
             for kind in [PoolKind::Small, PoolKind::Large] {
@@ -177,7 +178,7 @@ impl OwnCounters {
         }
     }
 
-    /// Back to zero, for the next allocator in the same shell.
+    /// Sets all counters to zero, for the next allocator in the same shell.
     pub(crate) fn clear(&self) {
         for counter in self.0.iter().flatten() {
             [&counter.current, &counter.increases, &counter.published]

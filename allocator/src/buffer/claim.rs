@@ -1,10 +1,10 @@
-//! Claims: memory kept for work that somebody is still going to enqueue.
+//! Claims: reservations of memory for work that is still to be enqueued.
 //!
-//! A tick stands for work that was enqueued. Work that threads enqueue piece by piece, while their caller goes on, has none yet; until
-//! it does, its memory is claimed, and whoever wants a conflicting turn with it waits on the host.
+//! A tick stands for work that was enqueued. Work that threads enqueue piece by piece, while their caller goes on, has no tick yet. Until
+//! it has one, its memory is claimed, and a thread that takes a conflicting turn with it waits on the host.
 //!
-//! Invariants: claims that conflict never hold at the same time; who waits for a claim holds no lock, so that whoever ends it is
-//! not kept from doing so.
+//! Invariants: claims that conflict never hold at the same time; a thread that waits for a claim holds no lock, so that it does not keep
+//! another thread from ending the claim.
 
 use std::sync::Arc;
 
@@ -18,12 +18,12 @@ use crate::shell::awake::Keeper;
 /// Memory claimed for work that is still to be enqueued, perhaps by other threads.
 ///
 /// While a claim exists, conflicting turns and claims of others wait on the host until it is dropped: all of them if the claim is for
-/// writing, those that write if it is for reading. So they come after all the work that was enqueued in its turns ([`Claim::turn`]). A
-/// claim keeps the memory alive.
+/// writing, and those that write if it is for reading. So they come after all the work that was enqueued in the claim's turns
+/// ([`Claim::turn`]). A claim keeps the memory alive.
 ///
-/// The holder must see to it that the work is enqueued, or the claim dropped. Unless another thread drops the claim, the thread must not
-/// take a conflicting turn or claim before that: a claim belongs to no thread, so this cannot be detected, and whatever waits for
-/// a claim that is never dropped waits for ever.
+/// The holder must enqueue the work, or give it up, and then drop the claim. A thread that is to drop a claim must not take a conflicting
+/// turn or claim before that. A claim belongs to no thread, so this cannot be detected, and a thread that waits for a claim which is never
+/// dropped waits for ever.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Claim, Config, DeviceBuffer, Turn};
@@ -54,7 +54,7 @@ use crate::shell::awake::Keeper;
 pub struct Claim {
     storage: Arc<Storage>,
     kind: AccessKind,
-    /// Ends after the claim.
+    /// Dropped after the claim has ended.
     _keeper: Keeper,
 }
 
@@ -71,12 +71,12 @@ impl Claim {
         Ok(Claim { storage: storage.clone(), kind, _keeper: keeper })
     }
 
-    /// The memory.
+    /// The claimed memory.
     pub fn storage(&self) -> &Arc<Storage> {
         &self.storage
     }
 
-    /// A stream's turn with the memory, for work that the claim is about. See [`Turn`].
+    /// Takes a turn of a stream with the memory, for the work that the claim was made for. See [`Turn`].
     ///
     /// # Errors
     /// As [`Turn::take`].

@@ -1,7 +1,7 @@
-//! The lock on what uses some memory, and which thread has it.
+//! The lock on the uses of a storage ([`Uses`]), and the record of the thread that holds it.
 //!
-//! A thread that has the lock and asks for it again would wait for itself. So whoever gets it leaves the thread's mark,
-//! which is looked at only where the lock is not free.
+//! A thread that holds the lock and takes it again would wait for itself. So a thread that takes the lock leaves its mark. The mark is read
+//! only if the lock is not free, and a thread that finds its own mark gets an error instead of waiting.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -13,15 +13,15 @@ use crate::accounting::tally::Writer;
 use crate::buffer::storage::{Storage, Uses};
 use crate::error::AllocError;
 
-/// Which thread has the lock, and what it left to be done when it lets go.
+/// The thread that holds the lock, and the claims to be ended when it releases the lock.
 ///
-/// Each value is written by the thread that has the lock alone. A thread which finds its own mark left it there and
-/// still has the lock, as it takes the mark back before; so no order among threads is needed.
+/// Only the thread that holds the lock writes these values, and it removes its mark before it releases the lock. So a thread that finds its
+/// own mark holds the lock, and the accesses need no order among threads.
 #[derive(Debug, Default)]
 pub(crate) struct Holder {
-    /// The thread's mark, or 0.
+    /// The mark of the thread that holds the lock, or 0.
     thread: AtomicUsize,
-    /// Claims that the thread ended while it had the lock.
+    /// Number of claims that the thread ended while it held the lock.
     ended: AtomicU32,
 }
 
@@ -39,7 +39,7 @@ impl Holder {
     }
 }
 
-/// What uses some memory, locked.
+/// The uses of a storage, locked.
 #[derive(Debug)]
 pub(crate) struct LockedUses<'a> {
     storage: &'a Storage,
@@ -47,10 +47,10 @@ pub(crate) struct LockedUses<'a> {
 }
 
 impl Storage {
-    /// Locks what uses the memory.
+    /// Locks the uses of the memory.
     ///
     /// # Errors
-    /// [`AllocError::TurnHeld`] where this very thread has the lock, as it has while it has a turn.
+    /// [`AllocError::TurnHeld`] if this very thread holds the lock, as it does during a turn.
     pub(crate) fn hold(&self) -> Result<LockedUses<'_>, AllocError> {
         let uses = match self.uses.try_lock() {
             Some(uses) => uses,
@@ -61,7 +61,7 @@ impl Storage {
         Ok(LockedUses { storage: self, uses })
     }
 
-    /// Locks what uses the memory once nothing is claimed that conflicts.
+    /// Waits until no claim conflicts with an access of this kind, and locks the uses of the memory.
     ///
     /// # Errors
     /// As [`Storage::hold`].
@@ -71,7 +71,7 @@ impl Storage {
         Ok(held)
     }
 
-    /// Ends a claim: now, or where this very thread has a turn with the memory, at the end of that.
+    /// Ends a claim: now or, if this very thread has a turn with the memory, at the end of that turn.
     pub(crate) fn unclaim(&self, kind: AccessKind) {
         match self.hold() {
             Ok(mut held) => held.unclaim(kind),
@@ -85,7 +85,7 @@ impl Storage {
 }
 
 impl LockedUses<'_> {
-    /// Waits until nothing is claimed that conflicts, and lets go meanwhile.
+    /// Waits until no claim conflicts with an access of this kind. The lock is released meanwhile.
     pub(crate) fn wait_unclaimed(&mut self, kind: AccessKind) {
         while self.uses.is_claimed_against(kind) {
             self.storage.holder.unmark();
@@ -94,7 +94,7 @@ impl LockedUses<'_> {
         }
     }
 
-    /// Ends the claims that could not end before. Claims that hold at a time are all of one kind.
+    /// Ends the claims that were dropped during the turn. Claims that hold at the same time are all of one kind.
     #[cold]
     fn end_claims(&mut self) {
         for _ in 0..self.storage.holder.ended.swap(0, Ordering::Relaxed) {

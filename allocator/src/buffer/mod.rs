@@ -114,7 +114,7 @@ impl<T: Copy> DeviceBuffer<T> {
         self.len
     }
 
-    /// Whether it has no elements.
+    /// True if it has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

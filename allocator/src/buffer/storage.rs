@@ -1,12 +1,12 @@
-//! What the handles of a typed buffer share: device memory, and the ticks of the work that uses it.
+//! Storage: the part of a buffer that its handles share, which is device memory and the ticks of the work that uses it.
 //!
 //! Invariants:
-//! * work that writes comes after all work noted before it; work that reads comes after the last that writes;
-//! * the memory's first tick is that of its stream when it was handed out: what it was used for before came before. Where it
-//!   grows, the same holds for each part that it gains;
-//! * what is claimed ([`crate::Claim`]) is used by nobody else in a way that conflicts;
-//! * every stream but the memory's own that uses it was recorded with it before its first use, so that giving it back waits
-//!   for that stream.
+//! * work that writes comes after all work noted before it; work that reads comes after the last work that writes;
+//! * the first tick of the memory is that of its stream when the memory was handed out, so earlier uses of the memory come before it. If
+//!   the memory grows, the same holds for each part that it gains;
+//! * while memory is claimed ([`crate::Claim`]), nobody else uses it in a way that conflicts;
+//! * a stream that uses the memory, other than the memory's own, is recorded with it before the stream's first use, so that the freed
+//!   memory waits for that stream.
 //!
 //! Lock order: storages by address, then the locks of the allocator and of timelines.
 
@@ -27,13 +27,13 @@ pub struct Storage {
     memory: Memory,
     device_id: u32,
     pub(crate) uses: Mutex<Uses>,
-    /// Told when a claim ends.
+    /// Notified when a claim ends.
     pub(crate) unclaimed: Condvar,
-    /// Which thread has `uses` locked.
+    /// The thread that has locked `uses`.
     pub(crate) holder: Holder,
 }
 
-/// What a storage is of.
+/// The memory of a storage.
 #[derive(Debug)]
 pub(crate) enum Memory {
     /// A block of a heap.
@@ -42,26 +42,26 @@ pub(crate) enum Memory {
     Apart(Arc<MemoryApart>),
 }
 
-/// What uses the memory.
+/// The uses of a storage: ticks of the last work, and claims.
 #[derive(Debug)]
 pub(crate) struct Uses {
-    /// The last work that writes; what came before it, came before this.
+    /// The last work that writes. All earlier work comes before it.
     written: Tick,
-    /// When the memory has grown since: the last work that used the new part before, or is ordered after that.
+    /// For memory that has grown since: for each stream that it grew for, a tick after all earlier uses of the new part.
     grown: Vec<Tick>,
-    /// The last work of each stream that reads what was written.
+    /// For each stream, the last work that reads what was written.
     read: Vec<Tick>,
     /// The stream that the memory was handed out for, and others that are recorded with the allocation.
     first: u32,
     recorded: Vec<u32>,
-    /// Claims for reading that hold.
+    /// Number of claims for reading.
     claimed_to_read: u32,
-    /// Whether a claim for writing holds.
+    /// True while there is a claim for writing.
     claimed_to_write: bool,
 }
 
 impl Storage {
-    /// Memory that work of `stream` may use from now on; the stream is known to use it.
+    /// A storage of memory that work of `stream` may use from now on. The stream must be known to the memory as a user.
     #[inline]
     pub(crate) fn new(memory: Memory, stream: &Stream) -> Storage {
         let uses = Uses {
@@ -77,7 +77,7 @@ impl Storage {
         Storage { memory, device_id: stream.device_id(), uses, unclaimed, holder }
     }
 
-    /// Its first address; null for zero bytes.
+    /// The first address; null for zero bytes.
     pub fn ptr(&self) -> DevicePtr {
         match &self.memory {
             Memory::Block(allocation) => allocation.ptr(),
@@ -85,7 +85,7 @@ impl Storage {
         }
     }
 
-    /// Its size in bytes, as asked for.
+    /// The size in bytes, as requested.
     pub fn bytes(&self) -> u64 {
         match &self.memory {
             Memory::Block(allocation) => allocation.bytes(),
@@ -102,16 +102,16 @@ impl Storage {
         self.device_id
     }
 
-    /// The ticks that must come before work which accesses the memory so: before reading, that of the last work that writes; before writing,
-    /// those of the work that reads, too. Waits for conflicting claims to end.
+    /// The ticks that must come before work with this kind of access: for reading, those of the last work that writes; for writing, also
+    /// those of the work that reads. Waits for conflicting claims to end.
     ///
     /// # Errors
-    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory, whose work is not noted yet.
+    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory: its work is not noted yet.
     pub fn ticks_before(&self, kind: AccessKind) -> Result<Vec<Tick>, AllocError> {
         Ok(self.hold_unclaimed(kind)?.before(kind).cloned().collect())
     }
 
-    /// The memory has grown for work on `stream` from now on.
+    /// Notes that the memory has grown, for work on `stream` from now on.
     ///
     /// # Errors
     /// [`AllocError::TurnHeld`] while this thread has a turn with it.
@@ -124,7 +124,7 @@ impl Storage {
 }
 
 impl Memory {
-    /// What holds it.
+    /// The allocator's shell that holds the memory.
     pub(crate) fn shell(&self) -> &'static Shell {
         match self {
             Memory::Block(allocation) => allocation.shell(),
@@ -141,7 +141,7 @@ impl Memory {
 }
 
 impl Uses {
-    /// Whether a claim holds that conflicts with such an access.
+    /// True if a claim conflicts with this kind of access.
     pub(crate) fn is_claimed_against(&self, kind: AccessKind) -> bool {
         self.claimed_to_write || (kind == AccessKind::Write && self.claimed_to_read > 0)
     }
@@ -165,7 +165,7 @@ impl Uses {
         std::iter::once(&self.written).chain(&self.grown).chain(readers)
     }
 
-    /// Orders later work of `stream` after what must come before an access.
+    /// Orders later work of `stream` after all work that must come before this kind of access.
     pub(crate) fn order(&mut self, memory: &Memory, stream: &Stream, kind: AccessKind) -> Result<(), AllocError> {
         for tick in self.before(kind) {
             stream.wait_for(tick)?;
@@ -177,7 +177,7 @@ impl Uses {
         Ok(())
     }
 
-    /// Notes work that was enqueued on `stream` until now.
+    /// Notes that the work enqueued on `stream` until now accesses the memory.
     pub(crate) fn note(&mut self, stream: &Stream, kind: AccessKind) {
         if kind == AccessKind::Write {
             self.grown.clear();

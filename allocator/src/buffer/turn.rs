@@ -1,4 +1,4 @@
-//! A stream's turn with buffers: what orders work of different streams on the same memory.
+//! Turns: the scopes that order work of different streams on the same memory.
 
 use aquifer_device::{AccessKind, Stream};
 
@@ -48,7 +48,7 @@ use crate::shell::awake::KeptAwake;
 pub struct Turn<'a> {
     stream: &'a Stream,
     held: Vec<(LockedUses<'a>, AccessKind)>,
-    /// Ends after what was enqueued is noted.
+    /// Dropped after the turn has noted the work.
     _awake: Vec<KeptAwake>,
 }
 
@@ -57,12 +57,13 @@ impl<'a> Turn<'a> {
     /// The same memory may be listed several times.
     ///
     /// # Errors
-    /// When memory belongs to another device than the stream; [`AllocError::TurnHeld`] while this thread has a turn
-    /// with some of it; [`AllocError::Asleep`] while its allocator sleeps or is about to; errors of the driver; when the stream
-    /// captures and is not ordered already. No work is noted then.
+    /// When memory belongs to another device than the stream; [`AllocError::TurnHeld`] while this thread has a turn with some of the
+    /// memory; [`AllocError::Asleep`] while its allocator sleeps or is about to; errors of the driver; when the stream captures and is not
+    /// ordered already. No work is noted then.
     pub fn take(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<Turn<'a>, AllocError> {
         let mut wanted: Vec<_> = memory.iter().filter(|(storage, _)| storage.bytes() > 0).copied().collect();
-        // In one order for all, so that turns do not wait for each other in a circle; writing before reading, so that it counts.
+        // By address, the same order for all turns, so that they do not wait for each other in a circle; and writing before reading, so
+        // that removing duplicates keeps it.
         wanted.sort_unstable_by_key(|&(storage, kind)| (std::ptr::from_ref(storage), std::cmp::Reverse(kind)));
         wanted.dedup_by_key(|(storage, _)| std::ptr::from_ref(*storage));
         if let Some((storage, _)) = wanted.iter().find(|(storage, _)| storage.device_id() != stream.device_id()) {
@@ -78,7 +79,7 @@ impl<'a> Turn<'a> {
         Ok(turn)
     }
 
-    /// A turn with memory that the caller has claimed.
+    /// Takes a turn with memory that the caller has claimed.
     pub(crate) fn claimed(stream: &'a Stream, storage: &'a Storage, kind: AccessKind) -> Result<Turn<'a>, AllocError> {
         if storage.device_id() != stream.device_id() {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
@@ -90,8 +91,8 @@ impl<'a> Turn<'a> {
     }
 }
 
-/// Locks all, in the given order, once none is claimed against. While it waits for the end of a claim it holds no lock: the threads
-/// that end claims may need any.
+/// Locks all storages, in the given order, once no claim conflicts. While it waits for the end of a claim it holds no lock, because the
+/// threads that end claims may need any of them.
 fn hold_unclaimed<'a>(wanted: &[(&'a Storage, AccessKind)]) -> Result<Vec<LockedUses<'a>>, AllocError> {
     let mut held = Vec::with_capacity(wanted.len());
     while let Some((storage, kind)) = wanted.get(held.len()) {

@@ -1,15 +1,15 @@
-//! Reuse of free blocks by another stream than their owner's.
+//! Lending: reuse of a free block by another stream than the one that owns it.
 //!
-//! Stream S may use a block once the block's tick is known done on the host, or once S's later work is ordered after that tick. Both can
-//! be learned without waiting. Making S wait couples streams, so it is done only where the policy says so, or as a rung of the ladder before
-//! running out of memory; it is counted and traced.
+//! Stream S may use a block once the block's tick is known done on the host, or once S's later work is ordered after that tick. Both can be
+//! learned without waiting. Making S wait would couple the streams, so it is done only where the policy says so, or as a rung of the ladder
+//! before memory runs out. It is counted and traced.
 //!
 //! A borrowed block stays in the arena of its region's home stream, and its handle refers to that arena. Only a whole segment
 //! that is done for every stream moves to the borrower's arena.
 //!
 //! Borrowing is tried only when the stream's own free blocks at home do not serve a request, just before memory would be taken from the
-//! device. What the stream owns away from home serves it first. A stream that borrows all the time gets memory of its own instead, while that
-//! costs little. Asking whether ticks are done may record an event on a stream, at most one each time.
+//! device. Blocks that the stream owns away from home (*strays*) are tried first. A stream that borrows all the time gets memory of its own
+//! instead, as long as that costs little. Asking whether ticks are done may record an event on a stream, at most one each time.
 
 use std::sync::Arc;
 
@@ -25,32 +25,32 @@ use crate::shell::whole::Whole;
 /// How many blocks of one owner are considered, smallest first.
 const CANDIDATES: usize = 32;
 
-/// A stream that borrows often gets memory of its own instead, as long as all such memory together is little. Often means for more than one
-/// allocation in this many, plus [`BORROW_ADVANCE`] at the start.
+/// A stream that borrows often gets memory of its own instead, as long as all such memory together is little. *Often* means for more than
+/// one allocation in this many, plus [`BORROW_ADVANCE`] at the start.
 const BORROW_SPACING: u64 = 16;
 /// See [`BORROW_SPACING`].
 const BORROW_ADVANCE: u64 = 8;
-/// Little is at most this share of what is reserved, or [`OWN_LEAST`].
+/// *Little* means at most reserved memory divided by this, or [`OWN_LEAST`].
 const OWN_SHARE: u64 = 128;
 /// In bytes: see [`OWN_SHARE`].
 const OWN_LEAST: u64 = 32 << 20;
 
-/// A block of another stream that would serve a request, if waited for.
+/// The owner of a block that would serve a request if its stream waited for the tick `after`.
 struct Lender {
     timeline: Arc<Timeline>,
     after: u64,
 }
 
-/// What other streams have for a request.
+/// The blocks that might serve a request without growth.
 struct Lendable {
-    /// Whether a block is large enough, done or not.
+    /// True if another stream has a block that is large enough, done or not.
     fits: bool,
-    /// The ticks that would let such blocks, or anybody's strays, be used, where not known to be done.
+    /// Ticks, not known to be done, that would let such blocks be used, or strays of any stream merge.
     ticks: Pending,
 }
 
 impl Allocator {
-    /// Polls the ticks that the given streams' blocks depend on. A stream that cannot be asked now is passed over.
+    /// Asks whether the given ticks are done. Skips streams that cannot be asked now.
     pub(crate) fn poll(&self, ticks: &[(Arc<Timeline>, u64)]) -> Result<(), AllocError> {
         for (timeline, after) in ticks {
             let n = after.saturating_sub(1);
@@ -65,7 +65,7 @@ impl Allocator {
         Ok(())
     }
 
-    /// Waits on the host until streams got this far. A stream that cannot be waited for now is passed over.
+    /// Waits on the host until the given ticks are done. Skips streams that cannot be waited for now.
     pub(crate) fn synchronize_all(&self, ticks: &[(Arc<Timeline>, u64)]) -> Result<(), AllocError> {
         for (timeline, after) in ticks {
             match timeline.synchronize(after.saturating_sub(1)) {
@@ -76,8 +76,8 @@ impl Allocator {
         Ok(())
     }
 
-    /// Whether a request gets memory of its own although its stream might borrow. Borrowing takes all locks each time, so a
-    /// stream that keeps borrowing should not have to.
+    /// True if a request gets memory of its own although its stream might borrow. Borrowing takes all locks each time, so a stream that
+    /// borrows often gets more memory of its own.
     pub(crate) fn grows_instead_of_borrowing(&self, whole: &mut Whole, request: &Request) -> bool {
         let often = whole.try_arena(request.slot).is_some_and(|arena| {
             let searches: u64 = arena.heap.pools.iter().map(|pool| pool.searches).sum();
@@ -93,7 +93,7 @@ impl Allocator {
         grows
     }
 
-    /// Serves the request from blocks of other streams, and from strays of its own, without waiting. Lets go of the locks.
+    /// Serves the request from strays of its own stream or from blocks of other streams, without waiting. Releases the locks.
     pub(crate) fn borrow(&self, request: &Request, mut whole: Whole) -> Result<Option<Granted>, AllocError> {
         if let Some(place) = whole.best_stray(request) {
             return Ok(Some(whole.take_lent(request, place)));
@@ -119,7 +119,7 @@ impl Allocator {
         Ok(Some(whole.take_lent(request, place)))
     }
 
-    /// Serves the request from a block of another stream by making the request's stream wait for it.
+    /// Serves the request from a block of another stream, for which it makes the request's stream wait.
     pub(crate) fn borrow_waiting(&self, request: &Request) -> Result<Option<Granted>, AllocError> {
         let whole = self.shell().whole();
         let Some(own) = whole.timeline(request.slot).cloned() else { return Ok(None) };
@@ -130,7 +130,7 @@ impl Allocator {
         }
         let clock = own.clock();
         let mut whole = self.shell().whole();
-        // Somebody may have taken it meanwhile; whatever is ordered now will do.
+        // Another thread may have taken the block meanwhile; any block that is ordered now will do.
         let Some(place) = whole.best_ordered(request, &clock) else { return Ok(None) };
         whole.counters().cross_stream_reuses.add(1);
         whole.counters().cross_stream_waits.add(1);
@@ -146,13 +146,13 @@ impl Allocator {
     }
 }
 
-/// Whether a stream just cannot be asked or waited for at present: it is captured, or gone without a last event.
+/// True if the error only means that a stream cannot be asked or waited for now: it captures, or it is gone without a last event.
 pub(crate) fn cannot_be_asked(error: &DeviceError) -> bool {
     matches!(error.kind, ErrorKind::Capture | ErrorKind::InvalidUse)
 }
 
 impl Whole {
-    /// What other streams, in any heap, have for the request.
+    /// The blocks that other streams have for the request, in any heap.
     fn lendable(&self, request: &Request) -> Lendable {
         let (mut fits, mut latest) = (false, Latest::default());
         for heap in self.heaps() {
@@ -169,14 +169,14 @@ impl Whole {
                 }
                 latest.raise(owner, tick);
             }
-            // They can merge once they are done.
+            // Strays can merge once they are done.
             let strays = heap.strays().map(|id| &heap.blocks[id]).filter(|block| block.pool == request.pool);
             strays.for_each(|block| latest.raise(block.owner, block.after));
         }
         Lendable { fits, ticks: self.unknown(latest.0.into_iter()) }
     }
 
-    /// Sends strays that are done home.
+    /// Returns strays that are done to their home streams.
     pub(crate) fn send_strays_home(&mut self) {
         let (core, arenas) = self.core_and_arenas();
         for arena in arenas {
@@ -186,8 +186,8 @@ impl Whole {
         }
     }
 
-    /// The best block by size of those that other streams own or that are away from home, and that their owners, as `until` says,
-    /// may have used until a certain tick at most.
+    /// The best block by size among those that other streams own or that are away from home. `until` gives for an owner the latest tick
+    /// that its block may have.
     fn best_lent(&self, request: &Request, until: impl Fn(u32) -> u64) -> Option<Place> {
         let mut best = None;
         for heap in self.heaps() {
@@ -200,7 +200,7 @@ impl Whole {
         best.map(|(_, place)| place)
     }
 
-    /// The best of the blocks that the request's own stream has away from home.
+    /// The best of the request's own stream's blocks away from home.
     fn best_stray(&self, request: &Request) -> Option<Place> {
         let mut best = None;
         for heap in self.heaps().filter(|heap| heap.home != request.slot && heap.strays().len() > 0) {
@@ -211,18 +211,18 @@ impl Whole {
         best.map(|(_, place)| place)
     }
 
-    /// The best of the blocks that are done, or that come before the later work of a stream with this clock.
+    /// The best of the blocks that are done, or after whose uses the later work of a stream with this clock is ordered.
     fn best_ordered(&self, request: &Request, clock: &Clock) -> Option<Place> {
         self.best_lent(request, |owner| self.done_until(owner).max(clock.of(owner)))
     }
 
-    /// The best of all blocks, if they were waited for.
+    /// The best of all blocks, including those that must be waited for.
     fn best_of_any(&self, request: &Request) -> Option<Place> {
         self.best_lent(request, |_| u64::MAX)
     }
 
-    /// The first block of an owner that the request may have by size and that was used until this tick at most. Asks for the tick
-    /// only if some block is large enough.
+    /// The first block of an owner that fits the request and whose tick is at most the result of `until`, which is called only if some
+    /// block is large enough.
     fn best_in(
         &self,
         heap: &Heap,
@@ -237,7 +237,7 @@ impl Whole {
         Some((key, Place { arena: heap.home, block: key.block() }))
     }
 
-    /// The stream that owns the block that would serve the request best, and the tick that it would have to be waited for.
+    /// The owner of the block that would serve the request best, and the tick that the request's stream would have to wait for.
     pub(crate) fn tick_of_lender(&self, request: &Request) -> Option<(u32, u64)> {
         let block = self.block(self.best_of_any(request)?);
         Some((block.owner, block.after))
@@ -265,12 +265,12 @@ impl Whole {
     }
 }
 
-/// The blocks of an index that are considered for a request: the first one that is large enough, and those after it.
+/// The blocks of an index that are considered for a request: the first one that is large enough, and the next ones by size.
 fn candidates(index: IndexView<'_>, first: Key) -> impl Iterator<Item = Key> + '_ {
     std::iter::successors(Some(first), move |&key| index.after(key)).take(CANDIDATES)
 }
 
-/// The better of two blocks, if there are any.
+/// The better of two blocks, if there is any: the smaller one, and of equally large ones that at the lower address.
 fn better(one: Option<(Key, Place)>, other: Option<(Key, Place)>) -> Option<(Key, Place)> {
     match (one, other) {
         (Some(one), Some(other)) => Some(if one.0 < other.0 { one } else { other }),
@@ -278,12 +278,12 @@ fn better(one: Option<(Key, Place)>, other: Option<(Key, Place)>) -> Option<(Key
     }
 }
 
-/// The latest of some ticks of each stream, by ascending stream.
+/// The latest tick of each stream, by ascending stream.
 #[derive(Debug, Default)]
 struct Latest(Vec<(u32, u64)>);
 
 impl Latest {
-    /// Notes a tick; 0 is none.
+    /// Notes a tick, unless it is 0, which means none.
     fn raise(&mut self, slot: u32, after: u64) {
         if after == 0 {
             return;

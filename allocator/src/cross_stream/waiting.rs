@@ -1,11 +1,11 @@
 //! Blocks that were given back while other streams may still use them (`record_stream`): PyTorch's `active_pending_free`.
 //!
-//! A waiting block carries one tick for each stream that used it, taken when it was freed. It becomes free once every one
-//! of them is done or, where blocks may cross streams at all, once its owner's later work is ordered after them.
+//! A waiting block carries one tick for each stream that used it, taken when the block was freed. The block becomes free once all these
+//! ticks are done or, where blocks may cross streams at all, once its owner's later work is ordered after them.
 //!
-//! While blocks wait, allocations ask how far the streams got: at most one driver query a stream. While the answer is that none got
-//! further, fewer of them ask, down to one in four, and those that find no memory otherwise. The list itself is gone through only when
-//! one of the streams got further than it was. Where memory is wanted that badly, the host waits for the streams instead.
+//! While blocks wait, allocations ask how far the streams got, with at most one driver query for each stream. As long as no stream gets
+//! further, fewer allocations ask: down to one in four, besides those that find no memory otherwise. The list of blocks is searched only
+//! when a stream got further. If a request would fail otherwise, the host waits for the streams instead.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,7 +22,8 @@ use crate::shell::special;
 use crate::shell::whole::Whole;
 use crate::sync::atomic::Ordering;
 
-/// Allocations that do not ask after one that asked in vain, at most. More saves few queries, and memory comes back later.
+/// The most allocations in a row that do not ask, after one that asked in vain. A larger number saves few queries, and memory comes back
+/// later.
 const PAUSE_MAX: u32 = 3;
 
 /// The blocks that wait, and the streams they wait for.
@@ -33,7 +34,7 @@ pub(crate) struct WaitingList {
     pause: Pause,
 }
 
-/// How many allocations do not ask how far streams got.
+/// How many more allocations do not ask how far streams got.
 #[derive(Debug, Default)]
 struct Pause {
     left: u32,
@@ -44,9 +45,9 @@ struct Pause {
 #[derive(Debug)]
 struct Waiting {
     place: Place,
-    /// Streams that used it, and where their timelines must have got to.
+    /// Streams that used it, each with the tick that its timeline must reach.
     uses: Vec<(u32, u64)>,
-    /// Where its owner's timeline must have got to for the owner's own use to be done.
+    /// The tick that its owner's timeline must reach for the owner's own use to be done.
     own_use: u64,
 }
 
@@ -56,11 +57,11 @@ struct WaitedFor {
     slot: u32,
     /// The latest tick that a block waits for.
     latest: u64,
-    /// Where its timeline had got to when the list was last gone through.
+    /// Where its timeline had got to when the list was last searched.
     seen: u64,
 }
 
-/// Where timelines must have got to for memory to become free.
+/// Timelines, each with the tick that it must reach for memory to become free.
 pub(crate) type Pending = Vec<(Arc<Timeline>, u64)>;
 
 impl WaitingList {
@@ -68,14 +69,14 @@ impl WaitingList {
         self.blocks.is_empty()
     }
 
-    /// Whether the next allocation asks how far streams got.
+    /// True if this allocation is to ask how far streams got. Counts the allocation.
     pub(crate) fn is_to_be_asked_for(&mut self) -> bool {
         let asks = self.pause.left == 0;
         self.pause.left = self.pause.left.saturating_sub(1);
         asks
     }
 
-    /// Streams were asked: the pause until the next time grows while that is in vain.
+    /// Notes that streams were asked. The pause until the next time grows while asking is in vain.
     fn note_asked(&mut self, in_vain: bool) {
         let length = if in_vain { (2 * self.pause.length + 1).min(PAUSE_MAX) } else { 0 };
         self.pause = Pause { left: length, length };
@@ -86,7 +87,7 @@ impl WaitingList {
         self.blocks.push(waiting);
     }
 
-    /// After the list was gone through: streams are waited for as the blocks that are left need it.
+    /// Renews the list of streams from the blocks that are left, after the list of blocks was searched.
     fn wait_anew(&mut self) {
         self.streams.iter_mut().for_each(|stream| stream.latest = 0);
         self.blocks.iter().for_each(|waiting| waiting.wait_for(&mut self.streams));
@@ -95,7 +96,7 @@ impl WaitingList {
 }
 
 impl Waiting {
-    /// Notes that its streams are waited for.
+    /// Enters the block's streams in the list of streams that blocks wait for.
     fn wait_for(&self, streams: &mut Vec<WaitedFor>) {
         for &(slot, after) in &self.uses {
             match streams.iter_mut().find(|stream| stream.slot == slot) {
@@ -107,7 +108,7 @@ impl Waiting {
 }
 
 impl Allocator {
-    /// Asks how far the streams got that waiting blocks depend on, and frees those that need not wait any more.
+    /// Asks how far the streams got that waiting blocks depend on, and frees the blocks that need not wait any more.
     pub(crate) fn poll_waiting(&self) -> Result<(), AllocError> {
         let pending = self.shell().core().pending_of_all();
         self.poll(&pending)?;
@@ -118,12 +119,11 @@ impl Allocator {
         Ok(())
     }
 
-    /// Waits on the host for the streams that memory given back still depends on, in the pools that `of` picks, so that it
-    /// becomes free and whole; tells whether there was anything to wait for. A stream that cannot be waited for now is
-    /// passed over.
+    /// Waits on the host for the streams that freed memory still depends on, in the pools for which `of` is true, so that it becomes free
+    /// and merges. Returns true if there was anything to wait for. Skips streams that cannot be waited for now.
     pub(crate) fn synchronize_pending(&self, of: impl Fn(u16) -> bool) -> Result<bool, AllocError> {
         let mut waited = false;
-        // Twice, because a block that waited may become one away from home, with a tick of its own stream.
+        // Twice, because a block that waited may become a stray (a free block away from home), with a tick of its own stream.
         for _ in 0..2 {
             let whole = self.shell().whole();
             let waits = !whole.waiting.is_empty() || whole.has_strays();
@@ -147,7 +147,7 @@ impl Allocator {
 }
 
 impl Whole {
-    /// Puts a live block that is given back, used by other streams beside its own, among the waiting ones.
+    /// Enters a block in the list of waiting blocks, when it is freed and other streams used it, too.
     #[cold]
     pub(crate) fn free_shared(&mut self, place: Place, on: Option<u32>) {
         let Place { arena, block: id } = place;
@@ -167,8 +167,8 @@ impl Whole {
         self.shell.special().fetch_or(special::WAITING, Ordering::Relaxed);
     }
 
-    /// The latest tick of each stream that waiting blocks, of the pools that `of` picks, depend on; those known to be done
-    /// are left out.
+    /// The latest tick of each stream that waiting blocks depend on, in the pools for which `of` is true. Ticks known to be done are left
+    /// out.
     fn pending(&self, of: impl Fn(u16) -> bool) -> Pending {
         let mut latest: Vec<(u32, u64)> = Vec::new();
         for waiting in self.waiting.blocks.iter().filter(|waiting| of(self.block(waiting.place).pool)) {
@@ -182,21 +182,21 @@ impl Whole {
         self.unknown(latest.into_iter())
     }
 
-    /// The ticks of free blocks that are away from home, of the pools that `of` picks, and not known to be done.
+    /// The ticks of free blocks away from home that are not known to be done, in the pools for which `of` is true.
     fn pending_strays(&self, of: impl Fn(u16) -> bool) -> Pending {
         let strays = self.heaps().flat_map(|heap| heap.strays().map(|id| &heap.blocks[id]));
         self.unknown(strays.filter(|block| of(block.pool)).map(|block| (block.owner, block.after)))
     }
 
-    /// Frees the waiting blocks that need not wait any more, if any stream got further since the last time.
+    /// Frees the waiting blocks that need not wait any more, if a stream got further since the last time.
     fn sweep_done(&mut self) {
         if self.can_sweep() {
             self.sweep(None);
         }
     }
 
-    /// Frees the waiting blocks that need not wait any more, among them those of the stream `owner` whose later work, which
-    /// is ordered after what its clock says, comes after every use.
+    /// Frees the waiting blocks that need not wait any more. Among them are blocks of the stream `owner` if its later work is ordered after
+    /// all their uses, according to its clock.
     pub(crate) fn sweep_ordered(&mut self, owner: u32, clock: &Clock) {
         if !self.waiting.is_empty() {
             self.sweep(Some((owner, clock)));
@@ -205,7 +205,7 @@ impl Whole {
 
     fn sweep(&mut self, ordered: Option<(u32, &Clock)>) {
         let mut list = std::mem::take(&mut self.waiting);
-        // Read before the blocks are looked at: what a stream reaches meanwhile then makes for another sweep.
+        // Read before the blocks are looked at, so that progress of a stream meanwhile leads to another sweep.
         list.streams.iter_mut().for_each(|stream| stream.seen = self.frontier(stream.slot));
         list.blocks.retain(|waiting| {
             let owner = self.block(waiting.place).owner;
@@ -218,7 +218,7 @@ impl Whole {
                 let (block, counters) = (self.block(waiting.place), self.counters());
                 let (kind, requested) = (kind_of(block.pool), block.requested.cast_signed());
                 counters.waited(kind, block.size);
-                // The tick is taken now: the owner's later events cover what it is ordered after, too.
+                // The tick is taken now, because the owner's later events also cover the work that it is ordered after.
                 let tick = self.tick_of(owner);
                 let done = waiting.uses.iter().all(|&(slot, after)| slot == owner || self.is_known_done(slot, after));
                 let last_use = if done { waiting.own_use } else { tick };
@@ -236,7 +236,8 @@ impl Whole {
         self.waiting = list;
     }
 
-    /// The other streams' uses that keep a block of the request's own stream from serving it: of the smallest such block.
+    /// The uses by other streams that keep a waiting block of the request's own stream from serving it. Of several such blocks, the
+    /// smallest counts.
     pub(crate) fn uses_of_own(&self, request: &Request) -> Option<Vec<(u32, u64)>> {
         let serves = |waiting: &&Waiting| {
             let block = self.block(waiting.place);
@@ -247,7 +248,7 @@ impl Whole {
         Some(best.uses.iter().copied().filter(|&(slot, _)| slot != request.slot).collect())
     }
 
-    /// Bytes that waiting blocks hold, and by tick those of them that the tick, not known done, is in the way of.
+    /// Bytes that waiting blocks hold; and, for each tick not known done, the bytes of the blocks that wait for it.
     pub(crate) fn awaited(&self) -> (u64, BTreeMap<(u32, u64), u64>) {
         let (mut held, mut awaited) = (0, BTreeMap::new());
         for waiting in &self.waiting.blocks {
@@ -259,7 +260,7 @@ impl Whole {
         (held, awaited)
     }
 
-    /// Bytes waiting, by stream waited for.
+    /// Bytes of waiting blocks, by the stream that they wait for.
     pub(crate) fn waiting_bytes(&self) -> Vec<(u32, u64)> {
         let mut bytes: Vec<(u32, u64)> = Vec::new();
         for waiting in &self.waiting.blocks {
@@ -279,24 +280,24 @@ impl Whole {
 }
 
 impl Core {
-    /// As [`Whole::pending`] for all pools, without going through the blocks.
+    /// As [`Whole::pending`] for all pools, but without a look at the blocks.
     fn pending_of_all(&self) -> Pending {
         self.unknown(self.waiting.streams.iter().map(|stream| (stream.slot, stream.latest)))
     }
 
-    /// After streams were asked: whether one that blocks wait for got further.
+    /// Notes that streams were asked. Returns true if a stream that blocks wait for got further.
     fn note_asked(&mut self) -> bool {
         let got_further = self.can_sweep();
         self.waiting.note_asked(!got_further);
         got_further
     }
 
-    /// Whether a stream that blocks wait for got further since the list was last gone through.
+    /// True if a stream that blocks wait for got further since the list was last searched.
     fn can_sweep(&self) -> bool {
         self.waiting.streams.iter().any(|stream| self.frontier(stream.slot) > stream.seen)
     }
 
-    /// Those of some ticks that are not known to be done.
+    /// Those of the given ticks that are not known to be done.
     pub(crate) fn unknown(&self, ticks: impl Iterator<Item = (u32, u64)>) -> Pending {
         let unknown = ticks.filter(|&(slot, after)| !self.is_known_done(slot, after));
         unknown.filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()

@@ -7,8 +7,8 @@ use std::ops::{Index, IndexMut};
 pub(crate) struct BlockId(pub(crate) u32);
 
 impl BlockId {
-    /// No block. There is a record of that number, which is never anybody's: it is vacant and of size 0, and its links may be
-    /// written, so that what an operation changes of a neighbour needs no branch on whether there is one.
+    /// No block. A record with this number exists, but no block ever uses it: it is vacant and of size 0. Its links may be written, so that
+    /// an operation which changes a neighbour needs no branch on whether there is one.
     pub(crate) const NONE: BlockId = BlockId(0);
 
     #[inline]
@@ -29,35 +29,35 @@ impl Default for BlockId {
     }
 }
 
-/// What a block is.
+/// The state of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     /// The record is unused.
     Vacant,
-    /// Somebody holds it.
+    /// An allocation holds the block.
     Live,
-    /// Given back, but other streams may still use it; in no index.
+    /// Freed, but other streams may still use it; in no index. A resting block is in this state, too.
     Waiting,
-    /// In the index of its owner.
+    /// Free, and in the index of its owner.
     Free,
     /// Addresses without memory behind them.
     Hole,
-    /// Free memory that nobody may take, because the driver is asked to move it or to put more beside it.
+    /// Free memory that nobody may take, because the driver is about to move it or to map more memory beside it.
     Held,
-    /// A hole that the driver is asked to put memory behind.
+    /// A hole at which the driver is about to map memory.
     Filling,
 }
 
 impl State {
-    /// Whether there is memory behind the block.
+    /// True if memory is mapped at the block's addresses.
     pub(crate) fn has_memory(self) -> bool {
         !matches!(self, State::Vacant | State::Hole | State::Filling)
     }
 }
 
-/// A piece of a region. A record is one cache line: an operation touches a block and its two neighbours, and the machine
-/// waits for each line. (Tried: splitting off what is rarely read. It makes neighbours denser and costs a line more for the
-/// block itself, which is no gain up to 100 000 live blocks and a loss at a million.)
+/// A piece of a region. A record is one cache line: an operation touches a block and its two neighbours, and the machine waits for each
+/// line. (Tried: splitting off the rarely read fields. That makes neighbours denser but costs one line more for the block itself: no gain
+/// up to 100 000 live blocks, and a loss at a million.)
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
 pub(crate) struct Block {
@@ -65,9 +65,9 @@ pub(crate) struct Block {
     pub(crate) addr: u64,
     /// Length in bytes.
     pub(crate) size: u64,
-    /// Bytes the caller asked for; meaningful while live or waiting.
+    /// Bytes that the caller requested; meaningful while live or waiting.
     pub(crate) requested: u64,
-    /// While free: where the owner's timeline must have got to for everybody else to use the block; 0 when it has.
+    /// While free: the tick that the owner's timeline must reach before other streams may use the block; 0 if they may use it now.
     pub(crate) after: u64,
     /// Neighbours in the region, by address.
     pub(crate) prev: BlockId,
@@ -82,14 +82,14 @@ pub(crate) struct Block {
     pub(crate) tag: u32,
     pub(crate) pool: u16,
     pub(crate) state: State,
-    /// While live: other streams use it too, and who they are is noted elsewhere.
+    /// While live: true if other streams use the block, too. The core lists them.
     pub(crate) shared: bool,
 }
 
 const _: () = assert!(size_of::<Block>() == 64, "a block record fills a cache line");
 
 impl Block {
-    /// Whether it is a piece of a region rather than a whole one.
+    /// True if the block is a piece of a region, not a whole one.
     #[inline]
     pub(crate) fn is_split(&self) -> bool {
         self.prev != BlockId::NONE || self.next != BlockId::NONE
@@ -121,7 +121,7 @@ impl Default for Block {
 /// All blocks of a heap.
 #[derive(Debug)]
 pub(crate) struct Slab {
-    /// The first is that of [`BlockId::NONE`].
+    /// The records. The first one is that of [`BlockId::NONE`].
     blocks: Vec<Block>,
     /// The first vacant record; they are chained through `next`.
     vacant: BlockId,
@@ -148,7 +148,7 @@ impl Slab {
         Records { blocks: &mut self.blocks, vacant: &mut self.vacant }
     }
 
-    /// The records, for an operation that inserts one at most.
+    /// The records, for an operation that inserts at most one.
     #[inline]
     pub(super) fn records_and_a_vacant_one(&mut self) -> Records<'_> {
         if self.vacant == BlockId::NONE {
@@ -157,7 +157,7 @@ impl Slab {
         self.records()
     }
 
-    /// Makes a vacant record where there is none.
+    /// Makes sure that there is a vacant record.
     #[cold]
     fn grow(&mut self) {
         let id = BlockId(u32::try_from(self.blocks.len()).unwrap_or(u32::MAX));
@@ -178,7 +178,7 @@ impl Slab {
         id.some().map(|id| &mut self[id])
     }
 
-    /// How many records there are, vacant ones included.
+    /// Number of records, vacant ones included.
     #[cfg(debug_assertions)]
     pub(crate) fn records_count(&self) -> usize {
         self.blocks.len()
@@ -207,8 +207,8 @@ impl IndexMut<BlockId> for Slab {
     }
 }
 
-/// The records of a slab while one operation works on them. None are made meanwhile, so where they are and how many stays in
-/// registers instead of being read again after each store.
+/// The records of a slab while one operation works on them. No record is added meanwhile, so their address and number stay in registers
+/// instead of being read again after each store.
 #[derive(Debug)]
 pub(super) struct Records<'a> {
     blocks: &'a mut [Block],
@@ -216,14 +216,14 @@ pub(super) struct Records<'a> {
 }
 
 impl Records<'_> {
-    /// Uses a vacant record, which there is.
+    /// Puts a block into a vacant record. There must be one.
     #[inline]
     pub(super) fn insert(&mut self, block: Block) -> BlockId {
         let id = *self.vacant;
         debug_assert_ne!(id, BlockId::NONE, "there is a vacant record");
         let record = &mut self.blocks[id.index()];
         let next = record.next;
-        // Straight into its place: a record that is put together elsewhere and moved in wide words stalls the machine.
+        // Written straight into its place: building a record elsewhere and moving it in wide words would stall the machine.
         *record = block;
         *self.vacant = next;
         id

@@ -1,9 +1,8 @@
 //! Holes: address space without memory behind it, in regions whose memory comes in granules.
 //!
-//! A hole is a block like any other, so that a region is tiled without gaps, but it is in no index. While the driver is asked to
-//! change what is behind some addresses, they are *held*: they are blocks of their own that nothing else takes or merges with, in
-//! [`State::Held`] if they are free memory, and in [`State::Filling`] if they are holes. Every hole starts and ends at a border between
-//! granules.
+//! A hole is a block like any other, so that a region is tiled without gaps, but it is in no index. While the driver changes the mapping of
+//! some addresses, they are *held*: they are blocks of their own that nothing else takes or merges with, in [`State::Held`] if they are
+//! free memory, and in [`State::Filling`] if they are holes. Every hole starts and ends at a border between granules.
 //!
 //! The last use of each granule is noted ([`super::last_use`]) when a block of the home stream is given back. Blocks of other owners need
 //! no note, because they come home only once they are done.
@@ -12,18 +11,18 @@ use super::last_use::{Granules, LastUses};
 use super::recent::Use;
 use super::{Block, BlockId, Heap, Region, State};
 
-/// What became of a block of which a part is held.
+/// The parts of a block of which one part is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Holding {
     /// The part that is held.
     pub(crate) id: BlockId,
-    /// What is left below and above it, as it was.
+    /// The remainders below and above it, in their earlier state.
     pub(crate) below: Option<BlockId>,
     pub(crate) above: Option<BlockId>,
 }
 
 impl Region {
-    /// Whether its memory comes in granules.
+    /// True if the memory of the region comes in granules.
     #[inline]
     pub(crate) fn is_paged(&self) -> bool {
         !self.granules.is_empty()
@@ -31,7 +30,7 @@ impl Region {
 }
 
 impl Heap {
-    /// A new region of addresses without memory: one hole. `granule` is a power of two that divides address and length.
+    /// Adds a region of addresses without memory, which is one hole. `granule` is a power of two that divides address and length.
     pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, pool: u16, granule: u64) {
         let number = self.add_region_record(addr, bytes, pool);
         let hole =
@@ -43,7 +42,7 @@ impl Heap {
         self.hole_bytes += bytes;
     }
 
-    /// Removes a region that is one hole; tells which it was.
+    /// Removes a region that is one hole, and returns it.
     pub(crate) fn remove_reservation(&mut self, hole: BlockId) -> Region {
         debug_assert!(self.blocks[hole].state == State::Hole && !self.blocks[hole].is_split());
         let Block { addr, size, pool, .. } = self.blocks[hole];
@@ -52,7 +51,7 @@ impl Heap {
         self.remove_region_record(hole)
     }
 
-    /// Notes that the memory of a block, now given back by the home stream, is used until `after`.
+    /// Notes that the memory of a block, which the home stream gives back now, is used until the tick `after`.
     #[inline]
     pub(crate) fn note_last_use(&mut self, id: BlockId, owner: u32, after: u64) {
         let Block { addr, size, region, .. } = self.blocks[id];
@@ -63,7 +62,8 @@ impl Heap {
         }
     }
 
-    /// Notes the last uses that are yet to be noted, but for those that are done: the home stream's timeline got to `done`.
+    /// Empties the log of last uses into the granules' ticks. Uses that are done are dropped: the home stream's timeline has reached
+    /// `done`.
     pub(crate) fn note_recent_uses(&mut self, done: u64) {
         let mut recent = std::mem::take(&mut self.recent);
         recent.drop_done(done);
@@ -76,20 +76,21 @@ impl Heap {
         self.recent = recent;
     }
 
-    /// Makes room for more last uses that are yet to be noted: lets go those that are done, and notes the others if that is not enough.
+    /// Makes room in the log of last uses: drops the uses that are done, and notes the others in the granules' ticks if that is not enough.
     pub(crate) fn thin_recent_uses(&mut self, done: u64) {
         if !self.recent.drop_done(done) {
             self.note_recent_uses(done);
         }
     }
 
-    /// Whether so many last uses are yet to be noted that room should be made.
+    /// True if the log of last uses is so long that room should be made.
     #[inline]
     pub(crate) fn has_many_recent_uses(&self) -> bool {
         self.recent.are_many()
     }
 
-    /// Where the owner's timeline must have got to for each granule of a free block to be done. No last use is yet to be noted.
+    /// For each granule of a free block, the tick that the owner's timeline must reach for the granule to be done. The log of last uses
+    /// must be empty.
     pub(crate) fn last_uses_of(&self, block: &Block) -> LastUses<'_> {
         debug_assert!(self.recent.is_empty());
         let region = self.region(block.region);
@@ -97,7 +98,7 @@ impl Heap {
         LastUses { start: region.addr, granules, latest: block.after }
     }
 
-    /// How many holes there are that are not held.
+    /// Number of holes that are not held.
     pub(crate) fn holes_count(&self) -> usize {
         self.holes.len()
     }
@@ -112,7 +113,7 @@ impl Heap {
         self.holes.values().map(|&id| (id, &self.blocks[id]))
     }
 
-    /// Holds `from..to`, which lies in one free block or one hole; what is left of that on either side stays what it is.
+    /// Holds `from..to`, which lies in one free block or one hole. The remainders on either side stay what they are.
     pub(crate) fn hold(&mut self, id: BlockId, from: u64, to: u64) -> Holding {
         self.note_recent_uses(0);
         let block = self.blocks[id];
@@ -139,7 +140,7 @@ impl Heap {
         holding
     }
 
-    /// A piece beside what is held goes back to what it was. Its neighbours are what they were beside it, so nothing merges.
+    /// Returns a piece beside the held part to its earlier state. Its other neighbours are unchanged, so nothing merges.
     fn back(&mut self, id: BlockId, state: State) {
         let Block { addr, size, pool, .. } = self.blocks[id];
         self.blocks[id].state = state;
@@ -151,7 +152,7 @@ impl Heap {
         }
     }
 
-    /// Cuts `size` bytes off the low end of a block that is in no index; returns the new block of them.
+    /// Cuts `size` bytes off the low end of a block that is in no index, and returns the new block that they form.
     fn cut(&mut self, id: BlockId, size: u64) -> BlockId {
         let block = self.blocks[id];
         let low = self.blocks.insert(Block { size, next: id, ..block });
@@ -164,7 +165,8 @@ impl Heap {
         low
     }
 
-    /// What is held has memory now, or still: it becomes free and merges. Memory that was a hole is done for everybody.
+    /// Ends the holding of a block that has memory now, or still: it becomes free and merges. Memory that was a hole is done for every
+    /// stream.
     pub(crate) fn unhold_as_free(&mut self, id: BlockId) -> BlockId {
         let Block { state, owner, after, addr, size, region, .. } = self.blocks[id];
         let (owner, after) = if state == State::Filling {
@@ -181,7 +183,7 @@ impl Heap {
         self.give(id, owner, after).0
     }
 
-    /// What is held has no memory any more, or still none: it becomes a hole and merges with holes beside it.
+    /// Ends the holding of a block that has no memory any more, or still none: it becomes a hole and merges with holes beside it.
     pub(crate) fn unhold_as_hole(&mut self, id: BlockId) -> BlockId {
         let Block { state, size, addr, pool, .. } = self.blocks[id];
         if state == State::Held {
@@ -210,7 +212,7 @@ impl Heap {
         }
     }
 
-    /// Grows a block, in no index, by its neighbour above, which goes.
+    /// Grows a block that is in no index by its neighbour above, whose record becomes vacant.
     fn absorb_next(&mut self, id: BlockId, next: BlockId) {
         let (size, beyond) = (self.blocks[next].size, self.blocks[next].next);
         let block = &mut self.blocks[id];
@@ -222,7 +224,7 @@ impl Heap {
         self.blocks.remove(next);
     }
 
-    /// The contiguous ranges of a region that have memory behind them: address and length.
+    /// The contiguous ranges of a region at which memory is mapped: address and length.
     pub(crate) fn mapped_ranges(&self, region: &Region) -> Vec<(u64, u64)> {
         let mut ranges: Vec<(u64, u64)> = Vec::new();
         let mapped = self.blocks_of(region).filter(|(_, block)| block.state.has_memory());
@@ -235,7 +237,7 @@ impl Heap {
         ranges
     }
 
-    /// Bytes with memory behind them.
+    /// Bytes at which memory is mapped.
     pub(crate) fn memory(&self) -> u64 {
         self.total - self.hole_bytes
     }

@@ -1,9 +1,9 @@
 //! When each granule of a region was last used.
 //!
-//! A free block has one tick, the latest of all blocks that were merged into it. Whether memory may be unmapped depends on the memory's
-//! own last use, so the last use of each granule is noted after a block in it was given back ([`super::recent`]), as a tick of the home
-//! stream. A block may cover thousands of granules, so ticks are kept in a tree of three levels, whose nodes cover 1, 16 and 256 granules. A
-//! note raises the fewest nodes that make up its range, about 90 for 16 GiB in granules of 2 MiB. A granule's last use is the latest of the
+//! A free block has one tick, the latest of all blocks that were merged into it. Whether memory may be unmapped depends on the memory's own
+//! last use, so the last use of each granule is noted after a block in it was given back ([`super::recent`]), as a tick of the home stream.
+//! A block may cover thousands of granules, so ticks are kept in a tree of three levels, whose nodes cover 1, 16 and 256 granules. A note
+//! raises the fewest nodes that make up its range, about 90 for 16 GiB in granules of 2 MiB. A granule's last use is the latest of the
 //! three nodes that cover it.
 
 use std::ops::Range;
@@ -17,15 +17,15 @@ const LEVELS: usize = 3;
 pub(crate) struct Granules {
     /// Binary logarithm of a granule's size in bytes.
     shift: u32,
-    /// For each node, where the home stream's timeline must have got to for everybody else to use all that it covers, as far as this is
-    /// known here; 0: it has. Granules come first.
+    /// For each node, the tick that the home stream's timeline must reach before other streams may use all that the node covers, as far as
+    /// this node says; 0 if they may now. The level of single granules comes first.
     levels: [Vec<u64>; LEVELS],
-    /// The latest of all that was noted.
+    /// The latest tick ever noted.
     latest: u64,
 }
 
 impl Granules {
-    /// Those of a region of so many bytes. `granule` is a power of two.
+    /// The granules of a region of `bytes` bytes. `granule` is a power of two.
     pub(super) fn new(bytes: u64, granule: u64) -> Granules {
         let shift = granule.trailing_zeros();
         let mut nodes = usize::try_from(bytes >> shift).unwrap_or(0);
@@ -37,7 +37,7 @@ impl Granules {
         Granules { shift, levels, latest: 0 }
     }
 
-    /// Whether there are none.
+    /// True if there are no granules.
     #[inline]
     pub(super) fn is_empty(&self) -> bool {
         self.levels[0].is_empty()
@@ -50,11 +50,11 @@ impl Granules {
         number(from)..number(from + bytes - 1) + 1
     }
 
-    /// Notes that a range, given relative to the region, is used until `after`.
+    /// Notes that a range, given relative to the region, is used until the tick `after`.
     #[inline]
     pub(super) fn note(&mut self, from: u64, bytes: u64, after: u64) {
         let touched = self.touched(from, bytes);
-        // Ticks come in ascending order, but for those of blocks that had to wait.
+        // Ticks come in ascending order, except those of blocks that had to wait.
         let is_latest = after >= self.latest;
         self.latest = after.max(self.latest);
         if whole_parents(&touched).is_empty() {
@@ -79,10 +79,10 @@ impl Granules {
         raise(top, range, after, is_latest);
     }
 
-    /// Notes that everybody may use a range, given relative to the region.
+    /// Notes that every stream may use a range, given relative to the region.
     pub(super) fn forget(&mut self, from: u64, bytes: u64) {
         let touched = self.touched(from, bytes);
-        // What nodes above say of other granules, too, is said by those below instead.
+        // Ticks of upper nodes that also concern other granules move down to the nodes below.
         for level in (1..LEVELS).rev() {
             let covered = FANOUT.pow(u32::try_from(level).unwrap_or(0));
             let (lower, upper) = self.levels.split_at_mut(level);
@@ -107,13 +107,14 @@ impl Granules {
     }
 }
 
-/// The nodes of the next level that cover nothing but nodes of a range.
+/// The nodes of the next level that cover only nodes of a range.
 #[inline]
 fn whole_parents(range: &Range<usize>) -> Range<usize> {
     range.start.div_ceil(FANOUT)..range.end / FANOUT
 }
 
-/// Raises ticks. `is_latest` says that none of them is later; blocks that had to wait are noted after others that were used for longer.
+/// Raises the ticks of a range of nodes to `after`. If `is_latest`, none of them is later. It is false for blocks that had to wait, which
+/// are noted after blocks that were used for longer.
 #[inline]
 fn raise(level: &mut [u64], range: Range<usize>, after: u64, is_latest: bool) {
     let Some(ticks) = level.get_mut(range) else { return };
@@ -127,17 +128,17 @@ fn raise(level: &mut [u64], range: Range<usize>, after: u64, is_latest: bool) {
 /// The last uses of a free block's granules.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LastUses<'a> {
-    /// Where the region starts.
+    /// First address of the region.
     pub(super) start: u64,
-    /// The region's; `None` where the block's own tick counts for all of it.
+    /// The region's granules; `None` if the block's own tick counts for all of it.
     pub(super) granules: Option<&'a Granules>,
     /// The block's own tick.
     pub(super) latest: u64,
 }
 
 impl LastUses<'_> {
-    /// Granules of the range that lie at its high end and have one last use: where the owner's timeline must have got to for
-    /// them to be done, and where the lowest of them begins.
+    /// The longest run of granules at the high end of the range that share one last use. Returns the tick that the owner's timeline must
+    /// reach for them to be done, and the first address of the lowest of them.
     pub(crate) fn highest_run(&self, range: &Range<u64>) -> (u64, u64) {
         let Some(granules) = self.granules else { return (self.latest, range.start) };
         let number = |at: u64| usize::try_from((at - self.start) >> granules.shift).unwrap_or(usize::MAX);

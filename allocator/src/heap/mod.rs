@@ -34,20 +34,21 @@ use recent::RecentUses;
 
 use crate::size_class::{PoolKind, SizeClasses};
 
-/// Blocks of one kind that are served from each other: the small or the large pool, or that of a private pool.
+/// A pool of the heap: requests of a pool are served from its own blocks. There are a small and a large default pool, and those of private
+/// pools.
 #[derive(Debug)]
 pub(crate) struct Pool {
     pub(crate) kind: PoolKind,
-    /// Blocks are handed out whole.
+    /// True if blocks are handed out whole.
     pub(crate) no_split: bool,
-    /// The private pool it is of, as history numbers them; 0 for the default pools.
+    /// The private pool that it belongs to, as history numbers them; 0 for the default pools.
     pub(crate) history_id: u32,
     index_kind: IndexKind,
     /// Free blocks of the heap's home stream.
     own: FreeIndex,
     /// Strays, by owner.
     away: BTreeMap<u32, FreeIndex>,
-    /// How often somebody searched here: the clock of garbage collection.
+    /// Number of searches here: the clock of garbage collection.
     pub(crate) searches: u64,
 }
 
@@ -83,14 +84,14 @@ pub(crate) struct Region {
     pub(crate) home: u32,
     pub(crate) pool: u16,
     pub(crate) first: BlockId,
-    /// Where its memory comes in granules; empty for a segment.
+    /// Last uses of its granules; empty for a segment.
     pub(crate) granules: Granules,
     /// The pool's search count when the region became one free block, for garbage collection.
     pub(crate) age_base: u64,
 }
 
-/// How a taken block changed the count and bytes of free pieces of regions (`inactive_split`), and vice versa. They are counted
-/// with [`IndexKind::Exact`], for segments, alone.
+/// By how much an operation changed the count and the bytes of free pieces of regions (`inactive_split`). They are counted only with
+/// [`IndexKind::Exact`], which is for segments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SplitChange {
     pub(crate) count: i64,
@@ -111,18 +112,18 @@ pub(crate) struct Heap {
     strays: BTreeSet<BlockId>,
     /// Holes that are not held, by pool and address.
     holes: BTreeMap<(u16, u64), BlockId>,
-    /// A block that was given back and is yet to be merged.
+    /// The resting block: freed, and not merged yet.
     resting: BlockId,
-    /// Last uses of granules that are yet to be noted.
+    /// The log of last uses that are not noted in the granules' ticks yet.
     recent: RecentUses,
-    /// Bytes that rested and were taken again.
+    /// Bytes of blocks that rested and were taken again.
     pub(crate) retaken: u64,
     /// Totals of identity H2, in bytes.
     pub(crate) total: u64,
     pub(crate) free: u64,
-    /// Addresses without memory behind them, held ones included.
+    /// Bytes of addresses without memory, held ones included.
     pub(crate) hole_bytes: u64,
-    /// Memory that is held.
+    /// Bytes of held memory.
     pub(crate) held_bytes: u64,
 }
 
@@ -132,20 +133,20 @@ impl Heap {
         Heap { home, index_kind, ..Heap::default() }
     }
 
-    /// Two new pools, one of each kind. Small pools have even numbers, large ones odd.
+    /// Adds two pools, one of each kind. Small pools have even numbers, large ones odd numbers.
     pub(crate) fn add_pools(&mut self) {
         let index_kind = self.index_kind;
         self.pools.extend([PoolKind::Small, PoolKind::Large].map(|kind| Pool::new(kind, index_kind)));
     }
 
-    /// The pools of a private one: two pairs (`pools/mod.rs`).
+    /// Adds the pools of a private pool: two pairs (`pools/mod.rs`).
     pub(crate) fn add_private_pools(&mut self) {
         self.add_pools();
         self.add_pools();
     }
 
-    /// Takes `size` bytes for the home stream from the block that the index chooses among its own free ones, if the size rules
-    /// allow. No block rests.
+    /// Takes `size` bytes for the home stream from the block that the index chooses among the stream's own free ones, if the size rules
+    /// allow. There must be no resting block.
     #[inline(always)]
     pub(crate) fn take_best(
         &mut self,
@@ -203,7 +204,7 @@ impl Heap {
         (taken.id, change)
     }
 
-    /// A block became live that was free, or part of a free one.
+    /// Accounts for a block that became live and was free, or part of a free block.
     #[inline(always)]
     fn took<I: Index>(&mut self, taken: &Taken) -> SplitChange {
         let &Taken { id, size, whole, prev, next, rest, region } = taken;
@@ -214,7 +215,7 @@ impl Heap {
         if !I::SEGMENTS {
             return SplitChange::default();
         }
-        // Whole regions do not count as split. In sums, not cases: which case it is follows no pattern.
+        // Whole regions do not count as split. Computed without branches, because the case follows no pattern.
         let was_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
         SplitChange {
             count: i64::from(rest.is_some()) + i64::from(was_whole_region) - 1,
@@ -222,14 +223,14 @@ impl Heap {
         }
     }
 
-    /// Gives a live or waiting block back: `owner` may reuse it at once, everybody else once the owner's timeline got to
-    /// `after` (0: now). Merges it with its neighbours; what comes of that is done when the last of them is.
+    /// Frees a live or waiting block: `owner` may reuse it at once, and other streams once the owner's timeline has reached `after` (0:
+    /// now). Merges it with its neighbours; the merged block is done when the last of its parts is.
     #[inline(never)]
     pub(crate) fn give(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
         if after == 0 { self.give_done(id, owner) } else { self.give_used(id, owner, after) }
     }
 
-    /// As [`Heap::give`], of a block that is done for everybody.
+    /// As [`Heap::give`], for a block that is done for every stream.
     #[cold]
     fn give_done(&mut self, id: BlockId, owner: u32) -> (BlockId, SplitChange) {
         let adopted = self.adopt_done(id, owner);
@@ -237,7 +238,7 @@ impl Heap {
         (id, SplitChange { count: change.count + adopted.count, bytes: change.bytes + adopted.bytes })
     }
 
-    /// As [`Heap::give`], of a block whose neighbours need no look.
+    /// As [`Heap::give`], for a block whose neighbours' owners do not change.
     fn give_used(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
         let pool = usize::from(self.blocks[id].pool);
         debug_assert!(matches!(self.blocks[id].state, State::Live | State::Waiting));
@@ -258,7 +259,7 @@ impl Heap {
         (joined.id, change)
     }
 
-    /// A block became free, and was joined with free neighbours.
+    /// Accounts for a block that became free and was joined with free neighbours.
     #[inline(always)]
     fn gave<I: Index>(&mut self, joined: &Joined, pool: usize) -> SplitChange {
         let &Joined { id, given, whole, with_prev, with_next, prev, next, region } = joined;
@@ -273,7 +274,7 @@ impl Heap {
         if !I::SEGMENTS {
             return SplitChange::default();
         }
-        // Whole regions do not count as split: take back what this block counted as before, itself included.
+        // Whole regions do not count as split, so what the parts counted before is taken back, including this block's own share.
         SplitChange {
             count: 1 - i64::from(with_prev) - i64::from(with_next.is_some()) - i64::from(is_whole_region),
             bytes: signed(given) - (signed(whole) & -i64::from(is_whole_region)),
@@ -285,8 +286,8 @@ impl Heap {
         self.blocks.get(id).is_some_and(|block| block.state == State::Free && block.owner == owner)
     }
 
-    /// Before a block that is done for everybody is given to `owner`: its neighbours that are done become the owner's, too, so
-    /// that they merge, unless what comes of it is not done. Returns what changed.
+    /// Prepares giving a block that is done for every stream to `owner`: neighbours that are done become the owner's, too, so that they
+    /// merge, unless the merged block would not be done. Returns the change of free pieces.
     #[cold]
     fn adopt_done(&mut self, id: BlockId, owner: u32) -> SplitChange {
         let mut change = SplitChange::default();
@@ -304,7 +305,7 @@ impl Heap {
                 self.free -= size;
                 self.blocks[neighbour].state = State::Waiting;
                 let (_, given) = self.give(neighbour, owner, 0);
-                // It counted as split before, as it has a neighbour.
+                // The neighbour counted as split before, because it has a neighbour itself.
                 change.count += given.count - 1;
                 change.bytes += given.bytes - signed(size);
             }
@@ -333,13 +334,13 @@ impl Heap {
         self.strays_forget(id);
     }
 
-    /// A live block becomes a waiting one.
+    /// Makes a live block a waiting one.
     pub(crate) fn set_waiting(&mut self, id: BlockId) {
         debug_assert_eq!(self.blocks[id].state, State::Live);
         self.blocks[id].state = State::Waiting;
     }
 
-    /// A new region, one free block of the home stream.
+    /// Adds a region, which is one free block of the home stream.
     pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, pool: u16) -> BlockId {
         let home = self.home;
         let region = self.add_region_record(addr, bytes, pool);
@@ -354,7 +355,7 @@ impl Heap {
         first
     }
 
-    /// A region that has no block yet; its number.
+    /// Adds a region that has no block yet, and returns its number.
     fn add_region_record(&mut self, addr: u64, bytes: u64, pool: u16) -> u32 {
         let number = self.vacant_regions.pop().unwrap_or_else(|| {
             self.regions.push(None);
@@ -386,7 +387,7 @@ impl Heap {
         region
     }
 
-    /// Puts a region back that was removed, as one free block of `owner`, for everybody else after `after`.
+    /// Puts a removed region back, as one free block of `owner`, which other streams may use after the tick `after`.
     pub(crate) fn restore_region(&mut self, region: &Region, owner: u32, after: u64) {
         let id = self.add_region(region.addr, region.bytes, region.pool);
         self.unindex(id);
@@ -410,7 +411,7 @@ impl Heap {
         all.map(|(owner, index)| (owner, IndexView::new(index, &self.blocks)))
     }
 
-    /// Every free block of a pool, those of the home stream first, and of each owner in the index's order.
+    /// Every free block of a pool, those of the home stream first, and for each owner in the index's order.
     pub(crate) fn free_blocks(&self, pool: u16) -> impl Iterator<Item = Key> + '_ {
         self.free_blocks_from(pool, 1)
     }

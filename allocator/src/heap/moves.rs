@@ -8,17 +8,17 @@ use super::block::{Block, BlockId, Records, State};
 use super::index::Index;
 use crate::size_class::{PoolKind, SizeClasses};
 
-/// What is taken from a free block.
+/// The piece that is taken from a free block.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Piece {
-    /// The stream it is for.
+    /// The stream that it is for.
     pub(super) owner: u32,
-    /// Its length in bytes, and the bytes of it that were asked for.
+    /// Its length in bytes, and the bytes that were requested.
     pub(super) size: u64,
     pub(super) requested: u64,
 }
 
-/// How free blocks of a pool are cut.
+/// The rules by which free blocks of a pool are cut.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rules<'a> {
     pub(super) classes: &'a SizeClasses,
@@ -27,36 +27,37 @@ pub(super) struct Rules<'a> {
 }
 
 impl Rules<'_> {
-    /// Whether a block that serves a request of `size` bytes is cut.
+    /// True if a block of `whole` bytes that serves a request of `size` bytes is cut.
     #[inline]
     fn cuts<I: Index>(self, whole: u64, size: u64) -> bool {
         !self.no_split && if I::SEGMENTS { self.classes.should_split(self.kind, whole, size) } else { whole > size }
     }
 }
 
-/// A block that was taken.
+/// The result of taking a block.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Taken {
     pub(super) id: BlockId,
-    /// Its size, and that of the free block that it was, or was part of.
+    /// Size of the taken block, and of the free block that it was taken from.
     pub(super) size: u64,
     pub(super) whole: u64,
     /// The neighbours of that free block.
     pub(super) prev: BlockId,
     pub(super) next: BlockId,
-    /// What is left of it.
+    /// The rest of that free block, if it was cut.
     pub(super) rest: Option<BlockId>,
     pub(super) region: u32,
 }
 
-/// A free block, and what became of a block that was given back.
+/// The result of joining: the free block that a freed block became or became part of.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Joined {
     pub(super) id: BlockId,
-    /// Bytes that were given back, and that the free block has now.
+    /// Bytes of the freed block, and of the free block now.
     pub(super) given: u64,
     pub(super) whole: u64,
-    /// Whether it was joined with its neighbours. Of both, the upper one is gone; with [`Index::FIRST_STAYS`] always.
+    /// True if it was joined with the neighbour below; and the neighbour above, if it was joined with that. The upper one's record is gone
+    /// if it was joined with both, and with [`Index::FIRST_STAYS`] in any case.
     pub(super) with_prev: bool,
     pub(super) with_next: Option<BlockId>,
     pub(super) prev: BlockId,
@@ -101,13 +102,13 @@ pub(super) fn take<I: Index>(
     Taken { id, size: whole, whole, prev: block.prev, next: block.next, rest: None, region: block.region }
 }
 
-/// Cuts a piece off the low end of a free block. The rest stays free, and its owner's.
+/// Cuts a piece off the low end of a free block. The rest stays free and keeps its owner.
 #[inline]
 fn cut<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, place: I::Place, piece: Piece) -> Taken {
     if I::FIRST_STAYS { cut_above(index, blocks, id, place, piece) } else { cut_below(index, blocks, id, place, piece) }
 }
 
-/// As [`cut`]; the piece keeps the number.
+/// As [`cut`]; the piece keeps the block's number.
 #[inline]
 fn cut_above<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, place: I::Place, piece: Piece) -> Taken {
     let Piece { owner, size, requested } = piece;
@@ -133,7 +134,7 @@ fn cut_above<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, pla
     Taken { id, size, whole, prev, next, rest: Some(rest), region }
 }
 
-/// As [`cut`]; the rest keeps the number.
+/// As [`cut`]; the rest keeps the block's number.
 #[inline]
 fn cut_below<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, place: I::Place, piece: Piece) -> Taken {
     let Piece { owner, size, requested } = piece;
@@ -158,9 +159,9 @@ fn cut_below<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, p
     Taken { id: taken, size, whole, prev, next, rest: Some(rest), region }
 }
 
-/// Makes a block free that is in no index and puts it into `index`, joined with its neighbours there: those that are free and
-/// have the same owner. The latest tick of what is joined counts for all of it: blocks do not come back in the order of their
-/// ticks, because some were held or rested meanwhile.
+/// Makes a block free that is in no index, joins it with those neighbours that are free and have the same owner, and puts the result into
+/// `index`. The latest tick of its parts counts for all of it, because blocks are not freed in the order of their ticks: some were held or
+/// rested meanwhile.
 #[inline(always)]
 pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, owner: u32, after: u64) -> Joined {
     let Block { addr, size: given, prev, next, region, .. } = blocks[id];

@@ -1,8 +1,8 @@
 //! Last uses that are yet to be noted: a log in front of the granules' ticks ([`super::last_use`]).
 //!
-//! A block that is given back was used until some tick, which must be noted for its granules. Noting it writes all over a region's tree,
-//! which took a tenth of the time of the traces, and mostly the device is done with the block before anybody asks. So uses are appended
-//! to a log. They are noted when somebody who holds every lock asks, or when there are many, and only those that are not known done by
+//! A freed block was used until some tick, which must be noted for its granules. Noting it writes all over a region's tree, which took a
+//! tenth of the time of the traces; and mostly the device is done with the block before anybody needs to know. So uses are appended to a
+//! log. They are noted when a thread that holds every lock needs them, or when there are many, and only those that are not known done by
 //! then.
 //!
 //! Invariants:
@@ -10,16 +10,16 @@
 //! * when granules are looked at, moved or forgotten, the log is empty;
 //! * the regions of uses in the log exist.
 
-/// From so many uses on they should be noted. They are 32 KiB, and there are some hundred between two milestones.
+/// From this many uses on, they should be noted. They take 32 KiB, and there are some hundred between two milestones.
 const MANY: usize = 1024;
 
-/// Memory that was given back.
+/// The last use of memory that was freed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Use {
     pub(super) addr: u64,
     pub(super) bytes: u64,
     pub(super) region: u32,
-    /// The home stream's tick until which it was used.
+    /// The tick of the home stream until which it was used.
     pub(super) after: u64,
 }
 
@@ -43,14 +43,14 @@ impl RecentUses {
         self.0.len() >= MANY
     }
 
-    /// Lets go what is done, where the home stream's timeline got to `done`. Returns true if the log has room for many more now.
+    /// Drops the uses that are done, as the home stream's timeline has reached `done`. Returns true if the log has room for many more now.
     pub(super) fn drop_done(&mut self, done: u64) -> bool {
         let not_done = self.0.partition_point(|one| one.after <= done);
         self.0.drain(..not_done);
         self.0.len() <= MANY / 2
     }
 
-    /// Empties the log into `note`, but for its storage.
+    /// Passes all uses to `note` and empties the log, whose storage stays.
     pub(super) fn settle(&mut self, note: impl FnMut(Use)) {
         self.0.drain(..).for_each(note);
     }

@@ -1,4 +1,4 @@
-//! The resting block: given back, but not yet merged with its neighbours.
+//! The resting block: freed, but not yet merged with its neighbours.
 //!
 //! Programs mostly ask for the size that they have just given back. So a block that is given back *rests*: the next request, if it is
 //! for exactly this size and from the same pool, gets it as it is, and nothing is cut, joined or indexed. Any other operation
@@ -17,7 +17,8 @@ use super::{Block, BlockId, Heap, IndexKind, SplitChange, State, moves, signed};
 use crate::size_class::SizeClasses;
 
 impl Heap {
-    /// Gives a live block of the home stream back, as [`Heap::give`] does, now or before anybody notices. None rests.
+    /// Frees a live block of the home stream and lets it rest; it is given back as by [`Heap::give`] before anything depends on that. There
+    /// must be no resting block.
     #[inline]
     pub(crate) fn give_to_rest(&mut self, id: BlockId, after: u64) {
         debug_assert_eq!(self.resting, BlockId::NONE);
@@ -27,13 +28,13 @@ impl Heap {
         (block.state, block.after) = (State::Waiting, after);
     }
 
-    /// The block that rests, if one does.
+    /// The resting block, if there is one.
     #[inline]
     pub(crate) fn resting(&self) -> Option<BlockId> {
         self.resting.some()
     }
 
-    /// Merges the block that rests, if one does.
+    /// Merges the resting block, if there is one.
     #[inline]
     pub(crate) fn merge_resting(&mut self) -> SplitChange {
         match std::mem::take(&mut self.resting) {
@@ -42,8 +43,8 @@ impl Heap {
         }
     }
 
-    /// Takes the block that rests, if it is what a request gets. Then tells, too, how merging it would have changed the count of
-    /// pieces, and taking it again would have changed it back.
+    /// Takes the resting block, if that is the block that the request gets. Also returns by how much merging it would have changed the
+    /// count of pieces; taking it again would have undone that.
     #[inline(always)]
     pub(crate) fn retake(
         &mut self,
@@ -69,7 +70,7 @@ impl Heap {
         Some((id, change))
     }
 
-    /// Whether best fit for the resting block's size would give this very block; then how merging it would change the count of
+    /// If best fit for the resting block's size would choose this very block, returns by how much merging it would change the count of
     /// pieces.
     #[inline(never)]
     fn best_is(&self, classes: &SizeClasses, id: BlockId) -> Option<SplitChange> {

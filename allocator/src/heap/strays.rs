@@ -1,4 +1,4 @@
-//! Free blocks away from home: those whose owner is not the stream of their heap.
+//! Strays: free blocks away from home, that is, whose owner is not the stream of their heap.
 //!
 //! They come from memory that one stream borrowed from another. Once a stray is done for everybody it goes home and merges with
 //! its neighbours there.
@@ -7,13 +7,14 @@ use super::index::IndexView;
 use super::{BlockId, Heap, SplitChange, State, signed};
 
 impl Heap {
-    /// Sends strays home that are done for everybody, and merges them; tells how `inactive_split` of each pool changed.
+    /// Returns strays that are done for every stream to the home stream, and merges them. Returns by how much `inactive_split` of each pool
+    /// changed.
     pub(crate) fn send_home(&mut self, is_done: impl Fn(u32, u64) -> bool) -> Vec<(u16, SplitChange)> {
         let done = |id: &BlockId| is_done(self.blocks[*id].owner, self.blocks[*id].after);
         let candidates: Vec<BlockId> = self.strays.iter().copied().filter(done).collect();
         let mut changes = Vec::new();
         for id in candidates {
-            // An earlier one may have merged with it.
+            // A stray sent home before may have merged with it.
             if !self.strays.contains(&id) {
                 continue;
             }
@@ -34,7 +35,7 @@ impl Heap {
         self.strays.iter().copied()
     }
 
-    /// Lets the indexes go of owners that have no block here any more.
+    /// Drops the indexes of owners that have no block here any more.
     pub(crate) fn forget_idle_owners(&mut self) {
         let Heap { pools, blocks, .. } = self;
         for pool in pools {
@@ -49,7 +50,7 @@ impl Heap {
         }
     }
 
-    /// A stray was taken, but for what is left of it, if anything is.
+    /// Notes that a stray was taken. Its rest, if there is one, is a stray.
     pub(super) fn strays_took(&mut self, id: BlockId, rest: Option<BlockId>) {
         if rest != Some(id) {
             self.strays.remove(&id);
@@ -57,7 +58,7 @@ impl Heap {
         }
     }
 
-    /// A block became a stray, and was joined with its neighbours, of which `above` may be gone.
+    /// Notes that a block became a stray, joined with its neighbours, of which `above` may be gone.
     #[cold]
     pub(super) fn strays_joined(&mut self, id: BlockId, above: Option<BlockId>) {
         if let Some(above) = above {

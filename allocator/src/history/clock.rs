@@ -1,4 +1,4 @@
-//! Time stamps for history: taken in a few nanoseconds, turned into microseconds since 1970 when somebody reads them.
+//! Time stamps for history: taken in a few nanoseconds, and converted to microseconds since 1970 when they are read.
 //!
 //! They are read from the processor's time stamp counter where it runs at a constant rate, else from the operating system's
 //! monotonic clock. Times never go back, and those of one process are as far apart as the events were. They differ from the wall clock by
@@ -7,11 +7,11 @@
 use std::sync::LazyLock;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// A moment, as the counter shows it.
+/// A moment, as a value of the counter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Stamp(u64);
 
-/// The counter, and a moment of which the time is known.
+/// The counter, and a moment whose wall-clock time is known.
 struct Anchor {
     clock: quanta::Clock,
     stamp: u64,

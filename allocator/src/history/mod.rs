@@ -15,14 +15,14 @@ use crate::allocator::Allocator;
 use crate::tags::Tag;
 use clock::Stamp;
 
-/// What happened, under PyTorch's names of trace actions.
+/// Kind of a history entry, under PyTorch's names of trace actions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Action {
-    /// A block became live; size is the bytes asked for.
+    /// A block became live; the size is that requested.
     Alloc,
-    /// A block was given back by its holder.
+    /// A block's holder freed it.
     FreeRequested,
     /// A block became free: no stream uses it any more.
     FreeCompleted,
@@ -34,13 +34,13 @@ pub enum Action {
     SegmentMap,
     /// Memory was unmapped from these addresses.
     SegmentUnmap,
-    /// A snapshot was taken; size is the bytes active then.
+    /// A snapshot was taken; the size is that of active blocks then.
     Snapshot,
-    /// An allocation failed; the address is the device's free bytes.
+    /// An allocation failed; in place of an address, the entry has the device's free bytes.
     Oom,
 }
 
-/// Every action, in the order of their numbers; those of one record happened in this order.
+/// All actions, in the order of their numbers, in which the actions of one record happened.
 const ALL: [Action; 9] = [
     Action::Alloc,
     Action::FreeRequested,
@@ -70,7 +70,7 @@ impl Actions {
         self.0 & Actions::one(action).0 != 0
     }
 
-    /// How many there are.
+    /// Number of actions.
     #[inline]
     fn count(self) -> usize {
         1 + usize::from(self.0 & (self.0 - 1) != 0)
@@ -84,7 +84,7 @@ impl From<Action> for Actions {
     }
 }
 
-/// What something happened to.
+/// The subject of an action: the memory that something happened to.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Subject {
     pub(crate) addr: u64,
@@ -95,7 +95,7 @@ pub(crate) struct Subject {
     pub(crate) pool: u32,
 }
 
-/// An action, what it was done to, and when.
+/// An action with its subject and its time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
     pub(crate) action: Action,
@@ -103,7 +103,7 @@ pub(crate) struct Entry {
     pub(crate) stamp: Stamp,
 }
 
-/// What happened to something at one moment.
+/// The actions that concern one subject at one moment.
 #[derive(Clone, Copy, Debug)]
 struct Record {
     addr: u64,
@@ -117,7 +117,7 @@ struct Record {
 
 const _: () = assert!(size_of::<Record>() == 40, "a record has no room to spare");
 
-/// What [`Allocator::record_history`] records.
+/// Options of [`Allocator::record_history`].
 ///
 /// ```
 /// use aquifer_allocator::{Action, Allocator, Config, HistoryOptions};
@@ -132,19 +132,19 @@ const _: () = assert!(size_of::<Record>() == 40, "a record has no room to spare"
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HistoryOptions {
-    /// Entries that are kept, the oldest giving way, at up to 40 bytes of host memory each; 0 stops recording and forgets
-    /// everything.
+    /// Number of entries that are kept, at up to 40 bytes of host memory each; newer entries replace the oldest ones. 0 stops recording and
+    /// forgets everything.
     pub entries: usize,
     /// Actions that are not recorded.
     pub skip: Vec<Action>,
-    /// Whether what was recorded before is forgotten.
+    /// True to forget the entries recorded before.
     pub clear: bool,
 }
 
 impl Allocator {
     /// Starts recording history, or changes how it is recorded. Snapshots contain it.
     ///
-    /// What was recorded before is kept, as far as there is room, unless `clear` says otherwise.
+    /// Entries recorded before are kept, as far as there is room, unless `clear` is set.
     pub fn record_history(&self, options: HistoryOptions) {
         let mut whole = self.shell().whole();
         let mut history = self.shell().history.lock();
@@ -155,7 +155,7 @@ impl Allocator {
         whole.record_history(history.is_on());
     }
 
-    /// Stops recording history and forgets what was recorded.
+    /// Stops recording history and forgets all entries.
     pub fn stop_history(&self) {
         self.record_history(HistoryOptions::default());
     }
@@ -163,23 +163,23 @@ impl Allocator {
 
 /// The ring. Empty and off by default.
 ///
-/// Invariants: it holds the latest records, at most as many as entries are to be kept; they are in order from `next` on and then from the
-/// start, and `next` is their number while there are fewer.
+/// Invariants: it holds the latest records, at most `capacity` of them; they are in order from `next` on and then from the start, and
+/// `next` is their number while there are fewer.
 #[derive(Debug, Default)]
 pub(crate) struct History {
-    /// Entries that are kept.
+    /// Number of entries that are kept.
     capacity: usize,
     ring: Vec<Record>,
-    /// Where the next record goes.
+    /// Place of the next record.
     next: usize,
-    /// Entries since recording began.
+    /// Number of entries since recording began.
     noted: usize,
     skipped: u16,
     latest: Stamp,
 }
 
 impl History {
-    /// Starts recording into a ring of `capacity` entries, or stops (0). Stopping forgets what was recorded.
+    /// Starts recording into a ring of `capacity` entries, or stops (0). Stopping forgets all entries.
     pub(crate) fn record(&mut self, capacity: usize, skip: &[Action]) {
         if capacity > 0 {
             clock::prepare();
@@ -198,13 +198,13 @@ impl History {
         self.next = if self.ring.len() < capacity { self.ring.len() } else { 0 };
     }
 
-    /// Whether anything is recorded.
+    /// True if recording is on.
     #[inline]
     pub(crate) fn is_on(&self) -> bool {
         self.capacity > 0
     }
 
-    /// Notes what happened now, as far as such actions are recorded.
+    /// Notes actions that happen now, except those that are not to be recorded.
     #[inline]
     pub(crate) fn note(&mut self, actions: impl Into<Actions>, subject: Subject) {
         let actions = Actions(actions.into().0 & !self.skipped);
@@ -227,7 +227,7 @@ impl History {
         }
     }
 
-    /// What is recorded, oldest first.
+    /// The recorded entries, oldest first.
     pub(crate) fn entries(&self) -> impl Iterator<Item = Entry> + '_ {
         let (later, earlier) = self.ring.split_at(self.next.min(self.ring.len()));
         let entries = earlier.iter().chain(later).flat_map(|&record| {
@@ -239,12 +239,12 @@ impl History {
         entries.skip(self.held().saturating_sub(self.capacity))
     }
 
-    /// Entries that were overwritten since recording began.
+    /// Number of entries overwritten since recording began.
     pub(crate) fn overwritten(&self) -> u64 {
         (self.noted - self.held().min(self.capacity)) as u64
     }
 
-    /// Entries in the ring.
+    /// Number of entries in the ring.
     fn held(&self) -> usize {
         self.ring.iter().map(|record| record.actions.count()).sum()
     }

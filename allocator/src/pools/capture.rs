@@ -1,4 +1,4 @@
-//! Memory of captured graphs.
+//! Memory for captured graphs.
 //!
 //! A graph uses the addresses that it was captured with whenever it is launched. So memory that is allocated while a stream captures comes
 //! from a private pool, which keeps its free memory for its graphs (`pools/graphs.rs`) and gives it to nobody else.
@@ -9,17 +9,17 @@ use crate::allocator::Allocator;
 use crate::error::AllocError;
 use crate::pools::{PoolRoute, PrivatePool};
 
-/// While it lives, a stream is known to capture, and what the calling thread allocates comes from a private pool.
+/// While it lives, a stream is known to capture, and the thread that made it allocates from a private pool. Made by [`Allocator::capture`].
 #[derive(Debug)]
 #[must_use = "the thread goes back to the pools it used before when this is dropped"]
 pub struct CaptureRoute {
-    // The capture is over before the thread allocates from other pools.
+    // Dropped first, so that the capture is over before the thread allocates from other pools.
     _announced: Option<AnnouncedCapture>,
     _route: PoolRoute,
 }
 
-/// Refuses to serve a capturing stream from the default pools: what is given back there goes to others, and the graph uses it
-/// whenever it is launched.
+/// Refuses to serve a capturing stream from the default pools: memory freed there goes to others, but the graph would use it whenever it is
+/// launched.
 pub(crate) fn refuse_capture(stream: &Stream) -> Result<(), AllocError> {
     refuse_capturing(
         stream,
@@ -28,7 +28,7 @@ pub(crate) fn refuse_capture(stream: &Stream) -> Result<(), AllocError> {
     )
 }
 
-/// Refuses to serve a capturing stream with memory apart from all pools, for the same reason.
+/// Refuses to serve a capturing stream with memory outside of all pools, for the same reason.
 pub(crate) fn refuse_capture_apart(stream: &Stream) -> Result<(), AllocError> {
     refuse_capturing(
         stream,
@@ -45,13 +45,13 @@ fn refuse_capturing(stream: &Stream, detail: &str) -> Result<(), AllocError> {
 }
 
 impl Allocator {
-    /// Tells that `stream` captures and that what the calling thread allocates until the result is dropped is for the graph: it
-    /// comes from `pool`. Call it when the capture has begun, whoever began it: [`Stream::begin_capture`], cudarc, or another
-    /// library. Drop the result when it has ended.
+    /// Announces that `stream` captures, and that allocations of the calling thread until the result is dropped are for the graph: they
+    /// come from `pool`. Call it when the capture has begun, whether by [`Stream::begin_capture`], by cudarc, or by another library. Drop
+    /// the result when the capture has ended.
     ///
-    /// What the graph uses may have been used before the capture, by work that is not done. [`aquifer_device::Graph::launch`] orders
-    /// the graph after that work. A graph that others launch is ordered by the stream alone: on another one than it was captured on, launch it
-    /// after that stream's earlier work.
+    /// Memory of the graph may have been used before the capture by work that is not done yet. [`aquifer_device::Graph::launch`] orders the
+    /// graph after that work. A graph that another library launches is ordered only by the stream that it is launched on. If that is not
+    /// the stream that it was captured on, launch it after that stream's earlier work.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, PoolOptions};
@@ -71,7 +71,7 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// When the stream or the pool is not of this allocator's device, the stream does not capture, and errors of the driver.
+    /// When the stream is of another device, the pool is of another allocator, or the stream does not capture; errors of the driver.
     pub fn capture(&self, stream: &Stream, pool: &PrivatePool) -> Result<CaptureRoute, AllocError> {
         if stream.device_id() != self.device().id() {
             return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
@@ -81,7 +81,7 @@ impl Allocator {
         Ok(CaptureRoute { _announced: announced, _route: pool.route_thread() })
     }
 
-    /// Learns, without waiting, whether launches are done that memory of closed pools waits for.
+    /// Asks, without waiting, whether the launches are done that memory of closed pools waits for.
     pub(crate) fn poll_launches(&self) -> Result<(), AllocError> {
         let launched = self.shell().core().awaited_launches(|_| true);
         self.poll(&launched.ticks)

@@ -8,27 +8,27 @@ use std::sync::Arc;
 
 use aquifer_device::{LaunchOrder, Launches, Timeline, WaitMark};
 
-/// What must be done before memory goes that graphs used.
+/// The work that must be done before memory that graphs used may go.
 #[derive(Debug, Default)]
 pub(crate) struct Launched {
-    /// Streams, and where their timelines must have got to.
+    /// Streams, each with the tick that its timeline must reach.
     pub(crate) ticks: Vec<(Arc<Timeline>, u64)>,
-    /// For launches by others.
+    /// For launches that are not seen here: a wait for the whole device.
     pub(crate) device: Option<WaitMark>,
 }
 
 impl Launched {
-    /// Whether any of it is not known to be done.
+    /// True if any of it is not known to be done.
     pub(crate) fn is_pending(&self) -> bool {
         self.ticks.iter().any(is_pending) || self.is_device_pending()
     }
 
-    /// Whether the device must be waited for.
+    /// True if the device must be waited for.
     pub(crate) fn is_device_pending(&self) -> bool {
         self.device.as_ref().is_some_and(|mark| !mark.is_passed())
     }
 
-    /// Both. Waiting for the device now passes whichever mark is not passed yet.
+    /// Combines both. One wait for the device passes either mark, so one that is not passed yet is enough.
     pub(crate) fn and(mut self, other: Launched) -> Launched {
         self.ticks.extend(other.ticks);
         self.device = other.device.or(self.device);
@@ -38,20 +38,20 @@ impl Launched {
 
 #[derive(Debug, Default)]
 pub(crate) struct Graphs {
-    /// What one gives back while it is captured, the next may use. So they are launched one after the other.
+    /// Memory that one graph's capture freed may be used by the next graph. So the graphs are launched one after the other.
     order: Arc<LaunchOrder>,
-    /// Those captured here, but for what is over and done.
+    /// Graphs captured through this library, except those that are over and done.
     ours: Vec<Arc<Launches>>,
-    /// Whether others captured graphs.
+    /// True if other libraries captured graphs.
     foreign: bool,
-    /// Once the pool is closed: what graphs of others are done after.
+    /// Once the pool is closed: the wait after which graphs of other libraries are done.
     closed: Option<WaitMark>,
 }
 
 impl Graphs {
     /// Notes that the graph with these launches uses the pool.
     ///
-    /// Tells whether that was not known.
+    /// Returns true if that was not known.
     pub(crate) fn note(&mut self, launches: &Arc<Launches>) -> bool {
         launches.keep_order(&self.order);
         if launches.is_foreign() {
@@ -66,29 +66,29 @@ impl Graphs {
         is_new
     }
 
-    /// Whether one may be launched, or runs.
+    /// True if a graph may be launched, or runs.
     pub(crate) fn any(&self) -> bool {
         let closed = self.closed.as_ref().is_some_and(WaitMark::is_passed);
         (!closed && self.any_foreign()) || self.any_of_ours()
     }
 
-    /// Whether one that is captured here may be launched, or runs.
+    /// True if a graph captured through this library may be launched, or runs.
     pub(crate) fn any_of_ours(&self) -> bool {
         self.ours.iter().any(is_alive)
     }
 
-    /// Whether others captured graphs, or ours into graphs of theirs.
+    /// True if other libraries captured graphs, or captured launches of ours into their graphs.
     fn any_foreign(&self) -> bool {
         self.foreign || self.ours.iter().any(|graph| graph.pending().is_none())
     }
 
-    /// The pool is closed: graphs of others are not launched after `now`.
+    /// Notes that the pool is closed. Graphs of other libraries are not launched after `now`.
     pub(crate) fn close(&mut self, now: WaitMark) {
         self.closed = Some(now);
     }
 
-    /// What must be done before memory goes that graphs used which are launched no more after `now`. Memory of graphs that are stays,
-    /// however long one waits.
+    /// The work that must be done before memory may go that was used by graphs which are not launched after `now`. Memory of graphs that
+    /// may still be launched stays, however long one waits.
     pub(crate) fn launched(&self, now: WaitMark) -> Launched {
         let others = self.any_foreign().then(|| self.closed.clone().unwrap_or(now));
         let pending = self.ours.iter().flat_map(|graph| graph.pending_here());
@@ -97,7 +97,7 @@ impl Graphs {
     }
 }
 
-/// Whether a graph may still be launched, or runs, as far as that is seen here.
+/// True if a graph may still be launched, or runs, as far as this library sees.
 fn is_alive(graph: &Arc<Launches>) -> bool {
     !graph.is_over() || !graph.pending_here().is_empty()
 }

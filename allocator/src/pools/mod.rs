@@ -26,7 +26,7 @@ use crate::pools::graphs::Launched;
 use crate::pools::table::Private;
 use crate::shell::special;
 
-/// How a private pool behaves.
+/// Options of a private pool.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, PoolOptions};
@@ -52,12 +52,12 @@ pub struct PoolOptions {
 /// releases its unused memory; live allocations stay valid, and their memory is released later.
 ///
 /// Free memory in the pool stays where it is until [`PrivatePool::empty_cache`] is called or the pool is dropped. Memory of a graph whose
-/// capture allocated from the pool also stays until the graph is dropped and its launches are done. How long a graph is launched that another
-/// library captured is not known here: keep the pool as long.
+/// capture allocated from the pool stays, in addition, until the graph is dropped and its launches are done. For a graph that another
+/// library captured, this is not known here: keep the pool as long as the graph is launched.
 ///
-/// Requests outside of captures never get memory that a graph of the pool uses. Other captures do, so graphs that share a pool are launched
-/// one after the other, on whichever streams. The order of launches of graphs that another library captured is up to that library. Do not
-/// expect a graph to find what an earlier launch left in memory that its capture gave back.
+/// Requests outside of captures never get memory that a graph of the pool uses. Other captures do, so graphs that share a pool run one
+/// after the other, whatever streams they are launched on. The order of launches of graphs that another library captured is up to that
+/// library. Do not expect a graph to find data that an earlier launch left in memory which its capture freed.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, PoolOptions};
@@ -79,27 +79,27 @@ pub struct PrivatePool {
 static NEXT_ROUTE: AtomicU64 = AtomicU64::new(0);
 
 impl Allocator {
-    /// A new private pool.
+    /// Creates a private pool.
     ///
     /// # Errors
-    /// When there are too many: some 16 000.
+    /// When there are too many pools: some 16 000.
     pub fn create_pool(&self, options: PoolOptions) -> Result<PrivatePool, AllocError> {
         let id = self.shell().whole().add_private(options)?;
         Ok(PrivatePool { allocator: self.clone(), id })
     }
 
-    /// The numbers of the pool that the thread's innermost scope routes to, for a request for the stream. What the stream captures
-    /// may get memory that was in use before, by work after which it comes by itself only if it is launched on the same stream; that is noted,
-    /// and that the graph uses the pool.
+    /// The numbers of the pool that the thread's innermost scope routes to, for a request for the stream; `None` if there is none. If the
+    /// stream captures, this notes that the graph uses the pool, and that its launches come after earlier work of the stream, because the
+    /// graph may get memory that this work used.
     pub(crate) fn route_and_note(&self, stream: &Stream) -> Option<[u16; 2]> {
         self.shell().core().pools.routed()?;
-        // Without the core's lock, under which no timeline is asked.
+        // Before the core's lock is taken, because no timeline is locked under it.
         let captured = stream.launches_of_capture();
         let (numbers, is_new) = self.shell().core().pools.route_and_note(captured.as_ref())?;
         if let Some(launches) = captured {
             launches.come_after(stream.tick());
             if is_new {
-                // Else all memory would go back once nobody has the allocator any more.
+                // Otherwise all memory would go back once the last handle of the allocator is dropped.
                 let allocator: Arc<dyn Any + Send + Sync> = Arc::new(self.kept_open());
                 launches.keep(&allocator);
             }
@@ -107,13 +107,13 @@ impl Allocator {
         Some(numbers)
     }
 
-    /// Whether a block that was granted outside of captures may have been a graph's, because one was captured since the request was routed.
+    /// True if a block granted outside of captures may belong to a graph, because one was captured since the request was routed.
     pub(crate) fn came_from_a_graph(&self, pool: u16, stream: &Stream) -> bool {
         let keeps = self.shell().core().pools.owner_of(pool).is_some_and(|private| private.keeps_for_graphs(pool));
         keeps && !stream.is_capturing()
     }
 
-    /// Waits until launches are done. A stream, or the device, that cannot be waited for now, because something captures, is passed over.
+    /// Waits until launches are done. Skips a stream, or the device, that cannot be waited for now because a stream captures.
     pub(crate) fn wait_for_launched(&self, launched: &Launched) -> Result<(), AllocError> {
         self.synchronize_all(&launched.ticks)?;
         if launched.is_device_pending() {
@@ -153,8 +153,8 @@ impl PrivatePool {
         self.allocator.alloc(bytes, stream)
     }
 
-    /// Until the result is dropped, everything that the calling thread allocates from the allocator comes from this pool.
-    /// Scopes nest; the innermost counts.
+    /// Makes all allocations of the calling thread from the allocator come from this pool, until the result is dropped. Scopes nest; the
+    /// innermost counts.
     pub fn route_thread(&self) -> PoolRoute {
         let number = NEXT_ROUTE.fetch_add(1, Ordering::Relaxed);
         let shell = self.allocator.shell();
@@ -164,10 +164,9 @@ impl PrivatePool {
         PoolRoute { allocator: self.allocator.kept_open(), number, not_send: PhantomData }
     }
 
-    /// Gives the pool's unused memory back to the device and returns how many bytes that was. Waits for its blocks that other streams
-    /// still use, and for launches of graphs whose captures allocated from the pool. Memory that a graph uses stays until the graph is
-    /// dropped; graphs that others captured must not be launched again. Nothing is given back while a stream captures and so prevents the
-    /// waiting that is needed.
+    /// Gives the pool's unused memory back to the device and returns how many bytes that was. Waits for its blocks that other streams still
+    /// use, and for launches of graphs whose captures allocated from the pool. Memory that a graph uses stays until the graph is dropped.
+    /// Graphs that other libraries captured must not be launched again. While a stream captures, nothing is given back that needs waiting.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -193,8 +192,8 @@ impl PrivatePool {
         Ok(segments + self.allocator.trim_paged(0, &|pool| numbers.contains(&pool))?)
     }
 
-    /// Closes the pool, and gives back what nobody uses any more. What is left is covered by events: it can be learnt later that it is
-    /// done, while the streams capture, too.
+    /// Closes the pool, and gives back memory that nobody uses any more. Events cover the last uses of the rest, so that later calls can
+    /// find out whether it is done, even while the streams capture.
     fn close(&self) -> Result<(), AllocError> {
         let shell = self.allocator.shell();
         let launched = shell.core().close_pool(self.id);
@@ -221,7 +220,7 @@ impl Drop for PrivatePool {
 pub struct PoolRoute {
     allocator: Allocator,
     number: u64,
-    /// Routes belong to the thread that made them.
+    /// Not `Send`: a route belongs to the thread that made it.
     not_send: PhantomData<*const ()>,
 }
 

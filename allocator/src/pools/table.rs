@@ -1,5 +1,5 @@
-//! The private pools that there are, as the core knows them: their numbers in the heap, which threads are routed to them, and which graphs
-//! use them. All under the core's lock.
+//! The table of private pools in the core: their numbers in the heap, the threads that are routed to them, and the graphs that use them.
+//! The core's lock protects it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,32 +15,32 @@ use crate::shell::core::Core;
 use crate::shell::whole::Whole;
 use crate::size_class::PoolKind;
 
-/// A private pool as the core knows it.
+/// The record of a private pool.
 #[derive(Debug)]
 pub(crate) struct Private {
     pub(crate) id: (u64, u64),
     /// Numbers in the heap of the small and the large pool that captures are served from.
     numbers: [u16; 2],
-    /// Those of the pools that requests outside of captures are served from while it has graphs.
+    /// Numbers of the pools that requests outside of captures are served from while the pool has graphs.
     beside_graphs: [u16; 2],
     pub(crate) options: PoolOptions,
     pub(crate) open: bool,
-    /// Graphs whose captures allocated from it.
+    /// The graphs whose captures allocated from it.
     graphs: Graphs,
 }
 
-/// Private pools, and which threads allocate from them.
+/// The private pools, and the threads that allocate from them.
 #[derive(Debug, Default)]
 pub(crate) struct PoolTable {
     pub(crate) private: Vec<Private>,
-    /// Pools that threads allocate from, innermost scope last, with a number to end the right one.
+    /// The pools that threads are routed to, innermost scope last, each with a number by which its scope is ended.
     pub(super) routes: Vec<(ThreadId, u64, (u64, u64))>,
 }
 
 /// Ids of private pools: never reused in a process, as PyTorch's `(0, n)`.
 static NEXT_POOL: AtomicU64 = AtomicU64::new(1);
 
-/// Private pools that there can be at a time: each has four of the heap's numbers, and the default pools have two.
+/// The most private pools at one time: each has four of the heap's numbers, and the default pools have two.
 const POOLS_MAX: u16 = (u16::MAX - 2) / 4;
 
 impl PoolTable {
@@ -48,15 +48,16 @@ impl PoolTable {
         self.private.iter().find(|private| private.id == id)
     }
 
-    /// The pool that the calling thread's innermost scope routes to, those of closed pools passed over.
+    /// The pool that the calling thread's innermost scope routes to. Scopes of closed pools are skipped.
     pub(crate) fn routed(&self) -> Option<&Private> {
         let thread = std::thread::current().id();
         let mut own = self.routes.iter().rev().filter(|(routed, ..)| *routed == thread);
         own.find_map(|(.., id)| self.find(*id).filter(|private| private.open))
     }
 
-    /// The numbers of the pool that the calling thread's innermost scope routes to, for a request outside of captures, or of the graph that
-    /// is captured with these launches: it is noted that the graph uses the pool. And whether that was not known.
+    /// The numbers of the pool that the calling thread's innermost scope routes to, for a request outside of captures or, with `captured`,
+    /// for the graph with these launches. Notes in the latter case that the graph uses the pool, and returns true with the numbers if that
+    /// was not known.
     pub(super) fn route_and_note(&mut self, captured: Option<&Arc<Launches>>) -> Option<([u16; 2], bool)> {
         let id = self.routed()?.id;
         let private = self.private.iter_mut().find(|private| private.id == id)?;
@@ -67,7 +68,7 @@ impl PoolTable {
         })
     }
 
-    /// Whether a thread is routed to the pool: a request that was may be under way, with the pool's numbers.
+    /// True if a thread is routed to the pool. Then a request with the pool's numbers may be under way.
     fn is_routed_to(&self, private: &Private) -> bool {
         self.routes.iter().any(|&(.., id)| id == private.id)
     }
@@ -77,8 +78,8 @@ impl PoolTable {
         self.private.iter().find(|private| private.owns(number))
     }
 
-    /// The heap pools whose free memory a graph of ours may use, so that it stays whoever gives memory back. To be asked under the locks
-    /// under which that is chosen: a graph may be captured while somebody waits.
+    /// The heap pools whose free memory a graph captured here may use, so that it must stay. To be called under the same locks as choosing
+    /// the memory that goes back, because a graph may be captured while a thread waits.
     pub(crate) fn kept_for_our_graphs(&self) -> Vec<u16> {
         let with_graphs = self.private.iter().filter(|private| private.graphs.any_of_ours());
         with_graphs.flat_map(|private| private.numbers).collect()
@@ -93,14 +94,14 @@ impl PoolTable {
 }
 
 impl Private {
-    /// The pool at a place of the table.
+    /// A new record for a place of the table.
     fn new(at: u16, id: (u64, u64), options: PoolOptions) -> Private {
         let first = 4 * at + 2;
         let (numbers, beside_graphs) = ([first, first + 1], [first + 2, first + 3]);
         Private { id, numbers, beside_graphs, options, open: true, graphs: Graphs::default() }
     }
 
-    /// All its numbers in the heap.
+    /// All numbers of the pool in the heap.
     pub(crate) fn numbers(&self) -> impl Iterator<Item = u16> + use<> {
         self.numbers.into_iter().chain(self.beside_graphs)
     }
@@ -109,23 +110,23 @@ impl Private {
         self.numbers().any(|own| own == number)
     }
 
-    /// Whether a graph may use what is free in the pool of this number.
+    /// True if a graph may use the free memory of the heap pool with this number.
     pub(crate) fn keeps_for_graphs(&self, number: u16) -> bool {
         self.numbers.contains(&number) && self.graphs.any()
     }
 
-    /// Its pools of a kind whose free memory other requests may take.
+    /// The heap pools of a kind whose free memory other requests may take.
     pub(crate) fn lent(&self, kind: PoolKind) -> impl Iterator<Item = u16> {
         let lends = self.open && self.options.use_on_oom;
         self.numbers().filter(move |&number| lends && kind_of(number) == kind && !self.keeps_for_graphs(number))
     }
 
-    /// Whether nobody is promised its free memory: it is closed, and no graph that it served may be launched, or runs.
+    /// True if its free memory is promised to nobody: it is closed, and no graph that it served may be launched, or runs.
     pub(crate) fn is_released(&self) -> bool {
         !self.open && !self.graphs.any()
     }
 
-    /// Tells an arena's heap what kind of pools these are.
+    /// Sets the options of its pools in an arena's heap.
     pub(crate) fn set_up(&self, heap: &mut Heap) {
         for number in self.numbers() {
             let pool = &mut heap.pools[usize::from(number)];
@@ -140,12 +141,12 @@ impl Private {
 }
 
 impl Core {
-    /// What must be done before memory of a pool goes that graphs used which are launched no more.
+    /// The work that must be done before memory of a pool may go that was used by graphs which are not launched any more.
     pub(super) fn launches_of(&self, private: &Private) -> Launched {
         self.device.as_ref().map_or_else(Launched::default, |device| private.graphs.launched(device.wait_mark()))
     }
 
-    /// Closes a pool; tells what its memory waits for.
+    /// Closes a pool. Returns the launches that its memory waits for.
     pub(super) fn close_pool(&mut self, id: (u64, u64)) -> Launched {
         let Core { pools, device: Some(device), .. } = self else { return Launched::default() };
         let Some(private) = pools.private.iter_mut().find(|private| private.id == id) else {
@@ -157,7 +158,7 @@ impl Core {
         private.graphs.launched(now)
     }
 
-    /// Launches that memory of closed pools still waits for, of those that `of` picks.
+    /// The launches that memory of closed pools still waits for, in the pools for which `of` is true.
     pub(crate) fn awaited_launches(&self, of: impl Fn(u16) -> bool) -> Launched {
         let closed = self.pools.private.iter().filter(|private| !private.open && private.numbers().any(&of));
         closed.map(|private| self.launches_of(private)).fold(Launched::default(), Launched::and)
@@ -165,11 +166,11 @@ impl Core {
 }
 
 impl Whole {
-    /// A pool record; reuses the numbers of a closed pool that holds no memory any more, and will not: requests that were routed to it
-    /// before it was closed know it by its numbers.
+    /// Adds a private pool and returns its id. It reuses the numbers of a closed pool that holds no memory and will not hold any again.
+    /// Requests routed to a pool before it was closed still have its numbers, so a pool with such requests is not reused.
     pub(super) fn add_private(&mut self, options: PoolOptions) -> Result<(u64, u64), AllocError> {
         let id = (0, NEXT_POOL.fetch_add(1, Ordering::Relaxed));
-        // What the driver is asked to take back may come back.
+        // A segment on its way back to the driver may return to the pool.
         let releasing = || self.releasing.values().map(|releasing| &releasing.region);
         let holds_memory = |private: &Private| {
             self.heaps().flat_map(Heap::regions).chain(releasing()).any(|region| private.owns(region.pool))

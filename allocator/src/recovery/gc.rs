@@ -12,7 +12,7 @@ use crate::shell::whole::Whole;
 const LARGE_POOL: u16 = 1;
 
 impl Allocator {
-    /// Collects if the threshold is set and passed.
+    /// Releases old segments if the threshold is set and passed.
     pub(crate) fn collect_garbage(&self) -> Result<(), AllocError> {
         let threshold = self.config().garbage_collection_threshold;
         if threshold <= 0.0 {
@@ -36,8 +36,8 @@ impl Allocator {
 impl Whole {
     /// Whole free segments of the large pool that are at least as old as their average.
     ///
-    /// Age is counted in searches, by each arena for itself; here, and when a stream first allocates, all catch up with the
-    /// busiest one. So segments of streams that do nothing grow old, too.
+    /// Age is counted in searches, by each arena for itself. Here, and when a stream first allocates, all arenas catch up with the busiest
+    /// one, so that segments of idle streams grow old, too.
     fn aged(&mut self) -> Vec<Place> {
         self.synchronize_searches();
         let searches = self.heaps().map(|heap| heap.pools[usize::from(LARGE_POOL)].searches).max().unwrap_or(0);

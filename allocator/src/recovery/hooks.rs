@@ -1,8 +1,8 @@
 //! Callbacks that others register with an allocator: reclaimers, which free memory under pressure (`reclaim.rs`), and observers of
 //! out-of-memory errors and of mappings.
 //!
-//! They run while no lock of the heap is held, so they may free from the same allocator; reclaimers and observers of out-of-memory errors may
-//! also allocate. A panic in one of them goes no further.
+//! They run while no lock of the heap is held, so they may free from the same allocator; reclaimers and observers of out-of-memory errors
+//! may also allocate. A panic in one of them goes no further.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -17,19 +17,19 @@ use crate::allocator::Allocator;
 use crate::recovery::oom::OomReport;
 use crate::recovery::reclaim::{Reclaim, Reclaimer};
 
-/// What happens to the memory behind addresses, as observers of [`Allocator::observe_mappings`] are told.
+/// A change of mapped memory, as observers of [`Allocator::observe_mappings`] get it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MappingChange {
-    /// These addresses are about to lose their memory; nobody uses them. If the driver then refuses, [`MappingChange::Mapped`]
-    /// says that they still have it.
+    /// Memory is about to be unmapped from these addresses, which nobody uses. If the driver then refuses, [`MappingChange::Mapped`]
+    /// follows, because they still have their memory.
     BeforeUnmap {
         /// First address.
         addr: u64,
         /// Length in bytes.
         bytes: u64,
     },
-    /// There is memory behind these addresses, which the device and its peers can access.
+    /// Memory is mapped at these addresses, and the device and its peers can access it.
     Mapped {
         /// First address.
         addr: u64,
@@ -42,23 +42,24 @@ type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
 type MappingObserver = Arc<dyn Fn(&MappingChange) + Send + Sync>;
 
 impl Allocator {
-    /// Registers `observe`, called with the report before an out-of-memory error is returned. It runs with no lock of the allocator
-    /// held, on the thread that made the request, so it may free and allocate; an allocation that fails in it is an error there, of which no
-    /// observer is told. A panic in it is logged, and stays there: the caller gets the error all the same.
+    /// Registers the callback `observe`, which is called with the report before an out-of-memory error is returned. It runs with no lock of
+    /// the allocator held, on the thread that made the request, so it may free and allocate. An allocation that fails inside it returns an
+    /// error there and calls no observer. A panic in it is logged and goes no further: the caller gets the error all the same.
     pub fn observe_oom(&self, observe: impl Fn(&OomReport) + Send + Sync + 'static) -> Registration {
         self.hooks().add_observer(Arc::new(observe))
     }
 
-    /// Registers `observe`, told about memory that is about to be unmapped and memory that was mapped: by growth, by moving
-    /// memory, by giving it back, by [`crate::Growable`], and by [`Allocator::sleep`] and [`Allocator::wake`]. It is for parties that
-    /// keep tables of mapped memory, such as network libraries that register it. Segments are not told about, nor is what goes
+    /// Registers the callback `observe`, which is called before memory is unmapped and after memory was mapped: by growth, by moving
+    /// memory, by giving it back, by [`crate::Growable`], and by [`Allocator::sleep`] and [`Allocator::wake`]. It is for libraries that
+    /// keep tables of mapped memory, such as network libraries that register it. It is called neither for segments nor for memory that goes
     /// when the allocator itself ends.
     ///
-    /// It runs with no lock of the heap held, on the thread that needs the change, so it delays that thread, and it may free. It
-    /// must not allocate, which could make it run again without end, nor call what changes mappings or waits for such changes to
-    /// end: [`Allocator::empty_cache`], [`Allocator::trim_to`], [`Allocator::growable`], [`crate::Growable::grow_to`], [`Allocator::alloc_exportable`], [`Allocator::pin_mapping`], [`Allocator::sleep`], [`Allocator::wake`],
-    /// [`Allocator::enable_peer_access`], and dropping a [`crate::PrivatePool`]. A panic in it is logged, and stays there: the
-    /// change takes place all the same.
+    /// It runs with no lock of the heap held, on the thread that needs the change, so it delays that thread, and it may free. It must not
+    /// allocate, which could make it run again without end, and it must not call functions that change mappings or wait for such changes to
+    /// end: [`Allocator::empty_cache`], [`Allocator::trim_to`], [`Allocator::growable`], [`crate::Growable::grow_to`],
+    /// [`Allocator::alloc_exportable`], [`Allocator::pin_mapping`], [`Allocator::sleep`], [`Allocator::wake`],
+    /// [`Allocator::enable_peer_access`], and dropping a [`crate::PrivatePool`]. A panic in it is logged and goes no further: the change
+    /// takes place all the same.
     ///
     /// ```
     /// use std::sync::{Arc, Mutex};
@@ -93,7 +94,7 @@ pub(crate) struct Hooks {
 #[derive(Default)]
 struct State {
     next: u64,
-    /// Most willing first.
+    /// By descending priority.
     reclaimers: Vec<Reclaimer>,
     observers: Vec<(u64, Observer)>,
     mapping_observers: Vec<(u64, MappingObserver)>,
@@ -134,12 +135,12 @@ impl Hooks {
         let observers: Vec<MappingObserver> =
             self.state.lock().mapping_observers.iter().map(|(_, observe)| observe.clone()).collect();
         for observe in observers {
-            // What the driver is in the middle of must come to its end, or memory would be lost.
+            // A panic must not interrupt the driver's work, or memory would be lost.
             contained(&format_args!("an observer of mappings, told of {change:?},"), || observe(change));
         }
     }
 
-    /// The reclaimers, most willing first.
+    /// The reclaimers, by descending priority.
     pub(crate) fn reclaimers(&self) -> Vec<Reclaimer> {
         self.state.lock().reclaimers.clone()
     }
@@ -164,11 +165,11 @@ thread_local! {
     static NOTIFYING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// While it lives, this thread is within calls of one kind.
+/// While it lives, this thread is within a callback of one kind.
 pub(crate) struct Within(&'static LocalKey<Cell<bool>>);
 
 impl Within {
-    /// `None` if the thread is within one already.
+    /// `None` if the thread is within a callback of this kind already.
     pub(crate) fn enter(kind: &'static LocalKey<Cell<bool>>) -> Option<Within> {
         (!kind.replace(true)).then_some(Within(kind))
     }
@@ -180,15 +181,15 @@ impl Drop for Within {
     }
 }
 
-/// Runs what others registered. A panic in it is logged, with `what` it is, and goes no further: the thread may be in the middle of
-/// something that must come to its end. `None` is a panic.
+/// Runs a registered callback. A panic in it is logged, with the description `what`, and goes no further, because the thread may be in the
+/// middle of work that must be finished. Returns `None` after a panic.
 pub(crate) fn contained<T>(what: &dyn fmt::Display, run: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(run))
         .inspect_err(|panic| tracing::error!("{what} panicked, and is passed over: {}", message(panic.as_ref())))
         .ok()
 }
 
-/// What a panic says.
+/// The message of a panic.
 fn message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref().map(String::as_str));
     text.unwrap_or("without a message")
@@ -204,7 +205,7 @@ pub struct Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         let mut state = self.hooks.state.lock();
-        // Taken out first and dropped after the lock: what they captured may itself talk to the allocator when dropped.
+        // Taken out first and dropped after the lock, because values captured by a callback may call the allocator when dropped.
         let reclaimer = state.reclaimers.iter().position(|reclaimer| reclaimer.number == self.number);
         let reclaimer = reclaimer.map(|at| state.reclaimers.remove(at));
         let observer = state.observers.iter().position(|&(number, _)| number == self.number);

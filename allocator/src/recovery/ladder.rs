@@ -1,20 +1,20 @@
-//! What happens when no cached block serves a request: the out-of-memory ladder.
+//! The out-of-memory ladder: the sequence of attempts to serve a request that no cached block serves.
 //!
-//! Each rung is a function that serves the request or does not, and each that frees something is followed by another search,
-//! because what it freed may fit although no more can be had from the device. The order is PyTorch's, with rungs added:
+//! Each attempt, a *rung*, is a function that serves the request or does not. A rung that frees something is followed by another search,
+//! because the freed memory may fit although the device has no more to give. The order is PyTorch's, with rungs added:
 //!
-//! 1. blocks of other streams that are done (`cross_stream`), or with a wait where the policy says so;
-//! 2. garbage collection by age;
-//! 3. **grow**: a segment from the device;
-//! 4. private pools that lend on OOM;
+//! 1. take a block of another stream that is done (`cross_stream`), or wait for one where the policy says so;
+//! 2. collect garbage by age;
+//! 3. **grow**: take memory from the device (mapped memory moves first, `backing/paged/grow.rs`);
+//! 4. take a block of a private pool that lends on OOM;
 //! 5. release oversize segments, and grow;
 //! 6. wait on the host for blocks that other streams still use;
 //! 7. make the stream wait for another stream's block, unless blocks never cross streams;
 //! 8. release everything unused, mapped memory where it stands in the way, and grow;
-//! 9. reclaimers by priority, each followed by a search, a release and a growth, and all again as long as they free something
-//!    (`reclaim.rs`);
-//! 10. wait for memory that is in the hands of other threads, and grow;
-//! 11. the report.
+//! 9. run the reclaimers by priority, each followed by a search, a release and a growth, and all of them again as long as they free
+//!    something (`reclaim.rs`);
+//! 10. wait until other threads have finished moving memory, search, and grow;
+//! 11. report that memory has run out.
 //!
 //! No lock is held between rungs, and none across a driver call, a wait, a reclaimer or an observer.
 
@@ -26,11 +26,11 @@ use crate::heap::kind_of;
 use crate::recovery::oom::Tried;
 use crate::shell::core::{Granted, Request};
 
-/// What a rung came to: the request served, or not.
+/// The result of a rung: the memory granted, or `None` if the rung did not serve the request.
 type Rung = Result<Option<Granted>, AllocError>;
 
 impl Allocator {
-    /// Serves a request that no cached block of its own stream serves.
+    /// Serves a request that no cached block of its own stream serves, by the rungs of the ladder in turn.
     #[cold]
     #[inline(never)]
     pub(crate) fn climb(&self, request: &Request) -> Result<Granted, AllocError> {
@@ -100,8 +100,8 @@ impl Allocator {
         }
     }
 
-    /// Blocks of private pools that lend on OOM, unless a graph may use them. A request for a private pool itself is not served
-    /// from others.
+    /// Takes a block of a private pool that lends on OOM, unless a graph may use it. A request for a private pool itself is not served from
+    /// other pools.
     fn take_lent_by_pools(&self, request: &Request, _: &mut Tried) -> Rung {
         let mut whole = self.shell().whole();
         if request.pool >= 2 {
@@ -150,8 +150,9 @@ impl Allocator {
         self.try_grow(request, tried)
     }
 
-    /// Granules move by themselves, but for those that are stuck. They do not move into segments, and those that are mapped keep addresses
-    /// from others.
+    /// Gives free granules back to the device where the request needs that. A request for mapped memory does not, because granules move to
+    /// it anyway, but for stuck ones, which are taken back here. Only a request that lacks addresses, or one for a segment, into which
+    /// granules cannot move, makes granules go.
     fn release_granules_for(&self, request: &Request, tried: &Tried) -> Result<u64, AllocError> {
         if self.paged_granule_for(request).is_some() && tried.refusal != Some(Refusal::Addresses) {
             if let Err(error) = self.take_stuck_back() {
@@ -178,8 +179,8 @@ impl Allocator {
         Ok(None)
     }
 
-    /// Memory that other threads move, or give back, is in nobody's heap meanwhile, nor on the device. The search that found none
-    /// may have been during such an operation, so it is worth another one after those have ended.
+    /// Waits until other threads have finished moving memory or giving it back, and tries again. Meanwhile such memory is neither in a heap
+    /// nor on the device, so the earlier searches may have missed it.
     fn wait_for_others(&self, request: &Request, tried: &mut Tried) -> Rung {
         if self.paged_granule_for(request).is_none() {
             return Ok(None);
@@ -191,7 +192,7 @@ impl Allocator {
         self.try_grow(request, tried)
     }
 
-    /// Another search after something may have become free.
+    /// Searches once more after something may have become free.
     fn search_again(&self, request: &Request) -> Rung {
         let mut whole = self.shell().whole();
         if let Some(granted) = whole.take_own(request) {

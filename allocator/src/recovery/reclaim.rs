@@ -1,8 +1,8 @@
 //! Reclaimers: callbacks that free memory when a request would fail otherwise, and how they are called.
 //!
-//! What a reclaimer frees may be in pieces that do not serve the request. So all are called again, in rounds, as long as
-//! some of them free something. Each round asks for twice as much as the round before, up to all that the device has, so there
-//! are few rounds; the second asks for at least a granule or a segment. A reclaimer that freed nothing is not called again for that request.
+//! The memory that a reclaimer frees may be in pieces that do not serve the request. So all reclaimers are called again, in rounds, as long
+//! as some of them free something. Each round asks for twice as much as the round before, up to all that the device has, so there are few
+//! rounds; the second asks for at least a granule or a segment. A reclaimer that freed nothing is not called again for that request.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -11,13 +11,13 @@ use crate::allocator::Allocator;
 use crate::recovery::hooks::{Registration, Within, contained};
 use crate::shell::core::Request;
 
-/// What a reclaimer is asked for.
+/// The request to a reclaimer.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct ReclaimRequest {
-    /// Bytes to free, if there are so many: at first what the failing request needs; when that did not serve it, more each time.
+    /// Bytes to free, as far as possible. At first, these are the bytes that the failing request needs; in later rounds, more each time.
     pub bytes: u64,
-    /// The stream that it is for, by its [`Stream::id`](aquifer_device::Stream::id).
+    /// The stream that the memory is for, by its [`Stream::id`](aquifer_device::Stream::id).
     pub stream_id: u32,
 }
 
@@ -33,9 +33,9 @@ pub(crate) struct Reclaimer {
 }
 
 impl Allocator {
-    /// Registers `reclaim`, which is called when a request would fail otherwise: unused memory has gone back to the
-    /// device, streams were waited for, and neither helped. It frees what it can, [`ReclaimRequest::bytes`] or more, by
-    /// dropping handles, and returns how many bytes that was. 0 means that it has nothing to free.
+    /// Registers the callback `reclaim`, which is called when a request would fail otherwise: unused memory has gone back to the device,
+    /// streams were waited for, and neither helped. It is to free [`ReclaimRequest::bytes`] or more by dropping handles, or as much as it
+    /// can, and to return how many bytes it freed. 0 means that it has nothing to free.
     ///
     /// *How often.* Reclaimers of higher `priority` are called first, those of equal priority in the order of registration. After each one
     /// that freed something the request is tried again, once streams that still use the memory are done with it. If the request still does
@@ -47,9 +47,9 @@ impl Allocator {
     /// holds no lock, but the caller may. So a reclaimer that shares a lock with code that allocates must only try to take it, and return 0
     /// if it is taken.
     ///
-    /// *What it may do.* It may free and allocate, also from this allocator. An allocation that fails in it is an error
-    /// there, and calls no reclaimers. It may end registrations, including its own. A panic in it is logged and goes no further; it
-    /// counts as having freed nothing, though what it did free serves the request all the same.
+    /// *What it may do.* It may free and allocate, also from this allocator. An allocation that fails inside it returns an error there and
+    /// calls no reclaimers. It may end registrations, including its own. A panic in it is logged and goes no further; it counts as having
+    /// freed nothing, but any memory that it freed serves the request all the same.
     ///
     /// ```
     /// use std::sync::{Arc, Mutex};
@@ -87,7 +87,7 @@ impl Allocator {
         self.hooks().add_reclaimer(priority, name, Arc::new(reclaim))
     }
 
-    /// Begins to ask reclaimers on behalf of a request.
+    /// Prepares calling the reclaimers for a request.
     pub(crate) fn ask_reclaimers(&self, request: &Request) -> Asking<'_> {
         // The core's lock is below that of the hooks.
         let least_again = self.growth_bytes(&self.shell().core(), request);
@@ -101,29 +101,29 @@ impl Allocator {
         }
     }
 
-    /// The reclaimers, most willing first; none while this thread runs one already.
+    /// The reclaimers, by descending priority; none while this thread runs one already.
     fn reclaimers(&self) -> Vec<Reclaimer> {
         if RECLAIMING.get() { Vec::new() } else { self.hooks().reclaimers() }
     }
 }
 
-/// Reclaimers in the course of being asked.
+/// The state of calling the reclaimers for one request.
 pub(crate) struct Asking<'a> {
     allocator: &'a Allocator,
     request: ReclaimRequest,
-    /// What the second round asks for at least.
+    /// The least number of bytes that the second round asks for.
     least_again: u64,
-    /// Those still to be asked in this round.
+    /// The reclaimers that are still to be called in this round.
     round: std::vec::IntoIter<Reclaimer>,
-    /// Numbers of those that have nothing.
+    /// Numbers of the reclaimers that have nothing to free.
     spent: Vec<u64>,
-    /// Whether any freed something in this round.
+    /// True if any reclaimer freed something in this round.
     fruitful: bool,
 }
 
 impl Asking<'_> {
-    /// Asks until one may have freed something, so that the request is worth another try; tells how many bytes it says. `None` once
-    /// all have nothing, or were asked for everything.
+    /// Calls reclaimers until one may have freed something, so that the request is worth another try. Returns the number of bytes that it
+    /// reported. `None` once all have nothing to free, or were asked for all memory of the device.
     pub(crate) fn ask(&mut self) -> Option<u64> {
         loop {
             for reclaimer in self.round.by_ref() {
@@ -136,7 +136,7 @@ impl Asking<'_> {
                 }
                 self.fruitful |= freed.is_some_and(|freed| freed > 0);
                 if freed != Some(0) {
-                    // One that panicked may have freed something before it did.
+                    // A reclaimer that panicked may have freed something before.
                     return Some(freed.unwrap_or(0));
                 }
             }
@@ -146,7 +146,7 @@ impl Asking<'_> {
         }
     }
 
-    /// Asks for more from here on, unless nobody has any, or everything was asked for.
+    /// Begins a round that asks for more. Returns false if no reclaimer has more, or if all memory was asked for.
     fn begin_round(&mut self) -> bool {
         let all = self.allocator.device().info().total_bytes;
         if !std::mem::take(&mut self.fruitful) || self.request.bytes >= all {
@@ -162,7 +162,7 @@ thread_local! {
     static RECLAIMING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs a reclaimer, during which this thread asks no others; tells what it says to have freed, or `None` if it panicked.
+/// Runs a reclaimer, during which this thread calls no others. Returns the number of bytes that it reported, or `None` if it panicked.
 fn run(reclaimer: &Reclaimer, request: &ReclaimRequest) -> Option<u64> {
     let _within = Within::enter(&RECLAIMING);
     let freed = contained(&format_args!("the reclaimer {:?}", reclaimer.name), || (reclaimer.reclaim)(request));

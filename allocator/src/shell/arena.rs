@@ -36,7 +36,7 @@ use crate::tags::Tag;
 #[derive(Debug)]
 struct RemoteFree {
     block: BlockId,
-    /// The stream whose later work the memory is handed to, where it is not the one of the allocation.
+    /// The stream whose later work gets the memory, if it is not the stream of the allocation.
     on: Option<u32>,
 }
 
@@ -60,21 +60,21 @@ impl fmt::Debug for Arena {
     }
 }
 
-/// What an arena's lock protects.
+/// The state that an arena's lock protects.
 #[derive(Debug, Default)]
 pub(crate) struct Desk {
-    /// Who counts where; [`Writer::NOBODY`] while the arena is not open.
+    /// The thread that writes to the shared counters (`accounting/tally.rs`); [`Writer::NOBODY`] while the arena is not open.
     writer: Writer,
-    /// Live blocks.
+    /// Number of live blocks.
     pub(crate) live: u64,
     pub(crate) heap: Heap,
     pub(crate) classes: SizeClasses,
     pub(crate) crosses_streams: bool,
     pub(crate) records_history: bool,
-    /// Whether memory comes in granules.
+    /// True if memory comes in granules.
     pub(crate) is_paged: bool,
     pub(crate) milestones: Milestones,
-    /// How often the stream was served from what it has away from home.
+    /// How often the stream was served with blocks away from home.
     pub(crate) borrows: u64,
     pub(crate) device_id: u32,
     timeline: Option<Arc<Timeline>>,
@@ -85,7 +85,7 @@ pub(crate) struct Desk {
     unchecked: usize,
 }
 
-/// Why a free needs more than the arena: other streams use the block.
+/// The reason why a free needs more than the arena: other streams use the block.
 #[derive(Debug)]
 struct Shared;
 
@@ -95,8 +95,8 @@ impl Arena {
         Arena { shell, slot, desk, own, remote }
     }
 
-    /// Takes the lock and applies the remote frees queued so far. `None` while the arena is not open, or if the calling
-    /// thread has yet to be made known.
+    /// Takes the lock and applies the remote frees queued so far. `None` while the arena is not open, or if the calling thread is not known
+    /// yet (`Shell::try_admit_thread`).
     #[inline]
     pub(crate) fn enter(&'static self) -> Option<Guard> {
         self.admit(self.desk.lock())
@@ -108,11 +108,11 @@ impl Arena {
             return None;
         }
         let guard = Guard { arena: self, desk };
-        // Not by reference: what is passed on in registers must not be forced into memory.
+        // Not by reference: values that are passed on in registers must not be forced into memory.
         Some(if self.has_remote_frees() { guard.drained() } else { guard })
     }
 
-    /// Takes the lock for somebody who takes all of them.
+    /// Takes the lock for a caller that takes all locks.
     pub(crate) fn lock_with_all(&'static self) -> Guard {
         self.with_all(self.desk.lock())
     }
@@ -125,14 +125,14 @@ impl Arena {
         Guard { arena: self, desk }
     }
 
-    /// Looks at, or marks, a block without giving or taking any.
+    /// Runs `look` under the lock, to read or mark a block. It must neither allocate nor free one.
     pub(crate) fn look<R>(&'static self, look: impl FnOnce(&mut Desk) -> R) -> R {
         look(&mut self.desk.lock())
     }
 
-    /// Gives a block back: at once if the lock is free, else through the queue. Never blocks while the allocator is open.
+    /// Frees a block: at once if the lock is free, otherwise through the queue. Never blocks while the allocator is open.
     ///
-    /// Not inlined, so that of a handle only these words are read, in registers.
+    /// Not inlined, so that only these words of a handle are read, into registers.
     #[inline(never)]
     pub(crate) fn free(&'static self, block: BlockId, on: Option<u32>) {
         match self.desk.try_lock() {
@@ -161,7 +161,7 @@ impl Arena {
         }
     }
 
-    /// A free by a thread that is not known to be at work here.
+    /// Frees a block for a thread that is not known to be at work here.
     #[cold]
     fn free_as_stranger(&'static self, block: BlockId, on: Option<u32>) {
         if self.shell.try_admit_thread()
@@ -175,7 +175,7 @@ impl Arena {
     #[cold]
     fn free_remotely(&'static self, block: BlockId, on: Option<u32>) {
         self.remote.frees.push(RemoteFree { block, on });
-        // A swap, not a store, here and in `drain`: whoever clears the flag thereby sees every entry whose push had set it.
+        // A swap, not a store, here and in `drain`: a thread that clears the flag thereby sees every entry whose push had set it.
         self.remote.pending.swap(true, Ordering::SeqCst);
         // Either this sees that the shell closed, or `close`, which sets the flag and then drains, sees the entry.
         if self.shell.is_closed() {
@@ -183,7 +183,7 @@ impl Arena {
         }
     }
 
-    /// Whether frees are queued.
+    /// True if frees are queued.
     #[inline]
     pub(crate) fn has_remote_frees(&self) -> bool {
         self.remote.pending.load(Ordering::Acquire)
@@ -220,12 +220,12 @@ impl DerefMut for Guard {
 }
 
 impl Guard {
-    /// Changes who counts where. All locks are held.
+    /// Changes the thread that writes to the shared counters. The caller holds all locks.
     pub(crate) fn set_writer(&mut self, writer: Writer) {
         self.desk.writer = writer;
     }
 
-    /// Where operations count now.
+    /// The counters that operations write to now.
     #[inline]
     pub(crate) fn tally(&self) -> Tally {
         let (shell, own) = (self.arena.shell, &*self.arena.own);
@@ -252,7 +252,7 @@ impl Guard {
         arena.remote.pending.swap(false, Ordering::SeqCst);
         while let Some(RemoteFree { block, on }) = arena.remote.frees.pop() {
             if let Err(Shared) = self.free(block, on) {
-                // Whoever takes all locks applies it. If the shell is closed, who queued it here will do so.
+                // The next thread that takes all locks applies it. If the shell is closed, the thread that queued it here does so.
                 arena.shell.queue_shared(SharedFree { arena, block, on });
             }
         }
@@ -263,7 +263,7 @@ impl Guard {
         self.take_own_hot(request)
     }
 
-    /// The same, compiled into its caller, so that request and result stay in registers.
+    /// As [`Guard::take_own`], compiled into its caller, so that request and result stay in registers.
     #[inline(always)]
     pub(crate) fn take_own_hot(&mut self, request: &Request) -> Option<Granted> {
         let desk = &mut *self.desk;
@@ -307,7 +307,7 @@ impl Guard {
         Granted { arena: self.arena, block: id, addr }
     }
 
-    /// Gives a live block back; `on` is the stream that its memory is handed to, where that is not its own.
+    /// Frees a live block. `on` is the stream that gets its memory, if that is not its own.
     #[inline(always)]
     fn free(&mut self, id: BlockId, on: Option<u32>) -> Result<(), Shared> {
         let block = &self.desk.heap.blocks[id];
@@ -333,7 +333,7 @@ impl Guard {
         Ok(())
     }
 
-    /// Accounts for a live block of `size` bytes that its holder gave back.
+    /// Accounts for a live block of `size` bytes that was freed.
     #[inline]
     pub(crate) fn given_back(&mut self, size: u64) {
         self.desk.live -= 1;
@@ -343,7 +343,7 @@ impl Guard {
         }
     }
 
-    /// Records what happened now to a live or waiting block, if history is on.
+    /// Notes in the history, if that is on, what happened to a live or waiting block.
     #[inline]
     pub(crate) fn note(&self, actions: impl Into<Actions>, id: BlockId) {
         if self.desk.records_history {
@@ -358,7 +358,7 @@ impl Guard {
         self.arena.shell.history.lock().note(actions, Subject { addr, size, slot, tag: Tag(tag), pool });
     }
 
-    /// A block that was given back, and is accounted for, becomes free: reusable by `owner` at once, by others after `after`. Its
+    /// Makes a block free that was given back and is accounted for: reusable by `owner` at once, and by others after the tick `after`. Its
     /// memory itself was used until `last_use`.
     #[inline]
     pub(crate) fn complete(&mut self, id: BlockId, owner: u32, after: u64, last_use: u64) {
@@ -372,7 +372,7 @@ impl Guard {
         self.debug_check();
     }
 
-    /// Merges the block that rests, if one does.
+    /// Merges the resting block with its neighbours, if there is one (`heap/resting.rs`).
     #[inline]
     pub(crate) fn merge_resting(&mut self) {
         if let Some(id) = self.desk.heap.resting() {
@@ -392,18 +392,18 @@ impl Guard {
         self.desk.heap.thin_recent_uses(done);
     }
 
-    /// Notes last uses of granules that are yet to be noted, and not known done.
+    /// Notes the last uses of granules in the log that are not known done (`heap/recent.rs`).
     pub(crate) fn note_recent_uses(&mut self) {
         let done = self.done();
         self.desk.heap.note_recent_uses(done);
     }
 
-    /// Where the stream's timeline is known to have got to.
+    /// The tick that the stream's timeline is known to have reached.
     fn done(&self) -> u64 {
         self.desk.timeline.as_ref().map_or(0, |timeline| timeline.frontier())
     }
 
-    /// Pieces of segments are counted. Mapped memory has none, as in PyTorch: what is free of it can go back to the device.
+    /// Counts pieces of segments. Mapped memory has none, as in PyTorch: its free memory can go back to the device.
     #[inline(always)]
     pub(crate) fn split_changed(&self, kind: PoolKind, change: SplitChange) {
         if change != SplitChange::default() && !self.desk.is_paged {
@@ -411,7 +411,7 @@ impl Guard {
         }
     }
 
-    /// The count of pieces changed and changed back.
+    /// Notes that the count of pieces changed and changed back, which may raise a peak.
     #[inline(always)]
     fn split_touched(&self, kind: PoolKind, change: SplitChange) {
         if change != SplitChange::default() && !self.desk.is_paged {
@@ -419,8 +419,8 @@ impl Guard {
         }
     }
 
-    /// Checks the heap's identities, in debug builds, now and then: a whole check costs as much as there are blocks, so as
-    /// many operations as that pass in between.
+    /// Checks the heap's identities now and then, in debug builds. The cost of a check grows with the number of blocks, so as many
+    /// operations pass between two checks.
     #[inline]
     fn debug_check(&mut self) {
         #[cfg(debug_assertions)]
@@ -447,7 +447,7 @@ impl Desk {
         self.timeline = Some(timeline.clone());
     }
 
-    /// Where the stream's timeline must have got to for everything enqueued so far to be done.
+    /// The tick that the stream's timeline must reach for all work enqueued so far to be done.
     #[inline]
     fn tick_of(&self, slot: u32) -> u64 {
         let timeline = if slot == self.heap.home { self.timeline.as_ref() } else { self.borrowers.get(&slot) };
@@ -455,7 +455,7 @@ impl Desk {
         timeline.map_or(0, |timeline| timeline.now() + 1)
     }
 
-    /// Whether the stream may own blocks here.
+    /// True if the stream may own blocks here.
     pub(crate) fn knows(&self, slot: u32) -> bool {
         slot == self.heap.home || self.borrowers.contains_key(&slot)
     }

@@ -1,4 +1,4 @@
-//! What keeps an allocator awake: turns with its memory, claims, and callers who ask to.
+//! Keeping an allocator awake: turns with its memory and claims do so, and callers of [`Allocator::keep_awake`].
 //!
 //! Work that is about to be enqueued has no tick yet, so waiting for the device does not wait for it. So an allocator that is to
 //! sleep first becomes *drowsy*: nothing new may keep it awake, and it waits for what already does. Threads that keep it awake may go on
@@ -21,25 +21,25 @@ use crate::sync::pause;
 use shuttle::thread_local;
 
 thread_local! {
-    /// The shells that this thread keeps awake, as often as it does.
+    /// The shells that this thread keeps awake, each listed as often as the thread does so.
     static KEPT: RefCell<Vec<&'static Shell>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What a shell knows of it.
+/// The part of a shell that says whether it is drowsy and how much keeps it awake.
 #[derive(Debug, Default)]
 pub(super) struct Wakefulness {
     drowsy: AtomicBool,
     keepers: AtomicU64,
 }
 
-/// As long as there is one, on whatever thread, the memory of its allocator stays.
+/// A count of one in what keeps an allocator awake. While there is a keeper, on any thread, the allocator does not give its memory back.
 pub(crate) struct Keeper(&'static Shell);
 
 impl Keeper {
     /// # Errors
-    /// When the allocator sleeps, or is about to, and this thread does not keep it awake.
+    /// When the allocator sleeps, or is about to, and this thread does not keep it awake already.
     pub(crate) fn new(shell: &'static Shell) -> Result<Keeper, AllocError> {
-        // Before it is counted, too: who is refused and comes again does not keep it awake.
+        // Checked before counting, too, so that a thread that is refused and tries again and again does not keep the allocator awake.
         if shell.refuses_keepers() {
             return Err(AllocError::Asleep);
         }
@@ -61,11 +61,11 @@ impl Drop for Keeper {
     }
 }
 
-/// Keeps an allocator from falling asleep while a thread does something of several steps: [`Allocator::keep_awake`].
+/// Keeps an allocator from falling asleep while a thread works in several steps. Made by [`Allocator::keep_awake`].
 #[must_use = "it ends when it is dropped"]
 pub struct Awake {
     _kept: KeptAwake,
-    /// So that the shell stays this allocator's.
+    /// Keeps the shell in use by this allocator.
     _allocator: Allocator,
 }
 
@@ -75,12 +75,13 @@ impl fmt::Debug for Awake {
     }
 }
 
-/// What keeps an allocator awake that a thread has, as each of its turns does. The shell has live memory, or a handle.
+/// A thread's hold on an allocator that keeps it awake; each of the thread's turns has one. The shell has live memory, or a handle, so it
+/// is not recycled.
 pub(crate) struct KeptAwake {
     shell: &'static Shell,
-    /// `None` where a claim keeps it awake, whose turn this is for.
+    /// `None` for a turn of a claim, where the claim keeps the allocator awake.
     _keeper: Option<Keeper>,
-    /// It is the thread's.
+    /// Bound to its thread.
     _thread: PhantomData<*const ()>,
 }
 
@@ -89,7 +90,7 @@ impl KeptAwake {
         Keeper::new(shell).map(|keeper| KeptAwake::note(shell, Some(keeper)))
     }
 
-    /// For each of these shells.
+    /// Keeps each of these shells awake.
     pub(crate) fn of_all(shells: impl Iterator<Item = &'static Shell>) -> Result<Vec<KeptAwake>, AllocError> {
         let mut kept: Vec<KeptAwake> = Vec::new();
         for shell in shells {
@@ -100,13 +101,13 @@ impl KeptAwake {
         Ok(kept)
     }
 
-    /// For a turn of a claim.
+    /// The hold of a turn of a claim.
     pub(crate) fn of_claim(shell: &'static Shell) -> KeptAwake {
         KeptAwake::note(shell, None)
     }
 
     fn note(shell: &'static Shell, keeper: Option<Keeper>) -> KeptAwake {
-        // A thread that ends is past putting anything to sleep.
+        // Fails only on a thread that is ending, which puts nothing to sleep any more.
         let _ = KEPT.try_with(|kept| kept.borrow_mut().push(shell));
         KeptAwake { shell, _keeper: keeper, _thread: PhantomData }
     }
@@ -130,9 +131,9 @@ impl Drop for KeptAwake {
 }
 
 impl Allocator {
-    /// Keeps the allocator awake until what this returns is dropped: [`Allocator::sleep`] waits for that. For what takes several steps that
-    /// would be in vain if it slept in between: allocating, and then using what was allocated, say. Memory that bypasses turns is safe
-    /// to use meanwhile, too.
+    /// Keeps the allocator awake until the result is dropped: [`Allocator::sleep`] waits for that. It is for work in several steps that
+    /// would be in vain if the allocator slept in between, such as allocating memory and then using it. Work that bypasses turns may use
+    /// the memory meanwhile, too.
     ///
     /// ```
     /// use aquifer_allocator::{AllocError, Allocator, Config, Contents};
@@ -154,29 +155,30 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::Asleep`] when it sleeps, or is about to and this thread does not keep it awake already.
+    /// [`AllocError::Asleep`] when the allocator sleeps, or is about to and this thread does not keep it awake already.
     pub fn keep_awake(&self) -> Result<Awake, AllocError> {
         Ok(Awake { _kept: KeptAwake::new(self.shell())?, _allocator: self.kept_open() })
     }
 }
 
 impl Shell {
-    /// Whether it sleeps, or is about to.
+    /// True if the allocator sleeps, or is about to.
     pub(crate) fn is_drowsy(&self) -> bool {
         self.wakefulness.drowsy.load(Ordering::SeqCst)
     }
 
-    /// Whether the calling thread may not keep it awake.
+    /// True if the calling thread may not begin to keep the allocator awake.
     pub(crate) fn refuses_keepers(&'static self) -> bool {
         self.is_drowsy() && !self.is_kept_awake_here()
     }
 
-    /// Whether the calling thread keeps the allocator awake.
+    /// True if the calling thread keeps the allocator awake.
     pub(crate) fn is_kept_awake_here(&'static self) -> bool {
         KEPT.try_with(|kept| kept.borrow().iter().any(|&other| std::ptr::eq(other, self))).unwrap_or(false)
     }
 
-    /// Waits until nobody keeps the allocator awake, and lets nobody begin to. For a thread that does not itself.
+    /// Makes the allocator drowsy, so that nobody begins to keep it awake, and waits until nobody does. The calling thread must not keep it
+    /// awake.
     pub(crate) fn grow_drowsy(&self) {
         self.wakefulness.drowsy.store(true, Ordering::SeqCst);
         while self.wakefulness.keepers.load(Ordering::SeqCst) > 0 {
@@ -184,7 +186,7 @@ impl Shell {
         }
     }
 
-    /// Lets others keep it awake again.
+    /// Ends drowsiness: others may keep the allocator awake again.
     pub(crate) fn end_drowsiness(&self) {
         self.wakefulness.drowsy.store(false, Ordering::SeqCst);
     }

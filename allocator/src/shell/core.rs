@@ -21,18 +21,18 @@ use crate::tags::Tag;
 /// A request on its way through the allocator.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Request {
-    /// Bytes the caller asked for.
+    /// Bytes that the caller requested.
     pub(crate) requested: u64,
     /// Bytes after rounding.
     pub(crate) size: u64,
-    /// The pool it is served from.
+    /// The pool that it is served from.
     pub(crate) pool: u16,
-    /// The stream it is for.
+    /// The stream that it is for.
     pub(crate) slot: u32,
     pub(crate) tag: Tag,
 }
 
-/// What an allocation needs to know of its block.
+/// The data of a block that an allocation needs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Granted {
     pub(crate) arena: &'static Arena,
@@ -40,7 +40,7 @@ pub(crate) struct Granted {
     pub(crate) addr: u64,
 }
 
-/// A block, and the stream in whose arena it is.
+/// A block, named by its number and the stream in whose arena it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Place {
     pub(crate) arena: u32,
@@ -52,11 +52,11 @@ pub(crate) struct Core {
     /// `None` while the shell is idle.
     pub(crate) device: Option<Device>,
     pub(crate) classes: SizeClasses,
-    /// Whether a free block may move between streams; if not, blocks never leave the stream of their segment.
+    /// True if free blocks may be lent between streams. Otherwise blocks never leave the stream of their segment.
     pub(crate) crosses_streams: bool,
     /// The open arenas, by ascending stream.
     pub(crate) arenas: Vec<&'static Arena>,
-    /// Who counts where, and how often the work has passed from one thread to another.
+    /// The thread that writes to the shared counters, and how often the work has passed from one thread to another.
     pub(crate) writer: Writer,
     pub(crate) handovers: u32,
     pub(crate) pools: PoolTable,
@@ -70,17 +70,17 @@ pub(crate) struct Core {
     /// Bytes held from the device, and bytes that threads are about to take.
     pub(crate) reserved: u64,
     pub(crate) growing: Growing,
-    /// Bytes taken from the device by streams that could have borrowed.
+    /// Bytes that streams took from the device although they could have borrowed.
     pub(crate) unborrowed: u64,
     /// Segments that back each region: address and, for the snapshot, tag of the allocation that made them.
     pub(crate) segments: BTreeMap<u64, Tag>,
-    /// Segments that the driver is asked to take back, by address.
+    /// Segments that are on their way back to the driver, by address.
     pub(crate) releasing: BTreeMap<u64, Releasing>,
-    /// Releases begun so far.
+    /// Number of releases begun so far.
     pub(crate) releases: u64,
-    /// Memory that stays where it is.
+    /// Pinned memory, which stays where it is.
     pub(crate) pins: Pins,
-    /// Where memory comes in granules.
+    /// The state of mapped memory; `None` where memory comes in segments.
     pub(crate) paged: Option<Paged>,
 }
 
@@ -124,23 +124,23 @@ impl Core {
         }
     }
 
-    /// Whether mapped memory was given back until the allocator wakes up.
+    /// True while the allocator sleeps, so that mapped memory is absent.
     pub(crate) fn is_asleep(&self) -> bool {
         self.paged.as_ref().is_some_and(|paged| paged.absent.is_some())
     }
 
-    /// Where the stream's timeline must have got to for everything enqueued so far to be done.
+    /// The tick that the stream's timeline must reach for all work enqueued so far to be done.
     #[inline]
     pub(crate) fn tick_of(&self, slot: u32) -> u64 {
         self.timeline(slot).map_or(0, |timeline| timeline.now() + 1)
     }
 
-    /// Whether the stream's timeline is known to have got to `after`.
+    /// True if the stream's timeline is known to have reached `after`.
     pub(crate) fn is_known_done(&self, slot: u32, after: u64) -> bool {
         after <= self.done_until(slot)
     }
 
-    /// Where the stream's timeline is known to have got to, at least. A stream that never came here has nothing to do.
+    /// The tick that the stream's timeline is known to have reached. A stream that was never registered has no work to be waited for.
     pub(crate) fn done_until(&self, slot: u32) -> u64 {
         self.timeline(slot).map_or(u64::MAX, |timeline| timeline.frontier())
     }

@@ -40,7 +40,7 @@ use crate::shell::whole::Whole;
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use crate::sync::{Mutex, MutexGuard};
 
-/// Reasons why an allocation may not take the short way, as bits of [`Shell::special()`].
+/// Reasons why an allocation may not take the fast path, as bits of [`Shell::special()`].
 pub(crate) mod special {
     /// Blocks wait for other streams and are polled before each search.
     pub(crate) const WAITING: u32 = 1;
@@ -50,24 +50,24 @@ pub(crate) mod special {
     pub(crate) const SPANS: u32 = 4;
     /// Nothing is cached: every allocation goes to the driver.
     pub(crate) const NO_CACHE: u32 = 8;
-    /// Mapped memory was given back for a while, and nothing is allocated.
+    /// The allocator sleeps: mapped memory was given back, and nothing is allocated.
     pub(crate) const ASLEEP: u32 = 16;
 }
 
-/// A free of a block that other streams use too: it needs the core.
+/// The free of a block that other streams use, too. It needs the core.
 #[derive(Debug)]
 pub(crate) struct SharedFree {
     pub(crate) arena: &'static Arena,
     pub(crate) block: BlockId,
-    /// The stream whose later work the memory is handed to, where it is not the one of the allocation.
+    /// The stream whose later work gets the memory, if it is not the stream of the allocation.
     pub(crate) on: Option<u32>,
 }
 
 #[derive(Debug, Default)]
 pub(crate) struct Shell {
-    /// What every operation reads and few write.
+    /// Fields that every operation reads and few write.
     read: CachePadded<Read>,
-    /// Which arenas there are; those of earlier lives are not open.
+    /// All arenas. Those of earlier lives are not open.
     pub(crate) arenas: Table,
     core: CachePadded<Mutex<Core>>,
     shared_frees: SegQueue<SharedFree>,
@@ -93,15 +93,15 @@ mod lists {
 
     use super::Shell;
 
-    /// Shells between two lives.
+    /// Shells without an allocator, to be recycled.
     pub(super) static IDLE: Mutex<Vec<&'static Shell>> = Mutex::new(Vec::new());
 
-    /// Devices whose memory was given up where no driver call may be made. They are closed when the last handle of an allocator is
-    /// dropped, theirs or another one, or when the next allocator is made.
+    /// Devices whose memory was given up where no driver call may be made. They are closed when the last handle of any allocator is
+    /// dropped, or when the next allocator is made.
     pub(super) static BURIED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 }
 
-/// The same lists, empty at the start of each modelled execution: what a scheduler hands out is bound to one.
+/// The same lists, empty at the start of each modelled execution, because a scheduler's locks are bound to one execution.
 #[cfg(aquifer_shuttle)]
 mod lists {
     use aquifer_device::Device;
@@ -126,7 +126,7 @@ impl Shell {
         shell.read.special.store(special, Ordering::Relaxed);
         shell.end_drowsiness();
         *shell.history.lock() = history;
-        // Before the core is placed: whoever comes late from the shell's last life then finds it either empty or open.
+        // Before the core is placed, so that a thread that comes late from the shell's last life finds the shell either empty or open.
         shell.read.closed.store(false, Ordering::SeqCst);
         *shell.core.lock() = core;
         shell
@@ -148,7 +148,7 @@ impl Shell {
         Whole::lock(self, self.core.lock())
     }
 
-    /// As [`Shell::whole`], if no lock is taken.
+    /// As [`Shell::whole`]; `None` if another thread holds a lock.
     fn try_whole(&'static self) -> Option<Whole> {
         Whole::try_lock(self, self.core.try_lock()?)
     }
@@ -176,20 +176,20 @@ impl Shell {
         }
     }
 
-    /// Makes known that the calling thread is at work, unless that takes waiting for a lock.
+    /// Makes the calling thread known as being at work here. Returns false if that would have to wait for a lock.
     pub(crate) fn try_admit_thread(&'static self) -> bool {
         let whole = self.try_whole();
         whole.map(|mut whole| whole.admit_thread()).is_some()
     }
 
-    /// Applies frees queued before, if any: so that what is read afterwards includes them.
+    /// Applies the frees queued so far, so that values read afterwards include them.
     pub(crate) fn apply_queued_frees(&'static self) {
         if self.shared_pending.load(Ordering::Acquire) || self.arenas.iter().any(Arena::has_remote_frees) {
             drop(self.whole());
         }
     }
 
-    /// What arenas count of a quantity by themselves, by pool.
+    /// The sum of the arenas' own counts of a quantity, by pool.
     pub(crate) fn sums(&self, quantity: Hot) -> [Sum; 2] {
         let mut sums = [Sum::default(); 2];
         for arena in self.arenas.iter() {
@@ -201,18 +201,18 @@ impl Shell {
         sums
     }
 
-    /// The values of a quantity now.
+    /// The present values of a quantity.
     pub(crate) fn read(&self, quantity: Hot) -> PoolStats {
         self.counters.hot(quantity).read_with(self.sums(quantity))
     }
 
-    /// Counts one more of something, from a slow path.
+    /// Adds one to a counter, on a slow path.
     pub(crate) fn count(&'static self, counter: impl FnOnce(&Counters) -> &Counter) {
         let _core = self.core();
         counter(&self.counters).add(1);
     }
 
-    /// Gives a block back that other streams use too: at once if no lock is taken, else through the queue.
+    /// Frees a block that other streams use, too: at once if no other thread holds a lock, otherwise through the queue.
     #[cold]
     pub(crate) fn free_shared(&'static self, free: SharedFree) {
         self.queue_shared(free);
@@ -227,11 +227,11 @@ impl Shell {
 
     pub(crate) fn queue_shared(&self, free: SharedFree) {
         self.shared_frees.push(free);
-        // A swap, not a store, here and in `pop_shared`: whoever clears the flag sees every entry whose push had set it.
+        // A swap, not a store, here and in `pop_shared`: a thread that clears the flag sees every entry whose push had set it.
         self.shared_pending.swap(true, Ordering::SeqCst);
     }
 
-    /// Whether the queue was not empty since the last time.
+    /// True if anything was queued since the last call. Clears the flag.
     pub(crate) fn take_shared_pending(&self) -> bool {
         self.shared_pending.load(Ordering::Acquire) && self.shared_pending.swap(false, Ordering::SeqCst)
     }
@@ -240,24 +240,24 @@ impl Shell {
         self.shared_frees.pop()
     }
 
-    /// Whether the last handle of the allocator is gone.
+    /// True if the last handle of the allocator is gone.
     #[inline]
     pub(crate) fn is_closed(&self) -> bool {
         self.read.closed.load(Ordering::SeqCst)
     }
 
-    /// The last handle of the allocator is gone.
+    /// Closes the shell, as the last handle of the allocator is gone.
     pub(crate) fn close(&'static self) {
         self.read.closed.store(true, Ordering::SeqCst);
         let mut whole = self.whole();
-        // Whatever the flags seem to be: an entry pushed before the store above must not be left behind.
+        // Regardless of the flags: an entry pushed before the store above must not be left behind.
         whole.drain();
         self.recycle_whole_if_unused(whole);
     }
 
-    /// Recycles the shell if it is closed and unused, after applying the frees queued so far. A thread that closed it, or
-    /// gave back its last block, may come here after another one recycled it, and even in its next life; then it finds an
-    /// empty core, or an allocator that is open or is as done for as its own was.
+    /// Recycles the shell if it is closed and unused, after applying the frees queued so far. A thread that closed it, or freed its last
+    /// block, may come here after another thread recycled it, and even in the shell's next life. Then it finds an empty core, or an
+    /// allocator that is open, or one that is closed and unused as well.
     #[cold]
     pub(crate) fn recycle_if_unused(&'static self) {
         self.recycle_whole_if_unused(self.whole());
@@ -269,13 +269,13 @@ impl Shell {
         }
     }
 
-    /// Empties the shell and makes it available to the next allocator. Makes no driver call: the segments are freed when
-    /// somebody next talks to the device.
+    /// Empties the shell and makes it available to the next allocator. Makes no driver call: the segments are freed when driver calls are
+    /// next made for the device.
     #[cold]
     fn recycle(&'static self, mut whole: Whole) {
         let (core, desks) = whole.empty();
         let history = std::mem::take(&mut *self.history.lock());
-        // Pushed under the lock: whoever saw this shell closed and comes late finds an empty core and does nothing.
+        // Pushed under the lock: a thread that saw this shell closed and comes late finds an empty core and does nothing.
         IDLE.lock().push(self);
         drop(whole);
         drop(history);
@@ -283,9 +283,9 @@ impl Shell {
     }
 }
 
-/// Gives the memory back of allocators whose last buffer outlived them, on devices of which nobody has a handle any more. Dropping a
-/// buffer makes no driver call, so it goes here, which an allocator that is made or dropped calls, too: for a thread that drops others'
-/// last buffers and may call the driver.
+/// Gives memory back that outlived its allocator, on devices of which nobody has a handle any more. Dropping the last buffer of such an
+/// allocator makes no driver call, so its memory stays until this is called. Making or dropping any allocator calls it, too. Call it on a
+/// thread that drops others' last buffers and may make driver calls.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -301,14 +301,15 @@ impl Shell {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn close_abandoned() {
-    // Devices of others stay as they are: whoever uses one gives back what was given up there when it next needs memory, and would
-    // miss what another thread is just giving back. Taken out first: this calls drivers, which must not happen under a lock.
+    // Devices in use stay as they are: their users give abandoned memory back when they next need memory, and would miss memory that
+    // another thread is just giving back. The devices are taken out first, because closing them calls drivers, which must not happen under
+    // a lock.
     let buried = std::mem::take(&mut *BURIED.lock());
     drop(buried);
 }
 
-/// Hands every segment to the device, to be freed when somebody next talks to it, and lets the device go. It stays open until
-/// driver calls are allowed again.
+/// Hands every segment to the device object, to be freed at its next driver calls, and drops the handle of the device. The device stays
+/// open until driver calls are allowed again.
 fn bury(mut core: Core, desks: Vec<Desk>) {
     let Some(device) = core.device.take() else { return };
     for region in desks.iter().flat_map(|desk| desk.heap.regions()).filter(|region| !region.is_paged()) {
@@ -317,7 +318,7 @@ fn bury(mut core: Core, desks: Vec<Desk>) {
     if let Some(paged) = core.paged.take() {
         paged.bury(&device);
     }
-    // The device goes last: whoever closes it must not leave its driver to the timelines that this thread drops.
+    // The device goes last: its driver must not end with the timelines that this thread drops.
     drop((core, desks));
     BURIED.lock().push(device);
 }

@@ -17,7 +17,7 @@ use crate::sync::MutexGuard;
 /// How often the work may pass from one thread to another, between two resets of peaks, before each arena counts for itself.
 const HANDOVERS: u32 = 8;
 
-/// Every lock, held.
+/// All locks, held, and access to everything that they protect.
 #[derive(Debug)]
 pub(crate) struct Whole {
     pub(crate) shell: &'static Shell,
@@ -47,7 +47,7 @@ impl Whole {
         Whole { shell, core, arenas }.drained()
     }
 
-    /// As [`Whole::lock`], if no lock is taken.
+    /// As [`Whole::lock`]; `None` if another thread holds a lock.
     pub(crate) fn try_lock(shell: &'static Shell, core: MutexGuard<'static, Core>) -> Option<Whole> {
         let arenas: Option<Vec<Guard>> = core.arenas.iter().map(|arena| arena.try_lock_with_all()).collect();
         Some(Whole { shell, core, arenas: arenas? }.drained())
@@ -62,12 +62,12 @@ impl Whole {
         self
     }
 
-    /// Merges the blocks that rest: who holds every lock sees none.
+    /// Merges all resting blocks, so that a thread that holds every lock sees none.
     fn merge_resting(&mut self) {
         self.arenas.iter_mut().for_each(Guard::merge_resting);
     }
 
-    /// Applies every free that is queued, whatever the flags say.
+    /// Applies every queued free, regardless of the flags.
     pub(crate) fn drain(&mut self) {
         self.arenas.iter_mut().for_each(Guard::drain);
         self.drain_shared();
@@ -84,7 +84,7 @@ impl Whole {
         (&mut self.core, &mut self.arenas)
     }
 
-    /// Live blocks.
+    /// Number of live blocks.
     pub(crate) fn live(&self) -> u64 {
         self.arenas.iter().map(|arena| arena.live).sum()
     }
@@ -115,12 +115,12 @@ impl Whole {
         self.arenas.iter().map(|arena| &arena.heap)
     }
 
-    /// Every free block of a pool, by arena, and then as [`Heap::free_blocks`].
+    /// Every free block of a pool, arena by arena, in each in the order of [`Heap::free_blocks`].
     pub(crate) fn free_blocks(&self, pool: u16) -> impl Iterator<Item = &Block> + '_ {
         self.heaps().flat_map(move |heap| heap.free_blocks(pool).map(|key| &heap.blocks[key.block()]))
     }
 
-    /// Whether any free block is away from home.
+    /// True if any free block is away from home.
     pub(crate) fn has_strays(&self) -> bool {
         self.heaps().any(|heap| heap.strays().len() > 0)
     }
@@ -129,7 +129,7 @@ impl Whole {
         &self.heap(place).blocks[place.block]
     }
 
-    /// The region that a block is of.
+    /// The region of a block.
     pub(crate) fn region(&self, place: Place) -> &Region {
         self.heap(place).region(self.block(place).region)
     }
@@ -145,15 +145,15 @@ impl Whole {
         self.arenas[at].take_own(request)
     }
 
-    /// Opens the arena of a stream, unless it is.
+    /// Opens the arena of a stream, unless it is open.
     pub(crate) fn open_arena(&mut self, stream: &Stream) {
         let slot = self.core.slot(stream);
         let Err(at) = self.arenas.binary_search_by_key(&slot, |guard| guard.arena.slot) else { return };
-        // Searches look at every owner in every arena: what is left of earlier ones must not add up as streams come and go.
+        // Searches look at every owner in every arena, so indexes of owners without blocks must not pile up as streams come and go.
         self.arenas.iter_mut().for_each(|arena| arena.heap.forget_idle_owners());
         let shell = self.shell;
         let arena = shell.arenas.get_or_insert(slot, || Box::leak(Box::new(Arena::new(shell, slot))));
-        // Nobody waits for another lock while holding this one: before it is open, nobody works in it.
+        // No thread waits for another lock while it holds this one, because nobody works in an arena before it is open.
         let mut guard = arena.lock_with_all();
         let desk: &mut Desk = &mut guard;
         desk.open(stream.timeline(), self.core.paged.is_some());
@@ -171,7 +171,7 @@ impl Whole {
         self.synchronize_searches();
     }
 
-    /// Lets every arena's clock of garbage collection, which is how often somebody searched there, catch up with the furthest.
+    /// Raises every arena's number of searches, which is its clock for garbage collection, to the greatest of all.
     pub(crate) fn synchronize_searches(&mut self) {
         let pools = self.arenas.first().map_or(0, |arena| arena.heap.pools.len());
         for pool in 0..pools {
@@ -180,7 +180,7 @@ impl Whole {
         }
     }
 
-    /// Makes known that the calling thread is at work.
+    /// Makes the calling thread known as being at work here.
     pub(crate) fn admit_thread(&mut self) {
         let (writer, thread) = (self.core.writer, Writer::this_thread());
         if writer == thread || writer == Writer::SEVERAL {
@@ -197,7 +197,7 @@ impl Whole {
         self.arenas.iter_mut().for_each(|arena| arena.set_writer(writer));
     }
 
-    /// Whether operations are recorded.
+    /// Sets whether operations are recorded in the history.
     pub(crate) fn record_history(&mut self, records: bool) {
         self.arenas.iter_mut().for_each(|arena| arena.records_history = records);
     }
@@ -219,7 +219,7 @@ impl Whole {
         &self.shell.counters
     }
 
-    /// Takes everything out: what is left is an idle shell. Returns the core and what was in the arenas.
+    /// Takes everything out and leaves an idle shell. Returns the core and the contents of the arenas.
     pub(crate) fn empty(&mut self) -> (Core, Vec<Desk>) {
         let desks = self.arenas.iter_mut().map(|arena| {
             arena.arena.own.clear();

@@ -4,8 +4,8 @@
 //! memory viewer.
 //!
 //! * Streams are identified by [`Stream::id`](aquifer_device::Stream::id); 0 is the legacy default stream, as in PyTorch.
-//! * Call stacks are not recorded. As in PyTorch when it records none, `frames` of segments and blocks are empty, and those of trace entries
-//!   absent.
+//! * Call stacks are not recorded. As in PyTorch when it records none, `frames` of segments and blocks are empty, and those of trace
+//!   entries absent.
 //! * Names given with [`TagScope`](crate::TagScope) become the `user_metadata` of trace entries. Segments and blocks with a name have that
 //!   key, too, which they do not have in PyTorch.
 //! * `requested_size` of an inactive block is 0. In PyTorch it is the size of an earlier request.
@@ -35,7 +35,7 @@ pub struct Snapshot {
     /// The configuration.
     pub allocator_settings: Settings,
     external_annotations: Nothing,
-    /// Entries that were recorded and gave way to later ones.
+    /// Number of history entries that were overwritten by later ones.
     #[serde(skip)]
     pub entries_overwritten: u64,
 }
@@ -48,22 +48,22 @@ pub struct Segment {
     pub device: u32,
     /// First address.
     pub address: u64,
-    /// Length: the sum of its blocks.
+    /// Length: the sum of its blocks' sizes.
     pub total_size: u64,
     /// Bytes in live blocks.
     pub allocated_size: u64,
-    /// Bytes in live blocks and those given back that other streams still use.
+    /// Bytes in live blocks and in freed ones that other streams still use.
     pub active_size: u64,
-    /// Bytes that holders of these asked for.
+    /// Bytes requested for these blocks.
     pub requested_size: u64,
     /// The stream that it belongs to, by its [`Stream::id`](aquifer_device::Stream::id).
     pub stream: u32,
     /// The pool: `"large"` or `"small"`.
     #[serde(serialize_with = "serialize_kind")]
     pub segment_type: PoolKind,
-    /// Id of the private pool it belongs to; `(0, 0)` is none.
+    /// Id of the private pool that it belongs to; `(0, 0)` if none.
     pub segment_pool_id: (u64, u64),
-    /// Whether it is mapped piece by piece.
+    /// True for mapped memory, false for a segment from the driver.
     pub is_expandable: bool,
     frames: Nothing,
     /// Name that was in scope when it was taken from the device.
@@ -81,9 +81,9 @@ pub struct Block {
     pub address: u64,
     /// Length in bytes.
     pub size: u64,
-    /// Bytes that its holder asked for; 0 if it is inactive.
+    /// Requested bytes; 0 if it is inactive.
     pub requested_size: u64,
-    /// Whether it is in use.
+    /// State of the block.
     pub state: BlockState,
     frames: Nothing,
     /// Name that was in scope when it was allocated.
@@ -91,42 +91,42 @@ pub struct Block {
     pub user_metadata: Option<Arc<str>>,
 }
 
-/// Whether a block is in use.
+/// State of a block: in use, or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum BlockState {
-    /// Somebody holds it.
+    /// A live block: its holder uses it.
     ActiveAllocated,
-    /// It was given back, but other streams still use it.
+    /// It was freed, but other streams still use it.
     ActivePendingFree,
     /// It is free.
     Inactive,
 }
 
-/// Something that happened.
+/// An entry of the history.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct TraceEntry {
-    /// What.
+    /// Kind of the entry.
     pub action: Action,
-    /// Where; absent for [`Action::Oom`], 0 for [`Action::Snapshot`].
+    /// Address; absent for [`Action::Oom`], 0 for [`Action::Snapshot`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub addr: Option<u64>,
-    /// Free bytes of the device; for [`Action::Oom`] alone.
+    /// Free bytes of the device; only for [`Action::Oom`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device_free: Option<u64>,
-    /// Bytes: see [`Action`].
+    /// Size in bytes: see [`Action`].
     pub size: u64,
     /// The stream, by its [`Stream::id`](aquifer_device::Stream::id).
     pub stream: u32,
-    /// When: microseconds since 1970.
+    /// Time: microseconds since 1970.
     pub time_us: u64,
     compile_context: &'static str,
     /// Name that was in scope; empty for none.
     #[serde(serialize_with = "serialize_str")]
     pub user_metadata: Arc<str>,
-    /// Id of the private pool; `(0, 0)` is none.
+    /// Id of the private pool; `(0, 0)` if none.
     pub pool_id: (u64, u64),
 }
 
@@ -143,7 +143,7 @@ impl Snapshot {
 }
 
 impl BlockState {
-    /// Whether it is in use by its holder or by other streams.
+    /// True if its holder or other streams use the block.
     pub fn is_active(self) -> bool {
         self != BlockState::Inactive
     }

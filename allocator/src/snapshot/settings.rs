@@ -8,7 +8,7 @@ use crate::config::Config;
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Settings {
-    /// The options that differ from the default, as an option string of ours.
+    /// The options that differ from the default, as an option string of this library.
     #[serde(rename = "PYTORCH_CUDA_ALLOC_CONF")]
     pub options: String,
     /// [`Config::max_split_size`].
@@ -18,7 +18,7 @@ pub struct Settings {
     /// [`Config::expandable_segments`], which has no effect in this version.
     pub expandable_segments: bool,
     pinned_num_register_threads: i64,
-    /// Always: no lock is held while the driver allocates.
+    /// Always true: no lock is held while the driver allocates.
     pub release_lock_on_cudamalloc: bool,
     pinned_use_cuda_host_register: bool,
     graph_capture_record_stream_reuse: bool,

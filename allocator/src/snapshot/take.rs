@@ -13,8 +13,8 @@ use crate::size_class::PoolKind;
 use crate::tags::Tag;
 
 impl Allocator {
-    /// A snapshot of the memory and, as far as it is recorded, the history. The two agree: undoing the history's entries
-    /// from the last to the first, starting from the segments, meets no contradiction.
+    /// Takes a snapshot of the memory and, if it is recorded, the history. The two agree: undoing the history's entries from the last to
+    /// the first, starting from the segments, meets no contradiction.
     ///
     /// All locks are held while blocks and entries are copied. As in PyTorch, an [`Action::Snapshot`] is recorded,
     /// which later snapshots show.
@@ -75,7 +75,7 @@ fn ranges_of(heap: &Heap) -> impl Iterator<Item = Range> + '_ {
     })
 }
 
-/// What is copied under the lock.
+/// The data that is copied under the locks.
 struct Copied {
     ranges: Vec<Range>,
     blocks: Vec<heap::Block>,
@@ -91,7 +91,7 @@ struct Copied {
 impl Whole {
     fn copy(&self) -> Copied {
         let owner = |number: u16| self.pools.owner_of(number).map_or((0, 0), |private| private.id);
-        // Segments on their way back to the device are still there: whole and free, as they were in the heap.
+        // Segments on their way back to the device still count: whole and free, as they were in the heap.
         let releasing = || self.releasing.values().map(|releasing| &releasing.region);
         let whole = |region: &Region| heap::Block {
             addr: region.addr,

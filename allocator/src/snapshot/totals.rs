@@ -3,7 +3,7 @@
 use super::{BlockState, Segment, Snapshot};
 use crate::size_class::PoolKind;
 
-/// What [`MemoryStats`](crate::MemoryStats) says now, summed up from a snapshot instead.
+/// The current values of [`MemoryStats`](crate::MemoryStats), but summed up from a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Totals {
@@ -19,30 +19,29 @@ pub struct Totals {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolTotals {
-    /// Segments.
+    /// Number of segments.
     pub segment: u64,
     /// Bytes of segments.
     pub reserved_bytes: u64,
-    /// Live blocks.
+    /// Number of live blocks.
     pub allocation: u64,
     /// Bytes in live blocks.
     pub allocated_bytes: u64,
-    /// Live blocks, and those given back that other streams still use.
+    /// Number of live blocks and of freed ones that other streams still use.
     pub active: u64,
-    /// Their bytes.
+    /// Bytes in these blocks.
     pub active_bytes: u64,
-    /// Bytes that their holders asked for.
+    /// Bytes requested for active blocks.
     pub requested_bytes: u64,
-    /// Inactive blocks that are not whole segments.
+    /// Number of inactive blocks that are not whole segments.
     pub inactive_split: u64,
-    /// Their bytes.
+    /// Bytes in these blocks.
     pub inactive_split_bytes: u64,
 }
 
 impl Snapshot {
-    /// Sums over all segments, by pool: what the statistics must agree with, except that [`spare`] memory is in no segment.
-    /// Useful to check a program's own accounting,
-    /// and for snapshots that were kept without the statistics.
+    /// Sums over all segments, by pool. The statistics must agree with them, except that [`spare`] memory is in no segment. They serve to
+    /// check a program's own accounting, and for snapshots that were kept without the statistics.
     ///
     /// [`spare`]: crate::Fragmentation::spare_bytes
     pub fn totals(&self) -> Totals {
@@ -61,7 +60,7 @@ impl Snapshot {
 
 impl PoolTotals {
     fn add(&mut self, segment: &Segment) {
-        // As in the statistics, and PyTorch's: mapped memory is in no segment, and its free pieces are not counted.
+        // As in the statistics, and in PyTorch: mapped memory is in no segment, and its free pieces are not counted.
         let is_segment = !segment.is_expandable;
         self.segment += u64::from(is_segment);
         self.reserved_bytes += segment.total_size;

@@ -1,7 +1,7 @@
-//! Captures of threads' default streams whose thread ends. Nobody else can end such a capture, and the stream is gone with its thread.
+//! Captures of per-thread default streams whose thread ends. Nobody else can end such a capture, and the stream is gone with its thread.
 //!
-//! A thread makes no driver call as it ends. So the capture counts as over for its streams, and what would make driver calls when dropped is
-//! kept until a device is next opened or settled.
+//! A thread makes no driver call as it ends. So the capture counts as over for its streams, and objects that would make driver calls when
+//! dropped are kept until a device is next opened or settled.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Weak};
@@ -14,7 +14,7 @@ use crate::error::{Code, DeviceError, Operation, Result};
 /// Captures that their threads left open.
 static LEFT: Mutex<Vec<Arc<Scope>>> = Mutex::new(Vec::new());
 
-/// Those of the calling thread's default streams.
+/// The captures of the calling thread's default streams.
 struct OfThread(RefCell<Vec<Weak<Scope>>>);
 
 impl Drop for OfThread {
@@ -30,10 +30,10 @@ thread_local! {
     static OF_THREAD: OfThread = const { OfThread(RefCell::new(Vec::new())) };
 }
 
-/// Lets a capture that is about to begin be over when the calling thread ends.
+/// Registers a capture that is about to begin, so that it is over when the calling thread ends.
 ///
 /// # Errors
-/// When it ends already.
+/// When the thread is ending already.
 pub(super) fn end_with_thread(scope: &Arc<Scope>) -> Result<()> {
     let noted = OF_THREAD.try_with(|OfThread(scopes)| {
         let mut scopes = scopes.borrow_mut();
@@ -46,7 +46,7 @@ pub(super) fn end_with_thread(scope: &Arc<Scope>) -> Result<()> {
     })
 }
 
-/// Drops what threads left. Makes driver calls where a device goes with it.
+/// Drops the captures that threads left. Makes driver calls if the last handle of a device is dropped with them.
 pub(crate) fn let_go() {
     // Taken out first: no driver call is made under a lock.
     let left = std::mem::take(&mut *LEFT.lock());

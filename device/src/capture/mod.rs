@@ -14,13 +14,13 @@ use crate::label::DeviceMismatch;
 use crate::launches::Launches;
 use crate::stream::Stream;
 
-/// How often a capture that could not be ended is ended once more.
+/// How often ending a capture is tried again after a failure.
 const ATTEMPTS: u32 = 3;
 
-/// A capture in progress on one stream. Dropping it ends the capture, if that was not done, and throws the graph away.
+/// A capture in progress on one stream. Dropping it ends the capture, if that was not done, and discards the graph.
 ///
-/// A capture of a per-thread default stream can only be ended on its own thread. If it is dropped on another thread, this is logged, and the
-/// capture goes on until its thread begins another capture there ([`Stream::begin_capture`]), or ends.
+/// A capture of a per-thread default stream can only be ended on its own thread. If it is dropped on another thread, this is logged, and
+/// the capture goes on until its thread begins another capture there ([`Stream::begin_capture`]), or ends.
 ///
 /// Ticks order nothing across the border of a capture (invariant T5): recording and waiting through ticks fail on the stream until the
 /// capture ends, and its timeline learns nothing meanwhile. The same holds for every stream that joins the capture by waiting
@@ -65,12 +65,12 @@ impl Capture {
         Ok(Capture { stream, scope })
     }
 
-    /// Ends the capture and returns the graph, once. What is left keeps the stream alive until it is dropped.
+    /// Ends the capture and returns the graph; works once. The `Capture` keeps the stream alive until it is dropped.
     ///
     /// # Errors
-    /// Errors of the driver, for instance when a call in between broke the capture. It has ended all the same, unless
-    /// [`Stream::is_capturing`] says that it goes on: because the stream is another thread's default stream, which that thread must do this
-    /// for, or because the driver does not end it. Then this may be called again.
+    /// Errors of the driver, for instance when a call in between broke the capture. The capture has ended all the same, unless
+    /// [`Stream::is_capturing`] is true. It then goes on, because the stream is another thread's default stream, on which only that thread
+    /// can end it, or because the driver does not end it. This may be called again then.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -111,12 +111,12 @@ impl Capture {
         self.scope.close();
         self.scope.launches.cover();
         drop(alone);
-        // What they kept is code of others.
+        // Dropping what they kept runs foreign code.
         drop(late);
         graph.inspect_err(|_| drop(self.scope.launches.note_gone()))
     }
 
-    /// Whether a capture that could not be ended has ended all the same, or does so when it is ended once more, with a graph.
+    /// True if a capture whose end failed has ended all the same, or ends at another attempt, which may give a graph (`late`).
     fn is_ended(&self, raw: RawStream, late: &mut Option<Graph>) -> bool {
         let driver = self.stream.driver();
         let asked = |asked: Result<CaptureStatus>| match asked {
@@ -139,20 +139,21 @@ impl Capture {
         asked(driver.capture_status(raw))
     }
 
-    /// Ends the capture of ours that began on an adopted stream, as nobody can through a stream that was let go. Returns it if it goes on, or
-    /// is somebody else's: to be given up when the stream is closed, so that no event is recorded into it.
+    /// Ends a capture that this library began on an adopted stream, before the stream is released, because nobody can end it afterwards. If
+    /// the capture goes on, or another library began it, returns it: it is to be given up when the stream is closed, so that no event is
+    /// recorded into it.
     pub(crate) fn end_on(stream: &Stream) -> Option<Arc<Scope>> {
         let timeline = stream.timeline();
         let scope = timeline.capture().filter(|capture| capture.began_on(timeline))?;
         if !scope.launches.is_foreign() {
             drop(Capture { stream: stream.clone(), scope: scope.clone() });
         }
-        // Another thread's default stream captures until that ends.
+        // A capture of another thread's default stream goes on until that thread ends.
         (!timeline.is_of_thread()).then_some(scope)
     }
 }
 
-/// Whether an error says that there is no stream that could capture: it is gone, or the device is.
+/// True if an error means that the stream or the device is gone, so that nothing captures.
 fn is_without_captures(error: &DeviceError) -> bool {
     matches!(error.kind, ErrorKind::InvalidUse | ErrorKind::DeviceLost)
 }
@@ -172,7 +173,7 @@ impl Drop for Capture {
     }
 }
 
-/// The announcement of a capture that somebody else began on a stream, and will end. While this exists, the stream is treated as if
+/// The announcement of a capture that another library began on a stream and will end. While this exists, the stream is treated as if
 /// [`Stream::begin_capture`] had been called. Drop it once the capture has ended.
 ///
 /// ```
@@ -243,12 +244,12 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// Enqueues the graph's work on a stream. It comes after what memory that its capture allocated was used for before
-    /// ([`Launches::come_after`]), and after launches of other graphs that use the same memory ([`Launches::keep_order`]). What orders
-    /// it with other streams' work on other buffers is a turn with them around this call (`aquifer_allocator::Turn`).
+    /// Enqueues the graph's work on a stream. It comes after earlier uses of the memory that its capture allocated
+    /// ([`Launches::come_after`]), and after launches of other graphs that use the same memory ([`Launches::keep_order`]). To order it with
+    /// other streams' work on other buffers, take a turn with them around this call (`aquifer_allocator::Turn`).
     ///
     /// # Errors
-    /// When the stream belongs to another device, and errors of the driver.
+    /// When the stream belongs to another device; errors of the driver.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         if stream.device_id() != self.context.device_id {
             let devices = DeviceMismatch::between(stream.device_id(), self.context.device_id);

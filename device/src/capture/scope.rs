@@ -15,9 +15,9 @@ use crate::timeline::Timeline;
 /// A capture.
 #[derive(Debug)]
 pub(crate) struct Scope {
-    /// Those of the graph that comes of it.
+    /// Launches of the graph that results from the capture.
     pub(crate) launches: Arc<Launches>,
-    /// Held while the driver is asked to end the capture, so that a later one on the stream is not ended in its place. Taken before locks of
+    /// Held while the driver ends the capture, so that a later capture on the stream is not ended in its place. Taken before locks of
     /// timelines.
     pub(super) ending: Mutex<()>,
     /// A leaf, below the lock of a timeline.
@@ -27,20 +27,20 @@ pub(crate) struct Scope {
 #[derive(Debug, Default)]
 struct Members {
     over: bool,
-    /// Nobody holds it, though it goes on.
+    /// True if the capture goes on although nobody holds it.
     left: bool,
-    /// Its streams: the one that it began on, and those that joined by waiting for one of its events. They stay here when it is over, as
-    /// whoever ends it may be where no driver call can be made, such as those that dropping the last of a device may bring.
+    /// Its streams: the one that it began on, and those that joined by waiting for one of its events. They stay here when it is over,
+    /// because the capture may end where no driver call can be made, and dropping the last handles of a device may make some.
     streams: Vec<Arc<Timeline>>,
 }
 
 impl Scope {
-    /// Of a capture that is ours, or one that somebody else began.
+    /// The scope of a capture that this library began (`ours`), or that another library began.
     pub(super) fn new(ours: bool) -> Arc<Scope> {
         Arc::new(Scope { launches: Launches::new(ours), ending: Mutex::new(()), members: Leaf::default() })
     }
 
-    /// Adds a stream; false when the capture is over already.
+    /// Adds a stream. Returns false if the capture is over already.
     pub(crate) fn join(&self, timeline: &Arc<Timeline>) -> bool {
         let mut members = self.members.lock();
         if !members.over {
@@ -49,27 +49,27 @@ impl Scope {
         !members.over
     }
 
-    /// Whether the capture has ended.
+    /// True if the capture is over.
     pub(crate) fn is_over(&self) -> bool {
         self.members.lock().over
     }
 
-    /// Whether the capture began on this stream.
+    /// True if the capture began on this stream.
     pub(crate) fn began_on(&self, timeline: &Timeline) -> bool {
         self.members.lock().streams.first().is_some_and(|first| ptr::eq(&raw const **first, timeline))
     }
 
-    /// Notes that nobody holds the capture, though it goes on.
+    /// Notes that the capture goes on although nobody holds it.
     pub(super) fn leave(&self) {
         self.members.lock().left = true;
     }
 
-    /// Whether the capture began on this stream and nobody holds it.
+    /// True if the capture began on this stream and nobody holds it.
     pub(super) fn is_left_to(&self, timeline: &Timeline) -> bool {
         self.began_on(timeline) && self.members.lock().left
     }
 
-    /// The capture is over for all its streams. Makes no driver call.
+    /// Makes the capture over for all its streams. Makes no driver call.
     pub(crate) fn close(self: &Arc<Self>) {
         let mut members = self.members.lock();
         members.over = true;
@@ -78,7 +78,7 @@ impl Scope {
         streams.iter().for_each(|stream| stream.end_capture(self));
     }
 
-    /// As [`Scope::close`], of a capture that ended elsewhere, or that nobody can end any more: no graph comes of it here.
+    /// As [`Scope::close`], for a capture that ended elsewhere, or that nobody can end any more: it gives no graph here.
     pub(crate) fn give_up(self: &Arc<Self>) {
         let alone = self.ending.lock();
         if self.is_over() {
@@ -87,7 +87,7 @@ impl Scope {
         let kept = self.launches.note_gone();
         self.close();
         drop(alone);
-        // What it kept is code of others.
+        // Dropping what it kept runs foreign code.
         drop(kept);
     }
 }

@@ -1,9 +1,9 @@
-//! Copies and fills.
+//! Copies of one range, and fills, through the CUDA driver.
 //!
-//! From or to pageable memory the driver copies through buffers of its own, and may return before it has read the memory where the
-//! device can reach it directly. What such a copy promises here holds anyway: it waits for the stream before it returns. It
-//! cannot be captured, because a graph would touch the memory whenever it is launched. Memory is pageable unless this
-//! driver allocated or registered it. Rows and batches of copies have files of their own.
+//! Memory is pageable unless this driver allocated or registered it. CUDA copies pageable memory through buffers of its own; where the
+//! device can reach the memory directly, CUDA may return before it has read it. A copy here has read or written pageable memory when it
+//! returns, because it waits for the stream first. It cannot be captured, because a graph would touch the memory whenever it is launched.
+//! Copies of rows (`copy_rows.rs`) and batches (`batch.rs`) have files of their own.
 
 use std::ffi::c_void;
 
@@ -73,7 +73,7 @@ impl CudaDriver {
         if pageable { self.finish(operation, &stream) } else { Ok(()) }
     }
 
-    /// Whether host memory is pageable, in which case the stream must not capture.
+    /// True if host memory is pageable. Fails if it is and the stream captures.
     fn is_pageable(&self, operation: Operation, start: *const u8, bytes: usize, stream: &LiveStream) -> Result<bool> {
         if start.is_null() {
             return Err(bad_value(operation, "the host memory is at address 0"));
@@ -85,8 +85,9 @@ impl CudaDriver {
         Ok(true)
     }
 
-    /// Makes a copy from or to host memory in pieces that are page-locked as a whole, or not at all, where it is not one already: the
-    /// driver takes no others (CUDA driver API, “API synchronization behavior”). Stops at the first that fails.
+    /// Splits a copy from or to host memory into pieces each of which is page-locked as a whole or not at all, because the driver takes no
+    /// others (CUDA driver API, “API synchronization behavior”). Calls `copy` with the offset and length of each, and stops at the first
+    /// that fails.
     fn by_piece(
         &self,
         operation: Operation,
@@ -105,8 +106,8 @@ impl CudaDriver {
         Ok(())
     }
 
-    /// Waits for what was enqueued of a copy that failed half-way: whoever is told of an error takes its memory for unused. In a capture
-    /// nothing runs.
+    /// Waits for the part of a failed copy that was enqueued, because a caller who gets an error takes the memory for unused. Does nothing
+    /// in a capture, where nothing runs.
     pub(super) fn finish_part(&self, operation: Operation, stream: &LiveStream, enqueued: u64) {
         if enqueued == 0 || self.forbid_capture(operation, stream, "part of a copy is in the graph").is_err() {
             return;
@@ -116,11 +117,12 @@ impl CudaDriver {
         }
     }
 
-    /// Enqueues a copy of one range. Relaxed: where the memory is pageable, the driver may wait for other work.
+    /// Enqueues a copy of one range. Enters the context in the relaxed capture mode, because the driver may wait for other work if the
+    /// memory is pageable.
     ///
     /// # Safety
-    /// Ends on the device are live device memory, and for those on the host the caller vouches as for
-    /// [`crate::Driver::copy_to_device`] and [`crate::Driver::copy_to_host`]. At most one is on the host.
+    /// An end on the device is live device memory. For an end on the host the caller vouches as for [`crate::Driver::copy_to_device`] and
+    /// [`crate::Driver::copy_to_host`]. At most one end is on the host.
     pub(super) unsafe fn copy_range(
         &self,
         operation: Operation,
@@ -185,7 +187,7 @@ impl CudaDriver {
         check(operation, unsafe { call(ptr.0, value, size(bytes), stream.raw) })
     }
 
-    /// Refuses copies within the host, which the driver would make at once, waiting.
+    /// Refuses copies within the host, which the driver would make while the caller waits.
     pub(super) fn check_ends(&self, operation: Operation, dst: CopyEnd, src: CopyEnd) -> Result<()> {
         if matches!((dst, src), (CopyEnd::Host(_), CopyEnd::Host(_))) {
             return Err(bad_value(operation, "both ends of a copy are on the host"));
@@ -193,7 +195,7 @@ impl CudaDriver {
         Ok(())
     }
 
-    /// Refuses an end of a copy that is neither live device memory nor of one page-locked piece.
+    /// Refuses an end of a copy that is neither live device memory nor within one piece of page-locked memory.
     pub(super) fn check_place(&self, operation: Operation, place: CopyEnd, bytes: u64) -> Result<()> {
         match place {
             CopyEnd::Device(ptr) => self.check_memory(operation, ptr, bytes),

@@ -1,4 +1,4 @@
-//! Copies of rows.
+//! Copies of rows through the CUDA driver.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -61,7 +61,8 @@ impl CudaDriver {
         check(operation, unsafe { call(&raw const copy, stream.raw) })
     }
 
-    /// Enqueues rows that lie further apart than the driver's call allows. They are gigabytes apart, so there are few.
+    /// Enqueues rows one by one, because they lie further apart than the driver's call allows. Such rows are gigabytes apart, so there are
+    /// few.
     ///
     /// # Safety
     /// As for [`CudaDriver::copy_range`], for every row.
@@ -80,7 +81,7 @@ impl CudaDriver {
     }
 }
 
-/// A description of rows with both ends and nothing else set.
+/// A description of a copy of rows in which only the two ends are set.
 fn ends(dst: CopyEnd, src: CopyEnd) -> CUDA_MEMCPY2D {
     let kind = |place| match place {
         CopyEnd::Device(_) => CUmemorytype::CU_MEMORYTYPE_DEVICE,

@@ -1,11 +1,11 @@
-//! What copies touch, so that those that overlap are refused.
+//! The ranges that copies read and write, so that copies which overlap can be refused.
 
 use std::ops::Range;
 
 use crate::copies::{Copy2d, CopyEnd, Touched, first_overlap};
 
 impl Touched {
-    /// `bytes` bytes at `place`; the range ends with the address space.
+    /// The range of `bytes` bytes at `place`, cut off at the end of the address space.
     pub(super) fn new(place: CopyEnd, bytes: u64, writes: bool) -> Touched {
         let (host, start) = match place {
             CopyEnd::Device(ptr) => (false, ptr.0),
@@ -21,8 +21,8 @@ impl Touched {
     }
 }
 
-/// Whether the two ends of a copy of rows may touch each other, and then what every row touches: as a rule nothing is worth
-/// looking at, however many rows there are.
+/// The ranges that every row of a copy reads and writes, if the two ends may overlap at all; otherwise nothing. Mostly they cannot, and
+/// then no row has to be looked at, however many there are.
 pub(super) fn touched_rows(copy: &Copy2d) -> Vec<Touched> {
     let spanned = |place, pitch: u64, writes| {
         let bytes = pitch.saturating_mul(copy.height.saturating_sub(1)).saturating_add(copy.width);

@@ -1,8 +1,8 @@
-//! What a driver can tell of its device and its streams, and how a stream is made.
+//! Facts that a driver reports about its device, its pool and its streams, and the flags of new streams.
 
 use std::fmt;
 
-/// Which kind of driver is below.
+/// The kind of a driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DriverKind {
@@ -12,7 +12,7 @@ pub enum DriverKind {
     Cuda,
 }
 
-/// As devices are named: `cuda` or `sim`.
+/// Prints the prefix of device names: `cuda` or `sim`.
 impl fmt::Display for DriverKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -26,27 +26,26 @@ impl fmt::Display for DriverKind {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceInfo {
-    /// Which driver drives it.
+    /// Kind of the driver.
     pub kind: DriverKind,
     /// Ordinal among the devices of its kind in this process.
     pub ordinal: u32,
-    /// Name for people, such as `"Simulated H100 80GB"`.
+    /// Human-readable name, such as `"Simulated H100 80GB"`.
     pub name: String,
     /// Memory of the device in bytes.
     pub total_bytes: u64,
-    /// Granularity of physical memory and mappings in bytes; `None` where the device cannot map memory.
+    /// Granularity of physical memory, reservations and mappings in bytes; `None` if the device cannot map memory.
     pub granularity_bytes: Option<u64>,
-    /// Least and greatest stream priority, numerically: greatest priority is the lower number, as with CUDA.
+    /// Least and greatest stream priority. As with CUDA, the greatest priority is the lower number.
     pub priorities: (i32, i32),
-    /// What its code may be compiled for, major and minor number.
+    /// Compute capability, major and minor number: the architecture that kernels are compiled for.
     pub compute_capability: (u32, u32),
     /// The newest CUDA version that the driver knows, major and minor number; `None` for the simulated device.
     pub driver_version: Option<(u32, u32)>,
 }
 
 impl DeviceInfo {
-    /// Facts of a device that cannot map memory, has one stream priority and compute capability 0.0; set the other fields
-    /// as they apply.
+    /// Describes a device that cannot map memory, has one stream priority and compute capability 0.0. Set the other fields as they apply.
     pub fn new(kind: DriverKind, ordinal: u32, name: impl Into<String>, total_bytes: u64) -> Self {
         DeviceInfo {
             kind,
@@ -61,41 +60,41 @@ impl DeviceInfo {
     }
 }
 
-/// Free and total memory of a device in bytes, other processes' use included.
+/// Free and total memory of a device in bytes. Memory that other processes use is not free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryInfo {
-    /// Bytes that the driver could still give out.
+    /// Bytes that no process holds.
     pub free: u64,
-    /// Bytes of the device.
+    /// Bytes that the device has.
     pub total: u64,
 }
 
-/// What the driver's stream-ordered pool holds, in bytes.
+/// Bytes that the driver's stream-ordered pool holds and uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolUsage {
-    /// In use.
+    /// Bytes in use.
     pub used: u64,
-    /// Most that was in use at a time.
+    /// Most bytes that were in use at one time.
     pub used_peak: u64,
-    /// Held from the device.
+    /// Bytes that the pool holds from the device.
     pub reserved: u64,
-    /// Most that was held at a time.
+    /// Most bytes that were held at one time.
     pub reserved_peak: u64,
 }
 
-/// Whether a stream's work is recorded into a graph now.
+/// Whether a stream captures: whether its work is recorded into a graph instead of run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CaptureStatus {
-    /// It runs.
+    /// The stream does not capture: its work runs.
     None,
-    /// It is recorded.
+    /// The stream captures: its work is recorded.
     Active,
-    /// It was recorded, until a call broke the capture, which still has to be ended.
+    /// The stream captured until a call broke the capture. The capture still has to be ended.
     Invalidated,
 }
 
-/// A number a device can be asked for.
+/// A numeric property of a device, for [`crate::Driver::attribute`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Attribute {
@@ -103,27 +102,27 @@ pub enum Attribute {
     ComputeCapabilityMajor,
     /// Compute capability, minor number.
     ComputeCapabilityMinor,
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     MultiprocessorCount,
-    /// Copy engines that run beside kernels.
+    /// Number of copy engines that run beside kernels.
     AsyncEngineCount,
-    /// 1 where the device maps physical memory at reserved addresses.
+    /// 1 if the device maps physical memory at reserved addresses, otherwise 0.
     VirtualMemoryManagement,
-    /// 1 where the driver has a stream-ordered pool.
+    /// 1 if the driver has a stream-ordered pool, otherwise 0.
     MemoryPools,
-    /// 1 where physical memory can be made fit for RDMA: [`crate::PhysicalOptions::rdma`].
+    /// 1 if physical memory can be created for RDMA ([`crate::PhysicalOptions::rdma`]), otherwise 0.
     GpuDirectRdmaWithVmm,
-    /// 1 where physical memory can be exported as a file descriptor: [`crate::PhysicalOptions::exportable`].
+    /// 1 if physical memory can be exported as a file descriptor ([`crate::PhysicalOptions::exportable`]), otherwise 0.
     PosixFdHandles,
-    /// 1 where one call enqueues many copies: [`crate::Driver::copy_batch`].
+    /// 1 if one call can enqueue many copies ([`crate::Driver::copy_batch`]), otherwise 0.
     BatchedCopies,
 }
 
-/// How a new stream behaves.
+/// Flags of a new stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct StreamFlags {
-    /// Does not synchronise with the legacy default stream.
+    /// True for a stream that does not synchronise with the legacy default stream.
     pub non_blocking: bool,
-    /// Numerically lower is more urgent; clamped to the device's range.
+    /// Priority: a lower number is more urgent. The driver clamps it to the device's range.
     pub priority: i32,
 }

@@ -1,4 +1,4 @@
-//! Addresses and handles, as a driver gives them out and takes them.
+//! Device and host addresses, and the handles of a driver's objects.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,13 +9,13 @@ use std::ops::Range;
 pub struct DevicePtr(pub u64);
 
 impl DevicePtr {
-    /// The address `bytes` further on.
+    /// The address `bytes` bytes above this one.
     #[must_use]
     pub const fn offset(self, bytes: u64) -> DevicePtr {
         DevicePtr(self.0 + bytes)
     }
 
-    /// The addresses of the `bytes` bytes that start here.
+    /// The range of `bytes` bytes that starts here.
     pub const fn range(self, bytes: u64) -> Range<u64> {
         self.0..self.0 + bytes
     }
@@ -33,7 +33,7 @@ impl fmt::Display for DevicePtr {
     }
 }
 
-/// The address of page-locked host memory, as a number so that handles stay `Send`.
+/// The address of page-locked host memory. It is a number, not a pointer, so that handles stay `Send`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct HostPtr(pub usize);
 
@@ -48,29 +48,29 @@ macro_rules! raw_handles {
     ($($(#[$doc:meta])* $name:ident,)*) => {$(
         $(#[$doc])*
         ///
-        /// The driver may give the same value to a new object once this one is destroyed.
+        /// The driver may give the same value to a new object once the old one is destroyed.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub struct $name(pub u64);
     )*};
 }
 
 raw_handles! {
-    /// A stream, by the driver's handle.
+    /// The driver's handle of a stream.
     RawStream,
-    /// An event, by the driver's handle.
+    /// The driver's handle of an event.
     RawEvent,
-    /// A piece of physical memory, by the driver's handle.
+    /// The driver's handle of a piece of physical memory.
     RawPhysical,
-    /// A captured graph, by the driver's handle.
+    /// The driver's handle of a captured graph.
     RawGraph,
-    /// A loaded module of kernels, by the driver's handle.
+    /// The driver's handle of a loaded module of kernels.
     RawModule,
 }
 
 impl RawStream {
-    /// The legacy default stream: it waits for, and is waited for by, every blocking stream of the device.
-    /// Handle 0 means the same.
+    /// The legacy default stream: it waits for every blocking stream of the device, and every blocking stream waits for it. Handle 0 means
+    /// the same.
     pub const LEGACY: RawStream = RawStream(1);
-    /// The per-thread default stream: a blocking stream of its own for each calling thread.
+    /// The per-thread default stream: each calling thread has a blocking stream of its own behind this handle.
     pub const PER_THREAD: RawStream = RawStream(2);
 }

@@ -1,4 +1,4 @@
-//! Copies of rows, and many copies at once: each is one piece of work that touches many ranges.
+//! Copies of rows and batches of copies in the simulator. Each is one piece of work that touches many ranges.
 
 use super::calls::range;
 use super::machine::Machine;
@@ -19,7 +19,7 @@ impl Machine {
             return Ok(());
         }
         let too_long = || Refused::value(format!("{height} rows of {width} bytes are more than the device holds"));
-        // One end is on the device, where its rows do not overlap.
+        // At least one end is on the device, so rows that do not overlap there hold no more than the device does.
         let bytes = width.checked_mul(height).filter(|&bytes| bytes <= self.memory.total()).ok_or_else(too_long)?;
         let parts = if dst_pitch == width && src_pitch == width {
             vec![self.part(dst, src, bytes)?]
@@ -69,7 +69,7 @@ impl Machine {
     }
 }
 
-/// Refuses copies of which one writes what another touches, itself included.
+/// Refuses copies if one of them writes what another one, or the same one, reads or writes.
 fn refuse_overlap(parts: &[Part]) -> Answer<()> {
     let touched = |end: &End, writes| Touched { host: end.is_host(), range: end.range(), writes };
     let touched = parts.iter().flat_map(|part| [touched(&part.to, true), touched(&part.from, false)]);

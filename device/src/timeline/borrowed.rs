@@ -1,9 +1,9 @@
-//! Work that uses memory which the caller has only lent: blocking copies from and to slices.
+//! Work that uses borrowed memory: blocking copies from and to the caller's slices.
 //!
-//! Invariant: a borrow ends at return, so at return nothing that was enqueued uses the memory any more. The driver's answer to enqueuing
-//! says nothing about that, because part of a copy that failed may be under way. So the host also waits after an error, for as long
-//! as it takes, unless nothing runs on the device any more. That is so if the device is lost, or if waiting for it keeps failing although
-//! nothing captures: such persistent errors are those of a broken context, whose work has ended.
+//! Invariant: a borrow ends at return, so at return nothing that was enqueued uses the memory any more. The driver's result for enqueuing
+//! says nothing about that, because part of a failed copy may be under way. So the host also waits after an error, for as long as it takes,
+//! unless nothing runs on the device any more. That is so if the device is lost, or if waiting for it keeps failing although nothing
+//! captures: such persistent errors are those of a broken context, whose work has ended.
 //!
 //! A capture would break the invariant, because the graph would use the memory whenever it is launched. So nothing is enqueued on a stream
 //! that captures, or during a capture that forbids waiting for the stream, and this library begins no capture on the stream meanwhile.
@@ -22,13 +22,14 @@ use crate::error::{DeviceError, ErrorKind, Operation, Result};
 const PAUSE_MIN: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(16);
 
-/// How often the device may refuse to be waited for, for another reason than a capture, before nothing is taken to run there any more.
+/// How often waiting for the device may fail, for another reason than a capture, before the device counts as one where nothing runs any
+/// more.
 const REFUSALS_MAX: u32 = 64;
 
-/// After how many attempts the log says that the host still waits, and then whenever they have doubled.
+/// Number of attempts after which the log says that the host still waits, and then each time that the number has doubled.
 const ATTEMPTS_NOTED: u32 = 32;
 
-/// Work that uses borrowed memory is under way.
+/// A guard: work that uses borrowed memory is under way while it lives.
 struct Borrow<'a>(&'a Timeline);
 
 impl Drop for Borrow<'_> {
@@ -39,11 +40,11 @@ impl Drop for Borrow<'_> {
 }
 
 impl Timeline {
-    /// Lets `enqueue` enqueue work that uses memory which the caller has borrowed, and waits on the host until it is done, whatever
-    /// `enqueue` answers.
+    /// Calls `enqueue`, which enqueues work that uses borrowed memory, and waits on the host until that work is done, whether `enqueue`
+    /// succeeds or fails.
     ///
     /// # Errors
-    /// Of a call that is refused, of `enqueue`, or that the device is lost, in this order. Nothing uses the memory any more then.
+    /// When the call is refused; the error of `enqueue`; when the device is lost. Nothing uses the memory any more then.
     pub(crate) fn run_and_wait(
         &self,
         operation: Operation,
@@ -64,7 +65,7 @@ impl Timeline {
         self.refuse_capture_of_others(raw)?;
         state.borrowed += 1;
         drop(state);
-        // Whatever happens in the driver.
+        // Dropped whatever happens in the driver.
         let _borrow = Borrow(self);
         match enqueue(raw) {
             Err(error) if error.is_device_lost() => Err(error),
@@ -75,8 +76,8 @@ impl Timeline {
         }
     }
 
-    /// Refuses a stream that somebody else captures, or that a capture of somebody else's forbids to wait for: this very thread may be the
-    /// one that is to end it. So every stream is asked, of simulated devices, too, and the legacy one.
+    /// Refuses a stream that another library captures, or that cannot be waited for because of such a capture: this very thread may be the
+    /// one that is to end it. So the driver is asked about every stream, even of simulated devices, and even the legacy stream.
     fn refuse_capture_of_others(&self, raw: RawStream) -> Result<()> {
         match self.context.driver.capture_status(raw)? {
             CaptureStatus::None => Ok(()),
@@ -84,14 +85,15 @@ impl Timeline {
         }
     }
 
-    /// Waits on the host until what was enqueued on the stream is done, in whatever way the driver lets it. Fails only where nothing runs
-    /// any more.
+    /// Waits on the host until the work enqueued on the stream is done, by waiting for the stream or the device, whichever the driver
+    /// allows. Fails only if nothing runs on the device any more.
     fn wait_for_work(&self, raw: RawStream, operation: Operation, held_off: Option<BlockingHeldOff<'_>>) -> Result<()> {
         let mut held_off = Some(Ok(held_off));
         let reached = self.begin_wait();
         let (mut pause, mut attempts, mut refusals) = (PAUSE_MIN, 0_u32, 0);
         loop {
-            // Not while the host sleeps: who ends a capture that is in the way may have to begin another one.
+            // Captures are not held off while the host sleeps: the thread that ends a capture in the way may have to begin another one
+            // first.
             let held_off = held_off.take().unwrap_or_else(|| self.spare_captures(raw, operation));
             let attempt = held_off.map_or_else(ControlFlow::Continue, |held_off| self.try_to_wait(raw, held_off));
             let error = match attempt {
@@ -111,7 +113,7 @@ impl Timeline {
         }
     }
 
-    /// Waits for the stream, or else for the device. Goes on with an error after which the work may still run.
+    /// Waits for the stream or, if that fails, for the device. Returns `Continue` with an error after which the work may still run.
     fn try_to_wait(
         &self,
         raw: RawStream,
@@ -124,11 +126,11 @@ impl Timeline {
             Err(error) if !error.is_device_lost() => error,
             waited => return ControlFlow::Break(waited),
         };
-        // A capture that somebody else began since forbids it. It ends some time, and forbids to wait for the device just as well.
+        // A capture that another library began since forbids it. It ends some time, and forbids waiting for the device, too.
         if error.kind == ErrorKind::Capture {
             return ControlFlow::Continue(error);
         }
-        // This very thread may be the one that captures, so this is no capture that is waited for.
+        // This very thread may be the one that captures, so the end of such a capture is not waited for here.
         let Some(_held_off) = self.context.capturing.hold_off() else { return ControlFlow::Continue(error) };
         match driver.synchronize() {
             Err(error) if !is_gone(&error) => ControlFlow::Continue(error),
@@ -137,8 +139,8 @@ impl Timeline {
     }
 }
 
-/// Whether an answer to waiting for the whole device says that nothing runs there any more. The call names nothing but the context, so
-/// what it calls invalid is that.
+/// True if an error of waiting for the whole device means that nothing runs there any more. The call's only argument is the context, so an
+/// error about something invalid means the context.
 fn is_gone(error: &DeviceError) -> bool {
     matches!(error.kind, ErrorKind::DeviceLost | ErrorKind::InvalidUse | ErrorKind::Unavailable)
 }

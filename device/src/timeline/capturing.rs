@@ -1,4 +1,4 @@
-//! Timelines during captures: which capture a stream is part of, and what is refused meanwhile (T5).
+//! Timelines during captures: the capture that a stream is part of, and the calls that are refused meanwhile (T5).
 
 use std::sync::Arc;
 
@@ -12,11 +12,11 @@ use crate::sync::atomic::Ordering;
 /// Why a stream cannot be captured now.
 const BORROWED: &str = "another thread's blocking copy is under way on the stream: capture once it has returned";
 
-/// The identity of no device: there are never so many in a process.
+/// An identity that no device has: a process never has that many.
 const NO_DEVICE: u32 = u32::MAX;
 
 impl Timeline {
-    /// Whether the stream is known to be part of a capture. No driver call.
+    /// True if the stream is known to be part of a capture. No driver call.
     pub(crate) fn is_capturing(&self) -> bool {
         self.state.lock().capture.is_some()
     }
@@ -26,18 +26,19 @@ impl Timeline {
         self.state.lock().capture.clone()
     }
 
-    /// Refuses to go on while the stream captures and nobody said so: for slow paths, where a capture that somebody else began would
-    /// be broken, or its graph be given memory that others reuse. Asks the driver, on devices where others can begin one.
+    /// Fails if the stream captures unannounced. It is for slow paths, which would break a capture that another library began, or give its
+    /// graph memory that others reuse. Asks the driver, on devices where other libraries can begin captures.
     ///
     /// # Errors
-    /// When the stream captures unannounced, and errors of the driver.
+    /// When the stream captures unannounced; errors of the driver.
     pub fn refuse_unannounced_capture(&self) -> Result<()> {
         self.refuse_unannounced(&self.state.lock())
     }
 
     pub(super) fn refuse_unannounced(&self, state: &State) -> Result<()> {
         let others_capture = self.context.driver.info().kind == DriverKind::Cuda;
-        // The legacy stream never captures, another thread's stream cannot be asked about, and a handle that is gone is no stream.
+        // The legacy stream never captures, the driver cannot be asked about another thread's stream, and the handle of a stream that is
+        // gone names no stream.
         if !others_capture
             || self.kind == StreamKind::Legacy
             || self.is_foreign()
@@ -52,8 +53,8 @@ impl Timeline {
         }
     }
 
-    /// Lets `begin` begin a capture, once no call is under way that would break it. Under the lock, so that no event is recorded into
-    /// it by mistake.
+    /// Calls `begin` to begin a capture, once no call is under way that would break it. This happens under the timeline's lock, so that no
+    /// event is recorded into the capture by mistake.
     pub(crate) fn begin_capture(
         self: &Arc<Self>,
         scope: &Arc<Scope>,
@@ -65,7 +66,7 @@ impl Timeline {
         begun.inspect_err(|_| self.context.capturing.leave(blocking))
     }
 
-    /// As [`Timeline::begin_capture`], of a capture that others have begun, if `ask` finds it.
+    /// As [`Timeline::begin_capture`], for a capture that another library has begun, if `ask` finds it.
     pub(crate) fn announce_capture(
         self: &Arc<Self>,
         scope: &Arc<Scope>,
@@ -79,7 +80,7 @@ impl Timeline {
 
     fn begin_capture_now(self: &Arc<Self>, scope: &Arc<Scope>, begin: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut state = self.state.lock();
-        // Somebody may have let go of it since this was called.
+        // Another thread may have released the stream since this was called.
         if state.closed || state.is_let_go {
             return Err(self.closed_error(Operation::BeginCapture, GONE));
         }
@@ -95,8 +96,8 @@ impl Timeline {
         Ok(())
     }
 
-    /// Lets `wait` make the stream wait for an event recorded in a capture, by which the stream joins the capture. What the driver answers
-    /// once that has ended is not documented, so it is not asked.
+    /// Calls `wait` to make the stream wait for an event recorded in a capture, by which the stream joins the capture. If the capture has
+    /// ended, the driver is not called, because its result is not documented.
     pub(crate) fn join_capture(self: &Arc<Self>, scope: &Arc<Scope>, wait: impl FnOnce() -> Result<()>) -> Result<()> {
         let blocking = self.kind == StreamKind::Blocking;
         self.context.capturing.enter(blocking);
@@ -107,7 +108,7 @@ impl Timeline {
         joined.map(drop)
     }
 
-    /// Whether the stream was not part of the capture before, and is now.
+    /// Joins the capture. Returns true if the stream was not part of it before, and is now.
     fn join_capture_now(self: &Arc<Self>, scope: &Arc<Scope>, wait: impl FnOnce() -> Result<()>) -> Result<bool> {
         let mut state = self.state.lock();
         if state.closed || state.is_let_go {
@@ -128,7 +129,7 @@ impl Timeline {
         Ok(joins)
     }
 
-    /// Whether captures may begin on the stream, or join it: not while somebody lets go of it.
+    /// Sets whether captures may begin on the stream, or the stream may join one: not while it is being released.
     pub(crate) fn let_captures_begin(&self, may_begin: bool) {
         self.state.lock().is_let_go = !may_begin;
     }
@@ -148,7 +149,8 @@ impl Timeline {
         }
     }
 
-    /// Refuses a call on the legacy stream that would break the capture of a blocking stream (T5); none begins while the answer lives.
+    /// Refuses a call on the legacy stream that would break the capture of a blocking stream (T5). No such capture begins while the result
+    /// lives.
     pub(super) fn spare_captures(&self, raw: RawStream, operation: Operation) -> Result<Option<BlockingHeldOff<'_>>> {
         if StreamKind::of_unknown(raw) != StreamKind::Legacy {
             return Ok(None);
@@ -164,7 +166,7 @@ pub(super) fn capture_error(operation: Operation, detail: &str) -> DeviceError {
     DeviceError::new(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
 }
 
-/// Of a stream that captures, as the driver says and nobody else did.
+/// The error for a stream that captures according to the driver, but whose capture was not announced.
 pub(super) fn unannounced_error() -> DeviceError {
     capture_error(
         Operation::CaptureStatus,

@@ -65,34 +65,34 @@ pub(crate) use retired::Retired;
 #[derive(Debug)]
 pub struct Timeline {
     id: u32,
-    /// The driver's handle of the stream that it serves now.
+    /// The driver's handle of the stream that the timeline serves now.
     raw: AtomicU64,
     kind: StreamKind,
-    /// The only thread that can use the stream, for a per-thread default stream; nobody once it is gone.
+    /// For a per-thread default stream, the only thread that can use it; nobody once the stream is gone.
     owner: OwnerCell,
     /// Events recorded so far, or about to be: the `n` of a tick taken now.
     count: AtomicU64,
     /// Ticks below this are known to be done on the host.
     done: AtomicU64,
     context: Arc<Context>,
-    /// What [`Timeline::device_id_unless_capturing`] tells.
+    /// The value of [`Timeline::device_id_unless_capturing`].
     serves: AtomicU32,
     state: Mutex<State>,
 }
 
-/// How a stream and the legacy default stream affect each other.
+/// The relation between a stream and the legacy default stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StreamKind {
-    /// It is the legacy stream, which waits for every blocking stream.
+    /// The stream is the legacy stream, which waits for every blocking stream.
     Legacy,
-    /// They wait for each other.
+    /// The stream and the legacy stream wait for each other.
     Blocking,
-    /// They do not.
+    /// They do not wait for each other.
     NonBlocking,
 }
 
 impl StreamKind {
-    /// The kind of a stream of which only the handle is known: one that blocks, unless it is the legacy stream itself.
+    /// The kind of a stream of which only the handle is known: blocking, unless it is the legacy stream itself.
     pub(crate) fn of_unknown(raw: RawStream) -> StreamKind {
         if matches!(raw, RawStream(0) | RawStream::LEGACY) { StreamKind::Legacy } else { StreamKind::Blocking }
     }
@@ -100,21 +100,21 @@ impl StreamKind {
 
 #[derive(Debug, Default)]
 struct State {
-    /// What later work of this stream is ordered after.
+    /// The ticks that later work of this stream is ordered after.
     clock: Clock,
-    /// The same, of streams of other devices.
+    /// The same for streams of other devices.
     peers: Peers,
     /// Recorded events not yet known complete, oldest first.
     events: VecDeque<Recorded>,
-    /// The stream was destroyed or released: nothing can be recorded on it.
+    /// True once the stream was destroyed or released: nothing can be recorded on it.
     closed: bool,
-    /// It was destroyed: no work comes any more.
+    /// True once the stream was destroyed: no work comes any more.
     destroyed: bool,
     /// The capture that the stream is part of.
     capture: Option<Arc<Scope>>,
-    /// Calls under way that enqueue work with borrowed memory, and wait for it.
+    /// Number of calls under way that enqueue work with borrowed memory and wait for it.
     borrowed: u32,
-    /// Somebody is letting go of the stream, so that no capture begins any more.
+    /// True while the stream is being released, so that no capture begins any more.
     is_let_go: bool,
 }
 
@@ -126,12 +126,12 @@ struct Recorded {
     event: Arc<PooledEvent>,
 }
 
-/// What an event recorded by a user covers and knows.
+/// The ticks that an event recorded by a user covers, and the clock that it carries.
 #[derive(Debug)]
 pub(crate) struct Recording {
     pub(crate) covers: u64,
     pub(crate) clock: Clock,
-    /// The capture that it is a node of; it orders nothing outside.
+    /// The capture that the event is a node of; it orders nothing outside.
     pub(crate) capture: Option<Arc<Scope>>,
 }
 
@@ -161,12 +161,12 @@ impl Timeline {
 
     /// The driver's handle of the stream. Not an identity: drivers reuse handles.
     pub fn raw(&self) -> RawStream {
-        // Whoever has a stream got it from whoever created it, after this was set.
+        // A thread that has a stream got it from the thread that created it, after this was set.
         RawStream(self.raw.load(Ordering::Relaxed))
     }
 
-    /// The handle for a driver call made by this thread: not for another thread's per-thread default stream, whose handle
-    /// would mean this thread's one, nor for a stream that is gone, whose handle may mean a later one (T4).
+    /// The handle for a driver call of this thread (T4). Fails for another thread's per-thread default stream, whose handle would mean this
+    /// thread's stream, and for a stream that is gone, whose handle may mean a later stream.
     #[inline]
     pub(crate) fn usable(&self, operation: Operation) -> Result<RawStream> {
         if self.is_foreign() { Err(self.unusable_error(operation)) } else { Ok(self.raw()) }
@@ -182,7 +182,7 @@ impl Timeline {
         self.owner.is_foreign()
     }
 
-    /// Whether it is a per-thread default stream.
+    /// True for a per-thread default stream.
     pub(crate) fn is_of_thread(&self) -> bool {
         self.owner.is_some()
     }
@@ -193,8 +193,7 @@ impl Timeline {
         self.context.device_id
     }
 
-    /// Identity of the device, or a number that no device has while the stream captures: so that whoever must tell both asks
-    /// once.
+    /// Identity of the device or, while the stream captures, a number that no device has. So one read answers both questions.
     #[doc(hidden)]
     #[inline]
     pub fn device_id_unless_capturing(&self) -> u32 {
@@ -207,7 +206,7 @@ impl Timeline {
         self.count.load(Ordering::Acquire)
     }
 
-    /// Whether tick `n` is already known to be done. No driver call, no lock.
+    /// True if tick `n` is already known to be done. No driver call, no lock.
     #[inline]
     pub fn is_known_done(&self, n: u64) -> bool {
         n < self.done.load(Ordering::Acquire)
@@ -218,12 +217,12 @@ impl Timeline {
         self.done.load(Ordering::Acquire)
     }
 
-    /// Whether some event recorded so far covers tick `n`, so that waiting for it records nothing.
+    /// True if an event recorded so far covers tick `n`, so that waiting for it records nothing.
     pub fn is_covered(&self, n: u64) -> bool {
         self.is_known_done(n) || self.state.lock().events.back().is_some_and(|last| n < last.covers)
     }
 
-    /// Whether the stream still exists, so that events can be recorded on it.
+    /// True if the stream still exists, so that events can be recorded on it.
     pub fn is_open(&self) -> bool {
         !self.state.lock().closed
     }
@@ -239,8 +238,8 @@ impl Timeline {
         Ok(self.is_known_done(n))
     }
 
-    /// Makes sure that an event covers tick `n`, recording one if need be: a *milestone*. One that is recorded comes with a question about
-    /// earlier ones, so that [`Timeline::frontier`] follows the device.
+    /// Makes sure that an event covers tick `n`, recording one if need be: a *milestone*. Recording one also asks the driver about earlier
+    /// ones, so that [`Timeline::frontier`] follows the device.
     ///
     /// # Errors
     /// Errors of the driver's event calls; a closed or capturing stream cannot record.
@@ -253,8 +252,8 @@ impl Timeline {
         self.ask_about_half(&mut state)
     }
 
-    /// The lock, unless tick `n` is known to be done. Asked under the lock, too: another thread may learn it, and let the event go that
-    /// covers the tick, while this one waits. On a closed stream no other event could take its place.
+    /// Takes the lock; `None` if tick `n` is known to be done. That is checked under the lock, too: while this thread waits for the lock,
+    /// another one may learn it and recycle the event that covers the tick, and on a closed stream no other event could take its place.
     fn lock_unless_done(&self, n: u64) -> Option<MutexGuard<'_, State>> {
         if self.is_known_done(n) {
             return None;
@@ -265,7 +264,7 @@ impl Timeline {
 
     /// Waits on the host until tick `n` is done, recording an event if none covers it.
     ///
-    /// Where the stream is gone and nothing covers the tick (its last record failed), this waits for the whole device.
+    /// If the stream is gone and no event covers the tick (its last record failed), this waits for the whole device.
     ///
     /// # Errors
     /// Errors of the driver's event and synchronisation calls.
@@ -289,20 +288,20 @@ impl Timeline {
         Ok(())
     }
 
-    /// Raises the counter before the host waits for all of the stream, as before a record (T1): what [`Timeline::mark_done`] is then
-    /// to be told. That of a destroyed stream stays: its last event covers every tick, and so does this wait.
+    /// Raises the counter before the host waits for all of the stream, as before a record (T1). Returns the value for
+    /// [`Timeline::mark_done`] after the wait. The counter of a destroyed stream stays: its last event covers every tick, and so does this
+    /// wait.
     pub(crate) fn begin_wait(&self) -> u64 {
         let state = self.state.lock();
         if state.destroyed { self.now() + 1 } else { self.count.fetch_add(1, Ordering::AcqRel) + 1 }
     }
 
-    /// A copy of what later work of this stream is ordered after, to be consulted where no lock may be taken.
+    /// A copy of this stream's clock, to be read where no lock may be taken: the ticks that later work of this stream is ordered after.
     pub fn clock(&self) -> Clock {
         self.state.lock().clock.clone()
     }
 
-    /// Whether everything enqueued later on this stream comes after tick `n` of `other`, as far as is known now.
-    /// Makes no driver call.
+    /// True if work enqueued later on this stream is known to come after tick `n` of `other`. Makes no driver call.
     pub fn is_ordered_after(&self, other: &Timeline, n: u64) -> bool {
         other.is_known_done(n)
             || if self.is_on_device_of(other) {
@@ -316,17 +315,17 @@ impl Timeline {
         self.context.device_id == other.context.device_id
     }
 
-    /// The stream among those of all devices.
+    /// The stream's identity among the streams of all devices.
     fn place(&self) -> (u32, u32) {
         (self.context.device_id, self.id)
     }
 
-    /// Orders everything enqueued later on this stream after tick `n` of `other`, which may be of another device. If that order is
-    /// known already, this does nothing; else it costs at most one event recorded there and one wait here.
+    /// Orders work enqueued later on this stream after tick `n` of `other`, which may be of another device. If that order is known already,
+    /// this does nothing; otherwise it costs at most one event recorded there and one wait here.
     ///
     /// # Errors
-    /// Errors of the driver's event and wait calls, if this is another thread's default stream, or if the devices are of
-    /// different kinds. Nothing is ordered then and no clock changed.
+    /// When this is another thread's default stream, or the devices are of different kinds; errors of the driver's event and wait calls.
+    /// Nothing is ordered then, and no clock changes.
     pub fn wait_for(&self, other: &Timeline, n: u64) -> Result<()> {
         if self.is_ordered_after(other, n) {
             return Ok(());
@@ -363,8 +362,8 @@ impl Timeline {
         Ok(())
     }
 
-    /// Notes that this stream now waits for an event of `other` that covers its ticks below `covers` (T2). While the stream
-    /// captures, what waits is a node of a graph, so nothing is noted (T5).
+    /// Notes that this stream now waits for an event of `other` that covers its ticks below `covers` (T2). While the stream captures, only
+    /// a node of a graph waits, so nothing is noted (T5).
     pub(crate) fn absorb(&self, other: &Timeline, covers: u64, clock: &Clock) {
         let mut state = self.state.lock();
         if state.capture.is_some() {
@@ -384,7 +383,7 @@ impl Timeline {
     }
 }
 
-/// Why nothing can be enqueued on a stream any more.
+/// The reason why nothing can be enqueued on a stream any more.
 const GONE: &str = "the stream was destroyed or released";
 
 #[cold]

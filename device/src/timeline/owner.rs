@@ -24,8 +24,8 @@ impl Owner {
     }
 }
 
-/// The owner of a stream, if it has one. It changes when the stream's number goes to another stream. A stream that is gone is as another
-/// thread's to every thread, so that calls find out both at once.
+/// The owner of a stream, if it has one. It changes when the stream's number goes to another stream. A stream that is gone counts as
+/// another thread's for every thread, so that one check finds both.
 #[derive(Debug)]
 pub(super) struct OwnerCell(AtomicU64);
 
@@ -41,22 +41,22 @@ impl OwnerCell {
         self.0.store(Self::bits(owner), Ordering::Relaxed);
     }
 
-    /// Lets no thread use the stream any more.
+    /// Marks the stream as gone, so that no thread can use it any more.
     pub(super) fn close(&self) {
         self.0.store(NOBODY, Ordering::Relaxed);
     }
 
-    /// Whether no thread can use the stream any more.
+    /// True if no thread can use the stream any more.
     pub(super) fn is_closed(&self) -> bool {
         self.0.load(Ordering::Relaxed) == NOBODY
     }
 
-    /// Whether any thread owns the stream.
+    /// True if a thread owns the stream.
     pub(super) fn is_some(&self) -> bool {
         !matches!(self.0.load(Ordering::Relaxed), 0 | NOBODY)
     }
 
-    /// Whether the stream is another thread's, or nobody's any more.
+    /// True if the stream is another thread's, or gone.
     #[inline]
     pub(super) fn is_foreign(&self) -> bool {
         let owner = self.0.load(Ordering::Relaxed);

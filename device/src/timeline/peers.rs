@@ -1,16 +1,16 @@
-//! What a stream is already ordered after on other devices.
+//! The ticks of other devices' streams that a stream is already ordered after.
 //!
 //! Unlike a [`super::Clock`], this is not passed on to streams that wait: if a stream waits for one that waited for another device, it
 //! still has to wait for that device itself. Only the few streams that were waited for last are kept; one that was forgotten costs
 //! another event and wait.
 
-/// Streams of other devices that are kept: enough for some on each of the devices of a machine.
+/// Number of streams of other devices that are kept: enough for some on each device of a machine.
 const KEPT: usize = 32;
 
 /// For each stream of another device, up to which tick everything is known to come before.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Peers(
-    /// (device, stream) and a tick, the stream that was waited for last at the end.
+    /// A (device, stream) pair and a tick; the stream that was waited for last is at the end.
     Vec<((u32, u32), u64)>,
 );
 

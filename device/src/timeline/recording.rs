@@ -7,18 +7,19 @@ use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::atomic::Ordering;
 
 impl Timeline {
-    /// Raises the counter, lets `record` record an event, and returns what that event covers and knows (T1, T2).
+    /// Raises the counter, calls `record` to record an event, and returns the ticks that the event covers and the clock that it carries
+    /// (T1, T2).
     pub(crate) fn record_with(&self, record: impl FnOnce() -> Result<()>) -> Result<Recording> {
         let state = self.state.lock();
-        // What is recorded in a capture that nobody made known would seem to cover what was enqueued before.
+        // An event recorded in an unannounced capture would seem to cover work enqueued before.
         self.refuse_unannounced(&state)?;
         let _held_off = self.spare_captures(self.raw(), Operation::Record)?;
         let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
         record().map(|()| Recording { covers, clock: state.clock.clone(), capture: state.capture.clone() })
     }
 
-    /// Records the last event of the stream, so that all its ticks stay answerable, and closes it. If the stream is
-    /// destroyed, so that nobody enqueues on it any more, the event covers ticks taken later, too.
+    /// Records the last event of the stream, by which all its ticks can still be asked about, and closes the timeline. If the stream is
+    /// destroyed, so that no more work is enqueued on it, the event covers ticks taken later, too.
     pub(crate) fn close(&self, destroyed: bool) -> Result<()> {
         let mut state = self.state.lock();
         let last = self.record(&mut state);
@@ -31,8 +32,8 @@ impl Timeline {
         Ok(())
     }
 
-    /// As [`Timeline::close`], of the default stream of a thread that has ended, which another thread may do: it stays open if the
-    /// last event cannot be recorded now.
+    /// As [`Timeline::close`], for the default stream of a thread that has ended. Another thread may call it. The timeline stays open if
+    /// the last event cannot be recorded now.
     pub(super) fn close_ended(&self) -> Result<()> {
         let mut state = self.state.lock();
         self.record(&mut state)?;
@@ -41,8 +42,8 @@ impl Timeline {
         Ok(())
     }
 
-    /// Serves a new stream from now on, if all work of the one before, which is gone, is done. Ticks count on, so that
-    /// those of the one before stay done, and those of the new stream are not.
+    /// Makes the timeline serve a new stream from now on, if all work of the earlier stream, which is gone, is done; returns whether it
+    /// does. Ticks count on, so that those of the earlier stream stay done, and those of the new stream are not done.
     pub(super) fn reopen(&self, raw: RawStream, owner: Option<Owner>) -> Result<bool> {
         let mut state = self.state.lock();
         self.poll(&mut state)?;
@@ -56,7 +57,7 @@ impl Timeline {
         Ok(true)
     }
 
-    /// The oldest event that covers tick `n`; records one if there is none.
+    /// Returns the oldest event that covers tick `n`; records one if there is none.
     pub(super) fn covering(&self, state: &mut State, n: u64) -> Result<Recorded> {
         let first = state.events.partition_point(|recorded| recorded.covers <= n);
         match state.events.get(first) {
@@ -87,7 +88,7 @@ impl Timeline {
         Ok(recorded)
     }
 
-    /// The error of a stream that is gone. Streams of a lost device are destroyed without a last event.
+    /// The error for a stream that is gone. Streams of a lost device are destroyed without a last event.
     pub(super) fn closed_error(&self, operation: Operation, detail: &str) -> DeviceError {
         let driver = &self.context.driver;
         match driver.lost() {
@@ -107,8 +108,9 @@ impl Timeline {
         Ok(())
     }
 
-    /// Asks about the middle one of the events, and lets all up to it go if it is complete. So one query a milestone tells about how far
-    /// a stream got, and milestones do not pile up where nobody else asks. The last one, just recorded, says nothing yet.
+    /// Asks the driver about the middle one of the events, and recycles all up to it if it is complete. So one query for each milestone
+    /// shows roughly how far a stream got, and milestones do not pile up if nothing else asks. The last event, just recorded, says nothing
+    /// yet.
     pub(super) fn ask_about_half(&self, state: &mut State) -> Result<()> {
         let Some(half) = state.events.len().checked_sub(2).map(|others| others / 2) else { return Ok(()) };
         let newest = &state.events[half];
@@ -120,8 +122,8 @@ impl Timeline {
     }
 }
 
-/// Of a stream on which no work comes any more: its last event covers ticks that are taken later, too. They show the count that it
-/// has now, and it is not raised any more.
+/// Makes the last event of a stream without further work cover ticks that are taken later, too. These show the present count, which is not
+/// raised any more.
 fn cover_later_ticks(state: &mut State) {
     if let Some(last) = state.events.back_mut() {
         last.covers += 1;

@@ -1,12 +1,12 @@
-//! Timelines of streams that are gone: each serves a later stream.
+//! Retired timelines: those of streams that are gone. Each serves a later stream.
 //!
-//! Whoever keeps something for each stream that it met, as allocators and clocks do, would keep more and more of it in a program
-//! that makes a stream for each of its requests. So a number stands for one stream after another. All work of the one before is
-//! known to be done when the next begins, and its ticks count on from there: as if one stream had gone on, after its host waited for
-//! it. Whatever was noted of the number stays true.
+//! Allocators and clocks keep something for each stream number. In a program that makes a stream for each of its requests, they would keep
+//! more and more. So a number stands for one stream after another. All work of the earlier stream is known to be done when the next one
+//! begins, and ticks count on from there, as if one stream had gone on after the host waited for it. Everything that was noted about the
+//! number stays true.
 //!
-//! When a thread ends, its default stream makes no driver call any more: whatever the driver keeps for the thread may be gone. An
-//! event on the legacy stream tells later that its work is done. As every blocking stream waits for such an event, they are recorded for
+//! When a thread ends, no driver call is made with its default stream any more, because the driver's state for the thread may be gone. An
+//! event on the legacy stream later shows that its work is done. Every blocking stream waits for such an event, so events are recorded for
 //! several ended threads at a time, when another thread asks for its stream.
 
 use std::collections::VecDeque;
@@ -20,15 +20,15 @@ use crate::driver::RawStream;
 /// How many timelines are asked whether their work is done before a new one is made.
 const LOOKS: usize = 2;
 
-/// How many threads have ended before events are recorded for them, and for how many at most.
+/// Number of ended threads from which on events are recorded for them, and the most that get one at a time.
 const ENDED: usize = 16;
 
 /// The timelines of a device's streams that are gone. Its locks are leaves.
 #[derive(Debug, Default)]
 pub(crate) struct Retired {
-    /// Those whose last event was recorded; what was not asked for longest comes first.
+    /// Timelines whose last event was recorded. The one whose work was not asked about for longest comes first.
     closed: Mutex<VecDeque<Arc<Timeline>>>,
-    /// Those of ended threads' default streams, whose last events are yet to be recorded.
+    /// Timelines of ended threads' default streams, whose last events are still to be recorded.
     ended: Mutex<VecDeque<Arc<Timeline>>>,
 }
 
@@ -43,7 +43,7 @@ impl Retired {
         self.ended.lock().push_back(timeline);
     }
 
-    /// Records the last events of ended threads' default streams, if there are several. What cannot be done now will be tried again.
+    /// Records the last events of ended threads' default streams, if there are several. Those that fail are tried again later.
     pub(crate) fn close_ended(&self) {
         for timeline in self.take_ended() {
             match timeline.close_ended() {
@@ -61,11 +61,12 @@ impl Retired {
         if ended.len() < ENDED { Vec::new() } else { ended.drain(..ENDED).collect() }
     }
 
-    /// A timeline for a new stream of this kind, if the work of an earlier one is done. The stream is its owner's alone, if it has one.
+    /// A retired timeline for a new stream of this kind, if the work of an earlier one is done. With `owner`, only that thread can use the
+    /// new stream.
     pub(crate) fn reopen(&self, raw: RawStream, kind: StreamKind, owner: Option<Owner>) -> Option<Arc<Timeline>> {
         for _ in 0..LOOKS {
             let timeline = self.take(kind)?;
-            // One that cannot be asked now may be asked later.
+            // A timeline that cannot be asked now may be asked later.
             if timeline.reopen(raw, owner).unwrap_or(false) {
                 return Some(timeline);
             }

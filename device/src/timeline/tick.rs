@@ -1,11 +1,11 @@
-//! A tick as people hold it.
+//! Ticks as programs hold them.
 
 use std::sync::Arc;
 
 use super::Timeline;
 use crate::error::Result;
 
-/// A point on a stream's timeline, which stands for everything enqueued on the stream until the tick was taken.
+/// A point on a stream's timeline, which stands for all work enqueued on the stream until the tick was taken.
 ///
 /// Taking and holding a tick costs no driver call: an event is recorded only when something must wait for the tick. See
 /// [`crate::Stream::tick`] and [`crate::Stream::wait_for`].
@@ -21,13 +21,13 @@ impl Tick {
         &self.timeline
     }
 
-    /// Its place there.
+    /// Its place on the timeline: the number of events recorded there before.
     pub fn n(&self) -> u64 {
         self.n
     }
 
-    /// Whether the work is known to be done. Asks the driver about events recorded so far and records none, so a tick that
-    /// no event covers is never known to be done: call [`Tick::cover`] first.
+    /// True if the work is known to be done. Asks the driver about events recorded so far and records none, so a tick that no event covers
+    /// is never known to be done: call [`Tick::cover`] first.
     ///
     /// # Errors
     /// Errors of the driver's event query.

@@ -1,9 +1,9 @@
-//! Memory apart: mapped for one owner at addresses of its own, outside of every heap ([`crate::Growable`],
-//! [`crate::Exportable`]).
+//! Memory apart: memory mapped for one owner at addresses of its own, outside of every heap ([`crate::Growable`], [`crate::Exportable`]).
 //!
-//! It counts in `reserved` and `allocated` as a block of the large pool. What its owner gives up is *retired* with a tick of each
-//! stream that used it, which makes no driver call; later operations on mappings unmap what is done, and recycle or release it.
-//! Ticks that are not known done are asked about, and waited for, with those of free blocks (`donors.rs`).
+//! It counts in `reserved` and `allocated` as a block of the large pool. Memory that its owner gives up is *retired*: it is listed with a
+//! tick of each stream that used it, which makes no driver call. Later operations on mappings unmap retired memory whose ticks are done,
+//! and recycle or release it. Ticks that are not known done are asked about and waited for together with those of free blocks
+//! (`donors.rs`).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -23,17 +23,17 @@ use crate::shell::whole::Whole;
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
 
-/// The default large pool, as part of which memory apart counts.
+/// The pool that memory apart counts in: the default large one.
 pub(crate) const POOL: u16 = PoolKind::Large as u16;
 
-/// What an owner has of its reservation, from the first address on. Bytes are 0 for one that has nothing yet.
+/// The part of a reservation that its owner has, from the first address on. All sizes are 0 while the owner has nothing yet.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Owned {
     /// Bytes, a multiple of a granule.
     pub(crate) size: u64,
-    /// Bytes asked for.
+    /// Requested bytes.
     pub(crate) requested: u64,
-    /// The stream it was made for.
+    /// The stream that it was made for.
     pub(crate) slot: u32,
     pub(crate) tag: Tag,
 }
@@ -41,19 +41,19 @@ pub(crate) struct Owned {
 /// Memory that its owner gave up.
 #[derive(Debug)]
 pub(crate) struct Retired {
-    /// The reservation that it is in.
+    /// First address of the reservation that it is in.
     pub(crate) base: u64,
     pub(crate) range: Range<u64>,
     /// Streams that used it, and where their timelines must have got to.
     pub(crate) uses: Vec<(u32, u64)>,
-    /// Whether the addresses go with it.
+    /// True if the owner is gone, so that the reservation goes, too.
     pub(crate) whole: bool,
 }
 
 impl Allocator {
-    /// Serves a request outside of the heaps. Between attempts it makes room as the ladder does: what is unused goes back to
-    /// the device, after the streams that it waits for, and reclaimers are asked. Of what its owner has already, `own` bytes, nothing can
-    /// be given up for it.
+    /// Serves a request outside of the heaps by calling `attempt` until it succeeds. Between attempts it makes room as the ladder does: it
+    /// gives unused memory back to the device, waiting for streams where needed, and runs reclaimers. The `own` bytes that the owner has
+    /// already cannot be given up for the request.
     pub(crate) fn climb_apart<T>(
         &self,
         request: &Request,
@@ -65,7 +65,7 @@ impl Allocator {
             Ok(served) => return Ok(served),
             Err(refusal) => tried.refusal = Some(refusal),
         }
-        // What makes room would break it.
+        // The calls that make room would break the capture.
         self.refuse_unannounced_capture(request.slot)?;
         if self.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
             self.shell().count(|counters| &counters.num_oom_rejections);
@@ -82,7 +82,7 @@ impl Allocator {
             match reclaimers.ask() {
                 Some(freed) => tried.reclaimed = tried.reclaimed.saturating_add(freed),
                 None => {
-                    // Memory in the hands of other threads was on no list when it was looked for.
+                    // Memory that other threads were moving was on no list when it was looked for.
                     self.gate().wait();
                     return attempt()?.map_err(|refusal| {
                         tried.refusal = Some(refusal);
@@ -93,13 +93,13 @@ impl Allocator {
         }
     }
 
-    /// Unmaps what owners gave up, as far as it is known done: granules become spare, and those made for an owner of their own
-    /// go back to the device. Tells how many bytes did.
+    /// Unmaps retired memory that is known done. Its granules become spare; those of exportable memory go back to the device. Returns how
+    /// many bytes went back.
     pub(crate) fn recycle_retired(&self) -> Result<u64, AllocError> {
         if self.shell().core().recyclable().is_none() {
             return Ok(0);
         }
-        // Alone, so that addresses never go before the last memory behind them.
+        // Exclusive, so that a reservation never goes before the last memory mapped in it.
         let _alone = self.gate().exclusive();
         let mut released = 0;
         loop {
@@ -123,13 +123,13 @@ impl Allocator {
         }
     }
 
-    /// Unmaps memory on its way back; tells what stopped that. What is still mapped then stays retired.
+    /// Unmaps retired memory. Returns the error, if any; the memory is then mapped still, and stays retired.
     fn unmap_leaving(&self, leaving: &Leaving) -> Option<DeviceError> {
         let range = &leaving.retired.range;
         if leaving.granules.is_empty() { None } else { unmap_range(self.device(), self.hooks(), range).err() }
     }
 
-    /// Releases granules that serve nobody else; tells how many bytes.
+    /// Releases granules that are of no use to others. Returns how many bytes.
     fn release_freed(&self, freed: Vec<(RawPhysical, u64)>) -> u64 {
         for &(physical, _) in &freed {
             if let Err(error) = self.device().driver().release_physical(physical) {
@@ -141,15 +141,15 @@ impl Allocator {
     }
 }
 
-/// What serves nobody any more.
+/// Memory and addresses that are of no use any more.
 #[derive(Default)]
 struct Freed {
-    /// Granules of no use to others, with their bytes.
+    /// Granules that are of no use to others, with their bytes.
     granules: Vec<(RawPhysical, u64)>,
     addresses: Option<(DevicePtr, u64)>,
 }
 
-/// Retired memory that the driver is asked to unmap.
+/// Retired memory while the driver unmaps it.
 struct Leaving {
     retired: Retired,
     purpose: Purpose,
@@ -157,7 +157,7 @@ struct Leaving {
 }
 
 impl Whole {
-    /// Takes retired memory that is done.
+    /// Takes one piece of retired memory that is done off the list.
     fn begin_recycling(&mut self) -> Option<Leaving> {
         let at = self.recyclable()?;
         let paged = self.paged.as_mut()?;
@@ -167,7 +167,7 @@ impl Whole {
         Some(Leaving { retired, purpose, granules })
     }
 
-    /// Accounts for what became of retired memory; tells what serves nobody any more.
+    /// Accounts for retired memory after the driver unmapped it, or failed to. Returns what is of no use any more.
     fn settle_recycling(&mut self, leaving: Leaving, unmapped: bool) -> Freed {
         let Leaving { retired, purpose, granules } = leaving;
         let Some(paged) = &mut self.paged else { return Freed::default() };
@@ -197,7 +197,7 @@ impl Whole {
         Freed { granules, addresses }
     }
 
-    /// Adds retired granules to those that ticks keep from moving, by tick.
+    /// Adds the retired granules to those that ticks not known done keep from moving, by tick.
     pub(crate) fn add_retired(&self, not_done: &mut BTreeMap<(u32, u64), u64>) {
         let Some(paged) = &self.paged else { return };
         for retired in &paged.retired {
@@ -214,12 +214,12 @@ impl Whole {
         apart + self.heaps().map(crate::heap::Heap::in_use).sum::<u64>()
     }
 
-    /// How long an owner's part of its reservation is, in bytes.
+    /// Bytes of an owner's part of its reservation.
     pub(crate) fn owned_size(&self, base: u64) -> u64 {
         self.paged.as_ref().and_then(|paged| paged.owned.get(&base)).map_or(0, |owned| owned.size)
     }
 
-    /// Makes an owner's part of its reservation this long, in statistics and history.
+    /// Sets the size of an owner's part of its reservation, and notes that in statistics and history.
     pub(crate) fn set_owned(&mut self, base: u64, size: u64, requested: u64) {
         let Some(paged) = &mut self.paged else { return };
         let Some(owned) = paged.owned.get_mut(&base) else { return };
@@ -240,7 +240,7 @@ impl Whole {
 }
 
 impl Core {
-    /// Where in the list there is retired memory that is done; addresses go last.
+    /// Index of retired memory that is done. An entry that ends its reservation comes last of all those in it.
     fn recyclable(&self) -> Option<usize> {
         // While the allocator sleeps there is nothing behind the addresses.
         let retired = &self.paged.as_ref().filter(|paged| paged.absent.is_none())?.retired;
@@ -249,7 +249,7 @@ impl Core {
         retired.iter().position(|one| is_done(one) && is_last(one))
     }
 
-    /// An owner gives up the part of its reservation from `from` to `to`, which these streams used.
+    /// Retires a range of a reservation that its owner gives up and that the streams `users` used.
     pub(crate) fn retire(&mut self, base: u64, range: Range<u64>, users: &[u32], whole: bool) {
         let uses = users.iter().map(|&slot| (slot, self.tick_of(slot))).collect();
         if let Some(paged) = &mut self.paged {

@@ -1,7 +1,8 @@
-//! Carries out at the driver, without a lock, what was planned under all of them, and tells what came of it.
+//! Makes the driver calls of a remap, without a lock. The work was planned under all locks (`plan.rs`), and is accounted for under all
+//! locks afterwards.
 //!
-//! Creation comes first, because it is what fails for lack of memory, and nothing has to be undone then. What is unmapped
-//! already when a later call fails becomes spare, and what is mapped but cannot be accessed is unmapped again.
+//! Granules are created first, because that is the step which fails for lack of memory, and then nothing has to be undone. If a later call
+//! fails, granules that are unmapped already become spare, and granules that are mapped but cannot be accessed are unmapped again.
 
 use std::ops::Range;
 
@@ -9,10 +10,10 @@ use aquifer_device::{Device, DeviceError, DevicePtr, PhysicalOptions, RawPhysica
 
 use crate::recovery::hooks::Hooks;
 
-/// Up to so many granules are created without asking whether the device has them.
+/// Up to this many granules are created without checking first that the device has that much memory.
 const CREATED_UNASKED: u64 = 32;
 
-/// What the driver is asked to do.
+/// The driver's work.
 #[derive(Debug, Default)]
 pub(crate) struct Work {
     pub(crate) granule: u64,
@@ -21,51 +22,51 @@ pub(crate) struct Work {
     pub(crate) access: Vec<u32>,
     /// Granules to create.
     pub(crate) create: u64,
-    /// Mapped ranges to be unmapped, and what is mapped there.
+    /// Mapped ranges to unmap, and the granules that are mapped there.
     pub(crate) unmap: Vec<(Range<u64>, Vec<RawPhysical>)>,
-    /// Granules at hand.
+    /// Spare granules to map.
     pub(crate) spares: Vec<RawPhysical>,
-    /// Ranges to be mapped.
+    /// Ranges to map granules at.
     pub(crate) fill: Vec<Range<u64>>,
 }
 
-/// What came of it. Every granule of the work, and every one created, is in exactly one place.
+/// The result of the work. Every granule of the work, and every one created, is in exactly one of the lists.
 #[derive(Debug, Default)]
 pub(crate) struct Done {
-    /// What stopped the work, if anything did.
+    /// The error that stopped the work, if any.
     pub(crate) error: Option<DeviceError>,
-    /// Whether creating a granule did.
+    /// True if creating a granule failed.
     pub(crate) at_creation: bool,
-    /// Granules created that were not given back.
+    /// Number of granules that were created and not given back.
     pub(crate) created: u64,
-    /// How many of the ranges to be unmapped were, in order.
+    /// How many of the ranges to unmap were unmapped; they are the first ones.
     pub(crate) unmapped: usize,
-    /// Granules of the others, by range.
+    /// Granules of the other ranges to unmap, by range.
     pub(crate) still_mapped: Vec<Vec<RawPhysical>>,
-    /// What was filled, range by range.
+    /// The ranges at which granules are mapped now.
     pub(crate) filled: Vec<Filled>,
-    /// Granules mapped nowhere.
+    /// Granules that are mapped nowhere.
     pub(crate) spares: Vec<RawPhysical>,
 }
 
-/// Granules mapped side by side where they were wanted.
+/// Granules mapped side by side in a range to fill.
 #[derive(Debug)]
 pub(crate) struct Filled {
     pub(crate) range: Range<u64>,
-    /// By address.
+    /// The granules, by address.
     pub(crate) granules: Vec<RawPhysical>,
-    /// `false` if the driver would neither give access nor take them back.
+    /// False if the driver neither gave access to them nor unmapped them again.
     pub(crate) usable: bool,
 }
 
 impl Filled {
-    /// The places of granules of so many bytes, by address.
+    /// The addresses of the granules, which have `granule` bytes each.
     pub(crate) fn places(&self, granule: u64) -> impl Iterator<Item = u64> + use<> {
         places(&self.range, granule)
     }
 }
 
-/// Does the work, as far as the driver does.
+/// Does the work until it is finished or a driver call fails.
 pub(crate) fn carry_out(device: &Device, hooks: &Hooks, mut work: Work) -> Done {
     let mut done = Done { spares: std::mem::take(&mut work.spares), ..Done::default() };
     let moving = work.unmap.iter().map(|(_, granules)| granules.len()).sum::<usize>();
@@ -89,7 +90,7 @@ fn create(device: &Device, work: &Work, done: &mut Done) -> Result<(), DeviceErr
             Ok(physical) => created.push(physical),
             Err(error) => {
                 done.at_creation = true;
-                // What came before does not help: it goes back, so that others may have it.
+                // The granules created so far do not help: they go back, so that others may have the memory.
                 created.retain(|&physical| device.driver().release_physical(physical).is_err());
                 done.created = created.len() as u64;
                 done.spares.append(&mut created);
@@ -102,9 +103,10 @@ fn create(device: &Device, work: &Work, done: &mut Done) -> Result<(), DeviceErr
     Ok(())
 }
 
-/// Refuses to create many granules where the device cannot have that much: one after the other they would take all its memory from
-/// everybody else, for as long as it takes to create them, and give it back. What the device says is free is not all: the driver's
-/// own pool lets go of what it holds in reserve. So one piece of that size is asked for, which is had as a whole or not at all.
+/// Fails if many granules are to be created and the device has not that much memory. Otherwise granules created one by one would take all
+/// its memory from everybody else for a while, only to give it back. Where the device reports too little free memory, that is not decisive,
+/// because the driver's own pool gives up memory that it holds in reserve. So this then creates one piece of the whole size, which succeeds
+/// as a whole or not at all, and releases it.
 fn refuse_in_vain(device: &Device, work: &Work) -> Result<(), DeviceError> {
     let bytes = work.create.saturating_mul(work.granule);
     let seems_lacking = || device.driver().memory_info().is_ok_and(|memory| memory.free < bytes);
@@ -133,7 +135,7 @@ fn unmap(
     Ok(())
 }
 
-/// Unmaps a range that is done with, and tells the observers: before, and again if the memory stays after all.
+/// Unmaps a range. Observers are told before it, and told again that memory is mapped there if the call fails.
 pub(crate) fn unmap_range(device: &Device, hooks: &Hooks, range: &Range<u64>) -> Result<(), DeviceError> {
     let bytes = range.end - range.start;
     hooks.about_to_unmap(range.start, bytes);
@@ -153,17 +155,17 @@ fn map(device: &Device, hooks: &Hooks, work: &Work, done: &mut Done) -> Result<(
     Ok(())
 }
 
-/// A number of granules, of which a device has fewer than the host has addresses.
+/// A number of granules as an index. It always fits: a device has fewer granules than the host has addresses.
 fn small(granules: u64) -> usize {
     usize::try_from(granules).unwrap_or(0)
 }
 
-/// The places of a range, by address.
+/// The addresses of the granules of a range.
 fn places(range: &Range<u64>, granule: u64) -> impl Iterator<Item = u64> + use<> {
     range.clone().step_by(usize::try_from(granule).unwrap_or(usize::MAX))
 }
 
-/// Maps a range and sets access to it once. What is mapped goes from one list to the other.
+/// Maps granules at a range, and gives access to all of it with one call. Mapped granules move from one list to the other.
 fn map_range(
     device: &Device,
     work: &Work,
@@ -180,7 +182,7 @@ fn map_range(
     device.driver().set_access(DevicePtr(range.start), range.end - range.start, &work.access)
 }
 
-/// Takes mappings back, from `start` on, that cannot be accessed.
+/// Unmaps the granules mapped from `start` on, which cannot be accessed.
 fn unmap_again(device: &Device, granule: u64, start: u64, mapped: Vec<RawPhysical>, done: &mut Done) {
     for (at, physical) in places(&(start..u64::MAX), granule).zip(mapped) {
         match device.driver().unmap(DevicePtr(at), granule) {

@@ -1,7 +1,7 @@
 //! Donors: granules that may move, because they lie wholly in free blocks and their last use is done.
 //!
-//! The highest addresses give first, so that memory in use gathers at the low ones and steady programs find their memory where
-//! they left it. Granules whose last use is not known done are counted by the tick that would let them move.
+//! Granules at the highest addresses are chosen first, so that memory in use gathers at low addresses, and steady programs find their
+//! memory where they left it. Granules whose last use is not known done are counted by the tick that would let them move.
 
 use std::collections::{BTreeMap, BinaryHeap};
 
@@ -22,19 +22,19 @@ pub(crate) struct Donor {
     pub(crate) bytes: u64,
 }
 
-/// What can move, and what could.
+/// Granules that may move, and granules that could once ticks are done.
 #[derive(Debug, Default)]
 pub(crate) struct Donors {
-    /// What was chosen: in each block from high to low.
+    /// The chosen granules, in each block from high addresses to low ones.
     pub(crate) chosen: Vec<Donor>,
-    /// Granules chosen.
+    /// Number of chosen granules.
     pub(crate) granules: u64,
-    /// Granules that are not known done, by stream and by where its timeline must have got to.
+    /// Number of granules that are not known done, by stream and by the tick that its timeline must have reached.
     pub(crate) not_done: BTreeMap<(u32, u64), u64>,
 }
 
 impl Donors {
-    /// Leaves the first `granules` of them.
+    /// Keeps the first `granules` chosen ones, which have `granule` bytes each.
     pub(crate) fn truncate(&mut self, granules: u64, granule: u64) {
         while self.granules > granules
             && let Some(last) = self.chosen.last_mut()
@@ -51,7 +51,7 @@ impl Donors {
     }
 }
 
-/// A free block that has room for a granule. In the order of addresses.
+/// A free block that holds at least one granule. Ordered by address.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
     addr: u64,
@@ -60,7 +60,7 @@ struct Candidate {
 }
 
 impl Whole {
-    /// Up to `wanted` granules that may move, from pools that `from` allows, none of them in the window.
+    /// Chooses up to `wanted` granules that may move, from pools for which `from` is true, outside the window.
     pub(crate) fn donors(&mut self, wanted: u64, window: Option<&Window>, from: impl Fn(u16) -> bool) -> Donors {
         let mut donors = Donors::default();
         if wanted == 0 {
@@ -98,11 +98,11 @@ impl Whole {
                 });
             }
         }
-        // Mostly few of them are needed.
+        // A heap, because mostly few of them are needed.
         found.into()
     }
 
-    /// Chooses from one block, high end first.
+    /// Chooses granules from one block, from its high end on.
     fn choose_in(
         &self,
         heap: &Heap,
@@ -125,7 +125,7 @@ impl Whole {
                 donors.chosen.extend(open.take());
                 continue;
             }
-            // Granules side by side mostly have one last use, and are taken or left together.
+            // Granules side by side mostly share their last use. They are taken or left together.
             let stays_below = self.pins.highest_within(low..at).map_or(low, |pinned| pinned + granule);
             let floor = if window.end <= highest { stays_below.max(window.end) } else { stays_below };
             let (after, from) = last_uses.highest_run(&(floor..at));
@@ -145,15 +145,15 @@ impl Whole {
         donors.chosen.extend(open);
     }
 
-    /// Whether granules of a pool may move. Those of an open private pool do not, not even for the pool's own requests: a graph
-    /// that was captured there uses its memory again whenever it is launched, and we do not see it.
+    /// Returns a function that is true for pools whose granules may move. Granules of an open private pool do not move, not even for the
+    /// pool's own requests: a graph captured there uses its memory again whenever it is launched, and the allocator does not see that.
     pub(crate) fn may_donate(&self) -> impl Fn(u16) -> bool + 'static {
         let unpromised = self.unpromised_pools();
         move |pool| unpromised.contains(&pool)
     }
 
-    /// The pools whose free memory nobody is promised: the default ones and those of private pools that were closed, once no graph
-    /// that they served runs any more.
+    /// The pools whose free memory is promised to nobody: the default ones, and private pools that were closed, once no graph that they
+    /// served runs any more.
     pub(crate) fn unpromised_pools(&self) -> Vec<u16> {
         let released = self.pools.private.iter().filter(|private| private.is_released());
         [0, 1].into_iter().chain(released.flat_map(Private::numbers)).collect()

@@ -1,8 +1,8 @@
-//! Exportable memory: physical memory of its own, created so that another process or device driver can be given a handle.
+//! Exportable memory: physical memory for which another process or device driver can be given a handle.
 //!
-//! It shares nothing with other blocks and never moves, because whoever imports the handle sees the physical memory, not the
-//! addresses. It is one granule, however large, so that there is one handle to export. When it is given up it goes back to the
-//! device, once the streams that used it are done.
+//! It shares nothing with other blocks and never moves, because an importer of the handle sees the physical memory, not the addresses. It
+//! is one granule, however large, so that there is one handle to export. When its owner gives it up, it goes back to the device once the
+//! streams that used it are done.
 
 use std::fmt;
 use std::ops::Range;
@@ -34,20 +34,22 @@ use crate::tags::Tag;
 /// without waiting; it goes back to the device at a later operation, once the streams that used it are done. It keeps the
 /// allocator open.
 ///
-/// As with [`crate::Allocation`], the memory is for work on the stream it was allocated for; other streams take their turns with a
-/// [`Exportable::buffer`], or are noted with [`Exportable::record_stream`]. What other processes do with it is theirs to order.
+/// As with [`crate::Allocation`], the memory is for work on the stream that it was allocated for. Other streams take turns with a
+/// [`Exportable::buffer`], or are noted with [`Exportable::record_stream`]. The work of other processes is not ordered here; that is up to
+/// them.
 #[must_use = "dropping the handle gives the memory back"]
 pub struct Exportable {
     storage: Arc<Storage>,
-    /// None where it is a segment of its own.
+    /// `None` where the memory is a segment of its own.
     physical: Option<RawPhysical>,
 }
 
 impl Allocator {
-    /// Allocates memory that can be exported as a handle of the given kind; see [`Exportable::handle`]. It takes whole granules
-    /// of the device (2 MiB), counts under the limit, and comes from nowhere but the device: meant for few and large buffers.
+    /// Allocates memory that can be exported as a handle of the given kind; see [`Exportable::handle`]. Its size is rounded up to the
+    /// device's granularity (2 MiB), it counts towards the limit, and it always comes from the device, never from cached memory. It is
+    /// meant for few and large buffers.
     ///
-    /// Where memory comes in segments, it is a segment of its own, of as many bytes, which other processes can open by its pointer.
+    /// Where memory comes in segments, it is a segment of its own, of the same size, which other processes can open by its pointer.
     /// Statistics by pool, and snapshots, show it in a private pool of its own.
     ///
     /// ```
@@ -63,7 +65,7 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::Unsupported`] where the device has no such handles; a stream that captures; else as [`Allocator::alloc`].
+    /// [`AllocError::Unsupported`] where the device has no such handles; when the stream captures; otherwise as [`Allocator::alloc`].
     pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {
         if stream.device_id() != self.device().id() {
             return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
@@ -90,9 +92,9 @@ impl Allocator {
         Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
     }
 
-    /// A segment that nothing else will be in: that of a private pool which is closed again at once, so that the segment goes
-    /// back to the device when it is next asked to take back what is unused. It takes as much as where memory is mapped: who opens it by
-    /// its pointer gets the driver's whole allocation.
+    /// Allocates a segment for this memory alone, in a private pool that is closed again at once. So the segment, once free, goes back to
+    /// the device the next time that unused memory does. It has the same size as mapped exportable memory, because opening it by its
+    /// pointer gives access to the driver's whole allocation.
     fn alloc_segment_apart(&self, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
         let memory = if bytes == 0 { self.alloc(0, stream)? } else { self.alloc_segment(bytes, stream)? };
         Ok(Exportable { storage: Arc::new(Storage::new(Memory::Block(memory), stream)), physical: None })
@@ -100,7 +102,7 @@ impl Allocator {
 
     fn alloc_segment(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         let private = self.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() })?;
-        // So that the stream has a heap for it to be in.
+        // This makes sure that the stream has a heap for the segment.
         let slot = self.shell().enter(stream).arena.slot;
         self.refuse_unannounced_capture(slot)?;
         let core = self.shell().core();
@@ -173,7 +175,7 @@ impl Allocator {
         Ok(Ok((ptr, physical)))
     }
 
-    /// The driver calls; what they did is undone where one fails. What cannot be undone now, the device undoes later.
+    /// Makes the driver calls. If one fails, the earlier ones are undone; what cannot be undone now, the device object undoes later.
     fn map_exportable(
         &self,
         size: u64,
@@ -216,35 +218,35 @@ fn release(allocator: &Allocator, physical: RawPhysical) {
 }
 
 impl Exportable {
-    /// Its first address; null for zero bytes.
+    /// The first address; null for zero bytes.
     pub fn ptr(&self) -> DevicePtr {
         self.storage.ptr()
     }
 
-    /// Bytes asked for.
+    /// Requested bytes.
     pub fn bytes(&self) -> u64 {
         self.storage.bytes()
     }
 
-    /// Its addresses.
+    /// The addresses of the requested bytes.
     pub fn range(&self) -> Range<u64> {
         self.ptr().range(self.bytes())
     }
 
-    /// The driver's handle of the physical memory, to be exported while this lives. `None` where memory comes in segments: those are
+    /// The driver's handle of the physical memory, which may be exported while this lives. `None` where memory comes in segments, which are
     /// shared by their pointer.
     pub fn handle(&self) -> Option<RawPhysical> {
         self.physical
     }
 
-    /// A buffer of as many whole values as it has room for, for kernels, transfers and [`crate::Turn`]s. It shares the memory, and
-    /// keeps it alive. Work on bare addresses is ordered with what uses it only in a [`crate::Turn`].
+    /// A buffer of as many whole values as there is room for, for kernels, transfers and [`crate::Turn`]s. It shares the memory and keeps
+    /// it alive. Work on bare addresses is ordered with other uses of the memory only in a [`crate::Turn`].
     pub fn buffer<T: Copy>(&self) -> DeviceBuffer<T> {
         DeviceBuffer::of_all(&self.storage)
     }
 
-    /// Notes that `stream` uses the memory too, as [`crate::Allocation::record_stream`]. Not needed for streams that take their
-    /// turns with a buffer.
+    /// Notes that `stream` uses the memory, too, as [`crate::Allocation::record_stream`] does. Streams that take turns with a buffer do not
+    /// need it.
     ///
     /// # Errors
     /// When the stream belongs to another device.

@@ -1,4 +1,5 @@
-//! Which granule is mapped where. Physical memory and addresses are separate resources: this is where they meet.
+//! The table of mapped memory: which granule is mapped at which address. A granule is a piece of physical memory; physical memory and
+//! addresses are separate resources, and this table connects them.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,72 +14,72 @@ use crate::backing::paged::sleep::Absent;
 use crate::heap::BlockId;
 use crate::size_class::PoolKind;
 
-/// The state of the backing, under the core's lock.
+/// The state of mapped memory, under the core's lock.
 #[derive(Debug)]
 pub(crate) struct Paged {
     /// Bytes of a granule: a power of two and a multiple of the device's granularity.
     pub(crate) granule: u64,
-    /// How granules are created.
+    /// Properties that granules are created with.
     pub(crate) options: PhysicalOptions,
     /// Ordinals of the devices that have access to every mapping: this one first, then its peers.
     pub(crate) access: Vec<u32>,
-    /// Reserved addresses, by the first of them.
+    /// Reservations, by their first address.
     reservations: BTreeMap<u64, Mapped>,
     /// Owners of reservations outside of heaps, by the first address.
     pub(crate) owned: BTreeMap<u64, Owned>,
     /// Memory that such owners gave up.
     pub(crate) retired: Vec<Retired>,
-    /// What has no memory while the allocator sleeps; `None` while it is awake.
+    /// Ranges that have no memory while the allocator sleeps; `None` while it is awake.
     pub(crate) absent: Option<Vec<Absent>>,
     /// Granules that are mapped nowhere.
     pub(crate) spares: Vec<RawPhysical>,
-    /// Mappings that can be neither used nor, so far, taken back.
+    /// Mappings that cannot be used and that the driver has not unmapped so far.
     pub(crate) stuck: Vec<Stuck>,
-    /// Spare granules that operations are at work with.
+    /// Number of spare granules that operations are working with.
     pub(crate) in_hands: u64,
-    /// Bytes mapped for small and large pools.
+    /// Bytes mapped for small and for large pools.
     pub(crate) mapped_bytes: [u64; 2],
-    /// What the statistics say of both; what is spare counts as large.
+    /// The same as counted in the statistics so far, where spare granules count as large.
     pub(crate) accounted: [u64; 2],
-    /// The most that was in use at a time, as far as it was looked at.
+    /// The most bytes that were in use at one time, as far as plans have seen it.
     pub(crate) in_use_peak: u64,
-    /// The count of allocations when that was.
+    /// The number of allocations made when that peak was seen.
     pub(crate) peak_at: u64,
-    /// Where in the program memory had to move.
+    /// Points of the program at which memory had to move.
     pub(crate) recurrence: Recurrence,
     /// How often the host waited so that memory could move.
     pub(crate) stalls: u64,
-    /// How often a stream was made to wait rather than memory taken.
+    /// How often a stream was made to wait for another one instead of memory being taken from the device.
     pub(crate) orders: u64,
 }
 
-/// What reserved addresses are for.
+/// Purpose of a reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Purpose {
     /// A region of a heap.
     Heap,
     /// A [`crate::Growable`].
     Growable,
-    /// A [`crate::Exportable`]: its memory is of no use to others.
+    /// A [`crate::Exportable`]. Its physical memory is of no use to others.
     Exportable,
 }
 
-/// Addresses that stay held because some of them are mapped without access, and the driver did not unmap them.
+/// Addresses that stay held because granules are mapped there without access and the driver did not unmap them.
 #[derive(Debug)]
 pub(crate) struct Stuck {
     /// The stream in whose arena they are held.
     pub(crate) arena: u32,
     pub(crate) block: BlockId,
-    /// What is mapped there.
+    /// Addresses at which granules are mapped.
     pub(crate) granules: Vec<u64>,
 }
 
-/// A reservation, and the granule behind each of its places.
+/// A reservation, and the granule mapped at each of its places. A place is a stretch as long as a granule.
 #[derive(Debug)]
 struct Mapped {
     bytes: u64,
     purpose: Purpose,
-    /// What its memory counts as.
+    /// The kind of pool that its memory counts in.
     kind: PoolKind,
     /// Bytes of each of its granules.
     granule: u64,
@@ -86,7 +87,7 @@ struct Mapped {
 }
 
 impl Mapped {
-    /// The places that a range touches, given relative to the reservation.
+    /// The indices of the places that a range touches. The range is relative to the reservation.
     fn touched(&self, range: Range<u64>) -> Range<usize> {
         let number = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
         number(range.start / self.granule)..number(range.end.div_ceil(self.granule))
@@ -119,20 +120,20 @@ impl Paged {
     }
 
     pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, kind: PoolKind, purpose: Purpose) {
-        // What is exported is one granule, however large, so that there is one handle to export.
+        // Exportable memory is one granule, however large, so that there is one handle to export.
         let granule = if purpose == Purpose::Exportable { bytes } else { self.granule };
         let places = Places::new(usize::try_from(bytes / granule).unwrap_or(0));
         self.reservations.insert(addr, Mapped { bytes, purpose, kind, granule, places });
     }
 
-    /// Forgets a reservation; tells its length.
+    /// Forgets a reservation, and returns its length in bytes.
     pub(crate) fn remove_reservation(&mut self, addr: u64) -> u64 {
         let removed = self.reservations.remove(&addr);
         debug_assert!(removed.as_ref().is_some_and(|mapped| mapped.places.all().all(|behind| behind.is_none())));
         removed.map_or(0, |mapped| mapped.bytes)
     }
 
-    /// What the reservation that starts at `addr` is for.
+    /// Purpose of the reservation that starts at `addr`.
     pub(crate) fn purpose_of(&self, addr: u64) -> Option<Purpose> {
         self.reservations.get(&addr).map(|mapped| mapped.purpose)
     }
@@ -143,17 +144,17 @@ impl Paged {
         (self.spares.len() as u64 + self.in_hands + stuck as u64) * self.granule
     }
 
-    /// How often addresses were reserved, and not given back.
+    /// Number of reservations.
     pub(crate) fn reservations(&self) -> u64 {
         self.reservations.len() as u64
     }
 
-    /// Bytes of addresses that are reserved.
+    /// Bytes of reserved addresses.
     pub(crate) fn address_bytes(&self) -> u64 {
         self.reservations.values().map(|mapped| mapped.bytes).sum()
     }
 
-    /// The part of them outside of heaps.
+    /// Bytes of reserved addresses outside of heaps.
     pub(crate) fn apart_address_bytes(&self) -> u64 {
         let apart = self.reservations.values().filter(|mapped| mapped.purpose != Purpose::Heap);
         apart.map(|mapped| mapped.bytes).sum()
@@ -165,7 +166,7 @@ impl Paged {
         Some((mapped, mapped.touched(range.start - base..range.end - base)))
     }
 
-    /// The same, to change what is there.
+    /// As [`Paged::touched`], to change the reservation.
     fn touched_mut(&mut self, range: &Range<u64>) -> Option<(&mut Mapped, Range<usize>)> {
         let (&base, mapped) = self.reservations.range_mut(..=range.start).next_back()?;
         let touched = mapped.touched(range.start - base..range.end - base);
@@ -179,7 +180,7 @@ impl Paged {
         }
     }
 
-    /// Whether granules moved away from any place that a range touches.
+    /// True if granules moved away from any place that a range touches.
     pub(crate) fn was_left(&self, range: &Range<u64>) -> bool {
         range.start < range.end && self.touched(range).is_some_and(|(mapped, touched)| mapped.places.was_left(touched))
     }
@@ -191,7 +192,7 @@ impl Paged {
         }
     }
 
-    /// Removes the granules of a mapped range from the record; the answer is in order of address.
+    /// Removes the granules of a mapped range from the table, and returns them by address.
     pub(crate) fn forget_mapped(&mut self, addr: u64, bytes: u64) -> Vec<RawPhysical> {
         let Some((mapped, touched)) = self.touched_mut(&(addr..addr + bytes)) else { return Vec::new() };
         let taken = mapped.places.forget(touched);
@@ -199,8 +200,8 @@ impl Paged {
         taken
     }
 
-    /// The contiguous ranges that have memory, by address. What is done to mappings is done to one reservation at a time, so
-    /// ranges of two that lie side by side are apart.
+    /// The contiguous ranges that have memory, by address. Ranges of two reservations that lie side by side are listed separately, because
+    /// a mapping operation concerns one reservation.
     pub(crate) fn mapped_ranges(&self) -> Vec<Range<u64>> {
         let all = |(&base, mapped): (&u64, &Mapped)| base..base + mapped.bytes;
         self.reservations.iter().flat_map(|entry| self.mapped_within(&all(entry))).collect()
@@ -211,12 +212,12 @@ impl Paged {
         self.runs(range, |_, physical| physical.is_some())
     }
 
-    /// The contiguous parts of a range, within a reservation, that have none.
+    /// The contiguous parts of a range, within a reservation, that have no memory.
     pub(crate) fn unmapped_within(&self, range: &Range<u64>) -> Vec<Range<u64>> {
         self.runs(range, |_, physical| physical.is_none())
     }
 
-    /// The contiguous ranges that have memory and may lose it for a while, and what that counts as.
+    /// The contiguous ranges whose memory may go while the allocator sleeps, each with the kind of pool that it counts in.
     pub(crate) fn not_pinned(&self, pins: &Pins) -> Vec<(Range<u64>, PoolKind)> {
         let may_sleep = self.reservations.iter().filter(|(_, mapped)| mapped.purpose != Purpose::Exportable);
         let ranges = may_sleep.flat_map(|(&base, mapped)| {
@@ -244,8 +245,8 @@ impl Paged {
         runs
     }
 
-    /// Contiguous memory outside of heaps, and what its owner has of it, from its first address on. What an owner has counts as
-    /// memory while it is absent, too.
+    /// The contiguous ranges of memory outside of heaps. Each comes with its owner's record, whose `size` is the part that the owner has,
+    /// from the first address on. That part counts as memory even while it is absent.
     pub(crate) fn apart(&self) -> impl Iterator<Item = (Range<u64>, Owned)> + '_ {
         self.owned.iter().flat_map(|(&base, owned)| {
             let end = base + self.reservations.get(&base).map_or(0, |mapped| mapped.bytes);
@@ -260,7 +261,7 @@ impl Paged {
         })
     }
 
-    /// Hands everything to the device, to be given back when somebody next talks to it.
+    /// Hands all memory and addresses to the device object, which gives them back at its next driver call.
     pub(crate) fn bury(mut self, device: &Device) {
         for absent in self.absent.take().into_iter().flatten() {
             let (mapped, loose) = absent.granules.split_at(absent.mapped);

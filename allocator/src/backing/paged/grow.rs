@@ -1,9 +1,12 @@
-//! From a request to a served one: a draft, waits where they pay, a plan, its driver calls, and the accounts.
+//! Serves a request from mapped memory: drafts a remap, waits where that pays, plans, makes the driver calls, and accounts for the result.
 //!
-//! When the host must learn how far streams got, it asks first, which waits for nothing. Where growth would exceed what is in use
-//! by more than a share, there are two ways to wait instead, each within a budget: the request's stream is made to wait for
-//! other streams, whose memory or whose uses of its own it then gets, which stalls only that stream; or the host waits, which stalls the program. Where memory would be refused
-//! otherwise, the host waits in any case.
+//! Whether memory may move depends on how far streams got. The host asks first, which waits for nothing. Where reserved memory would then
+//! exceed the peak of memory in use by more than a share, there are two ways to wait instead of growing, each within a budget:
+//! * the request's stream is made to wait for another stream, and gets that stream's memory, or blocks of its own that the other stream
+//!   used; this stalls only the request's stream;
+//! * the host waits, which stalls the program.
+//!
+//! Where memory would be refused otherwise, the host waits in any case.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,29 +28,31 @@ use crate::heap::kind_of;
 use crate::shell::core::Request;
 use crate::shell::whole::Whole;
 
-/// Waiting is considered where reserved memory would exceed the peak in use by more than this share of it and by more than
-/// [`SLACK_LEAST`]: for less it is not worth it.
+/// Waiting is considered only if reserved memory would exceed the peak in use by more than that peak divided by this, and by more than
+/// [`SLACK_LEAST`]. For less it is not worth it.
 const SLACK_SHARE: u64 = 128;
 /// In bytes: see [`SLACK_SHARE`].
 const SLACK_LEAST: u64 = 32 << 20;
-/// The host waits for at most one allocation in so many, and for some more at the start: [`STALL_ADVANCE`], and up to [`STALL_MORE`].
+/// The host waits for at most one allocation in this many, and for a few more at the start: [`STALL_ADVANCE`], and up to [`STALL_MORE`].
 const STALL_SPACING: u64 = 600;
 /// How often the host may wait at the start, however little memory that saves.
 const STALL_ADVANCE: u64 = 2;
-/// How often it may in addition where that saves a quarter of the peak in use; where it saves less, in proportion.
+/// How often it may wait in addition if that saves a quarter of the peak in use; in proportion if it saves less.
 const STALL_MORE: u64 = 6;
-/// What is waited for is enough for more than one request: this share of what is reserved, or what the request lacks.
+/// The host waits for enough memory to serve more than one request: reserved memory divided by this, or what the request lacks, if that is
+/// more.
 const STALL_SHARE: u64 = 32;
-/// Streams are made to wait for others for one allocation in so many, and [`ORDER_ADVANCE`] times at the start.
+/// A stream is made to wait for another one for at most one allocation in this many, plus [`ORDER_ADVANCE`] at the start.
 const ORDER_SPACING: u64 = 32;
 /// See [`ORDER_SPACING`].
 const ORDER_ADVANCE: u64 = 8;
-/// How often a request is planned anew, at most; others may take what it waited for.
+/// How often a request is planned anew at most. It may have to be, because others may take the memory that it waited for.
 pub(crate) const ROUNDS: u32 = 64;
-/// Live blocks spread over addresses: those of a full device that never settles took more than four times as many as it had memory.
+/// At most this many times as many addresses are reserved as the device has memory. Live blocks spread over addresses: on a full device
+/// whose program never settles, they took more than four times as many addresses as it had memory.
 const ADDRESSES_FOR_MEMORY: u64 = 64;
 
-/// What is still allowed for a request; each ends when it was tried in vain.
+/// What may still be tried for a request. A field becomes false once it was tried in vain.
 #[derive(Clone, Copy, Debug)]
 struct Allowed {
     /// Ask the streams how far they got.
@@ -64,27 +69,27 @@ struct Allowed {
     instead_of_moving: bool,
 }
 
-/// What to do next.
+/// The next step for a request.
 enum Next {
     Finished(Result<Growth, AllocError>),
     /// Learn, without waiting, how far these streams got.
     Ask(Pending),
     /// Make the request's stream wait for these uses of its own memory.
     Order(Pending),
-    /// Make it wait for another stream's memory.
+    /// Make the request's stream wait for another stream's memory.
     Borrow,
-    /// Wait for this on the host.
+    /// Wait on the host until the timeline has got this far.
     Wait(Arc<Timeline>, u64),
     Reserve,
-    /// Others take memory just now: what is left is known later.
+    /// Wait until other threads have finished taking memory: only then is it known how much the device has left.
     AskRoom,
     Again,
 }
 
 impl Allocator {
-    /// Serves the request from memory that moves, or that comes from the device.
+    /// Serves the request from memory that moves or that comes from the device.
     pub(crate) fn grow_paged(&self, request: &Request) -> Result<Growth, AllocError> {
-        // While a stream captures nothing is waited for that could be done without.
+        // While a stream captures, nothing waits that can do without.
         let may_wait = !self.device().is_capturing();
         let mut allowed =
             Allowed { ask: true, order: may_wait, stall: may_wait, create: true, ahead: true, instead_of_moving: true };
@@ -128,13 +133,13 @@ impl Allocator {
         if whole.is_asleep() {
             return Err(AllocError::Asleep);
         }
-        // Somebody may have given something back meanwhile.
+        // Another thread may have freed memory meanwhile.
         if let Some(granted) = whole.take_own(request) {
             return Ok(Next::Finished(Ok(Growth::Grown(granted))));
         }
         let buyable = if allowed.create { self.buyable(&whole, &room) } else { (0, Refusal::Device) };
         if request.size > self.device().info().total_bytes {
-            // No addresses are worth taking for it.
+            // Reserving addresses for it is not worth while.
             let refusal = if buyable.0 < request.size { buyable.1 } else { Refusal::Device };
             return Ok(Next::Finished(Ok(Growth::Refused(refusal))));
         }
@@ -160,7 +165,8 @@ impl Allocator {
         }
     }
 
-    /// What is worth trying before memory is bought: to ask whether more is done, or to wait for it.
+    /// The step that is worth trying before memory is bought from the device: to ask whether more work is done, or to wait for it. `None`
+    /// if there is none.
     fn before_buying(&self, whole: &mut Whole, request: &Request, draft: &Draft, allowed: &Allowed) -> Option<Next> {
         if draft.buy == 0 {
             return None;
@@ -204,8 +210,8 @@ impl Allocator {
         refused(done.error, done.at_creation, bought_though_movable, allowed)
     }
 
-    /// Makes the request's stream wait for other streams' uses of its own blocks, which are free to it then. Tells whether that
-    /// could be done.
+    /// Makes the request's stream wait for other streams' uses of its own blocks, which are then free to it. Returns false if that cannot
+    /// be done now.
     fn order_after(&self, request: &Request, uses: &Pending) -> Result<bool, AllocError> {
         let own = self.shell().core().timeline(request.slot).cloned();
         let Some(own) = own else { return Ok(false) };
@@ -228,7 +234,7 @@ impl Allocator {
         Ok(true)
     }
 
-    /// Waits on the host; tells whether that could be done.
+    /// Waits on the host until the timeline has got this far. Returns false if that cannot be done now.
     pub(crate) fn stall_for(&self, timeline: &Timeline, after: u64) -> Result<bool, AllocError> {
         tracing::debug!(stream = timeline.id(), "the host waits so that memory can move");
         if let Some(paged) = &mut self.shell().core().paged {
@@ -241,10 +247,10 @@ impl Allocator {
         }
     }
 
-    /// Reserves addresses for the request's pool. At most [`ADDRESSES_FOR_MEMORY`] times as many are taken as the device has memory. The
-    /// first reservation has room for all memory; each takes a smaller share of what is left, so that after a hundred streams or pools
-    /// that hold on to one there is one for a seventh of all memory. Small requests take less, as does everybody where that is
-    /// refused.
+    /// Reserves addresses for the request's pool. In all, at most [`ADDRESSES_FOR_MEMORY`] times as many are taken as the device has
+    /// memory. The first reservation has room for all memory, and each later one takes a smaller share of the addresses that are left:
+    /// after a hundred streams or pools that keep theirs, the next one has room for a seventh of all memory. Small requests take less, and
+    /// so does any request if that many are refused. Returns false if there are no addresses for the request.
     fn reserve_addresses(&self, request: &Request) -> Result<bool, AllocError> {
         let held = self
             .shell()
@@ -284,7 +290,7 @@ impl Allocator {
     }
 }
 
-/// What follows from a plan that did not come off.
+/// The next step after a plan failed.
 fn refused(error: Option<DeviceError>, at_creation: bool, bought_though_movable: bool, allowed: &mut Allowed) -> Next {
     match error {
         Some(error) if !error.is_out_of_memory() => Next::Finished(Err(error.into())),
@@ -305,7 +311,8 @@ fn refused(error: Option<DeviceError>, at_creation: bool, bought_though_movable:
 }
 
 impl Whole {
-    /// Where the streams may be asked how far they got: at the latest tick for which an event was recorded or may be now.
+    /// Ticks at which streams may be asked how far they got: for each stream the latest one for which an event was recorded or may be
+    /// recorded now.
     pub(crate) fn askable(&mut self, not_done: &BTreeMap<(u32, u64), u64>) -> Pending {
         let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
         for &(slot, after) in not_done.keys() {
@@ -318,12 +325,12 @@ impl Whole {
         ticks.into_iter().filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
     }
 
-    /// Whether an event covers the ticks below a count, or was to: recording it may have failed.
+    /// True if an event covers the ticks below a count, or should: recording it may have failed.
     fn may_be_covered(&self, slot: u32, after: u64) -> bool {
         self.timeline(slot).is_some_and(|timeline| after <= timeline.now())
     }
 
-    /// Counts the events that asking at these ticks, or waiting for them, will record.
+    /// Counts the events that will be recorded by asking about these ticks or by waiting for them.
     fn note_questions(&mut self, ticks: &[(u32, u64)]) {
         for &(slot, after) in ticks {
             if !self.may_be_covered(slot, after) {
@@ -332,7 +339,7 @@ impl Whole {
         }
     }
 
-    /// Bytes by which growth would exceed the peak in use, if that is too much.
+    /// Bytes by which reserved memory would exceed the peak in use; `None` if that is within [`SLACK_SHARE`] and [`SLACK_LEAST`].
     fn over_peak(&self, draft: &Draft) -> Option<u64> {
         let paged = self.paged.as_ref()?;
         let grown = self.reserved + self.growing.now() + draft.buy * paged.granule;
@@ -341,8 +348,8 @@ impl Whole {
             .filter(|&excess| excess > (paged.in_use_peak / SLACK_SHARE).max(SLACK_LEAST))
     }
 
-    /// What the request's stream should wait for, if such waits are few: the uses of a block of its own, or another stream's
-    /// free block.
+    /// What the request's stream should wait for: other streams' uses of a block of its own, or another stream's free block. `None` if it
+    /// waited too often or if there is no such block.
     fn worth_ordering(&mut self, request: &Request) -> Option<Next> {
         let own = self.uses_of_own(request);
         let ticks = own.clone().or_else(|| Some(vec![self.tick_of_lender(request)?]))?;
@@ -363,7 +370,8 @@ impl Whole {
         Some(Next::Order(uses.collect::<Option<_>>()?))
     }
 
-    /// What the host should wait for rather than let reserved memory exceed what is in use by so much, if such stalls are few.
+    /// What the host should wait for, rather than let reserved memory exceed the peak in use by `excess` bytes. `None` if it waited too
+    /// often or if there is nothing to wait for.
     fn worth_stalling(&self, draft: &Draft, excess: u64) -> Option<(Arc<Timeline>, u64)> {
         let paged = self.paged.as_ref()?;
         let quarter = (paged.in_use_peak / 4).max(1);
@@ -378,13 +386,13 @@ impl Whole {
         self.first_enough(&not_done, draft.buy.max(self.reserved / STALL_SHARE / paged.granule))
     }
 
-    /// Allocations so far, on all streams.
+    /// Number of allocations so far, on all streams.
     pub(crate) fn searches(&self) -> u64 {
         self.heaps().flat_map(|heap| &heap.pools).map(|pool| pool.searches).sum()
     }
 
-    /// The earliest tick of a stream by which so many granules are done, on that stream alone; if there is none, the latest of
-    /// the stream that has most.
+    /// The earliest tick of a stream by which `granules` granules are done, on that stream alone. If no stream has that many, the latest
+    /// tick of the stream that has the most.
     pub(crate) fn first_enough(
         &self,
         not_done: &BTreeMap<(u32, u64), u64>,

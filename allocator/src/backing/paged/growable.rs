@@ -1,9 +1,10 @@
-//! Memory that grows where it is: addresses reserved once, and as much memory behind them as is needed at a time.
+//! Growable memory: addresses are reserved once, and as much memory is mapped behind them as is needed at a time.
 //!
-//! Granules come from where those of blocks come from: spare ones, ones that lie in free blocks and are done, and the device.
-//! What it shrinks by is retired (`apart.rs`); growing again before it was recycled takes it back, ordered after its last uses.
+//! Its granules come from the same places as those of blocks: spare granules, granules in free blocks whose last use is done, and the
+//! device. Memory that it gives up by shrinking is retired (`apart.rs`). If it grows again before that memory is recycled, it takes the
+//! memory back, ordered after its last uses.
 //!
-//! Invariant: while a buffer shares the memory it does not shrink, so that no buffer reaches beyond what has memory.
+//! Invariant: it does not shrink while a buffer shares the memory, so that no buffer reaches addresses without memory.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -56,30 +57,30 @@ use crate::tags::Tag;
 #[must_use = "dropping the handle gives the memory back"]
 pub struct Growable {
     memory: Arc<MemoryApart>,
-    /// The same, as buffers share it.
+    /// The same memory, as buffers share it.
     storage: Arc<Storage>,
     capacity: u64,
     granule: u64,
 }
 
-/// What to do next.
+/// The next step of a growth.
 enum Next {
     Finished(Result<(), Refusal>),
     /// Learn, without waiting, how far these streams got.
     Ask(Vec<(Arc<Timeline>, u64)>),
-    /// Wait for this.
+    /// Wait on the host until the timeline has got this far.
     Wait(Arc<Timeline>, u64),
-    /// Others take memory just now: what is left is known later.
+    /// Wait until other threads have finished taking memory: only then is it known how much the device has left.
     AskRoom,
     Again,
 }
 
 impl Allocator {
-    /// Reserves addresses for `capacity` bytes, and no memory yet. It is made for work on `stream`.
+    /// Reserves addresses for `capacity` bytes, without memory yet, for work on `stream`.
     ///
     /// # Errors
-    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::TooLarge`] from 2^60 bytes on; a stream of
-    /// another device; a failing driver, [`aquifer_device::ErrorKind::OutOfAddresses`] among its reasons.
+    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::TooLarge`] from 2^60 bytes on; when the stream belongs to
+    /// another device; errors of the driver, among them [`aquifer_device::ErrorKind::OutOfAddresses`].
     pub fn growable(&self, capacity: u64, stream: &Stream) -> Result<Growable, AllocError> {
         if stream.device_id() != self.device().id() {
             return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
@@ -98,7 +99,7 @@ impl Allocator {
         let reserved = capacity.max(1).next_multiple_of(granule);
         let ptr = match self.device().driver().reserve(reserved, granule) {
             Err(error) if error.kind == ErrorKind::OutOfAddresses => {
-                // Addresses that nothing is mapped at any more go back with the memory that is unused.
+                // This gives unused memory back, and with it the addresses at which nothing is mapped any more.
                 self.empty_cache()?;
                 self.device().driver().reserve(reserved, granule)
             }
@@ -113,7 +114,7 @@ impl Allocator {
         Ok(Growable { memory, storage, capacity, granule })
     }
 
-    /// Puts memory behind those places of a range that have none; plans anew after each wait.
+    /// Maps memory at those places of a range that have none. Plans anew after each wait.
     fn try_fill(&self, request: &Request, base: u64, range: &Range<u64>) -> Result<Result<(), Refusal>, AllocError> {
         let mut may_ask = true;
         for _ in 0..ROUNDS {
@@ -147,7 +148,7 @@ impl Allocator {
         let (buyable, refusal) = self.buyable(&whole, &room);
         let Some(paged) = &whole.paged else { return Ok(Next::Finished(Err(Refusal::Device))) };
         if paged.retired.iter().any(|retired| retired.base == base && retired.range.start < range.end) {
-            // It was in the hands of whoever recycles when it was looked for, and could not be unmapped.
+            // Another thread was recycling this memory when it was looked for, and could not unmap it.
             return Ok(Next::Again);
         }
         let (granule, at_hand) = (paged.granule, paged.spares.len() as u64);
@@ -180,7 +181,7 @@ impl Allocator {
                 whole.note_mapping(Action::SegmentMap, POOL, request.slot, at, granule);
             }
             if !filled.usable {
-                // Nobody used it: the next to recycle tries again to unmap it.
+                // Nobody used it: the next call that recycles tries again to unmap it.
                 whole.retire(base, filled.range.clone(), &[], false);
             }
         }
@@ -194,7 +195,7 @@ impl Allocator {
 }
 
 impl Growable {
-    /// Its first address, which never changes.
+    /// The first address, which never changes.
     pub fn ptr(&self) -> DevicePtr {
         self.memory.ptr()
     }
@@ -204,7 +205,7 @@ impl Growable {
         self.memory.bytes()
     }
 
-    /// Bytes that it can grow to.
+    /// The most bytes that it can grow to.
     pub fn capacity(&self) -> u64 {
         self.capacity
     }
@@ -214,15 +215,15 @@ impl Growable {
         self.ptr().range(self.bytes())
     }
 
-    /// A buffer of as many whole values as it has memory for now, for kernels, transfers and [`crate::Turn`]s. It shares the memory
-    /// and keeps it alive; it stays valid when this grows, and keeps it from shrinking. What uses the buffer first comes after the memory was
-    /// got, not after work on bare addresses: enqueue such work in a [`crate::Turn`] with a buffer.
+    /// A buffer of as many whole values as there is memory for now, for kernels, transfers and [`crate::Turn`]s. The buffer shares the
+    /// memory and keeps it alive. It stays valid when this grows, and while it lives this cannot shrink. The buffer's first use is ordered
+    /// after the growth, but not after work on bare addresses: enqueue such work in a [`crate::Turn`] with a buffer.
     pub fn buffer<T: Copy>(&self) -> DeviceBuffer<T> {
         DeviceBuffer::of_all(&self.storage)
     }
 
-    /// Notes that `stream` uses the memory too, as [`crate::Allocation::record_stream`]. Not needed for streams that take their
-    /// turns with a buffer.
+    /// Notes that `stream` uses the memory, too, as [`crate::Allocation::record_stream`] does. Streams that take turns with a buffer do not
+    /// need it.
     ///
     /// # Errors
     /// When the stream belongs to another device.
@@ -230,11 +231,12 @@ impl Growable {
         self.memory.record_stream(stream)
     }
 
-    /// Grows to `bytes`, in whole granules, for work on `stream` from now on; nothing if it is that large. New memory is
-    /// uninitialised. `stream` is noted as by [`Growable::record_stream`]; turns of other streams come after what was enqueued on it.
+    /// Grows to `bytes`, for work on `stream` from now on; does nothing if it is that large already. Memory is taken in whole granules, and
+    /// is uninitialised. `stream` is noted as by [`Growable::record_stream`]. Later turns of other streams come after the work enqueued on
+    /// `stream` until now.
     ///
     /// # Errors
-    /// [`AllocError::BeyondCapacity`]; a stream that captures; else as [`Allocator::alloc`]. It is then as large as before.
+    /// [`AllocError::BeyondCapacity`]; when the stream captures; otherwise as [`Allocator::alloc`]. The size is then as before.
     pub fn grow_to(&mut self, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
         self.record_stream(stream)?;
         if bytes > self.capacity {
@@ -246,7 +248,7 @@ impl Growable {
         refuse_capture_apart(stream)?;
         let size = bytes.next_multiple_of(self.granule);
         if size > self.size() {
-            // Here it can be refused; after the growth it is not.
+            // This may be refused here. The same call after the growth is not.
             self.storage.note_growth(stream)?;
             let retaken = self.take_retired(size);
             if let Err(error) = self.fill(size, bytes, stream, &retaken) {
@@ -260,12 +262,13 @@ impl Growable {
         Ok(())
     }
 
-    /// Shrinks to `bytes`; nothing if it is that small. Makes no driver call. What is beyond serves others once everything enqueued on
-    /// `stream` until now is done, as well as on the streams noted before; other work on it must come before that.
+    /// Shrinks to `bytes`; does nothing if it is that small already. Makes no driver call. The memory beyond serves others once all work
+    /// enqueued until now is done, on `stream` and on the streams noted before. Work that uses this memory must be enqueued on one of these
+    /// streams, before this call.
     ///
     /// # Errors
-    /// [`AllocError::Shared`] while buffers made of it live, which might reach beyond; a stream of another device. It is then as
-    /// large as before.
+    /// [`AllocError::Shared`] while buffers made of it live, which might reach beyond; when the stream belongs to another device. The size
+    /// is then as before.
     pub fn shrink_to(&mut self, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
         self.record_stream(stream)?;
         if bytes >= self.bytes() {
@@ -288,12 +291,12 @@ impl Growable {
         self.memory.allocator()
     }
 
-    /// Its bytes in whole granules, all of which have memory.
+    /// Its bytes rounded up to whole granules, all of which have memory.
     fn size(&self) -> u64 {
         self.bytes().next_multiple_of(self.granule)
     }
 
-    /// Puts memory behind everything up to `size`, usable by work on `stream`.
+    /// Maps memory at all addresses up to `size`, usable by work on `stream`.
     fn fill(&self, size: u64, bytes: u64, stream: &Stream, retaken: &[Retired]) -> Result<(), AllocError> {
         let allocator = self.allocator();
         let mut latest = BTreeMap::new();
@@ -313,7 +316,7 @@ impl Growable {
         allocator.climb_apart(&request, self.size(), || allocator.try_fill(&request, base, &range))
     }
 
-    /// Takes what was given up and not recycled yet, up to `size`, off the list.
+    /// Takes memory that was given up and not recycled yet, up to `size`, off the list of retired memory.
     fn take_retired(&self, size: u64) -> Vec<Retired> {
         let (base, end) = (self.ptr().0, self.ptr().0 + size);
         let mut core = self.allocator().shell().core();
@@ -321,7 +324,7 @@ impl Growable {
         let mut taken = Vec::new();
         for at in (0..paged.retired.len()).rev() {
             let retired = &mut paged.retired[at];
-            // Memory without uses is what a growth that failed has left: it may lack access, and is recycled first.
+            // Memory without uses was left by a growth that failed. It may lack access, so it is recycled first.
             if retired.base != base || retired.range.start >= end || retired.uses.is_empty() {
                 continue;
             }
@@ -336,7 +339,7 @@ impl Growable {
         taken
     }
 
-    /// Gives up again what a growth to `size` has got so far.
+    /// Retires the memory that a failed growth to `size` has got so far.
     fn put_back(&self, retaken: Vec<Retired>, size: u64) {
         let mut core = self.allocator().shell().core();
         let Some(paged) = &mut core.paged else { return };

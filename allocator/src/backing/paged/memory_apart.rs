@@ -1,6 +1,7 @@
-//! What an owner holds of memory apart, as the handle and the buffers made of it share it.
+//! The owner's hold on memory apart, which the handle and the buffers made of it share.
 //!
-//! Invariant: the owner's record in the table of mapped memory lives until this is dropped, which retires all that it has.
+//! Invariant: the owner's record in the table of mapped memory lives until this is dropped. Dropping it retires all memory that the owner
+//! has.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -16,14 +17,14 @@ use crate::shell::Shell;
 pub(crate) struct MemoryApart {
     allocator: Allocator,
     ptr: DevicePtr,
-    /// Bytes asked for.
+    /// Requested bytes.
     bytes: AtomicU64,
-    /// Streams that use it, its own first.
+    /// Streams that use it: the one that it was made for, and then the others.
     users: Mutex<Vec<u32>>,
 }
 
 impl MemoryApart {
-    /// What the owner of the reservation at `ptr` has there.
+    /// The hold of the owner of the reservation at `ptr`.
     pub(crate) fn new(allocator: &Allocator, ptr: DevicePtr, bytes: u64, slot: u32) -> MemoryApart {
         MemoryApart {
             allocator: allocator.kept_open(),

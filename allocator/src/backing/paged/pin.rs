@@ -43,7 +43,7 @@ impl Pins {
     }
 }
 
-/// What a pin keeps in place.
+/// The memory that a pin keeps in place.
 #[derive(Clone, Copy, Debug)]
 enum Pinned {
     Nothing,

@@ -51,14 +51,14 @@ impl Places {
         range.start.min(self.granules.len())..range.end.min(self.granules.len())
     }
 
-    /// What is behind each place of a range.
+    /// The granule mapped at each place of a range, if any.
     pub(super) fn of(&self, range: Range<usize>) -> impl Iterator<Item = Option<RawPhysical>> + '_ {
         let known = self.known(range.clone());
         let beyond = range.len() - known.len();
         self.granules[known].iter().copied().chain(std::iter::repeat_n(None, beyond))
     }
 
-    /// What is behind each place.
+    /// The granule mapped at each place, if any.
     pub(super) fn all(&self) -> impl Iterator<Item = Option<RawPhysical>> + '_ {
         self.of(0..self.count)
     }
@@ -72,7 +72,7 @@ impl Places {
         }
     }
 
-    /// Whether granules ever moved away from any place in a range.
+    /// True if granules ever moved away from any place in a range.
     pub(super) fn was_left(&self, range: Range<usize>) -> bool {
         words(range).any(|(word, bits)| self.left.get(word).is_some_and(|left| left & bits != 0))
     }

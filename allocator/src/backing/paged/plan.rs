@@ -1,4 +1,6 @@
-//! A remap as a whole: decided, and held, under all locks.
+//! The plan of a remap. A remap moves granules (pieces of physical memory of one size) from free blocks to a window of addresses
+//! (`window.rs`) that a request needs. Under all locks, it is first drafted, without changing anything; then planned, which holds all
+//! memory that takes part; and, after the driver's work (`carry_out.rs`), settled.
 
 use std::collections::BTreeMap;
 
@@ -15,89 +17,92 @@ use crate::shell::whole::Whole;
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
 
-/// How far memory is taken ahead of need, where there is room behind the window: this share of what is reserved, up to so many
-/// bytes bought or moved. Less costs more driver calls; more costs memory where it is bought. Figures in ARCHITECTURE.md.
+/// How much memory is taken ahead of need, where there is room behind the window: reserved memory divided by this, and at most
+/// [`AHEAD_MAX`] bytes, whether bought from the device or moved. Taking less costs more driver calls; taking more costs memory where it is
+/// bought. Figures in ARCHITECTURE.md.
 const AHEAD_SHARE: u64 = 64;
 const AHEAD_MAX: u64 = 128 << 20;
 
-/// What would go back to where granules moved away from is bought instead, and so is everything once the peak in use has not risen
-/// for half as long as it took to reach it, as long as no more than this share of that peak is held beyond it: so programs that repeat
-/// themselves stop moving memory to and fro.
+/// Memory is bought from the device instead of moved in two cases: if a move would undo an earlier one, to addresses that granules were
+/// moved away from; and always once the peak of memory in use has not risen for half as long as it took to reach it. Reserved memory may
+/// then exceed that peak by the peak divided by this. So programs that repeat themselves stop moving memory to and fro.
 const UNDO_SHARE: u64 = 128;
-/// The same, where memory would move at a point of the program where it moved before.
+/// As [`UNDO_SHARE`], if the program repeats itself and memory would move at a point of the program where it moved before
+/// (`recurrence.rs`).
 const RECUR_SHARE: u64 = 64;
 
-/// A program is unsettled that makes memory move for more than one allocation in so many, and so many at the start. It may have
-/// this share more than was in use at the peak.
+/// A program is *unsettled* if it makes memory move for more than one allocation in [`UNSETTLED_SPACING`], plus [`UNSETTLED_ADVANCE`] at
+/// the start. It may reserve more than the peak in use by that peak divided by [`UNSETTLED_SHARE`].
 const UNSETTLED_SPACING: u64 = 1024;
 const UNSETTLED_ADVANCE: u64 = 1024;
 const UNSETTLED_SHARE: u64 = 36;
 
-/// What a plan has to heed.
+/// Limits of a plan.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms {
     /// Bytes that may still be taken from the device.
     pub(crate) buyable: u64,
-    /// Why not more, if more is refused.
+    /// Why the device cannot give more than that.
     pub(crate) refusal: Refusal,
-    /// Whether to grow ahead of need.
+    /// Whether to take memory ahead of need.
     pub(crate) ahead: bool,
 }
 
-/// What a remap needs from the driver, and what is held for it.
+/// A remap that was decided: the driver's work, and the memory held for it.
 #[derive(Debug)]
 pub(crate) struct Plan {
     work: Work,
     held: Held,
-    /// Whether the device is asked for more than the request needs.
+    /// True if the plan takes more from the device than the request needs.
     pub(crate) buys_ahead: bool,
 }
 
-/// What is held while the driver is at work.
+/// Memory held while the driver is at work, so that nobody else takes it.
 #[derive(Debug)]
 pub(crate) struct Held {
     /// Pieces of the window, by address.
     window: Vec<BlockId>,
     donors: Vec<Donor>,
-    /// Granules that the device is asked for.
+    /// Number of granules to create.
     create: u64,
-    /// Spare granules that take part.
+    /// Number of spare granules that take part.
     spares: u64,
 }
 
-/// What came of planning.
+/// The result of planning.
 #[derive(Debug)]
 pub(crate) enum Planned {
-    /// To be carried out.
+    /// A plan to carry out.
     Ready(Plan),
     /// No run of free blocks and holes is long enough.
     NoAddresses,
-    /// So many granules are lacking beyond what may move and what may be had from the device.
+    /// `missing` granules are lacking beyond those that may move and those that the device may give.
     Short { missing: u64, not_done: BTreeMap<(u32, u64), u64>, refusal: Refusal },
 }
 
-/// What a plan would take, before anything is held.
+/// The parts of a remap, before anything is held.
 #[derive(Debug)]
 pub(crate) struct Draft {
     window: Window,
     point: Point,
     pub(crate) donors: Donors,
     spares: u64,
-    /// Granules that have to come from the device.
+    /// Number of granules that must come from the device.
     pub(crate) buy: u64,
-    /// Whether they do although granules might move.
+    /// True if they come from the device although granules might move.
     pub(crate) bought_though_movable: bool,
-    /// Granules that the donors give beyond the need.
+    /// Number of granules that the donors give beyond the need.
     ahead: u64,
-    /// Bytes that other streams still use, by the tick that is in the way.
+    /// Bytes in waiting blocks, which other streams still use, by the tick that they wait for.
     pub(crate) awaited: BTreeMap<(u32, u64), u64>,
 }
 
 impl Whole {
-    /// Where the request's memory would come from: granules that are at hand, that may move, and the rest from the device. Up to
-    /// `instead_of_moving` bytes may be bought where granules might move.
+    /// Drafts a remap for a request: finds the cheapest window, and takes the granules that it lacks from the spare ones, from donors, and
+    /// the rest from the device. Up to `instead_of_moving` bytes may be bought from the device where granules might move. `None` if the
+    /// request's heap has no window.
     pub(crate) fn draft(&mut self, request: &Request, instead_of_moving: u64) -> Option<Draft> {
-        // What waits is in nobody's use: it could be had by waiting.
+        // Waiting blocks do not count as in use: they could be had by waiting.
         let (waiting, awaited) = self.awaited();
         let in_use = (self.in_use() + request.size).saturating_sub(waiting);
         let point = Point { requested: request.size, in_use };
@@ -127,7 +132,7 @@ impl Whole {
             });
         }
         let reach = self.reach(&window, request.pool);
-        // What moves ahead of need serves the next requests of its kind. At most half of what could move does.
+        // Granules moved ahead of need serve the next requests of the same kind. At most half of those that could move beyond the need do.
         let wanted = if need > 0 { need + 2 * reach } else { 0 };
         let mut donors = self.donors(wanted, Some(&window), self.may_donate());
         let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
@@ -136,16 +141,16 @@ impl Whole {
         Some(Draft { window, point, donors, spares, buy, bought_though_movable: false, ahead, awaited })
     }
 
-    /// Bytes that the device has to give for a request, beside what is free here and may move; `None` where memory does not move, or
-    /// there are no addresses for it, or nothing is lacking.
+    /// Bytes that the device must give for a request beyond the free memory here that may move. `None` if the request is not served from
+    /// mapped memory, if no addresses are free for it, or if nothing is lacking.
     pub(crate) fn lacking_bytes(&mut self, request: &Request) -> Option<u64> {
         let granule = self.paged_granule_for(request)?;
         let draft = self.draft(request, 0)?;
         (draft.buy > 0).then_some(draft.buy * granule)
     }
 
-    /// Whether a request gets so many granules from the device although some might move: where an earlier move would be undone, in
-    /// programs that repeat themselves, and in those that never settle and would move memory for ever.
+    /// True if a request gets `granules` granules from the device although some might move: if an earlier move would be undone, in programs
+    /// that repeat themselves, and in programs that never settle and would move memory for ever. See [`UNDO_SHARE`].
     fn buys_instead_of_moving(&self, slot: u32, window: &Window, granules: u64, point: Point) -> bool {
         let Some(paged) = &self.paged else { return false };
         let heap = self.heap_of(slot);
@@ -163,8 +168,8 @@ impl Whole {
             || often && within(UNSETTLED_SHARE)
     }
 
-    /// Granules that may be put behind a window of a pool, ahead of need. Not more than a small pool has: the next large request would
-    /// take them back.
+    /// Number of granules that may be taken ahead of need and mapped behind a window of a pool. For a small pool, at most as many as it
+    /// has: the next large request would take more of them back.
     fn reach(&self, window: &Window, pool: u16) -> u64 {
         let (Some(paged), Some(room_end)) = (&self.paged, window.room) else { return 0 };
         let room = (room_end - window.end.next_multiple_of(paged.granule)) / paged.granule;
@@ -174,7 +179,7 @@ impl Whole {
         (ahead.min(most) / paged.granule).min(room)
     }
 
-    /// Makes a draft a plan: holds everything that takes part.
+    /// Turns a draft into a plan: checks it against the limits and holds all memory that takes part.
     pub(crate) fn plan(&mut self, request: &Request, draft: Draft, terms: &Terms) -> Planned {
         let Some(paged) = &self.paged else { return Planned::NoAddresses };
         let granule = paged.granule;
@@ -196,8 +201,7 @@ impl Whole {
         Planned::Ready(Plan { work, held: Held { window: held, donors, create, spares }, buys_ahead: bought_ahead > 0 })
     }
 
-    /// What the driver is asked: to unmap donors that are held, and to fill these ranges with their granules, so many spare ones
-    /// and so many new ones.
+    /// The driver's work: unmap the held `donors`, and map their granules, `spares` spare ones and `create` new ones at the ranges `fill`.
     pub(crate) fn work(&mut self, donors: &[Donor], spares: u64, create: u64, fill: Vec<std::ops::Range<u64>>) -> Work {
         let Some(paged) = self.paged.as_mut() else { return Work::default() };
         let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
@@ -210,14 +214,14 @@ impl Whole {
         Work { granule, options, access, create, unmap, spares: at_hand, fill }
     }
 
-    /// Granules to take from the device beyond the need.
+    /// Number of granules to take from the device beyond the need.
     fn bought_ahead(&self, draft: &Draft, pool: u16, buyable: u64) -> u64 {
         let ahead = self.reach(&draft.window, pool).saturating_sub(draft.buy);
         if draft.buy + ahead <= buyable { ahead } else { 0 }
     }
 
-    /// Holds the window, and so many bytes of the hole behind it; tells what is to be filled, and what became of blocks of
-    /// which a part was held.
+    /// Holds the window, and some bytes of the hole behind it. Returns the held pieces, the ranges to be filled, and the remainders of the
+    /// blocks of which only a part was held.
     fn hold_window(
         &mut self,
         slot: u32,
@@ -230,7 +234,7 @@ impl Whole {
         let mut fill: Vec<std::ops::Range<u64>> = Vec::new();
         let mut pieces = window.pieces.clone();
         let filled_to = window.end.next_multiple_of(granule) + ahead;
-        // The hole to grow ahead in may begin where the window ends.
+        // The hole that memory is taken ahead in may begin where the window ends.
         let beyond = window.pieces.last().and_then(|&id| heap.blocks[id].next.some());
         pieces.extend(beyond.filter(|&id| ahead > 0 && heap.blocks[id].state == State::Hole));
         for id in pieces {
@@ -255,12 +259,12 @@ impl Whole {
         (held, fill, changed)
     }
 
-    /// Holds donors where there is no window.
+    /// Holds donors of a remap without a window.
     pub(crate) fn hold_all(&mut self, chosen: Vec<Donor>) -> Vec<Donor> {
         self.hold_donors(0, chosen, &BTreeMap::new(), 0)
     }
 
-    /// Holds donors, from high to low in each block.
+    /// Holds donors, in each block from high addresses to low ones.
     fn hold_donors(
         &mut self,
         slot: u32,
@@ -269,7 +273,7 @@ impl Whole {
         window_end: u64,
     ) -> Vec<Donor> {
         let mut donors = Vec::with_capacity(chosen.len());
-        // What is left of the block that the last donor was in.
+        // The remainder of the block that the last donor was in.
         let mut left: Option<(Donor, Option<BlockId>)> = None;
         for donor in chosen {
             let same_block = |last: &Donor| last.arena == donor.arena && last.block == donor.block;
@@ -298,12 +302,12 @@ impl Whole {
         donors
     }
 
-    /// Accounts for what the driver did, and lets go of what was held. Tells the free block that the window became, if all went
-    /// well.
+    /// Accounts for what the driver did, and releases the held memory to the heap. Returns the free block that the window became, if all
+    /// went well.
     pub(crate) fn settle_plan(&mut self, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
         self.settle_work(&held.donors, (held.spares, held.create), request.pool, done);
         let (usable, stuck) = done.filled.iter().partition::<Vec<&Filled>, _>(|filled| filled.usable);
-        // What is mapped without access is of no use to a pool.
+        // Memory that is mapped without access is of no use to a pool.
         if let Some(paged) = self.paged.as_mut() {
             let bytes = stuck.iter().map(|filled| filled.range.end - filled.range.start).sum::<u64>();
             paged.mapped_bytes[kind_of(request.pool) as usize] -= bytes;
@@ -313,8 +317,7 @@ impl Whole {
         last.filter(|_| done.error.is_none())
     }
 
-    /// Accounts for what the driver did with donors, spare granules and new ones, so many of which it was asked to take or
-    /// create for a pool.
+    /// Accounts for what the driver did with donors, with `spares` spare granules and with `create` granules to be created for `pool`.
     pub(crate) fn settle_work(&mut self, donors: &[Donor], (spares, create): (u64, u64), pool: u16, done: &Done) {
         self.settle_donors(donors, done);
         let Some(paged) = self.paged.as_mut() else { return };
@@ -358,7 +361,7 @@ impl Whole {
         }
     }
 
-    /// Lets go of a piece of the window; tells the free block that it is now in, if it is.
+    /// Releases a piece of the window to the heap. Returns the free block that it is in now, if it is in one.
     fn let_go(&mut self, request: &Request, id: BlockId, usable: &[&Filled], stuck: &[&Filled]) -> Option<BlockId> {
         let heap = &mut self.arena(request.slot).heap;
         let block = heap.blocks[id];
@@ -366,7 +369,7 @@ impl Whole {
             return Some(heap.unhold_as_free(id));
         }
         let range = block.addr..block.addr + block.size;
-        // Mapped without access, and not taken back: nobody gets these addresses before they are.
+        // Mapped without access, and not unmapped again: nobody gets these addresses before they are unmapped.
         let granule = self.paged.as_ref().map_or(1, |paged| paged.granule);
         let places = stuck.iter().flat_map(|filled| filled.places(granule));
         let granules: Vec<u64> = places.filter(|at| range.contains(at)).collect();
@@ -391,8 +394,8 @@ impl Whole {
         self.shell.history.lock().note(action, subject);
     }
 
-    /// Makes `reserved` what granules and segments are (P3). What is given up counts before what is gained, so that memory
-    /// that moved between pools raises no peak.
+    /// Makes `reserved` the sum of granules and segments (P3). Losses are counted before gains, so that memory which moved between pools
+    /// raises no peak.
     pub(crate) fn account_for_granules(&mut self) {
         let Some(paged) = &mut self.paged else { return };
         let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.spare_bytes()];
@@ -411,7 +414,7 @@ impl Whole {
 }
 
 impl Plan {
-    /// Parts what the driver is asked from what is held meanwhile.
+    /// Splits the plan into the driver's work and the memory held meanwhile.
     pub(crate) fn part(self) -> (Work, Held) {
         (self.work, self.held)
     }

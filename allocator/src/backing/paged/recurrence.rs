@@ -1,32 +1,32 @@
 //! Recurrence: whether a program returns to a point at which memory moved before.
 //!
 //! A program that repeats its steps exactly asks for the same number of bytes while the same number of bytes is in use, again and again;
-//! one whose sizes vary does so only in parts. So a *point* of the program is identified by these two numbers, and the points at which memory
-//! had to move are remembered. They are read and written only when memory has to move, under all locks. A bounded number is kept; the oldest
-//! are dropped first.
+//! one whose sizes vary does so only in parts. So a *point* of the program is identified by these two numbers, and the points at which
+//! memory had to move are remembered. They are read and written only when memory has to move, under all locks. A bounded number is kept;
+//! the oldest are dropped first.
 
 use std::collections::VecDeque;
 
-/// Points that are remembered: those of some iterations of a large program.
+/// Number of points that are remembered: enough for some iterations of a large program.
 const KEPT: usize = 512;
 
-/// Where in a program memory had to move lately.
+/// The points of a program at which memory had to move lately.
 #[derive(Debug, Default)]
 pub(crate) struct Recurrence {
     points: VecDeque<Point>,
 }
 
-/// A request for which memory has to move.
+/// A point of a program: a request for which memory has to move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Point {
-    /// Bytes asked for.
+    /// Requested bytes, rounded up to the block's size.
     pub(crate) requested: u64,
-    /// Bytes in use, these included.
+    /// Bytes in use, including those of the request.
     pub(crate) in_use: u64,
 }
 
 impl Recurrence {
-    /// Whether memory moved before at this point.
+    /// True if memory moved at this point before.
     pub(crate) fn is_known(&self, point: Point) -> bool {
         self.points.contains(&point)
     }

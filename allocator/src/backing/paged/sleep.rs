@@ -1,11 +1,11 @@
 //! Sleep: all mapped memory goes back to the device, while its addresses, and every live allocation there, stay what they are.
 //!
-//! Memory that is *absent* is listed by range, with the granules that are at hand for it and the contents that were saved. Falling asleep
-//! and waking up work on that list and note each step in it, so either can stop anywhere: an interrupted falling asleep is undone by
-//! waking up, and an interrupted waking up is continued where it stopped. Saved contents are kept until their memory is back in use.
+//! *Absent* memory is listed by range, with its granules as long as they are not released, and its contents if they were saved. Falling
+//! asleep and waking up work on that list and note each step in it, so either can stop anywhere: if falling asleep is interrupted, waking
+//! up undoes it; if waking up is interrupted, it is continued where it stopped. Saved contents are kept until their memory is back in use.
 //!
-//! While the list exists, nothing is mapped, moved or trimmed, and nothing is allocated; frees only change the heap. Segments,
-//! exportable memory and pinned granules stay where they are, because others know their addresses.
+//! While the list exists, nothing is mapped, moved, trimmed or allocated, and frees only change the heap. Segments, exportable memory and
+//! pinned granules stay where they are, because others know their addresses.
 
 use std::ops::Range;
 
@@ -18,13 +18,13 @@ use crate::shell::special;
 use crate::size_class::PoolKind;
 use crate::sync::atomic::Ordering;
 
-/// What becomes of the contents of memory while the allocator sleeps.
+/// Fate of the contents of memory while the allocator sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Contents {
-    /// They are lost: after [`Allocator::wake`] the memory is uninitialised.
+    /// The contents are lost: after [`Allocator::wake`] the memory is uninitialised.
     Discard,
-    /// They are kept in host memory, as many bytes as are given back, and restored by [`Allocator::wake`].
+    /// The contents are kept in host memory, which takes as many bytes as the device gets back. [`Allocator::wake`] restores them.
     SaveToHost,
 }
 
@@ -33,7 +33,7 @@ pub enum Contents {
 pub(crate) struct Absent {
     pub(crate) range: Range<u64>,
     kind: PoolKind,
-    /// Granules for it that are in hand, from the lowest address on,
+    /// Granules that exist for the range, from the lowest address on,
     pub(crate) granules: Vec<RawPhysical>,
     /// and how many of them are mapped.
     pub(crate) mapped: usize,
@@ -41,26 +41,27 @@ pub(crate) struct Absent {
 }
 
 impl Absent {
-    /// Whole granules that it takes.
+    /// Number of granules in the range.
     fn places(&self, granule: u64) -> u64 {
         (self.range.end - self.range.start) / granule
     }
 }
 
 impl Allocator {
-    /// Gives the mapped memory back to the device, until [`Allocator::wake`]; tells how many bytes went. Addresses stay
-    /// reserved: allocations and their pointers are as before after waking up, and may be dropped meanwhile. What is cached
-    /// goes for good. Segments, exportable memory and pinned granules stay.
+    /// Gives mapped memory back to the device until [`Allocator::wake`]. Returns how many bytes went back. Addresses stay reserved: after
+    /// waking up, allocations and their pointers are as before, and meanwhile they may be dropped. Cached memory goes for good. Segments,
+    /// exportable memory and pinned granules stay.
     ///
-    /// It first waits for those who keep the allocator awake to end: turns ([`crate::Turn`]) and claims ([`crate::Claim`]) with its
-    /// memory, and [`Allocator::keep_awake`]; then for the device. So kernels that other threads launch come before it or are refused, and
-    /// transfers that were begun are enqueued first (those that convert on the device when they have arrived do so when they are waited
-    /// for). A claim that nobody but this thread would drop is waited for for ever, and so is a thread that waits for this one, be it
-    /// because it puts another allocator to sleep that this one keeps awake.
+    /// This first waits for the end of all that keeps the allocator awake: turns ([`crate::Turn`]) and claims ([`crate::Claim`]) with its
+    /// memory, and [`Allocator::keep_awake`]. Then it waits for the device. So kernels that other threads launch come before the sleep or
+    /// are refused, and transfers that were begun are enqueued first (those that convert on the device after arrival do so when they are
+    /// waited for). The call never returns if it waits for a claim that only this thread would drop, or for a thread that itself waits for
+    /// this one, for example because that thread puts another allocator to sleep, which this thread keeps awake.
     ///
-    /// Until it wakes up, turns and claims with its memory, and allocating from it, are [`AllocError::Asleep`]; what bypasses turns
-    /// must not touch its memory. Threads that allocate while it falls asleep may still be served, with memory that is there
-    /// after waking up. Statistics count what is held; snapshots show what will be there. Asleep already, this is nothing.
+    /// Until the allocator wakes up, turns and claims with its memory, and allocations, fail with [`AllocError::Asleep`]; work that
+    /// bypasses turns must not touch its memory. Threads that allocate while it falls asleep may still be served, with memory that is there
+    /// after waking up. Statistics count the memory held now; snapshots show the memory that will be there after waking up. If the
+    /// allocator sleeps already, this does nothing.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Contents};
@@ -81,8 +82,9 @@ impl Allocator {
     ///
     /// # Errors
     /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::KeptAwake`] while this very thread keeps the allocator
-    /// awake; [`AllocError::OutOfHostMemory`]; errors of the driver. The allocator is then awake as before, contents included unless they
-    /// were to be discarded; if the driver fails at that, too, [`Allocator::is_asleep`] says so, and [`Allocator::wake`] can be tried.
+    /// awake; [`AllocError::OutOfHostMemory`]; errors of the driver. The allocator is then awake as before, with its contents unless they
+    /// were to be discarded. If the driver fails at waking it up, too, [`Allocator::is_asleep`] is true, and [`Allocator::wake`] can be
+    /// tried.
     pub fn sleep(&self, contents: Contents) -> Result<u64, AllocError> {
         if self.shell().core().paged.is_none() {
             return Err(self.not_mapped("sleep"));
@@ -94,7 +96,7 @@ impl Allocator {
         if self.shell().core().is_asleep() {
             return Ok(0);
         }
-        // Not within the gate: whoever keeps it awake may have to pass it first.
+        // Outside of the gate: threads that keep the allocator awake may have to pass the gate before they end that.
         self.shell().grow_drowsy();
         self.empty_cache().inspect_err(|_| self.shell().end_drowsiness())?;
         let _alone = self.gate().exclusive();
@@ -106,13 +108,14 @@ impl Allocator {
         })
     }
 
-    /// Ends [`Allocator::sleep`]: gets memory for everything that was there, what was dropped meanwhile included, and restores
-    /// contents. The limit is not asked: what was held before is held again. Awake already, this is nothing; while another thread puts it to
-    /// sleep, this waits for that first, unless this thread keeps it awake.
+    /// Ends [`Allocator::sleep`]: takes as much memory from the device as was given back, even for allocations dropped meanwhile, maps it
+    /// where it was, and restores saved contents. The limit is not checked, because this memory was held before. If the allocator is awake
+    /// already, this does nothing. While another thread puts it to sleep, this waits for that first, unless this thread keeps the allocator
+    /// awake.
     ///
     /// # Errors
-    /// Errors of the driver, such as lack of memory, in which case everything taken so far goes back to the device. The allocator
-    /// is still asleep, nothing is lost, and this can be tried again.
+    /// Errors of the driver. If the device lacks memory, everything taken so far goes back to it. The allocator is still asleep then,
+    /// nothing is lost, and this can be tried again.
     pub fn wake(&self) -> Result<(), AllocError> {
         if self.shell().is_kept_awake_here() {
             return Ok(());
@@ -122,12 +125,12 @@ impl Allocator {
         self.bring_back()
     }
 
-    /// Whether the allocator sleeps, or is about to and gives no more turns.
+    /// True if the allocator sleeps, or is about to and refuses turns already.
     pub fn is_asleep(&self) -> bool {
         self.shell().is_drowsy()
     }
 
-    /// Lets nobody allocate any more.
+    /// Makes the allocator refuse allocations from now on.
     fn fall_asleep(&self) {
         if let Some(paged) = &mut self.shell().core().paged {
             paged.absent = Some(Vec::new());
@@ -159,11 +162,11 @@ impl Allocator {
         Ok(self.release_absent()?)
     }
 
-    /// Releases all granules that are in hand; tells how many bytes.
+    /// Releases the granules of all absent memory. Returns how many bytes.
     fn release_absent(&self) -> Result<u64, DeviceError> {
         let mut core = self.shell().core();
         let Some(paged) = &mut core.paged else { return Ok(0) };
-        // Empty while it is in the hands of this thread.
+        // The list is empty while this thread works on it.
         let (granule, mut absent) = (paged.granule, paged.absent.replace(Vec::new()).unwrap_or_default());
         let mut spares = std::mem::take(&mut paged.spares);
         paged.in_hands += spares.len() as u64;
@@ -184,7 +187,7 @@ impl Allocator {
         failed.map_or(Ok(released * granule), Err)
     }
 
-    /// Releases granules, from the last one on; what cannot be stays in the list.
+    /// Releases granules, from the last one on. Granules that the driver does not release stay in the list.
     fn release_all(&self, granules: &mut Vec<RawPhysical>, released: &mut u64) -> Result<(), DeviceError> {
         while let Some(&physical) = granules.last() {
             self.device().driver().release_physical(physical)?;
@@ -194,7 +197,7 @@ impl Allocator {
         Ok(())
     }
 
-    /// Puts memory behind everything that is absent, and wakes up.
+    /// Maps memory at all absent ranges, and wakes the allocator up.
     fn bring_back(&self) -> Result<(), AllocError> {
         let mut core = self.shell().core();
         let Some(paged) = core.paged.as_mut() else { return Ok(()) };
@@ -215,7 +218,7 @@ impl Allocator {
         brought
     }
 
-    /// Gets the granules that are lacking; where they are not to be had, those that were go back.
+    /// Creates the granules that absent memory lacks. If the device lacks memory, those created go back.
     fn create_absent(&self, absent: &mut [Absent], granule: u64, options: PhysicalOptions) -> Result<(), AllocError> {
         self.device().settle();
         let (mut created, mut failed) = (0, None);
@@ -250,11 +253,11 @@ impl Allocator {
         failed.map_or(Ok(()), |error| Err(error.into()))
     }
 
-    /// Maps what is absent, range by range, and fills it with what was saved. What is done leaves the list.
+    /// Maps absent memory, range by range, and restores its saved contents. A range that is done leaves the list.
     fn restore(&self, absent: &mut Vec<Absent>, granule: u64, access: &[u32]) -> Result<(), AllocError> {
         let driver = self.device().driver();
         if absent.iter().any(|absent| absent.mapped > 0) {
-            // The last attempt may have failed at waiting for its copies.
+            // The last attempt may have failed while waiting for its copies.
             self.device().synchronize()?;
         }
         let is_saved = absent.iter().any(|absent| absent.saved.is_some());

@@ -1,4 +1,4 @@
-//! Memory and addresses back to the device.
+//! Trimming: giving free granules and empty reservations back to the device.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -22,8 +22,8 @@ struct Leaving {
 }
 
 impl Allocator {
-    /// Gives granules that nobody uses back to the device, spare ones first, until at most `target` bytes are held from it or
-    /// none is left in the pools that `of` picks; tells how many bytes went. Those not known done stay.
+    /// Gives free granules back to the device, spare ones first, until at most `target` bytes are held from it or none is left in the pools
+    /// for which `of` is true. Returns how many bytes went back. Granules that are not known done stay.
     pub(crate) fn trim_paged(&self, target: u64, of: &impl Fn(u16) -> bool) -> Result<u64, AllocError> {
         let recycled = self.recycle_retired()?;
         let stuck = self.take_stuck_back();
@@ -57,14 +57,15 @@ impl Allocator {
         }
     }
 
-    /// Takes mappings back that the driver would not when they failed. Their granules are spare then. What it still refuses stays.
+    /// Unmaps stuck mappings, which the driver refused to unmap when they failed. Their granules become spare. Mappings that it still
+    /// refuses to unmap stay stuck.
     pub(crate) fn take_stuck_back(&self) -> Result<(), AllocError> {
         let _gate = self.gate().shared();
         let count = self.shell().core().paged.as_ref().map_or(0, |paged| paged.stuck.len());
         (0..count).map(|_| self.take_one_back()).fold(Ok(()), Result::and)
     }
 
-    /// Takes the mappings back that have been stuck for longest.
+    /// Unmaps the mappings that have been stuck for longest.
     fn take_one_back(&self) -> Result<(), AllocError> {
         let mut whole = self.shell().whole();
         if whole.is_asleep() {
@@ -72,7 +73,7 @@ impl Allocator {
         }
         let Some(paged) = whole.paged.as_mut().filter(|paged| !paged.stuck.is_empty()) else { return Ok(()) };
         let (mut stuck, granule) = (paged.stuck.remove(0), paged.granule);
-        // In the hands of this call from here on; the record of what is mapped there stays until it is not.
+        // This call works with them from here on. The table lists them as mapped until they are unmapped.
         let in_hands = stuck.granules.len() as u64;
         paged.in_hands += in_hands;
         drop(whole);
@@ -101,7 +102,7 @@ impl Allocator {
         failed.map_or(Ok(()), |error| Err(error.into()))
     }
 
-    /// Releases granules; what cannot be stays in the list.
+    /// Releases granules until the list is empty or a call fails. Returns how many were released, and the error.
     fn release_granules(
         &self,
         loose: &mut Vec<RawPhysical>,
@@ -122,9 +123,9 @@ impl Allocator {
         (released, failed)
     }
 
-    /// Gives reservations back in which nothing is mapped.
+    /// Gives back reservations in which nothing is mapped.
     pub(crate) fn give_addresses_back(&self) -> Result<(), AllocError> {
-        // Those that could not go back before, too.
+        // This also gives back reservations that could not go back before.
         self.device().settle();
         let mut whole = self.shell().whole();
         let empty = whole.take_empty_reservations();
@@ -140,8 +141,8 @@ impl Allocator {
         failed
     }
 
-    /// Waits until the free memory in the pools that `of` picks is known done, as well as the launches that closed ones among them
-    /// wait for; tells whether any was not. A stream that cannot be waited for now is passed over.
+    /// Waits until the free memory in the pools for which `of` is true is known done, and the launches that closed pools among them wait
+    /// for. Returns true if anything was not known done. Skips streams that cannot be waited for now.
     pub(crate) fn synchronize_free(&self, of: impl Fn(u16) -> bool) -> Result<bool, AllocError> {
         let launched = self.shell().core().awaited_launches(&of);
         self.wait_for_launched(&launched)?;
@@ -152,7 +153,7 @@ impl Allocator {
 }
 
 impl Whole {
-    /// Streams that free memory in the pools that `of` picks waits for, and where their timelines must have got to.
+    /// The streams that free memory in the pools for which `of` is true waits for, each with the tick that its timeline must reach.
     pub(crate) fn free_not_done(&mut self, of: impl Fn(u16) -> bool) -> Vec<(Arc<Timeline>, u64)> {
         let mut latest = BTreeMap::new();
         self.donors(u64::MAX, None, &of).not_done.into_keys().for_each(|(slot, after)| {
@@ -211,7 +212,7 @@ impl Whole {
         self.account_for_granules();
     }
 
-    /// Takes reservations that are one hole out of the heap; tells their addresses and lengths.
+    /// Takes reservations that consist of one hole out of the heaps. Returns their addresses and lengths.
     fn take_empty_reservations(&mut self) -> Vec<(u64, u64)> {
         let mut empty = Vec::new();
         let (core, arenas) = self.core_and_arenas();

@@ -7,53 +7,53 @@
 
 use crate::heap::{Block, BlockId, Heap, State};
 
-/// A stretch of a run.
+/// A window: a stretch of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Window {
     pub(crate) start: u64,
     pub(crate) end: u64,
-    /// Granules that it lacks.
+    /// Number of granules that its holes lack.
     pub(crate) lacks: u64,
     /// The pieces that it touches, by address.
     pub(crate) pieces: Vec<BlockId>,
-    /// The hole that its end lies in or beside, and where that hole ends: room to grow ahead.
+    /// Room for memory taken ahead of need: the end of the hole that the window's end lies in or beside, if there is one.
     pub(crate) room: Option<u64>,
 }
 
-/// A free block or a hole of a run.
+/// A piece of a run: a free block or a hole.
 #[derive(Clone, Copy)]
 struct Piece {
     id: BlockId,
     start: u64,
     end: u64,
     is_hole: bool,
-    /// Granules of holes in the run before this piece.
+    /// Number of granules of holes in the run before this piece.
     holes_before: u64,
 }
 
-/// Pieces that lie side by side.
+/// A run: pieces that lie side by side.
 struct Run {
     granule: u64,
     pieces: Vec<Piece>,
 }
 
-/// Beside free blocks of at least this share of the request is where windows are looked for first.
+/// Windows are looked for first beside free blocks of at least the request's size divided by this.
 const LARGE_SHARE: u64 = 8;
-/// One found there is good enough if it lacks no more than this share of the request, or one granule.
+/// A window found there is good enough if it lacks no more than the request's size divided by this, or one granule.
 const GOOD_SHARE: u64 = 2;
 
 /// The cheapest window of `size` bytes in a pool's regions.
 ///
-/// There may be thousands of holes, most of them alone between live blocks, which to find out takes their neighbours' records. So
-/// large free blocks are looked at first. If they are half of a window, a cheaper one without any would have to hold more than four
-/// small ones.
+/// There may be thousands of holes. Most of them lie alone between live blocks, but finding that out takes a look at their neighbours'
+/// records. So windows beside large free blocks are looked for first. If free memory makes up half of such a window, a cheaper window
+/// without large blocks would have to hold more than four small ones.
 pub(crate) fn cheapest(heap: &Heap, pool: u16, size: u64, granule: u64) -> Option<Window> {
     let good = (size / granule / GOOD_SHARE).max(1);
     let near = cheapest_beside(heap, beside_large_blocks(heap, pool, size.div_ceil(LARGE_SHARE)), size, granule);
     near.filter(|window| window.lacks <= good).or_else(|| cheapest_beside(heap, heap.holes_of(pool), size, granule))
 }
 
-/// The holes beside free blocks of at least `least` bytes, by address; none, if there are more such blocks than holes.
+/// The holes beside free blocks of at least `least` bytes, by address. Empty if there are more such blocks than holes.
 fn beside_large_blocks(heap: &Heap, pool: u16, least: u64) -> Vec<BlockId> {
     let (mut found, mut looked_at) = (Vec::new(), 0);
     let Some(free) = heap.index(pool, heap.home) else { return found };
@@ -70,7 +70,7 @@ fn beside_large_blocks(heap: &Heap, pool: u16, least: u64) -> Vec<BlockId> {
     found
 }
 
-/// The cheapest window in the runs of some holes, which come by address.
+/// The cheapest window in the runs that some holes belong to. The holes are given by ascending address.
 fn cheapest_beside(heap: &Heap, holes: impl IntoIterator<Item = BlockId>, size: u64, granule: u64) -> Option<Window> {
     let mut best: Option<(u64, u64)> = None;
     let mut best_run = None;
@@ -98,7 +98,7 @@ fn cheapest_beside(heap: &Heap, holes: impl IntoIterator<Item = BlockId>, size: 
     Some(run.window(start, start + size, lacks))
 }
 
-/// Where a run lies.
+/// Position and free memory of a run.
 struct Extent {
     first: BlockId,
     start: u64,
@@ -107,7 +107,7 @@ struct Extent {
     free: u64,
 }
 
-/// Whether a block is a piece of a run.
+/// True if a block is a piece of a run.
 fn is_piece(heap: &Heap, block: &Block) -> bool {
     block.state == State::Hole || block.state == State::Free && block.owner == heap.home
 }
@@ -152,24 +152,24 @@ impl Run {
         self.pieces.last().map_or(0, |piece| piece.end)
     }
 
-    /// The piece that the byte at `addr` is in.
+    /// The piece that holds the byte at `addr`.
     fn piece_at(&self, addr: u64) -> Option<&Piece> {
         self.pieces.get(self.pieces.partition_point(|piece| piece.end <= addr))
     }
 
-    /// Granules of holes that begin before `addr`, which is in the run or at its end.
+    /// Number of granules of holes, or of their parts, that begin before `addr`, which is in the run or at its end.
     fn holes_to(&self, addr: u64) -> u64 {
         let Some(piece) = self.piece_at(addr.saturating_sub(1)) else { return 0 };
         piece.holes_before + if piece.is_hole { (addr - piece.start).div_ceil(self.granule) } else { 0 }
     }
 
-    /// Granules of holes that end at or before `addr`.
+    /// Number of granules of holes, or of their parts, that end at or before `addr`.
     fn holes_done(&self, addr: u64) -> u64 {
         let Some(piece) = self.piece_at(addr) else { return 0 };
         piece.holes_before + if piece.is_hole { (addr - piece.start) / self.granule } else { 0 }
     }
 
-    /// What the cheapest window of `size` bytes lacks, and where it starts.
+    /// The number of granules that the cheapest window of `size` bytes lacks, and its first address.
     fn cheapest(&self, size: u64) -> Option<(u64, u64)> {
         let (start, end) = (self.start(), self.end());
         let last = end.checked_sub(size).filter(|&last| last >= start)?;

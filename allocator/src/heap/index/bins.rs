@@ -20,12 +20,12 @@ use super::key::Key;
 use super::sizes::{Occupied, bin_of};
 use crate::heap::block::{Block, BlockId, Records, Slab};
 
-/// How many blocks of a request's own bin, where some may be too small, are looked at before the next bin's are.
+/// How many blocks of a request's own bin, some of which may be too small, are looked at before the next bin.
 const CANDIDATES: usize = 4;
 
 #[derive(Debug, Default)]
 pub(in crate::heap) struct Bins {
-    /// The first block of each bin; as many as are needed for the largest block so far.
+    /// The first block of each bin, for as many bins as the largest block so far needs.
     heads: Vec<BlockId>,
     occupied: Occupied,
 }
@@ -56,8 +56,8 @@ impl Bins {
         self.last_below(self.heads.len())
     }
 
-    /// Every block of at least `size` bytes, in the order of [`Bins::after`]. Which block is next mostly does not depend on the
-    /// record of the last one, so the machine need not wait for each of them.
+    /// Every block of at least `size` bytes, in the order of [`Bins::after`]. Mostly the next block does not depend on the record of the
+    /// last one, so the processor need not wait for each record.
     pub(super) fn iter_from<'a>(&'a self, blocks: &'a Slab, size: u64) -> impl Iterator<Item = BlockId> + 'a {
         let from = bin_of(size);
         let own = self.list(blocks, from).filter(move |&id| blocks[id].size >= size);
@@ -65,7 +65,7 @@ impl Bins {
         own.chain(others.flat_map(move |bin| self.list(blocks, bin)))
     }
 
-    /// Whether a free block is in its list, judged by its neighbours there.
+    /// True if a free block is in its list, judged by its neighbours there.
     #[cfg(any(test, debug_assertions))]
     pub(super) fn contains(&self, blocks: &Slab, id: BlockId) -> bool {
         let block = &blocks[id];
@@ -88,7 +88,7 @@ impl Bins {
         std::iter::successors(head, |&id| blocks[id].bin_next.some())
     }
 
-    /// The block to serve a request from whose own bin begins with one that is too small.
+    /// Chooses a block for a request if the first block of the request's own bin is too small.
     fn choose_further(&self, blocks: &Records<'_>, own: usize, size: u64) -> Option<(BlockId, usize)> {
         let fits = |id: &BlockId| blocks[*id].size >= size;
         if let Some(id) = self.list(blocks, own).take(CANDIDATES).skip(1).find(fits) {
@@ -108,7 +108,7 @@ impl Bins {
         self.heads[..bin].iter().rev().find_map(|head| head.some())
     }
 
-    /// Takes a block out of its bin. Without branches: where in its list a block is follows no pattern.
+    /// Takes a block out of its bin. Without branches, because a block's place in its list follows no pattern.
     #[inline]
     fn unlink(&mut self, blocks: &mut Records<'_>, id: BlockId, bin: usize) {
         let (prev, next) = (blocks[id].bin_prev, blocks[id].bin_next);
@@ -119,7 +119,7 @@ impl Bins {
         self.occupied.set_to(bin, *head != BlockId::NONE);
     }
 
-    /// Puts a block into a bin. Without branches, as taking it out.
+    /// Puts a block into a bin, without branches, too.
     #[inline]
     fn link(&mut self, blocks: &mut Records<'_>, id: BlockId, bin: usize) {
         if bin >= self.heads.len() {
@@ -139,7 +139,7 @@ impl Bins {
 }
 
 impl Index for Bins {
-    /// The bin.
+    /// The number of the bin.
     type Place = usize;
     const SEGMENTS: bool = false;
     const FIRST_STAYS: bool = false;

@@ -28,7 +28,7 @@ const FRONT: usize = 3;
 /// Free blocks of one pool that are reusable by one stream.
 #[derive(Debug, Default)]
 pub(in crate::heap) struct Exact {
-    /// As many as are needed for the largest block so far.
+    /// The bins, as many as the largest block so far needs.
     bins: Vec<Bin>,
     occupied: Occupied,
 }
@@ -38,20 +38,20 @@ pub(in crate::heap) struct Exact {
 #[repr(align(64))]
 struct Bin {
     front: [Key; FRONT],
-    /// Greater keys; `None` until the front did not suffice.
+    /// The greater keys; `None` until the front was first too small.
     rest: Option<Box<Runs>>,
 }
 
 const _: () = assert!(size_of::<Bin>() == 64, "a bin fills a cache line");
 
 impl Exact {
-    /// The key of the smallest block of at least `size` bytes, of those the one at the lowest address.
+    /// The key of the smallest block of at least `size` bytes; of equally small ones, that at the lowest address.
     #[inline]
     pub(in crate::heap) fn best_from(&self, size: u64) -> Option<Key> {
         self.first_from(Key::at_least(size))
     }
 
-    /// The first key above `key`, for walking on from a block that does not suit.
+    /// The first key above `key`, to go on from a block that does not suit.
     pub(in crate::heap) fn after(&self, key: Key) -> Option<Key> {
         self.first_from(Key(key.0 + 1))
     }
@@ -60,7 +60,7 @@ impl Exact {
     #[inline]
     pub(super) fn first_from(&self, least: Key) -> Option<Key> {
         let own = bin_of(least.size());
-        // Mostly the key's own bin is empty: it is not touched then, and what is found first is an answer.
+        // Mostly the key's own bin is empty. Then it is not touched, and the first key of the next occupied bin is the result.
         let bin = self.occupied.first_from(own)?;
         if let Some(key) = self.bins.get(bin)?.first_from(least) {
             return Some(key);
@@ -106,7 +106,7 @@ impl Exact {
         self.occupied.set_to(at, bin.front[0] != Key::NONE);
     }
 
-    /// Puts `new` in the place of `old`, which is there.
+    /// Replaces `old`, which must be there, by `new`.
     #[inline]
     fn replace(&mut self, old: Key, new: Key) {
         let at = bin_of(old.size());

@@ -1,25 +1,25 @@
-//! A free block as an ordered set sees it.
+//! Keys: the form in which free blocks are ordered.
 
 use crate::heap::block::{Block, BlockId};
 use crate::size_class::MIN_BLOCK;
 
-/// A free block: its size, then its address; the block's number rides along.
+/// The key of a free block: its size, then its address. The block's number is stored in the low bits.
 ///
 /// From the top: 41 bits of size and 55 bits of address, both in units of [`MIN_BLOCK`], and 32 bits of block number. That is
 /// any address, and sizes below 2^50 bytes: no device holds more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key(pub(super) u128);
 
-/// Where the address begins.
+/// The lowest bit of the address.
 const ADDRESS: u32 = 32;
-/// Where the size begins.
+/// The lowest bit of the size.
 const SIZE: u32 = ADDRESS + u64::BITS - MIN_BLOCK.ilog2();
 
 impl Key {
-    /// No block; greater than the key of any.
+    /// No block; greater than the key of any block.
     pub(super) const NONE: Key = Key(u128::MAX);
 
-    /// Above all sizes that a key can hold, in bytes.
+    /// The least size in bytes that a key cannot hold.
     const SIZES_END: u64 = MIN_BLOCK << (u128::BITS - SIZE);
 
     #[inline]

@@ -34,45 +34,45 @@ pub(super) enum FreeIndex {
     Bins(Bins),
 }
 
-/// An index and the blocks in it, for walks.
+/// An index and the blocks in it, for iteration.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct IndexView<'a> {
     index: &'a FreeIndex,
     blocks: &'a Slab,
 }
 
-/// What allocations and frees do with an index.
+/// The operations that allocations and frees need of an index.
 pub(super) trait Index {
-    /// Where a block is in the index.
+    /// The place of a block in the index.
     type Place: Copy;
-    /// Whether memory comes in segments. Their free pieces are counted, and there are rules about which blocks serve a request and
-    /// which are cut. Else memory can be moved: every block that is large enough serves, and is cut ([`SizeClasses::paged`]).
+    /// True if memory comes in segments. Then free pieces are counted, and rules decide which blocks serve a request and which are cut.
+    /// Otherwise memory can be moved: every block that is large enough serves, and is cut ([`SizeClasses::paged`]).
     ///
     /// [`SizeClasses::paged`]: crate::size_class::SizeClasses::paged
     const SEGMENTS: bool;
-    /// Whether the lowest of several blocks that become one, or that one becomes, keeps the number. A region's first block is then
-    /// the same for ever; else it is the free block that keeps it, which an index of lists need not touch.
+    /// When blocks are joined or a block is cut, true if the lowest block keeps the number. Then a region's first block always has the same
+    /// number. Otherwise the free block keeps it, which an index of lists then need not touch.
     const FIRST_STAYS: bool;
 
     /// The block to serve a request of `size` bytes from, if any is large enough.
     fn choose(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, Self::Place)>;
 
-    /// The smallest block of at least `size` bytes, of those the one at the lowest address.
+    /// The smallest block of at least `size` bytes; of equally small ones, that at the lowest address.
     fn best_fit(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, Self::Place)>;
 
-    /// The size of a block that is in the index: where its place tells, its record need not be waited for.
+    /// The size of a block in the index. If its place implies the size, the record need not be read.
     fn size(blocks: &Records<'_>, id: BlockId, place: Self::Place) -> u64;
 
-    /// Where a block of this size and at this address would be.
+    /// The place that a block of this size and address would have.
     fn place(id: BlockId, size: u64, addr: u64) -> Self::Place;
 
     /// Puts a free block in.
     fn insert(&mut self, blocks: &mut Records<'_>, id: BlockId);
 
-    /// Takes a block out that is in it.
+    /// Takes out a block, which must be in the index.
     fn remove(&mut self, blocks: &mut Records<'_>, id: BlockId, place: Self::Place);
 
-    /// A block that is in it was at `place` before its record changed.
+    /// Updates the index after the record of a block in it changed. The block was at `place` before.
     fn changed(&mut self, blocks: &mut Records<'_>, id: BlockId, place: Self::Place);
 }
 
@@ -102,7 +102,7 @@ impl<'a> IndexView<'a> {
         }
     }
 
-    /// The block after one that is in the index, for walking on from one that does not suit.
+    /// The block after another one in the index, to go on from a block that does not suit.
     pub(crate) fn after(self, key: Key) -> Option<Key> {
         match self.index {
             FreeIndex::Exact(index) => index.after(key),
@@ -110,7 +110,7 @@ impl<'a> IndexView<'a> {
         }
     }
 
-    /// Where a walk over all blocks from the largest down starts.
+    /// The first block of an iteration from the largest block down.
     pub(crate) fn last(self) -> Option<Key> {
         match self.index {
             FreeIndex::Exact(index) => index.last(),
@@ -118,7 +118,7 @@ impl<'a> IndexView<'a> {
         }
     }
 
-    /// The next block of a walk from the largest down.
+    /// The next block of an iteration from the largest block down.
     pub(crate) fn before(self, key: Key) -> Option<Key> {
         match self.index {
             FreeIndex::Exact(index) => index.before(key),
@@ -140,7 +140,7 @@ impl<'a> IndexView<'a> {
         exact.into_iter().flatten().chain(bins.into_iter().flatten())
     }
 
-    /// Whether a free block is in the index.
+    /// True if a free block is in the index.
     #[cfg(any(test, debug_assertions))]
     pub(crate) fn contains(self, id: BlockId) -> bool {
         match self.index {

@@ -1,18 +1,18 @@
-//! Bins of sizes, and which of them hold anything.
+//! Bins of sizes, and the bitmap of occupied bins.
 
 use crate::size_class::MIN_BLOCK;
 
-/// Bins of one doubling, as a shift.
+/// Binary logarithm of the number of bins per doubling.
 pub(super) const SUB_BITS: u32 = 6;
 const SUB: u64 = 1 << SUB_BITS;
-/// Bins there are: blocks from 16 TiB on share the last one.
+/// Number of bins. Blocks from 16 TiB on share the last one.
 pub(super) const BINS: usize = 2048;
 
 /// The bin of a size, not 0: one for each multiple of [`MIN_BLOCK`] up to [`SUB`] of them, then [`SUB`] bins a doubling. All sizes of
 /// a bin are smaller than all of the next one.
 ///
-/// Round sizes are the greatest of their bin, not the least: segments have round sizes, and what is left when a little is cut
-/// off should fall into the same bin.
+/// Round sizes are the greatest of their bin, not the least, because segments have round sizes, and the rest should be in the same bin when
+/// a little is cut off.
 #[inline]
 pub(super) fn bin_of(size: u64) -> usize {
     let last = size.wrapping_sub(1) / MIN_BLOCK;
@@ -21,7 +21,7 @@ pub(super) fn bin_of(size: u64) -> usize {
     usize::try_from(bin).unwrap_or(usize::MAX).min(BINS - 1)
 }
 
-/// Which bins hold anything: a bit for each, and one for each word of those.
+/// The occupied bins: one bit for each bin, and one bit for each word of those bits.
 #[derive(Debug, Default)]
 pub(super) struct Occupied {
     bins: [u64; BINS / 64],
@@ -29,7 +29,7 @@ pub(super) struct Occupied {
 }
 
 impl Occupied {
-    /// Notes whether a bin holds anything.
+    /// Notes whether a bin is occupied.
     #[inline]
     pub(super) fn set_to(&mut self, bin: usize, occupied: bool) {
         let with = |word: u64, bit: usize, is_set: bool| word & !(1 << bit) | u64::from(is_set) << bit;
@@ -38,12 +38,12 @@ impl Occupied {
         self.words = with(self.words, bin / 64, *word != 0);
     }
 
-    /// The first bin from `from` on that holds anything.
+    /// The first occupied bin from `from` on.
     #[inline]
     pub(super) fn first_from(&self, from: usize) -> Option<usize> {
         let word = from / 64;
         let here = self.bins.get(word)? & (u64::MAX << (from % 64));
-        // Without a branch on where it is, which follows no pattern.
+        // Without a branch on its position, which follows no pattern.
         let later = (self.words & (u64::MAX << 1 << word)).trailing_zeros() as usize;
         let beyond = self.bins.get(later).copied().unwrap_or(0);
         let (word, bits) = std::hint::select_unpredictable(here != 0, (word, here), (later, beyond));

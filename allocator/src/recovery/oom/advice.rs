@@ -1,4 +1,4 @@
-//! What would have made a request fit.
+//! Advice: the changes that would have made a request fit.
 
 use std::fmt;
 
@@ -11,36 +11,36 @@ use crate::shell::core::Request;
 use crate::shell::whole::Whole;
 use crate::size_class::MIN_LARGE_ALLOC;
 
-/// Something that would have made a request fit.
+/// A change that would have made a request fit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Advice {
-    /// The free bytes would suffice, were they contiguous.
+    /// The free bytes would suffice if they were contiguous.
     Fragmented {
         /// Free bytes that may still be taken from the device.
         on_device: u64,
         /// Free bytes that are cached in the request's pool.
         cached: u64,
-        /// Pieces the cached ones are in.
+        /// Number of pieces that the cached bytes are in.
         pieces: usize,
-        /// The largest of the pieces.
+        /// Bytes of the largest piece.
         largest: u64,
     },
-    /// Wait for streams that still use memory given back.
+    /// Wait for a stream that still uses freed memory.
     WaitFor {
         /// The stream.
         stream_id: u32,
-        /// Bytes it keeps.
+        /// Bytes that it still uses.
         bytes: u64,
     },
-    /// Let requests use a free block that the size rules keep from them.
+    /// Let the request use a free block that the size rules keep from it.
     RelaxSplitLimit {
         /// Size of that block.
         block: u64,
     },
     /// Let a private pool lend its free memory (`use_on_oom`).
     PrivatePool {
-        /// Its id.
+        /// Id of the pool.
         pool: (u64, u64),
         /// The largest free block there that the request would get.
         block: u64,
@@ -55,70 +55,70 @@ pub enum Advice {
         /// The largest [`crate::Config::large_segment_size`] that there is room for.
         to: u64,
     },
-    /// Raise the limit at least to this.
+    /// Raise the limit to at least this.
     RaiseLimit {
         /// Bytes.
         to: u64,
     },
-    /// Lower the headroom at most to this.
+    /// Lower the headroom to at most this.
     LowerHeadroom {
         /// Bytes.
         to: u64,
     },
-    /// Give back what is cached (`empty_cache`), or let requests do that (`throw_on_cudamalloc_oom`).
+    /// Give cached memory back (`empty_cache`), or let requests do that (`throw_on_cudamalloc_oom`).
     EmptyCache {
         /// Unused bytes that are cached now.
         cached: u64,
     },
-    /// Give back what the request's own private pool caches ([`crate::PrivatePool::empty_cache`]).
+    /// Give back the memory that the request's own private pool caches ([`crate::PrivatePool::empty_cache`]).
     EmptyPool {
-        /// Bytes it holds.
+        /// Bytes that it holds.
         held: u64,
     },
     /// Drop pins ([`crate::PinnedMapping`]), which keep memory where it is.
     EndPins {
-        /// Free bytes that they keep; with what is live, where that is to be freed, too.
+        /// Free bytes that pins keep; also live ones, if live memory is to be freed, too.
         held: u64,
     },
-    /// Free this much on the device: others hold it.
+    /// Free memory on the device that others hold.
     OthersHold {
-        /// Bytes used by others.
+        /// Bytes that others hold.
         held: u64,
         /// Bytes missing.
         missing: u64,
     },
-    /// No other memory helps: the whole device is smaller than what the request takes from it.
+    /// Use a larger device: the whole device has less memory than the request takes from it.
     LargerDevice {
         /// The least capacity that would do, headroom included.
         bytes: u64,
     },
-    /// Release private pools, and what is live in them: what they hold serves nobody else.
+    /// Release private pools, and the live memory in them: their memory serves no other request.
     ReleasePools {
-        /// Bytes they hold.
+        /// Bytes that they hold.
         held: u64,
     },
-    /// The driver refused memory although it says that enough is free: it cannot always give all of that (documentation of
-    /// `cuMemGetInfo`). Ask for less, or free about as much as it was asked for.
+    /// The driver refused memory although it reports enough free memory, all of which it cannot always give (documentation of
+    /// `cuMemGetInfo`). Request less, or free about as much as was requested.
     DriverRefuses {
         /// Bytes that the driver was asked for.
         asked: u64,
-        /// Bytes that it says are free.
+        /// Bytes that it reports as free.
         free: u64,
     },
-    /// Free at least this much of what is live here; the request does not fit beside it. More, where what is freed lies between
-    /// blocks that stay.
+    /// Free at least this much live memory of this allocator, beside which the request does not fit. More is needed if the freed memory
+    /// lies between blocks that stay.
     FreeMore {
         /// Bytes missing.
         bytes: u64,
-        /// The tag that holds most, with its bytes; `None` if what carries no tag does.
+        /// The tag that holds most, with its bytes; `None` if memory without a tag holds most.
         largest: Option<(String, u64)>,
     },
-    /// All of these together; none of them suffices. Empty where nothing is known to be in the way, as when a driver call failed.
+    /// All of these together, because none of them suffices. Empty if nothing is known to be in the way, as when a driver call failed.
     All(Vec<Advice>),
 }
 
 impl Whole {
-    /// Advice that needs a look at the blocks: those that are there, but not for this request. No block serves memory apart.
+    /// Advice from a look at the blocks: free blocks that the request may not have. No block serves a request for memory apart.
     pub(super) fn advice_from_blocks(&self, request: &Request, apart: bool, free: &[&Block]) -> Vec<Advice> {
         let mut advice: Vec<Advice> =
             self.waiting_bytes().into_iter().map(|(stream_id, bytes)| Advice::WaitFor { stream_id, bytes }).collect();
@@ -133,7 +133,7 @@ impl Whole {
         if let Some(block) = free.iter().find(|block| !own(block) && fits(block)) {
             advice.push(Advice::CrossStream { block: block.size });
         }
-        // As they are lent: blocks of the stream itself, but what graphs may use.
+        // As they are lent: only blocks of the stream itself, except those that graphs may use.
         let near = |number: u16| self.heaps().filter(|heap| heap.home == request.slot).map(move |heap| (heap, number));
         for private in self.pools.private.iter().filter(|private| private.open && !private.owns(request.pool)) {
             let lent = private.numbers().filter(|&number| !private.keeps_for_graphs(number));
@@ -155,8 +155,8 @@ impl Whole {
 }
 
 impl OomReport {
-    /// Completes the advice with what only the sums tell. Each piece suffices by itself. `shares` tells whether the request would
-    /// share its segment with others, so that it could be smaller.
+    /// Adds the advice that follows from the sums. Each piece of advice suffices by itself. `shares` is true if the request would share its
+    /// segment with others, so that the segment could be smaller.
     pub(super) fn advise(&mut self, shares: bool, holds: &Holds) {
         let device_free = self.memory.map_or(0, |memory| memory.free);
         let room = self.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved));
@@ -188,7 +188,7 @@ impl OomReport {
         self.advice.truncate(LISTED);
     }
 
-    /// A device that has so many bytes for this allocator, under the options that it has.
+    /// Advice to use a device that has `bytes` bytes for this allocator, under its options.
     fn larger_device(&self, bytes: u64) -> Advice {
         let device = Advice::LargerDevice { bytes: bytes.saturating_add(self.headroom) };
         match self.limit {
@@ -199,7 +199,7 @@ impl OomReport {
 
     fn advise_remedies(&mut self, holds: &Holds, fragmented: bool) {
         let remedies = Remedies { report: self, holds };
-        // What is free would suffice: that is told.
+        // Sets that only free live memory are left out if the free memory would suffice in one piece: that is told instead.
         let sets = remedies.sufficient().into_iter().filter(|&set| !(fragmented && frees_alone(set)));
         let mut found: Vec<Advice> = sets.map(|set| remedies.advice(set)).collect();
         let (asked, free) = (self.from_device, self.memory.map_or(0, |memory| memory.free));

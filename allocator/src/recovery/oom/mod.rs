@@ -1,4 +1,4 @@
-//! The out-of-memory report: what was asked for, what there was, and what would have made it fit (`advice.rs`,
+//! The out-of-memory report: the request, the memory at that time, and the changes that would have made the request fit (`advice.rs`,
 //! `remedies.rs`).
 
 mod advice;
@@ -28,15 +28,15 @@ use remedies::Holds;
 /// How many tags and how many pieces of advice a report lists.
 const LISTED: usize = 5;
 
-/// What the ladder did before it gave up.
+/// The attempts of the ladder before it gave up.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Tried {
     pub(crate) refusal: Option<Refusal>,
     pub(crate) released: u64,
     pub(crate) reclaimed: u64,
-    /// Whether the request is for memory apart from heaps.
+    /// True if the request is for memory apart from heaps.
     pub(crate) apart: bool,
-    /// Bytes that its owner has already and keeps.
+    /// Bytes that the owner of such memory has already and keeps.
     pub(crate) own: u64,
 }
 
@@ -48,57 +48,57 @@ pub(crate) struct Tried {
 pub struct OomReport {
     /// Ordinal of the device.
     pub device: u32,
-    /// Name of the device for people, such as `Simulated H100 80GB`.
+    /// Human-readable name of the device, such as `Simulated H100 80GB`.
     pub device_name: String,
-    /// Bytes that the caller asked for.
+    /// Requested bytes.
     pub requested: u64,
     /// Bytes that would have been taken from the device for it, if no free memory of the allocator had helped.
     pub segment: u64,
     /// The part of them that the device would have had to provide, because no free memory of the allocator could be moved there.
     pub from_device: u64,
-    /// The stream that it was for, by its [`Stream::id`](aquifer_device::Stream::id).
+    /// The stream that the request was for, by its [`Stream::id`](aquifer_device::Stream::id).
     pub stream_id: u32,
-    /// The private pool it was for.
+    /// The private pool that the request was for.
     pub pool: Option<(u64, u64)>,
-    /// What refused the last attempt to take memory from the device.
+    /// The reason why the last attempt to take memory from the device was refused.
     pub refusal: Option<Refusal>,
     /// The limit on reserved bytes, if there is one.
     pub limit: Option<u64>,
     /// Bytes to be left free on the device.
     pub headroom: u64,
-    /// Free and total bytes of the device, if the driver tells.
+    /// Free and total bytes of the device, if the driver reported them.
     pub memory: Option<MemoryInfo>,
     /// Bytes in live blocks, rounding included.
     pub allocated: u64,
-    /// Bytes that holders of live blocks asked for.
+    /// Bytes requested for live blocks.
     pub requested_live: u64,
     /// Bytes held from the device.
     pub reserved: u64,
     /// The part of them that private pools keep from others: those that are open, or that graphs use.
     pub reserved_by_private_pools: u64,
-    /// The largest free block of the request's pool, whoever owns it.
+    /// Bytes of the largest free block of the request's pool, whichever stream owns it.
     pub largest_free: u64,
     /// Free bytes of the request's pool.
     pub free_in_pool: u64,
     /// The share of free bytes that a request of this size cannot use, 0 to 1 (Gorman & Whitcroft).
     pub unusable_index: f64,
-    /// Bytes that other streams still use though they were given back, by stream waited for.
+    /// Freed bytes that other streams still use, by the stream to wait for.
     pub waiting: Vec<(u32, u64)>,
     /// Bytes used on the device but not held by this allocator: contexts, libraries, other processes.
     pub held_by_others: Option<u64>,
-    /// The largest sums of live bytes by tag; `None` is what carries no tag.
+    /// The largest sums of live bytes by tag; `None` stands for memory without a tag.
     pub largest_tags: Vec<(Option<String>, u64)>,
     /// Bytes given back to the device while trying to serve the request.
     pub released: u64,
-    /// Bytes that reclaimers said they freed while trying.
+    /// Bytes that reclaimers reported as freed while trying.
     pub reclaimed: u64,
-    /// What would have made the request fit, most helpful first.
+    /// Changes that would have made the request fit, most helpful first.
     pub advice: Vec<Advice>,
 }
 
 impl Allocator {
-    /// Counts, traces and reports a request that nothing served, and tells the observers. Of an allocator that is about to sleep it
-    /// says that instead: reclaimers get no turns any more.
+    /// Counts, traces and reports a request that nothing served, and calls the observers. If the allocator is about to sleep, returns that
+    /// error instead, because reclaimers get no turns any more.
     #[cold]
     pub(crate) fn out_of_memory(&self, request: &Request, tried: Tried) -> AllocError {
         if self.shell().refuses_keepers() {
@@ -113,7 +113,7 @@ impl Allocator {
         shell.history.lock().note(Action::Oom, subject);
         let mut report = whole.report(request, tried);
         let mut holds = Holds { own: tried.own, ..whole.holds(request) };
-        // Where memory moves, too: blocks that streams lent each other are in pieces until they are home.
+        // Also where memory moves: blocks that streams lent each other are in pieces until they are home.
         holds.stays_cached = self.config().fail_fast && tried.refusal == Some(Refusal::Limit);
         report.segment = if tried.apart { request.size } else { self.growth_bytes(&whole, request) };
         let lacking = if tried.apart { None } else { whole.lacking_bytes(request) };
@@ -134,7 +134,7 @@ impl Allocator {
         AllocError::OutOfMemory(Box::new(report))
     }
 
-    /// Whether the request would get a part of a segment that others share.
+    /// True if the request would get a part of a segment that others share.
     fn shares_segment(&self, request: &Request) -> bool {
         let classes = self.classes();
         let is_medium = classes.pool(request.size) == PoolKind::Large && request.size < MIN_LARGE_ALLOC;
@@ -143,7 +143,7 @@ impl Allocator {
 }
 
 impl Whole {
-    /// The part of the report that is read under the lock.
+    /// Builds the part of the report that is read under the locks.
     fn report(&self, request: &Request, tried: Tried) -> OomReport {
         let free: Vec<&Block> = self.free_blocks(request.pool).collect();
         let sizes = || free.iter().map(|block| block.size);
@@ -255,7 +255,7 @@ impl OomReport {
         }
         for (tag, bytes) in &self.largest_tags {
             match tag {
-                // Names are the caller's, who may have put anything into them.
+                // Names come from the caller and may contain anything.
                 Some(tag) => write!(f, "\n  live: {} {tag:?}", Bytes(*bytes))?,
                 None => write!(f, "\n  live: {} (without a tag)", Bytes(*bytes))?,
             }

@@ -1,7 +1,7 @@
-//! What would make room for a request: every minimal set of remedies that suffices.
+//! Remedies: all minimal sets of changes that would make room for a request.
 //!
 //! Remedies change how much stays reserved, how much is allowed, or how much the device has available. All of these are sums, so every set
-//! can be tried. Where a sum is not known, the estimate errs towards asking for more, so that whoever follows the advice is served.
+//! can be tried. Where a sum is not known, the estimate errs towards asking for more, so that following the advice suffices.
 
 use crate::heap::{Region, State};
 use crate::pools::table::Private;
@@ -19,33 +19,33 @@ const PINS: u8 = 32;
 const LIVE: u8 = 64;
 const OTHERS: u8 = 128;
 
-/// Bytes reserved, by what it takes to get them back.
+/// Reserved bytes, by the remedy that gives them back.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Holds {
-    /// Unused, and promised to nobody.
+    /// Unused bytes that are promised to nobody.
     pub(super) loose: u64,
-    /// The same, but pinned.
+    /// Unused bytes that are pinned.
     pub(super) pinned_free: u64,
-    /// All that is pinned outside of `pools`.
+    /// All pinned bytes outside of `pools`.
     pub(super) pinned: u64,
-    /// What private pools hold that serve others than the request.
+    /// Bytes held by private pools that do not serve the request.
     pub(super) pools: u64,
     /// The part of it in live blocks.
     pub(super) live_in_pools: u64,
-    /// What the request's own private pool holds.
+    /// Bytes that the request's own private pool holds.
     pub(super) own_pool: u64,
     /// The part of it that emptying the pool gives back; `None` where a graph keeps it.
     pub(super) own_pool_loose: Option<u64>,
-    /// Whether the request is served from there once nothing in it is live.
+    /// True if the request is served from there once nothing in it is live.
     pub(super) own_pool_serves: bool,
-    /// What the request's owner has and keeps as it grows.
+    /// Bytes that the request's owner has and keeps as it grows.
     pub(super) own: u64,
-    /// Whether the limit refuses requests at once (`throw_on_cudamalloc_oom`), so that what is freed stays cached.
+    /// True if the limit refuses requests at once (`throw_on_cudamalloc_oom`), so that freed memory stays cached.
     pub(super) stays_cached: bool,
 }
 
 impl Whole {
-    /// What stands in the way of a request, as far as blocks and regions tell.
+    /// The memory that stands in the way of a request, according to blocks and regions.
     pub(super) fn holds(&self, request: &Request) -> Holds {
         let mut holds = Holds::default();
         let promised = |pool: u16| self.pools.owner_of(pool).filter(|private| !private.is_released());
@@ -101,19 +101,19 @@ impl Whole {
     }
 }
 
-/// A report, and what stands in the way of its request.
+/// A report, and the memory that stands in the way of its request.
 pub(super) struct Remedies<'a> {
     pub(super) report: &'a OomReport,
     pub(super) holds: &'a Holds,
 }
 
 impl Remedies<'_> {
-    /// Bytes lacking below the limit, and on the device, as things are.
+    /// Bytes lacking below the limit, and on the device, without any remedy.
     pub(super) fn lacking(&self) -> (u64, u64) {
         self.lacks(0)
     }
 
-    /// All sets that suffice and are not larger than they must be, by how many parts they have.
+    /// All minimal sets that suffice, by ascending number of remedies.
     pub(super) fn sufficient(&self) -> Vec<u8> {
         let mut found: Vec<u8> = Vec::new();
         if self.lacking() == (0, 0) {
@@ -154,7 +154,7 @@ impl Remedies<'_> {
         self.report.held_by_others.unwrap_or(0)
     }
 
-    /// What stays reserved, and what the device has to give, once all of a set is done.
+    /// Bytes that stay reserved, and bytes that the device must give, after all remedies of a set.
     fn left(&self, set: u8) -> (u64, u64) {
         let (report, holds) = (self.report, self.holds);
         let unless = |remedy: u8, bytes: u64| if set & remedy == 0 { bytes } else { 0 };
@@ -165,13 +165,13 @@ impl Remedies<'_> {
             let serves = holds.own_pool_serves && set & OWN_POOL == 0;
             return (stays.min(report.reserved), if serves { 0 } else { report.segment });
         }
-        // What is live in a released pool is cached when it is freed.
+        // Live memory of a released pool is cached when it is freed.
         let released = set & POOLS != 0 && (goes_back || holds.live_in_pools == 0);
         let mut goes = if released { holds.pools } else { 0 };
         if set & (CACHE | OWN_POOL | PINS) == 0 {
             return (report.reserved.saturating_sub(goes), report.from_device);
         }
-        // Of what is free here a part may be where the request's memory would be. It is not counted twice.
+        // A part of the free memory here may be where the request's memory would be. It is not counted twice.
         if goes_back {
             goes += holds.loose + if set & PINS == 0 { 0 } else { holds.pinned_free };
         }
@@ -181,14 +181,14 @@ impl Remedies<'_> {
         (report.reserved.saturating_sub(goes), report.segment)
     }
 
-    /// What the device has for us.
+    /// Bytes that the device has for this allocator after all remedies of a set.
     fn ours(&self, set: u8) -> u64 {
         let free = self.report.memory.map_or(0, |memory| memory.free);
         let others = if set & OTHERS == 0 { 0 } else { self.others() };
         free.saturating_add(self.report.reserved).saturating_add(others)
     }
 
-    /// Bytes lacking below the limit, and on the device, once all of a set is done.
+    /// Bytes lacking below the limit, and on the device, after all remedies of a set.
     fn lacks(&self, set: u8) -> (u64, u64) {
         let (stays, needs) = self.left(set);
         if needs == 0 {
@@ -199,16 +199,16 @@ impl Remedies<'_> {
         let headroom = if set & HEADROOM == 0 { self.report.headroom } else { 0 };
         let on_device = match self.report.memory {
             Some(_) => takes.saturating_add(headroom).saturating_sub(self.ours(set)),
-            // Nobody knows. What is freed here is there, at least.
+            // Unknown, but at least the memory freed here is there.
             None if set & LIVE != 0 => 0,
             None => needs,
         };
         (takes.saturating_sub(limit), on_device)
     }
 
-    /// Advice to do all of a sufficient set.
+    /// Advice to apply all remedies of a sufficient set.
     pub(super) fn advice(&self, set: u8) -> Advice {
-        // The cache last: what is freed is in it.
+        // The cache comes last, because freed memory is in it.
         let remedies = [LIMIT, HEADROOM, POOLS, OWN_POOL, PINS, LIVE, OTHERS, CACHE];
         let parts = remedies.into_iter().filter(|remedy| set & remedy != 0).map(|remedy| self.part(remedy, set));
         let mut parts: Vec<Advice> = parts.collect();
@@ -243,7 +243,7 @@ impl Remedies<'_> {
     }
 }
 
-/// Whether a set is to free what is live here, and nothing else.
+/// True if a set consists only of freeing live memory here.
 pub(super) fn frees_alone(set: u8) -> bool {
     set == LIVE
 }

@@ -1,7 +1,7 @@
 //! The keys of a crowded bin: an ordered set in sorted runs.
 //!
-//! Invariants: every run is sorted and filled up with [`Key::NONE`]; the first run, which stands in the structure itself so
-//! that few keys cost one line to find, is empty only if it is the only one, the others never are; all runs are in order.
+//! Invariants: every run is sorted and filled up with [`Key::NONE`]; the runs are in order; no run is empty, except the first one if it is
+//! the only one. The first run is part of the structure itself, so that finding one of few keys costs one line.
 //!
 //! At 10 000 live blocks of mixed sizes a third of all insertions are into bins of more than eight keys, single sizes mostly, where only
 //! the address decides. There, moving keys by as many places as it takes cost 1.4 mispredicted branches a pair.
@@ -10,17 +10,17 @@ use super::Key;
 
 /// Greatest number of keys in a run.
 const RUN: usize = 63;
-/// The same while there are few runs. A run as short as this is changed by looking at each of its places, without a branch on
-/// where the key belongs, which follows no pattern.
+/// The same while there are few runs. A run as short as this is changed by looking at each of its places, without a branch on the key's
+/// place, which follows no pattern.
 const SHORT: usize = 15;
-/// From this many runs on they may be long, because each new one moves the list of all.
+/// From this many runs on, runs may be long, because each new run moves the list of all runs.
 const MANY: usize = 64;
 
 /// A sorted list of keys in runs.
 #[derive(Debug, Default)]
 pub(super) struct Runs {
     first: Run,
-    /// The first key of each further run, and the runs.
+    /// The first key of each further run; the runs follow.
     starts: Vec<Key>,
     #[expect(clippy::vec_box, reason = "runs move within the list, and a run is 1 KiB")]
     more: Vec<Box<Run>>,
@@ -29,7 +29,7 @@ pub(super) struct Runs {
     spare: Vec<Box<Run>>,
 }
 
-/// A sorted run of keys, filled up with [`Key::NONE`]; there is always one at the end.
+/// A sorted run of keys, filled up with [`Key::NONE`], of which there is always one at the end.
 #[derive(Debug)]
 struct Run {
     keys: [Key; RUN + 1],
@@ -124,7 +124,7 @@ impl Default for Run {
 }
 
 impl Run {
-    /// How many keys are smaller than `key`: a binary search of fixed length, without branches.
+    /// Number of keys smaller than `key`, by a binary search of fixed length, without branches.
     #[inline]
     fn position(&self, key: Key) -> usize {
         if self.is_short() { self.search(key, [8, 4, 2, 1]) } else { self.search(key, [32, 16, 8, 4, 2, 1]) }
@@ -156,7 +156,7 @@ impl Run {
 
     fn remove(&mut self, key: Key) {
         debug_assert!(self.keys.contains(&key));
-        // The key behind the last one is always `NONE`, and moves up with the others.
+        // The key after the last one is always `NONE`, and moves up with the others.
         if self.is_short() {
             for at in 0..SHORT {
                 self.keys[at] = if self.keys[at] < key { self.keys[at] } else { self.keys[at + 1] };
@@ -168,7 +168,7 @@ impl Run {
         self.len -= 1;
     }
 
-    /// Moves the upper half to another run, which is empty.
+    /// Moves the upper half of the keys to another run, which must be empty.
     #[cold]
     fn split(&mut self, upper: &mut Run) {
         let half = self.len / 2;
