@@ -233,7 +233,7 @@ pub trait Driver: fmt::Debug + Send + Sync {
 
     /// Enqueues many copies with one call. Nothing orders them among themselves, so none may write what another reads or writes. Not
     /// supported where [`Attribute::BatchedCopies`] is 0, in captures, for registered memory ([`Driver::host_register`]) that the device
-    /// knows by another address than the host and, on CUDA, on the legacy default stream; then nothing is enqueued.
+    /// knows by another address than the host, and on the legacy default stream; then nothing is enqueued.
     ///
     /// # Safety
     /// Host memory that the copies read must stay unwritten, and host memory that they write untouched, until the copies are done.

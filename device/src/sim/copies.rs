@@ -2,6 +2,7 @@
 
 use super::calls::range;
 use super::machine::Machine;
+use super::queue::LEGACY;
 use super::refused::{Answer, Refused};
 use super::work::{Body, End, Part};
 use crate::copies::{Copy2d, CopyEnd, CopyPart, Touched, first_overlap};
@@ -36,6 +37,9 @@ impl Machine {
 
     pub(super) fn copy_batch(&mut self, copies: &[CopyPart], stream: RawStream) -> Answer<()> {
         let id = self.streams.find(stream)?;
+        if id == LEGACY {
+            return Err(Refused::new(Code::NOT_SUPPORTED, "there are no batches on the legacy default stream"));
+        }
         if self.streams.get(id)?.capture.is_some() {
             self.invalidate_capture_of(id);
             return Err(Refused::new(Code::CAPTURE_UNSUPPORTED, "copies in a batch cannot be captured"));

@@ -87,6 +87,10 @@ fn a_batch_is_one_call_and_its_copies_must_be_independent() {
     let refused = CopyPart { dst: CopyEnd::Device(memory), src: source, bytes: 4 };
     assert_eq!(code(copy_batch(&*driver, &[refused], stream)), Code::INVALID_VALUE);
     copy_batch(&*driver, &[], stream).unwrap();
+    // As CUDA's, which takes no batches there.
+    for legacy in [RawStream(0), RawStream::LEGACY] {
+        assert_eq!(code(copy_batch(&*driver, &[part(0, 4, 4)], legacy)), Code::NOT_SUPPORTED);
+    }
 }
 
 #[test]
