@@ -175,7 +175,7 @@ impl Teller<'_> {
         let program = if std::env::var_os("CARGO").is_some() { "cargo run --release --" } else { "aquifer-stress" };
         let mut text = String::new();
         for (arguments, meaning) in [
-            ("fragmentation", "five made-up programs that fragment memory, under several options"),
+            ("fragmentation", "five synthetic programs that fragment memory, under several options"),
             ("oom", "eight ways to run out of memory, the reports, and the ways out"),
             ("replay snapshot.pickle", "your own program, from torch.cuda.memory._dump_snapshot()"),
             ("fit --config '' --config backing:segments snapshot.pickle", "the smallest device for it"),
