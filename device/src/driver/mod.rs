@@ -39,7 +39,7 @@ use crate::physical::PhysicalOptions;
 /// is lost, every method that makes a driver call fails with [`crate::ErrorKind::DeviceLost`].
 #[allow(
     clippy::missing_errors_doc,
-    reason = "each error is the driver's own for that call; the contract is in the module documentation"
+    reason = "each error is the driver's own for that call; the contract is in the trait's documentation"
 )]
 pub trait Driver: fmt::Debug + Send + Sync {
     /// Facts about the device that never change. Makes no driver call.
