@@ -82,20 +82,21 @@ impl Allocation {
     /// # Errors
     /// When the stream belongs to another device. The memory is then given back as by dropping the handle.
     pub fn drop_on(self, stream: &Stream) -> Result<(), AllocError> {
+        let bytes = self.bytes;
         let (arena, block) = self.into_block();
         if block == BlockId::NONE {
             return Ok(());
         }
         let (device_id, known) = arena.look(|desk| (desk.device_id, desk.knows(stream.id())));
         if device_id != stream.device_id() {
-            arena.free(block, None);
+            arena.free(block, None, bytes);
             return Err(AllocError::wrong_device("stream", stream.device_id(), device_id));
         }
         if !known {
             arena.shell.core().slot(stream);
             arena.look(|desk| desk.know(stream.timeline()));
         }
-        arena.free(block, Some(stream.id()));
+        arena.free(block, Some(stream.id()), bytes);
         Ok(())
     }
 
@@ -116,7 +117,7 @@ impl Drop for Allocation {
     #[inline]
     fn drop(&mut self) {
         if self.block != BlockId::NONE {
-            self.arena.free(self.block, None);
+            self.arena.free(self.block, None, self.bytes);
         }
     }
 }

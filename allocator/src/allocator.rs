@@ -237,7 +237,8 @@ impl Allocator {
         refuse_capture(stream)?;
         let pool = inner.classes.pool(size) as u16;
         let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
-        let granted = if searched { None } else { shell.enter(stream).take_own(&request) };
+        let hopeless = searched && !shell.arenas.get(stream.id()).is_some_and(Arena::has_remote_frees);
+        let granted = if hopeless { None } else { shell.enter(stream).take_own(&request) };
         granted.map_or_else(|| self.climb(&request), Ok)
     }
 
@@ -257,6 +258,10 @@ impl Allocator {
     #[cold]
     fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
         let shell = self.inner.shell;
+        if shell.special().load(Ordering::Relaxed) & special::LEFT != 0 {
+            // Taking all locks applies what was left.
+            drop(shell.whole());
+        }
         let special = shell.special().load(Ordering::Relaxed);
         if special & special::ASLEEP != 0 {
             return Err(AllocError::Asleep);
@@ -281,7 +286,7 @@ impl Allocator {
                 return Ok(granted);
             }
             // Nobody has used it.
-            granted.arena.free(granted.block, None);
+            granted.arena.free(granted.block, None, size);
         }
     }
 

@@ -77,3 +77,20 @@ fn operations_allocate_no_host_memory_after_warm_up() {
         );
     }
 }
+
+#[test]
+fn blocks_given_back_by_another_thread_take_no_host_memory_either() {
+    let device = "sim:1GiB".parse::<DeviceSpec>().unwrap().open().unwrap();
+    let allocator = Allocator::new(&device, Config::parse("backing:segments").unwrap()).unwrap();
+    let stream = device.create_stream().unwrap();
+    let mut blocks: Vec<Option<Allocation>> = (0..100).map(|_| None).collect();
+    let mut counts = (0, 0);
+    for _ in 0..20 {
+        let allocating = measure(|| blocks.iter_mut().for_each(|place| *place = allocator.alloc(4096, &stream).ok()));
+        let freeing = || measure(|| blocks.iter_mut().for_each(|place| *place = None));
+        let freeing = std::thread::scope(|scope| scope.spawn(freeing).join().unwrap());
+        counts = (allocating.count_total, freeing.count_total);
+    }
+    assert_eq!(allocator.memory_stats().allocation.all.freed, 2000);
+    assert_eq!(counts, (0, 0), "allocations of the two threads in the last round");
+}

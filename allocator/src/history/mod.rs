@@ -91,7 +91,7 @@ pub(crate) struct Subject {
     pub(crate) size: u64,
     pub(crate) slot: u32,
     pub(crate) tag: Tag,
-    /// The private pool, as [`crate::pools::PoolTable::history_id`] numbers them; 0 is the default pools.
+    /// The private pool, numbered as by [`crate::pools::table::PoolTable::history_id`]; 0 is the default pools.
     pub(crate) pool: u32,
 }
 

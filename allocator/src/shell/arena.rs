@@ -2,11 +2,12 @@
 //! dropping a handle gives the block back to the arena that it came from; both need that lock alone.
 //!
 //! Arenas are never deallocated but recycled with their shell, so a handle refers to its arena by a plain reference. Each has
-//! its own queue of remote frees (blocks given back while the lock was taken) and its own counters, on cache lines of its own.
+//! its own queue of remote frees (`remote.rs`: blocks given back by other threads than the one that allocates) and its own counters,
+//! on cache lines of its own.
 //!
 //! Invariants:
 //! * an arena is *open* from the stream's first allocation until the shell is recycled; blocks live in open arenas only;
-//! * a thread that takes the lock first applies the remote frees queued before;
+//! * a thread that takes all locks first applies the remote frees queued before;
 //! * the streams that own blocks here are known by their timelines.
 //!
 //! Lock order: the core's lock, arenas by ascending stream, then leaf locks (history, publishing, lists). Work in one
@@ -18,7 +19,6 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 use aquifer_device::Timeline;
-use crossbeam::queue::SegQueue;
 use crossbeam::utils::CachePadded;
 
 use crate::accounting::tally::{OwnCounters, Tally, Writer};
@@ -26,32 +26,19 @@ use crate::backing::paged::Milestones;
 use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange, State, kind_of};
 use crate::history::{Action, Actions, Subject};
 use crate::shell::core::{Granted, Request};
+use crate::shell::remote::{RemoteFree, RemoteFrees, Threads};
 use crate::shell::{SharedFree, Shell};
 use crate::size_class::{PoolKind, SizeClasses};
-use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Mutex, MutexGuard};
 use crate::tags::Tag;
-
-/// A free that found the lock taken.
-#[derive(Debug)]
-struct RemoteFree {
-    block: BlockId,
-    /// The stream whose later work gets the memory, if it is not the stream of the allocation.
-    on: Option<u32>,
-}
-
-#[derive(Debug, Default)]
-struct Remote {
-    frees: SegQueue<RemoteFree>,
-    pending: AtomicBool,
-}
 
 pub(crate) struct Arena {
     pub(crate) shell: &'static Shell,
     pub(crate) slot: u32,
+    allocating: Threads,
     desk: CachePadded<Mutex<Desk>>,
     pub(crate) own: CachePadded<OwnCounters>,
-    remote: CachePadded<Remote>,
+    remote: CachePadded<RemoteFrees>,
 }
 
 impl fmt::Debug for Arena {
@@ -85,6 +72,9 @@ pub(crate) struct Desk {
     unchecked: usize,
 }
 
+/// How often a free tries the lock, which is held for tens of nanoseconds.
+const TRIES: u32 = 16;
+
 /// The reason why a free needs more than the arena: other streams use the block.
 #[derive(Debug)]
 struct Shared;
@@ -92,24 +82,23 @@ struct Shared;
 impl Arena {
     pub(crate) fn new(shell: &'static Shell, slot: u32) -> Arena {
         let (desk, own, remote) = (CachePadded::default(), CachePadded::default(), CachePadded::default());
-        Arena { shell, slot, desk, own, remote }
+        Arena { shell, slot, allocating: Threads::default(), desk, own, remote }
     }
 
-    /// Takes the lock and applies the remote frees queued so far. `None` while the arena is not open, or if the calling thread is not known
-    /// yet (`Shell::try_admit_thread`).
+    /// Takes the lock for an allocation, and applies the remote frees that are due. `None` while the arena is not open, or if the calling
+    /// thread is not known yet (`Whole::admit_thread`).
     #[inline]
     pub(crate) fn enter(&'static self) -> Option<Guard> {
-        self.admit(self.desk.lock())
+        let guard = self.admit(self.desk.lock())?;
+        // Not by reference: values that are passed on in registers must not be forced into memory.
+        let exact = self.allocating.has_this() && !self.remote.are_due();
+        Some(if exact { guard } else { guard.drained() })
     }
 
     #[inline]
     fn admit(&'static self, desk: MutexGuard<'static, Desk>) -> Option<Guard> {
-        if desk.writer != Writer::this_thread() && desk.writer != Writer::SEVERAL {
-            return None;
-        }
-        let guard = Guard { arena: self, desk };
-        // Not by reference: values that are passed on in registers must not be forced into memory.
-        Some(if self.has_remote_frees() { guard.drained() } else { guard })
+        let is_known = desk.writer == Writer::this_thread() || desk.writer == Writer::SEVERAL;
+        is_known.then(|| Guard { arena: self, desk })
     }
 
     /// Takes the lock for a caller that takes all locks.
@@ -130,18 +119,24 @@ impl Arena {
         look(&mut self.desk.lock())
     }
 
-    /// Frees a block: at once if the lock is free, otherwise through the queue. Never blocks while the allocator is open.
+    /// Frees a block of about `bytes`: at once if the calling thread allocates here, too, and the lock is free, otherwise through the
+    /// queue. Does not wait for a lock while the allocator is open, unless the queue is full.
     ///
     /// Not inlined, so that only these words of a handle are read, into registers.
     #[inline(never)]
-    pub(crate) fn free(&'static self, block: BlockId, on: Option<u32>) {
-        match self.desk.try_lock() {
-            Some(desk) => match self.admit(desk) {
-                Some(guard) => self.free_in(guard, block, on),
-                None => self.free_as_stranger(block, on),
-            },
-            None => self.free_remotely(block, on),
+    pub(crate) fn free(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
+        if !self.allocating.has_this() {
+            return self.free_remotely(block, on, bytes);
         }
+        for _ in 0..TRIES {
+            match self.desk.try_lock().map(|desk| self.admit(desk)) {
+                Some(Some(guard)) => return self.free_in(guard, block, on),
+                Some(None) => break,
+                None => std::hint::spin_loop(),
+            }
+        }
+        // Due at once, as if it were large.
+        self.free_remotely(block, on, u64::MAX);
     }
 
     #[inline(always)]
@@ -161,37 +156,28 @@ impl Arena {
         }
     }
 
-    /// Frees a block for a thread that is not known to be at work here.
     #[cold]
-    fn free_as_stranger(&'static self, block: BlockId, on: Option<u32>) {
-        if self.shell.try_admit_thread()
-            && let Some(guard) = self.desk.try_lock().and_then(|desk| self.admit(desk))
-        {
-            return self.free_in(guard, block, on);
+    fn free_remotely(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
+        let mut free = RemoteFree { block, on };
+        while let Err(back) = self.remote.push(free, bytes) {
+            // Taking all locks empties it.
+            drop(self.shell.whole());
+            free = back;
         }
-        self.free_remotely(block, on);
-    }
-
-    #[cold]
-    fn free_remotely(&'static self, block: BlockId, on: Option<u32>) {
-        self.remote.frees.push(RemoteFree { block, on });
-        // A swap, not a store, here and in `drain`: a thread that clears the flag thereby sees every entry whose push had set it.
-        self.remote.pending.swap(true, Ordering::SeqCst);
-        // Either this sees that the shell closed, or `close`, which sets the flag and then drains, sees the entry.
+        // Either this sees that the shell closed, or `close` sees the entry.
         if self.shell.is_closed() {
             self.shell.recycle_if_unused();
         }
     }
 
     /// True if frees are queued.
-    #[inline]
     pub(crate) fn has_remote_frees(&self) -> bool {
-        self.remote.pending.load(Ordering::Acquire)
+        !self.remote.is_empty()
     }
 
     #[cfg(all(test, aquifer_shuttle))]
     pub(crate) fn is_empty(&self) -> bool {
-        self.remote.frees.is_empty() && self.desk.lock().live == 0
+        self.remote.is_empty() && self.desk.lock().live == 0
     }
 }
 
@@ -232,38 +218,39 @@ impl Guard {
         if self.desk.writer == Writer::SEVERAL { Tally::Own(shell, own) } else { Tally::Shared(shell) }
     }
 
-    #[inline]
-    pub(crate) fn drain_pending(&mut self) {
-        if self.arena.remote.pending.load(Ordering::Acquire) {
-            self.drain();
-        }
-    }
-
+    /// Prepares for an allocation by the calling thread.
     #[cold]
     fn drained(mut self) -> Guard {
+        self.arena.allocating.add_this();
         self.drain();
         self
     }
 
-    #[cold]
+    /// Has other threads free through the queue until they next allocate here.
+    pub(crate) fn forget_other_threads(&self) {
+        self.arena.allocating.forget_others();
+    }
+
+    /// Applies the remote frees queued so far.
     pub(crate) fn drain(&mut self) {
         let arena = self.arena;
-        // Cleared first: an entry pushed from here on sets it again.
-        arena.remote.pending.swap(false, Ordering::SeqCst);
-        while let Some(RemoteFree { block, on }) = arena.remote.frees.pop() {
+        if arena.remote.is_empty() && !arena.remote.are_due() {
+            return;
+        }
+        for RemoteFree { block, on } in arena.remote.drain() {
             if let Err(Shared) = self.free(block, on) {
-                // The next thread that takes all locks applies it. If the shell is closed, the thread that queued it here does so.
-                arena.shell.queue_shared(SharedFree { arena, block, on });
+                arena.shell.leave_shared(SharedFree { arena, block, on });
             }
         }
     }
 
-    /// Serves a request of the arena's stream from the free blocks that it may reuse at once.
+    /// Serves a request of the arena's stream from the free blocks that it may reuse at once, those in the queue included.
     pub(crate) fn take_own(&mut self, request: &Request) -> Option<Granted> {
+        self.drain();
         self.take_own_hot(request)
     }
 
-    /// As [`Guard::take_own`], compiled into its caller, so that request and result stay in registers.
+    /// As [`Guard::take_own`], less what is in the queue, compiled into its caller, so that request and result stay in registers.
     #[inline(always)]
     pub(crate) fn take_own_hot(&mut self, request: &Request) -> Option<Granted> {
         let desk = &mut *self.desk;

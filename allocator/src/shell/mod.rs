@@ -18,6 +18,7 @@
 pub(crate) mod arena;
 pub(crate) mod awake;
 pub(crate) mod core;
+mod remote;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 mod table;
@@ -37,7 +38,7 @@ use crate::shell::awake::Wakefulness;
 use crate::shell::core::Core;
 use crate::shell::table::Table;
 use crate::shell::whole::Whole;
-use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use crate::sync::{Mutex, MutexGuard};
 
 /// Reasons why an allocation may not take the fast path, as bits of [`Shell::special()`].
@@ -52,6 +53,8 @@ pub(crate) mod special {
     pub(crate) const NO_CACHE: u32 = 8;
     /// The allocator sleeps: mapped memory was given back, and nothing is allocated.
     pub(crate) const ASLEEP: u32 = 16;
+    /// Frees of blocks that other streams use were left to the next thread that takes all locks.
+    pub(crate) const LEFT: u32 = 32;
 }
 
 /// The free of a block that other streams use, too. It needs the core.
@@ -71,7 +74,6 @@ pub(crate) struct Shell {
     pub(crate) arenas: Table,
     core: CachePadded<Mutex<Core>>,
     shared_frees: SegQueue<SharedFree>,
-    shared_pending: AtomicBool,
     pub(crate) history: CachePadded<Mutex<History>>,
     /// Held while counters that several arenas write to are written.
     pub(crate) publishing: CachePadded<Mutex<()>>,
@@ -176,15 +178,9 @@ impl Shell {
         }
     }
 
-    /// Makes the calling thread known as being at work here. Returns false if that would have to wait for a lock.
-    pub(crate) fn try_admit_thread(&'static self) -> bool {
-        let whole = self.try_whole();
-        whole.map(|mut whole| whole.admit_thread()).is_some()
-    }
-
     /// Applies the frees queued so far, so that values read afterwards include them.
     pub(crate) fn apply_queued_frees(&'static self) {
-        if self.shared_pending.load(Ordering::Acquire) || self.arenas.iter().any(Arena::has_remote_frees) {
+        if !self.shared_frees.is_empty() || self.arenas.iter().any(Arena::has_remote_frees) {
             drop(self.whole());
         }
     }
@@ -215,8 +211,8 @@ impl Shell {
     /// Frees a block that other streams use, too: at once if no other thread holds a lock, otherwise through the queue.
     #[cold]
     pub(crate) fn free_shared(&'static self, free: SharedFree) {
-        self.queue_shared(free);
-        // As for an arena's queue: either this sees that the shell closed, or `close` sees the entry.
+        self.leave_shared(free);
+        // Either this sees that the shell closed, or `close` sees the entry.
         if self.is_closed() {
             self.recycle_if_unused();
         } else {
@@ -225,19 +221,19 @@ impl Shell {
         }
     }
 
-    pub(crate) fn queue_shared(&self, free: SharedFree) {
+    /// Leaves such a free to the next thread that takes all locks, which the next allocation does.
+    pub(crate) fn leave_shared(&self, free: SharedFree) {
         self.shared_frees.push(free);
-        // A swap, not a store, here and in `pop_shared`: a thread that clears the flag sees every entry whose push had set it.
-        self.shared_pending.swap(true, Ordering::SeqCst);
+        // Not `Relaxed`, here and in `take_shared`: a thread that clears the bit sees every entry whose push had set it.
+        self.read.special.fetch_or(special::LEFT, Ordering::SeqCst);
     }
 
-    /// True if anything was queued since the last call. Clears the flag.
-    pub(crate) fn take_shared_pending(&self) -> bool {
-        self.shared_pending.load(Ordering::Acquire) && self.shared_pending.swap(false, Ordering::SeqCst)
-    }
-
-    pub(crate) fn pop_shared(&self) -> Option<SharedFree> {
-        self.shared_frees.pop()
+    /// Takes those frees, one by one.
+    pub(crate) fn take_shared(&self) -> impl Iterator<Item = SharedFree> + '_ {
+        if self.read.special.load(Ordering::SeqCst) & special::LEFT != 0 {
+            self.read.special.fetch_and(!special::LEFT, Ordering::SeqCst);
+        }
+        std::iter::from_fn(|| self.shared_frees.pop())
     }
 
     /// True if the last handle of the allocator is gone.
@@ -249,10 +245,9 @@ impl Shell {
     /// Closes the shell, as the last handle of the allocator is gone.
     pub(crate) fn close(&'static self) {
         self.read.closed.store(true, Ordering::SeqCst);
-        let mut whole = self.whole();
-        // Regardless of the flags: an entry pushed before the store above must not be left behind.
-        whole.drain();
-        self.recycle_whole_if_unused(whole);
+        // A thread that queued a free either sees the store, or taking all locks applies its free.
+        fence(Ordering::SeqCst);
+        self.recycle_whole_if_unused(self.whole());
     }
 
     /// Recycles the shell if it is closed and unused, after applying the frees queued so far. A thread that closed it, or freed its last

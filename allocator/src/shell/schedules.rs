@@ -91,6 +91,26 @@ fn frees_that_race_with_each_other_and_with_the_last_handle() {
     });
 }
 
+/// The queue of a model holds three.
+#[test]
+fn a_thread_that_frees_more_than_a_queue_holds_while_others_allocate_and_close() {
+    explore(|| {
+        let (_, device) = device();
+        let allocator = open(&device);
+        let stream = device.create_stream().unwrap();
+        let blocks = [0; 5].map(|_| allocator.alloc(SIZE, &stream).unwrap());
+        let shell = allocator.shell();
+        join([
+            thread::spawn(move || drop(blocks)),
+            thread::spawn(move || {
+                let [one, two] = [0; 2].map(|_| allocator.alloc(SIZE, &stream).unwrap());
+                drop((allocator, one, two));
+            }),
+        ]);
+        assert_idle_once(shell);
+    });
+}
+
 #[test]
 fn the_last_handles_race_with_each_other_and_with_a_reader() {
     explore(|| {

@@ -54,10 +54,11 @@ impl Whole {
     }
 
     fn drained(mut self) -> Whole {
-        self.arenas.iter_mut().for_each(Guard::drain_pending);
-        if self.shell.take_shared_pending() {
-            self.drain_shared();
+        for arena in &mut self.arenas {
+            arena.forget_other_threads();
+            arena.drain();
         }
+        self.drain_shared();
         self.merge_resting();
         self
     }
@@ -67,15 +68,8 @@ impl Whole {
         self.arenas.iter_mut().for_each(Guard::merge_resting);
     }
 
-    /// Applies every queued free, regardless of the flags.
-    pub(crate) fn drain(&mut self) {
-        self.arenas.iter_mut().for_each(Guard::drain);
-        self.drain_shared();
-        self.merge_resting();
-    }
-
     fn drain_shared(&mut self) {
-        while let Some(SharedFree { arena, block, on }) = self.shell.pop_shared() {
+        for SharedFree { arena, block, on } in self.shell.take_shared() {
             self.free_shared(Place { arena: arena.slot, block }, on);
         }
     }

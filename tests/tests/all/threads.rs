@@ -3,7 +3,7 @@
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use aquifer_allocator::{Allocation, Allocator, MappingChange};
+use aquifer_allocator::{Action, Allocation, Allocator, MappingChange};
 use aquifer_device::{Device, Operation, Stream};
 use aquifer_tests::{Bench, GIB, KIB, MIB, check, write_on};
 
@@ -117,6 +117,89 @@ fn threads_that_come_and_go_use_each_others_memory() {
         scope.spawn(move || receiver.into_iter().for_each(drop));
     });
     check::statistics(&bench.allocator, (0, 0));
+    bench.assert_returned();
+}
+
+/// Blocks that another thread gave back, and that the allocating thread has not yet taken note of.
+fn given_back_elsewhere(bench: &Bench, count: usize, bytes: u64) -> Vec<u64> {
+    let blocks: Vec<Allocation> = (0..count).map(|_| bench.allocator.alloc(bytes, &bench.stream).unwrap()).collect();
+    blocks.iter().for_each(|block| write_on(&bench.stream, block.ptr(), bytes));
+    let places = blocks.iter().map(|block| block.ptr().0).collect();
+    std::thread::scope(|scope| scope.spawn(move || drop(blocks)).join().unwrap());
+    places
+}
+
+#[test]
+fn nothing_grows_while_another_thread_has_given_enough_back() {
+    for options in ["", "backing:segments"] {
+        for (count, bytes) in [(1, 600 * KIB), (7, 600 * KIB), (15, 512), (200, 4 * KIB), (3, 9 * MIB)] {
+            let bench = Bench::new(64 * MIB, options);
+            given_back_elsewhere(&bench, count, bytes);
+            let reserved = bench.allocator.reserved_bytes();
+            let again: Vec<_> = (0..count).map(|_| bench.allocator.alloc(bytes, &bench.stream).unwrap()).collect();
+            again.iter().for_each(|block| write_on(&bench.stream, block.ptr(), bytes));
+            assert_eq!(bench.allocator.reserved_bytes(), reserved, "{count} of {bytes} with {options:?}");
+            drop(again);
+            bench.assert_returned();
+        }
+    }
+}
+
+#[test]
+fn whoever_asks_sees_what_another_thread_gave_back() {
+    let bench = Bench::new(64 * MIB, "history:100");
+    let allocator = &bench.allocator;
+    given_back_elsewhere(&bench, 9, 4 * KIB);
+    assert_eq!(allocator.allocated_bytes(), 0);
+    given_back_elsewhere(&bench, 9, 4 * KIB);
+    let stats = allocator.memory_stats();
+    assert_eq!((stats.allocation.all.current, stats.allocation.all.freed), (0, 18));
+    given_back_elsewhere(&bench, 9, 4 * KIB);
+    check::statistics(allocator, (0, 0));
+    let places = given_back_elsewhere(&bench, 1, 4 * KIB);
+    let history: Vec<_> = allocator.snapshot().device_traces.into_iter().flatten().collect();
+    let freed = history.iter().rfind(|entry| entry.action == Action::FreeCompleted).unwrap();
+    assert_eq!(freed.addr, Some(places[0]));
+    given_back_elsewhere(&bench, 9, 4 * KIB);
+    allocator.empty_cache().unwrap();
+    assert_eq!(allocator.reserved_bytes(), 0);
+}
+
+#[test]
+fn a_thread_that_only_frees_is_not_waited_for() {
+    let bench = Bench::new(GIB, "");
+    let allocator = &bench.allocator;
+    // Far more than a queue holds, with nobody at work who could empty it.
+    given_back_elsewhere(&bench, 5000, 4 * KIB);
+    assert_eq!(allocator.allocated_bytes(), 0);
+    // And again, after the allocator was closed.
+    let Bench { driver, device, allocator, stream, side } = bench;
+    let blocks: Vec<Allocation> = (0..5000).map(|_| allocator.alloc(4 * KIB, &stream).unwrap()).collect();
+    drop(allocator);
+    std::thread::scope(|scope| scope.spawn(move || drop(blocks)).join().unwrap());
+    assert_eq!(held(&device), 0);
+    drop((stream, side));
+    driver.assert_all_free();
+}
+
+#[test]
+fn blocks_that_other_streams_used_are_given_back_by_another_thread() {
+    let bench = Bench::new(64 * MIB, "backing:segments");
+    let (allocator, stream, side) = (&bench.allocator, &bench.stream, &bench.side);
+    let block = allocator.alloc(2 * MIB, stream).unwrap();
+    let place = block.ptr();
+    write_on(stream, place, block.bytes());
+    side.wait_for(&stream.tick()).unwrap();
+    write_on(side, place, block.bytes());
+    block.record_stream(side).unwrap();
+    std::thread::scope(|scope| scope.spawn(move || drop(block)).join().unwrap());
+    // A request takes note of a large block that was given back, and then of its other streams. They are idle when the next one asks.
+    let others = [(); 2].map(|()| allocator.alloc(2 * MIB, stream).unwrap());
+    bench.device.synchronize().unwrap();
+    let again = [(); 2].map(|()| allocator.alloc(2 * MIB, stream).unwrap());
+    assert!(again.iter().any(|block| block.ptr() == place), "it is used again");
+    again.iter().for_each(|block| write_on(stream, block.ptr(), block.bytes()));
+    drop((others, again));
     bench.assert_returned();
 }
 
