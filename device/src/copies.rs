@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::driver::{DevicePtr, HostPtr};
+use crate::driver::handles::{DevicePtr, HostPtr};
 
 /// One end of a copy: the place of its first byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

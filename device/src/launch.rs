@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::driver::{DevicePtr, RawModule};
+use crate::driver::handles::{DevicePtr, RawModule};
 use crate::error::Result;
 
 /// How memory is accessed.

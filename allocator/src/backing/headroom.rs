@@ -8,13 +8,26 @@
 use std::time::Duration;
 
 use crate::allocator::Allocator;
-use crate::backing::segments::Refusal;
 use crate::error::AllocError;
 use crate::shell::core::Core;
 
 /// How often it is asked again while others take memory, and how long after each time: about as long as a driver call takes.
 pub(crate) const ASKS: u32 = 64;
 const BETWEEN_ASKS: Duration = Duration::from_micros(50);
+
+/// What refused a growth.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// The device has no such piece of memory.
+    Device,
+    /// The limit on the bytes held from the device.
+    Limit,
+    /// The bytes to be left free for libraries.
+    Headroom,
+    /// The device's address space.
+    Addresses,
+}
 
 /// Bytes that threads take from the device.
 #[derive(Clone, Copy, Debug, Default)]

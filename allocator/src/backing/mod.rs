@@ -5,8 +5,8 @@ pub(crate) mod paged;
 pub(crate) mod segments;
 mod trim;
 
+pub use headroom::Refusal;
 pub use paged::{Contents, Exportable, Growable, PinnedMapping};
-pub use segments::Refusal;
 
 use std::fmt;
 

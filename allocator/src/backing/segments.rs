@@ -10,7 +10,7 @@
 use aquifer_device::{DevicePtr, ErrorKind};
 
 use crate::allocator::Allocator;
-use crate::backing::headroom::{ASKS, Room};
+use crate::backing::headroom::{ASKS, Refusal, Room};
 use crate::error::AllocError;
 use crate::heap::{Block, BlockId, Heap, Key, Region, kind_of};
 use crate::history::{Action, Subject};
@@ -35,20 +35,6 @@ pub(crate) enum Growth {
     Grown(Granted),
     /// The device, or a limit, does not have that much.
     Refused(Refusal),
-}
-
-/// What refused a growth.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Refusal {
-    /// The device has no such piece of memory.
-    Device,
-    /// The limit on the bytes held from the device.
-    Limit,
-    /// The bytes to be left free for libraries.
-    Headroom,
-    /// The device's address space.
-    Addresses,
 }
 
 impl Allocator {

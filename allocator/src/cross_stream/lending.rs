@@ -13,10 +13,10 @@
 
 use std::sync::Arc;
 
-use aquifer_device::{Clock, DeviceError, ErrorKind, Timeline};
+use aquifer_device::{Clock, Timeline};
 
 use crate::allocator::Allocator;
-use crate::cross_stream::waiting::Pending;
+use crate::cross_stream::progress::{Pending, cannot_be_asked};
 use crate::error::AllocError;
 use crate::heap::{Heap, IndexView, Key, kind_of};
 use crate::shell::core::{Granted, Place, Request};
@@ -50,32 +50,6 @@ struct Lendable {
 }
 
 impl Allocator {
-    /// Asks whether the given ticks are done. Skips streams that cannot be asked now.
-    pub(crate) fn poll(&self, ticks: &[(Arc<Timeline>, u64)]) -> Result<(), AllocError> {
-        for (timeline, after) in ticks {
-            let n = after.saturating_sub(1);
-            match timeline.cover(n).and_then(|()| timeline.is_done(n)) {
-                Ok(_) => {}
-                Err(error) if cannot_be_asked(&error) => {
-                    tracing::debug!(%error, stream = timeline.id(), "a stream could not be asked how far it got");
-                }
-                Err(error) => return Err(error.into()),
-            }
-        }
-        Ok(())
-    }
-
-    /// Waits on the host until the given ticks are done. Skips streams that cannot be waited for now.
-    pub(crate) fn synchronize_all(&self, ticks: &[(Arc<Timeline>, u64)]) -> Result<(), AllocError> {
-        for (timeline, after) in ticks {
-            match timeline.synchronize(after.saturating_sub(1)) {
-                Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
-                _ => {}
-            }
-        }
-        Ok(())
-    }
-
     /// True if a request gets memory of its own although its stream might borrow. Borrowing takes all locks each time, so a stream that
     /// borrows often gets more memory of its own.
     pub(crate) fn grows_instead_of_borrowing(&self, whole: &mut Whole, request: &Request) -> bool {
@@ -144,11 +118,6 @@ impl Allocator {
         );
         Ok(Some(granted))
     }
-}
-
-/// True if the error only means that a stream cannot be asked or waited for now: it captures, or it is gone without a last event.
-pub(crate) fn cannot_be_asked(error: &DeviceError) -> bool {
-    matches!(error.kind, ErrorKind::Capture | ErrorKind::InvalidUse)
 }
 
 impl Whole {

@@ -8,12 +8,12 @@
 //! when a stream got further. If a request would fail otherwise, the host waits for the streams instead.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
-use aquifer_device::{Clock, Timeline};
+use aquifer_device::Clock;
 
 use crate::accounting::counters::Hot;
 use crate::allocator::Allocator;
+use crate::cross_stream::progress::Pending;
 use crate::error::AllocError;
 use crate::heap::kind_of;
 use crate::history::Action;
@@ -60,9 +60,6 @@ struct WaitedFor {
     /// Where its timeline had got to when the list was last searched.
     seen: u64,
 }
-
-/// Timelines, each with the tick that it must reach for memory to become free.
-pub(crate) type Pending = Vec<(Arc<Timeline>, u64)>;
 
 impl WaitingList {
     pub(crate) fn is_empty(&self) -> bool {

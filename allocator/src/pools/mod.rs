@@ -20,7 +20,7 @@ use aquifer_device::Stream;
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
-use crate::cross_stream::lending::cannot_be_asked;
+use crate::cross_stream::progress::cannot_be_asked;
 use crate::error::AllocError;
 use crate::pools::graphs::Launched;
 use crate::pools::table::Private;

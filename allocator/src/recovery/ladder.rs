@@ -19,7 +19,8 @@
 //! No lock is held between rungs, and none across a driver call, a wait, a reclaimer or an observer.
 
 use crate::allocator::Allocator;
-use crate::backing::segments::{Growth, Refusal};
+use crate::backing::headroom::Refusal;
+use crate::backing::segments::Growth;
 use crate::config::CrossStream;
 use crate::error::AllocError;
 use crate::heap::kind_of;

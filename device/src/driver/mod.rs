@@ -12,7 +12,7 @@
 //! kernels (`launch.rs`).
 
 mod facts;
-mod handles;
+pub(crate) mod handles;
 
 use std::any::Any;
 use std::fmt;

@@ -12,9 +12,9 @@ use aquifer_device::{DeviceError, DevicePtr, RawPhysical, Reservation};
 
 use crate::accounting::tally::Tally;
 use crate::allocator::Allocator;
+use crate::backing::headroom::Refusal;
 use crate::backing::paged::carry_out::unmap_range;
 use crate::backing::paged::granules::Purpose;
-use crate::backing::segments::Refusal;
 use crate::error::AllocError;
 use crate::history::{Action, Actions, Subject};
 use crate::recovery::oom::Tried;

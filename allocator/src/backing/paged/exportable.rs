@@ -14,10 +14,11 @@ use aquifer_device::{
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
+use crate::backing::headroom::Refusal;
 use crate::backing::paged::apart::POOL;
 use crate::backing::paged::granules::Purpose;
 use crate::backing::paged::{MemoryApart, Owned};
-use crate::backing::segments::{Growth, Refusal};
+use crate::backing::segments::Growth;
 use crate::buffer::DeviceBuffer;
 use crate::buffer::storage::{Memory, Storage};
 use crate::error::AllocError;

@@ -14,15 +14,15 @@ use std::sync::Arc;
 use aquifer_device::{DeviceError, Timeline};
 
 use crate::allocator::Allocator;
+use crate::backing::headroom::Refusal;
 use crate::backing::headroom::Room;
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::granules::Purpose;
 use crate::backing::paged::milestones::Reason;
 use crate::backing::paged::plan::{Draft, Plan, Planned, Terms};
-use crate::backing::segments::{Growth, Refusal};
+use crate::backing::segments::Growth;
 use crate::config::CrossStream;
-use crate::cross_stream::lending::cannot_be_asked;
-use crate::cross_stream::waiting::Pending;
+use crate::cross_stream::progress::{Pending, cannot_be_asked};
 use crate::error::AllocError;
 use crate::heap::kind_of;
 use crate::shell::core::Request;

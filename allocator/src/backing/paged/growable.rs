@@ -13,13 +13,13 @@ use std::sync::Arc;
 use aquifer_device::{DevicePtr, ErrorKind, Stream, Timeline};
 
 use crate::allocator::Allocator;
+use crate::backing::headroom::Refusal;
 use crate::backing::headroom::Room;
 use crate::backing::paged::apart::{POOL, Retired};
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::granules::Purpose;
 use crate::backing::paged::grow::ROUNDS;
 use crate::backing::paged::{MemoryApart, Owned};
-use crate::backing::segments::Refusal;
 use crate::buffer::DeviceBuffer;
 use crate::buffer::storage::{Memory, Storage};
 use crate::error::AllocError;

@@ -4,12 +4,12 @@
 
 use std::collections::BTreeMap;
 
+use crate::backing::headroom::Refusal;
 use crate::backing::paged::carry_out::{Done, Filled, Work};
 use crate::backing::paged::donors::{Donor, Donors};
 use crate::backing::paged::granules::Stuck;
 use crate::backing::paged::recurrence::Point;
 use crate::backing::paged::window::{self, Window};
-use crate::backing::segments::Refusal;
 use crate::heap::{BlockId, Holding, State, kind_of};
 use crate::history::{Action, Subject};
 use crate::shell::core::Request;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::backing::segments::Refusal;
+use crate::backing::headroom::Refusal;
 use crate::format::Bytes;
 use crate::heap::{Block, kind_of};
 use crate::recovery::oom::remedies::{Holds, Remedies, frees_alone};

@@ -12,7 +12,7 @@ use aquifer_device::MemoryInfo;
 use crate::accounting::counters::Hot;
 use crate::accounting::unusable_index;
 use crate::allocator::Allocator;
-use crate::backing::segments::Refusal;
+use crate::backing::headroom::Refusal;
 use crate::error::AllocError;
 use crate::format::Bytes;
 use crate::heap::{Block, State};
