@@ -9,15 +9,15 @@ use std::ops::Range;
 pub struct DevicePtr(pub u64);
 
 impl DevicePtr {
-    /// The address `bytes` bytes above this one.
+    /// The address `bytes` bytes above this one, or the highest of all where that would be beyond it: calls refuse that one.
     #[must_use]
     pub const fn offset(self, bytes: u64) -> DevicePtr {
-        DevicePtr(self.0 + bytes)
+        DevicePtr(self.0.saturating_add(bytes))
     }
 
-    /// The range of `bytes` bytes that starts here.
+    /// The range of `bytes` bytes that starts here, cut off at the highest address.
     pub const fn range(self, bytes: u64) -> Range<u64> {
-        self.0..self.0 + bytes
+        self.0..self.0.saturating_add(bytes)
     }
 }
 
@@ -73,4 +73,16 @@ impl RawStream {
     pub const LEGACY: RawStream = RawStream(1);
     /// The per-thread default stream: each calling thread has a blocking stream of its own behind this handle.
     pub const PER_THREAD: RawStream = RawStream(2);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_end_at_the_highest() {
+        let high = DevicePtr(u64::MAX - 1);
+        assert_eq!((high.offset(1), high.offset(5)), (DevicePtr(u64::MAX), DevicePtr(u64::MAX)));
+        assert_eq!(high.range(5), u64::MAX - 1..u64::MAX);
+    }
 }
