@@ -26,7 +26,7 @@ use crate::backing::paged::Milestones;
 use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange, State, kind_of};
 use crate::history::{Action, Actions, Subject};
 use crate::shell::core::{Granted, Request};
-use crate::shell::remote::{RemoteFree, RemoteFrees, Threads};
+use crate::shell::remote::{RemoteFree, RemoteFrees};
 use crate::shell::{SharedFree, Shell};
 use crate::size_class::{PoolKind, SizeClasses};
 use crate::sync::{Mutex, MutexGuard};
@@ -35,7 +35,6 @@ use crate::tags::Tag;
 pub(crate) struct Arena {
     pub(crate) shell: &'static Shell,
     pub(crate) slot: u32,
-    allocating: Threads,
     desk: CachePadded<Mutex<Desk>>,
     pub(crate) own: CachePadded<OwnCounters>,
     remote: CachePadded<RemoteFrees>,
@@ -82,7 +81,7 @@ struct Shared;
 impl Arena {
     pub(crate) fn new(shell: &'static Shell, slot: u32) -> Arena {
         let (desk, own, remote) = (CachePadded::default(), CachePadded::default(), CachePadded::default());
-        Arena { shell, slot, allocating: Threads::default(), desk, own, remote }
+        Arena { shell, slot, desk, own, remote }
     }
 
     /// Takes the lock for an allocation, and applies the remote frees that are due. `None` while the arena is not open, or if the calling
@@ -91,8 +90,7 @@ impl Arena {
     pub(crate) fn enter(&'static self) -> Option<Guard> {
         let guard = self.admit(self.desk.lock())?;
         // Not by reference: values that are passed on in registers must not be forced into memory.
-        let exact = self.allocating.has_this() && !self.remote.are_due();
-        Some(if exact { guard } else { guard.drained() })
+        Some(if self.remote.has_direct_thread() { guard } else { guard.drained() })
     }
 
     #[inline]
@@ -120,12 +118,12 @@ impl Arena {
     }
 
     /// Frees a block of about `bytes`: at once if the calling thread allocates here, too, and the lock is free, otherwise through the
-    /// queue. Does not wait for a lock while the allocator is open, unless the queue is full.
+    /// queue (`remote.rs`). Does not wait for a lock while the allocator is open, unless the queue is full.
     ///
     /// Not inlined, so that only these words of a handle are read, into registers.
     #[inline(never)]
     pub(crate) fn free(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
-        if !self.allocating.has_this() {
+        if !self.remote.has_direct_thread() {
             return self.free_remotely(block, on, bytes);
         }
         for _ in 0..TRIES {
@@ -221,22 +219,19 @@ impl Guard {
     /// Prepares for an allocation by the calling thread.
     #[cold]
     fn drained(mut self) -> Guard {
-        self.arena.allocating.add_this();
+        self.arena.remote.add_direct_thread();
         self.drain();
         self
     }
 
     /// Has other threads free through the queue until they next allocate here.
     pub(crate) fn forget_other_threads(&self) {
-        self.arena.allocating.forget_others();
+        self.arena.remote.forget_other_threads();
     }
 
     /// Applies the remote frees queued so far.
     pub(crate) fn drain(&mut self) {
         let arena = self.arena;
-        if arena.remote.is_empty() && !arena.remote.are_due() {
-            return;
-        }
         for RemoteFree { block, on } in arena.remote.drain() {
             if let Err(Shared) = self.free(block, on) {
                 arena.shell.leave_shared(SharedFree { arena, block, on });

@@ -12,12 +12,14 @@
 //! * whenever all locks are taken: before memory is asked of the device, and before statistics are read.
 //!
 //! So no request is refused, and nothing grows, for the sake of a block that stands here.
+//!
+//! One word per arena says which threads free directly. Blocks that become due clear it, and an allocation by a thread that it does not
+//! name empties the queue before it enters itself. So the fast path compares once.
 
 use crossbeam::queue::ArrayQueue;
 
-use crate::accounting::tally::Writer;
 use crate::heap::BlockId;
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use crate::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// Blocks that an arena's queue holds. Few in models, so that they meet a full queue.
 const CAPACITY: usize = if cfg!(aquifer_shuttle) { 3 } else { 256 };
@@ -26,36 +28,41 @@ const BATCH: usize = if cfg!(aquifer_shuttle) { 2 } else { 16 };
 /// Blocks of this many bytes do not wait, so that little memory ever stands in a queue.
 const LARGE: u64 = 1 << 20;
 
-/// The threads that allocated from an arena since all locks were last taken; some others may be mistaken for one of them. A bit for each,
-/// which is read with every operation and seldom written.
-#[derive(Debug, Default)]
-pub(crate) struct Threads(AtomicU64);
+/// The bits of threads, given out in turn to those that allocate.
+#[cfg(not(aquifer_shuttle))]
+mod bit {
+    use std::cell::Cell;
+    use std::sync::atomic::{AtomicU32, Ordering};
 
-impl Threads {
+    thread_local! {
+        static HERE: Cell<u64> = const { Cell::new(0) };
+    }
+
+    /// The calling thread's bit; none as long as it has never allocated.
     #[inline]
-    fn this() -> u64 {
-        // Numbers of threads are multiples of large powers of two. This spreads them (Fibonacci hashing).
-        let spread = (Writer::this_thread().number() as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        1 << (spread >> 58)
+    pub(super) fn of_this_thread() -> u64 {
+        HERE.get()
     }
 
-    /// True if the calling thread is one of them.
-    #[inline]
-    pub(crate) fn has_this(&self) -> bool {
-        self.0.load(Ordering::Relaxed) & Threads::this() != 0
-    }
-
-    pub(crate) fn add_this(&self) {
-        self.0.fetch_or(Threads::this(), Ordering::Relaxed);
-    }
-
-    /// Forgets all but the calling thread.
-    pub(crate) fn forget_others(&self) {
-        let this = Threads::this();
-        if self.0.load(Ordering::Relaxed) & !this != 0 {
-            self.0.fetch_and(this, Ordering::Relaxed);
+    pub(super) fn given_to_this_thread() -> u64 {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        if HERE.get() == 0 {
+            HERE.set(1 << (NEXT.fetch_add(1, Ordering::Relaxed) % u64::BITS));
         }
+        HERE.get()
     }
+}
+
+/// The same under a scheduler, whose threads share what is local to one of the system's.
+#[cfg(aquifer_shuttle)]
+mod bit {
+    use shuttle::current::me;
+
+    pub(super) fn of_this_thread() -> u64 {
+        1 << (usize::from(me()) % 64)
+    }
+
+    pub(super) use of_this_thread as given_to_this_thread;
 }
 
 #[derive(Debug)]
@@ -68,31 +75,46 @@ pub(crate) struct RemoteFree {
 #[derive(Debug)]
 pub(crate) struct RemoteFrees {
     queue: ArrayQueue<RemoteFree>,
-    /// Only a hint: what it misses waits for one of the other occasions.
-    due: AtomicBool,
+    /// The threads that free directly: a bit for each that allocated since blocks became due, and since all locks were taken. One thread
+    /// in 64 others may be mistaken for one of them. Only a hint: what it misses waits for one of the other occasions.
+    direct: AtomicU64,
 }
 
 impl Default for RemoteFrees {
     fn default() -> RemoteFrees {
-        RemoteFrees { queue: ArrayQueue::new(CAPACITY), due: AtomicBool::new(false) }
+        RemoteFrees { queue: ArrayQueue::new(CAPACITY), direct: AtomicU64::new(0) }
     }
 }
 
 impl RemoteFrees {
+    /// True if the calling thread frees directly, and need not empty the queue before it allocates.
+    #[inline]
+    pub(crate) fn has_direct_thread(&self) -> bool {
+        self.direct.load(Ordering::Relaxed) & bit::of_this_thread() != 0
+    }
+
+    /// Has the calling thread free directly from now on. It is about to empty the queue.
+    pub(crate) fn add_direct_thread(&self) {
+        self.direct.fetch_or(bit::given_to_this_thread(), Ordering::Relaxed);
+    }
+
+    /// Has other threads free through the queue until they next allocate.
+    pub(crate) fn forget_other_threads(&self) {
+        let this = bit::of_this_thread();
+        if self.direct.load(Ordering::Relaxed) & !this != 0 {
+            self.direct.fetch_and(this, Ordering::Relaxed);
+        }
+    }
+
     /// Queues a block of `bytes`, before anything that the caller reads afterwards. Gives it back if the queue is full.
     pub(crate) fn push(&self, free: RemoteFree, bytes: u64) -> Result<(), RemoteFree> {
         self.queue.push(free)?;
-        if (bytes >= LARGE || self.queue.len() >= BATCH) && !self.are_due() {
-            self.due.store(true, Ordering::Release);
+        let are_due = bytes >= LARGE || self.queue.len() >= BATCH;
+        if are_due && self.direct.load(Ordering::Relaxed) != 0 {
+            self.direct.store(0, Ordering::Relaxed);
         }
         fence(Ordering::SeqCst);
         Ok(())
-    }
-
-    /// True if the next allocation is to take them out.
-    #[inline]
-    pub(crate) fn are_due(&self) -> bool {
-        self.due.load(Ordering::Acquire)
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -101,8 +123,6 @@ impl RemoteFrees {
 
     /// Takes all of them out, one by one.
     pub(crate) fn drain(&self) -> impl Iterator<Item = RemoteFree> + '_ {
-        // First, so that what is pushed from here on may be due again.
-        self.due.swap(false, Ordering::AcqRel);
         std::iter::from_fn(|| self.queue.pop())
     }
 }
@@ -118,16 +138,31 @@ mod tests {
     #[test]
     fn small_blocks_are_due_by_the_batch_and_large_ones_at_once() {
         let frees = RemoteFrees::default();
+        assert!(!frees.has_direct_thread());
+        frees.add_direct_thread();
         for _ in 1..BATCH {
             push(&frees, 512);
         }
-        assert!(!frees.are_due() && !frees.is_empty());
+        assert!(frees.has_direct_thread() && !frees.is_empty());
         push(&frees, 512);
-        assert!(frees.are_due());
+        assert!(!frees.has_direct_thread());
+        frees.add_direct_thread();
         assert_eq!(frees.drain().count(), BATCH);
-        assert!(!frees.are_due() && frees.is_empty());
+        assert!(frees.has_direct_thread() && frees.is_empty());
         push(&frees, LARGE);
-        assert!(frees.are_due());
+        assert!(!frees.has_direct_thread());
+    }
+
+    #[test]
+    fn other_threads_are_not_direct_and_may_be_forgotten() {
+        let frees = RemoteFrees::default();
+        std::thread::scope(|scope| scope.spawn(|| frees.add_direct_thread()).join().unwrap());
+        assert!(!frees.has_direct_thread());
+        frees.add_direct_thread();
+        frees.forget_other_threads();
+        assert!(frees.has_direct_thread());
+        std::thread::scope(|scope| scope.spawn(|| frees.forget_other_threads()).join().unwrap());
+        assert!(!frees.has_direct_thread());
     }
 
     #[test]
