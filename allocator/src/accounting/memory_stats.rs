@@ -192,11 +192,10 @@ impl Allocator {
         let whole = self.shell().whole();
         let open = whole.pools.private.iter().filter(|private| private.open);
         let mut bytes: BTreeMap<(u64, u64), u64> = open.map(|private| (private.id, 0)).collect();
-        let releasing = whole.releasing.values().map(|releasing| (releasing.region.pool, releasing.region.bytes));
         let private = |pool: u16| whole.pools.owner_of(pool).is_some();
         let regions = whole.heaps().flat_map(crate::heap::Heap::regions).filter(|region| private(region.pool));
         let held = regions.map(|region| (region.pool, whole.held_in(region))).filter(|&(_, bytes)| bytes > 0);
-        for (pool, held) in held.chain(releasing) {
+        for (pool, held) in held {
             if let Some(private) = whole.pools.owner_of(pool) {
                 *bytes.entry(private.id).or_default() += held;
             }

@@ -101,7 +101,7 @@ impl Allocator {
     /// Bytes that may still be taken from the device, and what would refuse more. To be asked under the lock under which `growing` is
     /// raised, so that threads that grow together keep the limit and the headroom.
     pub(crate) fn buyable(&self, core: &Core, room: &Room) -> (u64, Refusal) {
-        let held = core.reserved.saturating_add(core.growing.now());
+        let held = core.reserved.saturating_add(core.leaving).saturating_add(core.growing.now());
         let by_limit = self.limit().map_or(u64::MAX, |limit| limit.saturating_sub(held));
         let by_room = room.left(core);
         if by_room < by_limit { (by_room, Refusal::Headroom) } else { (by_limit, Refusal::Limit) }

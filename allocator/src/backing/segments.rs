@@ -3,9 +3,9 @@
 //! Growth accounts for its bytes under the lock, calls the driver without it, and then adds the region.
 //!
 //! Release takes whole free regions out of the heap under the lock, so that nobody allocates from them, and calls the driver without it. It
-//! puts back what could not be freed, as available to each stream as it was. `reserved` and snapshots count a segment until the
-//! driver has taken it back. A device may give out a freed address again before the thread that freed it has the lock; a thread that gets
-//! such an address accounts for the release first.
+//! puts back what could not be freed, as available to each stream as it was. From when it is taken out, a segment is not counted as
+//! reserved, because another thread may get its memory, and count it, before this one has the lock again. The limit counts it until the
+//! driver has taken it back (`leaving`).
 
 use aquifer_device::{DevicePtr, ErrorKind};
 
@@ -17,13 +17,13 @@ use crate::history::{Action, Subject};
 use crate::shell::Shell;
 use crate::shell::core::{Core, Granted, Place, Request};
 use crate::shell::whole::Whole;
+use crate::tags::Tag;
 
-/// A region out of the heap while the driver is asked to take it back.
-#[derive(Debug)]
-pub(crate) struct Releasing {
-    pub(crate) region: Region,
-    /// Tells it from a later one at the same address.
-    number: u64,
+/// A segment out of the heap while the driver is asked to take it back.
+struct Releasing {
+    region: Region,
+    /// Tag of the allocation that made it.
+    tag: Tag,
     /// Who may have its one block, as [`crate::heap::Block`] says.
     owner: u32,
     after: u64,
@@ -103,19 +103,20 @@ impl Allocator {
         }
         let mut whole = self.shell().whole();
         let chosen = choose(&mut whole);
-        let segments: Vec<(u64, u64, u64)> = chosen.into_iter().map(|place| whole.begin_release(place)).collect();
+        let segments: Vec<Releasing> = chosen.into_iter().map(|place| whole.begin_release(place)).collect();
         drop(whole);
         let mut released = 0;
-        for (at, &(addr, number, bytes)) in segments.iter().enumerate() {
-            let freed = self.device().free(DevicePtr(addr));
+        let mut segments = segments.into_iter();
+        while let Some(segment) = segments.next() {
+            let freed = self.device().free(DevicePtr(segment.region.addr));
             if let Err(error) = freed {
                 let mut whole = self.shell().whole();
-                segments[at..].iter().for_each(|&(addr, ..)| whole.cancel_release(addr));
+                std::iter::once(segment).chain(segments).for_each(|segment| whole.cancel_release(segment));
                 // A capture that began meanwhile.
                 return if error.kind == ErrorKind::Capture { Ok(released) } else { Err(error.into()) };
             }
-            self.shell().core().segment_released(self.shell(), addr, number);
-            released += bytes;
+            released += segment.region.bytes;
+            self.shell().core().segment_released(self.shell(), &segment.region);
         }
         Ok(released)
     }
@@ -123,44 +124,51 @@ impl Allocator {
 
 impl Whole {
     fn add_segment(&mut self, request: &Request, addr: u64, bytes: u64) -> BlockId {
-        let shell = self.shell;
-        let before = self.releasing.range(..addr + bytes).rev();
-        let gone = before.take_while(|(_, releasing)| addr < releasing.region.addr + releasing.region.bytes);
-        let gone: Vec<(u64, u64)> = gone.map(|(&addr, releasing)| (addr, releasing.number)).collect();
-        gone.into_iter().for_each(|(addr, number)| self.segment_released(shell, addr, number));
-        let kind = kind_of(request.pool);
-        let counters = &shell.counters;
-        self.reserved += bytes;
-        counters.segment.add(kind, 1);
-        counters.reserved_bytes.add(kind, bytes);
-        counters.num_device_alloc.add(1);
-        if self.classes.is_oversize(bytes) {
-            counters.oversize_segments.add(1);
-        }
-        self.segments.insert(addr, request.tag);
-        let pool = self.pools.history_id(request.pool);
-        let subject = Subject { addr, size: bytes, slot: request.slot, tag: request.tag, pool };
-        shell.history.lock().note(Action::SegmentAlloc, subject);
+        self.counters().num_device_alloc.add(1);
+        self.count_segment(request.pool, request.slot, request.tag, addr, bytes);
         self.arena(request.slot).heap.add_region(addr, bytes, request.pool)
     }
 
-    /// Takes a wholly free segment out of the heap; returns its address, the number of the release, and its bytes.
-    fn begin_release(&mut self, place: Place) -> (u64, u64, u64) {
+    fn count_segment(&mut self, pool: u16, slot: u32, tag: Tag, addr: u64, bytes: u64) {
+        let (kind, counters) = (kind_of(pool), &self.shell.counters);
+        self.reserved += bytes;
+        counters.segment.add(kind, 1);
+        counters.reserved_bytes.add(kind, bytes);
+        if self.classes.is_oversize(bytes) {
+            counters.oversize_segments.add(1);
+        }
+        self.segments.insert(addr, tag);
+        let pool = self.pools.history_id(pool);
+        let subject = Subject { addr, size: bytes, slot, tag, pool };
+        self.shell.history.lock().note(Action::SegmentAlloc, subject);
+    }
+
+    /// Takes a wholly free segment out of the heap.
+    fn begin_release(&mut self, place: Place) -> Releasing {
         let heap = &mut self.arena(place.arena).heap;
-        let block = &heap.blocks[place.block];
-        let (addr, owner, after) = (block.addr, block.owner, block.after);
+        let (owner, after) = (heap.blocks[place.block].owner, heap.blocks[place.block].after);
         let region = heap.remove_region(place.block);
-        self.releases += 1;
-        let (number, bytes) = (self.releases, region.bytes);
-        self.releasing.insert(addr, Releasing { region, number, owner, after });
-        (addr, number, bytes)
+        let (kind, counters) = (kind_of(region.pool), &self.shell.counters);
+        self.reserved -= region.bytes;
+        self.leaving += region.bytes;
+        self.releasing.push(region.pool);
+        counters.segment.sub(kind, 1);
+        counters.reserved_bytes.sub(kind, region.bytes);
+        if self.classes.is_oversize(region.bytes) {
+            counters.oversize_segments.sub(1);
+        }
+        let tag = self.segments.remove(&region.addr).unwrap_or_default();
+        let pool = self.pools.history_id(region.pool);
+        let subject = Subject { addr: region.addr, size: region.bytes, slot: region.home, tag, pool };
+        self.shell.history.lock().note(Action::SegmentFree, subject);
+        Releasing { region, tag, owner, after }
     }
 
     /// The driver did not take a segment back.
-    fn cancel_release(&mut self, addr: u64) {
-        if let Some(Releasing { region, owner, after, .. }) = self.releasing.remove(&addr) {
-            self.arena(region.home).heap.restore_region(&region, owner, after);
-        }
+    fn cancel_release(&mut self, Releasing { region, tag, owner, after }: Releasing) {
+        self.end_release(&region);
+        self.count_segment(region.pool, region.home, tag, region.addr, region.bytes);
+        self.arena(region.home).heap.restore_region(&region, owner, after);
     }
 
     /// Wholly free segments of the given pool that are not pinned, and that no graph of ours uses.
@@ -216,24 +224,15 @@ impl Whole {
 }
 
 impl Core {
-    /// The driver took a segment back. Nothing if that is accounted for already.
-    fn segment_released(&mut self, shell: &Shell, addr: u64, number: u64) {
-        if self.releasing.get(&addr).is_none_or(|releasing| releasing.number != number) {
-            return;
+    fn segment_released(&mut self, shell: &Shell, region: &Region) {
+        self.end_release(region);
+        shell.counters.num_device_free.add(1);
+    }
+
+    fn end_release(&mut self, region: &Region) {
+        self.leaving -= region.bytes;
+        if let Some(at) = self.releasing.iter().position(|&pool| pool == region.pool) {
+            self.releasing.swap_remove(at);
         }
-        let Some(Releasing { region, .. }) = self.releasing.remove(&addr) else { return };
-        let kind = kind_of(region.pool);
-        let counters = &shell.counters;
-        self.reserved -= region.bytes;
-        counters.segment.sub(kind, 1);
-        counters.reserved_bytes.sub(kind, region.bytes);
-        counters.num_device_free.add(1);
-        if self.classes.is_oversize(region.bytes) {
-            counters.oversize_segments.sub(1);
-        }
-        let tag = self.segments.remove(&region.addr).unwrap_or_default();
-        let pool = self.pools.history_id(region.pool);
-        let subject = Subject { addr: region.addr, size: region.bytes, slot: region.home, tag, pool };
-        shell.history.lock().note(Action::SegmentFree, subject);
     }
 }

@@ -44,7 +44,7 @@ pub(crate) enum State {
     Hole,
     /// Free memory that nobody may take, because the driver is about to move it or to map more memory beside it.
     Held,
-    /// A hole at which the driver is about to map memory.
+    /// A hole at which the driver is about to map memory, or from which it is about to take memory back.
     Filling,
 }
 

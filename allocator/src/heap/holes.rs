@@ -183,6 +183,15 @@ impl Heap {
         self.give(id, owner, after).0
     }
 
+    /// Has a held block count as one without memory: the driver is about to take it away. All uses of it are done.
+    pub(crate) fn empty_held(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id];
+        debug_assert_eq!(block.state, State::Held);
+        block.state = State::Filling;
+        self.held_bytes -= block.size;
+        self.hole_bytes += block.size;
+    }
+
     /// Ends the holding of a block that has no memory any more, or still none: it becomes a hole and merges with holes beside it.
     pub(crate) fn unhold_as_hole(&mut self, id: BlockId) -> BlockId {
         let Block { state, size, addr, pool, .. } = self.blocks[id];

@@ -171,10 +171,9 @@ impl Whole {
     pub(super) fn add_private(&mut self, options: PoolOptions) -> Result<(u64, u64), AllocError> {
         let id = (0, NEXT_POOL.fetch_add(1, Ordering::Relaxed));
         // A segment on its way back to the driver may return to the pool.
-        let releasing = || self.releasing.values().map(|releasing| &releasing.region);
-        let holds_memory = |private: &Private| {
-            self.heaps().flat_map(Heap::regions).chain(releasing()).any(|region| private.owns(region.pool))
-        };
+        let with_memory = || self.heaps().flat_map(Heap::regions).map(|region| region.pool);
+        let holds_memory =
+            |private: &Private| with_memory().chain(self.releasing.iter().copied()).any(|pool| private.owns(pool));
         let is_over = |private: &Private| private.is_released() && !self.pools.is_routed_to(private);
         let unused = self.pools.private.iter().position(|private| is_over(private) && !holds_memory(private));
         let at = unused.unwrap_or(self.pools.private.len());

@@ -10,7 +10,6 @@ use aquifer_device::{Device, Stream, Timeline};
 use crate::accounting::tally::Writer;
 use crate::backing::headroom::Growing;
 use crate::backing::paged::{Paged, Pins};
-use crate::backing::segments::Releasing;
 use crate::cross_stream::waiting::WaitingList;
 use crate::heap::BlockId;
 use crate::pools::table::PoolTable;
@@ -67,17 +66,17 @@ pub(crate) struct Core {
     pub(crate) shared: BTreeMap<Place, Vec<u32>>,
     /// Live allocations of the raw interface, by address.
     pub(crate) raw: HashMap<u64, (&'static Arena, BlockId)>,
-    /// Bytes held from the device, and bytes that threads are about to take.
+    /// Bytes held from the device; bytes that threads are about to take; and bytes on their way back to the device, which do not count
+    /// as held any more.
     pub(crate) reserved: u64,
     pub(crate) growing: Growing,
+    pub(crate) leaving: u64,
     /// Bytes that streams took from the device although they could have borrowed.
     pub(crate) unborrowed: u64,
     /// Segments that back each region: address and, for the snapshot, tag of the allocation that made them.
     pub(crate) segments: BTreeMap<u64, Tag>,
-    /// Segments that are on their way back to the driver, by address.
-    pub(crate) releasing: BTreeMap<u64, Releasing>,
-    /// Number of releases begun so far.
-    pub(crate) releases: u64,
+    /// The pools of segments that are on their way back to the driver. If it refuses one, that returns to its pool.
+    pub(crate) releasing: Vec<u16>,
     /// Pinned memory, which stays where it is.
     pub(crate) pins: Pins,
     /// The state of mapped memory; `None` where memory comes in segments.

@@ -60,13 +60,6 @@ struct Range {
     is_paged: bool,
 }
 
-impl Range {
-    fn of_segment(region: &Region) -> Range {
-        let Region { addr, bytes, home, pool, .. } = *region;
-        Range { addr, bytes, home, pool, is_paged: false }
-    }
-}
-
 fn ranges_of(heap: &Heap) -> impl Iterator<Item = Range> + '_ {
     heap.regions().flat_map(|region| {
         let Region { home, pool, .. } = *region;
@@ -91,15 +84,6 @@ struct Copied {
 impl Whole {
     fn copy(&self) -> Copied {
         let owner = |number: u16| self.pools.owner_of(number).map_or((0, 0), |private| private.id);
-        // Segments on their way back to the device still count: whole and free, as they were in the heap.
-        let releasing = || self.releasing.values().map(|releasing| &releasing.region);
-        let whole = |region: &Region| heap::Block {
-            addr: region.addr,
-            size: region.bytes,
-            pool: region.pool,
-            state: State::Free,
-            ..heap::Block::default()
-        };
         let apart = || self.paged.iter().flat_map(|paged| paged.apart());
         let blocks_apart = apart().flat_map(|(range, owned)| {
             let border = range.start + owned.size;
@@ -127,17 +111,8 @@ impl Whole {
         let history = self.shell.history.lock();
         let numbers = 0..u16::try_from(2 + 4 * self.pools.private.len()).unwrap_or(u16::MAX);
         Copied {
-            ranges: self
-                .heaps()
-                .flat_map(ranges_of)
-                .chain(releasing().map(Range::of_segment))
-                .chain(apart().map(of_apart))
-                .collect(),
-            blocks: in_heaps
-                .filter(|block| block.state.has_memory())
-                .chain(releasing().map(whole))
-                .chain(blocks_apart)
-                .collect(),
+            ranges: self.heaps().flat_map(ranges_of).chain(apart().map(of_apart)).collect(),
+            blocks: in_heaps.filter(|block| block.state.has_memory()).chain(blocks_apart).collect(),
             entries: history.entries().collect(),
             overwritten: history.overwritten(),
             active_bytes: self.in_use(),

@@ -251,6 +251,54 @@ fn limits_hold_while_threads_grow() {
     bench.assert_returned();
 }
 
+/// What goes back to the device may be counted by another thread, which gets it, before this thread could take it off its count.
+#[test]
+fn memory_that_threads_give_back_and_take_is_counted_once() {
+    for options in ["", "backing:segments", "no_cache:True"] {
+        let bench = Bench::new(64 * MIB, options);
+        std::thread::scope(|scope| {
+            for seed in 1..=3 {
+                let bench = &bench;
+                scope.spawn(move || {
+                    let stream = bench.device.create_stream().unwrap();
+                    let mut held = Vec::new();
+                    for x in numbers(seed).take(300) {
+                        match bench.allocator.alloc(x % (16 * MIB) + 1, &stream) {
+                            Ok(block) => held.push(block),
+                            Err(error) => assert!(error.is_out_of_memory(), "{error}"),
+                        }
+                        held.truncate(usize::try_from(x >> 33).unwrap() % 5);
+                        if x % 20 == 0 {
+                            bench.allocator.empty_cache().unwrap();
+                        }
+                    }
+                });
+            }
+        });
+        let reserved = bench.allocator.memory_stats().reserved_bytes.all;
+        assert!(reserved.peak <= 64 * MIB, "{} of 64 MiB with {options:?}", reserved.peak);
+        check::statistics(&bench.allocator, (0, 0));
+        bench.assert_returned();
+    }
+}
+
+#[test]
+fn memory_on_its_way_to_the_device_is_not_counted() {
+    let bench = Bench::new(64 * MIB, "");
+    drop(bench.allocator.alloc(10 * MIB, &bench.stream).unwrap());
+    let (allocator, (sender, counted)) = (bench.allocator.clone(), mpsc::channel());
+    let observer = bench.allocator.observe_mappings(move |change| {
+        if let MappingChange::BeforeUnmap { .. } = change {
+            let listed: u64 = allocator.snapshot().segments.iter().map(|segment| segment.total_size).sum();
+            sender.send((allocator.reserved_bytes(), listed)).unwrap();
+        }
+    });
+    bench.allocator.empty_cache().unwrap();
+    assert_eq!(counted.try_iter().collect::<Vec<_>>(), [(0, 0)]);
+    drop(observer);
+    bench.assert_returned();
+}
+
 #[test]
 fn addresses_that_are_freed_and_given_out_again_are_counted_once() {
     let bench = Bench::new(GIB, "");

@@ -109,8 +109,12 @@ impl Allocator {
             let failed = self.unmap_leaving(&leaving);
             let mut whole = self.shell().whole();
             let Freed { granules, addresses } = whole.settle_recycling(leaving, failed.is_none());
+            let bytes = granules.iter().map(|&(_, bytes)| bytes).sum::<u64>();
+            whole.leaving += bytes;
             drop(whole);
-            released += self.release_freed(granules);
+            self.release_freed(granules);
+            self.shell().core().leaving -= bytes;
+            released += bytes;
             if let Some(error) = failed {
                 return Err(error.into());
             }
@@ -129,15 +133,14 @@ impl Allocator {
         if leaving.granules.is_empty() { None } else { unmap_range(self.device(), self.hooks(), range).err() }
     }
 
-    /// Releases granules that are of no use to others. Returns how many bytes.
-    fn release_freed(&self, freed: Vec<(RawPhysical, u64)>) -> u64 {
-        for &(physical, _) in &freed {
+    /// Releases granules that are of no use to others.
+    fn release_freed(&self, freed: Vec<(RawPhysical, u64)>) {
+        for (physical, _) in freed {
             if let Err(error) = self.device().driver().release_physical(physical) {
                 tracing::warn!(%error, "memory could not be given back; it will be tried again");
                 self.device().release_later(physical);
             }
         }
-        freed.iter().map(|&(_, bytes)| bytes).sum()
     }
 }
 

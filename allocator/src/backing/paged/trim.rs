@@ -1,4 +1,7 @@
 //! Trimming: giving free granules and empty reservations back to the device.
+//!
+//! Granules on their way back are not counted as reserved, because another thread may get their memory from the device, and count
+//! it, before this one has the lock again. The limit counts them until they are gone (`Core::leaving`).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -15,10 +18,15 @@ use crate::history::Action;
 use crate::shell::whole::Whole;
 
 /// Granules on their way back to the device.
+#[derive(Default)]
 struct Leaving {
+    /// What they are in until they are unmapped, and their addresses.
     donors: Vec<Donor>,
     ranges: Vec<(Range<u64>, Vec<RawPhysical>)>,
-    spares: Vec<RawPhysical>,
+    /// Granules that are mapped nowhere, or not any more.
+    loose: Vec<RawPhysical>,
+    /// Bytes of all of them.
+    bytes: u64,
 }
 
 impl Allocator {
@@ -33,22 +41,20 @@ impl Allocator {
         if whole.is_asleep() {
             return Ok(recycled);
         }
-        let leaving = whole.begin_trim(target, of);
+        let mut leaving = whole.begin_trim(target, of);
         drop(whole);
-        let Leaving { donors, ranges, spares } = leaving;
-        let (mut unmapped, mut loose, mut failed) = (0, spares, None);
-        let in_hands = loose.len() as u64;
-        for (range, granules) in &ranges {
+        let (mut unmapped, mut failed) = (0, None);
+        for (range, granules) in &leaving.ranges {
             if let Err(error) = unmap_range(self.device(), self.hooks(), range) {
                 failed = Some(error);
                 break;
             }
             unmapped += 1;
-            loose.extend(granules);
+            leaving.loose.extend(granules);
         }
-        let (released, failed) = self.release_granules(&mut loose, failed);
+        let (released, failed) = self.release_granules(&mut leaving.loose, failed);
         let mut whole = self.shell().whole();
-        whole.settle_trim(&donors, ranges, unmapped, in_hands, loose);
+        whole.settle_trim(leaving, unmapped);
         drop(whole);
         let addresses = self.give_addresses_back();
         match failed {
@@ -164,49 +170,51 @@ impl Whole {
 
     fn begin_trim(&mut self, target: u64, of: &impl Fn(u16) -> bool) -> Leaving {
         let excess = self.reserved.saturating_sub(target);
-        let none = Leaving { donors: Vec::new(), ranges: Vec::new(), spares: Vec::new() };
-        let Some(paged) = &mut self.paged else { return none };
+        let Some(paged) = &mut self.paged else { return Leaving::default() };
         let granule = paged.granule;
         let wanted = excess.div_ceil(granule);
         let kept = paged.spares.len().saturating_sub(usize::try_from(wanted).unwrap_or(usize::MAX));
-        let spares = paged.spares.split_off(kept);
-        paged.in_hands += spares.len() as u64;
+        let loose = paged.spares.split_off(kept);
         let kept = self.pools.kept_for_our_graphs();
-        let chosen = self.donors(wanted - spares.len() as u64, None, |pool| of(pool) && !kept.contains(&pool)).chosen;
+        let chosen = self.donors(wanted - loose.len() as u64, None, |pool| of(pool) && !kept.contains(&pool)).chosen;
         let donors = self.hold_all(chosen);
-        let Some(paged) = &mut self.paged else { return none };
-        let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
-        let ranges = donors.iter().map(|donor| (range(donor), paged.forget_mapped(donor.addr, donor.bytes))).collect();
-        Leaving { donors, ranges, spares }
+        let mut leaving = Leaving { bytes: loose.len() as u64 * granule, loose, ..Leaving::default() };
+        for donor in &donors {
+            let heap = &mut self.arena(donor.arena).heap;
+            heap.empty_held(donor.block);
+            let pool = heap.blocks[donor.block].pool;
+            self.note_mapping(Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+            let Some(paged) = &mut self.paged else { continue };
+            paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
+            let granules = paged.forget_mapped(donor.addr, donor.bytes);
+            leaving.ranges.push((donor.addr..donor.addr + donor.bytes, granules));
+            leaving.bytes += donor.bytes;
+        }
+        self.leaving += leaving.bytes;
+        self.account_for_granules();
+        Leaving { donors, ..leaving }
     }
 
-    fn settle_trim(
-        &mut self,
-        donors: &[Donor],
-        ranges: Vec<(Range<u64>, Vec<RawPhysical>)>,
-        unmapped: usize,
-        in_hands: u64,
-        loose: Vec<RawPhysical>,
-    ) {
+    /// Accounts for a trim of which the driver unmapped the first `unmapped` ranges; `loose` granules are still here.
+    fn settle_trim(&mut self, leaving: Leaving, unmapped: usize) {
+        let Leaving { donors, ranges, loose, bytes } = leaving;
         for (at, (donor, (_, granules))) in donors.iter().zip(ranges).enumerate() {
             let heap = &mut self.arena(donor.arena).heap;
             let pool = heap.blocks[donor.block].pool;
             if at < unmapped {
                 heap.unhold_as_hole(donor.block);
-                self.note_mapping(Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
                 self.counters().num_device_free.add(1);
-                if let Some(paged) = &mut self.paged {
-                    paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
-                }
             } else {
                 heap.unhold_as_free(donor.block);
+                self.note_mapping(Action::SegmentMap, pool, donor.arena, donor.addr, donor.bytes);
                 if let Some(paged) = &mut self.paged {
+                    paged.mapped_bytes[kind_of(pool) as usize] += donor.bytes;
                     paged.put_all(donor.addr, &granules);
                 }
             }
         }
+        self.leaving -= bytes;
         if let Some(paged) = &mut self.paged {
-            paged.in_hands -= in_hands;
             paged.spares.extend(loose);
         }
         self.account_for_granules();
