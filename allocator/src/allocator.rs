@@ -47,7 +47,8 @@ const ALIGNMENT_MAX: u64 = 2 << 20;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// Dropping the last handle waits for the device and gives back the memory that nobody holds. Memory of buffers that outlive the
+/// Dropping the last handle waits for the device and gives back the memory that nobody holds. It stays
+/// open while a [`crate::Growable`], [`crate::Exportable`] or [`crate::PinnedMapping`] lives. Memory of buffers that outlive the
 /// allocator goes back later: when an allocator is made or dropped, or with [`Device::settle`]. Dropping a buffer makes no driver call.
 #[derive(Clone)]
 pub struct Allocator {
@@ -258,7 +259,7 @@ impl Allocator {
     #[cold]
     fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
         let shell = self.inner.shell;
-        if shell.special().load(Ordering::Relaxed) & special::LEFT != 0 {
+        if shell.has_left() {
             // Taking all locks applies what was left.
             drop(shell.whole());
         }

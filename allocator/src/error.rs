@@ -128,7 +128,8 @@ pub enum AllocError {
     /// The configuration is wrong.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// A driver call failed for another reason than lack of memory.
+    /// A driver call failed for another reason than lack of memory, or was refused because it would break a stream's capture
+    /// ([`aquifer_device::ErrorKind::Capture`]).
     #[error(transparent)]
     Device(#[from] DeviceError),
 }

@@ -293,6 +293,11 @@ impl TransferError {
         self.of_device().is_some_and(DeviceError::is_device_lost)
     }
 
+    /// Whether the allocator sleeps, or is about to, so that the same may work once it is awake ([`AllocError::Asleep`]).
+    pub fn is_asleep(&self) -> bool {
+        matches!(self.of_allocator(), Some(AllocError::Asleep))
+    }
+
     /// What the allocator said, wherever it was asked.
     fn of_allocator(&self) -> Option<&AllocError> {
         match self {

@@ -140,7 +140,7 @@ impl Spiller {
     }
 
     /// Takes over a buffer. Of several buffers that could be spilled, one of lower `priority` goes first. While other handles of the buffer's
-    /// memory exist, it stays on the device.
+    /// memory exist, it stays on the device; a [`Growable`](aquifer_allocator::Growable) is one for all buffers made of it.
     ///
     /// # Errors
     /// A buffer of another device.
@@ -217,6 +217,8 @@ impl Inner {
             }
             match entry.spill() {
                 Ok(spilled) => freed += spilled,
+                // What asks for memory then is refused by itself.
+                Err(error) if error.is_asleep() => break,
                 Err(error) => {
                     self.failures.fetch_add(1, Ordering::Relaxed);
                     // A report of memory that ran out knows only how much was given up.

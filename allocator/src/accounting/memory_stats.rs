@@ -23,7 +23,7 @@ use crate::shell::Shell;
 pub struct MemoryStats {
     /// Number of live blocks.
     pub allocation: PoolStats,
-    /// Number of segments held from the device.
+    /// Number of segments held from the device. Mapped memory has none, as PyTorch's expandable segments.
     pub segment: PoolStats,
     /// Number of live blocks and of freed ones that other streams still use.
     pub active: PoolStats,

@@ -26,7 +26,7 @@
 //! | `headroom_mb` | MiB | 0 | left free on the device for libraries |
 //! | `history` | entries, 0 to 4294967295 | 0 = off | length of the ring of trace entries |
 //! | `tags` | `off`, `scope`, `span` | `scope` | where names of allocations come from: [`TagSource`] |
-//! | `no_cache` | `True`, `False` | `False` | every allocation and free goes straight to the driver |
+//! | `no_cache` | `True`, `False` | `False` | every allocation goes straight to the driver, and what was dropped goes back at the next one; private pools keep theirs |
 //! | `backend` | `native` | `native` | nothing; `cudaMallocAsync` is an error |
 //! | `release_lock_on_cudamalloc`, `release_lock_on_hipmalloc` | `True`, `False` | | nothing: no lock is ever held during a driver call |
 //! | `expandable_segments` | `True`, `False` | `False` | inert: what it asks for is `backing:paged` |
@@ -148,7 +148,8 @@ pub struct Config {
     pub history: u32,
     /// Where names of allocations come from. Option `tags`.
     pub tags: TagSource,
-    /// Whether every allocation and free goes straight to the driver. Default `false`. Option `no_cache`.
+    /// Whether every allocation goes straight to the driver. Dropping one makes no driver call: its memory goes back when the allocator next
+    /// allocates, or with `empty_cache`. Private pools keep their memory. Default `false`. Option `no_cache`.
     pub no_cache: bool,
     /// The inert options that were given and would change something if they were not inert, with their values.
     pub(crate) inert: options::Inert,

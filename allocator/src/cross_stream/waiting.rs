@@ -156,7 +156,11 @@ impl Whole {
         arena.tally().freed(kind, size, 0);
         arena.heap.set_waiting(id);
         self.counters().waits(kind, size);
-        let mut streams = self.shared.remove(&place).unwrap_or_default();
+        let users = self.shared.remove(&place);
+        if users.is_some() {
+            self.arena(place.arena).arena.shared_blocks.fetch_sub(1, Ordering::Relaxed);
+        }
+        let mut streams = users.unwrap_or_default();
         streams.extend(on.filter(|on| !streams.contains(on)));
         let uses = streams.iter().map(|&slot| (slot, self.tick_of(slot))).collect();
         let own_use = self.tick_of(self.block(place).owner);

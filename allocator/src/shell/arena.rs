@@ -29,12 +29,15 @@ use crate::shell::core::{Granted, Request};
 use crate::shell::remote::{RemoteFree, RemoteFrees};
 use crate::shell::{SharedFree, Shell};
 use crate::size_class::{PoolKind, SizeClasses};
+use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::sync::{Mutex, MutexGuard};
 use crate::tags::Tag;
 
 pub(crate) struct Arena {
     pub(crate) shell: &'static Shell,
     pub(crate) slot: u32,
+    /// Number of live blocks that streams besides their own use. Written under the core's lock.
+    pub(crate) shared_blocks: AtomicU32,
     desk: CachePadded<Mutex<Desk>>,
     pub(crate) own: CachePadded<OwnCounters>,
     remote: CachePadded<RemoteFrees>,
@@ -81,7 +84,7 @@ struct Shared;
 impl Arena {
     pub(crate) fn new(shell: &'static Shell, slot: u32) -> Arena {
         let (desk, own, remote) = (CachePadded::default(), CachePadded::default(), CachePadded::default());
-        Arena { shell, slot, desk, own, remote }
+        Arena { shell, slot, shared_blocks: AtomicU32::new(0), desk, own, remote }
     }
 
     /// Takes the lock for an allocation, and applies the remote frees that are due. `None` while the arena is not open, or if the calling
@@ -90,7 +93,7 @@ impl Arena {
     pub(crate) fn enter(&'static self) -> Option<Guard> {
         let guard = self.admit(self.desk.lock())?;
         // Not by reference: values that are passed on in registers must not be forced into memory.
-        Some(if self.remote.has_direct_thread() { guard } else { guard.drained() })
+        if self.remote.has_direct_thread() { Some(guard) } else { guard.drained() }
     }
 
     #[inline]
@@ -117,24 +120,30 @@ impl Arena {
         look(&mut self.desk.lock())
     }
 
-    /// Frees a block of about `bytes`: at once if the calling thread allocates here, too, and the lock is free, otherwise through the
-    /// queue (`remote.rs`). Does not wait for a lock while the allocator is open, unless the queue is full.
+    /// Frees a block of about `bytes`: through the queue (`remote.rs`) if the calling thread does not allocate here, or if the lock is
+    /// taken; otherwise at once. Does not wait for a lock while the allocator is open, unless the queue is full.
     ///
     /// Not inlined, so that only these words of a handle are read, into registers.
     #[inline(never)]
     pub(crate) fn free(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
-        if !self.remote.has_direct_thread() {
+        if !self.remote.has_direct_thread() && on.is_none() && !self.has_shared_blocks() {
             return self.free_remotely(block, on, bytes);
         }
         for _ in 0..TRIES {
             match self.desk.try_lock().map(|desk| self.admit(desk)) {
                 Some(Some(guard)) => return self.free_in(guard, block, on),
-                Some(None) => break,
+                Some(None) => return self.free_as_stranger(block, on),
                 None => std::hint::spin_loop(),
             }
         }
         // Due at once, as if it were large.
         self.free_remotely(block, on, u64::MAX);
+    }
+
+    /// True if streams besides its own use any live block. Such blocks are not queued if that can be helped: they wait for these streams as
+    /// of when they are taken out.
+    fn has_shared_blocks(&self) -> bool {
+        self.shared_blocks.load(Ordering::Relaxed) > 0
     }
 
     #[inline(always)]
@@ -152,6 +161,17 @@ impl Arena {
                 self.shell.free_shared(SharedFree { arena: self, block, on });
             }
         }
+    }
+
+    /// Frees a block directly for a thread that is not known to be at work here.
+    #[cold]
+    fn free_as_stranger(&'static self, block: BlockId, on: Option<u32>) {
+        if self.shell.try_admit_thread()
+            && let Some(guard) = self.desk.try_lock().and_then(|desk| self.admit(desk))
+        {
+            return self.free_in(guard, block, on);
+        }
+        self.free_remotely(block, on, u64::MAX);
     }
 
     #[cold]
@@ -216,12 +236,20 @@ impl Guard {
         if self.desk.writer == Writer::SEVERAL { Tally::Own(shell, own) } else { Tally::Shared(shell) }
     }
 
-    /// Prepares for an allocation by the calling thread.
+    /// Applies the remote frees before an allocation by the calling thread, which frees directly from now on. `None` as for
+    /// [`Arena::enter`].
     #[cold]
-    fn drained(mut self) -> Guard {
+    fn drained(mut self) -> Option<Guard> {
         self.arena.remote.add_direct_thread();
         self.drain();
-        self
+        let arena = self.arena;
+        if !arena.shell.has_left() {
+            return Some(self);
+        }
+        drop(self);
+        // Blocks that other streams used, too, need all locks. They are not to count as live, and their wait begins now.
+        drop(arena.shell.whole());
+        arena.admit(arena.desk.lock())
     }
 
     /// Has other threads free through the queue until they next allocate here.

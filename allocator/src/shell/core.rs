@@ -15,6 +15,7 @@ use crate::heap::BlockId;
 use crate::pools::table::PoolTable;
 use crate::shell::arena::Arena;
 use crate::size_class::SizeClasses;
+use crate::sync::atomic::Ordering;
 use crate::tags::Tag;
 
 /// A request on its way through the allocator.
@@ -117,6 +118,9 @@ impl Core {
         });
         if used {
             let users = self.shared.entry(Place { arena: arena.slot, block: id }).or_default();
+            if users.is_empty() {
+                arena.shared_blocks.fetch_add(1, Ordering::Relaxed);
+            }
             if !users.contains(&slot) {
                 users.push(slot);
             }

@@ -178,6 +178,12 @@ impl Shell {
         }
     }
 
+    /// Makes the calling thread known as being at work here. Returns false if that would have to wait for a lock.
+    pub(crate) fn try_admit_thread(&'static self) -> bool {
+        let whole = self.try_whole();
+        whole.map(|mut whole| whole.admit_thread()).is_some()
+    }
+
     /// Applies the frees queued so far, so that values read afterwards include them.
     pub(crate) fn apply_queued_frees(&'static self) {
         if !self.shared_frees.is_empty() || self.arenas.iter().any(Arena::has_remote_frees) {
@@ -226,6 +232,11 @@ impl Shell {
         self.shared_frees.push(free);
         // Not `Relaxed`, here and in `take_shared`: a thread that clears the bit sees every entry whose push had set it.
         self.read.special.fetch_or(special::LEFT, Ordering::SeqCst);
+    }
+
+    /// True if there are such frees.
+    pub(crate) fn has_left(&self) -> bool {
+        self.special().load(Ordering::Relaxed) & special::LEFT != 0
     }
 
     /// Takes those frees, one by one.

@@ -3,7 +3,8 @@
 //! Freeing a block means writing to the heap, and a heap that two threads write to in turns travels between their caches line by
 //! line: 600 ns for each block that one thread allocates and another frees. So only threads that allocate from an arena free
 //! there directly. Others put the numbers of their blocks into the arena's queue, and the next thread that allocates takes them out,
-//! many at a time.
+//! many at a time. Blocks that other streams use, or that another stream inherits, are freed directly by all: their ticks are taken
+//! when they leave the queue, and would be later than they need be.
 //!
 //! Blocks in the queue are live until they are taken out. They are taken out
 //! * by the next allocation from the arena, once they are *due*: 16 of them wait, or a large one, or one whose thread found the

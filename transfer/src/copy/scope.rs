@@ -106,12 +106,16 @@ impl Transfer {
     /// Counted as a synchronisation.
     ///
     /// # Errors
-    /// An index beyond the end, and as [`Transfer::to_host`].
+    /// [`TransferError::OutOfBounds`] for an index beyond the end, and as [`Transfer::to_host`].
     pub fn item<T: Pod + Send + Sync>(&self, from: &DeviceBuffer<T>, index: u64) -> Result<T, TransferError> {
-        let one = from.slice(index..index.saturating_add(1))?;
-        let host = self.to_host(&one)?.wait()?;
+        let end = index.saturating_add(1);
+        let beyond = TransferError::OutOfBounds { start: index, end, len: from.len() };
+        if index >= from.len() {
+            return Err(beyond);
+        }
+        let host = self.to_host(&from.slice(index..end)?)?.wait()?;
         let read = host.read()?;
-        read.first().copied().ok_or(TransferError::OutOfBounds { start: index, end: index, len: from.len() })
+        read.first().copied().ok_or(beyond)
     }
 }
 

@@ -141,7 +141,7 @@ impl ParamSet {
     }
 
     /// Bytes of all elements; [`u64::MAX`] if there are more, which is possible with broadcast tensors. Tied parameters, which share
-    /// memory, are counted once each.
+    /// memory, are counted for each of their names, so the memory behind them may be less.
     pub fn bytes(&self) -> u64 {
         self.params.iter().fold(0, |bytes, param| bytes.saturating_add(param.tensor.bytes()))
     }

@@ -74,9 +74,10 @@ fn memory_is_bounded_though_the_host_runs_ahead() {
         let mut batch = batch.unwrap();
         stand.kernels.spin(&stand.stream, Duration::from_millis(20)).unwrap();
         stand.kernels.fill(&stand.stream, &mut batch, 1u8).unwrap();
+        // Not the peak, which is only a bound where several threads are at work.
+        let allocated = stand.transfer.allocator().allocated_bytes();
+        assert!(allocated <= 3 * bytes as u64, "{allocated}");
     }
-    let peak = stand.transfer.allocator().memory_stats().to_map()["allocated_bytes.all.peak"];
-    assert!(peak <= 3 * bytes as i64, "{peak}");
     let reserved = stand.transfer.allocator().memory_stats().to_map()["reserved_bytes.all.peak"];
     assert!(reserved <= 4 * bytes as i64 + (2 << 20), "{reserved}");
     stand.settled();

@@ -29,7 +29,8 @@ use crate::shell::core::Request;
 use crate::size_class::{PoolKind, REQUEST_LIMIT};
 use crate::tags::Tag;
 
-/// Memory that grows and shrinks at one address, such as a cache of keys and values. Dropping it, and the buffers made of it, makes
+/// Memory that grows and shrinks at one address, such as a cache of keys and values. It consists of whole granules, of 2 MiB by default
+/// ([`crate::Config::granule`]), so it suits few that are large rather than many that are small. Dropping it, and the buffers made of it, makes
 /// no driver call and does not wait; its memory is recycled once the streams that used it are done. It keeps the allocator open.
 ///
 /// ```

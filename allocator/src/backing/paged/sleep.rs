@@ -48,8 +48,9 @@ impl Absent {
 }
 
 impl Allocator {
-    /// Gives mapped memory back to the device until [`Allocator::wake`]. Returns how many bytes went back. Addresses stay reserved: after
-    /// waking up, allocations and their pointers are as before, and meanwhile they may be dropped. Cached memory goes for good. Segments,
+    /// Gives mapped memory back to the device until [`Allocator::wake`]. Returns how many bytes went back, cached memory
+    /// included, which does not come back. Addresses stay reserved: after
+    /// waking up, allocations and their pointers are as before, and meanwhile they may be dropped. Segments,
     /// exportable memory and pinned granules stay.
     ///
     /// This first waits for the end of all that keeps the allocator awake: turns ([`crate::Turn`]) and claims ([`crate::Claim`]) with its
@@ -98,14 +99,15 @@ impl Allocator {
         }
         // Outside of the gate: threads that keep the allocator awake may have to pass the gate before they end that.
         self.shell().grow_drowsy();
-        self.empty_cache().inspect_err(|_| self.shell().end_drowsiness())?;
+        let cached = self.empty_cache().inspect_err(|_| self.shell().end_drowsiness())?;
         let _alone = self.gate().exclusive();
         self.fall_asleep();
-        self.give_all_back(contents).inspect_err(|_| {
+        let in_use = self.give_all_back(contents).inspect_err(|_| {
             if let Err(error) = self.bring_back() {
                 tracing::warn!(%error, "falling asleep failed and could not be undone; the allocator is asleep");
             }
-        })
+        })?;
+        Ok(cached + in_use)
     }
 
     /// Ends [`Allocator::sleep`]: takes as much memory from the device as was given back, even for allocations dropped meanwhile, maps it

@@ -61,6 +61,8 @@ fn nothing_synchronises_silently() {
     pending.wait().unwrap();
     // What does wait is counted.
     bench.transfer.item(&buffer, 7).unwrap();
+    let beyond = bench.transfer.item(&buffer, 1 << 20).unwrap_err();
+    assert!(matches!(beyond, TransferError::OutOfBounds { start: 0x10_0000, len: 0x10_0000, .. }), "{beyond:?}");
     assert!(bench.transfer.counters().synchronisations > before);
     drop((host, buffer));
     bench.finish();

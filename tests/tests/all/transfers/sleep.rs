@@ -3,7 +3,7 @@
 use std::thread;
 
 use aquifer_allocator::{AllocError, Contents, DeviceBuffer};
-use aquifer_transfer::{Batch, Pending, Prefetcher, Tensor, To, Transfer, TransferError};
+use aquifer_transfer::{Batch, Pending, Prefetcher, Spiller, Tensor, To, Transfer, TransferError};
 
 use super::Bench;
 
@@ -28,6 +28,33 @@ fn what_was_begun_is_enqueued_before_the_memory_goes() {
         allocator.wake().unwrap();
     }
     drop((buffer, other));
+    bench.finish();
+}
+
+#[test]
+fn refusing_to_spill_while_it_falls_asleep_is_no_failure_to_spill() {
+    let bench = Bench::new();
+    let allocator = bench.transfer.allocator().clone();
+    let spiller = Spiller::new(&bench.transfer, 0);
+    let spillable = spiller.add(allocator.alloc_buffer::<u8>(32 << 20, &bench.stream).unwrap(), 0).unwrap();
+    let awake = allocator.keep_awake().unwrap();
+    thread::scope(|scope| {
+        let falling = scope.spawn(|| allocator.sleep(Contents::SaveToHost).unwrap());
+        while !allocator.is_asleep() {
+            thread::yield_now();
+        }
+        let refused = scope.spawn(|| allocator.alloc(1 << 40, &bench.stream).unwrap_err());
+        assert!(matches!(refused.join().unwrap(), AllocError::Asleep));
+        drop(awake);
+        falling.join().unwrap();
+    });
+    let stats = spiller.stats();
+    assert_eq!((stats.spills, stats.failures), (0, 0));
+    let asleep = spillable.spill().unwrap_err();
+    assert!(asleep.is_asleep(), "{asleep:?}");
+    allocator.wake().unwrap();
+    assert_eq!(spillable.spill().unwrap(), 32 << 20);
+    drop((spillable, spiller));
     bench.finish();
 }
 
