@@ -91,9 +91,11 @@ impl Arena {
     /// thread is not known yet (`Whole::admit_thread`).
     #[inline]
     pub(crate) fn enter(&'static self) -> Option<Guard> {
+        // Before the lock, which all later loads wait for.
+        let is_direct = self.remote.has_direct_thread();
         let guard = self.admit(self.desk.lock())?;
         // Not by reference: values that are passed on in registers must not be forced into memory.
-        if self.remote.has_direct_thread() { Some(guard) } else { guard.drained() }
+        if is_direct { Some(guard) } else { guard.drained() }
     }
 
     #[inline]
@@ -126,9 +128,31 @@ impl Arena {
     /// Not inlined, so that only these words of a handle are read, into registers.
     #[inline(never)]
     pub(crate) fn free(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
-        if !self.remote.has_direct_thread() && on.is_none() && !self.has_shared_blocks() {
-            return self.free_remotely(block, on, bytes);
+        if !self.remote.has_direct_thread() {
+            return self.free_elsewhere(block, on, bytes);
         }
+        match self.desk.try_lock() {
+            Some(desk) => match self.admit(desk) {
+                Some(guard) => self.free_in(guard, block, on),
+                None => self.free_as_stranger(block, on),
+            },
+            None => self.free_contended(block, on),
+        }
+    }
+
+    /// Frees a block for a thread that does not allocate here.
+    #[cold]
+    fn free_elsewhere(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
+        if on.is_some() || self.has_shared_blocks() {
+            self.free_contended(block, on);
+        } else {
+            self.free_remotely(block, on, bytes);
+        }
+    }
+
+    /// Tries the lock a few times.
+    #[cold]
+    fn free_contended(&'static self, block: BlockId, on: Option<u32>) {
         for _ in 0..TRIES {
             match self.desk.try_lock().map(|desk| self.admit(desk)) {
                 Some(Some(guard)) => return self.free_in(guard, block, on),
