@@ -18,7 +18,6 @@
 pub(crate) mod arena;
 pub(crate) mod awake;
 pub(crate) mod core;
-mod remote;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 mod table;

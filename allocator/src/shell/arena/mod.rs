@@ -2,7 +2,7 @@
 //! dropping a handle gives the block back to the arena that it came from; both need that lock alone.
 //!
 //! Arenas are never deallocated but recycled with their shell, so a handle refers to its arena by a plain reference. Each has
-//! its own queue of remote frees (`remote.rs`: blocks given back by other threads than the one that allocates) and its own counters,
+//! its own queue of remote frees (`remote.rs`, filled by `free.rs`) and its own counters,
 //! on cache lines of its own.
 //!
 //! Invariants:
@@ -12,6 +12,9 @@
 //!
 //! Lock order: the core's lock, arenas by ascending stream, then leaf locks (history, publishing, lists). Work in one
 //! arena alone takes that arena's lock while holding no other.
+
+mod free;
+mod remote;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -26,12 +29,12 @@ use crate::backing::paged::Milestones;
 use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange, State, kind_of};
 use crate::history::{Action, Actions, Subject};
 use crate::shell::core::{Granted, Request};
-use crate::shell::remote::{RemoteFree, RemoteFrees};
 use crate::shell::{SharedFree, Shell};
 use crate::size_class::{PoolKind, SizeClasses};
-use crate::sync::atomic::{AtomicU32, Ordering};
+use crate::sync::atomic::AtomicU32;
 use crate::sync::{Mutex, MutexGuard};
 use crate::tags::Tag;
+use remote::{RemoteFree, RemoteFrees};
 
 pub(crate) struct Arena {
     pub(crate) shell: &'static Shell,
@@ -73,9 +76,6 @@ pub(crate) struct Desk {
     #[cfg(debug_assertions)]
     unchecked: usize,
 }
-
-/// How often a free tries the lock, which is held for tens of nanoseconds.
-const TRIES: u32 = 16;
 
 /// The reason why a free needs more than the arena: other streams use the block.
 #[derive(Debug)]
@@ -120,96 +120,6 @@ impl Arena {
     /// Runs `look` under the lock, to read or mark a block. It must neither allocate nor free one.
     pub(crate) fn look<R>(&'static self, look: impl FnOnce(&mut Desk) -> R) -> R {
         look(&mut self.desk.lock())
-    }
-
-    /// Frees a block of about `bytes`: through the queue (`remote.rs`) if the calling thread does not allocate here, or if the lock is
-    /// taken; otherwise at once. Does not wait for a lock while the allocator is open, unless the queue is full.
-    ///
-    /// Not inlined, so that only these words of a handle are read, into registers.
-    #[inline(never)]
-    pub(crate) fn free(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
-        if !self.remote.has_direct_thread() {
-            return self.free_elsewhere(block, on, bytes);
-        }
-        match self.desk.try_lock() {
-            Some(desk) => match self.admit(desk) {
-                Some(guard) => self.free_in(guard, block, on),
-                None => self.free_as_stranger(block, on),
-            },
-            None => self.free_contended(block, on),
-        }
-    }
-
-    /// Frees a block for a thread that does not allocate here.
-    #[cold]
-    fn free_elsewhere(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
-        if on.is_some() || self.has_shared_blocks() {
-            self.free_contended(block, on);
-        } else {
-            self.free_remotely(block, on, bytes);
-        }
-    }
-
-    /// Tries the lock a few times.
-    #[cold]
-    fn free_contended(&'static self, block: BlockId, on: Option<u32>) {
-        for _ in 0..TRIES {
-            match self.desk.try_lock().map(|desk| self.admit(desk)) {
-                Some(Some(guard)) => return self.free_in(guard, block, on),
-                Some(None) => return self.free_as_stranger(block, on),
-                None => std::hint::spin_loop(),
-            }
-        }
-        // Due at once, as if it were large.
-        self.free_remotely(block, on, u64::MAX);
-    }
-
-    /// True if streams besides its own use any live block. Such blocks are not queued if that can be helped: they wait for these streams as
-    /// of when they are taken out.
-    fn has_shared_blocks(&self) -> bool {
-        self.shared_blocks.load(Ordering::Relaxed) > 0
-    }
-
-    #[inline(always)]
-    fn free_in(&'static self, mut guard: Guard, block: BlockId, on: Option<u32>) {
-        match guard.free(block, on) {
-            Ok(()) => {
-                let last = guard.live == 0;
-                drop(guard);
-                if last && self.shell.is_closed() {
-                    self.shell.recycle_if_unused();
-                }
-            }
-            Err(Shared) => {
-                drop(guard);
-                self.shell.free_shared(SharedFree { arena: self, block, on });
-            }
-        }
-    }
-
-    /// Frees a block directly for a thread that is not known to be at work here.
-    #[cold]
-    fn free_as_stranger(&'static self, block: BlockId, on: Option<u32>) {
-        if self.shell.try_admit_thread()
-            && let Some(guard) = self.desk.try_lock().and_then(|desk| self.admit(desk))
-        {
-            return self.free_in(guard, block, on);
-        }
-        self.free_remotely(block, on, u64::MAX);
-    }
-
-    #[cold]
-    fn free_remotely(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
-        let mut free = RemoteFree { block, on };
-        while let Err(back) = self.remote.push(free, bytes) {
-            // Taking all locks empties it.
-            drop(self.shell.whole());
-            free = back;
-        }
-        // Either this sees that the shell closed, or `close` sees the entry.
-        if self.shell.is_closed() {
-            self.shell.recycle_if_unused();
-        }
     }
 
     /// True if frees are queued.

@@ -1,0 +1,106 @@
+//! The ways in which a block is given back.
+//!
+//! A thread that allocates from the arena frees directly, under the arena's lock. Every other thread puts the block into the arena's queue
+//! (`remote.rs`), unless streams besides their own use blocks of the arena, or another stream inherits this one; then it frees
+//! directly, too. A thread that finds the lock taken uses the queue in any case. A block that other streams use goes from the arena to
+//! the shell, because it needs all locks.
+
+use super::remote::RemoteFree;
+use super::{Arena, Guard, Shared};
+use crate::heap::BlockId;
+use crate::shell::SharedFree;
+use crate::sync::atomic::Ordering;
+
+/// How often a free tries the lock, which is held for tens of nanoseconds.
+const TRIES: u32 = 16;
+
+impl Arena {
+    /// Frees a block of about `bytes`. Makes no driver call. Does not wait for a lock while the allocator is open, unless the queue is full.
+    ///
+    /// Not inlined, so that only these words of a handle are read, into registers.
+    #[inline(never)]
+    pub(crate) fn free(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
+        if !self.remote.has_direct_thread() {
+            return self.free_elsewhere(block, on, bytes);
+        }
+        match self.desk.try_lock() {
+            Some(desk) => match self.admit(desk) {
+                Some(guard) => self.free_in(guard, block, on),
+                None => self.free_as_stranger(block, on),
+            },
+            None => self.free_contended(block, on),
+        }
+    }
+
+    /// Frees a block for a thread that does not allocate here.
+    #[cold]
+    fn free_elsewhere(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
+        if on.is_some() || self.has_shared_blocks() {
+            self.free_contended(block, on);
+        } else {
+            self.free_remotely(block, on, bytes);
+        }
+    }
+
+    /// Tries the lock a few times.
+    #[cold]
+    fn free_contended(&'static self, block: BlockId, on: Option<u32>) {
+        for _ in 0..TRIES {
+            match self.desk.try_lock().map(|desk| self.admit(desk)) {
+                Some(Some(guard)) => return self.free_in(guard, block, on),
+                Some(None) => return self.free_as_stranger(block, on),
+                None => std::hint::spin_loop(),
+            }
+        }
+        // Due at once, as if it were large.
+        self.free_remotely(block, on, u64::MAX);
+    }
+
+    /// True if streams besides its own use any live block. Such blocks are not queued if that can be helped: they wait for these streams as
+    /// of when they are taken out.
+    fn has_shared_blocks(&self) -> bool {
+        self.shared_blocks.load(Ordering::Relaxed) > 0
+    }
+
+    #[inline(always)]
+    fn free_in(&'static self, mut guard: Guard, block: BlockId, on: Option<u32>) {
+        match guard.free(block, on) {
+            Ok(()) => {
+                let last = guard.live == 0;
+                drop(guard);
+                if last && self.shell.is_closed() {
+                    self.shell.recycle_if_unused();
+                }
+            }
+            Err(Shared) => {
+                drop(guard);
+                self.shell.free_shared(SharedFree { arena: self, block, on });
+            }
+        }
+    }
+
+    /// Frees a block directly for a thread that is not known to be at work here.
+    #[cold]
+    fn free_as_stranger(&'static self, block: BlockId, on: Option<u32>) {
+        if self.shell.try_admit_thread()
+            && let Some(guard) = self.desk.try_lock().and_then(|desk| self.admit(desk))
+        {
+            return self.free_in(guard, block, on);
+        }
+        self.free_remotely(block, on, u64::MAX);
+    }
+
+    #[cold]
+    fn free_remotely(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
+        let mut free = RemoteFree { block, on };
+        while let Err(back) = self.remote.push(free, bytes) {
+            // Taking all locks empties it.
+            drop(self.shell.whole());
+            free = back;
+        }
+        // Either this sees that the shell closed, or `close` sees the entry.
+        if self.shell.is_closed() {
+            self.shell.recycle_if_unused();
+        }
+    }
+}
