@@ -53,12 +53,12 @@ pub enum OpenError {
         text: String,
     },
     /// What follows `sim:` is wrong.
-    #[error("in {text:?}: {source}")]
+    #[error("in {text:?}: {cause}")]
     Sim {
         /// The whole text.
         text: String,
         /// What is wrong with it.
-        source: SimConfigError,
+        cause: SimConfigError,
     },
     /// There are real GPUs, but none with that ordinal.
     #[error("there is no GPU {ordinal}; {existing}{}", Visible(visible))]
@@ -72,7 +72,7 @@ pub enum OpenError {
     },
     /// No real GPU can be used at all.
     #[error("no real GPU can be used: {0}")]
-    Unavailable(#[from] Unavailable),
+    Unavailable(Unavailable),
     /// The host has no device memory to manage.
     #[error("cpu: the host has no device memory to manage; use sim for a simulated GPU")]
     Host,
@@ -143,12 +143,12 @@ impl FromStr for DeviceSpec {
             }
             ("sim", rest) => SimConfig::parse(rest.unwrap_or(""))
                 .map(|config| DeviceSpec::Sim(Box::new(config)))
-                .map_err(|mut source| {
+                .map_err(|mut cause| {
                     // Counted in the text that is quoted beside it.
-                    if source.file.is_none() {
-                        source.offset += text.len() - rest.map_or(0, str::len);
+                    if cause.file.is_none() {
+                        cause.offset += text.len() - rest.map_or(0, str::len);
                     }
-                    OpenError::Sim { text: text.to_owned(), source }
+                    OpenError::Sim { text: text.to_owned(), cause }
                 }),
             ("cpu", None) => Ok(DeviceSpec::Cpu),
             _ => Err(unknown()),
@@ -193,7 +193,7 @@ pub fn count() -> u32 {
 /// # Errors
 /// When no GPU can be used, and why; when there is none with this ordinal, and which exist; and when it cannot be opened.
 pub fn get(ordinal: u32) -> Result<Device, OpenError> {
-    let gpus = gpus()?;
+    let gpus = gpus().map_err(OpenError::Unavailable)?;
     if gpus.iter().any(|info| info.ordinal == ordinal) {
         return Ok(cuda::open(ordinal)?);
     }
@@ -225,7 +225,7 @@ pub fn best_available() -> Result<Choice, OpenError> {
     };
     // The first of the largest ones.
     let best = gpus.iter().reduce(|best, other| if other.total_bytes > best.total_bytes { other } else { best });
-    let Some(best) = best else { return Err(Unavailable::NoDevice.into()) };
+    let Some(best) = best else { return Err(OpenError::Unavailable(Unavailable::NoDevice)) };
     let others = if gpus.len() > 1 { format!(", which has the most memory of {}", gpus.len()) } else { String::new() };
     let reason = format!("a real GPU was found: {}{others}", best.name);
     Ok(Choice { device: get(best.ordinal)?, reason })
@@ -266,6 +266,15 @@ mod tests {
         let error = "cuda:4000000000".parse::<DeviceSpec>().unwrap().open().unwrap_err();
         assert!(matches!(error, OpenError::NoSuchDevice { .. } | OpenError::Unavailable(_)), "{error}");
         assert_eq!(count() == 0, gpus().is_err());
+    }
+
+    #[test]
+    fn a_message_that_tells_its_cause_does_not_return_it_as_source() {
+        let wrong = "sim:lots".parse::<DeviceSpec>().unwrap_err();
+        assert!(matches!(&wrong, OpenError::Sim { cause, .. } if wrong.to_string().ends_with(&cause.to_string())));
+        for error in [wrong, OpenError::Unavailable(Unavailable::NoDevice)] {
+            assert!(std::error::Error::source(&error).is_none(), "{error}");
+        }
     }
 
     #[test]

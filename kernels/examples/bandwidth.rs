@@ -71,7 +71,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut bench = Bench { device, stream, copy_gb_s: 0.0 };
     bench.time("copy by the driver", 2 * bytes, &mut |stream| {
         let turn = Turn::take(stream, &[(a.storage(), AccessKind::Read), (b.storage(), AccessKind::Write)]);
-        let _turn = turn.map_err(|source| KernelError::Order { kernel: "copy", source })?;
+        let _turn = turn.map_err(|cause| KernelError::Order { kernel: "copy", cause })?;
         Ok(stream.copy(b.ptr(), a.ptr(), bytes)?)
     })?;
     bench.time("fill", bytes, &mut |stream| kernels.fill(stream, &mut a, 7u8))?;
@@ -120,6 +120,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-fn order(source: aquifer_allocator::AllocError) -> KernelError {
-    KernelError::Order { kernel: "checksum", source }
+fn order(cause: aquifer_allocator::AllocError) -> KernelError {
+    KernelError::Order { kernel: "checksum", cause }
 }

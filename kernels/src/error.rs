@@ -1,4 +1,4 @@
-//! Why a kernel was not launched.
+//! Why a kernel was not launched. Messages are complete: none leaves its cause to [`std::error::Error::source`].
 
 use std::fmt;
 
@@ -47,12 +47,12 @@ pub enum KernelError {
         needs: (u32, u32),
     },
     /// The streams that used the memory before could not be ordered before this launch.
-    #[error("kernel {kernel}: {source}")]
+    #[error("kernel {kernel}: {cause}")]
     Order {
         /// The kernel.
         kernel: &'static str,
         /// Why not.
-        source: AllocError,
+        cause: AllocError,
     },
     /// A driver call failed.
     #[error(transparent)]

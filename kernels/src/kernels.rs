@@ -107,7 +107,7 @@ impl Kernels {
         let read = reads.iter().map(|named| (named.operand.storage(), AccessKind::Read));
         let written = writes.iter().map(|named| (named.operand.storage(), AccessKind::Write));
         let memory: Vec<_> = read.chain(written).collect();
-        let turn = Turn::take(stream, &memory).map_err(|source| KernelError::Order { kernel, source })?;
+        let turn = Turn::take(stream, &memory).map_err(|cause| KernelError::Order { kernel, cause })?;
         Ok(Enqueue { kernels: &self.0, stream, _turn: turn })
     }
 }

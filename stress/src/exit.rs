@@ -97,12 +97,12 @@ pub enum Failure {
     #[error(transparent)]
     Transfer(#[from] TransferError),
     /// A file that is needed for a while could not be written.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {cause}", path.display())]
     Temporary {
         /// The file.
         path: std::path::PathBuf,
         /// What the system said.
-        source: io::Error,
+        cause: io::Error,
     },
     /// Standard output cannot be written.
     #[error("standard output: {0}")]

@@ -1,4 +1,5 @@
-//! Errors of the transfer runtime.
+//! Errors of the transfer runtime. A message that tells its `cause` is complete; [`std::error::Error::source`] returns what a message
+//! leaves out.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -34,23 +35,23 @@ pub enum TransferError {
         source: Option<Box<TransferError>>,
     },
     /// The system has no memory, page-locked or not.
-    #[error("{bytes} bytes of host memory could not be had: {source}")]
+    #[error("{bytes} bytes of host memory could not be had: {cause}")]
     OutOfHostMemory {
         /// Bytes asked for.
         bytes: u64,
         /// What the system said.
-        source: Arc<std::io::Error>,
+        cause: Arc<std::io::Error>,
     },
     /// The caller asked to page-lock memory of which a page is locked already. Use the buffer that holds it, or memory that
     /// starts and ends at a page.
-    #[error("{bytes} bytes at {address:#x} are page-locked already, or share a page with memory that is: {source}")]
+    #[error("{bytes} bytes at {address:#x} are page-locked already, or share a page with memory that is: {cause}")]
     AlreadyPinned {
         /// Where the memory starts.
         address: u64,
         /// Its length.
         bytes: u64,
         /// What the driver said.
-        source: DeviceError,
+        cause: DeviceError,
     },
     /// The caller asked for a length whose size in bytes overflows.
     #[error("{len} elements of {size} bytes are more bytes than this machine can address")]
@@ -115,20 +116,20 @@ pub enum TransferError {
         message: String,
     },
     /// The system refused to start a thread.
-    #[error("a thread for {what} could not be started: {source}")]
+    #[error("a thread for {what} could not be started: {cause}")]
     Thread {
         /// What the thread is for.
         what: &'static str,
         /// What the system said.
-        source: Arc<std::io::Error>,
+        cause: Arc<std::io::Error>,
     },
     /// A file could not be read.
-    #[error("{path}: {source}")]
+    #[error("{path}: {cause}")]
     File {
         /// The file.
         path: String,
         /// What the system said.
-        source: Arc<std::io::Error>,
+        cause: Arc<std::io::Error>,
     },
     /// The caller asked for a part of a file that reaches beyond its end.
     #[error("{path} has {len} bytes: {bytes} from {offset} on reach beyond its end")]
@@ -225,10 +226,10 @@ pub enum TransferError {
     #[error("the download was added to another batch of copies than these are the results of")]
     OtherBatch,
     /// The source of batches that the caller gave failed.
-    #[error("the source of batches failed: {source}")]
+    #[error("the source of batches failed: {cause}")]
     Source {
         /// What it said.
-        source: Arc<dyn std::error::Error + Send + Sync>,
+        cause: Arc<dyn std::error::Error + Send + Sync>,
     },
     /// Parameters are not where all should be. Move the whole set.
     #[error("not all parameters are on {place}: {}", Strays(strays))]
@@ -301,9 +302,7 @@ impl TransferError {
     /// What the allocator said, wherever it was asked.
     fn of_allocator(&self) -> Option<&AllocError> {
         match self {
-            TransferError::Alloc(error) | TransferError::Kernel(KernelError::Order { source: error, .. }) => {
-                Some(error)
-            }
+            TransferError::Alloc(error) | TransferError::Kernel(KernelError::Order { cause: error, .. }) => Some(error),
             _ => None,
         }
     }
@@ -331,7 +330,7 @@ mod tests {
             TransferError::Device,
             |error| TransferError::Alloc(AllocError::Device(error)),
             |error| TransferError::Kernel(KernelError::Device(error)),
-            |error| TransferError::Kernel(KernelError::Order { kernel: "cast", source: AllocError::Device(error) }),
+            |error| TransferError::Kernel(KernelError::Order { kernel: "cast", cause: AllocError::Device(error) }),
         ];
         for way in ways {
             let (lost, full, wrong) =
@@ -339,6 +338,29 @@ mod tests {
             assert!(lost.is_device_lost() && !lost.is_out_of_memory(), "{lost}");
             assert!(!full.is_device_lost() && full.is_out_of_memory(), "{full}");
             assert!(!wrong.is_device_lost() && !wrong.is_out_of_memory(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn no_message_is_told_twice_in_a_chain() {
+        let refused = DeviceError::new(Operation::HostRegister, Code::INVALID_VALUE);
+        let io = || Arc::new(std::io::Error::other("the disk is gone"));
+        let errors = [
+            TransferError::Kernel(KernelError::Order { kernel: "cast", cause: AllocError::Device(refused.clone()) }),
+            TransferError::AlreadyPinned { address: 4096, bytes: 1, cause: refused.clone() },
+            TransferError::OutOfHostMemory { bytes: 1, cause: io() },
+            TransferError::Thread { what: "a test", cause: io() },
+            TransferError::File { path: "model".to_owned(), cause: io() },
+            TransferError::Source { cause: Arc::from(Box::from("the disk is gone")) },
+            TransferError::Alloc(AllocError::Device(refused)),
+        ];
+        for error in errors {
+            let text = error.to_string();
+            let mut cause = std::error::Error::source(&error);
+            while let Some(error) = cause {
+                assert!(!text.contains(&error.to_string()), "{text}");
+                cause = error.source();
+            }
         }
     }
 }

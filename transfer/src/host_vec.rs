@@ -28,7 +28,7 @@ pub(crate) fn copied<T: Pod>(bytes: &[u8]) -> Result<Vec<T>, TransferError> {
 }
 
 pub(crate) fn out_of_host_memory(bytes: u64) -> TransferError {
-    TransferError::OutOfHostMemory { bytes, source: Arc::new(std::io::ErrorKind::OutOfMemory.into()) }
+    TransferError::OutOfHostMemory { bytes, cause: Arc::new(std::io::ErrorKind::OutOfMemory.into()) }
 }
 
 #[cfg(test)]

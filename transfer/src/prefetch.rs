@@ -223,7 +223,7 @@ impl<B: Batch> Prefetcher<B> {
         S::IntoIter: Send + 'static,
         E: Into<Box<dyn Error + Send + Sync>> + 'static,
     {
-        let failed = |error: E| TransferError::Source { source: Arc::from(error.into()) };
+        let failed = |error: E| TransferError::Source { cause: Arc::from(error.into()) };
         Prefetcher::begin(source.into_iter().map(move |item| item.map_err(failed)), transfer, stream, ahead)
     }
 
@@ -250,7 +250,7 @@ impl<B: Batch> Prefetcher<B> {
             // It may have had the last buffers of an allocator that nobody else has any more.
             aquifer_allocator::close_abandoned();
         });
-        let thread = thread.map_err(|source| TransferError::Thread { what: "prefetching", source: source.into() })?;
+        let thread = thread.map_err(|cause| TransferError::Thread { what: "prefetching", cause: cause.into() })?;
         Ok(Prefetcher {
             batches: Some(batches),
             arrived: None,

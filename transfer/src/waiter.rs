@@ -142,7 +142,7 @@ impl Waiter {
         thread::Builder::new()
             .name("aquifer-waiter".to_owned())
             .spawn(move || own.run(&waiter, key))
-            .map_err(|source| TransferError::Thread { what: "waking tasks", source: Arc::new(source) })?;
+            .map_err(|cause| TransferError::Thread { what: "waking tasks", cause: Arc::new(cause) })?;
         listed.push(lane);
         Ok(signal)
     }

@@ -137,8 +137,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
     unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr>;
 
     /// Undoes [`Driver::host_register`]. The caller must know that work which uses the memory is done. This waits for all work of the
-    /// device all the same, so that no work ever meets memory which its owner has freed. On CUDA it is therefore refused while a stream
-    /// captures.
+    /// device all the same, so that no work ever meets memory which its owner has freed. It is therefore refused while a stream captures;
+    /// the capture goes on.
     ///
     /// # Safety
     /// If registered memory starts at `ptr`, the caller registered it, and nobody else relies on its being page-locked. Graphs that copy

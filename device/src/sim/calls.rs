@@ -206,6 +206,7 @@ impl Machine {
 
     /// Work that uses the memory is waited for: the memory is the caller's, and may be gone after this.
     pub(super) fn host_unregister(&mut self, ptr: HostPtr) -> Answer<()> {
+        self.refuse_device_wait()?;
         let range = self.host.registered(ptr.0)?;
         let op = self.op_ref(None, Operation::HostUnregister, None);
         self.detector.check_known(Space::Host, range.clone(), false, ViolationKind::PendingWork, op);

@@ -91,10 +91,18 @@ impl Machine {
 
     /// Refuses what would wait for the whole device while anything captures, and breaks all captures.
     pub(super) fn capture_forbids_device_wait(&mut self) -> Answer<()> {
+        let refused = self.refuse_device_wait();
+        if refused.is_err() {
+            self.captures.values_mut().for_each(|capture| capture.invalid = true);
+        }
+        refused
+    }
+
+    /// Refuses what would wait for the whole device while anything captures, before it breaks a capture.
+    pub(super) fn refuse_device_wait(&mut self) -> Answer<()> {
         if !self.has_captures() {
             return Ok(());
         }
-        self.captures.values_mut().for_each(|capture| capture.invalid = true);
         Err(unsupported("this waits for the device, which is not possible while a stream captures"))
     }
 

@@ -156,6 +156,21 @@ fn registered_memory_is_page_locked_until_it_is_unregistered() {
 }
 
 #[test]
+fn registered_memory_stays_so_while_a_stream_captures() {
+    let driver = device(5);
+    let stream = driver.stream();
+    let mut own = vec![7u8; 4096];
+    // SAFETY: the vector lives to the end of the test.
+    let host = unsafe { driver.host_register(own.as_mut_ptr(), 4096) }.unwrap();
+    driver.begin_capture(stream).unwrap();
+    // SAFETY: refused.
+    assert_eq!(code(unsafe { driver.host_unregister(host) }), Code::CAPTURE_UNSUPPORTED);
+    driver.end_capture(stream).expect("the capture goes on");
+    // SAFETY: registered above, and no work uses it.
+    unsafe { driver.host_unregister(host) }.unwrap();
+}
+
+#[test]
 fn a_graph_over_memory_that_was_unregistered_is_caught() {
     let driver = device(6);
     let (stream, memory) = (driver.stream(), driver.alloc(MIB).unwrap());

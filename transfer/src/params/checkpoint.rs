@@ -331,5 +331,5 @@ pub(super) fn read_error(path: &Path, error: std::io::Error) -> TransferError {
 }
 
 pub(super) fn file_error(path: &Path, error: std::io::Error) -> TransferError {
-    TransferError::File { path: path.display().to_string(), source: Arc::new(error) }
+    TransferError::File { path: path.display().to_string(), cause: Arc::new(error) }
 }

@@ -92,11 +92,11 @@ impl PinnedPool {
         self.device().settle_host();
         // SAFETY: the caller keeps the memory, which it owns, until it is unregistered: `Owner`, or the device after that.
         let locked = unsafe { self.device().driver().host_register(start, bytes) };
-        locked.map_err(|source| match source.code {
+        locked.map_err(|cause| match cause.code {
             ALREADY_REGISTERED => {
-                TransferError::AlreadyPinned { address: start.expose_provenance() as u64, bytes: bytes as u64, source }
+                TransferError::AlreadyPinned { address: start.expose_provenance() as u64, bytes: bytes as u64, cause }
             }
-            _ => source.into(),
+            _ => cause.into(),
         })
     }
 
@@ -118,7 +118,7 @@ impl PinnedPool {
         let align = align_of::<T>();
         let mapped = bytes.checked_add(align).ok_or(TransferError::LengthOverflow { len: bytes as u64, size: 1 })?;
         let mut map = MmapMut::map_anon(mapped)
-            .map_err(|source| TransferError::OutOfHostMemory { bytes: bytes as u64, source: source.into() })?;
+            .map_err(|cause| TransferError::OutOfHostMemory { bytes: bytes as u64, cause: cause.into() })?;
         let ptr = HostPtr(map.as_mut_ptr().expose_provenance().next_multiple_of(align));
         Ok(PinnedBuffer::new(PinnedMemory::new(self, ptr, bytes, Origin::Pageable { _map: map }), len))
     }

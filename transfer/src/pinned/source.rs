@@ -66,7 +66,7 @@ impl SlabMemory {
     #[allow(unsafe_code, reason = "the driver is given memory by its address")]
     fn register(device: &Device, bytes: usize, threads: NonZeroUsize) -> Result<SlabMemory, TransferError> {
         let no_memory =
-            |source: std::io::Error| TransferError::OutOfHostMemory { bytes: bytes as u64, source: source.into() };
+            |cause: std::io::Error| TransferError::OutOfHostMemory { bytes: bytes as u64, cause: cause.into() };
         // Room to start at a huge page. What is left over is never touched, so no memory is behind it.
         let room = if bytes >= HUGE { HUGE } else { 0 };
         let length = bytes.checked_add(room).ok_or_else(|| no_memory(std::io::ErrorKind::OutOfMemory.into()))?;

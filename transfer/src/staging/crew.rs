@@ -129,7 +129,7 @@ impl Hands<Arc<Work>, Chunk, Tick> for Arc<Crew> {
         });
         match started {
             Ok(_) => Ok(()),
-            Err(error) => Err(TransferError::Thread { what: "staged transfers", source: Arc::new(error) }),
+            Err(error) => Err(TransferError::Thread { what: "staged transfers", cause: Arc::new(error) }),
         }
     }
 }

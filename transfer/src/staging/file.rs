@@ -106,7 +106,7 @@ impl FileSource {
     /// A file that is not there, unreadable, not a regular file (a directory, a pipe), or too short.
     pub(crate) fn open(path: &Path, offset: u64, bytes: u64, direct: DirectIo) -> Result<FileSource, TransferError> {
         let name = path.display().to_string();
-        let failed = |source: io::Error| TransferError::File { path: name.clone(), source: Arc::new(source) };
+        let failed = |cause: io::Error| TransferError::File { path: name.clone(), cause: Arc::new(cause) };
         let (file, len) = regular_file::open(path).map_err(failed)?;
         if offset.checked_add(bytes).is_none_or(|end| end > len) {
             return Err(TransferError::FileTooShort { path: name, len, offset, bytes });
@@ -149,7 +149,7 @@ impl FileSource {
             Ok(metadata) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 TransferError::FileTooShort { path, len: metadata.len(), offset: self.offset, bytes: self.bytes }
             }
-            _ => TransferError::File { path, source: Arc::new(error) },
+            _ => TransferError::File { path, cause: Arc::new(error) },
         }
     }
 }

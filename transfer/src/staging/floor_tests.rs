@@ -65,8 +65,8 @@ impl Hands<Told, (), u32> for Arc<Crew> {
 
     fn hire(&self) -> Result<(), TransferError> {
         if self.starts.fetch_add(1, Ordering::SeqCst) + 1 == self.fails {
-            let source = Arc::new(std::io::ErrorKind::OutOfMemory.into());
-            return Err(TransferError::Thread { what: "a model", source });
+            let cause = Arc::new(std::io::ErrorKind::OutOfMemory.into());
+            return Err(TransferError::Thread { what: "a model", cause });
         }
         let crew = self.clone();
         thread::spawn(move || crew.floor.work(&crew));

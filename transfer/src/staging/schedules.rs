@@ -109,8 +109,8 @@ impl Hands<Arc<Job>, Arc<AtomicUsize>, ()> for Arc<Crew> {
         let refused = self.idle_agency.load(Ordering::SeqCst);
         if refused > 0 {
             self.idle_agency.store(refused - 1, Ordering::SeqCst);
-            let source = Arc::new(std::io::ErrorKind::OutOfMemory.into());
-            return Err(TransferError::Thread { what: "a model", source });
+            let cause = Arc::new(std::io::ErrorKind::OutOfMemory.into());
+            return Err(TransferError::Thread { what: "a model", cause });
         }
         let crew = self.clone();
         thread::spawn(move || crew.floor.work(&crew));

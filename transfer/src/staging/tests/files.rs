@@ -50,9 +50,9 @@ fn what_is_wrong_with_a_file_is_said_at_the_call() {
     let stream = transfer.device().create_stream().unwrap();
     let mut buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(50, &stream).unwrap();
     let kind = |result: Result<_, TransferError>| match result.map(drop) {
-        Err(TransferError::File { source, path }) => {
+        Err(TransferError::File { cause, path }) => {
             assert!(!path.is_empty());
-            source.kind()
+            cause.kind()
         }
         other => panic!("{other:?}"),
     };
