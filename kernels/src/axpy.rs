@@ -1,6 +1,6 @@
 //! `axpy`: `y = a · x + y`, element by element.
 //!
-//! The product and the sum are rounded once, as `f64` for `f64` and else as `f32`, and then, for `f16` and `bf16`, to those.
+//! Product and sum are fused: rounded once, together, as `f64` for `f64` and else as `f32`, and then, for `f16` and `bf16`, to those.
 
 use std::marker::PhantomData;
 
@@ -70,7 +70,7 @@ impl<T: Float> Work for Axpy<T> {
 
 impl Kernels {
     /// Enqueues `y = a · x + y`, element by element, on floats. `a` is rounded to `f32`, unless the elements are `f64`; product and
-    /// sum are rounded once in that type, and then to the elements'.
+    /// sum are fused: rounded once, together, in that type, and then to the elements'.
     ///
     /// `x` and `y` may be the same memory, but not overlap otherwise.
     ///

@@ -37,7 +37,7 @@ pub struct Counters {
     pub on_device: Traffic,
     /// How often a thread waited on the host for the device, in a call that says so.
     pub synchronisations: u64,
-    /// How long threads waited so.
+    /// How long threads waited so for transfers; not how long measuring what pays took ([`crate::Transfer::batch_calls_pay_below`]).
     pub time_waited: Duration,
     /// For transfers that were waited for or awaited: from the call that began each to when whoever did so knew that it was done, added up.
     pub time_in_flight: Duration,
@@ -71,18 +71,17 @@ impl Tally {
 
     /// A thread waits in `wait` for what began at `started`.
     pub(crate) fn waiting<R>(&self, started: Instant, wait: impl FnOnce() -> R) -> R {
-        let result = self.waited(wait);
+        let from = Instant::now();
+        let result = wait();
+        self.waits();
+        self.waited_ns.fetch_add(nanoseconds(from.elapsed()), Ordering::Relaxed);
         self.flew(started);
         result
     }
 
-    /// A thread waits in `wait` for something that is no transfer of its caller's.
-    pub(crate) fn waited<R>(&self, wait: impl FnOnce() -> R) -> R {
-        let from = Instant::now();
-        let result = wait();
+    /// A thread waits for something that is no transfer of its caller's.
+    pub(crate) fn waits(&self) {
         self.synchronisations.fetch_add(1, Ordering::Relaxed);
-        self.waited_ns.fetch_add(nanoseconds(from.elapsed()), Ordering::Relaxed);
-        result
     }
 
     /// What began at `started` is known to be done now.
@@ -132,9 +131,10 @@ mod tests {
         let tally = Tally::default();
         tally.count(Direction::Download, 7);
         tally.waiting(Instant::now(), || {});
+        tally.waits();
         let counters = tally.read();
         assert_eq!(counters.downloads, Traffic { copies: 1, bytes: 7 });
-        assert_eq!((counters.uploads, counters.synchronisations), (Traffic::default(), 1));
+        assert_eq!((counters.uploads, counters.synchronisations), (Traffic::default(), 2));
         assert!(counters.time_in_flight >= counters.time_waited);
     }
 

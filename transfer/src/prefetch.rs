@@ -94,6 +94,7 @@ impl<A: Batch, B: Batch, C: Batch> Batch for (A, B, C) {
     }
 }
 
+/// The batches of an array arrive as a vector, in the same order.
 impl<B: Batch, const N: usize> Batch for [B; N] {
     type OnDevice = Vec<B::OnDevice>;
 
@@ -396,7 +397,7 @@ impl<B: Batch> Worker<B> {
         let ended = catch_unwind(AssertUnwindSafe(move || drop(source)));
         self.at.set(State::Working);
         if let Err(panic) = ended {
-            let _ = self.batches.try_send(Err(TransferError::panicked(SOURCE, panic.as_ref())));
+            let _ = self.batches.send(Err(TransferError::panicked(SOURCE, panic.as_ref())));
         }
     }
 

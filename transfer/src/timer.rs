@@ -35,6 +35,7 @@ use crate::error::TransferError;
 pub struct Timer {
     start: Event,
     stop: Event,
+    device_id: u32,
 }
 
 impl Timer {
@@ -43,16 +44,23 @@ impl Timer {
     /// # Errors
     /// A stream of another device, and errors of the driver.
     pub fn start(device: &Device, stream: &Stream) -> Result<Timer, TransferError> {
+        if stream.device_id() != device.id() {
+            return Err(TransferError::wrong_device("stream", stream.device_id(), device.id()));
+        }
         let (start, stop) = (device.create_event(true)?, device.create_event(true)?);
         start.record(stream)?;
-        Ok(Timer { start, stop })
+        Ok(Timer { start, stop, device_id: device.id() })
     }
 
-    /// Stops at the end of what is enqueued on the stream by now, which may be another one. Does not wait.
+    /// Stops at the end of what is enqueued on the stream by now. Does not wait. This may be another stream of the device, ordered after
+    /// the work to be measured: one that gets to the stop before the other gets to the start measures no time.
     ///
     /// # Errors
     /// A stream of another device, and errors of the driver.
     pub fn stop(self, stream: &Stream) -> Result<Timing, TransferError> {
+        if stream.device_id() != self.device_id {
+            return Err(TransferError::wrong_device("stream", stream.device_id(), self.device_id));
+        }
         self.stop.record(stream)?;
         Ok(Timing { start: self.start, stop: self.stop })
     }
@@ -136,8 +144,9 @@ mod tests {
     fn streams_of_other_devices_are_refused() {
         let device = Device::new(SimDriver::new(SimConfig::default()));
         let other = Device::new(SimDriver::new(SimConfig::default()));
-        assert!(matches!(Timer::start(&device, other.default_stream()), Err(TransferError::Device(_))));
+        let refused = |result: Result<(), TransferError>| matches!(result, Err(TransferError::WrongDevice { .. }));
+        assert!(refused(Timer::start(&device, other.default_stream()).map(drop)));
         let timer = Timer::start(&device, device.default_stream()).unwrap();
-        assert!(timer.stop(other.default_stream()).is_err());
+        assert!(refused(timer.stop(other.default_stream()).map(drop)));
     }
 }

@@ -184,9 +184,15 @@ impl Uses {
             self.read.clear();
             self.written = stream.tick();
         } else {
-            self.read.retain(|tick| tick.timeline().id() != stream.id());
-            self.read.push(stream.tick());
+            self.note_reader(stream.tick());
         }
+    }
+
+    /// Notes that work until the tick reads the memory. The tick may be of another device.
+    pub(crate) fn note_reader(&mut self, tick: Tick) {
+        let place = |tick: &Tick| (tick.timeline().id(), tick.timeline().device_id());
+        self.read.retain(|earlier| place(earlier) != place(&tick));
+        self.read.push(tick);
     }
 }
 

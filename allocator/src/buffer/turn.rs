@@ -1,6 +1,6 @@
 //! Turns: the scopes that order work of different streams on the same memory.
 
-use aquifer_device::{AccessKind, Stream};
+use aquifer_device::{AccessKind, Stream, Tick};
 
 use crate::buffer::held::LockedUses;
 use crate::buffer::storage::Storage;
@@ -88,6 +88,13 @@ impl<'a> Turn<'a> {
         let mut held = storage.hold()?;
         held.order(storage.memory(), stream, kind)?;
         Ok(Turn { stream, held: vec![(held, kind)], _awake: vec![awake] })
+    }
+
+    /// Notes that work of another device's stream reads the memory, too, until `tick`: later turns that write come after it. This is for
+    /// work that the turn's own stream could not be ordered after. The memory is not kept for it: the caller must hold a handle until the
+    /// tick is done.
+    pub fn note_reader(&mut self, tick: &Tick) {
+        self.held.iter_mut().for_each(|(held, _)| held.note_reader(tick.clone()));
     }
 }
 

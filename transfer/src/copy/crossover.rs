@@ -106,7 +106,8 @@ impl Transfer {
             {
                 let _turn = Turn::take(stream, &[(device.storage(), AccessKind::Write)])?;
             }
-            self.shared().tally.waited(|| stream.synchronize())?;
+            self.shared().tally.waits();
+            stream.synchronize()?;
             self.enqueue(
                 stream,
                 &[(device.storage(), AccessKind::Write)],
@@ -120,7 +121,8 @@ impl Transfer {
                     end.record(stream)
                 },
             )?;
-            self.shared().tally.waited(|| end.synchronize())?;
+            self.shared().tally.waits();
+            end.synchronize()?;
             least = least.min(start.elapsed_ms(&end)?);
         }
         Ok(least)

@@ -1,9 +1,10 @@
 //! Copies between devices: by the driver where both are of one kind, else by way of the host.
 
 use std::fmt;
+use std::sync::Arc;
 
 use aquifer_allocator::{DeviceBuffer, Turn};
-use aquifer_device::{AccessKind, Stream, Tick};
+use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 use bytemuck::Pod;
 
 use crate::counters::Direction;
@@ -118,24 +119,108 @@ impl Transfer {
         let target = [(to.storage().as_ref(), AccessKind::Write)];
         // In one order for all, so that turns do not wait for each other in a circle.
         let source_first = self.device().id() > peer.device().id();
-        let first = if source_first { Turn::take(there, &source)? } else { Turn::take(stream, &target)? };
-        let second = if source_first { Turn::take(stream, &target)? } else { Turn::take(there, &source)? };
+        let (mut reads, writes) = if source_first {
+            let reads = Turn::take(there, &source)?;
+            (reads, Turn::take(stream, &target)?)
+        } else {
+            let writes = Turn::take(stream, &target)?;
+            (Turn::take(there, &source)?, writes)
+        };
         stream.wait_for(&there.tick())?;
-        let copied = stream.copy_from_peer(to.ptr(), peer.device(), from.ptr(), to.bytes());
-        let ordered = order_after(there, &stream.tick());
-        drop((first, second));
-        copied?;
+        stream.copy_from_peer(to.ptr(), peer.device(), from.ptr(), to.bytes())?;
+        let copied = stream.tick();
+        let ordered = self.order_after(there, &copied);
+        if ordered.as_ref().is_err_and(|error| !error.is_device_lost()) {
+            // Nobody will learn when the copy is done. Who writes its source tries again to come after it; the memory is never reused.
+            reads.note_reader(&copied);
+            std::mem::forget(Arc::clone(from.storage()));
+        }
+        drop((reads, writes));
         ordered?;
         peer.covered_tick(there);
         Ok(self.covered_tick(stream))
     }
+
+    /// Makes a stream of another device come after a copy on this one that reads the other one's memory; or else the host.
+    fn order_after(&self, stream: &Stream, copied: &Tick) -> Result<(), DeviceError> {
+        let Err(error) = stream.wait_for(copied) else { return Ok(()) };
+        tracing::debug!(%error, "a stream could not be made to wait for a copy to another device; the host waits");
+        copied.synchronize().or_else(|_| self.device().synchronize())
+    }
 }
 
-/// Makes a stream come after a copy that uses its device's memory, or else the host, so that the memory is never reused before.
-fn order_after(stream: &Stream, tick: &Tick) -> Result<(), TransferError> {
-    stream.wait_for(tick).or_else(|error| {
-        tracing::debug!(%error, "a stream could not be made to wait for a copy to another device; the host waits");
-        tick.synchronize()
-    })?;
-    Ok(())
+#[cfg(test)]
+mod tests {
+    use aquifer_allocator::{Allocator, Config};
+    use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+    use aquifer_device::{Code, Device, Operation};
+
+    use super::*;
+
+    const LEN: u64 = 1 << 20;
+
+    struct World {
+        sim: Arc<SimDriver>,
+        transfer: Transfer,
+        stream: Stream,
+    }
+
+    impl World {
+        fn new(ordinal: u32) -> World {
+            let sim = SimDriver::new(SimConfig::default().ordinal(ordinal));
+            let device = Device::new(sim.clone());
+            let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
+            World { sim, transfer, stream: device.create_stream().unwrap() }
+        }
+
+        fn fails(&self, operation: Operation) {
+            self.sim.inject(Fault::Nth { operation: Some(operation), nth: 1, code: Code(999) });
+        }
+
+        fn reserved(&self) -> u64 {
+            self.transfer.allocator().reserved_bytes()
+        }
+    }
+
+    /// Two devices, memory on the first, and the outcome of copying it to the second where streams of the first cannot be ordered after
+    /// the copy and so many ways to wait fail.
+    fn copied(ways: usize) -> ([World; 2], DeviceBuffer<u32>, Result<Vec<u32>, TransferError>) {
+        let [one, two] = [0, 1].map(World::new);
+        let content = vec![7u32; LEN as usize];
+        let from = one.transfer.to_device(content, &one.stream).unwrap().wait().unwrap();
+        let mut to = two.transfer.allocator().alloc_buffer(LEN, &two.stream).unwrap();
+        one.fails(Operation::Wait);
+        [Operation::SynchronizeEvent, Operation::Synchronize].into_iter().take(ways).for_each(|way| two.fails(way));
+        let copied = two.transfer.copy_from_peer(&from, &one.transfer, &mut to);
+        let result = copied.and_then(Pending::wait).and_then(|_| two.transfer.to_vec(&to)?.wait());
+        ([one, two], from, result)
+    }
+
+    #[test]
+    fn the_host_waits_for_a_copy_that_streams_cannot_be_ordered_after() {
+        for ways in [0, 1] {
+            let (worlds, from, result) = copied(ways);
+            assert_eq!(result.unwrap(), vec![7; LEN as usize]);
+            drop(from);
+            worlds[0].transfer.allocator().empty_cache().unwrap();
+            assert_eq!(worlds[0].reserved(), 0);
+            worlds.iter().for_each(|world| assert_eq!(world.sim.violations(), []));
+        }
+    }
+
+    #[test]
+    fn the_source_of_a_copy_that_nobody_can_wait_for_is_kept() {
+        for writes in [false, true] {
+            let (worlds, mut from, result) = copied(2);
+            assert!(matches!(result, Err(TransferError::Device(_))), "{result:?}");
+            if writes {
+                worlds[0].transfer.fill(&mut from, 9).unwrap().wait().unwrap();
+                assert_eq!(worlds[0].transfer.to_vec(&from).unwrap().wait().unwrap(), vec![9; LEN as usize]);
+            }
+            drop(from);
+            worlds[0].transfer.allocator().empty_cache().unwrap();
+            assert!(worlds[0].reserved() >= LEN * 4, "it is lost rather than reused");
+            worlds.iter().for_each(|world| assert_eq!(world.sim.violations(), []));
+        }
+    }
 }

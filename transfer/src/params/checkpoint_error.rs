@@ -43,12 +43,15 @@ pub enum CheckpointFault {
         /// Bytes of the file.
         has: u64,
     },
-    /// A tensor is of a dtype that tensors here do not have. Leave it out by a filter, or load it as bytes ([`crate::OtherDTypes::AsBytes`]).
+    /// A tensor is of a dtype that tensors here do not have. Leave it out by a filter, or load it as bytes
+    /// ([`crate::OtherDTypes::AsBytes`]) unless its elements are less than a byte.
     DType {
         /// The tensor.
         tensor: String,
         /// The dtype's name in the file.
         dtype: String,
+        /// Bytes of an element; 0 if it is less than a byte.
+        element_bytes: u64,
     },
     /// A tensor has too many dimensions or elements.
     Shape {
@@ -105,10 +108,14 @@ impl fmt::Display for CheckpointFault {
             CheckpointFault::Length { needed, has } => {
                 write!(f, "header and tensors are {needed} bytes, the file is {has}")
             }
-            CheckpointFault::DType { tensor, dtype } => write!(
-                f,
-                "tensor {tensor:?} is of dtype {dtype}, which tensors here do not have; leave it out or load it as bytes"
-            ),
+            CheckpointFault::DType { tensor, dtype, element_bytes } => {
+                let advice = if *element_bytes > 0 {
+                    "leave it out or load it as bytes"
+                } else {
+                    "leave it out: its elements are less than a byte"
+                };
+                write!(f, "tensor {tensor:?} is of dtype {dtype}, which tensors here do not have; {advice}")
+            }
             CheckpointFault::Shape { tensor, shape } => {
                 write!(
                     f,

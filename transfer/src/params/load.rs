@@ -157,8 +157,9 @@ impl Checkpoint {
                 (DType::U8, DType::U8, entry.shape.iter().copied().chain(bytes).collect())
             }
             (None, _) => {
-                let (tensor, dtype) = (entry.name.clone(), entry.file_dtype.clone());
-                return Err(fault(self.path_of(entry), CheckpointFault::DType { tensor, dtype }));
+                let (tensor, dtype, element_bytes) =
+                    (entry.name.clone(), entry.file_dtype.clone(), entry.element_bytes);
+                return Err(fault(self.path_of(entry), CheckpointFault::DType { tensor, dtype, element_bytes }));
             }
         };
         let too_large =

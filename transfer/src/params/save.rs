@@ -14,7 +14,8 @@ use crate::error::TransferError;
 use crate::tensor::{Place, Tensor};
 
 impl ParamSet {
-    /// Writes all tensors to a safetensors file, in row-major order, and waits on the host for those on devices.
+    /// Writes all tensors to a safetensors file, in row-major order, and waits on the host for those on devices. One tensor after the
+    /// other is brought to the host as a whole, broadcast ones with all their elements.
     ///
     /// A file is written beside its place, and then takes it, so that there is never half of one. Where `path` is a
     /// symbolic link, this happens to what it leads to, and the link stays. What is no regular file, such as a pipe or
@@ -28,15 +29,16 @@ impl ParamSet {
         let path = path.as_ref();
         match Target::of(path).map_err(|error| file_error(path, error))? {
             Target::Stream => self.write(path, File::options().write(true).open(path)),
-            Target::File(place) => self.write_in_place_of(&place),
+            Target::File(place) => self.write_in_place_of(&place, path),
         }
     }
 
-    fn write_in_place_of(&self, place: &Path) -> Result<(), TransferError> {
+    /// Errors name the file as the caller does.
+    fn write_in_place_of(&self, place: &Path, path: &Path) -> Result<(), TransferError> {
         let part = beside(place);
         let written = self
-            .write(&part, File::create(&part))
-            .and_then(|()| std::fs::rename(&part, place).map_err(|error| file_error(place, error)));
+            .write(path, File::create(&part))
+            .and_then(|()| std::fs::rename(&part, place).map_err(|error| file_error(path, error)));
         if written.is_err() {
             // Nothing can be done where it cannot be removed, and the first error is the one to tell.
             let _ = std::fs::remove_file(&part);
@@ -186,6 +188,14 @@ mod tests {
         symlink("round", at("round")).unwrap();
         assert!(matches!(set(1.0).save_blocking(at("round")), Err(TransferError::File { .. })));
         assert_eq!(std::fs::read_dir(&directory.0).unwrap().count(), 7, "nothing else is left there");
+    }
+
+    #[test]
+    fn errors_name_the_file_as_the_caller_does() {
+        let directory = Directory::new();
+        let path = directory.0.join("nowhere/model");
+        let error = set(1.0).save_blocking(&path).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("{}: ", path.display())), "{error}");
     }
 
     #[test]

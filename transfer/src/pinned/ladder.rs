@@ -184,10 +184,15 @@ impl Inner {
     }
 
     fn out_of_pinned(&self, class: usize, source: Option<TransferError>) -> TransferError {
-        let mut state = self.state.lock();
-        state.stats.num_ooms += 1;
+        self.state.lock().stats.num_ooms += 1;
+        self.refusal(class, source)
+    }
+
+    /// That `bytes` bytes could not be had.
+    pub(super) fn refusal(&self, bytes: usize, source: Option<TransferError>) -> TransferError {
+        let state = self.state.lock();
         TransferError::OutOfPinned {
-            requested: class as u64,
+            requested: bytes as u64,
             reserved: state.reserved() as u64,
             free: state.slabs.unused() as u64,
             limit: state.limit,

@@ -24,7 +24,7 @@ use crate::error::TransferError;
 #[non_exhaustive]
 pub struct PinnedConfig {
     /// The most bytes that the pool may hold from the system; `None` means no limit but the system's. A runtime's own copies of ordinary
-    /// memory take from its pool, too: they fail while the caller's buffers hold all of it.
+    /// memory take from its pool, too: they fail while the caller's buffers hold all of it. The staging ring takes at most half of it.
     pub limit_bytes: Option<u64>,
     /// Where slabs come from.
     pub slabs: SlabSource,
@@ -126,6 +126,16 @@ impl PinnedPool {
     /// Limits how much the pool may hold from the system. Memory that it already holds stays: see [`PinnedPool::trim_to`].
     pub fn set_limit(&self, bytes: Option<u64>) {
         self.0.state.lock().limit = bytes;
+    }
+
+    /// The limit, if there is one.
+    pub(crate) fn limit(&self) -> Option<u64> {
+        self.0.state.lock().limit
+    }
+
+    /// That a user of the pool leaves `bytes` bytes to others.
+    pub(crate) fn refusal(&self, bytes: usize) -> TransferError {
+        self.0.refusal(bytes, None)
     }
 
     /// The pool's statistics. Makes no driver call.

@@ -247,6 +247,37 @@ fn a_batch_that_panics_is_the_last() {
     stand.settled();
 }
 
+/// Also where nobody reads batches yet, so that there is no room for it behind them.
+#[test]
+fn a_source_that_panics_when_it_is_dropped_says_so_at_the_end() {
+    struct Panics(u8, Arc<AtomicU64>);
+    impl Iterator for Panics {
+        type Item = Vec<u8>;
+
+        fn next(&mut self) -> Option<Vec<u8>> {
+            self.0 += 1;
+            (self.0 < 3).then(|| vec![self.0; 4])
+        }
+    }
+    impl Drop for Panics {
+        fn drop(&mut self) {
+            self.1.store(1, Ordering::SeqCst);
+            panic!("no way back")
+        }
+    }
+    let (stand, dropped) = (stand(steady()), Arc::new(AtomicU64::new(0)));
+    let source = Panics(0, dropped.clone());
+    let batches = Prefetcher::new(source, &stand.transfer, &stand.stream, 2).unwrap();
+    while dropped.load(Ordering::SeqCst) == 0 {
+        std::thread::yield_now();
+    }
+    std::thread::sleep(Duration::from_millis(10));
+    let texts: Vec<String> =
+        batches.map(|batch| batch.map_or_else(|error| error.to_string(), |_| String::new())).collect();
+    assert_eq!(texts, ["", "", "the source of batches panicked: no way back"]);
+    stand.settled();
+}
+
 #[test]
 fn a_failed_copy_loses_its_batch_alone() {
     let stand = stand(steady());

@@ -21,7 +21,7 @@ pub struct StagingConfig {
     /// Number of threads that copy, 1 to 64. If chosen by the ring: 1 to 8, and no more than there are cores. When all of them wait for
     /// streams, more are started, at most one for each stream.
     pub threads: Option<usize>,
-    /// The most page-locked memory that the ring takes, in bytes. To stay within it, there are fewer chunks than asked for, and instead
+    /// The most page-locked memory that the ring takes, in bytes, besides half of the pool's limit. To stay within it, there are fewer chunks than asked for, and instead
     /// of fewer than two, smaller ones. At least 4096 bytes are taken.
     pub bytes_max: usize,
     /// Whether files are read past the page cache.
@@ -99,7 +99,7 @@ impl StagingConfig {
 
     /// The sizes of a ring: what is asked for, else what was `chosen`, within bounds.
     pub(super) fn sizes(&self, chosen: Sizes) -> Sizes {
-        let most = (self.bytes_max / PAGE * PAGE).clamp(PAGE, CHUNK_BYTES_MAX);
+        let most = (self.bytes_max / PAGE * PAGE).max(PAGE);
         let asked = self.chunk_bytes.unwrap_or(chosen.chunk_bytes).clamp(PAGE, CHUNK_BYTES_MAX).next_multiple_of(PAGE);
         let chunks = self.chunks.unwrap_or(chosen.chunks).clamp(1, 1024);
         // Two chunks rather than one that is twice as large: else nothing overlaps.
@@ -141,7 +141,7 @@ mod tests {
             Sizes { chunk_bytes: 8192, chunks: 1, threads: 64 }
         );
         assert_eq!(config.chunk_bytes(0).sizes(CHOSEN).chunk_bytes, 4096);
-        assert_eq!(config.chunk_bytes(usize::MAX).bytes_max(usize::MAX).sizes(CHOSEN).chunk_bytes, 512 << 20);
+        assert_eq!(config.chunk_bytes(usize::MAX).bytes_max(usize::MAX).sizes(CHOSEN).chunk_bytes, 1 << 30);
     }
 
     #[test]

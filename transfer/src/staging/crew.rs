@@ -9,6 +9,7 @@ use aquifer_device::Tick;
 
 use super::config::StagingConfig;
 use super::floor::{Floor, Hands};
+use super::ring::CHUNK_BYTES_LEAST;
 use super::task::{After, Done, Task, Way};
 use super::tune;
 use super::work::{Chunk, Piece, Work, fill, guarded, land, send};
@@ -47,6 +48,17 @@ impl Crew {
         self.floor.submit(work.order(), self)
     }
 
+    /// A chunk, beside `others` bytes of them. Half of a pool with a limit is left to small copies and to the caller, so that they go on
+    /// while the ring is at work; the other half holds two chunks at least, or one that cannot be smaller.
+    fn chunk(&self, bytes: usize, others: usize) -> Result<Chunk, TransferError> {
+        let wanted = bytes + others.max(bytes);
+        let is_smallest = others == 0 && bytes < 2 * CHUNK_BYTES_LEAST;
+        if !is_smallest && self.pool.limit().is_some_and(|limit| wanted as u64 > limit / 2) {
+            return Err(self.pool.refusal(bytes));
+        }
+        self.pool.alloc(bytes)
+    }
+
     /// Reads a source or writes a target, and notes the time that took.
     fn copy(
         &self,
@@ -81,7 +93,7 @@ impl Hands<Arc<Work>, Chunk, Tick> for Arc<Crew> {
     fn perform(&self, task: Task<Arc<Work>, Chunk, Tick>) -> Done<Arc<Work>, Chunk, Tick> {
         match task {
             Task::Tune => Done::Tuned(self.config.sizes(tune::or_assumed(|| tune::choose(&self.config, &self.pool)))),
-            Task::Grow(bytes) => Done::Grown(guarded(DRIVER, || self.pool.alloc(bytes))),
+            Task::Grow { bytes, others } => Done::Grown(guarded(DRIVER, || self.chunk(bytes, others))),
             Task::Fill(mut piece) => match guarded(DRIVER, || self.fill(&mut piece)) {
                 Ok(tick) => Done::Sent(piece, tick),
                 Err(error) => Done::Failed(piece, error),

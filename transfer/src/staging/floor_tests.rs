@@ -45,7 +45,7 @@ impl Hands<Told, (), u32> for Arc<Crew> {
     fn perform(&self, task: Task<Told, (), u32>) -> Done<Told, (), u32> {
         match task {
             Task::Tune => Done::Tuned(self.sizes),
-            Task::Grow(_) => Done::Grown(Ok(())),
+            Task::Grow { .. } => Done::Grown(Ok(())),
             Task::Fill(hand) | Task::Fetch(hand) => Done::Sent(hand, 0),
             Task::Land(hand) => Done::Landed(hand),
             Task::Wait(flight) => {

@@ -79,7 +79,7 @@ enum Step {
 }
 
 /// The smallest chunk that the ring settles for where memory is short, in bytes.
-const CHUNK_BYTES_LEAST: usize = 64 << 10;
+pub(super) const CHUNK_BYTES_LEAST: usize = 64 << 10;
 
 impl<J: Clone, C, T> Ring<J, C, T> {
     /// A ring without chunks; its sizes are asked for by the first task.
@@ -168,8 +168,9 @@ impl<J: Clone, C, T> Ring<J, C, T> {
             Step::Land => self.land(),
             Step::Begin(turn) => self.begin(turn),
             Step::Grow => {
+                let (bytes, others) = (self.chunk_bytes, (self.chunks + self.growing) * self.chunk_bytes);
                 self.growing += 1;
-                Some(Task::Grow(self.chunk_bytes))
+                Some(Task::Grow { bytes, others })
             }
             Step::Wait(index) => {
                 let flight = self.flying.remove(index)?;

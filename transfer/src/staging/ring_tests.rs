@@ -86,7 +86,7 @@ impl Model {
                 let same = |task: &TestTask| matches!(task, Task::Wait(other) if other.lane == lane);
                 assert!(!self.out.iter().any(same), "two wait for one lane");
             }
-            Task::Tune | Task::Grow(_) => {}
+            Task::Tune | Task::Grow { .. } => {}
         }
         self.out.push(task);
         self.check();
@@ -127,8 +127,8 @@ impl Model {
         self.lost |= error.as_ref().is_some_and(TransferError::is_device_lost);
         let done = match (task, error) {
             (Task::Tune, _) => Done::Tuned(SIZES),
-            (Task::Grow(_), Some(error)) => Done::Grown(Err(error)),
-            (Task::Grow(_), None) => {
+            (Task::Grow { .. }, Some(error)) => Done::Grown(Err(error)),
+            (Task::Grow { .. }, None) => {
                 self.made += 1;
                 Done::Grown(Ok(self.made))
             }
@@ -194,10 +194,10 @@ impl Model {
             match task {
                 Task::Fill(hand) | Task::Fetch(hand) | Task::Land(hand) => places.push(hand.chunk),
                 Task::Wait(flight) => places.push(flight.chunk),
-                Task::Tune | Task::Grow(_) => {}
+                Task::Tune | Task::Grow { .. } => {}
             }
         }
-        let growing = self.out.iter().filter(|task| matches!(task, Task::Grow(_))).count();
+        let growing = self.out.iter().filter(|task| matches!(task, Task::Grow { .. })).count();
         let (made, given_up) = (self.made, self.surplus.len());
         let ring = self.ring();
         places.extend(ring.free.iter().chain(ring.flying.iter().chain(&ring.arrived).map(|flight| &flight.chunk)));
@@ -217,7 +217,7 @@ impl Model {
             match task {
                 Task::Fill(hand) | Task::Fetch(hand) | Task::Land(hand) => holds(ring.jobs[&hand.id].order.lane),
                 Task::Wait(flight) => holds(flight.lane),
-                Task::Tune | Task::Grow(_) => {}
+                Task::Tune | Task::Grow { .. } => {}
             }
         }
         ring.flying.iter().chain(&ring.arrived).for_each(|flight| holds(flight.lane));
@@ -307,7 +307,7 @@ fn begun(ring: &mut Ring<u32, u64, u64>) -> Vec<u32> {
     while let Some(task) = ring.next() {
         let done = match task {
             Task::Tune => Done::Tuned(SIZES),
-            Task::Grow(_) => {
+            Task::Grow { .. } => {
                 made += 1;
                 Done::Grown(Ok(made))
             }
@@ -340,7 +340,7 @@ fn pieces_end_at_page_boundaries_of_the_source() {
     ring.submit(Order { phase: 100, ..order(0, Way::Up, 30_000) }).unwrap();
     ring.complete(Done::Tuned(SIZES));
     for chunk in 0..2 {
-        let Some(Task::Grow(bytes)) = ring.next() else { panic!("a chunk is to be had first") };
+        let Some(Task::Grow { bytes, .. }) = ring.next() else { panic!("a chunk is to be had first") };
         assert_eq!(bytes, 16_384);
         ring.complete(Done::Grown(Ok(chunk)));
         let Some(Task::Fill(hand)) = ring.next() else { panic!("a piece is to be begun") };
@@ -355,8 +355,8 @@ fn where_memory_is_short_there_are_fewer_chunks_then_smaller_ones_then_an_error(
     ring.submit(order(0, Way::Up, 1 << 30)).unwrap();
     ring.complete(Done::Tuned(Sizes { chunk_bytes: 256 << 10, ..SIZES }));
     for bytes in [256 << 10, 128 << 10, 64 << 10] {
-        assert!(matches!(ring.next(), Some(Task::Grow(asked)) if asked == bytes));
-        assert!(ring.next().is_some_and(|task| matches!(task, Task::Grow(_))), "others try meanwhile");
+        assert!(matches!(ring.next(), Some(Task::Grow { bytes: asked, .. }) if asked == bytes));
+        assert!(ring.next().is_some_and(|task| matches!(task, Task::Grow { .. })), "others try meanwhile");
         assert!(ring.complete(Done::Grown(Err(short()))).is_empty());
         let after = ring.complete(Done::Grown(Err(short())));
         assert_eq!(after.ended.len(), usize::from(bytes == 64 << 10));
@@ -365,10 +365,10 @@ fn where_memory_is_short_there_are_fewer_chunks_then_smaller_ones_then_an_error(
 
     // The next job tries again, and makes do with what there is.
     ring.submit(order(1, Way::Up, 1 << 30)).unwrap();
-    assert!(matches!(ring.next(), Some(Task::Grow(bytes)) if bytes == 256 << 10));
+    assert!(matches!(ring.next(), Some(Task::Grow { bytes, .. }) if bytes == 256 << 10));
     ring.complete(Done::Grown(Ok(7)));
     assert!(matches!(ring.next(), Some(Task::Fill(_))));
-    assert!(matches!(ring.next(), Some(Task::Grow(_))));
+    assert!(matches!(ring.next(), Some(Task::Grow { .. })));
     ring.complete(Done::Grown(Err(short())));
     assert!(ring.next().is_none(), "one chunk is all there is");
 }
@@ -379,7 +379,7 @@ fn a_cancelled_download_gives_up_what_arrived() {
     ring.submit(order(0, Way::Down, 1 << 20)).unwrap();
     ring.complete(Done::Tuned(SIZES));
     for chunk in 0..2 {
-        assert!(matches!(ring.next(), Some(Task::Grow(_))));
+        assert!(matches!(ring.next(), Some(Task::Grow { .. })));
         ring.complete(Done::Grown(Ok(chunk)));
         let Some(Task::Fetch(hand)) = ring.next() else { panic!("a piece is to be begun") };
         ring.complete(Done::Sent(hand, chunk));
@@ -407,7 +407,7 @@ fn begun_but_for(ring: &mut Ring<u32, u64, u64>, still: &[u32], most: usize) -> 
         let done = match ring.next() {
             None => break,
             Some(Task::Tune) => Done::Tuned(Sizes { chunks: 7, threads: 4, ..SIZES }),
-            Some(Task::Grow(_)) => {
+            Some(Task::Grow { .. }) => {
                 made += 1;
                 Done::Grown(Ok(made))
             }

@@ -79,7 +79,7 @@ impl Hands<Arc<Job>, Arc<AtomicUsize>, ()> for Arc<Crew> {
     fn perform(&self, task: Task<Arc<Job>, Arc<AtomicUsize>, ()>) -> Done<Arc<Job>, Arc<AtomicUsize>, ()> {
         match task {
             Task::Tune => Done::Tuned(self.sizes),
-            Task::Grow(_) => Done::Grown(Ok(Arc::default())),
+            Task::Grow { .. } => Done::Grown(Ok(Arc::default())),
             Task::Fill(hand) | Task::Fetch(hand) | Task::Land(hand) if self.fails() => {
                 Done::Failed(hand, TransferError::Cancelled)
             }

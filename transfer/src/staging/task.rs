@@ -58,8 +58,13 @@ pub(super) struct Flight<C, T> {
 pub(super) enum Task<J, C, T> {
     /// Find out how large the ring should be.
     Tune,
-    /// Get a chunk of so many bytes.
-    Grow(usize),
+    /// Get a chunk.
+    Grow {
+        /// Its bytes.
+        bytes: usize,
+        /// Bytes of the chunks that there are, or that others are getting.
+        others: usize,
+    },
     /// Fill the chunk from the source and enqueue its copy to the device.
     Fill(Hand<J, C>),
     /// Enqueue the copy from the device into the chunk.

@@ -137,7 +137,7 @@ impl<'a> Play<'a> {
     fn begin(&mut self, index: usize, task: Task<Arc<Work>, Chunk, Tick>) -> Result<(), TransferError> {
         match task {
             Task::Tune => self.complete(Done::Tuned(self.sizes)),
-            Task::Grow(bytes) => {
+            Task::Grow { bytes, .. } => {
                 let grown = self.stage.pool.alloc(bytes);
                 self.workers[index].at = self.now();
                 self.complete(Done::Grown(grown));

@@ -111,15 +111,18 @@ fn shards_are_found_by_their_index() {
 #[test]
 fn dtypes_that_tensors_here_do_not_have_are_named_or_bytes() {
     let (directory, transfer) = (Directory::new(), transfer());
-    let header = r#"{"mask":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]},"q":{"dtype":"F8_E4M3","shape":[5],"data_offsets":[3,8]},"s":{"dtype":"I16","shape":[2],"data_offsets":[8,12]},"x":{"dtype":"F32","shape":[1],"data_offsets":[12,16]}}"#;
-    let path = directory.file("m.safetensors", &raw_file(header, &[1; 16]));
+    let header = r#"{"mask":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]},"q":{"dtype":"F8_E4M3","shape":[5],"data_offsets":[3,8]},"s":{"dtype":"I16","shape":[2],"data_offsets":[8,12]},"x":{"dtype":"F32","shape":[1],"data_offsets":[12,16]},"f":{"dtype":"F4","shape":[2],"data_offsets":[16,17]}}"#;
+    let path = directory.file("m.safetensors", &raw_file(header, &[1; 17]));
     let checkpoint = Checkpoint::open(&path).unwrap();
     let error = checkpoint.load_blocking(&transfer, Load::new()).unwrap_err().to_string();
-    assert!(error.contains("\"mask\" is of dtype BOOL"), "{error}");
+    assert!(error.contains("\"mask\" is of dtype BOOL") && error.contains("load it as bytes"), "{error}");
+    let whole = || Load::new().others(OtherDTypes::AsBytes);
+    let error = checkpoint.load_blocking(&transfer, whole()).unwrap_err().to_string();
+    assert!(error.contains("\"f\" is of dtype F4") && error.contains("less than a byte"), "{error}");
     let error =
         checkpoint.load_blocking(&transfer, Load::new().filter(|entry| entry.name == "q")).unwrap_err().to_string();
     assert!(error.contains("\"q\" is of dtype F8_E4M3"), "{error}");
-    let how = Load::new().others(OtherDTypes::AsBytes).dtype(DType::I64);
+    let how = whole().dtype(DType::I64).filter(|entry| entry.name != "f");
     let loaded = checkpoint.load_blocking(&transfer, how).unwrap();
     let found: Vec<_> =
         loaded.iter().map(|param| (param.name.as_str(), param.tensor.dtype(), param.tensor.shape())).collect();
