@@ -2,18 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use aquifer_allocator::config::Backing;
 use aquifer_allocator::size_class::{PoolKind, SizeClasses};
 use aquifer_allocator::snapshot::{BlockState, Segment, Snapshot};
 use aquifer_allocator::{Allocator, MemoryStats, OomReport, PoolStats, Stat};
-
-/// The size of the granules that memory comes in; `None` if it comes in segments.
-pub fn granule(allocator: &Allocator) -> Option<u64> {
-    let config = allocator.config();
-    let granularity = allocator.device().info().granularity_bytes?;
-    let is_paged = config.backing == Backing::Paged && !config.no_cache;
-    is_paged.then(|| config.granule.max(granularity).next_power_of_two())
-}
 
 /// Sums over the segments of one pool. As in PyTorch, mapped memory is in no segment, and its free pieces are not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -106,7 +97,7 @@ pub fn statistics(allocator: &Allocator, live: (u64, u64)) {
         assert_eq!(all.current, large_pool.current + small_pool.current);
         assert!(all.peak <= large_pool.peak + small_pool.peak && all.peak >= large_pool.peak.max(small_pool.peak));
     }
-    let granule = granule(allocator);
+    let granule = allocator.granule_bytes();
     // No block that can be mapped elsewhere is oversize.
     let oversize = allocator.config().max_split_size.filter(|_| granule.is_none()).unwrap_or(u64::MAX);
     let active = snapshot.blocks().filter(|(_, block)| block.state == BlockState::ActiveAllocated);
@@ -175,7 +166,7 @@ pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded
     let device = allocator.device().info().total_bytes.saturating_sub(other + config.headroom);
     let most = device.min(allocator.limit().unwrap_or(u64::MAX));
     // What is left of a limit or a device beside whole granules is of no use.
-    let useless = granule(allocator).map_or(0, |granule| granule - 1);
+    let useless = allocator.granule_bytes().map_or(0, |granule| granule - 1);
     assert!(
         pinned.saturating_add(report.segment + useless) > most,
         "refused, but {pinned} bytes pinned of {most}: {report}"
@@ -201,7 +192,7 @@ pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded
 /// The part of a segment that can be neither released nor moved.
 fn pinned_bytes(segment: &Segment, is_open: bool, allocator: &Allocator) -> u64 {
     let mut active = segment.blocks.iter().filter(|block| block.state.is_active()).peekable();
-    match granule(allocator).filter(|_| segment.is_expandable && !is_open) {
+    match allocator.granule_bytes().filter(|_| segment.is_expandable && !is_open) {
         Some(granule) => {
             let touched =
                 active.flat_map(|block| block.address / granule..(block.address + block.size).div_ceil(granule));

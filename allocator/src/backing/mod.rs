@@ -14,6 +14,7 @@ use aquifer_device::{Device, DeviceError, ErrorKind};
 
 use crate::allocator::Allocator;
 use crate::backing::paged::{Paged, probe};
+use crate::config::validate::GRANULE_MIN;
 use crate::config::{Backing, Config};
 use crate::error::AllocError;
 use crate::format::Bytes;
@@ -83,6 +84,11 @@ impl Allocator {
         if self.why_segments().is_some() { Backing::Segments } else { Backing::Paged }
     }
 
+    /// The size in bytes of a granule, the unit in which physical memory is mapped; `None` if memory comes in segments.
+    pub fn granule_bytes(&self) -> Option<u64> {
+        self.shell().core().paged.as_ref().map(|paged| paged.granule)
+    }
+
     /// That memory has to be mapped for `what`, and why it is not.
     pub(crate) fn not_mapped(&self, what: &'static str) -> AllocError {
         // There is a reason wherever there is no mapped memory.
@@ -110,11 +116,39 @@ pub(crate) fn choose(device: &Device, config: &Config) -> Result<Result<Paged, W
     }
 }
 
+/// Most granules that the memory of a device is divided into, unless the configuration says how large they are. Each takes some hundred
+/// bytes of host memory.
+const GRANULES_MAX: u64 = 1 << 18;
+
 fn try_paged(device: &Device, config: &Config) -> Result<Paged, WhySegments> {
     let total = device.info().total_bytes;
     let granularity = device.info().granularity_bytes.filter(|&bytes| bytes > 0).ok_or(WhySegments::DeviceCannot)?;
-    let granule = config.granule.max(granularity).checked_next_power_of_two();
+    let wanted = config.granule.unwrap_or_else(|| total.div_ceil(GRANULES_MAX).max(GRANULE_MIN));
+    let granule = wanted.max(granularity).checked_next_power_of_two();
     let fits = granule.filter(|&bytes| bytes <= total).ok_or(WhySegments::GranuleTooLarge { granule, total })?;
     let options = probe(device, fits).map_err(WhySegments::Failed)?;
     Ok(Paged::new(fits, options, device.info().ordinal))
+}
+
+#[cfg(test)]
+mod tests {
+    use aquifer_device::sim::{SimConfig, SimDriver};
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn granules_are_larger_where_there_would_be_too_many() {
+        let granule = |capacity: u64, options: &str| {
+            let device = Device::new(SimDriver::new(SimConfig::new(capacity)));
+            Allocator::new(&device, Config::parse(options).unwrap()).unwrap().granule_bytes()
+        };
+        for (capacity, mib) in [(GIB, 2), (192 * GIB, 2), (512 * GIB, 2), (513 * GIB, 4), (1 << 46, 256)] {
+            assert_eq!(granule(capacity, ""), Some(mib * MIB), "{capacity}");
+        }
+        assert_eq!(granule(1 << 46, "granule_mb:2"), Some(2 * MIB));
+        assert_eq!(granule(1 << 46, "backing:segments"), None);
+    }
 }

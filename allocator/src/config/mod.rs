@@ -19,7 +19,7 @@
 //! | `per_process_memory_fraction` | [0, 1] | 1 = no limit | limit, as a share of the device's memory |
 //! | `throw_on_cudamalloc_oom` | `True`, `False` | `False` | [`Config::fail_fast`] |
 //! | `backing` | `paged`, `segments` | `paged` | where memory comes from: [`Backing`] |
-//! | `granule_mb` | a power of two, at least 2 | `2` | [`Config::granule`] |
+//! | `granule_mb` | a power of two, at least 2 | 2, more above 512 GiB | [`Config::granule`] |
 //! | `cross_stream` | `off`, `ready`, `wait` | `ready` | reuse between streams: [`CrossStream`]; PyTorch's is `off` |
 //! | `limit_mb` | MiB, > 0 | none | limit in bytes |
 //! | `limit_free_fraction` | (0, 1] | none | limit, as a share of what is free on the device at the start |
@@ -52,7 +52,7 @@ mod keys;
 mod options;
 mod parse;
 mod tokens;
-mod validate;
+pub(crate) mod validate;
 mod values;
 
 #[cfg(test)]
@@ -131,9 +131,10 @@ pub struct Config {
     pub expandable_segments: bool,
     /// Where memory comes from. Option `backing`.
     pub backing: Backing,
-    /// Size in bytes of a granule, the unit in which physical memory is mapped with [`Backing::Paged`]: a power of two, at least 2 MiB, which
-    /// is the default. Larger granules take fewer driver calls and waste more memory. Option `granule_mb`.
-    pub granule: u64,
+    /// Size in bytes of a granule, the unit in which physical memory is mapped with [`Backing::Paged`]: a power of two, at least 2 MiB.
+    /// `None`, the default, is 2 MiB on devices of up to 512 GiB, and more on larger ones, so that the memory of a device is at most 2^18
+    /// granules. Larger granules take fewer driver calls and waste more memory. Option `granule_mb`.
+    pub granule: Option<u64>,
     /// Reuse of blocks between streams. Option `cross_stream`.
     pub cross_stream: CrossStream,
     /// Limit on the bytes held from the device, more than 0; `None`, the default, is no limit. Option `limit_mb`.
@@ -167,7 +168,7 @@ impl Default for Config {
             fail_fast: false,
             expandable_segments: false,
             backing: Backing::default(),
-            granule: 2 << 20,
+            granule: None,
             cross_stream: CrossStream::default(),
             limit: None,
             limit_free_fraction: None,

@@ -104,7 +104,7 @@ pub(super) fn set(config: &mut Config, pair: &Pair<'_>) -> Result<(), ConfigErro
             keep(config, pair);
         }
         Key::Backing => config.backing = word()?.choice(Backing::ALL, Backing::name)?,
-        Key::Granule => config.granule = word()?.mib()?,
+        Key::Granule => config.granule = Some(word()?.mib()?),
         Key::CrossStream => config.cross_stream = word()?.choice(CrossStream::ALL, CrossStream::name)?,
         Key::Limit => config.limit = Some(word()?.mib_of_bytes()?),
         Key::LimitFreeFraction => {

@@ -9,7 +9,7 @@ use super::values::MIB;
 use crate::size_class::MIN_LARGE_ALLOC;
 
 /// The smallest granule: no device maps less.
-const GRANULE_MIN: u64 = 2 << 20;
+pub(crate) const GRANULE_MIN: u64 = 2 << 20;
 /// The largest segment that may be asked for, 1 TiB: no device has more, so that no request would be served.
 const LARGE_SEGMENT_MAX: u64 = 1 << 40;
 
@@ -96,8 +96,10 @@ impl Config {
                 return Err(Violation::size(key, bytes));
             }
         }
-        if !self.granule.is_power_of_two() || self.granule < GRANULE_MIN {
-            return Err(Violation::size(Key::Granule, self.granule));
+        if let Some(granule) = self.granule
+            && (!granule.is_power_of_two() || granule < GRANULE_MIN)
+        {
+            return Err(Violation::size(Key::Granule, granule));
         }
         Ok(())
     }

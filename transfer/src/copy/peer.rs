@@ -157,7 +157,7 @@ mod tests {
 
     use super::*;
 
-    const LEN: u64 = 1 << 20;
+    const LEN: usize = 1 << 20;
 
     struct World {
         sim: Arc<SimDriver>,
@@ -186,9 +186,9 @@ mod tests {
     /// the copy and so many ways to wait fail.
     fn copied(ways: usize) -> ([World; 2], DeviceBuffer<u32>, Result<Vec<u32>, TransferError>) {
         let [one, two] = [0, 1].map(World::new);
-        let content = vec![7u32; LEN as usize];
+        let content = vec![7u32; LEN];
         let from = one.transfer.to_device(content, &one.stream).unwrap().wait().unwrap();
-        let mut to = two.transfer.allocator().alloc_buffer(LEN, &two.stream).unwrap();
+        let mut to = two.transfer.allocator().alloc_buffer(LEN as u64, &two.stream).unwrap();
         one.fails(Operation::Wait);
         [Operation::SynchronizeEvent, Operation::Synchronize].into_iter().take(ways).for_each(|way| two.fails(way));
         let copied = two.transfer.copy_from_peer(&from, &one.transfer, &mut to);
@@ -200,7 +200,7 @@ mod tests {
     fn the_host_waits_for_a_copy_that_streams_cannot_be_ordered_after() {
         for ways in [0, 1] {
             let (worlds, from, result) = copied(ways);
-            assert_eq!(result.unwrap(), vec![7; LEN as usize]);
+            assert_eq!(result.unwrap(), vec![7; LEN]);
             drop(from);
             worlds[0].transfer.allocator().empty_cache().unwrap();
             assert_eq!(worlds[0].reserved(), 0);
@@ -215,11 +215,11 @@ mod tests {
             assert!(matches!(result, Err(TransferError::Device(_))), "{result:?}");
             if writes {
                 worlds[0].transfer.fill(&mut from, 9).unwrap().wait().unwrap();
-                assert_eq!(worlds[0].transfer.to_vec(&from).unwrap().wait().unwrap(), vec![9; LEN as usize]);
+                assert_eq!(worlds[0].transfer.to_vec(&from).unwrap().wait().unwrap(), vec![9; LEN]);
             }
             drop(from);
             worlds[0].transfer.allocator().empty_cache().unwrap();
-            assert!(worlds[0].reserved() >= LEN * 4, "it is lost rather than reused");
+            assert!(worlds[0].reserved() >= LEN as u64 * 4, "it is lost rather than reused");
             worlds.iter().for_each(|world| assert_eq!(world.sim.violations(), []));
         }
     }

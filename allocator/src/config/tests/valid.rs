@@ -41,7 +41,7 @@ fn config() -> impl Strategy<Value = Config> {
             max_non_split_rounding: sizes.2,
             limit: sizes.3,
             headroom: sizes.4.unwrap_or(0),
-            granule: sizes.5.unwrap_or(default.granule),
+            granule: sizes.5,
             garbage_collection_threshold: fractions.0.unwrap_or(0.0),
             per_process_memory_fraction: fractions.1.unwrap_or(1.0),
             limit_free_fraction: fractions.2,
