@@ -1,13 +1,14 @@
 //! How a request is served: from unused memory, else by growth, else by the further steps of a ladder.
 //!
 //! The rungs, each of which may serve the request: an unused block; blocks that the device turns out to be done with; a new slab; a
-//! large unused slab that would rather be kept whole; a new slab after unused ones went back; memory kept by idle staging rings; a block that
-//! the host waits for. If the last rung fails, the result is [`TransferError::OutOfPinned`].
+//! large unused slab that would rather be kept whole; a new slab after unused ones went back; a piece of a slab for larger requests; memory kept by
+//! idle staging rings; a block that the host waits for. If the last rung fails, the result is [`TransferError::OutOfPinned`].
 //!
 //! Invariants:
 //! * a block is handed out only when every tick that it carries is known to be done on the host; one whose ticks
 //!   cannot be answered, because the device is lost, never is;
-//! * the pool's lock is a leaf: it is never held across a driver call, a wait, or a timeline's lock;
+//! * the pool's lock is a leaf: it is never held across a driver call, a wait for the device, or a timeline's lock;
+//! * a request fails only if nothing became available since it last looked, no block waits, and no slab is on its way;
 //! * when a call fails, whatever it had taken is back in its place when it returns.
 
 use std::collections::BTreeSet;
@@ -24,7 +25,7 @@ use super::source::{SlabMemory, SlabSource};
 use super::state::{Block, Plan, State};
 use super::waiting::Front;
 use crate::error::TransferError;
-use crate::sync::Mutex;
+use crate::sync::{Condvar, Mutex};
 
 /// What all handles of a pool share.
 pub(super) struct Inner {
@@ -32,13 +33,15 @@ pub(super) struct Inner {
     source: SlabSource,
     pub(super) keepers: Keepers,
     pub(super) state: Mutex<State>,
+    /// Told when a slab has come or gone.
+    moved: Condvar,
 }
 
 impl Inner {
     pub(super) fn new(device: &Device, config: PinnedConfig) -> Inner {
         let PinnedConfig { limit_bytes, slabs } = config;
         let state = Mutex::new(State::new(limit_bytes));
-        Inner { device: device.clone(), source: slabs, keepers: Keepers::default(), state }
+        Inner { device: device.clone(), source: slabs, keepers: Keepers::default(), state, moved: Condvar::default() }
     }
 
     /// A block of at least `bytes` bytes, not 0, that nobody uses and no copy is in flight for.
@@ -66,18 +69,28 @@ impl Inner {
             Err(refusal) => refusal,
         };
         loop {
-            if let Some(block) = self.state.lock().take(class, true) {
-                return Ok(block);
-            }
+            let seen = {
+                let mut state = self.state.lock();
+                if let Some(block) = state.take(class, true) {
+                    return Ok(block);
+                }
+                state.available
+            };
             if self.make_room(class, refusal.is_some())? {
                 refusal = match self.grow(class, &sizes[1..])? {
                     Ok(block) => return Ok(block),
                     Err(refusal) => refusal,
                 };
             }
+            // A piece of a slab for larger requests, which is more than a small one needs.
+            if class < class::PAGED
+                && let Some(block) = self.state.lock().take(class::PAGED, true)
+            {
+                return Ok(block);
+            }
             if self.keepers.give_back() {
                 self.poll().or_else(unless_lost)?;
-            } else if !self.wait_for_one()? {
+            } else if !self.wait_for_more(seen)? {
                 return Err(self.out_of_pinned(class, refusal));
             }
         }
@@ -94,11 +107,14 @@ impl Inner {
             let begun = Instant::now();
             let memory = SlabMemory::obtain(&self.source, &self.device, bytes);
             let mut state = self.state.lock();
-            let error = match memory {
-                Ok(memory) => return Ok(Ok(state.add(memory, bytes, class, begun.elapsed()))),
+            let added = memory.map(|memory| state.add(memory, bytes, class, begun.elapsed()));
+            state.moving -= bytes;
+            drop(state);
+            self.moved.notify_all();
+            let error = match added {
+                Ok(block) => return Ok(Ok(block)),
                 Err(error) => error,
             };
-            state.moving -= bytes;
             if !error.is_out_of_memory() {
                 return Err(error);
             }
@@ -107,10 +123,12 @@ impl Inner {
         Ok(Err(refusal))
     }
 
-    /// Gives unused slabs back so that one for `class` can come; all of them if the system refused it. Whether any went.
+    /// Gives unused slabs back so that one for `class` can come; all of them if the system refused it. Whether it may come now.
     fn make_room(&self, class: usize, system: bool) -> Result<bool, TransferError> {
         let excess = if system { usize::MAX } else { self.state.lock().excess(class) };
-        self.release(excess).map(|released| released > 0).or_else(|error| unless_lost(error).map(|()| true))
+        let released =
+            self.release(excess).map(|released| released > 0).or_else(|error| unless_lost(error).map(|()| true))?;
+        Ok(released || !system && self.state.lock().has_room_for(class))
     }
 
     /// Gives unused slabs of `bytes` bytes or a little more back, as far as there are any. Returns how many bytes went.
@@ -123,6 +141,7 @@ impl Inner {
             let gone = failure.is_none() && give_back(&mut slab.memory, &self.device, &mut failure);
             released += if gone { slab.bytes } else { 0 };
             self.state.lock().end_release(slab, gone, begun.elapsed());
+            self.moved.notify_all();
         }
         failure.map_or(Ok(released), |error| Err(error.into()))
     }
@@ -145,9 +164,22 @@ impl Inner {
         outcome.map_err(TransferError::from)
     }
 
-    /// Waits until a block that waits is done with the tick that is before it now. Whether there was one.
-    fn wait_for_one(&self) -> Result<bool, TransferError> {
-        let fronts = self.state.lock().fronts();
+    /// Waits until more may be available than when [`State::available`] was `seen`: until a block that waits is done with the tick that is
+    /// before it now, or a slab that another thread moves has come or gone. Whether there is anything to wait for.
+    fn wait_for_more(&self, seen: u64) -> Result<bool, TransferError> {
+        let mut state = self.state.lock();
+        let fronts = state.fronts();
+        if state.available != seen {
+            return Ok(true);
+        }
+        if fronts.is_empty() {
+            let moves = state.moving > 0;
+            if moves {
+                drop(self.moved.wait(state));
+            }
+            return Ok(moves);
+        }
+        drop(state);
         let mut failure = None;
         for front in fronts {
             match self.wait_for(&front.tick) {

@@ -22,6 +22,8 @@ pub(super) struct State {
     /// Bytes of slabs that are on their way from the system, or back to it.
     pub(super) moving: usize,
     pub(super) limit: Option<u64>,
+    /// Counts how often a block became unused or a slab went.
+    pub(super) available: u64,
     pub(super) stats: HostMemoryStats,
     /// The most bytes that were ever in use.
     most_active: usize,
@@ -52,6 +54,7 @@ impl State {
             waiting: Waiting::default(),
             moving: 0,
             limit,
+            available: 0,
             stats: HostMemoryStats::default(),
             most_active: 0,
         }
@@ -79,6 +82,7 @@ impl State {
     pub(super) fn end_release(&mut self, slab: Removed<SlabMemory>, gone: bool, time: Duration) {
         self.moving -= slab.bytes;
         if gone {
+            self.available += 1;
             self.stats.lost(slab.bytes, time);
         } else {
             self.slabs.put_back(slab);
@@ -109,6 +113,7 @@ impl State {
     #[inline]
     fn rest(&mut self, block: BlockId) {
         self.note_most_active();
+        self.available += 1;
         self.stats.deactivate(self.slabs.bytes(block));
         self.slabs.rest(block);
     }
@@ -153,12 +158,21 @@ impl State {
 
     /// Counts a slab that is to come, if the limit lets it.
     pub(super) fn begin_growth(&mut self, bytes: usize) -> bool {
-        let after = self.reserved().checked_add(bytes);
-        let fits = after.is_some_and(|after| self.limit.is_none_or(|limit| after as u64 <= limit));
+        let fits = self.has_room(bytes);
         if fits {
             self.moving += bytes;
         }
         fits
+    }
+
+    fn has_room(&self, bytes: usize) -> bool {
+        let after = self.reserved().checked_add(bytes);
+        after.is_some_and(|after| self.limit.is_none_or(|limit| after as u64 <= limit))
+    }
+
+    /// Whether the limit lets a slab for `class` come.
+    pub(super) fn has_room_for(&self, class: usize) -> bool {
+        self.has_room(class.next_multiple_of(PAGE))
     }
 
     /// How many bytes must go before a slab for `class` can come.
@@ -170,7 +184,6 @@ impl State {
 
     /// A slab came, after `time`, which serves a request at once.
     pub(super) fn add(&mut self, memory: SlabMemory, bytes: usize, class: usize, time: Duration) -> Block {
-        self.moving -= bytes;
         let id = self.slabs.add(memory.start(), bytes, class, memory);
         self.stats.gained(bytes, time);
         self.activate(id)
