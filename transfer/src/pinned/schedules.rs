@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Device, DevicePtr, Stream};
@@ -107,6 +108,24 @@ fn threads_that_grow_trim_and_wait_stay_below_the_limit() {
                 below(world);
             }),
         ]);
+        world.check_over();
+    });
+}
+
+/// Somebody else learns that the copy is done, at any moment of a request that needs the whole pool.
+#[test]
+fn what_becomes_available_during_a_request_is_not_missed() {
+    explore(|| {
+        let world = World::new(8 * BYTES as u64);
+        let stream = world.device.create_stream().unwrap();
+        world.sim.stall(stream.raw(), Duration::from_millis(1)).unwrap();
+        world.upload(world.pool.alloc_zeroed::<u8>(BYTES).unwrap().as_slice().part(), 0, &stream);
+        let learns = spawn(&world, |world| {
+            world.device.synchronize().unwrap();
+            world.pool.stats();
+        });
+        drop(world.pool.alloc::<u8>(8 * BYTES).unwrap());
+        join([learns]);
         world.check_over();
     });
 }
