@@ -237,11 +237,17 @@ impl Growable {
     /// `stream` until now.
     ///
     /// # Errors
-    /// [`AllocError::BeyondCapacity`]; when the stream captures; otherwise as [`Allocator::alloc`]. The size is then as before.
+    /// [`AllocError::BeyondCapacity`]; [`AllocError::Asleep`] while the allocator sleeps, even if it is that large already, because its
+    /// memory is away; when the stream captures; otherwise as [`Allocator::alloc`]. The size is then as before.
     pub fn grow_to(&mut self, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
         self.record_stream(stream)?;
         if bytes > self.capacity {
             return Err(AllocError::BeyondCapacity { requested: bytes, capacity: self.capacity });
+        }
+        // Looked at once, before anything changes. If the allocator falls asleep after this, that is as if it did so after the growth: the
+        // new size is noted without touching memory, and memory is mapped only after another look (`fill_step`).
+        if self.allocator().shell().core().is_asleep() {
+            return Err(AllocError::Asleep);
         }
         if bytes <= self.bytes() {
             return Ok(());
@@ -265,7 +271,8 @@ impl Growable {
 
     /// Shrinks to `bytes`; does nothing if it is that small already. Makes no driver call. The memory beyond serves others once all work
     /// enqueued until now is done, on `stream` and on the streams noted before. Work that uses this memory must be enqueued on one of these
-    /// streams, before this call.
+    /// streams, before this call. It may shrink while the allocator sleeps: what it gives up then comes back with [`Allocator::wake`], and
+    /// serves others from then on.
     ///
     /// # Errors
     /// [`AllocError::Shared`] while buffers made of it live, which might reach beyond; when the stream belongs to another device. The size

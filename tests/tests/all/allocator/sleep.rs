@@ -147,6 +147,27 @@ fn asleep_it_takes_memory_back_but_gives_none() {
 }
 
 #[test]
+fn asleep_nothing_grows_not_even_within_its_last_granule() {
+    let mut setup = setup();
+    let asleep = |grown: Result<(), AllocError>| assert!(matches!(grown, Err(AllocError::Asleep)), "{grown:?}");
+    setup.allocator.sleep(Contents::SaveToHost).unwrap();
+    let (cache, stream) = (&mut setup.cache, &setup.stream);
+    for bytes in [3 * MIB + 1, 4 * MIB, 4 * MIB + 1] {
+        asleep(cache.grow_to(bytes, stream));
+    }
+    asleep(cache.grow_to(MIB, stream)); // it is larger, but its memory is away
+    assert!(matches!(cache.grow_to(65 * MIB, stream), Err(AllocError::BeyondCapacity { .. })));
+    cache.shrink_to(MIB, stream).unwrap();
+    asleep(cache.grow_to(3 * MIB, stream)); // to what it gave up meanwhile
+    assert_eq!(cache.bytes(), MIB);
+    setup.allocator.wake().unwrap();
+    setup.cache.grow_to(3 * MIB, &setup.stream).unwrap();
+    setup.stream.fill(setup.cache.ptr(), 99, 3 * MIB).unwrap();
+    setup.assert_contents();
+    setup.assert_usable_and_returned();
+}
+
+#[test]
 fn without_memory_it_stays_asleep_and_can_be_woken_later() {
     let setup = setup();
     setup.allocator.sleep(Contents::SaveToHost).unwrap();
