@@ -20,6 +20,7 @@ mod named_pools;
 mod named_streams;
 mod oom;
 mod oom_advice;
+mod oom_captures;
 mod oom_followed;
 mod oom_remedies;
 mod paged;

@@ -3,7 +3,7 @@
 use aquifer_allocator::{
     Advice, AllocError, Allocation, Exportable, Growable, OomReport, PinnedMapping, PoolOptions, PrivatePool,
 };
-use aquifer_device::HandleKind;
+use aquifer_device::{Capture, HandleKind};
 use aquifer_tests::{BACKINGS, Bench, MIB, Subject, on};
 
 use crate::oom_advice::draws;
@@ -21,6 +21,8 @@ enum Wanted {
 
 /// A program up to that request, and all that it holds.
 struct Scene {
+    /// Ends first.
+    capture: Option<Capture>,
     bench: Bench,
     pool: Option<PrivatePool>,
     live: Vec<Allocation>,
@@ -64,7 +66,7 @@ impl Scene {
         let pool = Some(bench.allocator.create_pool(options).unwrap());
         let cache = bench.allocator.growable(1 << 40, &bench.stream).ok();
         let (live, in_pool, shared, pins) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        Scene { bench, pool, live, in_pool, shared, pins, cache, others: 0, wanted, bytes }
+        Scene { capture: None, bench, pool, live, in_pool, shared, pins, cache, others: 0, wanted, bytes }
     }
 
     /// The same for a seed, but that others hold as much more as the device is larger.
@@ -85,6 +87,14 @@ impl Scene {
         scene.bytes = if draw(6) == 0 { 1 + draw(400 * MIB) } else { size(&mut draw) * (1 + draw(4)) };
         if let (Wanted::Growth, Some(cache)) = (scene.wanted, &scene.cache) {
             scene.bytes += cache.bytes();
+        }
+        match seed % 5 {
+            3 => scene.capture = Some(scene.bench.side.begin_capture().unwrap()),
+            4 => {
+                scene.capture = Some(scene.bench.stream.begin_capture().unwrap());
+                scene.wanted = Wanted::BlockOfPool;
+            }
+            _ => {}
         }
         scene
     }
@@ -129,6 +139,7 @@ impl Scene {
             // As much less is free for it all, as others hold more: see `Scene::new`.
             Advice::LowerHeadroom { to } => self.others_hold(self.others - (report.headroom - to)),
             Advice::OthersHold { missing, .. } => self.others_hold(self.others - missing),
+            Advice::AfterCapture { .. } | Advice::DropGraphs { .. } => self.capture = None,
             Advice::ReleasePools { .. } => (self.pool, self.in_pool) = (None, Vec::new()),
             Advice::EmptyPool { .. } | Advice::EmptyCache { .. } | Advice::LargerDevice { .. } => {}
             Advice::EndPins { .. } => self.pins.clear(),
@@ -175,7 +186,7 @@ fn followed(seed: u64, advice: &Advice, report: &OomReport) -> Option<Result<(),
     // Last, as what was freed is in them.
     for piece in pieces {
         match (piece, &scene.pool) {
-            (Advice::EmptyPool { .. }, Some(pool)) => drop(pool.empty_cache().unwrap()),
+            (Advice::EmptyPool { .. } | Advice::DropGraphs { .. }, Some(pool)) => drop(pool.empty_cache().unwrap()),
             (Advice::EmptyCache { .. }, _) => drop(scene.bench.allocator.empty_cache().unwrap()),
             _ => {}
         }

@@ -70,8 +70,20 @@ pub enum Advice {
         /// Unused bytes that are cached now.
         cached: u64,
     },
+    /// Wait until no stream captures. Or, next time, give cached memory back (`empty_cache`) before a capture begins: while a stream
+    /// captures, segments cannot go back to the device, nor can memory that the stream used last.
+    AfterCapture {
+        /// Unused bytes that are cached now and cannot go back; none if that is so only for memory that is to be freed, too.
+        cached: u64,
+    },
     /// Give back the memory that the request's own private pool caches ([`crate::PrivatePool::empty_cache`]).
     EmptyPool {
+        /// Bytes that it holds.
+        held: u64,
+    },
+    /// Drop the graphs whose captures allocated from the request's own private pool, ending those in progress, and then give back the memory
+    /// that the pool caches ([`crate::PrivatePool::empty_cache`]): until then it keeps that for them.
+    DropGraphs {
         /// Bytes that it holds.
         held: u64,
     },
@@ -120,8 +132,9 @@ pub enum Advice {
 impl Whole {
     /// Advice from a look at the blocks: free blocks that the request may not have. No block serves a request for memory apart.
     pub(super) fn advice_from_blocks(&self, request: &Request, apart: bool, free: &[&Block]) -> Vec<Advice> {
-        let mut advice: Vec<Advice> =
-            self.waiting_bytes().into_iter().map(|(stream_id, bytes)| Advice::WaitFor { stream_id, bytes }).collect();
+        // Work that a capturing stream was given before is done one day, but nobody can learn that before the capture has ended.
+        let awaited = self.waiting_bytes().into_iter().filter(|&(slot, _)| !self.captures_on(slot));
+        let mut advice: Vec<Advice> = awaited.map(|(stream_id, bytes)| Advice::WaitFor { stream_id, bytes }).collect();
         if apart {
             return advice;
         }
@@ -207,7 +220,7 @@ impl OomReport {
         if has_room && self.refusal == Some(Refusal::Device) && asked > 0 {
             found.push(Advice::DriverRefuses { asked, free });
         }
-        if found.iter().any(|advice| matches!(advice, Advice::EmptyCache { .. })) {
+        if found.iter().any(|advice| matches!(advice, Advice::EmptyCache { .. } | Advice::AfterCapture { .. })) {
             // In pieces it is only as long as it is kept.
             self.advice.retain(|advice| !matches!(advice, Advice::Fragmented { .. }));
         }
@@ -262,9 +275,23 @@ impl fmt::Display for Advice {
             Advice::EmptyCache { cached } => {
                 write!(f, "without throw_on_cudamalloc_oom, or after empty_cache() ({} is cached)", Bytes(*cached))
             }
+            Advice::AfterCapture { cached } => {
+                write!(f, "once no stream captures, or with empty_cache() called before the capture began")?;
+                match cached {
+                    0 => Ok(()),
+                    cached => write!(f, " ({} of cached memory cannot go back meanwhile)", Bytes(*cached)),
+                }
+            }
             Advice::EmptyPool { held } => {
                 let held = Bytes(*held);
                 write!(f, "after PrivatePool::empty_cache() of its own pool, which holds {held}")
+            }
+            Advice::DropGraphs { held } => {
+                let held = Bytes(*held);
+                write!(
+                    f,
+                    "once the graphs that use its own pool are dropped, after PrivatePool::empty_cache() of that, which holds {held}"
+                )
             }
             Advice::EndPins { held } => {
                 write!(f, "once pins ended that keep {} of free memory in place", Bytes(*held))

@@ -2,6 +2,7 @@
 //! `remedies.rs`).
 
 mod advice;
+mod captures;
 mod remedies;
 
 use std::collections::HashMap;
@@ -92,6 +93,8 @@ pub struct OomReport {
     pub released: u64,
     /// Bytes that reclaimers reported as freed while trying.
     pub reclaimed: u64,
+    /// Unused bytes that cannot go back to the device because a stream captures.
+    pub kept_by_captures: u64,
     /// Changes that would have made the request fit, most helpful first.
     pub advice: Vec<Advice>,
 }
@@ -118,6 +121,7 @@ impl Allocator {
         report.segment = if tried.apart { request.size } else { self.growth_bytes(&whole, request) };
         let lacking = if tried.apart { None } else { whole.lacking_bytes(request) };
         report.from_device = lacking.unwrap_or(report.segment);
+        report.kept_by_captures = holds.captured.cached();
         drop(whole);
         report.device = self.device().info().ordinal;
         report.device_name.clone_from(&self.device().info().name);
@@ -178,6 +182,7 @@ impl Whole {
             largest_tags: self.largest_tags(),
             released: tried.released,
             reclaimed: tried.reclaimed,
+            kept_by_captures: 0,
             advice: self.advice_from_blocks(request, tried.apart, &free),
         }
     }
@@ -252,6 +257,10 @@ impl OomReport {
         if self.released > 0 || self.reclaimed > 0 {
             let (released, reclaimed) = (Bytes(self.released), Bytes(self.reclaimed));
             write!(f, "\n  tried before: {released} given back to the device, {reclaimed} freed by reclaimers")?;
+        }
+        if self.kept_by_captures > 0 {
+            let kept = Bytes(self.kept_by_captures);
+            write!(f, "\n  a stream captures: {kept} of unused memory cannot go back to the device meanwhile")?;
         }
         for (tag, bytes) in &self.largest_tags {
             match tag {

@@ -5,19 +5,23 @@
 
 use crate::heap::{Region, State};
 use crate::pools::table::Private;
+use crate::recovery::oom::captures::Captured;
 use crate::recovery::oom::{Advice, OomReport};
 use crate::shell::core::Request;
 use crate::shell::whole::Whole;
 
 /// The remedies, most helpful first; a set of them is a sum.
-const CACHE: u8 = 1;
-const LIMIT: u8 = 2;
-const HEADROOM: u8 = 4;
-const POOLS: u8 = 8;
-const OWN_POOL: u8 = 16;
-const PINS: u8 = 32;
-const LIVE: u8 = 64;
-const OTHERS: u8 = 128;
+const CACHE: u16 = 1;
+const CAPTURE: u16 = 2;
+const LIMIT: u16 = 4;
+const HEADROOM: u16 = 8;
+const POOLS: u16 = 16;
+const OWN_POOL: u16 = 32;
+const PINS: u16 = 64;
+const LIVE: u16 = 128;
+const OTHERS: u16 = 256;
+/// All of them.
+const ALL: u16 = 511;
 
 /// Reserved bytes, by the remedy that gives them back.
 #[derive(Clone, Copy, Debug, Default)]
@@ -34,25 +38,29 @@ pub(super) struct Holds {
     pub(super) live_in_pools: u64,
     /// Bytes that the request's own private pool holds.
     pub(super) own_pool: u64,
-    /// The part of it that emptying the pool gives back; `None` where a graph keeps it.
-    pub(super) own_pool_loose: Option<u64>,
+    /// The part of it that emptying the pool gives back,
+    pub(super) own_pool_loose: u64,
+    /// once the graphs are dropped, if this is true.
+    pub(super) own_pool_has_graphs: bool,
     /// True if the request is served from there once nothing in it is live.
     pub(super) own_pool_serves: bool,
     /// Bytes that the request's owner has and keeps as it grows.
     pub(super) own: u64,
     /// True if the limit refuses requests at once (`throw_on_cudamalloc_oom`), so that freed memory stays cached.
     pub(super) stays_cached: bool,
+    /// The parts of these sums that cannot go back to the device while a stream captures.
+    pub(super) captured: Captured,
 }
 
 impl Whole {
     /// The memory that stands in the way of a request, according to blocks and regions.
     pub(super) fn holds(&self, request: &Request) -> Holds {
         let mut holds = Holds::default();
+        let captures = self.captures();
         let promised = |pool: u16| self.pools.owner_of(pool).filter(|private| !private.is_released());
         let is_own = |private: &Private| private.owns(request.pool);
         if let Some(own) = promised(request.pool) {
-            let keeps = own.numbers().any(|number| own.keeps_for_graphs(number));
-            holds.own_pool_loose = (!keeps).then_some(0);
+            holds.own_pool_has_graphs = own.numbers().any(|number| own.keeps_for_graphs(number));
         }
         for (heap, region) in self.heaps().flat_map(|heap| heap.regions().map(move |region| (heap, region))) {
             let ranges = heap.mapped_ranges(region);
@@ -71,8 +79,10 @@ impl Whole {
             }
             holds.pinned += self.pinned_in(region);
         }
-        for (heap, block) in self.heaps().flat_map(|heap| heap.blocks.iter().map(move |(_, block)| (heap, block))) {
-            match (block.state, promised(block.pool)) {
+        let blocks = self.heaps().flat_map(|heap| heap.blocks.iter().map(move |(id, block)| (heap, id, block)));
+        for (heap, id, block) in blocks {
+            let owner = promised(block.pool);
+            match (block.state, owner) {
                 (State::Live, Some(private)) if !is_own(private) => holds.live_in_pools += block.size,
                 (State::Free, None) => {
                     let part = self.releasable_part(heap, block);
@@ -80,13 +90,17 @@ impl Whole {
                     holds.pinned_free += part.pinned;
                 }
                 (State::Free, Some(private)) if is_own(private) => {
-                    let bytes = self.releasable_part(heap, block).bytes;
-                    holds.own_pool_loose = holds.own_pool_loose.map(|loose| loose + bytes);
+                    holds.own_pool_loose += self.releasable_part(heap, block).bytes;
                 }
                 _ => {}
             }
+            let kept = captures.kept_by(self, heap, id, block);
+            if kept > 0 {
+                holds.captured.add(block.state, kept, &self.releasable_part(heap, block), owner.map(is_own));
+            }
         }
         holds.loose += self.paged.as_ref().map_or(0, |paged| paged.spares.len() as u64 * paged.granule);
+        holds.captured.rest += captures.kept_apart(self);
         holds
     }
 
@@ -114,13 +128,13 @@ impl Remedies<'_> {
     }
 
     /// All minimal sets that suffice, by ascending number of remedies.
-    pub(super) fn sufficient(&self) -> Vec<u8> {
-        let mut found: Vec<u8> = Vec::new();
+    pub(super) fn sufficient(&self) -> Vec<u16> {
+        let mut found: Vec<u16> = Vec::new();
         if self.lacking() == (0, 0) {
             return found;
         }
         let available = self.available();
-        let mut sets: Vec<u8> = (1..=u8::MAX).filter(|set| set & !available == 0).collect();
+        let mut sets: Vec<u16> = (1..=ALL).filter(|set| set & !available == 0).collect();
         sets.sort_by_key(|set| (set.count_ones(), *set));
         for set in sets {
             if !found.iter().any(|smaller| smaller & set == *smaller) && self.lacks(set) == (0, 0) {
@@ -130,14 +144,15 @@ impl Remedies<'_> {
         found
     }
 
-    fn available(&self) -> u8 {
+    fn available(&self) -> u16 {
         let (report, holds) = (self.report, self.holds);
         let remedies = [
             (CACHE, holds.stays_cached),
+            (CAPTURE, holds.captured.any()),
             (LIMIT, report.limit.is_some()),
             (HEADROOM, report.headroom > 0 && report.memory.is_some()),
             (POOLS, holds.pools > 0),
-            (OWN_POOL, holds.own_pool > 0 && holds.own_pool_loose.is_some()),
+            (OWN_POOL, holds.own_pool > 0),
             (PINS, holds.pinned > 0),
             (LIVE, self.live() > 0),
             (OTHERS, self.others() > 0),
@@ -155,41 +170,44 @@ impl Remedies<'_> {
     }
 
     /// Bytes that stay reserved, and bytes that the device must give, after all remedies of a set.
-    fn left(&self, set: u8) -> (u64, u64) {
+    fn left(&self, set: u16) -> (u64, u64) {
         let (report, holds) = (self.report, self.holds);
-        let unless = |remedy: u8, bytes: u64| if set & remedy == 0 { bytes } else { 0 };
+        let unless = |remedy: u16, bytes: u64| if set & remedy == 0 { bytes } else { 0 };
         let goes_back = !holds.stays_cached || set & CACHE != 0;
+        let kept = if set & CAPTURE == 0 { holds.captured } else { Captured::default() };
         if set & LIVE != 0 && goes_back {
-            let pools = unless(POOLS, holds.pools) + unless(OWN_POOL, holds.own_pool);
-            let stays = pools + unless(PINS, holds.pinned) + holds.own;
+            let pools =
+                unless(POOLS, holds.pools).max(kept.pools) + unless(OWN_POOL, holds.own_pool).max(kept.own_pool);
+            let stays = pools + unless(PINS, holds.pinned) + holds.own + kept.outside();
             let serves = holds.own_pool_serves && set & OWN_POOL == 0;
             return (stays.min(report.reserved), if serves { 0 } else { report.segment });
         }
-        // Live memory of a released pool is cached when it is freed.
-        let released = set & POOLS != 0 && (goes_back || holds.live_in_pools == 0);
-        let mut goes = if released { holds.pools } else { 0 };
-        if set & (CACHE | OWN_POOL | PINS) == 0 {
+        // Live memory of a released pool is cached when it is freed, and so is other memory that cannot go back when the pool is released.
+        let released = set & POOLS != 0 && (goes_back || holds.live_in_pools + holds.captured.pools == 0);
+        let mut goes = if released { holds.pools.saturating_sub(kept.pools) } else { 0 };
+        if set & (CACHE | CAPTURE | OWN_POOL | PINS) == 0 {
             return (report.reserved.saturating_sub(goes), report.from_device);
         }
         // A part of the free memory here may be where the request's memory would be. It is not counted twice.
         if goes_back {
-            goes += holds.loose + if set & PINS == 0 { 0 } else { holds.pinned_free };
+            goes += holds.loose - kept.loose + if set & PINS == 0 { 0 } else { holds.pinned_free - kept.pinned_free };
+            goes += if set & CAPTURE == 0 { 0 } else { holds.captured.waiting };
         }
         if set & OWN_POOL != 0 {
-            goes += holds.own_pool_loose.unwrap_or(0);
+            goes += holds.own_pool_loose - kept.own_pool_loose;
         }
         (report.reserved.saturating_sub(goes), report.segment)
     }
 
     /// Bytes that the device has for this allocator after all remedies of a set.
-    fn ours(&self, set: u8) -> u64 {
+    fn ours(&self, set: u16) -> u64 {
         let free = self.report.memory.map_or(0, |memory| memory.free);
         let others = if set & OTHERS == 0 { 0 } else { self.others() };
         free.saturating_add(self.report.reserved).saturating_add(others)
     }
 
     /// Bytes lacking below the limit, and on the device, after all remedies of a set.
-    fn lacks(&self, set: u8) -> (u64, u64) {
+    fn lacks(&self, set: u16) -> (u64, u64) {
         let (stays, needs) = self.left(set);
         if needs == 0 {
             return (0, 0);
@@ -207,23 +225,25 @@ impl Remedies<'_> {
     }
 
     /// Advice to apply all remedies of a sufficient set.
-    pub(super) fn advice(&self, set: u8) -> Advice {
-        // The cache comes last, because freed memory is in it.
-        let remedies = [LIMIT, HEADROOM, POOLS, OWN_POOL, PINS, LIVE, OTHERS, CACHE];
+    pub(super) fn advice(&self, set: u16) -> Advice {
+        // The cache comes last, because freed memory is in it, and does not go back before a capture has ended.
+        let remedies = [LIMIT, HEADROOM, POOLS, OWN_POOL, PINS, LIVE, OTHERS, CAPTURE, CACHE];
         let parts = remedies.into_iter().filter(|remedy| set & remedy != 0).map(|remedy| self.part(remedy, set));
         let mut parts: Vec<Advice> = parts.collect();
         if parts.len() == 1 { parts.swap_remove(0) } else { Advice::All(parts) }
     }
 
-    fn part(&self, remedy: u8, set: u8) -> Advice {
+    fn part(&self, remedy: u16, set: u16) -> Advice {
         let holds = self.holds;
         let (stays, needs) = self.left(set);
         let (limit, on_device) = self.lacks(set & !remedy);
         match remedy {
             CACHE => Advice::EmptyCache { cached: holds.loose },
+            CAPTURE => Advice::AfterCapture { cached: holds.captured.cached() },
             LIMIT => Advice::RaiseLimit { to: stays.saturating_add(needs) },
             HEADROOM => Advice::LowerHeadroom { to: self.ours(set).saturating_sub(stays.saturating_add(needs)) },
             POOLS => Advice::ReleasePools { held: holds.pools },
+            OWN_POOL if holds.own_pool_has_graphs => Advice::DropGraphs { held: holds.own_pool },
             OWN_POOL => Advice::EmptyPool { held: holds.own_pool },
             PINS => Advice::EndPins { held: if set & LIVE == 0 { holds.pinned_free } else { holds.pinned } },
             LIVE => self.free_more(limit.max(on_device)),
@@ -244,6 +264,6 @@ impl Remedies<'_> {
 }
 
 /// True if a set consists only of freeing live memory here.
-pub(super) fn frees_alone(set: u8) -> bool {
+pub(super) fn frees_alone(set: u16) -> bool {
     set == LIVE
 }
