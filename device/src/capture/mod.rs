@@ -119,24 +119,21 @@ impl Capture {
     /// True if a capture whose end failed has ended all the same, or ends at another attempt, which may give a graph (`late`).
     fn is_ended(&self, raw: RawStream, late: &mut Option<Graph>) -> bool {
         let driver = self.stream.driver();
-        let asked = |asked: Result<CaptureStatus>| match asked {
+        // What ending it failed with does not tell: a driver may refuse that now, and end it at another attempt.
+        let is_over = || match driver.capture_status(raw) {
             Ok(status) => status == CaptureStatus::None,
             Err(error) => is_without_captures(&error),
         };
         for _ in 0..ATTEMPTS {
-            if asked(driver.capture_status(raw)) {
+            if is_over() {
                 return true;
             }
-            match driver.end_capture(raw) {
-                Ok(raw) => {
-                    *late = Some(self.graph(raw));
-                    return true;
-                }
-                Err(error) if is_without_captures(&error) => return true,
-                Err(_) => {}
+            if let Ok(raw) = driver.end_capture(raw) {
+                *late = Some(self.graph(raw));
+                return true;
             }
         }
-        asked(driver.capture_status(raw))
+        is_over()
     }
 
     /// Ends a capture that this library began on an adopted stream, before the stream is released, because nobody can end it afterwards. If
@@ -153,9 +150,9 @@ impl Capture {
     }
 }
 
-/// True if an error means that the stream or the device is gone, so that nothing captures.
+/// True if an error of a question about a stream means that the stream or the device is gone, so that nothing captures.
 fn is_without_captures(error: &DeviceError) -> bool {
-    matches!(error.kind, ErrorKind::InvalidUse | ErrorKind::DeviceLost)
+    error.code == Code::INVALID_HANDLE || error.kind == ErrorKind::DeviceLost
 }
 
 impl Drop for Capture {

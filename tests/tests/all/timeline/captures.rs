@@ -232,6 +232,32 @@ fn t5_a_capture_that_the_driver_does_not_end_goes_on_and_can_be_ended_later() {
     bench.device.synchronize().unwrap();
 }
 
+/// Some codes sound as if the stream were gone.
+#[test]
+fn t5_a_capture_that_the_driver_does_not_end_goes_on_whatever_the_code() {
+    for (attempts, code) in
+        (1..=4).flat_map(|attempts| [(attempts, Code::NOT_PERMITTED), (attempts, Code::INVALID_VALUE)])
+    {
+        for by_drop in [false, true] {
+            let bench = Bench::new();
+            let stream = bench.stream();
+            let capture = stream.begin_capture().unwrap();
+            for nth in 1..=attempts {
+                bench.subject.inject(Fault::Nth { operation: Some(Operation::EndCapture), nth, code });
+            }
+            if !by_drop {
+                assert_eq!(kind(capture.end()), ErrorKind::InvalidUse);
+            }
+            drop(capture);
+            assert_eq!(stream.is_capturing(), by_drop && attempts == 4, "{attempts} {code:?}");
+            // What goes on is ended for the next one.
+            stream.begin_capture().unwrap().end().unwrap();
+            bench.device.synchronize().unwrap();
+            stream.tick().synchronize().unwrap();
+        }
+    }
+}
+
 #[test]
 fn t5_the_legacy_stream_is_left_alone_while_a_blocking_stream_captures() {
     let bench = Bench::new();
