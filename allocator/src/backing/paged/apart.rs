@@ -48,6 +48,15 @@ pub(crate) struct Retired {
     pub(crate) uses: Vec<(u32, u64)>,
     /// True if the owner is gone, so that the reservation goes, too.
     pub(crate) whole: bool,
+    /// False if it never became usable, so that observers were not told of it.
+    pub(crate) was_told: bool,
+}
+
+impl Retired {
+    /// Memory of a growth that failed, which the driver neither gave access to nor unmapped again.
+    pub(crate) fn unusable(base: u64, range: Range<u64>) -> Retired {
+        Retired { base, range, uses: Vec::new(), whole: false, was_told: false }
+    }
 }
 
 impl Allocator {
@@ -129,8 +138,14 @@ impl Allocator {
 
     /// Unmaps retired memory. Returns the error, if any; the memory is then mapped still, and stays retired.
     fn unmap_leaving(&self, leaving: &Leaving) -> Option<DeviceError> {
-        let range = &leaving.retired.range;
-        if leaving.granules.is_empty() { None } else { unmap_range(self.device(), self.hooks(), range).err() }
+        let Retired { range, was_told, .. } = &leaving.retired;
+        if leaving.granules.is_empty() {
+            None
+        } else if *was_told {
+            unmap_range(self.device(), self.hooks(), range).err()
+        } else {
+            self.device().driver().unmap(DevicePtr(range.start), range.end - range.start).err()
+        }
     }
 
     /// Releases granules that are of no use to others.
@@ -256,7 +271,7 @@ impl Core {
     pub(crate) fn retire(&mut self, base: u64, range: Range<u64>, users: &[u32], whole: bool) {
         let uses = users.iter().map(|&slot| (slot, self.tick_of(slot))).collect();
         if let Some(paged) = &mut self.paged {
-            paged.retired.push(Retired { base, range, uses, whole });
+            paged.retired.push(Retired { base, range, uses, whole, was_told: true });
         }
     }
 }

@@ -221,11 +221,17 @@ impl Paged {
     pub(crate) fn not_pinned(&self, pins: &Pins) -> Vec<(Range<u64>, PoolKind)> {
         let may_sleep = self.reservations.iter().filter(|(_, mapped)| mapped.purpose != Purpose::Exportable);
         let ranges = may_sleep.flat_map(|(&base, mapped)| {
-            let stays = |at| pins.contains(at) || self.stuck.iter().any(|stuck| stuck.granules.contains(&at));
+            let stays = |at| pins.contains(at) || self.is_unusable(at);
             let runs = self.runs(&(base..base + mapped.bytes), |at, physical| physical.is_some() && !stays(at));
             runs.into_iter().map(|range| (range, mapped.kind))
         });
         ranges.collect()
+    }
+
+    /// True if the granule mapped at an address never became usable, and the driver has not unmapped it so far.
+    fn is_unusable(&self, at: u64) -> bool {
+        let of_growth = |retired: &Retired| !retired.was_told && retired.range.contains(&at);
+        self.stuck.iter().any(|stuck| stuck.granules.contains(&at)) || self.retired.iter().any(of_growth)
     }
 
     fn runs(&self, range: &Range<u64>, pick: impl Fn(u64, Option<RawPhysical>) -> bool) -> Vec<Range<u64>> {

@@ -181,10 +181,11 @@ impl Allocator {
             for at in filled.places(granule) {
                 whole.note_mapping(Action::SegmentMap, POOL, request.slot, at, granule);
             }
-            if !filled.usable {
-                // Nobody used it: the next call that recycles tries again to unmap it.
-                whole.retire(base, filled.range.clone(), &[], false);
-            }
+        }
+        if let Some(paged) = &mut whole.paged {
+            // Nobody used it: the next call that recycles tries again to unmap it.
+            let unusable = done.filled.iter().filter(|filled| !filled.usable);
+            paged.retired.extend(unusable.map(|filled| Retired::unusable(base, filled.range.clone())));
         }
         whole.account_for_granules();
         match done.error {
@@ -337,7 +338,13 @@ impl Growable {
                 continue;
             }
             let uses = retired.uses.clone();
-            taken.push(Retired { base, range: retired.range.start..retired.range.end.min(end), uses, whole: false });
+            taken.push(Retired {
+                base,
+                range: retired.range.start..retired.range.end.min(end),
+                uses,
+                whole: false,
+                was_told: true,
+            });
             if retired.range.end > end {
                 retired.range.start = end;
             } else {
@@ -359,7 +366,7 @@ impl Growable {
         known.push(end..end);
         for next in known {
             for range in paged.mapped_within(&(from..next.start.min(end))) {
-                paged.retired.push(Retired { base, range, uses: Vec::new(), whole: false });
+                paged.retired.push(Retired { base, range, uses: Vec::new(), whole: false, was_told: true });
             }
             from = next.end;
         }

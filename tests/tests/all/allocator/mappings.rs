@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
-use aquifer_allocator::{Allocator, Config, MappingChange, Registration};
+use aquifer_allocator::{Allocator, Config, Contents, MappingChange, Registration};
 use aquifer_device::sim::Fault;
 use aquifer_device::{Code, Device, DevicePtr, Operation};
 use aquifer_tests::{MIB, Subject};
@@ -83,6 +83,50 @@ fn memory_that_the_driver_did_not_unmap_is_told_again() {
     assert_eq!(setup.told_bytes(), 240 * MIB);
     setup.allocator.empty_cache().unwrap();
     assert_eq!(setup.told_bytes(), 0);
+}
+
+#[test]
+fn mappings_that_never_became_usable_are_not_told() {
+    for grows in [false, true] {
+        let setup = setup();
+        let stream = setup.device.default_stream();
+        let mut cache = setup.allocator.growable(64 * MIB, stream).unwrap();
+        for operation in [Operation::SetAccess, Operation::Unmap] {
+            setup.driver.inject(Fault::Nth { operation: Some(operation), nth: 1, code: Code(999) });
+        }
+        if grows {
+            cache.grow_to(7 * MIB, stream).unwrap_err();
+        } else {
+            setup.allocator.alloc(7 * MIB, stream).unwrap_err();
+        }
+        assert_eq!((setup.told_bytes(), setup.allocator.reserved_bytes()), (0, 8 * MIB));
+        assert_eq!(setup.allocator.sleep(Contents::SaveToHost).unwrap(), 8 * MIB);
+        setup.allocator.wake().unwrap();
+        cache.grow_to(7 * MIB, stream).unwrap();
+        assert_eq!(setup.told_bytes(), 8 * MIB);
+        drop(cache);
+        setup.allocator.empty_cache().unwrap();
+        assert_eq!((setup.told_bytes(), setup.allocator.reserved_bytes()), (0, 0));
+        setup.driver.assert_no_violation();
+    }
+}
+
+#[test]
+fn what_a_failed_growth_got_is_told_and_told_to_go() {
+    let setup = setup();
+    let stream = setup.device.default_stream();
+    let mut cache = setup.allocator.growable(64 * MIB, stream).unwrap();
+    cache.grow_to(20 * MIB, stream).unwrap();
+    cache.shrink_to(0, stream).unwrap();
+    let block = setup.allocator.alloc(6 * MIB, stream).unwrap();
+    setup.driver.inject(Fault::Nth { operation: Some(Operation::SetAccess), nth: 1, code: Code(999) });
+    setup.driver.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 2, code: Code(999) });
+    cache.grow_to(30 * MIB, stream).unwrap_err();
+    setup.device.synchronize().unwrap();
+    drop((cache, block));
+    setup.driver.clear_faults();
+    setup.allocator.empty_cache().unwrap();
+    assert_eq!((setup.told_bytes(), setup.allocator.reserved_bytes()), (0, 0));
 }
 
 #[test]
