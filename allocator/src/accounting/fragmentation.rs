@@ -16,8 +16,10 @@ use crate::size_class::PoolKind;
 /// Anti-Fragmentation", Ottawa Linux Symposium 2006; here for any size instead of powers of two.
 #[expect(clippy::cast_precision_loss, reason = "a ratio")]
 pub fn unusable_index(free_blocks: impl Iterator<Item = u64>, size: u64) -> f64 {
-    let (free, usable) = free_blocks
-        .fold((0, 0), |(free, usable), block| (free + block, usable + if block >= size { block } else { 0 }));
+    // Wider than the sizes, which a caller may choose freely.
+    let (free, usable) = free_blocks.map(u128::from).fold((0_u128, 0_u128), |(free, usable), block| {
+        (free + block, usable + if block >= size.into() { block } else { 0 })
+    });
     if free == 0 { 1.0 } else { (free - usable) as f64 / free as f64 }
 }
 
@@ -294,5 +296,7 @@ mod tests {
         assert!((unusable_index([1, 2, 5].into_iter(), 6) - 1.0).abs() < f64::EPSILON);
         assert!(unusable_index([1, 2, 5].into_iter(), 0).abs() < f64::EPSILON);
         assert!((unusable_index([].into_iter(), 0) - 1.0).abs() < f64::EPSILON);
+        assert!((unusable_index([u64::MAX, 5, u64::MAX].into_iter(), 6) - 0.0).abs() < 1e-9);
+        assert!((unusable_index([u64::MAX, u64::MAX - 1].into_iter(), u64::MAX) - 0.5).abs() < 1e-9);
     }
 }
