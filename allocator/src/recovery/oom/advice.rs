@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::backing::headroom::Refusal;
-use crate::format::Bytes;
+use crate::format::{Bytes, Exactly};
 use crate::heap::{Block, kind_of};
 use crate::recovery::oom::remedies::{Holds, Remedies, frees_alone};
 use crate::recovery::oom::{LISTED, OomReport};
@@ -175,7 +175,7 @@ impl OomReport {
         let room = self.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved));
         let from_device = device_free.saturating_sub(self.headroom).min(room);
         let usable = from_device.saturating_add(self.free_in_pool);
-        let suffices = usable >= self.segment.min(self.requested) && self.free_in_pool > 0;
+        let suffices = usable >= self.segment.min(self.requested + self.padding) && self.free_in_pool > 0;
         let mut fragmented = false;
         self.advice.retain_mut(|advice| match advice {
             Advice::Fragmented { on_device, .. } => {
@@ -240,7 +240,7 @@ impl fmt::Display for Advice {
                 )
             }
             Advice::LargerDevice { bytes } => {
-                write!(f, "only on a device of at least {}", Bytes(*bytes))
+                write!(f, "only on a device of at least {}", Exactly(*bytes))
             }
             Advice::WaitFor { stream_id, bytes } => {
                 write!(
@@ -296,10 +296,10 @@ impl fmt::Display for Advice {
             Advice::EndPins { held } => {
                 write!(f, "once pins ended that keep {} of free memory in place", Bytes(*held))
             }
-            Advice::RaiseLimit { to } => write!(f, "with a limit of at least {}", Bytes(*to)),
-            Advice::LowerHeadroom { to } => write!(f, "with a headroom of at most {}", Bytes(*to)),
+            Advice::RaiseLimit { to } => write!(f, "with a limit of at least {}", Exactly(*to)),
+            Advice::LowerHeadroom { to } => write!(f, "with a headroom of at most {}", Exactly(*to)),
             Advice::OthersHold { held, missing } => {
-                write!(f, "if others, who hold {}, freed {}", Bytes(*held), Bytes(*missing))
+                write!(f, "if others, who hold {}, freed {}", Bytes(*held), Exactly(*missing))
             }
             Advice::ReleasePools { held } => write!(f, "if private pools, which hold {}, were released", Bytes(*held)),
             Advice::DriverRefuses { asked, free } => write!(
@@ -309,7 +309,7 @@ impl fmt::Display for Advice {
                 Bytes(*free)
             ),
             Advice::FreeMore { bytes, largest } => {
-                write!(f, "after freeing at least {} more", Bytes(*bytes))?;
+                write!(f, "after freeing at least {} more", Exactly(*bytes))?;
                 match largest {
                     Some((tag, held)) => write!(f, "; most is held by {tag:?} ({})", Bytes(*held)),
                     None => Ok(()),

@@ -15,7 +15,7 @@ use crate::accounting::unusable_index;
 use crate::allocator::Allocator;
 use crate::backing::headroom::Refusal;
 use crate::error::AllocError;
-use crate::format::Bytes;
+use crate::format::{Bytes, Exactly};
 use crate::heap::{Block, State};
 use crate::history::{Action, Subject};
 use crate::shell::core::Request;
@@ -53,6 +53,8 @@ pub struct OomReport {
     pub device_name: String,
     /// Requested bytes.
     pub requested: u64,
+    /// Bytes that the request takes in addition for its alignment ([`Allocator::alloc_aligned`]).
+    pub padding: u64,
     /// Bytes that would have been taken from the device for it, if no free memory of the allocator had helped.
     pub segment: u64,
     /// The part of them that the device would have had to provide, because no free memory of the allocator could be moved there.
@@ -162,6 +164,7 @@ impl Whole {
             device: 0,
             device_name: String::new(),
             requested: request.requested,
+            padding: if tried.apart { 0 } else { request.size.saturating_sub(self.classes.round(request.requested)) },
             segment: 0,
             from_device: 0,
             stream_id: request.slot,
@@ -206,7 +209,11 @@ impl Whole {
 impl fmt::Display for OomReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let OomReport { device, requested, reserved, allocated, .. } = *self;
-        write!(f, "out of memory. Tried to allocate {}. GPU {device} ({}) ", Bytes(requested), self.device_name)?;
+        write!(f, "out of memory. Tried to allocate {}", Bytes(requested))?;
+        if self.padding > 0 {
+            write!(f, ", and {} more for its alignment", Bytes(self.padding))?;
+        }
+        write!(f, ". GPU {device} ({}) ", self.device_name)?;
         match self.memory {
             Some(memory) => {
                 write!(f, "has a total capacity of {} of which {} is free. ", Bytes(memory.total), Bytes(memory.free))?;
@@ -239,19 +246,21 @@ impl OomReport {
             Bytes(self.largest_free)
         )?;
         match self.refusal {
-            Some(Refusal::Limit) => write!(f, "\n  refused by: the limit, for a segment of {}", Bytes(self.segment))?,
+            Some(Refusal::Limit) => write!(f, "\n  refused by: the limit, for a segment of {}", Exactly(self.segment))?,
             Some(Refusal::Headroom) => {
                 write!(
                     f,
                     "\n  refused by: the headroom of {}, for a segment of {}",
                     Bytes(self.headroom),
-                    Bytes(self.segment)
+                    Exactly(self.segment)
                 )?;
             }
             Some(Refusal::Addresses) => {
-                write!(f, "\n  refused by: the device's address space, for {}", Bytes(self.segment))?
+                write!(f, "\n  refused by: the device's address space, for {}", Exactly(self.segment))?
             }
-            Some(Refusal::Device) => write!(f, "\n  refused by: the device, for a segment of {}", Bytes(self.segment))?,
+            Some(Refusal::Device) => {
+                write!(f, "\n  refused by: the device, for a segment of {}", Exactly(self.segment))?
+            }
             None => {}
         }
         if self.released > 0 || self.reclaimed > 0 {
