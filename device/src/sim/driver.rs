@@ -4,8 +4,8 @@ use std::any::Any;
 use std::sync::Arc;
 
 use super::SimDriver;
-use super::host;
 use super::refused::{Answer, Refused};
+use super::{host, made};
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
@@ -129,6 +129,7 @@ impl Driver for SimDriver {
     fn set_access(&self, ptr: DevicePtr, bytes: u64, devices: &[u32]) -> Result<()> {
         self.call(Operation::SetAccess, bytes, |machine| {
             self.can_map()?;
+            devices.iter().try_for_each(|&ordinal| made::check(ordinal))?;
             machine.set_access(ptr, bytes, devices)
         })
     }
@@ -292,7 +293,7 @@ impl Driver for SimDriver {
     }
 
     fn can_access_peer(&self, peer: u32) -> Result<bool> {
-        self.call(Operation::CanAccessPeer, 0, |_| Ok(peer != self.info.ordinal))
+        self.call(Operation::CanAccessPeer, 0, |_| made::check(peer).map(|()| peer != self.info.ordinal))
     }
 
     fn end_capture(&self, stream: RawStream) -> Result<RawGraph> {

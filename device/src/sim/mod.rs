@@ -55,6 +55,7 @@ mod interval;
 mod known;
 mod lag;
 mod machine;
+mod made;
 mod mappings;
 mod memory;
 mod module;
@@ -114,9 +115,10 @@ impl fmt::Debug for SimDriver {
 }
 
 impl SimDriver {
-    /// A device as `config` describes it, independent of all others.
+    /// A device as `config` describes it. It shares nothing with others but that each can be another one's peer, by its ordinal.
     pub fn new(mut config: SimConfig) -> Arc<SimDriver> {
         config.capacity_bytes = config.capacity_bytes.clamp(1, CAPACITY_BYTES_MAX);
+        made::note(config.ordinal);
         let card = config.card();
         let name = format!("Simulated {} {}", card.name, Size(config.capacity_bytes));
         let mut info = DeviceInfo::new(DriverKind::Simulated, config.ordinal, name, config.capacity_bytes);

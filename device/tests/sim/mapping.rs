@@ -78,7 +78,7 @@ fn only_whole_mappings_are_unmapped_or_given_access() {
 #[test]
 fn new_mappings_have_no_access_until_it_is_given_to_this_device() {
     for devices in [vec![], vec![1]] {
-        let driver = device(0);
+        let (driver, _peer) = (device(0), SimDriver::new(SimConfig::default().ordinal(1)));
         let (stream, memory) = (driver.stream(), driver.reserve(GRANULE, 0).unwrap());
         driver.map(memory, GRANULE, driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap()).unwrap();
         if !devices.is_empty() {
@@ -207,8 +207,24 @@ fn memory_for_rdma_is_refused_where_there_is_none() {
 }
 
 #[test]
-fn each_mapping_has_its_own_list_of_devices() {
+fn devices_that_were_never_made_do_not_exist() {
     let driver = device(0);
+    let memory = driver.reserve(GRANULE, 0).unwrap();
+    driver.map(memory, GRANULE, driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap()).unwrap();
+    for ordinal in [900, u32::MAX] {
+        assert_eq!(code(driver.can_access_peer(ordinal)), Code::INVALID_DEVICE);
+        assert_eq!(code(driver.set_access(memory, GRANULE, &[0, ordinal])), Code::INVALID_DEVICE);
+    }
+    assert_eq!(driver.mapping_at(memory).unwrap().devices, [], "all or none");
+    drop(SimDriver::new(SimConfig::default().ordinal(900)));
+    assert!(driver.can_access_peer(900).unwrap(), "nobody has it open, but it exists");
+    driver.set_access(memory, GRANULE, &[0, 900]).unwrap();
+    assert_eq!(driver.mapping_at(memory).unwrap().devices, [0, 900]);
+}
+
+#[test]
+fn each_mapping_has_its_own_list_of_devices() {
+    let (driver, _peers) = (device(0), [1, 3].map(|ordinal| SimDriver::new(SimConfig::default().ordinal(ordinal))));
     let (stream, memory) = (driver.stream(), driver.reserve(2 * GRANULE, 0).unwrap());
     let new = || driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap();
     driver.map(memory, GRANULE, new()).unwrap();

@@ -17,6 +17,7 @@ impl Allocator {
     /// use aquifer_allocator::{Allocator, Config};
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// let driver = SimDriver::new(SimConfig::default());
+    /// let peer = SimDriver::new(SimConfig::default().ordinal(1));
     /// let device = Device::new(driver.clone());
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let before = allocator.alloc(5 << 20, device.default_stream())?;
@@ -25,12 +26,13 @@ impl Allocator {
     /// for buffer in [before, after] {
     ///     assert_eq!(driver.mapping_at(buffer.ptr()).unwrap().devices, [0, 1]);
     /// }
+    /// # drop(peer);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
     /// # Errors
-    /// Errors of the driver, such as devices that cannot reach each other: the peer is then not let into later mappings, though
-    /// it may have access to some of the present ones. [`AllocError::NotMapped`] where memory comes in segments.
+    /// Errors of the driver, such as a device that does not exist, or devices that cannot reach each other: the peer is then not let into
+    /// later mappings, though it may have access to some of the present ones. [`AllocError::NotMapped`] where memory comes in segments.
     pub fn enable_peer_access(&self, ordinal: u32) -> Result<(), AllocError> {
         let _alone = self.gate().exclusive();
         let core = self.shell().core();

@@ -52,7 +52,7 @@ fn no_mapping_is_missed_by_a_peer() {
             let allocator = setup.allocator.clone();
             thread::spawn(move || allocator.alloc(3 * MIB, &stream).unwrap())
         });
-        let allocator = setup.allocator.clone();
+        let (allocator, _peer) = (setup.allocator.clone(), SimDriver::new(SimConfig::default().ordinal(1)));
         let peer = thread::spawn(move || allocator.enable_peer_access(1).unwrap());
         let blocks = threads.map(|thread| thread.join().unwrap());
         peer.join().unwrap();

@@ -95,6 +95,21 @@ fn an_unreachable_peer_is_found_out_before_anything_is_mapped() {
 }
 
 #[test]
+fn a_device_that_does_not_exist_is_no_peer() {
+    let (driver, device, allocator) = setup("");
+    for live in [false, true] {
+        let block = live.then(|| allocator.alloc(MIB, device.default_stream()).unwrap());
+        for ordinal in [77, u32::MAX] {
+            let error = allocator.enable_peer_access(ordinal).unwrap_err();
+            assert!(matches!(&error, AllocError::Device(error) if error.operation == Operation::SetAccess), "{error}");
+        }
+        let later = allocator.alloc(30 * MIB, device.default_stream()).unwrap();
+        assert_eq!(driver.mapping_at(later.ptr()).unwrap().devices, [driver.ordinal()]);
+        drop((block, later));
+    }
+}
+
+#[test]
 fn segments_have_no_peers() {
     let (_, _, allocator) = setup("backing:segments");
     assert!(matches!(allocator.enable_peer_access(1), Err(AllocError::NotMapped { .. })));
