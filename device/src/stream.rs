@@ -104,7 +104,8 @@ impl Stream {
     /// the work is known to be ordered already. The tick may be of another device of the same kind.
     ///
     /// # Errors
-    /// When the tick is of a device of another kind, or a capture is in progress; errors of the driver.
+    /// When the tick is of a device of another kind, or a capture is in progress; when the tick's stream is gone and its last event could not
+    /// be recorded, until the host has waited for its device ([`Tick::synchronize`], [`crate::Device::synchronize`]); errors of the driver.
     pub fn wait_for(&self, tick: &Tick) -> Result<()> {
         self.0.timeline.wait_for(&tick.timeline, tick.n)
     }

@@ -38,7 +38,8 @@ impl Tick {
     /// Makes sure an event covers the tick, recording one if need be.
     ///
     /// # Errors
-    /// Errors of the driver's event calls.
+    /// When the stream is gone and its last event could not be recorded, until the host has waited for the device ([`Tick::synchronize`],
+    /// [`crate::Device::synchronize`]); errors of the driver's event calls.
     pub fn cover(&self) -> Result<()> {
         self.timeline.cover(self.n)
     }
