@@ -6,10 +6,16 @@
 //!
 //! A newcomer counts itself before it checks whether the allocator is drowsy; a thread that puts the allocator to sleep makes it drowsy
 //! before it reads the count. Both accesses are sequentially consistent, so at least one of the two sees the other.
+//!
+//! Who waits for the allocator to wake up checks that under a lock, which is taken after drowsiness has ended and before that is told. So it
+//! is not missed.
 
 use std::cell::RefCell;
 use std::fmt;
 use std::marker::PhantomData;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
 
 use crate::allocator::Allocator;
 use crate::error::AllocError;
@@ -30,6 +36,9 @@ thread_local! {
 pub(super) struct Wakefulness {
     drowsy: AtomicBool,
     keepers: AtomicU64,
+    /// A leaf: see the module's documentation.
+    waking: Mutex<()>,
+    woken: Condvar,
 }
 
 /// A count of one in what keeps an allocator awake. While there is a keeper, on any thread, the allocator does not give its memory back.
@@ -161,6 +170,52 @@ impl Allocator {
     }
 }
 
+impl Allocator {
+    /// Waits until the allocator is awake, for at most `timeout`. Returns true if it is awake, and false if it sleeps still, or is about to
+    /// sleep. A thread that keeps it awake itself does not wait. It may fall asleep again before this returns, so requests after it are
+    /// still to be tried again, unless [`Allocator::keep_awake`] succeeds first.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use aquifer_allocator::{AllocError, Allocator, Config, Contents};
+    /// use aquifer_device::{Device, sim::SimDriver};
+    /// let device = Device::new(SimDriver::new(Default::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let stream = device.create_stream()?;
+    /// allocator.sleep(Contents::SaveToHost)?;
+    /// assert!(!allocator.wait_awake(Duration::from_millis(1)));
+    /// let control = std::thread::spawn({
+    ///     let allocator = allocator.clone();
+    ///     move || allocator.wake()
+    /// });
+    /// let request = loop {
+    ///     match allocator.alloc(4 << 20, &stream) {
+    ///         Err(AllocError::Asleep) if allocator.wait_awake(Duration::from_secs(60)) => {}
+    ///         done => break done?,
+    ///     }
+    /// };
+    /// # drop(request);
+    /// # control.join().unwrap()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn wait_awake(&self, timeout: Duration) -> bool {
+        let shell = self.shell();
+        // `None` is later than any clock tells.
+        let until = Instant::now().checked_add(timeout);
+        let mut waking = shell.wakefulness.waking.lock();
+        while shell.refuses_keepers() {
+            match until {
+                None => shell.wakefulness.woken.wait(&mut waking),
+                Some(until) if shell.wakefulness.woken.wait_until(&mut waking, until).timed_out() => {
+                    return !shell.refuses_keepers();
+                }
+                Some(_) => {}
+            }
+        }
+        true
+    }
+}
+
 impl Shell {
     /// True if the allocator sleeps, or is about to.
     pub(crate) fn is_drowsy(&self) -> bool {
@@ -189,5 +244,7 @@ impl Shell {
     /// Ends drowsiness: others may keep the allocator awake again.
     pub(crate) fn end_drowsiness(&self) {
         self.wakefulness.drowsy.store(false, Ordering::SeqCst);
+        drop(self.wakefulness.waking.lock());
+        self.wakefulness.woken.notify_all();
     }
 }

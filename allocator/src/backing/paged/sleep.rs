@@ -127,7 +127,7 @@ impl Allocator {
         self.bring_back()
     }
 
-    /// True if the allocator sleeps, or is about to and refuses turns already.
+    /// True if the allocator sleeps, or is about to and refuses turns already. To wait for the end of that, see [`Allocator::wait_awake`].
     pub fn is_asleep(&self) -> bool {
         self.shell().is_drowsy()
     }

@@ -1,7 +1,8 @@
 //! Sleep and wake: memory goes and comes back, addresses and contents stay, and no failure loses anything.
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::thread;
+use std::time::Duration;
 
 use aquifer_allocator::{
     AllocError, Allocation, Allocator, Claim, Config, Contents, DeviceBuffer, Growable, PoolOptions, Turn,
@@ -491,4 +492,53 @@ fn zero_bytes_take_no_memory_that_sleeps() {
     setup.allocator.wake().unwrap();
     setup.assert_contents();
     setup.assert_usable_and_returned();
+}
+
+#[test]
+fn threads_that_were_refused_wait_until_it_is_awake() {
+    let setup = setup();
+    let Setup { allocator, stream, .. } = &setup;
+    let (soon, late) = (Duration::from_millis(1), Duration::from_secs(600));
+    assert!(allocator.wait_awake(Duration::ZERO));
+    allocator.sleep(Contents::SaveToHost).unwrap();
+    assert!(!allocator.wait_awake(Duration::ZERO) && !allocator.wait_awake(soon));
+    let refused = Barrier::new(4);
+    thread::scope(|scope| {
+        for timeout in [late, late, Duration::MAX] {
+            let refused = &refused;
+            scope.spawn(move || {
+                assert!(matches!(allocator.alloc(MIB, stream), Err(AllocError::Asleep)));
+                refused.wait();
+                assert!(allocator.wait_awake(timeout));
+                drop(allocator.alloc(MIB, stream).unwrap());
+            });
+        }
+        refused.wait();
+        allocator.wake().unwrap();
+    });
+    setup.assert_contents();
+    setup.assert_usable_and_returned();
+}
+
+#[test]
+fn who_keeps_it_awake_has_nothing_to_wait_for() {
+    let setup = setup();
+    let allocator = &setup.allocator;
+    let awake = allocator.keep_awake().unwrap();
+    thread::scope(|scope| {
+        let sleeper = scope.spawn(|| allocator.sleep(Contents::Discard).unwrap());
+        while !allocator.is_asleep() {
+            thread::yield_now();
+        }
+        assert!(allocator.wait_awake(Duration::MAX));
+        let other = scope.spawn(|| allocator.wait_awake(Duration::from_millis(1)));
+        assert!(!other.join().unwrap(), "it is about to sleep");
+        drop(awake);
+        sleeper.join().unwrap();
+    });
+    // What could not fall asleep is awake.
+    allocator.wake().unwrap();
+    setup.driver.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 1, code: Code(999) });
+    allocator.sleep(Contents::SaveToHost).unwrap_err();
+    assert!(allocator.wait_awake(Duration::ZERO));
 }
