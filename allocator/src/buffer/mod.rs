@@ -65,8 +65,7 @@ impl PrivatePool {
     /// # Errors
     /// As [`Allocator::alloc_buffer`].
     pub fn alloc_buffer<T: Copy>(&self, len: u64, stream: &Stream) -> Result<DeviceBuffer<T>, AllocError> {
-        let _route = self.route_thread();
-        self.allocator().alloc_buffer(len, stream)
+        self.routed(|allocator| allocator.alloc_buffer(len, stream))
     }
 }
 

@@ -16,7 +16,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use aquifer_device::Stream;
+use aquifer_device::{DevicePtr, Stream};
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
@@ -132,10 +132,6 @@ impl PrivatePool {
         self.id
     }
 
-    pub(crate) fn allocator(&self) -> &Allocator {
-        &self.allocator
-    }
-
     /// Refuses a pool of another allocator.
     pub(crate) fn check_allocator(&self, allocator: &Allocator) -> Result<(), AllocError> {
         if std::ptr::eq(self.allocator.shell(), allocator.shell()) {
@@ -149,8 +145,37 @@ impl PrivatePool {
     /// # Errors
     /// As [`Allocator::alloc`].
     pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        self.routed(|allocator| allocator.alloc(bytes, stream))
+    }
+
+    /// Allocates from this pool with a larger alignment, as [`Allocator::alloc_aligned`] does.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc_aligned`].
+    pub fn alloc_aligned(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        self.routed(|allocator| allocator.alloc_aligned(bytes, alignment, stream))
+    }
+
+    /// Allocates from this pool and enqueues a fill with zeros on `stream`. While the stream captures, the fill is a part of the graph.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc_zeroed`].
+    pub fn alloc_zeroed(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        self.routed(|allocator| allocator.alloc_zeroed(bytes, stream))
+    }
+
+    /// Allocates from this pool and returns the bare pointer, to be freed with [`Allocator::free_raw`].
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc_raw`].
+    pub fn alloc_raw(&self, bytes: u64, stream: &Stream) -> Result<DevicePtr, AllocError> {
+        self.routed(|allocator| allocator.alloc_raw(bytes, stream))
+    }
+
+    /// Calls `request` on the allocator while the thread is routed here.
+    pub(crate) fn routed<T>(&self, request: impl FnOnce(&Allocator) -> T) -> T {
         let _route = self.route_thread();
-        self.allocator.alloc(bytes, stream)
+        request(&self.allocator)
     }
 
     /// Makes all allocations of the calling thread from the allocator come from this pool, until the result is dropped. Scopes nest; the

@@ -45,8 +45,8 @@ fn explore(options: &'static str, model: impl Fn(&Setup) + Send + Sync + 'static
 /// A graph that fills scratch memory of the pool; nothing if there is no memory for it.
 fn capture(pool: &PrivatePool, stream: &Stream) -> Option<(Graph, Range<u64>)> {
     let capture = stream.begin_capture().unwrap();
-    let route = pool.allocator().capture(stream, pool).unwrap();
-    let range = match fill_scratch(pool.allocator(), stream) {
+    let route = pool.allocator.capture(stream, pool).unwrap();
+    let range = match fill_scratch(&pool.allocator, stream) {
         Ok(range) => Some(range),
         Err(AllocError::OutOfMemory(_)) => None,
         Err(AllocError::Device(error)) if error.kind == ErrorKind::Capture => None,
@@ -105,7 +105,7 @@ fn a_request_beside_a_capture_gets_nothing_that_the_graph_uses() {
 fn a_new_pool_has_none_of_the_memory_of_one_that_goes() {
     for options in ["", "backing:segments"] {
         explore(options, |setup| {
-            let allocator = setup.pool.allocator().clone();
+            let allocator = setup.pool.allocator.clone();
             let going = allocator.create_pool(PoolOptions::default()).unwrap();
             drop(going.alloc(LARGE, &setup.streams[0]).unwrap());
             setup.sim.inject(Fault::Nth { operation: Some(Operation::Free), nth: 1, code: Code::INVALID_VALUE });
@@ -114,7 +114,7 @@ fn a_new_pool_has_none_of_the_memory_of_one_that_goes() {
             goes.join().unwrap();
             let made = made.join().unwrap();
             setup.sim.clear_faults();
-            let segments = made.allocator().snapshot().segments;
+            let segments = made.allocator.snapshot().segments;
             assert!(segments.iter().all(|segment| segment.segment_pool_id != made.id()), "it never allocated");
         });
     }

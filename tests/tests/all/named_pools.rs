@@ -191,3 +191,32 @@ fn item_87_nested_pools() {
     drop(outer_route);
     assert_eq!(alloc(), (0, 0));
 }
+
+#[test]
+fn every_way_to_allocate_from_a_pool_takes_its_memory() {
+    for bench in Bench::on_both(256 * MIB, "") {
+        let Bench { allocator, stream, .. } = &bench;
+        let pool = allocator.create_pool(PoolOptions::default()).unwrap();
+        let aligned = pool.alloc_aligned(3 * MIB, MIB, stream).unwrap();
+        assert!(aligned.ptr().0.is_multiple_of(MIB));
+        let zeroed = pool.alloc_zeroed(700, stream).unwrap();
+        let raw = pool.alloc_raw(5 * MIB, stream).unwrap();
+        let snapshot = allocator.snapshot();
+        for ptr in [aligned.ptr(), zeroed.ptr(), raw] {
+            let holds = |address: u64, size: u64| (address..address + size).contains(&ptr.0);
+            let segment = snapshot.segments.iter().find(|segment| holds(segment.address, segment.total_size)).unwrap();
+            assert_eq!(segment.segment_pool_id, pool.id());
+        }
+        let mut bytes = [1; 700];
+        stream.download_blocking(&mut bytes, zeroed.ptr()).unwrap();
+        assert_eq!(bytes, [0; 700]);
+        assert!(matches!(pool.alloc_aligned(1, 3, stream), Err(AllocError::InvalidAlignment { alignment: 3 })));
+        allocator.free_raw(raw).unwrap();
+        let outside = allocator.alloc(MIB, stream).unwrap(); // the thread is not routed any more
+        let snapshot = allocator.snapshot();
+        let (segment, _) = snapshot.blocks().find(|(_, block)| block.address == outside.ptr().0).unwrap();
+        assert_eq!(segment.segment_pool_id, (0, 0));
+        drop((aligned, zeroed, outside, pool));
+        bench.assert_returned();
+    }
+}
