@@ -86,15 +86,15 @@ pub(super) struct Arena {
     lists: Vec<List>,
     dicts: Vec<u32>,
     nodes: Vec<Node>,
-    /// Items of all lists.
-    items: usize,
+    /// Items that all lists have room for.
+    room: usize,
 }
 
 impl Arena {
     /// Memory that it takes.
     pub(super) fn bytes(&self) -> usize {
         self.lists.len() * size_of::<List>()
-            + self.items * size_of::<Value>()
+            + self.room * size_of::<Value>()
             + self.dicts.len() * size_of::<u32>()
             + self.nodes.len() * size_of::<Node>()
     }
@@ -153,9 +153,10 @@ impl Arena {
                 _ => 1,
             };
             if identity == 0 {
+                let before = list.items.capacity();
                 list.items.try_reserve(1)?;
                 list.items.push(item);
-                self.items += 1;
+                self.room += list.items.capacity() - before;
                 continue;
             }
             if identity == 1 {

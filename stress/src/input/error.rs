@@ -80,13 +80,13 @@ pub enum Reason {
         /// Where they start in the file, counted from 0.
         offset: u64,
     },
-    /// Compressed data holds more than anything of use.
+    /// More than anything of use holds.
     #[error(
-        "{stored} bytes of gzip data hold more values up to here than any memory snapshot has in as many; \
+        "{stored} bytes of the file hold more values up to here than any memory snapshot has in as many; \
          it is none, or was made to take memory"
     )]
     TooDense {
-        /// Compressed bytes.
+        /// Bytes as they are stored, compressed or not.
         stored: u64,
     },
     /// The compressed data is damaged.

@@ -2,22 +2,23 @@
 
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::io::BufRead;
+use std::io::{BufReader, Read};
+use std::marker::PhantomData;
 
 use serde::Deserialize;
-use serde::de::{Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use super::error::{Fault, Location, Reason};
+use super::gzip::Stored;
 use super::snapshot::{Action, Entry, Segment, SegmentBlock, Snapshot};
+use super::watched::{Limits, Watched};
 
-pub(super) fn parse(mut content: impl BufRead) -> Result<Snapshot, Fault> {
-    let start = content.fill_buf().map_err(|error| Fault::file(Reason::from_read(error)))?;
-    if start.trim_ascii_start().first() == Some(&b'[') {
-        // Only the segments.
-        return Err(Fault::file(Reason::NoHistory));
-    }
-    let mut deserializer = serde_json::Deserializer::from_reader(content);
-    let top = Top::deserialize(&mut deserializer).and_then(|top| deserializer.end().map(|()| top)).map_err(fault)?;
+/// Reads a snapshot; `stored` tells how much was read of the file.
+pub(super) fn parse(content: impl Read, stored: &Stored) -> Result<Snapshot, Fault> {
+    let limits = Limits::new(stored);
+    let mut deserializer = serde_json::Deserializer::from_reader(BufReader::new(Watched::new(content, &limits)));
+    let top = VisitTop(&limits).deserialize(&mut deserializer).and_then(|top| deserializer.end().map(|()| top));
+    let top = top.map_err(|error| limits.found().unwrap_or_else(|| fault(error)))?;
     let segments = top.segments.into_iter().enumerate().map(|(number, segment)| segment.into_segment(number));
     let segments = segments.collect::<Result<_, _>>()?;
     let traces = top.device_traces.into_iter().map(|trace| trace.into_iter().map(JsonEntry::into_entry).collect());
@@ -31,24 +32,158 @@ fn fault(error: serde_json::Error) -> Fault {
     Fault::new(Location::Line(error.line() as u64), Reason::Json(error))
 }
 
-#[derive(Deserialize)]
+/// Stands for what the limits keep, which is told in its place.
+fn broken<E: Error>() -> E {
+    E::custom("a limit was exceeded")
+}
+
+/// A list within limits, each of whose items is read by a copy of a seed.
+#[derive(Clone, Copy)]
+struct List<'l, S> {
+    limits: &'l Limits<'l>,
+    item: S,
+}
+
+impl<'l, T> List<'l, PhantomData<T>> {
+    fn of(limits: &'l Limits<'l>) -> Self {
+        Self { limits, item: PhantomData }
+    }
+}
+
+impl<'de, S: DeserializeSeed<'de> + Copy> DeserializeSeed<'de> for List<'_, S> {
+    type Value = Vec<S::Value>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_seq(self)
+    }
+}
+
+impl<'de, S: DeserializeSeed<'de> + Copy> Visitor<'de> for List<'_, S> {
+    type Value = Vec<S::Value>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Self::Value, A::Error> {
+        let mut list = Vec::new();
+        while let Some(item) = items.next_element_seed(self.item)? {
+            if !self.limits.make_room(&mut list) {
+                return Err(broken());
+            }
+            list.push(item);
+        }
+        Ok(list)
+    }
+}
+
+#[derive(Default)]
 struct Top {
-    #[serde(default)]
     segments: Vec<JsonSegment>,
-    #[serde(default)]
     device_traces: Vec<Vec<JsonEntry>>,
 }
 
 #[derive(Deserialize)]
+#[serde(field_identifier, rename_all = "snake_case")]
+enum TopKey {
+    Segments,
+    DeviceTraces,
+    #[serde(other)]
+    Other,
+}
+
+struct VisitTop<'l>(&'l Limits<'l>);
+
+impl<'de> DeserializeSeed<'de> for VisitTop<'_> {
+    type Value = Top;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Top, D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for VisitTop<'_> {
+    type Value = Top;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a memory snapshot")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Top, A::Error> {
+        let mut top = Top::default();
+        while let Some(key) = entries.next_key()? {
+            match key {
+                TopKey::Segments => {
+                    top.segments = entries.next_value_seed(List { limits: self.0, item: VisitSegment(self.0) })?;
+                }
+                TopKey::DeviceTraces => {
+                    let trace = List::<PhantomData<JsonEntry>>::of(self.0);
+                    top.device_traces = entries.next_value_seed(List { limits: self.0, item: trace })?;
+                }
+                TopKey::Other => drop(entries.next_value::<IgnoredAny>()?),
+            }
+        }
+        Ok(top)
+    }
+
+    /// Only the segments, if it is a snapshot at all: so old ones were.
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Top, A::Error> {
+        items.next_element_seed(VisitSegment(self.0))?;
+        self.0.refuse(Reason::NoHistory);
+        Err(broken())
+    }
+}
+
+#[derive(Default)]
 struct JsonSegment {
-    #[serde(default)]
     device: Number,
-    #[serde(default)]
     address: Number,
-    #[serde(default)]
     stream: Number,
-    #[serde(default)]
     blocks: Vec<JsonBlock>,
+}
+
+#[derive(Deserialize)]
+#[serde(field_identifier, rename_all = "snake_case")]
+enum SegmentKey {
+    Device,
+    Address,
+    Stream,
+    Blocks,
+    #[serde(other)]
+    Other,
+}
+
+#[derive(Clone, Copy)]
+struct VisitSegment<'l>(&'l Limits<'l>);
+
+impl<'de> DeserializeSeed<'de> for VisitSegment<'_> {
+    type Value = JsonSegment;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<JsonSegment, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for VisitSegment<'_> {
+    type Value = JsonSegment;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a segment of a memory snapshot")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<JsonSegment, A::Error> {
+        let mut segment = JsonSegment::default();
+        while let Some(key) = entries.next_key()? {
+            match key {
+                SegmentKey::Device => segment.device = entries.next_value()?,
+                SegmentKey::Address => segment.address = entries.next_value()?,
+                SegmentKey::Stream => segment.stream = entries.next_value()?,
+                SegmentKey::Blocks => segment.blocks = entries.next_value_seed(List::of(self.0))?,
+                SegmentKey::Other => drop(entries.next_value::<IgnoredAny>()?),
+            }
+        }
+        Ok(segment)
+    }
 }
 
 #[derive(Deserialize)]
@@ -232,7 +367,13 @@ mod tests {
     use super::*;
 
     fn read(text: &str) -> Result<Snapshot, String> {
-        parse(text.as_bytes()).map_err(|fault| fault.at("s.json".as_ref()).to_string())
+        let stored = Stored::default();
+        stored.add(text.len());
+        read_stored(text.as_bytes(), &stored)
+    }
+
+    fn read_stored(text: impl Read, stored: &Stored) -> Result<Snapshot, String> {
+        parse(text, stored).map_err(|fault| fault.at("s.json".as_ref()).to_string())
     }
 
     #[test]
@@ -258,7 +399,6 @@ mod tests {
 
     #[test]
     fn errors() {
-        assert!(read("[]").unwrap_err().contains("no history"));
         assert!(read("{\n\"device_traces\": [[{\"addr\": 1.5}]]}").unwrap_err().starts_with("s.json:2: invalid type"));
         assert!(read("{").unwrap_err().starts_with("s.json:1: EOF"));
         assert!(read("{} {}").unwrap_err().contains("trailing"));
@@ -271,5 +411,63 @@ mod tests {
         }
         let deep = format!("{{\"device_traces\": [[{{\"frames\": {}", "[".repeat(1 << 20));
         assert!(read(&deep).unwrap_err().contains("recursion limit"));
+    }
+
+    #[test]
+    fn a_list_may_be_a_snapshot_without_history() {
+        for text in ["[]", "[{\"device\": 0, \"blocks\": [{\"size\": 1}]}]", " [ {} , {}]"] {
+            assert!(read(text).unwrap_err().contains("the snapshot has no history"), "{text}");
+        }
+        for text in ["[1, 2]", "[null]", "[[]]", "[\"device\"]"] {
+            let error = read(text).unwrap_err();
+            assert!(error.contains("expected a segment of a memory snapshot"), "{text}: {error}");
+        }
+        assert!(read("[{} 1").unwrap_err().contains("no history"), "what follows does not matter");
+    }
+
+    #[test]
+    fn what_is_never_in_a_snapshot_takes_no_memory() {
+        let endless =
+            |start: &'static str, what| read_stored(start.as_bytes().chain(std::io::repeat(what)), &Stored::default());
+        for (start, what) in
+            [("{\"device_traces\": [[\"", b'x'), ("{\"other\": \"", b'x'), ("{\"", b'x'), ("{\"x\": 1", b'1')]
+        {
+            let error = endless(start, what).unwrap_err();
+            assert!(
+                error.ends_with(": not a memory snapshot: a text or number in it is longer than 16 MiB"),
+                "{error}"
+            );
+        }
+        let error = endless("{\"a\": ", b'[').unwrap_err();
+        assert_eq!(error, "s.json:byte 1005: not a memory snapshot: it is nested more than 1000 levels deep");
+    }
+
+    #[test]
+    fn texts_end_at_quotes_that_are_not_escaped() {
+        let text = format!(r#"{{"x": "\\\"{}\"", "device_traces": []}}"#, "[{".repeat(2000));
+        assert!(read(&text).unwrap().traces.is_empty());
+        let levels = |count| format!("{{\"x\": {}{}}}", "[".repeat(count), "]".repeat(count));
+        assert!(read(&levels(999)).is_ok() && read(&levels(1000)).is_err());
+    }
+
+    #[test]
+    fn what_few_stored_bytes_hold_takes_little_memory() {
+        const DENSE: &str = "hold more values up to here than any memory snapshot has in as many";
+        let text = format!("{{\"device_traces\": [[]{}]}}", ",[]".repeat(3 << 20));
+        assert!(read(&text).is_ok(), "as many bytes as lists");
+        let stored = Stored::default();
+        stored.add(text.len() / 1000);
+        assert!(read_stored(text.as_bytes(), &stored).unwrap_err().contains(DENSE));
+        for (list, stored) in [
+            ("{\"device_traces\": [[{}", usize::MAX),
+            ("{\"segments\": [{}", 1000),
+            ("{\"segments\": [{\"blocks\": [{}", 1000),
+        ] {
+            let text = list.to_owned() + &",{}".repeat(2 << 20);
+            let bytes = Stored::default();
+            bytes.add(stored.min(text.len()));
+            let error = read_stored(text.as_bytes(), &bytes).unwrap_err();
+            assert!(error.contains(DENSE), "{list}: {error}");
+        }
     }
 }

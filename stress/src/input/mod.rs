@@ -9,8 +9,9 @@
 //! | an RMM log (CSV) | one |
 //!
 //! Each may be compressed with gzip. Files are read as streams; memory grows with what a file holds, never
-//! with what it only claims to hold, and a damaged file gives an [`InputError`].
+//! with what it only claims to hold nor beyond what a snapshot of its size takes, and a damaged file gives an [`InputError`].
 
+mod allowance;
 mod arena;
 mod error;
 mod gzip;
@@ -23,6 +24,7 @@ mod snapshot;
 mod sniff;
 mod trace;
 mod unpickle;
+mod watched;
 
 use std::fs::File;
 use std::io::{BufReader, Read};
@@ -63,7 +65,7 @@ fn parse(path: &Path, bytes: impl Read) -> Result<Vec<Program>, Fault> {
         Format::Trace => Ok(vec![trace::parse(content, name)?]),
         Format::Rmm => Ok(vec![rmm::parse(content, name)?]),
         Format::Pickle => snapshot::programs(pickle::parse(content, &stored)?, &name),
-        Format::Json => snapshot::programs(json::parse(content)?, &name),
+        Format::Json => snapshot::programs(json::parse(content, &stored)?, &name),
     }
 }
 

@@ -12,8 +12,12 @@ pub(super) fn parse(content: impl BufRead, stored: &Stored) -> Result<Snapshot, 
     let (top, mut arena) = unpickle::run(content, stored)?;
     let top = match top {
         Value::Dict(top) => top,
-        // Only the segments.
-        Value::List(_) => return Err(Fault::file(Reason::NoHistory)),
+        // Only the segments, if it is a snapshot at all: so old ones were.
+        Value::List(list) => {
+            let segments = matches!(arena.take(list).first(), None | Some(Value::Dict(_)));
+            let not_it = Reason::Structure("it is a list, but not of segments");
+            return Err(Fault::file(if segments { Reason::NoHistory } else { not_it }));
+        }
         _ => return Err(Fault::file(Reason::Structure("it is no dictionary"))),
     };
     let mut traces = Vec::new();
@@ -164,6 +168,21 @@ mod tests {
             assert_eq!(error, "p:device_traces[0][1]: not a memory snapshot: an entry is no dictionary");
             let error = read(&[("segments", &list_of(value))]).unwrap_err();
             assert_eq!(error, "p:segments[0]: not a memory snapshot: a segment is no dictionary");
+        }
+    }
+
+    #[test]
+    fn a_list_may_be_a_snapshot_without_history() {
+        let read = |pickle: &[u8]| {
+            parse(pickle, &Stored::default()).map_err(|fault| fault.at("p".as_ref()).to_string()).unwrap_err()
+        };
+        for list in
+            [b"].".to_vec(), b"]}a.".to_vec(), [list_of(&dict(&[("device", b"K\x01")])), b".".to_vec()].concat()]
+        {
+            assert!(read(&list).contains("the snapshot has no history"));
+        }
+        for list in [&b"](K\x01K\x02e."[..], b"]Na.", b"]]a."] {
+            assert_eq!(read(list), "p: not a memory snapshot: it is a list, but not of segments");
         }
     }
 

@@ -6,14 +6,10 @@
 use std::collections::HashMap;
 use std::io::BufRead;
 
+use super::allowance;
 use super::arena::{Arena, LONGEST, MALFORMED, Value, Word};
 use super::error::{Fault, Location, Reason};
 use super::gzip::Stored;
-
-/// Memory for any pickle, and for each byte of it that is stored. A snapshot takes some 400 bytes for an entry of its history, which is
-/// stored in at least ten. Compressed data that was made to could take a hundred times as much.
-const FOR_ANY: usize = 32 << 20;
-const FOR_A_BYTE: usize = 512;
 
 /// Runs a pickle up to its end; gives what it leaves, and where. `stored` tells how much was read of the file.
 pub(super) fn run(content: impl BufRead, stored: &Stored) -> Result<(Value, Arena), Fault> {
@@ -151,9 +147,7 @@ impl<R: BufRead> Machine<R> {
         // What is not in order of its number is memoised with it, in a table that is partly empty.
         let values = self.stack.len() + self.memo.len() + 3 * self.sparse_memo.len();
         let taken = self.arena.bytes() + values * size_of::<Value>() + self.marks.len() * size_of::<usize>();
-        let stored = stored.bytes();
-        let most = usize::try_from(stored).unwrap_or(usize::MAX).saturating_mul(FOR_A_BYTE).saturating_add(FOR_ANY);
-        if taken > most { Err(Reason::TooDense { stored }) } else { Ok(()) }
+        allowance::check(taken, self.bytes.offset, stored)
     }
 
     /// Where the topmost `count` values start; none may lie below a mark.
@@ -313,12 +307,21 @@ mod tests {
     #[test]
     fn what_few_stored_bytes_hold_takes_little_memory() {
         for item in [&b"K\x01"[..], b"N", b"]", b"}", b"N\x94"] {
-            let pickle = list_of(item, 3 << 20);
+            // With a text, as it takes more than its bytes allow without any.
+            let pickle = list_of(&[item, b"\x8c\x0cnot so dense"].concat(), 3 << 20);
             assert!(run(&pickle).is_ok());
             let stored = Stored::default();
             stored.add(pickle.len() / 1000);
             let fault = super::run(&pickle[..], &stored).map(|_| ()).unwrap_err().at("p".as_ref()).to_string();
-            assert!(fault.contains(" bytes of gzip data hold more values"), "{fault}");
+            assert!(fault.contains(" bytes of the file hold more values"), "{fault}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_compressed_takes_little_memory_too() {
+        for dense in [&b"\x85"[..], b"]", b")"] {
+            let pickle = [b"]", &dense.repeat(3 << 20)[..], b"."].concat();
+            assert!(error(&pickle).contains(" bytes of the file hold more values"), "{dense:?}");
         }
     }
 
@@ -326,7 +329,7 @@ mod tests {
     fn a_list_within_itself_is_harmless() {
         let (value, mut arena) = run(&b"]\x94h\0a."[..]).unwrap();
         assert_eq!((value, arena.take(0)), (Value::List(0), vec![Value::List(0)]));
-        assert!(run(&[&[b']'; 1 << 20][..], b"."].concat()[..]).is_ok());
+        assert!(run(&[&[b']'; 1 << 18][..], b"."].concat()[..]).is_ok());
     }
 
     #[test]
