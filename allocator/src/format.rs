@@ -34,6 +34,7 @@ impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let bytes = self.0 as f64;
         let text = match self.0 {
+            1 => "1 byte".to_owned(),
             0..0x400 => format!("{} bytes", self.0),
             0x400..0x10_0000 => format!("{:.2} KiB", bytes / 1024.0),
             0x10_0000..0x4000_0000 => format!("{:.2} MiB", bytes / f64::from(1 << 20)),

@@ -6,11 +6,12 @@
 use std::fmt::Write;
 use std::io::IsTerminal;
 
+use aquifer_allocator::Allocator;
 use aquifer_allocator::snapshot::{BlockState, Segment};
-use aquifer_allocator::{Allocator, Bytes};
 
 use crate::exit::Failure;
 use crate::table::terminal_columns;
+use crate::text::Bytes;
 
 /// What memory is used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,5 +1,21 @@
 //! Text for people.
 
+use std::fmt;
+
+/// A number of bytes as the allocator's messages write it, and large ones in TiB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Bytes(pub u64);
+
+impl fmt::Display for Bytes {
+    #[expect(clippy::cast_precision_loss, reason = "two decimals are shown")]
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 >> 30 {
+            0..1024 => aquifer_allocator::Bytes(self.0).fmt(f),
+            _ => f.pad(&format!("{:.2} TiB", self.0 as f64 / (1_u64 << 40) as f64)),
+        }
+    }
+}
+
 /// Columns that the text takes in a terminal: one a character, which holds for all that is printed here but what users
 /// bring in.
 pub fn columns(text: &str) -> usize {
@@ -28,6 +44,15 @@ pub fn wrap(text: &str, width: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        for (bytes, text) in [(0, "0 bytes"), (1, "1 byte"), (1 << 30, "1.00 GiB"), (3 << 39, "1.50 TiB")] {
+            assert_eq!(Bytes(bytes).to_string(), text);
+        }
+        assert_eq!(format!("{:>9}", Bytes((1 << 40) - 1)), "1024.00 GiB");
+        assert_eq!(format!("{:>9}", Bytes(1 << 40)), " 1.00 TiB");
+    }
 
     #[test]
     fn text_is_wrapped_between_words() {

@@ -236,7 +236,7 @@ struct Size(u64);
 
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
+        let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
         match units.iter().find(|(shift, _)| self.0 >= 1 << shift && self.0.is_multiple_of(1 << shift)) {
             Some((shift, unit)) => write!(f, "{} {unit}", self.0 >> shift),
             None => write!(f, "{} B", self.0),

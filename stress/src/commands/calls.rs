@@ -5,7 +5,6 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use aquifer_allocator::Bytes;
 use aquifer_device::sim::SimDriver;
 use aquifer_device::{
     Device, DeviceError, DevicePtr, Driver, ErrorKind, Operation, PhysicalOptions, RawPhysical, StreamFlags,
@@ -17,6 +16,7 @@ use crate::commands::hundredths;
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
 use crate::table::table;
+use crate::text::Bytes;
 
 const MIB: u64 = 1 << 20;
 

@@ -4,7 +4,6 @@ use std::num::NonZero;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use aquifer_allocator::Bytes;
 use aquifer_device::sim::CAPACITY_BYTES_MAX;
 use indicatif::ProgressBar;
 use serde::Serialize;
@@ -17,6 +16,7 @@ use crate::input::Program;
 use crate::session::Session;
 use crate::subject::Aquifer;
 use crate::table::{NOTHING, table};
+use crate::text::Bytes;
 
 /// Sizes of devices that are tried are multiples of this.
 const STEP: u64 = 2 << 20;

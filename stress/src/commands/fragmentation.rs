@@ -1,6 +1,6 @@
 //! `fragmentation`: programs that fragment memory, under several policies side by side.
 
-use aquifer_allocator::{AllocError, Allocator, Bytes};
+use aquifer_allocator::{AllocError, Allocator};
 use aquifer_device::{Device, Stream};
 use serde::Serialize;
 
@@ -15,7 +15,7 @@ use crate::session::Session;
 use crate::stage::Stage;
 use crate::subject::{Refused, Subject};
 use crate::table::table;
-use crate::text::wrap;
+use crate::text::{Bytes, wrap};
 
 /// The classical way: memory that stays where it is.
 const SEGMENTS: &str = "backing:segments";

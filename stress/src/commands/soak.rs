@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use aquifer_allocator::{Allocator, Bytes};
+use aquifer_allocator::Allocator;
 use aquifer_device::Device;
 use serde::Serialize;
 
@@ -13,6 +13,7 @@ use crate::commands::replay::hazards;
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
 use crate::soak::{self, Plan, Tally};
+use crate::text::Bytes;
 
 /// Memory of a soak on a simulated device, where every byte of a pattern is written by the host.
 const SIMULATED_LIMIT: u64 = 24 << 20;

@@ -1,9 +1,8 @@
 //! The device does not have it.
 
-use aquifer_allocator::Bytes;
-
 use super::{Stand, Story, Way, no_options};
 use crate::exit::Failure;
+use crate::text::Bytes;
 
 pub(super) const TOO_BIG: Way = Way {
     name: "too_big",

@@ -9,9 +9,8 @@ mod rules;
 mod spill;
 mod stand;
 
-use aquifer_allocator::Bytes;
-
 use crate::exit::{Failure, Outcome};
+use crate::text::Bytes;
 pub use stand::{Given, Refusal, Stand};
 
 /// One way to run out of memory.

@@ -2,10 +2,11 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use aquifer_allocator::{Advice, Allocation, Bytes};
+use aquifer_allocator::{Advice, Allocation};
 
 use super::{Given, Refusal, Stand, Story, Way, no_options};
 use crate::exit::Failure;
+use crate::text::Bytes;
 
 pub(super) const LIMIT: Way = Way {
     name: "limit",

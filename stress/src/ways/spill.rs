@@ -1,10 +1,10 @@
 //! There is not enough on the device, but some of what is there can go to the host.
 
-use aquifer_allocator::Bytes;
 use aquifer_transfer::{Spillable, Spiller, Transfer};
 
 use super::{Stand, Story, Way, no_options};
 use crate::exit::Failure;
+use crate::text::Bytes;
 
 pub(super) const SPILL: Way = Way {
     name: "spill",

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use aquifer_allocator::config::Backing;
 use aquifer_allocator::size_class::SizeClasses;
-use aquifer_allocator::{AllocError, Allocation, Allocator, Bytes, OomReport, TagScope};
+use aquifer_allocator::{AllocError, Allocation, Allocator, OomReport, TagScope};
 use aquifer_device::sim::SimDriver;
 use aquifer_device::{Device, Stream};
 
@@ -13,6 +13,7 @@ use crate::cli::ConfigArg;
 use crate::content::Filled;
 use crate::exit::Failure;
 use crate::session::Session;
+use crate::text::Bytes;
 
 /// What there must be to use: with less, granules, segments and what spilling needs leave no room for what the ways do.
 const ROOM_MIN: u64 = 32 << 20;

@@ -9,7 +9,6 @@ mod handover;
 
 use std::time::Duration;
 
-use aquifer_allocator::Bytes;
 use aquifer_device::Device;
 use serde::Serialize;
 
@@ -20,6 +19,7 @@ use crate::harness::Times;
 use crate::session::Session;
 use crate::subject::{Aquifer, Refused};
 use crate::table::{Table, table};
+use crate::text::Bytes;
 use crate::workload::{Script, Sizes};
 use crate::yardstick::{Shared, Yardstick};
 use crew::Crew;

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use aquifer_allocator::{Bytes, DeviceBuffer, Turn};
+use aquifer_allocator::{DeviceBuffer, Turn};
 use aquifer_device::AccessKind;
 use aquifer_transfer::{PinnedBuffer, Region};
 use serde::Serialize;
@@ -14,6 +14,7 @@ use crate::commands::hundredths;
 use crate::exit::Failure;
 use crate::session::Session;
 use crate::table::table;
+use crate::text::Bytes;
 
 /// Rows of the method `rows`, in bytes.
 const ROW: u64 = 4 << 10;

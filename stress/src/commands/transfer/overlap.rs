@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::Bytes;
 use aquifer_device::Stream;
 use aquifer_kernels::Kernels;
 use aquifer_transfer::Pending;
@@ -13,6 +12,7 @@ use crate::commands::hundredths;
 use crate::exit::Failure;
 use crate::session::Session;
 use crate::table::table;
+use crate::text::Bytes;
 
 /// A row of results. `transfer --help` explains the fields.
 #[derive(Debug, Clone, Serialize)]

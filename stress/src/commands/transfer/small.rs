@@ -1,6 +1,6 @@
 //! Many small copies: one call each, and together.
 
-use aquifer_allocator::{Bytes, DeviceBuffer};
+use aquifer_allocator::DeviceBuffer;
 use serde::Serialize;
 
 use super::meter::Meter;
@@ -8,6 +8,7 @@ use crate::commands::hundredths;
 use crate::exit::Failure;
 use crate::session::Session;
 use crate::table::table;
+use crate::text::Bytes;
 
 /// Sizes of the copies, in bytes.
 const SIZES: [u64; 5] = [256, 4 << 10, 16 << 10, 64 << 10, 256 << 10];
