@@ -95,6 +95,9 @@ pub enum Reason {
     /// There is nothing in it.
     #[error("the file is empty")]
     Empty,
+    /// It is a trace or a log, and nothing happens in it.
+    #[error("the file has no events, so there is nothing to replay")]
+    NoEvents,
     /// The content is of no known format.
     #[error("not an allocation trace, a PyTorch memory snapshot or an RMM log{hint}")]
     Unrecognised {

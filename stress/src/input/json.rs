@@ -394,7 +394,7 @@ mod tests {
         let [first, second, oom, empty] = snapshot.traces[1][..] else { panic!("{snapshot:?}") };
         assert_eq!((first.action, first.addr, first.private_pool), (Action::Alloc, Some(u64::MAX), true));
         assert!(first.frames != 0 && first.frames != second.frames && oom.frames == 0);
-        assert_eq!((oom.action, empty.action), (Action::Remark, Action::Unknown));
+        assert_eq!((oom.action, empty.action), (Action::Oom, Action::Unknown));
     }
 
     #[test]

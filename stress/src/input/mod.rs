@@ -36,12 +36,18 @@ pub use program::{Event, Program};
 use error::Fault;
 use sniff::Format;
 
-/// Reads the programs a file holds, in order of device.
+/// The name under which a user names standard input.
+const STANDARD_INPUT: &str = "-";
+
+/// Reads the programs a file holds, in order of device; `-` is standard input.
 ///
 /// # Errors
 ///
 /// The file cannot be read, is of no known format, or is damaged; the error names the place and the reason.
 pub fn load(path: &Path) -> Result<Vec<Program>, InputError> {
+    if path == Path::new(STANDARD_INPUT) {
+        return read(Path::new("standard input"), std::io::stdin().lock());
+    }
     match File::open(path) {
         Ok(file) => read(path, file),
         Err(error) => Err(Fault::file(Reason::Io(error)).at(path)),

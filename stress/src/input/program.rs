@@ -76,9 +76,11 @@ pub(super) struct Live {
     pub(super) stream: u64,
 }
 
-/// A name as it may be shown: control characters of a file's would act on the terminal.
+/// A name as it may be shown: characters of a file's that control the terminal, or the direction of text, would act on what is around it.
 fn printable(name: &str) -> String {
-    name.replace(char::is_control, "\u{fffd}")
+    let turns =
+        |char| matches!(char, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    name.replace(|char: char| char.is_control() || turns(char), "\u{fffd}")
 }
 
 /// Puts a program together from blocks that the input names by `u64` keys: IDs or addresses.
@@ -167,11 +169,16 @@ impl Builder {
         self.push(Event::Iteration(number))
     }
 
-    /// Adds the note `count what`, unless `count` is 0.
-    pub(super) fn note(&mut self, count: u64, what: &str) {
+    /// Adds the note `1 one` or `count many`, unless `count` is 0.
+    pub(super) fn note(&mut self, count: u64, one: &str, many: &str) {
         if count > 0 {
-            self.program.notes.push(format!("{count} {what}"));
+            self.program.notes.push(format!("{count} {}", if count == 1 { one } else { many }));
         }
+    }
+
+    /// Whether nothing happened so far.
+    pub(super) fn is_empty(&self) -> bool {
+        self.program.events.is_empty()
     }
 
     pub(super) fn finish(mut self) -> Program {
@@ -225,6 +232,22 @@ mod tests {
         assert_eq!(program.streams, [0, 5]);
         assert_eq!(program.events[3], Event::Alloc { slot: 0, bytes: 5, stream: 0 });
         assert_eq!(program.events[4], Event::RecordStream { slot: 0, stream: 1 });
+    }
+
+    #[test]
+    fn names_act_on_nothing_around_them() {
+        assert_eq!(
+            printable("a\x1b[1m\x07b\u{202e}c\u{2066}d\u{200f}e"),
+            "a\u{fffd}[1m\u{fffd}b\u{fffd}c\u{fffd}d\u{fffd}e"
+        );
+        assert_eq!(printable("größe 模型 שם"), "größe 模型 שם");
+    }
+
+    #[test]
+    fn notes_count() {
+        let mut builder = Builder::new("p".into(), 0);
+        [0, 1, 2].into_iter().for_each(|count| builder.note(count, "block", "blocks"));
+        assert_eq!(builder.finish().notes, ["1 block", "2 blocks"]);
     }
 
     #[test]

@@ -38,14 +38,26 @@ pub(super) fn parse(content: impl BufRead, name: String) -> Result<Program, Faul
             return Err(Fault::new(lines.location(), reason));
         }
     }
-    builder.note(tally.failed, "failed allocations skipped");
-    builder.note(tally.null, "allocations and frees of the null pointer skipped");
-    builder.note(tally.other_stream, "frees on another stream than the allocation's, replayed as a use on that stream");
-    builder.note(tally.other_size, "frees of another size than the allocation's, replayed with the allocation's");
+    builder.note(tally.failed, "failed allocation, skipped", "failed allocations, skipped");
+    builder.note(
+        tally.null,
+        "allocation or free of the null pointer, skipped",
+        "allocations and frees of the null pointer, skipped",
+    );
+    builder.note(
+        tally.other_stream,
+        "free on another stream than the allocation's, replayed as a use on that stream",
+        "frees on another stream than the allocation's, replayed as a use on that stream",
+    );
+    builder.note(
+        tally.other_size,
+        "free of another size than the allocation's, replayed with the allocation's",
+        "frees of another size than the allocation's, replayed with the allocation's",
+    );
     if tally.threads.len() > 1 {
-        builder.note(tally.threads.len() as u64, "threads replayed as one, in the order of the log");
+        builder.note(tally.threads.len() as u64, "", "threads replayed as one, in the order of the log");
     }
-    Ok(builder.finish())
+    if builder.is_empty() { Err(Fault::file(Reason::NoEvents)) } else { Ok(builder.finish()) }
 }
 
 fn row(line: &str, builder: &mut Builder, tally: &mut Tally) -> Result<(), Reason> {
@@ -126,12 +138,14 @@ mod tests {
         );
         assert_eq!((program.streams.as_slice(), program.peak_requested_bytes), (&[0, 2][..], 1024));
         assert_eq!(program.notes.len(), 4);
-        assert_eq!(program.notes[0], "1 failed allocations skipped");
+        assert_eq!(program.notes[0], "1 failed allocation, skipped");
     }
 
     #[test]
     fn errors_name_line_and_reason() {
         for (rows, expected) in [
+            ("", "l.csv: the file has no events, so there is nothing to replay"),
+            ("1,t,allocate failure,0x0,8,0", "l.csv: the file has no events, so there is nothing to replay"),
             ("1,t,allocate,0x1,8", "l.csv:2: the field Stream is missing"),
             ("1,t,allocate,0x1,8,0,9", "l.csv:2: unexpected \"9\" at the end of the line"),
             ("1,t,steal,0x1,8,0", "l.csv:2: unknown kind \"steal\"; expected allocate, free or allocate failure"),

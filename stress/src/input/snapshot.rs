@@ -81,6 +81,8 @@ pub(super) enum Action {
     FreeCompleted,
     /// Segments come, go, are mapped or unmapped.
     Segment,
+    /// A request was refused for lack of memory.
+    Oom,
     /// Known to tell nothing about allocations.
     Remark,
     Unknown,
@@ -93,7 +95,8 @@ impl Action {
             b"free_requested" => Self::FreeRequested,
             b"free_completed" => Self::FreeCompleted,
             b"segment_alloc" | b"segment_free" | b"segment_map" | b"segment_unmap" => Self::Segment,
-            b"snapshot" | b"oom" | b"annotate" => Self::Remark,
+            b"oom" => Self::Oom,
+            b"snapshot" | b"annotate" => Self::Remark,
             _ => Self::Unknown,
         }
     }
@@ -123,41 +126,91 @@ fn program(name: String, device: u32, trace: &[Entry], segments: &[Segment]) -> 
     for &(addr, size, stream) in &before {
         builder.alloc(addr, size, stream).map_err(Fault::file)?;
     }
-    builder.note(before.len() as u64, "blocks that the history's start found allocated; allocated first, by address");
+    builder.note(
+        before.len() as u64,
+        "block that the history's start found allocated; allocated first",
+        "blocks that the history's start found allocated; allocated first, by address",
+    );
 
-    let (mut lost_frees, mut lost_allocs, mut waits, mut private, mut unknown) = (0, 0, 0, 0, 0);
+    let mut tally = Tally::default();
     for (index, entry) in trace.iter().enumerate() {
         let fault = |reason| Fault::new(Location::Entry { device, index }, reason);
         match entry.action {
             Action::Alloc => {
                 let (addr, size) = place(entry).map_err(fault)?;
-                lost_frees += u64::from(builder.free(addr).map_err(fault)?.is_some());
+                tally.lost_frees += u64::from(builder.free(addr).map_err(fault)?.is_some());
                 builder.alloc(addr, size, entry.stream).map_err(fault)?;
                 streams.allocated(entry.stream);
-                private += u64::from(entry.private_pool);
+                tally.private += u64::from(entry.private_pool);
             }
             Action::FreeRequested => {
                 let (addr, _) = place(entry).map_err(fault)?;
                 let Some(block) = builder.live(addr) else {
-                    lost_allocs += 1;
+                    tally.lost_allocs += 1;
                     continue;
                 };
                 if waited(&trace[index..], streams.several()) {
                     builder.record_stream(addr, streams.other(block.stream)).map_err(fault)?;
-                    waits += 1;
+                    tally.waits += 1;
                 }
                 builder.free(addr).map_err(fault)?;
             }
+            Action::Oom => {
+                tally.refused += 1;
+                tally.largest_refused = tally.largest_refused.max(entry.size.filter(|size| size.cast_signed() >= 0));
+            }
             Action::FreeCompleted | Action::Segment | Action::Remark => {}
-            Action::Unknown => unknown += 1,
+            Action::Unknown => tally.unknown += 1,
         }
     }
-    builder.note(waits, "frees that waited for another stream; the history does not tell which, so it is inferred");
-    builder.note(lost_frees, "blocks allocated again without a free in the history, freed just before");
-    builder.note(lost_allocs, "frees of blocks that are not allocated, skipped");
-    builder.note(private, "allocations of private pools, replayed in the default pool");
-    builder.note(unknown, "entries of unknown kinds, skipped");
+    tally.note(&mut builder);
     Ok(builder.finish())
+}
+
+/// What was inferred, assumed or left out.
+#[derive(Debug, Default)]
+struct Tally {
+    waits: u64,
+    lost_frees: u64,
+    lost_allocs: u64,
+    private: u64,
+    refused: u64,
+    /// The most bytes that a refused request asked for, if any tells.
+    largest_refused: Option<u64>,
+    unknown: u64,
+}
+
+impl Tally {
+    fn note(&self, builder: &mut Builder) {
+        builder.note(
+            self.waits,
+            "free that waited for another stream; the history does not tell which, so it is inferred",
+            "frees that waited for another stream; the history does not tell which, so it is inferred",
+        );
+        builder.note(
+            self.lost_frees,
+            "block allocated again without a free in the history, freed just before",
+            "blocks allocated again without a free in the history, freed just before",
+        );
+        builder.note(
+            self.lost_allocs,
+            "free of a block that is not allocated, skipped",
+            "frees of blocks that are not allocated, skipped",
+        );
+        builder.note(
+            self.private,
+            "allocation of a private pool, replayed in the default pool",
+            "allocations of private pools, replayed in the default pool",
+        );
+        let [one, largest] = ["", " the largest"]
+            .map(|which| self.largest_refused.map(|bytes| format!(",{which} of {bytes} bytes")).unwrap_or_default());
+        builder.note(
+            self.refused,
+            &format!("request that the program was refused for lack of memory{one}, not replayed"),
+            &format!("requests that the program was refused for lack of memory{largest}, not replayed"),
+        );
+        builder.note(self.unknown, "entry of an unknown kind, skipped", "entries of unknown kinds, skipped");
+    }
 }
 
 /// The address and size that every allocation and free has.
@@ -280,7 +333,7 @@ mod tests {
                 Event::Alloc { slot: 2, bytes: 60, stream: 0 },
             ]
         );
-        assert!(program.notes[0].starts_with("2 blocks"));
+        assert!(program.notes[0].starts_with("2 blocks that the history's start"));
     }
 
     #[test]
@@ -307,6 +360,23 @@ mod tests {
         let program = events(trace, Vec::new());
         assert_eq!(program.streams, [0, 1]);
         assert_eq!(program.events[1], Event::RecordStream { slot: 0, stream: 1 });
+    }
+
+    #[test]
+    fn refused_requests_are_noted() {
+        let refused = |size| Entry { addr: None, size, ..entry(Action::Oom, 0, 0, 0, 0) };
+        let notes = |entries: &[Entry]| {
+            let program = events([entries, &[entry(Alloc, 1, 0, 0, 0)]].concat(), Vec::new());
+            assert_eq!(program.operations(), 1);
+            program.notes
+        };
+        let what = "that the program was refused for lack of memory";
+        assert_eq!(notes(&[refused(Some(7))]), [format!("1 request {what}, of 7 bytes, not replayed")]);
+        assert_eq!(
+            notes(&[refused(Some(7)), refused(Some(1 << 30)), refused(None)]),
+            [format!("3 requests {what}, the largest of 1073741824 bytes, not replayed")]
+        );
+        assert_eq!(notes(&[refused(None)]), [format!("1 request {what}, not replayed")]);
     }
 
     #[test]

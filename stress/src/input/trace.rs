@@ -26,7 +26,7 @@ pub(super) fn parse(content: impl BufRead, name: String) -> Result<Program, Faul
             return Err(Fault::new(lines.location(), reason));
         }
     }
-    Ok(builder.finish())
+    if builder.is_empty() { Err(Fault::file(Reason::NoEvents)) } else { Ok(builder.finish()) }
 }
 
 fn event(line: &str, builder: &mut Builder) -> Result<(), Reason> {
@@ -112,8 +112,16 @@ mod tests {
             ]
         );
         assert_eq!((program.operations(), program.peak_requested_bytes), (3, 100));
-        assert_eq!(read("").unwrap().name, "file");
-        assert_eq!(read("# name: \x1b[31mred").unwrap().name, "\u{fffd}[31mred");
+        assert_eq!(read("i 1").unwrap().name, "file");
+        assert_eq!(read("# name: \x1b[31mred\ni 1").unwrap().name, "\u{fffd}[31mred");
+    }
+
+    #[test]
+    fn a_trace_has_events() {
+        for text in ["", "\n", " \n\t\r\n\n", "# name: x\n", "# name: x\n\n# y"] {
+            assert_eq!(read(text).unwrap_err(), "t: the file has no events, so there is nothing to replay", "{text:?}");
+        }
+        assert_eq!(read(&("\n".repeat(100_000) + "a 0 1 0\n\n")).unwrap().operations(), 1);
     }
 
     #[test]

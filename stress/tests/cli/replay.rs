@@ -228,8 +228,9 @@ fn a_failing_driver_ends_the_replay_of_a_program_only() {
 fn damaged_files_are_named_and_the_others_still_replayed() {
     let gzip = std::fs::read(data("gpt2_fp32.trace.gz")).unwrap();
     let pickle = std::fs::read(data("fsdp_start.pickle.gz")).unwrap();
-    let cases: [(&str, &[u8], &str); 9] = [
+    let cases: [(&str, &[u8], &str); 10] = [
         ("empty.trace", b"", "the file is empty"),
+        ("blank.trace", b"# name: nothing\n\n\n", "the file has no events"),
         ("text.trace", b"hello\n", "not an allocation trace"),
         ("line.trace", b"# name: x\na 0 1024 0\na 1 many 0\n", ":3: \"many\" is not a valid"),
         ("twice.trace", b"a 0 1024 0\nf 0 0\nf 0 0\n", ":3: ID 0 is not allocated"),
@@ -285,7 +286,7 @@ fn requests_that_no_device_can_serve_are_ooms() {
 
 #[test]
 fn a_program_without_events_has_no_time_an_event() {
-    let file = Scratch::new("empty.trace", b"# name: nothing\n");
+    let file = Scratch::new("empty.trace", b"# name: nothing\ni 1\n");
     let file = file.path();
     let row = &rows(0, &["replay", "--yardstick", file])[0];
     assert_eq!(row["events"], 0);
