@@ -39,10 +39,11 @@ pub(super) const COMPARE_KEYS: [&str; 18] = [
     "hazards",
 ];
 
-pub(super) const MEAN_KEYS: [&str; 17] = [
+pub(super) const MEAN_KEYS: [&str; 18] = [
     "row",
     "config",
     "traces",
+    "finished",
     "reserved_over_requested",
     "worst_reserved_over_requested",
     "smallest_over_requested",
@@ -112,6 +113,26 @@ fn compare_takes_configs_and_prints_tables() {
     }
     let rows = rows(4, &["compare", "--config", "", "--repeat", "1", "/no/such/file", &file]);
     assert_eq!(rows.len(), 2);
+}
+
+/// It would look better than one that did.
+#[test]
+fn a_program_that_does_not_finish_is_in_no_mean() {
+    let file = data("gnn_random_graphs.trace.gz");
+    let args = ["compare", "--repeat", "1", "--device", "sim:18GiB", "--config", "", &file];
+    let rows = rows(3, &args);
+    let [run, mean] = &rows[..] else { panic!("{rows:?}") };
+    assert!(bytes(run, "ooms") > 0 && bytes(mean, "ooms") == bytes(run, "ooms"), "{rows:?}");
+    assert_eq!((bytes(mean, "traces"), bytes(mean, "finished")), (1, 0));
+    assert!(mean["reserved_over_requested"].is_null() && mean["ns_per_op"].is_null(), "{mean}");
+    assert!(mean["smallest_over_requested"].as_f64().unwrap() >= 1.0, "{mean}");
+    let output = stress(&args);
+    let said = errors(&output);
+    assert!(said.contains("out of memory: gnn_random_graphs with the defaults: "), "{said}");
+    assert!(said.contains("refused, so this run is left out of the means"), "{said}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("OOMs") && text.contains(&run["ooms"].to_string()), "{text}");
+    assert!(!text.contains("0.85"), "{text}");
 }
 
 #[test]

@@ -3,7 +3,6 @@
 mod pytorch;
 mod summary;
 
-use aquifer_allocator::Bytes;
 use serde::Serialize;
 
 use crate::cli::{CompareArgs, ConfigArg};
@@ -13,6 +12,7 @@ use crate::exit::{Failure, Outcome};
 use crate::input::Program;
 use crate::session::Session;
 use crate::table::{NOTHING, table};
+use crate::text::Bytes;
 use summary::{Summary, summaries};
 
 /// Options that are compared unless the user names some: PyTorch's way, memory that streams share, and mapped memory. What
@@ -98,6 +98,9 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
         rows.extend(jobs.first().into_iter().flat_map(|job| recorded.rows(job.name, job.program)));
     }
     for row in &rows {
+        if !row.finished() {
+            session.message(row.failed());
+        }
         session.row(&Line::Trace(row))?;
     }
     let means = summaries(&rows);
@@ -134,6 +137,18 @@ impl Row {
             hazards: replayed.hazards,
         }
     }
+
+    /// Whether every request was served. What was not served took no memory either, so other figures say nothing then.
+    fn finished(&self) -> bool {
+        self.ooms == 0
+    }
+
+    /// What to say of a program that did not finish.
+    fn failed(&self) -> String {
+        let requests = if self.ooms == 1 { "request was" } else { "requests were" };
+        let (trace, config, ooms) = (&self.trace, name(&self.config), self.ooms);
+        format!("out of memory: {trace} with {config}: {ooms} {requests} refused, so this run is left out of the means")
+    }
 }
 
 /// A number for people, if there is one.
@@ -151,22 +166,23 @@ fn tabulate(rows: &[Row]) -> String {
     let headings = [
         "options",
         "takes",
-        "times",
+        "takes, ratio",
         "fits on",
-        "times",
+        "fits on, ratio",
         "driver allocs",
-        "warm",
+        "warm allocs",
         "driver ms",
         "worst µs",
         "ns/op",
         "index",
+        "OOMs",
     ];
     let mut table = table(&headings, 1);
     for row in rows {
         table.add_row([
             name(&row.config).to_owned(),
             Bytes(row.peak_reserved_bytes).to_string(),
-            number(row.reserved_over_requested, 3),
+            number(row.reserved_over_requested.filter(|_| row.finished()), 3),
             row.smallest_device_bytes.map_or_else(|| NOTHING.to_owned(), |bytes| Bytes(bytes).to_string()),
             number(row.smallest_over_requested, 4),
             row.driver_allocs.to_string(),
@@ -175,6 +191,7 @@ fn tabulate(rows: &[Row]) -> String {
             number(row.worst_alloc_us, 0),
             number(row.ns_per_op, 1),
             number(row.yardstick_ns_per_op, 1),
+            row.ooms.to_string(),
         ]);
     }
     let heading = rows.first().map(|row| {

@@ -11,6 +11,7 @@ use crate::table::table;
 pub(super) struct Summary {
     config: String,
     traces: usize,
+    finished: usize,
     reserved_over_requested: Option<f64>,
     worst_reserved_over_requested: Option<f64>,
     smallest_over_requested: Option<f64>,
@@ -40,20 +41,22 @@ pub(super) fn summaries(rows: &[Row]) -> Vec<Summary> {
 }
 
 fn summarise(config: &str, rows: &[&Row]) -> Summary {
-    // A mean over some of the programs would not compare with one over all, so each figure is there for all or left out.
-    let all = |figure: fn(&Row) -> Option<f64>| rows.iter().map(|row| figure(row)).collect::<Option<Vec<f64>>>();
-    let mean = |figure| all(figure).and_then(|figures| geometric_mean(&figures));
-    let worst = |figure| all(figure).and_then(|figures| figures.into_iter().max_by(f64::total_cmp));
-    let sum = |figure| all(figure).map(|figures| hundredths(figures.iter().sum()));
+    // One that did not finish took less memory and time than it needs. Where it would have fitted is known all the same.
+    let finished: Vec<&Row> = rows.iter().copied().filter(|row| row.finished()).collect();
+    let mean = |figure| all(&finished, figure).and_then(|figures| geometric_mean(&figures));
+    let worst = |figure| all(&finished, figure).and_then(|figures| figures.into_iter().max_by(f64::total_cmp));
+    let sum = |figure| all(&finished, figure).map(|figures| hundredths(figures.iter().sum()));
+    let smallest = all(rows, |row| row.smallest_over_requested);
     Summary {
         config: config.to_owned(),
         traces: rows.len(),
+        finished: finished.len(),
         reserved_over_requested: mean(|row| row.reserved_over_requested),
         worst_reserved_over_requested: worst(|row| row.reserved_over_requested),
-        smallest_over_requested: mean(|row| row.smallest_over_requested),
-        worst_smallest_over_requested: worst(|row| row.smallest_over_requested),
-        allocs: rows.iter().map(|row| row.allocs).sum(),
-        driver_allocs: rows.iter().map(|row| row.driver_allocs).sum(),
+        smallest_over_requested: smallest.as_deref().and_then(geometric_mean),
+        worst_smallest_over_requested: smallest.and_then(|figures| figures.into_iter().max_by(f64::total_cmp)),
+        allocs: finished.iter().map(|row| row.allocs).sum(),
+        driver_allocs: finished.iter().map(|row| row.driver_allocs).sum(),
         warm_driver_allocs: sum(|row| row.warm_driver_allocs),
         driver_time_modelled_us: sum(|row| row.driver_time_modelled_us),
         warm_driver_time_modelled_us: sum(|row| row.warm_driver_time_modelled_us),
@@ -63,6 +66,13 @@ fn summarise(config: &str, rows: &[&Row]) -> Summary {
         ooms: rows.iter().map(|row| row.ooms).sum(),
         hazards: rows.iter().map(|row| row.hazards).sum(),
     }
+}
+
+/// A figure of all these programs. A mean over some of them would not compare with one over all, so `None` unless all have it, or if there
+/// are none.
+fn all(rows: &[&Row], figure: fn(&Row) -> Option<f64>) -> Option<Vec<f64>> {
+    let figures = rows.iter().map(|row| figure(row)).collect::<Option<Vec<f64>>>();
+    figures.filter(|figures| !figures.is_empty())
 }
 
 /// The geometric mean of positive numbers.
@@ -83,21 +93,26 @@ pub(super) fn tabulate(summaries: &[Summary]) -> String {
         "options",
         "traces",
         "takes",
-        "worst",
+        "worst takes",
         "fits on",
-        "worst",
+        "worst fits on",
         "driver allocs %",
         "warm %",
         "driver ms",
         "worst µs",
         "ns/op",
         "index",
+        "OOMs",
     ];
     let mut table = table(&headings, 1);
     for row in summaries {
         table.add_row([
             name(&row.config).to_owned(),
-            row.traces.to_string(),
+            if row.finished < row.traces {
+                format!("{} of {}", row.finished, row.traces)
+            } else {
+                row.traces.to_string()
+            },
             number(row.reserved_over_requested, 4),
             number(row.worst_reserved_over_requested, 3),
             number(row.smallest_over_requested, 4),
@@ -109,6 +124,7 @@ pub(super) fn tabulate(summaries: &[Summary]) -> String {
             number(row.worst_alloc_us, 0),
             number(row.ns_per_op, 1),
             number(row.times_yardstick, 2),
+            row.ooms.to_string(),
         ]);
     }
     format!("All: geometric means and the worst, totals of what the driver did, times the index\n{table}")
@@ -135,7 +151,7 @@ mod tests {
             worst_alloc_us: Some(reserved),
             ns_per_op: Some(40.0),
             yardstick_ns_per_op: Some(20.0),
-            ooms: 1,
+            ooms: 0,
             hazards: 0,
         }
     }
@@ -148,9 +164,22 @@ mod tests {
         assert!((x.reserved_over_requested.unwrap_or_default() - 2.0).abs() < 1e-9);
         assert_eq!((x.worst_reserved_over_requested, x.worst_alloc_us), (Some(4.0), Some(4.0)));
         assert_eq!((x.smallest_over_requested, x.warm_driver_time_modelled_us), (None, None), "not known for all");
-        assert_eq!((x.allocs, x.driver_allocs, x.warm_driver_allocs, x.ooms), (2000, 10, Some(1.0), 2));
+        assert_eq!((x.allocs, x.driver_allocs, x.warm_driver_allocs, x.ooms), (2000, 10, Some(1.0), 0));
         assert_eq!((x.driver_time_modelled_us, x.times_yardstick), (Some(20.0), Some(2.0)));
         assert_eq!(per_cent(Some(10.0), 2000), "0.500");
+    }
+
+    #[test]
+    fn programs_that_did_not_finish_are_in_no_mean() {
+        let failed = |trace, config| Row { ooms: 3, ..row(trace, config, 0.5, Some(2.0)) };
+        let rows = [row("a", "x", 1.5, Some(2.0)), failed("b", "x"), failed("a", "y")];
+        let [x, y] = &summaries(&rows)[..] else { panic!("two configs") };
+        assert_eq!((x.traces, x.finished, x.ooms, x.allocs, x.driver_allocs), (2, 1, 3, 1000, 5));
+        assert!((x.reserved_over_requested.unwrap_or_default() - 1.5).abs() < 1e-9);
+        assert_eq!((x.worst_alloc_us, x.warm_driver_allocs), (Some(1.5), Some(0.5)));
+        assert!(x.smallest_over_requested.is_some(), "found on other devices");
+        assert_eq!((y.traces, y.finished, y.reserved_over_requested, y.warm_driver_allocs), (1, 0, None, None));
+        assert!(tabulate(&[x.clone(), y.clone()]).contains("1 of 2"));
     }
 
     #[test]

@@ -1,7 +1,5 @@
 //! The comparison at the end of the demonstration.
 
-use aquifer_allocator::Bytes;
-
 use super::{SEGMENTS, policies};
 use crate::commands::fit::{Job, fit_all};
 use crate::commands::ratio;
@@ -12,6 +10,7 @@ use crate::input::Program;
 use crate::session::Session;
 use crate::stage::Stage;
 use crate::table::table;
+use crate::text::Bytes;
 
 /// A recording under some options.
 #[derive(Debug)]
@@ -66,7 +65,7 @@ pub(super) fn tabulate(compared: &[Compared]) -> String {
 }
 
 fn tabulate_one(compared: &[Compared]) -> String {
-    let mut table = table(&["options", "takes", "times", "growths", "fits on", "times"], 1);
+    let mut table = table(&["options", "takes", "takes, ratio", "growths", "fits on", "fits on, ratio"], 1);
     for row in compared {
         let times = |bytes| ratio(bytes, row.requested).map_or_else(String::new, |times| format!("{times:.3}"));
         table.add_row([

@@ -4,7 +4,7 @@ mod timing;
 
 use std::collections::BTreeMap;
 
-use aquifer_allocator::{Bytes, MemoryStats};
+use aquifer_allocator::MemoryStats;
 use aquifer_device::Device;
 use indicatif::ProgressBar;
 use serde::Serialize;
@@ -17,6 +17,7 @@ use crate::input::Program;
 use crate::observe::{Costs, Modelled, Observed};
 use crate::session::Session;
 use crate::table::{NOTHING, Table, table};
+use crate::text::Bytes;
 use timing::time;
 
 pub(crate) use timing::Beside;
@@ -243,7 +244,7 @@ fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
     let mut headings = vec!["trace", "config", "requested", "reserved", "ratio", "ns/op", "first pass"];
     headings.extend(args.yardstick.then_some(["yardstick", "times"]).into_iter().flatten());
     headings.extend(args.driver_pool.then_some(["driver's pool", "its reserved"]).into_iter().flatten());
-    headings.extend(["driver calls", "warm", "driver ms", "warm", "worst µs"]);
+    headings.extend(["driver calls", "warm calls", "driver ms", "warm ms", "worst µs"]);
     headings.extend((args.passes.lag > 0).then_some("stalls"));
     headings.extend(["OOMs", "retries", "waits", "hazards"]);
     let mut table = table(&headings, 2);
