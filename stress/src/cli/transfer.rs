@@ -73,7 +73,9 @@ overlap:
   together_ms               time of both together
   overlap                   the share of the shorter one that took no extra time
 schedule:
-  direction, link_gb_s, copy_gb_s, call_us   the modelled link, host and driver
+  direction, bytes          direction and size of the transfer: four times --max-mb, but no more than
+                            256 MiB and no less than four times what the ring holds
+  link_gb_s, copy_gb_s, call_us              the modelled link, host and driver
   chunk_bytes, chunks, workers               the ring's sizes, as it tunes itself
   gb_per_s, idle_share, stalls               in the steady state: bandwidth, share of time that the
                                              link was idle, late copies

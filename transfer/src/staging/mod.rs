@@ -21,6 +21,7 @@ mod ends;
 mod file;
 mod floor;
 mod lanes;
+mod made_up;
 mod ring;
 mod schedule;
 mod stats;

@@ -11,17 +11,15 @@ use std::time::Duration;
 use aquifer_allocator::{Allocator, Config, DeviceBuffer};
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Device, Stream};
-use parking_lot::Mutex;
 
 use super::config::StagingConfig;
-use super::ends::{HostSource, HostTarget};
+use super::made_up::MadeUp;
 use super::task::Way;
 use super::tune::{Speeds, plan};
 use super::virtual_crew::Play;
 use super::work::{DeviceEnd, HostEnd, Work};
 use crate::counters::Direction;
 use crate::error::TransferError;
-use crate::host_vec;
 use crate::pinned::{PinnedConfig, PinnedPool};
 
 /// A staged transfer to be played in virtual time.
@@ -117,7 +115,7 @@ impl VirtualSchedule {
         let sizes = self.config.sizes(plan(speeds, usize::MAX));
         let bytes = self.bytes.max(4 * (sizes.chunk_bytes as u64) * sizes.chunks as u64);
         let stage = Stage::new(self.link_gb_s, bytes)?;
-        let (work, host) = stage.work(way)?;
+        let work = stage.work(way)?;
 
         let mut play = Play::new(self, sizes, &stage);
         let start = stage.sim.now_ns();
@@ -125,7 +123,7 @@ impl VirtualSchedule {
         play.run(work)?;
         let total_ns = stage.sim.now_ns() - start;
         let engine_busy_ns = stage.busy_ns(way) - busy_before;
-        let intact = stage.is_intact(&host)? && stage.sim.violations().is_empty();
+        let intact = stage.is_intact(way)? && stage.sim.violations().is_empty();
 
         let (chunks, chunk_bytes) = play.chunks();
         let steady = Steady::of(play.arrivals(), chunks, speeds.link);
@@ -173,11 +171,8 @@ pub(super) struct Stage {
     pub(super) pool: PinnedPool,
     stream: Stream,
     buffer: DeviceBuffer<u8>,
-    content: Arc<Bytes>,
+    content: Arc<MadeUp>,
 }
-
-/// Host memory with known content, or to be filled.
-struct Bytes(Mutex<Vec<u8>>);
 
 impl Stage {
     fn new(link_gb_s: u64, bytes: u64) -> Result<Stage, TransferError> {
@@ -187,25 +182,20 @@ impl Stage {
         let allocator = Allocator::new(&device, Config::default())?;
         let stream = device.create_stream()?;
         let buffer = allocator.alloc_buffer(bytes, &stream)?;
-        let len = usize::try_from(bytes).map_err(|_| TransferError::LengthOverflow { len: bytes, size: 1 })?;
-        let mut content = host_vec::zeroed(len)?;
-        let words = content.chunks_mut(8).zip(0u64..);
-        words.for_each(|(word, number)| word.copy_from_slice(&mixed(number).to_le_bytes()[..word.len()]));
         let pool = PinnedPool::new(&device, PinnedConfig::default())?;
-        Ok(Stage { sim, pool, stream, buffer, content: Arc::new(Bytes(Mutex::new(content))) })
+        Ok(Stage { sim, pool, stream, buffer, content: Arc::new(MadeUp::new(bytes)) })
     }
 
-    /// The transfer, and the host end of which the bytes must be those of the device in the end.
-    fn work(&self, way: Way) -> Result<(Work, Arc<Bytes>), TransferError> {
-        if way == Way::Up {
-            let device = DeviceEnd::claim(&self.buffer, AccessKind::Write)?;
-            let host = HostEnd::Source(self.content.clone());
-            return Ok((Work::new(host, device, &self.stream)?, self.content.clone()));
-        }
-        self.stream.upload_blocking(self.buffer.ptr(), &self.content.0.lock())?;
-        let target = Arc::new(Bytes(Mutex::new(host_vec::zeroed(self.content.0.lock().len())?)));
-        let device = DeviceEnd::claim(&self.buffer, AccessKind::Read)?;
-        Ok((Work::new(HostEnd::Target(target.clone()), device, &self.stream)?, target))
+    /// The transfer.
+    fn work(&self, way: Way) -> Result<Work, TransferError> {
+        let (host, access) = match way {
+            Way::Up => (HostEnd::Source(self.content.clone()), AccessKind::Write),
+            Way::Down => {
+                self.content.put(self.buffer.ptr(), &self.stream)?;
+                (HostEnd::Target(self.content.clone()), AccessKind::Read)
+            }
+        };
+        Work::new(host, DeviceEnd::claim(&self.buffer, access)?, &self.stream)
     }
 
     fn busy_ns(&self, way: Way) -> u64 {
@@ -213,42 +203,10 @@ impl Stage {
         if way == Way::Up { engines.to_device_busy_ns } else { engines.to_host_busy_ns }
     }
 
-    /// Whether content, device and the transfer's host end are the same.
-    fn is_intact(&self, host: &Arc<Bytes>) -> Result<bool, TransferError> {
-        let content = self.content.0.lock();
-        let mut bytes = host_vec::zeroed(content.len())?;
-        self.stream.download_blocking(&mut bytes, self.buffer.ptr())?;
-        Ok(bytes == *content && (Arc::ptr_eq(host, &self.content) || *host.0.lock() == bytes))
-    }
-}
-
-/// Eight bytes of content, different at every place.
-fn mixed(number: u64) -> u64 {
-    (number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29)
-}
-
-impl HostSource for Bytes {
-    fn bytes(&self) -> u64 {
-        self.0.lock().len() as u64
-    }
-
-    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
-        let bytes = self.0.lock();
-        let start = usize::try_from(offset).unwrap_or(usize::MAX);
-        into.copy_from_slice(&bytes[start..start + into.len()]);
-        Ok(())
-    }
-}
-
-impl HostTarget for Bytes {
-    fn bytes(&self) -> u64 {
-        self.0.lock().len() as u64
-    }
-
-    fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError> {
-        let start = usize::try_from(offset).unwrap_or(usize::MAX);
-        self.0.lock()[start..start + from.len()].copy_from_slice(from);
-        Ok(())
+    /// Whether the device holds the content, and what came from there is the same.
+    fn is_intact(&self, way: Way) -> Result<bool, TransferError> {
+        let here = way == Way::Up || self.content.has_arrived();
+        Ok(here && self.content.is_at(self.buffer.ptr(), &self.stream)?)
     }
 }
 

@@ -29,7 +29,7 @@ pub fn run(session: &Session, args: &TransferArgs) -> Result<Outcome, Failure> {
         overlap::run(session, &meter)?;
     }
     if wanted(Part::Schedule) {
-        damaged |= !schedule::run(session)?;
+        damaged |= !schedule::run(session, args.max_mb)?;
     }
     Ok(match meter.hazards(session) {
         0 if damaged => Outcome::Failed,

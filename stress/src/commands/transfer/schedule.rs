@@ -1,6 +1,5 @@
 //! The staging ring in virtual time.
 
-use aquifer_allocator::Bytes;
 use aquifer_transfer::{Direction, VirtualSchedule};
 use serde::Serialize;
 
@@ -9,6 +8,7 @@ use crate::commands::hundredths;
 use crate::exit::Failure;
 use crate::session::Session;
 use crate::table::table;
+use crate::text::Bytes;
 
 /// Speeds of links that are modelled, in GB/s: PCIe 4.0 and 5.0 with 16 lanes, as they are used.
 const LINKS: [u64; 2] = [25, 55];
@@ -34,15 +34,22 @@ struct Row {
     intact: bool,
 }
 
+/// A schedule of four times the largest copy, but no more than it has by itself, which is enough for a steady state.
+fn schedule(direction: Direction, link: u64, max_mb: u64) -> VirtualSchedule {
+    let usual = VirtualSchedule::new(direction, link);
+    let bytes = usual.bytes.min(max_mb.saturating_mul(4 << 20));
+    usual.bytes(bytes)
+}
+
 /// Tells whether every byte arrived.
 #[expect(clippy::cast_precision_loss, reason = "times for people")]
-pub(super) fn run(session: &Session) -> Result<bool, Failure> {
+pub(super) fn run(session: &Session, max_mb: u64) -> Result<bool, Failure> {
     let headings = ["staged", "link, GB/s", "chunks", "threads", "GB/s", "link idle", "late"];
     let mut table = table(&headings, 1);
     let mut intact = true;
     for (direction, name) in [(Direction::Upload, "upload"), (Direction::Download, "download")] {
         for link in LINKS {
-            let schedule = VirtualSchedule::new(direction, link);
+            let schedule = schedule(direction, link, max_mb);
             let report = schedule.run()?;
             let row = Row {
                 part: "schedule",
