@@ -10,7 +10,7 @@ use crate::accounting::counters::Hot;
 use crate::allocation::Allocation;
 use crate::backing::paged::{Gate, record_milestone};
 use crate::backing::{self, WhySegments};
-use crate::config::{Config, CrossStream, TagSource};
+use crate::config::{Backing, Config, CrossStream, TagSource, listed};
 use crate::error::AllocError;
 use crate::heap::BlockId;
 use crate::history::History;
@@ -117,11 +117,6 @@ impl Allocator {
     /// When the configuration contradicts itself, or the driver cannot tell the device's memory.
     pub fn new(device: &Device, config: Config) -> Result<Allocator, AllocError> {
         config.validate()?;
-        let ignored = config.ignored();
-        if !ignored.is_empty() {
-            let ignored: Vec<String> = ignored.iter().map(ToString::to_string).collect();
-            tracing::warn!("options without effect here: {}", ignored.join("; "));
-        }
         // Memory of earlier ones, whose last buffers outlived them.
         close_abandoned();
         device.settle();
@@ -129,6 +124,10 @@ impl Allocator {
         let limit = config.limit_bytes(memory.total, memory.free).unwrap_or(u64::MAX);
         let (paged, segments) =
             backing::choose(device, &config)?.map_or_else(|why| (None, Some(why)), |paged| (Some(paged), None));
+        let ignored = config.ignored(if paged.is_some() { Backing::Paged } else { Backing::Segments });
+        if !ignored.is_empty() {
+            tracing::warn!("options without effect: {}", listed(&ignored));
+        }
         let classes = SizeClasses::new(&config);
         let classes = if paged.is_some() { classes.paged() } else { classes };
         let crosses_streams = config.cross_stream != CrossStream::Off;

@@ -27,7 +27,7 @@ Examples:
   aquifer-stress oom --device sim:24GiB
   aquifer-stress replay training.trace.gz
   aquifer-stress replay --device sim:24GiB snapshot.pickle
-  aquifer-stress replay --config '' --config max_split_size_mb:128 *.trace.gz
+  aquifer-stress replay --config '' --config backing:segments,max_split_size_mb:128 *.trace.gz
   aquifer-stress fit --json training.trace.gz
   aquifer-stress compare --pytorch pytorch.json *.trace.gz
   aquifer-stress bench --filter churn
@@ -60,13 +60,19 @@ pub struct Global {
     /// Examples: sim:80GiB, sim:81408MiB, sim:h100, sim:24GiB,seed=7,jitter=off, cuda:0. The default is a real GPU if there is
     /// one, else sim:80GiB. The commands fit, compare and demo need devices of several sizes, so their default is always sim:80GiB. The
     /// choice is reported.
+    ///
+    /// Settings of simulated devices: size=SIZE; seed=N; jitter=off, all calls of a kind take the same time; vmm=off, memory cannot be
+    /// mapped; export=off, nor exported; link=GB/S, to the host; other=SIZE, held by other programs; fault=CALL#N:CODE, the Nth such
+    /// call fails; fault_rate=[CALL:]RATE[:CODE], a share of them does; oom_at=SIZE, no more memory than that; lost_at=N, the device is
+    /// lost at the Nth call; spike=RATE:DURATION, some calls take long; faults=FILE, a fault a line.
     #[arg(long, global = true, value_name = "SPEC")]
     pub device: Option<DeviceArg>,
 
     /// Options of the allocator, as in PYTORCH_ALLOC_CONF; may be given several times to compare.
     ///
-    /// For example 'max_split_size_mb:128,cross_stream:off'; '' stands for the defaults. The commands replay, fit, compare, fragmentation
-    /// and demo use each in turn; other commands take only one.
+    /// For example 'backing:segments,max_split_size_mb:128'; '' stands for the defaults. The commands replay, fit, compare, fragmentation
+    /// and demo use each in turn; other commands take only one. The environment is not read: to use its options, pass them with
+    /// --config "$PYTORCH_ALLOC_CONF". Options without effect are named in a warning.
     #[arg(long = "config", global = true, value_name = "OPTIONS", allow_hyphen_values = true)]
     pub configs: Vec<ConfigArg>,
 
@@ -106,9 +112,10 @@ pub enum Command {
 }
 
 const FILES: &str = "\
-Files, recognized by their content, each plain or gzip-compressed:
+Files, recognized by their content, each plain or gzip-compressed; - is standard input:
   allocation traces (.trace),
-  PyTorch memory snapshots with history (.pickle, .json), of all devices in them,
+  PyTorch memory snapshots with history (.pickle, .json), of all devices in them; requests that the
+    program was refused are not replayed, and a note tells how many there were, and the largest
   RMM logs (.csv)
 
 A trace is text with one event per line. IDs and STREAMs are any numbers from 0 on; an ID may be

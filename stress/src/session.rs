@@ -33,8 +33,7 @@ pub struct Session {
 /// The device where there is no GPU, or none is wanted.
 const SIMULATED: &str = "sim:80GiB";
 
-/// How the allocator's warning of options without effect begins, which a session tells itself, with the text that the
-/// user gave.
+/// How the allocator's warning of options without effect begins, which is told with the text that the user gave.
 const IGNORED_OPTIONS: &str = "options without effect";
 
 /// A simulated device that lags.
@@ -107,11 +106,6 @@ impl Session {
         let name = self.open()?.info().name.clone();
         let why = reason.unwrap_or("as asked for with --device");
         self.message(format_args!("device {}: {name} ({why})", self.device.text));
-        for ConfigArg { text, config } in &self.configs {
-            for ignored in config.ignored() {
-                self.message(format_args!("warning: --config '{text}': without effect: {ignored}"));
-            }
-        }
         Ok(())
     }
 
@@ -238,17 +232,16 @@ impl Session {
         }
     }
 
-    /// An allocator. What its making warns of, such as a device that cannot map memory, is told once a session; options
-    /// without effect were told when it started.
+    /// An allocator. What its making warns of, such as a device that cannot map memory or options without effect, is told once a
+    /// session.
     ///
     /// # Errors
     /// Those of the allocator.
     pub fn allocator(&self, device: &Device, config: &ConfigArg) -> Result<Allocator, Failure> {
         let make = || Allocator::new(device, config.config.clone());
         let tell = |line: &str| {
-            if !line.starts_with(IGNORED_OPTIONS) {
-                self.message(format_args!("warning: {line}"));
-            }
+            let whose = if line.starts_with(IGNORED_OPTIONS) { &*format!("--config '{}': ", config.text) } else { "" };
+            self.message(format_args!("warning: {whose}{line}"));
         };
         Ok(self.told.once(make, tell)?)
     }

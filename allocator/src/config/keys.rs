@@ -56,7 +56,7 @@ keys! {
     PinnedReserveSegment = "pinned_reserve_segment_size_mb" takes "a whole number of MiB greater than 0",
     PinnedFreeCatchAll = "pinned_free_catch_all" takes "`True` or `False`",
     Backing = "backing" takes "`paged` or `segments`",
-    Granule = "granule_mb" takes "a power of two of MiB, at least 2",
+    Granule = "granule_mb" takes "a power of two of MiB, from 2 to 8796093022208",
     CrossStream = "cross_stream" takes "`off`, `ready` or `wait`",
     Limit = "limit_mb" takes "MiB greater than 0, such as 512 or 0.5; leave the option out for no limit",
     LimitFreeFraction = "limit_free_fraction" takes "a fraction in (0, 1], 0 excluded",

@@ -6,20 +6,20 @@
 //! later one counts. The option strings of PyTorch work unchanged, with the ranges that PyTorch checks.
 //!
 //! All `_mb` options are whole MiB (1048576 bytes), but for `limit_mb` and `headroom_mb`, which may have a fraction (`1.5`)
-//! that is whole bytes. *Inert* options are checked and then have no effect here;
-//! [`Config::ignored`] lists those that ask for something.
+//! that is whole bytes. *Inert* options are checked and then have no effect here. Others have one on one kind of memory only: on segments or
+//! on mapped memory. [`Config::ignored`] lists those that were given in vain.
 //!
 //! | option | value, range | default | effect |
 //! | --- | --- | --- | --- |
-//! | `large_segment_size_mb` | MiB, > 10, ≤ 1048576 | 20 | size of the segments that serve requests from 1 to 10 MiB |
-//! | `max_split_size_mb` | MiB, ≥ `large_segment_size_mb` | unlimited | blocks of at least this size are never split, and serve only requests of at least this size |
-//! | `max_non_split_rounding_mb` | MiB, ≥ `large_segment_size_mb` | as `large_segment_size_mb` | a request that must not split a block takes one that is less than this much larger |
-//! | `garbage_collection_threshold` | (0, 1) | off | share of the limit above which unused segments are released by age; without a limit, share of the device's memory |
+//! | `large_segment_size_mb` | MiB, > 10, ≤ 1048576 | 20 | segments only: size of the segments that serve requests from 1 to 10 MiB |
+//! | `max_split_size_mb` | MiB, ≥ `large_segment_size_mb` | unlimited | segments only: blocks of at least this size are never split, and serve only requests of at least this size |
+//! | `max_non_split_rounding_mb` | MiB, ≥ `large_segment_size_mb` | as `large_segment_size_mb` | segments only: a request that must not split a block takes one that is less than this much larger |
+//! | `garbage_collection_threshold` | (0, 1) | off | segments only: share of the limit above which unused segments are released by age; without a limit, share of the device's memory |
 //! | `roundup_power2_divisions` | power of two or 0, or a list | 0 = off | see [`Config::roundup_power2_divisions`] |
 //! | `per_process_memory_fraction` | [0, 1] | 1 = no limit | limit, as a share of the device's memory |
 //! | `throw_on_cudamalloc_oom` | `True`, `False` | `False` | [`Config::fail_fast`] |
 //! | `backing` | `paged`, `segments` | `paged` | where memory comes from: [`Backing`] |
-//! | `granule_mb` | a power of two, at least 2 | 2, more above 512 GiB | [`Config::granule`] |
+//! | `granule_mb` | a power of two, at least 2 | 2, more above 512 GiB | mapped memory only: [`Config::granule`] |
 //! | `cross_stream` | `off`, `ready`, `wait` | `ready` | reuse between streams: [`CrossStream`]; PyTorch's is `off` |
 //! | `limit_mb` | MiB, > 0 | none | limit in bytes |
 //! | `limit_free_fraction` | (0, 1] | none | limit, as a share of what is free on the device at the start |
@@ -29,7 +29,7 @@
 //! | `no_cache` | `True`, `False` | `False` | every allocation goes straight to the driver, and what was dropped goes back at the next one; private pools keep theirs |
 //! | `backend` | `native` | `native` | nothing; `cudaMallocAsync` is an error |
 //! | `release_lock_on_cudamalloc`, `release_lock_on_hipmalloc` | `True`, `False` | | nothing: no lock is ever held during a driver call |
-//! | `expandable_segments` | `True`, `False` | `False` | inert: what it asks for is `backing:paged` |
+//! | `expandable_segments` | `True`, `False` | `False` | inert: what it asks for is what `backing:paged` does anyway |
 //! | `expandable_segments_reserve` | fraction > 0, or GiB with `G` | | inert |
 //! | `expandable_segments_reserve_by_class` | list `[class:reserve,…]` | | inert |
 //! | `graph_capture_record_stream_reuse` | `True`, `False` | `False` | inert |
@@ -63,6 +63,7 @@ use std::str::FromStr;
 pub use choices::{Backing, CrossStream, TagSource};
 pub use error::{ConfigError, ConfigErrorKind};
 pub use options::IgnoredOption;
+pub(crate) use options::listed;
 
 use crate::size_class;
 use keys::Key;
@@ -236,19 +237,23 @@ impl Config {
         self.check().map_err(|violation| ConfigError::new(violation.kind))
     }
 
-    /// The options that were given, ask for something other than the default, and have no effect here; in the order of
-    /// the documentation.
-    pub fn ignored(&self) -> Vec<IgnoredOption> {
-        let expandable = self.expandable_segments.then_some((Key::ExpandableSegments, "True"));
-        let mut ignored: Vec<(Key, &str)> = self.inert.0.iter().map(|(key, value)| (*key, value.as_str())).collect();
-        ignored.extend(expandable);
-        ignored.sort();
-        let describe = |(key, value): (Key, &str)| IgnoredOption {
-            key: key.name(),
-            value: value.to_owned(),
-            reason: options::reason(key),
-        };
-        ignored.into_iter().map(describe).collect()
+    /// The options that were given, ask for something other than the default, and have no effect where memory comes as `backing` says;
+    /// in the order of the documentation. See [`Allocator::backing`](crate::Allocator::backing) for what it comes as.
+    ///
+    /// ```
+    /// use aquifer_allocator::config::{Backing, Config};
+    /// let config: Config = "max_split_size_mb:128,granule_mb:4".parse()?;
+    /// let ignored = |backing| config.ignored(backing).into_iter().map(|option| option.key).collect::<Vec<_>>();
+    /// assert_eq!(ignored(Backing::Paged), ["max_split_size_mb"]);
+    /// assert_eq!(ignored(Backing::Segments), ["granule_mb"]);
+    /// # Ok::<(), aquifer_allocator::config::ConfigError>(())
+    /// ```
+    pub fn ignored(&self, backing: Backing) -> Vec<IgnoredOption> {
+        let ignored = Key::ALL.iter().filter_map(|&key| {
+            let reason = options::without_effect(key, backing)?;
+            Some(IgnoredOption { key: key.name(), value: display::text_of(self, key)?, reason })
+        });
+        ignored.collect()
     }
 
     /// The most bytes that may be held from a device with `total` bytes of memory, of which `free` are free when the

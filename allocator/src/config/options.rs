@@ -10,7 +10,7 @@ use super::parse::{Pair, Value};
 use super::values::{Reader, divisions, reserve};
 use super::{Backing, Config, CrossStream, TagSource};
 
-/// An option that was given, is valid, and has no effect here: [`Config::ignored`].
+/// An option that was given, is valid, and has no effect: [`Config::ignored`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct IgnoredOption {
@@ -32,15 +32,42 @@ impl fmt::Display for IgnoredOption {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Inert(pub(super) BTreeMap<Key, String>);
 
-/// Why an option that this allocator does not act on has no effect.
-pub(super) const fn reason(key: Key) -> &'static str {
-    match key {
-        Key::ExpandableSegments | Key::ExpandableReserve | Key::ExpandableReserveByClass => {
-            "what it asks for is `backing:paged`; addresses are reserved as they are needed"
-        }
-        Key::GraphCaptureReuse => "blocks used by several streams are not reused inside a graph capture",
-        _ => "page-locked host memory is not managed by this crate",
-    }
+/// Several of them, each reason once.
+pub(crate) fn listed(ignored: &[IgnoredOption]) -> String {
+    let told = ignored.chunk_by(|one, other| one.reason == other.reason).filter_map(|options| {
+        let names: Vec<String> = options.iter().map(|option| format!("{}:{}", option.key, option.value)).collect();
+        Some(format!("{} ({})", names.join(", "), options.first()?.reason))
+    });
+    told.collect::<Vec<_>>().join("; ")
+}
+
+/// Why an option has no effect on memory that comes as `backing` says; `None` if it has one.
+///
+/// Mapped memory splits every block, so none is oversize, and has no segments to collect. Private pools that hand out whole blocks have
+/// segments on either backing, but nobody sets these options for them alone.
+pub(super) const fn without_effect(key: Key, backing: Backing) -> Option<&'static str> {
+    Some(match (key, backing) {
+        (
+            Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding | Key::GarbageCollectionThreshold,
+            Backing::Paged,
+        ) => "for `backing:segments` only, and this memory is mapped",
+        (Key::Granule, Backing::Segments) => "for mapped memory only, and this memory comes in segments",
+        (Key::ExpandableSegments, Backing::Paged) => "mapped memory, which this is, does what it asks for",
+        (Key::ExpandableSegments, Backing::Segments) => "what it asks for is `backing:paged`",
+        (Key::ExpandableReserve | Key::ExpandableReserveByClass, _) => "addresses are reserved as they are needed",
+        (Key::GraphCaptureReuse, _) => "blocks used by several streams are not reused inside a graph capture",
+        (
+            Key::PinnedBackgroundThreads
+            | Key::PinnedMaxRoundThreshold
+            | Key::PinnedMaxCachedSize
+            | Key::PinnedHostRegister
+            | Key::PinnedRegisterThreads
+            | Key::PinnedReserveSegment
+            | Key::PinnedFreeCatchAll,
+            _,
+        ) => "page-locked memory is that of aquifer-transfer, which has options of its own",
+        _ => return None,
+    })
 }
 
 /// Sets one option.

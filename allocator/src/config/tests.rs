@@ -8,7 +8,7 @@ use std::ffi::OsString;
 
 use proptest::prelude::*;
 
-use super::{Backing, Config, ConfigErrorKind, CrossStream, TagSource, env};
+use super::{Backing, Config, ConfigErrorKind, CrossStream, TagSource, env, listed};
 
 const MIB: u64 = 1 << 20;
 
@@ -54,7 +54,7 @@ fn every_option_is_read() {
     assert_eq!(config.history, 99);
     assert_eq!(config.tags, TagSource::Span);
     assert!(config.no_cache);
-    assert_eq!(config.ignored(), []);
+    assert_eq!(config.ignored(config.backing), []);
 }
 
 #[test]
@@ -158,10 +158,13 @@ fn inert_options_are_named_when_they_ask_for_something() {
                pinned_use_cuda_host_register:True,pinned_num_register_threads:8,pinned_reserve_segment_size_mb:16,\
                pinned_free_catch_all:True";
     let config = parse(all);
-    let named: Vec<String> = config.ignored().iter().map(|option| format!("{}:{}", option.key, option.value)).collect();
-    assert_eq!(named.join(","), all);
+    for &backing in Backing::ALL {
+        let ignored = config.ignored(backing);
+        let named: Vec<String> = ignored.iter().map(|option| format!("{}:{}", option.key, option.value)).collect();
+        assert_eq!(named.join(","), all);
+        assert!(ignored.iter().all(|option| !option.reason.is_empty()));
+    }
     assert_eq!(config.to_string(), all);
-    assert!(config.ignored().iter().all(|option| !option.reason.is_empty()));
 
     let mut config = config;
     config
@@ -170,7 +173,7 @@ fn inert_options_are_named_when_they_ask_for_something() {
              pinned_use_hip_host_register:False,pinned_num_register_threads:1,pinned_free_catch_all:False",
         )
         .unwrap();
-    let left: Vec<&str> = config.ignored().iter().map(|option| option.key).collect();
+    let left: Vec<&str> = config.ignored(Backing::Paged).iter().map(|option| option.key).collect();
     assert_eq!(
         left,
         [
@@ -192,11 +195,33 @@ fn what_is_always_so_is_no_ignored_option() {
 
 #[test]
 fn an_ignored_option_describes_itself() {
-    let ignored = parse("pinned_use_hip_host_register:True").ignored();
+    let ignored = parse("pinned_use_hip_host_register:True").ignored(Backing::Paged);
     assert_eq!(
         ignored[0].to_string(),
-        "pinned_use_cuda_host_register:True (page-locked host memory is not managed by this crate)",
+        "pinned_use_cuda_host_register:True (page-locked memory is that of aquifer-transfer, which has options of its own)",
     );
+}
+
+#[test]
+fn options_of_one_backing_are_ignored_on_the_other() {
+    let ignored = |text: &str, backing| listed(&parse(text).ignored(backing));
+    let segments =
+        "large_segment_size_mb:32,max_split_size_mb:64,max_non_split_rounding_mb:64,garbage_collection_threshold:0.5";
+    assert_eq!(
+        ignored(segments, Backing::Paged),
+        format!("{} (for `backing:segments` only, and this memory is mapped)", segments.replace(',', ", "))
+    );
+    assert_eq!(ignored(segments, Backing::Segments), "");
+    assert_eq!(ignored("granule_mb:4,roundup_power2_divisions:8", Backing::Paged), "");
+    assert_eq!(
+        ignored("granule_mb:4,pinned_free_catch_all:True,pinned_max_cached_size_mb:1", Backing::Segments),
+        "pinned_max_cached_size_mb:1, pinned_free_catch_all:True (page-locked memory is that of aquifer-transfer, which has \
+         options of its own); granule_mb:4 (for mapped memory only, and this memory comes in segments)"
+    );
+    // What is as by default asks for nothing.
+    assert_eq!(ignored("granule_mb:2,large_segment_size_mb:20", Backing::Segments), "");
+    assert!(ignored("expandable_segments:True", Backing::Paged).contains("does what it asks for"));
+    assert!(ignored("expandable_segments:True", Backing::Segments).contains("what it asks for is `backing:paged`"));
 }
 
 #[test]

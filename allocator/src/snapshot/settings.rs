@@ -31,7 +31,8 @@ pub struct Settings {
 
 impl Settings {
     pub(super) fn new(config: &Config) -> Settings {
-        let ignored = config.ignored();
+        // Those that concern snapshots are without effect on any memory.
+        let ignored = config.ignored(config.backing);
         let asked = |key: &str| ignored.iter().find(|option| option.key == key).map(|option| option.value.as_str());
         let number = |key: &str| asked(key).and_then(|value| value.parse::<i64>().ok());
         let mib = |key: &str| number(key).map_or(-1, |mib| mib.saturating_mul(1 << 20));

@@ -43,6 +43,45 @@ fn options_without_effect_are_reported_once() {
     assert_eq!(errors(&output).matches("expandable_segments").count(), 2, "{}", errors(&output));
 }
 
+/// All of a configuration's, for the memory that there is.
+#[test]
+fn options_without_effect_are_named_in_one_warning() {
+    let file = data("fsdp_start.trace");
+    let warnings = |device: &str, config: &str| {
+        let said = errors(&stress(&["fit", "--device", device, "--config", config, &file]));
+        let warnings = said.lines().filter(|line| line.starts_with("warning: --config"));
+        warnings.map(str::to_owned).collect::<Vec<_>>()
+    };
+    let for_segments = "large_segment_size_mb:32,max_split_size_mb:64,garbage_collection_threshold:0.5";
+    let named = for_segments.replace(',', ", ");
+    assert_eq!(
+        warnings("sim:80GiB", &format!("{for_segments},pinned_free_catch_all:True")),
+        [format!(
+            "warning: --config '{for_segments},pinned_free_catch_all:True': options without effect: {named} (for \
+             `backing:segments` only, and this memory is mapped); pinned_free_catch_all:True (page-locked memory is that of \
+             aquifer-transfer, which has options of its own)"
+        )]
+    );
+    assert!(warnings("sim:80GiB", &format!("backing:segments,{for_segments}")).is_empty());
+    assert!(warnings("sim:80GiB,vmm=off", for_segments).is_empty());
+    let [warning] = &warnings("sim:80GiB", "backing:segments,granule_mb:4")[..] else { panic!("one warning") };
+    assert!(warning.contains("granule_mb:4 (for mapped memory only"), "{warning}");
+}
+
+#[test]
+fn standard_input_is_a_file_like_others() {
+    let read = |name: &str| {
+        let file = std::fs::File::open(data(name)).unwrap();
+        let output = program(&["replay", "--json", "--repeat", "1", "-"]).stdin(file).output().unwrap();
+        rows_of(0, &output).remove(0)
+    };
+    assert_eq!(read("fsdp_start.trace")["trace"], "fsdp_start");
+    assert_eq!(read("fsdp_start.pickle.gz")["trace"], "standard input");
+    let output = stress(&["replay", "-"]);
+    assert_eq!(output.status.code(), Some(4));
+    assert!(errors(&output).contains("error: standard input: the file is empty"), "{}", errors(&output));
+}
+
 #[test]
 fn a_reader_that_leaves_is_no_error() {
     let file = data("fsdp_start.trace");
@@ -64,6 +103,12 @@ fn help_tells_exit_codes_and_keys() {
     let replay = help(&["replay", "--help"]);
     assert!(REPLAY_KEYS.iter().all(|key| replay.contains(key)) && replay.contains("--lag"));
     let compare = help(&["compare", "--help"]);
+    let unknown_setting = errors(&stress(&["--device", "sim:1GiB,unknown=1"]));
+    let keys = unknown_setting.split("one of the keys ").nth(1).unwrap().lines().next().unwrap();
+    for key in keys.split(", ").map(|key| key.trim_matches(|end: char| !end.is_alphabetic())) {
+        assert!(replay.contains(&format!("{key}=")), "{key} is a setting of simulated devices");
+    }
+    assert!(replay.contains("\"$PYTORCH_ALLOC_CONF\""));
     assert!(COMPARE_KEYS.iter().chain(&MEAN_KEYS).all(|key| compare.contains(key)));
 }
 
