@@ -23,7 +23,7 @@ pub(super) fn open() -> Result<Library, Unavailable> {
         // SAFETY: the library under this name is the CUDA driver, whose initialisation is sound on any thread.
         match unsafe { Library::new(name) } {
             Ok(library) => return Ok(library),
-            Err(error) => reasons.push(format!("{name}: {}", first_cause(&error))),
+            Err(error) => reasons.push(named(name, first_cause(&error))),
         }
     }
     Err(Unavailable::NoDriver { reason: reasons.join("; ") })
@@ -32,6 +32,11 @@ pub(super) fn open() -> Result<Library, Unavailable> {
 /// What the system's loader said, which is below what the crate that called it says.
 fn first_cause(error: &dyn std::error::Error) -> String {
     error.source().map_or_else(|| error.to_string(), first_cause)
+}
+
+/// What was said of the library, which most loaders begin with its name.
+fn named(name: &str, said: String) -> String {
+    if said.starts_with(name) { said } else { format!("{name}: {said}") }
 }
 
 /// The library if the process has loaded it.
@@ -47,4 +52,15 @@ fn loaded(name: &str) -> Option<Library> {
 #[cfg(not(target_os = "linux"))]
 fn loaded(_name: &str) -> Option<Library> {
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_is_named_once() {
+        assert_eq!(named("libcuda.so.1", "libcuda.so.1: cannot open".to_owned()), "libcuda.so.1: cannot open");
+        assert_eq!(named("nvcuda.dll", "not found".to_owned()), "nvcuda.dll: not found");
+    }
 }

@@ -1,6 +1,5 @@
 //! `oom`: runs out of memory in several ways, shows the reports, and recovers.
 
-use aquifer_allocator::Bytes;
 use serde::Serialize;
 
 use crate::cli::OomArgs;
@@ -8,6 +7,7 @@ use crate::commands::replay::hazards;
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
 use crate::table::table;
+use crate::text::Bytes;
 use crate::ways::{self, Stand, Way};
 
 /// A row of results. `oom --help` explains the fields.
@@ -164,7 +164,12 @@ fn go(session: &Session, way: &Way) -> Result<Row, Failure> {
         word(row.recovered, "recovered", "NOT recovered"),
         row.recovered_by,
         if blocks == 1 { "the block".to_owned() } else { format!("the {blocks} blocks") },
-        word(row.intact, "reads as it was written", "was DAMAGED"),
+        match (row.intact, blocks) {
+            (true, 1) => "reads as it was written",
+            (true, _) => "read as they were written",
+            (false, 1) => "was DAMAGED",
+            (false, _) => "were DAMAGED",
+        },
         word(row.usable, "serves as before", "does NOT serve as before"),
     ))?;
     Ok(row)

@@ -1,10 +1,11 @@
 //! The allocator holds it, but not so that the request could have it.
 
-use aquifer_allocator::{Bytes, PoolOptions};
+use aquifer_allocator::PoolOptions;
 use aquifer_device::Stream;
 
 use super::{Stand, Story, Way, no_options};
 use crate::exit::Failure;
+use crate::text::Bytes;
 
 pub(super) const FRAGMENTED: Way = Way {
     name: "fragmented",
@@ -67,14 +68,20 @@ fn pending(stand: &mut Stand) -> Result<Story, Failure> {
     buffer.record_stream(&side)?;
     drop(buffer);
     let late = !side.is_idle()?;
+    let waits = || stand.allocator.memory_stats().cross_stream_waits;
+    let waits_before = waits();
     let refusal = stand.request(bytes)?;
-    let recovered = refusal.report.is_none() || stand.is_served(bytes)?;
-    let stream = side.id();
-    let recovered_by = if late && side.is_idle()? {
+    let (own, stream) = (stand.stream.id(), side.id());
+    let recovered_by = if waits() > waits_before {
+        format!(
+            "stream {own} waiting for stream {stream} on the device, which the allocator saw to; the host did not wait"
+        )
+    } else if late && side.is_idle()? {
         format!("waiting for stream {stream}, which the allocator did by itself")
     } else {
         format!("nothing: stream {stream} was done in time, or its memory was not needed")
     };
+    let recovered = refusal.report.is_none() || stand.is_served(bytes)?;
     Ok(Story { refusal, recovered_by, recovered })
 }
 

@@ -150,6 +150,21 @@ fn every_way_out_of_memory_leads_back() {
     assert!(text.contains("reads as it was written") && text.contains("serves as before"), "{text}");
 }
 
+/// Whatever the backing, and for whoever may wait.
+#[test]
+fn memory_that_a_late_stream_uses_is_waited_for() {
+    let on_the_device = "stream 1 waiting for stream 2 on the device";
+    for (config, how) in [
+        ("", on_the_device),
+        ("cross_stream:off", "waiting for stream 2, which the allocator did by itself"),
+        ("backing:segments", "waiting for stream 2, which the allocator did by itself"),
+    ] {
+        let args = ["oom", "--device", "sim:24GiB", "--way", "pending", "--config", config];
+        let row = &rows(0, &args)[0];
+        assert!(row["recovered_by"].as_str().unwrap().starts_with(how), "{config}: {row}");
+    }
+}
+
 /// Sizes of no whole segments, small ones, memory of other processes, and options of the user's.
 #[test]
 fn every_way_shows_something_on_any_device_and_with_most_options() {
@@ -222,6 +237,8 @@ fn the_demonstration_tells_its_story() {
         assert!(bytes(compared, "smallest_device_bytes") >= bytes(compared, "peak_requested_bytes"), "{compared}");
     }
     let text = text(&["demo", "--ascii"]);
+    let ways = super::rows(0, &["oom", "--list"]).len();
+    assert!(text.contains(&format!("\n      {ways} ways to run out of memory")), "{text}");
     for part in [
         "1. A program that needs",
         "2. On a device of",
@@ -231,4 +248,20 @@ fn the_demonstration_tells_its_story() {
     ] {
         assert!(text.contains(part), "{part}");
     }
+}
+
+#[test]
+fn the_demonstration_knows_what_it_runs_on() {
+    let told = |code, device: &str| {
+        let output = stress(&["demo", "--ascii", "--device", device]);
+        assert_eq!(output.status.code(), Some(code), "{}", errors(&output));
+        // As words, wherever lines end.
+        String::from_utf8(output.stdout).unwrap().split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    let text = told(3, "sim:rtx4090,vmm=off");
+    assert!(text.contains("4. Memory cannot move on this device"), "{text}");
+    assert!(text.contains("not possible: the device cannot map memory. So the program runs out of memory"), "{text}");
+    assert!(!text.contains("memory that moves"), "{text}");
+    let text = told(3, "sim:80GiB,other=10GiB");
+    assert!(text.contains("2 % more than it ever uses, of which other programs hold 10.00 GiB."), "{text}");
 }

@@ -6,14 +6,12 @@ mod rows;
 
 use std::path::Path;
 
-use aquifer_allocator::Bytes;
-
 use crate::cli::{ConfigArg, DemoArgs};
 use crate::exit::{Failure, Outcome};
 use crate::input::{self, Program};
 use crate::map::Style;
 use crate::session::Session;
-use crate::text::wrap;
+use crate::text::{Bytes, wrap};
 use play::{Exhausted, Moving, Roomy};
 use rows::Row;
 
@@ -111,10 +109,15 @@ impl Teller<'_> {
             self.heading(&format!("2. On a device of {size} it just finishes"))?;
             return Ok(outcome(hazards));
         };
+        let others = self.session.sim().map_or(0, |sim| sim.other_process_bytes);
+        let others = match others {
+            0 => String::new(),
+            bytes => format!(", of which other programs hold {}", Bytes(bytes)),
+        };
         let free = report.free_in_pool + report.memory.map_or(0, |memory| memory.free);
         self.heading(&format!("2. On a device of {size} it runs out of memory while {} are free", Bytes(free)))?;
         self.say(&format!(
-            "That is {SPARE_PERCENT} % more than it ever uses. Unused segments are given back when the device is full, but \
+            "That is {SPARE_PERCENT} % more than it ever uses{others}. Unused segments are given back when the device is full, but \
              those with a live block in them cannot be. At event {event} of {events} that is not enough:"
         ))?;
         self.session.show(format_args!("{report}\n\n{}\n", map.draw(self.style)))?;
@@ -136,7 +139,21 @@ impl Teller<'_> {
         let capacity = small(program);
         let told = play::moving(self.session, program, capacity)?;
         self.session.row(&Row::remap(program, capacity, &told))?;
-        let Moving { report, reserved, remaps, granules_moved, damaged, hazards } = told;
+        let Moving { report, why_segments, reserved, remaps, granules_moved, damaged, hazards } = told;
+        if let Some(why) = why_segments {
+            self.heading("4. Memory cannot move on this device")?;
+            self.say(&format!(
+                "By default memory is mapped in granules, which move to where contiguous addresses are needed. Here that is not \
+                 possible: {why}. So the program {} as before.",
+                if report.is_some() { "runs out of memory" } else { "finishes" },
+            ))?;
+            let ended = match report {
+                _ if damaged > 0 => Outcome::Failed,
+                Some(_) => Outcome::OutOfMemory,
+                None => Outcome::Done,
+            };
+            return Ok(outcome(hazards).max(ended));
+        }
         if let Some(report) = report {
             self.heading("4. Even memory that moves does not suffice here")?;
             self.session.show(format_args!("{report}\n"))?;
@@ -172,11 +189,12 @@ impl Teller<'_> {
 
     fn next_steps(&self) -> Result<(), Failure> {
         self.heading("What to try next")?;
-        let program = if std::env::var_os("CARGO").is_some() { "cargo run --release --" } else { "aquifer-stress" };
+        let program = own_name(std::env::var_os("CARGO").is_some(), std::env::args().next());
+        let ways = format!("{} ways to run out of memory, the reports, and the ways out", crate::ways::ALL.len());
         let mut text = String::new();
         for (arguments, meaning) in [
             ("fragmentation", "five synthetic programs that fragment memory, under several options"),
-            ("oom", "eight ways to run out of memory, the reports, and the ways out"),
+            ("oom", &ways),
             ("replay snapshot.pickle", "your own program, from torch.cuda.memory._dump_snapshot()"),
             ("fit --config '' --config backing:segments snapshot.pickle", "the smallest device for it"),
             ("bench", "how fast the allocator is"),
@@ -185,6 +203,15 @@ impl Teller<'_> {
             text += &format!("  {program} {arguments}\n      {meaning}\n");
         }
         self.session.show(text.trim_end())
+    }
+}
+
+/// How the program is run: through cargo, or as the user called it.
+fn own_name(by_cargo: bool, called: Option<String>) -> String {
+    match called {
+        _ if by_cargo => "cargo run --release --".to_owned(),
+        Some(name) if !name.is_empty() => name,
+        _ => "aquifer-stress".to_owned(),
     }
 }
 
@@ -220,6 +247,13 @@ fn policies(session: &Session) -> Result<Vec<ConfigArg>, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_to_try_next_can_be_typed() {
+        assert_eq!(own_name(true, Some("target/release/aquifer-stress".to_owned())), "cargo run --release --");
+        assert_eq!(own_name(false, Some("./aquifer-stress".to_owned())), "./aquifer-stress");
+        assert_eq!(own_name(false, None), "aquifer-stress");
+    }
 
     #[test]
     fn recordings_are_sound() {

@@ -162,6 +162,8 @@ pub(super) fn exhausted(session: &Session, program: &Program, capacity: u64) -> 
 /// A program whose memory moves to where it is needed.
 #[derive(Debug)]
 pub(super) struct Moving {
+    /// Why it does not, if so.
+    pub(super) why_segments: Option<String>,
     /// Why it ended early, if it did.
     pub(super) report: Option<Box<OomReport>>,
     pub(super) reserved: u64,
@@ -186,6 +188,7 @@ pub(super) fn moving(session: &Session, program: &Program, capacity: u64) -> Res
     Player::new(program).play(&mut stage, OnOom::Stop)?;
     let stats = stage.allocator.memory_stats();
     Ok(Moving {
+        why_segments: stage.allocator.why_segments().map(ToString::to_string),
         report: stage.first_oom.take(),
         reserved: stats.reserved_bytes.all.peak,
         remaps: stats.remaps,
