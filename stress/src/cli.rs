@@ -61,7 +61,7 @@ pub struct Global {
     /// one, else sim:80GiB. The commands fit, compare and demo need devices of several sizes, so their default is always sim:80GiB. The
     /// choice is reported.
     ///
-    /// Settings of simulated devices: size=SIZE; seed=N; jitter=off, all calls of a kind take the same time; vmm=off, memory cannot be
+    /// Settings of simulated devices: size=SIZE; seed=N; jitter=off, durations do not vary; vmm=off, memory cannot be
     /// mapped; export=off, nor exported; link=GB/S, to the host; other=SIZE, held by other programs; fault=CALL#N:CODE, the Nth such
     /// call fails; fault_rate=[CALL:]RATE[:CODE], a share of them does; oom_at=SIZE, no more memory than that; lost_at=N, the device is
     /// lost at the Nth call; spike=RATE:DURATION, some calls take long; faults=FILE, a fault a line.
