@@ -169,7 +169,8 @@ pub struct Prefetcher<B: Batch> {
     worker: Option<(JoinHandle<()>, Arc<Whereabouts>)>,
 }
 
-/// How long the thread waits before it looks again whether the allocator has woken up, and the consumer whether it sleeps.
+/// How long the thread waits for the allocator to wake up before it looks again whether the prefetcher is gone, and how long the consumer
+/// waits before it looks again whether the allocator sleeps.
 const NAP: Duration = Duration::from_millis(1);
 
 /// Most batches ahead: room for them is set aside at once, and nobody can use more.
@@ -430,7 +431,9 @@ impl<B: Batch> Worker<B> {
             match self.transfer.allocator().keep_awake() {
                 Ok(awake) => return Some(awake),
                 Err(_) if self.at.left.load(Ordering::Relaxed) => return None,
-                Err(_) => std::thread::sleep(NAP),
+                Err(_) => {
+                    self.transfer.allocator().wait_awake(NAP);
+                }
             }
         }
     }
