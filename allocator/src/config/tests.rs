@@ -219,7 +219,7 @@ fn options_of_one_backing_are_ignored_on_the_other() {
          options of its own); granule_mb:4 (for mapped memory only, and this memory comes in segments)"
     );
     // What is as by default asks for nothing.
-    assert_eq!(ignored("granule_mb:2,large_segment_size_mb:20", Backing::Segments), "");
+    assert_eq!(ignored("large_segment_size_mb:20", Backing::Paged), "");
     assert!(ignored("expandable_segments:True", Backing::Paged).contains("does what it asks for"));
     assert!(ignored("expandable_segments:True", Backing::Segments).contains("what it asks for is `backing:paged`"));
 }
