@@ -124,7 +124,11 @@ impl Allocator {
         let limit = config.limit_bytes(memory.total, memory.free).unwrap_or(u64::MAX);
         let (paged, segments) =
             backing::choose(device, &config)?.map_or_else(|why| (None, Some(why)), |paged| (Some(paged), None));
-        let ignored = config.ignored(if paged.is_some() { Backing::Paged } else { Backing::Segments });
+        let mut ignored = config.ignored(if paged.is_some() { Backing::Paged } else { Backing::Segments });
+        if let Some(WhySegments::GranuleTooLarge { .. }) = segments {
+            // That was told with the reason for segments.
+            ignored.retain(|option| option.key != "granule_mb");
+        }
         if !ignored.is_empty() {
             tracing::warn!("options without effect: {}", listed(&ignored));
         }
