@@ -63,8 +63,8 @@ pub struct Global {
     ///
     /// Settings of simulated devices: size=SIZE; seed=N; jitter=off, durations do not vary; vmm=off, memory cannot be
     /// mapped; export=off, nor exported; link=GB/S, to the host; other=SIZE, held by other programs; fault=CALL#N:CODE, the Nth such
-    /// call fails; fault_rate=[CALL:]RATE[:CODE], a share of them does; oom_at=SIZE, no more memory than that; lost_at=N, the device is
-    /// lost at the Nth call; spike=RATE:DURATION, some calls take long; faults=FILE, a fault a line.
+    /// call fails; fault_rate=CALL:RATE:CODE, a share of them does (of all calls without CALL:); oom_at=SIZE, no more memory than that;
+    /// lost_at=N, the device is lost at the Nth call; spike=RATE:DURATION, some calls take long; faults=FILE, a fault a line.
     #[arg(long, global = true, value_name = "SPEC")]
     pub device: Option<DeviceArg>,
 
