@@ -264,7 +264,7 @@ Benchmarks; a pair is one allocation and one free:
 JSON keys, per benchmark and allocator (aquifer and, alternating with it, the bare index
 offset-allocator):
   benchmark, allocator      the benchmark, and what was measured
-  device                    the device; a simulated one has at least 8 TiB here
+  device                    the device; a simulated one has at least 512 GiB here
   largest_bytes             the largest block: as above, or smaller where the device has no room for
                             so many
   ns_per_pair               time of a pair in one thread, the median of several rounds

@@ -26,7 +26,7 @@ use crew::Crew;
 use handover::HandOver;
 
 /// Memory that a simulated device has at least, so that the allocator is measured and not the lack of memory.
-const SIMULATED_BYTES: u64 = 8 << 40;
+const SIMULATED_BYTES: u64 = 512 << 30;
 /// Rounds that are measured of each benchmark. Many that are shorter than a time slice of the operating system (1 ms), so that
 /// on a busy machine, too, most of them run undisturbed.
 const ROUNDS: usize = 301;
