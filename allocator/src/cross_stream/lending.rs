@@ -30,10 +30,12 @@ const CANDIDATES: usize = 32;
 const BORROW_SPACING: u64 = 16;
 /// See [`BORROW_SPACING`].
 const BORROW_ADVANCE: u64 = 8;
-/// *Little* means at most reserved memory divided by this, or [`OWN_LEAST`].
+/// *Little* means at most reserved memory divided by this, or [`OWN_LEAST`], or [`OWN_GRANULES`], whichever is most.
 const OWN_SHARE: u64 = 128;
 /// In bytes: see [`OWN_SHARE`].
 const OWN_LEAST: u64 = 32 << 20;
+/// In granules: see [`OWN_SHARE`]. Mapped memory grows by whole granules, however large they are.
+const OWN_GRANULES: u64 = 16;
 
 /// The owner of a block that would serve a request if its stream waited for the tick `after`.
 struct Lender {
@@ -62,7 +64,8 @@ impl Allocator {
         }
         let bytes = self.growth_bytes(whole, request);
         let sum = whole.unborrowed.saturating_add(bytes);
-        let grows = sum <= (whole.reserved / OWN_SHARE).max(OWN_LEAST);
+        let granules = whole.paged.as_ref().map_or(0, |paged| OWN_GRANULES.saturating_mul(paged.granule));
+        let grows = sum <= (whole.reserved / OWN_SHARE).max(OWN_LEAST).max(granules);
         whole.unborrowed += if grows { bytes } else { 0 };
         grows
     }
@@ -266,8 +269,30 @@ impl Latest {
 
 #[cfg(test)]
 mod tests {
+    use aquifer_device::Device;
+    use aquifer_device::sim::{SimConfig, SimDriver};
+
     use super::*;
+    use crate::config::Config;
     use crate::heap::BlockId;
+
+    #[test]
+    fn streams_that_borrow_often_get_a_granule_whatever_its_size() {
+        for granule in [2, 16, 32, 64].map(|mib: u64| mib << 20) {
+            let device = Device::new(SimDriver::new(SimConfig::new(4 << 30)));
+            let config = Config { granule: Some(granule), ..Config::default() };
+            let allocator = Allocator::new(&device, config).unwrap();
+            let streams = [(); 4].map(|()| device.create_stream().unwrap());
+            let _kept = allocator.alloc(1 << 20, &streams[0]).unwrap();
+            for _ in 0..100 {
+                for stream in &streams {
+                    drop(allocator.alloc(1 << 20, stream).unwrap());
+                }
+            }
+            let reserved = allocator.reserved_bytes();
+            assert!(reserved >= 2 * granule, "{reserved} bytes in granules of {granule}");
+        }
+    }
 
     #[test]
     fn the_latest_tick_of_each_stream_counts() {
