@@ -1,6 +1,7 @@
 //! Files on their way to a device.
 
 use std::io::ErrorKind;
+use std::time::Duration;
 
 use super::*;
 

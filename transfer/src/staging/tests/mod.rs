@@ -2,9 +2,9 @@
 
 mod ends;
 mod files;
+mod memory;
 
 use std::sync::mpsc;
-use std::time::Duration;
 
 use aquifer_allocator::{Allocator, Config, DeviceBuffer};
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
@@ -391,95 +391,6 @@ fn what_cannot_be_staged_is_refused_at_the_call() {
     settled(&world.upload(Memory::new(vec![1; 1000]), &buffer, &stream).unwrap()).unwrap();
     world.end();
     other.end();
-}
-
-#[test]
-fn where_no_memory_can_be_page_locked_the_job_says_so() {
-    let mut world = World::new(sim());
-    world.pool = PinnedPool::new(&world.device, PinnedConfig::default().limit_bytes(4096)).unwrap();
-    world.staging = Some(Staging::new(&world.pool, SMALL));
-    let error = world.round_trip(&content(10, 0)).unwrap_err();
-    assert!(error.is_out_of_memory(), "{error}");
-    world.pool.set_limit(None);
-    world.round_trip(&content(300_000, 0)).unwrap();
-    world.end();
-}
-
-/// What the ring keeps between transfers is nobody's who is refused memory for it.
-#[test]
-fn an_idle_ring_gives_its_memory_to_who_needs_it() {
-    for stays in [false, true] {
-        let sim = SimDriver::new(sim());
-        let allocator = Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap();
-        let config = TransferConfig::default()
-            .pinned(PinnedConfig::default().limit_bytes(32 << 20))
-            .staging(StagingConfig::default().chunk_bytes(4 << 20).chunks(6).threads(2));
-        let transfer = Transfer::with_config(&allocator, config).unwrap();
-        let stream = transfer.device().create_stream().unwrap();
-        let content = content(64 << 20, 1);
-        let uploaded = transfer.to_device(content.clone(), &stream).unwrap().wait().unwrap();
-        if stays {
-            assert!(transfer.pinned().alloc::<u8>(24 << 20).is_ok());
-        } else {
-            let ring = transfer.staging_stats();
-            assert!(transfer.pinned().empty_cache().unwrap() >= ring.chunks * ring.chunk_bytes);
-            assert_eq!(transfer.pinned().stats().allocated_bytes.current, 0);
-        }
-        assert_eq!(transfer.staging_stats().chunks, 0);
-        // The next one makes its own again.
-        assert!(transfer.to_vec(&uploaded).unwrap().wait().unwrap() == content);
-        assert_eq!(sim.take_violations(), []);
-    }
-}
-
-/// A pool that is limited serves small copies while the ring is at work with large ones.
-#[test]
-fn a_busy_ring_leaves_memory_to_small_copies() {
-    /// Lets nobody read until it is opened.
-    struct Gate {
-        bytes: u64,
-        readers: Mutex<usize>,
-        open: Mutex<bool>,
-    }
-    impl HostSource for Gate {
-        fn bytes(&self) -> u64 {
-            self.bytes
-        }
-
-        fn read(&self, _: u64, into: &mut [u8]) -> Result<(), TransferError> {
-            *self.readers.lock() += 1;
-            while !*self.open.lock() {
-                std::thread::yield_now();
-            }
-            into.fill(3);
-            Ok(())
-        }
-    }
-    for limit in [512 << 10, 1 << 20, 4 << 20, 8 << 20, 30 << 20_u64] {
-        let sim = SimDriver::new(sim());
-        let allocator = Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap();
-        let config = TransferConfig::default()
-            .pinned(PinnedConfig::default().limit_bytes(limit))
-            .staging(StagingConfig::default().chunk_bytes(2 << 20).chunks(16).threads(4));
-        let transfer = Transfer::with_config(&allocator, config).unwrap();
-        let stream = transfer.device().create_stream().unwrap();
-        let source = Arc::new(Gate { bytes: 64 << 20, readers: Mutex::new(0), open: Mutex::new(false) });
-        let mut large = allocator.alloc_buffer::<u8>(source.bytes, &stream).unwrap();
-        let (_, uploaded) = transfer.stage_upload(source.clone(), &mut large).unwrap();
-        while *source.readers.lock() < 2 {
-            std::thread::yield_now();
-        }
-        for n in 0..200u8 {
-            let small = transfer.to_device(vec![n; 100_000], &stream).unwrap().wait().unwrap();
-            assert_eq!(transfer.item(&small, 99_999).unwrap(), n);
-        }
-        let ring = transfer.staging_stats();
-        assert!(ring.chunks >= 2 && ring.chunks * ring.chunk_bytes <= limit / 2, "{limit}: {ring:?}");
-        *source.open.lock() = true;
-        uploaded.wait().unwrap();
-        assert_eq!(transfer.item(&large, 1 << 20).unwrap(), 3);
-        assert_eq!(sim.take_violations(), []);
-    }
 }
 
 /// A runtime on a device of its own.

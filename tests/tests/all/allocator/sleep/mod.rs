@@ -1,14 +1,12 @@
 //! Sleep and wake: memory goes and comes back, addresses and contents stay, and no failure loses anything.
 
-use std::sync::{Arc, Barrier};
-use std::thread;
-use std::time::Duration;
+mod meanwhile;
 
-use aquifer_allocator::{
-    AllocError, Allocation, Allocator, Claim, Config, Contents, DeviceBuffer, Growable, PoolOptions, Turn,
-};
+use std::sync::Arc;
+
+use aquifer_allocator::{AllocError, Allocation, Allocator, Config, Contents, Growable, PoolOptions};
 use aquifer_device::sim::Fault;
-use aquifer_device::{AccessKind, Code, Device, DevicePtr, ErrorKind, HandleKind, Operation, Stream};
+use aquifer_device::{Code, Device, DevicePtr, ErrorKind, HandleKind, Operation, Stream};
 use aquifer_tests::{MIB, Subject};
 
 const CAPACITY: u64 = 256 * MIB;
@@ -323,144 +321,6 @@ fn a_lost_device_is_an_error() {
 }
 
 #[test]
-fn threads_meanwhile_are_served_or_told() {
-    let setup = setup();
-    let Setup { allocator, device, .. } = &setup;
-    thread::scope(|scope| {
-        for _ in 0..2 {
-            let stream = device.create_stream().unwrap();
-            scope.spawn(move || {
-                let mut held = Vec::new();
-                for step in 0..400_u64 {
-                    match allocator.alloc((1 + step % 13) * 700_000, &stream) {
-                        Ok(block) => held.push(block),
-                        Err(AllocError::Asleep) => thread::yield_now(),
-                        Err(error) => panic!("{error}"),
-                    }
-                    if held.len() > 6 {
-                        drop(held.swap_remove(2));
-                    }
-                    if step % 50 == 0 {
-                        allocator.empty_cache().unwrap();
-                    }
-                }
-            });
-        }
-        scope.spawn(|| {
-            for contents in [Contents::SaveToHost, Contents::Discard].repeat(15) {
-                allocator.sleep(contents).unwrap();
-                allocator.wake().unwrap();
-            }
-        });
-    });
-    setup.assert_usable_and_returned();
-}
-
-#[test]
-fn nobody_gets_a_turn_with_memory_that_is_away() {
-    let setup = setup();
-    let buffer: DeviceBuffer<u8> = setup.allocator.alloc_buffer(1000, &setup.stream).unwrap();
-    setup.stream.fill(buffer.ptr(), 5, 1000).unwrap();
-    setup.allocator.sleep(Contents::SaveToHost).unwrap();
-    let turn = |kind| Turn::take(&setup.stream, &[(buffer.storage(), kind)]).map(drop);
-    for kind in [AccessKind::Read, AccessKind::Write] {
-        assert!(matches!(turn(kind), Err(AllocError::Asleep)));
-        assert!(matches!(Claim::take(buffer.storage(), kind), Err(AllocError::Asleep)));
-    }
-    assert!(matches!(setup.allocator.keep_awake(), Err(AllocError::Asleep)));
-    setup.allocator.wake().unwrap();
-    turn(AccessKind::Read).unwrap();
-    assert_eq!(setup.byte(buffer.ptr()), 5);
-    setup.assert_contents();
-    assert!(setup.driver.violations().is_empty());
-}
-
-/// Puts the allocator to sleep on another thread, which waits for this one. Lets `work` work once others are refused.
-fn sleep_beside<T>(setup: &Setup, held: T, work: impl FnOnce(T)) {
-    thread::scope(|scope| {
-        let sleeper = scope.spawn(|| setup.allocator.sleep(Contents::SaveToHost).unwrap());
-        while !setup.allocator.is_asleep() {
-            thread::yield_now();
-        }
-        assert!(scope.spawn(|| setup.allocator.keep_awake().is_err()).join().unwrap() && !sleeper.is_finished());
-        work(held);
-        assert!(sleeper.join().unwrap() > 0 && setup.allocator.is_asleep());
-    });
-    setup.allocator.wake().unwrap();
-    drop(setup.allocator.keep_awake().unwrap());
-}
-
-#[test]
-fn turns_and_claims_end_before_their_memory_goes() {
-    let setup = setup();
-    let one: DeviceBuffer<u8> = setup.allocator.alloc_buffer(3 * MIB, &setup.stream).unwrap();
-    let other: DeviceBuffer<u8> = setup.cache.buffer();
-    let side = setup.device.create_stream().unwrap();
-    let claim = Claim::take(other.storage(), AccessKind::Write).unwrap();
-    sleep_beside(&setup, claim, |claim| {
-        for part in 0..3 {
-            let _turn = claim.turn(&side).unwrap();
-            side.fill(other.ptr().offset(part * MIB), 99, MIB).unwrap();
-        }
-    });
-    let turn = Turn::take(&side, &[(one.storage(), AccessKind::Write)]).unwrap();
-    sleep_beside(&setup, turn, |_turn| {
-        side.fill(one.ptr(), 8, one.bytes()).unwrap();
-        // Who keeps it awake gets further turns, and memory, or could not end.
-        let more: DeviceBuffer<u8> = setup.allocator.alloc_buffer(5 * MIB, &side).unwrap();
-        let _turn = Turn::take(&side, &[(more.storage(), AccessKind::Write)]).unwrap();
-        side.fill(more.ptr(), 9, more.bytes()).unwrap();
-    });
-    assert_eq!((setup.byte(one.ptr()), setup.byte(one.ptr().offset(3 * MIB - 1))), (8, 8));
-    setup.assert_contents();
-    drop((one, other));
-    setup.assert_usable_and_returned();
-}
-
-#[test]
-fn a_thread_does_not_wait_for_itself_to_let_the_allocator_sleep() {
-    let setup = setup();
-    let buffer: DeviceBuffer<u8> = setup.allocator.alloc_buffer(1000, &setup.stream).unwrap();
-    let (turn, awake) =
-        (Turn::take(&setup.stream, &[(buffer.storage(), AccessKind::Read)]), setup.allocator.keep_awake());
-    for _ in 0..2 {
-        assert!(matches!(setup.allocator.sleep(Contents::Discard), Err(AllocError::KeptAwake)));
-        setup.allocator.wake().unwrap();
-    }
-    drop(turn);
-    assert!(matches!(setup.allocator.sleep(Contents::Discard), Err(AllocError::KeptAwake)));
-    drop(awake);
-    // Another allocator's sleep is none of its business, even if that one is gone otherwise.
-    let other = Allocator::new(&setup.device, Config::default()).unwrap();
-    let _awake = other.keep_awake().unwrap();
-    drop(other);
-    let another = Allocator::new(&setup.device, Config::default()).unwrap();
-    another.sleep(Contents::Discard).unwrap();
-    drop(another);
-    setup.allocator.sleep(Contents::SaveToHost).unwrap();
-    setup.allocator.wake().unwrap();
-    drop(buffer);
-    setup.assert_usable_and_returned();
-}
-
-#[test]
-fn lack_of_memory_is_not_reported_of_an_allocator_that_is_about_to_sleep() {
-    let setup = setup();
-    let awake = setup.allocator.keep_awake().unwrap();
-    sleep_beside(&setup, awake, |awake| {
-        let beside = thread::scope(|scope| {
-            scope.spawn(|| setup.allocator.alloc(CAPACITY, &setup.stream).unwrap_err()).join().unwrap()
-        });
-        assert!(matches!(beside, AllocError::Asleep), "reclaimers get no turns: {beside}");
-        let here = setup.allocator.alloc(CAPACITY, &setup.stream).unwrap_err();
-        assert!(here.is_out_of_memory(), "they do here: {here}");
-        let text = format!("{awake:?}");
-        assert!(text.len() < 2000, "{text}");
-    });
-    setup.assert_usable_and_returned();
-}
-
-#[test]
 fn measures_tell_what_is_held_while_it_sleeps() {
     let setup = setup();
     let Setup { allocator, stream, .. } = &setup;
@@ -492,53 +352,4 @@ fn zero_bytes_take_no_memory_that_sleeps() {
     setup.allocator.wake().unwrap();
     setup.assert_contents();
     setup.assert_usable_and_returned();
-}
-
-#[test]
-fn threads_that_were_refused_wait_until_it_is_awake() {
-    let setup = setup();
-    let Setup { allocator, stream, .. } = &setup;
-    let (soon, late) = (Duration::from_millis(1), Duration::from_secs(600));
-    assert!(allocator.wait_awake(Duration::ZERO));
-    allocator.sleep(Contents::SaveToHost).unwrap();
-    assert!(!allocator.wait_awake(Duration::ZERO) && !allocator.wait_awake(soon));
-    let refused = Barrier::new(4);
-    thread::scope(|scope| {
-        for timeout in [late, late, Duration::MAX] {
-            let refused = &refused;
-            scope.spawn(move || {
-                assert!(matches!(allocator.alloc(MIB, stream), Err(AllocError::Asleep)));
-                refused.wait();
-                assert!(allocator.wait_awake(timeout));
-                drop(allocator.alloc(MIB, stream).unwrap());
-            });
-        }
-        refused.wait();
-        allocator.wake().unwrap();
-    });
-    setup.assert_contents();
-    setup.assert_usable_and_returned();
-}
-
-#[test]
-fn who_keeps_it_awake_has_nothing_to_wait_for() {
-    let setup = setup();
-    let allocator = &setup.allocator;
-    let awake = allocator.keep_awake().unwrap();
-    thread::scope(|scope| {
-        let sleeper = scope.spawn(|| allocator.sleep(Contents::Discard).unwrap());
-        while !allocator.is_asleep() {
-            thread::yield_now();
-        }
-        assert!(allocator.wait_awake(Duration::MAX));
-        let other = scope.spawn(|| allocator.wait_awake(Duration::from_millis(1)));
-        assert!(!other.join().unwrap(), "it is about to sleep");
-        drop(awake);
-        sleeper.join().unwrap();
-    });
-    // What could not fall asleep is awake.
-    allocator.wake().unwrap();
-    setup.driver.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 1, code: Code(999) });
-    allocator.sleep(Contents::SaveToHost).unwrap_err();
-    assert!(allocator.wait_awake(Duration::ZERO));
 }
