@@ -196,7 +196,8 @@ impl Device {
         Ok(Stream::new(context.clone(), timeline, Some(&self.0.retired)))
     }
 
-    /// Adopts a stream that somebody else owns, so that ticks can be taken on it and waited for.
+    /// Adopts a stream that somebody else owns, so that ticks can be taken on it and waited for. A stream that was adopted before and
+    /// released is the same stream again, with the same number, where the driver can tell ([`Driver::stream_id`]).
     ///
     /// # Safety
     /// `raw` must be a live stream of this device until the result is released or dropped, and must not be adopted twice at the same time.
@@ -206,8 +207,14 @@ impl Device {
         let owner = (raw == RawStream::PER_THREAD).then(Owner::this_thread);
         // SAFETY: passed on to the caller.
         unsafe { context.driver.adopt_stream(raw) };
-        let timeline = Timeline::new(context.clone(), raw, StreamKind::of_unknown(raw), owner);
-        ExternalStream::new(Stream::new(context.clone(), timeline, None))
+        let (retired, kind) = (&self.0.retired, StreamKind::of_unknown(raw));
+        let identity = context.stream_identity(raw);
+        let timeline = identity
+            .and_then(|identity| retired.readopt(raw, identity))
+            .or_else(|| retired.reopen(raw, kind, owner))
+            .unwrap_or_else(|| Timeline::new(context.clone(), raw, kind, owner));
+        let stream = Stream::new(context.clone(), timeline, None);
+        ExternalStream::new(stream, identity.map(|identity| (identity, Arc::downgrade(retired))))
     }
 
     /// Creates an event. [`Event::elapsed_ms`] needs events created with `timing`.

@@ -1,23 +1,29 @@
 //! External streams: streams that another library owns.
 
+use std::sync::Weak;
+
 use crate::capture::Capture;
 use crate::driver::CaptureStatus;
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::stream::Stream;
+use crate::timeline::Retired;
 
 /// A stream that another library owns, adopted so that ticks can be taken on it.
 ///
 /// Its owner may enqueue work on it at any time; an event recorded on it covers that work, too. Release it before its owner destroys it.
-/// Dropping this releases the stream, and ends a capture that this library began on it.
+/// Dropping this releases the stream, and ends a capture that this library began on it. Memory of the stream that is given back after its
+/// release can be reused by its work if it is adopted again, or by any once the host has waited for the device.
 #[derive(Debug)]
 pub struct ExternalStream {
     stream: Stream,
+    /// The driver's number of the stream, and where its timeline goes on release.
+    identity: Option<(u64, Weak<Retired>)>,
     released: bool,
 }
 
 impl ExternalStream {
-    pub(crate) fn new(stream: Stream) -> ExternalStream {
-        ExternalStream { stream, released: false }
+    pub(crate) fn new(stream: Stream, identity: Option<(u64, Weak<Retired>)>) -> ExternalStream {
+        ExternalStream { stream, identity, released: false }
     }
 
     /// The adopted stream.
@@ -26,7 +32,7 @@ impl ExternalStream {
     }
 
     /// Records a last event and releases the stream. The owner may destroy it then: that event still tells whether its ticks are done, and
-    /// calls on clones of the stream fail.
+    /// calls on clones of the stream fail, unless it is adopted again.
     ///
     /// # Errors
     /// When the stream is known to capture, and the driver does not report that the capture is over. The stream then stays adopted, and can
@@ -66,6 +72,11 @@ impl ExternalStream {
         let closed = self.stream.timeline().close(false);
         goes_on.inspect(|capture| capture.give_up());
         self.stream.driver().release_stream(self.stream.raw());
+        if let Some((identity, retired)) = self.identity.take()
+            && let Some(retired) = retired.upgrade()
+        {
+            retired.keep_released(identity, self.stream.timeline().clone());
+        }
         closed
     }
 }

@@ -19,7 +19,8 @@
 //!   after another: that of a destroyed stream goes to a new one once all its work is known to be done, and its ticks count on. The
 //!   same holds for the default stream of a thread that has ended. The handle of a per-thread stream means another stream on every
 //!   thread, so only its owner makes driver calls with it; when another thread needs its ticks, an event on the legacy stream covers
-//!   them. The handle of a released stream may come to mean another stream, so nobody makes driver calls with it.
+//!   them. The handle of a released stream may come to mean another stream, so nobody makes driver calls with it, unless it is adopted
+//!   again and the driver's own number of the stream is the same.
 //! * **T5** While a stream captures, or is part of a capture that it joined, ticks neither record on it nor make it wait, and its
 //!   clock does not change. Ticks that were open when the capture began stay open unless they were covered. Waiting for an event
 //!   recorded in a capture changes no clock. This holds until the driver has ended the capture, or nobody can end it any more.

@@ -42,6 +42,20 @@ impl Timeline {
         Ok(())
     }
 
+    /// Opens the timeline of a released stream again, because the stream was adopted again. The next event covers all that its owner had it do
+    /// meanwhile.
+    pub(super) fn readopt(&self) {
+        let mut state = self.state.lock();
+        (state.closed, state.is_let_go) = (false, false);
+        self.owner.set(None);
+    }
+
+    /// Notes that a released stream was destroyed, so that no more work comes. What came after its last event is known to be done once the
+    /// host has waited for the device.
+    pub(super) fn note_destroyed(&self) {
+        self.state.lock().destroyed = true;
+    }
+
     /// Makes the timeline serve a new stream from now on, if all work of the earlier stream, which is gone, is done; returns whether it
     /// does. Ticks count on, so that those of the earlier stream stay done, and those of the new stream are not done.
     pub(super) fn reopen(&self, raw: RawStream, owner: Option<Owner>) -> Result<bool> {

@@ -8,8 +8,13 @@
 //! When a thread ends, no driver call is made with its default stream any more, because the driver's state for the thread may be gone. An
 //! event on the legacy stream later shows that its work is done. Every blocking stream waits for such an event, so events are recorded for
 //! several ended threads at a time, when another thread asks for its stream.
+//!
+//! A stream that its owner lent and got back may be adopted again, by a program that does so for each of its calls. It goes on with the
+//! number that it had: later work of the stream comes after all that it did meanwhile. The driver's own number tells that it is the same
+//! stream. If its handle now names another stream, it was destroyed, and its number goes to a later stream once the host has waited
+//! for the device: no event covers what it did after its release.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -30,6 +35,16 @@ pub(crate) struct Retired {
     closed: Mutex<VecDeque<Arc<Timeline>>>,
     /// Timelines of ended threads' default streams, whose last events are still to be recorded.
     ended: Mutex<VecDeque<Arc<Timeline>>>,
+    /// Streams that were adopted and released, by the driver's handle.
+    released: Mutex<HashMap<u64, Released>>,
+}
+
+/// A stream that its owner has back.
+#[derive(Debug)]
+struct Released {
+    /// The driver's number of the stream, which no other stream gets.
+    identity: u64,
+    timeline: Arc<Timeline>,
 }
 
 impl Retired {
@@ -72,6 +87,23 @@ impl Retired {
             }
             self.keep(timeline);
         }
+        None
+    }
+
+    /// Keeps the timeline of an adopted stream that was released.
+    pub(crate) fn keep_released(&self, identity: u64, timeline: Arc<Timeline>) {
+        self.released.lock().insert(timeline.raw().0, Released { identity, timeline });
+    }
+
+    /// The timeline of a stream with this handle that was released, if it is the same stream.
+    pub(crate) fn readopt(&self, raw: RawStream, identity: u64) -> Option<Arc<Timeline>> {
+        let released = self.released.lock().remove(&raw.0)?;
+        if released.identity == identity {
+            released.timeline.readopt();
+            return Some(released.timeline);
+        }
+        released.timeline.note_destroyed();
+        self.keep(released.timeline);
         None
     }
 

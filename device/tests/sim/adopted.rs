@@ -191,3 +191,62 @@ fn t4_a_handle_of_a_released_stream_takes_no_call_of_a_clone() {
     let said = old.fill(bench.ptr, 1, MIB).unwrap_err().to_string();
     assert!(said.contains("released"), "{said}");
 }
+
+/// A program that adopts a stream for each of its calls has one stream, not one a call.
+#[test]
+fn t4_a_stream_adopted_again_goes_on() {
+    let bench = Bench::new();
+    let driver = bench.device.driver();
+    let raw = driver.create_stream(StreamFlags { non_blocking: true, priority: 0 }).unwrap();
+    let other = bench.device.create_stream().unwrap();
+    let mut ids = Vec::new();
+    let mut tick = None;
+    for _ in 0..4 {
+        // SAFETY: the stream lives to the end of the test, and is adopted once at a time.
+        let mut external = unsafe { bench.device.adopt_stream(raw) };
+        if let Some(tick) = &tick {
+            // Its owner's work is covered, whose tick was taken when nothing could be recorded.
+            other.wait_for(tick).unwrap();
+            fill(&other, bench.ptr);
+            external.stream().wait_for(&other.tick()).unwrap();
+        }
+        let clone = external.stream().clone();
+        fill(&clone, bench.ptr);
+        ids.push(clone.id());
+        external.release().unwrap();
+        assert_eq!(kind(clone.fill(bench.ptr, 1, MIB)), ErrorKind::InvalidUse);
+        driver.memset(bench.ptr, 2, MIB, raw).unwrap();
+        tick = Some(clone.tick());
+        bench.device.synchronize().unwrap();
+        driver.memset(bench.ptr, 3, MIB, raw).unwrap();
+        assert!(!tick.as_ref().unwrap().timeline().is_known_done(clone.tick().n()));
+        tick = Some(clone.tick());
+    }
+    assert_eq!(ids, [ids[0]; 4]);
+    assert_eq!(bench.driver.violations(), []);
+}
+
+/// The number of a stream whose owner destroyed it goes to a later one, once its work is known to be done, and not before.
+#[test]
+fn t4_a_stream_with_the_handle_of_a_released_one_is_another() {
+    let bench = Bench::new();
+    let driver = bench.device.driver();
+    let mut numbers = Vec::new();
+    for round in 0..6 {
+        let raw = driver.create_stream(StreamFlags::default()).unwrap();
+        // SAFETY: live until it is released below, and adopted once.
+        let mut external = unsafe { bench.device.adopt_stream(raw) };
+        fill(external.stream(), bench.ptr);
+        numbers.push(external.stream().id());
+        external.release().unwrap();
+        driver.memset(bench.ptr, 2, MIB, raw).unwrap();
+        driver.destroy_stream(raw).unwrap();
+        if round >= 2 {
+            bench.device.synchronize().unwrap();
+        }
+    }
+    let mut distinct = numbers.clone();
+    distinct.sort_unstable();
+    distinct.dedup();
+    assert!(numbers[0] != numbers[1] && distinct.len() < numbers.len(), "{numbers:?}");
+}
