@@ -47,7 +47,7 @@ pub use error::AllocError;
 pub use format::Bytes;
 pub use history::{Action, HistoryOptions};
 pub use pools::{CaptureRoute, PoolOptions, PoolRoute, PrivatePool};
-pub use recovery::{Advice, MappingChange, OomReport, ReclaimRequest, Registration};
+pub use recovery::{Advice, MappingChange, OomReport, ReclaimRequest, Reclaimed, Registration};
 pub use shell::awake::Awake;
 pub use shell::close_abandoned;
 pub use snapshot::Snapshot;

@@ -125,16 +125,19 @@ impl Spiller {
         });
         let allocator = transfer.allocator();
         // Not owned by what it is registered with, which it owns itself.
-        let registered = |priority, name, bytes: fn(&Inner, u64) -> u64| {
+        let registered = |priority, bytes: fn(&Inner, u64) -> u64| {
             let spiller = Arc::downgrade(&inner);
-            allocator.register_reclaimer(priority, name, move |request| {
-                spiller.upgrade().map_or(0, |spiller| spiller.spill(bytes(&spiller, request.bytes)))
+            allocator.register_reclaimer(priority, "spiller", move |request| {
+                let Some(spiller) = spiller.upgrade() else { return 0 };
+                let spilled = spiller.spill(bytes(&spiller, request.bytes));
+                spilled.why().into_iter().for_each(|why| request.explain(why));
+                spilled.bytes
             })
         };
         let registrations = [
-            registered(priority, "spill what is lacking", Inner::lacking),
-            registered(i32::MIN, "spill as much as was requested", |_, requested| requested),
-            registered(i32::MIN, "spill all", |_, _| u64::MAX),
+            registered(priority, Inner::lacking),
+            registered(i32::MIN, |_, requested| requested),
+            registered(i32::MIN, |_, _| u64::MAX),
         ];
         Spiller { inner, _registrations: Arc::new(registrations) }
     }
@@ -171,7 +174,7 @@ impl Spiller {
     /// Spills buffers that nobody uses, until `bytes` of device memory are given up or there are no more such buffers. Returns how many
     /// bytes were given up. Their memory is free once their copies are done.
     pub fn spill(&self, bytes: u64) -> u64 {
-        self.inner.spill(bytes)
+        self.inner.spill(bytes).bytes
     }
 
     /// What it did so far, and where its buffers are. Waits for buffers that are on their way.
@@ -207,42 +210,78 @@ impl Inner {
         requested.saturating_sub(free).max(1)
     }
 
-    fn spill(&self, bytes: u64) -> u64 {
+    fn spill(&self, bytes: u64) -> Spilled {
         let mut entries = self.entries();
         entries.sort_by_key(|entry| (entry.priority, entry.last_used.load(Ordering::Relaxed)));
-        let mut freed = 0u64;
+        let mut spilled = Spilled::default();
         for entry in entries {
-            if freed >= bytes {
+            if spilled.bytes >= bytes {
                 break;
             }
             match entry.spill() {
-                Ok(spilled) => freed += spilled,
+                Ok(Went::Away(freed)) => spilled.bytes += freed,
+                Ok(Went::Before) => {}
+                Ok(Went::Not) => spilled.in_use += 1,
                 // What asks for memory then is refused by itself.
                 Err(error) if error.is_asleep() => break,
                 Err(error) => {
                     self.failures.fetch_add(1, Ordering::Relaxed);
-                    // A report of memory that ran out knows only how much was given up.
                     tracing::warn!(%error, "a buffer could not be spilled and stays on the device");
                     // Without host memory others cannot go either.
-                    if error.is_out_of_memory() || error.is_device_lost() {
+                    let is_last = error.is_out_of_memory() || error.is_device_lost();
+                    spilled.failure = Some(error);
+                    if is_last {
                         break;
                     }
                 }
             }
         }
-        freed
+        spilled
     }
 }
 
+/// What became of an attempt to spill buffers.
+#[derive(Default)]
+struct Spilled {
+    /// Bytes of device memory given up.
+    bytes: u64,
+    /// How many buffers stay because they are in use.
+    in_use: usize,
+    /// The last failure.
+    failure: Option<TransferError>,
+}
+
+impl Spilled {
+    /// Why no more was given up, for reports of memory that ran out.
+    fn why(&self) -> Option<String> {
+        match (&self.failure, self.in_use) {
+            (Some(failure), _) => Some(format!("a buffer could not go to the host: {failure}")),
+            (None, 0) => None,
+            (None, 1) => Some("a buffer that could go to the host is in use".to_owned()),
+            (None, many) => Some(format!("{many} buffers that could go to the host are in use")),
+        }
+    }
+}
+
+/// Whether a buffer went to the host.
+enum Went {
+    /// It did, and gave up so many bytes of device memory.
+    Away(u64),
+    /// It was there before.
+    Before,
+    /// It did not: it is in use.
+    Not,
+}
+
 impl Entry {
-    /// Moves the contents to the host, if nobody uses them; tells how much device memory was given up.
-    fn spill(&self) -> Result<u64, TransferError> {
+    /// Moves the contents to the host, if nobody uses them.
+    fn spill(&self) -> Result<Went, TransferError> {
         // Whoever has the lock brings the contents back, or is this very thread.
-        let Some(mut home) = self.home.try_lock() else { return Ok(0) };
-        let Home::Device(buffer) = &*home else { return Ok(0) };
+        let Some(mut home) = self.home.try_lock() else { return Ok(Went::Not) };
+        let Home::Device(buffer) = &*home else { return Ok(Went::Before) };
         // Users have a handle, too, but a caller may have forgotten one.
         if self.users.load(Ordering::Acquire) > 0 || Arc::strong_count(buffer.storage()) > 1 {
-            return Ok(0);
+            return Ok(Went::Not);
         }
         let freed = buffer.storage().bytes();
         let transfer = &self.spiller.transfer;
@@ -253,7 +292,7 @@ impl Entry {
         drop(transfer.download(buffer, &mut host)?);
         *home = Home::Host(host);
         self.spiller.spills.fetch_add(1, Ordering::Relaxed);
-        Ok(freed)
+        Ok(Went::Away(freed))
     }
 
     /// Brings the contents to the device, if they are not there, and counts a user.
@@ -307,7 +346,10 @@ impl<T> Spillable<T> {
     /// # Errors
     /// When page-locked memory runs out, and errors of the driver. The contents are on the device then.
     pub fn spill(&self) -> Result<u64, TransferError> {
-        self.entry.spill()
+        Ok(match self.entry.spill()? {
+            Went::Away(freed) => freed,
+            Went::Before | Went::Not => 0,
+        })
     }
 }
 

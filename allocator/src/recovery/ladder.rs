@@ -167,8 +167,7 @@ impl Allocator {
 
     fn reclaim(&self, request: &Request, tried: &mut Tried) -> Rung {
         let mut reclaimers = self.ask_reclaimers(request);
-        while let Some(freed) = reclaimers.ask() {
-            tried.reclaimed = tried.reclaimed.saturating_add(freed);
+        while reclaimers.ask() {
             self.synchronize_pending(|_| true)?;
             if let Some(granted) = self.search_again(request)? {
                 return Ok(Some(granted));
@@ -177,6 +176,7 @@ impl Allocator {
                 return Ok(Some(granted));
             }
         }
+        tried.reclaimers = reclaimers.into_answers();
         Ok(None)
     }
 

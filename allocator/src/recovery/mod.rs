@@ -11,4 +11,4 @@ pub(crate) mod reclaim;
 
 pub use hooks::{MappingChange, Registration};
 pub use oom::{Advice, OomReport};
-pub use reclaim::ReclaimRequest;
+pub use reclaim::{ReclaimRequest, Reclaimed};

@@ -7,18 +7,40 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
+
 use crate::allocator::Allocator;
 use crate::recovery::hooks::{Registration, Within, contained};
 use crate::shell::core::Request;
 
 /// The request to a reclaimer.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 #[non_exhaustive]
 pub struct ReclaimRequest {
     /// Bytes to free, as far as possible. At first, these are the bytes that the failing request needs; in later rounds, more each time.
     pub bytes: u64,
     /// The stream that the memory is for, by its [`Stream::id`](aquifer_device::Stream::id).
     pub stream_id: u32,
+    why: Mutex<Option<String>>,
+}
+
+impl ReclaimRequest {
+    /// Says why no more was freed. If memory runs out all the same, the report has it ([`Reclaimed::why`]). The last call counts.
+    pub fn explain(&self, why: impl Into<String>) {
+        *self.why.lock() = Some(why.into());
+    }
+}
+
+/// What a reclaimer did for a request that failed all the same.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Reclaimed {
+    /// The name that it was registered with. Reclaimers of one name count as one.
+    pub name: String,
+    /// Bytes that it reported as freed, in all rounds.
+    pub bytes: u64,
+    /// Why it freed no more, if it said so.
+    pub why: Option<String>,
 }
 
 pub(crate) type Reclaim = Arc<dyn Fn(&ReclaimRequest) -> u64 + Send + Sync>;
@@ -46,6 +68,9 @@ impl Allocator {
     /// *Where.* It runs on the thread that made the request, and on several threads at once if several run out of memory. The allocator
     /// holds no lock, but the caller may. So a reclaimer that shares a lock with code that allocates must only try to take it, and return 0
     /// if it is taken.
+    ///
+    /// *What is told of it.* The report of a request that fails lists the reclaimers, what they freed, and why they freed no more, if they
+    /// say so ([`ReclaimRequest::explain`]).
     ///
     /// *What it may do.* It may free and allocate, also from this allocator. An allocation that fails inside it returns an error there and
     /// calls no reclaimers. It may end registrations, including its own. A panic in it is logged and goes no further; it counts as having
@@ -93,11 +118,12 @@ impl Allocator {
         let least_again = self.growth_bytes(&self.shell().core(), request);
         Asking {
             allocator: self,
-            request: ReclaimRequest { bytes: request.size, stream_id: request.slot },
+            request: ReclaimRequest { bytes: request.size, stream_id: request.slot, why: Mutex::default() },
             least_again,
             round: self.reclaimers().into_iter(),
             spent: Vec::new(),
             fruitful: false,
+            answers: Vec::new(),
         }
     }
 
@@ -119,31 +145,51 @@ pub(crate) struct Asking<'a> {
     spent: Vec<u64>,
     /// True if any reclaimer freed something in this round.
     fruitful: bool,
+    /// What each did so far, in the order in which they were first called.
+    answers: Vec<Reclaimed>,
 }
 
 impl Asking<'_> {
-    /// Calls reclaimers until one may have freed something, so that the request is worth another try. Returns the number of bytes that it
-    /// reported. `None` once all have nothing to free, or were asked for all memory of the device.
-    pub(crate) fn ask(&mut self) -> Option<u64> {
+    /// Calls reclaimers until one may have freed something, so that the request is worth another try. Returns false once all have nothing to
+    /// free, or were asked for all memory of the device.
+    pub(crate) fn ask(&mut self) -> bool {
         loop {
-            for reclaimer in self.round.by_ref() {
+            while let Some(reclaimer) = self.round.next() {
                 if self.spent.contains(&reclaimer.number) {
                     continue;
                 }
                 let freed = run(&reclaimer, &self.request);
+                self.note(&reclaimer.name, freed);
                 if freed.unwrap_or(0) == 0 {
                     self.spent.push(reclaimer.number);
                 }
                 self.fruitful |= freed.is_some_and(|freed| freed > 0);
                 if freed != Some(0) {
                     // A reclaimer that panicked may have freed something before.
-                    return Some(freed.unwrap_or(0));
+                    return true;
                 }
             }
             if !self.begin_round() {
-                return None;
+                return false;
             }
         }
+    }
+
+    /// Notes for the report what a reclaimer did; `None` means that it panicked.
+    fn note(&mut self, name: &str, freed: Option<u64>) {
+        let why = self.request.why.get_mut().take();
+        let why = if freed.is_none() { Some("it panicked".to_owned()) } else { why };
+        let answer = match self.answers.iter_mut().find(|answer| answer.name == name) {
+            Some(answer) => answer,
+            None => self.answers.push_mut(Reclaimed { name: name.to_owned(), bytes: 0, why: None }),
+        };
+        answer.bytes = answer.bytes.saturating_add(freed.unwrap_or(0));
+        answer.why = why.or(answer.why.take());
+    }
+
+    /// What the reclaimers did.
+    pub(crate) fn into_answers(self) -> Vec<Reclaimed> {
+        self.answers
     }
 
     /// Begins a round that asks for more. Returns false if no reclaimer has more, or if all memory was asked for.

@@ -97,13 +97,21 @@ fn reclaimers_that_free_nothing_are_asked_a_bounded_number_of_times() {
         let asked = asked.clone();
         bench.allocator.register_reclaimer(0, name, move |request| {
             asked.lock().unwrap().push((name, request.bytes / MIB));
+            if freed == 0 {
+                request.explain("nothing is cached");
+            }
             freed
         })
     };
     let registrations = [reclaimer("liar", u64::MAX), reclaimer("honest", 0)];
     let error = bench.allocator.alloc(10 * MIB, &bench.stream).unwrap_err();
     assert_eq!(*asked.lock().unwrap(), [("liar", 10), ("honest", 10), ("liar", 20), ("liar", 40), ("liar", 64)]);
-    assert_eq!(error.report().unwrap().reclaimed, u64::MAX);
+    let report = error.report().unwrap();
+    assert_eq!(report.reclaimed, u64::MAX);
+    let told: Vec<_> = report.reclaimers.iter().map(|one| (&*one.name, one.bytes, one.why.as_deref())).collect();
+    assert_eq!(told, [("liar", u64::MAX, None), ("honest", 0, Some("nothing is cached"))]);
+    let text = report.to_string();
+    assert!(text.contains("asked: \"honest\", which freed 0 bytes: nothing is cached"), "{text}");
     drop((held, registrations));
     bench.assert_returned();
 }
@@ -164,7 +172,8 @@ fn a_panic_in_a_reclaimer_stays_there() {
     cache.evict(u64::MAX);
     *cache.blocks.lock().unwrap() = VecDeque::from([bench.allocator.alloc(50 * MIB, &bench.stream).unwrap()]);
     drop(bench.allocator.alloc(40 * MIB, &bench.stream).unwrap());
-    assert!(bench.allocator.alloc(70 * MIB, &bench.stream).unwrap_err().is_out_of_memory());
+    let error = bench.allocator.alloc(70 * MIB, &bench.stream).unwrap_err();
+    assert_eq!(error.report().unwrap().reclaimers[0].why.as_deref(), Some("it panicked"));
     drop((served, broken));
     bench.assert_returned();
 }

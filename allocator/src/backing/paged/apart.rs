@@ -88,16 +88,14 @@ impl Allocator {
                 Ok(served) => return Ok(served),
                 Err(refusal) => tried.refusal = Some(refusal),
             }
-            match reclaimers.ask() {
-                Some(freed) => tried.reclaimed = tried.reclaimed.saturating_add(freed),
-                None => {
-                    // Memory that other threads were moving was on no list when it was looked for.
-                    self.gate().wait();
-                    return attempt()?.map_err(|refusal| {
-                        tried.refusal = Some(refusal);
-                        self.out_of_memory(request, tried)
-                    });
-                }
+            if !reclaimers.ask() {
+                // Memory that other threads were moving was on no list when it was looked for.
+                self.gate().wait();
+                return attempt()?.map_err(|refusal| {
+                    tried.refusal = Some(refusal);
+                    tried.reclaimers = reclaimers.into_answers();
+                    self.out_of_memory(request, tried)
+                });
             }
         }
     }

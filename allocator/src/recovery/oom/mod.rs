@@ -18,6 +18,7 @@ use crate::error::AllocError;
 use crate::format::{Bytes, Exactly};
 use crate::heap::{Block, State};
 use crate::history::{Action, Subject};
+use crate::recovery::reclaim::Reclaimed;
 use crate::shell::core::Request;
 use crate::shell::whole::Whole;
 use crate::size_class::{MIN_LARGE_ALLOC, PoolKind};
@@ -26,15 +27,15 @@ use crate::tags::Tag;
 pub use advice::Advice;
 use remedies::Holds;
 
-/// How many tags and how many pieces of advice a report lists.
+/// How many tags, reclaimers and pieces of advice a report lists.
 const LISTED: usize = 5;
 
 /// The attempts of the ladder before it gave up.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Tried {
     pub(crate) refusal: Option<Refusal>,
     pub(crate) released: u64,
-    pub(crate) reclaimed: u64,
+    pub(crate) reclaimers: Vec<Reclaimed>,
     /// True if the request is for memory apart from heaps.
     pub(crate) apart: bool,
     /// Bytes that the owner of such memory has already and keeps.
@@ -95,6 +96,8 @@ pub struct OomReport {
     pub released: u64,
     /// Bytes that reclaimers reported as freed while trying.
     pub reclaimed: u64,
+    /// What each of them did, in the order in which they were called.
+    pub reclaimers: Vec<Reclaimed>,
     /// Unused bytes that cannot go back to the device because a stream captures.
     pub kept_by_captures: u64,
     /// Changes that would have made the request fit, most helpful first.
@@ -116,7 +119,7 @@ impl Allocator {
         let (pool, free) = (whole.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
         let subject = Subject { addr: free, size: request.size, slot: request.slot, tag: request.tag, pool };
         shell.history.lock().note(Action::Oom, subject);
-        let mut report = whole.report(request, tried);
+        let mut report = whole.report(request, &tried);
         let mut holds = Holds { own: tried.own, ..whole.holds(request) };
         // Also where memory moves: blocks that streams lent each other are in pieces until they are home.
         holds.stays_cached = self.config().fail_fast && tried.refusal == Some(Refusal::Limit);
@@ -150,7 +153,7 @@ impl Allocator {
 
 impl Whole {
     /// Builds the part of the report that is read under the locks.
-    fn report(&self, request: &Request, tried: Tried) -> OomReport {
+    fn report(&self, request: &Request, tried: &Tried) -> OomReport {
         let free: Vec<&Block> = self.free_blocks(request.pool).collect();
         let sizes = || free.iter().map(|block| block.size);
         let private = |number| self.pools.owner_of(number);
@@ -184,7 +187,8 @@ impl Whole {
             held_by_others: None,
             largest_tags: self.largest_tags(),
             released: tried.released,
-            reclaimed: tried.reclaimed,
+            reclaimed: tried.reclaimers.iter().fold(0, |sum, one| sum.saturating_add(one.bytes)),
+            reclaimers: tried.reclaimers.clone(),
             kept_by_captures: 0,
             advice: self.advice_from_blocks(request, tried.apart, &free),
         }
@@ -266,6 +270,10 @@ impl OomReport {
         if self.released > 0 || self.reclaimed > 0 {
             let (released, reclaimed) = (Bytes(self.released), Bytes(self.reclaimed));
             write!(f, "\n  tried before: {released} given back to the device, {reclaimed} freed by reclaimers")?;
+        }
+        for Reclaimed { name, bytes, why } in self.reclaimers.iter().take(LISTED) {
+            write!(f, "\n  asked: {name:?}, which freed {}", Bytes(*bytes))?;
+            why.iter().try_for_each(|why| write!(f, ": {why}"))?;
         }
         if self.kept_by_captures > 0 {
             let kept = Bytes(self.kept_by_captures);
