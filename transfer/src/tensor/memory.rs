@@ -148,6 +148,14 @@ impl Memory {
         }
     }
 
+    /// Where it begins, compared with others that share it: memory of a device may be a part of a buffer.
+    pub(crate) fn start(&self) -> u64 {
+        match self {
+            Memory::Host(_) | Memory::Pinned(_) => 0,
+            Memory::Device(memory) => memory.buffer.ptr().0,
+        }
+    }
+
     /// The bytes of host memory. Waits for the copy that fills page-locked memory.
     pub(crate) fn read(&self) -> Result<&[u8], TransferError> {
         match self {

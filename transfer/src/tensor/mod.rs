@@ -103,7 +103,11 @@ impl Tensor {
 
     /// Whether both are the same part of the same memory.
     pub(crate) fn is_tied_to(&self, other: &Tensor) -> bool {
-        (self.dtype, self.layout) == (other.dtype, other.layout) && self.shares_memory_with(other)
+        // Parts of one buffer share memory, and may each begin elsewhere in it.
+        let place = |tensor: &Tensor| tensor.memory.start() + tensor.first() * tensor.dtype.bytes();
+        (self.dtype, self.layout.at(0)) == (other.dtype, other.layout.at(0))
+            && self.shares_memory_with(other)
+            && place(self) == place(other)
     }
 
     /// Where it is.

@@ -160,6 +160,25 @@ fn tied_parameters_stay_tied() {
     assert_eq!(transfer.allocator().allocated_bytes(), 400_000u64.next_multiple_of(512));
 }
 
+/// As weights that one matrix product computes with at once are kept, and views of them.
+#[test]
+fn parts_of_one_buffer_are_tied_only_where_they_are_the_same_part() {
+    let transfer = transfer();
+    let all = transfer.to_device(floats(3000, 1), transfer.device().default_stream()).unwrap().wait().unwrap();
+    let part = |start: u64| Tensor::from_buffer(&all.slice(start..start + 1000).unwrap(), &[1000], &transfer).unwrap();
+    let whole = Tensor::from_buffer(&all, &[3000], &transfer).unwrap();
+    let mut set = ParamSet::new();
+    for (name, tensor) in [("query", part(0)), ("key", part(1000)), ("value", part(2000))] {
+        set.insert(name, tensor).unwrap();
+    }
+    set.insert("key again", whole.narrow(0, 1000..2000).unwrap()).unwrap();
+    let host = set.to(Place::Host).unwrap().wait().unwrap();
+    assert_same(&set, &host);
+    let shares = |a: &str, b: &str| host.get(a).unwrap().shares_memory_with(host.get(b).unwrap());
+    assert!(shares("key", "key again") && !shares("query", "key") && !shares("key", "value"));
+    quiet(&transfer);
+}
+
 #[test]
 fn what_was_left_behind_is_reported() {
     let transfer = transfer();
