@@ -21,7 +21,7 @@ use crate::error::TransferError;
 use crate::pending::{OnStreams, Pending};
 use crate::pinned::PinnedBuffer;
 use crate::runtime::Transfer;
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, To};
 
 /// A value that is sent to a device as a whole: a [`Tensor`], a `Vec` of numbers, page-locked memory, or tuples, arrays and `Option`s of
 /// these. Structs implement it by sending their fields and joining the transfers.
@@ -56,7 +56,9 @@ impl Batch for Tensor {
     type OnDevice = Tensor;
 
     fn send(self, to: &Transfer) -> Result<Pending<Tensor>, TransferError> {
-        self.to(to)
+        // The stream is for the copy, and not for what is done with the tensor later.
+        let (runtime, stream) = to.apart();
+        self.to_with(&runtime, stream.into_iter().fold(To::new(), To::stream))
     }
 }
 

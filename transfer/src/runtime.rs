@@ -171,6 +171,11 @@ impl Transfer {
         Ok(Transfer { inner: self.inner.clone(), stream: Some(stream.clone()) })
     }
 
+    /// The runtime without a stream of the caller's, and that stream, if there is one.
+    pub(crate) fn apart(&self) -> (Transfer, Option<&Stream>) {
+        (Transfer { inner: self.inner.clone(), stream: None }, self.stream.as_ref())
+    }
+
     /// The device.
     pub fn device(&self) -> &Device {
         self.inner.allocator.device()

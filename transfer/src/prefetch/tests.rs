@@ -10,6 +10,7 @@ use aquifer_kernels::Kernels;
 use proptest::prelude::*;
 
 use super::*;
+use crate::tensor::Place;
 
 struct Stand {
     driver: Arc<SimDriver>,
@@ -61,6 +62,19 @@ fn batches_arrive_in_order_and_intact() {
         count += 1;
     }
     assert_eq!(count, 50);
+    stand.settled();
+}
+
+/// What is done with a batch later does not run on the stream that fetches the next ones.
+#[test]
+fn tensors_of_batches_stay_on_no_stream() {
+    let stand = stand(steady());
+    let source = [Tensor::scalar(1u8).unwrap()];
+    for batch in Prefetcher::new(source, &stand.transfer, &stand.stream, 2).unwrap() {
+        let Place::Device(transfer) = batch.unwrap().place() else { panic!("it is on the device") };
+        let [upload, download] = [Direction::Upload, Direction::Download].map(|way| transfer.next_stream(way).id());
+        assert_ne!(upload, download);
+    }
     stand.settled();
 }
 

@@ -13,7 +13,7 @@ use super::layout::Layout;
 use super::memory::{DeviceMemory, HostMemory, HostPart, Memory, PinnedHost, by_dtype};
 use super::pack::pack_on_device;
 use super::place::Place;
-use super::transport::Sent;
+use super::transport::{Sent, on};
 use crate::copy::{Region, UNSTAGED_BYTES};
 use crate::counters::Direction;
 use crate::error::TransferError;
@@ -28,18 +28,23 @@ const PINNED_AT_ONCE: u64 = 4 << 20;
 const LONG_ROW: u64 = 512;
 
 impl Tensor {
-    pub(super) fn upload(&self, to: &Transfer, dtype: DType) -> Result<Pending<Tensor>, TransferError> {
-        let stream = to.next_stream(Direction::Upload).clone();
-        let to = to.on(&stream)?;
+    pub(super) fn upload(
+        &self,
+        to: &Transfer,
+        dtype: DType,
+        stream: Option<&Stream>,
+    ) -> Result<Pending<Tensor>, TransferError> {
+        let stream = on(to, stream)?.next_stream(Direction::Upload).clone();
         let crossing = if dtype.bytes() < self.dtype.bytes() { dtype } else { self.dtype };
         let sent = self.sent()?;
         let mut buffer: DeviceBuffer<u8> = to.allocator().alloc_buffer(bytes_of(&sent.dense()?, crossing)?, &stream)?;
-        let (uploaded, enqueued) = self.upload_sent(&to, &sent, crossing, &mut buffer)?;
+        let (uploaded, enqueued) = self.upload_sent(&to.on(&stream)?, &sent, crossing, &mut buffer)?;
         let layout = sent.layout;
         let finish = move |to: Transfer, stream: Stream, buffer: DeviceBuffer<u8>| {
             let buffer = if crossing == dtype { buffer } else { cast(&to, &buffer, crossing, dtype, &stream)? };
             Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: to }), dtype, layout)
         };
+        let to = to.clone();
         if crossing != dtype && enqueued {
             let tensor = finish(to.clone(), stream.clone(), buffer)?;
             return Ok(Pending::enqueued(to.shared(), to.covered_tick(&stream), tensor));
@@ -165,8 +170,9 @@ impl Tensor {
         own: &DeviceMemory,
         transfer: &Transfer,
         dtype: DType,
+        stream: Option<&Stream>,
     ) -> Result<Pending<Tensor>, TransferError> {
-        let stream = transfer.next_stream(Direction::OnDevice).clone();
+        let stream = on(transfer, stream)?.next_stream(Direction::OnDevice).clone();
         let (layout, buffer) = self.send_from(own, transfer, dtype, &stream)?;
         let tensor = Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: transfer.clone() }), dtype, layout)?;
         Ok(Pending::enqueued(transfer.shared(), transfer.covered_tick(&stream), tensor))
@@ -177,9 +183,10 @@ impl Tensor {
         own: &DeviceMemory,
         to: &Transfer,
         dtype: DType,
+        stream: Option<&Stream>,
     ) -> Result<Pending<Tensor>, TransferError> {
-        let (here, there) =
-            (own.transfer.next_stream(Direction::OnDevice).clone(), to.next_stream(Direction::OnDevice).clone());
+        let here = own.transfer.next_stream(Direction::OnDevice).clone();
+        let there = on(to, stream)?.next_stream(Direction::OnDevice).clone();
         let crossing = if dtype.bytes() < self.dtype.bytes() { dtype } else { self.dtype };
         let (layout, from) = self.send_from(own, &own.transfer, crossing, &here)?;
         let mut buffer: DeviceBuffer<u8> = to.allocator().alloc_buffer(from.bytes(), &there)?;

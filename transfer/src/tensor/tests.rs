@@ -9,6 +9,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::copy::Route;
+use crate::counters::Direction;
 use crate::placement::Fallback;
 use crate::runtime::Transfer;
 
@@ -292,6 +293,24 @@ fn the_host_takes_over_only_where_the_caller_wrote_it() {
     // What is no lack of memory is never hidden.
     let to = To::new().fallback(Fallback::Host).stream(stand_with(SimConfig::default()).device.default_stream());
     assert!(matches!(host.to_with(&stand.transfer, to), Err(TransferError::WrongDevice { .. })));
+}
+
+/// A tensor that went to a device on one stream is not bound to it: else copies back would wait for other uploads.
+#[test]
+fn a_tensor_stays_on_no_stream() {
+    let stand = stand();
+    let host = counting(&[100]);
+    for dtype in [DType::F32, DType::F64] {
+        for to in [To::new(), To::new().stream(&stand.stream)] {
+            let there = host.to_with(&stand.transfer, to.clone().dtype(dtype)).unwrap().wait().unwrap();
+            let other = there.to_with(&stand.transfer, to.dtype(DType::I32)).unwrap().wait().unwrap();
+            for tensor in [there, other] {
+                let Place::Device(transfer) = tensor.place() else { panic!("{tensor:?}") };
+                let used = |direction| [(); 2].map(|()| transfer.next_stream(direction).id());
+                assert!(used(Direction::Download).iter().all(|id| !used(Direction::Upload).contains(id)), "{tensor:?}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -131,11 +131,11 @@ impl Tensor {
         }
         match (&self.memory, place) {
             (Memory::Device(own), Place::Device(wanted)) if own.device().id() == wanted.device().id() => {
-                self.cast_on_device(own, &on(wanted, stream)?, dtype)
+                self.cast_on_device(own, wanted, dtype, stream)
             }
-            (Memory::Device(own), Place::Device(wanted)) => self.to_peer(own, &on(wanted, stream)?, dtype),
+            (Memory::Device(own), Place::Device(wanted)) => self.to_peer(own, wanted, dtype, stream),
             (Memory::Device(own), place) => self.download(own, &on(&own.transfer, stream)?, place, dtype),
-            (_, Place::Device(wanted)) => self.upload(&on(wanted, stream)?, dtype),
+            (_, Place::Device(wanted)) => self.upload(wanted, dtype, stream),
             // A host's copy by its own hands needs no stream, and to the host page-locked memory stays what it is.
             (Memory::Pinned(own), Place::Host) => self.convert_to(&Place::Pinned(own.pool.clone()), dtype),
             (_, place) => self.convert_to(place, dtype),
@@ -217,7 +217,8 @@ impl Sent {
     }
 }
 
-/// The runtime with the caller's stream, if there is one.
-fn on(transfer: &Transfer, stream: Option<&Stream>) -> Result<Transfer, TransferError> {
+/// The runtime with the caller's stream, if there is one. It is for the copy alone: tensors keep the runtime as the caller named it, so that
+/// what is done with them later does not wait for what that stream does by then.
+pub(super) fn on(transfer: &Transfer, stream: Option<&Stream>) -> Result<Transfer, TransferError> {
     stream.map_or_else(|| Ok(transfer.clone()), |stream| transfer.on(stream))
 }
