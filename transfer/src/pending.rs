@@ -169,8 +169,30 @@ impl<T> Pending<T> {
     where
         T: Send + 'static,
     {
-        let mut value = std::mem::replace(&mut self.value, Value::Taken);
-        let value = Value::Later(Box::new(move || value.take().and_then(change)));
+        self.make(move |mut value| value.take().and_then(change))
+    }
+
+    /// Makes the same in another way, where what is done to take it fails.
+    pub(crate) fn or_else(
+        mut self,
+        recover: impl FnOnce(TransferError) -> Result<T, TransferError> + Send + 'static,
+    ) -> Pending<T>
+    where
+        T: Send + 'static,
+    {
+        match self.value {
+            Value::Later(_) => self.make(move |mut value| value.take().or_else(recover)),
+            Value::Here(_) | Value::Taken => self,
+        }
+    }
+
+    /// Makes another value when this one is to be taken.
+    fn make<R>(&mut self, make: impl FnOnce(Value<T>) -> Result<R, TransferError> + Send + 'static) -> Pending<R>
+    where
+        T: Send + 'static,
+    {
+        let value = std::mem::replace(&mut self.value, Value::Taken);
+        let value = Value::Later(Box::new(move || make(value)));
         let steps = std::mem::take(&mut self.steps);
         Pending { steps, value, signal: None, shared: self.shared.clone(), started: self.started }
     }

@@ -10,6 +10,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::copy::Route;
 use crate::counters::Direction;
+use crate::pending::Pending;
 use crate::placement::Fallback;
 use crate::runtime::Transfer;
 
@@ -293,6 +294,17 @@ fn the_host_takes_over_only_where_the_caller_wrote_it() {
     // What is no lack of memory is never hidden.
     let to = To::new().fallback(Fallback::Host).stream(stand_with(SimConfig::default()).device.default_stream());
     assert!(matches!(host.to_with(&stand.transfer, to), Err(TransferError::WrongDevice { .. })));
+}
+
+/// Also where it runs out for what the device converts, after the elements were sent.
+#[test]
+fn the_host_takes_over_what_has_no_room_converted() {
+    let stand = stand_with(SimConfig::parse("8MiB").unwrap());
+    let host = Tensor::full(Place::Host, &[1 << 20], f16::ONE).unwrap();
+    let to = To::new().dtype(DType::F64);
+    assert!(host.to_with(&stand.transfer, to.clone()).and_then(Pending::wait).unwrap_err().is_out_of_memory());
+    let here = host.to_with(&stand.transfer, to.fallback(Fallback::Host)).unwrap().wait().unwrap();
+    assert!(here.place().is_host() && here.dtype() == DType::F64);
 }
 
 /// A tensor that went to a device on one stream is not bound to it: else copies back would wait for other uploads.

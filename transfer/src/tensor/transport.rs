@@ -82,12 +82,21 @@ impl Tensor {
         let (place, dtype) = (place.into(), to.dtype.unwrap_or(self.dtype));
         to.check_native(&place, dtype)?;
         let conveyed = self.convey(&place, dtype, to.stream.as_ref());
-        match conveyed {
-            Err(error) if error.is_out_of_memory() && to.fallback == Fallback::Host && !place.is_host() => {
-                tracing::warn!(%error, %place, "the device has no memory for a tensor; it goes to the host, as the caller allowed");
-                self.convey(&Place::Host, dtype, None)
+        if to.fallback == Fallback::Error || place.is_host() {
+            return conveyed;
+        }
+        let (source, wanted) = (self.clone(), place);
+        let take_over = move |error: TransferError| match error.is_out_of_memory() {
+            true => {
+                tracing::warn!(%error, place = %wanted, "the device has no memory for a tensor; it goes to the host, as the caller allowed");
+                source.convey(&Place::Host, dtype, None)
             }
-            conveyed => conveyed,
+            false => Err(error),
+        };
+        match conveyed {
+            // Memory for what the device converts is asked for when the result is taken.
+            Ok(pending) => Ok(pending.or_else(move |error| take_over(error)?.wait())),
+            Err(error) => take_over(error),
         }
     }
 
