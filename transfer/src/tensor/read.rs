@@ -26,10 +26,13 @@ impl Tensor {
     /// # Errors
     /// A tensor of another number of elements or another dtype, and as [`Tensor::to`].
     pub fn item_blocking<T: Scalar>(&self) -> Result<T, TransferError> {
-        match self.to_vec_blocking::<T>()?[..] {
-            [item] => Ok(item),
-            _ => Err(TransferError::NotOneElement { shape: self.shape().to_vec() }),
+        self.check_dtype(T::DTYPE)?;
+        // Before they are brought to the host, which may be many.
+        let not_one = || TransferError::NotOneElement { shape: self.shape().to_vec() };
+        if self.len() != 1 {
+            return Err(not_one());
         }
+        self.to_vec_blocking::<T>()?.pop().ok_or_else(not_one)
     }
 
     /// The bytes of a contiguous tensor in host memory.

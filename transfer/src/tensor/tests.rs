@@ -307,6 +307,16 @@ fn the_host_takes_over_what_has_no_room_converted() {
     assert!(here.place().is_host() && here.dtype() == DType::F64);
 }
 
+#[test]
+fn what_is_not_one_element_is_not_brought_to_the_host() {
+    let stand = stand();
+    let there = counting(&[1000]).to(&stand.transfer).unwrap().wait().unwrap();
+    for tensor in [there.narrow(0, 0..0), there.narrow(0, 0..1).and_then(|one| one.broadcast(&[1 << 60])), Ok(there)] {
+        assert!(matches!(tensor.unwrap().item_blocking::<f32>(), Err(TransferError::NotOneElement { .. })));
+    }
+    assert_eq!(stand.transfer.counters().downloads.bytes, 0);
+}
+
 /// A tensor that went to a device on one stream is not bound to it: else copies back would wait for other uploads.
 #[test]
 fn a_tensor_stays_on_no_stream() {
