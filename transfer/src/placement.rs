@@ -10,6 +10,7 @@ use aquifer_device::{Device, DeviceInfo, DeviceLabel, get, gpus};
 use aquifer_kernels::DType;
 
 use crate::error::TransferError;
+use crate::runtime::Transfer;
 
 /// What happens where no device serves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -67,6 +68,20 @@ impl From<&Device> for Candidate {
 impl From<&Allocator> for Candidate {
     fn from(allocator: &Allocator) -> Candidate {
         Candidate { device: allocator.device().clone(), allocator: Some(allocator.clone()) }
+    }
+}
+
+/// With the allocator that the runtime takes memory from.
+impl From<&Transfer> for Candidate {
+    fn from(transfer: &Transfer) -> Candidate {
+        Candidate::from(transfer.allocator())
+    }
+}
+
+/// For lists of devices some of which have an allocator.
+impl From<&Candidate> for Candidate {
+    fn from(candidate: &Candidate) -> Candidate {
+        candidate.clone()
     }
 }
 
@@ -180,8 +195,8 @@ impl Placement {
         Placement { fallback, ..self }
     }
 
-    /// Chooses among open devices, or their allocators: of those that meet the requirements, the one with the most free memory, or the
-    /// first of several.
+    /// Chooses among open devices, their allocators or runtimes, or [`Candidate`]s made of any of these: of those that meet the
+    /// requirements, the one with the most free memory, or the first of several.
     ///
     /// # Errors
     /// [`TransferError::NoDevice`] when none serves, unless the host may be used instead.
@@ -327,7 +342,7 @@ impl fmt::Display for Chosen {
                 let needed = Bytes(self.needed);
                 write!(
                     f,
-                    "chosen: {}, which has {} free of those that serve the most, for {needed}",
+                    "chosen: {}, with {} free for the {needed} needed, the most of those that serve",
                     device.label(),
                     Bytes(free)
                 )?;

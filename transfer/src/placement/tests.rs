@@ -76,6 +76,19 @@ fn an_allocator_s_cache_counts_as_free_and_its_limit_counts() {
 }
 
 #[test]
+fn devices_with_and_without_an_allocator_are_chosen_among() {
+    let devices = [open("8GiB"), open("16GiB")];
+    let allocator = Allocator::new(&devices[1], Config::default()).unwrap();
+    allocator.set_limit(Some(4 << 30));
+    let transfer = Transfer::new(&allocator).unwrap();
+    let candidates = [Candidate::from(&devices[0]), Candidate::from(&transfer)];
+    let chosen = Placement::new().bytes(6 << 30).choose(&candidates).unwrap();
+    assert_eq!(chosen.index(), Some(0));
+    assert!(chosen.to_string().contains("with 8.00 GiB free for the 6.00 GiB needed"), "{chosen}");
+    assert!(Placement::new().bytes(6 << 30).choose(&[transfer]).is_err());
+}
+
+#[test]
 fn a_device_that_fails_is_passed_over_and_named() {
     let driver = SimDriver::new(SimConfig::parse("80GiB").unwrap());
     let devices = [Device::new(driver.clone()), open("8GiB")];
