@@ -2,7 +2,7 @@
 #include "common.cuh"
 
 // Tiles are read by rows and written by columns, through shared memory, so that both sides move whole lines. A tile is of 32
-// rows and columns of words of at least 4 bytes: of smaller elements a thread moves several, where addresses and extents allow.
+// rows and columns, padded so that the columns of a tile lie in different banks.
 #define TILE 32
 #define ROWS 8
 
