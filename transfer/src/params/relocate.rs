@@ -3,6 +3,7 @@
 //! New tensors are made beside the old ones and replace them when every copy is complete. So a failure on the way changes nothing, and
 //! the tensors made until then are given back. Small tensors go to a device as one batch.
 
+use std::collections::HashMap;
 use std::fmt;
 
 use aquifer_device::Stream;
@@ -12,7 +13,7 @@ use super::param_set::ParamSet;
 use super::small::{SMALL_TENSOR_BYTES, Small};
 use crate::error::TransferError;
 use crate::pending::{OnStreams, Pending};
-use crate::tensor::{Place, Tensor, To};
+use crate::tensor::{Place, Tensor, Tie, To};
 
 /// How far moving or loading tensors got. Reported for each tensor that is complete.
 #[derive(Clone, Copy, Debug)]
@@ -127,7 +128,8 @@ impl ParamSet {
     /// Begins moving every tensor. Gives which of what is on its way each parameter becomes, and that. Where something fails, what was begun
     /// is over when this returns.
     fn begin(&self, place: &Place, how: &Relocate<'_>) -> Result<(Vec<usize>, Vec<Pending<Tensor>>), TransferError> {
-        let mut moving = Moving { begun: Vec::new(), which: Vec::with_capacity(self.len()), small: None };
+        let mut moving =
+            Moving { begun: Vec::new(), tied: HashMap::new(), which: Vec::with_capacity(self.len()), small: None };
         let begun = self.iter().try_for_each(|param| moving.add(&param.tensor, place, how));
         let small = moving.small.take();
         let batch = begun.and_then(|()| small.map(Small::send).transpose());
@@ -138,7 +140,7 @@ impl ParamSet {
                 return Err(error);
             }
         };
-        let pendings = moving.begun.into_iter().map(|(_, begun)| match (begun, &batch) {
+        let pendings = moving.begun.into_iter().map(|begun| match (begun, &batch) {
             (Begun::Alone(pending), _) => pending,
             (Begun::Batched(tensor), Some(batch)) => batch.with(tensor),
             (Begun::Batched(tensor), None) => Pending::ready(&std::sync::Arc::default(), tensor),
@@ -148,18 +150,21 @@ impl ParamSet {
 }
 
 /// A set of which some tensors are on their way.
-struct Moving<'a> {
-    begun: Vec<(&'a Tensor, Begun)>,
+struct Moving {
+    begun: Vec<Begun>,
+    /// Which of them tensors become that are tied to one. The set keeps the memory that tells them apart.
+    tied: HashMap<Tie, usize>,
     /// Which of them each parameter becomes.
     which: Vec<usize>,
     /// The small ones, once there are some.
     small: Option<Small>,
 }
 
-impl<'a> Moving<'a> {
-    fn add(&mut self, tensor: &'a Tensor, place: &Place, how: &Relocate<'_>) -> Result<(), TransferError> {
-        if let Some(tied) = self.begun.iter().position(|(other, _)| other.is_tied_to(tensor)) {
-            self.which.push(tied);
+impl Moving {
+    fn add(&mut self, tensor: &Tensor, place: &Place, how: &Relocate<'_>) -> Result<(), TransferError> {
+        let at = *self.tied.entry(tensor.tie()).or_insert(self.begun.len());
+        self.which.push(at);
+        if at < self.begun.len() {
             return Ok(());
         }
         let dtype = how.dtype.filter(|dtype| dtype.is_float() == tensor.dtype().is_float());
@@ -183,13 +188,12 @@ impl<'a> Moving<'a> {
                 Begun::Alone(tensor.to_with(place, to)?)
             }
         };
-        self.which.push(self.begun.len());
-        self.begun.push((tensor, begun));
+        self.begun.push(begun);
         Ok(())
     }
 
     fn abandon(self) {
-        for (_, begun) in self.begun {
+        for begun in self.begun {
             if let Begun::Alone(pending) = begun {
                 pending.abandon();
             }

@@ -167,11 +167,15 @@ impl Memory {
 
     /// Whether both are the same memory.
     pub(crate) fn is_same(&self, other: &Memory) -> bool {
-        match (self, other) {
-            (Memory::Host(own), Memory::Host(other)) => Arc::ptr_eq(&own.owner, &other.owner),
-            (Memory::Pinned(own), Memory::Pinned(other)) => Arc::ptr_eq(&own.buffer, &other.buffer),
-            (Memory::Device(own), Memory::Device(other)) => Arc::ptr_eq(own.buffer.storage(), other.buffer.storage()),
-            _ => false,
+        self.identity() == other.identity()
+    }
+
+    /// Where on the host that lies which all its owners share, so that no other memory has it at the same time.
+    pub(crate) fn identity(&self) -> usize {
+        match self {
+            Memory::Host(memory) => Arc::as_ptr(&memory.owner).addr(),
+            Memory::Pinned(memory) => Arc::as_ptr(&memory.buffer).addr(),
+            Memory::Device(memory) => Arc::as_ptr(memory.buffer.storage()).addr(),
         }
     }
 }

@@ -77,6 +77,15 @@ pub struct Tensor {
     pub(crate) layout: Layout,
 }
 
+/// The same part of the same memory.
+#[derive(PartialEq, Eq, Hash)]
+pub(crate) struct Tie {
+    memory: usize,
+    start: u64,
+    dtype: DType,
+    layout: Layout,
+}
+
 /// Device memory carries its ticks; page-locked memory waits by itself when it is read.
 impl OnStreams for Tensor {}
 
@@ -101,13 +110,11 @@ impl Tensor {
         Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: transfer.clone() }), dtype, layout)
     }
 
-    /// Whether both are the same part of the same memory.
-    pub(crate) fn is_tied_to(&self, other: &Tensor) -> bool {
+    /// What it has in common with tensors that are tied to it, while it lives.
+    pub(crate) fn tie(&self) -> Tie {
         // Parts of one buffer share memory, and may each begin elsewhere in it.
-        let place = |tensor: &Tensor| tensor.memory.start() + tensor.first() * tensor.dtype.bytes();
-        (self.dtype, self.layout.at(0)) == (other.dtype, other.layout.at(0))
-            && self.shares_memory_with(other)
-            && place(self) == place(other)
+        let start = self.memory.start() + self.first() * self.dtype.bytes();
+        Tie { memory: self.memory.identity(), start, dtype: self.dtype, layout: self.layout.at(0) }
     }
 
     /// Where it is.
