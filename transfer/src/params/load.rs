@@ -16,7 +16,7 @@ use super::checkpoint::{Checkpoint, TensorEntry, fault, read_error};
 use super::checkpoint_error::CheckpointFault;
 use super::param_set::ParamSet;
 use super::relocate::{Progress, Tell};
-use super::small::{SMALL_TENSOR_BYTES, Small};
+use super::small::{BATCH_BYTES, SMALL_TENSOR_BYTES, Small};
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::pending::Pending;
@@ -25,9 +25,6 @@ use crate::tensor::{Converted, HostMemory, Layout, Memory, PinnedHost, Place, Te
 
 /// Tensors that are on their way at a time, beside the one that was begun last. Small ones that are not sent yet are not.
 const IN_FLIGHT: usize = 8;
-
-/// Small tensors are sent when there are so many bytes of them.
-const BATCH_BYTES: u64 = 4 << 20;
 
 /// What becomes of tensors whose dtype tensors here do not have, such as `BOOL`, `I8` or `F8_E4M3`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

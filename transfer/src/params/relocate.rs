@@ -1,7 +1,7 @@
 //! Moving a set: all of it or nothing.
 //!
 //! New tensors are made beside the old ones and replace them when every copy is complete. So a failure on the way changes nothing, and
-//! the tensors made until then are given back. Small tensors go to a device as one batch.
+//! the tensors made until then are given back. Small tensors go to a device in batches.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -10,7 +10,7 @@ use aquifer_device::Stream;
 use aquifer_kernels::DType;
 
 use super::param_set::ParamSet;
-use super::small::{SMALL_TENSOR_BYTES, Small};
+use super::small::{BATCH_BYTES, SMALL_TENSOR_BYTES, Small};
 use crate::error::TransferError;
 use crate::pending::{OnStreams, Pending};
 use crate::tensor::{Place, Tensor, Tie, To};
@@ -128,35 +128,32 @@ impl ParamSet {
     /// Begins moving every tensor. Gives which of what is on its way each parameter becomes, and that. Where something fails, what was begun
     /// is over when this returns.
     fn begin(&self, place: &Place, how: &Relocate<'_>) -> Result<(Vec<usize>, Vec<Pending<Tensor>>), TransferError> {
-        let mut moving =
-            Moving { begun: Vec::new(), tied: HashMap::new(), which: Vec::with_capacity(self.len()), small: None };
+        let mut moving = Moving { which: Vec::with_capacity(self.len()), ..Moving::default() };
         let begun = self.iter().try_for_each(|param| moving.add(&param.tensor, place, how));
-        let small = moving.small.take();
-        let batch = begun.and_then(|()| small.map(Small::send).transpose());
-        let batch = match batch {
-            Ok(batch) => batch,
-            Err(error) => {
-                moving.abandon();
-                return Err(error);
-            }
-        };
-        let pendings = moving.begun.into_iter().map(|begun| match (begun, &batch) {
-            (Begun::Alone(pending), _) => pending,
-            (Begun::Batched(tensor), Some(batch)) => batch.with(tensor),
-            (Begun::Batched(tensor), None) => Pending::ready(&std::sync::Arc::default(), tensor),
+        if let Err(error) = begun.and_then(|()| moving.send()) {
+            moving.abandon();
+            return Err(error);
+        }
+        let pendings = moving.begun.into_iter().map(|begun| match begun {
+            Begun::Alone(pending) => pending,
+            // None: all were sent.
+            Begun::Batched(tensor) => Pending::ready(&std::sync::Arc::default(), tensor),
         });
         Ok((moving.which, pendings.collect()))
     }
 }
 
 /// A set of which some tensors are on their way.
+#[derive(Default)]
 struct Moving {
     begun: Vec<Begun>,
+    /// How many of them were begun when small ones were sent last.
+    sent: usize,
     /// Which of them tensors become that are tied to one. The set keeps the memory that tells them apart.
     tied: HashMap<Tie, usize>,
     /// Which of them each parameter becomes.
     which: Vec<usize>,
-    /// The small ones, once there are some.
+    /// The small ones that are to be sent next, once there are some.
     small: Option<Small>,
 }
 
@@ -189,6 +186,19 @@ impl Moving {
             }
         };
         self.begun.push(begun);
+        if self.small.as_ref().is_some_and(|small| small.bytes() >= BATCH_BYTES) { self.send() } else { Ok(()) }
+    }
+
+    /// Sends the small ones, which are on their way then.
+    fn send(&mut self) -> Result<(), TransferError> {
+        let Some(small) = self.small.take() else { return Ok(()) };
+        let batch = small.send()?;
+        for begun in &mut self.begun[self.sent..] {
+            if let Begun::Batched(tensor) = begun {
+                *begun = Begun::Alone(batch.with(tensor.clone()));
+            }
+        }
+        self.sent = self.begun.len();
         Ok(())
     }
 
@@ -210,5 +220,6 @@ fn is_small(tensor: &Tensor, dtype: DType) -> bool {
 /// A tensor on its way.
 enum Begun {
     Alone(Pending<Tensor>),
+    /// Part of the batch that is being made.
     Batched(Tensor),
 }

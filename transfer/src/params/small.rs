@@ -13,6 +13,9 @@ use crate::tensor::{Layout, Tensor};
 /// Tensors of at most so many bytes, before and after conversion, are sent together with others.
 pub(super) const SMALL_TENSOR_BYTES: u64 = 64 << 10;
 
+/// Small tensors are sent when there are so many bytes of them, as until then they are in page-locked memory.
+pub(super) const BATCH_BYTES: u64 = 4 << 20;
+
 /// Small tensors that are to be sent together.
 pub(super) struct Small {
     transfer: Transfer,

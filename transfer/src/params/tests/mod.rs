@@ -222,6 +222,23 @@ fn moving_is_all_or_nothing() {
     assert!(failed > 5, "{failed}");
 }
 
+/// However many are small, they are in little page-locked memory at a time.
+#[test]
+fn many_small_tensors_need_little_page_locked_memory() {
+    let transfer = transfer();
+    transfer.batch_calls_pay_below().unwrap(); // measures, by copies
+    let mut set = ParamSet::new();
+    for n in 0..400 {
+        set.insert(format!("adapter.{n}"), Tensor::from_vec(floats(15_000, n), &[15_000]).unwrap()).unwrap();
+    }
+    let host = set.clone();
+    transfer.pinned().set_limit(Some(12 << 20));
+    set.move_blocking(&transfer).unwrap();
+    transfer.pinned().set_limit(None);
+    assert_same(&host, &set);
+    quiet(&transfer);
+}
+
 #[test]
 fn a_set_too_large_stays_where_it_is() {
     let transfer = transfer_of(SimConfig::parse("32MiB").unwrap());
