@@ -51,6 +51,7 @@ const INDEX: &str = "model.safetensors.index.json";
 pub struct Checkpoint {
     pub(super) shards: Vec<Shard>,
     pub(super) entries: Vec<TensorEntry>,
+    metadata: BTreeMap<String, String>,
 }
 
 /// One file.
@@ -120,6 +121,11 @@ impl Checkpoint {
     /// The tensors, file by file in the order in which they lie there.
     pub fn entries(&self) -> &[TensorEntry] {
         &self.entries
+    }
+
+    /// Texts about the tensors, by name ([`super::ParamSet::metadata`]). Where files differ in one, it is that of the first file.
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
     }
 
     /// Bytes of all tensors.
@@ -203,10 +209,11 @@ fn open_index(path: &Path) -> Result<Checkpoint, TransferError> {
 }
 
 fn open_shards(paths: Vec<PathBuf>) -> Result<Checkpoint, TransferError> {
-    let mut checkpoint = Checkpoint { shards: Vec::with_capacity(paths.len()), entries: Vec::new() };
+    let mut checkpoint =
+        Checkpoint { shards: Vec::with_capacity(paths.len()), entries: Vec::new(), metadata: BTreeMap::new() };
     let mut shard_of: HashMap<String, usize> = HashMap::new();
     for (number, path) in paths.into_iter().enumerate() {
-        let (shard, entries) = open_shard(path, number)?;
+        let (shard, entries, metadata) = open_shard(path, number)?;
         for entry in &entries {
             if let Some(other) = shard_of.insert(entry.name.clone(), number) {
                 let other = checkpoint.shards.get(other).unwrap_or(&shard).path.display().to_string();
@@ -215,11 +222,17 @@ fn open_shards(paths: Vec<PathBuf>) -> Result<Checkpoint, TransferError> {
         }
         checkpoint.shards.push(shard);
         checkpoint.entries.extend(entries);
+        for (name, text) in metadata {
+            checkpoint.metadata.entry(name).or_insert(text);
+        }
     }
     Ok(checkpoint)
 }
 
-fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, Vec<TensorEntry>), TransferError> {
+/// A file, its tensors, and the texts about them.
+type Opened = (Shard, Vec<TensorEntry>, HashMap<String, String>);
+
+fn open_shard(path: PathBuf, number: usize) -> Result<Opened, TransferError> {
     let (mut file, bytes) = regular_file::open(&path).map_err(|error| file_error(&path, error))?;
     let (metadata, start) = read_header(&mut file, &path, bytes)?;
     let needed = start.saturating_add(metadata.data_len() as u64);
@@ -248,7 +261,8 @@ fn open_shard(path: PathBuf, number: usize) -> Result<(Shard, Vec<TensorEntry>),
             element_bytes: if bits.is_multiple_of(8) { bits / 8 } else { 0 },
         });
     }
-    Ok((Shard { path, file: Arc::new(file), bytes, map: None }, entries))
+    let texts = metadata.metadata().clone().unwrap_or_default();
+    Ok((Shard { path, file: Arc::new(file), bytes, map: None }, entries, texts))
 }
 
 /// The header, and where the tensors begin.

@@ -110,7 +110,10 @@ impl Checkpoint {
         };
         let mut loading = Loading { set: ParamSet::new(), small, on_way: VecDeque::new(), bytes_done: 0, bytes_total };
         match self.load_all(&wanted, &place, &mut loading, &mut how) {
-            Ok(()) => Ok(loading.set),
+            Ok(()) => {
+                loading.set.metadata_mut().clone_from(self.metadata());
+                Ok(loading.set)
+            }
             Err(error) => {
                 loading.abandon();
                 Err(error)

@@ -1,6 +1,6 @@
 //! Named tensors of a model.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
 use crate::error::TransferError;
@@ -67,10 +67,11 @@ pub struct Stray {
 pub struct ParamSet {
     params: Vec<Param>,
     by_name: HashMap<String, usize>,
+    metadata: BTreeMap<String, String>,
 }
 
-/// What is no tensor in a safetensors file.
-const METADATA: &str = "__metadata__";
+/// What is no tensor in a safetensors file: texts about all of them.
+pub(super) const METADATA: &str = "__metadata__";
 
 impl ParamSet {
     /// An empty set.
@@ -140,6 +141,17 @@ impl ParamSet {
         self.params.is_empty()
     }
 
+    /// Texts about the set, by name, that safetensors files carry beside the tensors: loaded with them, kept where the set moves, and saved.
+    /// Some libraries ask for one; PyTorch's say `"format": "pt"`.
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
+    }
+
+    /// The same texts, to be changed.
+    pub fn metadata_mut(&mut self) -> &mut BTreeMap<String, String> {
+        &mut self.metadata
+    }
+
     /// Bytes of all elements; [`u64::MAX`] if there are more, which is possible with broadcast tensors. Tied parameters, which share
     /// memory, are counted for each of their names, so the memory behind them may be less.
     pub fn bytes(&self) -> u64 {
@@ -189,7 +201,11 @@ impl ParamSet {
     pub(crate) fn with_tensors(&self, tensors: Vec<Tensor>) -> ParamSet {
         debug_assert_eq!(tensors.len(), self.params.len());
         let with = |(param, tensor): (&Param, Tensor)| Param { name: param.name.clone(), kind: param.kind, tensor };
-        ParamSet { params: self.params.iter().zip(tensors).map(with).collect(), by_name: self.by_name.clone() }
+        ParamSet {
+            params: self.params.iter().zip(tensors).map(with).collect(),
+            by_name: self.by_name.clone(),
+            metadata: self.metadata.clone(),
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Writing a set to a safetensors file.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -9,18 +10,18 @@ use aquifer_kernels::DType;
 use serde_json::{Map, Value, json};
 
 use super::checkpoint::file_error;
-use super::param_set::{Param, ParamSet};
+use super::param_set::{METADATA, Param, ParamSet};
 use crate::error::TransferError;
 use crate::tensor::{Place, Tensor};
 
 impl ParamSet {
-    /// Writes all tensors to a safetensors file, in row-major order, and waits on the host for those on devices. One tensor after the
+    /// Writes all tensors and the metadata to a safetensors file, in row-major order, and waits on the host for those on devices. One tensor after the
     /// other is brought to the host as a whole, broadcast ones with all their elements.
     ///
     /// A file is written beside its place, and then takes it, so that there is never half of one. Where `path` is a
     /// symbolic link, this happens to what it leads to, and the link stays. What is no regular file, such as a pipe or
     /// a device, is written straight into: there a failure may leave a part, and a pipe is waited for until somebody
-    /// reads it.
+    /// reads it. A file that is replaced leaves its permissions to the new one.
     ///
     /// # Errors
     /// [`TransferError::File`] where the file cannot be written or is a directory, [`TransferError::LengthOverflow`] where broadcast tensors are
@@ -36,8 +37,13 @@ impl ParamSet {
     /// Errors name the file as the caller does.
     fn write_in_place_of(&self, place: &Path, path: &Path) -> Result<(), TransferError> {
         let part = beside(place);
+        // Before anything is in it that not everybody may read.
+        let created = File::create(&part).and_then(|file| match std::fs::metadata(place) {
+            Ok(replaced) => file.set_permissions(replaced.permissions()).map(|()| file),
+            Err(_) => Ok(file),
+        });
         let written = self
-            .write(path, File::create(&part))
+            .write(path, created)
             .and_then(|()| std::fs::rename(&part, place).map_err(|error| file_error(path, error)));
         if written.is_err() {
             // Nothing can be done where it cannot be removed, and the first error is the one to tell.
@@ -52,7 +58,7 @@ impl ParamSet {
         let mut params: Vec<&Param> = self.iter().collect();
         params
             .sort_by(|a, b| b.tensor.dtype().bytes().cmp(&a.tensor.dtype().bytes()).then_with(|| a.name.cmp(&b.name)));
-        let header = header(&params)?;
+        let header = header(&params, self.metadata())?;
         let mut file = BufWriter::new(file.map_err(failed)?);
         file.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
         file.write_all(&header).map_err(failed)?;
@@ -108,8 +114,11 @@ fn beside(place: &Path) -> PathBuf {
 }
 
 /// The header in JSON, filled with spaces to a multiple of 8 bytes.
-fn header(params: &[&Param]) -> Result<Vec<u8>, TransferError> {
+fn header(params: &[&Param], metadata: &BTreeMap<String, String>) -> Result<Vec<u8>, TransferError> {
     let mut tensors = Map::new();
+    if !metadata.is_empty() {
+        tensors.insert(METADATA.to_owned(), json!(metadata));
+    }
     let mut start = 0u64;
     for param in params {
         let tensor: &Tensor = &param.tensor;

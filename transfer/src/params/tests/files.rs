@@ -12,6 +12,45 @@ fn raw_file(header: &str, data: &[u8]) -> Vec<u8> {
 }
 
 #[test]
+fn metadata_stays_with_the_tensors() {
+    let (directory, transfer) = (Directory::new(), transfer());
+    let mut set = model();
+    set.metadata_mut().insert("format".to_owned(), "pt".to_owned());
+    let path = directory.0.join("one.safetensors");
+    set.to(&transfer).unwrap().wait().unwrap().save_blocking(&path).unwrap();
+    let reference = std::fs::read(&path).unwrap();
+    let (_, reference) = safetensors::SafeTensors::read_metadata(&reference).unwrap();
+    assert_eq!(reference.metadata().as_ref().unwrap()["format"], "pt");
+    // A second file, which differs in that.
+    let mut more = ParamSet::new();
+    more.insert("more", Tensor::from_vec(floats(3, 1), &[3]).unwrap()).unwrap();
+    more.metadata_mut()
+        .extend([("format", "mlx"), ("step", "12")].map(|(name, text)| (name.to_owned(), text.to_owned())));
+    more.save_blocking(directory.0.join("two.safetensors")).unwrap();
+    let checkpoint = Checkpoint::open(&directory.0).unwrap();
+    let loaded = checkpoint.load_blocking(Place::Host, Load::new()).unwrap();
+    for metadata in [checkpoint.metadata(), loaded.metadata()] {
+        let texts: Vec<_> = metadata.iter().map(|(name, text)| (&**name, &**text)).collect();
+        assert_eq!(texts, [("format", "pt"), ("step", "12")]);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_file_that_is_replaced_leaves_its_permissions() {
+    use std::os::unix::fs::PermissionsExt;
+    let directory = Directory::new();
+    let path = directory.0.join("private.safetensors");
+    std::fs::write(&path, "earlier").unwrap();
+    for mode in [0o600, 0o640] {
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+        model().save_blocking(&path).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, mode);
+    }
+    assert_eq!(Checkpoint::open(&path).unwrap().bytes(), model().bytes());
+}
+
+#[test]
 fn files_come_back_as_they_were_saved() {
     let (directory, transfer) = (Directory::new(), transfer());
     let (set, path) = (model(), directory.0.join("model.safetensors"));
