@@ -3,6 +3,7 @@
 //! Soundness does not depend on anything here: memory that is in flight is owned by this crate, or carries the ticks of the work that
 //! uses it, whatever happens to a [`Pending`]. Dropping one lets the transfer go on; forgetting one leaks what it owns.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -45,7 +46,8 @@ pub(crate) struct Shared {
 /// ```
 #[must_use = "what the transfer gives is lost; it goes on all the same"]
 pub struct Pending<T> {
-    steps: Vec<Step>,
+    /// Those that are not known to be complete, in the order in which they are waited for: one for each of many transfers.
+    steps: VecDeque<Step>,
     value: Value<T>,
     /// The tick that this task asked to be woken about, by its step.
     signal: Option<Arc<Signal>>,
@@ -80,12 +82,12 @@ impl<T> Value<T> {
 impl<T> Pending<T> {
     /// What is complete already.
     pub(crate) fn ready(shared: &Arc<Shared>, value: T) -> Pending<T> {
-        Pending::of(shared, Vec::new(), Value::Here(value))
+        Pending::of(shared, VecDeque::new(), Value::Here(value))
     }
 
     /// Work that was enqueued until the tick.
     pub(crate) fn enqueued(shared: &Arc<Shared>, tick: Tick, value: T) -> Pending<T> {
-        Pending::of(shared, vec![Step::Tick(tick)], Value::Here(value))
+        Pending::of(shared, [Step::Tick(tick)].into(), Value::Here(value))
     }
 
     /// Work that was enqueued until all of the ticks.
@@ -99,10 +101,10 @@ impl<T> Pending<T> {
         job: Arc<Job>,
         value: impl FnOnce() -> Result<T, TransferError> + Send + 'static,
     ) -> Pending<T> {
-        Pending::of(shared, vec![Step::Job(job)], Value::Later(Box::new(value)))
+        Pending::of(shared, [Step::Job(job)].into(), Value::Later(Box::new(value)))
     }
 
-    fn of(shared: &Arc<Shared>, steps: Vec<Step>, value: Value<T>) -> Pending<T> {
+    fn of(shared: &Arc<Shared>, steps: VecDeque<Step>, value: Value<T>) -> Pending<T> {
         Pending { steps, value, signal: None, shared: shared.clone(), started: Instant::now() }
     }
 
@@ -220,7 +222,7 @@ impl<T> Pending<T> {
         let mut pendings = pendings.into_iter();
         let first = pendings.next()?;
         let mut values = Vec::new();
-        let (mut steps, shared, started) = (Vec::new(), first.shared.clone(), first.started);
+        let (mut steps, shared, started) = (VecDeque::new(), first.shared.clone(), first.started);
         for mut pending in std::iter::once(first).chain(pendings) {
             steps.append(&mut pending.steps);
             values.push(std::mem::replace(&mut pending.value, Value::Taken));
@@ -256,7 +258,7 @@ impl<T> Pending<T> {
 
     /// Drops steps that are done, until one is not; then `waker` is told when that changes.
     fn poll_steps(&mut self, waker: &Waker) -> Poll<Result<(), TransferError>> {
-        while let Some(step) = self.steps.first().cloned() {
+        while let Some(step) = self.steps.front().cloned() {
             let tick = match step {
                 Step::Tick(tick) => Some(tick),
                 Step::Job(job) => match job.poll(waker) {
@@ -271,7 +273,7 @@ impl<T> Pending<T> {
             if let Some(tick) = tick {
                 if self.signal.is_none() {
                     if tick.is_done()? {
-                        self.steps.remove(0);
+                        self.steps.pop_front();
                         continue;
                     }
                     self.signal = Some(self.shared.waiter.watch(tick)?);
@@ -283,7 +285,7 @@ impl<T> Pending<T> {
                 }
             }
             self.signal = None;
-            self.steps.remove(0);
+            self.steps.pop_front();
         }
         Poll::Ready(Ok(()))
     }
