@@ -33,7 +33,7 @@ pub enum AllocError {
         /// Its device, and the one that was needed.
         devices: Box<DeviceMismatch>,
     },
-    /// The caller passed a pool or an allocation of another allocator of the same device. Ask that one.
+    /// The caller passed a pool, a buffer or an allocation of another allocator of the same device. Ask that one.
     #[error("the {what} belongs to another allocator of {device} than the one asked")]
     WrongAllocator {
         /// What was passed.

@@ -146,13 +146,15 @@ impl Spiller {
     /// memory exist, it stays on the device; a [`Growable`](aquifer_allocator::Growable) is one for all buffers made of it.
     ///
     /// # Errors
-    /// A buffer of another device.
+    /// A buffer of another device, or of another allocator than the runtime's: to spill it would help that one.
     pub fn add<T: Pod + Send + Sync>(
         &self,
         buffer: DeviceBuffer<T>,
         priority: i32,
     ) -> Result<Spillable<T>, TransferError> {
-        self.inner.transfer.check_device("buffer", buffer.storage().device_id())?;
+        let transfer = &self.inner.transfer;
+        transfer.check_device("buffer", buffer.storage().device_id())?;
+        buffer.storage().check_allocator("buffer", transfer.allocator())?;
         let bytes = buffer.cast().ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?;
         let entry = Arc::new(Entry {
             spiller: self.inner.clone(),

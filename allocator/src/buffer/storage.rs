@@ -17,6 +17,7 @@ use aquifer_device::{AccessKind, DevicePtr, Stream, Tick};
 use parking_lot::{Condvar, Mutex};
 
 use crate::allocation::Allocation;
+use crate::allocator::Allocator;
 use crate::backing::paged::MemoryApart;
 use crate::buffer::held::Holder;
 use crate::error::AllocError;
@@ -100,6 +101,17 @@ impl Storage {
     /// Identity of the device that the memory is on.
     pub fn device_id(&self) -> u32 {
         self.device_id
+    }
+
+    /// Checks that the memory is this allocator's. `what` names it in the error.
+    ///
+    /// # Errors
+    /// [`AllocError::WrongAllocator`] or [`AllocError::WrongDevice`] if it is another one's.
+    pub fn check_allocator(&self, what: &'static str, allocator: &Allocator) -> Result<(), AllocError> {
+        if std::ptr::eq(self.memory.shell(), allocator.shell()) {
+            return Ok(());
+        }
+        Err(AllocError::wrong_allocator(what, self.device_id, allocator.device().id()))
     }
 
     /// The ticks that must come before work with this kind of access: for reading, those of the last work that writes; for writing, also

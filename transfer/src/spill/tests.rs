@@ -107,6 +107,16 @@ fn what_is_in_use_or_has_other_handles_stays() {
     stand.quiet();
 }
 
+#[test]
+fn what_another_allocator_has_is_refused() {
+    let stand = stand(64);
+    let other = Allocator::new(stand.transfer.device(), Config::default()).unwrap();
+    let theirs: DeviceBuffer<u8> = other.alloc_buffer(1000, &stand.stream).unwrap();
+    let refused = Spiller::new(&stand.transfer, 0).add(theirs, 0).unwrap_err();
+    assert!(refused.to_string().contains("the buffer belongs to another allocator of"), "{refused}");
+    stand.quiet();
+}
+
 /// The thread that brings one back is the one that runs the reclaimer: it spills another and does not wait for itself.
 #[test]
 fn bringing_one_back_spills_another_and_nobody_waits_for_himself() {
