@@ -289,6 +289,12 @@ impl TransferError {
         }
     }
 
+    /// Whether it is the device that lacks memory, and not the host.
+    pub(crate) fn is_out_of_device_memory(&self) -> bool {
+        let of_host = matches!(self, TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. });
+        !of_host && self.is_out_of_memory()
+    }
+
     /// Whether the device is gone, so that nothing on it will ever complete.
     pub fn is_device_lost(&self) -> bool {
         self.of_device().is_some_and(DeviceError::is_device_lost)

@@ -34,8 +34,8 @@ pub enum LayoutError {
         /// The dimension asked for, the outermost being 0.
         dimension: usize,
     },
-    /// Indices beyond a dimension's end.
-    #[error("indices {start}..{end} reach beyond dimension {dimension} of {shape:?}")]
+    /// Indices beyond a dimension's end, or a range that ends before it starts.
+    #[error("indices {start}..{end} are not a part of dimension {dimension} of {shape:?}")]
     OutOfRange {
         /// The extents.
         shape: Vec<u64>,

@@ -317,6 +317,16 @@ fn what_is_not_one_element_is_not_brought_to_the_host() {
     assert_eq!(stand.transfer.counters().downloads.bytes, 0);
 }
 
+/// The device could have had it.
+#[test]
+fn the_host_takes_nothing_over_for_lack_of_page_locked_memory() {
+    let stand = stand();
+    stand.transfer.pinned().set_limit(Some(4096));
+    let host = counting(&[1 << 20]);
+    let sent = host.to_with(&stand.transfer, To::new().fallback(Fallback::Host)).and_then(Pending::wait);
+    assert!(matches!(sent, Err(TransferError::OutOfPinned { .. })), "{sent:?}");
+}
+
 /// A tensor that went to a device on one stream is not bound to it: else copies back would wait for other uploads.
 #[test]
 fn a_tensor_stays_on_no_stream() {

@@ -46,6 +46,7 @@ impl To {
     }
 
     /// What happens where the device has no memory for it. With [`Fallback::Host`] the result is on the host, as [`crate::Tensor::place`] says.
+    /// A lack of page-locked memory on the way is an error all the same.
     pub fn fallback(self, fallback: Fallback) -> To {
         To { fallback, ..self }
     }

@@ -86,7 +86,7 @@ impl Tensor {
             return conveyed;
         }
         let (source, wanted) = (self.clone(), place);
-        let take_over = move |error: TransferError| match error.is_out_of_memory() {
+        let take_over = move |error: TransferError| match error.is_out_of_device_memory() {
             true => {
                 tracing::warn!(%error, place = %wanted, "the device has no memory for a tensor; it goes to the host, as the caller allowed");
                 source.convey(&Place::Host, dtype, None)
