@@ -9,6 +9,7 @@ use std::ffi::c_uint;
 use std::ptr;
 
 use cudarc::driver::sys::{CUgraph, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus as Status};
+use parking_lot::Mutex;
 
 use super::context::Core;
 use super::driver::CudaDriver;
@@ -20,14 +21,15 @@ use super::streams::{LiveStream, is_legacy};
 use crate::driver::{CaptureStatus, RawGraph, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 
-/// Graphs, made executable.
+/// Graphs, made executable. Each has a lock that is held while it is launched, because a graph must not be used by two calls at a time (CUDA
+/// driver API, “Graph object thread safety”). It is a leaf.
 #[derive(Debug)]
 pub(super) enum Graphs {}
 
 impl Kind for Graphs {
     const NAME: &'static str = "graph";
     const DESTROY: Operation = Operation::DestroyGraph;
-    type Extra = ();
+    type Extra = Mutex<()>;
 
     unsafe fn destroy(core: &Core, raw: u64) -> u32 {
         match core.functions().cuGraphExecDestroy {
@@ -158,7 +160,7 @@ impl CudaDriver {
         made.map_err(|error| error.with_detail("the captured graph could not be made executable"))?;
         let raw = handle(executable);
         // SAFETY: just created, and nobody else knows it.
-        self.graphs.insert(raw, unsafe { Object::new(&self.core, raw, ()) });
+        self.graphs.insert(raw, unsafe { Object::new(&self.core, raw, Mutex::new(())) });
         Ok(RawGraph(raw))
     }
 
@@ -168,7 +170,8 @@ impl CudaDriver {
         let (graph, stream) = (self.graphs.find(operation, graph.0)?, self.stream(operation, stream)?);
         // Relaxed: the first launch may prepare the graph.
         let _current = self.core.enter_relaxed(operation)?;
-        // SAFETY: graph and stream live (L1, F1).
+        let _alone = graph.extra.lock();
+        // SAFETY: graph and stream live (L1, F1), and no other call uses the graph: it is destroyed after the last launch (L1).
         check(operation, unsafe { launch(pointer(graph.raw()), stream.raw) })
     }
 }

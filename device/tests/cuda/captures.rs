@@ -303,3 +303,18 @@ fn asking_who_an_adopted_stream_is_breaks_no_capture() {
     owner.destroy_stream(theirs).unwrap();
     bench.assert_no_violation();
 }
+
+/// The driver takes one call on a graph at a time (CUDA driver API, "Graph object thread safety").
+#[test]
+fn threads_launch_a_graph_one_after_the_other() {
+    let bench = Bench::new();
+    let (driver, stream, memory) = (&*bench.driver, bench.stream(), bench.driver.alloc(4096).unwrap());
+    driver.begin_capture(stream).unwrap();
+    driver.memset(memory, 1, 4096, stream).unwrap();
+    let graph = driver.end_capture(stream).unwrap();
+    let launch = || (0..2000).for_each(|_| driver.launch_graph(graph, stream).unwrap());
+    std::thread::scope(|scope| [(); 3].map(|()| scope.spawn(launch)).map(|thread| thread.join().unwrap()));
+    driver.synchronize().unwrap();
+    driver.destroy_graph(graph).unwrap();
+    bench.assert_no_violation();
+}

@@ -1,6 +1,6 @@
 //! Graphs: the result of a capture, and executables made from it. Each of them keeps the captured work alive.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use aquifer_device::{Code, Driver as _, RawGraph, RawStream};
 use parking_lot::Mutex;
@@ -16,6 +16,9 @@ const FLAGS: u64 = 0xf;
 /// An executable that the device launches by itself.
 const DEVICE_LAUNCH: u64 = 4;
 
+/// Two calls use an object that takes one at a time.
+const ILLEGAL_STATE: Code = Code(401);
+
 /// What a handle stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
@@ -30,6 +33,8 @@ pub(crate) struct Graphs(Mutex<Table>);
 #[derive(Debug, Default)]
 struct Table {
     live: HashMap<Handle, (Kind, RawGraph)>,
+    /// Executables that a call launches just now.
+    launching: HashSet<Handle>,
     created: u64,
 }
 
@@ -55,6 +60,17 @@ impl Graphs {
 
     fn work(&self, handle: Handle, kind: Kind) -> Answer<RawGraph> {
         self.0.lock().get(handle, kind)
+    }
+
+    /// The work of an executable that is launched. Refused while another thread launches it, where CUDA would do anything.
+    fn begin_launch(&self, executable: Handle) -> Answer<RawGraph> {
+        let mut table = self.0.lock();
+        let work = table.get(executable, Kind::Executable)?;
+        if table.launching.insert(executable) { Ok(work) } else { Err(ILLEGAL_STATE) }
+    }
+
+    fn end_launch(&self, executable: Handle) {
+        self.0.lock().launching.remove(&executable);
     }
 }
 
@@ -104,8 +120,10 @@ abi! {
     /// Enqueues the work of an executable.
     10000 cuGraphLaunch(call, executable: Handle, stream: Handle) {
         let life = call.life()?;
-        let work = life.graphs.work(executable, Kind::Executable)?;
-        life.sim.launch_graph(work, RawStream(stream)).map_err(code)
+        let work = life.graphs.begin_launch(executable)?;
+        let launched = life.sim.launch_graph(work, RawStream(stream)).map_err(code);
+        life.graphs.end_launch(executable);
+        launched
     }
 
     /// Does nothing: an executable has nothing to upload here.
