@@ -143,6 +143,7 @@ functions! {
         cuMemSetAccess(CUdeviceptr, usize, *const AccessDescription, usize);
         cuDeviceCanAccessPeer(*mut c_int, CUdevice, CUdevice);
         cuPointerGetAttribute(*mut c_void, c_uint, CUdeviceptr);
+        cuMemGetAddressRange_v2(*mut CUdeviceptr, *mut usize, CUdeviceptr);
         cuMemHostRegister_v2(*mut c_void, usize, c_uint);
         cuMemHostUnregister(*mut c_void);
         cuMemcpy2DAsync_v2(*const CUDA_MEMCPY2D, CUstream);

@@ -166,23 +166,54 @@ impl CudaDriver {
         Err(bad_value(operation, format!("{bytes} bytes at {ptr} are not all live device memory")))
     }
 
-    /// Whether the driver says that memory which was not allocated here is one piece of device memory.
+    /// Whether the driver says that memory which was not allocated here is memory of this device, in one piece.
+    ///
+    /// To the driver a reservation is one piece, whether or not anything is mapped in it, and it knows the memory of every device. Work that
+    /// touched what is not mapped, or what another device has, would lose this one.
     fn driver_holds(&self, operation: Operation, ptr: DevicePtr, bytes: u64) -> bool {
-        let Some(ask) = self.core.functions().cuPointerGetAttribute else { return false };
-        let Ok(_current) = self.core.enter_relaxed(operation) else { return false };
-        let number = |attribute: PointerAttr| {
+        let functions = self.core.functions();
+        let (Some(ask), Some(range)) = (functions.cuPointerGetAttribute, functions.cuMemGetAddressRange_v2) else {
+            return false;
+        };
+        let (Some(end), Ok(_current)) = (ptr.0.checked_add(bytes), self.core.enter_relaxed(operation)) else {
+            return false;
+        };
+        let number = |attribute: PointerAttr, at: u64| {
             let mut value = 0_u64;
             // SAFETY: the number outlives the call; these attributes have at most 64 bits, and smaller ones set the lowest,
             // because the machines that CUDA runs on are little-endian. Any address may be asked about (F1).
-            let code = unsafe { ask((&raw mut value).cast::<c_void>(), attribute as c_uint, ptr.0) };
+            let code = unsafe { ask((&raw mut value).cast::<c_void>(), attribute as c_uint, at) };
             (code == 0).then_some(value)
         };
-        let in_range = || {
-            let start = number(PointerAttr::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)?;
-            let end = start.checked_add(number(PointerAttr::CU_POINTER_ATTRIBUTE_RANGE_SIZE)?)?;
-            Some(ptr.0.checked_add(bytes)? <= end)
+        let is_ours = |at| {
+            number(PointerAttr::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, at) == Some(DEVICE_MEMORY)
+                && number(PointerAttr::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, at) == u64::try_from(self.core.device).ok()
         };
-        number(PointerAttr::CU_POINTER_ATTRIBUTE_MEMORY_TYPE) == Some(DEVICE_MEMORY) && in_range() == Some(true)
+        // Where the allocation or mapping ends that holds an address.
+        let mapped_to = |at: u64| {
+            let (mut start, mut length) = (0, 0);
+            // SAFETY: the numbers outlive the call, and any address may be asked about (F1).
+            let code = unsafe { range(&raw mut start, &raw mut length, at) };
+            let mapped_to = u64::checked_add(start, length as u64).filter(|_| code == 0);
+            mapped_to.filter(|&mapped_to| mapped_to > at && is_ours(at))
+        };
+        let in_one_piece = || {
+            let start = number(PointerAttr::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, ptr.0)?;
+            let length = number(PointerAttr::CU_POINTER_ATTRIBUTE_RANGE_SIZE, ptr.0)?;
+            Some(end <= start.checked_add(length)?)
+        };
+        match mapped_to(ptr.0) {
+            None => false,
+            Some(at) if at >= end => true,
+            // Several mappings, side by side in a reservation.
+            Some(mut at) => {
+                while at < end {
+                    let Some(next) = mapped_to(at) else { return false };
+                    at = next;
+                }
+                in_one_piece() == Some(true)
+            }
+        }
     }
 
     pub(super) fn host_alloc(&self, bytes: usize) -> Result<HostPtr> {

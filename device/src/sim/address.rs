@@ -158,6 +158,11 @@ impl AddressSpace {
         held.freed.is_none().then(|| start..start + held.bytes)
     }
 
+    /// The reservation that holds `at`.
+    pub(super) fn reservation_at(&self, at: u64) -> Option<Range<u64>> {
+        self.mappings.reservation_holding(at).map(|(start, bytes)| start..start + bytes)
+    }
+
     /// Removes the allocation at `ptr` for good.
     pub(super) fn remove_allocation(&mut self, ptr: u64, by: OpRef) -> Option<Allocation> {
         let allocation = self.allocations.remove(&ptr)?;

@@ -23,6 +23,11 @@ impl SimDriver {
         self.machine.lock().address.allocation_at(ptr.0)
     }
 
+    /// The reservation that holds an address, whether or not anything is mapped there.
+    pub fn reservation_at(&self, ptr: DevicePtr) -> Option<Range<u64>> {
+        self.machine.lock().address.reservation_at(ptr.0)
+    }
+
     /// For how long copy engines and compute were booked so far.
     pub fn engines(&self) -> EngineTimes {
         self.machine.lock().engine.times

@@ -106,6 +106,12 @@ impl Mappings {
         self.reservation(start).filter(|reservation| reservation.start == start).map(|reservation| reservation.bytes)
     }
 
+    /// The reservation that holds an address: its start and length.
+    pub(super) fn reservation_holding(&self, at: u64) -> Option<(u64, u64)> {
+        let reservation = self.reservation(at).filter(|reservation| at - reservation.start < reservation.bytes)?;
+        Some((reservation.start, reservation.bytes))
+    }
+
     /// Whether anything is mapped in the reservation that starts there; the lowest such address.
     pub(super) fn first_in(&self, start: u64) -> Option<u64> {
         let reservation = self.reservation(start).filter(|found| found.start == start && found.mapped > 0)?;

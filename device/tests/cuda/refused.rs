@@ -108,6 +108,32 @@ fn memory_of_another_owner_is_known_by_the_driver() {
     other.free(theirs).unwrap();
 }
 
+/// The driver takes all of a reservation for one piece of device memory, and knows the memory of every device.
+#[test]
+fn reserved_addresses_and_memory_of_other_devices_are_no_memory_of_this_one() {
+    let (bench, elsewhere) = (Bench::new(), Bench::new());
+    let (driver, stream) = (&*bench.driver, bench.stream());
+    let bad = |ptr, bytes| assert_eq!(code(driver.memset(ptr, 1, bytes, stream)), Code::INVALID_VALUE, "{ptr} {bytes}");
+    bad(elsewhere.driver.alloc(4096).unwrap(), 4096);
+    // What another library maps: two pieces of four.
+    let other = aquifer_device::cuda::CudaDriver::open(bench.device.ordinal()).unwrap();
+    let theirs = other.reserve(8 * MIB, 0).unwrap();
+    for at in [0, 2 * MIB] {
+        let memory = other.create_physical(2 * MIB, PhysicalOptions::default()).unwrap();
+        other.map(theirs.offset(at), 2 * MIB, memory).unwrap();
+        other.set_access(theirs.offset(at), 2 * MIB, &[bench.device.ordinal()]).unwrap();
+    }
+    driver.memset(theirs.offset(MIB), 1, 2 * MIB, stream).unwrap();
+    driver.memset(theirs, 1, 4 * MIB, stream).unwrap();
+    bad(theirs, 4 * MIB + 1);
+    bad(theirs.offset(5 * MIB), 8);
+    bad(theirs.offset(u64::MAX - theirs.0), 8);
+    // And what is reserved here.
+    bad(driver.reserve(2 * MIB, 0).unwrap(), 8);
+    driver.synchronize().unwrap();
+    bench.assert_no_violation();
+}
+
 #[test]
 fn mappings_follow_the_rules() {
     let bench = Bench::new();

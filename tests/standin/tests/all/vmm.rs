@@ -2,7 +2,7 @@
 
 use cudarc::driver::sys::{
     CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags as Granularity, CUmemAllocationProp,
-    CUmemAllocationType, CUmemLocation, CUmemLocationType,
+    CUmemAllocationType, CUmemLocation, CUmemLocationType, CUpointer_attribute as PtrAttr,
 };
 
 use crate::support::{Card, MIB, call};
@@ -140,4 +140,34 @@ fn peers_get_access_that_is_noted() {
     assert_eq!(call!(cuMemSetAccess(ptr, GRANULE, both.as_ptr(), 2)), 0);
     let devices = one.device.mapping_at(ptr).unwrap().devices;
     assert_eq!(devices, 1 << one.device.ordinal() | 1 << two.device.ordinal());
+}
+
+#[test]
+fn addresses_are_part_of_their_reservation_and_known_to_every_device() {
+    let (other, card) = (Card::new(), Card::new());
+    let fact = |attribute, ptr: u64| {
+        let mut value = 0_u64;
+        let answer = call!(cuPointerGetAttribute((&raw mut value).cast(), attribute, ptr));
+        (answer, value)
+    };
+    let (start, memory) = (reserve(4 * GRANULE), create(&card));
+    assert_eq!(call!(cuMemMap(start, GRANULE, 0, memory, 0)), 0);
+    let (reserved, mapped, unmapped) = ((0, 4 * GRANULE as u64), start + 4096, start + GRANULE as u64);
+    for inside in [mapped, unmapped] {
+        assert_eq!(fact(PtrAttr::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, inside), (0, 2));
+        assert_eq!(fact(PtrAttr::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, inside), (0, start));
+        assert_eq!(fact(PtrAttr::CU_POINTER_ATTRIBUTE_RANGE_SIZE, inside), reserved);
+    }
+    let is_mapped = |ptr| fact(PtrAttr::CU_POINTER_ATTRIBUTE_MAPPED, ptr);
+    assert_eq!([is_mapped(mapped), is_mapped(unmapped)], [(0, 1), (0, 0)]);
+    let (mut from, mut bytes) = (0, 0);
+    assert_eq!(call!(cuMemGetAddressRange_v2(&mut from, &mut bytes, mapped)), 0);
+    assert_eq!((from, bytes), (start, GRANULE));
+    assert_eq!(call!(cuMemGetAddressRange_v2(&mut from, &mut bytes, unmapped)), 500);
+    // Whichever device is asked.
+    other.context.bind_to_thread().unwrap();
+    assert_eq!(fact(PtrAttr::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, mapped), (0, 2));
+    assert_eq!(fact(PtrAttr::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, mapped), (0, card.device.ordinal().into()));
+    assert_eq!(fact(PtrAttr::CU_POINTER_ATTRIBUTE_CONTEXT, mapped), (0, card.context.cu_ctx() as u64));
+    assert_eq!(fact(PtrAttr::CU_POINTER_ATTRIBUTE_DEVICE_POINTER, mapped).0, 1, "its kernels cannot reach that");
 }
