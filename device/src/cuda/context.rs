@@ -4,6 +4,9 @@
 //! before: other libraries in the process (the CUDA runtime, cudarc, another device of this crate) rely on it. Where the context is
 //! current already, this is one cheap call; it is checked each time, because anybody may change what is current.
 //!
+//! cudarc makes its context current when one of its objects is dropped, and leaves it so, even a context that ends then. Where this
+//! crate may drop the last reference to such an object, the context is current already, as in any other call.
+//!
 //! Calls that CUDA calls *potentially unsafe* during a capture are made in the relaxed capture mode, so that they neither fail nor break
 //! a capture that somebody began in another mode, on this or another thread. These are allocation, freeing, mapping, queries, modules,
 //! and calls that may lead to them: launches, which may load a kernel, and copies, which may go through memory of the driver's.
@@ -13,7 +16,7 @@
 use std::ffi::{c_int, c_uint};
 use std::marker::PhantomData;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUstreamCaptureMode};
@@ -30,7 +33,10 @@ pub(super) struct Core {
     pub(super) installation: Installation,
     pub(super) device: CUdevice,
     context: Context,
-    owner: Owner,
+    /// cudarc's object of the context, once somebody asked for it or gave it.
+    cudarc: OnceLock<Arc<CudaContext>>,
+    /// Whether the primary context was retained here. Otherwise cudarc's object keeps the context alive.
+    retained: bool,
     pub(super) ongoing: Arc<Ongoing>,
 }
 
@@ -43,15 +49,6 @@ unsafe impl Send for Context {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Context {}
 
-/// Who keeps the context alive.
-#[derive(Debug)]
-enum Owner {
-    /// The device's primary context, retained here.
-    Retained,
-    /// The caller's.
-    Shared(Arc<CudaContext>),
-}
-
 impl Core {
     /// The primary context of a device.
     pub(super) fn primary(installation: Installation, ordinal: u32) -> Result<Arc<Core>> {
@@ -61,26 +58,29 @@ impl Core {
         let code = unsafe { (installation.functions.cuDevicePrimaryCtxRetain)(&raw mut context, device) };
         check(Operation::Init, code)
             .map_err(|error| error.with_detail(format!("the context of GPU {ordinal} could not be made")))?;
-        Ok(Core::new(installation, device, context, Owner::Retained))
+        Ok(Core::new(installation, device, context, None))
     }
 
     /// The caller's context.
     pub(super) fn shared(installation: Installation, context: Arc<CudaContext>) -> Arc<Core> {
         let (device, handle) = (context.cu_device(), context.cu_ctx());
-        Core::new(installation, device, handle, Owner::Shared(context))
+        Core::new(installation, device, handle, Some(context))
     }
 
-    fn new(installation: Installation, device: CUdevice, context: CUcontext, owner: Owner) -> Arc<Core> {
-        let ongoing = Ongoing::of_context(handle(context));
-        Arc::new(Core { installation, device, context: Context(context), owner, ongoing })
+    fn new(
+        installation: Installation,
+        device: CUdevice,
+        context: CUcontext,
+        given: Option<Arc<CudaContext>>,
+    ) -> Arc<Core> {
+        let (ongoing, retained) = (Ongoing::of_context(handle(context)), given.is_none());
+        let cudarc = given.map(OnceLock::from).unwrap_or_default();
+        Arc::new(Core { installation, device, context: Context(context), cudarc, retained, ongoing })
     }
 
-    /// cudarc's object of the context, if it was made from one.
-    pub(super) fn given(&self) -> Option<&Arc<CudaContext>> {
-        match &self.owner {
-            Owner::Retained => None,
-            Owner::Shared(context) => Some(context),
-        }
+    /// cudarc's object of the context, once somebody asked for it or gave it.
+    pub(super) fn cudarc(&self) -> &OnceLock<Arc<CudaContext>> {
+        &self.cudarc
     }
 
     /// Whether a context of cudarc's is this one.
@@ -100,17 +100,21 @@ impl Core {
 
     /// Makes the context current until the result is dropped.
     pub(super) fn enter(&self, operation: Operation) -> Result<Current<'_>> {
-        let mut current = ptr::null_mut();
-        // SAFETY: the handle outlives the call (F1).
-        let code = unsafe { (self.functions().cuCtxGetCurrent)(&raw mut current) };
-        check(operation, code).map_err(|error| error.with_detail("the thread's context could not be asked"))?;
-        let pushed = current != self.context.0;
+        let pushed = !self.is_current(operation)?;
         if pushed {
             // SAFETY: the context is alive (C1, F1).
             let code = unsafe { (self.functions().cuCtxPushCurrent_v2)(self.context.0) };
             check(operation, code).map_err(|error| error.with_detail("the context could not be made current"))?;
         }
         Ok(Current { core: self, pushed, of_this_thread: PhantomData })
+    }
+
+    fn is_current(&self, operation: Operation) -> Result<bool> {
+        let mut current = ptr::null_mut();
+        // SAFETY: the handle outlives the call (F1).
+        let code = unsafe { (self.functions().cuCtxGetCurrent)(&raw mut current) };
+        check(operation, code).map_err(|error| error.with_detail("the thread's context could not be asked"))?;
+        Ok(current == self.context.0)
     }
 
     /// Makes the context current and lets the thread's calls pass beside captures, until the result is dropped.
@@ -145,7 +149,15 @@ impl Core {
 
 impl Drop for Core {
     fn drop(&mut self) {
-        if matches!(self.owner, Owner::Retained) {
+        if let Some(context) = self.cudarc.take() {
+            let mut current = self.enter(Operation::Init).ok();
+            drop(context);
+            // A context that cudarc destroys is taken off the thread, too.
+            if let Some(current) = &mut current {
+                current.pushed &= self.is_current(Operation::Init).unwrap_or(false);
+            }
+        }
+        if self.retained {
             // SAFETY: retained once in `primary`, and nothing uses it any more (C1, F1).
             let code = unsafe { (self.functions().cuDevicePrimaryCtxRelease_v2)(self.device) };
             if let Err(error) = check(Operation::Init, code) {

@@ -1,7 +1,7 @@
 //! [`Driver`] for a real GPU: each call delegates to the file of its family.
 
 use std::any::Any;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::CUdevice_attribute as Attr;
@@ -56,8 +56,6 @@ pub struct CudaDriver {
     pub(super) rules: Mutex<()>,
     /// Devices whose memory this one was allowed to reach directly, if it can.
     pub(super) peers: Peers,
-    /// cudarc's object of the context, once somebody asked for it.
-    pub(super) cudarc: OnceLock<Arc<CudaContext>>,
 }
 
 /// How often the context is asked to wait before a driver's memory is given up: refused while anything captures there.
@@ -104,7 +102,6 @@ impl CudaDriver {
             mapped: Ranges::default(),
             rules: Mutex::default(),
             peers: Peers::default(),
-            cudarc: OnceLock::new(),
         }))
     }
 

@@ -125,7 +125,7 @@ fn of_cudarc(operation: Operation, error: DriverError) -> DeviceError {
 
 impl CudaDriver {
     fn cudarc_context(&self) -> Result<Arc<CudaContext>> {
-        if let Some(context) = self.core.given().or_else(|| self.cudarc.get()) {
+        if let Some(context) = self.core.cudarc().get() {
             return Ok(context.clone());
         }
         let operation = Operation::Init;
@@ -138,7 +138,7 @@ impl CudaDriver {
                 "cudarc uses another driver library than this crate: is a toolkit's stub on the library path?",
             ));
         }
-        Ok(self.cudarc.get_or_init(|| context).clone())
+        Ok(self.core.cudarc().get_or_init(|| context).clone())
     }
 
     fn cudarc_stream(&self, raw: RawStream) -> Result<Arc<CudaStream>> {

@@ -241,11 +241,11 @@ impl CudaDriver {
     /// Ends what [`CudaDriver::adopt`] began.
     pub(super) fn release(&self, stream: RawStream) {
         let entry = self.streams.take_if(stream.0, |entry| matches!(entry, Entry::Adopted(_)));
-        if entry.is_some() {
-            // A capture that was begun here and goes on is its owner's to end: nobody can name the stream here any more.
-            self.core.ongoing.end(stream);
-        }
-        // Outside of the table's lock, because the last reference to cudarc's stream may destroy it.
+        let Some(entry) = entry else { return };
+        // A capture that was begun here and goes on is its owner's to end: nobody can name the stream here any more.
+        self.core.ongoing.end(stream);
+        // Outside of the table's lock, because the last reference to cudarc's stream may destroy it, with the context current.
+        let _current = self.core.enter(Operation::DestroyStream).ok();
         drop(entry);
     }
 

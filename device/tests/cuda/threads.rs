@@ -3,7 +3,8 @@
 use std::sync::Barrier;
 use std::thread;
 
-use aquifer_device::{Code, Driver, StreamFlags};
+use aquifer_device::cuda::{self, CudaDriver};
+use aquifer_device::{Code, Device, Driver, StreamFlags};
 use cudarc::driver::{CudaContext, result};
 
 use crate::bench::{Bench, MIB};
@@ -29,6 +30,33 @@ fn a_thread_keeps_the_context_that_it_had() {
             assert_eq!(current(), theirs, "and one with another context with that");
         });
     });
+}
+
+/// cudarc makes the context of what it drops current, and leaves it so, even one that ends then.
+#[test]
+fn a_thread_keeps_its_context_when_what_cudarc_made_goes() {
+    let (bench, other) = (Bench::new(), Bench::new());
+    let context = |bench: &Bench| CudaContext::new(bench.device.ordinal() as usize).unwrap();
+    let theirs = context(&other);
+    let keeps = |what: &str, drops: &mut dyn FnMut()| {
+        theirs.bind_to_thread().unwrap();
+        drops();
+        assert_eq!(current(), theirs.cu_ctx() as u64, "{what}");
+    };
+    let device = Device::new(bench.driver.clone());
+    let mut adopted = cuda::adopt(&device, context(&bench).new_stream().unwrap()).unwrap();
+    keeps("the last reference to an adopted stream", &mut || adopted.release().unwrap());
+    let mut driver = Some(CudaDriver::from_context(context(&bench)).unwrap());
+    keeps("a driver of the primary context", &mut || driver = None);
+    let another = CudaContext::new_non_primary(bench.device.ordinal() as usize, 0).unwrap();
+    let mut driver = Some(CudaDriver::from_context(another).unwrap());
+    keeps("a driver with whose context nobody else is left", &mut || driver = None);
+    let mut opened = Some(cuda::open(bench.device.ordinal()).unwrap());
+    cuda::context_of(opened.as_ref().unwrap()).unwrap();
+    keeps("a device of which cudarc made an object", &mut || opened = None);
+    let driver = CudaDriver::from_context(context(&bench)).unwrap();
+    let nothing = thread::spawn(move || (drop(driver), current()).1).join().unwrap();
+    assert_eq!(nothing, 0, "a thread that had none");
 }
 
 #[test]
