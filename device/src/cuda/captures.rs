@@ -19,7 +19,7 @@ use super::memory::bad_value;
 use super::raw::{handle, pointer};
 use super::streams::{LiveStream, is_legacy};
 use crate::driver::{CaptureStatus, RawGraph, RawStream};
-use crate::error::{Code, DeviceError, Operation, Result};
+use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 
 /// Graphs, made executable. Each has a lock that is held while it is launched, because a graph must not be used by two calls at a time (CUDA
 /// driver API, “Graph object thread safety”). It is a leaf.
@@ -40,6 +40,10 @@ impl Kind for Graphs {
         }
     }
 }
+
+/// Why the driver refuses to wait for the context although no stream is known to capture.
+const UNANNOUNCED: &str = "somebody else captures a stream of the device's context and did not say so, and waiting has broken the capture; \
+                           announce captures with `Stream::announce_capture` or `Allocator::capture` when they begin";
 
 fn refuse(operation: Operation, detail: impl Into<String>) -> DeviceError {
     DeviceError::new(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
@@ -96,7 +100,11 @@ impl CudaDriver {
         self.forbid_device_wait(operation)?;
         let _current = self.core.enter_relaxed(operation)?;
         // SAFETY: the context is current (C1, F1).
-        check(operation, unsafe { (self.core.functions().cuCtxSynchronize)() })
+        let waited = check(operation, unsafe { (self.core.functions().cuCtxSynchronize)() });
+        waited.map_err(|error| match error.kind {
+            ErrorKind::Capture => error.with_detail(UNANNOUNCED),
+            _ => error,
+        })
     }
 
     pub(super) fn begin_capture(&self, stream: RawStream) -> Result<()> {

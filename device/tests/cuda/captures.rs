@@ -7,6 +7,9 @@ use aquifer_device::{
     CaptureStatus, Code, Device, Driver, ErrorKind, PhysicalOptions, RawStream, Reservation, Result, StreamFlags,
 };
 
+use cudarc::driver::CudaContext;
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+
 use crate::bench::{Bench, MIB, code, kind, standin};
 
 #[test]
@@ -317,4 +320,18 @@ fn threads_launch_a_graph_one_after_the_other() {
     driver.synchronize().unwrap();
     driver.destroy_graph(graph).unwrap();
     bench.assert_no_violation();
+}
+
+/// The driver says no more than a code, and the capture is lost.
+#[test]
+fn waiting_while_somebody_captures_unannounced_says_what_to_do() {
+    let bench = Bench::new();
+    let theirs = CudaContext::new(bench.device.ordinal() as usize).unwrap().new_stream().unwrap();
+    theirs.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    let error = bench.driver.synchronize().unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Capture);
+    assert!(error.to_string().contains("announce"), "{error}");
+    let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    assert!(theirs.end_capture(flags).is_err());
+    bench.driver.synchronize().unwrap();
 }
