@@ -73,7 +73,7 @@ impl CudaDriver {
         }
         self.reach(peer);
         let (to, from) = (self.core.handle(), peer.core.handle());
-        let _current = self.core.enter(operation)?;
+        let _current = self.core.enter_relaxed(operation)?;
         // SAFETY: both ranges are live memory of their devices, whose contexts live as long as their drivers (C1), and the
         // stream lives (L1, F1).
         check(operation, unsafe { copy(dst.0, to, src.0, from, size(bytes), stream.raw) })

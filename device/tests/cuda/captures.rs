@@ -143,13 +143,14 @@ fn events_are_not_recorded_in_captures_that_nobody_made_known() {
 
 #[test]
 fn calls_that_captures_in_other_modes_forbid_are_made_beside_them() {
-    use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
     let bench = Bench::new();
     let driver = &*bench.driver;
-    let context = cudarc::driver::CudaContext::new(bench.device.ordinal() as usize).unwrap();
+    let context = CudaContext::new(bench.device.ordinal() as usize).unwrap();
     let (theirs, other) = (context.new_stream().unwrap(), bench.stream());
     let event = driver.create_event(false).unwrap();
     driver.record(event, other).unwrap();
+    let peer = Bench::new();
+    let from = peer.driver.alloc(4096).unwrap();
     // The strictest mode: in it, every thread's potentially unsafe calls fail and break the capture.
     theirs.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
     let memory = driver.alloc(4 * MIB).unwrap();
@@ -161,6 +162,7 @@ fn calls_that_captures_in_other_modes_forbid_are_made_beside_them() {
     driver.synchronize_event(event).unwrap();
     driver.synchronize_stream(other).unwrap();
     driver.memory_info().unwrap();
+    driver.copy_peer(memory, &*peer.driver, from, 4096, other).unwrap();
     let pinned = driver.host_alloc(4096).unwrap();
     // SAFETY: nobody uses the memory.
     unsafe { driver.host_free(pinned) }.unwrap();

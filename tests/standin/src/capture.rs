@@ -11,8 +11,9 @@
 //! Such a call fails with `STREAM_CAPTURE_UNSUPPORTED` and breaks the captures that forbid it (CUDA driver API, documentation of
 //! `cuThreadExchangeStreamCaptureMode` and `cuStreamBeginCapture`). That documentation does not list the calls. Counted among
 //! them here: `cuMemAlloc`, `cuMemFree`, `cuMemHostAlloc`, `cuMemFreeHost`, `cuMemHostRegister`, `cuMemHostUnregister`,
-//! `cuEventQuery`, `cuEventSynchronize`, `cuStreamQuery`, `cuStreamSynchronize`, `cuModuleLoadData` and `cuModuleUnload`. Not
-//! counted: calls about mappings and address space, which PyTorch makes while it captures.
+//! `cuEventQuery`, `cuEventSynchronize`, `cuStreamQuery`, `cuStreamSynchronize`, `cuModuleLoadData`, `cuModuleUnload`, and
+//! `cuMemcpyPeerAsync`, which may go through memory of the driver's on the host. Not counted: calls about mappings and address space,
+//! which PyTorch makes while it captures.
 //!
 //! CUDA looks at all captures of the process, this library at those of the same device, so that tests in parallel do not
 //! disturb each other. Calls that wait for a stream which captures, or for its device, fail in any mode.

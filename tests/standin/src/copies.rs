@@ -280,7 +280,7 @@ abi! {
 
     /// Enqueues a copy between contexts, on a stream of the device that the copy goes to.
     4000 cuMemcpyPeerAsync(call, dst: u64, to: Handle, src: u64, from: Handle, bytes: usize, stream: Handle) {
-        let life = call.life()?;
+        let life = call.guarded_life()?;
         let (to, from) = (life_of(to)?, life_of(from)?);
         if !Arc::ptr_eq(&to, &life) {
             return Err(Code::NOT_SUPPORTED);
