@@ -43,9 +43,10 @@ impl Whole {
         let searches = self.heaps().map(|heap| heap.pools[usize::from(LARGE_POOL)].searches).max().unwrap_or(0);
         let age = |place: &Place| searches.saturating_sub(self.region(*place).age_base);
         let segments: Vec<Place> = self.whole_segments(LARGE_POOL).collect();
-        let total: u64 = segments.iter().map(age).sum();
-        let average = total.checked_div(segments.len() as u64).unwrap_or(0);
-        segments.into_iter().filter(|place| age(place) >= average).collect()
+        let total: u128 = segments.iter().map(|place| u128::from(age(place))).sum();
+        // An average that was cut off would let segments go that are younger than it.
+        let count = segments.len() as u128;
+        segments.into_iter().filter(|place| u128::from(age(place)) * count >= total).collect()
     }
 }
 

@@ -62,6 +62,22 @@ fn rung_garbage_collection() {
 }
 
 #[test]
+fn garbage_younger_than_the_average_stays() {
+    let bench = Bench::new(GIB, "backing:segments,garbage_collection_threshold:0.5,limit_mb:200");
+    let alloc = |mib: u64| bench.allocator.alloc(mib * MIB, &bench.stream).unwrap();
+    let (older, younger) = (alloc(30), alloc(20));
+    drop(older);
+    let held = alloc(40);
+    drop(younger);
+    let others = [alloc(36), alloc(50)];
+    // At the last request 126 MiB were held. The two free segments were 3 and 2 searches old, and the older one is enough.
+    let stats = bench.allocator.memory_stats();
+    assert_eq!((stats.num_device_free, stats.reserved_bytes.all.current), (1, 146 * MIB));
+    drop((held, others));
+    bench.assert_returned();
+}
+
+#[test]
 fn rung_a_lending_pool() {
     let bench = Bench::new(64 * MIB, "");
     let pool = bench.allocator.create_pool(PoolOptions { use_on_oom: true, no_split: false }).unwrap();
