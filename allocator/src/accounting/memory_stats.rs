@@ -16,8 +16,8 @@ use crate::shell::Shell;
 /// `reserved_bytes`, `segment` and their peaks are always exact. Other peaks are exact while one thread does all the work, on however many
 /// streams, and passes it on to another one at most 8 times between resets of peaks. With several threads at the same time they are never
 /// less than the true peak, and exceed it by at most 32 MiB (128 blocks) for each stream and pool; peaks in bytes never exceed that of
-/// `reserved_bytes`. Peaks of `inactive_split` and its bytes are exact while the work is on one stream: a freed block counts as a piece
-/// once its stream's memory is used next, or the statistics are read.
+/// `reserved_bytes`, unless they were reset while the allocator slept. Peaks of `inactive_split` and its bytes are exact while the work is
+/// on one stream: a freed block counts as a piece once its stream's memory is used next, or the statistics are read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryStats {

@@ -344,6 +344,19 @@ fn measures_tell_what_is_held_while_it_sleeps() {
 }
 
 #[test]
+fn peaks_that_begin_while_it_sleeps_are_not_below_what_is_allocated() {
+    let Setup { allocator, .. } = &setup();
+    allocator.sleep(Contents::Discard).unwrap();
+    allocator.reset_peak_memory_stats();
+    let stats = allocator.memory_stats();
+    assert_eq!(stats.reserved_bytes.all.peak, 0);
+    for stat in [stats.allocated_bytes, stats.active_bytes, stats.requested_bytes] {
+        let parts = [stat.all, stat.large_pool, stat.small_pool];
+        parts.iter().for_each(|part| assert!(part.peak == part.current && part.current > 0, "{stat:?}"));
+    }
+}
+
+#[test]
 fn zero_bytes_take_no_memory_that_sleeps() {
     let setup = setup();
     setup.allocator.sleep(Contents::SaveToHost).unwrap();
