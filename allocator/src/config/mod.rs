@@ -42,7 +42,8 @@
 //! | `pinned_free_catch_all` | `True`, `False` | `False` | inert |
 //!
 //! Some malformed options that PyTorch accepts are errors here: numbers with text behind them (PyTorch reads `12abc` as 12), negative
-//! numbers (which it wraps), missing colons (after which it misassigns words), and a reserve that cannot be read (of which it only warns).
+//! numbers (which it wraps), sizes of 2^64 bytes and more (which it cuts off), missing colons (after which it misassigns words), commas at
+//! the end (which it skips), and a reserve that cannot be read (of which it only warns).
 
 mod choices;
 mod display;
