@@ -130,7 +130,7 @@ functions! {
         cuEventElapsedTime(*mut f32, CUevent, CUevent);
         cuMemAllocAsync(*mut CUdeviceptr, usize, CUstream);
         cuMemFreeAsync(CUdeviceptr, CUstream);
-        cuDeviceGetDefaultMemPool(*mut CUmemoryPool, CUdevice);
+        cuDeviceGetMemPool(*mut CUmemoryPool, CUdevice);
         cuMemPoolGetAttribute(CUmemoryPool, c_uint, *mut c_void);
         cuMemPoolTrimTo(CUmemoryPool, usize);
         cuMemGetAllocationGranularity(*mut usize, *const AllocationProperties, c_uint);

@@ -121,8 +121,9 @@ impl CudaDriver {
         freed
     }
 
+    /// The pool that the driver's stream-ordered allocations come from, which others in the process may have set.
     fn pool(&self, operation: Operation) -> Result<CUmemoryPool> {
-        let find = self.optional(operation, self.core.functions().cuDeviceGetDefaultMemPool)?;
+        let find = self.optional(operation, self.core.functions().cuDeviceGetMemPool)?;
         let mut pool = ptr::null_mut();
         // SAFETY: the handle outlives the call (F1).
         check(operation, unsafe { find(&raw mut pool, self.core.device) })?;
@@ -153,7 +154,7 @@ impl CudaDriver {
         let trim = self.optional(operation, self.core.functions().cuMemPoolTrimTo)?;
         let _current = self.core.enter_relaxed(operation)?;
         let pool = self.pool(operation)?;
-        // SAFETY: the pool is the device's own, which always lives (F1).
+        // SAFETY: the pool is the device's current one, which lives as long as it is that (F1).
         check(operation, unsafe { trim(pool, size(keep)) })
     }
 

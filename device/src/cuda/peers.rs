@@ -2,8 +2,9 @@
 //!
 //! Handles and ranges are checked on both sides, each by the driver that they belong to, and what the peer gave for them is held
 //! until the call returns (L1). A copy works without access between the devices: the driver then goes through the host. Where
-//! they can have it, it is enabled once for each pair before the first copy, because plain memory is out of reach without
-//! it.
+//! they can have it, it is enabled once for each pair before the first copy between plain allocations, which are out of reach without
+//! it. It says nothing of mapped memory, whose access is set with its mappings; no document says how the driver copies mapped memory that a
+//! peer cannot access once the contexts can, so such copies do not ask for it.
 //!
 //! Locks: that of the pairs is held across the driver's call that enables one, and nothing else is taken under it.
 
@@ -71,7 +72,9 @@ impl CudaDriver {
         if ptr::eq(self, peer) && dst.0.abs_diff(src.0) < bytes {
             return Err(bad_value(operation, format!("{bytes} bytes at {dst} and at {src} overlap")));
         }
-        self.reach(peer);
+        if self.memory.hold(dst.0, bytes) && peer.memory.hold(src.0, bytes) {
+            self.reach(peer);
+        }
         let (to, from) = (self.core.handle(), peer.core.handle());
         let _current = self.core.enter_relaxed(operation)?;
         // SAFETY: both ranges are live memory of their devices, whose contexts live as long as their drivers (C1), and the

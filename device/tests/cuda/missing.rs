@@ -81,7 +81,7 @@ fn without_what_is_not_needed_its_capability_is_off() {
             let ptr = bench.driver.alloc_async(4096, bench.stream())?;
             bench.driver.free_async(ptr, bench.stream())
         }),
-        ("cuDeviceGetDefaultMemPool", |bench| bench.driver.pool_usage().map(drop)),
+        ("cuDeviceGetMemPool", |bench| bench.driver.pool_usage().map(drop)),
         ("cuMemPoolGetAttribute", |bench| bench.driver.pool_usage().map(drop)),
         ("cuMemPoolTrimTo", |bench| bench.driver.trim_pool(0)),
         ("cuMemGetAllocationGranularity", |bench| bench.driver.reserve(2 * MIB, 0).map(drop)),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use aquifer_device::cuda::CudaDriver;
 use aquifer_device::sim::{SimConfig, SimDriver};
-use aquifer_device::{Code, DevicePtr, Driver, ErrorKind, Operation, RawEvent, RawStream};
+use aquifer_device::{Code, DevicePtr, Driver, ErrorKind, Operation, PhysicalOptions, RawEvent, RawStream};
 use aquifer_standin::Number;
 
 use crate::bench::{Bench, MIB, code, kind, standin};
@@ -72,6 +72,23 @@ fn bytes_arrive_in_order_and_access_is_enabled_once() {
     let enabled = [&pair.one, &pair.two].map(|bench| bench.device.number(Number::Peers));
     assert_eq!(enabled, [0, 1], "the copying side reaches the other one");
     pair.one.driver.free(pair.src).unwrap();
+    pair.assert_no_violation();
+}
+
+/// Access between contexts is for plain memory: that of mapped memory is set with its mappings.
+#[test]
+fn copies_of_mapped_memory_ask_for_no_access_between_contexts() {
+    let pair = Pair::new();
+    let (driver, src) = (&pair.one.driver, pair.one.driver.reserve(2 * MIB, 0).unwrap());
+    let memory = driver.create_physical(2 * MIB, PhysicalOptions::default()).unwrap();
+    driver.map(src, 2 * MIB, memory).unwrap();
+    driver.set_access(src, 2 * MIB, &[pair.one.device.ordinal()]).unwrap();
+    driver.memset(src, 9, MIB, pair.from).unwrap();
+    pair.before();
+    pair.two.driver.copy_peer(pair.dst, &**driver, src, MIB, pair.to).unwrap();
+    pair.after();
+    assert_eq!(pair.two.download(pair.dst, 4, pair.to).unwrap(), [9; 4]);
+    assert_eq!(pair.two.device.number(Number::Peers), 0);
     pair.assert_no_violation();
 }
 
