@@ -165,7 +165,7 @@ impl CudaDriver {
                 tracing::debug!(%error, "what a graph was made from could not be destroyed");
             }
         }
-        made.map_err(|error| error.with_detail("the captured graph could not be made executable"))?;
+        made.map_err(|error| error.with_more("the captured graph could not be made executable"))?;
         let raw = handle(executable);
         // SAFETY: just created, and nobody else knows it.
         self.graphs.insert(raw, unsafe { Object::new(&self.core, raw, Mutex::new(())) });

@@ -57,7 +57,7 @@ impl Core {
         // SAFETY: the handle outlives the call (F1).
         let code = unsafe { (installation.functions.cuDevicePrimaryCtxRetain)(&raw mut context, device) };
         check(Operation::Init, code)
-            .map_err(|error| error.with_detail(format!("the context of GPU {ordinal} could not be made")))?;
+            .map_err(|error| error.with_more(format!("the context of GPU {ordinal} could not be made")))?;
         Ok(Core::new(installation, device, context, None))
     }
 
@@ -104,7 +104,7 @@ impl Core {
         if pushed {
             // SAFETY: the context is alive (C1, F1).
             let code = unsafe { (self.functions().cuCtxPushCurrent_v2)(self.context.0) };
-            check(operation, code).map_err(|error| error.with_detail("the context could not be made current"))?;
+            check(operation, code).map_err(|error| error.with_more("the context could not be made current"))?;
         }
         Ok(Current { core: self, pushed, of_this_thread: PhantomData })
     }
@@ -113,7 +113,7 @@ impl Core {
         let mut current = ptr::null_mut();
         // SAFETY: the handle outlives the call (F1).
         let code = unsafe { (self.functions().cuCtxGetCurrent)(&raw mut current) };
-        check(operation, code).map_err(|error| error.with_detail("the thread's context could not be asked"))?;
+        check(operation, code).map_err(|error| error.with_more("the thread's context could not be asked"))?;
         Ok(current == self.context.0)
     }
 

@@ -140,7 +140,30 @@ impl Installation {
 
 /// The result of a call as an error of `operation`.
 pub(super) fn check(operation: Operation, code: u32) -> Result<()> {
-    if code == 0 { Ok(()) } else { Err(DeviceError::new(operation, Code(code))) }
+    if code == 0 { Ok(()) } else { Err(error_of(operation, Code(code))) }
+}
+
+#[cold]
+fn error_of(operation: Operation, code: Code) -> DeviceError {
+    let error = DeviceError::new(operation, code);
+    match explanation(code) {
+        Some(explanation) => error.with_detail(explanation),
+        None => error,
+    }
+}
+
+/// What is behind codes that somebody else caused, and whose names do not say so.
+fn explanation(code: Code) -> Option<&'static str> {
+    match code {
+        Code(3) => Some(
+            "the driver was not initialised in this process: a child that was forked cannot use what its parent initialised, so start \
+             another process instead",
+        ),
+        Code(4) => Some("the driver is shutting down, because the process ends"),
+        Code(46) => Some("another process has the GPU to itself (`nvidia-smi -q -d COMPUTE` tells), or it must be reset"),
+        Code(709) => Some("somebody destroyed or reset the device's context, and with it all memory, streams and events made there"),
+        _ => None,
+    }
 }
 
 /// Value of `CUDA_VISIBLE_DEVICES`, which says what GPUs the driver shows to this program.

@@ -106,7 +106,7 @@ impl CudaDriver {
         let mut raw = 0;
         // SAFETY: handle and properties outlive the call; 0 are the only flags (F1).
         let code = unsafe { create(&raw mut raw, size(bytes), &raw const properties, 0) };
-        check(operation, code).map_err(|error| error.with_detail(format!("{bytes} bytes asked for")))?;
+        check(operation, code).map_err(|error| error.with_more(format!("{bytes} bytes asked for")))?;
         // SAFETY: just created, and nobody else knows it.
         self.physicals.insert(raw, unsafe { Object::new(&self.core, raw, bytes) });
         Ok(RawPhysical(raw))

@@ -63,7 +63,7 @@ impl CudaDriver {
         let mut ptr = 0;
         // SAFETY: the address outlives the call (F1).
         let code = unsafe { (self.core.functions().cuMemAlloc_v2)(&raw mut ptr, size(bytes)) };
-        check(operation, code).map_err(|error| error.with_detail(format!("{bytes} bytes asked for")))?;
+        check(operation, code).map_err(|error| error.with_more(format!("{bytes} bytes asked for")))?;
         self.memory.insert(ptr, bytes, Source::Plain);
         Ok(DevicePtr(ptr))
     }
@@ -98,7 +98,7 @@ impl CudaDriver {
         let mut ptr = 0;
         // SAFETY: the address outlives the call, and the stream lives (L1, F1).
         let code = unsafe { alloc(&raw mut ptr, size(bytes), stream.raw) };
-        check(operation, code).map_err(|error| error.with_detail(format!("{bytes} bytes asked for")))?;
+        check(operation, code).map_err(|error| error.with_more(format!("{bytes} bytes asked for")))?;
         self.memory.insert(ptr, bytes, Source::Pool);
         Ok(DevicePtr(ptr))
     }
@@ -246,7 +246,7 @@ impl CudaDriver {
         // SAFETY: the address outlives the call (F1).
         let code = unsafe { (self.core.functions().cuMemHostAlloc)(&raw mut start, bytes, PORTABLE) };
         let detail = || format!("{bytes} bytes of page-locked memory asked for");
-        check(operation, code).map_err(|error| error.with_detail(detail()))?;
+        check(operation, code).map_err(|error| error.with_more(detail()))?;
         Ok(handle(start))
     }
 

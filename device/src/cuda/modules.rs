@@ -110,7 +110,7 @@ impl CudaDriver {
         let code = unsafe {
             call(kernel, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream.raw, arguments, extra)
         };
-        check(operation, code).map_err(|error| error.with_detail(format!("kernel {}", launch.name)))
+        check(operation, code).map_err(|error| error.with_more(format!("kernel {}", launch.name)))
     }
 
     /// The kernel that is to be launched, looked up in the module at its first launch.

@@ -195,3 +195,16 @@ fn codes_that_no_binding_knows_are_kept() {
     assert_eq!((error.code, error.kind), (Code(46), ErrorKind::Unavailable));
     driver.alloc(MIB).unwrap();
 }
+
+#[test]
+fn codes_that_others_cause_are_explained() {
+    let standin = standin();
+    let device = standin.add_device("1GiB").unwrap();
+    let driver = CudaDriver::open(device.ordinal()).unwrap();
+    // A child that was forked; a device that another process has; a context that somebody destroyed.
+    for (code, words) in [(3, "forked"), (46, "another process"), (709, "destroyed or reset")] {
+        standin.fail("cuMemAlloc_v2", 1, Code(code)).unwrap();
+        let told = driver.alloc(MIB).unwrap_err().to_string();
+        assert!(told.contains(words) && told.contains("1048576 bytes asked for"), "{told}");
+    }
+}
