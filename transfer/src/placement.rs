@@ -240,7 +240,7 @@ impl Placement {
 
     /// Spreads parts over devices so that their free memory stays as even as possible: each part, the largest first, goes to the suitable
     /// device with the most memory left. Returns the index of each part's device, in the order of the parts. [`Placement::bytes`] is what
-    /// each device must have free in addition.
+    /// each device must have free in addition. Candidates are taken for different devices: name each device once, or its memory counts twice.
     ///
     /// # Errors
     /// [`TransferError::NoDevice`] when some part fits nowhere. Parts are never put on the host.

@@ -160,8 +160,12 @@ fn explanation(code: Code) -> Option<&'static str> {
              another process instead",
         ),
         Code(4) => Some("the driver is shutting down, because the process ends"),
-        Code(46) => Some("another process has the GPU to itself (`nvidia-smi -q -d COMPUTE` tells), or it must be reset"),
-        Code(709) => Some("somebody destroyed or reset the device's context, and with it all memory, streams and events made there"),
+        Code(46) => {
+            Some("another process has the GPU to itself (`nvidia-smi -q -d COMPUTE` tells), or it must be reset")
+        }
+        Code(709) => Some(
+            "somebody destroyed or reset the device's context, and with it all memory, streams and events made there",
+        ),
         _ => None,
     }
 }
