@@ -6,6 +6,9 @@ use crate::driver::RawStream;
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::atomic::Ordering;
 
+/// Number of events on one timeline from which on the driver is asked about them as more are recorded.
+const MANY: usize = 64;
+
 impl Timeline {
     /// Raises the counter, calls `record` to record an event, and returns the ticks that the event covers and the clock that it carries
     /// (T1, T2).
@@ -100,6 +103,7 @@ impl Timeline {
         let event = self.context.record(on)?;
         let recorded = Recorded { covers, clock: state.clock.clone(), event };
         state.events.push_back(recorded.clone());
+        self.keep_few(state);
         Ok(recorded)
     }
 
@@ -121,6 +125,18 @@ impl Timeline {
             state.events.pop_front();
         }
         Ok(())
+    }
+
+    /// Asks about events whenever their number reaches a power of two, so that they do not pile up on a stream that others wait for and that
+    /// nobody asks about. That is one query for dozens of events, and fewer while the device lags behind.
+    fn keep_few(&self, state: &mut State) {
+        let count = state.events.len();
+        if count >= MANY
+            && count.is_power_of_two()
+            && let Err(error) = self.ask_about_half(state)
+        {
+            tracing::debug!(%error, "events of a stream could not be asked about, and stay");
+        }
     }
 
     /// Asks the driver about the middle one of the events, and recycles all up to it if it is complete. So one query for each milestone

@@ -17,5 +17,6 @@ mod mapping;
 mod memory;
 mod peer_order;
 mod peers;
+mod piling;
 mod streams;
 mod wrong_programs;

@@ -1,0 +1,46 @@
+//! Programs that run for long hold no more events than the device is behind, although the host never asks about their streams.
+
+use std::time::Duration;
+
+use aquifer_device::{Device, Operation, StreamFlags};
+
+use crate::common::device;
+
+const ROUNDS: u64 = 2_000;
+/// The driver's events that a program has at most, of which one round of it records one or two.
+const FEW: u64 = 200;
+
+fn events_created(device: &Device) -> u64 {
+    device.driver_calls().of(Operation::CreateEvent)
+}
+
+#[test]
+fn t3_events_of_streams_that_wait_for_each_other_do_not_pile_up() {
+    let driver = device(0);
+    let device = Device::new(driver.clone());
+    let (one, two) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    for _ in 0..ROUNDS {
+        two.wait_for(&one.tick()).unwrap();
+        one.wait_for(&two.tick()).unwrap();
+        driver.advance(Duration::from_millis(1));
+    }
+    let (created, queries) = (events_created(&device), device.driver_calls().of(Operation::QueryEvent));
+    assert!(created <= FEW, "{created} events for {ROUNDS} rounds");
+    assert!(queries <= 2 * ROUNDS / 16, "{queries} queries for {ROUNDS} rounds");
+    // The ticks before are known to be done.
+    assert!(one.timeline().frontier() + FEW > one.tick().n());
+}
+
+#[test]
+fn t3_last_events_of_a_stream_that_is_adopted_again_and_again_do_not_pile_up() {
+    let driver = device(0);
+    let device = Device::new(driver.clone());
+    let raw = device.driver().create_stream(StreamFlags { non_blocking: true, priority: 0 }).unwrap();
+    for _ in 0..ROUNDS {
+        // SAFETY: the stream lives to the end of the test, and is adopted once at a time.
+        unsafe { device.adopt_stream(raw) }.release().unwrap();
+        driver.advance(Duration::from_millis(1));
+    }
+    let created = events_created(&device);
+    assert!(created <= FEW, "{created} events for {ROUNDS} rounds");
+}
