@@ -197,22 +197,27 @@ impl Device {
     }
 
     /// Adopts a stream that somebody else owns, so that ticks can be taken on it and waited for. A stream that was adopted before and
-    /// released is the same stream again, with the same number, where the driver can tell ([`Driver::stream_id`]).
+    /// released is the same stream again, with the same number, where the driver can tell ([`Driver::stream_id`]). The default streams are
+    /// the device's own ([`Device::default_stream`], [`Device::per_thread_stream`]): they need no adopting, and are not released.
     ///
     /// # Safety
     /// `raw` must be a live stream of this device until the result is released or dropped, and must not be adopted twice at the same time.
     pub unsafe fn adopt_stream(&self, raw: RawStream) -> ExternalStream {
+        // A stream of its own for each adoption would give each a number, which allocators keep something for.
+        match raw {
+            RawStream(0) | RawStream::LEGACY => return ExternalStream::of_default(self.default_stream().clone()),
+            RawStream::PER_THREAD => return ExternalStream::of_default(self.per_thread_stream()),
+            _ => {}
+        }
         let context = &self.0.context;
-        // The handle of the per-thread default stream stands for that of the calling thread.
-        let owner = (raw == RawStream::PER_THREAD).then(Owner::this_thread);
         // SAFETY: passed on to the caller.
         unsafe { context.driver.adopt_stream(raw) };
         let (retired, kind) = (&self.0.retired, StreamKind::of_unknown(raw));
         let identity = context.stream_identity(raw);
         let timeline = identity
             .and_then(|identity| retired.readopt(raw, identity))
-            .or_else(|| retired.reopen(raw, kind, owner))
-            .unwrap_or_else(|| Timeline::new(context.clone(), raw, kind, owner));
+            .or_else(|| retired.reopen(raw, kind, None))
+            .unwrap_or_else(|| Timeline::new(context.clone(), raw, kind, None));
         let stream = Stream::new(context.clone(), timeline, None);
         ExternalStream::new(stream, identity.map(|identity| (identity, Arc::downgrade(retired))))
     }

@@ -26,6 +26,11 @@ impl ExternalStream {
         ExternalStream { stream, identity, released: false }
     }
 
+    /// A default stream of the device's own, which is not released.
+    pub(crate) fn of_default(stream: Stream) -> ExternalStream {
+        ExternalStream { stream, identity: None, released: true }
+    }
+
     /// The adopted stream.
     pub fn stream(&self) -> &Stream {
         &self.stream

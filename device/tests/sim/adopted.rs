@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_device::sim::{Fault, SimDriver};
-use aquifer_device::{Code, Device, DevicePtr, ErrorKind, Operation, Result, Stream, StreamFlags};
+use aquifer_device::{Code, Device, DevicePtr, ErrorKind, Operation, RawStream, Result, Stream, StreamFlags};
 
 use crate::common::{MIB, device};
 
@@ -224,6 +224,23 @@ fn t4_a_stream_adopted_again_goes_on() {
     }
     assert_eq!(ids, [ids[0]; 4]);
     assert_eq!(bench.driver.violations(), []);
+}
+
+/// A program that adopts default streams for each of its calls has those of the device, which go on when they are released.
+#[test]
+fn t4_default_streams_that_are_adopted_are_the_devices_own() {
+    let bench = Bench::new();
+    let (legacy, own) = (bench.device.default_stream().clone(), bench.device.per_thread_stream());
+    for (raw, same) in [(RawStream(0), &legacy), (RawStream::LEGACY, &legacy), (RawStream::PER_THREAD, &own)] {
+        for _ in 0..2 {
+            // SAFETY: default streams are always live.
+            let mut external = unsafe { bench.device.adopt_stream(raw) };
+            assert_eq!(external.stream().id(), same.id());
+            external.release().unwrap();
+            fill(same, bench.ptr);
+        }
+    }
+    assert!(legacy.timeline().is_open() && own.timeline().is_open());
 }
 
 /// The number of a stream whose owner destroyed it goes to a later one, once its work is known to be done, and not before.
