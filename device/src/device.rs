@@ -385,25 +385,47 @@ fn close_left_open() {
     capture::left::let_go();
 }
 
+/// The devices whose default stream for this thread goes when the thread exits.
+struct AtExit(RefCell<Vec<Weak<Inner>>>);
+
+impl Drop for AtExit {
+    fn drop(&mut self) {
+        for device in self.0.get_mut().drain(..).filter_map(|device| device.upgrade()) {
+            let stream = device.per_thread.lock().remove(&std::thread::current().id());
+            drop(stream);
+            // For the case that the device's other handles were dropped meanwhile. A thread that ends makes no driver call.
+            LEFT_OPEN.lock().extend(Arc::into_inner(device));
+        }
+    }
+}
+
+thread_local! {
+    static AT_EXIT: AtExit = const { AtExit(RefCell::new(Vec::new())) };
+}
+
 /// Makes the device forget the calling thread's default stream when the thread exits. Its ticks stay answerable: another
 /// thread covers them with an event on the legacy stream.
 fn forget_at_exit(device: Weak<Inner>) {
-    struct AtExit(RefCell<Vec<Weak<Inner>>>);
-
-    impl Drop for AtExit {
-        fn drop(&mut self) {
-            for device in self.0.get_mut().drain(..).filter_map(|device| device.upgrade()) {
-                let stream = device.per_thread.lock().remove(&std::thread::current().id());
-                drop(stream);
-                // For the case that the device's other handles were dropped meanwhile. A thread that ends makes no driver call.
-                LEFT_OPEN.lock().extend(Arc::into_inner(device));
-            }
-        }
-    }
-
-    thread_local! {
-        static AT_EXIT: AtExit = const { AtExit(RefCell::new(Vec::new())) };
-    }
     // Fails only while the thread is already exiting; the entry then stays, which costs its memory and nothing else.
-    let _ = AT_EXIT.try_with(|at_exit| at_exit.0.borrow_mut().push(device));
+    let _ = AT_EXIT.try_with(|at_exit| {
+        let mut devices = at_exit.0.borrow_mut();
+        // A thread may outlive many devices, and each entry keeps the memory of its device's record.
+        devices.retain(|device| device.strong_count() > 0);
+        devices.push(device);
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim::{SimConfig, SimDriver};
+
+    #[test]
+    fn a_thread_keeps_nothing_of_devices_that_are_gone() {
+        for _ in 0..10 {
+            let device = Device::new(SimDriver::new(SimConfig::default()));
+            drop(device.per_thread_stream());
+        }
+        AT_EXIT.with(|at_exit| assert_eq!(at_exit.0.borrow().len(), 1));
+    }
 }
