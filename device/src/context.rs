@@ -111,11 +111,8 @@ impl Context {
         self.next_stream.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// What the driver calls a stream that somebody else owns, if it tells. The default streams are never gone, and need no identity.
+    /// What the driver calls a stream that somebody else owns, if it tells.
     pub(crate) fn stream_identity(&self, raw: RawStream) -> Option<u64> {
-        if matches!(raw, RawStream(0) | RawStream::LEGACY | RawStream::PER_THREAD) {
-            return None;
-        }
         let identity = self.driver.stream_id(raw);
         identity.inspect_err(|error| tracing::debug!(%error, "the driver does not identify an adopted stream")).ok()?
     }
