@@ -135,6 +135,11 @@ impl<T> Pending<T> {
         Ok(true)
     }
 
+    /// Whether all of it is enqueued, so that no thread works on it any more.
+    pub(crate) fn is_enqueued(&self) -> bool {
+        self.steps.iter().all(|step| matches!(step, Step::Tick(_)))
+    }
+
     /// Continues with the transfer's value as soon as the transfer is enqueued: orders later work of `stream` after it, without waiting
     /// for the device, and calls `next`. Waits on the host only while threads are still enqueuing.
     ///

@@ -9,3 +9,4 @@ mod captures;
 mod interop;
 mod process;
 mod support;
+mod transfers;

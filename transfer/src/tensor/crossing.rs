@@ -191,12 +191,17 @@ impl Tensor {
         let (layout, from) = self.send_from(own, &own.transfer, crossing, &here)?;
         let mut buffer: DeviceBuffer<u8> = to.allocator().alloc_buffer(from.bytes(), &there)?;
         let copied = to.on(&there)?.copy_from_peer(&from, &own.transfer.on(&here)?, &mut buffer)?;
-        let buffer = if crossing == dtype { buffer } else { cast(to, &buffer, crossing, dtype, &there)? };
-        let tensor = Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: to.clone() }), dtype, layout)?;
-        if crossing == dtype {
-            return Ok(copied.map(|_| tensor));
+        let finish = move |to: Transfer, stream: &Stream| {
+            let buffer = if crossing == dtype { buffer } else { cast(&to, &buffer, crossing, dtype, stream)? };
+            Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: to }), dtype, layout)
+        };
+        // A copy that threads still work on may fail, and then there is nothing to convert.
+        if crossing != dtype && copied.is_enqueued() {
+            let tensor = finish(to.clone(), &there)?;
+            return Ok(Pending::enqueued(to.shared(), to.covered_tick(&there), tensor));
         }
-        Ok(Pending::enqueued(to.shared(), to.covered_tick(&there), tensor))
+        let to = to.clone();
+        Ok(copied.and_then(move |_| finish(to, &there)))
     }
 }
 
