@@ -93,14 +93,16 @@ enum State {
 impl Signal {
     /// The answer, if there is one; else `waker` will be woken, and no other.
     pub(crate) fn poll(&self, waker: &Waker) -> Poll<Result<(), DeviceError>> {
+        // Cloned and dropped without the lock: wakers are code of others, which may poll this again.
+        let next = waker.clone();
         let mut state = self.0.lock();
-        match &mut *state {
-            State::Settled(result) => Poll::Ready(result.clone()),
-            State::Open(waiting) => {
-                *waiting = Some(waker.clone());
-                Poll::Pending
-            }
-        }
+        let before = match &mut *state {
+            State::Settled(result) => return Poll::Ready(result.clone()),
+            State::Open(waiting) => waiting.replace(next),
+        };
+        drop(state);
+        drop(before);
+        Poll::Pending
     }
 
     fn settle(&self, result: Result<(), DeviceError>) {

@@ -132,6 +132,11 @@ impl Transfer {
         let ordered = self.order_after(there, &copied);
         if ordered.as_ref().is_err_and(|error| !error.is_device_lost()) {
             // Nobody will learn when the copy is done. Who writes its source tries again to come after it; the memory is never reused.
+            tracing::warn!(
+                bytes = from.storage().bytes(),
+                device = %peer.device().label(),
+                "nobody can learn when a copy to another device is done; its source is kept for good"
+            );
             reads.note_reader(&copied);
             std::mem::forget(Arc::clone(from.storage()));
         }
