@@ -85,6 +85,11 @@ impl Storage {
 }
 
 impl LockedUses<'_> {
+    /// Whether these are the uses of the given storage.
+    pub(crate) fn is_of(&self, storage: &Storage) -> bool {
+        std::ptr::eq(self.storage, storage)
+    }
+
     /// Waits until no claim conflicts with an access of this kind. The lock is released meanwhile.
     pub(crate) fn wait_unclaimed(&mut self, kind: AccessKind) {
         while self.uses.is_claimed_against(kind) {

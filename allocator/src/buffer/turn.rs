@@ -19,7 +19,7 @@ use crate::shell::awake::KeptAwake;
 ///
 /// Hold a turn only while enqueuing, and only one at a time on a thread. A second turn with the same memory is refused
 /// ([`AllocError::TurnHeld`]), and two threads that each take several turns, one after the other, can deadlock. One turn with all the
-/// memory cannot.
+/// memory cannot; where several streams work together, also of several devices, [`Turn::of_streams`] takes it for all of them.
 ///
 /// Work that bypasses turns, such as [`Stream::fill`] with a bare address, is not ordered. Inside a capture, a stream can
 /// take turns with memory that it is ordered after already; note what a launched graph does by a turn around the launch.
@@ -46,8 +46,7 @@ use crate::shell::awake::KeptAwake;
 #[derive(Debug)]
 #[must_use = "the turn ends when it is dropped"]
 pub struct Turn<'a> {
-    stream: &'a Stream,
-    held: Vec<(LockedUses<'a>, AccessKind)>,
+    held: Vec<(LockedUses<'a>, AccessKind, &'a Stream)>,
     /// Dropped after the turn has noted the work.
     _awake: Vec<KeptAwake>,
 }
@@ -61,21 +60,54 @@ impl<'a> Turn<'a> {
     /// memory; [`AllocError::Asleep`] while its allocator sleeps or is about to; errors of the driver; when the stream captures and is not
     /// ordered already. No work is noted then.
     pub fn take(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<Turn<'a>, AllocError> {
-        let mut wanted: Vec<_> = memory.iter().filter(|(storage, _)| storage.bytes() > 0).copied().collect();
+        Turn::take_all(memory.iter().map(|&(storage, kind)| (stream, storage, kind)).collect())
+    }
+
+    /// As [`Turn::take`], for several streams, each with the memory that it uses: the streams of a copy between two devices, say. Streams
+    /// that use the same memory need turns of their own, one after the other.
+    ///
+    /// # Errors
+    /// As [`Turn::take`]; [`AllocError::TurnHeld`] also if the same memory is listed for different streams.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
+    /// use aquifer_device::{AccessKind::{Read, Write}, Device, sim::{SimConfig, SimDriver}};
+    /// let devices = [0, 1].map(|ordinal| Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal))));
+    /// let streams = [devices[0].create_stream()?, devices[1].create_stream()?];
+    /// let from: DeviceBuffer<u8> = Allocator::new(&devices[0], Config::default())?.alloc_zeroed_buffer(1 << 20, &streams[0])?;
+    /// let to: DeviceBuffer<u8> = Allocator::new(&devices[1], Config::default())?.alloc_buffer(1 << 20, &streams[1])?;
+    /// {
+    ///     let _turn = Turn::of_streams(&[(&streams[0], from.storage(), Read), (&streams[1], to.storage(), Write)])?;
+    ///     streams[1].wait_for(&streams[0].tick())?;
+    ///     streams[1].copy_from_peer(to.ptr(), &devices[0], from.ptr(), to.bytes())?;
+    ///     streams[0].wait_for(&streams[1].tick())?; // the copy reads what later work of this stream may write
+    /// }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn of_streams(work: &[(&'a Stream, &'a Storage, AccessKind)]) -> Result<Turn<'a>, AllocError> {
+        Turn::take_all(work.to_vec())
+    }
+
+    fn take_all(mut wanted: Vec<(&'a Stream, &'a Storage, AccessKind)>) -> Result<Turn<'a>, AllocError> {
+        wanted.retain(|(_, storage, _)| storage.bytes() > 0);
         // By address, the same order for all turns, so that they do not wait for each other in a circle; and writing before reading, so
         // that removing duplicates keeps it.
-        wanted.sort_unstable_by_key(|&(storage, kind)| (std::ptr::from_ref(storage), std::cmp::Reverse(kind)));
-        wanted.dedup_by_key(|(storage, _)| std::ptr::from_ref(*storage));
-        if let Some((storage, _)) = wanted.iter().find(|(storage, _)| storage.device_id() != stream.device_id()) {
+        let place =
+            |stream: &Stream, storage| (std::ptr::from_ref::<Storage>(storage), stream.device_id(), stream.id());
+        wanted.sort_unstable_by_key(|&(stream, storage, kind)| (place(stream, storage), std::cmp::Reverse(kind)));
+        wanted.dedup_by_key(|(stream, storage, _)| place(stream, storage));
+        if let Some((stream, storage, _)) =
+            wanted.iter().find(|(stream, storage, _)| storage.device_id() != stream.device_id())
+        {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
-        let awake = KeptAwake::of_all(wanted.iter().map(|(storage, _)| storage.memory().shell()))?;
-        let mut turn = Turn { stream, held: Vec::new(), _awake: awake };
+        let awake = KeptAwake::of_all(wanted.iter().map(|(_, storage, _)| storage.memory().shell()))?;
+        let mut turn = Turn { held: Vec::new(), _awake: awake };
         let mut held = hold_unclaimed(&wanted)?;
-        for ((storage, kind), uses) in wanted.iter().zip(&mut held) {
+        for ((stream, storage, kind), uses) in wanted.iter().zip(&mut held) {
             uses.order(storage.memory(), stream, *kind)?;
         }
-        turn.held.extend(held.into_iter().zip(wanted.iter().map(|&(_, kind)| kind)));
+        turn.held.extend(held.into_iter().zip(wanted).map(|(uses, (stream, _, kind))| (uses, kind, stream)));
         Ok(turn)
     }
 
@@ -87,22 +119,23 @@ impl<'a> Turn<'a> {
         let awake = KeptAwake::of_claim(storage.memory().shell());
         let mut held = storage.hold()?;
         held.order(storage.memory(), stream, kind)?;
-        Ok(Turn { stream, held: vec![(held, kind)], _awake: vec![awake] })
+        Ok(Turn { held: vec![(held, kind, stream)], _awake: vec![awake] })
     }
 
-    /// Notes that work of another device's stream reads the memory, too, until `tick`: later turns that write come after it. This is for
-    /// work that the turn's own stream could not be ordered after. The memory is not kept for it: the caller must hold a handle until the
-    /// tick is done.
-    pub fn note_reader(&mut self, tick: &Tick) {
-        self.held.iter_mut().for_each(|(held, _)| held.note_reader(tick.clone()));
+    /// Notes that work of another device's stream reads `storage`, which the turn must be with, until `tick`: later turns that write come
+    /// after it. This is for work that the turn's own stream could not be ordered after. The memory is not kept for it: the caller must
+    /// hold a handle until the tick is done.
+    pub fn note_reader(&mut self, storage: &Storage, tick: &Tick) {
+        let held = self.held.iter_mut().filter(|(held, ..)| held.is_of(storage));
+        held.for_each(|(held, ..)| held.note_reader(tick.clone()));
     }
 }
 
 /// Locks all storages, in the given order, once no claim conflicts. While it waits for the end of a claim it holds no lock, because the
 /// threads that end claims may need any of them.
-fn hold_unclaimed<'a>(wanted: &[(&'a Storage, AccessKind)]) -> Result<Vec<LockedUses<'a>>, AllocError> {
+fn hold_unclaimed<'a>(wanted: &[(&Stream, &'a Storage, AccessKind)]) -> Result<Vec<LockedUses<'a>>, AllocError> {
     let mut held = Vec::with_capacity(wanted.len());
-    while let Some((storage, kind)) = wanted.get(held.len()) {
+    while let Some((_, storage, kind)) = wanted.get(held.len()) {
         let mut next = storage.hold()?;
         if next.is_claimed_against(*kind) {
             held.clear();
@@ -116,8 +149,8 @@ fn hold_unclaimed<'a>(wanted: &[(&'a Storage, AccessKind)]) -> Result<Vec<Locked
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        for (held, kind) in &mut self.held {
-            held.note(self.stream, *kind);
+        for (held, kind, stream) in &mut self.held {
+            held.note(stream, *kind);
         }
     }
 }

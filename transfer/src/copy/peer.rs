@@ -115,17 +115,9 @@ impl Transfer {
         let (stream, there) = (self.next_stream(Direction::OnDevice), peer.next_stream(Direction::OnDevice));
         self.refuse_capture(stream)?;
         self.refuse_capture(there)?;
-        let source = [(from.storage().as_ref(), AccessKind::Read)];
-        let target = [(to.storage().as_ref(), AccessKind::Write)];
-        // In one order for all, so that turns do not wait for each other in a circle.
-        let source_first = self.device().id() > peer.device().id();
-        let (mut reads, writes) = if source_first {
-            let reads = Turn::take(there, &source)?;
-            (reads, Turn::take(stream, &target)?)
-        } else {
-            let writes = Turn::take(stream, &target)?;
-            (Turn::take(there, &source)?, writes)
-        };
+        // One turn for both, which waits for nobody while it keeps others from their turns.
+        let (source, target) = (from.storage().as_ref(), to.storage().as_ref());
+        let mut turn = Turn::of_streams(&[(there, source, AccessKind::Read), (stream, target, AccessKind::Write)])?;
         stream.wait_for(&there.tick())?;
         stream.copy_from_peer(to.ptr(), peer.device(), from.ptr(), to.bytes())?;
         let copied = stream.tick();
@@ -137,10 +129,10 @@ impl Transfer {
                 device = %peer.device().label(),
                 "nobody can learn when a copy to another device is done; its source is kept for good"
             );
-            reads.note_reader(&copied);
+            turn.note_reader(source, &copied);
             std::mem::forget(Arc::clone(from.storage()));
         }
-        drop((reads, writes));
+        drop(turn);
         ordered?;
         peer.covered_tick(there);
         Ok(self.covered_tick(stream))
@@ -156,7 +148,7 @@ impl Transfer {
 
 #[cfg(test)]
 mod tests {
-    use aquifer_allocator::{Allocator, Config};
+    use aquifer_allocator::{Allocator, Claim, Config};
     use aquifer_device::sim::{Fault, SimConfig, SimDriver};
     use aquifer_device::{Code, Device, Operation};
 
@@ -199,6 +191,36 @@ mod tests {
         let copied = two.transfer.copy_from_peer(&from, &one.transfer, &mut to);
         let result = copied.and_then(Pending::wait).and_then(|_| two.transfer.to_vec(&to)?.wait());
         ([one, two], from, result)
+    }
+
+    #[test]
+    fn a_copy_that_waits_for_a_claim_on_one_end_keeps_nobody_from_the_other_end() {
+        for claims_source in [false, true] {
+            let [one, two] = [0, 1].map(World::new);
+            let mut buffers = [&one, &two].map(|world| {
+                let zeros = vec![0u32; LEN];
+                world.transfer.to_device(zeros, &world.stream).unwrap().wait().unwrap()
+            });
+            for source in [0, 1] {
+                let [first, second] = &mut buffers;
+                let (from, peer, to, own) =
+                    if source == 0 { (first, &one, second, &two) } else { (second, &two, first, &one) };
+                let storages = [from.storage().clone(), to.storage().clone()];
+                let (claimed, free) = if claims_source { (0, 1) } else { (1, 0) };
+                let stream = if (free == 0) == (source == 0) { &one.stream } else { &two.stream };
+                let claim = Claim::take(&storages[claimed], AccessKind::Write).unwrap();
+                std::thread::scope(|scope| {
+                    let copy = scope.spawn(|| own.transfer.copy_from_peer(from, &peer.transfer, to).unwrap().wait());
+                    // The thread that is to end the claim needs the other end first. Were that held, neither could go on.
+                    for _ in 0..1000 {
+                        drop(Turn::take(stream, &[(&storages[free], AccessKind::Write)]).unwrap());
+                        std::thread::yield_now();
+                    }
+                    drop(claim);
+                    assert_eq!(copy.join().unwrap().unwrap(), Route::Peer);
+                });
+            }
+        }
     }
 
     #[test]
