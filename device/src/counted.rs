@@ -2,7 +2,7 @@
 //! lost.
 //!
 //! Every device is driven through one of these, so tests can assert how many driver calls something costs, and errors
-//! of a lost device can say what it was lost by.
+//! name the device and can say what it was lost by.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -14,6 +14,7 @@ use crate::driver::{
     RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{DeviceError, Operation, Result};
+use crate::label::DeviceLabel;
 use crate::launch::{AccessKind, Launch};
 use crate::lost::Lost;
 use crate::physical::PhysicalOptions;
@@ -52,11 +53,14 @@ pub(crate) struct Counted {
     inner: Arc<dyn Driver>,
     calls: Vec<AtomicU64>,
     lost: Lost,
+    label: DeviceLabel,
 }
 
 impl Counted {
     pub(crate) fn new(inner: Arc<dyn Driver>) -> Self {
-        Counted { inner, calls: Operation::ALL.iter().map(|_| AtomicU64::new(0)).collect(), lost: Lost::default() }
+        let (calls, label) =
+            (Operation::ALL.iter().map(|_| AtomicU64::new(0)).collect(), DeviceLabel::from(inner.info()));
+        Counted { inner, calls, lost: Lost::default(), label }
     }
 
     /// The driver that is counted.
@@ -73,21 +77,21 @@ impl Counted {
         &*self.inner
     }
 
-    /// What a call was answered, and where that is that the device is lost, what it was lost by.
+    /// What a call was answered; errors name the device and, where it is lost, what it was lost by.
     #[inline]
     pub(crate) fn heard<T>(&self, answer: Result<T>) -> Result<T> {
-        match answer {
-            Err(error) if error.is_device_lost() => Err(self.note_lost(error)),
-            answer => answer,
-        }
+        answer.map_err(|error| {
+            let error = error.of_device(&self.label);
+            if error.is_device_lost() { self.note_lost(error) } else { error }
+        })
     }
 
     /// The same of a call in which a peer took part, which may be the one that is lost.
     fn heard_of_two<T>(&self, answer: Result<T>) -> Result<T> {
-        match answer {
-            Err(error) if error.is_device_lost() && self.is_lost() => Err(self.note_lost(error)),
-            answer => answer,
-        }
+        answer.map_err(|error| {
+            let error = error.of_device(&self.label);
+            if error.is_device_lost() && self.is_lost() { self.note_lost(error) } else { error }
+        })
     }
 
     /// The first error that said that the device is lost, if any did.

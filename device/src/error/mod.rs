@@ -9,6 +9,8 @@ use std::fmt;
 
 pub use code::Code;
 
+use crate::label::DeviceLabel;
+
 /// Result of the device layer.
 pub type Result<T, E = DeviceError> = std::result::Result<T, E>;
 
@@ -174,7 +176,7 @@ pub enum ErrorKind {
 
 /// A failed driver call, or a request that was refused before it reached the driver.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{operation} failed: {} ({}){}", code.name(), code.0, Detail(detail))]
+#[error("{operation} failed{}: {} ({}){}", On(device), code.name(), code.0, Detail(detail))]
 #[non_exhaustive]
 pub struct DeviceError {
     /// The call that failed.
@@ -183,6 +185,8 @@ pub struct DeviceError {
     pub code: Code,
     /// Our reading of the code.
     pub kind: ErrorKind,
+    /// The device that was asked; `None` for what was refused before a driver was, and for errors of a bare [`crate::Driver`].
+    pub device: Option<DeviceLabel>,
     /// What was asked for and what to do, where that helps. Boxed: errors travel on fast paths.
     pub detail: Option<Box<str>>,
 }
@@ -190,7 +194,7 @@ pub struct DeviceError {
 impl DeviceError {
     /// An error of `operation` with the raw `code`, classified by it.
     pub fn new(operation: Operation, code: Code) -> Self {
-        DeviceError { operation, code, kind: code.kind(), detail: None }
+        DeviceError { operation, code, kind: code.kind(), device: None, detail: None }
     }
 
     /// The same error with an explanation of what was asked for and what to do.
@@ -210,6 +214,13 @@ impl DeviceError {
         self.with_detail(detail)
     }
 
+    /// The same error, of a call to this device.
+    #[must_use]
+    pub(crate) fn of_device(mut self, device: &DeviceLabel) -> Self {
+        self.device = Some(device.clone());
+        self
+    }
+
     /// The same error with another kind than its code implies.
     #[must_use]
     pub fn with_kind(mut self, kind: ErrorKind) -> Self {
@@ -225,6 +236,14 @@ impl DeviceError {
     /// Whether the device is gone, so that every later call fails too.
     pub fn is_device_lost(&self) -> bool {
         self.kind == ErrorKind::DeviceLost
+    }
+}
+
+struct On<'a>(&'a Option<DeviceLabel>);
+
+impl fmt::Display for On<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.as_ref().map_or(Ok(()), |device| write!(f, " on {device}"))
     }
 }
 

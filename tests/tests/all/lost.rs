@@ -69,3 +69,17 @@ fn a_loss_that_a_peer_hears_of_first_is_told_of_the_right_device() {
     to.fill(two.alloc(MIB).unwrap(), 1, MIB).unwrap();
     two.synchronize().unwrap();
 }
+
+#[test]
+fn errors_name_the_device_whose_call_failed() {
+    let devices = [0, 1].map(|ordinal| Subject::open(&SimConfig::new(1 << 30).ordinal(ordinal)).device());
+    for device in &devices {
+        let refused = device.alloc(2 << 30).unwrap_err();
+        assert_eq!(refused.device.as_ref(), Some(&device.label()));
+        let text = format!("cuMemAlloc failed on {}: CUDA_ERROR_OUT_OF_MEMORY (2)", device.label());
+        assert!(refused.to_string().starts_with(&text), "{refused}");
+        let transfer = Transfer::new(&Allocator::new(device, Config::default()).unwrap()).unwrap();
+        let pinned = transfer.pinned().alloc::<u8>(1 << 60).unwrap_err();
+        assert!(pinned.to_string().contains(&device.label().to_string()), "{pinned}");
+    }
+}
