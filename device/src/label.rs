@@ -33,6 +33,18 @@ impl DeviceLabel {
         label.unwrap_or_else(|| DeviceLabel::new("a device that is closed"))
     }
 
+    /// The text that opens the device, such as `cuda:1`, without its product name.
+    ///
+    /// ```
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::parse("h100")?.ordinal(1)));
+    /// assert_eq!(device.label().spec(), "sim:1");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn spec(&self) -> &str {
+        self.0.split_once(" (").map_or(&self.0, |(spec, _)| spec)
+    }
+
     fn new(text: impl Into<Box<str>>) -> DeviceLabel {
         DeviceLabel(Arc::new(text.into()))
     }

@@ -74,8 +74,12 @@ impl<'a> Turn<'a> {
     /// use aquifer_device::{AccessKind::{Read, Write}, Device, sim::{SimConfig, SimDriver}};
     /// let devices = [0, 1].map(|ordinal| Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal))));
     /// let streams = [devices[0].create_stream()?, devices[1].create_stream()?];
-    /// let from: DeviceBuffer<u8> = Allocator::new(&devices[0], Config::default())?.alloc_zeroed_buffer(1 << 20, &streams[0])?;
+    /// let from: DeviceBuffer<u8> = Allocator::new(&devices[0], Config::default())?.alloc_buffer(1 << 20, &streams[0])?;
     /// let to: DeviceBuffer<u8> = Allocator::new(&devices[1], Config::default())?.alloc_buffer(1 << 20, &streams[1])?;
+    /// {
+    ///     let _turn = Turn::take(&streams[0], &[(from.storage(), Write)])?;
+    ///     streams[0].fill(from.ptr(), 7, from.bytes())?;
+    /// }
     /// {
     ///     let _turn = Turn::of_streams(&[(&streams[0], from.storage(), Read), (&streams[1], to.storage(), Write)])?;
     ///     streams[1].wait_for(&streams[0].tick())?;

@@ -243,7 +243,7 @@ struct On<'a>(&'a Option<DeviceLabel>);
 
 impl fmt::Display for On<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.as_ref().map_or(Ok(()), |device| write!(f, " on {device}"))
+        self.0.as_ref().map_or(Ok(()), |device| write!(f, " on {}", device.spec()))
     }
 }
 

@@ -76,10 +76,9 @@ fn errors_name_the_device_whose_call_failed() {
     for device in &devices {
         let refused = device.alloc(2 << 30).unwrap_err();
         assert_eq!(refused.device.as_ref(), Some(&device.label()));
-        let text = format!("cuMemAlloc failed on {}: CUDA_ERROR_OUT_OF_MEMORY (2)", device.label());
+        let text = format!("cuMemAlloc failed on {}: CUDA_ERROR_OUT_OF_MEMORY (2)", device.label().spec());
         assert!(refused.to_string().starts_with(&text), "{refused}");
-        let transfer = Transfer::new(&Allocator::new(device, Config::default()).unwrap()).unwrap();
-        let pinned = transfer.pinned().alloc::<u8>(1 << 60).unwrap_err();
-        assert!(pinned.to_string().contains(&device.label().to_string()), "{pinned}");
+        let foreign = device.free(DevicePtr(512)).unwrap_err();
+        assert_eq!(foreign.device, refused.device, "{foreign}");
     }
 }
