@@ -182,8 +182,21 @@ fn load(missing: &[&str]) -> Result<&'static Functions, Unavailable> {
     let library = Box::leak(Box::new(library));
     match found {
         Ok(functions) => Ok(Box::leak(Box::new(functions))),
-        Err(symbol) => Err(Unavailable::MissingSymbol { symbol, version: library_version(library, missing) }),
+        Err(symbol) => Err(lacking(symbol, library_version(library, missing))),
     }
+}
+
+/// Why a driver without a required function is of no use: it is from before that function, or it is broken.
+fn lacking(symbol: &'static str, version: Option<(u32, u32)>) -> Unavailable {
+    match version.and_then(too_old) {
+        Some(too_old) => too_old,
+        None => Unavailable::MissingSymbol { symbol, version },
+    }
+}
+
+/// The error of a driver that is too old, if it is. A toolkit's stub tells no version.
+fn too_old(supported: (u32, u32)) -> Option<Unavailable> {
+    (supported > (0, 0) && supported < NEEDED).then_some(Unavailable::TooOld { supported, needed: NEEDED })
 }
 
 /// The version of a driver that may lack anything.
@@ -209,12 +222,8 @@ fn version(ask: unsafe extern "C" fn(*mut c_int) -> u32) -> Result<(u32, u32)> {
 fn start(functions: &'static Functions) -> Result<Installation, Unavailable> {
     let failed = |error: DeviceError| Unavailable::Failed { code: error.code };
     let unasked = version(functions.cuDriverGetVersion);
-    if let Ok(supported) = unasked
-        && supported < NEEDED
-        // A toolkit's stub tells no version.
-        && supported > (0, 0)
-    {
-        return Err(Unavailable::TooOld { supported, needed: NEEDED });
+    if let Some(too_old) = unasked.as_ref().ok().copied().and_then(too_old) {
+        return Err(too_old);
     }
     // SAFETY: the only flags that are legal (F1).
     let started = check(Operation::Init, unsafe { (functions.cuInit)(0) });
@@ -229,5 +238,13 @@ fn start(functions: &'static Functions) -> Result<Installation, Unavailable> {
 }
 
 fn none_visible() -> Unavailable {
-    visible_devices().map_or(Unavailable::NoDevice, |value| Unavailable::Hidden { value })
+    match visible_devices() {
+        Some(value) if !shows_first(&value) => Unavailable::Hidden { value },
+        _ => Unavailable::NoDevice,
+    }
+}
+
+/// Whether a value of `CUDA_VISIBLE_DEVICES` shows the first GPU, and with it one of whatever GPUs there are.
+fn shows_first(value: &str) -> bool {
+    value.trim() == "0"
 }

@@ -63,6 +63,16 @@ fn a_driver_that_is_too_old_is_named_with_what_is_needed() {
     );
 }
 
+/// It lacks required functions, too, which does not make it a broken one.
+#[test]
+fn a_driver_from_before_required_functions_is_too_old_and_not_broken() {
+    let name = "a_driver_from_before_required_functions_is_too_old_and_not_broken";
+    in_process(name, &[("AQUIFER_STANDIN_VERSION", "10020")], || {
+        standin();
+        assert_eq!(unavailable(), Unavailable::TooOld { supported: (10, 2), needed: (11, 4) });
+    });
+}
+
 #[test]
 fn the_oldest_driver_that_will_do_opens() {
     in_process("the_oldest_driver_that_will_do_opens", &[("AQUIFER_STANDIN_VERSION", "11040")], || {
@@ -91,11 +101,31 @@ fn a_machine_without_a_gpu_says_so() {
     });
 }
 
+/// A variable that shows the first GPU hides none where there is none.
+#[test]
+fn a_machine_without_a_gpu_says_so_whatever_is_to_be_visible() {
+    let name = "a_machine_without_a_gpu_says_so_whatever_is_to_be_visible";
+    in_process(name, &[("AQUIFER_STANDIN_DEVICES", "none"), ("CUDA_VISIBLE_DEVICES", "0")], || {
+        standin();
+        assert_eq!(unavailable(), Unavailable::NoDevice);
+    });
+}
+
 #[test]
 fn hidden_gpus_are_told_with_the_variable_that_hides_them() {
     in_process("hidden_gpus_are_told_with_the_variable_that_hides_them", &[("CUDA_VISIBLE_DEVICES", "-1")], || {
         standin();
         assert_eq!(unavailable(), Unavailable::Hidden { value: "-1".to_owned() });
+    });
+}
+
+#[test]
+fn an_empty_variable_hides_every_gpu() {
+    in_process("an_empty_variable_hides_every_gpu", &[("CUDA_VISIBLE_DEVICES", "")], || {
+        standin();
+        let why = unavailable();
+        assert_eq!(why, Unavailable::Hidden { value: String::new() });
+        assert!(why.to_string().contains("CUDA_VISIBLE_DEVICES=\"\""), "{why}");
     });
 }
 
