@@ -113,6 +113,9 @@ impl CudaDriver {
         let begin = self.optional(operation, functions.cuStreamBeginCapture_v2)?;
         self.optional(operation, functions.cuStreamEndCapture)?;
         self.optional(operation, functions.cuGraphInstantiateWithFlags)?;
+        self.optional(operation, functions.cuGraphLaunch)?;
+        self.optional(operation, functions.cuGraphExecDestroy)?;
+        self.optional(operation, functions.cuGraphDestroy)?;
         let live = self.stream(operation, stream)?;
         if is_legacy(stream) {
             return Err(refuse(operation, "the legacy default stream cannot capture"));

@@ -11,6 +11,7 @@ use super::batch::has_batches;
 use super::captures::Graphs;
 use super::context::Core;
 use super::events::Events;
+use super::functions::{CALLED_BY_CUDARC, Functions};
 use super::handles::{Handles, Object};
 use super::installation::Installation;
 use super::mappings::Physicals;
@@ -120,6 +121,13 @@ impl CudaDriver {
     #[doc(hidden)]
     pub fn open_without(ordinal: u32, missing: &[&str]) -> Result<Arc<CudaDriver>> {
         Self::open_in(Installation::find_without(missing)?, ordinal)
+    }
+
+    /// Names of the driver's functions without which nothing works, and of those whose absence turns a capability off: for tests of
+    /// [`CudaDriver::open_without`].
+    #[doc(hidden)]
+    pub fn functions() -> (Vec<&'static str>, &'static [&'static str]) {
+        (Functions::REQUIRED.iter().chain(&CALLED_BY_CUDARC).copied().collect(), Functions::OPTIONAL)
     }
 
     fn open_in(installation: Installation, ordinal: u32) -> Result<Arc<CudaDriver>> {

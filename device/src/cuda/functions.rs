@@ -22,7 +22,7 @@ use super::shapes::{AccessDescription, AllocationProperties, CopyAttributes};
 
 /// What cudarc calls beside the functions below when its object of a context is made and dropped. It must be there, because
 /// cudarc would panic.
-const CALLED_BY_CUDARC: [&str; 1] = ["cuCtxSetCurrent"];
+pub(super) const CALLED_BY_CUDARC: [&str; 1] = ["cuCtxSetCurrent"];
 
 macro_rules! functions {
     (
@@ -37,12 +37,10 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Names of the functions without which nothing works.
-            #[cfg(test)]
-            const REQUIRED: &[&str] = &[$(stringify!($name)),*];
+            /// Names of the functions of the table without which nothing works.
+            pub(super) const REQUIRED: &[&str] = &[$(stringify!($name)),*];
             /// Names of the functions whose absence turns a capability off.
-            #[cfg(test)]
-            const OPTIONAL: &[&str] = &[$(stringify!($extra)),*];
+            pub(super) const OPTIONAL: &[&str] = &[$(stringify!($extra)),*];
 
             /// Finds the functions, those in `without` taken as missing. The error is the name of a required one that is.
             pub(super) fn find(library: &Library, without: &[&str]) -> Result<Functions, &'static str> {

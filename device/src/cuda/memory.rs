@@ -92,6 +92,8 @@ impl CudaDriver {
     pub(super) fn alloc_async(&self, bytes: u64, stream: RawStream) -> Result<DevicePtr> {
         let operation = Operation::AllocAsync;
         let alloc = self.optional(operation, self.core.functions().cuMemAllocAsync)?;
+        // What is given out has to come back.
+        self.optional(operation, self.core.functions().cuMemFreeAsync)?;
         let stream = self.stream(operation, stream)?;
         self.forbid_capture(operation, &stream, "the driver's pool cannot be used in a capture here")?;
         let _current = self.core.enter_relaxed(operation)?;
@@ -285,6 +287,8 @@ impl CudaDriver {
     pub(super) unsafe fn host_register(&self, start: *mut u8, bytes: usize) -> Result<HostPtr> {
         let operation = Operation::HostRegister;
         let register = self.optional(operation, self.core.functions().cuMemHostRegister_v2)?;
+        // What is registered could not be freed without.
+        self.optional(operation, self.core.functions().cuMemHostUnregister)?;
         let _current = self.core.enter_relaxed(operation)?;
         // SAFETY: the caller vouches for the memory (F1).
         check(operation, unsafe { register(start.cast(), bytes, PORTABLE) })?;

@@ -2,7 +2,8 @@
 
 use aquifer_device::cuda::CudaDriver;
 use aquifer_device::{
-    Attribute, Code, Copy2d, CopyEnd, CopyPart, Driver, ErrorKind, PhysicalOptions, Result, StreamFlags,
+    Attribute, Code, Copy2d, CopyEnd, CopyPart, DevicePtr, Driver, ErrorKind, PhysicalOptions, RawStream, Result,
+    StreamFlags,
 };
 
 use crate::bench::{MIB, PTX, fill, standin};
@@ -17,32 +18,44 @@ fn program(driver: &CudaDriver) -> Result<()> {
     outcome.and(gone)
 }
 
-fn on_stream(driver: &CudaDriver, stream: aquifer_device::RawStream) -> Result<()> {
-    driver.memory_info()?;
-    driver.attribute(Attribute::MultiprocessorCount)?;
-    driver.attribute(Attribute::MemoryPools)?;
-    driver.stream_id(stream)?;
-    driver.can_access_peer(driver.info().ordinal)?;
+fn on_stream(driver: &CudaDriver, stream: RawStream) -> Result<()> {
+    asked(driver, stream)?;
     let memory = driver.alloc(MIB)?;
     let outcome = with_memory(driver, stream, memory);
     outcome.and(driver.free(memory).or_else(|_| driver.free(memory)))
 }
 
-fn with_memory(
-    driver: &CudaDriver,
-    stream: aquifer_device::RawStream,
-    memory: aquifer_device::DevicePtr,
-) -> Result<()> {
+/// A part of the program, for itself.
+type Part = fn(&CudaDriver, RawStream, DevicePtr) -> Result<()>;
+
+/// The parts of the program that work with memory, by name.
+pub(crate) const PARTS: [(&str, Part); 6] = [
+    ("pooled", |driver, stream, _| pooled(driver, stream)),
+    ("mapped", |driver, _, _| mapped(driver)),
+    ("copied", copied),
+    ("ordered", |driver, stream, _| ordered(driver, stream)),
+    ("launched", launched),
+    ("captured", captured),
+];
+
+fn with_memory(driver: &CudaDriver, stream: RawStream, memory: DevicePtr) -> Result<()> {
+    PARTS.iter().try_for_each(|(_, part)| part(driver, stream, memory))?;
+    driver.synchronize()
+}
+
+pub(crate) fn asked(driver: &CudaDriver, stream: RawStream) -> Result<()> {
+    driver.memory_info()?;
+    driver.attribute(Attribute::MultiprocessorCount)?;
+    driver.attribute(Attribute::MemoryPools)?;
+    driver.stream_id(stream)?;
+    driver.can_access_peer(driver.info().ordinal).map(drop)
+}
+
+fn pooled(driver: &CudaDriver, stream: RawStream) -> Result<()> {
     let pool = driver.alloc_async(MIB, stream)?;
     driver.free_async(pool, stream).or_else(|error| driver.free_async(pool, stream).and(Err(error)))?;
     driver.pool_usage()?;
-    driver.trim_pool(0)?;
-    mapped(driver)?;
-    copied(driver, stream, memory)?;
-    ordered(driver, stream)?;
-    launched(driver, stream, memory)?;
-    captured(driver, stream, memory)?;
-    driver.synchronize()
+    driver.trim_pool(0)
 }
 
 fn mapped(driver: &CudaDriver) -> Result<()> {
@@ -58,7 +71,7 @@ fn mapped(driver: &CudaDriver) -> Result<()> {
     outcome.and(driver.unreserve(start, 4 * MIB).or_else(|_| driver.unreserve(start, 4 * MIB)))
 }
 
-fn copied(driver: &CudaDriver, stream: aquifer_device::RawStream, memory: aquifer_device::DevicePtr) -> Result<()> {
+fn copied(driver: &CudaDriver, stream: RawStream, memory: DevicePtr) -> Result<()> {
     let mut bytes = [1_u8; 64];
     driver.memset(memory, 0, MIB, stream)?;
     // SAFETY: pageable memory, of which nothing is used after the call.
@@ -86,7 +99,7 @@ fn copied(driver: &CudaDriver, stream: aquifer_device::RawStream, memory: aquife
     unregister().or_else(|error| unregister().and(Err(error)))
 }
 
-fn ordered(driver: &CudaDriver, stream: aquifer_device::RawStream) -> Result<()> {
+fn ordered(driver: &CudaDriver, stream: RawStream) -> Result<()> {
     let start = driver.create_event(true)?;
     let end = driver.create_event(true);
     let outcome = end.and_then(|end| {
@@ -106,7 +119,7 @@ fn ordered(driver: &CudaDriver, stream: aquifer_device::RawStream) -> Result<()>
     outcome.and(driver.destroy_event(start).or_else(|_| driver.destroy_event(start)))
 }
 
-fn launched(driver: &CudaDriver, stream: aquifer_device::RawStream, memory: aquifer_device::DevicePtr) -> Result<()> {
+fn launched(driver: &CudaDriver, stream: RawStream, memory: DevicePtr) -> Result<()> {
     let module = driver.load_module(PTX)?;
     let launch = aquifer_device::Launch { shared_bytes: 64 << 10, ..fill(Some(module), memory, 4096, 7) };
     // SAFETY: the kernel fills what it is told to, which is declared.
@@ -115,7 +128,7 @@ fn launched(driver: &CudaDriver, stream: aquifer_device::RawStream, memory: aqui
     outcome.and(driver.unload_module(module).or_else(|_| driver.unload_module(module)))
 }
 
-fn captured(driver: &CudaDriver, stream: aquifer_device::RawStream, memory: aquifer_device::DevicePtr) -> Result<()> {
+fn captured(driver: &CudaDriver, stream: RawStream, memory: DevicePtr) -> Result<()> {
     driver.begin_capture(stream)?;
     let outcome = driver.memset(memory, 1, 4096, stream).and(driver.capture_status(stream).map(drop));
     let graph = driver.end_capture(stream).or_else(|error| {

@@ -6,29 +6,39 @@ use aquifer_device::{
 };
 
 use crate::bench::{Bench, MIB, PTX, code, fill, standin};
-
-const REQUIRED: &[&str] = &[
-    "cuInit",
-    "cuDriverGetVersion",
-    "cuDeviceGetCount",
-    "cuDevicePrimaryCtxRetain",
-    "cuCtxSetCurrent",
-    "cuCtxGetCurrent",
-    "cuMemAlloc_v2",
-    "cuStreamCreateWithPriority",
-    "cuEventRecord",
-    "cuLaunchKernel",
-];
+use crate::faults::{PARTS, asked};
 
 #[test]
 fn without_what_is_needed_nothing_starts_and_the_error_names_it() {
     let device = standin().add_device("1GiB").unwrap();
-    for symbol in REQUIRED {
+    for symbol in CudaDriver::functions().0 {
         let error = CudaDriver::open_without(device.ordinal(), &[symbol]).unwrap_err();
-        assert_eq!((error.kind, error.code), (ErrorKind::Unavailable, Code(500)));
+        assert_eq!((error.kind, error.code), (ErrorKind::Unavailable, Code(500)), "{symbol}");
         let said = error.to_string();
         assert!(said.contains(symbol), "{said}");
-        assert_eq!(said.contains("CUDA 13.0"), *symbol != "cuDriverGetVersion", "{said}");
+        assert_eq!(said.contains("CUDA 13.0"), symbol != "cuDriverGetVersion", "{said}");
+    }
+}
+
+/// Each takes its own capability with it and no other, and leaves nothing behind.
+#[test]
+fn without_any_one_that_is_not_needed_all_else_works() {
+    for symbol in CudaDriver::functions().1 {
+        let bench = Bench::without(&[symbol]);
+        let (driver, stream, memory) = (&*bench.driver, bench.stream(), bench.driver.alloc(MIB).unwrap());
+        let mut off = Vec::new();
+        for (name, part) in PARTS {
+            if let Err(error) = part(driver, stream, memory) {
+                assert_eq!(error.kind, ErrorKind::Unsupported, "{name} without {symbol}: {error}");
+                off.push(name);
+            }
+        }
+        assert!(off.len() <= 1, "without {symbol}: {off:?}");
+        let asked = asked(driver, stream);
+        assert_eq!(asked.is_err(), *symbol == "cuDeviceCanAccessPeer", "{symbol}: {asked:?}");
+        driver.free(memory).unwrap();
+        assert_eq!(bench.used(), 0, "{symbol}");
+        bench.assert_no_violation();
     }
 }
 
@@ -57,13 +67,8 @@ fn batch(bench: &Bench) -> Result<()> {
 
 fn registered(bench: &Bench) -> Result<()> {
     let mut memory = vec![0_u8; 4096];
-    // SAFETY: unregistered below.
-    let host = unsafe { bench.driver.host_register(memory.as_mut_ptr(), 4096) }?;
-    // SAFETY: it was registered above, and nobody uses it.
-    let back = unsafe { bench.driver.host_unregister(host) };
-    // The driver still has it page-locked, so it must stay.
-    std::mem::forget(memory);
-    back
+    // SAFETY: it is refused, which the test that calls this expects.
+    unsafe { bench.driver.host_register(memory.as_mut_ptr(), 4096) }.map(drop)
 }
 
 fn much_shared(bench: &Bench) -> Result<()> {
@@ -77,10 +82,7 @@ fn much_shared(bench: &Bench) -> Result<()> {
 fn without_what_is_not_needed_its_capability_is_off() {
     let off: &[(&str, Try)] = &[
         ("cuMemAllocAsync", |bench| bench.driver.alloc_async(4096, bench.stream()).map(drop)),
-        ("cuMemFreeAsync", |bench| {
-            let ptr = bench.driver.alloc_async(4096, bench.stream())?;
-            bench.driver.free_async(ptr, bench.stream())
-        }),
+        ("cuMemFreeAsync", |bench| bench.driver.alloc_async(4096, bench.stream()).map(drop)),
         ("cuDeviceGetMemPool", |bench| bench.driver.pool_usage().map(drop)),
         ("cuMemPoolGetAttribute", |bench| bench.driver.pool_usage().map(drop)),
         ("cuMemPoolTrimTo", |bench| bench.driver.trim_pool(0)),
@@ -103,6 +105,9 @@ fn without_what_is_not_needed_its_capability_is_off() {
         ("cuStreamBeginCapture_v2", captured),
         ("cuStreamEndCapture", captured),
         ("cuGraphInstantiateWithFlags", captured),
+        ("cuGraphLaunch", captured),
+        ("cuGraphExecDestroy", captured),
+        ("cuGraphDestroy", captured),
         ("cuFuncSetAttribute", much_shared),
     ];
     for (symbol, attempt) in off {
