@@ -9,11 +9,13 @@
 //!
 //! Calls that CUDA calls *potentially unsafe* during a capture are made in the relaxed capture mode, so that they neither fail nor break
 //! a capture that somebody began in another mode, on this or another thread. These are allocation, freeing, mapping, queries, modules,
-//! and calls that may lead to them: launches, which may load a kernel, and copies, which may go through memory of the driver's.
+//! making and giving up contexts, and calls that may lead to them: launches and fills, which may load a kernel, and copies, which may go
+//! through memory of the driver's. Left as they are: recording an event and waiting for one, and captures themselves.
 //!
 //! Invariant C1: the context lives as long as [`Core`]: it is retained by it, or held by cudarc's object.
 
 use std::ffi::{c_int, c_uint};
+use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
 use std::sync::{Arc, OnceLock};
@@ -53,6 +55,8 @@ impl Core {
     /// The primary context of a device.
     pub(super) fn primary(installation: Installation, ordinal: u32) -> Result<Arc<Core>> {
         let device = installation.device(Operation::Init, ordinal)?;
+        // As far as the driver allows it where no context is current.
+        let _mode = RelaxedMode::enter(installation.functions, Operation::Init).ok();
         let mut context = ptr::null_mut();
         // SAFETY: the handle outlives the call (F1).
         let code = unsafe { (installation.functions.cuDevicePrimaryCtxRetain)(&raw mut context, device) };
@@ -120,25 +124,13 @@ impl Core {
     /// Makes the context current and lets the thread's calls pass beside captures, until the result is dropped.
     pub(super) fn enter_relaxed(&self, operation: Operation) -> Result<Relaxed<'_>> {
         let current = self.enter(operation)?;
-        let mode = self.exchange_mode(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint);
-        let before = mode.map_err(|code| {
-            DeviceError::new(operation, crate::Code(code)).with_detail("the thread's capture mode could not be set")
-        })?;
-        Ok(Relaxed { current, before })
-    }
-
-    /// Sets the thread's capture mode and tells what it was.
-    fn exchange_mode(&self, mut mode: c_uint) -> Result<c_uint, u32> {
-        // SAFETY: the number outlives the call (F1).
-        match unsafe { (self.functions().cuThreadExchangeStreamCaptureMode)(&raw mut mode) } {
-            0 => Ok(mode),
-            code => Err(code),
-        }
+        let mode = RelaxedMode::enter(self.functions(), operation)?;
+        Ok(Relaxed { _mode: mode, _current: current })
     }
 
     /// Least and greatest stream priority.
     pub(super) fn priorities(&self) -> Result<(i32, i32)> {
-        let _current = self.enter(Operation::Init)?;
+        let _current = self.enter_relaxed(Operation::Init)?;
         let (mut least, mut greatest): (c_int, c_int) = (0, 0);
         // SAFETY: the numbers outlive the call (F1).
         let code = unsafe { (self.functions().cuCtxGetStreamPriorityRange)(&raw mut least, &raw mut greatest) };
@@ -149,6 +141,7 @@ impl Core {
 
 impl Drop for Core {
     fn drop(&mut self) {
+        let _mode = RelaxedMode::enter(self.functions(), Operation::Init).ok();
         if let Some(context) = self.cudarc.take() {
             let mut current = self.enter(Operation::Init).ok();
             drop(context);
@@ -191,14 +184,47 @@ impl Drop for Current<'_> {
 /// While it lives, the context is current on the thread that made it, and the thread is in the relaxed capture mode.
 #[derive(Debug)]
 pub(super) struct Relaxed<'a> {
-    current: Current<'a>,
-    before: c_uint,
+    // Left before the context is.
+    _mode: RelaxedMode,
+    _current: Current<'a>,
 }
 
-impl Drop for Relaxed<'_> {
+/// While it lives, the thread that made it is in the relaxed capture mode.
+pub(super) struct RelaxedMode {
+    functions: &'static Functions,
+    before: c_uint,
+    of_this_thread: PhantomData<*const ()>,
+}
+
+impl RelaxedMode {
+    pub(super) fn enter(functions: &'static Functions, operation: Operation) -> Result<RelaxedMode> {
+        let mode = exchange_mode(functions, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint);
+        let before = mode.map_err(|code| {
+            DeviceError::new(operation, crate::Code(code)).with_detail("the thread's capture mode could not be set")
+        })?;
+        Ok(RelaxedMode { functions, before, of_this_thread: PhantomData })
+    }
+}
+
+impl fmt::Debug for RelaxedMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RelaxedMode").field("before", &self.before).finish_non_exhaustive()
+    }
+}
+
+impl Drop for RelaxedMode {
     fn drop(&mut self) {
-        if let Err(code) = self.current.core.exchange_mode(self.before) {
+        if let Err(code) = exchange_mode(self.functions, self.before) {
             tracing::debug!(code, "the thread's capture mode could not be restored");
         }
+    }
+}
+
+/// Sets the thread's capture mode and tells what it was.
+fn exchange_mode(functions: &Functions, mut mode: c_uint) -> Result<c_uint, u32> {
+    // SAFETY: the number outlives the call (F1).
+    match unsafe { (functions.cuThreadExchangeStreamCaptureMode)(&raw mut mode) } {
+        0 => Ok(mode),
+        code => Err(code),
     }
 }

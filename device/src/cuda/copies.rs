@@ -181,7 +181,8 @@ impl CudaDriver {
             return Ok(());
         }
         self.check_memory(operation, ptr, bytes)?;
-        let _current = self.core.enter(operation)?;
+        // Relaxed: the first fill may load the kernel that makes it.
+        let _current = self.core.enter_relaxed(operation)?;
         let call = self.core.functions().cuMemsetD8Async;
         // SAFETY: the range is live device memory, and the stream lives (L1, F1).
         check(operation, unsafe { call(ptr.0, value, size(bytes), stream.raw) })

@@ -130,7 +130,7 @@ impl CudaDriver {
         }
         let operation = Operation::Init;
         // cudarc makes the context current and leaves it so; this restores the thread's own.
-        let _current = self.core.enter(operation)?;
+        let _current = self.core.enter_relaxed(operation)?;
         let ordinal = usize::try_from(self.info.ordinal).unwrap_or(usize::MAX);
         let context = CudaContext::new(ordinal).map_err(|error| of_cudarc(operation, error))?;
         if !self.core.is(&context) {

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUstream;
 
-use super::context::Core;
+use super::context::{Core, RelaxedMode};
 use super::driver::CudaDriver;
 use super::handles::{Kind, Object, dead};
 use super::installation::check;
@@ -139,7 +139,7 @@ impl CudaDriver {
         if self.status(operation, raw)? != CaptureStatus::None {
             return Ok(None);
         }
-        let _current = self.core.enter(operation)?;
+        let _current = self.core.enter_relaxed(operation)?;
         let mut id: c_ulonglong = 0;
         // SAFETY: the number outlives the call, and the stream lives (L1, F1).
         check(operation, unsafe { ask(raw, &raw mut id) })?;
@@ -246,6 +246,7 @@ impl CudaDriver {
         self.core.ongoing.end(stream);
         // Outside of the table's lock, because the last reference to cudarc's stream may destroy it, with the context current.
         let _current = self.core.enter(Operation::DestroyStream).ok();
+        let _mode = RelaxedMode::enter(self.core.functions(), Operation::DestroyStream).ok();
         drop(entry);
     }
 

@@ -40,7 +40,8 @@ pub struct DeviceInfo {
     pub priorities: (i32, i32),
     /// Compute capability, major and minor number: the architecture that kernels are compiled for.
     pub compute_capability: (u32, u32),
-    /// The newest CUDA version that the driver knows, major and minor number; `None` for the simulated device.
+    /// The newest CUDA version that the driver knows, major and minor number; `None` for the simulated device. There is no version of the
+    /// CUDA runtime beside it: nothing here calls or needs one.
     pub driver_version: Option<(u32, u32)>,
 }
 

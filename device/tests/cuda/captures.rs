@@ -174,6 +174,31 @@ fn calls_that_captures_in_other_modes_forbid_are_made_beside_them() {
     driver.free(memory).unwrap();
 }
 
+/// What seems harmless may load a kernel, or make a context.
+#[test]
+fn fills_contexts_and_questions_are_relaxed_too() {
+    let bench = Bench::new();
+    let (driver, stream, ordinal) = (&*bench.driver, bench.stream(), bench.device.ordinal());
+    let memory = driver.alloc(4096).unwrap();
+    let calls: [(&str, &dyn Fn() -> Result<()>); 2] = [
+        ("a fill", &|| driver.memset(memory, 1, 4096, stream)),
+        ("an identity", &|| driver.stream_id(stream).map(drop)),
+    ];
+    for (name, call) in calls {
+        standin().fail("cuThreadExchangeStreamCaptureMode", 1, Code(999)).unwrap();
+        let refused = call();
+        assert_eq!(standin().clear_orders(), 0, "{name} was asked for in the thread's own mode");
+        assert_eq!(code(refused), Code(999), "{name}");
+        call().unwrap();
+    }
+    // A thread without a context may not have a mode to set.
+    standin().fail("cuThreadExchangeStreamCaptureMode", 1, Code(999)).unwrap();
+    drop(CudaDriver::open(ordinal).unwrap());
+    assert_eq!(standin().clear_orders(), 0, "the context was made in the thread's own mode");
+    driver.synchronize().unwrap();
+    bench.assert_no_violation();
+}
+
 #[test]
 fn a_capture_ends_where_it_cannot_be_a_graph() {
     let bench = Bench::new();
