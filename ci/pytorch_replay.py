@@ -1,4 +1,5 @@
-"""Replays allocation traces on PyTorch's caching allocator, one JSON object a trace on standard output.
+"""Replays allocation traces on PyTorch's caching allocator, one JSON object a trace on standard output. Keys that `replay` has, too, mean
+the same.
 
 Times have the interpreter in them: `empty_ns_per_op` is the same loop over the same events with calls that do nothing, so that
 the allocator took about `ns_per_op - empty_ns_per_op`. Uses of a block by other streams are recorded by waiting for those streams at
@@ -94,6 +95,7 @@ def main():
             "streams": len(streams),
             "first_pass_ns_per_op": round(passes[0][0] * 1e9 / ops, 1),
             "ns_per_op": round(statistics.median(later) * 1e9 / ops, 1),
+            "seconds": round(sum(seconds for seconds, _ in passes), 6),
             "empty_ns_per_op": round(statistics.median(empty) * 1e9 / ops, 1),
             "first_pass_peak_reserved_bytes": reserved,
             "ooms": passes[0][1],

@@ -140,6 +140,7 @@ JSON keys, per program and config:
                             if it is the only one; null, like the next key, if the program has no
                             events
   first_pass_ns_per_op      time per event of the first pass, which takes the memory from the device
+  seconds                   time of all these passes together
   driver_calls              driver calls by name, without those of the setup
   driver_allocs             allocations during which the driver was asked to allocate, create, map
                             or make accessible
@@ -163,12 +164,12 @@ JSON keys, per program and config:
                             taken away before the device was done with it; 0 unless there is a bug
   yardstick_ns_per_op       time per event of offset-allocator; with --yardstick only, and if there
                             are events
-  pool_ns_per_op, pool_peak_reserved_bytes, pool_ooms
-                            with --driver-pool only: time per event, the most memory that the pool
-                            held from the device, and requests that it refused in the last pass. A
-                            real driver keeps one high-water mark for the whole process; where this
-                            program did not raise it, the value is the most held at the end of a
-                            pass
+  pool_ns_per_op, pool_first_pass_ns_per_op, pool_seconds, pool_peak_reserved_bytes, pool_ooms
+                            with --driver-pool only: the same times of the pool, the most memory
+                            that it held from the device, and requests that it refused in the last
+                            pass. A real driver keeps one high-water mark for the whole process;
+                            where this program did not raise it, the value is the most held at the
+                            end of a pass
 Counts and peaks are of the first pass unless stated otherwise; hazards are of all passes and of the
 end. Times are taken in separate passes on another device, where nothing is counted; they include
 neither reading the file nor freeing what a pass leaves allocated. Modelled times are null on a real

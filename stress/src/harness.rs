@@ -103,32 +103,41 @@ impl<'a, S: Subject> Player<'a, S> {
     }
 }
 
-/// Time per operation of each pass, in ns.
+/// Time per operation of each pass, in ns, and of all passes.
 #[derive(Debug, Clone, Default)]
-pub struct Times(Vec<f64>);
+pub struct Times {
+    per_operation: Vec<f64>,
+    all: Duration,
+}
 
 impl Times {
     /// Adds a pass of `operations` operations. One without any has no time an operation, and is left out.
     #[expect(clippy::cast_precision_loss, reason = "counts are far below 2^52, and a rounded one would do")]
     pub fn add(&mut self, elapsed: Duration, operations: u64) {
+        self.all += elapsed;
         if operations > 0 {
-            self.0.push(elapsed.as_nanos() as f64 / operations as f64);
+            self.per_operation.push(elapsed.as_nanos() as f64 / operations as f64);
         }
     }
 
     /// The first pass; `None` if there was none.
     pub fn first(&self) -> Option<f64> {
-        self.0.first().copied()
+        self.per_operation.first().copied()
     }
 
     /// The median of the passes after the first; the first if it is the only one.
     pub fn later(&self) -> Option<f64> {
-        if self.0.len() > 1 { Some(median(&self.0[1..])) } else { self.first() }
+        if self.per_operation.len() > 1 { Some(median(&self.per_operation[1..])) } else { self.first() }
     }
 
     /// The median of all passes; 0 if there was none.
     pub fn median(&self) -> f64 {
-        median(&self.0)
+        median(&self.per_operation)
+    }
+
+    /// All passes together.
+    pub fn all(&self) -> Duration {
+        self.all
     }
 }
 

@@ -125,3 +125,92 @@ fn a_gpu_s_answers_are_measured_by_the_host() {
     assert!(worst > 0.0 && worst < all && all <= 2.0 * worst + 0.02, "{row}");
     assert!(row["driver_time_modelled_us"].is_null() && row["worst_alloc_us"].is_null(), "{row}");
 }
+
+/// What `ci/pytorch_replay.py` asks of PyTorch, for machines without it: every block is memory of its own.
+const TORCH: &str = r#"
+import types
+__version__ = "made up"
+class OutOfMemoryError(Exception):
+    pass
+class Stream:
+    cuda_stream = 7
+    def synchronize(self):
+        pass
+live, peak = {}, 0
+def alloc(size, stream):
+    global peak
+    address = max(live, default=0) + 512
+    live[address] = size
+    peak = max(peak, sum(live.values()))
+    return address
+_C = types.SimpleNamespace(
+    _cuda_cudaCachingAllocator_raw_alloc=alloc, _cuda_cudaCachingAllocator_raw_delete=lambda address: live.pop(address))
+memory = types.SimpleNamespace(
+    reset_peak_memory_stats=lambda: None, max_memory_reserved=lambda: peak, get_allocator_backend=lambda: "native")
+cuda = types.SimpleNamespace(
+    memory=memory, Stream=Stream, default_stream=Stream, empty_cache=lambda: None, get_device_name=lambda: "none",
+    memory_stats=dict)
+"#;
+
+/// `ci/gpu-run` on a bundle of this program.
+#[test]
+fn a_run_on_a_gpu_leaves_the_rows_of_every_step() {
+    if ["bash", "tar", "timeout", "python3"].iter().any(|tool| Command::new(tool).arg("--version").output().is_err()) {
+        eprintln!("skipped: ci/gpu-run needs bash, tar, timeout and python3");
+        return;
+    }
+    let driver = Driver::new("run");
+    let bundle = &driver.0;
+    let project = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    std::fs::create_dir(bundle.join("traces")).unwrap();
+    std::fs::write(bundle.join("torch.py"), TORCH).unwrap();
+    std::fs::write(bundle.join("VERSION"), "of-the-test").unwrap();
+    let link = |from: PathBuf, name: &str| std::os::unix::fs::symlink(from, bundle.join(name)).unwrap();
+    link(env!("CARGO_BIN_EXE_aquifer-stress").into(), "aquifer-stress");
+    link(data("vit_l16.trace.gz").into(), "traces/vit_l16.trace.gz");
+    for script in ["gpu-run", "pytorch_replay.py"] {
+        std::fs::copy(project.join("ci").join(script), bundle.join(script)).unwrap();
+    }
+    let run = Command::new("bash")
+        .arg(bundle.join("gpu-run"))
+        .env_remove("CUDA_VISIBLE_DEVICES")
+        .env("LD_LIBRARY_PATH", bundle)
+        .env("PYTHONPATH", bundle)
+        .env("AQUIFER_STANDIN_DEVICES", "24GiB")
+        .env("SOAK_OPS", "300")
+        .env("GPU_STEPS", "calls soak soak-segments replay pytorch")
+        .output()
+        .unwrap();
+    let summary = std::fs::read_to_string(bundle.join("out/summary.txt")).unwrap();
+    assert!(run.status.success() && summary.contains("all steps passed"), "{summary}{}", errors(&run));
+    assert!(summary.contains("of-the-test") && summary.contains("soak --ops 300"), "{summary}");
+    let unpacked = Command::new("tar").current_dir(bundle).args(["-xzf", "out/results.tgz"]).status().unwrap();
+    assert!(unpacked.success());
+    let rows = |step: &str| -> Vec<Value> {
+        let text = std::fs::read_to_string(bundle.join(format!("{step}.txt"))).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    for call in
+        ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemAlloc", "cuMemFree", "cuMemAllocAsync"]
+    {
+        let sizes = rows("calls").iter().filter(|row| row["call"] == call && row["modelled"] == false).count();
+        assert!(sizes >= 3, "{call}: {sizes}");
+    }
+    for step in ["soak", "soak-segments"] {
+        let row = &rows(step)[0];
+        assert_eq!(
+            (&row["device"], &row["operations"], &row["mismatches"]),
+            (&"cuda:0".into(), &300.into(), &0.into())
+        );
+    }
+    let replayed = rows("replay");
+    assert_eq!(replayed.iter().map(|row| &row["config"]).collect::<Vec<_>>(), ["", "backing:segments"]);
+    // What is laid side by side goes by one name.
+    let torch = &rows("pytorch")[0];
+    for key in ["ns_per_op", "first_pass_ns_per_op", "seconds"] {
+        let measured = |row: &Value, key: &str| row[key].as_f64().is_some_and(|time| time > 0.0);
+        assert!(measured(torch, key), "{key} in {torch}");
+        assert!(replayed.iter().all(|row| measured(row, key) && measured(row, &format!("pool_{key}"))), "{key}");
+    }
+    assert!(replayed.iter().all(|row| row["events"] == torch["events"] && row["trace"] == torch["trace"]), "{torch}");
+}

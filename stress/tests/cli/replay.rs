@@ -4,7 +4,7 @@ use super::*;
 
 const PYTORCH_LIKE: [&str; 4] = ["--device", "sim:192GiB", "--config", "backing:segments,cross_stream:off"];
 
-pub(super) const REPLAY_KEYS: [&str; 32] = [
+pub(super) const REPLAY_KEYS: [&str; 33] = [
     "trace",
     "config",
     "device",
@@ -17,6 +17,7 @@ pub(super) const REPLAY_KEYS: [&str; 32] = [
     "reserved_over_requested",
     "ns_per_op",
     "first_pass_ns_per_op",
+    "seconds",
     "driver_calls",
     "driver_allocs",
     "driver_time_modelled_us",
@@ -98,7 +99,9 @@ fn the_driver_s_pool_plays_the_same_program() {
     let row = &rows(0, &["--device", "sim:40GiB", "replay", "--repeat", "2", "--driver-pool", &trace])[0];
     // The pool rounds nothing up, and the simulated one keeps nothing that is not in use.
     assert_eq!((&row["pool_peak_reserved_bytes"], &row["pool_ooms"]), (&row["peak_requested_bytes"], &0.into()));
-    assert!(row["pool_ns_per_op"].as_f64().unwrap() > 0.0);
+    for key in ["ns_per_op", "first_pass_ns_per_op", "seconds"] {
+        assert!(row[format!("pool_{key}")].as_f64().unwrap() > 0.0 && row[key].as_f64().unwrap() > 0.0, "{key}: {row}");
+    }
 }
 
 #[test]
@@ -130,7 +133,7 @@ fn a_snapshot_replays_as_the_trace_of_the_same_run() {
     for row in &mut rows {
         let row = row.as_object_mut().unwrap();
         // What a pass leaves is freed in an order that differs, so later passes do, too.
-        row.retain(|key, _| !["ns_per_op", "warm_", "by_pass"].iter().any(|part| key.contains(part)));
+        row.retain(|key, _| !["ns_per_op", "seconds", "warm_", "by_pass"].iter().any(|part| key.contains(part)));
     }
     assert_eq!(rows[0], rows[1]);
     assert_eq!(rows[0], rows[2]);

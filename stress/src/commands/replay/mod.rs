@@ -39,6 +39,7 @@ pub struct Row {
     pub reserved_over_requested: Option<f64>,
     pub ns_per_op: Option<f64>,
     pub first_pass_ns_per_op: Option<f64>,
+    pub seconds: f64,
     pub driver_calls: BTreeMap<&'static str, u64>,
     pub driver_allocs: u64,
     pub driver_time_modelled_us: Option<f64>,
@@ -63,6 +64,10 @@ pub struct Row {
     pub yardstick_ns_per_op: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pool_ns_per_op: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pool_first_pass_ns_per_op: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pool_seconds: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pool_peak_reserved_bytes: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -141,6 +146,7 @@ pub(super) fn replay(
         reserved_over_requested: ratio(stats.reserved_bytes.all.peak, program.peak_requested_bytes),
         ns_per_op: times.ours.later().map(hundredths),
         first_pass_ns_per_op: times.ours.first().map(hundredths),
+        seconds: times.ours.all().as_secs_f64(),
         driver_calls: calls.map(|(operation, count)| (operation.name(), count)).collect(),
         driver_allocs: first.map_or(0, |costs| costs.driver_allocs),
         driver_time_modelled_us: modelled(|modelled| modelled.total_ns),
@@ -164,6 +170,8 @@ pub(super) fn replay(
         hazards,
         yardstick_ns_per_op: times.yardstick.and_then(|times| times.later()).map(hundredths),
         pool_ns_per_op: times.driver_pool.as_ref().and_then(|pool| pool.times.later()).map(hundredths),
+        pool_first_pass_ns_per_op: times.driver_pool.as_ref().and_then(|pool| pool.times.first()).map(hundredths),
+        pool_seconds: times.driver_pool.as_ref().map(|pool| pool.times.all().as_secs_f64()),
         pool_peak_reserved_bytes: times.driver_pool.as_ref().map(|pool| pool.reserved),
         pool_ooms: times.driver_pool.map(|pool| pool.ooms),
     })
