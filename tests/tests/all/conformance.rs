@@ -60,16 +60,24 @@ fn the_same_tests_pass_on_the_cuda_driver_over_a_gpu() {
         return;
     }
     let program = std::env::current_exe().unwrap();
-    let asked =
-        Command::new(program).args(["--exact", "conformance::a_gpu_can_be_used", "--ignored"]).output().unwrap();
-    match asked.status.success() {
-        true => run_on("cuda", &["--test-threads=1"]),
-        false => say("skipped: no GPU, so these tests did not run on one"),
+    let name = ["--exact", "conformance::a_gpu_can_be_used", "--ignored", "--nocapture"];
+    let asked = Command::new(program).args(name).output().unwrap();
+    let said = String::from_utf8_lossy(&asked.stderr);
+    assert!(asked.status.success(), "there is a GPU that cannot be opened: {said}");
+    match said.lines().find(|line| line.starts_with(NO_GPU)) {
+        Some(why) => say(&format!("skipped, so these tests did not run on a GPU: {why}")),
+        None => run_on("cuda", &["--test-threads=1"]),
     }
 }
+
+/// How the answer begins where there is none.
+const NO_GPU: &str = "no GPU: ";
 
 #[test]
 #[ignore = "asked by the test of the same tests on a GPU"]
 fn a_gpu_can_be_used() {
-    drop(aquifer_device::get(0).unwrap());
+    match aquifer_device::gpus() {
+        Ok(_) => drop(aquifer_device::get(0).unwrap()),
+        Err(why) => say(&format!("{NO_GPU}{why}")),
+    }
 }
