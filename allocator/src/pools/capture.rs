@@ -49,6 +49,11 @@ impl Allocator {
     /// come from `pool`. Call it when the capture has begun, whether by [`Stream::begin_capture`], by cudarc, or by another library. Drop
     /// the result when the capture has ended.
     ///
+    /// Where a library tells in two steps, as PyTorch does, there is a call for each. PyTorch calls an allocator's `beginAllocateToPool`
+    /// before the capture begins, and `endAllocateToPool` after it has ended: between them hold [`PrivatePool::route_thread`]. Hold
+    /// [`Stream::announce_capture`] from `markCaptureBegin` to `markCaptureEnd`, or, in versions without these, from the first request of the
+    /// stream on.
+    ///
     /// Memory of the graph may have been used before the capture by work that is not done yet. [`aquifer_device::Graph::launch`] orders the
     /// graph after that work. A graph that another library launches is ordered only by the stream that it is launched on. If that is not
     /// the stream that it was captured on, launch it after that stream's earlier work.
@@ -64,8 +69,8 @@ impl Allocator {
     /// let scratch = allocator.alloc(1 << 20, &stream)?;
     /// stream.fill(scratch.ptr(), 7, 1 << 20)?;
     /// drop(scratch); // the pool keeps it for the graph
-    /// drop(route);
     /// let graph = capture.end()?;
+    /// drop(route);
     /// graph.launch(&stream)?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```

@@ -62,12 +62,39 @@ fn a_capture_that_is_announced_allocates_from_its_pool() {
     let ptr = inside.ptr();
     stream.fill(ptr, 9, MIB).unwrap();
     drop(inside);
-    drop(route);
     let graph = theirs.end_capture(FLAGS).unwrap().expect("a graph");
+    drop(route);
     assert!(!stream.is_capturing() && !gpu.device.is_capturing());
     // What others allocate now is not the graph's memory, so launching it overwrites nothing.
     let others: Vec<_> = (0..8).map(|_| allocator.alloc(MIB, &stream).unwrap()).collect();
     assert!(others.iter().all(|other| other.ptr().0.abs_diff(ptr.0) >= MIB));
+    graph.launch().unwrap();
+    let mut bytes = [0; 4];
+    stream.download_blocking(&mut bytes, ptr).unwrap();
+    assert_eq!(bytes, [9; 4]);
+    gpu.assert_no_violation();
+}
+
+/// PyTorch routes a thread to a pool before it begins the capture, and says that it has begun at a second call.
+#[test]
+fn a_pool_may_be_chosen_before_the_capture_begins() {
+    let gpu = Gpu::new();
+    let (theirs, stream) = adopted(&gpu);
+    let allocator = allocator(&gpu);
+    let pool = allocator.create_pool(PoolOptions::default()).unwrap();
+    let route = pool.route_thread();
+    theirs.begin_capture(MODE).unwrap();
+    let announced = stream.announce_capture().unwrap();
+    let inside = allocator.alloc(MIB, &stream).unwrap();
+    let ptr = inside.ptr();
+    stream.fill(ptr, 9, MIB).unwrap();
+    drop(inside);
+    let graph = theirs.end_capture(FLAGS).unwrap().expect("a graph");
+    assert!(stream.is_capturing(), "nobody has said that it ended");
+    drop((announced, route));
+    assert!(!stream.is_capturing());
+    let other = allocator.alloc(MIB, &stream).unwrap();
+    assert!(other.ptr().0.abs_diff(ptr.0) >= MIB, "the pool keeps it for the graph");
     graph.launch().unwrap();
     let mut bytes = [0; 4];
     stream.download_blocking(&mut bytes, ptr).unwrap();
