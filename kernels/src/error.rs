@@ -46,6 +46,19 @@ pub enum KernelError {
         /// What is needed.
         needs: (u32, u32),
     },
+    /// The device's driver is older than the PTX that the kernels are. Install a newer one.
+    #[error(
+        "the driver of {device} supports CUDA {}.{}; the kernels need {}.{} or later: install a newer driver",
+        supported.0, supported.1, needs.0, needs.1
+    )]
+    DriverTooOld {
+        /// The device.
+        device: DeviceLabel,
+        /// The newest CUDA version that its driver supports, major and minor number.
+        supported: (u32, u32),
+        /// What is needed.
+        needs: (u32, u32),
+    },
     /// The streams that used the memory before could not be ordered before this launch.
     #[error("kernel {kernel}: {cause}")]
     Order {

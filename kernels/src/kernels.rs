@@ -21,6 +21,9 @@ use crate::operand::{Operand, Target};
 /// What the device code was compiled for.
 const NEEDS: (u32, u32) = (7, 5);
 
+/// The CUDA version that brought the PTX ISA of the device code, 8.2.
+const NEEDS_CUDA: (u32, u32) = (12, 2);
+
 /// The kernel set, loaded on one device. Cloning gives another handle of it.
 ///
 /// Methods enqueue on a stream and return. They check device, dtype, length, alignment and overlap first, and order the stream
@@ -64,11 +67,16 @@ impl Kernels {
     /// stream captures.
     ///
     /// # Errors
-    /// A device that is too old, and errors of the driver.
+    /// A device or a driver that is too old, and errors of the driver.
     pub fn load(device: &Device) -> Result<Kernels, KernelError> {
         let capability = device.info().compute_capability;
         if capability < NEEDS {
             return Err(KernelError::TooOld { device: device.label(), capability, needs: NEEDS });
+        }
+        if let Some(supported) = device.info().driver_version
+            && supported < NEEDS_CUDA
+        {
+            return Err(KernelError::DriverTooOld { device: device.label(), supported, needs: NEEDS_CUDA });
         }
         let processors = device.driver().attribute(Attribute::MultiprocessorCount)?;
         let processors = u32::try_from(processors).unwrap_or(u32::MAX);

@@ -9,6 +9,7 @@ use std::process::Command;
 use aquifer_device::{
     Code, DeviceSpec, DriverKind, ErrorKind, OpenError, Unavailable, available, best_available, count, cuda, get, gpus,
 };
+use aquifer_kernels::{KernelError, Kernels};
 
 use crate::support::standin;
 
@@ -81,6 +82,29 @@ fn the_oldest_driver_that_will_do_opens() {
         assert_eq!(device.info().driver_version, Some((11, 4)));
         assert_eq!(device.driver().attribute(aquifer_device::Attribute::BatchedCopies).unwrap(), 0);
         assert_eq!(device.driver().stream_id(device.create_stream().unwrap().raw()).unwrap(), None);
+    });
+}
+
+/// Memory and copies are not held up by it.
+#[test]
+fn a_driver_that_is_too_old_for_the_kernels_is_named_with_what_they_need() {
+    let name = "a_driver_that_is_too_old_for_the_kernels_is_named_with_what_they_need";
+    in_process(name, &[("AQUIFER_STANDIN_VERSION", "12010")], || {
+        standin();
+        let device = get(0).unwrap();
+        let refused = Kernels::load(&device).unwrap_err();
+        assert!(matches!(refused, KernelError::DriverTooOld { supported: (12, 1), needs: (12, 2), .. }), "{refused}");
+        let said = refused.to_string();
+        assert!(said.contains("supports CUDA 12.1; the kernels need 12.2 or later"), "{said}");
+    });
+}
+
+#[test]
+fn the_oldest_driver_that_will_do_for_the_kernels_loads_them() {
+    let name = "the_oldest_driver_that_will_do_for_the_kernels_loads_them";
+    in_process(name, &[("AQUIFER_STANDIN_VERSION", "12020")], || {
+        standin();
+        Kernels::load(&get(0).unwrap()).unwrap();
     });
 }
 
