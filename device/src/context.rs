@@ -9,6 +9,7 @@
 //!
 //! The context's one lock, of the list of timelines, is a leaf, and its queues are lock-free. So a context can be used under any lock.
 
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -21,6 +22,7 @@ use crate::driver::{DevicePtr, Driver, RawEvent, RawModule, RawPhysical, RawStre
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::label::DeviceLabel;
 use crate::left::{Left, LeftOwner};
+use crate::lost::log_kept;
 use crate::timeline::Timeline;
 use crate::waits::Waits;
 
@@ -46,6 +48,20 @@ impl Orphan {
             Orphan::Physical(_) => true,
             Orphan::Reservation(reservation) => reservation.mapped.is_empty(),
             Orphan::Allocation(_) | Orphan::Module(_) | Orphan::Host(_) => false,
+        }
+    }
+}
+
+impl fmt::Display for Orphan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Orphan::Allocation(ptr) => write!(f, "memory at {ptr}"),
+            Orphan::Reservation(Reservation { ptr, bytes, mapped }) => {
+                write!(f, "{bytes} bytes of addresses at {ptr}, with {} mappings,", mapped.len())
+            }
+            Orphan::Physical(RawPhysical(handle)) => write!(f, "physical memory {handle:#x}"),
+            Orphan::Module(RawModule(handle)) => write!(f, "a module of kernels, {handle:#x},"),
+            Orphan::Host(memory) => memory.fmt(f),
         }
     }
 }
@@ -248,7 +264,7 @@ impl Context {
             match self.free_orphan(orphan) {
                 Ok(owner) => owners.extend(owner),
                 Err((error, orphan)) => {
-                    tracing::warn!(%error, ?orphan, "memory could not be freed; it will be tried again");
+                    log_kept(&error, format_args!("{orphan} could not be freed; it will be tried again"));
                     self.orphan(orphan);
                     break;
                 }

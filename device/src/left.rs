@@ -8,6 +8,7 @@
 
 use std::any::Any;
 use std::collections::BTreeSet;
+use std::fmt;
 use std::mem::ManuallyDrop;
 
 use parking_lot::Mutex;
@@ -15,6 +16,7 @@ use parking_lot::Mutex;
 use crate::context::{Context, Orphan};
 use crate::driver::{Driver, HostPtr};
 use crate::error::DeviceError;
+use crate::lost::log_kept;
 use crate::timeline::Tick;
 
 /// Bytes of registered memory that may stay although its uses are done. Unregistering waits for the device, so it is done for much memory
@@ -57,6 +59,12 @@ impl Left {
             Ok(()) => Ok(self.owner.map(ManuallyDrop::into_inner)),
             Err(error) => Err((error, self)),
         }
+    }
+}
+
+impl fmt::Display for Left {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "page-locked memory at {:#x}", self.ptr.0)
     }
 }
 
@@ -123,7 +131,7 @@ impl LeftMemory {
         if !waiting.iter().all(Waiting::is_known_done)
             && let Err(error) = context.wait_for_all(&held_off)
         {
-            tracing::warn!(%error, "the device could not be waited for; page-locked memory that it may use stays");
+            log_kept(&error, "the device could not be waited for; page-locked memory that it may use stays");
         }
         let (freed, owners) = self.free(waiting, context, |_| true);
         drop(held_off);
@@ -148,7 +156,7 @@ impl LeftMemory {
                     owners.extend(owner);
                 }
                 Err((error, memory)) => {
-                    tracing::warn!(%error, ?memory, "page-locked memory could not be freed; it will be tried again");
+                    log_kept(&error, format_args!("{memory} could not be freed; it will be tried again"));
                     failed = true;
                     kept.push(Waiting { memory, bytes, uses: Vec::new() });
                 }

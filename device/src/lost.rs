@@ -3,6 +3,7 @@
 //! Work that fails on a device makes no call fail at once. The first call that the driver answers afterwards reports the failure,
 //! and from then on all calls do. So the first error is the most informative one, and later errors refer to it.
 
+use std::fmt;
 use std::sync::OnceLock;
 
 use crate::driver::DeviceInfo;
@@ -28,6 +29,16 @@ impl Lost {
             error.clone()
         });
         if is_first { error } else { error.with_more(before(first.operation, first.code.name(), info)) }
+    }
+}
+
+/// Logs that something could not be given back. That is a warning, unless the device is lost: then everything goes with it, and an error
+/// has told of the loss.
+pub(crate) fn log_kept(error: &DeviceError, what: impl fmt::Display) {
+    if error.is_device_lost() {
+        tracing::debug!(%error, "{what}");
+    } else {
+        tracing::warn!(%error, "{what}");
     }
 }
 

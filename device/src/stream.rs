@@ -11,6 +11,7 @@ use crate::error::{Code, DeviceError, Operation, Result};
 use crate::event::Event;
 use crate::launch::{Access, Launch};
 use crate::launches::Launches;
+use crate::lost::log_kept;
 use crate::timeline::{Retired, Tick, Timeline};
 
 /// A queue of work on one device, which runs in the order in which it was enqueued. Cloning gives another handle of the same stream.
@@ -359,7 +360,7 @@ impl Drop for Inner {
         // The last event keeps every tick of the stream answerable after its handle is gone (T4).
         let closed = self.timeline.close(true);
         if let Err(error) = self.context.driver.destroy_stream(self.timeline.raw()) {
-            tracing::warn!(%error, "a stream could not be destroyed");
+            log_kept(&error, "a stream could not be destroyed");
         }
         // A capture that the driver did not end, and that nobody can end any more.
         if let Some(left) = self.timeline.capture().filter(|capture| capture.began_on(&self.timeline)) {

@@ -176,6 +176,24 @@ fn a_driver_that_lacks_memory_where_none_is_asked_for_has_failed() {
     assert!(errors(&output).contains("cuMemFree"), "{}", errors(&output));
 }
 
+/// Nothing goes back to a lost device. That is no news for each piece of memory.
+#[test]
+fn a_lost_device_is_told_of_once() {
+    let lines: String = (0..400).map(|id| format!("a {id} 20000000 0\n")).collect();
+    let file = Scratch::new("lost.trace", lines.as_bytes());
+    for (config, calls) in [("", [40, 1000, 3000]), ("backing:segments", [5, 40, 200])] {
+        for nth in calls {
+            let device = format!("sim:80GiB,lost_at={nth}");
+            let output = stress(&["replay", "--repeat", "1", "--device", &device, "--config", config, file.path()]);
+            assert_eq!(output.status.code(), Some(1), "{config} {nth}");
+            let said = errors(&output);
+            let [_, error] = said.lines().collect::<Vec<_>>()[..] else { panic!("{config} {nth}: {said}") };
+            let tells = error.starts_with("error: ") && error.contains("CUDA_ERROR_ECC_UNCORRECTABLE");
+            assert!(tells && error.len() < 300, "{config} {nth}: {said}");
+        }
+    }
+}
+
 /// `/dev/full` takes nothing.
 #[cfg(target_os = "linux")]
 #[test]

@@ -146,11 +146,11 @@ impl Allocator {
         }
     }
 
-    /// Releases granules that are of no use to others.
+    /// Releases granules that are of no use to others. What the driver keeps is left to the device, which warns if it fails once more.
     fn release_freed(&self, freed: Vec<(RawPhysical, u64)>) {
         for (physical, _) in freed {
             if let Err(error) = self.device().driver().release_physical(physical) {
-                tracing::warn!(%error, "memory could not be given back; it will be tried again");
+                tracing::debug!(%error, "memory could not be given back; it will be tried again");
                 self.device().release_later(physical);
             }
         }

@@ -184,13 +184,18 @@ fn map_range(
 
 /// Unmaps the granules mapped from `start` on, which cannot be accessed.
 fn unmap_again(device: &Device, granule: u64, start: u64, mapped: Vec<RawPhysical>, done: &mut Done) {
+    let mut failed: Option<(DeviceError, u64)> = None;
     for (at, physical) in places(&(start..u64::MAX), granule).zip(mapped) {
         match device.driver().unmap(DevicePtr(at), granule) {
             Ok(()) => done.spares.push(physical),
             Err(error) => {
-                tracing::warn!(%error, at, "a mapping without access could not be taken back; its addresses stay unused until it is");
+                failed.get_or_insert((error, 0)).1 += 1;
                 done.filled.push(Filled { range: at..at + granule, granules: vec![physical], usable: false });
             }
         }
+    }
+    // Of a lost device nothing is taken back, and an error has told of the loss.
+    if let Some((error, mappings)) = failed.filter(|(error, _)| !error.is_device_lost()) {
+        tracing::warn!(%error, mappings, "mappings without access could not be taken back; their addresses stay unused until they are");
     }
 }
