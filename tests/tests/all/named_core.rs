@@ -279,3 +279,38 @@ fn item_24_empty_cache_keeps_segments_in_use() {
     drop((small, large));
     bench.assert_returned();
 }
+
+#[test]
+fn kept_5_large_blocks_keep_a_rest_of_up_to_a_mebibyte() {
+    let waste = |options: &str, rest: u64| {
+        let bench = Bench::new(GIB, options);
+        let [first, fence] = [(); 2].map(|()| bench.allocator.alloc(4 * MIB + rest, &bench.stream).unwrap());
+        let place = first.ptr();
+        drop(first);
+        let held = bench.allocator.alloc(4 * MIB, &bench.stream).unwrap();
+        assert_eq!(held.ptr(), place, "{options}: it takes the free block");
+        let stats = bench.allocator.memory_stats();
+        drop((held, fence));
+        stats.allocated_bytes.all.current - stats.requested_bytes.all.current
+    };
+    assert_eq!(waste("backing:segments", MIB), MIB);
+    assert_eq!(waste("backing:segments", MIB + 512), 0);
+    assert_eq!(waste("backing:paged", MIB), 0);
+}
+
+#[test]
+fn kept_9_of_equal_blocks_the_lowest_is_reused() {
+    let bench = Bench::new(GIB, "backing:segments");
+    for bytes in [1000, 3 * MIB, 30 * MIB] {
+        let held: Vec<_> = (0..7).map(|_| bench.allocator.alloc(bytes, &bench.stream).unwrap()).collect();
+        let (freed, mut kept): (Vec<_>, Vec<_>) = (0..).zip(held).partition(|(number, _)| number % 2 == 0);
+        let mut places: Vec<_> = freed.iter().map(|(_, block)| block.ptr()).collect();
+        freed.into_iter().rev().for_each(drop);
+        places.sort_unstable();
+        let again: Vec<_> = places.iter().map(|_| bench.allocator.alloc(bytes, &bench.stream).unwrap()).collect();
+        assert_eq!(again.iter().map(aquifer_allocator::Allocation::ptr).collect::<Vec<_>>(), places, "{bytes}");
+        // A block that was just given back is the one that serves the next request of its size.
+        let place = kept.remove(1).1.ptr();
+        assert_eq!(bench.allocator.alloc(bytes, &bench.stream).unwrap().ptr(), place);
+    }
+}

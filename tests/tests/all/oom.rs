@@ -284,12 +284,12 @@ fn what_an_alignment_takes_is_told_and_no_bound_hides_it() {
     let report = bench.allocator.alloc_aligned(GIB, 2 * MIB, &bench.stream).unwrap_err().report().unwrap().clone();
     assert_eq!((report.requested, report.padding), (GIB, 2 * MIB - 512));
     assert_eq!(report.advice, [Advice::LargerDevice { bytes: GIB + 2 * MIB }], "{report}");
-    says(&report, "Tried to allocate 1.00 GiB, and 2.00 MiB more for its alignment. GPU ");
+    says(&report, "Tried to allocate 1.00 GiB for a request of 1.00 GiB, and 2.00 MiB more for its alignment. GPU ");
     says(&report, "only on a device of at least 1.00 GiB (1075838976 bytes)");
 
     let bench = Bench::new(64 * MIB, "no_cache:True");
     let report = bench.allocator.alloc_aligned(64 * MIB, 4096, &bench.stream).unwrap_err().report().unwrap().clone();
-    says(&report, "Tried to allocate 64.00 MiB, and 3.50 KiB more for its alignment. GPU ");
+    says(&report, "Tried to allocate 64.00 MiB for a request of 64.00 MiB, and 3.50 KiB more for its alignment. GPU ");
     says(&report, "only on a device of at least 64.00 MiB (67112448 bytes)");
     let report = refused(&bench, 64 * MIB + 1);
     assert_eq!(report.padding, 0, "rounding is no padding");

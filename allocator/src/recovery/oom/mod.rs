@@ -212,8 +212,13 @@ impl Whole {
 
 impl fmt::Display for OomReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let OomReport { device, requested, reserved, allocated, .. } = *self;
-        write!(f, "out of memory. Tried to allocate {}", Bytes(requested))?;
+        let OomReport { device, reserved, allocated, .. } = *self;
+        // As PyTorch, it names what would have been taken from the device; unlike PyTorch, also what for.
+        let [tried, requested] = [self.segment, self.requested].map(|bytes| Bytes(bytes).to_string());
+        write!(f, "out of memory. Tried to allocate {tried}")?;
+        if tried != requested || self.padding > 0 {
+            write!(f, " for a request of {requested}")?;
+        }
         if self.padding > 0 {
             write!(f, ", and {} more for its alignment", Bytes(self.padding))?;
         }
