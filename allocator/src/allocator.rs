@@ -384,8 +384,9 @@ impl Allocator {
         self.inner.shell
     }
 
-    pub(crate) fn gate(&self) -> &Gate {
-        &self.inner.gate
+    /// Whoever passes it waits for observers of mappings, so a thread that is within one is refused.
+    pub(crate) fn gate(&self) -> Result<&Gate, AllocError> {
+        if self.hooks().is_observing() { Err(AllocError::Observing) } else { Ok(&self.inner.gate) }
     }
 
     pub(crate) fn hooks(&self) -> &Arc<Hooks> {

@@ -95,6 +95,12 @@ pub enum AllocError {
         "this thread keeps the allocator awake, and putting it to sleep would wait for that: drop the turn or the guard before"
     )]
     KeptAwake,
+    /// A callback that [`crate::Allocator::observe_mappings`] registered asked for something that changes mappings, or waits for such a change
+    /// to end: it would wait for itself. Memory that is free already can be allocated there; do the rest once the callback has returned.
+    #[error(
+        "this thread is within an observer of the allocator's mappings, and changing mappings would wait for that: do it once the observer has returned"
+    )]
+    Observing,
     /// The caller asked for memory, or for a turn with some, while the allocator sleeps or is about to; see [`crate::Allocator::sleep`].
     #[error("the allocator is asleep, or about to be: its memory is given back to the device until `wake`")]
     Asleep,

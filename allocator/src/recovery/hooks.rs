@@ -1,11 +1,11 @@
 //! Callbacks that others register with an allocator: reclaimers, which free memory under pressure (`reclaim.rs`), and observers of
 //! out-of-memory errors and of mappings.
 //!
-//! They run while no lock of the heap is held, so they may free from the same allocator; reclaimers and observers of out-of-memory errors
-//! may also allocate. A panic in one of them goes no further.
+//! They run while no lock of the heap is held, so they may allocate and free from the same allocator. Observers of mappings run in the
+//! middle of a change of mappings, so they get an error where they would need another one. A panic in a callback goes no further.
 
 use std::any::Any;
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -14,6 +14,8 @@ use std::thread::LocalKey;
 use parking_lot::Mutex;
 
 use crate::allocator::Allocator;
+#[cfg(doc)]
+use crate::error::AllocError;
 use crate::recovery::oom::OomReport;
 use crate::recovery::reclaim::{Reclaim, Reclaimer};
 
@@ -54,12 +56,13 @@ impl Allocator {
     /// keep tables of mapped memory, such as network libraries that register it. It is called neither for segments nor for memory that goes
     /// when the allocator itself ends.
     ///
-    /// It runs with no lock of the heap held, on the thread that needs the change, so it delays that thread, and it may free. It must not
-    /// allocate, which could make it run again without end, and it must not call functions that change mappings or wait for such changes to
-    /// end: [`Allocator::empty_cache`], [`Allocator::trim_to`], [`Allocator::growable`], [`crate::Growable::grow_to`],
-    /// [`Allocator::alloc_exportable`], [`Allocator::pin_mapping`], [`Allocator::sleep`], [`Allocator::wake`],
-    /// [`Allocator::enable_peer_access`], and dropping a [`crate::PrivatePool`]. A panic in it is logged and goes no further: the change
-    /// takes place all the same.
+    /// It runs with no lock of the heap held, on the thread that needs the change, so it delays that thread. It may free, and allocate what
+    /// free memory serves. What would change mappings, or wait for such a change to end, returns [`AllocError::Observing`] there, because
+    /// it would wait for itself: a request that no free memory serves, [`Allocator::empty_cache`], [`Allocator::trim_to`],
+    /// [`crate::Growable::grow_to`], [`Allocator::alloc_exportable`], [`Allocator::pin_mapping`], [`Allocator::sleep`],
+    /// [`Allocator::wake`], [`Allocator::enable_peer_access`]. A [`crate::PrivatePool`] dropped there gives its memory back later. It must
+    /// not wait for another thread that does one of these. A panic in it is logged and goes no further: the change takes place all the
+    /// same.
     ///
     /// ```
     /// use std::sync::{Arc, Mutex};
@@ -134,10 +137,24 @@ impl Hooks {
     fn tell(&self, change: &MappingChange) {
         let observers: Vec<MappingObserver> =
             self.state.lock().mapping_observers.iter().map(|(_, observe)| observe.clone()).collect();
+        if observers.is_empty() {
+            return;
+        }
+        OBSERVING.with_borrow_mut(|observing| observing.push(self.address()));
         for observe in observers {
             // A panic must not interrupt the driver's work, or memory would be lost.
             contained(&format_args!("an observer of mappings, told of {change:?},"), || observe(change));
         }
+        OBSERVING.with_borrow_mut(|observing| observing.pop());
+    }
+
+    /// True if this thread is within an observer of these mappings.
+    pub(crate) fn is_observing(&self) -> bool {
+        OBSERVING.with_borrow(|observing| observing.contains(&self.address()))
+    }
+
+    fn address(&self) -> usize {
+        std::ptr::from_ref(self).addr()
     }
 
     /// The reclaimers, by descending priority.
@@ -163,6 +180,8 @@ impl State {
 
 thread_local! {
     static NOTIFYING: Cell<bool> = const { Cell::new(false) };
+    /// The hooks whose observers of mappings this thread is within, by address: such an observer may use other allocators.
+    static OBSERVING: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
 /// While it lives, this thread is within a callback of one kind.

@@ -186,7 +186,7 @@ impl Allocator {
         if self.paged_granule_for(request).is_none() {
             return Ok(None);
         }
-        self.gate().wait();
+        self.gate()?.wait();
         if let Some(granted) = self.search_again(request)? {
             return Ok(Some(granted));
         }

@@ -90,7 +90,7 @@ impl Allocator {
             }
             if !reclaimers.ask() {
                 // Memory that other threads were moving was on no list when it was looked for.
-                self.gate().wait();
+                self.gate()?.wait();
                 return attempt()?.map_err(|refusal| {
                     tried.refusal = Some(refusal);
                     tried.reclaimers = reclaimers.into_answers();
@@ -107,7 +107,7 @@ impl Allocator {
             return Ok(0);
         }
         // Exclusive, so that a reservation never goes before the last memory mapped in it.
-        let _alone = self.gate().exclusive();
+        let _alone = self.gate()?.exclusive();
         let mut released = 0;
         loop {
             let mut whole = self.shell().whole();

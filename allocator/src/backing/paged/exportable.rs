@@ -142,7 +142,7 @@ impl Allocator {
         options: PhysicalOptions,
     ) -> Result<Result<(DevicePtr, RawPhysical), Refusal>, AllocError> {
         let room = self.room()?;
-        let _gate = self.gate().shared();
+        let _gate = self.gate()?.shared();
         let mut core = self.shell().core();
         if core.is_asleep() {
             return Err(AllocError::Asleep);

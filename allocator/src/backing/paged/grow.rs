@@ -128,7 +128,7 @@ impl Allocator {
 
     fn step(&self, request: &Request, allowed: &mut Allowed) -> Result<Next, AllocError> {
         let room = if allowed.create { self.room()? } else { Room::NONE };
-        let _gate = self.gate().shared();
+        let _gate = self.gate()?.shared();
         let mut whole = self.shell().whole();
         if whole.is_asleep() {
             return Err(AllocError::Asleep);

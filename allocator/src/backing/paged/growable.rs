@@ -141,7 +141,7 @@ impl Allocator {
 
     fn fill_step(&self, request: &Request, base: u64, range: &Range<u64>, may_ask: bool) -> Result<Next, AllocError> {
         let room = self.room()?;
-        let _gate = self.gate().shared();
+        let _gate = self.gate()?.shared();
         let mut whole = self.shell().whole();
         if whole.is_asleep() {
             return Err(AllocError::Asleep);

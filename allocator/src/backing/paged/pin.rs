@@ -87,7 +87,7 @@ impl Allocator {
     /// [`AllocError::Asleep`] while there is no memory.
     pub fn pin_mapping(&self, allocation: &Allocation) -> Result<PinnedMapping, AllocError> {
         // Not while the allocator falls asleep, which looks at what is pinned once.
-        let _gate = self.gate().shared();
+        let _gate = self.gate()?.shared();
         let mut core = self.shell().core();
         let Some((arena, block)) = allocation.place() else {
             return Ok(PinnedMapping { allocator: self.kept_open(), range: 0..0, pinned: Pinned::Nothing });

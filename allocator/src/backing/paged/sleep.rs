@@ -93,14 +93,14 @@ impl Allocator {
         if self.shell().is_kept_awake_here() {
             return Err(AllocError::KeptAwake);
         }
-        let _one_at_a_time = self.gate().sleep();
+        let _one_at_a_time = self.gate()?.sleep();
         if self.shell().core().is_asleep() {
             return Ok(0);
         }
         // Outside of the gate: threads that keep the allocator awake may have to pass the gate before they end that.
         self.shell().grow_drowsy();
         let cached = self.empty_cache().inspect_err(|_| self.shell().end_drowsiness())?;
-        let _alone = self.gate().exclusive();
+        let _alone = self.gate()?.exclusive();
         self.fall_asleep();
         let in_use = self.give_all_back(contents).inspect_err(|_| {
             if let Err(error) = self.bring_back() {
@@ -122,8 +122,8 @@ impl Allocator {
         if self.shell().is_kept_awake_here() {
             return Ok(());
         }
-        let _one_at_a_time = self.gate().sleep();
-        let _alone = self.gate().exclusive();
+        let _one_at_a_time = self.gate()?.sleep();
+        let _alone = self.gate()?.exclusive();
         self.bring_back()
     }
 

@@ -35,7 +35,7 @@ impl Allocator {
     pub(crate) fn trim_paged(&self, target: u64, of: &impl Fn(u16) -> bool) -> Result<u64, AllocError> {
         let recycled = self.recycle_retired()?;
         let stuck = self.take_stuck_back();
-        let _gate = self.gate().shared();
+        let _gate = self.gate()?.shared();
         let mut whole = self.shell().whole();
         let Some(granule) = whole.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
         if whole.is_asleep() {
@@ -66,7 +66,7 @@ impl Allocator {
     /// Unmaps stuck mappings, which the driver refused to unmap when they failed. Their granules become spare. Mappings that it still
     /// refuses to unmap stay stuck.
     pub(crate) fn take_stuck_back(&self) -> Result<(), AllocError> {
-        let _gate = self.gate().shared();
+        let _gate = self.gate()?.shared();
         let count = self.shell().core().paged.as_ref().map_or(0, |paged| paged.stuck.len());
         (0..count).map(|_| self.take_one_back()).fold(Ok(()), Result::and)
     }

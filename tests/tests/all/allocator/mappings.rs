@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
-use aquifer_allocator::{Allocator, Config, Contents, MappingChange, Registration};
+use aquifer_allocator::{AllocError, Allocator, Config, Contents, MappingChange, PoolOptions, Registration};
 use aquifer_device::sim::Fault;
-use aquifer_device::{Code, Device, DevicePtr, Operation};
+use aquifer_device::{Code, Device, DevicePtr, HandleKind, Operation};
 use aquifer_tests::{MIB, Subject};
 
 const GRANULE: u64 = 2 * MIB;
@@ -137,6 +137,52 @@ fn an_observer_may_free() {
     let _registration = setup.allocator.observe_mappings(move |_| drop(held.lock().unwrap().pop()));
     drop(setup.allocator.alloc(90 * MIB, setup.device.default_stream()).unwrap());
     assert!(setup.told_bytes() >= first && setup.allocator.allocated_bytes() < live * 10 * MIB);
+    setup.driver.assert_no_violation();
+}
+
+/// Where it would have to wait for itself, or be called again without end, it gets an error.
+#[test]
+fn an_observer_may_use_the_allocator() {
+    let setup = setup();
+    let live = setup.fragment();
+    let spare = setup.allocator.alloc(MIB, setup.device.default_stream()).unwrap();
+    let (allocator, stream) = (setup.allocator.clone(), setup.device.create_stream().unwrap());
+    let cached = setup.device.default_stream().clone();
+    let mut cache = allocator.growable(64 * MIB, &stream).unwrap();
+    let pool = allocator.create_pool(PoolOptions::default()).unwrap();
+    drop(pool.alloc(4 * MIB, &stream).unwrap());
+    let (answers, found) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(Vec::new())));
+    let other = Allocator::new(&setup.device, Config::default()).unwrap();
+    let (told, small, mut pool) = (answers.clone(), found.clone(), Some(pool));
+    let use_it = move || {
+        // What is free already serves.
+        small.lock().unwrap().push(allocator.alloc(1000, &cached).map(drop));
+        small.lock().unwrap().push(other.alloc(5 * MIB, &stream).map(drop));
+        told.lock().unwrap().extend([
+            allocator.alloc(100 * MIB, &stream).map(drop),
+            allocator.empty_cache().map(drop),
+            allocator.trim_to(0).map(drop),
+            cache.grow_to(3 * MIB, &stream),
+            allocator.alloc_exportable(MIB, HandleKind::PosixFd, &stream).map(drop),
+            allocator.pin_mapping(&spare).map(drop),
+            allocator.sleep(Contents::Discard).map(drop),
+            allocator.wake(),
+            allocator.enable_peer_access(allocator.device().info().ordinal),
+        ]);
+        drop(pool.take());
+    };
+    let may_use = Mutex::new(use_it);
+    let registration = setup.allocator.observe_mappings(move |_| may_use.lock().unwrap()());
+    let moved = setup.allocator.alloc(90 * MIB, setup.device.default_stream()).unwrap();
+    setup.allocator.empty_cache().unwrap();
+    drop(registration);
+    let (answers, found) = (answers.lock().unwrap(), found.lock().unwrap());
+    assert!(answers.len() > 9, "told of a move and of memory given back");
+    assert!(answers.iter().all(|answer| matches!(answer, Err(AllocError::Observing))), "{answers:?}");
+    assert!(found.iter().all(Result::is_ok), "{found:?}");
+    drop((live, moved));
+    setup.allocator.empty_cache().unwrap();
+    assert_eq!((setup.told_bytes(), setup.allocator.reserved_bytes()), (0, 0));
     setup.driver.assert_no_violation();
 }
 
