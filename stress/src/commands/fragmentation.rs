@@ -79,8 +79,17 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
         let mut maps = Vec::new();
         let mut needs = String::new();
         for policy in &policies {
-            let (row, map) = experiment(session, &scenario, policy)?;
+            let tried = experiment(session, &scenario, policy);
             bar.inc(1);
+            let (row, map) = match tried {
+                Ok(found) => found,
+                Err(failure @ Failure::Open(_)) => return Err(failure),
+                Err(failure) => {
+                    outcome = outcome.max(failure.outcome());
+                    session.message(format_args!("error: {} under {}: {failure}", scenario.name, name(&policy.text)));
+                    continue;
+                }
+            };
             if row.inputs_damaged > 0 {
                 outcome = outcome.max(Outcome::Failed);
             }
@@ -99,6 +108,9 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
             );
         }
         bar.finish_and_clear();
+        if table.is_empty() {
+            continue;
+        }
         let told = format!("{}: {}. {needs}", scenario.name, scenario.summary);
         session.show(format_args!("{}\n\n{table}\n\n{}", wrap(&told, style.width), maps.join("\n")))?;
     }

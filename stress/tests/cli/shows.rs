@@ -265,3 +265,17 @@ fn the_demonstration_knows_what_it_runs_on() {
     let text = told(3, "sim:80GiB,other=10GiB");
     assert!(text.contains("2 % more than it ever uses, of which other programs hold 10.00 GiB."), "{text}");
 }
+
+/// The policies that can be tried are.
+#[test]
+fn a_policy_that_fails_keeps_none_of_the_others_from_being_shown() {
+    let args = ["fragmentation", "--scenario", "alternating", "--device", "sim:1GiB,fault=cuMemAlloc#3:999"];
+    let output = stress(&[&args[..], &["--json"]].concat());
+    let policies: Vec<Value> = rows_of(1, &output).into_iter().map(|row| row["policy"].clone()).collect();
+    assert_eq!(policies, [""], "mapped memory alone makes no such call");
+    let said = errors(&output);
+    assert!(said.contains("error: alternating under backing:segments: event "), "{said}");
+    assert!(said.matches("cuMemAlloc failed: CUDA_ERROR_UNKNOWN (999)").count() > 3, "{said}");
+    let shown = String::from_utf8(stress(&args).stdout).unwrap();
+    assert!(shown.contains("the defaults") && !shown.contains("backing:segments"), "{shown}");
+}
