@@ -104,6 +104,12 @@ pub enum Reason {
         /// What the file's name promised; may be empty.
         hint: &'static str,
     },
+    /// More bytes than a file of its kind has.
+    #[error("the file is longer than {} MiB", most >> 20)]
+    TooLong {
+        /// The most that it may have.
+        most: u64,
+    },
     /// A line that no text format has.
     #[error("the line is longer than {} KiB", super::lines::LONGEST >> 10)]
     LineTooLong,

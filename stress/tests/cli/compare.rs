@@ -111,6 +111,11 @@ fn compare_takes_configs_and_prints_tables() {
         assert_eq!(output.status.code(), Some(4));
         assert!(errors(&output).contains(figures.path()) && errors(&output).contains(reason), "{}", errors(&output));
     }
+    if cfg!(unix) {
+        let output = stress(&["compare", "--pytorch", "/dev/zero", &file]);
+        assert!(errors(&output).contains("/dev/zero: the file is longer than 16 MiB"), "{}", errors(&output));
+        assert_eq!(output.status.code(), Some(4));
+    }
     let rows = rows(4, &["compare", "--config", "", "--repeat", "1", "/no/such/file", &file]);
     assert_eq!(rows.len(), 2);
 }

@@ -3,6 +3,8 @@
 //! The file maps a program's name to `configs`, and those a name to `options`, peaks, counts and times; other keys are skipped.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -14,6 +16,9 @@ use crate::input::{InputError, Location, Program, Reason};
 
 /// Which of the file's configurations are shown.
 const SHOWN: [&str; 2] = ["default", "expandable"];
+
+/// The longest file: many thousand programs, and an end to what has none, such as `/dev/zero`.
+const BYTES_MAX: u64 = 16 << 20;
 
 /// The figures, by program and configuration.
 #[derive(Debug, Default, Deserialize)]
@@ -38,7 +43,12 @@ struct Figures {
 /// Reads the file.
 pub(super) fn load(path: &Path) -> Result<Recorded, Failure> {
     let failed = |reason| InputError { path: path.to_owned(), location: Location::File, reason };
-    let text = std::fs::read(path).map_err(|error| failed(Reason::Io(error)))?;
+    let mut text = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(BYTES_MAX + 1).read_to_end(&mut text));
+    read.map_err(|error| failed(Reason::Io(error)))?;
+    if text.len() as u64 > BYTES_MAX {
+        return Err(failed(Reason::TooLong { most: BYTES_MAX }).into());
+    }
     Ok(serde_json::from_slice(&text).map_err(|error| failed(Reason::Json(error)))?)
 }
 

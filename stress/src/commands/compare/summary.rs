@@ -55,16 +55,16 @@ fn summarise(config: &str, rows: &[&Row]) -> Summary {
         worst_reserved_over_requested: worst(|row| row.reserved_over_requested),
         smallest_over_requested: smallest.as_deref().and_then(geometric_mean),
         worst_smallest_over_requested: smallest.and_then(|figures| figures.into_iter().max_by(f64::total_cmp)),
-        allocs: finished.iter().map(|row| row.allocs).sum(),
-        driver_allocs: finished.iter().map(|row| row.driver_allocs).sum(),
+        allocs: total(&finished, |row| row.allocs),
+        driver_allocs: total(&finished, |row| row.driver_allocs),
         warm_driver_allocs: sum(|row| row.warm_driver_allocs),
         driver_time_modelled_us: sum(|row| row.driver_time_modelled_us),
         warm_driver_time_modelled_us: sum(|row| row.warm_driver_time_modelled_us),
         worst_alloc_us: worst(|row| row.worst_alloc_us),
         ns_per_op: mean(|row| row.ns_per_op).map(hundredths),
         times_yardstick: mean(|row| Some(row.ns_per_op? / row.yardstick_ns_per_op?)).map(hundredths),
-        ooms: rows.iter().map(|row| row.ooms).sum(),
-        hazards: rows.iter().map(|row| row.hazards).sum(),
+        ooms: total(rows, |row| row.ooms),
+        hazards: total(rows, |row| row.hazards),
     }
 }
 
@@ -73,6 +73,11 @@ fn summarise(config: &str, rows: &[&Row]) -> Summary {
 fn all(rows: &[&Row], figure: fn(&Row) -> Option<f64>) -> Option<Vec<f64>> {
     let figures = rows.iter().map(|row| figure(row)).collect::<Option<Vec<f64>>>();
     figures.filter(|figures| !figures.is_empty())
+}
+
+/// A sum, or the greatest number: a file may give any figures.
+fn total(rows: &[&Row], count: fn(&Row) -> u64) -> u64 {
+    rows.iter().map(|row| count(row)).fold(0, u64::saturating_add)
 }
 
 /// The geometric mean of positive numbers.
@@ -180,6 +185,12 @@ mod tests {
         assert!(x.smallest_over_requested.is_some(), "found on other devices");
         assert_eq!((y.traces, y.finished, y.reserved_over_requested, y.warm_driver_allocs), (1, 0, None, None));
         assert!(tabulate(&[x.clone(), y.clone()]).contains("1 of 2"));
+    }
+
+    #[test]
+    fn figures_of_a_file_may_be_any() {
+        let rows = ["a", "b"].map(|trace| Row { driver_allocs: u64::MAX, ..row(trace, "x", 1.0, None) });
+        assert_eq!(summaries(&rows)[0].driver_allocs, u64::MAX);
     }
 
     #[test]
