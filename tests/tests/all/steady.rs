@@ -61,10 +61,11 @@ fn calls_when_steady(path: &Path) -> u64 {
 #[test]
 fn a_program_that_repeats_stops_mapping() {
     // What comes before the first iteration counts as one; so many iterations are needed to settle.
-    for (name, settling) in [("gpt2_fp32", 4), ("vit_l16", 5)] {
-        let file = format!("../stress/testdata/{name}.trace.gz");
-        let counts = calls_by_iteration(&PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(file));
-        assert!(counts[settling..].iter().all(|&calls| calls == 0), "{name}: {counts:?}");
+    for (file, settling) in
+        [("../stress/testdata/gpt2_fp32", 4), ("../stress/testdata/vit_l16", 5), ("testdata/llama1b_ckpt", 4)]
+    {
+        let counts = calls_by_iteration(&PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(format!("{file}.trace.gz")));
+        assert!(counts[settling..].iter().all(|&calls| calls == 0), "{file}: {counts:?}");
     }
 }
 
