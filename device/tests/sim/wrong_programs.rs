@@ -12,7 +12,8 @@ use crate::common::{GRANULE, MIB, Short, device};
 
 const SEEDS: u64 = 1000;
 
-/// Runs `program(driver, correct)` both ways under every seed. A violation of the wrong one must name both operations.
+/// Runs `program(driver, correct)` both ways under every seed. A violation of the wrong one must name both operations with their streams,
+/// where they met, and what was missing between them.
 fn check(kind: ViolationKind, first: &str, second: &str, program: impl Fn(&SimDriver, bool)) {
     for seed in 0..SEEDS {
         let wrong = device(seed);
@@ -24,6 +25,15 @@ fn check(kind: ViolationKind, first: &str, second: &str, program: impl Fn(&SimDr
         assert!(named.first.unwrap().to_string().contains(first), "seed {seed}: {text}");
         assert!(named.second.to_string().contains(second), "seed {seed}: {text}");
         assert!(text.contains(first) && text.contains(second), "seed {seed}: {text}");
+        let (earlier, met) = (named.first.unwrap(), &named.range);
+        assert!(
+            met.start < met.end && text.contains(&format!("{:#x}..{:#x}", met.start, met.end)),
+            "seed {seed}: {text}"
+        );
+        let edge = [earlier, named.second].map(|op| format!("#{}'", op.number));
+        assert!(edge.iter().all(|op| named.missing.contains(op)), "seed {seed}: {text}");
+        let streams = [earlier, named.second].into_iter().filter_map(|op| op.stream).map(|stream| stream.to_string());
+        assert!(streams.into_iter().all(|stream| named.missing.contains(&stream)), "seed {seed}: {text}");
 
         let right = device(seed);
         program(&right, true);
