@@ -114,6 +114,8 @@ impl<'a> Part<'a> {
 
     fn operation(self) -> Result<Option<Operation>> {
         match Operation::from_name(self.text) {
+            // A simulated device is there when it is opened.
+            Some(Operation::Init) => self.refuse("the name of a call on an open device, such as cuMemAlloc, or any"),
             Some(operation) => Ok(Some(operation)),
             None if self.text == "any" => Ok(None),
             None => self.refuse("the name of a driver call, such as cuMemAlloc, or any"),

@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Device, Driver, ErrorKind, Operation, PhysicalOptions, Result};
+use aquifer_device::{
+    Attribute, Code, Copy2d, CopyEnd, CopyPart, Device, DevicePtr, Driver, ErrorKind, HostPtr, Operation,
+    PhysicalOptions, RawEvent, RawGraph, RawModule, RawPhysical, RawStream, Result,
+};
 
 use crate::common::{GRANULE, MIB, Short, code, device};
 
@@ -59,6 +62,92 @@ fn every_call_of_a_program_can_be_made_to_fail() {
         assert!(program(&driver).unwrap_err().is_device_lost());
         assert!(program(&driver).unwrap_err().is_device_lost());
         assert!(driver.memory_info().unwrap_err().is_device_lost());
+    }
+}
+
+/// Makes the driver call of an operation. A fault strikes before it does anything, so handles need not be live.
+fn call(driver: &SimDriver, operation: Operation) -> Result<()> {
+    let (ptr, stream, event, host) = (DevicePtr(GRANULE), RawStream::LEGACY, RawEvent(1), HostPtr(4096));
+    let mut byte = [0_u8];
+    let (place, part) =
+        (byte.as_mut_ptr(), CopyPart { dst: CopyEnd::Device(ptr), src: CopyEnd::Device(ptr), bytes: 1 });
+    let CopyPart { dst, src, .. } = part;
+    let rows = Copy2d { dst, dst_pitch: 1, src, src_pitch: 1, width: 1, height: 1 };
+    match operation {
+        Operation::MemoryInfo => driver.memory_info().map(drop),
+        Operation::Alloc => driver.alloc(1).map(drop),
+        Operation::Free => driver.free(ptr),
+        Operation::AllocAsync => driver.alloc_async(1, stream).map(drop),
+        Operation::FreeAsync => driver.free_async(ptr, stream),
+        Operation::Reserve => driver.reserve(GRANULE, 0).map(drop),
+        Operation::Unreserve => driver.unreserve(ptr, GRANULE),
+        Operation::CreatePhysical => driver.create_physical(GRANULE, PhysicalOptions::default()).map(drop),
+        Operation::ReleasePhysical => driver.release_physical(RawPhysical(1)),
+        Operation::Map => driver.map(ptr, GRANULE, RawPhysical(1)),
+        Operation::Unmap => driver.unmap(ptr, GRANULE),
+        Operation::SetAccess => driver.set_access(ptr, GRANULE, &[0]),
+        Operation::HostAlloc => driver.host_alloc(1).map(drop),
+        // SAFETY: no memory is there, and nothing is done, as with all that follow.
+        Operation::HostFree => unsafe { driver.host_free(host) },
+        Operation::CreateStream => driver.create_stream(Default::default()).map(drop),
+        Operation::DestroyStream => driver.destroy_stream(stream),
+        Operation::SynchronizeStream => driver.synchronize_stream(stream),
+        Operation::QueryStream => driver.query_stream(stream).map(drop),
+        Operation::CreateEvent => driver.create_event(false).map(drop),
+        Operation::DestroyEvent => driver.destroy_event(event),
+        Operation::Record => driver.record(event, stream),
+        Operation::Wait => driver.wait(stream, event),
+        Operation::QueryEvent => driver.query_event(event).map(drop),
+        Operation::SynchronizeEvent => driver.synchronize_event(event),
+        Operation::ElapsedTime => driver.elapsed_ms(event, event).map(drop),
+        Operation::Synchronize => driver.synchronize(),
+        // SAFETY: as above, and the byte can be read.
+        Operation::CopyToDevice => unsafe { driver.copy_to_device(ptr, place, 1, stream) },
+        // SAFETY: as above, and the byte can be written.
+        Operation::CopyToHost => unsafe { driver.copy_to_host(place, ptr, 1, stream) },
+        Operation::CopyOnDevice => driver.copy_on_device(ptr, ptr, 1, stream),
+        Operation::CopyPeer => driver.copy_peer(ptr, &*device(0), ptr, 1, stream),
+        Operation::Memset => driver.memset(ptr, 0, 1, stream),
+        Operation::Launch => driver.kernel("nothing", &[], None, stream),
+        Operation::BeginCapture => driver.begin_capture(stream),
+        Operation::EndCapture => driver.end_capture(stream).map(drop),
+        Operation::LaunchGraph => driver.launch_graph(RawGraph(1), stream),
+        Operation::DestroyGraph => driver.destroy_graph(RawGraph(1)),
+        Operation::Attribute => driver.attribute(Attribute::MemoryPools).map(drop),
+        Operation::LoadModule => driver.load_module("").map(drop),
+        Operation::UnloadModule => driver.unload_module(RawModule(1)),
+        // SAFETY: as above.
+        Operation::HostRegister => unsafe { driver.host_register(place, 1) }.map(drop),
+        // SAFETY: as above.
+        Operation::HostUnregister => unsafe { driver.host_unregister(host) },
+        // SAFETY: no host memory is named.
+        Operation::Copy2d => unsafe { driver.copy_2d(&rows, stream) },
+        // SAFETY: as above.
+        Operation::CopyBatch => unsafe { driver.copy_batch(&[part], stream) },
+        Operation::CaptureStatus => driver.capture_status(stream).map(drop),
+        Operation::StreamId => driver.stream_id(stream).map(drop),
+        Operation::PoolUsage => driver.pool_usage().map(drop),
+        Operation::TrimPool => driver.trim_pool(0),
+        Operation::CanAccessPeer => driver.can_access_peer(0).map(drop),
+        other => panic!("{other} is not called here"),
+    }
+}
+
+/// By its name, as people write it, and with any code.
+#[test]
+fn every_operation_can_be_made_to_fail_with_any_code() {
+    for &operation in Operation::ALL {
+        let text = format!("1GiB,fault={operation}#1:717");
+        if operation == Operation::Init {
+            // A simulated device is there when it is opened: the fault would never strike.
+            assert!(SimConfig::parse(&text).unwrap_err().to_string().contains("`cuInit` at byte 11"));
+            continue;
+        }
+        let driver = SimDriver::new(SimConfig::parse(&text).unwrap());
+        let error = call(&driver, operation).unwrap_err();
+        assert_eq!((error.operation, error.code), (operation, Code(717)), "{operation}");
+        assert!(error.to_string().contains("injected fault"), "{error}");
+        assert_eq!(driver.violations(), []);
     }
 }
 
