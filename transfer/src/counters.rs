@@ -35,6 +35,8 @@ pub struct Counters {
     pub downloads: Traffic,
     /// Within the device, or from other devices.
     pub on_device: Traffic,
+    /// Between host memory, by the calling thread ([`crate::Transfer::copy_on_host_blocking`]).
+    pub on_host: Traffic,
     /// How often a thread waited on the host for the device, in a call that says so.
     pub synchronisations: u64,
     /// How long threads waited so for transfers; not how long measuring what pays took ([`crate::Transfer::batch_calls_pay_below`]).
@@ -53,11 +55,15 @@ impl Counters {
     }
 }
 
+/// Where copies on the host are counted, after those of each direction.
+const ON_HOST: usize = Direction::OnDevice as usize + 1;
+
 /// The counters as they are kept.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
-    copies: [AtomicU64; 3],
-    bytes: [AtomicU64; 3],
+    /// By direction, and those on the host.
+    copies: [AtomicU64; 4],
+    bytes: [AtomicU64; 4],
     synchronisations: AtomicU64,
     waited_ns: AtomicU64,
     flight_ns: AtomicU64,
@@ -65,8 +71,17 @@ pub(crate) struct Tally {
 
 impl Tally {
     pub(crate) fn count(&self, direction: Direction, bytes: u64) {
-        self.copies[direction as usize].fetch_add(1, Ordering::Relaxed);
-        self.bytes[direction as usize].fetch_add(bytes, Ordering::Relaxed);
+        self.add(direction as usize, bytes);
+    }
+
+    /// A copy between host memory.
+    pub(crate) fn count_on_host(&self, bytes: u64) {
+        self.add(ON_HOST, bytes);
+    }
+
+    fn add(&self, place: usize, bytes: u64) {
+        self.copies[place].fetch_add(1, Ordering::Relaxed);
+        self.bytes[place].fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// A thread waits in `wait` for what began at `started`.
@@ -90,14 +105,15 @@ impl Tally {
     }
 
     pub(crate) fn read(&self) -> Counters {
-        let traffic = |direction: Direction| Traffic {
-            copies: self.copies[direction as usize].load(Ordering::Relaxed),
-            bytes: self.bytes[direction as usize].load(Ordering::Relaxed),
+        let traffic = |place: usize| Traffic {
+            copies: self.copies[place].load(Ordering::Relaxed),
+            bytes: self.bytes[place].load(Ordering::Relaxed),
         };
         Counters {
-            uploads: traffic(Direction::Upload),
-            downloads: traffic(Direction::Download),
-            on_device: traffic(Direction::OnDevice),
+            uploads: traffic(Direction::Upload as usize),
+            downloads: traffic(Direction::Download as usize),
+            on_device: traffic(Direction::OnDevice as usize),
+            on_host: traffic(ON_HOST),
             synchronisations: self.synchronisations.load(Ordering::Relaxed),
             time_waited: Duration::from_nanos(self.waited_ns.load(Ordering::Relaxed)),
             time_in_flight: Duration::from_nanos(self.flight_ns.load(Ordering::Relaxed)),

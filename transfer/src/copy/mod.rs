@@ -1,8 +1,9 @@
 //! Copies, by their source and destination.
 //!
 //! * `direct`: between page-locked memory and the device, or within the device: enqueued by the caller, on one stream;
-//! * `region`: the same with gaps, in as many dimensions as needed;
-//! * `peer`: between devices;
+//! * `strided`: the same with gaps, in as many dimensions as needed (`region`);
+//! * `peer`, `peer_region`: between devices;
+//! * `on_host`: between host memory;
 //! * `owned`: memory of any kind that is passed in or returned as a whole;
 //! * `file`: files straight to the device;
 //! * `scope`: borrowed memory, with a wait until the copy is done;
@@ -15,10 +16,13 @@ mod crossover;
 mod direct;
 mod file;
 mod memory;
+mod on_host;
 mod owned;
 mod peer;
+mod peer_region;
 mod region;
 mod scope;
+mod strided;
 
 pub use batch::{BatchResults, Downloaded, TransferBatch};
 pub(crate) use direct::check_lengths;

@@ -1,18 +1,13 @@
-//! Copies of regions: elements with gaps between them, in any number of dimensions.
+//! Regions: elements with gaps between them, in any number of dimensions.
 //!
 //! A region is brought into the form that drivers copy in one call, rows at a pitch, and a call is made for each index of the dimensions
 //! that remain.
-#![allow(single_use_lifetimes, reason = "a lifetime in an argument's `impl Trait` must have a name")]
 
-use aquifer_allocator::DeviceBuffer;
-use aquifer_device::{AccessKind, Copy2d, CopyEnd, DeviceError, Stream};
-use bytemuck::Pod;
+use std::convert::Infallible;
 
-use crate::counters::Direction;
+use aquifer_device::{Copy2d, CopyEnd, DeviceError, Stream};
+
 use crate::error::TransferError;
-use crate::pending::Pending;
-use crate::pinned::{HostPart, PinnedSlice, PinnedSliceMut};
-use crate::runtime::Transfer;
 
 /// Which elements are copied: for each dimension its extent, and its stride in elements at either end.
 ///
@@ -54,7 +49,7 @@ struct Dimension {
 
 /// A region as driver calls copy it. All numbers are in elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Plan {
+pub(super) struct Plan {
     width: u64,
     height: u64,
     from_pitch: u64,
@@ -64,7 +59,7 @@ struct Plan {
     /// Elements that are reached at either end, from the first on.
     from_reach: u64,
     to_reach: u64,
-    elements: u64,
+    pub(super) elements: u64,
 }
 
 /// Rows of which the places are compared, one with another, where both ends of a region lie in one piece of memory.
@@ -72,7 +67,7 @@ const ROWS_COMPARED: u64 = 1 << 20;
 
 impl Region<'_> {
     /// `None` where there is nothing to copy.
-    fn plan(&self) -> Result<Option<Plan>, TransferError> {
+    pub(super) fn plan(&self) -> Result<Option<Plan>, TransferError> {
         let wrong = |reason| TransferError::Region { reason };
         if self.extents.len() != self.from_strides.len() || self.extents.len() != self.to_strides.len() {
             return Err(wrong("it must have a stride for each extent, at both ends"));
@@ -154,7 +149,7 @@ fn merged(dimensions: Vec<Dimension>) -> Vec<Dimension> {
 
 impl Plan {
     /// Calls `copy` with where each piece starts, in elements, at either end.
-    fn pieces(&self, mut copy: impl FnMut(u64, u64) -> Result<(), DeviceError>) -> Result<(), DeviceError> {
+    fn pieces<E>(&self, mut copy: impl FnMut(u64, u64) -> Result<(), E>) -> Result<(), E> {
         let mut index = vec![0; self.outer.len()];
         loop {
             let place = |stride: fn(&Dimension) -> u64| -> u64 {
@@ -169,12 +164,40 @@ impl Plan {
         }
     }
 
+    /// Calls `visit` with where each row starts, in elements, at either end.
+    fn rows(&self, mut visit: impl FnMut(u64, u64)) {
+        let Ok(()) = self.pieces::<Infallible>(|from_at, to_at| {
+            (0..self.height).for_each(|row| visit(from_at + row * self.from_pitch, to_at + row * self.to_pitch));
+            Ok(())
+        });
+    }
+
+    /// Copies all rows with the calling thread, between slices that the region was checked to lie within.
+    pub(super) fn copy_on_host<T: Copy>(&self, from: &[T], to: &mut [T]) {
+        let place = |element: u64| usize::try_from(element).unwrap_or(usize::MAX);
+        let width = place(self.width);
+        self.rows(|from_at, to_at| {
+            let (from_at, to_at) = (place(from_at), place(to_at));
+            if width == 1 {
+                to[to_at] = from[from_at];
+            } else {
+                to[to_at..to_at + width].copy_from_slice(&from[from_at..from_at + width]);
+            }
+        });
+    }
+
     /// Enqueues all pieces.
     ///
     /// # Safety
     /// What the region reaches from `from` and `to` on must be memory as [`aquifer_device::Driver::copy_2d`] asks for.
     #[allow(unsafe_code, reason = "passed on from the driver")]
-    unsafe fn enqueue(&self, stream: &Stream, from: CopyEnd, to: CopyEnd, size: u64) -> Result<(), DeviceError> {
+    pub(super) unsafe fn enqueue(
+        &self,
+        stream: &Stream,
+        from: CopyEnd,
+        to: CopyEnd,
+        size: u64,
+    ) -> Result<(), DeviceError> {
         self.pieces(|from_at, to_at| {
             let copy = Copy2d {
                 dst: further(to, to_at * size),
@@ -191,7 +214,7 @@ impl Plan {
 
     /// Whether what is written at `to` on meets what is read at `from` on, in bytes. Told exactly for up to [`ROWS_COMPARED`] rows; where both
     /// ends reach over each other with more, they are taken to meet.
-    fn meets_itself(&self, from: u64, to: u64, size: u64) -> bool {
+    pub(super) fn meets_itself(&self, from: u64, to: u64, size: u64) -> bool {
         let apart = to >= from + self.from_reach * size || from >= to + self.to_reach * size;
         if apart || self.elements == 0 {
             return false;
@@ -200,14 +223,10 @@ impl Plan {
             return true;
         }
         let (mut read, mut written) = (Vec::new(), Vec::new());
-        let collected = self.pieces(|from_at, to_at| {
-            for row in 0..self.height {
-                read.push(from + (from_at + row * self.from_pitch) * size);
-                written.push(to + (to_at + row * self.to_pitch) * size);
-            }
-            Ok(())
+        self.rows(|from_at, to_at| {
+            read.push(from + from_at * size);
+            written.push(to + to_at * size);
         });
-        debug_assert!(collected.is_ok());
         read.sort_unstable();
         written.sort_unstable();
         let width = self.width * size;
@@ -219,7 +238,7 @@ impl Plan {
         })
     }
 
-    fn check_reach(&self, from_len: u64, to_len: u64) -> Result<(), TransferError> {
+    pub(super) fn check_reach(&self, from_len: u64, to_len: u64) -> Result<(), TransferError> {
         let fits = |reach: u64, len: u64| {
             if reach <= len { Ok(()) } else { Err(TransferError::OutOfBounds { start: 0, end: reach, len }) }
         };
@@ -239,107 +258,12 @@ fn further(place: CopyEnd, bytes: u64) -> CopyEnd {
     }
 }
 
-impl Transfer {
-    /// Enqueues copying a region from page-locked memory, and returns. One driver call copies two dimensions at once, three where the
-    /// innermost are dense; each index of further ones is a call of its own.
-    ///
-    /// # Errors
-    /// A region that reaches beyond either end or writes a place twice, memory that is not page-locked; else as [`Transfer::upload`].
-    pub fn upload_region<'a, T: Pod>(
-        &self,
-        from: impl Into<PinnedSlice<'a, T>>,
-        to: &mut DeviceBuffer<T>,
-        region: &Region<'_>,
-    ) -> Result<Pending<()>, TransferError> {
-        let from = from.into();
-        let part = self.pinned_part(from.part())?;
-        self.check_device("buffer", to.storage().device_id())?;
-        let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
-        plan.check_reach(from.len() as u64, to.len())?;
-        let stream = self.next_stream(Direction::Upload);
-        let (src, dst, size) = (CopyEnd::Host(part.ptr), CopyEnd::Device(to.ptr()), size_of::<T>() as u64);
-        let tick = self.enqueue(stream, &[(to.storage(), AccessKind::Write)], &[(part, AccessKind::Read)], || {
-            // SAFETY: as for `Transfer::upload` (N1, N2); the region was checked to lie within both ends.
-            #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
-            unsafe {
-                plan.enqueue(stream, src, dst, size)
-            }
-        })?;
-        self.shared().tally.count(Direction::Upload, plan.elements * size);
-        Ok(Pending::enqueued(self.shared(), tick, ()))
-    }
-
-    /// Enqueues copying a region to page-locked memory, and returns; see [`Transfer::upload_region`]. What lies between stays.
-    ///
-    /// # Errors
-    /// As [`Transfer::upload_region`].
-    pub fn download_region<'a, T: Pod>(
-        &self,
-        from: &DeviceBuffer<T>,
-        to: impl Into<PinnedSliceMut<'a, T>>,
-        region: &Region<'_>,
-    ) -> Result<Pending<()>, TransferError> {
-        let to = to.into();
-        let part = self.pinned_part(to.part())?;
-        self.check_device("buffer", from.storage().device_id())?;
-        let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
-        plan.check_reach(from.len(), to.len() as u64)?;
-        let stream = self.next_stream(Direction::Download);
-        let (src, dst, size) = (CopyEnd::Device(from.ptr()), CopyEnd::Host(part.ptr), size_of::<T>() as u64);
-        let tick = self.enqueue(stream, &[(from.storage(), AccessKind::Read)], &[(part, AccessKind::Write)], || {
-            // SAFETY: as for `Transfer::download` (N1, N2); the region was checked to lie within both ends.
-            #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
-            unsafe {
-                plan.enqueue(stream, src, dst, size)
-            }
-        })?;
-        self.shared().tally.count(Direction::Download, plan.elements * size);
-        Ok(Pending::enqueued(self.shared(), tick, ()))
-    }
-
-    /// Enqueues copying a region within the device, and returns; see [`Transfer::upload_region`].
-    ///
-    /// # Errors
-    /// A region that reaches beyond either end, writes a place twice or writes what it reads; else as [`Transfer::copy`].
-    pub fn copy_region<T: Copy>(
-        &self,
-        from: &DeviceBuffer<T>,
-        to: &mut DeviceBuffer<T>,
-        region: &Region<'_>,
-    ) -> Result<Pending<()>, TransferError> {
-        self.check_device("buffer", from.storage().device_id())?;
-        self.check_device("buffer", to.storage().device_id())?;
-        let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
-        plan.check_reach(from.len(), to.len())?;
-        let (src, dst, size) = (CopyEnd::Device(from.ptr()), CopyEnd::Device(to.ptr()), size_of::<T>() as u64);
-        if plan.meets_itself(from.ptr().0, to.ptr().0, size) {
-            return Err(TransferError::Region { reason: "what it writes meets what it reads, or may" });
-        }
-        let stream = self.next_stream(Direction::OnDevice);
-        let memory = [(from.storage().as_ref(), AccessKind::Read), (to.storage().as_ref(), AccessKind::Write)];
-        let tick = self.enqueue(stream, &memory, &[], || {
-            // SAFETY: no host memory is touched.
-            #[allow(unsafe_code, reason = "the driver's call is unsafe for host memory, of which there is none")]
-            unsafe {
-                plan.enqueue(stream, src, dst, size)
-            }
-        })?;
-        self.shared().tally.count(Direction::OnDevice, plan.elements * size);
-        Ok(Pending::enqueued(self.shared(), tick, ()))
-    }
-
-    /// Memory that drivers copy rows of: page-locked, and of this device.
-    fn pinned_part<'a>(&self, part: HostPart<'a>) -> Result<HostPart<'a>, TransferError> {
-        self.check_device("page-locked memory", part.memory.device_id())?;
-        if part.memory.is_pinned() { Ok(part) } else { Err(TransferError::Unsupported { what: "page-locked memory" }) }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::host_vec;
 
     fn plan(extents: &[u64], from_strides: &[u64], to_strides: &[u64]) -> Option<Plan> {
         Region { extents, from_strides, to_strides }.plan().unwrap()
@@ -423,7 +347,7 @@ mod tests {
                 expected.insert(to, from);
             }
             let mut copied = std::collections::BTreeMap::new();
-            plan.pieces(|from, to| {
+            plan.pieces::<Infallible>(|from, to| {
                 for row in 0..plan.height {
                     for column in 0..plan.width {
                         let before = copied.insert(to + row * plan.to_pitch + column, from + row * plan.from_pitch + column);
@@ -432,7 +356,12 @@ mod tests {
                 }
                 Ok(())
             }).unwrap();
-            prop_assert_eq!(copied, expected);
+            prop_assert_eq!(&copied, &expected);
+            let from: Vec<u64> = (0..plan.from_reach).collect();
+            let mut to = vec![u64::MAX; host_vec::len_of(plan.to_reach, 8).unwrap()];
+            plan.copy_on_host(&from, &mut to);
+            let written = (0u64..).zip(to).filter(|&(_, from)| from != u64::MAX);
+            prop_assert_eq!(written.collect::<std::collections::BTreeMap<_, _>>(), expected);
         }
     }
 }

@@ -92,6 +92,40 @@ impl World {
         self.begin(begun.map(Begun::Nothing));
     }
 
+    /// Between page-locked memory: all of it, or rows of one with gaps to rows without.
+    pub(super) fn copy_on_host(&mut self, from: usize, to: usize, width: Option<u64>) {
+        let (Some(from), Some(to)) = (pick(&self.pinned, from), pick(&self.pinned, to)) else { return };
+        if from == to || self.pinned[from].0.len() != self.pinned[to].0.len() {
+            return;
+        }
+        let (mut target, content) = self.pinned.swap_remove(to);
+        let (source, bytes) = &self.pinned[if from == self.pinned.len() { to } else { from }];
+        let len = source.len() as u64;
+        let copied = match width {
+            None => self.bench.transfer.copy_on_host_blocking(source, &mut target),
+            Some(width) => {
+                let extents = [len / (2 * width), width];
+                let region = Region { extents: &extents, from_strides: &[2 * width, 1], to_strides: &[width, 1] };
+                self.bench.transfer.copy_region_on_host_blocking(source, &mut target, &region)
+            }
+        };
+        // Nothing was written where the host could not wait.
+        let content = match (copied.is_ok(), content, bytes) {
+            (false, content, _) => content,
+            (true, Some(mut content), Some(bytes)) => {
+                let (width, pitch) = width.map_or((bytes.len(), bytes.len()), |width| (host(width), host(2 * width)));
+                let rows = bytes.chunks_exact(pitch.max(1));
+                content.chunks_exact_mut(width.max(1)).zip(rows).for_each(|(to, from)| {
+                    to.copy_from_slice(&from[..width]);
+                });
+                Some(content)
+            }
+            (true, ..) => None,
+        };
+        self.pinned.push((target, content));
+        self.done(copied);
+    }
+
     /// One value everywhere.
     pub(super) fn fill(&mut self, device: usize, value: u8) {
         let Some(device) = pick(&self.devices, device) else { return };

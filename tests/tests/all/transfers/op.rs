@@ -2,6 +2,7 @@
 
 use aquifer_device::{Code, Operation};
 use proptest::collection::vec;
+use proptest::option;
 use proptest::prelude::*;
 
 /// Lengths of buffers: none, small, and larger than what the calling thread copies by itself.
@@ -19,6 +20,7 @@ pub(super) enum Op {
     Upload { pinned: usize, device: usize, on: Option<usize> },
     Download { device: usize, pinned: usize, on: Option<usize> },
     Copy { from: usize, to: usize },
+    OnHost { from: usize, to: usize, width: Option<u64> },
     Fill { device: usize, value: u8 },
     FromVec { device: usize, seed: u64 },
     ToDevice { length: usize, seed: u64, then: bool },
@@ -91,6 +93,8 @@ pub(super) fn op(faults: bool) -> impl Strategy<Value = Op> {
         6 => (pick.clone(), pick.clone(), on.clone()).prop_map(|(pinned, device, on)| Op::Upload { pinned, device, on }),
         6 => (pick.clone(), pick.clone(), on).prop_map(|(pinned, device, on)| Op::Download { device, pinned, on }),
         3 => (pick.clone(), pick.clone()).prop_map(|(from, to)| Op::Copy { from, to }),
+        2 => (pick.clone(), pick.clone(), option::of(1u64..40))
+            .prop_map(|(from, to, width)| Op::OnHost { from, to, width }),
         1 => (pick.clone(), any::<u8>()).prop_map(|(device, value)| Op::Fill { device, value }),
         4 => (pick.clone(), any::<u64>()).prop_map(|(device, seed)| Op::FromVec { device, seed }),
         2 => (0usize..5, any::<u64>(), any::<bool>()).prop_map(|(length, seed, then)| Op::ToDevice { length, seed, then }),

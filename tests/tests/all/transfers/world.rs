@@ -106,6 +106,7 @@ impl World {
             Op::Upload { pinned, device, on } => self.upload(pinned, device, on),
             Op::Download { device, pinned, on } => self.download(device, pinned, on),
             Op::Copy { from, to } => self.copy(from, to),
+            Op::OnHost { from, to, width } => self.copy_on_host(from, to, width),
             Op::Fill { device, value } => self.fill(device, value),
             Op::FromVec { device, seed } => self.upload_from(device, seed),
             Op::ToDevice { length, seed, then } => self.begin_to_device(length, seed, then),

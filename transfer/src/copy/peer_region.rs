@@ -1,0 +1,189 @@
+//! Copies of regions between devices.
+//!
+//! Elements with gaps become dense where they are, cross as one piece, and are spread out where they arrive. What is repeated there crosses
+//! once.
+
+use aquifer_allocator::DeviceBuffer;
+use bytemuck::Pod;
+
+use crate::copy::{Region, Route};
+use crate::counters::Direction;
+use crate::error::TransferError;
+use crate::pending::Pending;
+use crate::runtime::Transfer;
+
+/// The elements of a region as they cross.
+#[derive(Debug, PartialEq, Eq)]
+struct Crossing {
+    /// Extents without repetitions.
+    extents: Vec<u64>,
+    /// Strides of the dense piece, without repetitions.
+    dense: Vec<u64>,
+    /// The same, 0 where elements are repeated.
+    repeated: Vec<u64>,
+    /// How many elements cross.
+    count: u64,
+}
+
+impl Crossing {
+    /// Of a region whose numbers were checked.
+    fn of(region: &Region<'_>) -> Crossing {
+        let is_repeated: Vec<bool> = region.from_strides.iter().map(|&stride| stride == 0).collect();
+        let dimensions = region.extents.iter().zip(&is_repeated);
+        let extents: Vec<u64> =
+            dimensions.map(|(&extent, &is_repeated)| if is_repeated { 1 } else { extent }).collect();
+        let mut dense = vec![0; extents.len()];
+        let mut count = 1;
+        for (stride, extent) in dense.iter_mut().zip(&extents).rev() {
+            *stride = count;
+            count *= extent;
+        }
+        let repeated = dense.iter().zip(&is_repeated);
+        let repeated = repeated.map(|(&stride, &is_repeated)| if is_repeated { 0 } else { stride }).collect();
+        Crossing { extents, dense, repeated, count }
+    }
+
+    /// Whether elements with these strides lie as they cross.
+    fn lies_so(&self, strides: &[u64]) -> bool {
+        let dimensions = self.extents.iter().zip(strides.iter().zip(&self.dense));
+        dimensions.filter(|&(&extent, _)| extent > 1).all(|(_, (is, dense))| is == dense)
+    }
+}
+
+impl Transfer {
+    /// Enqueues copying a region from memory of another device, whose runtime is `peer`, and returns; the result says which way it goes.
+    /// Elements with gaps between them are collected in memory of their device first, and brought to their places from memory of the other
+    /// one, which takes memory for as many elements there; those that the region repeats cross once. The host waits where
+    /// [`Transfer::copy_from_peer`] does, and by way of the host until all have crossed.
+    ///
+    /// # Errors
+    /// A region that reaches beyond either end or writes a place twice, when device memory runs out, and as [`Transfer::copy_from_peer`].
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_transfer::{Region, Transfer};
+    /// let mut transfers = Vec::new();
+    /// for ordinal in 0..2 {
+    ///     let device = Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal)));
+    ///     transfers.push(Transfer::new(&Allocator::new(&device, Config::default())?)?);
+    /// }
+    /// let streams = [transfers[0].device().create_stream()?, transfers[1].device().create_stream()?];
+    /// let from = transfers[0].to_device(vec![1u32, 2, 3, 4, 5, 6], &streams[0])?.wait()?;
+    /// let mut column: DeviceBuffer<u32> = transfers[1].allocator().alloc_buffer(2, &streams[1])?;
+    /// // The second column of a 2 × 3 matrix.
+    /// let region = Region { extents: &[2], from_strides: &[3], to_strides: &[1] };
+    /// transfers[1].copy_region_from_peer(&from.slice(1..)?, &transfers[0], &mut column, &region)?.wait()?;
+    /// assert_eq!(transfers[1].to_vec(&column)?.wait()?, [2, 5]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn copy_region_from_peer<T: Pod + Send + Sync>(
+        &self,
+        from: &DeviceBuffer<T>,
+        peer: &Transfer,
+        to: &mut DeviceBuffer<T>,
+        region: &Region<'_>,
+    ) -> Result<Pending<Route>, TransferError> {
+        peer.check_device("buffer", from.storage().device_id())?;
+        self.check_device("buffer", to.storage().device_id())?;
+        let route = self.route_from(peer)?;
+        if route == Route::Same {
+            return Ok(self.copy_region(from, to, region)?.map(move |()| route));
+        }
+        let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), route)) };
+        plan.check_reach(from.len(), to.len())?;
+        let crossing = Crossing::of(region);
+        let there = peer.on(peer.next_stream(Direction::OnDevice))?;
+        let here = self.on(self.next_stream(Direction::OnDevice))?;
+        let dense = there.collected(from, region, &crossing)?;
+        if crossing.dense == crossing.repeated && crossing.lies_so(region.to_strides) {
+            return here.copy_from_peer(&dense, &there, &mut to.slice(..crossing.count)?);
+        }
+        let stream = here.next_stream(Direction::OnDevice);
+        let mut arrived: DeviceBuffer<T> = here.allocator().alloc_buffer(crossing.count, stream)?;
+        let copied = here.copy_from_peer(&dense, &there, &mut arrived)?;
+        if !copied.is_enqueued() {
+            // It may fail yet, and then there is nothing to spread out.
+            copied.wait()?;
+        }
+        let spread = Region { from_strides: &crossing.repeated, ..*region };
+        Ok(here.copy_region(&arrived, to, &spread)?.map(move |()| route))
+    }
+
+    /// The elements of a region without gaps or repetitions: where they lie, if they have none, else in new memory.
+    fn collected<T: Copy>(
+        &self,
+        from: &DeviceBuffer<T>,
+        region: &Region<'_>,
+        crossing: &Crossing,
+    ) -> Result<DeviceBuffer<T>, TransferError> {
+        if crossing.lies_so(region.from_strides) {
+            return Ok(from.slice(..crossing.count)?);
+        }
+        let mut dense = self.allocator().alloc_buffer(crossing.count, self.next_stream(Direction::OnDevice))?;
+        let region =
+            Region { extents: &crossing.extents, from_strides: region.from_strides, to_strides: &crossing.dense };
+        let _enqueued = self.copy_region(from, &mut dense, &region)?;
+        Ok(dense)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use aquifer_allocator::{Allocator, Config};
+    use aquifer_device::Device;
+    use aquifer_device::sim::{SimConfig, SimDriver};
+
+    use super::*;
+
+    #[test]
+    fn what_is_repeated_crosses_once() {
+        let region = Region { extents: &[5, 2, 3], from_strides: &[0, 7, 1], to_strides: &[6, 3, 1] };
+        let crossing = Crossing::of(&region);
+        assert_eq!((crossing.extents.as_slice(), crossing.count), (&[1, 2, 3][..], 6));
+        assert_eq!((crossing.dense.as_slice(), crossing.repeated.as_slice()), (&[6, 3, 1][..], &[0, 3, 1][..]));
+        assert!(!crossing.lies_so(region.from_strides) && crossing.lies_so(&[9, 3, 1]));
+    }
+
+    /// Every shape of region, on the way of each route: gaps on one side, on both, none, repeated elements, rows and single elements.
+    #[test]
+    fn regions_cross_between_devices_as_within_one() {
+        let worlds = [0, 1].map(|ordinal| {
+            let sim = SimDriver::new(SimConfig::default().ordinal(ordinal));
+            let device = Device::new(sim.clone());
+            let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
+            (sim, transfer, device.create_stream().unwrap())
+        });
+        let [(_, one, stream), (_, two, elsewhere)] = &worlds;
+        let from = one.to_device((0..1000u32).collect::<Vec<_>>(), stream).unwrap().wait().unwrap();
+        let regions = [
+            Region { extents: &[10, 10], from_strides: &[10, 1], to_strides: &[10, 1] },
+            Region { extents: &[10, 10], from_strides: &[100, 1], to_strides: &[10, 1] },
+            Region { extents: &[10, 10], from_strides: &[10, 1], to_strides: &[100, 1] },
+            Region { extents: &[4, 5, 6], from_strides: &[200, 30, 2], to_strides: &[1, 8, 50] },
+            Region { extents: &[7, 9], from_strides: &[0, 1], to_strides: &[9, 1] },
+            Region { extents: &[7, 9], from_strides: &[3, 0], to_strides: &[1, 7] },
+            Region { extents: &[], from_strides: &[], to_strides: &[] },
+            Region { extents: &[3, 0], from_strides: &[1, 1], to_strides: &[1, 1] },
+        ];
+        for region in &regions {
+            let [mut expected, mut crossed] = [(one, stream), (two, elsewhere)]
+                .map(|(transfer, stream)| transfer.to_device(vec![7u32; 1000], stream).unwrap().wait().unwrap());
+            one.copy_region(&from, &mut expected, region).unwrap().wait().unwrap();
+            let route = two.copy_region_from_peer(&from, one, &mut crossed, region).unwrap().wait().unwrap();
+            assert_eq!(route, Route::Peer);
+            let content = two.to_vec(&crossed).unwrap().wait().unwrap();
+            assert_eq!(content, one.to_vec(&expected).unwrap().wait().unwrap(), "{region:?}");
+        }
+        let mut to = from.clone();
+        let beyond = Region { extents: &[11], from_strides: &[100], to_strides: &[1] };
+        assert!(matches!(
+            two.copy_region_from_peer(&from, one, &mut to, &beyond),
+            Err(TransferError::WrongDevice { .. })
+        ));
+        let mut to = two.allocator().alloc_buffer::<u32>(11, elsewhere).unwrap();
+        let refused = two.copy_region_from_peer(&from, one, &mut to, &beyond);
+        assert!(matches!(refused, Err(TransferError::OutOfBounds { .. })), "{refused:?}");
+        worlds.iter().for_each(|(sim, ..)| assert_eq!(sim.take_violations(), []));
+    }
+}
