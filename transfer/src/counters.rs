@@ -127,6 +127,8 @@ fn nanoseconds(time: Duration) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
+
     use aquifer_allocator::{Allocator, Config};
     use aquifer_device::Device;
     use aquifer_device::sim::{SimConfig, SimDriver};
@@ -172,5 +174,32 @@ mod tests {
         // What had nothing to copy was not in flight.
         transfer.to_device(Vec::<u8>::new(), &stream).unwrap().wait().unwrap();
         assert_eq!(transfer.counters().time_in_flight, second.time_in_flight);
+    }
+
+    /// Whether a copy is done by the time that it is waited for is chance.
+    #[test]
+    fn reading_one_element_counts_as_waiting_however_quick_the_device_is() {
+        let sim = SimDriver::new(SimConfig::default());
+        let transfer = Transfer::new(&Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap()).unwrap();
+        let stream = transfer.device().create_stream().unwrap();
+        let buffer = transfer.to_device(vec![1u8; 1000], &stream).unwrap().wait().unwrap();
+        let tensor = crate::Tensor::from_buffer(&buffer, &[1000], &transfer).unwrap().select(0, 7).unwrap();
+        let before = transfer.counters().synchronisations;
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(Ordering::Relaxed) {
+                    sim.advance(Duration::from_millis(1));
+                }
+            });
+            for _ in 0..500 {
+                transfer.item(&buffer, 0).unwrap();
+                tensor.item_blocking::<u8>().unwrap();
+            }
+            over.store(true, Ordering::Relaxed);
+        });
+        assert_eq!(transfer.counters().synchronisations - before, 1000);
+        crate::Tensor::scalar(1u8).unwrap().item_blocking::<u8>().unwrap();
+        assert_eq!(transfer.counters().synchronisations - before, 1000, "there is nothing to wait for");
     }
 }

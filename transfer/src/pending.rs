@@ -122,6 +122,16 @@ impl<T> Pending<T> {
         self.finish()
     }
 
+    /// As [`Pending::wait`], counted as a synchronisation also where the transfer was complete by then, which is chance: for calls that begin
+    /// it only to wait for it.
+    pub(crate) fn wait_counted(mut self) -> Result<T, TransferError> {
+        let Pending { steps, shared, started, .. } = &self;
+        if !steps.is_empty() {
+            shared.tally.waiting(*started, || steps.iter().try_for_each(Step::wait))?;
+        }
+        self.finish()
+    }
+
     /// Whether the transfer is complete or has failed, so that [`Pending::wait`] would not wait. Asks the driver.
     ///
     /// # Errors

@@ -103,7 +103,7 @@ impl Transfer {
     }
 
     /// Reads one element, and waits on the host until it is there: the device stands still meanwhile if it has nothing else to do.
-    /// Counted as a synchronisation.
+    /// Counted as a synchronisation, also where the device was quick.
     ///
     /// # Errors
     /// [`TransferError::OutOfBounds`] for an index beyond the end, and as [`Transfer::to_host`].
@@ -113,7 +113,7 @@ impl Transfer {
         if index >= from.len() {
             return Err(beyond);
         }
-        let host = self.to_host(&from.slice(index..end)?)?.wait()?;
+        let host = self.to_host(&from.slice(index..end)?)?.wait_counted()?;
         let read = host.read()?;
         read.first().copied().ok_or(beyond)
     }

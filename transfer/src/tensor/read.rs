@@ -7,13 +7,14 @@ use crate::error::TransferError;
 use crate::host_vec;
 
 impl Tensor {
-    /// The elements in row-major order. Waits on the host for the copy from a device, which is counted as a synchronisation.
+    /// The elements in row-major order. Waits on the host for the copy from a device, which is counted as a synchronisation, also where the
+    /// device was quick.
     ///
     /// # Errors
     /// A tensor of another dtype, and as [`Tensor::to`].
     pub fn to_vec_blocking<T: Scalar>(&self) -> Result<Vec<T>, TransferError> {
         self.check_dtype(T::DTYPE)?;
-        let host = self.to(Place::Host)?.wait()?;
+        let host = self.to(Place::Host)?.wait_counted()?;
         let len = host_vec::len_of(host.len(), T::DTYPE.bytes())?;
         let mut elements = host_vec::zeroed::<T>(len)?;
         pack_on_host(host.memory.read()?, &host.layout, size_of::<T>(), bytemuck::cast_slice_mut(&mut elements));
