@@ -13,7 +13,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use aquifer_device::{Device, DeviceError, Tick};
 
@@ -101,26 +101,42 @@ impl Inner {
     fn grow(&self, class: usize, sizes: &[usize]) -> Result<Result<Block, Option<TransferError>>, TransferError> {
         let mut refusal = None;
         for &bytes in sizes {
-            if !self.state.lock().begin_growth(bytes) {
-                continue;
+            match self.obtain(bytes, |state, memory, time| state.add(memory, bytes, class, time)) {
+                None => {}
+                Some(Ok(block)) => return Ok(Ok(block)),
+                Some(Err(error)) if error.is_out_of_memory() => refusal = Some(error),
+                Some(Err(error)) => return Err(error),
             }
-            let begun = Instant::now();
-            let memory = SlabMemory::obtain(&self.source, &self.device, bytes);
-            let mut state = self.state.lock();
-            let added = memory.map(|memory| state.add(memory, bytes, class, begun.elapsed()));
-            state.moving -= bytes;
-            drop(state);
-            self.moved.notify_all();
-            let error = match added {
-                Ok(block) => return Ok(Ok(block)),
-                Err(error) => error,
-            };
-            if !error.is_out_of_memory() {
-                return Err(error);
-            }
-            refusal = Some(error);
         }
         Ok(Err(refusal))
+    }
+
+    /// Gets a slab of `bytes` bytes for requests to come. Nothing is given back for it.
+    pub(super) fn prewarm(&self, bytes: usize) -> Result<(), TransferError> {
+        match self.obtain(bytes, |state, memory, time| state.add_open(memory, bytes, time)) {
+            Some(Ok(())) => Ok(()),
+            Some(Err(error)) if !error.is_out_of_memory() => Err(error),
+            refused => Err(self.out_of_pinned(bytes, refused.and_then(Result::err))),
+        }
+    }
+
+    /// Gets a slab from the system and hands it to `add`, with the time that took; `None` where the limit does not let it come.
+    fn obtain<R>(
+        &self,
+        bytes: usize,
+        add: impl FnOnce(&mut State, SlabMemory, Duration) -> R,
+    ) -> Option<Result<R, TransferError>> {
+        if !self.state.lock().begin_growth(bytes) {
+            return None;
+        }
+        let begun = Instant::now();
+        let memory = SlabMemory::obtain(&self.source, &self.device, bytes);
+        let mut state = self.state.lock();
+        let added = memory.map(|memory| add(&mut state, memory, begun.elapsed()));
+        state.moving -= bytes;
+        drop(state);
+        self.moved.notify_all();
+        Some(added)
     }
 
     /// Gives unused slabs back so that one for `class` can come; all of them if the system refused it. Whether it may come now.

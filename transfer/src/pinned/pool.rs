@@ -5,6 +5,7 @@ use std::sync::{Arc, Weak};
 
 use aquifer_device::Device;
 
+use super::class::SLAB;
 use super::keeper::Keeper;
 use super::ladder::Inner;
 use super::source::SlabSource;
@@ -97,6 +98,36 @@ impl PinnedPool {
 
     pub(super) fn inner(&self) -> &Arc<Inner> {
         &self.0
+    }
+
+    /// Takes `bytes` bytes, rounded up to 2 MiB, from the system now: page-locking takes long, some 0.5 ms a MiB, and its calls make the driver
+    /// wait. Buffers of 32 KiB and more, of any sizes that together have room there, are then handed out without it; smaller ones come from
+    /// slabs of their own. The memory is the pool's as any other, and [`PinnedPool::trim_to`] gives it back. With
+    /// [`SlabSource::Registered`] several threads touch it.
+    ///
+    /// ```
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_transfer::{PinnedConfig, PinnedPool};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let pool = PinnedPool::new(&device, PinnedConfig::default())?;
+    /// pool.prewarm(256 << 20)?;
+    /// let buffers = [pool.alloc::<f32>(1 << 14)?, pool.alloc::<f32>(1 << 24)?];
+    /// assert_eq!(pool.stats().num_host_alloc, 1);
+    /// # drop(buffers);
+    /// # Ok::<(), aquifer_transfer::TransferError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`TransferError::OutOfPinned`] when the limit or the system does not let it come; nothing is given back or waited for, for that. Errors
+    /// of the driver.
+    pub fn prewarm(&self, bytes: u64) -> Result<(), TransferError> {
+        let too_long = TransferError::LengthOverflow { len: bytes, size: 1 };
+        let length = usize::try_from(bytes).ok().and_then(|bytes| bytes.checked_next_multiple_of(SLAB));
+        match length.filter(|&length| isize::try_from(length).is_ok()) {
+            Some(0) => Ok(()),
+            Some(length) => self.0.prewarm(length),
+            None => Err(too_long),
+        }
     }
 
     /// Gives unused slabs back to the system, the largest first, until the pool holds at most `bytes`. Returns how many bytes went back.

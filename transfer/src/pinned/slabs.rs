@@ -36,8 +36,8 @@ impl Grain {
     }
 }
 
-/// A slab that is free as a whole, and larger than this, is not split for requests smaller than an eighth of it, unless the caller
-/// says so.
+/// A slab that is free as a whole, and larger than this, is not split for requests smaller than an eighth of it, unless it came for
+/// requests of any size, or the caller says so.
 const GUARDED: usize = 32 << 20;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +69,8 @@ struct Slab<M> {
     start: usize,
     bytes: usize,
     grain: Grain,
+    /// Whether it came for no request in particular, and is split for any.
+    open: bool,
     memory: M,
 }
 
@@ -78,6 +80,7 @@ pub(super) struct Removed<M> {
     pub(super) start: usize,
     pub(super) bytes: usize,
     pub(super) grain: Grain,
+    open: bool,
     pub(super) memory: M,
 }
 
@@ -150,14 +153,20 @@ impl<M> Slabs<M> {
     fn find(&self, class: usize, any: bool) -> Option<u32> {
         let grain = Grain::of(class) as usize;
         let best = |index: &Index| index.range((class, 0, 0)..).next().copied();
-        let whole = best(&self.whole[grain]);
-        let may_split = |bytes: usize| any || bytes <= GUARDED || class >= bytes / 8;
-        match (whole, best(&self.parts[grain])) {
+        match (best(&self.whole[grain]), best(&self.parts[grain])) {
             (Some((bytes, _, block)), _) if bytes == class => Some(block),
             (_, Some((_, _, block))) => Some(block),
-            (Some((bytes, _, block)), None) => may_split(bytes).then_some(block),
+            (Some(_), None) => {
+                let may_split = |bytes: usize| any || bytes <= GUARDED || class >= bytes / 8;
+                let mut whole = self.whole[grain].range((class, 0, 0)..);
+                whole.find(|&&(bytes, _, block)| may_split(bytes) || self.is_open(block)).map(|&(_, _, block)| block)
+            }
             (None, None) => None,
         }
+    }
+
+    fn is_open(&self, block: u32) -> bool {
+        self.slabs[self.block(block).slab as usize].as_ref().is_some_and(|slab| slab.open)
     }
 
     /// Makes the first `class` bytes of a free block a live one.
@@ -249,8 +258,13 @@ impl<M> Slabs<M> {
 
     /// Adds a slab, of which `class` bytes are live at once.
     pub(super) fn add(&mut self, start: usize, bytes: usize, class: usize, memory: M) -> BlockId {
-        let block = self.insert(Removed { start, bytes, grain: Grain::of(class), memory });
+        let block = self.insert(Removed { start, bytes, grain: Grain::of(class), open: false, memory });
         self.carve(block, class)
+    }
+
+    /// Adds a slab for paged requests to come, of any size.
+    pub(super) fn add_open(&mut self, start: usize, bytes: usize, memory: M) {
+        self.insert(Removed { start, bytes, grain: Grain::Paged, open: true, memory });
     }
 
     /// Puts a slab back that was removed.
@@ -259,9 +273,9 @@ impl<M> Slabs<M> {
     }
 
     fn insert(&mut self, slab: Removed<M>) -> u32 {
-        let Removed { start, bytes, grain, memory } = slab;
+        let Removed { start, bytes, grain, open, memory } = slab;
         let vacant = self.slabs.iter().position(Option::is_none).unwrap_or(self.slabs.len());
-        let slab = Some(Slab { start, bytes, grain, memory });
+        let slab = Some(Slab { start, bytes, grain, open, memory });
         match self.slabs.get_mut(vacant) {
             Some(place) => *place = slab,
             None => self.slabs.push(slab),
@@ -285,10 +299,10 @@ impl<M> Slabs<M> {
             let slab = std::mem::replace(&mut self.block_mut(block).slab, u32::MAX);
             self.block_mut(block).state = State::Vacant;
             self.vacant.push(block);
-            let Some(Slab { start, bytes, grain, memory }) = self.slabs[slab as usize].take() else { break };
+            let Some(Slab { start, bytes, grain, open, memory }) = self.slabs[slab as usize].take() else { break };
             self.reserved -= bytes;
             left = left.saturating_sub(bytes);
-            removed.push(Removed { start, bytes, grain, memory });
+            removed.push(Removed { start, bytes, grain, open, memory });
         }
         removed
     }

@@ -2,7 +2,7 @@
 //!
 //! Invariants:
 //! * `reserved = Σ slabs + slabs on their way here or back`, and growth never brings it above the limit;
-//! * slabs are wasted by choice only within an eighth of the most that was ever in use, and 32 MiB.
+//! * slabs are wasted by choice only within an eighth of the most that was ever in use, and 32 MiB, beside what was asked for in advance.
 
 use std::time::Duration;
 
@@ -187,5 +187,12 @@ impl State {
         let id = self.slabs.add(memory.start(), bytes, class, memory);
         self.stats.gained(bytes, time);
         self.activate(id)
+    }
+
+    /// A slab came, after `time`, for requests to come.
+    pub(super) fn add_open(&mut self, memory: SlabMemory, bytes: usize, time: Duration) {
+        self.slabs.add_open(memory.start(), bytes, memory);
+        self.stats.gained(bytes, time);
+        self.available += 1;
     }
 }

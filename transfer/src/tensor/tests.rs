@@ -169,9 +169,9 @@ fn to_host_non_blocking_never_reads_garbage_86264() {
     }
 }
 
-/// The other way round: what was uploaded is overwritten or dropped while the copy is in flight (#130785, sglang#16493).
+/// The other way round: what was uploaded is overwritten or dropped while the copy is in flight.
 #[test]
-fn sources_dropped_in_flight_arrive_intact_130785() {
+fn sources_dropped_in_flight_arrive_intact_130785_sglang_16493() {
     let stand = stand();
     let pool = stand.transfer.pinned();
     let mut there = Vec::new();

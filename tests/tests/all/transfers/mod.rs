@@ -4,6 +4,7 @@ mod batches;
 mod copies;
 mod op;
 mod pains;
+mod pains_pinned;
 mod peers;
 mod programs;
 mod sleep;
