@@ -1,0 +1,11 @@
+//! Going on with values on the host that were not waited for.
+
+use aquifer_allocator::DeviceBuffer;
+use aquifer_device::Stream;
+use aquifer_transfer::{Transfer, TransferError};
+
+fn wrong(transfer: &Transfer, stream: &Stream, device: &DeviceBuffer<f32>) -> Result<f32, TransferError> {
+    transfer.to_vec(device)?.then(stream, |_, values| values[0])
+}
+
+fn main() {}
