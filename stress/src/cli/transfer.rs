@@ -42,7 +42,7 @@ Methods:
                     for
   staged            ordinary memory through the staging ring, waited for
   rows              every other 4 KiB of page-locked memory, by Transfer::upload_region and
-                    download_region
+                    download_region, or of device memory, by copy_region
   file              Transfer::read_file_to_device of a temporary file
 On a real device, times are measured on the host, from before the calls until it has waited for what
 they enqueued, so calling and waiting count. On a simulated device they are its virtual time, which

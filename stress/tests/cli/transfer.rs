@@ -25,6 +25,7 @@ fn copies_are_measured_by_every_way_and_page_locked_ones_are_as_fast_as_the_driv
         assert!(number(&of(direction, "rows"), "gb_per_s") > 0.0);
     }
     assert!(number(&of("on device", "copy"), "gb_per_s") > number(&of("upload", "pinned"), "gb_per_s"));
+    assert!(number(&of("on device", "rows"), "gb_per_s") > 0.0);
     assert!(rows.iter().all(|row| row["modelled"] == true && row["clock"] == "virtual"));
 }
 
@@ -34,6 +35,14 @@ fn batches_of_small_copies_save_calls() {
     let small: Vec<&Value> = rows.iter().filter(|row| row["bytes"] == 4096).collect();
     assert_eq!(small.len(), 2);
     assert!(small.iter().all(|row| number(row, "speedup") >= 5.0), "{small:?}");
+}
+
+/// Also to those who read the table.
+#[test]
+fn up_to_which_size_batches_pay_is_told() {
+    let output = stress(&["--device", "sim:1GiB", "transfer", "--only", "small", "--max-mb", "1", "--rounds", "1"]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("One driver call for many copies pays"), "{text}");
 }
 
 #[test]

@@ -42,6 +42,7 @@ struct Ends {
     ordinary: Vec<u8>,
     shared: Arc<[u8]>,
     buffer: DeviceBuffer<u8>,
+    /// Twice as long, too.
     other: DeviceBuffer<u8>,
     file: Option<Temporary>,
 }
@@ -93,7 +94,14 @@ const METHODS: &[Method] = &[
         let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
         Ok(meter.transfer.download_region(&ends.buffer, &mut ends.pinned, &region)?.wait()?)
     }),
-    ("on device", "copy", |meter, ends| Ok(meter.transfer.copy(&ends.buffer, &mut ends.other)?.wait()?)),
+    ("on device", "copy", |meter, ends| {
+        let mut to = ends.other.slice(..ends.bytes)?;
+        Ok(meter.transfer.copy(&ends.buffer, &mut to)?.wait()?)
+    }),
+    ("on device", "rows", |meter, ends| {
+        let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
+        Ok(meter.transfer.copy_region(&ends.buffer, &mut ends.other, &region)?.wait()?)
+    }),
 ];
 
 /// What a simulated device does not charge for: the work of the host.
@@ -148,7 +156,7 @@ impl Ends {
             shared: ordinary.as_slice().into(),
             ordinary,
             buffer: meter.buffer(bytes)?,
-            other: meter.buffer(bytes)?,
+            other: meter.buffer(2 * bytes)?,
             file,
         })
     }

@@ -63,7 +63,20 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
             );
         }
     }
-    session.show(table)
+    session.show(format_args!("{table}\n{}", told(pay_below)))
+}
+
+/// Up to which size batches go to the driver with one call, in words.
+fn told(pay_below: Option<u64>) -> String {
+    match pay_below {
+        None => {
+            "No driver call for many copies is used: there is none, or memory was too short to measure it.".to_owned()
+        }
+        Some(u64::MAX) => {
+            "One driver call for many copies pays at all sizes that were tried, and is used for all.".to_owned()
+        }
+        Some(size) => format!("One driver call for many copies pays below {}, and is used up to there.", Bytes(size)),
+    }
 }
 
 /// Nanoseconds of all copies: one call each from page-locked memory, and packed together from ordinary memory.
