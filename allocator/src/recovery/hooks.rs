@@ -140,17 +140,18 @@ impl Hooks {
         if observers.is_empty() {
             return;
         }
-        OBSERVING.with_borrow_mut(|observing| observing.push(self.address()));
+        // Fails only on a thread that is ending, whose observers cannot be told from others' then.
+        let _ = OBSERVING.try_with(|observing| observing.borrow_mut().push(self.address()));
         for observe in observers {
             // A panic must not interrupt the driver's work, or memory would be lost.
             contained(&format_args!("an observer of mappings, told of {change:?},"), || observe(change));
         }
-        OBSERVING.with_borrow_mut(|observing| observing.pop());
+        let _ = OBSERVING.try_with(|observing| observing.borrow_mut().pop());
     }
 
     /// True if this thread is within an observer of these mappings.
     pub(crate) fn is_observing(&self) -> bool {
-        OBSERVING.with_borrow(|observing| observing.contains(&self.address()))
+        OBSERVING.try_with(|observing| observing.borrow().contains(&self.address())).unwrap_or(false)
     }
 
     fn address(&self) -> usize {
