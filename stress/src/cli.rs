@@ -58,8 +58,8 @@ pub struct Global {
     /// Device to run on: sim, sim:SIZE, sim:PRESET (both take ,key=value settings), cuda or cuda:N.
     ///
     /// Examples: sim:80GiB, sim:81408MiB, sim:h100, sim:24GiB,seed=7,jitter=off, cuda:0. The default is a real GPU if there is
-    /// one, else sim:80GiB. The commands fit, compare and demo need devices of several sizes, so their default is always sim:80GiB. The
-    /// choice is reported.
+    /// one, else sim:80GiB. The commands fit, compare and demo need devices of several sizes, so their default is always sim:80GiB; on a
+    /// GPU, fit and compare use limits of several sizes. The choice is reported.
     ///
     /// Settings of simulated devices: size=SIZE; seed=N; jitter=off, durations do not vary; vmm=off, memory cannot be
     /// mapped; export=off, nor exported; link=GB/S, to the host; other=SIZE, held by other programs; fault=CALL#N:CODE, the Nth such
@@ -228,8 +228,9 @@ JSON keys, per program and config:
                             yet freed
   retries_at_fit            times that all cached memory was released to try again, on that device
 The device is simulated, even where there is a GPU, and its size is replaced. --device may name
-another simulated device. Whether a program finishes need not be monotonic in the size of the
-device: smaller sizes were tried near this boundary, not everywhere.";
+another simulated device, or a GPU: there the size is that of a limit on what the allocator holds,
+and the most that is tried is what is free. Whether a program finishes need not be monotonic in the
+size: smaller sizes were tried near this boundary, not everywhere.";
 
 /// Arguments of `bench`.
 #[derive(Debug, Args)]

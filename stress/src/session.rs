@@ -8,7 +8,7 @@ use std::io::Write;
 use std::sync::{Arc, Mutex};
 
 use aquifer_allocator::Allocator;
-use aquifer_device::sim::{Lagging, SimConfig, SimDriver};
+use aquifer_device::sim::{CAPACITY_BYTES_MAX, Lagging, SimConfig, SimDriver};
 use aquifer_device::{Device, DeviceSpec, DriverKind, best_available};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -122,18 +122,6 @@ impl Session {
         }
     }
 
-    /// Refuses a real device, which the user asked for, for a command that changes the size of the device.
-    ///
-    /// # Errors
-    /// When the device is a real one.
-    pub fn must_be_resizable(&self, command: &str) -> Result<(), Failure> {
-        if self.sim().is_some() {
-            return Ok(());
-        }
-        let device = &self.device.text;
-        Err(Failure::Usage(format!("{command} changes the size of the device, so {device} must be a simulated one")))
-    }
-
     /// Opens the device: a fresh one for each call if it is simulated.
     ///
     /// # Errors
@@ -191,6 +179,30 @@ impl Session {
         let device = Some(SIMULATED.parse()?);
         let configs = if self.configs_given { self.configs.clone() } else { Vec::new() };
         Session::new(&Global { device, configs, seed: self.seed, json: self.json })
+    }
+
+    /// The most memory that [`Session::sized`] gives.
+    ///
+    /// # Errors
+    /// When the device cannot be opened, and errors of the driver.
+    pub fn most_bytes(&self) -> Result<u64, Failure> {
+        match self.sim() {
+            Some(_) => Ok(CAPACITY_BYTES_MAX),
+            None => Ok(self.open()?.memory_info()?.free),
+        }
+    }
+
+    /// A device with that much memory for an allocator with these options: a simulated one of this size, or else the real one, with a
+    /// limit in the options.
+    ///
+    /// # Errors
+    /// When it cannot be opened.
+    pub fn sized(&self, bytes: u64, config: &ConfigArg) -> Result<(Device, ConfigArg), Failure> {
+        let mut config = config.clone();
+        if self.sim().is_none() {
+            config.config.limit = Some(config.config.limit.map_or(bytes, |limit| limit.min(bytes)));
+        }
+        Ok((self.open_with_capacity(bytes)?, config))
     }
 
     /// Opens the simulated device with another capacity; the device itself if it is a real one.

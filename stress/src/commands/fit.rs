@@ -1,10 +1,9 @@
-//! `fit`: the smallest device on which a recorded program finishes.
+//! `fit`: the smallest device on which a recorded program finishes. A real device has one size, so there it is the smallest limit.
 
 use std::num::NonZero;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use aquifer_device::sim::CAPACITY_BYTES_MAX;
 use indicatif::ProgressBar;
 use serde::Serialize;
 
@@ -38,9 +37,8 @@ pub struct Row {
 /// Runs the command.
 ///
 /// # Errors
-/// When a real device was asked for, the allocator fails, or standard output cannot be written.
+/// When the device cannot be opened, the allocator fails, or standard output cannot be written.
 pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
-    session.must_be_resizable("fit")?;
     let mut outcome = Outcome::Done;
     let read = all_programs(session, &args.files, &mut outcome);
     let jobs: Vec<Job<'_>> = read
@@ -80,7 +78,7 @@ pub(super) struct Job<'a> {
     pub(super) config: &'a ConfigArg,
 }
 
-/// Fits all, several at a time; the results are in the order of the jobs.
+/// Fits all, several at a time on simulated devices; the results are in the order of the jobs.
 pub(super) fn fit_all(session: &Session, jobs: &[Job<'_>]) -> Vec<Result<Row, Failure>> {
     let bar = session.progress(jobs.len() as u64, "fit");
     let next = AtomicUsize::new(0);
@@ -97,7 +95,9 @@ pub(super) fn fit_all(session: &Session, jobs: &[Job<'_>]) -> Vec<Result<Row, Fa
             bar.inc(1);
         }
     };
-    let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(jobs.len());
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    // A real device is one for all, and its memory is to be that of one program.
+    let threads = if session.sim().is_some() { cores.min(jobs.len()) } else { 1 };
     std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
     bar.finish_and_clear();
     results.into_iter().filter_map(|result| result.into_inner().ok().flatten()).collect()
@@ -111,9 +111,12 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failu
         attempt(session, job, bytes)
     };
     let peak = job.program.peak_requested_bytes;
+    let most = session.most_bytes()? / STEP * STEP;
     // Too small for what is live at the peak.
-    let least = (peak.saturating_sub(1) / STEP * STEP).min(CAPACITY_BYTES_MAX);
-    let Some((mut fails, mut fit)) = grow(least, attempt)? else { return Err(Failure::OutOfMemory(fits_nowhere(job))) };
+    let least = (peak.saturating_sub(1) / STEP * STEP).min(most);
+    let Some((mut fails, mut fit)) = grow(least, most, attempt)? else {
+        return Err(Failure::OutOfMemory(fits_nowhere(session, job, most)));
+    };
     while fit.bytes - fails > STEP {
         let middle = fails + (fit.bytes - fails) / 2 / STEP * STEP;
         match attempt(middle)? {
@@ -146,32 +149,33 @@ struct Fit {
 }
 
 /// Why no device is large enough.
-fn fits_nowhere(job: &Job<'_>) -> String {
-    let most = Bytes(CAPACITY_BYTES_MAX);
-    match job.config.config.limit_bytes(CAPACITY_BYTES_MAX, CAPACITY_BYTES_MAX) {
-        Some(limit) => format!(
-            "it does not finish on the largest device there is, of {most}, for the limit of {} that the options set there",
-            Bytes(limit)
-        ),
-        None => format!("it does not finish on the largest device there is, of {most}"),
+fn fits_nowhere(session: &Session, job: &Job<'_>, most: u64) -> String {
+    let largest = match session.sim() {
+        Some(_) => format!("it does not finish on the largest device there is, of {}", Bytes(most)),
+        None => format!("it does not finish in the {} that are free on {}", Bytes(most), session.device_text()),
+    };
+    match job.config.config.limit_bytes(most, most) {
+        Some(limit) => format!("{largest}, for the limit of {} that the options set there", Bytes(limit)),
+        None => largest,
     }
 }
 
 /// Sizes at which the program fails and finishes, found by growing from one at which it fails; `None` if it finishes at none.
 fn grow(
     mut fails: u64,
+    most: u64,
     mut attempt: impl FnMut(u64) -> Result<Option<u64>, Failure>,
 ) -> Result<Option<(u64, Fit)>, Failure> {
     let mut bytes = fails + STEP;
-    while bytes <= CAPACITY_BYTES_MAX {
+    while bytes <= most {
         if let Some(retries) = attempt(bytes)? {
             return Ok(Some((fails, Fit { bytes, retries })));
         }
         fails = bytes;
         // By an eighth: most programs need little more than their peak.
         bytes += (bytes / 8).next_multiple_of(STEP);
-        if fails < CAPACITY_BYTES_MAX {
-            bytes = bytes.min(CAPACITY_BYTES_MAX);
+        if fails < most {
+            bytes = bytes.min(most);
         }
     }
     Ok(None)
@@ -179,8 +183,8 @@ fn grow(
 
 /// Plays the program on a device of that size; if it finishes, tells how often all cached memory was released.
 fn attempt(session: &Session, job: &Job<'_>, bytes: u64) -> Result<Option<u64>, Failure> {
-    let device = session.open_with_capacity(bytes)?;
-    let mut subject = Aquifer::new(session, &device, job.config, job.program.streams.len())?;
+    let (device, config) = session.sized(bytes, job.config)?;
+    let mut subject = Aquifer::new(session, &device, &config, job.program.streams.len())?;
     let pass = Player::new(job.program).pass(&mut subject, OnOom::Stop)?;
     Ok((pass.ooms == 0).then_some(subject.allocator().memory_stats().num_alloc_retries))
 }

@@ -50,15 +50,26 @@ fn what_needs_devices_of_several_sizes_takes_simulated_ones_unless_asked_for_a_g
         );
         assert!(!said.contains("cuda"), "{args:?}: {said}");
     }
-    for command in ["fit", "compare"] {
-        let output = driver.run(&[command, "--device", "cuda:0", &file]);
-        assert_eq!(output.status.code(), Some(2), "{}", errors(&output));
-        assert!(errors(&output).contains("cuda:0 must be a simulated one"), "{}", errors(&output));
-        assert!(output.stdout.is_empty());
-    }
     let output = driver.run(&["demo", "--device", "cuda:0"]);
     assert_eq!(output.status.code(), Some(0), "{}", errors(&output));
     assert!(errors(&output).contains("so it uses a simulated one"), "{}", errors(&output));
+}
+
+/// A GPU has one size, so limits stand for smaller ones. What fits is what fits on a simulated device of that size.
+#[test]
+fn what_fits_on_a_gpu_is_found_by_limits() {
+    let (driver, file) = (Driver::new("fits"), data("fsdp_start.trace"));
+    let small = driver.0.join("small.trace");
+    std::fs::write(&small, "a 0 3000000 0\na 1 5000000 0\nf 0 0\na 2 7000000 0\nf 1 0\nf 2 0\n").unwrap();
+    let small = small.display().to_string();
+    let fit = |device: &str| rows_of(0, &driver.run(&["fit", "--json", "--device", device, &small])).remove(0);
+    let (there, here) = (fit("cuda:0"), fit("sim:4GiB"));
+    assert_eq!(there, here);
+    let compared = driver.rows(0, &["compare", "--device", "cuda:0", "--config", "", "--repeat", "1", &small]);
+    assert_eq!(compared[0]["smallest_device_bytes"], there["smallest_device_bytes"]);
+    let output = driver.run(&["fit", "--device", "cuda:0", &file]);
+    assert_eq!(output.status.code(), Some(3), "{}", errors(&output));
+    assert!(errors(&output).contains("GiB that are free on cuda:0"), "{}", errors(&output));
 }
 
 #[test]

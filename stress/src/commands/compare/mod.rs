@@ -52,9 +52,8 @@ enum Line<'a> {
 /// Runs the command.
 ///
 /// # Errors
-/// When a real device was asked for, PyTorch's figures cannot be read, or standard output cannot be written.
+/// When the device cannot be opened, PyTorch's figures cannot be read, or standard output cannot be written.
 pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
-    session.must_be_resizable("compare")?;
     let recorded = args.pytorch.as_deref().map(pytorch::load).transpose()?.unwrap_or_default();
     let mut configs: Vec<ConfigArg> = Vec::new();
     for config in session.configs_or(&CONFIGS) {
