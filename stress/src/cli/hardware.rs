@@ -18,7 +18,8 @@ at a time. The driver's pool is asked twice for each size before the host waits,
 gives back by default what it does not use.
 
 JSON keys, per call and size:
-  device, call              the device, and the driver call
+  device, device_name       the device, and what its maker calls it
+  call                      the driver call
   bytes                     memory that one call is about; 0 where it is about none
   mappings                  number of mappings that one call covers; 0 where it is about none
   pool                      for calls of the driver's pool, \"cold\" if it had given everything back
@@ -33,7 +34,7 @@ JSON keys, per call and size:
 #[derive(Debug, Args)]
 #[command(after_long_help = SOAK_KEYS)]
 pub struct SoakArgs {
-    /// Stop after N minutes (a fraction is allowed).
+    /// Stop after N minutes (a fraction is allowed), of which each seed has an equal share.
     #[arg(long, value_name = "N", value_parser = minutes)]
     pub minutes: Option<f64>,
 
@@ -95,4 +96,4 @@ JSON keys:
   seconds, operations_per_s, gb_per_s   duration, and rates; gb_per_s counts patterns written and
                                         verified
 With one thread on a simulated device, the same seed always gives the same run. The exit code is 1
-if there are mismatches.";
+if there are mismatches, or memory that could not be given back.";

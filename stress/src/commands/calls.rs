@@ -36,6 +36,7 @@ const MAPPINGS: [u64; 3] = [1, 8, 64];
 #[non_exhaustive]
 pub struct Row {
     pub device: String,
+    pub device_name: String,
     pub call: &'static str,
     pub bytes: u64,
     pub mappings: u64,
@@ -261,6 +262,7 @@ impl Meter {
             };
             Row {
                 device: session.device_text().to_owned(),
+                device_name: self.device.info().name.clone(),
                 call: key.operation.name(),
                 bytes: key.bytes,
                 mappings: key.mappings,

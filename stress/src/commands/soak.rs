@@ -50,13 +50,14 @@ pub struct Row {
 pub fn run(session: &Session, args: &SoakArgs) -> Result<Outcome, Failure> {
     session.config()?;
     let start = Instant::now();
-    // A time beyond what the clock can count is no end.
-    let until = args.minutes.and_then(|minutes| start.checked_add(Duration::from_secs_f64(minutes * 60.0)));
     let operations = args.ops.or(args.minutes.is_none().then_some(OPERATIONS));
     let mut sum = Sum::default();
     let bar = session.progress(args.seeds, "soak");
-    while sum.seeds < args.seeds && until.is_none_or(|until| Instant::now() < until) {
+    // A time beyond what the clock can count is no end.
+    let end = |share: f64| args.minutes.and_then(|m| start.checked_add(Duration::from_secs_f64(m * 60.0 * share)));
+    while sum.seeds < args.seeds && end(1.0).is_none_or(|end| Instant::now() < end) {
         let seed = session.seed().wrapping_add(sum.seeds);
+        let until = end(share(sum.seeds + 1, args.seeds));
         one(session, args, seed, operations, until, &mut sum)?;
         bar.inc(1);
     }
@@ -72,6 +73,12 @@ pub fn run(session: &Session, args: &SoakArgs) -> Result<Outcome, Failure> {
         Row { mismatches: 0, not_given_back_bytes: 0, .. } => Outcome::Done,
         _ => Outcome::Failed,
     })
+}
+
+/// The share of the time that is over when so many of the seeds have had theirs.
+#[expect(clippy::cast_precision_loss, reason = "a share of minutes")]
+fn share(done: u64, seeds: u64) -> f64 {
+    done as f64 / seeds as f64
 }
 
 /// What all seeds came to.

@@ -110,11 +110,13 @@ fn a_soak_tells_what_it_did_and_a_table_of_calls_what_they_cost() {
     assert_eq!((&soak["operations"], &soak["seeds"], &soak["mismatches"]), (&1000.into(), &2.into(), &0.into()));
     assert_eq!((&soak["not_given_back_bytes"], &soak["hazards"]), (&0.into(), &0.into()));
     assert!(soak["blocks_verified"].as_u64().unwrap() > 100, "{soak}");
+    let timed = &rows(0, &["--device", "sim:1GiB", "soak", "--minutes", "0.05", "--seeds", "3", "--threads", "1"])[0];
+    assert!(timed["seeds"].as_u64().unwrap() > 1, "each has a share of the time: {timed}");
     let calls = rows(0, &["--device", "sim:24GiB", "calls", "--rounds", "2"]);
     let create = |row: &&Value| row["call"] == "cuMemCreate" && row["bytes"] == 2 << 20;
     let create = calls.iter().find(create).unwrap();
     assert_eq!((create["median_us"].as_f64(), &create["modelled"]), (Some(29.0), &true.into()));
-    assert!(create["pool"].is_null());
+    assert!(create["pool"].is_null() && create["device_name"] == "Simulated H100 24 GiB", "{create}");
     let pooled = calls.iter().filter(|row| row["call"] == "cuMemAllocAsync" && row["bytes"] == 2 << 20);
     assert_eq!(pooled.map(|row| &row["pool"]).collect::<Vec<_>>(), ["cold", "warm"]);
     for wrong in
