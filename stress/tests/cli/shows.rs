@@ -275,7 +275,7 @@ fn a_policy_that_fails_keeps_none_of_the_others_from_being_shown() {
     assert_eq!(policies, [""], "mapped memory alone makes no such call");
     let said = errors(&output);
     assert!(said.contains("error: alternating under backing:segments: event "), "{said}");
-    assert!(said.matches("cuMemAlloc failed: CUDA_ERROR_UNKNOWN (999)").count() > 3, "{said}");
+    assert!(said.matches("cuMemAlloc failed on sim:0: CUDA_ERROR_UNKNOWN (999)").count() > 3, "{said}");
     let shown = String::from_utf8(stress(&args).stdout).unwrap();
     assert!(shown.contains("the defaults") && !shown.contains("backing:segments"), "{shown}");
 }
