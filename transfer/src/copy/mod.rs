@@ -1,7 +1,8 @@
 //! Copies, by their source and destination.
 //!
 //! * `direct`: between page-locked memory and the device, or within the device: enqueued by the caller, on one stream;
-//! * `strided`: the same with gaps, in as many dimensions as needed (`region`);
+//! * `strided`: the same with gaps, in as many dimensions as needed (`region`); `staged_region`: those of ordinary memory, which have no gaps
+//!   on their way (`packed`);
 //! * `peer`, `peer_region`: between devices;
 //! * `on_host`: between host memory;
 //! * `owned`: memory of any kind that is passed in or returned as a whole;
@@ -18,10 +19,12 @@ mod file;
 mod memory;
 mod on_host;
 mod owned;
+mod packed;
 mod peer;
 mod peer_region;
 mod region;
 mod scope;
+mod staged_region;
 mod strided;
 
 pub use batch::{BatchResults, Downloaded, TransferBatch};

@@ -19,7 +19,7 @@ use crate::job::Job;
 use crate::pending::Pending;
 use crate::pinned::{PinnedBuffer, PinnedSlice};
 use crate::runtime::Transfer;
-use crate::staging::{DeviceEnd, HostSource, HostTarget};
+use crate::staging::{DeviceEnd, HostSource, HostTarget, Spread};
 
 /// Up to this many bytes the calling thread copies by itself: about 25 µs at 10 GB/s, as long as handing it to other threads takes.
 pub(crate) const UNSTAGED_BYTES: usize = 256 << 10;
@@ -126,9 +126,21 @@ impl Transfer {
         source: Arc<dyn HostSource>,
         to: &mut DeviceBuffer<T>,
     ) -> Result<(Arc<Job>, Pending<()>), TransferError> {
-        let stream = self.staging_stream(Direction::Upload)?;
-        let job = self.staging().upload(source, DeviceEnd::claim(to, AccessKind::Write)?, stream)?;
-        self.shared().tally.count(Direction::Upload, to.bytes());
+        let spread = Spread::dense(to.bytes());
+        self.stage_upload_to(source, to, spread)
+    }
+
+    /// The same to those bytes of a buffer that lie so, which must be within it.
+    pub(crate) fn stage_upload_to<T: Pod>(
+        &self,
+        source: Arc<dyn HostSource>,
+        to: &mut DeviceBuffer<T>,
+        spread: Spread,
+    ) -> Result<(Arc<Job>, Pending<()>), TransferError> {
+        let (stream, bytes) = (self.staging_stream(Direction::Upload)?, spread.bytes());
+        let end = DeviceEnd::claim_rows(to, spread, AccessKind::Write)?;
+        let job = self.staging().upload(source, end, stream)?;
+        self.shared().tally.count(Direction::Upload, bytes);
         Ok((job.clone(), Pending::job(self.shared(), job, || Ok(()))))
     }
 
@@ -138,9 +150,20 @@ impl Transfer {
         from: &DeviceBuffer<T>,
         target: Arc<dyn HostTarget>,
     ) -> Result<Arc<Job>, TransferError> {
-        let stream = self.staging_stream(Direction::Download)?;
-        let job = self.staging().download(DeviceEnd::claim(from, AccessKind::Read)?, target, stream)?;
-        self.shared().tally.count(Direction::Download, from.bytes());
+        self.stage_download_from(from, Spread::dense(from.bytes()), target)
+    }
+
+    /// The same from those bytes of a buffer that lie so, which must be within it.
+    pub(crate) fn stage_download_from<T: Pod>(
+        &self,
+        from: &DeviceBuffer<T>,
+        spread: Spread,
+        target: Arc<dyn HostTarget>,
+    ) -> Result<Arc<Job>, TransferError> {
+        let (stream, bytes) = (self.staging_stream(Direction::Download)?, spread.bytes());
+        let end = DeviceEnd::claim_rows(from, spread, AccessKind::Read)?;
+        let job = self.staging().download(end, target, stream)?;
+        self.shared().tally.count(Direction::Download, bytes);
         Ok(job)
     }
 

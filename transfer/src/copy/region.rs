@@ -41,10 +41,10 @@ pub struct Region<'a> {
 
 /// One dimension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Dimension {
-    extent: u64,
-    from: u64,
-    to: u64,
+pub(super) struct Dimension {
+    pub(super) extent: u64,
+    pub(super) from: u64,
+    pub(super) to: u64,
 }
 
 /// A region as driver calls copy it. All numbers are in elements.
@@ -148,6 +148,14 @@ fn merged(dimensions: Vec<Dimension>) -> Vec<Dimension> {
 }
 
 impl Plan {
+    /// The dimensions that are left, in any order.
+    pub(super) fn dimensions(&self) -> Vec<Dimension> {
+        let rows = Dimension { extent: self.height, from: self.from_pitch, to: self.to_pitch };
+        let row = Dimension { extent: self.width, from: 1, to: 1 };
+        let all = self.outer.iter().copied().chain([rows, row]);
+        all.filter(|dimension| dimension.extent > 1).collect()
+    }
+
     /// Calls `copy` with where each piece starts, in elements, at either end.
     fn pieces<E>(&self, mut copy: impl FnMut(u64, u64) -> Result<(), E>) -> Result<(), E> {
         let mut index = vec![0; self.outer.len()];

@@ -20,7 +20,7 @@ use crate::runtime::Transfer;
 ///
 /// Made by [`Transfer::scope`].
 pub struct Scope<'env> {
-    transfer: Transfer,
+    pub(super) transfer: Transfer,
     begun: Mutex<Vec<Begun<'env>>>,
     /// Keeps `'env` from being shortened, so that nothing is lent for less than the scope.
     invariant: PhantomData<Cell<&'env mut ()>>,
@@ -168,7 +168,8 @@ impl<'env> Scope<'env> {
         Ok(())
     }
 
-    fn add(&self, job: Option<Arc<Job>>, finish: impl FnOnce() -> Result<(), TransferError> + Send + 'env) {
+    /// Has the scope wait for a copy.
+    pub(super) fn add(&self, job: Option<Arc<Job>>, finish: impl FnOnce() -> Result<(), TransferError> + Send + 'env) {
         self.begun.lock().push(Begun { job, finish: Box::new(finish) });
     }
 }

@@ -9,7 +9,7 @@ use crate::copy::Region;
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::pending::Pending;
-use crate::pinned::{HostPart, PinnedSlice, PinnedSliceMut};
+use crate::pinned::{PinnedSlice, PinnedSliceMut};
 use crate::runtime::Transfer;
 
 impl Transfer {
@@ -17,7 +17,8 @@ impl Transfer {
     /// innermost are dense; each index of further ones is a call of its own.
     ///
     /// # Errors
-    /// A region that reaches beyond either end or writes a place twice, memory that is not page-locked; else as [`Transfer::upload`].
+    /// A region that reaches beyond either end or writes a place twice; else as [`Transfer::upload`], also for memory that could not be
+    /// page-locked.
     pub fn upload_region<'a, T: Pod>(
         &self,
         from: impl Into<PinnedSlice<'a, T>>,
@@ -25,10 +26,14 @@ impl Transfer {
         region: &Region<'_>,
     ) -> Result<Pending<()>, TransferError> {
         let from = from.into();
-        let part = self.pinned_part(from.part())?;
+        let part = from.part();
+        self.check_device("page-locked memory", part.memory.device_id())?;
         self.check_device("buffer", to.storage().device_id())?;
         let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
         plan.check_reach(from.len() as u64, to.len())?;
+        if !part.memory.is_pinned() {
+            return Ok(self.stage_upload_region(part.into_source()?, to, &plan)?.1);
+        }
         let stream = self.next_stream(Direction::Upload);
         let (src, dst, size) = (CopyEnd::Host(part.ptr), CopyEnd::Device(to.ptr()), size_of::<T>() as u64);
         let tick = self.enqueue(stream, &[(to.storage(), AccessKind::Write)], &[(part, AccessKind::Read)], || {
@@ -53,10 +58,15 @@ impl Transfer {
         region: &Region<'_>,
     ) -> Result<Pending<()>, TransferError> {
         let to = to.into();
-        let part = self.pinned_part(to.part())?;
+        let part = to.part();
+        self.check_device("page-locked memory", part.memory.device_id())?;
         self.check_device("buffer", from.storage().device_id())?;
         let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
         plan.check_reach(from.len(), to.len() as u64)?;
+        if !part.memory.is_pinned() {
+            let job = self.stage_download_region(from, part.into_target()?, &plan)?;
+            return Ok(Pending::job(self.shared(), job, || Ok(())));
+        }
         let stream = self.next_stream(Direction::Download);
         let (src, dst, size) = (CopyEnd::Device(from.ptr()), CopyEnd::Host(part.ptr), size_of::<T>() as u64);
         let tick = self.enqueue(stream, &[(from.storage(), AccessKind::Read)], &[(part, AccessKind::Write)], || {
@@ -99,11 +109,5 @@ impl Transfer {
         })?;
         self.shared().tally.count(Direction::OnDevice, plan.elements * size);
         Ok(Pending::enqueued(self.shared(), tick, ()))
-    }
-
-    /// Memory that drivers copy rows of: page-locked, and of this device.
-    fn pinned_part<'a>(&self, part: HostPart<'a>) -> Result<HostPart<'a>, TransferError> {
-        self.check_device("page-locked memory", part.memory.device_id())?;
-        if part.memory.is_pinned() { Ok(part) } else { Err(TransferError::Unsupported { what: "page-locked memory" }) }
     }
 }

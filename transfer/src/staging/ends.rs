@@ -3,6 +3,9 @@
 //! The ring reads a source and writes a target only until it settles the job: when [`crate::job::Job::enqueued`] or
 //! [`crate::job::Job::finish`] is called, no thread of it touches them any more, nor will one.
 
+use std::sync::Arc;
+
+use super::spread::{Rows, Spread};
 use crate::error::TransferError;
 
 /// Where a staged upload's bytes come from. Panics are caught; they fail only this job.
@@ -35,4 +38,46 @@ pub(crate) trait HostTarget: Send + Sync {
 
     /// Writes bytes from `offset` on. Called by several threads at a time, for parts that do not overlap.
     fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError>;
+}
+
+/// A source of which only the bytes that lie so are copied.
+pub(crate) struct Gathered {
+    pub(crate) source: Arc<dyn HostSource>,
+    pub(crate) spread: Spread,
+}
+
+impl HostSource for Gathered {
+    fn bytes(&self) -> u64 {
+        self.spread.bytes()
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
+        self.spread.rows(offset..offset + into.len() as u64, |rows| {
+            rows.each().try_for_each(|row| self.source.read(row.at, &mut into[packed(row)]))
+        })
+    }
+}
+
+/// A target of which only the bytes that lie so are written. No two of them may be one.
+pub(crate) struct Scattered {
+    pub(crate) target: Arc<dyn HostTarget>,
+    pub(crate) spread: Spread,
+}
+
+impl HostTarget for Scattered {
+    fn bytes(&self) -> u64 {
+        self.spread.bytes()
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError> {
+        self.spread.rows(offset..offset + from.len() as u64, |rows| {
+            rows.each().try_for_each(|row| self.target.write(row.at, &from[packed(row)]))
+        })
+    }
+}
+
+/// Where a row is among the bytes of its range, which are in memory.
+fn packed(row: Rows) -> std::ops::Range<usize> {
+    let place = |byte| usize::try_from(byte).unwrap_or(usize::MAX);
+    place(row.packed)..place(row.packed + row.width)
 }

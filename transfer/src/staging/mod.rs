@@ -4,7 +4,7 @@
 //! on others, so that it need not wait for the host. Transfers take turns by the chunk, so a small one is not stuck behind a large one.
 //!
 //! The parts, in the order in which data flows:
-//! * `ends`: where bytes come from and go to;
+//! * `ends`: where bytes come from and go to; `spread`: where they lie there;
 //! * `work`: what is done with one piece of a transfer;
 //! * `ring`: which task is next (`task` defines tasks, `lanes` how many chunks a stream may hold);
 //! * `floor`: how threads share the ring; `crew`: the threads; `tune`: the choice of sizes;
@@ -24,6 +24,7 @@ mod lanes;
 mod made_up;
 mod ring;
 mod schedule;
+mod spread;
 mod stats;
 mod task;
 #[cfg(test)]
@@ -39,10 +40,11 @@ use aquifer_device::Stream;
 
 pub(crate) use config::PAGE;
 pub use config::{DirectIo, StagingConfig};
-pub(crate) use ends::{HostSource, HostTarget};
+pub(crate) use ends::{Gathered, HostSource, HostTarget, Scattered};
 pub use file::FileReport;
 pub(crate) use file::FileSource;
 pub use schedule::{ScheduleReport, VirtualSchedule};
+pub(crate) use spread::Spread;
 pub use stats::StagingStats;
 
 use crate::error::TransferError;

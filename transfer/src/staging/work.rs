@@ -3,15 +3,17 @@
 //! Each step is one function, which threads (`crew`) and virtual workers (`virtual_crew`) call alike.
 
 use std::fmt;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use aquifer_allocator::{Claim, DeviceBuffer};
-use aquifer_device::{AccessKind, DevicePtr, RawStream, Stream, Tick};
+use aquifer_device::{AccessKind, Copy2d, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, Stream, Tick};
 use parking_lot::Mutex;
 
 use super::config::PAGE;
 use super::ends::{HostSource, HostTarget};
+use super::spread::{Rows, Spread};
 use super::task::{Flight, Hand, Order, Way};
 use crate::capture;
 use crate::error::TransferError;
@@ -29,7 +31,7 @@ pub(super) type InFlight = Flight<Chunk, Tick>;
 pub(crate) struct DeviceEnd {
     claim: Claim,
     ptr: DevicePtr,
-    bytes: u64,
+    spread: Spread,
 }
 
 impl DeviceEnd {
@@ -38,8 +40,50 @@ impl DeviceEnd {
     /// # Errors
     /// As [`Claim::take`].
     pub(crate) fn claim<T: Copy>(buffer: &DeviceBuffer<T>, kind: AccessKind) -> Result<DeviceEnd, TransferError> {
+        DeviceEnd::claim_rows(buffer, Spread::dense(buffer.bytes()), kind)
+    }
+
+    /// The bytes of a buffer that lie so, which must be within it, for such a use. All of its memory is claimed.
+    ///
+    /// # Errors
+    /// As [`Claim::take`].
+    pub(crate) fn claim_rows<T: Copy>(
+        buffer: &DeviceBuffer<T>,
+        spread: Spread,
+        kind: AccessKind,
+    ) -> Result<DeviceEnd, TransferError> {
         let claim = Claim::take(buffer.storage(), kind)?;
-        Ok(DeviceEnd { claim, ptr: buffer.ptr(), bytes: buffer.bytes() })
+        Ok(DeviceEnd { claim, ptr: buffer.ptr(), spread })
+    }
+
+    /// Enqueues a copy of some rows to or from a chunk, in which they have no gaps.
+    ///
+    /// # Safety
+    /// The rows must be memory of the chunk from `packed` on, as [`aquifer_device::Driver::copy_2d`] asks for.
+    #[allow(unsafe_code, reason = "passed on from the driver")]
+    unsafe fn enqueue(&self, stream: &Stream, rows: Rows, packed: HostPtr, way: Way) -> Result<(), DeviceError> {
+        let ptr = self.ptr.offset(rows.at);
+        let chunk = HostPtr(packed.0 + usize::try_from(rows.packed).unwrap_or(usize::MAX));
+        if rows.height > 1 && rows.pitch < rows.width {
+            // Rows that overlap or repeat, of which no driver copies several at once.
+            return rows.each().try_for_each(|row| {
+                // SAFETY: passed on to the caller.
+                unsafe { self.enqueue(stream, row, packed, way) }
+            });
+        }
+        let bytes = usize::try_from(rows.width).unwrap_or(usize::MAX);
+        let (on_device, on_host) = ((CopyEnd::Device(ptr), rows.pitch), (CopyEnd::Host(chunk), rows.width));
+        let ((dst, dst_pitch), (src, src_pitch)) = match way {
+            // SAFETY: passed on to the caller.
+            Way::Up if rows.height == 1 => return unsafe { stream.upload(ptr, chunk, bytes) },
+            // SAFETY: passed on to the caller.
+            Way::Down if rows.height == 1 => return unsafe { stream.download(chunk, ptr, bytes) },
+            Way::Up => (on_device, on_host),
+            Way::Down => (on_host, on_device),
+        };
+        let copy = Copy2d { dst, dst_pitch, src, src_pitch, width: rows.width, height: rows.height };
+        // SAFETY: passed on to the caller.
+        unsafe { stream.copy_2d(&copy) }
     }
 }
 
@@ -74,13 +118,13 @@ impl Work {
             let what = "a stream that other threads can use, too: staged copies are enqueued by threads of the runtime";
             return Err(TransferError::Unsupported { what });
         }
-        check_lengths(&host, device.bytes)?;
+        check_lengths(&host, device.spread.bytes())?;
         Ok(Work { host, device, stream: stream.clone(), job: Job::new(), last: Mutex::new(None) })
     }
 
     /// Bytes of either end.
     pub(super) fn bytes(&self) -> u64 {
-        self.device.bytes
+        self.device.spread.bytes()
     }
 
     pub(super) fn job(&self) -> &Arc<Job> {
@@ -140,8 +184,7 @@ pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
     let Hand { work, range, chunk, .. } = piece;
     work.check_wanted()?;
     let starved = work.is_storage() && work.is_caught_up()?;
-    let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
-    enqueue(work, range.start, chunk, bytes, way)?;
+    enqueue(work, range.clone(), chunk, way)?;
     let tick = work.stream.tick();
     // Without an event the tick is still answerable, at the cost of waiting for later work, too.
     if let Err(error) = tick.cover() {
@@ -149,30 +192,26 @@ pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
     }
     work.note(&tick);
     if let HostEnd::Source(source) = &work.host {
-        source.sent(bytes as u64, starved);
+        source.sent(range.end - range.start, starved);
     }
     Ok(tick)
 }
 
 #[allow(unsafe_code, reason = "a copy goes on after the call")]
-fn enqueue(work: &Work, offset: u64, chunk: &mut Chunk, bytes: usize, way: Way) -> Result<(), TransferError> {
+fn enqueue(work: &Work, range: Range<u64>, chunk: &mut Chunk, way: Way) -> Result<(), TransferError> {
     refuse_capture(&work.stream)?;
-    let ptr = work.device.ptr.offset(offset);
+    let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     let _turn = work.device.claim.turn(&work.stream)?;
-    match way {
-        Way::Up => {
-            let part = chunk.slice(..bytes)?.part();
-            let _turn = part.memory.turn(&work.stream, AccessKind::Read)?;
-            // SAFETY: the memory's turn notes the copy, and until that is done nobody writes the memory, nor is it given away.
-            unsafe { work.stream.upload(ptr, part.ptr, part.bytes) }?;
-        }
-        Way::Down => {
-            let part = chunk.slice_mut(..bytes)?.part();
-            let _turn = part.memory.turn(&work.stream, AccessKind::Write)?;
-            // SAFETY: the memory's turn notes the copy, and until that is done nobody touches the memory, nor is it given away.
-            unsafe { work.stream.download(part.ptr, ptr, part.bytes) }?;
-        }
-    }
+    let (part, kind) = match way {
+        Way::Up => (chunk.slice(..bytes)?.part(), AccessKind::Read),
+        Way::Down => (chunk.slice_mut(..bytes)?.part(), AccessKind::Write),
+    };
+    let _turn = part.memory.turn(&work.stream, kind)?;
+    work.device.spread.rows(range, |rows| {
+        // SAFETY: the rows of the range fill the part. The memory's turn notes the copies, and until those are done nobody touches what
+        // they write, nor writes what they read, nor is it given away.
+        unsafe { work.device.enqueue(&work.stream, rows, part.ptr, way) }
+    })?;
     Ok(())
 }
 

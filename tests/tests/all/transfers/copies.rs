@@ -214,6 +214,38 @@ impl World {
         self.begin(begun.map(Begun::Nothing));
     }
 
+    /// Rows with a byte between them, from ordinary memory that is handed over and has no gaps.
+    pub(super) fn rows_from_vec(&mut self, device: usize, seed: u64, width: u64) {
+        let Some(device) = pick(&self.devices, device) else { return };
+        let (buffer, content) = &mut self.devices[device];
+        let height = buffer.len() / (width + 1);
+        let bytes = pattern(seed, host(height * width));
+        let region = Region { extents: &[height, width], from_strides: &[width, 1], to_strides: &[width + 1, 1] };
+        let begun = self.bench.transfer.upload_region_from(bytes.clone(), buffer, &region);
+        // As with all of it: threads may still meet a fault.
+        *content = content.take().filter(|_| begun.is_ok() && !self.faults);
+        for (to, from) in
+            content.iter_mut().flat_map(|content| content.chunks_mut(host(width + 1))).zip(bytes.chunks(host(width)))
+        {
+            to[..host(width)].copy_from_slice(from);
+        }
+        self.begin(begun.map(Begun::Nothing));
+    }
+
+    /// The same rows to ordinary memory, where they have no gaps.
+    pub(super) fn rows_to_vec(&mut self, device: usize, width: u64) {
+        let Some(device) = pick(&self.devices, device) else { return };
+        let (buffer, content) = &self.devices[device];
+        let height = buffer.len() / (width + 1);
+        let region = Region { extents: &[height, width], from_strides: &[width + 1, 1], to_strides: &[width, 1] };
+        let begun = self.bench.transfer.download_region_to(buffer, vec![0; host(height * width)], &region);
+        let content = content.as_ref().map(|content| {
+            let rows = content.chunks_exact(host(width + 1)).flat_map(|row| &row[..host(width)]);
+            rows.copied().collect::<Vec<u8>>()
+        });
+        self.begin(begun.map(|begun| Begun::Bytes(begun, content)));
+    }
+
     /// Copies borrowed memory there and back; the scope may panic after it began.
     pub(super) fn scope(&mut self, device: usize, seed: u64, panics: bool) {
         let Some(device) = pick(&self.devices, device) else { return };

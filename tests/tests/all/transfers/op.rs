@@ -27,6 +27,8 @@ pub(super) enum Op {
     ToVec(usize),
     ToHost(usize),
     Rows { pinned: usize, device: usize, width: u64 },
+    RowsFromVec { device: usize, seed: u64, width: u64 },
+    RowsToVec { device: usize, width: u64 },
     Batch { devices: Vec<usize>, seed: u64 },
     Scope { device: usize, seed: u64, panics: bool },
     Panics(usize),
@@ -101,6 +103,9 @@ pub(super) fn op(faults: bool) -> impl Strategy<Value = Op> {
         4 => pick.clone().prop_map(Op::ToVec),
         2 => pick.clone().prop_map(Op::ToHost),
         2 => (pick.clone(), pick.clone(), 1u64..40).prop_map(|(pinned, device, width)| Op::Rows { pinned, device, width }),
+        2 => (pick.clone(), any::<u64>(), 1u64..40)
+            .prop_map(|(device, seed, width)| Op::RowsFromVec { device, seed, width }),
+        2 => (pick.clone(), 1u64..40).prop_map(|(device, width)| Op::RowsToVec { device, width }),
         2 => (vec(pick.clone(), 1..8), any::<u64>()).prop_map(|(devices, seed)| Op::Batch { devices, seed }),
         2 => (pick.clone(), any::<u64>(), any::<bool>()).prop_map(|(device, seed, panics)| Op::Scope { device, seed, panics }),
         1 => pick.clone().prop_map(Op::Panics),

@@ -113,6 +113,8 @@ impl World {
             Op::ToVec(device) => self.begin_to_vec(device),
             Op::ToHost(device) => self.begin_to_host(device),
             Op::Rows { pinned, device, width } => self.rows(pinned, device, width),
+            Op::RowsFromVec { device, seed, width } => self.rows_from_vec(device, seed, width),
+            Op::RowsToVec { device, width } => self.rows_to_vec(device, width),
             Op::Batch { devices, seed } => self.batch(&devices, seed),
             Op::Scope { device, seed, panics } => self.scope(device, seed, panics),
             Op::Panics(device) => self.upload_panicking(device),

@@ -3,6 +3,7 @@
 mod ends;
 mod files;
 mod memory;
+mod regions;
 
 use std::sync::mpsc;
 
