@@ -58,12 +58,44 @@ pub struct CopyPart {
     pub bytes: u64,
 }
 
+impl CopyPart {
+    /// Whether none of the copies writes what another one, or the same one, reads or writes. Then they may be made in any order, and with
+    /// one call ([`crate::Driver::copy_batch`]).
+    ///
+    /// ```
+    /// use aquifer_device::{CopyEnd, CopyPart, DevicePtr};
+    /// let copy = |dst, src| CopyPart { dst: CopyEnd::Device(DevicePtr(dst)), src: CopyEnd::Device(DevicePtr(src)), bytes: 10 };
+    /// assert!(CopyPart::are_independent(&[copy(100, 0), copy(110, 5)]));
+    /// assert!(!CopyPart::are_independent(&[copy(100, 0), copy(200, 109)]));
+    /// assert!(!CopyPart::are_independent(&[copy(100, 91)]));
+    /// ```
+    pub fn are_independent(copies: &[CopyPart]) -> bool {
+        first_overlap(copies.iter().flat_map(CopyPart::touched).collect()).is_none()
+    }
+
+    /// What it writes and what it reads.
+    pub(crate) fn touched(&self) -> [Touched; 2] {
+        [Touched::new(self.dst, self.bytes, true), Touched::new(self.src, self.bytes, false)]
+    }
+}
+
 /// A range that a copy reads or writes.
 #[derive(Clone, Debug)]
 pub(crate) struct Touched {
     pub(crate) host: bool,
     pub(crate) range: Range<u64>,
     pub(crate) writes: bool,
+}
+
+impl Touched {
+    /// The range of `bytes` bytes at `place`, cut off at the end of the address space.
+    pub(crate) fn new(place: CopyEnd, bytes: u64, writes: bool) -> Touched {
+        let (host, start) = match place {
+            CopyEnd::Device(ptr) => (false, ptr.0),
+            CopyEnd::Host(ptr) => (true, ptr.0 as u64),
+        };
+        Touched { host, range: start..start.saturating_add(bytes), writes }
+    }
 }
 
 /// The first address that one range writes and another range, even of the same copy, reads or writes; `None` if there is none. Host and

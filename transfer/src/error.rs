@@ -87,6 +87,12 @@ pub enum TransferError {
         /// Elements that there is room for.
         to: u64,
     },
+    /// The caller passed two ends of a copy that have memory in common.
+    #[error("a copy of {bytes} bytes to memory that overlaps what it reads")]
+    Overlap {
+        /// Bytes to copy.
+        bytes: u64,
+    },
     /// The caller passed a region that cannot be copied.
     #[error("the region cannot be copied: {reason}")]
     Region {

@@ -128,8 +128,8 @@ pub(crate) struct Inner {
     pub(crate) pinned: PinnedPool,
     streams: Streams,
     kernels: Mutex<Option<Kernels>>,
-    /// Up to which size batched copies pay, once it was measured; `None` inside where the driver has none.
-    pub(crate) crossover: Mutex<Option<Option<u64>>>,
+    /// Up to which size batched copies pay, by direction, once it was measured; `None` inside where the driver has none.
+    pub(crate) crossovers: [Mutex<Option<Option<u64>>>; 3],
     pub(crate) shared: Arc<Shared>,
     staging: Staging,
 }
@@ -155,7 +155,7 @@ impl Transfer {
             pinned: pinned.clone(),
             streams: Streams::new(device, config.streams, config.priority)?,
             kernels: Mutex::new(None),
-            crossover: Mutex::new(None),
+            crossovers: Default::default(),
             shared: Arc::default(),
             staging: Staging::new(&pinned, config.staging),
         };

@@ -8,7 +8,7 @@ use super::memory::Locked;
 use super::raw::size;
 use super::shapes::CopyAttributes;
 use super::streams::LiveStream;
-use crate::copies::{CopyEnd, CopyPart, Touched};
+use crate::copies::{CopyEnd, CopyPart};
 use crate::driver::RawStream;
 use crate::error::{Code, DeviceError, Operation, Result};
 
@@ -37,10 +37,7 @@ impl CudaDriver {
         if targets.is_empty() {
             return Ok(());
         }
-        let touched = copies
-            .iter()
-            .flat_map(|copy| [Touched::new(copy.dst, copy.bytes, true), Touched::new(copy.src, copy.bytes, false)]);
-        refuse_overlap(operation, touched.collect())?;
+        refuse_overlap(operation, copies.iter().flat_map(CopyPart::touched).collect())?;
         let _current = self.core.enter_relaxed(operation)?;
         // SAFETY: the three have one length; their ranges are live device memory, or page-locked memory for which the caller
         // vouches; the stream lives (L1).

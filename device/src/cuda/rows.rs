@@ -2,18 +2,9 @@
 
 use std::ops::Range;
 
-use crate::copies::{Copy2d, CopyEnd, Touched, first_overlap};
+use crate::copies::{Copy2d, Touched, first_overlap};
 
 impl Touched {
-    /// The range of `bytes` bytes at `place`, cut off at the end of the address space.
-    pub(super) fn new(place: CopyEnd, bytes: u64, writes: bool) -> Touched {
-        let (host, start) = match place {
-            CopyEnd::Device(ptr) => (false, ptr.0),
-            CopyEnd::Host(ptr) => (true, ptr.0 as u64),
-        };
-        Touched { host, range: start..start.saturating_add(bytes), writes }
-    }
-
     /// The range `bytes` bytes further on.
     fn further(&self, bytes: u64) -> Touched {
         let Range { start, end } = self.range;
@@ -40,6 +31,7 @@ pub(super) fn touched_rows(copy: &Copy2d) -> Vec<Touched> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::copies::CopyEnd;
     use crate::driver::{DevicePtr, HostPtr};
 
     fn device(start: u64) -> CopyEnd {

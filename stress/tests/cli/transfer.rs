@@ -33,7 +33,7 @@ fn copies_are_measured_by_every_way_and_page_locked_ones_are_as_fast_as_the_driv
 fn batches_of_small_copies_save_calls() {
     let rows = measured(&["--only", "small", "--max-mb", "1"]);
     let small: Vec<&Value> = rows.iter().filter(|row| row["bytes"] == 4096).collect();
-    assert_eq!(small.len(), 2);
+    assert_eq!(small.len(), 3);
     assert!(small.iter().all(|row| number(row, "speedup") >= 5.0), "{small:?}");
 }
 
@@ -42,7 +42,7 @@ fn batches_of_small_copies_save_calls() {
 fn up_to_which_size_batches_pay_is_told() {
     let output = stress(&["--device", "sim:1GiB", "transfer", "--only", "small", "--max-mb", "1", "--rounds", "1"]);
     let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && text.contains("One driver call for many copies pays"), "{text}");
+    assert!(output.status.success() && text.matches("one driver call for many copies pays").count() == 3, "{text}");
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! Many small copies as one: packed into one piece of page-locked memory, and handed to the driver with one call where it has that.
+//! Many small copies as one: those of host memory packed into one piece of it that is page-locked, and handed to the driver with one call
+//! where it has that.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use aquifer_allocator::{DeviceBuffer, Storage};
 use aquifer_device::{AccessKind, CopyEnd, CopyPart, DeviceError, DevicePtr, HostPtr, Stream, Tick};
 use bytemuck::Pod;
 
-use crate::copy::direct::check_lengths;
+use crate::copy::direct::{check_apart, check_lengths};
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::host_vec;
@@ -25,9 +26,11 @@ const PACKED_ALIGNMENT: usize = 64;
 /// Many copies that are made together.
 ///
 /// What is uploaded is taken when it is added, into one buffer; what is downloaded comes back in one. Where pieces lie side by side at both
-/// ends they become one copy. What remains goes to the driver in one call if it has such a call and that pays on this device
-/// ([`Transfer::batch_calls_pay_below`]), else in one call each. Uploads come before downloads; otherwise the order is that of adding only
-/// where pieces overlap.
+/// ends they become one copy. What remains goes to the driver in one call for each direction, if it has such a call and that pays on this
+/// device ([`Transfer::batch_calls_pay_below`]), else in one call each.
+///
+/// Uploads come first, then copies within the device, then downloads, in whatever order they were added. Those of one direction of which one
+/// writes what another uses are made one by one, in the order in which they were added.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
@@ -56,6 +59,7 @@ pub struct TransferBatch {
     number: u64,
     packed: Vec<Packed>,
     uploads: Vec<Piece>,
+    copies: Vec<Piece>,
     downloads: Vec<Piece>,
     downloaded: usize,
 }
@@ -67,15 +71,23 @@ struct Packed {
     used: usize,
 }
 
-/// One copy: a part of page-locked memory, and device memory.
+/// One copy.
 #[derive(Debug)]
 struct Piece {
-    storage: Arc<Storage>,
-    ptr: DevicePtr,
+    from: End,
+    to: End,
+    bytes: u64,
+}
+
+/// One end of a copy.
+#[derive(Clone, Debug)]
+enum End {
+    Device(Arc<Storage>, DevicePtr),
     /// Which of the page-locked buffers, and where in it.
-    buffer: usize,
-    offset: usize,
-    bytes: usize,
+    Host {
+        buffer: usize,
+        offset: usize,
+    },
 }
 
 /// Which part of a batch's results a download is.
@@ -125,6 +137,7 @@ impl Transfer {
             number: NEXT_BATCH.fetch_add(1, Ordering::Relaxed),
             packed: Vec::new(),
             uploads: Vec::new(),
+            copies: Vec::new(),
             downloads: Vec::new(),
             downloaded: 0,
         }
@@ -143,9 +156,24 @@ impl TransferBatch {
         if bytes.is_empty() {
             return Ok(());
         }
-        let (buffer, offset) = self.pack(bytes, to.ptr())?;
-        let piece = Piece { storage: to.storage().clone(), ptr: to.ptr(), buffer, offset, bytes: bytes.len() };
-        add(&mut self.uploads, piece);
+        let from = self.pack(bytes, &End::of(to))?;
+        add(&mut self.uploads, Piece { from, to: End::of(to), bytes: to.bytes() });
+        Ok(())
+    }
+
+    /// Adds a copy within the device.
+    ///
+    /// # Errors
+    /// Ends of different lengths, that overlap, or of another device. The batch is as it was then.
+    pub fn copy<T: Copy>(&mut self, from: &DeviceBuffer<T>, to: &mut DeviceBuffer<T>) -> Result<(), TransferError> {
+        check_lengths(from.len(), to.len())?;
+        self.transfer.check_device("buffer", from.storage().device_id())?;
+        self.transfer.check_device("buffer", to.storage().device_id())?;
+        if to.bytes() == 0 {
+            return Ok(());
+        }
+        check_apart(from, to)?;
+        add(&mut self.copies, Piece { from: End::of(from), to: End::of(to), bytes: to.bytes() });
         Ok(())
     }
 
@@ -160,78 +188,98 @@ impl TransferBatch {
         if bytes == 0 {
             return Ok(Downloaded { batch: self.number, offset: 0, len, element: PhantomData });
         }
-        let adjacent = self.downloads.last().is_some_and(|last| last.ends_at(from.ptr(), from.storage()));
+        let adjacent = self.downloads.last().is_some_and(|last| last.from.goes_on(last.bytes, &End::of(from)));
         let offset = if adjacent { self.downloaded } else { self.downloaded.next_multiple_of(PACKED_ALIGNMENT) };
         let overflow = TransferError::LengthOverflow { len: from.len(), size: size_of::<T>() as u64 };
         let end = offset.checked_add(bytes).ok_or(overflow)?;
-        let piece = Piece { storage: from.storage().clone(), ptr: from.ptr(), buffer: 0, offset, bytes };
-        add(&mut self.downloads, piece);
+        let to = End::Host { buffer: 0, offset };
+        add(&mut self.downloads, Piece { from: End::of(from), to, bytes: from.bytes() });
         self.downloaded = end;
         Ok(Downloaded { batch: self.number, offset, len, element: PhantomData })
     }
 
     /// Copies that the driver will be asked for: fewer than were added where pieces lie side by side.
     pub fn pieces(&self) -> usize {
-        self.uploads.len() + self.downloads.len()
+        self.uploads.len() + self.copies.len() + self.downloads.len()
     }
 
-    /// Enqueues all copies, and returns. The first batch of a runtime measures whether batched calls pay, which takes some milliseconds, but
-    /// waits for nobody's work ([`Transfer::batch_calls_pay_below`]).
+    /// Enqueues all copies, and returns. The first batch in a direction measures whether batched calls pay, which takes some milliseconds,
+    /// but waits for nobody's work ([`Transfer::batch_calls_pay_below`]).
     ///
     /// # Errors
-    /// When page-locked memory runs out, a stream that captures, and errors of the driver. Uploads may have been enqueued then.
+    /// When page-locked memory runs out, a stream that captures, and errors of the driver. Some copies may have been enqueued then.
     pub fn run(self) -> Result<Pending<BatchResults>, TransferError> {
         let transfer = &self.transfer;
-        let crossover = transfer.batched_below()?;
+        let packed: Vec<_> = self.packed.iter().map(|packed| PinnedSlice::from(&packed.buffer).part()).collect();
         let mut ticks = Vec::new();
-        if !self.uploads.is_empty() {
-            let stream = transfer.next_stream(Direction::Upload);
-            let host: Vec<&PinnedBuffer<u8>> = self.packed.iter().map(|packed| &packed.buffer).collect();
-            let parts: Vec<_> = host.iter().map(|buffer| PinnedSlice::from(*buffer).part()).collect();
-            ticks.push(transfer.enqueue_pieces(stream, &self.uploads, &parts, AccessKind::Write, crossover)?);
-        }
+        ticks.extend(transfer.enqueue_pieces(Direction::Upload, &self.uploads, &packed)?);
+        ticks.extend(transfer.enqueue_pieces(Direction::OnDevice, &self.copies, &[])?);
         let mut results = transfer.pinned().alloc::<u8>(self.downloaded)?;
-        if !self.downloads.is_empty() {
-            let stream = transfer.next_stream(Direction::Download);
-            let part = [PinnedSliceMut::from(&mut results).part()];
-            ticks.push(transfer.enqueue_pieces(stream, &self.downloads, &part, AccessKind::Read, crossover)?);
-        }
+        let part = [PinnedSliceMut::from(&mut results).part()];
+        ticks.extend(transfer.enqueue_pieces(Direction::Download, &self.downloads, &part)?);
         let results = BatchResults { batch: self.number, bytes: results };
         Ok(Pending::enqueued_all(transfer.shared(), ticks, results))
     }
 
-    /// Packs bytes: which buffer they are in, and where.
-    fn pack(&mut self, bytes: &[u8], to: DevicePtr) -> Result<(usize, usize), TransferError> {
-        let goes_on = self.uploads.last().is_some_and(|last| last.ptr.0 + last.bytes as u64 == to.0);
+    /// Packs bytes, and says where.
+    fn pack(&mut self, bytes: &[u8], to: &End) -> Result<End, TransferError> {
+        let goes_on = self.uploads.last().is_some_and(|last| last.to.goes_on(last.bytes, to));
         let alignment = if goes_on { 1 } else { PACKED_ALIGNMENT };
         let room = self.packed.last().map(|packed| (packed.used.next_multiple_of(alignment), packed.buffer.len()));
         if room.is_none_or(|(start, len)| len < start + bytes.len()) {
             let buffer = self.transfer.pinned().alloc(bytes.len().max(PACKED_BYTES))?;
             self.packed.push(Packed { buffer, used: 0 });
         }
-        let number = self.packed.len() - 1;
-        let packed = &mut self.packed[number];
+        let buffer = self.packed.len() - 1;
+        let packed = &mut self.packed[buffer];
         let start = packed.used.next_multiple_of(alignment);
         packed.buffer.write()?[start..start + bytes.len()].copy_from_slice(bytes);
         packed.used = start + bytes.len();
-        Ok((number, start))
+        Ok(End::Host { buffer, offset: start })
     }
 }
 
-impl Piece {
-    /// Whether it ends where device memory begins.
-    fn ends_at(&self, ptr: DevicePtr, storage: &Arc<Storage>) -> bool {
-        Arc::ptr_eq(&self.storage, storage) && self.ptr.0 + self.bytes as u64 == ptr.0
+impl End {
+    fn of<T: Copy>(buffer: &DeviceBuffer<T>) -> End {
+        End::Device(buffer.storage().clone(), buffer.ptr())
+    }
+
+    /// Whether another end begins so many bytes further on, in the same memory.
+    fn goes_on(&self, bytes: u64, next: &End) -> bool {
+        match (self, next) {
+            (End::Device(storage, ptr), End::Device(next, at)) => {
+                Arc::ptr_eq(storage, next) && ptr.offset(bytes) == *at
+            }
+            (End::Host { buffer, offset }, End::Host { buffer: next, offset: at }) => {
+                buffer == next && *offset as u64 + bytes == *at as u64
+            }
+            _ => false,
+        }
+    }
+
+    fn place(&self, host: &[HostPart<'_>]) -> CopyEnd {
+        match self {
+            End::Device(_, ptr) => CopyEnd::Device(*ptr),
+            End::Host { buffer, offset } => CopyEnd::Host(HostPtr(host[*buffer].ptr.0 + offset)),
+        }
+    }
+
+    /// Its memory, if that is on the device.
+    fn storage(&self) -> Option<&Storage> {
+        match self {
+            End::Device(storage, _) => Some(storage),
+            End::Host { .. } => None,
+        }
     }
 }
 
-/// Adds a piece, to the last one if it goes on there at both ends.
+/// Adds a piece, to the last one if it goes on there at both ends, and the two together do not write what they read.
 fn add(pieces: &mut Vec<Piece>, piece: Piece) {
     match pieces.last_mut() {
         Some(last)
-            if last.ends_at(piece.ptr, &piece.storage)
-                && last.buffer == piece.buffer
-                && last.offset + last.bytes == piece.offset =>
+            if last.from.goes_on(last.bytes, &piece.from)
+                && last.to.goes_on(last.bytes, &piece.to)
+                && last.stays_apart(last.bytes + piece.bytes) =>
         {
             last.bytes += piece.bytes;
         }
@@ -239,33 +287,48 @@ fn add(pieces: &mut Vec<Piece>, piece: Piece) {
     }
 }
 
+impl Piece {
+    /// Whether its ends have no memory in common if it is so long.
+    fn stays_apart(&self, bytes: u64) -> bool {
+        match (&self.from, &self.to) {
+            (End::Device(_, from), End::Device(_, to)) => from.0.abs_diff(to.0) >= bytes,
+            _ => true,
+        }
+    }
+
+    fn part(&self, host: &[HostPart<'_>]) -> CopyPart {
+        CopyPart { dst: self.to.place(host), src: self.from.place(host), bytes: self.bytes }
+    }
+}
+
 impl Transfer {
-    /// Enqueues copies between page-locked buffers and the device, which are `kind` on the device's side.
+    /// Enqueues copies in one direction, between the device and page-locked buffers or within the device. Gives their tick, if there are any.
     fn enqueue_pieces(
         &self,
-        stream: &Stream,
+        direction: Direction,
         pieces: &[Piece],
         host: &[HostPart<'_>],
-        kind: AccessKind,
-        crossover: Option<u64>,
-    ) -> Result<Tick, TransferError> {
-        let mut memory: Vec<(&Storage, AccessKind)> = pieces.iter().map(|piece| (&*piece.storage, kind)).collect();
-        memory.dedup_by_key(|(storage, _)| std::ptr::from_ref(*storage));
-        let on_host = if kind == AccessKind::Write { AccessKind::Read } else { AccessKind::Write };
+    ) -> Result<Option<Tick>, TransferError> {
+        if pieces.is_empty() {
+            return Ok(None);
+        }
+        let crossover = if pieces.len() > 1 { self.batched_below(direction)? } else { None };
+        let ends = pieces.iter().flat_map(|piece| [(&piece.from, AccessKind::Read), (&piece.to, AccessKind::Write)]);
+        let memory: Vec<_> = ends.filter_map(|(end, kind)| Some((end.storage()?, kind))).collect();
+        let on_host = if direction == Direction::Upload { AccessKind::Read } else { AccessKind::Write };
         let parts: Vec<_> = host.iter().map(|part| (*part, on_host)).collect();
-        let copies: Vec<CopyPart> = pieces.iter().map(|piece| piece.copy(host, kind)).collect();
-        let (batched, single) = split(copies, crossover);
+        let (batched, single) = split(pieces.iter().map(|piece| piece.part(host)).collect(), crossover);
+        let stream = self.next_stream(direction);
         let tick = self.enqueue(stream, &memory, &parts, || {
-            // SAFETY: the pieces lie in buffers of the pool, which the caller borrows now and the pool keeps until the tick is done that
-            // their turns leave; the host does not touch them before (N1, N2).
+            // SAFETY: what is on the host lies in buffers of the pool, which the caller borrows now and the pool keeps until the tick is
+            // done that their turns leave; the host does not touch them before (N1, N2).
             #[allow(unsafe_code, reason = "the driver gets addresses; what keeps them good is above")]
             unsafe {
                 enqueue_parts(stream, &batched, &single)
             }
         })?;
-        let direction = if kind == AccessKind::Write { Direction::Upload } else { Direction::Download };
-        pieces.iter().for_each(|piece| self.shared().tally.count(direction, piece.bytes as u64));
-        Ok(tick)
+        pieces.iter().for_each(|piece| self.shared().tally.count(direction, piece.bytes));
+        Ok(Some(tick))
     }
 }
 
@@ -297,34 +360,11 @@ pub(crate) unsafe fn enqueue_parts(
     Ok(())
 }
 
-impl Piece {
-    fn copy(&self, host: &[HostPart<'_>], kind: AccessKind) -> CopyPart {
-        let host = CopyEnd::Host(HostPtr(host[self.buffer].ptr.0 + self.offset));
-        let (dst, src) = if kind == AccessKind::Write {
-            (CopyEnd::Device(self.ptr), host)
-        } else {
-            (host, CopyEnd::Device(self.ptr))
-        };
-        CopyPart { dst, src, bytes: self.bytes as u64 }
-    }
-}
-
-/// What one call is to copy, and what goes one by one: all of it where pieces overlap, since nothing orders a batch's copies.
+/// What one call is to copy, and what goes one by one: all of it where a copy writes what another uses, since nothing orders a batch's copies.
 fn split(copies: Vec<CopyPart>, crossover: Option<u64>) -> (Vec<CopyPart>, Vec<CopyPart>) {
-    let Some(crossover) = crossover.filter(|_| !overlap(&copies)) else { return (Vec::new(), copies) };
+    let Some(crossover) = crossover.filter(|_| CopyPart::are_independent(&copies)) else { return (Vec::new(), copies) };
     let (batched, single): (Vec<_>, Vec<_>) = copies.into_iter().partition(|copy| copy.bytes < crossover);
     if batched.len() > 1 { (batched, single) } else { (Vec::new(), [batched, single].concat()) }
-}
-
-/// Whether two copies have device memory in common.
-fn overlap(copies: &[CopyPart]) -> bool {
-    let on_device = |copy: &CopyPart| match (copy.dst, copy.src) {
-        (CopyEnd::Device(ptr), _) | (_, CopyEnd::Device(ptr)) => ptr.0..ptr.0 + copy.bytes,
-        _ => 0..0,
-    };
-    let mut ranges: Vec<_> = copies.iter().map(on_device).collect();
-    ranges.sort_unstable_by_key(|range| range.start);
-    ranges.windows(2).any(|pair| pair[1].start < pair[0].end)
 }
 
 /// The bytes of elements; also of those that have none.

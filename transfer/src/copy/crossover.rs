@@ -1,15 +1,17 @@
 //! Up to which size one call for many copies pays, measured on the device.
 //!
-//! A batch saves one call for each copy, but on some devices and drivers large copies take longer in a batch. So both ways are timed at first
-//! use, by events on a separate stream, with sizes of 4 KiB to 256 KiB.
+//! A batch saves one call for each copy, but on some devices and drivers large copies take longer in a batch, and not in each direction alike.
+//! So both ways are timed at the first use of a direction, by events on a separate stream, with sizes of 4 KiB to 256 KiB.
 
-use aquifer_allocator::{DeviceBuffer, Turn};
-use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, DeviceError, ErrorKind, HostPtr, Stream};
+use aquifer_allocator::{DeviceBuffer, Storage, Turn};
+use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, DeviceError, ErrorKind, Stream};
 
 use crate::copy::batch::enqueue_parts;
+use crate::copy::region::further;
+use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::host_vec;
-use crate::pinned::{PinnedBuffer, PinnedSlice};
+use crate::pinned::{HostPart, PinnedBuffer, PinnedSliceMut};
 use crate::runtime::Transfer;
 
 /// Sizes that are tried, in bytes, by rising order.
@@ -19,24 +21,31 @@ const COPIES: u64 = 16;
 /// Measurements of each way, of which the shortest counts.
 const ROUNDS: u32 = 3;
 
+/// Where copies are measured, and the memory that they use.
+struct Bench<'a> {
+    stream: &'a Stream,
+    device: &'a [(&'a Storage, AccessKind)],
+    host: &'a [(HostPart<'a>, AccessKind)],
+}
+
 impl Transfer {
-    /// Copies of less than so many bytes go to the driver together when they are part of a batch: `None` where the driver has no such
-    /// call, `u64::MAX` where it pays at all sizes. Measured at the first call, which takes some milliseconds and 4 MiB of memory at either
-    /// end, and waits for copies on a stream of its own, counted in [`Transfer::counters`]; if memory is too short to measure, batched calls stay off until a later call can measure. A batch whose measurement
-    /// fails otherwise settles for `None`.
+    /// Copies in this direction of less than so many bytes go to the driver together when they are part of a batch: `None` where the driver
+    /// has no such call, `u64::MAX` where it pays at all sizes. Measured at the first call for a direction, which takes some milliseconds
+    /// and 4 MiB of memory at either end, and waits for copies on a stream of its own, counted in [`Transfer::counters`]. If memory is too
+    /// short to measure, batched calls stay off until a later call can measure. A batch whose measurement fails otherwise settles for `None`.
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn batch_calls_pay_below(&self) -> Result<Option<u64>, TransferError> {
-        self.crossover(&mut self.inner.crossover.lock())
+    pub fn batch_calls_pay_below(&self, direction: Direction) -> Result<Option<u64>, TransferError> {
+        self.crossover(direction, &mut self.inner.crossovers[direction as usize].lock())
     }
 
     /// The same for a batch, which does without that call where measuring failed: single copies do as well. Where the driver refused, it
     /// is not asked again.
-    pub(super) fn batched_below(&self) -> Result<Option<u64>, TransferError> {
+    pub(super) fn batched_below(&self, direction: Direction) -> Result<Option<u64>, TransferError> {
         // While somebody measures, others do without.
-        let Some(mut known) = self.inner.crossover.try_lock() else { return Ok(None) };
-        match self.crossover(&mut known) {
+        let Some(mut known) = self.inner.crossovers[direction as usize].try_lock() else { return Ok(None) };
+        match self.crossover(direction, &mut known) {
             Err(error) if !error.is_device_lost() => {
                 if matches!(&error, TransferError::Device(error) if error.kind != ErrorKind::Capture) {
                     tracing::warn!(%error, "one call for many copies is not used: whether it pays could not be measured");
@@ -48,7 +57,7 @@ impl Transfer {
         }
     }
 
-    fn crossover(&self, known: &mut Option<Option<u64>>) -> Result<Option<u64>, TransferError> {
+    fn crossover(&self, direction: Direction, known: &mut Option<Option<u64>>) -> Result<Option<u64>, TransferError> {
         if let Some(crossover) = *known {
             return Ok(crossover);
         }
@@ -56,7 +65,7 @@ impl Transfer {
             *known = Some(None);
             return Ok(None);
         }
-        match self.measure() {
+        match self.measure(direction) {
             Ok(crossover) => {
                 *known = Some(Some(crossover));
                 Ok(Some(crossover))
@@ -66,24 +75,33 @@ impl Transfer {
         }
     }
 
-    fn measure(&self) -> Result<u64, TransferError> {
-        let largest = SIZES[SIZES.len() - 1];
+    fn measure(&self, direction: Direction) -> Result<u64, TransferError> {
+        let bytes = COPIES * SIZES[SIZES.len() - 1];
+        let (on_host, other) = if direction == Direction::OnDevice { (0, bytes) } else { (bytes, 0) };
         // One that nobody else's work is on: it is waited for.
         let stream = &self.device().create_stream()?;
-        let host: PinnedBuffer<u8> = self.pinned().alloc(host_vec::len_of(COPIES * largest, 1)?)?;
-        let device: DeviceBuffer<u8> = self.allocator().alloc_buffer(COPIES * largest, stream)?;
-        let start = PinnedSlice::from(&host).part().ptr.0;
+        let mut host: PinnedBuffer<u8> = self.pinned().alloc(host_vec::len_of(on_host, 1)?)?;
+        let device: DeviceBuffer<u8> = self.allocator().alloc_buffer(bytes, stream)?;
+        let other: DeviceBuffer<u8> = self.allocator().alloc_buffer(other, stream)?;
+        let host = PinnedSliceMut::from(&mut host).part();
+        let (reads, writes) = match direction {
+            Direction::Upload => (CopyEnd::Host(host.ptr), CopyEnd::Device(device.ptr())),
+            Direction::Download => (CopyEnd::Device(device.ptr()), CopyEnd::Host(host.ptr)),
+            Direction::OnDevice => (CopyEnd::Device(device.ptr()), CopyEnd::Device(other.ptr())),
+        };
+        let kinds = if direction == Direction::Upload {
+            (AccessKind::Write, AccessKind::Read)
+        } else {
+            (AccessKind::Read, AccessKind::Write)
+        };
+        let memory = [(device.storage().as_ref(), kinds.0), (other.storage().as_ref(), AccessKind::Write)];
+        let bench = Bench { stream, device: &memory, host: &[(host, kinds.1)] };
         for size in SIZES {
             // Gaps of a line keep the copies apart, so that no driver makes one of them.
-            let copies: Vec<CopyPart> = (0..COPIES)
-                .map(|number| CopyPart {
-                    dst: CopyEnd::Device(device.ptr().offset(number * size)),
-                    src: CopyEnd::Host(HostPtr(start + usize::try_from(number * size).unwrap_or(0))),
-                    bytes: size - 64,
-                })
-                .collect();
-            let batched = self.time(stream, &host, &device, &copies, &[])?;
-            let single = self.time(stream, &host, &device, &[], &copies)?;
+            let part = |at| CopyPart { dst: further(writes, at), src: further(reads, at), bytes: size - 64 };
+            let copies: Vec<CopyPart> = (0..COPIES).map(|number| part(number * size)).collect();
+            let batched = self.time(&bench, &copies, &[])?;
+            let single = self.time(&bench, &[], &copies)?;
             if batched > single {
                 return Ok(size);
             }
@@ -92,35 +110,24 @@ impl Transfer {
     }
 
     /// Milliseconds that copies take, some with one call, the others with one each.
-    fn time(
-        &self,
-        stream: &Stream,
-        host: &PinnedBuffer<u8>,
-        device: &DeviceBuffer<u8>,
-        batched: &[CopyPart],
-        single: &[CopyPart],
-    ) -> Result<f64, TransferError> {
+    fn time(&self, bench: &Bench<'_>, batched: &[CopyPart], single: &[CopyPart]) -> Result<f64, TransferError> {
+        let Bench { stream, device, host } = *bench;
         let mut least = f64::INFINITY;
         for _ in 0..ROUNDS {
             let (start, end) = (self.device().create_event(true)?, self.device().create_event(true)?);
             {
-                let _turn = Turn::take(stream, &[(device.storage(), AccessKind::Write)])?;
+                let _turn = Turn::take(stream, device)?;
             }
             self.shared().tally.waits();
             stream.synchronize()?;
-            self.enqueue(
-                stream,
-                &[(device.storage(), AccessKind::Write)],
-                &[(PinnedSlice::from(host).part(), AccessKind::Read)],
-                || -> Result<(), DeviceError> {
-                    start.record(stream)?;
-                    // SAFETY: the copies lie in `host`, which the pool keeps until the tick is done that its turn leaves; the host does
-                    // not write it before (N1, N2).
-                    #[allow(unsafe_code, reason = "the driver gets addresses; what keeps them good is above")]
-                    unsafe { enqueue_parts(stream, batched, single) }?;
-                    end.record(stream)
-                },
-            )?;
+            self.enqueue(stream, device, host, || -> Result<(), DeviceError> {
+                start.record(stream)?;
+                // SAFETY: what of the copies is on the host lies in `host`, which the pool keeps until the tick is done that its turn
+                // leaves; the host does not touch it before (N1, N2).
+                #[allow(unsafe_code, reason = "the driver gets addresses; what keeps them good is above")]
+                unsafe { enqueue_parts(stream, batched, single) }?;
+                end.record(stream)
+            })?;
             self.shared().tally.waits();
             end.synchronize()?;
             least = least.min(start.elapsed_ms(&end)?);

@@ -2,7 +2,7 @@
 #![allow(single_use_lifetimes, reason = "a lifetime in an argument's `impl Trait` must have a name")]
 
 use aquifer_allocator::DeviceBuffer;
-use aquifer_device::AccessKind;
+use aquifer_device::{AccessKind, CopyEnd, CopyPart};
 use aquifer_kernels::Element;
 use bytemuck::Pod;
 
@@ -100,6 +100,7 @@ impl Transfer {
         if to.bytes() == 0 {
             return Ok(Pending::ready(self.shared(), ()));
         }
+        check_apart(from, to)?;
         let stream = self.next_stream(Direction::OnDevice);
         let memory = [(from.storage().as_ref(), AccessKind::Read), (to.storage().as_ref(), AccessKind::Write)];
         let tick = self.enqueue(stream, &memory, &[], || stream.copy(to.ptr(), from.ptr(), to.bytes()))?;
@@ -121,4 +122,10 @@ impl Transfer {
 
 pub(crate) fn check_lengths(from: u64, to: u64) -> Result<(), TransferError> {
     if from == to { Ok(()) } else { Err(TransferError::LengthMismatch { from, to }) }
+}
+
+/// Refuses two ends on one device, of one length, that have memory in common.
+pub(super) fn check_apart<T: Copy>(from: &DeviceBuffer<T>, to: &DeviceBuffer<T>) -> Result<(), TransferError> {
+    let copy = CopyPart { dst: CopyEnd::Device(to.ptr()), src: CopyEnd::Device(from.ptr()), bytes: to.bytes() };
+    if CopyPart::are_independent(&[copy]) { Ok(()) } else { Err(TransferError::Overlap { bytes: copy.bytes }) }
 }

@@ -256,7 +256,7 @@ impl Plan {
 }
 
 /// The place `bytes` on, within memory that was checked.
-fn further(place: CopyEnd, bytes: u64) -> CopyEnd {
+pub(super) fn further(place: CopyEnd, bytes: u64) -> CopyEnd {
     match place {
         CopyEnd::Device(ptr) => CopyEnd::Device(ptr.offset(bytes)),
         CopyEnd::Host(mut ptr) => {

@@ -1,6 +1,7 @@
 //! Many small copies: one call each, and together.
 
 use aquifer_allocator::DeviceBuffer;
+use aquifer_transfer::Direction;
 use serde::Serialize;
 
 use super::meter::Meter;
@@ -15,6 +16,10 @@ const SIZES: [u64; 5] = [256, 4 << 10, 16 << 10, 64 << 10, 256 << 10];
 
 /// Copies that are made together.
 const COPIES: usize = 64;
+
+/// Directions, by name.
+const DIRECTIONS: [(&str, Direction); 3] =
+    [("upload", Direction::Upload), ("download", Direction::Download), ("on device", Direction::OnDevice)];
 
 /// A row of results. `transfer --help` explains the fields.
 #[derive(Debug, Clone, Serialize)]
@@ -33,49 +38,53 @@ struct Row {
 }
 
 pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
-    let pay_below = meter.transfer.batch_calls_pay_below()?;
     let mut table = table(&["direction", "size", "copies", "one call each, µs", "together, µs", "speedup"], 1);
     let sizes =
         SIZES.into_iter().filter(|&bytes| bytes * COPIES as u64 <= meter.largest().max(SIZES[0] * COPIES as u64));
     for bytes in sizes {
         let buffers = (0..COPIES).map(|_| meter.buffer(bytes)).collect::<Result<Vec<_>, _>>()?;
-        for (direction, times) in
-            [("upload", uploads(meter, buffers.clone())?), ("download", downloads(meter, &buffers)?)]
-        {
+        for (name, direction) in DIRECTIONS {
+            let times = match direction {
+                Direction::Download => downloads(meter, &buffers)?,
+                Direction::OnDevice => on_device(meter, &buffers)?,
+                _ => uploads(meter, buffers.clone())?,
+            };
             let [single, batched] = times.map(|ns| ns / COPIES as f64 / 1e3);
             let row = Row {
                 part: "small",
                 device: meter.device.clone(),
                 modelled: meter.is_modelled(),
                 clock: meter.clock(),
-                direction,
+                direction: name,
                 bytes,
                 copies: COPIES,
                 single_us: hundredths(single),
                 batched_us: hundredths(batched),
                 speedup: hundredths(single / batched),
-                batch_calls_pay_below: pay_below,
+                batch_calls_pay_below: meter.transfer.batch_calls_pay_below(direction)?,
             };
             session.row(&row)?;
             let numbers = [row.single_us, row.batched_us, row.speedup].map(|number| format!("{number:.2}"));
-            table.add_row(
-                [direction.to_owned(), Bytes(bytes).to_string(), COPIES.to_string()].into_iter().chain(numbers),
-            );
+            table.add_row([name.to_owned(), Bytes(bytes).to_string(), COPIES.to_string()].into_iter().chain(numbers));
         }
     }
-    session.show(format_args!("{table}\n{}", told(pay_below)))
+    let mut lines = String::new();
+    for (name, direction) in DIRECTIONS {
+        lines += &format!("\n{name}: {}", told(meter.transfer.batch_calls_pay_below(direction)?));
+    }
+    session.show(format_args!("{table}{lines}"))
 }
 
 /// Up to which size batches go to the driver with one call, in words.
 fn told(pay_below: Option<u64>) -> String {
     match pay_below {
         None => {
-            "No driver call for many copies is used: there is none, or memory was too short to measure it.".to_owned()
+            "no driver call for many copies is used: there is none, or memory was too short to measure it".to_owned()
         }
         Some(u64::MAX) => {
-            "One driver call for many copies pays at all sizes that were tried, and is used for all.".to_owned()
+            "one driver call for many copies pays at all sizes that were tried, and is used for all".to_owned()
         }
-        Some(size) => format!("One driver call for many copies pays below {}, and is used up to there.", Bytes(size)),
+        Some(size) => format!("one driver call for many copies pays below {}, and is used up to there", Bytes(size)),
     }
 }
 
@@ -115,6 +124,27 @@ fn downloads(meter: &Meter, buffers: &[DeviceBuffer<u8>]) -> Result<[f64; 2], Fa
         let mut batch = meter.transfer.batch();
         for buffer in buffers {
             batch.download(buffer)?;
+        }
+        batch.run()?.wait()?;
+        Ok(())
+    })?;
+    Ok([single, batched])
+}
+
+fn on_device(meter: &Meter, buffers: &[DeviceBuffer<u8>]) -> Result<[f64; 2], Failure> {
+    let Some(len) = buffers.first().map(DeviceBuffer::len) else { return Ok([0.0; 2]) };
+    let mut others = buffers.iter().map(|_| meter.buffer(len)).collect::<Result<Vec<_>, _>>()?;
+    let single = meter.time(|| {
+        let mut last = None;
+        for (buffer, other) in buffers.iter().zip(&mut others) {
+            last = Some(meter.transfer.copy(buffer, other)?);
+        }
+        Ok(last.map_or(Ok(()), aquifer_transfer::Pending::wait)?)
+    })?;
+    let batched = meter.time(|| {
+        let mut batch = meter.transfer.batch();
+        for (buffer, other) in buffers.iter().zip(&mut others) {
+            batch.copy(buffer, other)?;
         }
         batch.run()?.wait()?;
         Ok(())

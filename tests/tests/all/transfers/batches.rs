@@ -3,9 +3,10 @@
 use aquifer_allocator::DeviceBuffer;
 use aquifer_device::sim::Fault;
 use aquifer_device::{Code, Operation};
-use aquifer_transfer::TransferError;
+use aquifer_transfer::{Direction, TransferError};
+use proptest::prelude::*;
 
-use super::Bench;
+use super::{Bench, host, pattern};
 
 #[test]
 fn results_are_read_for_downloads_of_their_own_batch_alone() {
@@ -42,13 +43,106 @@ fn a_batch_does_without_the_call_for_many_copies_where_that_fails() {
         uploads.upload(&[u8::try_from(number).unwrap(); 100], buffer).unwrap();
     }
     uploads.run().unwrap().wait().unwrap();
-    assert_eq!(bench.transfer.batch_calls_pay_below().unwrap(), None);
+    assert_eq!(bench.transfer.batch_calls_pay_below(Direction::Upload).unwrap(), None);
     let mut downloads = bench.transfer.batch();
     let all: Vec<_> = buffers.iter().map(|buffer| downloads.download(buffer).unwrap()).collect();
     let results = downloads.run().unwrap().wait().unwrap();
     for (number, download) in (0..).zip(&all) {
         assert_eq!(results.read(download).unwrap(), [number; 100]);
     }
+    // That of other directions was measured by itself.
+    assert!(bench.transfer.batch_calls_pay_below(Direction::Download).unwrap().is_some());
     drop((buffers, results));
     bench.finish();
+}
+
+#[test]
+fn small_blocks_are_copied_within_the_device_by_one_call() {
+    let bench = Bench::new();
+    assert!(bench.transfer.batch_calls_pay_below(Direction::OnDevice).unwrap().is_some_and(|below| below > 1000));
+    let stream = bench.device.create_stream().unwrap();
+    let bytes: Vec<u8> = (0..100u8).flat_map(|block| [block; 1000]).collect();
+    let from = bench.transfer.to_device(bytes, &stream).unwrap().wait().unwrap();
+    let to = bench.transfer.to_device(vec![255u8; 100_000], &stream).unwrap().wait().unwrap();
+    let mut batch = bench.transfer.batch();
+    // Every other block, from the last one on, to the same number of blocks side by side.
+    for (number, block) in (0..100u64).rev().step_by(2).enumerate() {
+        let (start, at) = (block * 1000, number as u64 * 1000);
+        let mut part = to.slice(at..at + 1000).unwrap();
+        batch.copy(&from.slice(start..start + 1000).unwrap(), &mut part).unwrap();
+    }
+    assert_eq!(batch.pieces(), 50);
+    // Any call for a copy of its own would fail.
+    bench.driver.inject(Fault::Nth { operation: Some(Operation::CopyOnDevice), nth: 1, code: Code(999) });
+    batch.run().unwrap().wait().unwrap();
+    bench.driver.clear_faults();
+    let counted = bench.transfer.counters().on_device;
+    assert_eq!((counted.copies, counted.bytes), (50, 50_000));
+    let copied = bench.transfer.to_vec(&to).unwrap().wait().unwrap();
+    assert!((0..50).all(|number| copied[number * 1000..][..1000] == [99 - 2 * u8::try_from(number).unwrap(); 1000]));
+    assert!(copied[50_000..].iter().all(|&byte| byte == 255));
+    drop((from, to));
+    bench.finish();
+}
+
+#[test]
+fn a_batch_refuses_ends_that_do_not_fit_and_stays_as_it_was() {
+    let (bench, other) = (Bench::new(), Bench::new());
+    let (buffer, mut elsewhere) = (bench.alloc(100), other.alloc(10));
+    let part = |range: std::ops::Range<u64>| buffer.slice(range).unwrap();
+    let mut batch = bench.transfer.batch();
+    for (from, to) in [(0..10, 9..19), (9..19, 0..10), (5..15, 5..15)] {
+        let refused = batch.copy(&part(from.clone()), &mut part(to.clone()));
+        assert!(matches!(refused, Err(TransferError::Overlap { bytes: 10 })), "{refused:?}");
+        let refused = bench.transfer.copy(&part(from), &mut part(to)).map(drop);
+        assert!(matches!(refused, Err(TransferError::Overlap { bytes: 10 })), "{refused:?}");
+    }
+    let refused = batch.copy(&part(0..10), &mut part(10..21));
+    assert!(matches!(refused, Err(TransferError::LengthMismatch { from: 10, to: 11 })), "{refused:?}");
+    assert!(matches!(batch.copy(&part(0..10), &mut elsewhere), Err(TransferError::WrongDevice { .. })));
+    assert!(matches!(batch.copy(&elsewhere, &mut part(0..10)), Err(TransferError::WrongDevice { .. })));
+    batch.copy(&part(7..7), &mut part(7..7)).unwrap();
+    assert_eq!(batch.pieces(), 0);
+    batch.run().unwrap().wait().unwrap();
+    drop((buffer, elsewhere));
+    bench.finish();
+    other.finish();
+}
+
+/// Between two parts of a buffer: where each begins, and their length.
+fn blocks() -> impl Strategy<Value = Vec<(u64, u64, u64)>> {
+    // Some go on where the last one ends, at both ends.
+    let steps = prop::collection::vec((any::<bool>(), 0u64..900, 0u64..900, 1u64..60), 1..40);
+    steps.prop_map(|steps| {
+        let mut last = (0, 0, 0);
+        let blocks = steps.into_iter().map(|(goes_on, from, to, bytes)| {
+            last = if goes_on { (last.0 + last.2, last.1 + last.2, bytes) } else { (from, to, bytes) };
+            last
+        });
+        blocks.filter(|(from, to, bytes)| from.abs_diff(*to) >= *bytes && from.max(to) + bytes <= 1000).collect()
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 150, ..ProptestConfig::default() })]
+
+    /// Blocks that are copied over each other, in one buffer, between uploads and downloads of it.
+    #[test]
+    fn copies_in_a_batch_do_what_they_would_one_by_one(blocks in blocks(), seed in 0..1000u64) {
+        let bench = Bench::seeded(seed);
+        let mut buffer = bench.alloc(1000);
+        let mut expected = pattern(seed, 1000);
+        let mut batch = bench.transfer.batch();
+        let download = batch.download(&buffer).unwrap();
+        for &(from, to, bytes) in &blocks {
+            let mut target = buffer.slice(to..to + bytes).unwrap();
+            batch.copy(&buffer.slice(from..from + bytes).unwrap(), &mut target).unwrap();
+            expected.copy_within(host(from)..host(from + bytes), host(to));
+        }
+        batch.upload(&pattern(seed, 1000), &mut buffer).unwrap();
+        let results = batch.run().unwrap().wait().unwrap();
+        prop_assert!(results.read(&download).unwrap() == expected, "{:?}", blocks);
+        drop((buffer, results));
+        bench.finish();
+    }
 }

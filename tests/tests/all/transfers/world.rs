@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use aquifer_allocator::DeviceBuffer;
 use aquifer_device::Stream;
 use aquifer_device::sim::Fault;
-use aquifer_transfer::{Pending, PinnedBuffer, Spillable, Spiller, TransferError};
+use aquifer_transfer::{Direction, Pending, PinnedBuffer, Spillable, Spiller, TransferError};
 
 use super::op::{How, LENGTHS, Op};
 use super::{Bench, host, pattern};
@@ -44,7 +44,9 @@ impl World {
         let streams = [bench.device.create_stream().unwrap(), bench.device.create_stream().unwrap()];
         // Loaded, and measured, before anything fails.
         bench.transfer.kernels().unwrap();
-        bench.transfer.batch_calls_pay_below().unwrap();
+        for direction in [Direction::Upload, Direction::Download, Direction::OnDevice] {
+            bench.transfer.batch_calls_pay_below(direction).unwrap();
+        }
         let spiller = Spiller::new(&bench.transfer, 0);
         let mut world = World {
             bench,
@@ -214,7 +216,7 @@ impl World {
         }
     }
 
-    /// Uploads the heads of some buffers together, and reads all of them back.
+    /// Uploads the heads of some buffers together, copies each to the next, and reads all of them back.
     fn batch(&mut self, devices: &[usize], seed: u64) {
         let mut batch = self.bench.transfer.batch();
         let mut expected = Vec::new();
@@ -238,6 +240,24 @@ impl World {
                 }
             }
             touched.push(device);
+        }
+        for pair in touched.windows(2) {
+            let (from, to) = (self.devices[pair[0]].clone(), &mut self.devices[pair[1]]);
+            let len = from.0.len().min(to.0.len()).min(1500);
+            // Of the same buffer, what lies behind is written.
+            let start = if pair[0] == pair[1] { len } else { 0 };
+            if start + len > to.0.len() {
+                continue;
+            }
+            let mut target = to.0.slice(start..start + len).unwrap();
+            batch.copy(&from.0.slice(..len).unwrap(), &mut target).unwrap();
+            to.1 = match (to.1.take(), from.1) {
+                (Some(mut content), Some(bytes)) => {
+                    content[host(start)..host(start + len)].copy_from_slice(&bytes[..host(len)]);
+                    Some(content)
+                }
+                _ => None,
+            };
         }
         for &device in &touched {
             let len = self.devices[device].0.len().min(3000);

@@ -12,6 +12,7 @@ use aquifer_kernels::DType;
 use half::bf16;
 
 use super::*;
+use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::runtime::Transfer;
 use crate::tensor::{Place, Tensor};
@@ -103,7 +104,7 @@ fn a_set_moves_coalesced_and_in_order() {
     let transfer = transfer();
     let (mut set, host) = (model(), model());
     let copies = |transfer: &Transfer| transfer.device().driver_calls().of(Operation::CopyToDevice);
-    transfer.batch_calls_pay_below().unwrap(); // measures, by copies
+    transfer.batch_calls_pay_below(Direction::Upload).unwrap(); // measures, by copies
     let before = copies(&transfer);
     let mut seen = Vec::new();
     let total = set.bytes();
@@ -203,7 +204,7 @@ fn moving_is_all_or_nothing() {
         let allocator = Allocator::new(&device, Config::default()).unwrap();
         let transfer = Transfer::new(&allocator).unwrap();
         let (mut set, host) = (model(), model());
-        transfer.batch_calls_pay_below().unwrap(); // measures, and does without memory
+        transfer.batch_calls_pay_below(Direction::Upload).unwrap(); // measures, and does without memory
         driver.inject(Fault::Nth { operation: None, nth: call, code: Code::OUT_OF_MEMORY });
         let moved = set.move_with_blocking(&transfer, Relocate::new().dtype(DType::F64));
         driver.clear_faults();
@@ -226,7 +227,7 @@ fn moving_is_all_or_nothing() {
 #[test]
 fn many_small_tensors_need_little_page_locked_memory() {
     let transfer = transfer();
-    transfer.batch_calls_pay_below().unwrap(); // measures, by copies
+    transfer.batch_calls_pay_below(Direction::Upload).unwrap(); // measures, by copies
     let mut set = ParamSet::new();
     for n in 0..400 {
         set.insert(format!("adapter.{n}"), Tensor::from_vec(floats(15_000, n), &[15_000]).unwrap()).unwrap();
