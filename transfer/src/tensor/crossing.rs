@@ -53,7 +53,7 @@ impl Tensor {
     }
 
     /// Uploads what is sent, as elements of `crossing`; tells whether all of it is enqueued.
-    fn upload_sent(
+    pub(super) fn upload_sent(
         &self,
         to: &Transfer,
         sent: &Sent,
@@ -148,7 +148,7 @@ impl Tensor {
     }
 
     /// The elements in memory of their device that holds nothing else, as elements of `crossing`.
-    fn send_from(
+    pub(super) fn send_from(
         &self,
         own: &DeviceMemory,
         transfer: &Transfer,

@@ -163,6 +163,27 @@ impl Layout {
             })
     }
 
+    /// The dimensions' numbers in the order of their strides, the largest first, as dense elements have them.
+    pub(super) fn by_falling_stride(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.rank).collect();
+        order.sort_by_key(|&dimension| std::cmp::Reverse(self.strides[dimension]));
+        order
+    }
+
+    /// Whether no two elements lie at one place, told without going through them: each stride must pass over all that smaller ones reach.
+    /// Only layouts that no view of a dense one leads to fail this wrongly.
+    pub(super) fn is_distinct(&self) -> bool {
+        let mut reach = 0;
+        self.is_empty()
+            || self.by_falling_stride().into_iter().rev().filter(|&dimension| self.extents[dimension] > 1).all(
+                |dimension| {
+                    let passes = self.strides[dimension] > reach;
+                    reach += (self.extents[dimension] - 1) * self.strides[dimension];
+                    passes
+                },
+            )
+    }
+
     /// Extents with their strides.
     pub(crate) fn dimensions(&self) -> impl DoubleEndedIterator<Item = (u64, u64)> + '_ {
         self.shape().iter().copied().zip(self.strides().iter().copied())

@@ -3,7 +3,7 @@
 //! * [`Layout`] says where elements lie in memory, and `views` derives other layouts from it;
 //! * `memory` holds the elements, in a [`Place`]; all views share it;
 //! * `create` makes tensors; `transport` moves and converts them, with `crossing` between memories; `pack` makes tensors with gaps dense;
-//! * `read` gives elements back to the host, and `operations` computes on a device.
+//! * `read` gives elements back to the host, `operations` computes on a device, and `write` changes elements there in place.
 
 mod converted;
 mod create;
@@ -19,6 +19,7 @@ mod read;
 mod to;
 mod transport;
 mod views;
+mod write;
 
 use std::fmt;
 use std::ops::Range;
@@ -42,7 +43,8 @@ use crate::runtime::Transfer;
 
 /// Elements of one dtype in a shape, in host memory, page-locked host memory or the memory of a device.
 ///
-/// Clones and views share the memory. No method changes elements that another tensor shares, except where its documentation says so.
+/// Clones and views share the memory; [`Tensor::deep_copy`] does not. No method changes elements that another tensor shares, except where its
+/// name and documentation say so ([`Tensor::assign_shared`], [`Tensor::fill_shared`]), and those are for memory of devices.
 ///
 /// *Placement.* The place of a tensor never changes: [`Tensor::to`] makes another tensor. Operations on tensors in different places, of
 /// different dtypes, or of shapes that do not fit are errors that name every operand.

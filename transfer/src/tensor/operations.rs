@@ -10,7 +10,7 @@ use aquifer_kernels::{DType, Kernels, Operand, Target};
 
 use super::create::bytes_of;
 use super::layout::Layout;
-use super::memory::{Memory, Scalar};
+use super::memory::Memory;
 use super::pack::pack_on_device;
 use super::place::device_name;
 use super::{OperandsError, Tensor};
@@ -18,10 +18,10 @@ use crate::error::TransferError;
 use crate::runtime::Transfer;
 
 /// Operands of an operation, by name.
-struct Operands<'a> {
-    operation: &'static str,
-    tensors: &'a [(&'static str, &'a Tensor)],
-    stream: &'a Stream,
+pub(super) struct Operands<'a> {
+    pub(super) operation: &'static str,
+    pub(super) tensors: &'a [(&'static str, &'a Tensor)],
+    pub(super) stream: &'a Stream,
 }
 
 impl Tensor {
@@ -113,19 +113,8 @@ impl Tensor {
         of_result(transfer, to, dtype, &[])
     }
 
-    /// Enqueues setting every element to `value`, for all tensors that share the memory. Later work on any stream comes after it.
-    ///
-    /// # Errors
-    /// A tensor that is not on a device, of another dtype, or not contiguous; and those of [`Kernels::fill`].
-    pub fn fill_shared<T: Scalar>(&mut self, value: T, stream: &Stream) -> Result<(), TransferError> {
-        let operands = Operands { operation: "fill_shared", tensors: &[("a", self)], stream };
-        let transfer = operands.check()?;
-        let mut buffer = self.device_buffer::<T>()?;
-        Ok(transfer.kernels()?.fill(stream, &mut buffer, value)?)
-    }
-
     /// The elements, contiguous: shared where they are, else collected in new memory.
-    fn dense(&self, transfer: &Transfer, stream: &Stream) -> Result<DeviceBuffer<u8>, TransferError> {
+    pub(super) fn dense(&self, transfer: &Transfer, stream: &Stream) -> Result<DeviceBuffer<u8>, TransferError> {
         match &self.memory {
             Memory::Device(memory) if self.is_contiguous() => memory.elements(self.dtype, self.first(), self.len()),
             Memory::Device(memory) => pack_on_device(memory, transfer, self.dtype, &self.layout, stream),
@@ -142,7 +131,6 @@ impl<'a> Operands<'a> {
             _ => None,
         };
         let mut devices = self.tensors.iter().map(|(_, tensor)| device(tensor));
-        let Some(first) = self.tensors.first() else { return Err(self.refuse("has no operand").into()) };
         let Some(transfer) = devices.next().flatten() else {
             return Err(self.refuse("computes on devices; move operands there with `Tensor::to`").into());
         };
@@ -155,14 +143,21 @@ impl<'a> Operands<'a> {
             );
             return Err(self.refuse(reason).into());
         }
-        if self.tensors.iter().any(|(_, tensor)| tensor.dtype() != first.1.dtype()) {
-            return Err(self.refuse("operands must be of one dtype; convert them with `Tensor::to_dtype`").into());
-        }
+        self.same_dtype()?;
         transfer.check_stream(self.stream)?;
         Ok(transfer)
     }
 
-    fn same_shape(&self) -> Result<(), TransferError> {
+    pub(super) fn same_dtype(&self) -> Result<(), TransferError> {
+        let mut dtypes = self.tensors.iter().map(|(_, tensor)| tensor.dtype());
+        let first = dtypes.next();
+        if dtypes.all(|dtype| Some(dtype) == first) {
+            return Ok(());
+        }
+        Err(self.refuse("operands must be of one dtype; convert them with `Tensor::to_dtype`").into())
+    }
+
+    pub(super) fn same_shape(&self) -> Result<(), TransferError> {
         let mut shapes = self.tensors.iter().map(|(_, tensor)| tensor.shape());
         let first = shapes.next();
         if shapes.all(|shape| Some(shape) == first) {
@@ -173,7 +168,7 @@ impl<'a> Operands<'a> {
             .into())
     }
 
-    fn refuse(&self, reason: impl Into<String>) -> Box<OperandsError> {
+    pub(super) fn refuse(&self, reason: impl Into<String>) -> Box<OperandsError> {
         OperandsError::new(self.operation, self.tensors, reason)
     }
 

@@ -1,15 +1,15 @@
-//! Packing: elements with gaps between them become dense, in row-major order, on the side where they are.
+//! Packing: elements with gaps between them become dense, in row-major order, on the side where they are; and on devices the other way round.
 
 use aquifer_allocator::DeviceBuffer;
 use aquifer_device::Stream;
 use aquifer_kernels::{DType, Operand, Strided, Target};
 
 use super::layout::Layout;
-use super::memory::DeviceMemory;
+use super::memory::{DeviceMemory, Scalar};
 use crate::error::TransferError;
 use crate::runtime::Transfer;
 
-/// Dimensions that one launch of the gather kernel takes.
+/// Dimensions that one launch of the gather or scatter kernel takes.
 const LAUNCH_DIMENSIONS: usize = 4;
 
 /// Copies the elements of `size` bytes that `layout` names in `from` to `to`, which has room for exactly them.
@@ -71,26 +71,98 @@ pub(super) fn pack_on_device(
     layout: &Layout,
     stream: &Stream,
 ) -> Result<DeviceBuffer<u8>, TransferError> {
-    let size = dtype.bytes();
-    let to: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(layout.len().saturating_mul(size), stream)?;
+    let bytes = layout.len().saturating_mul(dtype.bytes());
+    let mut to: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(bytes, stream)?;
+    pack_to(memory, transfer, dtype, layout, &mut to, stream)?;
+    Ok(to)
+}
+
+/// Enqueues collecting elements in memory of their device that has room for exactly them, and does not meet where they lie.
+pub(super) fn pack_to(
+    memory: &DeviceMemory,
+    transfer: &Transfer,
+    dtype: DType,
+    layout: &Layout,
+    to: &mut DeviceBuffer<u8>,
+    stream: &Stream,
+) -> Result<(), TransferError> {
     if layout.is_empty() {
-        return Ok(to);
+        return Ok(());
+    }
+    if layout.is_contiguous() {
+        let _enqueued = transfer.on(stream)?.copy(&memory.elements(dtype, layout.offset(), layout.len())?, to)?;
+        return Ok(());
+    }
+    let (kernels, size) = (transfer.kernels()?, dtype.bytes());
+    let (strided, starts) = launches(layout)?;
+    for (number, start) in (0..).zip(starts) {
+        let from = memory.elements(dtype, start, strided.reach())?;
+        let mut part = to.slice(number * strided.len() * size..(number + 1) * strided.len() * size)?;
+        kernels.gather(stream, Operand::of_bytes(&from, dtype), &strided, Target::of_bytes(&mut part, dtype))?;
+    }
+    Ok(())
+}
+
+/// Enqueues bringing dense elements, which do not meet these places, to the places that a layout names in memory of their device.
+pub(super) fn spread_on_device(
+    from: &DeviceBuffer<u8>,
+    memory: &DeviceMemory,
+    transfer: &Transfer,
+    dtype: DType,
+    layout: &Layout,
+    stream: &Stream,
+) -> Result<(), TransferError> {
+    let bytes = launches(layout)?.0.len() * dtype.bytes();
+    scatter_all(memory, transfer, dtype, layout, stream, |number| Ok(from.slice(number * bytes..(number + 1) * bytes)?))
+}
+
+/// Enqueues setting the elements that a layout names to `value`. Takes memory for as many of them as one launch writes.
+pub(super) fn fill_on_device<T: Scalar>(
+    memory: &DeviceMemory,
+    transfer: &Transfer,
+    layout: &Layout,
+    value: T,
+    stream: &Stream,
+) -> Result<(), TransferError> {
+    let count = launches(layout)?.0.len();
+    let mut values: DeviceBuffer<T> = transfer.allocator().alloc_buffer(count, stream)?;
+    transfer.kernels()?.fill(stream, &mut values, value)?;
+    let values = values.cast::<u8>().ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?;
+    scatter_all(memory, transfer, T::DTYPE, layout, stream, |_| Ok(values.clone()))
+}
+
+/// Launches the scatter kernel for all of a layout, with what `part` gives for each launch by its number.
+fn scatter_all(
+    memory: &DeviceMemory,
+    transfer: &Transfer,
+    dtype: DType,
+    layout: &Layout,
+    stream: &Stream,
+    part: impl Fn(u64) -> Result<DeviceBuffer<u8>, TransferError>,
+) -> Result<(), TransferError> {
+    if layout.is_empty() {
+        return Ok(());
     }
     let kernels = transfer.kernels()?;
+    let (strided, starts) = launches(layout)?;
+    for (number, start) in (0..).zip(starts) {
+        let (from, mut to) = (part(number)?, memory.elements(dtype, start, strided.reach())?);
+        kernels.scatter(stream, Operand::of_bytes(&from, dtype), Target::of_bytes(&mut to, dtype), &strided)?;
+    }
+    Ok(())
+}
+
+/// The innermost dimensions of a layout, which one launch takes, and where each launch begins: one for each index of the others.
+fn launches(layout: &Layout) -> Result<(Strided, Vec<u64>), TransferError> {
     let merged = layout.merged();
     let dimensions: Vec<(u64, u64)> = merged.dimensions().collect();
     let (outer, launched) = dimensions.split_at(dimensions.len().saturating_sub(LAUNCH_DIMENSIONS));
     let (extents, strides): (Vec<u64>, Vec<u64>) = launched.iter().copied().unzip();
     // Numbers of a part overflow no more than those of the whole.
     let Some(strided) = Strided::new(&extents, &strides) else {
-        return Err(TransferError::Unsupported { what: "a layout that the gather kernel takes" });
+        return Err(TransferError::Unsupported { what: "a layout that the gather and scatter kernels take" });
     };
     let mut starts = Vec::new();
     places(outer, merged.offset(), &mut |start| starts.push(start));
-    for (number, start) in (0..).zip(starts) {
-        let from = memory.elements(dtype, start, strided.reach())?;
-        let mut part = to.slice(number * strided.len() * size..(number + 1) * strided.len() * size)?;
-        kernels.gather(stream, Operand::of_bytes(&from, dtype), &strided, Target::of_bytes(&mut part, dtype))?;
-    }
-    Ok(to)
+    Ok((strided, starts))
 }

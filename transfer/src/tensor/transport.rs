@@ -106,9 +106,15 @@ impl Tensor {
     /// # Errors
     /// When memory runs out, and errors of the driver.
     pub fn contiguous(&self) -> Result<Tensor, TransferError> {
-        if self.is_contiguous() {
-            return Ok(self.clone());
-        }
+        if self.is_contiguous() { Ok(self.clone()) } else { self.deep_copy() }
+    }
+
+    /// A tensor of the same elements, next to each other in row-major order, in memory of its own where this one is: what is written to one of them
+    /// later, the other one does not see. (Clones share the memory.) On a device the copy is enqueued.
+    ///
+    /// # Errors
+    /// As [`Tensor::contiguous`].
+    pub fn deep_copy(&self) -> Result<Tensor, TransferError> {
         let memory = match &self.memory {
             Memory::Device(memory) => {
                 let stream = memory.transfer.next_stream(Direction::OnDevice);
