@@ -8,7 +8,7 @@ use aquifer_allocator::AllocError;
 use aquifer_device::{DeviceError, DeviceLabel, DeviceMismatch, Unavailable};
 use aquifer_kernels::{ConvertError, DType, KernelError};
 
-use crate::params::{CheckpointError, Stray, Strays};
+use crate::params::{CheckpointError, Listed, SetMismatch, Stray};
 use crate::placement::NoDevice;
 use crate::tensor::{LayoutError, OperandsError};
 
@@ -238,7 +238,7 @@ pub enum TransferError {
         cause: Arc<dyn std::error::Error + Send + Sync>,
     },
     /// Parameters are not where all should be. Move the whole set.
-    #[error("not all parameters are on {place}: {}", Strays(strays))]
+    #[error("not all parameters are on {place}: {}", Listed(strays))]
     LeftBehind {
         /// Where they should be.
         place: String,
@@ -248,6 +248,9 @@ pub enum TransferError {
     /// A file of tensors is not what it should be.
     #[error(transparent)]
     Checkpoint(#[from] Box<CheckpointError>),
+    /// The caller loads files into a set that does not have the same tensors. All that differ are named.
+    #[error(transparent)]
+    Mismatch(#[from] Box<SetMismatch>),
     /// Device memory could not be had, or not be used by the stream.
     #[error(transparent)]
     Alloc(#[from] AllocError),

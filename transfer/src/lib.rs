@@ -38,8 +38,8 @@ pub use copy::{BatchResults, Downloaded, Region, Route, Scope, TransferBatch};
 pub use counters::{Counters, Direction, Traffic};
 pub use error::TransferError;
 pub use params::{
-    Checkpoint, CheckpointError, CheckpointFault, Load, OtherDTypes, Param, ParamKind, ParamSet, Progress, Relocate,
-    Stray, TensorEntry,
+    Checkpoint, CheckpointError, CheckpointFault, DifferentTensor, Load, OtherDTypes, Param, ParamKind, ParamSet,
+    Progress, Relocate, SetMismatch, Stray, TensorEntry,
 };
 pub use pending::{OnStreams, Pending};
 pub use pinned::{

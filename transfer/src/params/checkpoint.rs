@@ -26,7 +26,8 @@ pub(super) const HEADER_MAX: u64 = 100_000_000;
 
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Tensors in one or several safetensors files. Opening reads headers alone; [`Checkpoint::load_blocking`] brings the tensors.
+/// Tensors in one or several safetensors files. Opening reads headers alone; [`Checkpoint::load_blocking`] brings the tensors, and
+/// [`Checkpoint::load_into_blocking`] writes them to a set that exists.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};

@@ -43,7 +43,7 @@ type Filter<'a> = Box<dyn Fn(&TensorEntry) -> bool + 'a>;
 
 /// Which tensors are loaded, and how.
 #[derive(Default)]
-#[must_use = "nothing is loaded before it is given to `Checkpoint::load_blocking`"]
+#[must_use = "nothing is loaded before it is given to `Checkpoint::load_blocking` or `Checkpoint::load_into_blocking`"]
 pub struct Load<'a> {
     filter: Option<Filter<'a>>,
     dtype: Option<DType>,
@@ -62,7 +62,8 @@ impl<'a> Load<'a> {
         Load { filter: Some(Box::new(keep)), ..self }
     }
 
-    /// Converts tensors of floats to another dtype of floats, or those of integers to one of integers. Others stay as they are.
+    /// Converts tensors of floats to another dtype of floats, or those of integers to one of integers. Others stay as they are. Not
+    /// asked where a set has dtypes already ([`Checkpoint::load_into_blocking`]).
     pub fn dtype(self, dtype: DType) -> Load<'a> {
         Load { dtype: Some(dtype), ..self }
     }
@@ -85,12 +86,12 @@ impl fmt::Debug for Load<'_> {
 }
 
 /// A tensor to load.
-struct Wanted<'a> {
-    entry: &'a TensorEntry,
+pub(super) struct Wanted<'a> {
+    pub(super) entry: &'a TensorEntry,
     /// What the bytes in the file are taken for.
-    stored: DType,
-    dtype: DType,
-    layout: Layout,
+    pub(super) stored: DType,
+    pub(super) dtype: DType,
+    pub(super) layout: Layout,
 }
 
 impl Checkpoint {
@@ -102,18 +103,28 @@ impl Checkpoint {
     pub fn load_blocking(&self, place: impl Into<Place>, mut how: Load<'_>) -> Result<ParamSet, TransferError> {
         let place = place.into();
         self.check_unchanged()?;
-        let wanted = self.wanted(&how)?;
+        let wanted = self.chosen(&how).map(|entry| self.want(entry, &how)).collect::<Result<Vec<_>, _>>()?;
         let bytes_total = wanted.iter().map(|wanted| wanted.entry.bytes).sum();
-        let small = match &place {
+        let mut set = self.load_wanted(&wanted, &place, &mut how, (0, bytes_total))?;
+        set.metadata_mut().clone_from(self.metadata());
+        Ok(set)
+    }
+
+    /// Loads some tensors to a place. All or nothing. Progress is told of so many bytes done before, and so many in all.
+    pub(super) fn load_wanted(
+        &self,
+        wanted: &[Wanted<'_>],
+        place: &Place,
+        how: &mut Load<'_>,
+        (bytes_done, bytes_total): (u64, u64),
+    ) -> Result<ParamSet, TransferError> {
+        let small = match place {
             Place::Device(transfer) => Some(Small::new(transfer, None)?),
             _ => None,
         };
-        let mut loading = Loading { set: ParamSet::new(), small, on_way: VecDeque::new(), bytes_done: 0, bytes_total };
-        match self.load_all(&wanted, &place, &mut loading, &mut how) {
-            Ok(()) => {
-                loading.set.metadata_mut().clone_from(self.metadata());
-                Ok(loading.set)
-            }
+        let mut loading = Loading { set: ParamSet::new(), small, on_way: VecDeque::new(), bytes_done, bytes_total };
+        match self.load_all(wanted, place, &mut loading, how) {
+            Ok(()) => Ok(loading.set),
             Err(error) => {
                 loading.abandon();
                 Err(error)
@@ -140,13 +151,13 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// What is to be loaded, checked before anything is.
-    fn wanted(&self, how: &Load<'_>) -> Result<Vec<Wanted<'_>>, TransferError> {
-        let chosen = self.entries.iter().filter(|entry| how.filter.as_ref().is_none_or(|keep| keep(entry)));
-        chosen.map(|entry| self.want(entry, how)).collect()
+    /// The tensors that are to be loaded.
+    pub(super) fn chosen<'a>(&'a self, how: &Load<'_>) -> impl Iterator<Item = &'a TensorEntry> {
+        self.entries.iter().filter(|entry| how.filter.as_ref().is_none_or(|keep| keep(entry)))
     }
 
-    fn want<'a>(&'a self, entry: &'a TensorEntry, how: &Load<'_>) -> Result<Wanted<'a>, TransferError> {
+    /// How one is loaded, checked before any is.
+    pub(super) fn want<'a>(&'a self, entry: &'a TensorEntry, how: &Load<'_>) -> Result<Wanted<'a>, TransferError> {
         let (stored, dtype, shape) = match (entry.dtype, how.others) {
             (Some(stored), _) => {
                 let dtype = how.dtype.filter(|dtype| dtype.is_float() == stored.is_float()).unwrap_or(stored);

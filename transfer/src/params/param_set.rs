@@ -126,6 +126,14 @@ impl ParamSet {
         Ok(std::mem::replace(&mut param.tensor, tensor))
     }
 
+    /// Takes a parameter or buffer out; the others stay in their order. `None` if there is none of the name. Parameters that are tied to it are
+    /// not affected.
+    pub fn remove(&mut self, name: &str) -> Option<Param> {
+        let at = self.by_name.remove(name)?;
+        self.by_name.values_mut().filter(|place| **place > at).for_each(|place| *place -= 1);
+        Some(self.params.remove(at))
+    }
+
     /// Parameters and buffers, in their order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &Param> {
         self.params.iter()
@@ -215,15 +223,22 @@ impl fmt::Debug for ParamSet {
     }
 }
 
-/// Strays as messages list them: the first ones.
-pub(crate) struct Strays<'a>(pub(crate) &'a [Stray]);
+/// Of one parameter among others, in messages.
+impl fmt::Display for Stray {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({} bytes on {})", self.name, self.bytes, self.place)
+    }
+}
 
-impl fmt::Display for Strays<'_> {
+/// Many things as messages list them: the first ones.
+pub(crate) struct Listed<'a, T>(pub(crate) &'a [T]);
+
+impl<T: fmt::Display> fmt::Display for Listed<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const LISTED: usize = 10;
-        for (position, stray) in self.0.iter().take(LISTED).enumerate() {
+        for (position, item) in self.0.iter().take(LISTED).enumerate() {
             let between = if position > 0 { ", " } else { "" };
-            write!(f, "{between}{} ({} bytes on {})", stray.name, stray.bytes, stray.place)?;
+            write!(f, "{between}{item}")?;
         }
         match self.0.len().saturating_sub(LISTED) {
             0 => Ok(()),

@@ -87,6 +87,16 @@ impl Tensor {
         to.assign_on_device(own, &here, arrived, &transfer, stream)
     }
 
+    /// Checks that a tensor on a device can be assigned to, on a stream of its runtime.
+    pub(crate) fn check_assignable(&self) -> Result<(), TransferError> {
+        let Memory::Device(own) = &self.memory else {
+            return Err(TransferError::NotOnDevice { place: self.place().to_string() });
+        };
+        let stream = own.transfer.next_stream(Direction::OnDevice);
+        own.transfer.refuse_capture(stream)?;
+        Operands { operation: "assign_shared", tensors: &[("to", self)], stream }.written().map(drop)
+    }
+
     /// Begins bringing elements of another place to this tensor's memory, if they go there as one piece. On the stream of `transfer`.
     fn assign_directly(
         &self,

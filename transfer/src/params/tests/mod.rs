@@ -1,6 +1,7 @@
 //! Sets that move; files have a module of their own.
 
 mod files;
+mod into;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -97,6 +98,20 @@ fn names_are_unique_and_whole() {
     assert_eq!((set.len(), set.bytes()), (1, 1));
     assert!(set.replace("x", one.clone()).is_err());
     assert!(set.replace("a.b", Tensor::scalar(2u8).unwrap()).unwrap().shares_memory_with(&one));
+    for name in ["c", "d", "e"] {
+        set.insert_buffer(name, one.clone()).unwrap();
+    }
+    let removed = set.remove("c").unwrap();
+    assert_eq!((removed.name.as_str(), removed.kind), ("c", ParamKind::Buffer));
+    assert!(set.remove("c").is_none() && set.get("c").is_none() && set.remove("").is_none());
+    let names = |set: &ParamSet| set.iter().map(|param| param.name.clone()).collect::<Vec<_>>();
+    assert_eq!(names(&set), ["a.b", "d", "e"]);
+    for name in ["a.b", "d", "e"] {
+        let tensor = set.get(name).unwrap().clone();
+        assert!(set.replace(name, tensor).is_ok());
+    }
+    set.insert("c", one).unwrap();
+    assert_eq!(names(&set), ["a.b", "d", "e", "c"]);
 }
 
 #[test]

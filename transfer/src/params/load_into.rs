@@ -1,0 +1,131 @@
+//! Loading files into a set that exists.
+//!
+//! All tensors are loaded beside the set's first, so that whatever is wrong with files, or with room for them, changes nothing. What remains then
+//! are copies within devices, which need no memory. Elements on a device are written where they are, for all that share them; host memory never
+//! changes, so that tensors there are replaced.
+
+use std::collections::{HashMap, HashSet};
+
+use super::checkpoint::Checkpoint;
+use super::load::{Load, Wanted};
+use super::mismatch::{DifferentTensor, SetMismatch};
+use super::param_set::ParamSet;
+use crate::counters::Direction;
+use crate::error::TransferError;
+use crate::pending::Pending;
+use crate::tensor::{Place, Tensor, Tie};
+
+impl Checkpoint {
+    /// Loads tensors into a set of the same names, and waits on the host until they are there: PyTorch's `load_state_dict`. Each keeps its place and
+    /// shape, and its dtype: floats are converted to the set's, and integers. Those that [`Load::filter`] leaves out stay as they are, and so do
+    /// the set's kinds and metadata; [`Load::dtype`] is for sets that are made.
+    ///
+    /// Tensors on a device are written in place, so that clones, views and graphs that use their memory see the new elements. Those on the host
+    /// are replaced. Tied parameters stay tied; one of their names in the files is enough, and the last one in the set's order counts.
+    ///
+    /// All or nothing: before anything is written, all of it is there, which takes as much memory again on each device.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_kernels::DType;
+    /// use aquifer_transfer::{Checkpoint, Load, ParamSet, Tensor, Transfer};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
+    /// let path = std::env::temp_dir().join(format!("aquifer-into-{}.safetensors", std::process::id()));
+    /// let mut saved = ParamSet::new();
+    /// saved.insert("head.weight", Tensor::from_vec(vec![1.0f32, 2.0], &[2])?)?;
+    /// saved.save_blocking(&path)?;
+    ///
+    /// let mut model = ParamSet::new();
+    /// let weight = Tensor::zeros(&transfer, DType::BF16, &[2])?;
+    /// model.insert("head.weight", weight.clone())?;
+    /// Checkpoint::open(&path)?.load_into_blocking(&mut model, Load::new())?;
+    /// assert_eq!(weight.to_dtype(DType::F32)?.wait()?.to_vec_blocking::<f32>()?, [1.0, 2.0]);
+    ///
+    /// model.insert("head.bias", Tensor::zeros(&transfer, DType::BF16, &[2])?)?;
+    /// let error = Checkpoint::open(&path)?.load_into_blocking(&mut model, Load::new()).unwrap_err().to_string();
+    /// assert!(error.contains("missing from the files: head.bias"), "{error}");
+    /// # std::fs::remove_file(&path)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`TransferError::Mismatch`], which names all tensors that are missing on either side or differ; a tensor on a device that repeats elements;
+    /// and as [`Checkpoint::load_blocking`]. The set is then as it was, except where the driver refuses
+    /// the copies within a device that come last: some tensors may have been written then, and all can be loaded again.
+    pub fn load_into_blocking(&self, set: &mut ParamSet, mut how: Load<'_>) -> Result<(), TransferError> {
+        self.check_unchanged()?;
+        let mut wanted = self.wanted_by(set, &how)?;
+        check_writable(set, &wanted)?;
+        let bytes_total = wanted.iter().map(|wanted| wanted.entry.bytes).sum();
+        let (mut loaded, mut bytes_done) = (HashMap::new(), 0);
+        for (place, _) in set.bytes_by_place() {
+            let is_here = |name: &str| set.get(name).is_some_and(|tensor| tensor.place().is_same(&place));
+            let here: Vec<_> = wanted.extract_if(.., |wanted| is_here(&wanted.entry.name)).collect();
+            let part = self.load_wanted(&here, &place, &mut how, (bytes_done, bytes_total))?;
+            bytes_done += here.iter().map(|wanted| wanted.entry.bytes).sum::<u64>();
+            loaded.extend(part.iter().map(|param| (param.name.clone(), param.tensor.clone())));
+        }
+        set.take_over(&loaded)
+    }
+
+    /// What is to be loaded for a set, as its tensors have it.
+    fn wanted_by(&self, set: &ParamSet, how: &Load<'_>) -> Result<Vec<Wanted<'_>>, TransferError> {
+        let (mut wanted, mut mismatch) = (Vec::new(), SetMismatch::default());
+        for entry in self.chosen(how) {
+            let Some(tensor) = set.get(&entry.name) else {
+                mismatch.unexpected.push(entry.name.clone());
+                continue;
+            };
+            let found = self.want(entry, how)?;
+            if found.layout.shape() == tensor.shape() && found.stored.is_float() == tensor.dtype().is_float() {
+                wanted.push(Wanted { dtype: tensor.dtype(), ..found });
+            } else {
+                mismatch.different.push(DifferentTensor {
+                    name: entry.name.clone(),
+                    file_dtype: entry.file_dtype.clone(),
+                    file_shape: entry.shape.clone(),
+                    dtype: tensor.dtype(),
+                    shape: tensor.shape().to_vec(),
+                    place: tensor.place().to_string(),
+                });
+            }
+        }
+        let names: HashSet<&str> = self.entries().iter().map(|entry| entry.name.as_str()).collect();
+        let in_files = set.iter().filter(|param| names.contains(param.name.as_str()));
+        let ties: HashSet<Tie> = in_files.map(|param| param.tensor.tie()).collect();
+        let missing = set.iter().filter(|param| !ties.contains(&param.tensor.tie()));
+        mismatch.missing.extend(missing.map(|param| param.name.clone()));
+        if mismatch.is_empty() { Ok(wanted) } else { Err(TransferError::Mismatch(Box::new(mismatch))) }
+    }
+}
+
+/// Checks that what is to be written can be, before it is loaded.
+fn check_writable(set: &ParamSet, wanted: &[Wanted<'_>]) -> Result<(), TransferError> {
+    let tensors = wanted.iter().filter_map(|wanted| set.get(&wanted.entry.name));
+    tensors.filter(|tensor| !tensor.place().is_host()).try_for_each(Tensor::check_assignable)
+}
+
+impl ParamSet {
+    /// Writes loaded tensors where the set's are on a device, and puts them in the place of those on the host. Each is where the set's is.
+    fn take_over(&mut self, loaded: &HashMap<String, Tensor>) -> Result<(), TransferError> {
+        let (mut begun, mut replaced) = (Vec::new(), HashMap::new());
+        for param in self.iter() {
+            let Some(new) = loaded.get(&param.name) else { continue };
+            match param.tensor.place() {
+                Place::Device(transfer) => {
+                    let stream = transfer.next_stream(Direction::OnDevice);
+                    begun.push(param.tensor.clone().assign_shared(new, stream)?);
+                }
+                Place::Host | Place::Pinned(_) => {
+                    replaced.insert(param.tensor.tie(), new.clone());
+                }
+            }
+        }
+        Pending::all(begun).map_or(Ok(()), |all| all.wait().map(drop))?;
+        let tensors = self.iter().map(|param| replaced.get(&param.tensor.tie()).unwrap_or(&param.tensor).clone());
+        *self = self.with_tensors(tensors.collect());
+        Ok(())
+    }
+}
