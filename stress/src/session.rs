@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use aquifer_allocator::Allocator;
 use aquifer_device::sim::{CAPACITY_BYTES_MAX, Lagging, SimConfig, SimDriver};
-use aquifer_device::{Device, DeviceSpec, DriverKind, best_available};
+use aquifer_device::{Device, DeviceSpec, DriverKind, available, best_available};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
@@ -153,6 +153,22 @@ impl Session {
             }
             None => Ok((self.open()?, None)),
         }
+    }
+
+    /// Opens another device than this one of the session's: another GPU, the first that can be opened, or a simulated one like it. `None` where
+    /// there is no other GPU; one that cannot be opened is told about.
+    pub fn open_another(&self, device: &Device) -> Option<Device> {
+        let own = device.info().ordinal;
+        if let Some(sim) = self.sim() {
+            return Some(Device::new(SimDriver::new(sim.clone().ordinal(own ^ 1))));
+        }
+        for other in available().iter().filter(|other| other.ordinal != own) {
+            match DeviceSpec::Cuda(other.ordinal).open() {
+                Ok(device) => return Some(device),
+                Err(error) => self.message(format_args!("warning: cuda:{} is left out: {error}", other.ordinal)),
+            }
+        }
+        None
     }
 
     /// Opens the device so that it lags behind by `lag` events. `None` for a real device, where nothing but itself lags.

@@ -19,6 +19,13 @@ pub struct TransferArgs {
     pub only: Vec<Part>,
 }
 
+impl TransferArgs {
+    /// Whether a part is to be measured.
+    pub fn measures(&self, part: Part) -> bool {
+        self.only.is_empty() || self.only.contains(&part)
+    }
+}
+
 /// What `transfer` measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 #[expect(clippy::exhaustive_enums, reason = "the command line lists them")]
@@ -44,10 +51,17 @@ Methods:
   rows              every other 4 KiB of page-locked memory, by Transfer::upload_region and
                     download_region, or of device memory, by copy_region
   file              Transfer::read_file_to_device of a temporary file
+  copy, rows        from a peer, that is the memory of another device: Transfer::copy_from_peer and
+                    copy_region_from_peer, where there is a second GPU, or from a second simulated
+                    device; on the host, between page-locked memory, by the calling thread:
+                    Transfer::copy_on_host_blocking and copy_region_on_host_blocking
 On a real device, times are measured on the host, from before the calls until it has waited for what
 they enqueued, so calling and waiting count. On a simulated device they are its virtual time, which
 covers driver calls and the device's own work but not what the host does. So staged copies and files
-are not measured there; the schedule is measured instead.
+are not measured there; the schedule is measured instead. Of copies from a
+simulated peer the device that they go to tells the time: what the peer does for them beforehand,
+such as collecting rows, is not in it. Copies on the host are timed by the host's clock on every
+device.
 
 JSON keys of every row:
   part, device, modelled    what was measured, on which device, and whether times come from the
@@ -55,10 +69,13 @@ JSON keys of every row:
   clock                     \"host\": around calls and waiting, on a real device; or \"virtual\": that
                             of the simulated device
 copies:
-  direction, method, bytes  direction, method and size of the copy
+  direction, method, bytes  \"upload\", \"download\", \"on device\", \"from peer\" or \"on host\"; method and
+                            size of the copy
+  peer, route               the other device, and which way copies from there go; null for the others
   us, gb_per_s              time of a copy, and bandwidth
   of_driver_pinned          its bandwidth as a share of the driver's own copy of page-locked memory;
-                            null for that copy itself, and on the device
+                            null for that copy itself, and where both ends are on
+                            the host or on devices
 small:
   direction, bytes, copies  direction, size and number of the copies
   single_us, batched_us     time of a copy, with one call each or as a batch, including packing and

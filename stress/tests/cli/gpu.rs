@@ -18,9 +18,14 @@ impl Driver {
 
     /// Runs the program where this driver has a GPU of 4 GiB.
     fn run(&self, args: &[&str]) -> Output {
+        self.run_on("4GiB", args)
+    }
+
+    /// Runs the program where this driver has these GPUs.
+    fn run_on(&self, devices: &str, args: &[&str]) -> Output {
         let mut program = program(args);
         program.env_remove("CUDA_VISIBLE_DEVICES").env("LD_LIBRARY_PATH", &self.0);
-        program.env("AQUIFER_STANDIN_DEVICES", "4GiB").output().unwrap()
+        program.env("AQUIFER_STANDIN_DEVICES", devices).output().unwrap()
     }
 
     fn rows(&self, code: i32, args: &[&str]) -> Vec<Value> {
@@ -89,6 +94,19 @@ fn copies_are_timed_by_the_host() {
         let clock = if part == "schedule" { "virtual" } else { "host" };
         assert!(!rows.is_empty() && rows.iter().all(|row| row["clock"] == clock), "{rows:?}");
         assert!(rows.iter().all(|row| row["modelled"] == (part == "schedule")), "{rows:?}");
+    }
+}
+
+#[test]
+fn copies_from_a_peer_are_measured_where_there_is_a_second_gpu() {
+    let driver = Driver::new("peer");
+    for (devices, peer) in [("4GiB", None), ("4GiB;2GiB", Some("cuda:1"))] {
+        let args = ["transfer", "--only", "copies", "--device", "cuda:0", "--rounds", "1", "--max-mb", "1", "--json"];
+        let rows = rows_of(0, &driver.run_on(devices, &args));
+        let from_peer: Vec<&Value> = rows.iter().filter(|row| row["direction"] == "from peer").collect();
+        assert_eq!(from_peer.len(), if peer.is_some() { 6 } else { 0 }, "two methods, three sizes: {from_peer:?}");
+        assert!(from_peer.iter().all(|row| row["peer"].as_str() == peer && row["clock"] == "host"), "{from_peer:?}");
+        assert!(rows.iter().any(|row| row["direction"] == "on host"));
     }
 }
 

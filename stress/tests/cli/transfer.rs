@@ -1,5 +1,7 @@
 //! `transfer` as people run it.
 
+use serde_json::json;
+
 use super::*;
 
 /// The rows of `transfer` on a device without jitter.
@@ -26,7 +28,36 @@ fn copies_are_measured_by_every_way_and_page_locked_ones_are_as_fast_as_the_driv
     }
     assert!(number(&of("on device", "copy"), "gb_per_s") > number(&of("upload", "pinned"), "gb_per_s"));
     assert!(number(&of("on device", "rows"), "gb_per_s") > 0.0);
-    assert!(rows.iter().all(|row| row["modelled"] == true && row["clock"] == "virtual"));
+    for row in &rows {
+        let by_host = row["direction"] == "on host";
+        assert_eq!(
+            (&row["modelled"], &row["clock"]),
+            (&json!(!by_host), &json!(if by_host { "host" } else { "virtual" }))
+        );
+    }
+}
+
+/// Neither the driver's copies to and from the host are a measure for them, nor is a simulated device's time for the host's own work.
+#[test]
+fn copies_between_devices_and_on_the_host_are_measured() {
+    let rows = measured(&["--only", "copies", "--max-mb", "16"]);
+    for (direction, peer, route) in
+        [("from peer", json!("sim:1"), json!("from device to device")), ("on host", Value::Null, Value::Null)]
+    {
+        for method in ["copy", "rows"] {
+            let of = |row: &&Value| row["direction"] == direction && row["method"] == method;
+            let rows: Vec<&Value> = rows.iter().filter(of).collect();
+            assert_eq!(rows.len(), 4, "sizes of {direction} {method}");
+            for row in rows {
+                assert!(number(row, "gb_per_s") > 0.0 && row["of_driver_pinned"].is_null(), "{row}");
+                assert_eq!((&row["peer"], &row["route"]), (&peer, &route), "{row}");
+            }
+        }
+    }
+    let output = stress(&["--device", "sim:1GiB", "transfer", "--only", "copies", "--max-mb", "1", "--rounds", "1"]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("come from sim:1, and go from device to device"), "{text}");
+    assert!(text.contains("on the host are timed by its own clock"), "{text}");
 }
 
 #[test]

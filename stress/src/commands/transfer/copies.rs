@@ -9,7 +9,7 @@ use aquifer_device::AccessKind;
 use aquifer_transfer::{PinnedBuffer, Region};
 use serde::Serialize;
 
-use super::meter::{Meter, rate};
+use super::meter::{HOST, Meter, Peer, rate};
 use crate::commands::hundredths;
 use crate::exit::Failure;
 use crate::session::Session;
@@ -26,6 +26,8 @@ struct Row {
     device: String,
     modelled: bool,
     clock: &'static str,
+    peer: Option<String>,
+    route: Option<String>,
     direction: &'static str,
     method: &'static str,
     bytes: u64,
@@ -39,11 +41,15 @@ struct Ends {
     bytes: u64,
     /// Twice as long as what is copied, for rows with gaps.
     pinned: PinnedBuffer<u8>,
+    /// Where copies on the host go.
+    aside: PinnedBuffer<u8>,
     ordinary: Vec<u8>,
     shared: Arc<[u8]>,
     buffer: DeviceBuffer<u8>,
     /// Twice as long, too.
     other: DeviceBuffer<u8>,
+    /// Memory of another device, twice as long.
+    peer: Option<DeviceBuffer<u8>>,
     file: Option<Temporary>,
 }
 
@@ -102,7 +108,32 @@ const METHODS: &[Method] = &[
         let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
         Ok(meter.transfer.copy_region(&ends.buffer, &mut ends.other, &region)?.wait()?)
     }),
+    (PEER, "copy", |meter, ends| {
+        let (Some(peer), Some(from)) = (&meter.peer, &ends.peer) else { return Ok(()) };
+        meter.transfer.copy_from_peer(&from.slice(..ends.bytes)?, &peer.transfer, &mut ends.buffer)?.wait()?;
+        Ok(())
+    }),
+    (PEER, "rows", |meter, ends| {
+        let (Some(peer), Some(from)) = (&meter.peer, &ends.peer) else { return Ok(()) };
+        let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
+        meter.transfer.copy_region_from_peer(from, &peer.transfer, &mut ends.buffer, &region)?.wait()?;
+        Ok(())
+    }),
+    (ON_HOST, "copy", |meter, ends| {
+        let from = ends.pinned.slice(..ends.ordinary.len())?;
+        Ok(meter.transfer.copy_on_host_blocking(from, &mut ends.aside)?)
+    }),
+    (ON_HOST, "rows", |meter, ends| {
+        let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
+        Ok(meter.transfer.copy_region_on_host_blocking(&ends.pinned, &mut ends.aside, &region)?)
+    }),
 ];
+
+/// The direction of copies from the memory of another device.
+const PEER: &str = "from peer";
+
+/// The direction of copies that the calling thread makes, whatever the device.
+const ON_HOST: &str = "on host";
 
 /// What a simulated device does not charge for: the work of the host.
 const HOST_METHODS: [&str; 2] = ["staged", "file"];
@@ -113,10 +144,17 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
         let mut ends = Ends::new(meter, bytes)?;
         let mut yardstick = ("", 0.0);
         for &(direction, method, copy) in METHODS {
-            if meter.is_modelled() && HOST_METHODS.contains(&method) {
+            let is_left_out = meter.is_modelled() && HOST_METHODS.contains(&method);
+            if is_left_out || (direction == PEER && ends.peer.is_none()) {
                 continue;
             }
-            let ns = meter.time(|| copy(meter, &mut ends))?;
+            let by_host = direction == ON_HOST;
+            let ns = if by_host {
+                meter.time_on_host(|| copy(meter, &mut ends))?
+            } else {
+                meter.time(|| copy(meter, &mut ends))?
+            };
+            let peer = meter.peer.as_ref().filter(|_| direction == PEER);
             let speed = rate(bytes, ns);
             if method == "driver pinned" {
                 yardstick = (direction, speed);
@@ -125,8 +163,10 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
             let row = Row {
                 part: "copies",
                 device: meter.device.clone(),
-                modelled: meter.is_modelled(),
-                clock: meter.clock(),
+                modelled: meter.is_modelled() && !by_host,
+                clock: if by_host { HOST } else { meter.clock() },
+                peer: peer.map(|peer| peer.name.clone()),
+                route: peer.map(|peer| peer.route.to_string()),
                 direction,
                 method,
                 bytes,
@@ -142,7 +182,16 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
             );
         }
     }
-    session.show(table)
+    let notes = [meter.peer.as_ref().map(told), meter.is_modelled().then(|| BY_HOST.to_owned())];
+    session.show(notes.into_iter().flatten().fold(table.to_string(), |text, note| format!("{text}\n{note}")))
+}
+
+/// What tells those who read the table whose clock some rows are of.
+const BY_HOST: &str = "Copies on the host are timed by its own clock, all others in the virtual time of the device.";
+
+/// Where copies from a peer come from, in words.
+fn told(peer: &Peer) -> String {
+    format!("Copies from a peer come from {}, and go {}.", peer.name, peer.route)
 }
 
 impl Ends {
@@ -153,10 +202,17 @@ impl Ends {
         Ok(Ends {
             bytes,
             pinned: meter.pinned(2 * bytes)?,
+            aside: meter.pinned(bytes)?,
             shared: ordinary.as_slice().into(),
             ordinary,
             buffer: meter.buffer(bytes)?,
             other: meter.buffer(2 * bytes)?,
+            peer: meter
+                .peer
+                .as_ref()
+                .filter(|peer| bytes <= peer.most)
+                .map(|peer| peer.buffer(2 * bytes))
+                .transpose()?,
             file,
         })
     }

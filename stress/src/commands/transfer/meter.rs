@@ -7,9 +7,9 @@ use std::time::Instant;
 use aquifer_allocator::DeviceBuffer;
 use aquifer_device::Stream;
 use aquifer_device::sim::SimDriver;
-use aquifer_transfer::{PinnedBuffer, Transfer};
+use aquifer_transfer::{PinnedBuffer, Place, Route, Transfer};
 
-use crate::cli::TransferArgs;
+use crate::cli::{Part, TransferArgs};
 use crate::exit::Failure;
 use crate::session::Session;
 
@@ -19,12 +19,28 @@ const LEAST: u64 = 4 << 10;
 /// The clock of simulated devices.
 pub(super) const VIRTUAL: &str = "virtual";
 
+/// The clock of everything else.
+pub(super) const HOST: &str = "host";
+
+/// Another device, whose memory is copied from.
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub(super) transfer: Transfer,
+    pub(super) stream: Stream,
+    pub(super) name: String,
+    pub(super) route: Route,
+    /// The largest copies that it has room for.
+    pub(super) most: u64,
+}
+
 /// A device, a clock, and what is copied.
 #[derive(Debug)]
 pub(super) struct Meter {
     pub(super) transfer: Transfer,
     pub(super) stream: Stream,
     pub(super) device: String,
+    /// `None` where there is no other device, or copies are not measured.
+    pub(super) peer: Option<Peer>,
     simulated: Option<Arc<SimDriver>>,
     begun: Instant,
     rounds: u32,
@@ -34,9 +50,11 @@ pub(super) struct Meter {
 impl Meter {
     pub(super) fn new(session: &Session, args: &TransferArgs) -> Result<Meter, Failure> {
         let (device, simulated) = session.open_with_simulator()?;
-        let allocator = session.allocator(&device, session.config()?)?;
+        let transfer = Transfer::new(&session.allocator(&device, session.config()?)?)?;
+        let peer = if args.measures(Part::Copies) { Peer::open(session, &transfer)? } else { None };
         Ok(Meter {
-            transfer: Transfer::new(&allocator)?,
+            transfer,
+            peer,
             stream: device.create_stream()?,
             device: session.device_text().to_owned(),
             simulated,
@@ -54,7 +72,7 @@ impl Meter {
 
     /// Whose clock times are of.
     pub(super) fn clock(&self) -> &'static str {
-        if self.is_modelled() { VIRTUAL } else { "host" }
+        if self.is_modelled() { VIRTUAL } else { HOST }
     }
 
     /// Sizes to be copied, in bytes.
@@ -83,14 +101,23 @@ impl Meter {
     }
 
     /// Nanoseconds that `work` takes by the clock, the median of all rounds but a first one. The device is idle before each.
-    pub(super) fn time(&self, mut work: impl FnMut() -> Result<(), Failure>) -> Result<f64, Failure> {
+    pub(super) fn time(&self, work: impl FnMut() -> Result<(), Failure>) -> Result<f64, Failure> {
+        self.time_by(|| self.now_ns(), work)
+    }
+
+    /// The same by the host's clock, for what simulated devices take no part in.
+    pub(super) fn time_on_host(&self, work: impl FnMut() -> Result<(), Failure>) -> Result<f64, Failure> {
+        self.time_by(|| self.host_ns(), work)
+    }
+
+    fn time_by(&self, now_ns: impl Fn() -> u64, mut work: impl FnMut() -> Result<(), Failure>) -> Result<f64, Failure> {
         let mut times = Vec::new();
         for round in 0..=self.rounds {
             self.transfer.device().synchronize()?;
-            let start = self.now_ns();
+            let start = now_ns();
             work()?;
             if round > 0 {
-                times.push(self.now_ns().saturating_sub(start));
+                times.push(now_ns().saturating_sub(start));
             }
         }
         times.sort_unstable();
@@ -101,13 +128,37 @@ impl Meter {
     fn now_ns(&self) -> u64 {
         match &self.simulated {
             Some(simulated) => simulated.now_ns(),
-            None => u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX),
+            None => self.host_ns(),
         }
     }
 
-    /// What the simulated device found unordered; told on standard error.
+    fn host_ns(&self) -> u64 {
+        u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// What simulated devices found unordered; told on standard error.
     pub(super) fn hazards(&self, session: &Session) -> u64 {
-        crate::commands::replay::hazards(session, "transfer", self.transfer.device())
+        let devices = [Some(self.transfer.device()), self.peer.as_ref().map(|peer| peer.transfer.device())];
+        devices.into_iter().flatten().map(|device| crate::commands::replay::hazards(session, "transfer", device)).sum()
+    }
+}
+
+impl Peer {
+    /// Another device than the one with this runtime, if there is one that can be used.
+    fn open(session: &Session, beside: &Transfer) -> Result<Option<Peer>, Failure> {
+        let Some(device) = session.open_another(beside.device()) else { return Ok(None) };
+        let transfer = Transfer::new(&session.allocator(&device, session.config()?)?)?;
+        Ok(Some(Peer {
+            stream: device.create_stream()?,
+            name: Place::from(&transfer).to_string(),
+            route: beside.route_from(&transfer)?,
+            most: device.memory_info()?.free / 4,
+            transfer,
+        }))
+    }
+
+    pub(super) fn buffer(&self, bytes: u64) -> Result<DeviceBuffer<u8>, Failure> {
+        Ok(self.transfer.allocator().alloc_buffer(bytes, &self.stream)?)
     }
 }
 

@@ -16,19 +16,18 @@ use meter::Meter;
 /// # Errors
 /// When the device cannot be opened or fails, lacks memory for the smallest copies, or standard output cannot be written.
 pub fn run(session: &Session, args: &TransferArgs) -> Result<Outcome, Failure> {
-    let wanted = |part: Part| args.only.is_empty() || args.only.contains(&part);
     let meter = Meter::new(session, args)?;
     let mut damaged = false;
-    if wanted(Part::Copies) {
+    if args.measures(Part::Copies) {
         copies::run(session, &meter)?;
     }
-    if wanted(Part::Small) {
+    if args.measures(Part::Small) {
         small::run(session, &meter)?;
     }
-    if wanted(Part::Overlap) {
+    if args.measures(Part::Overlap) {
         overlap::run(session, &meter)?;
     }
-    if wanted(Part::Schedule) {
+    if args.measures(Part::Schedule) {
         damaged |= !schedule::run(session, args.max_mb)?;
     }
     Ok(match meter.hazards(session) {
