@@ -10,6 +10,7 @@ use aquifer_device::{AccessKind, CopyEnd, CopyPart, DeviceError, DevicePtr, Host
 use bytemuck::Pod;
 
 use crate::copy::direct::{check_apart, check_lengths};
+use crate::copy::touched::Touched;
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::host_vec;
@@ -29,8 +30,9 @@ const PACKED_ALIGNMENT: usize = 64;
 /// ends they become one copy. What remains goes to the driver in one call for each direction, if it has such a call and that pays on this
 /// device ([`Transfer::batch_calls_pay_below`]), else in one call each.
 ///
-/// Uploads come first, then copies within the device, then downloads, in whatever order they were added. Those of one direction of which one
-/// writes what another uses are made one by one, in the order in which they were added.
+/// The outcome is that of making the copies one after the other, in the order in which they were added. Where none of them writes what another
+/// one uses, uploads come first, then copies within the device, then downloads. A copy that writes what an earlier one of a later kind uses
+/// begins this anew, and those of one kind of which one writes what another uses are made one by one.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
@@ -58,10 +60,21 @@ pub struct TransferBatch {
     transfer: Transfer,
     number: u64,
     packed: Vec<Packed>,
+    /// Made one after the other; there is always one.
+    stages: Vec<Stage>,
+    downloaded: usize,
+}
+
+/// Copies of which uploads may come first, then those within the device, then downloads, whatever order they were added in.
+#[derive(Debug, Default)]
+struct Stage {
     uploads: Vec<Piece>,
     copies: Vec<Piece>,
     downloads: Vec<Piece>,
-    downloaded: usize,
+    /// What downloads read.
+    downloaded: Touched,
+    /// The same, and what copies within the device read and write.
+    used: Touched,
 }
 
 /// Page-locked memory that uploads are packed into.
@@ -136,9 +149,7 @@ impl Transfer {
             transfer: self.clone(),
             number: NEXT_BATCH.fetch_add(1, Ordering::Relaxed),
             packed: Vec::new(),
-            uploads: Vec::new(),
-            copies: Vec::new(),
-            downloads: Vec::new(),
+            stages: vec![Stage::default()],
             downloaded: 0,
         }
     }
@@ -157,7 +168,7 @@ impl TransferBatch {
             return Ok(());
         }
         let from = self.pack(bytes, &End::of(to))?;
-        add(&mut self.uploads, Piece { from, to: End::of(to), bytes: to.bytes() });
+        self.stage(|stage| stage.used.overlaps(to.ptr(), to.bytes())).add_upload(from, to);
         Ok(())
     }
 
@@ -173,7 +184,7 @@ impl TransferBatch {
             return Ok(());
         }
         check_apart(from, to)?;
-        add(&mut self.copies, Piece { from: End::of(from), to: End::of(to), bytes: to.bytes() });
+        self.stage(|stage| stage.downloaded.overlaps(to.ptr(), to.bytes())).add_copy(from, to);
         Ok(())
     }
 
@@ -188,19 +199,20 @@ impl TransferBatch {
         if bytes == 0 {
             return Ok(Downloaded { batch: self.number, offset: 0, len, element: PhantomData });
         }
-        let adjacent = self.downloads.last().is_some_and(|last| last.from.goes_on(last.bytes, &End::of(from)));
+        let adjacent =
+            self.stages.last().is_some_and(|stage| goes_on(&stage.downloads, |last| &last.from, &End::of(from)));
         let offset = if adjacent { self.downloaded } else { self.downloaded.next_multiple_of(PACKED_ALIGNMENT) };
         let overflow = TransferError::LengthOverflow { len: from.len(), size: size_of::<T>() as u64 };
         let end = offset.checked_add(bytes).ok_or(overflow)?;
-        let to = End::Host { buffer: 0, offset };
-        add(&mut self.downloads, Piece { from: End::of(from), to, bytes: from.bytes() });
+        self.stage(|_| false).add_download(from, End::Host { buffer: 0, offset });
         self.downloaded = end;
         Ok(Downloaded { batch: self.number, offset, len, element: PhantomData })
     }
 
     /// Copies that the driver will be asked for: fewer than were added where pieces lie side by side.
     pub fn pieces(&self) -> usize {
-        self.uploads.len() + self.copies.len() + self.downloads.len()
+        let pieces = |stage: &Stage| stage.uploads.len() + stage.copies.len() + stage.downloads.len();
+        self.stages.iter().map(pieces).sum()
     }
 
     /// Enqueues all copies, and returns. The first batch in a direction measures whether batched calls pay, which takes some milliseconds,
@@ -211,19 +223,30 @@ impl TransferBatch {
     pub fn run(self) -> Result<Pending<BatchResults>, TransferError> {
         let transfer = &self.transfer;
         let packed: Vec<_> = self.packed.iter().map(|packed| PinnedSlice::from(&packed.buffer).part()).collect();
-        let mut ticks = Vec::new();
-        ticks.extend(transfer.enqueue_pieces(Direction::Upload, &self.uploads, &packed)?);
-        ticks.extend(transfer.enqueue_pieces(Direction::OnDevice, &self.copies, &[])?);
         let mut results = transfer.pinned().alloc::<u8>(self.downloaded)?;
         let part = [PinnedSliceMut::from(&mut results).part()];
-        ticks.extend(transfer.enqueue_pieces(Direction::Download, &self.downloads, &part)?);
+        let mut ticks = Vec::new();
+        for stage in &self.stages {
+            ticks.extend(transfer.enqueue_pieces(Direction::Upload, &stage.uploads, &packed)?);
+            ticks.extend(transfer.enqueue_pieces(Direction::OnDevice, &stage.copies, &[])?);
+            ticks.extend(transfer.enqueue_pieces(Direction::Download, &stage.downloads, &part)?);
+        }
         let results = BatchResults { batch: self.number, bytes: results };
         Ok(Pending::enqueued_all(transfer.shared(), ticks, results))
     }
 
+    /// The stage that a copy belongs to: the last one, or a new one if the copy must come after what that one makes later.
+    fn stage(&mut self, comes_after: impl FnOnce(&Stage) -> bool) -> &mut Stage {
+        if self.stages.last().is_none_or(comes_after) {
+            self.stages.push(Stage::default());
+        }
+        let last = self.stages.len() - 1;
+        &mut self.stages[last]
+    }
+
     /// Packs bytes, and says where.
     fn pack(&mut self, bytes: &[u8], to: &End) -> Result<End, TransferError> {
-        let goes_on = self.uploads.last().is_some_and(|last| last.to.goes_on(last.bytes, to));
+        let goes_on = self.stages.last().is_some_and(|stage| goes_on(&stage.uploads, |last| &last.to, to));
         let alignment = if goes_on { 1 } else { PACKED_ALIGNMENT };
         let room = self.packed.last().map(|packed| (packed.used.next_multiple_of(alignment), packed.buffer.len()));
         if room.is_none_or(|(start, len)| len < start + bytes.len()) {
@@ -236,6 +259,24 @@ impl TransferBatch {
         packed.buffer.write()?[start..start + bytes.len()].copy_from_slice(bytes);
         packed.used = start + bytes.len();
         Ok(End::Host { buffer, offset: start })
+    }
+}
+
+impl Stage {
+    fn add_upload<T: Copy>(&mut self, from: End, to: &DeviceBuffer<T>) {
+        add(&mut self.uploads, Piece { from, to: End::of(to), bytes: to.bytes() });
+    }
+
+    fn add_copy<T: Copy>(&mut self, from: &DeviceBuffer<T>, to: &DeviceBuffer<T>) {
+        self.used.add(from.ptr(), from.bytes());
+        self.used.add(to.ptr(), to.bytes());
+        add(&mut self.copies, Piece { from: End::of(from), to: End::of(to), bytes: to.bytes() });
+    }
+
+    fn add_download<T: Copy>(&mut self, from: &DeviceBuffer<T>, to: End) {
+        self.used.add(from.ptr(), from.bytes());
+        self.downloaded.add(from.ptr(), from.bytes());
+        add(&mut self.downloads, Piece { from: End::of(from), to, bytes: from.bytes() });
     }
 }
 
@@ -271,6 +312,11 @@ impl End {
             End::Host { .. } => None,
         }
     }
+}
+
+/// Whether an end begins where that of the last piece ends.
+fn goes_on(pieces: &[Piece], end: impl Fn(&Piece) -> &End, next: &End) -> bool {
+    pieces.last().is_some_and(|last| end(last).goes_on(last.bytes, next))
 }
 
 /// Adds a piece, to the last one if it goes on there at both ends, and the two together do not write what they read.

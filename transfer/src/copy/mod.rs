@@ -8,7 +8,7 @@
 //! * `owned`: memory of any kind that is passed in or returned as a whole;
 //! * `file`: files straight to the device;
 //! * `scope`: borrowed memory, with a wait until the copy is done;
-//! * `batch`: many small copies as one, where that pays (`crossover`).
+//! * `batch`: many small copies as one, where that pays (`crossover`) and nothing written is used by another one (`touched`).
 //!
 //! Copies by the driver are sound by the invariants of page-locked memory (`pinned/memory.rs`), copies by threads by that of `memory`.
 
@@ -26,6 +26,7 @@ mod region;
 mod scope;
 mod staged_region;
 mod strided;
+mod touched;
 
 pub use batch::{BatchResults, Downloaded, TransferBatch};
 pub(crate) use direct::check_lengths;

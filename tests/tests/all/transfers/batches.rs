@@ -109,39 +109,56 @@ fn a_batch_refuses_ends_that_do_not_fit_and_stays_as_it_was() {
     other.finish();
 }
 
-/// Between two parts of a buffer: where each begins, and their length.
-fn blocks() -> impl Strategy<Value = Vec<(u64, u64, u64)>> {
+/// A copy of a kind (upload, within the device, download) between two parts of a buffer: where each begins, and their length.
+type Step = (Direction, u64, u64, u64);
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let kinds =
+        prop::sample::select(vec![Direction::Upload, Direction::OnDevice, Direction::OnDevice, Direction::Download]);
     // Some go on where the last one ends, at both ends.
-    let steps = prop::collection::vec((any::<bool>(), 0u64..900, 0u64..900, 1u64..60), 1..40);
+    let steps = prop::collection::vec((kinds, any::<bool>(), 0u64..900, 0u64..900, 1u64..60), 1..40);
     steps.prop_map(|steps| {
-        let mut last = (0, 0, 0);
-        let blocks = steps.into_iter().map(|(goes_on, from, to, bytes)| {
-            last = if goes_on { (last.0 + last.2, last.1 + last.2, bytes) } else { (from, to, bytes) };
+        let mut last = (Direction::Upload, 0, 0, 0);
+        let steps = steps.into_iter().map(|(kind, goes_on, from, to, bytes)| {
+            last = if goes_on { (last.0, last.1 + last.3, last.2 + last.3, bytes) } else { (kind, from, to, bytes) };
             last
         });
-        blocks.filter(|(from, to, bytes)| from.abs_diff(*to) >= *bytes && from.max(to) + bytes <= 1000).collect()
+        steps.filter(|(_, from, to, bytes)| from.abs_diff(*to) >= *bytes && from.max(to) + bytes <= 1000).collect()
     })
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 150, ..ProptestConfig::default() })]
 
-    /// Blocks that are copied over each other, in one buffer, between uploads and downloads of it.
+    /// Blocks that are written over each other and read, in one buffer.
     #[test]
-    fn copies_in_a_batch_do_what_they_would_one_by_one(blocks in blocks(), seed in 0..1000u64) {
+    fn copies_in_a_batch_do_what_they_would_one_by_one(steps in steps(), seed in 0..1000u64) {
         let bench = Bench::seeded(seed);
         let mut buffer = bench.alloc(1000);
-        let mut expected = pattern(seed, 1000);
+        let (mut expected, sent) = (pattern(seed, 1000), pattern(seed + 1, 1000));
         let mut batch = bench.transfer.batch();
-        let download = batch.download(&buffer).unwrap();
-        for &(from, to, bytes) in &blocks {
-            let mut target = buffer.slice(to..to + bytes).unwrap();
-            batch.copy(&buffer.slice(from..from + bytes).unwrap(), &mut target).unwrap();
-            expected.copy_within(host(from)..host(from + bytes), host(to));
+        batch.upload(&expected, &mut buffer).unwrap();
+        let mut downloads = Vec::new();
+        for &(kind, from, to, bytes) in &steps {
+            let (source, mut target) = (buffer.slice(from..from + bytes).unwrap(), buffer.slice(to..to + bytes).unwrap());
+            let (read, written) = (host(from)..host(from + bytes), host(to)..host(to + bytes));
+            match kind {
+                Direction::Upload => {
+                    batch.upload(&sent[read.clone()], &mut target).unwrap();
+                    expected[written].copy_from_slice(&sent[read]);
+                }
+                Direction::Download => downloads.push((batch.download(&source).unwrap(), expected[read].to_vec())),
+                _ => {
+                    batch.copy(&source, &mut target).unwrap();
+                    expected.copy_within(read, written.start);
+                }
+            }
         }
-        batch.upload(&pattern(seed, 1000), &mut buffer).unwrap();
+        downloads.push((batch.download(&buffer).unwrap(), expected));
         let results = batch.run().unwrap().wait().unwrap();
-        prop_assert!(results.read(&download).unwrap() == expected, "{:?}", blocks);
+        for (download, expected) in downloads {
+            prop_assert!(results.read(&download).unwrap() == expected, "{:?}", steps);
+        }
         drop((buffer, results));
         bench.finish();
     }
