@@ -167,5 +167,5 @@ fn loading_into_a_set_is_all_or_nothing() {
         quiet(&transfer);
     }
     // Also where the device failed at the last, all of it could be loaded again.
-    assert!(failed[0] > 5 && failed[1] > 0, "{failed:?}");
+    assert!(failed.iter().all(|&calls| calls > 2), "{failed:?}");
 }
