@@ -9,6 +9,7 @@ mod peers;
 mod programs;
 mod sleep;
 mod spills;
+mod tensors;
 mod world;
 
 use aquifer_allocator::{Allocator, Config, DeviceBuffer};
