@@ -35,7 +35,7 @@ pub struct Counters {
     pub downloads: Traffic,
     /// Within the device, or from other devices.
     pub on_device: Traffic,
-    /// Between host memory, by the calling thread ([`crate::Transfer::copy_on_host_blocking`]).
+    /// Between host memory ([`crate::Transfer::copy_on_host`]).
     pub on_host: Traffic,
     /// How often a thread waited on the host for the device, in a call that says so.
     pub synchronisations: u64,

@@ -309,10 +309,15 @@ impl Transfer {
         work: impl FnOnce() -> Result<(), DeviceError>,
     ) -> Result<Tick, TransferError> {
         self.refuse_capture(stream)?;
-        // Before any turn: the threads that end claims may need one.
-        host.iter().for_each(|(part, kind)| part.memory.wait_unclaimed(*kind));
-        let turn = Turn::take(stream, device)?;
-        let turns = host_turns(host, stream)?;
+        let (turn, turns) = loop {
+            // Before any turn: the threads that end claims may need one.
+            host.iter().for_each(|(part, kind)| part.memory.wait_unclaimed(*kind));
+            let turn = Turn::take(stream, device)?;
+            // Another part of the memory may have been claimed meanwhile.
+            if let Some(turns) = host_turns(host, stream)? {
+                break (turn, turns);
+            }
+        };
         let worked = work();
         drop(turns);
         drop(turn);
@@ -326,13 +331,23 @@ impl Transfer {
     }
 }
 
-/// A stream's turns with host memory, in one order for all, so that turns do not wait for each other in a circle.
-fn host_turns<'a>(host: &[(HostPart<'a>, AccessKind)], stream: &'a Stream) -> Result<Vec<HostTurn<'a>>, TransferError> {
+/// A stream's turns with host memory, in one order for all, so that turns do not wait for each other in a circle; `None` while one is claimed.
+fn host_turns<'a>(
+    host: &[(HostPart<'a>, AccessKind)],
+    stream: &'a Stream,
+) -> Result<Option<Vec<HostTurn<'a>>>, TransferError> {
     let mut wanted: Vec<_> = host.iter().map(|&(part, kind)| (part.memory, kind)).collect();
     // Writing before reading, so that it counts where memory is listed twice.
     wanted.sort_unstable_by_key(|&(memory, kind)| (Arc::as_ptr(memory), std::cmp::Reverse(kind)));
     wanted.dedup_by_key(|(memory, _)| Arc::as_ptr(memory));
-    wanted.into_iter().map(|(memory, kind)| memory.turn(stream, kind)).collect()
+    let mut turns = Vec::with_capacity(wanted.len());
+    for (memory, kind) in wanted {
+        match memory.try_turn(stream, kind)? {
+            Some(turn) => turns.push(turn),
+            None => return Ok(None),
+        }
+    }
+    Ok(Some(turns))
 }
 
 impl fmt::Debug for Transfer {

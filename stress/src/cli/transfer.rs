@@ -53,8 +53,8 @@ Methods:
   file              Transfer::read_file_to_device of a temporary file
   copy, rows        from a peer, that is the memory of another device: Transfer::copy_from_peer and
                     copy_region_from_peer, where there is a second GPU, or from a second simulated
-                    device; on the host, between page-locked memory, by the calling thread:
-                    Transfer::copy_on_host_blocking and copy_region_on_host_blocking
+                    device; on the host, between page-locked memory, by the staging ring's threads,
+                    waited for: Transfer::copy_on_host and copy_region_on_host
 On a real device, times are measured on the host, from before the calls until it has waited for what
 they enqueued, so calling and waiting count. On a simulated device they are its virtual time, which
 covers driver calls and the device's own work but not what the host does. So staged copies and files

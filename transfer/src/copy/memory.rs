@@ -1,16 +1,18 @@
-//! Host memory as the staging ring reads and writes it.
+//! Host memory as the threads of the staging ring read and write it.
 //!
 //! Invariant **N3**: the ring reads a source and writes a target only between the making of a job and its settling, and no two threads
 //! write the same bytes of a target.
 
 use std::marker::PhantomData;
 
+use aquifer_device::AccessKind;
 use bytemuck::Pod;
 use parking_lot::RwLock;
 
 use crate::copy::batch::bytes_of;
 use crate::copy::direct::check_lengths;
 use crate::error::TransferError;
+use crate::pinned::Claimed;
 use crate::staging::{HostSource, HostTarget};
 
 /// Memory that the transfer owns, and that lends a slice. What lends is the caller's code, and may lend another slice each time: so a length
@@ -34,11 +36,39 @@ impl<T: Pod + Send + Sync, S: AsRef<[T]> + Send + Sync> HostSource for Owned<T, 
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
-        let bytes = bytes_of(self.source.as_ref());
-        check_lengths(bytes.len() as u64, self.bytes as u64)?;
+        let bytes = self.lend()?;
         let part = part(offset, into.len(), bytes.len())?;
         into.copy_from_slice(&bytes[part]);
         Ok(())
+    }
+}
+
+/// Memory that copies between host memory read.
+pub(crate) trait Lends: Send + Sync {
+    /// All of its bytes, always as many.
+    fn lend(&self) -> Result<&[u8], TransferError>;
+
+    /// What it had to come after is done, and now it is read.
+    fn begin(&self) -> Result<(), TransferError> {
+        Ok(())
+    }
+}
+
+impl<T: Pod + Send + Sync, S: AsRef<[T]> + Send + Sync> Lends for Owned<T, S> {
+    fn lend(&self) -> Result<&[u8], TransferError> {
+        let bytes = bytes_of(self.source.as_ref());
+        check_lengths(bytes.len() as u64, self.bytes as u64)?;
+        Ok(bytes)
+    }
+}
+
+impl Lends for Claimed {
+    fn lend(&self) -> Result<&[u8], TransferError> {
+        Ok(Claimed::lend(self))
+    }
+
+    fn begin(&self) -> Result<(), TransferError> {
+        self.announce(AccessKind::Read)
     }
 }
 

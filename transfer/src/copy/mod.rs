@@ -4,7 +4,7 @@
 //! * `strided`: the same with gaps, in as many dimensions as needed (`region`); `staged_region`: those of ordinary memory, which have no gaps
 //!   on their way (`packed`);
 //! * `peer`, `peer_region`: between devices;
-//! * `on_host`: between host memory;
+//! * `on_host`: between host memory, by threads;
 //! * `owned`: memory of any kind that is passed in or returned as a whole;
 //! * `file`: files straight to the device;
 //! * `scope`: borrowed memory, with a wait until the copy is done;

@@ -3,7 +3,7 @@
 //! A region is brought into the form that drivers copy in one call, rows at a pitch, and a call is made for each index of the dimensions
 //! that remain.
 
-use std::convert::Infallible;
+use std::ops::Range;
 
 use aquifer_device::{Copy2d, CopyEnd, DeviceError, Stream};
 
@@ -172,20 +172,42 @@ impl Plan {
         }
     }
 
-    /// Calls `visit` with where each row starts, in elements, at either end.
-    fn rows(&self, mut visit: impl FnMut(u64, u64)) {
-        let Ok(()) = self.pieces::<Infallible>(|from_at, to_at| {
-            (0..self.height).for_each(|row| visit(from_at + row * self.from_pitch, to_at + row * self.to_pitch));
-            Ok(())
-        });
+    /// Calls `visit` with where each row of some elements starts at either end, and its length, in elements. Elements are numbered in the
+    /// order of the plan's rows, of which the first and the last may be cut.
+    pub(super) fn rows(&self, elements: Range<u64>, mut visit: impl FnMut(u64, u64, u64)) {
+        let Range { start: mut next, end } = elements;
+        while next < end {
+            let (row, mut column) = (next / self.width, next % self.width);
+            let (mut from_at, mut to_at) = self.start_of(row / self.height);
+            let first = row % self.height;
+            from_at += first * self.from_pitch;
+            to_at += first * self.to_pitch;
+            for _ in first..self.height {
+                let width = (self.width - column).min(end - next);
+                visit(from_at + column, to_at + column, width);
+                next += width;
+                if next == end {
+                    return;
+                }
+                (from_at, to_at, column) = (from_at + self.from_pitch, to_at + self.to_pitch, 0);
+            }
+        }
+    }
+
+    /// Where a piece starts, by its number.
+    fn start_of(&self, mut piece: u64) -> (u64, u64) {
+        self.outer.iter().rev().fold((0, 0), |(from, to), dimension| {
+            let index = piece % dimension.extent;
+            piece /= dimension.extent;
+            (from + index * dimension.from, to + index * dimension.to)
+        })
     }
 
     /// Copies all rows with the calling thread, between slices that the region was checked to lie within.
     pub(super) fn copy_on_host<T: Copy>(&self, from: &[T], to: &mut [T]) {
         let place = |element: u64| usize::try_from(element).unwrap_or(usize::MAX);
-        let width = place(self.width);
-        self.rows(|from_at, to_at| {
-            let (from_at, to_at) = (place(from_at), place(to_at));
+        self.rows(0..self.elements, |from_at, to_at, width| {
+            let (from_at, to_at, width) = (place(from_at), place(to_at), place(width));
             if width == 1 {
                 to[to_at] = from[from_at];
             } else {
@@ -231,7 +253,7 @@ impl Plan {
             return true;
         }
         let (mut read, mut written) = (Vec::new(), Vec::new());
-        self.rows(|from_at, to_at| {
+        self.rows(0..self.elements, |from_at, to_at, _| {
             read.push(from + from_at * size);
             written.push(to + to_at * size);
         });
@@ -268,6 +290,8 @@ pub(super) fn further(place: CopyEnd, bytes: u64) -> CopyEnd {
 
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -365,6 +389,17 @@ mod tests {
                 Ok(())
             }).unwrap();
             prop_assert_eq!(&copied, &expected);
+            // However the elements are cut into ranges.
+            let mut cut = std::collections::BTreeMap::new();
+            let mut start = 0;
+            while start < plan.elements {
+                let end = (start + 1 + order % 7).min(plan.elements);
+                plan.rows(start..end, |from, to, width| {
+                    (0..width).for_each(|column| assert_eq!(cut.insert(to + column, from + column), None));
+                });
+                start = end;
+            }
+            prop_assert_eq!(&cut, &expected);
             let from: Vec<u64> = (0..plan.from_reach).collect();
             let mut to = vec![u64::MAX; host_vec::len_of(plan.to_reach, 8).unwrap()];
             plan.copy_on_host(&from, &mut to);

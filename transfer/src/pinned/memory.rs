@@ -108,6 +108,11 @@ impl PinnedMemory {
         for tick in &self.uses.before(kind) {
             self.pool.wait_for(tick)?;
         }
+        self.announce(ptr, bytes, kind)
+    }
+
+    /// Tells the driver which part the host is about to touch, where that is the driver's business.
+    pub(super) fn announce(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<(), TransferError> {
         if bytes > 0 && self.is_pinned() {
             self.pool.device.driver().host_access(ptr, bytes, kind)?;
         }

@@ -6,6 +6,7 @@
 //! back to the pool with them (`waiting`).
 
 mod buffer;
+mod claimed;
 mod class;
 mod keeper;
 mod ladder;
@@ -26,6 +27,7 @@ mod uses;
 mod waiting;
 
 pub use buffer::PinnedBuffer;
+pub(crate) use claimed::Claimed;
 pub(crate) use keeper::Keeper;
 pub(crate) use memory::HostPart;
 pub use pool::{PinnedConfig, PinnedPool};

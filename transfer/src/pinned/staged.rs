@@ -2,24 +2,14 @@
 //!
 //! The part is claimed while the ring has it, so the host, and other copies, wait until it is done.
 
-use std::slice;
 use std::sync::Arc;
 
 use aquifer_device::AccessKind;
 
+use super::claimed::Claimed;
 use super::memory::HostPart;
-use super::uses::HostClaim;
 use crate::error::TransferError;
 use crate::staging::{HostSource, HostTarget};
-
-/// A part of a buffer, claimed for reading or for writing.
-#[derive(Debug)]
-struct Claimed {
-    claim: HostClaim,
-    /// From the start of the memory.
-    offset: usize,
-    bytes: usize,
-}
 
 struct Source(Claimed);
 
@@ -44,47 +34,32 @@ impl HostPart<'_> {
 
     fn claimed(self, kind: AccessKind) -> Result<Claimed, TransferError> {
         self.memory.touch(self.ptr, self.bytes, kind)?;
-        let offset = self.ptr.0 - self.memory.ptr().0;
-        Ok(Claimed { claim: self.memory.claim(kind), offset, bytes: self.bytes })
-    }
-}
-
-impl Claimed {
-    /// The address of `bytes` bytes from `offset` on, if they lie in the part.
-    fn at(&self, offset: u64, bytes: usize) -> Result<*mut u8, TransferError> {
-        let inside =
-            usize::try_from(offset).ok().filter(|start| start.checked_add(bytes).is_some_and(|end| end <= self.bytes));
-        let end = offset.saturating_add(bytes as u64);
-        let start = inside.ok_or(TransferError::OutOfBounds { start: offset, end, len: self.bytes as u64 })?;
-        Ok(self.claim.memory().ptr().as_ptr().wrapping_add(self.offset + start))
+        // Copies by a driver are done when it returns, so pageable memory has none to come after.
+        let (claim, _) = self.memory.claim(kind);
+        Ok(self.under(Arc::new(claim)))
     }
 }
 
 impl HostSource for Source {
     fn bytes(&self) -> u64 {
-        self.0.bytes as u64
+        self.0.bytes() as u64
     }
 
-    #[allow(unsafe_code, reason = "the memory is claimed, which no type of the standard library says")]
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
-        let from = self.0.at(offset, into.len())?;
-        // SAFETY: the bytes lie in initialised memory that the claim keeps, and that nobody writes while it is claimed for reading.
-        into.copy_from_slice(unsafe { slice::from_raw_parts(from, into.len()) });
+        let (from, end) = (self.0.lend(), offset.saturating_add(into.len() as u64));
+        let part =
+            usize::try_from(offset).ok().zip(usize::try_from(end).ok()).and_then(|(start, end)| from.get(start..end));
+        into.copy_from_slice(part.ok_or(TransferError::OutOfBounds { start: offset, end, len: from.len() as u64 })?);
         Ok(())
     }
 }
 
 impl HostTarget for Target {
     fn bytes(&self) -> u64 {
-        self.0.bytes as u64
+        self.0.bytes() as u64
     }
 
-    #[allow(unsafe_code, reason = "the memory is claimed, which no type of the standard library says")]
     fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError> {
-        let to = self.0.at(offset, from.len())?;
-        // SAFETY: the bytes lie in memory that the claim keeps, and that nobody else touches while it is claimed for writing;
-        // threads of the ring write different bytes of it (N3).
-        unsafe { slice::from_raw_parts_mut(to, from.len()) }.copy_from_slice(from);
-        Ok(())
+        self.0.put(usize::try_from(offset).unwrap_or(usize::MAX), from)
     }
 }

@@ -131,12 +131,29 @@ impl PinnedMemory {
     /// The tick that is noted when the turn ends is one that no event covers yet. Whoever enqueued covers it after that
     /// ([`Tick::cover`]), so that it is known to be done without more events; the pool covers it only when it needs the memory.
     ///
-    /// Waits for claims that conflict to end. Whoever holds locks that the claim's holder may need, such as turns with device
-    /// memory, calls [`PinnedMemory::wait_unclaimed`] before it takes them.
+    /// Waits for claims that conflict to end.
     ///
     /// # Errors
     /// When the stream is another device's, or captures: a graph could run when the memory is somebody else's; errors of the driver.
     pub(crate) fn turn<'a>(&'a self, stream: &'a Stream, kind: AccessKind) -> Result<HostTurn<'a>, TransferError> {
+        loop {
+            if let Some(turn) = self.try_turn(stream, kind)? {
+                return Ok(turn);
+            }
+            self.wait_unclaimed(kind);
+        }
+    }
+
+    /// The same, or `None` while a claim holds that conflicts. For who has turns with device memory: the threads that end the claim may need
+    /// one of them.
+    ///
+    /// # Errors
+    /// As [`PinnedMemory::turn`].
+    pub(crate) fn try_turn<'a>(
+        &'a self,
+        stream: &'a Stream,
+        kind: AccessKind,
+    ) -> Result<Option<HostTurn<'a>>, TransferError> {
         if stream.device_id() != self.device_id() {
             return Err(TransferError::wrong_device("page-locked memory", self.device_id(), stream.device_id()));
         }
@@ -144,26 +161,31 @@ impl PinnedMemory {
             stream,
             "a graph may run when this page-locked memory is somebody else's; copy outside of the capture",
         )?;
-        let noted = self.uses().lock_unclaimed(kind);
+        let noted = self.uses().noted.lock();
+        if noted.is_claimed_against(kind) {
+            return Ok(None);
+        }
         for tick in noted.before(kind) {
             stream.wait_for(tick)?;
         }
-        Ok(HostTurn { stream, kind, noted })
+        Ok(Some(HostTurn { stream, kind, noted }))
     }
 
-    /// Waits until no claim holds that conflicts with such a use. The caller's borrow of the buffer keeps new ones away.
+    /// Waits until no claim holds that conflicts with such a use. Another part of the memory may be claimed again right after.
     pub(crate) fn wait_unclaimed(&self, kind: AccessKind) {
         drop(self.uses().lock_unclaimed(kind));
     }
 
-    /// Claims the memory for threads that read or write it.
-    pub(crate) fn claim(self: &Arc<Self>, kind: AccessKind) -> HostClaim {
+    /// Claims the memory for threads that read or write it, once the copies given beside it are done.
+    pub(crate) fn claim(self: &Arc<Self>, kind: AccessKind) -> (HostClaim, Vec<Tick>) {
         let mut noted = self.uses().lock_unclaimed(kind);
+        noted.forget_done();
+        let before = noted.before(kind).cloned().collect();
         match kind {
             AccessKind::Read => noted.claimed_to_read += 1,
             AccessKind::Write => noted.claimed_to_write = true,
         }
-        HostClaim { memory: self.clone(), kind }
+        (HostClaim { memory: self.clone(), kind }, before)
     }
 }
 

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use aquifer_device::Tick;
 
 use super::config::StagingConfig;
+use super::copies::{self, Ended};
 use super::floor::{Floor, Hands};
+use super::on_host::OnHost;
 use super::ring::CHUNK_BYTES_LEAST;
 use super::task::{After, Done, Task, Way};
 use super::tune;
@@ -20,7 +22,7 @@ use crate::pinned::{Keeper, PinnedPool};
 pub(super) struct Crew {
     pool: PinnedPool,
     config: StagingConfig,
-    pub(super) floor: Floor<Arc<Work>, Chunk, Tick>,
+    pub(super) floor: Floor<Arc<Work>, Chunk, Tick, Arc<OnHost>>,
     pub(super) tally: Tally,
 }
 
@@ -46,6 +48,12 @@ impl Crew {
     /// Takes a job in.
     pub(super) fn submit(self: &Arc<Self>, work: Work) -> Result<(), TransferError> {
         self.floor.submit(work.order(), self)
+    }
+
+    /// Takes a copy between host memory in, which comes after nothing.
+    pub(super) fn submit_copy(self: &Arc<Self>, copy: OnHost) {
+        let bytes = copy.bytes();
+        self.floor.submit_copy(Arc::new(copy), bytes, self);
     }
 
     /// A chunk, beside `others` bytes of them. Half of a pool with a limit is left to small copies and to the caller, so that they go on
@@ -89,7 +97,7 @@ impl Keeper for Crew {
     }
 }
 
-impl Hands<Arc<Work>, Chunk, Tick> for Arc<Crew> {
+impl Hands<Arc<Work>, Chunk, Tick, Arc<OnHost>> for Arc<Crew> {
     fn perform(&self, task: Task<Arc<Work>, Chunk, Tick>) -> Done<Arc<Work>, Chunk, Tick> {
         match task {
             Task::Tune => Done::Tuned(self.config.sizes(tune::or_assumed(|| tune::choose(&self.config, &self.pool)))),
@@ -130,6 +138,19 @@ impl Hands<Arc<Work>, Chunk, Tick> for Arc<Crew> {
         drop(after.surplus);
         // The job may have had the last buffer of an allocator that nobody else has any more.
         aquifer_allocator::close_abandoned();
+    }
+
+    fn copy_on_host(&self, piece: &copies::Piece<Arc<OnHost>>) -> Result<(), TransferError> {
+        timed(&self.tally.copy_ns, || piece.work.copy(piece.range.clone()))
+    }
+
+    fn settle_copies(&self, ended: Vec<Ended<Arc<OnHost>>>) {
+        for (copy, result) in ended {
+            // Nobody has the copy in hand any more, so this is the last of it.
+            if let Some(copy) = Arc::into_inner(copy) {
+                copy.end(result);
+            }
+        }
     }
 
     fn hire(&self) -> Result<(), TransferError> {

@@ -3,6 +3,7 @@
 //! The ring reads a source and writes a target only until it settles the job: when [`crate::job::Job::enqueued`] or
 //! [`crate::job::Job::finish`] is called, no thread of it touches them any more, nor will one.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::spread::{Rows, Spread};
@@ -38,6 +39,18 @@ pub(crate) trait HostTarget: Send + Sync {
 
     /// Writes bytes from `offset` on. Called by several threads at a time, for parts that do not overlap.
     fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError>;
+}
+
+/// A copy between host memory, of which threads make pieces. Panics are caught; they fail only this copy.
+pub(crate) trait HostCopy: Send + Sync {
+    /// Length in bytes.
+    fn bytes(&self) -> u64;
+
+    /// Whatever it had to come after is done: called once, before any piece is copied.
+    fn begin(&self) -> Result<(), TransferError>;
+
+    /// Copies some of the bytes, by their numbers. Called by several threads at a time, for ranges that do not overlap.
+    fn copy(&self, range: Range<u64>) -> Result<(), TransferError>;
 }
 
 /// A source of which only the bytes that lie so are copied.
@@ -77,7 +90,7 @@ impl HostTarget for Scattered {
 }
 
 /// Where a row is among the bytes of its range, which are in memory.
-fn packed(row: Rows) -> std::ops::Range<usize> {
+fn packed(row: Rows) -> Range<usize> {
     let place = |byte| usize::try_from(byte).unwrap_or(usize::MAX);
     place(row.packed)..place(row.packed + row.width)
 }

@@ -16,7 +16,7 @@ use super::*;
 type Told = mpsc::Sender<bool>;
 
 struct Crew {
-    floor: Floor<Told, (), u32>,
+    floor: Floor<Told, (), u32, Told>,
     sizes: Sizes,
     /// Who waits for lane 0 waits for this.
     still: PlainMutex<mpsc::Receiver<()>>,
@@ -41,7 +41,7 @@ impl Crew {
     }
 }
 
-impl Hands<Told, (), u32> for Arc<Crew> {
+impl Hands<Told, (), u32, Told> for Arc<Crew> {
     fn perform(&self, task: Task<Told, (), u32>) -> Done<Told, (), u32> {
         match task {
             Task::Tune => Done::Tuned(self.sizes),
@@ -61,6 +61,14 @@ impl Hands<Told, (), u32> for Arc<Crew> {
     fn settle(&self, after: After<Told, ()>) {
         let tell = |(told, result): (Told, Result<(), TransferError>)| told.send(result.is_ok()).unwrap_or_default();
         after.ended.into_iter().for_each(tell);
+    }
+
+    fn copy_on_host(&self, _: &Piece<Told>) -> Result<(), TransferError> {
+        Ok(())
+    }
+
+    fn settle_copies(&self, ended: Vec<Ended<Told>>) {
+        ended.into_iter().for_each(|(told, result)| told.send(result.is_ok()).unwrap_or_default());
     }
 
     fn hire(&self) -> Result<(), TransferError> {
@@ -101,4 +109,20 @@ fn one_failed_start_is_not_for_ever() {
     assert_eq!((crew.starts.load(Ordering::SeqCst), crew.floor.staff().threads), (3, 2));
     crew.floor.close();
     crew.floor.join();
+}
+
+/// However few threads there may be, neither kind of work keeps the other from going on.
+#[test]
+fn copies_on_the_host_and_staged_ones_go_on_beside_each_other() {
+    for threads in [1, 2] {
+        let (crew, go) = Crew::new(4, threads, 0);
+        let stuck = crew.submit(0, 100);
+        let (told, copied) = mpsc::channel();
+        crew.floor.submit_copy(told, 100 << 20, &crew);
+        assert_eq!((copied.recv(), crew.submit(1, 100).recv()), (Ok(true), Ok(true)));
+        drop(go);
+        assert_eq!(stuck.recv(), Ok(true));
+        crew.floor.close();
+        crew.floor.join();
+    }
 }

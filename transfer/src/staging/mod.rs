@@ -7,7 +7,8 @@
 //! * `ends`: where bytes come from and go to; `spread`: where they lie there;
 //! * `work`: what is done with one piece of a transfer;
 //! * `ring`: which task is next (`task` defines tasks, `lanes` how many chunks a stream may hold);
-//! * `floor`: how threads share the ring; `crew`: the threads; `tune`: the choice of sizes;
+//! * `copies`: which piece of a copy between host memory is next; `on_host`: what such a copy comes after;
+//! * `floor`: how threads share the ring and these copies; `crew`: the threads; `tune`: the choice of sizes;
 //! * `schedule`: the same ring with a `virtual_crew` on a simulated device in virtual time, to show that the copy engine is kept busy;
 //! * `file`: files.
 //!
@@ -16,12 +17,14 @@
 //! fail.
 
 mod config;
+mod copies;
 mod crew;
 mod ends;
 mod file;
 mod floor;
 mod lanes;
 mod made_up;
+mod on_host;
 mod ring;
 mod schedule;
 mod spread;
@@ -36,11 +39,11 @@ mod work;
 use std::fmt;
 use std::sync::Arc;
 
-use aquifer_device::Stream;
+use aquifer_device::{Stream, Tick};
 
 pub(crate) use config::PAGE;
 pub use config::{DirectIo, StagingConfig};
-pub(crate) use ends::{Gathered, HostSource, HostTarget, Scattered};
+pub(crate) use ends::{Gathered, HostCopy, HostSource, HostTarget, Scattered};
 pub use file::FileReport;
 pub(crate) use file::FileSource;
 pub use schedule::{ScheduleReport, VirtualSchedule};
@@ -50,7 +53,9 @@ pub use stats::StagingStats;
 use crate::error::TransferError;
 use crate::job::Job;
 use crate::pinned::PinnedPool;
+use crate::waiter::Waiter;
 use crew::Crew;
+use on_host::OnHost;
 pub(crate) use work::DeviceEnd;
 use work::{HostEnd, Work};
 
@@ -99,6 +104,15 @@ impl Staging {
         stream: &Stream,
     ) -> Result<Arc<Job>, TransferError> {
         self.begin(Work::new(HostEnd::Target(target), from, stream)?)
+    }
+
+    /// Makes a copy between host memory, of at least a byte, once the ticks are done. Returns at once. What the copy claims is let go before
+    /// the job is settled.
+    pub(crate) fn copy_on_host(&self, copy: Box<dyn HostCopy>, before: Vec<Tick>, waiter: &Arc<Waiter>) -> Arc<Job> {
+        let copy = OnHost::new(copy);
+        let job = copy.job().clone();
+        on_host::begin(&self.crew, waiter, copy, before);
+        job
     }
 
     fn begin(&self, work: Work) -> Result<Arc<Job>, TransferError> {

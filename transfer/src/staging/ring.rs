@@ -45,6 +45,8 @@ impl<J> Entry<J> {
 #[derive(Debug)]
 pub(super) struct Ring<J, C, T> {
     sizes: Option<Sizes>,
+    /// Whether somebody besides the jobs wants to know the sizes.
+    asked: bool,
     tuning: bool,
     /// Bytes of the chunks that there are, or of those to be had next.
     chunk_bytes: usize,
@@ -86,6 +88,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     pub(super) fn new() -> Self {
         Ring {
             sizes: None,
+            asked: false,
             tuning: false,
             chunk_bytes: 0,
             chunks: 0,
@@ -106,6 +109,11 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     /// What the ring was tuned to; `None` before its first use.
     pub(super) fn sizes(&self) -> Option<Sizes> {
         self.sizes
+    }
+
+    /// Has the sizes found out also where there is no job.
+    pub(super) fn ask_for_sizes(&mut self) {
+        self.asked = true;
     }
 
     /// Chunks that there are, and the size of each in bytes.
@@ -183,7 +191,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     /// What gives chunks back comes first; a chunk is waited for only where somebody needs it or what it fetched.
     fn step(&self) -> Option<Step> {
         if self.sizes.is_none() {
-            return (!self.tuning && !self.jobs.is_empty()).then_some(Step::Tune);
+            return (!self.tuning && (self.asked || !self.jobs.is_empty())).then_some(Step::Tune);
         }
         if !self.arrived.is_empty() {
             return Some(Step::Land);

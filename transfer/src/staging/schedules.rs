@@ -12,6 +12,7 @@ use shuttle::sync::atomic::{AtomicUsize, Ordering};
 use shuttle::thread;
 
 use super::super::config::PAGE;
+use super::super::copies::PIECE_BYTES;
 use super::super::task::Way;
 use super::*;
 
@@ -31,7 +32,7 @@ struct Job {
 }
 
 struct Crew {
-    floor: Floor<Arc<Job>, Arc<AtomicUsize>, ()>,
+    floor: Floor<Arc<Job>, Arc<AtomicUsize>, (), Arc<Job>>,
     sizes: Sizes,
     /// Tasks that fail: every so many, none if 0.
     fails: usize,
@@ -75,7 +76,7 @@ fn hold(work: &Job, chunk: &AtomicUsize) {
     chunk.fetch_sub(1, Ordering::SeqCst);
 }
 
-impl Hands<Arc<Job>, Arc<AtomicUsize>, ()> for Arc<Crew> {
+impl Hands<Arc<Job>, Arc<AtomicUsize>, (), Arc<Job>> for Arc<Crew> {
     fn perform(&self, task: Task<Arc<Job>, Arc<AtomicUsize>, ()>) -> Done<Arc<Job>, Arc<AtomicUsize>, ()> {
         match task {
             Task::Tune => Done::Tuned(self.sizes),
@@ -103,6 +104,16 @@ impl Hands<Arc<Job>, Arc<AtomicUsize>, ()> for Arc<Crew> {
             assert_eq!(job.in_hands.load(Ordering::SeqCst), 0);
             assert!(job.ended.lock().unwrap().replace(result.is_ok()).is_none(), "it ended twice");
         }
+    }
+
+    fn copy_on_host(&self, piece: &Piece<Arc<Job>>) -> Result<(), TransferError> {
+        hold(&piece.work, &AtomicUsize::new(0));
+        if self.fails() { Err(TransferError::Cancelled) } else { Ok(()) }
+    }
+
+    fn settle_copies(&self, ended: Vec<Ended<Arc<Job>>>) {
+        let ended = ended.into_iter().collect();
+        self.settle(After { ended, surplus: Vec::new() });
     }
 
     fn hire(&self) -> Result<(), TransferError> {
@@ -142,6 +153,23 @@ fn failures_end_their_jobs_and_no_others() {
         let jobs = [crew.submit(Way::Up, 2), crew.submit(Way::Down, 2)];
         crew.end();
         assert!(jobs.iter().all(|job| ended(job).is_some()));
+    });
+}
+
+#[test]
+fn copies_on_the_host_end_beside_staged_ones() {
+    explore(|| {
+        let crew = Arc::new(Crew { fails: 7, ..Crew::new(1, 2) });
+        let other = crew.clone();
+        let submitter = thread::spawn(move || {
+            let copy = Arc::new(Job::default());
+            other.floor.submit_copy(copy.clone(), 2 * PIECE_BYTES, &other);
+            copy
+        });
+        let up = crew.submit(Way::Up, 2);
+        let copy = submitter.join().unwrap();
+        crew.end();
+        assert!(ended(&up).is_some() && ended(&copy).is_some());
     });
 }
 

@@ -24,7 +24,7 @@ pub struct StagingStats {
     pub uploaded_bytes: u64,
     /// Bytes that came from the device.
     pub downloaded_bytes: u64,
-    /// Time in copies of host memory, into and out of chunks.
+    /// Time in copies of host memory: into and out of chunks, and between host memory ([`crate::Transfer::copy_on_host`]).
     pub time_copying: Duration,
     /// Time in reads of files.
     pub time_reading: Duration,

@@ -121,11 +121,11 @@ const METHODS: &[Method] = &[
     }),
     (ON_HOST, "copy", |meter, ends| {
         let from = ends.pinned.slice(..ends.ordinary.len())?;
-        Ok(meter.transfer.copy_on_host_blocking(from, &mut ends.aside)?)
+        Ok(meter.transfer.copy_on_host(from, &mut ends.aside)?.wait()?)
     }),
     (ON_HOST, "rows", |meter, ends| {
         let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
-        Ok(meter.transfer.copy_region_on_host_blocking(&ends.pinned, &mut ends.aside, &region)?)
+        Ok(meter.transfer.copy_region_on_host(&ends.pinned, &mut ends.aside, &region)?.wait()?)
     }),
 ];
 

@@ -102,16 +102,17 @@ impl World {
         let (source, bytes) = &self.pinned[if from == self.pinned.len() { to } else { from }];
         let len = source.len() as u64;
         let copied = match width {
-            None => self.bench.transfer.copy_on_host_blocking(source, &mut target),
+            None => self.bench.transfer.copy_on_host(source, &mut target),
             Some(width) => {
                 let extents = [len / (2 * width), width];
                 let region = Region { extents: &extents, from_strides: &[2 * width, 1], to_strides: &[width, 1] };
-                self.bench.transfer.copy_region_on_host_blocking(source, &mut target, &region)
+                self.bench.transfer.copy_region_on_host(source, &mut target, &region)
             }
         };
-        // Nothing was written where the host could not wait.
+        // What it comes after may meet a fault, which who drops it would not learn.
+        let copied =
+            if self.faults { copied.and_then(|pending| pending.wait().map(|()| None)) } else { copied.map(Some) };
         let content = match (copied.is_ok(), content, bytes) {
-            (false, content, _) => content,
             (true, Some(mut content), Some(bytes)) => {
                 let (width, pitch) = width.map_or((bytes.len(), bytes.len()), |width| (host(width), host(2 * width)));
                 let rows = bytes.chunks_exact(pitch.max(1));
@@ -120,10 +121,12 @@ impl World {
                 });
                 Some(content)
             }
-            (true, ..) => None,
+            _ => None,
         };
         self.pinned.push((target, content));
-        self.done(copied);
+        if let Some(Some(pending)) = self.done(copied) {
+            self.begin(Ok(Begun::OnHost(pending)));
+        }
     }
 
     /// One value everywhere.

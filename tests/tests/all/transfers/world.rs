@@ -16,6 +16,8 @@ pub(super) type Content = Option<Vec<u8>>;
 /// A transfer that nobody waited for yet, and what it must give.
 pub(super) enum Begun {
     Nothing(Pending<()>),
+    /// A copy between page-locked memory.
+    OnHost(Pending<()>),
     Bytes(Pending<Vec<u8>>, Content),
     Host(Pending<PinnedBuffer<u8>>, Content),
 }
@@ -177,6 +179,11 @@ impl World {
 
     fn end(&mut self, begun: Begun, how: How) {
         match (begun, how) {
+            (Begun::OnHost(pending), How::Cancel) => {
+                // Also what is small waits for others before it begins.
+                pending.cancel();
+                self.forget_longer_than(0);
+            }
             (Begun::Nothing(pending), How::Cancel) => {
                 pending.cancel();
                 self.forget_long();
@@ -188,7 +195,7 @@ impl World {
                 self.forgotten |= matches!(begun, Begun::Host(..) | Begun::Bytes(..));
                 std::mem::forget(begun);
             }
-            (Begun::Nothing(pending), how) => {
+            (Begun::Nothing(pending) | Begun::OnHost(pending), how) => {
                 self.done(finish(pending, how));
             }
             (Begun::Bytes(pending, content), how) => {
@@ -204,15 +211,19 @@ impl World {
 
     /// What of a long upload was left out, and what was copied from there, nobody knows.
     fn forget_long(&mut self) {
+        self.forget_longer_than(256 << 10);
+    }
+
+    fn forget_longer_than(&mut self, len: usize) {
         let begun = self.begun.iter_mut().filter_map(|begun| match begun {
-            Begun::Nothing(_) => None,
+            Begun::Nothing(_) | Begun::OnHost(_) => None,
             Begun::Bytes(_, content) | Begun::Host(_, content) => Some(content),
         });
         let device = self.devices.iter_mut().chain(&mut self.on_peer).map(|(_, content)| content);
         let spillable = self.spillable.iter_mut().map(|(_, content)| content);
         let pinned = self.pinned.iter_mut().map(|(_, content)| content);
         for content in device.chain(spillable).chain(pinned).chain(begun) {
-            *content = content.take().filter(|bytes| bytes.len() <= 256 << 10);
+            *content = content.take().filter(|bytes| bytes.len() <= len);
         }
     }
 
