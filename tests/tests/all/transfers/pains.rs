@@ -236,3 +236,36 @@ fn a_region_that_overlaps_its_source_is_refused() {
     drop(buffer);
     bench.finish();
 }
+
+/// All devices of a process shared one map of their memory, whose locks eight of them fought for. A thread that is held up in the midst of
+/// memory running out on one device holds up neither another device nor who needs nothing of that memory.
+#[test]
+fn a_device_that_is_held_up_holds_up_no_other_118550() {
+    let (held_up, other) = (Bench::new(), Bench::seeded(1));
+    let (begun, begins) = std::sync::mpsc::channel();
+    let (go, goes) = std::sync::mpsc::channel::<()>();
+    let goes = std::sync::Mutex::new(goes);
+    let allocator = held_up.transfer.allocator().clone();
+    let registration = allocator.register_reclaimer(0, "held up", move |_| {
+        begun.send(()).unwrap();
+        // An end of the channel is as good.
+        let _ = goes.lock().unwrap().recv();
+        0
+    });
+    std::thread::scope(|scope| {
+        let refused = scope.spawn(|| allocator.alloc_buffer::<u8>(1 << 40, &held_up.stream).is_err());
+        begins.recv().unwrap();
+        for round in 0..10 {
+            let sent = pattern(round, 10_000);
+            let buffer = other.transfer.to_device(sent.clone(), &other.stream).unwrap().wait().unwrap();
+            assert_eq!(other.transfer.to_vec(&buffer).unwrap().wait().unwrap(), sent);
+            let host = held_up.transfer.pinned().alloc_from(&sent).unwrap();
+            assert_eq!(host.read().unwrap(), sent);
+        }
+        drop(go);
+        assert!(refused.join().unwrap(), "no device has so much");
+    });
+    drop((registration, allocator));
+    held_up.finish();
+    other.finish();
+}
