@@ -50,6 +50,8 @@ Methods:
   staged            ordinary memory through the staging ring, waited for
   rows              every other 4 KiB of page-locked memory, by Transfer::upload_region and
                     download_region, or of device memory, by copy_region
+  staged rows       every other 4 KiB of ordinary memory through the staging ring, waited for:
+                    Transfer::upload_region_from and download_region_to
   file              Transfer::read_file_to_device of a temporary file
   copy, rows        from a peer, that is the memory of another device: Transfer::copy_from_peer and
                     copy_region_from_peer, where there is a second GPU, or from a second simulated

@@ -98,6 +98,19 @@ fn copies_are_timed_by_the_host() {
 }
 
 #[test]
+fn what_the_host_does_for_copies_is_measured() {
+    let rows = Driver::new("staged").rows(0, &["transfer", "--only", "copies", "--rounds", "1", "--max-mb", "1"]);
+    let methods = [("upload", "staged"), ("upload", "staged rows"), ("upload", "file")];
+    for (direction, method) in methods.into_iter().chain([("download", "staged"), ("download", "staged rows")]) {
+        let of = |row: &&Value| row["direction"] == direction && row["method"] == method;
+        let rows: Vec<&Value> = rows.iter().filter(of).collect();
+        assert_eq!(rows.len(), 3, "sizes of {direction} {method}");
+        // Shares are rounded, and small ones of a busy machine to nothing.
+        assert!(rows.iter().all(|row| row["us"].as_f64() > Some(0.0) && row["of_driver_pinned"].is_f64()), "{rows:?}");
+    }
+}
+
+#[test]
 fn copies_from_a_peer_are_measured_where_there_is_a_second_gpu() {
     let driver = Driver::new("peer");
     for (devices, peer) in [("4GiB", None), ("4GiB;2GiB", Some("cuda:1"))] {

@@ -34,6 +34,7 @@ fn copies_are_measured_by_every_way_and_page_locked_ones_are_as_fast_as_the_driv
             (&row["modelled"], &row["clock"]),
             (&json!(!by_host), &json!(if by_host { "host" } else { "virtual" }))
         );
+        assert!(!["staged", "staged rows", "file"].contains(&row["method"].as_str().unwrap()), "{row}");
     }
 }
 

@@ -16,7 +16,7 @@ use crate::session::Session;
 use crate::table::table;
 use crate::text::Bytes;
 
-/// Rows of the method `rows`, in bytes.
+/// Rows of the methods `rows` and `staged rows`, in bytes.
 const ROW: u64 = 4 << 10;
 
 /// A row of results. `transfer --help` explains the fields.
@@ -43,7 +43,9 @@ struct Ends {
     pinned: PinnedBuffer<u8>,
     /// Where copies on the host go.
     aside: PinnedBuffer<u8>,
+    /// Twice as long, too.
     ordinary: Vec<u8>,
+    /// Twice as long, too.
     shared: Arc<[u8]>,
     buffer: DeviceBuffer<u8>,
     /// Twice as long, too.
@@ -59,19 +61,24 @@ type Method = (&'static str, &'static str, fn(&Meter, &mut Ends) -> Result<(), F
 const METHODS: &[Method] = &[
     ("upload", "driver pinned", |meter, ends| {
         let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Write)])?;
-        let from = ends.pinned.slice(..ends.ordinary.len())?.read()?;
+        let from = ends.pinned.slice(..ends.len())?.read()?;
         Ok(meter.stream.upload_blocking(ends.buffer.ptr(), from)?)
     }),
     ("upload", "driver pageable", |meter, ends| {
         let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Write)])?;
-        Ok(meter.stream.upload_blocking(ends.buffer.ptr(), &ends.ordinary)?)
+        Ok(meter.stream.upload_blocking(ends.buffer.ptr(), &ends.ordinary[..ends.len()])?)
     }),
     ("upload", "pinned", |meter, ends| {
-        let from = ends.pinned.slice(..ends.ordinary.len())?;
+        let from = ends.pinned.slice(..ends.len())?;
         Ok(meter.transfer.upload(from, &mut ends.buffer)?.wait()?)
     }),
     ("upload", "staged", |meter, ends| {
-        Ok(meter.transfer.upload_from(ends.shared.clone(), &mut ends.buffer)?.wait()?)
+        let from = FirstHalf(ends.shared.clone());
+        Ok(meter.transfer.upload_from(from, &mut ends.buffer)?.wait()?)
+    }),
+    ("upload", "staged rows", |meter, ends| {
+        let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
+        Ok(meter.transfer.upload_region_from(ends.shared.clone(), &mut ends.buffer, &region)?.wait()?)
     }),
     ("upload", "rows", |meter, ends| {
         let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
@@ -84,18 +91,28 @@ const METHODS: &[Method] = &[
     }),
     ("download", "driver pinned", |meter, ends| {
         let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Read)])?;
-        let mut to = ends.pinned.slice_mut(..ends.ordinary.len())?;
+        let mut to = ends.pinned.slice_mut(..ends.len())?;
         Ok(meter.stream.download_blocking(to.write()?, ends.buffer.ptr())?)
     }),
     ("download", "driver pageable", |meter, ends| {
         let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Read)])?;
-        Ok(meter.stream.download_blocking(&mut ends.ordinary, ends.buffer.ptr())?)
+        let len = ends.len();
+        Ok(meter.stream.download_blocking(&mut ends.ordinary[..len], ends.buffer.ptr())?)
     }),
     ("download", "pinned", |meter, ends| {
-        let to = ends.pinned.slice_mut(..ends.ordinary.len())?;
+        let to = ends.pinned.slice_mut(..ends.len())?;
         Ok(meter.transfer.download(&ends.buffer, to)?.wait()?)
     }),
-    ("download", "staged", |meter, ends| Ok(meter.transfer.download_blocking(&ends.buffer, &mut ends.ordinary)?)),
+    ("download", "staged", |meter, ends| {
+        let len = ends.len();
+        Ok(meter.transfer.download_blocking(&ends.buffer, &mut ends.ordinary[..len])?)
+    }),
+    ("download", "staged rows", |meter, ends| {
+        let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
+        let to = std::mem::take(&mut ends.ordinary);
+        ends.ordinary = meter.transfer.download_region_to(&ends.buffer, to, &region)?.wait()?;
+        Ok(())
+    }),
     ("download", "rows", |meter, ends| {
         let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
         Ok(meter.transfer.download_region(&ends.buffer, &mut ends.pinned, &region)?.wait()?)
@@ -120,7 +137,7 @@ const METHODS: &[Method] = &[
         Ok(())
     }),
     (ON_HOST, "copy", |meter, ends| {
-        let from = ends.pinned.slice(..ends.ordinary.len())?;
+        let from = ends.pinned.slice(..ends.len())?;
         Ok(meter.transfer.copy_on_host(from, &mut ends.aside)?.wait()?)
     }),
     (ON_HOST, "rows", |meter, ends| {
@@ -136,7 +153,7 @@ const PEER: &str = "from peer";
 const ON_HOST: &str = "on host";
 
 /// What a simulated device does not charge for: the work of the host.
-const HOST_METHODS: [&str; 2] = ["staged", "file"];
+const HOST_METHODS: [&str; 3] = ["staged", "staged rows", "file"];
 
 pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
     let mut table = table(&["direction", "method", "size", "µs", "GB/s", "of driver pinned"], 2);
@@ -196,9 +213,9 @@ fn told(peer: &Peer) -> String {
 
 impl Ends {
     fn new(meter: &Meter, bytes: u64) -> Result<Ends, Failure> {
-        let len = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let len = usize::try_from(2 * bytes).unwrap_or(usize::MAX);
         let ordinary: Vec<u8> = (0..=250u8).cycle().take(len).collect();
-        let file = if meter.is_modelled() { None } else { Some(Temporary::new(&ordinary)?) };
+        let file = if meter.is_modelled() { None } else { Some(Temporary::new(&ordinary[..len / 2])?) };
         Ok(Ends {
             bytes,
             pinned: meter.pinned(2 * bytes)?,
@@ -215,6 +232,20 @@ impl Ends {
                 .transpose()?,
             file,
         })
+    }
+
+    /// How many bytes are copied.
+    fn len(&self) -> usize {
+        self.ordinary.len() / 2
+    }
+}
+
+/// The first half of memory that others own, too.
+struct FirstHalf(Arc<[u8]>);
+
+impl AsRef<[u8]> for FirstHalf {
+    fn as_ref(&self) -> &[u8] {
+        &self.0[..self.0.len() / 2]
     }
 }
 
