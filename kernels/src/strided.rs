@@ -95,18 +95,30 @@ impl Strided {
         1 + self.dimensions().map(|(extent, stride)| (extent - 1) * stride).sum::<u64>()
     }
 
-    /// Whether no two elements lie at one place, as far as can be told without going through them: each stride is beyond the
-    /// reach of all smaller ones. Only interleaved layouts that nobody uses fail this wrongly.
+    /// Whether no two elements lie at one place, as [`Strided::are_distinct`] tells it.
     pub fn is_distinct(&self) -> bool {
-        let mut long: Vec<_> = self.dimensions().filter(|(extent, _)| *extent > 1).collect();
-        long.sort_unstable_by_key(|&(_, stride)| stride);
-        let mut reach = 0;
-        self.is_empty()
-            || long.into_iter().all(|(extent, stride)| {
-                let clear = stride > reach;
-                reach += (extent - 1) * stride;
-                clear
-            })
+        let mut dimensions: Vec<_> = self.dimensions().collect();
+        dimensions.sort_unstable_by_key(|&(_, stride)| stride);
+        self.is_empty() || Strided::are_distinct(dimensions)
+    }
+
+    /// Whether no two elements of any dimensions, extents and strides by rising stride, lie at one place, told without going through them: each
+    /// stride must pass over all that smaller ones reach. Only interleaved layouts that nobody uses fail this wrongly; in another order more
+    /// may fail, but none that has a place twice passes.
+    ///
+    /// ```
+    /// use aquifer_kernels::Strided;
+    /// assert!(Strided::are_distinct([(3, 1), (2, 10)]));
+    /// assert!(!Strided::are_distinct([(3, 1), (2, 2)]), "the third of the first row is the first of the second one");
+    /// ```
+    pub fn are_distinct(by_rising_stride: impl IntoIterator<Item = (u64, u64)>) -> bool {
+        let mut reach = 0u64;
+        by_rising_stride.into_iter().filter(|&(extent, _)| extent > 1).all(|(extent, stride)| {
+            let passes = stride > reach;
+            // No stride passes over more than can be counted.
+            reach = reach.saturating_add((extent - 1).saturating_mul(stride));
+            passes
+        })
     }
 
     /// Calls `row` with the dense index and the place of each innermost row's first element.

@@ -107,6 +107,9 @@ proptest! {
         all.sort_unstable();
         let twice = all.windows(2).any(|pair| pair[0] == pair[1]);
         prop_assert!(!(layout.is_distinct() && twice), "{:?}", layout);
+        let dimensions = || extents.iter().copied().zip(strides.iter().copied());
+        prop_assert!(!(Strided::are_distinct(dimensions()) && twice), "{:?} in any order", layout);
+        prop_assert!(layout.is_distinct() || !Strided::are_distinct(dimensions()), "{:?} by rising stride", layout);
     }
 }
 
@@ -128,4 +131,6 @@ fn layouts_that_overflow_are_none() {
     assert_eq!((scalar.len(), scalar.reach(), scalar.is_distinct()), (1, 1, true));
     assert!(!Strided::new(&[2], &[0]).unwrap().is_distinct());
     assert!(!Strided::new(&[2, 3], &[2, 1]).unwrap().is_distinct());
+    assert!(Strided::are_distinct([(u64::MAX, 1), (2, u64::MAX)]));
+    assert!(!Strided::are_distinct([(u64::MAX, 2), (2, u64::MAX)]), "reaches beyond what can be counted");
 }

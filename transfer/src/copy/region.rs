@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use aquifer_device::{Copy2d, CopyEnd, DeviceError, Stream};
+use aquifer_kernels::Strided;
 
 use crate::error::TransferError;
 
@@ -90,7 +91,7 @@ impl Region<'_> {
         let to_reach = reach(|dimension| dimension.to).ok_or_else(overflow)?;
         // Which index belongs to which dimension does not matter, so the one with the smallest steps becomes the innermost.
         dimensions.sort_by_key(|dimension| (std::cmp::Reverse(dimension.to), std::cmp::Reverse(dimension.from)));
-        if !is_distinct(&dimensions) {
+        if !Strided::are_distinct(dimensions.iter().rev().map(|dimension| (dimension.extent, dimension.to))) {
             return Err(wrong("two of its elements lie, or may lie, at one place where they are written"));
         }
         let mut dimensions = merged(dimensions);
@@ -117,17 +118,6 @@ impl Region<'_> {
             elements,
         }))
     }
-}
-
-/// Whether no two elements are written at one place, told from dimensions by falling stride: each step must pass over all that the steps
-/// of smaller dimensions reach. Rarer layouts that are distinct all the same are refused.
-fn is_distinct(dimensions: &[Dimension]) -> bool {
-    let mut reach = 1;
-    dimensions.iter().rev().all(|dimension| {
-        let passes = dimension.to >= reach;
-        reach += (dimension.extent - 1) * dimension.to;
-        passes
-    })
 }
 
 /// Neighbours become one dimension where the outer one goes on where the inner one ends, at both ends.

@@ -5,6 +5,8 @@
 
 use std::fmt;
 
+use aquifer_kernels::Strided;
+
 use super::layout_error::LayoutError;
 
 /// Dimensions that a layout has at most.
@@ -170,18 +172,12 @@ impl Layout {
         order
     }
 
-    /// Whether no two elements lie at one place, told without going through them: each stride must pass over all that smaller ones reach.
-    /// Only layouts that no view of a dense one leads to fail this wrongly.
+    /// Whether no two elements lie at one place, as [`Strided::are_distinct`] tells it. Only layouts that no view of a dense one leads to fail
+    /// this wrongly.
     pub(super) fn is_distinct(&self) -> bool {
-        let mut reach = 0;
+        let rising = self.by_falling_stride().into_iter().rev();
         self.is_empty()
-            || self.by_falling_stride().into_iter().rev().filter(|&dimension| self.extents[dimension] > 1).all(
-                |dimension| {
-                    let passes = self.strides[dimension] > reach;
-                    reach += (self.extents[dimension] - 1) * self.strides[dimension];
-                    passes
-                },
-            )
+            || Strided::are_distinct(rising.map(|dimension| (self.extents[dimension], self.strides[dimension])))
     }
 
     /// Extents with their strides.
