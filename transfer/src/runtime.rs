@@ -14,7 +14,7 @@ use crate::error::TransferError;
 use crate::pending::{Pending, Shared};
 use crate::pinned::{HostPart, HostTurn, PinnedConfig, PinnedPool};
 use crate::staging::{Staging, StagingConfig, StagingStats};
-use crate::streams::Streams;
+use crate::streams::{Levels, Streams};
 
 /// The configuration of a [`Transfer`].
 ///
@@ -31,12 +31,13 @@ use crate::streams::Streams;
 pub struct TransferConfig {
     /// Page-locked memory.
     pub pinned: PinnedConfig,
-    /// Number of streams per direction, 1 to 32: fewer count as 1, more as 32. Transfers are distributed over them in turn, so that a
+    /// Number of streams per direction and priority, 1 to 32: fewer count as 1, more as 32. Transfers are distributed over them in turn, so that a
     /// small one need not wait for a large one.
     pub streams: usize,
     /// The ring that ordinary memory and files go through.
     pub staging: StagingConfig,
-    /// Priority of these streams, numerically: lower is more urgent. Clamped to what the device has.
+    /// The priority of transfers that ask for no other ([`Transfer::at_priority`]), numerically: lower is more urgent. Clamped to what the
+    /// device has.
     pub priority: i32,
 }
 
@@ -119,14 +120,16 @@ impl TransferConfig {
 #[derive(Clone)]
 pub struct Transfer {
     pub(crate) inner: Arc<Inner>,
-    /// What copies run on instead of streams of the runtime.
+    /// Those of the runtime's streams that copies run on, at this handle's priority.
+    streams: Arc<Streams>,
+    /// What copies run on instead.
     stream: Option<Stream>,
 }
 
 pub(crate) struct Inner {
     pub(crate) allocator: Allocator,
     pub(crate) pinned: PinnedPool,
-    streams: Streams,
+    levels: Levels,
     kernels: Mutex<Option<Kernels>>,
     /// Up to which size batched copies pay, by direction, once it was measured; `None` inside where the driver has none.
     pub(crate) crossovers: [Mutex<Option<Option<u64>>>; 3],
@@ -150,16 +153,18 @@ impl Transfer {
     pub fn with_config(allocator: &Allocator, config: TransferConfig) -> Result<Transfer, TransferError> {
         let device = allocator.device();
         let pinned = PinnedPool::new(device, config.pinned)?;
+        let levels = Levels::new(device, config.streams);
+        let streams = levels.at(config.priority)?;
         let inner = Inner {
             allocator: allocator.clone(),
             pinned: pinned.clone(),
-            streams: Streams::new(device, config.streams, config.priority)?,
+            levels,
             kernels: Mutex::new(None),
             crossovers: Default::default(),
             shared: Arc::default(),
             staging: Staging::new(&pinned, config.staging),
         };
-        Ok(Transfer { inner: Arc::new(inner), stream: None })
+        Ok(Transfer { inner: Arc::new(inner), streams, stream: None })
     }
 
     /// A handle of the same runtime whose copies run on `stream`, in order with the rest of the caller's work there.
@@ -168,12 +173,52 @@ impl Transfer {
     /// A stream of another device.
     pub fn on(&self, stream: &Stream) -> Result<Transfer, TransferError> {
         self.check_stream(stream)?;
-        Ok(Transfer { inner: self.inner.clone(), stream: Some(stream.clone()) })
+        Ok(Transfer { stream: Some(stream.clone()), ..self.clone() })
+    }
+
+    /// A handle of the same runtime whose transfers have this priority, numerically: lower is more urgent. Clamped to what the device has
+    /// ([`aquifer_device::DeviceInfo::priorities`]); [`i32::MAX`] is the least urgent. The first call with a priority makes its streams.
+    ///
+    /// *What it changes.* Of transfers that go through the staging ring, more urgent ones get chunks first, and may have more of them; so
+    /// a bulk transfer lets urgent ones pass from one chunk to the next, and goes on with what they leave. Kernels that transfers launch,
+    /// such as conversions, run on streams of this priority, which a GPU prefers. Drivers do not reorder copies that they were given: as
+    /// CUDA documents of `cuStreamCreateWithPriority`, stream priorities have no effect on copies between host and device. So a copy of
+    /// page-locked memory waits for what is enqueued at its engine; split bulk transfers of page-locked memory where others must pass.
+    /// Copies between host memory have no priority.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_transfer::Transfer;
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.create_stream()?);
+    /// let transfer = Transfer::new(&allocator)?; // as urgent as the device allows
+    /// let background = transfer.at_priority(i32::MAX)?;
+    /// assert!(background.priority() > transfer.priority());
+    ///
+    /// let mut weights: DeviceBuffer<u8> = allocator.alloc_buffer(64 << 20, &stream)?;
+    /// let mut tokens: DeviceBuffer<u32> = allocator.alloc_buffer(1 << 20, &stream)?;
+    /// let bulk = background.upload_from(vec![1u8; 64 << 20], &mut weights)?;
+    /// transfer.upload_from(vec![7u32; 1 << 20], &mut tokens)?.wait()?; // passes the weights
+    /// bulk.wait()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn at_priority(&self, priority: i32) -> Result<Transfer, TransferError> {
+        Ok(Transfer { streams: self.inner.levels.at(priority)?, ..self.clone() })
+    }
+
+    /// The priority of this handle's transfers, one of those that the device has; lower is more urgent.
+    pub fn priority(&self) -> i32 {
+        self.streams.priority()
     }
 
     /// The runtime without a stream of the caller's, and that stream, if there is one.
     pub(crate) fn apart(&self) -> (Transfer, Option<&Stream>) {
-        (Transfer { inner: self.inner.clone(), stream: None }, self.stream.as_ref())
+        let own = Transfer { inner: self.inner.clone(), streams: self.streams.clone(), stream: None };
+        (own, self.stream.as_ref())
     }
 
     /// The device.
@@ -205,7 +250,8 @@ impl Transfer {
         Ok(loaded)
     }
 
-    /// The stream for the next copy in this direction: the caller's ([`Transfer::on`]), or the next in turn of the runtime's own.
+    /// The stream for the next copy in this direction: the caller's ([`Transfer::on`]), or the next in turn of the runtime's own of this
+    /// handle's priority.
     /// Each call advances the turn, so the next call may return another stream.
     ///
     /// ```
@@ -222,13 +268,13 @@ impl Transfer {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn next_stream(&self, direction: Direction) -> &Stream {
-        self.stream.as_ref().unwrap_or_else(|| self.inner.streams.next(direction))
+        self.stream.as_ref().unwrap_or_else(|| self.streams.next(direction))
     }
 
     /// As [`Transfer::next_stream`], for work that threads of the runtime enqueue: a stream that only its own thread may use is left out.
     pub(crate) fn stream_for_threads(&self, direction: Direction) -> &Stream {
         let for_all = self.stream.as_ref().filter(|stream| stream.raw() != RawStream::PER_THREAD);
-        for_all.unwrap_or_else(|| self.inner.streams.next(direction))
+        for_all.unwrap_or_else(|| self.streams.next(direction))
     }
 
     /// Everything enqueued on the stream so far, by whomever, as a [`Pending`] to wait for or to await.

@@ -1,14 +1,27 @@
-//! The streams that transfers run on: some for each direction, so that both directions and kernels overlap.
+//! The streams that transfers run on: some for each direction, so that both directions and kernels overlap, at each priority that somebody
+//! asked for.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use aquifer_device::{Device, DeviceError, Stream, StreamFlags};
+use parking_lot::Mutex;
 
 use crate::counters::Direction;
 
-/// Transfer streams of one device. They do not synchronise with the legacy default stream.
+/// The transfer streams of one device at all priorities. Those of a priority are made when they are first asked for, and stay.
+#[derive(Debug)]
+pub(crate) struct Levels {
+    device: Device,
+    /// Streams of one direction at one priority.
+    count: usize,
+    made: Mutex<Vec<Arc<Streams>>>,
+}
+
+/// The transfer streams of one device at one priority. They do not synchronise with the legacy default stream.
 #[derive(Debug)]
 pub(crate) struct Streams {
+    priority: i32,
     uploads: Lanes,
     downloads: Lanes,
     on_device: Lanes,
@@ -24,11 +37,36 @@ struct Lanes {
 /// Most streams of one direction: more than copy engines can use, and few enough for any driver.
 const STREAMS_MAX: usize = 32;
 
+impl Levels {
+    /// None yet; there will be `count` streams a direction (1 to [`STREAMS_MAX`]) at each priority.
+    pub(crate) fn new(device: &Device, count: usize) -> Levels {
+        Levels { device: device.clone(), count: count.clamp(1, STREAMS_MAX), made: Mutex::default() }
+    }
+
+    /// The streams of the priority that is nearest to this among those that the device has.
+    pub(crate) fn at(&self, priority: i32) -> Result<Arc<Streams>, DeviceError> {
+        let (least, greatest) = self.device.info().priorities;
+        // A driver that confuses the two has one priority for each number between them, too.
+        let priority = priority.clamp(greatest.min(least), greatest.max(least));
+        let mut made = self.made.lock();
+        if let Some(streams) = made.iter().find(|streams| streams.priority == priority) {
+            return Ok(streams.clone());
+        }
+        let streams = Arc::new(Streams::new(&self.device, self.count, priority)?);
+        made.push(streams.clone());
+        Ok(streams)
+    }
+}
+
 impl Streams {
-    /// `count` streams a direction (1 to [`STREAMS_MAX`]), at `priority`.
-    pub(crate) fn new(device: &Device, count: usize, priority: i32) -> Result<Streams, DeviceError> {
-        let lanes = || Lanes::new(device, count.clamp(1, STREAMS_MAX), StreamFlags { non_blocking: true, priority });
-        Ok(Streams { uploads: lanes()?, downloads: lanes()?, on_device: lanes()? })
+    fn new(device: &Device, count: usize, priority: i32) -> Result<Streams, DeviceError> {
+        let lanes = || Lanes::new(device, count, StreamFlags { non_blocking: true, priority });
+        Ok(Streams { priority, uploads: lanes()?, downloads: lanes()?, on_device: lanes()? })
+    }
+
+    /// Their priority; lower is more urgent.
+    pub(crate) fn priority(&self) -> i32 {
+        self.priority
     }
 
     /// The stream whose turn it is.
@@ -63,7 +101,22 @@ mod tests {
     fn any_number_of_streams_may_be_asked_for() {
         let device = Device::new(SimDriver::new(SimConfig::default()));
         for (count, made) in [(0, 1), (3, 3), (usize::MAX, STREAMS_MAX)] {
-            assert_eq!(Streams::new(&device, count, 0).unwrap().uploads.streams.len(), made);
+            assert_eq!(Levels::new(&device, count).at(0).unwrap().uploads.streams.len(), made);
         }
+    }
+
+    /// As many sets as the device has priorities, each made once, whatever is asked for.
+    #[test]
+    fn each_priority_of_the_device_has_its_streams() {
+        let device = Device::new(SimDriver::new(SimConfig::default()));
+        let (least, greatest) = device.info().priorities;
+        assert!(greatest < least);
+        let levels = Levels::new(&device, 1);
+        let all: Vec<_> =
+            (greatest - 3..least + 3).chain([i32::MIN, i32::MAX]).map(|n| levels.at(n).unwrap()).collect();
+        let mut priorities: Vec<i32> = levels.made.lock().iter().map(|streams| streams.priority).collect();
+        priorities.sort_unstable();
+        assert_eq!(priorities, (greatest..=least).collect::<Vec<_>>());
+        assert!(Arc::ptr_eq(&all[0], &all[1]) && all.last().unwrap().priority() == least);
     }
 }

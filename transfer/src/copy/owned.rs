@@ -139,7 +139,7 @@ impl Transfer {
     ) -> Result<(Arc<Job>, Pending<()>), TransferError> {
         let (stream, bytes) = (self.staging_stream(Direction::Upload)?, spread.bytes());
         let end = DeviceEnd::claim_rows(to, spread, AccessKind::Write)?;
-        let job = self.staging().upload(source, end, stream)?;
+        let job = self.staging().upload(source, end, stream, self.priority())?;
         self.shared().tally.count(Direction::Upload, bytes);
         Ok((job.clone(), Pending::job(self.shared(), job, || Ok(()))))
     }
@@ -162,7 +162,7 @@ impl Transfer {
     ) -> Result<Arc<Job>, TransferError> {
         let (stream, bytes) = (self.staging_stream(Direction::Download)?, spread.bytes());
         let end = DeviceEnd::claim_rows(from, spread, AccessKind::Read)?;
-        let job = self.staging().download(end, target, stream)?;
+        let job = self.staging().download(end, target, stream, self.priority())?;
         self.shared().tally.count(Direction::Download, bytes);
         Ok(job)
     }

@@ -35,7 +35,7 @@ impl Crew {
 
     fn submit(self: &Arc<Self>, lane: u32, pieces: u64) -> mpsc::Receiver<bool> {
         let (told, ended) = mpsc::channel();
-        let order = Order { work: told, way: Way::Up, bytes: pieces * PAGE as u64, phase: 0, lane };
+        let order = Order { work: told, way: Way::Up, bytes: pieces * PAGE as u64, phase: 0, lane, priority: 0 };
         self.floor.submit(order, self).unwrap();
         ended
     }

@@ -1,7 +1,8 @@
 //! Staging: how memory that is not page-locked, and files, get to the device and back.
 //!
 //! A few chunks of page-locked memory form a ring. Threads fill some chunks, or store what was fetched into them, while the copy engine works
-//! on others, so that it need not wait for the host. Transfers take turns by the chunk, so a small one is not stuck behind a large one.
+//! on others, so that it need not wait for the host. Transfers take turns by the chunk, so a small one is not stuck behind a large one, and more urgent
+//! ones go first.
 //!
 //! The parts, in the order in which data flows:
 //! * `ends`: where bytes come from and go to; `spread`: where they lie there;
@@ -78,7 +79,7 @@ impl Staging {
     }
 
     /// Copies all of `source` to `to`, claimed for writing, by copies on `stream`. Returns at once. The claim ends when the last copy is
-    /// enqueued.
+    /// enqueued. Transfers of lower `priority` go first.
     ///
     /// # Errors
     /// Ends of different lengths, memory of another device than the stream's, a stream that captures, a device that is lost. What goes
@@ -88,8 +89,9 @@ impl Staging {
         source: Arc<dyn HostSource>,
         to: DeviceEnd,
         stream: &Stream,
+        priority: i32,
     ) -> Result<Arc<Job>, TransferError> {
-        self.begin(Work::new(HostEnd::Source(source), to, stream)?)
+        self.begin(Work::new(HostEnd::Source(source), to, stream, priority)?)
     }
 
     /// Copies all of `from`, claimed for reading, to `target`, by copies on `stream`. Returns at once. The claim ends when the bytes are in
@@ -102,8 +104,9 @@ impl Staging {
         from: DeviceEnd,
         target: Arc<dyn HostTarget>,
         stream: &Stream,
+        priority: i32,
     ) -> Result<Arc<Job>, TransferError> {
-        self.begin(Work::new(HostEnd::Target(target), from, stream)?)
+        self.begin(Work::new(HostEnd::Target(target), from, stream, priority)?)
     }
 
     /// Makes a copy between host memory, of at least a byte, once the ticks are done. Returns at once. What the copy claims is let go before

@@ -9,7 +9,9 @@
 //! * a chunk is in one place: free, in the hands of one task, flying (a copy on the device uses it), or arrived (it holds bytes that
 //!   are to land). It moves by value, so nobody can have it twice, and [`Ring::complete`] takes back what a task was given;
 //! * every byte of a job that does not fail is begun once, in order, and a job ends once, when no task has it in its hands;
-//! * jobs take turns by the piece: while a job may begin one and holds less than its share, every other job begins at most one piece;
+//! * no job begins a piece while a more urgent one may;
+//! * jobs of one priority take turns by the piece: while a job may begin one and holds less than its share, every other job of its priority
+//!   begins at most one piece;
 //! * at most one task waits for each lane (a stream): what is behind on the same lane is not done earlier;
 //! * a lane holds few chunks until copies of it are seen to be done, and never all: chunks that it holds while its stream stands still, for
 //!   instance behind a long kernel, are not available to others (`lanes`).
@@ -61,7 +63,7 @@ pub(super) struct Ring<J, C, T> {
     arrived: VecDeque<Flight<C, T>>,
     jobs: BTreeMap<JobId, Entry<J>>,
     next_job: JobId,
-    /// Jobs with pieces that were not begun, in the order of their turns.
+    /// Jobs with pieces that were not begun, in the order of their turns: those of lower priority numbers first.
     turns: VecDeque<JobId>,
     /// What each lane holds.
     lanes: Lanes,
@@ -143,10 +145,10 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         if let Some(error) = &self.lost {
             return Err(error.clone());
         }
-        let id = self.next_job;
+        let (id, priority) = (self.next_job, order.priority);
         self.next_job += 1;
         self.jobs.insert(id, Entry { order, begun: 0, open: 0, hands: 0, held: 0, failed: None });
-        self.turns.push_back(id);
+        self.queue(id, priority);
         self.aim();
         Ok(())
     }
@@ -244,9 +246,19 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     }
 
     fn may_hold_more(&self, entry: &Entry<J>) -> bool {
-        // Rounded up.
-        let share = self.target.div_ceil(self.turns.len().max(1));
+        // Less urgent jobs have no share in what more urgent ones want. Rounded up.
+        let share = self.target.div_ceil(self.turns_up_to(entry.order.priority).max(1));
         entry.held < share && self.lanes.may_hold_more(entry.order.lane, self.target)
+    }
+
+    /// The number of turns of jobs that are at least so urgent.
+    fn turns_up_to(&self, priority: i32) -> usize {
+        self.turns.partition_point(|id| self.jobs.get(id).is_some_and(|entry| entry.order.priority <= priority))
+    }
+
+    /// Gives a job the last turn of its priority.
+    fn queue(&mut self, id: JobId, priority: i32) {
+        self.turns.insert(self.turns_up_to(priority), id);
     }
 
     /// Begins a piece of the job whose turn it is.
@@ -263,10 +275,11 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         entry.held += 1;
         self.lanes.takes(entry.order.lane);
         let hand = Hand { id, work: entry.order.work.clone(), range: start..entry.begun, chunk };
+        let (way, priority) = (entry.order.way, entry.order.priority);
         if !entry.is_begun() {
-            self.turns.push_back(id);
+            self.queue(id, priority);
         }
-        Some(if entry.order.way == Way::Up { Task::Fill(hand) } else { Task::Fetch(hand) })
+        Some(if way == Way::Up { Task::Fill(hand) } else { Task::Fetch(hand) })
     }
 
     /// Takes a task back.

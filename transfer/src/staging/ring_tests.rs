@@ -13,7 +13,7 @@ const SIZES: Sizes = Sizes { chunk_bytes: 4 * PAGE, chunks: 3, threads: 2 };
 type TestTask = Task<u32, u64, u64>;
 
 fn order(job: u32, way: Way, bytes: u64) -> Order<u32> {
-    Order { work: job, way, bytes, phase: 0, lane: job }
+    Order { work: job, way, bytes, phase: 0, lane: job, priority: 0 }
 }
 
 fn lost() -> TransferError {
@@ -25,6 +25,7 @@ fn lost() -> TransferError {
 struct Known {
     way: Way,
     bytes: u64,
+    priority: i32,
     begun: u64,
     /// Pieces that are through: sent for uploads, landed for downloads.
     through: Vec<Range<u64>>,
@@ -53,13 +54,14 @@ impl Model {
         self.ring.get_or_insert_with(Ring::new)
     }
 
-    fn submit(&mut self, way: Way, bytes: u64, phase: u64, lane: u32) {
+    fn submit(&mut self, way: Way, bytes: u64, phase: u64, lane: u32, priority: i32) {
         let job = u32::try_from(self.jobs.len()).unwrap();
-        let submitted = self.ring().submit(Order { work: job, way, bytes, phase, lane });
+        let submitted = self.ring().submit(Order { work: job, way, bytes, phase, lane, priority });
         assert_eq!(submitted.is_err(), self.lost);
         let known = Known {
             way,
             bytes,
+            priority,
             begun: 0,
             through: Vec::new(),
             in_hands: 0,
@@ -102,7 +104,12 @@ impl Model {
 
     fn begun(&mut self, job: u32, range: Range<u64>, waiting: &[u32]) {
         assert!(waiting.contains(&job), "more than its share");
+        let priority = self.known(job).priority;
         for &other in waiting.iter().filter(|&&other| other != job) {
+            assert!(self.known(other).priority >= priority, "job {job} passed job {other}, which is more urgent");
+            if self.known(other).priority > priority {
+                continue;
+            }
             let passed = self.known(other).passed.entry(job).or_default();
             *passed += 1;
             assert!(*passed <= 1, "job {other} was passed twice by {job}");
@@ -242,7 +249,7 @@ impl Model {
 
 #[derive(Clone, Debug)]
 enum Step {
-    Submit { up: bool, bytes: u64, phase: u64, lane: u32 },
+    Submit { up: bool, bytes: u64, phase: u64, lane: u32, priority: i32 },
     Take,
     Give(prop::sample::Index),
     Fail(prop::sample::Index),
@@ -251,12 +258,8 @@ enum Step {
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let bytes = prop_oneof![1..100u64, Just(4 * PAGE as u64), 1..40 * PAGE as u64];
-    let submit = (any::<bool>(), bytes, 0..PAGE as u64, 0..3u32).prop_map(|(up, bytes, phase, lane)| Step::Submit {
-        up,
-        bytes,
-        phase,
-        lane,
-    });
+    let submit = (any::<bool>(), bytes, 0..PAGE as u64, 0..3u32, 0..2i32)
+        .prop_map(|(up, bytes, phase, lane, priority)| Step::Submit { up, bytes, phase, lane, priority });
     let step = prop_oneof![
         2 => submit,
         12 => Just(Step::Take),
@@ -279,8 +282,8 @@ proptest! {
         let mut model = Model::default();
         for step in steps {
             match step {
-                Step::Submit { up, bytes, phase, lane } => {
-                    model.submit(if up { Way::Up } else { Way::Down }, bytes, phase, lane);
+                Step::Submit { up, bytes, phase, lane, priority } => {
+                    model.submit(if up { Way::Up } else { Way::Down }, bytes, phase, lane, priority);
                 }
                 Step::Take => drop(model.take()),
                 Step::Give(index) if !model.out.is_empty() => model.give(index.index(model.out.len()), None),
@@ -442,4 +445,23 @@ fn a_stream_that_stands_still_leaves_chunks_to_others() {
         assert_eq!(begun.iter().filter(|&&job| job == 9).count(), 10, "{way:?}, {still} still after {before}");
         assert!(ring.jobs.values().all(|entry| entry.order.work != 9), "it has ended");
     }
+}
+
+/// An urgent job passes any number of others, and has their chunks as they come back; they go on with what it leaves.
+#[test]
+fn an_urgent_job_goes_first() {
+    let mut ring = Ring::new();
+    let large = 1000 * PAGE as u64;
+    for job in 0..5 {
+        ring.submit(Order { priority: 1, ..order(job, Way::Up, large) }).unwrap();
+    }
+    begun_but_for(&mut ring, &[], 40);
+    ring.submit(order(9, Way::Up, 80 * PAGE as u64)).unwrap();
+    let begun = begun_but_for(&mut ring, &[], 40);
+    let until = begun.iter().rposition(|&job| job == 9).unwrap();
+    let others = begun[..until].iter().filter(|&&job| job != 9).count();
+    assert_eq!(begun.iter().filter(|&&job| job == 9).count(), 20);
+    // Of one priority, they would have five times as many; they have what its stream may not hold yet, and the last chunk.
+    assert!(others <= 10, "{others} pieces of others before the end of the urgent one: {begun:?}");
+    assert!((0..5).all(|job| begun.contains(&job)), "{begun:?}");
 }

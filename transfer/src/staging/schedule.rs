@@ -195,7 +195,7 @@ impl Stage {
                 (HostEnd::Target(self.content.clone()), AccessKind::Read)
             }
         };
-        Work::new(host, DeviceEnd::claim(&self.buffer, access)?, &self.stream)
+        Work::new(host, DeviceEnd::claim(&self.buffer, access)?, &self.stream, 0)
     }
 
     fn busy_ns(&self, way: Way) -> u64 {

@@ -50,7 +50,7 @@ impl Crew {
 
     fn submit(self: &Arc<Self>, way: Way, pieces: u64) -> Arc<Job> {
         let job = Arc::new(Job::default());
-        let order = Order { work: job.clone(), way, bytes: pieces * PAGE as u64, phase: 0, lane: 0 };
+        let order = Order { work: job.clone(), way, bytes: pieces * PAGE as u64, phase: 0, lane: 0, priority: 0 };
         self.floor.submit(order, self).unwrap();
         job
     }

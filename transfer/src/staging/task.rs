@@ -28,6 +28,8 @@ pub(super) struct Order<J> {
     pub(super) phase: u64,
     /// The stream that its copies are enqueued on.
     pub(super) lane: u32,
+    /// Lower is more urgent.
+    pub(super) priority: i32,
 }
 
 /// Number of a job; never reused.

@@ -92,6 +92,7 @@ pub(super) struct Work {
     host: HostEnd,
     device: DeviceEnd,
     stream: Stream,
+    priority: i32,
     job: Arc<Job>,
     /// The tick after the latest of its copies.
     last: Mutex<Option<Tick>>,
@@ -108,7 +109,7 @@ impl Work {
     ///
     /// # Errors
     /// When memory and stream are of different devices, or the ends of different lengths.
-    pub(super) fn new(host: HostEnd, device: DeviceEnd, stream: &Stream) -> Result<Work, TransferError> {
+    pub(super) fn new(host: HostEnd, device: DeviceEnd, stream: &Stream, priority: i32) -> Result<Work, TransferError> {
         let (is, needed) = (stream.device_id(), device.claim.storage().device_id());
         if is != needed {
             return Err(TransferError::wrong_device("stream", is, needed));
@@ -119,7 +120,7 @@ impl Work {
             return Err(TransferError::Unsupported { what });
         }
         check_lengths(&host, device.spread.bytes())?;
-        Ok(Work { host, device, stream: stream.clone(), job: Job::new(), last: Mutex::new(None) })
+        Ok(Work { host, device, stream: stream.clone(), priority, job: Job::new(), last: Mutex::new(None) })
     }
 
     /// Bytes of either end.
@@ -137,12 +138,13 @@ impl Work {
             HostEnd::Source(source) => (Way::Up, source.phase() % PAGE as u64),
             HostEnd::Target(_) => (Way::Down, 0),
         };
-        Order { way, bytes: self.bytes(), phase, lane: self.stream.id(), work: Arc::new(self) }
+        let (bytes, lane, priority) = (self.bytes(), self.stream.id(), self.priority);
+        Order { way, bytes, phase, lane, priority, work: Arc::new(self) }
     }
 
     /// Ends the job. The claim, and what the job holds of its host end, are gone before anybody is told.
     pub(super) fn end(self, result: Result<(), TransferError>) {
-        let Work { host, device, stream, job, last } = self;
+        let Work { host, device, stream, job, last, .. } = self;
         let upload = matches!(host, HostEnd::Source(_));
         drop(device);
         // What a source does when it is dropped is the caller's, and may panic.

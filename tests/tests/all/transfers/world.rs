@@ -22,6 +22,9 @@ pub(super) enum Begun {
     Host(Pending<PinnedBuffer<u8>>, Content),
 }
 
+/// The least priority.
+const BACKGROUND: i32 = i32::MAX;
+
 pub(super) struct World {
     pub(super) bench: Bench,
     pub(super) streams: [Stream; 2],
@@ -49,6 +52,7 @@ impl World {
         for direction in [Direction::Upload, Direction::Download, Direction::OnDevice] {
             bench.transfer.batch_calls_pay_below(direction).unwrap();
         }
+        bench.transfer.at_priority(BACKGROUND).unwrap();
         let spiller = Spiller::new(&bench.transfer, 0);
         let mut world = World {
             bench,
@@ -164,9 +168,11 @@ impl World {
         }
     }
 
+    /// A handle whose copies run on one of the program's streams, or on the runtime's, of one priority as often as of another.
     pub(super) fn on(&self, on: Option<usize>) -> aquifer_transfer::Transfer {
         match on {
             Some(stream) => self.bench.transfer.on(&self.streams[stream]).unwrap(),
+            None if self.begun.len() % 2 == 1 => self.bench.transfer.at_priority(BACKGROUND).unwrap(),
             None => self.bench.transfer.clone(),
         }
     }

@@ -63,7 +63,7 @@ impl World {
         to: &DeviceBuffer<u8>,
         stream: &Stream,
     ) -> Result<Arc<Job>, TransferError> {
-        self.staging().upload(source, DeviceEnd::claim(to, AccessKind::Write)?, stream)
+        self.staging().upload(source, DeviceEnd::claim(to, AccessKind::Write)?, stream, 0)
     }
 
     fn download(
@@ -72,7 +72,7 @@ impl World {
         to: Arc<dyn HostTarget>,
         stream: &Stream,
     ) -> Result<Arc<Job>, TransferError> {
-        self.staging().download(DeviceEnd::claim(from, AccessKind::Read)?, to, stream)
+        self.staging().download(DeviceEnd::claim(from, AccessKind::Read)?, to, stream, 0)
     }
 
     /// Uploads and downloads again; the bytes must be the same unless there is an error.
@@ -369,7 +369,7 @@ fn the_last_handle_may_be_dropped_by_a_thread_of_the_ring() {
     let crew = staging.crew.clone();
     let source = Arc::new(Holds(Mutex::new(None)));
     let mut held = source.0.lock();
-    let job = staging.upload(source.clone(), end, &stream).unwrap();
+    let job = staging.upload(source.clone(), end, &stream, 0).unwrap();
     *held = Some(staging);
     drop(held);
     settled(&job).unwrap();
@@ -408,7 +408,7 @@ fn a_stream_of_one_thread_is_left_to_it() {
     let own = transfer.device().per_thread_stream();
     let buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(300_000, &own).unwrap();
     let end = DeviceEnd::claim(&buffer, AccessKind::Write).unwrap();
-    let refused = transfer.staging().upload(Memory::new(vec![1; 300_000]), end, &own);
+    let refused = transfer.staging().upload(Memory::new(vec![1; 300_000]), end, &own, 0);
     assert!(matches!(refused, Err(TransferError::Unsupported { .. })));
     let content = content(300_000, 8);
     let pending = transfer.on(&own).unwrap().to_device(content.clone(), &own).unwrap();
