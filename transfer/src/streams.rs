@@ -46,7 +46,7 @@ impl Levels {
     /// The streams of the priority that is nearest to this among those that the device has.
     pub(crate) fn at(&self, priority: i32) -> Result<Arc<Streams>, DeviceError> {
         let (least, greatest) = self.device.info().priorities;
-        // A driver that confuses the two has one priority for each number between them, too.
+        // Whichever of the two is the lower number: `clamp` panics on bounds in the other order, whatever a driver says.
         let priority = priority.clamp(greatest.min(least), greatest.max(least));
         let mut made = self.made.lock();
         if let Some(streams) = made.iter().find(|streams| streams.priority == priority) {
