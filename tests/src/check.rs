@@ -152,7 +152,7 @@ pub fn readers(allocator: &Allocator) {
 /// Panics if a request for `padded` bytes, alignment included, was refused although what cannot be released would have left
 /// room for it.
 ///
-/// What cannot be released: segments and granules of which a part is live, and those of open private pools. By the time of the
+/// What cannot be released: segments and frames of which a part is live, and those of open private pools. By the time of the
 /// report everything that waited is free.
 pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded: u64, other: u64) {
     let config = allocator.config();
@@ -189,16 +189,25 @@ pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded
     }
 }
 
-/// The part of a segment that can be neither released nor moved.
+/// The part of a segment that can be neither released nor moved; where frames have several granules, at least that part.
 fn pinned_bytes(segment: &Segment, is_open: bool, allocator: &Allocator) -> u64 {
     let mut active = segment.blocks.iter().filter(|block| block.state.is_active()).peekable();
     match allocator.granule_bytes().filter(|_| segment.is_expandable && !is_open) {
         Some(granule) => {
             let touched =
                 active.flat_map(|block| block.address / granule..(block.address + block.size).div_ceil(granule));
-            touched.collect::<BTreeSet<u64>>().len() as u64 * granule
+            let touched = touched.collect::<BTreeSet<u64>>();
+            // Where frames begin is not known here. At either end of what is touched one may reach beyond it.
+            let beyond = frame_bytes(allocator, granule) - granule;
+            let ends = touched.iter().filter(|&&at| !touched.contains(&(at + 1))).count() as u64;
+            (touched.len() as u64 * granule + 2 * ends * beyond).min(segment.total_size)
         }
         None if is_open || active.peek().is_some() => segment.total_size,
         None => 0,
     }
+}
+
+/// Bytes of the largest frame that there may be. Without the option, the small devices of tests have frames of one granule.
+fn frame_bytes(allocator: &Allocator, granule: u64) -> u64 {
+    allocator.config().frame.unwrap_or(granule).max(granule)
 }

@@ -46,12 +46,23 @@ fn config(backing: Backing) -> impl Strategy<Value = Config> {
         (prop::option::weighted(0.4, mib(33, 80)), prop::option::weighted(0.2, mib(33, 80))),
         prop_oneof![3 => Just(0.0), 1 => 0.1..0.9],
         (prop::option::weighted(0.3, mib(20, 200)), prop_oneof![4 => Just(0), 1 => mib(1, 40)]),
-        prop_oneof![4 => Just(0_u64), 1 => Just(4), 1 => Just(16)],
+        (
+            prop_oneof![4 => Just(0_u64), 1 => Just(4), 1 => Just(16)],
+            prop::option::weighted(0.5, prop::sample::select(vec![2 * MIB, 4 * MIB, 8 * MIB, 32 * MIB])),
+        ),
         prop_oneof![4 => Just(0_u32), 1 => 1_u32..2000],
         (prop::bool::weighted(0.1), prop::bool::weighted(0.08)),
     )
         .prop_map(
-            move |(streams, split, threshold, (limit, headroom), divisions, history, (fail_fast, no_cache))| {
+            move |(
+                streams,
+                split,
+                threshold,
+                (limit, headroom),
+                (divisions, frame),
+                history,
+                (fail_fast, no_cache),
+            )| {
                 let mut config = Config::default();
                 config.backing = backing;
                 (config.cross_stream, config.large_segment_size) = streams;
@@ -59,6 +70,7 @@ fn config(backing: Backing) -> impl Strategy<Value = Config> {
                 config.garbage_collection_threshold = threshold;
                 (config.limit, config.headroom) = (limit, headroom);
                 config.roundup_power2_divisions = [divisions; 16];
+                config.frame = frame;
                 config.history = history;
                 (config.fail_fast, config.no_cache) = (fail_fast, no_cache);
                 config

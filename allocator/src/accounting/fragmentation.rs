@@ -233,10 +233,10 @@ impl Whole {
         };
         let has_memory = |id: BlockId| id.some().is_some_and(|id| heap.blocks[id].state.has_memory());
         let whole = !has_memory(block.prev) && !has_memory(block.next);
-        let (start, end) = (block.addr.next_multiple_of(paged.granule), block.addr + block.size);
-        let bytes = end.saturating_sub(start) / paged.granule * paged.granule;
-        let pinned = self.pins.count_within(start..start + bytes) * paged.granule;
-        Releasable { whole, bytes: bytes - pinned, pinned }
+        let frames = paged.whole_frames(&(block.addr..block.addr + block.size));
+        let range = frames.range();
+        let pinned = paged.pinned_bytes(&self.pins, range.clone());
+        Releasable { whole, bytes: range.end - range.start - pinned, pinned }
     }
 
     /// Bytes that a region holds from the device now.
@@ -244,9 +244,9 @@ impl Whole {
         let Some(paged) = self.paged.as_ref().filter(|_| region.is_paged()) else { return region.bytes };
         let range = region.addr..region.addr + region.bytes;
         let mapped: u64 = paged.mapped_within(&range).iter().map(|range| range.end - range.start).sum();
-        // Stuck granules count as spare.
-        let stuck = paged.stuck.iter().flat_map(|stuck| &stuck.granules).filter(|at| range.contains(at)).count();
-        mapped - stuck as u64 * paged.granule
+        // Stuck frames count as spare.
+        let stuck = paged.stuck.iter().flat_map(|stuck| &stuck.frames).filter(|frame| range.contains(&frame.start));
+        mapped - stuck.map(|frame| frame.end - frame.start).sum::<u64>()
     }
 }
 

@@ -84,7 +84,7 @@ impl Allocator {
         if self.why_segments().is_some() { Backing::Segments } else { Backing::Paged }
     }
 
-    /// The size in bytes of a granule, the unit in which physical memory is mapped; `None` if memory comes in segments.
+    /// The size in bytes of a granule, the unit in which physical memory is counted and mapped; `None` if memory comes in segments.
     pub fn granule_bytes(&self) -> Option<u64> {
         self.shell().core().paged.as_ref().map(|paged| paged.granule)
     }
@@ -127,7 +127,10 @@ fn try_paged(device: &Device, config: &Config) -> Result<Paged, WhySegments> {
     let granule = wanted.max(granularity).checked_next_power_of_two();
     let fits = granule.filter(|&bytes| bytes <= total).ok_or(WhySegments::GranuleTooLarge { granule, total })?;
     let options = probe(device, fits).map_err(WhySegments::Failed)?;
-    Ok(Paged::new(fits, options, device.info().ordinal))
+    // Frames are at least as large as granules, and fit on the device.
+    let frame = config.frame.map(|bytes| u32::try_from(bytes.min(total) / fits).unwrap_or(u32::MAX));
+    let frame = frame.map(|granules| 1 << granules.max(1).ilog2());
+    Ok(Paged::new(fits, frame, options, device.info().ordinal))
 }
 
 #[cfg(test)]

@@ -20,6 +20,7 @@
 //! | `throw_on_cudamalloc_oom` | `True`, `False` | `False` | [`Config::fail_fast`] |
 //! | `backing` | `paged`, `segments` | `paged` | where memory comes from: [`Backing`] |
 //! | `granule_mb` | a power of two, at least 2 | 2, more above 512 GiB | mapped memory only: [`Config::granule`] |
+//! | `frame_mb` | a power of two, at least 2 | up to 64 | mapped memory only: [`Config::frame`] |
 //! | `cross_stream` | `off`, `ready`, `wait` | `ready` | reuse between streams: [`CrossStream`]; PyTorch's is `off` |
 //! | `limit_mb` | MiB, > 0 | none | limit in bytes |
 //! | `limit_free_fraction` | (0, 1] | none | limit, as a share of what is free on the device at the start |
@@ -137,6 +138,10 @@ pub struct Config {
     /// `None`, the default, is 2 MiB on devices of up to 512 GiB, and more on larger ones, so that the memory of a device is at most 2^18
     /// granules. Larger granules take fewer driver calls and waste more memory. Option `granule_mb`.
     pub granule: Option<u64>,
+    /// Size in bytes of the largest frames, the pieces in which physical memory is taken from the device and mapped with
+    /// [`Backing::Paged`]: a power of two, at least 2 MiB. A frame is one granule or several. `None`, the default, is up to 64 MiB, less
+    /// for pools that hold little memory and while large frames waste much. As large as a granule, every frame is one. Option `frame_mb`.
+    pub frame: Option<u64>,
     /// Reuse of blocks between streams. Option `cross_stream`.
     pub cross_stream: CrossStream,
     /// Limit on the bytes held from the device, more than 0; `None`, the default, is no limit. Option `limit_mb`.
@@ -171,6 +176,7 @@ impl Default for Config {
             expandable_segments: false,
             backing: Backing::default(),
             granule: None,
+            frame: None,
             cross_stream: CrossStream::default(),
             limit: None,
             limit_free_fraction: None,

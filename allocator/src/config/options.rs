@@ -51,7 +51,7 @@ pub(super) const fn without_effect(key: Key, backing: Backing) -> Option<&'stati
             Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding | Key::GarbageCollectionThreshold,
             Backing::Paged,
         ) => "for `backing:segments` only, and this memory is mapped",
-        (Key::Granule, Backing::Segments) => "for mapped memory only, and this memory comes in segments",
+        (Key::Granule | Key::Frame, Backing::Segments) => "for mapped memory only, and this memory comes in segments",
         (Key::ExpandableSegments, Backing::Paged) => "mapped memory, which this is, does what it asks for",
         (Key::ExpandableSegments, Backing::Segments) => "what it asks for is `backing:paged`",
         (Key::ExpandableReserve | Key::ExpandableReserveByClass, _) => "addresses are reserved as they are needed",
@@ -132,6 +132,7 @@ pub(super) fn set(config: &mut Config, pair: &Pair<'_>) -> Result<(), ConfigErro
         }
         Key::Backing => config.backing = word()?.choice(Backing::ALL, Backing::name)?,
         Key::Granule => config.granule = Some(word()?.mib()?),
+        Key::Frame => config.frame = Some(word()?.mib()?),
         Key::CrossStream => config.cross_stream = word()?.choice(CrossStream::ALL, CrossStream::name)?,
         Key::Limit => config.limit = Some(word()?.mib_of_bytes()?),
         Key::LimitFreeFraction => {

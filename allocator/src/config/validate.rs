@@ -96,10 +96,11 @@ impl Config {
                 return Err(Violation::size(key, bytes));
             }
         }
-        if let Some(granule) = self.granule
-            && (!granule.is_power_of_two() || granule < GRANULE_MIN)
-        {
-            return Err(Violation::size(Key::Granule, granule));
+        let powers = [(Key::Granule, self.granule), (Key::Frame, self.frame)];
+        for (key, bytes) in powers.into_iter().filter_map(|(key, bytes)| Some((key, bytes?))) {
+            if !bytes.is_power_of_two() || bytes < GRANULE_MIN {
+                return Err(Violation::size(key, bytes));
+            }
         }
         Ok(())
     }

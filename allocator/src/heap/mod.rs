@@ -29,6 +29,7 @@ pub(crate) use holes::Holding;
 use index::{Bins, Exact, FreeIndex, Index};
 pub(crate) use index::{IndexKind, IndexView, Key};
 use last_use::Granules;
+pub(crate) use last_use::LastUses;
 use moves::{Joined, Piece, Rules, Taken};
 use recent::RecentUses;
 

@@ -140,6 +140,11 @@ fn faults_at_every_call_while_streams_lend() {
 }
 
 #[test]
+fn faults_at_every_call_while_frames_move_and_are_broken() {
+    sweep_with("cross_stream:ready,frame_mb:32");
+}
+
+#[test]
 fn faults_at_every_call_while_streams_wait() {
     sweep_with("cross_stream:wait,max_split_size_mb:40,garbage_collection_threshold:0.3,limit_mb:100");
 }

@@ -14,6 +14,7 @@ use crate::accounting::tally::Tally;
 use crate::allocator::Allocator;
 use crate::backing::headroom::Refusal;
 use crate::backing::paged::carry_out::unmap_range;
+use crate::backing::paged::frames::Frame;
 use crate::backing::paged::granules::Purpose;
 use crate::error::AllocError;
 use crate::history::{Action, Actions, Subject};
@@ -100,7 +101,7 @@ impl Allocator {
         }
     }
 
-    /// Unmaps retired memory that is known done. Its granules become spare; those of exportable memory go back to the device. Returns how
+    /// Unmaps retired memory that is known done. Its frames become spare; those of exportable memory go back to the device. Returns how
     /// many bytes went back.
     pub(crate) fn recycle_retired(&self) -> Result<u64, AllocError> {
         if self.shell().core().recyclable().is_none() {
@@ -115,11 +116,11 @@ impl Allocator {
             drop(whole);
             let failed = self.unmap_leaving(&leaving);
             let mut whole = self.shell().whole();
-            let Freed { granules, addresses } = whole.settle_recycling(leaving, failed.is_none());
-            let bytes = granules.iter().map(|&(_, bytes)| bytes).sum::<u64>();
+            let Freed { frames, addresses } = whole.settle_recycling(leaving, failed.is_none());
+            let bytes = frames.iter().map(|&(_, bytes)| bytes).sum::<u64>();
             whole.leaving += bytes;
             drop(whole);
-            self.release_freed(granules);
+            self.release_freed(frames);
             self.shell().core().leaving -= bytes;
             released += bytes;
             if let Some(error) = failed {
@@ -137,7 +138,7 @@ impl Allocator {
     /// Unmaps retired memory. Returns the error, if any; the memory is then mapped still, and stays retired.
     fn unmap_leaving(&self, leaving: &Leaving) -> Option<DeviceError> {
         let Retired { range, was_told, .. } = &leaving.retired;
-        if leaving.granules.is_empty() {
+        if leaving.frames.is_empty() {
             None
         } else if *was_told {
             unmap_range(self.device(), self.hooks(), range).err()
@@ -146,7 +147,7 @@ impl Allocator {
         }
     }
 
-    /// Releases granules that are of no use to others. What the driver keeps is left to the device, which warns if it fails once more.
+    /// Releases frames that are of no use to others. What the driver keeps is left to the device, which warns if it fails once more.
     fn release_freed(&self, freed: Vec<(RawPhysical, u64)>) {
         for (physical, _) in freed {
             if let Err(error) = self.device().driver().release_physical(physical) {
@@ -160,8 +161,8 @@ impl Allocator {
 /// Memory and addresses that are of no use any more.
 #[derive(Default)]
 struct Freed {
-    /// Granules that are of no use to others, with their bytes.
-    granules: Vec<(RawPhysical, u64)>,
+    /// Frames that are of no use to others, with their bytes.
+    frames: Vec<(RawPhysical, u64)>,
     addresses: Option<(DevicePtr, u64)>,
 }
 
@@ -169,7 +170,7 @@ struct Freed {
 struct Leaving {
     retired: Retired,
     purpose: Purpose,
-    granules: Vec<RawPhysical>,
+    frames: Vec<Frame>,
 }
 
 impl Whole {
@@ -179,26 +180,26 @@ impl Whole {
         let paged = self.paged.as_mut()?;
         let retired = paged.retired.swap_remove(at);
         let purpose = paged.purpose_of(retired.base)?;
-        let granules = paged.forget_mapped(retired.range.start, retired.range.end - retired.range.start);
-        Some(Leaving { retired, purpose, granules })
+        let frames = paged.forget_mapped(retired.range.start, retired.range.end - retired.range.start);
+        Some(Leaving { retired, purpose, frames })
     }
 
     /// Accounts for retired memory after the driver unmapped it, or failed to. Returns what is of no use any more.
     fn settle_recycling(&mut self, leaving: Leaving, unmapped: bool) -> Freed {
-        let Leaving { retired, purpose, granules } = leaving;
+        let Leaving { retired, purpose, frames } = leaving;
         let Some(paged) = &mut self.paged else { return Freed::default() };
         let Range { start, end } = retired.range;
         if !unmapped {
-            paged.put_all(start, &granules);
+            paged.put_all(start, &frames);
             paged.retired.push(retired);
             return Freed::default();
         }
         paged.mapped_bytes[PoolKind::Large as usize] -= end - start;
         let slot = paged.owned.get(&retired.base).map_or(0, |owned| owned.slot);
-        let granules = if purpose == Purpose::Exportable {
-            granules.into_iter().map(|physical| (physical, end - start)).collect()
+        let frames = if purpose == Purpose::Exportable {
+            frames.into_iter().map(|frame| (frame.physical, end - start)).collect()
         } else {
-            paged.spares.extend(granules);
+            paged.spares.extend(frames);
             Vec::new()
         };
         let addresses = retired.whole.then(|| {
@@ -210,7 +211,7 @@ impl Whole {
             self.counters().num_device_free.add(1);
         }
         self.account_for_granules();
-        Freed { granules, addresses }
+        Freed { frames, addresses }
     }
 
     /// Adds the retired granules to those that ticks not known done keep from moving, by tick.

@@ -1,12 +1,16 @@
 //! Makes the driver calls of a remap, without a lock. The work was planned under all locks (`plan.rs`), and is accounted for under all
 //! locks afterwards.
 //!
-//! Granules are created first, because that is the step which fails for lack of memory, and then nothing has to be undone. If a later call
-//! fails, granules that are unmapped already become spare, and granules that are mapped but cannot be accessed are unmapped again.
+//! Frames are created first, because that is the step which fails for lack of memory, and then nothing has to be undone. If a later call
+//! fails, frames that are unmapped already become spare, and frames that are mapped but cannot be accessed are unmapped again. Only where a
+//! frame is broken (`layout.rs`) is memory released and taken again; another program may be faster, and the work then fails.
 
 use std::ops::Range;
 
-use aquifer_device::{Device, DeviceError, DevicePtr, PhysicalOptions, RawPhysical};
+use aquifer_device::{Device, DeviceError, DevicePtr, PhysicalOptions};
+
+use crate::backing::paged::frames::{Frame, LooseFrames};
+use crate::backing::paged::layout::Layout;
 
 use crate::recovery::hooks::Hooks;
 
@@ -22,84 +26,115 @@ pub(crate) struct Work {
     pub(crate) access: Vec<u32>,
     /// Granules to create.
     pub(crate) create: u64,
-    /// Mapped ranges to unmap, and the granules that are mapped there.
-    pub(crate) unmap: Vec<(Range<u64>, Vec<RawPhysical>)>,
-    /// Spare granules to map.
-    pub(crate) spares: Vec<RawPhysical>,
-    /// Ranges to map granules at.
+    /// Granules of the largest frame that may be made.
+    pub(crate) largest: u32,
+    /// Mapped ranges to unmap, and the frames that are mapped there.
+    pub(crate) unmap: Vec<(Range<u64>, Vec<Frame>)>,
+    /// Spare frames to map.
+    pub(crate) spares: LooseFrames,
+    /// Ranges to map frames at.
     pub(crate) fill: Vec<Range<u64>>,
 }
 
-/// The result of the work. Every granule of the work, and every one created, is in exactly one of the lists.
+/// The result of the work. Every frame of the work that was not broken, and every one created, is in exactly one of the lists.
 #[derive(Debug, Default)]
 pub(crate) struct Done {
     /// The error that stopped the work, if any.
     pub(crate) error: Option<DeviceError>,
-    /// True if creating a granule failed.
+    /// True if creating a frame failed.
     pub(crate) at_creation: bool,
-    /// Number of granules that were created and not given back.
-    pub(crate) created: u64,
+    /// True if memory was taken from the device and not given back.
+    pub(crate) created: bool,
     /// How many of the ranges to unmap were unmapped; they are the first ones.
     pub(crate) unmapped: usize,
-    /// Granules of the other ranges to unmap, by range.
-    pub(crate) still_mapped: Vec<Vec<RawPhysical>>,
-    /// The ranges at which granules are mapped now.
+    /// Frames of the other ranges to unmap, by range.
+    pub(crate) still_mapped: Vec<Vec<Frame>>,
+    /// The ranges at which frames are mapped now.
     pub(crate) filled: Vec<Filled>,
-    /// Granules that are mapped nowhere.
-    pub(crate) spares: Vec<RawPhysical>,
+    /// Frames that are mapped nowhere.
+    pub(crate) spares: LooseFrames,
 }
 
-/// Granules mapped side by side in a range to fill.
+/// Frames mapped side by side in a range to fill.
 #[derive(Debug)]
 pub(crate) struct Filled {
     pub(crate) range: Range<u64>,
-    /// The granules, by address.
-    pub(crate) granules: Vec<RawPhysical>,
+    /// The frames, by address. If they are not usable, there is one.
+    pub(crate) frames: Vec<Frame>,
     /// False if the driver neither gave access to them nor unmapped them again.
     pub(crate) usable: bool,
 }
 
-impl Filled {
-    /// The addresses of the granules, which have `granule` bytes each.
-    pub(crate) fn places(&self, granule: u64) -> impl Iterator<Item = u64> + use<> {
-        places(&self.range, granule)
-    }
-}
-
 /// Does the work until it is finished or a driver call fails.
 pub(crate) fn carry_out(device: &Device, hooks: &Hooks, mut work: Work) -> Done {
+    let layout = layout(&work);
     let mut done = Done { spares: std::mem::take(&mut work.spares), ..Done::default() };
-    let moving = work.unmap.iter().map(|(_, granules)| granules.len()).sum::<usize>();
-    done.spares.reserve(moving + small(work.create));
-    let steps = create(device, &work, &mut done)
+    let steps = create(device, &work, &layout.first, &mut done)
         .and_then(|()| unmap(device, hooks, &work.unmap, &mut done))
-        .and_then(|()| map(device, hooks, &work, &mut done));
+        .and_then(|()| break_frames(device, &work, &layout, &mut done))
+        .and_then(|()| map(device, hooks, &work, &layout, &mut done));
     done.error = steps.err();
-    done.still_mapped = work.unmap.into_iter().skip(done.unmapped).map(|(_, granules)| granules).collect();
+    done.still_mapped = work.unmap.into_iter().skip(done.unmapped).map(|(_, frames)| frames).collect();
     done
 }
 
-fn create(device: &Device, work: &Work, done: &mut Done) -> Result<(), DeviceError> {
+/// Which frames fill which range.
+fn layout(work: &Work) -> Layout {
+    let mut there = LooseFrames::default();
+    there.extend(work.spares.iter());
+    there.extend(work.unmap.iter().flat_map(|(_, frames)| frames).copied());
+    let lengths: Vec<u64> = work.fill.iter().map(|range| (range.end - range.start) / work.granule).collect();
+    Layout::new(&there, &lengths, work.create, work.largest)
+}
+
+/// Creates frames of these sizes, of memory that the device has left. If it has not, nothing is created.
+fn create(device: &Device, work: &Work, sizes: &[u32], done: &mut Done) -> Result<(), DeviceError> {
     if work.create > 0 {
         device.settle_unused();
     }
     refuse_in_vain(device, work).inspect_err(|_| done.at_creation = true)?;
-    let mut created = Vec::with_capacity(small(work.create));
-    for _ in 0..work.create {
-        match device.driver().create_physical(work.granule, work.options) {
-            Ok(physical) => created.push(physical),
+    let mut created = Vec::with_capacity(sizes.len());
+    for &size in sizes {
+        match create_one(device, work, size) {
+            Ok(frame) => created.push(frame),
             Err(error) => {
                 done.at_creation = true;
-                // The granules created so far do not help: they go back, so that others may have the memory.
-                created.retain(|&physical| device.driver().release_physical(physical).is_err());
-                done.created = created.len() as u64;
-                done.spares.append(&mut created);
+                // The frames created so far do not help: they go back, so that others may have the memory.
+                created.retain(|frame| device.driver().release_physical(frame.physical).is_err());
+                done.created = !created.is_empty();
+                done.spares.extend(created);
                 return Err(error);
             }
         }
     }
-    done.created = work.create;
-    done.spares.append(&mut created);
+    done.created = !created.is_empty();
+    done.spares.extend(created);
+    Ok(())
+}
+
+fn create_one(device: &Device, work: &Work, size: u32) -> Result<Frame, DeviceError> {
+    let physical = device.driver().create_physical(u64::from(size) * work.granule, work.options)?;
+    Ok(Frame::new(physical, size))
+}
+
+/// Releases frames that fit nowhere, and creates smaller ones of their memory.
+fn break_frames(device: &Device, work: &Work, layout: &Layout, done: &mut Done) -> Result<(), DeviceError> {
+    for &size in &layout.broken {
+        let Some(frame) = done.spares.take_sized(size) else { continue };
+        device.driver().release_physical(frame.physical).inspect_err(|_| done.spares.add(frame))?;
+    }
+    for &size in &layout.then {
+        let frame = create_one(device, work, size).inspect_err(|_| done.at_creation = true)?;
+        done.spares.add(frame);
+    }
+    for &size in &layout.surplus {
+        match create_one(device, work, size) {
+            Ok(frame) => done.spares.add(frame),
+            // Others have the memory now. The request does not need it.
+            Err(error) if error.is_out_of_memory() => break,
+            Err(error) => return Err(error),
+        }
+    }
     Ok(())
 }
 
@@ -124,13 +159,13 @@ fn refuse_in_vain(device: &Device, work: &Work) -> Result<(), DeviceError> {
 fn unmap(
     device: &Device,
     hooks: &Hooks,
-    ranges: &[(Range<u64>, Vec<RawPhysical>)],
+    ranges: &[(Range<u64>, Vec<Frame>)],
     done: &mut Done,
 ) -> Result<(), DeviceError> {
-    for (range, granules) in ranges {
+    for (range, frames) in ranges {
         unmap_range(device, hooks, range)?;
         done.unmapped += 1;
-        done.spares.extend(granules);
+        done.spares.extend(frames.iter().copied());
     }
     Ok(())
 }
@@ -142,55 +177,51 @@ pub(crate) fn unmap_range(device: &Device, hooks: &Hooks, range: &Range<u64>) ->
     device.driver().unmap(DevicePtr(range.start), bytes).inspect_err(|_| hooks.mapped(range.start, bytes))
 }
 
-fn map(device: &Device, hooks: &Hooks, work: &Work, done: &mut Done) -> Result<(), DeviceError> {
-    for range in &work.fill {
-        let mut granules = Vec::with_capacity(small((range.end - range.start) / work.granule));
-        if let Err(error) = map_range(device, work, range, &mut done.spares, &mut granules) {
-            unmap_again(device, work.granule, range.start, granules, done);
+fn map(device: &Device, hooks: &Hooks, work: &Work, layout: &Layout, done: &mut Done) -> Result<(), DeviceError> {
+    for (range, sizes) in work.fill.iter().zip(&layout.ranges) {
+        let mut frames = Vec::with_capacity(sizes.len());
+        if let Err(error) = map_range(device, work, range, sizes, &mut done.spares, &mut frames) {
+            unmap_again(device, work.granule, range.start, frames, done);
             return Err(error);
         }
         hooks.mapped(range.start, range.end - range.start);
-        done.filled.push(Filled { range: range.clone(), granules, usable: true });
+        done.filled.push(Filled { range: range.clone(), frames, usable: true });
     }
     Ok(())
 }
 
-/// A number of granules as an index. It always fits: a device has fewer granules than the host has addresses.
-fn small(granules: u64) -> usize {
-    usize::try_from(granules).unwrap_or(0)
-}
-
-/// The addresses of the granules of a range.
-fn places(range: &Range<u64>, granule: u64) -> impl Iterator<Item = u64> + use<> {
-    range.clone().step_by(usize::try_from(granule).unwrap_or(usize::MAX))
-}
-
-/// Maps granules at a range, and gives access to all of it with one call. Mapped granules move from one list to the other.
+/// Maps frames of these sizes at a range, and gives access to all of it with one call. Mapped frames move from one list to the other.
 fn map_range(
     device: &Device,
     work: &Work,
     range: &Range<u64>,
-    spares: &mut Vec<RawPhysical>,
-    mapped: &mut Vec<RawPhysical>,
+    sizes: &[u32],
+    spares: &mut LooseFrames,
+    mapped: &mut Vec<Frame>,
 ) -> Result<(), DeviceError> {
-    for at in places(range, work.granule) {
-        let Some(&physical) = spares.last() else { break };
-        device.driver().map(DevicePtr(at), work.granule, physical)?;
-        spares.pop();
-        mapped.push(physical);
+    let mut at = range.start;
+    for &size in sizes {
+        let Some(frame) = spares.take_sized(size) else { break };
+        let bytes = u64::from(size) * work.granule;
+        device.driver().map(DevicePtr(at), bytes, frame.physical).inspect_err(|_| spares.add(frame))?;
+        mapped.push(frame);
+        at += bytes;
     }
     device.driver().set_access(DevicePtr(range.start), range.end - range.start, &work.access)
 }
 
-/// Unmaps the granules mapped from `start` on, which cannot be accessed.
-fn unmap_again(device: &Device, granule: u64, start: u64, mapped: Vec<RawPhysical>, done: &mut Done) {
+/// Unmaps the frames mapped from `start` on, which cannot be accessed.
+fn unmap_again(device: &Device, granule: u64, start: u64, mapped: Vec<Frame>, done: &mut Done) {
     let mut failed: Option<(DeviceError, u64)> = None;
-    for (at, physical) in places(&(start..u64::MAX), granule).zip(mapped) {
-        match device.driver().unmap(DevicePtr(at), granule) {
-            Ok(()) => done.spares.push(physical),
+    let mut at = start;
+    for frame in mapped {
+        let range = at..at + frame.granules() * granule;
+        at = range.end;
+        match device.driver().unmap(DevicePtr(range.start), range.end - range.start) {
+            Ok(()) => done.spares.add(frame),
             Err(error) => {
                 failed.get_or_insert((error, 0)).1 += 1;
-                done.filled.push(Filled { range: at..at + granule, granules: vec![physical], usable: false });
+                done.filled.push(Filled { range, frames: vec![frame], usable: false });
             }
         }
     }

@@ -1,18 +1,22 @@
-//! Donors: granules that may move, because they lie wholly in free blocks and their last use is done.
+//! Donors: frames that may move, because they lie wholly in free blocks and their last use is done.
 //!
-//! Granules at the highest addresses are chosen first, so that memory in use gathers at low addresses, and steady programs find their
-//! memory where they left it. Granules whose last use is not known done are counted by the tick that would let them move.
+//! Frames at the highest addresses are chosen first, so that memory in use gathers at low addresses, and steady programs find their
+//! memory where they left it; those larger than what is still wanted are passed over, unless nothing else helps. Granules whose last use is
+//! not known done are counted by the tick that would let them move.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
+use std::ops::Range;
 
 use crate::backing::paged::apart::POOL;
+use crate::backing::paged::granules::Paged;
 use crate::backing::paged::window::Window;
-use crate::heap::{BlockId, Heap};
+use crate::heap::{BlockId, Heap, LastUses};
 use crate::pools::table::Private;
 use crate::shell::arena::Guard;
 use crate::shell::whole::Whole;
 
-/// Contiguous granules of one free block.
+/// Contiguous frames of one free block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Donor {
     /// The stream in whose arena the block is.
@@ -22,36 +26,51 @@ pub(crate) struct Donor {
     pub(crate) bytes: u64,
 }
 
-/// Granules that may move, and granules that could once ticks are done.
+/// Frames that may move, and granules that could once ticks are done.
 #[derive(Debug, Default)]
 pub(crate) struct Donors {
-    /// The chosen granules, in each block from high addresses to low ones.
+    /// The chosen frames, each a donor.
     pub(crate) chosen: Vec<Donor>,
     /// Number of chosen granules.
     pub(crate) granules: u64,
+    /// Number of granules that lie wholly in free blocks, but belong to frames that do not.
+    pub(crate) stranded: u64,
     /// Number of granules that are not known done, by stream and by the tick that its timeline must have reached.
     pub(crate) not_done: BTreeMap<(u32, u64), u64>,
 }
 
 impl Donors {
-    /// Keeps the first `granules` chosen ones, which have `granule` bytes each.
+    /// Keeps as many of the chosen frames as it takes for `granules` granules, which have `granule` bytes each.
     pub(crate) fn truncate(&mut self, granules: u64, granule: u64) {
-        while self.granules > granules
-            && let Some(last) = self.chosen.last_mut()
+        while let Some(last) = self.chosen.last()
+            && self.granules - last.bytes / granule >= granules
         {
-            let surplus = ((self.granules - granules) * granule).min(last.bytes);
-            // The low end was chosen last.
-            last.addr += surplus;
-            last.bytes -= surplus;
-            self.granules -= surplus / granule;
-            if last.bytes == 0 {
-                self.chosen.pop();
+            self.granules -= last.bytes / granule;
+            self.chosen.pop();
+        }
+    }
+
+    /// The chosen frames in order, block by block, those side by side as one donor.
+    pub(crate) fn into_joined(mut self) -> Vec<Donor> {
+        self.chosen.sort_by_key(|donor| (donor.arena, donor.block, Reverse(donor.addr)));
+        let mut joined: Vec<Donor> = Vec::with_capacity(self.chosen.len());
+        for donor in self.chosen {
+            match joined.last_mut() {
+                Some(last)
+                    if (last.arena, last.block) == (donor.arena, donor.block)
+                        && last.addr == donor.addr + donor.bytes =>
+                {
+                    last.addr = donor.addr;
+                    last.bytes += donor.bytes;
+                }
+                _ => joined.push(donor),
             }
         }
+        joined
     }
 }
 
-/// A free block that holds at least one granule. Ordered by address.
+/// A free block that holds at least one whole frame. Ordered by address.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
     addr: u64,
@@ -60,7 +79,8 @@ struct Candidate {
 }
 
 impl Whole {
-    /// Chooses up to `wanted` granules that may move, from pools for which `from` is true, outside the window.
+    /// Chooses frames of `wanted` granules that may move, if there are as many, from pools for which `from` is true, outside the window.
+    /// Each donor is one frame. They have more granules than wanted only if no frames have exactly as many.
     pub(crate) fn donors(&mut self, wanted: u64, window: Option<&Window>, from: impl Fn(u16) -> bool) -> Donors {
         let mut donors = Donors::default();
         if wanted == 0 {
@@ -75,74 +95,86 @@ impl Whole {
             let granule = paged.granule;
             window.start / granule * granule..window.end.next_multiple_of(granule)
         });
-        let mut candidates = self.candidates(paged.granule, from);
+        let (mut candidates, stranded) = self.candidates(paged, from);
+        donors.stranded = stranded;
+        let mut passed_over: Option<Donor> = None;
         while let Some(candidate) = candidates.pop() {
             let heap = self.heap_of(candidate.arena);
-            self.choose_in(heap, &candidate, wanted, &window, &mut donors);
-            if donors.granules == wanted {
+            let larger = self.choose_in(heap, &candidate, wanted, &window, &mut donors);
+            passed_over = passed_over.into_iter().chain(larger).min_by_key(|donor| donor.bytes);
+            if donors.granules >= wanted {
                 break;
             }
+        }
+        if donors.granules < wanted
+            && let Some(donor) = passed_over
+        {
+            donors.granules += donor.bytes / paged.granule;
+            donors.chosen.push(donor);
         }
         donors
     }
 
-    fn candidates(&self, granule: u64, from: impl Fn(u16) -> bool) -> BinaryHeap<Candidate> {
-        let mut found = Vec::new();
+    /// The free blocks that hold a whole frame, and how many granules are stranded.
+    fn candidates(&self, paged: &Paged, from: impl Fn(u16) -> bool) -> (BinaryHeap<Candidate>, u64) {
+        let (mut found, mut stranded) = (Vec::new(), 0);
         for heap in self.heaps() {
             for pool in (0..heap.pools.len()).filter_map(|pool| u16::try_from(pool).ok()).filter(|&pool| from(pool)) {
-                heap.free_blocks_from(pool, granule).for_each(|key| {
+                heap.free_blocks_from(pool, paged.granule).for_each(|key| {
                     let block = &heap.blocks[key.block()];
                     if heap.region(block.region).is_paged() {
-                        found.push(Candidate { addr: block.addr, arena: heap.home, block: key.block() });
+                        let frames = paged.whole_frames(&(block.addr..block.addr + block.size));
+                        stranded += frames.cut_granules();
+                        if !frames.range().is_empty() {
+                            found.push(Candidate { addr: block.addr, arena: heap.home, block: key.block() });
+                        }
                     }
                 });
             }
         }
         // A heap, because mostly few of them are needed.
-        found.into()
+        (found.into(), stranded)
     }
 
-    /// Chooses granules from one block, from its high end on.
+    /// Chooses frames from one block, from its high end on. Returns the smallest of those that may move and are larger than what was still
+    /// wanted.
     fn choose_in(
         &self,
         heap: &Heap,
         candidate: &Candidate,
         wanted: u64,
-        window: &std::ops::Range<u64>,
+        window: &Range<u64>,
         donors: &mut Donors,
-    ) {
-        let Some(paged) = &self.paged else { return };
+    ) -> Option<Donor> {
+        let paged = self.paged.as_ref()?;
         let granule = paged.granule;
         let block = &heap.blocks[candidate.block];
-        let last_uses = heap.last_uses_of(block);
-        let low = block.addr.next_multiple_of(granule);
-        let mut at = (block.addr + block.size) / granule * granule;
-        let mut open: Option<Donor> = None;
-        while donors.granules < wanted && at > low {
-            let highest = at - granule;
-            if window.contains(&highest) || self.pins.contains(highest) {
-                at = highest;
-                donors.chosen.extend(open.take());
+        let frames = paged.whole_frames(&(block.addr..block.addr + block.size));
+        let whole = frames.range();
+        let mut last_use = LastUse::of(heap.last_uses_of(block), whole.clone());
+        let mut passed_over: Option<Donor> = None;
+        for frame in frames {
+            if donors.granules >= wanted {
+                break;
+            }
+            let is_in_window = frame.start < window.end && window.start < frame.end;
+            if is_in_window || self.pins.are_in(frame.clone()) {
                 continue;
             }
-            // Granules side by side mostly share their last use. They are taken or left together.
-            let stays_below = self.pins.highest_within(low..at).map_or(low, |pinned| pinned + granule);
-            let floor = if window.end <= highest { stays_below.max(window.end) } else { stays_below };
-            let (after, from) = last_uses.highest_run(&(floor..at));
-            let granules = (at - from) / granule;
+            let (bytes, after) = (frame.end - frame.start, last_use.of_frame(&frame));
             if !self.is_known_done(block.owner, after) {
-                *donors.not_done.entry((block.owner, after)).or_default() += granules;
-                donors.chosen.extend(open.take());
-                at = from;
+                *donors.not_done.entry((block.owner, after)).or_default() += bytes / granule;
                 continue;
             }
-            let taken = granules.min(wanted - donors.granules);
-            donors.granules += taken;
-            at -= taken * granule;
-            let bytes = taken * granule + open.map_or(0, |donor| donor.bytes);
-            open = Some(Donor { arena: candidate.arena, block: candidate.block, addr: at, bytes });
+            let donor = Donor { arena: candidate.arena, block: candidate.block, addr: frame.start, bytes };
+            if donors.granules + bytes / granule <= wanted {
+                donors.granules += bytes / granule;
+                donors.chosen.push(donor);
+            } else if passed_over.is_none_or(|other| bytes < other.bytes) {
+                passed_over = Some(donor);
+            }
         }
-        donors.chosen.extend(open);
+        passed_over
     }
 
     /// Returns a function that is true for pools whose granules may move. Granules of an open private pool do not move, not even for the
@@ -157,5 +189,32 @@ impl Whole {
     pub(crate) fn unpromised_pools(&self) -> Vec<u16> {
         let released = self.pools.private.iter().filter(|private| private.is_released());
         [0, 1].into_iter().chain(released.flat_map(Private::numbers)).collect()
+    }
+}
+
+/// The last uses of a block's frames, asked for from the high end down.
+struct LastUse<'a> {
+    uses: LastUses<'a>,
+    low: u64,
+    /// The granules down to this address were used until this tick.
+    from: u64,
+    after: u64,
+}
+
+impl LastUse<'_> {
+    fn of(uses: LastUses<'_>, range: Range<u64>) -> LastUse<'_> {
+        LastUse { uses, low: range.start, from: range.end, after: 0 }
+    }
+
+    /// The tick that the owner's timeline must reach for all of a frame to be done.
+    fn of_frame(&mut self, frame: &Range<u64>) -> u64 {
+        // Granules side by side mostly share their last use.
+        let mut latest = if self.from < frame.end { self.after } else { 0 };
+        while self.from > frame.start {
+            let to = self.from.min(frame.end);
+            (self.after, self.from) = self.uses.highest_run(&(self.low..to));
+            latest = latest.max(self.after);
+        }
+        latest
     }
 }

@@ -16,6 +16,7 @@ use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::backing::headroom::Refusal;
 use crate::backing::paged::apart::POOL;
+use crate::backing::paged::frames::Frame;
 use crate::backing::paged::granules::Purpose;
 use crate::backing::paged::{MemoryApart, Owned};
 use crate::backing::segments::Growth;
@@ -165,7 +166,7 @@ impl Allocator {
         };
         if let Some(paged) = &mut whole.paged {
             paged.add_reservation(ptr.0, request.size, PoolKind::Large, Purpose::Exportable);
-            paged.put_all(ptr.0, &[physical]);
+            paged.put_all(ptr.0, &[Frame::new(physical, 1)]);
             paged.mapped_bytes[PoolKind::Large as usize] += request.size;
             paged.owned.insert(ptr.0, Owned { slot: request.slot, tag: request.tag, ..Owned::default() });
         }

@@ -1,12 +1,14 @@
-//! The table of mapped memory: which granule is mapped at which address. A granule is a piece of physical memory; physical memory and
-//! addresses are separate resources, and this table connects them.
+//! The table of mapped memory: which frame is mapped at which address. Physical memory comes in frames and is counted in granules
+//! (`frames.rs`); physical memory and addresses are separate resources, and this table connects them.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use aquifer_device::{Device, DevicePtr, PhysicalOptions, RawPhysical, Reservation};
+use aquifer_device::{Device, DevicePtr, PhysicalOptions, Reservation};
 
 use crate::backing::paged::apart::{Owned, Retired};
+use crate::backing::paged::frame_size::FrameSize;
+use crate::backing::paged::frames::{Frame, LooseFrames, granules_of};
 use crate::backing::paged::pin::Pins;
 use crate::backing::paged::places::Places;
 use crate::backing::paged::recurrence::Recurrence;
@@ -19,7 +21,9 @@ use crate::size_class::PoolKind;
 pub(crate) struct Paged {
     /// Bytes of a granule: a power of two and a multiple of the device's granularity.
     pub(crate) granule: u64,
-    /// Properties that granules are created with.
+    /// How large frames may be.
+    pub(crate) frame_size: FrameSize,
+    /// Properties that frames are created with.
     pub(crate) options: PhysicalOptions,
     /// Ordinals of the devices that have access to every mapping: this one first, then its peers.
     pub(crate) access: Vec<u32>,
@@ -31,11 +35,11 @@ pub(crate) struct Paged {
     pub(crate) retired: Vec<Retired>,
     /// Ranges that have no memory while the allocator sleeps; `None` while it is awake.
     pub(crate) absent: Option<Vec<Absent>>,
-    /// Granules that are mapped nowhere.
-    pub(crate) spares: Vec<RawPhysical>,
+    /// Frames that are mapped nowhere.
+    pub(crate) spares: LooseFrames,
     /// Mappings that cannot be used and that the driver has not unmapped so far.
     pub(crate) stuck: Vec<Stuck>,
-    /// Number of spare granules that operations are working with.
+    /// Granules of spare frames that operations are working with.
     pub(crate) in_hands: u64,
     /// Bytes mapped for small and for large pools.
     pub(crate) mapped_bytes: [u64; 2],
@@ -64,24 +68,30 @@ pub(crate) enum Purpose {
     Exportable,
 }
 
-/// Addresses that stay held because granules are mapped there without access and the driver did not unmap them.
+/// Addresses that stay held because frames are mapped there without access and the driver did not unmap them.
 #[derive(Debug)]
 pub(crate) struct Stuck {
     /// The stream in whose arena they are held.
     pub(crate) arena: u32,
     pub(crate) block: BlockId,
-    /// Addresses at which granules are mapped.
-    pub(crate) granules: Vec<u64>,
+    /// Addresses of the frames that are mapped.
+    pub(crate) frames: Vec<Range<u64>>,
 }
 
-/// A reservation, and the granule mapped at each of its places. A place is a stretch as long as a granule.
+impl Stuck {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.frames.iter().map(|frame| frame.end - frame.start).sum()
+    }
+}
+
+/// A reservation, and what is mapped at its places.
 #[derive(Debug)]
 struct Mapped {
     bytes: u64,
     purpose: Purpose,
     /// The kind of pool that its memory counts in.
     kind: PoolKind,
-    /// Bytes of each of its granules.
+    /// Bytes of each of its places.
     granule: u64,
     places: Places,
 }
@@ -95,11 +105,13 @@ impl Mapped {
 }
 
 impl Paged {
-    pub(crate) fn new(granule: u64, options: PhysicalOptions, ordinal: u32) -> Paged {
+    /// No memory yet. `frame` is the number of granules of the largest frames, if the configuration says so.
+    pub(crate) fn new(granule: u64, frame: Option<u32>, options: PhysicalOptions, ordinal: u32) -> Paged {
         debug_assert!(granule.is_power_of_two());
-        let (reservations, spares) = (BTreeMap::new(), Vec::new());
+        let (reservations, spares) = (BTreeMap::new(), LooseFrames::default());
         Paged {
             granule,
+            frame_size: FrameSize::new(frame),
             options,
             access: vec![ordinal],
             reservations,
@@ -120,7 +132,7 @@ impl Paged {
     }
 
     pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, kind: PoolKind, purpose: Purpose) {
-        // Exportable memory is one granule, however large, so that there is one handle to export.
+        // Exportable memory is one place, however large, so that there is one handle to export.
         let granule = if purpose == Purpose::Exportable { bytes } else { self.granule };
         let places = Places::new(usize::try_from(bytes / granule).unwrap_or(0));
         self.reservations.insert(addr, Mapped { bytes, purpose, kind, granule, places });
@@ -129,7 +141,7 @@ impl Paged {
     /// Forgets a reservation, and returns its length in bytes.
     pub(crate) fn remove_reservation(&mut self, addr: u64) -> u64 {
         let removed = self.reservations.remove(&addr);
-        debug_assert!(removed.as_ref().is_some_and(|mapped| mapped.places.all().all(|behind| behind.is_none())));
+        debug_assert!(removed.as_ref().is_some_and(|mapped| mapped.places.all().next().is_none()));
         removed.map_or(0, |mapped| mapped.bytes)
     }
 
@@ -140,8 +152,8 @@ impl Paged {
 
     /// Bytes held from the device that are not behind usable addresses.
     pub(crate) fn spare_bytes(&self) -> u64 {
-        let stuck: usize = self.stuck.iter().map(|stuck| stuck.granules.len()).sum();
-        (self.spares.len() as u64 + self.in_hands + stuck as u64) * self.granule
+        let stuck: u64 = self.stuck.iter().map(Stuck::bytes).sum();
+        (self.spares.granules() + self.in_hands) * self.granule + stuck
     }
 
     /// Number of reservations.
@@ -173,31 +185,64 @@ impl Paged {
         Some((mapped, touched))
     }
 
-    /// Notes that the granules of a range moved elsewhere.
+    /// Notes that the memory of a range moved elsewhere.
     pub(crate) fn leave(&mut self, range: &Range<u64>) {
         if let Some((mapped, touched)) = self.touched_mut(range) {
             mapped.places.leave(touched);
         }
     }
 
-    /// True if granules moved away from any place that a range touches.
+    /// True if memory moved away from any place that a range touches.
     pub(crate) fn was_left(&self, range: &Range<u64>) -> bool {
         range.start < range.end && self.touched(range).is_some_and(|(mapped, touched)| mapped.places.was_left(touched))
     }
 
-    /// Notes that granules are mapped side by side from `addr` on.
-    pub(crate) fn put_all(&mut self, addr: u64, granules: &[RawPhysical]) {
+    /// Notes that frames are mapped side by side from `addr` on.
+    pub(crate) fn put_all(&mut self, addr: u64, frames: &[Frame]) {
         if let Some((mapped, touched)) = self.touched_mut(&(addr..addr)) {
-            mapped.places.put(touched.start, granules);
+            mapped.places.put(touched.start, frames);
         }
     }
 
-    /// Removes the granules of a mapped range from the table, and returns them by address.
-    pub(crate) fn forget_mapped(&mut self, addr: u64, bytes: u64) -> Vec<RawPhysical> {
+    /// Removes the frames of a mapped range, which consists of whole ones, from the table, and returns them by address.
+    pub(crate) fn forget_mapped(&mut self, addr: u64, bytes: u64) -> Vec<Frame> {
         let Some((mapped, touched)) = self.touched_mut(&(addr..addr + bytes)) else { return Vec::new() };
         let taken = mapped.places.forget(touched);
-        debug_assert_eq!(taken.len() as u64 * mapped.granule, bytes);
+        debug_assert_eq!(granules_of(&taken) * mapped.granule, bytes);
         taken
+    }
+
+    /// The addresses of the frame that the memory at an address, in some reservation, belongs to.
+    pub(crate) fn frame_at(&self, addr: u64) -> Option<Range<u64>> {
+        let (&base, mapped) = self.reservations.range(..=addr).next_back()?;
+        let frame = mapped.places.frame_around(usize::try_from((addr - base) / mapped.granule).ok()?)?;
+        let addr = |place: usize| base + place as u64 * mapped.granule;
+        Some(addr(frame.start)..addr(frame.end))
+    }
+
+    /// Bytes of the frames that a range touches and of which any part is pinned.
+    pub(crate) fn pinned_bytes(&self, pins: &Pins, range: Range<u64>) -> u64 {
+        let (mut bytes, mut seen_to) = (0, 0);
+        for addr in pins.within(range) {
+            if let Some(frame) = self.frame_at(addr).filter(|frame| frame.start >= seen_to) {
+                bytes += frame.end - frame.start;
+                seen_to = frame.end;
+            }
+        }
+        bytes
+    }
+
+    /// The frames that lie wholly within a range of one reservation, all of which has memory.
+    pub(crate) fn whole_frames(&self, range: &Range<u64>) -> WholeFrames<'_> {
+        let inside = range.start.next_multiple_of(self.granule)..range.end / self.granule * self.granule;
+        let found = if inside.is_empty() { None } else { self.reservations.range(..=inside.start).next_back() };
+        let mut whole = WholeFrames { base: 0, granule: self.granule, low: 0, at: 0, cut: 0, places: None };
+        if let Some((&base, mapped)) = found {
+            let touched = mapped.touched(inside.start - base..inside.end - base);
+            whole = WholeFrames { base, low: touched.start, at: touched.end, places: Some(&mapped.places), ..whole };
+            whole.leave_out_cut_ones();
+        }
+        whole
     }
 
     /// The contiguous ranges that have memory, by address. Ranges of two reservations that lie side by side are listed separately, because
@@ -209,46 +254,43 @@ impl Paged {
 
     /// The contiguous parts of a range, within a reservation, that have memory.
     pub(crate) fn mapped_within(&self, range: &Range<u64>) -> Vec<Range<u64>> {
-        self.runs(range, |_, physical| physical.is_some())
+        self.runs(range, |has_memory| has_memory)
     }
 
     /// The contiguous parts of a range, within a reservation, that have no memory.
     pub(crate) fn unmapped_within(&self, range: &Range<u64>) -> Vec<Range<u64>> {
-        self.runs(range, |_, physical| physical.is_none())
+        self.runs(range, |has_memory| !has_memory)
     }
 
     /// The contiguous ranges whose memory may go while the allocator sleeps, each with the kind of pool that it counts in.
     pub(crate) fn not_pinned(&self, pins: &Pins) -> Vec<(Range<u64>, PoolKind)> {
         let may_sleep = self.reservations.iter().filter(|(_, mapped)| mapped.purpose != Purpose::Exportable);
         let ranges = may_sleep.flat_map(|(&base, mapped)| {
-            let stays = |at| pins.contains(at) || self.is_unusable(at);
-            let runs = self.runs(&(base..base + mapped.bytes), |at, physical| physical.is_some() && !stays(at));
-            runs.into_iter().map(|range| (range, mapped.kind))
+            let frames = mapped.places.all().map(|(place, frame)| {
+                let start = base + place as u64 * mapped.granule;
+                start..start + frame.granules() * mapped.granule
+            });
+            let stays = |frame: &Range<u64>| pins.are_in(frame.clone()) || self.is_unusable(frame.start);
+            joined(frames.filter(|frame| !stays(frame))).into_iter().map(|range| (range, mapped.kind))
         });
         ranges.collect()
     }
 
-    /// True if the granule mapped at an address never became usable, and the driver has not unmapped it so far.
+    /// True if the frame mapped at an address never became usable, and the driver has not unmapped it so far.
     fn is_unusable(&self, at: u64) -> bool {
         let of_growth = |retired: &Retired| !retired.was_told && retired.range.contains(&at);
-        self.stuck.iter().any(|stuck| stuck.granules.contains(&at)) || self.retired.iter().any(of_growth)
+        let is_stuck = |stuck: &Stuck| stuck.frames.iter().any(|frame| frame.contains(&at));
+        self.stuck.iter().any(is_stuck) || self.retired.iter().any(of_growth)
     }
 
-    fn runs(&self, range: &Range<u64>, pick: impl Fn(u64, Option<RawPhysical>) -> bool) -> Vec<Range<u64>> {
-        let mut runs: Vec<Range<u64>> = Vec::new();
+    fn runs(&self, range: &Range<u64>, pick: impl Fn(bool) -> bool) -> Vec<Range<u64>> {
         if range.is_empty() {
-            return runs;
+            return Vec::new();
         }
-        let Some((reserved, touched)) = self.touched(range) else { return runs };
+        let Some((reserved, touched)) = self.touched(range) else { return Vec::new() };
         let step = usize::try_from(reserved.granule).unwrap_or(usize::MAX);
-        let places = (range.start..).step_by(step).zip(reserved.places.of(touched));
-        for (at, _) in places.filter(|&(at, physical)| pick(at, physical)) {
-            match runs.last_mut() {
-                Some(last) if last.end == at => last.end += reserved.granule,
-                _ => runs.push(at..at + reserved.granule),
-            }
-        }
-        runs
+        let places = (range.start..).step_by(step).zip(reserved.places.have_memory(touched));
+        joined(places.filter(|&(_, has_memory)| pick(has_memory)).map(|(at, _)| at..at + reserved.granule))
     }
 
     /// The contiguous ranges of memory outside of heaps. Each comes with its owner's record, whose `size` is the part that the owner has,
@@ -270,17 +312,83 @@ impl Paged {
     /// Hands all memory and addresses to the device object, which gives them back at its next driver call.
     pub(crate) fn bury(mut self, device: &Device) {
         for absent in self.absent.take().into_iter().flatten() {
-            let (mapped, loose) = absent.granules.split_at(absent.mapped);
+            let (mapped, loose) = absent.frames.split_at(absent.mapped);
             self.put_all(absent.range.start, mapped);
-            loose.iter().for_each(|&physical| device.release_later(physical));
+            loose.iter().for_each(|frame| device.release_later(frame.physical));
         }
         for (addr, reserved) in self.reservations {
-            let step = usize::try_from(reserved.granule).unwrap_or(usize::MAX);
-            let places = (addr..).step_by(step).zip(reserved.places.all());
-            let mapped =
-                places.filter_map(|(at, physical)| Some((DevicePtr(at), reserved.granule, physical?))).collect();
+            let mapped = reserved.places.all().map(|(place, frame)| {
+                let ptr = DevicePtr(addr + place as u64 * reserved.granule);
+                (ptr, frame.granules() * reserved.granule, frame.physical)
+            });
+            let mapped = mapped.collect();
             device.unreserve_later(Reservation { ptr: DevicePtr(addr), bytes: reserved.bytes, mapped });
         }
-        self.spares.into_iter().for_each(|physical| device.release_later(physical));
+        self.spares.iter().for_each(|frame| device.release_later(frame.physical));
+    }
+}
+
+/// Ranges, given by address, with those joined that lie side by side.
+fn joined(ranges: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    for range in ranges {
+        match runs.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => runs.push(range),
+        }
+    }
+    runs
+}
+
+/// The frames that lie wholly within a range, from the high end down.
+#[derive(Debug)]
+pub(crate) struct WholeFrames<'a> {
+    base: u64,
+    granule: u64,
+    /// The places that are left.
+    low: usize,
+    at: usize,
+    /// How many places in the range belong to frames that reach beyond it.
+    cut: usize,
+    places: Option<&'a Places>,
+}
+
+impl WholeFrames<'_> {
+    /// Leaves out what belongs to frames that reach beyond the range.
+    fn leave_out_cut_ones(&mut self) {
+        let Some(places) = self.places else { return };
+        let all = self.at - self.low;
+        if let Some(frame) = places.frame_around(self.at - 1).filter(|frame| frame.end > self.at) {
+            self.at = frame.start.max(self.low);
+        }
+        if let Some(frame) = places.frame_around(self.low).filter(|frame| frame.start < self.low) {
+            self.low = frame.end.min(self.at);
+        }
+        self.cut = all - (self.at - self.low);
+    }
+
+    /// How many granules in the range belong to frames that reach beyond it.
+    pub(crate) fn cut_granules(&self) -> u64 {
+        self.cut as u64
+    }
+
+    /// The addresses from the lowest of the frames that are left to the end of the highest.
+    pub(crate) fn range(&self) -> Range<u64> {
+        let addr = |place: usize| self.base + place as u64 * self.granule;
+        addr(self.low)..addr(self.at)
+    }
+}
+
+impl Iterator for WholeFrames<'_> {
+    type Item = Range<u64>;
+
+    fn next(&mut self) -> Option<Range<u64>> {
+        if self.at <= self.low {
+            return None;
+        }
+        let frame = self.places?.frame_around(self.at - 1)?;
+        self.at = frame.start;
+        let addr = |place: usize| self.base + place as u64 * self.granule;
+        Some(addr(frame.start)..addr(frame.end))
     }
 }

@@ -152,12 +152,12 @@ impl Allocator {
             // Another thread was recycling this memory when it was looked for, and could not unmap it.
             return Ok(Next::Again);
         }
-        let (granule, at_hand) = (paged.granule, paged.spares.len() as u64);
+        let (granule, at_hand) = (paged.granule, paged.spares.granules());
         let fill = paged.unmapped_within(range);
         let lacks = fill.iter().map(|range| range.end - range.start).sum::<u64>() / granule;
         let spares = lacks.min(at_hand);
         let donors = whole.donors(lacks - spares, None, whole.may_donate());
-        let buy = lacks - spares - donors.granules;
+        let buy = (lacks - spares).saturating_sub(donors.granules);
         if buy > 0 && may_ask {
             let ticks = whole.askable(&donors.not_done);
             if !ticks.is_empty() {
@@ -171,14 +171,16 @@ impl Allocator {
                 None => Next::Finished(Err(refusal)),
             });
         }
-        let donors = whole.hold_all(donors.chosen);
-        let work = whole.work(&donors, spares, buy, fill);
+        let donors = whole.hold_all(donors.into_joined());
+        // It can shrink by a granule.
+        let work = whole.work(&donors, (spares, buy), fill, 1);
+        let spares = work.spares.granules();
         drop(whole);
         let done = carry_out(self.device(), self.hooks(), work);
         let mut whole = self.shell().whole();
         whole.settle_work(&donors, (spares, buy), POOL, &done);
         for filled in &done.filled {
-            for at in filled.places(granule) {
+            for at in filled.range.clone().step_by(usize::try_from(granule).unwrap_or(usize::MAX)) {
                 whole.note_mapping(Action::SegmentMap, POOL, request.slot, at, granule);
             }
         }

@@ -1,17 +1,20 @@
 //! The backing `Paged`: physical granules, mapped into large address reservations wherever contiguous memory is needed.
 //!
 //! When no free block serves a request, a *window* is chosen: the stretch of free blocks and holes that needs the fewest granules in its
-//! holes to become a free block large enough. The granules come from *donors*, that is, they lie wholly in free blocks and their last use
-//! is done; only where these do not suffice is memory taken from the device. So the memory held from the device follows what is in use,
-//! and fragmentation costs addresses rather than memory.
+//! holes to become a free block large enough. Physical memory comes in *frames* of one granule or several. Those for the window come from
+//! *donors*, that is, they lie wholly in free blocks and their last use is done; only where these do not suffice is memory taken from the
+//! device. So the memory held from the device follows what is in use, and fragmentation costs addresses rather than memory.
 //!
 //! | file | idea |
 //! | --- | --- |
-//! | `granules.rs` | which granule is mapped where; spare ones |
+//! | `frames.rs` | physical memory as the driver knows it: frames of one granule or several |
+//! | `granules.rs` | which frame is mapped where; spare ones |
 //! | `places.rs` | the places of one reservation |
 //! | `window.rs` | the window that needs the fewest granules |
-//! | `donors.rs` | granules that may move, and ticks that would let more of them move |
+//! | `donors.rs` | frames that may move, and ticks that would let more of them move |
 //! | `plan.rs` | a remap as a whole, decided and held under the locks |
+//! | `frame_size.rs` | how large new frames are |
+//! | `layout.rs` | which frames fill which range, and which have to be made or broken for that |
 //! | `recurrence.rs` | points of a program at which memory moved before |
 //! | `carry_out.rs` | the driver calls of a remap, and of memory that grows, made without a lock, and their outcome |
 //! | `grow.rs` | serving a request: plan, wait, carry out, commit |
@@ -28,11 +31,11 @@
 //! | `probe.rs` | whether the device can map memory at all |
 //!
 //! Invariants, in addition to those of holes in the heap:
-//! * **P1** A granule is unmapped only when its last use is known done on the host, and when it is neither pinned nor in an open private
+//! * **P1** A frame is unmapped only when its last use is known done on the host, and when it is neither pinned nor in an open private
 //!   pool, whose free memory a graph may use. Trimming the pool itself is the exception.
-//! * **P2** A granule is in one place: mapped in one reservation, among the spares, or in the hands of one operation. While the
+//! * **P2** A frame is in one place: mapped in one reservation, among the spares, or in the hands of one operation. While the
 //!   allocator sleeps, nothing is mapped but what others know, and all other operations on mappings wait or are refused.
-//! * **P3** `reserved` = mapped + spare granules + segments, at any time that no operation is in flight.
+//! * **P3** `reserved` = mapped + spare frames + segments, at any time that no operation is in flight.
 //! * **P4** While the driver is asked to change what is behind some addresses, they are held in the heap, so that two
 //!   operations never touch the same ones. An operation that fails gives back all that it held. Memory apart from heaps has one
 //!   owner, until it is retired and then recycled by one operation that is alone.
@@ -44,10 +47,13 @@ mod apart;
 mod carry_out;
 mod donors;
 mod exportable;
+mod frame_size;
+mod frames;
 mod gate;
 mod granules;
 mod grow;
 mod growable;
+mod layout;
 mod memory_apart;
 mod milestones;
 mod peers;

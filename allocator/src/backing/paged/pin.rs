@@ -19,14 +19,14 @@ impl Pins {
         !self.0.is_empty() && self.0.contains_key(&addr)
     }
 
-    /// The highest place in a range that is pinned.
-    pub(crate) fn highest_within(&self, range: Range<u64>) -> Option<u64> {
-        self.0.range(range).next_back().map(|(&addr, _)| addr)
+    /// The places in a range that are pinned, by address.
+    pub(crate) fn within(&self, range: Range<u64>) -> impl Iterator<Item = u64> + '_ {
+        self.0.range(range).map(|(&addr, _)| addr)
     }
 
-    /// How many places in a range are pinned.
-    pub(crate) fn count_within(&self, range: Range<u64>) -> u64 {
-        if self.0.is_empty() { 0 } else { self.0.range(range).count() as u64 }
+    /// True if any place in a range is pinned.
+    pub(crate) fn are_in(&self, range: Range<u64>) -> bool {
+        !self.0.is_empty() && self.within(range).next().is_some()
     }
 
     fn add(&mut self, addr: u64) {

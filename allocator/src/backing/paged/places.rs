@@ -1,11 +1,12 @@
-//! The places of a reservation, by number: the granule behind each, and whether granules moved away from it.
+//! The places of a reservation, by number: the frame behind each, and whether memory moved away from it. A place is a stretch of addresses
+//! as long as a granule, so a frame is behind one place or several.
 //!
 //! Places mostly change many at a time, side by side, so all operations work on ranges. A reservation has room for more memory
-//! than there is, and its low end fills first; places above the highest one that ever had a granule cost nothing.
+//! than there is, and its low end fills first; places above the highest one that ever had memory cost nothing.
 
 use std::ops::Range;
 
-use aquifer_device::RawPhysical;
+use super::frames::{Frame, granules_of};
 
 /// Places of a word of bits.
 const WORD: usize = u64::BITS as usize;
@@ -14,56 +15,80 @@ const WORD: usize = u64::BITS as usize;
 #[derive(Debug)]
 pub(super) struct Places {
     count: usize,
-    /// The granule behind each place, up to the highest that ever had one.
-    granules: Vec<Option<RawPhysical>>,
-    /// A bit for each place: whether granules moved away from it.
+    /// What is behind each place, up to the highest that ever had memory.
+    parts: Vec<Option<Part>>,
+    /// A bit for each place: whether memory moved away from it.
     left: Vec<u64>,
+}
+
+/// The part of a frame that is behind one place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Part {
+    frame: Frame,
+    /// Its number in the frame, from the low end.
+    number: u32,
 }
 
 impl Places {
     /// So many places without memory.
     pub(super) fn new(count: usize) -> Places {
-        Places { count, granules: Vec::new(), left: vec![0; count.div_ceil(WORD)] }
+        Places { count, parts: Vec::new(), left: vec![0; count.div_ceil(WORD)] }
     }
 
-    /// Notes which granules are behind the places from `from` on, which have none.
-    pub(super) fn put(&mut self, from: usize, granules: &[RawPhysical]) {
-        let to = from + granules.len();
-        debug_assert!(to <= self.count && self.of(from..to).all(|behind| behind.is_none()));
-        if self.granules.len() < to {
-            self.granules.resize(to, None);
-        }
-        for (place, &granule) in self.granules[from..to].iter_mut().zip(granules) {
-            *place = Some(granule);
+    /// Notes the frames that lie side by side from the place `from` on. There was no memory behind these places.
+    pub(super) fn put(&mut self, from: usize, frames: &[Frame]) {
+        let parts =
+            frames.iter().flat_map(|&frame| (0..frame.granules.get()).map(move |number| Part { frame, number }));
+        for (place, part) in (from..).zip(parts) {
+            debug_assert!(place < self.count && self.parts.get(place).is_none_or(Option::is_none));
+            if place >= self.parts.len() {
+                self.parts.resize(place + 1, None);
+            }
+            self.parts[place] = Some(part);
         }
     }
 
-    /// Removes the granules of a range from the record; the answer is in order.
-    pub(super) fn forget(&mut self, range: Range<usize>) -> Vec<RawPhysical> {
-        let mut taken = Vec::with_capacity(range.len());
+    /// Removes the frames of a range, which holds whole frames, from the record. The answer is in order.
+    pub(super) fn forget(&mut self, range: Range<usize>) -> Vec<Frame> {
         let known = self.known(range);
-        taken.extend(self.granules[known].iter_mut().filter_map(Option::take));
+        let taken: Vec<Frame> = self.frames(known.clone()).map(|(_, frame)| frame).collect();
+        debug_assert_eq!(granules_of(&taken), self.parts[known.clone()].iter().flatten().count() as u64);
+        self.parts[known].fill(None);
         taken
     }
 
-    /// The part of a range in which there may be granules.
+    /// The part of a range in which there may be memory.
     fn known(&self, range: Range<usize>) -> Range<usize> {
-        range.start.min(self.granules.len())..range.end.min(self.granules.len())
+        range.start.min(self.parts.len())..range.end.min(self.parts.len())
     }
 
-    /// The granule mapped at each place of a range, if any.
-    pub(super) fn of(&self, range: Range<usize>) -> impl Iterator<Item = Option<RawPhysical>> + '_ {
+    /// Whether there is memory behind each place of a range.
+    pub(super) fn have_memory(&self, range: Range<usize>) -> impl Iterator<Item = bool> + '_ {
         let known = self.known(range.clone());
         let beyond = range.len() - known.len();
-        self.granules[known].iter().copied().chain(std::iter::repeat_n(None, beyond))
+        self.parts[known].iter().map(Option::is_some).chain(std::iter::repeat_n(false, beyond))
     }
 
-    /// The granule mapped at each place, if any.
-    pub(super) fn all(&self) -> impl Iterator<Item = Option<RawPhysical>> + '_ {
-        self.of(0..self.count)
+    /// The frames of a range, which holds whole frames, each with its first place.
+    pub(super) fn frames(&self, range: Range<usize>) -> impl Iterator<Item = (usize, Frame)> + '_ {
+        let known = self.known(range);
+        let parts = known.clone().zip(&self.parts[known.clone()]);
+        parts.filter_map(|(place, part)| part.filter(|part| part.number == 0).map(|part| (place, part.frame)))
     }
 
-    /// Notes that the granules of a range moved elsewhere.
+    /// Every frame, with its first place.
+    pub(super) fn all(&self) -> impl Iterator<Item = (usize, Frame)> + '_ {
+        self.frames(0..self.count)
+    }
+
+    /// The places of the frame that the memory behind a place belongs to.
+    pub(super) fn frame_around(&self, place: usize) -> Option<Range<usize>> {
+        let Part { frame, number } = (*self.parts.get(place)?)?;
+        let first = place - number as usize;
+        Some(first..first + frame.granules.get() as usize)
+    }
+
+    /// Notes that the memory of a range moved elsewhere.
     pub(super) fn leave(&mut self, range: Range<usize>) {
         for (word, bits) in words(range) {
             if let Some(left) = self.left.get_mut(word) {
@@ -72,7 +97,7 @@ impl Places {
         }
     }
 
-    /// True if granules ever moved away from any place in a range.
+    /// True if memory ever moved away from any place in a range.
     pub(super) fn was_left(&self, range: Range<usize>) -> bool {
         words(range).any(|(word, bits)| self.left.get(word).is_some_and(|left| left & bits != 0))
     }
@@ -90,22 +115,24 @@ fn words(range: Range<usize>) -> impl Iterator<Item = (usize, u64)> {
 mod tests {
     use std::collections::{BTreeMap, BTreeSet};
 
+    use aquifer_device::RawPhysical;
     use proptest::prelude::*;
 
     use super::*;
 
+    fn frames(numbers_and_sizes: &[(u64, u32)]) -> Vec<Frame> {
+        numbers_and_sizes.iter().map(|&(number, size)| Frame::new(RawPhysical(number), size)).collect()
+    }
+
     #[test]
     fn what_is_put_is_taken_in_order() {
         let mut places = Places::new(10);
-        let granules = |numbers: &[u64]| numbers.iter().map(|&number| RawPhysical(number)).collect::<Vec<_>>();
-        places.put(6, &granules(&[1, 2]));
-        places.put(2, &granules(&[3, 4, 5, 6]));
-        assert_eq!(places.forget(4..7), granules(&[5, 6, 1]));
-        assert_eq!(places.all().flatten().collect::<Vec<_>>(), granules(&[3, 4, 2]));
-        assert_eq!(
-            places.of(3..10).map(|behind| behind.is_some()).collect::<Vec<_>>(),
-            [true, false, false, false, true, false, false]
-        );
+        places.put(6, &frames(&[(1, 1), (2, 1)]));
+        places.put(2, &frames(&[(3, 2), (4, 1), (5, 1)]));
+        assert_eq!(places.forget(4..7), frames(&[(4, 1), (5, 1), (1, 1)]));
+        assert_eq!(places.all().collect::<Vec<_>>(), [(2, frames(&[(3, 2)])[0]), (7, frames(&[(2, 1)])[0])]);
+        assert_eq!(places.have_memory(3..10).collect::<Vec<_>>(), [true, false, false, false, true, false, false]);
+        assert_eq!([2, 3, 4, 9].map(|place| places.frame_around(place)), [Some(2..4), Some(2..4), None, None]);
         assert_eq!(places.forget(9..10), []);
     }
 
@@ -113,20 +140,37 @@ mod tests {
         #[test]
         fn behaves_like_a_map_and_a_set(steps in prop::collection::vec((0..4u8, 0..200usize, 0..130usize), 0..60)) {
             const COUNT: usize = 200;
-            let (mut places, mut map, mut set) = (Places::new(COUNT), BTreeMap::new(), BTreeSet::new());
+            // The frames by their first place, and the places that memory moved away from.
+            let (mut places, mut map, mut set) = (Places::new(COUNT), BTreeMap::<usize, Frame>::new(), BTreeSet::new());
+            let around = |map: &BTreeMap<usize, Frame>, place: usize| {
+                let (&first, frame) = map.range(..=place).next_back()?;
+                Some(first..first + frame.granules.get() as usize).filter(|frame| frame.contains(&place))
+            };
             let mut next = 0;
             for (what, from, length) in steps {
                 let range = from..(from + length).min(COUNT);
                 match what {
                     0 => {
-                        let range = from..range.clone().find(|at| map.contains_key(at)).unwrap_or(range.end);
-                        let granules: Vec<_> = range.clone().map(|_| { next += 1; RawPhysical(next) }).collect();
-                        places.put(range.start, &granules);
-                        map.extend(range.zip(granules));
+                        let vacant = range.clone().take_while(|&place| around(&map, place).is_none()).count();
+                        let sizes = super::super::frames::sizes(vacant as u64, 1 << (length % 6));
+                        let put: Vec<_> = sizes.map(|size| { next += 1; Frame::new(RawPhysical(next), size) }).collect();
+                        places.put(from, &put);
+                        let mut at = from;
+                        for frame in put {
+                            map.insert(at, frame);
+                            at += frame.granules.get() as usize;
+                        }
                     }
                     1 => {
-                        let taken: Vec<_> = range.clone().filter_map(|at| map.remove(&at)).collect();
-                        prop_assert_eq!(places.forget(range), taken);
+                        // From the first frame that begins in the range to the last one that ends there.
+                        let whole = |&(first, frame): &(usize, Frame)| first + frame.granules.get() as usize <= range.end;
+                        let within = map.range(range.clone()).map(|(&first, &frame)| (first, frame));
+                        let within: Vec<_> = within.take_while(whole).collect();
+                        let Some(&(start, _)) = within.first() else { continue };
+                        let end = within.last().map_or(start, |&(first, frame)| first + frame.granules.get() as usize);
+                        let taken: Vec<_> = within.iter().map(|&(_, frame)| frame).collect();
+                        within.iter().for_each(|(first, _)| drop(map.remove(first)));
+                        prop_assert_eq!(places.forget(start..end), taken);
                     }
                     2 => {
                         places.leave(range.clone());
@@ -134,11 +178,14 @@ mod tests {
                     }
                     _ => {
                         prop_assert_eq!(places.was_left(range.clone()), set.range(range.clone()).next().is_some());
-                        let behind: Vec<_> = range.clone().map(|at| map.get(&at).copied()).collect();
-                        prop_assert_eq!(places.of(range).collect::<Vec<_>>(), behind);
+                        let behind: Vec<_> = range.clone().map(|place| around(&map, place)).collect();
+                        let memory: Vec<_> = behind.iter().map(Option::is_some).collect();
+                        prop_assert_eq!(places.have_memory(range.clone()).collect::<Vec<_>>(), memory);
+                        prop_assert_eq!(range.map(|place| places.frame_around(place)).collect::<Vec<_>>(), behind);
                     }
                 }
             }
+            prop_assert_eq!(places.all().collect::<Vec<_>>(), map.into_iter().collect::<Vec<_>>());
         }
     }
 }

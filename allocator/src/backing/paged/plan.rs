@@ -1,8 +1,8 @@
-//! The plan of a remap. A remap moves granules (pieces of physical memory of one size) from free blocks to a window of addresses
-//! (`window.rs`) that a request needs. Under all locks, it is first drafted, without changing anything; then planned, which holds all
+//! The plan of a remap. A remap moves frames (physical memory) from free blocks to a window of addresses (`window.rs`) that a request needs. Under all locks, it is first drafted, without changing anything; then planned, which holds all
 //! memory that takes part; and, after the driver's work (`carry_out.rs`), settled.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use crate::backing::headroom::Refusal;
 use crate::backing::paged::carry_out::{Done, Filled, Work};
@@ -20,7 +20,7 @@ use crate::tags::Tag;
 /// How much memory is taken ahead of need, where there is room behind the window: reserved memory divided by this, and at most
 /// [`AHEAD_MAX`] bytes, whether bought from the device or moved. Taking less costs more driver calls; taking more costs memory where it is
 /// bought. Figures in ARCHITECTURE.md.
-const AHEAD_SHARE: u64 = 64;
+const AHEAD_SHARE: u64 = 96;
 const AHEAD_MAX: u64 = 128 << 20;
 
 /// Memory is bought from the device instead of moved in two cases: if a move would undo an earlier one, to addresses that granules were
@@ -29,13 +29,13 @@ const AHEAD_MAX: u64 = 128 << 20;
 const UNDO_SHARE: u64 = 128;
 /// As [`UNDO_SHARE`], if the program repeats itself and memory would move at a point of the program where it moved before
 /// (`recurrence.rs`).
-const RECUR_SHARE: u64 = 64;
+const RECUR_SHARE: u64 = 96;
 
 /// A program is *unsettled* if it makes memory move for more than one allocation in [`UNSETTLED_SPACING`], plus [`UNSETTLED_ADVANCE`] at
 /// the start. It may reserve more than the peak in use by that peak divided by [`UNSETTLED_SHARE`].
 const UNSETTLED_SPACING: u64 = 1024;
 const UNSETTLED_ADVANCE: u64 = 1024;
-const UNSETTLED_SHARE: u64 = 36;
+const UNSETTLED_SHARE: u64 = 48;
 
 /// Limits of a plan.
 #[derive(Clone, Copy, Debug)]
@@ -65,7 +65,7 @@ pub(crate) struct Held {
     donors: Vec<Donor>,
     /// Number of granules to create.
     create: u64,
-    /// Number of spare granules that take part.
+    /// Number of granules of spare frames that take part.
     spares: u64,
 }
 
@@ -91,7 +91,7 @@ pub(crate) struct Draft {
     pub(crate) buy: u64,
     /// True if they come from the device although granules might move.
     pub(crate) bought_though_movable: bool,
-    /// Number of granules that the donors give beyond the need.
+    /// Number of granules beyond the need that are mapped behind the window.
     ahead: u64,
     /// Bytes in waiting blocks, which other streams still use, by the tick that they wait for.
     pub(crate) awaited: BTreeMap<(u32, u64), u64>,
@@ -111,7 +111,7 @@ impl Whole {
         if in_use > paged.in_use_peak {
             (paged.in_use_peak, paged.peak_at) = (in_use, searches);
         }
-        let (granule, at_hand) = (paged.granule, paged.spares.len() as u64);
+        let (granule, at_hand) = (paged.granule, paged.spares.granules());
         let window = window::cheapest(&self.arena(request.slot).heap, request.pool, request.size, granule)?;
         let spares = window.lacks.min(at_hand);
         let need = window.lacks - spares;
@@ -137,6 +137,8 @@ impl Whole {
         let mut donors = self.donors(wanted, Some(&window), self.may_donate());
         let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
         donors.truncate(need + ahead, granule);
+        // Frames that give more than that are mapped whole rather than broken, if there is room.
+        let ahead = donors.granules.saturating_sub(need).min(room(&window, granule));
         let buy = need.saturating_sub(donors.granules);
         Some(Draft { window, point, donors, spares, buy, bought_though_movable: false, ahead, awaited })
     }
@@ -171,12 +173,11 @@ impl Whole {
     /// Number of granules that may be taken ahead of need and mapped behind a window of a pool. For a small pool, at most as many as it
     /// has: the next large request would take more of them back.
     fn reach(&self, window: &Window, pool: u16) -> u64 {
-        let (Some(paged), Some(room_end)) = (&self.paged, window.room) else { return 0 };
-        let room = (room_end - window.end.next_multiple_of(paged.granule)) / paged.granule;
+        let Some(paged) = &self.paged else { return 0 };
         let ahead = (self.reserved / AHEAD_SHARE).min(AHEAD_MAX);
         let kind = kind_of(pool);
         let most = if kind == PoolKind::Small { paged.mapped_bytes[kind as usize] } else { u64::MAX };
-        (ahead.min(most) / paged.granule).min(room)
+        (ahead.min(most) / paged.granule).min(room(window, paged.granule))
     }
 
     /// Turns a draft into a plan: checks it against the limits and holds all memory that takes part.
@@ -194,24 +195,44 @@ impl Whole {
         if buy > 0 || !donors.chosen.is_empty() {
             self.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(point));
         }
-        let (held, fill, changed) = self.hold_window(request.slot, &window, (ahead + bought_ahead) * granule);
-        let donors = self.hold_donors(request.slot, donors.chosen, &changed, window.end);
         let create = buy + bought_ahead;
-        let work = self.work(&donors, spares, create, fill);
+        let largest =
+            self.largest_frame(request.pool, donors.stranded, (buy, create), window.lacks + ahead + bought_ahead);
+        let (held, fill, changed) = self.hold_window(request.slot, &window, (ahead + bought_ahead) * granule);
+        let donors = self.hold_donors(request.slot, donors.into_joined(), &changed, window.end);
+        let work = self.work(&donors, (spares, create), fill, largest);
+        let spares = work.spares.granules();
         Planned::Ready(Plan { work, held: Held { window: held, donors, create, spares }, buys_ahead: bought_ahead > 0 })
     }
 
-    /// The driver's work: unmap the held `donors`, and map their granules, `spares` spare ones and `create` new ones at the ranges `fill`.
-    pub(crate) fn work(&mut self, donors: &[Donor], spares: u64, create: u64, fill: Vec<std::ops::Range<u64>>) -> Work {
+    /// Granules of the largest frame that a plan makes. The plan needs `buy` granules from the device and takes `create`, and maps `fill`.
+    fn largest_frame(&mut self, pool: u16, stranded: u64, (buy, create): (u64, u64), fill: u64) -> u32 {
+        let reserved = self.reserved;
+        let Some(paged) = self.paged.as_mut() else { return 1 };
+        let granules = |bytes: u64| bytes / paged.granule;
+        if buy > 0 {
+            paged.frame_size.note(stranded, granules(reserved) + buy, granules(paged.in_use_peak));
+        }
+        paged.frame_size.largest(granules(paged.mapped_bytes[kind_of(pool) as usize]) + create, fill)
+    }
+
+    /// The driver's work: unmap the held `donors`, and map their frames, `spares` granules of spare ones and `create` new granules at the
+    /// ranges `fill`. No frame of more than `largest` granules is mapped.
+    pub(crate) fn work(
+        &mut self,
+        donors: &[Donor],
+        (spares, create): (u64, u64),
+        fill: Vec<Range<u64>>,
+        largest: u32,
+    ) -> Work {
         let Some(paged) = self.paged.as_mut() else { return Work::default() };
         let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
         let unmap = donors.iter().map(|donor| (range(donor), paged.forget_mapped(donor.addr, donor.bytes))).collect();
-        paged.in_hands += spares;
-        let at = paged.spares.len() - usize::try_from(spares).unwrap_or(0);
-        let at_hand = paged.spares.split_off(at);
+        let spares = paged.spares.take(spares);
+        paged.in_hands += spares.granules();
         let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
         self.growing.begin(create * granule);
-        Work { granule, options, access, create, unmap, spares: at_hand, fill }
+        Work { granule, options, access, create, largest, unmap, spares, fill }
     }
 
     /// Number of granules to take from the device beyond the need.
@@ -227,11 +248,11 @@ impl Whole {
         slot: u32,
         window: &Window,
         ahead: u64,
-    ) -> (Vec<BlockId>, Vec<std::ops::Range<u64>>, BTreeMap<BlockId, Holding>) {
+    ) -> (Vec<BlockId>, Vec<Range<u64>>, BTreeMap<BlockId, Holding>) {
         let granule = self.paged.as_ref().map_or(1, |paged| paged.granule);
         let heap = &mut self.arena(slot).heap;
         let (mut held, mut changed) = (Vec::new(), BTreeMap::new());
-        let mut fill: Vec<std::ops::Range<u64>> = Vec::new();
+        let mut fill: Vec<Range<u64>> = Vec::new();
         let mut pieces = window.pieces.clone();
         let filled_to = window.end.next_multiple_of(granule) + ahead;
         // The hole that memory is taken ahead in may begin where the window ends.
@@ -317,19 +338,20 @@ impl Whole {
         last.filter(|_| done.error.is_none())
     }
 
-    /// Accounts for what the driver did with donors, with `spares` spare granules and with `create` granules to be created for `pool`.
+    /// Accounts for what the driver did with donors, with `spares` granules of spare frames and with `create` granules to be created for
+    /// `pool`.
     pub(crate) fn settle_work(&mut self, donors: &[Donor], (spares, create): (u64, u64), pool: u16, done: &Done) {
         self.settle_donors(donors, done);
         let Some(paged) = self.paged.as_mut() else { return };
         let (kind, granule) = (kind_of(pool), paged.granule);
         paged.in_hands -= spares;
-        paged.spares.extend(&done.spares);
+        paged.spares.extend(done.spares.iter());
         for filled in &done.filled {
-            paged.put_all(filled.range.start, &filled.granules);
+            paged.put_all(filled.range.start, &filled.frames);
             paged.mapped_bytes[kind as usize] += filled.range.end - filled.range.start;
         }
         self.growing.end(create * granule);
-        if done.created > 0 {
+        if done.created {
             self.counters().num_device_alloc.add(1);
         }
         if done.unmapped > 0 {
@@ -353,9 +375,9 @@ impl Whole {
                 }
             } else {
                 heap.unhold_as_free(donor.block);
-                let granules = still_mapped.next();
-                if let (Some(paged), Some(granules)) = (&mut self.paged, granules) {
-                    paged.put_all(donor.addr, granules);
+                let frames = still_mapped.next();
+                if let (Some(paged), Some(frames)) = (&mut self.paged, frames) {
+                    paged.put_all(donor.addr, frames);
                 }
             }
         }
@@ -370,12 +392,11 @@ impl Whole {
         }
         let range = block.addr..block.addr + block.size;
         // Mapped without access, and not unmapped again: nobody gets these addresses before they are unmapped.
-        let granule = self.paged.as_ref().map_or(1, |paged| paged.granule);
-        let places = stuck.iter().flat_map(|filled| filled.places(granule));
-        let granules: Vec<u64> = places.filter(|at| range.contains(at)).collect();
-        if !granules.is_empty() {
+        let frames = stuck.iter().map(|filled| filled.range.clone());
+        let frames: Vec<Range<u64>> = frames.filter(|frame| range.contains(&frame.start)).collect();
+        if !frames.is_empty() {
             if let Some(paged) = &mut self.paged {
-                paged.stuck.push(Stuck { arena: request.slot, block: id, granules });
+                paged.stuck.push(Stuck { arena: request.slot, block: id, frames });
             }
             return None;
         }
@@ -411,6 +432,11 @@ impl Whole {
         let (before, now): (u64, u64) = (before.iter().sum(), now.iter().sum());
         self.reserved = self.reserved + now - before;
     }
+}
+
+/// Number of granules that there is room for behind a window.
+fn room(window: &Window, granule: u64) -> u64 {
+    window.room.map_or(0, |end| (end - window.end.next_multiple_of(granule)) / granule)
 }
 
 impl Plan {

@@ -1,18 +1,19 @@
 //! Sleep: all mapped memory goes back to the device, while its addresses, and every live allocation there, stay what they are.
 //!
-//! *Absent* memory is listed by range, with its granules as long as they are not released, and its contents if they were saved. Falling
+//! *Absent* memory is listed by range, with its frames as long as they are not released, and its contents if they were saved. Falling
 //! asleep and waking up work on that list and note each step in it, so either can stop anywhere: if falling asleep is interrupted, waking
 //! up undoes it; if waking up is interrupted, it is continued where it stopped. Saved contents are kept until their memory is back in use.
 //!
 //! While the list exists, nothing is mapped, moved, trimmed or allocated, and frees only change the heap. Segments, exportable memory and
-//! pinned granules stay where they are, because others know their addresses.
+//! frames with pinned granules stay where they are, because others know their addresses.
 
 use std::ops::Range;
 
-use aquifer_device::{DeviceError, DevicePtr, PhysicalOptions, RawPhysical, Stream};
+use aquifer_device::{DeviceError, DevicePtr, PhysicalOptions, Stream};
 
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::unmap_range;
+use crate::backing::paged::frames::{Frame, granules_of, sizes};
 use crate::error::AllocError;
 use crate::shell::special;
 use crate::size_class::PoolKind;
@@ -33,10 +34,12 @@ pub enum Contents {
 pub(crate) struct Absent {
     pub(crate) range: Range<u64>,
     kind: PoolKind,
-    /// Granules that exist for the range, from the lowest address on,
-    pub(crate) granules: Vec<RawPhysical>,
+    /// Frames that exist for the range, from the lowest address on,
+    pub(crate) frames: Vec<Frame>,
     /// and how many of them are mapped.
     pub(crate) mapped: usize,
+    /// Granules of the largest frame that the range had.
+    largest: u32,
     saved: Option<Vec<u8>>,
 }
 
@@ -155,31 +158,32 @@ impl Allocator {
             unmap_range(self.device(), self.hooks(), &range)?;
             let mut whole = self.shell().whole();
             let Some(paged) = &mut whole.paged else { continue };
-            let granules = paged.forget_mapped(range.start, range.end - range.start);
+            let frames = paged.forget_mapped(range.start, range.end - range.start);
             paged.mapped_bytes[kind as usize] -= range.end - range.start;
-            paged.in_hands += granules.len() as u64;
-            paged.absent.get_or_insert_default().push(Absent { range, kind, granules, mapped: 0, saved });
+            paged.in_hands += granules_of(&frames);
+            let largest = frames.iter().map(|frame| frame.granules.get()).max().unwrap_or(1);
+            paged.absent.get_or_insert_default().push(Absent { range, kind, frames, largest, mapped: 0, saved });
             whole.account_for_granules();
         }
         Ok(self.release_absent()?)
     }
 
-    /// Releases the granules of all absent memory. Returns how many bytes.
+    /// Releases the frames of all absent memory. Returns how many bytes.
     fn release_absent(&self) -> Result<u64, DeviceError> {
         let mut core = self.shell().core();
         let Some(paged) = &mut core.paged else { return Ok(0) };
         // The list is empty while this thread works on it.
         let (granule, mut absent) = (paged.granule, paged.absent.replace(Vec::new()).unwrap_or_default());
-        let mut spares = std::mem::take(&mut paged.spares);
-        paged.in_hands += spares.len() as u64;
+        let mut spares: Vec<Frame> = std::mem::take(&mut paged.spares).iter().collect();
+        paged.in_hands += granules_of(&spares);
         drop(core);
         let mut released = 0;
-        let lists = absent.iter_mut().map(|absent| &mut absent.granules).chain([&mut spares]);
-        let failed = lists.map(|granules| self.release_all(granules, &mut released)).find_map(Result::err);
+        let lists = absent.iter_mut().map(|absent| &mut absent.frames).chain([&mut spares]);
+        let failed = lists.map(|frames| self.release_all(frames, &mut released)).find_map(Result::err);
         let mut whole = self.shell().whole();
         if let Some(paged) = &mut whole.paged {
-            paged.in_hands -= released + spares.len() as u64;
-            paged.spares = spares;
+            paged.in_hands -= released + granules_of(&spares);
+            paged.spares.extend(spares);
             paged.absent = Some(absent);
         }
         if released > 0 {
@@ -189,12 +193,12 @@ impl Allocator {
         failed.map_or(Ok(released * granule), Err)
     }
 
-    /// Releases granules, from the last one on. Granules that the driver does not release stay in the list.
-    fn release_all(&self, granules: &mut Vec<RawPhysical>, released: &mut u64) -> Result<(), DeviceError> {
-        while let Some(&physical) = granules.last() {
-            self.device().driver().release_physical(physical)?;
-            granules.pop();
-            *released += 1;
+    /// Releases frames, from the last one on, and counts their granules. Frames that the driver does not release stay in the list.
+    fn release_all(&self, frames: &mut Vec<Frame>, released: &mut u64) -> Result<(), DeviceError> {
+        while let Some(frame) = frames.last() {
+            self.device().driver().release_physical(frame.physical)?;
+            *released += frame.granules();
+            frames.pop();
         }
         Ok(())
     }
@@ -220,26 +224,27 @@ impl Allocator {
         brought
     }
 
-    /// Creates the granules that absent memory lacks. If the device lacks memory, those created go back.
+    /// Creates the frames that absent memory lacks. If the device lacks memory, those created go back.
     fn create_absent(&self, absent: &mut [Absent], granule: u64, options: PhysicalOptions) -> Result<(), AllocError> {
         self.device().settle();
         let (mut created, mut failed) = (0, None);
         'all: for absent in absent.iter_mut() {
-            while (absent.granules.len() as u64) < absent.places(granule) {
-                match self.device().driver().create_physical(granule, options) {
-                    Ok(physical) => absent.granules.push(physical),
+            let lacking = absent.places(granule) - granules_of(&absent.frames);
+            for size in sizes(lacking, absent.largest) {
+                match self.device().driver().create_physical(u64::from(size) * granule, options) {
+                    Ok(physical) => absent.frames.push(Frame::new(physical, size)),
                     Err(error) => {
                         failed = Some(error);
                         break 'all;
                     }
                 }
-                created += 1;
+                created += u64::from(size);
             }
         }
         let mut released = 0;
         if failed.is_some() {
             for absent in absent.iter_mut().filter(|absent| absent.mapped == 0) {
-                if let Err(error) = self.release_all(&mut absent.granules, &mut released) {
+                if let Err(error) = self.release_all(&mut absent.frames, &mut released) {
                     tracing::debug!(%error, "memory is kept for another attempt to wake up");
                 }
             }
@@ -266,9 +271,12 @@ impl Allocator {
         let copies = if is_saved { Some(self.device().create_stream()?) } else { None };
         while let Some(last) = absent.last_mut() {
             let Range { start, end } = last.range;
-            for &physical in &last.granules[last.mapped..] {
-                driver.map(DevicePtr(start + last.mapped as u64 * granule), granule, physical)?;
+            let mut at = start + granules_of(&last.frames[..last.mapped]) * granule;
+            for frame in &last.frames[last.mapped..] {
+                let bytes = frame.granules() * granule;
+                driver.map(DevicePtr(at), bytes, frame.physical)?;
                 last.mapped += 1;
+                at += bytes;
             }
             driver.set_access(DevicePtr(start), end - start, access)?;
             if let (Some(saved), Some(copies)) = (&last.saved, &copies) {
@@ -276,9 +284,9 @@ impl Allocator {
             }
             let mut whole = self.shell().whole();
             if let Some(paged) = &mut whole.paged {
-                paged.put_all(start, &last.granules);
+                paged.put_all(start, &last.frames);
                 paged.mapped_bytes[last.kind as usize] += end - start;
-                paged.in_hands -= last.granules.len() as u64;
+                paged.in_hands -= granules_of(&last.frames);
             }
             whole.account_for_granules();
             drop(whole);

@@ -1,37 +1,38 @@
-//! Trimming: giving free granules and empty reservations back to the device.
+//! Trimming: giving free frames and empty reservations back to the device.
 //!
-//! Granules on their way back are not counted as reserved, because another thread may get their memory from the device, and count
+//! Frames on their way back are not counted as reserved, because another thread may get their memory from the device, and count
 //! it, before this one has the lock again. The limit counts them until they are gone (`Core::leaving`).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_device::{DeviceError, DevicePtr, RawPhysical, Timeline};
+use aquifer_device::{DeviceError, DevicePtr, Timeline};
 
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::unmap_range;
 use crate::backing::paged::donors::Donor;
+use crate::backing::paged::frames::{Frame, LooseFrames};
 use crate::error::AllocError;
 use crate::heap::{State, kind_of};
 use crate::history::Action;
 use crate::shell::whole::Whole;
 
-/// Granules on their way back to the device.
+/// Frames on their way back to the device.
 #[derive(Default)]
 struct Leaving {
     /// What they are in until they are unmapped, and their addresses.
     donors: Vec<Donor>,
-    ranges: Vec<(Range<u64>, Vec<RawPhysical>)>,
-    /// Granules that are mapped nowhere, or not any more.
-    loose: Vec<RawPhysical>,
+    ranges: Vec<(Range<u64>, Vec<Frame>)>,
+    /// Frames that are mapped nowhere, or not any more.
+    loose: LooseFrames,
     /// Bytes of all of them.
     bytes: u64,
 }
 
 impl Allocator {
-    /// Gives free granules back to the device, spare ones first, until at most `target` bytes are held from it or none is left in the pools
-    /// for which `of` is true. Returns how many bytes went back. Granules that are not known done stay.
+    /// Gives free frames back to the device, spare ones first, until at most `target` bytes are held from it or none is left in the pools
+    /// for which `of` is true. Returns how many bytes went back. Frames that are not known done stay.
     pub(crate) fn trim_paged(&self, target: u64, of: &impl Fn(u16) -> bool) -> Result<u64, AllocError> {
         let recycled = self.recycle_retired()?;
         let stuck = self.take_stuck_back();
@@ -44,15 +45,15 @@ impl Allocator {
         let mut leaving = whole.begin_trim(target, of);
         drop(whole);
         let (mut unmapped, mut failed) = (0, None);
-        for (range, granules) in &leaving.ranges {
+        for (range, frames) in &leaving.ranges {
             if let Err(error) = unmap_range(self.device(), self.hooks(), range) {
                 failed = Some(error);
                 break;
             }
             unmapped += 1;
-            leaving.loose.extend(granules);
+            leaving.loose.extend(frames.iter().copied());
         }
-        let (released, failed) = self.release_granules(&mut leaving.loose, failed);
+        let (released, failed) = self.release_frames(&mut leaving.loose, failed);
         let mut whole = self.shell().whole();
         whole.settle_trim(leaving, unmapped);
         drop(whole);
@@ -63,7 +64,7 @@ impl Allocator {
         }
     }
 
-    /// Unmaps stuck mappings, which the driver refused to unmap when they failed. Their granules become spare. Mappings that it still
+    /// Unmaps stuck mappings, which the driver refused to unmap when they failed. Their frames become spare. Mappings that it still
     /// refuses to unmap stay stuck.
     pub(crate) fn take_stuck_back(&self) -> Result<(), AllocError> {
         let _gate = self.gate()?.shared();
@@ -78,28 +79,29 @@ impl Allocator {
             return Ok(());
         }
         let Some(paged) = whole.paged.as_mut().filter(|paged| !paged.stuck.is_empty()) else { return Ok(()) };
-        let (mut stuck, granule) = (paged.stuck.remove(0), paged.granule);
+        let mut stuck = paged.stuck.remove(0);
         // This call works with them from here on. The table lists them as mapped until they are unmapped.
-        let in_hands = stuck.granules.len() as u64;
+        let in_hands = stuck.bytes() / paged.granule;
         paged.in_hands += in_hands;
         drop(whole);
         let (mut unmapped, mut failed) = (Vec::new(), None);
         while failed.is_none()
-            && let Some(&at) = stuck.granules.last()
+            && let Some(frame) = stuck.frames.last()
         {
-            failed = self.device().driver().unmap(DevicePtr(at), granule).err();
+            failed = self.device().driver().unmap(DevicePtr(frame.start), frame.end - frame.start).err();
             if failed.is_none() {
-                unmapped.extend(stuck.granules.pop());
+                unmapped.extend(stuck.frames.pop());
             }
         }
         let mut whole = self.shell().whole();
         if let Some(paged) = &mut whole.paged {
             paged.in_hands -= in_hands;
-            let loose: Vec<RawPhysical> =
-                unmapped.into_iter().flat_map(|at| paged.forget_mapped(at, granule)).collect();
-            paged.spares.extend(loose);
+            for frame in unmapped {
+                let loose = paged.forget_mapped(frame.start, frame.end - frame.start);
+                paged.spares.extend(loose);
+            }
         }
-        if stuck.granules.is_empty() {
+        if stuck.frames.is_empty() {
             whole.arena(stuck.arena).heap.unhold_as_hole(stuck.block);
         } else if let Some(paged) = &mut whole.paged {
             paged.stuck.push(stuck);
@@ -108,25 +110,15 @@ impl Allocator {
         failed.map_or(Ok(()), |error| Err(error.into()))
     }
 
-    /// Releases granules until the list is empty or a call fails. Returns how many were released, and the error.
-    fn release_granules(
-        &self,
-        loose: &mut Vec<RawPhysical>,
-        mut failed: Option<DeviceError>,
-    ) -> (u64, Option<DeviceError>) {
-        let mut released = 0;
+    /// Releases frames until none is left or a call fails. Returns how many granules were released, and the error.
+    fn release_frames(&self, loose: &mut LooseFrames, mut failed: Option<DeviceError>) -> (u64, Option<DeviceError>) {
+        let before = loose.granules();
         while failed.is_none()
-            && let Some(&physical) = loose.last()
+            && let Some(frame) = loose.pop()
         {
-            match self.device().driver().release_physical(physical) {
-                Ok(()) => {
-                    loose.pop();
-                    released += 1;
-                }
-                Err(error) => failed = Some(error),
-            }
+            failed = self.device().driver().release_physical(frame.physical).inspect_err(|_| loose.add(frame)).err();
         }
-        (released, failed)
+        (before - loose.granules(), failed)
     }
 
     /// Gives back reservations in which nothing is mapped.
@@ -173,12 +165,12 @@ impl Whole {
         let Some(paged) = &mut self.paged else { return Leaving::default() };
         let granule = paged.granule;
         let wanted = excess.div_ceil(granule);
-        let kept = paged.spares.len().saturating_sub(usize::try_from(wanted).unwrap_or(usize::MAX));
-        let loose = paged.spares.split_off(kept);
+        let loose = paged.spares.take(wanted);
         let kept = self.pools.kept_for_our_graphs();
-        let chosen = self.donors(wanted - loose.len() as u64, None, |pool| of(pool) && !kept.contains(&pool)).chosen;
-        let donors = self.hold_all(chosen);
-        let mut leaving = Leaving { bytes: loose.len() as u64 * granule, loose, ..Leaving::default() };
+        let more = wanted.saturating_sub(loose.granules());
+        let donors = self.donors(more, None, |pool| of(pool) && !kept.contains(&pool));
+        let donors = self.hold_all(donors.into_joined());
+        let mut leaving = Leaving { bytes: loose.granules() * granule, loose, ..Leaving::default() };
         for donor in &donors {
             let heap = &mut self.arena(donor.arena).heap;
             heap.empty_held(donor.block);
@@ -186,8 +178,8 @@ impl Whole {
             self.note_mapping(Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
             let Some(paged) = &mut self.paged else { continue };
             paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
-            let granules = paged.forget_mapped(donor.addr, donor.bytes);
-            leaving.ranges.push((donor.addr..donor.addr + donor.bytes, granules));
+            let frames = paged.forget_mapped(donor.addr, donor.bytes);
+            leaving.ranges.push((donor.addr..donor.addr + donor.bytes, frames));
             leaving.bytes += donor.bytes;
         }
         self.leaving += leaving.bytes;
@@ -195,10 +187,10 @@ impl Whole {
         Leaving { donors, ..leaving }
     }
 
-    /// Accounts for a trim of which the driver unmapped the first `unmapped` ranges; `loose` granules are still here.
+    /// Accounts for a trim of which the driver unmapped the first `unmapped` ranges; `loose` frames are still here.
     fn settle_trim(&mut self, leaving: Leaving, unmapped: usize) {
         let Leaving { donors, ranges, loose, bytes } = leaving;
-        for (at, (donor, (_, granules))) in donors.iter().zip(ranges).enumerate() {
+        for (at, (donor, (_, frames))) in donors.iter().zip(ranges).enumerate() {
             let heap = &mut self.arena(donor.arena).heap;
             let pool = heap.blocks[donor.block].pool;
             if at < unmapped {
@@ -209,13 +201,13 @@ impl Whole {
                 self.note_mapping(Action::SegmentMap, pool, donor.arena, donor.addr, donor.bytes);
                 if let Some(paged) = &mut self.paged {
                     paged.mapped_bytes[kind_of(pool) as usize] += donor.bytes;
-                    paged.put_all(donor.addr, &granules);
+                    paged.put_all(donor.addr, &frames);
                 }
             }
         }
         self.leaving -= bytes;
         if let Some(paged) = &mut self.paged {
-            paged.spares.extend(loose);
+            paged.spares.extend(loose.iter());
         }
         self.account_for_granules();
     }

@@ -76,7 +76,7 @@ pub(super) struct Captures {
 }
 
 impl Captures {
-    /// Bytes that could not go back now because of a block, even if nobody had it: all granules that it touches.
+    /// Bytes that could not go back now because of a block, even if nobody had it: all frames that it touches.
     pub(super) fn kept_by(&self, whole: &Whole, heap: &Heap, id: BlockId, block: &Block) -> u64 {
         if !self.any || !block.state.has_memory() {
             return 0;
@@ -88,7 +88,9 @@ impl Captures {
         if !captured && !self.used.contains(&Place { arena: heap.home, block: id }) {
             return 0;
         }
-        (block.addr + block.size).next_multiple_of(paged.granule) - block.addr / paged.granule * paged.granule
+        let ends = [block.addr, block.addr + block.size - 1].map(|addr| paged.frame_at(addr));
+        let [Some(first), Some(last)] = ends else { return block.size };
+        last.end - first.start
     }
 
     /// Bytes of memory apart from heaps that could not go back now, even if nobody had them.

@@ -99,16 +99,14 @@ impl Whole {
                 holds.captured.add(block.state, kept, &self.releasable_part(heap, block), owner.map(is_own));
             }
         }
-        holds.loose += self.paged.as_ref().map_or(0, |paged| paged.spares.len() as u64 * paged.granule);
+        holds.loose += self.paged.as_ref().map_or(0, |paged| paged.spares.granules() * paged.granule);
         holds.captured.rest += captures.kept_apart(self);
         holds
     }
 
     fn pinned_in(&self, region: &Region) -> u64 {
         match &self.paged {
-            Some(paged) if region.is_paged() => {
-                self.pins.count_within(region.addr..region.addr + region.bytes) * paged.granule
-            }
+            Some(paged) if region.is_paged() => paged.pinned_bytes(&self.pins, region.addr..region.addr + region.bytes),
             _ if self.pins.contains(region.addr) => region.bytes,
             _ => 0,
         }

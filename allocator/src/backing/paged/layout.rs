@@ -1,0 +1,152 @@
+//! The layout of a remap: which sizes of frames fill which range, which of them have to be made, and which frames are broken for that.
+//! Pure arithmetic, decided before the driver is called (`carry_out.rs`).
+//!
+//! Frames that there are come first, large ones before small ones. What they do not fill is filled with new frames, whose memory comes from
+//! the device, as far as that was planned, and otherwise from frames that fit nowhere: those are *broken*, that is, released, and smaller
+//! ones made of the memory.
+
+use super::frames::{LooseFrames, sizes};
+
+/// A frame that is moved is kept as it is unless it is more than so many times as large as new ones may be: breaking it costs calls, too.
+const KEPT: u32 = 2;
+
+/// Sizes, in granules, of the frames that take part in a remap.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Layout {
+    /// For each range to fill, its frames from the low end up.
+    pub(super) ranges: Vec<Vec<u32>>,
+    /// Frames to create of memory that the device has left. They are created first, because this is what fails for lack of memory.
+    pub(super) first: Vec<u32>,
+    /// Frames to break once they are mapped nowhere.
+    pub(super) broken: Vec<u32>,
+    /// Frames to create of their memory,
+    pub(super) then: Vec<u32>,
+    /// and of what is left of it.
+    pub(super) surplus: Vec<u32>,
+}
+
+impl Layout {
+    /// Fills ranges, given by their lengths in granules, with frames that there are and with `create` granules from the device. Together
+    /// they suffice. No frame that is created is larger than `largest`, and none that is mapped larger than [`KEPT`] times that.
+    pub(super) fn new(there: &LooseFrames, lengths: &[u64], create: u64, largest: u32) -> Layout {
+        let mut layout = Layout { ranges: vec![Vec::new(); lengths.len()], ..Layout::default() };
+        let mut left = lengths.to_vec();
+        let mut unused: Vec<(u32, usize)> = there.counts().collect();
+        for (size, count) in unused.iter_mut().rev().filter(|(size, _)| *size <= largest.saturating_mul(KEPT)) {
+            for (left, frames) in left.iter_mut().zip(&mut layout.ranges) {
+                while *count > 0 && *left >= u64::from(*size) {
+                    frames.push(*size);
+                    *left -= u64::from(*size);
+                    *count -= 1;
+                }
+            }
+        }
+        let mut new: Vec<u32> = Vec::new();
+        for (left, frames) in left.iter().zip(&mut layout.ranges) {
+            frames.extend(sizes(*left, largest));
+            new.extend(sizes(*left, largest));
+        }
+        new.sort_unstable_by(|one, other| other.cmp(one));
+        let mut from_device = create;
+        for size in new {
+            match from_device.checked_sub(size.into()) {
+                Some(rest) => {
+                    from_device = rest;
+                    layout.first.push(size);
+                }
+                None => layout.then.push(size),
+            }
+        }
+        let lacking = total(&layout.then).saturating_sub(from_device);
+        let smallest_first = unused.iter().flat_map(|&(size, count)| std::iter::repeat_n(size, count));
+        for size in smallest_first {
+            if total(&layout.broken) >= lacking {
+                break;
+            }
+            layout.broken.push(size);
+        }
+        let surplus = total(&layout.broken).saturating_sub(lacking);
+        layout.surplus = sizes(surplus, largest).collect();
+        layout
+    }
+}
+
+/// How many granules frames of these sizes have together.
+fn total(sizes: &[u32]) -> u64 {
+    sizes.iter().map(|&size| u64::from(size)).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use aquifer_device::RawPhysical;
+    use proptest::prelude::*;
+
+    use super::super::frames::Frame;
+    use super::*;
+
+    fn there(sizes: &[u32]) -> LooseFrames {
+        let mut there = LooseFrames::default();
+        there.extend(sizes.iter().map(|&size| Frame::new(RawPhysical(1), size)));
+        there
+    }
+
+    #[test]
+    fn large_frames_come_first_and_new_ones_fill_up() {
+        let layout = Layout::new(&there(&[8, 2]), &[11, 4], 5, 32);
+        assert_eq!(layout.ranges, [vec![8, 2, 1], vec![4]]);
+        assert_eq!((layout.first, layout.broken, layout.then), (vec![4, 1], vec![], vec![]));
+    }
+
+    #[test]
+    fn a_frame_that_fits_nowhere_is_broken() {
+        let layout = Layout::new(&there(&[8]), &[3], 0, 32);
+        assert_eq!(layout.ranges, [vec![2, 1]]);
+        assert_eq!((layout.broken, layout.then, layout.surplus), (vec![8], vec![2, 1], vec![4, 1]));
+    }
+
+    #[test]
+    fn frames_that_became_too_large_are_broken() {
+        let layout = Layout::new(&there(&[8]), &[8], 0, 2);
+        assert_eq!((layout.broken, layout.then), (vec![8], vec![2, 2, 2, 2]));
+        assert_eq!(Layout::new(&there(&[8]), &[8], 0, 4).ranges, [vec![8]], "not by much");
+    }
+
+    proptest! {
+        #[test]
+        fn everything_is_filled_and_nothing_is_lost(
+            powers in prop::collection::vec(0..6_u32, 0..12),
+            lengths in prop::collection::vec(1..90_u64, 0..6),
+            more in 0..20_u64,
+            largest in 0..6_u32,
+        ) {
+            let sizes: Vec<u32> = powers.iter().map(|power| 1 << power).collect();
+            let (there, largest) = (there(&sizes), 1 << largest);
+            let fill: u64 = lengths.iter().sum();
+            // As plans are: either frames suffice, with some to spare, or the device gives what they lack.
+            let create = if more < 10 { fill.saturating_sub(there.granules()) } else { 0 };
+            prop_assume!(there.granules() + create >= fill);
+            let layout = Layout::new(&there, &lengths, create, largest);
+            for (frames, &length) in layout.ranges.iter().zip(&lengths) {
+                prop_assert_eq!(total(frames), length);
+                prop_assert!(frames.iter().all(|&size| size <= largest * KEPT));
+            }
+            prop_assert!(total(&layout.first) <= create);
+            let spent = total(&layout.first) + total(&layout.then) + total(&layout.surplus);
+            prop_assert!(spent <= create + total(&layout.broken), "no more is created than there is");
+            prop_assert!(spent + there.granules() - total(&layout.broken) >= fill);
+            // What is mapped is there once frames are broken and created.
+            let mut stock = sizes;
+            for size in &layout.broken {
+                let at = stock.iter().position(|other| other == size);
+                prop_assert!(at.is_some());
+                stock.swap_remove(at.unwrap());
+            }
+            stock.extend(layout.first.iter().chain(&layout.then).chain(&layout.surplus));
+            for size in layout.ranges.iter().flatten() {
+                let at = stock.iter().position(|other| other == size);
+                prop_assert!(at.is_some(), "{:?}", layout);
+                stock.swap_remove(at.unwrap());
+            }
+        }
+    }
+}
