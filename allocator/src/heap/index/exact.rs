@@ -11,18 +11,21 @@
 //!
 //! Invariants:
 //! * a size's bit is set exactly when it has a block, and then its entry names the lowest one;
-//! * a size has a crowd from when it has two blocks until it has none. Then all its blocks are in the crowd, and know their slots there;
-//! * the list of larger blocks is sorted.
+//! * a size has a crowd from when it has two blocks until it has none. Meanwhile all its blocks are in the crowd.
 
 mod crowd;
+mod larger;
 mod occupied;
 
 use crowd::Crowd;
+use larger::Larger;
 use occupied::{Occupied, SIZES};
 
 use super::Index;
 use super::key::Key;
-use crate::heap::block::{Block, BlockId, Records, Slab};
+#[cfg(any(test, debug_assertions))]
+use crate::heap::block::Slab;
+use crate::heap::block::{Block, BlockId, Records};
 use crate::size_class::MIN_BLOCK;
 
 /// Free blocks of one pool that are reusable by one stream.
@@ -38,7 +41,7 @@ pub(in crate::heap) struct Exact {
     /// Crowds without blocks, for reuse: a size whose blocks come and go allocates no host memory.
     spare: Vec<u32>,
     /// The blocks of at least [`SIZES`] units.
-    larger: Vec<Key>,
+    larger: Larger,
 }
 
 /// A block in the index, or one that was.
@@ -58,7 +61,7 @@ impl Exact {
     /// The smallest block of at least `size` bytes; of equally small ones, that at the lowest address.
     #[inline]
     pub(in crate::heap) fn best_from(&self, size: u64) -> Option<Held> {
-        let Some(units) = self.occupied.first_from(units(size)) else { return self.larger_from(size) };
+        let Some(units) = self.occupied.first_from(units(size)) else { return self.larger.first_from(size) };
         Some(Held { block: BlockId(self.sizes[units].0), size: units as u64 * MIN_BLOCK })
     }
 
@@ -67,7 +70,7 @@ impl Exact {
     pub(in crate::heap) fn has_others(&self, held: Held) -> bool {
         match self.sizes.get(units(held.size)) {
             Some(&(_, crowd)) => crowd != 0 && self.crowds[crowd as usize].len() > 1,
-            None => self.larger_of(held.size).len() > 1,
+            None => self.larger.has_several(held.size),
         }
     }
 
@@ -79,7 +82,7 @@ impl Exact {
             let crowd = (crowd != 0).then(|| self.crowds[crowd as usize].iter());
             alone.into_iter().chain(crowd.into_iter().flatten())
         });
-        sizes.chain(self.larger[self.larger_below(size)..].iter().map(|key| key.block()))
+        sizes.chain(self.larger.iter_from(size))
     }
 
     /// True if a free block is where it belongs.
@@ -88,45 +91,12 @@ impl Exact {
         let block = &blocks[id];
         let at = units(block.size);
         if at >= SIZES {
-            return self.larger.binary_search(&Key::of(id, block)).is_ok();
+            return self.larger.contains(Key::of(id, block));
         }
         let Some(&(first, crowd)) = self.sizes.get(at) else { return false };
         let is_here =
             if crowd == 0 { first == id.0 } else { self.crowds[crowd as usize].has(block.slot(), block.addr, id) };
         is_here && self.occupied.first_from(at) == Some(at) && blocks[BlockId(first)].addr <= block.addr
-    }
-
-    /// Number of larger blocks of less than `size` bytes.
-    fn larger_below(&self, size: u64) -> usize {
-        self.larger.partition_point(|key| key.size() < size)
-    }
-
-    /// The larger blocks of a size.
-    fn larger_of(&self, size: u64) -> &[Key] {
-        let from = &self.larger[self.larger_below(size)..];
-        &from[..from.partition_point(|key| key.size() == size)]
-    }
-
-    #[cold]
-    fn larger_from(&self, size: u64) -> Option<Held> {
-        let key = self.larger.get(self.larger_below(size))?;
-        Some(Held { block: key.block(), size: key.size() })
-    }
-
-    #[cold]
-    fn insert_larger(&mut self, key: Key) {
-        let at = self.larger.partition_point(|&other| other < key);
-        self.larger.insert(at, key);
-    }
-
-    #[cold]
-    fn remove_larger(&mut self, held: Held) {
-        let below = self.larger_below(held.size);
-        let at = self.larger_of(held.size).iter().position(|key| key.block() == held.block);
-        debug_assert!(at.is_some(), "the block is in the index");
-        if let Some(at) = at {
-            self.larger.remove(below + at);
-        }
     }
 
     #[inline]
@@ -135,47 +105,47 @@ impl Exact {
         let at = units(size);
         if at >= self.sizes.len() {
             if at >= SIZES {
-                return self.insert_larger(Key::new(size, addr, id));
+                return self.larger.insert(Key::new(size, addr, id));
             }
             self.grow(at);
         }
-        self.occupied.set_to(at, true);
         let (first, crowd) = &mut self.sizes[at];
         if *first == BlockId::NONE.0 {
             *first = id.0;
-            return;
+            return self.occupied.insert(at);
         }
         if *crowd == 0 {
             *crowd = Self::gather(&mut self.crowds, &mut self.spare, blocks, BlockId(*first));
         }
         let crowd = &mut self.crowds[*crowd as usize];
-        blocks[id].set_slot(crowd.insert(addr, id));
-        *first = std::hint::select_unpredictable(crowd.least() == addr, id.0, *first);
+        crowd.insert(blocks, id);
+        *first = crowd.first().0;
     }
 
     #[inline]
     fn remove_block(&mut self, blocks: &Records<'_>, held: Held) {
         let at = units(held.size);
-        let Some((first, crowd)) = self.sizes.get_mut(at) else { return self.remove_larger(held) };
-        if *crowd == 0 {
-            debug_assert_eq!(*first, held.block.0);
-            *first = BlockId::NONE.0;
-        } else {
+        let Some((first, crowd)) = self.sizes.get_mut(at) else {
+            // A record keeps its address while its size changes, and when it becomes vacant.
+            return self.larger.remove(Key::new(held.size, blocks[held.block].addr, held.block));
+        };
+        if *crowd != 0 {
             let record = &mut self.crowds[*crowd as usize];
             record.remove(blocks[held.block].slot());
             *first = record.first().0;
-            if *first == BlockId::NONE.0 {
-                self.spare.push(std::mem::take(crowd));
+            if *first != BlockId::NONE.0 {
+                return;
             }
+            self.spare.push(std::mem::take(crowd));
         }
-        self.occupied.set_to(at, *first != BlockId::NONE.0);
+        *first = BlockId::NONE.0;
+        self.occupied.remove(at);
     }
 
     /// Makes a crowd of a block that was alone, and returns its number.
     fn gather(crowds: &mut Vec<Crowd>, spare: &mut Vec<u32>, blocks: &mut Records<'_>, alone: BlockId) -> u32 {
         let number = spare.pop().unwrap_or_else(|| Self::add_crowd(crowds));
-        let slot = crowds[number as usize].insert(blocks[alone].addr, alone);
-        blocks[alone].set_slot(slot);
+        crowds[number as usize].insert(blocks, alone);
         number
     }
 
@@ -194,7 +164,8 @@ impl Exact {
     fn grow(&mut self, at: usize) {
         let end = (at + 1).max(self.sizes.len() * 2).next_multiple_of(64).min(SIZES);
         let mut sizes = vec![(0, 0); end];
-        sizes[..self.sizes.len()].copy_from_slice(&self.sizes);
+        // Not all of them, because then all would be touched.
+        self.occupied.iter_from(0).for_each(|size| sizes[size] = self.sizes[size]);
         self.sizes = sizes;
         self.occupied.grow(end);
     }

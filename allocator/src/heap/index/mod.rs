@@ -1,10 +1,10 @@
 //! The indexes of free blocks, of which a heap has one for each pool and owner.
 //!
 //! There are two kinds, chosen when the heap is made. [`Exact`] is one ordered set by (size, address), as PyTorch's, for heaps
-//! whose reserved memory is to equal PyTorch's to the byte. [`Bins`] finds a block that is nearly the best fit and costs much less; it is
+//! whose reserved memory is to equal PyTorch's to the byte. [`Bins`] finds a block that is nearly the best fit and costs less; it is
 //! for heaps whose memory can be moved, where a misfit costs nothing.
 //!
-//! A block's record is in the slab. Of an index's own state an operation mostly touches one or two cache lines.
+//! A block's record is in the slab. Of an index's own state an operation touches few cache lines.
 
 mod bins;
 mod exact;

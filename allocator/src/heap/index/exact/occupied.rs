@@ -27,17 +27,23 @@ impl Occupied {
         self.sizes.resize(end.div_ceil(64), 0);
     }
 
-    /// Notes whether a size, for which there is room, is occupied. Without branches, because it follows no pattern whether a word becomes
+    /// Notes that a size, for which there is room, is occupied.
+    #[inline]
+    pub(super) fn insert(&mut self, size: usize) {
+        let (word, group) = (size / 64, size / 64 / 64);
+        self.sizes[word] |= 1 << (size % 64);
+        self.words[group] |= 1 << (word % 64);
+        self.groups |= 1 << group;
+    }
+
+    /// Notes that a size, which was occupied, is not any more. Without branches, because it follows no pattern whether a word becomes
     /// empty.
     #[inline]
-    pub(super) fn set_to(&mut self, size: usize, occupied: bool) {
-        let with = |word: u64, bit: usize, is_set: bool| word & !(1 << (bit % 64)) | u64::from(is_set) << (bit % 64);
+    pub(super) fn remove(&mut self, size: usize) {
         let (word, group) = (size / 64, size / 64 / 64);
-        let sizes = &mut self.sizes[word];
-        *sizes = with(*sizes, size, occupied);
-        let words = &mut self.words[group];
-        *words = with(*words, word, *sizes != 0);
-        self.groups = with(self.groups, group, *words != 0);
+        self.sizes[word] &= !(1 << (size % 64));
+        self.words[group] &= !(u64::from(self.sizes[word] == 0) << (word % 64));
+        self.groups &= !(u64::from(self.words[group] == 0) << group);
     }
 
     /// The first occupied size from `from` on. Without branches on where it is.
@@ -82,8 +88,12 @@ mod tests {
             occupied.grow(end);
             for (far, near, is_set) in steps {
                 let size = if far % 2 == 0 { far % end } else { near % end };
-                occupied.set_to(size, is_set);
-                if is_set { model.insert(size) } else { model.remove(&size) };
+                if is_set {
+                    occupied.insert(size);
+                    model.insert(size);
+                } else if model.remove(&size) {
+                    occupied.remove(size);
+                }
                 for from in [0, near, size, size + 1, far % SIZES] {
                     prop_assert_eq!(occupied.first_from(from), model.range(from..).next().copied());
                 }
