@@ -10,7 +10,8 @@
 //! instructions.
 //!
 //! Invariants:
-//! * a size's bit is set exactly when it has a block, and then its entry names the lowest one;
+//! * a size's bit is set exactly when it has a block. Then its entry names the lowest one; otherwise the entry means nothing, and is not
+//!   read, because it may be in no cache and on a page without memory;
 //! * a size has a crowd from when it has two blocks until it has none. Meanwhile all its blocks are in the crowd.
 
 mod crowd;
@@ -26,13 +27,16 @@ use super::key::Key;
 #[cfg(any(test, debug_assertions))]
 use crate::heap::block::Slab;
 use crate::heap::block::{Block, BlockId, Records};
-use crate::size_class::MIN_BLOCK;
+use crate::size_class::{MIN_BLOCK, SMALL_SEGMENT};
+
+/// The number of sizes up to that of a small segment, whole words of the bitmap.
+const FEW_SIZES: usize = (SMALL_SEGMENT / MIN_BLOCK) as usize + 64;
 
 /// Free blocks of one pool that are reusable by one stream.
 #[derive(Debug, Default)]
 pub(in crate::heap) struct Exact {
-    /// For each size, in units of [`MIN_BLOCK`], the number of the block at the lowest address and that of the crowd, 0 if there is none. As
-    /// many as the largest block so far needs. Pairs of integers, because the standard library gets zeros of such from the
+    /// For each size, in units of [`MIN_BLOCK`], the number of the block at the lowest address and that of the crowd, 0 if there is none.
+    /// Pairs of integers, because the standard library gets zeros of such from the
     /// operating system, which provides memory only for those that are touched.
     sizes: Vec<(u32, u32)>,
     occupied: Occupied,
@@ -96,7 +100,7 @@ impl Exact {
         let Some(&(first, crowd)) = self.sizes.get(at) else { return false };
         let is_here =
             if crowd == 0 { first == id.0 } else { self.crowds[crowd as usize].has(block.slot(), block.addr, id) };
-        is_here && self.occupied.first_from(at) == Some(at) && blocks[BlockId(first)].addr <= block.addr
+        self.occupied.first_from(at) == Some(at) && is_here && blocks[BlockId(first)].addr <= block.addr
     }
 
     #[inline]
@@ -109,11 +113,11 @@ impl Exact {
             }
             self.grow(at);
         }
-        let (first, crowd) = &mut self.sizes[at];
-        if *first == BlockId::NONE.0 {
-            *first = id.0;
-            return self.occupied.insert(at);
+        if !self.occupied.insert(at) {
+            self.sizes[at] = (id.0, 0);
+            return;
         }
+        let (first, crowd) = &mut self.sizes[at];
         if *crowd == 0 {
             *crowd = Self::gather(&mut self.crowds, &mut self.spare, blocks, BlockId(*first));
         }
@@ -136,9 +140,8 @@ impl Exact {
             if *first != BlockId::NONE.0 {
                 return;
             }
-            self.spare.push(std::mem::take(crowd));
+            self.spare.push(*crowd);
         }
-        *first = BlockId::NONE.0;
         self.occupied.remove(at);
     }
 
@@ -159,10 +162,10 @@ impl Exact {
         u32::try_from(crowds.len() - 1).unwrap_or(0)
     }
 
-    /// Makes room for a size.
+    /// Makes room for a size: for those of small segments, or for all, so that entries move once at most.
     #[cold]
     fn grow(&mut self, at: usize) {
-        let end = (at + 1).max(self.sizes.len() * 2).next_multiple_of(64).min(SIZES);
+        let end = if at < FEW_SIZES { FEW_SIZES } else { SIZES };
         let mut sizes = vec![(0, 0); end];
         // Not all of them, because then all would be touched.
         self.occupied.iter_from(0).for_each(|size| sizes[size] = self.sizes[size]);

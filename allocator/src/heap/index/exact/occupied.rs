@@ -27,13 +27,15 @@ impl Occupied {
         self.sizes.resize(end.div_ceil(64), 0);
     }
 
-    /// Notes that a size, for which there is room, is occupied.
+    /// Notes that a size, for which there is room, is occupied. Returns whether it was.
     #[inline]
-    pub(super) fn insert(&mut self, size: usize) {
-        let (word, group) = (size / 64, size / 64 / 64);
-        self.sizes[word] |= 1 << (size % 64);
+    pub(super) fn insert(&mut self, size: usize) -> bool {
+        let (word, group, bit) = (size / 64, size / 64 / 64, 1 << (size % 64));
+        let sizes = self.sizes[word];
+        self.sizes[word] = sizes | bit;
         self.words[group] |= 1 << (word % 64);
         self.groups |= 1 << group;
+        sizes & bit != 0
     }
 
     /// Notes that a size, which was occupied, is not any more. Without branches, because it follows no pattern whether a word becomes
@@ -89,8 +91,7 @@ mod tests {
             for (far, near, is_set) in steps {
                 let size = if far % 2 == 0 { far % end } else { near % end };
                 if is_set {
-                    occupied.insert(size);
-                    model.insert(size);
+                    prop_assert_eq!(occupied.insert(size), !model.insert(size));
                 } else if model.remove(&size) {
                     occupied.remove(size);
                 }
