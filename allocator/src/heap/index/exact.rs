@@ -5,9 +5,8 @@
 //! noted. Where sizes are mixed, that is mostly the only one; sizes with several blocks have a [`Crowd`], which finds the lowest. There
 //! are few blocks beyond the sizes of the bitmap, and they are in a list.
 //!
-//! Tried before: bins of similar sizes, 16, 32 or 64 a doubling, each an ordered set of keys by (size, address). Where such a bin is
-//! crowded, moving keys cost a quarter of all mispredicted branches, or, if keys were moved without branches, as much time in
-//! instructions.
+//! Tried before: bins of similar sizes, 16, 32 or 64 a doubling, each an ordered set of keys by (size, address). At 10 000 live blocks a
+//! third of all insertions were into crowded bins, where moving keys cost mispredicted branches or, done without branches, instructions.
 //!
 //! Invariants:
 //! * a size's bit is set exactly when it has a block. Then its entry names the lowest one; otherwise the entry means nothing, and is not
@@ -36,8 +35,8 @@ const FEW_SIZES: usize = (SMALL_SEGMENT / MIN_BLOCK) as usize + 64;
 #[derive(Debug, Default)]
 pub(in crate::heap) struct Exact {
     /// For each size, in units of [`MIN_BLOCK`], the number of the block at the lowest address and that of the crowd, 0 if there is none.
-    /// Pairs of integers, because the standard library gets zeros of such from the
-    /// operating system, which provides memory only for those that are touched.
+    /// Pairs of integers, because the standard library gets zeros of such from the operating system, which provides memory only for those
+    /// that are touched.
     sizes: Vec<(u32, u32)>,
     occupied: Occupied,
     /// The crowds. Nothing is in the first one.
