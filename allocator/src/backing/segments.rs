@@ -203,21 +203,17 @@ impl Whole {
         let index = heap.index(request.pool, request.slot)?;
         let whole = |key: &Key| self.is_whole_segment(heap, &heap.blocks[key.block()]);
         let place = |key: Key| Place { arena: request.slot, block: key.block() };
-        let mut at = index.best_fit(need);
-        while let Some(key) = at {
-            if whole(&key) && key.size() >= need {
-                return Some(vec![place(key)]);
-            }
-            at = index.after(key);
+        if let Some(key) = index.iter_from(need).find(whole) {
+            return Some(vec![place(key)]);
         }
+        let oversize: Vec<Key> = index.iter_from(least).filter(whole).collect();
         let (mut chosen, mut sum) = (Vec::new(), 0);
-        let mut at = index.last();
-        while let Some(key) = at.filter(|key| sum < need && key.size() >= least) {
-            if whole(&key) {
-                chosen.push(place(key));
-                sum += key.size();
+        for key in oversize.into_iter().rev() {
+            if sum >= need {
+                break;
             }
-            at = index.before(key);
+            chosen.push(place(key));
+            sum += key.size();
         }
         Some(chosen)
     }

@@ -129,9 +129,11 @@ impl Whole {
         let (mut fits, mut latest) = (false, Latest::default());
         for heap in self.heaps() {
             for (owner, index) in heap.indexes(request.pool).filter(|&(owner, _)| owner != request.slot) {
-                let Some(first) = index.best_fit(request.size) else { continue };
+                if index.best_fit(request.size).is_none() {
+                    continue;
+                }
                 let mut tick = 0;
-                for key in candidates(index, first) {
+                for key in candidates(index, request) {
                     fits |= self.classes.fits(key.size(), request.size);
                     tick = heap.blocks[key.block()].after.max(tick);
                     // No block's tick is later than its owner's one now.
@@ -202,10 +204,10 @@ impl Whole {
         request: &Request,
         until: impl FnOnce() -> u64,
     ) -> Option<(Key, Place)> {
-        let first = index.best_fit(request.size)?;
+        index.best_fit(request.size)?;
         let until = until();
         let serves = |key: &Key| self.classes.fits(key.size(), request.size) && heap.blocks[key.block()].after <= until;
-        let key = candidates(index, first).find(serves)?;
+        let key = candidates(index, request).find(serves)?;
         Some((key, Place { arena: heap.home, block: key.block() }))
     }
 
@@ -238,8 +240,8 @@ impl Whole {
 }
 
 /// The blocks of an index that are considered for a request: the first one that is large enough, and the next ones by size.
-fn candidates(index: IndexView<'_>, first: Key) -> impl Iterator<Item = Key> + '_ {
-    std::iter::successors(Some(first), move |&key| index.after(key)).take(CANDIDATES)
+fn candidates<'a>(index: IndexView<'a>, request: &Request) -> impl Iterator<Item = Key> + 'a {
+    index.iter_from_best_fit(request.size).take(CANDIDATES)
 }
 
 /// The better of two blocks, if there is any: the smaller one, and of equally large ones that at the lower address.

@@ -89,6 +89,17 @@ pub(crate) struct Block {
 const _: () = assert!(size_of::<Block>() == 64, "a block record fills a cache line");
 
 impl Block {
+    /// While free, in an index that gives out slots: the block's slot. It is where lists have their links.
+    #[inline]
+    pub(super) fn slot(&self) -> u32 {
+        self.bin_prev.0
+    }
+
+    #[inline]
+    pub(super) fn set_slot(&mut self, slot: u32) {
+        self.bin_prev = BlockId(slot);
+    }
+
     /// True if the block is a piece of a region, not a whole one.
     #[inline]
     pub(crate) fn is_split(&self) -> bool {

@@ -183,7 +183,7 @@ impl Heap {
         size: u64,
         requested: u64,
     ) -> (BlockId, SplitChange) {
-        let Block { addr, size: whole, owner: from, pool, state, .. } = self.blocks[id];
+        let Block { size: whole, owner: from, pool, state, .. } = self.blocks[id];
         debug_assert!(state == State::Free && whole >= size);
         let record = &mut self.pools[usize::from(pool)];
         let piece = Piece { owner, size, requested };
@@ -191,11 +191,11 @@ impl Heap {
         let mut blocks = self.blocks.records_and_a_vacant_one();
         let (taken, change) = match record.index_mut(self.home, from) {
             FreeIndex::Exact(index) => {
-                let taken = moves::take(index, &mut blocks, rules, id, Exact::place(id, whole, addr), piece);
+                let taken = moves::take(index, &mut blocks, rules, id, Exact::place(id, whole), piece);
                 (taken, self.took::<Exact>(&taken))
             }
             FreeIndex::Bins(index) => {
-                let taken = moves::take(index, &mut blocks, rules, id, Bins::place(id, whole, addr), piece);
+                let taken = moves::take(index, &mut blocks, rules, id, Bins::place(id, whole), piece);
                 (taken, self.took::<Bins>(&taken))
             }
         };
@@ -326,11 +326,11 @@ impl Heap {
     }
 
     fn unindex(&mut self, id: BlockId) {
-        let Block { addr, size, owner, pool, .. } = self.blocks[id];
+        let Block { size, owner, pool, .. } = self.blocks[id];
         let mut blocks = self.blocks.records();
         match self.pools[usize::from(pool)].index_mut(self.home, owner) {
-            FreeIndex::Exact(index) => index.remove(&mut blocks, id, Exact::place(id, size, addr)),
-            FreeIndex::Bins(index) => index.remove(&mut blocks, id, Bins::place(id, size, addr)),
+            FreeIndex::Exact(index) => index.remove(&mut blocks, id, Exact::place(id, size)),
+            FreeIndex::Bins(index) => index.remove(&mut blocks, id, Bins::place(id, size)),
         }
         self.strays_forget(id);
     }

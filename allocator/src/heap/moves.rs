@@ -178,7 +178,7 @@ pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockI
             joined
         }
         (None, Some((above, beyond, later))) if I::FIRST_STAYS => {
-            let place = I::place(next, above, blocks[next].addr);
+            let place = I::place(next, above);
             blocks.remove(next);
             let block = &mut blocks[id];
             (block.state, block.owner, block.shared, block.after) = (State::Free, owner, false, after.max(later));
@@ -190,7 +190,7 @@ pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockI
         (None, Some((above, beyond, later))) => {
             blocks.remove(id);
             let into = &mut blocks[next];
-            let place = I::place(next, above, into.addr);
+            let place = I::place(next, above);
             (into.addr, into.size, into.prev, into.after) = (addr, above + given, prev, after.max(later));
             blocks[prev].next = next;
             index.changed(blocks, next, place);
@@ -200,7 +200,7 @@ pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockI
             let after = after.max(earlier);
             let (whole, beyond, after) = match above {
                 Some((above, beyond, later)) => {
-                    let place = I::place(next, above, blocks[next].addr);
+                    let place = I::place(next, above);
                     index.remove(blocks, next, place);
                     blocks.remove(next);
                     (below + given + above, beyond, after.max(later))
@@ -209,7 +209,7 @@ pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockI
             };
             blocks.remove(id);
             let into = &mut blocks[prev];
-            let place = I::place(prev, below, into.addr);
+            let place = I::place(prev, below);
             (into.size, into.next, into.after) = (whole, beyond, after);
             let before = into.prev;
             blocks[beyond].prev = prev;

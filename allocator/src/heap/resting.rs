@@ -11,10 +11,10 @@
 //! A resting block is in [`State::Waiting`], and counts as waiting in the identities. Others never see it so, because a thread that
 //! holds every lock merges it first. Pieces of regions are counted when it is merged; reading that count takes every lock.
 
-use super::index::{Bins, Exact, FreeIndex, Index, Key};
+use super::index::{Bins, Exact, FreeIndex};
 use super::recent::Use;
 use super::{Block, BlockId, Heap, IndexKind, SplitChange, State, moves, signed};
-use crate::size_class::SizeClasses;
+use crate::size_class::{MIN_BLOCK, SizeClasses};
 
 impl Heap {
     /// Frees a live block of the home stream and lets it rest; it is given back as by [`Heap::give`] before anything depends on that. There
@@ -87,12 +87,13 @@ impl Heap {
             return None;
         }
         let mut best = index.best_from(size);
-        if let Some(above) = above
-            && best.is_some_and(|best| best.block() == next)
-        {
-            best = index.after(Exact::place(next, above.size, above.addr));
+        if let Some(held) = best.filter(|held| above.is_some() && held.block == next) {
+            if index.has_others(held) {
+                return None;
+            }
+            best = index.best_from(held.size + MIN_BLOCK);
         }
-        if best.is_some_and(|best| best < Key::new(whole, addr, id)) {
+        if best.is_some_and(|best| (best.size, self.blocks[best.block].addr) < (whole, addr)) {
             return None;
         }
         let beyond = above.map_or(next, |above| above.next);

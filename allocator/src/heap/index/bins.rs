@@ -31,7 +31,7 @@ pub(in crate::heap) struct Bins {
 }
 
 impl Bins {
-    /// The first block in the order of [`Bins::after`] of at least `size` bytes.
+    /// The first block of at least `size` bytes, bins in ascending order of their sizes.
     #[cold]
     pub(super) fn first_fit(&self, blocks: &Slab, size: u64) -> Option<BlockId> {
         let bin = bin_of(size);
@@ -39,24 +39,16 @@ impl Bins {
         own.or_else(|| self.first_from(bin + 1))
     }
 
-    /// The block after another one, bins in ascending order of their sizes.
-    pub(super) fn after(&self, blocks: &Slab, id: BlockId) -> Option<BlockId> {
-        let block = &blocks[id];
-        block.bin_next.some().or_else(|| self.first_from(bin_of(block.size) + 1))
+    /// The blocks from [`Bins::first_fit`] on, bins in ascending order of their sizes.
+    pub(super) fn iter_from_first_fit<'a>(&'a self, blocks: &'a Slab, size: u64) -> impl Iterator<Item = BlockId> + 'a {
+        let after = |id: BlockId| {
+            let block = &blocks[id];
+            block.bin_next.some().or_else(|| self.first_from(bin_of(block.size) + 1))
+        };
+        std::iter::successors(self.first_fit(blocks, size), move |&id| after(id))
     }
 
-    /// The block after another one, bins in descending order of their sizes.
-    pub(super) fn before(&self, blocks: &Slab, id: BlockId) -> Option<BlockId> {
-        let block = &blocks[id];
-        block.bin_next.some().or_else(|| self.last_below(bin_of(block.size)))
-    }
-
-    /// The first block in the order of [`Bins::before`].
-    pub(super) fn last(&self) -> Option<BlockId> {
-        self.last_below(self.heads.len())
-    }
-
-    /// Every block of at least `size` bytes, in the order of [`Bins::after`]. Mostly the next block does not depend on the record of the
+    /// Every block of at least `size` bytes, bins in ascending order of their sizes. Mostly the next block does not depend on the record of the
     /// last one, so the processor need not wait for each record.
     pub(super) fn iter_from<'a>(&'a self, blocks: &'a Slab, size: u64) -> impl Iterator<Item = BlockId> + 'a {
         let from = bin_of(size);
@@ -102,10 +94,6 @@ impl Bins {
 
     fn first_from(&self, bin: usize) -> Option<BlockId> {
         self.heads.get(self.occupied.first_from(bin)?).copied()
-    }
-
-    fn last_below(&self, bin: usize) -> Option<BlockId> {
-        self.heads[..bin].iter().rev().find_map(|head| head.some())
     }
 
     /// Takes a block out of its bin. Without branches, because a block's place in its list follows no pattern.
@@ -168,7 +156,7 @@ impl Index for Bins {
     }
 
     #[inline]
-    fn place(_: BlockId, size: u64, _: u64) -> usize {
+    fn place(_: BlockId, size: u64) -> usize {
         bin_of(size)
     }
 
@@ -238,8 +226,7 @@ mod tests {
         let best = bins.best_fit(&blocks.records(), size).map(|(id, _)| id);
         let best = best.map(|id| blocks[id].size);
         prop_assert_eq!(best, fitting.clone().min());
-        let in_order = std::iter::successors(bins.first_fit(blocks, size), |&id| bins.after(blocks, id));
-        let walked = in_order.filter(|&id| blocks[id].size >= size).count();
+        let walked = bins.iter_from_first_fit(blocks, size).filter(|&id| blocks[id].size >= size).count();
         prop_assert_eq!(walked, fitting.clone().count(), "a walk misses no block");
         let from: Vec<u64> = bins.iter_from(blocks, size).map(|id| blocks[id].size).collect();
         prop_assert!(from.iter().all(|&other| other >= size) && from.len() == fitting.count(), "{:?}", from);
@@ -287,9 +274,6 @@ mod tests {
             let held: Vec<BlockId> = bins.iter_from(&blocks, 1).collect();
             prop_assert_eq!(held.len(), model.len());
             prop_assert_eq!(held.into_iter().collect::<BTreeSet<_>>(), model.clone());
-            let down: Vec<usize> = std::iter::successors(bins.last(), |&id| bins.before(&blocks, id))
-                .map(|id| bin_of(blocks[id].size)).collect();
-            prop_assert!(down.len() == model.len() && down.is_sorted_by(|a, b| a >= b));
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::size_class::MIN_BLOCK;
 /// From the top: 41 bits of size and 55 bits of address, both in units of [`MIN_BLOCK`], and 32 bits of block number. That is
 /// any address, and sizes below 2^50 bytes: no device holds more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Key(pub(super) u128);
+pub(crate) struct Key(u128);
 
 /// The lowest bit of the address.
 const ADDRESS: u32 = 32;
@@ -16,9 +16,6 @@ const ADDRESS: u32 = 32;
 const SIZE: u32 = ADDRESS + u64::BITS - MIN_BLOCK.ilog2();
 
 impl Key {
-    /// No block; greater than the key of any block.
-    pub(super) const NONE: Key = Key(u128::MAX);
-
     /// The least size in bytes that a key cannot hold.
     const SIZES_END: u64 = MIN_BLOCK << (u128::BITS - SIZE);
 
@@ -33,27 +30,16 @@ impl Key {
         Key::new(block.size, block.addr, id)
     }
 
-    /// The least key of all blocks of at least `size` bytes.
-    #[inline]
-    pub(super) fn at_least(size: u64) -> Key {
-        if size < Self::SIZES_END { Key(u128::from(size / MIN_BLOCK) << SIZE) } else { Key::NONE }
-    }
-
     #[expect(clippy::cast_possible_truncation, reason = "the low 32 bits are the block number")]
     #[inline]
     pub(crate) fn block(self) -> BlockId {
         BlockId(self.0 as u32)
     }
 
-    #[inline]
-    pub(super) fn units(self) -> u64 {
-        (self.0 >> SIZE) as u64
-    }
-
     /// Size of the block in bytes.
     #[inline]
     pub(crate) fn size(self) -> u64 {
-        self.units() * MIN_BLOCK
+        (self.0 >> SIZE) as u64 * MIN_BLOCK
     }
 }
 
@@ -66,12 +52,9 @@ mod tests {
         let high = u64::MAX - MIN_BLOCK + 1;
         for addr in [0, 1 << 57, 3 << 58, high] {
             let (small, large) = (Key::new(MIN_BLOCK, addr, BlockId(7)), Key::new(2 * MIN_BLOCK, 0, BlockId(7)));
-            assert!(small < large && small >= Key::at_least(MIN_BLOCK) && small < Key::at_least(2 * MIN_BLOCK));
+            assert!(small < large);
             assert_eq!((small.size(), small.block()), (MIN_BLOCK, BlockId(7)));
         }
         assert!(Key::new(MIN_BLOCK, 1 << 57, BlockId(0)) < Key::new(MIN_BLOCK, high, BlockId(0)));
-        for size in [1 << 50, 1 << 57, 1 << 60] {
-            assert_eq!(Key::at_least(size), Key::NONE, "no block is that large");
-        }
     }
 }

@@ -1,10 +1,10 @@
 //! The indexes of free blocks, of which a heap has one for each pool and owner.
 //!
 //! There are two kinds, chosen when the heap is made. [`Exact`] is one ordered set by (size, address), as PyTorch's, for heaps
-//! whose reserved memory is to equal PyTorch's to the byte. [`Bins`] finds a block that is nearly the best fit and costs much less; it is
+//! whose reserved memory is to equal PyTorch's to the byte. [`Bins`] finds a block that is nearly the best fit and costs less; it is
 //! for heaps whose memory can be moved, where a misfit costs nothing.
 //!
-//! A block's record is in the slab. Of an index's own state an operation mostly touches one or two cache lines.
+//! A block's record is in the slab. Of an index's own state an operation touches few cache lines.
 
 mod bins;
 mod exact;
@@ -29,6 +29,7 @@ pub(crate) enum IndexKind {
 
 /// Free blocks of one pool that are reusable by one stream.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "few, and an operation should find its index without another pointer")]
 pub(super) enum FreeIndex {
     Exact(Exact),
     Bins(Bins),
@@ -63,8 +64,8 @@ pub(super) trait Index {
     /// The size of a block in the index. If its place implies the size, the record need not be read.
     fn size(blocks: &Records<'_>, id: BlockId, place: Self::Place) -> u64;
 
-    /// The place that a block of this size and address would have.
-    fn place(id: BlockId, size: u64, addr: u64) -> Self::Place;
+    /// The place that a block of this size has.
+    fn place(id: BlockId, size: u64) -> Self::Place;
 
     /// Puts a free block in.
     fn insert(&mut self, blocks: &mut Records<'_>, id: BlockId);
@@ -97,33 +98,18 @@ impl<'a> IndexView<'a> {
     /// The first block in the index's order that has at least `size` bytes. With [`IndexKind::Exact`] all after it have, too.
     pub(crate) fn best_fit(self, size: u64) -> Option<Key> {
         match self.index {
-            FreeIndex::Exact(index) => index.first_from(Key::at_least(size)),
+            FreeIndex::Exact(index) => index.best_from(size).map(|held| self.key(held.block)),
             FreeIndex::Bins(index) => index.first_fit(self.blocks, size).map(|id| self.key(id)),
         }
     }
 
-    /// The block after another one in the index, to go on from a block that does not suit.
-    pub(crate) fn after(self, key: Key) -> Option<Key> {
-        match self.index {
-            FreeIndex::Exact(index) => index.after(key),
-            FreeIndex::Bins(index) => index.after(self.blocks, key.block()).map(|id| self.key(id)),
-        }
-    }
-
-    /// The first block of an iteration from the largest block down.
-    pub(crate) fn last(self) -> Option<Key> {
-        match self.index {
-            FreeIndex::Exact(index) => index.last(),
-            FreeIndex::Bins(index) => index.last().map(|id| self.key(id)),
-        }
-    }
-
-    /// The next block of an iteration from the largest block down.
-    pub(crate) fn before(self, key: Key) -> Option<Key> {
-        match self.index {
-            FreeIndex::Exact(index) => index.before(key),
-            FreeIndex::Bins(index) => index.before(self.blocks, key.block()).map(|id| self.key(id)),
-        }
+    /// The blocks in the index's order, from [`IndexView::best_fit`] on.
+    pub(crate) fn iter_from_best_fit(self, size: u64) -> impl Iterator<Item = Key> + 'a {
+        let (exact, bins) = match self.index {
+            FreeIndex::Exact(index) => (Some(index.iter_from(size)), None),
+            FreeIndex::Bins(index) => (None, Some(index.iter_from_first_fit(self.blocks, size))),
+        };
+        self.keys(exact, bins)
     }
 
     /// Every block, in the index's order.
@@ -135,16 +121,26 @@ impl<'a> IndexView<'a> {
     pub(crate) fn iter_from(self, size: u64) -> impl Iterator<Item = Key> + 'a {
         let (exact, bins) = match self.index {
             FreeIndex::Exact(index) => (Some(index.iter_from(size)), None),
-            FreeIndex::Bins(index) => (None, Some(index.iter_from(self.blocks, size).map(move |id| self.key(id)))),
+            FreeIndex::Bins(index) => (None, Some(index.iter_from(self.blocks, size))),
         };
-        exact.into_iter().flatten().chain(bins.into_iter().flatten())
+        self.keys(exact, bins)
+    }
+
+    /// The keys of the blocks of an iteration, which is over one kind of index.
+    fn keys(
+        self,
+        exact: Option<impl Iterator<Item = BlockId> + 'a>,
+        bins: Option<impl Iterator<Item = BlockId> + 'a>,
+    ) -> impl Iterator<Item = Key> + 'a {
+        let ids = exact.into_iter().flatten().chain(bins.into_iter().flatten());
+        ids.map(move |id| self.key(id))
     }
 
     /// True if a free block is in the index.
     #[cfg(any(test, debug_assertions))]
     pub(crate) fn contains(self, id: BlockId) -> bool {
         match self.index {
-            FreeIndex::Exact(index) => index.before_or_at(self.key(id)) == Some(self.key(id)),
+            FreeIndex::Exact(index) => index.contains(self.blocks, id),
             FreeIndex::Bins(index) => index.contains(self.blocks, id),
         }
     }
