@@ -13,10 +13,12 @@
 //!
 //! Invariants:
 //! * a block is in the list of the bin of its size; its links name its neighbours there, [`BlockId::NONE`] at both ends;
-//! * a bin's bit is set exactly when its list is not empty.
+//! * a bin's bit is set exactly when its list is not empty;
+//! * a block is a member exactly when it is in a list.
 
 use super::Index;
 use super::key::Key;
+use super::members::Members;
 use super::sizes::{Occupied, bin_of};
 use crate::heap::block::{Block, BlockId, Records, Slab};
 
@@ -28,6 +30,7 @@ pub(in crate::heap) struct Bins {
     /// The first block of each bin, for as many bins as the largest block so far needs.
     heads: Vec<BlockId>,
     occupied: Occupied,
+    members: Members,
 }
 
 impl Bins {
@@ -65,7 +68,7 @@ impl Bins {
         own.chain(others.flat_map(move |bin| self.list(blocks, bin)))
     }
 
-    /// True if a free block is in its list, judged by its neighbours there.
+    /// True if a free block is a member and in its list, judged by its neighbours there.
     #[cfg(any(test, debug_assertions))]
     pub(super) fn contains(&self, blocks: &Slab, id: BlockId) -> bool {
         let block = &blocks[id];
@@ -74,8 +77,15 @@ impl Bins {
             Some(prev) => blocks[prev].bin_next == id && bin_of(blocks[prev].size) == bin,
             None => self.heads.get(bin) == Some(&id) && self.occupied.first_from(bin) == Some(bin),
         };
-        before
+        self.members.contains(id)
+            && before
             && block.bin_next.some().is_none_or(|next| blocks[next].bin_prev == id && bin_of(blocks[next].size) == bin)
+    }
+
+    /// True if there are as many members as blocks in lists.
+    #[cfg(any(test, debug_assertions))]
+    pub(super) fn counts_members(&self, blocks: &Slab) -> bool {
+        self.members.count() == self.iter_from(blocks, 1).count()
     }
 
     /// Blocks of one bin, in order.
@@ -173,13 +183,20 @@ impl Index for Bins {
     }
 
     #[inline]
+    fn holds(&self, _: &Records<'_>, id: BlockId, _: u32) -> bool {
+        self.members.contains(id)
+    }
+
+    #[inline]
     fn insert(&mut self, blocks: &mut Records<'_>, id: BlockId) {
         self.link(blocks, id, bin_of(blocks[id].size));
+        self.members.insert(id);
     }
 
     #[inline]
     fn remove(&mut self, blocks: &mut Records<'_>, id: BlockId, place: usize) {
         self.unlink(blocks, id, place);
+        self.members.remove(id);
     }
 
     #[inline]
@@ -283,6 +300,7 @@ mod tests {
                     }
                 }
                 prop_assert!(model.iter().all(|&id| bins.contains(&blocks, id)));
+                prop_assert!(bins.counts_members(&blocks));
             }
             let held: Vec<BlockId> = bins.iter_from(&blocks, 1).collect();
             prop_assert_eq!(held.len(), model.len());
