@@ -82,6 +82,12 @@ impl Bins {
             && block.bin_next.some().is_none_or(|next| blocks[next].bin_prev == id && bin_of(blocks[next].size) == bin)
     }
 
+    /// True if a block is in the index. Its record is not read.
+    #[inline]
+    pub(in crate::heap) fn has(&self, id: BlockId) -> bool {
+        self.members.contains(id)
+    }
+
     /// True if there are as many members as blocks in lists.
     #[cfg(any(test, debug_assertions))]
     pub(super) fn counts_members(&self, blocks: &Slab) -> bool {
@@ -184,7 +190,7 @@ impl Index for Bins {
 
     #[inline]
     fn holds(&self, _: &Records<'_>, id: BlockId, _: u32) -> bool {
-        self.members.contains(id)
+        self.has(id)
     }
 
     #[inline]
