@@ -19,18 +19,24 @@
 use super::Index;
 use super::key::Key;
 use super::members::Members;
-use super::sizes::{Occupied, bin_of};
+use super::sizes::{BINS, Occupied, bin_of};
 use crate::heap::block::{Block, BlockId, Records, Slab};
 
 /// How many blocks of a request's own bin, some of which may be too small, are looked at before the next bin.
 const CANDIDATES: usize = 4;
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(in crate::heap) struct Bins {
-    /// The first block of each bin, for as many bins as the largest block so far needs.
-    heads: Vec<BlockId>,
+    /// The first block of each bin.
+    heads: Box<[BlockId; BINS]>,
     occupied: Occupied,
     members: Members,
+}
+
+impl Default for Bins {
+    fn default() -> Bins {
+        Bins { heads: Box::new([BlockId::NONE; BINS]), occupied: Occupied::default(), members: Members::default() }
+    }
 }
 
 impl Bins {
@@ -56,7 +62,7 @@ impl Bins {
 
     /// The first block in the order of [`Bins::before`].
     pub(super) fn last(&self) -> Option<BlockId> {
-        self.last_below(self.heads.len())
+        self.last_below(BINS)
     }
 
     /// Every block of at least `size` bytes, in the order of [`Bins::after`]. Mostly the next block does not depend on the record of the
@@ -138,19 +144,11 @@ impl Bins {
     /// Puts a block into a bin, without branches, too.
     #[inline]
     fn link(&mut self, blocks: &mut Records<'_>, id: BlockId, bin: usize) {
-        if bin >= self.heads.len() {
-            self.grow(bin);
-        }
         let next = std::mem::replace(&mut self.heads[bin], id);
         let block = &mut blocks[id];
         (block.bin_prev, block.bin_next) = (BlockId::NONE, next);
         blocks[next].bin_prev = id;
         self.occupied.set_to(bin, true);
-    }
-
-    #[cold]
-    fn grow(&mut self, bin: usize) {
-        self.heads.resize(bin + 1, BlockId::NONE);
     }
 }
 
