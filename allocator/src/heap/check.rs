@@ -46,6 +46,11 @@ impl Heap {
             let (noted_holes, noted_held) = (self.hole_bytes, self.held_bytes);
             return Err(format!("H2: holes {holes} held {held}, noted {noted_holes} {noted_held}"));
         }
+        for pool in (0..self.pools.len()).filter_map(|pool| u16::try_from(pool).ok()) {
+            if let Some((owner, _)) = self.indexes(pool).find(|(_, index)| !index.is_consistent()) {
+                return Err(format!("H4: the index of pool {pool} and stream {owner} takes others for its blocks"));
+            }
+        }
         let indexed: usize =
             (0..self.pools.len()).map(|pool| self.free_blocks(u16::try_from(pool).unwrap_or(0)).count()).sum();
         if indexed != free_count { Err(format!("H4: {indexed} blocks indexed, {free_count} free")) } else { Ok(()) }

@@ -287,6 +287,15 @@ impl Heap {
         self.blocks.get(id).is_some_and(|block| block.state == State::Free && block.owner == owner)
     }
 
+    /// True if a block of a pool is free and the home stream's. With [`IndexKind::Bins`] its record is not read.
+    #[inline]
+    pub(crate) fn is_own(&self, pool: u16, id: BlockId) -> bool {
+        match &self.pools[usize::from(pool)].own {
+            FreeIndex::Exact(_) => self.is_free_of(id, self.home),
+            FreeIndex::Bins(index) => index.has(id),
+        }
+    }
+
     /// Prepares giving a block that is done for every stream to `owner`: neighbours that are done become the owner's, too, so that they
     /// merge, unless the merged block would not be done. Returns the change of free pieces.
     #[cold]

@@ -165,9 +165,9 @@ fn cut_below<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, p
 #[inline(always)]
 pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, owner: u32, after: u64) -> Joined {
     let Block { addr, size: given, prev, next, region, .. } = blocks[id];
-    let is_free = |block: &&Block| block.state == State::Free && block.owner == owner;
-    let below = Some(&blocks[prev]).filter(is_free).map(|block| (block.size, block.after));
-    let above = Some(&blocks[next]).filter(is_free).map(|block| (block.size, block.next, block.after));
+    let joins = |id: BlockId| index.holds(blocks, id, owner).then(|| &blocks[id]);
+    let below = joins(prev).map(|block| (block.size, block.after));
+    let above = joins(next).map(|block| (block.size, block.next, block.after));
     let (with_prev, with_next) = (below.is_some(), above.map(|_| next));
     let joined = Joined { id, given, whole: given, with_prev, with_next, prev, next, region };
     match (below, above) {

@@ -13,21 +13,30 @@
 //!
 //! Invariants:
 //! * a block is in the list of the bin of its size; its links name its neighbours there, [`BlockId::NONE`] at both ends;
-//! * a bin's bit is set exactly when its list is not empty.
+//! * a bin's bit is set exactly when its list is not empty;
+//! * a block is a member exactly when it is in a list.
 
 use super::Index;
 use super::key::Key;
-use super::sizes::{Occupied, bin_of};
+use super::members::Members;
+use super::sizes::{BINS, Occupied, bin_of};
 use crate::heap::block::{Block, BlockId, Records, Slab};
 
 /// How many blocks of a request's own bin, some of which may be too small, are looked at before the next bin.
 const CANDIDATES: usize = 4;
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(in crate::heap) struct Bins {
-    /// The first block of each bin, for as many bins as the largest block so far needs.
-    heads: Vec<BlockId>,
+    /// The first block of each bin.
+    heads: Box<[BlockId; BINS]>,
     occupied: Occupied,
+    members: Members,
+}
+
+impl Default for Bins {
+    fn default() -> Bins {
+        Bins { heads: Box::new([BlockId::NONE; BINS]), occupied: Occupied::default(), members: Members::default() }
+    }
 }
 
 impl Bins {
@@ -57,7 +66,7 @@ impl Bins {
         own.chain(others.flat_map(move |bin| self.list(blocks, bin)))
     }
 
-    /// True if a free block is in its list, judged by its neighbours there.
+    /// True if a free block is a member and in its list, judged by its neighbours there.
     #[cfg(any(test, debug_assertions))]
     pub(super) fn contains(&self, blocks: &Slab, id: BlockId) -> bool {
         let block = &blocks[id];
@@ -66,8 +75,21 @@ impl Bins {
             Some(prev) => blocks[prev].bin_next == id && bin_of(blocks[prev].size) == bin,
             None => self.heads.get(bin) == Some(&id) && self.occupied.first_from(bin) == Some(bin),
         };
-        before
+        self.members.contains(id)
+            && before
             && block.bin_next.some().is_none_or(|next| blocks[next].bin_prev == id && bin_of(blocks[next].size) == bin)
+    }
+
+    /// True if a block is in the index. Its record is not read.
+    #[inline]
+    pub(in crate::heap) fn has(&self, id: BlockId) -> bool {
+        self.members.contains(id)
+    }
+
+    /// True if there are as many members as blocks in lists.
+    #[cfg(any(test, debug_assertions))]
+    pub(super) fn counts_members(&self, blocks: &Slab) -> bool {
+        self.members.count() == self.iter_from(blocks, 1).count()
     }
 
     /// Blocks of one bin, in order.
@@ -110,19 +132,11 @@ impl Bins {
     /// Puts a block into a bin, without branches, too.
     #[inline]
     fn link(&mut self, blocks: &mut Records<'_>, id: BlockId, bin: usize) {
-        if bin >= self.heads.len() {
-            self.grow(bin);
-        }
         let next = std::mem::replace(&mut self.heads[bin], id);
         let block = &mut blocks[id];
         (block.bin_prev, block.bin_next) = (BlockId::NONE, next);
         blocks[next].bin_prev = id;
         self.occupied.set_to(bin, true);
-    }
-
-    #[cold]
-    fn grow(&mut self, bin: usize) {
-        self.heads.resize(bin + 1, BlockId::NONE);
     }
 }
 
@@ -161,13 +175,20 @@ impl Index for Bins {
     }
 
     #[inline]
+    fn holds(&self, _: &Records<'_>, id: BlockId, _: u32) -> bool {
+        self.has(id)
+    }
+
+    #[inline]
     fn insert(&mut self, blocks: &mut Records<'_>, id: BlockId) {
         self.link(blocks, id, bin_of(blocks[id].size));
+        self.members.insert(id);
     }
 
     #[inline]
     fn remove(&mut self, blocks: &mut Records<'_>, id: BlockId, place: usize) {
         self.unlink(blocks, id, place);
+        self.members.remove(id);
     }
 
     #[inline]
@@ -270,6 +291,7 @@ mod tests {
                     }
                 }
                 prop_assert!(model.iter().all(|&id| bins.contains(&blocks, id)));
+                prop_assert!(bins.counts_members(&blocks));
             }
             let held: Vec<BlockId> = bins.iter_from(&blocks, 1).collect();
             prop_assert_eq!(held.len(), model.len());

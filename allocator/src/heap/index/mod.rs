@@ -9,13 +9,14 @@
 mod bins;
 mod exact;
 mod key;
+mod members;
 mod sizes;
 
 pub(super) use bins::Bins;
 pub(super) use exact::Exact;
 pub(crate) use key::Key;
 
-use super::block::{BlockId, Records, Slab};
+use super::block::{BlockId, Records, Slab, State};
 
 /// How the free blocks of a heap are ordered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -66,6 +67,13 @@ pub(super) trait Index {
 
     /// The place that a block of this size has.
     fn place(id: BlockId, size: u64) -> Self::Place;
+
+    /// True if a block is in the index, which is that of `owner`'s blocks in the block's pool.
+    #[inline]
+    fn holds(&self, blocks: &Records<'_>, id: BlockId, owner: u32) -> bool {
+        let block = &blocks[id];
+        block.state == State::Free && block.owner == owner
+    }
 
     /// Puts a free block in.
     fn insert(&mut self, blocks: &mut Records<'_>, id: BlockId);
@@ -134,6 +142,15 @@ impl<'a> IndexView<'a> {
     ) -> impl Iterator<Item = Key> + 'a {
         let ids = exact.into_iter().flatten().chain(bins.into_iter().flatten());
         ids.map(move |id| self.key(id))
+    }
+
+    /// True if what the index notes about blocks besides their places agrees with these in number.
+    #[cfg(any(test, debug_assertions))]
+    pub(crate) fn is_consistent(&self) -> bool {
+        match self.index {
+            FreeIndex::Exact(_) => true,
+            FreeIndex::Bins(index) => index.counts_members(self.blocks),
+        }
     }
 
     /// True if a free block is in the index.
