@@ -139,8 +139,8 @@ pub struct Config {
     /// granules. Larger granules take fewer driver calls and waste more memory. Option `granule_mb`.
     pub granule: Option<u64>,
     /// Size in bytes of the largest frames, the pieces in which physical memory is taken from the device and mapped with
-    /// [`Backing::Paged`]: a power of two, at least 2 MiB. A frame is one granule or several. `None`, the default, is up to 64 MiB, less
-    /// for pools that hold little memory and while large frames waste much. As large as a granule, every frame is one. Option `frame_mb`.
+    /// [`Backing::Paged`]: a power of two, at least 2 MiB. A frame is one granule or several. `None`, the default, is up to 64 MiB, but less
+    /// for small blocks, for pools that hold little memory, and while large frames waste much. As large as a granule, every frame is one. Option `frame_mb`.
     pub frame: Option<u64>,
     /// Reuse of blocks between streams. Option `cross_stream`.
     pub cross_stream: CrossStream,

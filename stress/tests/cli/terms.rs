@@ -181,7 +181,8 @@ fn a_driver_that_lacks_memory_where_none_is_asked_for_has_failed() {
 fn a_lost_device_is_told_of_once() {
     let lines: String = (0..400).map(|id| format!("a {id} 20000000 0\n")).collect();
     let file = Scratch::new("lost.trace", lines.as_bytes());
-    for (config, calls) in [("", [40, 1000, 3000]), ("backing:segments", [5, 40, 200])] {
+    for (config, calls) in [("frame_mb:2", [40, 1000, 3000]), ("", [40, 300, 600]), ("backing:segments", [5, 40, 200])]
+    {
         for nth in calls {
             let device = format!("sim:80GiB,lost_at={nth}");
             let output = stress(&["replay", "--repeat", "1", "--device", &device, "--config", config, file.path()]);

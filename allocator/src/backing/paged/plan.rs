@@ -20,7 +20,7 @@ use crate::tags::Tag;
 /// How much memory is taken ahead of need, where there is room behind the window: reserved memory divided by this, and at most
 /// [`AHEAD_MAX`] bytes, whether bought from the device or moved. Taking less costs more driver calls; taking more costs memory where it is
 /// bought. Figures in ARCHITECTURE.md.
-const AHEAD_SHARE: u64 = 96;
+const AHEAD_SHARE: u64 = 64;
 const AHEAD_MAX: u64 = 128 << 20;
 
 /// Memory is bought from the device instead of moved in two cases: if a move would undo an earlier one, to addresses that granules were
@@ -29,13 +29,13 @@ const AHEAD_MAX: u64 = 128 << 20;
 const UNDO_SHARE: u64 = 128;
 /// As [`UNDO_SHARE`], if the program repeats itself and memory would move at a point of the program where it moved before
 /// (`recurrence.rs`).
-const RECUR_SHARE: u64 = 96;
+const RECUR_SHARE: u64 = 64;
 
 /// A program is *unsettled* if it makes memory move for more than one allocation in [`UNSETTLED_SPACING`], plus [`UNSETTLED_ADVANCE`] at
 /// the start. It may reserve more than the peak in use by that peak divided by [`UNSETTLED_SHARE`].
 const UNSETTLED_SPACING: u64 = 1024;
 const UNSETTLED_ADVANCE: u64 = 1024;
-const UNSETTLED_SHARE: u64 = 48;
+const UNSETTLED_SHARE: u64 = 36;
 
 /// Limits of a plan.
 #[derive(Clone, Copy, Debug)]
@@ -196,8 +196,7 @@ impl Whole {
             self.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(point));
         }
         let create = buy + bought_ahead;
-        let largest =
-            self.largest_frame(request.pool, donors.stranded, (buy, create), window.lacks + ahead + bought_ahead);
+        let largest = self.largest_frame(request, donors.stranded, (buy, create));
         let (held, fill, changed) = self.hold_window(request.slot, &window, (ahead + bought_ahead) * granule);
         let donors = self.hold_donors(request.slot, donors.into_joined(), &changed, window.end);
         let work = self.work(&donors, (spares, create), fill, largest);
@@ -205,15 +204,16 @@ impl Whole {
         Planned::Ready(Plan { work, held: Held { window: held, donors, create, spares }, buys_ahead: bought_ahead > 0 })
     }
 
-    /// Granules of the largest frame that a plan makes. The plan needs `buy` granules from the device and takes `create`, and maps `fill`.
-    fn largest_frame(&mut self, pool: u16, stranded: u64, (buy, create): (u64, u64), fill: u64) -> u32 {
+    /// Granules of the largest frame that a plan makes. The plan needs `buy` granules from the device, and takes `create`.
+    fn largest_frame(&mut self, request: &Request, stranded: u64, (buy, create): (u64, u64)) -> u32 {
         let reserved = self.reserved;
         let Some(paged) = self.paged.as_mut() else { return 1 };
         let granules = |bytes: u64| bytes / paged.granule;
         if buy > 0 {
             paged.frame_size.note(stranded, granules(reserved) + buy, granules(paged.in_use_peak));
         }
-        paged.frame_size.largest(granules(paged.mapped_bytes[kind_of(pool) as usize]) + create, fill)
+        let pool = granules(paged.mapped_bytes[kind_of(request.pool) as usize]) + create;
+        paged.frame_size.largest(pool, granules(request.size))
     }
 
     /// The driver's work: unmap the held `donors`, and map their frames, `spares` granules of spare ones and `create` new granules at the
