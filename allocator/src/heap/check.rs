@@ -51,8 +51,9 @@ impl Heap {
                 return Err(format!("H4: the index of pool {pool} and stream {owner} takes others for its blocks"));
             }
         }
-        let indexed: usize =
-            (0..self.pools.len()).map(|pool| self.free_blocks(u16::try_from(pool).unwrap_or(0)).count()).sum();
+        let indexed: usize = (0..self.pools.len())
+            .map(|pool| self.indexes(u16::try_from(pool).unwrap_or(0)).map(|(_, index)| index.len()).sum::<usize>())
+            .sum();
         if indexed != free_count { Err(format!("H4: {indexed} blocks indexed, {free_count} free")) } else { Ok(()) }
     }
 

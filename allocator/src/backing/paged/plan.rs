@@ -213,7 +213,7 @@ impl Whole {
             paged.frame_size.note(stranded, granules(reserved) + buy, granules(paged.in_use_peak));
         }
         let pool = granules(paged.mapped_bytes[kind_of(request.pool) as usize]) + create;
-        paged.frame_size.largest(pool, granules(request.size))
+        paged.frame_size.largest(pool, request.size.div_ceil(paged.granule))
     }
 
     /// The driver's work: unmap the held `donors`, and map their frames, `spares` granules of spare ones and `create` new granules at the

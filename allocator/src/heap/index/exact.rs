@@ -88,6 +88,14 @@ impl Exact {
         sizes.chain(self.larger.iter_from(size))
     }
 
+    /// Number of blocks, for checks that must not allocate host memory, as walking through crowds does.
+    #[cfg(any(test, debug_assertions))]
+    pub(super) fn len(&self) -> usize {
+        let crowds = self.occupied.iter_from(0).map(|units| self.crowds.get(self.sizes[units].1 as usize));
+        let sized = crowds.map(|crowd| crowd.map_or(1, |crowd| crowd.len().max(1) as usize)).sum::<usize>();
+        sized + self.larger.iter_from(0).count()
+    }
+
     /// True if a free block is where it belongs.
     #[cfg(any(test, debug_assertions))]
     pub(super) fn contains(&self, blocks: &Slab, id: BlockId) -> bool {

@@ -153,6 +153,15 @@ impl<'a> IndexView<'a> {
         }
     }
 
+    /// Number of blocks.
+    #[cfg(any(test, debug_assertions))]
+    pub(crate) fn len(self) -> usize {
+        match self.index {
+            FreeIndex::Exact(index) => index.len(),
+            FreeIndex::Bins(index) => index.iter_from(self.blocks, 1).count(),
+        }
+    }
+
     /// True if a free block is in the index.
     #[cfg(any(test, debug_assertions))]
     pub(crate) fn contains(self, id: BlockId) -> bool {

@@ -17,6 +17,9 @@ use crate::heap::block::{BlockId, Records};
 
 /// Slots of a group.
 const GROUP: usize = 8;
+/// Groups that a crowd has room for from the start. Crowds go from size to size, and should not each have to grow; memory that is not used
+/// is not touched.
+const GROUPS: usize = 8;
 /// The address of a vacant slot, higher than that of any block.
 const VACANT: u64 = u64::MAX;
 /// The end of the list of vacant slots.
@@ -45,7 +48,9 @@ struct Group {
 
 impl Crowd {
     pub(super) fn new() -> Crowd {
-        Crowd { groups: vec![Group::vacant(0)], first: BlockId::NONE, least: VACANT, vacant: 0, len: 0 }
+        let mut groups = Vec::with_capacity(GROUPS);
+        groups.push(Group::vacant(0));
+        Crowd { groups, first: BlockId::NONE, least: VACANT, vacant: 0, len: 0 }
     }
 
     pub(super) fn len(&self) -> u32 {
