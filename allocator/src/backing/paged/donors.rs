@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use crate::backing::paged::apart::POOL;
 use crate::backing::paged::granules::Paged;
+use crate::backing::paged::stranded::Stranded;
 use crate::backing::paged::window::Window;
 use crate::heap::{BlockId, Heap, LastUses};
 use crate::pools::table::Private;
@@ -33,13 +34,18 @@ pub(crate) struct Donors {
     pub(crate) chosen: Vec<Donor>,
     /// Number of chosen granules.
     pub(crate) granules: u64,
-    /// Number of granules that lie wholly in free blocks, but belong to frames that do not.
-    pub(crate) stranded: u64,
+    /// Granules that lie wholly in free blocks, but belong to frames that do not.
+    pub(crate) stranded: Stranded,
     /// Number of granules that are not known done, by stream and by the tick that its timeline must have reached.
     pub(crate) not_done: BTreeMap<(u32, u64), u64>,
 }
 
 impl Donors {
+    /// True if frames move, or will once the device is done with them.
+    pub(crate) fn move_ever(&self) -> bool {
+        !self.chosen.is_empty() || !self.not_done.is_empty()
+    }
+
     /// Keeps as many of the chosen frames as it takes for `granules` granules, which have `granule` bytes each.
     pub(crate) fn truncate(&mut self, granules: u64, granule: u64) {
         while let Some(last) = self.chosen.last()
@@ -115,16 +121,16 @@ impl Whole {
         donors
     }
 
-    /// The free blocks that hold a whole frame, and how many granules are stranded.
-    fn candidates(&self, paged: &Paged, from: impl Fn(u16) -> bool) -> (BinaryHeap<Candidate>, u64) {
-        let (mut found, mut stranded) = (Vec::new(), 0);
+    /// The free blocks that hold a whole frame, and what is stranded.
+    fn candidates(&self, paged: &Paged, from: impl Fn(u16) -> bool) -> (BinaryHeap<Candidate>, Stranded) {
+        let (mut found, mut stranded) = (Vec::new(), Stranded::default());
         for heap in self.heaps() {
             for pool in (0..heap.pools.len()).filter_map(|pool| u16::try_from(pool).ok()).filter(|&pool| from(pool)) {
                 heap.free_blocks_from(pool, paged.granule).for_each(|key| {
                     let block = &heap.blocks[key.block()];
                     if heap.region(block.region).is_paged() {
                         let frames = paged.whole_frames(&(block.addr..block.addr + block.size));
-                        stranded += frames.cut_granules();
+                        stranded += frames.stranded();
                         if !frames.range().is_empty() {
                             found.push(Candidate { addr: block.addr, arena: heap.home, block: key.block() });
                         }

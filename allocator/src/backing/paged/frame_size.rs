@@ -1,32 +1,30 @@
 //! How large new frames are.
 //!
-//! A driver call costs about as much for a frame of 32 granules as for one. But a frame moves only when no part of it is in use. What is
-//! free in one that is partly in use serves only where it lies; it is *stranded*. So three bounds hold for frames that are made:
-//! * at most [`BLOCK_SHARE`] of the block that they are made for. Whatever a program frees, and leaves live beside it, about three quarters
-//!   of each freed block can move;
+//! A driver call costs about as much for a frame of 8 granules as for one. But a frame moves only when no part of it is in use. What is
+//! free in one that is partly in use serves only where it lies; it is *stranded* (`stranded.rs`). So three bounds hold for frames that are
+//! made:
+//! * at most [`BLOCK_SHARE`] of the block that they are made for: whatever stays live beside it, a part of each freed block can move;
 //! * at most [`SHARE`] of their pool, so that small programs have small frames;
-//! * a limit that follows what is stranded: each time memory is bought, it is halved if much is held beyond the peak of use and
-//!   stranded memory is a large part of that, and doubled if little is. However low, it allows for [`LEAST_SHARE`] of the block.
+//! * a limit that follows what is stranded. Each time memory is bought, it becomes the largest for which frames such as there are would
+//!   strand no more than a [`BUDGET`] allows. It counts only where memory moves, or will once the device is done with it: while all that a
+//!   program frees serves where it lies, small frames would help nobody.
 
-/// Granules of the largest frames, unless the configuration says how large they are: 64 MiB where a granule has 2.
-const LARGEST: u32 = 32;
+use super::stranded::Stranded;
+
+/// Granules of the largest frames, unless the configuration says how large they are: 16 MiB where a granule has 2.
+const LARGEST: u32 = 8;
 /// A frame has at most its pool's memory divided by this, unless the configuration says how large frames are.
 const SHARE: u64 = 64;
 /// A frame has at most its block divided by this, unless the configuration says how large frames are.
-const BLOCK_SHARE: u64 = 8;
-/// A frame may have its block divided by this, however low the limit.
-const LEAST_SHARE: u64 = 256;
-/// Frames become smaller if more memory would be held beyond the peak of use than that peak divided by this,
-const MUCH: u64 = 128;
-/// and at least this part of it, as a divisor, is stranded;
-const STRANDED_PART: u64 = 8;
-/// they become larger again if it is at most the peak divided by this.
-const LITTLE: u64 = 256;
+const BLOCK_SHARE: u64 = 2;
+/// What is held beyond the peak of use should stay below that peak divided by this. What is held for other reasons leaves less for what is
+/// stranded.
+const BUDGET: u64 = 128;
 
 /// The limit on the size of frames.
 #[derive(Debug)]
 pub(crate) struct FrameSize {
-    /// In granules.
+    /// In granules; a power of two.
     limit: u32,
     largest: u32,
     /// True if the configuration says how large frames are.
@@ -34,29 +32,32 @@ pub(crate) struct FrameSize {
 }
 
 impl FrameSize {
-    /// Frames of up to `given` granules, if the configuration says so.
+    /// Frames of up to `given` granules, a power of two, if the configuration says so.
     pub(crate) fn new(given: Option<u32>) -> FrameSize {
         let largest = given.unwrap_or(LARGEST);
         FrameSize { limit: largest, largest, is_given: given.is_some() }
     }
 
     /// Adapts the limit: memory is bought, after which `reserved` granules would be held, where at most `peak` were in use so far, and
-    /// `stranded` are.
-    pub(crate) fn note(&mut self, stranded: u64, reserved: u64, peak: u64) {
-        let excess = reserved.saturating_sub(peak);
-        if excess > peak / MUCH && stranded > excess / STRANDED_PART {
-            self.limit = (self.limit / 2).max(1);
-        } else if excess <= peak / LITTLE {
-            self.limit = (self.limit * 2).min(self.largest);
+    /// some are stranded.
+    pub(crate) fn note(&mut self, stranded: &Stranded, reserved: u64, peak: u64) {
+        let other = reserved.saturating_sub(peak).saturating_sub(stranded.granules());
+        let budget = (peak / BUDGET).saturating_sub(other);
+        let larger = (self.limit * 2).min(self.largest);
+        if stranded.below(larger) <= budget {
+            self.limit = larger;
+        }
+        while self.limit > 1 && stranded.below(self.limit) > budget {
+            self.limit /= 2;
         }
     }
 
     /// Granules of the largest frame that may be made for a block of `block` granules, in a pool that has, or is about to have, `pool`
-    /// granules.
-    pub(crate) fn largest(&self, pool: u64, block: u64) -> u32 {
-        let limit = self.limit.max(power_of_two(block / LEAST_SHARE));
+    /// granules. `moves` tells whether memory moves, or will.
+    pub(crate) fn largest(&self, pool: u64, block: u64, moves: bool) -> u32 {
+        let limit = if moves { self.limit } else { self.largest };
         let share = power_of_two((pool / SHARE).min(block / BLOCK_SHARE));
-        limit.min(if self.is_given { self.largest } else { share }).min(self.largest)
+        if self.is_given { limit } else { limit.min(share) }
     }
 }
 
@@ -69,28 +70,56 @@ fn power_of_two(granules: u64) -> u32 {
 mod tests {
     use super::*;
 
+    const MUCH: u64 = 1 << 20;
+
+    /// What some frames strand that are free but for one granule.
+    fn stranded(frames: u64, size: usize) -> Stranded {
+        let mut stranded = Stranded::default();
+        (0..frames).for_each(|_| stranded.add(size, 1..size));
+        stranded
+    }
+
+    fn limit(size: &FrameSize) -> u32 {
+        size.largest(MUCH, MUCH, true)
+    }
+
     #[test]
-    fn frames_become_smaller_while_much_is_stranded() {
+    fn frames_are_as_large_as_what_they_strand_allows() {
         let mut size = FrameSize::new(None);
-        let (large, block) = (1 << 20, 2 * LEAST_SHARE);
-        assert_eq!(size.largest(large, block), 32);
-        let much = large + large / MUCH + 1;
-        size.note(large / MUCH, much, large);
-        assert_eq!(size.largest(large, block), 16);
-        size.note(0, much, large);
-        assert_eq!(size.largest(large, block), 16, "what is held for other reasons does not count");
-        (0..10).for_each(|_| size.note(large, much, large));
-        assert_eq!([block / 2 - 1, block].map(|block| size.largest(large, block)), [1, 2]);
-        (0..10).for_each(|_| size.note(0, large, large));
-        assert_eq!(size.largest(large, block), 32);
+        let (peak, budget) = (MUCH, MUCH / BUDGET);
+        assert_eq!(limit(&size), 8);
+        // Of a frame of 8 granules, 7 are stranded; of smaller ones it would be 3, 1 and 0.
+        for (frames, expected) in [(budget / 7, 8), (budget / 3, 4), (budget, 2), (budget + 1, 1)] {
+            let stranded = stranded(frames, 8);
+            size.note(&stranded, peak + stranded.granules(), peak);
+            assert_eq!(limit(&size), expected);
+            size.note(&stranded, peak + stranded.granules(), peak);
+            assert_eq!(limit(&size), expected, "it does not swing");
+        }
+        for expected in [2, 4, 8, 8] {
+            size.note(&Stranded::default(), peak, peak);
+            assert_eq!(limit(&size), expected);
+        }
+    }
+
+    #[test]
+    fn what_is_held_for_other_reasons_leaves_less() {
+        let mut size = FrameSize::new(None);
+        let (peak, stranded) = (MUCH, stranded(100, 8));
+        size.note(&stranded, peak + stranded.granules() + peak / BUDGET - 300, peak);
+        assert_eq!(limit(&size), 4);
+        size.note(&stranded, 2 * peak, peak);
+        assert_eq!((limit(&size), size.largest(MUCH, MUCH, false)), (1, 8), "it counts only where memory moves");
+        size.note(&Stranded::default(), 2 * peak, peak);
+        assert_eq!(limit(&size), 2, "where nothing is stranded, small frames save nothing");
     }
 
     #[test]
     fn small_blocks_and_small_pools_have_small_frames_unless_asked_for() {
-        let granules = [0, 1, 127, 128, 300, 1 << 40];
-        assert_eq!(granules.map(|pool| FrameSize::new(None).largest(pool, 1 << 40)), [1, 1, 1, 2, 4, 32]);
-        assert_eq!([1, 15, 16, 100, 256].map(|block| FrameSize::new(None).largest(1 << 40, block)), [1, 1, 2, 8, 32]);
-        assert_eq!(granules.map(|pool| FrameSize::new(Some(8)).largest(pool, 1)), [8; 6]);
-        assert_eq!(FrameSize::new(Some(1)).largest(1 << 40, 1 << 40), 1);
+        let granules = [0, 1, 127, 128, 300, MUCH];
+        assert_eq!(granules.map(|pool| FrameSize::new(None).largest(pool, MUCH, true)), [1, 1, 1, 2, 4, 8]);
+        assert_eq!([1, 3, 4, 15, 16].map(|block| FrameSize::new(None).largest(MUCH, block, false)), [1, 1, 2, 4, 8]);
+        assert_eq!(granules.map(|pool| FrameSize::new(Some(32)).largest(pool, 1, true)), [32; 6]);
+        assert_eq!(FrameSize::new(Some(1)).largest(MUCH, MUCH, true), 1);
     }
 }

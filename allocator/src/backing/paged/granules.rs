@@ -13,6 +13,7 @@ use crate::backing::paged::pin::Pins;
 use crate::backing::paged::places::Places;
 use crate::backing::paged::recurrence::Recurrence;
 use crate::backing::paged::sleep::Absent;
+use crate::backing::paged::stranded::Stranded;
 use crate::heap::BlockId;
 use crate::size_class::PoolKind;
 
@@ -236,7 +237,8 @@ impl Paged {
     pub(crate) fn whole_frames(&self, range: &Range<u64>) -> WholeFrames<'_> {
         let inside = range.start.next_multiple_of(self.granule)..range.end / self.granule * self.granule;
         let found = if inside.is_empty() { None } else { self.reservations.range(..=inside.start).next_back() };
-        let mut whole = WholeFrames { base: 0, granule: self.granule, low: 0, at: 0, cut: 0, places: None };
+        let mut whole =
+            WholeFrames { base: 0, granule: self.granule, low: 0, at: 0, stranded: Stranded::default(), places: None };
         if let Some((&base, mapped)) = found {
             let touched = mapped.touched(inside.start - base..inside.end - base);
             whole = WholeFrames { base, low: touched.start, at: touched.end, places: Some(&mapped.places), ..whole };
@@ -348,8 +350,8 @@ pub(crate) struct WholeFrames<'a> {
     /// The places that are left.
     low: usize,
     at: usize,
-    /// How many places in the range belong to frames that reach beyond it.
-    cut: usize,
+    /// What of the range belongs to frames that reach beyond it.
+    stranded: Stranded,
     places: Option<&'a Places>,
 }
 
@@ -357,19 +359,22 @@ impl WholeFrames<'_> {
     /// Leaves out what belongs to frames that reach beyond the range.
     fn leave_out_cut_ones(&mut self) {
         let Some(places) = self.places else { return };
-        let all = self.at - self.low;
         if let Some(frame) = places.frame_around(self.at - 1).filter(|frame| frame.end > self.at) {
-            self.at = frame.start.max(self.low);
+            let cut = frame.start.max(self.low)..self.at;
+            self.at = cut.start;
+            self.stranded.add(frame.len(), cut.start - frame.start..cut.end - frame.start);
         }
-        if let Some(frame) = places.frame_around(self.low).filter(|frame| frame.start < self.low) {
-            self.low = frame.end.min(self.at);
+        if let Some(frame) = places.frame_around(self.low).filter(|frame| frame.start < self.low && self.low < self.at)
+        {
+            let cut = self.low..frame.end;
+            self.low = cut.end;
+            self.stranded.add(frame.len(), cut.start - frame.start..cut.end - frame.start);
         }
-        self.cut = all - (self.at - self.low);
     }
 
-    /// How many granules in the range belong to frames that reach beyond it.
-    pub(crate) fn cut_granules(&self) -> u64 {
-        self.cut as u64
+    /// What of the range belongs to frames that reach beyond it.
+    pub(crate) fn stranded(&self) -> Stranded {
+        self.stranded
     }
 
     /// The addresses from the lowest of the frames that are left to the end of the highest.

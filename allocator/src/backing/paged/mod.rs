@@ -14,6 +14,7 @@
 //! | `donors.rs` | frames that may move, and ticks that would let more of them move |
 //! | `plan.rs` | a remap as a whole, decided and held under the locks |
 //! | `frame_size.rs` | how large new frames are |
+//! | `stranded.rs` | what is free and cannot move, because its frame is partly in use |
 //! | `layout.rs` | which frames fill which range, and which have to be made or broken for that |
 //! | `recurrence.rs` | points of a program at which memory moved before |
 //! | `carry_out.rs` | the driver calls of a remap, and of memory that grows, made without a lock, and their outcome |
@@ -65,6 +66,7 @@ mod recurrence;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 mod sleep;
+mod stranded;
 mod trim;
 mod window;
 

@@ -191,12 +191,12 @@ impl Whole {
         }
         let more = draft.buy > 0 && terms.ahead && !draft.bought_though_movable;
         let bought_ahead = if more { self.bought_ahead(&draft, request.pool, buyable) } else { 0 };
-        let Draft { window, point, donors, spares, buy, ahead, .. } = draft;
+        let Draft { window, point, donors, spares, buy, ahead, bought_though_movable, .. } = draft;
         if buy > 0 || !donors.chosen.is_empty() {
             self.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(point));
         }
         let create = buy + bought_ahead;
-        let largest = self.largest_frame(request, donors.stranded, (buy, create));
+        let largest = self.largest_frame(request, &donors, (buy, create), bought_though_movable);
         let (held, fill, changed) = self.hold_window(request.slot, &window, (ahead + bought_ahead) * granule);
         let donors = self.hold_donors(request.slot, donors.into_joined(), &changed, window.end);
         let work = self.work(&donors, (spares, create), fill, largest);
@@ -205,15 +205,23 @@ impl Whole {
     }
 
     /// Granules of the largest frame that a plan makes. The plan needs `buy` granules from the device, and takes `create`.
-    fn largest_frame(&mut self, request: &Request, stranded: u64, (buy, create): (u64, u64)) -> u32 {
+    fn largest_frame(
+        &mut self,
+        request: &Request,
+        donors: &Donors,
+        (buy, create): (u64, u64),
+        bought_though_movable: bool,
+    ) -> u32 {
         let reserved = self.reserved;
         let Some(paged) = self.paged.as_mut() else { return 1 };
         let granules = |bytes: u64| bytes / paged.granule;
-        if buy > 0 {
-            paged.frame_size.note(stranded, granules(reserved) + buy, granules(paged.in_use_peak));
+        // Where granules might move, nobody looked at what is stranded.
+        if buy > 0 && !bought_though_movable {
+            paged.frame_size.note(&donors.stranded, granules(reserved) + buy, granules(paged.in_use_peak));
         }
         let pool = granules(paged.mapped_bytes[kind_of(request.pool) as usize]) + create;
-        paged.frame_size.largest(pool, request.size.div_ceil(paged.granule))
+        let moves = buy == 0 || bought_though_movable || donors.move_ever();
+        paged.frame_size.largest(pool, request.size.div_ceil(paged.granule), moves)
     }
 
     /// The driver's work: unmap the held `donors`, and map their frames, `spares` granules of spare ones and `create` new granules at the
