@@ -19,7 +19,7 @@ const SHARE: u64 = 64;
 const BLOCK_SHARE: u64 = 2;
 /// What is held beyond the peak of use should stay below that peak divided by this. What is held for other reasons leaves less for what is
 /// stranded.
-const BUDGET: u64 = 128;
+const BUDGET: u64 = 144;
 
 /// The limit on the size of frames.
 #[derive(Debug)]

@@ -33,6 +33,8 @@ use crate::shell::whole::Whole;
 const SLACK_SHARE: u64 = 128;
 /// In bytes: see [`SLACK_SHARE`].
 const SLACK_LEAST: u64 = 32 << 20;
+/// The host waits only if reserved memory would exceed the peak in use by more than that peak divided by this: it may not wait often.
+const STALL_SLACK_SHARE: u64 = 80;
 /// The host waits for at most one allocation in this many, and for a few more at the start: [`STALL_ADVANCE`], and up to [`STALL_MORE`].
 const STALL_SPACING: u64 = 600;
 /// How often the host may wait at the start, however little memory that saves.
@@ -373,7 +375,7 @@ impl Whole {
     /// What the host should wait for, rather than let reserved memory exceed the peak in use by `excess` bytes. `None` if it waited too
     /// often or if there is nothing to wait for.
     fn worth_stalling(&self, draft: &Draft, excess: u64) -> Option<(Arc<Timeline>, u64)> {
-        let paged = self.paged.as_ref()?;
+        let paged = self.paged.as_ref().filter(|paged| excess > paged.in_use_peak / STALL_SLACK_SHARE)?;
         let quarter = (paged.in_use_peak / 4).max(1);
         let more = excess.min(quarter).saturating_mul(STALL_MORE) / quarter;
         if paged.stalls >= STALL_ADVANCE + more + self.searches() / STALL_SPACING {
