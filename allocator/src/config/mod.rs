@@ -20,7 +20,7 @@
 //! | `throw_on_cudamalloc_oom` | `True`, `False` | `False` | [`Config::fail_fast`] |
 //! | `backing` | `paged`, `segments` | `paged` | where memory comes from: [`Backing`] |
 //! | `granule_mb` | a power of two, at least 2 | 2, more above 512 GiB | mapped memory only: [`Config::granule`] |
-//! | `frame_mb` | a power of two, at least 2 | up to 64 | mapped memory only: [`Config::frame`] |
+//! | `frame_mb` | a power of two, at least 2 | up to 16 | mapped memory only: [`Config::frame`] |
 //! | `cross_stream` | `off`, `ready`, `wait` | `ready` | reuse between streams: [`CrossStream`]; PyTorch's is `off` |
 //! | `limit_mb` | MiB, > 0 | none | limit in bytes |
 //! | `limit_free_fraction` | (0, 1] | none | limit, as a share of what is free on the device at the start |
@@ -139,8 +139,9 @@ pub struct Config {
     /// granules. Larger granules take fewer driver calls and waste more memory. Option `granule_mb`.
     pub granule: Option<u64>,
     /// Size in bytes of the largest frames, the pieces in which physical memory is taken from the device and mapped with
-    /// [`Backing::Paged`]: a power of two, at least 2 MiB. A frame is one granule or several. `None`, the default, is up to 64 MiB, but less
-    /// for small blocks, for pools that hold little memory, and while large frames waste much. As large as a granule, every frame is one. Option `frame_mb`.
+    /// [`Backing::Paged`]: a power of two, at least 2 MiB. A frame is one granule or several. `None`, the default, is up to
+    /// 8 granules, but less for small blocks and for pools that hold little memory. Either way frames are smaller while large ones waste
+    /// much. As large as a granule, every frame is one. Option `frame_mb`.
     pub frame: Option<u64>,
     /// Reuse of blocks between streams. Option `cross_stream`.
     pub cross_stream: CrossStream,
