@@ -34,7 +34,8 @@ pub(crate) struct Donors {
     pub(crate) chosen: Vec<Donor>,
     /// Number of chosen granules.
     pub(crate) granules: u64,
-    /// Granules that lie wholly in free blocks, but belong to frames that do not.
+    /// Granules that lie wholly in free blocks, but belong to frames that do not. Of all free blocks only if fewer granules were found
+    /// than wanted; what else is stranded was not looked for.
     pub(crate) stranded: Stranded,
     /// Number of granules that are not known done, by stream and by the tick that its timeline must have reached.
     pub(crate) not_done: BTreeMap<(u32, u64), u64>,
@@ -76,7 +77,7 @@ impl Donors {
     }
 }
 
-/// A free block that holds at least one whole frame. Ordered by address.
+/// A free block that holds at least one whole granule. Ordered by address.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
     addr: u64,
@@ -101,8 +102,7 @@ impl Whole {
             let granule = paged.granule;
             window.start / granule * granule..window.end.next_multiple_of(granule)
         });
-        let (mut candidates, stranded) = self.candidates(paged, from);
-        donors.stranded = stranded;
+        let mut candidates = self.candidates(paged, from);
         let mut passed_over: Option<Donor> = None;
         while let Some(candidate) = candidates.pop() {
             let heap = self.heap_of(candidate.arena);
@@ -121,25 +121,23 @@ impl Whole {
         donors
     }
 
-    /// The free blocks that hold a whole frame, and what is stranded.
-    fn candidates(&self, paged: &Paged, from: impl Fn(u16) -> bool) -> (BinaryHeap<Candidate>, Stranded) {
-        let (mut found, mut stranded) = (Vec::new(), Stranded::default());
+    /// The free blocks that hold a whole granule.
+    fn candidates(&self, paged: &Paged, from: impl Fn(u16) -> bool) -> BinaryHeap<Candidate> {
+        let mut found = Vec::new();
         for heap in self.heaps() {
             for pool in (0..heap.pools.len()).filter_map(|pool| u16::try_from(pool).ok()).filter(|&pool| from(pool)) {
                 heap.free_blocks_from(pool, paged.granule).for_each(|key| {
                     let block = &heap.blocks[key.block()];
-                    if heap.region(block.region).is_paged() {
-                        let frames = paged.whole_frames(&(block.addr..block.addr + block.size));
-                        stranded += frames.stranded();
-                        if !frames.range().is_empty() {
-                            found.push(Candidate { addr: block.addr, arena: heap.home, block: key.block() });
-                        }
+                    let holds_one =
+                        block.addr.next_multiple_of(paged.granule) + paged.granule <= block.addr + block.size;
+                    if holds_one && heap.region(block.region).is_paged() {
+                        found.push(Candidate { addr: block.addr, arena: heap.home, block: key.block() });
                     }
                 });
             }
         }
         // A heap, because mostly few of them are needed.
-        (found.into(), stranded)
+        found.into()
     }
 
     /// Chooses frames from one block, from its high end on. Returns the smallest of those that may move and are larger than what was still
@@ -156,7 +154,11 @@ impl Whole {
         let granule = paged.granule;
         let block = &heap.blocks[candidate.block];
         let frames = paged.whole_frames(&(block.addr..block.addr + block.size));
+        donors.stranded += frames.stranded();
         let whole = frames.range();
+        if whole.is_empty() {
+            return None;
+        }
         let mut last_use = LastUse::of(heap.last_uses_of(block), whole.clone());
         let mut passed_over: Option<Donor> = None;
         for frame in frames {

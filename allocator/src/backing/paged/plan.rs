@@ -35,7 +35,7 @@ const RECUR_SHARE: u64 = 64;
 /// the start. It may reserve more than the peak in use by that peak divided by [`UNSETTLED_SHARE`].
 const UNSETTLED_SPACING: u64 = 1024;
 const UNSETTLED_ADVANCE: u64 = 1024;
-const UNSETTLED_SHARE: u64 = 36;
+const UNSETTLED_SHARE: u64 = 16;
 
 /// Limits of a plan.
 #[derive(Clone, Copy, Debug)]
