@@ -5,7 +5,7 @@
 //! not known done are counted by the tick that would let them move.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use crate::backing::paged::apart::POOL;
@@ -77,8 +77,7 @@ impl Donors {
     }
 }
 
-/// A free block that holds at least one whole granule. Ordered by address.
-#[derive(PartialEq, Eq, PartialOrd, Ord)]
+/// A free block that holds at least one whole granule.
 struct Candidate {
     addr: u64,
     arena: u32,
@@ -102,9 +101,8 @@ impl Whole {
             let granule = paged.granule;
             window.start / granule * granule..window.end.next_multiple_of(granule)
         });
-        let mut candidates = self.candidates(paged, from);
         let mut passed_over: Option<Donor> = None;
-        while let Some(candidate) = candidates.pop() {
+        for candidate in self.candidates(paged, from) {
             let heap = self.heap_of(candidate.arena);
             let larger = self.choose_in(heap, &candidate, wanted, &window, &mut donors);
             passed_over = passed_over.into_iter().chain(larger).min_by_key(|donor| donor.bytes);
@@ -121,8 +119,8 @@ impl Whole {
         donors
     }
 
-    /// The free blocks that hold a whole granule.
-    fn candidates(&self, paged: &Paged, from: impl Fn(u16) -> bool) -> BinaryHeap<Candidate> {
+    /// The free blocks that hold a whole granule, those at high addresses first.
+    fn candidates(&self, paged: &Paged, from: impl Fn(u16) -> bool) -> Vec<Candidate> {
         let mut found = Vec::new();
         for heap in self.heaps() {
             for pool in (0..heap.pools.len()).filter_map(|pool| u16::try_from(pool).ok()).filter(|&pool| from(pool)) {
@@ -136,8 +134,8 @@ impl Whole {
                 });
             }
         }
-        // A heap, because mostly few of them are needed.
-        found.into()
+        found.sort_unstable_by_key(|candidate| Reverse(candidate.addr));
+        found
     }
 
     /// Chooses frames from one block, from its high end on. Returns the smallest of those that may move and are larger than what was still
@@ -153,7 +151,7 @@ impl Whole {
         let paged = self.paged.as_ref()?;
         let granule = paged.granule;
         let block = &heap.blocks[candidate.block];
-        let frames = paged.whole_frames(&(block.addr..block.addr + block.size));
+        let frames = paged.whole_frames(heap.region(block.region).addr, &(block.addr..block.addr + block.size));
         donors.stranded += frames.stranded();
         let whole = frames.range();
         if whole.is_empty() {

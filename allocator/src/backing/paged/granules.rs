@@ -233,15 +233,15 @@ impl Paged {
         bytes
     }
 
-    /// The frames that lie wholly within a range of one reservation, all of which has memory.
-    pub(crate) fn whole_frames(&self, range: &Range<u64>) -> WholeFrames<'_> {
+    /// The frames that lie wholly within a range of the reservation that starts at `base`. All of the range has memory.
+    pub(crate) fn whole_frames(&self, base: u64, range: &Range<u64>) -> WholeFrames<'_> {
         let inside = range.start.next_multiple_of(self.granule)..range.end / self.granule * self.granule;
-        let found = if inside.is_empty() { None } else { self.reservations.range(..=inside.start).next_back() };
+        let found = if inside.is_empty() { None } else { self.reservations.get(&base) };
         let mut whole =
-            WholeFrames { base: 0, granule: self.granule, low: 0, at: 0, stranded: Stranded::default(), places: None };
-        if let Some((&base, mapped)) = found {
+            WholeFrames { base, granule: self.granule, low: 0, at: 0, stranded: Stranded::default(), places: None };
+        if let Some(mapped) = found {
             let touched = mapped.touched(inside.start - base..inside.end - base);
-            whole = WholeFrames { base, low: touched.start, at: touched.end, places: Some(&mapped.places), ..whole };
+            whole = WholeFrames { low: touched.start, at: touched.end, places: Some(&mapped.places), ..whole };
             whole.leave_out_cut_ones();
         }
         whole
