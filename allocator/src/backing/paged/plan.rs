@@ -1,5 +1,6 @@
-//! The plan of a remap. A remap moves frames (physical memory) from free blocks to a window of addresses (`window.rs`) that a request needs. Under all locks, it is first drafted, without changing anything; then planned, which holds all
-//! memory that takes part; and, after the driver's work (`carry_out.rs`), settled.
+//! The plan of a remap. A remap moves frames (physical memory) from free blocks to a window of addresses (`window.rs`) that a request
+//! needs. Under all locks, it is first drafted, without changing anything; then planned, which holds all memory that takes part; and, after
+//! the driver's work (`carry_out.rs`), settled.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
