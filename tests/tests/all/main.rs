@@ -26,6 +26,7 @@ mod oom_remedies;
 mod paged;
 mod paged_defects;
 mod paged_found;
+mod paged_frames;
 mod paged_lag;
 mod programs;
 mod reclaimers;

@@ -1,0 +1,44 @@
+//! Frames of mapped memory: few driver calls where memory stays, and memory that can move whatever stays beside it.
+
+use aquifer_allocator::Allocation;
+use aquifer_device::Operation;
+use aquifer_tests::{Bench, GIB, MIB};
+
+fn fill(bench: &Bench, block: u64, bytes: u64) -> Vec<Allocation> {
+    (0..bytes / block).map(|_| bench.allocator.alloc(block, &bench.stream).unwrap()).collect()
+}
+
+#[test]
+fn memory_that_stays_takes_few_calls() {
+    let bench = Bench::new(16 * GIB, "backing:paged");
+    let granules = 8 * GIB / (2 * MIB);
+    let blocks = fill(&bench, 40 * MIB, 8 * GIB);
+    let created = bench.device.driver_calls().of(Operation::CreatePhysical);
+    assert!(created < granules / 4, "{created} for {granules} granules");
+    drop(blocks);
+    bench.assert_returned();
+}
+
+#[test]
+fn memory_between_blocks_that_stay_can_move() {
+    for block in [4, 6, 8, 16, 36, 64] {
+        let bench = Bench::new(4 * GIB, "backing:paged");
+        // So that blocks do not begin where frames do.
+        let first = bench.allocator.alloc(3 * MIB, &bench.stream).unwrap();
+        let mut freed = 0;
+        let blocks = fill(&bench, block * MIB, 4 * GIB - 128 * MIB);
+        let live: Vec<Allocation> = blocks
+            .into_iter()
+            .enumerate()
+            .filter_map(|(at, block)| {
+                let stays = at % 2 == 0;
+                freed += if stays { 0 } else { block.bytes() };
+                stays.then_some(block)
+            })
+            .collect();
+        let third = bench.allocator.alloc(freed / 3, &bench.stream);
+        assert!(third.is_ok(), "blocks of {block} MiB: {}", third.unwrap_err());
+        drop((first, live, third));
+        bench.assert_returned();
+    }
+}
