@@ -20,7 +20,7 @@
 //! | `throw_on_cudamalloc_oom` | `True`, `False` | `False` | [`Config::fail_fast`] |
 //! | `backing` | `paged`, `segments` | `paged` | where memory comes from: [`Backing`] |
 //! | `granule_mb` | a power of two, at least 2 | 2, more above 512 GiB | mapped memory only: [`Config::granule`] |
-//! | `frame_mb` | a power of two, at least 2 | up to 16 | mapped memory only: [`Config::frame`] |
+//! | `frame_mb` | a power of two, at least 2 | up to 8 granules | mapped memory only: [`Config::frame`] |
 //! | `cross_stream` | `off`, `ready`, `wait` | `ready` | reuse between streams: [`CrossStream`]; PyTorch's is `off` |
 //! | `limit_mb` | MiB, > 0 | none | limit in bytes |
 //! | `limit_free_fraction` | (0, 1] | none | limit, as a share of what is free on the device at the start |

@@ -6,7 +6,7 @@
 //! * at most [`BLOCK_SHARE`] of the block that they are made for: whatever stays live beside it, a part of each freed block can move;
 //! * at most [`SHARE`] of their pool, so that small programs have small frames;
 //! * a limit that follows what is stranded. Each time memory is bought, it becomes the largest for which frames such as there are would
-//!   strand no more than a [`BUDGET`] allows. It counts only where memory moves, or will once the device is done with it: while all that a
+//!   strand no more than a [`BUDGET`] allows, but at most doubles. It counts only where memory moves, or will once the device is done with it: while all that a
 //!   program frees serves where it lies, small frames would help nobody.
 
 use super::stranded::Stranded;
