@@ -233,7 +233,7 @@ impl Whole {
         };
         let has_memory = |id: BlockId| id.some().is_some_and(|id| heap.blocks[id].state.has_memory());
         let whole = !has_memory(block.prev) && !has_memory(block.next);
-        let frames = paged.whole_frames(heap.region(block.region).addr, &(block.addr..block.addr + block.size));
+        let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
         let range = frames.range();
         let pinned = paged.pinned_bytes(&self.pins, range.clone());
         Releasable { whole, bytes: range.end - range.start - pinned, pinned }

@@ -100,6 +100,12 @@ impl Block {
         self.bin_prev = BlockId(slot);
     }
 
+    /// Its addresses.
+    #[inline]
+    pub(crate) fn range(&self) -> std::ops::Range<u64> {
+        self.addr..self.addr + self.size
+    }
+
     /// True if the block is a piece of a region, not a whole one.
     #[inline]
     pub(crate) fn is_split(&self) -> bool {

@@ -23,7 +23,7 @@ impl Heap {
                     self.check_indexed(id, block)?;
                 }
                 match block.state {
-                    State::Hole if self.holes.get(&(block.pool, block.addr)) != Some(&id) => {
+                    State::Hole if !self.holes.is_noted(block.pool, block.addr, id) => {
                         return Err(format!("H4: {id:?} {block:?} is not among the holes"));
                     }
                     State::Hole | State::Filling => holes += block.size,
@@ -45,6 +45,9 @@ impl Heap {
         if (holes, held) != (self.hole_bytes, self.held_bytes) {
             let (noted_holes, noted_held) = (self.hole_bytes, self.held_bytes);
             return Err(format!("H2: holes {holes} held {held}, noted {noted_holes} {noted_held}"));
+        }
+        if !self.holes.is_consistent() {
+            return Err("H4: other blocks are among the holes".to_owned());
         }
         for pool in (0..self.pools.len()).filter_map(|pool| u16::try_from(pool).ok()) {
             if let Some((owner, _)) = self.indexes(pool).find(|(_, index)| !index.is_consistent()) {

@@ -38,7 +38,7 @@ impl Heap {
         let first = self.blocks.insert(hole);
         let region = self.region_mut(number);
         (region.first, region.granules) = (first, Granules::new(bytes, granule));
-        self.holes.insert((pool, addr), first);
+        self.holes.insert(pool, addr, first);
         self.hole_bytes += bytes;
     }
 
@@ -46,7 +46,7 @@ impl Heap {
     pub(crate) fn remove_reservation(&mut self, hole: BlockId) -> Region {
         debug_assert!(self.blocks[hole].state == State::Hole && !self.blocks[hole].is_split());
         let Block { addr, size, pool, .. } = self.blocks[hole];
-        self.holes.remove(&(pool, addr));
+        self.holes.remove(pool, addr);
         self.hole_bytes -= size;
         self.remove_region_record(hole)
     }
@@ -103,14 +103,19 @@ impl Heap {
         self.holes.len()
     }
 
+    /// True if a block is a hole that is not held. Its record is not read.
+    pub(crate) fn is_hole(&self, id: BlockId) -> bool {
+        self.holes.contains(id)
+    }
+
     /// The holes of a pool that are not held, by address.
     pub(crate) fn holes_of(&self, pool: u16) -> impl Iterator<Item = BlockId> + '_ {
-        self.holes.range((pool, 0)..=(pool, u64::MAX)).map(|(_, &id)| id)
+        self.holes.of_pool(pool)
     }
 
     /// Every hole that is not held, pool by pool.
     pub(crate) fn holes(&self) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
-        self.holes.values().map(|&id| (id, &self.blocks[id]))
+        self.holes.iter().map(|id| (id, &self.blocks[id]))
     }
 
     /// Holds `from..to`, which lies in one free block or one hole. The remainders on either side stay what they are.
@@ -125,7 +130,7 @@ impl Heap {
             State::Held
         } else {
             debug_assert_eq!(block.state, State::Hole);
-            self.holes.remove(&(block.pool, block.addr));
+            self.holes.remove(block.pool, block.addr);
             State::Filling
         };
         self.blocks[id].state = held;
@@ -148,7 +153,7 @@ impl Heap {
             self.free += size;
             self.index_alone(id);
         } else {
-            self.holes.insert((pool, addr), id);
+            self.holes.insert(pool, addr, id);
         }
     }
 
@@ -206,7 +211,7 @@ impl Heap {
         let next = self.blocks[id].next.some().filter(|&next| self.blocks[next].state == State::Hole);
         if let Some(next) = next {
             let at = self.blocks[next].addr;
-            self.holes.remove(&(pool, at));
+            self.holes.remove(pool, at);
             self.absorb_next(id, next);
         }
         match prev {
@@ -215,7 +220,7 @@ impl Heap {
                 prev
             }
             None => {
-                self.holes.insert((pool, addr), id);
+                self.holes.insert(pool, addr, id);
                 id
             }
         }

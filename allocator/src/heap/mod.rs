@@ -14,9 +14,11 @@
 mod block;
 #[cfg(any(test, debug_assertions))]
 mod check;
+mod hole_index;
 mod holes;
 mod index;
 mod last_use;
+mod members;
 mod moves;
 mod recent;
 mod resting;
@@ -25,6 +27,7 @@ mod strays;
 use std::collections::{BTreeMap, BTreeSet};
 
 pub(crate) use block::{Block, BlockId, Slab, State};
+use hole_index::HoleIndex;
 pub(crate) use holes::Holding;
 use index::{Bins, Exact, FreeIndex, Index};
 pub(crate) use index::{IndexKind, IndexView, Key};
@@ -111,8 +114,8 @@ pub(crate) struct Heap {
     vacant_regions: Vec<u32>,
     /// Free blocks whose owner is not their region's home.
     strays: BTreeSet<BlockId>,
-    /// Holes that are not held, by pool and address.
-    holes: BTreeMap<(u16, u64), BlockId>,
+    /// Holes that are not held.
+    holes: HoleIndex,
     /// The resting block: freed, and not merged yet.
     resting: BlockId,
     /// The log of last uses that are not noted in the granules' ticks yet.

@@ -12,7 +12,7 @@ use crate::backing::paged::apart::POOL;
 use crate::backing::paged::granules::Paged;
 use crate::backing::paged::stranded::Stranded;
 use crate::backing::paged::window::Window;
-use crate::heap::{BlockId, Heap, LastUses};
+use crate::heap::{Block, BlockId, Heap, LastUses};
 use crate::pools::table::Private;
 use crate::shell::arena::Guard;
 use crate::shell::whole::Whole;
@@ -34,9 +34,6 @@ pub(crate) struct Donors {
     pub(crate) chosen: Vec<Donor>,
     /// Number of chosen granules.
     pub(crate) granules: u64,
-    /// Granules that lie wholly in free blocks, but belong to frames that do not. Of all free blocks only if fewer granules were found
-    /// than wanted; what else is stranded was not looked for.
-    pub(crate) stranded: Stranded,
     /// Number of granules that are not known done, by stream and by the tick that its timeline must have reached.
     pub(crate) not_done: BTreeMap<(u32, u64), u64>,
 }
@@ -77,7 +74,7 @@ impl Donors {
     }
 }
 
-/// A free block that holds at least one whole granule.
+/// A free block that holds at least one whole frame.
 struct Candidate {
     addr: u64,
     arena: u32,
@@ -119,23 +116,45 @@ impl Whole {
         donors
     }
 
-    /// The free blocks that hold a whole granule, those at high addresses first.
+    /// The free blocks that hold a whole frame, those at high addresses first. Most free blocks hold none.
     fn candidates(&self, paged: &Paged, from: impl Fn(u16) -> bool) -> Vec<Candidate> {
         let mut found = Vec::new();
+        self.for_each_block_with_granules(paged.granule, from, |heap, id, block| {
+            if !paged.whole_frames(heap.region(block.region).addr, &block.range()).range().is_empty() {
+                found.push(Candidate { addr: block.addr, arena: heap.home, block: id });
+            }
+        });
+        found.sort_unstable_by_key(|candidate| Reverse(candidate.addr));
+        found
+    }
+
+    /// Granules that lie wholly in free blocks of some pools, but belong to frames that do not.
+    pub(crate) fn stranded(&self, from: impl Fn(u16) -> bool) -> Stranded {
+        let mut stranded = Stranded::default();
+        let Some(paged) = &self.paged else { return stranded };
+        self.for_each_block_with_granules(paged.granule, from, |heap, _, block| {
+            stranded += paged.stranded(heap.region(block.region).addr, &block.range());
+        });
+        stranded
+    }
+
+    /// Calls a function for each free block of some pools that is as large as a granule or larger and whose memory comes in granules.
+    fn for_each_block_with_granules(
+        &self,
+        granule: u64,
+        from: impl Fn(u16) -> bool,
+        mut with: impl FnMut(&Heap, BlockId, &Block),
+    ) {
         for heap in self.heaps() {
             for pool in (0..heap.pools.len()).filter_map(|pool| u16::try_from(pool).ok()).filter(|&pool| from(pool)) {
-                heap.free_blocks_from(pool, paged.granule).for_each(|key| {
+                heap.free_blocks_from(pool, granule).for_each(|key| {
                     let block = &heap.blocks[key.block()];
-                    let holds_one =
-                        block.addr.next_multiple_of(paged.granule) + paged.granule <= block.addr + block.size;
-                    if holds_one && heap.region(block.region).is_paged() {
-                        found.push(Candidate { addr: block.addr, arena: heap.home, block: key.block() });
+                    if heap.region(block.region).is_paged() {
+                        with(heap, key.block(), block);
                     }
                 });
             }
         }
-        found.sort_unstable_by_key(|candidate| Reverse(candidate.addr));
-        found
     }
 
     /// Chooses frames from one block, from its high end on. Returns the smallest of those that may move and are larger than what was still
@@ -151,13 +170,8 @@ impl Whole {
         let paged = self.paged.as_ref()?;
         let granule = paged.granule;
         let block = &heap.blocks[candidate.block];
-        let frames = paged.whole_frames(heap.region(block.region).addr, &(block.addr..block.addr + block.size));
-        donors.stranded += frames.stranded();
-        let whole = frames.range();
-        if whole.is_empty() {
-            return None;
-        }
-        let mut last_use = LastUse::of(heap.last_uses_of(block), whole.clone());
+        let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
+        let mut last_use = LastUse::of(heap.last_uses_of(block), frames.range());
         let mut passed_over: Option<Donor> = None;
         for frame in frames {
             if donors.granules >= wanted {

@@ -235,16 +235,33 @@ impl Paged {
 
     /// The frames that lie wholly within a range of the reservation that starts at `base`. All of the range has memory.
     pub(crate) fn whole_frames(&self, base: u64, range: &Range<u64>) -> WholeFrames<'_> {
-        let inside = range.start.next_multiple_of(self.granule)..range.end / self.granule * self.granule;
-        let found = if inside.is_empty() { None } else { self.reservations.get(&base) };
-        let mut whole =
-            WholeFrames { base, granule: self.granule, low: 0, at: 0, stranded: Stranded::default(), places: None };
-        if let Some(mapped) = found {
-            let touched = mapped.touched(inside.start - base..inside.end - base);
-            whole = WholeFrames { low: touched.start, at: touched.end, places: Some(&mapped.places), ..whole };
-            whole.leave_out_cut_ones();
+        let inside = self.places_inside(base, range);
+        let (places, left) =
+            inside.map_or((None, 0..0), |(places, inside)| (Some(places), places.whole_frames(inside)));
+        WholeFrames { base, granule: self.granule, left, places }
+    }
+
+    /// What of a range of the reservation that starts at `base` belongs to frames that reach beyond it. All of the range has memory.
+    pub(crate) fn stranded(&self, base: u64, range: &Range<u64>) -> Stranded {
+        let mut stranded = Stranded::default();
+        let Some((places, inside)) = self.places_inside(base, range) else { return stranded };
+        let whole = places.whole_frames(inside.clone());
+        for cut in [inside.start..whole.start, whole.end..inside.end].into_iter().filter(|cut| !cut.is_empty()) {
+            if let Some(frame) = places.frame_around(cut.start) {
+                stranded.add(frame.len(), cut.start - frame.start..cut.end - frame.start);
+            }
         }
-        whole
+        stranded
+    }
+
+    /// The places that lie wholly within a range of the reservation that starts at `base`. `None` if there are none.
+    fn places_inside(&self, base: u64, range: &Range<u64>) -> Option<(&Places, Range<usize>)> {
+        let number = |bytes: u64| usize::try_from(bytes >> self.granule.trailing_zeros()).unwrap_or(usize::MAX);
+        let inside = number(range.start - base + (self.granule - 1))..number(range.end - base);
+        if inside.is_empty() {
+            return None;
+        }
+        Some((&self.reservations.get(&base)?.places, inside))
     }
 
     /// The contiguous ranges that have memory, by address. Ranges of two reservations that lie side by side are listed separately, because
@@ -347,40 +364,20 @@ fn joined(ranges: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
 pub(crate) struct WholeFrames<'a> {
     base: u64,
     granule: u64,
-    /// The places that are left.
-    low: usize,
-    at: usize,
-    /// What of the range belongs to frames that reach beyond it.
-    stranded: Stranded,
+    /// The places of those that are left.
+    left: Range<usize>,
     places: Option<&'a Places>,
 }
 
 impl WholeFrames<'_> {
-    /// Leaves out what belongs to frames that reach beyond the range.
-    fn leave_out_cut_ones(&mut self) {
-        let Some(places) = self.places else { return };
-        if let Some(frame) = places.frame_around(self.at - 1).filter(|frame| frame.end > self.at) {
-            let cut = frame.start.max(self.low)..self.at;
-            self.at = cut.start;
-            self.stranded.add(frame.len(), cut.start - frame.start..cut.end - frame.start);
-        }
-        if let Some(frame) = places.frame_around(self.low).filter(|frame| frame.start < self.low && self.low < self.at)
-        {
-            let cut = self.low..frame.end;
-            self.low = cut.end;
-            self.stranded.add(frame.len(), cut.start - frame.start..cut.end - frame.start);
-        }
-    }
-
-    /// What of the range belongs to frames that reach beyond it.
-    pub(crate) fn stranded(&self) -> Stranded {
-        self.stranded
-    }
-
     /// The addresses from the lowest of the frames that are left to the end of the highest.
     pub(crate) fn range(&self) -> Range<u64> {
+        self.addresses(&self.left)
+    }
+
+    fn addresses(&self, places: &Range<usize>) -> Range<u64> {
         let addr = |place: usize| self.base + place as u64 * self.granule;
-        addr(self.low)..addr(self.at)
+        addr(places.start)..addr(places.end)
     }
 }
 
@@ -388,12 +385,43 @@ impl Iterator for WholeFrames<'_> {
     type Item = Range<u64>;
 
     fn next(&mut self) -> Option<Range<u64>> {
-        if self.at <= self.low {
+        if self.left.is_empty() {
             return None;
         }
-        let frame = self.places?.frame_around(self.at - 1)?;
-        self.at = frame.start;
-        let addr = |place: usize| self.base + place as u64 * self.granule;
-        Some(addr(frame.start)..addr(frame.end))
+        let start = self.places?.border_to(self.left.end - 1);
+        let frame = start..self.left.end;
+        self.left.end = start;
+        Some(self.addresses(&frame))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use aquifer_device::RawPhysical;
+
+    use super::*;
+
+    #[test]
+    fn what_belongs_to_cut_frames_is_stranded() {
+        const G: u64 = 1 << 21;
+        let mut paged = Paged::new(G, None, PhysicalOptions::default(), 0);
+        let base = 64 * G;
+        paged.add_reservation(base, 64 * G, PoolKind::Large, Purpose::Heap);
+        let frames = [4, 4, 2, 1].map(|granules| Frame::new(RawPhysical(1), granules));
+        paged.put_all(base, &frames);
+        // A range in granules, its whole frames, and how many of its granules are stranded.
+        let cases =
+            [(0..11, 0..11, 0), (1..9, 4..8, 4), (4..9, 4..8, 1), (1..3, 3..3, 2), (1..6, 4..4, 5), (9..9, 9..9, 0)];
+        for (range, whole, stranded) in cases {
+            let range = base + range.start * G..base + range.end * G;
+            let found = paged.whole_frames(base, &range).range();
+            assert_eq!(found.end - found.start, (whole.end - whole.start) * G, "{range:?}");
+            assert!(found.is_empty() || found.start == base + whole.start * G);
+            assert_eq!(paged.stranded(base, &range).granules(), stranded, "{range:?}");
+            // Bytes that are less than a granule are neither.
+            assert_eq!(paged.whole_frames(base, &(range.start..range.end + 512)).range(), found);
+        }
+        let sizes = paged.whole_frames(base, &(base..base + 11 * G)).map(|frame| (frame.end - frame.start) / G);
+        assert_eq!(sizes.collect::<Vec<_>>(), [1, 2, 4, 4], "from the high end down");
     }
 }

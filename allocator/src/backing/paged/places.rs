@@ -17,6 +17,9 @@ pub(super) struct Places {
     count: usize,
     /// What is behind each place, up to the highest that ever had memory.
     parts: Vec<Option<Part>>,
+    /// A bit for each place: whether it lies within a frame that begins below it. So that places are told from frames without looking at
+    /// parts, of which there are hundreds of times as many bytes.
+    within: Vec<u64>,
     /// A bit for each place: whether memory moved away from it.
     left: Vec<u64>,
 }
@@ -32,7 +35,8 @@ struct Part {
 impl Places {
     /// So many places without memory.
     pub(super) fn new(count: usize) -> Places {
-        Places { count, parts: Vec::new(), left: vec![0; count.div_ceil(WORD)] }
+        let bits = || vec![0; count.div_ceil(WORD)];
+        Places { count, parts: Vec::new(), within: bits(), left: bits() }
     }
 
     /// Notes the frames that lie side by side from the place `from` on. There was no memory behind these places.
@@ -45,6 +49,9 @@ impl Places {
                 self.parts.resize(place + 1, None);
             }
             self.parts[place] = Some(part);
+            if part.number > 0 {
+                self.within[place / WORD] |= 1 << (place % WORD);
+            }
         }
     }
 
@@ -53,8 +60,45 @@ impl Places {
         let known = self.known(range);
         let taken: Vec<Frame> = self.frames(known.clone()).map(|(_, frame)| frame).collect();
         debug_assert_eq!(granules_of(&taken), self.parts[known.clone()].iter().flatten().count() as u64);
-        self.parts[known].fill(None);
+        self.parts[known.clone()].fill(None);
+        for (word, bits) in words(known) {
+            self.within[word] &= !bits;
+        }
         taken
+    }
+
+    /// The whole frames of a range, all of which has memory: from the first place of the lowest to behind the last of the highest.
+    /// Empty if there are none.
+    pub(super) fn whole_frames(&self, range: Range<usize>) -> Range<usize> {
+        let low = self.border_from(range.start).min(range.end);
+        low..self.border_to(range.end).max(low)
+    }
+
+    /// The lowest place from `place` on that is not within a frame.
+    fn border_from(&self, place: usize) -> usize {
+        let mut word = place / WORD;
+        let mut borders = self.borders(word) & u64::MAX << (place % WORD);
+        while borders == 0 {
+            word += 1;
+            borders = self.borders(word);
+        }
+        word * WORD + borders.trailing_zeros() as usize
+    }
+
+    /// The highest place up to `place` that is not within a frame.
+    pub(super) fn border_to(&self, place: usize) -> usize {
+        let mut word = place / WORD;
+        let mut borders = self.borders(word) & u64::MAX >> (WORD - 1 - place % WORD);
+        while borders == 0 && word > 0 {
+            word -= 1;
+            borders = self.borders(word);
+        }
+        word * WORD + borders.checked_ilog2().unwrap_or(0) as usize
+    }
+
+    /// The places of a word that are not within a frame.
+    fn borders(&self, word: usize) -> u64 {
+        !self.within.get(word).copied().unwrap_or(0)
     }
 
     /// The part of a range in which there may be memory.
@@ -180,8 +224,16 @@ mod tests {
                         prop_assert_eq!(places.was_left(range.clone()), set.range(range.clone()).next().is_some());
                         let behind: Vec<_> = range.clone().map(|place| around(&map, place)).collect();
                         let memory: Vec<_> = behind.iter().map(Option::is_some).collect();
+                        let filled = range.start..range.start + memory.iter().take_while(|&&there| there).count();
                         prop_assert_eq!(places.have_memory(range.clone()).collect::<Vec<_>>(), memory);
-                        prop_assert_eq!(range.map(|place| places.frame_around(place)).collect::<Vec<_>>(), behind);
+                        prop_assert_eq!(range.clone().map(|place| places.frame_around(place)).collect::<Vec<_>>(), behind);
+                        let fits = |frame: &Range<usize>| filled.start <= frame.start && frame.end <= filled.end;
+                        let mut whole: Vec<_> = filled.clone().filter_map(|place| around(&map, place)).filter(fits).collect();
+                        whole.dedup();
+                        let found = places.whole_frames(filled);
+                        prop_assert_eq!(found.len(), whole.iter().map(ExactSizeIterator::len).sum::<usize>());
+                        prop_assert!(found.is_empty() || whole.first().is_some_and(|frame| frame.start == found.start));
+                        prop_assert!(whole.iter().all(|frame| places.border_to(frame.end - 1) == frame.start));
                     }
                 }
             }

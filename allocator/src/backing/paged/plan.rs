@@ -214,11 +214,11 @@ impl Whole {
         bought_though_movable: bool,
     ) -> u32 {
         let reserved = self.reserved;
+        let stranded = (buy > 0 && !bought_though_movable).then(|| self.stranded(self.may_donate()));
         let Some(paged) = self.paged.as_mut() else { return 1 };
         let granules = |bytes: u64| bytes / paged.granule;
-        // Where granules might move, nobody looked at what is stranded.
-        if buy > 0 && !bought_though_movable {
-            paged.frame_size.note(&donors.stranded, granules(reserved) + buy, granules(paged.in_use_peak));
+        if let Some(stranded) = stranded {
+            paged.frame_size.note(&stranded, granules(reserved) + buy, granules(paged.in_use_peak));
         }
         let pool = granules(paged.mapped_bytes[kind_of(request.pool) as usize]) + create;
         let moves = buy == 0 || bought_though_movable || donors.move_ever();
@@ -399,7 +399,7 @@ impl Whole {
         if block.state == State::Held {
             return Some(heap.unhold_as_free(id));
         }
-        let range = block.addr..block.addr + block.size;
+        let range = block.range();
         // Mapped without access, and not unmapped again: nobody gets these addresses before they are unmapped.
         let frames = stuck.iter().map(|filled| filled.range.clone());
         let frames: Vec<Range<u64>> = frames.filter(|frame| range.contains(&frame.start)).collect();

@@ -18,9 +18,9 @@
 
 use super::Index;
 use super::key::Key;
-use super::members::Members;
 use super::sizes::{BINS, Occupied, bin_of};
 use crate::heap::block::{Block, BlockId, Records, Slab};
+use crate::heap::members::Members;
 
 /// How many blocks of a request's own bin, some of which may be too small, are looked at before the next bin.
 const CANDIDATES: usize = 4;

@@ -9,7 +9,6 @@
 mod bins;
 mod exact;
 mod key;
-mod members;
 mod sizes;
 
 pub(super) use bins::Bins;

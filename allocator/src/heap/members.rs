@@ -1,9 +1,9 @@
-//! Which blocks are in an index: one bit for each number of a block.
+//! Sets of blocks: one bit for each number of a block.
 //!
 //! A block that is given back is joined with those neighbours that are in the index. Most are not, and their bits are close together in the
-//! cache, where their records are not.
+//! cache, where their records are not. So it is with the search for holes beside free blocks.
 
-use crate::heap::block::BlockId;
+use super::block::BlockId;
 
 /// A set of blocks, as long as the greatest number that was ever in it.
 #[derive(Debug, Default)]
