@@ -3,11 +3,13 @@
 //! A driver call costs about as much for a frame of 8 granules as for one. But a frame moves only when no part of it is in use. What is
 //! free in one that is partly in use serves only where it lies; it is *stranded* (`stranded.rs`). So three bounds hold for frames that are
 //! made:
-//! * at most [`BLOCK_SHARE`] of the block that they are made for: whatever stays live beside it, a part of each freed block can move;
-//! * at most [`SHARE`] of their pool, so that small programs have small frames;
+//! * the size of the block that they are made for, divided by [`BLOCK_SHARE`]; or [`ALWAYS`] granules if that is more, but no more than
+//!   half of the block. Each border between a free and a live block may cut a frame, so where blocks are small, frames have to be. How much
+//!   they will strand shows too late: by then a program has most of its memory;
+//! * their pool's memory, divided by [`SHARE`], so that small programs have small frames;
 //! * a limit that follows what is stranded. Each time memory is bought, it becomes the largest for which frames such as there are would
-//!   strand no more than a [`BUDGET`] allows, but at most doubles. It counts only where memory moves, or will once the device is done with it: while all that a
-//!   program frees serves where it lies, small frames would help nobody.
+//!   strand no more than a [`BUDGET`] allows, but at most doubles. It counts only where memory moves, or will once the device is done with
+//!   it: while all that a program frees serves where it lies, small frames would help nobody.
 
 use super::stranded::Stranded;
 
@@ -15,8 +17,10 @@ use super::stranded::Stranded;
 const LARGEST: u32 = 8;
 /// A frame has at most its pool's memory divided by this, unless the configuration says how large frames are.
 const SHARE: u64 = 64;
-/// A frame has at most its block divided by this, unless the configuration says how large frames are.
-const BLOCK_SHARE: u64 = 2;
+/// A frame has at most its block divided by this, or [`ALWAYS`] granules, unless the configuration says how large frames are.
+const BLOCK_SHARE: u64 = 14;
+/// Granules of frames that are made whatever that share is, for blocks that are twice as large.
+const ALWAYS: u64 = 2;
 /// What is held beyond the peak of use should stay below that peak divided by this. What is held for other reasons leaves less for what is
 /// stranded.
 const BUDGET: u64 = 144;
@@ -56,7 +60,8 @@ impl FrameSize {
     /// granules. `moves` tells whether memory moves, or will.
     pub(crate) fn largest(&self, pool: u64, block: u64, moves: bool) -> u32 {
         let limit = if moves { self.limit } else { self.largest };
-        let share = power_of_two((pool / SHARE).min(block / BLOCK_SHARE));
+        let of_block = (block / BLOCK_SHARE).max(ALWAYS.min(block / 2));
+        let share = power_of_two(of_block.min(pool / SHARE));
         if self.is_given { limit } else { limit.min(share) }
     }
 }
@@ -118,7 +123,8 @@ mod tests {
     fn small_blocks_and_small_pools_have_small_frames_unless_asked_for() {
         let granules = [0, 1, 127, 128, 300, MUCH];
         assert_eq!(granules.map(|pool| FrameSize::new(None).largest(pool, MUCH, true)), [1, 1, 1, 2, 4, 8]);
-        assert_eq!([1, 3, 4, 15, 16].map(|block| FrameSize::new(None).largest(MUCH, block, false)), [1, 1, 2, 4, 8]);
+        let blocks = [1, 3, 4, 55, 56, 111, 112, MUCH];
+        assert_eq!(blocks.map(|block| FrameSize::new(None).largest(MUCH, block, false)), [1, 1, 2, 2, 4, 4, 8, 8]);
         assert_eq!(granules.map(|pool| FrameSize::new(Some(32)).largest(pool, 1, true)), [32; 6]);
         assert_eq!(FrameSize::new(Some(1)).largest(MUCH, MUCH, true), 1);
     }
