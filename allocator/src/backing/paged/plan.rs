@@ -35,7 +35,7 @@ const RECUR_SHARE: u64 = 64;
 /// A program is *unsettled* if it makes memory move for more than one allocation in [`UNSETTLED_SPACING`], plus [`UNSETTLED_ADVANCE`] at
 /// the start. It may reserve more than the peak in use by that peak divided by [`UNSETTLED_SHARE`].
 const UNSETTLED_SPACING: u64 = 1024;
-const UNSETTLED_ADVANCE: u64 = 1024;
+const UNSETTLED_ADVANCE: u64 = 512;
 const UNSETTLED_SHARE: u64 = 16;
 
 /// Limits of a plan.
