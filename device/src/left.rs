@@ -52,7 +52,7 @@ impl Left {
         let gone = match self.owner {
             // SAFETY: nobody else uses it, by the invariant, and the device does not, as the caller vouches.
             None => unsafe { driver.host_free(self.ptr) },
-            // SAFETY: as above.
+            // SAFETY: nobody else uses it, by the invariant, and the device does not, as the caller vouches.
             Some(_) => unsafe { driver.host_unregister(self.ptr) },
         };
         match gone {

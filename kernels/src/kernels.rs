@@ -150,9 +150,9 @@ impl Enqueue<'_> {
         if self.kernels.device.info().kind != DriverKind::Simulated {
             launch.host = None;
         }
+        #[allow(unsafe_code, reason = "launching is a promise, and here is where this crate makes it")]
         // SAFETY: the declaration was checked against the device code's parameters by the tests of this crate, and computes the
         // ranges that the code touches from the arguments; the operands that those came from were checked to hold them.
-        #[allow(unsafe_code, reason = "launching is a promise, and here is where this crate makes it")]
         unsafe { self.stream.launch(&launch) }?;
         Ok(())
     }

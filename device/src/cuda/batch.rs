@@ -123,10 +123,9 @@ impl Batch {
                 (code, None)
             }
             Batch::Since12_8(call) => {
-                let failed_at = &raw mut failed;
-                // SAFETY: as above.
-                let code =
-                    unsafe { call(targets, sources, lengths, count, attributes, first, 1, failed_at, stream.raw) };
+                let (failed_at, stream) = (&raw mut failed, stream.raw);
+                // SAFETY: all of it outlives the call; the caller vouches for the copies (F1).
+                let code = unsafe { call(targets, sources, lengths, count, attributes, first, 1, failed_at, stream) };
                 (code, (failed < count).then_some(failed))
             }
         }

@@ -140,11 +140,11 @@ impl CudaDriver {
                 unsafe { (functions.cuMemcpyHtoDAsync_v2)(dst.0, src, bytes, stream.raw) }
             }
             (CopyEnd::Host(dst), CopyEnd::Device(src)) => {
-                // SAFETY: as above.
+                // SAFETY: the caller vouches for both ends, and the stream lives (L1, F1).
                 unsafe { (functions.cuMemcpyDtoHAsync_v2)(pointer(dst.0 as u64), src.0, bytes, stream.raw) }
             }
             (CopyEnd::Device(dst), CopyEnd::Device(src)) => {
-                // SAFETY: as above.
+                // SAFETY: the caller vouches for both ends, and the stream lives (L1, F1).
                 unsafe { (functions.cuMemcpyDtoDAsync_v2)(dst.0, src.0, bytes, stream.raw) }
             }
             (CopyEnd::Host(_), CopyEnd::Host(_)) => Code::INVALID_VALUE.0,

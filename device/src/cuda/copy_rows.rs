@@ -45,7 +45,7 @@ impl CudaDriver {
             return unsafe { self.copy_range(operation, dst, src, width * height, &stream) };
         }
         if dst_pitch.max(src_pitch) > self.facts.pitch_max {
-            // SAFETY: as above.
+            // SAFETY: the ends were checked for all of the rows, and the caller vouches for what is on the host.
             return unsafe { self.copy_row_by_row(copy, &stream) };
         }
         let copy = CUDA_MEMCPY2D {

@@ -169,7 +169,8 @@ impl CudaDriver {
                 // SAFETY: whoever has memory of this driver's keeps the driver, so it is nobody's; the context was waited for, or is
                 // lost.
                 Locked::Allocated { skipped } => unsafe { self.host_free_raw(start - skipped) },
-                // SAFETY: as above.
+                // SAFETY: whoever has registered memory here keeps the driver, so nobody does any more; the context was waited for, or is
+                // lost.
                 Locked::Registered => unsafe { self.host_unregister_raw(start) },
             });
         }

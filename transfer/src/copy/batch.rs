@@ -366,9 +366,9 @@ impl Transfer {
         let (batched, single) = split(pieces.iter().map(|piece| piece.part(host)).collect(), crossover);
         let stream = self.next_stream(direction);
         let tick = self.enqueue(stream, &memory, &parts, || {
+            #[allow(unsafe_code, reason = "the driver gets addresses; what keeps them good is above")]
             // SAFETY: what is on the host lies in buffers of the pool, which the caller borrows now and the pool keeps until the tick is
             // done that their turns leave; the host does not touch them before (N1, N2).
-            #[allow(unsafe_code, reason = "the driver gets addresses; what keeps them good is above")]
             unsafe {
                 enqueue_parts(stream, &batched, &single)
             }

@@ -122,9 +122,9 @@ impl Transfer {
             stream.synchronize()?;
             self.enqueue(stream, device, host, || -> Result<(), DeviceError> {
                 start.record(stream)?;
+                #[allow(unsafe_code, reason = "the driver gets addresses; what keeps them good is above")]
                 // SAFETY: what of the copies is on the host lies in `host`, which the pool keeps until the tick is done that its turn
                 // leaves; the host does not touch it before (N1, N2).
-                #[allow(unsafe_code, reason = "the driver gets addresses; what keeps them good is above")]
                 unsafe { enqueue_parts(stream, batched, single) }?;
                 end.record(stream)
             })?;

@@ -38,9 +38,9 @@ impl Transfer {
         let stream = self.next_stream(Direction::Upload);
         let (ptr, bytes) = (to.ptr(), part.bytes);
         let tick = self.enqueue(stream, &[(to.storage(), AccessKind::Write)], &[(part, AccessKind::Read)], || {
+            #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
             // SAFETY: the part is memory of its pool, live as `from` borrows its buffer now, and kept by the pool until the tick is done
             // that its turn leaves; until then the host does not write it, as the buffer waits for that tick first (N1, N2).
-            #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
             unsafe {
                 stream.upload(ptr, part.ptr, bytes)
             }
@@ -74,9 +74,9 @@ impl Transfer {
         let stream = self.next_stream(Direction::Download);
         let (ptr, bytes) = (from.ptr(), part.bytes);
         let tick = self.enqueue(stream, &[(from.storage(), AccessKind::Read)], &[(part, AccessKind::Write)], || {
+            #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
             // SAFETY: the part is memory of its pool, live as `to` borrows its buffer mutably now, and kept by the pool until the tick is
             // done that its turn leaves; until then the host does not touch it, as the buffer waits for that tick first (N1, N2).
-            #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
             unsafe {
                 stream.download(part.ptr, ptr, bytes)
             }

@@ -85,27 +85,27 @@ struct Raw {
     bytes: usize,
 }
 
-// SAFETY: a range is no more than two numbers; what may be done there, and when, its users say (N3).
 #[allow(unsafe_code, reason = "threads of the runtime copy for others")]
+// SAFETY: a range is no more than two numbers; what may be done there, and when, its users say (N3).
 unsafe impl Send for Raw {}
 
-// SAFETY: as above.
 #[allow(unsafe_code, reason = "threads of the runtime copy for others")]
+// SAFETY: a range is no more than two numbers; what may be done there, and when, its users say (N3).
 unsafe impl Sync for Raw {}
 
 impl Raw {
     fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError> {
         let part = part(offset, from.len(), self.bytes)?;
-        // SAFETY: the part lies within the range, of memory that is live and that nobody else touches there now (N3).
         #[allow(unsafe_code, reason = "several threads write disjoint parts of one memory")]
+        // SAFETY: the part lies within the range, of memory that is live and that nobody else touches there now (N3).
         unsafe { std::slice::from_raw_parts_mut(self.ptr.wrapping_add(part.start), part.len()) }.copy_from_slice(from);
         Ok(())
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
         let part = part(offset, into.len(), self.bytes)?;
-        // SAFETY: the part lies within the range, of memory that is live and that nobody writes now (N3).
         #[allow(unsafe_code, reason = "threads of the runtime read what the caller lends")]
+        // SAFETY: the part lies within the range, of memory that is live and that nobody writes now (N3).
         let from = unsafe { std::slice::from_raw_parts(self.ptr.wrapping_add(part.start), part.len()) };
         into.copy_from_slice(from);
         Ok(())

@@ -132,8 +132,8 @@ impl<'env> Scope<'env> {
             self.add(None, move || pending.wait());
             return Ok(());
         }
-        // SAFETY: the memory is borrowed for `'env`, which lasts beyond the scope, and the scope waits until the job is settled.
         #[allow(unsafe_code, reason = "lending is a promise to wait, and here is where it is made")]
+        // SAFETY: the memory is borrowed for `'env`, which lasts beyond the scope, and the scope waits until the job is settled.
         let lent = unsafe { Lent::to_read(from) };
         let (job, pending) = self.transfer.stage_upload(Arc::new(lent), to)?;
         self.add(Some(job), move || pending.wait());
@@ -159,8 +159,8 @@ impl<'env> Scope<'env> {
             });
             return Ok(());
         }
-        // SAFETY: the memory is borrowed mutably for `'env`, which lasts beyond the scope, and the scope waits until the job is settled.
         #[allow(unsafe_code, reason = "lending is a promise to wait, and here is where it is made")]
+        // SAFETY: the memory is borrowed mutably for `'env`, which lasts beyond the scope, and the scope waits until the job is settled.
         let lent = unsafe { Lent::to_write(to) };
         let job = self.transfer.stage_download(from, Arc::new(lent))?;
         let pending = crate::pending::Pending::job(self.transfer.shared(), job.clone(), || Ok(()));

@@ -178,8 +178,8 @@ impl<'env> Scope<'env> {
             self.add(None, move || pending.wait());
             return Ok(());
         }
-        // SAFETY: the memory is borrowed for `'env`, which lasts beyond the scope, and the scope waits until the job is settled.
         #[allow(unsafe_code, reason = "lending is a promise to wait, and here is where it is made")]
+        // SAFETY: the memory is borrowed for `'env`, which lasts beyond the scope, and the scope waits until the job is settled.
         let lent = unsafe { Lent::to_read(from) };
         let (job, pending) = self.transfer.stage_upload_region(Arc::new(lent), to, &plan)?;
         self.add(Some(job), move || pending.wait());
@@ -204,8 +204,8 @@ impl<'env> Scope<'env> {
             self.add(None, move || packed.scatter_on_host(pending.wait()?.read()?, to));
             return Ok(());
         }
-        // SAFETY: the memory is borrowed mutably for `'env`, which lasts beyond the scope, and the scope waits until the job is settled.
         #[allow(unsafe_code, reason = "lending is a promise to wait, and here is where it is made")]
+        // SAFETY: the memory is borrowed mutably for `'env`, which lasts beyond the scope, and the scope waits until the job is settled.
         let lent = unsafe { Lent::to_write(to) };
         let job = self.transfer.stage_download_region(from, Arc::new(lent), &plan)?;
         let pending = Pending::job(self.transfer.shared(), job.clone(), || Ok(()));

@@ -37,8 +37,8 @@ impl Transfer {
         let stream = self.next_stream(Direction::Upload);
         let (src, dst, size) = (CopyEnd::Host(part.ptr), CopyEnd::Device(to.ptr()), size_of::<T>() as u64);
         let tick = self.enqueue(stream, &[(to.storage(), AccessKind::Write)], &[(part, AccessKind::Read)], || {
-            // SAFETY: as for `Transfer::upload` (N1, N2); the region was checked to lie within both ends.
             #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
+            // SAFETY: as for `Transfer::upload` (N1, N2); the region was checked to lie within both ends.
             unsafe {
                 plan.enqueue(stream, src, dst, size)
             }
@@ -70,8 +70,8 @@ impl Transfer {
         let stream = self.next_stream(Direction::Download);
         let (src, dst, size) = (CopyEnd::Device(from.ptr()), CopyEnd::Host(part.ptr), size_of::<T>() as u64);
         let tick = self.enqueue(stream, &[(from.storage(), AccessKind::Read)], &[(part, AccessKind::Write)], || {
-            // SAFETY: as for `Transfer::download` (N1, N2); the region was checked to lie within both ends.
             #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
+            // SAFETY: as for `Transfer::download` (N1, N2); the region was checked to lie within both ends.
             unsafe {
                 plan.enqueue(stream, src, dst, size)
             }
@@ -101,8 +101,8 @@ impl Transfer {
         let stream = self.next_stream(Direction::OnDevice);
         let memory = [(from.storage().as_ref(), AccessKind::Read), (to.storage().as_ref(), AccessKind::Write)];
         let tick = self.enqueue(stream, &memory, &[], || {
-            // SAFETY: no host memory is touched.
             #[allow(unsafe_code, reason = "the driver's call is unsafe for host memory, of which there is none")]
+            // SAFETY: no host memory is touched.
             unsafe {
                 plan.enqueue(stream, src, dst, size)
             }

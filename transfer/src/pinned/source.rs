@@ -107,7 +107,7 @@ impl SlabMemory {
             // SAFETY: it came from `obtain`, is nobody else's, and not in use, as the caller vouches.
             return unsafe { device.driver().host_free(self.ptr) };
         }
-        // SAFETY: as above, from `register`.
+        // SAFETY: it came from `register`, is nobody else's, and not in use, as the caller vouches.
         unsafe { device.driver().host_unregister(self.ptr)? };
         self.map = None;
         Ok(())
@@ -123,7 +123,7 @@ impl SlabMemory {
         match self.map.take() {
             // SAFETY: it came from `obtain` and is nobody else's; its uses are as the caller vouches.
             None => unsafe { device.host_free_later(self.ptr, bytes, uses) },
-            // SAFETY: as above, from `register`.
+            // SAFETY: it came from `register` and is nobody else's; its uses are as the caller vouches.
             Some(map) => unsafe { device.host_unregister_later(self.ptr, bytes, map as Box<dyn Any + Send>, uses) },
         }
     }

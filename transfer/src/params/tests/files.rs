@@ -62,8 +62,8 @@ fn files_come_back_as_they_were_saved() {
     assert_eq!(reference.len(), set.len());
     let bias = reference.tensor("layers.3.bias").unwrap();
     assert_eq!(bias.data(), bytemuck::cast_slice::<f32, u8>(&floats(64, 103)));
-    // SAFETY: nobody but this test knows the file.
     #[allow(unsafe_code, reason = "the test is about mapped files, too")]
+    // SAFETY: nobody but this test knows the file.
     let mapped = unsafe { Checkpoint::open_mapped(&path) }.unwrap();
     for checkpoint in [Checkpoint::open(&path).unwrap(), Checkpoint::open(&directory.0).unwrap(), mapped] {
         assert_eq!(checkpoint.bytes(), set.bytes());
@@ -363,8 +363,8 @@ fn loading_files_counts_as_reading() {
         Checkpoint::open(&path).unwrap().load_blocking(&transfer, load()).unwrap();
         let stats = transfer.staging_stats();
         assert!(!stats.time_reading.is_zero() && stats.time_copying.is_zero(), "{dtype:?}: {stats:?}");
-        // SAFETY: nobody writes the file.
         #[allow(unsafe_code, reason = "only the caller knows who writes the file")]
+        // SAFETY: nobody writes the file.
         let mapped = unsafe { Checkpoint::open_mapped(&path) }.unwrap();
         mapped.load_blocking(&transfer, load()).unwrap();
         let after = transfer.staging_stats();

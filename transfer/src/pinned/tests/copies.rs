@@ -170,7 +170,7 @@ fn lengths_and_alignments() {
     // SAFETY: bytes without padding, all of which may have any value.
     unsafe impl bytemuck::Zeroable for Aligned {}
     #[allow(unsafe_code, reason = "a plain type of unusual alignment")]
-    // SAFETY: as above.
+    // SAFETY: bytes without padding, all of which may have any value.
     unsafe impl Pod for Aligned {}
 
     let bench = Bench::new(PinnedConfig::default());
