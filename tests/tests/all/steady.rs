@@ -6,7 +6,7 @@ use aquifer_allocator::{Allocation, Allocator, Config};
 
 use aquifer_device::{Operation, Stream};
 use aquifer_stress::input::{self, Event, Program};
-use aquifer_tests::{GIB, Subject};
+use aquifer_tests::{Bench, GIB, MIB, Subject};
 
 /// Plays a program once; returns the mapping calls of each iteration, what comes before the first one included as one.
 fn mapping_calls(program: &Program) -> Vec<u64> {
@@ -65,6 +65,42 @@ fn a_program_that_repeats_stops_mapping() {
         // What comes before the first iteration counts as one. Two repeats follow the first iteration.
         assert!(counts[4..].iter().all(|&calls| calls == 0), "{file}: {counts:?}");
     }
+}
+
+/// Numbers that look random, the same in every run (splitmix64).
+fn scrambled() -> impl FnMut(u64) -> u64 {
+    let mut state = 7_u64;
+    move |below| {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % below
+    }
+}
+
+#[test]
+fn a_program_that_never_settles_holds_a_sixteenth_more_and_moves_less() {
+    let bench = Bench::new(80 * GIB, "backing:paged");
+    let mut next = scrambled();
+    let block = |bytes: u64| bench.allocator.alloc(MIB / 2 + bytes, &bench.stream).unwrap();
+    let mut blocks: Vec<Allocation> = (0..1000).map(|_| block(next(64 * MIB))).collect();
+    let mut remaps = Vec::new();
+    for _ in 0..4 {
+        let before = bench.allocator.memory_stats().remaps;
+        for _ in 0..5000 {
+            let replaced = usize::try_from(next(1000)).unwrap();
+            drop(blocks.swap_remove(replaced));
+            blocks.push(block(next(64 * MIB)));
+        }
+        remaps.push(bench.allocator.memory_stats().remaps - before);
+    }
+    println!("remaps {remaps:?}");
+    assert!(remaps[0] > 100 && remaps[3] < remaps[0] / 4, "{remaps:?}");
+    let stats = bench.allocator.memory_stats();
+    let (reserved, in_use) = (stats.reserved_bytes.all.peak, stats.allocated_bytes.all.peak);
+    assert!(reserved <= in_use + in_use / 16 + in_use / 100, "{reserved} for {in_use}");
+    drop(blocks);
+    bench.assert_returned();
 }
 
 #[test]
