@@ -80,7 +80,7 @@ fn scrambled() -> impl FnMut(u64) -> u64 {
 
 #[test]
 fn a_program_that_never_settles_holds_a_sixteenth_more_and_moves_less() {
-    let bench = Bench::new(80 * GIB, "backing:paged");
+    let bench = Bench::new(40 * GIB, "backing:paged");
     let mut next = scrambled();
     let block = |bytes: u64| bench.allocator.alloc(MIB / 2 + bytes, &bench.stream).unwrap();
     let mut blocks: Vec<Allocation> = (0..1000).map(|_| block(next(64 * MIB))).collect();
