@@ -28,8 +28,7 @@ const AHEAD_MAX: u64 = 128 << 20;
 /// moved away from; and always once the peak of memory in use has not risen for half as long as it took to reach it. Reserved memory may
 /// then exceed that peak by the peak divided by this. So programs that repeat themselves stop moving memory to and fro.
 const UNDO_SHARE: u64 = 128;
-/// As [`UNDO_SHARE`], if the program repeats itself and memory would move at a point of the program where it moved before
-/// (`recurrence.rs`).
+/// As [`UNDO_SHARE`], if the program recurs and memory would move at a point where it moved before (`recurrence.rs`).
 const RECUR_SHARE: u64 = 64;
 
 /// A program is *unsettled* if it makes memory move for more than one allocation in [`UNSETTLED_SPACING`], plus [`UNSETTLED_ADVANCE`] at
@@ -161,14 +160,19 @@ impl Whole {
         let (start, end) = (window.start / paged.granule * paged.granule, window.end);
         let mut lacking = holes.map(|hole| hole.addr.max(start)..(hole.addr + hole.size).min(end));
         let undoes = lacking.any(|range| paged.was_left(&range));
-        let searches = self.searches();
-        let repeats = searches > paged.peak_at + paged.peak_at / 2;
-        let often = self.counters().remaps.read().current > UNSETTLED_ADVANCE + searches / UNSETTLED_SPACING;
+        let settled = self.peak_has_settled();
+        let often = self.counters().remaps.read().current > UNSETTLED_ADVANCE + self.searches() / UNSETTLED_SPACING;
         let grown = self.reserved + self.growing.now() + granules * paged.granule;
         let within = |share| grown <= paged.in_use_peak + paged.in_use_peak / share;
-        (undoes || repeats) && within(UNDO_SHARE)
-            || repeats && paged.recurrence.is_known(point) && within(RECUR_SHARE)
+        (undoes || settled) && within(UNDO_SHARE)
+            || settled && paged.recurrence.recurs_at(point) && within(RECUR_SHARE)
             || often && within(UNSETTLED_SHARE)
+    }
+
+    /// True if the peak of memory in use has not risen for half as long as it took to reach it.
+    fn peak_has_settled(&self) -> bool {
+        let peak_at = self.paged.as_ref().map_or(0, |paged| paged.peak_at);
+        self.searches() > peak_at + peak_at / 2
     }
 
     /// Number of granules that may be taken ahead of need and mapped behind a window of a pool. For a small pool, at most as many as it
@@ -194,7 +198,8 @@ impl Whole {
         let bought_ahead = if more { self.bought_ahead(&draft, request.pool, buyable) } else { 0 };
         let Draft { window, point, donors, spares, buy, ahead, bought_though_movable, .. } = draft;
         if buy > 0 || !donors.chosen.is_empty() {
-            self.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(point));
+            let settled = self.peak_has_settled();
+            self.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(point, settled));
         }
         let create = buy + bought_ahead;
         let largest = self.largest_frame(request, &donors, (buy, create), bought_though_movable);
