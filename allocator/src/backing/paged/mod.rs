@@ -12,12 +12,14 @@
 //! | `places.rs` | the places of one reservation |
 //! | `window.rs` | the window that needs the fewest granules |
 //! | `donors.rs` | frames that may move, and ticks that would let more of them move |
-//! | `plan.rs` | a remap as a whole, decided and held under the locks |
+//! | `draft.rs` | which frames a remap would move, and what it would buy |
+//! | `plan.rs` | a remap that was decided: all that takes part is held |
 //! | `frame_size.rs` | how large new frames are |
 //! | `stranded.rs` | what is free and cannot move, because its frame is partly in use |
 //! | `layout.rs` | which frames fill which range, and which have to be made or broken for that |
 //! | `recurrence.rs` | points of a program at which memory moved before |
 //! | `carry_out.rs` | the driver calls of a remap, and of memory that grows, made without a lock, and their outcome |
+//! | `settle.rs` | giving back to the heaps what a remap held, whether the driver did its work or failed |
 //! | `grow.rs` | serving a request: plan, wait, carry out, commit |
 //! | `gate.rs` | who may change mappings at a time |
 //! | `trim.rs` | giving memory and addresses back to the device |
@@ -47,6 +49,7 @@
 mod apart;
 mod carry_out;
 mod donors;
+mod draft;
 mod exportable;
 mod frame_size;
 mod frames;
@@ -65,6 +68,7 @@ mod probe;
 mod recurrence;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
+mod settle;
 mod sleep;
 mod stranded;
 mod trim;

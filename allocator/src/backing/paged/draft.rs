@@ -1,0 +1,147 @@
+//! The draft of a remap: which frames would move, and how many granules would be bought from the device. Nothing is changed or held yet.
+
+use std::collections::BTreeMap;
+
+use crate::backing::paged::donors::Donors;
+use crate::backing::paged::recurrence::Point;
+use crate::backing::paged::window::{self, Window};
+use crate::heap::{State, kind_of};
+use crate::shell::core::Request;
+use crate::shell::whole::Whole;
+use crate::size_class::PoolKind;
+
+/// How much memory is taken ahead of need, where there is room behind the window: reserved memory divided by this, and at most
+/// [`AHEAD_MAX`] bytes, whether bought from the device or moved. Taking less costs more driver calls; taking more costs memory where it is
+/// bought. Figures in ARCHITECTURE.md.
+const AHEAD_SHARE: u64 = 64;
+const AHEAD_MAX: u64 = 128 << 20;
+
+/// Memory is bought from the device instead of moved in two cases: if a move would undo an earlier one, to addresses that granules were
+/// moved away from; and always once the peak of memory in use has not risen for half as long as it took to reach it. Reserved memory may
+/// then exceed that peak by the peak divided by this. So programs that repeat themselves stop moving memory to and fro.
+const UNDO_SHARE: u64 = 128;
+/// As [`UNDO_SHARE`], if the program recurs and memory would move at a point where it moved before (`recurrence.rs`).
+const RECUR_SHARE: u64 = 64;
+
+/// A program is *unsettled* if it makes memory move for more than one allocation in [`UNSETTLED_SPACING`], plus [`UNSETTLED_ADVANCE`] at
+/// the start. It may reserve more than the peak in use by that peak divided by [`UNSETTLED_SHARE`].
+const UNSETTLED_SPACING: u64 = 1024;
+const UNSETTLED_ADVANCE: u64 = 512;
+const UNSETTLED_SHARE: u64 = 16;
+
+/// The parts of a remap, before anything is held.
+#[derive(Debug)]
+pub(crate) struct Draft {
+    pub(super) window: Window,
+    pub(super) point: Point,
+    pub(crate) donors: Donors,
+    pub(super) spares: u64,
+    /// Number of granules that must come from the device.
+    pub(crate) buy: u64,
+    /// True if they come from the device although granules might move.
+    pub(crate) bought_though_movable: bool,
+    /// Number of granules beyond the need that are mapped behind the window.
+    pub(super) ahead: u64,
+    /// Bytes in waiting blocks, which other streams still use, by the tick that they wait for.
+    pub(crate) awaited: BTreeMap<(u32, u64), u64>,
+}
+
+impl Whole {
+    /// Drafts a remap for a request: finds the cheapest window, and takes the granules that it lacks from the spare ones, from donors, and
+    /// the rest from the device. Up to `instead_of_moving` bytes may be bought from the device where granules might move. `None` if the
+    /// request's heap has no window.
+    pub(crate) fn draft(&mut self, request: &Request, instead_of_moving: u64) -> Option<Draft> {
+        // Waiting blocks do not count as in use: they could be had by waiting.
+        let (waiting, awaited) = self.awaited();
+        let in_use = (self.in_use() + request.size).saturating_sub(waiting);
+        let point = Point { requested: request.size, in_use };
+        let searches = self.searches();
+        let paged = self.paged.as_mut()?;
+        if in_use > paged.in_use_peak {
+            (paged.in_use_peak, paged.peak_at) = (in_use, searches);
+        }
+        let (granule, at_hand) = (paged.granule, paged.spares.granules());
+        let window = window::cheapest(&self.arena(request.slot).heap, request.pool, request.size, granule)?;
+        let spares = window.lacks.min(at_hand);
+        let need = window.lacks - spares;
+        if need > 0
+            && need <= instead_of_moving / granule
+            && self.buys_instead_of_moving(request.slot, &window, need, point)
+        {
+            let (donors, awaited) = (Donors::default(), BTreeMap::new());
+            return Some(Draft {
+                window,
+                point,
+                donors,
+                spares,
+                buy: need,
+                bought_though_movable: true,
+                ahead: 0,
+                awaited,
+            });
+        }
+        let reach = self.reach(&window, request.pool);
+        // Granules moved ahead of need serve the next requests of the same kind. At most half of those that could move beyond the need do.
+        let wanted = if need > 0 { need + 2 * reach } else { 0 };
+        let mut donors = self.donors(wanted, Some(&window), self.may_donate());
+        let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
+        donors.truncate(need + ahead, granule);
+        // Frames that give more than that are mapped whole rather than broken, if there is room.
+        let ahead = donors.granules.saturating_sub(need).min(room(&window, granule));
+        let buy = need.saturating_sub(donors.granules);
+        Some(Draft { window, point, donors, spares, buy, bought_though_movable: false, ahead, awaited })
+    }
+
+    /// Bytes that the device must give for a request beyond the free memory here that may move. `None` if the request is not served from
+    /// mapped memory, if no addresses are free for it, or if nothing is lacking.
+    pub(crate) fn lacking_bytes(&mut self, request: &Request) -> Option<u64> {
+        let granule = self.paged_granule_for(request)?;
+        let draft = self.draft(request, 0)?;
+        (draft.buy > 0).then_some(draft.buy * granule)
+    }
+
+    /// True if a request gets `granules` granules from the device although some might move: if an earlier move would be undone, in programs
+    /// that repeat themselves, and in programs that never settle and would move memory for ever. See [`UNDO_SHARE`].
+    fn buys_instead_of_moving(&self, slot: u32, window: &Window, granules: u64, point: Point) -> bool {
+        let Some(paged) = &self.paged else { return false };
+        let heap = self.heap_of(slot);
+        let holes = window.pieces.iter().map(|&id| &heap.blocks[id]).filter(|block| block.state == State::Hole);
+        let (start, end) = (window.start / paged.granule * paged.granule, window.end);
+        let mut lacking = holes.map(|hole| hole.addr.max(start)..(hole.addr + hole.size).min(end));
+        let undoes = lacking.any(|range| paged.was_left(&range));
+        let settled = self.peak_has_settled();
+        let often = self.counters().remaps.read().current > UNSETTLED_ADVANCE + self.searches() / UNSETTLED_SPACING;
+        let grown = self.reserved + self.growing.now() + granules * paged.granule;
+        let within = |share| grown <= paged.in_use_peak + paged.in_use_peak / share;
+        (undoes || settled) && within(UNDO_SHARE)
+            || settled && paged.recurrence.recurs_at(point) && within(RECUR_SHARE)
+            || often && within(UNSETTLED_SHARE)
+    }
+
+    /// True if the peak of memory in use has not risen for half as long as it took to reach it.
+    pub(super) fn peak_has_settled(&self) -> bool {
+        let peak_at = self.paged.as_ref().map_or(0, |paged| paged.peak_at);
+        self.searches() > peak_at + peak_at / 2
+    }
+
+    /// Number of granules that may be taken ahead of need and mapped behind a window of a pool. For a small pool, at most as many as it
+    /// has: the next large request would take more of them back.
+    fn reach(&self, window: &Window, pool: u16) -> u64 {
+        let Some(paged) = &self.paged else { return 0 };
+        let ahead = (self.reserved / AHEAD_SHARE).min(AHEAD_MAX);
+        let kind = kind_of(pool);
+        let most = if kind == PoolKind::Small { paged.mapped_bytes[kind as usize] } else { u64::MAX };
+        (ahead.min(most) / paged.granule).min(room(window, paged.granule))
+    }
+
+    /// Number of granules to take from the device beyond the need.
+    pub(super) fn bought_ahead(&self, draft: &Draft, pool: u16, buyable: u64) -> u64 {
+        let ahead = self.reach(&draft.window, pool).saturating_sub(draft.buy);
+        if draft.buy + ahead <= buyable { ahead } else { 0 }
+    }
+}
+
+/// Number of granules that there is room for behind a window.
+fn room(window: &Window, granule: u64) -> u64 {
+    window.room.map_or(0, |end| (end - window.end.next_multiple_of(granule)) / granule)
+}

@@ -1,0 +1,126 @@
+//! What a remap came to: once the driver did its work, or failed at it, all that was held goes back to the heaps, and is accounted for.
+
+use std::ops::Range;
+
+use crate::backing::paged::carry_out::{Done, Filled};
+use crate::backing::paged::donors::Donor;
+use crate::backing::paged::granules::Stuck;
+use crate::backing::paged::plan::Held;
+use crate::heap::{BlockId, State, kind_of};
+use crate::history::{Action, Subject};
+use crate::shell::core::Request;
+use crate::shell::whole::Whole;
+use crate::size_class::PoolKind;
+use crate::tags::Tag;
+
+impl Whole {
+    /// Accounts for what the driver did, and releases the held memory to the heap. Returns the free block that the window became, if all
+    /// went well.
+    pub(crate) fn settle_plan(&mut self, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
+        self.settle_work(&held.donors, (held.spares, held.create), request.pool, done);
+        let (usable, stuck) = done.filled.iter().partition::<Vec<&Filled>, _>(|filled| filled.usable);
+        // Memory that is mapped without access is of no use to a pool.
+        if let Some(paged) = self.paged.as_mut() {
+            let bytes = stuck.iter().map(|filled| filled.range.end - filled.range.start).sum::<u64>();
+            paged.mapped_bytes[kind_of(request.pool) as usize] -= bytes;
+        }
+        let last = held.window.iter().filter_map(|&id| self.let_go(request, id, &usable, &stuck)).last();
+        self.account_for_granules();
+        last.filter(|_| done.error.is_none())
+    }
+
+    /// Accounts for what the driver did with donors, with `spares` granules of spare frames and with `create` granules to be created for
+    /// `pool`.
+    pub(crate) fn settle_work(&mut self, donors: &[Donor], (spares, create): (u64, u64), pool: u16, done: &Done) {
+        self.settle_donors(donors, done);
+        let Some(paged) = self.paged.as_mut() else { return };
+        let (kind, granule) = (kind_of(pool), paged.granule);
+        paged.in_hands -= spares;
+        paged.spares.extend(done.spares.iter());
+        for filled in &done.filled {
+            paged.put_all(filled.range.start, &filled.frames);
+            paged.mapped_bytes[kind as usize] += filled.range.end - filled.range.start;
+        }
+        self.growing.end(create * granule);
+        if done.created {
+            self.counters().num_device_alloc.add(1);
+        }
+        if done.unmapped > 0 {
+            let moved = donors[..done.unmapped].iter().map(|donor| donor.bytes).sum::<u64>();
+            self.counters().remaps.add(1);
+            self.counters().granules_moved.add(moved / granule);
+        }
+    }
+
+    fn settle_donors(&mut self, donors: &[Donor], done: &Done) {
+        let mut still_mapped = done.still_mapped.iter();
+        for (at, donor) in donors.iter().enumerate() {
+            let heap = &mut self.arena(donor.arena).heap;
+            let pool = heap.blocks[donor.block].pool;
+            if at < done.unmapped {
+                heap.unhold_as_hole(donor.block);
+                self.note_mapping(Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+                if let Some(paged) = &mut self.paged {
+                    paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
+                    paged.leave(&(donor.addr..donor.addr + donor.bytes));
+                }
+            } else {
+                heap.unhold_as_free(donor.block);
+                let frames = still_mapped.next();
+                if let (Some(paged), Some(frames)) = (&mut self.paged, frames) {
+                    paged.put_all(donor.addr, frames);
+                }
+            }
+        }
+    }
+
+    /// Releases a piece of the window to the heap. Returns the free block that it is in now, if it is in one.
+    fn let_go(&mut self, request: &Request, id: BlockId, usable: &[&Filled], stuck: &[&Filled]) -> Option<BlockId> {
+        let heap = &mut self.arena(request.slot).heap;
+        let block = heap.blocks[id];
+        if block.state == State::Held {
+            return Some(heap.unhold_as_free(id));
+        }
+        let range = block.range();
+        // Mapped without access, and not unmapped again: nobody gets these addresses before they are unmapped.
+        let frames = stuck.iter().map(|filled| filled.range.clone());
+        let frames: Vec<Range<u64>> = frames.filter(|frame| range.contains(&frame.start)).collect();
+        if !frames.is_empty() {
+            if let Some(paged) = &mut self.paged {
+                paged.stuck.push(Stuck { arena: request.slot, block: id, frames });
+            }
+            return None;
+        }
+        if !usable.iter().any(|filled| filled.range.contains(&block.addr)) {
+            self.arena(request.slot).heap.unhold_as_hole(id);
+            return None;
+        }
+        let free = self.arena(request.slot).heap.unhold_as_free(id);
+        self.note_mapping(Action::SegmentMap, request.pool, request.slot, block.addr, block.size);
+        Some(free)
+    }
+
+    pub(crate) fn note_mapping(&self, action: Action, pool: u16, slot: u32, addr: u64, bytes: u64) {
+        let pool = self.pools.history_id(pool);
+        let subject = Subject { addr, size: bytes, slot, tag: Tag::default(), pool };
+        self.shell.history.lock().note(action, subject);
+    }
+
+    /// Makes `reserved` the sum of granules and segments (P3). Losses are counted before gains, so that memory which moved between pools
+    /// raises no peak.
+    pub(crate) fn account_for_granules(&mut self) {
+        let Some(paged) = &mut self.paged else { return };
+        let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.spare_bytes()];
+        let before = std::mem::replace(&mut paged.accounted, now);
+        let counters = &self.shell.counters;
+        let kinds = [PoolKind::Small, PoolKind::Large];
+        for (kind, (before, now)) in kinds.into_iter().zip(before.into_iter().zip(now)) {
+            counters.reserved_bytes.sub(kind, before.saturating_sub(now));
+        }
+        for (kind, (before, now)) in kinds.into_iter().zip(before.into_iter().zip(now)) {
+            counters.reserved_bytes.add(kind, now.saturating_sub(before));
+        }
+        let (before, now): (u64, u64) = (before.iter().sum(), now.iter().sum());
+        self.reserved = self.reserved + now - before;
+    }
+}
