@@ -10,7 +10,7 @@ use std::ops::Range;
 use aquifer_device::{Device, DeviceError, DevicePtr, PhysicalOptions};
 
 use crate::backing::paged::frames::{Frame, LooseFrames};
-use crate::backing::paged::layout::Layout;
+use crate::backing::paged::layout::{Largest, Layout};
 
 use crate::recovery::hooks::Hooks;
 
@@ -26,8 +26,8 @@ pub(crate) struct Work {
     pub(crate) access: Vec<u32>,
     /// Granules to create.
     pub(crate) create: u64,
-    /// Granules of the largest frame that may be made.
-    pub(crate) largest: u32,
+    /// How large frames may be.
+    pub(crate) largest: Largest,
     /// Mapped ranges to unmap, and the frames that are mapped there.
     pub(crate) unmap: Vec<(Range<u64>, Vec<Frame>)>,
     /// Spare frames to map.

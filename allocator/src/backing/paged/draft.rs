@@ -22,6 +22,8 @@ const AHEAD_MAX: u64 = 128 << 20;
 const UNDO_SHARE: u64 = 128;
 /// As [`UNDO_SHARE`], if the program recurs and memory would move at a point where it moved before (`recurrence.rs`).
 const RECUR_SHARE: u64 = 64;
+/// As [`RECUR_SHARE`], if the program has done nothing new for long. It would move memory in each repetition for ever.
+const REPEAT_SHARE: u64 = 32;
 
 /// A program is *unsettled* if it makes memory move for more than one allocation in [`UNSETTLED_SPACING`], plus [`UNSETTLED_ADVANCE`] at
 /// the start. It may reserve more than the peak in use by that peak divided by [`UNSETTLED_SHARE`].
@@ -113,8 +115,9 @@ impl Whole {
         let often = self.counters().remaps.read().current > UNSETTLED_ADVANCE + self.searches() / UNSETTLED_SPACING;
         let grown = self.reserved + self.growing.now() + granules * paged.granule;
         let within = |share| grown <= paged.in_use_peak + paged.in_use_peak / share;
+        let recur_share = if paged.recurrence.repeats() { REPEAT_SHARE } else { RECUR_SHARE };
         (undoes || settled) && within(UNDO_SHARE)
-            || settled && paged.recurrence.recurs_at(point) && within(RECUR_SHARE)
+            || settled && paged.recurrence.recurs_at(point) && within(recur_share)
             || often && within(UNSETTLED_SHARE)
     }
 

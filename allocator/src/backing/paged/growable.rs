@@ -19,6 +19,7 @@ use crate::backing::paged::apart::{POOL, Retired};
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::granules::Purpose;
 use crate::backing::paged::grow::ROUNDS;
+use crate::backing::paged::layout::Largest;
 use crate::backing::paged::{MemoryApart, Owned};
 use crate::buffer::DeviceBuffer;
 use crate::buffer::storage::{Memory, Storage};
@@ -172,8 +173,8 @@ impl Allocator {
             });
         }
         let donors = whole.hold_all(donors.into_joined());
-        // It can shrink by a granule.
-        let work = whole.work(&donors, (spares, buy), fill, 1);
+        // It can shrink by a granule, so it keeps no larger frames either.
+        let work = whole.work(&donors, (spares, buy), fill, Largest::GRANULE);
         let spares = work.spares.granules();
         drop(whole);
         let done = carry_out(self.device(), self.hooks(), work);

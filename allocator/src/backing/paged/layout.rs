@@ -7,8 +7,34 @@
 
 use super::frames::{LooseFrames, sizes};
 
-/// A frame that is moved is kept as it is unless it is more than so many times as large as new ones may be: breaking it costs calls, too.
+/// A frame that is moved to a heap's region is kept as it is unless it is more than so many times as large as new ones may be: breaking it
+/// costs calls, too.
 const KEPT: u32 = 2;
+
+/// Granules of the largest frames of a remap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Largest {
+    /// Of those that are made.
+    made: u32,
+    /// Of those that are mapped as they are.
+    kept: u32,
+}
+
+impl Largest {
+    /// Every frame is one granule: for memory that is given back granule by granule.
+    pub(crate) const GRANULE: Largest = Largest { made: 1, kept: 1 };
+
+    /// For a heap's region, where new frames are at most so large.
+    pub(crate) fn in_region(made: u32) -> Largest {
+        Largest { made, kept: made.saturating_mul(KEPT) }
+    }
+}
+
+impl Default for Largest {
+    fn default() -> Largest {
+        Largest::GRANULE
+    }
+}
 
 /// Sizes, in granules, of the frames that take part in a remap.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -27,12 +53,13 @@ pub(super) struct Layout {
 
 impl Layout {
     /// Fills ranges, given by their lengths in granules, with frames that there are and with `create` granules from the device. Together
-    /// they suffice. No frame that is created is larger than `largest`, and none that is mapped larger than [`KEPT`] times that.
-    pub(super) fn new(there: &LooseFrames, lengths: &[u64], create: u64, largest: u32) -> Layout {
+    /// they suffice. No frame is larger than `largest` allows.
+    pub(super) fn new(there: &LooseFrames, lengths: &[u64], create: u64, largest: Largest) -> Layout {
+        let Largest { made, kept } = largest;
         let mut layout = Layout { ranges: vec![Vec::new(); lengths.len()], ..Layout::default() };
         let mut left = lengths.to_vec();
         let mut unused: Vec<(u32, usize)> = there.counts().collect();
-        for (size, count) in unused.iter_mut().rev().filter(|(size, _)| *size <= largest.saturating_mul(KEPT)) {
+        for (size, count) in unused.iter_mut().rev().filter(|(size, _)| *size <= kept) {
             for (left, frames) in left.iter_mut().zip(&mut layout.ranges) {
                 while *count > 0 && *left >= u64::from(*size) {
                     frames.push(*size);
@@ -43,8 +70,8 @@ impl Layout {
         }
         let mut new: Vec<u32> = Vec::new();
         for (left, frames) in left.iter().zip(&mut layout.ranges) {
-            frames.extend(sizes(*left, largest));
-            new.extend(sizes(*left, largest));
+            frames.extend(sizes(*left, made));
+            new.extend(sizes(*left, made));
         }
         new.sort_unstable_by(|one, other| other.cmp(one));
         let mut from_device = create;
@@ -66,7 +93,7 @@ impl Layout {
             layout.broken.push(size);
         }
         let surplus = total(&layout.broken).saturating_sub(lacking);
-        layout.surplus = sizes(surplus, largest).collect();
+        layout.surplus = sizes(surplus, made).collect();
         layout
     }
 }
@@ -92,23 +119,29 @@ mod tests {
 
     #[test]
     fn large_frames_come_first_and_new_ones_fill_up() {
-        let layout = Layout::new(&there(&[8, 2]), &[11, 4], 5, 32);
+        let layout = Layout::new(&there(&[8, 2]), &[11, 4], 5, Largest::in_region(32));
         assert_eq!(layout.ranges, [vec![8, 2, 1], vec![4]]);
         assert_eq!((layout.first, layout.broken, layout.then), (vec![4, 1], vec![], vec![]));
     }
 
     #[test]
     fn a_frame_that_fits_nowhere_is_broken() {
-        let layout = Layout::new(&there(&[8]), &[3], 0, 32);
+        let layout = Layout::new(&there(&[8]), &[3], 0, Largest::in_region(32));
         assert_eq!(layout.ranges, [vec![2, 1]]);
         assert_eq!((layout.broken, layout.then, layout.surplus), (vec![8], vec![2, 1], vec![4, 1]));
     }
 
     #[test]
     fn frames_that_became_too_large_are_broken() {
-        let layout = Layout::new(&there(&[8]), &[8], 0, 2);
+        let layout = Layout::new(&there(&[8]), &[8], 0, Largest::in_region(2));
         assert_eq!((layout.broken, layout.then), (vec![8], vec![2, 2, 2, 2]));
-        assert_eq!(Layout::new(&there(&[8]), &[8], 0, 4).ranges, [vec![8]], "not by much");
+        assert_eq!(Layout::new(&there(&[8]), &[8], 0, Largest::in_region(4)).ranges, [vec![8]], "not by much");
+        let layout = Layout::new(&there(&[2, 1]), &[3], 0, Largest::GRANULE);
+        assert_eq!(
+            (layout.ranges, layout.broken),
+            (vec![vec![1, 1, 1]], vec![2]),
+            "by no means where every granule is on its own"
+        );
     }
 
     proptest! {
@@ -118,6 +151,7 @@ mod tests {
             lengths in prop::collection::vec(1..90_u64, 0..6),
             more in 0..20_u64,
             largest in 0..6_u32,
+            by_granule in any::<bool>(),
         ) {
             let sizes: Vec<u32> = powers.iter().map(|power| 1 << power).collect();
             let (there, largest) = (there(&sizes), 1 << largest);
@@ -125,10 +159,11 @@ mod tests {
             // As plans are: either frames suffice, with some to spare, or the device gives what they lack.
             let create = if more < 10 { fill.saturating_sub(there.granules()) } else { 0 };
             prop_assume!(there.granules() + create >= fill);
-            let layout = Layout::new(&there, &lengths, create, largest);
+            let bounds = if by_granule { Largest::GRANULE } else { Largest::in_region(largest) };
+            let layout = Layout::new(&there, &lengths, create, bounds);
             for (frames, &length) in layout.ranges.iter().zip(&lengths) {
                 prop_assert_eq!(total(frames), length);
-                prop_assert!(frames.iter().all(|&size| size <= largest * KEPT));
+                prop_assert!(frames.iter().all(|&size| size <= bounds.kept));
             }
             prop_assert!(total(&layout.first) <= create);
             let spent = total(&layout.first) + total(&layout.then) + total(&layout.surplus);

@@ -9,6 +9,8 @@ use crate::backing::headroom::Refusal;
 use crate::backing::paged::carry_out::Work;
 use crate::backing::paged::donors::{Donor, Donors};
 use crate::backing::paged::draft::Draft;
+use crate::backing::paged::layout::Largest;
+use crate::backing::paged::recurrence::Point;
 use crate::backing::paged::window::Window;
 use crate::heap::{BlockId, Holding, State, kind_of};
 use crate::shell::core::Request;
@@ -44,6 +46,8 @@ pub(crate) struct Held {
     pub(super) create: u64,
     /// Number of granules of spare frames that take part.
     pub(super) spares: u64,
+    /// The point of the program, if frames move or are bought.
+    pub(super) point: Option<Point>,
 }
 
 /// The result of planning.
@@ -70,47 +74,48 @@ impl Whole {
         let more = draft.buy > 0 && terms.ahead && !draft.bought_though_movable;
         let bought_ahead = if more { self.bought_ahead(&draft, request.pool, buyable) } else { 0 };
         let Draft { window, point, donors, spares, buy, ahead, bought_though_movable, .. } = draft;
-        if buy > 0 || !donors.chosen.is_empty() {
-            let settled = self.peak_has_settled();
-            self.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(point, settled));
-        }
+        let point = (buy > 0 || !donors.chosen.is_empty()).then_some(point);
         let create = buy + bought_ahead;
-        let largest = self.largest_frame(request, &donors, (buy, create), bought_though_movable);
+        let largest = self.largest_in_region(request, &donors, (buy, create), bought_though_movable);
         let (held, fill, changed) = self.hold_window(request.slot, &window, (ahead + bought_ahead) * granule);
         let donors = self.hold_donors(request.slot, donors.into_joined(), &changed, window.end);
         let work = self.work(&donors, (spares, create), fill, largest);
         let spares = work.spares.granules();
-        Planned::Ready(Plan { work, held: Held { window: held, donors, create, spares }, buys_ahead: bought_ahead > 0 })
+        Planned::Ready(Plan {
+            work,
+            held: Held { window: held, donors, create, spares, point },
+            buys_ahead: bought_ahead > 0,
+        })
     }
 
-    /// Granules of the largest frame that a plan makes. The plan needs `buy` granules from the device, and takes `create`.
-    fn largest_frame(
+    /// The largest frames of a plan. It needs `buy` granules from the device, and takes `create`.
+    fn largest_in_region(
         &mut self,
         request: &Request,
         donors: &Donors,
         (buy, create): (u64, u64),
         bought_though_movable: bool,
-    ) -> u32 {
+    ) -> Largest {
         let reserved = self.reserved;
         let stranded = (buy > 0 && !bought_though_movable).then(|| self.stranded(self.may_donate()));
-        let Some(paged) = self.paged.as_mut() else { return 1 };
+        let Some(paged) = self.paged.as_mut() else { return Largest::GRANULE };
         let granules = |bytes: u64| bytes / paged.granule;
         if let Some(stranded) = stranded {
             paged.frame_size.note(&stranded, granules(reserved) + buy, granules(paged.in_use_peak));
         }
         let pool = granules(paged.mapped_bytes[kind_of(request.pool) as usize]) + create;
         let moves = buy == 0 || bought_though_movable || donors.move_ever();
-        paged.frame_size.largest(pool, request.size.div_ceil(paged.granule), moves)
+        Largest::in_region(paged.frame_size.largest(pool, request.size.div_ceil(paged.granule), moves))
     }
 
     /// The driver's work: unmap the held `donors`, and map their frames, `spares` granules of spare ones and `create` new granules at the
-    /// ranges `fill`. No frame of more than `largest` granules is mapped.
+    /// ranges `fill`, in frames that are no larger than `largest` allows.
     pub(crate) fn work(
         &mut self,
         donors: &[Donor],
         (spares, create): (u64, u64),
         fill: Vec<Range<u64>>,
-        largest: u32,
+        largest: Largest,
     ) -> Work {
         let Some(paged) = self.paged.as_mut() else { return Work::default() };
         let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;

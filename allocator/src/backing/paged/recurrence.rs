@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 /// Number of points that are remembered: enough for some iterations of a large program.
 const KEPT: usize = 512;
 
-/// A program recurs if at least one in so many of its latest points was known. In the first repetition of a program, memory still moves
+/// A program recurs if at least one in so many of its latest points, the present one included, was known. In the first repetition of a program, memory still moves
 /// at some points for the first time.
 const ONE_IN: u32 = 3;
 
@@ -37,6 +37,11 @@ impl Recurrence {
     /// True if memory moved at this point before, and if points recur often.
     pub(crate) fn recurs_at(&self, point: Point) -> bool {
         self.is_known(point) && (self.known.count_ones() + 1) * ONE_IN > self.latest
+    }
+
+    /// True if all of the latest points were known: the program does nothing new.
+    pub(crate) fn repeats(&self) -> bool {
+        self.known == u32::MAX
     }
 
     /// Notes that memory moves at a point. The program is `settled` if it does not grow any more: only then are points expected to recur.
@@ -90,6 +95,10 @@ mod tests {
         (3..40).for_each(|in_use| recurrence.note(point(in_use), true));
         assert!(!recurrence.recurs_at(point(0)), "one of 33");
         (0..10).for_each(|in_use| recurrence.note(point(in_use), true));
-        assert!(recurrence.recurs_at(point(0)), "11 of 33: the program repeats itself now");
+        assert!(recurrence.recurs_at(point(0)) && !recurrence.repeats(), "11 of 33");
+        (0..32).for_each(|in_use| recurrence.note(point(in_use), true));
+        assert!(recurrence.recurs_at(point(0)) && recurrence.repeats());
+        recurrence.note(point(40), true);
+        assert!(recurrence.recurs_at(point(0)) && !recurrence.repeats());
     }
 }

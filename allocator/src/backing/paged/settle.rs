@@ -17,6 +17,11 @@ impl Whole {
     /// Accounts for what the driver did, and releases the held memory to the heap. Returns the free block that the window became, if all
     /// went well.
     pub(crate) fn settle_plan(&mut self, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
+        // Noted only now, so that a request that is refused and planned again is not taken for one that recurs.
+        if let (Some(point), None) = (held.point, &done.error) {
+            let settled = self.peak_has_settled();
+            self.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(point, settled));
+        }
         self.settle_work(&held.donors, (held.spares, held.create), request.pool, done);
         let (usable, stuck) = done.filled.iter().partition::<Vec<&Filled>, _>(|filled| filled.usable);
         // Memory that is mapped without access is of no use to a pool.

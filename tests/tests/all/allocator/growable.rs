@@ -8,7 +8,7 @@ use aquifer_allocator::{AllocError, Allocator, Config, Growable, TagScope};
 use aquifer_device::sim::Fault;
 use aquifer_device::{Code, Device, DevicePtr, HandleKind, Operation, Stream};
 use aquifer_tests::check::readers;
-use aquifer_tests::{MIB, Subject};
+use aquifer_tests::{Bench, MIB, Subject};
 use proptest::prelude::*;
 
 const CAPACITY: u64 = 128 * MIB;
@@ -323,4 +323,29 @@ fn measures_of_fragmentation_count_it() {
     assert_eq!((found.free_bytes, found.releasable_bytes, found.releasable_segments), (30 * MIB, 30 * MIB, 0));
     drop((cache, shared));
     setup.assert_returned();
+}
+
+/// A full cache of frames of several granules, from which a growable takes its memory, is grown and shrunk by one granule at a time.
+fn shrinks_by_granules(options: &str, capacity: u64) {
+    let bench = Bench::new(capacity, options);
+    drop((0..capacity / (8 * MIB)).map(|_| bench.allocator.alloc(8 * MIB, &bench.stream).unwrap()).collect::<Vec<_>>());
+    bench.stream.tick().synchronize().unwrap();
+    let most = capacity / (4 * MIB);
+    let mut cache = bench.allocator.growable(capacity, &bench.stream).unwrap();
+    cache.grow_to(2 * most * MIB, &bench.stream).unwrap();
+    for left in (0..most).rev() {
+        cache.shrink_to(2 * left * MIB, &bench.stream).unwrap();
+        bench.stream.tick().synchronize().unwrap();
+        bench.allocator.empty_cache().unwrap();
+        assert_eq!(bench.allocator.reserved_bytes(), 2 * left * MIB, "{options}");
+    }
+    cache.grow_to(6 * MIB, &bench.stream).unwrap();
+    drop(cache);
+    bench.assert_returned();
+}
+
+#[test]
+fn a_growable_takes_larger_frames_apart() {
+    shrinks_by_granules("backing:paged,frame_mb:4", 64 * MIB);
+    shrinks_by_granules("backing:paged", 1024 * MIB);
 }
