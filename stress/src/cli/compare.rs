@@ -28,7 +28,7 @@ pub struct CompareArgs {
 
 const COMPARE_KEYS: &str = "\
 Options without --config: backing:segments,cross_stream:off (PyTorch's behaviour), backing:segments,
-and backing:paged where this version has it.
+and backing:paged.
 
 JSON keys, per program and config (\"row\": \"trace\"):
   trace, config             the program, and the options; \"pytorch ...\" with --pytorch

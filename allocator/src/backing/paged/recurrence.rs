@@ -10,8 +10,8 @@ use std::collections::VecDeque;
 /// Number of points that are remembered: enough for some iterations of a large program.
 const KEPT: usize = 512;
 
-/// A program recurs if at least one in so many of its latest points, the present one included, was known. In the first repetition of a program, memory still moves
-/// at some points for the first time.
+/// A program recurs if at least one in so many of its latest points, the present one included, was known. In the first repetition of a
+/// program, memory still moves at some points for the first time.
 const ONE_IN: u32 = 3;
 
 /// The points of a program at which memory had to move lately.
