@@ -56,4 +56,5 @@ and per config, at the end (\"row\": \"mean\"):
 Figures are null where they are not known; means and totals are null unless known for every program
 that finished.
 Figures from --pytorch are taken from the file, so its times are those of the machine that made it.
-The device is simulated, even where there is a GPU; --device may name another simulated device.";
+The device is simulated, even where there is a GPU, unless --device names the GPU: then limits of
+several sizes are used.";
