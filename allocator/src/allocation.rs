@@ -1,4 +1,4 @@
-//! The owning handle of a live block.
+//! The owning handle of a live block. Dropping it makes no driver call and waits for nothing (invariant A3).
 
 use std::fmt;
 use std::ops::Range;

@@ -46,7 +46,7 @@ pub enum DeviceSpec {
 pub enum OpenError {
     /// The text names no kind of device.
     #[error(
-        "unknown device {text:?}; known are cuda, cuda:N, sim, sim:SIZE (such as sim:80GiB), sim:PRESET (such as sim:h100) and cpu"
+        "unknown device {text:?}; known are cuda, cuda:N, sim, sim:SIZE (such as sim:80GiB) and sim:PRESET (such as sim:h100)"
     )]
     UnknownDevice {
         /// The text.
@@ -141,6 +141,7 @@ impl FromStr for DeviceSpec {
             ("cuda", Some(ordinal)) if ordinal.bytes().all(|byte| byte.is_ascii_digit()) => {
                 ordinal.parse().map(DeviceSpec::Cuda).map_err(|_| unknown())
             }
+            ("sim", Some("")) => Err(unknown()),
             ("sim", rest) => SimConfig::parse(rest.unwrap_or(""))
                 .map(|config| DeviceSpec::Sim(Box::new(config)))
                 .map_err(|mut cause| {

@@ -1,8 +1,8 @@
 //! A kernel's declaration, the single source of everything that is known about it.
 //!
 //! The name and the parameters are those of its device code. From arguments alone a declaration gives the ranges that are read and
-//! written, the launch shape, and the cost; and it computes the same as the device code, on
-//! [`KernelMemory`]. So a driver that is given a name and arguments knows as much as the program that launched.
+//! written, the launch shape, and the cost (invariant K1); and it computes the same as the device code, on
+//! [`KernelMemory`] (invariant K2). So a driver that is given a name and arguments knows as much as the program that launched.
 
 use std::fmt;
 use std::sync::Arc;

@@ -35,13 +35,30 @@ Examples:
   aquifer-stress transfer --device sim:h100 --max-mb 16
   aquifer-stress soak --minutes 5 --threads 4";
 
+const SIMULATED: &str = "\
+Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
+  size=SIZE             memory that it has, from 1 MiB to 64 TiB
+  other=SIZE            memory that other programs hold
+  seed=N                of the order in which its work runs, and of how long that takes
+  jitter=off            how long work takes does not vary
+  link=GB/S             bandwidth to the host
+  vmm=off               memory cannot be mapped
+  export=off            memory cannot be exported
+  fault=CALL#N:CODE     the Nth such call fails: cuMemAlloc#3:out_of_memory; CALL may be any
+  fault_rate=[CALL:]RATE[:CODE]
+                        that share of calls fails: cuMemMap:0.01
+  oom_at=SIZE           no more memory than that can be had
+  lost_at=N             the device is lost at the Nth call
+  spike=RATE:DURATION   that share of calls takes so long: 0.001:5ms
+  faults=FILE           a file with a fault a line, written as above";
+
 /// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments memory, runs out of it,
 /// and measures the allocator.
 ///
 /// Without a command it runs the demonstration. Results go to standard output, as tables or, with --json, as one JSON object per line.
 /// Everything else goes to standard error.
 #[derive(Debug, Parser)]
-#[command(name = "aquifer-stress", version, max_term_width = 100, after_long_help = format!("{EXAMPLES}\n\n{CODES}"))]
+#[command(name = "aquifer-stress", version, max_term_width = 100, after_long_help = format!("{EXAMPLES}\n\n{SIMULATED}\n\n{CODES}"))]
 pub struct Cli {
     /// What holds for every command.
     #[command(flatten)]
@@ -61,10 +78,7 @@ pub struct Global {
     /// one, else sim:80GiB. The commands fit, compare and demo need devices of several sizes, so their default is always sim:80GiB; on a
     /// GPU, fit and compare use limits of several sizes. The choice is reported.
     ///
-    /// Settings of simulated devices: size=SIZE; seed=N; jitter=off, durations do not vary; vmm=off, memory cannot be
-    /// mapped; export=off, nor exported; link=GB/S, to the host; other=SIZE, held by other programs; fault=CALL#N:CODE, the Nth such
-    /// call fails; fault_rate=CALL:RATE:CODE, a share of them does (of all calls without CALL:); oom_at=SIZE, no more memory than that;
-    /// lost_at=N, the device is lost at the Nth call; spike=RATE:DURATION, some calls take long; faults=FILE, a fault a line.
+    /// `aquifer-stress --help` lists the settings of simulated devices.
     #[arg(long, global = true, value_name = "SPEC")]
     pub device: Option<DeviceArg>,
 

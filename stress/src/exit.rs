@@ -17,8 +17,8 @@ Exit codes (if several apply, the last one in this list):
   0  success
   3  out of memory: a request of a replayed program was refused, or no device is large enough
   4  an input file cannot be read or is damaged; the other files were processed all the same
-  1  a failure at run time: a device that cannot be opened, a driver that fails, output that cannot be written, memory
-     that `oom` or `soak` found damaged or could not get back
+  1  a failure at run time: a device that cannot be opened, a driver that fails, output that cannot
+     be written, memory that `oom` or `soak` found damaged or could not get back
   2  incorrect usage: an unknown command or option, or an invalid device or option string
   5  hazards: the simulated device's race detector found unordered work";
 

@@ -33,7 +33,7 @@ pub mod yardstick;
 
 use std::io::Write;
 
-use cli::{Cli, Command, DemoArgs};
+use cli::{Cli, Command, DemoArgs, FragmentationArgs, OomArgs};
 use exit::{Failure, Outcome};
 use session::Session;
 
@@ -67,6 +67,9 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         None | Some(Command::Demo(_)) => Session::resizable(&cli.global, "demo"),
         Some(Command::Fit(_)) => Session::resizable(&cli.global, "fit"),
         Some(Command::Compare(_)) => Session::resizable(&cli.global, "compare"),
+        Some(
+            Command::Oom(OomArgs { list: true, .. }) | Command::Fragmentation(FragmentationArgs { list: true, .. }),
+        ) => Session::without_device(&cli.global),
         Some(_) => Session::new(&cli.global),
     }?;
     match &cli.command {

@@ -82,14 +82,28 @@ impl Session {
         }
     }
 
-    fn on(global: &Global, mut device: DeviceArg, reason: Option<&str>) -> Result<Session, Failure> {
+    /// The same for a command that uses no device: none is opened, and none is told of.
+    ///
+    /// # Errors
+    /// When the name of the usual device is not understood, which is not so.
+    pub fn without_device(global: &Global) -> Result<Session, Failure> {
+        Ok(Session::of(global, SIMULATED.parse()?))
+    }
+
+    fn on(global: &Global, device: DeviceArg, reason: Option<&str>) -> Result<Session, Failure> {
+        let session = Session::of(global, device);
+        session.announce(reason)?;
+        Ok(session)
+    }
+
+    fn of(global: &Global, mut device: DeviceArg) -> Session {
         if let DeviceSpec::Sim(sim) = &mut device.spec
             && !device.text.contains("seed=")
         {
             sim.seed = global.seed;
         }
         let configs = if global.configs.is_empty() { vec![ConfigArg::default()] } else { global.configs.clone() };
-        let session = Session {
+        Session {
             device,
             configs,
             configs_given: !global.configs.is_empty(),
@@ -97,9 +111,7 @@ impl Session {
             json: global.json,
             told: Told::default(),
             output: Mutex::default(),
-        };
-        session.announce(reason)?;
-        Ok(session)
+        }
     }
 
     fn announce(&self, reason: Option<&str>) -> Result<(), Failure> {
@@ -241,7 +253,7 @@ impl Session {
         &self.configs
     }
 
-    /// The options that the user gave; if none, those of `usual` that this version knows.
+    /// The options that the user gave; if none, `usual`.
     pub fn configs_or(&self, usual: &[&str]) -> Vec<ConfigArg> {
         if self.configs_given {
             return self.configs.clone();

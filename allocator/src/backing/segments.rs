@@ -4,8 +4,8 @@
 //!
 //! Release takes whole free regions out of the heap under the lock, so that nobody allocates from them, and calls the driver without it. It
 //! puts back what could not be freed, as available to each stream as it was. From when it is taken out, a segment is not counted as
-//! reserved, because another thread may get its memory, and count it, before this one has the lock again. The limit counts it until the
-//! driver has taken it back (`leaving`).
+//! reserved (invariant A2), because another thread may get its memory, and count it, before this one has the lock again. The limit counts
+//! it until the driver has taken it back (`leaving`).
 
 use aquifer_device::{DevicePtr, ErrorKind};
 

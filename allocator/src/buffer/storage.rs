@@ -1,7 +1,7 @@
 //! Storage: the part of a buffer that its handles share, which is device memory and the ticks of the work that uses it.
 //!
 //! Invariants:
-//! * work that writes comes after all work noted before it; work that reads comes after the last work that writes;
+//! * work that writes comes after all work noted before it; work that reads comes after the last work that writes (A8);
 //! * the first tick of the memory is that of its stream when the memory was handed out, so earlier uses of the memory come before it. If
 //!   the memory grows, the same holds for each part that it gains;
 //! * while memory is claimed ([`crate::Claim`]), nobody else uses it in a way that conflicts;

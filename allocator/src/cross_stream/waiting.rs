@@ -1,7 +1,7 @@
 //! Blocks that were given back while other streams may still use them (`record_stream`): PyTorch's `active_pending_free`.
 //!
 //! A waiting block carries one tick for each stream that used it, taken when the block was freed. The block becomes free once all these
-//! ticks are done or, where blocks may cross streams at all, once its owner's later work is ordered after them.
+//! ticks are done or, where blocks may cross streams at all, once its owner's later work is ordered after them (invariant A1).
 //!
 //! While blocks wait, allocations ask how far the streams got, with at most one driver query for each stream. As long as no stream gets
 //! further, fewer allocations ask: down to one in four, besides those that find no memory otherwise. The list of blocks is searched only

@@ -16,7 +16,8 @@
 //! 10. wait until other threads have finished moving memory, search, and grow;
 //! 11. report that memory has run out.
 //!
-//! No lock is held between rungs, and none across a driver call, a wait, a reclaimer or an observer.
+//! A rung that fails leaves everything as usable as before (invariant A5). No lock is held between rungs, and none across a driver
+//! call, a wait, a reclaimer or an observer.
 
 use crate::allocator::Allocator;
 use crate::backing::headroom::Refusal;

@@ -2,7 +2,8 @@
 //!
 //! Work that is about to be enqueued has no tick yet, so waiting for the device does not wait for it. So an allocator that is to
 //! sleep first becomes *drowsy*: nothing new may keep it awake, and it waits for what already does. Threads that keep it awake may go on
-//! meanwhile, also with further turns, because they could not come to an end otherwise; and so may work for which memory was claimed.
+//! meanwhile, also with further turns, because they could not come to an end otherwise; and so may work for which memory was claimed
+//! (invariant A9).
 //!
 //! A newcomer counts itself before it checks whether the allocator is drowsy; a thread that puts the allocator to sleep makes it drowsy
 //! before it reads the count. Both accesses are sequentially consistent, so at least one of the two sees the other.

@@ -5,7 +5,7 @@
 //! [`crate::Allocation`] refers to its arena by a plain `&'static Arena`. This needs no reference count per allocation and no unsafe
 //! code, and nothing can dangle.
 //!
-//! Invariants:
+//! Invariants (A4 is made of them):
 //! * a shell is recycled only when it is *closed* (no handle of the allocator is left) and no allocation is live, and only once
 //!   in each life: if several threads find it so, the first one empties it, and an empty core is not recycled;
 //! * a thread that takes all locks first applies the frees queued before, in arenas and here;

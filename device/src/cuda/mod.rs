@@ -7,7 +7,7 @@
 //! * **Loading**: `library` finds the driver, `functions` its functions by name, `installation` starts it and asks it for GPUs.
 //!   A function that is missing turns its capability off, or is an error before anything is called.
 //! * **Calling**: `context` makes the context current for the length of a call. `handles` and `ranges` know what is alive, because
-//!   the driver does not check what it is given.
+//!   the driver does not check what it is given; `rows` knows which ranges copies of rows touch. `raw` has handles and sizes, `shapes` structures as the driver takes them.
 //! * **Families of calls**: `memory`, `mappings`, `streams`, `events`, `copies`, `copy_rows`, `batch`, `peers`, `modules`,
 //!   `captures`. `ongoing` knows which captures of the context they must not break.
 //!

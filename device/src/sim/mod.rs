@@ -14,6 +14,17 @@
 //! * **Faults can be injected**: see [`Fault`].
 //! * **The device may lag** behind the host by a number of events: see [`Lagging`].
 //!
+//! Its parts:
+//!
+//! * **What it is like**: `config`, read from text by `parse`, with costs from `preset` and faults from `fault`; `made` knows which devices
+//!   there are.
+//! * **Calls**: `driver` names them and hands them on to `calls` (streams, copies, kernels), `vmm` (memory), `capture`, `copies` (many
+//!   ranges at once), `peer` (two devices), `module`; `refused` is why one is refused. `inspect` looks inside without a call.
+//! * **State**: `machine` holds all of it. `address` and `mappings` are the address space, `memory` and `host` the bytes; `queue`, `event` and
+//!   `handle` streams, events and their handles; `interval` a map of ranges.
+//! * **Time and order**: `engine` runs `work` in virtual time, in an order picked by `rng`; `race` finds what nothing orders, by `clock` and by
+//!   what the host has `known`, and reports a `violation`. `lag` makes the device lag behind.
+//!
 //! Kernels run while a lock is held, so a [`crate::HostKernel`] must not call the driver. The legacy stream's implicit waits
 //! apply to work, records and waits; synchronising with it on the host covers only what was enqueued on it. Stream
 //! priorities are accepted and have no effect.

@@ -35,7 +35,11 @@ type Result<T> = std::result::Result<T, SimConfigError>;
 
 const KEYS: &str =
     "one of the keys size, seed, jitter, vmm, export, link, other, fault, fault_rate, oom_at, lost_at, spike, faults";
-const SIZE: &str = "a size from 1 byte to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
+const SIZE: &str = "a size up to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
+const CAPACITY: &str = "a size from 1 MiB to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
+
+/// The least memory that a text gives a device: with less there would be nothing to do, and who writes 24 means 24 GiB.
+const CAPACITY_BYTES_MIN: u64 = 1 << 20;
 
 /// A piece of the text and where it starts.
 #[derive(Clone, Copy, Debug)]
@@ -69,7 +73,7 @@ impl<'a> Part<'a> {
         Some((Part { text: left, offset: self.offset }.trim(), Part { text: right, offset }.trim()))
     }
 
-    fn size(self, least: u64) -> Result<u64> {
+    fn size(self) -> Result<u64> {
         let digits = self.text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
         let unit: u64 = match self.text[digits.len()..].to_ascii_lowercase().as_str() {
             "" | "b" => 1,
@@ -84,9 +88,13 @@ impl<'a> Part<'a> {
             _ => return self.refuse(SIZE),
         };
         let bytes = digits.trim_end().parse::<u64>().ok().and_then(|count| count.checked_mul(unit));
-        match bytes.filter(|bytes| (least..=CAPACITY_BYTES_MAX).contains(bytes)) {
-            Some(bytes) => Ok(bytes),
-            None => self.refuse(SIZE),
+        bytes.filter(|&bytes| bytes <= CAPACITY_BYTES_MAX).map_or_else(|| self.refuse(SIZE), Ok)
+    }
+
+    fn capacity(self) -> Result<u64> {
+        match self.size() {
+            Ok(bytes) if bytes >= CAPACITY_BYTES_MIN => Ok(bytes),
+            _ => self.refuse(CAPACITY),
         }
     }
 
@@ -166,11 +174,11 @@ fn head(config: &mut SimConfig, part: Part<'_>) -> Result<()> {
         *config = SimConfig::preset(preset);
         return Ok(());
     }
-    match part.size(1) {
+    match part.capacity() {
         Ok(bytes) => config.capacity_bytes = bytes,
         Err(_) => {
             let names: Vec<_> = Preset::ALL.iter().map(|preset| preset.name()).collect();
-            return part.refuse(format!("{SIZE}, or one of the presets {}", names.join(", ")));
+            return part.refuse(format!("{CAPACITY}, or one of the presets {}", names.join(", ")));
         }
     }
     Ok(())
@@ -178,13 +186,13 @@ fn head(config: &mut SimConfig, part: Part<'_>) -> Result<()> {
 
 fn setting(config: &mut SimConfig, key: Part<'_>, value: Part<'_>) -> Result<()> {
     match key.text {
-        "size" => config.capacity_bytes = value.size(1)?,
+        "size" => config.capacity_bytes = value.capacity()?,
         "seed" => config.seed = value.number(0)?,
         "jitter" => config.jitter = value.switch()?,
         "vmm" => config.vmm = value.switch()?,
         "export" => config.export = value.switch()?,
         "link" => config.link_gb_s = Some(value.number(1)?),
-        "other" => config.other_process_bytes = value.size(0)?,
+        "other" => config.other_process_bytes = value.size()?,
         "faults" => file(config, value)?,
         _ => match fault(key, value)? {
             Some(fault) => config.faults.push(fault),
@@ -221,7 +229,7 @@ fn fault(key: Part<'_>, value: Part<'_>) -> Result<Option<Fault>> {
                 _ => return value.refuse("[CALL:]RATE[:CODE], such as cuMemAlloc:0.05"),
             }
         }
-        "oom_at" => Fault::OutOfMemoryAt { bytes: value.size(0)? },
+        "oom_at" => Fault::OutOfMemoryAt { bytes: value.size()? },
         "lost_at" => Fault::LostAt { nth: value.number(1)? },
         "spike" => {
             let Some((rate, duration)) = value.split_once(':') else {
@@ -334,6 +342,8 @@ mod tests {
     fn refusals_name_text_and_place() {
         assert_eq!(refused("h1000"), ("h1000".into(), 0));
         assert_eq!(refused("0"), ("0".into(), 0));
+        assert_eq!(refused("24"), ("24".into(), 0));
+        assert_eq!(refused("h100,size=24"), ("24".into(), 10));
         assert_eq!(refused("64TiB, seed=x"), ("x".into(), 12));
         assert_eq!(refused("65TiB"), ("65TiB".into(), 0));
         assert_eq!(refused("99999999999999999999GiB"), ("99999999999999999999GiB".into(), 0));

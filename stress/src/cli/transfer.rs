@@ -73,7 +73,7 @@ JSON keys of every row:
 copies:
   direction, method, bytes  \"upload\", \"download\", \"on device\", \"from peer\" or \"on host\"; method and
                             size of the copy
-  peer, route               the other device, and which way copies from there go; null for the others
+  peer, route               the other device, and which way copies from there go; null for others
   us, gb_per_s              time of a copy, and bandwidth
   of_driver_pinned          its bandwidth as a share of the driver's own copy of page-locked memory;
                             null for that copy itself, and where both ends are on
@@ -92,8 +92,8 @@ overlap:
   together_ms               time of both together
   overlap                   the share of the shorter one that took no extra time
 schedule:
-  direction, bytes          direction and size of the transfer: four times --max-mb, but no more than
-                            256 MiB and no less than four times what the ring holds
+  direction, bytes          direction and size of the transfer: four times --max-mb, but no more
+                            than 256 MiB and no less than four times what the ring holds
   link_gb_s, copy_gb_s, call_us              the modelled link, host and driver
   chunk_bytes, chunks, workers               the ring's sizes, as it tunes itself
   gb_per_s, idle_share, stalls               in the steady state: bandwidth, share of time that the

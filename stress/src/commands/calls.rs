@@ -74,6 +74,7 @@ pub fn run(session: &Session, args: &CallsArgs) -> Result<Outcome, Failure> {
         table.add_row([row.call.to_owned(), bytes, mappings, pool].into_iter().chain(times));
     }
     session.show(table)?;
+    meter.left_out().iter().for_each(|left_out| session.message(format_args!("note: {left_out}")));
     Ok(Outcome::Done)
 }
 
@@ -252,6 +253,22 @@ impl Meter {
         outcome.and(destroyed).and(self.time(Operation::DestroyStream, 0, 0, |driver| driver.destroy_stream(one)))
     }
 
+    /// What was not measured because the device has too little memory for it.
+    fn left_out(&self) -> Vec<String> {
+        let measured = |wanted: &dyn Fn(&Key) -> bool| self.times.iter().any(|(key, _)| wanted(key));
+        let allocated = |bytes| measured(&|key| key.operation == Operation::Alloc && key.bytes == bytes);
+        let created = |bytes| measured(&|key| key.operation == Operation::CreatePhysical && key.bytes >= bytes);
+        let mapped = |count| measured(&|key| key.operation == Operation::Unmap && key.mappings == count);
+        let maps = self.device.info().granularity_bytes.is_some();
+        let allocation = SIZES.into_iter().find(|&bytes| !allocated(bytes)).map(|bytes| ("plain allocations", bytes));
+        let creation = SIZES.into_iter().find(|&bytes| maps && !created(bytes)).map(|bytes| ("physical memory", bytes));
+        let sizes = [allocation, creation].into_iter().flatten();
+        let sizes =
+            sizes.map(|(what, bytes)| format!("the device has no room for {what} of {} and more", Bytes(bytes)));
+        let mapping = MAPPINGS.into_iter().find(|&count| maps && !mapped(count));
+        sizes.chain(mapping.map(|count| format!("the device has no room for {count} mappings and more"))).collect()
+    }
+
     #[expect(clippy::cast_precision_loss, reason = "times for people")]
     fn rows(&self, session: &Session) -> Vec<Row> {
         let row = |(key, times): &(Key, Vec<u64>)| {
@@ -314,6 +331,7 @@ mod tests {
         meter.mappings().unwrap();
         let largest = meter.times.iter().map(|(key, _)| key.mappings).max();
         assert_eq!(largest, Some(8));
+        assert!(meter.left_out().contains(&"the device has no room for 64 mappings and more".to_owned()));
         let free = meter.device.memory_info().unwrap();
         assert_eq!(free.free, free.total);
     }
@@ -328,6 +346,8 @@ mod tests {
         assert_eq!(largest, Some(512 * MIB), "its addresses are reserved, and no memory is there for it");
         let allocated = meter.times.iter().filter(|(key, _)| key.operation == Operation::Alloc).count();
         assert_eq!(allocated, 3);
+        let left_out = ["plain allocations of 512.00 MiB and more", "physical memory of 512.00 MiB and more"];
+        assert_eq!(meter.left_out()[..2], left_out.map(|what| format!("the device has no room for {what}")));
         for (operation, pool) in [
             (Operation::AllocAsync, COLD),
             (Operation::FreeAsync, COLD),

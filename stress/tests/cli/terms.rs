@@ -1,5 +1,7 @@
 //! What all commands have in common: help, wrong use, what is reported, where output goes.
 
+use clap::CommandFactory;
+
 use super::compare::{COMPARE_KEYS, MEAN_KEYS};
 use super::replay::REPLAY_KEYS;
 use super::*;
@@ -99,17 +101,38 @@ fn a_reader_that_leaves_is_no_error() {
 #[test]
 fn help_tells_exit_codes_and_keys() {
     let help = |args: &[&str]| String::from_utf8(stress(args).stdout).unwrap();
-    assert!(help(&["--help"]).contains("Exit codes"));
+    let common = help(&["--help"]);
+    assert!(common.contains("Exit codes"));
     let replay = help(&["replay", "--help"]);
     assert!(REPLAY_KEYS.iter().all(|key| replay.contains(key)) && replay.contains("--lag"));
     let compare = help(&["compare", "--help"]);
     let unknown_setting = errors(&stress(&["--device", "sim:1GiB,unknown=1"]));
     let keys = unknown_setting.split("one of the keys ").nth(1).unwrap().lines().next().unwrap();
     for key in keys.split(", ").map(|key| key.trim_matches(|end: char| !end.is_alphabetic())) {
-        assert!(replay.contains(&format!("{key}=")), "{key} is a setting of simulated devices");
+        assert!(common.contains(&format!("  {key}=")), "{key} is a setting of simulated devices");
     }
     assert!(replay.contains("\"$PYTORCH_ALLOC_CONF\""));
     assert!(COMPARE_KEYS.iter().chain(&MEAN_KEYS).all(|key| compare.contains(key)));
+}
+
+/// Wider lines are broken, and lists read badly then.
+#[test]
+fn lists_in_help_are_no_wider_than_help() {
+    let program = aquifer_stress::cli::Cli::command();
+    for command in std::iter::once(&program).chain(program.get_subcommands()) {
+        let text = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+        let wide: Vec<&str> = text.lines().filter(|line| line.chars().count() > 100).collect();
+        assert!(wide.is_empty(), "{}: {wide:?}", command.get_name());
+    }
+}
+
+#[test]
+fn lists_need_no_device() {
+    for args in [&["oom", "--list"][..], &["fragmentation", "--list"]] {
+        let output = stress(&[args, &["--device", "cuda:99"]].concat());
+        assert_eq!(output.status.code(), Some(0), "{}", errors(&output));
+        assert!(!output.stdout.is_empty() && output.stderr.is_empty(), "{}", errors(&output));
+    }
 }
 
 /// Each command tells why memory comes in segments, once, and in no colours.

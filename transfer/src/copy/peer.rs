@@ -1,4 +1,5 @@
-//! Copies between devices: by the driver where both are of one kind, else by way of the host.
+//! Copies between devices: by the driver where both are of one kind, else by way of the host. Each device's memory
+//! carries ticks of its own streams alone (invariant N5).
 
 use std::fmt;
 use std::sync::Arc;

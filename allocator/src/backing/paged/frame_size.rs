@@ -47,7 +47,7 @@ impl FrameSize {
     pub(crate) fn note(&mut self, stranded: &Stranded, reserved: u64, peak: u64) {
         let other = reserved.saturating_sub(peak).saturating_sub(stranded.granules());
         let budget = (peak / BUDGET).saturating_sub(other);
-        let larger = (self.limit * 2).min(self.largest);
+        let larger = self.limit.saturating_mul(2).min(self.largest);
         if stranded.below(larger) <= budget {
             self.limit = larger;
         }

@@ -251,9 +251,10 @@ impl Allocator {
     }
 
     /// Reserves addresses for the request's pool. In all, at most [`ADDRESSES_FOR_MEMORY`] times as many are taken as the device has
-    /// memory. The first reservation has room for all memory, and each later one takes a smaller share of the addresses that are left:
-    /// after a hundred streams or pools that keep theirs, the next one has room for a seventh of all memory. Small requests take less, and
-    /// so does any request if that many are refused. Returns false if there are no addresses for the request.
+    /// memory; where these are nearly used up, a request that is larger than its share still gets as many as it needs. The first
+    /// reservation has room for all memory, and each later one takes a smaller share of the addresses that are left: after a hundred
+    /// streams or pools that keep theirs, the next one has room for a seventh of all memory. Small requests take less, and so does any
+    /// request if that many are refused. Returns false if there are no addresses for the request.
     fn reserve_addresses(&self, request: &Request) -> Result<bool, AllocError> {
         let held = self
             .shell()

@@ -2,7 +2,7 @@
 //! as long as a granule, so a frame is behind one place or several.
 //!
 //! Places mostly change many at a time, side by side, so all operations work on ranges. A reservation has room for more memory
-//! than there is, and its low end fills first; places above the highest one that ever had memory cost nothing.
+//! than there is, and its low end fills first; places above the highest one that ever had memory cost two bits each.
 
 use std::ops::Range;
 

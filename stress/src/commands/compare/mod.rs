@@ -15,8 +15,7 @@ use crate::table::{NOTHING, table};
 use crate::text::Bytes;
 use summary::{Summary, summaries};
 
-/// Options that are compared unless the user names some: PyTorch's way, memory that streams share, and mapped memory. What
-/// this version does not have is left out.
+/// Options that are compared unless the user names some: PyTorch's way, memory that streams share, and mapped memory.
 const CONFIGS: [&str; 3] = ["backing:segments,cross_stream:off", "backing:segments", "backing:paged"];
 
 /// A program under some options, or in PyTorch. `compare --help` explains the fields.
@@ -54,7 +53,7 @@ enum Line<'a> {
 /// # Errors
 /// When the device cannot be opened, PyTorch's figures cannot be read, or standard output cannot be written.
 pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
-    let recorded = args.pytorch.as_deref().map(pytorch::load).transpose()?.unwrap_or_default();
+    let recorded = args.pytorch.as_deref().map(pytorch::load).transpose()?;
     let mut configs: Vec<ConfigArg> = Vec::new();
     for config in session.configs_or(&CONFIGS) {
         // Named twice, they would count every program twice.
@@ -94,7 +93,12 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
                 }
             }
         }
-        rows.extend(jobs.first().into_iter().flat_map(|job| recorded.rows(job.name, job.program)));
+        let Some(job) = jobs.first() else { continue };
+        match recorded.as_ref().map(|recorded| recorded.rows(job.name, job.program)) {
+            Some(Ok(recorded)) => rows.extend(recorded),
+            Some(Err(missing)) => session.message(missing),
+            None => {}
+        }
     }
     for row in &rows {
         if !row.finished() {

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
@@ -21,9 +21,11 @@ const SHOWN: [&str; 2] = ["default", "expandable"];
 const BYTES_MAX: u64 = 16 << 20;
 
 /// The figures, by program and configuration.
-#[derive(Debug, Default, Deserialize)]
-#[serde(transparent)]
-pub(super) struct Recorded(BTreeMap<String, Measured>);
+#[derive(Debug)]
+pub(super) struct Recorded {
+    path: PathBuf,
+    programs: BTreeMap<String, Measured>,
+}
 
 #[derive(Debug, Deserialize)]
 struct Measured {
@@ -49,13 +51,15 @@ pub(super) fn load(path: &Path) -> Result<Recorded, Failure> {
     if text.len() as u64 > BYTES_MAX {
         return Err(failed(Reason::TooLong { most: BYTES_MAX }).into());
     }
-    Ok(serde_json::from_slice(&text).map_err(|error| failed(Reason::Json(error)))?)
+    let programs = serde_json::from_slice(&text).map_err(|error| failed(Reason::Json(error)))?;
+    Ok(Recorded { path: path.to_owned(), programs })
 }
 
 impl Recorded {
-    /// The rows of a program; none if the file does not have it.
-    pub(super) fn rows(&self, name: &str, program: &Program) -> Vec<Row> {
-        let Some(measured) = self.0.get(name) else { return Vec::new() };
+    /// The rows of a program, or what to say if the file has none.
+    pub(super) fn rows(&self, name: &str, program: &Program) -> Result<Vec<Row>, String> {
+        let none = || format!("note: {} has no figures of {name}", self.path.display());
+        let measured = self.programs.get(name).ok_or_else(none)?;
         let shown = SHOWN.iter().filter_map(|config| measured.configs.get(*config));
         let requested = program.peak_requested_bytes;
         let row = |figures: &Figures| Row {
@@ -77,6 +81,7 @@ impl Recorded {
             ooms: figures.ooms,
             hazards: 0,
         };
-        shown.map(row).collect()
+        let rows: Vec<Row> = shown.map(row).collect();
+        if rows.is_empty() { Err(none()) } else { Ok(rows) }
     }
 }

@@ -37,8 +37,7 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
     let mut compared = Vec::new();
     for (job, fit) in jobs.iter().zip(fit_all(session, &jobs)) {
         let fit = fit?;
-        let plenty = job.program.peak_requested_bytes.saturating_mul(64).next_multiple_of(1 << 30);
-        let device = session.open_with_capacity(plenty)?;
+        let device = session.open_with_capacity(plenty(job.program))?;
         let mut stage = Stage::new(session, &device, job.config, job.program.streams.len())?;
         Player::new(job.program).play(&mut stage, OnOom::Skip)?;
         let stats = stage.allocator.memory_stats();
@@ -55,6 +54,12 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
         });
     }
     Ok(compared)
+}
+
+/// A device where nothing lacks memory, but of no size for which granules are larger than usual.
+fn plenty(program: &Program) -> u64 {
+    let peak = program.peak_requested_bytes;
+    peak.saturating_mul(64).min(512 << 30).max(peak.saturating_mul(4)).next_multiple_of(1 << 30)
 }
 
 /// A table for each recording, under its name.
