@@ -53,6 +53,10 @@ impl Heap {
             if let Some((owner, _)) = self.indexes(pool).find(|(_, index)| !index.is_consistent()) {
                 return Err(format!("H4: the index of pool {pool} and stream {owner} takes others for its blocks"));
             }
+            if let Some((owner, _)) = self.indexes(pool).find(|&(owner, index)| owner != self.home && index.len() == 0)
+            {
+                return Err(format!("H4: stream {owner} has an index in pool {pool} and no stray there"));
+            }
         }
         let indexed: usize = (0..self.pools.len())
             .map(|pool| self.indexes(u16::try_from(pool).unwrap_or(0)).map(|(_, index)| index.len()).sum::<usize>())

@@ -24,7 +24,7 @@ mod recent;
 mod resting;
 mod strays;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 pub(crate) use block::{Block, BlockId, Slab, State};
 use hole_index::HoleIndex;
@@ -35,6 +35,7 @@ use last_use::Granules;
 pub(crate) use last_use::LastUses;
 use moves::{Joined, Piece, Rules, Taken};
 use recent::RecentUses;
+use strays::Away;
 
 use crate::size_class::{PoolKind, SizeClasses};
 
@@ -50,27 +51,21 @@ pub(crate) struct Pool {
     index_kind: IndexKind,
     /// Free blocks of the heap's home stream.
     own: FreeIndex,
-    /// Strays, by owner.
-    away: BTreeMap<u32, FreeIndex>,
+    away: Away,
     /// Number of searches here: the clock of garbage collection.
     pub(crate) searches: u64,
 }
 
 impl Pool {
     fn new(kind: PoolKind, index_kind: IndexKind) -> Pool {
-        let (own, away) = (FreeIndex::new(index_kind), BTreeMap::new());
+        let (own, away) = (FreeIndex::new(index_kind), Away::default());
         Pool { kind, no_split: false, history_id: 0, index_kind, own, away, searches: 0 }
     }
 
     /// The index of `owner`'s free blocks.
     #[inline]
     fn index_mut(&mut self, home: u32, owner: u32) -> &mut FreeIndex {
-        if owner == home { &mut self.own } else { self.index_away(owner) }
-    }
-
-    #[cold]
-    fn index_away(&mut self, owner: u32) -> &mut FreeIndex {
-        self.away.entry(owner).or_insert_with(|| FreeIndex::new(self.index_kind))
+        if owner == home { &mut self.own } else { self.away.index_mut(owner, self.index_kind) }
     }
 }
 
@@ -203,7 +198,7 @@ impl Heap {
             }
         };
         if from != self.home {
-            self.strays_took(id, taken.rest);
+            self.strays_took(id, pool, from, taken.rest);
         }
         (taken.id, change)
     }
@@ -344,7 +339,9 @@ impl Heap {
             FreeIndex::Exact(index) => index.remove(&mut blocks, id, Exact::place(id, size)),
             FreeIndex::Bins(index) => index.remove(&mut blocks, id, Bins::place(id, size)),
         }
-        self.strays_forget(id);
+        if owner != self.home {
+            self.strays_forget(id, pool, owner);
+        }
     }
 
     /// Makes a live block a waiting one.
@@ -412,15 +409,14 @@ impl Heap {
     /// The free blocks of a pool that belong to `owner`.
     pub(crate) fn index(&self, pool: u16, owner: u32) -> Option<IndexView<'_>> {
         let pool = &self.pools[usize::from(pool)];
-        let index = if owner == self.home { Some(&pool.own) } else { pool.away.get(&owner) };
+        let index = if owner == self.home { Some(&pool.own) } else { pool.away.get(owner) };
         index.map(|index| IndexView::new(index, &self.blocks))
     }
 
     /// The free blocks of a pool by owner, those of the home stream first.
     pub(crate) fn indexes(&self, pool: u16) -> impl Iterator<Item = (u32, IndexView<'_>)> + '_ {
         let pool = &self.pools[usize::from(pool)];
-        let away = pool.away.iter().map(|(&owner, index)| (owner, index));
-        let all = std::iter::once((self.home, &pool.own)).chain(away);
+        let all = std::iter::once((self.home, &pool.own)).chain(pool.away.iter());
         all.map(|(owner, index)| (owner, IndexView::new(index, &self.blocks)))
     }
 

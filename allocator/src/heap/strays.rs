@@ -3,8 +3,44 @@
 //! They come from memory that one stream borrowed from another. Once a stray is done for everybody it goes home and merges with
 //! its neighbours there.
 
-use super::index::IndexView;
+use std::collections::BTreeMap;
+
+use super::index::{FreeIndex, IndexKind};
 use super::{BlockId, Heap, SplitChange, State, signed};
+
+/// The indexes of a pool's strays, one for each owner that has any there. Whoever looks for memory of other streams looks at all of these in
+/// all heaps, so none is empty.
+#[derive(Debug, Default)]
+pub(super) struct Away {
+    indexes: BTreeMap<u32, FreeIndex>,
+    /// Indexes that hold nothing, for reuse.
+    spare: Vec<FreeIndex>,
+}
+
+impl Away {
+    pub(super) fn get(&self, owner: u32) -> Option<&FreeIndex> {
+        self.indexes.get(&owner)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &FreeIndex)> + '_ {
+        self.indexes.iter().map(|(&owner, index)| (owner, index))
+    }
+
+    /// The index of an owner, for a stray to be put in, or to be taken out and [`Away::left`].
+    #[cold]
+    pub(super) fn index_mut(&mut self, owner: u32, kind: IndexKind) -> &mut FreeIndex {
+        let spare = &mut self.spare;
+        self.indexes.entry(owner).or_insert_with(|| spare.pop().unwrap_or_else(|| FreeIndex::new(kind)))
+    }
+
+    /// Notes that a stray was taken out of the index of its owner.
+    #[cold]
+    fn left(&mut self, owner: u32) {
+        if self.indexes.get(&owner).is_some_and(FreeIndex::is_empty) {
+            self.spare.extend(self.indexes.remove(&owner));
+        }
+    }
+}
 
 impl Heap {
     /// Returns strays that are done for every stream to the home stream, and merges them. Returns by how much `inactive_split` of each pool
@@ -35,14 +71,6 @@ impl Heap {
         self.strays.iter().copied()
     }
 
-    /// Drops the indexes of owners that have no block here any more.
-    pub(crate) fn forget_idle_owners(&mut self) {
-        let Heap { pools, blocks, .. } = self;
-        for pool in pools {
-            pool.away.retain(|_, index| IndexView::new(index, blocks).iter().next().is_some());
-        }
-    }
-
     #[inline]
     pub(super) fn strays_note(&mut self, id: BlockId) {
         if self.blocks[id].owner != self.home {
@@ -51,10 +79,14 @@ impl Heap {
     }
 
     /// Notes that a stray was taken. Its rest, if there is one, is a stray.
-    pub(super) fn strays_took(&mut self, id: BlockId, rest: Option<BlockId>) {
-        if rest != Some(id) {
-            self.strays.remove(&id);
-            self.strays.extend(rest);
+    pub(super) fn strays_took(&mut self, id: BlockId, pool: u16, owner: u32, rest: Option<BlockId>) {
+        match rest {
+            Some(rest) if rest == id => {}
+            Some(rest) => {
+                self.strays.remove(&id);
+                self.strays.insert(rest);
+            }
+            None => self.strays_forget(id, pool, owner),
         }
     }
 
@@ -67,10 +99,10 @@ impl Heap {
         self.strays.insert(id);
     }
 
-    #[inline]
-    pub(super) fn strays_forget(&mut self, id: BlockId) {
-        if !self.strays.is_empty() {
-            self.strays.remove(&id);
-        }
+    /// Notes that a stray was taken out of its index.
+    #[cold]
+    pub(super) fn strays_forget(&mut self, id: BlockId, pool: u16, owner: u32) {
+        self.strays.remove(&id);
+        self.pools[usize::from(pool)].away.left(owner);
     }
 }

@@ -143,8 +143,6 @@ impl Whole {
     pub(crate) fn open_arena(&mut self, stream: &Stream) {
         let slot = self.core.slot(stream);
         let Err(at) = self.arenas.binary_search_by_key(&slot, |guard| guard.arena.slot) else { return };
-        // Searches look at every owner in every arena, so indexes of owners without blocks must not pile up as streams come and go.
-        self.arenas.iter_mut().for_each(|arena| arena.heap.forget_idle_owners());
         let shell = self.shell;
         let arena = shell.arenas.get_or_insert(slot, || Box::leak(Box::new(Arena::new(shell, slot))));
         // No thread waits for another lock while it holds this one, because nobody works in an arena before it is open.

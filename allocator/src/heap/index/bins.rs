@@ -40,6 +40,10 @@ impl Default for Bins {
 }
 
 impl Bins {
+    pub(super) fn is_empty(&self) -> bool {
+        self.occupied.is_empty()
+    }
+
     /// The first block of at least `size` bytes, bins in ascending order of their sizes.
     #[cold]
     pub(super) fn first_fit(&self, blocks: &Slab, size: u64) -> Option<BlockId> {

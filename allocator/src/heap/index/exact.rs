@@ -61,6 +61,10 @@ fn units(size: u64) -> usize {
 }
 
 impl Exact {
+    pub(super) fn is_empty(&self) -> bool {
+        self.occupied.is_empty() && self.larger.is_empty()
+    }
+
     /// The smallest block of at least `size` bytes; of equally small ones, that at the lowest address.
     #[inline]
     pub(in crate::heap) fn best_from(&self, size: u64) -> Option<Held> {

@@ -91,6 +91,13 @@ impl FreeIndex {
             IndexKind::Bins => FreeIndex::Bins(Bins::default()),
         }
     }
+
+    pub(super) fn is_empty(&self) -> bool {
+        match self {
+            FreeIndex::Exact(index) => index.is_empty(),
+            FreeIndex::Bins(index) => index.is_empty(),
+        }
+    }
 }
 
 impl<'a> IndexView<'a> {
@@ -117,11 +124,6 @@ impl<'a> IndexView<'a> {
             FreeIndex::Bins(index) => (None, Some(index.iter_from_first_fit(self.blocks, size))),
         };
         self.keys(exact, bins)
-    }
-
-    /// Every block, in the index's order.
-    pub(crate) fn iter(self) -> impl Iterator<Item = Key> + 'a {
-        self.iter_from(1)
     }
 
     /// Every block of at least `size` bytes, not 0, in the index's order.

@@ -38,6 +38,10 @@ impl Occupied {
         self.words = with(self.words, bin / 64, *word != 0);
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.words == 0
+    }
+
     /// The first occupied bin from `from` on.
     #[inline]
     pub(super) fn first_from(&self, from: usize) -> Option<usize> {

@@ -8,6 +8,10 @@ use crate::heap::index::key::Key;
 pub(super) struct Larger(Vec<Key>);
 
 impl Larger {
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// The first block of at least `size` bytes.
     #[inline(never)]
     pub(super) fn first_from(&self, size: u64) -> Option<Held> {

@@ -48,6 +48,10 @@ impl Occupied {
         self.groups &= !(u64::from(self.words[group] == 0) << group);
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.groups == 0
+    }
+
     /// The first occupied size from `from` on. Without branches on where it is.
     #[inline]
     pub(super) fn first_from(&self, from: usize) -> Option<usize> {
