@@ -140,3 +140,41 @@ fn on_a_device_that_lags_nothing_is_unmapped_early_and_events_are_few() {
         }
     }
 }
+
+/// Blocks go from stream to stream, as in a pipeline, while the device is 300 events behind: three times as much memory is in use as the
+/// host knows to be needed. So what may be bought instead of moved is no share of the peak in use.
+#[test]
+fn a_pipeline_on_a_device_that_lags_moves_less_and_less() {
+    let (subject, driver) = Subject::lagging(&SimConfig::new(16 * GIB), 300);
+    let device = subject.device();
+    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let streams: Vec<Stream> = (0..4).map(|_| device.create_stream().unwrap()).collect();
+    let mut held: Vec<Allocation> = Vec::new();
+    let mut remaps = Vec::new();
+    let mut steps = numbers(1).enumerate();
+    for _ in 0..5 {
+        let before = allocator.memory_stats().remaps;
+        for (at, x) in steps.by_ref().take(4000) {
+            driver.advance();
+            let bytes = MIB + x % (30 * MIB);
+            let block = allocator.alloc(bytes, &streams[at % 4]).unwrap();
+            driver.allocated(block.ptr(), bytes);
+            driver.advance();
+            block.record_stream(&streams[(at + 1) % 4]).unwrap();
+            driver.used(block.ptr());
+            held.push(block);
+            if held.len() > 40 {
+                driver.advance();
+                let block = held.remove(usize::try_from((x >> 40) % 8).unwrap());
+                driver.freed(block.ptr());
+            }
+        }
+        remaps.push(allocator.memory_stats().remaps - before);
+    }
+    let stats = allocator.memory_stats();
+    let (reserved, in_use) = (stats.reserved_bytes.all.peak, stats.allocated_bytes.all.peak);
+    println!("remaps {remaps:?}, {reserved} bytes held for {in_use}");
+    assert!(remaps[0] > 200 && remaps[4] < remaps[0] / 3, "{remaps:?}");
+    assert!(reserved < 5 * in_use, "{reserved} for {in_use}");
+    assert_eq!(aquifer_device::Driver::take_violation(&*driver), None);
+}

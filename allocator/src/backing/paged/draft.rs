@@ -26,10 +26,13 @@ const RECUR_SHARE: u64 = 64;
 const REPEAT_SHARE: u64 = 32;
 
 /// A program is *unsettled* if it makes memory move for more than one allocation in [`UNSETTLED_SPACING`], plus [`UNSETTLED_ADVANCE`] at
-/// the start. It may reserve more than the peak in use by that peak divided by [`UNSETTLED_SHARE`].
+/// the start. It would move memory for ever, so what is bought instead may be a share of what had to be bought: one [`UNSETTLED_SHARE`]th; if
+/// memory moves twice as often as that, two, and so on up to [`UNSETTLED_MOST`]. The peak in use is no measure here: where a device lags
+/// behind, much more has to be bought than is in use, as memory that it is not done with cannot move.
 const UNSETTLED_SPACING: u64 = 1024;
 const UNSETTLED_ADVANCE: u64 = 512;
 const UNSETTLED_SHARE: u64 = 16;
+const UNSETTLED_MOST: u64 = 8;
 
 /// The parts of a remap, before anything is held.
 #[derive(Debug)]
@@ -60,6 +63,7 @@ impl Whole {
         let searches = self.searches();
         let paged = self.paged.as_mut()?;
         if in_use > paged.in_use_peak {
+            paged.bought_instead = paged.bought_instead.saturating_sub(in_use - paged.in_use_peak);
             (paged.in_use_peak, paged.peak_at) = (in_use, searches);
         }
         let (granule, at_hand) = (paged.granule, paged.spares.granules());
@@ -112,13 +116,15 @@ impl Whole {
         let mut lacking = holes.map(|hole| hole.addr.max(start)..(hole.addr + hole.size).min(end));
         let undoes = lacking.any(|range| paged.was_left(&range));
         let settled = self.peak_has_settled();
-        let often = self.counters().remaps.read().current > UNSETTLED_ADVANCE + self.searches() / UNSETTLED_SPACING;
-        let grown = self.reserved + self.growing.now() + granules * paged.granule;
+        let (more, held) = (granules * paged.granule, self.reserved + self.growing.now());
+        let (grown, needed) = (held + more, held.saturating_sub(paged.bought_instead));
+        let often = self.counters().remaps.read().current / (UNSETTLED_ADVANCE + self.searches() / UNSETTLED_SPACING);
+        let unsettled = paged.bought_instead + more <= needed / UNSETTLED_SHARE * often.min(UNSETTLED_MOST);
         let within = |share| grown <= paged.in_use_peak + paged.in_use_peak / share;
         let recur_share = if paged.recurrence.repeats() { REPEAT_SHARE } else { RECUR_SHARE };
         (undoes || settled) && within(UNDO_SHARE)
             || settled && paged.recurrence.recurs_at(point) && within(recur_share)
-            || often && within(UNSETTLED_SHARE)
+            || unsettled
     }
 
     /// True if the peak of memory in use has not risen for half as long as it took to reach it.

@@ -50,6 +50,9 @@ pub(crate) struct Paged {
     pub(crate) in_use_peak: u64,
     /// The number of allocations made when that peak was seen.
     pub(crate) peak_at: u64,
+    /// Bytes that were bought from the device although frames might have moved, less what went back to it since, and less what the peak
+    /// in use has risen by since: that had to be bought anyway.
+    pub(crate) bought_instead: u64,
     /// Points of the program at which memory had to move.
     pub(crate) recurrence: Recurrence,
     /// How often the host waited so that memory could move.
@@ -126,6 +129,7 @@ impl Paged {
             accounted: [0; 2],
             in_use_peak: 0,
             peak_at: 0,
+            bought_instead: 0,
             recurrence: Recurrence::default(),
             stalls: 0,
             orders: 0,

@@ -44,6 +44,8 @@ pub(crate) struct Held {
     pub(super) donors: Vec<Donor>,
     /// Number of granules to create.
     pub(super) create: u64,
+    /// True if they are created although frames might move.
+    pub(super) bought_though_movable: bool,
     /// Number of granules of spare frames that take part.
     pub(super) spares: u64,
     /// The point of the program, if frames move or are bought.
@@ -83,7 +85,7 @@ impl Whole {
         let spares = work.spares.granules();
         Planned::Ready(Plan {
             work,
-            held: Held { window: held, donors, create, spares, point },
+            held: Held { window: held, donors, create, bought_though_movable, spares, point },
             buys_ahead: bought_ahead > 0,
         })
     }

@@ -23,6 +23,9 @@ impl Whole {
             self.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(point, settled));
         }
         self.settle_work(&held.donors, (held.spares, held.create), request.pool, done);
+        if let (Some(paged), true, None) = (&mut self.paged, held.bought_though_movable, &done.error) {
+            paged.bought_instead += held.create * paged.granule;
+        }
         let (usable, stuck) = done.filled.iter().partition::<Vec<&Filled>, _>(|filled| filled.usable);
         // Memory that is mapped without access is of no use to a pool.
         if let Some(paged) = self.paged.as_mut() {
@@ -117,6 +120,9 @@ impl Whole {
         let Some(paged) = &mut self.paged else { return };
         let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.spare_bytes()];
         let before = std::mem::replace(&mut paged.accounted, now);
+        let sum = |bytes: [u64; 2]| bytes.iter().sum::<u64>();
+        paged.bought_instead = paged.bought_instead.saturating_sub(sum(before).saturating_sub(sum(now)));
+        self.reserved = self.reserved + sum(now) - sum(before);
         let counters = &self.shell.counters;
         let kinds = [PoolKind::Small, PoolKind::Large];
         for (kind, (before, now)) in kinds.into_iter().zip(before.into_iter().zip(now)) {
@@ -125,7 +131,5 @@ impl Whole {
         for (kind, (before, now)) in kinds.into_iter().zip(before.into_iter().zip(now)) {
             counters.reserved_bytes.add(kind, now.saturating_sub(before));
         }
-        let (before, now): (u64, u64) = (before.iter().sum(), now.iter().sum());
-        self.reserved = self.reserved + now - before;
     }
 }
