@@ -148,10 +148,12 @@ impl Whole {
         let heap = &mut self.arena(place.arena).heap;
         let (owner, after) = (heap.blocks[place.block].owner, heap.blocks[place.block].after);
         let region = heap.remove_region(place.block);
-        let (kind, counters) = (kind_of(region.pool), &self.shell.counters);
-        self.reserved -= region.bytes;
+        let (kind, reserved) = (kind_of(region.pool), self.reserved - region.bytes);
+        self.forget_unborrowed(reserved);
+        self.reserved = reserved;
         self.leaving += region.bytes;
         self.releasing.push(region.pool);
+        let counters = &self.shell.counters;
         counters.segment.sub(kind, 1);
         counters.reserved_bytes.sub(kind, region.bytes);
         if self.classes.is_oversize(region.bytes) {

@@ -19,7 +19,7 @@ use crate::allocator::Allocator;
 use crate::cross_stream::progress::{Pending, cannot_be_asked};
 use crate::error::AllocError;
 use crate::heap::{Heap, IndexView, Key, kind_of};
-use crate::shell::core::{Granted, Place, Request};
+use crate::shell::core::{Core, Granted, Place, Request};
 use crate::shell::whole::Whole;
 
 /// How many blocks of one owner are considered, smallest first.
@@ -52,22 +52,19 @@ struct Lendable {
 }
 
 impl Allocator {
-    /// True if a request gets memory of its own although its stream might borrow. Borrowing takes all locks each time, so a stream that
-    /// borrows often gets more memory of its own.
-    pub(crate) fn grows_instead_of_borrowing(&self, whole: &mut Whole, request: &Request) -> bool {
-        let often = whole.try_arena(request.slot).is_some_and(|arena| {
-            let searches: u64 = arena.heap.pools.iter().map(|pool| pool.searches).sum();
-            arena.borrows >= BORROW_ADVANCE + searches / BORROW_SPACING
-        });
+    /// How many bytes a request gets of its own although its stream might borrow; 0 if it borrows. Borrowing takes all locks each time, so a
+    /// stream that borrows often gets more memory of its own.
+    pub(crate) fn growth_instead_of_borrowing(&self, whole: &mut Whole, request: &Request) -> u64 {
+        let often = whole
+            .try_arena(request.slot)
+            .is_some_and(|arena| arena.borrows >= BORROW_ADVANCE + arena.milestones.searches / BORROW_SPACING);
         if !often {
-            return false;
+            return 0;
         }
         let bytes = self.growth_bytes(whole, request);
         let sum = whole.unborrowed.saturating_add(bytes);
         let granules = whole.paged.as_ref().map_or(0, |paged| OWN_GRANULES.saturating_mul(paged.granule));
-        let grows = sum <= (whole.reserved / OWN_SHARE).max(OWN_LEAST).max(granules);
-        whole.unborrowed += if grows { bytes } else { 0 };
-        grows
+        if sum <= (whole.reserved / OWN_SHARE).max(OWN_LEAST).max(granules) { bytes } else { 0 }
     }
 
     /// Serves the request from strays of its own stream or from blocks of other streams, without waiting. Releases the locks.
@@ -120,6 +117,17 @@ impl Allocator {
             "a stream was made to wait for another one to reuse its memory"
         );
         Ok(Some(granted))
+    }
+}
+
+impl Core {
+    /// Reserved memory is about to become `reserved` bytes. Of what goes back to the device, memory that streams got instead of borrowing is
+    /// taken to be as large a share as of all.
+    pub(crate) fn forget_unborrowed(&mut self, reserved: u64) {
+        if reserved < self.reserved {
+            let left = u128::from(self.unborrowed) * u128::from(reserved) / u128::from(self.reserved);
+            self.unborrowed = u64::try_from(left).unwrap_or(u64::MAX);
+        }
     }
 }
 
@@ -294,6 +302,42 @@ mod tests {
             let reserved = allocator.reserved_bytes();
             assert!(reserved >= 2 * granule, "{reserved} bytes in granules of {granule}");
         }
+    }
+
+    /// How often streams borrow from each other if two of them take turns, after one of them allocated so often by itself.
+    fn loans(allocator: &Allocator, before: u32) -> u64 {
+        let loans = allocator.memory_stats().cross_stream_reuses;
+        let streams = [(); 2].map(|()| allocator.device().create_stream().unwrap());
+        let _kept = allocator.alloc(1 << 20, &streams[0]).unwrap();
+        (0..before).for_each(|_| drop(allocator.alloc(1 << 20, &streams[0]).unwrap()));
+        for _ in 0..500 {
+            streams.iter().for_each(|stream| drop(allocator.alloc(1 << 20, stream).unwrap()));
+        }
+        allocator.memory_stats().cross_stream_reuses - loans
+    }
+
+    fn allocator() -> Allocator {
+        Allocator::new(&Device::new(SimDriver::new(SimConfig::new(4 << 30))), Config::default()).unwrap()
+    }
+
+    #[test]
+    fn a_stream_that_comes_late_borrows_no_longer_than_others() {
+        let (early, late) = (loans(&allocator(), 0), loans(&allocator(), 100_000));
+        assert!(early > 0 && late <= 2 * early, "{late} loans instead of {early}");
+    }
+
+    #[test]
+    fn memory_that_went_back_is_nobodys_own() {
+        let allocator = allocator();
+        let rounds: Vec<u64> = (0..40)
+            .map(|_| {
+                let loans = loans(&allocator, 0);
+                allocator.empty_cache().unwrap();
+                assert_eq!(allocator.reserved_bytes(), 0);
+                loans
+            })
+            .collect();
+        assert!(rounds.iter().all(|&loans| loans <= 2 * rounds[1] + 20), "{rounds:?}");
     }
 
     #[test]

@@ -52,7 +52,7 @@ pub(crate) struct Pool {
     /// Free blocks of the heap's home stream.
     own: FreeIndex,
     away: Away,
-    /// Number of searches here: the clock of garbage collection.
+    /// The clock of garbage collection: the number of searches here, or that of a busier arena, if that is later.
     pub(crate) searches: u64,
 }
 

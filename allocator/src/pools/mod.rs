@@ -214,7 +214,7 @@ impl PrivatePool {
         let segments = self
             .allocator
             .release_where(|whole| numbers.iter().flat_map(|&number| whole.whole_segments(number)).collect())?;
-        Ok(segments + self.allocator.trim_paged(0, &|pool| numbers.contains(&pool))?)
+        Ok(segments + self.allocator.trim_pools(&|pool| numbers.contains(&pool))?)
     }
 
     /// Closes the pool, and gives back memory that nobody uses any more. Events cover the last uses of the rest, so that later calls can

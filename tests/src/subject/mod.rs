@@ -197,11 +197,16 @@ impl Subject {
         assert!(found.is_empty(), "the race detector found: {}", found.join("\n"));
     }
 
-    /// Panics unless all of the device's addresses can be reserved: [`ADDRESSES_FOR_MEMORY`] times its memory.
-    pub fn assert_no_reservation(&self) {
+    /// How many bytes of addresses can be reserved: [`ADDRESSES_FOR_MEMORY`] times the device's memory. `None` where memory cannot be mapped.
+    /// A GPU has more of them.
+    pub fn addresses(&self) -> Option<u64> {
         let info = self.driver.info();
-        let Some(granularity) = info.granularity_bytes else { return };
-        let bytes = ADDRESSES_FOR_MEMORY * info.total_bytes.next_multiple_of(granularity);
+        Some(ADDRESSES_FOR_MEMORY * info.total_bytes.next_multiple_of(info.granularity_bytes?))
+    }
+
+    /// Panics unless all of the device's addresses can be reserved.
+    pub fn assert_no_reservation(&self) {
+        let Some(bytes) = self.addresses() else { return };
         let ptr = self.driver.reserve(bytes, 0).unwrap_or_else(|error| panic!("addresses are missing: {error}"));
         self.driver.unreserve(ptr, bytes).unwrap_or_else(|error| panic!("{error}"));
     }

@@ -249,3 +249,66 @@ fn memory_pinned_while_the_allocator_falls_asleep_stays() {
     drop((pinned, held));
     driver.assert_no_violation();
 }
+
+/// The peaks of reserved and allocated memory of a program whose blocks are of other sizes in each phase. At the start it asks for
+/// `refused` bytes in vain, if that is not 0.
+fn peaks_of_phases(refused: u64) -> (u64, u64) {
+    let bench = Bench::new(40 * GIB, "");
+    let alloc = |mib: u64| bench.allocator.alloc(mib * MIB, &bench.stream).unwrap();
+    let mut blocks: Vec<Allocation> = (0..640).map(|_| alloc(16)).collect();
+    if refused > 0 {
+        assert!(bench.allocator.alloc(refused, &bench.stream).unwrap_err().is_out_of_memory());
+    }
+    (0..1000).for_each(|_| drop(alloc(1)));
+    let mut random = 1_u64;
+    for phase in 1..8 {
+        let mib = 16 + 6 * phase;
+        let mut at = 0;
+        blocks.retain(|_| {
+            at += 1;
+            at % 2 == 0
+        });
+        bench.stream.synchronize().unwrap();
+        while bench.allocator.allocated_bytes() + mib * MIB <= 10 * GIB {
+            blocks.push(alloc(mib));
+        }
+        for at in (1..blocks.len()).rev() {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            blocks.swap(at, usize::try_from(random >> 33).unwrap() % (at + 1));
+        }
+    }
+    let stats = bench.allocator.memory_stats();
+    drop(blocks);
+    bench.assert_returned();
+    (stats.reserved_bytes.all.peak, stats.allocated_bytes.all.peak)
+}
+
+#[test]
+fn a_request_that_was_refused_is_no_peak_in_use() {
+    let (reserved, allocated) = peaks_of_phases(0);
+    for refused in [39 * GIB, 60 * GIB, 1 << 59] {
+        let (more, same) = peaks_of_phases(refused);
+        assert_eq!(same, allocated);
+        assert!(
+            more <= reserved + reserved / 64,
+            "{more} bytes reserved instead of {reserved} after {refused} were refused"
+        );
+    }
+}
+
+#[test]
+fn emptying_or_dropping_a_pool_leaves_what_is_nobodys() {
+    let bench = Bench::new(GIB, "");
+    let mut cache = bench.allocator.growable(GIB, &bench.stream).unwrap();
+    cache.grow_to(100 * MIB, &bench.stream).unwrap();
+    cache.shrink_to(0, &bench.stream).unwrap();
+    bench.stream.synchronize().unwrap();
+    // Its memory is recycled, and mapped nowhere.
+    let other = bench.allocator.growable(MIB, &bench.stream).unwrap();
+    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
+    assert_eq!(pool.empty_cache().unwrap(), 0);
+    drop(pool);
+    assert_eq!(bench.allocator.reserved_bytes(), 100 * MIB);
+    drop((cache, other));
+    bench.assert_returned();
+}

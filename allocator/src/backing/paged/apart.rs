@@ -83,7 +83,10 @@ impl Allocator {
         }
         let mut reclaimers = self.ask_reclaimers(request);
         loop {
-            tried.released += self.trim_to(self.reserved_bytes().saturating_sub(request.size))?;
+            // Addresses come back only where nothing is mapped any more.
+            let lacks_addresses = tried.refusal == Some(Refusal::Addresses);
+            let target = if lacks_addresses { 0 } else { self.reserved_bytes().saturating_sub(request.size) };
+            tried.released += self.trim_to(target)?;
             self.shell().count(|counters| &counters.num_alloc_retries);
             match attempt()? {
                 Ok(served) => return Ok(served),

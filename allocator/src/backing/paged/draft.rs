@@ -60,12 +60,7 @@ impl Whole {
         let (waiting, awaited) = self.awaited();
         let in_use = (self.in_use() + request.size).saturating_sub(waiting);
         let point = Point { requested: request.size, in_use };
-        let searches = self.searches();
-        let paged = self.paged.as_mut()?;
-        if in_use > paged.in_use_peak {
-            paged.bought_instead = paged.bought_instead.saturating_sub(in_use - paged.in_use_peak);
-            (paged.in_use_peak, paged.peak_at) = (in_use, searches);
-        }
+        let paged = self.paged.as_ref()?;
         let (granule, at_hand) = (paged.granule, paged.spares.granules());
         let window = window::cheapest(&self.arena(request.slot).heap, request.pool, request.size, granule)?;
         let spares = window.lacks.min(at_hand);
@@ -115,16 +110,26 @@ impl Whole {
         let (start, end) = (window.start / paged.granule * paged.granule, window.end);
         let mut lacking = holes.map(|hole| hole.addr.max(start)..(hole.addr + hole.size).min(end));
         let undoes = lacking.any(|range| paged.was_left(&range));
-        let settled = self.peak_has_settled();
+        let settled = point.in_use <= paged.in_use_peak && self.peak_has_settled();
         let (more, held) = (granules * paged.granule, self.reserved + self.growing.now());
-        let (grown, needed) = (held + more, held.saturating_sub(paged.bought_instead));
+        let instead = paged.bought_instead.saturating_sub(point.in_use.saturating_sub(paged.in_use_peak));
+        let (grown, needed) = (held + more, held.saturating_sub(instead));
         let often = self.counters().remaps.read().current / (UNSETTLED_ADVANCE + self.searches() / UNSETTLED_SPACING);
-        let unsettled = paged.bought_instead + more <= needed / UNSETTLED_SHARE * often.min(UNSETTLED_MOST);
-        let within = |share| grown <= paged.in_use_peak + paged.in_use_peak / share;
+        let unsettled = instead + more <= needed / UNSETTLED_SHARE * often.min(UNSETTLED_MOST);
+        let peak = paged.in_use_peak.max(point.in_use);
+        let within = |share| grown <= peak + peak / share;
         let recur_share = if paged.recurrence.repeats() { REPEAT_SHARE } else { RECUR_SHARE };
         (undoes || settled) && within(UNDO_SHARE)
             || settled && paged.recurrence.recurs_at(point) && within(recur_share)
             || unsettled
+    }
+
+    /// Notes what is in use once a request is served. Before, it is not known whether the request will be.
+    pub(super) fn note_in_use(&mut self, in_use: u64) {
+        let searches = self.searches();
+        let Some(paged) = self.paged.as_mut().filter(|paged| in_use > paged.in_use_peak) else { return };
+        paged.bought_instead = paged.bought_instead.saturating_sub(in_use - paged.in_use_peak);
+        (paged.in_use_peak, paged.peak_at) = (in_use, searches);
     }
 
     /// True if the peak of memory in use has not risen for half as long as it took to reach it.

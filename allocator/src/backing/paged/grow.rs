@@ -347,9 +347,8 @@ impl Whole {
     fn over_peak(&self, draft: &Draft) -> Option<u64> {
         let paged = self.paged.as_ref()?;
         let grown = self.reserved + self.growing.now() + draft.buy * paged.granule;
-        grown
-            .checked_sub(paged.in_use_peak)
-            .filter(|&excess| excess > (paged.in_use_peak / SLACK_SHARE).max(SLACK_LEAST))
+        let peak = paged.in_use_peak.max(draft.point.in_use);
+        grown.checked_sub(peak).filter(|&excess| excess > (peak / SLACK_SHARE).max(SLACK_LEAST))
     }
 
     /// What the request's stream should wait for: other streams' uses of a block of its own, or another stream's free block. `None` if it
@@ -377,8 +376,12 @@ impl Whole {
     /// What the host should wait for, rather than let reserved memory exceed the peak in use by `excess` bytes. `None` if it waited too
     /// often or if there is nothing to wait for.
     fn worth_stalling(&self, draft: &Draft, excess: u64) -> Option<(Arc<Timeline>, u64)> {
-        let paged = self.paged.as_ref().filter(|paged| excess > paged.in_use_peak / STALL_SLACK_SHARE)?;
-        let quarter = (paged.in_use_peak / 4).max(1);
+        let paged = self.paged.as_ref()?;
+        let peak = paged.in_use_peak.max(draft.point.in_use);
+        if excess <= peak / STALL_SLACK_SHARE {
+            return None;
+        }
+        let quarter = (peak / 4).max(1);
         let more = excess.min(quarter).saturating_mul(STALL_MORE) / quarter;
         if paged.stalls >= STALL_ADVANCE + more + self.searches() / STALL_SPACING {
             return None;
@@ -392,7 +395,7 @@ impl Whole {
 
     /// Number of allocations so far, on all streams.
     pub(crate) fn searches(&self) -> u64 {
-        self.heaps().flat_map(|heap| &heap.pools).map(|pool| pool.searches).sum()
+        self.arenas.iter().map(|arena| arena.milestones.searches).sum()
     }
 
     /// The earliest tick of a stream by which `granules` granules are done, on that stream alone. If no stream has that many, the latest

@@ -2,7 +2,8 @@
 //!
 //! Its granules come from the same places as those of blocks: spare granules, granules in free blocks whose last use is done, and the
 //! device. Memory that it gives up by shrinking is retired (`apart.rs`). If it grows again before that memory is recycled, it takes the
-//! memory back, ordered after its last uses.
+//! memory back, ordered after its last uses. The rest of a granule of which it keeps a part stays with it, and so do the ticks of that
+//! rest's last uses.
 //!
 //! Invariant: it does not shrink while a buffer shares the memory, so that no buffer reaches addresses without memory.
 
@@ -63,6 +64,8 @@ pub struct Growable {
     storage: Arc<Storage>,
     capacity: u64,
     granule: u64,
+    /// Uses of what lies behind its end in the last granule: streams, and where their timelines must have got to.
+    rest: Vec<(u32, u64)>,
 }
 
 /// The next step of a growth.
@@ -113,7 +116,7 @@ impl Allocator {
         }
         let memory = Arc::new(MemoryApart::new(self, ptr, 0, slot));
         let storage = Arc::new(Storage::new(Memory::Apart(memory.clone()), stream));
-        Ok(Growable { memory, storage, capacity, granule })
+        Ok(Growable { memory, storage, capacity, granule, rest: Vec::new() })
     }
 
     /// Maps memory at those places of a range that have none. Plans anew after each wait.
@@ -258,18 +261,24 @@ impl Growable {
         }
         refuse_capture_apart(stream)?;
         let size = bytes.next_multiple_of(self.granule);
+        // This may be refused here. The same call after the growth is not.
+        self.storage.note_growth(stream)?;
+        self.order_after(stream, self.rest.iter().copied())?;
         if size > self.size() {
-            // This may be refused here. The same call after the growth is not.
-            self.storage.note_growth(stream)?;
             let retaken = self.take_retired(size);
             if let Err(error) = self.fill(size, bytes, stream, &retaken) {
                 self.put_back(retaken, size);
                 return Err(error);
             }
-            self.storage.note_growth(stream)?;
         }
-        self.allocator().shell().whole().set_owned(self.ptr().0, size, bytes);
+        self.storage.note_growth(stream)?;
+        let mut whole = self.allocator().shell().whole();
+        // The stream's later work comes after all uses of the last granule.
+        let rest = if bytes < size { vec![(stream.id(), whole.tick_of(stream.id()))] } else { Vec::new() };
+        whole.set_owned(self.ptr().0, size, bytes);
+        drop(whole);
         self.memory.set_bytes(bytes);
+        self.rest = rest;
         Ok(())
     }
 
@@ -296,6 +305,10 @@ impl Growable {
         if size < before {
             whole.retire(self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users, false);
         }
+        let uses = if bytes < size { users } else { Vec::new() };
+        let rest = uses.into_iter().map(|slot| (slot, whole.tick_of(slot))).collect();
+        drop(whole);
+        self.rest = rest;
         Ok(())
     }
 
@@ -310,22 +323,28 @@ impl Growable {
 
     /// Maps memory at all addresses up to `size`, usable by work on `stream`.
     fn fill(&self, size: u64, bytes: u64, stream: &Stream, retaken: &[Retired]) -> Result<(), AllocError> {
+        self.order_after(stream, retaken.iter().flat_map(|retired| retired.uses.iter().copied()))?;
         let allocator = self.allocator();
-        let mut latest = BTreeMap::new();
-        for &(slot, after) in retaken.iter().flat_map(|retired| &retired.uses) {
-            latest.entry(slot).and_modify(|tick: &mut u64| *tick = after.max(*tick)).or_insert(after);
-        }
-        for (slot, after) in latest {
-            let timeline = allocator.shell().core().timeline(slot).cloned();
-            if let Some(timeline) = timeline {
-                stream.timeline().wait_for(&timeline, after.saturating_sub(1))?;
-            }
-        }
         let (base, slot, grown) = (self.ptr().0, stream.id(), size - self.size());
         let requested = bytes - self.bytes();
         let request = Request { requested, size: grown, pool: POOL, slot, tag: Tag::default() };
         let range = base + self.size()..base + size;
         allocator.climb_apart(&request, self.size(), || allocator.try_fill(&request, base, &range))
+    }
+
+    /// Makes a stream's later work come after uses of memory: streams, and where their timelines must have got to.
+    fn order_after(&self, stream: &Stream, uses: impl IntoIterator<Item = (u32, u64)>) -> Result<(), AllocError> {
+        let mut latest = BTreeMap::new();
+        for (slot, after) in uses {
+            latest.entry(slot).and_modify(|tick: &mut u64| *tick = after.max(*tick)).or_insert(after);
+        }
+        for (slot, after) in latest {
+            let timeline = self.allocator().shell().core().timeline(slot).cloned();
+            if let Some(timeline) = timeline {
+                stream.timeline().wait_for(&timeline, after.saturating_sub(1))?;
+            }
+        }
+        Ok(())
     }
 
     /// Takes memory that was given up and not recycled yet, up to `size`, off the list of retired memory.

@@ -46,8 +46,9 @@ impl Allocator {
         let ranges = paged.mapped_ranges();
         drop(core);
         if ranges.is_empty() {
-            // Better now than at the first growth.
-            try_mapping(self.device(), granule, options, &[self.device().info().ordinal, ordinal])?;
+            // Better now than at the first growth. A device that is just full is taken to be able.
+            let tried = try_mapping(self.device(), granule, options, &[self.device().info().ordinal, ordinal]);
+            tried.or_else(|error| if error.is_out_of_memory() { Ok(()) } else { Err(error) })?;
         }
         for range in ranges {
             self.device().driver().set_access(DevicePtr(range.start), range.end - range.start, &[ordinal])?;

@@ -48,8 +48,10 @@ pub(crate) struct Held {
     pub(super) bought_though_movable: bool,
     /// Number of granules of spare frames that take part.
     pub(super) spares: u64,
-    /// The point of the program, if frames move or are bought.
-    pub(super) point: Option<Point>,
+    /// The point of the program.
+    pub(super) point: Point,
+    /// True if frames move or are bought.
+    pub(super) is_remap: bool,
 }
 
 /// The result of planning.
@@ -76,16 +78,16 @@ impl Whole {
         let more = draft.buy > 0 && terms.ahead && !draft.bought_though_movable;
         let bought_ahead = if more { self.bought_ahead(&draft, request.pool, buyable) } else { 0 };
         let Draft { window, point, donors, spares, buy, ahead, bought_though_movable, .. } = draft;
-        let point = (buy > 0 || !donors.chosen.is_empty()).then_some(point);
+        let is_remap = buy > 0 || !donors.chosen.is_empty();
         let create = buy + bought_ahead;
-        let largest = self.largest_in_region(request, &donors, (buy, create), bought_though_movable);
+        let largest = self.largest_in_region(request, &donors, (buy, create), point, bought_though_movable);
         let (held, fill, changed) = self.hold_window(request.slot, &window, (ahead + bought_ahead) * granule);
         let donors = self.hold_donors(request.slot, donors.into_joined(), &changed, window.end);
         let work = self.work(&donors, (spares, create), fill, largest);
         let spares = work.spares.granules();
         Planned::Ready(Plan {
             work,
-            held: Held { window: held, donors, create, bought_though_movable, spares, point },
+            held: Held { window: held, donors, create, bought_though_movable, spares, point, is_remap },
             buys_ahead: bought_ahead > 0,
         })
     }
@@ -96,6 +98,7 @@ impl Whole {
         request: &Request,
         donors: &Donors,
         (buy, create): (u64, u64),
+        point: Point,
         bought_though_movable: bool,
     ) -> Largest {
         let reserved = self.reserved;
@@ -103,7 +106,8 @@ impl Whole {
         let Some(paged) = self.paged.as_mut() else { return Largest::GRANULE };
         let granules = |bytes: u64| bytes / paged.granule;
         if let Some(stranded) = stranded {
-            paged.frame_size.note(&stranded, granules(reserved) + buy, granules(paged.in_use_peak));
+            let peak = paged.in_use_peak.max(point.in_use);
+            paged.frame_size.note(&stranded, granules(reserved) + buy, granules(peak));
         }
         let pool = granules(paged.mapped_bytes[kind_of(request.pool) as usize]) + create;
         let moves = buy == 0 || bought_though_movable || donors.move_ever();

@@ -17,10 +17,13 @@ impl Whole {
     /// Accounts for what the driver did, and releases the held memory to the heap. Returns the free block that the window became, if all
     /// went well.
     pub(crate) fn settle_plan(&mut self, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
-        // Noted only now, so that a request that is refused and planned again is not taken for one that recurs.
-        if let (Some(point), None) = (held.point, &done.error) {
+        // Noted only now: a request that is refused raises no peak, and if it is planned again, it is not taken for one that recurs.
+        if done.error.is_none() {
+            self.note_in_use(held.point.in_use);
+        }
+        if held.is_remap && done.error.is_none() {
             let settled = self.peak_has_settled();
-            self.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(point, settled));
+            self.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(held.point, settled));
         }
         self.settle_work(&held.donors, (held.spares, held.create), request.pool, done);
         if let (Some(paged), true, None) = (&mut self.paged, held.bought_though_movable, &done.error) {
@@ -122,7 +125,9 @@ impl Whole {
         let before = std::mem::replace(&mut paged.accounted, now);
         let sum = |bytes: [u64; 2]| bytes.iter().sum::<u64>();
         paged.bought_instead = paged.bought_instead.saturating_sub(sum(before).saturating_sub(sum(now)));
-        self.reserved = self.reserved + sum(now) - sum(before);
+        let reserved = self.reserved + sum(now) - sum(before);
+        self.forget_unborrowed(reserved);
+        self.reserved = reserved;
         let counters = &self.shell.counters;
         let kinds = [PoolKind::Small, PoolKind::Large];
         for (kind, (before, now)) in kinds.into_iter().zip(before.into_iter().zip(now)) {

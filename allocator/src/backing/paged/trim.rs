@@ -35,14 +35,23 @@ impl Allocator {
     /// for which `of` is true. Returns how many bytes went back. Frames that are not known done stay.
     pub(crate) fn trim_paged(&self, target: u64, of: &impl Fn(u16) -> bool) -> Result<u64, AllocError> {
         let recycled = self.recycle_retired()?;
+        Ok(recycled + self.trim_free(target, true, of)?)
+    }
+
+    /// Gives the free frames of some pools back to the device. Spare frames and memory apart stay: they belong to no pool.
+    pub(crate) fn trim_pools(&self, of: &impl Fn(u16) -> bool) -> Result<u64, AllocError> {
+        self.trim_free(0, false, of)
+    }
+
+    fn trim_free(&self, target: u64, spares_too: bool, of: &impl Fn(u16) -> bool) -> Result<u64, AllocError> {
         let stuck = self.take_stuck_back();
         let _gate = self.gate()?.shared();
         let mut whole = self.shell().whole();
         let Some(granule) = whole.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
         if whole.is_asleep() {
-            return Ok(recycled);
+            return Ok(0);
         }
-        let mut leaving = whole.begin_trim(target, of);
+        let mut leaving = whole.begin_trim(target, spares_too, of);
         drop(whole);
         let (mut unmapped, mut failed) = (0, None);
         for (range, frames) in &leaving.ranges {
@@ -60,7 +69,7 @@ impl Allocator {
         let addresses = self.give_addresses_back();
         match failed {
             Some(error) => Err(error.into()),
-            None => stuck.and(addresses).map(|()| recycled + released * granule),
+            None => stuck.and(addresses).map(|()| released * granule),
         }
     }
 
@@ -160,12 +169,12 @@ impl Whole {
         latest.into_iter().filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
     }
 
-    fn begin_trim(&mut self, target: u64, of: &impl Fn(u16) -> bool) -> Leaving {
+    fn begin_trim(&mut self, target: u64, spares_too: bool, of: &impl Fn(u16) -> bool) -> Leaving {
         let excess = self.reserved.saturating_sub(target);
         let Some(paged) = &mut self.paged else { return Leaving::default() };
         let granule = paged.granule;
         let wanted = excess.div_ceil(granule);
-        let loose = paged.spares.take(wanted);
+        let loose = paged.spares.take(if spares_too { wanted } else { 0 });
         let kept = self.pools.kept_for_our_graphs();
         let more = wanted.saturating_sub(loose.granules());
         let donors = self.donors(more, None, |pool| of(pool) && !kept.contains(&pool));

@@ -154,3 +154,15 @@ fn every_failing_call_is_rolled_back() {
         driver.assert_no_violation();
     }
 }
+
+#[test]
+fn it_gets_addresses_that_cached_memory_holds() {
+    let (driver, device, allocator) = setup("");
+    let stream = device.default_stream();
+    drop(allocator.alloc(64 * MIB, stream).unwrap());
+    let all = driver.addresses().unwrap();
+    let wide = allocator.growable(all - allocator.fragmentation(0).address_bytes, stream).unwrap();
+    let shared = allocator.alloc_exportable(2 * MIB, FD, stream).unwrap();
+    drop((wide, shared));
+    driver.assert_no_violation();
+}

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_allocator::size_class::PoolKind;
-use aquifer_allocator::{AllocError, Allocator, Config, Growable, TagScope};
+use aquifer_allocator::{AllocError, Allocator, Config, Growable, TagScope, Turn};
 use aquifer_device::sim::Fault;
-use aquifer_device::{Code, Device, DevicePtr, HandleKind, Operation, Stream};
+use aquifer_device::{AccessKind, Code, Device, DevicePtr, HandleKind, Operation, Stream};
 use aquifer_tests::check::readers;
 use aquifer_tests::{Bench, MIB, Subject};
 use proptest::prelude::*;
@@ -118,6 +118,68 @@ fn growing_again_takes_back_what_was_not_recycled() {
     side.fill(cache.ptr().offset(60 * MIB), 6, MIB).unwrap();
     side.synchronize().unwrap();
     drop(cache);
+    setup.assert_returned();
+}
+
+/// Whichever stream uses the end before it is given up, and wherever in a granule that is: who grows it again comes later, and so does who
+/// grows further within the same granule.
+#[test]
+fn what_it_grows_by_again_comes_after_its_last_uses() {
+    for (large, small) in [(8, 4), (8, 5), (8, 7), (7, 6), (9, 5)] {
+        let setup = setup("");
+        let Setup { driver, device, stream, side, .. } = &setup;
+        let third = device.create_stream().unwrap();
+        let mut cache = setup.growable(CAPACITY);
+        cache.grow_to(large * MIB, stream).unwrap();
+        driver.stall(side, Duration::from_secs(1)).unwrap();
+        side.wait_for(&stream.tick()).unwrap();
+        cache.record_stream(side).unwrap();
+        side.fill(cache.ptr().offset(small * MIB), 1, (large - small) * MIB).unwrap();
+        cache.shrink_to(small * MIB, side).unwrap();
+        let middle = small * MIB + MIB / 2;
+        cache.grow_to(middle, stream).unwrap();
+        stream.fill(cache.ptr().offset(small * MIB), 2, MIB / 2).unwrap();
+        cache.grow_to(large * MIB, &third).unwrap();
+        third.fill(cache.ptr().offset(middle), 3, large * MIB - middle).unwrap();
+        device.synchronize().unwrap();
+        assert_eq!(read(stream, cache.ptr().offset(small * MIB)), 2);
+        assert_eq!(read(stream, cache.ptr().offset(large * MIB - 1)), 3);
+        drop(cache);
+        setup.assert_returned();
+    }
+}
+
+#[test]
+fn turns_come_after_growth_of_any_size() {
+    for (from, to) in [(7, 8), (7, 9), (5, 6)] {
+        let setup = setup("");
+        let Setup { driver, device, stream, side, .. } = &setup;
+        let mut cache = setup.growable(CAPACITY);
+        cache.grow_to(from * MIB, stream).unwrap();
+        let write_in_turn = |cache: &Growable| {
+            let buffer = cache.buffer::<u8>();
+            let _turn = Turn::take(side, &[(buffer.storage(), AccessKind::Write)]).unwrap();
+            side.fill(buffer.ptr(), 1, buffer.bytes()).unwrap();
+        };
+        write_in_turn(&cache);
+        // Work on bare addresses, and then growth on the same stream.
+        driver.stall(stream, Duration::from_secs(1)).unwrap();
+        stream.wait_for(&side.tick()).unwrap();
+        stream.fill(cache.ptr(), 2, from * MIB).unwrap();
+        cache.grow_to(to * MIB, stream).unwrap();
+        write_in_turn(&cache);
+        device.synchronize().unwrap();
+        assert_eq!(read(side, cache.ptr()), 1);
+        drop(cache);
+        setup.assert_returned();
+    }
+}
+
+#[test]
+fn addresses_of_those_that_were_dropped_come_back() {
+    let setup = setup("");
+    let most = setup.driver.addresses().unwrap() / CAPACITY;
+    (0..most + 10).for_each(|_| drop(setup.growable(CAPACITY)));
     setup.assert_returned();
 }
 

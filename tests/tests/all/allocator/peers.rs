@@ -147,3 +147,21 @@ fn remaps_meanwhile_are_not_missed() {
         driver.assert_no_violation();
     }
 }
+
+#[test]
+fn a_device_that_is_just_full_may_have_peers() {
+    let (driver, device, allocator) = setup("");
+    let peers = Subject::peers(1);
+    let [peer] = &peers[..] else { return };
+    let stream = device.default_stream();
+    let mut cache = allocator.growable(256 * MIB, stream).unwrap();
+    cache.grow_to(256 * MIB, stream).unwrap();
+    cache.shrink_to(0, stream).unwrap();
+    stream.synchronize().unwrap();
+    // All memory is this allocator's, and mapped nowhere.
+    let other = allocator.growable(MIB, stream).unwrap();
+    allocator.enable_peer_access(peer.ordinal()).unwrap();
+    drop((cache, other));
+    let block = allocator.alloc(10 * MIB, stream).unwrap();
+    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, ordinals([&driver, peer]));
+}
