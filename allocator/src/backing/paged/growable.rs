@@ -151,6 +151,11 @@ impl Allocator {
             return Err(AllocError::Asleep);
         }
         let (buyable, refusal) = self.buyable(&whole, &room);
+        if range.end - range.start > self.device().info().total_bytes {
+            // Laying it out granule by granule is not worth while.
+            let refusal = if buyable < range.end - range.start { refusal } else { Refusal::Device };
+            return Ok(Next::Finished(Err(refusal)));
+        }
         let Some(paged) = &whole.paged else { return Ok(Next::Finished(Err(Refusal::Device))) };
         if paged.retired.iter().any(|retired| retired.base == base && retired.range.start < range.end) {
             // Another thread was recycling this memory when it was looked for, and could not unmap it.

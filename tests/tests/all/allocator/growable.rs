@@ -249,6 +249,18 @@ fn it_is_refused_where_it_cannot_be() {
 }
 
 #[test]
+fn more_than_any_device_has_is_refused_before_it_is_laid_out() {
+    let setup = setup("");
+    let mut cache = setup.growable(setup.driver.addresses().unwrap());
+    let calls = setup.driver.calls_made();
+    assert!(cache.grow_to(cache.capacity(), &setup.stream).unwrap_err().is_out_of_memory());
+    let made = setup.driver.calls_made() - calls;
+    assert!(made < 10, "{made} calls");
+    drop(cache);
+    setup.assert_returned();
+}
+
+#[test]
 fn every_failing_call_leaves_it_as_it_was() {
     let operations =
         [Operation::CreatePhysical, Operation::Map, Operation::SetAccess, Operation::Unmap, Operation::ReleasePhysical];
