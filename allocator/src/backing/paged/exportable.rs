@@ -33,8 +33,8 @@ use crate::size_class::{PoolKind, REQUEST_LIMIT, ROUND_LARGE};
 use crate::tags::Tag;
 
 /// Memory whose physical handle can be exported. Dropping it, and the buffers made of it, gives it up without a driver call and
-/// without waiting; it goes back to the device at a later operation, once the streams that used it are done. It keeps the
-/// allocator open.
+/// without waiting; it goes back to the device at a later operation, once the streams that used it are done. Where memory is
+/// mapped, it keeps the allocator open.
 ///
 /// As with [`crate::Allocation`], the memory is for work on the stream that it was allocated for. Other streams take turns with a
 /// [`Exportable::buffer`], or are noted with [`Exportable::record_stream`]. The work of other processes is not ordered here; that is up to
