@@ -46,13 +46,12 @@ impl Allocator {
     }
 
     fn climb_rungs(&self, request: &Request, tried: &mut Tried) -> Rung {
-        let mut instead_of_borrowing = 0;
-        if let Some(granted) = self.cross_streams(request, &mut instead_of_borrowing)? {
+        if let Some(granted) = self.cross_streams(request, tried)? {
             return Ok(Some(granted));
         }
         self.collect_garbage()?;
         if let Some(granted) = self.try_grow(request, tried)? {
-            self.shell().core().unborrowed += instead_of_borrowing;
+            self.shell().core().unborrowed += tried.instead_of_borrowing;
             return Ok(Some(granted));
         }
         if self.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
@@ -76,14 +75,13 @@ impl Allocator {
         Ok(None)
     }
 
-    /// Borrows, or tells how many bytes the request is to get instead.
-    fn cross_streams(&self, request: &Request, instead_of_borrowing: &mut u64) -> Rung {
+    fn cross_streams(&self, request: &Request, tried: &mut Tried) -> Rung {
         if self.config().cross_stream == CrossStream::Off {
             return Ok(None);
         }
         let mut whole = self.shell().whole();
-        *instead_of_borrowing = self.growth_instead_of_borrowing(&mut whole, request);
-        if *instead_of_borrowing > 0 {
+        tried.instead_of_borrowing = self.growth_instead_of_borrowing(&mut whole, request);
+        if tried.instead_of_borrowing > 0 {
             return Ok(None);
         }
         match self.borrow(request, whole)? {

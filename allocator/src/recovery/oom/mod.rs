@@ -36,6 +36,8 @@ pub(crate) struct Tried {
     pub(crate) refusal: Option<Refusal>,
     pub(crate) released: u64,
     pub(crate) reclaimers: Vec<Reclaimed>,
+    /// Bytes that the request is to get although its stream might borrow; 0 if it borrows.
+    pub(crate) instead_of_borrowing: u64,
     /// True if the request is for memory apart from heaps.
     pub(crate) apart: bool,
     /// Bytes that the owner of such memory has already and keeps.
