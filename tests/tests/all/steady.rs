@@ -103,6 +103,60 @@ fn a_program_that_never_settles_holds_a_sixteenth_more_and_moves_less() {
     bench.assert_returned();
 }
 
+/// Mapping calls, and granules moved, in each epoch of a training program whose batches vary in length, but are the same in every epoch.
+fn calls_by_epoch(epochs: usize) -> Vec<(u64, u64)> {
+    let bench = Bench::new(40 * GIB, "backing:paged");
+    let mut next = scrambled();
+    let lengths: Vec<u64> = (0..16).map(|_| 300 + next(212)).collect();
+    let weights: Vec<Allocation> = (0..64).map(|_| bench.allocator.alloc(48 * MIB, &bench.stream).unwrap()).collect();
+    let counts = (0..epochs).map(|_| {
+        let so_far = || (mapping_calls_so_far(&bench), bench.allocator.memory_stats().granules_moved);
+        let before = so_far();
+        lengths.iter().for_each(|&length| train_batch(&bench, length));
+        (so_far().0 - before.0, so_far().1 - before.1)
+    });
+    let counts = counts.collect();
+    drop(weights);
+    bench.assert_returned();
+    counts
+}
+
+fn mapping_calls_so_far(bench: &Bench) -> u64 {
+    let calls = bench.device.driver_calls();
+    [Operation::CreatePhysical, Operation::Map, Operation::Unmap].map(|one| calls.of(one)).iter().sum()
+}
+
+/// Forward and backward pass of a language model. What its loss takes is larger than everything else, and lives when most is in use.
+fn train_batch(bench: &Bench, length: u64) {
+    let alloc = |bytes: u64| bench.allocator.alloc(bytes * length, &bench.stream).unwrap();
+    const LAYER: [u64; 7] = [80_000, 80_000, 80_000, 80_000, 320_000, 320_000, 80_000];
+    const LOGITS: u64 = 2_400_000;
+    let mut saved: Vec<Allocation> = (0..24).flat_map(|_| LAYER).map(alloc).collect();
+    let (output, logits, wide) = (alloc(LOGITS), alloc(LOGITS), alloc(2 * LOGITS));
+    drop(output);
+    let gradient = alloc(2 * LOGITS);
+    drop(wide);
+    let narrow = alloc(LOGITS);
+    drop(gradient);
+    drop((alloc(LOGITS), narrow, logits));
+    for _ in 0..24 {
+        let mut before = None;
+        for bytes in LAYER.into_iter().rev() {
+            before = Some(alloc(bytes)).filter(|_| saved.pop().is_some());
+        }
+        drop(before);
+    }
+}
+
+#[test]
+fn a_program_that_moves_memory_in_each_repetition_does_not_move_ever_smaller_frames() {
+    let counts = calls_by_epoch(16);
+    println!("mapping calls and granules moved, by epoch: {counts:?}");
+    let (calls, moved) = counts[1..].iter().fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+    assert!(moved > 5000, "the program is such that memory moves");
+    assert!(calls < counts[0].0 / 2 && calls < moved / 4, "{calls} calls for {moved} granules");
+}
+
 #[test]
 #[ignore = "for programs of your own: AQUIFER_TRACES=FILE:FILE"]
 fn programs_of_your_own_hardly_map() {

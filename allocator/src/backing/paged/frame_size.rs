@@ -9,12 +9,15 @@
 //! * their pool's memory, divided by [`SHARE`], so that small programs have small frames;
 //! * a limit that follows what is stranded. Each time memory is bought, it becomes the largest for which frames such as there are would
 //!   strand no more than a [`BUDGET`] allows, but at most doubles. It counts only where memory moves, or will once the device is done with
-//!   it: while all that a program frees serves where it lies, small frames would help nobody.
+//!   it: while all that a program frees serves where it lies, small frames would help nobody. Nor does it count where memory moves again
+//!   and again ([`Prospect::Recurs`]): each repetition pays for each frame.
 
 use super::stranded::Stranded;
 
 /// Granules of the largest frames, unless the configuration says how large they are: 16 MiB where a granule has 2.
 const LARGEST: u32 = 8;
+/// The same where memory moves again and again: 64 MiB.
+const LARGEST_RECURRING: u32 = 32;
 /// A frame has at most its pool's memory divided by this, unless the configuration says how large frames are.
 const SHARE: u64 = 64;
 /// A frame has at most its block divided by this, or [`ALWAYS`] granules, unless the configuration says how large frames are.
@@ -24,6 +27,17 @@ const ALWAYS: u64 = 2;
 /// What is held beyond the peak of use should stay below that peak divided by this. What is held for other reasons leaves less for what is
 /// stranded.
 const BUDGET: u64 = 144;
+
+/// What is known about memory that is about to be mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Prospect {
+    /// Nothing moves, or will once the device is done with it.
+    Grows,
+    /// Memory moves.
+    Moves,
+    /// It moves where it moved before, and the program returns to such points often (`recurrence.rs`).
+    Recurs,
+}
 
 /// The limit on the size of frames.
 #[derive(Debug)]
@@ -57,9 +71,13 @@ impl FrameSize {
     }
 
     /// Granules of the largest frame that may be made for a block of `block` granules, in a pool that has, or is about to have, `pool`
-    /// granules. `moves` tells whether memory moves, or will.
-    pub(crate) fn largest(&self, pool: u64, block: u64, moves: bool) -> u32 {
-        let limit = if moves { self.limit } else { self.largest };
+    /// granules.
+    pub(crate) fn largest(&self, pool: u64, block: u64, prospect: Prospect) -> u32 {
+        let limit = match prospect {
+            Prospect::Moves => self.limit,
+            Prospect::Recurs if !self.is_given => LARGEST_RECURRING,
+            Prospect::Grows | Prospect::Recurs => self.largest,
+        };
         let of_block = (block / BLOCK_SHARE).max(ALWAYS.min(block / 2));
         let share = power_of_two(of_block.min(pool / SHARE));
         if self.is_given { limit } else { limit.min(share) }
@@ -85,7 +103,7 @@ mod tests {
     }
 
     fn limit(size: &FrameSize) -> u32 {
-        size.largest(MUCH, MUCH, true)
+        size.largest(MUCH, MUCH, Prospect::Moves)
     }
 
     #[test]
@@ -114,7 +132,8 @@ mod tests {
         size.note(&stranded, peak + stranded.granules() + peak / BUDGET - 300, peak);
         assert_eq!(limit(&size), 4);
         size.note(&stranded, 2 * peak, peak);
-        assert_eq!((limit(&size), size.largest(MUCH, MUCH, false)), (1, 8), "it counts only where memory moves");
+        let otherwise = [Prospect::Grows, Prospect::Recurs].map(|prospect| size.largest(MUCH, MUCH, prospect));
+        assert_eq!((limit(&size), otherwise), (1, [8, 32]), "it counts only where memory moves, but not for ever");
         size.note(&Stranded::default(), 2 * peak, peak);
         assert_eq!(limit(&size), 2, "where nothing is stranded, small frames save nothing");
     }
@@ -122,10 +141,13 @@ mod tests {
     #[test]
     fn small_blocks_and_small_pools_have_small_frames_unless_asked_for() {
         let granules = [0, 1, 127, 128, 300, MUCH];
-        assert_eq!(granules.map(|pool| FrameSize::new(None).largest(pool, MUCH, true)), [1, 1, 1, 2, 4, 8]);
+        assert_eq!(granules.map(|pool| FrameSize::new(None).largest(pool, MUCH, Prospect::Moves)), [1, 1, 1, 2, 4, 8]);
         let blocks = [1, 3, 4, 55, 56, 111, 112, MUCH];
-        assert_eq!(blocks.map(|block| FrameSize::new(None).largest(MUCH, block, false)), [1, 1, 2, 2, 4, 4, 8, 8]);
-        assert_eq!(granules.map(|pool| FrameSize::new(Some(32)).largest(pool, 1, true)), [32; 6]);
-        assert_eq!(FrameSize::new(Some(1)).largest(MUCH, MUCH, true), 1);
+        assert_eq!(
+            blocks.map(|block| FrameSize::new(None).largest(MUCH, block, Prospect::Grows)),
+            [1, 1, 2, 2, 4, 4, 8, 8]
+        );
+        assert_eq!(granules.map(|pool| FrameSize::new(Some(32)).largest(pool, 1, Prospect::Recurs)), [32; 6]);
+        assert_eq!(FrameSize::new(Some(1)).largest(MUCH, MUCH, Prospect::Recurs), 1);
     }
 }

@@ -2,8 +2,9 @@
 //! Pure arithmetic, decided before the driver is called (`carry_out.rs`).
 //!
 //! Frames that there are come first, large ones before small ones. What they do not fill is filled with new frames, whose memory comes from
-//! the device, as far as that was planned, and otherwise from frames that fit nowhere: those are *broken*, that is, released, and smaller
-//! ones made of the memory.
+//! the device, as far as that was planned, and otherwise from frames that fit nowhere: those are *broken*, that is, released, and others
+//! made of the memory. Each remap breaks some into smaller ones so; where memory is expected to move again, small frames are therefore
+//! *joined*: they are broken, too, and larger ones made of them.
 
 use super::frames::{LooseFrames, sizes};
 
@@ -18,15 +19,22 @@ pub(crate) struct Largest {
     made: u32,
     /// Of those that are mapped as they are.
     kept: u32,
+    /// Of those that are joined where one of size `made` has room.
+    joined: u32,
 }
 
 impl Largest {
     /// Every frame is one granule: for memory that is given back granule by granule.
-    pub(crate) const GRANULE: Largest = Largest { made: 1, kept: 1 };
+    pub(crate) const GRANULE: Largest = Largest { made: 1, kept: 1, joined: 0 };
 
     /// For a heap's region, where new frames are at most so large.
     pub(crate) fn in_region(made: u32) -> Largest {
-        Largest { made, kept: made.saturating_mul(KEPT) }
+        Largest { made, kept: made.saturating_mul(KEPT), joined: 0 }
+    }
+
+    /// The same, and smaller frames are joined to such.
+    pub(crate) fn joining(self) -> Largest {
+        Largest { joined: self.made / 2, ..self }
     }
 }
 
@@ -55,13 +63,15 @@ impl Layout {
     /// Fills ranges, given by their lengths in granules, with frames that there are and with `create` granules from the device. Together
     /// they suffice. No frame is larger than `largest` allows.
     pub(super) fn new(there: &LooseFrames, lengths: &[u64], create: u64, largest: Largest) -> Layout {
-        let Largest { made, kept } = largest;
+        let Largest { made, kept, joined } = largest;
+        // Sizes are powers of two, so frames that are not joined leave the remainder by `made` as it is.
+        let room = |size: u32, left: u64| if size <= joined { left % u64::from(made) } else { left };
         let mut layout = Layout { ranges: vec![Vec::new(); lengths.len()], ..Layout::default() };
         let mut left = lengths.to_vec();
         let mut unused: Vec<(u32, usize)> = there.counts().collect();
         for (size, count) in unused.iter_mut().rev().filter(|(size, _)| *size <= kept) {
             for (left, frames) in left.iter_mut().zip(&mut layout.ranges) {
-                while *count > 0 && *left >= u64::from(*size) {
+                while *count > 0 && room(*size, *left) >= u64::from(*size) {
                     frames.push(*size);
                     *left -= u64::from(*size);
                     *count -= 1;
@@ -86,13 +96,15 @@ impl Layout {
         }
         let lacking = total(&layout.then).saturating_sub(from_device);
         let smallest_first = unused.iter().flat_map(|&(size, count)| std::iter::repeat_n(size, count));
+        let mut broken = 0;
         for size in smallest_first {
-            if total(&layout.broken) >= lacking {
+            if broken >= lacking {
                 break;
             }
             layout.broken.push(size);
+            broken += u64::from(size);
         }
-        let surplus = total(&layout.broken).saturating_sub(lacking);
+        let surplus = broken.saturating_sub(lacking);
         layout.surplus = sizes(surplus, made).collect();
         layout
     }
@@ -144,6 +156,18 @@ mod tests {
         );
     }
 
+    #[test]
+    fn small_frames_are_joined_where_memory_will_move_again() {
+        let ones = there(&[2, 1, 1, 1, 1, 1, 1, 1]);
+        let as_they_are = Layout::new(&ones, &[9], 0, Largest::in_region(4));
+        assert_eq!(as_they_are.ranges, [vec![2, 1, 1, 1, 1, 1, 1, 1]]);
+        let layout = Layout::new(&ones, &[9], 0, Largest::in_region(4).joining());
+        assert_eq!((layout.ranges, layout.then), (vec![vec![1, 4, 4]], vec![4, 4]), "what is left over stays as it is");
+        assert_eq!((layout.broken, layout.surplus), (vec![1, 1, 1, 1, 1, 1, 2], vec![]));
+        let granule = Largest::in_region(1).joining();
+        assert_eq!(Layout::new(&there(&[1, 1]), &[2], 0, granule).broken, [], "granules cannot be joined to granules");
+    }
+
     proptest! {
         #[test]
         fn everything_is_filled_and_nothing_is_lost(
@@ -152,6 +176,7 @@ mod tests {
             more in 0..20_u64,
             largest in 0..6_u32,
             by_granule in any::<bool>(),
+            joining in any::<bool>(),
         ) {
             let sizes: Vec<u32> = powers.iter().map(|power| 1 << power).collect();
             let (there, largest) = (there(&sizes), 1 << largest);
@@ -159,7 +184,9 @@ mod tests {
             // As plans are: either frames suffice, with some to spare, or the device gives what they lack.
             let create = if more < 10 { fill.saturating_sub(there.granules()) } else { 0 };
             prop_assume!(there.granules() + create >= fill);
-            let bounds = if by_granule { Largest::GRANULE } else { Largest::in_region(largest) };
+            let in_region = Largest::in_region(largest);
+            let bounds = if joining { in_region.joining() } else { in_region };
+            let bounds = if by_granule { Largest::GRANULE } else { bounds };
             let layout = Layout::new(&there, &lengths, create, bounds);
             for (frames, &length) in layout.ranges.iter().zip(&lengths) {
                 prop_assert_eq!(total(frames), length);

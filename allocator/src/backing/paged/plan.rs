@@ -9,6 +9,7 @@ use crate::backing::headroom::Refusal;
 use crate::backing::paged::carry_out::Work;
 use crate::backing::paged::donors::{Donor, Donors};
 use crate::backing::paged::draft::Draft;
+use crate::backing::paged::frame_size::Prospect;
 use crate::backing::paged::layout::Largest;
 use crate::backing::paged::recurrence::Point;
 use crate::backing::paged::window::Window;
@@ -103,6 +104,7 @@ impl Whole {
     ) -> Largest {
         let reserved = self.reserved;
         let stranded = (buy > 0 && !bought_though_movable).then(|| self.stranded(self.may_donate()));
+        let settled = self.peak_has_settled();
         let Some(paged) = self.paged.as_mut() else { return Largest::GRANULE };
         let granules = |bytes: u64| bytes / paged.granule;
         if let Some(stranded) = stranded {
@@ -110,8 +112,16 @@ impl Whole {
             paged.frame_size.note(&stranded, granules(reserved) + buy, granules(peak));
         }
         let pool = granules(paged.mapped_bytes[kind_of(request.pool) as usize]) + create;
-        let moves = buy == 0 || bought_though_movable || donors.move_ever();
-        Largest::in_region(paged.frame_size.largest(pool, request.size.div_ceil(paged.granule), moves))
+        let prospect = if settled && paged.recurrence.recurs_at(point) {
+            Prospect::Recurs
+        } else if buy == 0 || bought_though_movable || donors.move_ever() {
+            Prospect::Moves
+        } else {
+            Prospect::Grows
+        };
+        let block = request.size.div_ceil(paged.granule);
+        let largest = Largest::in_region(paged.frame_size.largest(pool, block, prospect));
+        if prospect == Prospect::Recurs { largest.joining() } else { largest }
     }
 
     /// The driver's work: unmap the held `donors`, and map their frames, `spares` granules of spare ones and `create` new granules at the
