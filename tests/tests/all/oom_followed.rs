@@ -8,6 +8,10 @@ use aquifer_tests::{BACKINGS, Bench, MIB, Subject, on};
 
 use crate::oom_advice::draws;
 
+/// Seeds of programs whose advice once was wrong: memory that a limit keeps cached though another refusal came first, and blocks of a
+/// capturing pool that are too large for the request.
+const ONCE_WRONG: [u64; 9] = [2289, 6369, 8088, 10475, 10779, 12013, 13374, 17689, 19324];
+
 const FD: HandleKind = HandleKind::PosixFd;
 
 /// What a program asks for at its end.
@@ -33,6 +37,7 @@ struct Scene {
     others: u64,
     wanted: Wanted,
     bytes: u64,
+    no_split: bool,
 }
 
 fn options(draw: &mut impl FnMut(u64) -> u64) -> String {
@@ -41,6 +46,7 @@ fn options(draw: &mut impl FnMut(u64) -> u64) -> String {
     options.extend((draw(3) == 0).then(|| format!("limit_mb:{limit}")));
     options.extend((draw(3) == 0).then(|| format!("headroom_mb:{headroom}")));
     options.extend((draw(5) == 0).then(|| "throw_on_cudamalloc_oom:True".to_owned()));
+    options.extend((draw(4) == 0).then(|| "frame_mb:16".to_owned()));
     options.extend(match draw(6) {
         0 => Some("max_split_size_mb:20".to_owned()),
         1 => Some("cross_stream:off".to_owned()),
@@ -61,12 +67,12 @@ fn size(draw: &mut impl FnMut(u64) -> u64) -> u64 {
 }
 
 impl Scene {
-    fn empty(bench: Bench, wanted: Wanted, bytes: u64) -> Scene {
-        let options = PoolOptions { use_on_oom: false, no_split: bytes.is_multiple_of(5) };
+    fn empty(bench: Bench, wanted: Wanted, bytes: u64, no_split: bool) -> Scene {
+        let options = PoolOptions { use_on_oom: false, no_split };
         let pool = Some(bench.allocator.create_pool(options).unwrap());
         let cache = bench.allocator.growable(1 << 40, &bench.stream).ok();
         let (live, in_pool, shared, pins) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        Scene { capture: None, bench, pool, live, in_pool, shared, pins, cache, others: 0, wanted, bytes }
+        Scene { capture: None, bench, pool, live, in_pool, shared, pins, cache, others: 0, wanted, bytes, no_split }
     }
 
     /// The same for a seed, but that others hold as much more as the device is larger.
@@ -74,7 +80,7 @@ impl Scene {
         let mut draw = draws(seed * 7919 + 1);
         let (backing, capacity) = (BACKINGS[usize::from(draw(2) == 0)], (64 + 32 * draw(6)) * MIB);
         let bench = Bench::new(capacity + larger, &on(backing, &options(&mut draw)));
-        let mut scene = Scene::empty(bench, Wanted::Block, draw(10));
+        let mut scene = Scene::empty(bench, Wanted::Block, 0, draw(5) == 0);
         scene.others_hold(if draw(3) == 0 { draw(40) * MIB } else { 0 } + larger);
         let (pins, pool) = (draw(3) == 0, draw(2) == 0);
         (0..draw(50)).for_each(|_| scene.step(&mut draw, pins, pool));
@@ -177,7 +183,7 @@ fn followed(seed: u64, advice: &Advice, report: &OomReport) -> Option<Result<(),
     for piece in pieces {
         if let Advice::LargerDevice { bytes } = piece {
             let config = scene.bench.allocator.config().clone();
-            scene = Scene::empty(Bench::with(*bytes, config), scene.wanted, scene.bytes);
+            scene = Scene::empty(Bench::with(*bytes, config), scene.wanted, scene.bytes, scene.no_split);
         }
     }
     if !pieces.iter().all(|piece| scene.follow(piece, report)) {
@@ -196,8 +202,8 @@ fn followed(seed: u64, advice: &Advice, report: &OomReport) -> Option<Result<(),
 
 #[test]
 fn who_follows_advice_is_served() {
-    let (programs, mut pieces, mut failed) = (Subject::share(600), 0, Vec::new());
-    for seed in 0..programs {
+    let (programs, mut pieces, mut failed) = (Subject::share(800), 0, Vec::new());
+    for seed in (0..programs).chain(ONCE_WRONG) {
         let Err(error) = Scene::new(seed, 0).request() else { continue };
         let report = error.report().unwrap_or_else(|| panic!("{seed}: {error}"));
         assert!(!report.advice.is_empty() && report.advice != [Advice::All(Vec::new())], "{seed}: {report}");

@@ -123,8 +123,6 @@ impl Allocator {
         shell.history.lock().note(Action::Oom, subject);
         let mut report = whole.report(request, &tried);
         let mut holds = Holds { own: tried.own, ..whole.holds(request) };
-        // Also where memory moves: blocks that streams lent each other are in pieces until they are home.
-        holds.stays_cached = self.config().fail_fast && tried.refusal == Some(Refusal::Limit);
         report.segment = if tried.apart { request.size } else { self.growth_bytes(&whole, request) };
         let lacking = if tried.apart { None } else { whole.lacking_bytes(request) };
         report.from_device = lacking.unwrap_or(report.segment);
@@ -133,6 +131,10 @@ impl Allocator {
         report.device = self.device().info().ordinal;
         report.device_name.clone_from(&self.device().info().name);
         report.limit = self.limit();
+        // Whatever refused: with that out of the way, the limit does, before anything is given back. Also where memory moves: blocks that
+        // streams lent each other are in pieces until they are home.
+        let first = report.reserved.saturating_add(tried.released).saturating_add(report.segment);
+        holds.stays_cached = self.config().fail_fast && report.limit.is_some_and(|limit| first > limit);
         report.headroom = self.config().headroom;
         report.memory = memory;
         report.allocated = shell.read(Hot::Bytes).all.current;

@@ -46,7 +46,7 @@ pub(super) struct Holds {
     pub(super) own_pool_serves: bool,
     /// Bytes that the request's owner has and keeps as it grows.
     pub(super) own: u64,
-    /// True if the limit refuses requests at once (`throw_on_cudamalloc_oom`), so that freed memory stays cached.
+    /// True if the limit refuses the request at once (`throw_on_cudamalloc_oom`), so that freed memory stays cached.
     pub(super) stays_cached: bool,
     /// The parts of these sums that cannot go back to the device while a stream captures.
     pub(super) captured: Captured,
@@ -69,7 +69,11 @@ impl Whole {
                 Some(private) if is_own(private) => {
                     holds.own_pool += bytes;
                     let near = region.pool == request.pool && heap.home == request.slot;
-                    holds.own_pool_serves |= near && ranges.iter().any(|&(_, bytes)| bytes >= request.size);
+                    let fits = |bytes: u64| match region.is_paged() {
+                        true => bytes >= request.size,
+                        false => self.classes.fits(bytes, request.size),
+                    };
+                    holds.own_pool_serves |= near && ranges.iter().any(|&(_, bytes)| fits(bytes));
                 }
                 Some(_) => {
                     holds.pools += bytes;
