@@ -208,7 +208,8 @@ impl Allocator {
         let Some(mut arena) = arena.enter() else { return (BlockId::NONE, 0) };
         let size = inner.classes.round(bytes);
         let pool = inner.classes.pool(size) as u16;
-        let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
+        let request =
+            Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular: true };
         let granted = arena.take_own_hot(&request);
         let milestone_is_due = arena.is_milestone_due();
         drop(arena);
@@ -240,7 +241,8 @@ impl Allocator {
         }
         refuse_capture(stream)?;
         let pool = inner.classes.pool(size) as u16;
-        let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag() };
+        let is_regular = size == inner.classes.round(bytes);
+        let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular };
         let hopeless = searched && !shell.arenas.get(stream.id()).is_some_and(Arena::has_remote_frees);
         let granted = if hopeless { None } else { shell.enter(stream).take_own(&request) };
         granted.map_or_else(|| self.climb(&request), Ok)
@@ -284,13 +286,13 @@ impl Allocator {
                 refuse_capture(stream)?;
             }
             let pool = private.unwrap_or(kind as u16);
-            let request = Request { requested: bytes, size, pool, slot: stream.id(), tag };
+            let request = Request { requested: bytes, size, pool, slot: stream.id(), tag, is_regular: false };
             let granted = self.serve_specially(&request, stream, special, waits && !asked)?;
             if private.is_none() || !self.came_from_a_graph(pool, stream) {
                 return Ok(granted);
             }
             // Nobody has used it.
-            granted.arena.free(granted.block, None, size);
+            granted.arena.free(granted.block, None, bytes);
         }
     }
 

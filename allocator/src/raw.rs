@@ -6,6 +6,7 @@ use aquifer_device::{DevicePtr, Stream};
 
 use crate::allocator::Allocator;
 use crate::error::AllocError;
+use crate::shell::arena::UNKNOWN;
 
 impl Allocator {
     /// Allocates and returns the bare pointer, to be freed with [`Allocator::free_raw`]. Zero bytes give a null pointer.
@@ -34,8 +35,7 @@ impl Allocator {
         }
         let removed = self.shell().core().raw.remove(&ptr.0);
         let (arena, block) = removed.ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
-        // Of a size that nobody noted: taken for a large one.
-        arena.free(block, None, u64::MAX);
+        arena.free(block, None, UNKNOWN);
         Ok(())
     }
 

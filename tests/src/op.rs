@@ -33,6 +33,9 @@ pub enum Op {
     Free { pick: usize, how: FreeHow, verify: bool },
     /// Frees through the raw interface a pointer that is not live there: freed before, inside a block, or of a handle.
     FreeWrong(usize),
+    /// Gives so many blocks back, each followed by a small allocation, and looks at the allocator only after all.
+    #[expect(missing_docs, reason = "told above")]
+    Replace { pick: usize, stream: usize, blocks: usize, bytes: u64 },
     /// Uses a block on a stream that is ordered after the block's other uses. `record` says which of the two ways makes
     /// that known: by `record_stream`, or by making the block's own stream wait before it is given back.
     #[expect(missing_docs, reason = "told above")]
@@ -114,6 +117,8 @@ pub fn op(faults: bool) -> impl Strategy<Value = Op> {
             .prop_map(|(pool, stream, bytes)| Op::AllocFrom { pool, stream, bytes }),
         26 => (pick.clone(), how(), prop::bool::weighted(0.1))
             .prop_map(|(pick, how, verify)| Op::Free { pick, how, verify }),
+        2 => (pick.clone(), stream.clone(), 1_usize..40, 1..8 * KIB)
+            .prop_map(|(pick, stream, blocks, bytes)| Op::Replace { pick, stream, blocks, bytes }),
         1 => pick.clone().prop_map(Op::FreeWrong),
         24 => (pick.clone(), stream.clone(), any::<bool>(), any::<bool>())
             .prop_map(|(pick, stream, write, record)| Op::Use { pick, stream, write, record }),

@@ -28,13 +28,15 @@ pub struct Setup {
     pub ending: Ending,
     /// How many steps of the program the device lags behind; 0 for a device that works in virtual time alone.
     pub lag: u64,
+    /// How many small blocks are live when the program begins.
+    pub crowd: usize,
 }
 
 impl Setup {
     /// A device of `capacity` bytes with seed 0, and the given options.
     pub fn new(capacity: u64, options: &str) -> Setup {
         let config = Config::parse(options).unwrap_or_else(|error| panic!("{options}: {error}"));
-        Setup { capacity, seed: 0, config, ending: Ending::FreeFirst, lag: 0 }
+        Setup { capacity, seed: 0, config, ending: Ending::FreeFirst, lag: 0, crowd: 0 }
     }
 }
 
@@ -87,10 +89,20 @@ pub fn setup(backing: Backing) -> impl Strategy<Value = Setup> {
         config,
         ending,
         lag: 0,
+        crowd: 0,
     })
 }
 
 /// As [`setup`], with a device that lags behind the program.
 pub fn lagging(backing: Backing) -> impl Strategy<Value = Setup> {
     (setup(backing), 1_u64..60).prop_map(|(setup, lag)| Setup { lag, ..setup })
+}
+
+/// As [`setup`], with so many small blocks that their records do not fit the processor's caches (`heap/resting.rs` of the allocator).
+pub fn crowded(backing: Backing) -> impl Strategy<Value = Setup> {
+    (setup(backing), prop_oneof![2 => Just(0), 1 => 1_u64..60]).prop_map(|(setup, lag)| {
+        let mut config = setup.config;
+        config.no_cache = false;
+        Setup { lag, crowd: 6000, config, ..setup }
+    })
 }

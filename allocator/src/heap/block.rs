@@ -34,9 +34,9 @@ impl Default for BlockId {
 pub(crate) enum State {
     /// The record is unused.
     Vacant,
-    /// An allocation holds the block.
+    /// An allocation holds the block, or it was given back and rests.
     Live,
-    /// Freed, but other streams may still use it; in no index. A resting block is in this state, too.
+    /// Freed, but other streams may still use it; in no index.
     Waiting,
     /// Free, and in the index of its owner.
     Free,
@@ -184,6 +184,12 @@ impl Slab {
         self.vacant = id;
     }
 
+    /// Has the processor fetch the record of a block, which will be read soon, and goes on meanwhile.
+    #[inline(always)]
+    pub(crate) fn prefetch(&self, id: BlockId) {
+        prefetch(&self[id]);
+    }
+
     /// The record of a block, if it is not [`BlockId::NONE`].
     #[inline]
     pub(crate) fn get(&self, id: BlockId) -> Option<&Block> {
@@ -196,7 +202,6 @@ impl Slab {
     }
 
     /// Number of records, vacant ones included.
-    #[cfg(debug_assertions)]
     pub(crate) fn records_count(&self) -> usize {
         self.blocks.len()
     }
@@ -268,5 +273,20 @@ impl IndexMut<BlockId> for Records<'_> {
     #[inline]
     fn index_mut(&mut self, id: BlockId) -> &mut Block {
         &mut self.blocks[id.index()]
+    }
+}
+
+/// Has the processor fetch what is behind a reference. Does nothing on processors for which the language has no stable way to ask.
+#[inline(always)]
+#[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing is done"))]
+fn prefetch(block: &Block) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        #[allow(unsafe_code, reason = "the hint takes a pointer")]
+        // SAFETY: the pointer comes from a reference; and a prefetch neither reads nor writes as far as the program can tell.
+        unsafe {
+            _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(block).cast());
+        }
     }
 }

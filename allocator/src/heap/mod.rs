@@ -17,6 +17,7 @@ mod check;
 mod hole_index;
 mod holes;
 mod index;
+mod irregular;
 mod last_use;
 mod members;
 mod moves;
@@ -33,8 +34,11 @@ use index::{Bins, Exact, FreeIndex, Index};
 pub(crate) use index::{IndexKind, IndexView, Key};
 use last_use::Granules;
 pub(crate) use last_use::LastUses;
+use members::Members;
 use moves::{Joined, Piece, Rules, Taken};
 use recent::RecentUses;
+pub(crate) use resting::Rested;
+use resting::Resting;
 use strays::Away;
 
 use crate::size_class::{PoolKind, SizeClasses};
@@ -111,8 +115,9 @@ pub(crate) struct Heap {
     strays: BTreeSet<BlockId>,
     /// Holes that are not held.
     holes: HoleIndex,
-    /// The resting block: freed, and not merged yet.
-    resting: BlockId,
+    /// Blocks that were freed, and not merged yet.
+    resting: Resting,
+    irregular: Members,
     /// The log of last uses that are not noted in the granules' ticks yet.
     recent: RecentUses,
     /// Bytes of blocks that rested and were taken again.
@@ -145,7 +150,7 @@ impl Heap {
     }
 
     /// Takes `size` bytes for the home stream from the block that the index chooses among the stream's own free ones, if the size rules
-    /// allow. There must be no resting block.
+    /// allow.
     #[inline(always)]
     pub(crate) fn take_best(
         &mut self,
@@ -154,7 +159,6 @@ impl Heap {
         size: u64,
         requested: u64,
     ) -> Option<(BlockId, SplitChange)> {
-        debug_assert_eq!(self.resting, BlockId::NONE);
         let piece = Piece { owner: self.home, size, requested };
         let record = &mut self.pools[usize::from(pool)];
         record.searches += 1;

@@ -128,7 +128,7 @@ mod tests {
                     3..5 if !live.is_empty() => {
                         let id = live.swap_remove(which % live.len());
                         model[granules(&heap, id)].fill(now);
-                        heap.give_to_rest(id, now);
+                        heap.let_rest(id, now);
                         heap.merge_resting();
                     }
                     5 => {

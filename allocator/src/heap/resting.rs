@@ -1,4 +1,4 @@
-//! The resting block: freed, but not yet merged with its neighbours.
+//! Resting blocks: freed, but not yet merged with their neighbours.
 //!
 //! Programs mostly ask for the size that they have just given back. So a block that is given back *rests*: the next request, if it is
 //! for exactly this size and from the same pool, gets it as it is, and nothing is cut, joined or indexed. Any other operation
@@ -8,43 +8,129 @@
 //! free neighbours, it would be the smallest that is large enough, at the lowest address, and if cutting it would leave these
 //! neighbours as they are. Finding out costs a search, and saves putting the block into the index and taking it out again.
 //!
-//! A resting block is in [`State::Waiting`], and counts as waiting in the identities. Others never see it so, because a thread that
-//! holds every lock merges it first. Pieces of regions are counted when it is merged; reading that count takes every lock.
+//! **In a heap of many small blocks several small ones rest**, because its records are not in the processor's caches: the processor is asked
+//! for a block's record when the block comes to rest, and works on three other pairs of operations until the block is merged, instead
+//! of waiting. A search that fails merges them all and starts again, so nothing is refused and nothing grows for their sake. Large
+//! blocks, and requests for them, find what they would find if none rested: small blocks never serve these, and where large
+//! ones are taken decides how much memory a program needs.
+//!
+//! Invariants:
+//! * the record of a resting block is that of a live one. Others never see that, because a thread that holds every lock merges first;
+//! * blocks are merged in the order in which they were given back, which is the order of their ticks;
+//! * pieces of regions are counted when a block is merged; reading that count takes every lock.
 
 use super::index::{Bins, Exact, FreeIndex};
 use super::recent::Use;
 use super::{Block, BlockId, Heap, IndexKind, SplitChange, State, moves, signed};
-use crate::size_class::{MIN_BLOCK, SizeClasses};
+use crate::size_class::{MIN_BLOCK, SMALL_SIZE, SizeClasses};
+
+/// Blocks that may rest beside the newest in a heap of many small ones.
+const OLDER: usize = 3;
+/// From this many records on, a heap has many blocks: they take 256 KiB. Few in tests, so that these get there.
+const MANY: usize = if cfg!(test) { 64 } else { 4096 };
+
+/// A block that rests, or none. Its words are read one by one: read together, as wider words than were written, they would have the
+/// processor wait for the stores.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Rested {
+    /// 0 if there is none.
+    size: u64,
+    block: BlockId,
+    /// The tick of the home stream until which the block was used.
+    after: u64,
+}
+
+impl Rested {
+    #[inline]
+    pub(crate) fn block(self) -> BlockId {
+        self.block
+    }
+}
+
+/// The blocks that rest.
+#[derive(Debug, Default)]
+pub(super) struct Resting {
+    /// The one that came last.
+    newest: Rested,
+    /// True if small blocks go on resting among the older ones. Otherwise these are empty.
+    several: bool,
+    /// Small blocks that came before, a ring.
+    older: [Rested; OLDER],
+    /// Where the oldest of them is, if there are as many as may be; the next one takes its place.
+    oldest: usize,
+}
 
 impl Heap {
-    /// Frees a live block of the home stream and lets it rest; it is given back as by [`Heap::give`] before anything depends on that. There
-    /// must be no resting block.
+    /// Frees a live block of `size` bytes of the home stream and lets it rest; it is given back as by [`Heap::give`] before anything depends on
+    /// that. The place of the newest must be vacant.
     #[inline]
-    pub(crate) fn give_to_rest(&mut self, id: BlockId, after: u64) {
-        debug_assert_eq!(self.resting, BlockId::NONE);
-        self.resting = id;
-        let block = &mut self.blocks[id];
-        debug_assert!(block.state == State::Live && block.owner == self.home);
-        (block.state, block.after) = (State::Waiting, after);
+    pub(crate) fn give_to_rest(&mut self, block: BlockId, size: u64, after: u64) {
+        debug_assert!(self.blocks[block].state == State::Live && self.blocks[block].owner == self.home);
+        debug_assert_eq!(self.resting.newest.size, 0);
+        let newest = &mut self.resting.newest;
+        (newest.size, newest.block, newest.after) = (size, block, after);
+        self.blocks.prefetch(block);
     }
 
-    /// The resting block, if there is one.
+    /// True if the place of the newest block is taken.
     #[inline]
-    pub(crate) fn resting(&self) -> Option<BlockId> {
-        self.resting.some()
+    pub(crate) fn has_newest(&self) -> bool {
+        self.resting.newest.size != 0
     }
 
-    /// Merges the resting block, if there is one.
+    /// True if the newest block may go on resting among older ones.
     #[inline]
-    pub(crate) fn merge_resting(&mut self) -> SplitChange {
-        match std::mem::take(&mut self.resting) {
-            BlockId::NONE => SplitChange::default(),
-            id => self.merge(id),
-        }
+    pub(crate) fn lets_several_rest(&self) -> bool {
+        self.resting.several
     }
 
-    /// Takes the resting block, if that is the block that the request gets. Also returns by how much merging it would have changed the
-    /// count of pieces; taking it again would have undone that.
+    /// Takes out the newest block.
+    #[inline(always)]
+    pub(crate) fn take_newest(&mut self) -> Rested {
+        let Rested { size, block, after } = self.resting.newest;
+        self.resting.newest.size = 0;
+        Rested { size, block, after }
+    }
+
+    /// True if the newest block is large, so that all must be merged now.
+    pub(crate) fn newest_is_large(&self) -> bool {
+        self.resting.newest.size > SMALL_SIZE
+    }
+
+    /// Has the newest block rest among the older ones. Takes out the one in whose place it is, if there is one.
+    pub(crate) fn exchange_oldest(&mut self) -> Option<Rested> {
+        let newest = self.take_newest();
+        let Resting { older, oldest, .. } = &mut self.resting;
+        let place = &mut older[*oldest];
+        let before = Rested { size: place.size, block: place.block, after: place.after };
+        (place.size, place.block, place.after) = (newest.size, newest.block, newest.after);
+        *oldest = if *oldest + 1 < OLDER { *oldest + 1 } else { 0 };
+        (before.size != 0).then_some(before)
+    }
+
+    /// Takes out the block that has rested longest.
+    pub(crate) fn take_oldest_resting(&mut self) -> Option<Rested> {
+        let Resting { newest, older, oldest, .. } = &mut self.resting;
+        let (second, first) = older.split_at_mut(*oldest);
+        let occupied = first.iter_mut().chain(second).chain([newest]).find(|rested| rested.size != 0);
+        occupied.map(std::mem::take)
+    }
+
+    /// True if any block rests.
+    pub(crate) fn has_resting(&self) -> bool {
+        self.resting.newest.size != 0 || self.resting.older.iter().any(|rested| rested.size != 0)
+    }
+
+    /// Decides whether several blocks may rest. None does when this is called.
+    pub(crate) fn set_room_to_rest(&mut self) {
+        debug_assert!(!self.has_resting());
+        let records = self.blocks.records_count();
+        let are_small = self.total - self.hole_bytes < records as u64 * SMALL_SIZE;
+        self.resting.several = self.index_kind == IndexKind::Bins && records >= MANY && are_small;
+    }
+
+    /// Takes the block that came to rest last, if that is the block that the request gets. Also returns by how much merging it would have
+    /// changed the count of pieces; taking it again would have undone that.
     #[inline(always)]
     pub(crate) fn retake(
         &mut self,
@@ -53,18 +139,16 @@ impl Heap {
         size: u64,
         requested: u64,
     ) -> Option<(BlockId, SplitChange)> {
-        let id = self.resting;
-        let block = &self.blocks[id];
-        if block.size != size || block.pool != pool {
+        let id = self.resting.newest.block;
+        if self.resting.newest.size != size || self.blocks[id].pool != pool {
             return None;
         }
         let change = match self.index_kind {
             IndexKind::Bins => SplitChange::default(),
             IndexKind::Exact => self.best_is(classes, id)?,
         };
-        self.resting = BlockId::NONE;
-        let block = &mut self.blocks[id];
-        (block.state, block.requested) = (State::Live, requested);
+        self.resting.newest.size = 0;
+        self.blocks[id].requested = requested;
         self.pools[usize::from(pool)].searches += 1;
         self.retaken += size;
         Some((id, change))
@@ -102,9 +186,16 @@ impl Heap {
         Some(SplitChange { count, bytes: signed(size) - (signed(whole) & -i64::from(whole_region)) })
     }
 
+    /// Merges a block that rested with its neighbours. Returns by how much that changed the count of pieces.
+    #[inline(always)]
+    pub(crate) fn merge(&mut self, Rested { size, block, after }: Rested) -> SplitChange {
+        // In registers.
+        self.merge_words(block, size, after)
+    }
+
     #[inline(never)]
-    fn merge(&mut self, id: BlockId) -> SplitChange {
-        let Block { addr, size: bytes, after, region, pool, .. } = self.blocks[id];
+    fn merge_words(&mut self, id: BlockId, bytes: u64, after: u64) -> SplitChange {
+        let Block { addr, region, pool, .. } = self.blocks[id];
         let (home, pool) = (self.home, usize::from(pool));
         match &mut self.pools[pool].own {
             FreeIndex::Bins(index) if after != 0 => {
@@ -118,6 +209,40 @@ impl Heap {
             }
             _ => self.give(id, home, after).1,
         }
+    }
+}
+
+/// As an arena does it (`shell/arena/mod.rs`).
+#[cfg(test)]
+impl Heap {
+    /// Lets a block rest, after what must be merged before.
+    pub(crate) fn let_rest(&mut self, id: BlockId, after: u64) -> SplitChange {
+        let size = self.blocks[id].size;
+        let change = self.make_room();
+        self.give_to_rest(id, size, after);
+        change
+    }
+
+    /// Merges what must be merged before a block may rest or is searched for.
+    fn make_room(&mut self) -> SplitChange {
+        let merged = match () {
+            () if !self.has_newest() => None,
+            () if !self.lets_several_rest() => Some(self.take_newest()),
+            () if self.newest_is_large() => return self.merge_resting(),
+            () => self.exchange_oldest(),
+        };
+        merged.map_or_else(SplitChange::default, |rested| self.merge(rested))
+    }
+
+    /// Merges all blocks that rest, and returns by how much that changed the count of pieces.
+    pub(crate) fn merge_resting(&mut self) -> SplitChange {
+        let mut change = SplitChange::default();
+        while let Some(rested) = self.take_oldest_resting() {
+            let SplitChange { count, bytes } = self.merge(rested);
+            (change.count, change.bytes) = (change.count + count, change.bytes + bytes);
+        }
+        self.set_room_to_rest();
+        change
     }
 }
 
@@ -195,12 +320,12 @@ mod tests {
                     live.extend(one.zip(other).map(|((_, one), (_, other))| (one, other)));
                 } else {
                     let (one, other) = live.swap_remove(which % live.len());
-                    rests.merge();
-                    rests.heap.give_to_rest(one, after);
+                    let change = rests.heap.let_rest(one, after);
+                    rests.note(change);
                     let (_, change) = merges.heap.give(other, 0, after);
                     merges.note(change);
                 }
-                if rests.heap.resting().is_none() {
+                if !rests.heap.has_resting() {
                     prop_assert_eq!((rests.count, rests.bytes), (merges.count, merges.bytes));
                 }
                 prop_assert_eq!(rests.heap.check(), Ok(()));
@@ -215,6 +340,106 @@ mod tests {
             if live.is_empty() {
                 prop_assert_eq!(ages(&rests.heap), ages(&merges.heap));
             }
+        }
+    }
+
+    /// A heap of mapped memory that is full of blocks of 4 KiB.
+    fn full_heap(blocks: u64) -> (Heap, Vec<BlockId>) {
+        let (base, granule) = (1 << 30, 4096);
+        let mut heap = Heap::new(0, IndexKind::Bins);
+        heap.add_pools();
+        heap.add_reservation(base, blocks * granule, 0, granule);
+        let hole = heap.holes().next().unwrap().0;
+        let held = heap.hold(hole, base, base + blocks * granule);
+        heap.unhold_as_free(held.id);
+        let classes = SizeClasses::new(&Config::default());
+        let live = (0..blocks).map(|_| heap.take_best(&classes, 0, granule, granule).unwrap().0).collect();
+        heap.set_room_to_rest();
+        (heap, live)
+    }
+
+    #[test]
+    fn several_small_blocks_rest_in_a_heap_of_many() {
+        let classes = SizeClasses::new(&Config::default());
+        let (mut heap, live) = full_heap(MANY as u64 / 2);
+        heap.let_rest(live[1], 1);
+        heap.let_rest(live[3], 2);
+        assert_eq!(heap.free, 4096, "in a heap of few the first is merged");
+        let (mut heap, live) = full_heap(2 * MANY as u64);
+        for n in 0..=OLDER {
+            heap.let_rest(live[2 * n + 1], n as u64 + 1);
+        }
+        assert_eq!(heap.free, 0);
+        assert!(heap.take_best(&classes, 0, 4096, 4096).is_none(), "what rests is in no index");
+        let (newest, _) = heap.retake(&classes, 0, 4096, 100).unwrap();
+        assert_eq!((newest, heap.blocks[newest].requested), (live[2 * OLDER + 1], 100));
+        heap.let_rest(newest, 5);
+        heap.let_rest(live[20], 6);
+        assert_eq!(heap.free, 4096, "the oldest is merged for it");
+        assert_eq!(heap.check(), Ok(()));
+        heap.merge_resting();
+        assert_eq!(heap.free, 4096 * (OLDER as u64 + 2));
+        assert!(!heap.has_resting());
+        assert_eq!(heap.check(), Ok(()));
+    }
+
+    #[test]
+    fn a_large_block_does_not_rest_among_older_ones() {
+        let (mut heap, live) = full_heap(2 * MANY as u64);
+        let large = 2 * SMALL_SIZE;
+        heap.add_reservation(1 << 40, large, 1, large);
+        let hole = heap.holes().next().unwrap().0;
+        let held = heap.hold(hole, 1 << 40, (1 << 40) + large);
+        heap.unhold_as_free(held.id);
+        let (block, _) = heap.take_best(&SizeClasses::new(&Config::default()), 1, large, large).unwrap();
+        heap.let_rest(live[1], 1);
+        heap.let_rest(block, 2);
+        assert_eq!(heap.free, 0);
+        heap.make_room();
+        assert_eq!(heap.free, 4096 + large, "all are merged, so that ticks are noted in their order");
+        assert_eq!(heap.check(), Ok(()));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
+        #[test]
+        fn nothing_is_refused_for_what_rests(
+            steps in prop::collection::vec((any::<bool>(), 1..9u64, any::<prop::sample::Index>()), 1..400),
+        ) {
+            let classes = SizeClasses::new(&Config::default());
+            let (mut heap, mut live) = full_heap(2 * MANY as u64);
+            let total = heap.total;
+            for (after, (take, units, which)) in (1..).zip(steps) {
+                if take {
+                    let size = units * 512;
+                    let taken = heap.retake(&classes, 0, size, size).or_else(|| {
+                        heap.make_room();
+                        heap.take_best(&classes, 0, size, size)
+                    });
+                    let taken = taken.or_else(|| {
+                        heap.merge_resting();
+                        heap.take_best(&classes, 0, size, size)
+                    });
+                    match taken {
+                        Some((id, _)) => live.push(id),
+                        None => {
+                            let free = heap.blocks.iter().filter(|(_, block)| block.state == State::Free);
+                            prop_assert!(free.map(|(_, block)| block.size).max() < Some(size));
+                        }
+                    }
+                } else if !live.is_empty() {
+                    let id = live.swap_remove(which.index(live.len()));
+                    heap.let_rest(id, after);
+                }
+                prop_assert_eq!(heap.check(), Ok(()));
+                let in_use: u64 = live.iter().map(|id| heap.blocks[*id].size).sum();
+                let resting: u64 = [heap.resting.newest].iter().chain(&heap.resting.older).map(|rested| rested.size).sum();
+                prop_assert_eq!(in_use + resting + heap.free, total);
+            }
+            heap.merge_resting();
+            let in_use: u64 = live.iter().map(|id| heap.blocks[*id].size).sum();
+            prop_assert_eq!(in_use + heap.free, total);
+            prop_assert!(live.iter().all(|id| heap.blocks[*id].state == State::Live));
         }
     }
 }

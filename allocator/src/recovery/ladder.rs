@@ -113,7 +113,8 @@ impl Allocator {
         }
         let lenders = whole.pools.private.iter();
         let pools: Vec<u16> = lenders.flat_map(|private| private.lent(kind_of(request.pool))).collect();
-        let served = pools.into_iter().find_map(|pool| whole.take_own(&Request { pool, ..*request }));
+        let served =
+            pools.into_iter().find_map(|pool| whole.take_own(&Request { pool, is_regular: false, ..*request }));
         Ok(served)
     }
 

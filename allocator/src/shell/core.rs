@@ -30,6 +30,8 @@ pub(crate) struct Request {
     /// The stream that it is for.
     pub(crate) slot: u32,
     pub(crate) tag: Tag,
+    /// True if the size and the pool are those that the requested bytes have by default, so that a handle's bytes tell them.
+    pub(crate) is_regular: bool,
 }
 
 /// The data of a block that an allocation needs.
@@ -113,8 +115,12 @@ impl Core {
     pub(crate) fn note_use(&mut self, arena: &'static Arena, id: BlockId, slot: u32) {
         let used = arena.look(|desk| {
             let block = &mut desk.heap.blocks[id];
-            block.shared |= block.owner != slot;
-            block.owner != slot
+            let used = block.owner != slot;
+            block.shared |= used;
+            if used {
+                desk.heap.make_irregular(id);
+            }
+            used
         });
         if used {
             let users = self.shared.entry(Place { arena: arena.slot, block: id }).or_default();

@@ -25,7 +25,7 @@ pub(crate) type MutexGuard<'a, T> = lock_api::MutexGuard<'a, ShortLock, T>;
 #[derive(Debug)]
 pub(crate) struct ShortLock(AtomicBool);
 
-#[allow(unsafe_code, reason = "the one promise of this crate that the compiler cannot check")]
+#[allow(unsafe_code, reason = "a promise that the compiler cannot check")]
 // SAFETY: `lock` and `try_lock` succeed only when their swap turned the flag from false to true, and only `unlock`, called by
 // the holder, turns it back. So there is one holder at a time. The acquiring swap sees everything before the releasing store.
 unsafe impl lock_api::RawMutex for ShortLock {

@@ -75,6 +75,14 @@ impl World {
         }
     }
 
+    /// Replaces blocks, not one after the other in memory, by others of sizes around `bytes`.
+    pub(super) fn replace(&mut self, pick: usize, stream: usize, blocks: usize, bytes: u64) {
+        for n in 0..blocks {
+            self.free(pick.wrapping_add(n * 31), FreeHow::Drop, false);
+            self.alloc(stream, 1 + (bytes + n as u64 * 997) % (4 * bytes), 0, false);
+        }
+    }
+
     pub(super) fn free_wrong(&self, pick: usize) {
         let Some(at) = self.blocks.pick(pick) else { return };
         let live = &self.blocks.0[at];

@@ -58,7 +58,7 @@ impl World {
         for _ in 0..2 {
             streams.push(device.create_stream().unwrap_or_else(|error| panic!("{error}")));
         }
-        World {
+        let mut world = World {
             routes: Vec::new(),
             pools: Vec::new(),
             allocator,
@@ -72,7 +72,13 @@ impl World {
             lost: false,
             next_pattern: 1,
             next_check: 0,
+        };
+        for n in 0..setup.crowd {
+            // Most are one stream's.
+            let stream = if n % 8 == 0 { n / 8 } else { 2 };
+            world.alloc(stream, 1 + n as u64 * 611 % 6000, 0, false);
         }
+        world
     }
 
     /// Runs a program to its end.
@@ -118,6 +124,7 @@ impl World {
             Op::AllocRaw { stream, bytes } => self.alloc_raw(stream, bytes),
             Op::AllocFrom { pool, stream, bytes } => self.alloc_from(pool, stream, bytes),
             Op::Free { pick, how, verify } => self.free(pick, how, verify),
+            Op::Replace { pick, stream, blocks, bytes } => self.replace(pick, stream, blocks, bytes),
             Op::FreeWrong(pick) => self.free_wrong(pick),
             Op::Use { pick, stream, write, record } => self.touch(pick, stream, write, record),
             Op::Wait { stream, on } => {

@@ -30,6 +30,7 @@ mod paged_frames;
 mod paged_lag;
 mod programs;
 mod reclaimers;
+mod resting;
 mod soak;
 mod steady;
 mod threads;

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use aquifer_allocator::config::Backing;
 use aquifer_tests::op::{Op, op};
 use aquifer_tests::runner;
-use aquifer_tests::setup::{Setup, lagging, setup};
+use aquifer_tests::setup::{Setup, crowded, lagging, setup};
 use aquifer_tests::world::World;
 use aquifer_tests::{BACKINGS, MIB};
 use proptest::collection::vec;
@@ -43,6 +43,17 @@ fn programs_on_devices_that_lag() {
             let strategy = (lagging(backing), vec(op(faults), 1..120));
             let name = format!("programs on {backing} that lags{}", if faults { " with faults" } else { "" });
             runner::run(&name, 500, (0, 2), &strategy, |(setup, program)| World::run(&setup, &program));
+        }
+    }
+}
+
+#[test]
+fn programs_with_many_small_blocks() {
+    for backing in BACKINGS {
+        for faults in [false, true] {
+            let strategy = (crowded(backing), vec(op(faults), 1..40));
+            let name = format!("programs on {backing} of many blocks{}", if faults { " with faults" } else { "" });
+            runner::run(&name, 8, (0, 1), &strategy, |(setup, program)| World::run(&setup, &program));
         }
     }
 }

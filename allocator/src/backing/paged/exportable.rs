@@ -88,7 +88,7 @@ impl Allocator {
         let size = bytes.next_multiple_of(granularity);
         let slot = self.shell().core().slot(stream);
         self.refuse_unannounced_capture(slot)?;
-        let request = Request { requested: bytes, size, pool: POOL, slot, tag: Tag::current() };
+        let request = Request { requested: bytes, size, pool: POOL, slot, tag: Tag::current(), is_regular: false };
         let (ptr, physical) = self.climb_apart(&request, 0, || self.try_exportable(&request, options))?;
         let memory = Memory::Apart(Arc::new(MemoryApart::new(self, ptr, bytes, slot)));
         Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
@@ -112,7 +112,7 @@ impl Allocator {
         let pool = numbers.find(|&number| kind_of(number) == PoolKind::Large).unwrap_or(POOL);
         drop(core);
         let size = bytes.next_multiple_of(self.device().info().granularity_bytes.unwrap_or(ROUND_LARGE));
-        let request = Request { requested: bytes, size, pool, slot, tag: Tag::current() };
+        let request = Request { requested: bytes, size, pool, slot, tag: Tag::current(), is_regular: false };
         let granted = self.climb_apart(&request, 0, || {
             Ok(match self.grow_segment_of(&request, size)? {
                 Growth::Grown(granted) => Ok(granted),

@@ -332,7 +332,7 @@ impl Growable {
         let allocator = self.allocator();
         let (base, slot, grown) = (self.ptr().0, stream.id(), size - self.size());
         let requested = bytes - self.bytes();
-        let request = Request { requested, size: grown, pool: POOL, slot, tag: Tag::default() };
+        let request = Request { requested, size: grown, pool: POOL, slot, tag: Tag::default(), is_regular: false };
         let range = base + self.size()..base + size;
         allocator.climb_apart(&request, self.size(), || allocator.try_fill(&request, base, &range))
     }

@@ -15,7 +15,8 @@ use crate::sync::atomic::Ordering;
 const TRIES: u32 = 16;
 
 impl Arena {
-    /// Frees a block of about `bytes`. Makes no driver call. Does not wait for a lock while the allocator is open, unless the queue is full.
+    /// Frees a block of `bytes` requested bytes ([`super::UNKNOWN`] if the caller does not know). Makes no driver call. Does not wait for a
+    /// lock while the allocator is open, unless the queue is full.
     ///
     /// Not inlined, so that only these words of a handle are read, into registers.
     #[inline(never)]
@@ -25,10 +26,10 @@ impl Arena {
         }
         match self.desk.try_lock() {
             Some(desk) => match self.admit(desk) {
-                Some(guard) => self.free_in(guard, block, on),
-                None => self.free_as_stranger(block, on),
+                Some(guard) => self.free_in(guard, block, on, bytes),
+                None => self.free_as_stranger(block, on, bytes),
             },
-            None => self.free_contended(block, on),
+            None => self.free_contended(block, on, bytes),
         }
     }
 
@@ -36,24 +37,23 @@ impl Arena {
     #[cold]
     fn free_elsewhere(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
         if on.is_some() || self.has_shared_blocks() {
-            self.free_contended(block, on);
+            self.free_contended(block, on, bytes);
         } else {
-            self.free_remotely(block, on, bytes);
+            self.free_remotely(RemoteFree { block, on, bytes }, false);
         }
     }
 
     /// Tries the lock a few times.
     #[cold]
-    fn free_contended(&'static self, block: BlockId, on: Option<u32>) {
+    fn free_contended(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
         for _ in 0..TRIES {
             match self.desk.try_lock().map(|desk| self.admit(desk)) {
-                Some(Some(guard)) => return self.free_in(guard, block, on),
-                Some(None) => return self.free_as_stranger(block, on),
+                Some(Some(guard)) => return self.free_in(guard, block, on, bytes),
+                Some(None) => return self.free_as_stranger(block, on, bytes),
                 None => std::hint::spin_loop(),
             }
         }
-        // Due at once, as if it were large.
-        self.free_remotely(block, on, u64::MAX);
+        self.free_remotely(RemoteFree { block, on, bytes }, true);
     }
 
     /// True if streams besides its own use any live block. Such blocks are not queued if that can be helped: they wait for these streams as
@@ -63,8 +63,8 @@ impl Arena {
     }
 
     #[inline(always)]
-    fn free_in(&'static self, mut guard: Guard, block: BlockId, on: Option<u32>) {
-        match guard.free(block, on) {
+    fn free_in(&'static self, mut guard: Guard, block: BlockId, on: Option<u32>, bytes: u64) {
+        match guard.free(block, on, bytes) {
             Ok(()) => {
                 let last = guard.live == 0;
                 drop(guard);
@@ -81,19 +81,18 @@ impl Arena {
 
     /// Frees a block directly for a thread that is not known to be at work here.
     #[cold]
-    fn free_as_stranger(&'static self, block: BlockId, on: Option<u32>) {
+    fn free_as_stranger(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
         if self.shell.try_admit_thread()
             && let Some(guard) = self.desk.try_lock().and_then(|desk| self.admit(desk))
         {
-            return self.free_in(guard, block, on);
+            return self.free_in(guard, block, on, bytes);
         }
-        self.free_remotely(block, on, u64::MAX);
+        self.free_remotely(RemoteFree { block, on, bytes }, true);
     }
 
     #[cold]
-    fn free_remotely(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
-        let mut free = RemoteFree { block, on };
-        while let Err(back) = self.remote.push(free, bytes) {
+    fn free_remotely(&'static self, mut free: RemoteFree, hurries: bool) {
+        while let Err(back) = self.remote.push(free, hurries) {
             // Taking all locks empties it.
             drop(self.shell.whole());
             free = back;

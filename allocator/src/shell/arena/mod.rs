@@ -26,7 +26,7 @@ use crossbeam::utils::CachePadded;
 
 use crate::accounting::tally::{OwnCounters, Tally, Writer};
 use crate::backing::paged::Milestones;
-use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange, State, kind_of};
+use crate::heap::{Block, BlockId, Heap, IndexKind, Rested, SplitChange, State, kind_of};
 use crate::history::{Action, Actions, Subject};
 use crate::shell::core::{Granted, Request};
 use crate::shell::{SharedFree, Shell};
@@ -35,6 +35,9 @@ use crate::sync::atomic::AtomicU32;
 use crate::sync::{Mutex, MutexGuard};
 use crate::tags::Tag;
 use remote::{RemoteFree, RemoteFrees};
+
+/// A number of bytes that nobody knows.
+pub(crate) const UNKNOWN: u64 = u64::MAX;
 
 pub(crate) struct Arena {
     pub(crate) shell: &'static Shell,
@@ -194,8 +197,8 @@ impl Guard {
     /// Applies the remote frees queued so far.
     pub(crate) fn drain(&mut self) {
         let arena = self.arena;
-        for RemoteFree { block, on } in arena.remote.drain() {
-            if let Err(Shared) = self.free(block, on) {
+        for RemoteFree { block, on, bytes } in arena.remote.drain() {
+            if let Err(Shared) = self.free(block, on, bytes) {
                 arena.shell.leave_shared(SharedFree { arena, block, on });
             }
         }
@@ -219,18 +222,40 @@ impl Guard {
                 (block, SplitChange::default())
             }
             None => {
-                self.merge_resting();
+                self.make_room();
                 let desk = &mut *self.desk;
-                desk.heap.take_best(&desk.classes, request.pool, request.size, request.requested)?
+                match desk.heap.take_best(&desk.classes, request.pool, request.size, request.requested) {
+                    Some(taken) => taken,
+                    None => self.take_what_rests(request.pool, request.size, request.requested)?,
+                }
             }
         };
+        if !request.is_regular {
+            self.desk.heap.make_irregular(block);
+        }
         Some(self.taken(request, block, change))
+    }
+
+    /// Serves a request that no free block serves after merging the blocks that rest, if there are any. The ladder would do so, too, but under
+    /// all locks.
+    #[cold]
+    #[inline(never)]
+    fn take_what_rests(&mut self, pool: u16, size: u64, requested: u64) -> Option<(BlockId, SplitChange)> {
+        if !self.desk.heap.has_resting() {
+            return None;
+        }
+        self.merge_resting();
+        let desk = &mut *self.desk;
+        desk.heap.take_best(&desk.classes, pool, size, requested)
     }
 
     /// Takes the request's bytes from a free block that its stream may use.
     pub(crate) fn take(&mut self, request: &Request, free: BlockId) -> Granted {
         let desk = &mut *self.desk;
         let (block, change) = desk.heap.take(&desk.classes, free, request.slot, request.size, request.requested);
+        if !request.is_regular || request.slot != desk.heap.home {
+            desk.heap.make_irregular(block);
+        }
         self.taken(request, block, change)
     }
 
@@ -251,30 +276,49 @@ impl Guard {
         Granted { arena: self.arena, block: id, addr }
     }
 
-    /// Frees a live block. `on` is the stream that gets its memory, if that is not its own.
+    /// Frees a live block of `bytes` requested bytes ([`UNKNOWN`] if the caller does not know). `on` is the stream that gets its memory, if
+    /// that is not its own.
     #[inline(always)]
-    fn free(&mut self, id: BlockId, on: Option<u32>) -> Result<(), Shared> {
+    fn free(&mut self, id: BlockId, on: Option<u32>, bytes: u64) -> Result<(), Shared> {
+        if self.desk.is_paged && bytes != UNKNOWN && on.is_none() && self.desk.heap.is_regular(id) {
+            let size = self.desk.classes.round(bytes);
+            let kind = self.desk.classes.pool(size);
+            debug_assert!(self.desk.is_as_requested(id, kind, size, bytes), "{:?}", self.desk.heap.blocks[id]);
+            self.free_at_home(id, kind, size, bytes);
+            return Ok(());
+        }
         let block = &self.desk.heap.blocks[id];
         debug_assert_eq!(block.state, State::Live);
         let (size, requested, owner, shared) = (block.size, block.requested, block.owner, block.shared);
         let kind = kind_of(block.pool);
+        self.desk.heap.forget_irregular(id);
         let heir = match on.filter(|&on| on != owner) {
             None if !shared => owner,
             Some(on) if !shared && self.desk.crosses_streams => on,
             _ => return Err(Shared),
         };
-        self.note(Actions::FREE, id);
-        self.given_back(size);
-        self.tally().freed(kind, size, requested);
-        let after = self.desk.tick_of(heir);
         if heir == self.desk.heap.home && owner == heir {
-            self.merge_resting();
-            self.desk.heap.give_to_rest(id, after);
-            self.debug_check();
+            self.free_at_home(id, kind, size, requested);
         } else {
+            self.note(Actions::FREE, id);
+            self.given_back(size);
+            self.tally().freed(kind, size, requested);
+            let after = self.desk.tick_of(heir);
             self.complete(id, heir, after, after);
         }
         Ok(())
+    }
+
+    /// Frees a live block of the home stream that no other stream uses.
+    #[inline(always)]
+    fn free_at_home(&mut self, id: BlockId, kind: PoolKind, size: u64, requested: u64) {
+        self.note(Actions::FREE, id);
+        self.given_back(size);
+        self.tally().freed(kind, size, requested);
+        let after = self.desk.tick_of(self.desk.heap.home);
+        self.make_room();
+        self.desk.heap.give_to_rest(id, size, after);
+        self.debug_check();
     }
 
     /// Accounts for a live block of `size` bytes that was freed.
@@ -316,16 +360,44 @@ impl Guard {
         self.debug_check();
     }
 
-    /// Merges the resting block with its neighbours, if there is one (`heap/resting.rs`).
-    #[inline]
+    /// Makes room for another block to rest, and for a search: merges what may not rest any longer (`heap/resting.rs`).
+    #[inline(always)]
+    fn make_room(&mut self) {
+        if !self.desk.heap.has_newest() {
+            return;
+        }
+        if self.desk.heap.lets_several_rest() {
+            return self.make_room_among_several();
+        }
+        let newest = self.desk.heap.take_newest();
+        self.merge(newest);
+    }
+
+    #[inline(never)]
+    fn make_room_among_several(&mut self) {
+        if self.desk.heap.newest_is_large() {
+            self.merge_resting();
+        } else if let Some(oldest) = self.desk.heap.exchange_oldest() {
+            self.merge(oldest);
+        }
+    }
+
+    /// Merges all blocks that rest with their neighbours.
+    #[inline(never)]
     pub(crate) fn merge_resting(&mut self) {
-        if let Some(id) = self.desk.heap.resting() {
-            let kind = kind_of(self.desk.heap.blocks[id].pool);
-            let change = self.desk.heap.merge_resting();
-            self.split_changed(kind, change);
-            if self.desk.heap.has_many_recent_uses() {
-                self.thin_recent_uses();
-            }
+        while let Some(rested) = self.desk.heap.take_oldest_resting() {
+            self.merge(rested);
+        }
+        self.desk.heap.set_room_to_rest();
+    }
+
+    #[inline(always)]
+    fn merge(&mut self, rested: Rested) {
+        let kind = kind_of(self.desk.heap.blocks[rested.block()].pool);
+        let change = self.desk.heap.merge(rested);
+        self.split_changed(kind, change);
+        if self.desk.heap.has_many_recent_uses() {
+            self.thin_recent_uses();
         }
     }
 
@@ -397,6 +469,13 @@ impl Desk {
         let timeline = if slot == self.heap.home { self.timeline.as_ref() } else { self.borrowers.get(&slot) };
         debug_assert!(timeline.is_some(), "the owner of a block is known");
         timeline.map_or(0, |timeline| timeline.now() + 1)
+    }
+
+    /// True if the record of a live block says what its handle does: what [`Heap::is_regular`] promises.
+    fn is_as_requested(&self, id: BlockId, kind: PoolKind, size: u64, requested: u64) -> bool {
+        let block = &self.heap.blocks[id];
+        let is_own = block.state == State::Live && block.owner == self.heap.home && !block.shared;
+        is_own && (kind_of(block.pool), block.size, block.requested) == (kind, size, requested)
     }
 
     /// True if the stream may own blocks here.

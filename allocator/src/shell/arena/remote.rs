@@ -71,6 +71,8 @@ pub(crate) struct RemoteFree {
     pub(crate) block: BlockId,
     /// The stream whose later work gets the memory, if it is not the stream of the allocation.
     pub(crate) on: Option<u32>,
+    /// Requested bytes; [`super::UNKNOWN`] if nobody knows.
+    pub(crate) bytes: u64,
 }
 
 #[derive(Debug)]
@@ -107,10 +109,11 @@ impl RemoteFrees {
         }
     }
 
-    /// Queues a block of `bytes`, before anything that the caller reads afterwards. Gives it back if the queue is full.
-    pub(crate) fn push(&self, free: RemoteFree, bytes: u64) -> Result<(), RemoteFree> {
+    /// Queues a block, before anything that the caller reads afterwards; `hurries` if it is due at once. Gives it back if the queue is full.
+    pub(crate) fn push(&self, free: RemoteFree, hurries: bool) -> Result<(), RemoteFree> {
+        let is_large = free.bytes >= LARGE;
         self.queue.push(free)?;
-        let are_due = bytes >= LARGE || self.queue.len() >= BATCH;
+        let are_due = hurries || is_large || self.queue.len() >= BATCH;
         if are_due && self.direct.load(Ordering::Relaxed) != 0 {
             self.direct.store(0, Ordering::Relaxed);
         }
@@ -133,7 +136,7 @@ mod tests {
     use super::*;
 
     fn push(frees: &RemoteFrees, bytes: u64) {
-        frees.push(RemoteFree { block: BlockId::NONE, on: None }, bytes).unwrap();
+        frees.push(RemoteFree { block: BlockId::NONE, on: None, bytes }, false).unwrap();
     }
 
     #[test]
@@ -170,7 +173,7 @@ mod tests {
     fn a_full_queue_gives_the_block_back() {
         let frees = RemoteFrees::default();
         (0..CAPACITY).for_each(|_| push(&frees, 512));
-        let back = frees.push(RemoteFree { block: BlockId::NONE, on: Some(7) }, 512).unwrap_err();
+        let back = frees.push(RemoteFree { block: BlockId::NONE, on: Some(7), bytes: 512 }, false).unwrap_err();
         assert_eq!(back.on, Some(7));
         assert_eq!(frees.drain().count(), CAPACITY);
     }

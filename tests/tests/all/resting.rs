@@ -1,0 +1,33 @@
+//! Blocks that rest in a heap of many small ones (`heap/resting.rs` of the allocator) are found when nothing else serves a request.
+
+use aquifer_allocator::{Allocation, Allocator, Config};
+use aquifer_device::Operation;
+use aquifer_tests::{GIB, KIB, Subject};
+
+#[test]
+fn what_rests_is_found_before_memory_moves() {
+    let driver = Subject::new(GIB);
+    let device = driver.device();
+    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let stream = device.default_stream();
+    let mut live: Vec<Allocation> = (0..16 * KIB).map(|_| allocator.alloc(4 * KIB, stream).unwrap()).collect();
+    // Every granule is full now. What is freed next is the only memory for requests, and smaller than what rests.
+    allocator.empty_cache().unwrap();
+    let mapping = || {
+        let calls = device.driver_calls();
+        [Operation::CreatePhysical, Operation::Map, Operation::Unmap].map(|one| calls.of(one))
+    };
+    let before = mapping();
+    let mut replaced = Vec::new();
+    for n in 1..200 {
+        let (at, bytes) = (live[n * 16].ptr(), live[n * 16].bytes());
+        drop(live.swap_remove(n * 16));
+        let next = allocator.alloc(bytes - 512, stream).unwrap();
+        assert_eq!(next.ptr(), at, "there is no other memory");
+        replaced.push(next);
+        // The rest of it is no longer free, either.
+        replaced.push(allocator.alloc(512, stream).unwrap());
+    }
+    assert_eq!(mapping(), before);
+    driver.assert_no_violation();
+}
