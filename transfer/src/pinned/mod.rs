@@ -22,7 +22,7 @@ mod staged;
 mod state;
 mod stats;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod uses;
 mod waiting;
 

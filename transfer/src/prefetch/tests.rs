@@ -10,6 +10,7 @@ use aquifer_kernels::Kernels;
 use proptest::prelude::*;
 
 use super::*;
+use crate::pinned::tests::unused::assert_unused;
 use crate::tensor::Place;
 
 struct Stand {
@@ -28,20 +29,13 @@ fn stand(config: SimConfig) -> Stand {
     Stand { driver, device, transfer, stream, kernels }
 }
 
-/// Page-locked memory in use, that of the staging ring left out.
-fn pinned_bytes(transfer: &Transfer) -> u64 {
-    transfer.pinned().empty_cache().unwrap();
-    let ring = transfer.staging_stats();
-    transfer.pinned().stats().active_bytes.current - ring.chunks * ring.chunk_bytes
-}
-
 impl Stand {
     /// Nothing raced, and all memory came back.
     fn settled(self) {
         self.device.synchronize().unwrap();
         assert_eq!(self.device.driver().take_violation(), None);
         assert_eq!(self.transfer.allocator().allocated_bytes(), 0);
-        assert_eq!(pinned_bytes(&self.transfer), 0);
+        assert_unused(&self.transfer);
     }
 }
 

@@ -7,6 +7,7 @@ use aquifer_kernels::Kernels;
 use proptest::prelude::*;
 
 use super::*;
+use crate::pinned::tests::unused::assert_unused;
 
 const MIB: u64 = 1 << 20;
 
@@ -28,13 +29,6 @@ fn stand_with(sim: SimConfig, config: Config) -> Stand {
     let transfer = Transfer::new(&Allocator::new(&device, config).unwrap()).unwrap();
     let (stream, kernels) = (device.create_stream().unwrap(), transfer.kernels().unwrap());
     Stand { driver, device, transfer, stream, kernels }
-}
-
-/// Page-locked memory in use, that of the staging ring left out.
-fn pinned_bytes(transfer: &Transfer) -> u64 {
-    transfer.pinned().empty_cache().unwrap();
-    let ring = transfer.staging_stats();
-    transfer.pinned().stats().active_bytes.current - ring.chunks * ring.chunk_bytes
 }
 
 impl Stand {
@@ -239,7 +233,7 @@ fn it_can_be_dropped_in_any_state() {
     stand.device.synchronize().unwrap();
     // One access was forgotten, and with it its handle.
     assert_eq!(stand.transfer.allocator().allocated_bytes(), 10 * MIB);
-    assert_eq!(pinned_bytes(&stand.transfer), 0);
+    assert_unused(&stand.transfer);
     stand.quiet();
 }
 
@@ -348,7 +342,7 @@ proptest! {
         drop(model);
         stand.device.synchronize().unwrap();
         prop_assert_eq!(stand.transfer.allocator().allocated_bytes(), 0);
-        prop_assert_eq!(pinned_bytes(&stand.transfer), 0);
+        assert_unused(&stand.transfer);
         stand.quiet();
     }
 }

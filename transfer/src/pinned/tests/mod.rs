@@ -7,6 +7,7 @@ mod limits;
 mod outside;
 mod random;
 mod statistics;
+pub(crate) mod unused;
 
 use std::sync::Arc;
 

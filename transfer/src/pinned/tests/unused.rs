@@ -1,0 +1,25 @@
+//! Whether all page-locked memory came back, also for tests of what uses it.
+
+use std::time::Duration;
+
+use crate::Transfer;
+
+/// How often it is looked at, a millisecond apart.
+const LOOKS: u32 = 5000;
+
+/// Asserts that no page-locked memory is in use, that of the staging ring left out. A thread may be about to extend the ring, and then has
+/// memory for a moment that the ring does not count yet.
+pub(crate) fn assert_unused(transfer: &Transfer) {
+    let in_use = || {
+        transfer.pinned().empty_cache().unwrap();
+        let ring = transfer.staging_stats();
+        transfer.pinned().stats().active_bytes.current.abs_diff(ring.chunks * ring.chunk_bytes)
+    };
+    for _ in 0..LOOKS {
+        if in_use() == 0 {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    panic!("{} bytes of page-locked memory are in use", in_use());
+}
