@@ -1,6 +1,6 @@
 //! What a program knows of its live blocks: where they are, what they contain, and which work uses them.
 
-use aquifer_allocator::{AllocError, Allocation};
+use aquifer_allocator::{AllocError, Allocation, Exportable, Growable};
 use aquifer_device::{Access, AccessKind, DevicePtr, Stream, Tick};
 
 /// Bytes compared at either end of a block.
@@ -11,6 +11,8 @@ const ENDS: u64 = 64;
 pub(crate) enum Handle {
     Owned(Allocation),
     Raw,
+    Exportable(Exportable),
+    Growable(Growable),
 }
 
 /// Work on a stream that uses a block.
@@ -114,6 +116,8 @@ impl Live {
         match &self.handle {
             Handle::Owned(allocation) => allocation.record_stream(stream)?,
             Handle::Raw => raw(self.ptr, stream)?,
+            Handle::Exportable(exportable) => exportable.record_stream(stream)?,
+            Handle::Growable(growable) => growable.record_stream(stream)?,
         }
         self.uses.iter_mut().filter(|used| used.stream == stream.id()).for_each(|used| used.recorded = true);
         Ok(())

@@ -71,6 +71,22 @@ pub enum Op {
     Route(usize),
     /// Ends one of the routes.
     EndRoute(usize),
+    /// Allocates memory that can be exported.
+    #[expect(missing_docs, reason = "told above")]
+    AllocExportable { stream: usize, bytes: u64 },
+    /// Reserves addresses for memory that grows.
+    #[expect(missing_docs, reason = "told above")]
+    MakeGrowable { stream: usize, capacity: u64 },
+    /// Grows or shrinks one of these, for work on a stream that is ordered after its other uses.
+    #[expect(missing_docs, reason = "told above")]
+    Resize { pick: usize, stream: usize, bytes: u64 },
+    /// Pins the memory behind a block.
+    Pin(usize),
+    /// Ends one of the pins.
+    Unpin(usize),
+    /// Sleeps, with or without saving contents; so many blocks are given back meanwhile.
+    #[expect(missing_docs, reason = "told above")]
+    Nap { save: bool, frees: usize },
     /// Makes the nth driver call from now fail.
     Fault(u64, Code),
     /// Takes back the faults that have not struck.
@@ -139,5 +155,21 @@ pub fn op(faults: bool) -> impl Strategy<Value = Op> {
         2 => (1_u64..12, code())
             .prop_map(move |(nth, code)| if faults { Op::Fault(nth, code) } else { Op::Advance(nth) }),
         1 => Just(if faults { Op::ClearFaults } else { Op::Advance(1) }),
+    ]
+}
+
+/// Any step, those with memory apart from blocks included.
+pub fn mixed(faults: bool) -> impl Strategy<Value = Op> {
+    let (stream, pick) = (0_usize..8, any::<u16>().prop_map(usize::from));
+    let bytes = || prop_oneof![1..64 * KIB, 64 * KIB..8 * MIB, 8 * MIB..60 * MIB];
+    prop_oneof![
+        20 => op(faults),
+        1 => (stream.clone(), bytes()).prop_map(|(stream, bytes)| Op::AllocExportable { stream, bytes }),
+        1 => (stream.clone(), MIB..300 * MIB).prop_map(|(stream, capacity)| Op::MakeGrowable { stream, capacity }),
+        3 => (pick.clone(), stream, prop_oneof![5 => bytes(), 1 => Just(0)])
+            .prop_map(|(pick, stream, bytes)| Op::Resize { pick, stream, bytes }),
+        1 => pick.clone().prop_map(Op::Pin),
+        1 => pick.prop_map(Op::Unpin),
+        1 => (any::<bool>(), 0_usize..4).prop_map(|(save, frees)| Op::Nap { save, frees }),
     ]
 }

@@ -67,6 +67,8 @@ impl World {
         self.note_end(&live);
         match (live.handle, on) {
             (Handle::Raw, _) => self.allocator.free_raw(live.ptr).unwrap_or_else(|error| panic!("{error}")),
+            (Handle::Exportable(exportable), _) => drop(exportable),
+            (Handle::Growable(growable), _) => drop(growable),
             (Handle::Owned(handle), Some(on)) => handle.drop_on(&on).unwrap_or_else(|error| panic!("{error}")),
             (Handle::Owned(handle), None) if how == FreeHow::OnThread => {
                 std::thread::spawn(move || drop(handle)).join().unwrap_or_else(|_| panic!("the thread panicked"));

@@ -18,6 +18,7 @@ impl World {
             return;
         }
         self.routes.clear();
+        self.pins.clear();
         match ending {
             Ending::FreeFirst => self.finish_free_first(),
             Ending::AllocatorFirst => self.finish_allocator_first(),

@@ -3,12 +3,14 @@
 use std::cell::RefCell;
 
 use aquifer_allocator::config::Backing;
-use aquifer_tests::op::{Op, op};
+use aquifer_tests::op::{Op, mixed, op};
 use aquifer_tests::runner;
-use aquifer_tests::setup::{Setup, crowded, lagging, setup};
+use aquifer_tests::setup::{Ending, Setup, crowded, lagging, setup};
 use aquifer_tests::world::World;
 use aquifer_tests::{BACKINGS, MIB};
 use proptest::collection::vec;
+use proptest::prop_oneof;
+use proptest::strategy::Strategy as _;
 
 fn programs(backing: Backing, faults: bool, part: (u64, usize)) {
     let strategy = (setup(backing), vec(op(faults), 1..120));
@@ -43,6 +45,20 @@ fn programs_on_devices_that_lag() {
             let strategy = (lagging(backing), vec(op(faults), 1..120));
             let name = format!("programs on {backing} that lags{}", if faults { " with faults" } else { "" });
             runner::run(&name, 500, (0, 2), &strategy, |(setup, program)| World::run(&setup, &program));
+        }
+    }
+}
+
+#[test]
+fn programs_with_memory_apart() {
+    for backing in BACKINGS {
+        for faults in [false, true] {
+            let setup = prop_oneof![2 => setup(backing), 1 => lagging(backing)];
+            // What this memory is of keeps its allocator open.
+            let setup = setup.prop_map(|setup| Setup { ending: Ending::FreeFirst, ..setup });
+            let strategy = (setup, vec(mixed(faults), 1..120));
+            let name = format!("programs on {backing} with memory apart{}", if faults { " with faults" } else { "" });
+            runner::run(&name, 200, (0, 2), &strategy, |(setup, program)| World::run(&setup, &program));
         }
     }
 }
