@@ -1,11 +1,69 @@
 //! What programs do with memory apart from blocks, and with that of all: exportable and growable memory, pins, sleep.
 
-use aquifer_allocator::{AllocError, Contents};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use aquifer_allocator::{AllocError, Allocator, Contents, MappingChange, PinnedMapping, Registration};
 use aquifer_device::HandleKind;
 
-use super::World;
+use super::{World, take};
 use crate::model::{Handle, Live};
 use crate::op::FreeHow;
+
+/// What is pinned, and an observer of mappings who knows.
+#[derive(Debug)]
+pub(super) struct Pins {
+    held: Vec<PinnedMapping>,
+    seen: Arc<Mutex<Seen>>,
+    _observer: Registration,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    pinned: Vec<Range<u64>>,
+    /// What was taken away although it is pinned. Observers do not panic.
+    taken: Option<Range<u64>>,
+}
+
+impl Pins {
+    pub(super) fn new(allocator: &Allocator) -> Pins {
+        let seen = Arc::<Mutex<Seen>>::default();
+        let observed = seen.clone();
+        let observer = allocator.observe_mappings(move |change| {
+            let MappingChange::BeforeUnmap { addr, bytes } = *change else { return };
+            let mut seen = observed.lock().unwrap_or_else(PoisonError::into_inner);
+            let meets = |pinned: &&Range<u64>| pinned.start < addr + bytes && addr < pinned.end;
+            let taken = seen.pinned.iter().find(meets).cloned();
+            seen.taken = seen.taken.take().or(taken);
+        });
+        Pins { held: Vec::new(), seen, _observer: observer }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
+    pub(super) fn unpin(&mut self, pick: usize) {
+        take(&mut self.held, pick);
+        self.note();
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.held.clear();
+        self.note();
+    }
+
+    fn note(&self) {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.pinned = self.held.iter().map(PinnedMapping::range).collect();
+    }
+
+    /// Panics if pinned memory was taken away.
+    pub(super) fn assert_kept(&self) {
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        assert_eq!(seen.taken, None, "pinned, and unmapped all the same");
+    }
+}
 
 impl World {
     pub(super) fn alloc_exportable(&mut self, stream: usize, bytes: u64) {
@@ -58,10 +116,11 @@ impl World {
     }
 
     pub(super) fn pin(&mut self, pick: usize) {
-        let Some(at) = self.blocks.pick(pick).filter(|_| self.pins.len() < 4) else { return };
+        let Some(at) = self.blocks.pick(pick).filter(|_| self.pins.held.len() < 4) else { return };
         if let Handle::Owned(allocation) = &self.blocks.0[at].handle {
             let pinned = self.allocator.pin_mapping(allocation);
-            self.pins.extend(self.allows(pinned));
+            self.pins.held.extend(self.allows(pinned));
+            self.pins.note();
         }
     }
 

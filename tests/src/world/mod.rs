@@ -11,11 +11,11 @@ mod ending;
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_allocator::{
-    ALIGNMENT, AllocError, Allocation, Allocator, PinnedMapping, PoolOptions, PoolRoute, PrivatePool,
-};
+use aquifer_allocator::{ALIGNMENT, AllocError, Allocation, Allocator, PoolOptions, PoolRoute, PrivatePool};
 use aquifer_device::sim::{Fault, Lagging, SimConfig};
 use aquifer_device::{Code, Device, DevicePtr, Driver as _, RawStream, Stream};
+
+use apart::Pins;
 
 use crate::model::{Blocks, Handle, Live};
 use crate::op::Op;
@@ -26,7 +26,7 @@ use crate::{MIB, Subject, check};
 #[derive(Debug)]
 pub struct World {
     // Dropped in this order: pins, routes and pools belong to the allocator.
-    pins: Vec<PinnedMapping>,
+    pins: Pins,
     routes: Vec<PoolRoute>,
     pools: Vec<PrivatePool>,
     allocator: Allocator,
@@ -63,7 +63,7 @@ impl World {
             streams.push(device.create_stream().unwrap_or_else(|error| panic!("{error}")));
         }
         let mut world = World {
-            pins: Vec::new(),
+            pins: Pins::new(&allocator),
             routes: Vec::new(),
             pools: Vec::new(),
             allocator,
@@ -176,7 +176,7 @@ impl World {
             Op::MakeGrowable { stream, capacity } => self.make_growable(stream, capacity),
             Op::Resize { pick, stream, bytes } => self.resize(pick, stream, bytes),
             Op::Pin(pick) => self.pin(pick),
-            Op::Unpin(pick) => drop(take(&mut self.pins, pick)),
+            Op::Unpin(pick) => self.pins.unpin(pick),
             Op::Nap { save, frees } => self.nap(save, frees),
             Op::Fault(nth, code) => self.inject(nth, code),
             Op::ClearFaults => self.driver.clear_faults(),
@@ -199,6 +199,7 @@ impl World {
 
     fn check(&mut self, reserved_before: u64) {
         self.assert_no_hazard();
+        self.pins.assert_kept();
         check::statistics(&self.allocator, self.blocks.totals());
         let reserved = self.allocator.reserved_bytes();
         if reserved > reserved_before {
