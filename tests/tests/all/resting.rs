@@ -11,7 +11,7 @@ fn what_rests_is_found_before_memory_moves() {
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let stream = device.default_stream();
     let mut live: Vec<Allocation> = (0..16 * KIB).map(|_| allocator.alloc(4 * KIB, stream).unwrap()).collect();
-    // Every granule is full now. What is freed next is the only memory for requests, and smaller than what rests.
+    // Every granule is full now, so that what is freed next is the only memory there is; and requests are smaller than it.
     allocator.empty_cache().unwrap();
     let mapping = || {
         let calls = device.driver_calls();

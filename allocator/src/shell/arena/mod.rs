@@ -15,6 +15,7 @@
 
 mod free;
 mod remote;
+mod rest;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -26,7 +27,7 @@ use crossbeam::utils::CachePadded;
 
 use crate::accounting::tally::{OwnCounters, Tally, Writer};
 use crate::backing::paged::Milestones;
-use crate::heap::{Block, BlockId, Heap, IndexKind, Rested, SplitChange, State, kind_of};
+use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange, State, kind_of};
 use crate::history::{Action, Actions, Subject};
 use crate::shell::core::{Granted, Request};
 use crate::shell::{SharedFree, Shell};
@@ -236,19 +237,6 @@ impl Guard {
         Some(self.taken(request, block, change))
     }
 
-    /// Serves a request that no free block serves after merging the blocks that rest, if there are any. The ladder would do so, too, but under
-    /// all locks.
-    #[cold]
-    #[inline(never)]
-    fn take_what_rests(&mut self, pool: u16, size: u64, requested: u64) -> Option<(BlockId, SplitChange)> {
-        if !self.desk.heap.has_resting() {
-            return None;
-        }
-        self.merge_resting();
-        let desk = &mut *self.desk;
-        desk.heap.take_best(&desk.classes, pool, size, requested)
-    }
-
     /// Takes the request's bytes from a free block that its stream may use.
     pub(crate) fn take(&mut self, request: &Request, free: BlockId) -> Granted {
         let desk = &mut *self.desk;
@@ -358,54 +346,6 @@ impl Guard {
         let (_, change) = self.desk.heap.give(id, owner, after);
         self.split_changed(kind, change);
         self.debug_check();
-    }
-
-    /// Makes room for another block to rest, and for a search: merges what may not rest any longer (`heap/resting.rs`).
-    #[inline(always)]
-    fn make_room(&mut self) {
-        if !self.desk.heap.has_newest() {
-            return;
-        }
-        if self.desk.heap.lets_several_rest() {
-            return self.make_room_among_several();
-        }
-        let newest = self.desk.heap.take_newest();
-        self.merge(newest);
-    }
-
-    #[inline(never)]
-    fn make_room_among_several(&mut self) {
-        if self.desk.heap.newest_is_large() {
-            self.merge_resting();
-        } else if let Some(oldest) = self.desk.heap.exchange_oldest() {
-            self.merge(oldest);
-        }
-    }
-
-    /// Merges all blocks that rest with their neighbours.
-    #[inline(never)]
-    pub(crate) fn merge_resting(&mut self) {
-        while let Some(rested) = self.desk.heap.take_oldest_resting() {
-            self.merge(rested);
-        }
-        self.desk.heap.set_room_to_rest();
-    }
-
-    #[inline(always)]
-    fn merge(&mut self, rested: Rested) {
-        let kind = kind_of(self.desk.heap.blocks[rested.block()].pool);
-        let change = self.desk.heap.merge(rested);
-        self.split_changed(kind, change);
-        if self.desk.heap.has_many_recent_uses() {
-            self.thin_recent_uses();
-        }
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn thin_recent_uses(&mut self) {
-        let done = self.done();
-        self.desk.heap.thin_recent_uses(done);
     }
 
     /// Notes the last uses of granules in the log that are not known done (`heap/recent.rs`).
