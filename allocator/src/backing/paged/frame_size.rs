@@ -3,9 +3,10 @@
 //! A driver call costs about as much for a frame of 8 granules as for one. But a frame moves only when no part of it is in use. What is
 //! free in one that is partly in use serves only where it lies; it is *stranded* (`stranded.rs`). So three bounds hold for frames that are
 //! made:
-//! * the size of the block that they are made for, divided by [`BLOCK_SHARE`]; or [`ALWAYS`] granules if that is more, but no more than
-//!   half of the block. Each border between a free and a live block may cut a frame, so where blocks are small, frames have to be. How much
-//!   they will strand shows too late: by then a program has most of its memory;
+//! * the size of the block that they are made for, divided by [`BLOCK_SHARE`]; or [`ALWAYS`] granules, or the largest that divides the
+//!   block without remainder, if that is more, but no more than half of the block. Each border between a free and a live block may cut a
+//!   frame, so where blocks are small, frames have to be, unless borders fall between frames because blocks consist of whole ones. How
+//!   much they will strand shows too late: by then a program has most of its memory;
 //! * their pool's memory, divided by [`SHARE`], so that small programs have small frames;
 //! * a limit that follows what is stranded. Each time memory is bought, it becomes the largest for which frames such as there are would
 //!   strand no more than a [`BUDGET`] allows, but at most doubles. It counts only where memory moves, or will once the device is done with
@@ -20,7 +21,8 @@ const LARGEST: u32 = 8;
 const LARGEST_RECURRING: u32 = 32;
 /// A frame has at most its pool's memory divided by this, unless the configuration says how large frames are.
 const SHARE: u64 = 64;
-/// A frame has at most its block divided by this, or [`ALWAYS`] granules, unless the configuration says how large frames are.
+/// A frame has at most its block divided by this, or [`ALWAYS`] granules, unless the block consists of whole frames or the configuration
+/// says how large frames are.
 const BLOCK_SHARE: u64 = 14;
 /// Granules of frames that are made whatever that share is, for blocks that are twice as large.
 const ALWAYS: u64 = 2;
@@ -37,6 +39,23 @@ pub(crate) enum Prospect {
     Moves,
     /// It moves where it moved before, and the program returns to such points often (`recurrence.rs`).
     Recurs,
+}
+
+/// The length of a block, as far as it matters for the size of its frames.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BlockLength {
+    /// Rounded up.
+    granules: u64,
+    /// Granules of the largest frame of which the block has a whole number; 1 if it has no whole number of granules.
+    divisor: u64,
+}
+
+impl BlockLength {
+    pub(crate) fn new(bytes: u64, granule: u64) -> BlockLength {
+        let granules = bytes.div_ceil(granule);
+        let divisor = if bytes.is_multiple_of(granule) { granules & granules.wrapping_neg() } else { 1 };
+        BlockLength { granules, divisor }
+    }
 }
 
 /// The limit on the size of frames.
@@ -70,15 +89,14 @@ impl FrameSize {
         }
     }
 
-    /// Granules of the largest frame that may be made for a block of `block` granules, in a pool that has, or is about to have, `pool`
-    /// granules.
-    pub(crate) fn largest(&self, pool: u64, block: u64, prospect: Prospect) -> u32 {
+    /// Granules of the largest frame that may be made for a block, in a pool that has, or is about to have, `pool` granules.
+    pub(crate) fn largest(&self, pool: u64, block: BlockLength, prospect: Prospect) -> u32 {
         let limit = match prospect {
             Prospect::Moves => self.limit,
             Prospect::Recurs if !self.is_given => LARGEST_RECURRING,
             Prospect::Grows | Prospect::Recurs => self.largest,
         };
-        let of_block = (block / BLOCK_SHARE).max(ALWAYS.min(block / 2));
+        let of_block = (block.granules / BLOCK_SHARE).max(ALWAYS.max(block.divisor).min(block.granules / 2));
         let share = power_of_two(of_block.min(pool / SHARE));
         if self.is_given { limit } else { limit.min(share) }
     }
@@ -94,6 +112,12 @@ mod tests {
     use super::*;
 
     const MUCH: u64 = 1 << 20;
+    const GRANULE: u64 = 2 << 20;
+
+    /// A block of so many granules, less a bit.
+    fn uneven(granules: u64) -> BlockLength {
+        BlockLength::new(granules * GRANULE - 512, GRANULE)
+    }
 
     /// What some frames strand that are free but for one granule.
     fn stranded(frames: u64, size: usize) -> Stranded {
@@ -103,7 +127,7 @@ mod tests {
     }
 
     fn limit(size: &FrameSize) -> u32 {
-        size.largest(MUCH, MUCH, Prospect::Moves)
+        size.largest(MUCH, uneven(MUCH), Prospect::Moves)
     }
 
     #[test]
@@ -132,7 +156,7 @@ mod tests {
         size.note(&stranded, peak + stranded.granules() + peak / BUDGET - 300, peak);
         assert_eq!(limit(&size), 4);
         size.note(&stranded, 2 * peak, peak);
-        let otherwise = [Prospect::Grows, Prospect::Recurs].map(|prospect| size.largest(MUCH, MUCH, prospect));
+        let otherwise = [Prospect::Grows, Prospect::Recurs].map(|prospect| size.largest(MUCH, uneven(MUCH), prospect));
         assert_eq!((limit(&size), otherwise), (1, [8, 32]), "it counts only where memory moves, but not for ever");
         size.note(&Stranded::default(), 2 * peak, peak);
         assert_eq!(limit(&size), 2, "where nothing is stranded, small frames save nothing");
@@ -141,13 +165,21 @@ mod tests {
     #[test]
     fn small_blocks_and_small_pools_have_small_frames_unless_asked_for() {
         let granules = [0, 1, 127, 128, 300, MUCH];
-        assert_eq!(granules.map(|pool| FrameSize::new(None).largest(pool, MUCH, Prospect::Moves)), [1, 1, 1, 2, 4, 8]);
-        let blocks = [1, 3, 4, 55, 56, 111, 112, MUCH];
-        assert_eq!(
-            blocks.map(|block| FrameSize::new(None).largest(MUCH, block, Prospect::Grows)),
-            [1, 1, 2, 2, 4, 4, 8, 8]
-        );
-        assert_eq!(granules.map(|pool| FrameSize::new(Some(32)).largest(pool, 1, Prospect::Recurs)), [32; 6]);
-        assert_eq!(FrameSize::new(Some(1)).largest(MUCH, MUCH, Prospect::Recurs), 1);
+        let of_pool = |pool| FrameSize::new(None).largest(pool, uneven(MUCH), Prospect::Moves);
+        assert_eq!(granules.map(of_pool), [1, 1, 1, 2, 4, 8]);
+        let of_block = |block| FrameSize::new(None).largest(MUCH, uneven(block), Prospect::Grows);
+        assert_eq!([1, 3, 4, 55, 56, 111, 112, MUCH].map(of_block), [1, 1, 2, 2, 4, 4, 8, 8]);
+        let given = |pool| FrameSize::new(Some(32)).largest(pool, uneven(1), Prospect::Recurs);
+        assert_eq!(granules.map(given), [32; 6]);
+        assert_eq!(FrameSize::new(Some(1)).largest(MUCH, uneven(MUCH), Prospect::Recurs), 1);
+    }
+
+    #[test]
+    fn blocks_of_whole_frames_have_large_ones() {
+        let bytes = [1, 2, 4, 6, 8, 12, 16, 17, 24, 64].map(|granules| granules * GRANULE);
+        let largest = |bytes| FrameSize::new(None).largest(MUCH, BlockLength::new(bytes, GRANULE), Prospect::Grows);
+        assert_eq!(bytes.map(largest), [1, 1, 2, 2, 4, 4, 8, 2, 8, 8]);
+        assert_eq!(bytes.map(|bytes| largest(bytes + 512)), [1, 1, 2, 2, 2, 2, 2, 2, 2, 4], "not those beyond one");
+        assert_eq!(largest(0), 1);
     }
 }

@@ -9,7 +9,7 @@ use crate::backing::headroom::Refusal;
 use crate::backing::paged::carry_out::Work;
 use crate::backing::paged::donors::{Donor, Donors};
 use crate::backing::paged::draft::Draft;
-use crate::backing::paged::frame_size::Prospect;
+use crate::backing::paged::frame_size::{BlockLength, Prospect};
 use crate::backing::paged::layout::Largest;
 use crate::backing::paged::recurrence::Point;
 use crate::backing::paged::window::Window;
@@ -119,7 +119,7 @@ impl Whole {
         } else {
             Prospect::Grows
         };
-        let block = request.size.div_ceil(paged.granule);
+        let block = BlockLength::new(request.size, paged.granule);
         let largest = Largest::in_region(paged.frame_size.largest(pool, block, prospect));
         if prospect == Prospect::Recurs { largest.joining() } else { largest }
     }
