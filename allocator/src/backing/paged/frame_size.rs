@@ -23,7 +23,7 @@ const LARGEST_RECURRING: u32 = 32;
 const SHARE: u64 = 64;
 /// A frame has at most its block divided by this, or [`ALWAYS`] granules, unless the block consists of whole frames or the configuration
 /// says how large frames are.
-const BLOCK_SHARE: u64 = 14;
+const BLOCK_SHARE: u64 = 16;
 /// Granules of frames that are made whatever that share is, for blocks that are twice as large.
 const ALWAYS: u64 = 2;
 /// What is held beyond the peak of use should stay below that peak divided by this. What is held for other reasons leaves less for what is
@@ -168,7 +168,7 @@ mod tests {
         let of_pool = |pool| FrameSize::new(None).largest(pool, uneven(MUCH), Prospect::Moves);
         assert_eq!(granules.map(of_pool), [1, 1, 1, 2, 4, 8]);
         let of_block = |block| FrameSize::new(None).largest(MUCH, uneven(block), Prospect::Grows);
-        assert_eq!([1, 3, 4, 55, 56, 111, 112, MUCH].map(of_block), [1, 1, 2, 2, 4, 4, 8, 8]);
+        assert_eq!([1, 3, 4, 63, 64, 127, 128, MUCH].map(of_block), [1, 1, 2, 2, 4, 4, 8, 8]);
         let given = |pool| FrameSize::new(Some(32)).largest(pool, uneven(1), Prospect::Recurs);
         assert_eq!(granules.map(given), [32; 6]);
         assert_eq!(FrameSize::new(Some(1)).largest(MUCH, uneven(MUCH), Prospect::Recurs), 1);
