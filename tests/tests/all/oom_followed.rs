@@ -10,7 +10,7 @@ use crate::oom_advice::draws;
 
 /// Seeds of programs whose advice once was wrong: memory that a limit keeps cached though another refusal came first, and blocks of a
 /// capturing pool that are too large for the request.
-const ONCE_WRONG: [u64; 9] = [2289, 6369, 8088, 10475, 10779, 12013, 13374, 17689, 19324];
+const ONCE_WRONG: [u64; 10] = [2289, 6369, 8088, 10475, 10779, 12013, 13374, 14458, 17689, 19324];
 
 const FD: HandleKind = HandleKind::PosixFd;
 
@@ -175,8 +175,9 @@ fn followed(seed: u64, advice: &Advice, report: &OomReport) -> Option<Result<(),
     });
     let mut scene = Scene::new(seed, lowered.unwrap_or(0));
     let again = scene.request().unwrap_err();
-    if again.report().unwrap().from_device != report.from_device {
-        // A larger device gives more addresses, so that memory lies elsewhere.
+    let needs = |report: &OomReport| (report.from_device, report.reserved);
+    if again.report().is_none_or(|again| needs(again) != needs(report)) {
+        // A larger device gives more addresses, so that memory lies elsewhere, and more of it is taken ahead of need.
         assert!(lowered.is_some(), "{seed}: {report}\nand the next time {again}");
         return None;
     }

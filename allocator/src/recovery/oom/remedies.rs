@@ -177,7 +177,9 @@ impl Remedies<'_> {
         let unless = |remedy: u16, bytes: u64| if set & remedy == 0 { bytes } else { 0 };
         let goes_back = !holds.stays_cached || set & CACHE != 0;
         let kept = if set & CAPTURE == 0 { holds.captured } else { Captured::default() };
-        if set & LIVE != 0 && goes_back {
+        // Where nothing is live that might be freed, frames are in use in part only because captures keep their blocks apart.
+        let nothing_live = set & LIVE != 0 || set & CAPTURE != 0 && self.live() == 0;
+        if nothing_live && goes_back {
             let pools =
                 unless(POOLS, holds.pools).max(kept.pools) + unless(OWN_POOL, holds.own_pool).max(kept.own_pool);
             let stays = pools + unless(PINS, holds.pinned) + holds.own + kept.outside();
