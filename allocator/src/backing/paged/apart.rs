@@ -223,7 +223,7 @@ impl Whole {
         for retired in &paged.retired {
             for &(slot, after) in retired.uses.iter().filter(|&&(slot, after)| !self.is_known_done(slot, after)) {
                 *not_done.entry((slot, after)).or_default() +=
-                    (retired.range.end - retired.range.start) / paged.granule;
+                    (retired.range.end - retired.range.start).div_ceil(paged.granule);
             }
         }
     }
