@@ -173,6 +173,7 @@ JSON keys, per program and config:
   warm_worst_alloc_us       the greatest worst_alloc_us of the later passes
   driver_calls_by_pass      number of driver calls in each pass, including the first
   ooms, retries             requests refused; times that all cached memory was released to try again
+  warm_ooms                 requests refused in the later passes, all together
   events_recorded, stream_waits   events and waits that ordering streams after each other took
   hazards                   pieces of work that the simulated device found unordered, and memory
                             taken away before the device was done with it; 0 unless there is a bug

@@ -45,16 +45,17 @@ JSON keys, per program and config (\"row\": \"trace\"):
                             the most within one allocation of the first pass
   ns_per_op, yardstick_ns_per_op   time per event, and that of the bare index offset-allocator, as
                                    in `replay`
-  ooms, hazards             as in `replay`; with ooms, the other figures are those of what was
+  ooms, warm_ooms, hazards  as in `replay`; with ooms, the other figures are those of what was
                             served
 and per config, at the end (\"row\": \"mean\"):
   config, traces, finished  the options, the number of programs, and how many of them finished,
-                            which is without ooms; programs that did not are left out of what
-                            follows, but for smallest_over_requested, ooms and hazards
+                            which is without ooms in any pass; programs that did not are left out of
+                            what follows, but for smallest_over_requested, ooms, warm_ooms and
+                            hazards
   reserved_over_requested, smallest_over_requested, ns_per_op, times_yardstick   geometric means
   worst_reserved_over_requested, worst_smallest_over_requested, worst_alloc_us   maxima
   allocs, driver_allocs, warm_driver_allocs, driver_time_modelled_us,
-  warm_driver_time_modelled_us, ooms, hazards   totals
+  warm_driver_time_modelled_us, ooms, warm_ooms, hazards   totals
 Figures are null where they are not known; means and totals are null unless known for every program
 that finished.
 Figures from --pytorch are taken from the file, so its times are those of the machine that made it.

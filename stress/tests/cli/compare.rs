@@ -18,7 +18,7 @@ fn fit_finds_a_boundary() {
     }
 }
 
-pub(super) const COMPARE_KEYS: [&str; 18] = [
+pub(super) const COMPARE_KEYS: [&str; 19] = [
     "row",
     "trace",
     "config",
@@ -36,10 +36,11 @@ pub(super) const COMPARE_KEYS: [&str; 18] = [
     "ns_per_op",
     "yardstick_ns_per_op",
     "ooms",
+    "warm_ooms",
     "hazards",
 ];
 
-pub(super) const MEAN_KEYS: [&str; 18] = [
+pub(super) const MEAN_KEYS: [&str; 19] = [
     "row",
     "config",
     "traces",
@@ -57,6 +58,7 @@ pub(super) const MEAN_KEYS: [&str; 18] = [
     "ns_per_op",
     "times_yardstick",
     "ooms",
+    "warm_ooms",
     "hazards",
 ];
 

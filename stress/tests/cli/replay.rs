@@ -4,7 +4,7 @@ use super::*;
 
 const PYTORCH_LIKE: [&str; 4] = ["--device", "sim:192GiB", "--config", "backing:segments,cross_stream:off"];
 
-pub(super) const REPLAY_KEYS: [&str; 33] = [
+pub(super) const REPLAY_KEYS: [&str; 34] = [
     "trace",
     "config",
     "device",
@@ -34,6 +34,7 @@ pub(super) const REPLAY_KEYS: [&str; 33] = [
     "warm_stalls",
     "driver_calls_by_pass",
     "ooms",
+    "warm_ooms",
     "retries",
     "events_recorded",
     "stream_waits",

@@ -11,7 +11,7 @@
 //! * a limit that follows what is stranded. Each time memory is bought, it becomes the largest for which frames such as there are would
 //!   strand no more than a [`BUDGET`] allows, but at most doubles. It counts only where memory moves, or will once the device is done with
 //!   it: while all that a program frees serves where it lies, small frames would help nobody. Nor does it count where memory moves again
-//!   and again ([`Prospect::Recurs`]): each repetition pays for each frame.
+//!   and again ([`Prospect::Recurs`]), if the device has enough left: each repetition pays for each frame.
 
 use super::stranded::Stranded;
 
@@ -37,7 +37,7 @@ pub(crate) enum Prospect {
     Grows,
     /// Memory moves.
     Moves,
-    /// It moves where it moved before, and the program returns to such points often (`recurrence.rs`).
+    /// It moves where it moved before, the program returns to such points often (`recurrence.rs`), and the device can spare what is stranded.
     Recurs,
 }
 

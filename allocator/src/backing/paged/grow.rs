@@ -209,6 +209,9 @@ impl Allocator {
             let granted = whole.arena(request.slot).take(request, window);
             return Next::Finished(Ok(Growth::Grown(granted)));
         }
+        if done.at_creation && done.error.as_ref().is_some_and(DeviceError::is_out_of_memory) {
+            whole.note_refusal();
+        }
         drop(whole);
         refused(done.error, done.at_creation, bought_though_movable, allowed)
     }

@@ -37,6 +37,7 @@ struct Row {
     ns_per_op: Option<f64>,
     yardstick_ns_per_op: Option<f64>,
     ooms: u64,
+    warm_ooms: u64,
     hazards: u64,
 }
 
@@ -137,20 +138,28 @@ impl Row {
             ns_per_op: replayed.ns_per_op,
             yardstick_ns_per_op: replayed.yardstick_ns_per_op,
             ooms: replayed.ooms,
+            warm_ooms: replayed.warm_ooms,
             hazards: replayed.hazards,
         }
     }
 
-    /// Whether every request was served. What was not served took no memory either, so other figures say nothing then.
+    /// Whether every request of every pass was served. What was not served took no memory either, so other figures say nothing then.
     fn finished(&self) -> bool {
-        self.ooms == 0
+        self.refused() == 0
+    }
+
+    /// Requests refused in all passes.
+    fn refused(&self) -> u64 {
+        self.ooms.saturating_add(self.warm_ooms)
     }
 
     /// What to say of a program that did not finish.
     fn failed(&self) -> String {
-        let requests = if self.ooms == 1 { "request was" } else { "requests were" };
-        let (trace, config, ooms) = (&self.trace, name(&self.config), self.ooms);
-        format!("out of memory: {trace} with {config}: {ooms} {requests} refused, so this run is left out of the means")
+        let requests = if self.refused() == 1 { "request was" } else { "requests were" };
+        let (trace, config, refused) = (&self.trace, name(&self.config), self.refused());
+        format!(
+            "out of memory: {trace} with {config}: {refused} {requests} refused, so this run is left out of the means"
+        )
     }
 }
 
@@ -194,7 +203,7 @@ fn tabulate(rows: &[Row]) -> String {
             number(row.worst_alloc_us, 0),
             number(row.ns_per_op, 1),
             number(row.yardstick_ns_per_op, 1),
-            row.ooms.to_string(),
+            row.refused().to_string(),
         ]);
     }
     let heading = rows.first().map(|row| {

@@ -79,6 +79,7 @@ impl Recorded {
             ns_per_op: figures.ns_per_op_torch_2_15,
             yardstick_ns_per_op: None,
             ooms: figures.ooms,
+            warm_ooms: 0,
             hazards: 0,
         };
         let rows: Vec<Row> = shown.map(row).collect();

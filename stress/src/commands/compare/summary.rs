@@ -25,6 +25,7 @@ pub(super) struct Summary {
     ns_per_op: Option<f64>,
     times_yardstick: Option<f64>,
     ooms: u64,
+    warm_ooms: u64,
     hazards: u64,
 }
 
@@ -64,6 +65,7 @@ fn summarise(config: &str, rows: &[&Row]) -> Summary {
         ns_per_op: mean(|row| row.ns_per_op).map(hundredths),
         times_yardstick: mean(|row| Some(row.ns_per_op? / row.yardstick_ns_per_op?)).map(hundredths),
         ooms: total(rows, |row| row.ooms),
+        warm_ooms: total(rows, |row| row.warm_ooms),
         hazards: total(rows, |row| row.hazards),
     }
 }
@@ -129,7 +131,7 @@ pub(super) fn tabulate(summaries: &[Summary]) -> String {
             number(row.worst_alloc_us, 0),
             number(row.ns_per_op, 1),
             number(row.times_yardstick, 2),
-            row.ooms.to_string(),
+            row.ooms.saturating_add(row.warm_ooms).to_string(),
         ]);
     }
     format!("All: geometric means and the worst, totals of what the driver did, times the index\n{table}")
@@ -157,6 +159,7 @@ mod tests {
             ns_per_op: Some(40.0),
             yardstick_ns_per_op: Some(20.0),
             ooms: 0,
+            warm_ooms: 0,
             hazards: 0,
         }
     }
@@ -177,13 +180,15 @@ mod tests {
     #[test]
     fn programs_that_did_not_finish_are_in_no_mean() {
         let failed = |trace, config| Row { ooms: 3, ..row(trace, config, 0.5, Some(2.0)) };
-        let rows = [row("a", "x", 1.5, Some(2.0)), failed("b", "x"), failed("a", "y")];
+        let failed_later = Row { warm_ooms: 1, ..row("a", "y", 0.5, Some(2.0)) };
+        let rows = [row("a", "x", 1.5, Some(2.0)), failed("b", "x"), failed("a", "y"), failed_later];
         let [x, y] = &summaries(&rows)[..] else { panic!("two configs") };
         assert_eq!((x.traces, x.finished, x.ooms, x.allocs, x.driver_allocs), (2, 1, 3, 1000, 5));
         assert!((x.reserved_over_requested.unwrap_or_default() - 1.5).abs() < 1e-9);
         assert_eq!((x.worst_alloc_us, x.warm_driver_allocs), (Some(1.5), Some(0.5)));
         assert!(x.smallest_over_requested.is_some(), "found on other devices");
-        assert_eq!((y.traces, y.finished, y.reserved_over_requested, y.warm_driver_allocs), (1, 0, None, None));
+        assert_eq!((y.traces, y.finished, y.ooms, y.warm_ooms), (2, 0, 3, 1));
+        assert_eq!((y.reserved_over_requested, y.warm_driver_allocs), (None, None));
         assert!(tabulate(&[x.clone(), y.clone()]).contains("1 of 2"));
     }
 

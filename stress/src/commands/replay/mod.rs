@@ -56,6 +56,7 @@ pub struct Row {
     pub warm_stalls: Option<f64>,
     pub driver_calls_by_pass: Vec<u64>,
     pub ooms: u64,
+    pub warm_ooms: u64,
     pub retries: u64,
     pub events_recorded: u64,
     pub stream_waits: u64,
@@ -126,7 +127,7 @@ pub(super) fn replay(
     let times = time(session, name, program, config, passes, beside, &bar)?;
     let observed = observe(session, name, program, config, passes, &bar)?;
     bar.finish_and_clear();
-    let Observations { costs, stats, ooms, hazards } = observed;
+    let Observations { costs, stats, ooms, warm_ooms, hazards } = observed;
     let (first, warm) = costs.split_first().map_or((None, &[][..]), |(first, warm)| (Some(first), warm));
     let modelled = |ns: fn(&Modelled) -> u64| first.and_then(|costs| costs.modelled.as_ref()).map(|m| us(ns(m)));
     let measured = first.and_then(|costs| costs.measured);
@@ -164,6 +165,7 @@ pub(super) fn replay(
         warm_stalls: mean(warm.iter().map(|costs| costs.stalls)),
         driver_calls_by_pass: costs.iter().map(|costs| costs.calls.total()).collect(),
         ooms,
+        warm_ooms,
         retries: stats.num_alloc_retries,
         events_recorded: first.map_or(0, |costs| costs.timeline.events_recorded),
         stream_waits: first.map_or(0, |costs| costs.timeline.waits_inserted),
@@ -177,11 +179,12 @@ pub(super) fn replay(
     })
 }
 
-/// What was seen of some passes: their costs; statistics and refusals of the first.
+/// What was seen of some passes: their costs; statistics and refusals of the first, refusals of the later ones.
 struct Observations {
     costs: Vec<Costs>,
     stats: MemoryStats,
     ooms: u64,
+    warm_ooms: u64,
     hazards: u64,
 }
 
@@ -202,14 +205,16 @@ fn observe(
         Ok::<_, Failure>((subject.end(&start), ooms))
     };
     let (first, ooms) = pass(&mut subject)?;
-    let (mut costs, stats) = (vec![first], subject.stats());
+    let (mut costs, stats, mut warm_ooms) = (vec![first], subject.stats(), 0);
     for _ in 1..passes.repeat {
-        costs.push(pass(&mut subject)?.0);
+        let (later, ooms) = pass(&mut subject)?;
+        costs.push(later);
+        warm_ooms += ooms;
     }
     // The end of the allocator is watched, too.
     let device = subject.device().clone();
     drop(subject);
-    Ok(Observations { costs, stats, ooms, hazards: hazards(session, name, &device) })
+    Ok(Observations { costs, stats, ooms, warm_ooms, hazards: hazards(session, name, &device) })
 }
 
 /// The mean, unless there is nothing to take it of.
@@ -229,7 +234,7 @@ impl Row {
     pub(super) fn outcome(&self) -> Outcome {
         match self {
             Row { hazards: 1.., .. } => Outcome::Hazards,
-            Row { ooms: 1.., .. } => Outcome::OutOfMemory,
+            Row { ooms: 1.., .. } | Row { warm_ooms: 1.., .. } => Outcome::OutOfMemory,
             _ => Outcome::Done,
         }
     }
@@ -254,7 +259,7 @@ fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
     headings.extend(args.driver_pool.then_some(["driver's pool", "its reserved"]).into_iter().flatten());
     headings.extend(["driver calls", "warm calls", "driver ms", "warm ms", "worst µs"]);
     headings.extend((args.passes.lag > 0).then_some("stalls"));
-    headings.extend(["OOMs", "retries", "waits", "hazards"]);
+    headings.extend(["OOMs", "later OOMs", "retries", "waits", "hazards"]);
     let mut table = table(&headings, 2);
     for row in rows {
         table.add_row(cells(row, args));
@@ -289,6 +294,6 @@ fn cells(row: &Row, args: &ReplayArgs) -> Vec<String> {
     cells.push(text(row.warm_driver_time_modelled_us.map(|us| us / 1e3), 1));
     cells.push(text(row.worst_alloc_us, 0));
     cells.extend((args.passes.lag > 0).then(|| row.stalls.to_string()));
-    cells.extend([row.ooms, row.retries, row.stream_waits, row.hazards].map(|count| count.to_string()));
+    cells.extend([row.ooms, row.warm_ooms, row.retries, row.stream_waits, row.hazards].map(|count| count.to_string()));
     cells
 }
