@@ -71,6 +71,6 @@ pub use launch::{Access, AccessKind, HostKernel, KernelArg, KernelMemory, Launch
 pub use launches::{LaunchOrder, Launches};
 pub use physical::{HandleKind, PhysicalOptions};
 pub use stream::Stream;
-pub use timeline::{Clock, Tick, Timeline};
+pub use timeline::{CapturesHeldOff, Clock, Tick, Timeline};
 pub use unavailable::Unavailable;
 pub use waits::WaitMark;

@@ -12,7 +12,7 @@ use crate::event::Event;
 use crate::launch::{Access, Launch};
 use crate::launches::Launches;
 use crate::lost::log_kept;
-use crate::timeline::{Retired, Tick, Timeline};
+use crate::timeline::{CapturesHeldOff, Retired, Tick, Timeline};
 
 /// A queue of work on one device, which runs in the order in which it was enqueued. Cloning gives another handle of the same stream.
 ///
@@ -346,6 +346,29 @@ impl Stream {
     /// True if the stream is known to capture, or to have joined a capture. No driver call.
     pub fn is_capturing(&self) -> bool {
         self.0.timeline.is_capturing()
+    }
+
+    /// Keeps captures from beginning on this stream, and the stream from joining one, while the result lives. `None` if it captures already.
+    ///
+    /// This is for threads that enqueue work on a stream whose owner may capture it at any time, such as work that uses memory which is
+    /// somebody else's by the time that a graph is launched. Whoever begins a capture meanwhile waits. So hold captures off only while
+    /// enqueuing, and neither wait for other threads nor begin a capture on the same thread meanwhile. Captures that other libraries begin
+    /// are not held off.
+    ///
+    /// ```
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let stream = device.create_stream()?;
+    /// let held_off = stream.hold_off_captures().ok_or("it captures")?;
+    /// // Enqueue work on the stream.
+    /// drop(held_off);
+    /// let capture = stream.begin_capture()?;
+    /// assert!(stream.hold_off_captures().is_none());
+    /// # drop(capture.end()?);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn hold_off_captures(&self) -> Option<CapturesHeldOff<'_>> {
+        self.0.timeline.hold_off_captures()
     }
 }
 

@@ -4,8 +4,10 @@ use aquifer_device::{Code, DeviceError, Operation, Stream};
 
 /// Refuses a stream that captures; `advice` says what to do instead.
 pub(crate) fn refuse(stream: &Stream, advice: &'static str) -> Result<(), DeviceError> {
-    if !stream.is_capturing() {
-        return Ok(());
-    }
-    Err(DeviceError::new(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED).with_detail(advice))
+    if stream.is_capturing() { Err(captured(advice)) } else { Ok(()) }
+}
+
+/// The error for a stream that captures.
+pub(crate) fn captured(advice: &'static str) -> DeviceError {
+    DeviceError::new(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED).with_detail(advice)
 }

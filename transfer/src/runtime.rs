@@ -167,7 +167,8 @@ impl Transfer {
         Ok(Transfer { inner: Arc::new(inner), streams, stream: None })
     }
 
-    /// A handle of the same runtime whose copies run on `stream`, in order with the rest of the caller's work there.
+    /// A handle of the same runtime whose copies run on `stream`, in order with the rest of the caller's work there. Copies that go through
+    /// the staging ring are enqueued there later, by other threads; wait for them before the stream captures, or they fail.
     ///
     /// # Errors
     /// A stream of another device.

@@ -76,6 +76,16 @@ impl Claim {
         &self.storage
     }
 
+    /// Records the events that turns of `stream` with the memory will wait for. Without this they are recorded when the first turn is taken,
+    /// which fails if a stream that used the memory before has begun a capture by then.
+    ///
+    /// # Errors
+    /// When such a stream captures already; errors of the driver; [`AllocError::TurnHeld`] while this thread has a turn with the memory.
+    pub fn prepare(&self, stream: &Stream) -> Result<(), AllocError> {
+        let held = self.storage.hold()?;
+        held.before(self.kind).filter(|tick| !stream.is_ordered_after(tick)).try_for_each(|tick| Ok(tick.cover()?))
+    }
+
     /// Takes a turn of a stream with the memory, for the work that the claim was made for. See [`Turn`].
     ///
     /// # Errors

@@ -172,7 +172,7 @@ impl Uses {
         }
     }
 
-    fn before(&self, kind: AccessKind) -> impl Iterator<Item = &Tick> {
+    pub(crate) fn before(&self, kind: AccessKind) -> impl Iterator<Item = &Tick> {
         let readers = if kind == AccessKind::Write { self.read.as_slice() } else { &[] };
         std::iter::once(&self.written).chain(&self.grown).chain(readers)
     }

@@ -7,10 +7,23 @@ use crate::capture::Scope;
 use crate::capturing_streams::BlockingHeldOff;
 use crate::driver::{CaptureStatus, Driver, DriverKind, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
 
 /// Why a stream cannot be captured now.
 const BORROWED: &str = "another thread's blocking copy is under way on the stream: capture once it has returned";
+
+/// Holds captures off on one stream while it lives: see [`crate::Stream::hold_off_captures`].
+#[derive(Debug)]
+#[must_use = "captures may begin once it is dropped"]
+pub struct CapturesHeldOff<'a>(&'a Timeline);
+
+impl Drop for CapturesHeldOff<'_> {
+    fn drop(&mut self) {
+        self.0.state.lock().held_off -= 1;
+        self.0.may_capture.notify_all();
+    }
+}
 
 /// An identity that no device has: a process never has that many.
 const NO_DEVICE: u32 = u32::MAX;
@@ -19,6 +32,26 @@ impl Timeline {
     /// True if the stream is known to be part of a capture. No driver call.
     pub(crate) fn is_capturing(&self) -> bool {
         self.state.lock().capture.is_some()
+    }
+
+    /// Keeps the stream from becoming part of a capture while the result lives. `None` if it is part of one.
+    pub(crate) fn hold_off_captures(&self) -> Option<CapturesHeldOff<'_>> {
+        let mut state = self.state.lock();
+        if state.capture.is_some() {
+            return None;
+        }
+        state.held_off += 1;
+        drop(state);
+        Some(CapturesHeldOff(self))
+    }
+
+    /// Locks the timeline once nobody holds captures off.
+    fn lock_to_capture(&self) -> MutexGuard<'_, State> {
+        let mut state = self.state.lock();
+        while state.held_off > 0 {
+            state = self.may_capture.wait(state);
+        }
+        state
     }
 
     /// The capture that the stream is known to be part of.
@@ -79,7 +112,7 @@ impl Timeline {
     }
 
     fn begin_capture_now(self: &Arc<Self>, scope: &Arc<Scope>, begin: impl FnOnce() -> Result<()>) -> Result<()> {
-        let mut state = self.state.lock();
+        let mut state = self.lock_to_capture();
         // Another thread may have released the stream since this was called.
         if state.closed || state.is_let_go {
             return Err(self.closed_error(Operation::BeginCapture, GONE));
@@ -110,7 +143,7 @@ impl Timeline {
 
     /// Joins the capture. Returns true if the stream was not part of it before, and is now.
     fn join_capture_now(self: &Arc<Self>, scope: &Arc<Scope>, wait: impl FnOnce() -> Result<()>) -> Result<bool> {
-        let mut state = self.state.lock();
+        let mut state = self.lock_to_capture();
         if state.closed || state.is_let_go {
             return Err(self.closed_error(Operation::Wait, GONE));
         }

@@ -45,6 +45,7 @@ mod tick;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+pub use capturing::CapturesHeldOff;
 pub use clock::Clock;
 pub use tick::Tick;
 
@@ -53,7 +54,7 @@ use crate::context::{Context, PooledEvent};
 use crate::driver::{Driver, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use crate::sync::{Mutex, MutexGuard};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use capturing::capture_error;
 pub(crate) use owner::Owner;
 use owner::OwnerCell;
@@ -79,6 +80,8 @@ pub struct Timeline {
     /// The value of [`Timeline::device_id_unless_capturing`].
     serves: AtomicU32,
     state: Mutex<State>,
+    /// Notified when captures of the stream are held off no more.
+    may_capture: Condvar,
 }
 
 /// The relation between a stream and the legacy default stream.
@@ -115,6 +118,8 @@ struct State {
     capture: Option<Arc<Scope>>,
     /// Number of calls under way that enqueue work with borrowed memory and wait for it.
     borrowed: u32,
+    /// Number of those who hold captures of the stream off for a moment.
+    held_off: u32,
     /// True while the stream is being released, so that no capture begins any more.
     is_let_go: bool,
 }
@@ -148,6 +153,7 @@ impl Timeline {
             serves: AtomicU32::new(context.device_id),
             context,
             state: Mutex::default(),
+            may_capture: Condvar::default(),
         });
         timeline.context.know(&timeline);
         timeline

@@ -270,6 +270,38 @@ fn t5_captures_begin_and_end_while_others_wait() {
     });
 }
 
+/// One thread enqueues on a stream that another one captures: its work runs once, or is refused, and is in no graph.
+#[test]
+fn t5_what_is_enqueued_while_captures_are_held_off_is_in_no_graph() {
+    explore(|| {
+        let world = World::new();
+        let (one, reader) = (world.stream(), world.stream());
+        let owner = one.clone();
+        join([
+            spawn(&world, move |world| {
+                for cell in 0..3 {
+                    let Some(_held_off) = one.hold_off_captures() else { continue };
+                    world.produce(&one, cell);
+                }
+            }),
+            spawn(&world, move |_| {
+                for _ in 0..2 {
+                    let capture = owner.begin_capture().unwrap();
+                    capture.end().expect("nothing may break a capture");
+                }
+            }),
+        ]);
+        let written = world.written.lock().clone();
+        for (cell, tick) in written {
+            reader.wait_for(&tick).unwrap();
+            let mut bytes = [0; 1];
+            reader.download_blocking(&mut bytes, world.base.offset(cell * CELL)).unwrap();
+            assert_eq!(bytes, [1], "it ran, and will not run again");
+        }
+        world.assert_no_race();
+    });
+}
+
 /// One thread captures while others make the calls that would break that: each comes before the capture, after it, or is refused.
 #[test]
 fn t5_no_capture_is_broken_by_calls_that_wait_for_the_device() {

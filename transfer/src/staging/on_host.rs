@@ -79,6 +79,12 @@ struct Held {
 
 /// Hands a copy to the crew once the ticks are done. An error of a tick, such as that of a lost device, fails the copy.
 pub(super) fn begin(crew: &Arc<Crew>, waiter: &Arc<Waiter>, copy: OnHost, before: Vec<Tick>) {
+    // Now, because their streams may capture by the time that they are waited for.
+    for tick in &before {
+        if let Err(error) = tick.cover() {
+            tracing::debug!(%error, "no event could be recorded for what a copy comes after");
+        }
+    }
     let held = Held { copy, before: before.into(), signal: None };
     Arc::new(Gate { crew: crew.clone(), waiter: waiter.clone(), held: Mutex::new(Some(held)) }).wake();
 }

@@ -120,6 +120,8 @@ impl Work {
             return Err(TransferError::Unsupported { what });
         }
         check_lengths(&host, device.spread.bytes())?;
+        // Threads take the turns later, and by then streams that used the memory may capture.
+        device.claim.prepare(stream)?;
         Ok(Work { host, device, stream: stream.clone(), priority, job: Job::new(), last: Mutex::new(None) })
     }
 
@@ -186,12 +188,7 @@ pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
     let Hand { work, range, chunk, .. } = piece;
     work.check_wanted()?;
     let starved = work.is_storage() && work.is_caught_up()?;
-    enqueue(work, range.clone(), chunk, way)?;
-    let tick = work.stream.tick();
-    // Without an event the tick is still answerable, at the cost of waiting for later work, too.
-    if let Err(error) = tick.cover() {
-        tracing::debug!(%error, "no event could be recorded after a staged copy");
-    }
+    let tick = enqueue(work, range.clone(), chunk, way)?;
     work.note(&tick);
     if let HostEnd::Source(source) = &work.host {
         source.sent(range.end - range.start, starved);
@@ -200,21 +197,33 @@ pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
 }
 
 #[allow(unsafe_code, reason = "a copy goes on after the call")]
-fn enqueue(work: &Work, range: Range<u64>, chunk: &mut Chunk, way: Way) -> Result<(), TransferError> {
-    refuse_capture(&work.stream)?;
+fn enqueue(work: &Work, range: Range<u64>, chunk: &mut Chunk, way: Way) -> Result<Tick, TransferError> {
+    if work.stream.is_capturing() {
+        return Err(captures_now());
+    }
     let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
-    let _turn = work.device.claim.turn(&work.stream)?;
+    let on_device = work.device.claim.turn(&work.stream)?;
     let (part, kind) = match way {
         Way::Up => (chunk.slice(..bytes)?.part(), AccessKind::Read),
         Way::Down => (chunk.slice_mut(..bytes)?.part(), AccessKind::Write),
     };
-    let _turn = part.memory.turn(&work.stream, kind)?;
-    work.device.spread.rows(range, |rows| {
+    let in_chunk = part.memory.turn(&work.stream, kind)?;
+    // After the turns, because they may wait for whoever is about to capture; and until they are over, because what they note is a tick of
+    // the stream, which orders nothing while that captures.
+    let Some(_held_off) = work.stream.hold_off_captures() else { return Err(captures_now()) };
+    let enqueued = work.device.spread.rows(range, |rows| {
         // SAFETY: the rows of the range fill the part. The memory's turn notes the copies, and until those are done nobody touches what
         // they write, nor writes what they read, nor is it given away.
         unsafe { work.device.enqueue(&work.stream, rows, part.ptr, way) }
-    })?;
-    Ok(())
+    });
+    drop((in_chunk, on_device));
+    enqueued?;
+    let tick = work.stream.tick();
+    // Without an event the tick is still answerable, at the cost of waiting for later work, too.
+    if let Err(error) = tick.cover() {
+        tracing::debug!(%error, "no event could be recorded after a staged copy");
+    }
+    Ok(tick)
 }
 
 /// Stores what arrived in a chunk in the target.
@@ -274,6 +283,12 @@ fn part_mut(chunk: &mut [u8], bytes: u64) -> Result<&mut [u8], TransferError> {
 /// Copies of chunks must not become part of a graph, which would run them again when the chunks are others'.
 pub(super) fn refuse_capture(stream: &Stream) -> Result<(), TransferError> {
     Ok(capture::refuse(stream, "staged copies cannot be captured into a graph: copy outside of the capture")?)
+}
+
+/// The error of a copy whose stream began a capture since it was accepted.
+fn captures_now() -> TransferError {
+    let advice = "the stream began a capture before all of this transfer was enqueued: wait for a transfer before its stream captures";
+    capture::captured(advice).into()
 }
 
 /// Calls code that may panic.

@@ -142,6 +142,73 @@ fn transfers_on_a_capturing_stream_are_refused_and_the_capture_goes_on() {
     bench.finish();
 }
 
+/// Work that was handed over before a stream captures does not depend on that stream any more.
+#[test]
+fn transfers_that_were_accepted_do_not_fail_because_streams_capture_later() {
+    let bench = Bench::new();
+    let (bytes, len) = (pattern(7, 4 << 20), 4 << 20);
+    // What the stream does takes so long that the threads of the ring would ask about it during the capture.
+    let write = |buffer: &aquifer_allocator::DeviceBuffer<u8>| {
+        let _turn = Turn::take(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
+        bench.driver.stall(&bench.stream, std::time::Duration::from_millis(1)).unwrap();
+        bench.stream.fill(buffer.ptr(), 1, len).unwrap();
+    };
+    let captured = |during: &mut dyn FnMut()| {
+        let capture = bench.stream.begin_capture().unwrap();
+        during();
+        drop(capture.end().unwrap());
+    };
+    for _ in 0..4 {
+        let mut buffer = bench.alloc(len);
+        write(&buffer);
+        let mut upload = Some(bench.transfer.upload_from(bytes.clone(), &mut buffer).unwrap());
+        captured(&mut || upload.take().unwrap().wait().unwrap());
+        assert_eq!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap(), bytes);
+        write(&buffer);
+        let mut download = Some(bench.transfer.to_vec(&buffer).unwrap());
+        captured(&mut || assert!(download.take().unwrap().wait().unwrap().iter().all(|&byte| byte == 1)));
+        // Nobody waits for it.
+        drop(bench.transfer.upload_from(bytes.clone(), &mut buffer).unwrap());
+        captured(&mut || std::thread::sleep(std::time::Duration::from_millis(5)));
+        assert_eq!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap(), bytes);
+        // Memory of a stream that works.
+        let mut made = Some(bench.transfer.to_device(bytes.clone(), &bench.stream).unwrap());
+        let mut made_buffer = None;
+        captured(&mut || made_buffer = Some(made.take().unwrap().wait().unwrap()));
+        assert_eq!(bench.transfer.to_vec(&made_buffer.unwrap()).unwrap().wait().unwrap(), bytes);
+    }
+    bench.finish();
+}
+
+/// Chunks of a transfer that a stream's owner captured meanwhile were copied again by each launch, when they were others'.
+#[test]
+fn no_part_of_a_transfer_gets_into_a_graph() {
+    let bench = Bench::new();
+    let on = bench.transfer.on(&bench.stream).unwrap();
+    let mut buffer = bench.alloc(1 << 20);
+    for round in 0..60 {
+        bench.transfer.fill(&mut buffer, 1u8).unwrap().wait().unwrap();
+        let upload = on.upload_from(vec![7u8; 1 << 20], &mut buffer).unwrap();
+        std::thread::sleep(std::time::Duration::from_micros(20 * round));
+        let capture = bench.stream.begin_capture().unwrap();
+        std::thread::sleep(std::time::Duration::from_micros(300));
+        let graph = capture.end().unwrap();
+        drop(capture);
+        match upload.wait() {
+            Ok(()) => assert!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap().iter().all(|&byte| byte == 7)),
+            Err(error) => assert!(error.to_string().contains("captur"), "{error}"),
+        }
+        bench.transfer.fill(&mut buffer, 1u8).unwrap().wait().unwrap();
+        {
+            let _turn = Turn::take(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
+            graph.launch(&bench.stream).unwrap();
+        }
+        assert!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap().iter().all(|&byte| byte == 1), "it was empty");
+    }
+    drop((buffer, on));
+    bench.finish();
+}
+
 /// A lost device left those hanging who waited.
 #[test]
 fn a_lost_device_wakes_everybody_with_the_error() {
