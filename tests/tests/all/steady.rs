@@ -104,20 +104,18 @@ fn a_program_that_never_settles_holds_a_sixteenth_more_and_moves_less() {
 }
 
 /// Mapping calls, and granules moved, in each epoch of a training program whose batches vary in length, but are the same in every epoch.
-fn calls_by_epoch(epochs: usize) -> Vec<(u64, u64)> {
-    let bench = Bench::new(40 * GIB, "backing:paged");
+fn calls_by_epoch(bench: &Bench, epochs: usize) -> Vec<(u64, u64)> {
     let mut next = scrambled();
     let lengths: Vec<u64> = (0..16).map(|_| 300 + next(212)).collect();
     let weights: Vec<Allocation> = (0..64).map(|_| bench.allocator.alloc(48 * MIB, &bench.stream).unwrap()).collect();
     let counts = (0..epochs).map(|_| {
-        let so_far = || (mapping_calls_so_far(&bench), bench.allocator.memory_stats().granules_moved);
+        let so_far = || (mapping_calls_so_far(bench), bench.allocator.memory_stats().granules_moved);
         let before = so_far();
-        lengths.iter().for_each(|&length| train_batch(&bench, length));
+        lengths.iter().for_each(|&length| train_batch(bench, length));
         (so_far().0 - before.0, so_far().1 - before.1)
     });
     let counts = counts.collect();
     drop(weights);
-    bench.assert_returned();
     counts
 }
 
@@ -150,11 +148,29 @@ fn train_batch(bench: &Bench, length: u64) {
 
 #[test]
 fn a_program_that_moves_memory_in_each_repetition_does_not_move_ever_smaller_frames() {
-    let counts = calls_by_epoch(16);
+    let bench = Bench::new(40 * GIB, "backing:paged");
+    let counts = calls_by_epoch(&bench, 16);
+    bench.assert_returned();
     println!("mapping calls and granules moved, by epoch: {counts:?}");
     let (calls, moved) = counts[1..].iter().fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
     assert!(moved > 5000, "the program is such that memory moves");
     assert!(calls < counts[0].0 / 2 && calls < moved / 4, "{calls} calls for {moved} granules");
+}
+
+#[test]
+fn a_program_that_fits_on_a_nearly_full_device_fits_in_each_repetition() {
+    let plenty = Bench::new(40 * GIB, "backing:paged");
+    calls_by_epoch(&plenty, 1);
+    let needed = plenty.allocator.memory_stats().allocated_bytes.all.peak;
+    // What others take shows only once the device refuses.
+    for others in [0, 4 * GIB] {
+        let bench = Bench::new((needed + needed / 160).next_multiple_of(2 * MIB) + others, "backing:paged");
+        bench.driver.set_other_process_bytes(others);
+        calls_by_epoch(&bench, 8);
+        assert_eq!(bench.allocator.memory_stats().num_ooms, 0);
+        bench.driver.set_other_process_bytes(0);
+        bench.assert_returned();
+    }
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::ops::Range;
 use aquifer_device::{Device, DevicePtr, PhysicalOptions, Reservation};
 
 use crate::backing::paged::apart::{Owned, Retired};
+use crate::backing::paged::capacity::Capacity;
 use crate::backing::paged::frame_size::FrameSize;
 use crate::backing::paged::frames::{Frame, LooseFrames, granules_of};
 use crate::backing::paged::pin::Pins;
@@ -53,8 +54,8 @@ pub(crate) struct Paged {
     /// Bytes that were bought from the device although frames might have moved, less what went back to it since, and less what the peak
     /// in use has risen by since: that had to be bought anyway.
     pub(crate) bought_instead: u64,
-    /// Bytes that were held when the device last refused to give more.
-    pub(crate) refused_at: Option<u64>,
+    /// How much the device can give.
+    pub(crate) capacity: Capacity,
     /// Points of the program at which memory had to move.
     pub(crate) recurrence: Recurrence,
     /// How often the host waited so that memory could move.
@@ -130,7 +131,7 @@ impl Paged {
             mapped_bytes: [0; 2],
             accounted: [0; 2],
             in_use_peak: 0,
-            refused_at: None,
+            capacity: Capacity::default(),
             peak_at: 0,
             bought_instead: 0,
             recurrence: Recurrence::default(),

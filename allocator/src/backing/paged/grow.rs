@@ -131,6 +131,7 @@ impl Allocator {
 
     fn step(&self, request: &Request, allowed: &mut Allowed) -> Result<Next, AllocError> {
         let room = if allowed.create { self.room()? } else { Room::NONE };
+        self.learn_capacity();
         let _gate = self.gate()?.shared();
         let mut whole = self.shell().whole();
         if whole.is_asleep() {
@@ -210,9 +211,11 @@ impl Allocator {
             return Next::Finished(Ok(Growth::Grown(granted)));
         }
         if done.at_creation && done.error.as_ref().is_some_and(DeviceError::is_out_of_memory) {
-            whole.note_refusal();
+            drop(whole);
+            self.note_capacity(0);
+        } else {
+            drop(whole);
         }
-        drop(whole);
         refused(done.error, done.at_creation, bought_though_movable, allowed)
     }
 

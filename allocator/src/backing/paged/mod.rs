@@ -15,6 +15,7 @@
 //! | `draft.rs` | which frames a remap would move, and what it would buy |
 //! | `plan.rs` | a remap that was decided: all that takes part is held |
 //! | `frame_size.rs` | how large new frames are |
+//! | `capacity.rs` | how much the device can give, as far as that is known |
 //! | `stranded.rs` | what is free and cannot move, because its frame is partly in use |
 //! | `layout.rs` | which frames fill which range, and which have to be made or broken for that |
 //! | `recurrence.rs` | points of a program at which memory moved before |
@@ -47,6 +48,7 @@
 //! comes before them.
 
 mod apart;
+mod capacity;
 mod carry_out;
 mod donors;
 mod draft;

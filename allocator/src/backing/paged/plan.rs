@@ -85,8 +85,8 @@ impl Whole {
         let Draft { window, point, donors, spares, buy, ahead, bought_though_movable, .. } = draft;
         let is_remap = buy > 0 || !donors.chosen.is_empty();
         let create = buy + bought_ahead;
-        let has_room = self.has_room(terms.buyable, point);
-        let largest = self.largest_in_region(request, &donors, (buy, create), (point, has_room), bought_though_movable);
+        let largest =
+            self.largest_in_region(request, &donors, (buy, create), (point, terms.buyable), bought_though_movable);
         let (held, fill, changed) = self.hold_window(request.slot, &window, (ahead + bought_ahead) * granule);
         let donors = self.hold_donors(request.slot, donors.into_joined(), &changed, window.end);
         let work = self.work(&donors, (spares, create), fill, largest);
@@ -98,34 +98,16 @@ impl Whole {
         })
     }
 
-    /// True if the device has [`ROOM_SHARE`] left. The driver is not asked for that; what others took shows once it refuses.
-    fn has_room(&self, buyable: u64, point: Point) -> bool {
-        let (Some(paged), Some(device)) = (&self.paged, &self.device) else { return false };
-        let held = self.reserved + self.growing.now();
-        // If more was held since, others have given back what they had.
-        let refused_at = paged.refused_at.filter(|&at| held <= at).unwrap_or(u64::MAX);
-        let left = device.info().total_bytes.min(refused_at).saturating_sub(held).min(buyable);
-        left >= paged.in_use_peak.max(point.in_use) / ROOM_SHARE
-    }
-
-    /// Notes that the device refused to give more.
-    pub(super) fn note_refusal(&mut self) {
-        let held = self.reserved + self.growing.now();
-        if let Some(paged) = &mut self.paged {
-            paged.refused_at = Some(held);
-        }
-    }
-
-    /// The largest frames of a plan. It needs `buy` granules from the device, and takes `create`.
+    /// The largest frames of a plan. It needs `buy` granules from the device, and takes `create`. The limits let it take `buyable` bytes.
     fn largest_in_region(
         &mut self,
         request: &Request,
         donors: &Donors,
         (buy, create): (u64, u64),
-        (point, has_room): (Point, bool),
+        (point, buyable): (Point, u64),
         bought_though_movable: bool,
     ) -> Largest {
-        let reserved = self.reserved;
+        let (reserved, growing) = (self.reserved, self.growing.now());
         let stranded = (buy > 0 && !bought_though_movable).then(|| self.stranded(self.may_donate()));
         let settled = self.peak_has_settled();
         let Some(paged) = self.paged.as_mut() else { return Largest::GRANULE };
@@ -135,7 +117,9 @@ impl Whole {
             paged.frame_size.note(&stranded, granules(reserved) + buy, granules(peak));
         }
         let pool = granules(paged.mapped_bytes[kind_of(request.pool) as usize]) + create;
-        let prospect = if has_room && settled && paged.recurrence.recurs_at(point) {
+        let (held, peak) = (reserved + growing, paged.in_use_peak.max(point.in_use));
+        let recurs = settled && paged.recurrence.recurs_at(point);
+        let prospect = if recurs && paged.capacity.left(held).min(buyable) >= peak / ROOM_SHARE {
             Prospect::Recurs
         } else if buy == 0 || bought_though_movable || donors.move_ever() {
             Prospect::Moves

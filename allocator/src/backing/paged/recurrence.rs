@@ -39,6 +39,11 @@ impl Recurrence {
         self.is_known(point) && (self.known.count_ones() + 1) * ONE_IN > self.latest
     }
 
+    /// True if memory moved in the program since it does not grow any more.
+    pub(crate) fn has_settled(&self) -> bool {
+        self.latest > 0
+    }
+
     /// True if all of the latest points were known: the program does nothing new.
     pub(crate) fn repeats(&self) -> bool {
         self.known == u32::MAX
