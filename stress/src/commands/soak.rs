@@ -17,6 +17,8 @@ use crate::text::Bytes;
 
 /// Memory of a soak on a simulated device, where every byte of a pattern is written by the host.
 const SIMULATED_LIMIT: u64 = 24 << 20;
+/// The same in granules, if that is more: it takes several of them.
+const SIMULATED_GRANULES: u64 = 12;
 /// Operations if neither they nor a time were asked for.
 const OPERATIONS: u64 = 20_000;
 
@@ -125,8 +127,9 @@ fn limit(session: &Session, args: &SoakArgs, device: &Device, allocator: &Alloca
     if let Some(limit) = allocator.limit() {
         return Ok(limit);
     }
-    let half = device.memory_info()?.free / 2;
-    Ok(if session.sim().is_some() { half.min(SIMULATED_LIMIT) } else { half })
+    let (half, granule) = (device.memory_info()?.free / 2, allocator.granule_bytes().unwrap_or(0));
+    let simulated = SIMULATED_LIMIT.max(granule.saturating_mul(SIMULATED_GRANULES));
+    Ok(if session.sim().is_some() { half.min(simulated) } else { half })
 }
 
 #[expect(clippy::cast_precision_loss, reason = "rates for people")]

@@ -106,6 +106,12 @@ fn the_driver_s_pool_plays_the_same_program() {
 }
 
 #[test]
+fn a_soak_has_room_for_several_granules() {
+    let soak = rows(0, &["soak", "--device", "sim:8GiB", "--config", "granule_mb:64", "--ops", "50"]);
+    assert_eq!((bytes(&soak[0], "limit_bytes"), bytes(&soak[0], "mismatches")), (768 << 20, 0), "{soak:?}");
+}
+
+#[test]
 fn a_soak_tells_what_it_did_and_a_table_of_calls_what_they_cost() {
     let soak = &rows(0, &["--device", "sim:1GiB", "soak", "--ops", "500", "--seeds", "2", "--threads", "2"])[0];
     assert_eq!((&soak["operations"], &soak["seeds"], &soak["mismatches"]), (&1000.into(), &2.into(), &0.into()));
