@@ -1,9 +1,9 @@
 //! Advice of out-of-memory reports is true: who follows it is served.
 
-use aquifer_allocator::{Advice, Allocation, OomReport, PoolOptions, TagScope};
+use aquifer_allocator::{Advice, Allocation, OomReport, PoolOptions, Refusal, TagScope};
 use aquifer_device::sim::Fault;
 use aquifer_device::{Code, Operation};
-use aquifer_tests::{BACKINGS, Bench, GIB, MIB, on};
+use aquifer_tests::{BACKINGS, Bench, GIB, MIB, Subject, on};
 
 fn refused(bench: &Bench, bytes: u64) -> OomReport {
     bench.allocator.alloc(bytes, &bench.stream).unwrap_err().report().unwrap().clone()
@@ -178,4 +178,21 @@ fn a_driver_that_refuses_what_it_says_is_free_is_named() {
         drop(live);
         bench.assert_returned();
     }
+}
+
+#[test]
+fn memory_that_reserves_all_addresses_is_named() {
+    let bench = Bench::new(64 * MIB, "backing:paged");
+    let reserve = || bench.allocator.growable(GIB, &bench.stream).unwrap();
+    let caches: Vec<_> = (0..4).map(|_| reserve()).collect();
+    let Err(error) = bench.allocator.alloc(20 * MIB, &bench.stream) else {
+        assert!(!Subject::has_race_detector(), "only a GPU has more addresses");
+        return;
+    };
+    let report = error.report().unwrap();
+    assert_eq!(report.refusal, Some(Refusal::Addresses), "{report}");
+    assert_eq!(report.advice, [Advice::FreeAddresses { held: 4 * GIB }], "{report}");
+    drop(caches);
+    assert!(bench.allocator.alloc(20 * MIB, &bench.stream).is_ok());
+    bench.assert_returned();
 }

@@ -210,11 +210,9 @@ impl Allocator {
             let granted = whole.arena(request.slot).take(request, window);
             return Next::Finished(Ok(Growth::Grown(granted)));
         }
+        drop(whole);
         if done.at_creation && done.error.as_ref().is_some_and(DeviceError::is_out_of_memory) {
-            drop(whole);
             self.note_capacity(0);
-        } else {
-            drop(whole);
         }
         refused(done.error, done.at_creation, bought_though_movable, allowed)
     }

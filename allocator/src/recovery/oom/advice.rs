@@ -109,6 +109,11 @@ pub enum Advice {
         /// Bytes that they hold.
         held: u64,
     },
+    /// Drop memory that grows in place ([`crate::Growable`]) or is exported ([`crate::Exportable`]): addresses are lacking, not memory.
+    FreeAddresses {
+        /// Bytes of addresses that are reserved for it.
+        held: u64,
+    },
     /// The driver refused memory although it reports enough free memory, all of which it cannot always give (documentation of
     /// `cuMemGetInfo`). Request less, or free about as much as was requested.
     DriverRefuses {
@@ -194,6 +199,9 @@ impl OomReport {
             self.advice.push(self.larger_device(alone));
         } else {
             self.advise_remedies(holds, fragmented);
+        }
+        if self.refusal == Some(Refusal::Addresses) && holds.addresses_apart > 0 {
+            self.advice.push(Advice::FreeAddresses { held: holds.addresses_apart });
         }
         if self.advice.is_empty() {
             self.advice.push(Advice::All(Vec::new()));
@@ -302,6 +310,10 @@ impl fmt::Display for Advice {
                 write!(f, "if others, who hold {}, freed {}", Bytes(*held), Exactly(*missing))
             }
             Advice::ReleasePools { held } => write!(f, "if private pools, which hold {}, were released", Bytes(*held)),
+            Advice::FreeAddresses { held } => {
+                let held = Bytes(*held);
+                write!(f, "if growable and exported memory, for which {held} of addresses are reserved, were dropped")
+            }
             Advice::DriverRefuses { asked, free } => write!(
                 f,
                 "if the driver gave what it says is free: it refused {} of {}; ask for less, or free about as much",

@@ -46,6 +46,8 @@ pub(super) struct Holds {
     pub(super) own_pool_serves: bool,
     /// Bytes that the request's owner has and keeps as it grows.
     pub(super) own: u64,
+    /// Bytes of addresses that are reserved outside of heaps.
+    pub(super) addresses_apart: u64,
     /// True if the limit refuses the request at once (`throw_on_cudamalloc_oom`), so that freed memory stays cached.
     pub(super) stays_cached: bool,
     /// The parts of these sums that cannot go back to the device while a stream captures.
@@ -105,6 +107,7 @@ impl Whole {
         }
         holds.loose += self.paged.as_ref().map_or(0, |paged| paged.spares.granules() * paged.granule);
         holds.captured.rest += captures.kept_apart(self);
+        holds.addresses_apart = self.paged.as_ref().map_or(0, |paged| paged.apart_address_bytes());
         holds
     }
 
