@@ -1,7 +1,7 @@
 //! Random programs: after every step everything that is said about the memory agrees.
 
 use aquifer_allocator::snapshot::PoolTotals;
-use aquifer_allocator::{Allocator, HistoryOptions, MemoryStats, PoolStats, Snapshot, Stat};
+use aquifer_allocator::{Fragmentation, HistoryOptions, MemoryStats, PoolStats, Snapshot, Stat};
 use proptest::prelude::*;
 
 use crate::machine::{Machine, Step, configs, steps};
@@ -23,19 +23,28 @@ fn of_pool(stats: &MemoryStats, pool: fn(&PoolStats) -> Stat) -> PoolTotals {
     totals
 }
 
-fn check_stats(stats: &MemoryStats, snapshot: &Snapshot) -> Result<(), TestCaseError> {
-    let totals = snapshot.totals();
+/// Bytes of the largest frames of programs whose memory does not move in each repetition: what is left of a broken one is spare.
+const FRAME: u64 = 16 << 20;
+
+fn check_stats(stats: &MemoryStats, snapshot: &Snapshot, spare: u64) -> Result<(), TestCaseError> {
+    let mut totals = snapshot.totals();
+    // Spare frames are mapped nowhere, so they are in no segment; they count as memory of large pools.
+    totals.all.reserved_bytes += spare;
+    totals.large_pool.reserved_bytes += spare;
     prop_assert_eq!(of_pool(stats, |stats| stats.all), totals.all);
     prop_assert_eq!(of_pool(stats, |stats| stats.large_pool), totals.large_pool);
     prop_assert_eq!(of_pool(stats, |stats| stats.small_pool), totals.small_pool);
     Ok(())
 }
 
-fn check_fragmentation(allocator: &Allocator, stats: &MemoryStats, snapshot: &Snapshot) -> Result<(), TestCaseError> {
-    let fragmentation = allocator.fragmentation(3 << 20);
+fn check_fragmentation(
+    fragmentation: &Fragmentation,
+    stats: &MemoryStats,
+    snapshot: &Snapshot,
+) -> Result<(), TestCaseError> {
     let current = |stats: &PoolStats| stats.all.current;
     prop_assert_eq!(fragmentation.reserved_bytes, current(&stats.reserved_bytes));
-    prop_assert_eq!(fragmentation.spare_bytes, 0, "without a fault nothing is spare");
+    prop_assert!(fragmentation.spare_bytes < FRAME, "without a fault little is spare: {:?}", fragmentation);
     let segments = snapshot.segments.iter();
     prop_assert_eq!(fragmentation.segments, segments.clone().count() as u64);
     prop_assert_eq!(segments.clone().filter(|segment| !segment.is_expandable).count() as u64, current(&stats.segment));
@@ -78,8 +87,9 @@ fn run(machine: &mut Machine, steps: &[Step]) -> Result<(), TestCaseError> {
         let snapshot = machine.allocator.snapshot();
         check_segments(&snapshot).map_err(TestCaseError::fail)?;
         check_history(&snapshot).map_err(TestCaseError::fail)?;
-        check_stats(&stats, &snapshot)?;
-        check_fragmentation(&machine.allocator, &stats, &snapshot)?;
+        let fragmentation = machine.allocator.fragmentation(3 << 20);
+        check_stats(&stats, &snapshot, fragmentation.spare_bytes)?;
+        check_fragmentation(&fragmentation, &stats, &snapshot)?;
         for (seen, (current, peak)) in seen.iter_mut().zip(peaks(&stats)) {
             *seen = current.max(*seen);
             prop_assert_eq!(*seen, peak, "a peak after {:?}", step);
