@@ -16,6 +16,10 @@ use crate::pinned::{HostPart, HostTurn, PinnedConfig, PinnedPool};
 use crate::staging::{Staging, StagingConfig, StagingStats};
 use crate::streams::{Levels, Streams};
 
+/// What to do instead of capturing a transfer.
+const NO_CAPTURE: &str =
+    "transfers cannot be captured into a graph: copy before or after, or capture the driver's own calls";
+
 /// The configuration of a [`Transfer`].
 ///
 /// ```
@@ -330,9 +334,7 @@ impl Transfer {
     }
 
     pub(crate) fn refuse_capture(&self, stream: &Stream) -> Result<(), TransferError> {
-        let advice =
-            "transfers cannot be captured into a graph: copy before or after, or capture the driver's own calls";
-        Ok(capture::refuse(stream, advice)?)
+        Ok(capture::refuse(stream, NO_CAPTURE)?)
     }
 
     /// A tick that covers the stream's work so far, which the host can ask about without waiting for what comes later.
@@ -365,6 +367,7 @@ impl Transfer {
                 break (turn, turns);
             }
         };
+        let _held_off = capture::hold_off(stream, NO_CAPTURE)?;
         let worked = work();
         drop(turns);
         drop(turn);

@@ -288,6 +288,18 @@ fn a_file_that_memory_does_not_suffice_for_is_an_error() {
 }
 
 #[test]
+fn what_only_later_passes_lack_is_told_too() {
+    let file = Scratch::new("later.trace", b"a 0 1000000 0\nf 0 0\n");
+    // The first pass makes one call, the second one tries again and again.
+    let faults: String = (2..50).map(|nth| format!("cuMemAlloc#{nth}:out_of_memory\n")).collect();
+    let faults = Scratch::new("later.faults", faults.as_bytes());
+    let device = format!("sim:1GiB,faults={}", faults.path());
+    let options = ["--device", &device, "--config", "backing:segments,no_cache:True"];
+    let rows = rows(3, &[&["replay", "--repeat", "2", file.path()], &options[..]].concat());
+    assert_eq!((bytes(&rows[0], "ooms"), bytes(&rows[0], "warm_ooms")), (0, 1), "{rows:?}");
+}
+
+#[test]
 fn requests_that_no_device_can_serve_are_ooms() {
     let file = Scratch::new("impossible.trace", b"a 0 18446744073709551615 0\nf 0 0\na 1 0 3\nr 1 4\nf 1 3\n");
     let rows = rows(3, &["replay", "--yardstick", file.path()]);

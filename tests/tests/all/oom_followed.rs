@@ -8,8 +8,8 @@ use aquifer_tests::{BACKINGS, Bench, MIB, Subject, on};
 
 use crate::oom_advice::draws;
 
-/// Seeds of programs whose advice once was wrong: memory that a limit keeps cached though another refusal came first, and blocks of a
-/// capturing pool that are too large for the request.
+/// Seeds of programs whose advice once was wrong: memory that a limit keeps cached though another refusal came first, blocks of a capturing pool
+/// that are too large for the request, and free memory that a capture keeps in parts of frames.
 const ONCE_WRONG: [u64; 10] = [2289, 6369, 8088, 10475, 10779, 12013, 13374, 14458, 17689, 19324];
 
 const FD: HandleKind = HandleKind::PosixFd;
@@ -149,6 +149,7 @@ impl Scene {
             Advice::ReleasePools { .. } => (self.pool, self.in_pool) = (None, Vec::new()),
             Advice::EmptyPool { .. } | Advice::EmptyCache { .. } | Advice::LargerDevice { .. } => {}
             Advice::EndPins { .. } => self.pins.clear(),
+            Advice::FreeAddresses { .. } => (self.cache, self.shared) = (None, Vec::new()),
             Advice::FreeMore { .. } => {
                 (self.live, self.shared) = (Vec::new(), Vec::new());
                 match self.wanted {

@@ -162,7 +162,7 @@ fn a_program_that_fits_on_a_nearly_full_device_fits_in_each_repetition() {
     let plenty = Bench::new(40 * GIB, "backing:paged");
     calls_by_epoch(&plenty, 1);
     let needed = plenty.allocator.memory_stats().allocated_bytes.all.peak;
-    // What others take shows only once the device refuses.
+    // What others take shows only if the device is asked.
     for others in [0, 4 * GIB] {
         let bench = Bench::new((needed + needed / 160).next_multiple_of(2 * MIB) + others, "backing:paged");
         bench.driver.set_other_process_bytes(others);

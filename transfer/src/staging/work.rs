@@ -20,6 +20,9 @@ use crate::error::TransferError;
 use crate::job::Job;
 use crate::pinned::PinnedBuffer;
 
+/// What to do instead where a stream began a capture since a transfer was accepted.
+const CAPTURES_NOW: &str = "the stream began a capture before all of this transfer was enqueued: wait for a transfer before its stream captures";
+
 /// A chunk of the ring.
 pub(super) type Chunk = PinnedBuffer<u8>;
 /// A piece of a job, and the chunk that it goes through.
@@ -198,9 +201,7 @@ pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
 
 #[allow(unsafe_code, reason = "a copy goes on after the call")]
 fn enqueue(work: &Work, range: Range<u64>, chunk: &mut Chunk, way: Way) -> Result<Tick, TransferError> {
-    if work.stream.is_capturing() {
-        return Err(captures_now());
-    }
+    capture::refuse(&work.stream, CAPTURES_NOW)?;
     let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     let on_device = work.device.claim.turn(&work.stream)?;
     let (part, kind) = match way {
@@ -208,9 +209,7 @@ fn enqueue(work: &Work, range: Range<u64>, chunk: &mut Chunk, way: Way) -> Resul
         Way::Down => (chunk.slice_mut(..bytes)?.part(), AccessKind::Write),
     };
     let in_chunk = part.memory.turn(&work.stream, kind)?;
-    // After the turns, because they may wait for whoever is about to capture; and until they are over, because what they note is a tick of
-    // the stream, which orders nothing while that captures.
-    let Some(_held_off) = work.stream.hold_off_captures() else { return Err(captures_now()) };
+    let _held_off = capture::hold_off(&work.stream, CAPTURES_NOW)?;
     let enqueued = work.device.spread.rows(range, |rows| {
         // SAFETY: the rows of the range fill the part. The memory's turn notes the copies, and until those are done nobody touches what
         // they write, nor writes what they read, nor is it given away.
@@ -283,12 +282,6 @@ fn part_mut(chunk: &mut [u8], bytes: u64) -> Result<&mut [u8], TransferError> {
 /// Copies of chunks must not become part of a graph, which would run them again when the chunks are others'.
 pub(super) fn refuse_capture(stream: &Stream) -> Result<(), TransferError> {
     Ok(capture::refuse(stream, "staged copies cannot be captured into a graph: copy outside of the capture")?)
-}
-
-/// The error of a copy whose stream began a capture since it was accepted.
-fn captures_now() -> TransferError {
-    let advice = "the stream began a capture before all of this transfer was enqueued: wait for a transfer before its stream captures";
-    capture::captured(advice).into()
 }
 
 /// Calls code that may panic.

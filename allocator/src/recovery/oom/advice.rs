@@ -200,7 +200,7 @@ impl OomReport {
         } else {
             self.advise_remedies(holds, fragmented);
         }
-        if self.refusal == Some(Refusal::Addresses) && holds.addresses_apart > 0 {
+        if self.refusal == Some(Refusal::Addresses) && holds.addresses_apart >= self.segment {
             self.advice.push(Advice::FreeAddresses { held: holds.addresses_apart });
         }
         if self.advice.is_empty() {

@@ -209,6 +209,36 @@ fn no_part_of_a_transfer_gets_into_a_graph() {
     bench.finish();
 }
 
+/// The same for copies that another thread makes while the stream's owner captures.
+#[test]
+fn no_copy_of_another_thread_gets_into_a_graph() {
+    let bench = Bench::new();
+    let on = bench.transfer.on(&bench.stream).unwrap();
+    let host = bench.transfer.pinned().alloc_from(&[7u8; 64]).unwrap();
+    let mut buffer = bench.alloc(64);
+    let graphs: Vec<_> = std::thread::scope(|scope| {
+        let captures = scope.spawn(|| {
+            let capture = || bench.stream.begin_capture().unwrap().end().unwrap();
+            (0..400).map(|_| capture()).collect()
+        });
+        while !captures.is_finished() {
+            match on.upload(&host, &mut buffer) {
+                Ok(upload) => drop(upload),
+                Err(error) => assert!(error.to_string().contains("captur"), "{error}"),
+            }
+        }
+        captures.join().unwrap()
+    });
+    bench.transfer.fill(&mut buffer, 1u8).unwrap().wait().unwrap();
+    for graph in &graphs {
+        let _turn = Turn::take(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
+        graph.launch(&bench.stream).unwrap();
+    }
+    assert_eq!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap(), [1; 64], "they were empty");
+    drop((graphs, buffer, host, on));
+    bench.finish();
+}
+
 /// A lost device left those hanging who waited.
 #[test]
 fn a_lost_device_wakes_everybody_with_the_error() {
