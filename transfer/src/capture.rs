@@ -1,4 +1,5 @@
-//! Refusing streams that capture a graph: a graph's work is done later, and perhaps many times, when the memory may belong to somebody else.
+//! Refusing streams that capture a graph, and keeping others from it while work is enqueued: a graph's work is done later, and perhaps many
+//! times, when the memory may belong to somebody else.
 
 use aquifer_device::{CapturesHeldOff, Code, DeviceError, Operation, Stream};
 

@@ -17,7 +17,7 @@ use crate::staging::{Staging, StagingConfig, StagingStats};
 use crate::streams::{Levels, Streams};
 
 /// What to do instead of capturing a transfer.
-const NO_CAPTURE: &str =
+pub(crate) const NO_CAPTURE: &str =
     "transfers cannot be captured into a graph: copy before or after, or capture the driver's own calls";
 
 /// The configuration of a [`Transfer`].

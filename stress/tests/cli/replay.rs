@@ -291,7 +291,7 @@ fn a_file_that_memory_does_not_suffice_for_is_an_error() {
 fn what_only_later_passes_lack_is_told_too() {
     let file = Scratch::new("later.trace", b"a 0 1000000 0\nf 0 0\n");
     // The first pass makes one call, the second one tries again and again.
-    let faults: String = (2..50).map(|nth| format!("cuMemAlloc#{nth}:out_of_memory\n")).collect();
+    let faults: String = (2..50).map(|nth| format!("fault=cuMemAlloc#{nth}:out_of_memory\n")).collect();
     let faults = Scratch::new("later.faults", faults.as_bytes());
     let device = format!("sim:1GiB,faults={}", faults.path());
     let options = ["--device", &device, "--config", "backing:segments,no_cache:True"];

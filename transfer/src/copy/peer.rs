@@ -8,10 +8,11 @@ use aquifer_allocator::{DeviceBuffer, Turn};
 use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 use bytemuck::Pod;
 
+use crate::capture;
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::pending::{OnStreams, Pending};
-use crate::runtime::Transfer;
+use crate::runtime::{NO_CAPTURE, Transfer};
 
 /// Which way a copy from one device to another goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -119,6 +120,7 @@ impl Transfer {
         // One turn for both, which waits for nobody while it keeps others from their turns.
         let (source, target) = (from.storage().as_ref(), to.storage().as_ref());
         let mut turn = Turn::of_streams(&[(there, source, AccessKind::Read), (stream, target, AccessKind::Write)])?;
+        let _held_off = (capture::hold_off(stream, NO_CAPTURE)?, capture::hold_off(there, NO_CAPTURE)?);
         stream.wait_for(&there.tick())?;
         stream.copy_from_peer(to.ptr(), peer.device(), from.ptr(), to.bytes())?;
         let copied = stream.tick();
