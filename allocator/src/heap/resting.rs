@@ -9,8 +9,8 @@
 //! neighbours as they are. Finding out costs a search, and saves putting the block into the index and taking it out again.
 //!
 //! **In a heap of many small blocks several small ones rest**, because its records are not in the processor's caches: the processor is asked
-//! for a block's record when the block comes to rest, and works on three other pairs of operations until the block is merged, instead
-//! of waiting. A search that fails merges them all and starts again, so nothing is refused and nothing grows for their sake. Large
+//! for a block's record when the block comes to rest, for those of its neighbours one pair of operations before the block is merged, and
+//! works on these three pairs meanwhile, instead of waiting. A search that fails merges them all and starts again, so nothing is refused and nothing grows for their sake. Large
 //! blocks, and requests for them, find what they would find if none rested: small blocks never serve these, and where large
 //! ones are taken decides how much memory a program needs.
 //!
@@ -106,6 +106,18 @@ impl Heap {
         (place.size, place.block, place.after) = (newest.size, newest.block, newest.after);
         *oldest = if *oldest + 1 < OLDER { *oldest + 1 } else { 0 };
         (before.size != 0).then_some(before)
+    }
+
+    /// Asks for the records of the neighbours of the older block that will be merged next. Its own record is in the cache by now.
+    #[inline(always)]
+    pub(crate) fn prefetch_around_oldest(&self) {
+        let rested = &self.resting.older[self.resting.oldest];
+        if rested.size != 0 {
+            // A free one will be read, and where one is free, the other is written, too.
+            let Block { prev, next, .. } = self.blocks[rested.block];
+            self.blocks.prefetch(prev);
+            self.blocks.prefetch(next);
+        }
     }
 
     /// Takes out the block that has rested longest.

@@ -23,6 +23,7 @@ impl Guard {
         if self.desk.heap.newest_is_large() {
             self.merge_resting();
         } else if let Some(oldest) = self.desk.heap.exchange_oldest() {
+            self.desk.heap.prefetch_around_oldest();
             self.merge(oldest);
         }
     }
