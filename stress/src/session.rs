@@ -272,6 +272,13 @@ impl Session {
         }
     }
 
+    /// Warns of options that the user gave to a command without an allocator.
+    pub fn without_allocator(&self) {
+        if self.configs_given {
+            self.message("warning: --config has no effect here: this command uses no allocator");
+        }
+    }
+
     /// An allocator. What its making warns of, such as a device that cannot map memory or options without effect, is told once a
     /// session.
     ///

@@ -45,7 +45,7 @@ JSON keys, per scenario and policy:
   probe_fits                whether the probe was served
   ooms                      requests of the program that were refused
   retries                   times that all cached memory was released to try again
-  driver_allocs             times that memory was taken from the device
+  growths                   times that memory was taken from the device
   cross_stream_reuses       times that a stream reused memory that another one had freed
   inputs, inputs_damaged    blocks whose head the host filled by transfers; those of them that did
                             not come back intact
@@ -123,5 +123,5 @@ JSON keys, by step; sizes are bytes:
             read differently half-way), hazards
   compare   each program under each set of options:
             trace, config, peak_requested_bytes, peak_reserved_bytes, reserved_over_requested,
-            driver_allocs, smallest_device_bytes, ratio, retries_at_fit (as `fit` gives them),
-            hazards";
+            growths (times that memory was taken from the device), smallest_device_bytes, ratio,
+            retries_at_fit (as `fit` gives them; null if the program fits on no device), hazards";

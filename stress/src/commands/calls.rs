@@ -52,6 +52,7 @@ pub struct Row {
 /// # Errors
 /// When the device cannot be opened, a call fails for another reason than lack of memory, or standard output cannot be written.
 pub fn run(session: &Session, args: &CallsArgs) -> Result<Outcome, Failure> {
+    session.without_allocator();
     let (device, simulated) = session.open_with_simulator()?;
     let mut meter = Meter { device, simulated, times: Vec::new() };
     for round in 0..args.rounds.saturating_add(1) {

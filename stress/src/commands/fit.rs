@@ -151,6 +151,10 @@ struct Fit {
 /// Why no device is large enough.
 fn fits_nowhere(session: &Session, job: &Job<'_>, most: u64) -> String {
     let largest = match session.sim() {
+        Some(sim) if !sim.faults.is_empty() => {
+            let faults: Vec<String> = sim.faults.iter().map(ToString::to_string).collect();
+            format!("it does not finish on any device with {}, as asked for with --device", faults.join(","))
+        }
         Some(_) => format!("it does not finish on the largest device there is, of {}", Bytes(most)),
         None => format!("it does not finish in the {} that are free on {}", Bytes(most), session.device_text()),
     };

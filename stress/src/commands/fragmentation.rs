@@ -54,7 +54,7 @@ pub struct Row {
     pub probe_fits: bool,
     pub ooms: u64,
     pub retries: u64,
-    pub driver_allocs: u64,
+    pub growths: u64,
     pub cross_stream_reuses: u64,
     pub inputs: u64,
     pub inputs_damaged: u64,
@@ -198,7 +198,7 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
         probe_fits,
         ooms,
         retries: after.num_alloc_retries,
-        driver_allocs: after.num_device_alloc,
+        growths: after.num_device_alloc,
         cross_stream_reuses: after.cross_stream_reuses,
         inputs,
         inputs_damaged,
@@ -263,7 +263,7 @@ fn name(policy: &str) -> &str {
 }
 
 const COLUMNS: [&str; 8] =
-    ["policy", "reserved", "live in the end", "free", "largest piece", "unusable", "driver allocs", "last request"];
+    ["policy", "reserved", "live in the end", "free", "largest piece", "unusable", "growths", "last request"];
 
 fn cells(row: &Row) -> [String; 8] {
     let bytes = |bytes| Bytes(bytes).to_string();
@@ -274,7 +274,7 @@ fn cells(row: &Row) -> [String; 8] {
         bytes(row.free_bytes),
         bytes(row.largest_free_bytes),
         format!("{:.1} %", row.unusable_index * 100.0),
-        row.driver_allocs.to_string(),
+        row.growths.to_string(),
         row.verdict.clone(),
     ]
 }

@@ -3,6 +3,17 @@
 use super::*;
 
 #[test]
+fn faults_that_keep_a_program_from_fitting_are_named() {
+    let output = stress(&["fit", "--device", "sim:80GiB,oom_at=64MiB", &data("fsdp_start.trace")]);
+    assert_eq!(output.status.code(), Some(3));
+    assert!(
+        errors(&output).contains("on any device with oom_at=67108864, as asked for with --device"),
+        "{}",
+        errors(&output)
+    );
+}
+
+#[test]
 fn fit_finds_a_boundary() {
     const SEGMENTS: &str = "backing:segments,cross_stream:off";
     let file = data("gpt2_fp32.trace.gz");

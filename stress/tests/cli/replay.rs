@@ -126,6 +126,8 @@ fn a_soak_tells_what_it_did_and_a_table_of_calls_what_they_cost() {
     assert!(create["pool"].is_null() && create["device_name"] == "Simulated H100 24 GiB", "{create}");
     let pooled = calls.iter().filter(|row| row["call"] == "cuMemAllocAsync" && row["bytes"] == 2 << 20);
     assert_eq!(pooled.map(|row| &row["pool"]).collect::<Vec<_>>(), ["cold", "warm"]);
+    let output = stress(&["calls", "--rounds", "1", "--config", "limit_mb:100"]);
+    assert!(errors(&output).contains("warning: --config has no effect here"), "{}", errors(&output));
     for wrong in
         [["soak", "--minutes", "0"], ["soak", "--ops", "0"], ["soak", "--threads", "0"], ["calls", "--rounds", "0"]]
     {

@@ -34,7 +34,7 @@ const FRAGMENTATION_KEYS: [&str; 21] = [
     "probe_fits",
     "ooms",
     "retries",
-    "driver_allocs",
+    "growths",
     "cross_stream_reuses",
     "inputs",
     "inputs_damaged",
@@ -91,7 +91,7 @@ fn one_scenario_is_drawn() {
     let text = text(&args);
     assert!(text.contains("+#-.+#-.") && text.contains("...____"), "{text}");
     assert!(text.contains("fragmented: ") && text.contains("a character"), "{text}");
-    assert!(text.contains(" driver allocs ") && !text.contains("cuMemAlloc"), "the defaults map memory: {text}");
+    assert!(text.contains(" growths ") && !text.contains("cuMemAlloc"), "the defaults map memory: {text}");
     assert!(!text.contains('\x1b') && !text.contains('█'), "{text}");
 }
 
@@ -264,6 +264,22 @@ fn the_demonstration_knows_what_it_runs_on() {
     assert!(!text.contains("memory that moves"), "{text}");
     let text = told(3, "sim:80GiB,other=10GiB");
     assert!(text.contains("2 % more than it ever uses, of which other programs hold 10.00 GiB."), "{text}");
+}
+
+#[test]
+fn options_that_fit_nowhere_keep_none_of_the_others_from_being_compared() {
+    let output = stress(&["--json", "--config", "limit_mb:1000"]);
+    let said = errors(&output);
+    let rows = rows_of(0, &output);
+    let fits = |row: &&Value| !row["smallest_device_bytes"].is_null();
+    let (fitting, limited): (Vec<&Value>, Vec<&Value>) =
+        rows.iter().filter(|row| row["step"] == "compare").partition(fits);
+    assert_eq!((fitting.len(), limited.len()), (12, 2));
+    for row in limited {
+        assert!(row["config"] == "limit_mb:1000" && row["ratio"].is_null() && row["retries_at_fit"].is_null(), "{row}");
+        let named = format!("note: {} with limit_mb:1000: it does not finish", row["trace"].as_str().unwrap());
+        assert!(said.contains(&named), "{said}");
+    }
 }
 
 /// The policies that can be tried are.

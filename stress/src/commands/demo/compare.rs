@@ -9,7 +9,7 @@ use crate::harness::{OnOom, Player};
 use crate::input::Program;
 use crate::session::Session;
 use crate::stage::Stage;
-use crate::table::table;
+use crate::table::{NOTHING, table};
 use crate::text::Bytes;
 
 /// A recording under some options.
@@ -20,9 +20,10 @@ pub(super) struct Compared {
     pub(super) requested: u64,
     /// The most that it held on a device with plenty.
     pub(super) reserved: u64,
-    pub(super) driver_allocs: u64,
-    pub(super) smallest_device: u64,
-    pub(super) retries_at_fit: u64,
+    pub(super) growths: u64,
+    /// `None` if it finishes on no device.
+    pub(super) smallest_device: Option<u64>,
+    pub(super) retries_at_fit: Option<u64>,
     pub(super) hazards: u64,
     /// Whether the options keep memory for later at all.
     caches: bool,
@@ -36,7 +37,14 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
         .collect();
     let mut compared = Vec::new();
     for (job, fit) in jobs.iter().zip(fit_all(session, &jobs)) {
-        let fit = fit?;
+        let fit = match fit {
+            Ok(fit) => Some(fit),
+            Err(Failure::OutOfMemory(why)) => {
+                session.message(format_args!("note: {} with {}: {why}", job.name, name(&job.config.text)));
+                None
+            }
+            Err(failure) => return Err(failure),
+        };
         let device = session.open_with_capacity(plenty(job.program))?;
         let mut stage = Stage::new(session, &device, job.config, job.program.streams.len())?;
         Player::new(job.program).play(&mut stage, OnOom::Skip)?;
@@ -46,9 +54,9 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
             config: job.config.text.clone(),
             requested: job.program.peak_requested_bytes,
             reserved: stats.reserved_bytes.all.peak,
-            driver_allocs: stats.num_device_alloc,
-            smallest_device: fit.smallest_device_bytes,
-            retries_at_fit: fit.retries_at_fit,
+            growths: stats.num_device_alloc,
+            smallest_device: fit.as_ref().map(|fit| fit.smallest_device_bytes),
+            retries_at_fit: fit.map(|fit| fit.retries_at_fit),
             hazards: hazards(session, job.name, &device),
             caches: !job.config.config.no_cache,
         });
@@ -77,9 +85,9 @@ fn tabulate_one(compared: &[Compared]) -> String {
             name(&row.config).to_owned(),
             Bytes(row.reserved).to_string(),
             times(row.reserved),
-            row.driver_allocs.to_string(),
-            Bytes(row.smallest_device).to_string(),
-            times(row.smallest_device),
+            row.growths.to_string(),
+            row.smallest_device.map_or_else(|| NOTHING.to_owned(), |bytes| Bytes(bytes).to_string()),
+            row.smallest_device.map_or_else(String::new, times),
         ]);
     }
     let heading = compared.first().map(|row| format!("{} uses at most {}:\n", row.trace, Bytes(row.requested)));
@@ -91,13 +99,14 @@ pub(super) fn findings(trace: &str, compared: &[Compared]) -> Option<String> {
     let rows = || compared.iter().filter(|row| row.trace == trace);
     let usual = rows().find(|row| row.config.is_empty())?;
     let segments = rows().filter(|row| row.caches && row.config.starts_with(SEGMENTS));
-    let best = segments.min_by_key(|row| row.smallest_device)?;
+    let fitting = segments.filter_map(|row| Some((row, row.smallest_device?)));
+    let (best, best_device) = fitting.min_by_key(|&(_, device)| device)?;
     let mut text = format!(
         "{trace} finishes on {} with the defaults. The best of these options for segments is {}: {}, and where there is plenty, it \
          takes {} instead of {}.",
-        Bytes(usual.smallest_device),
+        Bytes(usual.smallest_device?),
         best.config,
-        Bytes(best.smallest_device),
+        Bytes(best_device),
         Bytes(best.reserved),
         Bytes(usual.reserved)
     );
@@ -105,7 +114,7 @@ pub(super) fn findings(trace: &str, compared: &[Compared]) -> Option<String> {
         text += &format!(
             " Without a cache it takes what it uses, at the price of asking the driver for memory {} times instead of {}, and \
              of waiting for the device each time that some goes back.",
-            none.driver_allocs, usual.driver_allocs
+            none.growths, usual.growths
         );
     }
     Some(text)
