@@ -13,6 +13,7 @@
 //! owned by this crate, or carries the copy's ticks before the call returns.
 #![deny(unsafe_code)]
 
+mod begun;
 mod capture;
 mod copy;
 mod counters;

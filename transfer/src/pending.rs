@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use aquifer_device::{Stream, Tick};
 
+use crate::begun::Begun;
 use crate::counters::Tally;
 use crate::error::TransferError;
 use crate::job::{Job, Progress};
@@ -20,6 +21,7 @@ use crate::waiter::{Signal, Waiter};
 /// What transfers of one runtime share.
 #[derive(Debug, Default)]
 pub(crate) struct Shared {
+    pub(crate) begun: Begun,
     pub(crate) waiter: Arc<Waiter>,
     pub(crate) tally: Tally,
 }
@@ -104,7 +106,14 @@ impl<T> Pending<T> {
         Pending::of(shared, [Step::Job(job)].into(), Value::Later(Box::new(value)))
     }
 
+    /// Something that was begun now.
     fn of(shared: &Arc<Shared>, steps: VecDeque<Step>, value: Value<T>) -> Pending<T> {
+        for step in &steps {
+            match step {
+                Step::Tick(tick) => shared.begun.note_tick(tick),
+                Step::Job(job) => shared.begun.note_job(job),
+            }
+        }
         Pending { steps, value, signal: None, shared: shared.clone(), started: Instant::now() }
     }
 

@@ -305,6 +305,37 @@ impl Transfer {
         Ok(Pending::enqueued(self.shared(), self.covered_tick(stream), ()))
     }
 
+    /// Waits on the host until everything that handles of this runtime began before is complete, on whichever streams, and whether anybody
+    /// still holds its [`Pending`] or not. Which transfers failed, their own [`Pending`]s tell. Counted as a synchronisation if anything
+    /// was not complete.
+    ///
+    /// A thread that holds a [`Turn`] which such a transfer waits for would wait for itself.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_transfer::Transfer;
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.create_stream()?);
+    /// let transfer = Transfer::new(&allocator)?;
+    /// let mut weights: DeviceBuffer<u8> = allocator.alloc_buffer(64 << 20, &stream)?;
+    /// let upload = transfer.upload_from(vec![1u8; 64 << 20], &mut weights)?; // threads of the runtime go on with it
+    /// transfer.synchronize()?;
+    /// assert!(upload.is_done()?);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The first error of the driver, such as a lost device. The rest is waited for all the same.
+    pub fn synchronize(&self) -> Result<(), TransferError> {
+        let Shared { begun, tally, .. } = &*self.inner.shared;
+        if begun.is_open() {
+            tally.waits();
+            begun.wait()?;
+        }
+        Ok(())
+    }
+
     /// Counters of what all handles of this runtime did so far.
     pub fn counters(&self) -> Counters {
         self.inner.shared.tally.read()

@@ -44,6 +44,7 @@ pub(super) enum Op {
     CheckPeer(usize),
     DropPeer(usize),
     Trim,
+    Synchronize,
     Fault { operation: Operation, nth: u64, code: Code },
 }
 
@@ -122,6 +123,7 @@ pub(super) fn op(faults: bool) -> impl Strategy<Value = Op> {
         1 => pick.clone().prop_map(Op::CheckPeer),
         1 => pick.prop_map(Op::DropPeer),
         1 => Just(Op::Trim),
+        1 => Just(Op::Synchronize),
     ];
     let fault = (failing, 1u64..6, code).prop_map(|(operation, nth, code)| Op::Fault { operation, nth, code });
     if faults { prop_oneof![50 => steps, 1 => fault].boxed() } else { steps.boxed() }

@@ -64,6 +64,44 @@ fn a_copy_that_no_event_covers_is_done_some_time() {
     bench.finish();
 }
 
+/// What was begun and dropped can be waited for as well as what is still held, wherever it runs and whatever comes of it.
+#[test]
+fn all_that_was_begun_can_be_waited_for() {
+    let bench = Bench::new();
+    let (transfer, own) = (&bench.transfer, bench.transfer.on(&bench.stream).unwrap());
+    transfer.synchronize().unwrap();
+    assert_eq!(transfer.counters().synchronisations, 0, "there is nothing to wait for");
+    let (mut one, mut two, mut three) = (bench.alloc(8 << 20), bench.alloc(8 << 20), bench.alloc(4096));
+    let page_locked = transfer.pinned().alloc_from(&pattern(3, 4096)).unwrap();
+    bench.driver.stall(&bench.stream, std::time::Duration::from_millis(30)).unwrap();
+    // Threads go on with these, one of them after the stall; one is left out.
+    drop(transfer.upload_from(pattern(1, 8 << 20), &mut one).unwrap());
+    drop(own.upload_from(pattern(2, 8 << 20), &mut two).unwrap());
+    transfer.to_vec(&two).unwrap().cancel();
+    drop(own.upload(&page_locked, &mut three).unwrap());
+    let tick = bench.stream.tick();
+    tick.cover().unwrap();
+    let back = transfer.to_vec(&one).unwrap();
+    transfer.synchronize().unwrap();
+    assert!(back.is_done().unwrap());
+    assert!(tick.is_done().unwrap());
+    assert_eq!(transfer.counters().synchronisations, 1);
+    transfer.synchronize().unwrap();
+    assert_eq!(transfer.counters().synchronisations, 1, "all is complete");
+    assert!(
+        back.wait().unwrap() == pattern(1, 8 << 20)
+            && transfer.to_vec(&two).unwrap().wait().unwrap() == pattern(2, 8 << 20)
+    );
+    // One that fails is not what is waited for.
+    bench.driver.inject(Fault::Nth { operation: Some(Operation::CopyToDevice), nth: 1, code: Code(999) });
+    let failing = transfer.upload_from(pattern(4, 8 << 20), &mut one).unwrap();
+    transfer.synchronize().unwrap();
+    assert!(failing.is_done().unwrap());
+    failing.wait().unwrap_err();
+    drop((one, two, three, page_locked));
+    bench.finish();
+}
+
 #[test]
 fn directions_have_streams_of_their_own() {
     let bench = Bench::new();

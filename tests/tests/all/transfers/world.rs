@@ -162,9 +162,26 @@ impl World {
                 let trimmed = self.bench.transfer.pinned().trim_to(0);
                 self.done(trimmed);
             }
+            Op::Synchronize => self.synchronize(),
             Op::Fault { operation, nth, code } => {
                 self.bench.driver.inject(Fault::Nth { operation: Some(operation), nth, code })
             }
+        }
+    }
+
+    /// Waits for everything at once.
+    fn synchronize(&mut self) {
+        let waited = [&self.bench, &self.peer].map(|bench| bench.transfer.synchronize());
+        if waited.into_iter().filter_map(|waited| self.done(waited)).count() < 2 {
+            return;
+        }
+        for begun in &self.begun {
+            let is_done = match begun {
+                Begun::Nothing(pending) | Begun::OnHost(pending) => pending.is_done(),
+                Begun::Bytes(pending, _) => pending.is_done(),
+                Begun::Host(pending, _) => pending.is_done(),
+            };
+            assert_ne!(self.done(is_done), Some(false), "a transfer was not waited for");
         }
     }
 

@@ -157,7 +157,10 @@ impl Program {
         self.bench.device.synchronize().unwrap();
         self.bench.pool.empty_cache().unwrap();
         let stats = self.bench.pool.stats();
-        assert_eq!(stats.active_bytes.current, self.forgotten.iter().sum::<usize>() as u64);
+        let least = self.forgotten.iter().sum::<usize>() as u64;
+        // A full pool serves small requests from memory for larger ones.
+        let most = self.forgotten.iter().map(|&class| class.max(class::PAGED)).sum::<usize>() as u64;
+        assert!((least..=most).contains(&stats.active_bytes.current), "{stats:?}, of {least} to {most}");
         assert_eq!(stats.active_requests.current, self.forgotten.len() as u64);
         if self.forgotten.is_empty() {
             assert_eq!(stats.allocated_bytes.current, 0);
