@@ -196,10 +196,15 @@ impl Stream {
         unsafe { self.0.context.driver.copy_2d(copy, raw) }
     }
 
+    /// Whether [`Stream::copy_batch`] serves it: not if it is the legacy default stream.
+    pub fn takes_batches(&self) -> bool {
+        !self.raw().is_legacy()
+    }
+
     /// Enqueues many copies with one driver call, on devices that support it ([`crate::Attribute::BatchedCopies`]).
     ///
     /// # Errors
-    /// Errors of the driver.
+    /// The legacy default stream, for which drivers have no such call ([`Stream::takes_batches`]); errors of the driver.
     ///
     /// # Safety
     /// As [`Driver::copy_batch`].

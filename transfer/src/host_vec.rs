@@ -18,9 +18,8 @@ pub(crate) fn zeroed<T: Zeroable>(len: usize) -> Result<Vec<T>, TransferError> {
     bytemuck::allocation::try_zeroed_vec(len).map_err(|()| out_of_host_memory(bytes))
 }
 
-/// A copy of the elements that bytes of any alignment are; what is left over at their end is not copied.
-pub(crate) fn copied<T: Pod>(bytes: &[u8]) -> Result<Vec<T>, TransferError> {
-    let len = bytes.len().checked_div(size_of::<T>()).unwrap_or(0);
+/// A copy of the `len` elements that bytes of any alignment begin with. Elements may have no bytes.
+pub(crate) fn copied<T: Pod>(bytes: &[u8], len: usize) -> Result<Vec<T>, TransferError> {
     let mut elements = zeroed::<T>(len)?;
     let to: &mut [u8] = bytemuck::cast_slice_mut(&mut elements);
     to.copy_from_slice(&bytes[..to.len()]);
@@ -66,7 +65,8 @@ mod tests {
         let error = zeroed::<u64>(1 << 58).unwrap_err();
         assert!(matches!(error, TransferError::OutOfHostMemory { bytes, .. } if bytes == 1 << 61), "{error}");
         assert!(matches!(zeroed::<u64>(usize::MAX), Err(TransferError::OutOfHostMemory { .. })));
-        assert_eq!(copied::<u16>(&[1, 0, 2, 0, 3]).unwrap(), [1_u16.to_le(), 2_u16.to_le()]);
-        assert!(copied::<u16>(&[]).unwrap().is_empty() && copied::<()>(&[1]).unwrap().is_empty());
+        assert_eq!(copied::<u16>(&[1, 0, 2, 0, 3], 2).unwrap(), [1_u16.to_le(), 2_u16.to_le()]);
+        assert!(copied::<u16>(&[], 0).unwrap().is_empty());
+        assert_eq!(copied::<()>(&[], 5).unwrap().len(), 5);
     }
 }

@@ -146,7 +146,7 @@ impl Spiller {
     /// memory exist, it stays on the device; a [`Growable`](aquifer_allocator::Growable) is one for all buffers made of it.
     ///
     /// # Errors
-    /// A buffer of another device, or of another allocator than the runtime's: to spill it would help that one.
+    /// A buffer of another device, or of another allocator than the runtime's: to spill it would help that one. Elements without bytes.
     pub fn add<T: Pod + Send + Sync>(
         &self,
         buffer: DeviceBuffer<T>,
@@ -155,6 +155,9 @@ impl Spiller {
         let transfer = &self.inner.transfer;
         transfer.check_device("buffer", buffer.storage().device_id())?;
         buffer.storage().check_allocator("buffer", transfer.allocator())?;
+        if size_of::<T>() == 0 {
+            return Err(TransferError::Unsupported { what: "elements that have bytes" });
+        }
         let bytes = buffer.cast().ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?;
         let entry = Arc::new(Entry {
             spiller: self.inner.clone(),

@@ -17,7 +17,7 @@ use super::handles::{Kind, Object};
 use super::installation::check;
 use super::memory::bad_value;
 use super::raw::{handle, pointer};
-use super::streams::{LiveStream, is_legacy};
+use super::streams::LiveStream;
 use crate::driver::{CaptureStatus, RawGraph, RawStream};
 use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 
@@ -117,7 +117,7 @@ impl CudaDriver {
         self.optional(operation, functions.cuGraphExecDestroy)?;
         self.optional(operation, functions.cuGraphDestroy)?;
         let live = self.stream(operation, stream)?;
-        if is_legacy(stream) {
+        if stream.is_legacy() {
             return Err(refuse(operation, "the legacy default stream cannot capture"));
         }
         self.forbid_capture(operation, &live, "it cannot begin another capture")?;

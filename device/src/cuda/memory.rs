@@ -8,7 +8,6 @@ use cudarc::driver::sys::{CUmemPool_attribute as PoolAttr, CUmemoryPool, CUpoint
 use super::driver::CudaDriver;
 use super::installation::check;
 use super::raw::{handle, pointer, size};
-use super::streams::is_legacy;
 use crate::driver::{DevicePtr, HostPtr, MemoryInfo, PoolUsage, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 
@@ -334,7 +333,7 @@ impl CudaDriver {
 
     /// Refuses a copy to or from the legacy stream where the driver takes none.
     pub(super) fn refuse_legacy(&self, operation: Operation, stream: RawStream) -> Result<()> {
-        if !is_legacy(stream) {
+        if !stream.is_legacy() {
             return Ok(());
         }
         Err(DeviceError::new(operation, Code::NOT_SUPPORTED)

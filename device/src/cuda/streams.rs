@@ -98,12 +98,7 @@ pub(super) struct LiveStream {
 
 /// Whether a handle stands for one of the default streams, which always live.
 pub(super) fn is_default(stream: RawStream) -> bool {
-    is_legacy(stream) || stream == RawStream::PER_THREAD
-}
-
-/// Whether a handle stands for the legacy default stream.
-pub(super) fn is_legacy(stream: RawStream) -> bool {
-    matches!(stream, RawStream(0) | RawStream::LEGACY)
+    stream.is_legacy() || stream == RawStream::PER_THREAD
 }
 
 impl CudaDriver {

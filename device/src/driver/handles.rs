@@ -73,6 +73,11 @@ impl RawStream {
     pub const LEGACY: RawStream = RawStream(1);
     /// The per-thread default stream: each calling thread has a blocking stream of its own behind this handle.
     pub const PER_THREAD: RawStream = RawStream(2);
+
+    /// Whether it stands for the legacy default stream.
+    pub fn is_legacy(self) -> bool {
+        matches!(self, RawStream(0) | RawStream::LEGACY)
+    }
 }
 
 #[cfg(test)]

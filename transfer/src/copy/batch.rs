@@ -138,7 +138,7 @@ impl BatchResults {
             end: end as u64,
             len: bytes.len() as u64,
         })?;
-        host_vec::copied(own)
+        host_vec::copied(own, download.len)
     }
 }
 
@@ -358,13 +358,14 @@ impl Transfer {
         if pieces.is_empty() {
             return Ok(None);
         }
-        let crossover = if pieces.len() > 1 { self.batched_below(direction)? } else { None };
+        let stream = self.next_stream(direction);
+        let may_pay = pieces.len() > 1 && stream.takes_batches();
+        let crossover = if may_pay { self.batched_below(direction)? } else { None };
         let ends = pieces.iter().flat_map(|piece| [(&piece.from, AccessKind::Read), (&piece.to, AccessKind::Write)]);
         let memory: Vec<_> = ends.filter_map(|(end, kind)| Some((end.storage()?, kind))).collect();
         let on_host = if direction == Direction::Upload { AccessKind::Read } else { AccessKind::Write };
         let parts: Vec<_> = host.iter().map(|part| (*part, on_host)).collect();
         let (batched, single) = split(pieces.iter().map(|piece| piece.part(host)).collect(), crossover);
-        let stream = self.next_stream(direction);
         let tick = self.enqueue(stream, &memory, &parts, || {
             #[allow(unsafe_code, reason = "the driver gets addresses; what keeps them good is above")]
             // SAFETY: what is on the host lies in buffers of the pool, which the caller borrows now and the pool keeps until the tick is

@@ -1,7 +1,8 @@
 //! Loading files into a set that exists.
 //!
-//! All tensors are loaded beside the set's first, so that whatever is wrong with files, or with room for them, changes nothing. What remains then
-//! are copies within devices, which need no memory. Elements on a device are written where they are, for all that share them; host memory never
+//! All tensors are loaded beside the set's first, and those whose elements could not be brought from there to the set's without further memory are
+//! arranged as the set's are, so that whatever is wrong with files, or with room for them, changes nothing. What remains then are copies within
+//! devices, which need no memory. Elements on a device are written where they are, for all that share them; host memory never
 //! changes, so that tensors there are replaced.
 
 use std::collections::{HashMap, HashSet};
@@ -67,6 +68,7 @@ impl Checkpoint {
             bytes_done += here.iter().map(|wanted| wanted.entry.bytes).sum::<u64>();
             loaded.extend(part.iter().map(|param| (param.name.clone(), param.tensor.clone())));
         }
+        set.arrange(&mut loaded)?;
         set.take_over(&loaded)
     }
 
@@ -108,6 +110,16 @@ fn check_writable(set: &ParamSet, wanted: &[Wanted<'_>]) -> Result<(), TransferE
 }
 
 impl ParamSet {
+    /// Has loaded tensors lie so that it takes no memory to write those of the set on a device from them.
+    fn arrange(&self, loaded: &mut HashMap<String, Tensor>) -> Result<(), TransferError> {
+        for param in self.iter() {
+            if let (Some(new), Place::Device(transfer)) = (loaded.get_mut(&param.name), param.tensor.place()) {
+                *new = new.arranged_for(&param.tensor, transfer.next_stream(Direction::OnDevice))?;
+            }
+        }
+        Ok(())
+    }
+
     /// Writes loaded tensors where the set's are on a device, and puts them in the place of those on the host. Each is where the set's is.
     fn take_over(&mut self, loaded: &HashMap<String, Tensor>) -> Result<(), TransferError> {
         let (mut begun, mut replaced) = (Vec::new(), HashMap::new());

@@ -81,6 +81,9 @@ enum Target {
     Stream,
 }
 
+/// Bytes of a file's name that the name of its part begins with. File systems take names of 255.
+const NAME_BYTES: usize = 200;
+
 /// Links that are followed one after the other, as many as Linux follows.
 const LINKS_MAX: usize = 40;
 
@@ -104,13 +107,13 @@ impl Target {
     }
 }
 
-/// A name beside `place` that no other save of this process uses.
+/// A name beside `place` that no other save of this process uses. Begins as that of `place` does, but is no longer than file systems take.
 fn beside(place: &Path) -> PathBuf {
     static SAVES: AtomicU64 = AtomicU64::new(0);
     let number = SAVES.fetch_add(1, Ordering::Relaxed);
-    let mut part = place.as_os_str().to_owned();
-    part.push(format!(".part-{}-{number}", std::process::id()));
-    part.into()
+    let name = place.file_name().unwrap_or_default().to_string_lossy();
+    let begins = &name[..name.floor_char_boundary(NAME_BYTES)];
+    place.with_file_name(format!("{begins}.part-{}-{number}", std::process::id()))
 }
 
 /// The header in JSON, filled with spaces to a multiple of 8 bytes.
@@ -174,6 +177,16 @@ mod tests {
 
     fn is_link(path: &Path) -> bool {
         std::fs::symlink_metadata(path).unwrap().is_symlink()
+    }
+
+    #[test]
+    fn every_name_that_the_file_system_takes_will_do() {
+        let directory = Directory::new();
+        for name in ["m".repeat(255), "\u{00fc}".repeat(127), "\u{6a21}".repeat(85)] {
+            set(1.0).save_blocking(directory.0.join(&name)).unwrap();
+            is_saved(&directory.0.join(&name), 1.0);
+        }
+        assert_eq!(std::fs::read_dir(&directory.0).unwrap().count(), 3, "nothing else is left there");
     }
 
     #[test]

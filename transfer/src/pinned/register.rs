@@ -140,13 +140,14 @@ impl<T: Pod + Send> PinnedBuffer<T> {
 
     #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
     fn take_values(&mut self) -> Result<Vec<T>, TransferError> {
+        let len = self.len();
         let part = self.as_slice_mut().part();
         part.memory.touch(part.ptr, part.bytes, AccessKind::Write)?;
         // SAFETY: the buffer is borrowed exclusively and becomes a vector, so there are no views; all copies were waited for.
         let own = unsafe { part.memory.unregister()? };
         match own.map(|own| own.downcast::<Vec<T>>()) {
             Some(Ok(values)) => Ok(*values),
-            _ => host_vec::copied(self.as_bytes().read()?),
+            _ => host_vec::copied(self.as_bytes().read()?, len),
         }
     }
 }

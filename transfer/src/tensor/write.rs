@@ -13,7 +13,7 @@ use aquifer_device::Stream;
 use super::memory::{DeviceMemory, Memory, Scalar};
 use super::operations::Operands;
 use super::pack::{fill_on_device, pack_on_device, pack_to, spread_on_device};
-use super::{Tensor, To};
+use super::{Layout, Tensor, To};
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::pending::Pending;
@@ -85,6 +85,28 @@ impl Tensor {
             return Err(TransferError::NotOnDevice { place: here.place().to_string() });
         };
         to.assign_on_device(own, &here, arrived, &transfer, stream)
+    }
+
+    /// The same elements in memory of the same device, from where [`Tensor::assign_shared`] brings them to `to` without taking memory: this
+    /// tensor, or one that lies as `to` does where neither is dense in that order. Loads the kernels if they are needed then.
+    pub(crate) fn arranged_for(&self, to: &Tensor, stream: &Stream) -> Result<Tensor, TransferError> {
+        let order = to.layout.by_falling_stride();
+        let (target, from) = (to.permute(&order)?, self.permute(&order)?);
+        let Memory::Device(own) = &from.memory else {
+            return Err(TransferError::NotOnDevice { place: self.place().to_string() });
+        };
+        if target.is_contiguous() && from.is_contiguous() {
+            return Ok(self.clone());
+        }
+        own.transfer.kernels()?;
+        if target.is_contiguous() || from.is_contiguous() {
+            return Ok(self.clone());
+        }
+        let dense = pack_on_device(own, &own.transfer, self.dtype, &from.layout, stream)?;
+        let arranged = Tensor::on_device(dense, &own.transfer, self.dtype, Layout::row_major(from.shape())?)?;
+        let mut back = order.clone();
+        order.iter().enumerate().for_each(|(at, &dimension)| back[dimension] = at);
+        arranged.permute(&back)
     }
 
     /// Checks that a tensor on a device can be assigned to, on a stream of its runtime.

@@ -33,6 +33,46 @@ fn results_are_read_for_downloads_of_their_own_batch_alone() {
     bench.finish();
 }
 
+/// Drivers have no call for many copies there.
+#[test]
+fn a_batch_on_the_default_stream_does_what_it_does_elsewhere() {
+    let bench = Bench::new();
+    let on_default = bench.transfer.on(bench.device.default_stream()).unwrap();
+    let mut buffers: Vec<DeviceBuffer<u8>> = (0..20).map(|_| bench.alloc(100)).collect();
+    let mut batch = on_default.batch();
+    for (number, buffer) in buffers.iter_mut().enumerate() {
+        batch.upload(&[u8::try_from(number).unwrap(); 100], buffer).unwrap();
+    }
+    for pair in 0..10 {
+        let (from, to) = (buffers[pair].clone(), &mut buffers[19 - pair]);
+        batch.copy(&from, to).unwrap();
+    }
+    let all: Vec<_> = buffers.iter().map(|buffer| batch.download(buffer).unwrap()).collect();
+    let results = batch.run().unwrap().wait().unwrap();
+    for (number, download) in (0..).zip(&all) {
+        assert_eq!(results.read(download).unwrap(), [number.min(19 - number); 100]);
+    }
+    drop((buffers, results));
+    bench.finish();
+}
+
+/// Elements may have no bytes, but they have a number.
+#[test]
+fn elements_without_bytes_are_as_many_as_they_were() {
+    let bench = Bench::new();
+    let transfer = &bench.transfer;
+    let buffer: DeviceBuffer<()> = transfer.allocator().alloc_buffer(5, &bench.stream).unwrap();
+    let mut batch = transfer.batch();
+    let download = batch.download(&buffer).unwrap();
+    assert_eq!(batch.run().unwrap().wait().unwrap().read(&download).unwrap().len(), 5);
+    assert_eq!(transfer.to_vec(&buffer).unwrap().wait().unwrap().len(), 5);
+    assert_eq!(transfer.pinned().register(vec![(); 5]).unwrap().into_vec().unwrap().len(), 5);
+    assert_eq!(transfer.pinned().alloc::<()>(5).unwrap().into_vec().unwrap().len(), 5);
+    let refused = aquifer_transfer::Spiller::new(transfer, 0).add(buffer, 0).map(drop).unwrap_err();
+    assert!(matches!(refused, TransferError::Unsupported { .. }), "{refused}");
+    bench.finish();
+}
+
 #[test]
 fn a_batch_does_without_the_call_for_many_copies_where_that_fails() {
     let bench = Bench::new();

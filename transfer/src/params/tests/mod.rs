@@ -267,3 +267,19 @@ fn a_set_too_large_stays_where_it_is() {
     transfer.device().synchronize().unwrap();
     assert_eq!(transfer.allocator().allocated_bytes(), 0);
 }
+
+/// Where the driver has no call for many copies, there is one for each.
+#[test]
+fn small_tensors_move_on_the_default_stream_too() {
+    let (transfer, directory) = (transfer(), Directory::new());
+    let stream = transfer.device().default_stream();
+    let on_default = transfer.on(stream).unwrap();
+    let path = directory.0.join("model.safetensors");
+    model().save_blocking(&path).unwrap();
+    let mut moved = [model(), model()];
+    moved[0].move_blocking(&on_default).unwrap();
+    moved[1].move_with_blocking(&transfer, Relocate::new().stream(stream)).unwrap();
+    let loaded = Checkpoint::open(&path).unwrap().load_blocking(&on_default, Load::new()).unwrap();
+    moved.iter().chain([&loaded]).for_each(|set| assert_same(&model(), set));
+    quiet(&transfer);
+}
