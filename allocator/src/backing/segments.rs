@@ -45,6 +45,12 @@ impl Allocator {
 
     /// The same, with a segment of so many bytes.
     pub(crate) fn grow_segment_of(&self, request: &Request, bytes: u64) -> Result<Growth, AllocError> {
+        // Where memory is mapped, too, a pool may have segments. The allocator falls asleep before this, and refuses it, or after it.
+        let is_paged = self.shell().core().paged.is_some();
+        let _awake = if is_paged { Some(self.gate()?.shared()) } else { None };
+        if self.shell().core().is_asleep() {
+            return Err(AllocError::Asleep);
+        }
         if let Some(refusal) = self.begin_growing(bytes)? {
             return Ok(Growth::Refused(refusal));
         }

@@ -284,6 +284,13 @@ impl Paged {
         self.runs(range, |has_memory| has_memory)
     }
 
+    /// The same, and those that have none only until the allocator wakes up.
+    pub(crate) fn held_within(&self, range: &Range<u64>) -> Vec<Range<u64>> {
+        let absent = self.absent.iter().flatten().map(|absent| &absent.range);
+        let parts = absent.map(|absent| absent.start.max(range.start)..absent.end.min(range.end));
+        self.mapped_within(range).into_iter().chain(parts.filter(|part| part.start < part.end)).collect()
+    }
+
     /// The contiguous parts of a range, within a reservation, that have no memory.
     pub(crate) fn unmapped_within(&self, range: &Range<u64>) -> Vec<Range<u64>> {
         self.runs(range, |has_memory| !has_memory)

@@ -21,7 +21,7 @@ use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::granules::Purpose;
 use crate::backing::paged::grow::ROUNDS;
 use crate::backing::paged::layout::Largest;
-use crate::backing::paged::{MemoryApart, Owned};
+use crate::backing::paged::{Gate, MemoryApart, Owned};
 use crate::buffer::DeviceBuffer;
 use crate::buffer::storage::{Memory, Storage};
 use crate::error::AllocError;
@@ -383,6 +383,8 @@ impl Growable {
 
     /// Retires the memory that a failed growth to `size` has got so far.
     fn put_back(&self, retaken: Vec<Retired>, size: u64) {
+        // Falling asleep and waking up take memory off the table for a while. A thread that may not pass the gate has got nothing.
+        let _gate = self.allocator().gate().map(Gate::shared);
         let mut core = self.allocator().shell().core();
         let Some(paged) = &mut core.paged else { return };
         let base = self.ptr().0;
@@ -392,7 +394,7 @@ impl Growable {
         known.sort_by_key(|range| range.start);
         known.push(end..end);
         for next in known {
-            for range in paged.mapped_within(&(from..next.start.min(end))) {
+            for range in paged.held_within(&(from..next.start.min(end))) {
                 paged.retired.push(Retired { base, range, uses: Vec::new(), whole: false, was_told: true });
             }
             from = next.end;

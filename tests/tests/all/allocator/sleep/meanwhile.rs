@@ -1,10 +1,11 @@
 //! Others, meanwhile: threads that allocate, turns that are taken or held, and who waits for whom.
 
 use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use aquifer_allocator::{Claim, DeviceBuffer, Turn};
+use aquifer_allocator::{Claim, DeviceBuffer, Registration, Turn};
 use aquifer_device::AccessKind;
 
 use super::*;
@@ -194,4 +195,66 @@ fn who_keeps_it_awake_has_nothing_to_wait_for() {
     setup.driver.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 1, code: Code(999) });
     allocator.sleep(Contents::SaveToHost).unwrap_err();
     assert!(allocator.wait_awake(Duration::ZERO));
+}
+
+/// Has the allocator fall asleep while somebody's request makes room, once.
+fn asleep_on_the_ladder(allocator: &Allocator) -> Registration {
+    let (sleeper, slept) = (allocator.clone(), AtomicBool::new(false));
+    allocator.register_reclaimer(0, "sleeps", move |_| {
+        if slept.swap(true, Ordering::Relaxed) { 0 } else { sleeper.sleep(Contents::SaveToHost).unwrap() }
+    })
+}
+
+#[test]
+fn segments_do_not_grow_while_it_sleeps() {
+    let setup = setup();
+    let Setup { allocator, stream, .. } = &setup;
+    let most = allocator.alloc(200 * MIB, stream).unwrap();
+    // Its memory comes in segments, which stay while the allocator sleeps.
+    let pool = allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() }).unwrap();
+    let reclaimer = asleep_on_the_ladder(allocator);
+    let refused = pool.alloc(60 * MIB, stream).unwrap_err();
+    assert!(matches!(refused, AllocError::Asleep), "{refused}");
+    assert_eq!((allocator.is_asleep(), setup.device_free()), (true, CAPACITY));
+    allocator.wake().unwrap();
+    setup.assert_contents();
+    drop((most, reclaimer));
+    drop(pool.alloc(60 * MIB, stream).unwrap());
+    drop(pool);
+    setup.assert_usable_and_returned();
+}
+
+/// What a growth had got when it failed was away by then.
+#[test]
+fn a_growth_that_fails_while_it_falls_asleep_loses_nothing() {
+    for nth in 1..12 {
+        let setup = setup();
+        let Setup { allocator, stream, device, driver, .. } = &setup;
+        let mut growable = allocator.growable(20 * MIB, stream).unwrap();
+        growable.grow_to(20 * MIB, stream).unwrap();
+        for mib in [16, 12, 8] {
+            growable.shrink_to(mib * MIB, stream).unwrap();
+        }
+        device.synchronize().unwrap();
+        // One of the three pieces that were given up stays mapped, between two that do not.
+        driver.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 3, code: Code::INVALID_VALUE });
+        drop(allocator.growable(1, stream));
+        driver.clear_faults();
+        for nth in [nth, nth + 1] {
+            driver.inject(Fault::Nth { operation: Some(Operation::Map), nth, code: Code::OUT_OF_MEMORY });
+        }
+        let reclaimer = asleep_on_the_ladder(allocator);
+        let grown = growable.grow_to(20 * MIB, stream);
+        driver.clear_faults();
+        assert!(grown.is_ok() || matches!(grown, Err(AllocError::Asleep)), "{grown:?}");
+        allocator.wake().unwrap();
+        allocator.empty_cache().unwrap();
+        let held = CAPACITY - setup.device_free();
+        assert_eq!(allocator.reserved_bytes(), held);
+        let in_use = growable.bytes() + setup.cache.bytes().next_multiple_of(2 * MIB);
+        drop((growable, reclaimer));
+        assert!(held >= in_use);
+        setup.assert_contents();
+        setup.assert_usable_and_returned();
+    }
 }
