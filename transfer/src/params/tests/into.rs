@@ -173,21 +173,22 @@ fn loading_into_a_set_is_all_or_nothing() {
 /// Views with gaps that are transposed cannot be written from row-major elements without further memory.
 #[test]
 fn memory_that_runs_out_leaves_the_set_as_it_was_however_its_tensors_lie() {
-    const N: u64 = 1024;
+    const N: u32 = 1024;
+    let n = u64::from(N);
     let (directory, allocator_of) = (Directory::new(), |transfer: &Transfer| transfer.allocator().clone());
     let mut new = ParamSet::new();
     for (name, seed) in [("a", 1), ("b", 2), ("c", 3)] {
-        new.insert(name, Tensor::from_vec(floats((N * N) as u32, seed), &[N, N]).unwrap()).unwrap();
+        new.insert(name, Tensor::from_vec(floats(N * N, seed), &[n, n]).unwrap()).unwrap();
     }
     let path = saved(&new, &directory);
     let mut outcomes = [0; 2];
     for limit in (20..34).map(|mib| mib << 20) {
         let transfer = transfer();
-        let gaps = Tensor::zeros(&transfer, DType::F32, &[N, N + 1]).unwrap();
+        let gaps = Tensor::zeros(&transfer, DType::F32, &[n, n + 1]).unwrap();
         let mut set = ParamSet::new();
-        set.insert("a", Tensor::zeros(&transfer, DType::F32, &[N, N]).unwrap()).unwrap();
-        set.insert("b", gaps.narrow(1, 0..N).unwrap().transpose(0, 1).unwrap()).unwrap();
-        set.insert("c", Tensor::zeros(&transfer, DType::F32, &[N, N]).unwrap().transpose(0, 1).unwrap()).unwrap();
+        set.insert("a", Tensor::zeros(&transfer, DType::F32, &[n, n]).unwrap()).unwrap();
+        set.insert("b", gaps.narrow(1, 0..n).unwrap().transpose(0, 1).unwrap()).unwrap();
+        set.insert("c", Tensor::zeros(&transfer, DType::F32, &[n, n]).unwrap().transpose(0, 1).unwrap()).unwrap();
         transfer.device().synchronize().unwrap();
         allocator_of(&transfer).empty_cache().unwrap();
         allocator_of(&transfer).set_limit(Some(limit));
@@ -198,7 +199,11 @@ fn memory_that_runs_out_leaves_the_set_as_it_was_however_its_tensors_lie() {
             Err(error) => {
                 assert!(error.is_out_of_memory(), "{error}");
                 for param in set.iter() {
-                    assert!(elements(&param.tensor).iter().all(|&n| n == 0.0), "{} was written, {limit}", param.name);
+                    assert!(
+                        elements(&param.tensor).iter().all(|&element| element == 0.0),
+                        "{} was written, {limit}",
+                        param.name
+                    );
                 }
             }
         }
