@@ -9,10 +9,10 @@
 //! neighbours as they are. Finding out costs a search, and saves putting the block into the index and taking it out again.
 //!
 //! **In a heap of many small blocks several small ones rest**, because its records are not in the processor's caches: the processor is asked
-//! for a block's record when the block comes to rest, for those of its neighbours one pair of operations before the block is merged, and
-//! works on these three pairs meanwhile, instead of waiting. A search that fails merges them all and starts again, so nothing is refused and nothing grows for their sake. Large
-//! blocks, and requests for them, find what they would find if none rested: small blocks never serve these, and where large
-//! ones are taken decides how much memory a program needs.
+//! for a block's record when the block comes to rest, and for those of its neighbours one pair of operations before the block is merged. It
+//! works on the three pairs between meanwhile, instead of waiting. A search that fails merges them all and starts again, so nothing is
+//! refused and nothing grows for their sake. Large blocks, and requests for them, find what they would find if none rested: small blocks
+//! never serve these, and where large ones are taken decides how much memory a program needs.
 //!
 //! Invariants:
 //! * the record of a resting block is that of a live one. Others never see that, because a thread that holds every lock merges first;

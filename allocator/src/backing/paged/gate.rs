@@ -1,8 +1,9 @@
 //! The gate: a lock that operations on a few mappings hold shared, and operations on all mappings hold exclusively.
 //!
 //! A remap holds it from its decision to its accounting, across the driver's calls and observers, so that an operation which needs all mappings
-//! at once finds none of them in the hands of others (invariant A6). It comes before every other lock. While it is held shared, the device
-//! is waited for only where memory is given back.
+//! at once finds none of them in the hands of others (invariant A6). It comes before every other lock. A segment that is taken
+//! where memory is mapped, too, is under it, so that nothing grows while the allocator sleeps. While the gate is held shared, the device is
+//! waited for only where memory is given back, or where the driver does so to give a segment.
 
 use crate::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
