@@ -16,7 +16,7 @@ use super::world::World;
 use super::{Bench, pattern};
 
 /// So many programs spill and bring back, wherever they run.
-const FEWEST: u64 = 10;
+const FEWEST: u64 = 24;
 
 /// Plays programs; tells how often their buffers were spilled and came back.
 fn programs(faults: bool, few: u64) -> (u64, u64) {
