@@ -15,6 +15,7 @@
 use std::sync::atomic::AtomicU64;
 
 use crate::accounting::counter::{Counter, PooledCounter, Sum, get, raise, set};
+use crate::accounting::reserved::Reserved;
 use crate::accounting::stat::{PoolStats, Stat};
 use crate::size_class::PoolKind;
 
@@ -58,7 +59,7 @@ pub(crate) struct Counters {
     waiting_bytes: PooledCounter,
     active_peaks: ActivePeaks,
     pub(crate) segment: PooledCounter,
-    pub(crate) reserved_bytes: PooledCounter,
+    pub(crate) reserved_bytes: Reserved,
     pub(crate) oversize_allocations: Counter,
     pub(crate) oversize_segments: Counter,
     pub(crate) num_alloc_retries: Counter,
@@ -155,7 +156,7 @@ impl Counters {
     }
 
     fn pooled(&self) -> impl Iterator<Item = &PooledCounter> {
-        self.hot.iter().chain([&self.waiting, &self.waiting_bytes, &self.segment, &self.reserved_bytes])
+        self.hot.iter().chain([&self.waiting, &self.waiting_bytes, &self.segment])
     }
 
     fn plain(&self) -> [&Counter; 12] {
@@ -182,6 +183,7 @@ impl Counters {
     /// Sets all counters to zero, for the next allocator in the same shell.
     pub(crate) fn clear(&self) {
         self.pooled().for_each(PooledCounter::clear);
+        self.reserved_bytes.clear();
         self.plain().into_iter().for_each(Counter::clear);
         self.active_peaks().for_each(|cell| set(cell, 0));
     }
@@ -189,6 +191,7 @@ impl Counters {
     /// Sets every peak to the current value. Needs every lock, and exact published values.
     pub(crate) fn reset_peaks(&self) {
         self.pooled().for_each(PooledCounter::reset_peak);
+        self.reserved_bytes.reset_peak();
         self.plain().into_iter().for_each(Counter::reset_peak);
         self.active_peaks().for_each(|cell| set(cell, 0));
         self.note_active_peaks();
@@ -197,6 +200,7 @@ impl Counters {
     /// Starts every accumulated value from zero. Needs every lock. `others` gives the arenas' own sums.
     pub(crate) fn reset_accumulated(&self, others: impl Fn(Hot) -> [Sum; 2]) {
         self.pooled().for_each(|counter| counter.reset_accumulated([Sum::default(); 2]));
+        self.reserved_bytes.reset_accumulated();
         Hot::ALL.into_iter().for_each(|quantity| self.hot(quantity).reset_accumulated(others(quantity)));
         self.plain().into_iter().for_each(|counter| counter.reset_accumulated(Sum::default()));
     }

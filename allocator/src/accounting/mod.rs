@@ -1,12 +1,14 @@
 //! Accounting: an allocator's counters, and the statistics made of them.
 //!
-//! `counter.rs` counts one quantity, `counters.rs` has all of an allocator's counters, and `tally.rs` decides which thread writes to
-//! which. The other files present them: PyTorch's statistics, the summary table, and measures of fragmentation.
+//! `counter.rs` counts one quantity, `reserved.rs` the bytes held from the device, and `counters.rs` has all of an allocator's counters.
+//! `tally.rs` decides which thread writes to which. The other files present them: PyTorch's statistics, the summary table, and measures of
+//! fragmentation.
 
 pub(crate) mod counter;
 pub(crate) mod counters;
 mod fragmentation;
 mod memory_stats;
+mod reserved;
 mod stat;
 mod summary;
 pub(crate) mod tally;

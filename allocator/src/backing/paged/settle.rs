@@ -10,7 +10,6 @@ use crate::heap::{BlockId, State, kind_of};
 use crate::history::{Action, Subject};
 use crate::shell::core::Request;
 use crate::shell::whole::Whole;
-use crate::size_class::PoolKind;
 use crate::tags::Tag;
 
 impl Whole {
@@ -117,8 +116,7 @@ impl Whole {
         self.shell.history.lock().note(action, subject);
     }
 
-    /// Makes `reserved` the sum of granules and segments (P3). Losses are counted before gains, so that memory which moved between pools
-    /// raises no peak.
+    /// Makes `reserved` the sum of granules and segments (P3).
     pub(crate) fn account_for_granules(&mut self) {
         let Some(paged) = &mut self.paged else { return };
         let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.spare_bytes()];
@@ -128,13 +126,6 @@ impl Whole {
         let reserved = self.reserved + sum(now) - sum(before);
         self.forget_unborrowed(reserved);
         self.reserved = reserved;
-        let counters = &self.shell.counters;
-        let kinds = [PoolKind::Small, PoolKind::Large];
-        for (kind, (before, now)) in kinds.into_iter().zip(before.into_iter().zip(now)) {
-            counters.reserved_bytes.sub(kind, before.saturating_sub(now));
-        }
-        for (kind, (before, now)) in kinds.into_iter().zip(before.into_iter().zip(now)) {
-            counters.reserved_bytes.add(kind, now.saturating_sub(before));
-        }
+        self.shell.counters.reserved_bytes.replace(before, now);
     }
 }
