@@ -189,6 +189,7 @@ impl Device {
     /// Errors of the driver.
     pub fn create_stream_with(&self, flags: StreamFlags) -> Result<Stream> {
         let context = &self.0.context;
+        self.0.retired.destroy_left();
         let raw = context.driver.create_stream(flags)?;
         let kind = if flags.non_blocking { StreamKind::NonBlocking } else { StreamKind::Blocking };
         let new = || Timeline::new(context.clone(), raw, kind, None);

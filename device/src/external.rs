@@ -74,7 +74,7 @@ impl ExternalStream {
         self.released = true;
         self.stream.timeline().let_captures_begin(false);
         let goes_on = Capture::end_on(&self.stream);
-        let closed = self.stream.timeline().close(false);
+        let closed = self.stream.timeline().close_released();
         goes_on.inspect(|capture| capture.give_up());
         self.stream.driver().release_stream(self.stream.raw());
         if let Some((identity, retired)) = self.identity.take()

@@ -11,7 +11,6 @@ use crate::error::{Code, DeviceError, Operation, Result};
 use crate::event::Event;
 use crate::launch::{Access, Launch};
 use crate::launches::Launches;
-use crate::lost::log_kept;
 use crate::timeline::{CapturesHeldOff, Retired, Tick, Timeline};
 
 /// A queue of work on one device, which runs in the order in which it was enqueued. Cloning gives another handle of the same stream.
@@ -105,8 +104,9 @@ impl Stream {
     /// the work is known to be ordered already. The tick may be of another device of the same kind.
     ///
     /// # Errors
-    /// When the tick is of a device of another kind, or a capture is in progress; when the tick's stream is gone and its last event could not
-    /// be recorded, until the host has waited for its device ([`Tick::synchronize`], [`crate::Device::synchronize`]); errors of the driver.
+    /// When the tick is of a device of another kind, or a capture is in progress; when the tick's stream is gone without a last event (see
+    /// [`Tick::cover`]), until the host has waited for its device ([`Tick::synchronize`], [`crate::Device::synchronize`]); errors of the
+    /// driver.
     pub fn wait_for(&self, tick: &Tick) -> Result<()> {
         self.0.timeline.wait_for(&tick.timeline, tick.n)
     }
@@ -385,19 +385,13 @@ impl Drop for Inner {
             retired.upgrade().into_iter().for_each(|retired| retired.keep_ended(self.timeline.clone()));
             return;
         }
-        // The last event keeps every tick of the stream answerable after its handle is gone (T4).
-        let closed = self.timeline.close(true);
-        if let Err(error) = self.context.driver.destroy_stream(self.timeline.raw()) {
-            log_kept(&error, "a stream could not be destroyed");
+        match retired.upgrade() {
+            Some(retired) => retired.destroy(self.timeline.clone()),
+            None => self.timeline.destroy(),
         }
         // A capture that the driver did not end, and that nobody can end any more.
         if let Some(left) = self.timeline.capture().filter(|capture| capture.began_on(&self.timeline)) {
             left.give_up();
-        }
-        match (closed, retired.upgrade()) {
-            (Ok(()), Some(retired)) => retired.keep(self.timeline.clone()),
-            (Ok(()), None) => {}
-            (Err(error), _) => tracing::debug!(%error, "a stream's last event could not be recorded"),
         }
     }
 }

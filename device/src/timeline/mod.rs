@@ -17,7 +17,8 @@
 //!   the timeline's own lock, or while a reference keeps the event alive.
 //! * **T4** A stream is identified by a number of our own on its device, never by the driver's handle. A number stands for one stream
 //!   after another: that of a destroyed stream goes to a new one once all its work is known to be done, and its ticks count on. The
-//!   same holds for the default stream of a thread that has ended. The handle of a per-thread stream means another stream on every
+//!   same holds for the default stream of a thread that has ended. A stream is not destroyed before its last event is recorded, unless it
+//!   captures or the device is lost. The handle of a per-thread stream means another stream on every
 //!   thread, so only its owner makes driver calls with it; when another thread needs its ticks, an event on the legacy stream covers
 //!   them. The handle of a released stream may come to mean another stream, so nobody makes driver calls with it, unless it is adopted
 //!   again and the driver's own number of the stream is the same.

@@ -21,28 +21,32 @@ impl Timeline {
         record().map(|()| Recording { covers, clock: state.clock.clone(), capture: state.capture.clone() })
     }
 
-    /// Records the last event of the stream, by which all its ticks can still be asked about, and closes the timeline. If the stream is
-    /// destroyed, so that no more work is enqueued on it, the event covers ticks taken later, too.
-    pub(crate) fn close(&self, destroyed: bool) -> Result<()> {
+    /// Records the last event of a stream that its owner gets back, by which all its ticks can still be asked about, and closes the
+    /// timeline, also where that fails.
+    pub(crate) fn close_released(&self) -> Result<()> {
         let mut state = self.state.lock();
         let last = self.record(&mut state);
-        (state.closed, state.destroyed) = (true, destroyed);
+        state.closed = true;
         self.owner.close();
-        last?;
-        if destroyed {
-            cover_later_ticks(&mut state);
-        }
-        Ok(())
+        last.map(drop)
     }
 
-    /// As [`Timeline::close`], for the default stream of a thread that has ended. Another thread may call it. The timeline stays open if
-    /// the last event cannot be recorded now.
-    pub(super) fn close_ended(&self) -> Result<()> {
+    /// Records the last event of a stream that nobody enqueues work on any more, so that it covers ticks taken later, too, and closes the
+    /// timeline. The timeline stays open if the event cannot be recorded now. Any thread may call it.
+    pub(crate) fn close(&self) -> Result<()> {
         let mut state = self.state.lock();
         self.record(&mut state)?;
         (state.closed, state.destroyed) = (true, true);
+        self.owner.close();
         cover_later_ticks(&mut state);
         Ok(())
+    }
+
+    /// Closes the timeline of a stream that is destroyed without a last event.
+    pub(crate) fn close_without_event(&self) {
+        let mut state = self.state.lock();
+        (state.closed, state.destroyed) = (true, true);
+        self.owner.close();
     }
 
     /// Opens the timeline of a released stream again, because the stream was adopted again. The next event covers all that its owner had it do

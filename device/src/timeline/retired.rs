@@ -9,6 +9,9 @@
 //! event on the legacy stream later shows that its work is done. Every blocking stream waits for such an event, so events are recorded for
 //! several ended threads at a time, when another thread asks for its stream.
 //!
+//! A stream whose last event cannot be recorded now is destroyed later, because its ticks could not be asked about without it. Until then
+//! its timeline stays open, so that an event can be recorded whenever somebody asks.
+//!
 //! A stream that its owner lent and got back may be adopted again, by a program that does so for each of its calls. It goes on with the
 //! number that it had: later work of the stream comes after all that it did meanwhile. The driver's own number tells that it is the same
 //! stream. If its handle now names another stream, it was destroyed, and its number goes to a later stream once the host has waited
@@ -20,7 +23,9 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::{Owner, StreamKind, Timeline};
-use crate::driver::RawStream;
+use crate::driver::{Driver, RawStream};
+use crate::error::ErrorKind;
+use crate::lost::log_kept;
 
 /// How many timelines are asked whether their work is done before a new one is made.
 const LOOKS: usize = 2;
@@ -35,6 +40,8 @@ pub(crate) struct Retired {
     closed: Mutex<VecDeque<Arc<Timeline>>>,
     /// Timelines of ended threads' default streams, whose last events are still to be recorded.
     ended: Mutex<VecDeque<Arc<Timeline>>>,
+    /// Timelines of streams that nobody uses any more, and that are destroyed once their last events can be recorded.
+    undestroyed: Mutex<Vec<Arc<Timeline>>>,
     /// Streams that were adopted and released, by the driver's handle.
     released: Mutex<HashMap<u64, Released>>,
 }
@@ -48,8 +55,30 @@ struct Released {
 }
 
 impl Retired {
-    /// Keeps the timeline of a stream that was destroyed, after its last event was recorded.
-    pub(crate) fn keep(&self, timeline: Arc<Timeline>) {
+    /// Destroys a stream that nobody uses any more, after its last event, which keeps all its ticks answerable (T4). Later, if that event
+    /// cannot be recorded now. On a lost device, while the stream captures, or if somebody else destroyed it, it goes without one.
+    pub(crate) fn destroy(&self, timeline: Arc<Timeline>) {
+        let Err(error) = timeline.close() else {
+            timeline.destroy_on_driver();
+            return self.keep(timeline);
+        };
+        tracing::debug!(%error, "a stream's last event could not be recorded");
+        if matches!(error.kind, ErrorKind::Capture | ErrorKind::DeviceLost | ErrorKind::InvalidUse) {
+            timeline.close_without_event();
+            timeline.destroy_on_driver();
+        } else {
+            self.undestroyed.lock().push(timeline);
+        }
+    }
+
+    /// Tries again to destroy streams whose last events could not be recorded.
+    pub(crate) fn destroy_left(&self) {
+        let left = std::mem::take(&mut *self.undestroyed.lock());
+        left.into_iter().for_each(|timeline| self.destroy(timeline));
+    }
+
+    /// Keeps the timeline of a stream whose last event was recorded, and which is gone.
+    fn keep(&self, timeline: Arc<Timeline>) {
         self.closed.lock().push_back(timeline);
     }
 
@@ -61,7 +90,7 @@ impl Retired {
     /// Records the last events of ended threads' default streams, if there are several. Those that fail are tried again later.
     pub(crate) fn close_ended(&self) {
         for timeline in self.take_ended() {
-            match timeline.close_ended() {
+            match timeline.close() {
                 Ok(()) => self.keep(timeline),
                 Err(error) => {
                     tracing::debug!(%error, "an ended thread's last event could not be recorded yet");
@@ -111,5 +140,50 @@ impl Retired {
         let mut timelines = self.closed.lock();
         let at = timelines.iter().position(|timeline| timeline.kind == kind)?;
         timelines.remove(at)
+    }
+}
+
+impl Drop for Retired {
+    fn drop(&mut self) {
+        self.undestroyed.get_mut().drain(..).for_each(|timeline| timeline.destroy());
+    }
+}
+
+impl Timeline {
+    /// Destroys a stream that nobody uses any more, after its last event, if that can be recorded.
+    pub(crate) fn destroy(&self) {
+        if let Err(error) = self.close() {
+            tracing::debug!(%error, "a stream's last event could not be recorded");
+            self.close_without_event();
+        }
+        self.destroy_on_driver();
+    }
+
+    fn destroy_on_driver(&self) {
+        if let Err(error) = self.context.driver.destroy_stream(self.raw()) {
+            log_kept(&error, "a stream could not be destroyed");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::driver::Driver;
+    use crate::sim::{Fault, SimConfig, SimDriver};
+    use crate::{Code, Device, ErrorKind, Operation};
+
+    #[test]
+    fn a_stream_that_could_not_be_destroyed_goes_with_its_device() {
+        let driver = SimDriver::new(SimConfig::default());
+        let device = Device::new(driver.clone());
+        let stream = device.create_stream().unwrap();
+        let (raw, tick) = (stream.raw(), stream.tick());
+        driver.inject(Fault::Nth { operation: Some(Operation::Record), nth: 1, code: Code(999) });
+        drop(stream);
+        driver.query_stream(raw).expect("its last event could not be recorded");
+        drop(device);
+        assert_eq!(driver.query_stream(raw).unwrap_err().kind, ErrorKind::InvalidUse);
+        driver.advance(std::time::Duration::from_secs(1));
+        assert!(tick.is_done().unwrap());
     }
 }

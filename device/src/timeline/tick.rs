@@ -38,8 +38,8 @@ impl Tick {
     /// Makes sure an event covers the tick, recording one if need be.
     ///
     /// # Errors
-    /// When the stream is gone and its last event could not be recorded, until the host has waited for the device ([`Tick::synchronize`],
-    /// [`crate::Device::synchronize`]); errors of the driver's event calls.
+    /// When the stream is gone without a last event, because it captured, was lent, or was destroyed by somebody else, until the host has
+    /// waited for the device ([`Tick::synchronize`], [`crate::Device::synchronize`]); errors of the driver's event calls.
     pub fn cover(&self) -> Result<()> {
         self.timeline.cover(self.n)
     }

@@ -125,14 +125,13 @@ fn t3_a_failed_host_wait_recycles_nothing() {
 }
 
 #[test]
-fn t4_a_stream_whose_last_record_failed_is_answered_by_the_device() {
+fn t4_a_stream_that_somebody_else_destroyed_is_answered_by_the_device() {
     let bench = Bench::new();
     let (one, two) = (bench.stream(), bench.stream());
     bench.stall(&one);
     bench.fill(&one);
     let tick = one.tick();
-    bench.fail_next(Operation::Record);
-    drop(one);
+    bench.drop_destroyed(one);
     assert_eq!(kind(two.wait_for(&tick)), ErrorKind::InvalidUse);
     assert_eq!(kind(tick.cover()), ErrorKind::InvalidUse);
     assert!(!tick.is_done().unwrap());
@@ -165,4 +164,32 @@ fn a_lost_device_answers_every_question_with_its_loss() {
     assert!(!two.is_ordered_after(&tick) && !tick.timeline().is_known_done(tick.n()));
     drop(one);
     assert_eq!(kind(open.synchronize()), ErrorKind::DeviceLost);
+}
+
+#[test]
+fn t4_a_stream_whose_last_event_cannot_be_recorded_is_destroyed_later() {
+    for failing in [Operation::Record, Operation::CreateEvent] {
+        let bench = Bench::new();
+        let (one, two) = (bench.stream(), bench.stream());
+        bench.stall(&one);
+        bench.fill(&one);
+        let tick = one.tick();
+        bench.fail_next(failing);
+        drop(one);
+        assert_eq!(bench.calls(Operation::DestroyStream), 0, "{failing:?}");
+        // Who asks has an event recorded, as if the stream were still there.
+        assert!(!tick.is_done().unwrap());
+        two.wait_for(&tick).unwrap();
+        assert_eq!((bench.cost(), tick.is_done().unwrap()), ((1, 1), false));
+        bench.fill(&two);
+        bench.assert_no_race();
+        // It goes with the next stream that is created, if its last event can be recorded now.
+        bench.fail_next(failing);
+        let _three = bench.stream();
+        assert_eq!(bench.calls(Operation::DestroyStream), 0);
+        let _four = bench.stream();
+        assert_eq!(bench.calls(Operation::DestroyStream), 1);
+        bench.pass();
+        assert!(tick.is_done().unwrap());
+    }
 }

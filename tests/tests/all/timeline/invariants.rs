@@ -267,8 +267,7 @@ fn t3_an_event_that_is_not_complete_is_destroyed_at_a_later_call() {
     bench.fill(&one);
     one.tick().cover().unwrap();
     // A timeline goes with its stream if its number cannot go to another one, and nobody keeps a tick.
-    bench.fail_next(Operation::Record);
-    drop(one);
+    bench.drop_destroyed(one);
     assert_eq!(bench.calls(Operation::DestroyEvent), 0, "the pending event goes without a call");
     two.tick().cover().unwrap();
     assert_eq!(bench.calls(Operation::DestroyEvent), 1);
@@ -407,8 +406,7 @@ fn t4_a_number_without_a_last_event_is_not_given_out_again() {
     let one = bench.stream();
     bench.fill(&one);
     let id = one.id();
-    bench.fail_next(Operation::Record);
-    drop(one);
+    bench.drop_destroyed(one);
     bench.pass();
     assert_ne!(bench.stream().id(), id);
 }
