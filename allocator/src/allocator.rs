@@ -306,7 +306,9 @@ impl Allocator {
     ) -> Result<Granted, AllocError> {
         let shell = self.inner.shell;
         let mut arena = shell.enter(stream);
-        let granted = if special & special::NO_CACHE != 0 { None } else { arena.take_own(request) };
+        // Private pools keep their memory also without a cache.
+        let caches = special & special::NO_CACHE == 0 || request.pool >= 2;
+        let granted = if caches { arena.take_own(request) } else { None };
         drop(arena);
         if special & special::NO_CACHE != 0 {
             self.release_where(|whole| whole.releasable())?;

@@ -15,7 +15,7 @@ use crate::accounting::counters::Hot;
 use crate::allocator::Allocator;
 use crate::cross_stream::progress::Pending;
 use crate::error::AllocError;
-use crate::heap::kind_of;
+use crate::heap::{Block, kind_of};
 use crate::history::Action;
 use crate::shell::core::{Core, Place, Request};
 use crate::shell::special;
@@ -272,19 +272,28 @@ impl Whole {
     /// Bytes of waiting blocks, by the stream that they wait for.
     pub(crate) fn waiting_bytes(&self) -> Vec<(u32, u64)> {
         let mut bytes: Vec<(u32, u64)> = Vec::new();
-        for waiting in &self.waiting.blocks {
-            let size = self.block(waiting.place).size;
-            for &(slot, after) in &waiting.uses {
-                if self.is_known_done(slot, after) {
-                    continue;
-                }
+        for (block, slots) in self.waiting_blocks() {
+            for slot in slots {
                 match bytes.iter_mut().find(|(other, _)| *other == slot) {
-                    Some((_, sum)) => *sum += size,
-                    None => bytes.push((slot, size)),
+                    Some((_, sum)) => *sum += block.size,
+                    None => bytes.push((slot, block.size)),
                 }
             }
         }
         bytes
+    }
+
+    /// Bytes that were requested for waiting blocks.
+    pub(crate) fn waiting_requested(&self) -> u64 {
+        self.waiting.blocks.iter().map(|waiting| self.block(waiting.place).requested).sum()
+    }
+
+    /// The blocks that wait, each with the streams that are not known to be done with it.
+    pub(crate) fn waiting_blocks(&self) -> impl Iterator<Item = (&Block, Vec<u32>)> {
+        self.waiting.blocks.iter().map(|waiting| {
+            let not_done = waiting.uses.iter().filter(|&&(slot, after)| !self.is_known_done(slot, after));
+            (self.block(waiting.place), not_done.map(|&(slot, _)| slot).collect())
+        })
     }
 }
 

@@ -42,7 +42,8 @@ use crate::shell::special;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolOptions {
-    /// Other requests may take free blocks of this pool rather than fail, unless a graph may use them.
+    /// Other requests may take free blocks of this pool rather than fail, unless a graph may use them. A request gets blocks that its own
+    /// stream freed last, whatever `cross_stream` says.
     pub use_on_oom: bool,
     /// Blocks are handed out whole: each allocation has a segment of its own.
     pub no_split: bool,

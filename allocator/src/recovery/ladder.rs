@@ -1,7 +1,7 @@
 //! The out-of-memory ladder: the sequence of attempts to serve a request that no cached block serves.
 //!
 //! Each attempt, a *rung*, is a function that serves the request or does not. A rung that frees something is followed by another search,
-//! because the freed memory may fit although the device has no more to give. The order is PyTorch's, with rungs added:
+//! of the pools that lend, too, because the freed memory may fit although the device has no more to give. The order is PyTorch's, with rungs added:
 //!
 //! 1. take a block of another stream that is done (`cross_stream`), or wait for one where the policy says so;
 //! 2. collect garbage by age;
@@ -54,12 +54,14 @@ impl Allocator {
             self.shell().core().unborrowed += tried.instead_of_borrowing;
             return Ok(Some(granted));
         }
+        if let Some(granted) = self.take_lent_by_pools(request) {
+            return Ok(Some(granted));
+        }
         if self.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
             self.shell().count(|counters| &counters.num_oom_rejections);
             return Ok(None);
         }
         let later = [
-            Self::take_lent_by_pools,
             Self::release_oversize_and_grow,
             Self::wait_for_pending,
             Self::wait_for_lender,
@@ -106,16 +108,14 @@ impl Allocator {
 
     /// Takes a block of a private pool that lends on OOM, unless a graph may use it. A request for a private pool itself is not served from
     /// other pools.
-    fn take_lent_by_pools(&self, request: &Request, _: &mut Tried) -> Rung {
-        let mut whole = self.shell().whole();
+    fn take_lent_by_pools(&self, request: &Request) -> Option<Granted> {
         if request.pool >= 2 {
-            return Ok(None);
+            return None;
         }
+        let mut whole = self.shell().whole();
         let lenders = whole.pools.private.iter();
         let pools: Vec<u16> = lenders.flat_map(|private| private.lent(kind_of(request.pool))).collect();
-        let served =
-            pools.into_iter().find_map(|pool| whole.take_own(&Request { pool, is_regular: false, ..*request }));
-        Ok(served)
+        pools.into_iter().find_map(|pool| whole.take_own(&Request { pool, is_regular: false, ..*request }))
     }
 
     fn release_oversize_and_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
@@ -197,12 +197,17 @@ impl Allocator {
         self.try_grow(request, tried)
     }
 
-    /// Searches once more after something may have become free.
+    /// Searches once more after something may have become free, in pools that lend, too.
     fn search_again(&self, request: &Request) -> Rung {
         let mut whole = self.shell().whole();
         if let Some(granted) = whole.take_own(request) {
             return Ok(Some(granted));
         }
-        if self.config().cross_stream == CrossStream::Off { Ok(None) } else { self.borrow(request, whole) }
+        if self.config().cross_stream == CrossStream::Off {
+            drop(whole);
+        } else if let Some(granted) = self.borrow(request, whole)? {
+            return Ok(Some(granted));
+        }
+        Ok(self.take_lent_by_pools(request))
     }
 }

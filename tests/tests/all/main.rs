@@ -22,6 +22,7 @@ mod oom;
 mod oom_advice;
 mod oom_captures;
 mod oom_followed;
+mod oom_lending;
 mod oom_remedies;
 mod paged;
 mod paged_defects;

@@ -1,5 +1,6 @@
 //! What helps is told where it is not what mostly does: pins, pools, options, memory of one's own, larger devices.
 
+use aquifer_allocator::config::Backing;
 use aquifer_allocator::{Advice, AllocError, OomReport, PoolOptions};
 use aquifer_device::HandleKind;
 use aquifer_tests::{BACKINGS, Bench, GIB, MIB, on};
@@ -171,4 +172,81 @@ fn what_may_be_taken_is_told_without_the_headroom() {
     let pieces = "20.00 MiB may be taken from the device and 10.00 MiB is cached, in 1 piece of 10.00 MiB";
     says(&refused, pieces);
     drop((pin, live));
+}
+
+#[test]
+fn pins_keep_the_memory_of_released_pools() {
+    for backing in BACKINGS {
+        let bench = Bench::new(256 * MIB, &on(backing, "limit_mb:40"));
+        let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
+        let in_pool = pool.alloc(30 * MIB, &bench.stream).unwrap();
+        let pin = bench.allocator.pin_mapping(&in_pool).unwrap();
+        let refused = report(bench.allocator.alloc(40 * MIB, &bench.side));
+        let both = vec![Advice::ReleasePools { held: 30 * MIB }, Advice::EndPins { held: 30 * MIB }];
+        assert_eq!(refused.advice, [Advice::RaiseLimit { to: 70 * MIB }, Advice::All(both)], "{refused}");
+        drop((in_pool, pool, pin));
+        drop(bench.allocator.alloc(40 * MIB, &bench.side).unwrap());
+    }
+}
+
+#[test]
+fn a_larger_device_has_room_beside_what_is_live_and_what_others_hold() {
+    for backing in BACKINGS {
+        let scene = |capacity| {
+            let bench = Bench::new(capacity, &on(backing, ""));
+            bench.driver.set_other_process_bytes(6 * MIB);
+            let live = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
+            (live, bench)
+        };
+        let (_live, bench) = scene(64 * MIB);
+        drop(bench.allocator.alloc(10 * MIB, &bench.stream).unwrap());
+        let refused = report(bench.allocator.alloc(100 * MIB, &bench.stream));
+        assert_eq!(refused.advice, [Advice::LargerDevice { bytes: 126 * MIB }], "{refused}");
+        let (_live, bench) = scene(126 * MIB);
+        drop(bench.allocator.alloc(100 * MIB, &bench.stream).unwrap());
+    }
+}
+
+/// Gives memory of the stream back while another one uses it, and asks for so much more that only waiting, or nothing, helps.
+fn refused_while_in_use(bench: &Bench, bytes: u64, asked: u64) -> OomReport {
+    let used = bench.allocator.alloc(bytes, &bench.stream).unwrap();
+    bench.side.wait_for(&bench.stream.tick()).unwrap();
+    bench.driver.stall(&bench.side, std::time::Duration::from_secs(1)).unwrap();
+    bench.side.fill(used.ptr(), 1, bytes).unwrap();
+    used.record_stream(&bench.side).unwrap();
+    drop(used);
+    report(bench.allocator.alloc(asked, &bench.stream))
+}
+
+#[test]
+fn waiting_is_advised_where_it_helps() {
+    for backing in BACKINGS {
+        let bench = Bench::new(256 * MIB, &on(backing, "limit_mb:100,throw_on_cudamalloc_oom:True"));
+        let waits = |report: &OomReport| report.advice.iter().any(|advice| matches!(advice, Advice::WaitFor { .. }));
+        let beyond = refused_while_in_use(&bench, 20 * MIB, 150 * MIB);
+        assert!(!waits(&beyond), "{beyond}");
+        assert_eq!(beyond.waiting, [(bench.side.id(), 20 * MIB)]);
+        assert_eq!((beyond.allocated, beyond.requested_live), (0, 0), "what waits is not live");
+        bench.side.synchronize().unwrap();
+
+        // Where memory moves, the host waits rather than fail.
+        if backing == Backing::Paged {
+            continue;
+        }
+        let helps = refused_while_in_use(&bench, 80 * MIB, 70 * MIB);
+        assert_eq!(helps.advice[0], Advice::WaitFor { stream_id: bench.side.id(), bytes: 80 * MIB }, "{helps}");
+        bench.side.synchronize().unwrap();
+        drop(bench.allocator.alloc(70 * MIB, &bench.stream).unwrap());
+    }
+}
+
+#[test]
+fn a_free_block_that_is_large_enough_needs_no_other_split_limit() {
+    let bench = Bench::new(256 * MIB, "no_cache:True,limit_mb:40");
+    let used = bench.allocator.alloc(30 * MIB, &bench.stream).unwrap();
+    let _pin = bench.allocator.pin_mapping(&used).unwrap();
+    drop(used);
+    let refused = report(bench.allocator.alloc(20 * MIB, &bench.stream));
+    let relax = |advice: &Advice| matches!(advice, Advice::RelaxSplitLimit { .. });
+    assert!(!refused.advice.iter().any(relax), "{refused}");
 }

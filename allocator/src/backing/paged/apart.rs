@@ -85,7 +85,7 @@ impl Allocator {
         loop {
             // Addresses come back only where nothing is mapped any more.
             let lacks_addresses = tried.refusal == Some(Refusal::Addresses);
-            let target = if lacks_addresses { 0 } else { self.reserved_bytes().saturating_sub(request.size) };
+            let target = if lacks_addresses { 0 } else { self.may_stay_beside(request.size) };
             tried.released += self.trim_to(target)?;
             self.shell().count(|counters| &counters.num_alloc_retries);
             match attempt()? {
@@ -102,6 +102,15 @@ impl Allocator {
                 });
             }
         }
+    }
+
+    /// How many bytes may stay reserved if the device is to give so many more, within the limit and beside the headroom. As many go at least:
+    /// the device may refuse memory that it says is free.
+    fn may_stay_beside(&self, bytes: u64) -> u64 {
+        let reserved = self.reserved_bytes();
+        let free = self.device().memory_info().map_or(u64::MAX, |memory| memory.free);
+        let on_device = reserved.saturating_add(free).saturating_sub(self.config().headroom);
+        self.limit().unwrap_or(u64::MAX).min(on_device).min(reserved).saturating_sub(bytes)
     }
 
     /// Unmaps retired memory that is known done. Its frames become spare; those of exportable memory go back to the device. Returns how

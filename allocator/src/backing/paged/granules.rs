@@ -328,12 +328,14 @@ impl Paged {
     }
 
     /// The contiguous ranges of memory outside of heaps. Each comes with its owner's record, whose `size` is the part that the owner has,
-    /// from the first address on. That part counts as memory even while it is absent.
+    /// from the first address on. Memory counts even while it is absent.
     pub(crate) fn apart(&self) -> impl Iterator<Item = (Range<u64>, Owned)> + '_ {
         self.owned.iter().flat_map(|(&base, owned)| {
             let end = base + self.reservations.get(&base).map_or(0, |mapped| mapped.bytes);
             let mut ranges = vec![(base..base + owned.size, *owned)];
-            for beyond in self.mapped_within(&(base + owned.size..end)) {
+            let mut held = self.held_within(&(base + owned.size..end));
+            held.sort_unstable_by_key(|range| range.start);
+            for beyond in held {
                 match ranges.last_mut() {
                     Some((last, _)) if last.end == beyond.start => last.end = beyond.end,
                     _ => ranges.push((beyond, Owned { size: 0, ..*owned })),

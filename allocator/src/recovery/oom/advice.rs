@@ -6,6 +6,7 @@ use crate::backing::headroom::Refusal;
 use crate::format::{Bytes, Exactly};
 use crate::heap::{Block, kind_of};
 use crate::recovery::oom::remedies::{Holds, Remedies, frees_alone};
+use crate::recovery::oom::waits::Waits;
 use crate::recovery::oom::{LISTED, OomReport};
 use crate::shell::core::Request;
 use crate::shell::whole::Whole;
@@ -101,7 +102,7 @@ pub enum Advice {
     },
     /// Use a larger device: the whole device has less memory than the request takes from it.
     LargerDevice {
-        /// The least capacity that would do, headroom included.
+        /// The capacity that would do beside what is live here and what others hold, headroom included.
         bytes: u64,
     },
     /// Release private pools, and the live memory in them: their memory serves no other request.
@@ -137,17 +138,15 @@ pub enum Advice {
 impl Whole {
     /// Advice from a look at the blocks: free blocks that the request may not have. No block serves a request for memory apart.
     pub(super) fn advice_from_blocks(&self, request: &Request, apart: bool, free: &[&Block]) -> Vec<Advice> {
-        // Work that a capturing stream was given before is done one day, but nobody can learn that before the capture has ended.
-        let awaited = self.waiting_bytes().into_iter().filter(|&(slot, _)| !self.captures_on(slot));
-        let mut advice: Vec<Advice> = awaited.map(|(stream_id, bytes)| Advice::WaitFor { stream_id, bytes }).collect();
+        let mut advice = Vec::new();
         if apart {
             return advice;
         }
         let own = |block: &Block| block.owner == request.slot;
-        if let Some(block) = free.iter().find(|block| own(block) && block.size >= request.size) {
+        let fits = |block: &Block| self.classes.fits(block.size, request.size);
+        if let Some(block) = free.iter().find(|block| own(block) && block.size >= request.size && !fits(block)) {
             advice.push(Advice::RelaxSplitLimit { block: block.size });
         }
-        let fits = |block: &Block| self.classes.fits(block.size, request.size);
         if let Some(block) = free.iter().find(|block| !own(block) && fits(block)) {
             advice.push(Advice::CrossStream { block: block.size });
         }
@@ -175,7 +174,7 @@ impl Whole {
 impl OomReport {
     /// Adds the advice that follows from the sums. Each piece of advice suffices by itself. `shares` is true if the request would share its
     /// segment with others, so that the segment could be smaller.
-    pub(super) fn advise(&mut self, shares: bool, holds: &Holds) {
+    pub(super) fn advise(&mut self, shares: bool, holds: &Holds, waits: &Waits) {
         let device_free = self.memory.map_or(0, |memory| memory.free);
         let room = self.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved));
         let from_device = device_free.saturating_sub(self.headroom).min(room);
@@ -196,8 +195,9 @@ impl OomReport {
         let alone = self.segment.saturating_add(holds.own);
         if self.memory.is_some_and(|memory| alone > memory.total) {
             self.advice.retain(|advice| matches!(advice, Advice::SmallerSegments { .. }));
-            self.advice.push(self.larger_device(alone));
+            self.advice.push(self.larger_device(holds));
         } else {
+            self.advice.splice(0..0, waits.advice(usable));
             self.advise_remedies(holds, fragmented);
         }
         if self.refusal == Some(Refusal::Addresses) && holds.addresses_apart >= self.segment {
@@ -209,11 +209,13 @@ impl OomReport {
         self.advice.truncate(LISTED);
     }
 
-    /// Advice to use a device that has `bytes` bytes for this allocator, under its options.
-    fn larger_device(&self, bytes: u64) -> Advice {
-        let device = Advice::LargerDevice { bytes: bytes.saturating_add(self.headroom) };
+    /// Advice to use a device that has room for the request beside what is live here and what others hold, under the same options.
+    fn larger_device(&self, holds: &Holds) -> Advice {
+        let ours = Remedies { report: self, holds }.beside_live();
+        let others = self.held_by_others.unwrap_or(0);
+        let device = Advice::LargerDevice { bytes: ours.saturating_add(others).saturating_add(self.headroom) };
         match self.limit {
-            Some(limit) if limit < bytes => Advice::All(vec![device, Advice::RaiseLimit { to: bytes }]),
+            Some(limit) if limit < ours => Advice::All(vec![device, Advice::RaiseLimit { to: ours }]),
             _ => device,
         }
     }

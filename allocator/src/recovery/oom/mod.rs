@@ -1,9 +1,10 @@
 //! The out-of-memory report: the request, the memory at that time, and the changes that would have made the request fit (`advice.rs`,
-//! `remedies.rs`).
+//! `waits.rs`, `remedies.rs`).
 
 mod advice;
 mod captures;
 mod remedies;
+mod waits;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -26,6 +27,7 @@ use crate::tags::Tag;
 
 pub use advice::Advice;
 use remedies::Holds;
+use waits::Waits;
 
 /// How many tags, reclaimers and pieces of advice a report lists.
 const LISTED: usize = 5;
@@ -127,6 +129,9 @@ impl Allocator {
         let lacking = if tried.apart { None } else { whole.lacking_bytes(request) };
         report.from_device = lacking.unwrap_or(report.segment);
         report.kept_by_captures = holds.captured.cached();
+        report.allocated = shell.read(Hot::Bytes).all.current;
+        report.requested_live = shell.read(Hot::Requested).all.current.saturating_sub(whole.waiting_requested());
+        let waits = whole.waits(request, tried.apart);
         drop(whole);
         report.device = self.device().info().ordinal;
         report.device_name.clone_from(&self.device().info().name);
@@ -137,11 +142,11 @@ impl Allocator {
         holds.stays_cached = self.config().fail_fast && report.limit.is_some_and(|limit| first > limit);
         report.headroom = self.config().headroom;
         report.memory = memory;
-        report.allocated = shell.read(Hot::Bytes).all.current;
-        report.requested_live = shell.read(Hot::Requested).all.current;
         report.held_by_others =
             memory.map(|memory| memory.total.saturating_sub(memory.free).saturating_sub(report.reserved));
-        report.advise(!tried.apart && self.shares_segment(request), &holds);
+        // What the limit refuses apart from heaps is not served by what is cached.
+        let waits = if tried.apart && holds.stays_cached { Waits::default() } else { waits };
+        report.advise(!tried.apart && self.shares_segment(request), &holds, &waits);
         tracing::debug!(requested = report.requested, reserved = report.reserved, "out of memory");
         self.hooks().notify(&report);
         AllocError::OutOfMemory(Box::new(report))

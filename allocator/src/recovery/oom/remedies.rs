@@ -34,6 +34,8 @@ pub(super) struct Holds {
     pub(super) pinned: u64,
     /// Bytes held by private pools that do not serve the request.
     pub(super) pools: u64,
+    /// The part of it that is pinned, and stays when they are released.
+    pub(super) pinned_in_pools: u64,
     /// The part of it in live blocks.
     pub(super) live_in_pools: u64,
     /// Bytes that the request's own private pool holds.
@@ -79,6 +81,7 @@ impl Whole {
                 }
                 Some(_) => {
                     holds.pools += bytes;
+                    holds.pinned_in_pools += self.pinned_in(region);
                     continue;
                 }
                 None => {}
@@ -132,6 +135,12 @@ impl Remedies<'_> {
         self.lacks(0)
     }
 
+    /// Bytes that this allocator holds once it has the request's memory, too, beside all that is live.
+    pub(super) fn beside_live(&self) -> u64 {
+        let (stays, needs) = self.left(if self.holds.stays_cached { 0 } else { CACHE });
+        stays.saturating_add(needs)
+    }
+
     /// All minimal sets that suffice, by ascending number of remedies.
     pub(super) fn sufficient(&self) -> Vec<u16> {
         let mut found: Vec<u16> = Vec::new();
@@ -158,7 +167,7 @@ impl Remedies<'_> {
             (HEADROOM, report.headroom > 0 && report.memory.is_some()),
             (POOLS, holds.pools > 0),
             (OWN_POOL, holds.own_pool > 0),
-            (PINS, holds.pinned > 0),
+            (PINS, holds.pinned + holds.pinned_in_pools > 0),
             (LIVE, self.live() > 0),
             (OTHERS, self.others() > 0),
         ];
@@ -183,15 +192,16 @@ impl Remedies<'_> {
         // Where nothing is live that might be freed, frames are in use in part only because captures keep their blocks apart.
         let nothing_live = set & LIVE != 0 || set & CAPTURE != 0 && self.live() == 0;
         if nothing_live && goes_back {
-            let pools =
-                unless(POOLS, holds.pools).max(kept.pools) + unless(OWN_POOL, holds.own_pool).max(kept.own_pool);
+            let pools = unless(POOLS, holds.pools).max(kept.pools).max(unless(PINS, holds.pinned_in_pools))
+                + unless(OWN_POOL, holds.own_pool).max(kept.own_pool);
             let stays = pools + unless(PINS, holds.pinned) + holds.own + kept.outside();
             let serves = holds.own_pool_serves && set & OWN_POOL == 0;
             return (stays.min(report.reserved), if serves { 0 } else { report.segment });
         }
         // Live memory of a released pool is cached when it is freed, and so is other memory that cannot go back when the pool is released.
         let released = set & POOLS != 0 && (goes_back || holds.live_in_pools + holds.captured.pools == 0);
-        let mut goes = if released { holds.pools.saturating_sub(kept.pools) } else { 0 };
+        let stays_in_pools = kept.pools.max(unless(PINS, holds.pinned_in_pools));
+        let mut goes = if released { holds.pools.saturating_sub(stays_in_pools) } else { 0 };
         if set & (CACHE | CAPTURE | OWN_POOL | PINS) == 0 {
             return (report.reserved.saturating_sub(goes), report.from_device);
         }
@@ -252,7 +262,10 @@ impl Remedies<'_> {
             POOLS => Advice::ReleasePools { held: holds.pools },
             OWN_POOL if holds.own_pool_has_graphs => Advice::DropGraphs { held: holds.own_pool },
             OWN_POOL => Advice::EmptyPool { held: holds.own_pool },
-            PINS => Advice::EndPins { held: if set & LIVE == 0 { holds.pinned_free } else { holds.pinned } },
+            PINS => {
+                let in_pools = if set & POOLS == 0 { 0 } else { holds.pinned_in_pools };
+                Advice::EndPins { held: in_pools + if set & LIVE == 0 { holds.pinned_free } else { holds.pinned } }
+            }
             LIVE => self.free_more(limit.max(on_device)),
             _ => {
                 let held = self.others();

@@ -5,7 +5,7 @@ use std::time::Duration;
 use aquifer_allocator::{AllocError, Allocator, Config};
 use aquifer_device::sim::{Fault, SimConfig};
 use aquifer_device::{Code, Device, HandleKind, Operation, PhysicalOptions};
-use aquifer_tests::{MIB, Subject};
+use aquifer_tests::{BACKINGS, Bench, MIB, Subject, on};
 
 const FD: HandleKind = HandleKind::PosixFd;
 
@@ -165,4 +165,22 @@ fn it_gets_addresses_that_cached_memory_holds() {
     let shared = allocator.alloc_exportable(2 * MIB, FD, stream).unwrap();
     drop((wide, shared));
     driver.assert_no_violation();
+}
+
+/// After the limit was lowered, and after others took their headroom: as much goes back as is in the way, not as much as is asked for.
+#[test]
+fn all_that_is_cached_may_go_for_it() {
+    for backing in BACKINGS {
+        let full = |options: &str| {
+            let bench = Bench::new(256 * MIB, &on(backing, options));
+            drop((0..9).map(|_| bench.allocator.alloc(20 * MIB, &bench.stream).unwrap()).collect::<Vec<_>>());
+            bench
+        };
+        let limited = full("");
+        limited.allocator.set_limit(Some(100 * MIB));
+        drop(limited.allocator.alloc_exportable(20 * MIB, FD, &limited.stream).unwrap());
+        let crowded = full("headroom_mb:60");
+        crowded.driver.set_other_process_bytes(60 * MIB);
+        drop(crowded.allocator.alloc_exportable(20 * MIB, FD, &crowded.stream).unwrap());
+    }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use aquifer_allocator::{AllocError, Allocation, Allocator, Config, Contents, Growable, PoolOptions};
 use aquifer_device::sim::Fault;
 use aquifer_device::{Code, Device, DevicePtr, ErrorKind, HandleKind, Operation, Stream};
-use aquifer_tests::{MIB, Subject};
+use aquifer_tests::{Bench, MIB, Subject};
 
 const CAPACITY: u64 = 256 * MIB;
 
@@ -365,4 +365,24 @@ fn zero_bytes_take_no_memory_that_sleeps() {
     setup.allocator.wake().unwrap();
     setup.assert_contents();
     setup.assert_usable_and_returned();
+}
+
+/// What shrinks or goes while the allocator sleeps has its memory again when it wakes up, and gives that back later.
+#[test]
+fn snapshots_show_what_growable_memory_gave_up_meanwhile() {
+    for shrinks in [false, true] {
+        let bench = Bench::new(128 * MIB, "history:1000");
+        let mut growable = bench.allocator.growable(20 * MIB, &bench.stream).unwrap();
+        growable.grow_to(6 * MIB, &bench.stream).unwrap();
+        bench.allocator.sleep(Contents::Discard).unwrap();
+        if shrinks {
+            growable.shrink_to(2 * MIB, &bench.stream).unwrap()
+        } else {
+            drop(growable)
+        }
+        let shown = || bench.allocator.snapshot().segments.iter().map(|segment| segment.total_size).sum::<u64>();
+        let asleep = shown();
+        bench.allocator.wake().unwrap();
+        assert_eq!((asleep, shown()), (6 * MIB, 6 * MIB), "shrinks: {shrinks}");
+    }
 }
