@@ -258,7 +258,7 @@ impl Config {
     /// ```
     pub fn ignored(&self, backing: Backing) -> Vec<IgnoredOption> {
         let ignored = Key::ALL.iter().filter_map(|&key| {
-            let reason = options::without_effect(key, backing)?;
+            let reason = options::without_effect(key, backing).or_else(|| options::without_effect_beside(key, self))?;
             Some(IgnoredOption { key: key.name(), value: display::text_of(self, key)?, reason })
         });
         ignored.collect()

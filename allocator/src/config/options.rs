@@ -70,6 +70,21 @@ pub(super) const fn without_effect(key: Key, backing: Backing) -> Option<&'stati
     })
 }
 
+/// Why an option has no effect on memory in segments, given the others; `None` if it has one.
+pub(super) const fn without_effect_beside(key: Key, config: &Config) -> Option<&'static str> {
+    Some(match key {
+        Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding | Key::GarbageCollectionThreshold
+            if config.no_cache =>
+        {
+            "for memory that is cached, and none is (`no_cache:True`)"
+        }
+        Key::MaxNonSplitRounding if config.max_split_size.is_none() => {
+            "for blocks of at least `max_split_size_mb`, which is not set"
+        }
+        _ => return None,
+    })
+}
+
 /// Sets one option.
 pub(super) fn set(config: &mut Config, pair: &Pair<'_>) -> Result<(), ConfigError> {
     let key = pair.key;

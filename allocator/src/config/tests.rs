@@ -54,7 +54,8 @@ fn every_option_is_read() {
     assert_eq!(config.history, 99);
     assert_eq!(config.tags, TagSource::Span);
     assert!(config.no_cache);
-    assert_eq!(config.ignored(config.backing), []);
+    let cached = Config { no_cache: false, ..config.clone() };
+    assert_eq!(cached.ignored(config.backing), []);
 }
 
 #[test]
@@ -212,6 +213,14 @@ fn options_of_one_backing_are_ignored_on_the_other() {
         format!("{} (for `backing:segments` only, and this memory is mapped)", segments.replace(',', ", "))
     );
     assert_eq!(ignored(segments, Backing::Segments), "");
+    assert_eq!(
+        ignored("no_cache:True,large_segment_size_mb:40,garbage_collection_threshold:0.5", Backing::Segments),
+        "large_segment_size_mb:40, garbage_collection_threshold:0.5 (for memory that is cached, and none is (`no_cache:True`))"
+    );
+    assert_eq!(
+        ignored("max_non_split_rounding_mb:64", Backing::Segments),
+        "max_non_split_rounding_mb:64 (for blocks of at least `max_split_size_mb`, which is not set)"
+    );
     assert_eq!(ignored("granule_mb:4,roundup_power2_divisions:8", Backing::Paged), "");
     assert_eq!(
         ignored("granule_mb:4,pinned_free_catch_all:True,pinned_max_cached_size_mb:1", Backing::Segments),
