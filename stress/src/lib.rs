@@ -45,18 +45,22 @@ pub fn run(cli: &Cli) -> Outcome {
 
 /// Writes what the command line was answered instead of a run: help, the version, or what is wrong with it.
 pub fn answer(answer: &clap::Error) -> Outcome {
+    if answer.use_stderr() {
+        // As in `told`: it is wrong whether or not that can be said.
+        let _ = answer.print();
+        return Outcome::Usage;
+    }
     let written = answer.print().and_then(|()| std::io::stdout().flush());
-    let outcome = if answer.use_stderr() { Outcome::Usage } else { Outcome::Done };
-    told(written.map(|()| outcome).map_err(Failure::from))
+    told(written.map(|()| Outcome::Done).map_err(Failure::from))
 }
 
-/// How it ended, after a failure was told on standard error.
+/// How it ended, after a failure was told on standard error. Where that cannot be written, the exit code tells all the same.
 fn told(ended: Result<Outcome, Failure>) -> Outcome {
     match ended {
         Ok(outcome) => outcome,
         Err(Failure::OutputClosed) => Outcome::Done,
         Err(failure) => {
-            eprintln!("error: {failure}");
+            let _ = writeln!(std::io::stderr(), "error: {failure}");
             failure.outcome()
         }
     }

@@ -12,6 +12,8 @@ pub(crate) fn on_stderr() {
     let subscriber = tracing_subscriber::fmt()
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal() && !no_color)
+        // An error of writing to standard error would be told there, and panic.
+        .log_internal_errors(false)
         .with_max_level(Level::WARN)
         .with_target(false)
         .without_time()

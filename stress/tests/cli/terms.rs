@@ -230,3 +230,30 @@ fn help_that_cannot_be_written_is_an_error() {
         assert_eq!(stress(args).status.code(), Some(0));
     }
 }
+
+/// The exit code tells what standard error cannot.
+#[cfg(target_os = "linux")]
+#[test]
+fn what_cannot_be_told_ends_as_it_does_otherwise() {
+    let file = data("fsdp_start.trace");
+    // The libraries warn of memory that cannot be given back.
+    let stuck = "sim:1GiB,fault_rate=cuMemUnmap:0.5:999";
+    let cases: [(&[&str], i32); 8] = [
+        (&["--nope"], 2),
+        (&["replay"], 2),
+        (&["oom", "--way", "x"], 2),
+        (&["replay", "--device", "cuda:0", &file], 1),
+        (&["replay", "/no/such/file"], 4),
+        (&["soak", "--device", "sim:1MiB"], 3),
+        (&["transfer", "--device", "sim:1MiB"], 3),
+        (&["transfer", "--only", "small", "--max-mb", "1", "--rounds", "1", "--device", stuck], 0),
+    ];
+    for (args, code) in cases {
+        assert_eq!(stress(args).status.code(), Some(code), "{args:?}");
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        assert_eq!(program(args).stderr(full).output().unwrap().status.code(), Some(code), "{args:?} on a full disk");
+        let (reader, unread) = std::io::pipe().unwrap();
+        drop(reader);
+        assert_eq!(program(args).stderr(unread).output().unwrap().status.code(), Some(code), "{args:?} with no reader");
+    }
+}
