@@ -56,8 +56,8 @@ and per config, at the end (\"row\": \"mean\"):
   worst_reserved_over_requested, worst_smallest_over_requested, worst_alloc_us   maxima
   allocs, driver_allocs, warm_driver_allocs, driver_time_modelled_us,
   warm_driver_time_modelled_us, ooms, warm_ooms, hazards   totals
-Figures are null where they are not known; means and totals are null unless known for every program
-that finished.
+Figures are null where they are not known; those of the programs that finished are null unless known
+for each of them, and if there are none.
 Figures from --pytorch are taken from the file, so its times are those of the machine that made it.
 The device is simulated, even where there is a GPU, unless --device names the GPU: then limits of
 several sizes are used.";

@@ -142,7 +142,9 @@ fn a_program_that_does_not_finish_is_in_no_mean() {
     let [run, mean] = &rows[..] else { panic!("{rows:?}") };
     assert!(bytes(run, "ooms") > 0 && bytes(mean, "ooms") == bytes(run, "ooms"), "{rows:?}");
     assert_eq!((bytes(mean, "traces"), bytes(mean, "finished")), (1, 0));
-    assert!(mean["reserved_over_requested"].is_null() && mean["ns_per_op"].is_null(), "{mean}");
+    for key in ["reserved_over_requested", "ns_per_op", "allocs", "driver_allocs", "driver_time_modelled_us"] {
+        assert!(mean[key].is_null(), "{key} of {mean}");
+    }
     assert!(mean["smallest_over_requested"].as_f64().unwrap() >= 1.0, "{mean}");
     let output = stress(&args);
     let said = errors(&output);

@@ -16,8 +16,8 @@ pub(super) struct Summary {
     worst_reserved_over_requested: Option<f64>,
     smallest_over_requested: Option<f64>,
     worst_smallest_over_requested: Option<f64>,
-    allocs: u64,
-    driver_allocs: u64,
+    allocs: Option<u64>,
+    driver_allocs: Option<u64>,
     warm_driver_allocs: Option<f64>,
     driver_time_modelled_us: Option<f64>,
     warm_driver_time_modelled_us: Option<f64>,
@@ -47,6 +47,7 @@ fn summarise(config: &str, rows: &[&Row]) -> Summary {
     let mean = |figure| all(&finished, figure).and_then(|figures| geometric_mean(&figures));
     let worst = |figure| all(&finished, figure).and_then(|figures| figures.into_iter().max_by(f64::total_cmp));
     let sum = |figure| all(&finished, figure).map(|figures| hundredths(figures.iter().sum()));
+    let count = |figure| (!finished.is_empty()).then(|| total(&finished, figure));
     let smallest = all(rows, |row| row.smallest_over_requested);
     Summary {
         config: config.to_owned(),
@@ -56,8 +57,8 @@ fn summarise(config: &str, rows: &[&Row]) -> Summary {
         worst_reserved_over_requested: worst(|row| row.reserved_over_requested),
         smallest_over_requested: smallest.as_deref().and_then(geometric_mean),
         worst_smallest_over_requested: smallest.and_then(|figures| figures.into_iter().max_by(f64::total_cmp)),
-        allocs: total(&finished, |row| row.allocs),
-        driver_allocs: total(&finished, |row| row.driver_allocs),
+        allocs: count(|row| row.allocs),
+        driver_allocs: count(|row| row.driver_allocs),
         warm_driver_allocs: sum(|row| row.warm_driver_allocs),
         driver_time_modelled_us: sum(|row| row.driver_time_modelled_us),
         warm_driver_time_modelled_us: sum(|row| row.warm_driver_time_modelled_us),
@@ -82,17 +83,24 @@ fn total(rows: &[&Row], count: fn(&Row) -> u64) -> u64 {
     rows.iter().map(|row| count(row)).fold(0, u64::saturating_add)
 }
 
-/// The geometric mean of positive numbers.
+/// The geometric mean of positive numbers; of one number, that number to the last digit.
 #[expect(clippy::cast_precision_loss, reason = "a handful of programs")]
 fn geometric_mean(figures: &[f64]) -> Option<f64> {
-    let positive = !figures.is_empty() && figures.iter().all(|&figure| figure > 0.0 && figure.is_finite());
-    positive.then(|| (figures.iter().map(|figure| figure.ln()).sum::<f64>() / figures.len() as f64).exp())
+    let positive = figures.iter().all(|&figure| figure > 0.0 && figure.is_finite());
+    match figures {
+        &[figure] if positive => Some(figure),
+        [_, ..] if positive => {
+            Some((figures.iter().map(|figure| figure.ln()).sum::<f64>() / figures.len() as f64).exp())
+        }
+        _ => None,
+    }
 }
 
 /// The share of the allocations in per cent.
 #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
-fn per_cent(part: Option<f64>, whole: u64) -> String {
-    number(part.filter(|_| whole > 0).map(|part| 100.0 * part / whole as f64), 3)
+fn per_cent(part: Option<f64>, whole: Option<u64>) -> String {
+    let whole = whole.filter(|&whole| whole > 0);
+    number(part.zip(whole).map(|(part, whole)| 100.0 * part / whole as f64), 3)
 }
 
 pub(super) fn tabulate(summaries: &[Summary]) -> String {
@@ -125,7 +133,7 @@ pub(super) fn tabulate(summaries: &[Summary]) -> String {
             number(row.smallest_over_requested, 4),
             number(row.worst_smallest_over_requested, 3),
             #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
-            per_cent(Some(row.driver_allocs as f64), row.allocs),
+            per_cent(row.driver_allocs.map(|allocs| allocs as f64), row.allocs),
             per_cent(row.warm_driver_allocs, row.allocs),
             number(row.driver_time_modelled_us.map(|us| us / 1e3), 1),
             number(row.worst_alloc_us, 0),
@@ -172,9 +180,9 @@ mod tests {
         assert!((x.reserved_over_requested.unwrap_or_default() - 2.0).abs() < 1e-9);
         assert_eq!((x.worst_reserved_over_requested, x.worst_alloc_us), (Some(4.0), Some(4.0)));
         assert_eq!((x.smallest_over_requested, x.warm_driver_time_modelled_us), (None, None), "not known for all");
-        assert_eq!((x.allocs, x.driver_allocs, x.warm_driver_allocs, x.ooms), (2000, 10, Some(1.0), 0));
+        assert_eq!((x.allocs, x.driver_allocs, x.warm_driver_allocs, x.ooms), (Some(2000), Some(10), Some(1.0), 0));
         assert_eq!((x.driver_time_modelled_us, x.times_yardstick), (Some(20.0), Some(2.0)));
-        assert_eq!(per_cent(Some(10.0), 2000), "0.500");
+        assert_eq!(per_cent(Some(10.0), Some(2000)), "0.500");
     }
 
     #[test]
@@ -183,23 +191,31 @@ mod tests {
         let failed_later = Row { warm_ooms: 1, ..row("a", "y", 0.5, Some(2.0)) };
         let rows = [row("a", "x", 1.5, Some(2.0)), failed("b", "x"), failed("a", "y"), failed_later];
         let [x, y] = &summaries(&rows)[..] else { panic!("two configs") };
-        assert_eq!((x.traces, x.finished, x.ooms, x.allocs, x.driver_allocs), (2, 1, 3, 1000, 5));
+        assert_eq!((x.traces, x.finished, x.ooms, x.allocs, x.driver_allocs), (2, 1, 3, Some(1000), Some(5)));
         assert!((x.reserved_over_requested.unwrap_or_default() - 1.5).abs() < 1e-9);
         assert_eq!((x.worst_alloc_us, x.warm_driver_allocs), (Some(1.5), Some(0.5)));
         assert!(x.smallest_over_requested.is_some(), "found on other devices");
         assert_eq!((y.traces, y.finished, y.ooms, y.warm_ooms), (2, 0, 3, 1));
         assert_eq!((y.reserved_over_requested, y.warm_driver_allocs), (None, None));
+        assert_eq!((y.allocs, y.driver_allocs), (None, None), "totals of nothing, as the others are");
         assert!(tabulate(&[x.clone(), y.clone()]).contains("1 of 2"));
     }
 
     #[test]
     fn figures_of_a_file_may_be_any() {
         let rows = ["a", "b"].map(|trace| Row { driver_allocs: u64::MAX, ..row(trace, "x", 1.0, None) });
-        assert_eq!(summaries(&rows)[0].driver_allocs, u64::MAX);
+        assert_eq!(summaries(&rows)[0].driver_allocs, Some(u64::MAX));
     }
 
     #[test]
     fn means_need_positive_numbers() {
-        assert_eq!((geometric_mean(&[]), geometric_mean(&[1.0, 0.0])), (None, None));
+        assert_eq!((geometric_mean(&[]), geometric_mean(&[1.0, 0.0]), geometric_mean(&[-1.0])), (None, None, None));
+    }
+
+    #[test]
+    fn the_mean_of_one_is_that_one() {
+        for figure in [1.080_690_1, 3.0, 0.1, 1234.5] {
+            assert_eq!(geometric_mean(&[figure]), Some(figure));
+        }
     }
 }
