@@ -51,7 +51,9 @@ JSON keys, per scenario and policy:
                             not come back intact
   hazards                   pieces of work that the simulated device found unordered; 0 unless there
                             is a bug
-  verdict                   the outcome in words";
+  verdict                   the outcome in words
+With --list, per scenario:
+  scenario, summary         the scenario, and what it does";
 
 /// Arguments of `oom`.
 #[derive(Debug, Args)]
@@ -89,6 +91,8 @@ JSON keys, per way:
                             before the request and after the refusal, before anything was done about
                             it
   hazards                   pieces of work that the simulated device found unordered
+With --list, per way:
+  way, summary              the way, and what it does
 The exit code is 1 if a way failed, or did not go as it should; the remaining ways are tried all the
 same. On a real device 1/64 of the free memory, at least 256 MiB, is left untouched, because not all
 of it can be allocated.";

@@ -100,6 +100,11 @@ fn what_there_is_can_be_listed_and_must_be_known() {
     for (command, option, key, count) in [("fragmentation", "--scenario", "scenario", 5), ("oom", "--way", "way", 9)] {
         let listed = rows(0, &[command, "--list"]);
         assert_eq!(listed.len(), count);
+        let help = text(&[command, "--help"]);
+        for row in &listed {
+            has_keys(row, &[key, "summary"]);
+            assert!(help.contains(&format!("\n  {key}, summary ")), "{help}");
+        }
         let name = listed[0][key].as_str().unwrap();
         assert!(text(&[command, "--list"]).contains(name));
         assert!(!rows(0, &[command, option, name, "--device", "sim:1GiB"]).is_empty());
