@@ -115,17 +115,23 @@ JSON keys, by step; sizes are bytes:
   replay    a program on a device with plenty of memory, at the time when it held the most:
             trace, device_bytes, peak_requested_bytes, peak_reserved_bytes, allocated_bytes,
             unused_segment_bytes (segments with nothing live), pieces, piece_bytes (free blocks
-            elsewhere), hazards
+            elsewhere), ooms (requests refused; the other figures are those of what was served),
+            hazards
   oom       the same program on a small device, until a request is refused:
             trace, device_bytes, refused, requested_bytes, free_bytes, largest_free_bytes, error,
             advice, blocks (live then, with known content), damaged (how many of them read
             differently), served_again (whether the same request was served after everything was
             freed), hazards
   remap     the same program on that device with the default options:
-            trace, device_bytes, refused, peak_reserved_bytes, reserved_over_requested, remaps (how
-            often memory moved), granules_moved (granules that moved), damaged (live blocks that
-            read differently half-way), hazards
+            trace, device_bytes, refused (the other figures are then those up to there),
+            peak_reserved_bytes, reserved_over_requested, remaps (how often memory moved),
+            granules_moved (granules that moved), damaged (live blocks that read differently
+            half-way), hazards
   compare   each program under each set of options:
             trace, config, peak_requested_bytes, peak_reserved_bytes, reserved_over_requested,
             growths (times that memory was taken from the device), smallest_device_bytes, ratio,
-            retries_at_fit (as `fit` gives them; null if the program fits on no device), hazards";
+            retries_at_fit (as `fit` gives them; null if the program fits on no device), ooms
+            (requests refused on a device with plenty; the other figures are then those of what was
+            served), hazards
+The exit code is 3 if a request was refused other than in the step oom, or if a program fits on no
+device under some of the options.";

@@ -231,6 +231,7 @@ fn the_demonstration_tells_its_story() {
     assert_eq!(steps[..3], ["replay", "oom", "remap"]);
     assert_eq!(steps[3..], ["compare"; 14], "seven options for each of two programs");
     assert!(rows.iter().all(|row| row["hazards"] == 0));
+    assert!(rows.iter().filter(|row| row.get("ooms").is_some_and(|ooms| ooms == 0)).count() == 15, "{rows:?}");
     let (replay, oom, remap) = (&rows[0], &rows[1], &rows[2]);
     assert!(bytes(replay, "peak_reserved_bytes") > 3 * bytes(replay, "peak_requested_bytes"), "{replay}");
     assert!(bytes(oom, "free_bytes") > bytes(oom, "requested_bytes"), "{oom}");
@@ -275,14 +276,16 @@ fn the_demonstration_knows_what_it_runs_on() {
 fn options_that_fit_nowhere_keep_none_of_the_others_from_being_compared() {
     let output = stress(&["--json", "--config", "limit_mb:1000"]);
     let said = errors(&output);
-    let rows = rows_of(0, &output);
+    let rows = rows_of(3, &output);
     let fits = |row: &&Value| !row["smallest_device_bytes"].is_null();
     let (fitting, limited): (Vec<&Value>, Vec<&Value>) =
         rows.iter().filter(|row| row["step"] == "compare").partition(fits);
     assert_eq!((fitting.len(), limited.len()), (12, 2));
+    assert!(fitting.iter().all(|row| row["ooms"] == 0), "{fitting:?}");
     for row in limited {
+        assert!(bytes(row, "ooms") > 0, "its peak is that of what was served: {row}");
         assert!(row["config"] == "limit_mb:1000" && row["ratio"].is_null() && row["retries_at_fit"].is_null(), "{row}");
-        let named = format!("note: {} with limit_mb:1000: it does not finish", row["trace"].as_str().unwrap());
+        let named = format!("out of memory: {} with limit_mb:1000: it does not finish", row["trace"].as_str().unwrap());
         assert!(said.contains(&named), "{said}");
     }
 }

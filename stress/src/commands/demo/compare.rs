@@ -4,7 +4,7 @@ use super::{SEGMENTS, policies};
 use crate::commands::fit::{Job, fit_all};
 use crate::commands::ratio;
 use crate::commands::replay::hazards;
-use crate::exit::Failure;
+use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
 use crate::session::Session;
@@ -18,15 +18,28 @@ pub(super) struct Compared {
     pub(super) trace: String,
     pub(super) config: String,
     pub(super) requested: u64,
-    /// The most that it held on a device with plenty.
+    /// The most that it held on a device with plenty; if requests were refused there, for what was served.
     pub(super) reserved: u64,
     pub(super) growths: u64,
     /// `None` if it finishes on no device.
     pub(super) smallest_device: Option<u64>,
     pub(super) retries_at_fit: Option<u64>,
+    /// Requests refused where there is plenty.
+    pub(super) ooms: u64,
     pub(super) hazards: u64,
     /// Whether the options keep memory for later at all.
     caches: bool,
+}
+
+impl Compared {
+    /// How the demonstration ends for it.
+    pub(super) fn outcome(&self) -> Outcome {
+        match self {
+            Compared { hazards: 1.., .. } => Outcome::Hazards,
+            Compared { ooms: 1.., .. } | Compared { smallest_device: None, .. } => Outcome::OutOfMemory,
+            _ => Outcome::Done,
+        }
+    }
 }
 
 pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Compared>, Failure> {
@@ -40,14 +53,14 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
         let fit = match fit {
             Ok(fit) => Some(fit),
             Err(Failure::OutOfMemory(why)) => {
-                session.message(format_args!("note: {} with {}: {why}", job.name, name(&job.config.text)));
+                session.message(format_args!("out of memory: {} with {}: {why}", job.name, name(&job.config.text)));
                 None
             }
             Err(failure) => return Err(failure),
         };
         let device = session.open_with_capacity(plenty(job.program))?;
         let mut stage = Stage::new(session, &device, job.config, job.program.streams.len())?;
-        Player::new(job.program).play(&mut stage, OnOom::Skip)?;
+        let ooms = Player::new(job.program).play(&mut stage, OnOom::Skip)?;
         let stats = stage.allocator.memory_stats();
         compared.push(Compared {
             trace: job.name.to_owned(),
@@ -57,6 +70,7 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
             growths: stats.num_device_alloc,
             smallest_device: fit.as_ref().map(|fit| fit.smallest_device_bytes),
             retries_at_fit: fit.map(|fit| fit.retries_at_fit),
+            ooms,
             hazards: hazards(session, job.name, &device),
             caches: !job.config.config.no_cache,
         });
@@ -78,16 +92,17 @@ pub(super) fn tabulate(compared: &[Compared]) -> String {
 }
 
 fn tabulate_one(compared: &[Compared]) -> String {
-    let mut table = table(&["options", "takes", "takes, ratio", "growths", "fits on", "fits on, ratio"], 1);
+    let mut table = table(&["options", "takes", "takes, ratio", "growths", "fits on", "fits on, ratio", "OOMs"], 1);
     for row in compared {
         let times = |bytes| ratio(bytes, row.requested).map_or_else(String::new, |times| format!("{times:.3}"));
         table.add_row([
             name(&row.config).to_owned(),
             Bytes(row.reserved).to_string(),
-            times(row.reserved),
+            if row.ooms == 0 { times(row.reserved) } else { NOTHING.to_owned() },
             row.growths.to_string(),
             row.smallest_device.map_or_else(|| NOTHING.to_owned(), |bytes| Bytes(bytes).to_string()),
             row.smallest_device.map_or_else(String::new, times),
+            row.ooms.to_string(),
         ]);
     }
     let heading = compared.first().map(|row| format!("{} uses at most {}:\n", row.trace, Bytes(row.requested)));
@@ -96,7 +111,7 @@ fn tabulate_one(compared: &[Compared]) -> String {
 
 /// What the rows of a recording say.
 pub(super) fn findings(trace: &str, compared: &[Compared]) -> Option<String> {
-    let rows = || compared.iter().filter(|row| row.trace == trace);
+    let rows = || compared.iter().filter(|row| row.trace == trace && row.ooms == 0);
     let usual = rows().find(|row| row.config.is_empty())?;
     let segments = rows().filter(|row| row.caches && row.config.starts_with(SEGMENTS));
     let fitting = segments.filter_map(|row| Some((row, row.smallest_device?)));

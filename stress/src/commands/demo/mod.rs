@@ -72,9 +72,14 @@ impl Teller<'_> {
     fn roomy(&self, program: &Program) -> Result<Outcome, Failure> {
         let told = play::roomy(self.session, program)?;
         self.session.row(&Row::replay(program, &told))?;
-        let Roomy { device_bytes, reserved, live, segments, unused, pieces, in_pieces, map, .. } = told;
-        let peak = Bytes(program.peak_requested_bytes);
-        self.heading(&format!("1. A program that needs {peak} takes {}", Bytes(reserved)))?;
+        let Roomy { device_bytes, reserved, live, segments, unused, pieces, in_pieces, map, ooms, hazards } = told;
+        let (peak, size) = (Bytes(program.peak_requested_bytes), Bytes(device_bytes));
+        if ooms == 0 {
+            self.heading(&format!("1. A program that needs {peak} takes {}", Bytes(reserved)))?;
+        } else {
+            self.out_of_memory(program, SEGMENTS, ooms, size);
+            self.heading(&format!("1. A program that needs {peak} is refused some of it on a device of {size}"))?;
+        }
         let what = program.headers.iter().find(|(key, _)| key == "what").map_or("", |(_, value)| value);
         self.say(&format!(
             "{} is the recording of a PyTorch program: {what}. In {} allocations and frees it never uses more than {peak} \
@@ -82,7 +87,7 @@ impl Teller<'_> {
              segment from the device when no free block is large enough, cuts blocks from it, and keeps it.",
             program.name,
             program.operations(),
-            Bytes(device_bytes),
+            size,
         ))?;
         self.say(&format!(
             "When it held most, it held {} in {segments} segments for {} of live data:",
@@ -96,7 +101,7 @@ impl Teller<'_> {
             Bytes(unused),
             Bytes(in_pieces)
         ))?;
-        Ok(outcome(told.hazards))
+        Ok(outcome(hazards).max(if ooms == 0 { Outcome::Done } else { Outcome::OutOfMemory }))
     }
 
     fn small(&self, program: &Program) -> Result<Outcome, Failure> {
@@ -107,7 +112,7 @@ impl Teller<'_> {
         let size = Bytes(capacity);
         let Some(report) = report else {
             self.heading(&format!("2. On a device of {size} it just finishes"))?;
-            return Ok(outcome(hazards));
+            return Ok(outcome(hazards).max(self.intact(program, damaged)));
         };
         let others = self.session.sim().map_or(0, |sim| sim.other_process_bytes);
         let others = match others {
@@ -121,7 +126,11 @@ impl Teller<'_> {
              those with a live block in them cannot be. At event {event} of {events} that is not enough:"
         ))?;
         self.session.show(format_args!("{report}\n\n{}\n", map.draw(self.style)))?;
-        let unharmed = damaged == 0 && served_again;
+        let intact = self.intact(program, damaged);
+        if !served_again {
+            let requested = Bytes(report.requested);
+            self.session.message(format_args!("error: {}: {requested} are refused after all was freed", program.name));
+        }
         let none = |count: u64| if count == 0 { "none".to_owned() } else { count.to_string() };
         let (damaged, hazards_found) = (none(damaged as u64), none(hazards));
         self.heading("3. Nothing is lost")?;
@@ -132,7 +141,7 @@ impl Teller<'_> {
             Bytes(report.requested),
             if served_again { "served" } else { "STILL REFUSED" },
         ))?;
-        Ok(outcome(hazards).max(if unharmed { Outcome::Done } else { Outcome::Failed }))
+        Ok(outcome(hazards).max(intact).max(if served_again { Outcome::Done } else { Outcome::Failed }))
     }
 
     fn moving(&self, program: &Program) -> Result<Outcome, Failure> {
@@ -140,6 +149,12 @@ impl Teller<'_> {
         let told = play::moving(self.session, program, capacity)?;
         self.session.row(&Row::remap(program, capacity, &told))?;
         let Moving { report, why_segments, reserved, remaps, granules_moved, damaged, hazards } = told;
+        let intact = self.intact(program, damaged);
+        let mut ended = outcome(hazards).max(intact);
+        if report.is_some() {
+            self.out_of_memory(program, "the defaults", 1, Bytes(capacity));
+            ended = ended.max(Outcome::OutOfMemory);
+        }
         if let Some(why) = why_segments {
             self.heading("4. Memory cannot move on this device")?;
             self.say(&format!(
@@ -147,17 +162,12 @@ impl Teller<'_> {
                  possible: {why}. So the program {} as before.",
                 if report.is_some() { "runs out of memory" } else { "finishes" },
             ))?;
-            let ended = match report {
-                _ if damaged > 0 => Outcome::Failed,
-                Some(_) => Outcome::OutOfMemory,
-                None => Outcome::Done,
-            };
-            return Ok(outcome(hazards).max(ended));
+            return Ok(ended);
         }
         if let Some(report) = report {
             self.heading("4. Even memory that moves does not suffice here")?;
             self.session.show(format_args!("{report}\n"))?;
-            return Ok(outcome(hazards).max(Outcome::OutOfMemory));
+            return Ok(ended);
         }
         let peak = Bytes(program.peak_requested_bytes);
         self.heading(&format!("4. With memory that moves, it finishes there: {} for {peak}", Bytes(reserved)))?;
@@ -167,7 +177,7 @@ impl Teller<'_> {
              {remaps} times, with {granules_moved} granules of 2 MiB. Live data never moves: {} of its blocks read differently.",
             if damaged == 0 { "none".to_owned() } else { damaged.to_string() },
         ))?;
-        Ok(outcome(hazards).max(if damaged == 0 { Outcome::Done } else { Outcome::Failed }))
+        Ok(ended)
     }
 
     fn what_helps(&self, programs: &[Program]) -> Result<Outcome, Failure> {
@@ -184,7 +194,24 @@ impl Teller<'_> {
         if let Some(findings) = programs.first().and_then(|program| compare::findings(&program.name, &compared)) {
             self.say(&findings)?;
         }
-        Ok(outcome(compared.iter().map(|row| row.hazards).sum()))
+        Ok(compared.iter().map(compare::Compared::outcome).max().unwrap_or(Outcome::Done))
+    }
+
+    /// Says that a program lacked memory: the story and the rows do not tell that the run ends with it.
+    fn out_of_memory(&self, program: &Program, options: &str, ooms: u64, device: Bytes) {
+        let (name, requests) = (&program.name, if ooms == 1 { "request was" } else { "requests were" });
+        self.session.message(format_args!(
+            "out of memory: {name} with {options}: {ooms} {requests} refused on a device of {device}"
+        ));
+    }
+
+    /// How it ends for blocks that did not read as they were written.
+    fn intact(&self, program: &Program, damaged: usize) -> Outcome {
+        if damaged == 0 {
+            return Outcome::Done;
+        }
+        self.session.message(format_args!("error: {}: {damaged} blocks did not read as written", program.name));
+        Outcome::Failed
     }
 
     fn next_steps(&self) -> Result<(), Failure> {

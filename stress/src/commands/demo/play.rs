@@ -29,6 +29,8 @@ pub(super) struct Roomy {
     /// Their bytes.
     pub(super) in_pieces: u64,
     pub(super) map: Map,
+    /// Requests refused.
+    pub(super) ooms: u64,
     pub(super) hazards: u64,
 }
 
@@ -71,7 +73,7 @@ pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failu
 
     let stage = Stage::new(session, &open()?, &classical(), streams)?;
     let mut watched = Watched { stage, allocations: 0, most: (0, 0) };
-    Player::new(program).play(&mut watched, OnOom::Skip)?;
+    let ooms = Player::new(program).play(&mut watched, OnOom::Skip)?;
     let (reserved, allocations) = watched.most;
 
     // The same again, up to that allocation.
@@ -97,6 +99,7 @@ pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failu
         pieces: free.len(),
         in_pieces: free.iter().sum(),
         map: Map::of(&stage.allocator)?,
+        ooms,
         hazards: hazards(session, &program.name, watched.stage.allocator.device()),
     })
 }

@@ -20,6 +20,7 @@ pub(super) enum Row<'a> {
         unused_segment_bytes: u64,
         pieces: usize,
         piece_bytes: u64,
+        ooms: u64,
         hazards: u64,
     },
     Oom {
@@ -57,6 +58,7 @@ pub(super) enum Row<'a> {
         smallest_device_bytes: Option<u64>,
         ratio: Option<f64>,
         retries_at_fit: Option<u64>,
+        ooms: u64,
         hazards: u64,
     },
 }
@@ -72,6 +74,7 @@ impl<'a> Row<'a> {
             unused_segment_bytes: roomy.unused,
             pieces: roomy.pieces,
             piece_bytes: roomy.in_pieces,
+            ooms: roomy.ooms,
             hazards: roomy.hazards,
         }
     }
@@ -120,6 +123,7 @@ impl<'a> Row<'a> {
             smallest_device_bytes: compared.smallest_device,
             ratio: compared.smallest_device.and_then(|bytes| ratio(bytes, compared.requested)),
             retries_at_fit: compared.retries_at_fit,
+            ooms: compared.ooms,
             hazards: compared.hazards,
         }
     }
