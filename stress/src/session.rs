@@ -204,9 +204,23 @@ impl Session {
     /// # Errors
     /// When there is no such device.
     pub fn simulated(&self) -> Result<Session, Failure> {
-        let device = Some(SIMULATED.parse()?);
+        Session::new(&self.global(Some(SIMULATED.parse()?)))
+    }
+
+    /// The same session on a simulated device of which no other program holds memory. `None` if that is so of this one.
+    pub fn without_other_programs(&self) -> Option<Session> {
+        let mut device = self.device.clone();
+        match &mut device.spec {
+            DeviceSpec::Sim(sim) if sim.other_process_bytes > 0 => sim.other_process_bytes = 0,
+            _ => return None,
+        }
+        Some(Session::of(&self.global(None), device))
+    }
+
+    /// What the user asked for, but for the device.
+    fn global(&self, device: Option<DeviceArg>) -> Global {
         let configs = if self.configs_given { self.configs.clone() } else { Vec::new() };
-        Session::new(&Global { device, configs, seed: self.seed, json: self.json })
+        Global { device, configs, seed: self.seed, json: self.json }
     }
 
     /// The most memory that [`Session::sized`] gives.

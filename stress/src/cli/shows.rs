@@ -109,7 +109,8 @@ pub struct DemoArgs {
 const DEMO_KEYS: &str = "\
 The recorded programs are built in; each --config adds a row to the comparison. Devices are
 simulated. Where there should be plenty of memory, they have the size of --device or more; where
-memory should run out, they have a little more than the program uses.
+memory should run out, they have a little more than the program uses. No other programs hold memory
+of them, whatever --device says.
 
 JSON keys, by step; sizes are bytes:
   replay    a program on a device with plenty of memory, at the time when it held the most:

@@ -268,8 +268,20 @@ fn the_demonstration_knows_what_it_runs_on() {
     assert!(text.contains("4. Memory cannot move on this device"), "{text}");
     assert!(text.contains("not possible: the device cannot map memory. So the program runs out of memory"), "{text}");
     assert!(!text.contains("memory that moves"), "{text}");
-    let text = told(3, "sim:80GiB,other=10GiB");
-    assert!(text.contains("2 % more than it ever uses, of which other programs hold 10.00 GiB."), "{text}");
+    let text = told(3, "sim:80GiB,oom_at=10GiB");
+    assert!(text.contains("is refused some of it on a device of 80.00 GiB"), "{text}");
+}
+
+/// What they hold would be missing from devices that are as large as the story needs.
+#[test]
+fn the_demonstration_has_no_other_programs() {
+    let alone = stress(&["--json", "--device", "sim:80GiB"]);
+    for other in ["10GiB", "70GiB", "90GiB"] {
+        let beside = stress(&["demo", "--json", "--device", &format!("sim:80GiB,other={other}")]);
+        assert_eq!(rows_of(0, &beside), rows_of(0, &alone));
+        assert!(errors(&beside).contains("warning: other= has no effect here"), "{}", errors(&beside));
+    }
+    assert!(!errors(&alone).contains("other="), "{}", errors(&alone));
 }
 
 #[test]

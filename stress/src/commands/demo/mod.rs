@@ -37,6 +37,11 @@ pub fn run(session: &Session, args: &DemoArgs) -> Result<Outcome, Failure> {
         session.message("the demonstration needs devices of several sizes, so it uses a simulated one");
         return run(&session.simulated()?, args);
     }
+    if let Some(alone) = session.without_other_programs() {
+        // Devices are as large as the story needs, and what others hold of them would leave too little for it.
+        session.message("warning: other= has no effect here: the demonstration's devices have no other programs");
+        return run(&alone, args);
+    }
     let teller = Teller { session, style: Style::of_stdout(args.ascii) };
     let programs = recordings()?;
     let Some(program) = programs.first() else { return Ok(Outcome::Done) };
@@ -114,15 +119,10 @@ impl Teller<'_> {
             self.heading(&format!("2. On a device of {size} it just finishes"))?;
             return Ok(outcome(hazards).max(self.intact(program, damaged)));
         };
-        let others = self.session.sim().map_or(0, |sim| sim.other_process_bytes);
-        let others = match others {
-            0 => String::new(),
-            bytes => format!(", of which other programs hold {}", Bytes(bytes)),
-        };
         let free = report.free_in_pool + report.memory.map_or(0, |memory| memory.free);
         self.heading(&format!("2. On a device of {size} it runs out of memory while {} are free", Bytes(free)))?;
         self.say(&format!(
-            "That is {SPARE_PERCENT} % more than it ever uses{others}. Unused segments are given back when the device is full, but \
+            "That is {SPARE_PERCENT} % more than it ever uses. Unused segments are given back when the device is full, but \
              those with a live block in them cannot be. At event {event} of {events} that is not enough:"
         ))?;
         self.session.show(format_args!("{report}\n\n{}\n", map.draw(self.style)))?;
