@@ -10,6 +10,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Seq
 
 use super::error::{Fault, Location, Reason};
 use super::gzip::Stored;
+use super::object::{FromObject, Object};
 use super::snapshot::{Action, Entry, Segment, SegmentBlock, Snapshot};
 use super::watched::{Limits, Watched};
 
@@ -21,7 +22,8 @@ pub(super) fn parse(content: impl Read, stored: &Stored) -> Result<Snapshot, Fau
     let top = top.map_err(|error| limits.found().unwrap_or_else(|| fault(error)))?;
     let segments = top.segments.into_iter().enumerate().map(|(number, segment)| segment.into_segment(number));
     let segments = segments.collect::<Result<_, _>>()?;
-    let traces = top.device_traces.into_iter().map(|trace| trace.into_iter().map(JsonEntry::into_entry).collect());
+    let traces =
+        top.device_traces.into_iter().map(|trace| trace.into_iter().map(|entry| entry.0.into_entry()).collect());
     Ok(Snapshot { segments, traces: traces.collect() })
 }
 
@@ -80,7 +82,7 @@ impl<'de, S: DeserializeSeed<'de> + Copy> Visitor<'de> for List<'_, S> {
 #[derive(Default)]
 struct Top {
     segments: Vec<JsonSegment>,
-    device_traces: Vec<Vec<JsonEntry>>,
+    device_traces: Vec<Vec<Object<JsonEntry>>>,
 }
 
 #[derive(Deserialize)]
@@ -117,7 +119,7 @@ impl<'de> Visitor<'de> for VisitTop<'_> {
                     top.segments = entries.next_value_seed(List { limits: self.0, item: VisitSegment(self.0) })?;
                 }
                 TopKey::DeviceTraces => {
-                    let trace = List::<PhantomData<JsonEntry>>::of(self.0);
+                    let trace = List::<PhantomData<Object<JsonEntry>>>::of(self.0);
                     top.device_traces = entries.next_value_seed(List { limits: self.0, item: trace })?;
                 }
                 TopKey::Other => drop(entries.next_value::<IgnoredAny>()?),
@@ -139,7 +141,7 @@ struct JsonSegment {
     device: Number,
     address: Number,
     stream: Number,
-    blocks: Vec<JsonBlock>,
+    blocks: Vec<Object<JsonBlock>>,
 }
 
 #[derive(Deserialize)]
@@ -208,12 +210,20 @@ struct JsonEntry {
     time_us: Number,
     #[serde(default)]
     frames: Frames,
-    pool_id: Option<(Number, Number)>,
+    pool_id: Option<PoolId>,
+}
+
+impl FromObject for JsonBlock {
+    const NAME: &'static str = "a block of a segment";
+}
+
+impl FromObject for JsonEntry {
+    const NAME: &'static str = "an event of a memory snapshot's history";
 }
 
 impl JsonSegment {
     fn into_segment(self, number: usize) -> Result<Segment, Fault> {
-        let blocks = self.blocks.into_iter().map(|block| SegmentBlock {
+        let blocks = self.blocks.into_iter().map(|Object(block)| SegmentBlock {
             address: block.address.map(|address| address.0),
             size: block.size.0,
             requested: block.requested_size.map(|size| size.0),
@@ -232,7 +242,7 @@ impl JsonEntry {
             stream: self.stream.0,
             time_us: self.time_us.0,
             frames: self.frames.0,
-            private_pool: self.pool_id.is_some_and(|pool| (pool.0.0, pool.1.0) != (0, 0)),
+            private_pool: self.pool_id.is_some_and(|pool| pool.is_private),
         }
     }
 }
@@ -269,6 +279,39 @@ visit!(Number, deserialize_u64, "an integer", {
         Ok(Number(value.cast_unsigned()))
     }
 });
+
+/// Two numbers, both 0 unless the pool is a private one.
+struct PoolId {
+    is_private: bool,
+}
+
+impl<'de> Deserialize<'de> for PoolId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(VisitPoolId)
+    }
+}
+
+struct VisitPoolId;
+
+impl<'de> Visitor<'de> for VisitPoolId {
+    type Value = PoolId;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a pool's id, which is a list of two integers")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<PoolId, A::Error> {
+        let mut is_private = false;
+        for item in 0..2 {
+            let Number(number) = items.next_element()?.ok_or_else(|| A::Error::invalid_length(item, &self))?;
+            is_private |= number != 0;
+        }
+        if items.next_element::<IgnoredAny>()?.is_some() {
+            return Err(A::Error::invalid_length(3, &self));
+        }
+        Ok(PoolId { is_private })
+    }
+}
 
 /// Whether a block's state is allocated.
 #[derive(Default)]
@@ -411,6 +454,26 @@ mod tests {
         }
         let deep = format!("{{\"device_traces\": [[{{\"frames\": {}", "[".repeat(1 << 20));
         assert!(read(&deep).unwrap_err().contains("recursion limit"));
+    }
+
+    #[test]
+    fn what_is_expected_is_told_in_words() {
+        const ENTRY: &str = "an event of a memory snapshot's history, which is an object";
+        const POOL: &str = "a pool's id, which is a list of two integers";
+        for (text, expected) in [
+            // The values of the fields in their order.
+            ("{\"device_traces\": [[[\"alloc\", 4096, 1000, 0, 1, [], [0, 0]]]]}", ENTRY),
+            ("{\"device_traces\": [[[]]]}", ENTRY),
+            ("{\"device_traces\": [[null]]}", ENTRY),
+            ("{\"segments\": [{\"blocks\": [[0, 1, 1, \"inactive\"]]}]}", "a block of a segment, which is an object"),
+            ("{\"device_traces\": [[{\"pool_id\": 1}]]}", POOL),
+            ("{\"device_traces\": [[{\"pool_id\": [0]}]]}", POOL),
+            ("{\"device_traces\": [[{\"pool_id\": [0, 1, 2]}]]}", POOL),
+            ("{\"device_traces\": [[{\"size\": \"x\"}]]}", "an integer"),
+        ] {
+            let error = read(text).unwrap_err();
+            assert!(error.contains(&format!("expected {expected} at line 1")), "{text}: {error}");
+        }
     }
 
     #[test]

@@ -17,6 +17,7 @@ mod error;
 mod gzip;
 mod json;
 mod lines;
+mod object;
 mod pickle;
 mod program;
 mod rmm;
@@ -32,6 +33,8 @@ use std::path::Path;
 
 pub use error::{Block, InputError, Location, Reason};
 pub use program::{Event, Program};
+
+pub(crate) use object::{FromObject, Object};
 
 use error::Fault;
 use sniff::Format;

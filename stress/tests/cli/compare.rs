@@ -118,7 +118,22 @@ fn compare_takes_configs_and_prints_tables() {
         "{text}"
     );
     assert!(!text.contains("backing:segments"), "{text}");
-    for (content, reason) in [("{", "EOF"), ("{\"x\": 1}", "invalid type")] {
+    let figures = |reserved: &str, ns: &str| {
+        format!(
+            "{{\"x\": {{\"configs\": {{\"default\": {{\"options\": \"\", \"peak_reserved_bytes\": {reserved}, \
+             \"device_allocs\": 1, \"ooms\": 0, \"ns_per_op_torch_2_15\": {ns}}}}}}}}}"
+        )
+    };
+    for (content, reason) in [
+        ("{", "EOF"),
+        ("{\"x\": 1}", "invalid type: integer `1`, expected what is known of a program, which is an object"),
+        ("{\"x\": [{}]}", "invalid type: sequence, expected what is known of a program, which is an object"),
+        ("{\"x\": {\"configs\": {\"default\": [\"\", 1, 1, 0, 1, 1.0]}}}", "expected figures of a configuration"),
+        (&figures("-1", "1.0"), "integer `-1`, expected a whole number, 0 or more"),
+        (&figures("1", "-1.5"), "floating point `-1.5`, expected a number greater than 0"),
+        (&figures("1", "-1"), "integer `-1`, expected a number greater than 0"),
+        (&figures("1", "\"x\""), "string \"x\", expected a number greater than 0"),
+    ] {
         let figures = Scratch::new("damaged.json", content.as_bytes());
         let output = stress(&["compare", "--pytorch", figures.path(), &file]);
         assert_eq!(output.status.code(), Some(4));
