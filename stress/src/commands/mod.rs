@@ -57,3 +57,8 @@ fn ratio(part: u64, whole: u64) -> Option<f64> {
 fn hundredths(time: f64) -> f64 {
     (time * 100.0).round() / 100.0
 }
+
+/// Rounded to thousandths: nanoseconds of a time in microseconds.
+fn thousandths(time: f64) -> f64 {
+    (time * 1000.0).round() / 1000.0
+}

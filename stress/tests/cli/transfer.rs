@@ -67,6 +67,10 @@ fn batches_of_small_copies_save_calls() {
     let small: Vec<&Value> = rows.iter().filter(|row| row["bytes"] == 4096).collect();
     assert_eq!(small.len(), 3);
     assert!(small.iter().all(|row| number(row, "speedup") >= 5.0), "{small:?}");
+    for row in &rows {
+        let (speedup, again) = (number(row, "speedup"), number(row, "single_us") / number(row, "batched_us"));
+        assert!((again / speedup - 1.0).abs() < 0.02, "times have the digits that their ratio needs: {row}");
+    }
 }
 
 /// Also to those who read the table.

@@ -5,7 +5,7 @@ use aquifer_transfer::Direction;
 use serde::Serialize;
 
 use super::meter::Meter;
-use crate::commands::hundredths;
+use crate::commands::{hundredths, thousandths};
 use crate::exit::Failure;
 use crate::session::Session;
 use crate::table::table;
@@ -58,13 +58,14 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
                 direction: name,
                 bytes,
                 copies: COPIES,
-                single_us: hundredths(single),
-                batched_us: hundredths(batched),
+                single_us: thousandths(single),
+                batched_us: thousandths(batched),
                 speedup: hundredths(single / batched),
                 batch_calls_pay_below: meter.transfer.batch_calls_pay_below(direction)?,
             };
             session.row(&row)?;
-            let numbers = [row.single_us, row.batched_us, row.speedup].map(|number| format!("{number:.2}"));
+            let numbers = [(row.single_us, 3), (row.batched_us, 3), (row.speedup, 2)]
+                .map(|(number, digits)| format!("{number:.digits$}"));
             table.add_row([name.to_owned(), Bytes(bytes).to_string(), COPIES.to_string()].into_iter().chain(numbers));
         }
     }
