@@ -49,7 +49,8 @@ Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
                         that share of calls fails: cuMemMap:0.01
   oom_at=SIZE           no more memory than that can be had
   lost_at=N             the device is lost at the Nth call
-  spike=RATE:DURATION   that share of calls takes so much longer: 0.001:5ms
+  spike=RATE:DURATION   that share of calls takes so much longer: 0.001:5ms; not in the times that
+                        `calls` tells, nor in modelled times of driver calls
   faults=FILE           a file with a fault a line, written as above";
 
 /// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments memory, runs out of it,

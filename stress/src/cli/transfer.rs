@@ -68,8 +68,8 @@ device.
 JSON keys of every row:
   part, device, modelled    what was measured, on which device, and whether times come from the
                             simulator's cost model
-  clock                     \"host\": around calls and waiting, on a real device; or \"virtual\": that
-                            of the simulated device
+  clock                     \"host\": around calls and waiting, on a real device, and for copies on
+                            the host on every device; or \"virtual\": that of the simulated device
 copies:
   direction, method, bytes  \"upload\", \"download\", \"on device\", \"from peer\" or \"on host\"; method and
                             size of the copy
@@ -93,9 +93,10 @@ overlap:
   overlap                   the share of the shorter one that took no extra time
 schedule:
   direction, bytes          direction and size of the transfer: four times --max-mb, but no more
-                            than 256 MiB and no less than four times what the ring holds
+                            than 256 MiB and no less than four times what the ring may hold
   link_gb_s, copy_gb_s, call_us              the modelled link, host and driver
-  chunk_bytes, chunks, workers               the ring's sizes, as it tunes itself
+  chunk_bytes, chunks, workers               the ring's sizes, as it tunes itself; chunks are those
+                                             that it used, which may be fewer than it may hold
   gb_per_s, idle_share, stalls               in the steady state: bandwidth, share of time that the
                                              link was idle, late copies
   intact                                     whether every byte arrived";

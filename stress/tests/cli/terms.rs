@@ -106,6 +106,14 @@ fn help_tells_exit_codes_and_keys() {
     let replay = help(&["replay", "--help"]);
     assert!(REPLAY_KEYS.iter().all(|key| replay.contains(key)) && replay.contains("--lag"));
     let compare = help(&["compare", "--help"]);
+    let transfer = help(&["transfer", "--help"]);
+    let words = transfer.split_whitespace().collect::<Vec<_>>().join(" ");
+    for told in
+        ["for copies on the host on every device", "four times what the ring may hold", "chunks are those that it used"]
+    {
+        assert!(words.contains(told), "{told}");
+    }
+    assert!(common.contains("not in the times that\n"), "what spikes leave as it is: {common}");
     let unknown_setting = errors(&stress(&["--device", "sim:1GiB,unknown=1"]));
     let keys = unknown_setting.split("one of the keys ").nth(1).unwrap().lines().next().unwrap();
     for key in keys.split(", ").map(|key| key.trim_matches(|end: char| !end.is_alphabetic())) {
