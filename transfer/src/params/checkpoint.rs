@@ -4,7 +4,8 @@
 //! (<https://github.com/huggingface/safetensors#format>). Large models come as several files beside an index `model.safetensors.index.json`
 //! that names the file of each tensor. Nothing in a file is believed: what does not fit together is an error.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::fs::File;
 use std::io::{ErrorKind, Read};
@@ -119,7 +120,8 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// The tensors, file by file in the order in which they lie there.
+    /// The tensors, file by file in the order in which they lie there. Those without elements that lie in one place are in the order of the
+    /// file's header.
     pub fn entries(&self) -> &[TensorEntry] {
         &self.entries
     }
@@ -235,13 +237,16 @@ type Opened = (Shard, Vec<TensorEntry>, HashMap<String, String>);
 
 fn open_shard(path: PathBuf, number: usize) -> Result<Opened, TransferError> {
     let (mut file, bytes) = regular_file::open(&path).map_err(|error| file_error(&path, error))?;
-    let (metadata, start) = read_header(&mut file, &path, bytes)?;
+    let Header { metadata, places, start } = read_header(&mut file, &path, bytes)?;
     let needed = start.saturating_add(metadata.data_len() as u64);
     if needed != bytes {
         return Err(fault(&path, CheckpointFault::Length { needed, has: bytes }));
     }
     let mut entries = Vec::new();
-    for name in metadata.offset_keys() {
+    let mut names = metadata.offset_keys();
+    // Which of those that lie in one place comes first there is chance.
+    names.sort_by_key(|name| (metadata.info(name).map(|info| info.data_offsets), places.get(name)));
+    for name in names {
         let Some(info) = metadata.info(&name) else { continue };
         let shape: Vec<u64> = info.shape.iter().map(|&extent| extent as u64).collect();
         if Layout::row_major(&shape).is_err() {
@@ -266,8 +271,16 @@ fn open_shard(path: PathBuf, number: usize) -> Result<Opened, TransferError> {
     Ok((Shard { path, file: Arc::new(file), bytes, map: None }, entries, texts))
 }
 
-/// The header, and where the tensors begin.
-fn read_header(file: &mut File, path: &Path, bytes: u64) -> Result<(Metadata, u64), TransferError> {
+/// A file's header.
+struct Header {
+    metadata: Metadata,
+    /// The place of each name in it.
+    places: HashMap<String, usize>,
+    /// Where the tensors begin.
+    start: u64,
+}
+
+fn read_header(file: &mut File, path: &Path, bytes: u64) -> Result<Header, TransferError> {
     if bytes < 8 {
         return Err(fault(path, CheckpointFault::Truncated { needed: 8, has: bytes }));
     }
@@ -283,14 +296,14 @@ fn read_header(file: &mut File, path: &Path, bytes: u64) -> Result<(Metadata, u6
     let mut header = vec![0; usize::try_from(length).unwrap_or(usize::MAX)];
     file.read_exact(&mut header).map_err(|error| read_error(path, error))?;
     let problem = |error: serde_json::Error| fault(path, CheckpointFault::Header { problem: error.to_string() });
-    let DistinctNames = serde_json::from_slice(&header).map_err(problem)?;
+    let DistinctNames(places) = serde_json::from_slice(&header).map_err(problem)?;
     // Deserialising checks that tensors are as long as their shapes say and lie one after the other.
     let metadata = serde_json::from_slice(&header).map_err(problem)?;
-    Ok((metadata, 8 + length))
+    Ok(Header { metadata, places, start: 8 + length })
 }
 
-/// A map that has no name twice: of those the last would count, and the others be lost without a word.
-struct DistinctNames;
+/// The places of the names in a map that has none twice: of those the last would count, and the others be lost without a word.
+struct DistinctNames(HashMap<String, usize>);
 
 impl<'de> Deserialize<'de> for DistinctNames {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -304,13 +317,17 @@ impl<'de> Deserialize<'de> for DistinctNames {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<DistinctNames, A::Error> {
-                let mut names = HashSet::new();
-                while let Some((name, IgnoredAny)) = map.next_entry::<String, _>()? {
-                    if let Some(name) = names.replace(name) {
-                        return Err(A::Error::custom(format_args!("{name:?} is there twice")));
-                    }
+                let mut places = HashMap::new();
+                while let Some((name, IgnoredAny)) = map.next_entry()? {
+                    let place = places.len();
+                    match places.entry(name) {
+                        Entry::Vacant(free) => free.insert(place),
+                        Entry::Occupied(taken) => {
+                            return Err(A::Error::custom(format_args!("{:?} is there twice", taken.key())));
+                        }
+                    };
                 }
-                Ok(DistinctNames)
+                Ok(DistinctNames(places))
             }
         }
 

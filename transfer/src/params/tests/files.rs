@@ -35,6 +35,29 @@ fn metadata_stays_with_the_tensors() {
     }
 }
 
+/// Of tensors without elements many lie in one place; those here also before and after one with elements.
+#[test]
+fn tensors_come_in_the_order_in_which_they_lie_and_are_named() {
+    let names = |prefix: &str| (0..8).map(|number| format!("{prefix}.{}", number * 5 % 8)).collect::<Vec<_>>();
+    let (first, last) = (names("b"), names("a"));
+    let empty = |names: &[String], at: u32| -> Vec<String> {
+        let tensor = |name| format!(r#""{name}":{{"dtype":"F32","shape":[0],"data_offsets":[{at},{at}]}}"#);
+        names.iter().map(tensor).collect()
+    };
+    let full = r#""full":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}"#.to_owned();
+    let header = [empty(&last, 4), vec![full], empty(&first, 0)].concat().join(",");
+    let (directory, expected) = (Directory::new(), [first, vec!["full".to_owned()], last].concat());
+    let path = directory.0.join("empty.safetensors");
+    std::fs::write(&path, raw_file(&format!("{{{header}}}"), &[0; 4])).unwrap();
+    for _ in 0..3 {
+        let checkpoint = Checkpoint::open(&path).unwrap();
+        let lie: Vec<&str> = checkpoint.entries().iter().map(|entry| &*entry.name).collect();
+        assert_eq!(lie, expected);
+        let loaded = checkpoint.load_blocking(Place::Host, Load::new()).unwrap();
+        assert!(loaded.iter().map(|param| &param.name).eq(&expected));
+    }
+}
+
 #[cfg(unix)]
 #[test]
 fn a_file_that_is_replaced_leaves_its_permissions() {
