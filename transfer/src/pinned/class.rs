@@ -1,4 +1,4 @@
-//! Size classes: eight for each doubling, so that a block is less than an eighth larger than what was asked for.
+//! Size classes: eight for each doubling, so that a block is less than an eighth, or less than 512 bytes, larger than what was asked for.
 //!
 //! Up to 4 KiB classes are multiples of 512 bytes. Those from 32 KiB on are whole pages, those from 16 MiB on multiples of 2 MiB.
 

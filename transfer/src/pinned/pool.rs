@@ -49,9 +49,10 @@ impl PinnedConfig {
 
 /// A caching pool of page-locked host memory for copies of one device. Cloning gives another handle of the same pool.
 ///
-/// *Sizes* are rounded up to eight classes per doubling. So a buffer occupies less than an eighth more than was asked for, and at
-/// least 512 bytes. Small buffers are carved from slabs of 2 MiB, which grow with the pool. Buffers of 16 MiB and more get slabs of their
-/// own, which are split for smaller requests while they are not needed whole.
+/// *Sizes* are rounded up to eight classes per doubling, and up to 4 KiB to multiples of 512 bytes. So a buffer occupies less than an
+/// eighth, or less than 512 bytes, more than was asked for, and at least 512 bytes. Small buffers are carved from slabs of 2 MiB, which
+/// grow with the pool. Buffers of 16 MiB and more get slabs of their own, which are split for smaller requests while they are not needed
+/// whole.
 ///
 /// *Reuse.* Dropping a buffer makes no driver call and waits for nothing. Its memory is handed out again when every copy that used it
 /// is done.
