@@ -33,7 +33,7 @@ pub struct Counters {
     pub uploads: Traffic,
     /// From the device to the host.
     pub downloads: Traffic,
-    /// Within the device, or from other devices.
+    /// Within the device, or from other devices; but what came by way of the host counts as a download there and an upload here.
     pub on_device: Traffic,
     /// Between host memory ([`crate::Transfer::copy_on_host`]).
     pub on_host: Traffic,

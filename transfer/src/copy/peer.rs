@@ -91,18 +91,37 @@ impl Transfer {
         peer.check_device("buffer", from.storage().device_id())?;
         self.check_device("buffer", to.storage().device_id())?;
         let route = self.route_from(peer)?;
-        match route {
-            Route::Same => Ok(self.copy(from, to)?.map(move |()| route)),
-            Route::ViaHost => {
-                let host = peer.to_vec(from)?.wait()?;
-                Ok(self.upload_from(host, to)?.map(move |()| route))
-            }
-            Route::Peer | Route::Staged if from.bytes() == 0 => Ok(Pending::ready(self.shared(), route)),
-            Route::Peer | Route::Staged => {
-                let tick = self.enqueue_peer(from, peer, to)?;
-                self.shared().tally.count(Direction::OnDevice, to.bytes());
-                Ok(Pending::enqueued(self.shared(), tick, route))
-            }
+        if route == Route::Same {
+            return Ok(self.copy(from, to)?.map(move |()| route));
+        }
+        let pending = self.begin_from_peer(from, peer, to, route)?;
+        self.count_from_peer(route, to.bytes());
+        Ok(pending)
+    }
+
+    /// Enqueues a copy from another device by the route, for a transfer that [`Transfer::count_from_peer`] counts.
+    pub(super) fn begin_from_peer<T: Pod + Send + Sync>(
+        &self,
+        from: &DeviceBuffer<T>,
+        peer: &Transfer,
+        to: &mut DeviceBuffer<T>,
+        route: Route,
+    ) -> Result<Pending<Route>, TransferError> {
+        if route == Route::ViaHost {
+            let host = peer.to_vec(from)?.wait()?;
+            return Ok(self.upload_from(host, to)?.map(move |()| route));
+        }
+        if from.bytes() == 0 {
+            return Ok(Pending::ready(self.shared(), route));
+        }
+        let tick = self.enqueue_peer(from, peer, to)?;
+        Ok(Pending::enqueued(self.shared(), tick, route))
+    }
+
+    /// Counts a transfer of so many bytes from another device; by way of the host both halves were counted.
+    pub(super) fn count_from_peer(&self, route: Route, bytes: u64) {
+        if route != Route::ViaHost && bytes > 0 {
+            self.shared().tally.count(Direction::OnDevice, bytes);
         }
     }
 

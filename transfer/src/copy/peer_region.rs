@@ -92,22 +92,37 @@ impl Transfer {
         }
         let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), route)) };
         plan.check_reach(from.len(), to.len())?;
-        let crossing = Crossing::of(region);
         let there = peer.on(peer.next_stream(Direction::OnDevice))?;
         let here = self.on(self.next_stream(Direction::OnDevice))?;
-        let dense = there.collected(from, region, &crossing)?;
+        let pending = here.bring_region(from, &there, to, region, route)?;
+        self.count_from_peer(route, plan.elements * size_of::<T>() as u64);
+        Ok(pending)
+    }
+
+    /// Enqueues the parts of copying a region from another device, none of which is counted; see [`Transfer::count_from_peer`].
+    fn bring_region<T: Pod + Send + Sync>(
+        &self,
+        from: &DeviceBuffer<T>,
+        peer: &Transfer,
+        to: &mut DeviceBuffer<T>,
+        region: &Region<'_>,
+        route: Route,
+    ) -> Result<Pending<Route>, TransferError> {
+        let crossing = Crossing::of(region);
+        let dense = peer.collected(from, region, &crossing)?;
         if crossing.dense == crossing.repeated && crossing.lies_so(region.to_strides) {
-            return here.copy_from_peer(&dense, &there, &mut to.slice(..crossing.count)?);
+            return self.begin_from_peer(&dense, peer, &mut to.slice(..crossing.count)?, route);
         }
-        let stream = here.next_stream(Direction::OnDevice);
-        let mut arrived: DeviceBuffer<T> = here.allocator().alloc_buffer(crossing.count, stream)?;
-        let copied = here.copy_from_peer(&dense, &there, &mut arrived)?;
+        let stream = self.next_stream(Direction::OnDevice);
+        let mut arrived: DeviceBuffer<T> = self.allocator().alloc_buffer(crossing.count, stream)?;
+        let copied = self.begin_from_peer(&dense, peer, &mut arrived, route)?;
         if !copied.is_enqueued() {
             // It may fail yet, and then there is nothing to spread out.
             copied.wait()?;
         }
         let spread = Region { from_strides: &crossing.repeated, ..*region };
-        Ok(here.copy_region(&arrived, to, &spread)?.map(move |()| route))
+        let (spread, _bytes) = self.begin_region(&arrived, to, &spread)?;
+        Ok(spread.map(move |()| route))
     }
 
     /// The elements of a region without gaps or repetitions: where they lie, if they have none, else in new memory.
@@ -123,7 +138,7 @@ impl Transfer {
         let mut dense = self.allocator().alloc_buffer(crossing.count, self.next_stream(Direction::OnDevice))?;
         let region =
             Region { extents: &crossing.extents, from_strides: region.from_strides, to_strides: &crossing.dense };
-        let _enqueued = self.copy_region(from, &mut dense, &region)?;
+        let _enqueued = self.begin_region(from, &mut dense, &region)?;
         Ok(dense)
     }
 }
@@ -170,8 +185,15 @@ mod tests {
             let [mut expected, mut crossed] = [(one, stream), (two, elsewhere)]
                 .map(|(transfer, stream)| transfer.to_device(vec![7u32; 1000], stream).unwrap().wait().unwrap());
             one.copy_region(&from, &mut expected, region).unwrap().wait().unwrap();
+            let counted = || [one, two].map(|transfer| transfer.counters().on_device);
+            let [at_source, mut here] = counted();
             let route = two.copy_region_from_peer(&from, one, &mut crossed, region).unwrap().wait().unwrap();
             assert_eq!(route, Route::Peer);
+            // Where it was asked for, as one copy of its elements, whatever it is made of.
+            let elements: u64 = region.extents.iter().product();
+            here.copies += elements.min(1);
+            here.bytes += elements * 4;
+            assert_eq!(counted(), [at_source, here], "{region:?}");
             let content = two.to_vec(&crossed).unwrap().wait().unwrap();
             assert_eq!(content, one.to_vec(&expected).unwrap().wait().unwrap(), "{region:?}");
         }

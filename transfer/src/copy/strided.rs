@@ -90,9 +90,23 @@ impl Transfer {
         to: &mut DeviceBuffer<T>,
         region: &Region<'_>,
     ) -> Result<Pending<()>, TransferError> {
+        let (pending, bytes) = self.begin_region(from, to, region)?;
+        if bytes > 0 {
+            self.shared().tally.count(Direction::OnDevice, bytes);
+        }
+        Ok(pending)
+    }
+
+    /// As [`Transfer::copy_region`], for a part of a transfer: not counted. Gives the region's bytes, too.
+    pub(super) fn begin_region<T: Copy>(
+        &self,
+        from: &DeviceBuffer<T>,
+        to: &mut DeviceBuffer<T>,
+        region: &Region<'_>,
+    ) -> Result<(Pending<()>, u64), TransferError> {
         self.check_device("buffer", from.storage().device_id())?;
         self.check_device("buffer", to.storage().device_id())?;
-        let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
+        let Some(plan) = region.plan()? else { return Ok((Pending::ready(self.shared(), ()), 0)) };
         plan.check_reach(from.len(), to.len())?;
         let (src, dst, size) = (CopyEnd::Device(from.ptr()), CopyEnd::Device(to.ptr()), size_of::<T>() as u64);
         if plan.meets_itself(from.ptr().0, to.ptr().0, size) {
@@ -107,7 +121,6 @@ impl Transfer {
                 plan.enqueue(stream, src, dst, size)
             }
         })?;
-        self.shared().tally.count(Direction::OnDevice, plan.elements * size);
-        Ok(Pending::enqueued(self.shared(), tick, ()))
+        Ok((Pending::enqueued(self.shared(), tick, ()), plan.elements * size))
     }
 }
