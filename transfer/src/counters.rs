@@ -19,7 +19,7 @@ pub enum Direction {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Traffic {
-    /// Transfers that were asked for.
+    /// Transfers that were asked for; of a [`crate::TransferBatch`], each that was added.
     pub copies: u64,
     /// Their bytes.
     pub bytes: u64,
@@ -71,16 +71,21 @@ pub(crate) struct Tally {
 
 impl Tally {
     pub(crate) fn count(&self, direction: Direction, bytes: u64) {
-        self.add(direction as usize, bytes);
+        self.count_all(direction, 1, bytes);
+    }
+
+    /// Several copies, of so many bytes together.
+    pub(crate) fn count_all(&self, direction: Direction, copies: u64, bytes: u64) {
+        self.add(direction as usize, copies, bytes);
     }
 
     /// A copy between host memory.
     pub(crate) fn count_on_host(&self, bytes: u64) {
-        self.add(ON_HOST, bytes);
+        self.add(ON_HOST, 1, bytes);
     }
 
-    fn add(&self, place: usize, bytes: u64) {
-        self.copies[place].fetch_add(1, Ordering::Relaxed);
+    fn add(&self, place: usize, copies: u64, bytes: u64) {
+        self.copies[place].fetch_add(copies, Ordering::Relaxed);
         self.bytes[place].fetch_add(bytes, Ordering::Relaxed);
     }
 

@@ -84,12 +84,14 @@ struct Packed {
     used: usize,
 }
 
-/// One copy.
+/// What the driver copies as one: one copy that was added, or several that lie side by side.
 #[derive(Debug)]
 struct Piece {
     from: End,
     to: End,
     bytes: u64,
+    /// How many.
+    copies: u64,
 }
 
 /// One end of a copy.
@@ -209,7 +211,8 @@ impl TransferBatch {
         Ok(Downloaded { batch: self.number, offset, len, element: PhantomData })
     }
 
-    /// Copies that the driver will be asked for: fewer than were added where pieces lie side by side.
+    /// Copies that the driver will be asked for: fewer than were added where pieces lie side by side. [`Transfer::counters`] counts those
+    /// that were added, once they are enqueued.
     pub fn pieces(&self) -> usize {
         let pieces = |stage: &Stage| stage.uploads.len() + stage.copies.len() + stage.downloads.len();
         self.stages.iter().map(pieces).sum()
@@ -264,19 +267,19 @@ impl TransferBatch {
 
 impl Stage {
     fn add_upload<T: Copy>(&mut self, from: End, to: &DeviceBuffer<T>) {
-        add(&mut self.uploads, Piece { from, to: End::of(to), bytes: to.bytes() });
+        add(&mut self.uploads, Piece::new(from, End::of(to), to.bytes()));
     }
 
     fn add_copy<T: Copy>(&mut self, from: &DeviceBuffer<T>, to: &DeviceBuffer<T>) {
         self.used.add(from.ptr(), from.bytes());
         self.used.add(to.ptr(), to.bytes());
-        add(&mut self.copies, Piece { from: End::of(from), to: End::of(to), bytes: to.bytes() });
+        add(&mut self.copies, Piece::new(End::of(from), End::of(to), to.bytes()));
     }
 
     fn add_download<T: Copy>(&mut self, from: &DeviceBuffer<T>, to: End) {
         self.used.add(from.ptr(), from.bytes());
         self.downloaded.add(from.ptr(), from.bytes());
-        add(&mut self.downloads, Piece { from: End::of(from), to, bytes: from.bytes() });
+        add(&mut self.downloads, Piece::new(End::of(from), to, from.bytes()));
     }
 }
 
@@ -328,12 +331,17 @@ fn add(pieces: &mut Vec<Piece>, piece: Piece) {
                 && last.stays_apart(last.bytes + piece.bytes) =>
         {
             last.bytes += piece.bytes;
+            last.copies += piece.copies;
         }
         _ => pieces.push(piece),
     }
 }
 
 impl Piece {
+    fn new(from: End, to: End, bytes: u64) -> Piece {
+        Piece { from, to, bytes, copies: 1 }
+    }
+
     /// Whether its ends have no memory in common if it is so long.
     fn stays_apart(&self, bytes: u64) -> bool {
         match (&self.from, &self.to) {
@@ -374,7 +382,7 @@ impl Transfer {
                 enqueue_parts(stream, &batched, &single)
             }
         })?;
-        pieces.iter().for_each(|piece| self.shared().tally.count(direction, piece.bytes));
+        pieces.iter().for_each(|piece| self.shared().tally.count_all(direction, piece.copies, piece.bytes));
         Ok(Some(tick))
     }
 }

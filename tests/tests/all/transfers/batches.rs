@@ -56,6 +56,31 @@ fn a_batch_on_the_default_stream_does_what_it_does_elsewhere() {
     bench.finish();
 }
 
+#[test]
+fn each_copy_of_a_batch_is_counted_also_where_several_become_one() {
+    let bench = Bench::new();
+    let (from, to) = (bench.alloc(90), bench.alloc(90));
+    let part = |of: &DeviceBuffer<u8>, start: u64| of.slice(start..start + 30).unwrap();
+    let mut batch = bench.transfer.batch();
+    // Side by side, but for nothing, which is no copy.
+    for start in [0, 30, 60] {
+        batch.upload(&[7; 30], &mut part(&from, start)).unwrap();
+        batch.upload(&[], &mut bench.alloc(0)).unwrap();
+        batch.copy(&part(&from, start), &mut part(&to, start)).unwrap();
+        batch.download(&part(&to, start)).unwrap();
+    }
+    let (added, pieces) = (bench.transfer.counters(), batch.pieces());
+    assert_eq!((added.uploads.copies, added.on_device.copies, added.downloads.copies), (0, 0, 0));
+    batch.run().unwrap().wait().unwrap();
+    let counted = bench.transfer.counters();
+    for traffic in [counted.uploads, counted.on_device, counted.downloads] {
+        assert_eq!((traffic.copies, traffic.bytes), (3, 90));
+    }
+    assert_eq!(pieces, 3);
+    drop((from, to));
+    bench.finish();
+}
+
 /// Elements may have no bytes, but they have a number.
 #[test]
 fn elements_without_bytes_are_as_many_as_they_were() {
