@@ -20,6 +20,7 @@ mod counters;
 mod error;
 mod host_vec;
 mod job;
+mod kept;
 mod params;
 mod pending;
 mod pinned;

@@ -16,6 +16,7 @@ use crate::begun::Begun;
 use crate::counters::Tally;
 use crate::error::TransferError;
 use crate::job::{Job, Progress};
+use crate::kept::Kept;
 use crate::waiter::{Signal, Waiter};
 
 /// What transfers of one runtime share.
@@ -24,6 +25,7 @@ pub(crate) struct Shared {
     pub(crate) begun: Begun,
     pub(crate) waiter: Arc<Waiter>,
     pub(crate) tally: Tally,
+    pub(crate) kept: Kept,
 }
 
 /// A transfer that was begun, and that yields a value when it is complete.

@@ -328,12 +328,14 @@ impl Transfer {
     /// # Errors
     /// The first error of the driver, such as a lost device. The rest is waited for all the same.
     pub fn synchronize(&self) -> Result<(), TransferError> {
-        let Shared { begun, tally, .. } = &*self.inner.shared;
+        let Shared { begun, tally, kept, .. } = &*self.inner.shared;
+        let mut waited = Ok(());
         if begun.is_open() {
             tally.waits();
-            begun.wait()?;
+            waited = begun.wait();
         }
-        Ok(())
+        kept.release();
+        waited
     }
 
     /// Counters of what all handles of this runtime did so far.

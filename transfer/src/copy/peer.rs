@@ -2,7 +2,6 @@
 //! carries ticks of its own streams alone (invariant N5).
 
 use std::fmt;
-use std::sync::Arc;
 
 use aquifer_allocator::{DeviceBuffer, Turn};
 use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
@@ -11,7 +10,7 @@ use bytemuck::Pod;
 use crate::capture;
 use crate::counters::Direction;
 use crate::error::TransferError;
-use crate::pending::{OnStreams, Pending};
+use crate::pending::{OnStreams, Pending, Shared};
 use crate::runtime::{NO_CAPTURE, Transfer};
 
 /// Which way a copy from one device to another goes.
@@ -63,7 +62,10 @@ impl Transfer {
     /// way of the host: see [`Route`].
     ///
     /// # Errors
-    /// Ends of different lengths, buffers of other devices than these two, a stream that captures, and those of both drivers.
+    /// Ends of different lengths, buffers of other devices than these two, a stream that captures, and those of both drivers. Where these
+    /// keep everybody from learning when the copy is done, it goes on, and the memory that it reads is not given back before that is known.
+    /// This runtime asks at its next such copy, at [`Transfer::synchronize`], and when its last handle is dropped; what may be in use even
+    /// then stays for good.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
@@ -133,6 +135,8 @@ impl Transfer {
         peer: &Transfer,
         to: &DeviceBuffer<T>,
     ) -> Result<Tick, TransferError> {
+        let Shared { begun, kept, .. } = &**self.shared();
+        kept.release();
         let (stream, there) = (self.next_stream(Direction::OnDevice), peer.next_stream(Direction::OnDevice));
         self.refuse_capture(stream)?;
         self.refuse_capture(there)?;
@@ -144,17 +148,19 @@ impl Transfer {
         stream.copy_from_peer(to.ptr(), peer.device(), from.ptr(), to.bytes())?;
         let copied = stream.tick();
         let ordered = self.order_after(there, &copied);
-        if ordered.as_ref().is_err_and(|error| !error.is_device_lost()) {
-            // Nobody will learn when the copy is done. Who writes its source tries again to come after it; the memory is never reused.
-            tracing::warn!(
-                bytes = from.storage().bytes(),
-                device = %peer.device().label(),
-                "nobody can learn when a copy to another device is done; its source is kept for good"
-            );
+        let is_unknown = ordered.as_ref().is_err_and(|error| !error.is_device_lost());
+        if is_unknown {
+            // Who writes the source tries again to come after the copy.
             turn.note_reader(source, &copied);
-            std::mem::forget(Arc::clone(from.storage()));
         }
         drop(turn);
+        if is_unknown {
+            tracing::debug!(
+                "nobody can wait for a copy from another device; its source is kept until it is known to be done"
+            );
+            kept.keep(&copied, from.storage());
+            begun.note_tick(&copied);
+        }
         ordered?;
         peer.covered_tick(there);
         Ok(self.covered_tick(stream))
@@ -170,6 +176,8 @@ impl Transfer {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use aquifer_allocator::{Allocator, Claim, Config};
     use aquifer_device::sim::{Fault, SimConfig, SimDriver};
     use aquifer_device::{Code, Device, Operation};
@@ -257,19 +265,77 @@ mod tests {
         }
     }
 
+    /// Whether memory of a device's allocator is still there.
+    fn is_kept(of: &World) -> bool {
+        of.transfer.allocator().empty_cache().unwrap();
+        of.reserved() >= LEN as u64 * 4
+    }
+
     #[test]
-    fn the_source_of_a_copy_that_nobody_can_wait_for_is_kept() {
+    fn the_source_of_a_copy_that_nobody_can_wait_for_is_kept_until_that_is_done() {
         for writes in [false, true] {
-            let (worlds, mut from, result) = copied(2);
-            assert!(matches!(result, Err(TransferError::Device(_))), "{result:?}");
-            if writes {
-                worlds[0].transfer.fill(&mut from, 9).unwrap().wait().unwrap();
-                assert_eq!(worlds[0].transfer.to_vec(&from).unwrap().wait().unwrap(), vec![9; LEN]);
+            for asked_by in ["synchronize", "another copy", "its last handle"] {
+                let ([one, two], mut from, result) = copied(2);
+                assert!(matches!(result, Err(TransferError::Device(_))), "{result:?}");
+                if writes {
+                    one.transfer.fill(&mut from, 9).unwrap().wait().unwrap();
+                    assert_eq!(one.transfer.to_vec(&from).unwrap().wait().unwrap(), vec![9; LEN]);
+                }
+                drop(from);
+                assert!(is_kept(&one));
+                let sim = two.sim.clone();
+                if asked_by == "synchronize" {
+                    two.transfer.synchronize().unwrap();
+                } else {
+                    two.transfer.device().synchronize().unwrap();
+                }
+                if asked_by == "another copy" {
+                    let small = one.transfer.to_device(vec![7u32; 10], &one.stream).unwrap().wait().unwrap();
+                    let mut to = two.transfer.allocator().alloc_buffer(10, &two.stream).unwrap();
+                    two.transfer.copy_from_peer(&small, &one.transfer, &mut to).unwrap().wait().unwrap();
+                }
+                // A runtime that is left keeps nothing that it would let go of only when it is dropped.
+                let _left = (asked_by != "its last handle").then_some(two);
+                assert!(!is_kept(&one), "{asked_by}");
+                assert_eq!((one.sim.violations(), sim.violations()), (vec![], vec![]));
             }
+        }
+    }
+
+    #[test]
+    fn the_source_of_a_copy_that_is_not_known_to_be_done_when_its_runtime_is_dropped_is_lost() {
+        let ([one, two], from, _) = copied(2);
+        let (sim, device) = (two.sim.clone(), two.transfer.device().clone());
+        sim.inject(Fault::Rate { operation: Some(Operation::QueryEvent), rate: 1.0, code: Code(999) });
+        drop((from, two));
+        sim.clear_faults();
+        device.synchronize().unwrap();
+        assert!(is_kept(&one), "it is lost rather than reused");
+        assert_eq!((one.sim.violations(), sim.violations()), (vec![], vec![]));
+    }
+
+    /// The record of an event that tells when the copy is done may have failed, too.
+    #[test]
+    fn the_source_of_a_copy_that_no_event_covered_is_let_go_of_by_who_waits() {
+        for is_lost in [false, true] {
+            let [one, two] = [0, 1].map(World::new);
+            let from = one.transfer.to_device(vec![7u32; LEN], &one.stream).unwrap().wait().unwrap();
+            let mut to = two.transfer.allocator().alloc_buffer(LEN as u64, &two.stream).unwrap();
+            two.sim.inject(Fault::Rate { operation: Some(Operation::Record), rate: 1.0, code: Code(999) });
+            two.fails(Operation::Synchronize);
+            let refused = two.transfer.on(&two.stream).unwrap().copy_from_peer(&from, &one.transfer, &mut to);
+            assert!(matches!(refused, Err(TransferError::Device(_))), "{refused:?}");
             drop(from);
-            worlds[0].transfer.allocator().empty_cache().unwrap();
-            assert!(worlds[0].reserved() >= LEN as u64 * 4, "it is lost rather than reused");
-            worlds.iter().for_each(|world| assert_eq!(world.sim.violations(), []));
+            two.transfer.shared().kept.release();
+            assert!(is_kept(&one));
+            two.sim.clear_faults();
+            if is_lost {
+                two.sim.inject(Fault::LostAt { nth: 1 });
+            }
+            let waited = two.transfer.synchronize();
+            assert_eq!(waited.is_err(), is_lost);
+            assert!(!is_kept(&one));
+            assert_eq!((one.sim.violations(), two.sim.violations()), (vec![], vec![]));
         }
     }
 }
