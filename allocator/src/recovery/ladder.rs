@@ -1,7 +1,8 @@
 //! The out-of-memory ladder: the sequence of attempts to serve a request that no cached block serves.
 //!
 //! Each attempt, a *rung*, is a function that serves the request or does not. A rung that frees something is followed by another search,
-//! of the pools that lend, too, because the freed memory may fit although the device has no more to give. The order is PyTorch's, with rungs added:
+//! of the pools that lend, too, because the freed memory may fit although the device has no more to give. The order is PyTorch's, with
+//! rungs added:
 //!
 //! 1. take a block of another stream that is done (`cross_stream`), or wait for one where the policy says so;
 //! 2. collect garbage by age;
