@@ -250,3 +250,22 @@ fn a_free_block_that_is_large_enough_needs_no_other_split_limit() {
     let relax = |advice: &Advice| matches!(advice, Advice::RelaxSplitLimit { .. });
     assert!(!refused.advice.iter().any(relax), "{refused}");
 }
+
+/// What the ladder gave back is cached again when the program runs again, and then the limit refuses before anything goes back.
+#[test]
+fn a_higher_limit_has_room_for_what_is_cached_where_it_refuses_at_once() {
+    let run = |limit: u64, headroom: u64| {
+        let options = format!("backing:segments,limit_mb:{limit},headroom_mb:{headroom},throw_on_cudamalloc_oom:True");
+        let bench = Bench::new(100 * MIB, &options);
+        let small = bench.allocator.alloc(512, &bench.stream).unwrap();
+        drop(bench.allocator.alloc(20 * MIB, &bench.stream).unwrap());
+        let asked = bench.allocator.alloc(54 * MIB, &bench.stream);
+        drop(small);
+        asked.map(drop)
+    };
+    let refused = report(run(50, 60));
+    let both = vec![Advice::RaiseLimit { to: 76 * MIB }, Advice::LowerHeadroom { to: 24 * MIB }];
+    assert_eq!(refused.released, 20 * MIB);
+    assert!(refused.advice.contains(&Advice::All(both)), "{refused}");
+    run(76, 24).unwrap();
+}

@@ -140,6 +140,7 @@ impl Allocator {
         // streams lent each other are in pieces until they are home.
         let first = report.reserved.saturating_add(tried.released).saturating_add(report.segment);
         holds.stays_cached = self.config().fail_fast && report.limit.is_some_and(|limit| first > limit);
+        holds.kept_next_time = if holds.stays_cached { tried.released } else { 0 };
         report.headroom = self.config().headroom;
         report.memory = memory;
         report.held_by_others =

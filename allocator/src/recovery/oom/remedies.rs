@@ -50,8 +50,10 @@ pub(super) struct Holds {
     pub(super) own: u64,
     /// Bytes of addresses that are reserved outside of heaps.
     pub(super) addresses_apart: u64,
-    /// True if the limit refuses the request at once (`throw_on_cudamalloc_oom`), so that freed memory stays cached.
+    /// True if the limit refuses the request at once (`throw_on_cudamalloc_oom`), so that freed memory stays cached,
     pub(super) stays_cached: bool,
+    /// and these bytes that went back in vain do so, too, next time.
+    pub(super) kept_next_time: u64,
     /// The parts of these sums that cannot go back to the device while a stream captures.
     pub(super) captured: Captured,
 }
@@ -198,12 +200,13 @@ impl Remedies<'_> {
             let serves = holds.own_pool_serves && set & OWN_POOL == 0;
             return (stays.min(report.reserved), if serves { 0 } else { report.segment });
         }
+        let reserved = report.reserved.saturating_add(if goes_back { 0 } else { holds.kept_next_time });
         // Live memory of a released pool is cached when it is freed, and so is other memory that cannot go back when the pool is released.
         let released = set & POOLS != 0 && (goes_back || holds.live_in_pools + holds.captured.pools == 0);
         let stays_in_pools = kept.pools.max(unless(PINS, holds.pinned_in_pools));
         let mut goes = if released { holds.pools.saturating_sub(stays_in_pools) } else { 0 };
         if set & (CACHE | CAPTURE | OWN_POOL | PINS) == 0 {
-            return (report.reserved.saturating_sub(goes), report.from_device);
+            return (reserved.saturating_sub(goes), report.from_device);
         }
         // A part of the free memory here may be where the request's memory would be. It is not counted twice.
         if goes_back {
@@ -213,7 +216,7 @@ impl Remedies<'_> {
         if set & OWN_POOL != 0 {
             goes += holds.own_pool_loose - kept.own_pool_loose;
         }
-        (report.reserved.saturating_sub(goes), report.segment)
+        (reserved.saturating_sub(goes), report.segment)
     }
 
     /// Bytes that the device has for this allocator after all remedies of a set.
