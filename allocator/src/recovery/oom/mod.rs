@@ -86,7 +86,7 @@ pub struct OomReport {
     pub reserved_by_private_pools: u64,
     /// Bytes of the largest free block of the request's pool, whichever stream owns it.
     pub largest_free: u64,
-    /// Free bytes of the request's pool.
+    /// Free bytes of the request's pool, less what only captures of a private pool may have because a graph uses it.
     pub free_in_pool: u64,
     /// The share of free bytes that a request of this size cannot use, 0 to 1 (Gorman & Whitcroft).
     pub unusable_index: f64,
