@@ -7,14 +7,14 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU64, fence};
 
-use super::counter::PooledCounter;
-use super::counter::Sum;
+use super::counter::{PooledCounter, Sum};
 use super::stat::PoolStats;
 use crate::size_class::PoolKind;
 
 /// A reader who met a change under way so often lets other threads run: the writer may need this one's core.
 const PATIENCE: u32 = 64;
 
+/// The counter of these bytes.
 #[derive(Debug, Default)]
 pub(crate) struct Reserved {
     counter: PooledCounter,
@@ -35,14 +35,13 @@ impl Reserved {
 
     /// Replaces a share of the memory, given by pool. Losses are counted before gains, so that what moved between pools raises no peak.
     pub(crate) fn replace(&self, before: [u64; 2], now: [u64; 2]) {
-        let kinds = [PoolKind::Small, PoolKind::Large];
         self.change(|counter| {
-            kinds
-                .into_iter()
-                .for_each(|kind| counter.sub(kind, before[kind as usize].saturating_sub(now[kind as usize])));
-            kinds
-                .into_iter()
-                .for_each(|kind| counter.add(kind, now[kind as usize].saturating_sub(before[kind as usize])));
+            for kind in [PoolKind::Small, PoolKind::Large] {
+                counter.sub(kind, before[kind as usize].saturating_sub(now[kind as usize]));
+            }
+            for kind in [PoolKind::Small, PoolKind::Large] {
+                counter.add(kind, now[kind as usize].saturating_sub(before[kind as usize]));
+            }
         });
     }
 

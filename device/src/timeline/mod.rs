@@ -17,11 +17,11 @@
 //!   the timeline's own lock, or while a reference keeps the event alive.
 //! * **T4** A stream is identified by a number of our own on its device, never by the driver's handle. A number stands for one stream
 //!   after another: that of a destroyed stream goes to a new one once all its work is known to be done, and its ticks count on. The
-//!   same holds for the default stream of a thread that has ended. A stream is not destroyed before its last event is recorded, unless it
-//!   captures or the device is lost. The handle of a per-thread stream means another stream on every
-//!   thread, so only its owner makes driver calls with it; when another thread needs its ticks, an event on the legacy stream covers
-//!   them. The handle of a released stream may come to mean another stream, so nobody makes driver calls with it, unless it is adopted
-//!   again and the driver's own number of the stream is the same.
+//!   same holds for the default stream of a thread that has ended. A stream is destroyed once its last event is recorded; without one
+//!   only while it captures, on a lost device, if the driver does not know it any more, or if the device object goes. The handle of a
+//!   per-thread stream means another stream on every thread, so only its owner makes driver calls with it; when another thread needs its
+//!   ticks, an event on the legacy stream covers them. The handle of a released stream may come to mean another stream, so nobody makes
+//!   driver calls with it, unless it is adopted again and the driver's own number of the stream is the same.
 //! * **T5** While a stream captures, or is part of a capture that it joined, ticks neither record on it nor make it wait, and its
 //!   clock does not change. Ticks that were open when the capture began stay open unless they were covered. Waiting for an event
 //!   recorded in a capture changes no clock. This holds until the driver has ended the capture, or nobody can end it any more.
