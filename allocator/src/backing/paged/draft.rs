@@ -12,7 +12,7 @@ use crate::size_class::PoolKind;
 
 /// How much memory is taken ahead of need, where there is room behind the window: reserved memory divided by this, and at most
 /// [`AHEAD_MAX`] bytes, whether bought from the device or moved. Taking less costs more driver calls; taking more costs memory where it is
-/// bought. Figures in ARCHITECTURE.md.
+/// bought. Figures in docs/notes/2026-11-26-mapped-memory.md.
 const AHEAD_SHARE: u64 = 64;
 const AHEAD_MAX: u64 = 128 << 20;
 

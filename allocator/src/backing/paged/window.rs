@@ -45,7 +45,7 @@ const LARGE_SHARE: u64 = 8;
 ///
 /// There may be thousands of holes. Most of them lie alone between live blocks, but finding that out takes a look at their neighbours'
 /// records. So windows beside large free blocks are looked for first. A cheaper window without large blocks would have to hold several
-/// small ones that holes separate. Figures in ARCHITECTURE.md.
+/// small ones that holes separate. Figures in docs/notes/2026-11-26-mapped-memory.md.
 pub(crate) fn cheapest(heap: &Heap, pool: u16, size: u64, granule: u64) -> Option<Window> {
     let large = size.div_ceil(LARGE_SHARE);
     let good = ((size - large) / granule).max(1);
