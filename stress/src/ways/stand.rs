@@ -32,6 +32,9 @@ const SPARE_MIN: u64 = 256 << 20;
 /// An allocator on a device of its own, and blocks with known content.
 #[derive(Debug)]
 pub struct Stand {
+    /// First, so that blocks are dropped before the allocator. An allocator that is dropped with live
+    /// blocks gives its memory back only when the next one is made.
+    marked: Vec<Marked>,
     /// The allocator.
     pub allocator: Allocator,
     /// The stream that everything is done on unless said otherwise.
@@ -46,7 +49,6 @@ pub struct Stand {
     pub options: String,
     /// Bytes that are left alone: on a real device not all can be had that the driver says is free.
     pub spare: u64,
-    marked: Vec<Marked>,
     written: u8,
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use aquifer_allocator::snapshot::Segment;
 use aquifer_allocator::{Action, Allocation, Allocator, Config, PoolOptions, Refusal};
 use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{Code, Operation, Stream};
+use aquifer_device::{Attribute, Code, Operation, Stream};
 use aquifer_tests::{Bench, GIB, MIB, Subject, check, write_on};
 
 fn bench(capacity: u64, options: &str) -> Bench {
@@ -194,7 +194,10 @@ fn a_driver_that_does_not_map_has_segments_and_a_lost_one_is_an_error() {
         let open = |code| {
             let driver = Subject::new(GIB);
             let device = driver.device();
-            driver.inject(Fault::Nth { operation: Some(operation), nth: 1, code });
+            // Twice: where memory for RDMA is refused, memory without is tried.
+            for nth in [1, 2] {
+                driver.inject(Fault::Nth { operation: Some(operation), nth, code });
+            }
             (Allocator::new(&device, Config::default()), device, driver)
         };
         let (allocator, device, driver) = open(Code::INVALID_VALUE);
@@ -208,6 +211,23 @@ fn a_driver_that_does_not_map_has_segments_and_a_lost_one_is_an_error() {
         driver.assert_no_violation();
         open(Code(214)).0.unwrap_err();
     }
+}
+
+#[test]
+fn memory_is_mapped_without_rdma_where_the_driver_announces_rdma_and_refuses_it() {
+    let driver = Subject::new(GIB);
+    let device = driver.device();
+    if device.driver().attribute(Attribute::GpuDirectRdmaWithVmm).unwrap() == 0 {
+        return;
+    }
+    driver.inject(Fault::Nth { operation: Some(Operation::CreatePhysical), nth: 1, code: Code::NOT_SUPPORTED });
+    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    assert!(allocator.why_segments().is_none());
+    let held = allocator.alloc(5 * MIB, device.default_stream()).unwrap();
+    write_on(device.default_stream(), held.ptr(), held.bytes());
+    assert!(!driver.mapping_at(held.ptr()).unwrap().options.rdma);
+    drop(held);
+    driver.assert_no_violation();
 }
 
 #[test]

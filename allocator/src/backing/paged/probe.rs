@@ -1,16 +1,28 @@
 //! Whether the device can map memory at all.
 
-use aquifer_device::{Attribute, Device, DeviceError, PhysicalOptions, RawPhysical, Reservation};
+use aquifer_device::{Attribute, Device, DeviceError, ErrorKind, PhysicalOptions, RawPhysical, Reservation};
 
-/// How granules of `granule` bytes are created on the device; or why they cannot be. Maps one and takes it back. A device that
-/// is just full is taken to be able.
+/// Returns how granules of `granule` bytes are created on the device, or why they cannot be. Maps
+/// one and gives it back. A device that is full counts as able.
+///
+/// A driver may announce memory for RDMA and refuse to create it, for example in a virtual machine;
+/// such a device gets granules without RDMA.
 pub(crate) fn probe(device: &Device, granule: u64) -> Result<PhysicalOptions, DeviceError> {
-    let rdma = device.driver().attribute(Attribute::GpuDirectRdmaWithVmm)? != 0;
-    let options = PhysicalOptions::default().rdma(rdma);
-    match try_mapping(device, granule, options, &[device.info().ordinal]) {
+    let works = |options: PhysicalOptions| match try_mapping(device, granule, options, &[device.info().ordinal]) {
         Err(error) if !error.is_out_of_memory() => Err(error),
         _ => Ok(options),
+    };
+    let plain = PhysicalOptions::default();
+    if device.driver().attribute(Attribute::GpuDirectRdmaWithVmm)? == 0 {
+        return works(plain);
     }
+    works(plain.rdma(true)).or_else(|refused| {
+        if refused.kind == ErrorKind::DeviceLost {
+            return Err(refused);
+        }
+        tracing::warn!(%refused, "memory is mapped without RDMA, which the driver announces but refuses");
+        works(plain)
+    })
 }
 
 /// Maps a granule for these devices and takes it back; what cannot be taken back now goes back later.

@@ -239,8 +239,10 @@ impl Driver for Rationed {
             let refused = DeviceError::new(Operation::CreatePhysical, Code::NOT_SUPPORTED);
             Err(refused.with_detail(format!("this device has no memory {lacking}")))
         };
-        self.take(Operation::CreatePhysical, bytes, create, |state, physical| {
-            state.physical.insert(physical, Physical { bytes, options, mappings: 0, released: false });
+        self.take(Operation::CreatePhysical, bytes, create, |state, handle| {
+            state.created += 1;
+            state.handles.insert(handle, state.created);
+            state.physical.insert(state.created, Physical { bytes, options, mappings: 0, released: false });
         })
     }
 
@@ -249,10 +251,11 @@ impl Driver for Rationed {
             Operation::ReleasePhysical,
             |below| below.release_physical(physical),
             |state| {
-                if let Some(known) = state.physical.get_mut(&physical) {
+                let Some(number) = state.handles.remove(&physical) else { return };
+                if let Some(known) = state.physical.get_mut(&number) {
                     known.released = true;
                 }
-                state.settle(physical);
+                state.settle(number);
             },
         )
     }
@@ -262,10 +265,11 @@ impl Driver for Rationed {
             Operation::Map,
             |below| below.map(ptr, bytes, physical),
             |state| {
-                let Some(known) = state.physical.get_mut(&physical) else { return };
+                let Some(&number) = state.handles.get(&physical) else { return };
+                let Some(known) = state.physical.get_mut(&number) else { return };
                 known.mappings += 1;
-                let options = known.options;
-                state.mapped.insert(ptr, RationedMapping { bytes, options, devices: Vec::new(), physical });
+                let mapping = RationedMapping { bytes, options: known.options, devices: Vec::new(), physical: number };
+                state.mapped.insert(ptr, mapping);
             },
         )
     }

@@ -95,4 +95,23 @@ mod tests {
         below.unreserve(all, 64 * 64 * MIB).unwrap();
         assert_eq!(below.violations(), []);
     }
+    /// A driver may give a handle out again while the memory that had it is still mapped.
+    #[test]
+    fn a_handle_that_is_reused_is_not_the_mapped_memory_that_had_it() {
+        const MIB: u64 = 1 << 20;
+        let ration = Rationed::new(SimDriver::new(SimConfig::new(64 * MIB)), &SimConfig::new(32 * MIB));
+        let free = || ration.memory_info().unwrap().free / MIB;
+        let place = ration.reserve(8 * MIB, 0).unwrap();
+        let first = ration.create_physical(2 * MIB, PhysicalOptions::default()).unwrap();
+        ration.map(place, 2 * MIB, first).unwrap();
+        ration.release_physical(first).unwrap();
+        let second = ration.create_physical(4 * MIB, PhysicalOptions::default()).unwrap();
+        assert_eq!((first, free()), (second, 26), "the simulated driver reuses handles");
+        ration.unmap(place, 2 * MIB).unwrap();
+        assert_eq!(free(), 28);
+        ration.map(place, 4 * MIB, second).unwrap();
+        ration.unmap(place, 4 * MIB).unwrap();
+        ration.release_physical(second).unwrap();
+        assert_eq!(free(), 32);
+    }
 }

@@ -57,7 +57,11 @@ pub struct Rationed {
 #[derive(Debug)]
 struct State {
     plain: HashMap<DevicePtr, u64>,
-    physical: HashMap<RawPhysical, Physical>,
+    /// Numbers of physical memory that was not released. A driver may give a handle out again once
+    /// its memory is released, even while that is still mapped, so only numbers identify memory.
+    handles: HashMap<RawPhysical, u64>,
+    physical: HashMap<u64, Physical>,
+    created: u64,
     mapped: BTreeMap<DevicePtr, RationedMapping>,
     used: u64,
     reserved: u64,
@@ -78,7 +82,7 @@ pub struct RationedMapping {
     pub options: PhysicalOptions,
     /// Ordinals of the devices that were given access, ascending.
     pub devices: Vec<u32>,
-    physical: RawPhysical,
+    physical: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -97,7 +101,9 @@ impl Rationed {
         info.granularity_bytes = info.granularity_bytes.filter(|_| config.vmm);
         let state = State {
             plain: HashMap::new(),
+            handles: HashMap::new(),
             physical: HashMap::new(),
+            created: 0,
             mapped: BTreeMap::new(),
             used: 0,
             reserved: 0,
@@ -249,9 +255,9 @@ impl Rationed {
 
 impl Drop for Rationed {
     fn drop(&mut self) {
-        let State { plain, physical, mapped, left, .. } = self.state.get_mut();
+        let State { plain, handles, mapped, left, .. } = self.state.get_mut();
         if left.stop(&*self.gpu) {
-            let held = physical.drain().filter(|(_, held)| !held.released).map(|(handle, _)| handle);
+            let held = handles.drain().map(|(handle, _)| handle);
             let mapped = std::mem::take(mapped).into_iter().map(|(ptr, mapping)| (ptr, mapping.bytes));
             left.give_back(&*self.gpu, plain.drain().map(|(ptr, _)| ptr), mapped, held);
         }
@@ -279,7 +285,7 @@ impl State {
     }
 
     /// Physical memory goes when it is released and mapped nowhere.
-    fn settle(&mut self, physical: RawPhysical) {
+    fn settle(&mut self, physical: u64) {
         if let Some(&Physical { bytes, mappings: 0, released: true, .. }) = self.physical.get(&physical) {
             self.physical.remove(&physical);
             self.used -= bytes;
