@@ -3,9 +3,10 @@
 //! A graph's work uses addresses that are not named when it is launched. So an owner that gives such memory up, whether or not the graph
 //! was dropped, asks here what must be done before. And an owner that gives a capture memory which was in use says here what used it.
 //!
+//! Launches into a capture do not occur: CUDA refuses them.
+//!
 //! Locks: that of an order of launches is held for a launch, and taken before those of timelines, by address where there are several. That
-//! of a graph's launches is a leaf, except that those of the graphs that it was launched into, which were captured later, may be taken
-//! under it.
+//! of a graph's launches is a leaf.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -47,10 +48,6 @@ pub struct Launches {
 struct Made {
     /// The last launch on each stream.
     last: Vec<Tick>,
-    /// Graphs that captured a launch of this one: their launches launch it, too.
-    captured_into: Vec<Arc<Launches>>,
-    /// True if a launch was captured into a graph of another library, whose launches are not seen here.
-    into_foreign: bool,
     /// The ticks that launches come after, one for each stream.
     after: Vec<Tick>,
     /// The orders that launches keep with those of other graphs.
@@ -100,13 +97,12 @@ impl Launches {
         }
     }
 
-    /// Keeps `what` alive until the graph is dropped, and all graphs that its launches are captured into: memory that it uses, or the owner
-    /// of that. Launches may still run then. Call it during the capture. Nothing is kept for a graph that another library captured, because
-    /// it is not known here how long that is launched.
+    /// Keeps `what` alive until the graph is dropped: memory that it uses, or the owner of that. Launches may still run then. Call it
+    /// during the capture. Nothing is kept for a graph that another library captured, because it is not known here how long that is
+    /// launched.
     pub fn keep(&self, what: &Arc<dyn Any + Send + Sync>) {
         let mut made = self.made.lock();
-        let is_over = !self.ours || self.gone.load(Ordering::Acquire);
-        if !is_over && !made.kept.iter().any(|known| Arc::ptr_eq(known, what)) {
+        if !self.is_over() && !made.kept.iter().any(|known| Arc::ptr_eq(known, what)) {
             made.kept.push(what.clone());
         }
     }
@@ -128,30 +124,8 @@ impl Launches {
         }
     }
 
-    /// Calls `launch` to launch the graph on the stream, ordered after all ticks that it comes after, and notes the launch. A launch that
-    /// is itself captured passes these ticks on to the graph that it becomes part of.
+    /// Calls `launch` to launch the graph on the stream, ordered after all ticks that it comes after, and notes the launch.
     pub(crate) fn launch(&self, stream: &Stream, launch: impl FnOnce() -> Result<()>) -> Result<()> {
-        match stream.launches_of_capture() {
-            Some(outer) => self.launch_captured(&outer, launch),
-            None => self.launch_in_order(stream, launch),
-        }
-    }
-
-    fn launch_captured(&self, outer: &Arc<Launches>, launch: impl FnOnce() -> Result<()>) -> Result<()> {
-        self.after().into_iter().for_each(|tick| outer.come_after(tick));
-        let mut made = self.made.lock();
-        made.forget_what_is_over();
-        made.orders.iter().for_each(|order| outer.keep_order(order));
-        made.kept.iter().for_each(|what| outer.keep(what));
-        // Noted before the call: even after a failure, part of it may be captured.
-        if !made.captured_into.iter().any(|known| Arc::ptr_eq(known, outer)) {
-            made.captured_into.push(outer.clone());
-        }
-        drop(made);
-        launch()
-    }
-
-    fn launch_in_order(&self, stream: &Stream, launch: impl FnOnce() -> Result<()>) -> Result<()> {
         let orders = self.made.lock().orders.clone();
         let mut lasts: Vec<_> = orders.iter().map(|order| order.last.lock()).collect();
         let before = self.after();
@@ -181,78 +155,26 @@ impl Launches {
         !self.ours
     }
 
-    /// True if there will be no launches any more, as far as this library sees: the graph was dropped, and so was every graph that a launch
-    /// of it was captured into. Graphs that another library captured count as over.
+    /// True if there will be no launches any more, as far as this library sees: the graph was dropped. Graphs that another library
+    /// captured count as over.
     pub fn is_over(&self) -> bool {
-        let is_gone = !self.ours || self.gone.load(Ordering::Acquire);
-        is_gone && self.made.lock().captured_into.iter().all(|outer| outer.is_over())
+        !self.ours || self.gone.load(Ordering::Acquire)
     }
 
-    /// True if it is over, and its launches seen here are known to be done.
-    fn is_done(&self) -> bool {
-        self.is_over() && self.pending_here().is_empty()
-    }
-
-    /// The last launch on each stream, without those known to be done. No driver call. `None` if launches of this graph, or of one that it
-    /// is part of, are not seen here.
+    /// The last launch on each stream, without those known to be done. No driver call. `None` if launches of this graph are not seen
+    /// here.
     pub fn pending(&self) -> Option<Vec<Tick>> {
-        self.are_all_seen().then(|| self.pending_here())
+        self.ours.then(|| self.pending_here())
     }
 
     /// As [`Launches::pending`], but ignores launches that are not seen here.
     pub fn pending_here(&self) -> Vec<Tick> {
         let mut made = self.made.lock();
         made.last.retain(|tick| !is_known_done(tick));
-        made.forget_what_is_over();
-        let mut pending = made.last.clone();
-        made.captured_into.iter().for_each(|outer| pending.extend(outer.pending_here()));
-        pending
-    }
-
-    fn are_all_seen(&self) -> bool {
-        let made = self.made.lock();
-        self.ours && !made.into_foreign && made.captured_into.iter().all(|outer| outer.are_all_seen())
-    }
-}
-
-impl Made {
-    /// Drops graphs that are over from the list, because a graph may be captured into one short-lived graph after another.
-    fn forget_what_is_over(&mut self) {
-        let into_foreign = &mut self.into_foreign;
-        self.captured_into.retain(|outer| {
-            let is_done = outer.is_done();
-            *into_foreign |= is_done && !outer.are_all_seen();
-            !is_done
-        });
+        made.last.clone()
     }
 }
 
 fn is_known_done(tick: &Tick) -> bool {
     tick.timeline().is_known_done(tick.n())
-}
-
-#[cfg(test)]
-mod tests {
-    use crate::Device;
-    use crate::sim::{SimConfig, SimDriver};
-
-    #[test]
-    fn graphs_that_are_over_are_forgotten_by_those_that_they_launch() {
-        let device = Device::new(SimDriver::new(SimConfig::default()));
-        let stream = device.create_stream().unwrap();
-        let capture = stream.begin_capture().unwrap();
-        let launches = stream.launches_of_capture().unwrap();
-        let inner = capture.end().unwrap();
-        for _ in 0..100 {
-            let capture = stream.begin_capture().unwrap();
-            inner.launch(&stream).unwrap();
-            let outer = capture.end().unwrap();
-            outer.launch(&stream).unwrap();
-            assert_eq!(launches.pending().map(|pending| pending.len()), Some(1));
-            stream.synchronize().unwrap();
-        }
-        assert!(launches.made.lock().captured_into.len() <= 2);
-        drop(inner);
-        assert!(launches.is_over());
-    }
 }

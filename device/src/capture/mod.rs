@@ -246,7 +246,7 @@ impl Graph {
     /// other streams' work on other buffers, take a turn with them around this call (`aquifer_allocator::Turn`).
     ///
     /// # Errors
-    /// When the stream belongs to another device; errors of the driver.
+    /// When the stream belongs to another device, or captures: CUDA does not capture launches of graphs. Errors of the driver.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         if stream.device_id() != self.context.device_id {
             let devices = DeviceMismatch::between(stream.device_id(), self.context.device_id);
@@ -254,6 +254,10 @@ impl Graph {
                 .with_detail(format!("the stream that the graph is launched on belongs to {devices}")));
         }
         let raw = stream.timeline().usable(Operation::LaunchGraph)?;
+        if stream.launches_of_capture().is_some() {
+            return Err(DeviceError::new(Operation::LaunchGraph, Code::CAPTURE_UNSUPPORTED)
+                .with_detail("the stream captures, and CUDA does not capture launches of graphs"));
+        }
         self.launches.launch(stream, || self.context.driver.launch_graph(self.raw, raw))
     }
 }

@@ -291,6 +291,10 @@ impl Machine {
         let works = self.graphs.get(graph.0).cloned().ok_or_else(|| Refused::handle("graph", graph.0))?;
         let id = self.streams.find(stream)?;
         self.capture_allows(id)?;
+        if self.streams.get(id)?.capture.is_some() {
+            self.invalidate_capture_of(id);
+            return Err(unsupported("launches of graphs cannot be captured"));
+        }
         works.into_iter().try_for_each(|body| self.submit(id, body).map(|_| ()))
     }
 

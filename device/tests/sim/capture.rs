@@ -112,6 +112,12 @@ fn forbidden_calls_break_the_capture() {
     breaks(Code::CAPTURE_UNSUPPORTED, |driver, _| driver.free(driver.alloc(1)?));
     breaks(Code::CAPTURE_UNSUPPORTED, |driver, stream| driver.alloc_async(1, stream).map(|_| ()));
     breaks(Code::CAPTURE_UNSUPPORTED, |driver, stream| driver.put(driver.alloc(1)?, &[1], stream));
+    breaks(Code::CAPTURE_UNSUPPORTED, |driver, stream| {
+        let other = driver.stream();
+        driver.begin_capture(other)?;
+        let graph = driver.end_capture(other)?;
+        driver.launch_graph(graph, stream)
+    });
     breaks(Code::CAPTURE_IMPLICIT, |driver, _| driver.record(driver.event(), RawStream::LEGACY));
     breaks(Code::CAPTURE_IMPLICIT, |driver, _| driver.memset(driver.alloc(1)?, 0, 1, RawStream(0)));
     breaks(Code::CAPTURE_ISOLATION, |driver, stream| {

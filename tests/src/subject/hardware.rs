@@ -21,16 +21,11 @@ const SECOND: Duration = Duration::from_millis(100);
 /// Longer than the work of any test takes, stalls left out.
 const SHORT: Duration = Duration::from_millis(5);
 
-/// Stalls from this length on are there to last while a test works on the host.
-const LASTING: Duration = Duration::from_millis(30);
-
-/// Returns how long a stall of `time` takes on the GPU. A second takes a tenth of it, shorter stalls
-/// take relatively longer, by the square root: what a test does on the host in five milliseconds of
-/// a simulated device may take as long on a real one. A lasting stall takes at least as long as one
-/// of a second, because pinning memory in a virtual machine may take tens of milliseconds.
+/// What a stall of `time` takes in truth: a tenth for a second, and with the square root more for those that are shorter, because
+/// what a test does on the host in five milliseconds of a simulated device may take as long on a real one. Longer stays longer.
+/// A stall that must outlast work on the host is of a second: pinning memory in a virtual machine takes tens of milliseconds.
 fn in_truth(time: Duration) -> Duration {
-    let least = if time < LASTING { Duration::ZERO } else { SECOND };
-    SECOND.mul_f64(time.as_secs_f64().sqrt()).max(least)
+    SECOND.mul_f64(time.as_secs_f64().sqrt())
 }
 
 /// What the tests of this process share.

@@ -16,13 +16,14 @@ pub(crate) fn probe(device: &Device, granule: u64) -> Result<PhysicalOptions, De
     if device.driver().attribute(Attribute::GpuDirectRdmaWithVmm)? == 0 {
         return works(plain);
     }
-    works(plain.rdma(true)).or_else(|refused| {
-        if refused.kind == ErrorKind::DeviceLost {
-            return Err(refused);
+    match works(plain.rdma(true)) {
+        Err(refused) if refused.kind != ErrorKind::DeviceLost => {
+            let options = works(plain)?;
+            tracing::warn!(%refused, "memory is mapped without RDMA, which the driver announces but refuses");
+            Ok(options)
         }
-        tracing::warn!(%refused, "memory is mapped without RDMA, which the driver announces but refuses");
-        works(plain)
-    })
+        other => other,
+    }
 }
 
 /// Maps a granule for these devices and takes it back; what cannot be taken back now goes back later.

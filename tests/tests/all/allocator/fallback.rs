@@ -70,7 +70,10 @@ fn falling_back_to_segments_is_told_once_and_why() {
     let failing = |operation| {
         let driver = Subject::new(1 << 30);
         let device = driver.device();
-        driver.inject(Fault::Nth { operation: Some(operation), nth: 1, code: Code::INVALID_VALUE });
+        // With RDMA and without.
+        for nth in [1, 2] {
+            driver.inject(Fault::Nth { operation: Some(operation), nth, code: Code::INVALID_VALUE });
+        }
         device
     };
     for (device, options, why) in [
@@ -99,7 +102,9 @@ fn errors_say_why_memory_is_not_mapped() {
     let failing = || {
         let driver = Subject::new(1 << 30);
         let device = driver.device();
-        driver.inject(Fault::Nth { operation: Some(Operation::Map), nth: 1, code: Code::INVALID_VALUE });
+        for nth in [1, 2] {
+            driver.inject(Fault::Nth { operation: Some(Operation::Map), nth, code: Code::INVALID_VALUE });
+        }
         device
     };
     for (device, options, why) in [

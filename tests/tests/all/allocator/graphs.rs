@@ -45,7 +45,7 @@ impl Bench {
 
     /// Launches the graph behind work that takes its time.
     fn launch_late(&self, graph: &Graph, stream: &Stream) {
-        self.driver.stall(stream, Duration::from_millis(50)).unwrap();
+        self.driver.stall(stream, Duration::from_secs(1)).unwrap();
         graph.launch(stream).unwrap();
     }
 
@@ -128,22 +128,6 @@ fn emptying_a_pool_waits_for_launches() {
         drop(pool);
         bench.end();
     }
-}
-
-#[test]
-fn a_graph_within_a_graph_keeps_its_memory_too() {
-    let bench = Bench::new("");
-    let [one, two] = &bench.streams;
-    let pool = bench.pool();
-    let inner = bench.graph(&pool);
-    let capture = two.begin_capture().unwrap();
-    inner.launch(two).unwrap();
-    let outer = capture.end().unwrap();
-    drop(inner);
-    bench.launch_late(&outer, one);
-    drop((outer, pool));
-    bench.allocator.empty_cache().unwrap();
-    bench.end();
 }
 
 #[test]
@@ -343,69 +327,13 @@ fn graphs_that_share_a_pool_run_one_after_the_other() {
         let [one, two] = &bench.streams;
         let pool = bench.pool();
         let (first, second) = (bench.graph(&pool), bench.graph(&pool));
-        let third = bench.device.create_stream().unwrap();
-        let capture = third.begin_capture().unwrap();
-        first.launch(&third).unwrap();
-        let outer = capture.end().unwrap();
         for round in 0..3 {
-            for (graph, stream) in [(&first, one), (&second, two), (&outer, &third), (&second, one), (&first, two)] {
+            for (graph, stream) in [(&first, one), (&second, two), (&second, one), (&first, two)] {
                 bench.launch_late(graph, stream);
                 assert!(bench.driver.violations().is_empty(), "{options:?}: round {round}");
             }
         }
-        drop((first, second, outer, pool));
-        bench.end();
-    }
-}
-
-/// Whatever order the graphs are launched in that it is made of.
-#[test]
-fn a_graph_of_graphs_comes_after_what_each_comes_after() {
-    for order in [[0, 1], [1, 0]] {
-        let bench = Bench::new("");
-        let [one, two] = &bench.streams;
-        let pools = [bench.pool(), bench.pool()];
-        let graphs = [0, 1].map(|pool: usize| {
-            let before = pools[pool].alloc(8 * MIB, one).unwrap();
-            bench.driver.stall(one, Duration::from_millis(50)).unwrap();
-            one.fill(before.ptr(), 5, 8 * MIB).unwrap();
-            drop(before);
-            bench.graph(&pools[pool])
-        });
-        let third = bench.device.create_stream().unwrap();
-        let capture = third.begin_capture().unwrap();
-        order.iter().for_each(|&graph: &usize| graphs[graph].launch(&third).unwrap());
-        capture.end().unwrap().launch(two).unwrap();
-        drop((graphs, pools));
-        bench.device.synchronize().unwrap();
-        assert!(bench.driver.violations().is_empty(), "{order:?}");
-        bench.end();
-    }
-}
-
-/// Of which nobody here knows how often it is launched.
-#[test]
-fn a_graph_that_became_part_of_another_library_s_keeps_its_own_memory() {
-    for options in BACKINGS {
-        let bench = Bench::new(options);
-        let [one, two] = &bench.streams;
-        let pool = bench.pool();
-        let graph = bench.graph(&pool);
-        let held = bench.allocator.reserved_bytes();
-        bench.device.driver().begin_capture(two.raw()).unwrap();
-        let announced = two.announce_capture().unwrap();
-        graph.launch(two).unwrap();
-        let theirs = bench.device.driver().end_capture(two.raw()).unwrap();
-        drop(announced);
-        bench.device.driver().destroy_graph(theirs).unwrap();
-        drop(pool);
-        bench.allocator.empty_cache().unwrap();
-        assert_eq!(bench.allocator.reserved_bytes(), held, "{options:?}");
-        let other = bench.allocator.alloc(8 * MIB, one).unwrap();
-        one.fill(other.ptr(), 1, 8 * MIB).unwrap();
-        graph.launch(two).unwrap();
-        drop((graph, other));
-        bench.device.synchronize().unwrap();
+        drop((first, second, pool));
         bench.end();
     }
 }
@@ -438,7 +366,7 @@ fn pools_that_one_graph_uses_lend_when_it_is_gone() {
 #[test]
 fn a_graph_comes_after_what_its_memory_was_used_for_before() {
     type Launch = fn(&Bench, &Graph);
-    let launches: [(&str, Launch); 4] = [
+    let launches: [(&str, Launch); 3] = [
         ("the same stream", |bench, graph| graph.launch(&bench.streams[0]).unwrap()),
         ("another stream", |bench, graph| graph.launch(&bench.streams[1]).unwrap()),
         ("another stream, while the first captures again", |bench, graph| {
@@ -446,19 +374,13 @@ fn a_graph_comes_after_what_its_memory_was_used_for_before() {
             graph.launch(&bench.streams[1]).unwrap();
             drop(again.end().unwrap());
         }),
-        ("within another graph", |bench, graph| {
-            let third = bench.device.create_stream().unwrap();
-            let capture = third.begin_capture().unwrap();
-            graph.launch(&third).unwrap();
-            capture.end().unwrap().launch(&bench.streams[1]).unwrap();
-        }),
     ];
     for options in BACKINGS {
         for (name, launch) in launches {
             let bench = Bench::new(options);
             let pool = bench.pool();
             let before = pool.alloc(8 * MIB, &bench.streams[0]).unwrap();
-            bench.driver.stall(&bench.streams[0], Duration::from_millis(50)).unwrap();
+            bench.driver.stall(&bench.streams[0], Duration::from_secs(1)).unwrap();
             bench.streams[0].fill(before.ptr(), 5, 8 * MIB).unwrap();
             drop(before);
             let held = bench.allocator.reserved_bytes();

@@ -49,6 +49,23 @@ fn t5_a_capturing_stream_waits_for_no_tick_and_the_capture_survives_the_attempt(
     assert_eq!(bench.cost(), (1, 1));
 }
 
+/// CUDA answers 900 and breaks the capture, so the launch is refused before the driver sees it.
+#[test]
+fn a_graph_is_not_launched_into_a_capture_which_goes_on() {
+    let bench = Bench::new();
+    let stream = bench.stream();
+    let capture = stream.begin_capture().unwrap();
+    bench.fill(&stream);
+    let graph = capture.end().unwrap();
+    let capture = stream.begin_capture().unwrap();
+    assert_eq!(kind(graph.launch(&stream)), ErrorKind::Capture);
+    bench.fill(&stream);
+    let second = capture.end().unwrap();
+    graph.launch(&stream).unwrap();
+    second.launch(&stream).unwrap();
+    bench.assert_no_race();
+}
+
 #[test]
 fn t5_ticks_taken_inside_are_ticks_of_the_stream_once_it_is_over() {
     let bench = Bench::new();

@@ -27,7 +27,7 @@ fn nothing_synchronises_silently() {
     let bench = Bench::new();
     let host = bench.transfer.pinned().alloc_from(&pattern(3, 1 << 20)).unwrap();
     let mut buffer = bench.alloc(1 << 20);
-    bench.driver.stall(&bench.stream, std::time::Duration::from_millis(50)).unwrap();
+    bench.driver.stall(&bench.stream, std::time::Duration::from_secs(1)).unwrap();
     let before = bench.transfer.counters().synchronisations;
     let on = bench.transfer.on(&bench.stream).unwrap();
     let pending = on.upload(&host, &mut buffer).unwrap();
@@ -297,7 +297,7 @@ fn the_first_batch_waits_for_nobodys_work() {
     let on = bench.transfer.on(&bench.stream).unwrap();
     let mut buffers = [bench.alloc(1000), bench.alloc(1000)];
     // On hardware, as long as a measurement takes and more.
-    bench.driver.stall(&bench.stream, std::time::Duration::from_millis(200)).unwrap();
+    bench.driver.stall(&bench.stream, std::time::Duration::from_secs(1)).unwrap();
     let last = bench.stream.tick();
     last.cover().unwrap();
     let mut batch = on.batch();

@@ -82,7 +82,7 @@ fn page_locked_memory_comes_back_without_questions_or_threads_135524() {
     let mut buffer = bench.alloc(1 << 20);
     let unused = pool.alloc::<u8>(1 << 20).unwrap();
     let on = bench.transfer.on(&bench.stream).unwrap();
-    bench.driver.stall(&bench.stream, Duration::from_millis(50)).unwrap();
+    bench.driver.stall(&bench.stream, Duration::from_secs(1)).unwrap();
     for _ in 0..100 {
         let host = pool.alloc_zeroed::<u8>(1 << 20).unwrap();
         drop(on.upload(&host, &mut buffer).unwrap());
@@ -105,7 +105,7 @@ fn a_busy_stream_keeps_no_other_memory_back_71616_71745() {
     bench.device.synchronize().unwrap();
     let hosts = [pool.alloc_zeroed::<u8>(1 << 20).unwrap(), pool.alloc_zeroed::<u8>(1 << 20).unwrap()];
     let addresses = hosts.each_ref().map(|host| host.read().unwrap().as_ptr());
-    bench.driver.stall(&bench.stream, Duration::from_millis(200)).unwrap();
+    bench.driver.stall(&bench.stream, Duration::from_secs(1)).unwrap();
     let last = bench.stream.tick();
     drop(bench.transfer.on(&bench.stream).unwrap().upload(&hosts[0], &mut buffers[0]).unwrap());
     let quick = bench.transfer.on(&other).unwrap().upload(&hosts[1], &mut buffers[1]).unwrap();
