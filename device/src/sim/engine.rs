@@ -106,6 +106,10 @@ impl Engine {
         Engine { card, jitter, rng, to_device, to_host, times: EngineTimes::default() }
     }
 
+    pub(super) fn card(&self) -> Card {
+        self.card
+    }
+
     /// When work that is ready at `ready` finishes, in virtual ns.
     pub(super) fn schedule(&mut self, now: u64, ready: u64, cost: Cost) -> u64 {
         let link_ns = cost.bytes / self.card.link_gb_s;

@@ -17,7 +17,6 @@ use super::handle::Handles;
 use super::host::HostMemory;
 use super::memory::Memory;
 use super::module::Module;
-use super::preset::call_cost_ns;
 use super::queue::Streams;
 use super::race::{Detector, Space};
 use super::refused::{Answer, Refused};
@@ -125,7 +124,7 @@ impl Machine {
         }
         let verdict = self.faults.strike(operation);
         // A request for more than there is fails before it could take long.
-        let cost = call_cost_ns(operation, bytes.min(self.memory.total()));
+        let cost = self.engine.card().call_cost_ns(operation, bytes.min(self.memory.total()));
         if verdict.spike_ns > 0 {
             self.spend(verdict.spike_ns);
         }

@@ -14,24 +14,26 @@
 //! from an RTX 4090; spark-rapids-jni issue 4593: 26.35 from the device), of PCIe 5 x16 about twice that, 50 to 55 GB/s.
 //! [`super::SimConfig::link_gb_s`] sets another speed.
 //!
-//! Costs of calls are orders of magnitude, the same for every card. Those of memory, in µs; V is the table of latencies in
-//! vAttention (arXiv 2405.04437), for 2 MiB on an A100; G is the table in GMLake (ASPLOS 2024), for 2 GiB in chunks of 2 MiB,
-//! 128 MiB and 1 GiB relative to one `cuMemAlloc` of 2 GiB, which is taken as 1 ms. Both are quoted from memory. Where they
-//! differ the dearer one counts, so that what the model recommends holds where calls are slow.
+//! Costs of memory calls, in µs. Those of Hopper were measured on an H200 with driver 580.159 in a virtual machine
+//! (`docs/hardware/`, `aquifer-stress calls`), and fit its medians for 2 MiB to 2 GiB and for 1 to 64 mappings within a third.
+//! The other cards have estimates: V is the table of latencies in vAttention (arXiv 2405.04437), for 2 MiB on an A100; G is the
+//! table in GMLake (ASPLOS 2024), for 2 GiB in chunks of 2 MiB, 128 MiB and 1 GiB relative to one `cuMemAlloc` of 2 GiB, which is
+//! taken as 1 ms. Both are quoted from memory; where they differ the dearer one counts.
 //!
-//! | call | fixed | a mapping | a MiB | source |
-//! | --- | --- | --- | --- | --- |
-//! | `cuMemAlloc`, `cuMemFree` | 66 | | 0.45, 0.2 | rmm issue 284: 100 000 `cudaMalloc` in 6649 ms; growth is a guess that makes 2 GiB 1 ms |
-//! | `cuMemAddressReserve`, `cuMemAddressFree` | 2, 1 | | | V: 2 and 1 |
-//! | `cuMemCreate` | 28.2 | | 0.4 | V: 29; G: 18, 56 and 395 a call |
-//! | `cuMemMap` | 2 | | | V: 2; G: 0.7, 0.6 and 1 |
-//! | `cuMemSetAccess` | 10 | 84 | 0.25 | V: 38; G: 95, 513 and 350 a call of one mapping; the split of 94 is a guess |
-//! | `cuMemUnmap` | 4 | 30 | 0.05 | V: 34; the split and the growth are guesses |
-//! | `cuMemRelease` | 23 | | | V: 23 |
+//! | call | Hopper: fixed, a mapping, a MiB | estimate | source of the estimate |
+//! | --- | --- | --- | --- |
+//! | `cuMemAlloc` | 85, 0, 0.07 | 66, 0, 0.45 | rmm issue 284: 100 000 `cudaMalloc` in 6649 ms; growth is a guess that makes 2 GiB 1 ms |
+//! | `cuMemFree` | 60, 0, 0.57 | 66, 0, 0.2 | as above |
+//! | `cuMemAddressReserve`, `cuMemAddressFree` | 7; 8 | 2; 1 | V: 2 and 1 |
+//! | `cuMemCreate` | 27, 0, 0.03 | 28.2, 0, 0.4 | V: 29; G: 18, 56 and 395 a call |
+//! | `cuMemMap` | 3.3 | 2 | V: 2; G: 0.7, 0.6 and 1 |
+//! | `cuMemSetAccess` | 8, 32, 0.05 | 10, 84, 0.25 | V: 38; G: 95, 513 and 350 a call of one mapping; the split is a guess |
+//! | `cuMemUnmap` | 3, 21, 0.02 | 4, 30, 0.05 | V: 34; the split and the growth are guesses |
+//! | `cuMemRelease` | 30, 0, 0.54 | 23 | V: 23 |
+//! | `cuMemGetInfo` | 27 | 5 | |
 //!
-//! That `cuMemSetAccess` and `cuMemUnmap` cost by the mapping rather than by the call follows a note in PyTorch's allocator
-//! (pull request 96995): mapping ten pieces of 2 MiB takes ten times as long as mapping one piece of 20 MiB. It gives no
-//! times, hence the guessed splits: a call over many mappings saves little.
+//! `cuMemSetAccess` and `cuMemUnmap` cost by the mapping rather than by the call, as a note in PyTorch's allocator says (pull
+//! request 96995) and the H200 confirmed: a call over many mappings saves little.
 //!
 //! Launches and asynchronous calls 2.5 µs, events and queries 0.3–0.6 µs, page-locking 0.3 ms/MiB, loading a module 1 ms:
 //! orders of magnitude.
@@ -119,10 +121,44 @@ impl Card {
     ) -> Card {
         Card { name, memory_gb_s, link_gb_s, gflops, multiprocessors, capability, copy_engines, rdma }
     }
+
+    /// Nanoseconds of a call: fixed, a mapping, and a MiB.
+    fn costs(self, operation: Operation) -> (u64, u64, u64) {
+        let measured = if self.capability == (9, 0) { on_hopper(operation) } else { None };
+        measured.unwrap_or_else(|| estimated(operation))
+    }
+
+    /// Virtual nanoseconds that the host spends in a call about `bytes` bytes; [`Card::mappings_cost_ns`] comes on top.
+    pub(super) fn call_cost_ns(self, operation: Operation, bytes: u64) -> u64 {
+        let (fixed, _, ns_per_mib) = self.costs(operation);
+        (bytes >> 20).saturating_mul(ns_per_mib).saturating_add(fixed)
+    }
+
+    /// Virtual nanoseconds that a call takes for the mappings that it covers.
+    pub(super) fn mappings_cost_ns(self, operation: Operation, mappings: u64) -> u64 {
+        mappings.saturating_mul(self.costs(operation).1)
+    }
 }
 
-/// Virtual nanoseconds that the host spends in a call about `bytes` bytes; [`mappings_cost_ns`] comes on top.
-pub(super) fn call_cost_ns(operation: Operation, bytes: u64) -> u64 {
+/// What calls about memory cost on Hopper: nanoseconds fixed, a mapping, and a MiB. `None` for calls that were not measured.
+const fn on_hopper(operation: Operation) -> Option<(u64, u64, u64)> {
+    Some(match operation {
+        Operation::Alloc => (85_000, 0, 70),
+        Operation::Free => (60_000, 0, 570),
+        Operation::Reserve => (7_000, 0, 0),
+        Operation::Unreserve => (8_000, 0, 0),
+        Operation::CreatePhysical => (27_000, 0, 30),
+        Operation::ReleasePhysical => (30_000, 0, 540),
+        Operation::Map => (3_300, 0, 0),
+        Operation::Unmap => (3_000, 21_000, 20),
+        Operation::SetAccess => (8_000, 32_000, 50),
+        Operation::MemoryInfo => (27_000, 0, 0),
+        _ => return None,
+    })
+}
+
+/// What calls cost elsewhere, and what was not measured: nanoseconds fixed, a mapping, and a MiB.
+const fn estimated(operation: Operation) -> (u64, u64, u64) {
     let (fixed, ns_per_mib) = match operation {
         Operation::Alloc => (66_000, 450),
         Operation::Free => (66_000, 200),
@@ -132,8 +168,8 @@ pub(super) fn call_cost_ns(operation: Operation, bytes: u64) -> u64 {
         Operation::CreatePhysical => (28_200, 400),
         Operation::ReleasePhysical => (23_000, 0),
         Operation::Map => (2_000, 0),
-        Operation::Unmap => (4_000, 50),
-        Operation::SetAccess => (10_000, 250),
+        Operation::Unmap => return (4_000, 30_000, 50),
+        Operation::SetAccess => return (10_000, 84_000, 250),
         Operation::HostAlloc => (50_000, 300_000),
         Operation::HostFree => (50_000, 50_000),
         Operation::CreateStream | Operation::DestroyStream => (10_000, 0),
@@ -161,15 +197,5 @@ pub(super) fn call_cost_ns(operation: Operation, bytes: u64) -> u64 {
         Operation::PoolUsage | Operation::TrimPool => (1_000, 0),
         Operation::Init | Operation::Attribute | Operation::CanAccessPeer => (100, 0),
     };
-    (bytes >> 20).saturating_mul(ns_per_mib).saturating_add(fixed)
-}
-
-/// Virtual nanoseconds that a call takes for the mappings that it covers.
-pub(super) fn mappings_cost_ns(operation: Operation, mappings: u64) -> u64 {
-    let ns_each = match operation {
-        Operation::SetAccess => 84_000,
-        Operation::Unmap => 30_000,
-        _ => 0,
-    };
-    mappings.saturating_mul(ns_each)
+    (fixed, 0, ns_per_mib)
 }

@@ -9,7 +9,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::handle::Handles;
 use super::machine::Machine;
 use super::memory::StoreId;
-use super::preset::mappings_cost_ns;
 use super::race::{Epoch, Space, host_has_not_waited};
 use super::refused::{Answer, Refused};
 use super::violation::{Violation, ViolationKind};
@@ -214,7 +213,7 @@ impl Machine {
 
     /// Lets the time pass that a call takes for the mappings it covers, beyond its fixed cost.
     fn spend_on_mappings(&mut self, operation: Operation, mappings: u64) -> Answer<()> {
-        let ns = mappings_cost_ns(operation, mappings);
+        let ns = self.engine.card().mappings_cost_ns(operation, mappings);
         self.spend_in_call(ns)
     }
 
