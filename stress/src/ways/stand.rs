@@ -244,3 +244,23 @@ fn room(session: &Session, device: &Device, config: &ConfigArg, free: u64) -> Re
         format!("{name} is too small for this: {needed} must be free, and {} are", Bytes(free))
     }))
 }
+
+#[cfg(test)]
+mod tests {
+    use aquifer_device::Driver;
+
+    use super::*;
+    use crate::cli::Global;
+
+    /// A way that fails leaves its blocks to the end of its stand; the next way needs their memory.
+    #[test]
+    fn a_stand_with_live_blocks_gives_all_memory_back_when_it_is_dropped() {
+        let global = Global { device: Some("sim:1GiB".parse().unwrap()), ..Global::default() };
+        let mut stand = Stand::new(&Session::new(&global).unwrap(), |_| String::new()).unwrap();
+        stand.fill("weights", 300 << 20).unwrap();
+        let simulator = stand.simulator.clone().unwrap();
+        assert!(simulator.memory_info().unwrap().free <= 724 << 20);
+        drop(stand);
+        assert_eq!(simulator.memory_info().unwrap().free, 1 << 30);
+    }
+}
