@@ -2,6 +2,8 @@
 
 use aquifer_device::{Attribute, Device, DeviceError, PhysicalOptions, RawPhysical, Reservation};
 
+use crate::backing::paged::trim::unless_capturing;
+
 /// How granules of `granule` bytes are created on the device; or why they cannot be. Maps one and takes it back. A device that
 /// is just full is taken to be able.
 pub(crate) fn probe(device: &Device, granule: u64) -> Result<PhysicalOptions, DeviceError> {
@@ -41,12 +43,13 @@ fn map_one(
     let mut reservation = Reservation { ptr, bytes: granule, mapped: Vec::new() };
     let mapped = driver.map(ptr, granule, physical).and_then(|()| {
         let accessed = driver.set_access(ptr, granule, devices);
-        let unmapped = driver.unmap(ptr, granule);
+        let unmapped = device.unmap(ptr, granule);
         if unmapped.is_err() {
             *still_mapped = true;
             reservation.mapped.push((ptr, granule, physical));
         }
-        accessed.and(unmapped)
+        // While a stream captures, it goes back later.
+        accessed.and(unless_capturing(unmapped))
     });
     let unreserved = if *still_mapped { Ok(()) } else { driver.unreserve(ptr, granule) };
     if *still_mapped || unreserved.is_err() {
