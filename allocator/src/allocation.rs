@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use aquifer_device::{Device, DevicePtr, Stream};
+use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
 use crate::error::AllocError;
 use crate::heap::BlockId;
@@ -65,6 +65,7 @@ impl Allocation {
     /// # Errors
     /// When the stream belongs to another device.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
+        fork::check(Operation::Record)?;
         if self.block == BlockId::NONE {
             return Ok(());
         }
@@ -84,6 +85,7 @@ impl Allocation {
     /// # Errors
     /// When the stream belongs to another device. The memory is then given back as by dropping the handle.
     pub fn drop_on(self, stream: &Stream) -> Result<(), AllocError> {
+        fork::check(Operation::Record)?;
         let bytes = self.bytes;
         let (arena, block) = self.into_block();
         if block == BlockId::NONE {

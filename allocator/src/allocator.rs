@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use aquifer_device::{Device, DevicePtr, Stream};
+use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
 use crate::accounting::counters::Hot;
 use crate::allocation::Allocation;
@@ -106,6 +106,9 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
         self.shell.close();
     }
 }
@@ -117,6 +120,7 @@ impl Allocator {
     /// When the configuration contradicts itself, or the driver cannot tell the device's memory.
     pub fn new(device: &Device, config: Config) -> Result<Allocator, AllocError> {
         config.validate()?;
+        fork::check(Operation::MemoryInfo)?;
         // Memory of earlier ones, whose last buffers outlived them.
         close_abandoned();
         device.settle();
@@ -224,6 +228,7 @@ impl Allocator {
     #[cold]
     #[inline(never)]
     fn grant_the_long_way(&self, bytes: u64, stream: &Stream, searched: bool) -> Result<Granted, AllocError> {
+        fork::check(Operation::Alloc)?;
         let inner = &*self.inner;
         if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
             return Ok(Granted { arena: self.arena_for_zero(bytes, stream)?, block: BlockId::NONE, addr: 0 });
@@ -263,6 +268,7 @@ impl Allocator {
     /// Allocates while the allocator sleeps, blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
     #[cold]
     fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
+        fork::check(Operation::Alloc)?;
         let shell = self.inner.shell;
         if shell.has_left() {
             // Taking all locks applies what was left.
@@ -390,6 +396,7 @@ impl Allocator {
 
     /// Whoever passes it waits for observers of mappings, so a thread that is within one is refused.
     pub(crate) fn gate(&self) -> Result<&Gate, AllocError> {
+        fork::check(Operation::Map)?;
         if self.hooks().is_observing() { Err(AllocError::Observing) } else { Ok(&self.inner.gate) }
     }
 

@@ -30,6 +30,7 @@ impl Allocator {
     /// # Errors
     /// [`AllocError::InvalidPointer`] for a pointer that is not live here: foreign, inside a block, or freed before.
     pub fn free_raw(&self, ptr: DevicePtr) -> Result<(), AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Free)?;
         if ptr.0 == 0 {
             return Ok(());
         }
@@ -44,6 +45,7 @@ impl Allocator {
     /// # Errors
     /// [`AllocError::InvalidPointer`] for a pointer that is not live here; a stream of another device.
     pub fn record_stream_raw(&self, ptr: DevicePtr, stream: &Stream) -> Result<(), AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Record)?;
         if stream.device_id() != self.device().id() {
             return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
         }
@@ -62,6 +64,7 @@ impl Allocator {
     /// # Errors
     /// [`AllocError::InvalidPointer`] for a pointer that is not live here.
     pub fn size_of_raw(&self, ptr: DevicePtr) -> Result<u64, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::MemoryInfo)?;
         let core = self.shell().core();
         let (arena, block) = *core.raw.get(&ptr.0).ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
         Ok(arena.look(|desk| desk.heap.blocks[block].size))

@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 
-use parking_lot::RwLock;
+use aquifer_device::fork::RwLock;
 
 /// An interned name; 0 is no tag.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

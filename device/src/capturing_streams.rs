@@ -10,12 +10,8 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use parking_lot::Mutex as Leaf;
-
-use crate::driver::Driver;
 use crate::sync::{Condvar, Mutex};
 
 /// The streams of a context that are known to capture. While any stream captures, nothing may wait for the device; while a blocking stream
@@ -28,8 +24,6 @@ pub struct CapturingStreams {
     blocking: AtomicU32,
     holding_off: Mutex<HoldingOff>,
     changed: Condvar,
-    /// Drivers whose devices are gone, and which must wait for the device before they give back their memory.
-    kept: Leaf<Vec<Arc<dyn Driver>>>,
 }
 
 /// The calls under way that would break a capture, and the captures that wait for them.
@@ -103,18 +97,6 @@ impl CapturingStreams {
             holding_off.blocking += 1;
             BlockingHeldOff(self)
         })
-    }
-
-    /// Keeps a driver that is no longer used until no stream captures.
-    pub(crate) fn keep(&self, driver: Arc<dyn Driver>) {
-        self.kept.lock().push(driver);
-    }
-
-    /// Drops the kept drivers. That makes driver calls, which may wait for the device.
-    pub(crate) fn let_go(&self, _: &HeldOff<'_>) {
-        // Taken out first: no driver call is made under a lock.
-        let kept = std::mem::take(&mut *self.kept.lock());
-        drop(kept);
     }
 
     /// True if any stream captures.

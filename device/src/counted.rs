@@ -14,6 +14,7 @@ use crate::driver::{
     RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{DeviceError, Operation, Result};
+use crate::fork;
 use crate::label::DeviceLabel;
 use crate::launch::{AccessKind, Launch};
 use crate::lost::Lost;
@@ -63,18 +64,14 @@ impl Counted {
         Counted { inner, calls, lost: Lost::default(), label }
     }
 
-    /// The driver that is counted.
-    pub(crate) fn shared(&self) -> Arc<dyn Driver> {
-        self.inner.clone()
-    }
-
     pub(crate) fn counts(&self) -> CallCounts {
         CallCounts(self.calls.iter().map(|calls| calls.load(Ordering::Relaxed)).collect())
     }
 
-    fn on(&self, operation: Operation) -> &dyn Driver {
+    fn on(&self, operation: Operation) -> Result<&dyn Driver> {
+        fork::check(operation).map_err(|error| error.of_device(&self.label))?;
         self.calls[operation as usize].fetch_add(1, Ordering::Relaxed);
-        &*self.inner
+        Ok(&*self.inner)
     }
 
     /// What a call was answered; errors name the device and, where it is lost, what it was lost by.
@@ -115,7 +112,7 @@ impl Counted {
 macro_rules! pass_on {
     ($($operation:ident => $method:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {$(
         fn $method(&self, $($arg: $type),*) -> Result<$result> {
-            self.heard(self.on(Operation::$operation).$method($($arg),*))
+            self.heard(self.on(Operation::$operation)?.$method($($arg),*))
         }
     )*};
 }
@@ -134,11 +131,17 @@ impl Driver for Counted {
     }
 
     unsafe fn adopt_stream(&self, stream: RawStream) {
+        if fork::is_child() {
+            return;
+        }
         // SAFETY: the caller's promise about the stream is passed on unchanged.
         unsafe { self.inner.adopt_stream(stream) }
     }
 
     fn release_stream(&self, stream: RawStream) {
+        if fork::is_child() {
+            return;
+        }
         self.inner.release_stream(stream);
     }
 
@@ -185,11 +188,12 @@ impl Driver for Counted {
     }
 
     fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()> {
+        fork::check(Operation::CopyToHost)?;
         self.heard(self.inner.host_access(ptr, bytes, kind))
     }
 
     fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
-        self.heard_of_two(self.on(Operation::Wait).wait_peer(stream, peer, event))
+        self.heard_of_two(self.on(Operation::Wait)?.wait_peer(stream, peer, event))
     }
 
     fn copy_peer(
@@ -200,47 +204,47 @@ impl Driver for Counted {
         bytes: u64,
         stream: RawStream,
     ) -> Result<()> {
-        self.heard_of_two(self.on(Operation::CopyPeer).copy_peer(dst, peer, src, bytes, stream))
+        self.heard_of_two(self.on(Operation::CopyPeer)?.copy_peer(dst, peer, src, bytes, stream))
     }
 
     unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
         // SAFETY: the caller's promise about `src` is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::CopyToDevice).copy_to_device(dst, src, bytes, stream) })
+        self.heard(unsafe { self.on(Operation::CopyToDevice)?.copy_to_device(dst, src, bytes, stream) })
     }
 
     unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()> {
         // SAFETY: the caller's promise about `dst` is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::CopyToHost).copy_to_host(dst, src, bytes, stream) })
+        self.heard(unsafe { self.on(Operation::CopyToHost)?.copy_to_host(dst, src, bytes, stream) })
     }
 
     unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::HostRegister).host_register(ptr, bytes) })
+        self.heard(unsafe { self.on(Operation::HostRegister)?.host_register(ptr, bytes) })
     }
 
     unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::HostFree).host_free(ptr) })
+        self.heard(unsafe { self.on(Operation::HostFree)?.host_free(ptr) })
     }
 
     unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::HostUnregister).host_unregister(ptr) })
+        self.heard(unsafe { self.on(Operation::HostUnregister)?.host_unregister(ptr) })
     }
 
     unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
         // SAFETY: the caller's promise about host memory is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::Copy2d).copy_2d(copy, stream) })
+        self.heard(unsafe { self.on(Operation::Copy2d)?.copy_2d(copy, stream) })
     }
 
     unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()> {
         // SAFETY: the caller's promise about host memory is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::CopyBatch).copy_batch(copies, stream) })
+        self.heard(unsafe { self.on(Operation::CopyBatch)?.copy_batch(copies, stream) })
     }
 
     unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
         // SAFETY: the caller's promise about the kernel is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::Launch).launch(launch, stream) })
+        self.heard(unsafe { self.on(Operation::Launch)?.launch(launch, stream) })
     }
 
     fn take_violation(&self) -> Option<String> {

@@ -8,19 +8,21 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
 
-use parking_lot::Mutex;
+use crate::fork::Mutex;
 
-use crate::capture;
-use crate::context::{Context, Orphan, Reservation};
+use crate::context::Context;
 use crate::counted::CallCounts;
+use crate::deferred::{self, Deferred};
 use crate::driver::{
     DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, RawModule, RawPhysical, RawStream, StreamFlags,
 };
-use crate::error::{DeviceError, ErrorKind, Result};
+use crate::error::{DeviceError, ErrorKind, Operation, Result};
 use crate::event::Event;
 use crate::external::ExternalStream;
+use crate::fork;
 use crate::label::DeviceLabel;
 use crate::left::{Left, LeftMemory};
+use crate::orphans::{Orphan, Reservation};
 use crate::stream::Stream;
 use crate::timeline::{Owner, Retired, StreamKind, Tick, Timeline};
 use crate::waits::WaitMark;
@@ -43,7 +45,7 @@ use crate::waits::WaitMark;
 #[derive(Clone)]
 pub struct Device(Arc<Inner>);
 
-struct Inner {
+pub(crate) struct Inner {
     context: Arc<Context>,
     default_stream: Stream,
     /// The per-thread default stream of each running thread that has used it.
@@ -56,7 +58,11 @@ struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
         self.left.leave_to(&self.context);
+        deferred::finish_or_keep(Deferred::Streams(self.retired.clone()));
     }
 }
 
@@ -73,7 +79,7 @@ pub struct TimelineCounts {
 impl Device {
     /// Makes a device driven by `driver`.
     pub fn new(driver: Arc<dyn Driver>) -> Device {
-        close_left_open();
+        deferred::settle();
         let context = Context::new(driver);
         let legacy = Timeline::new(context.clone(), RawStream::LEGACY, StreamKind::Legacy, None);
         let default_stream = Stream::new(context.clone(), legacy, None);
@@ -138,7 +144,7 @@ impl Device {
 
     /// The driver, for calls that have no method here. Calls through it are counted, too.
     pub fn driver(&self) -> &dyn Driver {
-        &self.0.context.driver
+        &*self.0.context.driver
     }
 
     /// How often each driver call was made.
@@ -188,6 +194,7 @@ impl Device {
     /// # Errors
     /// Errors of the driver.
     pub fn create_stream_with(&self, flags: StreamFlags) -> Result<Stream> {
+        fork::check(Operation::CreateStream)?;
         let context = &self.0.context;
         self.0.retired.destroy_left();
         let raw = context.driver.create_stream(flags)?;
@@ -263,7 +270,7 @@ impl Device {
     pub fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
         self.settle_unused();
         match self.0.context.driver.alloc(bytes) {
-            Err(error) if error.kind == ErrorKind::OutOfMemory && self.0.context.has_orphans() => {
+            Err(error) if error.kind == ErrorKind::OutOfMemory && self.0.context.orphans.any() => {
                 self.settle();
                 self.0.context.driver.alloc(bytes)
             }
@@ -279,28 +286,37 @@ impl Device {
         self.0.context.free(ptr)
     }
 
+    /// Unmaps memory, as [`Driver::unmap`] does, which waits for no work. Refused while a stream captures: CUDA does not say whether
+    /// unmapping breaks a capture.
+    ///
+    /// # Errors
+    /// When a stream captures; errors of the driver. The memory is still mapped then.
+    pub fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        self.0.context.unmap(ptr, bytes)
+    }
+
     /// Leaves a plain driver allocation to the device, to be freed at the next [`Device::settle`], at a [`Device::alloc`] that lacks
     /// memory, or when the last handle of the device is dropped. Makes no driver call, so it can be used in destructors.
     pub fn free_later(&self, ptr: DevicePtr) {
-        self.0.context.orphan(Orphan::Allocation(ptr));
+        self.0.context.orphans.add(Orphan::Allocation(ptr));
     }
 
     /// Leaves reserved addresses, and the memory mapped there, to the device, to be given back when memory of [`Device::free_later`] is.
     /// That waits for the device, unless nothing is mapped there. Makes no driver call.
     pub fn unreserve_later(&self, reservation: Reservation) {
-        self.0.context.orphan(Orphan::Reservation(reservation));
+        self.0.context.orphans.add(Orphan::Reservation(reservation));
     }
 
     /// Leaves physical memory that is mapped nowhere to the device, to be released when memory of [`Device::free_later`] is freed. Makes no
     /// driver call.
     pub fn release_later(&self, physical: RawPhysical) {
-        self.0.context.orphan(Orphan::Physical(physical));
+        self.0.context.orphans.add(Orphan::Physical(physical));
     }
 
     /// Leaves a module of kernels to the device, to be unloaded when memory of [`Device::free_later`] is freed. That waits for the device.
     /// Makes no driver call.
     pub fn unload_later(&self, module: RawModule) {
-        self.0.context.orphan(Orphan::Module(module));
+        self.0.context.orphans.add(Orphan::Module(module));
     }
 
     /// Leaves page-locked memory of [`Driver::host_alloc`] to the device, to be freed once its last `uses` are known to be done: at the
@@ -358,15 +374,19 @@ impl Device {
     /// Gives back everything that was left to be given back later (`free_later` and the like). Waits for the device if it may still use
     /// some of it. The rest stays if a call fails, and is tried again later.
     pub fn settle(&self) {
-        close_left_open();
+        if fork::is_child() {
+            return;
+        }
+        deferred::settle();
+        self.0.retired.destroy_left();
         self.0.left.free_all(&self.0.context);
-        self.0.context.free_orphans();
+        self.0.context.orphans.free();
     }
 
     /// As [`Device::settle`], but only for things that are known not to be in use any more. Waits for nothing.
     pub fn settle_unused(&self) {
         self.0.left.free_allocated(&self.0.context);
-        self.0.context.free_unused_orphans();
+        self.0.context.orphans.free_unused();
     }
 }
 
@@ -376,26 +396,19 @@ impl fmt::Debug for Device {
     }
 }
 
-/// Devices whose last handle was dropped where no driver call can be made. They are closed when a device is next opened or settled.
-static LEFT_OPEN: Mutex<Vec<Inner>> = Mutex::new(Vec::new());
-
-fn close_left_open() {
-    // Taken out first: this calls drivers, which must not happen under a lock.
-    let left = std::mem::take(&mut *LEFT_OPEN.lock());
-    drop(left);
-    capture::left::let_go();
-}
-
 /// The devices whose default stream for this thread goes when the thread exits.
 struct AtExit(RefCell<Vec<Weak<Inner>>>);
 
 impl Drop for AtExit {
     fn drop(&mut self) {
+        if fork::is_child() {
+            return std::mem::forget(std::mem::take(self.0.get_mut()));
+        }
         for device in self.0.get_mut().drain(..).filter_map(|device| device.upgrade()) {
             let stream = device.per_thread.lock().remove(&std::thread::current().id());
             drop(stream);
             // For the case that the device's other handles were dropped meanwhile. A thread that ends makes no driver call.
-            LEFT_OPEN.lock().extend(Arc::into_inner(device));
+            Arc::into_inner(device).into_iter().for_each(|device| deferred::keep(Deferred::Device(device)));
         }
     }
 }

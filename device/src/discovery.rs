@@ -11,6 +11,7 @@ use crate::cuda;
 use crate::device::Device;
 use crate::driver::DeviceInfo;
 use crate::error::DeviceError;
+use crate::fork;
 use crate::sim::{SimConfig, SimConfigError, SimDriver};
 use crate::unavailable::Unavailable;
 
@@ -163,6 +164,9 @@ impl DeviceSpec {
     /// # Errors
     /// When there is no such device, or its driver fails.
     pub fn open(&self) -> Result<Device, OpenError> {
+        if fork::is_child() {
+            return Err(OpenError::Unavailable(Unavailable::Forked));
+        }
         match self {
             DeviceSpec::Cuda(ordinal) => get(*ordinal),
             DeviceSpec::Sim(config) => Ok(Device::new(SimDriver::new((**config).clone()))),
@@ -217,6 +221,9 @@ pub struct Choice {
 /// # Errors
 /// When the device chosen cannot be opened.
 pub fn best_available() -> Result<Choice, OpenError> {
+    if fork::is_child() {
+        return Err(OpenError::Unavailable(Unavailable::Forked));
+    }
     let gpus = match gpus() {
         Ok(gpus) => gpus,
         Err(unavailable) => {

@@ -6,6 +6,7 @@ use crate::context::Context;
 use crate::driver::{Driver, RawEvent};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::label::DeviceMismatch;
+use crate::orphans::Orphan;
 use crate::stream::Stream;
 use crate::sync::Mutex;
 use crate::timeline::{Recording, Timeline};
@@ -64,7 +65,7 @@ impl Event {
             return Ok(());
         }
         let devices = DeviceMismatch::between(device, self.context.device_id);
-        Err(DeviceError::new(operation, Code::INVALID_HANDLE)
+        Err(DeviceError::refused(operation, Code::INVALID_HANDLE)
             .with_detail(format!("the stream or event that this event is used with belongs to {devices}")))
     }
 
@@ -103,7 +104,7 @@ impl Event {
             Some(Record { recording: Recording { capture: Some(_), .. }, .. })
                 if stream.device_id() != self.context.device_id =>
             {
-                Err(DeviceError::new(Operation::Wait, Code::CAPTURED_EVENT)
+                Err(DeviceError::refused(Operation::Wait, Code::CAPTURED_EVENT)
                     .with_detail("the event was recorded in a capture, which streams of other devices cannot join"))
             }
             Some(Record { recording: Recording { capture: Some(scope), .. }, .. }) => {
@@ -121,8 +122,6 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        if let Err(error) = self.context.driver.destroy_event(self.raw) {
-            tracing::debug!(%error, "an event could not be destroyed");
-        }
+        self.context.orphans.give_back(Orphan::Event(self.raw));
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Weak;
 use crate::capture::Capture;
 use crate::driver::CaptureStatus;
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::fork;
 use crate::stream::Stream;
 use crate::timeline::Retired;
 
@@ -47,6 +48,7 @@ impl ExternalStream {
         if self.released {
             return Ok(());
         }
+        fork::check(Operation::StreamId)?;
         // First, so that no capture begins after the check.
         self.stream.timeline().let_captures_begin(false);
         if let Err(error) = self.refuse_capture() {
@@ -66,7 +68,8 @@ impl ExternalStream {
             scope.give_up();
             return Ok(());
         }
-        Err(DeviceError::new(operation, Code::CAPTURE_UNSUPPORTED)
+        Err(DeviceError::refused(operation, Code::CAPTURE_UNSUPPORTED)
+            .of_request("the stream was not released")
             .with_detail("an adopted stream cannot be released while it captures: end the capture first"))
     }
 
@@ -88,7 +91,8 @@ impl ExternalStream {
 
 impl Drop for ExternalStream {
     fn drop(&mut self) {
-        if !self.released
+        if !fork::is_child()
+            && !self.released
             && let Err(error) = self.let_go()
         {
             tracing::warn!(%error, "an adopted stream was dropped without release and its last event could not be recorded");

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use crate::fork::Mutex;
 
 use crate::driver::DeviceInfo;
 

@@ -11,12 +11,14 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::mem::ManuallyDrop;
 
-use parking_lot::Mutex;
+use crate::fork::Mutex;
 
-use crate::context::{Context, Orphan};
+use crate::context::Context;
 use crate::driver::{Driver, HostPtr};
 use crate::error::DeviceError;
+use crate::fork;
 use crate::lost::log_kept;
+use crate::orphans::Orphan;
 use crate::timeline::Tick;
 
 /// Bytes of registered memory that may stay although its uses are done. Unregistering waits for the device, so it is done for much memory
@@ -89,6 +91,9 @@ pub(crate) struct LeftMemory(Mutex<Vec<Waiting>>);
 impl LeftMemory {
     /// Keeps memory until its uses are done. Makes no driver call.
     pub(crate) fn add(&self, memory: Left, bytes: u64, uses: Vec<Tick>) {
+        if fork::is_child() {
+            return std::mem::forget(uses);
+        }
         self.0.lock().push(Waiting { memory, bytes, uses });
     }
 
@@ -107,10 +112,10 @@ impl LeftMemory {
     }
 
     fn free_asked(&self, context: &Context, goes_registered: impl Fn(&[Waiting]) -> bool) -> u64 {
-        if self.0.lock().is_empty() {
+        if fork::is_child() || self.0.lock().is_empty() {
             return 0;
         }
-        let Some(held_off) = context.capturing.hold_off() else { return 0 };
+        let Some(held_off) = context.hold_off() else { return 0 };
         let waiting = std::mem::take(&mut *self.0.lock());
         ask(&waiting);
         let registered_too = goes_registered(&waiting);
@@ -122,10 +127,10 @@ impl LeftMemory {
 
     /// Gives all memory back. Waits for the device if it may still use some of it. Returns how many bytes went back.
     pub(crate) fn free_all(&self, context: &Context) -> u64 {
-        if self.0.lock().is_empty() {
+        if fork::is_child() || self.0.lock().is_empty() {
             return 0;
         }
-        let Some(held_off) = context.capturing.hold_off() else { return 0 };
+        let Some(held_off) = context.hold_off() else { return 0 };
         let waiting = std::mem::take(&mut *self.0.lock());
         ask(&waiting);
         if !waiting.iter().all(Waiting::is_known_done)
@@ -150,7 +155,7 @@ impl LeftMemory {
                 continue;
             }
             // SAFETY: all its uses are known to be done.
-            match unsafe { waiting.memory.free(&context.driver) } {
+            match unsafe { waiting.memory.free(&*context.driver) } {
                 Ok(owner) => {
                     freed += bytes;
                     owners.extend(owner);
@@ -169,7 +174,7 @@ impl LeftMemory {
     /// Leaves all memory to the context, which gives it back with its other orphans.
     pub(crate) fn leave_to(&self, context: &Context) {
         for waiting in self.0.lock().drain(..) {
-            context.orphan(Orphan::Host(waiting.memory));
+            context.orphans.add(Orphan::Host(waiting.memory));
         }
     }
 }

@@ -33,17 +33,21 @@ mod copies;
 mod counted;
 #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
 pub mod cuda;
+mod deferred;
 mod device;
 mod discovery;
 mod driver;
 mod error;
 mod event;
 mod external;
+#[doc(hidden)]
+pub mod fork;
 mod label;
 mod launch;
 mod launches;
 mod left;
 mod lost;
+mod orphans;
 mod physical;
 pub mod sim;
 mod stream;
@@ -54,7 +58,6 @@ mod waits;
 
 pub use capture::{AnnouncedCapture, Capture, Graph};
 pub use capturing_streams::CapturingStreams;
-pub use context::Reservation;
 pub use copies::{Copy2d, CopyEnd, CopyPart};
 pub use counted::CallCounts;
 pub use device::{Device, TimelineCounts};
@@ -63,12 +66,13 @@ pub use driver::{
     Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, DriverKind, HostPtr, MemoryInfo, PoolUsage, RawEvent,
     RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
 };
-pub use error::{Code, DeviceError, ErrorKind, Operation, Result};
+pub use error::{Attempt, Code, DeviceError, ErrorKind, Operation, Result};
 pub use event::Event;
 pub use external::ExternalStream;
 pub use label::{DeviceLabel, DeviceMismatch};
 pub use launch::{Access, AccessKind, HostKernel, KernelArg, KernelMemory, Launch};
 pub use launches::{LaunchOrder, Launches};
+pub use orphans::Reservation;
 pub use physical::{HandleKind, PhysicalOptions};
 pub use stream::Stream;
 pub use timeline::{CapturesHeldOff, Clock, Tick, Timeline};

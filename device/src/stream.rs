@@ -2,13 +2,15 @@
 
 use std::sync::{Arc, Weak};
 
-use crate::capture::{AnnouncedCapture, Capture};
+use crate::capture::{self, AnnouncedCapture, Capture};
 use crate::context::Context;
 use crate::copies::{Copy2d, CopyPart};
+use crate::deferred::{self, Deferred};
 use crate::device::Device;
 use crate::driver::{DevicePtr, Driver, DriverKind, HostPtr, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::event::Event;
+use crate::fork;
 use crate::launch::{Access, Launch};
 use crate::launches::Launches;
 use crate::timeline::{CapturesHeldOff, Retired, Tick, Timeline};
@@ -82,7 +84,7 @@ impl Stream {
 
     /// The driver of its device.
     pub(crate) fn driver(&self) -> &dyn Driver {
-        &self.0.context.driver
+        &*self.0.context.driver
     }
 
     #[inline]
@@ -297,7 +299,7 @@ impl Stream {
     /// Errors of the driver; not supported on real hardware.
     pub fn touch(&self, name: &'static str, accesses: &[Access]) -> Result<()> {
         if !self.is_simulated() {
-            return Err(DeviceError::new(Operation::Launch, Code::NOT_SUPPORTED)
+            return Err(DeviceError::refused(Operation::Launch, Code::NOT_SUPPORTED)
                 .with_detail("`touch` runs no kernel and exists on the simulated device only"));
         }
         let launch = Launch {
@@ -379,19 +381,20 @@ impl Stream {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let Some(retired) = &self.owned else { return };
-        if self.timeline.is_of_thread() {
+        let Some(owned) = self.owned.as_ref().filter(|_| !fork::is_child()) else { return };
+        if let Some(left) = self.timeline.capture().filter(|capture| capture.is_left_to(&self.timeline)) {
+            capture::end_left(&left);
+        }
+        match owned.upgrade() {
             // The device keeps a handle as long as the thread runs. The driver has nothing to destroy.
-            retired.upgrade().into_iter().for_each(|retired| retired.keep_ended(self.timeline.clone()));
-            return;
-        }
-        match retired.upgrade() {
+            Some(retired) if self.timeline.is_of_thread() => retired.keep_ended(self.timeline.clone()),
+            None if self.timeline.is_of_thread() => {}
             Some(retired) => retired.destroy(self.timeline.clone()),
-            None => self.timeline.destroy(),
-        }
-        // A capture that the driver did not end, and that nobody can end any more.
-        if let Some(left) = self.timeline.capture().filter(|capture| capture.began_on(&self.timeline)) {
-            left.give_up();
+            None => {
+                let retired = Arc::<Retired>::default();
+                retired.destroy(self.timeline.clone());
+                deferred::finish_or_keep(Deferred::Streams(retired));
+            }
         }
     }
 }

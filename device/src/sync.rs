@@ -4,9 +4,11 @@
 //! Leaf locks, under which nothing here waits or calls foreign code, need no counterpart and are always parking_lot's.
 
 #[cfg(not(aquifer_shuttle))]
+pub(crate) use crate::fork::Mutex;
+#[cfg(not(aquifer_shuttle))]
 pub(crate) use of_threads::Condvar;
 #[cfg(not(aquifer_shuttle))]
-pub(crate) use parking_lot::{Mutex, MutexGuard};
+pub(crate) use parking_lot::MutexGuard;
 #[cfg(not(aquifer_shuttle))]
 pub(crate) use std::sync::atomic;
 

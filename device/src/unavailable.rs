@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::error::{Code, DeviceError, ErrorKind, Operation};
+use crate::fork;
 
 /// Why no real GPU can be used. Formatting it asks no driver.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -63,6 +64,9 @@ pub enum Unavailable {
         /// Value of `CUDA_VISIBLE_DEVICES`.
         value: String,
     },
+    /// This process was forked from one that had opened a device.
+    #[error("{}", fork::ADVICE)]
+    Forked,
     /// The driver is there and refuses to start.
     #[error("the CUDA driver does not start: {} ({}){}", code.name(), code.0, advice(*code))]
     Failed {
@@ -107,7 +111,9 @@ impl Unavailable {
     /// The driver's code that says the same, or comes nearest.
     fn code(&self) -> Code {
         match self {
-            Unavailable::NotBuilt | Unavailable::NoDriver { .. } | Unavailable::TooOld { .. } => Code(3),
+            Unavailable::NotBuilt | Unavailable::NoDriver { .. } | Unavailable::TooOld { .. } | Unavailable::Forked => {
+                Code(3)
+            }
             Unavailable::Stub => Code(34),
             Unavailable::MissingSymbol { .. } => Code(500),
             Unavailable::NoDevice | Unavailable::Hidden { .. } => Code::NO_DEVICE,
@@ -118,8 +124,9 @@ impl Unavailable {
 
 impl From<Unavailable> for DeviceError {
     fn from(unavailable: Unavailable) -> DeviceError {
-        DeviceError::new(Operation::Init, unavailable.code())
-            .with_kind(ErrorKind::Unavailable)
+        DeviceError::refused(Operation::Init, unavailable.code())
+            .of_request("no GPU was opened")
+            .with_kind(if unavailable == Unavailable::Forked { ErrorKind::Forked } else { ErrorKind::Unavailable })
             .with_detail(unavailable.to_string())
     }
 }

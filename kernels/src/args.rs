@@ -54,7 +54,7 @@ impl KernelParam {
 
 /// Why arguments cannot be launched with.
 pub(crate) fn refuse(kernel: &str, detail: impl AsRef<str>) -> DeviceError {
-    DeviceError::new(Operation::Launch, Code::INVALID_VALUE)
+    DeviceError::refused(Operation::Launch, Code::INVALID_VALUE)
         .with_detail(format!("kernel {kernel}: {}", detail.as_ref()))
 }
 

@@ -46,7 +46,7 @@ fn with_room<T>(len: usize) -> Result<Vec<T>> {
     let mut values = Vec::new();
     let refused = |_| {
         let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
-        DeviceError::new(Operation::Launch, Code::OUT_OF_MEMORY)
+        DeviceError::refused(Operation::Launch, Code::OUT_OF_MEMORY)
             .with_detail(format!("the host, which computes for the simulated device, has no {bytes} bytes for that"))
     };
     values.try_reserve_exact(len).map_err(refused)?;

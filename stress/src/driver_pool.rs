@@ -85,6 +85,7 @@ impl Subject for DriverPool {
         let stream = &self.streams[usize::from(block.stream)];
         let ordered = block.uses.iter().try_for_each(|tick| stream.wait_for(tick));
         if let Err(error) = ordered.and_then(|()| self.device.driver().free_async(block.ptr, stream.raw())) {
+            self.device.free_later(block.ptr);
             self.failed.get_or_insert(error);
         }
     }

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use aquifer_device::Tick;
-use parking_lot::Mutex;
+use aquifer_device::fork::Mutex;
 
 use crate::error::TransferError;
 use crate::job::{Job, Progress};

@@ -15,5 +15,6 @@ pub(crate) fn hold_off<'a>(stream: &'a Stream, advice: &'static str) -> Result<C
 }
 
 fn captured(advice: &'static str) -> DeviceError {
-    DeviceError::new(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED).with_detail(advice)
+    let error = DeviceError::refused(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED);
+    error.of_request("nothing was enqueued").with_detail(advice)
 }

@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
 
 use aquifer_device::Tick;
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use aquifer_device::fork::Mutex;
+use parking_lot::{Condvar, MutexGuard};
 
 use crate::error::TransferError;
 use crate::waiter::wake;

@@ -9,8 +9,8 @@
 use std::sync::Arc;
 
 use aquifer_allocator::Storage;
+use aquifer_device::fork::Mutex;
 use aquifer_device::{DeviceError, Tick};
-use parking_lot::Mutex;
 
 /// Memory that is kept.
 #[derive(Debug, Default)]
@@ -40,6 +40,9 @@ impl Kept {
 
 impl Drop for Kept {
     fn drop(&mut self) {
+        if aquifer_device::fork::is_child() {
+            return std::mem::forget(std::mem::take(self.0.get_mut()));
+        }
         self.release();
         for Entry { copied, source } in self.0.get_mut().drain(..) {
             tracing::warn!(

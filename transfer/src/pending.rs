@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
-use aquifer_device::{Stream, Tick};
+use aquifer_device::{Operation, Stream, Tick, fork};
 
 use crate::begun::Begun;
 use crate::counters::Tally;
@@ -124,6 +124,7 @@ impl<T> Pending<T> {
     /// # Errors
     /// Those of the transfer, and of the driver; a lost device is one of them.
     pub fn wait(mut self) -> Result<T, TransferError> {
+        fork::check(Operation::SynchronizeEvent)?;
         let Pending { steps, shared, started, .. } = &self;
         if !self.is_done()? {
             shared.tally.waiting(*started, || steps.iter().try_for_each(Step::wait))?;
@@ -284,6 +285,9 @@ impl<T> Pending<T> {
 
     /// Drops steps that are done, until one is not; then `waker` is told when that changes.
     fn poll_steps(&mut self, waker: &Waker) -> Poll<Result<(), TransferError>> {
+        if let Err(error) = fork::check(Operation::SynchronizeEvent) {
+            return Poll::Ready(Err(error.into()));
+        }
         while let Some(step) = self.steps.front().cloned() {
             let tick = match step {
                 Step::Tick(tick) => Some(tick),

@@ -11,10 +11,11 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use aquifer_allocator::{AllocError, Allocator, Awake, DeviceBuffer};
+use aquifer_device::fork::Mutex;
 use aquifer_device::{Stream, Tick};
 use bytemuck::Pod;
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, unbounded};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Condvar;
 
 use crate::counters::Direction;
 use crate::error::TransferError;
@@ -313,6 +314,9 @@ impl<B: Batch> Iterator for Prefetcher<B> {
 
     /// The next batch, after whose copy the stream is ordered. Waits on the host only while none is on its way.
     fn next(&mut self) -> Option<Self::Item> {
+        if let Err(error) = aquifer_device::fork::check(aquifer_device::Operation::SynchronizeEvent) {
+            return Some(Err(error.into()));
+        }
         self.give_slot_back();
         let pending = match self.arrived.take() {
             Some(pending) => pending,
@@ -337,6 +341,9 @@ impl<B: Batch> Iterator for Prefetcher<B> {
 
 impl<B: Batch> Drop for Prefetcher<B> {
     fn drop(&mut self) {
+        if aquifer_device::fork::is_child() {
+            return std::mem::forget((self.worker.take(), self.batches.take(), self.slots.take()));
+        }
         // Wakes the thread wherever it waits for this side.
         self.batches = None;
         self.slots = None;

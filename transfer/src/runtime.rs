@@ -4,9 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use aquifer_allocator::{Allocator, Storage, Turn};
+use aquifer_device::fork::Mutex;
 use aquifer_device::{AccessKind, Device, DeviceError, DriverKind, RawStream, Stream, Tick};
 use aquifer_kernels::Kernels;
-use parking_lot::Mutex;
 
 use crate::capture;
 use crate::counters::{Counters, Direction};
@@ -155,6 +155,7 @@ impl Transfer {
     /// # Errors
     /// Errors of the driver.
     pub fn with_config(allocator: &Allocator, config: TransferConfig) -> Result<Transfer, TransferError> {
+        aquifer_device::fork::check(aquifer_device::Operation::HostAlloc)?;
         let device = allocator.device();
         let pinned = PinnedPool::new(device, config.pinned)?;
         let levels = Levels::new(device, config.streams);

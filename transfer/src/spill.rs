@@ -19,8 +19,8 @@ use std::sync::{Arc, Weak};
 
 use aquifer_allocator::{DeviceBuffer, Registration};
 use aquifer_device::Stream;
+use aquifer_device::fork::Mutex;
 use bytemuck::Pod;
-use parking_lot::Mutex;
 
 use crate::error::TransferError;
 use crate::pinned::PinnedBuffer;

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use aquifer_device::fork::Mutex;
 use aquifer_device::{Device, DeviceError, Stream, StreamFlags};
-use parking_lot::Mutex;
 
 use crate::counters::Direction;
 

@@ -4,9 +4,11 @@
 //! Locks that are leaves, under which nothing here waits or calls out, need no counterpart and are parking_lot's.
 
 #[cfg(not(aquifer_shuttle))]
+pub(crate) use aquifer_device::fork::Mutex;
+#[cfg(not(aquifer_shuttle))]
 pub(crate) use of_threads::Condvar;
 #[cfg(not(aquifer_shuttle))]
-pub(crate) use parking_lot::{Mutex, MutexGuard};
+pub(crate) use parking_lot::MutexGuard;
 
 #[cfg(aquifer_shuttle)]
 pub(crate) use modelled::{Condvar, Mutex, MutexGuard};

@@ -18,8 +18,9 @@ use std::task::{Poll, Waker};
 use std::thread;
 use std::time::Duration;
 
+use aquifer_device::fork::Mutex;
 use aquifer_device::{Code, DeviceError, Operation, Tick};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Condvar;
 
 use crate::error::TransferError;
 
@@ -154,7 +155,7 @@ impl Waiter {
 fn guarded(wait: impl FnOnce() -> Result<(), DeviceError>) -> Result<(), DeviceError> {
     catch_unwind(AssertUnwindSafe(wait)).unwrap_or_else(|_| {
         tracing::error!("the driver panicked while a task waited for the device");
-        let error = DeviceError::new(Operation::SynchronizeEvent, Code(999));
+        let error = DeviceError::new(Operation::SynchronizeEvent, Code(999)).of_request("a tick was not waited for");
         Err(error.with_detail("the driver panicked"))
     })
 }

@@ -3,6 +3,8 @@
 
 use std::cmp::Reverse;
 
+use aquifer_device::{Operation, fork};
+
 use crate::allocator::Allocator;
 use crate::error::AllocError;
 use crate::shell::core::Place;
@@ -24,6 +26,7 @@ impl Allocator {
     /// # Errors
     /// Errors of the driver.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, AllocError> {
+        fork::check(Operation::Free)?;
         self.device().settle();
         self.poll_launches()?;
         let first = self.trim_done(bytes)?;

@@ -66,6 +66,7 @@ impl Claim {
     /// [`AllocError::TurnHeld`] while this thread has a turn with the memory; [`AllocError::Asleep`] while its allocator sleeps or
     /// is about to.
     pub fn take(storage: &Arc<Storage>, kind: AccessKind) -> Result<Claim, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
         let keeper = Keeper::new(storage.memory().shell())?;
         storage.hold_unclaimed(kind)?.claim(kind);
         Ok(Claim { storage: storage.clone(), kind, _keeper: keeper })
@@ -82,6 +83,7 @@ impl Claim {
     /// # Errors
     /// When such a stream captures already; errors of the driver; [`AllocError::TurnHeld`] while this thread has a turn with the memory.
     pub fn prepare(&self, stream: &Stream) -> Result<(), AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
         let held = self.storage.hold()?;
         held.before(self.kind).filter(|tick| !stream.is_ordered_after(tick)).try_for_each(|tick| Ok(tick.cover()?))
     }
@@ -97,6 +99,9 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
+        if aquifer_device::fork::is_child() {
+            return;
+        }
         self.storage.unclaim(self.kind);
     }
 }

@@ -13,8 +13,9 @@
 use std::fmt;
 use std::sync::Arc;
 
+use aquifer_device::fork::Mutex;
 use aquifer_device::{AccessKind, DevicePtr, Stream, Tick};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Condvar;
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
@@ -120,6 +121,7 @@ impl Storage {
     /// # Errors
     /// [`AllocError::TurnHeld`] while this thread has a turn with the memory: its work is not noted yet.
     pub fn ticks_before(&self, kind: AccessKind) -> Result<Vec<Tick>, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
         Ok(self.hold_unclaimed(kind)?.before(kind).cloned().collect())
     }
 

@@ -93,6 +93,7 @@ impl<'a> Turn<'a> {
     }
 
     fn take_all(mut wanted: Vec<(&'a Stream, &'a Storage, AccessKind)>) -> Result<Turn<'a>, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
         wanted.retain(|(_, storage, _)| storage.bytes() > 0);
         // By address, the same order for all turns, so that they do not wait for each other in a circle; and writing before reading, so
         // that removing duplicates keeps it.

@@ -261,14 +261,6 @@ impl Whole {
         (held, awaited)
     }
 
-    /// The blocks that wait for streams for which `of` is true.
-    pub(crate) fn waiting_for(&self, of: impl Fn(u32) -> bool) -> impl Iterator<Item = Place> {
-        let waits = move |waiting: &&Waiting| {
-            waiting.uses.iter().any(|&(slot, after)| of(slot) && !self.is_known_done(slot, after))
-        };
-        self.waiting.blocks.iter().filter(waits).map(|waiting| waiting.place)
-    }
-
     /// Bytes of waiting blocks, by the stream that they wait for.
     pub(crate) fn waiting_bytes(&self) -> Vec<(u32, u64)> {
         let mut bytes: Vec<(u32, u64)> = Vec::new();

@@ -41,7 +41,8 @@ fn refuse_capturing(stream: &Stream, detail: &str) -> Result<(), AllocError> {
     if !stream.is_capturing() {
         return Ok(());
     }
-    Err(DeviceError::new(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED).with_detail(detail).into())
+    let error = DeviceError::refused(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED);
+    Err(error.of_request("nothing was allocated").with_detail(detail).into())
 }
 
 impl Allocator {
@@ -78,6 +79,7 @@ impl Allocator {
     /// # Errors
     /// When the stream is of another device, the pool is of another allocator, or the stream does not capture; errors of the driver.
     pub fn capture(&self, stream: &Stream, pool: &PrivatePool) -> Result<CaptureRoute, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::CaptureStatus)?;
         if stream.device_id() != self.device().id() {
             return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
         }

@@ -16,7 +16,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use aquifer_device::{DevicePtr, Stream};
+use aquifer_device::{DevicePtr, Stream, fork};
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
@@ -85,6 +85,7 @@ impl Allocator {
     /// # Errors
     /// When there are too many pools: some 16 000.
     pub fn create_pool(&self, options: PoolOptions) -> Result<PrivatePool, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Alloc)?;
         let id = self.shell().whole().add_private(options)?;
         Ok(PrivatePool { allocator: self.clone(), id })
     }
@@ -175,7 +176,8 @@ impl PrivatePool {
 
     /// Calls `request` on the allocator while the thread is routed here.
     pub(crate) fn routed<T>(&self, request: impl FnOnce(&Allocator) -> T) -> T {
-        let _route = self.route_thread();
+        // A forked child refuses the request itself.
+        let _route = (!fork::is_child()).then(|| self.route_thread());
         request(&self.allocator)
     }
 
@@ -197,6 +199,7 @@ impl PrivatePool {
     /// # Errors
     /// Errors of the driver.
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Free)?;
         let core = self.allocator.shell().core();
         let Some(private) = core.pools.find(self.id) else { return Ok(0) };
         let launched = core.launches_of(private);
@@ -234,6 +237,9 @@ impl PrivatePool {
 
 impl Drop for PrivatePool {
     fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
         if let Err(error) = self.close() {
             tracing::warn!(%error, "a private pool's memory could not be released; the next release tries again");
         }
@@ -252,6 +258,9 @@ pub struct PoolRoute {
 
 impl Drop for PoolRoute {
     fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
         let shell = self.allocator.shell();
         let mut core = shell.core();
         core.pools.routes.retain(|&(_, number, _)| number != self.number);

@@ -11,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::LocalKey;
 
-use parking_lot::Mutex;
+use aquifer_device::fork::Mutex;
 
 use crate::allocator::Allocator;
 #[cfg(doc)]
@@ -224,6 +224,9 @@ pub struct Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
+        if aquifer_device::fork::is_child() {
+            return;
+        }
         let mut state = self.hooks.state.lock();
         // Taken out first and dropped after the lock, because values captured by a callback may call the allocator when dropped.
         let reclaimer = state.reclaimers.iter().position(|reclaimer| reclaimer.number == self.number);

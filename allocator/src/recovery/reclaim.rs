@@ -7,7 +7,7 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use aquifer_device::fork::Mutex;
 
 use crate::allocator::Allocator;
 use crate::recovery::hooks::{Registration, Within, contained};

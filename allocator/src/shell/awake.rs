@@ -16,7 +16,8 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use aquifer_device::fork::Mutex;
+use parking_lot::Condvar;
 
 use crate::allocator::Allocator;
 use crate::error::AllocError;
@@ -167,6 +168,7 @@ impl Allocator {
     /// # Errors
     /// [`AllocError::Asleep`] when the allocator sleeps, or is about to and this thread does not keep it awake already.
     pub fn keep_awake(&self) -> Result<Awake, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Map)?;
         Ok(Awake { _kept: KeptAwake::new(self.shell())?, _allocator: self.kept_open() })
     }
 }

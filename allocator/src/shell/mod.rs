@@ -23,7 +23,7 @@ mod schedules;
 mod table;
 pub(crate) mod whole;
 
-use aquifer_device::{DevicePtr, Stream};
+use aquifer_device::{DevicePtr, Stream, fork};
 use crossbeam::queue::SegQueue;
 use crossbeam::utils::CachePadded;
 
@@ -54,6 +54,8 @@ pub(crate) mod special {
     pub(crate) const ASLEEP: u32 = 16;
     /// Frees of blocks that other streams use were left to the next thread that takes all locks.
     pub(crate) const LEFT: u32 = 32;
+    /// The process is a forked child, in which no device can be used.
+    pub(crate) const FORKED: u32 = 64;
 }
 
 /// The free of a block that other streams use, too. It needs the core.
@@ -90,7 +92,7 @@ struct Read {
 #[cfg(not(aquifer_shuttle))]
 mod lists {
     use aquifer_device::Device;
-    use parking_lot::Mutex;
+    use aquifer_device::fork::Mutex;
 
     use super::Shell;
 
@@ -106,7 +108,7 @@ mod lists {
 #[cfg(aquifer_shuttle)]
 mod lists {
     use aquifer_device::Device;
-    use parking_lot::Mutex;
+    use aquifer_device::fork::Mutex;
 
     use super::Shell;
 
@@ -122,7 +124,7 @@ impl Shell {
     /// A shell around `core`.
     pub(crate) fn open(core: Core, history: History, special: u32) -> &'static Shell {
         let idle = IDLE.lock().pop();
-        let shell = idle.unwrap_or_else(|| Box::leak(Box::default()));
+        let shell = idle.unwrap_or_else(|| Shell::create());
         shell.counters.clear();
         shell.read.special.store(special, Ordering::Relaxed);
         shell.end_drowsiness();
@@ -130,6 +132,14 @@ impl Shell {
         // Before the core is placed, so that a thread that comes late from the shell's last life finds the shell either empty or open.
         shell.read.closed.store(false, Ordering::SeqCst);
         *shell.core.lock() = core;
+        shell
+    }
+
+    /// A new shell, whose allocations leave the fast path in forked children.
+    fn create() -> &'static Shell {
+        let shell: &'static Shell = Box::leak(Box::default());
+        #[cfg(not(aquifer_shuttle))]
+        fork::set_in_child(&shell.read.special, special::FORKED);
         shell
     }
 
@@ -216,6 +226,9 @@ impl Shell {
     /// Frees a block that other streams use, too: at once if no other thread holds a lock, otherwise through the queue.
     #[cold]
     pub(crate) fn free_shared(&'static self, free: SharedFree) {
+        if fork::is_child() {
+            return;
+        }
         self.leave_shared(free);
         // Either this sees that the shell closed, or `close` sees the entry.
         if self.is_closed() {
@@ -306,6 +319,9 @@ impl Shell {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn close_abandoned() {
+    if fork::is_child() {
+        return;
+    }
     // Devices in use stay as they are: their users give abandoned memory back when they next need memory, and would miss memory that
     // another thread is just giving back. The devices are taken out first, because closing them calls drivers, which must not happen under
     // a lock.

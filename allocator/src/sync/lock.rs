@@ -66,6 +66,7 @@ impl ShortLock {
     #[cold]
     fn lock_contended(&self) {
         let mut round = 0;
+        aquifer_device::fork::refuse_to_wait();
         while !self.try_take() {
             match round {
                 0..SPINS => std::hint::spin_loop(),

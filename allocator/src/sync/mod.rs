@@ -26,7 +26,7 @@ mod of_threads {
 
     /// A lock of nothing but time.
     #[derive(Debug, Default)]
-    pub(crate) struct RwLock(parking_lot::RwLock<()>);
+    pub(crate) struct RwLock(aquifer_device::fork::RwLock<()>);
 
     impl RwLock {
         pub(crate) fn read(&self) -> RwLockReadGuard<'_> {

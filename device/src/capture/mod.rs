@@ -1,6 +1,6 @@
 //! Graph capture: a stream's work is recorded into a graph instead of being run.
 
-pub(crate) mod left;
+mod of_thread;
 mod scope;
 
 use std::sync::Arc;
@@ -8,19 +8,24 @@ use std::sync::Arc;
 pub(crate) use scope::Scope;
 
 use crate::context::Context;
+use crate::deferred::{self, Deferred};
 use crate::driver::{CaptureStatus, Driver, RawGraph, RawStream};
 use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
+use crate::fork;
 use crate::label::DeviceMismatch;
 use crate::launches::Launches;
+use crate::orphans::Orphan;
 use crate::stream::Stream;
+use crate::timeline::Timeline;
 
 /// How often ending a capture is tried again after a failure.
 const ATTEMPTS: u32 = 3;
 
 /// A capture in progress on one stream. Dropping it ends the capture, if that was not done, and discards the graph.
 ///
-/// A capture of a per-thread default stream can only be ended on its own thread. If it is dropped on another thread, this is logged, and
-/// the capture goes on until its thread begins another capture there ([`Stream::begin_capture`]), or ends.
+/// If the driver does not end it now, this is logged, and the capture goes on. It is ended when its stream next begins a capture
+/// ([`Stream::begin_capture`]), a device is opened or settled ([`crate::Device::settle`]), or somebody wants to wait for its device. A capture
+/// of a per-thread default stream can only be ended on its own thread, or ends with it.
 ///
 /// Ticks order nothing across the border of a capture (invariant T5): recording and waiting through ticks fail on the stream until the
 /// capture ends, and its timeline learns nothing meanwhile. The same holds for every stream that joins the capture by waiting
@@ -56,10 +61,10 @@ impl Capture {
         let (timeline, scope) = (stream.timeline(), Scope::new(true));
         let raw = timeline.usable(Operation::BeginCapture)?;
         if let Some(left) = timeline.capture().filter(|capture| capture.is_left_to(timeline)) {
-            drop(Capture { stream: stream.clone(), scope: left });
+            end_left(&left);
         }
         if timeline.is_of_thread() {
-            left::end_with_thread(&scope)?;
+            of_thread::end_with_thread(&scope)?;
         }
         timeline.begin_capture(&scope, || stream.driver().begin_capture(raw))?;
         Ok(Capture { stream, scope })
@@ -85,55 +90,7 @@ impl Capture {
     /// # Ok::<(), aquifer_device::DeviceError>(())
     /// ```
     pub fn end(&self) -> Result<Graph> {
-        self.finish().map(|raw| self.graph(raw))
-    }
-
-    fn graph(&self, raw: RawGraph) -> Graph {
-        Graph { raw, launches: self.scope.launches.clone(), context: self.stream.context().clone() }
-    }
-
-    /// Ends the capture in the driver and for all its streams, or leaves both as they are (T5).
-    fn finish(&self) -> Result<RawGraph> {
-        let alone = self.scope.ending.lock();
-        let operation = Operation::EndCapture;
-        if self.scope.is_over() {
-            return Err(DeviceError::new(operation, Code::INVALID_VALUE).with_detail(
-                "the capture is over: it was ended before, its stream was released, or its thread has ended",
-            ));
-        }
-        let goes_on = |error: DeviceError| error.with_more("the capture goes on");
-        let raw = self.stream.timeline().usable(operation).map_err(goes_on)?;
-        let graph = self.stream.driver().end_capture(raw);
-        let mut late = None;
-        if graph.is_err() && !self.is_ended(raw, &mut late) {
-            return graph.map_err(goes_on);
-        }
-        self.scope.close();
-        self.scope.launches.cover();
-        drop(alone);
-        // Dropping what they kept runs foreign code.
-        drop(late);
-        graph.inspect_err(|_| drop(self.scope.launches.note_gone()))
-    }
-
-    /// True if a capture whose end failed has ended all the same, or ends at another attempt, which may give a graph (`late`).
-    fn is_ended(&self, raw: RawStream, late: &mut Option<Graph>) -> bool {
-        let driver = self.stream.driver();
-        // What ending it failed with does not tell: a driver may refuse that now, and end it at another attempt.
-        let is_over = || match driver.capture_status(raw) {
-            Ok(status) => status == CaptureStatus::None,
-            Err(error) => is_without_captures(&error),
-        };
-        for _ in 0..ATTEMPTS {
-            if is_over() {
-                return true;
-            }
-            if let Ok(raw) = driver.end_capture(raw) {
-                *late = Some(self.graph(raw));
-                return true;
-            }
-        }
-        is_over()
+        finish(self.stream.timeline(), &self.scope)
     }
 
     /// Ends a capture that this library began on an adopted stream, before the stream is released, because nobody can end it afterwards. If
@@ -142,12 +99,74 @@ impl Capture {
     pub(crate) fn end_on(stream: &Stream) -> Option<Arc<Scope>> {
         let timeline = stream.timeline();
         let scope = timeline.capture().filter(|capture| capture.began_on(timeline))?;
-        if !scope.launches.is_foreign() {
-            drop(Capture { stream: stream.clone(), scope: scope.clone() });
+        if !scope.launches.is_foreign()
+            && let Err(error) = finish(timeline, &scope)
+        {
+            tracing::warn!(%error, "a capture on an adopted stream could not be ended");
         }
         // A capture of another thread's default stream goes on until that thread ends.
         (!timeline.is_of_thread()).then_some(scope)
     }
+}
+
+/// Ends a capture in the driver and for all its streams, or leaves both as they are (T5).
+fn finish(timeline: &Timeline, scope: &Arc<Scope>) -> Result<Graph> {
+    let operation = Operation::EndCapture;
+    fork::check(operation)?;
+    let alone = scope.ending.lock();
+    if scope.is_over() {
+        return Err(DeviceError::refused(operation, Code::INVALID_VALUE).with_detail(
+            "the capture is over: it was ended before, its stream was released, or its thread has ended",
+        ));
+    }
+    let goes_on = |error: DeviceError| error.with_more("the capture goes on");
+    let raw = timeline.usable(operation).map_err(goes_on)?;
+    let context = timeline.context();
+    let graph = |raw| Graph { raw, launches: scope.launches.clone(), context: context.clone() };
+    let ended = context.driver.end_capture(raw).map(graph);
+    let mut late = None;
+    if ended.is_err() && !is_ended(context, raw, &mut late) {
+        return ended.map_err(goes_on);
+    }
+    let late = late.map(graph);
+    scope.close();
+    scope.launches.cover();
+    drop(alone);
+    // Dropping what they kept runs foreign code.
+    drop(late);
+    ended.inspect_err(|_| drop(scope.launches.note_gone()))
+}
+
+/// True if a capture whose end failed has ended all the same, or ends at another attempt, which may give a graph (`late`).
+fn is_ended(context: &Context, raw: RawStream, late: &mut Option<RawGraph>) -> bool {
+    // What ending it failed with does not tell: a driver may refuse that now, and end it at another attempt.
+    let is_over = || match context.driver.capture_status(raw) {
+        Ok(status) => status == CaptureStatus::None,
+        Err(error) => is_without_captures(&error),
+    };
+    for _ in 0..ATTEMPTS {
+        if is_over() {
+            return true;
+        }
+        if let Ok(raw) = context.driver.end_capture(raw) {
+            *late = Some(raw);
+            return true;
+        }
+    }
+    is_over()
+}
+
+/// Ends a capture that nobody holds, and discards its graph. Returns false if it goes on.
+pub(crate) fn end_left(scope: &Arc<Scope>) -> bool {
+    if scope.is_over() {
+        return true;
+    }
+    let Some(timeline) = scope.origin() else { return true };
+    match finish(&timeline, scope) {
+        Ok(graph) => drop(graph),
+        Err(error) => tracing::debug!(%error, "a capture that was dropped could not be ended"),
+    }
+    scope.is_over()
 }
 
 /// True if an error of a question about a stream means that the stream or the device is gone, so that nothing captures.
@@ -157,15 +176,15 @@ fn is_without_captures(error: &DeviceError) -> bool {
 
 impl Drop for Capture {
     fn drop(&mut self) {
-        if self.scope.is_over() {
+        if fork::is_child() || self.scope.is_over() {
             return;
         }
-        match self.finish() {
-            Ok(raw) => drop(self.graph(raw)),
-            Err(error) => {
-                self.scope.leave();
-                tracing::warn!(%error, "a capture that was dropped could not be ended");
-            }
+        if let Err(error) = self.end()
+            && !self.scope.is_over()
+        {
+            tracing::warn!(%error, "a capture that was dropped could not be ended; it will be tried again");
+            self.scope.leave();
+            deferred::keep(Deferred::Capture(self.scope.clone()));
         }
     }
 }
@@ -191,19 +210,23 @@ pub struct AnnouncedCapture {
     scope: Arc<Scope>,
 }
 
+const NOT_ANNOUNCED: &str = "the capture was not announced";
+
 impl AnnouncedCapture {
     pub(crate) fn announce(stream: &Stream) -> Result<AnnouncedCapture> {
         let operation = Operation::CaptureStatus;
         let scope = Scope::new(false);
         let raw = stream.timeline().usable(operation)?;
         if stream.timeline().is_of_thread() {
-            left::end_with_thread(&scope)?;
+            of_thread::end_with_thread(&scope)?;
         }
         stream.timeline().announce_capture(&scope, || match stream.driver().capture_status(raw)? {
             CaptureStatus::Active => Ok(()),
-            CaptureStatus::Invalidated => Err(DeviceError::new(operation, Code::CAPTURE_INVALIDATED)
+            CaptureStatus::Invalidated => Err(DeviceError::refused(operation, Code::CAPTURE_INVALIDATED)
+                .of_request(NOT_ANNOUNCED)
                 .with_detail("an earlier call broke the capture that is announced")),
-            CaptureStatus::None => Err(DeviceError::new(operation, Code::INVALID_VALUE)
+            CaptureStatus::None => Err(DeviceError::refused(operation, Code::INVALID_VALUE)
+                .of_request(NOT_ANNOUNCED)
                 .with_detail("the stream does not capture: announce a capture after it began")),
         })?;
         Ok(AnnouncedCapture { scope })
@@ -212,6 +235,9 @@ impl AnnouncedCapture {
 
 impl Drop for AnnouncedCapture {
     fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
         self.scope.close();
     }
 }
@@ -250,7 +276,7 @@ impl Graph {
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         if stream.device_id() != self.context.device_id {
             let devices = DeviceMismatch::between(stream.device_id(), self.context.device_id);
-            return Err(DeviceError::new(Operation::LaunchGraph, Code::INVALID_HANDLE)
+            return Err(DeviceError::refused(Operation::LaunchGraph, Code::INVALID_HANDLE)
                 .with_detail(format!("the stream that the graph is launched on belongs to {devices}")));
         }
         let raw = stream.timeline().usable(Operation::LaunchGraph)?;
@@ -264,9 +290,10 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        let _kept_until_then = self.launches.note_gone();
-        if let Err(error) = self.context.driver.destroy_graph(self.raw) {
-            tracing::debug!(%error, "a graph could not be destroyed");
+        if fork::is_child() {
+            return;
         }
+        let _kept_until_then = self.launches.note_gone();
+        self.context.orphans.give_back(Orphan::Graph(self.raw));
     }
 }

@@ -6,7 +6,7 @@
 use std::ptr;
 use std::sync::Arc;
 
-use parking_lot::Mutex as Leaf;
+use crate::fork::Mutex as Leaf;
 
 use crate::launches::Launches;
 use crate::sync::Mutex;
@@ -59,13 +59,18 @@ impl Scope {
         self.members.lock().streams.first().is_some_and(|first| ptr::eq(&raw const **first, timeline))
     }
 
+    /// The stream that the capture began on.
+    pub(super) fn origin(&self) -> Option<Arc<Timeline>> {
+        self.members.lock().streams.first().cloned()
+    }
+
     /// Notes that the capture goes on although nobody holds it.
     pub(super) fn leave(&self) {
         self.members.lock().left = true;
     }
 
     /// True if the capture began on this stream and nobody holds it.
-    pub(super) fn is_left_to(&self, timeline: &Timeline) -> bool {
+    pub(crate) fn is_left_to(&self, timeline: &Timeline) -> bool {
         self.began_on(timeline) && self.members.lock().left
     }
 

@@ -55,7 +55,7 @@ impl CudaDriver {
             CopyEnd::Host(ptr)
                 if !self.facts.registered_by_address && self.host.kind_at(ptr.0 as u64) == Some(Locked::Registered) =>
             {
-                Err(DeviceError::new(operation, Code::NOT_SUPPORTED).with_detail(
+                Err(DeviceError::refused(operation, Code::NOT_SUPPORTED).with_detail(
                     "this device does not know registered memory by the host's address; copy it with a call of its own",
                 ))
             }

@@ -8,13 +8,13 @@
 use std::ffi::c_uint;
 use std::ptr;
 
+use crate::fork::Mutex;
 use cudarc::driver::sys::{CUgraph, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus as Status};
-use parking_lot::Mutex;
 
 use super::context::Core;
 use super::driver::CudaDriver;
 use super::handles::{Kind, Object};
-use super::installation::check;
+use super::installation::{check, check_function};
 use super::memory::bad_value;
 use super::raw::{handle, pointer};
 use super::streams::LiveStream;
@@ -31,14 +31,76 @@ impl Kind for Graphs {
     const DESTROY: Operation = Operation::DestroyGraph;
     type Extra = Mutex<()>;
 
-    unsafe fn destroy(core: &Core, raw: u64) -> u32 {
+    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
         match core.functions().cuGraphExecDestroy {
             // SAFETY: the caller vouches for the graph (F1).
-            Some(destroy) => unsafe { destroy(pointer(raw)) },
+            Some(destroy) => check_function(Self::DESTROY, "cuGraphExecDestroy", unsafe { destroy(pointer(raw)) }),
             // Nothing was created then.
-            None => 0,
+            None => Ok(()),
         }
     }
+}
+
+/// Destroys what was captured and is not executable.
+///
+/// # Safety
+/// `raw` must be a live graph that nobody else uses.
+unsafe fn destroy_captured(core: &Core, raw: u64) -> Result<()> {
+    match core.functions().cuGraphDestroy {
+        // SAFETY: the caller vouches for the graph (F1).
+        Some(destroy) => check(Operation::DestroyGraph, unsafe { destroy(pointer(raw)) }),
+        None => Ok(()),
+    }
+}
+
+/// Whether work of the stream is captured.
+///
+/// # Safety
+/// The stream must live.
+unsafe fn status(core: &Core, operation: Operation, stream: CUstream) -> Result<CaptureStatus> {
+    let functions = core.functions();
+    let _current = core.enter(operation)?;
+    let mut status: c_uint = 0;
+    let code = match functions.cuStreamGetCaptureInfo_v2 {
+        Some(ask) => {
+            let (id, graph, dependencies, count) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+            // SAFETY: the number outlives the call, the caller vouches for the stream (F1), and what is null is not asked for.
+            unsafe { ask(stream, &raw mut status, id, graph, dependencies, count) }
+        }
+        // SAFETY: the number outlives the call, and the caller vouches for the stream (F1).
+        None => unsafe { (functions.cuStreamIsCapturing)(stream, &raw mut status) },
+    };
+    check(Operation::CaptureStatus, code)?;
+    Ok(match status {
+        status if status == Status::CU_STREAM_CAPTURE_STATUS_NONE as c_uint => CaptureStatus::None,
+        status if status == Status::CU_STREAM_CAPTURE_STATUS_ACTIVE as c_uint => CaptureStatus::Active,
+        _ => CaptureStatus::Invalidated,
+    })
+}
+
+/// Ends the capture of a stream that is about to be destroyed, and destroys what was captured. CUDA does not say what becomes of a capture
+/// whose stream is destroyed; if it went on, nobody could wait for the context any more.
+///
+/// # Safety
+/// The stream must live, and nobody else may use it.
+pub(super) unsafe fn end_before_destruction(core: &Core, stream: CUstream) -> Result<()> {
+    let operation = Operation::EndCapture;
+    // SAFETY: passed on to the caller.
+    let is_over = || unsafe { status(core, operation, stream) }.map(|status| status == CaptureStatus::None);
+    if is_over()? {
+        return Ok(());
+    }
+    // Without the function nothing was captured here.
+    let Some(end) = core.functions().cuStreamEndCapture else { return Ok(()) };
+    let mut graph: CUgraph = ptr::null_mut();
+    // SAFETY: the handle outlives the call, and the caller vouches for the stream (F1).
+    let ended = check(operation, unsafe { end(stream, &raw mut graph) });
+    if !graph.is_null() {
+        // SAFETY: the graph was just captured, and nobody else knows it.
+        unsafe { core.destroy_or_keep("captured graph", handle(graph), destroy_captured) };
+    }
+    // A capture that failed to end as it should has mostly ended all the same.
+    if is_over()? { Ok(()) } else { ended }
 }
 
 /// Why the driver refuses to wait for the context although no stream is known to capture.
@@ -46,30 +108,13 @@ const UNANNOUNCED: &str = "somebody else captures a stream of the device's conte
                            announce captures with `Stream::announce_capture` or `Allocator::capture` when they begin";
 
 fn refuse(operation: Operation, detail: impl Into<String>) -> DeviceError {
-    DeviceError::new(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
+    DeviceError::refused(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
 }
 
 impl CudaDriver {
     pub(super) fn status(&self, operation: Operation, stream: CUstream) -> Result<CaptureStatus> {
-        let functions = self.core.functions();
-        let _current = self.core.enter(operation)?;
-        let mut status: c_uint = 0;
-        let code = match functions.cuStreamGetCaptureInfo_v2 {
-            Some(ask) => {
-                let (id, graph, dependencies, count) =
-                    (ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
-                // SAFETY: the number outlives the call, the stream lives (L1, F1), and what is null is not asked for.
-                unsafe { ask(stream, &raw mut status, id, graph, dependencies, count) }
-            }
-            // SAFETY: the number outlives the call, and the stream lives (L1, F1).
-            None => unsafe { (functions.cuStreamIsCapturing)(stream, &raw mut status) },
-        };
-        check(operation, code)?;
-        Ok(match status {
-            status if status == Status::CU_STREAM_CAPTURE_STATUS_NONE as c_uint => CaptureStatus::None,
-            status if status == Status::CU_STREAM_CAPTURE_STATUS_ACTIVE as c_uint => CaptureStatus::Active,
-            _ => CaptureStatus::Invalidated,
-        })
+        // SAFETY: the stream lives (L1).
+        unsafe { status(&self.core, operation, stream) }
     }
 
     pub(super) fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus> {
@@ -82,7 +127,7 @@ impl CudaDriver {
         match self.status(operation, stream.raw)? {
             CaptureStatus::None => Ok(()),
             CaptureStatus::Active => Err(refuse(operation, format!("the stream captures: {reason}"))),
-            CaptureStatus::Invalidated => Err(DeviceError::new(operation, Code::CAPTURE_INVALIDATED)
+            CaptureStatus::Invalidated => Err(DeviceError::refused(operation, Code::CAPTURE_INVALIDATED)
                 .with_detail("an earlier call broke the stream's capture, which must be ended first")),
         }
     }
@@ -98,6 +143,7 @@ impl CudaDriver {
     pub(super) fn synchronize(&self) -> Result<()> {
         let operation = Operation::Synchronize;
         self.forbid_device_wait(operation)?;
+        self.core.destroy_left();
         let _current = self.core.enter_relaxed(operation)?;
         // SAFETY: the context is current (C1, F1).
         let waited = check(operation, unsafe { (self.core.functions().cuCtxSynchronize)() });
@@ -161,13 +207,10 @@ impl CudaDriver {
         let _current = self.core.enter_relaxed(operation)?;
         let mut executable = ptr::null_mut();
         // SAFETY: the handle outlives the call, and the graph was just captured (F1); 0 asks for nothing special.
-        let made = check(operation, unsafe { instantiate(&raw mut executable, graph, 0) });
-        if let Some(destroy) = functions.cuGraphDestroy {
-            // SAFETY: the graph was just captured and nobody else knows it (F1).
-            if let Err(error) = check(Operation::DestroyGraph, unsafe { destroy(graph) }) {
-                tracing::debug!(%error, "what a graph was made from could not be destroyed");
-            }
-        }
+        let code = unsafe { instantiate(&raw mut executable, graph, 0) };
+        let made = check_function(operation, "cuGraphInstantiateWithFlags", code);
+        // SAFETY: the graph was just captured, and nobody else knows it.
+        unsafe { self.core.destroy_or_keep("captured graph", handle(graph), destroy_captured) };
         made.map_err(|error| error.with_more("the captured graph could not be made executable"))?;
         let raw = handle(executable);
         // SAFETY: just created, and nobody else knows it.

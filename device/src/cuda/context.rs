@@ -14,20 +14,23 @@
 //!
 //! Invariant C1: the context lives as long as [`Core`]: it is retained by it, or held by cudarc's object.
 
+use std::cell::Cell;
 use std::ffi::{c_int, c_uint};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
 use std::sync::{Arc, OnceLock};
 
+use crate::fork::Mutex;
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUstreamCaptureMode};
 
 use super::functions::Functions;
-use super::installation::{Installation, check};
+use super::installation::{Installation, check, check_function};
 use super::ongoing::Ongoing;
 use super::raw::handle;
 use crate::error::{DeviceError, Operation, Result};
+use crate::fork;
 
 /// The driver's functions and the context to call them in.
 #[derive(Debug)]
@@ -40,6 +43,33 @@ pub(super) struct Core {
     /// Whether the primary context was retained here. Otherwise cudarc's object keeps the context alive.
     retained: bool,
     pub(super) ongoing: Arc<Ongoing>,
+    /// Objects that nobody uses any more, and that the driver refused to destroy. They are tried again when a stream is created, when the
+    /// context is waited for, and at the end. A leaf.
+    left: Mutex<Vec<Left>>,
+}
+
+/// An object that is still to be destroyed.
+struct Left {
+    name: &'static str,
+    raw: u64,
+    destroy: Destroy,
+}
+
+/// Destroys an object by its handle, while the context is current.
+type Destroy = unsafe fn(&Core, u64) -> Result<()>;
+
+impl fmt::Debug for Left {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {:#x}", self.name, self.raw)
+    }
+}
+
+/// How often a call is made at the end of a device, after which nobody is left to try again.
+const ATTEMPTS_AT_LAST: u32 = 3;
+
+/// Makes a call for the last time, several times if it fails.
+pub(super) fn persistently(mut call: impl FnMut() -> Result<()>) -> Result<()> {
+    (1..ATTEMPTS_AT_LAST).fold(call(), |outcome, _| outcome.or_else(|_| call()))
 }
 
 /// A context's handle. It is used from every thread, as the driver allows.
@@ -60,8 +90,11 @@ impl Core {
         let mut context = ptr::null_mut();
         // SAFETY: the handle outlives the call (F1).
         let code = unsafe { (installation.functions.cuDevicePrimaryCtxRetain)(&raw mut context, device) };
-        check(Operation::Init, code)
-            .map_err(|error| error.with_more(format!("the context of GPU {ordinal} could not be made")))?;
+        check(Operation::Init, code).map_err(|error| {
+            error
+                .of_function("cuDevicePrimaryCtxRetain")
+                .with_more(format!("the context of GPU {ordinal} could not be made"))
+        })?;
         Ok(Core::new(installation, device, context, None))
     }
 
@@ -79,7 +112,15 @@ impl Core {
     ) -> Arc<Core> {
         let (ongoing, retained) = (Ongoing::of_context(handle(context)), given.is_none());
         let cudarc = given.map(OnceLock::from).unwrap_or_default();
-        Arc::new(Core { installation, device, context: Context(context), cudarc, retained, ongoing })
+        Arc::new(Core {
+            installation,
+            device,
+            context: Context(context),
+            cudarc,
+            retained,
+            ongoing,
+            left: Mutex::default(),
+        })
     }
 
     /// cudarc's object of the context, once somebody asked for it or gave it.
@@ -102,13 +143,49 @@ impl Core {
         self.installation.functions
     }
 
+    /// Destroys an object that nobody uses any more, now or later.
+    ///
+    /// # Safety
+    /// `raw` must be a live object that nobody uses any more and nobody else destroys, and `destroy` destroys objects of its kind.
+    pub(super) unsafe fn destroy_or_keep(&self, name: &'static str, raw: u64, destroy: Destroy) {
+        self.destroy_all([Left { name, raw, destroy }]);
+    }
+
+    /// Tries again to destroy what the driver refused to destroy.
+    pub(super) fn destroy_left(&self) {
+        let left = std::mem::take(&mut *self.left.lock());
+        self.destroy_all(left);
+    }
+
+    fn destroy_all(&self, left: impl IntoIterator<Item = Left>) {
+        if fork::is_child() {
+            return;
+        }
+        for one in left {
+            let entered = self.enter_relaxed(Operation::Init);
+            // SAFETY: whoever left it vouched for it, and the context is current.
+            if let Err(error) = entered.and_then(|_current| unsafe { (one.destroy)(self, one.raw) }) {
+                tracing::debug!(%error, "{one:?} could not be destroyed; it will be tried again");
+                // On a lost device everything goes with the context.
+                self.left.lock().extend(Some(one).filter(|_| !error.is_device_lost()));
+            }
+        }
+    }
+
     /// Makes the context current until the result is dropped.
     pub(super) fn enter(&self, operation: Operation) -> Result<Current<'_>> {
-        let pushed = !self.is_current(operation)?;
-        if pushed {
+        let is_current = self.is_current(operation)?;
+        // Current because an earlier call on this thread could not restore the thread's own: this call restores that.
+        let owed = is_current
+            && OWED_CONTEXT.try_with(|owed| owed.get() == handle(self.context.0) && owed.take() != 0).unwrap_or(false);
+        let pushed = owed || !is_current;
+        if !is_current {
             // SAFETY: the context is alive (C1, F1).
             let code = unsafe { (self.functions().cuCtxPushCurrent_v2)(self.context.0) };
-            check(operation, code).map_err(|error| error.with_more("the context could not be made current"))?;
+            check(operation, code).map_err(|error| {
+                let error = error.of_function("cuCtxPushCurrent");
+                error.with_more(format_args!("{operation} was not called, as the context could not be made current"))
+            })?;
         }
         Ok(Current { core: self, pushed, of_this_thread: PhantomData })
     }
@@ -117,7 +194,10 @@ impl Core {
         let mut current = ptr::null_mut();
         // SAFETY: the handle outlives the call (F1).
         let code = unsafe { (self.functions().cuCtxGetCurrent)(&raw mut current) };
-        check(operation, code).map_err(|error| error.with_more("the thread's context could not be asked"))?;
+        check(operation, code).map_err(|error| {
+            let error = error.of_function("cuCtxGetCurrent");
+            error.with_more(format_args!("{operation} was not called, as the thread's context is not known"))
+        })?;
         Ok(current == self.context.0)
     }
 
@@ -134,13 +214,17 @@ impl Core {
         let (mut least, mut greatest): (c_int, c_int) = (0, 0);
         // SAFETY: the numbers outlive the call (F1).
         let code = unsafe { (self.functions().cuCtxGetStreamPriorityRange)(&raw mut least, &raw mut greatest) };
-        check(Operation::Init, code)?;
+        check(Operation::Init, code).map_err(|error| error.of_function("cuCtxGetStreamPriorityRange"))?;
         Ok((least, greatest))
     }
 }
 
 impl Drop for Core {
     fn drop(&mut self) {
+        if fork::is_child() {
+            return std::mem::forget(self.cudarc.take());
+        }
+        (0..ATTEMPTS_AT_LAST).for_each(|_| self.destroy_left());
         let _mode = RelaxedMode::enter(self.functions(), Operation::Init).ok();
         if let Some(context) = self.cudarc.take() {
             let mut current = self.enter(Operation::Init).ok();
@@ -151,13 +235,23 @@ impl Drop for Core {
             }
         }
         if self.retained {
-            // SAFETY: retained once in `primary`, and nothing uses it any more (C1, F1).
-            let code = unsafe { (self.functions().cuDevicePrimaryCtxRelease_v2)(self.device) };
-            if let Err(error) = check(Operation::Init, code) {
+            let released = persistently(|| {
+                // SAFETY: retained once in `primary`, and nothing uses it any more (C1, F1). A call that failed did not release it.
+                let code = unsafe { (self.functions().cuDevicePrimaryCtxRelease_v2)(self.device) };
+                check_function(Operation::Init, "cuDevicePrimaryCtxRelease", code)
+            });
+            if let Err(error) = released {
                 tracing::debug!(%error, "a primary context could not be released");
             }
         }
     }
+}
+
+thread_local! {
+    /// The context that a call on this thread made current and could not take off the thread again; 0 if there is none.
+    static OWED_CONTEXT: Cell<u64> = const { Cell::new(0) };
+    /// The thread's own capture mode, if a call could not restore it.
+    static OWED_MODE: Cell<Option<c_uint>> = const { Cell::new(None) };
 }
 
 /// While it lives, the context is current on the thread that made it.
@@ -175,7 +269,8 @@ impl Drop for Current<'_> {
             // SAFETY: the handle outlives the call, and the context on top is the one that was pushed (F1).
             let code = unsafe { (self.core.functions().cuCtxPopCurrent_v2)(&raw mut popped) };
             if let Err(error) = check(Operation::Init, code) {
-                tracing::debug!(%error, "the thread's earlier context could not be restored");
+                tracing::debug!(%error, "the thread's earlier context could not be restored; the next call tries again");
+                let _ = OWED_CONTEXT.try_with(|owed| owed.set(handle(self.core.context.0)));
             }
         }
     }
@@ -200,8 +295,11 @@ impl RelaxedMode {
     pub(super) fn enter(functions: &'static Functions, operation: Operation) -> Result<RelaxedMode> {
         let mode = exchange_mode(functions, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint);
         let before = mode.map_err(|code| {
-            DeviceError::new(operation, crate::Code(code)).with_detail("the thread's capture mode could not be set")
+            let error = DeviceError::new(operation, crate::Code(code)).of_function("cuThreadExchangeStreamCaptureMode");
+            error.with_detail(format!("{operation} was not called, as the thread's capture mode could not be set"))
         })?;
+        // An earlier call on this thread may have failed to restore the thread's own mode: this call restores that.
+        let before = OWED_MODE.try_with(Cell::take).unwrap_or_default().unwrap_or(before);
         Ok(RelaxedMode { functions, before, of_this_thread: PhantomData })
     }
 }
@@ -215,7 +313,8 @@ impl fmt::Debug for RelaxedMode {
 impl Drop for RelaxedMode {
     fn drop(&mut self) {
         if let Err(code) = exchange_mode(self.functions, self.before) {
-            tracing::debug!(code, "the thread's capture mode could not be restored");
+            tracing::debug!(code, "the thread's capture mode could not be restored; the next call tries again");
+            let _ = OWED_MODE.try_with(|owed| owed.set(Some(self.before)));
         }
     }
 }

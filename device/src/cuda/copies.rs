@@ -8,7 +8,7 @@
 use std::ffi::c_void;
 
 use super::driver::CudaDriver;
-use super::installation::check;
+use super::installation::{check, check_function};
 use super::memory::bad_value;
 use super::raw::{pointer, size};
 use super::streams::LiveStream;
@@ -156,7 +156,8 @@ impl CudaDriver {
     fn finish(&self, operation: Operation, stream: &LiveStream) -> Result<()> {
         let _current = self.core.enter_relaxed(operation)?;
         // SAFETY: the stream lives (L1, F1).
-        check(operation, unsafe { (self.core.functions().cuStreamSynchronize)(stream.raw) })
+        let code = unsafe { (self.core.functions().cuStreamSynchronize)(stream.raw) };
+        check_function(operation, "cuStreamSynchronize", code)
     }
 
     pub(super) fn copy_on_device(&self, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> Result<()> {

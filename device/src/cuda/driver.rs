@@ -3,13 +3,13 @@
 use std::any::Any;
 use std::sync::Arc;
 
+use crate::fork::Mutex;
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::CUdevice_attribute as Attr;
-use parking_lot::Mutex;
 
 use super::batch::has_batches;
 use super::captures::Graphs;
-use super::context::Core;
+use super::context::{Core, persistently};
 use super::events::Events;
 use super::functions::{CALLED_BY_CUDARC, Functions};
 use super::handles::{Handles, Object};
@@ -27,6 +27,7 @@ use crate::driver::{
     RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::fork;
 use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
 
@@ -58,9 +59,6 @@ pub struct CudaDriver {
     /// Devices whose memory this one was allowed to reach directly, if it can.
     pub(super) peers: Peers,
 }
-
-/// How often the context is asked to wait before a driver's memory is given up: refused while anything captures there.
-const WAITS_AT_LAST: u32 = 3;
 
 /// Capabilities of the GPU that calls ask for.
 #[derive(Clone, Copy, Debug)]
@@ -147,7 +145,7 @@ impl CudaDriver {
     pub(super) fn optional<F>(&self, operation: Operation, function: Option<F>) -> Result<F> {
         function.ok_or_else(|| {
             let (major, minor) = self.core.installation.version;
-            DeviceError::new(operation, Code::NOT_SUPPORTED)
+            DeviceError::refused(operation, Code::NOT_SUPPORTED)
                 .with_detail(format!("this driver, for CUDA {major}.{minor}, lacks the function; a newer one has it"))
         })
     }
@@ -155,35 +153,28 @@ impl CudaDriver {
     /// Gives back what is still alive. Objects with handles follow, when their tables are dropped.
     fn give_everything_back(&self) -> Result<()> {
         // Unmapping and freeing page-locked memory do not wait for work.
-        let mut outcome = self.wait_at_last();
+        let mut outcome = persistently(|| self.synchronize());
         if outcome.as_ref().is_err_and(|error| !error.is_device_lost()) {
             self.leak_everything();
             return outcome;
         }
-        let mut note = |result: Result<()>| outcome = std::mem::replace(&mut outcome, Ok(())).and(result);
-        self.memory.drain().into_iter().for_each(|(ptr, ..)| note(self.free_raw(ptr)));
-        self.mapped.drain().into_iter().for_each(|(ptr, bytes, ())| note(self.unmap_raw(ptr, bytes)));
-        self.reserved.drain().into_iter().for_each(|(ptr, bytes, ())| note(self.unreserve_raw(ptr, bytes)));
+        let mut attempt = |call: &dyn Fn() -> Result<()>| {
+            outcome = std::mem::replace(&mut outcome, Ok(())).and(persistently(call));
+        };
+        self.memory.drain().into_iter().for_each(|(ptr, ..)| attempt(&|| self.free_raw(ptr)));
+        self.mapped.drain().into_iter().for_each(|(ptr, bytes, ())| attempt(&|| self.unmap_raw(ptr, bytes)));
+        self.reserved.drain().into_iter().for_each(|(ptr, bytes, ())| attempt(&|| self.unreserve_raw(ptr, bytes)));
         for (start, _, locked) in self.host.drain() {
-            note(match locked {
+            attempt(&|| match locked {
                 // SAFETY: whoever has memory of this driver's keeps the driver, so it is nobody's; the context was waited for, or is
-                // lost.
+                // lost. A call that failed did not free it.
                 Locked::Allocated { skipped } => unsafe { self.host_free_raw(start - skipped) },
                 // SAFETY: whoever has registered memory here keeps the driver, so nobody does any more; the context was waited for, or is
-                // lost.
+                // lost. A call that failed did not unregister it.
                 Locked::Registered => unsafe { self.host_unregister_raw(start) },
             });
         }
         outcome
-    }
-
-    /// Waits for the context, more than once if need be.
-    fn wait_at_last(&self) -> Result<()> {
-        let mut waited = self.synchronize();
-        for _ in 1..WAITS_AT_LAST {
-            waited = waited.or_else(|_| self.synchronize());
-        }
-        waited
     }
 
     /// Leaves everything that work may still use to the context, for as long as that lives.
@@ -202,6 +193,9 @@ impl CudaDriver {
 
 impl Drop for CudaDriver {
     fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
         if let Err(error) = self.give_everything_back() {
             tracing::debug!(%error, "not everything could be given back at the end of a device");
         }

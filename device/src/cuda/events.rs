@@ -26,9 +26,9 @@ impl Kind for Events {
     const DESTROY: Operation = Operation::DestroyEvent;
     type Extra = ();
 
-    unsafe fn destroy(core: &Core, raw: u64) -> u32 {
+    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
         // SAFETY: the caller vouches for the event (F1).
-        unsafe { (core.functions().cuEventDestroy_v2)(pointer(raw)) }
+        check(Self::DESTROY, unsafe { (core.functions().cuEventDestroy_v2)(pointer(raw)) })
     }
 }
 

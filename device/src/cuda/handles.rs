@@ -15,7 +15,7 @@ use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
-use parking_lot::RwLock;
+use crate::fork::RwLock;
 
 use super::context::Core;
 use crate::error::{Code, DeviceError, Operation, Result};
@@ -136,11 +136,11 @@ pub(super) trait Kind: fmt::Debug + Send + Sync {
         true
     }
 
-    /// Calls the driver to destroy it and returns the result.
+    /// Calls the driver to destroy it.
     ///
     /// # Safety
     /// `raw` must be a live object of this kind that nobody uses any more, and its context current.
-    unsafe fn destroy(core: &Core, raw: u64) -> u32;
+    unsafe fn destroy(core: &Core, raw: u64) -> Result<()>;
 }
 
 /// An object of the driver's that is destroyed when this is dropped.
@@ -170,8 +170,7 @@ impl<K: Kind> Object<K> {
     pub(super) fn destroy(&mut self) -> Result<()> {
         let _current = self.core.enter_relaxed(K::DESTROY)?;
         // SAFETY: the object is alive (L1), this is its only reference, and the context is current.
-        let code = unsafe { K::destroy(&self.core, self.raw) };
-        super::installation::check(K::DESTROY, code)?;
+        unsafe { K::destroy(&self.core, self.raw) }?;
         self.raw = 0;
         Ok(())
     }
@@ -180,11 +179,9 @@ impl<K: Kind> Object<K> {
 impl<K: Kind> Drop for Object<K> {
     fn drop(&mut self) {
         // What somebody still has is left to the end of the context.
-        if self.raw != 0
-            && K::release(&mut self.extra)
-            && let Err(error) = self.destroy()
-        {
-            tracing::debug!(%error, "{} {:#x} could not be destroyed", K::NAME, self.raw);
+        if self.raw != 0 && K::release(&mut self.extra) {
+            // SAFETY: the object is alive (L1), and this is its only reference.
+            unsafe { self.core.destroy_or_keep(K::NAME, self.raw, K::destroy) };
         }
     }
 }
@@ -211,7 +208,7 @@ impl<K: Kind> Handles<Object<K>> {
 /// A handle that is not live.
 #[cold]
 pub(super) fn dead(operation: Operation, name: &str, handle: u64) -> DeviceError {
-    DeviceError::new(operation, Code::INVALID_HANDLE)
+    DeviceError::refused(operation, Code::INVALID_HANDLE)
         .with_detail(format!("{name} {handle:#x} is not live: never created here, or destroyed"))
 }
 

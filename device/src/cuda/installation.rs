@@ -11,6 +11,7 @@ use super::library;
 use super::shapes::AllocationProperties;
 use crate::driver::{DeviceInfo, DriverKind};
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::fork;
 use crate::physical::PhysicalOptions;
 use crate::unavailable::Unavailable;
 
@@ -37,6 +38,9 @@ static FUNCTIONS: OnceLock<&'static Functions> = OnceLock::new();
 impl Installation {
     /// Loads the driver, checks it and starts it.
     pub(super) fn find() -> Result<Installation, Unavailable> {
+        if fork::is_child() {
+            return Err(Unavailable::Forked);
+        }
         let functions = match FUNCTIONS.get() {
             Some(functions) => functions,
             None => {
@@ -56,19 +60,23 @@ impl Installation {
     pub(super) fn count(&self) -> Result<u32> {
         let mut count: c_int = 0;
         // SAFETY: the number outlives the call (F1).
-        check(Operation::Init, unsafe { (self.functions.cuDeviceGetCount)(&raw mut count) })?;
+        check_function(Operation::Init, "cuDeviceGetCount", unsafe {
+            (self.functions.cuDeviceGetCount)(&raw mut count)
+        })?;
         Ok(u32::try_from(count).unwrap_or(0))
     }
 
     /// The driver's number of the GPU with the given ordinal.
     pub(super) fn device(&self, operation: Operation, ordinal: u32) -> Result<CUdevice> {
         let mut device = 0;
-        let code = match c_int::try_from(ordinal) {
+        let found = match c_int::try_from(ordinal) {
             // SAFETY: the number outlives the call (F1).
-            Ok(ordinal) => unsafe { (self.functions.cuDeviceGet)(&raw mut device, ordinal) },
-            Err(_) => Code::INVALID_DEVICE.0,
+            Ok(ordinal) => check_function(operation, "cuDeviceGet", unsafe {
+                (self.functions.cuDeviceGet)(&raw mut device, ordinal)
+            }),
+            Err(_) => Err(DeviceError::refused(operation, Code::INVALID_DEVICE)),
         };
-        match check(operation, code) {
+        match found {
             Ok(()) => Ok(device),
             Err(error) if error.code == Code::INVALID_DEVICE => {
                 let detail = format!("there is no GPU {ordinal}; the driver shows {}, from 0", self.count()?);
@@ -110,7 +118,7 @@ impl Installation {
         let mut name = [0_u8; BYTES as usize + 1];
         // SAFETY: the buffer outlives the call and has the length that is told (F1).
         let code = unsafe { (self.functions.cuDeviceGetName)(name.as_mut_ptr().cast(), BYTES.into(), device) };
-        check(Operation::Init, code)?;
+        check_function(Operation::Init, "cuDeviceGetName", code)?;
         let name = CStr::from_bytes_until_nul(&name).unwrap_or_default();
         Ok(name.to_string_lossy().into_owned())
     }
@@ -118,7 +126,8 @@ impl Installation {
     fn total_bytes(&self, device: CUdevice) -> Result<u64> {
         let mut bytes = 0;
         // SAFETY: the number outlives the call (F1).
-        check(Operation::Init, unsafe { (self.functions.cuDeviceTotalMem_v2)(&raw mut bytes, device) })?;
+        let code = unsafe { (self.functions.cuDeviceTotalMem_v2)(&raw mut bytes, device) };
+        check_function(Operation::Init, "cuDeviceTotalMem", code)?;
         Ok(bytes as u64)
     }
 
@@ -133,7 +142,8 @@ impl Installation {
         let properties = AllocationProperties::new(device, PhysicalOptions::default());
         let mut bytes = 0;
         // SAFETY: the number and the properties outlive the call (F1); 0 asks for the minimum.
-        check(Operation::CreatePhysical, unsafe { granularity(&raw mut bytes, &raw const properties, 0) })?;
+        let code = unsafe { granularity(&raw mut bytes, &raw const properties, 0) };
+        check_function(Operation::CreatePhysical, "cuMemGetAllocationGranularity", code)?;
         Ok((bytes > 0).then_some(bytes as u64))
     }
 }
@@ -141,6 +151,11 @@ impl Installation {
 /// The result of a call as an error of `operation`.
 pub(super) fn check(operation: Operation, code: u32) -> Result<()> {
     if code == 0 { Ok(()) } else { Err(error_of(operation, Code(code))) }
+}
+
+/// As [`check`], for a function that is not the operation's own.
+pub(super) fn check_function(operation: Operation, function: &'static str, code: u32) -> Result<()> {
+    check(operation, code).map_err(|error| error.of_function(function))
 }
 
 #[cold]
@@ -214,7 +229,7 @@ fn library_version(library: &libloading::Library, missing: &[&str]) -> Option<(u
 fn version(ask: unsafe extern "C" fn(*mut c_int) -> u32) -> Result<(u32, u32)> {
     let mut number: c_int = 0;
     // SAFETY: the number outlives the call (F1).
-    check(Operation::Init, unsafe { ask(&raw mut number) })?;
+    check_function(Operation::Init, "cuDriverGetVersion", unsafe { ask(&raw mut number) })?;
     let number = u32::try_from(number).unwrap_or(0);
     Ok((number / 1000, number % 1000 / 10))
 }

@@ -37,7 +37,8 @@ pub fn device_of(context: Arc<CudaContext>) -> Result<Device> {
 /// # Errors
 /// When the device is simulated, or cudarc cannot use the driver that the device uses.
 pub fn context_of(device: &Device) -> Result<Arc<CudaContext>> {
-    let context = driver_of(device.driver(), Operation::Init)?.cudarc_context();
+    let driver = driver_of(device.driver(), Operation::Init);
+    let context = driver.map_err(|error| error.of_request("no context was lent"))?.cudarc_context();
     device.context().driver.heard(context)
 }
 
@@ -49,9 +50,9 @@ pub fn context_of(device: &Device) -> Result<Arc<CudaContext>> {
 /// When the stream's device is simulated, cudarc cannot use its driver, the stream is another thread's default stream, or
 /// it was adopted by its handle.
 pub fn stream_of(stream: &Stream) -> Result<Arc<CudaStream>> {
-    let operation = Operation::CreateStream;
-    let raw = stream.timeline().usable(operation)?;
-    let stream_of = driver_of(stream.driver(), operation)?.cudarc_stream(raw);
+    let operation = Operation::StreamId;
+    let raw = stream.timeline().usable(operation).map_err(not_lent)?;
+    let stream_of = driver_of(stream.driver(), operation).map_err(not_lent)?.cudarc_stream(raw);
     stream.context().driver.heard(stream_of)
 }
 
@@ -62,9 +63,10 @@ pub fn stream_of(stream: &Stream) -> Result<Arc<CudaStream>> {
 /// # Errors
 /// When the device is simulated, the stream belongs to another context, or it is a stream of the device already.
 pub fn adopt(device: &Device, stream: Arc<CudaStream>) -> Result<Adopted> {
-    let operation = Operation::CreateStream;
-    let driver = driver_of(device.driver(), operation)?;
-    let wrong = |code, detail: &str| Err(DeviceError::new(operation, code).with_detail(detail));
+    let operation = Operation::StreamId;
+    let not_adopted = |error: DeviceError| error.of_request("the stream was not adopted");
+    let driver = driver_of(device.driver(), operation).map_err(not_adopted)?;
+    let wrong = |code, detail: &str| Err(not_adopted(DeviceError::refused(operation, code).with_detail(detail)));
     if !driver.core.is(stream.context()) {
         return wrong(Code::INVALID_HANDLE, "the stream belongs to another context than the device");
     }
@@ -75,7 +77,10 @@ pub fn adopt(device: &Device, stream: Arc<CudaStream>) -> Result<Adopted> {
         return Ok(Adopted { stream: ours, external: None });
     }
     if !driver.adopt_kept(raw, stream) {
-        return wrong(Code::INVALID_VALUE, "the stream is one of this device already: created here, or adopted before");
+        return wrong(
+            Code::INVALID_VALUE,
+            "it is a stream of this device already, created here or adopted before; use that stream, or release it first",
+        );
     }
     // SAFETY: the driver just took the reference that keeps the stream alive until it is released. It was not adopted, and nobody else
     // adopts it meanwhile, as that is found out and done in one step.
@@ -110,17 +115,23 @@ impl Deref for Adopted {
     }
 }
 
+fn not_lent(error: DeviceError) -> DeviceError {
+    error.of_request("the stream was not lent to cudarc")
+}
+
 /// The CUDA driver below a device.
 fn driver_of(driver: &dyn Driver, operation: Operation) -> Result<&CudaDriver> {
     driver.as_any().and_then(|driver| driver.downcast_ref()).ok_or_else(|| {
-        DeviceError::new(operation, Code::NOT_SUPPORTED)
+        DeviceError::refused(operation, Code::NOT_SUPPORTED)
             .with_detail("the device is not driven by CUDA, so cudarc has nothing to do with it")
     })
 }
 
 /// An error of cudarc's. Its own formatting would call the driver.
 fn of_cudarc(operation: Operation, error: DriverError) -> DeviceError {
-    DeviceError::new(operation, Code(error.0 as u32)).with_detail("cudarc could not open the device's context")
+    let error = DeviceError::refused(operation, Code(error.0 as u32)).of_request("no context was lent");
+    let name = error.code.name();
+    error.with_detail(format!("cudarc could not open the device's context: {name}"))
 }
 
 impl CudaDriver {
@@ -134,7 +145,7 @@ impl CudaDriver {
         let ordinal = usize::try_from(self.info.ordinal).unwrap_or(usize::MAX);
         let context = CudaContext::new(ordinal).map_err(|error| of_cudarc(operation, error))?;
         if !self.core.is(&context) {
-            return Err(DeviceError::new(operation, Code(803)).with_detail(
+            return Err(DeviceError::refused(operation, Code(803)).of_request("no context was lent").with_detail(
                 "cudarc uses another driver library than this crate: is a toolkit's stub on the library path?",
             ));
         }
@@ -147,8 +158,9 @@ impl CudaDriver {
             let per_thread = raw == RawStream::PER_THREAD;
             return Ok(if per_thread { context.per_thread_stream() } else { context.default_stream() });
         }
-        let operation = Operation::CreateStream;
-        let entry = self.streams.get(raw.0).ok_or_else(|| super::handles::dead(operation, "stream", raw.0))?;
+        let operation = Operation::StreamId;
+        let entry =
+            self.streams.get(raw.0).ok_or_else(|| not_lent(super::handles::dead(operation, "stream", raw.0)))?;
         match &*entry {
             Entry::Owned(object) => {
                 // SAFETY: the stream lives, is of this context, and is not destroyed while the object is lent out.
@@ -156,7 +168,7 @@ impl CudaDriver {
                 Ok(object.extra.0.get_or_init(lend).clone())
             }
             Entry::Adopted(adopted) => adopted.keep.clone().ok_or_else(|| {
-                DeviceError::new(operation, Code::NOT_PERMITTED)
+                not_lent(DeviceError::refused(operation, Code::NOT_PERMITTED))
                     .with_detail("the stream was adopted by its handle, so its owner may destroy it at any time")
             }),
         }

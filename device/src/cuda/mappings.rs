@@ -26,12 +26,12 @@ impl Kind for Physicals {
     /// Length in bytes.
     type Extra = u64;
 
-    unsafe fn destroy(core: &Core, raw: u64) -> u32 {
+    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
         match core.functions().cuMemRelease {
             // SAFETY: the caller vouches for the memory (F1).
-            Some(release) => unsafe { release(raw) },
+            Some(release) => check(Self::DESTROY, unsafe { release(raw) }),
             // Nothing was created then.
-            None => 0,
+            None => Ok(()),
         }
     }
 }
@@ -41,7 +41,7 @@ impl CudaDriver {
     fn can_map(&self, operation: Operation) -> Result<()> {
         match self.info.granularity_bytes {
             Some(_) => Ok(()),
-            None => Err(DeviceError::new(operation, Code::NOT_SUPPORTED)
+            None => Err(DeviceError::refused(operation, Code::NOT_SUPPORTED)
                 .with_detail("this device, or its driver, cannot map memory")),
         }
     }
@@ -116,7 +116,7 @@ impl CudaDriver {
     fn check_options(&self, options: PhysicalOptions) -> Result<()> {
         let lacking = |what: &str| {
             let detail = format!("this device has no memory {what}");
-            Err(DeviceError::new(Operation::CreatePhysical, Code::NOT_SUPPORTED).with_detail(detail))
+            Err(DeviceError::refused(Operation::CreatePhysical, Code::NOT_SUPPORTED).with_detail(detail))
         };
         if options.rdma && !self.facts.rdma {
             return lacking("for RDMA");
@@ -187,7 +187,7 @@ impl CudaDriver {
         self.can_map(operation)?;
         let set = self.optional(operation, self.core.functions().cuMemSetAccess)?;
         let no_device = |ordinal: u32| {
-            DeviceError::new(operation, Code::INVALID_DEVICE).with_detail(format!("there is no GPU {ordinal}"))
+            DeviceError::refused(operation, Code::INVALID_DEVICE).with_detail(format!("there is no GPU {ordinal}"))
         };
         let description = |&ordinal: &u32| {
             c_int::try_from(ordinal).map(AccessDescription::read_write).map_err(|_| no_device(ordinal))

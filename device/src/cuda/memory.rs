@@ -5,8 +5,9 @@ use std::ptr;
 
 use cudarc::driver::sys::{CUmemPool_attribute as PoolAttr, CUmemoryPool, CUpointer_attribute as PointerAttr};
 
+use super::context::Core;
 use super::driver::CudaDriver;
-use super::installation::check;
+use super::installation::{check, check_function};
 use super::raw::{handle, pointer, size};
 use crate::driver::{DevicePtr, HostPtr, MemoryInfo, PoolUsage, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
@@ -43,7 +44,16 @@ pub(super) enum Locked {
 /// A bad argument.
 #[cold]
 pub(super) fn bad_value(operation: Operation, detail: impl Into<String>) -> DeviceError {
-    DeviceError::new(operation, Code::INVALID_VALUE).with_detail(detail)
+    DeviceError::refused(operation, Code::INVALID_VALUE).with_detail(detail)
+}
+
+/// Frees page-locked memory, from where the driver's allocation starts.
+///
+/// # Safety
+/// It was allocated, not freed, and nobody uses it any more. The context is current.
+unsafe fn host_free_raw(core: &Core, start: u64) -> Result<()> {
+    // SAFETY: it was allocated and not freed (F1).
+    check(Operation::HostFree, unsafe { (core.functions().cuMemFreeHost)(pointer(start)) })
 }
 
 impl CudaDriver {
@@ -127,7 +137,8 @@ impl CudaDriver {
         let find = self.optional(operation, self.core.functions().cuDeviceGetMemPool)?;
         let mut pool = ptr::null_mut();
         // SAFETY: the handle outlives the call (F1).
-        check(operation, unsafe { find(&raw mut pool, self.core.device) })?;
+        let code = unsafe { find(&raw mut pool, self.core.device) };
+        check_function(operation, "cuDeviceGetMemPool", code)?;
         Ok(pool)
     }
 
@@ -225,12 +236,10 @@ impl CudaDriver {
         }
         // Small pieces come from within pages that the driver shares out. What is a page longer has a page's border in it.
         // SAFETY: just allocated, and nobody else knows it.
-        unsafe { self.host_free_raw(first) }.inspect_err(|_| {
-            // It goes with this driver.
-            self.note_allocated(first, bytes, 0);
-        })?;
-        let length =
-            bytes.checked_add(size(PAGE)).ok_or_else(|| DeviceError::new(Operation::HostAlloc, Code::OUT_OF_MEMORY))?;
+        unsafe { self.core.destroy_or_keep("page-locked memory at", first, host_free_raw) };
+        let length = bytes
+            .checked_add(size(PAGE))
+            .ok_or_else(|| DeviceError::refused(Operation::HostAlloc, Code::OUT_OF_MEMORY))?;
         let start = self.host_alloc_raw(length)?;
         Ok(self.note_allocated(start, bytes, start.next_multiple_of(PAGE) - start))
     }
@@ -275,8 +284,8 @@ impl CudaDriver {
     /// It was allocated, not freed, and nobody uses it any more.
     pub(super) unsafe fn host_free_raw(&self, start: u64) -> Result<()> {
         let _current = self.core.enter_relaxed(Operation::HostFree)?;
-        // SAFETY: it was allocated and not freed (F1).
-        check(Operation::HostFree, unsafe { (self.core.functions().cuMemFreeHost)(pointer(start)) })
+        // SAFETY: passed on to the caller.
+        unsafe { host_free_raw(&self.core, start) }
     }
 
     /// Page-locks the caller's memory.
@@ -306,7 +315,7 @@ impl CudaDriver {
         self.forbid_device_wait(operation)?;
         let taken = self.host.take_if(ptr.0 as u64, |locked| locked == Locked::Registered);
         let no_such = || {
-            DeviceError::new(operation, NOT_REGISTERED)
+            DeviceError::refused(operation, NOT_REGISTERED)
                 .with_detail(format!("no registered memory starts at {:#x}", ptr.0))
         };
         let (bytes, locked) = taken.ok_or_else(no_such)?;
@@ -336,7 +345,7 @@ impl CudaDriver {
         if !stream.is_legacy() {
             return Ok(());
         }
-        Err(DeviceError::new(operation, Code::NOT_SUPPORTED)
+        Err(DeviceError::refused(operation, Code::NOT_SUPPORTED)
             .with_detail("the driver takes no batches on the legacy default stream; use another stream"))
     }
 }

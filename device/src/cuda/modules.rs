@@ -5,13 +5,13 @@ use std::ffi::{CString, c_uint, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::fork::RwLock;
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute as FunctionAttr};
-use parking_lot::RwLock;
 
 use super::context::Core;
 use super::driver::CudaDriver;
 use super::handles::{Kind, Object};
-use super::installation::check;
+use super::installation::{check, check_function};
 use super::memory::bad_value;
 use super::raw::{handle, pointer};
 use crate::driver::{RawModule, RawStream};
@@ -34,9 +34,9 @@ impl Kind for Modules {
     const DESTROY: Operation = Operation::UnloadModule;
     type Extra = Kernels;
 
-    unsafe fn destroy(core: &Core, raw: u64) -> u32 {
+    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
         // SAFETY: the caller vouches for the module (F1).
-        unsafe { (core.functions().cuModuleUnload)(pointer(raw)) }
+        check(Self::DESTROY, unsafe { (core.functions().cuModuleUnload)(pointer(raw)) })
     }
 }
 
@@ -54,8 +54,9 @@ struct Kernel {
 impl CudaDriver {
     pub(super) fn load_module(&self, ptx: &str) -> Result<RawModule> {
         let operation = Operation::LoadModule;
-        let text = CString::new(ptx)
-            .map_err(|_| DeviceError::new(operation, INVALID_PTX).with_detail("the PTX text has a zero byte in it"))?;
+        let text = CString::new(ptx).map_err(|_| {
+            DeviceError::refused(operation, INVALID_PTX).with_detail("the PTX text has a zero byte in it")
+        })?;
         let _current = self.core.enter_relaxed(operation)?;
         let mut raw = ptr::null_mut();
         // SAFETY: handle and text outlive the call, and the text ends with a zero byte (F1).
@@ -93,7 +94,7 @@ impl CudaDriver {
         let operation = Operation::Launch;
         let stream = self.stream(operation, stream)?;
         let Some(module) = launch.module else {
-            return Err(DeviceError::new(operation, Code::NOT_SUPPORTED)
+            return Err(DeviceError::refused(operation, Code::NOT_SUPPORTED)
                 .with_detail(format!("kernel {} has no device code: only the simulated device runs it", launch.name)));
         };
         let module = self.modules.find(operation, module.0)?;
@@ -134,14 +135,17 @@ impl CudaDriver {
 
     fn look_up(&self, module: &Object<Modules>, name: &str) -> Result<u64> {
         let operation = Operation::Launch;
-        let no_such = |code| DeviceError::new(operation, code).with_detail(format!("the module has no kernel {name}"));
-        let c_name = CString::new(name).map_err(|_| no_such(Code(500)))?;
+        let c_name = CString::new(name).map_err(|_| {
+            DeviceError::refused(operation, Code(500)).with_detail(format!("the module has no kernel {name}"))
+        })?;
         let _current = self.core.enter_relaxed(operation)?;
         let mut raw = ptr::null_mut();
         let call = self.core.functions().cuModuleGetFunction;
         // SAFETY: handle and name outlive the call, and the module lives (L1, F1).
         let code = unsafe { call(&raw mut raw, pointer(module.raw()), c_name.as_ptr()) };
-        check(operation, code).map_err(|error| if error.code == Code(500) { no_such(error.code) } else { error })?;
+        check_function(operation, "cuModuleGetFunction", code).map_err(|error| {
+            if error.code == Code(500) { error.with_detail(format!("the module has no kernel {name}")) } else { error }
+        })?;
         Ok(handle(raw))
     }
 
@@ -157,7 +161,7 @@ impl CudaDriver {
             let attribute = FunctionAttr::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as c_uint;
             // SAFETY: the kernel lives with its module (L1, F1).
             let code = unsafe { set(pointer(kernel.raw), attribute, bytes) };
-            check(operation, code).map_err(|error| error.with_detail(asked()))?;
+            check_function(operation, "cuFuncSetAttribute", code).map_err(|error| error.with_detail(asked()))?;
         }
         kernel.shared_bytes.store(launch.shared_bytes, Ordering::Relaxed);
         Ok(())

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 use std::thread::{self, ThreadId};
 
-use parking_lot::Mutex;
+use crate::fork::Mutex;
 
 use crate::capturing_streams::CapturingStreams;
 use crate::driver::RawStream;

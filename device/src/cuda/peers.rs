@@ -11,11 +11,11 @@
 use std::ptr;
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use crate::fork::Mutex;
 
 use super::context::Core;
 use super::driver::CudaDriver;
-use super::installation::check;
+use super::installation::{check, check_function};
 use super::memory::bad_value;
 use super::raw::{pointer, size};
 use crate::driver::{DevicePtr, Driver, RawEvent, RawStream};
@@ -105,14 +105,14 @@ impl CudaDriver {
     fn enable(&self, peer: &CudaDriver) -> Result<()> {
         let operation = Operation::CopyPeer;
         if !self.can_access_peer(peer.info.ordinal)? {
-            return Err(DeviceError::new(operation, Code(217)).with_detail("the device cannot access the peer"));
+            return Err(DeviceError::refused(operation, Code(217)).with_detail("the device cannot access the peer"));
         }
         let enable = self.optional(operation, self.core.functions().cuCtxEnablePeerAccess)?;
         let _current = self.core.enter_relaxed(operation)?;
         // SAFETY: both contexts live (C1, F1); 0 are the only flags.
         match Code(unsafe { enable(peer.core.handle(), 0) }) {
             ALREADY_ENABLED => Ok(()),
-            Code(code) => check(operation, code),
+            Code(code) => check_function(operation, "cuCtxEnablePeerAccess", code),
         }
     }
 }

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 
-use parking_lot::RwLock;
+use crate::fork::RwLock;
 
 /// Disjoint ranges of addresses, each with what is known about it.
 #[derive(Debug)]

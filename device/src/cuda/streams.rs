@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUstream;
 
+use super::captures::end_before_destruction;
 use super::context::{Core, RelaxedMode};
 use super::driver::CudaDriver;
 use super::handles::{Kind, Object, dead};
@@ -74,9 +75,13 @@ impl Kind for Streams {
         lent.take_back()
     }
 
-    unsafe fn destroy(core: &Core, raw: u64) -> u32 {
+    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
+        // SAFETY: the caller vouches for the stream.
+        unsafe { end_before_destruction(core, pointer(raw)) }?;
         // SAFETY: the caller vouches for the stream (F1).
-        unsafe { (core.functions().cuStreamDestroy_v2)(pointer(raw)) }
+        check(Self::DESTROY, unsafe { (core.functions().cuStreamDestroy_v2)(pointer(raw)) })?;
+        core.ongoing.end(RawStream(raw));
+        Ok(())
     }
 }
 
@@ -121,7 +126,7 @@ impl CudaDriver {
         if now.is_none_or(|now| now == adopted) {
             return Ok(());
         }
-        Err(DeviceError::new(operation, Code::INVALID_HANDLE).with_detail(format!(
+        Err(DeviceError::refused(operation, Code::INVALID_HANDLE).with_detail(format!(
             "the adopted stream {:#x} was destroyed by its owner, and the driver gave its handle to another stream; release an \
              adopted stream before its owner destroys it",
             stream.0
@@ -149,6 +154,7 @@ impl CudaDriver {
 
     pub(super) fn create_stream(&self, flags: StreamFlags) -> Result<RawStream> {
         self.destroy_lent();
+        self.core.destroy_left();
         let _current = self.core.enter_relaxed(Operation::CreateStream)?;
         let mut raw = ptr::null_mut();
         let non_blocking = if flags.non_blocking { NON_BLOCKING } else { 0 };
@@ -165,17 +171,16 @@ impl CudaDriver {
         Ok(RawStream(raw))
     }
 
-    /// Destroys a stream. One that cudarc's object of was lent out is destroyed once that is given back.
+    /// Destroys a stream, after the end of its capture if it has one. A stream whose object is lent to cudarc is destroyed once cudarc has
+    /// given that back.
     pub(super) fn destroy_stream(&self, stream: RawStream) -> Result<()> {
         let operation = Operation::DestroyStream;
         if is_default(stream) {
-            return Err(
-                DeviceError::new(operation, Code::INVALID_HANDLE).with_detail("a default stream cannot be destroyed")
-            );
+            return Err(DeviceError::refused(operation, Code::INVALID_HANDLE)
+                .with_detail("a default stream cannot be destroyed"));
         }
         let owned = self.streams.take_if(stream.0, |entry| matches!(entry, Entry::Owned(_)));
         let entry = owned.ok_or_else(|| dead(operation, Streams::NAME, stream.0))?;
-        self.core.ongoing.end(stream);
         let mut entry = match Arc::try_unwrap(entry) {
             Ok(entry) => entry,
             Err(entry) => {

@@ -170,17 +170,35 @@ pub enum ErrorKind {
     Unavailable,
     /// The call is not allowed in the present state of graph capture.
     Capture,
+    /// The process was forked after a device was opened, and this is the child: no device can be used in it. Fork before a device is opened,
+    /// or start another program (`exec`).
+    Forked,
     /// Anything else; see the raw code.
     Other,
 }
 
+/// How far a request got before it failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Attempt {
+    /// The driver was called, and returned the code.
+    Call,
+    /// Another function of the driver, which the operation needs, was called and returned the code.
+    Function(&'static str),
+    /// The driver was not called, because the call could not succeed or would do harm. The code is the one that fits best.
+    Refused,
+    /// The request is no driver call, and was not served: what was not done. The code is the one that fits best.
+    Request(&'static str),
+}
+
 /// A failed driver call, or a request that was refused before it reached the driver.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{operation} failed{}: {} ({}){}", On(device), code.name(), code.0, Detail(detail))]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceError {
-    /// The call that failed.
+    /// The call that failed, or that the request would have led to.
     pub operation: Operation,
+    /// Whether the driver was called, and by which function.
+    pub attempt: Attempt,
     /// What the driver returned, unchanged.
     pub code: Code,
     /// Our reading of the code.
@@ -192,9 +210,32 @@ pub struct DeviceError {
 }
 
 impl DeviceError {
-    /// An error of `operation` with the raw `code`, classified by it.
+    /// An error of `operation` with the raw `code` that the driver returned, classified by it.
     pub fn new(operation: Operation, code: Code) -> Self {
-        DeviceError { operation, code, kind: code.kind(), device: None, detail: None }
+        DeviceError { operation, attempt: Attempt::Call, code, kind: code.kind(), device: None, detail: None }
+    }
+
+    /// An error of `operation`, for which the driver was not called. The code is the one that fits best.
+    ///
+    /// ```
+    /// use aquifer_device::{Code, DeviceError, Operation};
+    /// let error = DeviceError::refused(Operation::Free, Code::INVALID_VALUE).with_detail("it is not an allocation");
+    /// assert_eq!(error.to_string(), "cuMemFree was not called: CUDA_ERROR_INVALID_VALUE (1): it is not an allocation");
+    /// ```
+    pub fn refused(operation: Operation, code: Code) -> Self {
+        DeviceError { attempt: Attempt::Refused, ..DeviceError::new(operation, code) }
+    }
+
+    /// The same error of a request that is no driver call: `not_done` says what was not done, such as "the stream was not adopted".
+    #[must_use]
+    pub fn of_request(self, not_done: &'static str) -> Self {
+        DeviceError { attempt: Attempt::Request(not_done), ..self }
+    }
+
+    /// The same error, returned by another function of the driver, which the operation needs.
+    #[must_use]
+    pub(crate) fn of_function(self, function: &'static str) -> Self {
+        DeviceError { attempt: Attempt::Function(function), ..self }
     }
 
     /// The same error with an explanation of what was asked for and what to do.
@@ -239,22 +280,29 @@ impl DeviceError {
     }
 }
 
+impl fmt::Display for DeviceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (on, code) = (On(&self.device), self.code);
+        match self.attempt {
+            Attempt::Call => write!(f, "{} failed{on}: {} ({})", self.operation, code.name(), code.0)?,
+            Attempt::Function(function) => write!(f, "{function} failed{on}: {} ({})", code.name(), code.0)?,
+            Attempt::Refused => write!(f, "{} was not called{on}: {} ({})", self.operation, code.name(), code.0)?,
+            Attempt::Request(not_done) => write!(f, "{not_done}{on}")?,
+        }
+        match &self.detail {
+            Some(detail) => write!(f, ": {detail}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl std::error::Error for DeviceError {}
+
 struct On<'a>(&'a Option<DeviceLabel>);
 
 impl fmt::Display for On<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.as_ref().map_or(Ok(()), |device| write!(f, " on {}", device.spec()))
-    }
-}
-
-struct Detail<'a>(&'a Option<Box<str>>);
-
-impl fmt::Display for Detail<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Some(text) => write!(f, ": {text}"),
-            None => Ok(()),
-        }
     }
 }
 

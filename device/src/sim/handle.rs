@@ -49,7 +49,6 @@ impl<T> Handles<T> {
     }
 
     /// Every object.
-    #[cfg(test)]
     pub(super) fn iter(&self) -> impl Iterator<Item = &T> {
         self.objects.iter().flatten()
     }

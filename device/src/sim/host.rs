@@ -130,6 +130,11 @@ impl HostMemory {
         Ok(address)
     }
 
+    /// Number of live pieces, allocated and registered.
+    pub(super) fn count(&self) -> usize {
+        self.blocks.len()
+    }
+
     /// The range of the live allocation that starts at `address`.
     pub(super) fn allocated(&self, address: usize) -> Answer<Range<u64>> {
         match self.blocks.get(&address).filter(|block| block.layout.is_some()) {

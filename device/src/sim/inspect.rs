@@ -17,7 +17,38 @@ pub struct CaptureRef {
     pub broken: bool,
 }
 
+/// How many objects of each kind a program has made and not given back, beside memory of the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LiveObjects {
+    /// Streams, and default streams that were used.
+    pub streams: usize,
+    /// Events.
+    pub events: usize,
+    /// Captures in progress.
+    pub captures: usize,
+    /// Graphs.
+    pub graphs: usize,
+    /// Modules of kernels.
+    pub modules: usize,
+    /// Pieces of page-locked host memory.
+    pub host: usize,
+}
+
 impl SimDriver {
+    /// How many objects of each kind the program has.
+    pub fn live_objects(&self) -> LiveObjects {
+        let mut machine = self.machine.lock();
+        LiveObjects {
+            streams: machine.streams.iter_mut().count(),
+            events: machine.events.iter().count(),
+            captures: machine.captures.len(),
+            graphs: machine.graphs.iter().count(),
+            modules: machine.modules.iter().count(),
+            host: machine.host.count(),
+        }
+    }
+
     /// The plain or pool allocation that holds an address and was not freed by the program.
     pub fn allocation_at(&self, ptr: DevicePtr) -> Option<Range<u64>> {
         self.machine.lock().address.allocation_at(ptr.0)

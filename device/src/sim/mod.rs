@@ -90,7 +90,7 @@ use parking_lot::Mutex;
 pub use config::{CAPACITY_BYTES_MAX, SimConfig};
 pub use engine::EngineTimes;
 pub use fault::{Fault, FaultPlan, Verdict};
-pub use inspect::CaptureRef;
+pub use inspect::{CaptureRef, LiveObjects};
 pub use lag::Lagging;
 pub use parse::SimConfigError;
 pub use preset::Preset;

@@ -7,6 +7,7 @@ use crate::capture::Scope;
 use crate::capturing_streams::BlockingHeldOff;
 use crate::driver::{CaptureStatus, Driver, DriverKind, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::fork;
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
 
@@ -20,6 +21,9 @@ pub struct CapturesHeldOff<'a>(&'a Timeline);
 
 impl Drop for CapturesHeldOff<'_> {
     fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
         self.0.state.lock().held_off -= 1;
         self.0.may_capture.notify_all();
     }
@@ -65,6 +69,7 @@ impl Timeline {
     /// # Errors
     /// When the stream captures unannounced; errors of the driver.
     pub fn refuse_unannounced_capture(&self) -> Result<()> {
+        fork::check(Operation::CaptureStatus)?;
         self.refuse_unannounced(&self.state.lock())
     }
 
@@ -148,7 +153,7 @@ impl Timeline {
             return Err(self.closed_error(Operation::Wait, GONE));
         }
         if scope.is_over() {
-            return Err(DeviceError::new(Operation::Wait, Code::CAPTURED_EVENT)
+            return Err(DeviceError::refused(Operation::Wait, Code::CAPTURED_EVENT)
                 .with_detail("the event was recorded in a capture that has ended; record it again to wait for it"));
         }
         if state.borrowed > 0 {
@@ -196,7 +201,7 @@ impl Timeline {
 }
 
 pub(super) fn capture_error(operation: Operation, detail: &str) -> DeviceError {
-    DeviceError::new(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
+    DeviceError::refused(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
 }
 
 /// The error for a stream that captures according to the driver, but whose capture was not announced.
@@ -206,4 +211,5 @@ pub(super) fn unannounced_error() -> DeviceError {
         "somebody else captures the stream and did not say so; announce it with `Stream::announce_capture` or \
          `Allocator::capture` when it begins",
     )
+    .of_request("nothing was enqueued")
 }

@@ -54,6 +54,7 @@ use crate::capture::Scope;
 use crate::context::{Context, PooledEvent};
 use crate::driver::{Driver, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::fork;
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use capturing::capture_error;
@@ -177,6 +178,7 @@ impl Timeline {
     /// thread's stream, and for a stream that is gone, whose handle may mean a later stream.
     #[inline]
     pub(crate) fn usable(&self, operation: Operation) -> Result<RawStream> {
+        fork::check(operation)?;
         if self.is_foreign() { Err(self.unusable_error(operation)) } else { Ok(self.raw()) }
     }
 
@@ -240,6 +242,7 @@ impl Timeline {
     /// # Errors
     /// Errors of the driver's event query.
     pub fn is_done(&self, n: u64) -> Result<bool> {
+        fork::check(Operation::QueryEvent)?;
         if !self.is_known_done(n) {
             self.poll(&mut self.state.lock())?;
         }
@@ -252,6 +255,7 @@ impl Timeline {
     /// # Errors
     /// Errors of the driver's event calls; a closed or capturing stream cannot record.
     pub fn cover(&self, n: u64) -> Result<()> {
+        fork::check(Operation::Record)?;
         let Some(mut state) = self.lock_unless_done(n) else { return Ok(()) };
         if state.events.back().is_some_and(|last| n < last.covers) {
             return Ok(());
@@ -277,6 +281,7 @@ impl Timeline {
     /// # Errors
     /// Errors of the driver's event and synchronisation calls.
     pub fn synchronize(&self, n: u64) -> Result<()> {
+        fork::check(Operation::SynchronizeEvent)?;
         let Some(mut state) = self.lock_unless_done(n) else { return Ok(()) };
         let recorded = match self.covering(&mut state, n) {
             Ok(recorded) => recorded,
@@ -319,6 +324,11 @@ impl Timeline {
             }
     }
 
+    /// The state that the stream shares with the others of its device.
+    pub(crate) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
     fn is_on_device_of(&self, other: &Timeline) -> bool {
         self.context.device_id == other.context.device_id
     }
@@ -335,11 +345,12 @@ impl Timeline {
     /// When this is another thread's default stream, or the devices are of different kinds; errors of the driver's event and wait calls.
     /// Nothing is ordered then, and no clock changes.
     pub fn wait_for(&self, other: &Timeline, n: u64) -> Result<()> {
+        fork::check(Operation::Wait)?;
         if self.is_ordered_after(other, n) {
             return Ok(());
         }
         if self.context.driver.info().kind != other.context.driver.info().kind {
-            return Err(DeviceError::new(Operation::Wait, Code::INVALID_VALUE).with_detail(
+            return Err(DeviceError::refused(Operation::Wait, Code::INVALID_VALUE).with_detail(
                 "the tick belongs to a device of another kind; wait for it on the host with `Tick::synchronize`",
             ));
         }
@@ -396,7 +407,7 @@ const GONE: &str = "the stream was destroyed or released";
 
 #[cold]
 fn foreign_error(operation: Operation) -> DeviceError {
-    DeviceError::new(operation, Code::INVALID_HANDLE).with_detail(
+    DeviceError::refused(operation, Code::INVALID_HANDLE).with_detail(
         "a per-thread default stream can be used by its own thread alone; other threads may only use its ticks",
     )
 }

@@ -115,8 +115,8 @@ impl Timeline {
     pub(super) fn closed_error(&self, operation: Operation, detail: &str) -> DeviceError {
         let driver = &self.context.driver;
         match driver.lost() {
-            Some(lost) => driver.note_lost(DeviceError::new(operation, lost.code)),
-            None => DeviceError::new(operation, Code::INVALID_HANDLE).with_detail(detail),
+            Some(lost) => driver.note_lost(DeviceError::refused(operation, lost.code)),
+            None => DeviceError::refused(operation, Code::INVALID_HANDLE).with_detail(detail),
         }
     }
 

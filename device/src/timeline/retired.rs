@@ -10,7 +10,8 @@
 //! several ended threads at a time, when another thread asks for its stream.
 //!
 //! A stream whose last event cannot be recorded now is destroyed later, because its ticks could not be asked about without it. Until then
-//! its timeline stays open, so that an event can be recorded whenever somebody asks.
+//! its timeline stays open, so that an event can be recorded whenever somebody asks. A stream that captures is destroyed after the capture:
+//! CUDA does not say what becomes of a capture whose stream is destroyed.
 //!
 //! A stream that its owner lent and got back may be adopted again, by a program that does so for each of its calls. It goes on with the
 //! number that it had: later work of the stream comes after all that it did meanwhile. The driver's own number tells that it is the same
@@ -20,12 +21,12 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use crate::fork::Mutex;
 
 use super::{Owner, StreamKind, Timeline};
-use crate::driver::{Driver, RawStream};
+use crate::driver::RawStream;
 use crate::error::ErrorKind;
-use crate::lost::log_kept;
+use crate::orphans::Orphan;
 
 /// How many timelines are asked whether their work is done before a new one is made.
 const LOOKS: usize = 2;
@@ -56,8 +57,12 @@ struct Released {
 
 impl Retired {
     /// Destroys a stream that nobody uses any more, after its last event, which keeps all its ticks answerable (T4). Later, if that event
-    /// cannot be recorded now. On a lost device, while the stream captures, or if somebody else destroyed it, it goes without one.
+    /// cannot be recorded now, or the stream is part of a capture. On a lost device, in a capture that was not announced, or if somebody else
+    /// destroyed it, it goes without one.
     pub(crate) fn destroy(&self, timeline: Arc<Timeline>) {
+        if timeline.is_capturing() {
+            return self.undestroyed.lock().push(timeline);
+        }
         let Err(error) = timeline.close() else {
             timeline.destroy_on_driver();
             return self.keep(timeline);
@@ -75,6 +80,21 @@ impl Retired {
     pub(crate) fn destroy_left(&self) {
         let left = std::mem::take(&mut *self.undestroyed.lock());
         left.into_iter().for_each(|timeline| self.destroy(timeline));
+    }
+
+    /// Destroys the streams of a device that is gone, if need be without their last events. Those that are part of a capture stay.
+    pub(crate) fn destroy_at_last(&self) {
+        self.destroy_left();
+        let left: Vec<_> = self.undestroyed.lock().extract_if(.., |timeline| !timeline.is_capturing()).collect();
+        for timeline in left {
+            timeline.close_without_event();
+            timeline.destroy_on_driver();
+        }
+    }
+
+    /// True if a stream is still to be destroyed.
+    pub(crate) fn has_undestroyed(&self) -> bool {
+        !self.undestroyed.lock().is_empty()
     }
 
     /// Keeps the timeline of a stream whose last event was recorded, and which is gone.
@@ -143,26 +163,9 @@ impl Retired {
     }
 }
 
-impl Drop for Retired {
-    fn drop(&mut self) {
-        self.undestroyed.get_mut().drain(..).for_each(|timeline| timeline.destroy());
-    }
-}
-
 impl Timeline {
-    /// Destroys a stream that nobody uses any more, after its last event, if that can be recorded.
-    pub(crate) fn destroy(&self) {
-        if let Err(error) = self.close() {
-            tracing::debug!(%error, "a stream's last event could not be recorded");
-            self.close_without_event();
-        }
-        self.destroy_on_driver();
-    }
-
     fn destroy_on_driver(&self) {
-        if let Err(error) = self.context.driver.destroy_stream(self.raw()) {
-            log_kept(&error, "a stream could not be destroyed");
-        }
+        self.context.orphans.give_back(Orphan::Stream(self.raw()));
     }
 }
 

@@ -9,6 +9,7 @@ mod bench;
 mod borrowed;
 mod calls;
 mod captures;
+mod clean_up;
 mod faults;
 mod missing;
 mod peers;

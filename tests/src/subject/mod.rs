@@ -69,6 +69,11 @@ trait Controls: fmt::Debug + Send + Sync {
     fn advance(&self, time: Duration);
     /// Keeps a stream busy for so long from the end of its present work.
     fn stall(&self, stream: &Stream, time: Duration) -> Result<()>;
+    /// How many streams, events, captures, graphs, modules and pieces of page-locked memory were made and not given back, where that is
+    /// known.
+    fn live_objects(&self) -> Option<u64> {
+        None
+    }
     /// Another process holds so many bytes of the device from now on.
     fn set_other_process_bytes(&self, bytes: u64);
     /// What is mapped at an address.
@@ -229,6 +234,12 @@ impl Subject {
     /// The time by the device's clock, in ns.
     pub fn now_ns(&self) -> u64 {
         self.controls.now_ns()
+    }
+
+    /// How many streams, events, captures, graphs, modules and pieces of page-locked memory were made and not given back, where that is
+    /// known.
+    pub fn live_objects(&self) -> Option<u64> {
+        self.controls.live_objects()
     }
 
     /// Lets time pass, as a host that computes does. The device makes progress.

@@ -49,6 +49,12 @@ impl Controls for SimDriver {
         SimDriver::stall(self, stream.raw(), time)
     }
 
+    fn live_objects(&self) -> Option<u64> {
+        let live = SimDriver::live_objects(self);
+        let counts = [live.streams, live.events, live.captures, live.graphs, live.modules, live.host];
+        Some(counts.into_iter().sum::<usize>() as u64)
+    }
+
     fn set_other_process_bytes(&self, bytes: u64) {
         SimDriver::set_other_process_bytes(self, bytes);
     }

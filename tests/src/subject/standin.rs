@@ -62,6 +62,10 @@ impl Controls for OnStandin {
         self.0.stall(stream.raw().0, time).map_err(refused)
     }
 
+    fn live_objects(&self) -> Option<u64> {
+        Some(self.0.number(Number::LiveObjects))
+    }
+
     fn set_other_process_bytes(&self, bytes: u64) {
         self.0.set_other_process_bytes(bytes);
     }

@@ -18,7 +18,7 @@ use crate::fail::{self, Order};
 use crate::process::{Device, Process};
 
 /// Changes whenever these functions do, so that a loader does not talk to another version's library.
-pub(crate) const PROTOCOL: u32 = 2;
+pub(crate) const PROTOCOL: u32 = 3;
 
 /// Separates entries of a list in text.
 pub(crate) const SEPARATOR: char = '\u{1e}';
@@ -46,10 +46,13 @@ pub enum Number {
     Peers = 7,
     /// Events created so far for which a waiting host would spin, not sleep.
     SpinningEvents = 8,
+    /// Objects that were made and not given back, beside memory of the device: streams, events, captures, graphs, modules, page-locked
+    /// memory.
+    LiveObjects = 9,
 }
 
 impl Number {
-    const ALL: [Number; 9] = [
+    const ALL: [Number; 10] = [
         Number::CallsMade,
         Number::NowNs,
         Number::InCallsNs,
@@ -59,6 +62,7 @@ impl Number {
         Number::Retained,
         Number::Peers,
         Number::SpinningEvents,
+        Number::LiveObjects,
     ];
 
     fn of(self, device: &Device) -> u64 {
@@ -73,6 +77,11 @@ impl Number {
             Number::Retained => (*device.primary.retained.lock()).into(),
             Number::Peers => life.peers.lock().len() as u64,
             Number::SpinningEvents => life.spinning_events.load(Ordering::Relaxed),
+            Number::LiveObjects => {
+                let live = life.sim.live_objects();
+                let counts = [live.streams, live.events, live.captures, live.graphs, live.modules, live.host];
+                counts.into_iter().sum::<usize>() as u64
+            }
         }
     }
 }

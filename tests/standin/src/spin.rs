@@ -29,7 +29,7 @@ impl Spin {
     /// Those of the driver.
     pub fn enqueue(&self, stream: RawStream, time: Duration) -> Result<()> {
         let lacking =
-            || DeviceError::new(Operation::Launch, Code::INVALID_VALUE).with_detail("there is no kernel `spin`");
+            || DeviceError::refused(Operation::Launch, Code::INVALID_VALUE).with_detail("there is no kernel `spin`");
         let kernel = aquifer_kernels::find("spin").ok_or_else(lacking)?;
         let mut left = time;
         while !left.is_zero() {

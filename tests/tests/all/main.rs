@@ -10,6 +10,7 @@
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 
 mod allocator;
+mod clean_up;
 mod conformance;
 mod fault_sweep;
 mod found;

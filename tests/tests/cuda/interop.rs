@@ -154,7 +154,9 @@ fn our_streams_are_lent_to_cudarc_and_destroyed_when_they_are_back() {
     let stream = gpu.device.create_stream().unwrap();
     let lent = cuda::stream_of(&stream).unwrap();
     assert!(Arc::ptr_eq(&lent, &cuda::stream_of(&stream).unwrap()));
-    assert_eq!(kind(cuda::adopt(&gpu.device, lent.clone())), ErrorKind::InvalidUse, "it is ours already");
+    let adopted = cuda::adopt(&gpu.device, lent.clone()).unwrap_err();
+    assert_eq!(adopted.kind, ErrorKind::InvalidUse, "it is ours already");
+    assert!(adopted.to_string().starts_with("the stream was not adopted: it is a stream of this device"), "{adopted}");
     let mut memory = lent.alloc_zeros::<u8>(4096).unwrap();
     let destroyed = || gpu.calls("cuStreamDestroy_v2");
     let before = destroyed();

@@ -6,8 +6,8 @@
 use std::marker::PhantomData;
 
 use aquifer_device::AccessKind;
+use aquifer_device::fork::RwLock;
 use bytemuck::Pod;
-use parking_lot::RwLock;
 
 use crate::copy::batch::bytes_of;
 use crate::copy::direct::check_lengths;

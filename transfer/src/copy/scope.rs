@@ -6,8 +6,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 use aquifer_allocator::DeviceBuffer;
+use aquifer_device::fork::Mutex;
 use bytemuck::Pod;
-use parking_lot::Mutex;
 
 use crate::copy::direct::check_lengths;
 use crate::copy::memory::Lent;

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use aquifer_device::fork::Mutex;
 
 /// Keeps memory of a pool between uses.
 pub(crate) trait Keeper: Send + Sync {

@@ -15,7 +15,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use aquifer_device::{Device, DeviceError, Tick};
+use aquifer_device::{Device, DeviceError, Operation, Tick, fork};
 
 use super::class;
 use super::keeper::Keepers;
@@ -47,6 +47,7 @@ impl Inner {
     /// A block of at least `bytes` bytes, not 0, that nobody uses and no copy is in flight for.
     #[inline]
     pub(super) fn take(&self, bytes: usize) -> Result<Block, TransferError> {
+        fork::check(Operation::HostAlloc)?;
         let too_long = || TransferError::LengthOverflow { len: bytes as u64, size: 1 };
         let class = class::round_up(bytes).ok_or_else(too_long)?;
         if let Some(block) = self.state.lock().take(class, false) {
@@ -280,6 +281,9 @@ impl Drop for Inner {
     /// have no place here: the device takes that, with their ticks.
     #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
     fn drop(&mut self) {
+        if aquifer_device::fork::is_child() {
+            return;
+        }
         let mut failure = None;
         let calls = !self.device.is_capturing();
         if calls && let Err(error) = self.poll() {

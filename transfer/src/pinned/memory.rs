@@ -13,9 +13,9 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
+use aquifer_device::fork::Mutex;
 use aquifer_device::{AccessKind, HostPtr};
 use memmap2::MmapMut;
-use parking_lot::Mutex;
 
 use super::class::UNIT;
 use super::ladder::Inner;
@@ -105,6 +105,7 @@ impl PinnedMemory {
     ///
     /// No lock is held meanwhile, so copies that do not conflict can be enqueued.
     pub(super) fn touch(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<(), TransferError> {
+        aquifer_device::fork::check(aquifer_device::Operation::SynchronizeEvent)?;
         for tick in &self.uses.before(kind) {
             self.pool.wait_for(tick)?;
         }
@@ -138,6 +139,13 @@ impl PinnedMemory {
 impl Drop for PinnedMemory {
     #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
     fn drop(&mut self) {
+        if aquifer_device::fork::is_child() {
+            // The owner of registered memory stays with it.
+            if let Origin::Registered(owner) = &mut self.origin {
+                std::mem::forget(owner.get_mut().take());
+            }
+            return;
+        }
         match &mut self.origin {
             Origin::Pool(block) => self.pool.give(block.id, self.uses.take()),
             Origin::Registered(owner) => {

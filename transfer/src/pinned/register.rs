@@ -4,10 +4,10 @@
 use std::any::Any;
 use std::fmt;
 
+use aquifer_device::fork::Mutex;
 use aquifer_device::{AccessKind, Code, HostPtr};
 use bytemuck::Pod;
 use memmap2::MmapMut;
-use parking_lot::Mutex;
 
 use super::buffer::{PinnedBuffer, bytes_of};
 use super::memory::{Origin, PinnedMemory};

@@ -206,6 +206,9 @@ impl HostClaim {
 
 impl Drop for HostClaim {
     fn drop(&mut self) {
+        if aquifer_device::fork::is_child() {
+            return;
+        }
         let uses = self.memory.uses();
         let mut noted = uses.noted.lock();
         match self.kind {

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use aquifer_device::fork::Mutex;
 
 use super::config::{DirectIo, PAGE};
 use super::crew::nanoseconds;

@@ -1,7 +1,7 @@
 //! Content that is made up where it is read and compared where it arrives, so that none of it is held.
 
+use aquifer_device::fork::Mutex;
 use aquifer_device::{DevicePtr, Stream};
-use parking_lot::Mutex;
 
 use super::ends::{HostSource, HostTarget};
 use crate::error::TransferError;

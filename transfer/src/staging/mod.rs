@@ -40,7 +40,7 @@ mod work;
 use std::fmt;
 use std::sync::Arc;
 
-use aquifer_device::{Stream, Tick};
+use aquifer_device::{Operation, Stream, Tick, fork};
 
 pub(crate) use config::PAGE;
 pub use config::{DirectIo, StagingConfig};
@@ -119,6 +119,7 @@ impl Staging {
     }
 
     fn begin(&self, work: Work) -> Result<Arc<Job>, TransferError> {
+        fork::check(Operation::CopyToDevice)?;
         let job = work.job().clone();
         if work.bytes() == 0 {
             work.end(Ok(()));
@@ -137,6 +138,9 @@ impl Staging {
 impl Drop for Staging {
     /// Waits for nothing: this may be the last handle, dropped by a thread of the ring.
     fn drop(&mut self) {
+        if aquifer_device::fork::is_child() {
+            return;
+        }
         self.crew.floor.close();
     }
 }

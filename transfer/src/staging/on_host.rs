@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::task::{Poll, Wake, Waker};
 
 use aquifer_device::Tick;
-use parking_lot::Mutex;
+use aquifer_device::fork::Mutex;
 
 use super::crew::Crew;
 use super::ends::HostCopy;

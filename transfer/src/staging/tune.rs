@@ -144,6 +144,9 @@ fn measure_link(device: &Device, sample: &mut PinnedBuffer<u8>, stream: &Stream)
         .map(|_| time_upload(device, sample, ptr, stream))
         .try_fold(0.0_f64, |best, speed| speed.map(|speed| best.max(speed)));
     let freed: Result<(), DeviceError> = device.driver().free_async(ptr, stream.raw());
+    if freed.is_err() {
+        device.free_later(ptr);
+    }
     let best = measured?;
     freed?;
     Ok(best)

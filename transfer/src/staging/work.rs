@@ -8,8 +8,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use aquifer_allocator::{Claim, DeviceBuffer};
+use aquifer_device::fork::Mutex;
 use aquifer_device::{AccessKind, Copy2d, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, Stream, Tick};
-use parking_lot::Mutex;
 
 use super::config::PAGE;
 use super::ends::{HostSource, HostTarget};

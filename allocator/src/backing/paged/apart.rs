@@ -16,6 +16,7 @@ use crate::backing::headroom::Refusal;
 use crate::backing::paged::carry_out::unmap_range;
 use crate::backing::paged::frames::Frame;
 use crate::backing::paged::granules::Purpose;
+use crate::backing::paged::trim::unless_capturing;
 use crate::error::AllocError;
 use crate::history::{Action, Actions, Subject};
 use crate::recovery::oom::Tried;
@@ -116,7 +117,7 @@ impl Allocator {
     /// Unmaps retired memory that is known done. Its frames become spare; those of exportable memory go back to the device. Returns how
     /// many bytes went back.
     pub(crate) fn recycle_retired(&self) -> Result<u64, AllocError> {
-        if self.shell().core().recyclable().is_none() {
+        if self.device().is_capturing() || self.shell().core().recyclable().is_none() {
             return Ok(0);
         }
         // Exclusive, so that a reservation never goes before the last memory mapped in it.
@@ -136,7 +137,8 @@ impl Allocator {
             self.shell().core().leaving -= bytes;
             released += bytes;
             if let Some(error) = failed {
-                return Err(error.into());
+                // A capture that began meanwhile.
+                return unless_capturing(Err(error)).map(|()| released).map_err(AllocError::from);
             }
             if let Some((ptr, bytes)) = addresses
                 && let Err(error) = self.device().driver().unreserve(ptr, bytes)
@@ -155,7 +157,7 @@ impl Allocator {
         } else if *was_told {
             unmap_range(self.device(), self.hooks(), range).err()
         } else {
-            self.device().driver().unmap(DevicePtr(range.start), range.end - range.start).err()
+            self.device().unmap(DevicePtr(range.start), range.end - range.start).err()
         }
     }
 

@@ -174,7 +174,7 @@ fn unmap(
 pub(crate) fn unmap_range(device: &Device, hooks: &Hooks, range: &Range<u64>) -> Result<(), DeviceError> {
     let bytes = range.end - range.start;
     hooks.about_to_unmap(range.start, bytes);
-    device.driver().unmap(DevicePtr(range.start), bytes).inspect_err(|_| hooks.mapped(range.start, bytes))
+    device.unmap(DevicePtr(range.start), bytes).inspect_err(|_| hooks.mapped(range.start, bytes))
 }
 
 fn map(device: &Device, hooks: &Hooks, work: &Work, layout: &Layout, done: &mut Done) -> Result<(), DeviceError> {
@@ -217,7 +217,7 @@ fn unmap_again(device: &Device, granule: u64, start: u64, mapped: Vec<Frame>, do
     for frame in mapped {
         let range = at..at + frame.granules() * granule;
         at = range.end;
-        match device.driver().unmap(DevicePtr(range.start), range.end - range.start) {
+        match device.unmap(DevicePtr(range.start), range.end - range.start) {
             Ok(()) => done.spares.add(frame),
             Err(error) => {
                 failed.get_or_insert((error, 0)).1 += 1;

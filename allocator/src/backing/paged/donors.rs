@@ -2,7 +2,7 @@
 //!
 //! Frames at the highest addresses are chosen first, so that memory in use gathers at low addresses, and steady programs find their
 //! memory where they left it; those larger than what is still wanted are passed over, unless nothing else helps. Granules whose last use is
-//! not known done are counted by the tick that would let them move.
+//! not known done are counted by the tick that would let them move. While a stream captures, nothing moves: unmapping might break the capture.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -86,7 +86,7 @@ impl Whole {
     /// Each donor is one frame. They have more granules than wanted only if no frames have exactly as many.
     pub(crate) fn donors(&mut self, wanted: u64, window: Option<&Window>, from: impl Fn(u16) -> bool) -> Donors {
         let mut donors = Donors::default();
-        if wanted == 0 {
+        if wanted == 0 || self.is_capturing() {
             return donors;
         }
         self.arenas.iter_mut().for_each(Guard::note_recent_uses);

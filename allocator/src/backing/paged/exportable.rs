@@ -69,6 +69,7 @@ impl Allocator {
     /// # Errors
     /// [`AllocError::Unsupported`] where the device has no such handles; when the stream captures; otherwise as [`Allocator::alloc`].
     pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Map)?;
         if stream.device_id() != self.device().id() {
             return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
         }

@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use aquifer_device::{DeviceError, Timeline};
+use aquifer_device::{DeviceError, ErrorKind, Timeline};
 
 use crate::allocator::Allocator;
 use crate::backing::headroom::Refusal;
@@ -283,7 +283,7 @@ impl Allocator {
                     whole.arena(request.slot).heap.add_reservation(ptr.0, bytes, request.pool, granule);
                     return Ok(true);
                 }
-                Err(error) if error.kind == aquifer_device::ErrorKind::OutOfAddresses || error.is_out_of_memory() => {
+                Err(error) if error.kind == ErrorKind::OutOfAddresses || error.is_out_of_memory() => {
                     if bytes == least && std::mem::replace(&mut gave_back, true) {
                         return Ok(false);
                     }
@@ -301,6 +301,8 @@ impl Allocator {
 /// The next step after a plan failed.
 fn refused(error: Option<DeviceError>, at_creation: bool, bought_though_movable: bool, allowed: &mut Allowed) -> Next {
     match error {
+        // A capture began before memory was unmapped. The next plan moves none.
+        Some(error) if error.kind == ErrorKind::Capture => Next::Again,
         Some(error) if !error.is_out_of_memory() => Next::Finished(Err(error.into())),
         Some(_) if at_creation && bought_though_movable => {
             allowed.instead_of_moving = false;

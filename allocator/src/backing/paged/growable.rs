@@ -87,6 +87,7 @@ impl Allocator {
     /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::TooLarge`] from 2^60 bytes on; when the stream belongs to
     /// another device; errors of the driver, among them [`aquifer_device::ErrorKind::OutOfAddresses`].
     pub fn growable(&self, capacity: u64, stream: &Stream) -> Result<Growable, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Reserve)?;
         if stream.device_id() != self.device().id() {
             return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
         }
@@ -202,6 +203,8 @@ impl Allocator {
         match done.error {
             None => Ok(Next::Finished(Ok(()))),
             Some(error) if error.is_out_of_memory() => Ok(Next::Finished(Err(Refusal::Device))),
+            // A capture began before memory was unmapped. The next plan moves none.
+            Some(error) if error.kind == ErrorKind::Capture => Ok(Next::Again),
             Some(error) => Err(error.into()),
         }
     }
@@ -252,6 +255,7 @@ impl Growable {
     /// [`AllocError::BeyondCapacity`]; [`AllocError::Asleep`] while the allocator sleeps, even if it is that large already, because its
     /// memory is away; when the stream captures; otherwise as [`Allocator::alloc`]. The size is then as before.
     pub fn grow_to(&mut self, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Map)?;
         self.record_stream(stream)?;
         if bytes > self.capacity {
             return Err(AllocError::BeyondCapacity { requested: bytes, capacity: self.capacity });
@@ -296,6 +300,7 @@ impl Growable {
     /// [`AllocError::Shared`] while buffers made of it live, which might reach beyond; when the stream belongs to another device. The size
     /// is then as before.
     pub fn shrink_to(&mut self, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Unmap)?;
         self.record_stream(stream)?;
         if bytes >= self.bytes() {
             return Ok(());

@@ -5,8 +5,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use aquifer_device::{DevicePtr, Stream};
-use parking_lot::Mutex;
+use aquifer_device::fork::Mutex;
+use aquifer_device::{DevicePtr, Operation, Stream, fork};
 
 use crate::allocator::Allocator;
 use crate::error::AllocError;
@@ -60,6 +60,7 @@ impl MemoryApart {
 
     /// Notes that `stream` uses the memory, too.
     pub(crate) fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
+        fork::check(Operation::Record)?;
         let device_id = self.allocator.device().id();
         if stream.device_id() != device_id {
             return Err(AllocError::wrong_device("stream", stream.device_id(), device_id));
@@ -75,6 +76,9 @@ impl MemoryApart {
 
 impl Drop for MemoryApart {
     fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
         let mut whole = self.allocator.shell().whole();
         let size = whole.owned_size(self.ptr.0);
         whole.set_owned(self.ptr.0, 0, 0);

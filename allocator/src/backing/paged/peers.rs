@@ -34,6 +34,7 @@ impl Allocator {
     /// Errors of the driver, such as a device that does not exist, or devices that cannot reach each other: the peer is then not let into
     /// later mappings, though it may have access to some of the present ones. [`AllocError::NotMapped`] where memory comes in segments.
     pub fn enable_peer_access(&self, ordinal: u32) -> Result<(), AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::SetAccess)?;
         let _alone = self.gate()?.exclusive();
         let core = self.shell().core();
         let Some(paged) = &core.paged else {

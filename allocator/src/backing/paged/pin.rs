@@ -6,6 +6,8 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use aquifer_device::fork;
+
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::error::AllocError;
@@ -86,6 +88,7 @@ impl Allocator {
     /// [`AllocError::WrongAllocator`] or [`AllocError::WrongDevice`] for an allocation of another allocator;
     /// [`AllocError::Asleep`] while there is no memory.
     pub fn pin_mapping(&self, allocation: &Allocation) -> Result<PinnedMapping, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Map)?;
         // Not while the allocator falls asleep, which looks at what is pinned once.
         let _gate = self.gate()?.shared();
         let mut core = self.shell().core();
@@ -127,6 +130,9 @@ impl PinnedMapping {
 
 impl Drop for PinnedMapping {
     fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
         let mut core = self.allocator.shell().core();
         places(&self.range, self.pinned).for_each(|addr| core.pins.remove(addr));
     }

@@ -2,6 +2,8 @@
 
 use aquifer_device::{Attribute, Device, DeviceError, ErrorKind, PhysicalOptions, RawPhysical, Reservation};
 
+use crate::backing::paged::trim::unless_capturing;
+
 /// Returns how granules of `granule` bytes are created on the device, or why they cannot be. Maps
 /// one and gives it back. A device that is full counts as able.
 ///
@@ -54,12 +56,13 @@ fn map_one(
     let mut reservation = Reservation { ptr, bytes: granule, mapped: Vec::new() };
     let mapped = driver.map(ptr, granule, physical).and_then(|()| {
         let accessed = driver.set_access(ptr, granule, devices);
-        let unmapped = driver.unmap(ptr, granule);
+        let unmapped = device.unmap(ptr, granule);
         if unmapped.is_err() {
             *still_mapped = true;
             reservation.mapped.push((ptr, granule, physical));
         }
-        accessed.and(unmapped)
+        // While a stream captures, it goes back later.
+        accessed.and(unless_capturing(unmapped))
     });
     let unreserved = if *still_mapped { Ok(()) } else { driver.unreserve(ptr, granule) };
     if *still_mapped || unreserved.is_err() {

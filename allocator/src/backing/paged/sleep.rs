@@ -90,6 +90,7 @@ impl Allocator {
     /// were to be discarded. If the driver fails at waking it up, too, [`Allocator::is_asleep`] is true, and [`Allocator::wake`] can be
     /// tried.
     pub fn sleep(&self, contents: Contents) -> Result<u64, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Unmap)?;
         if self.shell().core().paged.is_none() {
             return Err(self.not_mapped("sleep"));
         }
@@ -122,6 +123,7 @@ impl Allocator {
     /// Errors of the driver. If the device lacks memory, everything taken so far goes back to it. The allocator is still asleep then,
     /// nothing is lost, and this can be tried again.
     pub fn wake(&self) -> Result<(), AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Map)?;
         if self.shell().is_kept_awake_here() {
             return Ok(());
         }

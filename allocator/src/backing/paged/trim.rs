@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_device::{DeviceError, DevicePtr, Timeline};
+use aquifer_device::{DeviceError, DevicePtr, ErrorKind, Timeline};
 
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::unmap_range;
@@ -56,7 +56,7 @@ impl Allocator {
         let (mut unmapped, mut failed) = (0, None);
         for (range, frames) in &leaving.ranges {
             if let Err(error) = unmap_range(self.device(), self.hooks(), range) {
-                failed = Some(error);
+                failed = unless_capturing(Err(error)).err();
                 break;
             }
             unmapped += 1;
@@ -97,7 +97,7 @@ impl Allocator {
         while failed.is_none()
             && let Some(frame) = stuck.frames.last()
         {
-            failed = self.device().driver().unmap(DevicePtr(frame.start), frame.end - frame.start).err();
+            failed = self.device().unmap(DevicePtr(frame.start), frame.end - frame.start).err();
             if failed.is_none() {
                 unmapped.extend(stuck.frames.pop());
             }
@@ -116,7 +116,7 @@ impl Allocator {
             paged.stuck.push(stuck);
         }
         whole.account_for_granules();
-        failed.map_or(Ok(()), |error| Err(error.into()))
+        Ok(unless_capturing(failed.map_or(Ok(()), Err))?)
     }
 
     /// Releases frames until none is left or a call fails. Returns how many granules were released, and the error.
@@ -157,6 +157,11 @@ impl Allocator {
         self.synchronize_all(&waits)?;
         Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
     }
+}
+
+/// The outcome of unmapping memory that may as well stay mapped for now: it stays while a stream captures.
+pub(crate) fn unless_capturing(unmapped: Result<(), DeviceError>) -> Result<(), DeviceError> {
+    unmapped.or_else(|error| if error.kind == ErrorKind::Capture { Ok(()) } else { Err(error) })
 }
 
 impl Whole {

@@ -1,13 +1,10 @@
 //! Memory that cannot go back to the device while a stream captures.
 //!
-//! The driver waits for the device before it takes a segment back, and how far a capturing stream got can be neither asked nor waited for.
-//! Both would break the capture. So no segment goes back meanwhile, nor do granules that a capturing stream used last.
-
-use std::collections::BTreeSet;
+//! The driver waits for the device before it takes a segment back, which would break the capture, and unmapping granules might. So neither
+//! goes back meanwhile.
 
 use crate::accounting::Releasable;
-use crate::heap::{Block, BlockId, Heap, State};
-use crate::shell::core::Place;
+use crate::heap::State;
 use crate::shell::whole::Whole;
 
 /// Bytes that cannot go back while a stream captures: parts of what is in [`super::remedies::Holds`]. Where that is not known exactly, they
@@ -67,49 +64,10 @@ impl Captured {
     }
 }
 
-/// The captures of the device's streams, as far as they are known.
-pub(super) struct Captures {
-    /// True if any stream captures.
-    any: bool,
-    /// Blocks that capturing streams use, beside their owners.
-    used: BTreeSet<Place>,
-}
-
-impl Captures {
-    /// Bytes that could not go back now because of a block, even if nobody had it: all frames that it touches.
-    pub(super) fn kept_by(&self, whole: &Whole, heap: &Heap, id: BlockId, block: &Block) -> u64 {
-        if !self.any || !block.state.has_memory() {
-            return 0;
-        }
-        let is_paged = heap.region(block.region).is_paged();
-        let Some(paged) = whole.paged.as_ref().filter(|_| is_paged) else { return block.size };
-        let is_done = block.state == State::Free && whole.is_known_done(block.owner, block.after);
-        let captured = whole.captures_on(block.owner) && !is_done;
-        if !captured && !self.used.contains(&Place { arena: heap.home, block: id }) {
-            return 0;
-        }
-        let ends = [block.addr, block.addr + block.size - 1].map(|addr| paged.frame_at(addr));
-        let [Some(first), Some(last)] = ends else { return block.size };
-        last.end - first.start
-    }
-
-    /// Bytes of memory apart from heaps that could not go back now, even if nobody had them.
-    pub(super) fn kept_apart(&self, whole: &Whole) -> u64 {
-        let owned = whole.paged.iter().filter(|_| self.any).flat_map(|paged| paged.owned.values());
-        owned.filter(|owned| whole.captures_on(owned.slot)).map(|owned| owned.size).sum()
-    }
-}
-
 impl Whole {
-    pub(super) fn captures(&self) -> Captures {
-        let any = self.device.as_ref().is_some_and(aquifer_device::Device::is_capturing);
-        let mut used = BTreeSet::new();
-        if any {
-            let shared = self.shared.iter().filter(|(_, users)| users.iter().any(|&slot| self.captures_on(slot)));
-            used.extend(shared.map(|(&place, _)| place));
-            used.extend(self.waiting_for(|slot| self.captures_on(slot)));
-        }
-        Captures { any, used }
+    /// True if a stream of the device captures.
+    pub(crate) fn is_capturing(&self) -> bool {
+        self.device.as_ref().is_some_and(aquifer_device::Device::is_capturing)
     }
 
     /// True if the stream with this number captures.

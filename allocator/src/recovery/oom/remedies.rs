@@ -62,7 +62,7 @@ impl Whole {
     /// The memory that stands in the way of a request, according to blocks and regions.
     pub(super) fn holds(&self, request: &Request) -> Holds {
         let mut holds = Holds::default();
-        let captures = self.captures();
+        let captures = self.is_capturing();
         let promised = |pool: u16| self.pools.owner_of(pool).filter(|private| !private.is_released());
         let is_own = |private: &Private| private.owns(request.pool);
         if let Some(own) = promised(request.pool) {
@@ -90,8 +90,8 @@ impl Whole {
             }
             holds.pinned += self.pinned_in(region);
         }
-        let blocks = self.heaps().flat_map(|heap| heap.blocks.iter().map(move |(id, block)| (heap, id, block)));
-        for (heap, id, block) in blocks {
+        let blocks = self.heaps().flat_map(|heap| heap.blocks.iter().map(move |(_, block)| (heap, block)));
+        for (heap, block) in blocks {
             let owner = promised(block.pool);
             match (block.state, owner) {
                 (State::Live, Some(private)) if !is_own(private) => holds.live_in_pools += block.size,
@@ -105,13 +105,15 @@ impl Whole {
                 }
                 _ => {}
             }
-            let kept = captures.kept_by(self, heap, id, block);
-            if kept > 0 {
-                holds.captured.add(block.state, kept, &self.releasable_part(heap, block), owner.map(is_own));
+            if captures && block.state.has_memory() {
+                holds.captured.add(block.state, block.size, &self.releasable_part(heap, block), owner.map(is_own));
             }
         }
         holds.loose += self.paged.as_ref().map_or(0, |paged| paged.spares.granules() * paged.granule);
-        holds.captured.rest += captures.kept_apart(self);
+        if captures {
+            let apart = self.paged.iter().flat_map(|paged| paged.owned.values());
+            holds.captured.rest += apart.map(|owned| owned.size).sum::<u64>();
+        }
         holds.addresses_apart = self.paged.as_ref().map_or(0, |paged| paged.apart_address_bytes());
         holds
     }

@@ -68,7 +68,7 @@ impl Arena {
             Ok(()) => {
                 let last = guard.live == 0;
                 drop(guard);
-                if last && self.shell.is_closed() {
+                if last && self.shell.is_closed() && !aquifer_device::fork::is_child() {
                     self.shell.recycle_if_unused();
                 }
             }
@@ -92,6 +92,10 @@ impl Arena {
 
     #[cold]
     fn free_remotely(&'static self, mut free: RemoteFree, hurries: bool) {
+        // Whoever would take it out of the queue may hold its lock and be gone.
+        if aquifer_device::fork::is_child() {
+            return;
+        }
         while let Err(back) = self.remote.push(free, hurries) {
             // Taking all locks empties it.
             drop(self.shell.whole());

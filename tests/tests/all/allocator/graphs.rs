@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use aquifer_allocator::{AllocError, Allocator, Config, PoolOptions, PrivatePool};
-use aquifer_device::{Device, ErrorKind, Graph, HandleKind, Stream};
+use aquifer_device::{Device, ErrorKind, Graph, HandleKind, Operation, Stream};
 use aquifer_tests::{MIB, Subject};
 
 pub(super) const CAPACITY: u64 = 128 * MIB;
@@ -256,6 +256,43 @@ fn plain_memory_is_not_freed_while_a_stream_captures() {
     assert!(error.kind == ErrorKind::Capture && error.to_string().contains("waits for the device"), "{error}");
     drop(capture.end().unwrap());
     bench.device.free(ptr).unwrap();
+    bench.end();
+}
+
+/// CUDA does not say whether unmapping breaks the capture of another stream.
+#[test]
+fn nothing_is_unmapped_while_a_stream_captures() {
+    let bench = Bench::new("");
+    let [one, two] = &bench.streams;
+    let three = bench.device.create_stream().unwrap();
+    drop(bench.allocator.alloc(60 * MIB, two).unwrap());
+    let mut growable = bench.allocator.growable(64 * MIB, two).unwrap();
+    growable.grow_to(8 * MIB, two).unwrap();
+    bench.device.synchronize().unwrap();
+    let held = bench.allocator.reserved_bytes();
+    let capture = one.begin_capture().unwrap();
+    let unmapped = || bench.device.driver_calls().of(Operation::Unmap);
+    let before = unmapped();
+    drop(growable);
+    // Memory that could move is bought.
+    let bought = bench.allocator.alloc(30 * MIB, &three).unwrap();
+    three.fill(bought.ptr(), 1, 30 * MIB).unwrap();
+    assert!(bench.allocator.reserved_bytes() >= held + 30 * MIB);
+    assert_eq!(bench.allocator.empty_cache().unwrap(), 0, "it is put off");
+    let error = bench.allocator.alloc(100 * MIB, &three).unwrap_err();
+    let report = error.report().unwrap_or_else(|| panic!("{error}"));
+    assert!(report.kept_by_captures >= 60 * MIB && report.advice.len() == 1, "{report}");
+    let error = bench.device.unmap(bought.ptr(), 2 * MIB).unwrap_err();
+    assert!(error.kind == ErrorKind::Capture && error.to_string().starts_with("cuMemUnmap was not called"), "{error}");
+    let other = Allocator::new(&bench.device, Config::default()).unwrap();
+    assert_eq!(other.backing(), bench.allocator.backing(), "what was mapped to try goes back later");
+    drop(other);
+    assert_eq!(unmapped(), before);
+    one.fill(bought.ptr(), 1, MIB).unwrap();
+    drop(capture.end().expect("nothing broke it"));
+    drop(bench.allocator.alloc(90 * MIB, &three).unwrap());
+    assert!(unmapped() > before);
+    drop(bought);
     bench.end();
 }
 

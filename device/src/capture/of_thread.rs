@@ -6,22 +6,22 @@
 use std::cell::RefCell;
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
-
 use super::Scope;
+use crate::deferred::{self, Deferred};
 use crate::error::{Code, DeviceError, Operation, Result};
-
-/// Captures that their threads left open.
-static LEFT: Mutex<Vec<Arc<Scope>>> = Mutex::new(Vec::new());
+use crate::fork;
 
 /// The captures of the calling thread's default streams.
 struct OfThread(RefCell<Vec<Weak<Scope>>>);
 
 impl Drop for OfThread {
     fn drop(&mut self) {
+        if fork::is_child() {
+            return std::mem::forget(std::mem::take(self.0.get_mut()));
+        }
         for scope in self.0.get_mut().drain(..).filter_map(|scope| scope.upgrade()) {
             scope.give_up();
-            LEFT.lock().push(scope);
+            deferred::keep(Deferred::Capture(scope));
         }
     }
 }
@@ -41,14 +41,7 @@ pub(super) fn end_with_thread(scope: &Arc<Scope>) -> Result<()> {
         scopes.push(Arc::downgrade(scope));
     });
     noted.map_err(|_| {
-        DeviceError::new(Operation::BeginCapture, Code::CAPTURE_UNSUPPORTED)
+        DeviceError::refused(Operation::BeginCapture, Code::CAPTURE_UNSUPPORTED)
             .with_detail("the thread is ending, and its default stream with it")
     })
-}
-
-/// Drops the captures that threads left. Makes driver calls if the last handle of a device is dropped with them.
-pub(crate) fn let_go() {
-    // Taken out first: no driver call is made under a lock.
-    let left = std::mem::take(&mut *LEFT.lock());
-    drop(left);
 }

@@ -1,0 +1,274 @@
+//! Clean-up that a failing driver cut short is tried again until the driver recovers. Until then nothing says that it is done.
+
+use std::any::Any;
+
+use aquifer_allocator::{Allocator, Config, PoolOptions};
+use aquifer_device::sim::{Fault, SimConfig};
+use aquifer_device::{CaptureStatus, Code, Driver, HandleKind, Operation};
+use aquifer_tests::{Bench, MIB, Subject, runner, write_on};
+use aquifer_transfer::Transfer;
+
+const CAPACITY: u64 = 256 * MIB;
+
+/// Every operation by which a program gives something back, or learns that it may.
+const CLEAN_UP: [Operation; 17] = [
+    Operation::EndCapture,
+    Operation::CaptureStatus,
+    Operation::DestroyStream,
+    Operation::DestroyEvent,
+    Operation::DestroyGraph,
+    Operation::UnloadModule,
+    Operation::Free,
+    Operation::Unmap,
+    Operation::Unreserve,
+    Operation::ReleasePhysical,
+    Operation::HostFree,
+    Operation::HostUnregister,
+    Operation::CreateEvent,
+    Operation::Record,
+    Operation::QueryEvent,
+    Operation::SynchronizeEvent,
+    Operation::Synchronize,
+];
+
+const CODES: [Code; 3] = [Code(999), Code::INVALID_VALUE, Code::NOT_PERMITTED];
+
+/// Lets the next `times` calls of an operation fail.
+fn fail(driver: &Subject, operation: Operation, times: u64, code: Code) {
+    (1..=times).for_each(|nth| driver.inject(Fault::Nth { operation: Some(operation), nth, code }));
+}
+
+/// Opens and settles a device, as any program does that goes on: what is left of other devices goes, too.
+fn settle_the_process() {
+    Subject::new(MIB).device().settle();
+}
+
+#[test]
+fn a_capture_that_could_not_be_ended_is_ended_when_the_driver_recovers() {
+    for (ends, asks, destroys) in
+        [(0, 0, 1), (1, 0, 1), (3, 0, 1), (4, 0, 0), (4, 0, 1), (5, 0, 3), (1, 1, 1), (4, 4, 0), (4, 4, 1), (9, 0, 9)]
+    {
+        let bench = Bench::new(CAPACITY, "");
+        let stream = bench.device.create_stream().unwrap();
+        let raw = stream.raw();
+        let capture = stream.begin_capture().unwrap();
+        fail(&bench.driver, Operation::EndCapture, ends, Code(999));
+        fail(&bench.driver, Operation::CaptureStatus, asks, Code(999));
+        fail(&bench.driver, Operation::DestroyStream, destroys, Code(999));
+        drop(capture);
+        drop(stream);
+        bench.driver.clear_faults();
+        let goes_on = matches!(bench.driver.capture_status(raw), Ok(CaptureStatus::Active));
+        assert_eq!(bench.device.is_capturing(), goes_on, "{ends} {asks} {destroys}");
+        let block = bench.allocator.alloc(64 * MIB, &bench.side).unwrap();
+        write_on(&bench.side, block.ptr(), 64 * MIB);
+        drop(block);
+        bench.device.synchronize().unwrap_or_else(|error| panic!("{ends} {asks} {destroys}: {error}"));
+        assert!(!bench.device.is_capturing());
+        bench.assert_returned();
+        assert!(bench.driver.capture_status(raw).is_err(), "the stream is gone: {ends} {asks} {destroys}");
+    }
+}
+
+/// Freeing, unmapping and creating a stream recover by themselves: nobody has to settle the device first.
+#[test]
+fn calls_that_a_left_capture_is_in_the_way_of_end_it_first() {
+    type Then = fn(&Bench);
+    let then: [(&str, Then); 4] = [
+        ("synchronize", |bench| bench.device.synchronize().unwrap()),
+        ("free", |bench| bench.device.free(bench.device.driver().alloc(MIB).unwrap()).unwrap()),
+        ("empty_cache", |bench| {
+            assert_eq!(bench.allocator.empty_cache().unwrap(), 8 * MIB);
+        }),
+        ("settle", |bench| bench.device.settle()),
+    ];
+    for (name, then) in then {
+        let bench = Bench::new(CAPACITY, "");
+        drop(bench.allocator.alloc(8 * MIB, &bench.stream).unwrap());
+        bench.device.synchronize().unwrap();
+        let capture = bench.side.begin_capture().unwrap();
+        fail(&bench.driver, Operation::EndCapture, 4, Code(999));
+        drop(capture);
+        assert!(bench.device.is_capturing() && bench.side.is_capturing(), "{name}");
+        assert_eq!(bench.allocator.reserved_bytes(), 8 * MIB);
+        bench.driver.clear_faults();
+        then(&bench);
+        assert!(!bench.device.is_capturing() && !bench.side.is_capturing(), "{name}");
+        write_on(&bench.side, bench.allocator.alloc(MIB, &bench.side).unwrap().ptr(), MIB);
+        bench.assert_returned();
+    }
+}
+
+/// CUDA does not say what becomes of a capture whose stream is destroyed.
+#[test]
+fn no_stream_is_destroyed_while_it_captures() {
+    for announced in [false, true] {
+        let bench = Bench::new(CAPACITY, "");
+        let [one, two] = [(); 2].map(|()| bench.device.create_stream().unwrap());
+        let event = bench.device.create_event(false).unwrap();
+        let before = bench.device.driver_calls();
+        let (capture, theirs) = if announced {
+            bench.device.driver().begin_capture(one.raw()).unwrap();
+            (None, Some(one.announce_capture().unwrap()))
+        } else {
+            (Some(one.begin_capture().unwrap()), None)
+        };
+        event.record(&one).unwrap();
+        two.wait_event(&event).unwrap();
+        event.record(&two).unwrap();
+        one.wait_event(&event).unwrap();
+        let (one_raw, tick) = (one.raw(), two.tick());
+        drop((one, two));
+        bench.device.settle();
+        let destroyed = || bench.device.driver_calls().since(&before).of(Operation::DestroyStream);
+        assert_eq!((destroyed(), bench.device.is_capturing()), (0, true), "{announced}");
+        if announced {
+            let graph = bench.device.driver().end_capture(one_raw).unwrap();
+            bench.device.driver().destroy_graph(graph).unwrap();
+        }
+        capture.map(|capture| capture.end().expect("dropping a stream that joined and came back breaks nothing"));
+        drop(theirs);
+        assert!(!bench.device.is_capturing(), "{announced}");
+        bench.device.settle();
+        assert_eq!(destroyed(), 2, "{announced}");
+        tick.synchronize().unwrap();
+        drop((tick, event));
+        bench.assert_returned();
+    }
+}
+
+/// One of everything that a program can hold, in an order drawn from `seed`.
+fn everything(driver: &Subject, seed: u64, with_device: bool) -> Vec<Box<dyn Any>> {
+    let device = driver.device();
+    let options = if seed.is_multiple_of(3) { "backing:segments" } else { "" };
+    let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+    let streams = [(); 4].map(|()| device.create_stream().unwrap());
+    let [one, two, captured, left] = &streams;
+    let event = device.create_event(true).unwrap();
+    event.record(one).unwrap();
+    let shared = allocator.alloc(3 * MIB, one).unwrap();
+    write_on(two, shared.ptr(), MIB);
+    shared.record_stream(two).unwrap();
+    two.wait_for(&one.tick()).unwrap();
+    let kept = allocator.alloc(20 * MIB, two).unwrap();
+    write_on(two, kept.ptr(), MIB);
+    let exportable = allocator.alloc_exportable(2 * MIB, HandleKind::PosixFd, one).ok();
+    let mut growable = allocator.growable(64 * MIB, one).ok();
+    if let Some(growable) = &mut growable {
+        growable.grow_to(6 * MIB, one).unwrap();
+        write_on(one, growable.ptr(), MIB);
+    }
+    let transfer = Transfer::new(&allocator).unwrap();
+    transfer.kernels().unwrap();
+    let pinned = transfer.pinned().alloc_zeroed::<u8>(1 << 20).unwrap();
+    let registered = transfer.pinned().register(vec![0_u8; 1 << 20]).unwrap();
+    let mut target = allocator.alloc_buffer::<u8>(1 << 20, one).unwrap();
+    drop(transfer.upload(&pinned, &mut target).unwrap());
+    let pool = allocator.create_pool(PoolOptions::default()).unwrap();
+    let capture = captured.begin_capture().unwrap();
+    let route = allocator.capture(captured, &pool).unwrap();
+    let scratch = allocator.alloc(4 * MIB, captured).unwrap();
+    write_on(captured, scratch.ptr(), 4 * MIB);
+    drop((scratch, route));
+    let graph = capture.end().unwrap();
+    graph.launch(one).unwrap();
+    let open = left.begin_capture().unwrap();
+    let mut held: Vec<Box<dyn Any>> = vec![
+        Box::new(open),
+        Box::new(graph),
+        Box::new(pool),
+        Box::new((pinned, target)),
+        Box::new(registered),
+        Box::new(transfer),
+        Box::new(exportable),
+        Box::new(growable),
+        Box::new((shared, kept)),
+        Box::new(event),
+        Box::new(allocator),
+    ];
+    held.extend(streams.into_iter().map(|stream| Box::new(stream) as Box<dyn Any>));
+    if !with_device {
+        held.push(Box::new(device));
+    }
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    for at in (1..held.len()).rev() {
+        state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
+        held.swap(at, usize::try_from(state >> 33).unwrap() % (at + 1));
+    }
+    held
+}
+
+/// Drops one of everything while calls fail; when they fail no more, all is given back, and the device can be waited for.
+fn nothing_is_left(seed: u64, inject: impl FnOnce(&Subject)) {
+    // Its last handle is dropped with everything else, or kept until the driver recovers.
+    let with_device = seed.is_multiple_of(2);
+    let driver = Subject::open(&SimConfig::new(CAPACITY).seed(seed));
+    let device = with_device.then(|| driver.device());
+    let before = driver.live_objects();
+    let held = everything(&driver, seed, with_device);
+    inject(&driver);
+    for one in held {
+        drop(one);
+        if let Some(device) = &device {
+            device.settle_unused();
+        }
+    }
+    aquifer_allocator::close_abandoned();
+    driver.clear_faults();
+    if let Some(device) = device {
+        device.settle();
+        device.synchronize().expect("nothing captures any more");
+    }
+    // Deferred clean-up of one device may be in the hands of a test beside this one.
+    for _ in 0..1000 {
+        settle_the_process();
+        if driver.free() == CAPACITY && (before.is_none() || driver.live_objects() == before) {
+            break;
+        }
+        std::thread::yield_now();
+    }
+    assert_eq!(driver.free(), CAPACITY);
+    assert_eq!(driver.live_objects(), before);
+    driver.assert_no_reservation();
+    driver.synchronize().expect("nothing captures any more");
+    driver.assert_no_violation();
+}
+
+#[test]
+fn clean_up_that_fails_is_tried_again_until_the_driver_recovers() {
+    let mut seed = 0;
+    // On a GPU one in thirty.
+    let every = 30 / Subject::share(30);
+    for operation in CLEAN_UP {
+        for times in [1, 2, 4, 9, 100] {
+            for code in CODES {
+                seed += 1;
+                if seed % every != 0 {
+                    continue;
+                }
+                let _at = At(format!("{times} calls of {operation} fail with {code:?}, seed {seed}"));
+                nothing_is_left(seed, |driver| fail(driver, operation, times, code));
+            }
+        }
+    }
+}
+
+#[test]
+fn clean_up_that_fails_at_random_is_tried_again_until_the_driver_recovers() {
+    for seed in 0..Subject::share(200.max(runner::count(0))) {
+        let _at = At(format!("seed {seed}"));
+        let rate = [0.1, 0.5, 0.9, 1.0][usize::try_from(seed % 4).unwrap()];
+        nothing_is_left(seed, |driver| driver.inject(Fault::Rate { operation: None, rate, code: Code(999) }));
+    }
+}
+
+/// Says where a sweep is when it fails.
+struct At(String);
+
+impl Drop for At {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            println!("{}", self.0);
+        }
+    }
+}

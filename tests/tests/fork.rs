@@ -1,0 +1,240 @@
+//! Children that a process forks after it has opened a device: no device works there, every request says so, and nothing hangs, whatever
+//! locks other threads held. A test program of its own, because it forks.
+#![cfg(unix)]
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use aquifer_allocator::{AllocError, Allocator, Config, PoolOptions};
+use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_device::{Device, DeviceError, ErrorKind, Stream, cuda};
+use aquifer_transfer::{Transfer, TransferError};
+
+const MIB: u64 = 1 << 20;
+/// Longer than any child takes on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Forks, runs `body` in the child, and panics here if that panics, or does not end. The child then leaves at once, or as programs do
+/// (`exits`).
+fn in_child(name: &str, exits: bool, body: impl FnOnce()) {
+    // SAFETY: the child runs nothing but the body, which is what is tested, and leaves.
+    let child = unsafe { libc::fork() };
+    assert!(child >= 0, "{name}: cannot fork");
+    if child == 0 {
+        let outcome = catch_unwind(AssertUnwindSafe(body));
+        let code = i32::from(outcome.is_err());
+        if exits {
+            std::process::exit(code);
+        }
+        // SAFETY: leaves without running anything.
+        unsafe { libc::_exit(code) };
+    }
+    let begun = Instant::now();
+    let mut status = 0;
+    loop {
+        // SAFETY: the number outlives the call.
+        let ended = unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) };
+        if ended == child {
+            break;
+        }
+        if begun.elapsed() > PATIENCE {
+            // SAFETY: our own child, which was not waited for yet.
+            unsafe { libc::kill(child, libc::SIGKILL) };
+            panic!("{name}: the child hangs");
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "{name}: the child failed: {status:#x}");
+}
+
+/// The device that a test uses, and what must outlive it.
+fn devices() -> Vec<(&'static str, Device, Option<Box<dyn Any>>)> {
+    let simulated = Device::new(SimDriver::new(SimConfig::new(512 * MIB)));
+    let mut devices: Vec<(&str, Device, Option<Box<dyn Any>>)> = vec![("sim", simulated, None)];
+    if cfg!(target_os = "linux") {
+        let standin = aquifer_standin::load().unwrap_or_else(|error| panic!("{error}"));
+        let standin = standin.add_device("512MiB").unwrap_or_else(|error| panic!("{error}"));
+        let device = cuda::open(standin.ordinal()).unwrap();
+        devices.push(("standin", device, Some(Box::new(standin))));
+    }
+    devices
+}
+
+fn is_forked(error: &DeviceError) -> bool {
+    error.kind == ErrorKind::Forked && error.to_string().contains("forked")
+}
+
+fn refused<T>(what: &str, outcome: Result<T, DeviceError>) {
+    let error = outcome.err().unwrap_or_else(|| panic!("{what} succeeds in the child"));
+    assert!(is_forked(&error), "{what}: {error}");
+}
+
+fn refused_memory<T>(what: &str, outcome: Result<T, AllocError>) {
+    match outcome {
+        Err(AllocError::Device(error)) => assert!(is_forked(&error), "{what}: {error}"),
+        Err(error) => panic!("{what}: {error}"),
+        Ok(_) => panic!("{what} succeeds in the child"),
+    }
+}
+
+fn refused_transfer<T>(what: &str, outcome: Result<T, TransferError>) {
+    let error = outcome.err().unwrap_or_else(|| panic!("{what} succeeds in the child"));
+    assert!(error.to_string().contains("forked"), "{what}: {error}");
+}
+
+/// What a program has when it forks.
+struct World {
+    device: Device,
+    allocator: Allocator,
+    streams: [Stream; 3],
+    transfer: Transfer,
+}
+
+impl World {
+    fn new(device: Device, options: &str) -> World {
+        let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+        let streams = [(); 3].map(|()| device.create_stream().unwrap());
+        let transfer = Transfer::new(&allocator).unwrap();
+        transfer.kernels().unwrap();
+        // So that the next one is a hit.
+        for stream in &streams {
+            drop(allocator.alloc(MIB, stream).unwrap());
+        }
+        World { device, allocator, streams, transfer }
+    }
+
+    /// Makes every kind of request.
+    fn all_is_refused(&self) {
+        let World { device, allocator, streams: [one, two, _], transfer } = self;
+        refused_memory("a hit", allocator.alloc(MIB, one));
+        refused_memory("no memory", allocator.alloc(0, one));
+        refused_memory("a miss", allocator.alloc(100 * MIB, one));
+        refused_memory("a buffer", allocator.alloc_buffer::<f32>(100, two));
+        refused_memory("empty_cache", allocator.empty_cache());
+        refused_memory("trim_to", allocator.trim_to(MIB));
+        refused_memory("another allocator", Allocator::new(device, Config::default()));
+        refused_memory("growable", allocator.growable(64 * MIB, one));
+        refused("alloc", device.alloc(MIB));
+        refused("memory_info", device.memory_info());
+        refused("synchronize", device.synchronize());
+        refused("create_stream", device.create_stream());
+        refused("create_event", device.create_event(false));
+        refused("fill", one.fill(aquifer_device::DevicePtr(1 << 40), 1, 512));
+        refused("stream.synchronize", one.synchronize());
+        refused("is_idle", one.is_idle());
+        refused("wait_for", one.wait_for(&two.tick()));
+        refused("cover", one.tick().cover());
+        refused("is_done", one.tick().is_done());
+        refused("tick.synchronize", one.tick().synchronize());
+        refused("begin_capture", one.begin_capture());
+        refused_transfer("pinned", transfer.pinned().alloc::<u8>(4096));
+        refused_transfer("another runtime", Transfer::new(allocator));
+        device.settle();
+        device.settle_unused();
+    }
+}
+
+#[test]
+fn every_request_in_a_forked_child_says_that_it_is_one() {
+    for options in ["", "backing:segments"] {
+        for (name, device, kept) in devices() {
+            let world = World::new(device, options);
+            let [one, two, three] = &world.streams;
+            let block = world.allocator.alloc(3 * MIB, one).unwrap();
+            let shared = world.allocator.alloc(3 * MIB, one).unwrap();
+            shared.record_stream(two).unwrap();
+            let pool = world.allocator.create_pool(PoolOptions::default()).unwrap();
+            let growable = world.allocator.growable(64 * MIB, one).ok();
+            let event = world.device.create_event(false).unwrap();
+            event.record(one).unwrap();
+            let pinned = world.transfer.pinned().alloc::<u8>(1 << 20).unwrap();
+            let graph = two.begin_capture().unwrap().end().unwrap();
+            let capture = three.begin_capture().unwrap();
+            let tick = one.tick();
+            in_child(name, false, || {
+                world.all_is_refused();
+                refused("record", event.record(one));
+                refused("is_complete", event.is_complete());
+                refused("end", capture.end());
+                refused("launch", graph.launch(one));
+                refused_memory("record_stream", block.record_stream(two));
+                if cfg!(target_os = "linux") {
+                    refused("open", cuda::open(0));
+                }
+                let error = "sim:1GiB".parse::<aquifer_device::DeviceSpec>().unwrap().open().unwrap_err();
+                assert!(error.to_string().contains("forked"), "{error}");
+            });
+            let mut held: Vec<Box<dyn Any>> = Vec::new();
+            held.push(Box::new((block, shared, growable)));
+            held.push(Box::new((capture, graph, event, pool, pinned, tick)));
+            held.push(Box::new(world));
+            // Dropped in the child, and not in the parent before the child is gone.
+            in_child(name, true, || drop(std::mem::take(&mut held)));
+            drop(held);
+            drop(kept);
+        }
+    }
+}
+
+/// Other threads are in the middle of everything while the process forks.
+#[test]
+fn no_lock_that_a_thread_held_at_the_fork_hangs_the_child() {
+    for (name, device, kept) in devices() {
+        let world = World::new(device, "");
+        let stop = AtomicBool::new(false);
+        let keep_going = |work: &(dyn Fn() + Sync)| {
+            while !stop.load(Ordering::Relaxed) {
+                work();
+            }
+        };
+        let World { device, allocator, streams: [one, two, three], transfer } = &world;
+        let works: [&(dyn Fn() + Sync); 6] = [
+            &|| drop(allocator.alloc(MIB, one)),
+            &|| {
+                let block = allocator.alloc(3 * MIB, two).unwrap();
+                block.record_stream(three).unwrap();
+            },
+            &|| drop((allocator.trim_to(8 * MIB), allocator.snapshot(), allocator.memory_stats())),
+            &|| {
+                device.settle();
+                drop(device.create_stream());
+                drop(two.wait_for(&three.tick()));
+                drop(device.synchronize());
+            },
+            &|| drop(transfer.pinned().alloc::<u8>(1 << 16)),
+            &|| drop(three.begin_capture().map(|capture| capture.end())),
+        ];
+        std::thread::scope(|scope| {
+            for work in works {
+                scope.spawn(move || keep_going(work));
+            }
+            let outcome = catch_unwind(AssertUnwindSafe(|| {
+                for round in 0..100 {
+                    let block = allocator.alloc(MIB, three).ok();
+                    in_child(name, round % 2 == 0, || {
+                        world.all_is_refused();
+                        // SAFETY: the copy is dropped in place of the original, in the child alone.
+                        drop(unsafe { std::ptr::read(&raw const world) });
+                        drop(block);
+                    });
+                }
+            }));
+            stop.store(true, Ordering::Relaxed);
+            if let Err(panic) = outcome {
+                std::panic::resume_unwind(panic);
+            }
+        });
+        drop(world);
+        drop(kept);
+    }
+}
+
+/// Nothing is refused in a child that was forked before a device was opened, or that starts another program.
+#[test]
+fn other_programs_that_are_started_are_not_concerned() {
+    drop(devices());
+    let listed = std::process::Command::new(std::env::current_exe().unwrap()).arg("--list").output().unwrap();
+    assert!(listed.status.success());
+}
