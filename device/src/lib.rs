@@ -47,6 +47,7 @@ mod lost;
 mod physical;
 pub mod sim;
 mod stream;
+mod stream_map;
 mod sync;
 mod timeline;
 mod unavailable;
