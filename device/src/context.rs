@@ -37,8 +37,16 @@ pub(crate) struct Context {
     /// The capturing streams of all drivers that share the driver's context.
     pub(crate) capturing: Arc<CapturingStreams>,
     /// The timelines of all its streams.
-    timelines: Mutex<Vec<Weak<Timeline>>>,
+    timelines: Mutex<Timelines>,
     pub(crate) waits: Arc<Waits>,
+}
+
+/// Timelines, and some that are gone.
+#[derive(Debug, Default)]
+struct Timelines {
+    known: Vec<Weak<Timeline>>,
+    /// How many were left when those that are gone were last forgotten. That is done once there are twice as many.
+    left: usize,
 }
 
 static NEXT_DEVICE: AtomicU32 = AtomicU32::new(0);
@@ -139,7 +147,7 @@ impl Context {
     /// As [`Context::synchronize`], while the caller holds captures off.
     pub(crate) fn wait_for_all(&self, _: &HeldOff<'_>) -> Result<()> {
         let wait = self.waits.begin();
-        let timelines: Vec<Arc<Timeline>> = self.timelines.lock().iter().filter_map(Weak::upgrade).collect();
+        let timelines: Vec<Arc<Timeline>> = self.timelines.lock().known.iter().filter_map(Weak::upgrade).collect();
         let reached: Vec<u64> = timelines.iter().map(|timeline| timeline.begin_wait()).collect();
         self.driver.synchronize()?;
         timelines.iter().zip(reached).for_each(|(timeline, reached)| timeline.mark_done(reached));
@@ -150,8 +158,12 @@ impl Context {
     /// Registers a stream's timeline, so that it is updated when the host has waited for the device.
     pub(crate) fn know(&self, timeline: &Arc<Timeline>) {
         let mut timelines = self.timelines.lock();
-        timelines.retain(|known| known.strong_count() > 0);
-        timelines.push(Arc::downgrade(timeline));
+        let Timelines { known, left } = &mut *timelines;
+        if known.len() > 2 * *left {
+            known.retain(|known| known.strong_count() > 0);
+            *left = known.len();
+        }
+        known.push(Arc::downgrade(timeline));
     }
 
     /// Frees plain memory; refused while a stream captures, because the driver waits for the device first.

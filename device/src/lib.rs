@@ -51,6 +51,7 @@ mod orphans;
 mod physical;
 pub mod sim;
 mod stream;
+mod stream_map;
 mod sync;
 mod timeline;
 mod unavailable;

@@ -252,13 +252,18 @@ size: smaller sizes were tried near this boundary, not everywhere.";
 #[derive(Debug, Args)]
 #[command(after_long_help = BENCH_KEYS)]
 pub struct BenchArgs {
-    /// Run only the benchmark of this name, or those whose names contain it.
+    /// Run only the benchmark of this name, or those whose names contain it; with --scale, the series.
     #[arg(long, value_name = "TEXT")]
     pub filter: Option<String>,
 
-    /// Run fewer rounds, for a first impression.
+    /// Run fewer rounds, for a first impression; with --scale, measure smaller numbers.
     #[arg(long)]
     pub quick: bool,
+
+    /// Measure how the time of operations grows with the number of streams, private pools, growables, graphs, waiting blocks and live
+    /// blocks, and how long a cached allocation of another thread takes meanwhile.
+    #[arg(long)]
+    pub scale: bool,
 }
 
 const BENCH_KEYS: &str = "\
@@ -289,7 +294,27 @@ offset-allocator):
   threads, live             number of threads, and of live blocks of each
   rate_vs_one_thread        pairs per time of each thread over those of one thread alone, measured
                             alternately; for handover, of one thread that passes blocks through the
-                            ring to itself";
+                            ring to itself
+
+Series of --scale, each with n, 4 n and 16 n (--quick: a 16th), while another thread allocates and
+frees a cached block of 4 KiB on a stream of its own:
+  nothing     nothing is there; the operation `spin` makes no call, so its hot_max_ns is what the
+              machine's scheduler alone does to the other thread
+  streams     64 streams with a block each: first block, pair in turn on all, drop
+  pools       128 private pools with a block each: make, pair in turn in all, drop; a snapshot once
+              all are gone
+  growables   128 growables: make (of 6 MiB), shrink, drop and the request that misses next
+  graphs      128 graphs of one pool: capture, launch, pair in the pool, drop; a pair after that
+  waiting     1000 blocks that another stream uses when they are freed: free, and the end of the wait
+  live        6250 blocks of 512 B to 64 KiB: allocate, replace a random one, free
+Each series also measures, with all of these there: a pair of 4 KiB, a miss (a held block of 8 to 15
+MiB), a snapshot, fragmentation() and, except where blocks wait, a refusal (of 32 TiB).
+JSON keys, per series, operation and n:
+  series, operation, device, n
+  ns_per_operation          time of one of them; of operations on all n, time divided by n
+  exponent                  the power of n that this time grew with since the first n: 0 is constant,
+                            1 is as fast as n; null for the first n
+  hot_p99_ns, hot_max_ns    time of the other thread's pairs meanwhile: 99th percentile, maximum";
 
 /// A device, with the text that named it.
 #[derive(Debug, Clone)]

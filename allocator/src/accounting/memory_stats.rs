@@ -190,13 +190,12 @@ impl Allocator {
     /// part of `reserved_bytes`.
     pub fn reserved_by_private_pools(&self) -> BTreeMap<(u64, u64), u64> {
         let whole = self.shell().whole();
-        let open = whole.pools.private.iter().filter(|private| private.open);
+        let open = whole.pools.iter().filter(|private| private.open);
         let mut bytes: BTreeMap<(u64, u64), u64> = open.map(|private| (private.id, 0)).collect();
-        let private = |pool: u16| whole.pools.owner_of(pool).is_some();
-        let regions = whole.heaps().flat_map(crate::heap::Heap::regions).filter(|region| private(region.pool));
-        let held = regions.map(|region| (region.pool, whole.held_in(region))).filter(|&(_, bytes)| bytes > 0);
-        for (pool, held) in held {
-            if let Some(private) = whole.pools.owner_of(pool) {
+        for region in whole.heaps().flat_map(crate::heap::Heap::regions) {
+            let Some(private) = whole.pools.owner_of(region.pool) else { continue };
+            let held = whole.held_in(region);
+            if held > 0 {
                 *bytes.entry(private.id).or_default() += held;
             }
         }

@@ -14,6 +14,7 @@ use crate::backing::headroom::{ASKS, Refusal, Room};
 use crate::error::AllocError;
 use crate::heap::{Block, BlockId, Heap, Key, Region, kind_of};
 use crate::history::{Action, Subject};
+use crate::pools::table::Which;
 use crate::shell::Shell;
 use crate::shell::core::{Core, Granted, Place, Request};
 use crate::shell::whole::Whole;
@@ -132,7 +133,8 @@ impl Whole {
     fn add_segment(&mut self, request: &Request, addr: u64, bytes: u64) -> BlockId {
         self.counters().num_device_alloc.add(1);
         self.count_segment(request.pool, request.slot, request.tag, addr, bytes);
-        self.arena(request.slot).heap.add_region(addr, bytes, request.pool)
+        self.pools.note_region(request.pool, request.slot);
+        self.heap_with_pool(request.slot, request.pool).add_region(addr, bytes, request.pool)
     }
 
     fn count_segment(&mut self, pool: u16, slot: u32, tag: Tag, addr: u64, bytes: u64) {
@@ -158,7 +160,6 @@ impl Whole {
         self.forget_unborrowed(reserved);
         self.reserved = reserved;
         self.leaving += region.bytes;
-        self.releasing.push(region.pool);
         let counters = &self.shell.counters;
         counters.segment.sub(kind, 1);
         counters.reserved_bytes.sub(kind, region.bytes);
@@ -174,19 +175,20 @@ impl Whole {
 
     /// The driver did not take a segment back.
     fn cancel_release(&mut self, Releasing { region, tag, owner, after }: Releasing) {
-        self.end_release(&region);
+        self.leaving -= region.bytes;
         self.count_segment(region.pool, region.home, tag, region.addr, region.bytes);
-        self.arena(region.home).heap.restore_region(&region, owner, after);
+        self.heap_with_pool(region.home, region.pool).restore_region(&region, owner, after);
     }
 
-    /// Wholly free segments of the given pool that are not pinned, and that no graph of ours uses.
-    pub(crate) fn whole_segments(&self, pool: u16) -> impl Iterator<Item = Place> + '_ {
-        let may_go = !self.pools.kept_for_our_graphs().contains(&pool);
-        self.heaps().filter(move |_| may_go).flat_map(move |heap| {
-            let whole =
-                heap.free_blocks(pool).filter(move |key| self.is_whole_segment(heap, &heap.blocks[key.block()]));
-            whole.map(|key| Place { arena: heap.home, block: key.block() })
-        })
+    /// Wholly free segments of some pools that are not pinned.
+    pub(crate) fn whole_segments(&self, which: Which) -> Vec<Place> {
+        self.heaps_with(which).flat_map(|(heap, pool)| self.whole_segments_in(heap, pool)).collect()
+    }
+
+    /// Wholly free segments of one pool in a heap that are not pinned.
+    pub(crate) fn whole_segments_in<'a>(&'a self, heap: &'a Heap, pool: u16) -> impl Iterator<Item = Place> + 'a {
+        let whole = heap.free_blocks(pool).filter(move |key| self.is_whole_segment(heap, &heap.blocks[key.block()]));
+        whole.map(|key| Place { arena: heap.home, block: key.block() })
     }
 
     /// Whether a free block is a whole segment that may go back to the device.
@@ -196,7 +198,7 @@ impl Whole {
 
     /// Wholly free segments that nobody is promised: those of the default pools and of closed private pools.
     pub(crate) fn releasable(&self) -> Vec<Place> {
-        self.unpromised_pools().into_iter().flat_map(|pool| self.whole_segments(pool)).collect()
+        self.whole_segments(Which::Unpromised)
     }
 
     /// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is just large enough,
@@ -229,14 +231,8 @@ impl Whole {
 
 impl Core {
     fn segment_released(&mut self, shell: &Shell, region: &Region) {
-        self.end_release(region);
-        shell.counters.num_device_free.add(1);
-    }
-
-    fn end_release(&mut self, region: &Region) {
         self.leaving -= region.bytes;
-        if let Some(at) = self.releasing.iter().position(|&pool| pool == region.pool) {
-            self.releasing.swap_remove(at);
-        }
+        self.pools.forget_region(region.pool, region.home);
+        shell.counters.num_device_free.add(1);
     }
 }

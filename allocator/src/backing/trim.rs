@@ -7,6 +7,7 @@ use aquifer_device::{Operation, fork};
 
 use crate::allocator::Allocator;
 use crate::error::AllocError;
+use crate::pools::table::Which;
 use crate::shell::core::Place;
 use crate::shell::whole::Whole;
 
@@ -35,8 +36,8 @@ impl Allocator {
         if self.reserved_bytes() <= bytes && is_enough {
             return Ok(first);
         }
-        let waited = self.synchronize_pending(|_| true)?;
-        if !self.synchronize_free(|_| true)? && !waited {
+        let waited = self.synchronize_pending(Which::All)?;
+        if !self.synchronize_free(Which::All)? && !waited {
             return Ok(first);
         }
         Ok(first + self.trim_done(bytes)?)
@@ -44,9 +45,9 @@ impl Allocator {
 
     /// As [`Allocator::trim_to`], of what is known done.
     fn trim_done(&self, bytes: u64) -> Result<u64, AllocError> {
-        let pools = self.shell().whole().unpromised_pools();
+        self.shell().core().pools.forget_those_over();
         let segments = self.release_where(|whole| whole.excess(bytes))?;
-        Ok(segments + self.trim_paged(bytes, &|pool| pools.contains(&pool))?)
+        Ok(segments + self.trim_paged(bytes)?)
     }
 }
 

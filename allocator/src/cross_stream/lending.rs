@@ -236,9 +236,11 @@ impl Whole {
         let is_segment = !block.is_split() && !self.heap_of(place.arena).region(block.region).is_paged();
         if is_segment && self.is_known_done(block.owner, block.after) {
             let region = self.arena(place.arena).heap.remove_region(place.block);
-            let own = self.arena(request.slot);
-            let block = own.heap.add_region(region.addr, region.bytes, region.pool);
-            return own.take(request, block);
+            self.pools.note_region(region.pool, request.slot);
+            self.pools.forget_region(region.pool, region.home);
+            let own = self.heap_with_pool(request.slot, region.pool);
+            let block = own.add_region(region.addr, region.bytes, region.pool);
+            return self.arena(request.slot).take(request, block);
         }
         let borrower = self.timeline(request.slot).cloned();
         let lender = self.arena(place.arena);

@@ -5,4 +5,5 @@
 
 pub(crate) mod lending;
 pub(crate) mod progress;
+pub(crate) mod ticks;
 pub(crate) mod waiting;

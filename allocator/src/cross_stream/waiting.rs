@@ -4,19 +4,21 @@
 //! ticks are done or, where blocks may cross streams at all, once its owner's later work is ordered after them (invariant A1).
 //!
 //! While blocks wait, allocations ask how far the streams got, with at most one driver query for each stream. As long as no stream gets
-//! further, fewer allocations ask: down to one in four, besides those that find no memory otherwise. The list of blocks is searched only
-//! when a stream got further. If a request would fail otherwise, the host waits for the streams instead.
+//! further, fewer allocations ask: down to one in four, besides those that find no memory otherwise. Blocks are listed by the ticks that they
+//! wait for (`ticks.rs`), so those that need not wait any more are found without a look at the others. If a request would fail otherwise, the host waits for the streams instead.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use aquifer_device::Clock;
 
 use crate::accounting::counters::Hot;
 use crate::allocator::Allocator;
 use crate::cross_stream::progress::Pending;
+use crate::cross_stream::ticks::{TickIndex, Use};
 use crate::error::AllocError;
 use crate::heap::{Block, kind_of};
 use crate::history::Action;
+use crate::pools::table::Which;
 use crate::shell::core::{Core, Place, Request};
 use crate::shell::special;
 use crate::shell::whole::Whole;
@@ -29,9 +31,26 @@ const PAUSE_MAX: u32 = 3;
 /// The blocks that wait, and the streams they wait for.
 #[derive(Debug, Default)]
 pub(crate) struct WaitingList {
-    blocks: Vec<Waiting>,
-    streams: Vec<WaitedFor>,
+    /// The blocks by number, in the order in which they were given back.
+    blocks: BTreeMap<u64, Waiting>,
+    next: u64,
+    /// Bytes of all of them.
+    bytes: u64,
+    /// The blocks by the ticks of their uses: a block is free once these are done.
+    uses: TickIndex<u64>,
+    owners: BTreeMap<u32, OfOwner>,
+    streams: BTreeMap<u32, WaitedFor>,
     pause: Pause,
+}
+
+/// The blocks of one owner.
+#[derive(Debug, Default)]
+struct OfOwner {
+    /// The blocks by the ticks of their uses: a block is free to its owner once the owner's later work is ordered after these.
+    uses: TickIndex<u64>,
+    /// Pool, size and number of each block at home.
+    at_home: BTreeSet<(u16, u64, u64)>,
+    blocks: usize,
 }
 
 /// How many more allocations do not ask how far streams got.
@@ -41,23 +60,25 @@ struct Pause {
     length: u32,
 }
 
-/// A block that waits.
+/// A block that waits. Its record in the heap does not change meanwhile.
 #[derive(Debug)]
 struct Waiting {
     place: Place,
-    /// Streams that used it, each with the tick that its timeline must reach.
-    uses: Vec<(u32, u64)>,
+    owner: u32,
+    pool: u16,
+    size: u64,
+    /// The other streams that used it, each with the tick that its timeline must reach.
+    uses: Vec<Use>,
     /// The tick that its owner's timeline must reach for the owner's own use to be done.
     own_use: u64,
 }
 
 /// A stream that blocks wait for.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct WaitedFor {
-    slot: u32,
-    /// The latest tick that a block waits for.
-    latest: u64,
-    /// Where its timeline had got to when the list was last searched.
+    /// Number of the blocks that it used.
+    blocks: usize,
+    /// Where its timeline had got to when blocks were last freed.
     seen: u64,
 }
 
@@ -80,27 +101,40 @@ impl WaitingList {
     }
 
     fn push(&mut self, waiting: Waiting) {
-        waiting.wait_for(&mut self.streams);
-        self.blocks.push(waiting);
+        let number = self.next;
+        self.next += 1;
+        self.bytes += waiting.size;
+        self.uses.insert(number, waiting.size, &waiting.uses);
+        let of_owner = self.owners.entry(waiting.owner).or_default();
+        of_owner.uses.insert(number, waiting.size, &waiting.uses);
+        of_owner.blocks += 1;
+        if waiting.place.arena == waiting.owner {
+            of_owner.at_home.insert((waiting.pool, waiting.size, number));
+        }
+        waiting.uses.iter().for_each(|&(slot, _)| self.streams.entry(slot).or_default().blocks += 1);
+        self.blocks.insert(number, waiting);
     }
 
-    /// Renews the list of streams from the blocks that are left, after the list of blocks was searched.
-    fn wait_anew(&mut self) {
-        self.streams.iter_mut().for_each(|stream| stream.latest = 0);
-        self.blocks.iter().for_each(|waiting| waiting.wait_for(&mut self.streams));
-        self.streams.retain(|stream| stream.latest > 0);
-    }
-}
-
-impl Waiting {
-    /// Enters the block's streams in the list of streams that blocks wait for.
-    fn wait_for(&self, streams: &mut Vec<WaitedFor>) {
-        for &(slot, after) in &self.uses {
-            match streams.iter_mut().find(|stream| stream.slot == slot) {
-                Some(stream) => stream.latest = stream.latest.max(after),
-                None => streams.push(WaitedFor { slot, latest: after, seen: 0 }),
+    fn take(&mut self, number: u64) -> Option<Waiting> {
+        let waiting = self.blocks.remove(&number)?;
+        self.bytes -= waiting.size;
+        self.uses.remove(number, waiting.size, &waiting.uses);
+        if let Some(of_owner) = self.owners.get_mut(&waiting.owner) {
+            of_owner.uses.remove(number, waiting.size, &waiting.uses);
+            of_owner.at_home.remove(&(waiting.pool, waiting.size, number));
+            of_owner.blocks -= 1;
+            if of_owner.blocks == 0 {
+                self.owners.remove(&waiting.owner);
             }
         }
+        for (slot, _) in &waiting.uses {
+            let Some(stream) = self.streams.get_mut(slot) else { continue };
+            stream.blocks -= 1;
+            if stream.blocks == 0 {
+                self.streams.remove(slot);
+            }
+        }
+        Some(waiting)
     }
 }
 
@@ -116,16 +150,15 @@ impl Allocator {
         Ok(())
     }
 
-    /// Waits on the host for the streams that freed memory still depends on, in the pools for which `of` is true, so that it becomes free
-    /// and merges. Returns true if there was anything to wait for. Skips streams that cannot be waited for now.
-    pub(crate) fn synchronize_pending(&self, of: impl Fn(u16) -> bool) -> Result<bool, AllocError> {
+    /// Waits on the host for the streams that freed memory still depends on, in some pools, so that it becomes free and merges. Returns true if there was anything to wait for. Skips streams that cannot be waited for now.
+    pub(crate) fn synchronize_pending(&self, which: Which) -> Result<bool, AllocError> {
         let mut waited = false;
         // Twice, because a block that waited may become a stray (a free block away from home), with a tick of its own stream.
         for _ in 0..2 {
             let whole = self.shell().whole();
             let waits = !whole.waiting.is_empty() || whole.has_strays();
-            let mut pending = whole.pending(&of);
-            pending.extend(whole.pending_strays(&of));
+            let mut pending = whole.pending(which);
+            pending.extend(whole.pending_strays(which));
             drop(whole);
             if !waits {
                 break;
@@ -160,33 +193,30 @@ impl Whole {
         if users.is_some() {
             self.arena(place.arena).arena.shared_blocks.fetch_sub(1, Ordering::Relaxed);
         }
+        let &Block { owner, pool, .. } = self.block(place);
         let mut streams = users.unwrap_or_default();
-        streams.extend(on.filter(|on| !streams.contains(on)));
+        streams.extend(on.filter(|on| *on != owner && !streams.contains(on)));
         let uses = streams.iter().map(|&slot| (slot, self.tick_of(slot))).collect();
-        let own_use = self.tick_of(self.block(place).owner);
-        self.waiting.push(Waiting { place, uses, own_use });
+        let own_use = self.tick_of(owner);
+        self.waiting.push(Waiting { place, owner, pool, size, uses, own_use });
         self.shell.special().fetch_or(special::WAITING, Ordering::Relaxed);
     }
 
-    /// The latest tick of each stream that waiting blocks depend on, in the pools for which `of` is true. Ticks known to be done are left
-    /// out.
-    fn pending(&self, of: impl Fn(u16) -> bool) -> Pending {
-        let mut latest: Vec<(u32, u64)> = Vec::new();
-        for waiting in self.waiting.blocks.iter().filter(|waiting| of(self.block(waiting.place).pool)) {
-            for &(slot, after) in &waiting.uses {
-                match latest.iter_mut().find(|(other, _)| *other == slot) {
-                    Some((_, tick)) => *tick = after.max(*tick),
-                    None => latest.push((slot, after)),
-                }
-            }
+    /// The latest tick of each stream that waiting blocks depend on, in some pools. Ticks known to be done are left out.
+    fn pending(&self, which: Which) -> Pending {
+        let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
+        let waiting = self.waiting.blocks.values().filter(|waiting| self.pools.is_among(waiting.pool, which));
+        for &(slot, after) in waiting.flat_map(|waiting| &waiting.uses) {
+            latest.entry(slot).and_modify(|tick| *tick = after.max(*tick)).or_insert(after);
         }
         self.unknown(latest.into_iter())
     }
 
-    /// The ticks of free blocks away from home that are not known to be done, in the pools for which `of` is true.
-    fn pending_strays(&self, of: impl Fn(u16) -> bool) -> Pending {
+    /// The ticks of free blocks away from home that are not known to be done, in some pools.
+    fn pending_strays(&self, which: Which) -> Pending {
         let strays = self.heaps().flat_map(|heap| heap.strays().map(|id| &heap.blocks[id]));
-        self.unknown(strays.filter(|block| of(block.pool)).map(|block| (block.owner, block.after)))
+        let strays = strays.filter(|block| self.pools.is_among(block.pool, which));
+        self.unknown(strays.map(|block| (block.owner, block.after)))
     }
 
     /// Frees the waiting blocks that need not wait any more, if a stream got further since the last time.
@@ -207,82 +237,72 @@ impl Whole {
     fn sweep(&mut self, ordered: Option<(u32, &Clock)>) {
         let mut list = std::mem::take(&mut self.waiting);
         // Read before the blocks are looked at, so that progress of a stream meanwhile leads to another sweep.
-        list.streams.iter_mut().for_each(|stream| stream.seen = self.frontier(stream.slot));
-        list.blocks.retain(|waiting| {
-            let owner = self.block(waiting.place).owner;
-            let clock = ordered.filter(|(slot, _)| *slot == owner).map(|(_, clock)| clock);
-            let passed = |&(slot, after): &(u32, u64)| {
-                self.is_known_done(slot, after) || slot == owner || clock.is_some_and(|clock| after <= clock.of(slot))
-            };
-            let free = waiting.uses.iter().all(passed);
-            if free {
-                let (block, counters) = (self.block(waiting.place), self.counters());
-                let (kind, requested) = (kind_of(block.pool), block.requested.cast_signed());
-                counters.waited(kind, block.size);
-                // The tick is taken now, because the owner's later events also cover the work that it is ordered after.
-                let tick = self.tick_of(owner);
-                let done = waiting.uses.iter().all(|&(slot, after)| slot == owner || self.is_known_done(slot, after));
-                let last_use = if done { waiting.own_use } else { tick };
-                let arena = self.arena(waiting.place.arena);
-                arena.tally().change(Hot::Requested, kind, -requested);
-                arena.note(Action::FreeCompleted, waiting.place.block);
-                arena.complete(waiting.place.block, owner, tick, last_use);
-            }
-            !free
-        });
-        if list.blocks.is_empty() {
+        list.streams.iter_mut().for_each(|(&slot, stream)| stream.seen = self.frontier(slot));
+        list.uses.advance(|slot| self.done_until(slot));
+        let mut free = list.uses.done().clone();
+        if let Some((owner, clock)) = ordered
+            && let Some(of_owner) = list.owners.get_mut(&owner)
+        {
+            of_owner.uses.advance(|slot| self.done_until(slot).max(clock.of(slot)));
+            free.extend(of_owner.uses.done());
+        }
+        free.into_iter().filter_map(|number| list.take(number)).for_each(|waiting| self.end_wait(&waiting));
+        if list.is_empty() {
             self.shell.special().fetch_and(!special::WAITING, Ordering::Relaxed);
         }
-        list.wait_anew();
         self.waiting = list;
+    }
+
+    /// Frees a block that need not wait any more.
+    fn end_wait(&mut self, waiting: &Waiting) {
+        let &Waiting { place: Place { arena, block }, owner, pool, size, .. } = waiting;
+        let (kind, requested) = (kind_of(pool), self.block(waiting.place).requested.cast_signed());
+        self.counters().waited(kind, size);
+        // The tick is taken now, because the owner's later events also cover the work that it is ordered after.
+        let tick = self.tick_of(owner);
+        let done = waiting.uses.iter().all(|&(slot, after)| self.is_known_done(slot, after));
+        let last_use = if done { waiting.own_use } else { tick };
+        let arena = self.arena(arena);
+        arena.tally().change(Hot::Requested, kind, -requested);
+        arena.note(Action::FreeCompleted, block);
+        arena.complete(block, owner, tick, last_use);
     }
 
     /// The uses by other streams that keep a waiting block of the request's own stream from serving it. Of several such blocks, the
     /// smallest counts.
-    pub(crate) fn uses_of_own(&self, request: &Request) -> Option<Vec<(u32, u64)>> {
-        let serves = |waiting: &&Waiting| {
-            let block = self.block(waiting.place);
-            let own = waiting.place.arena == request.slot && block.owner == request.slot && block.pool == request.pool;
-            own && block.size >= request.size
-        };
-        let best = self.waiting.blocks.iter().filter(serves).min_by_key(|waiting| self.block(waiting.place).size)?;
-        Some(best.uses.iter().copied().filter(|&(slot, _)| slot != request.slot).collect())
+    pub(crate) fn uses_of_own(&self, request: &Request) -> Option<Vec<Use>> {
+        let own = &self.waiting.owners.get(&request.slot)?.at_home;
+        let &(_, _, best) = own.range((request.pool, request.size, 0)..=(request.pool, u64::MAX, u64::MAX)).next()?;
+        self.waiting.blocks.get(&best).map(|waiting| waiting.uses.clone())
     }
 
-    /// Bytes that waiting blocks hold; and, for each tick not known done, the bytes of the blocks that wait for it.
-    pub(crate) fn awaited(&self) -> (u64, BTreeMap<(u32, u64), u64>) {
-        let (mut held, mut awaited) = (0, BTreeMap::new());
-        for waiting in &self.waiting.blocks {
-            let size = self.block(waiting.place).size;
-            held += size;
-            let not_done = waiting.uses.iter().filter(|&&(slot, after)| !self.is_known_done(slot, after));
-            not_done.for_each(|&tick| *awaited.entry(tick).or_default() += size);
-        }
-        (held, awaited)
+    /// Bytes that waiting blocks hold.
+    pub(crate) fn waiting_held(&self) -> u64 {
+        self.waiting.bytes
+    }
+
+    /// For each tick not known done, the bytes of the blocks that wait for it.
+    pub(crate) fn awaited(&self) -> impl Iterator<Item = (Use, u64)> + '_ {
+        self.waiting.uses.ticks().filter(|&((slot, after), _)| !self.is_known_done(slot, after))
     }
 
     /// Bytes of waiting blocks, by the stream that they wait for.
     pub(crate) fn waiting_bytes(&self) -> Vec<(u32, u64)> {
-        let mut bytes: Vec<(u32, u64)> = Vec::new();
+        let mut bytes: BTreeMap<u32, u64> = BTreeMap::new();
         for (block, slots) in self.waiting_blocks() {
-            for slot in slots {
-                match bytes.iter_mut().find(|(other, _)| *other == slot) {
-                    Some((_, sum)) => *sum += block.size,
-                    None => bytes.push((slot, block.size)),
-                }
-            }
+            slots.into_iter().for_each(|slot| *bytes.entry(slot).or_default() += block.size);
         }
-        bytes
+        bytes.into_iter().collect()
     }
 
     /// Bytes that were requested for waiting blocks.
     pub(crate) fn waiting_requested(&self) -> u64 {
-        self.waiting.blocks.iter().map(|waiting| self.block(waiting.place).requested).sum()
+        self.waiting.blocks.values().map(|waiting| self.block(waiting.place).requested).sum()
     }
 
     /// The blocks that wait, each with the streams that are not known to be done with it.
     pub(crate) fn waiting_blocks(&self) -> impl Iterator<Item = (&Block, Vec<u32>)> {
-        self.waiting.blocks.iter().map(|waiting| {
+        self.waiting.blocks.values().map(|waiting| {
             let not_done = waiting.uses.iter().filter(|&&(slot, after)| !self.is_known_done(slot, after));
             (self.block(waiting.place), not_done.map(|&(slot, _)| slot).collect())
         })
@@ -292,7 +312,7 @@ impl Whole {
 impl Core {
     /// As [`Whole::pending`] for all pools, but without a look at the blocks.
     fn pending_of_all(&self) -> Pending {
-        self.unknown(self.waiting.streams.iter().map(|stream| (stream.slot, stream.latest)))
+        self.unknown(self.waiting.uses.latest())
     }
 
     /// Notes that streams were asked. Returns true if a stream that blocks wait for got further.
@@ -304,7 +324,7 @@ impl Core {
 
     /// True if a stream that blocks wait for got further since the list was last searched.
     fn can_sweep(&self) -> bool {
-        self.waiting.streams.iter().any(|stream| self.frontier(stream.slot) > stream.seen)
+        self.waiting.streams.iter().any(|(&slot, stream)| self.frontier(slot) > stream.seen)
     }
 
     /// Those of the given ticks that are not known to be done.

@@ -49,7 +49,7 @@ impl Heap {
         if !self.holes.is_consistent() {
             return Err("H4: other blocks are among the holes".to_owned());
         }
-        for pool in (0..self.pools.len()).filter_map(|pool| u16::try_from(pool).ok()) {
+        for pool in self.pools.numbers() {
             if let Some((owner, _)) = self.indexes(pool).find(|(_, index)| !index.is_consistent()) {
                 return Err(format!("H4: the index of pool {pool} and stream {owner} takes others for its blocks"));
             }
@@ -58,9 +58,8 @@ impl Heap {
                 return Err(format!("H4: stream {owner} has an index in pool {pool} and no stray there"));
             }
         }
-        let indexed: usize = (0..self.pools.len())
-            .map(|pool| self.indexes(u16::try_from(pool).unwrap_or(0)).map(|(_, index)| index.len()).sum::<usize>())
-            .sum();
+        let indexed: usize =
+            self.pools.numbers().flat_map(|pool| self.indexes(pool)).map(|(_, index)| index.len()).sum();
         if indexed != free_count { Err(format!("H4: {indexed} blocks indexed, {free_count} free")) } else { Ok(()) }
     }
 

@@ -21,6 +21,7 @@ mod irregular;
 mod last_use;
 mod members;
 mod moves;
+mod pools;
 mod recent;
 mod resting;
 mod strays;
@@ -36,48 +37,13 @@ use last_use::Granules;
 pub(crate) use last_use::LastUses;
 use members::Members;
 use moves::{Joined, Piece, Rules, Taken};
+use pools::Pools;
+pub(crate) use pools::{HeapPoolOptions, kind_of};
 use recent::RecentUses;
 pub(crate) use resting::Rested;
 use resting::Resting;
-use strays::Away;
 
-use crate::size_class::{PoolKind, SizeClasses};
-
-/// A pool of the heap: requests of a pool are served from its own blocks. There are a small and a large default pool, and those of private
-/// pools.
-#[derive(Debug)]
-pub(crate) struct Pool {
-    pub(crate) kind: PoolKind,
-    /// True if blocks are handed out whole.
-    pub(crate) no_split: bool,
-    /// The private pool that it belongs to, as history numbers them; 0 for the default pools.
-    pub(crate) history_id: u32,
-    index_kind: IndexKind,
-    /// Free blocks of the heap's home stream.
-    own: FreeIndex,
-    away: Away,
-    /// The clock of garbage collection: the number of searches here, or that of a busier arena, if that is later.
-    pub(crate) searches: u64,
-}
-
-impl Pool {
-    fn new(kind: PoolKind, index_kind: IndexKind) -> Pool {
-        let (own, away) = (FreeIndex::new(index_kind), Away::default());
-        Pool { kind, no_split: false, history_id: 0, index_kind, own, away, searches: 0 }
-    }
-
-    /// The index of `owner`'s free blocks.
-    #[inline]
-    fn index_mut(&mut self, home: u32, owner: u32) -> &mut FreeIndex {
-        if owner == home { &mut self.own } else { self.away.index_mut(owner, self.index_kind) }
-    }
-}
-
-/// The kind of a pool, by its number.
-#[inline]
-pub(crate) fn kind_of(pool: u16) -> PoolKind {
-    if pool.is_multiple_of(2) { PoolKind::Small } else { PoolKind::Large }
-}
+use crate::size_class::SizeClasses;
 
 /// A contiguous range of device addresses.
 #[derive(Clone, Debug)]
@@ -107,7 +73,7 @@ pub(crate) struct Heap {
     /// The stream whose regions these are.
     pub(crate) home: u32,
     pub(crate) blocks: Slab,
-    pub(crate) pools: Vec<Pool>,
+    pub(crate) pools: Pools,
     index_kind: IndexKind,
     regions: Vec<Option<Region>>,
     vacant_regions: Vec<u32>,
@@ -137,16 +103,15 @@ impl Heap {
         Heap { home, index_kind, ..Heap::default() }
     }
 
-    /// Adds two pools, one of each kind. Small pools have even numbers, large ones odd numbers.
+    /// Adds the default pools: the small one has number 0, the large one number 1.
     pub(crate) fn add_pools(&mut self) {
-        let index_kind = self.index_kind;
-        self.pools.extend([PoolKind::Small, PoolKind::Large].map(|kind| Pool::new(kind, index_kind)));
+        self.pools.add_default(self.index_kind);
     }
 
-    /// Adds the pools of a private pool: two pairs (`pools/mod.rs`).
-    pub(crate) fn add_private_pools(&mut self) {
-        self.add_pools();
-        self.add_pools();
+    /// Adds a private pool, which is about to get a region here, unless the heap has it. Small pools have even numbers, large ones odd
+    /// numbers. The pool goes with its last region.
+    pub(crate) fn add_private_pool(&mut self, number: u16, options: HeapPoolOptions) {
+        self.pools.add_private(number, self.index_kind, options);
     }
 
     /// Takes `size` bytes for the home stream from the block that the index chooses among the stream's own free ones, if the size rules
@@ -160,9 +125,9 @@ impl Heap {
         requested: u64,
     ) -> Option<(BlockId, SplitChange)> {
         let piece = Piece { owner: self.home, size, requested };
-        let record = &mut self.pools[usize::from(pool)];
+        let record = self.pools.get_mut(pool)?;
         record.searches += 1;
-        let rules = Rules { classes, kind: record.kind, no_split: record.no_split };
+        let rules = Rules { classes, kind: record.kind, no_split: record.options.no_split };
         let mut blocks = self.blocks.records_and_a_vacant_one();
         match &mut record.own {
             FreeIndex::Exact(index) => {
@@ -187,9 +152,9 @@ impl Heap {
     ) -> (BlockId, SplitChange) {
         let Block { size: whole, owner: from, pool, state, .. } = self.blocks[id];
         debug_assert!(state == State::Free && whole >= size);
-        let record = &mut self.pools[usize::from(pool)];
+        let record = &mut self.pools[pool];
         let piece = Piece { owner, size, requested };
-        let rules = Rules { classes, kind: record.kind, no_split: record.no_split };
+        let rules = Rules { classes, kind: record.kind, no_split: record.options.no_split };
         let mut blocks = self.blocks.records_and_a_vacant_one();
         let (taken, change) = match record.index_mut(self.home, from) {
             FreeIndex::Exact(index) => {
@@ -243,7 +208,7 @@ impl Heap {
 
     /// As [`Heap::give`], for a block whose neighbours' owners do not change.
     fn give_used(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
-        let pool = usize::from(self.blocks[id].pool);
+        let pool = self.blocks[id].pool;
         debug_assert!(matches!(self.blocks[id].state, State::Live | State::Waiting));
         let mut blocks = self.blocks.records();
         let (joined, change) = match self.pools[pool].index_mut(self.home, owner) {
@@ -264,7 +229,7 @@ impl Heap {
 
     /// Accounts for a block that became free and was joined with free neighbours.
     #[inline(always)]
-    fn gave<I: Index>(&mut self, joined: &Joined, pool: usize) -> SplitChange {
+    fn gave<I: Index>(&mut self, joined: &Joined, pool: u16) -> SplitChange {
         let &Joined { id, given, whole, with_prev, with_next, prev, next, region } = joined;
         self.free += given;
         let is_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
@@ -292,7 +257,7 @@ impl Heap {
     /// True if a block of a pool is free and the home stream's. With [`IndexKind::Bins`] its record is not read.
     #[inline]
     pub(crate) fn is_own(&self, pool: u16, id: BlockId) -> bool {
-        match &self.pools[usize::from(pool)].own {
+        match &self.pools[pool].own {
             FreeIndex::Exact(_) => self.is_free_of(id, self.home),
             FreeIndex::Bins(index) => index.has(id),
         }
@@ -329,7 +294,7 @@ impl Heap {
     fn index_alone(&mut self, id: BlockId) {
         let Block { owner, pool, .. } = self.blocks[id];
         let mut blocks = self.blocks.records();
-        match self.pools[usize::from(pool)].index_mut(self.home, owner) {
+        match self.pools[pool].index_mut(self.home, owner) {
             FreeIndex::Exact(index) => index.insert(&mut blocks, id),
             FreeIndex::Bins(index) => index.insert(&mut blocks, id),
         }
@@ -339,7 +304,7 @@ impl Heap {
     fn unindex(&mut self, id: BlockId) {
         let Block { size, owner, pool, .. } = self.blocks[id];
         let mut blocks = self.blocks.records();
-        match self.pools[usize::from(pool)].index_mut(self.home, owner) {
+        match self.pools[pool].index_mut(self.home, owner) {
             FreeIndex::Exact(index) => index.remove(&mut blocks, id, Exact::place(id, size)),
             FreeIndex::Bins(index) => index.remove(&mut blocks, id, Bins::place(id, size)),
         }
@@ -358,7 +323,7 @@ impl Heap {
     pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, pool: u16) -> BlockId {
         let home = self.home;
         let region = self.add_region_record(addr, bytes, pool);
-        let age_base = self.pools[usize::from(pool)].searches;
+        let age_base = self.pools[pool].searches;
         let state = State::Free;
         let block = Block { addr, size: bytes, region, owner: home, pool, state, ..Block::default() };
         let first = self.blocks.insert(block);
@@ -378,6 +343,7 @@ impl Heap {
         let (home, first, granules) = (self.home, BlockId::NONE, Granules::default());
         self.regions[number as usize] = Some(Region { addr, bytes, home, pool, first, granules, age_base: 0 });
         self.total += bytes;
+        self.pools[pool].regions += 1;
         number
     }
 
@@ -398,6 +364,7 @@ impl Heap {
         let region = self.regions[number as usize].take();
         let region = region.unwrap_or_else(|| unreachable!("block of a removed region"));
         self.total -= region.bytes;
+        self.pools.region_left(region.pool);
         region
     }
 
@@ -412,15 +379,15 @@ impl Heap {
 
     /// The free blocks of a pool that belong to `owner`.
     pub(crate) fn index(&self, pool: u16, owner: u32) -> Option<IndexView<'_>> {
-        let pool = &self.pools[usize::from(pool)];
+        let pool = self.pools.get(pool)?;
         let index = if owner == self.home { Some(&pool.own) } else { pool.away.get(owner) };
         index.map(|index| IndexView::new(index, &self.blocks))
     }
 
     /// The free blocks of a pool by owner, those of the home stream first.
     pub(crate) fn indexes(&self, pool: u16) -> impl Iterator<Item = (u32, IndexView<'_>)> + '_ {
-        let pool = &self.pools[usize::from(pool)];
-        let all = std::iter::once((self.home, &pool.own)).chain(pool.away.iter());
+        let pool = self.pools.get(pool).into_iter();
+        let all = pool.flat_map(|pool| std::iter::once((self.home, &pool.own)).chain(pool.away.iter()));
         all.map(|(owner, index)| (owner, IndexView::new(index, &self.blocks)))
     }
 

@@ -161,7 +161,7 @@ impl Heap {
         };
         self.resting.newest.size = 0;
         self.blocks[id].requested = requested;
-        self.pools[usize::from(pool)].searches += 1;
+        self.pools[pool].searches += 1;
         self.retaken += size;
         Some((id, change))
     }
@@ -174,11 +174,11 @@ impl Heap {
         if self.is_free_of(prev, self.home) {
             return None;
         }
-        let pool = &self.pools[usize::from(pool)];
+        let pool = &self.pools[pool];
         let FreeIndex::Exact(index) = &pool.own else { return None };
         let above = self.is_free_of(next, self.home).then(|| &self.blocks[next]);
         let whole = size + above.map_or(0, |above| above.size);
-        let cut_off = above.is_none() || !pool.no_split && classes.should_split(pool.kind, whole, size);
+        let cut_off = above.is_none() || !pool.options.no_split && classes.should_split(pool.kind, whole, size);
         if !cut_off || !classes.fits(whole, size) {
             return None;
         }
@@ -208,7 +208,7 @@ impl Heap {
     #[inline(never)]
     fn merge_words(&mut self, id: BlockId, bytes: u64, after: u64) -> SplitChange {
         let Block { addr, region, pool, .. } = self.blocks[id];
-        let (home, pool) = (self.home, usize::from(pool));
+        let home = self.home;
         match &mut self.pools[pool].own {
             FreeIndex::Bins(index) if after != 0 => {
                 self.recent.push(Use { addr, bytes, region, after });
@@ -279,7 +279,7 @@ mod tests {
             let mut heap = Heap::new(0, IndexKind::Exact);
             heap.add_pools();
             for pool in [0, 1] {
-                heap.pools[usize::from(pool)].no_split = no_split;
+                heap.pools[pool].options.no_split = no_split;
                 let bytes = [2, 20][usize::from(pool)] * MIB;
                 for at in 0..3 {
                     heap.add_region((1 + u64::from(pool) * 8 + at) << 30, bytes, pool);

@@ -103,6 +103,6 @@ impl Heap {
     #[cold]
     pub(super) fn strays_forget(&mut self, id: BlockId, pool: u16, owner: u32) {
         self.strays.remove(&id);
-        self.pools[usize::from(pool)].away.left(owner);
+        self.pools[pool].away.left(owner);
     }
 }

@@ -90,7 +90,7 @@ impl Allocator {
 
     /// Asks, without waiting, whether the launches are done that memory of closed pools waits for.
     pub(crate) fn poll_launches(&self) -> Result<(), AllocError> {
-        let launched = self.shell().core().awaited_launches(|_| true);
+        let launched = self.shell().core().awaited_launches(None);
         self.poll(&launched.ticks)
     }
 

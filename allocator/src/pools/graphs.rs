@@ -4,6 +4,7 @@
 //! is known: they are assumed to be launched as long as the pool is open, on any stream, so only waiting for the device tells that they
 //! are done.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use aquifer_device::{LaunchOrder, Launches, Timeline, WaitMark};
@@ -40,8 +41,10 @@ impl Launched {
 pub(crate) struct Graphs {
     /// Memory that one graph's capture freed may be used by the next graph. So the graphs are launched one after the other.
     order: Arc<LaunchOrder>,
-    /// Graphs captured through this library, except those that are over and done.
-    ours: Vec<Arc<Launches>>,
+    /// Graphs captured through this library, by address, except some that are over and done.
+    ours: BTreeMap<usize, Arc<Launches>>,
+    /// How many of them were left when those that are over were last forgotten.
+    left: usize,
     /// True if other libraries captured graphs.
     foreign: bool,
     /// Once the pool is closed: the wait after which graphs of other libraries are done.
@@ -57,29 +60,45 @@ impl Graphs {
         if launches.is_foreign() {
             return !std::mem::replace(&mut self.foreign, true);
         }
-        let is_new = !self.ours.iter().any(|known| Arc::ptr_eq(known, launches));
-        if is_new {
+        let is_new = self.ours.insert(Arc::as_ptr(launches).addr(), launches.clone()).is_none();
+        // Once there are enough of them to pay for the search.
+        if is_new && self.ours.len() > 2 * self.left + 8 {
             self.foreign = self.any_foreign();
-            self.ours.retain(is_alive);
-            self.ours.push(launches.clone());
+            self.ours.retain(|_, graph| is_alive(graph));
+            self.left = self.ours.len();
         }
         is_new
+    }
+
+    /// Forgets graphs that are over and done, until one is not. So [`Graphs::any`] finds that one first.
+    pub(crate) fn forget_those_over(&mut self) {
+        while let Some(graph) = self.ours.first_entry()
+            && !is_alive(graph.get())
+        {
+            self.foreign |= graph.remove().pending().is_none();
+            self.left = self.left.min(self.ours.len());
+        }
     }
 
     /// True if a graph may be launched, or runs.
     pub(crate) fn any(&self) -> bool {
         let closed = self.closed.as_ref().is_some_and(WaitMark::is_passed);
-        (!closed && self.any_foreign()) || self.any_of_ours()
+        self.any_of_ours() || (!closed && self.any_foreign())
     }
 
     /// True if a graph captured through this library may be launched, or runs.
     pub(crate) fn any_of_ours(&self) -> bool {
-        self.ours.iter().any(is_alive)
+        self.ours.values().any(is_alive)
     }
 
     /// True if other libraries captured graphs, or captured launches of ours into their graphs.
     fn any_foreign(&self) -> bool {
-        self.foreign || self.ours.iter().any(|graph| graph.pending().is_none())
+        self.foreign || self.ours.values().any(|graph| graph.pending().is_none())
+    }
+
+    #[cfg(test)]
+    pub(crate) fn known(&self) -> usize {
+        self.ours.len()
     }
 
     /// Notes that the pool is closed. Graphs of other libraries are not launched after `now`.
@@ -91,7 +110,7 @@ impl Graphs {
     /// may still be launched stays, however long one waits.
     pub(crate) fn launched(&self, now: WaitMark) -> Launched {
         let others = self.any_foreign().then(|| self.closed.clone().unwrap_or(now));
-        let pending = self.ours.iter().flat_map(|graph| graph.pending_here());
+        let pending = self.ours.values().flat_map(|graph| graph.pending_here());
         let ticks = pending.map(|tick| (tick.timeline().clone(), tick.n() + 1)).filter(is_pending);
         Launched { ticks: ticks.collect(), device: others.filter(|mark| !mark.is_passed()) }
     }

@@ -23,7 +23,7 @@ use crate::allocator::Allocator;
 use crate::cross_stream::progress::cannot_be_asked;
 use crate::error::AllocError;
 use crate::pools::graphs::Launched;
-use crate::pools::table::Private;
+use crate::pools::table::{PoolKey, Private, Which};
 use crate::shell::special;
 
 /// Options of a private pool.
@@ -74,7 +74,7 @@ pub struct PoolOptions {
 #[derive(Debug)]
 pub struct PrivatePool {
     allocator: Allocator,
-    id: (u64, u64),
+    key: PoolKey,
 }
 
 static NEXT_ROUTE: AtomicU64 = AtomicU64::new(0);
@@ -86,8 +86,8 @@ impl Allocator {
     /// When there are too many pools: some 16 000.
     pub fn create_pool(&self, options: PoolOptions) -> Result<PrivatePool, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Alloc)?;
-        let id = self.shell().whole().add_private(options)?;
-        Ok(PrivatePool { allocator: self.clone(), id })
+        let key = self.shell().core().pools.add(options)?;
+        Ok(PrivatePool { allocator: self.clone(), key })
     }
 
     /// The numbers of the pool that the thread's innermost scope routes to, for a request for the stream; `None` if there is none. If the
@@ -131,7 +131,11 @@ impl Allocator {
 impl PrivatePool {
     /// The pool's id, which is `segment_pool_id` in snapshots: `(0, n)`, where n is never reused in this process.
     pub fn id(&self) -> (u64, u64) {
-        self.id
+        self.key.id
+    }
+
+    pub(crate) fn key(&self) -> PoolKey {
+        self.key
     }
 
     /// Refuses a pool of another allocator.
@@ -187,7 +191,7 @@ impl PrivatePool {
         let number = NEXT_ROUTE.fetch_add(1, Ordering::Relaxed);
         let shell = self.allocator.shell();
         let mut core = shell.core();
-        core.pools.routes.push((std::thread::current().id(), number, self.id));
+        core.pools.begin_route(number, self.key);
         shell.special().fetch_or(special::ROUTED, Ordering::Relaxed);
         PoolRoute { allocator: self.allocator.kept_open(), number, not_send: PhantomData }
     }
@@ -201,37 +205,36 @@ impl PrivatePool {
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Free)?;
         let core = self.allocator.shell().core();
-        let Some(private) = core.pools.find(self.id) else { return Ok(0) };
+        let Some(private) = core.pools.find(self.key) else { return Ok(0) };
         let launched = core.launches_of(private);
-        let numbers: Vec<u16> = private.numbers().collect();
         drop(core);
         self.allocator.wait_for_launched(&launched)?;
         if launched.is_pending() {
             return Ok(0);
         }
-        self.allocator.synchronize_pending(|pool| numbers.contains(&pool))?;
-        self.allocator.synchronize_free(|pool| numbers.contains(&pool))?;
-        self.release(&numbers)
+        self.allocator.synchronize_pending(Which::Of(self.key))?;
+        self.allocator.synchronize_free(Which::Of(self.key))?;
+        self.release()
     }
 
-    fn release(&self, numbers: &[u16]) -> Result<u64, AllocError> {
-        let segments = self
-            .allocator
-            .release_where(|whole| numbers.iter().flat_map(|&number| whole.whole_segments(number)).collect())?;
-        Ok(segments + self.allocator.trim_pools(&|pool| numbers.contains(&pool))?)
+    fn release(&self) -> Result<u64, AllocError> {
+        let segments = self.allocator.release_where(|whole| whole.whole_segments(Which::UnusedOf(self.key)))?;
+        Ok(segments + self.allocator.trim_pools(Which::UnusedOf(self.key))?)
     }
 
     /// Closes the pool, and gives back memory that nobody uses any more. Events cover the last uses of the rest, so that later calls can
     /// find out whether it is done, even while the streams capture.
     fn close(&self) -> Result<(), AllocError> {
         let shell = self.allocator.shell();
-        let launched = shell.core().close_pool(self.id);
+        let launched = shell.core().close_pool(self.key);
         self.allocator.poll(&launched.ticks)?;
-        let numbers: Vec<u16> = shell.core().pools.find(self.id).into_iter().flat_map(Private::numbers).collect();
-        let free = shell.whole().free_not_done(|pool| numbers.contains(&pool));
+        if shell.core().pools.find(self.key).is_none() {
+            return Ok(());
+        }
+        let free = shell.whole().free_not_done(Which::Of(self.key));
         self.allocator.poll(&free)?;
-        let released = shell.core().pools.find(self.id).is_some_and(Private::is_released);
-        if released { self.release(&numbers).map(|_| ()) } else { Ok(()) }
+        let released = shell.core().pools.find(self.key).is_some_and(Private::is_released);
+        if released { self.release().map(|_| ()) } else { Ok(()) }
     }
 }
 
@@ -263,8 +266,7 @@ impl Drop for PoolRoute {
         }
         let shell = self.allocator.shell();
         let mut core = shell.core();
-        core.pools.routes.retain(|&(_, number, _)| number != self.number);
-        if core.pools.routes.is_empty() {
+        if !core.pools.end_route(self.number) {
             shell.special().fetch_and(!special::ROUTED, Ordering::Relaxed);
         }
     }
@@ -272,3 +274,5 @@ impl Drop for PoolRoute {
 
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
+#[cfg(all(test, not(aquifer_shuttle)))]
+mod tests;

@@ -1,19 +1,30 @@
 //! The table of private pools in the core: their numbers in the heap, the threads that are routed to them, and the graphs that use them.
 //! The core's lock protects it.
+//!
+//! Invariants: a pool's record says in which arenas it has regions; a closed pool's record goes, and its place serves another pool, once it
+//! has none, no graph that it served may be launched or runs, and no thread is routed to it, as a request with its numbers may be under way.
 
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread::ThreadId;
+use std::thread::{self, ThreadId};
 
 use aquifer_device::Launches;
 
 use crate::error::AllocError;
-use crate::heap::{Heap, kind_of};
+use crate::heap::{Heap, HeapPoolOptions, kind_of};
 use crate::pools::PoolOptions;
 use crate::pools::graphs::{Graphs, Launched};
 use crate::shell::core::Core;
 use crate::shell::whole::Whole;
 use crate::size_class::PoolKind;
+
+/// A private pool: its id, and its place in the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PoolKey {
+    pub(crate) id: (u64, u64),
+    place: u16,
+}
 
 /// The record of a private pool.
 #[derive(Debug)]
@@ -27,40 +38,102 @@ pub(crate) struct Private {
     pub(crate) open: bool,
     /// The graphs whose captures allocated from it.
     graphs: Graphs,
+    /// How many regions it has by number in the heap and stream, those on their way back to the driver included: if that refuses one, it
+    /// returns.
+    regions: BTreeMap<(u16, u32), usize>,
+    /// Number of scopes that route threads to it.
+    routes: usize,
 }
 
 /// The private pools, and the threads that allocate from them.
 #[derive(Debug, Default)]
 pub(crate) struct PoolTable {
-    pub(crate) private: Vec<Private>,
-    /// The pools that threads are routed to, innermost scope last, each with a number by which its scope is ended.
-    pub(super) routes: Vec<(ThreadId, u64, (u64, u64))>,
+    /// The pools by place.
+    private: Vec<Option<Private>>,
+    /// Places in it that no pool has.
+    vacant: BTreeSet<u16>,
+    /// Places of closed pools.
+    closed: BTreeSet<u16>,
+    /// Places of open pools that lend.
+    lenders: BTreeSet<u16>,
+    /// The pools that each thread is routed to, innermost scope last, each with a number by which its scope is ended.
+    routes: HashMap<ThreadId, Vec<(u64, PoolKey)>>,
+}
+
+/// Some pools of the heap.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Which {
+    All,
+    /// Those whose free memory is promised to nobody: the default ones, and those of private pools that are closed and no graph uses.
+    /// Their memory may move to others or go back to the device. To be asked about under the same locks as choosing that memory, because a
+    /// graph may be captured while a thread waits.
+    Unpromised,
+    /// Those of a private pool.
+    Of(PoolKey),
+    /// Those of a private pool, save where a graph of ours may use the free memory.
+    UnusedOf(PoolKey),
 }
 
 /// Ids of private pools: never reused in a process, as PyTorch's `(0, n)`.
 static NEXT_POOL: AtomicU64 = AtomicU64::new(1);
 
-/// The most private pools at one time: each has four of the heap's numbers, and the default pools have two.
-const POOLS_MAX: u16 = (u16::MAX - 2) / 4;
+/// The first number of a private pool in the heap. The default pools have the ones below.
+pub(super) const FIRST: u16 = 2;
+/// The numbers that each private pool has.
+const NUMBERS: u16 = 4;
+/// The most private pools at one time.
+const POOLS_MAX: u16 = (u16::MAX - FIRST) / NUMBERS;
+
+#[cfg(test)]
+impl PoolKey {
+    pub(super) fn place(self) -> u16 {
+        self.place
+    }
+}
+
+impl Which {
+    /// True if the default pools are among them.
+    pub(crate) fn has_default(self) -> bool {
+        matches!(self, Which::All | Which::Unpromised)
+    }
+}
 
 impl PoolTable {
-    pub(crate) fn find(&self, id: (u64, u64)) -> Option<&Private> {
-        self.private.iter().find(|private| private.id == id)
+    pub(crate) fn find(&self, key: PoolKey) -> Option<&Private> {
+        self.private.get(usize::from(key.place))?.as_ref().filter(|private| private.id == key.id)
+    }
+
+    fn find_mut(&mut self, key: PoolKey) -> Option<&mut Private> {
+        self.private.get_mut(usize::from(key.place))?.as_mut().filter(|private| private.id == key.id)
+    }
+
+    /// All private pools, open or closed.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Private> + '_ {
+        self.private.iter().flatten()
+    }
+
+    fn at(&self, places: impl Iterator<Item = u16>) -> impl Iterator<Item = &Private> {
+        places.filter_map(move |place| self.private.get(usize::from(place))?.as_ref())
+    }
+
+    /// The pools that lend on OOM.
+    pub(crate) fn lenders(&self) -> impl Iterator<Item = &Private> + '_ {
+        self.at(self.lenders.iter().copied())
     }
 
     /// The pool that the calling thread's innermost scope routes to. Scopes of closed pools are skipped.
-    pub(crate) fn routed(&self) -> Option<&Private> {
-        let thread = std::thread::current().id();
-        let mut own = self.routes.iter().rev().filter(|(routed, ..)| *routed == thread);
-        own.find_map(|(.., id)| self.find(*id).filter(|private| private.open))
+    pub(crate) fn routed(&self) -> Option<PoolKey> {
+        let own = self.routes.get(&thread::current().id())?.iter().rev();
+        own.map(|&(_, key)| key).find(|&key| self.find(key).is_some_and(|private| private.open))
     }
 
     /// The numbers of the pool that the calling thread's innermost scope routes to, for a request outside of captures or, with `captured`,
     /// for the graph with these launches. Notes in the latter case that the graph uses the pool, and returns true with the numbers if that
     /// was not known.
     pub(super) fn route_and_note(&mut self, captured: Option<&Arc<Launches>>) -> Option<([u16; 2], bool)> {
-        let id = self.routed()?.id;
-        let private = self.private.iter_mut().find(|private| private.id == id)?;
+        let key = self.routed()?;
+        let private = self.find_mut(key)?;
+        private.graphs.forget_those_over();
         Some(match captured {
             Some(launches) => (private.numbers, private.graphs.note(launches)),
             None if private.graphs.any() => (private.beside_graphs, false),
@@ -68,37 +141,162 @@ impl PoolTable {
         })
     }
 
-    /// True if a thread is routed to the pool. Then a request with the pool's numbers may be under way.
-    fn is_routed_to(&self, private: &Private) -> bool {
-        self.routes.iter().any(|&(.., id)| id == private.id)
+    /// Routes the calling thread to a pool, until the scope with this number ends.
+    pub(super) fn begin_route(&mut self, number: u64, key: PoolKey) {
+        self.routes.entry(thread::current().id()).or_default().push((number, key));
+        if let Some(private) = self.find_mut(key) {
+            private.routes += 1;
+        }
+    }
+
+    /// Ends a scope of the calling thread. Returns false if no thread is routed any more.
+    pub(super) fn end_route(&mut self, number: u64) -> bool {
+        let thread = thread::current().id();
+        if let Some(own) = self.routes.get_mut(&thread)
+            && let Some(at) = own.iter().rposition(|&(scope, _)| scope == number)
+        {
+            let (_, key) = own.remove(at);
+            if own.is_empty() {
+                self.routes.remove(&thread);
+            }
+            if let Some(private) = self.find_mut(key) {
+                private.routes -= 1;
+            }
+            self.forget_if_over(key.place);
+        }
+        !self.routes.is_empty()
     }
 
     /// The private pool that owns a heap pool; `None` for the default pools.
     pub(crate) fn owner_of(&self, number: u16) -> Option<&Private> {
-        self.private.iter().find(|private| private.owns(number))
+        self.private.get(usize::from(place_of(number)?))?.as_ref()
     }
 
-    /// The heap pools whose free memory a graph captured here may use, so that it must stay. To be called under the same locks as choosing
-    /// the memory that goes back, because a graph may be captured while a thread waits.
-    pub(crate) fn kept_for_our_graphs(&self) -> Vec<u16> {
-        let with_graphs = self.private.iter().filter(|private| private.graphs.any_of_ours());
-        with_graphs.flat_map(|private| private.numbers).collect()
+    fn owner_mut(&mut self, number: u16) -> Option<&mut Private> {
+        self.private.get_mut(usize::from(place_of(number)?))?.as_mut()
     }
 
     /// The second half of the id of the private pool that owns a heap pool, for history; 0 for the default pools. Heap
     /// pools are reused by later private pools, so entries cannot keep their numbers.
     pub(crate) fn history_id(&self, number: u16) -> u32 {
-        let private = if number < 2 { None } else { self.owner_of(number) };
-        private.map_or(0, Private::history_id)
+        self.owner_of(number).map_or(0, Private::history_id)
     }
+
+    /// True if a heap pool is among some pools.
+    pub(crate) fn is_among(&self, number: u16, which: Which) -> bool {
+        let owner = self.owner_of(number);
+        match which {
+            Which::All => true,
+            Which::Unpromised => owner.is_none_or(Private::is_released),
+            Which::Of(key) => owner.is_some_and(|private| private.id == key.id),
+            Which::UnusedOf(key) => {
+                owner.is_some_and(|private| private.id == key.id && !private.keeps_for_our_graphs(number))
+            }
+        }
+    }
+
+    /// The numbers of private pools among some pools, each with a stream that has regions there, in order.
+    pub(crate) fn with_regions(&self, which: Which) -> impl Iterator<Item = (u16, u32)> + '_ {
+        let (closed, one) = match which {
+            Which::All => (None, None),
+            Which::Unpromised => (Some(self.at(self.closed.iter().copied())), None),
+            Which::Of(key) | Which::UnusedOf(key) => (None, Some(self.find(key))),
+        };
+        let all = (closed.is_none() && one.is_none()).then(|| self.iter());
+        let pools = all.into_iter().flatten().chain(closed.into_iter().flatten()).chain(one.flatten());
+        let regions = pools.flat_map(|private| private.regions.keys().copied());
+        regions.filter(move |&(number, _)| self.is_among(number, which))
+    }
+
+    /// Notes a new region of a heap pool in a stream's arena.
+    pub(crate) fn note_region(&mut self, number: u16, slot: u32) {
+        if let Some(private) = self.owner_mut(number) {
+            *private.regions.entry((number, slot)).or_default() += 1;
+        }
+    }
+
+    /// Notes that a region of a heap pool is gone.
+    pub(crate) fn forget_region(&mut self, number: u16, slot: u32) {
+        let Some(private) = self.owner_mut(number) else { return };
+        if let Some(regions) = private.regions.get_mut(&(number, slot)) {
+            *regions -= 1;
+            if *regions == 0 {
+                private.regions.remove(&(number, slot));
+            }
+        }
+        place_of(number).into_iter().for_each(|place| self.forget_if_over(place));
+    }
+
+    /// Forgets a closed pool that holds no memory and will not hold any again.
+    fn forget_if_over(&mut self, place: u16) {
+        let Some(private) = self.private.get(usize::from(place)).and_then(Option::as_ref) else { return };
+        if !private.is_released() || private.routes > 0 || !private.regions.is_empty() {
+            return;
+        }
+        self.private[usize::from(place)] = None;
+        self.closed.remove(&place);
+        self.vacant.insert(place);
+        while self.private.pop_if(|last| last.is_none()).is_some() {
+            self.vacant.pop_last();
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn places(&self) -> usize {
+        self.private.len()
+    }
+
+    /// Forgets all closed pools that are over. Nothing tells when a graph is.
+    pub(crate) fn forget_those_over(&mut self) {
+        let closed: Vec<u16> = self.closed.iter().copied().collect();
+        closed.into_iter().for_each(|place| self.forget_if_over(place));
+    }
+
+    /// Adds a pool. It gets the lowest place that is vacant.
+    pub(super) fn add(&mut self, options: PoolOptions) -> Result<PoolKey, AllocError> {
+        if self.vacant.is_empty() && self.private.len() >= usize::from(POOLS_MAX) {
+            self.forget_those_over();
+        }
+        let place = match self.vacant.first() {
+            Some(&place) => place,
+            None => {
+                let pools = self.private.len();
+                let place = u16::try_from(pools).ok().filter(|&place| place < POOLS_MAX);
+                place.ok_or(AllocError::TooManyPools { pools })?
+            }
+        };
+        let id = (0, NEXT_POOL.fetch_add(1, Ordering::Relaxed));
+        if usize::from(place) == self.private.len() {
+            self.private.push(None);
+        }
+        self.vacant.remove(&place);
+        self.private[usize::from(place)] = Some(Private::new(place, id, options));
+        if options.use_on_oom {
+            self.lenders.insert(place);
+        }
+        Ok(PoolKey { id, place })
+    }
+}
+
+/// The place of the private pool that a heap pool belongs to.
+fn place_of(number: u16) -> Option<u16> {
+    Some(number.checked_sub(FIRST)? / NUMBERS)
 }
 
 impl Private {
     /// A new record for a place of the table.
-    fn new(at: u16, id: (u64, u64), options: PoolOptions) -> Private {
-        let first = 4 * at + 2;
-        let (numbers, beside_graphs) = ([first, first + 1], [first + 2, first + 3]);
-        Private { id, numbers, beside_graphs, options, open: true, graphs: Graphs::default() }
+    fn new(place: u16, id: (u64, u64), options: PoolOptions) -> Private {
+        let first = NUMBERS * place + FIRST;
+        Private {
+            id,
+            numbers: [first, first + 1],
+            beside_graphs: [first + 2, first + 3],
+            options,
+            open: true,
+            graphs: Graphs::default(),
+            regions: BTreeMap::new(),
+            routes: 0,
+        }
     }
 
     /// All numbers of the pool in the heap.
@@ -115,6 +313,11 @@ impl Private {
         self.numbers.contains(&number) && self.graphs.any()
     }
 
+    /// True if a graph captured here may use it, so that it must stay.
+    fn keeps_for_our_graphs(&self, number: u16) -> bool {
+        self.numbers.contains(&number) && self.graphs.any_of_ours()
+    }
+
     /// The heap pools of a kind whose free memory other requests may take.
     pub(crate) fn lent(&self, kind: PoolKind) -> impl Iterator<Item = u16> {
         let lends = self.open && self.options.use_on_oom;
@@ -126,12 +329,18 @@ impl Private {
         !self.open && !self.graphs.any()
     }
 
-    /// Sets the options of its pools in an arena's heap.
-    pub(crate) fn set_up(&self, heap: &mut Heap) {
-        for number in self.numbers() {
-            let pool = &mut heap.pools[usize::from(number)];
-            (pool.no_split, pool.history_id) = (self.options.no_split, self.history_id());
-        }
+    #[cfg(test)]
+    pub(super) fn regions(&self) -> impl Iterator<Item = ((u16, u32), usize)> + '_ {
+        self.regions.iter().map(|(&place, &count)| (place, count))
+    }
+
+    #[cfg(test)]
+    pub(super) fn graphs_known(&self) -> usize {
+        self.graphs.known()
+    }
+
+    fn heap_options(&self) -> HeapPoolOptions {
+        HeapPoolOptions { no_split: self.options.no_split, history_id: self.history_id() }
     }
 
     /// The second half of its id, for history.
@@ -147,45 +356,41 @@ impl Core {
     }
 
     /// Closes a pool. Returns the launches that its memory waits for.
-    pub(super) fn close_pool(&mut self, id: (u64, u64)) -> Launched {
+    pub(super) fn close_pool(&mut self, key: PoolKey) -> Launched {
         let Core { pools, device: Some(device), .. } = self else { return Launched::default() };
-        let Some(private) = pools.private.iter_mut().find(|private| private.id == id) else {
-            return Launched::default();
-        };
+        let Some(private) = pools.find_mut(key) else { return Launched::default() };
         let now = device.wait_mark();
         private.open = false;
         private.graphs.close(now.clone());
-        private.graphs.launched(now)
+        let launched = private.graphs.launched(now);
+        pools.lenders.remove(&key.place);
+        pools.closed.insert(key.place);
+        pools.forget_if_over(key.place);
+        launched
     }
 
-    /// The launches that memory of closed pools still waits for, in the pools for which `of` is true.
-    pub(crate) fn awaited_launches(&self, of: impl Fn(u16) -> bool) -> Launched {
-        let closed = self.pools.private.iter().filter(|private| !private.open && private.numbers().any(&of));
+    /// The launches that memory of closed pools still waits for: of all of them, or of one.
+    pub(crate) fn awaited_launches(&self, of: Option<PoolKey>) -> Launched {
+        let closed =
+            self.pools.at(self.pools.closed.iter().copied().filter(|&place| of.is_none_or(|key| key.place == place)));
+        let closed = closed.filter(|private| of.is_none_or(|key| key.id == private.id) && private.graphs.any());
         closed.map(|private| self.launches_of(private)).fold(Launched::default(), Launched::and)
     }
 }
 
 impl Whole {
-    /// Adds a private pool and returns its id. It reuses the numbers of a closed pool that holds no memory and will not hold any again.
-    /// Requests routed to a pool before it was closed still have its numbers, so a pool with such requests is not reused.
-    pub(super) fn add_private(&mut self, options: PoolOptions) -> Result<(u64, u64), AllocError> {
-        let id = (0, NEXT_POOL.fetch_add(1, Ordering::Relaxed));
-        // A segment on its way back to the driver may return to the pool.
-        let with_memory = || self.heaps().flat_map(Heap::regions).map(|region| region.pool);
-        let holds_memory =
-            |private: &Private| with_memory().chain(self.releasing.iter().copied()).any(|pool| private.owns(pool));
-        let is_over = |private: &Private| private.is_released() && !self.pools.is_routed_to(private);
-        let unused = self.pools.private.iter().position(|private| is_over(private) && !holds_memory(private));
-        let at = unused.unwrap_or(self.pools.private.len());
-        let number =
-            u16::try_from(at).ok().filter(|&at| at < POOLS_MAX).ok_or(AllocError::TooManyPools { pools: at })?;
-        if unused.is_none() {
-            self.pools.private.push(Private::new(number, id, options));
-            self.arenas.iter_mut().for_each(|arena| arena.heap.add_private_pools());
-        }
-        self.pools.private[at] = Private::new(number, id, options);
-        let (core, arenas) = self.core_and_arenas();
-        arenas.iter_mut().for_each(|arena| core.pools.private[at].set_up(&mut arena.heap));
-        Ok(id)
+    /// The heap of a stream that has allocated, for a region to be added to a pool. [`PoolTable::note_region`] counts the region.
+    pub(crate) fn heap_with_pool(&mut self, slot: u32, pool: u16) -> &mut Heap {
+        let options = self.pools.owner_of(pool).map(Private::heap_options);
+        let heap = &mut self.arena(slot).heap;
+        options.into_iter().for_each(|options| heap.add_private_pool(pool, options));
+        heap
+    }
+
+    /// The heaps that have regions in some pools, each with the number of such a pool: the default pools first, then by pool.
+    pub(crate) fn heaps_with(&self, which: Which) -> impl Iterator<Item = (&Heap, u16)> + '_ {
+        let default = [0, 1].into_iter().filter(move |_| which.has_default());
+        let default = default.flat_map(|pool| self.heaps().map(move |heap| (heap, pool)));
+        default.chain(self.pools.with_regions(which).map(|(pool, slot)| (self.heap_of(slot), pool)))
     }
 }

@@ -40,9 +40,9 @@ impl Whole {
     /// one, so that segments of idle streams grow old, too.
     fn aged(&mut self) -> Vec<Place> {
         self.synchronize_searches();
-        let searches = self.heaps().map(|heap| heap.pools[usize::from(LARGE_POOL)].searches).max().unwrap_or(0);
+        let searches = self.heaps().map(|heap| heap.pools[LARGE_POOL].searches).max().unwrap_or(0);
         let age = |place: &Place| searches.saturating_sub(self.region(*place).age_base);
-        let segments: Vec<Place> = self.whole_segments(LARGE_POOL).collect();
+        let segments: Vec<Place> = self.heaps().flat_map(|heap| self.whole_segments_in(heap, LARGE_POOL)).collect();
         let total: u128 = segments.iter().map(|place| u128::from(age(place))).sum();
         // An average that was cut off would let segments go that are younger than it.
         let count = segments.len() as u128;

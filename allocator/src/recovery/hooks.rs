@@ -6,6 +6,8 @@
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -97,33 +99,34 @@ pub(crate) struct Hooks {
 #[derive(Default)]
 struct State {
     next: u64,
-    /// By descending priority.
-    reclaimers: Vec<Reclaimer>,
-    observers: Vec<(u64, Observer)>,
-    mapping_observers: Vec<(u64, MappingObserver)>,
+    /// By descending priority, and by number.
+    reclaimers: BTreeMap<(Reverse<i32>, u64), Reclaimer>,
+    /// By number.
+    observers: BTreeMap<u64, Observer>,
+    mapping_observers: BTreeMap<u64, MappingObserver>,
 }
 
 impl Hooks {
     pub(crate) fn add_reclaimer(self: &Arc<Self>, priority: i32, name: &str, reclaim: Reclaim) -> Registration {
         let mut state = self.state.lock();
         let number = state.number();
-        state.reclaimers.push(Reclaimer { number, priority, name: name.to_owned(), reclaim });
-        state.reclaimers.sort_by_key(|reclaimer| (std::cmp::Reverse(reclaimer.priority), reclaimer.number));
-        Registration { hooks: self.clone(), number }
+        let reclaimer = Reclaimer { number, priority, name: name.to_owned(), reclaim };
+        state.reclaimers.insert((Reverse(priority), number), reclaimer);
+        Registration { hooks: self.clone(), priority, number }
     }
 
     pub(crate) fn add_observer(self: &Arc<Self>, observe: Observer) -> Registration {
         let mut state = self.state.lock();
         let number = state.number();
-        state.observers.push((number, observe));
-        Registration { hooks: self.clone(), number }
+        state.observers.insert(number, observe);
+        Registration { hooks: self.clone(), priority: 0, number }
     }
 
     pub(crate) fn add_mapping_observer(self: &Arc<Self>, observe: MappingObserver) -> Registration {
         let mut state = self.state.lock();
         let number = state.number();
-        state.mapping_observers.push((number, observe));
-        Registration { hooks: self.clone(), number }
+        state.mapping_observers.insert(number, observe);
+        Registration { hooks: self.clone(), priority: 0, number }
     }
 
     pub(crate) fn about_to_unmap(&self, addr: u64, bytes: u64) {
@@ -135,8 +138,7 @@ impl Hooks {
     }
 
     fn tell(&self, change: &MappingChange) {
-        let observers: Vec<MappingObserver> =
-            self.state.lock().mapping_observers.iter().map(|(_, observe)| observe.clone()).collect();
+        let observers: Vec<MappingObserver> = self.state.lock().mapping_observers.values().cloned().collect();
         if observers.is_empty() {
             return;
         }
@@ -160,12 +162,12 @@ impl Hooks {
 
     /// The reclaimers, by descending priority.
     pub(crate) fn reclaimers(&self) -> Vec<Reclaimer> {
-        self.state.lock().reclaimers.clone()
+        self.state.lock().reclaimers.values().cloned().collect()
     }
 
     pub(crate) fn notify(&self, report: &OomReport) {
         let Some(_within) = Within::enter(&NOTIFYING) else { return };
-        let observers: Vec<Observer> = self.state.lock().observers.iter().map(|(_, observe)| observe.clone()).collect();
+        let observers: Vec<Observer> = self.state.lock().observers.values().cloned().collect();
         for observe in observers {
             contained(&"an observer of out-of-memory errors", || observe(report));
         }
@@ -219,6 +221,8 @@ fn message(panic: &(dyn Any + Send)) -> &str {
 #[must_use = "dropping the registration ends it"]
 pub struct Registration {
     hooks: Arc<Hooks>,
+    /// That of a reclaimer; otherwise 0.
+    priority: i32,
     number: u64,
 }
 
@@ -229,12 +233,9 @@ impl Drop for Registration {
         }
         let mut state = self.hooks.state.lock();
         // Taken out first and dropped after the lock, because values captured by a callback may call the allocator when dropped.
-        let reclaimer = state.reclaimers.iter().position(|reclaimer| reclaimer.number == self.number);
-        let reclaimer = reclaimer.map(|at| state.reclaimers.remove(at));
-        let observer = state.observers.iter().position(|&(number, _)| number == self.number);
-        let observer = observer.map(|at| state.observers.remove(at));
-        let mapping_observer = state.mapping_observers.iter().position(|&(number, _)| number == self.number);
-        let mapping_observer = mapping_observer.map(|at| state.mapping_observers.remove(at));
+        let reclaimer = state.reclaimers.remove(&(Reverse(self.priority), self.number));
+        let observer = state.observers.remove(&self.number);
+        let mapping_observer = state.mapping_observers.remove(&self.number);
         drop(state);
         drop((reclaimer, observer, mapping_observer));
     }
@@ -249,7 +250,7 @@ impl fmt::Debug for Registration {
 impl fmt::Debug for Hooks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = self.state.lock();
-        let reclaimers: Vec<_> = state.reclaimers.iter().map(|of| (of.priority, &of.name)).collect();
+        let reclaimers: Vec<_> = state.reclaimers.values().map(|of| (of.priority, &of.name)).collect();
         f.debug_struct("Hooks").field("reclaimers", &reclaimers).field("observers", &state.observers.len()).finish()
     }
 }

@@ -26,6 +26,7 @@ use crate::backing::segments::Growth;
 use crate::config::CrossStream;
 use crate::error::AllocError;
 use crate::heap::kind_of;
+use crate::pools::table::Which;
 use crate::recovery::oom::Tried;
 use crate::shell::core::{Granted, Request};
 
@@ -114,7 +115,7 @@ impl Allocator {
             return None;
         }
         let mut whole = self.shell().whole();
-        let lenders = whole.pools.private.iter();
+        let lenders = whole.pools.lenders();
         let pools: Vec<u16> = lenders.flat_map(|private| private.lent(kind_of(request.pool))).collect();
         pools.into_iter().find_map(|pool| whole.take_own(&Request { pool, is_regular: false, ..*request }))
     }
@@ -135,7 +136,7 @@ impl Allocator {
     }
 
     fn wait_for_pending(&self, request: &Request, _: &mut Tried) -> Rung {
-        if !self.synchronize_pending(|_| true)? {
+        if !self.synchronize_pending(Which::All)? {
             return Ok(None);
         }
         self.search_again(request)
@@ -147,10 +148,10 @@ impl Allocator {
 
     fn release_and_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
         self.device().settle();
-        let launched = self.shell().core().awaited_launches(|_| true);
+        let launched = self.shell().core().awaited_launches(None);
         self.wait_for_launched(&launched)?;
         tried.released += self.release_where(|whole| whole.releasable())?;
-        self.synchronize_free(|_| true)?;
+        self.synchronize_free(Which::All)?;
         tried.released += self.release_granules_for(request, tried)?;
         self.shell().count(|counters| &counters.num_alloc_retries);
         self.try_grow(request, tried)
@@ -166,14 +167,13 @@ impl Allocator {
             }
             return Ok(0);
         }
-        let pools = self.shell().whole().unpromised_pools();
-        self.trim_paged(0, &|pool| pools.contains(&pool))
+        self.trim_paged(0)
     }
 
     fn reclaim(&self, request: &Request, tried: &mut Tried) -> Rung {
         let mut reclaimers = self.ask_reclaimers(request);
         while reclaimers.ask() {
-            self.synchronize_pending(|_| true)?;
+            self.synchronize_pending(Which::All)?;
             if let Some(granted) = self.search_again(request)? {
                 return Ok(Some(granted));
             }

@@ -5,6 +5,7 @@
 //! rounds; the second asks for at least a granule or a segment. A reclaimer that freed nothing is not called again for that request.
 
 use std::cell::Cell;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
@@ -121,9 +122,10 @@ impl Allocator {
             request: ReclaimRequest { bytes: request.size, stream_id: request.slot, why: Mutex::default() },
             least_again,
             round: self.reclaimers().into_iter(),
-            spent: Vec::new(),
+            spent: HashSet::new(),
             fruitful: false,
             answers: Vec::new(),
+            by_name: HashMap::new(),
         }
     }
 
@@ -142,11 +144,13 @@ pub(crate) struct Asking<'a> {
     /// The reclaimers that are still to be called in this round.
     round: std::vec::IntoIter<Reclaimer>,
     /// Numbers of the reclaimers that have nothing to free.
-    spent: Vec<u64>,
+    spent: HashSet<u64>,
     /// True if any reclaimer freed something in this round.
     fruitful: bool,
     /// What each did so far, in the order in which they were first called.
     answers: Vec<Reclaimed>,
+    /// Their places among these.
+    by_name: HashMap<String, usize>,
 }
 
 impl Asking<'_> {
@@ -161,7 +165,7 @@ impl Asking<'_> {
                 let freed = run(&reclaimer, &self.request);
                 self.note(&reclaimer.name, freed);
                 if freed.unwrap_or(0) == 0 {
-                    self.spent.push(reclaimer.number);
+                    self.spent.insert(reclaimer.number);
                 }
                 self.fruitful |= freed.is_some_and(|freed| freed > 0);
                 if freed != Some(0) {
@@ -179,10 +183,11 @@ impl Asking<'_> {
     fn note(&mut self, name: &str, freed: Option<u64>) {
         let why = self.request.why.get_mut().take();
         let why = if freed.is_none() { Some("it panicked".to_owned()) } else { why };
-        let answer = match self.answers.iter_mut().find(|answer| answer.name == name) {
-            Some(answer) => answer,
-            None => self.answers.push_mut(Reclaimed { name: name.to_owned(), bytes: 0, why: None }),
-        };
+        let at = *self.by_name.entry(name.to_owned()).or_insert_with(|| {
+            self.answers.push(Reclaimed { name: name.to_owned(), bytes: 0, why: None });
+            self.answers.len() - 1
+        });
+        let answer = &mut self.answers[at];
         answer.bytes = answer.bytes.saturating_add(freed.unwrap_or(0));
         answer.why = why.or(answer.why.take());
     }

@@ -65,7 +65,7 @@ pub(crate) struct Core {
     /// Timelines by our own stream number.
     pub(crate) timelines: Vec<Option<Arc<Timeline>>>,
     pub(crate) waiting: WaitingList,
-    /// Streams that use a live block beside its own.
+    /// Streams that use a live block beside its own, in order.
     pub(crate) shared: BTreeMap<Place, Vec<u32>>,
     /// Live allocations of the raw interface, by address.
     pub(crate) raw: HashMap<u64, (&'static Arena, BlockId)>,
@@ -78,8 +78,6 @@ pub(crate) struct Core {
     pub(crate) unborrowed: u64,
     /// Segments that back each region: address and, for the snapshot, tag of the allocation that made them.
     pub(crate) segments: BTreeMap<u64, Tag>,
-    /// The pools of segments that are on their way back to the driver. If it refuses one, that returns to its pool.
-    pub(crate) releasing: Vec<u16>,
     /// Pinned memory, which stays where it is.
     pub(crate) pins: Pins,
     /// The state of mapped memory; `None` where memory comes in segments.
@@ -127,8 +125,8 @@ impl Core {
             if users.is_empty() {
                 arena.shared_blocks.fetch_add(1, Ordering::Relaxed);
             }
-            if !users.contains(&slot) {
-                users.push(slot);
+            if let Err(at) = users.binary_search(&slot) {
+                users.insert(at, slot);
             }
         }
     }

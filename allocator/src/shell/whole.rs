@@ -12,6 +12,7 @@ use crate::heap::{Block, Heap, Region};
 use crate::shell::arena::{Arena, Desk, Guard};
 use crate::shell::core::{Core, Granted, Place, Request};
 use crate::shell::{SharedFree, Shell};
+use crate::size_class::PoolKind;
 use crate::sync::MutexGuard;
 
 /// How often the work may pass from one thread to another, between two resets of peaks, before each arena counts for itself.
@@ -153,20 +154,15 @@ impl Whole {
         desk.crosses_streams = self.core.crosses_streams;
         desk.records_history = shell.history.lock().is_on();
         desk.heap.add_pools();
-        for private in &self.core.pools.private {
-            desk.heap.add_private_pools();
-            private.set_up(&mut desk.heap);
-        }
         guard.set_writer(self.core.writer);
         self.core.arenas.insert(at, arena);
         self.arenas.insert(at, guard);
         self.synchronize_searches();
     }
 
-    /// Raises every arena's number of searches, which is its clock for garbage collection, to the greatest of all.
+    /// Raises every arena's number of searches in the default pools, which is its clock for garbage collection, to the greatest of all.
     pub(crate) fn synchronize_searches(&mut self) {
-        let pools = self.arenas.first().map_or(0, |arena| arena.heap.pools.len());
-        for pool in 0..pools {
+        for pool in [PoolKind::Small as u16, PoolKind::Large as u16] {
             let latest = self.heaps().map(|heap| heap.pools[pool].searches).max().unwrap_or(0);
             self.arenas.iter_mut().for_each(|arena| arena.heap.pools[pool].searches = latest);
         }

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use super::{Block, BlockState, Nothing, Segment, Settings, Snapshot, TraceEntry};
 use crate::allocator::Allocator;
 use crate::backing::paged::{Owned, POOL};
-use crate::heap::{self, Heap, Region, State, kind_of};
+use crate::heap::{self, Heap, State, kind_of};
 use crate::history::{Action, Entry, Subject};
+use crate::pools::table::PoolTable;
 use crate::shell::whole::Whole;
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
@@ -56,15 +57,18 @@ struct Range {
     addr: u64,
     bytes: u64,
     home: u32,
-    pool: u16,
+    kind: PoolKind,
+    /// Id of the private pool; `(0, 0)` for the default ones.
+    pool: (u64, u64),
     is_paged: bool,
 }
 
-fn ranges_of(heap: &Heap) -> impl Iterator<Item = Range> + '_ {
+fn ranges_of<'a>(heap: &'a Heap, pools: &'a PoolTable) -> impl Iterator<Item = Range> + 'a {
     heap.regions().flat_map(|region| {
-        let Region { home, pool, .. } = *region;
-        let is_paged = region.is_paged();
-        heap.mapped_ranges(region).into_iter().map(move |(addr, bytes)| Range { addr, bytes, home, pool, is_paged })
+        let (home, kind, is_paged) = (region.home, kind_of(region.pool), region.is_paged());
+        let pool = pools.owner_of(region.pool).map_or((0, 0), |private| private.id);
+        let range = move |(addr, bytes)| Range { addr, bytes, home, kind, pool, is_paged };
+        heap.mapped_ranges(region).into_iter().map(range)
     })
 }
 
@@ -75,15 +79,12 @@ struct Copied {
     entries: Vec<Entry>,
     overwritten: u64,
     active_bytes: u64,
-    /// Kind and private pool of each pool of the heap, by number.
-    pools: Vec<(PoolKind, (u64, u64))>,
     /// Tags of segments, by address.
     tags: BTreeMap<u64, Tag>,
 }
 
 impl Whole {
     fn copy(&self) -> Copied {
-        let owner = |number: u16| self.pools.owner_of(number).map_or((0, 0), |private| private.id);
         let apart = || self.paged.iter().flat_map(|paged| paged.apart());
         let blocks_apart = apart().flat_map(|(range, owned)| {
             let border = range.start + owned.size;
@@ -104,19 +105,18 @@ impl Whole {
             addr: range.start,
             bytes: range.end - range.start,
             home: owned.slot,
-            pool: POOL,
+            kind: PoolKind::Large,
+            pool: (0, 0),
             is_paged: true,
         };
         let in_heaps = self.heaps().flat_map(|heap| heap.blocks.iter()).map(|(_, block)| *block);
         let history = self.shell.history.lock();
-        let numbers = 0..u16::try_from(2 + 4 * self.pools.private.len()).unwrap_or(u16::MAX);
         Copied {
-            ranges: self.heaps().flat_map(ranges_of).chain(apart().map(of_apart)).collect(),
+            ranges: self.heaps().flat_map(|heap| ranges_of(heap, &self.pools)).chain(apart().map(of_apart)).collect(),
             blocks: in_heaps.filter(|block| block.state.has_memory()).chain(blocks_apart).collect(),
             entries: history.entries().collect(),
             overwritten: history.overwritten(),
             active_bytes: self.in_use(),
-            pools: numbers.map(|number| (kind_of(number), owner(number))).collect(),
             tags: self.segments.clone(),
         }
     }
@@ -134,19 +134,13 @@ impl Copied {
             let inside = std::iter::from_fn(|| blocks.next_if(|block| block.addr < end));
             let blocks: Vec<Block> = inside.map(|block| snapshot_block(block, names)).collect();
             let tag = self.tags.get(&range.addr).copied().unwrap_or_default();
-            segments.push(segment(device, range, self.pools[usize::from(range.pool)], names.of(tag), blocks));
+            segments.push(segment(device, range, names.of(tag), blocks));
         }
         segments
     }
 }
 
-fn segment(
-    device: u32,
-    range: &Range,
-    (segment_type, segment_pool_id): (PoolKind, (u64, u64)),
-    user_metadata: Option<Arc<str>>,
-    blocks: Vec<Block>,
-) -> Segment {
+fn segment(device: u32, range: &Range, user_metadata: Option<Arc<str>>, blocks: Vec<Block>) -> Segment {
     let active = || blocks.iter().filter(|block| block.state.is_active());
     let live = blocks.iter().filter(|block| block.state == BlockState::ActiveAllocated);
     Segment {
@@ -157,8 +151,8 @@ fn segment(
         active_size: active().map(|block| block.size).sum(),
         requested_size: active().map(|block| block.requested_size).sum(),
         stream: range.home,
-        segment_type,
-        segment_pool_id,
+        segment_type: range.kind,
+        segment_pool_id: range.pool,
         is_expandable: range.is_paged,
         frames: Nothing,
         user_metadata,

@@ -2,6 +2,8 @@
 //!
 //! A clock is sparse: a stream that is not listed stands at 0, before its first operation.
 
+use crate::stream_map::StreamMap;
+
 /// A stream among those of all simulated devices of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct StreamKey {
@@ -12,46 +14,60 @@ pub(super) struct StreamKey {
 }
 
 /// Up to which operation of every stream something is ordered after.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Clock(
-    /// (stream, operation number on that stream), ordered by stream.
-    Vec<(StreamKey, u64)>,
+    /// The components by device. Copies share what is equal.
+    Vec<(u32, StreamMap)>,
 );
 
 impl Clock {
     /// The stream's component.
     pub(super) fn get(&self, stream: StreamKey) -> u64 {
-        self.0.binary_search_by_key(&stream, |&(listed, _)| listed).map_or(0, |index| self.0[index].1)
+        self.place(stream.device).map_or(0, |at| self.0[at].1.get(stream.stream))
     }
 
     /// Makes the stream's component at least `seq`.
     pub(super) fn raise(&mut self, stream: StreamKey, seq: u64) {
-        match self.0.binary_search_by_key(&stream, |&(listed, _)| listed) {
-            Ok(index) => self.0[index].1 = self.0[index].1.max(seq),
-            Err(index) => self.0.insert(index, (stream, seq)),
-        }
+        self.of(stream.device).raise(stream.stream, seq);
     }
 
     /// Makes this at least `other` in every component.
     pub(super) fn join(&mut self, other: &Clock) {
-        for &(stream, seq) in &other.0 {
-            self.raise(stream, seq);
+        for (device, streams) in &other.0 {
+            self.of(*device).join(streams);
         }
     }
 
-    /// Keeps only the components that pass.
-    pub(super) fn retain(&mut self, mut keep: impl FnMut(StreamKey, u64) -> bool) {
-        self.0.retain(|&(stream, seq)| keep(stream, seq));
+    /// Forgets the components that do not pass, save some beside others that do.
+    pub(super) fn forget_unless(&mut self, mut keep: impl FnMut(StreamKey, u64) -> bool) {
+        self.0.retain_mut(|&mut (device, ref mut streams)| {
+            streams.forget_unless(|stream, seq| keep(StreamKey { device, stream }, seq));
+            !streams.is_empty()
+        });
     }
 
     /// The components that are not 0.
     pub(super) fn iter(&self) -> impl Iterator<Item = (StreamKey, u64)> + '_ {
-        self.0.iter().copied()
+        self.0.iter().flat_map(|&(device, ref streams)| {
+            streams.entries().into_iter().map(move |(stream, seq)| (StreamKey { device, stream }, seq))
+        })
     }
 
     /// Forgets every component.
     pub(super) fn clear(&mut self) {
         self.0.clear();
+    }
+
+    fn place(&self, device: u32) -> Result<usize, usize> {
+        self.0.binary_search_by_key(&device, |&(listed, _)| listed)
+    }
+
+    fn of(&mut self, device: u32) -> &mut StreamMap {
+        let at = self.place(device).unwrap_or_else(|at| {
+            self.0.insert(at, (device, StreamMap::default()));
+            at
+        });
+        &mut self.0[at].1
     }
 }
 
@@ -74,7 +90,7 @@ mod tests {
         let all = [(key(0, 1), 2), (key(0, 2), 9), (key(0, 3), 5), (key(1, 1), 8)];
         assert_eq!(left.iter().collect::<Vec<_>>(), all);
         assert_eq!((left.get(key(0, 2)), left.get(key(1, 2))), (9, 0));
-        left.retain(|_, seq| seq > 2);
-        assert_eq!(left.get(key(0, 1)), 0);
+        left.forget_unless(|stream, _| stream.device == 1);
+        assert_eq!(left.iter().collect::<Vec<_>>(), [(key(1, 1), 8)]);
     }
 }

@@ -190,7 +190,7 @@ impl Detector {
 
     /// Drops the components that order nothing beyond what the host knows.
     pub(super) fn prune(&self, clock: &mut Clock) {
-        clock.retain(|stream, seq| !self.known.knows(stream, seq));
+        clock.forget_unless(|stream, seq| !self.known.knows(stream, seq));
     }
 
     /// Checks and notes an access of `epoch`, whose stream is ordered after `clock`.

@@ -3,32 +3,29 @@
 //! This is the clock of timelines, which count recorded events; the simulator's race detector has its own, which counts
 //! operations and must not trust this one.
 
+use crate::stream_map::StreamMap;
+
 /// For each stream, up to which tick everything is known to come before.
 ///
-/// An entry `(stream, n)` says: ordered after every tick of `stream` smaller than `n`. Absent means 0. A sorted vector:
-/// programs use few streams, and a clock is copied at each recorded event.
+/// An entry `(stream, n)` says: ordered after every tick of `stream` smaller than `n`. Absent means 0. A clock is copied at each recorded
+/// event; copies share what is equal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Clock(Vec<(u32, u64)>);
+pub struct Clock(StreamMap);
 
 impl Clock {
     /// Ticks of `stream` smaller than the result come before.
     pub fn of(&self, stream: u32) -> u64 {
-        self.0.binary_search_by_key(&stream, |&(id, _)| id).map_or(0, |at| self.0[at].1)
+        self.0.get(stream)
     }
 
     /// Notes that every tick of `stream` smaller than `n` comes before.
     pub(crate) fn raise(&mut self, stream: u32, n: u64) {
-        match self.0.binary_search_by_key(&stream, |&(id, _)| id) {
-            Ok(at) => self.0[at].1 = self.0[at].1.max(n),
-            Err(at) => self.0.insert(at, (stream, n)),
-        }
+        self.0.raise(stream, n);
     }
 
     /// Notes everything that `other` knows.
     pub(crate) fn merge(&mut self, other: &Clock) {
-        for &(stream, n) in &other.0 {
-            self.raise(stream, n);
-        }
+        self.0.join(&other.0);
     }
 }
 

@@ -87,7 +87,7 @@ pub struct Timeline {
 }
 
 /// The relation between a stream and the legacy default stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum StreamKind {
     /// The stream is the legacy stream, which waits for every blocking stream.
     Legacy,

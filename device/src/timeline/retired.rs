@@ -37,8 +37,8 @@ const ENDED: usize = 16;
 /// The timelines of a device's streams that are gone. Its locks are leaves.
 #[derive(Debug, Default)]
 pub(crate) struct Retired {
-    /// Timelines whose last event was recorded. The one whose work was not asked about for longest comes first.
-    closed: Mutex<VecDeque<Arc<Timeline>>>,
+    /// Timelines whose last event was recorded, by kind of stream. The one whose work was not asked about for longest comes first.
+    closed: Mutex<HashMap<StreamKind, VecDeque<Arc<Timeline>>>>,
     /// Timelines of ended threads' default streams, whose last events are still to be recorded.
     ended: Mutex<VecDeque<Arc<Timeline>>>,
     /// Timelines of streams that nobody uses any more, and that are destroyed once their last events can be recorded.
@@ -99,7 +99,7 @@ impl Retired {
 
     /// Keeps the timeline of a stream whose last event was recorded, and which is gone.
     fn keep(&self, timeline: Arc<Timeline>) {
-        self.closed.lock().push_back(timeline);
+        self.closed.lock().entry(timeline.kind).or_default().push_back(timeline);
     }
 
     /// Keeps the timeline of an ended thread's default stream. Makes no driver call.
@@ -157,9 +157,7 @@ impl Retired {
     }
 
     fn take(&self, kind: StreamKind) -> Option<Arc<Timeline>> {
-        let mut timelines = self.closed.lock();
-        let at = timelines.iter().position(|timeline| timeline.kind == kind)?;
-        timelines.remove(at)
+        self.closed.lock().get_mut(&kind)?.pop_front()
     }
 }
 

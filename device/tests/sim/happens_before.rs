@@ -84,14 +84,22 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(3000))]
 
     #[test]
-    fn the_first_race_is_found_exactly(steps in prop::collection::vec(step(), 1..50), seed in any::<u64>()) {
+    fn the_first_race_is_found_exactly(
+        steps in prop::collection::vec(step(), 1..50),
+        seed in any::<u64>(),
+        // How many other streams come and go before each stream is made, so that identities are close together or far apart.
+        others in prop_oneof![Just(0), Just(20), Just(60)],
+    ) {
         let driver = device(seed);
         let memory = driver.alloc(4096).unwrap();
         let blocks = |index: usize| index != 1 && index != 2;
-        let create = |index: usize| match index {
-            0 => RawStream::LEGACY,
-            _ if blocks(index) => driver.blocking_stream(),
-            _ => driver.stream(),
+        let create = |index: usize| {
+            (0..others).for_each(|_| driver.destroy_stream(driver.stream()).unwrap());
+            match index {
+                0 => RawStream::LEGACY,
+                _ if blocks(index) => driver.blocking_stream(),
+                _ => driver.stream(),
+            }
         };
         let mut streams: Vec<_> = (0..STREAMS).map(create).collect();
         let events: Vec<_> = (0..3).map(|_| driver.event()).collect();

@@ -37,3 +37,52 @@ fn bench_hands_blocks_over() {
     assert_eq!(names, ["aquifer", "offset-allocator"]);
     assert!(rows.iter().all(|row| row["ns_per_pair"].as_f64().unwrap() > 0.0 && bytes(row, "threads") == 2));
 }
+
+#[test]
+fn bench_scale_measures_each_operation_at_three_numbers() {
+    let measured = rows(0, &["bench", "--scale", "--quick", "--filter", "s"]);
+    let mut names: Vec<&str> = measured.iter().filter_map(|row| row["series"].as_str()).collect();
+    names.dedup();
+    assert_eq!(names, ["streams", "pools", "growables", "graphs"]);
+    for (series, least, of_it) in [
+        ("streams", 4, ["first block", "pair in turn", "drop"]),
+        ("pools", 8, ["make", "drop", "snapshot after"]),
+        ("growables", 8, ["make", "shrink", "drop, miss"]),
+        ("graphs", 8, ["capture", "launch", "pair after"]),
+    ] {
+        for operation in of_it.into_iter().chain(["pair", "miss", "snapshot", "fragmentation", "refusal"]) {
+            let row = |row: &&Value| row["series"] == series && row["operation"] == operation;
+            let found: Vec<&Value> = measured.iter().filter(row).collect();
+            let numbers: Vec<u64> = found.iter().map(|row| bytes(row, "n")).collect();
+            assert_eq!(numbers, [least, 4 * least, 16 * least], "{series}: {operation}");
+            for (at, row) in found.into_iter().enumerate() {
+                assert_eq!(row.as_object().unwrap().len(), 8);
+                assert_eq!(row["device"].as_str(), Some("sim:80GiB"));
+                assert!(row["ns_per_operation"].as_f64().unwrap() > 0.0);
+                assert_eq!(row["exponent"].is_null(), at == 0);
+                let hot = |key: &str| row[key].as_f64().unwrap();
+                assert!(hot("hot_p99_ns") <= hot("hot_max_ns"), "{row}");
+            }
+        }
+    }
+}
+
+#[test]
+fn bench_scale_measures_blocks_with_segments_too() {
+    for series in ["waiting", "live", "nothing"] {
+        let measured = rows(0, &["bench", "--scale", "--quick", "--filter", series, "--config", "backing:segments"]);
+        assert!(measured.iter().all(|row| row["series"].as_str() == Some(series)));
+        assert!(measured.iter().any(|row| row["operation"] == "miss"));
+        assert_eq!(measured.iter().any(|row| row["operation"] == "refusal"), series != "waiting");
+    }
+}
+
+#[test]
+fn bench_scale_shows_a_table_and_knows_its_series() {
+    let output = stress(&["bench", "--scale", "--quick", "--filter", "nothing"]);
+    let text = String::from_utf8(output.stdout.clone()).unwrap();
+    assert!(output.status.success() && text.contains("spin") && text.contains("exponent"), "{text}");
+    let output = stress(&["bench", "--scale", "--filter", "hot_1mib"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(errors(&output).contains("there are nothing, streams, pools"), "{}", errors(&output));
+}

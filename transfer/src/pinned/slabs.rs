@@ -90,6 +90,8 @@ type Index = BTreeSet<(usize, usize, u32)>;
 #[derive(Debug)]
 pub(super) struct Slabs<M> {
     slabs: Vec<Option<Slab<M>>>,
+    /// Places among them without a slab.
+    vacant_slabs: Vec<u32>,
     blocks: Vec<Block>,
     vacant: Vec<u32>,
     /// Resting blocks by class, the latest last.
@@ -105,6 +107,7 @@ impl<M> Default for Slabs<M> {
     fn default() -> Self {
         Slabs {
             slabs: Vec::new(),
+            vacant_slabs: Vec::new(),
             blocks: Vec::new(),
             vacant: Vec::new(),
             resting: Vec::new(),
@@ -274,14 +277,12 @@ impl<M> Slabs<M> {
 
     fn insert(&mut self, slab: Removed<M>) -> u32 {
         let Removed { start, bytes, grain, open, memory } = slab;
-        let vacant = self.slabs.iter().position(Option::is_none).unwrap_or(self.slabs.len());
-        let slab = Some(Slab { start, bytes, grain, open, memory });
-        match self.slabs.get_mut(vacant) {
-            Some(place) => *place = slab,
-            None => self.slabs.push(slab),
-        }
+        let slab = self.vacant_slabs.pop().unwrap_or_else(|| {
+            self.slabs.push(None);
+            number(self.slabs.len() - 1)
+        });
+        self.slabs[slab as usize] = Some(Slab { start, bytes, grain, open, memory });
         self.reserved += bytes;
-        let slab = number(vacant);
         let block = self.new_record(Block { slab, start, bytes, before: None, after: None, state: State::Free });
         self.list(block);
         block
@@ -300,6 +301,7 @@ impl<M> Slabs<M> {
             self.block_mut(block).state = State::Vacant;
             self.vacant.push(block);
             let Some(Slab { start, bytes, grain, open, memory }) = self.slabs[slab as usize].take() else { break };
+            self.vacant_slabs.push(slab);
             self.reserved -= bytes;
             left = left.saturating_sub(bytes);
             removed.push(Removed { start, bytes, grain, open, memory });

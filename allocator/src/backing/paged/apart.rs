@@ -7,8 +7,9 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
-use aquifer_device::{DeviceError, DevicePtr, RawPhysical, Reservation};
+use aquifer_device::{DeviceError, DevicePtr, RawPhysical, Reservation, Timeline};
 
 use crate::accounting::tally::Tally;
 use crate::allocator::Allocator;
@@ -16,7 +17,9 @@ use crate::backing::headroom::Refusal;
 use crate::backing::paged::carry_out::unmap_range;
 use crate::backing::paged::frames::Frame;
 use crate::backing::paged::granules::Purpose;
+use crate::backing::paged::retired::Retired;
 use crate::backing::paged::trim::unless_capturing;
+use crate::cross_stream::ticks::Use;
 use crate::error::AllocError;
 use crate::history::{Action, Actions, Subject};
 use crate::recovery::oom::Tried;
@@ -38,27 +41,6 @@ pub(crate) struct Owned {
     /// The stream that it was made for.
     pub(crate) slot: u32,
     pub(crate) tag: Tag,
-}
-
-/// Memory that its owner gave up.
-#[derive(Debug)]
-pub(crate) struct Retired {
-    /// First address of the reservation that it is in.
-    pub(crate) base: u64,
-    pub(crate) range: Range<u64>,
-    /// Streams that used it, and where their timelines must have got to.
-    pub(crate) uses: Vec<(u32, u64)>,
-    /// True if the owner is gone, so that the reservation goes, too.
-    pub(crate) whole: bool,
-    /// False if it never became usable, so that observers were not told of it.
-    pub(crate) was_told: bool,
-}
-
-impl Retired {
-    /// Memory of a growth that failed, which the driver neither gave access to nor unmapped again.
-    pub(crate) fn unusable(base: u64, range: Range<u64>) -> Retired {
-        Retired { base, range, uses: Vec::new(), whole: false, was_told: false }
-    }
 }
 
 impl Allocator {
@@ -117,7 +99,7 @@ impl Allocator {
     /// Unmaps retired memory that is known done. Its frames become spare; those of exportable memory go back to the device. Returns how
     /// many bytes went back.
     pub(crate) fn recycle_retired(&self) -> Result<u64, AllocError> {
-        if self.device().is_capturing() || self.shell().core().recyclable().is_none() {
+        if self.device().is_capturing() || !self.shell().core().is_recyclable() {
             return Ok(0);
         }
         // Exclusive, so that a reservation never goes before the last memory mapped in it.
@@ -125,11 +107,11 @@ impl Allocator {
         let mut released = 0;
         loop {
             let mut whole = self.shell().whole();
-            let Some(leaving) = whole.begin_recycling() else { return Ok(released) };
+            let Some(leaving) = whole.begin_recycling() else { break };
             drop(whole);
             let failed = self.unmap_leaving(&leaving);
             let mut whole = self.shell().whole();
-            let Freed { frames, addresses } = whole.settle_recycling(leaving, failed.is_none());
+            let frames = whole.settle_recycling(leaving, failed.is_none());
             let bytes = frames.iter().map(|&(_, bytes)| bytes).sum::<u64>();
             whole.leaving += bytes;
             drop(whole);
@@ -140,9 +122,11 @@ impl Allocator {
                 // A capture that began meanwhile.
                 return unless_capturing(Err(error)).map(|()| released).map_err(AllocError::from);
             }
-            if let Some((ptr, bytes)) = addresses
-                && let Err(error) = self.device().driver().unreserve(ptr, bytes)
-            {
+        }
+        loop {
+            let vacant = self.shell().core().take_vacant_reservation();
+            let Some((ptr, bytes)) = vacant else { return Ok(released) };
+            if let Err(error) = self.device().driver().unreserve(ptr, bytes) {
                 self.device().unreserve_later(Reservation { ptr, bytes, mapped: Vec::new() });
                 return Err(error.into());
             }
@@ -152,9 +136,7 @@ impl Allocator {
     /// Unmaps retired memory. Returns the error, if any; the memory is then mapped still, and stays retired.
     fn unmap_leaving(&self, leaving: &Leaving) -> Option<DeviceError> {
         let Retired { range, was_told, .. } = &leaving.retired;
-        if leaving.frames.is_empty() {
-            None
-        } else if *was_told {
+        if *was_told {
             unmap_range(self.device(), self.hooks(), range).err()
         } else {
             self.device().unmap(DevicePtr(range.start), range.end - range.start).err()
@@ -172,14 +154,6 @@ impl Allocator {
     }
 }
 
-/// Memory and addresses that are of no use any more.
-#[derive(Default)]
-struct Freed {
-    /// Frames that are of no use to others, with their bytes.
-    frames: Vec<(RawPhysical, u64)>,
-    addresses: Option<(DevicePtr, u64)>,
-}
-
 /// Retired memory while the driver unmaps it.
 struct Leaving {
     retired: Retired,
@@ -190,58 +164,51 @@ struct Leaving {
 impl Whole {
     /// Takes one piece of retired memory that is done off the list.
     fn begin_recycling(&mut self) -> Option<Leaving> {
-        let at = self.recyclable()?;
-        let paged = self.paged.as_mut()?;
-        let retired = paged.retired.swap_remove(at);
+        let Core { paged, timelines, .. } = &mut **self;
+        let paged = paged.as_mut().filter(|paged| paged.absent.is_none())?;
+        let retired = paged.retired.take_done(|slot| done_until(timelines, slot))?;
         let purpose = paged.purpose_of(retired.base)?;
         let frames = paged.forget_mapped(retired.range.start, retired.range.end - retired.range.start);
         Some(Leaving { retired, purpose, frames })
     }
 
-    /// Accounts for retired memory after the driver unmapped it, or failed to. Returns what is of no use any more.
-    fn settle_recycling(&mut self, leaving: Leaving, unmapped: bool) -> Freed {
+    /// Accounts for retired memory after the driver unmapped it, or failed to. Returns the frames that are of no use to others, with their
+    /// bytes.
+    fn settle_recycling(&mut self, leaving: Leaving, unmapped: bool) -> Vec<(RawPhysical, u64)> {
         let Leaving { retired, purpose, frames } = leaving;
-        let Some(paged) = &mut self.paged else { return Freed::default() };
+        let Some(paged) = &mut self.paged else { return Vec::new() };
         let Range { start, end } = retired.range;
         if !unmapped {
             paged.put_all(start, &frames);
-            paged.retired.push(retired);
-            return Freed::default();
+            paged.retired.put_back(retired);
+            return Vec::new();
         }
         paged.mapped_bytes[PoolKind::Large as usize] -= end - start;
         let slot = paged.owned.get(&retired.base).map_or(0, |owned| owned.slot);
+        paged.retired.forget(retired.base);
         let frames = if purpose == Purpose::Exportable {
             frames.into_iter().map(|frame| (frame.physical, end - start)).collect()
         } else {
             paged.spares.extend(frames);
             Vec::new()
         };
-        let addresses = retired.whole.then(|| {
-            paged.owned.remove(&retired.base);
-            (DevicePtr(retired.base), paged.remove_reservation(retired.base))
-        });
-        if start < end {
-            self.note_mapping(Action::SegmentUnmap, POOL, slot, start, end - start);
-            self.counters().num_device_free.add(1);
-        }
+        self.note_mapping(Action::SegmentUnmap, POOL, slot, start, end - start);
+        self.counters().num_device_free.add(1);
         self.account_for_granules();
-        Freed { frames, addresses }
+        frames
     }
 
     /// Adds the retired granules to those that ticks not known done keep from moving, by tick.
-    pub(crate) fn add_retired(&self, not_done: &mut BTreeMap<(u32, u64), u64>) {
-        let Some(paged) = &self.paged else { return };
-        for retired in &paged.retired {
-            for &(slot, after) in retired.uses.iter().filter(|&&(slot, after)| !self.is_known_done(slot, after)) {
-                *not_done.entry((slot, after)).or_default() +=
-                    (retired.range.end - retired.range.start).div_ceil(paged.granule);
-            }
+    pub(crate) fn add_retired(&self, not_done: &mut BTreeMap<Use, u64>) {
+        let ticks = self.paged.iter().flat_map(|paged| paged.retired.ticks());
+        for (tick, granules) in ticks.filter(|&((slot, after), _)| !self.is_known_done(slot, after)) {
+            *not_done.entry(tick).or_default() += granules;
         }
     }
 
     /// Bytes in blocks that are in use, memory apart included.
     pub(crate) fn in_use(&self) -> u64 {
-        let apart = self.paged.iter().flat_map(|paged| paged.owned.values()).map(|owned| owned.size).sum::<u64>();
+        let apart = self.paged.as_ref().map_or(0, |paged| paged.owned_bytes);
         apart + self.heaps().map(crate::heap::Heap::in_use).sum::<u64>()
     }
 
@@ -256,6 +223,7 @@ impl Whole {
         let Some(owned) = paged.owned.get_mut(&base) else { return };
         let before = *owned;
         (owned.size, owned.requested) = (size, requested);
+        paged.owned_bytes = paged.owned_bytes - before.size + size;
         let tally = Tally::Shared(self.shell);
         let subject = |size| Subject { addr: base, size, slot: before.slot, tag: before.tag, pool: 0 };
         let mut history = self.shell.history.lock();
@@ -271,20 +239,31 @@ impl Whole {
 }
 
 impl Core {
-    /// Index of retired memory that is done. An entry that ends its reservation comes last of all those in it.
-    fn recyclable(&self) -> Option<usize> {
-        // While the allocator sleeps there is nothing behind the addresses.
-        let retired = &self.paged.as_ref().filter(|paged| paged.absent.is_none())?.retired;
-        let is_done = |one: &Retired| one.uses.iter().all(|&(slot, after)| self.is_known_done(slot, after));
-        let is_last = |one: &Retired| !one.whole || retired.iter().filter(|other| other.base == one.base).count() == 1;
-        retired.iter().position(|one| is_done(one) && is_last(one))
+    /// True if retired memory is known done, or addresses may go back. Not while the allocator sleeps: nothing is behind the addresses then.
+    fn is_recyclable(&mut self) -> bool {
+        let Core { paged, timelines, .. } = self;
+        let paged = paged.as_mut().filter(|paged| paged.absent.is_none());
+        paged.is_some_and(|paged| paged.retired.any_done(|slot| done_until(timelines, slot)))
+    }
+
+    /// Forgets a reservation whose owner is gone and in which no memory is mapped. Returns its addresses and length.
+    fn take_vacant_reservation(&mut self) -> Option<(DevicePtr, u64)> {
+        let paged = self.paged.as_mut().filter(|paged| paged.absent.is_none())?;
+        let base = paged.retired.take_vacant()?;
+        paged.owned.remove(&base);
+        Some((DevicePtr(base), paged.remove_reservation(base)))
     }
 
     /// Retires a range of a reservation that its owner gives up and that the streams `users` used.
-    pub(crate) fn retire(&mut self, base: u64, range: Range<u64>, users: &[u32], whole: bool) {
+    pub(crate) fn retire(&mut self, base: u64, range: Range<u64>, users: &[u32]) {
         let uses = users.iter().map(|&slot| (slot, self.tick_of(slot))).collect();
-        if let Some(paged) = &mut self.paged {
-            paged.retired.push(Retired { base, range, uses, whole, was_told: true });
+        if let Some(paged) = self.paged.as_mut().filter(|_| !range.is_empty()) {
+            paged.retired.add(Retired { base, range, uses, was_told: true });
         }
     }
+}
+
+/// The tick that the stream's timeline is known to have reached. A stream that was never registered has no work to be waited for.
+fn done_until(timelines: &[Option<Arc<Timeline>>], slot: u32) -> u64 {
+    timelines.get(slot as usize).and_then(Option::as_ref).map_or(u64::MAX, |timeline| timeline.frontier())
 }

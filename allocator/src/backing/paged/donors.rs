@@ -8,12 +8,11 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::backing::paged::apart::POOL;
 use crate::backing::paged::granules::Paged;
 use crate::backing::paged::stranded::Stranded;
 use crate::backing::paged::window::Window;
 use crate::heap::{Block, BlockId, Heap, LastUses};
-use crate::pools::table::Private;
+use crate::pools::table::Which;
 use crate::shell::arena::Guard;
 use crate::shell::whole::Whole;
 
@@ -82,16 +81,16 @@ struct Candidate {
 }
 
 impl Whole {
-    /// Chooses frames of `wanted` granules that may move, if there are as many, from pools for which `from` is true, outside the window.
+    /// Chooses frames of `wanted` granules that may move, if there are as many, from some pools, outside the window.
     /// Each donor is one frame. They have more granules than wanted only if no frames have exactly as many.
-    pub(crate) fn donors(&mut self, wanted: u64, window: Option<&Window>, from: impl Fn(u16) -> bool) -> Donors {
+    pub(crate) fn donors(&mut self, wanted: u64, window: Option<&Window>, from: Which) -> Donors {
         let mut donors = Donors::default();
         if wanted == 0 || self.is_capturing() {
             return donors;
         }
         self.arenas.iter_mut().for_each(Guard::note_recent_uses);
         let Some(paged) = &self.paged else { return donors };
-        if from(POOL) {
+        if from.has_default() {
             self.add_retired(&mut donors.not_done);
         }
         let window = window.map_or(0..0, |window| {
@@ -117,7 +116,7 @@ impl Whole {
     }
 
     /// The free blocks that hold a whole frame, those at high addresses first. Most free blocks hold none.
-    fn candidates(&self, paged: &Paged, from: impl Fn(u16) -> bool) -> Vec<Candidate> {
+    fn candidates(&self, paged: &Paged, from: Which) -> Vec<Candidate> {
         let mut found = Vec::new();
         self.for_each_block_with_granules(paged.granule, from, |heap, id, block| {
             if !paged.whole_frames(heap.region(block.region).addr, &block.range()).range().is_empty() {
@@ -129,7 +128,7 @@ impl Whole {
     }
 
     /// Granules that lie wholly in free blocks of some pools, but belong to frames that do not.
-    pub(crate) fn stranded(&self, from: impl Fn(u16) -> bool) -> Stranded {
+    pub(crate) fn stranded(&self, from: Which) -> Stranded {
         let mut stranded = Stranded::default();
         let Some(paged) = &self.paged else { return stranded };
         self.for_each_block_with_granules(paged.granule, from, |heap, _, block| {
@@ -139,21 +138,14 @@ impl Whole {
     }
 
     /// Calls a function for each free block of some pools that is as large as a granule or larger and whose memory comes in granules.
-    fn for_each_block_with_granules(
-        &self,
-        granule: u64,
-        from: impl Fn(u16) -> bool,
-        mut with: impl FnMut(&Heap, BlockId, &Block),
-    ) {
-        for heap in self.heaps() {
-            for pool in (0..heap.pools.len()).filter_map(|pool| u16::try_from(pool).ok()).filter(|&pool| from(pool)) {
-                heap.free_blocks_from(pool, granule).for_each(|key| {
-                    let block = &heap.blocks[key.block()];
-                    if heap.region(block.region).is_paged() {
-                        with(heap, key.block(), block);
-                    }
-                });
-            }
+    fn for_each_block_with_granules(&self, granule: u64, from: Which, mut with: impl FnMut(&Heap, BlockId, &Block)) {
+        for (heap, pool) in self.heaps_with(from) {
+            heap.free_blocks_from(pool, granule).for_each(|key| {
+                let block = &heap.blocks[key.block()];
+                if heap.region(block.region).is_paged() {
+                    with(heap, key.block(), block);
+                }
+            });
         }
     }
 
@@ -195,20 +187,6 @@ impl Whole {
             }
         }
         passed_over
-    }
-
-    /// Returns a function that is true for pools whose granules may move. Granules of an open private pool do not move, not even for the
-    /// pool's own requests: a graph captured there uses its memory again whenever it is launched, and the allocator does not see that.
-    pub(crate) fn may_donate(&self) -> impl Fn(u16) -> bool + 'static {
-        let unpromised = self.unpromised_pools();
-        move |pool| unpromised.contains(&pool)
-    }
-
-    /// The pools whose free memory is promised to nobody: the default ones, and private pools that were closed, once no graph that they
-    /// served runs any more.
-    pub(crate) fn unpromised_pools(&self) -> Vec<u16> {
-        let released = self.pools.private.iter().filter(|private| private.is_released());
-        [0, 1].into_iter().chain(released.flat_map(Private::numbers)).collect()
     }
 }
 

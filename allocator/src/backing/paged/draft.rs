@@ -1,11 +1,10 @@
 //! The draft of a remap: which frames would move, and how many granules would be bought from the device. Nothing is changed or held yet.
 
-use std::collections::BTreeMap;
-
 use crate::backing::paged::donors::Donors;
 use crate::backing::paged::recurrence::Point;
 use crate::backing::paged::window::{self, Window};
 use crate::heap::{State, kind_of};
+use crate::pools::table::Which;
 use crate::shell::core::Request;
 use crate::shell::whole::Whole;
 use crate::size_class::PoolKind;
@@ -47,8 +46,6 @@ pub(crate) struct Draft {
     pub(crate) bought_though_movable: bool,
     /// Number of granules beyond the need that are mapped behind the window.
     pub(super) ahead: u64,
-    /// Bytes in waiting blocks, which other streams still use, by the tick that they wait for.
-    pub(crate) awaited: BTreeMap<(u32, u64), u64>,
 }
 
 impl Whole {
@@ -57,8 +54,7 @@ impl Whole {
     /// request's heap has no window.
     pub(crate) fn draft(&mut self, request: &Request, instead_of_moving: u64) -> Option<Draft> {
         // Waiting blocks do not count as in use: they could be had by waiting.
-        let (waiting, awaited) = self.awaited();
-        let in_use = (self.in_use() + request.size).saturating_sub(waiting);
+        let in_use = (self.in_use() + request.size).saturating_sub(self.waiting_held());
         let point = Point { requested: request.size, in_use };
         let paged = self.paged.as_ref()?;
         let (granule, at_hand) = (paged.granule, paged.spares.granules());
@@ -69,28 +65,19 @@ impl Whole {
             && need <= instead_of_moving / granule
             && self.buys_instead_of_moving(request.slot, &window, need, point)
         {
-            let (donors, awaited) = (Donors::default(), BTreeMap::new());
-            return Some(Draft {
-                window,
-                point,
-                donors,
-                spares,
-                buy: need,
-                bought_though_movable: true,
-                ahead: 0,
-                awaited,
-            });
+            let donors = Donors::default();
+            return Some(Draft { window, point, donors, spares, buy: need, bought_though_movable: true, ahead: 0 });
         }
         let reach = self.reach(&window, request.pool);
         // Granules moved ahead of need serve the next requests of the same kind. At most half of those that could move beyond the need do.
         let wanted = if need > 0 { need + 2 * reach } else { 0 };
-        let mut donors = self.donors(wanted, Some(&window), self.may_donate());
+        let mut donors = self.donors(wanted, Some(&window), Which::Unpromised);
         let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
         donors.truncate(need + ahead, granule);
         // Frames that give more than that are mapped whole rather than broken, if there is room.
         let ahead = donors.granules.saturating_sub(need).min(room(&window, granule));
         let buy = need.saturating_sub(donors.granules);
-        Some(Draft { window, point, donors, spares, buy, bought_though_movable: false, ahead, awaited })
+        Some(Draft { window, point, donors, spares, buy, bought_though_movable: false, ahead })
     }
 
     /// Bytes that the device must give for a request beyond the free memory here that may move. `None` if the request is not served from

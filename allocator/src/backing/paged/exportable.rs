@@ -109,7 +109,7 @@ impl Allocator {
         let slot = self.shell().enter(stream).arena.slot;
         self.refuse_unannounced_capture(slot)?;
         let core = self.shell().core();
-        let mut numbers = core.pools.find(private.id()).into_iter().flat_map(Private::numbers);
+        let mut numbers = core.pools.find(private.key()).into_iter().flat_map(Private::numbers);
         let pool = numbers.find(|&number| kind_of(number) == PoolKind::Large).unwrap_or(POOL);
         drop(core);
         let size = bytes.next_multiple_of(self.device().info().granularity_bytes.unwrap_or(ROUND_LARGE));

@@ -1,18 +1,19 @@
 //! The table of mapped memory: which frame is mapped at which address. Physical memory comes in frames and is counted in granules
 //! (`frames.rs`); physical memory and addresses are separate resources, and this table connects them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 use aquifer_device::{Device, DevicePtr, PhysicalOptions, Reservation};
 
-use crate::backing::paged::apart::{Owned, Retired};
+use crate::backing::paged::apart::Owned;
 use crate::backing::paged::capacity::Capacity;
 use crate::backing::paged::frame_size::FrameSize;
 use crate::backing::paged::frames::{Frame, LooseFrames, granules_of};
 use crate::backing::paged::pin::Pins;
 use crate::backing::paged::places::Places;
 use crate::backing::paged::recurrence::Recurrence;
+use crate::backing::paged::retired::RetiredMemory;
 use crate::backing::paged::sleep::Absent;
 use crate::backing::paged::stranded::Stranded;
 use crate::heap::BlockId;
@@ -31,16 +32,21 @@ pub(crate) struct Paged {
     pub(crate) access: Vec<u32>,
     /// Reservations, by their first address.
     reservations: BTreeMap<u64, Mapped>,
+    /// Bytes of those that are regions of heaps, and of the others.
+    heap_addresses: u64,
+    apart_addresses: u64,
     /// Owners of reservations outside of heaps, by the first address.
     pub(crate) owned: BTreeMap<u64, Owned>,
+    /// Bytes that they have.
+    pub(crate) owned_bytes: u64,
     /// Memory that such owners gave up.
-    pub(crate) retired: Vec<Retired>,
-    /// Ranges that have no memory while the allocator sleeps; `None` while it is awake.
+    pub(crate) retired: RetiredMemory,
+    /// Ranges that have no memory while the allocator sleeps, by address; `None` while it is awake.
     pub(crate) absent: Option<Vec<Absent>>,
     /// Frames that are mapped nowhere.
     pub(crate) spares: LooseFrames,
     /// Mappings that cannot be used and that the driver has not unmapped so far.
-    pub(crate) stuck: Vec<Stuck>,
+    pub(crate) stuck: VecDeque<Stuck>,
     /// Granules of spare frames that operations are working with.
     pub(crate) in_hands: u64,
     /// Bytes mapped for small and for large pools.
@@ -122,11 +128,14 @@ impl Paged {
             options,
             access: vec![ordinal],
             reservations,
+            heap_addresses: 0,
+            apart_addresses: 0,
             owned: BTreeMap::new(),
-            retired: Vec::new(),
+            owned_bytes: 0,
+            retired: RetiredMemory::new(granule),
             absent: None,
             spares,
-            stuck: Vec::new(),
+            stuck: VecDeque::new(),
             in_hands: 0,
             mapped_bytes: [0; 2],
             accounted: [0; 2],
@@ -144,14 +153,16 @@ impl Paged {
         // Exportable memory is one place, however large, so that there is one handle to export.
         let granule = if purpose == Purpose::Exportable { bytes } else { self.granule };
         let places = Places::new(usize::try_from(bytes / granule).unwrap_or(0));
+        *self.addresses_mut(purpose) += bytes;
         self.reservations.insert(addr, Mapped { bytes, purpose, kind, granule, places });
     }
 
     /// Forgets a reservation, and returns its length in bytes.
     pub(crate) fn remove_reservation(&mut self, addr: u64) -> u64 {
-        let removed = self.reservations.remove(&addr);
-        debug_assert!(removed.as_ref().is_some_and(|mapped| mapped.places.all().next().is_none()));
-        removed.map_or(0, |mapped| mapped.bytes)
+        let Some(Mapped { bytes, purpose, places, .. }) = self.reservations.remove(&addr) else { return 0 };
+        debug_assert!(places.all().next().is_none());
+        *self.addresses_mut(purpose) -= bytes;
+        bytes
     }
 
     /// Purpose of the reservation that starts at `addr`.
@@ -172,13 +183,17 @@ impl Paged {
 
     /// Bytes of reserved addresses.
     pub(crate) fn address_bytes(&self) -> u64 {
-        self.reservations.values().map(|mapped| mapped.bytes).sum()
+        self.heap_addresses + self.apart_addresses
     }
 
     /// Bytes of reserved addresses outside of heaps.
     pub(crate) fn apart_address_bytes(&self) -> u64 {
-        let apart = self.reservations.values().filter(|mapped| mapped.purpose != Purpose::Heap);
-        apart.map(|mapped| mapped.bytes).sum()
+        self.apart_addresses
+    }
+
+    /// The count of reserved bytes that a reservation is part of.
+    fn addresses_mut(&mut self, purpose: Purpose) -> &mut u64 {
+        if purpose == Purpose::Heap { &mut self.heap_addresses } else { &mut self.apart_addresses }
     }
 
     /// The reservation that a range lies in, and the places that it touches there.
@@ -286,9 +301,11 @@ impl Paged {
 
     /// The same, and those that have none only until the allocator wakes up.
     pub(crate) fn held_within(&self, range: &Range<u64>) -> Vec<Range<u64>> {
-        let absent = self.absent.iter().flatten().map(|absent| &absent.range);
-        let parts = absent.map(|absent| absent.start.max(range.start)..absent.end.min(range.end));
-        self.mapped_within(range).into_iter().chain(parts.filter(|part| part.start < part.end)).collect()
+        let absent = self.absent.as_deref().unwrap_or_default();
+        let first = absent.partition_point(|absent| absent.range.end <= range.start);
+        let touched = absent[first..].iter().map(|absent| &absent.range).take_while(|absent| absent.start < range.end);
+        let parts = touched.map(|absent| absent.start.max(range.start)..absent.end.min(range.end));
+        self.mapped_within(range).into_iter().chain(parts).collect()
     }
 
     /// The contiguous parts of a range, within a reservation, that have no memory.
@@ -304,17 +321,16 @@ impl Paged {
                 let start = base + place as u64 * mapped.granule;
                 start..start + frame.granules() * mapped.granule
             });
-            let stays = |frame: &Range<u64>| pins.are_in(frame.clone()) || self.is_unusable(frame.start);
+            let stays = |frame: &Range<u64>| pins.are_in(frame.clone()) || self.is_unusable(base, frame.start);
             joined(frames.filter(|frame| !stays(frame))).into_iter().map(|range| (range, mapped.kind))
         });
         ranges.collect()
     }
 
-    /// True if the frame mapped at an address never became usable, and the driver has not unmapped it so far.
-    fn is_unusable(&self, at: u64) -> bool {
-        let of_growth = |retired: &Retired| !retired.was_told && retired.range.contains(&at);
+    /// True if the frame mapped at an address of a reservation never became usable, and the driver has not unmapped it so far.
+    fn is_unusable(&self, base: u64, at: u64) -> bool {
         let is_stuck = |stuck: &Stuck| stuck.frames.iter().any(|frame| frame.contains(&at));
-        self.stuck.iter().any(is_stuck) || self.retired.iter().any(of_growth)
+        self.stuck.iter().any(is_stuck) || self.retired.is_unusable(base, at)
     }
 
     fn runs(&self, range: &Range<u64>, pick: impl Fn(bool) -> bool) -> Vec<Range<u64>> {

@@ -26,6 +26,7 @@ use crate::config::CrossStream;
 use crate::cross_stream::progress::{Pending, cannot_be_asked};
 use crate::error::AllocError;
 use crate::heap::kind_of;
+use crate::pools::table::Which;
 use crate::shell::core::Request;
 use crate::shell::whole::Whole;
 
@@ -280,7 +281,9 @@ impl Allocator {
                     if let Some(paged) = &mut whole.paged {
                         paged.add_reservation(ptr.0, bytes, kind_of(request.pool), Purpose::Heap);
                     }
-                    whole.arena(request.slot).heap.add_reservation(ptr.0, bytes, request.pool, granule);
+                    whole.pools.note_region(request.pool, request.slot);
+                    let heap = whole.heap_with_pool(request.slot, request.pool);
+                    heap.add_reservation(ptr.0, bytes, request.pool, granule);
                     return Ok(true);
                 }
                 Err(error) if error.kind == ErrorKind::OutOfAddresses || error.is_out_of_memory() => {
@@ -288,7 +291,7 @@ impl Allocator {
                         return Ok(false);
                     }
                     if bytes == least {
-                        self.give_addresses_back()?;
+                        self.give_addresses_back(Which::All)?;
                     }
                     bytes = (bytes / 4).next_multiple_of(granule).max(least);
                 }
@@ -393,7 +396,7 @@ impl Whole {
             return None;
         }
         let mut not_done = draft.donors.not_done.clone();
-        for (&tick, &bytes) in &draft.awaited {
+        for (tick, bytes) in self.awaited() {
             *not_done.entry(tick).or_default() += bytes / paged.granule;
         }
         self.first_enough(&not_done, draft.buy.max(self.reserved / STALL_SHARE / paged.granule))

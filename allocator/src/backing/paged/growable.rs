@@ -16,17 +16,19 @@ use aquifer_device::{DevicePtr, ErrorKind, Stream, Timeline};
 use crate::allocator::Allocator;
 use crate::backing::headroom::Refusal;
 use crate::backing::headroom::Room;
-use crate::backing::paged::apart::{POOL, Retired};
+use crate::backing::paged::apart::POOL;
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::granules::Purpose;
 use crate::backing::paged::grow::ROUNDS;
 use crate::backing::paged::layout::Largest;
+use crate::backing::paged::retired::Retired;
 use crate::backing::paged::{Gate, MemoryApart, Owned};
 use crate::buffer::DeviceBuffer;
 use crate::buffer::storage::{Memory, Storage};
 use crate::error::AllocError;
 use crate::history::Action;
 use crate::pools::capture::refuse_capture_apart;
+use crate::pools::table::Which;
 use crate::shell::core::Request;
 use crate::size_class::{PoolKind, REQUEST_LIMIT};
 use crate::tags::Tag;
@@ -158,7 +160,7 @@ impl Allocator {
             return Ok(Next::Finished(Err(refusal)));
         }
         let Some(paged) = &whole.paged else { return Ok(Next::Finished(Err(Refusal::Device))) };
-        if paged.retired.iter().any(|retired| retired.base == base && retired.range.start < range.end) {
+        if paged.retired.is_below(base, range.end) {
             // Another thread was recycling this memory when it was looked for, and could not unmap it.
             return Ok(Next::Again);
         }
@@ -166,7 +168,7 @@ impl Allocator {
         let fill = paged.unmapped_within(range);
         let lacks = fill.iter().map(|range| range.end - range.start).sum::<u64>() / granule;
         let spares = lacks.min(at_hand);
-        let donors = whole.donors(lacks - spares, None, whole.may_donate());
+        let donors = whole.donors(lacks - spares, None, Which::Unpromised);
         let buy = (lacks - spares).saturating_sub(donors.granules);
         if buy > 0 && may_ask {
             let ticks = whole.askable(&donors.not_done);
@@ -197,7 +199,7 @@ impl Allocator {
         if let Some(paged) = &mut whole.paged {
             // Nobody used it: the next call that recycles tries again to unmap it.
             let unusable = done.filled.iter().filter(|filled| !filled.usable);
-            paged.retired.extend(unusable.map(|filled| Retired::unusable(base, filled.range.clone())));
+            unusable.for_each(|filled| paged.retired.add(Retired::unusable(base, filled.range.clone())));
         }
         whole.account_for_granules();
         match done.error {
@@ -312,9 +314,7 @@ impl Growable {
         let mut whole = self.allocator().shell().whole();
         self.memory.set_bytes(bytes);
         whole.set_owned(self.ptr().0, size, bytes);
-        if size < before {
-            whole.retire(self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users, false);
-        }
+        whole.retire(self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users);
         let uses = if bytes < size { users } else { Vec::new() };
         let rest = uses.into_iter().map(|slot| (slot, whole.tick_of(slot))).collect();
         drop(whole);
@@ -361,29 +361,7 @@ impl Growable {
     fn take_retired(&self, size: u64) -> Vec<Retired> {
         let (base, end) = (self.ptr().0, self.ptr().0 + size);
         let mut core = self.allocator().shell().core();
-        let Some(paged) = &mut core.paged else { return Vec::new() };
-        let mut taken = Vec::new();
-        for at in (0..paged.retired.len()).rev() {
-            let retired = &mut paged.retired[at];
-            // Memory without uses was left by a growth that failed. It may lack access, so it is recycled first.
-            if retired.base != base || retired.range.start >= end || retired.uses.is_empty() {
-                continue;
-            }
-            let uses = retired.uses.clone();
-            taken.push(Retired {
-                base,
-                range: retired.range.start..retired.range.end.min(end),
-                uses,
-                whole: false,
-                was_told: true,
-            });
-            if retired.range.end > end {
-                retired.range.start = end;
-            } else {
-                paged.retired.swap_remove(at);
-            }
-        }
-        taken
+        core.paged.as_mut().map(|paged| paged.retired.take_below(base, end)).unwrap_or_default()
     }
 
     /// Retires the memory that a failed growth to `size` has got so far.
@@ -394,16 +372,16 @@ impl Growable {
         let Some(paged) = &mut core.paged else { return };
         let base = self.ptr().0;
         let (mut from, end) = (base + self.size(), base + size);
-        let known = retaken.iter().chain(&paged.retired).filter(|retired| retired.base == base);
+        let known = retaken.iter().chain(paged.retired.of(base));
         let mut known: Vec<Range<u64>> = known.map(|retired| retired.range.clone()).collect();
         known.sort_by_key(|range| range.start);
         known.push(end..end);
         for next in known {
             for range in paged.held_within(&(from..next.start.min(end))) {
-                paged.retired.push(Retired { base, range, uses: Vec::new(), whole: false, was_told: true });
+                paged.retired.add(Retired { base, range, uses: Vec::new(), was_told: true });
             }
             from = next.end;
         }
-        paged.retired.extend(retaken);
+        retaken.into_iter().for_each(|retired| paged.retired.add(retired));
     }
 }

@@ -19,7 +19,7 @@ pub(crate) struct MemoryApart {
     ptr: DevicePtr,
     /// Requested bytes.
     bytes: AtomicU64,
-    /// Streams that use it: the one that it was made for, and then the others.
+    /// Streams that use it, in order: the one that it was made for, and others.
     users: Mutex<Vec<u32>>,
 }
 
@@ -67,8 +67,8 @@ impl MemoryApart {
         }
         let slot = self.allocator.shell().core().slot(stream);
         let mut users = self.users.lock();
-        if !users.contains(&slot) {
-            users.push(slot);
+        if let Err(at) = users.binary_search(&slot) {
+            users.insert(at, slot);
         }
         Ok(())
     }
@@ -82,6 +82,9 @@ impl Drop for MemoryApart {
         let mut whole = self.allocator.shell().whole();
         let size = whole.owned_size(self.ptr.0);
         whole.set_owned(self.ptr.0, 0, 0);
-        whole.retire(self.ptr.0, self.ptr.range(size), self.users.get_mut(), true);
+        whole.retire(self.ptr.0, self.ptr.range(size), self.users.get_mut());
+        if let Some(paged) = &mut whole.paged {
+            paged.retired.abandon(self.ptr.0);
+        }
     }
 }

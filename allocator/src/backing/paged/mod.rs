@@ -27,6 +27,7 @@
 //! | `milestones.rs` | events recorded in time, so that the host knows what is done |
 //! | `peers.rs` | access of other devices |
 //! | `apart.rs` | memory outside of heaps, and its way back |
+//! | `retired.rs` | such memory that was given up, by the ticks that it waits for |
 //! | `memory_apart.rs` | what the handles of such memory share |
 //! | `growable.rs` | memory that grows in place |
 //! | `exportable.rs` | memory whose handle other processes can have |
@@ -68,6 +69,7 @@ mod places;
 mod plan;
 mod probe;
 mod recurrence;
+mod retired;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 mod settle;

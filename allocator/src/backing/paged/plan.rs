@@ -14,6 +14,7 @@ use crate::backing::paged::layout::Largest;
 use crate::backing::paged::recurrence::Point;
 use crate::backing::paged::window::Window;
 use crate::heap::{BlockId, Holding, State, kind_of};
+use crate::pools::table::Which;
 use crate::shell::core::Request;
 use crate::shell::whole::Whole;
 
@@ -108,7 +109,7 @@ impl Whole {
         bought_though_movable: bool,
     ) -> Largest {
         let (reserved, growing) = (self.reserved, self.growing.now());
-        let stranded = (buy > 0 && !bought_though_movable).then(|| self.stranded(self.may_donate()));
+        let stranded = (buy > 0 && !bought_though_movable).then(|| self.stranded(Which::Unpromised));
         let settled = self.peak_has_settled();
         let Some(paged) = self.paged.as_mut() else { return Largest::GRANULE };
         let granules = |bytes: u64| bytes / paged.granule;

@@ -97,7 +97,7 @@ impl Whole {
         let frames: Vec<Range<u64>> = frames.filter(|frame| range.contains(&frame.start)).collect();
         if !frames.is_empty() {
             if let Some(paged) = &mut self.paged {
-                paged.stuck.push(Stuck { arena: request.slot, block: id, frames });
+                paged.stuck.push_back(Stuck { arena: request.slot, block: id, frames });
             }
             return None;
         }

@@ -14,8 +14,10 @@ use crate::backing::paged::carry_out::unmap_range;
 use crate::backing::paged::donors::Donor;
 use crate::backing::paged::frames::{Frame, LooseFrames};
 use crate::error::AllocError;
-use crate::heap::{State, kind_of};
+use crate::heap::kind_of;
 use crate::history::Action;
+use crate::pools::table::Which;
+use crate::shell::core::Place;
 use crate::shell::whole::Whole;
 
 /// Frames on their way back to the device.
@@ -31,19 +33,19 @@ struct Leaving {
 }
 
 impl Allocator {
-    /// Gives free frames back to the device, spare ones first, until at most `target` bytes are held from it or none is left in the pools
-    /// for which `of` is true. Returns how many bytes went back. Frames that are not known done stay.
-    pub(crate) fn trim_paged(&self, target: u64, of: &impl Fn(u16) -> bool) -> Result<u64, AllocError> {
+    /// Gives free frames that are promised to nobody back to the device, spare ones first, until at most `target` bytes are held from it or
+    /// none is left. Returns how many bytes went back. Frames that are not known done stay.
+    pub(crate) fn trim_paged(&self, target: u64) -> Result<u64, AllocError> {
         let recycled = self.recycle_retired()?;
-        Ok(recycled + self.trim_free(target, true, of)?)
+        Ok(recycled + self.trim_free(target, true, Which::Unpromised)?)
     }
 
     /// Gives the free frames of some pools back to the device. Spare frames and memory apart stay: they belong to no pool.
-    pub(crate) fn trim_pools(&self, of: &impl Fn(u16) -> bool) -> Result<u64, AllocError> {
-        self.trim_free(0, false, of)
+    pub(crate) fn trim_pools(&self, which: Which) -> Result<u64, AllocError> {
+        self.trim_free(0, false, which)
     }
 
-    fn trim_free(&self, target: u64, spares_too: bool, of: &impl Fn(u16) -> bool) -> Result<u64, AllocError> {
+    fn trim_free(&self, target: u64, spares_too: bool, which: Which) -> Result<u64, AllocError> {
         let stuck = self.take_stuck_back();
         let _gate = self.gate()?.shared();
         let mut whole = self.shell().whole();
@@ -51,7 +53,7 @@ impl Allocator {
         if whole.is_asleep() {
             return Ok(0);
         }
-        let mut leaving = whole.begin_trim(target, spares_too, of);
+        let mut leaving = whole.begin_trim(target, spares_too, which);
         drop(whole);
         let (mut unmapped, mut failed) = (0, None);
         for (range, frames) in &leaving.ranges {
@@ -66,7 +68,7 @@ impl Allocator {
         let mut whole = self.shell().whole();
         whole.settle_trim(leaving, unmapped);
         drop(whole);
-        let addresses = self.give_addresses_back();
+        let addresses = self.give_addresses_back(if spares_too { Which::All } else { which });
         match failed {
             Some(error) => Err(error.into()),
             None => stuck.and(addresses).map(|()| released * granule),
@@ -87,8 +89,8 @@ impl Allocator {
         if whole.is_asleep() {
             return Ok(());
         }
-        let Some(paged) = whole.paged.as_mut().filter(|paged| !paged.stuck.is_empty()) else { return Ok(()) };
-        let mut stuck = paged.stuck.remove(0);
+        let Some(paged) = &mut whole.paged else { return Ok(()) };
+        let Some(mut stuck) = paged.stuck.pop_front() else { return Ok(()) };
         // This call works with them from here on. The table lists them as mapped until they are unmapped.
         let in_hands = stuck.bytes() / paged.granule;
         paged.in_hands += in_hands;
@@ -113,7 +115,7 @@ impl Allocator {
         if stuck.frames.is_empty() {
             whole.arena(stuck.arena).heap.unhold_as_hole(stuck.block);
         } else if let Some(paged) = &mut whole.paged {
-            paged.stuck.push(stuck);
+            paged.stuck.push_back(stuck);
         }
         whole.account_for_granules();
         Ok(unless_capturing(failed.map_or(Ok(()), Err))?)
@@ -130,12 +132,12 @@ impl Allocator {
         (before - loose.granules(), failed)
     }
 
-    /// Gives back reservations in which nothing is mapped.
-    pub(crate) fn give_addresses_back(&self) -> Result<(), AllocError> {
+    /// Gives back reservations of some pools in which nothing is mapped.
+    pub(crate) fn give_addresses_back(&self, which: Which) -> Result<(), AllocError> {
         // This also gives back reservations that could not go back before.
         self.device().settle();
         let mut whole = self.shell().whole();
-        let empty = whole.take_empty_reservations();
+        let empty = whole.take_empty_reservations(which);
         drop(whole);
         let mut failed = Ok(());
         for (addr, bytes) in empty {
@@ -148,12 +150,12 @@ impl Allocator {
         failed
     }
 
-    /// Waits until the free memory in the pools for which `of` is true is known done, and the launches that closed pools among them wait
-    /// for. Returns true if anything was not known done. Skips streams that cannot be waited for now.
-    pub(crate) fn synchronize_free(&self, of: impl Fn(u16) -> bool) -> Result<bool, AllocError> {
-        let launched = self.shell().core().awaited_launches(&of);
+    /// Waits until the free memory in some pools is known done, and the launches that closed pools among them wait for. Returns true if anything was not known done. Skips streams that cannot be waited for now.
+    pub(crate) fn synchronize_free(&self, which: Which) -> Result<bool, AllocError> {
+        let of = if let Which::Of(key) | Which::UnusedOf(key) = which { Some(key) } else { None };
+        let launched = self.shell().core().awaited_launches(of);
         self.wait_for_launched(&launched)?;
-        let waits = self.shell().whole().free_not_done(of);
+        let waits = self.shell().whole().free_not_done(which);
         self.synchronize_all(&waits)?;
         Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
     }
@@ -165,24 +167,23 @@ pub(crate) fn unless_capturing(unmapped: Result<(), DeviceError>) -> Result<(), 
 }
 
 impl Whole {
-    /// The streams that free memory in the pools for which `of` is true waits for, each with the tick that its timeline must reach.
-    pub(crate) fn free_not_done(&mut self, of: impl Fn(u16) -> bool) -> Vec<(Arc<Timeline>, u64)> {
+    /// The streams that free memory in some pools waits for, each with the tick that its timeline must reach.
+    pub(crate) fn free_not_done(&mut self, which: Which) -> Vec<(Arc<Timeline>, u64)> {
         let mut latest = BTreeMap::new();
-        self.donors(u64::MAX, None, &of).not_done.into_keys().for_each(|(slot, after)| {
+        self.donors(u64::MAX, None, which).not_done.into_keys().for_each(|(slot, after)| {
             latest.insert(slot, after);
         });
         latest.into_iter().filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
     }
 
-    fn begin_trim(&mut self, target: u64, spares_too: bool, of: &impl Fn(u16) -> bool) -> Leaving {
+    fn begin_trim(&mut self, target: u64, spares_too: bool, which: Which) -> Leaving {
         let excess = self.reserved.saturating_sub(target);
         let Some(paged) = &mut self.paged else { return Leaving::default() };
         let granule = paged.granule;
         let wanted = excess.div_ceil(granule);
         let loose = paged.spares.take(if spares_too { wanted } else { 0 });
-        let kept = self.pools.kept_for_our_graphs();
         let more = wanted.saturating_sub(loose.granules());
-        let donors = self.donors(more, None, |pool| of(pool) && !kept.contains(&pool));
+        let donors = self.donors(more, None, which);
         let donors = self.hold_all(donors.into_joined());
         let mut leaving = Leaving { bytes: loose.granules() * granule, loose, ..Leaving::default() };
         for donor in &donors {
@@ -226,20 +227,19 @@ impl Whole {
         self.account_for_granules();
     }
 
-    /// Takes reservations that consist of one hole out of the heaps. Returns their addresses and lengths.
-    fn take_empty_reservations(&mut self) -> Vec<(u64, u64)> {
-        let mut empty = Vec::new();
-        let (core, arenas) = self.core_and_arenas();
-        for arena in arenas {
-            let whole = arena.heap.holes().filter(|(_, hole)| !hole.is_split() && hole.state == State::Hole);
-            for id in whole.map(|(id, _)| id).collect::<Vec<_>>() {
-                let region = arena.heap.remove_reservation(id);
-                if let Some(paged) = &mut core.paged {
-                    paged.remove_reservation(region.addr);
-                }
-                empty.push((region.addr, region.bytes));
+    /// Takes reservations of some pools that consist of one hole out of the heaps. Returns their addresses and lengths.
+    fn take_empty_reservations(&mut self, which: Which) -> Vec<(u64, u64)> {
+        let holes = self.heaps_with(which).flat_map(|(heap, pool)| heap.holes_of(pool).map(move |hole| (heap, hole)));
+        let empty = holes.filter(|&(heap, hole)| !heap.blocks[hole].is_split() && heap.is_hole(hole));
+        let empty: Vec<Place> = empty.map(|(heap, block)| Place { arena: heap.home, block }).collect();
+        let regions = empty.into_iter().map(|place| {
+            let region = self.arena(place.arena).heap.remove_reservation(place.block);
+            self.pools.forget_region(region.pool, region.home);
+            if let Some(paged) = &mut self.paged {
+                paged.remove_reservation(region.addr);
             }
-        }
-        empty
+            (region.addr, region.bytes)
+        });
+        regions.collect()
     }
 }

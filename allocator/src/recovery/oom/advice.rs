@@ -151,8 +151,9 @@ impl Whole {
             advice.push(Advice::CrossStream { block: block.size });
         }
         // As they are lent: only blocks of the stream itself, except those that graphs may use.
-        let near = |number: u16| self.heaps().filter(|heap| heap.home == request.slot).map(move |heap| (heap, number));
-        for private in self.pools.private.iter().filter(|private| private.open && !private.owns(request.pool)) {
+        let home = self.heaps().find(|heap| heap.home == request.slot);
+        let near = |number: u16| home.map(|heap| (heap, number));
+        for private in self.pools.iter().filter(|private| private.open && !private.owns(request.pool)) {
             let lent = private.numbers().filter(|&number| !private.keeps_for_graphs(number));
             let lent = lent.filter(|&number| kind_of(number) == kind_of(request.pool)).flat_map(near);
             let blocks = lent.flat_map(|(heap, number)| heap.free_blocks(number).map(|key| &heap.blocks[key.block()]));

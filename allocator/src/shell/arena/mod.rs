@@ -330,7 +330,7 @@ impl Guard {
     #[inline(never)]
     fn note_always(&self, actions: Actions, id: BlockId) {
         let &Block { addr, requested: size, owner: slot, tag, pool, .. } = &self.desk.heap.blocks[id];
-        let pool = self.desk.heap.pools[usize::from(pool)].history_id;
+        let pool = self.desk.heap.pools[pool].options.history_id;
         self.arena.shell.history.lock().note(actions, Subject { addr, size, slot, tag: Tag(tag), pool });
     }
 

@@ -6,6 +6,7 @@
 
 mod crew;
 mod handover;
+mod scale;
 
 use std::time::Duration;
 
@@ -100,6 +101,9 @@ const BENCHMARKS: [Benchmark; 15] = [
 /// When there is nothing to measure, or standard output cannot be written.
 pub fn run(session: &Session, args: &BenchArgs) -> Result<Outcome, Failure> {
     let config = session.config()?;
+    if args.scale {
+        return scale::run(session, config, args);
+    }
     let chosen = chosen(args.filter.as_deref().unwrap_or_default());
     if chosen.is_empty() {
         let names: Vec<_> = BENCHMARKS.iter().map(|benchmark| benchmark.name).collect();

@@ -13,6 +13,7 @@ mod mappings;
 mod peaks;
 mod peers;
 mod pinned;
+mod scale;
 mod sleep;
 mod turns;
 mod waiting;

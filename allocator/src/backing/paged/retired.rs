@@ -1,0 +1,259 @@
+//! Memory apart from heaps that its owners gave up: which of it is done, and which reservations are of no use any more.
+//!
+//! Invariants: pieces of one reservation do not overlap; a reservation whose owner is gone is in `gone` while it has pieces, and in `vacant`
+//! afterwards, until its addresses are taken.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use crate::cross_stream::ticks::{TickIndex, Use};
+
+/// Memory that its owner gave up.
+#[derive(Debug)]
+pub(crate) struct Retired {
+    /// First address of the reservation that it is in.
+    pub(crate) base: u64,
+    /// Not empty.
+    pub(crate) range: Range<u64>,
+    /// Streams that used it, and where their timelines must have got to.
+    pub(crate) uses: Vec<Use>,
+    /// False if it never became usable, so that observers were not told of it.
+    pub(crate) was_told: bool,
+}
+
+impl Retired {
+    /// Memory of a growth that failed, which the driver neither gave access to nor unmapped again.
+    pub(crate) fn unusable(base: u64, range: Range<u64>) -> Retired {
+        Retired { base, range, uses: Vec::new(), was_told: false }
+    }
+
+    fn key(&self) -> Key {
+        (self.base, self.range.start)
+    }
+}
+
+/// The reservation of a piece, and its first address.
+type Key = (u64, u64);
+
+/// All memory that its owners gave up.
+#[derive(Debug, Default)]
+pub(crate) struct RetiredMemory {
+    granule: u64,
+    pieces: BTreeMap<Key, Retired>,
+    uses: TickIndex<Key>,
+    /// Reservations whose owners are gone, and which have pieces.
+    gone: BTreeSet<u64>,
+    /// Reservations whose owners are gone, and which have none.
+    vacant: Vec<u64>,
+}
+
+impl RetiredMemory {
+    pub(crate) fn new(granule: u64) -> RetiredMemory {
+        RetiredMemory { granule, ..RetiredMemory::default() }
+    }
+
+    /// True if no memory and no addresses are to go back.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.pieces.is_empty() && self.vacant.is_empty()
+    }
+
+    pub(crate) fn add(&mut self, retired: Retired) {
+        debug_assert!(!retired.range.is_empty() && !self.pieces.contains_key(&retired.key()));
+        self.uses.insert(retired.key(), self.granules(&retired), &retired.uses);
+        self.pieces.insert(retired.key(), retired);
+    }
+
+    /// Notes that a reservation's owner is gone, after it gave up all memory there.
+    pub(crate) fn abandon(&mut self, base: u64) {
+        if self.of(base).next().is_some() {
+            self.gone.insert(base);
+        } else {
+            self.vacant.push(base);
+        }
+    }
+
+    fn take(&mut self, key: Key) -> Option<Retired> {
+        let retired = self.pieces.remove(&key)?;
+        self.uses.remove(key, self.granules(&retired), &retired.uses);
+        Some(retired)
+    }
+
+    /// Takes a piece that is known done; `reached` gives for a stream the tick that its timeline is known to have reached.
+    pub(crate) fn take_done(&mut self, reached: impl Fn(u32) -> u64) -> Option<Retired> {
+        self.uses.advance(reached);
+        let key = *self.uses.done().first()?;
+        self.take(key)
+    }
+
+    /// True if a piece is known done, or addresses may go back.
+    pub(crate) fn any_done(&mut self, reached: impl Fn(u32) -> u64) -> bool {
+        self.uses.advance(reached);
+        !self.uses.done().is_empty() || !self.vacant.is_empty()
+    }
+
+    /// Puts a piece back that was taken as done: the driver did not unmap it.
+    pub(crate) fn put_back(&mut self, retired: Retired) {
+        // The owner may have gone meanwhile, and seen no pieces.
+        if let Some(at) = self.vacant.iter().position(|&base| base == retired.base) {
+            self.vacant.swap_remove(at);
+            self.gone.insert(retired.base);
+        }
+        self.add(retired);
+    }
+
+    /// Notes that a piece of a reservation that was taken as done is gone.
+    pub(crate) fn forget(&mut self, base: u64) {
+        if self.of(base).next().is_none() && self.gone.remove(&base) {
+            self.vacant.push(base);
+        }
+    }
+
+    /// Takes a reservation of no use any more.
+    pub(crate) fn take_vacant(&mut self) -> Option<u64> {
+        self.vacant.pop()
+    }
+
+    /// The pieces of a reservation, by address.
+    pub(crate) fn of(&self, base: u64) -> impl Iterator<Item = &Retired> + '_ {
+        self.pieces.range((base, 0)..=(base, u64::MAX)).map(|(_, retired)| retired)
+    }
+
+    /// True if a piece of a reservation begins below an address.
+    pub(crate) fn is_below(&self, base: u64, end: u64) -> bool {
+        self.of(base).next().is_some_and(|retired| retired.range.start < end)
+    }
+
+    /// Takes what of a reservation's pieces lies below `end` and has been in use.
+    pub(crate) fn take_below(&mut self, base: u64, end: u64) -> Vec<Retired> {
+        let below = self.pieces.range((base, 0)..(base, end));
+        // Memory without uses was left by a growth that failed. It may lack access, so it is recycled first.
+        let keys: Vec<Key> = below.filter(|(_, retired)| !retired.uses.is_empty()).map(|(&key, _)| key).collect();
+        let mut taken: Vec<Retired> = keys.into_iter().filter_map(|key| self.take(key)).collect();
+        if let Some(last) = taken.last_mut().filter(|last| last.range.end > end) {
+            let beyond = Retired { base, range: end..last.range.end, uses: last.uses.clone(), was_told: last.was_told };
+            last.range.end = end;
+            self.add(beyond);
+        }
+        taken
+    }
+
+    /// True if the memory at an address of a reservation never became usable.
+    pub(crate) fn is_unusable(&self, base: u64, at: u64) -> bool {
+        let before = self.pieces.range((base, 0)..=(base, at)).next_back();
+        before.is_some_and(|(_, retired)| retired.range.contains(&at) && !retired.was_told)
+    }
+
+    /// The ticks that pieces wait for, each with their granules.
+    pub(crate) fn ticks(&self) -> impl Iterator<Item = (Use, u64)> + '_ {
+        self.uses.ticks()
+    }
+
+    fn granules(&self, retired: &Retired) -> u64 {
+        (retired.range.end - retired.range.start).div_ceil(self.granule)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const GRANULE: u64 = 1 << 21;
+
+    fn piece(base: u64, granules: Range<u64>, uses: &[Use]) -> Retired {
+        let range = base + granules.start * GRANULE..base + granules.end * GRANULE;
+        Retired { base, range, uses: uses.to_vec(), was_told: true }
+    }
+
+    #[test]
+    fn addresses_are_vacant_once_the_owner_and_all_pieces_are_gone() {
+        let mut retired = RetiredMemory::new(GRANULE);
+        retired.add(piece(0, 1..3, &[(1, 5)]));
+        retired.add(piece(0, 0..1, &[(1, 6), (2, 1)]));
+        assert!(retired.take_done(|_| 0).is_none());
+        retired.abandon(0);
+        retired.abandon(GRANULE * 64);
+        assert_eq!((retired.take_vacant(), retired.take_vacant()), (Some(GRANULE * 64), None));
+        let reached = |slot| if slot == 1 { 6 } else { 0 };
+        assert_eq!(retired.take_done(reached).map(|one| one.range), Some(GRANULE..3 * GRANULE));
+        retired.forget(0);
+        assert!(retired.take_done(reached).is_none() && !retired.any_done(reached) && !retired.is_empty());
+        assert_eq!(retired.take_done(|_| 6).map(|one| one.range), Some(0..GRANULE));
+        retired.forget(0);
+        assert!(retired.any_done(|_| 0));
+        assert_eq!(retired.take_vacant(), Some(0));
+        assert!(retired.is_empty());
+    }
+
+    #[test]
+    fn addresses_of_a_piece_that_stayed_mapped_are_not_vacant() {
+        let mut retired = RetiredMemory::new(GRANULE);
+        retired.add(piece(0, 0..1, &[(1, 5)]));
+        let taken = retired.take_done(|_| 5).unwrap();
+        retired.abandon(0);
+        retired.put_back(taken);
+        assert_eq!(retired.take_vacant(), None);
+        assert!(retired.take_done(|_| 5).is_some());
+        retired.forget(0);
+        assert_eq!(retired.take_vacant(), Some(0));
+    }
+
+    #[test]
+    fn a_piece_that_is_taken_back_in_part_still_waits() {
+        let mut retired = RetiredMemory::new(GRANULE);
+        retired.add(piece(0, 1..5, &[(1, 5)]));
+        retired.add(Retired::unusable(0, 0..GRANULE));
+        let taken = retired.take_below(0, 2 * GRANULE);
+        assert_eq!(taken.iter().map(|one| one.range.clone()).collect::<Vec<_>>(), [GRANULE..2 * GRANULE]);
+        assert_eq!(retired.ticks().collect::<Vec<_>>(), [((1, 5), 3)]);
+        assert!(retired.is_unusable(0, GRANULE / 2) && !retired.is_unusable(0, 3 * GRANULE));
+        assert!(retired.is_below(0, GRANULE) && !retired.is_below(64 * GRANULE, u64::MAX));
+        assert_eq!(retired.of(0).count(), 2);
+    }
+
+    proptest! {
+        /// Owners give up and take back granules of their reservations; streams get further; what is done is recycled.
+        #[test]
+        fn behaves_like_a_list_of_granules(steps in prop::collection::vec((0..5_u8, 0..3_u64, 0..12_u64, 1..4_u64), 0..80)) {
+            let (mut retired, mut now, mut done) = (RetiredMemory::new(GRANULE), 1, 0);
+            // The tick that each granule waits for, by reservation and number.
+            let mut model: BTreeMap<(u64, u64), u64> = BTreeMap::new();
+            for (what, owner, from, count) in steps {
+                let base = owner * 64 * GRANULE;
+                match what {
+                    0 | 1 => {
+                        let vacant = (from..from + count).take_while(|&at| !model.contains_key(&(owner, at))).count() as u64;
+                        if vacant > 0 {
+                            retired.add(piece(base, from..from + vacant, &[(7, now)]));
+                            model.extend((from..from + vacant).map(|at| ((owner, at), now)));
+                        }
+                        now += 1;
+                    }
+                    2 => {
+                        let taken = retired.take_below(base, base + from * GRANULE);
+                        let granules = taken.iter().flat_map(|one| {
+                            let after = one.uses[0].1;
+                            (one.range.start - base..one.range.end - base).step_by(GRANULE as usize).map(move |at| (at / GRANULE, after))
+                        });
+                        let expected: Vec<_> = model.range((owner, 0)..(owner, from)).map(|(&(_, at), &after)| (at, after)).collect();
+                        prop_assert_eq!(granules.collect::<Vec<_>>(), expected);
+                        model.retain(|&(of, at), _| of != owner || at >= from);
+                    }
+                    3 => done = now - 1,
+                    _ => {
+                        while let Some(one) = retired.take_done(|_| done) {
+                            let (owner, base) = (one.base / 64 / GRANULE, one.base);
+                            for at in (one.range.start - base..one.range.end - base).step_by(GRANULE as usize) {
+                                prop_assert!(model.remove(&(owner, at / GRANULE)).is_some_and(|after| after <= done));
+                            }
+                        }
+                        prop_assert!(model.values().all(|&after| after > done));
+                    }
+                }
+                let listed: u64 = retired.ticks().filter(|&((_, after), _)| after > done).map(|(_, granules)| granules).sum();
+                prop_assert_eq!(listed, model.values().filter(|&&after| after > done).count() as u64);
+            }
+        }
+    }
+}
