@@ -94,7 +94,7 @@ impl Stream {
 
     /// The tick that stands for all work enqueued on the stream so far. No driver call.
     pub fn tick(&self) -> Tick {
-        Tick { timeline: self.0.timeline.clone(), n: self.0.timeline.now() }
+        self.0.timeline.tick()
     }
 
     /// True if later work of this stream is known to come after the tick. No driver call.

@@ -17,6 +17,7 @@ mod begun;
 mod capture;
 mod copy;
 mod counters;
+mod errands;
 mod error;
 mod host_vec;
 mod job;

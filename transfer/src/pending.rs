@@ -165,21 +165,29 @@ impl<T> Pending<T> {
     /// Continues with the transfer's value as soon as the transfer is enqueued: orders later work of `stream` after it, without waiting
     /// for the device, and calls `next`. Waits on the host only while threads are still enqueuing.
     ///
-    /// The host should not read the value in `next`, because it would have to wait. Device memory needs nothing further; page-locked
-    /// memory waits by itself when it is read.
+    /// Device memory in the value is ready on `stream` ([`OnStreams::ready_on`]): any work of `stream` may use it, and it may be dropped at
+    /// any time. The host should not read the value in `next`, because it would have to wait; page-locked memory waits by itself when it is
+    /// read.
     ///
     /// # Errors
     /// Those of the transfer so far, and of the driver. The transfer goes on.
-    pub fn then<R>(mut self, stream: &Stream, next: impl FnOnce(&Stream, T) -> R) -> Result<R, TransferError>
+    pub fn then<R>(self, stream: &Stream, next: impl FnOnce(&Stream, T) -> R) -> Result<R, TransferError>
     where
         T: OnStreams,
     {
+        let value = self.enqueued_for(stream)?;
+        value.ready_on(stream)?;
+        Ok(next(stream, value))
+    }
+
+    /// Orders later work of `stream` after the transfer, and gives its value, whose memory `stream` uses in turns.
+    pub(crate) fn enqueued_for(mut self, stream: &Stream) -> Result<T, TransferError> {
         for step in &self.steps {
             if let Some(tick) = step.enqueued()? {
                 stream.wait_for(&tick)?;
             }
         }
-        Ok(next(stream, self.value.take()?))
+        self.value.take()
     }
 
     /// Converts the transfer's value when it is taken.
@@ -378,16 +386,54 @@ impl Step {
     }
 }
 
-/// What streams can go on with before a transfer is complete: device memory, which carries its ticks, and what is built of it.
-pub trait OnStreams {}
+/// A value that streams can use before the transfer that gives it is complete: device memory, and types built of it.
+pub trait OnStreams {
+    /// Makes each piece of device memory in the value ready on `stream`, as [`aquifer_allocator::Storage::ready_on`] does: work of `stream`
+    /// may use it without turns, and it may be dropped at any time. A struct calls this for each of its fields.
+    ///
+    /// # Errors
+    /// Those of [`aquifer_allocator::Storage::ready_on`].
+    fn ready_on(&self, stream: &Stream) -> Result<(), TransferError>;
+}
 
-impl OnStreams for () {}
+impl OnStreams for () {
+    fn ready_on(&self, _stream: &Stream) -> Result<(), TransferError> {
+        Ok(())
+    }
+}
 
-impl<T> OnStreams for aquifer_allocator::DeviceBuffer<T> {}
+impl<T> OnStreams for aquifer_allocator::DeviceBuffer<T> {
+    fn ready_on(&self, stream: &Stream) -> Result<(), TransferError> {
+        Ok(self.storage().ready_on(stream)?)
+    }
+}
 
-impl<T: OnStreams> OnStreams for Vec<T> {}
+impl<T: OnStreams> OnStreams for Vec<T> {
+    fn ready_on(&self, stream: &Stream) -> Result<(), TransferError> {
+        self.iter().try_for_each(|value| value.ready_on(stream))
+    }
+}
 
-impl<T: OnStreams, U: OnStreams> OnStreams for (T, U) {}
+impl<T: OnStreams> OnStreams for Option<T> {
+    fn ready_on(&self, stream: &Stream) -> Result<(), TransferError> {
+        self.iter().try_for_each(|value| value.ready_on(stream))
+    }
+}
+
+impl<T: OnStreams, U: OnStreams> OnStreams for (T, U) {
+    fn ready_on(&self, stream: &Stream) -> Result<(), TransferError> {
+        self.0.ready_on(stream)?;
+        self.1.ready_on(stream)
+    }
+}
+
+impl<T: OnStreams, U: OnStreams, V: OnStreams> OnStreams for (T, U, V) {
+    fn ready_on(&self, stream: &Stream) -> Result<(), TransferError> {
+        self.0.ready_on(stream)?;
+        self.1.ready_on(stream)?;
+        self.2.ready_on(stream)
+    }
+}
 
 /// Woken by a thread of the runtime that sleeps until the device is done; nothing polls.
 impl<T> Future for Pending<T> {

@@ -22,18 +22,25 @@ use crate::error::TransferError;
 use crate::pending::{OnStreams, Pending};
 use crate::pinned::PinnedBuffer;
 use crate::runtime::Transfer;
+use crate::staging::guarded;
 use crate::tensor::{Tensor, To};
 
 /// A value that is sent to a device as a whole: a [`Tensor`], a `Vec` of numbers, page-locked memory, or tuples, arrays and `Option`s of
 /// these. Structs implement it by sending their fields and joining the transfers.
 ///
 /// ```
+/// use aquifer_device::Stream;
 /// use aquifer_transfer::{Batch, OnStreams, Pending, Tensor, Transfer, TransferError};
 /// struct Sample<T> {
 ///     image: T,
 ///     label: T,
 /// }
-/// impl OnStreams for Sample<Tensor> {}
+/// impl OnStreams for Sample<Tensor> {
+///     fn ready_on(&self, stream: &Stream) -> Result<(), TransferError> {
+///         self.image.ready_on(stream)?;
+///         self.label.ready_on(stream)
+///     }
+/// }
 /// impl Batch for Sample<Tensor> {
 ///     type OnDevice = Sample<Tensor>;
 ///     fn send(self, to: &Transfer) -> Result<Pending<Sample<Tensor>>, TransferError> {
@@ -87,8 +94,6 @@ impl<A: Batch, B: Batch> Batch for (A, B) {
     }
 }
 
-impl<T: OnStreams, U: OnStreams, V: OnStreams> OnStreams for (T, U, V) {}
-
 impl<A: Batch, B: Batch, C: Batch> Batch for (A, B, C) {
     type OnDevice = (A::OnDevice, B::OnDevice, C::OnDevice);
 
@@ -107,8 +112,6 @@ impl<B: Batch, const N: usize> Batch for [B; N] {
     }
 }
 
-impl<T: OnStreams> OnStreams for Option<T> {}
-
 impl<B: Batch> Batch for Option<B> {
     type OnDevice = Option<B::OnDevice>;
 
@@ -125,8 +128,10 @@ impl<B: Batch> Batch for Option<B> {
 /// A thread takes batches from the source and enqueues their copies on a stream of its own. The consumer's stream is
 /// ordered after each copy without waiting on the host.
 ///
-/// **Using a batch.** Use it on the stream that the prefetcher was made for, by work enqueued before the next batch is asked for. If other
-/// streams use it, that stream must be ordered after them.
+/// **Using a batch.** It is ready on the stream that the prefetcher was made for ([`OnStreams::ready_on`]): any work of that stream may use
+/// it, with or without turns, and it may be dropped at any time. Other streams use it in turns ([`aquifer_allocator::Turn`]). The bound below
+/// counts the batch's memory as free once that stream is done with the work enqueued before the next batch was asked for, so enqueue the work
+/// before that, and drop the batch.
 ///
 /// **Bounds.** On the device there is memory for at most `ahead` batches and the one in use: before the thread sends another batch, it waits
 /// until the device is done with the batch whose slot it takes. The source itself is one more batch ahead, on the host. So neither a fast
@@ -135,8 +140,8 @@ impl<B: Batch> Batch for Option<B> {
 /// **Errors and panics** arrive in the source's order, in the place of their batch. After an error, of the source or of sending a batch, the
 /// source is asked for its next batch. A panic, or the loss of the device, is the last item.
 ///
-/// **Dropping** the prefetcher ends the thread as soon as the source returns control. It waits for the thread unless that is inside the
-/// source, which may take any time.
+/// **Dropping** the prefetcher ends the thread as soon as the source, or [`Batch::send`], returns control. It waits for the thread unless
+/// that runs such code, which may take any time.
 ///
 /// **While the allocator sleeps**, or is about to, no batch is sent, and none is lost: asking for one returns
 /// [`aquifer_allocator::AllocError::Asleep`] until the allocator has woken up.
@@ -195,7 +200,8 @@ struct Whereabouts {
 enum State {
     #[default]
     Working,
-    InSource,
+    /// It runs code of the caller's, which may need the thread that drops the prefetcher.
+    Away,
     Ended,
 }
 
@@ -398,17 +404,30 @@ impl<B: Batch> Worker<B> {
                 Err(error) => error.is_device_lost() || matches!(error, TransferError::Panicked { .. }),
                 Ok(_) => false,
             };
-            if self.batches.send(sent).is_err() || over {
+            if let Err(unwanted) = self.batches.send(sent) {
+                self.away(|| drop(unwanted));
+                break;
+            }
+            if over {
                 break;
             }
         }
-        // The source is the caller's code, and so is its end.
-        self.at.set(State::InSource);
-        let ended = catch_unwind(AssertUnwindSafe(move || drop(source)));
-        self.at.set(State::Working);
-        if let Err(panic) = ended {
-            let _ = self.batches.send(Err(TransferError::panicked(SOURCE, panic.as_ref())));
+        if let Err(error) = self.contained(SOURCE, move || drop(source)) {
+            let _ = self.batches.send(Err(error));
         }
+    }
+
+    /// Runs code of the caller's.
+    fn away<R>(&self, run: impl FnOnce() -> R) -> R {
+        self.at.set(State::Away);
+        let result = run();
+        self.at.set(State::Working);
+        result
+    }
+
+    /// Runs code of the caller's that may panic.
+    fn contained<R>(&self, whose: &'static str, run: impl FnOnce() -> R) -> Result<R, TransferError> {
+        self.away(|| guarded(whose, || Ok(run())))
     }
 
     /// The source's next item. A panic is the last.
@@ -416,22 +435,31 @@ impl<B: Batch> Worker<B> {
         &self,
         source: &mut Option<impl Iterator<Item = Result<B, TransferError>>>,
     ) -> Option<Result<B, TransferError>> {
-        self.at.set(State::InSource);
-        let item = catch_unwind(AssertUnwindSafe(|| source.as_mut()?.next()));
-        self.at.set(State::Working);
-        item.unwrap_or_else(|panic| Some(Err(TransferError::panicked(SOURCE, panic.as_ref()))))
+        self.contained(SOURCE, || source.as_mut()?.next()).unwrap_or_else(|panicked| Some(Err(panicked)))
     }
 
     /// Waits for a slot and sends a batch; nothing if the prefetcher is gone.
     fn send(&mut self, batch: B) -> Result<Option<Pending<B::OnDevice>>, TransferError> {
+        let ready = self.get_ready();
+        match ready {
+            Ok(Some(_awake)) => {
+                let sent = self.contained("a batch that was to be sent", || batch.send(&self.transfer))??;
+                self.slot = None;
+                Ok(Some(sent))
+            }
+            unwanted => {
+                self.contained("a batch that was dropped", || drop(batch))?;
+                unwanted.map(|_| None)
+            }
+        }
+    }
+
+    /// Waits for a slot, and for the allocator to be awake; nothing if the prefetcher is gone.
+    fn get_ready(&mut self) -> Result<Option<Awake>, TransferError> {
         let Some(free_after) = self.slot.take().or_else(|| self.slots.recv().ok()) else { return Ok(None) };
         // The consumer gives slots back for batches that it got. So this one is kept here until the batch is on its way.
         self.slot.insert(free_after).synchronize()?;
-        let Some(_awake) = self.stay_awake() else { return Ok(None) };
-        let sent = catch_unwind(AssertUnwindSafe(|| batch.send(&self.transfer)))
-            .unwrap_or_else(|panic| Err(TransferError::panicked("a batch that was to be sent", panic.as_ref())))?;
-        self.slot = None;
-        Ok(Some(sent))
+        Ok(self.stay_awake())
     }
 
     /// Waits while the allocator sleeps, which would refuse the batch; then keeps it awake. Nothing if the prefetcher is gone.

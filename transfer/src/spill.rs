@@ -8,8 +8,9 @@
 //!   and not where something failed;
 //! * what is spilled has no other handle, so that giving it up frees its memory; its block waits for the copy by its ticks.
 //!
-//! Lock order: a buffer's lock may be held while device memory is asked for, which may ask the spiller, on this or another thread; so the
-//! spiller only tries buffers' locks, and passes over those that are taken. The list's lock is a leaf.
+//! Lock order: the spiller runs where device memory is asked for, whatever the asking thread has locked; so it only tries buffers' locks, and
+//! passes over those that are taken. Under a buffer's lock no device memory is asked for, because that runs reclaimers of others. The
+//! list's lock is a leaf.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -102,8 +103,9 @@ pub struct Spillable<T> {
     element: PhantomData<fn() -> T>,
 }
 
-/// A spillable buffer in use: it stays on the device until this is dropped. Enqueue work with it in turns ([`aquifer_allocator::Turn`]), as
-/// with any buffer. The work need not be done when this is dropped.
+/// A spillable buffer in use: it stays on the device until this is dropped. It is ready on the stream of the access
+/// ([`aquifer_allocator::Storage::ready_on`]): any work of that stream may use it. Other streams use it in turns
+/// ([`aquifer_allocator::Turn`]). The work need not be done when this is dropped.
 #[must_use = "the memory may go again once this is dropped"]
 pub struct Resident<'a, T> {
     entry: &'a Entry,
@@ -146,7 +148,8 @@ impl Spiller {
     /// memory exist, it stays on the device; a [`Growable`](aquifer_allocator::Growable) is one for all buffers made of it.
     ///
     /// # Errors
-    /// A buffer of another device, or of another allocator than the runtime's: to spill it would help that one. Elements without bytes.
+    /// A buffer of another device, or of another allocator than the runtime's: to spill it would help that one. Elements without bytes. A
+    /// turn of this thread with the buffer.
     pub fn add<T: Pod + Send + Sync>(
         &self,
         buffer: DeviceBuffer<T>,
@@ -159,6 +162,8 @@ impl Spiller {
             return Err(TransferError::Unsupported { what: "elements that have bytes" });
         }
         let bytes = buffer.cast().ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?;
+        // Spilling comes after what streams did with the buffer without turns.
+        buffer.storage().take_over()?;
         let entry = Arc::new(Entry {
             spiller: self.inner.clone(),
             priority,
@@ -304,26 +309,35 @@ impl Entry {
     fn access(&self, stream: &Stream) -> Result<DeviceBuffer<u8>, TransferError> {
         let transfer = &self.spiller.transfer;
         transfer.check_stream(stream)?;
-        let mut home = self.home.lock();
-        let buffer = match &*home {
-            Home::Device(buffer) => buffer.clone(),
-            Home::Host(host) => {
-                let mut buffer = transfer.allocator().alloc_buffer(host.bytes() as u64, stream)?;
-                drop(transfer.upload(host, &mut buffer)?);
-                self.spiller.returns.fetch_add(1, Ordering::Relaxed);
-                // The host memory goes back to its pool with the tick of the copy.
-                *home = Home::Device(buffer.clone());
-                buffer
-            }
-        };
-        self.users.fetch_add(1, Ordering::AcqRel);
-        Ok(buffer)
+        let mut memory: Option<DeviceBuffer<u8>> = None;
+        loop {
+            let mut home = self.home.lock();
+            let buffer = match (&*home, memory) {
+                (Home::Device(buffer), _) => buffer.clone(),
+                (Home::Host(host), Some(mut buffer)) => {
+                    drop(transfer.upload(host, &mut buffer)?);
+                    self.spiller.returns.fetch_add(1, Ordering::Relaxed);
+                    // The host memory goes back to its pool with the tick of the copy.
+                    *home = Home::Device(buffer.clone());
+                    buffer
+                }
+                (Home::Host(host), None) => {
+                    let bytes = host.bytes() as u64;
+                    drop(home);
+                    memory = Some(transfer.allocator().alloc_buffer(bytes, stream)?);
+                    continue;
+                }
+            };
+            self.users.fetch_add(1, Ordering::AcqRel);
+            return Ok(buffer);
+        }
     }
 }
 
 impl<T: Pod + Send + Sync> Spillable<T> {
-    /// The buffer on the device, brought back if it was spilled. It stays there while the result exists. Work enqueued in turns comes after
-    /// the copy; the host does not wait for it. Memory is allocated for `stream`.
+    /// The buffer on the device, brought back if it was spilled, and ready on `stream`. It stays there while the result exists. Later work of
+    /// `stream` comes after the copy and after what was noted of earlier accesses; the host does not wait for it. Accesses that exist at the
+    /// same time for several streams, and write, must be ordered by the caller.
     ///
     /// # Errors
     /// When device memory runs out although other buffers were spilled; a stream of another device; errors of the driver. The contents stay
@@ -332,6 +346,7 @@ impl<T: Pod + Send + Sync> Spillable<T> {
         let bytes = self.entry.access(stream)?;
         // Counted from here on, so that a failure below is undone by its end.
         let guard = InUse(&self.entry);
+        bytes.ready_on(stream)?;
         let buffer = bytes
             .cast()
             .ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })?;
@@ -370,6 +385,13 @@ impl Drop for InUse<'_> {
 
 impl<T> Drop for Resident<'_, T> {
     fn drop(&mut self) {
+        // Under the lock, so that no other access begins meanwhile. Where that is not possible, spilling waits for later work, too.
+        if let Some(_home) = self.entry.home.try_lock()
+            && self.entry.users.load(Ordering::Acquire) == 1
+            && let Err(error) = self.buffer.storage().end_ready()
+        {
+            tracing::debug!(%error, "a buffer is spilled after all work of the streams that used it");
+        }
         drop(InUse(self.entry));
     }
 }

@@ -5,6 +5,9 @@
 //! A lane ends when it has had nothing to do for a while. A timeline has few lanes; once all are busy, a request for a still earlier tick
 //! waits for the lane with the earliest tick.
 //!
+//! Wakers are foreign code, which may wait for any other transfer. A lane that has nothing else to do runs them itself, and is not listed
+//! meanwhile; one that has leaves them to another thread (`errands`).
+//!
 //! Invariants: a lane that is listed takes what is put into its queue; every signal put there is settled, at the latest with the error of
 //! a device that is lost.
 //!
@@ -22,6 +25,7 @@ use aquifer_device::fork::Mutex;
 use aquifer_device::{Code, DeviceError, Operation, Tick};
 use parking_lot::Condvar;
 
+use crate::errands;
 use crate::error::TransferError;
 
 /// How long a lane stays without work before its thread ends.
@@ -106,19 +110,18 @@ impl Signal {
         Poll::Pending
     }
 
-    fn settle(&self, result: Result<(), DeviceError>) {
-        let before = std::mem::replace(&mut *self.0.lock(), State::Settled(result));
-        if let State::Open(Some(waker)) = before {
-            wake(waker);
+    /// Answers, and gives the waker to be woken.
+    fn settle(&self, result: Result<(), DeviceError>) -> Option<Waker> {
+        match std::mem::replace(&mut *self.0.lock(), State::Settled(result)) {
+            State::Open(waker) => waker,
+            State::Settled(_) => None,
         }
     }
 }
 
-/// Wakers are foreign code: one that panics must not take a thread of the runtime with it.
+/// Wakers are foreign code, which may do anything.
 pub(crate) fn wake(waker: Waker) {
-    if catch_unwind(AssertUnwindSafe(|| waker.wake())).is_err() {
-        tracing::error!("a task's waker panicked");
-    }
+    errands::run("a task's waker", move || waker.wake());
 }
 
 impl Waiter {
@@ -144,7 +147,7 @@ impl Waiter {
         let (waiter, own) = (self.clone(), lane.clone());
         thread::Builder::new()
             .name("aquifer-waiter".to_owned())
-            .spawn(move || own.run(&waiter, key))
+            .spawn(move || errands::on_duty(|| own.run(&waiter, key)))
             .map_err(|cause| TransferError::Thread { what: "waking tasks", cause: Arc::new(cause) })?;
         listed.push(lane);
         Ok(signal)
@@ -161,10 +164,43 @@ fn guarded(wait: impl FnOnce() -> Result<(), DeviceError>) -> Result<(), DeviceE
 }
 
 impl Lane {
-    fn run(&self, waiter: &Waiter, key: Key) {
+    fn run(self: &Arc<Self>, waiter: &Waiter, key: Key) {
         while let Some(Entry { tick, signal }) = self.next(waiter, key) {
-            signal.settle(guarded(|| tick.synchronize()));
+            let Some(waker) = signal.settle(guarded(|| tick.synchronize())) else { continue };
+            drop((tick, signal));
+            if !self.leave(waiter, key) {
+                wake(waker);
+                continue;
+            }
+            errands::off_duty(|| wake(waker));
+            if !self.come_back(waiter, key) {
+                return;
+            }
         }
+    }
+
+    /// Takes the lane off the list, unless it has something to do. Nobody waits for it then.
+    fn leave(&self, waiter: &Waiter, key: Key) -> bool {
+        let mut lanes = waiter.lanes.lock();
+        let is_idle = self.queue.lock().entries.is_empty();
+        if is_idle && let Some(listed) = lanes.get_mut(&key) {
+            listed.retain(|lane| !std::ptr::eq(&raw const **lane, self));
+            if listed.is_empty() {
+                lanes.remove(&key);
+            }
+        }
+        is_idle
+    }
+
+    /// Lists the lane again, unless others have taken its place.
+    fn come_back(self: &Arc<Self>, waiter: &Waiter, key: Key) -> bool {
+        let mut lanes = waiter.lanes.lock();
+        let listed = lanes.entry(key).or_default();
+        let has_room = listed.len() < LANES_MAX;
+        if has_room {
+            listed.push(self.clone());
+        }
+        has_room
     }
 
     /// Takes an entry that need not wait for what the lane waits for, and gives any other one back.
@@ -195,17 +231,9 @@ impl Lane {
                 return Some(entry);
             }
             drop(queue);
-            let mut lanes = waiter.lanes.lock();
-            if !self.queue.lock().entries.is_empty() {
-                continue;
+            if self.leave(waiter, key) {
+                return None;
             }
-            if let Some(listed) = lanes.get_mut(&key) {
-                listed.retain(|lane| !std::ptr::eq(&raw const **lane, self));
-                if listed.is_empty() {
-                    lanes.remove(&key);
-                }
-            }
-            return None;
         }
     }
 }

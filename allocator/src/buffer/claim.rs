@@ -68,7 +68,10 @@ impl Claim {
     pub fn take(storage: &Arc<Storage>, kind: AccessKind) -> Result<Claim, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
         let keeper = Keeper::new(storage.memory().shell())?;
-        storage.hold_unclaimed(kind)?.claim(kind);
+        let mut uses = storage.hold_unclaimed(kind)?;
+        uses.note_free(None);
+        uses.claim(kind);
+        drop(uses);
         Ok(Claim { storage: storage.clone(), kind, _keeper: keeper })
     }
 

@@ -170,9 +170,31 @@ impl<T: Copy> DeviceBuffer<T> {
         })
     }
 
-    /// The memory that the buffer is a part of, which knows the work that uses it.
-    pub fn storage(&self) -> &Arc<Storage> {
-        &self.storage
+    /// Makes the memory ready for work of `stream` with the bare address; see [`Storage::ready_on`]. This holds for the whole allocation.
+    /// A new buffer is ready on the stream that it was allocated for, except that turns do not see work with the bare address there.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
+    /// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let (one, two) = (device.create_stream()?, device.create_stream()?);
+    /// let buffer: DeviceBuffer<u8> = allocator.alloc_buffer(1 << 20, &one)?;
+    /// {
+    ///     let _turn = Turn::take(&one, &[(buffer.storage(), AccessKind::Write)])?;
+    ///     one.fill(buffer.ptr(), 7, buffer.bytes())?;
+    /// }
+    /// buffer.ready_on(&two)?; // after the fill
+    /// two.fill(buffer.ptr(), 8, buffer.bytes())?;
+    /// drop(buffer); // not reused before `two` is done with it
+    /// assert!(device.driver().take_violation().is_none());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`crate::Turn::take`].
+    pub fn ready_on(&self, stream: &Stream) -> Result<(), AllocError> {
+        self.storage.ready_on(stream)
     }
 
     /// Notes that `stream` uses the memory, too; see [`crate::Allocation::record_stream`]. This holds for the whole allocation, and is not
@@ -182,6 +204,13 @@ impl<T: Copy> DeviceBuffer<T> {
     /// When the stream belongs to another device.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
         self.storage.memory().record_stream(stream)
+    }
+}
+
+impl<T> DeviceBuffer<T> {
+    /// The memory that the buffer is a part of, which knows the work that uses it.
+    pub fn storage(&self) -> &Arc<Storage> {
+        &self.storage
     }
 }
 

@@ -4,6 +4,8 @@
 //! * work that writes comes after all work noted before it; work that reads comes after the last work that writes (A8);
 //! * the first tick of the memory is that of its stream when the memory was handed out, so earlier uses of the memory come before it. If
 //!   the memory grows, the same holds for each part that it gains;
+//! * a stream that the memory was made ready for ([`Storage::ready_on`]) may use it without turns: turns and claims that others take come
+//!   after all that is enqueued there by then;
 //! * while memory is claimed ([`crate::Claim`]), nobody else uses it in a way that conflicts;
 //! * a stream that uses the memory, other than the memory's own, is recorded with it before the stream's first use, so that the freed
 //!   memory waits for that stream.
@@ -14,7 +16,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
-use aquifer_device::{AccessKind, DevicePtr, Stream, Tick};
+use aquifer_device::{AccessKind, DevicePtr, Stream, Tick, Timeline};
 use parking_lot::Condvar;
 
 use crate::allocation::Allocation;
@@ -23,6 +25,7 @@ use crate::backing::paged::MemoryApart;
 use crate::buffer::held::Holder;
 use crate::error::AllocError;
 use crate::shell::Shell;
+use crate::shell::awake::KeptAwake;
 
 /// Device memory that several handles share. It knows the ticks of the work that uses it, by which a [`crate::Turn`] orders later work.
 pub struct Storage {
@@ -49,8 +52,11 @@ pub(crate) enum Memory {
 pub(crate) struct Uses {
     /// The last work that writes. All earlier work comes before it.
     written: Tick,
-    /// For memory that has grown since: for each stream that it grew for, a tick after all earlier uses of the new part.
-    grown: Vec<Tick>,
+    /// For each of some streams, a tick that all later work comes after, too: for memory that has grown, after all earlier uses of the new
+    /// part; for memory that a stream uses without turns, after that use.
+    also: Vec<Tick>,
+    /// Streams that may use the memory without turns.
+    free: Vec<Arc<Timeline>>,
     /// For each stream, the last work that reads what was written.
     read: Vec<Tick>,
     /// The stream that the memory was handed out for, and others that are recorded with the allocation.
@@ -68,7 +74,8 @@ impl Storage {
     pub(crate) fn new(memory: Memory, stream: &Stream) -> Storage {
         let uses = Uses {
             written: stream.tick(),
-            grown: Vec::new(),
+            also: Vec::new(),
+            free: Vec::new(),
             read: Vec::new(),
             first: stream.id(),
             recorded: Vec::new(),
@@ -122,7 +129,9 @@ impl Storage {
     /// [`AllocError::TurnHeld`] while this thread has a turn with the memory: its work is not noted yet.
     pub fn ticks_before(&self, kind: AccessKind) -> Result<Vec<Tick>, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
-        Ok(self.hold_unclaimed(kind)?.before(kind).cloned().collect())
+        let mut uses = self.hold_unclaimed(kind)?;
+        uses.note_free(None);
+        Ok(uses.before(kind).cloned().collect())
     }
 
     /// Notes that the memory has grown, for work on `stream` from now on.
@@ -130,9 +139,58 @@ impl Storage {
     /// # Errors
     /// [`AllocError::TurnHeld`] while this thread has a turn with it.
     pub(crate) fn note_growth(&self, stream: &Stream) -> Result<(), AllocError> {
-        let grown = &mut self.hold()?.grown;
-        grown.retain(|tick| tick.timeline().id() != stream.id());
-        grown.push(stream.tick());
+        self.hold()?.note_also(stream.tick());
+        Ok(())
+    }
+
+    /// Makes the memory ready for work of `stream` that takes no turns, such as copies and launches with the bare address: orders later
+    /// work of `stream` after all work noted with the memory. From then on the memory can be dropped at any time, and turns of other streams
+    /// come after all work that is enqueued on `stream` until they are taken.
+    ///
+    /// Waits on the host only for conflicting claims to end. Costs at most one event and one wait for each stream that must be waited for.
+    /// `stream` itself is not ordered after turns that others take later: take a turn, or make the memory ready again.
+    ///
+    /// # Errors
+    /// As [`crate::Turn::take`].
+    pub fn ready_on(&self, stream: &Stream) -> Result<(), AllocError> {
+        if stream.device_id() != self.device_id {
+            return Err(AllocError::wrong_device("buffer", self.device_id, stream.device_id()));
+        }
+        if self.bytes() == 0 {
+            return Ok(());
+        }
+        let _awake = KeptAwake::of_all(std::iter::once(self.memory.shell()))?;
+        let mut uses = self.hold_unclaimed(AccessKind::Write)?;
+        uses.note_free(Some(stream));
+        uses.order(&self.memory, stream, AccessKind::Write)?;
+        if uses.free.iter().all(|free| free.id() != stream.id()) {
+            uses.free.push(stream.timeline().clone());
+        }
+        Ok(())
+    }
+
+    /// Ends the use without turns on all streams that the memory was made ready for: turns come after the work enqueued there by now, and
+    /// not after later work.
+    ///
+    /// # Errors
+    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory. Nothing changes then.
+    pub fn end_ready(&self) -> Result<(), AllocError> {
+        let mut uses = self.hold()?;
+        uses.note_free(None);
+        uses.free.clear();
+        Ok(())
+    }
+
+    /// As [`Storage::end_ready`], and also for the stream that the memory was allocated for: for code that takes the memory over, and cannot
+    /// know how it was used.
+    ///
+    /// # Errors
+    /// As [`Storage::end_ready`].
+    pub fn take_over(&self) -> Result<(), AllocError> {
+        self.end_ready()?;
+        let mut uses = self.hold()?;
+        let own = self.memory.shell().core().timeline(uses.first).cloned();
+        own.into_iter().for_each(|own| uses.note_also(own.tick()));
         Ok(())
     }
 }
@@ -176,7 +234,7 @@ impl Uses {
 
     pub(crate) fn before(&self, kind: AccessKind) -> impl Iterator<Item = &Tick> {
         let readers = if kind == AccessKind::Write { self.read.as_slice() } else { &[] };
-        std::iter::once(&self.written).chain(&self.grown).chain(readers)
+        std::iter::once(&self.written).chain(&self.also).chain(readers)
     }
 
     /// Orders later work of `stream` after all work that must come before this kind of access.
@@ -191,10 +249,22 @@ impl Uses {
         Ok(())
     }
 
+    /// Notes what the streams that need no turns have enqueued by now, except `but`, which is about to use the memory itself.
+    pub(crate) fn note_free(&mut self, but: Option<&Stream>) {
+        let but = but.map(Stream::id);
+        let ticks: Vec<Tick> = self.free.iter().filter(|free| Some(free.id()) != but).map(Timeline::tick).collect();
+        ticks.into_iter().for_each(|tick| self.note_also(tick));
+    }
+
+    fn note_also(&mut self, tick: Tick) {
+        self.also.retain(|earlier| earlier.timeline().id() != tick.timeline().id());
+        self.also.push(tick);
+    }
+
     /// Notes that the work enqueued on `stream` until now accesses the memory.
     pub(crate) fn note(&mut self, stream: &Stream, kind: AccessKind) {
         if kind == AccessKind::Write {
-            self.grown.clear();
+            self.also.clear();
             self.read.clear();
             self.written = stream.tick();
         } else {

@@ -21,8 +21,9 @@ use crate::shell::awake::KeptAwake;
 /// ([`AllocError::TurnHeld`]), and two threads that each take several turns, one after the other, can deadlock. One turn with all the
 /// memory cannot; where several streams work together, also of several devices, [`Turn::of_streams`] takes it for all of them.
 ///
-/// Work that bypasses turns, such as [`Stream::fill`] with a bare address, is not ordered. Inside a capture, a stream can
-/// take turns with memory that it is ordered after already; note what a launched graph does by a turn around the launch.
+/// Turns do not see work that bypasses them, such as [`Stream::fill`] with a bare address, except on streams that the memory was made
+/// ready for ([`Storage::ready_on`]). Inside a capture, a stream can take turns with memory that it is ordered after already; note what a
+/// launched graph does by a turn around the launch.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
@@ -110,6 +111,7 @@ impl<'a> Turn<'a> {
         let mut turn = Turn { held: Vec::new(), _awake: awake };
         let mut held = hold_unclaimed(&wanted)?;
         for ((stream, storage, kind), uses) in wanted.iter().zip(&mut held) {
+            uses.note_free(Some(stream));
             uses.order(storage.memory(), stream, *kind)?;
         }
         turn.held.extend(held.into_iter().zip(wanted).map(|(uses, (stream, _, kind))| (uses, kind, stream)));

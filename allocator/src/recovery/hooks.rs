@@ -146,7 +146,7 @@ impl Hooks {
         let _ = OBSERVING.try_with(|observing| observing.borrow_mut().push(self.address()));
         for observe in observers {
             // A panic must not interrupt the driver's work, or memory would be lost.
-            contained(&format_args!("an observer of mappings, told of {change:?},"), || observe(change));
+            contained(&format_args!("an observer of mappings, told of {change:?},"), move || observe(change));
         }
         let _ = OBSERVING.try_with(|observing| observing.borrow_mut().pop());
     }
@@ -169,7 +169,7 @@ impl Hooks {
         let Some(_within) = Within::enter(&NOTIFYING) else { return };
         let observers: Vec<Observer> = self.state.lock().observers.values().cloned().collect();
         for observe in observers {
-            contained(&"an observer of out-of-memory errors", || observe(report));
+            contained(&"an observer of out-of-memory errors", move || observe(report));
         }
     }
 }

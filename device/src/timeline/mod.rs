@@ -216,6 +216,11 @@ impl Timeline {
         self.count.load(Ordering::Acquire)
     }
 
+    /// The tick that stands for all work enqueued on the stream so far. No driver call, no lock.
+    pub fn tick(self: &Arc<Self>) -> Tick {
+        Tick { timeline: self.clone(), n: self.now() }
+    }
+
     /// True if tick `n` is already known to be done. No driver call, no lock.
     #[inline]
     pub fn is_known_done(&self, n: u64) -> bool {

@@ -8,15 +8,20 @@ use std::process::Command;
 
 use aquifer_tests::subject::DRIVER;
 
+use crate::transfers::STAGING_THREADS;
+
 /// What tests on a GPU need: queues for as many streams as they have, so that none waits in the queue of another, and all of the
 /// driver's own code at once, because loading it later may wait for work.
 const ON_A_GPU: [(&str, &str); 2] = [("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("CUDA_MODULE_LOADING", "EAGER")];
 
 /// Runs every test but these on a driver.
 fn run_on(driver: &str, arguments: &[&str]) {
-    let program = std::env::current_exe().unwrap();
-    let mut command = Command::new(program);
+    let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--skip", "conformance::"]).args(arguments).env(DRIVER, driver).envs(ON_A_GPU);
+    run(driver, &mut command);
+}
+
+fn run(driver: &str, command: &mut Command) {
     let child = command.output().unwrap();
     let text = String::from_utf8_lossy(&child.stdout);
     assert!(child.status.success(), "{text}\n{}", String::from_utf8_lossy(&child.stderr));
@@ -40,6 +45,15 @@ fn the_same_tests_pass_on_the_cuda_driver_over_the_standin() {
         _ if !is_first() => {}
         Ok(_) => run_on("standin", &[]),
         Err(error) => say(&format!("skipped: {error}")),
+    }
+}
+
+#[test]
+fn the_same_transfers_pass_with_one_staging_thread() {
+    if is_first() {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--skip", "conformance::", "transfers::"]).env(DRIVER, "sim").env(STAGING_THREADS, "1");
+        run("sim with one staging thread", &mut command);
     }
 }
 

@@ -3,42 +3,94 @@
 //! Invariant **N3**: the ring reads a source and writes a target only between the making of a job and its settling, and no two threads
 //! write the same bytes of a target.
 
-use std::marker::PhantomData;
+use std::any::TypeId;
+use std::sync::Arc;
 
 use aquifer_device::AccessKind;
 use aquifer_device::fork::RwLock;
 use bytemuck::Pod;
 
-use crate::copy::batch::bytes_of;
-use crate::copy::direct::check_lengths;
+use crate::errands;
 use crate::error::TransferError;
 use crate::pinned::Claimed;
 use crate::staging::{HostSource, HostTarget};
 
-/// Memory that the transfer owns, and that lends a slice. What lends is the caller's code, and may lend another slice each time: so a length
-/// is told once, and another one is an error.
-pub(crate) struct Owned<T, S> {
-    source: S,
-    bytes: usize,
-    element: PhantomData<fn() -> T>,
+/// The bytes that an owner lends. What lends is the caller's code: it is called once, by the thread that takes the owner over, and threads of
+/// the runtime do not run it. Clones share the owner, which is dropped with the last of them.
+#[derive(Clone)]
+pub(crate) struct Owned {
+    bytes: Raw,
+    elements: usize,
+    /// `None` only while it is being dropped. It stays where it is, so its slice does, too.
+    owner: Option<Arc<dyn Send + Sync>>,
+    /// Whether dropping the owner may run code of the caller's.
+    is_foreign: bool,
 }
 
-impl<T, S> Owned<T, S> {
-    /// What lends `bytes` bytes.
-    pub(crate) fn new(source: S, bytes: usize) -> Self {
-        Owned { source, bytes, element: PhantomData }
+impl Owned {
+    /// The memory that `owner` lends now.
+    pub(crate) fn new<T: Pod, S: AsRef<[T]> + Send + Sync + 'static>(owner: S) -> Owned {
+        let owner = Arc::new(owner);
+        let slice: &[T] = (*owner).as_ref();
+        let bytes = Raw { ptr: slice.as_ptr().cast_mut().cast(), bytes: size_of_val(slice) };
+        let elements = slice.len();
+        Owned { bytes, elements, owner: Some(owner), is_foreign: is_foreign::<T, S>() }
+    }
+
+    /// The bytes.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        #[allow(unsafe_code, reason = "the owner's slice is asked for once")]
+        // SAFETY: the owner lent this slice for as long as it is borrowed. It is never moved nor borrowed mutably, and it lives as long as
+        // `self`. Elements of plain data can be read as bytes.
+        unsafe {
+            std::slice::from_raw_parts(self.bytes.ptr, self.bytes.bytes)
+        }
+    }
+
+    /// How many bytes there are.
+    pub(crate) fn len(&self) -> usize {
+        self.bytes.bytes
+    }
+
+    /// How many elements the owner lent.
+    pub(crate) fn elements(&self) -> u64 {
+        self.elements as u64
+    }
+
+    /// An address that clones have in common, and nothing else at the same time.
+    pub(crate) fn identity(&self) -> usize {
+        self.owner.as_ref().map_or(0, |owner| Arc::as_ptr(owner).addr())
     }
 }
 
-impl<T: Pod + Send + Sync, S: AsRef<[T]> + Send + Sync> HostSource for Owned<T, S> {
+/// Whether dropping an owner may run code of the caller's: not where the type is the standard library's.
+fn is_foreign<T: Pod, S: 'static>() -> bool {
+    let own = [
+        TypeId::of::<Vec<T>>(),
+        TypeId::of::<Box<[T]>>(),
+        TypeId::of::<Arc<[T]>>(),
+        TypeId::of::<Arc<Vec<T>>>(),
+        TypeId::of::<Arc<Box<[T]>>>(),
+    ];
+    std::mem::needs_drop::<S>() && !own.contains(&TypeId::of::<S>())
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        if self.is_foreign && errands::is_on_duty() {
+            let owner = self.owner.take();
+            errands::run("an owner of host memory that was dropped", move || drop(owner));
+        }
+    }
+}
+
+impl HostSource for Owned {
     fn bytes(&self) -> u64 {
-        self.bytes as u64
+        self.len() as u64
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
-        let bytes = self.lend()?;
-        let part = part(offset, into.len(), bytes.len())?;
-        into.copy_from_slice(&bytes[part]);
+        into.copy_from_slice(&self.bytes()[part(offset, into.len(), self.len())?]);
         Ok(())
     }
 }
@@ -46,7 +98,7 @@ impl<T: Pod + Send + Sync, S: AsRef<[T]> + Send + Sync> HostSource for Owned<T, 
 /// Memory that copies between host memory read.
 pub(crate) trait Lends: Send + Sync {
     /// All of its bytes, always as many.
-    fn lend(&self) -> Result<&[u8], TransferError>;
+    fn lend(&self) -> &[u8];
 
     /// What it had to come after is done, and now it is read.
     fn begin(&self) -> Result<(), TransferError> {
@@ -54,17 +106,15 @@ pub(crate) trait Lends: Send + Sync {
     }
 }
 
-impl<T: Pod + Send + Sync, S: AsRef<[T]> + Send + Sync> Lends for Owned<T, S> {
-    fn lend(&self) -> Result<&[u8], TransferError> {
-        let bytes = bytes_of(self.source.as_ref());
-        check_lengths(bytes.len() as u64, self.bytes as u64)?;
-        Ok(bytes)
+impl Lends for Owned {
+    fn lend(&self) -> &[u8] {
+        self.bytes()
     }
 }
 
 impl Lends for Claimed {
-    fn lend(&self) -> Result<&[u8], TransferError> {
-        Ok(Claimed::lend(self))
+    fn lend(&self) -> &[u8] {
+        Claimed::lend(self)
     }
 
     fn begin(&self) -> Result<(), TransferError> {
@@ -80,6 +130,7 @@ pub(crate) struct Landing<T> {
 }
 
 /// A range of host memory that is somebody else's.
+#[derive(Clone, Copy)]
 struct Raw {
     ptr: *mut u8,
     bytes: usize,
@@ -207,10 +258,10 @@ mod tests {
 
     #[test]
     fn sources_give_the_bytes_asked_for() {
-        let owned = Owned::<u16, _>::new(vec![1u16, 2, 3], 6);
+        let owned = Owned::new::<u16, _>(vec![1u16, 2, 3]);
         let mut bytes = [0; 4];
         owned.read(2, &mut bytes).unwrap();
-        assert_eq!((bytes, owned.bytes()), ([2, 0, 3, 0], 6));
+        assert_eq!((bytes, owned.len()), ([2, 0, 3, 0], 6));
         assert!(owned.read(4, &mut bytes).is_err());
     }
 }

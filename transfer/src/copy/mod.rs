@@ -30,6 +30,7 @@ mod touched;
 
 pub use batch::{BatchResults, Downloaded, TransferBatch};
 pub(crate) use direct::check_lengths;
+pub(crate) use memory::Owned;
 pub(crate) use owned::UNSTAGED_BYTES;
 pub use peer::Route;
 pub use region::Region;

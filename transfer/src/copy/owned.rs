@@ -26,8 +26,9 @@ pub(crate) const UNSTAGED_BYTES: usize = 256 << 10;
 
 impl Transfer {
     /// Allocates device memory for `stream` and fills it from host memory of any kind: a `Vec`, `Box<[T]>`, `Arc<[T]>`, a memory map, or
-    /// whatever else lends a slice, which must be of the same length each time. Returns before the copy is done; the source is dropped
-    /// once it was read.
+    /// whatever else lends a slice, which it is asked for once. Returns before the copy is done; the source is dropped once it was read. A
+    /// source of a type that is not the standard library's is dropped on a thread where nothing else waits, perhaps after the
+    /// [`Pending`] is complete: its `Drop` may do anything, and a panic there is logged.
     ///
     /// # Errors
     /// When device memory or page-locked memory runs out, a stream of another device or that captures, and errors of the driver.
@@ -40,8 +41,9 @@ impl Transfer {
         S: AsRef<[T]> + Send + Sync + 'static,
     {
         self.check_stream(stream)?;
-        let mut buffer = self.allocator().alloc_buffer(source.as_ref().len() as u64, stream)?;
-        Ok(self.upload_from(source, &mut buffer)?.map(|()| buffer))
+        let source = Owned::new::<T, S>(source);
+        let mut buffer = self.allocator().alloc_buffer(source.elements(), stream)?;
+        Ok(self.upload_owned(source, &mut buffer)?.map(|()| buffer))
     }
 
     /// Allocates device memory for `stream` and fills it from page-locked memory.
@@ -72,14 +74,23 @@ impl Transfer {
     where
         S: AsRef<[T]> + Send + Sync + 'static,
     {
-        let slice = source.as_ref();
-        check_lengths(slice.len() as u64, to.len())?;
+        self.upload_owned(Owned::new::<T, S>(source), to)
+    }
+
+    fn upload_owned<T: Pod + Send + Sync>(
+        &self,
+        source: Owned,
+        to: &mut DeviceBuffer<T>,
+    ) -> Result<Pending<()>, TransferError> {
+        check_lengths(source.elements(), to.len())?;
         self.check_device("buffer", to.storage().device_id())?;
-        if size_of_val(slice) <= UNSTAGED_BYTES {
-            return self.upload_small(slice, to);
+        if source.len() == 0 {
+            return Ok(Pending::ready(self.shared(), ()));
         }
-        let bytes = size_of_val(slice);
-        Ok(self.stage_upload(Arc::new(Owned::<T, S>::new(source, bytes)), to)?.1)
+        if source.len() <= UNSTAGED_BYTES {
+            return self.upload_small::<T>(bytemuck::cast_slice(source.bytes()), to);
+        }
+        Ok(self.stage_upload(Arc::new(source), to)?.1)
     }
 
     /// Copies device memory to new page-locked memory.

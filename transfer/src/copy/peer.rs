@@ -27,7 +27,11 @@ pub enum Route {
     ViaHost,
 }
 
-impl OnStreams for Route {}
+impl OnStreams for Route {
+    fn ready_on(&self, _stream: &Stream) -> Result<(), TransferError> {
+        Ok(())
+    }
+}
 
 impl fmt::Display for Route {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

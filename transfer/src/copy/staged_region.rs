@@ -53,13 +53,15 @@ impl Transfer {
     {
         self.check_device("buffer", to.storage().device_id())?;
         let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
-        let slice = source.as_ref();
-        let bytes = size_of_val(slice);
-        plan.check_reach(slice.len() as u64, to.len())?;
-        if plan.is_small::<T>() {
-            return self.upload_small_region(slice, to, &plan);
+        let source = Owned::new::<T, S>(source);
+        plan.check_reach(source.elements(), to.len())?;
+        if source.len() == 0 {
+            return Ok(Pending::ready(self.shared(), ()));
         }
-        Ok(self.stage_upload_region(Arc::new(Owned::<T, S>::new(source, bytes)), to, &plan)?.1)
+        if plan.is_small::<T>() {
+            return self.upload_small_region::<T>(bytemuck::cast_slice(source.bytes()), to, &plan);
+        }
+        Ok(self.stage_upload_region(Arc::new(source), to, &plan)?.1)
     }
 
     /// Copies a region to memory that is handed over, and returns. The memory comes back when the copy is complete; what lies between is as it

@@ -21,7 +21,7 @@ use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::pending::Pending;
 use crate::staging::{HostSource, PAGE};
-use crate::tensor::{Converted, HostMemory, Layout, Memory, PinnedHost, Place, Tensor, To, filled_host};
+use crate::tensor::{Converted, HostMemory, Layout, Memory, PinnedHost, Place, Tensor, filled_host};
 
 /// Tensors that are on their way at a time, beside the one that was begun last. Small ones that are not sent yet are not.
 const IN_FLIGHT: usize = 8;
@@ -198,7 +198,7 @@ impl Checkpoint {
         Ok(Step::OnWay(uploaded.and_then(move |()| {
             let tensor = Tensor::on_device(buffer, &transfer, crossing, layout)?;
             // What is cast is enqueued, and carries its ticks.
-            tensor.to_with(&transfer, To::new().dtype(dtype).stream(&stream))?.then(&stream, |_, tensor| tensor)
+            tensor.convey(&(&transfer).into(), dtype, Some(&stream))?.enqueued_for(&stream)
         })))
     }
 

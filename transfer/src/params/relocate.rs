@@ -51,7 +51,7 @@ impl<'a> Relocate<'a> {
         Relocate { dtype: Some(dtype), ..self }
     }
 
-    /// The stream that copies run on, and that device memory is allocated for.
+    /// The stream that copies run on, and that device memory is allocated for. Tensors that are in their place already are made ready for it.
     pub fn stream(self, stream: &Stream) -> Relocate<'a> {
         Relocate { stream: Some(stream.clone()), ..self }
     }
@@ -68,8 +68,11 @@ impl fmt::Debug for Relocate<'_> {
     }
 }
 
-/// What is made of tensors is on its way like they are.
-impl OnStreams for ParamSet {}
+impl OnStreams for ParamSet {
+    fn ready_on(&self, stream: &Stream) -> Result<(), TransferError> {
+        self.iter().try_for_each(|param| param.tensor.ready_on(stream))
+    }
+}
 
 impl ParamSet {
     /// The set in another place. This one stays where it is until it is dropped or replaced. Tied parameters, which are the same part of the same

@@ -15,6 +15,7 @@ use super::ring::CHUNK_BYTES_LEAST;
 use super::task::{After, Done, Task, Way};
 use super::tune;
 use super::work::{Chunk, Piece, Work, fill, guarded, land, send};
+use crate::errands;
 use crate::error::TransferError;
 use crate::pinned::{Keeper, PinnedPool};
 
@@ -125,14 +126,9 @@ impl Hands<Arc<Work>, Chunk, Tick, Arc<OnHost>> for Arc<Crew> {
 
     fn settle(&self, after: After<Arc<Work>, Chunk>) {
         for (work, result) in after.ended {
-            // Nobody has the job in hand any more, so this is the last of it. Who waits for it may run code of others.
-            if let Some(work) = Arc::into_inner(work)
-                && let Err(error) = guarded("who waited for a transfer", || {
-                    work.end(result);
-                    Ok(())
-                })
-            {
-                tracing::error!(%error, "a waker failed");
+            // No thread has the job in hand any more, so this is the last of it.
+            if let Some(work) = Arc::into_inner(work) {
+                work.end(result);
             }
         }
         drop(after.surplus);
@@ -156,8 +152,10 @@ impl Hands<Arc<Work>, Chunk, Tick, Arc<OnHost>> for Arc<Crew> {
     fn hire(&self) -> Result<(), TransferError> {
         let crew = self.clone();
         let started = thread::Builder::new().name("aquifer-staging".to_owned()).spawn(move || {
-            crew.floor.work(&crew);
-            drop(crew);
+            errands::on_duty(|| {
+                crew.floor.work(&crew);
+                drop(crew);
+            });
             aquifer_allocator::close_abandoned();
         });
         match started {

@@ -57,7 +57,7 @@ use crate::pinned::PinnedPool;
 use crate::waiter::Waiter;
 use crew::Crew;
 use on_host::OnHost;
-pub(crate) use work::DeviceEnd;
+pub(crate) use work::{DeviceEnd, guarded};
 use work::{HostEnd, Work};
 
 /// The staging ring of a runtime. Nothing is page-locked and no thread runs before its first use. When it is dropped, the transfers under

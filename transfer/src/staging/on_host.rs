@@ -44,21 +44,11 @@ impl OnHost {
         guarded("the source of a copy", || self.copy.copy(range))
     }
 
-    /// Ends the job. The claims, and what the copy owns, are gone before anybody is told.
+    /// Ends the job. The claims and the source are gone before the job is settled, except for an owner whose drop is foreign code.
     pub(super) fn end(self, result: Result<(), TransferError>) {
         let OnHost { copy, job } = self;
-        // What a source does when it is dropped is the caller's, and may panic.
-        let dropped = guarded("the source of a copy that was dropped", || {
-            drop(copy);
-            Ok(())
-        });
-        let told = guarded("who waited for a copy", || {
-            job.finish(result.and(dropped));
-            Ok(())
-        });
-        if let Err(error) = told {
-            tracing::error!(%error, "a waker failed");
-        }
+        drop(copy);
+        job.finish(result);
     }
 }
 

@@ -60,6 +60,10 @@ pub(super) fn or_assumed(choose: impl FnOnce() -> Sizes) -> Sizes {
 }
 
 fn cores() -> usize {
+    #[cfg(test)]
+    if let Some(cores) = super::tests::cores() {
+        return cores;
+    }
     thread::available_parallelism().map_or(1, usize::from)
 }
 

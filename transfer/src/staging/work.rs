@@ -16,6 +16,7 @@ use super::ends::{HostSource, HostTarget};
 use super::spread::{Rows, Spread};
 use super::task::{Flight, Hand, Order, Way};
 use crate::capture;
+use crate::errands;
 use crate::error::TransferError;
 use crate::job::Job;
 use crate::pinned::PinnedBuffer;
@@ -147,17 +148,13 @@ impl Work {
         Order { way, bytes, phase, lane, priority, work: Arc::new(self) }
     }
 
-    /// Ends the job. The claim, and what the job holds of its host end, are gone before anybody is told.
+    /// Ends the job. The claim and the host end are gone before the job is settled, except for an owner whose drop is foreign code.
     pub(super) fn end(self, result: Result<(), TransferError>) {
         let Work { host, device, stream, job, last, .. } = self;
         let upload = matches!(host, HostEnd::Source(_));
         drop(device);
-        // What a source does when it is dropped is the caller's, and may panic.
-        let dropped = guarded("a source or target that was dropped", || {
-            drop(host);
-            Ok(())
-        });
-        match result.and(dropped) {
+        drop(host);
+        match result {
             Ok(()) if upload => job.enqueued(last.into_inner().unwrap_or_else(|| stream.tick())),
             result => job.finish(result),
         }
@@ -285,10 +282,14 @@ pub(super) fn refuse_capture(stream: &Stream) -> Result<(), TransferError> {
 }
 
 /// Calls code that may panic.
-pub(super) fn guarded<R>(
+pub(crate) fn guarded<R>(
     what: &'static str,
     call: impl FnOnce() -> Result<R, TransferError>,
 ) -> Result<R, TransferError> {
     // What the code leaves behind when it panics is not looked at: the job fails, and a chunk's bytes are written before they are used.
-    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| Err(TransferError::panicked(what, panic.as_ref())))
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| {
+        let error = TransferError::panicked(what, panic.as_ref());
+        errands::run("what a panic carried", move || drop(panic));
+        Err(error)
+    })
 }

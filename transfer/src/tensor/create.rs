@@ -53,10 +53,11 @@ impl Tensor {
         Tensor::from_vec(vec![value], &[])
     }
 
-    /// A tensor of device memory, which it shares, in row-major order.
+    /// A tensor of device memory, which it shares, in row-major order. The tensor's first use comes after all work enqueued until now on the
+    /// stream that the memory was allocated for, and on those that it was made ready for.
     ///
     /// # Errors
-    /// A shape of another number of elements, and memory of another device than the runtime's.
+    /// A turn of this thread with the memory, a shape of another number of elements, and memory of another device than the runtime's.
     pub fn from_buffer<T: Scalar>(
         buffer: &DeviceBuffer<T>,
         shape: &[u64],
@@ -66,6 +67,7 @@ impl Tensor {
         let layout = Layout::row_major(shape)?;
         check_len(&layout, buffer.len())?;
         let bytes = buffer.cast().ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?;
+        buffer.storage().take_over()?;
         Tensor::on_device(bytes, transfer, T::DTYPE, layout)
     }
 

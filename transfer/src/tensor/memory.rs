@@ -11,7 +11,7 @@ use bytemuck::Pod;
 use half::{bf16, f16};
 
 use super::place::Place;
-use crate::copy::check_lengths;
+use crate::copy::Owned;
 use crate::error::TransferError;
 use crate::pinned::{PinnedBuffer, PinnedPool};
 use crate::runtime::Transfer;
@@ -26,11 +26,7 @@ pub(crate) enum Memory {
 
 /// Host memory that nobody writes any more.
 #[derive(Clone)]
-pub(crate) struct HostMemory {
-    owner: Arc<dyn Lends>,
-    /// How long it was when it was taken over. What lends it may be the caller's code, and lend another slice each time.
-    len: usize,
-}
+pub(crate) struct HostMemory(Owned);
 
 /// Page-locked host memory. Nobody writes it any more, except for the copy that fills it.
 #[derive(Clone, Debug)]
@@ -46,28 +42,10 @@ pub(crate) struct DeviceMemory {
     pub(crate) transfer: Transfer,
 }
 
-/// What owns host memory and lends its bytes.
-trait Lends: Send + Sync {
-    fn lend(&self) -> &[u8];
-}
-
-/// Anything that lends elements.
-struct Elements<T, S> {
-    owner: S,
-    element: std::marker::PhantomData<fn() -> T>,
-}
-
-impl<T: Pod, S: AsRef<[T]> + Send + Sync> Lends for Elements<T, S> {
-    fn lend(&self) -> &[u8] {
-        bytemuck::cast_slice(self.owner.as_ref())
-    }
-}
-
 impl HostMemory {
     /// The memory of whatever lends elements.
     pub(crate) fn of<T: Pod, S: AsRef<[T]> + Send + Sync + 'static>(owner: S) -> HostMemory {
-        let owner = Elements { owner, element: std::marker::PhantomData };
-        HostMemory { len: owner.lend().len(), owner: Arc::new(owner) }
+        HostMemory(Owned::new::<T, S>(owner))
     }
 
     /// `len` elements of a dtype with all bits 0, written by `fill`; `None` if there is no memory for them.
@@ -91,23 +69,17 @@ impl HostMemory {
         }
     }
 
-    /// Its bytes, as many as it had at first.
-    ///
-    /// # Errors
-    /// When the owner lends more or fewer.
-    pub(crate) fn bytes(&self) -> Result<&[u8], TransferError> {
-        let bytes = self.owner.lend();
-        check_lengths(bytes.len() as u64, self.len as u64)?;
-        Ok(bytes)
+    pub(crate) fn bytes(&self) -> &[u8] {
+        self.0.bytes()
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.len
+        self.0.len()
     }
 
     /// A part of it, kept alive by the part.
     pub(crate) fn part(&self, range: Range<usize>) -> HostPart {
-        debug_assert!(range.end <= self.len);
+        debug_assert!(range.end <= self.len());
         HostPart { memory: self.clone(), range }
     }
 }
@@ -120,8 +92,8 @@ pub(crate) struct HostPart {
 
 impl HostPart {
     pub(crate) fn bytes(&self) -> Result<&[u8], TransferError> {
-        let (start, end, len) = (self.range.start as u64, self.range.end as u64, self.memory.len as u64);
-        self.memory.bytes()?.get(self.range.clone()).ok_or(TransferError::OutOfBounds { start, end, len })
+        let (start, end, len) = (self.range.start as u64, self.range.end as u64, self.memory.len() as u64);
+        self.memory.bytes().get(self.range.clone()).ok_or(TransferError::OutOfBounds { start, end, len })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -159,7 +131,7 @@ impl Memory {
     /// The bytes of host memory. Waits for the copy that fills page-locked memory.
     pub(crate) fn read(&self) -> Result<&[u8], TransferError> {
         match self {
-            Memory::Host(memory) => memory.bytes(),
+            Memory::Host(memory) => Ok(memory.bytes()),
             Memory::Pinned(memory) => memory.buffer.read(),
             Memory::Device(_) => Err(TransferError::Unsupported { what: "memory of the host" }),
         }
@@ -173,7 +145,7 @@ impl Memory {
     /// Where on the host that lies which all its owners share, so that no other memory has it at the same time.
     pub(crate) fn identity(&self) -> usize {
         match self {
-            Memory::Host(memory) => Arc::as_ptr(&memory.owner).addr(),
+            Memory::Host(memory) => memory.0.identity(),
             Memory::Pinned(memory) => Arc::as_ptr(&memory.buffer).addr(),
             Memory::Device(memory) => Arc::as_ptr(memory.buffer.storage()).addr(),
         }
@@ -194,7 +166,7 @@ impl DeviceMemory {
 
 impl fmt::Debug for HostMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostMemory").field("bytes", &self.len).finish()
+        f.debug_struct("HostMemory").field("bytes", &self.len()).finish()
     }
 }
 

@@ -25,6 +25,7 @@ use std::fmt;
 use std::ops::Range;
 
 use aquifer_allocator::DeviceBuffer;
+use aquifer_device::Stream;
 use aquifer_kernels::DType;
 
 pub(crate) use converted::Converted;
@@ -88,8 +89,15 @@ pub(crate) struct Tie {
     layout: Layout,
 }
 
-/// Device memory carries its ticks; page-locked memory waits by itself when it is read.
-impl OnStreams for Tensor {}
+/// Page-locked memory waits by itself when it is read.
+impl OnStreams for Tensor {
+    fn ready_on(&self, stream: &Stream) -> Result<(), TransferError> {
+        match &self.memory {
+            Memory::Device(memory) => memory.buffer.ready_on(stream).map_err(Into::into),
+            Memory::Host(_) | Memory::Pinned(_) => Ok(()),
+        }
+    }
+}
 
 impl Tensor {
     /// A tensor of memory that must hold the layout.
@@ -169,7 +177,8 @@ impl Tensor {
         self.memory.is_same(&other.memory)
     }
 
-    /// The device memory of its elements, typed and sharing it, for kernels and copies of one's own.
+    /// The device memory of its elements, typed and sharing it, for kernels and copies of one's own. Use it in turns, or make it ready for a
+    /// stream first ([`DeviceBuffer::ready_on`]).
     ///
     /// # Errors
     /// A tensor on the host, of another dtype, or that is not contiguous.

@@ -35,8 +35,8 @@ impl To {
         To { dtype: Some(dtype), ..self }
     }
 
-    /// The stream that the copy runs on, in order with the rest of its work, and that device memory is allocated for. Where that is a
-    /// thread's default stream, that thread must take the result: a conversion on the device may be enqueued then.
+    /// The stream that the copy runs on, in order with the rest of its work, and that device memory is allocated for. Memory of a tensor
+    /// that is in its place already is made ready for it. Where that is a thread's default stream, that thread must take the result: a conversion on the device may be enqueued then.
     pub fn stream(self, stream: &Stream) -> To {
         To { stream: Some(stream.clone()), ..self }
     }

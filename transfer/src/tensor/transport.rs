@@ -23,7 +23,7 @@ use super::to::To;
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::host_vec;
-use crate::pending::{Pending, Shared};
+use crate::pending::{OnStreams, Pending, Shared};
 use crate::pinned::PinnedPool;
 use crate::placement::Fallback;
 use crate::runtime::Transfer;
@@ -81,6 +81,13 @@ impl Tensor {
     pub fn to_with(&self, place: impl Into<Place>, to: To) -> Result<Pending<Tensor>, TransferError> {
         let (place, dtype) = (place.into(), to.dtype.unwrap_or(self.dtype));
         to.check_native(&place, dtype)?;
+        if let Some(stream) = &to.stream
+            && dtype == self.dtype
+            && !place.is_host()
+            && self.memory.place().serves_as(&place)
+        {
+            self.ready_on(stream)?;
+        }
         let conveyed = self.convey(&place, dtype, to.stream.as_ref());
         if to.fallback == Fallback::Error || place.is_host() {
             return conveyed;
@@ -127,7 +134,7 @@ impl Tensor {
                 Memory::Pinned(PinnedHost { buffer: Arc::new(buffer), pool: own.pool.clone() })
             }
             Memory::Host(own) => Memory::Host(filled_host(self.dtype, self.len(), |to| {
-                pack_on_host(own.bytes()?, &self.layout, self.size(), to);
+                pack_on_host(own.bytes(), &self.layout, self.size(), to);
                 Ok(())
             })?),
         };
@@ -135,7 +142,7 @@ impl Tensor {
     }
 
     /// The memory and what it becomes, if anything.
-    pub(super) fn convey(
+    pub(crate) fn convey(
         &self,
         place: &Place,
         dtype: DType,
@@ -198,7 +205,7 @@ impl Tensor {
                     pack_on_host(from, &self.layout, self.size(), packed);
                     Ok(())
                 })?;
-                convert_host(packed.bytes()?, self.dtype, to, dtype)?;
+                convert_host(packed.bytes(), self.dtype, to, dtype)?;
             }
         }
         Ok(())

@@ -13,7 +13,7 @@ use aquifer_device::Stream;
 use super::memory::{DeviceMemory, Memory, Scalar};
 use super::operations::Operands;
 use super::pack::{fill_on_device, pack_on_device, pack_to, spread_on_device};
-use super::{Layout, Tensor, To};
+use super::{Layout, Tensor};
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::pending::Pending;
@@ -80,7 +80,8 @@ impl Tensor {
         if let Some(begun) = to.assign_directly(own, &from, &transfer)? {
             return Ok(begun);
         }
-        let here = from.to_with(&own.transfer, To::new().stream(stream))?.then(stream, |_, here| here)?;
+        let place = (&own.transfer).into();
+        let here = from.convey(&place, from.dtype(), Some(stream))?.enqueued_for(stream)?;
         let Memory::Device(arrived) = &here.memory else {
             return Err(TransferError::NotOnDevice { place: here.place().to_string() });
         };

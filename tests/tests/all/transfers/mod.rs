@@ -1,7 +1,9 @@
 //! Transfers: random programs beside a model, faults, and named tests.
 
+mod bare_work;
 mod batches;
 mod copies;
+mod foreign_code;
 mod op;
 mod pains;
 mod pains_pinned;
@@ -16,7 +18,10 @@ use aquifer_allocator::{Allocator, Config, DeviceBuffer};
 use aquifer_device::sim::SimConfig;
 use aquifer_device::{Device, Stream};
 use aquifer_tests::{MIB, Subject};
-use aquifer_transfer::Transfer;
+use aquifer_transfer::{StagingConfig, Transfer, TransferConfig};
+
+/// Names the variable that says how many threads the staging ring has.
+pub(crate) const STAGING_THREADS: &str = "AQUIFER_TEST_STAGING_THREADS";
 
 /// A device with a transfer runtime.
 struct Bench {
@@ -35,7 +40,10 @@ impl Bench {
         let driver = Subject::open(&SimConfig::new(256 * MIB).seed(seed));
         let device = driver.device();
         let allocator = Allocator::new(&device, Config::default()).unwrap();
-        let (transfer, stream) = (Transfer::new(&allocator).unwrap(), device.create_stream().unwrap());
+        let threads = std::env::var(STAGING_THREADS).ok().and_then(|threads| threads.parse().ok());
+        let staging = threads.map_or(StagingConfig::default(), |threads| StagingConfig::default().threads(threads));
+        let transfer = Transfer::with_config(&allocator, TransferConfig::default().staging(staging)).unwrap();
+        let stream = device.create_stream().unwrap();
         Bench { driver, device, transfer, stream }
     }
 

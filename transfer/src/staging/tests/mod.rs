@@ -185,6 +185,24 @@ fn content(bytes: usize, seed: usize) -> Vec<u8> {
     (seed..seed + bytes).map(|index| (index.wrapping_mul(0x9E37_79B1) >> 11).to_le_bytes()[0]).collect()
 }
 
+/// Names the variable that says how many cores the tests' machine pretends to have, and so how many threads copy at most.
+const THREADS: &str = "AQUIFER_TEST_STAGING_THREADS";
+
+pub(super) fn cores() -> Option<usize> {
+    std::env::var(THREADS).ok()?.parse().ok()
+}
+
+/// All tests of the crate again, with rings of one thread, as on a machine with one core.
+#[test]
+fn the_same_tests_pass_with_one_staging_thread() {
+    if cores().is_some() {
+        return;
+    }
+    let child = std::process::Command::new(std::env::current_exe().unwrap()).env(THREADS, "1").output().unwrap();
+    let text = String::from_utf8_lossy(&child.stdout);
+    assert!(child.status.success(), "{text}\n{}", String::from_utf8_lossy(&child.stderr));
+}
+
 fn sim() -> SimConfig {
     SimConfig::new(1 << 30)
 }
