@@ -1,7 +1,7 @@
-//! What must be finished later, although nobody holds it any more: captures to be ended, and what devices left behind that are gone.
+//! Clean-up to be finished later, which no handle stands for any more: captures to be ended, and the remains of devices that are gone.
 //!
 //! A clean-up is deferred where it would need a driver call that failed, or that cannot be made now. It is tried again whenever a device is
-//! opened or settled, of whatever driver. Invariant: what is deferred here is finished, or here, or in the hands of one thread that tries.
+//! opened or settled, of any driver. Invariant: a deferred clean-up is finished, in the list, or in the hands of one thread.
 //!
 //! The list's lock is a leaf: no driver call is made under it, and nothing is dropped.
 
@@ -31,7 +31,7 @@ pub(crate) enum Deferred {
 static DEFERRED: Mutex<Vec<Deferred>> = Mutex::new(Vec::new());
 
 impl Deferred {
-    /// Tries to finish. Returns what is still to be done.
+    /// Tries to finish. Returns the rest.
     fn finish(self) -> Option<Deferred> {
         match self {
             Deferred::Device(device) => {
@@ -65,7 +65,7 @@ pub(crate) fn keep(deferred: Deferred) {
     DEFERRED.lock().push(deferred);
 }
 
-/// Tries a clean-up now, and defers what is left of it.
+/// Tries a clean-up now, and defers the rest.
 pub(crate) fn finish_or_keep(deferred: Deferred) {
     if fork::is_child() {
         return std::mem::forget(deferred);

@@ -31,7 +31,7 @@ struct Bits {
     next: OnceLock<&'static Bits>,
 }
 
-/// What to do about it.
+/// The text of errors and panics in a child.
 pub(crate) const ADVICE: &str = "this process was forked from one that had opened a device, and no device can be used in it: fork before a device is \
                       opened, or start another program instead (exec)";
 

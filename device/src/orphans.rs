@@ -1,8 +1,8 @@
 //! Orphans: objects of the driver that only this library still knows, and that are to be given back later.
 //!
 //! A handle that is dropped where no driver call can be made leaves its object here, and so does one whose driver call failed. Each call
-//! that may make driver calls tries them again, until the driver takes them. An orphan that fails does not keep orphans of other kinds
-//! from going. On a lost device nothing is tried: everything goes with the driver.
+//! that may make driver calls tries them again, until the driver takes them. After a failure the other orphans
+//! of the queue wait for the next such call. On a lost device nothing is tried: everything goes with the driver.
 //!
 //! The queues are lock-free, so an orphan can be left under any lock.
 
@@ -134,6 +134,7 @@ impl Orphans {
         if fork::is_child() {
             return;
         }
+        self.destroy_events();
         self.free_unused();
         if let Some(held_off) = self.capturing.hold_off() {
             let owners = self.free_all_of(&self.in_use);
@@ -148,7 +149,6 @@ impl Orphans {
         if fork::is_child() {
             return;
         }
-        self.destroy_events();
         // None of them is memory of the host.
         let _no_owners = self.free_all_of(&self.unused);
     }

@@ -41,7 +41,7 @@ impl Kind for Graphs {
     }
 }
 
-/// Destroys what was captured and is not executable.
+/// Destroys a captured graph, from which an executable one may have been made.
 ///
 /// # Safety
 /// `raw` must be a live graph that nobody else uses.
@@ -78,8 +78,8 @@ unsafe fn status(core: &Core, operation: Operation, stream: CUstream) -> Result<
     })
 }
 
-/// Ends the capture of a stream that is about to be destroyed, and destroys what was captured. CUDA does not say what becomes of a capture
-/// whose stream is destroyed; if it went on, nobody could wait for the context any more.
+/// Ends the capture of a stream that is about to be destroyed, and destroys the captured graph. The CUDA documentation does not
+/// specify the fate of a capture whose stream is destroyed; if the capture went on, the context could not be waited for any more.
 ///
 /// # Safety
 /// The stream must live, and nobody else may use it.

@@ -151,7 +151,7 @@ impl Core {
         self.destroy_all([Left { name, raw, destroy }]);
     }
 
-    /// Tries again to destroy what the driver refused to destroy.
+    /// Tries again to destroy the objects that the driver refused to destroy.
     pub(super) fn destroy_left(&self) {
         let left = std::mem::take(&mut *self.left.lock());
         self.destroy_all(left);
@@ -163,7 +163,7 @@ impl Core {
         }
         for one in left {
             let entered = self.enter_relaxed(Operation::Init);
-            // SAFETY: whoever left it vouched for it, and the context is current.
+            // SAFETY: the caller that left it vouched for it, and the context is current.
             if let Err(error) = entered.and_then(|_current| unsafe { (one.destroy)(self, one.raw) }) {
                 tracing::debug!(%error, "{one:?} could not be destroyed; it will be tried again");
                 // On a lost device everything goes with the context.

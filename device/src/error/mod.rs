@@ -187,7 +187,7 @@ pub enum Attempt {
     Function(&'static str),
     /// The driver was not called, because the call could not succeed or would do harm. The code is the one that fits best.
     Refused,
-    /// The request is no driver call, and was not served: what was not done. The code is the one that fits best.
+    /// The request is no driver call, and was not served. The text says so, such as "the stream was not adopted". The code is the one that fits best.
     Request(&'static str),
 }
 

@@ -10,8 +10,8 @@
 //! several ended threads at a time, when another thread asks for its stream.
 //!
 //! A stream whose last event cannot be recorded now is destroyed later, because its ticks could not be asked about without it. Until then
-//! its timeline stays open, so that an event can be recorded whenever somebody asks. A stream that captures is destroyed after the capture:
-//! CUDA does not say what becomes of a capture whose stream is destroyed.
+//! its timeline stays open, so that an event can be recorded whenever somebody asks. A stream that captures is destroyed after the capture,
+//! because the CUDA documentation does not specify the fate of a capture whose stream is destroyed.
 //!
 //! A stream that its owner lent and got back may be adopted again, by a program that does so for each of its calls. It goes on with the
 //! number that it had: later work of the stream comes after all that it did meanwhile. The driver's own number tells that it is the same

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use aquifer_device::cuda::CudaDriver;
 use aquifer_device::{
-    Access, AccessKind, Code, DeviceError, DevicePtr, Driver, ErrorKind, KernelArg, Launch, RawModule, RawStream,
-    Result, StreamFlags,
+    Access, AccessKind, Attempt, Code, DeviceError, DevicePtr, Driver, ErrorKind, KernelArg, Launch, RawModule,
+    RawStream, Result, StreamFlags,
 };
 use aquifer_standin::{Standin, StandinDevice};
 
@@ -100,7 +100,8 @@ pub(crate) fn fill(module: Option<RawModule>, ptr: DevicePtr, bytes: u64, patter
 /// The code of an error, and that it says something about itself.
 pub(crate) fn code<T: std::fmt::Debug>(result: Result<T>) -> Code {
     let error: DeviceError = result.unwrap_err();
-    assert!(error.to_string().contains(error.operation.name()), "{error}");
+    let named = if let Attempt::Function(function) = error.attempt { function } else { error.operation.name() };
+    assert!(error.to_string().contains(named), "{error}");
     error.code
 }
 

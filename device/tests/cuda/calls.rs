@@ -377,12 +377,13 @@ fn page_locked_memory_starts_at_a_page_wherever_the_driver_puts_it() {
         // SAFETY: nobody uses the memory any more.
         unsafe { driver.host_free(host) }.unwrap();
     }
-    // What is left over goes with the driver, and so does what could not go when it should.
+    // Memory that nobody freed goes with the driver. A piece that could not be freed when it should be is tried again.
     driver.host_alloc(10).unwrap();
     bench.device.inject("fault=cuMemFreeHost#1:unknown").unwrap();
-    assert_eq!(code(driver.host_alloc(10)), Code(999));
     driver.host_alloc(10).unwrap();
     assert_eq!(bench.device.number(Number::PinnedBytes), 2 * (10 + 4096) + 10);
+    driver.synchronize().unwrap();
+    assert_eq!(bench.device.number(Number::PinnedBytes), 2 * (10 + 4096));
     let Bench { driver, device } = bench;
     drop(driver);
     assert_eq!(device.number(Number::PinnedBytes), 0);

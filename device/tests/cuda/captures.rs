@@ -224,12 +224,13 @@ fn a_broken_capture_is_told_and_can_be_ended() {
     driver.begin_capture(one).unwrap();
     driver.record(event, one).unwrap();
     driver.wait(two, event).unwrap();
-    driver.destroy_stream(two).unwrap();
+    assert_eq!(code(driver.destroy_stream(two)), Code(903), "a stream that joined is destroyed after the capture");
     assert_eq!(driver.capture_status(one).unwrap(), CaptureStatus::Invalidated);
     assert_eq!(code(driver.synchronize_stream(one)), Code::CAPTURE_INVALIDATED);
     assert_eq!(code(driver.end_capture(one)), Code::CAPTURE_INVALIDATED);
     assert_eq!(driver.capture_status(one).unwrap(), CaptureStatus::None);
     driver.synchronize().unwrap();
+    driver.destroy_stream(two).unwrap();
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::any::Any;
 
 use aquifer_allocator::{Allocator, Config, PoolOptions};
 use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{CaptureStatus, Code, Driver, HandleKind, Operation};
+use aquifer_device::{CaptureStatus, Code, HandleKind, Operation};
 use aquifer_tests::{Bench, MIB, Subject, runner, write_on};
 use aquifer_transfer::Transfer;
 
@@ -31,7 +31,7 @@ const CLEAN_UP: [Operation; 17] = [
     Operation::Synchronize,
 ];
 
-const CODES: [Code; 3] = [Code(999), Code::INVALID_VALUE, Code::NOT_PERMITTED];
+const CODES: [Code; 2] = [Code(999), Code::INVALID_VALUE];
 
 /// Lets the next `times` calls of an operation fail.
 fn fail(driver: &Subject, operation: Operation, times: u64, code: Code) {
@@ -240,7 +240,7 @@ fn clean_up_that_fails_is_tried_again_until_the_driver_recovers() {
     // On a GPU one in thirty.
     let every = 30 / Subject::share(30);
     for operation in CLEAN_UP {
-        for times in [1, 2, 4, 9, 100] {
+        for times in [1, 4, 100] {
             for code in CODES {
                 seed += 1;
                 if seed % every != 0 {
@@ -255,7 +255,7 @@ fn clean_up_that_fails_is_tried_again_until_the_driver_recovers() {
 
 #[test]
 fn clean_up_that_fails_at_random_is_tried_again_until_the_driver_recovers() {
-    for seed in 0..Subject::share(200.max(runner::count(0))) {
+    for seed in 0..Subject::share(100.max(runner::count(0))) {
         let _at = At(format!("seed {seed}"));
         let rate = [0.1, 0.5, 0.9, 1.0][usize::try_from(seed % 4).unwrap()];
         nothing_is_left(seed, |driver| driver.inject(Fault::Rate { operation: None, rate, code: Code(999) }));

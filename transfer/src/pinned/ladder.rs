@@ -281,7 +281,7 @@ impl Drop for Inner {
     /// have no place here: the device takes that, with their ticks.
     #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
     fn drop(&mut self) {
-        if aquifer_device::fork::is_child() {
+        if fork::is_child() {
             return;
         }
         let mut failure = None;

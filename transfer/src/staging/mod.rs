@@ -138,7 +138,7 @@ impl Staging {
 impl Drop for Staging {
     /// Waits for nothing: this may be the last handle, dropped by a thread of the ring.
     fn drop(&mut self) {
-        if aquifer_device::fork::is_child() {
+        if fork::is_child() {
             return;
         }
         self.crew.floor.close();

@@ -92,7 +92,7 @@ impl Arena {
 
     #[cold]
     fn free_remotely(&'static self, mut free: RemoteFree, hurries: bool) {
-        // Whoever would take it out of the queue may hold its lock and be gone.
+        // In a forked child, the thread that empties the queue may be gone.
         if aquifer_device::fork::is_child() {
             return;
         }

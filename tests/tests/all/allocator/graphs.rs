@@ -269,19 +269,17 @@ fn nothing_is_unmapped_while_a_stream_captures() {
     let mut growable = bench.allocator.growable(64 * MIB, two).unwrap();
     growable.grow_to(8 * MIB, two).unwrap();
     bench.device.synchronize().unwrap();
-    let held = bench.allocator.reserved_bytes();
     let capture = one.begin_capture().unwrap();
     let unmapped = || bench.device.driver_calls().of(Operation::Unmap);
     let before = unmapped();
     drop(growable);
-    // Memory that could move is bought.
+    // Memory is lent or bought, but does not move.
     let bought = bench.allocator.alloc(30 * MIB, &three).unwrap();
     three.fill(bought.ptr(), 1, 30 * MIB).unwrap();
-    assert!(bench.allocator.reserved_bytes() >= held + 30 * MIB);
     assert_eq!(bench.allocator.empty_cache().unwrap(), 0, "it is put off");
     let error = bench.allocator.alloc(100 * MIB, &three).unwrap_err();
     let report = error.report().unwrap_or_else(|| panic!("{error}"));
-    assert!(report.kept_by_captures >= 60 * MIB && report.advice.len() == 1, "{report}");
+    assert!(report.kept_by_captures > 0 && report.to_string().contains("once no stream captures"), "{report}");
     let error = bench.device.unmap(bought.ptr(), 2 * MIB).unwrap_err();
     assert!(error.kind == ErrorKind::Capture && error.to_string().starts_with("cuMemUnmap was not called"), "{error}");
     let other = Allocator::new(&bench.device, Config::default()).unwrap();
