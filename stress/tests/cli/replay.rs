@@ -359,7 +359,7 @@ fn errors_are_one_short_line_whatever_the_input() {
         format!("Thread,Time,Action,Pointer,Size,Stream\n1,t,{long},0x1,1,0"),
     ] {
         let file = Scratch::new("long.trace", content.as_bytes());
-        let output = stress(&["replay", file.path()]);
+        let output = stress(&["replay", "--device", "sim:1GiB", file.path()]);
         let said = errors(&output);
         assert!(matches!(output.status.code(), Some(3 | 4)), "{said}");
         assert!(said.lines().all(|line| line.chars().count() <= 300 && !line.contains('\u{1b}')), "{said}");
