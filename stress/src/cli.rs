@@ -127,11 +127,22 @@ pub enum Command {
 }
 
 const FILES: &str = "\
-Files, recognized by their content, each plain or gzip-compressed; - is standard input:
-  allocation traces (.trace),
-  PyTorch memory snapshots with history (.pickle, .json), of all devices in them; requests that the
-    program was refused are not replayed, and a note tells how many there were, and the largest
-  RMM logs (.csv)
+Files, recognized by their content, not their names; - is standard input:
+  allocation traces (.trace)
+  PyTorch memory snapshots with history (.pickle, .json), also those of several ranks in a list, and
+    the pages that torch.cuda._memory_viz makes of them (.html)
+  RMM's CSV logs (.csv), of all versions, with a header or without
+Each may be compressed with gzip, xz or zstd, and several may lie in a zip archive. What holds more
+than any recording of its size is refused. A file with several devices or ranks, or an archive, has
+several programs. Programs whose files have the same name are told apart by their paths.
+
+What a recording does not tell is inferred and noted, or only noted:
+  - A block whose free comes first was allocated before the recording began; it is allocated first.
+  - Memory that is allocated again, or given back to the device, was freed just before.
+  - Without free_requested entries, blocks are freed when free_completed.
+  - A free that other streams delayed is replayed as a use on the stream that most likely did.
+  - Requests that were refused are not replayed; a note tells how many, and the largest.
+  - A history of one entry, or one that max_entries has probably cut off, is noted.
 
 A trace is text with one event per line. IDs and STREAMs are any numbers from 0 on; an ID may be
 reused after it was freed:

@@ -21,6 +21,7 @@ use crate::warnings::Told;
 #[derive(Debug)]
 pub struct Session {
     device: DeviceArg,
+    device_given: bool,
     configs: Vec<ConfigArg>,
     configs_given: bool,
     seed: u64,
@@ -105,6 +106,7 @@ impl Session {
         let configs = if global.configs.is_empty() { vec![ConfigArg::default()] } else { global.configs.clone() };
         Session {
             device,
+            device_given: global.device.is_some(),
             configs,
             configs_given: !global.configs.is_empty(),
             seed: global.seed,
@@ -124,6 +126,11 @@ impl Session {
     /// The device as the user wrote it.
     pub fn device_text(&self) -> &str {
         &self.device.text
+    }
+
+    /// Whether the user named no device.
+    pub fn is_default_device(&self) -> bool {
+        !self.device_given
     }
 
     /// The configuration of the simulated device, unless the device is a real one.
@@ -260,6 +267,13 @@ impl Session {
             }
             None => self.open(),
         }
+    }
+
+    /// Opens a simulated device with that much memory: like the session's, if that is a simulated one.
+    pub fn open_simulated(&self, bytes: u64) -> Device {
+        let mut sim = self.sim().cloned().unwrap_or_else(|| SimConfig::new(bytes));
+        sim.capacity_bytes = bytes;
+        Device::new(SimDriver::new(sim))
     }
 
     /// The options to work with, in the order given; at least one.

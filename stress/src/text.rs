@@ -41,6 +41,21 @@ pub fn wrap(text: &str, width: usize) -> String {
     lines
 }
 
+/// The text in one line of at most `most` characters, of which the middle is left out where it is longer. Characters that control the
+/// terminal, or the direction of text, would act on what is around it, so they are replaced.
+pub fn one_line(text: &str, most: usize) -> String {
+    let turns =
+        |char| matches!(char, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let shown = |char: char| if char.is_control() || turns(char) { '\u{fffd}' } else { char };
+    let length = text.chars().count();
+    if length <= most {
+        return text.chars().map(shown).collect();
+    }
+    let (start, end) = (most / 2, most.saturating_sub(most / 2 + 1));
+    let ends = text.chars().take(start).chain(['…']).chain(text.chars().skip(length - end));
+    ends.map(shown).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -59,5 +74,17 @@ mod tests {
         assert_eq!(wrap("one two  three", 7), "one two\nthree");
         assert_eq!(wrap("incomprehensible", 7), "incomprehensible");
         assert_eq!(wrap("", 7), "");
+    }
+
+    #[test]
+    fn a_line_acts_on_nothing_around_it_and_is_short() {
+        assert_eq!(
+            one_line("a\x1b[1m\x07b\u{202e}c\u{2066}d\u{200f}e\nf", 100),
+            "a\u{fffd}[1m\u{fffd}b\u{fffd}c\u{fffd}d\u{fffd}e\u{fffd}f"
+        );
+        assert_eq!(one_line("größe 模型 שם", 100), "größe 模型 שם");
+        assert_eq!(one_line("0123456789", 10), "0123456789");
+        assert_eq!(one_line("0123456789abc", 10), "01234…9abc");
+        assert_eq!(one_line("äöü€", 3), "ä…€");
     }
 }

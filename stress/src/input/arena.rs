@@ -1,4 +1,6 @@
-//! The lists and dictionaries of a pickle, without what is of no use.
+//! The lists and dictionaries of a pickle or a JSON text, without what is of no use.
+
+use std::collections::BTreeMap;
 
 use super::error::Reason;
 
@@ -10,7 +12,7 @@ macro_rules! words {
         pub(super) enum Word { $($word,)* }
 
         impl Word {
-            pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+            fn from_bytes(bytes: &[u8]) -> Option<Self> {
                 $(if bytes == $text.as_bytes() { return Some(Self::$word); })*
                 None
             }
@@ -26,12 +28,14 @@ words! {
     Segments = "segments", DeviceTraces = "device_traces",
     Device = "device", Address = "address", Blocks = "blocks",
     RequestedSize = "requested_size", State = "state", ActiveAllocated = "active_allocated",
+    History = "history", RealSize = "real_size",
     Action = "action", Addr = "addr", Size = "size", Stream = "stream", TimeUs = "time_us",
     PoolId = "pool_id", Frames = "frames",
     Alloc = "alloc", FreeRequested = "free_requested", FreeCompleted = "free_completed",
     SegmentAlloc = "segment_alloc", SegmentFree = "segment_free",
     SegmentMap = "segment_map", SegmentUnmap = "segment_unmap",
     Snapshot = "snapshot", Oom = "oom", Annotate = "annotate",
+    TraceEvents = "traceEvents",
 }
 
 /// What an opcode is applied to is of another kind.
@@ -40,7 +44,7 @@ pub(super) const MALFORMED: Reason = Reason::Pickle("an opcode does not fit what
 /// The longest word.
 pub(super) const LONGEST: usize = 16;
 
-/// What the machine computes with.
+/// A value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Value {
     /// An integer modulo 2^64.
@@ -49,9 +53,36 @@ pub(super) enum Value {
     /// Also a tuple.
     List(u32),
     Dict(u32),
-    /// Of no use.
-    Other,
+    /// Of no use but for telling equal values from others: by a digest of its content.
+    Other(u64),
 }
+
+impl Value {
+    /// A number with a fraction or an exponent, which may be a whole one all the same.
+    pub(super) fn float(number: f64) -> Self {
+        whole(number).map_or(Self::Other(mix(1, number.to_bits())), |number| Self::Int(number.cast_unsigned()))
+    }
+}
+
+/// The integer that a floating-point number is, if it is one and represents no other.
+#[expect(clippy::cast_possible_truncation, reason = "it is whole, and in range")]
+pub(super) fn whole(number: f64) -> Option<i64> {
+    const EXACT: f64 = (1_u64 << 53) as f64;
+    (number.fract() == 0.0 && number.abs() <= EXACT).then_some(number as i64)
+}
+
+/// Digests of values that follow one another.
+pub(super) fn mix(digest: u64, next: u64) -> u64 {
+    (digest.rotate_left(23) ^ next).wrapping_mul(0x9e37_79b9_7f4a_7c15).max(1)
+}
+
+/// Digests of parts of a text that follow one another.
+pub(super) fn digest(before: u64, text: &[u8]) -> u64 {
+    text.iter().fold(before, |digest, &byte| (digest ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+/// The digest that a text begins with.
+pub(super) const START: u64 = 0xcbf2_9ce4_8422_2325;
 
 /// How many numbers and words of a list are kept: the numbers of a pool are two, and a third tells a list that is no such pair.
 const FEW: usize = 3;
@@ -61,7 +92,15 @@ struct List {
     items: Vec<Value>,
     /// Before which item something was left out that is no list and no dictionary.
     left_out: Option<usize>,
-    /// Of the identities of the items of no use, in order; 0 only without any.
+    /// Of the items, in order; 0 only without any.
+    digest: u64,
+}
+
+#[derive(Debug)]
+struct Dict {
+    /// The entry set last.
+    head: u32,
+    /// Of the entries, in any order.
     digest: u64,
 }
 
@@ -76,18 +115,28 @@ struct Node {
 /// Ends a dictionary's links.
 const NONE: u32 = u32::MAX;
 
-/// The lists and dictionaries of a pickle.
+/// How many keys of the outermost dictionary are kept to tell what it is, and how many texts they are looked up among.
+const SHOWN: usize = 3;
+const TEXTS: usize = 16;
+/// The longest text of those.
+pub(super) const TEXT: usize = 32;
+
+/// The lists and dictionaries.
 ///
 /// Of a dictionary it keeps the entries whose key is a word, of a list the dictionaries of use, the lists and the first numbers, and
-/// of everything else only a digest of its identity. Indices stand for references, so that shared and cyclic ones
+/// of everything else only a digest of its content. Indices stand for references, so that shared and cyclic ones
 /// cost nothing.
 #[derive(Debug, Default)]
 pub(super) struct Arena {
     lists: Vec<List>,
-    dicts: Vec<u32>,
+    dicts: Vec<Dict>,
     nodes: Vec<Node>,
     /// Items that all lists have room for.
     room: usize,
+    /// The first short texts that are no words, by digest.
+    texts: BTreeMap<u64, String>,
+    /// The first keys of the outermost dictionary.
+    keys: Vec<Value>,
 }
 
 impl Arena {
@@ -95,13 +144,25 @@ impl Arena {
     pub(super) fn bytes(&self) -> usize {
         self.lists.len() * size_of::<List>()
             + self.room * size_of::<Value>()
-            + self.dicts.len() * size_of::<u32>()
+            + self.dicts.len() * size_of::<Dict>()
             + self.nodes.len() * size_of::<Node>()
+    }
+
+    /// A text that is read whole.
+    pub(super) fn text(&mut self, text: &[u8]) -> Value {
+        if let Some(word) = Word::from_bytes(text) {
+            return Value::Word(word);
+        }
+        let digest = digest(START, text);
+        if self.texts.len() < TEXTS && text.len() <= TEXT {
+            self.texts.entry(digest).or_insert_with(|| String::from_utf8_lossy(text).into_owned());
+        }
+        Value::Other(digest)
     }
 
     /// What `key` is set to.
     pub(super) fn get(&self, dict: u32, key: Word) -> Option<Value> {
-        let mut at = self.dicts[dict as usize];
+        let mut at = self.dicts[dict as usize].head;
         // A dictionary has few keys of use unless it sets the same ones over and over.
         for _ in 0..64 {
             let node = self.nodes.get(at as usize)?;
@@ -119,19 +180,56 @@ impl Arena {
         let list = &mut self.lists[list as usize];
         let mut items = std::mem::take(&mut list.items);
         if let Some(at) = list.left_out.take() {
-            items.insert(at.min(items.len()), Value::Other);
+            items.insert(at.min(items.len()), Value::Other(0));
         }
         items
     }
 
-    /// Tells lists of things of no use apart.
-    pub(super) fn digest(&self, list: u32) -> u64 {
-        self.lists[list as usize].digest
+    /// The first item of a list that is of use.
+    pub(super) fn first(&self, list: u32) -> Option<Value> {
+        self.lists[list as usize].items.first().copied()
+    }
+
+    /// Whether a list has no items, and a dictionary no entries.
+    pub(super) fn is_empty(&self, value: Value) -> bool {
+        match value {
+            Value::List(list) => self.lists[list as usize].digest == 0,
+            Value::Dict(dict) => self.dicts[dict as usize].digest == 0,
+            _ => false,
+        }
+    }
+
+    /// Equal values have equal digests; only an empty list and an empty dictionary have 0.
+    pub(super) fn digest(&self, value: Value) -> u64 {
+        match value {
+            Value::Int(number) => mix(2, number),
+            Value::Word(word) => digest(START, word.text().as_bytes()),
+            Value::List(list) => self.lists[list as usize].digest,
+            Value::Dict(dict) => self.dicts[dict as usize].digest,
+            Value::Other(digest) => digest,
+        }
     }
 
     /// Whether a list is the pair (0, 0).
     pub(super) fn is_zeros(&self, list: u32) -> bool {
         self.lists[list as usize].items == [Value::Int(0); 2]
+    }
+
+    /// The first keys of the outermost dictionary, as they are written.
+    pub(super) fn keys(&self) -> Vec<String> {
+        let text = |&key: &Value| match key {
+            Value::Word(word) => Some(format!("{:?}", word.text())),
+            Value::Int(number) => Some(number.cast_signed().to_string()),
+            _ => self.texts.get(&self.digest(key)).map(|text| format!("{text:?}")),
+        };
+        self.keys.iter().filter_map(text).collect()
+    }
+
+    /// A key of the outermost dictionary.
+    pub(super) fn outermost_key(&mut self, key: Value) {
+        if self.keys.len() < SHOWN {
+            self.keys.push(key);
+        }
     }
 
     pub(super) fn list(&mut self, items: &[Value]) -> Result<Value, Reason> {
@@ -143,26 +241,25 @@ impl Arena {
     }
 
     pub(super) fn append(&mut self, list: Value, items: &[Value]) -> Result<(), Reason> {
-        let Value::List(list) = list else { return Err(MALFORMED) };
-        let list = &mut self.lists[list as usize];
+        let Value::List(number) = list else { return Err(MALFORMED) };
         for &item in items {
-            let identity = match item {
-                Value::Dict(dict) if self.dicts[dict as usize] == NONE => u64::from(dict) + 2,
-                Value::List(_) | Value::Dict(_) => 0,
-                Value::Int(_) | Value::Word(_) if list.items.len() < FEW => 0,
-                _ => 1,
+            let digest = self.digest(item);
+            let list = &mut self.lists[number as usize];
+            list.digest = mix(list.digest, digest);
+            let kept = match item {
+                Value::Dict(dict) => self.dicts[dict as usize].head != NONE,
+                Value::List(_) => true,
+                Value::Int(_) | Value::Word(_) => list.items.len() < FEW,
+                Value::Other(_) => false,
             };
-            if identity == 0 {
+            if kept {
                 let before = list.items.capacity();
                 list.items.try_reserve(1)?;
                 list.items.push(item);
                 self.room += list.items.capacity() - before;
-                continue;
-            }
-            if identity == 1 {
+            } else if !matches!(item, Value::Dict(_)) {
                 list.left_out.get_or_insert(list.items.len());
             }
-            list.digest = (list.digest.rotate_left(23) ^ identity).wrapping_mul(0x9e37_79b9_7f4a_7c15).max(1);
         }
         Ok(())
     }
@@ -170,21 +267,23 @@ impl Arena {
     pub(super) fn dict(&mut self, items: &[Value]) -> Result<Value, Reason> {
         let dict = Value::Dict(u32::try_from(self.dicts.len()).map_err(|_| Reason::TooMany("dictionaries"))?);
         self.dicts.try_reserve(1)?;
-        self.dicts.push(NONE);
+        self.dicts.push(Dict { head: NONE, digest: 0 });
         self.set(dict, items)?;
         Ok(dict)
     }
 
     pub(super) fn set(&mut self, dict: Value, items: &[Value]) -> Result<(), Reason> {
-        let (Value::Dict(dict), (pairs, [])) = (dict, items.as_chunks()) else { return Err(MALFORMED) };
-        let head = &mut self.dicts[dict as usize];
+        let (Value::Dict(number), (pairs, [])) = (dict, items.as_chunks()) else { return Err(MALFORMED) };
         for &[key, value] in pairs {
+            let digest = mix(self.digest(key), self.digest(value));
+            let dict = &mut self.dicts[number as usize];
+            dict.digest = dict.digest.wrapping_add(digest).max(1);
             if let Value::Word(key) = key {
                 let node = u32::try_from(self.nodes.len()).ok().filter(|&node| node != NONE);
                 let node = node.ok_or(Reason::TooMany("entries"))?;
                 self.nodes.try_reserve(1)?;
-                self.nodes.push(Node { value, before: *head, key });
-                *head = node;
+                self.nodes.push(Node { value, before: dict.head, key });
+                dict.head = node;
             }
         }
         Ok(())

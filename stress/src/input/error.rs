@@ -4,17 +4,32 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// An input that cannot be used; displays as `FILE:PLACE: reason`.
+use crate::text::one_line;
+
+/// The longest error in characters, and the longest name of a file in it. With what stands before it, an error has at most 300.
+const LONGEST: usize = 280;
+const LONGEST_PATH: usize = 120;
+
+/// An input that cannot be used; displays as `FILE:PLACE: reason`, in one line of at most 280 characters.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-#[error("{}{location}: {reason}", path.display())]
+#[error("{}", one_line(&self.whole(), LONGEST))]
 pub struct InputError {
     /// The file.
     pub path: PathBuf,
+    /// Which part of the file: `/NAME` in an archive, `[RANK]` in a list of snapshots; otherwise empty.
+    pub part: String,
     /// Where in the file.
     pub location: Location,
     /// What is wrong there.
     pub reason: Reason,
+}
+
+impl InputError {
+    fn whole(&self) -> String {
+        let path = one_line(&self.path.display().to_string(), LONGEST_PATH);
+        format!("{path}{}{}: {}", one_line(&self.part, LONGEST_PATH), self.location, self.reason)
+    }
 }
 
 /// A place in an input. Displays as what follows the file's name.
@@ -69,29 +84,41 @@ pub enum Reason {
     #[error("{0}")]
     Io(io::Error),
     /// The compressed data stops early.
-    #[error("the gzip data is truncated: the file ends at byte {length}, before the data does")]
-    TruncatedGzip {
+    #[error("the {what} data is truncated: the file ends at byte {length}, before the data does")]
+    Truncated {
+        /// The kind of data.
+        what: &'static str,
         /// The file's length.
         length: u64,
     },
     /// What follows the compressed data is something else.
-    #[error("other bytes follow the gzip data, from byte {offset} of the file on")]
+    #[error("other bytes follow the {what} data, from byte {offset} of the file on")]
     TrailingBytes {
+        /// The kind of data.
+        what: &'static str,
         /// Where they start in the file, counted from 0.
         offset: u64,
     },
+    /// The packed data is damaged, or packed in a way that is not read.
+    #[error("the {what} data is damaged or not supported: {why}")]
+    Damaged {
+        /// The kind of data.
+        what: &'static str,
+        /// What the decoder says.
+        why: String,
+    },
+    /// Packed again and again.
+    #[error("it is packed more than {} times over", super::layers::MOST)]
+    TooManyLayers,
     /// More than anything of use holds.
     #[error(
-        "{stored} bytes of the file hold more values up to here than any memory snapshot has in as many; \
+        "{stored} bytes of the file hold more up to here than any recording has in as many; \
          it is none, or was made to take memory"
     )]
     TooDense {
         /// Bytes as they are stored, compressed or not.
         stored: u64,
     },
-    /// The compressed data is damaged.
-    #[error("the gzip data is damaged: {0}")]
-    DamagedGzip(io::Error),
     /// There is nothing in it.
     #[error("the file is empty")]
     Empty,
@@ -99,11 +126,22 @@ pub enum Reason {
     #[error("the file has no events, so there is nothing to replay")]
     NoEvents,
     /// The content is of no known format.
-    #[error("not an allocation trace, a PyTorch memory snapshot or an RMM log{hint}")]
+    #[error("not an allocation trace, a PyTorch memory snapshot or an RMM log: found {found}{hint}")]
     Unrecognised {
+        /// What it begins with.
+        found: String,
         /// What the file's name promised; may be empty.
         hint: &'static str,
     },
+    /// The wrong one of RMM's logs.
+    #[error(
+        "this is RMM's debug log; Aquifer reads its CSV log, which RMM writes to the file that RMM_LOG_FILE or a \
+         logging resource adaptor names"
+    )]
+    DebugLog,
+    /// An archive or a page without anything to replay.
+    #[error("{0} has no recording in it")]
+    NothingInside(&'static str),
     /// More bytes than a file of its kind has.
     #[error("the file is longer than {} MiB", most >> 20)]
     TooLong {
@@ -170,8 +208,8 @@ pub enum Reason {
     /// More header lines than any trace has.
     #[error("more than {} header lines", super::trace::MOST_HEADERS)]
     TooManyHeaders,
-    /// A pickle opcode that memory snapshots do not use.
-    #[error("unsupported pickle opcode 0x{code:02x}{}; memory snapshots hold plain data only", OpcodeName(*.code))]
+    /// A pickle opcode of old protocols, or of none.
+    #[error("unsupported pickle opcode 0x{code:02x}")]
     Opcode {
         /// The opcode.
         code: u8,
@@ -182,6 +220,12 @@ pub enum Reason {
     /// Malformed JSON, or JSON of another structure.
     #[error("{0}")]
     Json(serde_json::Error),
+    /// Data, but no snapshot.
+    #[error("not a memory snapshot: found {found}")]
+    NotASnapshot {
+        /// What it is instead.
+        found: String,
+    },
     /// A snapshot of another structure.
     #[error("not a memory snapshot: {0}")]
     Structure(&'static str),
@@ -218,40 +262,32 @@ impl fmt::Display for Block {
     }
 }
 
-/// The names of the opcodes that run code or that other pickles commonly have.
-struct OpcodeName(u8);
-
-impl fmt::Display for OpcodeName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = match self.0 {
-            b'c' => "GLOBAL",
-            0x93 => "STACK_GLOBAL",
-            b'R' => "REDUCE",
-            b'b' => "BUILD",
-            b'i' => "INST",
-            b'o' => "OBJ",
-            0x81 => "NEWOBJ",
-            0x92 => "NEWOBJ_EX",
-            b'P' => "PERSID",
-            b'Q' => "BINPERSID",
-            0x82..=0x84 => "EXT",
-            b'B' | b'C' | 0x8e | 0x96 => "BYTES",
-            0x8f..=0x91 => "SET",
-            _ => return Ok(()),
-        };
-        write!(f, " ({name})")
-    }
-}
-
-/// What is wrong with compressed data, on its way through [`io::Error`].
-#[derive(Debug, thiserror::Error)]
+/// What is wrong with packed data, on its way through [`io::Error`].
+#[derive(Debug, Clone, thiserror::Error)]
 pub(super) enum Damage {
     /// The file has so many bytes, and the data goes on.
-    #[error("it ends at byte {0}")]
-    Truncated(u64),
+    #[error("it ends at byte {at}")]
+    Truncated { what: &'static str, at: u64 },
     /// Something else starts there.
-    #[error("other bytes follow from byte {0} on")]
-    Trailing(u64),
+    #[error("other bytes follow from byte {at} on")]
+    Trailing { what: &'static str, at: u64 },
+    /// The decoder does not understand it.
+    #[error("{why}")]
+    Broken { what: &'static str, why: String },
+    /// It holds more than any recording.
+    #[error("it holds more than a recording")]
+    TooDense { stored: u64 },
+}
+
+impl Damage {
+    /// An error of a decoder, unless what it reads from has failed.
+    pub(super) fn broken(what: &'static str, error: io::Error) -> io::Error {
+        let passed_on = error.raw_os_error().is_some() || error.get_ref().is_some_and(|inner| inner.is::<Self>());
+        if passed_on || error.kind() == io::ErrorKind::Interrupted {
+            return error;
+        }
+        Self::Broken { what, why: error.to_string() }.into()
+    }
 }
 
 impl From<Damage> for io::Error {
@@ -263,33 +299,44 @@ impl From<Damage> for io::Error {
 /// An error before its file is known.
 #[derive(Debug)]
 pub(super) struct Fault {
+    part: String,
     location: Location,
     reason: Reason,
 }
 
 impl Fault {
     pub(super) fn new(location: Location, reason: Reason) -> Self {
-        Self { location, reason }
+        Self { part: String::new(), location, reason }
     }
 
     pub(super) fn file(reason: Reason) -> Self {
         Self::new(Location::File, reason)
     }
 
+    pub(super) fn reason(&self) -> &Reason {
+        &self.reason
+    }
+
+    /// The same in a part of the file.
+    pub(super) fn within(mut self, part: &str) -> Self {
+        self.part.insert_str(0, part);
+        self
+    }
+
     pub(super) fn at(self, path: &Path) -> InputError {
-        InputError { path: path.to_owned(), location: self.location, reason: self.reason }
+        InputError { path: path.to_owned(), part: self.part, location: self.location, reason: self.reason }
     }
 }
 
 impl Reason {
-    /// Tells a damaged file from the operating system's errors: only the decompressor reports these kinds.
+    /// Tells a damaged file from the operating system's errors.
     pub(super) fn from_read(error: io::Error) -> Self {
-        let damage = error.get_ref().and_then(|inner| inner.downcast_ref::<Damage>());
-        match (damage, error.kind()) {
-            (Some(&Damage::Truncated(length)), _) => Self::TruncatedGzip { length },
-            (Some(&Damage::Trailing(offset)), _) => Self::TrailingBytes { offset },
-            (None, io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput) => Self::DamagedGzip(error),
-            _ => Self::Io(error),
+        match error.get_ref().and_then(|inner| inner.downcast_ref::<Damage>()) {
+            Some(&Damage::Truncated { what, at }) => Self::Truncated { what, length: at },
+            Some(&Damage::Trailing { what, at }) => Self::TrailingBytes { what, offset: at },
+            Some(Damage::Broken { what, why }) => Self::Damaged { what, why: why.clone() },
+            Some(&Damage::TooDense { stored }) => Self::TooDense { stored },
+            None => Self::Io(error),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Compressed content, and how much of the file was read for it.
+//! Members of gzip data.
 
 use std::cell::Cell;
 use std::io::{self, BufRead, BufReader, Read};
@@ -8,47 +8,32 @@ use flate2::bufread::GzDecoder;
 
 use super::error::Damage;
 
-/// Bytes of the file that were read so far.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Stored(Rc<Cell<u64>>);
+/// What damage is told of.
+const WHAT: &str = "gzip";
 
-impl Stored {
-    pub(super) fn bytes(&self) -> u64 {
-        self.0.get()
-    }
-
-    pub(super) fn add(&self, count: usize) {
-        self.0.set(self.bytes() + count as u64);
-    }
-}
-
-/// Counts what is read.
+/// Counts what is used of the bytes.
 #[derive(Debug)]
-pub(super) struct Counted<R> {
+struct Used<R> {
     inner: R,
-    stored: Stored,
+    bytes: Rc<Cell<u64>>,
 }
 
-impl<R> Counted<R> {
-    pub(super) fn new(inner: R, stored: Stored) -> Self {
-        Self { inner, stored }
-    }
-}
-
-impl<R: Read> Read for Counted<R> {
+impl<R: BufRead> Read for Used<R> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        self.inner.read(into).inspect(|&count| self.stored.add(count))
+        let count = self.inner.read(into)?;
+        self.bytes.set(self.bytes.get() + count as u64);
+        Ok(count)
     }
 }
 
-impl<R: BufRead> BufRead for Counted<R> {
+impl<R: BufRead> BufRead for Used<R> {
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
         self.inner.fill_buf()
     }
 
     fn consume(&mut self, count: usize) {
         self.inner.consume(count);
-        self.stored.add(count);
+        self.bytes.set(self.bytes.get() + count as u64);
     }
 }
 
@@ -56,14 +41,15 @@ impl<R: BufRead> BufRead for Counted<R> {
 /// off ends, nor it from other bytes that follow.
 pub(super) struct Members<R: BufRead> {
     /// `None` after the last.
-    member: Option<GzDecoder<Counted<R>>>,
-    stored: Stored,
+    member: Option<GzDecoder<Used<R>>>,
+    used: Rc<Cell<u64>>,
 }
 
 impl<R: Read> Members<BufReader<R>> {
-    pub(super) fn new(bytes: R, stored: Stored) -> Self {
-        let bytes = Counted::new(BufReader::new(bytes), stored.clone());
-        Self { member: Some(GzDecoder::new(bytes)), stored }
+    pub(super) fn new(bytes: R) -> Self {
+        let used = Rc::<Cell<u64>>::default();
+        let bytes = Used { inner: BufReader::new(bytes), bytes: used.clone() };
+        Self { member: Some(GzDecoder::new(bytes)), used }
     }
 }
 
@@ -79,9 +65,10 @@ impl<R: BufRead> Read for Members<R> {
             match member.read(into) {
                 Ok(0) => {}
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                    return Err(Damage::Truncated(self.stored.bytes()).into());
+                    return Err(Damage::Truncated { what: WHAT, at: self.used.get() }.into());
                 }
-                answer => return answer,
+                Err(error) => return Err(Damage::broken(WHAT, error)),
+                Ok(count) => return Ok(count),
             }
             let Some(mut rest) = self.member.take().map(GzDecoder::into_inner) else { break };
             let next = loop {
@@ -93,7 +80,7 @@ impl<R: BufRead> Read for Members<R> {
             match next {
                 None => {}
                 Some(MAGIC) => self.member = Some(GzDecoder::new(rest)),
-                Some(_) => return Err(Damage::Trailing(self.stored.bytes()).into()),
+                Some(_) => return Err(Damage::Trailing { what: WHAT, at: self.used.get() }.into()),
             }
         }
         Ok(0)
@@ -117,11 +104,8 @@ mod tests {
 
     fn decompressed(bytes: &[u8]) -> Result<Vec<u8>, String> {
         let mut text = Vec::new();
-        let stored = Stored::default();
-        let read = Members::new(bytes, stored.clone()).read_to_end(&mut text);
-        read.map(|_| text).map_err(|error| super::super::Reason::from_read(error).to_string()).inspect(|_| {
-            assert_eq!(stored.bytes(), bytes.len() as u64);
-        })
+        let read = Members::new(bytes).read_to_end(&mut text);
+        read.map(|_| text).map_err(|error| super::super::Reason::from_read(error).to_string())
     }
 
     #[test]

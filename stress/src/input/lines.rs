@@ -21,10 +21,23 @@ impl<R: BufRead> Lines<R> {
         Self { content, line: Vec::new(), number: 0, after_cr: false }
     }
 
-    /// The next line without its end, or `None` after the last.
+    /// The next line that is not empty, without its end, or `None` after the last.
     pub(super) fn next(&mut self) -> Result<Option<&str>, Fault> {
         self.line.clear();
-        self.number += 1;
+        loop {
+            self.number += 1;
+            if !self.fill()? {
+                return Ok(None);
+            }
+            if !self.line.is_empty() {
+                let location = self.location();
+                return str::from_utf8(&self.line).map(Some).map_err(|_| Fault::new(location, Reason::NotUtf8));
+            }
+        }
+    }
+
+    /// Reads the next line. `false` after the last.
+    fn fill(&mut self) -> Result<bool, Fault> {
         let location = Location::Line(self.number);
         let fault = |reason| Fault::new(location, reason);
         loop {
@@ -46,11 +59,8 @@ impl<R: BufRead> Lines<R> {
             self.line.extend_from_slice(part);
             let (used, finished) = (part.len() + usize::from(end.is_some()), available.is_empty());
             self.content.consume(used);
-            if finished && self.line.is_empty() {
-                return Ok(None);
-            }
             if finished || end.is_some() {
-                return std::str::from_utf8(&self.line).map(Some).map_err(|_| fault(Reason::NotUtf8));
+                return Ok(end.is_some() || !self.line.is_empty());
             }
         }
     }
@@ -71,9 +81,11 @@ mod tests {
             // Also where a buffer ends between CR and LF.
             for capacity in 1..8 {
                 let mut lines = Lines::new(std::io::BufReader::with_capacity(capacity, text.as_bytes()));
-                for expected in [Some("one"), Some(""), Some("two"), None, None] {
-                    assert_eq!(lines.next().unwrap(), expected, "{text:?}");
-                }
+                assert_eq!(lines.next().unwrap(), Some("one"), "{text:?}");
+                assert_eq!(lines.next().unwrap(), Some("two"), "{text:?}");
+                assert_eq!(lines.location(), Location::Line(3), "{text:?}");
+                assert_eq!(lines.next().unwrap(), None, "{text:?}");
+                assert_eq!(lines.next().unwrap(), None, "{text:?}");
             }
         }
     }

@@ -5,24 +5,33 @@
 //! | content | programs |
 //! |---|---|
 //! | an allocation trace (text) | one |
-//! | a PyTorch memory snapshot with history (pickle or JSON) | one per device with a history |
-//! | an RMM log (CSV) | one |
+//! | a PyTorch memory snapshot with history (pickle or JSON), or a list of them, one per rank | one per rank and device with a history |
+//! | a page of PyTorch's `_memory_viz` | those of the snapshots in it |
+//! | an RMM log (CSV, with a header or without) | one per device |
 //!
-//! Each may be compressed with gzip. Files are read as streams; memory grows with what a file holds, never
-//! with what it only claims to hold nor beyond what a snapshot of its size takes, and a damaged file gives an [`InputError`].
+//! Each may be compressed with gzip, xz or zstd, and any number of them may lie in a zip archive. Files are read as streams, archives
+//! whole. Memory grows with what a file holds, never with what it only claims to hold nor beyond what a recording of its size takes
+//! (`allowance.rs`), and a damaged file gives an [`InputError`].
+//!
+//! Pickles and JSON are read into the same values (`arena.rs`), in which `structure.rs` finds snapshots. `recording.rs` completes
+//! recordings that begin later than the program or have gaps.
 
 mod allowance;
+mod archive;
 mod arena;
 mod error;
 mod gzip;
 mod json;
+mod layers;
 mod lines;
 mod object;
-mod pickle;
+mod page;
 mod program;
+mod recording;
 mod rmm;
 mod snapshot;
 mod sniff;
+mod structure;
 mod trace;
 mod unpickle;
 mod watched;
@@ -36,7 +45,9 @@ pub use program::{Event, Program};
 
 pub(crate) use object::{FromObject, Object};
 
+use allowance::{Allowance, Made};
 use error::Fault;
+use layers::Content;
 use sniff::Format;
 
 /// The name under which a user names standard input.
@@ -57,24 +68,50 @@ pub fn load(path: &Path) -> Result<Vec<Program>, InputError> {
     }
 }
 
+/// The name of a file's program, unless it has one of its own: the file's without what only tells the format.
+pub fn stem(path: &Path) -> String {
+    if path == Path::new(STANDARD_INPUT) { "standard input".into() } else { sniff::stem(path) }
+}
+
 /// As [`load`], from bytes of any origin; `path` only names them.
 ///
 /// # Errors
 ///
 /// As [`load`].
 pub fn read(path: &Path, bytes: impl Read) -> Result<Vec<Program>, InputError> {
-    parse(path, bytes).map_err(|fault| fault.at(path))
+    let allowance = Allowance::default();
+    let origin = Origin { name: sniff::stem(path), path, layers: 0, allowance: &allowance };
+    parse(&origin, Box::new(allowance.stored(bytes))).map_err(|fault| fault.at(path))
 }
 
-fn parse(path: &Path, bytes: impl Read) -> Result<Vec<Program>, Fault> {
-    let (format, content, stored) = sniff::open(path, bytes)?;
-    let content = BufReader::with_capacity(64 << 10, content);
-    let name = sniff::stem(path);
+/// Where a content comes from.
+struct Origin<'a> {
+    /// The name of its program, unless it has one of its own.
+    name: String,
+    /// The file's name, or that in an archive.
+    path: &'a Path,
+    /// In how many layers it is packed.
+    layers: u32,
+    allowance: &'a Allowance,
+}
+
+fn parse(origin: &Origin<'_>, bytes: Content<'_>) -> Result<Vec<Program>, Fault> {
+    let Origin { name, path, allowance, .. } = origin;
+    let (content, layers) = layers::open(bytes, origin.layers, allowance)?;
+    let (format, content) = sniff::open(path, content)?;
+    let packed = || match layers {
+        layers::MOST.. => Err(Fault::file(Reason::TooManyLayers)),
+        _ => Ok(Origin { name: name.clone(), path, layers, allowance }),
+    };
+    let buffered = |content, made| BufReader::with_capacity(64 << 10, allowance.content(content, made));
+    let values = |(top, mut arena), nouns| structure::programs(top, &mut arena, nouns, name);
     match format {
-        Format::Trace => Ok(vec![trace::parse(content, name)?]),
-        Format::Rmm => Ok(vec![rmm::parse(content, name)?]),
-        Format::Pickle => snapshot::programs(pickle::parse(content, &stored)?, &name),
-        Format::Json => snapshot::programs(json::parse(content, &stored)?, &name),
+        Format::Archive => archive::programs(content, &packed()?),
+        Format::Page => page::programs(content, &packed()?),
+        Format::Trace => Ok(vec![trace::parse(buffered(content, Made::Events), name.clone(), allowance)?]),
+        Format::Rmm => rmm::parse(buffered(content, Made::Events), name, allowance),
+        Format::Pickle => values(unpickle::run(buffered(content, Made::Values), allowance)?, structure::PICKLE),
+        Format::Json => values(json::parse(buffered(content, Made::Values), allowance)?, structure::JSON),
     }
 }
 

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use super::error::Reason;
+use crate::text::one_line;
 
 /// What a recorded program did with memory, on one device.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,6 +31,12 @@ impl Program {
     pub fn operations(&self) -> u64 {
         let count = self.events.iter().filter(|event| matches!(event, Event::Alloc { .. } | Event::Free { .. }));
         count.count() as u64
+    }
+
+    /// Memory that it takes.
+    pub(super) fn bytes(&self) -> usize {
+        let headers: usize = self.headers.iter().map(|(key, value)| key.len() + value.len()).sum();
+        self.events.capacity() * size_of::<Event>() + headers + size_of::<Self>()
     }
 
     /// The number of allocations.
@@ -68,19 +75,15 @@ pub enum Event {
 
 const _: () = assert!(size_of::<Event>() == 16);
 
+/// The longest name in characters.
+const LONGEST_NAME: usize = 100;
+
 /// A live block.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Live {
     slot: u32,
     pub(super) bytes: u64,
     pub(super) stream: u64,
-}
-
-/// A name as it may be shown: characters of a file's that control the terminal, or the direction of text, would act on what is around it.
-fn printable(name: &str) -> String {
-    let turns =
-        |char| matches!(char, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    name.replace(|char: char| char.is_control() || turns(char), "\u{fffd}")
 }
 
 /// Puts a program together from blocks that the input names by `u64` keys: IDs or addresses.
@@ -92,13 +95,17 @@ pub(super) struct Builder {
     dense: HashMap<u64, u16>,
     last_stream: (u64, u16),
     live_bytes: u64,
+    /// By key: blocks that were allocated before anything else happened.
+    first: Vec<(u64, Event)>,
+    /// Memory of the headers.
+    header_bytes: usize,
 }
 
 impl Builder {
     pub(super) fn new(name: String, device: u32) -> Self {
         Self {
             program: Program {
-                name: printable(&name),
+                name: one_line(&name, LONGEST_NAME),
                 device,
                 headers: Vec::new(),
                 events: Vec::new(),
@@ -112,13 +119,26 @@ impl Builder {
             dense: HashMap::from([(0, 0)]),
             last_stream: (0, 0),
             live_bytes: 0,
+            first: Vec::new(),
+            header_bytes: 0,
         }
+    }
+
+    /// Memory that it takes.
+    pub(super) fn bytes(&self) -> usize {
+        // A table has a byte for each entry besides the entry.
+        self.program.events.capacity() * size_of::<Event>()
+            + self.live.capacity() * (size_of::<(u64, Live)>() + 1)
+            + self.first.capacity() * size_of::<(u64, Event)>()
+            + self.empty.capacity() * size_of::<u32>()
+            + self.header_bytes
     }
 
     pub(super) fn header(&mut self, key: &str, value: &str) -> usize {
         if key == "name" && !value.is_empty() {
-            self.program.name = printable(value);
+            self.program.name = one_line(value, LONGEST_NAME);
         }
+        self.header_bytes += key.len() + value.len();
         self.program.headers.push((key.to_owned(), value.to_owned()));
         self.program.headers.len()
     }
@@ -133,11 +153,7 @@ impl Builder {
         let std::collections::hash_map::Entry::Vacant(entry) = self.live.entry(key) else { return Ok(false) };
         let slot = match self.empty.pop() {
             Some(slot) => slot,
-            None => {
-                let slot = self.program.slots;
-                self.program.slots = slot.checked_add(1).ok_or(Reason::TooMany("live blocks"))?;
-                slot
-            }
+            None => new_slot(&mut self.program.slots)?,
         };
         entry.insert(Live { slot, bytes, stream });
         self.live_bytes = self.live_bytes.checked_add(bytes).ok_or(Reason::TooManyBytes)?;
@@ -145,6 +161,19 @@ impl Builder {
         let stream = self.dense(stream)?;
         self.push(Event::Alloc { slot, bytes, stream })?;
         Ok(true)
+    }
+
+    /// Adds an allocation before all others; `key` is not live.
+    pub(super) fn alloc_first(&mut self, key: u64, bytes: u64, stream: u64) -> Result<(), Reason> {
+        self.live.try_reserve(1)?;
+        self.first.try_reserve(1)?;
+        // Other blocks may have lived in a slot that is empty now.
+        let slot = new_slot(&mut self.program.slots)?;
+        self.live.insert(key, Live { slot, bytes, stream });
+        self.live_bytes = self.live_bytes.checked_add(bytes).ok_or(Reason::TooManyBytes)?;
+        let stream = self.dense(stream)?;
+        self.first.push((key, Event::Alloc { slot, bytes, stream }));
+        Ok(())
     }
 
     /// Adds a free, unless `key` is not live: then gives `None`.
@@ -176,14 +205,26 @@ impl Builder {
         }
     }
 
-    /// Whether nothing happened so far.
-    pub(super) fn is_empty(&self) -> bool {
-        self.program.events.is_empty()
+    /// Adds a note.
+    pub(super) fn remark(&mut self, note: String) {
+        self.program.notes.push(note);
     }
 
-    pub(super) fn finish(mut self) -> Program {
-        self.program.events.shrink_to_fit();
-        self.program
+    /// Whether nothing happened so far.
+    pub(super) fn is_empty(&self) -> bool {
+        self.program.events.is_empty() && self.first.is_empty()
+    }
+
+    pub(super) fn finish(mut self) -> Result<Program, Reason> {
+        let program = &mut self.program;
+        if !self.first.is_empty() {
+            self.first.sort_unstable_by_key(|&(key, _)| key);
+            program.events.try_reserve_exact(self.first.len())?;
+            program.events.splice(..0, self.first.iter().map(|&(_, event)| event));
+            program.peak_requested_bytes = peak(program)?;
+        }
+        program.events.shrink_to_fit();
+        Ok(self.program)
     }
 
     fn push(&mut self, event: Event) -> Result<(), Reason> {
@@ -213,6 +254,29 @@ impl Builder {
     }
 }
 
+fn new_slot(slots: &mut u32) -> Result<u32, Reason> {
+    let slot = *slots;
+    *slots = slot.checked_add(1).ok_or(Reason::TooMany("live blocks"))?;
+    Ok(slot)
+}
+
+/// The most bytes that are live at any time.
+fn peak(program: &Program) -> Result<u64, Reason> {
+    let (mut sizes, mut live, mut peak) = (vec![0; program.slots as usize], 0_u64, 0);
+    for event in &program.events {
+        match *event {
+            Event::Alloc { slot, bytes, .. } => {
+                sizes[slot as usize] = bytes;
+                live = live.checked_add(bytes).ok_or(Reason::TooManyBytes)?;
+                peak = peak.max(live);
+            }
+            Event::Free { slot } => live -= sizes[slot as usize],
+            Event::RecordStream { .. } | Event::Iteration(_) => {}
+        }
+    }
+    Ok(peak)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -227,7 +291,7 @@ mod tests {
         assert!(builder.free(7).unwrap().is_none());
         assert!(builder.alloc(9, 5, 0).unwrap());
         assert!(builder.record_stream(9, 5).unwrap());
-        let program = builder.finish();
+        let program = builder.finish().unwrap();
         assert_eq!((program.slots, program.peak_requested_bytes, program.operations()), (2, 30, 4));
         assert_eq!(program.streams, [0, 5]);
         assert_eq!(program.events[3], Event::Alloc { slot: 0, bytes: 5, stream: 0 });
@@ -235,19 +299,33 @@ mod tests {
     }
 
     #[test]
-    fn names_act_on_nothing_around_them() {
-        assert_eq!(
-            printable("a\x1b[1m\x07b\u{202e}c\u{2066}d\u{200f}e"),
-            "a\u{fffd}[1m\u{fffd}b\u{fffd}c\u{fffd}d\u{fffd}e"
-        );
-        assert_eq!(printable("größe 模型 שם"), "größe 模型 שם");
+    fn blocks_from_before_come_first_and_count_at_the_peak() {
+        let mut builder = Builder::new("p".into(), 0);
+        builder.alloc(5, 10, 0).unwrap();
+        builder.free(5).unwrap();
+        for (key, bytes) in [(9, 100), (7, 50)] {
+            builder.alloc_first(key, bytes, 0).unwrap();
+            builder.free(key).unwrap();
+        }
+        let program = builder.finish().unwrap();
+        let slots = program.events.iter().map(|event| match *event {
+            Event::Alloc { slot, .. } | Event::Free { slot } => slot,
+            _ => unreachable!(),
+        });
+        assert_eq!(slots.collect::<Vec<_>>(), [2, 1, 0, 0, 1, 2]);
+        assert_eq!((program.slots, program.peak_requested_bytes), (3, 160));
+        let mut builder = Builder::new("p".into(), 0);
+        builder.alloc(1, u64::MAX, 0).unwrap();
+        builder.free(1).unwrap();
+        builder.alloc_first(2, 1, 0).unwrap();
+        assert!(matches!(builder.finish(), Err(Reason::TooManyBytes)));
     }
 
     #[test]
     fn notes_count() {
         let mut builder = Builder::new("p".into(), 0);
         [0, 1, 2].into_iter().for_each(|count| builder.note(count, "block", "blocks"));
-        assert_eq!(builder.finish().notes, ["1 block", "2 blocks"]);
+        assert_eq!(builder.finish().unwrap().notes, ["1 block", "2 blocks"]);
     }
 
     #[test]

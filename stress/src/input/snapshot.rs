@@ -4,10 +4,9 @@
 //! (`record_stream`). It shows in how a free ends: a block that other streams used is not free at once, but when a
 //! later allocation finds that those streams are done. See [`waited`].
 
-use std::collections::HashSet;
-
 use super::error::{Fault, Location, Reason};
 use super::program::{Builder, Program};
+use super::recording::{Recording, largest};
 
 /// What matters in a snapshot.
 #[derive(Debug, Default)]
@@ -79,8 +78,10 @@ pub(super) enum Action {
     Alloc,
     FreeRequested,
     FreeCompleted,
-    /// Segments come, go, are mapped or unmapped.
-    Segment,
+    /// A segment comes or is mapped.
+    SegmentAlloc,
+    /// A segment goes or is unmapped.
+    SegmentFree,
     /// A request was refused for lack of memory.
     Oom,
     /// Known to tell nothing about allocations.
@@ -94,7 +95,8 @@ impl Action {
             b"alloc" => Self::Alloc,
             b"free_requested" => Self::FreeRequested,
             b"free_completed" => Self::FreeCompleted,
-            b"segment_alloc" | b"segment_free" | b"segment_map" | b"segment_unmap" => Self::Segment,
+            b"segment_alloc" | b"segment_map" => Self::SegmentAlloc,
+            b"segment_free" | b"segment_unmap" => Self::SegmentFree,
             b"oom" => Self::Oom,
             b"snapshot" | b"annotate" => Self::Remark,
             _ => Self::Unknown,
@@ -112,7 +114,7 @@ pub(super) fn programs(snapshot: Snapshot, name: &str) -> Result<Vec<Program>, F
     let mut programs = Vec::new();
     for (device, trace) in (0u32..).zip(snapshot.traces) {
         if !trace.is_empty() {
-            let name = if several { format!("{name}:{device}") } else { name.to_owned() };
+            let name = if several { format!("{name}/device{device}") } else { name.to_owned() };
             programs.push(program(name, device, &trace, &snapshot.segments)?);
         }
     }
@@ -120,59 +122,110 @@ pub(super) fn programs(snapshot: Snapshot, name: &str) -> Result<Vec<Program>, F
 }
 
 fn program(name: String, device: u32, trace: &[Entry], segments: &[Segment]) -> Result<Program, Fault> {
-    let mut builder = Builder::new(name, device);
+    let mut recording = Recording::new(Builder::new(name, device));
     let mut streams = Streams::of(trace);
-    let before = before(device, trace, segments)?;
-    for &(addr, size, stream) in &before {
-        builder.alloc(addr, size, stream).map_err(Fault::file)?;
-    }
-    builder.note(
-        before.len() as u64,
-        "block that the history's start found allocated; allocated first",
-        "blocks that the history's start found allocated; allocated first, by address",
-    );
-
+    let kinds = Kinds::of(trace);
     let mut tally = Tally::default();
     for (index, entry) in trace.iter().enumerate() {
         let fault = |reason| Fault::new(Location::Entry { device, index }, reason);
         match entry.action {
             Action::Alloc => {
                 let (addr, size) = place(entry).map_err(fault)?;
-                tally.lost_frees += u64::from(builder.free(addr).map_err(fault)?.is_some());
-                builder.alloc(addr, size, entry.stream).map_err(fault)?;
+                recording.free_within(addr, size).map_err(fault)?;
+                recording.alloc(addr, size, entry.stream).map_err(fault)?;
                 streams.allocated(entry.stream);
                 tally.private += u64::from(entry.private_pool);
             }
             Action::FreeRequested => {
-                let (addr, _) = place(entry).map_err(fault)?;
-                let Some(block) = builder.live(addr) else {
-                    tally.lost_allocs += 1;
-                    continue;
-                };
-                if waited(&trace[index..], streams.several()) {
-                    builder.record_stream(addr, streams.other(block.stream)).map_err(fault)?;
+                let (addr, size) = place(entry).map_err(fault)?;
+                let Some(block) = recording.freed(addr, size, entry.stream).map_err(fault)? else { continue };
+                if kinds.completed && waited(&trace[index..], streams.several()) {
+                    recording.builder.record_stream(addr, streams.other(block.stream)).map_err(fault)?;
                     tally.waits += 1;
                 }
-                builder.free(addr).map_err(fault)?;
+                recording.free(addr).map_err(fault)?;
+            }
+            // The end of a free whose request the history has, or of one that was requested before the history starts.
+            Action::FreeCompleted if kinds.requested && !recording.is_live(entry.addr) => recording.saw(entry.addr),
+            Action::FreeCompleted => {
+                let (addr, size) = place(entry).map_err(fault)?;
+                if recording.freed(addr, size, entry.stream).map_err(fault)?.is_some() {
+                    tally.completed_only += u64::from(kinds.requested);
+                    recording.free(addr).map_err(fault)?;
+                }
+            }
+            Action::SegmentFree => {
+                if let (Some(addr), Some(size)) = (entry.addr, entry.size) {
+                    recording.free_within(addr, size).map_err(fault)?;
+                }
             }
             Action::Oom => {
                 tally.refused += 1;
                 tally.largest_refused = tally.largest_refused.max(entry.size.filter(|size| size.cast_signed() >= 0));
             }
-            Action::FreeCompleted | Action::Segment | Action::Remark => {}
+            Action::SegmentAlloc | Action::Remark => {}
             Action::Unknown => tally.unknown += 1,
         }
     }
-    tally.note(&mut builder);
-    Ok(builder.finish())
+    // What is allocated at the end without any entry was allocated before the history starts.
+    for segment in segments.iter().filter(|segment| segment.device == u64::from(device)) {
+        for &(addr, size) in &segment.allocated {
+            recording.found(addr, size, segment.stream).map_err(Fault::file)?;
+        }
+    }
+    kinds.note(trace.len(), &mut recording.builder);
+    recording.note("history");
+    tally.note(&mut recording.builder);
+    recording.builder.finish().map_err(Fault::file)
+}
+
+/// Which kinds of entries the history has: PyTorch and Aquifer leave out those that they are told to skip.
+struct Kinds {
+    allocs: usize,
+    requested: bool,
+    completed: bool,
+}
+
+impl Kinds {
+    fn of(trace: &[Entry]) -> Self {
+        let count = |action| trace.iter().filter(|entry| entry.action == action).count();
+        let frees = [Action::FreeRequested, Action::FreeCompleted].map(|action| count(action) > 0);
+        Self { allocs: count(Action::Alloc), requested: frees[0], completed: frees[1] }
+    }
+
+    /// Notes what is missing, and what follows from that.
+    fn note(&self, entries: usize, builder: &mut Builder) {
+        if entries == 1 {
+            builder.remark("the history has only one entry, as with enabled='state' or max_entries=1".into());
+        } else if entries >= 1000 && (entries.is_multiple_of(1000) || entries.is_power_of_two()) {
+            builder.remark(format!(
+                "the history has exactly {entries} entries, so max_entries has probably cut off what came before"
+            ));
+        }
+        match (self.allocs > 1, self.requested, self.completed) {
+            (_, false, true) => {
+                builder.remark("the history has no free_requested entries; blocks are freed when free_completed".into());
+            }
+            (_, true, false) => builder.remark(
+                "the history has no free_completed entries, so no free is replayed as one that waited for another stream"
+                    .into(),
+            ),
+            (true, false, false) => builder.remark(
+                "the history has no frees; a block is freed when its memory is allocated again or given back".into(),
+            ),
+            _ => {}
+        }
+        if self.allocs == 0 && (self.requested || self.completed) {
+            builder.remark("the history has no alloc entries, so only blocks from before it are replayed".into());
+        }
+    }
 }
 
 /// What was inferred, assumed or left out.
 #[derive(Debug, Default)]
 struct Tally {
     waits: u64,
-    lost_frees: u64,
-    lost_allocs: u64,
+    completed_only: u64,
     private: u64,
     refused: u64,
     /// The most bytes that a refused request asked for, if any tells.
@@ -188,22 +241,16 @@ impl Tally {
             "frees that waited for another stream; the history does not tell which, so it is inferred",
         );
         builder.note(
-            self.lost_frees,
-            "block allocated again without a free in the history, freed just before",
-            "blocks allocated again without a free in the history, freed just before",
-        );
-        builder.note(
-            self.lost_allocs,
-            "free of a block that is not allocated, skipped",
-            "frees of blocks that are not allocated, skipped",
+            self.completed_only,
+            "free that was completed without a request in the history",
+            "frees that were completed without a request in the history",
         );
         builder.note(
             self.private,
             "allocation of a private pool, replayed in the default pool",
             "allocations of private pools, replayed in the default pool",
         );
-        let [one, largest] = ["", " the largest"]
-            .map(|which| self.largest_refused.map(|bytes| format!(",{which} of {bytes} bytes")).unwrap_or_default());
+        let [one, largest] = largest(self.largest_refused);
         builder.note(
             self.refused,
             &format!("request that the program was refused for lack of memory{one}, not replayed"),
@@ -225,27 +272,6 @@ fn positive(field: &'static str, size: u64) -> Result<u64, Reason> {
     if signed < 0 { Err(Reason::BadNumber { field, text: signed.to_string() }) } else { Ok(size) }
 }
 
-/// Address, size and stream of the blocks allocated before the history begins, by address: a history keeps only
-/// its newest entries. They show as a free without an allocation, or at the end as allocated without any entry.
-fn before(device: u32, trace: &[Entry], segments: &[Segment]) -> Result<Vec<(u64, u64, u64)>, Fault> {
-    let mut seen = HashSet::new();
-    let mut before = Vec::new();
-    for (index, entry) in trace.iter().enumerate() {
-        if matches!(entry.action, Action::Alloc | Action::FreeRequested) {
-            let (addr, size) = place(entry).map_err(|reason| Fault::new(Location::Entry { device, index }, reason))?;
-            if seen.insert(addr) && entry.action == Action::FreeRequested {
-                before.push((addr, size, entry.stream));
-            }
-        }
-    }
-    for segment in segments.iter().filter(|segment| segment.device == u64::from(device)) {
-        let blocks = segment.allocated.iter().filter(|&&(address, _)| seen.insert(address));
-        before.extend(blocks.map(|&(address, size)| (address, size, segment.stream)));
-    }
-    before.sort_unstable();
-    Ok(before)
-}
-
 /// Whether the free requested by the first entry waited for another stream.
 ///
 /// A free that does not wait is completed by the very next entry. One that waits is completed by a later allocation,
@@ -263,7 +289,7 @@ fn waited(trace: &[Entry], several_streams: bool) -> bool {
     let next = rest.iter().find(|entry| entry.action != Action::FreeCompleted);
     several_streams
         && completion.time_us.saturating_sub(request.time_us) >= WAIT_US
-        && next.is_some_and(|entry| matches!(entry.action, Action::Alloc | Action::Segment))
+        && next.is_some_and(|entry| matches!(entry.action, Action::Alloc | Action::SegmentAlloc | Action::SegmentFree))
 }
 
 /// Which stream another one most likely is.
@@ -301,7 +327,7 @@ mod tests {
     use super::*;
 
     fn entry(action: Action, addr: u64, stream: u64, time_us: u64, frames: u64) -> Entry {
-        Entry { action, addr: Some(addr), size: Some(addr * 10), stream, time_us, frames, private_pool: false }
+        Entry { action, addr: Some(addr << 20), size: Some(addr * 10), stream, time_us, frames, private_pool: false }
     }
 
     fn events(trace: Vec<Entry>, segments: Vec<Segment>) -> Program {
@@ -320,19 +346,21 @@ mod tests {
             entry(Alloc, 6, 0, 0, 0),
         ];
         let segment = |device, allocated| Segment { device, stream: 3, allocated };
-        let program = events(trace, vec![segment(1, vec![(2, 22), (6, 60)]), segment(0, vec![(1, 11)])]);
+        let program =
+            events(trace, vec![segment(1, vec![(2 << 20, 22), (6 << 20, 60)]), segment(0, vec![(1 << 20, 11)])]);
         assert_eq!(program.device, 1);
-        assert_eq!(program.streams, [0, 3, 7]);
+        assert_eq!(program.streams, [0, 7, 3]);
         assert_eq!(
             program.events,
             [
-                Event::Alloc { slot: 0, bytes: 22, stream: 1 },
-                Event::Alloc { slot: 1, bytes: 50, stream: 2 },
-                Event::Free { slot: 1 },
-                Event::Alloc { slot: 1, bytes: 50, stream: 0 },
-                Event::Alloc { slot: 2, bytes: 60, stream: 0 },
+                Event::Alloc { slot: 2, bytes: 22, stream: 2 },
+                Event::Alloc { slot: 0, bytes: 50, stream: 1 },
+                Event::Free { slot: 0 },
+                Event::Alloc { slot: 0, bytes: 50, stream: 0 },
+                Event::Alloc { slot: 1, bytes: 60, stream: 0 },
             ]
         );
+        assert_eq!(program.peak_requested_bytes, 132);
         assert!(program.notes[0].starts_with("2 blocks that the history's start"));
     }
 
@@ -356,10 +384,105 @@ mod tests {
 
     #[test]
     fn a_stream_without_allocations_gets_a_number() {
-        let trace = vec![entry(Alloc, 1, 0, 0, 0), entry(FreeRequested, 1, 0, 0, 0)];
+        let trace = vec![
+            entry(Alloc, 1, 0, 0, 0),
+            entry(FreeRequested, 1, 0, 0, 0),
+            entry(Alloc, 2, 0, 0, 0),
+            entry(FreeCompleted, 1, 0, 0, 0),
+        ];
         let program = events(trace, Vec::new());
         assert_eq!(program.streams, [0, 1]);
         assert_eq!(program.events[1], Event::RecordStream { slot: 0, stream: 1 });
+    }
+
+    /// Allocations and frees of a program without gaps: three blocks are live at most, one free waits.
+    fn whole() -> Vec<Entry> {
+        let freed = |addr, time| [entry(FreeRequested, addr, 0, time, 0), entry(FreeCompleted, addr, 0, time, 0)];
+        let mut trace = Vec::new();
+        for round in 0..10 {
+            trace.extend([
+                entry(Alloc, 10, 0, round, 0),
+                entry(Alloc, 200, 0, round, 0),
+                entry(Alloc, 3000, 0, round, 0),
+            ]);
+            trace.extend([freed(200, round), freed(10, round), freed(3000, round)].concat());
+        }
+        trace
+    }
+
+    #[test]
+    fn frees_are_found_in_the_entries_that_there_are() {
+        let without = |skipped: &[Action]| {
+            events(whole().into_iter().filter(|entry| !skipped.contains(&entry.action)).collect(), Vec::new())
+        };
+        let program = without(&[]);
+        assert_eq!((program.peak_requested_bytes, &program.notes[..]), (32_100, &[][..]));
+        for (skipped, note) in
+            [(FreeRequested, "no free_requested entries"), (FreeCompleted, "no free_completed entries")]
+        {
+            let partial = without(&[skipped]);
+            assert_eq!(partial.events, program.events, "without {skipped:?}");
+            assert!(matches!(&partial.notes[..], [only] if only.contains(note)), "{:?}", partial.notes);
+        }
+        // Memory that is allocated again was free; the last blocks stay.
+        let partial = without(&[FreeRequested, FreeCompleted]);
+        assert_eq!((partial.peak_requested_bytes, partial.operations()), (32_100, 57));
+        assert!(partial.notes[0].contains("no frees") && partial.notes[1].starts_with("27 blocks whose memory was"));
+        let partial = without(&[Alloc]);
+        assert_eq!((partial.peak_requested_bytes, partial.operations()), (32_100, 6));
+        assert!(partial.notes[0].contains("no alloc entries"), "{:?}", partial.notes);
+    }
+
+    #[test]
+    fn a_completed_free_without_its_request_is_a_free() {
+        let trace = vec![
+            entry(Alloc, 1, 0, 0, 0),
+            entry(Alloc, 2, 0, 0, 0),
+            entry(FreeCompleted, 1, 0, 0, 0),
+            entry(FreeRequested, 2, 0, 0, 0),
+            entry(FreeCompleted, 2, 0, 0, 0),
+            entry(Alloc, 3, 0, 0, 0),
+        ];
+        let program = events(trace, Vec::new());
+        assert_eq!((program.operations(), program.peak_requested_bytes), (5, 30));
+        assert_eq!(program.notes, ["1 free that was completed without a request in the history"]);
+    }
+
+    #[test]
+    fn memory_that_is_allocated_or_given_back_was_free() {
+        let at = |action, addr, size| Entry { addr: Some(addr), size: Some(size), ..entry(action, 0, 0, 0, 0) };
+        let program = events(
+            vec![
+                at(Alloc, 1000, 100),
+                at(Alloc, 1100, 100),
+                at(Alloc, 1200, 100),
+                // Over the end of one and the start of another.
+                at(Alloc, 1150, 51),
+                at(Alloc, 5000, 10),
+                at(Action::SegmentFree, 4000, 1001),
+                at(Action::SegmentFree, 9000, 1000),
+                at(FreeRequested, 1000, 100),
+                at(FreeCompleted, 1000, 100),
+            ],
+            Vec::new(),
+        );
+        assert_eq!((program.operations(), program.peak_requested_bytes), (9, 300));
+        assert_eq!(program.notes.len(), 1);
+        assert!(program.notes[0].starts_with("3 blocks whose memory was allocated again or given back"));
+    }
+
+    #[test]
+    fn a_history_that_is_not_whole_is_noted() {
+        let note = |count: usize| {
+            let trace = (0..count).map(|index| entry(Alloc, 10 + index as u64, 0, 0, 0));
+            let trace = trace.chain([entry(FreeRequested, 9, 0, 0, 0), entry(FreeCompleted, 9, 0, 0, 0)]);
+            let trace = trace.map(|entry| Entry { size: Some(8), ..entry }).take(count.max(1)).collect();
+            events(trace, Vec::new()).notes.join("; ")
+        };
+        assert!(note(1).contains("only one entry"));
+        assert!(note(3000).contains("exactly 3000 entries, so max_entries has probably cut off what came before"));
+        assert!(note(4096).contains("exactly 4096 entries"));
+        assert!(!note(3001).contains("exactly") && !note(500).contains("exactly"));
     }
 
     #[test]
@@ -396,7 +519,7 @@ mod tests {
             ],
             Vec::new(),
         );
-        assert_eq!((program.operations(), program.notes.len()), (4, 4));
+        assert_eq!((program.operations(), program.notes.len()), (4, 4), "{:?}", program.notes);
         odd.action = Alloc;
         let fault = programs(Snapshot { segments: Vec::new(), traces: vec![vec![odd]] }, "p").unwrap_err();
         assert_eq!(fault.at("s".as_ref()).to_string(), "s:device_traces[0][0]: the field addr is missing");

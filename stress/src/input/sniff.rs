@@ -4,8 +4,9 @@ use std::io::{Cursor, Read};
 use std::path::Path;
 
 use super::error::{Fault, Reason};
-use super::gzip::{Counted, Members, Stored};
-use super::rmm;
+use super::layers::{Content, head};
+use super::{rmm, trace};
+use crate::text::one_line;
 
 /// The formats, compression aside.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,6 +15,8 @@ pub(super) enum Format {
     Pickle,
     Json,
     Rmm,
+    Archive,
+    Page,
 }
 
 /// What says that text is UTF-8.
@@ -22,72 +25,87 @@ const MARK: &[u8] = "\u{feff}".as_bytes();
 /// How much of the content decides.
 const HEAD: u64 = 4096;
 
-/// A format, the content, decompressed, and how much of the file was read for it.
-type Opened<'a> = (Format, Box<dyn Read + 'a>, Stored);
-
-/// Tells the format of `bytes` and gives the content.
-pub(super) fn open<'a>(path: &Path, bytes: impl Read + 'a) -> Result<Opened<'a>, Fault> {
-    let mut bytes = bytes;
-    let magic = head(&mut bytes, 2)?;
-    let compressed = magic == [0x1f, 0x8b];
-    let bytes = Cursor::new(magic).chain(bytes);
-    let stored = Stored::default();
-    let mut content: Box<dyn Read + 'a> = if compressed {
-        Box::new(Members::new(bytes, stored.clone()))
-    } else {
-        Box::new(Counted::new(bytes, stored.clone()))
-    };
+/// Tells the format of the content.
+pub(super) fn open<'a>(path: &Path, mut content: Content<'a>) -> Result<(Format, Content<'a>), Fault> {
     let mut head = head(&mut content, HEAD)?;
     // Editors on Windows put a mark at the start of text.
     if head.starts_with(MARK) {
         head.drain(..MARK.len());
     }
-    let format = format(path, &head)?;
-    Ok((format, Box::new(Cursor::new(head).chain(content)), stored))
+    let format = format(path, &head).map_err(Fault::file)?;
+    Ok((format, Box::new(Cursor::new(head).chain(content))))
 }
 
-fn head(content: &mut impl Read, most: u64) -> Result<Vec<u8>, Fault> {
-    let mut head = Vec::new();
-    match content.by_ref().take(most).read_to_end(&mut head) {
-        Ok(_) => Ok(head),
-        Err(error) => Err(Fault::file(Reason::from_read(error))),
-    }
-}
-
-fn format(path: &Path, head: &[u8]) -> Result<Format, Fault> {
+fn format(path: &Path, head: &[u8]) -> Result<Format, Reason> {
     if head.is_empty() {
-        return Err(Fault::file(Reason::Empty));
+        return Err(Reason::Empty);
     }
-    let line = head.split(|&byte| matches!(byte, b'\n' | b'\r')).next().unwrap_or_default();
-    match head.trim_ascii_start().first() {
-        Some(0x80) => Ok(Format::Pickle),
-        Some(b'{' | b'[') => Ok(Format::Json),
-        _ if std::str::from_utf8(line).is_ok_and(rmm::is_header) => Ok(Format::Rmm),
-        None | Some(b'#' | b'a' | b'f' | b'r' | b'i') => Ok(Format::Trace),
-        _ => Err(Fault::file(Reason::Unrecognised { hint: hint(path) })),
+    let lines = || head.split(|&byte| matches!(byte, b'\n' | b'\r')).filter_map(|line| std::str::from_utf8(line).ok());
+    let first = lines().find(|line| !line.trim().is_empty()).unwrap_or_default();
+    match head.trim_ascii_start() {
+        [0x80, ..] => Ok(Format::Pickle),
+        [b'P', b'K', 3 | 5, ..] => Ok(Format::Archive),
+        [b'<', ..] => Ok(Format::Page),
+        [b'[', ..] if rmm::is_debug_log(first) => Err(Reason::DebugLog),
+        [b'{' | b'[', ..] => Ok(Format::Json),
+        [] => Ok(Format::Trace),
+        _ if trace::is_line(first) => Ok(Format::Trace),
+        // Spark's log has other lines before.
+        _ if lines().any(|line| rmm::is_header(line) || rmm::is_row(line)) => Ok(Format::Rmm),
+        _ if lines().any(rmm::is_debug_log) => Err(Reason::DebugLog),
+        start => Err(Reason::Unrecognised { found: found(start, first), hint: hint(path) }),
+    }
+}
+
+/// What the content begins with.
+fn found(start: &[u8], line: &str) -> String {
+    let known: [(&[u8], &str); 6] = [
+        (b"BZh", "data that bzip2 compressed"),
+        (b"7z\xbc\xaf", "a 7-Zip archive"),
+        (b"\x7fELF", "a program"),
+        (b"\x93NUMPY", "a NumPy array"),
+        (b"SQLite format", "a database"),
+        (b"(", "a pickle of protocol 0 or 1"),
+    ];
+    if let Some((_, what)) = known.iter().find(|(magic, _)| start.starts_with(magic)) {
+        return (*what).to_owned();
+    }
+    let text = line.chars().filter(|char| char.is_ascii_graphic() || char.is_alphanumeric() || *char == ' ').count();
+    if text > 0 && line.chars().count() - text <= text / 8 {
+        format!("text that begins with {:?}", one_line(line.trim(), 40))
+    } else {
+        "data of another kind".into()
     }
 }
 
 /// What the file's name promised.
 fn hint(path: &Path) -> &'static str {
     let name = path.to_string_lossy().to_ascii_lowercase();
-    match name.strip_suffix(".gz").unwrap_or(&name).rsplit('.').next() {
+    match without_suffix(&name, &PACKED).rsplit('.').next() {
         Some("pickle" | "pkl") => "; a pickle must be of protocol 2 or newer",
-        Some("csv") => "; an RMM log starts with the line Thread,Time,Action,Pointer,Size,Stream",
+        Some("csv") => "; an RMM log has the columns Thread,Time,Action,Pointer,Size,Stream",
         Some("json") => "; JSON must start with {",
         Some("trace") => "; a trace's lines start with #, a, f, r or i",
         _ => "",
     }
 }
 
+const PACKED: [&str; 5] = [".gz", ".xz", ".zst", ".zstd", ".zip"];
+const FORMATS: [&str; 7] = [".trace", ".pickle", ".pkl", ".json", ".csv", ".html", ".pt"];
+
+fn without_suffix<'a>(name: &'a str, suffixes: &[&str]) -> &'a str {
+    let short = suffixes.iter().find_map(|suffix| name.strip_suffix(suffix));
+    short.filter(|short| !short.is_empty()).unwrap_or(name)
+}
+
+/// A name without what only tells the format.
+pub(super) fn without_suffixes(name: &str) -> &str {
+    without_suffix(without_suffix(name, &PACKED), &FORMATS)
+}
+
 /// The file's name without what only tells the format.
 pub(super) fn stem(path: &Path) -> String {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let mut stem = &*name;
-    for suffix in [".gz", ".trace", ".pickle", ".pkl", ".json", ".csv"] {
-        stem = stem.strip_suffix(suffix).filter(|stem| !stem.is_empty()).unwrap_or(stem);
-    }
-    stem.to_owned()
+    without_suffixes(&path.file_name().unwrap_or_default().to_string_lossy()).to_owned()
 }
 
 #[cfg(test)]
@@ -103,22 +121,32 @@ mod tests {
         assert_eq!(tell(b"  {\"segments\":"), Some(Format::Json));
         assert_eq!(tell(b"Thread, Time,Action,Pointer,Size,Stream\r\n1"), Some(Format::Rmm));
         assert_eq!(tell(b"Thread,Time,Action,Pointer,Size,Stream\r1"), Some(Format::Rmm));
-        assert_eq!(tell(b"PK\x03\x04"), None);
+        assert_eq!(tell(b"Time,Action,Pointer,Size,Stream\n"), Some(Format::Rmm));
+        assert_eq!(tell(b"26/11/26 INFO started\n7,14:21:19.998533,allocate,0x30a000000,256,0x2\n"), Some(Format::Rmm));
+        assert_eq!(tell(b"PK\x03\x04"), Some(Format::Archive));
+        assert_eq!(tell(b"\n<!DOCTYPE html>"), Some(Format::Page));
+        assert_eq!(tell(b"all is well\n"), None);
         assert_eq!(tell(b""), None);
     }
 
     #[test]
     fn text_may_be_marked_as_such() {
         let mut text = String::new();
-        let (format, mut content, _) = open("x".as_ref(), "\u{feff}# k: v\n".as_bytes()).ok().unwrap();
+        let (format, mut content) = open("x".as_ref(), Box::new("\u{feff}# k: v\n".as_bytes())).ok().unwrap();
         content.read_to_string(&mut text).unwrap();
         assert_eq!((format, &*text), (Format::Trace, "# k: v\n"));
     }
 
     #[test]
     fn names_lose_their_suffixes() {
-        for (path, name) in [("a/gpt.trace.gz", "gpt"), ("s.pickle", "s"), ("log.csv", "log"), (".gz", ".gz"), ("", "")]
-        {
+        for (path, name) in [
+            ("a/gpt.trace.gz", "gpt"),
+            ("s.pickle", "s"),
+            ("log.csv", "log"),
+            ("t.csv.zst", "t"),
+            (".gz", ".gz"),
+            ("", ""),
+        ] {
             assert_eq!(stem(path.as_ref()), name);
         }
     }

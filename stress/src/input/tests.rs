@@ -93,7 +93,7 @@ fn programs() -> impl Strategy<Value = Program> {
                     _ => assert!(builder.free(live.swap_remove(index.index(live.len()))).unwrap().is_some()),
                 }
             }
-            builder.finish()
+            builder.finish().unwrap()
         })
         .prop_filter("a program in which something happens", |program| !program.events.is_empty())
 }
@@ -210,9 +210,17 @@ fn errors_name_the_file() {
     let truncated = "the gzip data is truncated: the file ends at byte";
     assert!(fails("a.trace.gz", &GPT2[..30_000]).ends_with(&format!(": {truncated} 30000, before the data does")));
     assert_eq!(fails("a.gz", &GPT2[..5]), format!("a.gz: {truncated} 5, before the data does"));
-    assert!(fails("a.pkl", b"(dp0\n").ends_with("an RMM log; a pickle must be of protocol 2 or newer"));
-    assert!(fails("s", b"\x80\x02].").contains("the snapshot has no history"));
-    assert!(fails("s", b"\x80\x02}.").contains("the snapshot has no history"));
+    assert!(
+        fails("a.pkl", b"(dp0\n")
+            .ends_with("found a pickle of protocol 0 or 1; a pickle must be of protocol 2 or newer")
+    );
+    assert!(fails("a.txt", b"hello\nworld\n").ends_with("an RMM log: found text that begins with \"hello\""));
+    assert!(fails("a", b"\x01\x02\x03").ends_with("found data of another kind"));
+    assert!(fails("a.trace.bz2", b"BZh91AY").ends_with("found data that bzip2 compressed"));
+    assert!(fails("s", b"\x80\x02}(X\x08\0\0\0segments]u.").contains("the snapshot has no history"));
+    assert!(fails("s", b"\x80\x02}.").contains("not a memory snapshot: found an empty dictionary"));
+    let log = b"[777419][16:47:00:093520][info  ] ----- RMM LOG BEGIN [PTDS ENABLED] -----\n";
+    assert!(fails("log.txt", log).starts_with("log.txt: this is RMM's debug log; Aquifer reads its CSV log"));
     assert!(load("no such file".as_ref()).unwrap_err().to_string().starts_with("no such file: "));
 }
 
@@ -222,7 +230,7 @@ fn the_last_byte_matters() {
     let rmm = gzip(to_rmm(&one("t", FSDP_TRACE)).as_bytes());
     for file in [GPT2, FSDP_SNAPSHOT, json, &rmm] {
         let error = read("x".as_ref(), &file[..file.len() - 1]).unwrap_err();
-        assert!(matches!(error.reason, Reason::TruncatedGzip { .. }), "{error}");
+        assert!(matches!(error.reason, Reason::Truncated { .. }), "{error}");
     }
 }
 
@@ -232,4 +240,188 @@ fn compressed_emptiness_costs_no_memory() {
     assert!(read("z".as_ref(), &zeros[..]).is_err());
     let line = gzip(&[b"a ".as_slice(), &vec![b'1'; 50 << 20]].concat());
     assert!(read("z".as_ref(), &line[..]).unwrap_err().to_string().ends_with("longer than 64 KiB"));
+}
+
+#[test]
+fn errors_are_one_short_line() {
+    let long = "x".repeat(10_000);
+    let name = format!("{long}\n.trace");
+    let text = |content: String| content.into_bytes();
+    for content in [
+        text(format!("# a: {long}\n{long} 1 2 3")),
+        text(format!("a {long} 1 0")),
+        text(format!("a 0 1 {}", "\u{1}".repeat(10_000))),
+        text(format!("a 0 1 0 {long}")),
+        text(format!("Thread,Time,Action,Pointer,Size,Stream\n1,t,{long},0x1,1,0")),
+        text(format!("{{\"segments\": [{{\"{long}\\n\": \"{long}\"}}], \"device_traces\": \"{long}\" x")),
+        text(format!("{{\"{}\": 1}}", "\u{1f600}".repeat(1000))),
+        text("\u{1b}[31m\u{7f}".repeat(1000)),
+        text("hello \u{202e}".repeat(1000)),
+        zip_of(&[(&long, b"nothing")]),
+        zip_of(&[("a\nb", b"nothing"), ("c", b"\x80\x04}\x8c\x01\nNs.")]),
+    ] {
+        let error = read(name.as_ref(), &content[..]).unwrap_err().to_string();
+        assert!(error.chars().count() <= 280 && !error.chars().any(char::is_control), "{error}");
+        assert!(error.starts_with("xxxxx") && error.contains(".trace"), "{error}");
+    }
+}
+
+/// A snapshot as PyTorch's allocator in one stream gives it: rounds of an allocation and its free, with call stacks.
+fn snapshot(frames: &str) -> String {
+    let mut entries = Vec::new();
+    for round in 0..4_u64 {
+        for action in ["alloc", "free_requested", "free_completed"] {
+            let addr = 139_637_976_727_552 + (round << 22);
+            entries.push(format!(
+                "{{\"action\": \"{action}\", \"addr\": {addr}, \"size\": 4194304, \"stream\": 0, \"time_us\": {round}, \
+                 \"frames\": {frames}}}"
+            ));
+        }
+    }
+    format!("{{\"segments\": [], \"device_traces\": [[{}]]}}", entries.join(","))
+}
+
+const FRAMES: &str = "[{\"filename\": \"train.py\", \"line\": 10, \"name\": \"step\"}]";
+
+#[test]
+fn equal_frames_are_equal_whether_shared_or_not() {
+    let word = |text: &str| [&[0x8c, u8::try_from(text.len()).unwrap()], text.as_bytes()].concat();
+    let frame = [b"](}(".to_vec(), word("filename"), word("train.py"), word("line"), b"K\x0aue".to_vec()].concat();
+    let pickle = |frames: &dyn Fn(usize) -> Vec<u8>| {
+        let mut bytes = [b"\x80\x04}".to_vec(), word("device_traces"), b"](](".to_vec()].concat();
+        let actions = ["alloc", "free_requested", "free_completed"].into_iter().cycle().take(12);
+        for (index, action) in actions.enumerate() {
+            let address = [b'K', u8::try_from(index / 3 * 32).unwrap()];
+            bytes.extend([&b"}("[..], &word("action"), &word(action), &word("addr"), &address].concat());
+            bytes.extend([&word("size"), &b"K\x08"[..], &word("frames"), &frames(index), b"u"].concat());
+        }
+        [&bytes[..], b"ees."].concat()
+    };
+    let unshared = one("p", &pickle(&|_| frame.clone()));
+    let shared =
+        one("p", &pickle(&|index| if index == 0 { [&frame[..], b"q\x00"].concat() } else { b"h\x00".to_vec() }));
+    assert_eq!(unshared, shared);
+    let json = one("p", snapshot(FRAMES).as_bytes());
+    for program in [&unshared, &json] {
+        assert_eq!((program.operations(), program.notes.len()), (8, 0), "no free waited: {program:?}");
+    }
+    assert_eq!(json.peak_requested_bytes, 4 << 20);
+}
+
+#[test]
+fn a_snapshot_without_requests_of_frees_has_the_same_peak() {
+    let text = snapshot(FRAMES);
+    let cut: Vec<&str> = text.split("},{").filter(|entry| !entry.contains("free_requested")).collect();
+    let program = one("p.json", cut.join("},{").as_bytes());
+    assert_eq!((program.peak_requested_bytes, program.operations()), (4 << 20, 8));
+    assert!(program.notes[0].contains("no free_requested entries"));
+}
+
+fn zip_of(files: &[(&str, &[u8])]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let mut archive = rawzip::ZipArchiveWriter::new(&mut bytes);
+    for (name, content) in files {
+        let (mut entry, config) =
+            archive.new_file(name).compression_method(rawzip::CompressionMethod::DEFLATE).start().unwrap();
+        let mut writer = config.wrap(flate2::write::DeflateEncoder::new(&mut entry, Compression::fast()));
+        writer.write_all(content).unwrap();
+        let (encoder, descriptor) = writer.finish().unwrap();
+        encoder.finish().unwrap();
+        entry.finish(descriptor).unwrap();
+    }
+    archive.finish().unwrap();
+    bytes
+}
+
+fn base64(bytes: &[u8]) -> String {
+    use base64::Engine;
+    base64::engine::general_purpose::STANDARD.encode(bytes)
+}
+
+/// As `_memory_viz` writes it, which fills a pickle up with zeros.
+fn page_of(pickle: &[u8]) -> Vec<u8> {
+    let text = base64(&[pickle, &[0; 3][..3 - pickle.len() % 3]].concat());
+    let files = format!("[{{\"name\": \"snapshot.pickle\", \"base64\": \"{text}\"}}]");
+    format!("\n<!DOCTYPE html>\n<html><script type=\"module\">\nconst local_files = {files}\n</script></html>")
+        .into_bytes()
+}
+
+/// The same text, compressed with `xz` and `zstd`, and cut off in two frames each.
+const PACKED: [(&str, &[u8]); 2] = [
+    ("t.trace.xz", include_bytes!("../../testdata/two.trace.xz")),
+    ("t.trace.zst", include_bytes!("../../testdata/two.trace.zst")),
+];
+
+#[test]
+fn packed_recordings_are_read() {
+    let pickle = gunzip(FSDP_SNAPSHOT);
+    let plain = one("fsdp_start.pickle", &pickle);
+    for (name, bytes) in [
+        ("fsdp_start.zip", zip_of(&[("fsdp_start.pickle", &pickle)])),
+        ("fsdp_start.zip", zip_of(&[("__MACOSX/._fsdp", b"x"), ("run/f.pickle.gz", FSDP_SNAPSHOT)])),
+        ("fsdp_start.html", page_of(&pickle)),
+        ("fsdp_start.html.gz", gzip(&page_of(&pickle))),
+        ("fsdp_start.gz", gzip(&gzip(&pickle))),
+    ] {
+        let program = one(name, &bytes);
+        assert_eq!((&program.name, &program.notes), (&plain.name, &plain.notes), "{name}");
+        assert!(program == plain, "{name}");
+    }
+    for (name, bytes) in PACKED {
+        let program = one(name, bytes);
+        assert_eq!((&*program.name, program.operations(), program.peak_requested_bytes), ("t", 2000, 1000), "{name}");
+        for cut in [7, bytes.len() / 2, bytes.len() - 1] {
+            let error = read(name.as_ref(), &bytes[..cut]).unwrap_err().to_string();
+            assert!(error.contains(" data is damaged or not supported: "), "{error}");
+        }
+    }
+    let ranks = zip_of(&[("rank0/s.pickle", &pickle), ("rank1/s.pickle", &pickle), ("readme.txt", b"hello")]);
+    let ranks = read("run.zip".as_ref(), &ranks[..]).unwrap();
+    assert_eq!(ranks.iter().map(|program| &*program.name).collect::<Vec<_>>(), ["run/rank0/s", "run/rank1/s"]);
+    assert_eq!(ranks[0].notes.last().unwrap(), "1 file of the archive is no recording, left out");
+    assert_eq!((&ranks[1].events, ranks[1].notes.len()), (&plain.events, plain.notes.len()));
+}
+
+#[test]
+fn what_is_packed_wrongly_is_told() {
+    let fails = |bytes: &[u8]| read("p".as_ref(), bytes).unwrap_err().to_string();
+    assert!(fails(&gzip(&gzip(&gzip(&gzip(&gzip(b"a 0 1 0")))))).ends_with("it is packed more than 4 times over"));
+    let matryoshka = (0..5).fold(b"a 0 1 0".to_vec(), |inner, _| zip_of(&[("x", &inner)]));
+    assert!(fails(&matryoshka).ends_with("it is packed more than 4 times over"));
+    assert_eq!(fails(&zip_of(&[])), "p: the archive has no recording in it");
+    assert!(
+        fails(&zip_of(&[("version", b"3\n"), ("data.pkl", b"\x80\x02}.")]))
+            .starts_with("p/data.pkl: not a memory snapshot")
+    );
+    assert!(fails(&zip_of(&[("a.trace", b"a 0 x 0")])).starts_with("p/a.trace:1: \"x\" is not a valid size"));
+    assert!(fails(b"PK\x03\x04 and no archive").contains("the zip data is damaged or not supported: "));
+    let mut zip = zip_of(&[("a.trace", b"a 0 1 0\nf 0 0\n")]);
+    zip[40] ^= 0x10;
+    assert!(fails(&zip).contains("the zip data is damaged or not supported: "));
+    assert_eq!(fails(b"<html></html>"), "p: the page has no recording in it");
+    assert!(fails(b"<html>\"base64\": \"!!!!\"").contains("the base64 data is damaged"));
+    assert!(fails(b"<html>\"base64\": \"gAR9").ends_with("damaged pickle: it ends early"));
+    let twice = [page_of(&gunzip(FSDP_SNAPSHOT)), page_of(&gunzip(FSDP_SNAPSHOT))].concat();
+    assert_eq!(read("p".as_ref(), &twice[..]).unwrap().len(), 2);
+}
+
+#[test]
+fn compressed_events_cost_no_more_than_they_are_worth() {
+    let densely = |bytes: &[u8]| {
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
+        encoder.write_all(bytes).unwrap();
+        encoder.finish().unwrap()
+    };
+    let events = densely(&b"a 0 1 0\nf 0 0\n".repeat(5 << 18));
+    let rows = densely(
+        &[
+            &b"Thread,Time,Action,Pointer,Size,Stream\n"[..],
+            &b"1,t,allocate,0x1,1,0\n1,t,free,0x1,1,0\n".repeat(5 << 18),
+        ]
+        .concat(),
+    );
+    for bytes in [events, rows] {
+        let error = read("b".as_ref(), &bytes[..]).unwrap_err();
+        assert!(matches!(error.reason, Reason::TooDense { .. }), "{error}");
+    }
 }

@@ -11,6 +11,7 @@
 use std::io::BufRead;
 use std::str::{FromStr, SplitAsciiWhitespace};
 
+use super::allowance::{Allowance, Made};
 use super::error::{Block, Fault, Reason};
 use super::lines::Lines;
 use super::program::{Builder, Program};
@@ -18,15 +19,19 @@ use super::program::{Builder, Program};
 /// The most header lines a trace may have.
 pub(super) const MOST_HEADERS: usize = 1024;
 
-pub(super) fn parse(content: impl BufRead, name: String) -> Result<Program, Fault> {
+/// Whether a line is one of a trace, as its first word tells.
+pub(super) fn is_line(line: &str) -> bool {
+    line.starts_with('#') || matches!(line.split_ascii_whitespace().next(), Some("a" | "f" | "r" | "i"))
+}
+
+pub(super) fn parse(content: impl BufRead, name: String, allowance: &Allowance) -> Result<Program, Fault> {
     let mut builder = Builder::new(name, 0);
     let mut lines = Lines::new(content);
     while let Some(line) = lines.next()? {
-        if let Err(reason) = event(line, &mut builder) {
-            return Err(Fault::new(lines.location(), reason));
-        }
+        let added = event(line, &mut builder).and_then(|()| allowance.check(builder.bytes(), Made::Events));
+        added.map_err(|reason| Fault::new(lines.location(), reason))?;
     }
-    if builder.is_empty() { Err(Fault::file(Reason::NoEvents)) } else { Ok(builder.finish()) }
+    if builder.is_empty() { Err(Fault::file(Reason::NoEvents)) } else { builder.finish().map_err(Fault::file) }
 }
 
 fn event(line: &str, builder: &mut Builder) -> Result<(), Reason> {
@@ -92,7 +97,8 @@ mod tests {
     use super::*;
 
     fn read(text: &str) -> Result<Program, String> {
-        parse(text.as_bytes(), "file".into()).map_err(|fault| fault.at("t".as_ref()).to_string())
+        parse(text.as_bytes(), "file".into(), &Allowance::read(text.len(), text.len()))
+            .map_err(|fault| fault.at("t".as_ref()).to_string())
     }
 
     #[test]
@@ -145,8 +151,19 @@ mod tests {
         ] {
             assert_eq!(read(text).unwrap_err(), expected);
         }
-        let fault = parse(&b"a 0 1 0\n\xff"[..], String::new()).unwrap_err();
+        let fault = parse(&b"a 0 1 0\n\xff"[..], String::new(), &Allowance::default()).unwrap_err();
         assert_eq!(fault.at("t".as_ref()).to_string(), "t:2: the text is not UTF-8");
         assert!(read(&"# k: v\n".repeat(MOST_HEADERS + 1)).unwrap_err().contains("more than 1024 header lines"));
+    }
+
+    #[test]
+    fn what_few_stored_bytes_hold_takes_little_memory() {
+        let text = "a 0 1 0\nf 0 0\n".repeat(5 << 18);
+        assert_eq!(read(&text).unwrap().events.len(), 5 << 19);
+        let fault = parse(text.as_bytes(), String::new(), &Allowance::read(text.len() / 1000, text.len())).unwrap_err();
+        assert!(fault.at("t".as_ref()).to_string().contains("hold more up to here than any recording"));
+        // A header that is long, and many that are.
+        let headers = format!("# x: {}\n", "y".repeat(60_000)).repeat(1000);
+        assert!(parse(headers.as_bytes(), String::new(), &Allowance::read(1000, headers.len())).is_err());
     }
 }

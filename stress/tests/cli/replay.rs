@@ -141,8 +141,12 @@ fn a_snapshot_replays_as_the_trace_of_the_same_run() {
     let files: Vec<&str> = files.iter().map(String::as_str).collect();
     let mut rows = rows(0, &[&["replay"], &PYTORCH_LIKE[..], &files].concat());
     assert_eq!(rows.len(), 3);
+    let mut names = std::collections::BTreeSet::new();
     for row in &mut rows {
         let row = row.as_object_mut().unwrap();
+        // Files of the same name are told apart by their paths.
+        let name = row.remove("trace").unwrap().as_str().unwrap().to_owned();
+        assert!(name.starts_with("fsdp_start (") && names.insert(name));
         // What a pass leaves is freed in an order that differs, so later passes do, too.
         row.retain(|key, _| !["ns_per_op", "seconds", "warm_", "by_pass"].iter().any(|part| key.contains(part)));
     }
@@ -328,4 +332,36 @@ fn lines_may_end_as_on_old_machines() {
     let file = Scratch::new("old.trace", b"# name: old\ra 0 1000000 0\rf 0 0\r");
     let row = &rows(0, &["replay", "--repeat", "1", file.path()])[0];
     assert_eq!((row["trace"].as_str(), bytes(row, "events")), (Some("old"), 2));
+}
+
+#[test]
+fn a_program_too_large_for_the_default_device_is_told_which_suffices() {
+    let file = Scratch::new("large.trace", b"# name: large\na 0 60000000000 0\na 1 50000000000 0\nf 0 0\nf 1 0\n");
+    let output = stress(&["replay", file.path()]);
+    assert_eq!(output.status.code(), Some(3), "{}", errors(&output));
+    let note = "note: large does not finish on sim:80GiB, the default; it does with --device sim:103GiB";
+    assert!(errors(&output).contains(note), "{}", errors(&output));
+    let row = &rows(0, &["replay", "--device", "sim:103GiB", file.path()])[0];
+    assert_eq!((bytes(row, "ooms"), bytes(row, "warm_ooms")), (0, 0));
+    let chosen = stress(&["replay", "--device", "sim:80GiB", file.path()]);
+    assert!(!errors(&chosen).contains("does not finish"), "a device that was asked for: {}", errors(&chosen));
+    let limited = stress(&["replay", "--config", "limit_mb:1024", file.path()]);
+    assert!(errors(&limited).contains("does not finish with these options on any"), "{}", errors(&limited));
+}
+
+#[test]
+fn errors_are_one_short_line_whatever_the_input() {
+    let long = "x".repeat(10_000);
+    for content in [
+        format!("# name: {long}\na 0 1 0\n{long}"),
+        format!("# name: {long}\u{1b}[31m\na 0 18446744073709551615 0\n"),
+        format!("{{\"{long}\": \"{long}\"}}"),
+        format!("Thread,Time,Action,Pointer,Size,Stream\n1,t,{long},0x1,1,0"),
+    ] {
+        let file = Scratch::new("long.trace", content.as_bytes());
+        let output = stress(&["replay", "--device", "sim:1GiB", file.path()]);
+        let said = errors(&output);
+        assert!(matches!(output.status.code(), Some(3 | 4)), "{said}");
+        assert!(said.lines().all(|line| line.chars().count() <= 300 && !line.contains('\u{1b}')), "{said}");
+    }
 }

@@ -103,7 +103,7 @@ impl<'de> Deserialize<'de> for Time {
 
 /// Reads the file.
 pub(super) fn load(path: &Path) -> Result<Recorded, Failure> {
-    let failed = |reason| InputError { path: path.to_owned(), location: Location::File, reason };
+    let failed = |reason| InputError { path: path.to_owned(), part: String::new(), location: Location::File, reason };
     let mut text = Vec::new();
     let read = File::open(path).and_then(|file| file.take(BYTES_MAX + 1).read_to_end(&mut text));
     read.map_err(|error| failed(Reason::Io(error)))?;
@@ -115,10 +115,10 @@ pub(super) fn load(path: &Path) -> Result<Recorded, Failure> {
 }
 
 impl Recorded {
-    /// The rows of a program, or what to say if the file has none.
+    /// The rows of a program that is reported as `name`, or what to say if the file has none.
     pub(super) fn rows(&self, name: &str, program: &Program) -> Result<Vec<Row>, String> {
         let none = || format!("note: {} has no figures of {name}", self.path.display());
-        let measured = self.programs.get(name).ok_or_else(none)?;
+        let measured = self.programs.get(&program.name).ok_or_else(none)?;
         let shown = SHOWN.iter().filter_map(|config| measured.0.configs.get(*config));
         let requested = program.peak_requested_bytes;
         let row = |Object(figures): &Object<Figures>| Row {

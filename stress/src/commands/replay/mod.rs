@@ -6,16 +6,18 @@ use std::collections::BTreeMap;
 
 use aquifer_allocator::MemoryStats;
 use aquifer_device::Device;
+use aquifer_device::sim::CAPACITY_BYTES_MAX;
 use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, PassArgs, ReplayArgs};
-use crate::commands::{hundredths, programs, ratio};
+use crate::commands::{Names, hundredths, programs, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
 use crate::observe::{Costs, Modelled, Observed};
 use crate::session::Session;
+use crate::subject::Aquifer;
 use crate::table::{NOTHING, Table, table};
 use crate::text::Bytes;
 use timing::time;
@@ -82,9 +84,9 @@ pub struct Row {
 pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
     let beside = Beside { yardstick: args.yardstick, driver_pool: args.driver_pool };
     let mut outcome = Outcome::Done;
-    let mut rows = Vec::new();
+    let (mut rows, mut names) = (Vec::new(), Names::default());
     for file in &args.files {
-        let programs = match programs(session, file) {
+        let programs = match programs(session, file, &args.files, &mut names) {
             Ok(programs) => programs,
             Err(failure) => {
                 outcome = outcome.max(failure.outcome());
@@ -103,6 +105,9 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
                     }
                 };
                 outcome = outcome.max(row.outcome());
+                if row.refused() && session.is_default_device() {
+                    session.message(larger(session, name, program, config)?);
+                }
                 session.row(&row)?;
                 rows.push(row);
             }
@@ -112,6 +117,36 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
         session.show(tabulate(&rows, args))?;
     }
     Ok(outcome)
+}
+
+/// What to say of a program that does not finish on the default device: a simulated one on which it does, tried out.
+fn larger(session: &Session, name: &str, program: &Program, config: &ConfigArg) -> Result<String, Failure> {
+    // Later passes may need a little more than the first.
+    let play = |bytes| -> Result<Option<u64>, Failure> {
+        let device = session.open_simulated(bytes);
+        let mut subject = Aquifer::new(session, &device, config, program.streams.len())?;
+        let mut player = Player::new(program);
+        for _ in 0..2 {
+            if player.pass(&mut subject, OnOom::Stop)?.ooms > 0 {
+                return Ok(None);
+            }
+        }
+        Ok(Some(subject.allocator().memory_stats().reserved_bytes.all.peak))
+    };
+    let default = session.device_text();
+    let mut bytes = play(CAPACITY_BYTES_MAX)?.unwrap_or(CAPACITY_BYTES_MAX);
+    while bytes < CAPACITY_BYTES_MAX {
+        bytes = bytes.next_multiple_of(1 << 30);
+        if play(bytes)?.is_some() {
+            let size = bytes >> 30;
+            return Ok(format!(
+                "note: {name} does not finish on {default}, the default; it does with --device sim:{size}GiB"
+            ));
+        }
+        bytes += bytes / 8;
+    }
+    let most = Bytes(CAPACITY_BYTES_MAX);
+    Ok(format!("note: {name} does not finish with these options on any simulated device, of at most {most}"))
 }
 
 /// Replays a program twice, each time in several passes: timed, and observed.
@@ -234,9 +269,14 @@ impl Row {
     pub(super) fn outcome(&self) -> Outcome {
         match self {
             Row { hazards: 1.., .. } => Outcome::Hazards,
-            Row { ooms: 1.., .. } | Row { warm_ooms: 1.., .. } => Outcome::OutOfMemory,
+            _ if self.refused() => Outcome::OutOfMemory,
             _ => Outcome::Done,
         }
+    }
+
+    /// Whether a request of any pass was refused.
+    fn refused(&self) -> bool {
+        self.ooms > 0 || self.warm_ooms > 0
     }
 }
 

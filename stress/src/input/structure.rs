@@ -1,0 +1,392 @@
+//! Finds memory snapshots among the values of a pickle or a JSON text.
+
+use super::arena::{Arena, Value, Word};
+use super::error::{Fault, Location, Reason};
+use super::program::Program;
+use super::snapshot::{self, Action, Entry, Segment, SegmentBlock, Snapshot};
+
+/// What a format calls its values.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Nouns {
+    dict: &'static str,
+    dicts: &'static str,
+    list: &'static str,
+}
+
+pub(super) const PICKLE: Nouns = Nouns { dict: "a dictionary", dicts: "dictionaries", list: "a list" };
+pub(super) const JSON: Nouns = Nouns { dict: "an object", dicts: "objects", list: "an array" };
+
+/// How many dictionaries with the key `snapshot` may lie within each other.
+const WRAPPERS: u32 = 3;
+
+/// The programs of a snapshot, of several in a list, one for each rank, or of those that a dictionary has under `snapshot`.
+pub(super) fn programs(top: Value, arena: &mut Arena, nouns: Nouns, name: &str) -> Result<Vec<Program>, Fault> {
+    let top = unwrap(arena, top);
+    let Value::List(list) = top else {
+        return snapshot::programs(read(arena, top, nouns)?, name);
+    };
+    let first = arena.first(list);
+    // Only the segments: so are old snapshots, and those of `torch.cuda.memory_snapshot()`.
+    if let Some(Value::Dict(first)) = first
+        && arena.get(first, Word::Blocks).is_some()
+    {
+        return Err(Fault::file(Reason::NoHistory));
+    }
+    if !matches!(first, Some(Value::Dict(_))) {
+        return Err(Fault::file(not_it(arena, top, nouns)));
+    }
+    let (mut programs, mut found) = (Vec::new(), Vec::new());
+    for (rank, value) in arena.take(list).into_iter().enumerate() {
+        let value = unwrap(arena, value);
+        found.push(read(arena, value, nouns).map_err(|fault| fault.within(&format!("[{rank}]")))?);
+    }
+    let several = found.len() > 1;
+    for (rank, snapshot) in found.into_iter().enumerate() {
+        let name = if several { format!("{name}/rank{rank}") } else { name.to_owned() };
+        match snapshot::programs(snapshot, &name) {
+            Ok(more) => programs.extend(more),
+            Err(fault) if matches!(fault.reason(), Reason::NoHistory) => {}
+            Err(fault) => return Err(fault.within(&format!("[{rank}]"))),
+        }
+    }
+    if programs.is_empty() { Err(Fault::file(Reason::NoHistory)) } else { Ok(programs) }
+}
+
+/// What lies under `snapshot` in a dictionary that is none itself.
+fn unwrap(arena: &Arena, mut value: Value) -> Value {
+    for _ in 0..WRAPPERS {
+        let Value::Dict(dict) = value else { break };
+        match arena.get(dict, Word::Snapshot) {
+            Some(inner) if !is_snapshot(arena, dict) => value = inner,
+            _ => break,
+        }
+    }
+    value
+}
+
+fn is_snapshot(arena: &Arena, dict: u32) -> bool {
+    [Word::Segments, Word::DeviceTraces].into_iter().any(|key| arena.get(dict, key).is_some())
+}
+
+fn not_it(arena: &Arena, value: Value, nouns: Nouns) -> Reason {
+    let with_keys = |what: &str| match &arena.keys()[..] {
+        [] => what.to_owned(),
+        [key] => format!("{what} with the key {key}"),
+        keys => format!("{what} with the keys {}", keys.join(", ")),
+    };
+    let found = match value {
+        Value::Dict(_) | Value::List(_) if arena.is_empty(value) => {
+            let noun = if matches!(value, Value::Dict(_)) { nouns.dict } else { nouns.list };
+            let (_, noun) = noun.split_once(' ').unwrap_or_default();
+            format!("an empty {noun}")
+        }
+        Value::Dict(dict) if arena.get(dict, Word::TraceEvents).is_some() => {
+            "a Chrome trace, as torch.profiler writes it; take a snapshot with torch.cuda.memory._dump_snapshot()"
+                .into()
+        }
+        Value::Dict(_) => with_keys(nouns.dict),
+        Value::List(_) if arena.keys().is_empty() => format!("{} of values", nouns.list),
+        Value::List(_) => with_keys(&format!("{} of {}", nouns.list, nouns.dicts)),
+        Value::Int(_) => "a number".into(),
+        Value::Word(_) | Value::Other(_) => format!("something that is neither {} nor {}", nouns.dict, nouns.list),
+    };
+    Reason::NotASnapshot { found }
+}
+
+fn read(arena: &mut Arena, value: Value, nouns: Nouns) -> Result<Snapshot, Fault> {
+    let top = match value {
+        Value::Dict(top) if is_snapshot(arena, top) => top,
+        _ => return Err(Fault::file(not_it(arena, value, nouns))),
+    };
+    let mut traces = Vec::new();
+    for (device, trace) in (0u32..).zip(list(arena, top, Word::DeviceTraces).map_err(Fault::file)?) {
+        let Value::List(trace) = trace else {
+            return Err(Fault::file(Reason::Structure("a device trace is no list")));
+        };
+        let mut entries = Vec::new();
+        for (index, value) in arena.take(trace).into_iter().enumerate() {
+            let entry = entry(arena, value);
+            entries.push(entry.map_err(|reason| Fault::new(Location::Entry { device, index }, reason))?);
+        }
+        traces.push(entries);
+    }
+    let mut segments = Vec::new();
+    for (number, value) in list(arena, top, Word::Segments).map_err(Fault::file)?.into_iter().enumerate() {
+        segments.push(segment(arena, number, value)?);
+    }
+    Ok(Snapshot { segments, traces })
+}
+
+fn entry(arena: &Arena, value: Value) -> Result<Entry, Reason> {
+    let Value::Dict(dict) = value else { return Err(Reason::Structure("an entry is no dictionary")) };
+    let action = match arena.get(dict, Word::Action) {
+        Some(Value::Word(word)) => Action::from_name(word.text().as_bytes()),
+        _ => Action::Unknown,
+    };
+    Ok(Entry {
+        action,
+        addr: int(arena, dict, Word::Addr)?,
+        size: int(arena, dict, Word::Size)?,
+        stream: int(arena, dict, Word::Stream)?.unwrap_or(0),
+        time_us: int(arena, dict, Word::TimeUs)?.unwrap_or(0),
+        frames: arena.get(dict, Word::Frames).map_or(0, |frames| arena.digest(frames)),
+        private_pool: match arena.get(dict, Word::PoolId) {
+            Some(Value::List(pool)) => !arena.is_zeros(pool),
+            _ => false,
+        },
+    })
+}
+
+fn segment(arena: &mut Arena, number: usize, value: Value) -> Result<Segment, Fault> {
+    let fault = |reason| Fault::new(Location::Segment { segment: number }, reason);
+    let Value::Dict(dict) = value else { return Err(fault(Reason::Structure("a segment is no dictionary"))) };
+    let number_in = |arena: &Arena, key| int(arena, dict, key).map(|number| number.unwrap_or(0)).map_err(fault);
+    let (device, stream) = (number_in(arena, Word::Device)?, number_in(arena, Word::Stream)?);
+    let address = number_in(arena, Word::Address)?;
+    let mut blocks = Vec::new();
+    for (index, value) in list(arena, dict, Word::Blocks).map_err(fault)?.into_iter().enumerate() {
+        let block = block(arena, value);
+        blocks.push(block.map_err(|reason| Fault::new(Location::Block { segment: number, block: index }, reason))?);
+    }
+    Segment::new(number, (device, stream), address, blocks)
+}
+
+fn block(arena: &Arena, value: Value) -> Result<SegmentBlock, Reason> {
+    let Value::Dict(block) = value else { return Err(Reason::Structure("a block is no dictionary")) };
+    Ok(SegmentBlock {
+        address: int(arena, block, Word::Address)?,
+        size: int(arena, block, Word::Size)?.unwrap_or(0),
+        requested: requested(arena, block)?,
+        allocated: arena.get(block, Word::State) == Some(Value::Word(Word::ActiveAllocated)),
+    })
+}
+
+/// What the program asked for. Older versions tell it in the latest entry of the block's own history.
+fn requested(arena: &Arena, block: u32) -> Result<Option<u64>, Reason> {
+    let latest = match arena.get(block, Word::History) {
+        Some(Value::List(history)) => arena.first(history),
+        _ => None,
+    };
+    match (int(arena, block, Word::RequestedSize)?, latest) {
+        (None, Some(Value::Dict(latest))) => int(arena, latest, Word::RealSize),
+        (requested, _) => Ok(requested),
+    }
+}
+
+/// The integer that `key` is set to, if it is set.
+fn int(arena: &Arena, dict: u32, key: Word) -> Result<Option<u64>, Reason> {
+    match arena.get(dict, key) {
+        None => Ok(None),
+        Some(Value::Int(value)) => Ok(Some(value)),
+        Some(_) => Err(Reason::WrongType { field: key.text(), expected: "an integer of 64 bits" }),
+    }
+}
+
+/// The items of the list that `key` is set to; none if it is not set.
+fn list(arena: &mut Arena, dict: u32, key: Word) -> Result<Vec<Value>, Reason> {
+    match arena.get(dict, key) {
+        None => Ok(Vec::new()),
+        Some(Value::List(list)) => Ok(arena.take(list)),
+        Some(_) => Err(Reason::WrongType { field: key.text(), expected: "a list" }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::allowance::Allowance;
+    use super::super::{json, unpickle};
+    use super::*;
+
+    /// A string of a pickle.
+    fn word(text: &str) -> Vec<u8> {
+        [&[0x8c, u8::try_from(text.len()).unwrap()], text.as_bytes()].concat()
+    }
+
+    /// A dictionary of a pickle.
+    fn dict(entries: &[(&str, &[u8])]) -> Vec<u8> {
+        let entries = entries.iter().flat_map(|(key, value)| [word(key), value.to_vec()].concat());
+        [b"}(".to_vec(), entries.collect(), b"u".to_vec()].concat()
+    }
+
+    fn read_pickle(value: &[u8]) -> Result<Vec<Program>, String> {
+        let pickle = [&b"\x80\x04"[..], value, b"."].concat();
+        let read = unpickle::run(&pickle[..], &Allowance::read(pickle.len(), pickle.len()));
+        read.and_then(|(top, mut arena)| programs(top, &mut arena, PICKLE, "p"))
+            .map_err(|fault| fault.at("p".as_ref()).to_string())
+    }
+
+    fn read_json(text: &str) -> Result<Vec<Program>, String> {
+        let read = json::parse(text.as_bytes(), &Allowance::read(text.len(), text.len()));
+        read.and_then(|(top, mut arena)| programs(top, &mut arena, JSON, "j"))
+            .map_err(|fault| fault.at("j".as_ref()).to_string())
+    }
+
+    fn error(top: &[(&str, &[u8])]) -> String {
+        read_pickle(&dict(top)).unwrap_err()
+    }
+
+    fn list_of(item: &[u8]) -> Vec<u8> {
+        [&b"]("[..], item, b"e"].concat()
+    }
+
+    /// A string, 1.5, a truth, nothing, 2^70, a list.
+    const NO_INTEGERS: [&[u8]; 6] =
+        [b"\x8c\x01x", b"G\x3f\xf8\0\0\0\0\0\0", b"\x88", b"N", b"\x8a\x09\0\0\0\0\0\0\0\0\x40", b"]"];
+
+    #[test]
+    fn a_number_of_another_type_is_not_missing() {
+        for value in NO_INTEGERS {
+            for field in ["addr", "size", "stream", "time_us"] {
+                let alloc = dict(&[("action", &word("alloc")), ("addr", b"K\x01"), ("size", b"K\x02"), (field, value)]);
+                let error = error(&[("device_traces", &list_of(&list_of(&alloc)))]);
+                assert_eq!(error, format!("p:device_traces[0][0]: the field {field} is not an integer of 64 bits"));
+            }
+            let segment = |block: &[u8], field: &str| {
+                let segment = dict(&[("blocks", &list_of(block)), (field, value)]);
+                error(&[("segments", &list_of(&segment))])
+            };
+            let expected = "is not an integer of 64 bits";
+            assert_eq!(segment(b"}", "device"), format!("p:segments[0]: the field device {expected}"));
+            let block = dict(&[("requested_size", value)]);
+            assert_eq!(segment(&block, "x"), format!("p:segments[0].blocks[0]: the field requested_size {expected}"));
+        }
+    }
+
+    #[test]
+    fn what_is_no_list_or_dictionary_is_refused() {
+        for value in [&b"K\x05"[..], b"N", b"}", b"\x8c\x04size"] {
+            for top in ["device_traces", "segments"] {
+                assert_eq!(error(&[(top, value)]), format!("p: the field {top} is not a list"));
+            }
+            let segment = dict(&[("blocks", value)]);
+            assert_eq!(error(&[("segments", &list_of(&segment))]), "p:segments[0]: the field blocks is not a list");
+        }
+        for value in [&b"K\x05"[..], b"N", b"]"] {
+            let trace = [&b"}\x8c\x04sizeK\x05s"[..], value].concat();
+            assert_eq!(
+                error(&[("device_traces", &list_of(&list_of(&trace)))]),
+                "p:device_traces[0][1]: not a memory snapshot: an entry is no dictionary"
+            );
+            assert_eq!(
+                error(&[("segments", &list_of(value))]),
+                "p:segments[0]: not a memory snapshot: a segment is no dictionary"
+            );
+        }
+    }
+
+    #[test]
+    fn a_list_may_be_a_snapshot_without_history() {
+        let block = dict(&[("size", b"K\x01")]);
+        let segment = dict(&[("device", b"K\x01"), ("blocks", &list_of(&block))]);
+        assert!(read_pickle(&list_of(&segment)).unwrap_err().contains("the snapshot has no history"));
+        for text in
+            ["[{\"device\": 0, \"blocks\": [{\"size\": 1}]}]", "{\"segments\": []}", "[{\"device_traces\": [[]]}]"]
+        {
+            assert!(read_json(text).unwrap_err().contains("the snapshot has no history"), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_snapshot_is_told() {
+        for (value, expected) in [
+            (&b"}"[..], "an empty dictionary"),
+            (b"]", "an empty list"),
+            (
+                b"}(\x8c\x08greeting\x8c\x05hello\x8c\x06answerK\x2au",
+                "a dictionary with the keys \"greeting\", \"answer\"",
+            ),
+            (b"}K\x05Ns", "a dictionary with the key 5"),
+            (b"](K\x01K\x02e", "a list of values"),
+            (b"]}\x8c\x01aNsa", "a list of dictionaries with the key \"a\""),
+            (b"K\x07", "a number"),
+            (b"cbuiltins\nobject\n)\x81", "something that is neither a dictionary nor a list"),
+        ] {
+            assert_eq!(read_pickle(value).unwrap_err(), format!("p: not a memory snapshot: found {expected}"));
+        }
+        for (text, expected) in [
+            ("{}", "an empty object"),
+            ("[]", "an empty array"),
+            ("[1, 2]", "an array of values"),
+            ("[{\"ph\": \"i\", \"name\": \"x\"}]", "an array of objects with the keys \"ph\", \"name\""),
+            ("{\"loss\": [1]}", "an object with the key \"loss\""),
+            ("{\"a\\u001b[1m\": 1}", "an object with the key \"a\\u{1b}[1m\""),
+        ] {
+            assert_eq!(read_json(text).unwrap_err(), format!("j: not a memory snapshot: found {expected}"));
+        }
+        let trace = read_json("{\"schemaVersion\": 1, \"traceEvents\": [{\"name\": \"[memory]\"}]}").unwrap_err();
+        assert!(
+            trace.starts_with("j: not a memory snapshot: found a Chrome trace, as torch.profiler writes it"),
+            "{trace}"
+        );
+    }
+
+    /// A snapshot with one allocation.
+    fn snapshot(size: u64) -> String {
+        format!("{{\"device_traces\": [[{{\"action\": \"alloc\", \"addr\": 512, \"size\": {size}, \"stream\": 0}}]]}}")
+    }
+
+    #[test]
+    fn several_snapshots_are_those_of_ranks() {
+        let all = |text: &str| -> Vec<(String, u64)> {
+            let programs = read_json(text).unwrap();
+            programs.into_iter().map(|program| (program.name, program.peak_requested_bytes)).collect()
+        };
+        let (one, two) = (snapshot(1), snapshot(2));
+        assert_eq!(all(&one), [("j".into(), 1)]);
+        assert_eq!(all(&format!("[{two}]")), [("j".into(), 2)]);
+        let ranks = [("j/rank0".to_owned(), 1), ("j/rank1".to_owned(), 2)];
+        assert_eq!(all(&format!("[{one}, {two}]")), ranks);
+        assert_eq!(all(&format!("{{\"rank\": 3, \"snapshot\": {two}}}")), [("j".into(), 2)]);
+        assert_eq!(all(&format!("[{{\"snapshot\": {one}}}, {{\"snapshot\": {two}}}]")), ranks);
+        assert_eq!(all(&format!("[{one}, {{\"segments\": []}}]")), [("j/rank0".into(), 1)], "one has no history");
+        assert_eq!(
+            read_json(&format!("[{one}, null]")).unwrap_err(),
+            "j[1]: not a memory snapshot: found something that is neither an object nor an array"
+        );
+        let bad = one.replace("512", "\"x\"");
+        assert_eq!(
+            read_json(&format!("[{one}, {bad}]")).unwrap_err(),
+            "j[1]:device_traces[0][0]: the field addr is not an integer of 64 bits"
+        );
+    }
+
+    #[test]
+    fn numbers_may_be_written_with_a_fraction_and_others_not_be_numbers() {
+        let program = |entry: &str| {
+            read_json(&format!("{{\"device_traces\": [[{{\"action\": \"alloc\", \"addr\": 512, {entry}}}]]}}"))
+        };
+        assert_eq!(program("\"size\": 4194304.0, \"stream\": 0e0").unwrap()[0].peak_requested_bytes, 4 << 20);
+        assert_eq!(
+            program("\"size\": 7, \"score\": NaN, \"x\": [-Infinity, Infinity]").unwrap()[0].peak_requested_bytes,
+            7
+        );
+        for number in ["0.5", "NaN", "-Infinity", "null", "1e300"] {
+            let error = program(&format!("\"size\": {number}")).unwrap_err();
+            assert_eq!(error, "j:device_traces[0][0]: the field size is not an integer of 64 bits");
+        }
+        for number in ["Nan", "NaNs", "Infinite", "Na"] {
+            assert!(program(&format!("\"size\": 7, \"x\": {number}")).unwrap_err().starts_with("j:1: "), "{number}");
+        }
+        assert!(read_json("{\"x\": NaN").is_err() && read_json("{\"x\": Na").is_err() && read_json("NaN").is_err());
+    }
+
+    #[test]
+    fn blocks_of_old_snapshots_tell_what_was_requested_in_their_history() {
+        let blocks = "[{\"size\": 1024, \"state\": \"active_allocated\", \"history\": [{\"addr\": 4096, \"real_size\": 1000, \
+                      \"frames\": []}, {\"addr\": 4096, \"real_size\": 3}]}, \
+                      {\"size\": 512, \"state\": \"inactive\", \"history\": [{\"real_size\": 5}]}, \
+                      {\"size\": 512, \"state\": \"active_allocated\"}]";
+        let text = format!(
+            "{{\"segments\": [{{\"address\": 4096, \"device\": 0, \"blocks\": {blocks}}}], \
+             \"device_traces\": [[{{\"action\": \"alloc\", \"addr\": 9000, \"size\": 7}}]]}}"
+        );
+        assert_eq!(read_json(&text).unwrap()[0].peak_requested_bytes, 1000 + 512 + 7);
+    }
+
+    #[test]
+    fn negative_sizes_of_blocks_are_refused_where_they_are() {
+        let block = dict(&[("size", b"J\x00\xfe\xff\xff"), ("state", &word("active_allocated"))]);
+        let segment = dict(&[("blocks", &list_of(&block))]);
+        assert_eq!(error(&[("segments", &list_of(&segment))]), "p:segments[0].blocks[0]: \"-512\" is not a valid size");
+    }
+}
