@@ -86,13 +86,8 @@ impl Allocator {
     /// When there are too many pools: some 16 000.
     pub fn create_pool(&self, options: PoolOptions) -> Result<PrivatePool, AllocError> {
         fork::check(aquifer_device::Operation::Alloc)?;
-<<<<<<< ours
         let key = self.shell().core().pools.add(options)?;
         Ok(PrivatePool { allocator: self.clone(), key })
-=======
-        let id = self.shell().whole().add_private(options)?;
-        Ok(PrivatePool { allocator: self.clone(), id })
->>>>>>> theirs
     }
 
     /// The numbers of the pool that the thread's innermost scope routes to, for a request for the stream; `None` if there is none. If the

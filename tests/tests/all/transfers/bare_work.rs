@@ -224,7 +224,8 @@ impl World {
     }
 
     fn prefetch(&mut self, len: usize, stream: &Stream, long: bool, keep: bool) {
-        let source = (0..3).map(|_| (vec![1u8; len], Tensor::from_vec(vec![1u8; len / 2], &[len as u64 / 2]).unwrap()));
+        let source =
+            (0..3).map(move |_| (vec![1u8; len], Tensor::from_vec(vec![1u8; len / 2], &[len as u64 / 2]).unwrap()));
         let batches = Prefetcher::new(source, &self.bench.transfer, stream, 1 + usize::from(keep)).unwrap();
         for batch in batches.take(if long { 3 } else { 2 }) {
             let (bytes, tensor) = batch.unwrap();
