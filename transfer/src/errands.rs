@@ -1,9 +1,9 @@
 //! Foreign code that threads of the runtime come across: drops of owners that callers handed over, and wakers of tasks.
 //!
-//! Such code may wait for anything, also for transfers, so a thread that transfers wait for does not run it. It becomes an *errand*, which
-//! runs on a thread where nothing else waits. Errands do not wait for each other either: one that finds no idle thread gets a new one.
+//! Such code may wait for anything, also for transfers, so a thread that transfers wait for does not run it. The code becomes an *errand*,
+//! which another thread runs. Errands do not wait for each other: an errand that finds no idle thread gets a new one.
 //!
-//! Invariant: a thread that is [`on_duty`] runs no code of callers.
+//! Invariant: a thread that is [`on_duty`] runs no foreign code.
 //!
 //! The lock is a leaf. Errands run without it.
 
@@ -34,12 +34,12 @@ thread_local! {
     static ON_DUTY: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls `work`, which others may wait for: what it passes to [`run`] runs on another thread.
+/// Calls `work`, for which other threads may wait: errands that it begins run on another thread.
 pub(crate) fn on_duty<R>(work: impl FnOnce() -> R) -> R {
     with_duty(true, work)
 }
 
-/// Calls `work` while nobody waits for this thread: what it passes to [`run`] runs here.
+/// Calls `work`, for which no other thread waits: errands that it begins run on this thread.
 pub(crate) fn off_duty<R>(work: impl FnOnce() -> R) -> R {
     with_duty(false, work)
 }
@@ -51,13 +51,13 @@ fn with_duty<R>(duty: bool, work: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Whether others may wait for this thread.
+/// Whether other threads may wait for this one.
 pub(crate) fn is_on_duty() -> bool {
     // A thread that is ending has done its work.
     ON_DUTY.try_with(Cell::get).unwrap_or(false)
 }
 
-/// Runs foreign code: on another thread where others may wait for this one, else at once. A panic in it is logged and goes no further.
+/// Runs foreign code: on another thread if this one is on duty, else at once. A panic in it is logged and goes no further.
 pub(crate) fn run(what: &'static str, errand: impl FnOnce() + Send + 'static) {
     if is_on_duty() {
         send(Box::new(move || contained(what, errand)));
@@ -69,7 +69,7 @@ pub(crate) fn run(what: &'static str, errand: impl FnOnce() + Send + 'static) {
 fn contained(what: &'static str, errand: impl FnOnce()) {
     if let Err(panic) = catch_unwind(AssertUnwindSafe(errand)) {
         tracing::error!("{what} panicked");
-        // Dropping what the panic carries may panic, too, and what that carries is left alone.
+        // The payload is foreign, too: its drop may panic.
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
             std::mem::forget(panic);
         }
@@ -89,7 +89,7 @@ fn send(errand: Errand) {
         let mut errands = ERRANDS.lock();
         errands.threads -= 1;
         tracing::error!(%error, "no thread could be started for code of the caller's");
-        // Without any thread this one must do: nobody else would.
+        // If there is no thread at all, this one must run them.
         let left = if errands.threads == 0 { std::mem::take(&mut errands.queue) } else { VecDeque::new() };
         drop(errands);
         left.into_iter().for_each(|errand| errand());
@@ -102,7 +102,7 @@ fn work() {
         if let Some(errand) = errands.queue.pop_front() {
             drop(errands);
             errand();
-            // The errand may have dropped the last buffer of an allocator that nobody else has any more.
+            // The errand may have dropped the last buffer of an allocator.
             aquifer_allocator::close_abandoned();
             errands = ERRANDS.lock();
             continue;
@@ -123,7 +123,7 @@ mod tests {
 
     use super::*;
 
-    /// Each of many errands waits for the next one, whose panic and what that carries harm nobody.
+    /// Each of many errands waits for the next one. All panic, with a payload that panics when dropped.
     #[test]
     fn errands_that_wait_for_each_other_all_run() {
         struct Panics;
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_nobody_waits_for_runs_its_own() {
+    fn a_thread_that_is_not_on_duty_runs_its_own() {
         let here = thread::current().id();
         let (tell, told) = channel();
         run("an errand", move || tell.send(thread::current().id()).unwrap());

@@ -5,8 +5,8 @@
 //! A lane ends when it has had nothing to do for a while. A timeline has few lanes; once all are busy, a request for a still earlier tick
 //! waits for the lane with the earliest tick.
 //!
-//! Wakers are foreign code, which may wait for any other transfer. A lane that has nothing else to do runs them itself, and is not listed
-//! meanwhile; one that has leaves them to another thread (`errands`).
+//! Wakers are foreign code, which may wait for any other transfer. A lane with an empty queue runs a waker itself, and is not listed
+//! meanwhile. A lane with more to do leaves the waker to another thread (`errands`).
 //!
 //! Invariants: a lane that is listed takes what is put into its queue; every signal put there is settled, at the latest with the error of
 //! a device that is lost.
@@ -110,7 +110,7 @@ impl Signal {
         Poll::Pending
     }
 
-    /// Answers, and gives the waker to be woken.
+    /// Answers, and returns the waker to call.
     fn settle(&self, result: Result<(), DeviceError>) -> Option<Waker> {
         match std::mem::replace(&mut *self.0.lock(), State::Settled(result)) {
             State::Open(waker) => waker,
@@ -179,7 +179,7 @@ impl Lane {
         }
     }
 
-    /// Takes the lane off the list, unless it has something to do. Nobody waits for it then.
+    /// Takes the lane off the list if its queue is empty. No task waits for it then.
     fn leave(&self, waiter: &Waiter, key: Key) -> bool {
         let mut lanes = waiter.lanes.lock();
         let is_idle = self.queue.lock().entries.is_empty();
@@ -192,7 +192,7 @@ impl Lane {
         is_idle
     }
 
-    /// Lists the lane again, unless others have taken its place.
+    /// Lists the lane again, unless there are enough others by now.
     fn come_back(self: &Arc<Self>, waiter: &Waiter, key: Key) -> bool {
         let mut lanes = waiter.lanes.lock();
         let listed = lanes.entry(key).or_default();

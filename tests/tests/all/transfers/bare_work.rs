@@ -4,7 +4,7 @@
 use std::any::Any;
 use std::time::Duration;
 
-use aquifer_allocator::{Allocator, DeviceBuffer, PoolOptions, PrivatePool};
+use aquifer_allocator::{AllocError, Allocator, DeviceBuffer, PoolOptions, PrivatePool};
 use aquifer_device::{DevicePtr, HandleKind, Stream};
 use aquifer_kernels::DType;
 use aquifer_tests::runner;
@@ -14,8 +14,11 @@ use proptest::prelude::*;
 
 use super::Bench;
 
-/// Small, copied by the caller; staged by threads; of several granules.
-const SIZES: [u64; 4] = [4 << 10, 300 << 10, 2 << 20, 5 << 20];
+/// Small, copied by the caller; staged by threads, twice; of more than a granule.
+const SIZES: [u64; 4] = [4 << 10, 300 << 10, 512 << 10, 3 << 20];
+
+/// Nearly all that the device has.
+const PRESSURE_BYTES: u64 = 240 << 20;
 
 /// A step: its kind, a size, two streams, and two choices.
 type Step = (u8, usize, usize, usize, bool, bool);
@@ -181,6 +184,15 @@ impl World {
                     set
                 };
                 of_tensor(set.get("p").unwrap().clone(), &other)
+            }
+            24 if size == 3 => {
+                // More than is free: memory moves, buffers are spilled, or it is refused.
+                match allocator.alloc(PRESSURE_BYTES, &one) {
+                    Ok(memory) => one.fill(memory.ptr(), 5, memory.bytes()).unwrap(),
+                    Err(AllocError::OutOfMemory { .. }) => {}
+                    Err(error) => panic!("{error}"),
+                }
+                return;
             }
             24 => {
                 if keep {
