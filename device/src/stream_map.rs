@@ -146,7 +146,7 @@ impl Node {
 
 /// The first streams of the children of an inner node.
 fn firsts(first: u32, height: u32) -> impl Iterator<Item = u32> {
-    (0..WIDTH as u32).map(move |child| first | child << (BITS * height))
+    (0..1 << BITS).map(move |child: u32| first | child << (BITS * height))
 }
 
 /// The numbers of a leaf that are not 0, by stream.
@@ -283,7 +283,7 @@ mod tests {
                     Step::Copy(map, other) => (maps[map], dense[map]) = (maps[other].clone(), dense[other].clone()),
                     Step::Forget(map, below, most) => {
                         maps[map].forget_unless(|stream, n| stream >= below || n >= most);
-                        let leaf = |stream: u32| stream / WIDTH as u32;
+                        let leaf = |stream: u32| stream >> BITS;
                         let kept = dense[map].iter().filter(|&(&stream, &n)| stream >= below || n >= most);
                         let kept: HashSet<u32> = kept.map(|(&stream, _)| leaf(stream)).collect();
                         dense[map].retain(|&stream, _| kept.contains(&leaf(stream)));

@@ -60,8 +60,9 @@ fn bench_scale_measures_each_operation_at_three_numbers() {
                 assert_eq!(row["device"].as_str(), Some("sim:80GiB"));
                 assert!(row["ns_per_operation"].as_f64().unwrap() > 0.0);
                 assert_eq!(row["exponent"].is_null(), at == 0);
-                let hot = |key: &str| row[key].as_f64().unwrap();
+                let hot = |key: &str| row[key].as_f64();
                 assert!(hot("hot_p99_ns") <= hot("hot_max_ns"), "{row}");
+                assert_eq!(row["hot_p99_ns"].is_null(), row["hot_max_ns"].is_null());
             }
         }
     }
@@ -72,8 +73,12 @@ fn bench_scale_measures_blocks_with_segments_too() {
     for series in ["waiting", "live", "nothing"] {
         let measured = rows(0, &["bench", "--scale", "--quick", "--filter", series, "--config", "backing:segments"]);
         assert!(measured.iter().all(|row| row["series"].as_str() == Some(series)));
-        assert!(measured.iter().any(|row| row["operation"] == "miss"));
-        assert_eq!(measured.iter().any(|row| row["operation"] == "refusal"), series != "waiting");
+        for operation in ["pair", "snapshot", "fragmentation"] {
+            assert!(measured.iter().any(|row| row["operation"] == operation), "{series}: {operation}");
+        }
+        for operation in ["miss", "refusal"] {
+            assert_eq!(measured.iter().any(|row| row["operation"] == operation), series != "waiting", "{operation}");
+        }
     }
 }
 
@@ -82,6 +87,9 @@ fn bench_scale_shows_a_table_and_knows_its_series() {
     let output = stress(&["bench", "--scale", "--quick", "--filter", "nothing"]);
     let text = String::from_utf8(output.stdout.clone()).unwrap();
     assert!(output.status.success() && text.contains("spin") && text.contains("exponent"), "{text}");
+    let output = stress(&["bench", "--scale", "--quick", "--filter", "growables", "--config", "backing:segments"]);
+    assert!(output.status.success() && output.stdout.is_empty(), "memory that grows is mapped");
+    assert!(errors(&output).contains("note: growables: not measured"), "{}", errors(&output));
     let output = stress(&["bench", "--scale", "--filter", "hot_1mib"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(errors(&output).contains("there are nothing, streams, pools"), "{}", errors(&output));

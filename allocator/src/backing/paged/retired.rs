@@ -166,6 +166,11 @@ mod tests {
         Retired { base, range, uses: uses.to_vec(), was_told: true }
     }
 
+    /// The granules of a piece, by number in its reservation.
+    fn granules(piece: &Retired) -> Range<u64> {
+        (piece.range.start - piece.base) / GRANULE..(piece.range.end - piece.base) / GRANULE
+    }
+
     #[test]
     fn addresses_are_vacant_once_the_owner_and_all_pieces_are_gone() {
         let mut retired = RetiredMemory::new(GRANULE);
@@ -215,7 +220,9 @@ mod tests {
     proptest! {
         /// Owners give up and take back granules of their reservations; streams get further; what is done is recycled.
         #[test]
-        fn behaves_like_a_list_of_granules(steps in prop::collection::vec((0..5_u8, 0..3_u64, 0..12_u64, 1..4_u64), 0..80)) {
+        fn behaves_like_a_list_of_granules(
+            steps in prop::collection::vec((0..5_u8, 0..3_u64, 0..12_u64, 1..4_u64), 0..80),
+        ) {
             let (mut retired, mut now, mut done) = (RetiredMemory::new(GRANULE), 1, 0);
             // The tick that each granule waits for, by reservation and number.
             let mut model: BTreeMap<(u64, u64), u64> = BTreeMap::new();
@@ -223,7 +230,8 @@ mod tests {
                 let base = owner * 64 * GRANULE;
                 match what {
                     0 | 1 => {
-                        let vacant = (from..from + count).take_while(|&at| !model.contains_key(&(owner, at))).count() as u64;
+                        let is_vacant = |at: &u64| !model.contains_key(&(owner, *at));
+                        let vacant = (from..from + count).take_while(is_vacant).count() as u64;
                         if vacant > 0 {
                             retired.add(piece(base, from..from + vacant, &[(7, now)]));
                             model.extend((from..from + vacant).map(|at| ((owner, at), now)));
@@ -232,26 +240,25 @@ mod tests {
                     }
                     2 => {
                         let taken = retired.take_below(base, base + from * GRANULE);
-                        let granules = taken.iter().flat_map(|one| {
-                            let after = one.uses[0].1;
-                            (one.range.start - base..one.range.end - base).step_by(GRANULE as usize).map(move |at| (at / GRANULE, after))
-                        });
-                        let expected: Vec<_> = model.range((owner, 0)..(owner, from)).map(|(&(_, at), &after)| (at, after)).collect();
-                        prop_assert_eq!(granules.collect::<Vec<_>>(), expected);
+                        let taken = taken.iter().flat_map(|one| granules(one).map(move |at| (at, one.uses[0].1)));
+                        let expected = model.range((owner, 0)..(owner, from)).map(|(&(_, at), &after)| (at, after));
+                        let expected: Vec<_> = expected.collect();
+                        prop_assert_eq!(taken.collect::<Vec<_>>(), expected);
                         model.retain(|&(of, at), _| of != owner || at >= from);
                     }
                     3 => done = now - 1,
                     _ => {
                         while let Some(one) = retired.take_done(|_| done) {
-                            let (owner, base) = (one.base / 64 / GRANULE, one.base);
-                            for at in (one.range.start - base..one.range.end - base).step_by(GRANULE as usize) {
-                                prop_assert!(model.remove(&(owner, at / GRANULE)).is_some_and(|after| after <= done));
+                            let owner = one.base / 64 / GRANULE;
+                            for at in granules(&one) {
+                                prop_assert!(model.remove(&(owner, at)).is_some_and(|after| after <= done));
                             }
                         }
                         prop_assert!(model.values().all(|&after| after > done));
                     }
                 }
-                let listed: u64 = retired.ticks().filter(|&((_, after), _)| after > done).map(|(_, granules)| granules).sum();
+                let waits = retired.ticks().filter(|&((_, after), _)| after > done);
+                let listed: u64 = waits.map(|(_, granules)| granules).sum();
                 prop_assert_eq!(listed, model.values().filter(|&&after| after > done).count() as u64);
             }
         }

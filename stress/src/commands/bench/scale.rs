@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use aquifer_allocator::{Allocation, Allocator, Growable, PoolOptions, PrivatePool};
+use aquifer_allocator::{AllocError, Allocation, Allocator, Growable, PoolOptions, PrivatePool};
 use aquifer_device::{Device, Graph, Stream};
 use serde::Serialize;
 
@@ -27,8 +27,8 @@ struct ScaleRow {
     n: u32,
     ns_per_operation: f64,
     exponent: Option<f64>,
-    hot_p99_ns: f64,
-    hot_max_ns: f64,
+    hot_p99_ns: Option<f64>,
+    hot_max_ns: Option<f64>,
 }
 
 /// What there is more and more of.
@@ -101,6 +101,9 @@ pub(super) fn run(session: &Session, config: &ConfigArg, args: &BenchArgs) -> Re
                     session.row(&row)?;
                     rows.push(row);
                 }
+            }
+            Err(Failure::Alloc { error, .. }) if matches!(*error, AllocError::NotMapped { .. }) => {
+                session.message(format_args!("note: {}: not measured: {error}", series.name));
             }
             Err(failure) => {
                 let failure = match failure {
@@ -243,18 +246,13 @@ impl Scale<'_> {
         })
     }
 
-    /// What any program does, beside what there is much of. A request that nothing serves makes waiting blocks free, so it is left out where
-    /// blocks wait.
+    /// What any program does, beside what there is much of. Requests that miss may wait for the stream that blocks wait for, so that none
+    /// waits any more: then they are left out.
     fn beside_all_that(&mut self, may_wait: bool) -> Result<(), Failure> {
         self.repeatedly("pair", |this| {
             (0..100).try_for_each(|_| this.allocator.alloc(SMALL, &this.stream).map(drop))?;
             Ok(100)
         })?;
-        let held = self.once("miss", MISSES, |this| {
-            let misses = (0..MISSES).map(|miss| Ok(this.allocator.alloc((8 + miss % 8) * MIB, &this.stream)?));
-            misses.collect::<Result<Vec<Allocation>, Failure>>()
-        })?;
-        drop(held);
         self.repeatedly("snapshot", |this| {
             drop(this.allocator.snapshot());
             Ok(1)
@@ -264,6 +262,11 @@ impl Scale<'_> {
             Ok(1)
         })?;
         if may_wait {
+            let held = self.once("miss", MISSES, |this| {
+                let misses = (0..MISSES).map(|miss| Ok(this.allocator.alloc((8 + miss % 8) * MIB, &this.stream)?));
+                misses.collect::<Result<Vec<Allocation>, Failure>>()
+            })?;
+            drop(held);
             self.repeatedly("refusal", |this| match this.allocator.alloc(TOO_MUCH, &this.stream) {
                 Ok(_) => Ok(1),
                 Err(error) if crate::exit::is_refusal(&error) => Ok(1),
@@ -452,15 +455,18 @@ impl Latencies {
         self.most = ns.max(self.most);
     }
 
-    /// The least time, up to a step, that a share of all did not exceed.
+    /// The least time, up to a step, that a share of all did not exceed. `None` if nothing was measured.
     #[expect(
         clippy::cast_precision_loss,
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
         reason = "counts are far below 2^52"
     )]
-    fn quantile(&self, share: f64) -> f64 {
+    fn quantile(&self, share: f64) -> Option<f64> {
         let all: u64 = self.counts.iter().sum();
+        if all == 0 {
+            return None;
+        }
         let wanted = (all as f64 * share).ceil() as u64;
         let mut sum = 0;
         let reaches = |&(_, count): &(usize, &u64)| {
@@ -470,7 +476,7 @@ impl Latencies {
         let step = self.counts.iter().enumerate().find(reaches).map_or(0, |(step, _)| step as u64);
         let exponent = (step / STEPS_PER_DOUBLING).saturating_sub(1);
         let ns = ((step - exponent * STEPS_PER_DOUBLING) << exponent) | ((1 << exponent) - 1);
-        ns.min(self.most) as f64
+        Some(ns.min(self.most) as f64)
     }
 }
 
@@ -484,7 +490,10 @@ fn tabulate(rows: &[ScaleRow]) -> Table {
         rest = others;
         let last = &one[one.len() - 1];
         let time = |step: usize| one.get(step).map_or(NOTHING.to_owned(), |row| format!("{:.0}", row.ns_per_operation));
-        let most = |of: fn(&ScaleRow) -> f64| one.iter().map(of).fold(0.0, f64::max) / 1000.0;
+        let most = |of: fn(&ScaleRow) -> Option<f64>| {
+            let most = one.iter().filter_map(of).reduce(f64::max);
+            most.map_or(NOTHING.to_owned(), |ns| format!("{:.1}", ns / 1000.0))
+        };
         table.add_row([
             first.series.to_owned(),
             first.operation.to_owned(),
@@ -493,8 +502,8 @@ fn tabulate(rows: &[ScaleRow]) -> Table {
             time(1),
             time(2),
             last.exponent.map_or(NOTHING.to_owned(), |exponent| format!("{exponent:.2}")),
-            format!("{:.1}", most(|row| row.hot_p99_ns)),
-            format!("{:.1}", most(|row| row.hot_max_ns)),
+            most(|row| row.hot_p99_ns),
+            most(|row| row.hot_max_ns),
         ]);
     }
     table
@@ -509,12 +518,12 @@ mod tests {
         let mut latencies = Latencies::default();
         (1..=1000).for_each(|ns| latencies.add(Duration::from_nanos(ns)));
         for (share, exact) in [(0.01, 10.0), (0.5, 500.0), (0.99, 990.0), (1.0, 1000.0)] {
-            let found = latencies.quantile(share);
+            let found = latencies.quantile(share).unwrap();
             assert!(found >= exact && found <= exact * 17.0 / 16.0, "{share}: {found}");
         }
-        assert_eq!(Latencies::default().quantile(0.99), 0.0);
+        assert_eq!(Latencies::default().quantile(0.99), None);
         latencies.add(Duration::MAX);
-        assert_eq!(latencies.quantile(1.0), u64::MAX as f64);
+        assert_eq!(latencies.quantile(1.0), Some(u64::MAX as f64));
     }
 
     #[test]
