@@ -305,7 +305,7 @@ impl Paged {
         let first = absent.partition_point(|absent| absent.range.end <= range.start);
         let touched = absent[first..].iter().map(|absent| &absent.range).take_while(|absent| absent.start < range.end);
         let parts = touched.map(|absent| absent.start.max(range.start)..absent.end.min(range.end));
-        self.mapped_within(range).into_iter().chain(parts).collect()
+        self.mapped_within(range).into_iter().chain(parts.filter(|part| !part.is_empty())).collect()
     }
 
     /// The contiguous parts of a range, within a reservation, that have no memory.

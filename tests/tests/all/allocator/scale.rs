@@ -20,7 +20,7 @@ struct Setup {
 }
 
 fn setup() -> Setup {
-    let driver = Subject::new(16 << 30);
+    let driver = Subject::new(128 << 30);
     let device = driver.device();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let stream = device.create_stream().unwrap();
