@@ -41,7 +41,7 @@ impl Allocator {
 
     /// As [`Allocator::trim_to`], of what is known done.
     fn trim_done(&self, bytes: u64) -> Result<u64, AllocError> {
-        let pools = self.shell().whole().unpromised_pools();
+        let pools = self.shell().core().unpromised_pools();
         let segments = self.release_where(|whole| whole.excess(bytes))?;
         Ok(segments + self.trim_paged(bytes, &|pool| pools.contains(&pool))?)
     }
@@ -49,7 +49,7 @@ impl Allocator {
 
 impl Whole {
     /// Unused segments to release, largest first, for at most `bytes` to stay reserved.
-    fn excess(&self, bytes: u64) -> Vec<Place> {
+    fn excess(&mut self, bytes: u64) -> Vec<Place> {
         let mut segments = self.releasable();
         let size = |place: &Place| self.block(*place).size;
         segments.sort_by_key(|place| (Reverse(size(place)), self.block(*place).addr));

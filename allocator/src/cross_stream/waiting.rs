@@ -18,6 +18,7 @@ use crate::error::AllocError;
 use crate::heap::{Block, kind_of};
 use crate::history::Action;
 use crate::shell::core::{Core, Place, Request};
+use crate::shell::settled::Sought;
 use crate::shell::special;
 use crate::shell::whole::Whole;
 use crate::sync::atomic::Ordering;
@@ -45,6 +46,8 @@ struct Pause {
 #[derive(Debug)]
 struct Waiting {
     place: Place,
+    /// Its record, of which only the links may have changed since.
+    block: Block,
     /// Streams that used it, each with the tick that its timeline must reach.
     uses: Vec<(u32, u64)>,
     /// The tick that its owner's timeline must reach for the owner's own use to be done.
@@ -111,7 +114,7 @@ impl Allocator {
         self.poll(&pending)?;
         let got_further = self.shell().core().note_asked();
         if got_further {
-            self.shell().whole().sweep_done();
+            self.shell().part(None).sweep_done();
         }
         Ok(())
     }
@@ -122,7 +125,7 @@ impl Allocator {
         let mut waited = false;
         // Twice, because a block that waited may become a stray (a free block away from home), with a tick of its own stream.
         for _ in 0..2 {
-            let whole = self.shell().whole();
+            let mut whole = self.shell().part(None);
             let waits = !whole.waiting.is_empty() || whole.has_strays();
             let mut pending = whole.pending(&of);
             pending.extend(whole.pending_strays(&of));
@@ -135,7 +138,7 @@ impl Allocator {
             }
             waited = true;
             self.synchronize_all(&pending)?;
-            let mut whole = self.shell().whole();
+            let mut whole = self.shell().part(None);
             whole.sweep_done();
             whole.send_strays_home();
         }
@@ -163,8 +166,9 @@ impl Whole {
         let mut streams = users.unwrap_or_default();
         streams.extend(on.filter(|on| !streams.contains(on)));
         let uses = streams.iter().map(|&slot| (slot, self.tick_of(slot))).collect();
-        let own_use = self.tick_of(self.block(place).owner);
-        self.waiting.push(Waiting { place, uses, own_use });
+        let block = *self.block(place);
+        let own_use = self.tick_of(block.owner);
+        self.waiting.push(Waiting { place, block, uses, own_use });
         self.shell.special().fetch_or(special::WAITING, Ordering::Relaxed);
     }
 
@@ -172,7 +176,7 @@ impl Whole {
     /// out.
     fn pending(&self, of: impl Fn(u16) -> bool) -> Pending {
         let mut latest: Vec<(u32, u64)> = Vec::new();
-        for waiting in self.waiting.blocks.iter().filter(|waiting| of(self.block(waiting.place).pool)) {
+        for waiting in self.waiting.blocks.iter().filter(|waiting| of(waiting.block.pool)) {
             for &(slot, after) in &waiting.uses {
                 match latest.iter_mut().find(|(other, _)| *other == slot) {
                     Some((_, tick)) => *tick = after.max(*tick),
@@ -184,7 +188,8 @@ impl Whole {
     }
 
     /// The ticks of free blocks away from home that are not known to be done, in the pools for which `of` is true.
-    fn pending_strays(&self, of: impl Fn(u16) -> bool) -> Pending {
+    fn pending_strays(&mut self, of: impl Fn(u16) -> bool) -> Pending {
+        self.look_for(Sought::Strays);
         let strays = self.heaps().flat_map(|heap| heap.strays().map(|id| &heap.blocks[id]));
         self.unknown(strays.filter(|block| of(block.pool)).map(|block| (block.owner, block.after)))
     }
@@ -209,14 +214,14 @@ impl Whole {
         // Read before the blocks are looked at, so that progress of a stream meanwhile leads to another sweep.
         list.streams.iter_mut().for_each(|stream| stream.seen = self.frontier(stream.slot));
         list.blocks.retain(|waiting| {
-            let owner = self.block(waiting.place).owner;
+            let Waiting { block: Block { owner, .. }, .. } = *waiting;
             let clock = ordered.filter(|(slot, _)| *slot == owner).map(|(_, clock)| clock);
             let passed = |&(slot, after): &(u32, u64)| {
                 self.is_known_done(slot, after) || slot == owner || clock.is_some_and(|clock| after <= clock.of(slot))
             };
             let free = waiting.uses.iter().all(passed);
             if free {
-                let (block, counters) = (self.block(waiting.place), self.counters());
+                let (block, counters) = (&waiting.block, self.counters());
                 let (kind, requested) = (kind_of(block.pool), block.requested.cast_signed());
                 counters.waited(kind, block.size);
                 // The tick is taken now, because the owner's later events also cover the work that it is ordered after.
@@ -241,11 +246,11 @@ impl Whole {
     /// smallest counts.
     pub(crate) fn uses_of_own(&self, request: &Request) -> Option<Vec<(u32, u64)>> {
         let serves = |waiting: &&Waiting| {
-            let block = self.block(waiting.place);
+            let block = &waiting.block;
             let own = waiting.place.arena == request.slot && block.owner == request.slot && block.pool == request.pool;
             own && block.size >= request.size
         };
-        let best = self.waiting.blocks.iter().filter(serves).min_by_key(|waiting| self.block(waiting.place).size)?;
+        let best = self.waiting.blocks.iter().filter(serves).min_by_key(|waiting| waiting.block.size)?;
         Some(best.uses.iter().copied().filter(|&(slot, _)| slot != request.slot).collect())
     }
 
@@ -253,7 +258,7 @@ impl Whole {
     pub(crate) fn awaited(&self) -> (u64, BTreeMap<(u32, u64), u64>) {
         let (mut held, mut awaited) = (0, BTreeMap::new());
         for waiting in &self.waiting.blocks {
-            let size = self.block(waiting.place).size;
+            let size = waiting.block.size;
             held += size;
             let not_done = waiting.uses.iter().filter(|&&(slot, after)| !self.is_known_done(slot, after));
             not_done.for_each(|&tick| *awaited.entry(tick).or_default() += size);
@@ -285,14 +290,14 @@ impl Whole {
 
     /// Bytes that were requested for waiting blocks.
     pub(crate) fn waiting_requested(&self) -> u64 {
-        self.waiting.blocks.iter().map(|waiting| self.block(waiting.place).requested).sum()
+        self.waiting.blocks.iter().map(|waiting| waiting.block.requested).sum()
     }
 
     /// The blocks that wait, each with the streams that are not known to be done with it.
     pub(crate) fn waiting_blocks(&self) -> impl Iterator<Item = (&Block, Vec<u32>)> {
         self.waiting.blocks.iter().map(|waiting| {
             let not_done = waiting.uses.iter().filter(|&&(slot, after)| !self.is_known_done(slot, after));
-            (self.block(waiting.place), not_done.map(|&(slot, _)| slot).collect())
+            (&waiting.block, not_done.map(|&(slot, _)| slot).collect())
         })
     }
 }

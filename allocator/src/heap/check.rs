@@ -6,7 +6,7 @@ impl Heap {
     /// Recomputes every identity of the module documentation. The error describes the first one that does not hold.
     pub(crate) fn check(&self) -> Result<(), String> {
         self.check_nobody()?;
-        let (mut total, mut free, mut free_count, mut holes, mut held) = (0, 0, 0, 0, 0);
+        let (mut total, mut free, mut free_count, mut holes, mut held, mut empty) = (0, 0, 0, 0, 0, 0);
         for region in self.regions() {
             let (mut at, mut before) = (region.addr, None::<(BlockId, &Block)>);
             for (id, block) in self.blocks_of(region) {
@@ -30,6 +30,7 @@ impl Heap {
                     State::Held => held += block.size,
                     _ => {}
                 }
+                empty += usize::from(block.state == State::Hole && !block.is_split());
                 at += block.size;
                 before = Some((id, block));
             }
@@ -45,6 +46,9 @@ impl Heap {
         if (holes, held) != (self.hole_bytes, self.held_bytes) {
             let (noted_holes, noted_held) = (self.hole_bytes, self.held_bytes);
             return Err(format!("H2: holes {holes} held {held}, noted {noted_holes} {noted_held}"));
+        }
+        if empty != self.empty_reservations {
+            return Err(format!("{empty} reservations are empty, noted {}", self.empty_reservations));
         }
         if !self.holes.is_consistent() {
             return Err("H4: other blocks are among the holes".to_owned());

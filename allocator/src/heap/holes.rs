@@ -39,6 +39,7 @@ impl Heap {
         let region = self.region_mut(number);
         (region.first, region.granules) = (first, Granules::new(bytes, granule));
         self.holes.insert(pool, addr, first);
+        self.empty_reservations += 1;
         self.hole_bytes += bytes;
     }
 
@@ -47,6 +48,7 @@ impl Heap {
         debug_assert!(self.blocks[hole].state == State::Hole && !self.blocks[hole].is_split());
         let Block { addr, size, pool, .. } = self.blocks[hole];
         self.holes.remove(pool, addr);
+        self.empty_reservations -= 1;
         self.hole_bytes -= size;
         self.remove_region_record(hole)
     }
@@ -98,6 +100,11 @@ impl Heap {
         LastUses { start: region.addr, granules, latest: block.after }
     }
 
+    /// True if a region is one hole, which is not held.
+    pub(crate) fn has_empty_reservations(&self) -> bool {
+        self.empty_reservations > 0
+    }
+
     /// Number of holes that are not held.
     pub(crate) fn holes_count(&self) -> usize {
         self.holes.len()
@@ -131,6 +138,7 @@ impl Heap {
         } else {
             debug_assert_eq!(block.state, State::Hole);
             self.holes.remove(block.pool, block.addr);
+            self.empty_reservations -= usize::from(!block.is_split());
             State::Filling
         };
         self.blocks[id].state = held;
@@ -214,7 +222,7 @@ impl Heap {
             self.holes.remove(pool, at);
             self.absorb_next(id, next);
         }
-        match prev {
+        let hole = match prev {
             Some(prev) => {
                 self.absorb_next(prev, id);
                 prev
@@ -223,7 +231,9 @@ impl Heap {
                 self.holes.insert(pool, addr, id);
                 id
             }
-        }
+        };
+        self.empty_reservations += usize::from(!self.blocks[hole].is_split());
+        hole
     }
 
     /// Grows a block that is in no index by its neighbour above, whose record becomes vacant.
@@ -236,19 +246,6 @@ impl Heap {
             self.blocks[beyond].prev = id;
         }
         self.blocks.remove(next);
-    }
-
-    /// The contiguous ranges of a region at which memory is mapped: address and length.
-    pub(crate) fn mapped_ranges(&self, region: &Region) -> Vec<(u64, u64)> {
-        let mut ranges: Vec<(u64, u64)> = Vec::new();
-        let mapped = self.blocks_of(region).filter(|(_, block)| block.state.has_memory());
-        for (_, block) in mapped {
-            match ranges.last_mut() {
-                Some((addr, bytes)) if *addr + *bytes == block.addr => *bytes += block.size,
-                _ => ranges.push((block.addr, block.size)),
-            }
-        }
-        ranges
     }
 
     /// Bytes at which memory is mapped.

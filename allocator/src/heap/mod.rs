@@ -24,6 +24,7 @@ mod moves;
 mod recent;
 mod resting;
 mod strays;
+mod walk;
 
 use std::collections::BTreeSet;
 
@@ -40,6 +41,7 @@ use recent::RecentUses;
 pub(crate) use resting::Rested;
 use resting::Resting;
 use strays::Away;
+pub(crate) use walk::{Passed, Walk};
 
 use crate::size_class::{PoolKind, SizeClasses};
 
@@ -115,6 +117,8 @@ pub(crate) struct Heap {
     strays: BTreeSet<BlockId>,
     /// Holes that are not held.
     holes: HoleIndex,
+    /// Number of regions that are one hole, which is not held.
+    empty_reservations: usize,
     /// Blocks that were freed, and not merged yet.
     resting: Resting,
     irregular: Members,
@@ -440,6 +444,7 @@ impl Heap {
     }
 
     /// The blocks of a region in order of address.
+    #[cfg(any(test, debug_assertions))]
     pub(crate) fn blocks_of(&self, region: &Region) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
         let step = |id: &BlockId| self.blocks[*id].next.some();
         std::iter::successors(region.first.some(), step).map(|id| (id, &self.blocks[id]))

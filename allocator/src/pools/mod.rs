@@ -24,6 +24,7 @@ use crate::cross_stream::progress::cannot_be_asked;
 use crate::error::AllocError;
 use crate::pools::graphs::Launched;
 use crate::pools::table::Private;
+use crate::shell::settled::Sought;
 use crate::shell::special;
 
 /// Options of a private pool.
@@ -212,9 +213,10 @@ impl PrivatePool {
     }
 
     fn release(&self, numbers: &[u16]) -> Result<u64, AllocError> {
-        let segments = self
-            .allocator
-            .release_where(|whole| numbers.iter().flat_map(|&number| whole.whole_segments(number)).collect())?;
+        let segments = self.allocator.release_where(|whole| {
+            whole.look_for(Sought::Free(1));
+            numbers.iter().flat_map(|&number| whole.whole_segments(number)).collect()
+        })?;
         Ok(segments + self.allocator.trim_pools(&|pool| numbers.contains(&pool))?)
     }
 
@@ -225,7 +227,7 @@ impl PrivatePool {
         let launched = shell.core().close_pool(self.id);
         self.allocator.poll(&launched.ticks)?;
         let numbers: Vec<u16> = shell.core().pools.find(self.id).into_iter().flat_map(Private::numbers).collect();
-        let free = shell.whole().free_not_done(|pool| numbers.contains(&pool));
+        let free = shell.part(None).free_not_done(|pool| numbers.contains(&pool));
         self.allocator.poll(&free)?;
         let released = shell.core().pools.find(self.id).is_some_and(Private::is_released);
         if released { self.release(&numbers).map(|_| ()) } else { Ok(()) }

@@ -1,12 +1,12 @@
-//! Taking a snapshot: everything is copied under one hold of all locks, and put into form without it.
+//! Taking a snapshot: blocks are copied under locks, and put into form without them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::{Block, BlockState, Nothing, Segment, Settings, Snapshot, TraceEntry};
 use crate::allocator::Allocator;
-use crate::backing::paged::{Owned, POOL};
-use crate::heap::{self, Heap, Region, State, kind_of};
+use crate::backing::paged::POOL;
+use crate::heap::{self, Heap, Passed, State, kind_of};
 use crate::history::{Action, Entry, Subject};
 use crate::shell::whole::Whole;
 use crate::size_class::PoolKind;
@@ -16,8 +16,9 @@ impl Allocator {
     /// Takes a snapshot of the memory and, if it is recorded, the history. The two agree: undoing the history's entries from the last to
     /// the first, starting from the segments, meets no contradiction.
     ///
-    /// All locks are held while blocks and entries are copied. As in PyTorch, an [`Action::Snapshot`] is recorded,
-    /// which later snapshots show.
+    /// While the history is recorded, all locks are held as blocks and entries are copied. Otherwise they are held for some blocks at a time:
+    /// while other threads allocate, each block is as it was at some moment of the call, or a part of it if it grew meanwhile, and the blocks
+    /// of a segment lie side by side without gaps. As in PyTorch, an [`Action::Snapshot`] is recorded, which later snapshots show.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -33,10 +34,16 @@ impl Allocator {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn snapshot(&self) -> Snapshot {
-        let whole = self.shell().whole();
-        let copied = whole.copy();
-        self.shell().history.lock().note(Action::Snapshot, Subject { size: copied.active_bytes, ..Subject::default() });
-        drop(whole);
+        let shell = self.shell();
+        let mut copied = Copied::default();
+        if shell.history.lock().is_on() {
+            let whole = shell.whole();
+            whole.heaps().for_each(|heap| heap.walk(|passed| copied.add(heap, passed)));
+            copied.add_shared(&whole);
+        } else {
+            shell.walk(|_, heap, passed| copied.add(heap, passed));
+            copied.add_shared(&shell.part(None));
+        }
         let device = self.device().info().ordinal;
         let mut names = Names::default();
         let mut device_traces = vec![Vec::new(); device as usize];
@@ -60,32 +67,40 @@ struct Range {
     is_paged: bool,
 }
 
-fn ranges_of(heap: &Heap) -> impl Iterator<Item = Range> + '_ {
-    heap.regions().flat_map(|region| {
-        let Region { home, pool, .. } = *region;
-        let is_paged = region.is_paged();
-        heap.mapped_ranges(region).into_iter().map(move |(addr, bytes)| Range { addr, bytes, home, pool, is_paged })
-    })
-}
-
 /// The data that is copied under the locks.
+#[derive(Default)]
 struct Copied {
     ranges: Vec<Range>,
     blocks: Vec<heap::Block>,
     entries: Vec<Entry>,
     overwritten: u64,
-    active_bytes: u64,
     /// Kind and private pool of each pool of the heap, by number.
     pools: Vec<(PoolKind, (u64, u64))>,
     /// Tags of segments, by address.
     tags: BTreeMap<u64, Tag>,
 }
 
-impl Whole {
-    fn copy(&self) -> Copied {
-        let owner = |number: u16| self.pools.owner_of(number).map_or((0, 0), |private| private.id);
-        let apart = || self.paged.iter().flat_map(|paged| paged.apart());
-        let blocks_apart = apart().flat_map(|(range, owned)| {
+impl Copied {
+    /// Adds a block, if it has memory.
+    fn add(&mut self, heap: &Heap, passed: &Passed) {
+        let block = &passed.block;
+        if !block.state.has_memory() {
+            return;
+        }
+        self.blocks.push(*block);
+        match self.ranges.last_mut().filter(|_| !passed.begins_range) {
+            Some(range) => range.bytes += block.size,
+            None => {
+                let region = heap.region(block.region);
+                let (home, pool, is_paged) = (region.home, region.pool, region.is_paged());
+                self.ranges.push(Range { addr: block.addr, bytes: block.size, home, pool, is_paged });
+            }
+        }
+    }
+
+    /// Adds memory outside of heaps, and the history, in which it notes the snapshot.
+    fn add_shared(&mut self, whole: &Whole) {
+        for (range, owned) in whole.paged.iter().flat_map(|paged| paged.apart()) {
             let border = range.start + owned.size;
             let block = |range: std::ops::Range<u64>, state: State| heap::Block {
                 addr: range.start,
@@ -98,31 +113,20 @@ impl Whole {
                 ..heap::Block::default()
             };
             let parts = [block(range.start..border, State::Live), block(border..range.end, State::Free)];
-            parts.into_iter().filter(|block| block.size > 0)
-        });
-        let of_apart = |(range, owned): (std::ops::Range<u64>, Owned)| Range {
-            addr: range.start,
-            bytes: range.end - range.start,
-            home: owned.slot,
-            pool: POOL,
-            is_paged: true,
-        };
-        let in_heaps = self.heaps().flat_map(|heap| heap.blocks.iter()).map(|(_, block)| *block);
-        let history = self.shell.history.lock();
-        let numbers = 0..u16::try_from(2 + 4 * self.pools.private.len()).unwrap_or(u16::MAX);
-        Copied {
-            ranges: self.heaps().flat_map(ranges_of).chain(apart().map(of_apart)).collect(),
-            blocks: in_heaps.filter(|block| block.state.has_memory()).chain(blocks_apart).collect(),
-            entries: history.entries().collect(),
-            overwritten: history.overwritten(),
-            active_bytes: self.in_use(),
-            pools: numbers.map(|number| (kind_of(number), owner(number))).collect(),
-            tags: self.segments.clone(),
+            self.blocks.extend(parts.into_iter().filter(|block| block.size > 0));
+            let (addr, bytes) = (range.start, range.end - range.start);
+            self.ranges.push(Range { addr, bytes, home: owned.slot, pool: POOL, is_paged: true });
         }
+        let owner = |number: u16| whole.pools.owner_of(number).map_or((0, 0), |private| private.id);
+        let numbers = 0..u16::try_from(2 + 4 * whole.pools.private.len()).unwrap_or(u16::MAX);
+        self.pools = numbers.map(|number| (kind_of(number), owner(number))).collect();
+        self.tags = whole.segments.clone();
+        let mut history = whole.shell.history.lock();
+        self.entries = history.entries().collect();
+        self.overwritten = history.overwritten();
+        history.note(Action::Snapshot, Subject { size: whole.in_use(), ..Subject::default() });
     }
-}
 
-impl Copied {
     /// The segments by address, with their blocks by address.
     fn into_segments(mut self, device: u32, names: &mut Names) -> Vec<Segment> {
         self.ranges.sort_unstable_by_key(|range| range.addr);

@@ -240,7 +240,7 @@ impl Whole {
     /// Bytes in blocks that are in use, memory apart included.
     pub(crate) fn in_use(&self) -> u64 {
         let apart = self.paged.iter().flat_map(|paged| paged.owned.values()).map(|owned| owned.size).sum::<u64>();
-        apart + self.heaps().map(crate::heap::Heap::in_use).sum::<u64>()
+        apart + self.in_use_in_heaps()
     }
 
     /// Bytes of an owner's part of its reservation.

@@ -31,6 +31,8 @@ pub(crate) struct Paged {
     pub(crate) access: Vec<u32>,
     /// Reservations, by their first address.
     reservations: BTreeMap<u64, Mapped>,
+    /// Bytes of all of them.
+    reserved_addresses: u64,
     /// Owners of reservations outside of heaps, by the first address.
     pub(crate) owned: BTreeMap<u64, Owned>,
     /// Memory that such owners gave up.
@@ -122,6 +124,7 @@ impl Paged {
             options,
             access: vec![ordinal],
             reservations,
+            reserved_addresses: 0,
             owned: BTreeMap::new(),
             retired: Vec::new(),
             absent: None,
@@ -145,13 +148,16 @@ impl Paged {
         let granule = if purpose == Purpose::Exportable { bytes } else { self.granule };
         let places = Places::new(usize::try_from(bytes / granule).unwrap_or(0));
         self.reservations.insert(addr, Mapped { bytes, purpose, kind, granule, places });
+        self.reserved_addresses += bytes;
     }
 
     /// Forgets a reservation, and returns its length in bytes.
     pub(crate) fn remove_reservation(&mut self, addr: u64) -> u64 {
         let removed = self.reservations.remove(&addr);
         debug_assert!(removed.as_ref().is_some_and(|mapped| mapped.places.all().next().is_none()));
-        removed.map_or(0, |mapped| mapped.bytes)
+        let bytes = removed.map_or(0, |mapped| mapped.bytes);
+        self.reserved_addresses -= bytes;
+        bytes
     }
 
     /// Purpose of the reservation that starts at `addr`.
@@ -172,7 +178,7 @@ impl Paged {
 
     /// Bytes of reserved addresses.
     pub(crate) fn address_bytes(&self) -> u64 {
-        self.reservations.values().map(|mapped| mapped.bytes).sum()
+        self.reserved_addresses
     }
 
     /// Bytes of reserved addresses outside of heaps.

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 use crate::accounting::Releasable;
 use crate::heap::{Block, BlockId, Heap, State};
-use crate::shell::core::Place;
+use crate::shell::core::{Core, Place};
 use crate::shell::whole::Whole;
 
 /// Bytes that cannot go back while a stream captures: parts of what is in [`super::remedies::Holds`]. Where that is not known exactly, they
@@ -77,14 +77,14 @@ pub(super) struct Captures {
 
 impl Captures {
     /// Bytes that could not go back now because of a block, even if nobody had it: all frames that it touches.
-    pub(super) fn kept_by(&self, whole: &Whole, heap: &Heap, id: BlockId, block: &Block) -> u64 {
+    pub(super) fn kept_by(&self, core: &Core, heap: &Heap, id: BlockId, block: &Block) -> u64 {
         if !self.any || !block.state.has_memory() {
             return 0;
         }
         let is_paged = heap.region(block.region).is_paged();
-        let Some(paged) = whole.paged.as_ref().filter(|_| is_paged) else { return block.size };
-        let is_done = block.state == State::Free && whole.is_known_done(block.owner, block.after);
-        let captured = whole.captures_on(block.owner) && !is_done;
+        let Some(paged) = core.paged.as_ref().filter(|_| is_paged) else { return block.size };
+        let is_done = block.state == State::Free && core.is_known_done(block.owner, block.after);
+        let captured = core.captures_on(block.owner) && !is_done;
         if !captured && !self.used.contains(&Place { arena: heap.home, block: id }) {
             return 0;
         }
@@ -94,9 +94,9 @@ impl Captures {
     }
 
     /// Bytes of memory apart from heaps that could not go back now, even if nobody had them.
-    pub(super) fn kept_apart(&self, whole: &Whole) -> u64 {
-        let owned = whole.paged.iter().filter(|_| self.any).flat_map(|paged| paged.owned.values());
-        owned.filter(|owned| whole.captures_on(owned.slot)).map(|owned| owned.size).sum()
+    pub(super) fn kept_apart(&self, core: &Core) -> u64 {
+        let owned = core.paged.iter().filter(|_| self.any).flat_map(|paged| paged.owned.values());
+        owned.filter(|owned| core.captures_on(owned.slot)).map(|owned| owned.size).sum()
     }
 }
 
@@ -111,7 +111,9 @@ impl Whole {
         }
         Captures { any, used }
     }
+}
 
+impl Core {
     /// True if the stream with this number captures.
     pub(super) fn captures_on(&self, slot: u32) -> bool {
         let Some((device, timeline)) = self.device.as_ref().zip(self.timeline(slot)) else { return false };
