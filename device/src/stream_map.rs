@@ -146,7 +146,7 @@ impl Node {
 
 /// The first streams of the children of an inner node.
 fn firsts(first: u32, height: u32) -> impl Iterator<Item = u32> {
-    (0..WIDTH as u32).map(move |child| first | child << (BITS * height))
+    (0..1 << BITS).map(move |child| first | child << (BITS * height))
 }
 
 /// The numbers of a leaf that are not 0, by stream.

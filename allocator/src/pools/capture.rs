@@ -79,7 +79,7 @@ impl Allocator {
     /// # Errors
     /// When the stream is of another device, the pool is of another allocator, or the stream does not capture; errors of the driver.
     pub fn capture(&self, stream: &Stream, pool: &PrivatePool) -> Result<CaptureRoute, AllocError> {
-        aquifer_device::fork::check(aquifer_device::Operation::CaptureStatus)?;
+        aquifer_device::fork::check(Operation::CaptureStatus)?;
         if stream.device_id() != self.device().id() {
             return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
         }

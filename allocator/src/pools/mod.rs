@@ -85,7 +85,7 @@ impl Allocator {
     /// # Errors
     /// When there are too many pools: some 16 000.
     pub fn create_pool(&self, options: PoolOptions) -> Result<PrivatePool, AllocError> {
-        aquifer_device::fork::check(aquifer_device::Operation::Alloc)?;
+        fork::check(aquifer_device::Operation::Alloc)?;
         let key = self.shell().core().pools.add(options)?;
         Ok(PrivatePool { allocator: self.clone(), key })
     }
@@ -203,7 +203,7 @@ impl PrivatePool {
     /// # Errors
     /// Errors of the driver.
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
-        aquifer_device::fork::check(aquifer_device::Operation::Free)?;
+        fork::check(aquifer_device::Operation::Free)?;
         let core = self.allocator.shell().core();
         let Some(private) = core.pools.find(self.key) else { return Ok(0) };
         let launched = core.launches_of(private);
@@ -231,7 +231,7 @@ impl PrivatePool {
         if shell.core().pools.find(self.key).is_none() {
             return Ok(());
         }
-        let free = shell.whole().free_not_done(Which::Of(self.key));
+        let free = shell.part(None).free_not_done(Which::Of(self.key));
         self.allocator.poll(&free)?;
         let released = shell.core().pools.find(self.key).is_some_and(Private::is_released);
         if released { self.release().map(|_| ()) } else { Ok(()) }

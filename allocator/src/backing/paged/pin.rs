@@ -88,7 +88,7 @@ impl Allocator {
     /// [`AllocError::WrongAllocator`] or [`AllocError::WrongDevice`] for an allocation of another allocator;
     /// [`AllocError::Asleep`] while there is no memory.
     pub fn pin_mapping(&self, allocation: &Allocation) -> Result<PinnedMapping, AllocError> {
-        aquifer_device::fork::check(aquifer_device::Operation::Map)?;
+        fork::check(aquifer_device::Operation::Map)?;
         // Not while the allocator falls asleep, which looks at what is pinned once.
         let _gate = self.gate()?.shared();
         let mut core = self.shell().core();
