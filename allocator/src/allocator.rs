@@ -142,8 +142,14 @@ impl Allocator {
         let mut bits = 0;
         bits |= if config.tags == TagSource::Span { special::SPANS } else { 0 };
         bits |= if config.no_cache { special::NO_CACHE } else { 0 };
-        let core =
-            Core { device: Some(device.clone()), classes: classes.clone(), crosses_streams, paged, ..Core::default() };
+        let core = Core {
+            device: Some(device.clone()),
+            classes: classes.clone(),
+            crosses_streams,
+            collects_garbage: config.garbage_collection_threshold > 0.0,
+            paged,
+            ..Core::default()
+        };
         let mut history = History::default();
         history.record(config.history as usize, &[]);
         let shell = Shell::open(core, history, bits);
@@ -271,8 +277,8 @@ impl Allocator {
         fork::check(Operation::Alloc)?;
         let shell = self.inner.shell;
         if shell.has_left() {
-            // Taking all locks applies what was left.
-            drop(shell.whole());
+            // Taking the locks applies what was left.
+            drop(shell.part(None));
         }
         let special = shell.special().load(Ordering::Relaxed);
         if special & special::ASLEEP != 0 {

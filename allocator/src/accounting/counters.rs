@@ -110,7 +110,7 @@ impl Counters {
         self.hot(Hot::Requested).sub(kind, requested);
     }
 
-    /// Counts that a block, not live any more, waits for other streams.
+    /// Counts that a block, not live any more, waits for other streams. Needs the lock for publishing.
     pub(crate) fn waits(&self, kind: PoolKind, size: u64) {
         self.waiting.add(kind, 1);
         self.waiting_bytes.add(kind, size);

@@ -5,8 +5,8 @@ use std::fmt;
 
 use crate::allocator::Allocator;
 use crate::format::Bytes;
-use crate::heap::{Block, BlockId, Heap, Region, State, kind_of};
-use crate::shell::whole::Whole;
+use crate::heap::{Block, BlockId, Heap, Passed, Region, State, kind_of};
+use crate::shell::core::Core;
 use crate::size_class::PoolKind;
 
 /// The share of free memory that a request of `size` bytes cannot use: 0 when every free block would serve it, 1 when none
@@ -14,16 +14,21 @@ use crate::size_class::PoolKind;
 ///
 /// Source: the *unusable free space index*, M. Gorman and A. Whitcroft, "The What, The Why and the Where To of
 /// Anti-Fragmentation", Ottawa Linux Symposium 2006; here for any size instead of powers of two.
-#[expect(clippy::cast_precision_loss, reason = "a ratio")]
 pub fn unusable_index(free_blocks: impl Iterator<Item = u64>, size: u64) -> f64 {
     // Wider than the sizes, which a caller may choose freely.
     let (free, usable) = free_blocks.map(u128::from).fold((0_u128, 0_u128), |(free, usable), block| {
         (free + block, usable + if block >= size.into() { block } else { 0 })
     });
+    unusable_share(free, usable)
+}
+
+/// The same, of which `usable` bytes of `free` ones are in blocks that would serve the request.
+#[expect(clippy::cast_precision_loss, reason = "a ratio")]
+pub(crate) fn unusable_share(free: u128, usable: u128) -> f64 {
     if free == 0 { 1.0 } else { (free - usable) as f64 / free as f64 }
 }
 
-/// How fragmented an allocator's memory is, as of one moment. Sizes are bytes.
+/// How fragmented an allocator's memory is. Sizes are bytes.
 ///
 /// Free blocks count regardless of the stream that owns them, and memory of private pools counts with the pool of its kind. So a request
 /// may fail although there is room. Growable and exportable memory counts as segments of the large pool; memory that it gave up and that
@@ -85,7 +90,8 @@ pub struct FreeSizes {
 impl Allocator {
     /// How fragmented the memory of all pools is, and how much of it a request of `request_bytes` cannot use.
     ///
-    /// Costs a pass over all blocks under the heap's lock.
+    /// Costs a pass over all blocks. Locks are held for some of them at a time: while other threads allocate, each block counts as it was at
+    /// some moment of the call, and no byte of memory in blocks counts twice.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -112,28 +118,39 @@ impl Allocator {
 
     fn measure(&self, request_bytes: u64, counts: impl Fn(PoolKind) -> bool) -> Fragmentation {
         let request_bytes = self.classes().round_checked(request_bytes).unwrap_or(u64::MAX);
-        self.shell().whole().fragmentation(request_bytes, counts)
+        let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
+        let mut free = Free { request_bytes, ..Free::default() };
+        let core = self.shell().core();
+        core.add_shared(&mut found, &mut free, &counts);
+        let is_asleep = core.is_asleep();
+        drop(core);
+        self.shell().walk(|core, heap, passed| {
+            if counts(kind_of(passed.block.pool)) {
+                core.add_block(&mut found, &mut free, heap, passed);
+            }
+        });
+        free.tell(&mut found);
+        if is_asleep {
+            (found.releasable_segments, found.releasable_bytes) = (0, 0);
+        }
+        found
     }
 }
 
-impl Whole {
-    fn fragmentation(&self, request_bytes: u64, counts: impl Fn(PoolKind) -> bool) -> Fragmentation {
-        let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
-        self.add_regions(&mut found, &counts);
-        let mut free = Free { request_bytes, ..Free::default() };
-        let blocks = self.heaps().flat_map(|heap| heap.blocks.iter().map(move |(_, block)| (heap, block)));
-        for (heap, block) in blocks.filter(|(_, block)| counts(kind_of(block.pool))) {
-            match block.state {
-                State::Live => {
-                    found.allocated_bytes += block.size;
-                    found.internal_waste += block.size.saturating_sub(block.requested);
-                }
-                State::Waiting => found.waiting_bytes += block.size,
-                State::Free => free.add(block.size, &self.releasable_part(heap, block)),
-                State::Vacant | State::Hole | State::Held | State::Filling => {}
-            }
+impl Core {
+    /// Adds what is not in heaps, and how much of mapped memory is held.
+    fn add_shared(&self, found: &mut Fragmentation, free: &mut Free, counts: &impl Fn(PoolKind) -> bool) {
+        let Some(paged) = &self.paged else { return };
+        for kind in [PoolKind::Small, PoolKind::Large].into_iter().filter(|&kind| counts(kind)) {
+            found.reserved_bytes += paged.mapped_bytes[kind as usize];
         }
-        for (range, owned) in self.paged.iter().filter(|_| counts(PoolKind::Large)).flat_map(|paged| paged.apart()) {
+        if !counts(PoolKind::Large) {
+            return;
+        }
+        found.address_bytes += paged.apart_address_bytes();
+        found.spare_bytes = paged.spare_bytes();
+        found.reserved_bytes += found.spare_bytes;
+        for (range, owned) in paged.apart() {
             found.segments += 1;
             found.allocated_bytes += owned.size;
             found.internal_waste += owned.size.saturating_sub(owned.requested);
@@ -142,34 +159,29 @@ impl Whole {
                 free.add(given_up, &Releasable { whole: owned.size == 0, bytes: given_up, pinned: 0 });
             }
         }
-        free.tell(&mut found);
-        if self.is_asleep() {
-            (found.releasable_segments, found.releasable_bytes) = (0, 0);
-        }
-        found
     }
 
-    /// Adds the values that depend on regions and mappings: held memory, and addresses.
-    fn add_regions(&self, found: &mut Fragmentation, counts: &impl Fn(PoolKind) -> bool) {
-        for heap in self.heaps() {
-            for region in heap.regions().filter(|region| counts(kind_of(region.pool))) {
-                found.segments += heap.mapped_ranges(region).len() as u64;
-                let bytes = if region.is_paged() { &mut found.address_bytes } else { &mut found.reserved_bytes };
-                *bytes += region.bytes;
+    /// Adds a block, and with the first one of a region what depends on the region.
+    fn add_block(&self, found: &mut Fragmentation, free: &mut Free, heap: &Heap, passed: &Passed) {
+        let block = &passed.block;
+        if passed.is_first {
+            let region = heap.region(block.region);
+            let bytes = if region.is_paged() { &mut found.address_bytes } else { &mut found.reserved_bytes };
+            *bytes += region.bytes;
+        }
+        found.segments += u64::from(passed.begins_range);
+        match block.state {
+            State::Live => {
+                found.allocated_bytes += block.size;
+                found.internal_waste += block.size.saturating_sub(block.requested);
             }
-            for (_, hole) in heap.holes().filter(|(_, hole)| counts(kind_of(hole.pool))) {
+            State::Waiting => found.waiting_bytes += block.size,
+            State::Free => free.add(block.size, &self.releasable_part(heap, block)),
+            State::Hole => {
                 found.address_holes += 1;
-                found.largest_address_hole = found.largest_address_hole.max(hole.size);
+                found.largest_address_hole = found.largest_address_hole.max(block.size);
             }
-        }
-        let Some(paged) = &self.paged else { return };
-        for kind in [PoolKind::Small, PoolKind::Large].into_iter().filter(|&kind| counts(kind)) {
-            found.reserved_bytes += paged.mapped_bytes[kind as usize];
-        }
-        if counts(PoolKind::Large) {
-            found.address_bytes += paged.apart_address_bytes();
-            found.spare_bytes = paged.spare_bytes();
-            found.reserved_bytes += found.spare_bytes;
+            State::Vacant | State::Held | State::Filling => {}
         }
     }
 }
@@ -219,7 +231,7 @@ pub(crate) struct Releasable {
     pub(crate) pinned: u64,
 }
 
-impl Whole {
+impl Core {
     pub(crate) fn releasable_part(&self, heap: &Heap, block: &Block) -> Releasable {
         let is_paged = heap.region(block.region).is_paged();
         let Some(paged) = self.paged.as_ref().filter(|_| is_paged) else {
@@ -288,7 +300,78 @@ impl fmt::Display for Fragmentation {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+    use aquifer_device::Device;
+    use aquifer_device::sim::{SimConfig, SimDriver};
+
     use super::*;
+    use crate::allocation::Allocation;
+    use crate::config::Config;
+
+    /// What is read while other threads allocate and free adds up, although no two blocks need be as of the same moment.
+    #[test]
+    fn reports_add_up_while_other_threads_work() {
+        for options in ["", "backing:segments"] {
+            let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
+            let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+            let streams = [(); 5].map(|()| device.create_stream().unwrap());
+            // Enough memory of their own for all streams, so that none grows later.
+            let own = |n: u64| move |i: u64| 512 * (1 + (i * 7919 + n) % 60);
+            for stream in &streams {
+                drop((0..400).map(|i| allocator.alloc(own(0)(i), stream).unwrap()).collect::<Vec<_>>());
+                drop(allocator.alloc(40 << 20, stream).unwrap());
+            }
+            let kept: Vec<_> = streams.iter().map(|stream| allocator.alloc(3 << 20, stream).unwrap()).collect();
+            let done = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                for (n, stream) in (1..).zip(&streams[1..]) {
+                    let (allocator, done) = (&allocator, &done);
+                    scope.spawn(move || {
+                        let (mut live, mut i) = (Vec::new(), 0);
+                        while !done.load(Relaxed) {
+                            i += 1;
+                            live.push(allocator.alloc(own(n)(i), stream).unwrap());
+                            if live.len() > 50 + usize::try_from(i % 50).unwrap() {
+                                let _freed = live.swap_remove(usize::try_from(i * 31).unwrap() % live.len());
+                                live.truncate(60);
+                            }
+                        }
+                    });
+                }
+                for _ in 0..40 {
+                    let found = allocator.fragmentation(1 << 20);
+                    let sum = found.allocated_bytes + found.free_bytes + found.waiting_bytes + found.spare_bytes;
+                    assert_eq!(sum, found.reserved_bytes, "{found}");
+                    assert!(
+                        found.internal_waste <= found.allocated_bytes && found.largest_free_block <= found.free_bytes
+                    );
+                    let snapshot = allocator.snapshot();
+                    for segment in &snapshot.segments {
+                        let mut at = segment.address;
+                        for block in &segment.blocks {
+                            assert_eq!(block.address, at, "no gap, and no overlap");
+                            at += block.size;
+                        }
+                        assert_eq!(at, segment.address + segment.total_size);
+                    }
+                }
+                // From here on memory goes back to the device, and comes again.
+                for _ in 0..40 {
+                    let error = allocator.alloc(1 << 40, &streams[0]).unwrap_err();
+                    let crate::AllocError::OutOfMemory(report) = error else { panic!("{error}") };
+                    assert!(report.largest_free <= report.free_in_pool, "{report}");
+                    assert!(
+                        report.free_in_pool <= device.info().total_bytes
+                            && (0.0..=1.0).contains(&report.unusable_index)
+                    );
+                }
+                done.store(true, Relaxed);
+            });
+            let live: u64 = kept.iter().map(Allocation::bytes).sum();
+            assert_eq!(allocator.fragmentation(0).allocated_bytes, live);
+        }
+    }
 
     #[test]
     fn the_unusable_index_is_the_share_of_blocks_too_small() {

@@ -166,10 +166,10 @@ fn integer(value: u64) -> i64 {
 
 impl Allocator {
     /// The allocator's statistics. With mapped memory this takes no lock, unless other threads' frees are queued and must be applied first.
-    /// With segments it takes all locks for a moment, because pieces of segments are counted when blocks are merged.
+    /// With segments it looks into every arena in which anything happened, because pieces of segments are counted when blocks are merged.
     pub fn memory_stats(&self) -> MemoryStats {
         if self.counts_pieces() {
-            drop(self.shell().whole());
+            drop(self.shell().part(None));
         } else {
             self.shell().apply_queued_frees();
         }
@@ -189,16 +189,19 @@ impl Allocator {
     /// Bytes that each private pool holds from the device, by its id, for open pools and for closed ones that still hold memory. They are
     /// part of `reserved_bytes`.
     pub fn reserved_by_private_pools(&self) -> BTreeMap<(u64, u64), u64> {
-        let whole = self.shell().whole();
-        let open = whole.pools.iter().filter(|private| private.open);
+        let core = self.shell().core();
+        let open = core.pools.iter().filter(|private| private.open);
         let mut bytes: BTreeMap<(u64, u64), u64> = open.map(|private| (private.id, 0)).collect();
-        for region in whole.heaps().flat_map(crate::heap::Heap::regions) {
-            let Some(private) = whole.pools.owner_of(region.pool) else { continue };
-            let held = whole.held_in(region);
-            if held > 0 {
-                *bytes.entry(private.id).or_default() += held;
+        drop(core);
+        self.shell().each_arena(|core, arena| {
+            for region in arena.heap.regions() {
+                let Some(private) = core.pools.owner_of(region.pool) else { continue };
+                let held = core.held_in(region);
+                if held > 0 {
+                    *bytes.entry(private.id).or_default() += held;
+                }
             }
-        }
+        });
         bytes
     }
 }

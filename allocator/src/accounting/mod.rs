@@ -13,7 +13,7 @@ mod stat;
 mod summary;
 pub(crate) mod tally;
 
-pub(crate) use fragmentation::Releasable;
 pub use fragmentation::{Fragmentation, FreeSizes, unusable_index};
+pub(crate) use fragmentation::{Releasable, unusable_share};
 pub use memory_stats::MemoryStats;
 pub use stat::{PoolStats, Stat};

@@ -23,6 +23,8 @@ impl Writer {
     pub(crate) const NOBODY: Writer = Writer(0);
     /// Several threads are at work: each arena counts for itself.
     pub(crate) const SEVERAL: Writer = Writer(1);
+    /// In an arena: nobody worked there since a slow path last looked (`shell/settled.rs`).
+    pub(crate) const SETTLED: Writer = Writer(2);
 
     /// A number that no two running threads share.
     pub(crate) const fn number(self) -> usize {
@@ -36,20 +38,20 @@ impl Writer {
         thread_local! {
             static HERE: u64 = const { 0 };
         }
-        // Addresses of thread-local values differ from each other and, being aligned, from the two numbers above.
+        // Addresses of thread-local values differ from each other and, being aligned, from the numbers above.
         HERE.with(|here| Writer(std::ptr::from_ref(here).addr()))
     }
 
     #[cfg(aquifer_shuttle)]
     pub(crate) fn this_thread() -> Writer {
-        Writer(2 + usize::from(shuttle::current::me()))
+        Writer(3 + usize::from(shuttle::current::me()))
     }
 }
 
 /// The counters that an operation writes to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Tally {
-    /// The shell's shared counters: the caller is the only thread at work, or holds every lock.
+    /// The shell's shared counters: the caller is the only thread at work, holds every lock, or holds those of the core and for publishing.
     Shared(&'static Shell),
     /// The arena's own counters.
     Own(&'static Shell, &'static OwnCounters),

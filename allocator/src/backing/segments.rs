@@ -12,11 +12,12 @@ use aquifer_device::{DevicePtr, ErrorKind};
 use crate::allocator::Allocator;
 use crate::backing::headroom::{ASKS, Refusal, Room};
 use crate::error::AllocError;
-use crate::heap::{Block, BlockId, Heap, Key, Region, kind_of};
+use crate::heap::{Block, BlockId, Heap, Key, Region, State, kind_of};
 use crate::history::{Action, Subject};
 use crate::pools::table::Which;
 use crate::shell::Shell;
 use crate::shell::core::{Core, Granted, Place, Request};
+use crate::shell::settled::Sought;
 use crate::shell::whole::Whole;
 use crate::tags::Tag;
 
@@ -29,6 +30,9 @@ struct Releasing {
     owner: u32,
     after: u64,
 }
+
+/// The most segments that are taken out of heaps while locks are held without a break.
+const BATCH: usize = if cfg!(debug_assertions) { 2 } else { 32 };
 
 /// How an attempt to grow ended.
 pub(crate) enum Growth {
@@ -56,7 +60,7 @@ impl Allocator {
             return Ok(Growth::Refused(refusal));
         }
         let allocated = self.device().alloc(bytes);
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(Some(request.slot));
         whole.growing.end(bytes);
         match allocated {
             Ok(ptr) => {
@@ -108,16 +112,24 @@ impl Allocator {
         if self.device().is_capturing() {
             return Ok(0);
         }
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(None);
         let chosen = choose(&mut whole);
-        let segments: Vec<Releasing> = chosen.into_iter().map(|place| whole.begin_release(place)).collect();
+        let chosen: Vec<(Place, u64)> = chosen.into_iter().map(|place| (place, whole.block(place).addr)).collect();
+        let mut segments = Vec::with_capacity(chosen.len());
+        for (at, &(place, addr)) in chosen.iter().enumerate() {
+            if at > 0 && at.is_multiple_of(BATCH) {
+                drop(whole);
+                whole = self.shell().part(None);
+            }
+            segments.extend(whole.begin_release(place, addr));
+        }
         drop(whole);
         let mut released = 0;
         let mut segments = segments.into_iter();
         while let Some(segment) = segments.next() {
             let freed = self.device().free(DevicePtr(segment.region.addr));
             if let Err(error) = freed {
-                let mut whole = self.shell().whole();
+                let mut whole = self.shell().part(None);
                 std::iter::once(segment).chain(segments).for_each(|segment| whole.cancel_release(segment));
                 // A capture that began meanwhile.
                 return if error.kind == ErrorKind::Capture { Ok(released) } else { Err(error.into()) };
@@ -151,8 +163,16 @@ impl Whole {
         self.shell.history.lock().note(Action::SegmentAlloc, subject);
     }
 
-    /// Takes a wholly free segment out of the heap.
-    fn begin_release(&mut self, place: Place) -> Releasing {
+    /// Takes a segment out of the heap. `None` if it is not wholly free any more, or if a graph may use it by now.
+    fn begin_release(&mut self, place: Place, addr: u64) -> Option<Releasing> {
+        self.try_arena(place.arena)?;
+        let (block, heap) = (self.block(place), self.heap_of(place.arena));
+        if block.state != State::Free || block.addr != addr || !self.is_whole_segment(heap, block) {
+            return None;
+        }
+        if self.pools.owner_of(block.pool).is_some_and(|private| private.keeps_for_our_graphs(block.pool)) {
+            return None;
+        }
         let heap = &mut self.arena(place.arena).heap;
         let (owner, after) = (heap.blocks[place.block].owner, heap.blocks[place.block].after);
         let region = heap.remove_region(place.block);
@@ -170,7 +190,7 @@ impl Whole {
         let pool = self.pools.history_id(region.pool);
         let subject = Subject { addr: region.addr, size: region.bytes, slot: region.home, tag, pool };
         self.shell.history.lock().note(Action::SegmentFree, subject);
-        Releasing { region, tag, owner, after }
+        Some(Releasing { region, tag, owner, after })
     }
 
     /// The driver did not take a segment back.
@@ -181,7 +201,8 @@ impl Whole {
     }
 
     /// Wholly free segments of some pools that are not pinned.
-    pub(crate) fn whole_segments(&self, which: Which) -> Vec<Place> {
+    pub(crate) fn whole_segments(&mut self, which: Which) -> Vec<Place> {
+        self.look_for_in(which, Sought::Free(1));
         self.heaps_with(which).flat_map(|(heap, pool)| self.whole_segments_in(heap, pool)).collect()
     }
 
@@ -197,13 +218,14 @@ impl Whole {
     }
 
     /// Wholly free segments that nobody is promised: those of the default pools and of closed private pools.
-    pub(crate) fn releasable(&self) -> Vec<Place> {
+    pub(crate) fn releasable(&mut self) -> Vec<Place> {
         self.whole_segments(Which::Unpromised)
     }
 
     /// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is just large enough,
     /// else the largest ones until their sum is; `None` if there is not that much, or a graph may use it.
-    pub(crate) fn oversize_to_release(&self, request: &Request) -> Option<Vec<Place>> {
+    pub(crate) fn oversize_to_release(&mut self, request: &Request) -> Option<Vec<Place>> {
+        self.try_arena(request.slot)?;
         let least = self.classes.max_split_size()?;
         if self.pools.owner_of(request.pool).is_some_and(|private| private.keeps_for_graphs(request.pool)) {
             return None;

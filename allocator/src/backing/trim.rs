@@ -53,7 +53,7 @@ impl Allocator {
 
 impl Whole {
     /// Unused segments to release, largest first, for at most `bytes` to stay reserved.
-    fn excess(&self, bytes: u64) -> Vec<Place> {
+    fn excess(&mut self, bytes: u64) -> Vec<Place> {
         let mut segments = self.releasable();
         let size = |place: &Place| self.block(*place).size;
         segments.sort_by_key(|place| (Reverse(size(place)), self.block(*place).addr));

@@ -20,6 +20,7 @@ use crate::cross_stream::progress::{Pending, cannot_be_asked};
 use crate::error::AllocError;
 use crate::heap::{Heap, IndexView, Key, kind_of};
 use crate::shell::core::{Core, Granted, Place, Request};
+use crate::shell::settled::Sought;
 use crate::shell::whole::Whole;
 
 /// How many blocks of one owner are considered, smallest first.
@@ -52,7 +53,7 @@ struct Lendable {
 }
 
 impl Allocator {
-    /// How many bytes a request gets of its own although its stream might borrow; 0 if it borrows. Borrowing takes all locks each time, so a
+    /// How many bytes a request gets of its own although its stream might borrow; 0 if it borrows. Borrowing takes several locks each time, so a
     /// stream that borrows often gets more memory of its own.
     pub(crate) fn growth_instead_of_borrowing(&self, whole: &mut Whole, request: &Request) -> u64 {
         let often = whole
@@ -80,7 +81,7 @@ impl Allocator {
         drop(whole);
         self.poll(&ticks)?;
         let clock = own.map(|timeline| timeline.clock()).unwrap_or_default();
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(Some(request.slot));
         whole.send_strays_home();
         whole.sweep_ordered(request.slot, &clock);
         if let Some(granted) = whole.take_own(request) {
@@ -95,7 +96,7 @@ impl Allocator {
 
     /// Serves the request from a block of another stream, for which it makes the request's stream wait.
     pub(crate) fn borrow_waiting(&self, request: &Request) -> Result<Option<Granted>, AllocError> {
-        let whole = self.shell().whole();
+        let mut whole = self.shell().part(Some(request.slot));
         let Some(own) = whole.timeline(request.slot).cloned() else { return Ok(None) };
         let Some(lender) = whole.best_of_any(request).and_then(|place| whole.lender(place)) else { return Ok(None) };
         drop(whole);
@@ -103,7 +104,7 @@ impl Allocator {
             return if cannot_be_asked(&error) { Ok(None) } else { Err(error.into()) };
         }
         let clock = own.clock();
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(Some(request.slot));
         // Another thread may have taken the block meanwhile; any block that is ordered now will do.
         let Some(place) = whole.best_ordered(request, &clock) else { return Ok(None) };
         whole.counters().cross_stream_reuses.add(1);
@@ -133,7 +134,9 @@ impl Core {
 
 impl Whole {
     /// The blocks that other streams have for the request, in any heap.
-    fn lendable(&self, request: &Request) -> Lendable {
+    fn lendable(&mut self, request: &Request) -> Lendable {
+        self.look_for(Sought::Free(request.size));
+        self.look_for(Sought::Strays);
         let (mut fits, mut latest) = (false, Latest::default());
         for heap in self.heaps() {
             for (owner, index) in heap.indexes(request.pool).filter(|&(owner, _)| owner != request.slot) {
@@ -160,6 +163,7 @@ impl Whole {
 
     /// Returns strays that are done to their home streams.
     pub(crate) fn send_strays_home(&mut self) {
+        self.look_for(Sought::Strays);
         let (core, arenas) = self.core_and_arenas();
         for arena in arenas {
             for (pool, change) in arena.heap.send_home(|owner, after| core.is_known_done(owner, after)) {
@@ -170,12 +174,13 @@ impl Whole {
 
     /// The best block by size among those that other streams own or that are away from home. `until` gives for an owner the latest tick
     /// that its block may have.
-    fn best_lent(&self, request: &Request, until: impl Fn(u32) -> u64) -> Option<Place> {
+    fn best_lent(&mut self, request: &Request, until: impl Fn(&Core, u32) -> u64) -> Option<Place> {
+        self.look_for(Sought::Free(request.size));
         let mut best = None;
         for heap in self.heaps() {
             for (owner, index) in heap.indexes(request.pool) {
                 if owner != request.slot || owner != heap.home {
-                    best = better(best, self.best_in(heap, index, request, || until(owner)));
+                    best = better(best, self.best_in(heap, index, request, || until(self, owner)));
                 }
             }
         }
@@ -183,7 +188,8 @@ impl Whole {
     }
 
     /// The best of the request's own stream's blocks away from home.
-    fn best_stray(&self, request: &Request) -> Option<Place> {
+    fn best_stray(&mut self, request: &Request) -> Option<Place> {
+        self.look_for(Sought::StraysOf(request.slot));
         let mut best = None;
         for heap in self.heaps().filter(|heap| heap.home != request.slot && heap.strays().len() > 0) {
             if let Some(index) = heap.index(request.pool, request.slot) {
@@ -194,13 +200,13 @@ impl Whole {
     }
 
     /// The best of the blocks that are done, or after whose uses the later work of a stream with this clock is ordered.
-    fn best_ordered(&self, request: &Request, clock: &Clock) -> Option<Place> {
-        self.best_lent(request, |owner| self.done_until(owner).max(clock.of(owner)))
+    fn best_ordered(&mut self, request: &Request, clock: &Clock) -> Option<Place> {
+        self.best_lent(request, |core, owner| core.done_until(owner).max(clock.of(owner)))
     }
 
     /// The best of all blocks, including those that must be waited for.
-    fn best_of_any(&self, request: &Request) -> Option<Place> {
-        self.best_lent(request, |_| u64::MAX)
+    fn best_of_any(&mut self, request: &Request) -> Option<Place> {
+        self.best_lent(request, |_, _| u64::MAX)
     }
 
     /// The first block of an owner that fits the request and whose tick is at most the result of `until`, which is called only if some
@@ -220,8 +226,9 @@ impl Whole {
     }
 
     /// The owner of the block that would serve the request best, and the tick that the request's stream would have to wait for.
-    pub(crate) fn tick_of_lender(&self, request: &Request) -> Option<(u32, u64)> {
-        let block = self.block(self.best_of_any(request)?);
+    pub(crate) fn tick_of_lender(&mut self, request: &Request) -> Option<(u32, u64)> {
+        let place = self.best_of_any(request)?;
+        let block = self.block(place);
         Some((block.owner, block.after))
     }
 

@@ -5,7 +5,8 @@
 //!
 //! While blocks wait, allocations ask how far the streams got, with at most one driver query for each stream. As long as no stream gets
 //! further, fewer allocations ask: down to one in four, besides those that find no memory otherwise. Blocks are listed by the ticks that they
-//! wait for (`ticks.rs`), so those that need not wait any more are found without a look at the others. If a request would fail otherwise, the host waits for the streams instead.
+//! wait for (`ticks.rs`), so those that need not wait any more are found without a look at the others. If a request would fail otherwise,
+//! the host waits for the streams instead.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,6 +21,7 @@ use crate::heap::{Block, kind_of};
 use crate::history::Action;
 use crate::pools::table::Which;
 use crate::shell::core::{Core, Place, Request};
+use crate::shell::settled::Sought;
 use crate::shell::special;
 use crate::shell::whole::Whole;
 use crate::sync::atomic::Ordering;
@@ -34,8 +36,9 @@ pub(crate) struct WaitingList {
     /// The blocks by number, in the order in which they were given back.
     blocks: BTreeMap<u64, Waiting>,
     next: u64,
-    /// Bytes of all of them.
+    /// Bytes of all of them, and the bytes that were requested.
     bytes: u64,
+    requested: u64,
     /// The blocks by the ticks of their uses: a block is free once these are done.
     uses: TickIndex<u64>,
     owners: BTreeMap<u32, OfOwner>,
@@ -60,13 +63,12 @@ struct Pause {
     length: u32,
 }
 
-/// A block that waits. Its record in the heap does not change meanwhile.
+/// A block that waits.
 #[derive(Debug)]
 struct Waiting {
     place: Place,
-    owner: u32,
-    pool: u16,
-    size: u64,
+    /// Its record in the heap, of which only the links may have changed since.
+    block: Block,
     /// The other streams that used it, each with the tick that its timeline must reach.
     uses: Vec<Use>,
     /// The tick that its owner's timeline must reach for the owner's own use to be done.
@@ -103,13 +105,14 @@ impl WaitingList {
     fn push(&mut self, waiting: Waiting) {
         let number = self.next;
         self.next += 1;
-        self.bytes += waiting.size;
-        self.uses.insert(number, waiting.size, &waiting.uses);
-        let of_owner = self.owners.entry(waiting.owner).or_default();
-        of_owner.uses.insert(number, waiting.size, &waiting.uses);
+        self.bytes += waiting.block.size;
+        self.requested += waiting.block.requested;
+        self.uses.insert(number, waiting.block.size, &waiting.uses);
+        let of_owner = self.owners.entry(waiting.block.owner).or_default();
+        of_owner.uses.insert(number, waiting.block.size, &waiting.uses);
         of_owner.blocks += 1;
-        if waiting.place.arena == waiting.owner {
-            of_owner.at_home.insert((waiting.pool, waiting.size, number));
+        if waiting.place.arena == waiting.block.owner {
+            of_owner.at_home.insert((waiting.block.pool, waiting.block.size, number));
         }
         waiting.uses.iter().for_each(|&(slot, _)| self.streams.entry(slot).or_default().blocks += 1);
         self.blocks.insert(number, waiting);
@@ -117,14 +120,15 @@ impl WaitingList {
 
     fn take(&mut self, number: u64) -> Option<Waiting> {
         let waiting = self.blocks.remove(&number)?;
-        self.bytes -= waiting.size;
-        self.uses.remove(number, waiting.size, &waiting.uses);
-        if let Some(of_owner) = self.owners.get_mut(&waiting.owner) {
-            of_owner.uses.remove(number, waiting.size, &waiting.uses);
-            of_owner.at_home.remove(&(waiting.pool, waiting.size, number));
+        self.bytes -= waiting.block.size;
+        self.requested -= waiting.block.requested;
+        self.uses.remove(number, waiting.block.size, &waiting.uses);
+        if let Some(of_owner) = self.owners.get_mut(&waiting.block.owner) {
+            of_owner.uses.remove(number, waiting.block.size, &waiting.uses);
+            of_owner.at_home.remove(&(waiting.block.pool, waiting.block.size, number));
             of_owner.blocks -= 1;
             if of_owner.blocks == 0 {
-                self.owners.remove(&waiting.owner);
+                self.owners.remove(&waiting.block.owner);
             }
         }
         for (slot, _) in &waiting.uses {
@@ -145,17 +149,18 @@ impl Allocator {
         self.poll(&pending)?;
         let got_further = self.shell().core().note_asked();
         if got_further {
-            self.shell().whole().sweep_done();
+            self.shell().part(None).sweep_done();
         }
         Ok(())
     }
 
-    /// Waits on the host for the streams that freed memory still depends on, in some pools, so that it becomes free and merges. Returns true if there was anything to wait for. Skips streams that cannot be waited for now.
+    /// Waits on the host for the streams that freed memory still depends on, in some pools, so that it becomes free and merges. Returns true
+    /// if there was anything to wait for. Skips streams that cannot be waited for now.
     pub(crate) fn synchronize_pending(&self, which: Which) -> Result<bool, AllocError> {
         let mut waited = false;
         // Twice, because a block that waited may become a stray (a free block away from home), with a tick of its own stream.
         for _ in 0..2 {
-            let whole = self.shell().whole();
+            let mut whole = self.shell().part(None);
             let waits = !whole.waiting.is_empty() || whole.has_strays();
             let mut pending = whole.pending(which);
             pending.extend(whole.pending_strays(which));
@@ -168,7 +173,7 @@ impl Allocator {
             }
             waited = true;
             self.synchronize_all(&pending)?;
-            let mut whole = self.shell().whole();
+            let mut whole = self.shell().part(None);
             whole.sweep_done();
             whole.send_strays_home();
         }
@@ -188,24 +193,30 @@ impl Whole {
         arena.given_back(size);
         arena.tally().freed(kind, size, 0);
         arena.heap.set_waiting(id);
+        // Arenas may publish meanwhile: not all of their locks are held.
+        let publishing = self.shell.publishing.lock();
         self.counters().waits(kind, size);
+        drop(publishing);
         let users = self.shared.remove(&place);
         if users.is_some() {
             self.arena(place.arena).arena.shared_blocks.fetch_sub(1, Ordering::Relaxed);
         }
-        let &Block { owner, pool, .. } = self.block(place);
+        let block = *self.block(place);
         let mut streams = users.unwrap_or_default();
-        streams.extend(on.filter(|on| *on != owner && !streams.contains(on)));
+        streams.extend(on.filter(|on| *on != block.owner && !streams.contains(on)));
         let uses = streams.iter().map(|&slot| (slot, self.tick_of(slot))).collect();
-        let own_use = self.tick_of(owner);
-        self.waiting.push(Waiting { place, owner, pool, size, uses, own_use });
+        let own_use = self.tick_of(block.owner);
+        self.waiting.push(Waiting { place, block, uses, own_use });
         self.shell.special().fetch_or(special::WAITING, Ordering::Relaxed);
     }
 
     /// The latest tick of each stream that waiting blocks depend on, in some pools. Ticks known to be done are left out.
     fn pending(&self, which: Which) -> Pending {
+        if let Which::All = which {
+            return self.pending_of_all();
+        }
         let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
-        let waiting = self.waiting.blocks.values().filter(|waiting| self.pools.is_among(waiting.pool, which));
+        let waiting = self.waiting.blocks.values().filter(|waiting| self.pools.is_among(waiting.block.pool, which));
         for &(slot, after) in waiting.flat_map(|waiting| &waiting.uses) {
             latest.entry(slot).and_modify(|tick| *tick = after.max(*tick)).or_insert(after);
         }
@@ -213,7 +224,8 @@ impl Whole {
     }
 
     /// The ticks of free blocks away from home that are not known to be done, in some pools.
-    fn pending_strays(&self, which: Which) -> Pending {
+    fn pending_strays(&mut self, which: Which) -> Pending {
+        self.look_for(Sought::Strays);
         let strays = self.heaps().flat_map(|heap| heap.strays().map(|id| &heap.blocks[id]));
         let strays = strays.filter(|block| self.pools.is_among(block.pool, which));
         self.unknown(strays.map(|block| (block.owner, block.after)))
@@ -255,17 +267,18 @@ impl Whole {
 
     /// Frees a block that need not wait any more.
     fn end_wait(&mut self, waiting: &Waiting) {
-        let &Waiting { place: Place { arena, block }, owner, pool, size, .. } = waiting;
-        let (kind, requested) = (kind_of(pool), self.block(waiting.place).requested.cast_signed());
+        let &Waiting { place: Place { arena, block: id }, block: Block { owner, pool, size, requested, .. }, .. } =
+            waiting;
+        let kind = kind_of(pool);
         self.counters().waited(kind, size);
         // The tick is taken now, because the owner's later events also cover the work that it is ordered after.
         let tick = self.tick_of(owner);
         let done = waiting.uses.iter().all(|&(slot, after)| self.is_known_done(slot, after));
         let last_use = if done { waiting.own_use } else { tick };
         let arena = self.arena(arena);
-        arena.tally().change(Hot::Requested, kind, -requested);
-        arena.note(Action::FreeCompleted, block);
-        arena.complete(block, owner, tick, last_use);
+        arena.tally().change(Hot::Requested, kind, -requested.cast_signed());
+        arena.note(Action::FreeCompleted, id);
+        arena.complete(id, owner, tick, last_use);
     }
 
     /// The uses by other streams that keep a waiting block of the request's own stream from serving it. Of several such blocks, the
@@ -285,7 +298,9 @@ impl Whole {
     pub(crate) fn awaited(&self) -> impl Iterator<Item = (Use, u64)> + '_ {
         self.waiting.uses.ticks().filter(|&((slot, after), _)| !self.is_known_done(slot, after))
     }
+}
 
+impl Core {
     /// Bytes of waiting blocks, by the stream that they wait for.
     pub(crate) fn waiting_bytes(&self) -> Vec<(u32, u64)> {
         let mut bytes: BTreeMap<u32, u64> = BTreeMap::new();
@@ -297,19 +312,17 @@ impl Whole {
 
     /// Bytes that were requested for waiting blocks.
     pub(crate) fn waiting_requested(&self) -> u64 {
-        self.waiting.blocks.values().map(|waiting| self.block(waiting.place).requested).sum()
+        self.waiting.requested
     }
 
     /// The blocks that wait, each with the streams that are not known to be done with it.
     pub(crate) fn waiting_blocks(&self) -> impl Iterator<Item = (&Block, Vec<u32>)> {
         self.waiting.blocks.values().map(|waiting| {
             let not_done = waiting.uses.iter().filter(|&&(slot, after)| !self.is_known_done(slot, after));
-            (self.block(waiting.place), not_done.map(|&(slot, _)| slot).collect())
+            (&waiting.block, not_done.map(|&(slot, _)| slot).collect())
         })
     }
-}
 
-impl Core {
     /// As [`Whole::pending`] for all pools, but without a look at the blocks.
     fn pending_of_all(&self) -> Pending {
         self.unknown(self.waiting.uses.latest())

@@ -11,9 +11,16 @@ impl BlockId {
     /// an operation which changes a neighbour needs no branch on whether there is one.
     pub(crate) const NONE: BlockId = BlockId(0);
 
+    /// The chunk of its record.
+    #[inline]
+    fn chunk(self) -> usize {
+        self.0 as usize >> CHUNK_BITS
+    }
+
+    /// Its record in the chunk.
     #[inline]
     fn index(self) -> usize {
-        self.0 as usize
+        self.0 as usize % CHUNK
     }
 
     /// The block, if it is one.
@@ -135,19 +142,36 @@ impl Default for Block {
     }
 }
 
+/// The binary logarithm of the number of records in a chunk. A chunk takes 64 KiB: adding one takes some ten microseconds, under the lock.
+const CHUNK_BITS: u32 = 10;
+const CHUNK: usize = 1 << CHUNK_BITS;
+/// The number of records that a slab starts with.
+const FIRST: usize = 8;
+
 /// All blocks of a heap.
+///
+/// Records are in chunks, so that adding one never moves many. Only the first chunk grows in place, until it is as long as the others.
 #[derive(Debug)]
 pub(crate) struct Slab {
     /// The records. The first one is that of [`BlockId::NONE`].
-    blocks: Vec<Block>,
+    chunks: Vec<Box<[Block]>>,
+    /// The number of records that were ever in use; those behind them were not.
+    count: usize,
     /// The first vacant record; they are chained through `next`.
     vacant: BlockId,
 }
 
 impl Default for Slab {
     fn default() -> Slab {
-        Slab { blocks: vec![Block::default()], vacant: BlockId::NONE }
+        Slab { chunks: vec![chunk(Vec::new(), FIRST)], count: 1, vacant: BlockId::NONE }
     }
+}
+
+/// A chunk of `length` records, of which the first ones are given.
+fn chunk(mut records: Vec<Block>, length: usize) -> Box<[Block]> {
+    records.reserve_exact(length - records.len());
+    records.resize_with(length, Block::default);
+    records.into_boxed_slice()
 }
 
 impl Slab {
@@ -162,7 +186,7 @@ impl Slab {
     /// The records, for an operation that inserts none.
     #[inline]
     pub(super) fn records(&mut self) -> Records<'_> {
-        Records { blocks: &mut self.blocks, vacant: &mut self.vacant }
+        Records { chunks: &mut self.chunks, vacant: &mut self.vacant }
     }
 
     /// The records, for an operation that inserts at most one.
@@ -177,10 +201,18 @@ impl Slab {
     /// Makes sure that there is a vacant record.
     #[cold]
     fn grow(&mut self) {
-        let id = BlockId(u32::try_from(self.blocks.len()).unwrap_or(u32::MAX));
+        let id = BlockId(u32::try_from(self.count).unwrap_or(u32::MAX));
         // 2^32 - 1 records of 64 bytes are 256 GiB of host memory: the process is out of memory before that.
         assert!(id.0 != u32::MAX, "more than 2^32 blocks");
-        self.blocks.push(Block::default());
+        match &mut self.chunks[..] {
+            [first] if first.len() == self.count && self.count < CHUNK => {
+                let records = std::mem::take(first).into_vec();
+                *first = chunk(records, 2 * self.count);
+            }
+            chunks if chunks.len() * CHUNK == self.count => self.chunks.push(chunk(Vec::new(), CHUNK)),
+            _ => {}
+        }
+        self.count += 1;
         self.vacant = id;
     }
 
@@ -203,12 +235,13 @@ impl Slab {
 
     /// Number of records, vacant ones included.
     pub(crate) fn records_count(&self) -> usize {
-        self.blocks.len()
+        self.count
     }
 
     /// Every block that is not vacant.
+    #[cfg(test)]
     pub(crate) fn iter(&self) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
-        let numbered = (0..u32::MAX).map(BlockId).zip(&self.blocks);
+        let numbered = (0..u32::MAX).map(BlockId).zip(self.chunks.iter().flatten().take(self.count));
         numbered.filter(|(_, block)| block.state != State::Vacant)
     }
 }
@@ -218,22 +251,22 @@ impl Index<BlockId> for Slab {
 
     #[inline]
     fn index(&self, id: BlockId) -> &Block {
-        &self.blocks[id.index()]
+        &self.chunks[id.chunk()][id.index()]
     }
 }
 
 impl IndexMut<BlockId> for Slab {
     #[inline]
     fn index_mut(&mut self, id: BlockId) -> &mut Block {
-        &mut self.blocks[id.index()]
+        &mut self.chunks[id.chunk()][id.index()]
     }
 }
 
-/// The records of a slab while one operation works on them. No record is added meanwhile, so their address and number stay in registers
+/// The records of a slab while one operation works on them. No chunk is added meanwhile, so their address and number stay in registers
 /// instead of being read again after each store.
 #[derive(Debug)]
 pub(super) struct Records<'a> {
-    blocks: &'a mut [Block],
+    chunks: &'a mut [Box<[Block]>],
     vacant: &'a mut BlockId,
 }
 
@@ -243,7 +276,7 @@ impl Records<'_> {
     pub(super) fn insert(&mut self, block: Block) -> BlockId {
         let id = *self.vacant;
         debug_assert_ne!(id, BlockId::NONE, "there is a vacant record");
-        let record = &mut self.blocks[id.index()];
+        let record = &mut self.chunks[id.chunk()][id.index()];
         let next = record.next;
         // Written straight into its place: building a record elsewhere and moving it in wide words would stall the machine.
         *record = block;
@@ -254,7 +287,7 @@ impl Records<'_> {
     #[inline]
     pub(super) fn remove(&mut self, id: BlockId) {
         debug_assert_ne!(id, BlockId::NONE);
-        let record = &mut self.blocks[id.index()];
+        let record = &mut self.chunks[id.chunk()][id.index()];
         (record.state, record.next) = (State::Vacant, *self.vacant);
         *self.vacant = id;
     }
@@ -265,14 +298,14 @@ impl Index<BlockId> for Records<'_> {
 
     #[inline]
     fn index(&self, id: BlockId) -> &Block {
-        &self.blocks[id.index()]
+        &self.chunks[id.chunk()][id.index()]
     }
 }
 
 impl IndexMut<BlockId> for Records<'_> {
     #[inline]
     fn index_mut(&mut self, id: BlockId) -> &mut Block {
-        &mut self.blocks[id.index()]
+        &mut self.chunks[id.chunk()][id.index()]
     }
 }
 
@@ -288,5 +321,30 @@ fn prefetch(block: &Block) {
         unsafe {
             _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(block).cast());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_of_full_chunks_never_move() {
+        let mut slab = Slab::default();
+        let mut ids = Vec::new();
+        let mut places = Vec::new();
+        for addr in 1..=4 * CHUNK as u64 {
+            ids.push(slab.insert(Block { addr, state: State::Live, ..Block::default() }));
+            if ids.len() + 1 == CHUNK {
+                places = ids.iter().map(|&id| std::ptr::from_ref(&slab[id])).collect();
+            }
+        }
+        assert!(ids.iter().zip(&places).all(|(&id, &place)| std::ptr::eq(&raw const slab[id], place)));
+        assert!(ids.iter().zip(1..).all(|(&id, addr)| slab[id].addr == addr));
+        assert_eq!((slab.records_count(), slab.iter().count()), (ids.len() + 1, ids.len()));
+        ids.iter().for_each(|&id| slab.remove(id));
+        assert_eq!(slab.iter().count(), 0);
+        let again = slab.insert(Block::default());
+        assert_eq!(slab.records_count(), ids.len() + 1, "{again:?} is a vacant one");
     }
 }

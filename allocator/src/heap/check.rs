@@ -1,5 +1,7 @@
 //! The heap's identities H1–H4, checked from scratch.
 
+use std::collections::BTreeSet;
+
 use super::{Block, BlockId, Heap, State};
 
 impl Heap {
@@ -7,6 +9,7 @@ impl Heap {
     pub(crate) fn check(&self) -> Result<(), String> {
         self.check_nobody()?;
         let (mut total, mut free, mut free_count, mut holes, mut held) = (0, 0, 0, 0, 0);
+        let mut empty = BTreeSet::new();
         for region in self.regions() {
             let (mut at, mut before) = (region.addr, None::<(BlockId, &Block)>);
             for (id, block) in self.blocks_of(region) {
@@ -30,6 +33,9 @@ impl Heap {
                     State::Held => held += block.size,
                     _ => {}
                 }
+                if block.state == State::Hole && !block.is_split() {
+                    empty.insert(id);
+                }
                 at += block.size;
                 before = Some((id, block));
             }
@@ -45,6 +51,9 @@ impl Heap {
         if (holes, held) != (self.hole_bytes, self.held_bytes) {
             let (noted_holes, noted_held) = (self.hole_bytes, self.held_bytes);
             return Err(format!("H2: holes {holes} held {held}, noted {noted_holes} {noted_held}"));
+        }
+        if empty != self.empty_reservations {
+            return Err(format!("{empty:?} are empty reservations, noted {:?}", self.empty_reservations));
         }
         if !self.holes.is_consistent() {
             return Err("H4: other blocks are among the holes".to_owned());

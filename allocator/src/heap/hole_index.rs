@@ -39,6 +39,7 @@ impl HoleIndex {
     }
 
     /// Every hole, pool by pool.
+    #[cfg(test)]
     pub(super) fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
         self.by_address.values().copied()
     }

@@ -39,6 +39,7 @@ impl Heap {
         let region = self.region_mut(number);
         (region.first, region.granules) = (first, Granules::new(bytes, granule));
         self.holes.insert(pool, addr, first);
+        self.empty_reservations.insert(first);
         self.hole_bytes += bytes;
     }
 
@@ -47,6 +48,7 @@ impl Heap {
         debug_assert!(self.blocks[hole].state == State::Hole && !self.blocks[hole].is_split());
         let Block { addr, size, pool, .. } = self.blocks[hole];
         self.holes.remove(pool, addr);
+        self.empty_reservations.remove(&hole);
         self.hole_bytes -= size;
         self.remove_region_record(hole)
     }
@@ -98,6 +100,11 @@ impl Heap {
         LastUses { start: region.addr, granules, latest: block.after }
     }
 
+    /// The holes that are a whole region and not held.
+    pub(crate) fn empty_reservations(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.empty_reservations.iter().copied()
+    }
+
     /// Number of holes that are not held.
     pub(crate) fn holes_count(&self) -> usize {
         self.holes.len()
@@ -114,6 +121,7 @@ impl Heap {
     }
 
     /// Every hole that is not held, pool by pool.
+    #[cfg(test)]
     pub(crate) fn holes(&self) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
         self.holes.iter().map(|id| (id, &self.blocks[id]))
     }
@@ -131,6 +139,7 @@ impl Heap {
         } else {
             debug_assert_eq!(block.state, State::Hole);
             self.holes.remove(block.pool, block.addr);
+            self.empty_reservations.remove(&id);
             State::Filling
         };
         self.blocks[id].state = held;
@@ -214,7 +223,7 @@ impl Heap {
             self.holes.remove(pool, at);
             self.absorb_next(id, next);
         }
-        match prev {
+        let hole = match prev {
             Some(prev) => {
                 self.absorb_next(prev, id);
                 prev
@@ -223,7 +232,11 @@ impl Heap {
                 self.holes.insert(pool, addr, id);
                 id
             }
+        };
+        if !self.blocks[hole].is_split() {
+            self.empty_reservations.insert(hole);
         }
+        hole
     }
 
     /// Grows a block that is in no index by its neighbour above, whose record becomes vacant.
@@ -236,19 +249,6 @@ impl Heap {
             self.blocks[beyond].prev = id;
         }
         self.blocks.remove(next);
-    }
-
-    /// The contiguous ranges of a region at which memory is mapped: address and length.
-    pub(crate) fn mapped_ranges(&self, region: &Region) -> Vec<(u64, u64)> {
-        let mut ranges: Vec<(u64, u64)> = Vec::new();
-        let mapped = self.blocks_of(region).filter(|(_, block)| block.state.has_memory());
-        for (_, block) in mapped {
-            match ranges.last_mut() {
-                Some((addr, bytes)) if *addr + *bytes == block.addr => *bytes += block.size,
-                _ => ranges.push((block.addr, block.size)),
-            }
-        }
-        ranges
     }
 
     /// Bytes at which memory is mapped.

@@ -25,6 +25,7 @@ mod pools;
 mod recent;
 mod resting;
 mod strays;
+mod walk;
 
 use std::collections::BTreeSet;
 
@@ -42,6 +43,7 @@ pub(crate) use pools::{HeapPoolOptions, kind_of};
 use recent::RecentUses;
 pub(crate) use resting::Rested;
 use resting::Resting;
+pub(crate) use walk::{Passed, Walk};
 
 use crate::size_class::SizeClasses;
 
@@ -81,6 +83,8 @@ pub(crate) struct Heap {
     strays: BTreeSet<BlockId>,
     /// Holes that are not held.
     holes: HoleIndex,
+    /// Those of them that are a whole region.
+    empty_reservations: BTreeSet<BlockId>,
     /// Blocks that were freed, and not merged yet.
     resting: Resting,
     irregular: Members,
@@ -407,6 +411,7 @@ impl Heap {
     }
 
     /// The blocks of a region in order of address.
+    #[cfg(any(test, debug_assertions))]
     pub(crate) fn blocks_of(&self, region: &Region) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
         let step = |id: &BlockId| self.blocks[*id].next.some();
         std::iter::successors(region.first.some(), step).map(|id| (id, &self.blocks[id]))

@@ -112,11 +112,9 @@ impl Pools {
     }
 
     /// The numbers of the pools that are here, in order.
-    #[cfg(any(test, debug_assertions))]
-    pub(super) fn numbers(&self) -> impl Iterator<Item = u16> + use<> {
-        let present: Vec<u16> = (0..=u16::MAX).take(self.default.len() + self.private.len()).collect();
-        let present: Vec<u16> = present.into_iter().filter(|&number| self.get(number).is_some()).collect();
-        present.into_iter()
+    pub(crate) fn numbers(&self) -> impl Iterator<Item = u16> + '_ {
+        let places = (0..=u16::MAX).take(self.default.len() + self.private.len());
+        places.filter(|&number| self.get(number).is_some())
     }
 
     #[cfg(test)]

@@ -231,7 +231,7 @@ impl PrivatePool {
         if shell.core().pools.find(self.key).is_none() {
             return Ok(());
         }
-        let free = shell.whole().free_not_done(Which::Of(self.key));
+        let free = shell.part(None).free_not_done(Which::Of(self.key));
         self.allocator.poll(&free)?;
         let released = shell.core().pools.find(self.key).is_some_and(Private::is_released);
         if released { self.release().map(|_| ()) } else { Ok(()) }

@@ -16,6 +16,7 @@ use crate::heap::{Heap, HeapPoolOptions, kind_of};
 use crate::pools::PoolOptions;
 use crate::pools::graphs::{Graphs, Launched};
 use crate::shell::core::Core;
+use crate::shell::settled::Sought;
 use crate::shell::whole::Whole;
 use crate::size_class::PoolKind;
 
@@ -314,7 +315,7 @@ impl Private {
     }
 
     /// True if a graph captured here may use it, so that it must stay.
-    fn keeps_for_our_graphs(&self, number: u16) -> bool {
+    pub(crate) fn keeps_for_our_graphs(&self, number: u16) -> bool {
         self.numbers.contains(&number) && self.graphs.any_of_ours()
     }
 
@@ -387,10 +388,24 @@ impl Whole {
         heap
     }
 
-    /// The heaps that have regions in some pools, each with the number of such a pool: the default pools first, then by pool.
+    /// Takes the locks of settled arenas that may have what is sought in some pools. Called before [`Whole::heaps_with`].
+    pub(crate) fn look_for_in(&mut self, which: Which, sought: Sought) {
+        if which.has_default() {
+            self.look_for(sought);
+            return;
+        }
+        let slots: BTreeSet<u32> = self.pools.with_regions(which).map(|(_, slot)| slot).collect();
+        for slot in slots {
+            self.try_arena(slot);
+        }
+    }
+
+    /// The heaps that have regions in some pools, of those whose locks are held, each with the number of such a pool: the default pools
+    /// first, then by pool.
     pub(crate) fn heaps_with(&self, which: Which) -> impl Iterator<Item = (&Heap, u16)> + '_ {
         let default = [0, 1].into_iter().filter(move |_| which.has_default());
         let default = default.flat_map(|pool| self.heaps().map(move |heap| (heap, pool)));
-        default.chain(self.pools.with_regions(which).map(|(pool, slot)| (self.heap_of(slot), pool)))
+        let private = self.pools.with_regions(which);
+        default.chain(private.filter_map(|(pool, slot)| Some((self.held_heap(slot)?, pool))))
     }
 }

@@ -39,6 +39,7 @@ impl Whole {
     /// Age is counted in searches, by each arena for itself. Here, and when a stream first allocates, all arenas catch up with the busiest
     /// one, so that segments of idle streams grow old, too.
     fn aged(&mut self) -> Vec<Place> {
+        self.lock_all();
         self.synchronize_searches();
         let searches = self.heaps().map(|heap| heap.pools[LARGE_POOL].searches).max().unwrap_or(0);
         let age = |place: &Place| searches.saturating_sub(self.region(*place).age_base);

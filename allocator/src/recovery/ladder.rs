@@ -83,7 +83,7 @@ impl Allocator {
         if self.config().cross_stream == CrossStream::Off {
             return Ok(None);
         }
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(Some(request.slot));
         tried.instead_of_borrowing = self.growth_instead_of_borrowing(&mut whole, request);
         if tried.instead_of_borrowing > 0 {
             return Ok(None);
@@ -114,7 +114,7 @@ impl Allocator {
         if request.pool >= 2 {
             return None;
         }
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(Some(request.slot));
         let lenders = whole.pools.lenders();
         let pools: Vec<u16> = lenders.flat_map(|private| private.lent(kind_of(request.pool))).collect();
         pools.into_iter().find_map(|pool| whole.take_own(&Request { pool, is_regular: false, ..*request }))
@@ -200,7 +200,7 @@ impl Allocator {
 
     /// Searches once more after something may have become free, in pools that lend, too.
     fn search_again(&self, request: &Request) -> Rung {
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(Some(request.slot));
         if let Some(granted) = whole.take_own(request) {
             return Ok(Some(granted));
         }

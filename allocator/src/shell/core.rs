@@ -14,6 +14,7 @@ use crate::cross_stream::waiting::WaitingList;
 use crate::heap::BlockId;
 use crate::pools::table::PoolTable;
 use crate::shell::arena::Arena;
+use crate::shell::settled::Settled;
 use crate::size_class::SizeClasses;
 use crate::sync::atomic::Ordering;
 use crate::tags::Tag;
@@ -58,6 +59,13 @@ pub(crate) struct Core {
     pub(crate) crosses_streams: bool,
     /// The open arenas, by ascending stream.
     pub(crate) arenas: Vec<&'static Arena>,
+    /// Which of them slow paths need not visit.
+    pub(crate) settled: Settled,
+    /// True if all arenas are locked where some would do.
+    #[cfg(test)]
+    pub(crate) never_settles: bool,
+    /// True if segments are released by age.
+    pub(crate) collects_garbage: bool,
     /// The thread that writes to the shared counters, and how often the work has passed from one thread to another.
     pub(crate) writer: Writer,
     pub(crate) handovers: u32,
@@ -107,6 +115,12 @@ impl Core {
     #[inline]
     pub(crate) fn timeline(&self, slot: u32) -> Option<&Arc<Timeline>> {
         self.timelines.get(slot as usize)?.as_ref()
+    }
+
+    /// True if the calling thread may change counters without holding all locks: it is the only one at work, or each arena counts for
+    /// itself.
+    pub(crate) fn may_count_here(&self) -> bool {
+        [Writer::NOBODY, Writer::SEVERAL, Writer::this_thread()].contains(&self.writer)
     }
 
     /// Notes that a stream uses a live block beside its own.

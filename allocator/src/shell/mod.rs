@@ -8,10 +8,10 @@
 //! Invariants (A4 is made of them):
 //! * a shell is recycled only when it is *closed* (no handle of the allocator is left) and no allocation is live, and only once
 //!   in each life: if several threads find it so, the first one empties it, and an empty core is not recycled;
-//! * a thread that takes all locks first applies the frees queued before, in arenas and here;
+//! * a thread that takes the core's lock with arenas first applies the frees queued before, in arenas and here;
 //! * once a shell is closed, a thread that queued a free waits for all locks, so that the last free cannot be left behind.
 //!
-//! Lock order: the core's lock, arenas by ascending stream, and then leaf locks: history, publishing, the list of idle shells.
+//! Lock order: the core's lock, arenas, and then leaf locks: history, publishing, the list of idle shells.
 //! No timeline is locked under them; only atomic values of timelines are read there. While one of these locks is held there is no driver
 //! call, no wait and no foreign code. The lock of the list of buried devices is a leaf, too, and devices are dropped outside of it.
 
@@ -20,6 +20,7 @@ pub(crate) mod awake;
 pub(crate) mod core;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
+pub(crate) mod settled;
 mod table;
 pub(crate) mod whole;
 
@@ -52,7 +53,7 @@ pub(crate) mod special {
     pub(crate) const NO_CACHE: u32 = 8;
     /// The allocator sleeps: mapped memory was given back, and nothing is allocated.
     pub(crate) const ASLEEP: u32 = 16;
-    /// Frees of blocks that other streams use were left to the next thread that takes all locks.
+    /// Frees of blocks that other streams use were left to the next slow path.
     pub(crate) const LEFT: u32 = 32;
     /// The process is a forked child, in which no device can be used.
     pub(crate) const FORKED: u32 = 64;
@@ -75,6 +76,8 @@ pub(crate) struct Shell {
     pub(crate) arenas: Table,
     core: CachePadded<Mutex<Core>>,
     shared_frees: SegQueue<SharedFree>,
+    /// Arenas that were settled, and in which something happened since.
+    unsettled: SegQueue<&'static Arena>,
     pub(crate) history: CachePadded<Mutex<History>>,
     /// Held while counters that several arenas write to are written.
     pub(crate) publishing: CachePadded<Mutex<()>>,
@@ -159,9 +162,14 @@ impl Shell {
         Whole::lock(self, self.core.lock())
     }
 
-    /// As [`Shell::whole`]; `None` if another thread holds a lock.
-    fn try_whole(&'static self) -> Option<Whole> {
-        Whole::try_lock(self, self.core.try_lock()?)
+    /// Takes the core's lock, and that of the arena `own`; applies all frees queued so far. Other arenas are locked as they are asked for.
+    pub(crate) fn part(&'static self, own: Option<u32>) -> Whole {
+        Whole::lock_part(self, self.core.lock(), own)
+    }
+
+    /// As [`Shell::part`]; `None` if another thread holds a lock.
+    fn try_part(&'static self) -> Option<Whole> {
+        Whole::try_lock_part(self, self.core.try_lock()?)
     }
 
     /// Takes the lock of a stream's arena, which is opened if this is the stream's first allocation.
@@ -176,7 +184,7 @@ impl Shell {
     #[cold]
     fn enter_first(&'static self, stream: &Stream) -> Guard {
         loop {
-            let mut whole = self.whole();
+            let mut whole = self.part(Some(stream.id()));
             whole.open_arena(stream);
             whole.admit_thread();
             drop(whole);
@@ -189,14 +197,14 @@ impl Shell {
 
     /// Makes the calling thread known as being at work here. Returns false if that would have to wait for a lock.
     pub(crate) fn try_admit_thread(&'static self) -> bool {
-        let whole = self.try_whole();
+        let whole = self.try_part();
         whole.map(|mut whole| whole.admit_thread()).is_some()
     }
 
     /// Applies the frees queued so far, so that values read afterwards include them.
     pub(crate) fn apply_queued_frees(&'static self) {
         if !self.shared_frees.is_empty() || self.arenas.iter().any(Arena::has_remote_frees) {
-            drop(self.whole());
+            drop(self.part(None));
         }
     }
 
@@ -234,12 +242,12 @@ impl Shell {
         if self.is_closed() {
             self.recycle_if_unused();
         } else {
-            // Taking all locks applies it.
-            drop(self.try_whole());
+            // Taking the locks applies it.
+            drop(self.try_part());
         }
     }
 
-    /// Leaves such a free to the next thread that takes all locks, which the next allocation does.
+    /// Leaves such a free to the next slow path, which the next allocation takes.
     pub(crate) fn leave_shared(&self, free: SharedFree) {
         self.shared_frees.push(free);
         // Not `Relaxed`, here and in `take_shared`: a thread that clears the bit sees every entry whose push had set it.

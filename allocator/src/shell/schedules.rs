@@ -220,6 +220,40 @@ fn waiting_blocks_are_free_once_their_streams_are_done_whoever_asks() {
     });
 }
 
+/// More streams than there may be without settled arenas.
+#[test]
+fn blocks_that_come_and_go_in_settled_arenas_are_noticed() {
+    explore(|| {
+        let (_, device) = device();
+        let allocator = open(&device);
+        let streams = [0; 3].map(|_| device.create_stream().unwrap());
+        let mut kept = streams.each_ref().map(|stream| Some(allocator.alloc(SIZE, stream).unwrap()));
+        let shell = allocator.shell();
+        drop(shell.part(None));
+        let (hitting, visiting) = (allocator.clone(), allocator.clone());
+        let [first, second, _] = streams;
+        join([
+            drop_in_thread(kept[0].take().unwrap()),
+            thread::spawn(move || drop(hitting.alloc(SIZE, &second).unwrap())),
+            thread::spawn(move || {
+                drop(visiting.shell().part(Some(first.id())));
+                assert!(visiting.fragmentation(SIZE).allocated_bytes <= 4 * SIZE);
+            }),
+        ]);
+        let part = shell.part(None);
+        let sums = (part.live(), part.in_use_in_heaps(), part.searches());
+        drop(part);
+        let whole = shell.whole();
+        assert_eq!(sums, (whole.live(), whole.in_use_in_heaps(), whole.searches()));
+        assert_eq!(whole.live(), 2, "no free is left in a queue");
+        drop(whole);
+        drop(kept);
+        assert_eq!(allocator.allocated_bytes(), 0);
+        drop(allocator);
+        assert_idle_once(shell);
+    });
+}
+
 #[test]
 fn memory_handed_to_another_stream_is_freed_in_its_order() {
     explore(|| {

@@ -1,15 +1,14 @@
-//! Taking a snapshot: everything is copied under one hold of all locks, and put into form without it.
+//! Taking a snapshot: blocks are copied under locks, and put into form without them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::{Block, BlockState, Nothing, Segment, Settings, Snapshot, TraceEntry};
 use crate::allocator::Allocator;
-use crate::backing::paged::{Owned, POOL};
-use crate::heap::{self, Heap, State, kind_of};
-use crate::history::{Action, Entry, Subject};
-use crate::pools::table::PoolTable;
-use crate::shell::whole::Whole;
+use crate::backing::paged::POOL;
+use crate::heap::{self, Heap, Passed, State, kind_of};
+use crate::history::{Action, Entry, History, Subject};
+use crate::shell::core::Core;
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
 
@@ -17,8 +16,9 @@ impl Allocator {
     /// Takes a snapshot of the memory and, if it is recorded, the history. The two agree: undoing the history's entries from the last to
     /// the first, starting from the segments, meets no contradiction.
     ///
-    /// All locks are held while blocks and entries are copied. As in PyTorch, an [`Action::Snapshot`] is recorded,
-    /// which later snapshots show.
+    /// While the history is recorded, all locks are held as blocks and entries are copied. Otherwise they are held for some blocks at a time:
+    /// while other threads allocate, each block is as it was at some moment of the call, or a part of it if it grew meanwhile, and the blocks
+    /// of a segment lie side by side without gaps. As in PyTorch, an [`Action::Snapshot`] is recorded, which later snapshots show.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -34,10 +34,21 @@ impl Allocator {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn snapshot(&self) -> Snapshot {
-        let whole = self.shell().whole();
-        let copied = whole.copy();
-        self.shell().history.lock().note(Action::Snapshot, Subject { size: copied.active_bytes, ..Subject::default() });
-        drop(whole);
+        let shell = self.shell();
+        let mut copied = Copied::default();
+        if shell.history.lock().is_on() {
+            let whole = shell.whole();
+            whole.heaps().for_each(|heap| heap.walk(|passed| copied.add(&whole, heap, passed)));
+            copied.add_shared(&whole);
+            let mut history = shell.history.lock();
+            copied.add_history(&history);
+            history.note(Action::Snapshot, Subject { size: whole.in_use(), ..Subject::default() });
+        } else {
+            shell.walk(|core, heap, passed| copied.add(core, heap, passed));
+            // No cached hit waits for the core's lock, nor for that of a history which is not recorded.
+            copied.add_shared(&shell.core());
+            copied.add_history(&shell.history.lock());
+        }
         let device = self.device().info().ordinal;
         let mut names = Names::default();
         let mut device_traces = vec![Vec::new(); device as usize];
@@ -63,30 +74,40 @@ struct Range {
     is_paged: bool,
 }
 
-fn ranges_of<'a>(heap: &'a Heap, pools: &'a PoolTable) -> impl Iterator<Item = Range> + 'a {
-    heap.regions().flat_map(|region| {
-        let (home, kind, is_paged) = (region.home, kind_of(region.pool), region.is_paged());
-        let pool = pools.owner_of(region.pool).map_or((0, 0), |private| private.id);
-        let range = move |(addr, bytes)| Range { addr, bytes, home, kind, pool, is_paged };
-        heap.mapped_ranges(region).into_iter().map(range)
-    })
-}
-
 /// The data that is copied under the locks.
+#[derive(Default)]
 struct Copied {
     ranges: Vec<Range>,
     blocks: Vec<heap::Block>,
     entries: Vec<Entry>,
     overwritten: u64,
-    active_bytes: u64,
     /// Tags of segments, by address.
     tags: BTreeMap<u64, Tag>,
 }
 
-impl Whole {
-    fn copy(&self) -> Copied {
-        let apart = || self.paged.iter().flat_map(|paged| paged.apart());
-        let blocks_apart = apart().flat_map(|(range, owned)| {
+impl Copied {
+    /// Adds a block, if it has memory.
+    fn add(&mut self, core: &Core, heap: &Heap, passed: &Passed) {
+        let block = &passed.block;
+        if !block.state.has_memory() {
+            return;
+        }
+        self.blocks.push(*block);
+        match self.ranges.last_mut().filter(|_| !passed.begins_range) {
+            Some(range) => range.bytes += block.size,
+            None => {
+                let is_paged = heap.region(block.region).is_paged();
+                let pool = core.pools.owner_of(block.pool).map_or((0, 0), |private| private.id);
+                let (home, kind) = (heap.home, kind_of(block.pool));
+                self.ranges.push(Range { addr: block.addr, bytes: block.size, home, kind, pool, is_paged });
+            }
+        }
+    }
+
+    /// Adds memory outside of heaps.
+    fn add_shared(&mut self, core: &Core) {
+        self.tags.clone_from(&core.segments);
+        for (range, owned) in core.paged.iter().flat_map(|paged| paged.apart()) {
             let border = range.start + owned.size;
             let block = |range: std::ops::Range<u64>, state: State| heap::Block {
                 addr: range.start,
@@ -99,30 +120,18 @@ impl Whole {
                 ..heap::Block::default()
             };
             let parts = [block(range.start..border, State::Live), block(border..range.end, State::Free)];
-            parts.into_iter().filter(|block| block.size > 0)
-        });
-        let of_apart = |(range, owned): (std::ops::Range<u64>, Owned)| Range {
-            addr: range.start,
-            bytes: range.end - range.start,
-            home: owned.slot,
-            kind: PoolKind::Large,
-            pool: (0, 0),
-            is_paged: true,
-        };
-        let in_heaps = self.heaps().flat_map(|heap| heap.blocks.iter()).map(|(_, block)| *block);
-        let history = self.shell.history.lock();
-        Copied {
-            ranges: self.heaps().flat_map(|heap| ranges_of(heap, &self.pools)).chain(apart().map(of_apart)).collect(),
-            blocks: in_heaps.filter(|block| block.state.has_memory()).chain(blocks_apart).collect(),
-            entries: history.entries().collect(),
-            overwritten: history.overwritten(),
-            active_bytes: self.in_use(),
-            tags: self.segments.clone(),
+            self.blocks.extend(parts.into_iter().filter(|block| block.size > 0));
+            let (addr, bytes) = (range.start, range.end - range.start);
+            let (home, kind, pool) = (owned.slot, PoolKind::Large, (0, 0));
+            self.ranges.push(Range { addr, bytes, home, kind, pool, is_paged: true });
         }
     }
-}
 
-impl Copied {
+    fn add_history(&mut self, history: &History) {
+        self.entries = history.entries().collect();
+        self.overwritten = history.overwritten();
+    }
+
     /// The segments by address, with their blocks by address.
     fn into_segments(mut self, device: u32, names: &mut Names) -> Vec<Segment> {
         self.ranges.sort_unstable_by_key(|range| range.addr);

@@ -3,19 +3,27 @@
 //!
 //! Unlocking is a plain store. An ordinary mutex has to find out at that point whether a thread sleeps, with a second atomic
 //! read-modify-write, and each of those waits until earlier stores are done: together a third of the time of an allocation. So
-//! no thread sleeps here in the usual sense. A thread that finds the lock taken retries for a microsecond or so, then yields to other
-//! threads. If that does not help, because the holder was preempted or is on a slow path that looks at all blocks, it naps. This suits only
-//! locks under which no call can wait: those of arenas, of the core, of history and of publishing.
+//! no thread sleeps here. A thread that finds the lock taken retries for a microsecond or so, then yields to other threads again and
+//! again. This suits only locks under which no call can wait: those of arenas, of the core, of history and of publishing.
+//!
+//! **The lock is fair** to a thread that retried in vain: it draws a ticket. As long as a ticket is not served, no thread takes the lock except
+//! by its ticket, in order. So a thread that takes the lock again and again, as slow paths do, does not pass one that waits. A thread that
+//! does not wait for the lock (`try_lock`) does not get it while others wait. Threads that take the lock for tens of nanoseconds get it within
+//! the first retries, without tickets: in order, each would have to wait until the system runs the one before it.
+//!
+//! The swap of `held` alone decides which thread has the lock; tickets only decide which threads try (schedules below).
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+#[cfg(aquifer_shuttle)]
+use shuttle::thread::yield_now;
+#[cfg(not(aquifer_shuttle))]
+use std::thread::yield_now;
 
 use lock_api::GuardNoSend;
 
-/// How often a thread looks again at once, and how often in all before it naps; in between it lets others run.
-const SPINS: u32 = 64;
-const PATIENCE: u32 = 96;
-const NAP: Duration = Duration::from_micros(50);
+use crate::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+
+/// How often a thread looks again before it draws a ticket.
+const SPINS: u32 = if cfg!(aquifer_shuttle) { 1 } else { 64 };
 
 /// A mutex over a [`ShortLock`].
 pub(crate) type Mutex<T> = lock_api::Mutex<ShortLock, T>;
@@ -23,19 +31,25 @@ pub(crate) type Mutex<T> = lock_api::Mutex<ShortLock, T>;
 pub(crate) type MutexGuard<'a, T> = lock_api::MutexGuard<'a, ShortLock, T>;
 
 #[derive(Debug)]
-pub(crate) struct ShortLock(AtomicBool);
+pub(crate) struct ShortLock {
+    held: AtomicBool,
+    /// The next ticket to be drawn, and the one whose turn it is.
+    next: AtomicU16,
+    serving: AtomicU16,
+}
 
 #[allow(unsafe_code, reason = "a promise that the compiler cannot check")]
-// SAFETY: `lock` and `try_lock` succeed only when their swap turned the flag from false to true, and only `unlock`, called by
+// SAFETY: `lock` and `try_lock` succeed only when their swap turned `held` from false to true, and only `unlock`, called by
 // the holder, turns it back. So there is one holder at a time. The acquiring swap sees everything before the releasing store.
 unsafe impl lock_api::RawMutex for ShortLock {
-    const INIT: ShortLock = ShortLock(AtomicBool::new(false));
+    const INIT: ShortLock =
+        ShortLock { held: AtomicBool::new(false), next: AtomicU16::new(0), serving: AtomicU16::new(0) };
 
     type Guard = GuardNoSend;
 
     #[inline]
     fn lock(&self) -> GuardNoSend {
-        if self.0.swap(true, Ordering::Acquire) {
+        if self.has_waiters() || self.held.swap(true, Ordering::Acquire) {
             self.lock_contended();
         }
         GuardNoSend::new()
@@ -43,42 +57,50 @@ unsafe impl lock_api::RawMutex for ShortLock {
 
     #[inline]
     fn try_lock(&self) -> Option<GuardNoSend> {
-        self.try_take().then(GuardNoSend::new)
+        (!self.has_waiters() && self.try_take()).then(GuardNoSend::new)
     }
 
     #[inline]
     unsafe fn unlock(&self, _: GuardNoSend) {
-        self.0.store(false, Ordering::Release);
+        self.held.store(false, Ordering::Release);
     }
 
     fn is_locked(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        self.held.load(Ordering::Relaxed)
     }
 }
 
 impl ShortLock {
+    /// True if a ticket was drawn and is not served yet.
+    #[inline]
+    fn has_waiters(&self) -> bool {
+        self.next.load(Ordering::Relaxed) != self.serving.load(Ordering::Relaxed)
+    }
+
     /// Looks first: that keeps the line shared among those who wait.
     #[inline]
     fn try_take(&self) -> bool {
-        !self.0.load(Ordering::Relaxed) && !self.0.swap(true, Ordering::Acquire)
+        !self.held.load(Ordering::Relaxed) && !self.held.swap(true, Ordering::Acquire)
     }
 
     #[cold]
     fn lock_contended(&self) {
-        let mut round = 0;
         aquifer_device::fork::refuse_to_wait();
-        while !self.try_take() {
-            match round {
-                0..SPINS => std::hint::spin_loop(),
-                SPINS..PATIENCE => std::thread::yield_now(),
-                _ => std::thread::sleep(NAP),
+        for _ in 0..SPINS {
+            std::hint::spin_loop();
+            if !self.has_waiters() && self.try_take() {
+                return;
             }
-            round = (round + 1).min(PATIENCE);
         }
+        let ticket = self.next.fetch_add(1, Ordering::Relaxed);
+        while self.serving.load(Ordering::Relaxed) != ticket || !self.try_take() {
+            yield_now();
+        }
+        self.serving.store(ticket.wrapping_add(1), Ordering::Relaxed);
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(aquifer_shuttle)))]
 mod tests {
     use std::sync::Arc;
 
@@ -100,5 +122,55 @@ mod tests {
         assert!(counter.try_lock().is_none());
         drop(held);
         assert!(counter.try_lock().is_some());
+    }
+}
+
+#[cfg(all(test, aquifer_shuttle))]
+mod schedules {
+    use std::sync::Arc;
+
+    use lock_api::RawMutex;
+    use shuttle::thread;
+
+    use super::*;
+
+    /// Holds the lock several times in a row. Tickets drawn until the end of one hold are served before the next.
+    fn hold_again_and_again(lock: &ShortLock, inside: &AtomicBool) {
+        let mut drawn = None;
+        for _ in 0..3 {
+            let guard = lock.lock();
+            assert!(!inside.swap(true, Ordering::Relaxed), "two threads hold the lock");
+            if let Some(drawn) = drawn {
+                let behind = lock.serving.load(Ordering::Relaxed).wrapping_sub(drawn);
+                assert!(behind < u16::MAX / 2, "a thread that waited was passed");
+            }
+            thread::yield_now();
+            drawn = Some(lock.next.load(Ordering::Relaxed));
+            inside.store(false, Ordering::Relaxed);
+            #[allow(unsafe_code, reason = "the lock alone is modelled")]
+            // SAFETY: this thread holds the lock.
+            unsafe {
+                lock.unlock(guard);
+            }
+        }
+    }
+
+    #[test]
+    fn one_thread_at_a_time_holds_the_lock_and_none_passes_another() {
+        let model = || {
+            let shared = Arc::new((ShortLock::INIT, AtomicBool::new(false)));
+            let threads: Vec<_> = (0..3)
+                .map(|_| {
+                    let shared = shared.clone();
+                    thread::spawn(move || hold_again_and_again(&shared.0, &shared.1))
+                })
+                .collect();
+            threads.into_iter().for_each(|thread| thread.join().unwrap());
+            assert!(!shared.0.is_locked());
+            assert_eq!(shared.0.next.load(Ordering::Relaxed), shared.0.serving.load(Ordering::Relaxed));
+            assert!(shared.0.try_lock().is_some(), "no ticket is left");
+        };
+        shuttle::check_random(model, 3000);
+        shuttle::check_pct(model, 1500, 3);
     }
 }

@@ -106,11 +106,10 @@ impl Allocator {
         let _alone = self.gate()?.exclusive();
         let mut released = 0;
         loop {
-            let mut whole = self.shell().whole();
-            let Some(leaving) = whole.begin_recycling() else { break };
-            drop(whole);
+            let leaving = self.shell().core().begin_recycling();
+            let Some(leaving) = leaving else { break };
             let failed = self.unmap_leaving(&leaving);
-            let mut whole = self.shell().whole();
+            let mut whole = self.shell().part(None);
             let frames = whole.settle_recycling(leaving, failed.is_none());
             let bytes = frames.iter().map(|&(_, bytes)| bytes).sum::<u64>();
             whole.leaving += bytes;
@@ -161,17 +160,19 @@ struct Leaving {
     frames: Vec<Frame>,
 }
 
-impl Whole {
+impl Core {
     /// Takes one piece of retired memory that is done off the list.
     fn begin_recycling(&mut self) -> Option<Leaving> {
-        let Core { paged, timelines, .. } = &mut **self;
+        let Core { paged, timelines, .. } = self;
         let paged = paged.as_mut().filter(|paged| paged.absent.is_none())?;
         let retired = paged.retired.take_done(|slot| done_until(timelines, slot))?;
         let purpose = paged.purpose_of(retired.base)?;
         let frames = paged.forget_mapped(retired.range.start, retired.range.end - retired.range.start);
         Some(Leaving { retired, purpose, frames })
     }
+}
 
+impl Whole {
     /// Accounts for retired memory after the driver unmapped it, or failed to. Returns the frames that are of no use to others, with their
     /// bytes.
     fn settle_recycling(&mut self, leaving: Leaving, unmapped: bool) -> Vec<(RawPhysical, u64)> {
@@ -209,7 +210,7 @@ impl Whole {
     /// Bytes in blocks that are in use, memory apart included.
     pub(crate) fn in_use(&self) -> u64 {
         let apart = self.paged.as_ref().map_or(0, |paged| paged.owned_bytes);
-        apart + self.heaps().map(crate::heap::Heap::in_use).sum::<u64>()
+        apart + self.in_use_in_heaps()
     }
 
     /// Bytes of an owner's part of its reservation.
@@ -224,16 +225,26 @@ impl Whole {
         let before = *owned;
         (owned.size, owned.requested) = (size, requested);
         paged.owned_bytes = paged.owned_bytes - before.size + size;
-        let tally = Tally::Shared(self.shell);
+        self.count_owned(before, size, requested);
         let subject = |size| Subject { addr: base, size, slot: before.slot, tag: before.tag, pool: 0 };
         let mut history = self.shell.history.lock();
         if before.size > 0 {
-            tally.freed(PoolKind::Large, before.size, before.requested);
             history.note(Actions::FREE, subject(before.requested));
         }
         if size > 0 {
-            tally.allocated(PoolKind::Large, size, requested);
             history.note(Action::Alloc, subject(requested));
+        }
+    }
+
+    fn count_owned(&self, before: Owned, size: u64, requested: u64) {
+        // Arenas may publish meanwhile: not all of their locks are held.
+        let _publishing = self.shell.publishing.lock();
+        let tally = Tally::Shared(self.shell);
+        if before.size > 0 {
+            tally.freed(PoolKind::Large, before.size, before.requested);
+        }
+        if size > 0 {
+            tally.allocated(PoolKind::Large, size, requested);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Makes the driver calls of a remap, without a lock. The work was planned under all locks (`plan.rs`), and is accounted for under all
+//! Makes the driver calls of a remap, without a lock. The work was planned under locks (`plan.rs`), and is accounted for under
 //! locks afterwards.
 //!
 //! Frames are created first, because that is the step which fails for lack of memory, and then nothing has to be undone. If a later call

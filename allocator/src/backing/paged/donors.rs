@@ -14,7 +14,11 @@ use crate::backing::paged::window::Window;
 use crate::heap::{Block, BlockId, Heap, LastUses};
 use crate::pools::table::Which;
 use crate::shell::arena::Guard;
+use crate::shell::settled::Sought;
 use crate::shell::whole::Whole;
+
+/// The most blocks that donors are taken from while locks are held without a break, where many donors are wanted.
+pub(crate) const BATCH: usize = if cfg!(debug_assertions) { 2 } else { 32 };
 
 /// Contiguous frames of one free block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,6 +92,8 @@ impl Whole {
         if wanted == 0 || self.is_capturing() {
             return donors;
         }
+        let Some(granule) = self.paged.as_ref().map(|paged| paged.granule) else { return donors };
+        self.look_for_in(from, Sought::Free(granule));
         self.arenas.iter_mut().for_each(Guard::note_recent_uses);
         let Some(paged) = &self.paged else { return donors };
         if from.has_default() {
@@ -115,6 +121,54 @@ impl Whole {
         donors
     }
 
+    /// As [`Whole::donors`], from at most [`BATCH`] blocks that begin below an address, and without frames of more granules than are wanted.
+    /// Frames side by side may be one donor. Returns the address below which to go on; `None` if there are no more such blocks.
+    pub(crate) fn donors_below(&mut self, below: u64, wanted: u64, from: Which) -> (Vec<Donor>, Option<u64>) {
+        let granule = self.paged.as_ref().map(|paged| paged.granule).filter(|_| !self.is_capturing());
+        let Some(granule) = granule else { return (Vec::new(), None) };
+        self.look_for_in(from, Sought::Free(granule));
+        self.arenas.iter_mut().for_each(Guard::note_recent_uses);
+        let Some(paged) = &self.paged else { return (Vec::new(), None) };
+        let mut donors = Donors::default();
+        let mut candidates = self.candidates(paged, from);
+        candidates.retain(|candidate| candidate.addr < below);
+        let more = candidates.len() > BATCH;
+        candidates.truncate(BATCH);
+        for candidate in &candidates {
+            if donors.granules >= wanted {
+                break;
+            }
+            let heap = self.heap_of(candidate.arena);
+            if !self.choose_all_of(paged, heap, candidate, wanted, &mut donors) {
+                self.choose_in(heap, candidate, wanted, &(0..0), &mut donors);
+            }
+        }
+        let next = candidates.last().filter(|_| more).map(|candidate| candidate.addr);
+        (donors.into_joined(), next)
+    }
+
+    /// Chooses all frames of a block as one donor, if all of them may move and are wanted.
+    fn choose_all_of(
+        &self,
+        paged: &Paged,
+        heap: &Heap,
+        candidate: &Candidate,
+        wanted: u64,
+        donors: &mut Donors,
+    ) -> bool {
+        let block = &heap.blocks[candidate.block];
+        let range = paged.whole_frames(heap.region(block.region).addr, &block.range()).range();
+        let granules = (range.end - range.start) / paged.granule;
+        let may_move = self.is_known_done(block.owner, block.after) && !self.pins.are_in(range.clone());
+        if !may_move || donors.granules + granules > wanted {
+            return false;
+        }
+        let (addr, bytes) = (range.start, range.end - range.start);
+        donors.granules += granules;
+        donors.chosen.push(Donor { arena: candidate.arena, block: candidate.block, addr, bytes });
+        true
+    }
+
     /// The free blocks that hold a whole frame, those at high addresses first. Most free blocks hold none.
     fn candidates(&self, paged: &Paged, from: Which) -> Vec<Candidate> {
         let mut found = Vec::new();
@@ -128,8 +182,10 @@ impl Whole {
     }
 
     /// Granules that lie wholly in free blocks of some pools, but belong to frames that do not.
-    pub(crate) fn stranded(&self, from: Which) -> Stranded {
+    pub(crate) fn stranded(&mut self, from: Which) -> Stranded {
         let mut stranded = Stranded::default();
+        let Some(granule) = self.paged.as_ref().map(|paged| paged.granule) else { return stranded };
+        self.look_for_in(from, Sought::Free(granule));
         let Some(paged) = &self.paged else { return stranded };
         self.for_each_block_with_granules(paged.granule, from, |heap, _, block| {
             stranded += paged.stranded(heap.region(block.region).addr, &block.range());

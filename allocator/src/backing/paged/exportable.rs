@@ -157,7 +157,7 @@ impl Allocator {
         let access = core.paged.as_ref().map(|paged| paged.access.clone()).unwrap_or_default();
         drop(core);
         let mapped = self.map_exportable(request.size, options, &access);
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(None);
         whole.growing.end(request.size);
         let (ptr, physical) = match mapped {
             Ok(mapped) => mapped,

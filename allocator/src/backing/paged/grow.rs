@@ -134,7 +134,7 @@ impl Allocator {
         let room = if allowed.create { self.room()? } else { Room::NONE };
         self.learn_capacity();
         let _gate = self.gate()?.shared();
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(Some(request.slot));
         if whole.is_asleep() {
             return Err(AllocError::Asleep);
         }
@@ -206,7 +206,7 @@ impl Allocator {
         allowed.ahead &= bought_though_movable || plan.buys_ahead;
         let (work, held) = plan.part();
         let done = carry_out(self.device(), self.hooks(), work);
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(Some(request.slot));
         if let Some(window) = whole.settle_plan(request, held, &done) {
             let granted = whole.arena(request.slot).take(request, window);
             return Next::Finished(Ok(Growth::Grown(granted)));
@@ -236,7 +236,7 @@ impl Allocator {
             "a stream was made to wait for the uses of its own memory"
         );
         let clock = own.clock();
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(Some(request.slot));
         whole.counters().cross_stream_waits.add(1);
         whole.sweep_ordered(request.slot, &clock);
         Ok(true)
@@ -277,7 +277,7 @@ impl Allocator {
         loop {
             match self.device().driver().reserve(bytes, granule) {
                 Ok(ptr) => {
-                    let mut whole = self.shell().whole();
+                    let mut whole = self.shell().part(Some(request.slot));
                     if let Some(paged) = &mut whole.paged {
                         paged.add_reservation(ptr.0, bytes, kind_of(request.pool), Purpose::Heap);
                     }
@@ -400,11 +400,6 @@ impl Whole {
             *not_done.entry(tick).or_default() += bytes / paged.granule;
         }
         self.first_enough(&not_done, draft.buy.max(self.reserved / STALL_SHARE / paged.granule))
-    }
-
-    /// Number of allocations so far, on all streams.
-    pub(crate) fn searches(&self) -> u64 {
-        self.arenas.iter().map(|arena| arena.milestones.searches).sum()
     }
 
     /// The earliest tick of a stream by which `granules` granules are done, on that stream alone. If no stream has that many, the latest

@@ -149,7 +149,7 @@ impl Allocator {
     fn fill_step(&self, request: &Request, base: u64, range: &Range<u64>, may_ask: bool) -> Result<Next, AllocError> {
         let room = self.room()?;
         let _gate = self.gate()?.shared();
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(None);
         if whole.is_asleep() {
             return Err(AllocError::Asleep);
         }
@@ -189,7 +189,7 @@ impl Allocator {
         let spares = work.spares.granules();
         drop(whole);
         let done = carry_out(self.device(), self.hooks(), work);
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(None);
         whole.settle_work(&donors, (spares, buy), POOL, &done);
         for filled in &done.filled {
             for at in filled.range.clone().step_by(usize::try_from(granule).unwrap_or(usize::MAX)) {
@@ -283,7 +283,7 @@ impl Growable {
             }
         }
         self.storage.note_growth(stream)?;
-        let mut whole = self.allocator().shell().whole();
+        let mut whole = self.allocator().shell().part(None);
         // The stream's later work comes after all uses of the last granule.
         let rest = if bytes < size { vec![(stream.id(), whole.tick_of(stream.id()))] } else { Vec::new() };
         whole.set_owned(self.ptr().0, size, bytes);
@@ -311,7 +311,7 @@ impl Growable {
             return Err(AllocError::Shared { what: "memory that is to shrink" });
         }
         let (size, before, users) = (bytes.next_multiple_of(self.granule), self.size(), self.memory.users());
-        let mut whole = self.allocator().shell().whole();
+        let mut whole = self.allocator().shell().part(None);
         self.memory.set_bytes(bytes);
         whole.set_owned(self.ptr().0, size, bytes);
         whole.retire(self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users);

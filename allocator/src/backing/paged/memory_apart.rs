@@ -79,7 +79,7 @@ impl Drop for MemoryApart {
         if fork::is_child() {
             return;
         }
-        let mut whole = self.allocator.shell().whole();
+        let mut whole = self.allocator.shell().part(None);
         let size = whole.owned_size(self.ptr.0);
         whole.set_owned(self.ptr.0, 0, 0);
         whole.retire(self.ptr.0, self.ptr.range(size), self.users.get_mut());

@@ -1,5 +1,5 @@
 //! The plan of a remap. A remap moves frames (physical memory) from free blocks to a window of addresses (`window.rs`) that a request
-//! needs. Under all locks, it is first drafted, without changing anything (`draft.rs`); then planned, which holds all memory that takes part;
+//! needs. Under the locks of the core and of the arenas that take part, it is first drafted, without changing anything (`draft.rs`); then planned, which holds all memory that takes part;
 //! and, after the driver's work (`carry_out.rs`), settled (`settle.rs`).
 
 use std::collections::BTreeMap;

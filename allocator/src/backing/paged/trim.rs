@@ -11,13 +11,14 @@ use aquifer_device::{DeviceError, DevicePtr, ErrorKind, Timeline};
 
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::unmap_range;
-use crate::backing::paged::donors::Donor;
+use crate::backing::paged::donors::{BATCH, Donor};
 use crate::backing::paged::frames::{Frame, LooseFrames};
 use crate::error::AllocError;
 use crate::heap::kind_of;
 use crate::history::Action;
 use crate::pools::table::Which;
 use crate::shell::core::Place;
+use crate::shell::settled::Sought;
 use crate::shell::whole::Whole;
 
 /// Frames on their way back to the device.
@@ -48,13 +49,21 @@ impl Allocator {
     fn trim_free(&self, target: u64, spares_too: bool, which: Which) -> Result<u64, AllocError> {
         let stuck = self.take_stuck_back();
         let _gate = self.gate()?.shared();
-        let mut whole = self.shell().whole();
-        let Some(granule) = whole.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
-        if whole.is_asleep() {
+        let core = self.shell().core();
+        let Some(granule) = core.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
+        if core.is_asleep() {
             return Ok(0);
         }
-        let mut leaving = whole.begin_trim(target, spares_too, which);
-        drop(whole);
+        drop(core);
+        let mut leaving = Leaving::default();
+        let mut below = Some(u64::MAX);
+        while below.is_some() {
+            below = self.shell().part(None).begin_trim(&mut leaving, below, target, spares_too, which);
+        }
+        if target > 0 {
+            // A frame that is larger than what is still too much, if there is one.
+            self.shell().part(None).begin_trim(&mut leaving, None, target, spares_too, which);
+        }
         let (mut unmapped, mut failed) = (0, None);
         for (range, frames) in &leaving.ranges {
             if let Err(error) = unmap_range(self.device(), self.hooks(), range) {
@@ -65,13 +74,32 @@ impl Allocator {
             leaving.loose.extend(frames.iter().copied());
         }
         let (released, failed) = self.release_frames(&mut leaving.loose, failed);
-        let mut whole = self.shell().whole();
-        whole.settle_trim(leaving, unmapped);
-        drop(whole);
+        self.settle_trim(leaving, unmapped);
         let addresses = self.give_addresses_back(if spares_too { Which::All } else { which });
         match failed {
             Some(error) => Err(error.into()),
             None => stuck.and(addresses).map(|()| released * granule),
+        }
+    }
+
+    /// Accounts for a trim of which the driver unmapped the first `unmapped` ranges; the loose frames are still here.
+    fn settle_trim(&self, leaving: Leaving, unmapped: usize) {
+        let Leaving { donors, ranges, loose, bytes } = leaving;
+        let mut settled = donors.into_iter().zip(ranges).enumerate().peekable();
+        loop {
+            let mut whole = self.shell().part(None);
+            for (at, (donor, (_, frames))) in settled.by_ref().take(BATCH) {
+                whole.settle_leaving(donor, &frames, at < unmapped);
+            }
+            if settled.peek().is_some() {
+                continue;
+            }
+            whole.leaving -= bytes;
+            if let Some(paged) = &mut whole.paged {
+                paged.spares.extend(loose.iter());
+            }
+            whole.account_for_granules();
+            return;
         }
     }
 
@@ -85,7 +113,7 @@ impl Allocator {
 
     /// Unmaps the mappings that have been stuck for longest.
     fn take_one_back(&self) -> Result<(), AllocError> {
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(None);
         if whole.is_asleep() {
             return Ok(());
         }
@@ -104,7 +132,7 @@ impl Allocator {
                 unmapped.extend(stuck.frames.pop());
             }
         }
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(None);
         if let Some(paged) = &mut whole.paged {
             paged.in_hands -= in_hands;
             for frame in unmapped {
@@ -136,7 +164,7 @@ impl Allocator {
     pub(crate) fn give_addresses_back(&self, which: Which) -> Result<(), AllocError> {
         // This also gives back reservations that could not go back before.
         self.device().settle();
-        let mut whole = self.shell().whole();
+        let mut whole = self.shell().part(None);
         let empty = whole.take_empty_reservations(which);
         drop(whole);
         let mut failed = Ok(());
@@ -150,12 +178,13 @@ impl Allocator {
         failed
     }
 
-    /// Waits until the free memory in some pools is known done, and the launches that closed pools among them wait for. Returns true if anything was not known done. Skips streams that cannot be waited for now.
+    /// Waits until the free memory in some pools is known done, and the launches that closed pools among them wait for. Returns true if
+    /// anything was not known done. Skips streams that cannot be waited for now.
     pub(crate) fn synchronize_free(&self, which: Which) -> Result<bool, AllocError> {
         let of = if let Which::Of(key) | Which::UnusedOf(key) = which { Some(key) } else { None };
         let launched = self.shell().core().awaited_launches(of);
         self.wait_for_launched(&launched)?;
-        let waits = self.shell().whole().free_not_done(which);
+        let waits = self.shell().part(None).free_not_done(which);
         self.synchronize_all(&waits)?;
         Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
     }
@@ -176,17 +205,30 @@ impl Whole {
         latest.into_iter().filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
     }
 
-    fn begin_trim(&mut self, target: u64, spares_too: bool, which: Which) -> Leaving {
+    /// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of the next blocks below an address, or, if
+    /// that is `None`, of all blocks. Returns the address below which to go on; `None` if there are no more blocks.
+    fn begin_trim(
+        &mut self,
+        leaving: &mut Leaving,
+        below: Option<u64>,
+        target: u64,
+        spares_too: bool,
+        which: Which,
+    ) -> Option<u64> {
         let excess = self.reserved.saturating_sub(target);
-        let Some(paged) = &mut self.paged else { return Leaving::default() };
+        let paged = self.paged.as_mut()?;
         let granule = paged.granule;
         let wanted = excess.div_ceil(granule);
         let loose = paged.spares.take(if spares_too { wanted } else { 0 });
         let more = wanted.saturating_sub(loose.granules());
-        let donors = self.donors(more, None, which);
-        let donors = self.hold_all(donors.into_joined());
-        let mut leaving = Leaving { bytes: loose.granules() * granule, loose, ..Leaving::default() };
-        for donor in &donors {
+        let (donors, next) = match below {
+            _ if more == 0 => (Vec::new(), None),
+            Some(below) => self.donors_below(below, more, which),
+            None => (self.donors(more, None, which).into_joined(), None),
+        };
+        let mut bytes = loose.granules() * granule;
+        leaving.loose.extend(loose.iter());
+        for donor in self.hold_all(donors) {
             let heap = &mut self.arena(donor.arena).heap;
             heap.empty_held(donor.block);
             let pool = heap.blocks[donor.block].pool;
@@ -195,43 +237,38 @@ impl Whole {
             paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
             let frames = paged.forget_mapped(donor.addr, donor.bytes);
             leaving.ranges.push((donor.addr..donor.addr + donor.bytes, frames));
-            leaving.bytes += donor.bytes;
+            leaving.donors.push(donor);
+            bytes += donor.bytes;
         }
-        self.leaving += leaving.bytes;
+        leaving.bytes += bytes;
+        self.leaving += bytes;
         self.account_for_granules();
-        Leaving { donors, ..leaving }
+        next
     }
 
-    /// Accounts for a trim of which the driver unmapped the first `unmapped` ranges; `loose` frames are still here.
-    fn settle_trim(&mut self, leaving: Leaving, unmapped: usize) {
-        let Leaving { donors, ranges, loose, bytes } = leaving;
-        for (at, (donor, (_, frames))) in donors.iter().zip(ranges).enumerate() {
-            let heap = &mut self.arena(donor.arena).heap;
-            let pool = heap.blocks[donor.block].pool;
-            if at < unmapped {
-                heap.unhold_as_hole(donor.block);
-                self.counters().num_device_free.add(1);
-            } else {
-                heap.unhold_as_free(donor.block);
-                self.note_mapping(Action::SegmentMap, pool, donor.arena, donor.addr, donor.bytes);
-                if let Some(paged) = &mut self.paged {
-                    paged.mapped_bytes[kind_of(pool) as usize] += donor.bytes;
-                    paged.put_all(donor.addr, &frames);
-                }
-            }
+    /// Returns a held donor to its heap, as a hole if it was unmapped, otherwise with its frames.
+    fn settle_leaving(&mut self, donor: Donor, frames: &[Frame], was_unmapped: bool) {
+        let heap = &mut self.arena(donor.arena).heap;
+        let pool = heap.blocks[donor.block].pool;
+        if was_unmapped {
+            heap.unhold_as_hole(donor.block);
+            self.counters().num_device_free.add(1);
+            return;
         }
-        self.leaving -= bytes;
+        heap.unhold_as_free(donor.block);
+        self.note_mapping(Action::SegmentMap, pool, donor.arena, donor.addr, donor.bytes);
         if let Some(paged) = &mut self.paged {
-            paged.spares.extend(loose.iter());
+            paged.mapped_bytes[kind_of(pool) as usize] += donor.bytes;
+            paged.put_all(donor.addr, frames);
         }
-        self.account_for_granules();
     }
 
     /// Takes reservations of some pools that consist of one hole out of the heaps. Returns their addresses and lengths.
     fn take_empty_reservations(&mut self, which: Which) -> Vec<(u64, u64)> {
-        let holes = self.heaps_with(which).flat_map(|(heap, pool)| heap.holes_of(pool).map(move |hole| (heap, hole)));
-        let empty = holes.filter(|&(heap, hole)| !heap.blocks[hole].is_split() && heap.is_hole(hole));
-        let empty: Vec<Place> = empty.map(|(heap, block)| Place { arena: heap.home, block }).collect();
+        self.look_for_in(which, Sought::Empty);
+        let empty =
+            self.heaps().flat_map(|heap| heap.empty_reservations().map(move |block| Place { arena: heap.home, block }));
+        let empty: Vec<Place> = empty.filter(|&place| self.pools.is_among(self.block(place).pool, which)).collect();
         let regions = empty.into_iter().map(|place| {
             let region = self.arena(place.arena).heap.remove_reservation(place.block);
             self.pools.forget_region(region.pool, region.home);

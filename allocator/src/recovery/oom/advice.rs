@@ -1,10 +1,12 @@
 //! Advice: the changes that would have made a request fit.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
+use crate::allocator::Allocator;
 use crate::backing::headroom::Refusal;
 use crate::format::{Bytes, Exactly};
-use crate::heap::{Block, kind_of};
+use crate::heap::kind_of;
 use crate::recovery::oom::remedies::{Holds, Remedies, frees_alone};
 use crate::recovery::oom::waits::Waits;
 use crate::recovery::oom::{LISTED, OomReport};
@@ -135,40 +137,44 @@ pub enum Advice {
     All(Vec<Advice>),
 }
 
+impl Allocator {
+    /// Advice from a look at the free blocks of the request's pool that the request may not have.
+    pub(super) fn advice_from_blocks(&self, request: &Request) -> Vec<Advice> {
+        let (mut relaxed, mut of_another) = (None, None);
+        self.shell().each_arena(|core, arena| {
+            for (owner, index) in arena.heap.indexes(request.pool) {
+                let mut sizes = index.iter_from(request.size).map(|key| key.size());
+                let fits = |size: u64| core.classes.fits(size, request.size);
+                if owner == request.slot {
+                    relaxed = relaxed.or_else(|| sizes.find(|&size| !fits(size)));
+                } else {
+                    of_another = of_another.or_else(|| sizes.find(|&size| fits(size)));
+                }
+            }
+        });
+        let relaxed = relaxed.map(|block| Advice::RelaxSplitLimit { block });
+        relaxed.into_iter().chain(of_another.map(|block| Advice::CrossStream { block })).collect()
+    }
+}
+
 impl Whole {
-    /// Advice from a look at the blocks: free blocks that the request may not have. No block serves a request for memory apart.
-    pub(super) fn advice_from_blocks(&self, request: &Request, apart: bool, free: &[&Block]) -> Vec<Advice> {
-        let mut advice = Vec::new();
-        if apart {
-            return advice;
+    /// Advice to let private pools lend their memory. As it is lent: only blocks of the stream itself, except those that graphs may use.
+    pub(super) fn advice_to_lend(&mut self, request: &Request) -> Vec<Advice> {
+        if request.pool >= 2 || self.try_arena(request.slot).is_none() {
+            return Vec::new();
         }
-        let own = |block: &Block| block.owner == request.slot;
-        let fits = |block: &Block| self.classes.fits(block.size, request.size);
-        if let Some(block) = free.iter().find(|block| own(block) && block.size >= request.size && !fits(block)) {
-            advice.push(Advice::RelaxSplitLimit { block: block.size });
-        }
-        if let Some(block) = free.iter().find(|block| !own(block) && fits(block)) {
-            advice.push(Advice::CrossStream { block: block.size });
-        }
-        // As they are lent: only blocks of the stream itself, except those that graphs may use.
-        let home = self.heaps().find(|heap| heap.home == request.slot);
-        let near = |number: u16| home.map(|heap| (heap, number));
-        for private in self.pools.iter().filter(|private| private.open && !private.owns(request.pool)) {
-            let lent = private.numbers().filter(|&number| !private.keeps_for_graphs(number));
-            let lent = lent.filter(|&number| kind_of(number) == kind_of(request.pool)).flat_map(near);
-            let blocks = lent.flat_map(|(heap, number)| heap.free_blocks(number).map(|key| &heap.blocks[key.block()]));
-            let largest = blocks.filter(|block| own(block) && fits(block)).map(|block| block.size).max();
-            if let Some(block) = largest.filter(|_| request.pool < 2) {
-                advice.push(Advice::PrivatePool { pool: private.id, block });
+        let heap = self.heap_of(request.slot);
+        let mut largest: BTreeMap<(u64, u64), u64> = BTreeMap::new();
+        for number in heap.pools.numbers().filter(|&number| kind_of(number) == kind_of(request.pool)) {
+            let private =
+                self.pools.owner_of(number).filter(|private| private.open && !private.keeps_for_graphs(number));
+            let Some((private, index)) = private.zip(heap.index(number, request.slot)) else { continue };
+            let sizes = index.iter_from(request.size).map(|key| key.size());
+            for size in sizes.filter(|&size| self.classes.fits(size, request.size)) {
+                largest.entry(private.id).and_modify(|largest| *largest = size.max(*largest)).or_insert(size);
             }
         }
-        advice.push(Advice::Fragmented {
-            on_device: 0,
-            cached: free.iter().map(|block| block.size).sum(),
-            pieces: free.len(),
-            largest: free.iter().map(|block| block.size).max().unwrap_or(0),
-        });
-        advice
+        largest.into_iter().map(|(pool, block)| Advice::PrivatePool { pool, block }).collect()
     }
 }
 

@@ -5,7 +5,7 @@
 
 use crate::accounting::Releasable;
 use crate::heap::State;
-use crate::shell::whole::Whole;
+use crate::shell::core::Core;
 
 /// Bytes that cannot go back while a stream captures: parts of what is in [`super::remedies::Holds`]. Where that is not known exactly, they
 /// are too many.
@@ -64,7 +64,7 @@ impl Captured {
     }
 }
 
-impl Whole {
+impl Core {
     /// True if a stream of the device captures.
     pub(crate) fn is_capturing(&self) -> bool {
         self.device.as_ref().is_some_and(aquifer_device::Device::is_capturing)

@@ -4,29 +4,25 @@
 mod advice;
 mod captures;
 mod remedies;
+mod seen;
 mod waits;
 
-use std::collections::HashMap;
 use std::fmt;
 
 use aquifer_device::MemoryInfo;
 
 use crate::accounting::counters::Hot;
-use crate::accounting::unusable_index;
 use crate::allocator::Allocator;
 use crate::backing::headroom::Refusal;
 use crate::error::AllocError;
 use crate::format::{Bytes, Exactly};
-use crate::heap::{Block, State};
 use crate::history::{Action, Subject};
 use crate::recovery::reclaim::Reclaimed;
-use crate::shell::core::Request;
-use crate::shell::whole::Whole;
+use crate::shell::core::{Core, Request};
 use crate::size_class::{MIN_LARGE_ALLOC, PoolKind};
-use crate::tags::Tag;
 
 pub use advice::Advice;
-use remedies::Holds;
+use seen::Seen;
 use waits::Waits;
 
 /// How many tags, reclaimers and pieces of advice a report lists.
@@ -47,6 +43,9 @@ pub(crate) struct Tried {
 }
 
 /// Why a request could not be served. All sizes are bytes.
+///
+/// Locks are held for some blocks at a time. While other threads allocate, each block counts as it was at some moment after the last attempt
+/// to serve the request, and the sums may be of slightly different moments.
 ///
 /// Its `Display` reads like PyTorch's message and then explains.
 #[derive(Clone, Debug)]
@@ -118,21 +117,33 @@ impl Allocator {
         }
         let memory = self.device().memory_info().ok();
         let shell = self.shell();
-        let mut whole = shell.whole();
+        let mut whole = shell.part(Some(request.slot));
         shell.counters.num_ooms.add(1);
         let (pool, free) = (whole.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
         let subject = Subject { addr: free, size: request.size, slot: request.slot, tag: request.tag, pool };
         shell.history.lock().note(Action::Oom, subject);
-        let mut report = whole.report(request, &tried);
-        let mut holds = Holds { own: tried.own, ..whole.holds(request) };
-        report.segment = if tried.apart { request.size } else { self.growth_bytes(&whole, request) };
+        let lent = if tried.apart { Vec::new() } else { whole.advice_to_lend(request) };
+        let segment = if tried.apart { request.size } else { self.growth_bytes(&whole, request) };
         let lacking = if tried.apart { None } else { whole.lacking_bytes(request) };
-        report.from_device = lacking.unwrap_or(report.segment);
-        report.kept_by_captures = holds.captured.cached();
-        report.allocated = shell.read(Hot::Bytes).all.current;
-        report.requested_live = shell.read(Hot::Requested).all.current.saturating_sub(whole.waiting_requested());
-        let waits = whole.waits(request, tried.apart);
         drop(whole);
+        // No cached hit waits for the core's lock, under which the time grows with waiting blocks and memory apart.
+        let core = shell.core();
+        let mut report = core.report(request, &tried);
+        let mut seen = Seen::new(&core, request, tried.own);
+        let waiting = core.waiting_requested();
+        let waits = core.waits(request, tried.apart);
+        drop(core);
+        report.segment = segment;
+        report.from_device = lacking.unwrap_or(segment);
+        report.allocated = shell.read(Hot::Bytes).all.current;
+        report.requested_live = shell.read(Hot::Requested).all.current.saturating_sub(waiting);
+        shell.walk(|core, heap, passed| seen.add(core, heap, passed));
+        if !tried.apart {
+            report.advice = self.advice_from_blocks(request);
+            report.advice.extend(lent);
+            report.advice.push(seen.fragmented());
+        }
+        let mut holds = seen.tell(&mut report);
         report.device = self.device().info().ordinal;
         report.device_name.clone_from(&self.device().info().name);
         report.limit = self.limit();
@@ -161,18 +172,10 @@ impl Allocator {
     }
 }
 
-impl Whole {
-    /// Builds the part of the report that is read under the locks.
+impl Core {
+    /// Builds the part of the report that needs no look at blocks.
     fn report(&self, request: &Request, tried: &Tried) -> OomReport {
-        let free: Vec<&Block> = self.free_blocks(request.pool).collect();
-        let sizes = || free.iter().map(|block| block.size);
         let private = |number| self.pools.owner_of(number);
-        let of_private = self.heaps().flat_map(|heap| {
-            let kept = |pool| private(pool).is_some_and(|private| !private.is_released());
-            let regions = heap.regions().filter(move |region| kept(region.pool));
-            regions.flat_map(|region| heap.mapped_ranges(region)).map(|(_, bytes)| bytes)
-        });
-        let reserved_by_private_pools = of_private.sum();
         OomReport {
             device: 0,
             device_name: String::new(),
@@ -189,34 +192,19 @@ impl Whole {
             allocated: 0,
             requested_live: 0,
             reserved: self.reserved,
-            reserved_by_private_pools,
-            largest_free: sizes().max().unwrap_or(0),
-            free_in_pool: sizes().sum(),
-            unusable_index: unusable_index(sizes(), request.size),
+            reserved_by_private_pools: 0,
+            largest_free: 0,
+            free_in_pool: 0,
+            unusable_index: 0.0,
             waiting: self.waiting_bytes(),
             held_by_others: None,
-            largest_tags: self.largest_tags(),
+            largest_tags: Vec::new(),
             released: tried.released,
             reclaimed: tried.reclaimers.iter().fold(0, |sum, one| sum.saturating_add(one.bytes)),
             reclaimers: tried.reclaimers.clone(),
             kept_by_captures: 0,
-            advice: self.advice_from_blocks(request, tried.apart, &free),
+            advice: Vec::new(),
         }
-    }
-
-    fn largest_tags(&self) -> Vec<(Option<String>, u64)> {
-        let mut by_tag: HashMap<u32, u64> = HashMap::new();
-        let blocks = self.heaps().flat_map(|heap| heap.blocks.iter()).map(|(_, block)| block);
-        for block in blocks.filter(|block| block.state == State::Live) {
-            *by_tag.entry(block.tag).or_default() += block.size;
-        }
-        for owned in self.paged.iter().flat_map(|paged| paged.owned.values()).filter(|owned| owned.size > 0) {
-            *by_tag.entry(owned.tag.0).or_default() += owned.size;
-        }
-        let mut tags: Vec<(u32, u64)> = by_tag.into_iter().collect();
-        tags.sort_by_key(|&(tag, bytes)| (std::cmp::Reverse(bytes), tag));
-        tags.truncate(LISTED);
-        tags.into_iter().map(|(tag, bytes)| (Tag(tag).name().map(|name| name.to_string()), bytes)).collect()
     }
 }
 

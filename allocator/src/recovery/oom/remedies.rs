@@ -3,12 +3,8 @@
 //! Remedies change how much stays reserved, how much is allowed, or how much the device has available. All of these are sums, so every set
 //! can be tried. Where a sum is not known, the estimate errs towards asking for more, so that following the advice suffices.
 
-use crate::heap::{Region, State};
-use crate::pools::table::Private;
 use crate::recovery::oom::captures::Captured;
 use crate::recovery::oom::{Advice, OomReport};
-use crate::shell::core::Request;
-use crate::shell::whole::Whole;
 
 /// The remedies, most helpful first; a set of them is a sum.
 const CACHE: u16 = 1;
@@ -56,75 +52,6 @@ pub(super) struct Holds {
     pub(super) kept_next_time: u64,
     /// The parts of these sums that cannot go back to the device while a stream captures.
     pub(super) captured: Captured,
-}
-
-impl Whole {
-    /// The memory that stands in the way of a request, according to blocks and regions.
-    pub(super) fn holds(&self, request: &Request) -> Holds {
-        let mut holds = Holds::default();
-        let captures = self.is_capturing();
-        let promised = |pool: u16| self.pools.owner_of(pool).filter(|private| !private.is_released());
-        let is_own = |private: &Private| private.owns(request.pool);
-        if let Some(own) = promised(request.pool) {
-            holds.own_pool_has_graphs = own.numbers().any(|number| own.keeps_for_graphs(number));
-        }
-        for (heap, region) in self.heaps().flat_map(|heap| heap.regions().map(move |region| (heap, region))) {
-            let ranges = heap.mapped_ranges(region);
-            let bytes = ranges.iter().map(|(_, bytes)| bytes).sum::<u64>();
-            match promised(region.pool) {
-                Some(private) if is_own(private) => {
-                    holds.own_pool += bytes;
-                    let near = region.pool == request.pool && heap.home == request.slot;
-                    let fits = |bytes: u64| match region.is_paged() {
-                        true => bytes >= request.size,
-                        false => self.classes.fits(bytes, request.size),
-                    };
-                    holds.own_pool_serves |= near && ranges.iter().any(|&(_, bytes)| fits(bytes));
-                }
-                Some(_) => {
-                    holds.pools += bytes;
-                    holds.pinned_in_pools += self.pinned_in(region);
-                    continue;
-                }
-                None => {}
-            }
-            holds.pinned += self.pinned_in(region);
-        }
-        let blocks = self.heaps().flat_map(|heap| heap.blocks.iter().map(move |(_, block)| (heap, block)));
-        for (heap, block) in blocks {
-            let owner = promised(block.pool);
-            match (block.state, owner) {
-                (State::Live, Some(private)) if !is_own(private) => holds.live_in_pools += block.size,
-                (State::Free, None) => {
-                    let part = self.releasable_part(heap, block);
-                    holds.loose += part.bytes;
-                    holds.pinned_free += part.pinned;
-                }
-                (State::Free, Some(private)) if is_own(private) => {
-                    holds.own_pool_loose += self.releasable_part(heap, block).bytes;
-                }
-                _ => {}
-            }
-            if captures && block.state.has_memory() {
-                holds.captured.add(block.state, block.size, &self.releasable_part(heap, block), owner.map(is_own));
-            }
-        }
-        holds.loose += self.paged.as_ref().map_or(0, |paged| paged.spares.granules() * paged.granule);
-        if captures {
-            let apart = self.paged.iter().flat_map(|paged| paged.owned.values());
-            holds.captured.rest += apart.map(|owned| owned.size).sum::<u64>();
-        }
-        holds.addresses_apart = self.paged.as_ref().map_or(0, |paged| paged.apart_address_bytes());
-        holds
-    }
-
-    fn pinned_in(&self, region: &Region) -> u64 {
-        match &self.paged {
-            Some(paged) if region.is_paged() => paged.pinned_bytes(&self.pins, region.addr..region.addr + region.bytes),
-            _ if self.pins.contains(region.addr) => region.bytes,
-            _ => 0,
-        }
-    }
 }
 
 /// A report, and the memory that stands in the way of its request.

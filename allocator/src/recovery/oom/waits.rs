@@ -1,8 +1,7 @@
 //! Advice to wait for streams that still use memory which was given back.
 
 use crate::recovery::oom::Advice;
-use crate::shell::core::Request;
-use crate::shell::whole::Whole;
+use crate::shell::core::{Core, Request};
 
 /// What a request would get once streams are done with freed memory.
 #[derive(Clone, Debug, Default)]
@@ -26,7 +25,7 @@ struct Wait {
     brings: u64,
 }
 
-impl Whole {
+impl Core {
     /// The streams that a request might wait for. Work that a capturing stream was given before is done one day, but nobody can learn that
     /// before the capture has ended. Memory apart from heaps comes from the device, and so from any block.
     pub(super) fn waits(&self, request: &Request, apart: bool) -> Waits {

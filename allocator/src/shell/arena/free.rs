@@ -3,7 +3,7 @@
 //! A thread that allocates from the arena frees directly, under the arena's lock. Every other thread puts the block into the arena's queue
 //! (`remote.rs`), unless streams besides their own use blocks of the arena, or another stream inherits this one; then it frees
 //! directly, too. A thread that finds the lock taken uses the queue in any case. A block that other streams use goes from the arena to
-//! the shell, because it needs all locks.
+//! the shell, because it needs the core's lock.
 
 use super::remote::RemoteFree;
 use super::{Arena, Guard, Shared};
@@ -97,10 +97,12 @@ impl Arena {
             return;
         }
         while let Err(back) = self.remote.push(free, hurries) {
-            // Taking all locks empties it.
-            drop(self.shell.whole());
+            // The queue's arena is not settled, or is not any more, so this empties it.
+            self.unsettle();
+            drop(self.shell.part(None));
             free = back;
         }
+        self.unsettle();
         // Either this sees that the shell closed, or `close` sees the entry.
         if self.shell.is_closed() {
             self.shell.recycle_if_unused();

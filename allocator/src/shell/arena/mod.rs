@@ -7,10 +7,10 @@
 //!
 //! Invariants:
 //! * an arena is *open* from the stream's first allocation until the shell is recycled; blocks live in open arenas only;
-//! * a thread that takes all locks first applies the remote frees queued before;
+//! * a slow path that looks into the arena first applies the remote frees queued before;
 //! * the streams that own blocks here are known by their timelines.
 //!
-//! Lock order: the core's lock, arenas by ascending stream, then leaf locks (history, publishing, lists). Work in one
+//! Lock order: the core's lock, arenas, then leaf locks (history, publishing, lists). Work in one
 //! arena alone takes that arena's lock while holding no other.
 
 mod free;
@@ -32,7 +32,7 @@ use crate::history::{Action, Actions, Subject};
 use crate::shell::core::{Granted, Request};
 use crate::shell::{SharedFree, Shell};
 use crate::size_class::{PoolKind, SizeClasses};
-use crate::sync::atomic::AtomicU32;
+use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use crate::sync::{Mutex, MutexGuard};
 use crate::tags::Tag;
 use remote::{RemoteFree, RemoteFrees};
@@ -43,6 +43,8 @@ pub(crate) const UNKNOWN: u64 = u64::MAX;
 pub(crate) struct Arena {
     pub(crate) shell: &'static Shell,
     pub(crate) slot: u32,
+    /// True while it is settled (`shell/settled.rs`), and nobody entered it in the queue of those that are not any more.
+    settled: AtomicBool,
     /// Number of live blocks that streams besides their own use. Written under the core's lock.
     pub(crate) shared_blocks: AtomicU32,
     desk: CachePadded<Mutex<Desk>>,
@@ -59,8 +61,11 @@ impl fmt::Debug for Arena {
 /// The state that an arena's lock protects.
 #[derive(Debug, Default)]
 pub(crate) struct Desk {
-    /// The thread that writes to the shared counters (`accounting/tally.rs`); [`Writer::NOBODY`] while the arena is not open.
+    /// The thread that writes to the shared counters (`accounting/tally.rs`); [`Writer::NOBODY`] while the arena is not open, and
+    /// [`Writer::SETTLED`] while it is settled.
     writer: Writer,
+    /// What `writer` was before the arena was settled.
+    settled_writer: Writer,
     /// Number of live blocks.
     pub(crate) live: u64,
     pub(crate) heap: Heap,
@@ -88,7 +93,7 @@ struct Shared;
 impl Arena {
     pub(crate) fn new(shell: &'static Shell, slot: u32) -> Arena {
         let (desk, own, remote) = (CachePadded::default(), CachePadded::default(), CachePadded::default());
-        Arena { shell, slot, shared_blocks: AtomicU32::new(0), desk, own, remote }
+        Arena { shell, slot, settled: AtomicBool::new(false), shared_blocks: AtomicU32::new(0), desk, own, remote }
     }
 
     /// Takes the lock for an allocation, and applies the remote frees that are due. `None` while the arena is not open, or if the calling
@@ -104,11 +109,29 @@ impl Arena {
 
     #[inline]
     fn admit(&'static self, desk: MutexGuard<'static, Desk>) -> Option<Guard> {
-        let is_known = desk.writer == Writer::this_thread() || desk.writer == Writer::SEVERAL;
-        is_known.then(|| Guard { arena: self, desk })
+        if desk.is_known_here() { Some(Guard { arena: self, desk }) } else { self.admit_unsettled(desk) }
     }
 
-    /// Takes the lock for a caller that takes all locks.
+    /// As [`Arena::admit`], where the arena may be settled.
+    #[cold]
+    #[inline(never)]
+    fn admit_unsettled(&'static self, desk: MutexGuard<'static, Desk>) -> Option<Guard> {
+        let mut guard = Guard { arena: self, desk };
+        if guard.desk.writer == Writer::SETTLED {
+            guard.desk.writer = guard.desk.settled_writer;
+            self.unsettle();
+        }
+        guard.desk.is_known_here().then_some(guard)
+    }
+
+    /// Enters the arena in the queue of those that are not settled any more, if it is settled and not there yet.
+    fn unsettle(&'static self) {
+        if self.settled.load(Ordering::SeqCst) && self.settled.swap(false, Ordering::SeqCst) {
+            self.shell.unsettled.push(self);
+        }
+    }
+
+    /// Takes the lock for a caller that has the core's lock.
     pub(crate) fn lock_with_all(&'static self) -> Guard {
         self.with_all(self.desk.lock())
     }
@@ -162,6 +185,36 @@ impl DerefMut for Guard {
 }
 
 impl Guard {
+    /// Applies the remote frees queued so far, has other threads free through the queue until they next allocate here, and merges what
+    /// rests.
+    pub(crate) fn tidy(&mut self) {
+        self.arena.remote.forget_other_threads();
+        self.drain();
+        self.merge_resting();
+    }
+
+    /// Has whoever works here next make the arena an unsettled one. Returns false if frees were queued meanwhile. The caller has the core's
+    /// lock.
+    pub(crate) fn settle(&mut self) -> bool {
+        let arena = self.arena;
+        arena.settled.store(true, Ordering::SeqCst);
+        // A thread that queues a free either sees the store, or its free is seen here.
+        fence(Ordering::SeqCst);
+        if arena.has_remote_frees() && arena.settled.swap(false, Ordering::SeqCst) {
+            return false;
+        }
+        self.desk.settled_writer = std::mem::replace(&mut self.desk.writer, Writer::SETTLED);
+        true
+    }
+
+    /// Makes the arena an unsettled one, for a caller that has the core's lock.
+    pub(crate) fn unsettle_held(&mut self) {
+        if self.desk.writer == Writer::SETTLED {
+            self.desk.writer = self.desk.settled_writer;
+            self.arena.settled.store(false, Ordering::SeqCst);
+        }
+    }
+
     /// Changes the thread that writes to the shared counters. The caller holds all locks.
     pub(crate) fn set_writer(&mut self, writer: Writer) {
         self.desk.writer = writer;
@@ -185,14 +238,9 @@ impl Guard {
             return Some(self);
         }
         drop(self);
-        // Blocks that other streams used, too, need all locks. They are not to count as live, and their wait begins now.
-        drop(arena.shell.whole());
+        // Blocks that other streams used, too, need the core's lock. They are not to count as live, and their wait begins now.
+        drop(arena.shell.part(None));
         arena.admit(arena.desk.lock())
-    }
-
-    /// Has other threads free through the queue until they next allocate here.
-    pub(crate) fn forget_other_threads(&self) {
-        self.arena.remote.forget_other_threads();
     }
 
     /// Applies the remote frees queued so far.
@@ -392,6 +440,12 @@ impl Guard {
 }
 
 impl Desk {
+    /// True if the calling thread may work here.
+    #[inline]
+    fn is_known_here(&self) -> bool {
+        self.writer == Writer::this_thread() || self.writer == Writer::SEVERAL
+    }
+
     /// Opens the arena of the stream with this timeline.
     pub(crate) fn open(&mut self, timeline: &Arc<Timeline>, is_paged: bool) {
         self.heap = Heap::new(timeline.id(), if is_paged { IndexKind::Bins } else { IndexKind::Exact });

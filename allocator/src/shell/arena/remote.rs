@@ -10,7 +10,7 @@
 //! * by the next allocation from the arena, once they are *due*: 16 of them wait, or a large one, or one whose thread found the
 //!   lock taken;
 //! * when another thread begins to allocate from the arena;
-//! * whenever all locks are taken: before memory is asked of the device, and before statistics are read.
+//! * whenever a slow path looks into the arena: before memory is asked of the device, and before statistics are read.
 //!
 //! So no request is refused, and nothing grows, for the sake of a block that stands here.
 //!
@@ -78,7 +78,7 @@ pub(crate) struct RemoteFree {
 #[derive(Debug)]
 pub(crate) struct RemoteFrees {
     queue: ArrayQueue<RemoteFree>,
-    /// The threads that free directly: a bit for each that allocated since blocks became due, and since all locks were taken. One thread
+    /// The threads that free directly: a bit for each that allocated since blocks became due, and since a slow path looked into it. One thread
     /// in 64 others may be mistaken for one of them. Only a hint: what it misses waits for one of the other occasions.
     direct: AtomicU64,
 }
