@@ -160,8 +160,8 @@ impl Whole {
         self.arenas.iter_mut().for_each(Guard::unsettle_held);
     }
 
-    /// Applies the queued frees of every arena that is not settled, merges what rests there, and settles it, but for the arena `own`, whose
-    /// lock is kept. Returns false if `lock` fails.
+    /// Applies the queued frees of every arena that is not settled, merges what rests there, and settles it. Keeps the locks of the arena `own`
+    /// and of those to which frees came meanwhile. Returns false if `lock` fails.
     fn visit(&mut self, lock: impl Fn(&'static Arena) -> Option<Guard>, own: Option<u32>) -> bool {
         let shell = self.shell;
         let settled = &mut self.core.settled;
@@ -181,13 +181,12 @@ impl Whole {
             };
             guard.unsettle_held();
             guard.tidy();
-            if own == Some(arena.slot) {
-                kept.push(arena);
-                self.arenas.push(guard);
-            } else if guard.settle() {
-                self.core.settled.insert(&guard);
+            if own != Some(arena.slot) && guard.settle() {
+                let known = self.core.done_until(arena.slot);
+                self.core.settled.insert(&guard, |after| after <= known);
             } else {
                 kept.push(arena);
+                self.arenas.push(guard);
             }
         }
         let done = left.is_empty();
