@@ -135,7 +135,7 @@ impl Core {
 impl Whole {
     /// The blocks that other streams have for the request, in any heap.
     fn lendable(&mut self, request: &Request) -> Lendable {
-        self.look_for(Sought::Free(request.size));
+        self.look_for_lenders(request);
         self.look_for(Sought::Strays);
         let (mut fits, mut latest) = (false, Latest::default());
         for heap in self.heaps() {
@@ -161,6 +161,13 @@ impl Whole {
         Lendable { fits, ticks: self.unknown(latest.0.into_iter()) }
     }
 
+    /// Takes the locks of arenas that may have a block to lend for the request.
+    fn look_for_lenders(&mut self, request: &Request) {
+        // The stream's own blocks at home are not lent.
+        self.try_arena(request.slot);
+        self.look_for(Sought::Lent { pool: request.pool, size: request.size });
+    }
+
     /// Returns strays that are done to their home streams.
     pub(crate) fn send_strays_home(&mut self) {
         self.look_for(Sought::Strays);
@@ -175,7 +182,7 @@ impl Whole {
     /// The best block by size among those that other streams own or that are away from home. `until` gives for an owner the latest tick
     /// that its block may have.
     fn best_lent(&mut self, request: &Request, until: impl Fn(&Core, u32) -> u64) -> Option<Place> {
-        self.look_for(Sought::Free(request.size));
+        self.look_for_lenders(request);
         let mut best = None;
         for heap in self.heaps() {
             for (owner, index) in heap.indexes(request.pool) {

@@ -145,17 +145,20 @@ impl Default for Block {
 /// The binary logarithm of the number of records in a chunk. A chunk takes 64 KiB: adding one takes some ten microseconds, under the lock.
 const CHUNK_BITS: u32 = 10;
 const CHUNK: usize = 1 << CHUNK_BITS;
-/// The number of records that a slab starts with.
-const FIRST: usize = 8;
+type Chunk = Box<[Block; CHUNK]>;
+/// Up to so many records, they are side by side.
+const FLAT: usize = 4 * CHUNK;
 
 /// All blocks of a heap.
 ///
-/// Records are in chunks, so that adding one never moves many. Only the first chunk grows in place, until it is as long as the others.
+/// The records of a small heap are side by side, which costs least to look at. Those of a larger one are in chunks, so that adding one never
+/// moves others: they move for the last time when there are [`FLAT`] of them, which takes some fifty microseconds.
 #[derive(Debug)]
 pub(crate) struct Slab {
-    /// The records. The first one is that of [`BlockId::NONE`].
-    chunks: Vec<Box<[Block]>>,
-    /// The number of records that were ever in use; those behind them were not.
+    /// The records. The first one is that of [`BlockId::NONE`]. Empty once there are chunks.
+    flat: Vec<Block>,
+    chunks: Vec<Chunk>,
+    /// The number of records that were ever in use.
     count: usize,
     /// The first vacant record; they are chained through `next`.
     vacant: BlockId,
@@ -163,15 +166,34 @@ pub(crate) struct Slab {
 
 impl Default for Slab {
     fn default() -> Slab {
-        Slab { chunks: vec![chunk(Vec::new(), FIRST)], count: 1, vacant: BlockId::NONE }
+        Slab { flat: vec![Block::default()], chunks: Vec::new(), count: 1, vacant: BlockId::NONE }
     }
 }
 
-/// A chunk of `length` records, of which the first ones are given.
-fn chunk(mut records: Vec<Block>, length: usize) -> Box<[Block]> {
-    records.reserve_exact(length - records.len());
-    records.resize_with(length, Block::default);
-    records.into_boxed_slice()
+/// A chunk that begins with the given records.
+fn chunk(records: &[Block]) -> Chunk {
+    let mut chunk = Vec::with_capacity(CHUNK);
+    chunk.extend_from_slice(records);
+    chunk.resize_with(CHUNK, Block::default);
+    chunk.into_boxed_slice().try_into().unwrap_or_else(|_| unreachable!("as long as a chunk"))
+}
+
+/// A record, of which the compiler finds with one comparison that it is among flat ones, as it must compare with their number anyway.
+#[inline(always)]
+fn record<'a>(flat: &'a [Block], chunks: &'a [Chunk], id: BlockId) -> &'a Block {
+    match flat.get(id.0 as usize) {
+        Some(block) => block,
+        None => &chunks[id.chunk()][id.index()],
+    }
+}
+
+/// As [`record`], to change it.
+#[inline(always)]
+fn record_mut<'a>(flat: &'a mut [Block], chunks: &'a mut [Chunk], id: BlockId) -> &'a mut Block {
+    match flat.get_mut(id.0 as usize) {
+        Some(block) => block,
+        None => &mut chunks[id.chunk()][id.index()],
+    }
 }
 
 impl Slab {
@@ -186,7 +208,7 @@ impl Slab {
     /// The records, for an operation that inserts none.
     #[inline]
     pub(super) fn records(&mut self) -> Records<'_> {
-        Records { chunks: &mut self.chunks, vacant: &mut self.vacant }
+        Records { flat: &mut self.flat, chunks: &mut self.chunks, vacant: &mut self.vacant }
     }
 
     /// The records, for an operation that inserts at most one.
@@ -204,13 +226,14 @@ impl Slab {
         let id = BlockId(u32::try_from(self.count).unwrap_or(u32::MAX));
         // 2^32 - 1 records of 64 bytes are 256 GiB of host memory: the process is out of memory before that.
         assert!(id.0 != u32::MAX, "more than 2^32 blocks");
-        match &mut self.chunks[..] {
-            [first] if first.len() == self.count && self.count < CHUNK => {
-                let records = std::mem::take(first).into_vec();
-                *first = chunk(records, 2 * self.count);
+        if self.count < FLAT {
+            self.flat.push(Block::default());
+        } else {
+            // Does nothing once there are chunks.
+            self.chunks.extend(std::mem::take(&mut self.flat).chunks(CHUNK).map(chunk));
+            if self.count == self.chunks.len() * CHUNK {
+                self.chunks.push(chunk(&[]));
             }
-            chunks if chunks.len() * CHUNK == self.count => self.chunks.push(chunk(Vec::new(), CHUNK)),
-            _ => {}
         }
         self.count += 1;
         self.vacant = id;
@@ -241,7 +264,9 @@ impl Slab {
     /// Every block that is not vacant.
     #[cfg(test)]
     pub(crate) fn iter(&self) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
-        let numbered = (0..u32::MAX).map(BlockId).zip(self.chunks.iter().flatten().take(self.count));
+        let numbered = (0..u32::MAX)
+            .map(BlockId)
+            .zip(self.flat.iter().chain(self.chunks.iter().flat_map(|chunk| chunk.iter())).take(self.count));
         numbered.filter(|(_, block)| block.state != State::Vacant)
     }
 }
@@ -251,14 +276,14 @@ impl Index<BlockId> for Slab {
 
     #[inline]
     fn index(&self, id: BlockId) -> &Block {
-        &self.chunks[id.chunk()][id.index()]
+        record(&self.flat, &self.chunks, id)
     }
 }
 
 impl IndexMut<BlockId> for Slab {
     #[inline]
     fn index_mut(&mut self, id: BlockId) -> &mut Block {
-        &mut self.chunks[id.chunk()][id.index()]
+        record_mut(&mut self.flat, &mut self.chunks, id)
     }
 }
 
@@ -266,7 +291,8 @@ impl IndexMut<BlockId> for Slab {
 /// instead of being read again after each store.
 #[derive(Debug)]
 pub(super) struct Records<'a> {
-    chunks: &'a mut [Box<[Block]>],
+    flat: &'a mut [Block],
+    chunks: &'a mut [Chunk],
     vacant: &'a mut BlockId,
 }
 
@@ -276,7 +302,7 @@ impl Records<'_> {
     pub(super) fn insert(&mut self, block: Block) -> BlockId {
         let id = *self.vacant;
         debug_assert_ne!(id, BlockId::NONE, "there is a vacant record");
-        let record = &mut self.chunks[id.chunk()][id.index()];
+        let record = record_mut(self.flat, self.chunks, id);
         let next = record.next;
         // Written straight into its place: building a record elsewhere and moving it in wide words would stall the machine.
         *record = block;
@@ -287,7 +313,7 @@ impl Records<'_> {
     #[inline]
     pub(super) fn remove(&mut self, id: BlockId) {
         debug_assert_ne!(id, BlockId::NONE);
-        let record = &mut self.chunks[id.chunk()][id.index()];
+        let record = record_mut(self.flat, self.chunks, id);
         (record.state, record.next) = (State::Vacant, *self.vacant);
         *self.vacant = id;
     }
@@ -298,14 +324,14 @@ impl Index<BlockId> for Records<'_> {
 
     #[inline]
     fn index(&self, id: BlockId) -> &Block {
-        &self.chunks[id.chunk()][id.index()]
+        record(self.flat, self.chunks, id)
     }
 }
 
 impl IndexMut<BlockId> for Records<'_> {
     #[inline]
     fn index_mut(&mut self, id: BlockId) -> &mut Block {
-        &mut self.chunks[id.chunk()][id.index()]
+        record_mut(self.flat, self.chunks, id)
     }
 }
 
@@ -329,13 +355,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_of_full_chunks_never_move() {
+    fn records_in_chunks_never_move() {
         let mut slab = Slab::default();
         let mut ids = Vec::new();
         let mut places = Vec::new();
-        for addr in 1..=4 * CHUNK as u64 {
+        for addr in 1..=(FLAT + 3 * CHUNK) as u64 {
             ids.push(slab.insert(Block { addr, state: State::Live, ..Block::default() }));
-            if ids.len() + 1 == CHUNK {
+            if ids.len() == FLAT {
                 places = ids.iter().map(|&id| std::ptr::from_ref(&slab[id])).collect();
             }
         }

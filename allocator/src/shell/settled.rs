@@ -26,10 +26,31 @@ struct Facts {
     sums: Sums,
     /// Free bytes. No free block is larger.
     free: u64,
+    /// The only free block, if there is only one, it is the home stream's in a default pool, and it is known done.
+    single: Option<Single>,
     /// The streams that own strays there.
     stray_owners: Vec<u32>,
     /// True if a reservation there has no memory.
     has_empty: bool,
+}
+
+/// A free block, ordered as blocks that may be lent are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Single {
+    pool: u16,
+    size: u64,
+    addr: u64,
+    slot: u32,
+}
+
+impl Single {
+    fn of(heap: &Heap, core_knows: impl Fn(u64) -> bool) -> Option<Single> {
+        let mut keys = [0, 1].into_iter().filter_map(|pool| Some((pool, heap.index(pool, heap.home)?.best_fit(1)?)));
+        let (pool, key) = keys.next()?;
+        let block = &heap.blocks[key.block()];
+        let is_single = key.size() == heap.free && core_knows(block.after);
+        is_single.then_some(Single { pool, size: key.size(), addr: block.addr, slot: heap.home })
+    }
 }
 
 /// Sums over arenas.
@@ -62,6 +83,13 @@ impl Sums {
 pub(crate) enum Sought {
     /// Free blocks of at least this many bytes.
     Free(u64),
+    /// The best free block of at least this many bytes of a pool, and blocks that are not known done.
+    Lent {
+        /// The pool.
+        pool: u16,
+        /// Bytes.
+        size: u64,
+    },
     /// Strays of a stream.
     StraysOf(u32),
     /// Strays of any stream.
@@ -76,6 +104,9 @@ pub(crate) struct Settled {
     facts: BTreeMap<u32, Facts>,
     /// Those with free memory, by its bytes.
     by_free: BTreeSet<(u64, u32)>,
+    /// Those of them that have no single, and the singles of the others.
+    without_single: BTreeSet<(u64, u32)>,
+    singles: BTreeSet<Single>,
     /// Those with strays, by the strays' owners.
     by_stray_owner: BTreeSet<(u32, u32)>,
     with_empty: BTreeSet<u32>,
@@ -86,8 +117,8 @@ pub(crate) struct Settled {
 }
 
 impl Settled {
-    /// Notes what there is in an arena.
-    pub(super) fn insert(&mut self, desk: &Desk) {
+    /// Notes what there is in an arena. `is_done` tells of a tick of its stream whether it is known done.
+    pub(super) fn insert(&mut self, desk: &Desk, is_done: impl Fn(u64) -> bool) {
         let heap: &Heap = &desk.heap;
         let slot = heap.home;
         let mut sums = Sums::default();
@@ -95,11 +126,16 @@ impl Settled {
         let mut stray_owners: Vec<u32> = heap.strays().map(|id| heap.blocks[id].owner).collect();
         stray_owners.sort_unstable();
         stray_owners.dedup();
-        let facts =
-            Facts { sums, free: heap.free, stray_owners, has_empty: heap.empty_reservations().next().is_some() };
+        let single = if stray_owners.is_empty() { Single::of(heap, is_done) } else { None };
+        let has_empty = heap.empty_reservations().next().is_some();
+        let facts = Facts { sums, free: heap.free, single, stray_owners, has_empty };
         self.sums.add(desk);
         if facts.free > 0 {
             self.by_free.insert((facts.free, slot));
+            match single {
+                Some(single) => self.singles.insert(single),
+                None => self.without_single.insert((facts.free, slot)),
+            };
         }
         self.by_stray_owner.extend(facts.stray_owners.iter().map(|&owner| (owner, slot)));
         if facts.has_empty {
@@ -113,6 +149,10 @@ impl Settled {
         let Some(facts) = self.facts.remove(&slot) else { return false };
         self.sums.sub(facts.sums);
         self.by_free.remove(&(facts.free, slot));
+        match facts.single {
+            Some(single) => self.singles.remove(&single),
+            None => self.without_single.remove(&(facts.free, slot)),
+        };
         for owner in facts.stray_owners {
             self.by_stray_owner.remove(&(owner, slot));
         }
@@ -144,6 +184,12 @@ impl Settled {
     pub(super) fn find(&self, sought: Sought) -> BTreeSet<u32> {
         match sought {
             Sought::Free(least) => self.by_free.range((least, 0)..).map(|&(_, slot)| slot).collect(),
+            Sought::Lent { pool, size } => {
+                let least = Single { pool, size, addr: 0, slot: 0 };
+                let best = self.singles.range(least..).next().filter(|single| single.pool == pool);
+                let others = self.without_single.range((size, 0)..).map(|&(_, slot)| slot);
+                others.chain(best.map(|single| single.slot)).collect()
+            }
             Sought::StraysOf(owner) => {
                 self.by_stray_owner.range((owner, 0)..=(owner, u32::MAX)).map(|&(_, slot)| slot).collect()
             }

@@ -182,11 +182,9 @@ impl Whole {
             };
             guard.unsettle_held();
             guard.tidy();
-            if own == Some(arena.slot) {
-                kept.push(arena);
-                self.arenas.push(guard);
-            } else if guard.settle() {
-                self.core.settled.insert(&guard);
+            if own != Some(arena.slot) && guard.settle() {
+                let known = self.core.done_until(arena.slot);
+                self.core.settled.insert(&guard, |after| after <= known);
             } else {
                 // Frees were queued meanwhile. What is free there is looked at all the same.
                 kept.push(arena);

@@ -3,10 +3,11 @@
 //!
 //! Unlocking is a plain store. An ordinary mutex has to find out at that point whether a thread sleeps, with a second atomic
 //! read-modify-write, and each of those waits until earlier stores are done: together a third of the time of an allocation. So
-//! no thread sleeps here. A thread that finds the lock taken retries for a microsecond or so, then yields to other threads again and
+//! no thread sleeps here. A thread that finds the lock taken retries for some ten microseconds, then yields to other threads again and
 //! again. This suits only locks under which no call can wait: those of arenas, of the core, of history and of publishing.
 //!
-//! **The lock is fair** to a thread that retried in vain: it draws a ticket. As long as a ticket is not served, no thread takes the lock except
+//! **The lock is fair** to a thread that retried in vain for a microsecond or so: it draws a ticket. As long as a ticket is not served, no
+//! thread takes the lock except
 //! by its ticket, in order. So a thread that takes the lock again and again, as slow paths do, does not pass one that waits. A thread that
 //! does not wait for the lock (`try_lock`) does not get it while others wait. Threads that take the lock for tens of nanoseconds get it within
 //! the first retries, without tickets: in order, each would have to wait until the system runs the one before it.
@@ -22,8 +23,10 @@ use lock_api::GuardNoSend;
 
 use crate::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 
-/// How often a thread looks again before it draws a ticket.
+/// How often a thread looks again before it draws a ticket, and how often with a ticket before it yields: for about as long as slow paths hold
+/// the lock, because on a busy machine a thread that yields gets its turn milliseconds later.
 const SPINS: u32 = if cfg!(aquifer_shuttle) { 1 } else { 64 };
+const TICKET_SPINS: u32 = if cfg!(aquifer_shuttle) { 0 } else { 1000 };
 
 /// A mutex over a [`ShortLock`].
 pub(crate) type Mutex<T> = lock_api::Mutex<ShortLock, T>;
@@ -93,8 +96,14 @@ impl ShortLock {
             }
         }
         let ticket = self.next.fetch_add(1, Ordering::Relaxed);
+        let mut spins = 0;
         while self.serving.load(Ordering::Relaxed) != ticket || !self.try_take() {
-            yield_now();
+            if spins < TICKET_SPINS {
+                spins += 1;
+                std::hint::spin_loop();
+            } else {
+                yield_now();
+            }
         }
         self.serving.store(ticket.wrapping_add(1), Ordering::Relaxed);
     }
