@@ -1,6 +1,7 @@
 //! Children that a process forks after it has opened a device: no device works there, every request says so, and nothing hangs, whatever
 //! locks other threads held. A test program of its own, because it forks.
 #![cfg(unix)]
+#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -49,10 +50,13 @@ fn in_child(name: &str, exits: bool, body: impl FnOnce()) {
     assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "{name}: the child failed: {status:#x}");
 }
 
-/// The device that a test uses, and what must outlive it.
-fn devices() -> Vec<(&'static str, Device, Option<Box<dyn Any>>)> {
+/// The name of a device, the device, and what must outlive it.
+type Named = (&'static str, Device, Option<Box<dyn Any>>);
+
+/// The devices that a test uses.
+fn devices() -> Vec<Named> {
     let simulated = Device::new(SimDriver::new(SimConfig::new(512 * MIB)));
-    let mut devices: Vec<(&str, Device, Option<Box<dyn Any>>)> = vec![("sim", simulated, None)];
+    let mut devices: Vec<Named> = vec![("sim", simulated, None)];
     if cfg!(target_os = "linux") {
         let standin = aquifer_standin::load().unwrap_or_else(|error| panic!("{error}"));
         let standin = standin.add_device("512MiB").unwrap_or_else(|error| panic!("{error}"));

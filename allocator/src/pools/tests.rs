@@ -1,5 +1,7 @@
 //! What is kept for private pools, and when it goes.
 
+#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, Stream};
 use proptest::prelude::*;

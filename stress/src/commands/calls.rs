@@ -320,8 +320,8 @@ mod tests {
         let mut meter = meter("sim:24GiB");
         meter.mappings().unwrap();
         let time = |mappings| meter.times.iter().find(|(key, _)| key.mappings == mappings).unwrap().1[0];
-        // 10 µs a call, 84 for each mapping, 0.25 for each MiB.
-        assert_eq!((time(1), time(8)), (94_500, 10_000 + 8 * 84_500));
+        // 8 µs a call, 32 for each mapping, 0.05 for each MiB.
+        assert_eq!((time(1), time(8)), (40_100, 8_000 + 8 * 32_100));
         let free = meter.device.memory_info().unwrap();
         assert_eq!(free.free, free.total);
     }
