@@ -316,17 +316,17 @@ frees a cached block of 4 KiB on a stream of its own:
               all are gone
   growables   128 growables: make (of 6 MiB), shrink, drop and the request that misses next
   graphs      128 graphs of one pool: capture, launch, pair in the pool, drop; a pair after that
-  waiting     1000 blocks that another stream uses when they are freed: free, and the end of the wait
+  waiting     1000 blocks that another stream uses when they are freed: free, and end of the wait
   live        6250 blocks of 512 B to 64 KiB: allocate, replace a random one, free
-Each series also measures, with all of these there: a pair of 4 KiB, a snapshot, fragmentation() and,
-except where blocks wait, a miss (a held block of 8 to 15 MiB) and a refusal (of 32 TiB).
+Each series also measures, with all of these there, a pair of 4 KiB, a snapshot, fragmentation()
+and, except where blocks wait, a miss (a held block of 8 to 15 MiB) and a refusal (of 32 TiB).
 JSON keys, per series, operation and n:
   series, operation, device, n
   ns_per_operation          time of one of them; of operations on all n, time divided by n
-  exponent                  the power of n that this time grew with since the first n: 0 is constant,
+  exponent                  power of n that this time grew with since the first n: 0 is constant,
                             1 is as fast as n; null for the first n
-  hot_p99_ns, hot_max_ns    time of the other thread's pairs meanwhile: 99th percentile, maximum; null
-                            if it did not get to any. The table shows the greatest of all n, in µs";
+  hot_p99_ns, hot_max_ns    time of the other thread's pairs meanwhile: 99th percentile, maximum;
+                            null if it did not get to any. The table shows the greatest of all n, in µs";
 
 /// A device, with the text that named it.
 #[derive(Debug, Clone)]
