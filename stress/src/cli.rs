@@ -326,7 +326,7 @@ JSON keys, per series, operation and n:
   exponent                  power of n that this time grew with since the first n: 0 is constant,
                             1 is as fast as n; null for the first n
   hot_p99_ns, hot_max_ns    time of the other thread's pairs meanwhile: 99th percentile, maximum;
-                            null if it did not get to any. The table shows the greatest of all n, in µs";
+                            null if it did not get to any. The table shows the greatest of all n";
 
 /// A device, with the text that named it.
 #[derive(Debug, Clone)]

@@ -197,8 +197,8 @@ cuda = types.SimpleNamespace(
 /// `ci/gpu-run` on a bundle of this program.
 #[test]
 fn a_run_on_a_gpu_leaves_the_rows_of_every_step() {
-    if ["bash", "tar", "timeout", "python3"].iter().any(|tool| Command::new(tool).arg("--version").output().is_err()) {
-        eprintln!("skipped: ci/gpu-run needs bash, tar, timeout and python3");
+    if ["bash", "tar", "setsid", "python3"].iter().any(|tool| Command::new(tool).arg("--version").output().is_err()) {
+        eprintln!("skipped: ci/gpu-run needs bash, tar, setsid and python3");
         return;
     }
     let driver = Driver::new("run");
@@ -219,13 +219,13 @@ fn a_run_on_a_gpu_leaves_the_rows_of_every_step() {
         .env("LD_LIBRARY_PATH", bundle)
         .env("PYTHONPATH", bundle)
         .env("AQUIFER_STANDIN_DEVICES", "24GiB")
-        .env("SOAK_OPS", "300")
+        .env("GPU_SMALL", "1")
         .env("GPU_STEPS", "calls soak soak-segments replay pytorch")
         .output()
         .unwrap();
     let summary = std::fs::read_to_string(bundle.join("out/summary.txt")).unwrap();
     assert!(run.status.success() && summary.contains("all steps passed"), "{summary}{}", errors(&run));
-    assert!(summary.contains("of-the-test") && summary.contains("soak --ops 300"), "{summary}");
+    assert!(summary.contains("of-the-test") && summary.contains("--ops 300 "), "{summary}");
     let unpacked = Command::new("tar").current_dir(bundle).args(["-xzf", "out/results.tgz"]).status().unwrap();
     assert!(unpacked.success());
     let rows = |step: &str| -> Vec<Value> {
