@@ -18,11 +18,13 @@ use parking_lot::Mutex;
 
 use crate::capturing_streams::{CapturingStreams, HeldOff};
 use crate::counted::Counted;
-use crate::driver::{DevicePtr, Driver, RawEvent, RawModule, RawPhysical, RawStream};
+use crate::driver::{DevicePtr, Driver, DriverKind, RawEvent, RawModule, RawPhysical, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::label::DeviceLabel;
 use crate::left::{Left, LeftOwner};
 use crate::lost::log_kept;
+use crate::sim::thread::Caller;
+use crate::sim::{CalledFrom, Checks};
 use crate::timeline::Timeline;
 use crate::waits::Waits;
 
@@ -81,6 +83,10 @@ pub struct Reservation {
 #[derive(Debug)]
 pub(crate) struct Context {
     pub(crate) driver: Counted,
+    /// True if the driver wants to know where calls come from.
+    is_simulated: bool,
+    /// The checks of how memory is used, on a simulated device.
+    pub(crate) checks: Option<Arc<Checks>>,
     /// Process-wide identity of the device, never reused.
     pub(crate) device_id: u32,
     next_stream: AtomicU32,
@@ -106,7 +112,10 @@ impl Context {
         let device_id = NEXT_DEVICE.fetch_add(1, Ordering::Relaxed);
         DeviceLabel::open(device_id, DeviceLabel::from(driver.info()));
         let capturing = driver.capturing_streams();
+        let (is_simulated, checks) = (driver.info().kind == DriverKind::Simulated, driver.checks());
         Arc::new(Context {
+            is_simulated,
+            checks,
             driver: Counted::new(driver),
             device_id,
             next_stream: AtomicU32::new(0),
@@ -120,6 +129,12 @@ impl Context {
             timelines: Mutex::default(),
             waits: Arc::default(),
         })
+    }
+
+    /// Names the place that calls come from, for violations.
+    #[inline]
+    pub(crate) fn called_from(&self, at: Caller) -> Option<CalledFrom> {
+        self.is_simulated.then(|| CalledFrom::new(at))
     }
 
     /// A number that no timeline of this device has (invariant T4).

@@ -3,6 +3,7 @@
 pub(crate) mod left;
 mod scope;
 
+use std::panic::Location;
 use std::sync::Arc;
 
 pub(crate) use scope::Scope;
@@ -247,7 +248,9 @@ impl Graph {
     ///
     /// # Errors
     /// When the stream belongs to another device; errors of the driver.
+    #[track_caller]
     pub fn launch(&self, stream: &Stream) -> Result<()> {
+        let _place = stream.called_from(Location::caller());
         if stream.device_id() != self.context.device_id {
             let devices = DeviceMismatch::between(stream.device_id(), self.context.device_id);
             return Err(DeviceError::new(Operation::LaunchGraph, Code::INVALID_HANDLE)
