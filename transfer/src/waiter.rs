@@ -18,6 +18,7 @@ use std::task::{Poll, Waker};
 use std::thread;
 use std::time::Duration;
 
+use aquifer_device::sim::defer_panics_here;
 use aquifer_device::{Code, DeviceError, Operation, Tick};
 use parking_lot::{Condvar, Mutex};
 
@@ -143,7 +144,10 @@ impl Waiter {
         let (waiter, own) = (self.clone(), lane.clone());
         thread::Builder::new()
             .name("aquifer-waiter".to_owned())
-            .spawn(move || own.run(&waiter, key))
+            .spawn(move || {
+                defer_panics_here();
+                own.run(&waiter, key);
+            })
             .map_err(|cause| TransferError::Thread { what: "waking tasks", cause: Arc::new(cause) })?;
         listed.push(lane);
         Ok(signal)
