@@ -23,7 +23,10 @@ mod schedules;
 mod table;
 pub(crate) mod whole;
 
-use aquifer_device::{DevicePtr, Stream, fork};
+use std::sync::Arc;
+
+use aquifer_device::sim::Checks;
+use aquifer_device::{Device, DevicePtr, Stream, fork};
 use crossbeam::queue::SegQueue;
 use crossbeam::utils::CachePadded;
 
@@ -80,6 +83,8 @@ pub(crate) struct Shell {
     pub(crate) publishing: CachePadded<Mutex<()>>,
     pub(crate) counters: CachePadded<Counters>,
     wakefulness: CachePadded<Wakefulness>,
+    /// The checks of a simulated device, which are told of blocks. A leaf: under it only the checks' own lock is taken.
+    checks: parking_lot::RwLock<Option<Arc<Checks>>>,
 }
 
 #[derive(Debug, Default)]
@@ -129,6 +134,7 @@ impl Shell {
         shell.read.special.store(special, Ordering::Relaxed);
         shell.end_drowsiness();
         *shell.history.lock() = history;
+        *shell.checks.write() = core.device.as_ref().and_then(Device::checks).cloned();
         // Before the core is placed, so that a thread that comes late from the shell's last life finds the shell either empty or open.
         shell.read.closed.store(false, Ordering::SeqCst);
         *shell.core.lock() = core;
@@ -147,6 +153,11 @@ impl Shell {
     #[inline]
     pub(crate) fn special(&self) -> &AtomicU32 {
         &self.read.special
+    }
+
+    /// Tells the checks of a simulated device something, where there are any.
+    pub(crate) fn tell_checks(&self, tell: impl FnOnce(&Checks)) {
+        self.checks.read().as_deref().inspect(|checks| tell(checks));
     }
 
     /// Takes the core's lock.
