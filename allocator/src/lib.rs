@@ -19,7 +19,7 @@
 //! # Testing
 //!
 //! Blocks lie side by side in memory that the allocator keeps, so the device itself sees neither their bounds nor their end. The
-//! allocator tells a simulated device ([`aquifer_device::sim::Checks`]). Violations are then
+//! allocator tells a simulated device that was opened with `checks=on` ([`aquifer_device::sim::Checks`]). Violations are then
 //! * work beyond the requested bytes of a block; one range that work touches lies in one block, and rounding is not part of it;
 //! * work that was enqueued after a block was dropped; work enqueued before may still run, on recorded streams, too;
 //! * a kernel or a download that reads bytes which no work has written since the block was allocated. Copies within the device carry such
@@ -31,7 +31,7 @@
 //! ```
 //! use aquifer_allocator::{Allocator, Config};
 //! use aquifer_device::DeviceSpec;
-//! let device = "sim:24GiB,violations=panic".parse::<DeviceSpec>()?.open()?; // where they happen, or in the next wait
+//! let device = "sim:24GiB,checks=on,violations=panic".parse::<DeviceSpec>()?.open()?; // where they happen, or in the next wait
 //! let allocator = Allocator::new(&device, Config::default())?;
 //! let stream = device.create_stream()?;
 //! let block = allocator.alloc(500, &stream)?;

@@ -76,12 +76,6 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         ) => Session::without_device(&cli.global),
         Some(_) => Session::new(&cli.global),
     }?;
-    // These allocate, and enqueue next to nothing that could be checked.
-    let allocates_alone = matches!(
-        &cli.command,
-        None | Some(Command::Demo(_) | Command::Replay(_) | Command::Fit(_) | Command::Compare(_) | Command::Bench(_))
-    );
-    let session = if allocates_alone { session.without_checks() } else { session };
     match &cli.command {
         None => commands::demo::run(&session, &DemoArgs::default()),
         Some(Command::Replay(args)) => commands::replay::run(&session, args),

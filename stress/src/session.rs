@@ -91,17 +91,6 @@ impl Session {
         Ok(Session::of(global, SIMULATED.parse()?))
     }
 
-    /// The same session on a simulated device that does not check how memory is used, unless the user says whether it is to.
-    #[must_use]
-    pub fn without_checks(mut self) -> Session {
-        if let DeviceSpec::Sim(sim) = &mut self.device.spec
-            && !self.device.text.contains("checks=")
-        {
-            sim.checks = false;
-        }
-        self
-    }
-
     fn on(global: &Global, device: DeviceArg, reason: Option<&str>) -> Result<Session, Failure> {
         let session = Session::of(global, device);
         session.announce(reason)?;

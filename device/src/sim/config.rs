@@ -46,7 +46,7 @@ pub struct SimConfig {
     /// device is dropped. Nothing panics on a thread that panics already. A violation that was taken does not panic.
     pub panic_on_violation: bool,
     /// Whether the device checks the bounds and lives of the blocks that allocators hand out, and reads of memory that was never written.
-    /// The race detector works without.
+    /// Off unless asked for. The race detector works without.
     pub checks: bool,
     /// Faults to inject from the start.
     pub faults: Vec<Fault>,
@@ -94,7 +94,7 @@ impl SimConfig {
             export: true,
             other_process_bytes: 0,
             panic_on_violation: false,
-            checks: true,
+            checks: false,
             faults: Vec::new(),
         }
     }

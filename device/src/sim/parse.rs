@@ -318,9 +318,9 @@ mod tests {
         assert_eq!((full.export, full.other_process_bytes), (false, 20 << 30));
         assert_eq!(full.faults[2], Fault::Spike { rate: 0.001, duration: Duration::from_millis(5) });
         let strict = config("24GiB,violations=panic").unwrap();
-        assert_eq!((strict.panic_on_violation, strict.checks), (true, true));
-        let loose = config("24GiB,violations=report,checks=off").unwrap();
-        assert_eq!((loose.panic_on_violation, loose.checks), (false, false));
+        assert_eq!((strict.panic_on_violation, strict.checks), (true, false));
+        let loose = config("24GiB,violations=report,checks=on").unwrap();
+        assert_eq!((loose.panic_on_violation, loose.checks), (false, true));
         assert_eq!(config("seed=3").unwrap(), SimConfig::default().seed(3));
     }
 
@@ -343,7 +343,7 @@ mod tests {
 
     #[test]
     fn what_is_written_reads_the_same() {
-        let text = "a100,size=40GiB,seed=7,jitter=off,vmm=off,export=off,checks=off,violations=panic,link=55,other=20GiB,fault=cuMemMap#17:999,fault=any#1:2,\
+        let text = "a100,size=40GiB,seed=7,jitter=off,vmm=off,export=off,checks=on,violations=panic,link=55,other=20GiB,fault=cuMemMap#17:999,fault=any#1:2,\
                     fault_rate=any:0.25:1,fault_rate=cuMemMap:0.001:205,oom_at=60GiB,lost_at=100,spike=0.001:5ms";
         for text in ["", "24GiB", text] {
             let read = config(text).unwrap();

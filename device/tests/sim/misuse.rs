@@ -8,11 +8,16 @@ use aquifer_device::sim::{Checks, NewBlock, SimConfig, SimDriver, ViolationKind,
 use aquifer_device::{Access, Device, DevicePtr, Driver};
 use proptest::prelude::*;
 
-use crate::common::{MIB, Short, device};
+use crate::common::{MIB, Short};
+
+/// A device that checks how memory is used.
+fn checked() -> Arc<SimDriver> {
+    SimDriver::new(SimConfig::new(1 << 30).checks(true))
+}
 
 /// A device with memory that an allocator manages, and its checks.
 fn managed() -> (Arc<SimDriver>, DevicePtr, Arc<Checks>) {
-    let driver = device(0);
+    let driver = checked();
     let memory = driver.alloc(MIB).unwrap();
     let checks = Driver::checks(&*driver).unwrap();
     checks.manage(memory.range(MIB));
@@ -186,7 +191,7 @@ fn graphs_may_use_their_pools_memory_and_need_all_other_blocks() {
 #[test]
 fn a_peers_copy_is_checked_where_it_reads() {
     let (driver, memory, checks) = managed();
-    let other = SimDriver::new(SimConfig::new(1 << 30).ordinal(1));
+    let other = SimDriver::new(SimConfig::new(1 << 30).ordinal(1).checks(true));
     let (there, other_checks) = (other.alloc(MIB).unwrap(), Driver::checks(&*other).unwrap());
     other_checks.manage(there.range(MIB));
     other_checks.allocated(block(there, 1024));
@@ -206,13 +211,13 @@ fn a_peers_copy_is_checked_where_it_reads() {
 
 #[test]
 fn without_checks_nothing_is_told_or_found() {
-    let driver = SimDriver::new(SimConfig::parse("1GiB,checks=off").unwrap());
+    let driver = SimDriver::new(SimConfig::parse("1GiB").unwrap());
     assert!(Driver::checks(&*driver).is_none());
 }
 
 #[test]
 fn texts_name_both_places_and_the_remedy() {
-    let device = Device::new(device(0));
+    let device = Device::new(checked());
     let (one, two, memory) =
         (device.create_stream().unwrap(), device.create_stream().unwrap(), device.alloc(MIB).unwrap());
     one.fill(memory, 1, MIB).unwrap();
@@ -226,7 +231,7 @@ fn texts_name_both_places_and_the_remedy() {
 
 /// A device that panics, with one block, and what a program on it panics with.
 fn panics(program: impl FnOnce(&Device, DevicePtr)) -> Option<String> {
-    let driver = SimDriver::new(SimConfig::parse("1GiB,violations=panic").unwrap());
+    let driver = SimDriver::new(SimConfig::parse("1GiB,checks=on,violations=panic").unwrap());
     let memory = driver.alloc(MIB).unwrap();
     let checks = Driver::checks(&*driver).unwrap();
     checks.manage(memory.range(MIB));

@@ -16,7 +16,7 @@ struct Bench {
 }
 
 fn bench(options: &str) -> Bench {
-    let device = "sim:256MiB".parse::<DeviceSpec>().unwrap().open().unwrap();
+    let device = "sim:256MiB,checks=on".parse::<DeviceSpec>().unwrap().open().unwrap();
     let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
     let stream = device.create_stream().unwrap();
     Bench { device, allocator, stream }
@@ -261,7 +261,7 @@ fn memory_moves_without_an_alarm() {
 #[test]
 #[should_panic(expected = "access beyond the bounds of a block")]
 fn violations_panic_on_devices_that_are_told_to() {
-    let device = "sim:256MiB,violations=panic".parse::<DeviceSpec>().unwrap().open().unwrap();
+    let device = "sim:256MiB,checks=on,violations=panic".parse::<DeviceSpec>().unwrap().open().unwrap();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let stream = device.create_stream().unwrap();
     let block = allocator.alloc(512, &stream).unwrap();

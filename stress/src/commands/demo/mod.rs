@@ -35,7 +35,7 @@ const SPARE_PERCENT: u64 = 2;
 pub fn run(session: &Session, args: &DemoArgs) -> Result<Outcome, Failure> {
     if session.sim().is_none() {
         session.message("the demonstration needs devices of several sizes, so it uses a simulated one");
-        return run(&session.simulated()?.without_checks(), args);
+        return run(&session.simulated()?, args);
     }
     if let Some(alone) = session.without_other_programs() {
         // Devices are as large as the story needs, and what others hold of them would leave too little for it.

@@ -32,7 +32,7 @@ struct Held {
     stream: Stream,
     /// What the memory's other users take turns with, if it was made ready on the stream.
     ready: Option<DeviceBuffer<u8>>,
-    own: Box<dyn Any>,
+    _own: Box<dyn Any>,
 }
 
 struct Raw(Allocator, DevicePtr);
@@ -80,7 +80,7 @@ impl World {
                     allocator.record_stream_raw(ptr, &other).unwrap();
                 }
                 let stream = if long { other } else { one };
-                Held { ptr, bytes, stream, ready: None, own: Box::new(Raw(allocator, ptr)) }
+                Held { ptr, bytes, stream, ready: None, _own: Box::new(Raw(allocator, ptr)) }
             }
             5 => of_buffer(allocator.alloc_buffer(bytes, &one).unwrap(), &one, false),
             6 => {
@@ -112,11 +112,11 @@ impl World {
                     memory.grow_to(8 << 20, &other).unwrap();
                 }
                 let (ptr, bytes, stream) = (memory.ptr(), memory.bytes(), if long { other } else { one });
-                Held { ptr, bytes, stream, ready: None, own: Box::new(memory) }
+                Held { ptr, bytes, stream, ready: None, _own: Box::new(memory) }
             }
             10 => {
                 let memory = allocator.alloc_exportable(bytes, HandleKind::PosixFd, &one).unwrap();
-                Held { ptr: memory.ptr(), bytes, stream: one, ready: None, own: Box::new(memory) }
+                Held { ptr: memory.ptr(), bytes, stream: one, ready: None, _own: Box::new(memory) }
             }
             11 => of_buffer(transfer.to_device(host(), &one).unwrap().wait().unwrap(), &one, false),
             12 => {
@@ -267,12 +267,12 @@ impl World {
 }
 
 fn of_allocation(memory: aquifer_allocator::Allocation, stream: &Stream) -> Held {
-    Held { ptr: memory.ptr(), bytes: memory.bytes(), stream: stream.clone(), ready: None, own: Box::new(memory) }
+    Held { ptr: memory.ptr(), bytes: memory.bytes(), stream: stream.clone(), ready: None, _own: Box::new(memory) }
 }
 
 fn of_buffer(buffer: DeviceBuffer<u8>, stream: &Stream, is_ready: bool) -> Held {
     let ready = is_ready.then(|| buffer.clone());
-    Held { ptr: buffer.ptr(), bytes: buffer.bytes(), stream: stream.clone(), ready, own: Box::new(buffer) }
+    Held { ptr: buffer.ptr(), bytes: buffer.bytes(), stream: stream.clone(), ready, _own: Box::new(buffer) }
 }
 
 fn of_tensor(tensor: Tensor, stream: &Stream) -> Held {
@@ -281,7 +281,7 @@ fn of_tensor(tensor: Tensor, stream: &Stream) -> Held {
         _ => tensor.device_buffer::<f32>().map(|buffer| (buffer.ptr(), buffer.bytes())),
     }
     .unwrap();
-    Held { ptr, bytes, stream: stream.clone(), ready: None, own: Box::new(tensor) }
+    Held { ptr, bytes, stream: stream.clone(), ready: None, _own: Box::new(tensor) }
 }
 
 #[test]
