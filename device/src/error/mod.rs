@@ -233,6 +233,7 @@ impl DeviceError {
     }
 
     /// The same error, returned by another function of the driver, which the operation needs.
+    #[cfg(feature = "cuda")]
     #[must_use]
     pub(crate) fn of_function(self, function: &'static str) -> Self {
         DeviceError { attempt: Attempt::Function(function), ..self }
