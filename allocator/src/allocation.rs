@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::panic::Location;
 
 use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
@@ -9,6 +10,9 @@ use crate::error::AllocError;
 use crate::heap::BlockId;
 use crate::shell::Shell;
 use crate::shell::arena::Arena;
+
+/// Bit of [`Allocation::slot`]: a simulated device was told of the block, and is told of its end.
+pub(crate) const CHECKED: u32 = 1 << 31;
 
 /// A live block of device memory. Dropping it gives the memory back to the allocator, on any thread, without a driver call and without
 /// waiting for the device.
@@ -24,6 +28,7 @@ pub struct Allocation {
     arena: &'static Arena,
     /// [`BlockId::NONE`] for an allocation of zero bytes, which has none, and for a handle that was given up.
     block: BlockId,
+    /// The stream, and whether [`CHECKED`].
     slot: u32,
     ptr: DevicePtr,
     bytes: u64,
@@ -56,7 +61,14 @@ impl Allocation {
 
     /// The [`Stream::id`] of the stream it was allocated for.
     pub fn stream_id(&self) -> u32 {
-        self.slot
+        self.slot & !CHECKED
+    }
+
+    /// Tells a simulated device that the block is given back, before anybody else can get the memory.
+    #[cold]
+    #[inline(never)]
+    fn tell_of_end(&self, at: Option<&'static Location<'static>>) {
+        self.arena.shell.tell_checks(|checks| checks.dropped(self.ptr, at));
     }
 
     /// Notes that `stream` uses the memory, too. The memory is then not reused before all work is done that is enqueued on `stream`
@@ -84,9 +96,13 @@ impl Allocation {
     ///
     /// # Errors
     /// When the stream belongs to another device. The memory is then given back as by dropping the handle.
+    #[track_caller]
     pub fn drop_on(self, stream: &Stream) -> Result<(), AllocError> {
         fork::check(Operation::Record)?;
         let bytes = self.bytes;
+        if self.slot & CHECKED != 0 {
+            self.tell_of_end(Some(Location::caller()));
+        }
         let (arena, block) = self.into_block();
         if block == BlockId::NONE {
             return Ok(());
@@ -121,6 +137,9 @@ impl Drop for Allocation {
     #[inline]
     fn drop(&mut self) {
         if self.block != BlockId::NONE {
+            if self.slot & CHECKED != 0 {
+                self.tell_of_end(None);
+            }
             self.arena.free(self.block, None, self.bytes);
         }
     }
@@ -131,7 +150,7 @@ impl fmt::Debug for Allocation {
         f.debug_struct("Allocation")
             .field("ptr", &self.ptr)
             .field("bytes", &self.bytes)
-            .field("stream", &self.slot)
+            .field("stream", &self.stream_id())
             .finish_non_exhaustive()
     }
 }

@@ -1,13 +1,15 @@
 //! The handle of an allocator: allocation, limits, release.
 
 use std::fmt;
+use std::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use aquifer_device::sim::NewBlock;
 use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
 use crate::accounting::counters::Hot;
-use crate::allocation::Allocation;
+use crate::allocation::{Allocation, CHECKED};
 use crate::backing::paged::{Gate, record_milestone};
 use crate::backing::{self, WhySegments};
 use crate::config::{Backing, Config, CrossStream, TagSource, listed};
@@ -83,6 +85,8 @@ struct Inner {
     gate: Gate,
     /// Whether allocations carry tags at all.
     tagged: bool,
+    /// Whether a simulated device is told of blocks.
+    is_checked: bool,
     /// Why memory comes in segments, whose free pieces are counted; `None` if it is mapped.
     segments: Option<WhySegments>,
 }
@@ -164,6 +168,7 @@ impl Allocator {
             hooks,
             gate: Gate::default(),
             tagged,
+            is_checked: device.checks().is_some(),
             segments,
         };
         let at_last = AtLast { device: device.clone() };
@@ -183,6 +188,7 @@ impl Allocator {
     /// [`AllocError::OutOfMemory`], with a report, after everything was tried; [`AllocError::TooLarge`] from 2^60 bytes on;
     /// a stream of another device, or one that captures while the thread is not routed to a private pool
     /// ([`Allocator::capture`]); a failing driver.
+    #[track_caller]
     #[inline]
     pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         // The handle is put together here, from registers, whichever way its words came. If a callee wrote it, the caller would copy it
@@ -191,7 +197,33 @@ impl Allocator {
             Ok(granted) => granted,
             Err(searched) => self.grant_the_long_way(bytes, stream, searched)?,
         };
-        Ok(Allocation::new((arena, block), stream.id(), DevicePtr(addr), bytes))
+        let ptr = DevicePtr(addr);
+        let slot = if self.inner.is_checked {
+            self.tell_of_block((arena, block), stream.id(), ptr, bytes, Location::caller())
+        } else {
+            stream.id()
+        };
+        Ok(Allocation::new((arena, block), slot, ptr, bytes))
+    }
+
+    /// Tells a simulated device of a block that is handed out. Returns the mark of the stream for the handle.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn tell_of_block(
+        &self,
+        (arena, block): (&'static Arena, BlockId),
+        slot: u32,
+        ptr: DevicePtr,
+        bytes: u64,
+        at: &'static Location<'static>,
+    ) -> u32 {
+        if block == BlockId::NONE {
+            return slot;
+        }
+        let (tag, pool) = arena.look(|desk| (Tag(desk.heap.blocks[block].tag), desk.heap.blocks[block].pool));
+        let block = NewBlock { ptr, bytes, tag: tag.name(), is_for_graphs: pool >= 2, at: Some(at) };
+        self.inner.shell.tell_checks(|checks| checks.allocated(block));
+        slot | CHECKED
     }
 
     /// A free block that the stream may reuse at once. If there is none, whether it was searched for.
@@ -341,6 +373,7 @@ impl Allocator {
     ///
     /// # Errors
     /// As [`Allocator::alloc`], and an invalid alignment.
+    #[track_caller]
     #[inline]
     pub fn alloc_aligned(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         if !alignment.is_power_of_two() || alignment > ALIGNMENT_MAX {
@@ -356,13 +389,20 @@ impl Allocator {
         }
         let Granted { arena, block, addr } =
             self.grant_rounded(bytes, self.inner.classes.round(padded), stream, false)?;
-        Ok(Allocation::new((arena, block), stream.id(), DevicePtr(addr.next_multiple_of(alignment)), bytes))
+        let ptr = DevicePtr(addr.next_multiple_of(alignment));
+        let slot = if self.inner.is_checked {
+            self.tell_of_block((arena, block), stream.id(), ptr, bytes, Location::caller())
+        } else {
+            stream.id()
+        };
+        Ok(Allocation::new((arena, block), slot, ptr, bytes))
     }
 
     /// Allocates memory and enqueues a fill with zeros on `stream`.
     ///
     /// # Errors
     /// As [`Allocator::alloc`]; a failing fill gives the memory back.
+    #[track_caller]
     pub fn alloc_zeroed(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         if bytes == 0 {
             return self.alloc(bytes, stream);

@@ -15,6 +15,31 @@
 //! By default memory is *mapped* ([`Backing::Paged`](config::Backing::Paged)): physical memory moves between addresses, so that free
 //! memory serves a request although it is in pieces. With [`Backing::Segments`](config::Backing::Segments), or where the device cannot
 //! map memory, it comes in plain driver allocations, as in PyTorch.
+//!
+//! # Testing
+//!
+//! Blocks lie side by side in memory that the allocator keeps, so the device itself sees neither their bounds nor their end. The
+//! allocator tells a simulated device ([`aquifer_device::sim::Checks`]), unless that was opened with `checks=off`. Violations are then
+//! * work beyond the requested bytes of a block; one range that work touches lies in one block, and rounding is not part of it;
+//! * work that was enqueued after a block was dropped; work enqueued before may still run, on recorded streams, too;
+//! * a kernel or a download that reads bytes which no work has written since the block was allocated. Copies within the device carry such
+//!   bytes along.
+//!
+//! A graph may use memory of its private pool after it was dropped, and needs all other blocks to be live whenever it is launched. A real
+//! device is not told anything.
+//!
+//! ```
+//! use aquifer_allocator::{Allocator, Config};
+//! use aquifer_device::DeviceSpec;
+//! let device = "sim:24GiB,violations=panic".parse::<DeviceSpec>()?.open()?; // where they happen, or in the next wait
+//! let allocator = Allocator::new(&device, Config::default())?;
+//! let stream = device.create_stream()?;
+//! let block = allocator.alloc(500, &stream)?;
+//! stream.fill(block.ptr(), 0, 500)?; // 501 would panic, and name this line and that of the allocation
+//! device.synchronize()?;
+//! device.assert_no_violations(); // for devices without `violations=panic`
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 #![deny(unsafe_code)]
 
 mod accounting;

@@ -2,6 +2,8 @@
 //!
 //! A map from pointer to block serves this interface alone; handles need no look-up.
 
+use std::panic::Location;
+
 use aquifer_device::{DevicePtr, Stream};
 
 use crate::allocator::Allocator;
@@ -16,6 +18,7 @@ impl Allocator {
     ///
     /// # Errors
     /// As [`Allocator::alloc`].
+    #[track_caller]
     pub fn alloc_raw(&self, bytes: u64, stream: &Stream) -> Result<DevicePtr, AllocError> {
         let allocation = self.alloc(bytes, stream)?;
         let ptr = allocation.ptr();
@@ -29,6 +32,7 @@ impl Allocator {
     ///
     /// # Errors
     /// [`AllocError::InvalidPointer`] for a pointer that is not live here: foreign, inside a block, or freed before.
+    #[track_caller]
     pub fn free_raw(&self, ptr: DevicePtr) -> Result<(), AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Free)?;
         if ptr.0 == 0 {
@@ -36,6 +40,8 @@ impl Allocator {
         }
         let removed = self.shell().core().raw.remove(&ptr.0);
         let (arena, block) = removed.ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
+        let at = Location::caller();
+        self.shell().tell_checks(|checks| checks.dropped(ptr, Some(at)));
         arena.free(block, None, UNKNOWN);
         Ok(())
     }

@@ -15,11 +15,13 @@ use crossbeam::queue::SegQueue;
 use crate::capturing_streams::{CapturingStreams, HeldOff};
 use crate::counted::Counted;
 use crate::deferred::{self, Deferred};
-use crate::driver::{DevicePtr, Driver, RawEvent, RawStream};
+use crate::driver::{DevicePtr, Driver, DriverKind, RawEvent, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::fork;
 use crate::label::DeviceLabel;
 use crate::orphans::Orphans;
+use crate::sim::thread::Caller;
+use crate::sim::{CalledFrom, Checks};
 use crate::timeline::Timeline;
 use crate::waits::Waits;
 
@@ -27,6 +29,10 @@ use crate::waits::Waits;
 #[derive(Debug)]
 pub(crate) struct Context {
     pub(crate) driver: Arc<Counted>,
+    /// True if the driver wants to know where calls come from.
+    is_simulated: bool,
+    /// The checks of how memory is used, on a simulated device.
+    pub(crate) checks: Option<Arc<Checks>>,
     /// Process-wide identity of the device, never reused.
     pub(crate) device_id: u32,
     next_stream: AtomicU32,
@@ -57,10 +63,13 @@ impl Context {
         let device_id = NEXT_DEVICE.fetch_add(1, Ordering::Relaxed);
         DeviceLabel::open(device_id, DeviceLabel::from(driver.info()));
         let capturing = driver.capturing_streams();
+        let (is_simulated, checks) = (driver.info().kind == DriverKind::Simulated, driver.checks());
         let driver = Arc::new(Counted::new(driver));
         let orphans = Orphans::new(driver.clone(), capturing.clone());
         Arc::new(Context {
             driver,
+            is_simulated,
+            checks,
             device_id,
             next_stream: AtomicU32::new(0),
             idle: SegQueue::new(),
@@ -71,6 +80,12 @@ impl Context {
             timelines: Mutex::default(),
             waits: Arc::default(),
         })
+    }
+
+    /// Names the place that calls come from, for violations.
+    #[inline]
+    pub(crate) fn called_from(&self, at: Caller) -> Option<CalledFrom> {
+        self.is_simulated.then(|| CalledFrom::new(at))
     }
 
     /// A number that no timeline of this device has (invariant T4).

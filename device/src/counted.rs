@@ -19,6 +19,7 @@ use crate::label::DeviceLabel;
 use crate::launch::{AccessKind, Launch};
 use crate::lost::Lost;
 use crate::physical::PhysicalOptions;
+use crate::sim::Checks;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// How often each driver call was made.
@@ -245,6 +246,10 @@ impl Driver for Counted {
     unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
         // SAFETY: the caller's promise about the kernel is passed on unchanged.
         self.heard(unsafe { self.on(Operation::Launch)?.launch(launch, stream) })
+    }
+
+    fn checks(&self) -> Option<Arc<Checks>> {
+        self.inner.checks()
     }
 
     fn take_violation(&self) -> Option<String> {

@@ -4,6 +4,7 @@ use std::any::Any;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
+use std::panic::Location;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
@@ -23,6 +24,7 @@ use crate::fork;
 use crate::label::DeviceLabel;
 use crate::left::{Left, LeftMemory};
 use crate::orphans::{Orphan, Reservation};
+use crate::sim::{CalledFrom, Checks};
 use crate::stream::Stream;
 use crate::timeline::{Owner, Retired, StreamKind, Tick, Timeline};
 use crate::waits::WaitMark;
@@ -147,6 +149,40 @@ impl Device {
         &*self.0.context.driver
     }
 
+    /// The checks of how memory is used, where the device is simulated and they are on. An allocator tells them of its blocks.
+    pub fn checks(&self) -> Option<&Arc<Checks>> {
+        self.0.context.checks.as_ref()
+    }
+
+    /// As [`Stream::called_from`].
+    #[doc(hidden)]
+    #[inline]
+    pub fn called_from(&self, at: &'static Location<'static>) -> Option<CalledFrom> {
+        self.0.context.called_from(at)
+    }
+
+    /// Panics if a simulated device found violations that were not taken yet: races, or misuse of memory. Takes them. For the end of
+    /// tests; a real device finds none. Wait for the device first: a kernel that reads its ranges in part is checked when it runs.
+    ///
+    /// ```should_panic
+    /// use aquifer_device::DeviceSpec;
+    /// let device = "sim:24GiB".parse::<DeviceSpec>()?.open()?;
+    /// let (one, two) = (device.create_stream()?, device.create_stream()?);
+    /// let memory = device.alloc(1 << 20)?;
+    /// one.fill(memory, 1, 1 << 20)?;
+    /// two.fill(memory, 2, 1 << 20)?; // nothing orders it after the first
+    /// device.assert_no_violations();
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Panics
+    /// If there are violations.
+    #[track_caller]
+    pub fn assert_no_violations(&self) {
+        let violations: Vec<String> = std::iter::from_fn(|| self.driver().take_violation()).collect();
+        assert!(violations.is_empty(), "{} found violations:\n{}", self.label(), violations.join("\n"));
+    }
+
     /// How often each driver call was made.
     pub fn driver_calls(&self) -> CallCounts {
         self.0.context.driver.counts()
@@ -267,7 +303,9 @@ impl Device {
     ///
     /// # Errors
     /// Errors of the driver.
+    #[track_caller]
     pub fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
+        let _place = self.called_from(Location::caller());
         self.settle_unused();
         match self.0.context.driver.alloc(bytes) {
             Err(error) if error.kind == ErrorKind::OutOfMemory && self.0.context.orphans.any() => {
@@ -282,7 +320,9 @@ impl Device {
     ///
     /// # Errors
     /// When a stream captures, because waiting would break the capture; errors of the driver. The memory is still allocated then.
+    #[track_caller]
     pub fn free(&self, ptr: DevicePtr) -> Result<()> {
+        let _place = self.called_from(Location::caller());
         self.0.context.free(ptr)
     }
 

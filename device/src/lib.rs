@@ -21,6 +21,23 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! # Testing
+//!
+//! A simulated device finds races, and misuse of memory that allocators hand out (`aquifer-allocator`); [`sim`] says which. A test
+//! either asks for them with [`Device::assert_no_violations`], or opens its device with `violations=panic`. Then a wrong address or
+//! length panics in the call that enqueues the work, and a race in the next wait, or when the last handle of the device is dropped.
+//! The text names both places in the program, and the remedy.
+//!
+//! ```should_panic
+//! # use aquifer_device::DeviceSpec;
+//! let device = "sim:24GiB,violations=panic".parse::<DeviceSpec>()?.open()?;
+//! let (producer, consumer) = (device.create_stream()?, device.create_stream()?);
+//! let ptr = device.alloc(1 << 20)?;
+//! producer.fill(ptr, 7, 1 << 20)?;
+//! consumer.download_blocking(&mut [0; 4], ptr)?; // panics: `consumer.wait_for(&producer.tick())` is missing
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! # Errors
 //!
 //! All errors of these types are [`DeviceError`]s. When work fails on a device, the device is *lost*: every later call fails, of whatever

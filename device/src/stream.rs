@@ -1,5 +1,6 @@
 //! The handle of a stream.
 
+use std::panic::Location;
 use std::sync::{Arc, Weak};
 
 use crate::capture::{self, AnnouncedCapture, Capture};
@@ -13,6 +14,7 @@ use crate::event::Event;
 use crate::fork;
 use crate::launch::{Access, Launch};
 use crate::launches::Launches;
+use crate::sim::CalledFrom;
 use crate::timeline::{CapturesHeldOff, Retired, Tick, Timeline};
 
 /// A queue of work on one device, which runs in the order in which it was enqueued. Cloning gives another handle of the same stream.
@@ -87,6 +89,22 @@ impl Stream {
         &*self.0.context.driver
     }
 
+    /// Names the caller's place in the program as the one that calls come from, until the result is dropped. Only a simulated device
+    /// wants to know it.
+    #[track_caller]
+    #[inline]
+    fn called_here(&self) -> Option<CalledFrom> {
+        self.0.context.called_from(Location::caller())
+    }
+
+    /// Names a place in the program as the one that calls come from, as far as nothing names another one already. For code that enqueues
+    /// work for its own caller. Only a simulated device wants to know it, for its violations.
+    #[doc(hidden)]
+    #[inline]
+    pub fn called_from(&self, at: &'static Location<'static>) -> Option<CalledFrom> {
+        self.0.context.called_from(at)
+    }
+
     #[inline]
     pub(crate) fn usable(&self, operation: Operation) -> Result<RawStream> {
         self.0.timeline.usable(operation)
@@ -126,7 +144,9 @@ impl Stream {
     ///
     /// # Errors
     /// Errors of the driver.
+    #[track_caller]
     pub fn synchronize(&self) -> Result<()> {
+        let _place = self.called_here();
         let raw = self.usable(Operation::SynchronizeStream)?;
         let reached = self.0.timeline.begin_wait();
         self.0.context.driver.synchronize_stream(raw)?;
@@ -146,7 +166,9 @@ impl Stream {
     ///
     /// # Errors
     /// Errors of the driver.
+    #[track_caller]
     pub fn fill(&self, ptr: DevicePtr, value: u8, bytes: u64) -> Result<()> {
+        let _place = self.called_here();
         self.0.context.driver.memset(ptr, value, bytes, self.usable(Operation::Memset)?)
     }
 
@@ -154,7 +176,9 @@ impl Stream {
     ///
     /// # Errors
     /// Errors of the driver.
+    #[track_caller]
     pub fn copy(&self, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+        let _place = self.called_here();
         self.0.context.driver.copy_on_device(dst, src, bytes, self.usable(Operation::CopyOnDevice)?)
     }
 
@@ -166,7 +190,9 @@ impl Stream {
     /// # Safety
     /// `src..src + bytes` must be readable, and stay readable and unwritten until the copy is done, as [`Driver::copy_to_device`]
     /// specifies.
+    #[track_caller]
     pub unsafe fn upload(&self, dst: DevicePtr, src: HostPtr, bytes: usize) -> Result<()> {
+        let _place = self.called_here();
         let raw = self.usable(Operation::CopyToDevice)?;
         // SAFETY: passed on to the caller.
         unsafe { self.0.context.driver.copy_to_device(dst, src.as_ptr(), bytes, raw) }
@@ -179,7 +205,9 @@ impl Stream {
     ///
     /// # Safety
     /// `dst..dst + bytes` must be writable, and stay writable and untouched until the copy is done, as [`Driver::copy_to_host`] specifies.
+    #[track_caller]
     pub unsafe fn download(&self, dst: HostPtr, src: DevicePtr, bytes: usize) -> Result<()> {
+        let _place = self.called_here();
         let raw = self.usable(Operation::CopyToHost)?;
         // SAFETY: passed on to the caller.
         unsafe { self.0.context.driver.copy_to_host(dst.as_ptr(), src, bytes, raw) }
@@ -192,7 +220,9 @@ impl Stream {
     ///
     /// # Safety
     /// As [`Driver::copy_2d`].
+    #[track_caller]
     pub unsafe fn copy_2d(&self, copy: &Copy2d) -> Result<()> {
+        let _place = self.called_here();
         let raw = self.usable(Operation::Copy2d)?;
         // SAFETY: passed on to the caller.
         unsafe { self.0.context.driver.copy_2d(copy, raw) }
@@ -210,7 +240,9 @@ impl Stream {
     ///
     /// # Safety
     /// As [`Driver::copy_batch`].
+    #[track_caller]
     pub unsafe fn copy_batch(&self, copies: &[CopyPart]) -> Result<()> {
+        let _place = self.called_here();
         let raw = self.usable(Operation::CopyBatch)?;
         // SAFETY: passed on to the caller.
         unsafe { self.0.context.driver.copy_batch(copies, raw) }
@@ -233,14 +265,17 @@ impl Stream {
     /// let mut bytes = [0; 4];
     /// consumer.download_blocking(&mut bytes, dst)?;
     /// assert_eq!(bytes, [7; 4]);
-    /// assert!(one.driver().take_violation().is_none() && two.driver().take_violation().is_none());
+    /// one.assert_no_violations();
+    /// two.assert_no_violations();
     /// # Ok::<(), aquifer_device::DeviceError>(())
     /// ```
     ///
     /// # Errors
     /// When the device is of another kind, the ranges are not live memory of their devices, or a capture is in progress; errors of the
     /// driver.
+    #[track_caller]
     pub fn copy_from_peer(&self, dst: DevicePtr, peer: &Device, src: DevicePtr, bytes: u64) -> Result<()> {
+        let _place = self.called_here();
         let context = &self.0.context;
         let answer = context.driver.copy_peer(dst, peer.driver(), src, bytes, self.usable(Operation::CopyPeer)?);
         context.heard_of_peer(peer.context(), answer)
@@ -253,7 +288,9 @@ impl Stream {
     ///
     /// # Errors
     /// When the stream captures, and errors of the driver.
+    #[track_caller]
     pub fn upload_blocking(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
+        let _place = self.called_here();
         let driver = &self.0.context.driver;
         // SAFETY: `src` is readable, and borrowed until `run_and_wait` returns, after which nothing reads it.
         let copy = |raw| unsafe { driver.copy_to_device(dst, src.as_ptr(), src.len(), raw) };
@@ -266,7 +303,9 @@ impl Stream {
     ///
     /// # Errors
     /// When the stream captures, and errors of the driver.
+    #[track_caller]
     pub fn download_blocking(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
+        let _place = self.called_here();
         let driver = &self.0.context.driver;
         let (to, bytes) = (dst.as_mut_ptr(), dst.len());
         // SAFETY: `dst` is writable, and exclusively borrowed until `run_and_wait` returns, after which nothing writes it.
@@ -281,7 +320,9 @@ impl Stream {
     ///
     /// # Safety
     /// The kernel must touch exactly the ranges that the launch declares, and the launch must give it the arguments that it expects.
+    #[track_caller]
     pub unsafe fn launch(&self, launch: &Launch) -> Result<()> {
+        let _place = self.called_here();
         let raw = self.usable(Operation::Launch)?;
         // SAFETY: passed on to the caller.
         unsafe { self.0.context.driver.launch(launch, raw) }
@@ -297,7 +338,9 @@ impl Stream {
     ///
     /// # Errors
     /// Errors of the driver; not supported on real hardware.
+    #[track_caller]
     pub fn touch(&self, name: &'static str, accesses: &[Access]) -> Result<()> {
+        let _place = self.called_here();
         if !self.is_simulated() {
             return Err(DeviceError::refused(Operation::Launch, Code::NOT_SUPPORTED)
                 .with_detail("`touch` runs no kernel and exists on the simulated device only"));

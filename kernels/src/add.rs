@@ -76,6 +76,7 @@ impl Kernels {
     ///
     /// # Errors
     /// Operands of different dtypes or lengths, overlap, and what every operation checks ([`Kernels`]).
+    #[track_caller]
     pub fn add<'a>(
         &'a self,
         stream: &'a Stream,

@@ -76,6 +76,7 @@ impl Kernels {
     ///
     /// # Errors
     /// Operands of different dtypes or lengths, or of integers; overlap, and what every operation checks ([`Kernels`]).
+    #[track_caller]
     pub fn axpy<'a>(
         &'a self,
         stream: &'a Stream,

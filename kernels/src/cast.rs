@@ -106,6 +106,7 @@ impl Kernels {
     /// assert_eq!(first, [255]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
+    #[track_caller]
     pub fn cast<'a>(
         &'a self,
         stream: &'a Stream,

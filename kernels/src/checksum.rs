@@ -86,6 +86,7 @@ impl Kernels {
     ///
     /// # Errors
     /// A `to` that is not one element, or lies in `from`, and what every operation checks ([`Kernels`]).
+    #[track_caller]
     pub fn checksum<'a>(
         &'a self,
         stream: &'a Stream,

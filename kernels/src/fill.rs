@@ -61,6 +61,7 @@ impl Kernels {
     ///
     /// # Errors
     /// Another dtype than the value's, and what every operation checks ([`Kernels`]).
+    #[track_caller]
     pub fn fill<'a, T: Element>(
         &'a self,
         stream: &'a Stream,

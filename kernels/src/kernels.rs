@@ -5,9 +5,11 @@
 
 use std::any::Any;
 use std::fmt;
+use std::panic::Location;
 use std::sync::Arc;
 
 use aquifer_allocator::Turn;
+use aquifer_device::sim::CalledFrom;
 use aquifer_device::{
     AccessKind, Attribute, Device, DeviceLabel, DeviceMismatch, DriverKind, KernelArg, RawModule, Stream,
 };
@@ -105,6 +107,7 @@ impl Kernels {
     }
 
     /// Takes a stream's turn with the memory of operands. A stream's work is noted when it is dropped.
+    #[track_caller]
     pub(crate) fn turn<'a>(
         &'a self,
         stream: &'a Stream,
@@ -112,11 +115,12 @@ impl Kernels {
         reads: &[&Named<'a>],
         writes: &[&Named<'a>],
     ) -> Result<Enqueue<'a>, KernelError> {
+        let place = stream.called_from(Location::caller());
         let read = reads.iter().map(|named| (named.operand.storage(), AccessKind::Read));
         let written = writes.iter().map(|named| (named.operand.storage(), AccessKind::Write));
         let memory: Vec<_> = read.chain(written).collect();
         let turn = Turn::take(stream, &memory).map_err(|cause| KernelError::Order { kernel, cause })?;
-        Ok(Enqueue { kernels: &self.0, stream, _turn: turn })
+        Ok(Enqueue { kernels: &self.0, stream, _turn: turn, _place: place })
     }
 }
 
@@ -139,6 +143,8 @@ pub(crate) struct Enqueue<'a> {
     kernels: &'a Arc<Inner>,
     stream: &'a Stream,
     _turn: Turn<'a>,
+    /// The caller's place in the program.
+    _place: Option<CalledFrom>,
 }
 
 impl Enqueue<'_> {

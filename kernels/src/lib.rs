@@ -91,7 +91,7 @@
 //!     one.download_blocking(&mut first, x.ptr())?;
 //! }
 //! assert_eq!(f32::from_ne_bytes(first), 3.0);
-//! assert!(device.driver().take_violation().is_none());
+//! device.assert_no_violations();
 //! device.unload_later(module); // once its kernels are done
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

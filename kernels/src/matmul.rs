@@ -99,6 +99,7 @@ impl Kernels {
     /// # Errors
     /// Operands of different or other dtypes, other lengths than `m`, `k` and `n` say, overlap, and what every operation checks
     /// ([`Kernels`]).
+    #[track_caller]
     pub fn matmul<'a>(
         &'a self,
         stream: &'a Stream,

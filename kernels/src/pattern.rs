@@ -175,6 +175,7 @@ impl Kernels {
     ///
     /// # Errors
     /// What every operation checks ([`Kernels`]).
+    #[track_caller]
     pub fn pattern_write<'a>(
         &'a self,
         stream: &'a Stream,
@@ -219,6 +220,7 @@ impl Kernels {
     /// assert_eq!((found.words, found.first), (1, memory.ptr().offset(700)));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
+    #[track_caller]
     pub fn pattern_verify<'a>(
         &'a self,
         stream: &'a Stream,

@@ -223,6 +223,7 @@ impl Kernels {
     /// assert_eq!(f32::from_le_bytes(bytes), 100_000.0);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
+    #[track_caller]
     pub fn reduce_sum<'a>(
         &'a self,
         stream: &'a Stream,

@@ -52,6 +52,7 @@ impl Kernels {
     ///
     /// # Errors
     /// More than [`Kernels::SPIN_MAX`], a stream of another device, and errors of the driver.
+    #[track_caller]
     pub fn spin(&self, stream: &Stream, time: Duration) -> Result<(), KernelError> {
         let check = self.check("spin", stream)?;
         if time > Kernels::SPIN_MAX {

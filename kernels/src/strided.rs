@@ -231,6 +231,7 @@ impl Kernels {
     /// # Errors
     /// Operands of different dtypes, a `to` of another length than the layout, a `from` that it reaches beyond, overlap, and what
     /// every operation checks ([`Kernels`]).
+    #[track_caller]
     pub fn gather<'a>(
         &'a self,
         stream: &'a Stream,
@@ -258,6 +259,7 @@ impl Kernels {
     /// # Errors
     /// Operands of different dtypes, a `from` of another length than the layout, a `to` that it reaches beyond, a layout of which
     /// two elements lie at one place, overlap, and what every operation checks ([`Kernels`]).
+    #[track_caller]
     pub fn scatter<'a>(
         &'a self,
         stream: &'a Stream,

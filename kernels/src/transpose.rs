@@ -83,6 +83,7 @@ impl Kernels {
     /// # Errors
     /// Operands of different dtypes or of other lengths than `rows · columns`, overlap, and what every operation checks
     /// ([`Kernels`]).
+    #[track_caller]
     pub fn transpose<'a>(
         &'a self,
         stream: &'a Stream,

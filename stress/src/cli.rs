@@ -44,6 +44,9 @@ Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
   link=GB/S             bandwidth to the host
   vmm=off               memory cannot be mapped
   export=off            memory cannot be exported
+  checks=off            work beyond a block or after its end, or that reads memory never written,
+                        is not found; the default of bench, replay, fit, compare and transfer
+  violations=panic      a race or misuse of memory ends the program
   fault=CALL#N:CODE     the Nth such call fails: cuMemAlloc#3:out_of_memory; CALL may be any
   fault_rate=[CALL:]RATE[:CODE]
                         that share of calls fails: cuMemMap:0.01

@@ -69,11 +69,14 @@ fn told(ended: Result<Outcome, Failure>) -> Outcome {
 fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
     let session = match &cli.command {
         None | Some(Command::Demo(_)) => Session::resizable(&cli.global, "demo"),
-        Some(Command::Fit(_)) => Session::resizable(&cli.global, "fit"),
-        Some(Command::Compare(_)) => Session::resizable(&cli.global, "compare"),
+        Some(Command::Fit(_)) => Session::resizable(&cli.global, "fit").map(Session::unchecked),
+        Some(Command::Compare(_)) => Session::resizable(&cli.global, "compare").map(Session::unchecked),
         Some(
             Command::Oom(OomArgs { list: true, .. }) | Command::Fragmentation(FragmentationArgs { list: true, .. }),
         ) => Session::without_device(&cli.global),
+        Some(Command::Bench(_) | Command::Replay(_) | Command::Transfer(_)) => {
+            Session::new(&cli.global).map(Session::unchecked)
+        }
         Some(_) => Session::new(&cli.global),
     }?;
     match &cli.command {

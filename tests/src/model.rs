@@ -66,6 +66,10 @@ impl Live {
     /// Reads all of the block where nothing needs to be done with it, else its ends, which the host waits for.
     fn read(&self, stream: &Stream) -> aquifer_device::Result<()> {
         let Live { ptr, bytes, .. } = *self;
+        if self.pattern.is_none() {
+            // A fault kept it from being written.
+            return Ok(());
+        }
         if stream.is_simulated() {
             return stream.touch("read", &[Access { ptr, bytes, kind: AccessKind::Read }]);
         }

@@ -36,7 +36,7 @@ fn churn(
 
 /// Host memory allocated by a program that ran before, and how many events it recorded.
 fn allocations_of(options: &str) -> Result<(u64, u64), Box<dyn Error>> {
-    let device = "sim:24GiB".parse::<DeviceSpec>()?.open()?;
+    let device = "sim:24GiB,checks=off".parse::<DeviceSpec>()?.open()?;
     let allocator = Allocator::new(&device, Config::parse(options)?)?;
     let stream = device.create_stream()?;
     let mut live: Vec<Option<Allocation>> = (0..251).map(|_| None).collect();
@@ -80,7 +80,7 @@ fn operations_allocate_no_host_memory_after_warm_up() {
 
 #[test]
 fn blocks_given_back_by_another_thread_take_no_host_memory_either() {
-    let device = "sim:1GiB".parse::<DeviceSpec>().unwrap().open().unwrap();
+    let device = "sim:1GiB,checks=off".parse::<DeviceSpec>().unwrap().open().unwrap();
     let allocator = Allocator::new(&device, Config::parse("backing:segments").unwrap()).unwrap();
     let stream = device.create_stream().unwrap();
     let mut blocks: Vec<Option<Allocation>> = (0..100).map(|_| None).collect();

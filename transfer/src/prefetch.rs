@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use aquifer_allocator::{AllocError, Allocator, Awake, DeviceBuffer};
 use aquifer_device::fork::Mutex;
+use aquifer_device::sim::defer_panics_here;
 use aquifer_device::{Stream, Tick};
 use bytemuck::Pod;
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, unbounded};
@@ -257,6 +258,7 @@ impl<B: Batch> Prefetcher<B> {
         let worker =
             Worker { transfer: transfer.on(&own)?, slots: take_slot, slot: None, batches: send_batch, at: at.clone() };
         let thread = std::thread::Builder::new().name("aquifer-prefetch".to_owned()).spawn(move || {
+            defer_panics_here();
             worker.run(source);
             // It may have had the last buffers of an allocator that nobody else has any more.
             aquifer_allocator::close_abandoned();

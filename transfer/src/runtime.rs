@@ -1,10 +1,12 @@
 //! `Transfer`: the transfer runtime of one device.
 
 use std::fmt;
+use std::panic::Location;
 use std::sync::Arc;
 
 use aquifer_allocator::{Allocator, Storage, Turn};
 use aquifer_device::fork::Mutex;
+use aquifer_device::sim::{CalledFrom, MovesContents};
 use aquifer_device::{AccessKind, Device, DeviceError, DriverKind, RawStream, Stream, Tick};
 use aquifer_kernels::Kernels;
 
@@ -360,6 +362,18 @@ impl Transfer {
 
     pub(crate) fn check_stream(&self, stream: &Stream) -> Result<(), TransferError> {
         self.check_device("stream", stream.device_id())
+    }
+
+    /// Names the caller's place in the program as the one that calls come from, for violations of a simulated device.
+    #[track_caller]
+    pub(crate) fn called_here(&self) -> Option<CalledFrom> {
+        self.device().called_from(Location::caller())
+    }
+
+    /// While the result exists, this thread's copies move contents to the host and back, and a simulated device does not take them for
+    /// reads.
+    pub(crate) fn move_contents(&self) -> Option<MovesContents> {
+        self.device().checks().map(|checks| checks.move_contents())
     }
 
     pub(crate) fn check_device(&self, what: &'static str, is: u32) -> Result<(), TransferError> {

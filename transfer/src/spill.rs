@@ -299,7 +299,9 @@ impl Entry {
             .map_err(|_| TransferError::LengthOverflow { len: buffer.bytes(), size: 1 })?;
         let mut host = transfer.pinned().alloc::<u8>(len)?;
         // Whoever reads the memory waits for the copy, and so does the block that is given up.
+        let moves = transfer.move_contents();
         drop(transfer.download(buffer, &mut host)?);
+        drop(moves);
         *home = Home::Host(host);
         self.spiller.spills.fetch_add(1, Ordering::Relaxed);
         Ok(Went::Away(freed))
@@ -315,7 +317,9 @@ impl Entry {
             let buffer = match (&*home, memory) {
                 (Home::Device(buffer), _) => buffer.clone(),
                 (Home::Host(host), Some(mut buffer)) => {
+                    let moves = transfer.move_contents();
                     drop(transfer.upload(host, &mut buffer)?);
+                    drop(moves);
                     self.spiller.returns.fetch_add(1, Ordering::Relaxed);
                     // The host memory goes back to its pool with the tick of the copy.
                     *home = Home::Device(buffer.clone());

@@ -22,6 +22,7 @@ use std::thread;
 use std::time::Duration;
 
 use aquifer_device::fork::Mutex;
+use aquifer_device::sim::defer_panics_here;
 use aquifer_device::{Code, DeviceError, Operation, Tick};
 use parking_lot::Condvar;
 
@@ -147,7 +148,10 @@ impl Waiter {
         let (waiter, own) = (self.clone(), lane.clone());
         thread::Builder::new()
             .name("aquifer-waiter".to_owned())
-            .spawn(move || errands::on_duty(|| own.run(&waiter, key)))
+            .spawn(move || {
+                defer_panics_here();
+                errands::on_duty(|| own.run(&waiter, key));
+            })
             .map_err(|cause| TransferError::Thread { what: "waking tasks", cause: Arc::new(cause) })?;
         listed.push(lane);
         Ok(signal)

@@ -64,6 +64,7 @@ impl Allocator {
         whole.growing.end(bytes);
         match allocated {
             Ok(ptr) => {
+                self.shell().tell_checks(|checks| checks.manage(ptr.range(bytes)));
                 let first = whole.add_segment(request, ptr.0, bytes);
                 Ok(Growth::Grown(whole.arena(request.slot).take(request, first)))
             }

@@ -46,7 +46,8 @@ use crate::shell::awake::Keeper;
 ///     two.download_blocking(&mut bytes, ptr)?;
 /// }
 /// filler.join().unwrap();
-/// assert!(bytes.iter().all(|&byte| byte == 7) && device.driver().take_violation().is_none());
+/// assert!(bytes.iter().all(|&byte| byte == 7));
+/// device.assert_no_violations();
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]

@@ -49,6 +49,7 @@ impl Allocator {
     ///
     /// # Errors
     /// As [`Allocator::alloc`], and a length whose bytes overflow.
+    #[track_caller]
     pub fn alloc_buffer<T: Copy>(&self, len: u64, stream: &Stream) -> Result<DeviceBuffer<T>, AllocError> {
         let size = size_of::<T>() as u64;
         let bytes = len.checked_mul(size).ok_or(AllocError::LengthOverflow { len, size })?;
@@ -64,8 +65,10 @@ impl PrivatePool {
     ///
     /// # Errors
     /// As [`Allocator::alloc_buffer`].
+    #[track_caller]
     pub fn alloc_buffer<T: Copy>(&self, len: u64, stream: &Stream) -> Result<DeviceBuffer<T>, AllocError> {
-        self.routed(|allocator| allocator.alloc_buffer(len, stream))
+        let _route = self.route_thread();
+        self.allocator.alloc_buffer(len, stream)
     }
 }
 

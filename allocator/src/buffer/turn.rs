@@ -41,7 +41,8 @@ use crate::shell::awake::KeptAwake;
 ///     let _turn = Turn::take(&two, &[(buffer.storage(), AccessKind::Read)])?;
 ///     two.download_blocking(&mut bytes, buffer.ptr())?;
 /// }
-/// assert!(bytes.iter().all(|&byte| byte == 7) && device.driver().take_violation().is_none());
+/// assert!(bytes.iter().all(|&byte| byte == 7));
+/// device.assert_no_violations();
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]

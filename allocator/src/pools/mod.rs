@@ -13,6 +13,7 @@ pub use capture::CaptureRoute;
 
 use std::any::Any;
 use std::marker::PhantomData;
+use std::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -73,7 +74,7 @@ pub struct PoolOptions {
 /// ```
 #[derive(Debug)]
 pub struct PrivatePool {
-    allocator: Allocator,
+    pub(crate) allocator: Allocator,
     key: PoolKey,
 }
 
@@ -150,31 +151,39 @@ impl PrivatePool {
     ///
     /// # Errors
     /// As [`Allocator::alloc`].
+    #[track_caller]
     pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
-        self.routed(|allocator| allocator.alloc(bytes, stream))
+        let _route = self.route_thread();
+        self.allocator.alloc(bytes, stream)
     }
 
     /// Allocates from this pool with a larger alignment, as [`Allocator::alloc_aligned`] does.
     ///
     /// # Errors
     /// As [`Allocator::alloc_aligned`].
+    #[track_caller]
     pub fn alloc_aligned(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Allocation, AllocError> {
-        self.routed(|allocator| allocator.alloc_aligned(bytes, alignment, stream))
+        let _route = self.route_thread();
+        self.allocator.alloc_aligned(bytes, alignment, stream)
     }
 
     /// Allocates from this pool and enqueues a fill with zeros on `stream`. While the stream captures, the fill is a part of the graph.
     ///
     /// # Errors
     /// As [`Allocator::alloc_zeroed`].
+    #[track_caller]
     pub fn alloc_zeroed(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
-        self.routed(|allocator| allocator.alloc_zeroed(bytes, stream))
+        let _route = self.route_thread();
+        self.allocator.alloc_zeroed(bytes, stream)
     }
 
     /// Allocates from this pool and returns the bare pointer, to be freed with [`Allocator::free_raw`].
     ///
     /// # Errors
     /// As [`Allocator::alloc_raw`].
+    #[track_caller]
     pub fn alloc_raw(&self, bytes: u64, stream: &Stream) -> Result<DevicePtr, AllocError> {
+        let _place = self.allocator.device().called_from(Location::caller());
         self.routed(|allocator| allocator.alloc_raw(bytes, stream))
     }
 
@@ -253,7 +262,7 @@ impl Drop for PrivatePool {
 #[derive(Debug)]
 #[must_use = "the thread goes back to the pools it used before when this is dropped"]
 pub struct PoolRoute {
-    allocator: Allocator,
+    pub(crate) allocator: Allocator,
     number: u64,
     /// Not `Send`: a route belongs to the thread that made it.
     not_send: PhantomData<*const ()>,

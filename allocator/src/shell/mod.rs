@@ -24,7 +24,10 @@ pub(crate) mod settled;
 mod table;
 pub(crate) mod whole;
 
-use aquifer_device::{DevicePtr, Stream, fork};
+use std::sync::Arc;
+
+use aquifer_device::sim::Checks;
+use aquifer_device::{Device, DevicePtr, Stream, fork};
 use crossbeam::queue::SegQueue;
 use crossbeam::utils::CachePadded;
 
@@ -83,6 +86,8 @@ pub(crate) struct Shell {
     pub(crate) publishing: CachePadded<Mutex<()>>,
     pub(crate) counters: CachePadded<Counters>,
     wakefulness: CachePadded<Wakefulness>,
+    /// The checks of a simulated device, which are told of blocks. A leaf: under it only the checks' own lock is taken.
+    checks: parking_lot::RwLock<Option<Arc<Checks>>>,
 }
 
 #[derive(Debug, Default)]
@@ -132,6 +137,7 @@ impl Shell {
         shell.read.special.store(special, Ordering::Relaxed);
         shell.end_drowsiness();
         *shell.history.lock() = history;
+        *shell.checks.write() = core.device.as_ref().and_then(Device::checks).cloned();
         // Before the core is placed, so that a thread that comes late from the shell's last life finds the shell either empty or open.
         shell.read.closed.store(false, Ordering::SeqCst);
         *shell.core.lock() = core;
@@ -150,6 +156,15 @@ impl Shell {
     #[inline]
     pub(crate) fn special(&self) -> &AtomicU32 {
         &self.read.special
+    }
+
+    /// Tells the checks of a simulated device something, where there are any. A forked child tells nothing: another thread may have held
+    /// their locks.
+    pub(crate) fn tell_checks(&self, tell: impl FnOnce(&Checks)) {
+        if fork::is_child() {
+            return;
+        }
+        self.checks.read().as_deref().inspect(|checks| tell(checks));
     }
 
     /// Takes the core's lock.

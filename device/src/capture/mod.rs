@@ -3,6 +3,7 @@
 mod of_thread;
 mod scope;
 
+use std::panic::Location;
 use std::sync::Arc;
 
 pub(crate) use scope::Scope;
@@ -273,7 +274,9 @@ impl Graph {
     ///
     /// # Errors
     /// When the stream belongs to another device, or captures: CUDA does not capture launches of graphs. Errors of the driver.
+    #[track_caller]
     pub fn launch(&self, stream: &Stream) -> Result<()> {
+        let _place = stream.called_from(Location::caller());
         if stream.device_id() != self.context.device_id {
             let devices = DeviceMismatch::between(stream.device_id(), self.context.device_id);
             return Err(DeviceError::refused(Operation::LaunchGraph, Code::INVALID_HANDLE)

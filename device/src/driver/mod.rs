@@ -26,6 +26,7 @@ use crate::copies::{Copy2d, CopyPart};
 use crate::error::Result;
 use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
+use crate::sim::Checks;
 
 /// All the calls that this project makes on one GPU, in the shape of the CUDA driver API.
 ///
@@ -286,7 +287,12 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Destroys a graph.
     fn destroy_graph(&self, graph: RawGraph) -> Result<()>;
 
-    /// Takes the oldest violation that the simulator's race detector found and that was not taken yet. Always `None` on real hardware.
+    /// The checks of how memory is used, which allocators tell of their blocks. Always `None` on real hardware.
+    fn checks(&self) -> Option<Arc<Checks>> {
+        None
+    }
+
+    /// Takes the oldest violation that the simulator found and that was not taken yet. Always `None` on real hardware.
     fn take_violation(&self) -> Option<String> {
         None
     }

@@ -199,6 +199,7 @@ impl Machine {
         let range = self.host.allocated(ptr.0)?;
         let op = self.op_ref(None, Operation::HostFree, None);
         self.detector.check_known(Space::Host, range.clone(), false, ViolationKind::PendingWork, op);
+        self.checks().inspect(|checks| checks.host_removed(range.clone()));
         self.detector.host.clear(range);
         self.host.free(ptr.0, op);
         Ok(())
@@ -211,6 +212,7 @@ impl Machine {
         let op = self.op_ref(None, Operation::HostUnregister, None);
         self.detector.check_known(Space::Host, range.clone(), false, ViolationKind::PendingWork, op);
         let waited = self.wait_until(self.horizon);
+        self.checks().inspect(|checks| checks.host_removed(range.clone()));
         self.detector.host.clear(range);
         self.host.free(ptr.0, op);
         waited

@@ -8,14 +8,16 @@
 
 use std::collections::BTreeSet;
 
+use super::checks::{Misuse, Needed};
 use super::clock::{Clock, StreamKey};
 use super::machine::Machine;
 use super::queue::LEGACY;
 use super::race::{Epoch, Shadow, Space};
 use super::refused::{Answer, Refused};
+use super::violation::Violation;
 use super::work::Body;
 use crate::driver::{CaptureStatus, RawGraph, RawStream};
-use crate::error::Code;
+use crate::error::{Code, Operation};
 
 /// A stream's part in a capture.
 #[derive(Debug)]
@@ -31,10 +33,18 @@ pub(super) struct Membership {
 pub(super) struct Capture {
     origin: u32,
     members: BTreeSet<u32>,
-    works: Vec<Body>,
+    graph: CapturedGraph,
     invalid: bool,
     device: Shadow,
     host: Shadow,
+}
+
+/// What a capture recorded.
+#[derive(Clone, Debug, Default)]
+pub(super) struct CapturedGraph {
+    pub(super) works: Vec<Body>,
+    /// Blocks that must be live whenever it is launched.
+    needed: BTreeSet<Needed>,
 }
 
 fn unsupported(detail: impl Into<String>) -> Refused {
@@ -221,7 +231,7 @@ impl Machine {
                 format!("{} joined the capture and did not join back; the capture is gone", unjoined.join(", "));
             return Err(Refused::new(Code::CAPTURE_UNJOINED, detail));
         }
-        Ok(RawGraph(self.graphs.insert(capture.works)))
+        Ok(RawGraph(self.graphs.insert(capture.graph)))
     }
 
     /// A wait for an event that was recorded inside a capture: the stream joins it.
@@ -252,8 +262,9 @@ impl Machine {
         Ok(())
     }
 
-    /// Adds work to the capture that the stream is part of. Returns the work when the stream captures nothing.
-    pub(super) fn capture_work(&mut self, id: u32, body: Body) -> Answer<Option<Body>> {
+    /// Adds work to the capture that the stream is part of. Returns the work when the stream captures nothing. `is_new` unless it
+    /// was captured before, in a graph that is launched.
+    pub(super) fn capture_work(&mut self, id: u32, body: Body, is_new: bool) -> Answer<Option<Body>> {
         self.capture_allows(id)?;
         if self.streams.get(id)?.capture.is_none() {
             return Ok(Some(body));
@@ -271,31 +282,40 @@ impl Machine {
         }
         let op = self.op_ref(Some(id), body.operation(), body.kernel());
         let key = self.streams.key(id);
+        let touches = body.touches();
+        let needed = if is_new { self.check_blocks(op, &touches) } else { Vec::new() };
         let Some(member) = &mut self.streams.get(id)?.capture else { return Ok(Some(body)) };
         member.seq += 1;
         member.clock.raise(key, member.seq);
         let epoch = Epoch { stream: key, seq: member.seq, op };
         let Some(capture) = self.captures.get_mut(&member.capture) else { return Ok(Some(body)) };
-        for touch in body.touches() {
+        for touch in touches {
             let shadow = if touch.space == Space::Device { &mut capture.device } else { &mut capture.host };
             let ordered = |earlier: &Epoch| member.clock.get(earlier.stream) >= earlier.seq;
             for conflict in shadow.access(touch.range, touch.kind, epoch, ordered) {
-                self.detector.conflict(&conflict, op);
+                self.detector.conflict(touch.space, &conflict, op);
             }
         }
-        capture.works.push(body);
+        capture.graph.needed.extend(needed);
+        capture.graph.works.push(body);
         Ok(None)
     }
 
     pub(super) fn launch_graph(&mut self, graph: RawGraph, stream: RawStream) -> Answer<()> {
-        let works = self.graphs.get(graph.0).cloned().ok_or_else(|| Refused::handle("graph", graph.0))?;
+        let found = self.graphs.get(graph.0).cloned().ok_or_else(|| Refused::handle("graph", graph.0))?;
         let id = self.streams.find(stream)?;
         self.capture_allows(id)?;
         if self.streams.get(id)?.capture.is_some() {
             self.invalidate_capture_of(id);
             return Err(unsupported("launches of graphs cannot be captured"));
         }
-        works.into_iter().try_for_each(|body| self.submit(id, body).map(|_| ()))
+        if let Some(misuse) = self.checks().and_then(|checks| checks.check_needed(found.needed.iter().copied())) {
+            let second = self.op_ref(Some(id), Operation::LaunchGraph, None);
+            let Misuse { kind, at, block, why } = misuse;
+            let range = at..block.as_ref().map_or(at, |block| at + block.bytes);
+            self.detector.report(Violation { kind, first: None, second, range, missing: why, block });
+        }
+        found.works.into_iter().try_for_each(|body| self.submit_checked(id, body, false).map(|_| ()))
     }
 
     pub(super) fn destroy_graph(&mut self, graph: RawGraph) -> Answer<()> {

@@ -41,18 +41,25 @@ pub struct SimConfig {
     pub export: bool,
     /// Bytes of the device that another process holds.
     pub other_process_bytes: u64,
-    /// Whether a violation panics in the call that finds it.
+    /// Whether a violation panics. Work that goes beyond its memory, or uses memory that is gone, panics in the call that enqueues it. Anything
+    /// else, such as a race, panics in the next call that waits for a stream, an event or the device, or when the last handle of the
+    /// device is dropped. Nothing panics on a thread that panics already. A violation that was taken does not panic.
     pub panic_on_violation: bool,
+    /// Whether the device checks the bounds and lives of the blocks that allocators hand out, and reads of memory that was never written.
+    /// On by default; programs that measure time turn it off. The race detector works without.
+    pub checks: bool,
     /// Faults to inject from the start.
     pub faults: Vec<Fault>,
 }
 
-/// As [`SimConfig::parse`] reads it. What has no text is left out: [`SimConfig::ordinal`] and [`SimConfig::panic_on_violation`].
+/// As [`SimConfig::parse`] reads it, without [`SimConfig::ordinal`], which has no text.
 impl fmt::Display for SimConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let switch = |on: bool| if on { "on" } else { "off" };
         write!(f, "{},size={},seed={}", self.preset.name(), self.capacity_bytes, self.seed)?;
         write!(f, ",jitter={},vmm={},export={}", switch(self.jitter), switch(self.vmm), switch(self.export))?;
+        let violations = if self.panic_on_violation { "panic" } else { "report" };
+        write!(f, ",checks={},violations={violations}", switch(self.checks))?;
         write!(f, ",other={}", self.other_process_bytes)?;
         if let Some(gb_s) = self.link_gb_s {
             write!(f, ",link={gb_s}")?;
@@ -87,6 +94,7 @@ impl SimConfig {
             export: true,
             other_process_bytes: 0,
             panic_on_violation: false,
+            checks: true,
             faults: Vec::new(),
         }
     }
@@ -99,7 +107,8 @@ impl SimConfig {
     /// | --- | --- | --- |
     /// | `size` | size | memory of the device, when the first part names a preset |
     /// | `seed` | number | see [`SimConfig::seed`] |
-    /// | `jitter`, `vmm`, `export` | `on` or `off` | see the fields of the same names |
+    /// | `jitter`, `vmm`, `export`, `checks` | `on` or `off` | see the fields of the same names |
+    /// | `violations` | `report` or `panic` | see [`SimConfig::panic_on_violation`] |
     /// | `link` | number | see [`SimConfig::link_gb_s`] |
     /// | `other` | size | bytes held by another process |
     /// | `fault` | `CALL#N:CODE` | the Nth `CALL` fails, such as `cuMemAlloc#3:out_of_memory` or `any#17:999` |
@@ -184,6 +193,13 @@ impl SimConfig {
     #[must_use]
     pub fn panic_on_violation(mut self, panics: bool) -> Self {
         self.panic_on_violation = panics;
+        self
+    }
+
+    /// Sets [`SimConfig::checks`].
+    #[must_use]
+    pub fn checks(mut self, checks: bool) -> Self {
+        self.checks = checks;
         self
     }
 

@@ -104,6 +104,12 @@ impl<V: Clone + PartialEq> IntervalMap<V> {
         (None, next.map_or(limit, |(&start, _)| start.min(limit)))
     }
 
+    /// The last range that ends at or before `at`.
+    pub(super) fn before(&self, at: u64) -> Option<(Range<u64>, &V)> {
+        let (&start, (end, value)) = self.entries.range(..at).next_back()?;
+        (*end <= at).then_some((start..*end, value))
+    }
+
     /// Replaces each piece of `range`, held or not, by what `change` makes of it.
     pub(super) fn update(&mut self, range: Range<u64>, mut change: impl FnMut(Range<u64>, Option<&V>) -> V) {
         let mut at = range.start;
@@ -163,6 +169,13 @@ mod tests {
             }
             for (at, expected) in model.iter().enumerate() {
                 prop_assert_eq!(map.at(at as u64, 80).0, expected.as_ref());
+                let last = model[..at].iter().rposition(Option::is_some).map(|last| last as u64 + 1);
+                let expected = if expected.is_some() && last == Some(at as u64) && map.before(at as u64).is_none() {
+                    None // One range holds both.
+                } else {
+                    last
+                };
+                prop_assert_eq!(map.before(at as u64).map(|(range, _)| range.end), expected);
             }
         }
     }

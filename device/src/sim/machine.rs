@@ -6,9 +6,11 @@
 //! Invariants: virtual time never goes back; pending work finishes after `now`; once `lost` is set nothing runs.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use super::address::AddressSpace;
-use super::capture::Capture;
+use super::capture::{Capture, CapturedGraph};
+use super::checks::{Checks, Misuse, Needed, Unwritten};
 use super::config::SimConfig;
 use super::engine::Engine;
 use super::event::Event;
@@ -20,9 +22,10 @@ use super::module::Module;
 use super::queue::Streams;
 use super::race::{Detector, Space};
 use super::refused::{Answer, Refused};
+use super::thread;
 use super::violation::{OpRef, Violation, ViolationKind};
 use super::vmm::Physicals;
-use super::work::{Body, Cause, HostPart};
+use super::work::{Body, Cause, HostPart, Touch};
 use crate::driver::PoolUsage;
 use crate::error::{Code, Operation};
 
@@ -31,6 +34,8 @@ use crate::error::{Code, Operation};
 pub(super) struct Pending {
     op: OpRef,
     body: Body,
+    /// What a kernel may read of what was never written.
+    unwritten: Unwritten,
 }
 
 /// What the device was lost by.
@@ -76,7 +81,7 @@ pub(super) struct Machine {
     pub(super) streams: Streams,
     pub(super) events: Handles<Event>,
     pub(super) captures: BTreeMap<u64, Capture>,
-    pub(super) graphs: Handles<Vec<Body>>,
+    pub(super) graphs: Handles<CapturedGraph>,
     pub(super) modules: Handles<Module>,
     /// What the driver's pool holds. It gives memory back at once, so all that it holds is in use.
     pub(super) pool: PoolUsage,
@@ -88,7 +93,8 @@ impl Machine {
     pub(super) fn new(config: &SimConfig) -> Self {
         // Handles of different kinds and devices differ, so that mixing them up is noticed.
         let handles = |kind: u64| (u64::from(config.ordinal & 0xff_ffff) << 40) + (kind << 32);
-        let detector = Detector::new();
+        let checks = config.checks.then(|| Arc::new(Checks::default()));
+        let detector = Detector::new(checks);
         Machine {
             now: 0,
             horizon: 0,
@@ -208,7 +214,11 @@ impl Machine {
             self.drop_allocation(memory.start, pending.op);
             return;
         }
-        if let Err(broken) = pending.body.run(&mut self.memory, &self.address) {
+        let (ran, read) = pending.body.run(&mut self.memory, &self.address, &pending.unwritten);
+        if let Some((range, origin)) = read {
+            self.report_unwritten(pending.op, vec![(range, origin)]);
+        }
+        if let Err(broken) = ran {
             let why = self.explain_broken(pending.op, broken.cause);
             tracing::error!(code = broken.code.name(), %why, "the simulated device is lost");
             self.lose(broken.code, &why);
@@ -222,7 +232,8 @@ impl Machine {
             Cause::Other(why) => format!("{op}: {why}"),
             Cause::Undeclared(range) => {
                 let missing = "the launch did not declare that it touches this".to_owned();
-                let violation = Violation { kind: ViolationKind::Undeclared, first: None, second: op, range, missing };
+                let kind = ViolationKind::Undeclared;
+                let violation = Violation { kind, first: None, second: op, range, missing, block: None };
                 let why = violation.to_string();
                 self.detector.report(violation);
                 why
@@ -234,6 +245,7 @@ impl Machine {
     pub(super) fn drop_allocation(&mut self, ptr: u64, by: OpRef) {
         if let Some(allocation) = self.address.remove_allocation(ptr, by) {
             self.memory.destroy(allocation.store);
+            self.checks().inspect(|checks| checks.removed(ptr..ptr + allocation.bytes));
             if allocation.pool {
                 self.pool_holds(self.pool.used.saturating_sub(allocation.bytes));
             }
@@ -259,18 +271,65 @@ impl Machine {
     pub(super) fn op_ref(&mut self, stream: Option<u32>, operation: Operation, kernel: Option<&'static str>) -> OpRef {
         self.op_count += 1;
         let stream = stream.and_then(|id| self.streams.get(id).ok()).map(|stream| stream.name);
-        OpRef { operation: Some(operation), kernel, number: self.op_count, stream, peer: None }
+        OpRef { operation: Some(operation), kernel, number: self.op_count, stream, peer: None, at: thread::caller() }
+    }
+
+    /// The checks of how memory is used, unless they are off.
+    pub(super) fn checks(&self) -> Option<&Arc<Checks>> {
+        self.detector.checks.as_ref()
+    }
+
+    /// Checks that each range of device memory lies in one live block. Returns the blocks that a graph of this work needs.
+    pub(super) fn check_blocks(&mut self, op: OpRef, touches: &[Touch]) -> Vec<Needed> {
+        let Some(checks) = self.checks().cloned() else { return Vec::new() };
+        let mut needed = Vec::new();
+        for touch in touches.iter().filter(|touch| touch.space == Space::Device) {
+            match checks.check(&touch.range) {
+                Ok(block) => needed.extend(block),
+                Err(misuse) => {
+                    let Misuse { kind, at, block, why } = *misuse;
+                    let range = at..touch.range.end;
+                    self.detector.report(Violation { kind, first: None, second: op, range, missing: why, block });
+                }
+            }
+        }
+        needed
+    }
+
+    /// Notes what work does to memory that was never written, and reports what it reads of it. Returns what it may read when it runs.
+    fn check_written(&mut self, op: OpRef, body: &Body) -> Unwritten {
+        let Some(reads) = self.checks().map(|checks| checks.run(body)) else { return Vec::new() };
+        self.report_unwritten(op, reads.all);
+        reads.perhaps
+    }
+
+    fn report_unwritten(&mut self, op: OpRef, pieces: Unwritten) {
+        let bytes: u64 = pieces.iter().map(|(piece, _)| piece.end - piece.start).sum();
+        let Some((range, origin)) = pieces.into_iter().next() else { return };
+        let block = self.checks().and_then(|checks| checks.block_at(range.start));
+        let mut missing = format!("{bytes} of the bytes that it reads were never written");
+        // A copy may have brought them here from elsewhere.
+        if let Some(at) = origin.filter(|&at| block.as_ref().is_none_or(|block| block.allocated != Some(at))) {
+            missing.push_str(&format!("; the memory was allocated at {}:{}", at.file(), at.line()));
+        }
+        let kind = ViolationKind::NeverWritten;
+        self.detector.report(Violation { kind, first: None, second: op, range, missing, block });
     }
 
     /// Enqueues work on a stream, or captures it. Returns when it will be done, unless it was captured.
     pub(super) fn submit(&mut self, id: u32, body: Body) -> Answer<Option<Submitted>> {
-        match self.capture_work(id, body)? {
+        self.submit_checked(id, body, true)
+    }
+
+    /// As [`Machine::submit`]. The blocks of work that was captured before were checked then.
+    pub(super) fn submit_checked(&mut self, id: u32, body: Body, is_new: bool) -> Answer<Option<Submitted>> {
+        match self.capture_work(id, body, is_new)? {
             None => Ok(None),
-            Some(body) => self.enqueue(id, body).map(Some),
+            Some(body) => self.enqueue(id, body, is_new).map(Some),
         }
     }
 
-    fn enqueue(&mut self, id: u32, mut body: Body) -> Answer<Submitted> {
+    fn enqueue(&mut self, id: u32, mut body: Body, is_new: bool) -> Answer<Submitted> {
         self.streams.arrive(id);
         let op = self.op_ref(Some(id), body.operation(), body.kernel());
         let epoch = self.streams.step(id, op)?;
@@ -283,7 +342,8 @@ impl Machine {
                 Some(by) => format!("the page-locked memory was taken away by {by}"),
                 None => "the page-locked memory is gone".to_owned(),
             };
-            let violation = Violation { kind: ViolationKind::UseAfterFree, first: by, second: op, range, missing };
+            let kind = ViolationKind::UseAfterFree;
+            let violation = Violation { kind, first: by, second: op, range, missing, block: None };
             body = Body::Fault { violation: violation.to_string().into() };
             self.detector.report(violation);
         }
@@ -295,7 +355,12 @@ impl Machine {
                 self.detector.report(violation);
             }
         }
+        let mut unwritten = Vec::new();
         if !matches!(body, Body::Fault { .. }) {
+            if is_new {
+                self.check_blocks(op, &touches);
+            }
+            unwritten = self.check_written(op, &body);
             let clock = &self.streams.get(id)?.clock;
             for touch in touches {
                 self.detector.access(touch.space, touch.range, touch.kind, epoch, clock);
@@ -307,7 +372,7 @@ impl Machine {
         stream.tail = finish;
         self.horizon = self.horizon.max(finish);
         let turn = (finish, self.engine.lot(), op.number);
-        self.pending.insert(turn, Pending { op, body });
+        self.pending.insert(turn, Pending { op, body, unwritten });
         Ok(Submitted { finish, op })
     }
 }

@@ -9,6 +9,8 @@
 //!   Host memory is used for what programs write, not for what they allocate.
 //! * **Every access is checked** in program order, by happens-before between streams, events and the host. A
 //!   [`Violation`] names two operations and the missing order, whatever the seed. The detector never changes results.
+//! * **Misuse of memory is found**: work beyond the bounds of a block, after the block was dropped, or that reads what nothing has
+//!   written. See [`Checks`]; `checks=off` ([`SimConfig::checks`]) turns it off.
 //! * **CUDA's rules are enforced**: mappings, captures, default streams, dead handles. Work that touches memory
 //!   which is not there loses the device, as on hardware; all errors from then on say which work, where and why.
 //! * **Faults can be injected**: see [`Fault`].
@@ -23,7 +25,8 @@
 //! * **State**: `machine` holds all of it. `address` and `mappings` are the address space, `memory` and `host` the bytes; `queue`, `event` and
 //!   `handle` streams, events and their handles; `interval` a map of ranges.
 //! * **Time and order**: `engine` runs `work` in virtual time, in an order picked by `rng`; `race` finds what nothing orders, by `clock` and by
-//!   what the host has `known`, and reports a `violation`. `lag` makes the device lag behind.
+//!   what the host has `known`, and reports a `violation`. `checks` finds misuse of memory; `thread` knows where calls come from. `lag` makes
+//!   the device lag behind.
 //!
 //! Kernels run while a lock is held, so a [`crate::HostKernel`] must not call the driver. The legacy stream's implicit waits
 //! apply to work, records and waits; synchronising with it on the host covers only what was enqueued on it. Stream
@@ -52,6 +55,7 @@
 mod address;
 mod calls;
 mod capture;
+mod checks;
 mod clock;
 mod config;
 mod copies;
@@ -77,6 +81,7 @@ mod queue;
 mod race;
 mod refused;
 mod rng;
+pub(crate) mod thread;
 mod violation;
 mod vmm;
 mod work;
@@ -87,6 +92,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+pub use checks::{Checks, NewBlock};
 pub use config::{CAPACITY_BYTES_MAX, SimConfig};
 pub use engine::EngineTimes;
 pub use fault::{Fault, FaultPlan, Verdict};
@@ -94,7 +100,10 @@ pub use inspect::{CaptureRef, LiveObjects};
 pub use lag::Lagging;
 pub use parse::SimConfigError;
 pub use preset::Preset;
-pub use violation::{OpRef, StreamRef, Violation, ViolationKind};
+#[doc(hidden)]
+pub use thread::CalledFrom;
+pub use thread::{MovesContents, caller, defer_panics_here};
+pub use violation::{BlockRef, DropRef, OpRef, StreamRef, Violation, ViolationKind};
 pub use vmm::Mapped;
 
 use crate::capturing_streams::CapturingStreams;
@@ -222,17 +231,33 @@ impl SimDriver {
         let mut machine = self.machine.lock();
         let found = machine.detector.found;
         let answer = step(&mut machine);
-        let latest = machine.detector.violations().last();
-        let violation = latest.filter(|_| machine.detector.found > found).map(ToString::to_string);
+        let mut raised = None;
+        if self.panic_on_violation && thread::may_panic() {
+            let is_wait = matches!(
+                operation,
+                Operation::SynchronizeStream | Operation::SynchronizeEvent | Operation::Synchronize
+            );
+            let latest = machine.detector.violations().last().filter(|_| machine.detector.found > found);
+            if is_wait || latest.is_some_and(|latest| latest.kind.is_of_the_call()) {
+                raised = machine.detector.raise();
+            }
+        }
         drop(machine);
-        self.react(violation);
+        // Without the lock, which callers that catch the panic need again.
+        if let Some(violation) = raised {
+            panic!("{violation}");
+        }
         answer.map_err(|refused| refused.into_error(operation))
     }
+}
 
-    /// Panics about a new violation where the configuration asks for it.
-    fn react(&self, violation: Option<String>) {
-        if let Some(violation) = violation.filter(|_| self.panic_on_violation) {
-            panic!("the simulated device found a violation: {violation}");
+impl Drop for SimDriver {
+    fn drop(&mut self) {
+        if self.panic_on_violation
+            && thread::may_panic()
+            && let Some(violation) = self.machine.get_mut().detector.raise()
+        {
+            panic!("{violation}");
         }
     }
 }

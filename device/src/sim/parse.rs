@@ -33,8 +33,7 @@ impl std::fmt::Display for In<'_> {
 
 type Result<T> = std::result::Result<T, SimConfigError>;
 
-const KEYS: &str =
-    "one of the keys size, seed, jitter, vmm, export, link, other, fault, fault_rate, oom_at, lost_at, spike, faults";
+const KEYS: &str = "one of the keys size, seed, jitter, vmm, export, checks, violations, link, other, fault, fault_rate, oom_at, lost_at, spike, faults";
 const SIZE: &str = "a size up to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
 const CAPACITY: &str = "a size from 1 MiB to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
 
@@ -120,6 +119,14 @@ impl<'a> Part<'a> {
         }
     }
 
+    fn violations(self) -> Result<bool> {
+        match self.text {
+            "panic" => Ok(true),
+            "report" => Ok(false),
+            _ => self.refuse("report or panic"),
+        }
+    }
+
     fn operation(self) -> Result<Option<Operation>> {
         match Operation::from_name(self.text) {
             // A simulated device is there when it is opened.
@@ -191,6 +198,8 @@ fn setting(config: &mut SimConfig, key: Part<'_>, value: Part<'_>) -> Result<()>
         "jitter" => config.jitter = value.switch()?,
         "vmm" => config.vmm = value.switch()?,
         "export" => config.export = value.switch()?,
+        "checks" => config.checks = value.switch()?,
+        "violations" => config.panic_on_violation = value.violations()?,
         "link" => config.link_gb_s = Some(value.number(1)?),
         "other" => config.other_process_bytes = value.size()?,
         "faults" => file(config, value)?,
@@ -308,6 +317,10 @@ mod tests {
         assert_eq!((full.seed, full.jitter, full.vmm), (7, false, false));
         assert_eq!((full.export, full.other_process_bytes), (false, 20 << 30));
         assert_eq!(full.faults[2], Fault::Spike { rate: 0.001, duration: Duration::from_millis(5) });
+        let strict = config("24GiB,violations=panic").unwrap();
+        assert_eq!((strict.panic_on_violation, strict.checks), (true, true));
+        let loose = config("24GiB,violations=report,checks=off").unwrap();
+        assert_eq!((loose.panic_on_violation, loose.checks), (false, false));
         assert_eq!(config("seed=3").unwrap(), SimConfig::default().seed(3));
     }
 
@@ -330,7 +343,7 @@ mod tests {
 
     #[test]
     fn what_is_written_reads_the_same() {
-        let text = "a100,size=40GiB,seed=7,jitter=off,vmm=off,export=off,link=55,other=20GiB,fault=cuMemMap#17:999,fault=any#1:2,\
+        let text = "a100,size=40GiB,seed=7,jitter=off,vmm=off,export=off,checks=off,violations=panic,link=55,other=20GiB,fault=cuMemMap#17:999,fault=any#1:2,\
                     fault_rate=any:0.25:1,fault_rate=cuMemMap:0.001:205,oom_at=60GiB,lost_at=100,spike=0.001:5ms";
         for text in ["", "24GiB", text] {
             let read = config(text).unwrap();
@@ -350,6 +363,8 @@ mod tests {
         assert_eq!(refused("h100,seed"), ("seed".into(), 5));
         assert_eq!(refused("h100,fault=cuMemMagic#1:2"), ("cuMemMagic".into(), 11));
         assert_eq!(refused("h100,link=0"), ("0".into(), 10));
+        assert_eq!(refused("h100,checks=no"), ("no".into(), 12));
+        assert_eq!(refused("h100,violations=on"), ("on".into(), 16));
         assert_eq!(refused("h100,fault=any#0:2"), ("0".into(), 15));
         assert_eq!(refused("h100,fault_rate=1.5"), ("1.5".into(), 16));
         assert_eq!(refused("h100,fault_rate=1.5:2"), ("1.5".into(), 16));

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use super::SimDriver;
 use super::address::Illegal;
 use super::calls::range;
+use super::checks::Unwritten;
 use super::clock::Clock;
 use super::event::Record;
 use super::known::Peers;
@@ -24,7 +25,7 @@ use super::memory::Content;
 use super::race::{Epoch, Space};
 use super::refused::{Answer, Refused};
 use super::violation::OpRef;
-use super::work::{Body, explain};
+use super::work::{Body, Touch, explain};
 use crate::driver::{DevicePtr, Driver, RawEvent, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::label::DeviceLabel;
@@ -43,8 +44,8 @@ struct Enqueued {
     peers: Peers,
 }
 
-/// What was in a source, or why it must not be touched.
-type Source = std::result::Result<Arc<[Content]>, Illegal>;
+/// What was in a source, and which of it was never written; or why it must not be touched.
+type Source = std::result::Result<(Arc<[Content]>, Arc<Unwritten>), Illegal>;
 
 impl SimDriver {
     /// The simulated device behind a driver.
@@ -103,14 +104,14 @@ impl SimDriver {
             return Ok(());
         }
         let source = peer.step_on_peer(operation, |machine| Ok(machine.take_for_peer(from.clone())))?;
-        let (contents, illegal) = match source {
-            Ok(contents) => (Ok(contents), None),
+        let (contents, unwritten, illegal) = match source {
+            Ok((contents, unwritten)) => (Ok(contents), unwritten, None),
             Err(illegal) => {
                 let why = format!("on the peer, {}: {}", DeviceLabel::from(&peer.info), explain(&illegal));
-                (Err(why.into()), Some(illegal))
+                (Err(why.into()), Arc::default(), Some(illegal))
             }
         };
-        let copy = self.step(operation, |machine| machine.copy_from_peer(stream, to, contents))?;
+        let copy = self.step(operation, |machine| machine.copy_from_peer(stream, to, contents, unwritten))?;
         // Lost meanwhile: nothing more happens there, so there is nothing to find.
         let _ = peer.step_on_peer(operation, |machine| {
             machine.read_by_peer(from, copy, illegal);
@@ -161,8 +162,9 @@ impl Machine {
     /// What is in a range now.
     fn take_for_peer(&self, from: Range<u64>) -> Source {
         self.address.check(from.clone())?;
-        let pieces = self.address.pieces(from)?;
-        Ok(self.memory.contents(&pieces).into())
+        let pieces = self.address.pieces(from.clone())?;
+        let unwritten = self.checks().map(|checks| checks.unwritten_from(&from)).unwrap_or_default();
+        Ok((self.memory.contents(&pieces).into(), unwritten.into()))
     }
 
     /// Enqueues a copy of what was taken from a peer.
@@ -171,11 +173,12 @@ impl Machine {
         stream: RawStream,
         to: Range<u64>,
         contents: Result<Arc<[Content]>, Arc<str>>,
+        unwritten: Arc<Unwritten>,
     ) -> Answer<Enqueued> {
         self.check_lost()?;
         let id = self.streams.find(stream)?;
         let captured = || Refused::new(Code::CAPTURE_UNSUPPORTED, "copies between devices cannot be captured");
-        let submitted = self.submit(id, Body::FromPeer { to, contents })?.ok_or_else(captured)?;
+        let submitted = self.submit(id, Body::FromPeer { to, contents, unwritten })?.ok_or_else(captured)?;
         let (key, ordinal) = (self.streams.key(id), self.ordinal);
         let clock = self.streams.get(id)?.clock.clone();
         let op = OpRef { peer: Some(ordinal), ..submitted.op };
@@ -188,7 +191,11 @@ impl Machine {
         self.detector.known.meet(peers);
         // Asked again: another thread may have taken the memory away since.
         match illegal.map_or_else(|| self.address.check(from.clone()), Err) {
-            Ok(()) => self.detector.access(Space::Device, from, AccessKind::Read, epoch, &clock),
+            Ok(()) => {
+                let touch = Touch { space: Space::Device, range: from.clone(), kind: AccessKind::Read };
+                self.check_blocks(epoch.op, &[touch]);
+                self.detector.access(Space::Device, from, AccessKind::Read, epoch, &clock);
+            }
             Err(illegal) => {
                 self.detector.report(illegal.violation(epoch.op, &from));
             }

@@ -263,7 +263,8 @@ mod tests {
     #[test]
     fn streams_of_threads_that_have_ended_are_buried_and_forgotten_once_known_complete() {
         let mut streams = Streams::new(0, 0);
-        let op = OpRef { operation: Some(Operation::Memset), kernel: None, number: 0, stream: None, peer: None };
+        let op =
+            OpRef { operation: Some(Operation::Memset), kernel: None, number: 0, stream: None, peer: None, at: None };
         for round in 0..100 {
             let id = thread::scope(|scope| {
                 let of_thread = scope.spawn(|| {

@@ -11,11 +11,13 @@
 
 use std::collections::HashSet;
 use std::ops::Range;
+use std::sync::Arc;
 
+use super::checks::Checks;
 use super::clock::{Clock, StreamKey};
 use super::interval::IntervalMap;
 use super::known::Known;
-use super::violation::{OpRef, Violation, ViolationKind};
+use super::violation::{BlockRef, OpRef, Violation, ViolationKind};
 use crate::launch::AccessKind;
 
 /// Violations kept until somebody takes them; more of them are only counted.
@@ -139,6 +141,8 @@ pub(super) struct Detector {
     pub(super) host: Shadow,
     /// What the host knows complete.
     pub(super) known: Known,
+    /// The checks of how memory is used, unless they are off.
+    pub(super) checks: Option<Arc<Checks>>,
     /// Whether work of another device may be among the accesses.
     foreign: bool,
     violations: Vec<Violation>,
@@ -146,6 +150,8 @@ pub(super) struct Detector {
     reported: HashSet<(Option<OpKey>, OpKey)>,
     /// Violations found since the start.
     pub(super) found: u64,
+    /// How many of them were found when one last panicked, or when all were taken.
+    raised: u64,
 }
 
 /// An operation among those of several devices: ordinal of another device, and number.
@@ -156,15 +162,17 @@ fn key(op: &OpRef) -> OpKey {
 }
 
 impl Detector {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(checks: Option<Arc<Checks>>) -> Self {
         Detector {
             device: Shadow::default(),
             host: Shadow::default(),
             known: Known::new(),
+            checks,
             foreign: false,
             violations: Vec::new(),
             reported: HashSet::new(),
             found: 0,
+            raised: 0,
         }
     }
 
@@ -206,12 +214,12 @@ impl Detector {
         let conflicts = shadow.access(range, kind, epoch, ordered);
         shadow.sweep(|epoch| known.knows(epoch.stream, epoch.seq));
         for conflict in conflicts {
-            self.conflict(&conflict, epoch.op);
+            self.conflict(space, &conflict, epoch.op);
         }
     }
 
     /// Reports a conflict between work of two streams.
-    pub(super) fn conflict(&mut self, conflict: &Conflict, second: OpRef) {
+    pub(super) fn conflict(&mut self, space: Space, conflict: &Conflict, second: OpRef) {
         let pool_free = second.operation == Some(crate::error::Operation::FreeAsync);
         let kind = if pool_free { ViolationKind::PendingWork } else { conflict.kind };
         self.report(Violation {
@@ -220,6 +228,7 @@ impl Detector {
             second,
             range: conflict.range.clone(),
             missing: missing_edge(&conflict.first, &second),
+            block: self.block_at(space, conflict.range.start),
         });
     }
 
@@ -240,9 +249,15 @@ impl Detector {
         let pending = shadow.pending(range, writes_only, |epoch| self.known.knows(epoch.stream, epoch.seq));
         for (epoch, piece) in &pending {
             let (first, range, missing) = (Some(epoch.op), piece.clone(), host_has_not_waited(epoch, &second));
-            self.report(Violation { kind, first, second, range, missing });
+            let block = self.block_at(space, piece.start);
+            self.report(Violation { kind, first, second, range, missing, block });
         }
         pending.into_iter().map(|(epoch, _)| epoch).collect()
+    }
+
+    /// The allocator's block at an address of the device.
+    fn block_at(&self, space: Space, at: u64) -> Option<BlockRef> {
+        self.checks.as_ref().filter(|_| space == Space::Device)?.block_at(at)
     }
 
     /// Notes a violation, once for each pair of operations.
@@ -266,12 +281,23 @@ impl Detector {
     /// Takes the violations.
     pub(super) fn take(&mut self) -> Vec<Violation> {
         self.reported.clear();
+        self.raised = self.found;
         std::mem::take(&mut self.violations)
     }
 
     /// Takes the oldest violation.
     pub(super) fn take_first(&mut self) -> Option<Violation> {
         (!self.violations.is_empty()).then(|| self.violations.remove(0))
+    }
+
+    /// The violations that did not panic yet and were not taken, in words, now that one is to panic.
+    pub(super) fn raise(&mut self) -> Option<String> {
+        let count = self.found - self.raised;
+        let kept = usize::try_from(count).unwrap_or(usize::MAX).min(self.violations.len());
+        self.raised = self.found;
+        let first = self.violations[self.violations.len() - kept..].first()?;
+        let more = if count > 1 { format!(" (and {} more)", count - 1) } else { String::new() };
+        Some(format!("the simulated device found a violation: {first}{more}"))
     }
 }
 

@@ -1,9 +1,11 @@
-//! What the race detector reports: two operations, where they met, and what should have ordered them.
+//! What the simulator reports: the operation that broke a rule, the one before it, the memory, and the remedy.
 
 use std::fmt;
 use std::ops::Range;
+use std::panic::Location;
+use std::sync::Arc;
 
-use crate::driver::RawStream;
+use crate::driver::{DevicePtr, RawStream};
 use crate::error::Operation;
 
 /// A stream as the simulator tells it apart: by a number that never comes back, unlike the handle.
@@ -40,6 +42,8 @@ pub struct OpRef {
     pub stream: Option<StreamRef>,
     /// Ordinal of the device whose operation it is; `None` for one of the device that reports it.
     pub peer: Option<u32>,
+    /// The place in the program that it was called from, where the call knows it.
+    pub at: Option<&'static Location<'static>>,
 }
 
 impl OpRef {
@@ -95,9 +99,70 @@ impl fmt::Display for Short<'_> {
 impl fmt::Display for OpRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.stream {
-            Some(_) => write!(f, "{} on {}", self.short(), self.place()),
-            None => write!(f, "{} by the host", self.short()),
+            Some(_) => write!(f, "{} on {}", self.short(), self.place())?,
+            None => write!(f, "{} by the host", self.short())?,
         }
+        self.at.map_or(Ok(()), |at| write!(f, " (called at {})", Line(at)))
+    }
+}
+
+/// File and line of a place.
+struct Line(&'static Location<'static>);
+
+impl fmt::Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.0.file(), self.0.line())
+    }
+}
+
+/// A block of an allocator's memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BlockRef {
+    /// First address.
+    pub ptr: DevicePtr,
+    /// Bytes requested.
+    pub bytes: u64,
+    /// Name of the allocation.
+    pub tag: Option<Arc<str>>,
+    /// Where it was allocated.
+    pub allocated: Option<&'static Location<'static>>,
+    /// Its end, if it was dropped.
+    pub dropped: Option<DropRef>,
+}
+
+impl fmt::Display for BlockRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the block of {} bytes at {}", self.bytes, self.ptr)?;
+        self.tag.as_ref().map_or(Ok(()), |tag| write!(f, " (tag `{tag}`)"))?;
+        self.allocated.map_or(Ok(()), |at| write!(f, ", allocated at {}", Line(at)))?;
+        self.dropped.as_ref().map_or(Ok(()), |dropped| write!(f, ", {dropped}"))
+    }
+}
+
+/// The end of a block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DropRef {
+    /// Where it was given back, unless a destructor did that.
+    pub at: Option<&'static Location<'static>>,
+    /// Name of the thread that gave it back.
+    pub thread: Option<Arc<str>>,
+    /// The last place that this thread enqueued work or allocated at before a destructor gave it back.
+    pub after: Option<&'static Location<'static>>,
+}
+
+impl fmt::Display for DropRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("dropped")?;
+        if let Some(at) = self.at {
+            return write!(f, " at {}", Line(at));
+        }
+        match &self.thread {
+            Some(thread) => write!(f, " by thread `{thread}`")?,
+            None => f.write_str(" by a thread without a name")?,
+        }
+        self.after.map_or(Ok(()), |after| write!(f, ", which came from {}", Line(after)))
     }
 }
 
@@ -115,8 +180,12 @@ pub enum ViolationKind {
     HostAccess,
     /// Memory was unmapped, released or freed while work may still be using it.
     PendingWork,
-    /// Memory was touched after it was freed or unmapped.
+    /// Memory was touched after it was freed or unmapped, or after its block was dropped.
     UseAfterFree,
+    /// Memory of an allocator was touched beyond the requested bytes of a block.
+    OutOfBounds,
+    /// A kernel or a download read bytes that nothing had written.
+    NeverWritten,
     /// Memory was touched that was never allocated, or past the end of an allocation.
     NotAllocated,
     /// Mapped memory was touched before access to it was given.
@@ -134,6 +203,8 @@ impl fmt::Display for ViolationKind {
             ViolationKind::HostAccess => "host access to memory in flight",
             ViolationKind::PendingWork => "memory taken away from pending work",
             ViolationKind::UseAfterFree => "use after free",
+            ViolationKind::OutOfBounds => "access beyond the bounds of a block",
+            ViolationKind::NeverWritten => "read of memory that was never written",
             ViolationKind::NotAllocated => "access outside any allocation",
             ViolationKind::NoAccess => "access to mapped memory without access rights",
             ViolationKind::Undeclared => "undeclared access",
@@ -141,7 +212,15 @@ impl fmt::Display for ViolationKind {
     }
 }
 
-/// A broken rule: two operations that met in memory without the order they need.
+impl ViolationKind {
+    /// True if the call that enqueues the work knows it by what the program did so far on this thread: a wrong pointer or length.
+    pub(super) fn is_of_the_call(self) -> bool {
+        use ViolationKind::{NoAccess, NotAllocated, OutOfBounds, UseAfterFree};
+        matches!(self, UseAfterFree | OutOfBounds | NotAllocated | NoAccess)
+    }
+}
+
+/// A broken rule: two operations that met in memory without the order they need, or one that must not touch the memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Violation {
@@ -153,8 +232,45 @@ pub struct Violation {
     pub second: OpRef,
     /// The addresses where they met: device addresses, or host addresses of page-locked memory.
     pub range: Range<u64>,
-    /// What was missing between the two, in words.
+    /// What was missing between the two, or what is wrong, in words.
     pub missing: String,
+    /// The allocator's block that the memory belongs to, where the allocator told the device of it.
+    pub block: Option<BlockRef>,
+}
+
+impl Violation {
+    /// What to do about it.
+    pub fn remedy(&self) -> String {
+        use ViolationKind::{
+            HostAccess, NeverWritten, NoAccess, NotAllocated, OutOfBounds, PendingWork, ReadWrite, Undeclared,
+            UseAfterFree, WriteRead, WriteWrite,
+        };
+        let text = match self.kind {
+            WriteWrite | ReadWrite | WriteRead => match &self.first {
+                Some(first) if first.stream.is_some() && self.second.stream.is_some() => {
+                    let (a, b) = (first.place(), self.second.place());
+                    return format!("between the two, call `b.wait_for(&a.tick())`, where `a` is {a} and `b` is {b}");
+                }
+                _ => "order the two",
+            },
+            HostAccess | PendingWork => match &self.first {
+                Some(first) if first.stream.is_some() => {
+                    let a = first.place();
+                    return format!("before that, wait for the work: `a.tick().synchronize()`, where `a` is {a}");
+                }
+                _ => "wait for the work before that",
+            },
+            UseAfterFree => {
+                "drop the memory after the last call that uses it; work enqueued before the drop may still run"
+            }
+            OutOfBounds => "allocate more, or pass the length of the block: one range touches one block",
+            NeverWritten => "write the memory first, for example with `Stream::fill` or `Allocator::alloc_zeroed`",
+            NotAllocated => "pass an address of live memory, and a length within it",
+            NoAccess => "give access to the mapping first, with `Driver::set_access`",
+            Undeclared => "declare the range in the launch's accesses",
+        };
+        text.to_owned()
+    }
 }
 
 impl fmt::Display for Violation {
@@ -164,6 +280,8 @@ impl fmt::Display for Violation {
         if let Some(first) = self.first {
             write!(f, "{first} and ")?;
         }
-        write!(f, "{} at {start:#x}..{end:#x} ({} bytes): {}", self.second, end.saturating_sub(start), self.missing)
+        write!(f, "{} at {start:#x}..{end:#x} ({} bytes): {}", self.second, end.saturating_sub(start), self.missing)?;
+        self.block.as_ref().map_or(Ok(()), |block| write!(f, "; {block}"))?;
+        write!(f, "; remedy: {}", self.remedy())
     }
 }

@@ -150,7 +150,9 @@ impl Machine {
 
     pub(super) fn unreserve(&mut self, ptr: DevicePtr, bytes: u64) -> Answer<()> {
         let op = self.op_ref(None, Operation::Unreserve, None);
-        self.address.unreserve(ptr.0, bytes, op)
+        self.address.unreserve(ptr.0, bytes, op)?;
+        self.checks().inspect(|checks| checks.removed(ptr.range(bytes)));
+        Ok(())
     }
 
     pub(super) fn create_physical(&mut self, bytes: u64, options: PhysicalOptions) -> Answer<RawPhysical> {
@@ -183,7 +185,8 @@ impl Machine {
             if !self.detector.known.knows(epoch.stream, epoch.seq) {
                 let (kind, range) = (ViolationKind::PendingWork, 0..physical.bytes);
                 let missing = host_has_not_waited(&epoch, &op);
-                self.detector.report(Violation { kind, first: Some(epoch.op), second: op, range, missing });
+                let first = Some(epoch.op);
+                self.detector.report(Violation { kind, first, second: op, range, missing, block: None });
             }
         }
     }

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::address::{AddressSpace, Illegal};
+use super::checks::{Origin, Unwritten};
 use super::engine::{Cost, Unit};
 use super::host::HostBlock;
 use super::memory::{Content, Memory};
@@ -89,7 +90,7 @@ pub(super) enum Body {
     /// Copies bytes that were taken from pageable memory.
     FromTaken { to: Range<u64>, bytes: Arc<[u8]> },
     /// Copies what was in a peer's memory; nothing, if the source was not there, but why.
-    FromPeer { to: Range<u64>, contents: std::result::Result<Arc<[Content]>, Arc<str>> },
+    FromPeer { to: Range<u64>, contents: std::result::Result<Arc<[Content]>, Arc<str>>, unwritten: Arc<Unwritten> },
     /// Copies to pageable memory; the waiting host takes the bytes itself.
     ToWaiting { from: Range<u64> },
     /// Runs a kernel.
@@ -204,20 +205,33 @@ impl Body {
         Cost { unit, bytes, operations, busy_ns }
     }
 
-    /// Does the work. Pool frees are the caller's business.
-    pub(super) fn run(&self, memory: &mut Memory, address: &AddressSpace) -> std::result::Result<(), Broken> {
+    /// Does the work. Pool frees are the caller's business. Also returns what a kernel read first of the memory listed as unwritten.
+    pub(super) fn run(
+        &self,
+        memory: &mut Memory,
+        address: &AddressSpace,
+        unwritten: &Unwritten,
+    ) -> (std::result::Result<(), Broken>, Option<(Range<u64>, Origin)>) {
+        let Body::Kernel(launch) = self else { return (self.run_plain(memory, address), None) };
+        let mut view = View { memory, address, launch, unwritten, read: Cell::default(), undeclared: Cell::default() };
+        let ran = run_kernel(&mut view);
+        let read = view.read.get().map(|(start, end, origin)| (start..end, origin));
+        (ran, read)
+    }
+
+    /// Does work that is no kernel.
+    fn run_plain(&self, memory: &mut Memory, address: &AddressSpace) -> std::result::Result<(), Broken> {
         match self {
             Body::Memset { to, value } => memory.fill(&address.pieces(to.clone())?, *value),
             Body::FromTaken { to, bytes } => memory.write(&address.pieces(to.clone())?, bytes),
-            Body::FromPeer { to, contents } => {
+            Body::FromPeer { to, contents, .. } => {
                 let gone = |why: &Arc<str>| Broken::illegal(Cause::Other(Arc::clone(why)));
                 let contents = contents.as_ref().map_err(gone)?;
                 memory.put(&address.pieces(to.clone())?, contents);
             }
             Body::Copy { parts, .. } => return parts.iter().try_for_each(|part| part.run(memory, address)),
-            Body::Kernel(launch) => return run_kernel(launch, memory, address),
             Body::Fault { violation } => return Err(Broken::illegal(Cause::Reported(Arc::clone(violation)))),
-            Body::ToWaiting { .. } | Body::PoolAlloc { .. } | Body::PoolFree { .. } => {}
+            Body::Kernel(_) | Body::ToWaiting { .. } | Body::PoolAlloc { .. } | Body::PoolFree { .. } => {}
         }
         Ok(())
     }
@@ -253,13 +267,13 @@ impl From<Illegal> for Broken {
     }
 }
 
-fn run_kernel(launch: &Launch, memory: &mut Memory, address: &AddressSpace) -> std::result::Result<(), Broken> {
+fn run_kernel(view: &mut View<'_>) -> std::result::Result<(), Broken> {
+    let launch = view.launch;
     for access in launch.accesses.iter().filter(|access| access.bytes > 0) {
-        address.pieces(access.ptr.range(access.bytes))?;
+        view.address.pieces(access.ptr.range(access.bytes))?;
     }
     let Some(host) = &launch.host else { return Ok(()) };
-    let mut view = View { memory, address, launch, undeclared: Cell::new(None) };
-    let outcome = host(&mut view, &launch.args);
+    let outcome = host(view, &launch.args);
     if let Some((start, end)) = view.undeclared.get() {
         return Err(Broken::illegal(Cause::Undeclared(start..end)));
     }
@@ -274,6 +288,10 @@ struct View<'a> {
     memory: &'a mut Memory,
     address: &'a AddressSpace,
     launch: &'a Launch,
+    /// Memory that was never written when the kernel was enqueued, by address.
+    unwritten: &'a Unwritten,
+    /// The first of it that the kernel read.
+    read: Cell<Option<(u64, u64, Origin)>>,
     /// The first undeclared access, kept even if the kernel ignores the error.
     undeclared: Cell<Option<(u64, u64)>>,
 }
@@ -306,6 +324,12 @@ impl View<'_> {
 impl KernelMemory for View<'_> {
     fn read(&self, from: DevicePtr, into: &mut [u8]) -> Result<()> {
         let range = self.check(from, into.len(), false)?;
+        if self.read.get().is_none()
+            && let Some((piece, origin)) =
+                self.unwritten.iter().find(|(piece, _)| piece.start < range.end && range.start < piece.end)
+        {
+            self.read.set(Some((piece.start.max(range.start), piece.end.min(range.end), *origin)));
+        }
         let pieces = self.address.pieces(range).map_err(illegal)?;
         self.memory.read(&pieces, into);
         Ok(())
@@ -328,7 +352,7 @@ impl Illegal {
     /// What is wrong with `op`, which touches a range that holds this.
     pub(super) fn violation(&self, op: OpRef, range: &Range<u64>) -> Violation {
         let range = self.at.max(range.start)..range.end;
-        Violation { kind: self.kind, first: self.gone, second: op, range, missing: explain(self) }
+        Violation { kind: self.kind, first: self.gone, second: op, range, missing: explain(self), block: None }
     }
 }
 

@@ -260,12 +260,3 @@ fn codes_that_mean_a_lost_device_lose_it() {
     driver.clear_faults();
     assert_eq!(code(driver.query_event(event)), Code::ILLEGAL_ADDRESS);
 }
-
-#[test]
-#[should_panic(expected = "two unordered writes: 'memset #1' on stream 1")]
-fn violations_panic_where_asked() {
-    let driver = SimDriver::new(SimConfig::new(1 << 30).panic_on_violation(true));
-    let (one, two, memory) = (driver.stream(), driver.stream(), driver.alloc(MIB).unwrap());
-    driver.memset(memory, 1, MIB, one).unwrap();
-    let _ = driver.memset(memory, 1, MIB, two);
-}

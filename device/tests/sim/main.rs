@@ -15,6 +15,7 @@ mod left;
 mod lost;
 mod mapping;
 mod memory;
+mod misuse;
 mod peer_order;
 mod peers;
 mod piling;

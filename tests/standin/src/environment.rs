@@ -64,7 +64,12 @@ pub(crate) fn device(text: &str, faults: Option<&str>) -> Result<SimConfig, Stri
         Some(faults) => format!("{text},{faults}"),
         None => text.to_owned(),
     };
-    SimConfig::parse(&whole).map_err(|error| format!("device {whole:?}: {error}"))
+    match SimConfig::parse(&whole) {
+        Ok(config) if config.panic_on_violation => {
+            Err(format!("device {whole:?}: no panic may cross the ABI; use violations=report"))
+        }
+        read => read.map_err(|error| format!("device {whole:?}: {error}")),
+    }
 }
 
 fn list(text: Option<&str>, separator: char) -> Vec<String> {

@@ -15,6 +15,7 @@ mod conformance;
 mod fault_sweep;
 mod found;
 mod lost;
+mod misuse;
 mod named_core;
 mod named_history;
 mod named_pools;

@@ -223,7 +223,9 @@ impl TransferBatch {
     ///
     /// # Errors
     /// When page-locked memory runs out, a stream that captures, and errors of the driver. Some copies may have been enqueued then.
+    #[track_caller]
     pub fn run(self) -> Result<Pending<BatchResults>, TransferError> {
+        let _place = self.transfer.called_here();
         let transfer = &self.transfer;
         let packed: Vec<_> = self.packed.iter().map(|packed| PinnedSlice::from(&packed.buffer).part()).collect();
         let mut results = transfer.pinned().alloc::<u8>(self.downloaded)?;

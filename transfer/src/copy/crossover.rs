@@ -96,6 +96,8 @@ impl Transfer {
         };
         let memory = [(device.storage().as_ref(), kinds.0), (other.storage().as_ref(), AccessKind::Write)];
         let bench = Bench { stream, device: &memory, host: &[(host, kinds.1)] };
+        // What the memory holds does not matter.
+        let _moves = self.move_contents();
         for size in SIZES {
             // Gaps of a line keep the copies apart, so that no driver makes one of them.
             let part = |at| CopyPart { dst: further(writes, at), src: further(reads, at), bytes: size - 64 };

@@ -19,11 +19,13 @@ impl Transfer {
     /// # Errors
     /// Ends of different lengths or devices, a stream that captures, and errors of the driver. Memory that could not be page-locked
     /// ([`crate::PinnedPool::alloc_or_pageable`]) is staged.
+    #[track_caller]
     pub fn upload<'a, T: Pod>(
         &self,
         from: impl Into<PinnedSlice<'a, T>>,
         to: &mut DeviceBuffer<T>,
     ) -> Result<Pending<()>, TransferError> {
+        let _place = self.called_here();
         let from = from.into();
         check_lengths(from.len() as u64, to.len())?;
         let part = from.part();
@@ -54,11 +56,13 @@ impl Transfer {
     ///
     /// # Errors
     /// As [`Transfer::upload`].
+    #[track_caller]
     pub fn download<'a, T: Pod>(
         &self,
         from: &DeviceBuffer<T>,
         to: impl Into<PinnedSliceMut<'a, T>>,
     ) -> Result<Pending<()>, TransferError> {
+        let _place = self.called_here();
         let to = to.into();
         check_lengths(from.len(), to.len() as u64)?;
         let part = to.part();
@@ -89,11 +93,13 @@ impl Transfer {
     ///
     /// # Errors
     /// Ends of different lengths or devices, or that overlap; a stream that captures, and errors of the driver.
+    #[track_caller]
     pub fn copy<T: Copy>(
         &self,
         from: &DeviceBuffer<T>,
         to: &mut DeviceBuffer<T>,
     ) -> Result<Pending<()>, TransferError> {
+        let _place = self.called_here();
         check_lengths(from.len(), to.len())?;
         self.check_device("buffer", from.storage().device_id())?;
         self.check_device("buffer", to.storage().device_id())?;
@@ -112,7 +118,9 @@ impl Transfer {
     ///
     /// # Errors
     /// A buffer of another device, and those of [`aquifer_kernels::Kernels::fill`].
+    #[track_caller]
     pub fn fill<T: Element + Pod>(&self, to: &mut DeviceBuffer<T>, value: T) -> Result<Pending<()>, TransferError> {
+        let _place = self.called_here();
         let stream = self.next_stream(Direction::OnDevice);
         self.refuse_capture(stream)?;
         self.kernels()?.fill(stream, &mut *to, value)?;

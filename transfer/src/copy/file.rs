@@ -36,12 +36,14 @@ impl Transfer {
     /// # std::fs::remove_file(&path)?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
+    #[track_caller]
     pub fn read_file_to_device(
         &self,
         path: impl AsRef<Path>,
         offset: u64,
         to: &mut DeviceBuffer<u8>,
     ) -> Result<Pending<FileReport>, TransferError> {
+        let _place = self.called_here();
         self.check_device("buffer", to.storage().device_id())?;
         let source = self.part_of_file(path.as_ref(), offset, to.bytes())?;
         self.upload_file(source, to)
@@ -61,6 +63,7 @@ impl Transfer {
     ///
     /// # Errors
     /// As [`Transfer::read_file_to_device`], and when device memory runs out. The file is looked at first.
+    #[track_caller]
     pub fn file_to_device(
         &self,
         path: impl AsRef<Path>,
@@ -68,6 +71,7 @@ impl Transfer {
         bytes: u64,
         stream: &Stream,
     ) -> Result<Pending<(DeviceBuffer<u8>, FileReport)>, TransferError> {
+        let _place = self.called_here();
         self.check_stream(stream)?;
         let source = self.part_of_file(path.as_ref(), offset, bytes)?;
         let mut buffer = self.allocator().alloc_buffer(bytes, stream)?;

@@ -32,6 +32,7 @@ impl Transfer {
     ///
     /// # Errors
     /// When device memory or page-locked memory runs out, a stream of another device or that captures, and errors of the driver.
+    #[track_caller]
     pub fn to_device<T: Pod + Send + Sync, S>(
         &self,
         source: S,
@@ -40,6 +41,7 @@ impl Transfer {
     where
         S: AsRef<[T]> + Send + Sync + 'static,
     {
+        let _place = self.called_here();
         self.check_stream(stream)?;
         let source = Owned::new::<T, S>(source);
         let mut buffer = self.allocator().alloc_buffer(source.elements(), stream)?;
@@ -50,11 +52,13 @@ impl Transfer {
     ///
     /// # Errors
     /// As [`Transfer::upload`], and when device memory runs out.
+    #[track_caller]
     pub fn pinned_to_device<'a, T: Pod + Send + Sync>(
         &self,
         from: impl Into<PinnedSlice<'a, T>>,
         stream: &Stream,
     ) -> Result<Pending<DeviceBuffer<T>>, TransferError> {
+        let _place = self.called_here();
         self.check_stream(stream)?;
         let from = from.into();
         let mut buffer = self.allocator().alloc_buffer(from.len() as u64, stream)?;
@@ -66,6 +70,7 @@ impl Transfer {
     ///
     /// # Errors
     /// Ends of different lengths, and as [`Transfer::to_device`].
+    #[track_caller]
     pub fn upload_from<T: Pod + Send + Sync, S>(
         &self,
         source: S,
@@ -74,6 +79,7 @@ impl Transfer {
     where
         S: AsRef<[T]> + Send + Sync + 'static,
     {
+        let _place = self.called_here();
         self.upload_owned(Owned::new::<T, S>(source), to)
     }
 
@@ -97,10 +103,12 @@ impl Transfer {
     ///
     /// # Errors
     /// When page-locked memory runs out, memory of another device, a stream that captures, and errors of the driver.
+    #[track_caller]
     pub fn to_host<T: Pod + Send + Sync>(
         &self,
         from: &DeviceBuffer<T>,
     ) -> Result<Pending<PinnedBuffer<T>>, TransferError> {
+        let _place = self.called_here();
         let mut to = self.pinned().alloc(host_vec::len_of(from.len(), size_of::<T>() as u64)?)?;
         Ok(self.download(from, &mut to)?.map(|()| to))
     }
@@ -109,7 +117,9 @@ impl Transfer {
     ///
     /// # Errors
     /// As [`Transfer::to_host`], and [`TransferError::OutOfHostMemory`] when the system has no memory for it.
+    #[track_caller]
     pub fn to_vec<T: Pod + Send + Sync>(&self, from: &DeviceBuffer<T>) -> Result<Pending<Vec<T>>, TransferError> {
+        let _place = self.called_here();
         let len = host_vec::len_of(from.len(), size_of::<T>() as u64)?;
         self.check_device("buffer", from.storage().device_id())?;
         if len * size_of::<T>() <= UNSTAGED_BYTES {

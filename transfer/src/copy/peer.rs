@@ -87,12 +87,14 @@ impl Transfer {
     /// assert_eq!(transfers[1].to_vec(&to)?.wait()?, [1, 2, 3]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
+    #[track_caller]
     pub fn copy_from_peer<T: Pod + Send + Sync>(
         &self,
         from: &DeviceBuffer<T>,
         peer: &Transfer,
         to: &mut DeviceBuffer<T>,
     ) -> Result<Pending<Route>, TransferError> {
+        let _place = self.called_here();
         crate::copy::direct::check_lengths(from.len(), to.len())?;
         peer.check_device("buffer", from.storage().device_id())?;
         self.check_device("buffer", to.storage().device_id())?;

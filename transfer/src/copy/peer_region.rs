@@ -77,6 +77,7 @@ impl Transfer {
     /// assert_eq!(transfers[1].to_vec(&column)?.wait()?, [2, 5]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
+    #[track_caller]
     pub fn copy_region_from_peer<T: Pod + Send + Sync>(
         &self,
         from: &DeviceBuffer<T>,
@@ -84,6 +85,7 @@ impl Transfer {
         to: &mut DeviceBuffer<T>,
         region: &Region<'_>,
     ) -> Result<Pending<Route>, TransferError> {
+        let _place = self.called_here();
         peer.check_device("buffer", from.storage().device_id())?;
         self.check_device("buffer", to.storage().device_id())?;
         let route = self.route_from(peer)?;

@@ -82,11 +82,13 @@ impl Transfer {
     ///
     /// # Errors
     /// Ends of different lengths, and as [`Transfer::to_device`].
+    #[track_caller]
     pub fn upload_blocking<T: Pod + Send + Sync>(
         &self,
         from: &[T],
         to: &mut DeviceBuffer<T>,
     ) -> Result<(), TransferError> {
+        let _place = self.called_here();
         self.scope(|scope| scope.upload(from, to))
     }
 
@@ -94,11 +96,13 @@ impl Transfer {
     ///
     /// # Errors
     /// Ends of different lengths, and as [`Transfer::to_vec`]. What `to` holds then is unspecified.
+    #[track_caller]
     pub fn download_blocking<T: Pod + Send + Sync>(
         &self,
         from: &DeviceBuffer<T>,
         to: &mut [T],
     ) -> Result<(), TransferError> {
+        let _place = self.called_here();
         self.scope(|scope| scope.download(from, to))
     }
 
@@ -107,7 +111,9 @@ impl Transfer {
     ///
     /// # Errors
     /// [`TransferError::OutOfBounds`] for an index beyond the end, and as [`Transfer::to_host`].
+    #[track_caller]
     pub fn item<T: Pod + Send + Sync>(&self, from: &DeviceBuffer<T>, index: u64) -> Result<T, TransferError> {
+        let _place = self.called_here();
         let end = index.saturating_add(1);
         let beyond = TransferError::OutOfBounds { start: index, end, len: from.len() };
         if index >= from.len() {
@@ -124,7 +130,9 @@ impl<'env> Scope<'env> {
     ///
     /// # Errors
     /// Ends of different lengths, and as [`Transfer::to_device`].
+    #[track_caller]
     pub fn upload<T: Pod + Send + Sync>(&self, from: &'env [T], to: &mut DeviceBuffer<T>) -> Result<(), TransferError> {
+        let _place = self.transfer.called_here();
         check_lengths(from.len() as u64, to.len())?;
         self.transfer.check_device("buffer", to.storage().device_id())?;
         if size_of_val(from) <= UNSTAGED_BYTES {
@@ -144,11 +152,13 @@ impl<'env> Scope<'env> {
     ///
     /// # Errors
     /// Ends of different lengths, and as [`Transfer::to_vec`].
+    #[track_caller]
     pub fn download<T: Pod + Send + Sync>(
         &self,
         from: &DeviceBuffer<T>,
         to: &'env mut [T],
     ) -> Result<(), TransferError> {
+        let _place = self.transfer.called_here();
         check_lengths(from.len(), to.len() as u64)?;
         self.transfer.check_device("buffer", from.storage().device_id())?;
         if size_of_val(to) <= UNSTAGED_BYTES {

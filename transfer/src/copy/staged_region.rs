@@ -42,6 +42,7 @@ impl Transfer {
     ///
     /// # Errors
     /// A region that reaches beyond either end or writes a place twice; else as [`Transfer::upload_from`].
+    #[track_caller]
     pub fn upload_region_from<T: Pod + Send + Sync, S>(
         &self,
         source: S,
@@ -51,6 +52,7 @@ impl Transfer {
     where
         S: AsRef<[T]> + Send + Sync + 'static,
     {
+        let _place = self.called_here();
         self.check_device("buffer", to.storage().device_id())?;
         let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
         let source = Owned::new::<T, S>(source);
@@ -69,12 +71,14 @@ impl Transfer {
     ///
     /// # Errors
     /// A region that reaches beyond either end or writes a place twice; else as [`Transfer::to_vec`]. The memory is dropped then.
+    #[track_caller]
     pub fn download_region_to<T: Pod + Send + Sync>(
         &self,
         from: &DeviceBuffer<T>,
         mut to: Vec<T>,
         region: &Region<'_>,
     ) -> Result<Pending<Vec<T>>, TransferError> {
+        let _place = self.called_here();
         self.check_device("buffer", from.storage().device_id())?;
         let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), to)) };
         plan.check_reach(from.len(), to.len() as u64)?;
@@ -138,12 +142,14 @@ impl Transfer {
     ///
     /// # Errors
     /// As [`Scope::upload_region`].
+    #[track_caller]
     pub fn upload_region_blocking<T: Pod + Send + Sync>(
         &self,
         from: &[T],
         to: &mut DeviceBuffer<T>,
         region: &Region<'_>,
     ) -> Result<(), TransferError> {
+        let _place = self.called_here();
         self.scope(|scope| scope.upload_region(from, to, region))
     }
 
@@ -151,12 +157,14 @@ impl Transfer {
     ///
     /// # Errors
     /// As [`Scope::download_region`]. What the region's places hold then is unspecified.
+    #[track_caller]
     pub fn download_region_blocking<T: Pod + Send + Sync>(
         &self,
         from: &DeviceBuffer<T>,
         to: &mut [T],
         region: &Region<'_>,
     ) -> Result<(), TransferError> {
+        let _place = self.called_here();
         self.scope(|scope| scope.download_region(from, to, region))
     }
 }
@@ -166,12 +174,14 @@ impl<'env> Scope<'env> {
     ///
     /// # Errors
     /// A region that reaches beyond either end or writes a place twice; else as [`Scope::upload`].
+    #[track_caller]
     pub fn upload_region<T: Pod + Send + Sync>(
         &self,
         from: &'env [T],
         to: &mut DeviceBuffer<T>,
         region: &Region<'_>,
     ) -> Result<(), TransferError> {
+        let _place = self.transfer.called_here();
         self.transfer.check_device("buffer", to.storage().device_id())?;
         let Some(plan) = region.plan()? else { return Ok(()) };
         plan.check_reach(from.len() as u64, to.len())?;
@@ -192,12 +202,14 @@ impl<'env> Scope<'env> {
     ///
     /// # Errors
     /// A region that reaches beyond either end or writes a place twice; else as [`Scope::download`].
+    #[track_caller]
     pub fn download_region<T: Pod + Send + Sync>(
         &self,
         from: &DeviceBuffer<T>,
         to: &'env mut [T],
         region: &Region<'_>,
     ) -> Result<(), TransferError> {
+        let _place = self.transfer.called_here();
         self.transfer.check_device("buffer", from.storage().device_id())?;
         let Some(plan) = region.plan()? else { return Ok(()) };
         plan.check_reach(from.len(), to.len() as u64)?;

@@ -19,12 +19,14 @@ impl Transfer {
     /// # Errors
     /// A region that reaches beyond either end or writes a place twice; else as [`Transfer::upload`], also for memory that could not be
     /// page-locked.
+    #[track_caller]
     pub fn upload_region<'a, T: Pod>(
         &self,
         from: impl Into<PinnedSlice<'a, T>>,
         to: &mut DeviceBuffer<T>,
         region: &Region<'_>,
     ) -> Result<Pending<()>, TransferError> {
+        let _place = self.called_here();
         let from = from.into();
         let part = from.part();
         self.check_device("page-locked memory", part.memory.device_id())?;
@@ -51,12 +53,14 @@ impl Transfer {
     ///
     /// # Errors
     /// As [`Transfer::upload_region`].
+    #[track_caller]
     pub fn download_region<'a, T: Pod>(
         &self,
         from: &DeviceBuffer<T>,
         to: impl Into<PinnedSliceMut<'a, T>>,
         region: &Region<'_>,
     ) -> Result<Pending<()>, TransferError> {
+        let _place = self.called_here();
         let to = to.into();
         let part = to.part();
         self.check_device("page-locked memory", part.memory.device_id())?;
@@ -84,12 +88,14 @@ impl Transfer {
     ///
     /// # Errors
     /// A region that reaches beyond either end, writes a place twice or writes what it reads; else as [`Transfer::copy`].
+    #[track_caller]
     pub fn copy_region<T: Copy>(
         &self,
         from: &DeviceBuffer<T>,
         to: &mut DeviceBuffer<T>,
         region: &Region<'_>,
     ) -> Result<Pending<()>, TransferError> {
+        let _place = self.called_here();
         let (pending, bytes) = self.begin_region(from, to, region)?;
         if bytes > 0 {
             self.shared().tally.count(Direction::OnDevice, bytes);

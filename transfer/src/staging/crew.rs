@@ -6,6 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use aquifer_device::Tick;
+use aquifer_device::sim::defer_panics_here;
 
 use super::config::StagingConfig;
 use super::copies::{self, Ended};
@@ -152,6 +153,7 @@ impl Hands<Arc<Work>, Chunk, Tick, Arc<OnHost>> for Arc<Crew> {
     fn hire(&self) -> Result<(), TransferError> {
         let crew = self.clone();
         let started = thread::Builder::new().name("aquifer-staging".to_owned()).spawn(move || {
+            defer_panics_here();
             errands::on_duty(|| {
                 crew.floor.work(&crew);
                 drop(crew);

@@ -4,11 +4,12 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
 
 use aquifer_allocator::{Claim, DeviceBuffer};
 use aquifer_device::fork::Mutex;
+use aquifer_device::sim::caller;
 use aquifer_device::{AccessKind, Copy2d, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, Stream, Tick};
 
 use super::config::PAGE;
@@ -98,6 +99,8 @@ pub(super) struct Work {
     stream: Stream,
     priority: i32,
     job: Arc<Job>,
+    /// Where the program asked for it, on a simulated device.
+    asked: Option<&'static Location<'static>>,
     /// The tick after the latest of its copies.
     last: Mutex<Option<Tick>>,
 }
@@ -126,7 +129,15 @@ impl Work {
         check_lengths(&host, device.spread.bytes())?;
         // Threads take the turns later, and by then streams that used the memory may capture.
         device.claim.prepare(stream)?;
-        Ok(Work { host, device, stream: stream.clone(), priority, job: Job::new(), last: Mutex::new(None) })
+        Ok(Work {
+            host,
+            device,
+            stream: stream.clone(),
+            priority,
+            job: Job::new(),
+            asked: caller(),
+            last: Mutex::new(None),
+        })
     }
 
     /// Bytes of either end.
@@ -199,6 +210,7 @@ pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
 #[allow(unsafe_code, reason = "a copy goes on after the call")]
 fn enqueue(work: &Work, range: Range<u64>, chunk: &mut Chunk, way: Way) -> Result<Tick, TransferError> {
     capture::refuse(&work.stream, CAPTURES_NOW)?;
+    let _place = work.asked.and_then(|asked| work.stream.called_from(asked));
     let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     let on_device = work.device.claim.turn(&work.stream)?;
     let (part, kind) = match way {

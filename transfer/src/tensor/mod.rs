@@ -26,6 +26,7 @@ use std::ops::Range;
 
 use aquifer_allocator::DeviceBuffer;
 use aquifer_device::Stream;
+use aquifer_device::sim::CalledFrom;
 use aquifer_kernels::DType;
 
 pub(crate) use converted::Converted;
@@ -118,6 +119,15 @@ impl Tensor {
         layout: Layout,
     ) -> Result<Tensor, TransferError> {
         Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: transfer.clone() }), dtype, layout)
+    }
+
+    /// As [`Transfer::called_here`], where it is on a device.
+    #[track_caller]
+    fn called_here(&self) -> Option<CalledFrom> {
+        match &self.memory {
+            Memory::Device(own) => own.transfer.called_here(),
+            _ => None,
+        }
     }
 
     /// What it has in common with tensors that are tied to it, while it lives.

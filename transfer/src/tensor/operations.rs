@@ -29,7 +29,9 @@ impl Tensor {
     ///
     /// # Errors
     /// Operands in different places, not on a device, of different dtypes or shapes; and those of [`Kernels::add`].
+    #[track_caller]
     pub fn add(&self, other: &Tensor, stream: &Stream) -> Result<Tensor, TransferError> {
+        let _place = self.called_here();
         let operands = Operands { operation: "add", tensors: &[("a", self), ("b", other)], stream };
         let transfer = operands.check()?;
         operands.same_shape()?;
@@ -49,7 +51,9 @@ impl Tensor {
     ///
     /// # Errors
     /// Operands in different places, not on a device, of different dtypes or shapes; and those of [`Kernels::axpy`].
+    #[track_caller]
     pub fn add_scaled(&self, a: f64, x: &Tensor, stream: &Stream) -> Result<Tensor, TransferError> {
+        let _place = self.called_here();
         let operands = Operands { operation: "add_scaled", tensors: &[("y", self), ("x", x)], stream };
         let transfer = operands.check()?;
         operands.same_shape()?;
@@ -70,7 +74,9 @@ impl Tensor {
     /// # Errors
     /// Operands in different places, not on a device, of different dtypes, or of shapes that do not fit; and those of
     /// [`Kernels::matmul`].
+    #[track_caller]
     pub fn matmul(&self, other: &Tensor, stream: &Stream) -> Result<Tensor, TransferError> {
+        let _place = self.called_here();
         let operands = Operands { operation: "matmul", tensors: &[("a", self), ("b", other)], stream };
         let transfer = operands.check()?;
         let (&[m, k], &[rows, n]) = (self.shape(), other.shape()) else {
@@ -97,7 +103,9 @@ impl Tensor {
     ///
     /// # Errors
     /// An operand that is not on a device, and those of [`Kernels::reduce_sum`].
+    #[track_caller]
     pub fn sum(&self, stream: &Stream) -> Result<Tensor, TransferError> {
+        let _place = self.called_here();
         let operands = Operands { operation: "sum", tensors: &[("a", self)], stream };
         let transfer = operands.check()?;
         let from = self.dense(transfer, stream)?;

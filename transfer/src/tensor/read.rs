@@ -12,7 +12,9 @@ impl Tensor {
     ///
     /// # Errors
     /// A tensor of another dtype, and as [`Tensor::to`].
+    #[track_caller]
     pub fn to_vec_blocking<T: Scalar>(&self) -> Result<Vec<T>, TransferError> {
+        let _place = self.called_here();
         self.check_dtype(T::DTYPE)?;
         let host = self.to(Place::Host)?.wait_counted()?;
         let len = host_vec::len_of(host.len(), T::DTYPE.bytes())?;
@@ -26,7 +28,9 @@ impl Tensor {
     ///
     /// # Errors
     /// A tensor of another number of elements or another dtype, and as [`Tensor::to`].
+    #[track_caller]
     pub fn item_blocking<T: Scalar>(&self) -> Result<T, TransferError> {
+        let _place = self.called_here();
         self.check_dtype(T::DTYPE)?;
         // Before they are brought to the host, which may be many.
         let not_one = || TransferError::NotOneElement { shape: self.shape().to_vec() };

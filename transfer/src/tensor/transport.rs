@@ -44,6 +44,7 @@ impl Tensor {
     ///
     /// # Errors
     /// When memory runs out, and errors of the drivers.
+    #[track_caller]
     pub fn to(&self, place: impl Into<Place>) -> Result<Pending<Tensor>, TransferError> {
         self.to_with(place, To::new())
     }
@@ -52,6 +53,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::to`].
+    #[track_caller]
     pub fn to_host(&self) -> Result<Pending<Tensor>, TransferError> {
         self.to(Place::Host)
     }
@@ -61,6 +63,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::to`].
+    #[track_caller]
     pub fn pin(&self, pool: &PinnedPool) -> Result<Pending<Tensor>, TransferError> {
         self.to(pool)
     }
@@ -69,6 +72,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::to`].
+    #[track_caller]
     pub fn to_dtype(&self, dtype: DType) -> Result<Pending<Tensor>, TransferError> {
         self.to_with(self.place(), To::new().dtype(dtype))
     }
@@ -78,7 +82,9 @@ impl Tensor {
     /// # Errors
     /// A stream of another device than those that take part, a dtype that the device lacks instructions for if it must have them, and as
     /// [`Tensor::to`].
+    #[track_caller]
     pub fn to_with(&self, place: impl Into<Place>, to: To) -> Result<Pending<Tensor>, TransferError> {
+        let _place = self.called_here();
         let (place, dtype) = (place.into(), to.dtype.unwrap_or(self.dtype));
         to.check_native(&place, dtype)?;
         if let Some(stream) = &to.stream
@@ -112,6 +118,7 @@ impl Tensor {
     ///
     /// # Errors
     /// When memory runs out, and errors of the driver.
+    #[track_caller]
     pub fn contiguous(&self) -> Result<Tensor, TransferError> {
         if self.is_contiguous() { Ok(self.clone()) } else { self.deep_copy() }
     }
@@ -121,7 +128,9 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::contiguous`].
+    #[track_caller]
     pub fn deep_copy(&self) -> Result<Tensor, TransferError> {
+        let _place = self.called_here();
         let memory = match &self.memory {
             Memory::Device(memory) => {
                 let stream = memory.transfer.next_stream(Direction::OnDevice);

@@ -26,7 +26,9 @@ impl Tensor {
     /// # Errors
     /// A tensor that is not on a device, of another dtype, or that repeats elements; those of [`aquifer_kernels::Kernels::fill`], and when memory
     /// runs out.
+    #[track_caller]
     pub fn fill_shared<T: Scalar>(&mut self, value: T, stream: &Stream) -> Result<(), TransferError> {
+        let _place = self.called_here();
         let operands = Operands { operation: "fill_shared", tensors: &[("a", self)], stream };
         let own = operands.written()?;
         self.check_dtype(T::DTYPE)?;
@@ -64,7 +66,9 @@ impl Tensor {
     /// # Errors
     /// Tensors of different dtypes or shapes ([`Tensor::to_dtype`] and [`Tensor::broadcast`] make them fit), one to be written that is not on a
     /// device or repeats elements, a stream of another device or one that captures; and as [`Tensor::to`].
+    #[track_caller]
     pub fn assign_shared(&mut self, from: &Tensor, stream: &Stream) -> Result<Pending<()>, TransferError> {
+        let _place = self.called_here();
         let operands = Operands { operation: "assign_shared", tensors: &[("to", self), ("from", from)], stream };
         let own = operands.written()?;
         operands.same_dtype()?;

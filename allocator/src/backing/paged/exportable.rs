@@ -6,6 +6,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::panic::Location;
 use std::sync::Arc;
 
 use aquifer_device::{
@@ -68,6 +69,7 @@ impl Allocator {
     ///
     /// # Errors
     /// [`AllocError::Unsupported`] where the device has no such handles; when the stream captures; otherwise as [`Allocator::alloc`].
+    #[track_caller]
     pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Map)?;
         if stream.device_id() != self.device().id() {
@@ -91,18 +93,23 @@ impl Allocator {
         self.refuse_unannounced_capture(slot)?;
         let request = Request { requested: bytes, size, pool: POOL, slot, tag: Tag::current(), is_regular: false };
         let (ptr, physical) = self.climb_apart(&request, 0, || self.try_exportable(&request, options))?;
-        let memory = Memory::Apart(Arc::new(MemoryApart::new(self, ptr, bytes, slot)));
+        let memory = Arc::new(MemoryApart::new(self, ptr, bytes, slot));
+        let at = Location::caller();
+        self.shell().tell_checks(|checks| memory.tell_of_block(checks, bytes, at));
+        let memory = Memory::Apart(memory);
         Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
     }
 
     /// Allocates a segment for this memory alone, in a private pool that is closed again at once. So the segment, once free, goes back to
     /// the device the next time that unused memory does. It has the same size as mapped exportable memory, because opening it by its
     /// pointer gives access to the driver's whole allocation.
+    #[track_caller]
     fn alloc_segment_apart(&self, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
         let memory = if bytes == 0 { self.alloc(0, stream)? } else { self.alloc_segment(bytes, stream)? };
         Ok(Exportable { storage: Arc::new(Storage::new(Memory::Block(memory), stream)), physical: None })
     }
 
+    #[track_caller]
     fn alloc_segment(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         let private = self.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() })?;
         // This makes sure that the stream has a heap for the segment.
@@ -120,7 +127,13 @@ impl Allocator {
                 Growth::Refused(refusal) => Err(refusal),
             })
         })?;
-        Ok(Allocation::new((granted.arena, granted.block), slot, DevicePtr(granted.addr), bytes))
+        let (place, ptr) = ((granted.arena, granted.block), DevicePtr(granted.addr));
+        let slot = if self.device().checks().is_some() {
+            self.tell_of_block(place, slot, ptr, bytes, Location::caller())
+        } else {
+            slot
+        };
+        Ok(Allocation::new(place, slot, ptr, bytes))
     }
 
     fn can_export(&self, kind: HandleKind) -> Result<(), AllocError> {
@@ -199,6 +212,7 @@ impl Allocator {
         let accessible = mapped.clone().and_then(|()| driver.set_access(ptr, size, access));
         match accessible {
             Ok(()) => {
+                self.shell().tell_checks(|checks| checks.manage(ptr.range(size)));
                 self.hooks().mapped(ptr.0, size);
                 Ok((ptr, physical))
             }

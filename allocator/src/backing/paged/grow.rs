@@ -277,6 +277,7 @@ impl Allocator {
         loop {
             match self.device().driver().reserve(bytes, granule) {
                 Ok(ptr) => {
+                    self.shell().tell_checks(|checks| checks.manage(ptr.range(bytes)));
                     let mut whole = self.shell().part(Some(request.slot));
                     if let Some(paged) = &mut whole.paged {
                         paged.add_reservation(ptr.0, bytes, kind_of(request.pool), Purpose::Heap);

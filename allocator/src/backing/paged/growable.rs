@@ -9,6 +9,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::panic::Location;
 use std::sync::Arc;
 
 use aquifer_device::{DevicePtr, ErrorKind, Stream, Timeline};
@@ -113,6 +114,7 @@ impl Allocator {
             }
             reserved => reserved,
         }?;
+        self.shell().tell_checks(|checks| checks.manage(ptr.range(reserved)));
         if let Some(paged) = &mut self.shell().core().paged {
             paged.add_reservation(ptr.0, reserved, PoolKind::Large, Purpose::Growable);
             paged.owned.insert(ptr.0, Owned { slot, tag: Tag::current(), ..Owned::default() });
@@ -256,6 +258,7 @@ impl Growable {
     /// # Errors
     /// [`AllocError::BeyondCapacity`]; [`AllocError::Asleep`] while the allocator sleeps, even if it is that large already, because its
     /// memory is away; when the stream captures; otherwise as [`Allocator::alloc`]. The size is then as before.
+    #[track_caller]
     pub fn grow_to(&mut self, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Map)?;
         self.record_stream(stream)?;
@@ -288,7 +291,7 @@ impl Growable {
         let rest = if bytes < size { vec![(stream.id(), whole.tick_of(stream.id()))] } else { Vec::new() };
         whole.set_owned(self.ptr().0, size, bytes);
         drop(whole);
-        self.memory.set_bytes(bytes);
+        self.memory.resize(bytes, Location::caller());
         self.rest = rest;
         Ok(())
     }
@@ -301,6 +304,7 @@ impl Growable {
     /// # Errors
     /// [`AllocError::Shared`] while buffers made of it live, which might reach beyond; when the stream belongs to another device. The size
     /// is then as before.
+    #[track_caller]
     pub fn shrink_to(&mut self, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Unmap)?;
         self.record_stream(stream)?;
@@ -312,7 +316,7 @@ impl Growable {
         }
         let (size, before, users) = (bytes.next_multiple_of(self.granule), self.size(), self.memory.users());
         let mut whole = self.allocator().shell().part(None);
-        self.memory.set_bytes(bytes);
+        self.memory.resize(bytes, Location::caller());
         whole.set_owned(self.ptr().0, size, bytes);
         whole.retire(self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users);
         let uses = if bytes < size { users } else { Vec::new() };

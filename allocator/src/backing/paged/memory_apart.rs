@@ -3,14 +3,17 @@
 //! Invariant: the owner's record in the table of mapped memory lives until this is dropped. Dropping it retires all memory that the owner
 //! has.
 
+use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_device::fork::Mutex;
+use aquifer_device::sim::{Checks, NewBlock};
 use aquifer_device::{DevicePtr, Operation, Stream, fork};
 
 use crate::allocator::Allocator;
 use crate::error::AllocError;
 use crate::shell::Shell;
+use crate::tags::Tag;
 
 /// Memory apart, from the first address on. It keeps the allocator open. Dropping it makes no driver call and does not wait.
 #[derive(Debug)]
@@ -46,8 +49,19 @@ impl MemoryApart {
         self.bytes.load(Ordering::Acquire)
     }
 
-    pub(crate) fn set_bytes(&self, bytes: u64) {
-        self.bytes.store(bytes, Ordering::Release);
+    /// Sets the requested bytes, and tells a simulated device.
+    pub(crate) fn resize(&self, bytes: u64, at: &'static Location<'static>) {
+        let before = self.bytes.swap(bytes, Ordering::AcqRel);
+        self.shell().tell_checks(|checks| match before {
+            0 => self.tell_of_block(checks, bytes, at),
+            _ => checks.resized(self.ptr, bytes, Some(at)),
+        });
+    }
+
+    /// Tells a simulated device of memory that is handed out.
+    pub(crate) fn tell_of_block(&self, checks: &Checks, bytes: u64, at: &'static Location<'static>) {
+        let tag = Tag::current().name();
+        checks.allocated(NewBlock { ptr: self.ptr, bytes, tag, is_for_graphs: false, at: Some(at) });
     }
 
     pub(crate) fn users(&self) -> Vec<u32> {
@@ -79,6 +93,7 @@ impl Drop for MemoryApart {
         if fork::is_child() {
             return;
         }
+        self.shell().tell_checks(|checks| checks.dropped(self.ptr, None));
         let mut whole = self.allocator.shell().part(None);
         let size = whole.owned_size(self.ptr.0);
         whole.set_owned(self.ptr.0, 0, 0);

@@ -153,9 +153,11 @@ impl Allocator {
         drop(core);
         let mut saved = Vec::with_capacity(present.len());
         let copies = if contents == Contents::SaveToHost { Some(self.device().create_stream()?) } else { None };
+        let moves = self.device().checks().map(|checks| checks.move_contents());
         for (range, _) in &present {
             saved.push(copies.as_ref().map(|stream| save(stream, range)).transpose()?);
         }
+        drop(moves);
         for ((range, kind), saved) in present.into_iter().zip(saved) {
             unmap_range(self.device(), self.hooks(), &range)?;
             let mut whole = self.shell().whole();
@@ -282,7 +284,10 @@ impl Allocator {
             }
             driver.set_access(DevicePtr(start), end - start, access)?;
             if let (Some(saved), Some(copies)) = (&last.saved, &copies) {
+                let _moves = self.device().checks().map(|checks| checks.move_contents());
                 copies.upload_blocking(DevicePtr(start), saved)?;
+            } else {
+                self.shell().tell_checks(|checks| checks.lost(start..end));
             }
             let mut whole = self.shell().whole();
             if let Some(paged) = &mut whole.paged {

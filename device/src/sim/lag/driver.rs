@@ -14,6 +14,7 @@ use crate::driver::{
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
+use crate::sim::Checks;
 
 /// Methods that are passed on unchanged.
 macro_rules! pass_on {
@@ -209,6 +210,10 @@ impl Driver for Lagging {
     unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
         // SAFETY: the caller's promise about the kernel is passed on unchanged.
         unsafe { self.inner.launch(launch, stream) }
+    }
+
+    fn checks(&self) -> Option<Arc<Checks>> {
+        self.inner.checks()
     }
 
     fn take_violation(&self) -> Option<String> {

@@ -247,7 +247,11 @@ proptest! {
                     prop_assert_eq!(caches[cache].shrink_to(mib * MIB, &streams[by]).is_err(), shared && smaller);
                 }
                 Step::Replace(cache, by) => caches[cache] = new(by),
-                Step::Share(cache) if caches[cache].bytes() > 0 => buffers.push(caches[cache].buffer()),
+                Step::Share(cache) if caches[cache].bytes() > 0 => {
+                    let buffer = caches[cache].buffer();
+                    write(&streams[0], &buffer, 3).unwrap();
+                    buffers.push(buffer);
+                }
                 Step::Forget(buffer) if !buffers.is_empty() => drop(buffers.swap_remove(buffer % buffers.len())),
                 Step::Write(buffer, by) if !buffers.is_empty() => {
                     write(&streams[by], &buffers[buffer % buffers.len()], 1).unwrap();

@@ -2,6 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use aquifer_allocator::DeviceBuffer;
 use aquifer_transfer::{Region, TransferError};
 
 use super::op::LENGTHS;
@@ -24,10 +25,11 @@ impl AsRef<[u8]> for Panicking {
 impl World {
     /// A new buffer of device memory.
     pub(super) fn new_device(&mut self, length: usize) {
-        let alloc = self.bench.transfer.allocator().alloc_buffer(LENGTHS[length] as u64, &self.streams[0]);
-        if let Some(buffer) = self.done(alloc.map_err(TransferError::from)) {
-            let content = (LENGTHS[length] == 0).then(Vec::new);
-            self.devices.push((buffer, content));
+        let (allocator, stream) = (self.bench.transfer.allocator(), &self.streams[0]);
+        let zeroed = allocator.alloc_zeroed(LENGTHS[length] as u64, stream);
+        let buffer = zeroed.and_then(|zeroed| DeviceBuffer::from_allocation(zeroed, stream));
+        if let Some(buffer) = self.done(buffer.map_err(TransferError::from)) {
+            self.devices.push((buffer, Some(vec![0; LENGTHS[length]])));
         }
     }
 

@@ -9,7 +9,7 @@ impl World {
     pub(super) fn send_to_peer(&mut self, device: usize) {
         let Some(device) = pick(&self.devices, device) else { return };
         let (source, content) = self.devices[device].clone();
-        let mut target = self.peer.alloc(source.len());
+        let mut target = self.peer.alloc_zeroed(source.len());
         let begun = self.peer.transfer.copy_from_peer(&source, &self.bench.transfer, &mut target);
         let known = begun.is_ok().then_some(content).flatten();
         self.on_peer.push((target, known));

@@ -1,0 +1,339 @@
+//! Checks of how work uses memory: the bounds and lives of blocks, and bytes that nothing has written.
+//!
+//! A caching allocator holds memory that no block uses at the moment, and blocks lie side by side in one allocation of the driver. So a
+//! device cannot see that work goes beyond its block, or uses a block that was dropped. The allocator tells a simulated device
+//! ([`Device::checks`](crate::Device::checks)) which ranges it hands out in blocks, and the bounds and the life of each block.
+//!
+//! Work is checked in program order, when it is enqueued, as the race detector does. Each range that work touches must lie in one live
+//! block, as it was requested: rounding is not part of it. Work that was enqueued before a block was dropped may run later. Work in a
+//! graph is checked when it is captured; a launch only needs those blocks that are not the graph's own (`PrivatePool`) to be live still.
+//! Memory that no allocator manages, such as a plain allocation of the driver, is checked by the address space alone, and counts as
+//! written.
+//!
+//! Bytes are *unwritten* from when their block was handed out until work writes them. Kernels and downloads must not read such bytes;
+//! copies within the device carry them along. A kernel with a host implementation that declares a range of which parts are unwritten,
+//! such as rows with gaps, is checked as it runs, for what it reads.
+//!
+//! Invariants: a live block is one range of `blocks`; what is in `unwritten` was written by no work enqueued so far. The lock is a
+//! leaf, taken under that of the machine, so blocks may be dropped while a kernel runs.
+
+use std::ops::Range;
+use std::panic::Location;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::interval::IntervalMap;
+use super::thread::{self, Caller, MovesContents};
+use super::violation::{BlockRef, DropRef, ViolationKind};
+use super::work::{Body, End};
+use crate::driver::DevicePtr;
+use crate::launch::AccessKind;
+
+/// A block that an allocator hands out.
+#[derive(Clone, Debug)]
+pub struct NewBlock {
+    /// First address.
+    pub ptr: DevicePtr,
+    /// Bytes requested.
+    pub bytes: u64,
+    /// Name of the allocation.
+    pub tag: Option<Arc<str>>,
+    /// True if graphs keep using the memory after the block is dropped.
+    pub is_for_graphs: bool,
+    /// Where it was allocated.
+    pub at: Option<&'static Location<'static>>,
+}
+
+/// What the allocators of a simulated device tell it of their memory, and which bytes were never written.
+#[derive(Debug, Default)]
+pub struct Checks {
+    state: Mutex<State>,
+}
+
+/// Where memory that was never written was allocated.
+pub(super) type Origin = Option<Caller>;
+
+/// Unwritten bytes by address.
+pub(super) type Unwritten = Vec<(Range<u64>, Origin)>;
+
+#[derive(Debug, Default)]
+struct State {
+    /// Blocks so far.
+    count: u64,
+    /// What allocators hand out in blocks.
+    managed: IntervalMap<()>,
+    /// Blocks in managed memory. One that was dropped stays until another takes its place.
+    blocks: IntervalMap<Held>,
+    unwritten: IntervalMap<Origin>,
+    /// Page-locked memory with contents that were moved there and were never written, by host address.
+    unwritten_host: IntervalMap<Origin>,
+}
+
+#[derive(Debug)]
+struct Block {
+    number: u64,
+    is_for_graphs: bool,
+    shown: BlockRef,
+}
+
+impl Block {
+    fn is_live(&self) -> bool {
+        self.shown.dropped.is_none()
+    }
+
+    fn end(&self) -> u64 {
+        self.shown.ptr.0 + self.shown.bytes
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Held(Arc<Block>);
+
+impl PartialEq for Held {
+    fn eq(&self, other: &Held) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+/// A range that work must not touch.
+#[derive(Debug)]
+pub(super) struct Misuse {
+    pub(super) kind: ViolationKind,
+    /// The first byte that must not be touched.
+    pub(super) at: u64,
+    pub(super) block: Option<BlockRef>,
+    pub(super) why: String,
+}
+
+/// A block that a graph uses, and that is not the graph's own: its address and number.
+pub(super) type Needed = (u64, u64);
+
+/// Unwritten bytes that work reads.
+#[derive(Debug, Default)]
+pub(super) struct Reads {
+    /// Read whatever the work does.
+    pub(super) all: Unwritten,
+    /// Read if the kernel does, which is seen when it runs.
+    pub(super) perhaps: Unwritten,
+}
+
+impl Checks {
+    /// From now on an allocator hands this range out in blocks, until the driver takes it back.
+    pub fn manage(&self, range: Range<u64>) {
+        self.state.lock().managed.insert(range, ());
+    }
+
+    /// A block is handed out. Its bytes are unwritten, whatever the memory held before.
+    pub fn allocated(&self, block: NewBlock) {
+        let mut state = self.state.lock();
+        state.count += 1;
+        let NewBlock { ptr, bytes, tag, is_for_graphs, at } = block;
+        // The outermost place counts.
+        let at = thread::caller().or(at);
+        let shown = BlockRef { ptr, bytes, tag, allocated: at, dropped: None };
+        let block = Block { number: state.count, is_for_graphs, shown };
+        state.unwritten.insert(ptr.range(bytes), at);
+        state.blocks.insert(ptr.range(bytes), Held(Arc::new(block)));
+    }
+
+    /// The block at an address has `bytes` bytes from now on. What it gained is unwritten.
+    pub fn resized(&self, ptr: DevicePtr, bytes: u64, at: Option<&'static Location<'static>>) {
+        let mut state = self.state.lock();
+        let Some(Held(held)) = state.blocks.at(ptr.0, u64::MAX).0.cloned() else { return };
+        let (end, shown) = (held.end(), BlockRef { bytes, ..held.shown.clone() });
+        let block = Block { number: held.number, is_for_graphs: held.is_for_graphs, shown };
+        if block.end() < end {
+            state.end(&held, at);
+        } else {
+            state.unwritten.insert(end..block.end(), at);
+        }
+        state.blocks.insert(ptr.range(bytes), Held(Arc::new(block)));
+    }
+
+    /// The block at an address was dropped: work that is enqueued from now on must not use it.
+    pub fn dropped(&self, ptr: DevicePtr, at: Option<&'static Location<'static>>) {
+        let mut state = self.state.lock();
+        if let Some(Held(held)) = state.blocks.at(ptr.0, u64::MAX).0.cloned() {
+            state.end(&held, at);
+        }
+    }
+
+    /// The contents of a range were lost: its bytes are unwritten.
+    pub fn lost(&self, range: Range<u64>) {
+        self.state.lock().unwritten.insert(range, None);
+    }
+
+    /// See [`MovesContents`].
+    pub fn move_contents(&self) -> MovesContents {
+        MovesContents::new()
+    }
+
+    /// The driver took addresses back.
+    pub(super) fn removed(&self, range: Range<u64>) {
+        let mut state = self.state.lock();
+        state.managed.remove(range.clone());
+        state.blocks.remove(range.clone());
+        state.unwritten.remove(range);
+    }
+
+    /// Page-locked memory was given back.
+    pub(super) fn host_removed(&self, range: Range<u64>) {
+        self.state.lock().unwritten_host.remove(range);
+    }
+
+    /// The block at an address, if there is or was one.
+    pub(super) fn block_at(&self, at: u64) -> Option<BlockRef> {
+        self.state.lock().blocks.at(at, u64::MAX).0.map(|held| held.0.shown.clone())
+    }
+
+    /// Checks that a range lies in one live block, where an allocator manages the memory. Returns the block if a graph needs it.
+    pub(super) fn check(&self, range: &Range<u64>) -> Result<Option<Needed>, Box<Misuse>> {
+        let state = self.state.lock();
+        if state.managed.at(range.start, u64::MAX).0.is_none() || thread::moves_contents() {
+            return Ok(None);
+        }
+        let Some(Held(block)) = state.blocks.at(range.start, u64::MAX).0 else {
+            return Err(Box::new(state.in_no_block(range.start)));
+        };
+        let shown = Some(block.shown.clone());
+        if !block.is_live() {
+            let why = "the block was dropped".to_owned();
+            return Err(Box::new(Misuse { kind: ViolationKind::UseAfterFree, at: range.start, block: shown, why }));
+        }
+        let end = block.end();
+        if range.end > end {
+            let mut why = format!("it reaches {} bytes past the end of the block", range.end - end);
+            if let Some(Held(next)) = state.blocks.at(end, u64::MAX).0.filter(|held| held.0.is_live()) {
+                why.push_str(&format!(", into {}", next.shown));
+            }
+            return Err(Box::new(Misuse { kind: ViolationKind::OutOfBounds, at: end, block: shown, why }));
+        }
+        Ok((!block.is_for_graphs).then_some((block.shown.ptr.0, block.number)))
+    }
+
+    /// Checks that blocks which a graph needs are live.
+    pub(super) fn check_needed(&self, needed: impl IntoIterator<Item = Needed>) -> Option<Misuse> {
+        let state = self.state.lock();
+        needed.into_iter().find_map(|(at, number)| {
+            let block = state.blocks.at(at, u64::MAX).0.map(|held| &held.0);
+            let own = block.filter(|block| block.number == number);
+            if own.is_some_and(|block| block.is_live()) {
+                return None;
+            }
+            let why = match own {
+                Some(_) => "the graph uses a block that was dropped after the capture".to_owned(),
+                None => {
+                    "the graph uses a block that was dropped after the capture; the memory serves others".to_owned()
+                }
+            };
+            let block = own.map(|block| block.shown.clone());
+            Some(Misuse { kind: ViolationKind::UseAfterFree, at, block, why })
+        })
+    }
+
+    /// Notes what work does to unwritten bytes, and returns those that it reads.
+    pub(super) fn run(&self, body: &Body) -> Reads {
+        let mut state = self.state.lock();
+        let mut reads = Reads::default();
+        let moves = thread::moves_contents();
+        match body {
+            Body::Memset { to, .. } => state.unwritten.remove(to.clone()),
+            Body::FromTaken { to, .. } if !moves => state.unwritten.remove(to.clone()),
+            Body::FromPeer { to, unwritten, .. } => state.carried(to, unwritten),
+            Body::ToWaiting { from } if !moves => reads.all = state.unwritten_in(from),
+            Body::Copy { parts, .. } => {
+                // No part writes what another one touches.
+                for part in parts.iter() {
+                    state.copied(&part.to, &part.from, moves, &mut reads);
+                }
+            }
+            Body::Kernel(launch) => {
+                for access in launch.accesses.iter().filter(|access| access.kind == AccessKind::Read) {
+                    let found = state.unwritten_in(&access.ptr.range(access.bytes));
+                    let sum: u64 = found.iter().map(|(piece, _)| piece.end - piece.start).sum();
+                    let is_partial = sum < access.bytes && launch.host.is_some();
+                    if is_partial { &mut reads.perhaps } else { &mut reads.all }.extend(found);
+                }
+                for access in launch.accesses.iter().filter(|access| access.kind == AccessKind::Write) {
+                    state.unwritten.remove(access.ptr.range(access.bytes));
+                }
+            }
+            Body::FromTaken { .. }
+            | Body::ToWaiting { .. }
+            | Body::PoolAlloc { .. }
+            | Body::PoolFree { .. }
+            | Body::Fault { .. } => {}
+        }
+        reads
+    }
+
+    /// The unwritten bytes of a range, counted from its start.
+    pub(super) fn unwritten_from(&self, range: &Range<u64>) -> Unwritten {
+        let mut found = self.state.lock().unwritten_in(range);
+        for (piece, _) in &mut found {
+            *piece = piece.start - range.start..piece.end - range.start;
+        }
+        found
+    }
+}
+
+impl State {
+    /// Ends the life of a block.
+    fn end(&mut self, held: &Arc<Block>, at: Option<Caller>) {
+        if !held.is_live() {
+            return;
+        }
+        let after = if at.is_none() { thread::last_caller() } else { None };
+        let thread = std::thread::current().name().map(Into::into);
+        let shown = BlockRef { dropped: Some(DropRef { at, thread, after }), ..held.shown.clone() };
+        let block = Block { shown, number: held.number, is_for_graphs: held.is_for_graphs };
+        self.blocks.insert(held.shown.ptr.0..held.end(), Held(Arc::new(block)));
+    }
+
+    fn in_no_block(&self, at: u64) -> Misuse {
+        let before = self.blocks.before(at).filter(|(range, _)| {
+            // In the same piece of managed memory, with no other one between.
+            self.managed.at(range.end - 1, at + 1).1 > at
+        });
+        let (block, why) = match before {
+            Some((range, Held(block))) => {
+                let gap = at - range.end;
+                (Some(block.shown.clone()), format!("it begins {gap} bytes past the end of the block, in no block"))
+            }
+            None => (None, "the memory is an allocator's, and in no block".to_owned()),
+        };
+        Misuse { kind: ViolationKind::OutOfBounds, at, block, why }
+    }
+
+    fn unwritten_in(&self, range: &Range<u64>) -> Unwritten {
+        self.unwritten.overlapping(range.clone()).map(|(piece, &origin)| (piece, origin)).collect()
+    }
+
+    /// Bytes were copied to a range; those listed, counted from its start, were unwritten.
+    fn carried(&mut self, to: &Range<u64>, unwritten: &[(Range<u64>, Origin)]) {
+        self.unwritten.remove(to.clone());
+        for (piece, origin) in unwritten {
+            self.unwritten.insert(to.start + piece.start..to.start + piece.end, *origin);
+        }
+    }
+
+    fn copied(&mut self, to: &End, from: &End, moves: bool, reads: &mut Reads) {
+        let (target, source) = (to.range(), from.range());
+        let found: Unwritten = match (from.is_host(), moves) {
+            (false, _) => self.unwritten_in(&source),
+            (true, true) => self.unwritten_host.overlapping(source.clone()).map(|(piece, &at)| (piece, at)).collect(),
+            (true, false) => Vec::new(),
+        };
+        if to.is_host() && !moves {
+            reads.all.extend(found);
+            return;
+        }
+        let states = if to.is_host() { &mut self.unwritten_host } else { &mut self.unwritten };
+        states.remove(target.clone());
+        for (piece, origin) in found {
+            let offset = piece.start - source.start;
+            states.insert(target.start + offset..target.start + offset + (piece.end - piece.start), origin);
+        }
+    }
+}

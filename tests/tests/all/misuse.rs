@@ -1,0 +1,358 @@
+//! Misuse of an allocator's memory on a simulated device: what is found, and which uses are legal.
+
+use aquifer_allocator::{Allocator, Config, Contents, DeviceBuffer, PoolOptions, TagScope};
+use aquifer_device::{Access, AccessKind, Device, DevicePtr, DeviceSpec, HandleKind, Stream};
+use aquifer_kernels::Kernels;
+use aquifer_tests::MIB;
+use aquifer_transfer::{Spiller, Transfer};
+use proptest::prelude::*;
+
+const BACKINGS: [&str; 2] = ["", "backing:segments"];
+
+struct Bench {
+    device: Device,
+    allocator: Allocator,
+    stream: Stream,
+}
+
+fn bench(options: &str) -> Bench {
+    let device = "sim:256MiB".parse::<DeviceSpec>().unwrap().open().unwrap();
+    let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+    let stream = device.create_stream().unwrap();
+    Bench { device, allocator, stream }
+}
+
+impl Bench {
+    /// The violations found since the last call.
+    fn found(&self) -> Vec<String> {
+        std::iter::from_fn(|| self.device.driver().take_violation()).collect()
+    }
+
+    /// Asserts that one violation was found, and that its text has these parts.
+    #[track_caller]
+    fn finds(&self, parts: &[&str]) {
+        let found = self.found();
+        assert_eq!(found.len(), 1, "{found:?}");
+        parts.iter().for_each(|part| assert!(found[0].contains(part), "{part:?} is missing: {}", found[0]));
+    }
+
+    #[track_caller]
+    fn finds_nothing(&self) {
+        assert_eq!(self.found(), [""; 0]);
+    }
+
+    fn read(&self, ptr: DevicePtr, bytes: usize) {
+        self.stream.download_blocking(&mut vec![0; bytes], ptr).unwrap();
+    }
+}
+
+/// File and line of the line before the call.
+#[track_caller]
+fn before() -> String {
+    let here = std::panic::Location::caller();
+    format!("{}:{}", here.file(), here.line() - 1)
+}
+
+#[test]
+fn a_fill_beyond_a_block_is_found_with_both_places() {
+    for options in BACKINGS {
+        let bench = bench(options);
+        let tag = TagScope::new("weights");
+        let small = bench.allocator.alloc(512, &bench.stream).unwrap();
+        let allocated = before();
+        drop(tag);
+        let neighbour = bench.allocator.alloc(512, &bench.stream).unwrap();
+        bench.stream.fill(small.ptr(), 1, 512).unwrap();
+        bench.stream.fill(neighbour.ptr(), 1, 512).unwrap();
+        bench.finds_nothing();
+        bench.stream.fill(small.ptr(), 1, 1024).unwrap();
+        let filled = before();
+        bench.finds(&["access beyond the bounds", &allocated, &filled, "tag `weights`", "512 bytes past the end"]);
+        // Rounding is not part of a block.
+        let odd = bench.allocator.alloc(500, &bench.stream).unwrap();
+        bench.stream.fill(odd.ptr(), 1, 512).unwrap();
+        bench.finds(&["12 bytes past the end"]);
+        let aligned = bench.allocator.alloc_aligned(1000, 1 << 16, &bench.stream).unwrap();
+        bench.stream.fill(aligned.ptr(), 1, 1000).unwrap();
+        bench.finds_nothing();
+    }
+}
+
+#[test]
+fn use_after_drop_is_found_unless_it_was_enqueued_before() {
+    for options in BACKINGS {
+        let bench = bench(options);
+        let other = bench.device.create_stream().unwrap();
+        let buffer: DeviceBuffer<u8> = bench.allocator.alloc_buffer(4096, &bench.stream).unwrap();
+        let (ptr, view) = (buffer.ptr(), buffer.slice(1000..2000).unwrap());
+        bench.stream.fill(ptr, 1, 4096).unwrap();
+        other.wait_for(&bench.stream.tick()).unwrap();
+        other.fill(ptr, 1, 4096).unwrap();
+        buffer.record_stream(&other).unwrap();
+        drop(buffer);
+        other.fill(view.ptr(), 2, 1000).unwrap(); // a view keeps the memory
+        drop(view);
+        bench.device.synchronize().unwrap();
+        bench.finds_nothing();
+        other.fill(ptr, 2, 8).unwrap();
+        let used = before();
+        bench.finds(&["use after free", &used, "dropped by thread", "allocated at"]);
+    }
+}
+
+#[test]
+fn what_was_never_written_must_not_be_read() {
+    for options in BACKINGS {
+        let bench = bench(options);
+        let first = bench.allocator.alloc(4096, &bench.stream).unwrap();
+        bench.stream.fill(first.ptr(), 1, 4096).unwrap();
+        bench.read(first.ptr(), 4096);
+        drop(first);
+        // The same memory, with the old contents.
+        let second = bench.allocator.alloc(4096, &bench.stream).unwrap();
+        let allocated = before();
+        bench.finds_nothing();
+        bench.read(second.ptr(), 8);
+        bench.finds(&["never written", &allocated]);
+        let copy = bench.allocator.alloc(4096, &bench.stream).unwrap();
+        bench.stream.copy(copy.ptr(), second.ptr(), 4096).unwrap();
+        bench.finds_nothing();
+        bench.stream.touch("sum", &[Access { ptr: copy.ptr(), bytes: 4096, kind: AccessKind::Read }]).unwrap();
+        bench.finds(&["kernel sum", "never written", &allocated]);
+        let zeroed = bench.allocator.alloc_zeroed(4096, &bench.stream).unwrap();
+        bench.read(zeroed.ptr(), 4096);
+        bench.stream.upload_blocking(second.ptr(), &[1; 4096]).unwrap();
+        bench.read(second.ptr(), 4096);
+        bench.finds_nothing();
+    }
+}
+
+#[test]
+fn raw_pointers_have_bounds_and_an_end() {
+    let bench = bench("");
+    let ptr = bench.allocator.alloc_raw(1000, &bench.stream).unwrap();
+    bench.stream.fill(ptr, 1, 1000).unwrap();
+    bench.finds_nothing();
+    bench.stream.fill(ptr, 1, 1001).unwrap();
+    bench.finds(&["access beyond the bounds"]);
+    bench.allocator.free_raw(ptr).unwrap();
+    let freed = before();
+    bench.stream.fill(ptr, 1, 8).unwrap();
+    bench.finds(&["use after free", &format!("dropped at {freed}")]);
+}
+
+#[test]
+fn memory_that_grows_shrinks_or_is_exported_has_bounds() {
+    let bench = bench("");
+    let mut cache = bench.allocator.growable(64 * MIB, &bench.stream).unwrap();
+    let ptr = cache.ptr();
+    cache.grow_to(3 * MIB, &bench.stream).unwrap();
+    bench.stream.fill(ptr, 1, 3 * MIB).unwrap();
+    cache.grow_to(9 * MIB, &bench.stream).unwrap();
+    bench.stream.fill(ptr.offset(3 * MIB), 1, 6 * MIB).unwrap();
+    bench.read(ptr, 9 << 20); // the first part was written before it grew
+    bench.finds_nothing();
+    bench.stream.fill(ptr, 1, 9 * MIB + 1).unwrap();
+    bench.finds(&["access beyond the bounds"]);
+    cache.shrink_to(MIB, &bench.stream).unwrap();
+    bench.stream.fill(ptr.offset(MIB), 1, MIB).unwrap();
+    bench.finds(&["use after free"]);
+    cache.grow_to(2 * MIB, &bench.stream).unwrap();
+    bench.read(ptr, 1 << 20);
+    bench.finds_nothing();
+    bench.read(ptr.offset(MIB), 1);
+    bench.finds(&["never written"]);
+    drop(cache);
+    bench.stream.fill(ptr, 1, 1).unwrap();
+    bench.finds(&["use after free"]);
+
+    let shared = bench.allocator.alloc_exportable(1000, HandleKind::PosixFd, &bench.stream).unwrap();
+    bench.stream.fill(shared.ptr(), 1, 1000).unwrap();
+    bench.finds_nothing();
+    bench.stream.fill(shared.ptr(), 1, 1001).unwrap();
+    bench.finds(&["access beyond the bounds"]);
+}
+
+#[test]
+fn graphs_use_their_pools_memory_after_it_was_dropped() {
+    let bench = bench("");
+    let outside = bench.allocator.alloc_zeroed(4096, &bench.stream).unwrap();
+    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
+    let capture = bench.stream.begin_capture().unwrap();
+    let route = bench.allocator.capture(&bench.stream, &pool).unwrap();
+    let scratch = bench.allocator.alloc(4096, &bench.stream).unwrap();
+    bench.stream.copy(scratch.ptr(), outside.ptr(), 4096).unwrap();
+    bench.stream.touch("sum", &[Access { ptr: scratch.ptr(), bytes: 4096, kind: AccessKind::Read }]).unwrap();
+    drop((scratch, route));
+    let graph = capture.end().unwrap();
+    graph.launch(&bench.stream).unwrap();
+    graph.launch(&bench.stream).unwrap();
+    bench.finds_nothing();
+    drop(outside);
+    graph.launch(&bench.stream).unwrap();
+    bench.finds(&["use after free", "the graph uses a block that was dropped after the capture"]);
+}
+
+#[test]
+fn sleep_keeps_or_loses_what_was_written() {
+    for contents in [Contents::SaveToHost, Contents::Discard] {
+        let bench = bench("");
+        let written = bench.allocator.alloc_zeroed(3 * MIB, &bench.stream).unwrap();
+        let unwritten = bench.allocator.alloc(3 * MIB, &bench.stream).unwrap();
+        bench.allocator.sleep(contents).unwrap();
+        bench.allocator.wake().unwrap();
+        bench.finds_nothing();
+        bench.read(written.ptr(), 3 << 20);
+        if contents == Contents::Discard {
+            bench.finds(&["never written"]);
+        }
+        bench.finds_nothing();
+        bench.read(unwritten.ptr(), 3 << 20);
+        bench.finds(&["never written"]);
+    }
+}
+
+#[test]
+fn spilled_buffers_come_back_as_they_went() {
+    let bench = bench("");
+    let transfer = Transfer::new(&bench.allocator).unwrap();
+    let spiller = Spiller::new(&transfer, 0);
+    let buffer: DeviceBuffer<u8> = bench.allocator.alloc_buffer(8192, &bench.stream).unwrap();
+    bench.stream.fill(buffer.ptr(), 1, 4096).unwrap();
+    let spillable = spiller.add(buffer, 0).unwrap();
+    assert_eq!(spillable.spill().unwrap(), 8192);
+    let resident = spillable.access(&bench.stream).unwrap();
+    transfer.to_vec(&resident.slice(..4096).unwrap()).unwrap().wait().unwrap();
+    bench.finds_nothing();
+    transfer.to_vec(&*resident).unwrap().wait().unwrap();
+    bench.finds(&["never written"]);
+}
+
+#[test]
+fn kernels_name_the_place_that_called_them() {
+    let bench = bench("");
+    let kernels = Kernels::load(&bench.device).unwrap();
+    let mut half: DeviceBuffer<f32> = bench.allocator.alloc_buffer(1000, &bench.stream).unwrap();
+    let mut out: DeviceBuffer<f32> = bench.allocator.alloc_buffer(1000, &bench.stream).unwrap();
+    kernels.axpy(&bench.stream, 2.0, &half, &mut out).unwrap();
+    let called = before();
+    bench.device.synchronize().unwrap();
+    bench.finds(&["kernel axpy", "never written", &called]);
+    kernels.fill(&bench.stream, &mut half, 1.0_f32).unwrap();
+    kernels.fill(&bench.stream, &mut out, 1.0_f32).unwrap();
+    kernels.axpy(&bench.stream, 2.0, &half, &mut out).unwrap();
+    bench.device.synchronize().unwrap();
+    bench.finds_nothing();
+}
+
+#[test]
+fn copies_that_another_thread_enqueues_name_the_place_that_asked_for_them() {
+    let bench = bench("");
+    let transfer = Transfer::new(&bench.allocator).unwrap();
+    let buffer: DeviceBuffer<u8> = bench.allocator.alloc_buffer(MIB, &bench.stream).unwrap();
+    let pending = transfer.to_vec(&buffer).unwrap();
+    let called = before();
+    pending.wait().unwrap();
+    let found = bench.found();
+    assert!(!found.is_empty());
+    found.iter().for_each(|text| assert!(text.contains("never written") && text.contains(&called), "{text}"));
+}
+
+#[test]
+fn memory_moves_without_an_alarm() {
+    // Free memory in pieces between live blocks, so that a large request remaps.
+    let bench = bench("");
+    let blocks: Vec<_> = (0..40).map(|_| bench.allocator.alloc_zeroed(4 * MIB, &bench.stream).unwrap()).collect();
+    let kept: Vec<_> = blocks.into_iter().enumerate().filter(|(n, _)| n % 2 == 0).map(|(_, block)| block).collect();
+    let large = bench.allocator.alloc(150 * MIB, &bench.stream).unwrap();
+    bench.stream.fill(large.ptr(), 1, 150 * MIB).unwrap();
+    bench.read(large.ptr(), 150 << 20);
+    kept.iter().for_each(|block| bench.read(block.ptr(), 4 << 20));
+    bench.finds_nothing();
+}
+
+#[test]
+#[should_panic(expected = "access beyond the bounds of a block")]
+fn violations_panic_on_devices_that_are_told_to() {
+    let device = "sim:256MiB,violations=panic".parse::<DeviceSpec>().unwrap().open().unwrap();
+    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let stream = device.create_stream().unwrap();
+    let block = allocator.alloc(512, &stream).unwrap();
+    stream.fill(block.ptr(), 1, 513).unwrap();
+}
+
+#[test]
+#[should_panic(expected = "found violations")]
+fn violations_are_asserted() {
+    let bench = bench("");
+    let block = bench.allocator.alloc(512, &bench.stream).unwrap();
+    bench.read(block.ptr(), 512);
+    bench.device.assert_no_violations();
+}
+
+/// A block of a random program: its memory, and which of its bytes were written.
+struct Held {
+    memory: aquifer_allocator::Allocation,
+    written: Vec<bool>,
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Random programs of legal and of wrong uses, against the bounds and the written bytes of each block.
+    #[test]
+    fn random_uses_are_judged_as_by_a_model(
+        segments in any::<bool>(),
+        steps in prop::collection::vec((0u8..8, any::<u16>(), any::<u16>(), 0usize..3000, 1usize..3000), 1..60),
+    ) {
+        let bench = bench(BACKINGS[usize::from(segments)]);
+        let mut live: Vec<Held> = Vec::new();
+        for (what, which, other, start, length) in steps {
+            if what == 0 || live.is_empty() {
+                let memory = bench.allocator.alloc(length as u64, &bench.stream).unwrap();
+                live.push(Held { memory, written: vec![false; length] });
+                continue;
+            }
+            let (which, other) = (usize::from(which) % live.len(), usize::from(other) % live.len());
+            let size = live[which].written.len();
+            let start = start % size;
+            let ptr = live[which].memory.ptr().offset(start as u64);
+            let fits = start + length <= size;
+            let expected = match what {
+                1 => {
+                    let gone = live.swap_remove(which);
+                    let ptr = gone.memory.ptr();
+                    drop(gone);
+                    bench.stream.fill(ptr, 1, 1).unwrap();
+                    Some("use after free")
+                }
+                2 | 3 => {
+                    // Beyond the end nothing is enqueued but a read, which changes nothing.
+                    if fits {
+                        bench.stream.fill(ptr, 1, length as u64).unwrap();
+                        live[which].written[start..start + length].fill(true);
+                        None
+                    } else {
+                        bench.read(ptr, length);
+                        Some("access beyond the bounds")
+                    }
+                }
+                4 | 5 if which != other && fits && length <= live[other].written.len() => {
+                    bench.stream.copy(live[other].memory.ptr(), ptr, length as u64).unwrap();
+                    let copied = live[which].written[start..start + length].to_vec();
+                    live[other].written[..length].copy_from_slice(&copied);
+                    None
+                }
+                _ if fits => {
+                    bench.read(ptr, length);
+                    let written = live[which].written[start..start + length].iter().all(|&written| written);
+                    (!written).then_some("never written")
+                }
+                _ => None,
+            };
+            let found = bench.found();
+            prop_assert_eq!(found.len(), usize::from(expected.is_some()), "{:?} {:?}", found, expected);
+            prop_assert!(found.iter().zip(expected).all(|(found, expected)| found.contains(expected)), "{:?}", found);
+        }
+    }
+}
