@@ -325,12 +325,13 @@ mod tests {
             let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
             let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
             let streams = [(); 5].map(|()| device.create_stream().unwrap());
-            // Enough memory of their own for all streams, so that none grows later.
+            // Enough memory of their own for all streams at once, so that none grows later or takes another's.
             let own = |n: u64| move |i: u64| 512 * (1 + (i * 7919 + n) % 60);
-            for stream in &streams {
-                drop((0..200).map(|i| allocator.alloc(own(0)(i), stream).unwrap()).collect::<Vec<_>>());
-                drop(allocator.alloc(40 << 20, stream).unwrap());
-            }
+            let warm = streams.iter().map(|stream| {
+                let small: Vec<_> = (0..200).map(|i| allocator.alloc(own(0)(i), stream).unwrap()).collect();
+                (small, allocator.alloc(40 << 20, stream).unwrap())
+            });
+            drop(warm.collect::<Vec<_>>());
             let kept: Vec<_> = streams.iter().map(|stream| allocator.alloc(3 << 20, stream).unwrap()).collect();
             let done = AtomicBool::new(false);
             std::thread::scope(|scope| {

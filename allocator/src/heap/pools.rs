@@ -117,7 +117,7 @@ impl Pools {
         places.filter(|&number| self.get(number).is_some())
     }
 
-    #[cfg(test)]
+    #[cfg(all(test, not(aquifer_shuttle)))]
     pub(crate) fn private_count(&self) -> usize {
         self.private.iter().flatten().count()
     }

@@ -85,7 +85,7 @@ const NUMBERS: u16 = 4;
 /// The most private pools at one time.
 const POOLS_MAX: u16 = (u16::MAX - FIRST) / NUMBERS;
 
-#[cfg(test)]
+#[cfg(all(test, not(aquifer_shuttle)))]
 impl PoolKey {
     pub(super) fn place(self) -> u16 {
         self.place
@@ -242,7 +242,7 @@ impl PoolTable {
         }
     }
 
-    #[cfg(test)]
+    #[cfg(all(test, not(aquifer_shuttle)))]
     pub(super) fn places(&self) -> usize {
         self.private.len()
     }
@@ -330,12 +330,12 @@ impl Private {
         !self.open && !self.graphs.any()
     }
 
-    #[cfg(test)]
+    #[cfg(all(test, not(aquifer_shuttle)))]
     pub(super) fn regions(&self) -> impl Iterator<Item = ((u16, u32), usize)> + '_ {
         self.regions.iter().map(|(&place, &count)| (place, count))
     }
 
-    #[cfg(test)]
+    #[cfg(all(test, not(aquifer_shuttle)))]
     pub(super) fn graphs_known(&self) -> usize {
         self.graphs.known()
     }

@@ -59,6 +59,7 @@ pub(crate) mod special {
     /// Frees of blocks that other streams use were left to the next slow path.
     pub(crate) const LEFT: u32 = 32;
     /// The process is a forked child, in which no device can be used.
+    #[cfg(not(aquifer_shuttle))]
     pub(crate) const FORKED: u32 = 64;
 }
 

@@ -153,7 +153,7 @@ mod schedules {
                 let behind = lock.serving.load(Ordering::Relaxed).wrapping_sub(drawn);
                 assert!(behind < u16::MAX / 2, "a thread that waited was passed");
             }
-            thread::yield_now();
+            yield_now();
             drawn = Some(lock.next.load(Ordering::Relaxed));
             inside.store(false, Ordering::Relaxed);
             #[allow(unsafe_code, reason = "the lock alone is modelled")]

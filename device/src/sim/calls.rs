@@ -35,7 +35,6 @@ impl Machine {
 
     pub(super) fn destroy_stream(&mut self, stream: RawStream) -> Answer<()> {
         let destroyed = self.streams.destroy(stream)?;
-        self.forget_known_streams();
         if let Some(member) = &destroyed.capture {
             self.leave_capture(destroyed.name.id, member);
         }

@@ -125,7 +125,7 @@ impl Machine {
     pub(super) fn enter(&mut self, operation: Operation, bytes: u64) -> Answer<()> {
         self.calls += 1;
         self.check_lost()?;
-        if self.streams.has_lost_threads() {
+        if self.streams.are_many_gone() {
             self.forget_known_streams();
         }
         let verdict = self.faults.strike(operation);
@@ -147,7 +147,7 @@ impl Machine {
     }
 
     /// Forgets of streams that are gone what the host knows complete: clocks would grow with every stream that there ever was.
-    pub(super) fn forget_known_streams(&mut self) {
+    fn forget_known_streams(&mut self) {
         let known = &self.detector.known;
         self.streams.forget_known(|stream, seq| known.knows(stream, seq));
     }

@@ -75,8 +75,8 @@ pub(super) struct Streams {
     live: BTreeMap<u32, Stream>,
     handles: Handles<u32>,
     per_thread: HashMap<ThreadId, OfThread>,
-    /// Whether threads have ended whose streams are buried since [`Streams::forget_known`].
-    threads_ended: bool,
+    /// Streams buried since [`Streams::forget_known`].
+    gone: usize,
     next: u32,
     /// Counts what happens on the legacy stream.
     legacy_version: u64,
@@ -90,7 +90,7 @@ impl Streams {
             live: BTreeMap::new(),
             handles: Handles::new(first_handle),
             per_thread: HashMap::new(),
-            threads_ended: false,
+            gone: 0,
             next: LEGACY,
             legacy_version: 0,
             buried: Buried::default(),
@@ -149,18 +149,19 @@ impl Streams {
         let id = self.handles.remove(handle.0).ok_or_else(|| Refused::handle("stream", handle.0))?;
         let stream = self.live.remove(&id).ok_or_else(|| Refused::handle("stream", handle.0))?;
         self.buried.add(&stream);
+        self.gone += 1;
         Ok(stream)
     }
 
     /// Those that capture come when that is over: see [`Streams::of_ended_threads`].
     fn bury_those_of_ended_threads(&mut self) {
-        let Streams { live, per_thread, buried, threads_ended, .. } = self;
+        let Streams { live, per_thread, buried, gone, .. } = self;
         per_thread.retain(|_, OfThread { id, runs }| {
             let captures = live.get(id).is_some_and(|stream| stream.capture.is_some());
             let goes = runs.strong_count() == 0 && !captures;
             if goes && let Some(stream) = live.remove(id) {
                 buried.add(&stream);
-                *threads_ended = true;
+                *gone += 1;
             }
             !goes
         });
@@ -172,14 +173,14 @@ impl Streams {
         ended.map(|of_thread| of_thread.id).collect()
     }
 
-    /// Whether streams of threads are gone, so that [`Streams::forget_known`] is worth its while.
-    pub(super) fn has_lost_threads(&self) -> bool {
-        self.threads_ended
+    /// Whether so many streams are gone that [`Streams::forget_known`], which visits all, takes constant time for each.
+    pub(super) fn are_many_gone(&self) -> bool {
+        self.gone > self.live.len()
     }
 
     /// Forgets what everybody is ordered after by the host's knowledge alone, of streams that are gone.
     pub(super) fn forget_known(&mut self, knows: impl Fn(StreamKey, u64) -> bool) {
-        self.threads_ended = false;
+        self.gone = 0;
         let keep = |stream, seq| !knows(stream, seq);
         self.buried.all.forget_unless(keep);
         self.buried.blocking.forget_unless(keep);
@@ -283,5 +284,20 @@ mod tests {
             streams.forget_known(|stream, _| stream.stream < before);
         }
         assert!(streams.everything().iter().count() <= 16);
+    }
+
+    #[test]
+    fn what_many_streams_left_is_forgotten_now_and_then() {
+        let mut streams = Streams::new(0, 8);
+        let handles: Vec<RawStream> = (0..1000).map(|_| streams.create(true)).collect();
+        let mut forgotten = 0;
+        for handle in handles {
+            streams.destroy(handle).unwrap();
+            if streams.are_many_gone() {
+                streams.forget_known(|_, _| true);
+                forgotten += 1;
+            }
+        }
+        assert!((1..=11).contains(&forgotten), "{forgotten} times, each of which visits all streams");
     }
 }

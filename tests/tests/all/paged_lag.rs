@@ -1,11 +1,14 @@
 //! Memory that moves while devices are at work: a thousand seeds with the race detector, and devices that lag.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::time::Duration;
 
 use aquifer_allocator::{Allocation, Allocator, Config};
 use aquifer_device::sim::{Lagging, SimConfig};
 use aquifer_device::{Device, Operation, Stream};
 use aquifer_tests::{GIB, KIB, MIB, Subject, check, write_on};
+use tracing::{Event, Level, Metadata, Subscriber, span};
 
 /// Numbers that differ by seed.
 fn numbers(seed: u64) -> impl Iterator<Item = u64> {
@@ -177,4 +180,61 @@ fn a_pipeline_on_a_device_that_lags_moves_less_and_less() {
     assert!(remaps[0] > 200 && remaps[4] < remaps[0] / 3, "{remaps:?}");
     assert!(reserved < 5 * in_use, "{reserved} for {in_use}");
     assert_eq!(aquifer_device::Driver::take_violation(&*driver), None);
+}
+
+/// Uses memory on another stream whenever the host is about to wait, as another thread would.
+struct Busy {
+    driver: Subject,
+    allocator: Allocator,
+    other: Stream,
+    waits: Arc<AtomicU32>,
+}
+
+impl Busy {
+    fn use_memory(&self) {
+        let block = self.allocator.alloc(64 * MIB, &self.other).unwrap();
+        self.driver.stall(&self.other, Duration::from_millis(10)).unwrap();
+        drop(block);
+        // The host may wait more often the more was allocated.
+        let _held: Vec<_> = (0..1000).map(|_| self.allocator.alloc(KIB, &self.other).unwrap()).collect();
+    }
+}
+
+impl Subscriber for Busy {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() == Level::DEBUG && metadata.target().ends_with("paged::grow")
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+
+    fn event(&self, _: &Event<'_>) {
+        self.waits.fetch_add(1, Relaxed);
+        self.use_memory();
+    }
+
+    fn enter(&self, _: &span::Id) {}
+
+    fn exit(&self, _: &span::Id) {}
+}
+
+#[test]
+fn a_request_stops_waiting_for_memory_that_another_thread_keeps_using() {
+    if !Subject::keeps_time() {
+        return;
+    }
+    let driver = Subject::new(GIB);
+    let device = driver.device();
+    let allocator = Allocator::new(&device, Config::parse("backing:paged,cross_stream:off").unwrap()).unwrap();
+    let (stream, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let waits = Arc::new(AtomicU32::new(0));
+    let busy = Busy { driver, allocator: allocator.clone(), other, waits: waits.clone() };
+    busy.use_memory();
+    let _block = tracing::subscriber::with_default(busy, || allocator.alloc(64 * MIB, &stream)).unwrap();
+    assert_eq!(waits.load(Relaxed), 8);
 }

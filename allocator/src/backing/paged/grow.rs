@@ -43,6 +43,8 @@ const STALL_SPACING: u64 = 600;
 const STALL_ADVANCE: u64 = 2;
 /// How often it may wait in addition if that saves a quarter of the peak in use; in proportion if it saves less.
 const STALL_MORE: u64 = 6;
+/// How often the host waits at most before one request grows: another thread may use the memory again each time.
+const STALLS_PER_REQUEST: u64 = STALL_ADVANCE + STALL_MORE;
 /// The host waits for enough memory to serve more than one request: reserved memory divided by this, or what the request lacks, if that is
 /// more.
 const STALL_SHARE: u64 = 32;
@@ -63,8 +65,8 @@ struct Allowed {
     ask: bool,
     /// Make the request's stream wait for others.
     order: bool,
-    /// Wait on the host rather than grow.
-    stall: bool,
+    /// How often to wait on the host rather than grow. Where memory would be refused otherwise, the host waits in any case.
+    stalls: u64,
     /// Take memory from the device.
     create: bool,
     /// Take more than the request needs.
@@ -95,8 +97,9 @@ impl Allocator {
     pub(crate) fn grow_paged(&self, request: &Request) -> Result<Growth, AllocError> {
         // While a stream captures, nothing waits that can do without.
         let may_wait = !self.device().is_capturing();
+        let stalls = if may_wait { STALLS_PER_REQUEST } else { 0 };
         let mut allowed =
-            Allowed { ask: true, order: may_wait, stall: may_wait, create: true, ahead: true, instead_of_moving: true };
+            Allowed { ask: true, order: may_wait, stalls, create: true, ahead: true, instead_of_moving: true };
         for _ in 0..ROUNDS {
             self.recycle_retired()?;
             match self.step(request, &mut allowed)? {
@@ -114,7 +117,8 @@ impl Allocator {
                     if self.stall_for(&timeline, after)? {
                         self.poll_waiting()?;
                         allowed.ask = true;
-                    } else if !std::mem::take(&mut allowed.stall) {
+                        allowed.stalls = allowed.stalls.saturating_sub(1);
+                    } else if std::mem::take(&mut allowed.stalls) == 0 {
                         return Ok(Growth::Refused(Refusal::Device));
                     }
                 }
@@ -192,7 +196,7 @@ impl Allocator {
         {
             return Some(order);
         }
-        let stall = if allowed.stall { whole.worth_stalling(draft, excess) } else { None };
+        let stall = if allowed.stalls > 0 { whole.worth_stalling(draft, excess) } else { None };
         stall.map(|(timeline, after)| Next::Wait(timeline, after))
     }
 

@@ -279,7 +279,7 @@ fn too_small(session: &Session, config: &ConfigArg) -> Result<String, Failure> {
         (Some(limit), _) => {
             format!("the limit of {} that the options set is too small for this benchmark", Bytes(limit))
         }
-        (None, 0) => "the device is too small for this benchmark".to_owned(),
+        (None, 0) => format!("the device is too small for this benchmark: {} are enough", Bytes(SIMULATED_BYTES)),
         (None, headroom) => format!("the device is too small for this benchmark and a headroom of {}", Bytes(headroom)),
     })
 }

@@ -13,7 +13,6 @@ mod mappings;
 mod peaks;
 mod peers;
 mod pinned;
-mod scale;
 mod sleep;
 mod turns;
 mod waiting;
