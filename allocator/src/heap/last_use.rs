@@ -18,7 +18,8 @@ pub(crate) struct Granules {
     /// Binary logarithm of a granule's size in bytes.
     shift: u32,
     /// For each node, the tick that the home stream's timeline must reach before other streams may use all that the node covers, as far as
-    /// this node says; 0 if they may now. The level of single granules comes first.
+    /// this node says; 0 if they may now. The level of single granules comes first. A level ends with the last node that was ever raised:
+    /// a region has room for all memory of the device, and most of it is never used.
     levels: [Vec<u64>; LEVELS],
     /// The latest tick ever noted.
     latest: u64,
@@ -30,7 +31,7 @@ impl Granules {
         let shift = granule.trailing_zeros();
         let mut nodes = usize::try_from(bytes >> shift).unwrap_or(0);
         let levels = std::array::from_fn(|_| {
-            let level = vec![0; nodes];
+            let level = Vec::with_capacity(nodes);
             nodes = nodes.div_ceil(FANOUT);
             level
         });
@@ -40,7 +41,7 @@ impl Granules {
     /// True if there are no granules.
     #[inline]
     pub(super) fn is_empty(&self) -> bool {
-        self.levels[0].is_empty()
+        self.shift == 0
     }
 
     /// Numbers of the granules that a range touches, given relative to the region.
@@ -87,13 +88,14 @@ impl Granules {
             let covered = FANOUT.pow(u32::try_from(level).unwrap_or(0));
             let (lower, upper) = self.levels.split_at_mut(level);
             let nodes = touched.start / covered..touched.end.div_ceil(covered);
-            for (node, tick) in nodes.clone().zip(upper[0].get_mut(nodes).unwrap_or_default()) {
-                let children = &mut lower[level - 1];
-                let end = ((node + 1) * FANOUT).min(children.len());
-                raise(children, node * FANOUT..end, std::mem::take(tick), false);
+            for (node, tick) in upper[0].iter_mut().enumerate().take(nodes.end).skip(nodes.start) {
+                if *tick > 0 {
+                    raise(&mut lower[level - 1], node * FANOUT..(node + 1) * FANOUT, std::mem::take(tick), false);
+                }
             }
         }
-        self.levels[0].get_mut(touched).unwrap_or_default().fill(0);
+        let end = touched.end.min(self.levels[0].len());
+        self.levels[0].get_mut(touched.start..end).unwrap_or_default().fill(0);
     }
 
     /// The last use of a granule, by its number.
@@ -116,7 +118,10 @@ fn whole_parents(range: &Range<usize>) -> Range<usize> {
 /// Raises the ticks of a range of nodes to `after`. If `is_latest`, none of them is later. It is false for blocks that had to wait, which
 /// are noted after blocks that were used for longer.
 #[inline]
-fn raise(level: &mut [u64], range: Range<usize>, after: u64, is_latest: bool) {
+fn raise(level: &mut Vec<u64>, range: Range<usize>, after: u64, is_latest: bool) {
+    if level.len() < range.end {
+        level.resize(range.end, 0);
+    }
     let Some(ticks) = level.get_mut(range) else { return };
     if is_latest {
         ticks.fill(after);

@@ -66,12 +66,18 @@ impl<V: Clone + PartialEq> IntervalMap<V> {
         if range.is_empty() {
             return;
         }
-        self.remove(range.clone());
+        match self.entries.get(&range.start) {
+            Some((end, held)) if *end == range.end && *held == value => return,
+            // It is replaced below.
+            Some((end, _)) if *end == range.end => {}
+            _ => self.remove(range.clone()),
+        }
         let (mut start, mut end) = (range.start, range.end);
         if let Some((&before, (before_end, held))) = self.entries.range(..start).next_back()
             && *before_end == start
             && *held == value
         {
+            self.entries.remove(&start);
             start = before;
         }
         if let Some((after_end, held)) = self.entries.get(&end)

@@ -36,6 +36,7 @@ const NONE: u32 = 0;
 struct Reservation {
     start: u64,
     bytes: u64,
+    /// As far as anything was ever mapped.
     places: Vec<u32>,
     mapped: u64,
 }
@@ -46,6 +47,9 @@ impl Reservation {
     fn places(&mut self, start: u64, bytes: u64) -> &mut [u32] {
         let place = |at: u64| usize::try_from((at - self.start) / GRANULARITY).unwrap_or(usize::MAX);
         let places = place(start)..place(start + bytes);
+        if self.places.len() < places.end {
+            self.places.resize(places.end, NONE);
+        }
         self.places.get_mut(places).unwrap_or_default()
     }
 
@@ -76,7 +80,7 @@ impl Mappings {
 
     /// Adds a reservation, a multiple of [`GRANULARITY`] in start and length, that overlaps no other.
     pub(super) fn reserve(&mut self, start: u64, bytes: u64) {
-        let places = vec![NONE; usize::try_from(bytes / GRANULARITY).unwrap_or(0)];
+        let places = Vec::with_capacity(usize::try_from(bytes / GRANULARITY).unwrap_or(0));
         let at = self.reservations.partition_point(|reservation| reservation.start < start);
         self.reservations.insert(at, Reservation { start, bytes, places, mapped: 0 });
     }
