@@ -4,15 +4,17 @@ use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
 
+use aquifer_device::sim::NewBlock;
 use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
 use crate::error::AllocError;
 use crate::heap::BlockId;
 use crate::shell::Shell;
 use crate::shell::arena::Arena;
+use crate::tags::Tag;
 
 /// Bit of [`Allocation::slot`]: a simulated device was told of the block, and is told of its end.
-pub(crate) const CHECKED: u32 = 1 << 31;
+const CHECKED: u32 = 1 << 31;
 
 /// A live block of device memory. Dropping it gives the memory back to the allocator, on any thread, without a driver call and without
 /// waiting for the device.
@@ -62,6 +64,23 @@ impl Allocation {
     /// The [`Stream::id`] of the stream it was allocated for.
     pub fn stream_id(&self) -> u32 {
         self.slot & !CHECKED
+    }
+
+    /// Tells a simulated device that the block is handed out.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn told_of(mut self, at: &'static Location<'static>) -> Allocation {
+        if self.block != BlockId::NONE && self.arena.shell.has_checks() {
+            let (tag, pool) = self.arena.look(|desk| {
+                let block = &desk.heap.blocks[self.block];
+                (Tag(block.tag), block.pool)
+            });
+            let (ptr, bytes) = (self.ptr, self.bytes);
+            let block = NewBlock { ptr, bytes, tag: tag.name(), is_for_graphs: pool >= 2, at: Some(at) };
+            self.arena.shell.tell_checks(|checks| checks.allocated(block));
+            self.slot |= CHECKED;
+        }
+        self
     }
 
     /// Tells a simulated device that the block is given back, before anybody else can get the memory.

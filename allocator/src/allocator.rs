@@ -5,11 +5,10 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use aquifer_device::sim::NewBlock;
 use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
 use crate::accounting::counters::Hot;
-use crate::allocation::{Allocation, CHECKED};
+use crate::allocation::Allocation;
 use crate::backing::paged::{Gate, record_milestone};
 use crate::backing::{self, WhySegments};
 use crate::config::{Backing, Config, CrossStream, TagSource, listed};
@@ -197,33 +196,8 @@ impl Allocator {
             Ok(granted) => granted,
             Err(searched) => self.grant_the_long_way(bytes, stream, searched)?,
         };
-        let ptr = DevicePtr(addr);
-        let slot = if self.inner.is_checked {
-            self.tell_of_block((arena, block), stream.id(), ptr, bytes, Location::caller())
-        } else {
-            stream.id()
-        };
-        Ok(Allocation::new((arena, block), slot, ptr, bytes))
-    }
-
-    /// Tells a simulated device of a block that is handed out. Returns the mark of the stream for the handle.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn tell_of_block(
-        &self,
-        (arena, block): (&'static Arena, BlockId),
-        slot: u32,
-        ptr: DevicePtr,
-        bytes: u64,
-        at: &'static Location<'static>,
-    ) -> u32 {
-        if block == BlockId::NONE {
-            return slot;
-        }
-        let (tag, pool) = arena.look(|desk| (Tag(desk.heap.blocks[block].tag), desk.heap.blocks[block].pool));
-        let block = NewBlock { ptr, bytes, tag: tag.name(), is_for_graphs: pool >= 2, at: Some(at) };
-        self.inner.shell.tell_checks(|checks| checks.allocated(block));
-        slot | CHECKED
+        let allocation = Allocation::new((arena, block), stream.id(), DevicePtr(addr), bytes);
+        if self.inner.is_checked { Ok(allocation.told_of(Location::caller())) } else { Ok(allocation) }
     }
 
     /// A free block that the stream may reuse at once. If there is none, whether it was searched for.
@@ -390,12 +364,8 @@ impl Allocator {
         let Granted { arena, block, addr } =
             self.grant_rounded(bytes, self.inner.classes.round(padded), stream, false)?;
         let ptr = DevicePtr(addr.next_multiple_of(alignment));
-        let slot = if self.inner.is_checked {
-            self.tell_of_block((arena, block), stream.id(), ptr, bytes, Location::caller())
-        } else {
-            stream.id()
-        };
-        Ok(Allocation::new((arena, block), slot, ptr, bytes))
+        let allocation = Allocation::new((arena, block), stream.id(), ptr, bytes);
+        if self.inner.is_checked { Ok(allocation.told_of(Location::caller())) } else { Ok(allocation) }
     }
 
     /// Allocates memory and enqueues a fill with zeros on `stream`.

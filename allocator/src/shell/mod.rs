@@ -159,6 +159,11 @@ impl Shell {
         &self.read.special
     }
 
+    /// Whether the device is a simulated one that checks how work uses memory.
+    pub(crate) fn has_checks(&self) -> bool {
+        !fork::is_child() && self.checks.read().is_some()
+    }
+
     /// Tells the checks of a simulated device something, where there are any. A forked child tells nothing: another thread may have held
     /// their locks.
     pub(crate) fn tell_checks(&self, tell: impl FnOnce(&Checks)) {

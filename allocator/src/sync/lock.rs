@@ -7,10 +7,10 @@
 //! again. This suits only locks under which no call can wait: those of arenas, of the core, of history and of publishing.
 //!
 //! **The lock is fair** to a thread that retried in vain for a microsecond or so: it draws a ticket. As long as a ticket is not served, no
-//! thread takes the lock except
-//! by its ticket, in order. So a thread that takes the lock again and again, as slow paths do, does not pass one that waits. A thread that
-//! does not wait for the lock (`try_lock`) does not get it while others wait. Threads that take the lock for tens of nanoseconds get it within
-//! the first retries, without tickets: in order, each would have to wait until the system runs the one before it.
+//! thread takes the lock except by its ticket, in order. So a thread that takes the lock again and again, as slow paths do, does not pass
+//! one that waits. A thread that does not wait for the lock (`try_lock`) does not get it while others wait. Threads that take the lock
+//! for tens of nanoseconds get it within the first retries, without tickets: in order, each would have to wait until the system runs
+//! the one before it.
 //!
 //! The swap of `held` alone decides which thread has the lock; tickets only decide which threads try (schedules below).
 
@@ -36,6 +36,8 @@ pub(crate) type MutexGuard<'a, T> = lock_api::MutexGuard<'a, ShortLock, T>;
 #[derive(Debug)]
 pub(crate) struct ShortLock {
     held: AtomicBool,
+    /// Threads that have a ticket, or are about to draw one.
+    waiting: AtomicU16,
     /// The next ticket to be drawn, and the one whose turn it is.
     next: AtomicU16,
     serving: AtomicU16,
@@ -45,8 +47,12 @@ pub(crate) struct ShortLock {
 // SAFETY: `lock` and `try_lock` succeed only when their swap turned `held` from false to true, and only `unlock`, called by
 // the holder, turns it back. So there is one holder at a time. The acquiring swap sees everything before the releasing store.
 unsafe impl lock_api::RawMutex for ShortLock {
-    const INIT: ShortLock =
-        ShortLock { held: AtomicBool::new(false), next: AtomicU16::new(0), serving: AtomicU16::new(0) };
+    const INIT: ShortLock = ShortLock {
+        held: AtomicBool::new(false),
+        waiting: AtomicU16::new(0),
+        next: AtomicU16::new(0),
+        serving: AtomicU16::new(0),
+    };
 
     type Guard = GuardNoSend;
 
@@ -77,7 +83,7 @@ impl ShortLock {
     /// True if a ticket was drawn and is not served yet.
     #[inline]
     fn has_waiters(&self) -> bool {
-        self.next.load(Ordering::Relaxed) != self.serving.load(Ordering::Relaxed)
+        self.waiting.load(Ordering::Relaxed) != 0
     }
 
     /// Looks first: that keeps the line shared among those who wait.
@@ -95,6 +101,7 @@ impl ShortLock {
                 return;
             }
         }
+        self.waiting.fetch_add(1, Ordering::Relaxed);
         let ticket = self.next.fetch_add(1, Ordering::Relaxed);
         let mut spins = 0;
         while self.serving.load(Ordering::Relaxed) != ticket || !self.try_take() {
@@ -106,6 +113,7 @@ impl ShortLock {
             }
         }
         self.serving.store(ticket.wrapping_add(1), Ordering::Relaxed);
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

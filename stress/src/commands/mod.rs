@@ -33,14 +33,24 @@ pub fn programs(
     let programs = input::load(file)?;
     let stem = input::stem(file);
     let ambiguous = files.iter().any(|other| other != file && input::stem(other) == stem);
+    let mut notes = 0;
     let named = programs.into_iter().map(|program| {
         let with_path = ambiguous && program.name.starts_with(&stem);
         let name = names.tell_apart(&program.name, file, with_path);
-        program.notes.iter().for_each(|note| session.message(format_args!("note: {name}: {note}")));
+        let shown = program.notes.iter().take(NOTES_SHOWN.saturating_sub(notes));
+        shown.for_each(|note| session.message(format_args!("note: {name}: {note}")));
+        notes += program.notes.len();
         (name, program)
     });
-    Ok(named.collect())
+    let named = named.collect();
+    if notes > NOTES_SHOWN {
+        session.message(format_args!("note: {stem}: {} more notes are left out", notes - NOTES_SHOWN));
+    }
+    Ok(named)
 }
+
+/// How many notes of a file are shown.
+const NOTES_SHOWN: usize = 20;
 
 /// The longest path behind a name in characters.
 const LONGEST_PATH: usize = 100;

@@ -365,3 +365,15 @@ fn errors_are_one_short_line_whatever_the_input() {
         assert!(said.lines().all(|line| line.chars().count() <= 300 && !line.contains('\u{1b}')), "{said}");
     }
 }
+
+#[test]
+fn a_file_of_many_recordings_has_few_notes() {
+    let one = r#"[{"action":"alloc","addr":1,"size":1,"stream":0}]"#;
+    let ranks = [one; 50].join(",");
+    let snapshot = Scratch::new("ranks.json", format!(r#"{{"segments":[],"device_traces":[{ranks}]}}"#).as_bytes());
+    let output = stress(&["replay", snapshot.path()]);
+    assert_eq!(output.status.code(), Some(0), "{}", errors(&output));
+    let told = errors(&output);
+    let notes = told.lines().filter(|line| line.starts_with("note: ")).count();
+    assert!(notes <= 21 && told.contains("more notes are left out"), "{told}");
+}

@@ -127,13 +127,8 @@ impl Allocator {
                 Growth::Refused(refusal) => Err(refusal),
             })
         })?;
-        let (place, ptr) = ((granted.arena, granted.block), DevicePtr(granted.addr));
-        let slot = if self.device().checks().is_some() {
-            self.tell_of_block(place, slot, ptr, bytes, Location::caller())
-        } else {
-            slot
-        };
-        Ok(Allocation::new(place, slot, ptr, bytes))
+        let allocation = Allocation::new((granted.arena, granted.block), slot, DevicePtr(granted.addr), bytes);
+        Ok(allocation.told_of(Location::caller()))
     }
 
     fn can_export(&self, kind: HandleKind) -> Result<(), AllocError> {
