@@ -4,17 +4,15 @@ use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
 
-use aquifer_device::sim::NewBlock;
 use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
 use crate::error::AllocError;
 use crate::heap::BlockId;
 use crate::shell::Shell;
 use crate::shell::arena::Arena;
-use crate::tags::Tag;
 
 /// Bit of [`Allocation::slot`]: a simulated device was told of the block, and is told of its end.
-const CHECKED: u32 = 1 << 31;
+pub(crate) const CHECKED: u32 = 1 << 31;
 
 /// A live block of device memory. Dropping it gives the memory back to the allocator, on any thread, without a driver call and without
 /// waiting for the device.
@@ -66,30 +64,6 @@ impl Allocation {
         self.slot & !CHECKED
     }
 
-    /// Tells a simulated device that the block is handed out.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn told_of(mut self, at: &'static Location<'static>) -> Allocation {
-        if self.block != BlockId::NONE && self.arena.shell.has_checks() {
-            let (tag, pool) = self.arena.look(|desk| {
-                let block = &desk.heap.blocks[self.block];
-                (Tag(block.tag), block.pool)
-            });
-            let (ptr, bytes) = (self.ptr, self.bytes);
-            let block = NewBlock { ptr, bytes, tag: tag.name(), is_for_graphs: pool >= 2, at: Some(at) };
-            self.arena.shell.tell_checks(|checks| checks.allocated(block));
-            self.slot |= CHECKED;
-        }
-        self
-    }
-
-    /// Tells a simulated device that the block is given back, before anybody else can get the memory.
-    #[cold]
-    #[inline(never)]
-    fn tell_of_end(&self, at: Option<&'static Location<'static>>) {
-        self.arena.shell.tell_checks(|checks| checks.dropped(self.ptr, at));
-    }
-
     /// Notes that `stream` uses the memory, too. The memory is then not reused before all work is done that is enqueued on `stream`
     /// until the handle is dropped. Does nothing for the allocation's own stream.
     ///
@@ -120,7 +94,7 @@ impl Allocation {
         fork::check(Operation::Record)?;
         let bytes = self.bytes;
         if self.slot & CHECKED != 0 {
-            self.tell_of_end(Some(Location::caller()));
+            self.arena.tell_of_end(self.ptr, Some(Location::caller()));
         }
         let (arena, block) = self.into_block();
         if block == BlockId::NONE {
@@ -157,7 +131,7 @@ impl Drop for Allocation {
     fn drop(&mut self) {
         if self.block != BlockId::NONE {
             if self.slot & CHECKED != 0 {
-                self.tell_of_end(None);
+                self.arena.tell_of_end(self.ptr, None);
             }
             self.arena.free(self.block, None, self.bytes);
         }

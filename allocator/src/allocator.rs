@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
 use crate::accounting::counters::Hot;
-use crate::allocation::Allocation;
+use crate::allocation::{Allocation, CHECKED};
 use crate::backing::paged::{Gate, record_milestone};
 use crate::backing::{self, WhySegments};
 use crate::config::{Backing, Config, CrossStream, TagSource, listed};
@@ -84,8 +84,8 @@ struct Inner {
     gate: Gate,
     /// Whether allocations carry tags at all.
     tagged: bool,
-    /// Whether a simulated device is told of blocks.
-    is_checked: bool,
+    /// [`CHECKED`], if a simulated device is told of blocks.
+    mark: u32,
     /// Why memory comes in segments, whose free pieces are counted; `None` if it is mapped.
     segments: Option<WhySegments>,
 }
@@ -167,7 +167,7 @@ impl Allocator {
             hooks,
             gate: Gate::default(),
             tagged,
-            is_checked: device.checks().is_some(),
+            mark: if device.checks().is_some() { CHECKED } else { 0 },
             segments,
         };
         let at_last = AtLast { device: device.clone() };
@@ -192,26 +192,32 @@ impl Allocator {
     pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         // The handle is put together here, from registers, whichever way its words came. If a callee wrote it, the caller would copy it
         // with wider loads than it was written with, which stall until the stores are through: longer than all else takes.
-        let Granted { arena, block, addr } = match self.grant_cached(bytes, stream) {
+        let at = Location::caller();
+        let Granted { arena, block, addr } = match self.grant_cached(bytes, stream, at) {
             Ok(granted) => granted,
-            Err(searched) => self.grant_the_long_way(bytes, stream, searched)?,
+            Err(searched) => self.grant_the_long_way(bytes, stream, searched, at)?,
         };
-        let allocation = Allocation::new((arena, block), stream.id(), DevicePtr(addr), bytes);
-        if self.inner.is_checked { Ok(allocation.told_of(Location::caller())) } else { Ok(allocation) }
+        Ok(Allocation::new((arena, block), stream.id() | self.inner.mark, DevicePtr(addr), bytes))
     }
 
     /// A free block that the stream may reuse at once. If there is none, whether it was searched for.
     #[inline]
-    fn grant_cached(&self, bytes: u64, stream: &Stream) -> Result<Granted, bool> {
+    fn grant_cached(&self, bytes: u64, stream: &Stream, at: &'static Location<'static>) -> Result<Granted, bool> {
         let arena = self.inner.shell.arenas.get(stream.id()).ok_or(false)?;
-        let (block, addr) = self.take_cached(arena, bytes, stream);
+        let (block, addr) = self.take_cached(arena, bytes, stream, at);
         if block == BlockId::NONE { Err(addr != 0) } else { Ok(Granted { arena, block, addr }) }
     }
 
     /// Takes a free block that the stream may reuse at once: its number and address. If there is none,
     /// [`BlockId::NONE`] and whether it was searched for.
     #[inline(never)]
-    fn take_cached(&self, arena: &'static Arena, bytes: u64, stream: &Stream) -> (BlockId, u64) {
+    fn take_cached(
+        &self,
+        own: &'static Arena,
+        bytes: u64,
+        stream: &Stream,
+        at: &'static Location<'static>,
+    ) -> (BlockId, u64) {
         let inner = &*self.inner;
         let special = inner.shell.special().load(Ordering::Relaxed) != 0;
         if bytes == 0
@@ -221,7 +227,7 @@ impl Allocator {
         {
             return (BlockId::NONE, 0);
         }
-        let Some(mut arena) = arena.enter() else { return (BlockId::NONE, 0) };
+        let Some(mut arena) = own.enter() else { return (BlockId::NONE, 0) };
         let size = inner.classes.round(bytes);
         let pool = inner.classes.pool(size) as u16;
         let request =
@@ -232,20 +238,32 @@ impl Allocator {
         if milestone_is_due {
             record_milestone(stream);
         }
-        granted.map_or((BlockId::NONE, 1), |granted| (granted.block, granted.addr))
+        let Some(granted) = granted else { return (BlockId::NONE, 1) };
+        if inner.mark != 0 {
+            own.tell_of_block(granted.block, DevicePtr(granted.addr), bytes, at);
+        }
+        (granted.block, granted.addr)
     }
 
     /// Grants a block where the fast path does not apply: zero bytes, a stream's first allocation, a request that no free block serves,
     /// anything special.
     #[cold]
     #[inline(never)]
-    fn grant_the_long_way(&self, bytes: u64, stream: &Stream, searched: bool) -> Result<Granted, AllocError> {
+    fn grant_the_long_way(
+        &self,
+        bytes: u64,
+        stream: &Stream,
+        searched: bool,
+        at: &'static Location<'static>,
+    ) -> Result<Granted, AllocError> {
         fork::check(Operation::Alloc)?;
         let inner = &*self.inner;
         if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
             return Ok(Granted { arena: self.arena_for_zero(bytes, stream)?, block: BlockId::NONE, addr: 0 });
         }
-        self.grant_rounded(bytes, inner.classes.round(bytes), stream, searched)
+        let granted = self.grant_rounded(bytes, inner.classes.round(bytes), stream, searched)?;
+        granted.arena.tell_of_block(granted.block, DevicePtr(granted.addr), bytes, at);
+        Ok(granted)
     }
 
     /// Grants a block of `size` bytes, a result of rounding, for a request of `bytes` that was looked at, and perhaps
@@ -364,8 +382,8 @@ impl Allocator {
         let Granted { arena, block, addr } =
             self.grant_rounded(bytes, self.inner.classes.round(padded), stream, false)?;
         let ptr = DevicePtr(addr.next_multiple_of(alignment));
-        let allocation = Allocation::new((arena, block), stream.id(), ptr, bytes);
-        if self.inner.is_checked { Ok(allocation.told_of(Location::caller())) } else { Ok(allocation) }
+        arena.tell_of_block(block, ptr, bytes, Location::caller());
+        Ok(Allocation::new((arena, block), stream.id() | self.inner.mark, ptr, bytes))
     }
 
     /// Allocates memory and enqueues a fill with zeros on `stream`.

@@ -13,7 +13,7 @@ use aquifer_device::{
     Attribute, DeviceError, DevicePtr, ErrorKind, HandleKind, PhysicalOptions, RawPhysical, Reservation, Stream,
 };
 
-use crate::allocation::Allocation;
+use crate::allocation::{Allocation, CHECKED};
 use crate::allocator::Allocator;
 use crate::backing::headroom::Refusal;
 use crate::backing::paged::apart::POOL;
@@ -127,8 +127,10 @@ impl Allocator {
                 Growth::Refused(refusal) => Err(refusal),
             })
         })?;
-        let allocation = Allocation::new((granted.arena, granted.block), slot, DevicePtr(granted.addr), bytes);
-        Ok(allocation.told_of(Location::caller()))
+        let ptr = DevicePtr(granted.addr);
+        granted.arena.tell_of_block(granted.block, ptr, bytes, Location::caller());
+        let mark = if self.device().checks().is_some() { CHECKED } else { 0 };
+        Ok(Allocation::new((granted.arena, granted.block), slot | mark, ptr, bytes))
     }
 
     fn can_export(&self, kind: HandleKind) -> Result<(), AllocError> {

@@ -20,9 +20,11 @@ mod rest;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
+use std::panic::Location;
 use std::sync::Arc;
 
-use aquifer_device::Timeline;
+use aquifer_device::sim::NewBlock;
+use aquifer_device::{DevicePtr, Timeline};
 use crossbeam::utils::CachePadded;
 
 use crate::accounting::tally::{OwnCounters, Tally, Writer};
@@ -147,6 +149,32 @@ impl Arena {
     /// Runs `look` under the lock, to read or mark a block. It must neither allocate nor free one.
     pub(crate) fn look<R>(&'static self, look: impl FnOnce(&mut Desk) -> R) -> R {
         look(&mut self.desk.lock())
+    }
+
+    /// Tells a simulated device of a block that is handed out.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn tell_of_block(
+        &'static self,
+        id: BlockId,
+        ptr: DevicePtr,
+        bytes: u64,
+        at: &'static Location<'static>,
+    ) {
+        if id == BlockId::NONE || !self.shell.has_checks() {
+            return;
+        }
+        let (tag, pool) = self.look(|desk| (Tag(desk.heap.blocks[id].tag), desk.heap.blocks[id].pool));
+        let block = NewBlock { ptr, bytes, tag: tag.name(), is_for_graphs: pool >= 2, at: Some(at) };
+        self.shell.tell_checks(|checks| checks.allocated(block));
+    }
+
+    /// Tells a simulated device that a block is given back, before anybody else can get the memory. Takes the words of the handle, not the
+    /// handle, which would have to be copied to where it can be pointed to.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn tell_of_end(&'static self, ptr: DevicePtr, at: Option<&'static Location<'static>>) {
+        self.shell.tell_checks(|checks| checks.dropped(ptr, at));
     }
 
     /// True if frees are queued.
