@@ -42,6 +42,11 @@ pub fn programs(
     Ok(named.collect())
 }
 
+/// What messages call an option string.
+fn options(config: &str) -> &str {
+    if config.is_empty() { "the defaults" } else { config }
+}
+
 /// The longest path behind a name in characters.
 const LONGEST_PATH: usize = 100;
 
