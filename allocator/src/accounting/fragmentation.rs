@@ -269,8 +269,9 @@ fn ratio(part: u64, whole: u64) -> f64 {
 
 impl fmt::Display for Fragmentation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "reserved:  {} in {} segments", Bytes(self.reserved_bytes), self.segments)?;
-        writeln!(f, "           {} in {} of them wholly free", Bytes(self.releasable_bytes), self.releasable_segments)?;
+        let (segments, free) = (self.segments, self.releasable_segments);
+        writeln!(f, "reserved:  {} in {segments} segments, {free} of them wholly free", Bytes(self.reserved_bytes))?;
+        writeln!(f, "           {} of it can go back to the device", Bytes(self.releasable_bytes))?;
         writeln!(f, "allocated: {}, {} of it waste", Bytes(self.allocated_bytes), Bytes(self.internal_waste))?;
         writeln!(f, "waiting:   {}", Bytes(self.waiting_bytes))?;
         writeln!(

@@ -192,6 +192,13 @@ fn fragmentation_of_a_hole() {
     let text = fragmentation.to_string();
     assert!(text.contains("50.0 % outside the largest, 100.0 % unusable for 6.00 MiB"), "{text}");
     drop(held);
+    let (_, device, allocator) = setup("");
+    let held = [3, 3].map(|mib| allocator.alloc(mib << 20, device.default_stream()).unwrap());
+    let [freed, _held] = held;
+    drop(freed);
+    let text = allocator.fragmentation(1).to_string();
+    let reserved = "reserved:  20.00 MiB in 1 segments, 0 of them wholly free\n           0 bytes of it can go back to the device\n";
+    assert!(text.starts_with(reserved), "{text}");
 }
 
 #[test]

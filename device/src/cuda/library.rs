@@ -23,10 +23,10 @@ pub(super) fn open() -> Result<Library, Unavailable> {
         // SAFETY: the library under this name is the CUDA driver, whose initialisation is sound on any thread.
         match unsafe { Library::new(name) } {
             Ok(library) => return Ok(library),
-            Err(error) => reasons.push(named(name, first_cause(&error))),
+            Err(error) => reasons.push((name, first_cause(&error))),
         }
     }
-    Err(Unavailable::NoDriver { reason: reasons.join("; ") })
+    Err(Unavailable::NoDriver { reason: together(&reasons) })
 }
 
 /// What the system's loader said, which is below what the crate that called it says.
@@ -34,9 +34,18 @@ fn first_cause(error: &dyn std::error::Error) -> String {
     error.source().map_or_else(|| error.to_string(), first_cause)
 }
 
-/// What was said of the library, which most loaders begin with its name.
-fn named(name: &str, said: String) -> String {
-    if said.starts_with(name) { said } else { format!("{name}: {said}") }
+/// Why each library could not be loaded. Most loaders begin the reason with the name. Libraries with the same reason share it.
+fn together(reasons: &[(&str, String)]) -> String {
+    let mut shared: Vec<(String, &str)> = Vec::new();
+    for (name, said) in reasons {
+        let cause = said.strip_prefix(name).and_then(|said| said.strip_prefix(": ")).unwrap_or(said);
+        match shared.last_mut() {
+            Some((names, last)) if *last == cause => *names += &format!(" and {name}"),
+            _ => shared.push(((*name).to_owned(), cause)),
+        }
+    }
+    let told: Vec<String> = shared.into_iter().map(|(names, cause)| format!("{names}: {cause}")).collect();
+    told.join("; ")
 }
 
 /// The library if the process has loaded it.
@@ -60,7 +69,15 @@ mod tests {
 
     #[test]
     fn a_library_is_named_once() {
-        assert_eq!(named("libcuda.so.1", "libcuda.so.1: cannot open".to_owned()), "libcuda.so.1: cannot open");
-        assert_eq!(named("nvcuda.dll", "not found".to_owned()), "nvcuda.dll: not found");
+        assert_eq!(together(&[("libcuda.so.1", "libcuda.so.1: cannot open".into())]), "libcuda.so.1: cannot open");
+        assert_eq!(together(&[("nvcuda.dll", "not found".into())]), "nvcuda.dll: not found");
+    }
+
+    #[test]
+    fn a_reason_is_told_once() {
+        let [one, two] = ["libcuda.so.1", "libcuda.so"];
+        let reasons = |last: &str| [(one, format!("{one}: no such file")), (two, format!("{two}: {last}"))];
+        assert_eq!(together(&reasons("no such file")), "libcuda.so.1 and libcuda.so: no such file");
+        assert_eq!(together(&reasons("wrong class")), "libcuda.so.1: no such file; libcuda.so: wrong class");
     }
 }

@@ -5,6 +5,7 @@ use aquifer_device::{Device, Stream};
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, FragmentationArgs};
+use crate::commands::options;
 use crate::commands::replay::hazards;
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
@@ -86,7 +87,11 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
                 Err(failure @ Failure::Open(_)) => return Err(failure),
                 Err(failure) => {
                     outcome = outcome.max(failure.outcome());
-                    session.message(format_args!("error: {} under {}: {failure}", scenario.name, name(&policy.text)));
+                    session.message(format_args!(
+                        "error: {} under {}: {failure}",
+                        scenario.name,
+                        options(&policy.text)
+                    ));
                     continue;
                 }
             };
@@ -99,7 +104,7 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
             session.row(&row)?;
             table.add_row(cells(&row));
             if args.maps || row.policy == SEGMENTS {
-                maps.push(format!("In the end, under {}:\n{}\n", name(&row.policy), map.draw(style)));
+                maps.push(format!("In the end, under {}:\n{}\n", options(&row.policy), map.draw(style)));
             }
             needs = format!(
                 "It uses up to {} at once, and its last request is for {}.",
@@ -257,18 +262,13 @@ fn beside(room: &Room) -> String {
     }
 }
 
-/// What a policy is called in tables.
-fn name(policy: &str) -> &str {
-    if policy.is_empty() { "the defaults" } else { policy }
-}
-
 const COLUMNS: [&str; 8] =
     ["policy", "reserved", "live in the end", "free", "largest piece", "unusable", "growths", "last request"];
 
 fn cells(row: &Row) -> [String; 8] {
     let bytes = |bytes| Bytes(bytes).to_string();
     [
-        name(&row.policy).to_owned(),
+        options(&row.policy).to_owned(),
         bytes(row.peak_reserved_bytes),
         bytes(row.allocated_bytes),
         bytes(row.free_bytes),

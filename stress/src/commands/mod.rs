@@ -52,6 +52,11 @@ pub fn programs(
 /// How many notes of a file are shown.
 const NOTES_SHOWN: usize = 20;
 
+/// What messages call an option string.
+fn options(config: &str) -> &str {
+    if config.is_empty() { "the defaults" } else { config }
+}
+
 /// The longest path behind a name in characters.
 const LONGEST_PATH: usize = 100;
 

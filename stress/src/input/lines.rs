@@ -14,11 +14,13 @@ pub(super) struct Lines<R> {
     number: u64,
     /// The last line ended with CR, of which an LF may be a part.
     after_cr: bool,
+    /// The last line ended with LF or CR, not with the content.
+    ended: bool,
 }
 
 impl<R: BufRead> Lines<R> {
     pub(super) fn new(content: R) -> Self {
-        Self { content, line: Vec::new(), number: 0, after_cr: false }
+        Self { content, line: Vec::new(), number: 0, after_cr: false, ended: true }
     }
 
     /// The next line that is not empty, without its end, or `None` after the last.
@@ -60,9 +62,15 @@ impl<R: BufRead> Lines<R> {
             let (used, finished) = (part.len() + usize::from(end.is_some()), available.is_empty());
             self.content.consume(used);
             if finished || end.is_some() {
-                return Ok(end.is_some() || !self.line.is_empty());
+                self.ended = end.is_some();
+                return Ok(self.ended || !self.line.is_empty());
             }
         }
+    }
+
+    /// Whether the line handed out last has an end. The last line of a program that was killed may have none.
+    pub(super) fn ended(&self) -> bool {
+        self.ended
     }
 
     /// The place of the line handed out last.

@@ -228,7 +228,7 @@ impl Device {
 pub(super) fn parse(content: impl BufRead, name: &str, allowance: &Allowance) -> Result<Vec<Program>, Fault> {
     let mut devices: BTreeMap<u32, Device> = BTreeMap::new();
     let mut lines = Lines::new(content);
-    let (mut columns, mut taken, mut other_lines) = (None, 0, 0);
+    let (mut columns, mut taken, mut other_lines, mut cut_off) = (None, 0, 0, false);
     // Lines of other programs may stand between the rows unless the log begins with its header.
     let mut alone = None;
     while let Some(line) = lines.next()? {
@@ -260,19 +260,34 @@ pub(super) fn parse(content: impl BufRead, name: &str, allowance: &Allowance) ->
             taken = (taken + device.bytes()).saturating_sub(before);
             allowance.check(taken, Made::Events)
         };
-        row.and_then(&mut add).map_err(|reason| Fault::new(lines.location(), reason))?;
+        match row.and_then(&mut add) {
+            Err(reason) if !devices.is_empty() && !lines.ended() && is_cut_off(&reason) => cut_off = true,
+            added => added.map_err(|reason| Fault::new(lines.location(), reason))?,
+        }
     }
     devices.retain(|_, device| !device.recording.builder.is_empty());
     let several = devices.len() > 1;
     let mut programs = Vec::new();
     for (number, device) in devices {
         let mut program = device.finish(other_lines).map_err(Fault::file)?;
+        if cut_off {
+            program.notes.push("the last line of the log is cut off, skipped".into());
+        }
         if several {
             program.name += &format!("/device{number}");
         }
         programs.push(program);
     }
     if programs.is_empty() { Err(Fault::file(Reason::NoEvents)) } else { Ok(programs) }
+}
+
+/// Whether a row that was not written to its end has this fault.
+fn is_cut_off(reason: &Reason) -> bool {
+    match reason {
+        Reason::MissingField(_) => true,
+        Reason::BadNumber { text, .. } => matches!(&**text, "" | "0x"),
+        _ => false,
+    }
 }
 
 fn pointer(text: &str) -> Result<u64, Reason> {
@@ -414,6 +429,21 @@ mod tests {
         );
         let broken = "1,t,allocate,0x1,many,0";
         assert_eq!(read_all(broken).unwrap_err(), "l.csv:1: \"many\" is not a valid Size");
+    }
+
+    #[test]
+    fn the_last_line_may_be_cut_off() {
+        let rows = "1,t,allocate,0x1,8,0\n1,t,allocate,0x2,8,0\n";
+        for rest in ["1", "1,t,fr", "1,t,free,0x", "1,t,free,0x1,8", "1,t,free,0x1,8,", "1,t,free,0x1,8,0x"] {
+            let program = read(&format!("{rows}{rest}")).unwrap();
+            assert_eq!(
+                (program.operations(), &*program.notes),
+                (2, &["the last line of the log is cut off, skipped".into()][..])
+            );
+            assert!(read(&format!("{rows}{rest}\n")).is_err(), "{rest}");
+        }
+        assert!(read(&format!("{rows}1,t,steal,0x1,8,0")).is_err());
+        assert_eq!(read(&format!("{rows}1,t,free,0x1,8,0")).unwrap().operations(), 3);
     }
 
     #[test]

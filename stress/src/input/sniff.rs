@@ -59,8 +59,11 @@ fn format(path: &Path, head: &[u8]) -> Result<Format, Reason> {
 
 /// What the content begins with.
 fn found(start: &[u8], line: &str) -> String {
-    let known: [(&[u8], &str); 6] = [
+    let known: [(&[u8], &str); 9] = [
         (b"BZh", "data that bzip2 compressed"),
+        (b"]\0\0", "data that LZMA compressed"),
+        (b"\xff\xfe", "text in UTF-16, not in UTF-8"),
+        (b"\xfe\xff", "text in UTF-16, not in UTF-8"),
         (b"7z\xbc\xaf", "a 7-Zip archive"),
         (b"\x7fELF", "a program"),
         (b"\x93NUMPY", "a NumPy array"),
@@ -69,6 +72,9 @@ fn found(start: &[u8], line: &str) -> String {
     ];
     if let Some((_, what)) = known.iter().find(|(magic, _)| start.starts_with(magic)) {
         return (*what).to_owned();
+    }
+    if start.get(257..262) == Some(b"ustar") {
+        return "a tar archive".into();
     }
     let text = line.chars().filter(|char| char.is_ascii_graphic() || char.is_alphanumeric() || *char == ' ').count();
     if text > 0 && line.chars().count() - text <= text / 8 {
@@ -84,7 +90,7 @@ fn hint(path: &Path) -> &'static str {
     match without_suffix(&name, &PACKED).rsplit('.').next() {
         Some("pickle" | "pkl") => "; a pickle must be of protocol 2 or newer",
         Some("csv") => "; an RMM log has the columns Thread,Time,Action,Pointer,Size,Stream",
-        Some("json") => "; JSON must start with {",
+        Some("json") => "; JSON must start with { or [",
         Some("trace") => "; a trace's lines start with #, a, f, r or i",
         _ => "",
     }
@@ -127,6 +133,21 @@ mod tests {
         assert_eq!(tell(b"\n<!DOCTYPE html>"), Some(Format::Page));
         assert_eq!(tell(b"all is well\n"), None);
         assert_eq!(tell(b""), None);
+    }
+
+    #[test]
+    fn other_data_is_named() {
+        let mut tar = b"dir/snapshot.pickle".to_vec();
+        tar.resize(257, 0);
+        tar.extend(b"ustar\x0000");
+        for (start, what) in [
+            (&tar[..], "a tar archive"),
+            (b"]\0\0\x80\0\xff", "data that LZMA compressed"),
+            (b"\xff\xfe{\0", "text in UTF-16, not in UTF-8"),
+            (b"\x01\x02\xfd", "data of another kind"),
+        ] {
+            assert_eq!(found(start, std::str::from_utf8(start).unwrap_or_default()), what);
+        }
     }
 
     #[test]

@@ -40,16 +40,23 @@ pub(super) fn programs(top: Value, arena: &mut Arena, nouns: Nouns, name: &str) 
         let value = unwrap(arena, value);
         found.push(read(arena, value, nouns).map_err(|fault| fault.within(&format!("[{rank}]")))?);
     }
-    let several = found.len() > 1;
+    let (several, mut left_out) = (found.len() > 1, 0);
     for (rank, snapshot) in found.into_iter().enumerate() {
         let name = if several { format!("{name}/rank{rank}") } else { name.to_owned() };
         match snapshot::programs(snapshot, &name) {
             Ok(more) => programs.extend(more),
-            Err(fault) if matches!(fault.reason(), Reason::NoHistory) => {}
+            Err(fault) if matches!(fault.reason(), Reason::NoHistory) => left_out += 1,
             Err(fault) => return Err(fault.within(&format!("[{rank}]"))),
         }
     }
-    if programs.is_empty() { Err(Fault::file(Reason::NoHistory)) } else { Ok(programs) }
+    let Some(first) = programs.first_mut() else { return Err(Fault::file(Reason::NoHistory)) };
+    match left_out {
+        0 => {}
+        // A pickle may hold one object twice, which is read once.
+        1 => first.notes.push("1 snapshot of the file has no history of its own, left out".into()),
+        _ => first.notes.push(format!("{left_out} snapshots of the file have no history of their own, left out")),
+    }
+    Ok(programs)
 }
 
 /// What lies under `snapshot` in a dictionary that is none itself.
@@ -338,7 +345,10 @@ mod tests {
         assert_eq!(all(&format!("[{one}, {two}]")), ranks);
         assert_eq!(all(&format!("{{\"rank\": 3, \"snapshot\": {two}}}")), [("j".into(), 2)]);
         assert_eq!(all(&format!("[{{\"snapshot\": {one}}}, {{\"snapshot\": {two}}}]")), ranks);
-        assert_eq!(all(&format!("[{one}, {{\"segments\": []}}]")), [("j/rank0".into(), 1)], "one has no history");
+        let without = format!("[{one}, {{\"segments\": []}}]");
+        assert_eq!(all(&without), [("j/rank0".into(), 1)]);
+        let told = "1 snapshot of the file has no history of its own, left out";
+        assert!(read_json(&without).unwrap()[0].notes.iter().any(|note| note == told));
         assert_eq!(
             read_json(&format!("[{one}, null]")).unwrap_err(),
             "j[1]: not a memory snapshot: found something that is neither an object nor an array"

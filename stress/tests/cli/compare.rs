@@ -126,6 +126,7 @@ fn compare_takes_configs_and_prints_tables() {
     };
     for (content, reason) in [
         ("{", "EOF"),
+        ("# name: x", ": not valid JSON: expected value at line 1 column 1"),
         ("{\"x\": 1}", "invalid type: integer `1`, expected what is known of a program, which is an object"),
         ("{\"x\": [{}]}", "invalid type: sequence, expected what is known of a program, which is an object"),
         ("{\"x\": {\"configs\": {\"default\": [\"\", 1, 1, 0, 1, 1.0]}}}", "expected figures of a configuration"),

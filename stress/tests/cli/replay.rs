@@ -230,6 +230,9 @@ fn lack_of_memory_is_counted_and_has_its_own_code() {
     let rows = rows(3, &["replay", "--device", "sim:20GiB", "--repeat", "1", &file]);
     assert!(bytes(&rows[0], "ooms") > 0 && bytes(&rows[0], "retries") >= bytes(&rows[0], "ooms"), "{rows:?}");
     assert!(bytes(&rows[0], "peak_reserved_bytes") <= 20 << 30);
+    let output = stress(&["replay", "--device", "sim:20GiB", "--repeat", "1", &file]);
+    let said = format!("out of memory: gpt2_fp32 with the defaults: {} requests were refused; ", rows[0]["ooms"]);
+    assert!(errors(&output).contains(&said) && errors(&output).contains("fit finds"), "{}", errors(&output));
 }
 
 #[test]

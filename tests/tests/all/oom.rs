@@ -240,7 +240,7 @@ fn report_headroom() {
     let report = refused(&bench, 80 * MIB);
     assert_eq!((report.refusal, report.headroom), (Some(Refusal::Headroom), 30 * MIB));
     assert!(report.advice.contains(&Advice::LowerHeadroom { to: 20 * MIB }));
-    says(&report, "refused by: the headroom of 30.00 MiB");
+    says(&report, "refused by: the headroom of 30.00 MiB, for 80.00 MiB more");
     says(&report, "with a headroom of at most 20.00 MiB");
 }
 

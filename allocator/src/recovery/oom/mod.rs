@@ -253,11 +253,11 @@ impl OomReport {
             Bytes(self.largest_free)
         )?;
         match self.refusal {
-            Some(Refusal::Limit) => write!(f, "\n  refused by: the limit, for a segment of {}", Exactly(self.segment))?,
+            Some(Refusal::Limit) => write!(f, "\n  refused by: the limit, for {} more", Exactly(self.segment))?,
             Some(Refusal::Headroom) => {
                 write!(
                     f,
-                    "\n  refused by: the headroom of {}, for a segment of {}",
+                    "\n  refused by: the headroom of {}, for {} more",
                     Bytes(self.headroom),
                     Exactly(self.segment)
                 )?;
@@ -265,9 +265,7 @@ impl OomReport {
             Some(Refusal::Addresses) => {
                 write!(f, "\n  refused by: the device's address space, for {}", Exactly(self.segment))?
             }
-            Some(Refusal::Device) => {
-                write!(f, "\n  refused by: the device, for a segment of {}", Exactly(self.segment))?
-            }
+            Some(Refusal::Device) => write!(f, "\n  refused by: the device, for {} more", Exactly(self.segment))?,
             None => {}
         }
         if self.released > 0 || self.reclaimed > 0 {

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::cli::{CompareArgs, ConfigArg};
 use crate::commands::fit::{Job, fit_all};
-use crate::commands::{all_programs, ratio, replay};
+use crate::commands::{all_programs, options, ratio, replay};
 use crate::exit::{Failure, Outcome};
 use crate::input::Program;
 use crate::session::Session;
@@ -156,7 +156,7 @@ impl Row {
     /// What to say of a program that did not finish.
     fn failed(&self) -> String {
         let requests = if self.refused() == 1 { "request was" } else { "requests were" };
-        let (trace, config, refused) = (&self.trace, name(&self.config), self.refused());
+        let (trace, config, refused) = (&self.trace, options(&self.config), self.refused());
         format!(
             "out of memory: {trace} with {config}: {refused} {requests} refused, so this run is left out of the means"
         )
@@ -166,11 +166,6 @@ impl Row {
 /// A number for people, if there is one.
 fn number(number: Option<f64>, digits: usize) -> String {
     number.map_or_else(|| NOTHING.to_owned(), |number| format!("{number:.digits$}"))
-}
-
-/// Options for people.
-fn name(config: &str) -> &str {
-    if config.is_empty() { "the defaults" } else { config }
 }
 
 /// The rows of a program under its name.
@@ -192,7 +187,7 @@ fn tabulate(rows: &[Row]) -> String {
     let mut table = table(&headings, 1);
     for row in rows {
         table.add_row([
-            name(&row.config).to_owned(),
+            options(&row.config).to_owned(),
             Bytes(row.peak_reserved_bytes).to_string(),
             number(row.reserved_over_requested.filter(|_| row.finished()), 3),
             row.smallest_device_bytes.map_or_else(|| NOTHING.to_owned(), |bytes| Bytes(bytes).to_string()),

@@ -110,7 +110,10 @@ pub(super) fn load(path: &Path) -> Result<Recorded, Failure> {
     if text.len() as u64 > BYTES_MAX {
         return Err(failed(Reason::TooLong { most: BYTES_MAX }).into());
     }
-    let programs = serde_json::from_slice(&text).map_err(|error| failed(Reason::Json(error)))?;
+    let programs = serde_json::from_slice(&text).map_err(|error| {
+        let error = if error.is_syntax() { Error::custom(format!("not valid JSON: {error}")) } else { error };
+        failed(Reason::Json(error))
+    })?;
     Ok(Recorded { path: path.to_owned(), programs })
 }
 

@@ -2,8 +2,9 @@
 
 use serde::Serialize;
 
-use super::{Row, name, number};
+use super::{Row, number};
 use crate::commands::hundredths;
+use crate::commands::options;
 use crate::table::table;
 
 /// All programs under some options: geometric means, the worst, and totals. `compare --help` explains the fields.
@@ -122,7 +123,7 @@ pub(super) fn tabulate(summaries: &[Summary]) -> String {
     let mut table = table(&headings, 1);
     for row in summaries {
         table.add_row([
-            name(&row.config).to_owned(),
+            options(&row.config).to_owned(),
             if row.finished < row.traces {
                 format!("{} of {}", row.finished, row.traces)
             } else {

@@ -2,8 +2,8 @@
 
 use super::{SEGMENTS, policies};
 use crate::commands::fit::{Job, fit_all};
-use crate::commands::ratio;
 use crate::commands::replay::hazards;
+use crate::commands::{options, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
@@ -53,7 +53,7 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
         let fit = match fit {
             Ok(fit) => Some(fit),
             Err(Failure::OutOfMemory(why)) => {
-                session.message(format_args!("out of memory: {} with {}: {why}", job.name, name(&job.config.text)));
+                session.message(format_args!("out of memory: {} with {}: {why}", job.name, options(&job.config.text)));
                 None
             }
             Err(failure) => return Err(failure),
@@ -96,7 +96,7 @@ fn tabulate_one(compared: &[Compared]) -> String {
     for row in compared {
         let times = |bytes| ratio(bytes, row.requested).map_or_else(String::new, |times| format!("{times:.3}"));
         table.add_row([
-            name(&row.config).to_owned(),
+            options(&row.config).to_owned(),
             Bytes(row.reserved).to_string(),
             if row.ooms == 0 { times(row.reserved) } else { NOTHING.to_owned() },
             row.growths.to_string(),
@@ -133,9 +133,4 @@ pub(super) fn findings(trace: &str, compared: &[Compared]) -> Option<String> {
         );
     }
     Some(text)
-}
-
-/// What options are called in the table.
-fn name(config: &str) -> &str {
-    if config.is_empty() { "the defaults" } else { config }
 }

@@ -11,7 +11,7 @@ use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, PassArgs, ReplayArgs};
-use crate::commands::{Names, hundredths, programs, ratio};
+use crate::commands::{Names, hundredths, options, programs, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
@@ -105,8 +105,13 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
                     }
                 };
                 outcome = outcome.max(row.outcome());
-                if row.refused() && session.is_default_device() {
-                    session.message(larger(session, name, program, config)?);
+                if row.refused() {
+                    let message = if session.is_default_device() {
+                        larger(session, name, program, config)?
+                    } else {
+                        row.failed()
+                    };
+                    session.message(message);
                 }
                 session.row(&row)?;
                 rows.push(row);
@@ -277,6 +282,16 @@ impl Row {
     /// Whether a request of any pass was refused.
     fn refused(&self) -> bool {
         self.ooms > 0 || self.warm_ooms > 0
+    }
+
+    /// What to say of a program that does not finish on the device that was asked for.
+    fn failed(&self) -> String {
+        let refused = self.ooms.saturating_add(self.warm_ooms);
+        let requests = if refused == 1 { "request was" } else { "requests were" };
+        let (trace, config) = (&self.trace, options(&self.config));
+        format!(
+            "out of memory: {trace} with {config}: {refused} {requests} refused; the command fit finds the smallest device"
+        )
     }
 }
 
