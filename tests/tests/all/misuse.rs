@@ -2,9 +2,9 @@
 
 use aquifer_allocator::{Allocator, Config, Contents, DeviceBuffer, PoolOptions, TagScope};
 use aquifer_device::{Access, AccessKind, Device, DevicePtr, DeviceSpec, HandleKind, Stream};
-use aquifer_kernels::Kernels;
+use aquifer_kernels::{DType, Kernels};
 use aquifer_tests::MIB;
-use aquifer_transfer::{Spiller, Transfer};
+use aquifer_transfer::{ParamSet, Prefetcher, Spiller, Tensor, Transfer};
 use proptest::prelude::*;
 
 const BACKINGS: [&str; 2] = ["", "backing:segments"];
@@ -309,6 +309,41 @@ fn copies_that_another_thread_enqueues_name_the_place_that_asked_for_them() {
     let found = bench.found();
     assert!(!found.is_empty());
     found.iter().for_each(|text| assert!(text.contains("never written") && text.contains(&called), "{text}"));
+}
+
+#[test]
+fn memory_that_the_transfer_runtime_allocates_names_the_place_that_asked_for_it() {
+    let bench = bench("");
+    let transfer = Transfer::new(&bench.allocator).unwrap();
+    let beyond = |tensor: &Tensor| {
+        let buffer = tensor.device_buffer::<f32>().unwrap();
+        bench.stream.fill(buffer.ptr(), 1, buffer.bytes() + 1).unwrap();
+    };
+    let empty = Tensor::empty(&transfer, DType::F32, &[100]).unwrap();
+    let allocated = before();
+    beyond(&empty);
+    bench.finds(&["beyond the bounds", &allocated]);
+    let mut set = ParamSet::new();
+    set.insert("weights", Tensor::from_slice(&[1.0_f32; 100], &[100]).unwrap()).unwrap();
+    let sent = set.get("weights").unwrap().to(&transfer).unwrap();
+    let allocated = before();
+    beyond(&sent.wait().unwrap());
+    bench.finds(&["beyond the bounds", &allocated]);
+    set.move_blocking(&transfer).unwrap();
+    let allocated = before();
+    beyond(set.get("weights").unwrap());
+    bench.finds(&["beyond the bounds", &allocated]);
+    let batches = Prefetcher::new(vec![vec![1.0_f32; 100]], &transfer, &bench.stream, 1).unwrap();
+    let allocated = before();
+    for batch in batches {
+        let batch = batch.unwrap();
+        bench.stream.fill(batch.ptr(), 1, batch.bytes() + 1).unwrap();
+    }
+    bench.finds(&["beyond the bounds", &allocated]);
+    // No place stays in force after its call.
+    bench.stream.fill(empty.device_buffer::<f32>().unwrap().ptr(), 1, 401).unwrap();
+    let filled = before();
+    bench.finds(&["beyond the bounds", &filled]);
 }
 
 #[test]
