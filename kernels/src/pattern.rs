@@ -243,6 +243,7 @@ impl Kernels {
     ///
     /// # Errors
     /// As [`Kernels::pattern_verify`].
+    #[track_caller]
     pub fn mismatches(&self, stream: &Stream, findings: &DeviceBuffer<u64>) -> Result<Option<Mismatches>, KernelError> {
         let check = self.check("pattern_verify", stream)?;
         let findings = check.reads("findings", findings)?;

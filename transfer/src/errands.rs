@@ -13,6 +13,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 use std::time::Duration;
 
+use aquifer_device::sim::defer_panics_here;
 use parking_lot::{Condvar, Mutex};
 
 /// How long a thread stays without an errand before it ends.
@@ -97,6 +98,7 @@ fn send(errand: Errand) {
 }
 
 fn work() {
+    defer_panics_here();
     let mut errands = ERRANDS.lock();
     loop {
         if let Some(errand) = errands.queue.pop_front() {

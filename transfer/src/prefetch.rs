@@ -4,7 +4,7 @@
 
 use std::error::Error;
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -212,6 +212,7 @@ impl<B: Batch> Prefetcher<B> {
     ///
     /// # Errors
     /// A stream of another device, and when a stream or a thread cannot be had.
+    #[track_caller]
     pub fn new<S>(source: S, transfer: &Transfer, stream: &Stream, ahead: usize) -> Result<Prefetcher<B>, TransferError>
     where
         S: IntoIterator<Item = B>,
@@ -224,6 +225,7 @@ impl<B: Batch> Prefetcher<B> {
     ///
     /// # Errors
     /// As [`Prefetcher::new`].
+    #[track_caller]
     pub fn try_new<S, E>(
         source: S,
         transfer: &Transfer,
@@ -239,6 +241,7 @@ impl<B: Batch> Prefetcher<B> {
         Prefetcher::begin(source.into_iter().map(move |item| item.map_err(failed)), transfer, stream, ahead)
     }
 
+    #[track_caller]
     fn begin(
         source: impl Iterator<Item = Result<B, TransferError>> + Send + 'static,
         transfer: &Transfer,
@@ -255,8 +258,14 @@ impl<B: Batch> Prefetcher<B> {
             let _ = slots.send(own.tick());
         }
         let at = Arc::new(Whereabouts::default());
-        let worker =
-            Worker { transfer: transfer.on(&own)?, slots: take_slot, slot: None, batches: send_batch, at: at.clone() };
+        let worker = Worker {
+            transfer: transfer.on(&own)?,
+            asked: Location::caller(),
+            slots: take_slot,
+            slot: None,
+            batches: send_batch,
+            at: at.clone(),
+        };
         let thread = std::thread::Builder::new().name("aquifer-prefetch".to_owned()).spawn(move || {
             defer_panics_here();
             worker.run(source);
@@ -381,6 +390,8 @@ impl<B: Batch> fmt::Debug for Prefetcher<B> {
 /// What the thread works with.
 struct Worker<B: Batch> {
     transfer: Transfer,
+    /// The place in the program that the prefetcher was made at.
+    asked: &'static Location<'static>,
     slots: Receiver<Tick>,
     /// The slot for the next batch: that of one that could not be sent.
     slot: Option<Tick>,
@@ -445,7 +456,10 @@ impl<B: Batch> Worker<B> {
         let ready = self.get_ready();
         match ready {
             Ok(Some(_awake)) => {
-                let sent = self.contained("a batch that was to be sent", || batch.send(&self.transfer))??;
+                let sent = self.contained("a batch that was to be sent", || {
+                    let _place = self.transfer.device().called_from(self.asked);
+                    batch.send(&self.transfer)
+                })??;
                 self.slot = None;
                 Ok(Some(sent))
             }

@@ -346,7 +346,9 @@ impl<T: Pod + Send + Sync> Spillable<T> {
     /// # Errors
     /// When device memory runs out although other buffers were spilled; a stream of another device; errors of the driver. The contents stay
     /// where they were.
+    #[track_caller]
     pub fn access(&self, stream: &Stream) -> Result<Resident<'_, T>, TransferError> {
+        let _place = self.entry.spiller.transfer.called_here();
         let bytes = self.entry.access(stream)?;
         // Counted from here on, so that a failure below is undone by its end.
         let guard = InUse(&self.entry);
@@ -369,7 +371,9 @@ impl<T> Spillable<T> {
     ///
     /// # Errors
     /// When page-locked memory runs out, and errors of the driver. The contents are on the device then.
+    #[track_caller]
     pub fn spill(&self) -> Result<u64, TransferError> {
+        let _place = self.entry.spiller.transfer.called_here();
         Ok(match self.entry.spill()? {
             Went::Away(freed) => freed,
             Went::Before | Went::Not => 0,

@@ -11,8 +11,8 @@
 //! written.
 //!
 //! Bytes are *unwritten* from when their block was handed out until work writes them. Kernels and downloads must not read such bytes;
-//! copies within the device carry them along. A kernel with a host implementation that declares a range of which parts are unwritten,
-//! such as rows with gaps, is checked as it runs, for what it reads.
+//! copies within the device carry them along. A kernel with a host implementation is checked as it runs where it may leave unwritten
+//! bytes alone: in a range that is written in part, such as rows with gaps, and in a range that it writes.
 //!
 //! Invariants: a live block is one range of `blocks`; what is in `unwritten` was written by no work enqueued so far. The lock is a
 //! leaf, taken under that of the machine, so blocks may be dropped while a kernel runs.
@@ -106,8 +106,8 @@ pub(super) struct Misuse {
     pub(super) why: String,
 }
 
-/// A block that a graph uses, and that is not the graph's own: its address and number.
-pub(super) type Needed = (u64, u64);
+/// A block that a graph uses, and that is not the graph's own: its address and number, and the end of what is used.
+pub(super) type Needed = (u64, u64, u64);
 
 /// Unwritten bytes that work reads.
 #[derive(Debug, Default)]
@@ -198,7 +198,7 @@ impl Checks {
         };
         let shown = Some(block.shown.clone());
         if !block.is_live() {
-            let why = "the block was dropped".to_owned();
+            let why = format!("the block was dropped{}", state.in_place_of(block, range.start));
             return Err(Box::new(Misuse { kind: ViolationKind::UseAfterFree, at: range.start, block: shown, why }));
         }
         let end = block.end();
@@ -209,19 +209,22 @@ impl Checks {
             }
             return Err(Box::new(Misuse { kind: ViolationKind::OutOfBounds, at: end, block: shown, why }));
         }
-        Ok((!block.is_for_graphs).then_some((block.shown.ptr.0, block.number)))
+        Ok((!block.is_for_graphs).then_some((block.shown.ptr.0, block.number, range.end)))
     }
 
     /// Checks that blocks which a graph needs are live.
     pub(super) fn check_needed(&self, needed: impl IntoIterator<Item = Needed>) -> Option<Misuse> {
         let state = self.state.lock();
-        needed.into_iter().find_map(|(at, number)| {
+        needed.into_iter().find_map(|(at, number, end)| {
             let block = state.blocks.at(at, u64::MAX).0.map(|held| &held.0);
             let own = block.filter(|block| block.number == number);
-            if own.is_some_and(|block| block.is_live()) {
+            if own.is_some_and(|block| block.is_live() && block.end() >= end) {
                 return None;
             }
             let why = match own {
+                Some(block) if block.is_live() => {
+                    format!("the graph uses {} bytes that the block gave up after the capture", end - block.end())
+                }
                 Some(_) => "the graph uses a block that was dropped after the capture".to_owned(),
                 None => {
                     "the graph uses a block that was dropped after the capture; the memory serves others".to_owned()
@@ -256,7 +259,12 @@ impl Checks {
                     if is_partial { &mut reads.perhaps } else { &mut reads.all }.extend(found);
                 }
                 for access in launch.accesses.iter().filter(|access| access.kind == AccessKind::Write) {
-                    state.unwritten.remove(access.ptr.range(access.bytes));
+                    let range = access.ptr.range(access.bytes);
+                    // It may read there, too.
+                    if launch.host.is_some() {
+                        reads.perhaps.extend(state.unwritten_in(&range));
+                    }
+                    state.unwritten.remove(range);
                 }
             }
             Body::FromTaken { .. }
@@ -289,6 +297,15 @@ impl State {
         let shown = BlockRef { dropped: Some(DropRef { at, thread, after }), ..held.shown.clone() };
         let block = Block { shown, number: held.number, is_for_graphs: held.is_for_graphs };
         self.blocks.insert(held.shown.ptr.0..held.end(), Held(Arc::new(block)));
+    }
+
+    /// Names the live block that begins in the memory of one that was dropped, and ends last before an address.
+    fn in_place_of(&self, dropped: &Block, at: u64) -> String {
+        let pieces = self.blocks.overlapping(dropped.shown.ptr.0..at);
+        let live = pieces.filter(|(_, held)| held.0.is_live()).last();
+        live.map_or_else(String::new, |(range, Held(live))| {
+            format!(", and the memory is in use again: {} bytes before this ends {}", at - range.end, live.shown)
+        })
     }
 
     fn in_no_block(&self, at: u64) -> Misuse {

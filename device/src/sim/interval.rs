@@ -90,12 +90,12 @@ impl<V: Clone + PartialEq> IntervalMap<V> {
         self.entries.insert(start, (end, value));
     }
 
-    /// The ranges that overlap `range`, cut to it, in order.
+    /// The ranges that overlap `range`, cut to it, in order. None overlaps an empty one.
     pub(super) fn overlapping(&self, range: Range<u64>) -> impl Iterator<Item = (Range<u64>, &V)> {
         let first = self.entries.range(..range.start).next_back().filter(|(_, (end, _))| *end > range.start);
         let from = first.map_or(range.start, |(&start, _)| start);
         let (low, high) = (range.start, range.end);
-        let until = high.max(from);
+        let until = if low < high { high } else { from };
         self.entries.range(from..until).map(move |(&start, (end, value))| (start.max(low)..(*end).min(high), value))
     }
 

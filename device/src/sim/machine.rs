@@ -350,7 +350,8 @@ impl Machine {
         let touches = body.touches();
         for touch in touches.iter().filter(|touch| touch.space == Space::Device) {
             if let Err(illegal) = self.address.check(touch.range.clone()) {
-                let violation = illegal.violation(op, &touch.range);
+                let block = self.checks().and_then(|checks| checks.block_at(touch.range.start));
+                let violation = Violation { block, ..illegal.violation(op, &touch.range) };
                 body = Body::Fault { violation: violation.to_string().into() };
                 self.detector.report(violation);
             }

@@ -239,6 +239,12 @@ pub struct Violation {
 }
 
 impl Violation {
+    /// True if the memory of a live block was unmapped, as `Allocator::sleep` does.
+    fn is_asleep(&self) -> bool {
+        let is_unmapped = self.first.is_some_and(|first| first.operation == Some(Operation::Unmap));
+        is_unmapped && self.block.as_ref().is_some_and(|block| block.dropped.is_none())
+    }
+
     /// What to do about it.
     pub fn remedy(&self) -> String {
         use ViolationKind::{
@@ -260,6 +266,9 @@ impl Violation {
                 }
                 _ => "wait for the work before that",
             },
+            UseAfterFree if self.is_asleep() => {
+                "the memory is away while its allocator sleeps: call `Allocator::wake` before the work is enqueued"
+            }
             UseAfterFree => {
                 "drop the memory after the last call that uses it; work enqueued before the drop may still run"
             }

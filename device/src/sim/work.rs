@@ -8,6 +8,7 @@ use super::address::{AddressSpace, Illegal};
 use super::checks::{Origin, Unwritten};
 use super::engine::{Cost, Unit};
 use super::host::HostBlock;
+use super::interval::IntervalMap;
 use super::memory::{Content, Memory};
 use super::race::Space;
 use super::violation::{OpRef, Violation, ViolationKind};
@@ -213,7 +214,10 @@ impl Body {
         unwritten: &Unwritten,
     ) -> (std::result::Result<(), Broken>, Option<(Range<u64>, Origin)>) {
         let Body::Kernel(launch) = self else { return (self.run_plain(memory, address), None) };
-        let mut view = View { memory, address, launch, unwritten, read: Cell::default(), undeclared: Cell::default() };
+        let mut left = IntervalMap::new();
+        unwritten.iter().for_each(|(piece, origin)| left.insert(piece.clone(), *origin));
+        let (read, undeclared) = (Cell::default(), Cell::default());
+        let mut view = View { memory, address, launch, unwritten: left, read, undeclared };
         let ran = run_kernel(&mut view);
         let read = view.read.get().map(|(start, end, origin)| (start..end, origin));
         (ran, read)
@@ -288,8 +292,8 @@ struct View<'a> {
     memory: &'a mut Memory,
     address: &'a AddressSpace,
     launch: &'a Launch,
-    /// Memory that was never written when the kernel was enqueued, by address.
-    unwritten: &'a Unwritten,
+    /// What was never written when the kernel was enqueued, and the kernel has not written yet.
+    unwritten: IntervalMap<Origin>,
     /// The first of it that the kernel read.
     read: Cell<Option<(u64, u64, Origin)>>,
     /// The first undeclared access, kept even if the kernel ignores the error.
@@ -325,10 +329,9 @@ impl KernelMemory for View<'_> {
     fn read(&self, from: DevicePtr, into: &mut [u8]) -> Result<()> {
         let range = self.check(from, into.len(), false)?;
         if self.read.get().is_none()
-            && let Some((piece, origin)) =
-                self.unwritten.iter().find(|(piece, _)| piece.start < range.end && range.start < piece.end)
+            && let Some((piece, &origin)) = self.unwritten.overlapping(range.clone()).next()
         {
-            self.read.set(Some((piece.start.max(range.start), piece.end.min(range.end), *origin)));
+            self.read.set(Some((piece.start, piece.end, origin)));
         }
         let pieces = self.address.pieces(range).map_err(illegal)?;
         self.memory.read(&pieces, into);
@@ -337,6 +340,7 @@ impl KernelMemory for View<'_> {
 
     fn write(&mut self, to: DevicePtr, bytes: &[u8]) -> Result<()> {
         let range = self.check(to, bytes.len(), true)?;
+        self.unwritten.remove(range.clone());
         let pieces = self.address.pieces(range).map_err(illegal)?;
         self.memory.write(&pieces, bytes);
         Ok(())

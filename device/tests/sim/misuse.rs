@@ -141,6 +141,41 @@ fn a_kernel_that_reads_parts_of_its_range_is_checked_for_those() {
 }
 
 #[test]
+fn a_kernel_must_not_read_where_it_writes_before_it_has_written() {
+    let (driver, memory, checks) = managed();
+    let stream = driver.stream();
+    for (writes_first, expected) in [(true, vec![]), (false, vec![ViolationKind::NeverWritten])] {
+        checks.allocated(block(memory, 1024));
+        let updates = move |memory_of: &mut dyn aquifer_device::KernelMemory, _: &[_]| {
+            if writes_first {
+                memory_of.write(memory, &[1; 8])?;
+            }
+            memory_of.read(memory, &mut [0; 8])?;
+            memory_of.write(memory, &[1; 1024])
+        };
+        driver.kernel("update", &[(memory, 1024, Write)], Some(Arc::new(updates)), stream).unwrap();
+        driver.synchronize().unwrap();
+        driver.get(memory, 1024, stream).unwrap();
+        assert_eq!(kinds(&driver), expected, "{writes_first}");
+    }
+}
+
+#[test]
+fn an_access_of_no_bytes_reads_nothing() {
+    let (driver, memory, checks) = managed();
+    let stream = driver.stream();
+    checks.allocated(block(memory, 1024));
+    driver.memset(memory, 1, 16, stream).unwrap();
+    let middle = memory.offset(512);
+    let reads = move |memory: &mut dyn aquifer_device::KernelMemory, _: &[_]| memory.read(middle, &mut []);
+    let accesses = [(middle, 0, Read), (memory, 1024, Read)];
+    driver.kernel("gather", &accesses, Some(Arc::new(reads)), stream).unwrap();
+    driver.kernel("sum", &accesses[..1], None, stream).unwrap();
+    driver.synchronize().unwrap();
+    assert_eq!(kinds(&driver), []);
+}
+
+#[test]
 fn contents_that_are_moved_away_and_back_stay_what_they_are() {
     let (driver, memory, checks) = managed();
     let stream = driver.stream();

@@ -2,9 +2,9 @@
 
 use aquifer_allocator::{Allocator, Config, Contents, DeviceBuffer, PoolOptions, TagScope};
 use aquifer_device::{Access, AccessKind, Device, DevicePtr, DeviceSpec, HandleKind, Stream};
-use aquifer_kernels::Kernels;
+use aquifer_kernels::{DType, Kernels};
 use aquifer_tests::MIB;
-use aquifer_transfer::{Spiller, Transfer};
+use aquifer_transfer::{ParamSet, Prefetcher, Spiller, Tensor, Transfer};
 use proptest::prelude::*;
 
 const BACKINGS: [&str; 2] = ["", "backing:segments"];
@@ -194,6 +194,59 @@ fn graphs_use_their_pools_memory_after_it_was_dropped() {
 }
 
 #[test]
+fn graphs_need_what_a_growable_gave_up() {
+    let bench = bench("");
+    let mut cache = bench.allocator.growable(64 * MIB, &bench.stream).unwrap();
+    cache.grow_to(9 * MIB, &bench.stream).unwrap();
+    let capture = bench.stream.begin_capture().unwrap();
+    bench.stream.fill(cache.ptr(), 1, 3 * MIB).unwrap();
+    let graph = capture.end().unwrap();
+    cache.shrink_to(3 * MIB, &bench.stream).unwrap();
+    graph.launch(&bench.stream).unwrap();
+    bench.finds_nothing();
+    cache.shrink_to(3 * MIB - 100, &bench.stream).unwrap();
+    graph.launch(&bench.stream).unwrap();
+    bench.finds(&["use after free", "the graph uses 100 bytes that the block gave up after the capture"]);
+    cache.grow_to(3 * MIB, &bench.stream).unwrap();
+    graph.launch(&bench.stream).unwrap();
+    bench.finds_nothing();
+}
+
+#[test]
+fn memory_in_use_again_is_named_beside_the_block_that_was_dropped() {
+    for options in BACKINGS {
+        let bench = bench(options);
+        drop(bench.allocator.alloc(1000, &bench.stream).unwrap());
+        let short = bench.allocator.alloc(600, &bench.stream).unwrap();
+        let allocated = before();
+        bench.stream.fill(short.ptr().offset(700), 1, 8).unwrap();
+        bench.finds(&["use after free", "1000 bytes", "100 bytes before this ends the block of 600 bytes", &allocated]);
+    }
+}
+
+#[test]
+fn memory_that_sleeps_must_be_woken_up() {
+    let bench = bench("");
+    let block = bench.allocator.alloc_zeroed(3 * MIB, &bench.stream).unwrap();
+    bench.allocator.sleep(Contents::SaveToHost).unwrap();
+    bench.stream.fill(block.ptr(), 1, 8).unwrap();
+    bench.finds(&["use after free", "remedy: the memory is away while its allocator sleeps"]);
+}
+
+#[test]
+fn a_kernel_must_not_add_to_what_was_never_written() {
+    let bench = bench("");
+    let kernels = Kernels::load(&bench.device).unwrap();
+    let mut x: DeviceBuffer<f32> = bench.allocator.alloc_buffer(1000, &bench.stream).unwrap();
+    let mut y: DeviceBuffer<f32> = bench.allocator.alloc_buffer(1000, &bench.stream).unwrap();
+    kernels.fill(&bench.stream, &mut x, 1.0_f32).unwrap();
+    kernels.axpy(&bench.stream, 2.0, &x, &mut y).unwrap();
+    let called = before();
+    bench.device.synchronize().unwrap();
+    bench.finds(&["kernel axpy", "never written", &called]);
+}
+
+#[test]
 fn sleep_keeps_or_loses_what_was_written() {
     for contents in [Contents::SaveToHost, Contents::Discard] {
         let bench = bench("");
@@ -256,6 +309,41 @@ fn copies_that_another_thread_enqueues_name_the_place_that_asked_for_them() {
     let found = bench.found();
     assert!(!found.is_empty());
     found.iter().for_each(|text| assert!(text.contains("never written") && text.contains(&called), "{text}"));
+}
+
+#[test]
+fn memory_that_the_transfer_runtime_allocates_names_the_place_that_asked_for_it() {
+    let bench = bench("");
+    let transfer = Transfer::new(&bench.allocator).unwrap();
+    let beyond = |tensor: &Tensor| {
+        let buffer = tensor.device_buffer::<f32>().unwrap();
+        bench.stream.fill(buffer.ptr(), 1, buffer.bytes() + 1).unwrap();
+    };
+    let empty = Tensor::empty(&transfer, DType::F32, &[100]).unwrap();
+    let allocated = before();
+    beyond(&empty);
+    bench.finds(&["beyond the bounds", &allocated]);
+    let mut set = ParamSet::new();
+    set.insert("weights", Tensor::from_slice(&[1.0_f32; 100], &[100]).unwrap()).unwrap();
+    let sent = set.get("weights").unwrap().to(&transfer).unwrap();
+    let allocated = before();
+    beyond(&sent.wait().unwrap());
+    bench.finds(&["beyond the bounds", &allocated]);
+    set.move_blocking(&transfer).unwrap();
+    let allocated = before();
+    beyond(set.get("weights").unwrap());
+    bench.finds(&["beyond the bounds", &allocated]);
+    let batches = Prefetcher::new(vec![vec![1.0_f32; 100]], &transfer, &bench.stream, 1).unwrap();
+    let allocated = before();
+    for batch in batches {
+        let batch = batch.unwrap();
+        bench.stream.fill(batch.ptr(), 1, batch.bytes() + 1).unwrap();
+    }
+    bench.finds(&["beyond the bounds", &allocated]);
+    // No place stays in force after its call.
+    bench.stream.fill(empty.device_buffer::<f32>().unwrap().ptr(), 1, 401).unwrap();
+    let filled = before();
+    bench.finds(&["beyond the bounds", &filled]);
 }
 
 #[test]

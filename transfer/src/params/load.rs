@@ -100,8 +100,10 @@ impl Checkpoint {
     /// # Errors
     /// Tensors of dtypes that are not known here, files that cannot be read, or whose length changed since they were
     /// opened ([`CheckpointFault::Changed`]), when memory runs out, and errors of the driver.
+    #[track_caller]
     pub fn load_blocking(&self, place: impl Into<Place>, mut how: Load<'_>) -> Result<ParamSet, TransferError> {
         let place = place.into();
+        let _place = place.called_here();
         self.check_unchanged()?;
         let wanted = self.chosen(&how).map(|entry| self.want(entry, &how)).collect::<Result<Vec<_>, _>>()?;
         let bytes_total = wanted.iter().map(|wanted| wanted.entry.bytes).sum();

@@ -55,7 +55,9 @@ impl Checkpoint {
     /// [`TransferError::Mismatch`], which names all tensors that are missing on either side or differ; a tensor on a device that repeats elements;
     /// and as [`Checkpoint::load_blocking`]. The set is then as it was, except where the driver refuses
     /// the copies within a device that come last: some tensors may have been written then, and all can be loaded again.
+    #[track_caller]
     pub fn load_into_blocking(&self, set: &mut ParamSet, mut how: Load<'_>) -> Result<(), TransferError> {
+        let _place = set.called_here();
         self.check_unchanged()?;
         let mut wanted = self.wanted_by(set, &how)?;
         check_writable(set, &wanted)?;

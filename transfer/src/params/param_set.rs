@@ -2,6 +2,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
+use std::panic::Location;
+
+use aquifer_device::sim::CalledFrom;
 
 use crate::error::TransferError;
 use crate::tensor::{Place, Tensor};
@@ -164,6 +167,13 @@ impl ParamSet {
     /// memory, are counted for each of their names, so the memory behind them may be less.
     pub fn bytes(&self) -> u64 {
         self.params.iter().fold(0, |bytes, param| bytes.saturating_add(param.tensor.bytes()))
+    }
+
+    /// As [`Transfer::called_here`](crate::Transfer::called_here), where one of the tensors is on a device.
+    #[track_caller]
+    pub(super) fn called_here(&self) -> Option<CalledFrom> {
+        let at = Location::caller();
+        self.params.iter().find_map(|param| param.tensor.place().device()?.called_from(at))
     }
 
     /// Bytes of all elements by place, counted as by [`ParamSet::bytes`], in the order of the first parameter of each.

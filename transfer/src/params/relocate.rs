@@ -80,8 +80,13 @@ impl ParamSet {
     ///
     /// # Errors
     /// As [`Tensor::to`]. What was made until then is given back.
+    #[track_caller]
     pub fn to(&self, place: impl Into<Place>) -> Result<Pending<ParamSet>, TransferError> {
-        let (tensors, pendings) = self.begin(&place.into(), &Relocate::new())?;
+        let place = place.into();
+        // Dropped in reverse order, as they nest.
+        let _from = self.called_here();
+        let _to = place.called_here();
+        let (tensors, pendings) = self.begin(&place, &Relocate::new())?;
         let set = self.clone();
         let Some(all) = Pending::all(pendings) else {
             return Ok(Pending::ready(&std::sync::Arc::default(), set));
@@ -94,6 +99,7 @@ impl ParamSet {
     ///
     /// # Errors
     /// As [`Tensor::to`].
+    #[track_caller]
     pub fn move_blocking(&mut self, place: impl Into<Place>) -> Result<(), TransferError> {
         self.move_with_blocking(place, Relocate::new())
     }
@@ -102,8 +108,13 @@ impl ParamSet {
     ///
     /// # Errors
     /// As [`Tensor::to_with`].
+    #[track_caller]
     pub fn move_with_blocking(&mut self, place: impl Into<Place>, mut how: Relocate<'_>) -> Result<(), TransferError> {
-        let (tensors, pendings) = self.begin(&place.into(), &how)?;
+        let place = place.into();
+        // Dropped in reverse order, as they nest.
+        let _from = self.called_here();
+        let _to = place.called_here();
+        let (tensors, pendings) = self.begin(&place, &how)?;
         let mut waiting: Vec<Option<Pending<Tensor>>> = pendings.into_iter().map(Some).collect();
         let mut made: Vec<Option<Tensor>> = vec![None; waiting.len()];
         let mut all = Vec::with_capacity(tensors.len());

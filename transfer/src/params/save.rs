@@ -26,7 +26,9 @@ impl ParamSet {
     /// # Errors
     /// [`TransferError::File`] where the file cannot be written or is a directory, [`TransferError::LengthOverflow`] where broadcast tensors are
     /// more bytes than a file can have, and as [`Tensor::to`].
+    #[track_caller]
     pub fn save_blocking(&self, path: impl AsRef<Path>) -> Result<(), TransferError> {
+        let _place = self.called_here();
         let path = path.as_ref();
         match Target::of(path).map_err(|error| file_error(path, error))? {
             Target::Stream => self.write(path, File::options().write(true).open(path)),

@@ -76,10 +76,13 @@ impl Tensor {
     ///
     /// # Errors
     /// When memory runs out, a shape that is too large, and errors of the driver.
+    #[track_caller]
     pub fn empty(place: impl Into<Place>, dtype: DType, shape: &[u64]) -> Result<Tensor, TransferError> {
+        let place = place.into();
+        let _place = place.called_here();
         let layout = Layout::row_major(shape)?;
         let bytes = bytes_of(&layout, dtype)?;
-        let memory = match place.into() {
+        let memory = match place {
             Place::Host => Memory::Host(zeroed_host(dtype, layout.len())?),
             Place::Pinned(pool) => {
                 let buffer = pool.alloc::<u8>(host_bytes(&layout, dtype)?)?;
@@ -97,8 +100,11 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::empty`].
+    #[track_caller]
     pub fn zeros(place: impl Into<Place>, dtype: DType, shape: &[u64]) -> Result<Tensor, TransferError> {
-        match place.into() {
+        let place = place.into();
+        let _place = place.called_here();
+        match place {
             Place::Pinned(pool) => {
                 let layout = Layout::row_major(shape)?;
                 let buffer = pool.alloc_zeroed::<u8>(host_bytes(&layout, dtype)?)?;
@@ -122,9 +128,12 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::empty`], and those of [`aquifer_kernels::Kernels::fill`].
+    #[track_caller]
     pub fn full<T: Scalar>(place: impl Into<Place>, shape: &[u64], value: T) -> Result<Tensor, TransferError> {
+        let place = place.into();
+        let _place = place.called_here();
         let layout = Layout::row_major(shape)?;
-        let memory = match place.into() {
+        let memory = match place {
             Place::Host => {
                 let element = bytemuck::bytes_of(&value);
                 Memory::Host(filled_host(T::DTYPE, layout.len(), |bytes| {
@@ -153,6 +162,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::empty`].
+    #[track_caller]
     pub fn empty_like(&self) -> Result<Tensor, TransferError> {
         Tensor::empty(self.place(), self.dtype, self.shape())
     }
@@ -161,6 +171,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::zeros`].
+    #[track_caller]
     pub fn zeros_like(&self) -> Result<Tensor, TransferError> {
         Tensor::zeros(self.place(), self.dtype, self.shape())
     }
@@ -169,6 +180,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::full`].
+    #[track_caller]
     pub fn ones_like(&self) -> Result<Tensor, TransferError> {
         by_dtype!(self.dtype, T => {
             let mut value = [0; size_of::<T>()];
@@ -182,6 +194,7 @@ impl Tensor {
     ///
     /// # Errors
     /// A value of another dtype than this one's, and as [`Tensor::full`].
+    #[track_caller]
     pub fn full_like<T: Scalar>(&self, value: T) -> Result<Tensor, TransferError> {
         self.check_dtype(T::DTYPE)?;
         Tensor::full(self.place(), self.shape(), value)

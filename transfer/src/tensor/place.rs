@@ -1,8 +1,10 @@
 //! Places of tensors: the host, page-locked or not, and devices.
 
 use std::fmt;
+use std::panic::Location;
 
 use aquifer_device::Device;
+use aquifer_device::sim::CalledFrom;
 
 use crate::pinned::PinnedPool;
 use crate::runtime::Transfer;
@@ -64,6 +66,12 @@ impl Place {
             Place::Device(transfer) => Some(transfer.device()),
             _ => None,
         }
+    }
+
+    /// As [`Transfer::called_here`], where it is on a device.
+    #[track_caller]
+    pub(crate) fn called_here(&self) -> Option<CalledFrom> {
+        self.device()?.called_from(Location::caller())
     }
 
     /// Whether both are the same kind of host memory, or the same device.

@@ -84,8 +84,10 @@ impl Tensor {
     /// [`Tensor::to`].
     #[track_caller]
     pub fn to_with(&self, place: impl Into<Place>, to: To) -> Result<Pending<Tensor>, TransferError> {
-        let _place = self.called_here();
         let (place, dtype) = (place.into(), to.dtype.unwrap_or(self.dtype));
+        // Dropped in reverse order, as they nest.
+        let _from = self.called_here();
+        let _to = place.called_here();
         to.check_native(&place, dtype)?;
         if let Some(stream) = &to.stream
             && dtype == self.dtype
