@@ -2,6 +2,7 @@
 //! gives the same program.
 //!
 //! * `AQUIFER_PROGRAMS=10000` sets how many programs each test draws; else a GPU gets fewer than virtual time: [`Subject::share`];
+//! * `AQUIFER_FIRST_PROGRAM=5000` leaves out those before that number, so that several processes share the work;
 //! * `AQUIFER_PROGRAM=4711` runs only the program with that number.
 
 use std::time::Instant;
@@ -42,7 +43,10 @@ pub fn run_exactly<P: Strategy>(
     let begin = Instant::now();
     let numbers: Vec<u64> = match number("AQUIFER_PROGRAM") {
         Some(only) => vec![only],
-        None => (first..count).step_by(step).collect(),
+        None => {
+            let from = number("AQUIFER_FIRST_PROGRAM").unwrap_or(0);
+            (first..count).step_by(step).filter(|&number| number >= from).collect()
+        }
     };
     for &number in &numbers {
         let mut seed = [0; 32];
