@@ -318,6 +318,7 @@ fn memory_that_the_transfer_runtime_allocates_names_the_place_that_asked_for_it(
     let beyond = |tensor: &Tensor| {
         let buffer = tensor.device_buffer::<f32>().unwrap();
         bench.stream.fill(buffer.ptr(), 1, buffer.bytes() + 1).unwrap();
+        bench.device.synchronize().unwrap();
     };
     let empty = Tensor::empty(&transfer, DType::F32, &[100]).unwrap();
     let allocated = before();
