@@ -212,7 +212,7 @@ impl Body {
         memory: &mut Memory,
         address: &AddressSpace,
         unwritten: &Unwritten,
-    ) -> (std::result::Result<(), Broken>, Option<(Range<u64>, Origin)>) {
+    ) -> (std::result::Result<(), Broken>, Option<Piece>) {
         let Body::Kernel(launch) = self else { return (self.run_plain(memory, address), None) };
         let mut left = IntervalMap::new();
         unwritten.iter().for_each(|(piece, origin)| left.insert(piece.clone(), *origin));
@@ -240,6 +240,9 @@ impl Body {
         Ok(())
     }
 }
+
+/// Unwritten memory, and where it was allocated.
+type Piece = (Range<u64>, Origin);
 
 /// Work that failed on the device, which is lost by that.
 #[derive(Debug)]
