@@ -11,7 +11,7 @@ use crate::heap::BlockId;
 use crate::shell::Shell;
 use crate::shell::arena::Arena;
 
-/// Bit of [`Allocation::slot`]: a simulated device was told of the block, and is told of its end.
+/// Bit of [`Allocation::slot`], set if the device is a simulated one that checks how work uses the block.
 pub(crate) const CHECKED: u32 = 1 << 31;
 
 /// A live block of device memory. Dropping it gives the memory back to the allocator, on any thread, without a driver call and without

@@ -84,7 +84,7 @@ struct Inner {
     gate: Gate,
     /// Whether allocations carry tags at all.
     tagged: bool,
-    /// [`CHECKED`], if a simulated device is told of blocks.
+    /// [`CHECKED`] if the device is a simulated one that checks how work uses blocks, else 0.
     mark: u32,
     /// Why memory comes in segments, whose free pieces are counted; `None` if it is mapped.
     segments: Option<WhySegments>,

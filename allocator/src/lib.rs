@@ -18,15 +18,17 @@
 //!
 //! # Testing
 //!
-//! Blocks lie side by side in memory that the allocator keeps, so the device itself sees neither their bounds nor their end. The
-//! allocator tells a simulated device ([`aquifer_device::sim::Checks`]), unless that was opened with `checks=off`. Violations are then
-//! * work beyond the requested bytes of a block; one range that work touches lies in one block, and rounding is not part of it;
+//! Blocks lie side by side in memory that the allocator keeps, so the device itself sees neither their bounds nor their
+//! end. The allocator tells a simulated device ([`aquifer_device::sim::Checks`]), unless that was opened with
+//! `checks=off`. Violations are then
+//! * work beyond the requested bytes of a block; one range that work touches lies in one block, and rounding is not
+//!   part of it;
 //! * work that was enqueued after a block was dropped; work enqueued before may still run, on recorded streams, too;
-//! * a kernel or a download that reads bytes which no work has written since the block was allocated. Copies within the device carry such
-//!   bytes along.
+//! * a kernel or a download that reads bytes which no work has written since the block was allocated. Copies within the
+//!   device carry such bytes along.
 //!
-//! A graph may use memory of its private pool after it was dropped, and needs all other blocks to be live whenever it is launched. A real
-//! device is not told anything.
+//! A graph may use memory of its private pool after it was dropped, and needs all other blocks to be live whenever it
+//! is launched. A real device is not told anything.
 //!
 //! ```
 //! use aquifer_allocator::{Allocator, Config};

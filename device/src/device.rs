@@ -149,7 +149,8 @@ impl Device {
         &*self.0.context.driver
     }
 
-    /// The checks of how memory is used, where the device is simulated and they are on. An allocator tells them of its blocks.
+    /// The checks of how memory is used, where the device is simulated and they are on. An allocator tells them of its
+    /// blocks.
     pub fn checks(&self) -> Option<&Arc<Checks>> {
         self.0.context.checks.as_ref()
     }
@@ -161,8 +162,9 @@ impl Device {
         self.0.context.called_from(at)
     }
 
-    /// Panics if a simulated device found violations that were not taken yet: races, or misuse of memory. Takes them. For the end of
-    /// tests; a real device finds none. Wait for the device first: a kernel that reads its ranges in part is checked when it runs.
+    /// Panics if a simulated device found violations that were not taken yet: races, or misuse of memory. Takes them.
+    /// For the end of tests; a real device finds none. Wait for the device first: a kernel that reads its ranges in
+    /// part is checked when it runs.
     ///
     /// ```should_panic
     /// use aquifer_device::DeviceSpec;

@@ -23,10 +23,10 @@
 //!
 //! # Testing
 //!
-//! A simulated device finds races, and misuse of memory that allocators hand out (`aquifer-allocator`); [`sim`] says which. A test
-//! either asks for them with [`Device::assert_no_violations`], or opens its device with `violations=panic`. Then a wrong address or
-//! length panics in the call that enqueues the work, and a race in the next wait, or when the last handle of the device is dropped.
-//! The text names both places in the program, and the remedy.
+//! A simulated device finds races, and misuse of memory that allocators hand out (`aquifer-allocator`); [`sim`] says
+//! which. A test either asks for them with [`Device::assert_no_violations`], or opens its device with
+//! `violations=panic`. Then a wrong address or length panics in the call that enqueues the work, and a race in the next
+//! wait, or when the last handle of the device is dropped. The text names both places in the program, and the remedy.
 //!
 //! ```should_panic
 //! # use aquifer_device::DeviceSpec;

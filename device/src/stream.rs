@@ -89,16 +89,16 @@ impl Stream {
         &*self.0.context.driver
     }
 
-    /// Names the caller's place in the program as the one that calls come from, until the result is dropped. Only a simulated device
-    /// wants to know it.
+    /// Names the caller's place in the program as the one that calls come from, until the result is dropped. Only a
+    /// simulated device wants to know it.
     #[track_caller]
     #[inline]
     fn called_here(&self) -> Option<CalledFrom> {
         self.0.context.called_from(Location::caller())
     }
 
-    /// Names a place in the program as the one that calls come from, as far as nothing names another one already. For code that enqueues
-    /// work for its own caller. Only a simulated device wants to know it, for its violations.
+    /// Names a place in the program as the one that calls come from, as far as nothing names another one already. For
+    /// code that enqueues work for its own caller. Only a simulated device wants to know it, for its violations.
     #[doc(hidden)]
     #[inline]
     pub fn called_from(&self, at: &'static Location<'static>) -> Option<CalledFrom> {

@@ -116,7 +116,8 @@ impl Session {
         }
     }
 
-    /// The same session on a device that does not check how work uses memory, unless the user asked for that: for commands that measure.
+    /// The same session on a device that does not check how work uses memory, unless the user asked for that: for
+    /// commands that measure.
     #[must_use]
     pub fn unchecked(mut self) -> Session {
         if let DeviceSpec::Sim(sim) = &mut self.device.spec

@@ -1,7 +1,8 @@
 //! Foreign code that threads of the runtime come across: drops of owners that callers handed over, and wakers of tasks.
 //!
-//! Such code may wait for anything, also for transfers, so a thread that transfers wait for does not run it. The code becomes an *errand*,
-//! which another thread runs. Errands do not wait for each other: an errand that finds no idle thread gets a new one.
+//! Such code may wait for anything, also for transfers, so a thread that transfers wait for does not run it. The code
+//! becomes an *errand*, which another thread runs. Errands do not wait for each other: an errand that finds no idle
+//! thread gets a new one.
 //!
 //! Invariant: a thread that is [`on_duty`] runs no foreign code.
 //!
@@ -58,7 +59,8 @@ pub(crate) fn is_on_duty() -> bool {
     ON_DUTY.try_with(Cell::get).unwrap_or(false)
 }
 
-/// Runs foreign code: on another thread if this one is on duty, else at once. A panic in it is logged and goes no further.
+/// Runs foreign code: on another thread if this one is on duty, else at once. A panic in it is logged and goes no
+/// further.
 pub(crate) fn run(what: &'static str, errand: impl FnOnce() + Send + 'static) {
     if is_on_duty() {
         send(Box::new(move || contained(what, errand)));

@@ -370,8 +370,8 @@ impl Transfer {
         self.device().called_from(Location::caller())
     }
 
-    /// While the result exists, this thread's copies move contents to the host and back, and a simulated device does not take them for
-    /// reads.
+    /// While the result exists, this thread's copies move contents to the host and back, and a simulated device does
+    /// not take them for reads.
     pub(crate) fn move_contents(&self) -> Option<MovesContents> {
         self.device().checks().map(|checks| checks.move_contents())
     }

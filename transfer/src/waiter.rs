@@ -5,8 +5,8 @@
 //! A lane ends when it has had nothing to do for a while. A timeline has few lanes; once all are busy, a request for a still earlier tick
 //! waits for the lane with the earliest tick.
 //!
-//! Wakers are foreign code, which may wait for any other transfer. A lane with an empty queue runs a waker itself, and is not listed
-//! meanwhile. A lane with more to do leaves the waker to another thread (`errands`).
+//! Wakers are foreign code, which may wait for any other transfer. A lane with an empty queue runs a waker itself, and
+//! is not listed meanwhile. A lane with more to do leaves the waker to another thread (`errands`).
 //!
 //! Invariants: a lane that is listed takes what is put into its queue; every signal put there is settled, at the latest with the error of
 //! a device that is lost.

@@ -90,8 +90,8 @@ pub struct FreeSizes {
 impl Allocator {
     /// How fragmented the memory of all pools is, and how much of it a request of `request_bytes` cannot use.
     ///
-    /// Costs a pass over all blocks. Locks are held for some of them at a time: while other threads allocate, each block counts as it was at
-    /// some moment of the call, and no byte of memory in blocks counts twice.
+    /// Costs a pass over all blocks. Locks are held for some of them at a time: while other threads allocate, each
+    /// block counts as it was at some moment of the call, and no byte of memory in blocks counts twice.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -319,7 +319,8 @@ mod tests {
         }
     }
 
-    /// What is read while other threads allocate and free adds up, although no two blocks need be as of the same moment.
+    /// What is read while other threads allocate and free adds up, although no two blocks need be as of the same
+    /// moment.
     #[test]
     fn reports_add_up_while_other_threads_work() {
         for options in ["", "backing:segments"] {

@@ -165,8 +165,9 @@ fn integer(value: u64) -> i64 {
 }
 
 impl Allocator {
-    /// The allocator's statistics. With mapped memory this takes no lock, unless other threads' frees are queued and must be applied first.
-    /// With segments it looks into every arena in which anything happened, because pieces of segments are counted when blocks are merged.
+    /// The allocator's statistics. With mapped memory this takes no lock, unless other threads' frees are queued and
+    /// must be applied first. With segments it looks into every arena in which anything happened, because pieces of
+    /// segments are counted when blocks are merged.
     pub fn memory_stats(&self) -> MemoryStats {
         if self.counts_pieces() {
             drop(self.shell().part(None));

@@ -23,7 +23,7 @@ impl Writer {
     pub(crate) const NOBODY: Writer = Writer(0);
     /// Several threads are at work: each arena counts for itself.
     pub(crate) const SEVERAL: Writer = Writer(1);
-    /// In an arena: nobody worked there since a slow path last looked (`shell/settled.rs`).
+    /// The writer of an arena in which no thread has worked since a slow path last looked (`shell/settled.rs`).
     pub(crate) const SETTLED: Writer = Writer(2);
 
     /// A number that no two running threads share.
@@ -51,7 +51,8 @@ impl Writer {
 /// The counters that an operation writes to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Tally {
-    /// The shell's shared counters: the caller is the only thread at work, holds every lock, or holds those of the core and for publishing.
+    /// The shell's shared counters: the caller is the only thread at work, holds every lock, or holds those of the core
+    /// and for publishing.
     Shared(&'static Shell),
     /// The arena's own counters.
     Own(&'static Shell, &'static OwnCounters),

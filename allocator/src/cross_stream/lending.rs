@@ -53,8 +53,8 @@ struct Lendable {
 }
 
 impl Allocator {
-    /// How many bytes a request gets of its own although its stream might borrow; 0 if it borrows. Borrowing takes several locks each time, so a
-    /// stream that borrows often gets more memory of its own.
+    /// How many bytes a request gets of its own although its stream might borrow; 0 if it borrows. Borrowing takes
+    /// several locks each time, so a stream that borrows often gets more memory of its own.
     pub(crate) fn growth_instead_of_borrowing(&self, whole: &mut Whole, request: &Request) -> u64 {
         let often = whole
             .try_arena(request.slot)

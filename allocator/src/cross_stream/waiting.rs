@@ -3,10 +3,10 @@
 //! A waiting block carries one tick for each stream that used it, taken when the block was freed. The block becomes free once all these
 //! ticks are done or, where blocks may cross streams at all, once its owner's later work is ordered after them (invariant A1).
 //!
-//! While blocks wait, allocations ask how far the streams got, with at most one driver query for each stream. As long as no stream gets
-//! further, fewer allocations ask: down to one in four, besides those that find no memory otherwise. Blocks are listed by the ticks that they
-//! wait for (`ticks.rs`), so those that need not wait any more are found without a look at the others. If a request would fail otherwise,
-//! the host waits for the streams instead.
+//! While blocks wait, allocations ask how far the streams got, with at most one driver query for each stream. As long
+//! as no stream gets further, fewer allocations ask: down to one in four, besides those that find no memory otherwise.
+//! Blocks are listed by the ticks that they wait for (`ticks.rs`), so those that need not wait any more are found
+//! without a look at the others. If a request would fail otherwise, the host waits for the streams instead.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -154,8 +154,8 @@ impl Allocator {
         Ok(())
     }
 
-    /// Waits on the host for the streams that freed memory still depends on, in some pools, so that it becomes free and merges. Returns true
-    /// if there was anything to wait for. Skips streams that cannot be waited for now.
+    /// Waits on the host for the streams that freed memory still depends on, in some pools, so that it becomes free and
+    /// merges. Returns true if there was anything to wait for. Skips streams that cannot be waited for now.
     pub(crate) fn synchronize_pending(&self, which: Which) -> Result<bool, AllocError> {
         let mut waited = false;
         // Twice, because a block that waited may become a stray (a free block away from home), with a tick of its own stream.

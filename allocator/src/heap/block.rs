@@ -142,7 +142,8 @@ impl Default for Block {
     }
 }
 
-/// The binary logarithm of the number of records in a chunk. A chunk takes 64 KiB: adding one takes some ten microseconds, under the lock.
+/// The binary logarithm of the number of records in a chunk. A chunk takes 64 KiB: adding one takes some ten
+/// microseconds, under the lock.
 const CHUNK_BITS: u32 = 10;
 const CHUNK: usize = 1 << CHUNK_BITS;
 type Chunk = Box<[Block; CHUNK]>;
@@ -151,8 +152,9 @@ const FLAT: usize = 4 * CHUNK;
 
 /// All blocks of a heap.
 ///
-/// The records of a small heap are side by side, which costs least to look at. Those of a larger one are in chunks, so that adding one never
-/// moves others: they move for the last time when there are [`FLAT`] of them, which takes some fifty microseconds.
+/// The records of a small heap are side by side, which costs least to look at. Those of a larger one are in chunks, so
+/// that adding one never moves others: they move for the last time when there are [`FLAT`] of them, which takes some
+/// fifty microseconds.
 #[derive(Debug)]
 pub(crate) struct Slab {
     /// The records. The first one is that of [`BlockId::NONE`]. Empty once there are chunks.
@@ -178,7 +180,8 @@ fn chunk(records: &[Block]) -> Chunk {
     chunk.into_boxed_slice().try_into().unwrap_or_else(|_| unreachable!("as long as a chunk"))
 }
 
-/// A record, of which the compiler finds with one comparison that it is among flat ones, as it must compare with their number anyway.
+/// A record, of which the compiler finds with one comparison that it is among flat ones, as it must compare with their
+/// number anyway.
 #[inline(always)]
 fn record<'a>(flat: &'a [Block], chunks: &'a [Chunk], id: BlockId) -> &'a Block {
     match flat.get(id.0 as usize) {
@@ -287,8 +290,8 @@ impl IndexMut<BlockId> for Slab {
     }
 }
 
-/// The records of a slab while one operation works on them. No chunk is added meanwhile, so their address and number stay in registers
-/// instead of being read again after each store.
+/// The records of a slab while one operation works on them. No chunk is added meanwhile, so their address and number
+/// stay in registers instead of being read again after each store.
 #[derive(Debug)]
 pub(super) struct Records<'a> {
     flat: &'a mut [Block],

@@ -17,9 +17,10 @@ const LEVELS: usize = 3;
 pub(crate) struct Granules {
     /// Binary logarithm of a granule's size in bytes.
     shift: u32,
-    /// For each node, the tick that the home stream's timeline must reach before other streams may use all that the node covers, as far as
-    /// this node says; 0 if they may now. The level of single granules comes first. A level ends with the last node that was ever raised:
-    /// a region has room for all memory of the device, and most of it is never used.
+    /// For each node, the tick that the home stream's timeline must reach before other streams may use all that the
+    /// node covers, as far as this node says; 0 if they may now. The level of single granules comes first. A level ends
+    /// with the last node that was ever raised: a region has room for all memory of the device, and most of it is never
+    /// used.
     levels: [Vec<u64>; LEVELS],
     /// The latest tick ever noted.
     latest: u64,

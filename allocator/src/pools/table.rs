@@ -388,7 +388,8 @@ impl Whole {
         heap
     }
 
-    /// Takes the locks of settled arenas that may have what is sought in some pools. Called before [`Whole::heaps_with`].
+    /// Takes the locks of settled arenas that may have what is sought in some pools. Called before
+    /// [`Whole::heaps_with`].
     pub(crate) fn look_for_in(&mut self, which: Which, sought: Sought) {
         if which.has_default() {
             self.look_for(sought);
@@ -400,8 +401,8 @@ impl Whole {
         }
     }
 
-    /// The heaps that have regions in some pools, of those whose locks are held, each with the number of such a pool: the default pools
-    /// first, then by pool.
+    /// The heaps that have regions in some pools, of those whose locks are held, each with the number of such a pool:
+    /// the default pools first, then by pool.
     pub(crate) fn heaps_with(&self, which: Which) -> impl Iterator<Item = (&Heap, u16)> + '_ {
         let default = [0, 1].into_iter().filter(move |_| which.has_default());
         let default = default.flat_map(|pool| self.heaps().map(move |heap| (heap, pool)));

@@ -117,8 +117,8 @@ impl Core {
         self.timelines.get(slot as usize)?.as_ref()
     }
 
-    /// True if the calling thread may change counters without holding all locks: it is the only one at work, or each arena counts for
-    /// itself.
+    /// True if the calling thread may change counters without holding all locks: it is the only one at work, or each
+    /// arena counts for itself.
     pub(crate) fn may_count_here(&self) -> bool {
         [Writer::NOBODY, Writer::SEVERAL, Writer::this_thread()].contains(&self.writer)
     }

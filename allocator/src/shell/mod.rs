@@ -164,8 +164,8 @@ impl Shell {
         !fork::is_child() && self.checks.read().is_some()
     }
 
-    /// Tells the checks of a simulated device something, where there are any. A forked child tells nothing: another thread may have held
-    /// their locks.
+    /// Tells the checks of a simulated device something, where there are any. A forked child tells nothing: another
+    /// thread may have held their locks.
     pub(crate) fn tell_checks(&self, tell: impl FnOnce(&Checks)) {
         if fork::is_child() {
             return;
@@ -183,7 +183,8 @@ impl Shell {
         Whole::lock(self, self.core.lock())
     }
 
-    /// Takes the core's lock, and that of the arena `own`; applies all frees queued so far. Other arenas are locked as they are asked for.
+    /// Takes the core's lock, and that of the arena `own`; applies all frees queued so far. Other arenas are locked as
+    /// they are asked for.
     pub(crate) fn part(&'static self, own: Option<u32>) -> Whole {
         Whole::lock_part(self, self.core.lock(), own)
     }

@@ -1,13 +1,13 @@
-//! Arenas in which nothing happened since a thread with the core's lock last looked at them. Slow paths visit the others, and of these only
-//! arenas that have what they look for.
+//! Arenas in which nothing happened since a thread with the core's lock last looked at them. Slow paths visit the
+//! others, and of these only arenas that have what they look for.
 //!
-//! A thread that settles an arena notes facts about it here, and leaves [`Writer::SETTLED`] in place of the thread that works there. So the
-//! next thread that takes a block from the arena, or frees one there, leaves the fast path once: it makes the arena an unsettled one
-//! (`Arena::unsettle`) and enters it in the queue of the shell. A block that comes by the queue of remote frees does so, too. The fast path
-//! itself is the same for settled arenas and others.
+//! A thread that settles an arena notes facts about it here, and leaves [`Writer::SETTLED`] in place of the thread that
+//! works there. So the next thread that takes a block from the arena, or frees one there, leaves the fast path once: it
+//! makes the arena an unsettled one (`Arena::unsettle`) and enters it in the queue of the shell. A block that comes by
+//! the queue of remote frees does so, too. The fast path itself is the same for settled arenas and others.
 //!
-//! Invariant: every open arena is either settled, with facts that were true when a thread last had its lock, or in the list of those that are
-//! not, or in the shell's queue.
+//! Invariant: every open arena is either settled, with facts that were true when a thread last had its lock, or in the
+//! list of those that are not, or in the shell's queue.
 //!
 //! [`Writer::SETTLED`]: crate::accounting::tally::Writer::SETTLED
 
@@ -16,8 +16,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::heap::Heap;
 use crate::shell::arena::{Arena, Desk};
 
-/// Up to so many open arenas, none is settled: looking at all of them costs less than finding out which to look at. Few in tests and debug
-/// builds, so that these settle arenas, too.
+/// Up to so many open arenas, none is settled: looking at all of them costs less than finding out which to look at. Few
+/// in tests and debug builds, so that these settle arenas, too.
 pub(super) const FEW: usize = if cfg!(debug_assertions) { 2 } else { 32 };
 
 /// What slow paths need to know of an arena.

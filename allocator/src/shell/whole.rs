@@ -1,5 +1,5 @@
-//! The core's lock and those of arenas, for slow paths: of all arenas where a consistent view of everything is needed, otherwise of those
-//! that a slow path works with.
+//! The core's lock and those of arenas, for slow paths: of all arenas where a consistent view of everything is needed,
+//! otherwise of those that a slow path works with.
 //!
 //! Nothing here calls the driver, waits, or runs foreign code.
 
@@ -23,8 +23,9 @@ const HANDOVERS: u32 = 8;
 
 /// The core's lock and those of arenas, held, and access to everything that they protect.
 ///
-/// Made by [`Shell::whole`], it has the locks of all open arenas. Made by [`Shell::part`], it takes those of settled arenas
-/// (`settled.rs`) when they are asked for: by [`Whole::look_for`], before all arenas are looked through for something, or by number.
+/// Made by [`Shell::whole`], it has the locks of all open arenas. Made by [`Shell::part`], it takes those of settled
+/// arenas (`settled.rs`) when they are asked for: by [`Whole::look_for`], before all arenas are looked through for
+/// something, or by number.
 #[derive(Debug)]
 pub(crate) struct Whole {
     pub(crate) shell: &'static Shell,
@@ -48,8 +49,8 @@ impl DerefMut for Whole {
 }
 
 impl Shell {
-    /// Passes the blocks of all arenas on, a few at a time, under the locks of the core and of their arena. Frees that were queued before
-    /// are applied.
+    /// Passes the blocks of all arenas on, a few at a time, under the locks of the core and of their arena. Frees that
+    /// were queued before are applied.
     pub(crate) fn walk(&'static self, mut pass: impl FnMut(&Core, &Heap, &Passed)) {
         drop(self.part(None));
         let (mut slot, mut walk) = (0, Walk::default());
@@ -73,7 +74,8 @@ impl Shell {
         }
     }
 
-    /// Looks into the first open arena from a number on, in which no block rests meanwhile, and returns its number; `None` if there is none.
+    /// Looks into the first open arena from a number on, in which no block rests meanwhile, and returns its number;
+    /// `None` if there is none.
     fn look_into<R>(&'static self, from: u32, look: impl FnOnce(&Core, &Guard) -> R) -> Option<(u32, R)> {
         let core = self.core();
         let at = core.arenas.partition_point(|arena| arena.slot < from);
@@ -111,8 +113,8 @@ impl Whole {
         whole
     }
 
-    /// Takes the locks of the core and of the arena `own`, if it is open, visits every arena in which anything happened since it was last
-    /// visited, and applies all frees queued so far.
+    /// Takes the locks of the core and of the arena `own`, if it is open, visits every arena in which anything happened
+    /// since it was last visited, and applies all frees queued so far.
     pub(crate) fn lock_part(shell: &'static Shell, core: MutexGuard<'static, Core>, own: Option<u32>) -> Whole {
         if !core.settles() {
             return Whole::lock(shell, core);
@@ -161,8 +163,9 @@ impl Whole {
         self.arenas.iter_mut().for_each(Guard::unsettle_held);
     }
 
-    /// Applies the queued frees of every arena that is not settled, merges what rests there, and settles it. Keeps the locks of the arena
-    /// `own` and of those in which frees were queued meanwhile, which are not settled. Returns false if `lock` fails.
+    /// Applies the queued frees of every arena that is not settled, merges what rests there, and settles it. Keeps the
+    /// locks of the arena `own` and of those in which frees were queued meanwhile, which are not settled. Returns false
+    /// if `lock` fails.
     fn visit(&mut self, lock: impl Fn(&'static Arena) -> Option<Guard>, own: Option<u32>) -> bool {
         let shell = self.shell;
         let settled = &mut self.core.settled;
@@ -197,7 +200,8 @@ impl Whole {
         done
     }
 
-    /// Takes the locks of settled arenas that may have what is sought. Called before all arenas are looked through for it.
+    /// Takes the locks of settled arenas that may have what is sought. Called before all arenas are looked through for
+    /// it.
     pub(crate) fn look_for(&mut self, sought: Sought) {
         if !self.core.settled.is_empty() {
             for slot in self.core.settled.find(sought) {
@@ -335,8 +339,8 @@ impl Whole {
         }
     }
 
-    /// Raises every arena's number of searches in the default pools, which is its clock for garbage collection, to the greatest of all. All
-    /// locks are held.
+    /// Raises every arena's number of searches in the default pools, which is its clock for garbage collection, to the
+    /// greatest of all. All locks are held.
     pub(crate) fn synchronize_searches(&mut self) {
         for pool in [PoolKind::Small as u16, PoolKind::Large as u16] {
             let latest = self.heaps().map(|heap| heap.pools[pool].searches).max().unwrap_or(0);

@@ -16,9 +16,10 @@ impl Allocator {
     /// Takes a snapshot of the memory and, if it is recorded, the history. The two agree: undoing the history's entries from the last to
     /// the first, starting from the segments, meets no contradiction.
     ///
-    /// While the history is recorded, all locks are held as blocks and entries are copied. Otherwise they are held for some blocks at a time:
-    /// while other threads allocate, each block is as it was at some moment of the call, or a part of it if it grew meanwhile, and the blocks
-    /// of a segment lie side by side without gaps. As in PyTorch, an [`Action::Snapshot`] is recorded, which later snapshots show.
+    /// While the history is recorded, all locks are held as blocks and entries are copied. Otherwise they are held for
+    /// some blocks at a time: while other threads allocate, each block is as it was at some moment of the call, or a
+    /// part of it if it grew meanwhile, and the blocks of a segment lie side by side without gaps. As in PyTorch, an
+    /// [`Action::Snapshot`] is recorded, which later snapshots show.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};

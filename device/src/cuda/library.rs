@@ -34,7 +34,8 @@ fn first_cause(error: &dyn std::error::Error) -> String {
     error.source().map_or_else(|| error.to_string(), first_cause)
 }
 
-/// Why each library could not be loaded. Most loaders begin the reason with the name. Libraries with the same reason share it.
+/// Why each library could not be loaded. Most loaders begin the reason with the name. Libraries with the same reason
+/// share it.
 fn together(reasons: &[(&str, String)]) -> String {
     let mut shared: Vec<(String, &str)> = Vec::new();
     for (name, said) in reasons {

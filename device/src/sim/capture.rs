@@ -262,8 +262,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Adds work to the capture that the stream is part of. Returns the work when the stream captures nothing. `is_new` unless it
-    /// was captured before, in a graph that is launched.
+    /// Adds work to the capture that the stream is part of. Returns the work when the stream captures nothing. `is_new`
+    /// unless it was captured before, in a graph that is launched.
     pub(super) fn capture_work(&mut self, id: u32, body: Body, is_new: bool) -> Answer<Option<Body>> {
         self.capture_allows(id)?;
         if self.streams.get(id)?.capture.is_none() {

@@ -1,21 +1,23 @@
 //! Checks of how work uses memory: the bounds and lives of blocks, and bytes that nothing has written.
 //!
-//! A caching allocator holds memory that no block uses at the moment, and blocks lie side by side in one allocation of the driver. So a
-//! device cannot see that work goes beyond its block, or uses a block that was dropped. The allocator tells a simulated device
-//! ([`Device::checks`](crate::Device::checks)) which ranges it hands out in blocks, and the bounds and the life of each block.
+//! A caching allocator holds memory that no block uses at the moment, and blocks lie side by side in one allocation of
+//! the driver. So a device cannot see that work goes beyond its block, or uses a block that was dropped. The allocator
+//! tells a simulated device ([`Device::checks`](crate::Device::checks)) which ranges it hands out in blocks, and the
+//! bounds and the life of each block.
 //!
-//! Work is checked in program order, when it is enqueued, as the race detector does. Each range that work touches must lie in one live
-//! block, as it was requested: rounding is not part of it. Work that was enqueued before a block was dropped may run later. Work in a
-//! graph is checked when it is captured; a launch only needs those blocks that are not the graph's own (`PrivatePool`) to be live still.
-//! Memory that no allocator manages, such as a plain allocation of the driver, is checked by the address space alone, and counts as
-//! written.
+//! Work is checked in program order, when it is enqueued, as the race detector does. Each range that work touches must
+//! lie in one live block, as it was requested: rounding is not part of it. Work that was enqueued before a block was
+//! dropped may run later. Work in a graph is checked when it is captured; a launch only needs those blocks that are not
+//! the graph's own (`PrivatePool`) to be live still. Memory that no allocator manages, such as a plain allocation of
+//! the driver, is checked by the address space alone, and counts as written.
 //!
-//! Bytes are *unwritten* from when their block was handed out until work writes them. Kernels and downloads must not read such bytes;
-//! copies within the device carry them along. A kernel with a host implementation is checked as it runs where it may leave unwritten
-//! bytes alone: in a range that is written in part, such as rows with gaps, and in a range that it writes.
+//! Bytes are *unwritten* from when their block was handed out until work writes them. Kernels and downloads must not
+//! read such bytes; copies within the device carry them along. A kernel with a host implementation is checked as it
+//! runs where it may leave unwritten bytes alone: in a range that is written in part, such as rows with gaps, and in a
+//! range that it writes.
 //!
-//! Invariants: a live block is one range of `blocks`; what is in `unwritten` was written by no work enqueued so far. The lock is a
-//! leaf, taken under that of the machine, so blocks may be dropped while a kernel runs.
+//! Invariants: a live block is one range of `blocks`; what is in `unwritten` was written by no work enqueued so far.
+//! The lock is a leaf, taken under that of the machine, so blocks may be dropped while a kernel runs.
 
 use std::ops::Range;
 use std::panic::Location;
@@ -187,7 +189,8 @@ impl Checks {
         self.state.lock().blocks.at(at, u64::MAX).0.map(|held| held.0.shown.clone())
     }
 
-    /// Checks that a range lies in one live block, where an allocator manages the memory. Returns the block if a graph needs it.
+    /// Checks that a range lies in one live block, where an allocator manages the memory. Returns the block if a graph
+    /// needs it.
     pub(super) fn check(&self, range: &Range<u64>) -> Result<Option<Needed>, Box<Misuse>> {
         let state = self.state.lock();
         if state.managed.at(range.start, u64::MAX).0.is_none() || thread::moves_contents() {

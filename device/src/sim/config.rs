@@ -41,12 +41,13 @@ pub struct SimConfig {
     pub export: bool,
     /// Bytes of the device that another process holds.
     pub other_process_bytes: u64,
-    /// Whether a violation panics. Work that goes beyond its memory, or uses memory that is gone, panics in the call that enqueues it. Anything
-    /// else, such as a race, panics in the next call that waits for a stream, an event or the device, or when the last handle of the
-    /// device is dropped. Nothing panics on a thread that panics already. A violation that was taken does not panic.
+    /// Whether a violation panics. Work that goes beyond its memory, or uses memory that is gone, panics in the call
+    /// that enqueues it. Anything else, such as a race, panics in the next call that waits for a stream, an event or
+    /// the device, or when the last handle of the device is dropped. Nothing panics on a thread that panics already. A
+    /// violation that was taken does not panic.
     pub panic_on_violation: bool,
-    /// Whether the device checks the bounds and lives of the blocks that allocators hand out, and reads of memory that was never written.
-    /// On by default; programs that measure time turn it off. The race detector works without.
+    /// Whether the device checks the bounds and lives of the blocks that allocators hand out, and reads of memory that
+    /// was never written. On by default; programs that measure time turn it off. The race detector works without.
     pub checks: bool,
     /// Faults to inject from the start.
     pub faults: Vec<Fault>,

@@ -279,7 +279,8 @@ impl Machine {
         self.detector.checks.as_ref()
     }
 
-    /// Checks that each range of device memory lies in one live block. Returns the blocks that a graph of this work needs.
+    /// Checks that each range of device memory lies in one live block. Returns the blocks that a graph of this work
+    /// needs.
     pub(super) fn check_blocks(&mut self, op: OpRef, touches: &[Touch]) -> Vec<Needed> {
         let Some(checks) = self.checks().cloned() else { return Vec::new() };
         let mut needed = Vec::new();
@@ -296,7 +297,8 @@ impl Machine {
         needed
     }
 
-    /// Notes what work does to memory that was never written, and reports what it reads of it. Returns what it may read when it runs.
+    /// Notes what work does to memory that was never written, and reports what it reads of it. Returns what it may read
+    /// when it runs.
     fn check_written(&mut self, op: OpRef, body: &Body) -> Unwritten {
         let Some(reads) = self.checks().map(|checks| checks.run(body)) else { return Vec::new() };
         self.report_unwritten(op, reads.all);

@@ -9,8 +9,8 @@
 //!   Host memory is used for what programs write, not for what they allocate.
 //! * **Every access is checked** in program order, by happens-before between streams, events and the host. A
 //!   [`Violation`] names two operations and the missing order, whatever the seed. The detector never changes results.
-//! * **Misuse of memory is found**: work beyond the bounds of a block, after the block was dropped, or that reads what nothing has
-//!   written. See [`Checks`]; `checks=off` ([`SimConfig::checks`]) turns it off.
+//! * **Misuse of memory is found**: work beyond the bounds of a block, after the block was dropped, or that reads what
+//!   nothing has written. See [`Checks`]; `checks=off` ([`SimConfig::checks`]) turns it off.
 //! * **CUDA's rules are enforced**: mappings, captures, default streams, dead handles. Work that touches memory
 //!   which is not there loses the device, as on hardware; all errors from then on say which work, where and why.
 //! * **Faults can be injected**: see [`Fault`].
@@ -24,9 +24,9 @@
 //!   ranges at once), `peer` (two devices), `module`; `refused` is why one is refused. `inspect` looks inside without a call.
 //! * **State**: `machine` holds all of it. `address` and `mappings` are the address space, `memory` and `host` the bytes; `queue`, `event` and
 //!   `handle` streams, events and their handles; `interval` a map of ranges.
-//! * **Time and order**: `engine` runs `work` in virtual time, in an order picked by `rng`; `race` finds what nothing orders, by `clock` and by
-//!   what the host has `known`, and reports a `violation`. `checks` finds misuse of memory; `thread` knows where calls come from. `lag` makes
-//!   the device lag behind.
+//! * **Time and order**: `engine` runs `work` in virtual time, in an order picked by `rng`; `race` finds what nothing
+//!   orders, by `clock` and by what the host has `known`, and reports a `violation`. `checks` finds misuse of memory;
+//!   `thread` knows where calls come from. `lag` makes the device lag behind.
 //!
 //! Kernels run while a lock is held, so a [`crate::HostKernel`] must not call the driver. The legacy stream's implicit waits
 //! apply to work, records and waits; synchronising with it on the host covers only what was enqueued on it. Stream

@@ -213,7 +213,8 @@ impl fmt::Display for ViolationKind {
 }
 
 impl ViolationKind {
-    /// True if the call that enqueues the work knows it by what the program did so far on this thread: a wrong pointer or length.
+    /// True if the call that enqueues the work knows it by what the program did so far on this thread: a wrong pointer
+    /// or length.
     pub(super) fn is_of_the_call(self) -> bool {
         use ViolationKind::{NoAccess, NotAllocated, OutOfBounds, UseAfterFree};
         matches!(self, UseAfterFree | OutOfBounds | NotAllocated | NoAccess)

@@ -15,8 +15,8 @@ use crate::error::TransferError;
 use crate::pinned::Claimed;
 use crate::staging::{HostSource, HostTarget};
 
-/// The bytes that an owner lends. `AsRef` is the caller's code: the thread that hands the owner over calls it once, and threads of the
-/// runtime never do. Clones share the owner, which is dropped with the last of them.
+/// The bytes that an owner lends. `AsRef` is the caller's code: the thread that hands the owner over calls it once, and
+/// threads of the runtime never do. Clones share the owner, which is dropped with the last of them.
 #[derive(Clone)]
 pub(crate) struct Owned {
     bytes: Raw,

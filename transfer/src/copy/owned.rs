@@ -25,10 +25,11 @@ use crate::staging::{DeviceEnd, HostSource, HostTarget, Spread};
 pub(crate) const UNSTAGED_BYTES: usize = 256 << 10;
 
 impl Transfer {
-    /// Allocates device memory for `stream` and fills it from host memory of any kind: a `Vec`, `Box<[T]>`, `Arc<[T]>`, a memory map, or
-    /// whatever else lends a slice, which it is asked for once. Returns before the copy is done; the source is dropped once it was read. A
-    /// source of a type that is not the standard library's is dropped on a thread of its own, perhaps after the [`Pending`] is complete: its
-    /// `Drop` may wait for other transfers, and a panic in it is logged.
+    /// Allocates device memory for `stream` and fills it from host memory of any kind: a `Vec`, `Box<[T]>`, `Arc<[T]>`,
+    /// a memory map, or whatever else lends a slice, which it is asked for once. Returns before the copy is done; the
+    /// source is dropped once it was read. A source of a type that is not the standard library's is dropped on a thread
+    /// of its own, perhaps after the [`Pending`] is complete: its `Drop` may wait for other transfers, and a panic in
+    /// it is logged.
     ///
     /// # Errors
     /// When device memory or page-locked memory runs out, a stream of another device or that captures, and errors of the driver.

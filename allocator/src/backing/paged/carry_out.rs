@@ -1,5 +1,5 @@
-//! Makes the driver calls of a remap, without a lock. The work was planned under locks (`plan.rs`), and is accounted for under
-//! locks afterwards.
+//! Makes the driver calls of a remap, without a lock. The work was planned under locks (`plan.rs`), and is accounted
+//! for under locks afterwards.
 //!
 //! Frames are created first, because that is the step which fails for lack of memory, and then nothing has to be undone. If a later call
 //! fails, frames that are unmapped already become spare, and frames that are mapped but cannot be accessed are unmapped again. Only where a

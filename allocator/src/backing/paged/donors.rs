@@ -121,8 +121,9 @@ impl Whole {
         donors
     }
 
-    /// As [`Whole::donors`], from at most [`BATCH`] blocks that begin below an address, and without frames of more granules than are wanted.
-    /// Frames side by side may be one donor. Returns the address below which to go on; `None` if there are no more such blocks.
+    /// As [`Whole::donors`], from at most [`BATCH`] blocks that begin below an address, and without frames of more
+    /// granules than are wanted. Frames side by side may be one donor. Returns the address below which to go on; `None`
+    /// if there are no more such blocks.
     pub(crate) fn donors_below(&mut self, below: u64, wanted: u64, from: Which) -> (Vec<Donor>, Option<u64>) {
         let granule = self.paged.as_ref().map(|paged| paged.granule).filter(|_| !self.is_capturing());
         let Some(granule) = granule else { return (Vec::new(), None) };

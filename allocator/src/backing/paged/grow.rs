@@ -65,7 +65,8 @@ struct Allowed {
     ask: bool,
     /// Make the request's stream wait for others.
     order: bool,
-    /// How often to wait on the host rather than grow. Where memory would be refused otherwise, the host waits in any case.
+    /// How often to wait on the host rather than grow. Where memory would be refused otherwise, the host waits in any
+    /// case.
     stalls: u64,
     /// Take memory from the device.
     create: bool,

@@ -45,8 +45,8 @@
 //!   operations never touch the same ones. An operation that fails gives back all that it held. Memory apart from heaps has one
 //!   owner, until it is retired and then recycled by one operation that is alone.
 //!
-//! Locks: decisions are made under the core's lock and those of the arenas that take part. Driver calls, waits and observers run under none of them, only under the gate, which
-//! comes before them.
+//! Locks: decisions are made under the core's lock and those of the arenas that take part. Driver calls, waits and
+//! observers run under none of them, only under the gate, which comes before them.
 
 mod apart;
 mod capacity;

@@ -178,8 +178,8 @@ impl Allocator {
         failed
     }
 
-    /// Waits until the free memory in some pools is known done, and the launches that closed pools among them wait for. Returns true if
-    /// anything was not known done. Skips streams that cannot be waited for now.
+    /// Waits until the free memory in some pools is known done, and the launches that closed pools among them wait for.
+    /// Returns true if anything was not known done. Skips streams that cannot be waited for now.
     pub(crate) fn synchronize_free(&self, which: Which) -> Result<bool, AllocError> {
         let of = if let Which::Of(key) | Which::UnusedOf(key) = which { Some(key) } else { None };
         let launched = self.shell().core().awaited_launches(of);
@@ -205,8 +205,9 @@ impl Whole {
         latest.into_iter().filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
     }
 
-    /// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of the next blocks below an address, or, if
-    /// that is `None`, of all blocks. Returns the address below which to go on; `None` if there are no more blocks.
+    /// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of the next blocks
+    /// below an address, or, if that is `None`, of all blocks. Returns the address below which to go on; `None` if
+    /// there are no more blocks.
     fn begin_trim(
         &mut self,
         leaving: &mut Leaving,

@@ -158,7 +158,8 @@ impl Allocator {
 }
 
 impl Whole {
-    /// Advice to let private pools lend their memory. As it is lent: only blocks of the stream itself, except those that graphs may use.
+    /// Advice to let private pools lend their memory. As it is lent: only blocks of the stream itself, except those
+    /// that graphs may use.
     pub(super) fn advice_to_lend(&mut self, request: &Request) -> Vec<Advice> {
         if request.pool >= 2 || self.try_arena(request.slot).is_none() {
             return Vec::new();

@@ -44,8 +44,8 @@ pub(crate) struct Tried {
 
 /// Why a request could not be served. All sizes are bytes.
 ///
-/// Locks are held for some blocks at a time. While other threads allocate, each block counts as it was at some moment after the last attempt
-/// to serve the request, and the sums may be of slightly different moments.
+/// Locks are held for some blocks at a time. While other threads allocate, each block counts as it was at some moment
+/// after the last attempt to serve the request, and the sums may be of slightly different moments.
 ///
 /// Its `Display` reads like PyTorch's message and then explains.
 #[derive(Clone, Debug)]

@@ -1,4 +1,5 @@
-//! What a report reads of blocks, one after the other: the sums it shows, and the memory that stands in the way of its request.
+//! What a report reads of blocks, one after the other: the sums it shows, and the memory that stands in the way of its
+//! request.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -17,7 +18,8 @@ pub(super) struct Seen {
     /// True if a stream of the device captures, so that no memory goes back.
     captures: bool,
     holds: Holds,
-    /// Free blocks of the request's pool: their number, their bytes, the bytes in those that are large enough, and the largest one's.
+    /// Free blocks of the request's pool: their number, their bytes, the bytes in those that are large enough, and the
+    /// largest one's.
     pieces: usize,
     free: u64,
     usable: u64,
@@ -25,7 +27,8 @@ pub(super) struct Seen {
     reserved_by_private_pools: u64,
     /// Live bytes by tag.
     tags: HashMap<u32, u64>,
-    /// The contiguous memory of the request's own private pool that is being passed, in bytes, and whether it is mapped.
+    /// The contiguous memory of the request's own private pool that is being passed, in bytes, and whether it is
+    /// mapped.
     own_range: Option<(u64, bool)>,
 }
 

@@ -45,7 +45,7 @@ pub(crate) const UNKNOWN: u64 = u64::MAX;
 pub(crate) struct Arena {
     pub(crate) shell: &'static Shell,
     pub(crate) slot: u32,
-    /// True while it is settled (`shell/settled.rs`), and nobody entered it in the queue of those that are not any more.
+    /// True if the arena is settled (`shell/settled.rs`). Set to false before the arena enters the queue of unsettled ones.
     settled: AtomicBool,
     /// Number of live blocks that streams besides their own use. Written under the core's lock.
     pub(crate) shared_blocks: AtomicU32,
@@ -63,8 +63,8 @@ impl fmt::Debug for Arena {
 /// The state that an arena's lock protects.
 #[derive(Debug, Default)]
 pub(crate) struct Desk {
-    /// The thread that writes to the shared counters (`accounting/tally.rs`); [`Writer::NOBODY`] while the arena is not open, and
-    /// [`Writer::SETTLED`] while it is settled.
+    /// The thread that writes to the shared counters (`accounting/tally.rs`); [`Writer::NOBODY`] while the arena is not
+    /// open, and [`Writer::SETTLED`] while it is settled.
     writer: Writer,
     /// What `writer` was before the arena was settled.
     settled_writer: Writer,
@@ -169,8 +169,8 @@ impl Arena {
         self.shell.tell_checks(|checks| checks.allocated(block));
     }
 
-    /// Tells a simulated device that a block is given back, before anybody else can get the memory. Takes the words of the handle, not the
-    /// handle, which would have to be copied to where it can be pointed to.
+    /// Tells a simulated device that a block is given back, before anybody else can get the memory. Takes the words of
+    /// the handle, not the handle, which would have to be copied to where it can be pointed to.
     #[cold]
     #[inline(never)]
     pub(crate) fn tell_of_end(&'static self, ptr: DevicePtr, at: Option<&'static Location<'static>>) {
@@ -213,16 +213,16 @@ impl DerefMut for Guard {
 }
 
 impl Guard {
-    /// Applies the remote frees queued so far, has other threads free through the queue until they next allocate here, and merges what
-    /// rests.
+    /// Applies the remote frees queued so far, has other threads free through the queue until they next allocate here,
+    /// and merges what rests.
     pub(crate) fn tidy(&mut self) {
         self.arena.remote.forget_other_threads();
         self.drain();
         self.merge_resting();
     }
 
-    /// Has whoever works here next make the arena an unsettled one. Returns false if frees were queued meanwhile. The caller has the core's
-    /// lock.
+    /// Settles the arena: the next thread that works here unsettles it. Returns false if frees were queued meanwhile.
+    /// The caller holds the core's lock.
     pub(crate) fn settle(&mut self) -> bool {
         let arena = self.arena;
         arena.settled.store(true, Ordering::SeqCst);
@@ -266,7 +266,8 @@ impl Guard {
             return Some(self);
         }
         drop(self);
-        // Blocks that other streams used, too, need the core's lock. They are not to count as live, and their wait begins now.
+        // Blocks that other streams used, too, need the core's lock. They are not to count as live, and their wait
+        // begins now.
         drop(arena.shell.part(None));
         arena.admit(arena.desk.lock())
     }

@@ -78,8 +78,9 @@ pub(crate) struct RemoteFree {
 #[derive(Debug)]
 pub(crate) struct RemoteFrees {
     queue: ArrayQueue<RemoteFree>,
-    /// The threads that free directly: a bit for each that allocated since blocks became due, and since a slow path looked into it. One thread
-    /// in 64 others may be mistaken for one of them. Only a hint: what it misses waits for one of the other occasions.
+    /// The threads that free directly: a bit for each that allocated since blocks became due, and since a slow path
+    /// looked into it. One thread in 64 others may be mistaken for one of them. Only a hint: what it misses waits for
+    /// one of the other occasions.
     direct: AtomicU64,
 }
 

@@ -1,5 +1,5 @@
-//! When blocks that rest are merged (`heap/resting.rs` says why they rest): before another rests or a search, before a slow path looks into
-//! the arena, and when a search fails.
+//! When blocks that rest are merged (`heap/resting.rs` says why they rest): before another rests or a search, before a
+//! slow path looks into the arena, and when a search fails.
 
 use super::Guard;
 use crate::heap::{BlockId, Rested, SplitChange, kind_of};

@@ -246,8 +246,8 @@ impl Scale<'_> {
         })
     }
 
-    /// What any program does, beside what there is much of. Requests that miss may wait for the stream that blocks wait for, so that none
-    /// waits any more: then they are left out.
+    /// What any program does, beside what there is much of. Requests that miss may wait for the stream that blocks wait
+    /// for, so that none waits any more: then they are left out.
     fn beside_all_that(&mut self, may_wait: bool) -> Result<(), Failure> {
         self.repeatedly("pair", |this| {
             (0..100).try_for_each(|_| this.allocator.alloc(SMALL, &this.stream).map(drop))?;
